@@ -1,0 +1,109 @@
+"""The NVFP4 weight format: the one place that defines the bytes.
+
+A weight ``w: (N, K)`` is stored as
+
+* ``codes: (N, K/2) uint8``            two E2M1 codes a byte, the even column in the low nibble,
+* ``block_scales: (N, K/16) float8_e4m3fn``  one scale for 16 neighbouring columns,
+* ``divisor: () float32``              the tensor scale, kept as compressed-tensors keeps it: as a divisor,
+
+and stands for ``w[n, k] = value(code[n, k]) * block_scale[n, k // 16] / divisor``. A code is ``s e e m``: a sign bit
+and an index into 0, 0.5, 1, 1.5, 2, 3, 4, 6.
+
+The product ``value(code) * block_scale`` has at most 2 + 4 significant bits and an exponent between 2^-10 and 2^12, so
+it is exact in BF16. That product, without the tensor scale, is the operand that trainer and engine share bit for bit;
+``1 / divisor`` is applied in fp32 to the result of the matrix product.
+
+Layout on disk: compressed-tensors ``nvfp4-pack-quantized`` (``weight_packed``, ``weight_scale``, ``weight_global_scale``).
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+GROUP_SIZE = 16
+CODE_MAX = 6.0  # largest E2M1 value
+SCALE_MAX = 448.0  # largest E4M3 value
+
+# value of a code's low three bits; bit 3 is the sign
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# halfway points between neighbouring magnitudes: an equality is a tie and goes to the even code
+MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+
+
+@dataclass(frozen=True)
+class NVFP4Weight:
+    """One packed weight: ``codes: (N, K/2)``, ``block_scales: (N, K/16)``, ``divisor: ()``."""
+
+    codes: torch.Tensor
+    block_scales: torch.Tensor
+    divisor: torch.Tensor
+
+
+def divisor_from_amax(amax: torch.Tensor) -> torch.Tensor:
+    """The tensor divisor 2688 / amax, computed in the dtype of ``amax`` (BF16 sources: as llmcompressor does) -> fp32 ().
+
+    An all-zero weight gets 1, so that no infinity is ever written.
+    """
+    divisor = (SCALE_MAX * CODE_MAX / amax).float()
+    return torch.where(amax == 0, torch.ones_like(divisor), divisor).reshape(())
+
+
+def round_to_codes(x: torch.Tensor) -> torch.Tensor:
+    """Nearest E2M1 code, ties to the even code, the sign of -0 kept; ``x`` of any shape -> uint8 of that shape."""
+    midpoints = torch.tensor(MIDPOINTS, device=x.device, dtype=torch.float32)
+    magnitude = x.abs().float()
+    below = torch.bucketize(magnitude, midpoints, right=False)  # a tie goes down
+    above = torch.bucketize(magnitude, midpoints, right=True)  # a tie goes up
+    index = torch.where(below % 2 == 0, below, above)
+    return (index + 8 * torch.signbit(x)).to(torch.uint8)
+
+
+def pack(codes: torch.Tensor) -> torch.Tensor:
+    """``codes: (..., K)`` -> ``(..., K/2)``, the even column in the low nibble."""
+    return (codes[..., 0::2] | (codes[..., 1::2] << 4)).contiguous()
+
+
+def unpack(codes: torch.Tensor) -> torch.Tensor:
+    """``codes: (..., K/2)`` -> one code a byte, ``(..., K)``."""
+    return torch.stack([codes & 0xF, codes >> 4], dim=-1).flatten(-2)
+
+
+def quantize(w: torch.Tensor, divisor: torch.Tensor | None = None) -> NVFP4Weight:
+    """Round ``w: (N, K)`` to the nearest NVFP4 weight.
+
+    ``divisor`` is given where several weights share one (q/k/v, gate/up); by default it comes from this weight alone.
+    For BF16 sources the result is bit-equal to llmcompressor's NVFP4A16: amax/6 is rounded to BF16 before it is
+    multiplied by the divisor in fp32.
+
+    Raises ValueError if K is not a multiple of 16.
+    """
+    N, K = w.shape
+    if K % GROUP_SIZE:
+        raise ValueError(f"a weight of shape {tuple(w.shape)} has {K} columns; NVFP4 needs a multiple of {GROUP_SIZE}")
+    if divisor is None:
+        divisor = divisor_from_amax(w.abs().amax())
+    groups = w.view(N, K // GROUP_SIZE, GROUP_SIZE)
+    amax = groups.abs().amax(dim=-1)  # (N, K/16)
+    block_scales = ((amax / CODE_MAX).float() * divisor).clamp(max=SCALE_MAX).to(torch.float8_e4m3fn)
+    step = (block_scales.float() / divisor).unsqueeze(-1)  # (N, K/16, 1)
+    ratio = torch.where(step > 0, groups.float() / step.clamp_min(torch.finfo(torch.float32).tiny), groups.float() * 0)
+    return NVFP4Weight(pack(round_to_codes(ratio).view(N, K)), block_scales, divisor)
+
+
+def dequantize(codes: torch.Tensor, block_scales: torch.Tensor) -> torch.Tensor:
+    """The exact BF16 operand ``value(code) * block_scale``, without the tensor scale -> (N, K) bfloat16."""
+    N, half = codes.shape
+    pairs = _byte_values(codes.device)[codes.int()]  # (N, K/2, 2): the two columns of a byte
+    blocks = pairs.view(N, 2 * half // GROUP_SIZE, GROUP_SIZE)
+    return (blocks * block_scales.to(torch.bfloat16).unsqueeze(-1)).view(N, 2 * half)
+
+
+_BYTE_VALUES: dict[torch.device, torch.Tensor] = {}
+
+
+def _byte_values(device: torch.device) -> torch.Tensor:
+    """Both values of each of the 256 bytes: (256, 2) bfloat16, one small constant a device."""
+    if device not in _BYTE_VALUES:
+        values = torch.tensor(MAGNITUDES + tuple(-m for m in MAGNITUDES), dtype=torch.bfloat16)
+        _BYTE_VALUES[device] = values[unpack(torch.arange(256, dtype=torch.uint8).unsqueeze(-1)).long()].to(device)
+    return _BYTE_VALUES[device]

@@ -1,0 +1,1 @@
+"""Training side of QeRL: a thin layer over TRL, PEFT, transformers and lighteval."""
