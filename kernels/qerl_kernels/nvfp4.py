@@ -13,7 +13,8 @@ The product ``value(code) * block_scale`` has at most 2 + 4 significant bits and
 it is exact in BF16. That product, without the tensor scale, is the operand that trainer and engine share bit for bit;
 ``1 / divisor`` is applied in fp32 to the result of the matrix product.
 
-Layout on disk: compressed-tensors ``nvfp4-pack-quantized`` (``weight_packed``, ``weight_scale``, ``weight_global_scale``).
+Layout on disk: compressed-tensors ``nvfp4-pack-quantized``
+(``weight_packed``, ``weight_scale``, ``weight_global_scale``).
 """
 
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ class NVFP4Weight:
 
 
 def divisor_from_amax(amax: torch.Tensor) -> torch.Tensor:
-    """The tensor divisor 2688 / amax, computed in the dtype of ``amax`` (BF16 sources: as llmcompressor does) -> fp32 ().
+    """The tensor divisor 2688 / amax, computed in the dtype of ``amax`` (BF16 sources: as llmcompressor does).
 
     An all-zero weight gets 1, so that no infinity is ever written.
     """
