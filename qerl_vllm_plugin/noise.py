@@ -1,0 +1,46 @@
+"""Adaptive quantization noise: which norms it touches and the bits it adds. Torch only; trainer and engine call this.
+
+Source: QeRL (arXiv 2510.11696), section 3.3: Z ~ N(0, sigma^2), one value an input channel, merged into the RMSNorm
+weight that feeds the linears: w_noise = w + Z.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+
+# the norms that feed q/k/v and gate/up; the final norm and q/k norms stay clean unless asked for
+DEFAULT_TARGETS = ("input_layernorm", "post_attention_layernorm")
+
+
+def draw(seed: int, rollout: int, name: str, size: int) -> torch.Tensor:
+    """Unit Gaussian noise for one norm weight -> fp32 (size,) on the CPU.
+
+    ``name`` is the Hugging Face parameter name, such as ``model.layers.0.input_layernorm.weight``. The generator is
+    keyed by all three arguments and lives on the CPU: every tensor-parallel rank and the trainer hold the same bits,
+    and a resumed run draws what the unbroken run would have drawn.
+    """
+    key = hashlib.sha256(f"{seed}:{rollout}:{name}".encode()).digest()
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(key[:8], "little") >> 1)
+    return torch.randn(size, generator=generator, dtype=torch.float32)
+
+
+def is_target(name: str, targets: Sequence[str] = DEFAULT_TARGETS) -> bool:
+    """Whether the parameter ``...<module>.weight`` belongs to one of the norm modules named in ``targets``."""
+    parts = name.split(".")
+    return len(parts) >= 2 and parts[-1] == "weight" and parts[-2] in targets
+
+
+def check_sigma(sigma: float) -> float:
+    """``sigma`` as a float; raises ValueError unless it is finite and not negative."""
+    sigma = float(sigma)
+    if not math.isfinite(sigma) or sigma < 0:
+        raise ValueError(f"noise sigma is {sigma}; it must be a finite number >= 0 (0 clears the noise)")
+    return sigma
+
+
+def noisy(base: torch.Tensor, sigma: float, seed: int, rollout: int, name: str) -> torch.Tensor:
+    """``base + sigma * z`` in fp32 on the device of ``base: (H,)``; the one expression used on both sides."""
+    unit = draw(seed, rollout, name, base.numel()).to(base.device)
+    return base.float() + sigma * unit
