@@ -24,6 +24,17 @@ def linear(
     return y.to(x.dtype)
 
 
+def linear_backward(
+    dy: torch.Tensor, codes: torch.Tensor, block_scales: torch.Tensor, row_scale: torch.Tensor
+) -> torch.Tensor:
+    """dx = (dy * row_scale) W0, the gradient of ``linear`` with respect to ``x``, in fp32 with one rounding at the end.
+
+    ``dy: (..., N)`` -> ``(..., K)`` in the dtype of ``dy``.
+    """
+    w = dequantize(codes, block_scales).float()  # (N, K)
+    return torch.matmul(dy.float() * row_scale, w).to(dy.dtype)
+
+
 def rms_norm(x: torch.Tensor, w: torch.Tensor, epsilon: float) -> torch.Tensor:
     """y = x / sqrt(mean(x^2) + epsilon) * w, in fp32 with one rounding at the end.
 

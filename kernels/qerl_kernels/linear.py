@@ -1,0 +1,135 @@
+"""The frozen linear layer: y = row_scale * (x W0^T) + bias on packed NVFP4 weights, and its input gradient.
+
+W0 = value(code) * block scale is exact in BF16 (see nvfp4.py); the tensor scale is one fp32 factor for each output row,
+so that a fused layer (q/k/v, gate/up) keeps the scales of its parts. On a CPU the naive reference runs. On a GPU W0 is
+expanded for the length of one call, cuBLAS multiplies and accumulates in fp32, the row scale and the bias are applied
+to the fp32 sum, and the result is rounded once.
+
+Both functions are torch.library operators (``qerl::nvfp4_linear``, ``qerl::nvfp4_linear_backward``), opaque to
+torch.compile and usable inside a CUDA graph: nothing here reads a value back to the host. The backward keeps the packed
+weight and nothing else: neither the activations nor an expanded weight.
+"""
+
+import torch
+
+from qerl_kernels import naive
+from qerl_kernels.nvfp4 import GROUP_SIZE, dequantize
+
+
+def linear(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    block_scales: torch.Tensor,
+    row_scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y = row_scale * (x W0^T) + bias, differentiable with respect to ``x`` only.
+
+    ``x: (..., K)`` bfloat16, float16 or float32, ``codes: (N, K/2)`` uint8, ``block_scales: (N, K/16)`` float8_e4m3fn,
+    ``row_scale: () or (N,)`` float32 (1 over the checkpoint's divisor), ``bias: (N,)`` -> ``(..., N)`` in the
+    dtype of ``x``.
+
+    Raises ValueError where the shapes do not fit together.
+    """
+    _check_weight(codes, block_scales, row_scale)
+    if x.shape[-1] != 2 * codes.shape[1]:
+        raise ValueError(f"x has {x.shape[-1]} columns, but the packed weight has {2 * codes.shape[1]}")
+    if bias is not None and bias.shape != (codes.shape[0],):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}, but the weight has {codes.shape[0]} rows")
+    return _linear(x, codes, block_scales, row_scale, bias)
+
+
+def linear_backward(
+    dy: torch.Tensor, codes: torch.Tensor, block_scales: torch.Tensor, row_scale: torch.Tensor
+) -> torch.Tensor:
+    """dx = (dy * row_scale) W0: the gradient of ``linear`` with respect to ``x``.
+
+    ``dy: (..., N)`` -> ``(..., K)`` in the dtype of ``dy``. On a GPU with unequal row scales dy * row_scale / max is
+    rounded to the dtype of ``dy`` before the product (one rounding more); with equal row scales nothing is added.
+
+    Raises ValueError where the shapes do not fit together.
+    """
+    _check_weight(codes, block_scales, row_scale)
+    if dy.shape[-1] != codes.shape[0]:
+        raise ValueError(f"dy has {dy.shape[-1]} columns, but the packed weight has {codes.shape[0]} rows")
+    return _linear_backward(dy, codes, block_scales, row_scale)
+
+
+def _check_weight(codes: torch.Tensor, block_scales: torch.Tensor, row_scale: torch.Tensor) -> None:
+    N, half = codes.shape
+    if codes.dtype != torch.uint8 or block_scales.dtype != torch.float8_e4m3fn:
+        raise ValueError(
+            f"codes and block scales are {codes.dtype} and {block_scales.dtype}, not uint8 and float8_e4m3fn"
+        )
+    if block_scales.shape != (N, 2 * half // GROUP_SIZE) or 2 * half % GROUP_SIZE:
+        raise ValueError(
+            f"codes {tuple(codes.shape)} do not fit block scales {tuple(block_scales.shape)}: (N, K/2), (N, K/16)"
+        )
+    if row_scale.dtype != torch.float32 or row_scale.shape not in ((), (N,)):
+        raise ValueError(f"row_scale is {row_scale.dtype} {tuple(row_scale.shape)}, not float32 of shape () or ({N},)")
+
+
+@torch.library.custom_op("qerl::nvfp4_linear", mutates_args=(), device_types="cpu")
+def _linear(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    block_scales: torch.Tensor,
+    row_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    return naive.linear(x, codes, block_scales, row_scale, bias)
+
+
+@_linear.register_kernel("cuda")
+def _(x, codes, block_scales, row_scale, bias):
+    w = dequantize(codes, block_scales).to(x.dtype)  # exact in float16 too: 6 bits between 2^-10 and 2688
+    y = _matmul_fp32(x.reshape(-1, x.shape[-1]), w.t()).mul_(row_scale)
+    if bias is not None:
+        y.add_(bias.float())
+    return y.to(x.dtype).view(*x.shape[:-1], codes.shape[0])
+
+
+@_linear.register_fake
+def _(x, codes, block_scales, row_scale, bias):
+    return x.new_empty(*x.shape[:-1], codes.shape[0])
+
+
+@torch.library.custom_op("qerl::nvfp4_linear_backward", mutates_args=(), device_types="cpu")
+def _linear_backward(
+    dy: torch.Tensor, codes: torch.Tensor, block_scales: torch.Tensor, row_scale: torch.Tensor
+) -> torch.Tensor:
+    return naive.linear_backward(dy, codes, block_scales, row_scale)
+
+
+@_linear_backward.register_kernel("cuda")
+def _(dy, codes, block_scales, row_scale):
+    largest = row_scale.amax()
+    rows = dy.reshape(-1, dy.shape[-1])
+    if row_scale.dim():  # the sum runs over rows of W0: their scales cannot wait for the result, only the largest can
+        rows = (rows.float() * (row_scale / largest)).to(dy.dtype)
+    w = dequantize(codes, block_scales).to(dy.dtype)
+    dx = _matmul_fp32(rows, w).mul_(largest)
+    return dx.to(dy.dtype).view(*dy.shape[:-1], 2 * codes.shape[1])
+
+
+@_linear_backward.register_fake
+def _(dy, codes, block_scales, row_scale):
+    return dy.new_empty(*dy.shape[:-1], 2 * codes.shape[1])
+
+
+def _matmul_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``a @ b`` with the fp32 accumulator as the result: (M, K), (K, N) -> (M, N) float32."""
+    return torch.mm(a, b) if a.dtype == torch.float32 else torch.mm(a, b, out_dtype=torch.float32)
+
+
+def _save_weight(ctx, inputs, output):
+    _, codes, block_scales, row_scale, _ = inputs
+    ctx.save_for_backward(codes, block_scales, row_scale)
+
+
+def _gradient(ctx, dy):
+    dx = _linear_backward(dy, *ctx.saved_tensors) if ctx.needs_input_grad[0] else None
+    return dx, None, None, None, None
+
+
+_linear.register_autograd(_gradient, setup_context=_save_weight)

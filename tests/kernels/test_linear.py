@@ -1,0 +1,81 @@
+"""The frozen linear layer against fp64, its gradient, its operators under torch.compile, and its refusals."""
+
+import pytest
+import torch
+from qerl_kernels.linear import linear, linear_backward
+from qerl_kernels.nvfp4 import dequantize, quantize
+
+N, K = 24, 48
+
+
+def example(seed: int, rows: bool, dtype: torch.dtype = torch.bfloat16):
+    generator = torch.Generator().manual_seed(seed)
+    weight = quantize(torch.randn(N, K, generator=generator).bfloat16())
+    row_scale = 1 / weight.divisor
+    if rows:
+        row_scale = row_scale * torch.rand(N, generator=generator) + 1e-3
+    x = torch.randn(2, 5, K, generator=generator).to(dtype)
+    bias = torch.randn(N, generator=generator).to(dtype)
+    return x, weight.codes, weight.block_scales, row_scale, bias
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["one tensor scale", "a scale for each row"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_forward_is_within_one_rounding_of_fp64(rows, dtype):
+    x, codes, block_scales, row_scale, bias = example(0, rows, dtype)
+    w = dequantize(codes, block_scales).double() * row_scale.double().reshape(-1, 1)
+    expected = x.double() @ w.t() + bias.double()
+    actual = linear(x, codes, block_scales, row_scale, bias)
+    assert actual.dtype == dtype and actual.shape == (2, 5, N) and actual.is_contiguous()
+    half_step = torch.finfo(dtype).eps / 2
+    assert ((actual.double() - expected).abs() <= half_step * expected.abs() + 1e-5).all()
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["one tensor scale", "a scale for each row"])
+def test_backward_is_the_gradient_of_the_dense_layer(rows):
+    x, codes, block_scales, row_scale, bias = example(1, rows, torch.float32)
+    w = (dequantize(codes, block_scales).float() * row_scale.reshape(-1, 1)).contiguous()
+    dy = torch.randn(2, 5, N)
+    x.requires_grad_()
+    linear(x, codes, block_scales, row_scale, bias).backward(dy)
+    torch.testing.assert_close(x.grad, dy @ w)
+    assert torch.equal(x.grad, linear_backward(dy, codes, block_scales, row_scale))
+
+
+def test_only_the_packed_weight_is_kept_for_the_backward():
+    x, codes, block_scales, row_scale, _ = example(2, True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        linear(x.requires_grad_(), codes, block_scales, row_scale)
+    assert sum(t.nbytes for t in kept) == codes.nbytes + block_scales.nbytes + row_scale.nbytes
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+def test_operators_pass_torch_library_checks(bias):
+    x, codes, block_scales, row_scale, b = example(3, True)
+    torch.library.opcheck(  # test_schema has no float8 arithmetic to compare with
+        torch.ops.qerl.nvfp4_linear.default,
+        (x.requires_grad_(), codes, block_scales, row_scale, b if bias else None),
+        test_utils=("test_autograd_registration", "test_faketensor"),
+    )
+    torch.library.opcheck(  # test_schema has no float8 arithmetic to compare with
+        torch.ops.qerl.nvfp4_linear_backward.default,
+        (torch.randn(3, N), codes, block_scales, row_scale),
+        test_utils=("test_faketensor",),
+    )
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    x, codes, block_scales, row_scale, bias = example(4, True)
+    with pytest.raises(ValueError, match="x has 47 columns, but the packed weight has 48"):
+        linear(x[..., :-1], codes, block_scales, row_scale)
+    with pytest.raises(ValueError, match=r"do not fit block scales"):
+        linear(x, codes, block_scales[:, :-1], row_scale)
+    with pytest.raises(ValueError, match=r"row_scale is torch\.bfloat16"):
+        linear(x, codes, block_scales, row_scale.bfloat16())
+    with pytest.raises(ValueError, match="not uint8 and float8_e4m3fn"):
+        linear(x, codes, block_scales.float(), row_scale)
+    with pytest.raises(ValueError, match="bias has shape"):
+        linear(x, codes, block_scales, row_scale, bias[:-1])
+    with pytest.raises(ValueError, match="dy has 23 columns"):
+        linear_backward(torch.randn(1, N - 1), codes, block_scales, row_scale)
