@@ -1,0 +1,88 @@
+"""The tensors that a config.json promises, for the architectures that the plugin serves: names, shapes, linear or not.
+
+Written from the model definitions of transformers 5 and kept free of imports, so that a server can check a 32B
+checkpoint in milliseconds before it builds anything. The key is the config's ``model_type``, never a folder's name.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A tensor of the BF16 model: its shape, whether it is the weight of a linear layer that may be packed."""
+
+    shape: tuple[int, ...]
+    linear: bool = False
+    optional: bool = False
+
+
+def expected_tensors(config: Mapping[str, Any]) -> dict[str, Expected] | None:
+    """The tensors of a BF16 checkpoint with this config.json; None for an architecture that is not in MODEL_TYPES.
+
+    Raises KeyError naming a size that the config lacks.
+    """
+    if config.get("model_type") not in MODEL_TYPES:
+        return None
+    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
+    tensors = {
+        "model.embed_tokens.weight": Expected((vocabulary, hidden)),
+        "model.norm.weight": Expected((hidden,)),
+        "lm_head.weight": Expected((vocabulary, hidden), optional=bool(config.get("tie_word_embeddings"))),
+    }
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        tensors[f"{prefix}.input_layernorm.weight"] = Expected((hidden,))
+        tensors[f"{prefix}.post_attention_layernorm.weight"] = Expected((hidden,))
+        tensors |= _attention(config, f"{prefix}.self_attn")
+        tensors |= _experts(config, f"{prefix}.mlp") if _is_sparse(config, layer) else _dense(config, f"{prefix}.mlp")
+    return tensors
+
+
+def _attention(config: Mapping[str, Any], prefix: str) -> dict[str, Expected]:
+    model_type, hidden, heads = config["model_type"], config["hidden_size"], config["num_attention_heads"]
+    is_qwen3 = model_type in ("qwen3", "qwen3_moe")
+    head = config.get("head_dim") or (128 if is_qwen3 else hidden // heads)
+    kv_heads = config.get("num_key_value_heads") or heads
+    biases = {"qwen2": (True, False), "mistral": (False, False)}
+    qkv_bias, output_bias = biases.get(model_type, (bool(config.get("attention_bias")),) * 2)
+    tensors = _linear(f"{prefix}.q_proj", heads * head, hidden, qkv_bias)
+    tensors |= _linear(f"{prefix}.k_proj", kv_heads * head, hidden, qkv_bias)
+    tensors |= _linear(f"{prefix}.v_proj", kv_heads * head, hidden, qkv_bias)
+    tensors |= _linear(f"{prefix}.o_proj", hidden, heads * head, output_bias)
+    if is_qwen3:
+        tensors |= {f"{prefix}.{name}.weight": Expected((head,)) for name in ("q_norm", "k_norm")}
+    return tensors
+
+
+def _dense(config: Mapping[str, Any], prefix: str, size: int | None = None) -> dict[str, Expected]:
+    hidden, inner = config["hidden_size"], size or config["intermediate_size"]
+    bias = config["model_type"] == "llama" and bool(config.get("mlp_bias"))
+    return (
+        _linear(f"{prefix}.gate_proj", inner, hidden, bias)
+        | _linear(f"{prefix}.up_proj", inner, hidden, bias)
+        | _linear(f"{prefix}.down_proj", hidden, inner, bias)
+    )
+
+
+def _experts(config: Mapping[str, Any], prefix: str) -> dict[str, Expected]:
+    tensors = {
+        f"{prefix}.gate.weight": Expected((config["num_experts"], config["hidden_size"]))
+    }  # the router stays BF16
+    for expert in range(config["num_experts"]):
+        tensors |= _dense(config, f"{prefix}.experts.{expert}", config["moe_intermediate_size"])
+    return tensors
+
+
+def _is_sparse(config: Mapping[str, Any], layer: int) -> bool:
+    if config["model_type"] != "qwen3_moe" or layer in (config.get("mlp_only_layers") or ()):
+        return False
+    return (layer + 1) % (config.get("decoder_sparse_step") or 1) == 0
+
+
+def _linear(name: str, rows: int, columns: int, bias: bool) -> dict[str, Expected]:
+    weight = {f"{name}.weight": Expected((rows, columns), linear=True)}
+    return weight | ({f"{name}.bias": Expected((rows,))} if bias else {})
