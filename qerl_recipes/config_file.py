@@ -1,0 +1,171 @@
+"""Reading a recipe: YAML and flags into the defaults and arguments of a parser, with no key left over."""
+
+import argparse
+import difflib
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from trl import TrlParser
+
+from qerl_recipes.config_keys import BELONGS_ELSEWHERE, RENAMED, WITHOUT_EFFECT
+
+
+class ConfigError(ValueError):
+    """A recipe or a flag that cannot be used; the message names the key, the limit and the way out."""
+
+
+class RecipeParser(TrlParser):
+    """TRL's parser, where a mistake is a ConfigError instead of an exit and no flag may be abbreviated."""
+
+    def __init__(self, dataclass_types: Iterable[Any]) -> None:
+        super().__init__(dataclass_types, allow_abbrev=False, prog="qerl train")
+
+    def error(self, message: str) -> Any:
+        raise ConfigError(message)
+
+    def keys(self) -> set[str]:
+        return {action.dest for action in self._actions if action.dest != "help"}
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Safe YAML in which a key that stands twice in one mapping is an error instead of the last one winning."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, str) and key in seen:
+                raise ConfigError(f"{key} stands twice (line {key_node.start_mark.line + 1}); keep one of them")
+            if isinstance(key, str):
+                seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in a recipe file; raises ConfigError if there is none, or if a key stands twice."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"recipe {path} cannot be read: {error}") from error
+    try:
+        content = yaml.load(text, Loader=_UniqueKeyLoader)
+    except (yaml.YAMLError, ConfigError) as error:
+        raise ConfigError(f"recipe {path} is not valid YAML: {error}") from error
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(f"recipe {path} must be a YAML mapping of keys to values")
+    return content
+
+
+def unknown(key: str, valid: Iterable[str], where: str) -> ConfigError:
+    """The error for a key that nothing knows, naming the closest that something does."""
+    if key in BELONGS_ELSEWHERE:
+        return ConfigError(f"{where}: {key} is not a key of a recipe; {BELONGS_ELSEWHERE[key]}")
+    close = difflib.get_close_matches(key, [*valid, *RENAMED], n=1, cutoff=0.5)
+    return ConfigError(f"{where}: unknown key {key}" + (f"; did you mean {close[0]}?" if close else ""))
+
+
+def _drop(key: str, value: Any, where: str) -> None:
+    """Warn that a key has no effect, or raise ConfigError if its value asks for something that cannot be had."""
+    accepted, way_out = WITHOUT_EFFECT[key]
+    if value not in accepted:
+        raise ConfigError(f"{where}: {key}: {value} cannot be honoured; {way_out}")
+    warnings.warn(f"{where}: {key} has no effect: {way_out}", stacklevel=3)
+
+
+def _rename(key: str, value: Any, where: str) -> tuple[str, Any]:
+    if key == "warmup_ratio" and not 0 <= float(value) < 1:
+        raise ConfigError(f"{where}: warmup_ratio is a share of all steps, at least 0 and below 1, not {value}")
+    if key == "dataset_configs":
+        if not isinstance(value, list) or len(value) != 1:
+            raise ConfigError(f"{where}: dataset_configs must name one configuration; use dataset_mixture for several")
+        value = value[0]
+    return RENAMED[key], value
+
+
+def defaults_from_yaml(parser: RecipeParser, content: Mapping[str, Any], where: str) -> None:
+    """Make the values of a recipe the defaults of ``parser``, checked as if they had been typed as flags.
+
+    Raises ConfigError for an unknown key, a key that stands twice under two names, or a value of the wrong type.
+    """
+    valid, given = parser.keys(), {}
+    for key, value in content.items():
+        name = key
+        if key in WITHOUT_EFFECT:
+            _drop(key, value, where)
+            continue
+        if key in RENAMED:
+            name, value = _rename(key, value, where)
+        if name not in valid:
+            raise unknown(key, valid, where)
+        if name in given:
+            raise ConfigError(f"{where}: {key} and {name} are the same key; keep one of them")
+        given[name] = value
+    actions = {action.dest: action for action in reversed(parser._actions) if action.dest in given}
+    for name, value in given.items():
+        given[name] = _checked(actions[name], value, where)
+    parser.set_defaults_with_config(**given)
+
+
+def _checked(action: argparse.Action, value: Any, where: str) -> Any:
+    """A YAML value in the type of its flag: YAML reads 1e-5 as text, ``no`` as false, and checks nothing."""
+    takes_list = action.nargs == "+"
+    if value is None or (isinstance(value, dict) and action.type is str):
+        return value
+    if isinstance(value, list) and action.dest == "report_to":  # transformers takes a name or a list of names
+        return value
+    if isinstance(value, dict) or (isinstance(value, list) and not takes_list):
+        raise ConfigError(f"{where}: {action.dest} cannot be a {type(value).__name__}: {value!r}")
+    if isinstance(value, bool) and action.choices and "no" in action.choices:
+        value = "yes" if value else "no"  # YAML 1.1 reads a bare no as false
+    if isinstance(value, bool) and action.dest == "scale_rewards":  # TRL takes true and false besides the names
+        return value
+    items = value if isinstance(value, list) else [value]
+    converted = [_converted(action, item, where) for item in items]
+    return converted if takes_list else converted[0]
+
+
+def _converted(action: argparse.Action, item: Any, where: str) -> Any:
+    try:
+        result = action.type(str(item)) if callable(action.type) else item
+    except (TypeError, ValueError, argparse.ArgumentTypeError) as error:
+        raise ConfigError(f"{where}: {action.dest} cannot be {item!r}: {error}") from error
+    if action.choices is not None and result not in action.choices:
+        raise ConfigError(
+            f"{where}: {action.dest} cannot be {item!r}; it is one of {', '.join(map(str, action.choices))}"
+        )
+    return result
+
+
+def translate_flags(parser: RecipeParser, flags: Sequence[str]) -> list[str]:
+    """Command-line flags under today's names; raises ConfigError for an unknown one."""
+    valid = parser.keys()
+    options = set(parser._option_string_actions)
+    translated: list[str] = []
+    skip = False
+    for i, flag in enumerate(flags):
+        if skip:
+            skip = False
+            continue
+        if not flag.startswith("--"):
+            translated.append(flag)
+            continue
+        option, equals, value = flag.partition("=")
+        key = option[2:].replace("-", "_")
+        following = flags[i + 1] if i + 1 < len(flags) and not flags[i + 1].startswith("--") else None
+        if key in WITHOUT_EFFECT:
+            _drop(key, value if equals else (following or True), "command line")
+            skip = not equals and following is not None
+        elif key in RENAMED:
+            checked = value if equals else following
+            if key == "dataset_configs":
+                checked = [checked]  # type: ignore[assignment]
+            name, _ = _rename(key, checked, "command line")
+            translated.append(f"--{name}{equals}{value}")
+        elif option not in options:
+            raise unknown(key, valid, "command line")
+        else:
+            translated.append(flag)
+    return translated

@@ -1,0 +1,254 @@
+"""The keys of a recipe: Open-R1's and TRL's under their own names, and QeRL's.
+
+    script, training, model = parse(["--config", "recipes/demo/grpo/nvfp4_lora_aqn.yaml", "--learning_rate", "3e-4"])
+
+Defaults that differ from TRL 1.16, because an adapter on frozen weights is trained and nothing else is:
+``use_vllm`` and ``use_peft`` are on, ``dtype`` is bfloat16, ``lora_dropout`` is 0 (dropout would make the trainer's log
+probabilities differ from the engine's), and importance correction truncates per token at 2.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import trl
+
+from qerl_recipes.config_file import ConfigError, RecipeParser, defaults_from_yaml, read_yaml, translate_flags
+
+QUANTIZATIONS = ("qerl_nvfp4", "bf16", "nf4")
+NOISE_MODES = ("none", "rollout", "corrected", "shared")
+DEFAULT_NOISE_MODE = "shared"  # where sigmas are given and no mode is
+# Table 4 of the paper (arXiv 2510.11696)
+SIGMA_START, SIGMA_END, NUM_STAGES = 1e-2, 5e-4, 10
+
+
+def _mapping(name: str, value: Any) -> dict[str, Any] | None:
+    """A mapping from YAML, or from the JSON text of a flag."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{name} must be a JSON mapping, not {value!r}") from error
+    if value is not None and not isinstance(value, dict):
+        raise ConfigError(f"{name} must be a mapping, not {value!r}")
+    return value
+
+
+@dataclass
+class ScriptArguments(trl.ScriptArguments):
+    """Data, rewards and where to start; the names and defaults are Open-R1's where it has them."""
+
+    dataset_mixture: dict | str | None = field(
+        default=None, metadata={"help": "Open-R1's mixture: {datasets: [{id, config, split, columns, weight}], seed}."}
+    )
+    dataset_kwargs: dict | str | None = field(
+        default=None, metadata={"help": "Options of a generated data set, such as {min_terms: 3} of reasoning_gym."}
+    )
+    dataset_size: int | None = field(default=None, metadata={"help": "Number of training problems; None is all."})
+    dataset_seed: int = field(default=0, metadata={"help": "Seed of a generated data set and of dataset_size."})
+    dataset_prompt_column: str | None = field(
+        default=None, metadata={"help": "Column with the prompt; None is the data set's own, or prompt."}
+    )
+    max_prompt_length: int | None = field(
+        default=None, metadata={"help": "Prompts with more tokens are left out (TRL no longer truncates them)."}
+    )
+    system_prompt: str | None = field(default=None, metadata={"help": "System message before every prompt."})
+    adapter_name_or_path: str | None = field(
+        default=None, metadata={"help": "Folder of an existing adapter to continue from."}
+    )
+    reward_funcs: list[str] = field(
+        default_factory=lambda: ["accuracy", "format", "tag_count"],
+        metadata={"help": "Rewards by name (built in or from a plugin) or by dotted path, such as my_package.reward."},
+    )
+    cosine_min_value_wrong: float = field(default=0.0, metadata={"help": "cosine: wrong, shortest."})
+    cosine_max_value_wrong: float = field(default=-0.5, metadata={"help": "cosine: wrong, longest."})
+    cosine_min_value_correct: float = field(default=0.5, metadata={"help": "cosine: correct, longest."})
+    cosine_max_value_correct: float = field(default=1.0, metadata={"help": "cosine: correct, shortest."})
+    cosine_max_len: int = field(default=1000, metadata={"help": "cosine: length, in characters, of the longest."})
+    repetition_n_grams: int = field(default=3, metadata={"help": "repetition_penalty: words in an n-gram."})
+    repetition_max_penalty: float = field(default=-1.0, metadata={"help": "repetition_penalty: lowest reward, <= 0."})
+    max_completion_len: int = field(default=16384, metadata={"help": "soft_overlong_punishment: tokens allowed."})
+    soft_punish_cache: int = field(default=4096, metadata={"help": "soft_overlong_punishment: tokens of the slope."})
+    code_language: str = field(default="python", metadata={"help": "code_format: language of the code block."})
+    code_eval_test_batch_size: int = field(default=1, metadata={"help": "Open-R1 only."})
+    code_eval_scoring_mode: str = field(default="weighted_sum", metadata={"help": "Open-R1 only."})
+    parallel_code_exec_per_proc: int = field(default=2, metadata={"help": "Open-R1 only."})
+    e2b_router_url: str | None = field(default=None, metadata={"help": "Open-R1 only."})
+    morph_router_url: str | None = field(default=None, metadata={"help": "Open-R1 only."})
+    code_provider: str | None = field(default="e2b", metadata={"help": "Open-R1 only."})
+    ioi_provider: str | None = field(default="piston", metadata={"help": "Open-R1 only."})
+
+    def __post_init__(self) -> None:
+        self.dataset_mixture = _mapping("dataset_mixture", self.dataset_mixture)
+        self.dataset_kwargs = _mapping("dataset_kwargs", self.dataset_kwargs)
+        for name in ("dataset_size", "max_prompt_length"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, not {value}; leave it out for no limit")
+
+
+@dataclass
+class GRPOConfig(trl.GRPOConfig):
+    """TRL's configuration of GRPO and DAPO with the arm, the noise and dynamic sampling."""
+
+    _VALID_DICT_FIELDS = trl.GRPOConfig._VALID_DICT_FIELDS
+
+    quantization: str = field(
+        default="qerl_nvfp4", metadata={"help": "The arm: how the frozen weights are held.", "choices": QUANTIZATIONS}
+    )
+    train_norms: bool = field(default=False, metadata={"help": "Train the RMSNorm weights too."})
+    noise_mode: str | None = field(
+        default=None,
+        metadata={
+            "help": "none; rollout (the paper's: noise in the engine, no importance correction); corrected (the same "
+            "with importance correction); shared (the same noise in the trainer). Default: shared where sigmas are "
+            "given, else none.",
+            "choices": NOISE_MODES,
+        },
+    )
+    sigma_start: float | None = field(default=None, metadata={"help": f"First sigma; {SIGMA_START} with noise."})
+    sigma_end: float | None = field(default=None, metadata={"help": f"Last sigma; {SIGMA_END} with noise."})
+    num_stages: int | None = field(default=None, metadata={"help": f"Stages of the schedule; {NUM_STAGES} with noise."})
+    noise_schedule: str = field(
+        default="exponential", metadata={"help": "Schedule by name, from a plugin or built in."}
+    )
+    noise_seed: int | None = field(default=None, metadata={"help": "Seed of the noise; None is seed."})
+    noise_targets: list[str] = field(
+        default_factory=lambda: ["input_layernorm", "post_attention_layernorm"],
+        metadata={"help": "Modules whose RMSNorm weights carry the noise."},
+    )
+    dynamic_sampling: bool = field(
+        default=False, metadata={"help": "DAPO: replace groups in which all rewards are equal by fresh prompts."}
+    )
+    dynamic_sampling_max_rounds: int = field(default=3, metadata={"help": "Rounds of fresh prompts a step, at most."})
+    rollout_engine: str = field(default="vllm", metadata={"help": "Rollout engine by name, from a plugin or built in."})
+    chat_template: str | None = field(default=None, metadata={"help": "Jinja chat template in place of the model's."})
+    benchmarks: list[str] = field(default_factory=list, metadata={"help": "Open-R1 only."})
+    callbacks: list[str] = field(default_factory=list, metadata={"help": "Open-R1 only."})
+    wandb_entity: str | None = field(default=None, metadata={"help": "Weights & Biases entity."})
+    wandb_project: str | None = field(default=None, metadata={"help": "Weights & Biases project."})
+    wandb_run_group: str | None = field(default=None, metadata={"help": "Weights & Biases group."})
+
+    use_vllm: bool = field(default=True, metadata={"help": "Rollouts always come from vLLM."})
+    vllm_importance_sampling_correction: bool | None = field(
+        default=None, metadata={"help": "Importance correction; None is on, except in noise mode rollout."}
+    )
+    vllm_importance_sampling_mode: str = field(
+        default="token_truncate", metadata={"help": "TRL's default is sequence_mask, which drops long answers."}
+    )
+    vllm_importance_sampling_clip_max: float | None = field(default=2.0, metadata={"help": "TRL's default is 3."})
+
+    def __post_init__(self) -> None:
+        if self.quantization not in QUANTIZATIONS:
+            raise ConfigError(f"quantization cannot be {self.quantization!r}; it is one of {', '.join(QUANTIZATIONS)}")
+        self._fill_in_noise()
+        if self.dynamic_sampling_max_rounds < 1:
+            raise ConfigError(
+                f"dynamic_sampling_max_rounds must be at least 1, not {self.dynamic_sampling_max_rounds}; "
+                "to go without, use dynamic_sampling: false"
+            )
+        super().__post_init__()
+
+    def _fill_in_noise(self) -> None:
+        """Settle the noise keys: after this, no one of them is None."""
+        sigmas = {"sigma_start": self.sigma_start, "sigma_end": self.sigma_end}
+        asked = [name for name, value in {**sigmas, "num_stages": self.num_stages}.items() if value]
+        for name, value in sigmas.items():
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise ConfigError(
+                    f"{name} must be a finite number >= 0, not {value}; for no noise use noise_mode: none"
+                )
+        if self.noise_mode is None:
+            self.noise_mode = DEFAULT_NOISE_MODE if asked else "none"
+        if self.noise_mode not in NOISE_MODES:
+            raise ConfigError(f"noise_mode cannot be {self.noise_mode!r}; it is one of {', '.join(NOISE_MODES)}")
+        if self.noise_mode == "none":
+            if asked:
+                raise ConfigError(f"{', '.join(asked)} would be ignored with noise_mode: none; remove one or the other")
+            self.sigma_start, self.sigma_end, self.num_stages = 0.0, 0.0, 0
+        else:
+            self.sigma_start = SIGMA_START if self.sigma_start is None else self.sigma_start
+            self.sigma_end = min(SIGMA_END, self.sigma_start) if self.sigma_end is None else self.sigma_end
+            self.num_stages = NUM_STAGES if self.num_stages is None else self.num_stages
+            if not 0 < self.sigma_end <= self.sigma_start:
+                raise ConfigError(
+                    f"the noise is annealed from sigma_start to sigma_end: 0 < sigma_end <= sigma_start, "
+                    f"not {self.sigma_end} and {self.sigma_start}; for no noise use noise_mode: none"
+                )
+            if self.num_stages < 1:
+                raise ConfigError(f"num_stages must be at least 1, not {self.num_stages}")
+        if self.noise_seed is None:
+            self.noise_seed = self.seed
+        uncorrected = self.noise_mode == "rollout"
+        if self.vllm_importance_sampling_correction is None:
+            self.vllm_importance_sampling_correction = not uncorrected
+        if self.vllm_importance_sampling_correction and uncorrected:
+            raise ConfigError(
+                "noise_mode: rollout is the paper's, without importance correction; for the same with "
+                "vllm_importance_sampling_correction use noise_mode: corrected"
+            )
+        if not self.vllm_importance_sampling_correction and self.noise_mode == "corrected":
+            raise ConfigError("noise_mode: corrected needs importance correction; without it use noise_mode: rollout")
+
+
+@dataclass
+class ModelConfig(trl.ModelConfig):
+    """The policy: a base checkpoint, frozen, and a LoRA adapter on it."""
+
+    dtype: str | None = field(
+        default="bfloat16",
+        metadata={"help": "dtype of embeddings, head and activations.", "choices": ["auto", "bfloat16", "float32"]},
+    )
+    use_peft: bool = field(default=True, metadata={"help": "Only an adapter is trained."})
+    lora_dropout: float = field(default=0.0, metadata={"help": "LoRA dropout; the engine has none."})
+
+
+def parser() -> RecipeParser:
+    """The parser of ``qerl train``: every key of the three dataclasses is a flag."""
+    return RecipeParser((ScriptArguments, GRPOConfig, ModelConfig))
+
+
+def parse(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig]:
+    """Recipe and flags -> (script, training, model); a flag stands above the recipe.
+
+    ``argv`` is ``["--config", "recipe.yaml", "--key", "value", ...]``; ``--config`` may be left out. Raises ConfigError
+    (a ValueError) for an unknown key, naming the closest one, and for a value of the wrong type. What can be parsed but
+    not done is for ``qerl_recipes.validate``.
+    """
+    flags, path = _split_config(list(argv))
+    recipe = parser()
+    if path is not None:
+        defaults_from_yaml(recipe, read_yaml(path), path)
+    script, training, model = recipe.parse_args_into_dataclasses(
+        translate_flags(recipe, flags), look_for_args_file=False
+    )
+    if training.vllm_max_model_length is None and script.max_prompt_length is not None:
+        training.vllm_max_model_length = script.max_prompt_length + training.max_completion_length
+    return script, training, model
+
+
+def _split_config(flags: list[str]) -> tuple[list[str], str | None]:
+    rest: list[str] = []
+    path: str | None = None
+    while flags:
+        flag = flags.pop(0)
+        if flag != "--config" and not flag.startswith("--config="):
+            rest.append(flag)
+            continue
+        if path is not None:
+            raise ConfigError("--config may be given once; put both recipes into one file")
+        path = flag.partition("=")[2] or (flags.pop(0) if flags else "")
+        if not path or path.startswith("--"):
+            raise ConfigError("--config needs the path of a recipe")
+    return rest, path
+
+
+def tracker_environment(training: GRPOConfig) -> dict[str, str]:
+    """Environment variables by which Weights & Biases takes the wandb_* keys; set them before the trainer starts."""
+    named = {
+        "WANDB_ENTITY": training.wandb_entity,
+        "WANDB_PROJECT": training.wandb_project,
+        "WANDB_RUN_GROUP": training.wandb_run_group,
+    }
+    return {name: value for name, value in named.items() if value is not None}

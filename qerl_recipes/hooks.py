@@ -1,0 +1,106 @@
+"""What a third party can add to QeRL: rewards, data sets, noise schedules and rollout engines.
+
+A plugin is a module (or object) with functions of these names, marked ``@qerl_recipes.hooks.implementation``, and a
+setuptools entry point in the group ``qerl``:
+
+    [project.entry-points.qerl]
+    my_rewards = "my_package.rewards"
+
+Every function returns a mapping from the name that recipes use to the thing itself. Two plugins that use the same name
+are an error, so that installing a package never changes what a recipe means.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from qerl_recipes.configs import ScriptArguments
+
+PROJECT = "qerl"
+specification = pluggy.HookspecMarker(PROJECT)
+implementation = pluggy.HookimplMarker(PROJECT)
+
+Reward = Callable[..., list[float | None]]
+RewardFactory = Callable[["ScriptArguments"], Reward]
+DatasetLoader = Callable[["ScriptArguments"], "tuple[Dataset, Dataset | None]"]
+NoiseSchedule = Callable[[int, int, float, float, int], float]
+RolloutEngine = Callable[..., Any]
+
+
+class Specifications:
+    """The four hooks. A plugin implements those it needs."""
+
+    @specification
+    def qerl_rewards(self) -> Mapping[str, RewardFactory]:  # type: ignore[empty-body]
+        """Rewards by name: ``factory(script) -> reward``.
+
+        ``reward(completions, *, <columns>, **rest) -> list[float | None]`` scores a batch: ``completions`` holds texts
+        or, for conversational prompts, lists of messages; every other parameter without a default (``solution``, say)
+        is a column that the data set must have; None leaves a completion out. TRL also passes ``prompts``,
+        ``completion_ids``, ``trainer_state``, ``log_extra`` and ``log_metric``.
+        """
+
+    @specification
+    def qerl_datasets(self) -> Mapping[str, DatasetLoader]:  # type: ignore[empty-body]
+        """Data sets by name: ``loader(script) -> (train, held_out or None)``.
+
+        Both are ``datasets.Dataset`` with a text (or list of messages) in the column that ``dataset_prompt_column``
+        names, ``prompt`` by default, and the columns that rewards read.
+        """
+
+    @specification
+    def qerl_noise_schedules(self) -> Mapping[str, NoiseSchedule]:  # type: ignore[empty-body]
+        """Schedules by name: ``schedule(rollout, rollouts, sigma_start, sigma_end, num_stages) -> sigma``, pure."""
+
+    @specification
+    def qerl_rollout_engines(self) -> Mapping[str, RolloutEngine]:  # type: ignore[empty-body]
+        """Rollout engines by name: a callable with the arguments of ``qerl_recipes.rollout``'s own, returning one."""
+
+
+@functools.cache
+def get_plugin_manager() -> pluggy.PluginManager:
+    """The manager with QeRL's own plugin and every installed entry point of the group ``qerl``."""
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(Specifications)
+    manager.load_setuptools_entrypoints(PROJECT)
+    if not any(name == "builtin" for name, _ in manager.list_name_plugin()):
+        from qerl_recipes import builtin  # run from a checkout that is not installed
+
+        manager.register(builtin, name="builtin")
+    manager.check_pending()
+    return manager
+
+
+def collect(hook: str, manager: pluggy.PluginManager | None = None) -> dict[str, Any]:
+    """Everything that the plugins offer through one hook, by name.
+
+    Raises ValueError if two plugins use one name, naming both, or if a plugin returns something else than a mapping.
+    """
+    manager = manager or get_plugin_manager()
+    found: dict[str, Any] = {}
+    owner: dict[str, str] = {}
+    for call in getattr(manager.hook, hook).get_hookimpls():
+        offered = call.function()
+        if not isinstance(offered, Mapping):
+            raise ValueError(f"plugin {call.plugin_name}: {hook} must return a mapping of names, not {offered!r}")
+        for name, thing in offered.items():
+            if name in owner:
+                raise ValueError(
+                    f"{hook}: plugins {owner[name]} and {call.plugin_name} both define {name!r}; rename one of them"
+                )
+            found[name], owner[name] = thing, call.plugin_name
+    return found
+
+
+def find(hook: str, name: str, manager: pluggy.PluginManager | None = None) -> Any:
+    """The thing of that name; raises ValueError listing the names that there are."""
+    found = collect(hook, manager)
+    if name not in found:
+        kind = hook.removeprefix("qerl_").replace("_", " ")
+        raise ValueError(f"{name!r} is not one of the {kind}: {', '.join(sorted(found))}; plugins can add to them")
+    return found[name]
