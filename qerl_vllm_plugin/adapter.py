@@ -1,0 +1,199 @@
+"""Checks a LoRA adapter, whole, before any of it is used: names, shapes, rank, dtype and values.
+
+Layout: PEFT. ``config`` is the content of ``adapter_config.json``; tensors are named
+``base_model.model.<module>.lora_A.weight: (r, in)`` and ``.lora_B.weight: (out, r)``.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+PREFIX = "base_model.model."
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# what PEFT can write into adapter_config.json and a plain low-rank update cannot express; the value is the way out
+_UNSUPPORTED = {
+    "use_dora": "train without DoRA",
+    "lora_bias": "train with lora_bias=False",
+    "modules_to_save": "train with modules_to_save=None; trained norms travel beside the adapter",
+    "rank_pattern": "use one rank for all modules",
+    "alpha_pattern": "use one lora_alpha for all modules",
+    "layer_replication": "use a base model that has these layers",
+    "target_parameters": "name modules in target_modules",
+    "trainable_token_indices": "leave the embeddings frozen",
+    "use_qalora": "train a plain LoRA adapter",
+    "fan_in_fan_out": "train an adapter of torch.nn.Linear layers",
+    "alora_invocation_tokens": "train a plain LoRA adapter",
+    "arrow_config": "train a plain LoRA adapter",
+    "megatron_config": "export the adapter in PEFT's layout",
+}
+
+
+class AdapterError(ValueError):
+    """An adapter that cannot be installed; nothing has been changed."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where the engine keeps the adapter of one linear of the checkpoint: part ``part`` of ``module``."""
+
+    module: str
+    part: int
+    in_features: int
+    out_features: int
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A checked adapter. ``pairs``: checkpoint module name -> (A: (r, in), B: (out, r)), the caller's tensors."""
+
+    rank: int
+    scaling: float
+    pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+def check(
+    tensors: Mapping[str, torch.Tensor],
+    config: Mapping[str, Any],
+    targets: Mapping[str, Target],
+    max_rank: int,
+) -> Adapter:
+    """The adapter, if every module that ``config`` names is there, on every layer it names, and fits.
+
+    ``targets`` are the engine's linears by their checkpoint names. Raises AdapterError.
+    """
+    rank, scaling = _check_config(config, max_rank)
+    expected = named_modules(config, targets)
+    pairs = _pair_up(tensors)
+    if missing := sorted(expected - pairs.keys()):
+        raise AdapterError(
+            f"the adapter's config names {missing[0]} (and {len(missing) - 1} more), but its tensors are missing; "
+            "save the whole adapter again"
+        )
+    if extra := sorted(pairs.keys() - expected):
+        raise AdapterError(
+            f"the adapter has tensors for {extra[0]} (and {len(extra) - 1} more), which this model does not have or "
+            "the adapter's target_modules do not name; was it trained on another base?"
+        )
+    checked = {}
+    for name in expected:
+        checked[name] = _check_pair(name, pairs[name], targets[name], rank)
+    _check_finite(checked)
+    return Adapter(rank, scaling, checked)
+
+
+def named_modules(config: Mapping[str, Any], targets: Mapping[str, Target]) -> set[str]:
+    """Which of the engine's linears ``target_modules``, ``exclude_modules`` and ``layers_to_transform`` name.
+
+    PEFT's rules: a list matches whole names or their ends, a string is a regular expression for the whole name.
+    Raises AdapterError if an entry of the list names no linear that can carry an adapter.
+    """
+    wanted, excluded = config.get("target_modules"), config.get("exclude_modules")
+    if not wanted:
+        raise AdapterError("the adapter's config has no target_modules; nothing would be adapted")
+    if not isinstance(wanted, str):
+        for entry in wanted:
+            if not any(_matches(name, [entry]) for name in targets):
+                raise AdapterError(
+                    f"target_modules names {entry!r}, which is no linear layer of this model that can carry an "
+                    f"adapter (embeddings and lm_head cannot); those that can end in {_endings(targets)}"
+                )
+    layers = config.get("layers_to_transform")
+    layers = [layers] if isinstance(layers, int) else layers
+    names = {
+        name
+        for name in targets
+        if _matches(name, wanted)
+        and not (excluded and _matches(name, excluded))
+        and (layers is None or _layer(name, config.get("layers_pattern")) in layers)
+    }
+    if not names:
+        raise AdapterError(
+            f"target_modules {wanted!r} names no linear layer of this model; those that can carry an adapter end in "
+            f"{_endings(targets)}"
+        )
+    return names
+
+
+def _check_config(config: Mapping[str, Any], max_rank: int) -> tuple[int, float]:
+    kind = config.get("peft_type", "LORA")
+    if str(getattr(kind, "value", kind)).upper() != "LORA":
+        raise AdapterError(f"peft_type is {kind}; only LORA adapters can be installed")
+    if config.get("bias", "none") != "none":
+        raise AdapterError(f'bias is {config["bias"]!r}; train with bias="none"')
+    for key, way_out in _UNSUPPORTED.items():
+        if config.get(key):
+            raise AdapterError(f"the adapter uses {key}={config[key]!r}, which is not supported; {way_out}")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise AdapterError(f"the adapter's rank r is {rank!r}; it must be a whole number of at least 1")
+    if rank > max_rank:
+        raise AdapterError(
+            f"the adapter has rank {rank}, the engine was started for at most {max_rank} (max_lora_rank)"
+        )
+    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise AdapterError(f"lora_alpha is {alpha!r}; it must be a finite number")
+    return rank, alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+
+
+def _pair_up(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    if not tensors:
+        raise AdapterError("the adapter holds no tensors; to serve the base alone, swap to no adapter (None)")
+    pairs: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        half = _A if name.endswith(_A) else _B
+        if not name.startswith(PREFIX) or not name.endswith(half):
+            raise AdapterError(
+                f"tensor {name!r} is not part of a plain LoRA adapter; names look like "
+                f"{PREFIX}model.layers.0.self_attn.q_proj{_A}"
+            )
+        pairs.setdefault(name[len(PREFIX) : -len(half)], {})[half] = tensor
+    return pairs
+
+
+def _check_pair(
+    name: str, pair: dict[str, torch.Tensor], target: Target, rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    for half, shape in ((_A, (rank, target.in_features)), (_B, (target.out_features, rank))):
+        tensor = pair.get(half)
+        if tensor is None:
+            raise AdapterError(f"{name}{half} is missing; save the whole adapter again")
+        if tuple(tensor.shape) != shape:
+            raise AdapterError(
+                f"{name}{half} has shape {tuple(tensor.shape)}, this model and rank {rank} need {shape}; "
+                "was the adapter trained on another base or with another rank?"
+            )
+        if tensor.dtype not in _DTYPES:
+            raise AdapterError(f"{name}{half} is {tensor.dtype}; use float32, bfloat16 or float16")
+    return pair[_A], pair[_B]
+
+
+def _check_finite(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """One transfer from the device for all of them."""
+    names = list(pairs)
+    finite = torch.stack([torch.isfinite(a).all() & torch.isfinite(b).all() for a, b in pairs.values()])
+    if bad := [name for name, ok in zip(names, finite.tolist(), strict=True) if not ok]:
+        raise AdapterError(f"the adapter of {bad[0]} (and {len(bad) - 1} more) holds NaN or infinite values")
+
+
+def _matches(name: str, patterns: str | list[str]) -> bool:
+    if isinstance(patterns, str):
+        return patterns == "all-linear" or re.fullmatch(patterns, name) is not None
+    return any(name == pattern or name.endswith("." + pattern) for pattern in patterns)
+
+
+def _layer(name: str, pattern: str | list[str] | None) -> int | None:
+    containers = [pattern] if isinstance(pattern, str) else pattern or [r"[^.]+"]
+    for container in containers:
+        if match := re.match(rf".*?\b(?:{container})\.(\d+)\.", name):
+            return int(match.group(1))
+    return None
+
+
+def _endings(targets: Mapping[str, Target]) -> str:
+    return ", ".join(sorted({name.rsplit(".", 1)[-1] for name in targets}))

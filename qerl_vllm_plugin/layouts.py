@@ -1,0 +1,108 @@
+"""How a loaded layer's codes lie in memory and which kernel multiplies by them; one copy of the weights, always.
+
+``prepare(layer)`` takes a layer with ``weight_packed: (N, K/2)``, ``weight_scale: (N, K/16)`` and
+``weight_global_scale: (parts,)`` (divisors) and leaves what ``apply`` needs. ``layer.logical_widths`` are the rows of
+each part (q, k, v or gate, up).
+"""
+
+from typing import Protocol
+
+import torch
+from qerl_kernels.linear import linear
+from torch.nn import Parameter
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+logger = init_logger("vllm.qerl")
+
+
+class Layout(Protocol):
+    def prepare(self, layer: torch.nn.Module) -> "Layout":
+        """The layout that the layer ends up in."""
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor: ...
+
+
+class Canonical:
+    """The checkpoint's own layout, multiplied by exact dequantization; the CPU path, and the exact fallback on CUDA."""
+
+    def prepare(self, layer: torch.nn.Module) -> Layout:
+        widths = torch.tensor(layer.logical_widths, device=layer.weight_global_scale.device)
+        row_scale = torch.repeat_interleave(1.0 / layer.weight_global_scale.data.float(), widths)  # (N,)
+        layer.register_buffer("weight_row_scale", row_scale, persistent=False)
+        return self
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return linear(x, layer.weight_packed, layer.weight_scale, layer.weight_row_scale, bias)
+
+
+class Marlin:
+    """vLLM's Marlin FP4 kernel. It has no scale below 2^-6 times a power of two: a layer that would lose one is kept
+    in the canonical layout. Parts with different tensor scales become one Marlin call each."""
+
+    def prepare(self, layer: torch.nn.Module) -> Layout:
+        from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import prepare_fp4_layer_for_marlin
+
+        divisors = layer.weight_global_scale.data.float()
+        bias = getattr(layer, "bias", None)
+        widths = list(layer.logical_widths)
+        if bool((divisors == divisors[0]).all()):
+            widths, divisors = [sum(widths)], divisors[:1]
+        parts, flushed = [], 0
+        for start, width, divisor in zip(_starts(widths), widths, divisors, strict=True):
+            part = torch.nn.Module()
+            part.weight = Parameter(layer.weight_packed.data[start : start + width].contiguous(), requires_grad=False)
+            scales = layer.weight_scale.data[start : start + width].contiguous()
+            part.weight_scale = Parameter(scales, requires_grad=False)
+            part.weight_global_scale = Parameter((1.0 / divisor).reshape(()), requires_grad=False)
+            part.output_size_per_partition, part.input_size_per_partition = width, layer.input_size_per_partition
+            part.params_dtype = layer.params_dtype
+            part.has_bias = bias is not None
+            if bias is not None:
+                part.bias = Parameter(bias.data[start : start + width].clone(), requires_grad=False)
+            prepare_fp4_layer_for_marlin(part)  # repacks, and permutes the bias
+            flushed += _non_zero(scales) - _non_zero(part.weight_scale.data)
+            parts.append(part)
+        if flushed:
+            logger.warning(
+                "%s: Marlin would flush %d block scales to zero; this layer runs on dequantize + cuBLAS instead, "
+                "which is exact and slower",
+                layer.qerl_prefix,
+                flushed,
+            )
+            return Canonical().prepare(layer)
+        layer.marlin_parts = torch.nn.ModuleList(parts)
+        del layer.weight_packed, layer.weight_scale, layer.weight_global_scale
+        layer.weight = parts[0].weight  # vLLM's LoRA layers look here for the device
+        return self
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import apply_fp4_marlin_linear
+
+        outputs = [
+            apply_fp4_marlin_linear(
+                input=x,
+                weight=part.weight,
+                weight_scale=part.weight_scale,
+                weight_global_scale=part.weight_global_scale,
+                workspace=getattr(part, "workspace", None),  # vLLM 0.26 keeps one a layer, 0.31 has none
+                size_n=part.output_size_per_partition,
+                size_k=part.input_size_per_partition,
+                bias=part.bias if bias is not None else None,
+            )
+            for part in layer.marlin_parts
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+
+def choose() -> Layout:
+    """The layout of this platform."""
+    return Marlin() if current_platform.is_cuda() else Canonical()
+
+
+def _starts(widths: list[int]) -> list[int]:
+    return [sum(widths[:i]) for i in range(len(widths))]
+
+
+def _non_zero(scales: torch.Tensor) -> int:
+    return int(((scales.view(torch.uint8) & 0x7F) != 0).sum())

@@ -1,0 +1,212 @@
+"""Creates, loads and applies NVFP4 linear layers: packed checkpoints, and BF16 ones quantized on the way in."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from qerl_kernels import nvfp4
+from torch.nn import Parameter
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
+from vllm.model_executor.parameter import GroupQuantScaleParameter, ModelWeightParameter, PerTensorScaleParameter
+from vllm.model_executor.utils import set_weight_attrs
+
+from qerl_vllm_plugin import compat, layouts
+from qerl_vllm_plugin.checkpoint import CheckpointError, check_tensors
+
+Loader = Callable[..., None]
+
+
+@register_weight_loader_v2_supported_method
+class QerlLinearMethod(LinearMethodBase):
+    """One layer of a packed checkpoint."""
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self.layout: layouts.Layout = layouts.choose()
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        N, K = sum(output_partition_sizes), input_size_per_partition
+        self._describe(layer, K, output_partition_sizes, params_dtype)
+        load: Loader = extra["weight_loader"]
+        dimensions = {"input_dim": 1, "output_dim": 0}
+        codes = torch.zeros(N, K // 2, dtype=torch.uint8)
+        scales = torch.zeros(N, K // nvfp4.GROUP_SIZE, dtype=torch.float8_e4m3fn)
+        divisors = torch.zeros(len(output_partition_sizes), dtype=torch.float32)
+        self.arrivals: dict[str, _Arrivals] = {}
+        for name, make, data in (
+            ("weight_packed", ModelWeightParameter, codes),
+            ("weight_scale", GroupQuantScaleParameter, scales),
+            ("weight_global_scale", PerTensorScaleParameter, divisors),
+        ):
+            arrivals = self.arrivals[name] = _Arrivals(len(output_partition_sizes))
+            kwargs = {} if make is PerTensorScaleParameter else dimensions
+            layer.register_parameter(name, make(data=data, weight_loader=arrivals.counting(load), **kwargs))
+
+    def _describe(self, layer: torch.nn.Module, K: int, widths: list[int], params_dtype: torch.dtype) -> None:
+        if K % nvfp4.GROUP_SIZE:
+            raise ValueError(
+                f"{self.prefix}: {K} input columns on this rank; NVFP4 needs a multiple of {nvfp4.GROUP_SIZE}. "
+                'Use a smaller --tensor-parallel-size, or keep the layer in BF16 ("ignore")'
+            )
+        layer.qerl_prefix = self.prefix
+        layer.logical_widths = list(widths)
+        layer.input_size_per_partition = K
+        layer.output_size_per_partition = sum(widths)
+        layer.params_dtype = params_dtype
+        self.is_dummy = get_current_vllm_config().load_config.load_format == "dummy"
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Checks that every tensor arrived and holds legal values, then moves the layer to its layout.
+
+        Raises CheckpointError.
+        """
+        if self.is_dummy:
+            _fill_dummy(layer)
+        else:
+            for name, arrivals in self.arrivals.items():
+                if not arrivals.complete:
+                    raise CheckpointError(
+                        f"{self.prefix}.{name} is missing from the checkpoint, or only a part of it is there; "
+                        "quantize the model again (qerl quantize)"
+                    )
+            for part, divisor in zip(_split(layer), layer.weight_global_scale.data, strict=True):
+                check_tensors(self.prefix, *part, divisor)
+        self.layout = self.layout.prepare(layer)
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """``x: (..., K)`` -> ``(..., N)``."""
+        return self.layout.apply(layer, x, bias)
+
+
+@register_weight_loader_v2_supported_method
+class QerlOnlineLinearMethod(QerlLinearMethod):
+    """One layer of a BF16 checkpoint, quantized as soon as its last part has arrived.
+
+    At any time at most one layer is held in BF16. The tensor scale covers all parts of a fused layer and all
+    tensor-parallel ranks, so that the weights are those that `qerl quantize` writes.
+    """
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        N, K = sum(output_partition_sizes), input_size_per_partition
+        self._describe(layer, K, output_partition_sizes, params_dtype)
+        self.device = torch.get_default_device()
+        self.load: Loader = extra["weight_loader"]
+        self.arrived = _Arrivals(len(output_partition_sizes))
+
+        def load_part(param: Parameter, loaded: torch.Tensor, *shard: Any) -> None:
+            self._load_part(layer, loaded, *shard)
+
+        if self.is_dummy:
+            self._register(layer, *_empty(N, K, len(output_partition_sizes)))
+            return
+        # takes no memory; the real tensor exists only while its parts arrive
+        weight = ModelWeightParameter(
+            data=torch.empty(N, K, dtype=params_dtype, device="meta"),
+            input_dim=1,
+            output_dim=0,
+            weight_loader=load_part,
+        )
+        layer.register_parameter("weight", weight)
+        self.staging: ModelWeightParameter | None = None
+
+    def _load_part(self, layer: torch.nn.Module, loaded: torch.Tensor, *shard: Any) -> None:
+        if self.staging is None:
+            if self.arrived.complete:
+                raise CheckpointError(f"{self.prefix}.weight appears twice in the checkpoint")
+            self.staging = ModelWeightParameter(
+                data=torch.empty(layer.weight.shape, dtype=layer.params_dtype, device=self.device),
+                input_dim=1,
+                output_dim=0,
+                weight_loader=self.load,
+            )
+        self.load(self.staging, loaded, *shard)
+        self.arrived.add(*shard)
+        if self.arrived.complete:
+            w = self.staging.data  # (N, K)
+            self.staging = None
+            if not bool(torch.isfinite(w).all()):
+                raise CheckpointError(f"{self.prefix}.weight holds NaN or infinite values; the checkpoint is damaged")
+            amax = compat.max_over_tensor_parallel_ranks(w.abs().amax())
+            packed = nvfp4.quantize(w, nvfp4.divisor_from_amax(amax))
+            del layer.weight
+            divisors = packed.divisor.expand(len(layer.logical_widths)).contiguous()
+            self._register(layer, packed.codes, packed.block_scales, divisors)
+
+    def _register(
+        self, layer: torch.nn.Module, codes: torch.Tensor, scales: torch.Tensor, divisors: torch.Tensor
+    ) -> None:
+        layer.weight_packed = Parameter(codes, requires_grad=False)
+        layer.weight_scale = Parameter(scales, requires_grad=False)
+        layer.weight_global_scale = Parameter(divisors, requires_grad=False)
+        for parameter in (layer.weight_packed, layer.weight_scale, layer.weight_global_scale):
+            set_weight_attrs(parameter, {"weight_loader": self.load})
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Raises CheckpointError if a part of the weight never arrived."""
+        if self.is_dummy:
+            _fill_dummy(layer)
+        elif not self.arrived.complete:
+            raise CheckpointError(f"{self.prefix}.weight is missing from the checkpoint, or only a part of it is there")
+        self.layout = self.layout.prepare(layer)
+
+
+class _Arrivals:
+    """Which parts of a parameter have been loaded."""
+
+    def __init__(self, parts: int) -> None:
+        self.parts = parts
+        self.seen: set[Any] = set()
+
+    def add(self, *shard: Any) -> None:
+        # no shard id: the checkpoint holds the fused tensor
+        self.seen.update([part for item in shard for part in (item if isinstance(item, tuple) else (item,))] or ["all"])
+
+    @property
+    def complete(self) -> bool:
+        return "all" in self.seen or None in self.seen or len(self.seen) >= self.parts
+
+    def counting(self, load: Loader) -> Loader:
+        def load_and_count(param: Parameter, loaded: torch.Tensor, *shard: Any) -> None:
+            load(param, loaded, *shard)
+            self.add(*shard)
+
+        return load_and_count
+
+
+def _split(layer: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    codes = layer.weight_packed.data.split(layer.logical_widths)
+    return list(zip(codes, layer.weight_scale.data.split(layer.logical_widths), strict=True))
+
+
+def _empty(N: int, K: int, parts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    scales = torch.zeros(N, K // nvfp4.GROUP_SIZE, dtype=torch.float8_e4m3fn)
+    return torch.zeros(N, K // 2, dtype=torch.uint8), scales, torch.ones(parts)
+
+
+def _fill_dummy(layer: torch.nn.Module) -> None:
+    """Random legal weights of the size that real ones have, for ``--load-format dummy``."""
+    codes, scales = layer.weight_packed.data, layer.weight_scale.data
+    generator = torch.Generator(codes.device).manual_seed(1234)
+    codes.copy_(torch.randint(0, 256, codes.shape, generator=generator, device=codes.device, dtype=torch.uint8))
+    scales.copy_((64 + 256 * torch.rand(scales.shape, generator=generator, device=codes.device)).to(scales.dtype))
+    # a random code is about 3 in size, a scale about 190; weights of a trained layer are about 1 / sqrt(K)
+    layer.weight_global_scale.data.fill_(3 * 190 * (2 * codes.shape[1]) ** 0.5)

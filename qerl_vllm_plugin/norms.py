@@ -1,0 +1,76 @@
+"""RMSNorm with an fp32 weight, in use only under ``--quantization qerl_nvfp4``.
+
+A BF16 weight near 1 moves in steps of 2^-7: noise of sigma 5e-4 would change none of them. In fp32 all of it arrives.
+The arithmetic is the one definition that engine and trainer share, ``qerl_kernels.naive.rms_norm``: one rounding, at
+the end. Stock vLLM and transformers round twice, so that about a quarter of the outputs differ from theirs in the last
+bit.
+"""
+
+import torch
+from qerl_kernels.naive import rms_norm
+from vllm.config import get_current_vllm_config_or_none
+from vllm.model_executor.custom_op import CustomOp, op_registry_oot
+from vllm.model_executor.layers.layernorm import RMSNorm
+
+from qerl_vllm_plugin.config import QerlConfig
+
+_STOCK = "RMSNorm"
+
+
+class QerlRMSNorm(RMSNorm):
+    """vLLM's RMSNorm; under qerl_nvfp4 with an fp32 weight, elsewhere unchanged."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        var_hidden_size: int | None = None,
+        has_weight: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, eps, var_hidden_size, has_weight, dtype)
+        vllm_config = get_current_vllm_config_or_none()
+        self.is_fp32 = has_weight and vllm_config is not None and isinstance(vllm_config.quant_config, QerlConfig)
+        if self.is_fp32:
+            if self.variance_size_override is not None:
+                raise ValueError(
+                    "qerl_nvfp4 does not support an RMSNorm over a part of its input "
+                    f"({var_hidden_size} of {hidden_size} channels); serve this model without it"
+                )
+            self.weight = torch.nn.Parameter(self.weight.data.float(), requires_grad=False)
+
+    def forward_native(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """``x: (..., H)``; with a residual returns (norm of the sum, the sum rounded to the dtype of ``x``)."""
+        if not self.is_fp32:
+            return super().forward_native(x, residual)
+        if residual is None:
+            return rms_norm(x, self.weight.data, self.variance_epsilon)
+        x = x + residual  # rounded first, as transformers does: the residual stream is kept in the activation dtype
+        return rms_norm(x, self.weight.data, self.variance_epsilon), x
+
+    def forward_cuda(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        return self.forward_native(x, residual) if self.is_fp32 else super().forward_cuda(x, residual)
+
+    def forward_xpu(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        return self.forward_native(x, residual) if self.is_fp32 else super().forward_xpu(x, residual)
+
+
+def install() -> None:
+    """Register the class with vLLM, once in a process; it takes effect for norms built afterwards.
+
+    Raises RuntimeError if another plugin has registered an RMSNorm of its own.
+    """
+    taken = op_registry_oot.get(_STOCK)
+    if taken is None:
+        CustomOp.register_oot(name=_STOCK)(QerlRMSNorm)
+    elif taken is not QerlRMSNorm:
+        raise RuntimeError(
+            f"qerl_nvfp4 needs its own RMSNorm, but {taken.__module__}.{taken.__qualname__} is registered in its "
+            "place; disable that plugin (VLLM_PLUGINS=qerl loads this one alone)"
+        )

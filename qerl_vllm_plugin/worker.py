@@ -1,0 +1,182 @@
+"""What runs inside each vLLM worker: stage and commit an adapter, set and clear the noise, tell the state.
+
+``collective_rpc`` calls these by name with the worker as ``self``. Refusals are returned as ``{"error": text}`` rather
+than raised: an exception in a worker process ends the whole engine.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from qerl_vllm_plugin import adapter, compat, noise
+from qerl_vllm_plugin.adapter import AdapterError
+
+METHODS = ("qerl_open", "qerl_stage", "qerl_commit", "qerl_discard", "qerl_set_noise", "qerl_state")
+
+Tensors = Mapping[str, torch.Tensor]
+Staged = dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]]
+
+
+@dataclass
+class Resident:
+    """What one worker holds of the policy.
+
+    ``checkpoint_norms`` are the norms as loaded, ``base_norms`` those that the noise is added to: the same, or trained.
+    """
+
+    checkpoint_norms: dict[str, torch.Tensor]
+    base_norms: dict[str, torch.Tensor]
+    version: int = 0
+    sigma: float = 0.0
+    seed: int = 0
+    rollout: int = 0
+    targets: tuple[str, ...] = noise.DEFAULT_TARGETS
+    staged: tuple[Staged, dict[str, torch.Tensor]] | None = field(default=None, repr=False)
+
+
+def _resident(worker: Any) -> Resident:
+    if not hasattr(worker, "_qerl_resident"):
+        # clones in the dtype they have, so that clearing the noise gives back the very same bits
+        norms = {name: layer.weight.data.clone() for name, layer in compat.norm_layers(worker).items()}
+        worker._qerl_resident = Resident(norms, dict(norms))
+    return worker._qerl_resident
+
+
+def qerl_open(self: Any) -> dict[str, Any]:
+    """Prepares this worker for a policy; idempotent."""
+    resident = _resident(self)
+    try:
+        if compat.has_lora(self):
+            compat.reserve_adapter(self)
+    except AdapterError as error:
+        return {"error": str(error)}
+    return {"lora": compat.has_lora(self), "norms": len(resident.base_norms), "version": resident.version}
+
+
+@torch.no_grad()
+def qerl_stage(
+    self: Any,
+    tensors: Tensors | bytes | None,
+    config: Mapping[str, Any],
+    norms: Tensors | bytes | None,
+) -> dict[str, Any]:
+    """Checks a whole adapter and its norms and makes converted copies; nothing that serves requests changes."""
+    resident = _resident(self)
+    resident.staged = None
+    try:
+        staged_norms = _check_norms(_unpack(norms), resident)
+        staged: Staged = {}
+        if compat.has_lora(self):
+            compat.reserve_adapter(self)
+        if tensors is not None:
+            targets = compat.adapter_targets(self)
+            checked = adapter.check(_unpack(tensors) or {}, config, targets, compat.max_rank(self))
+            dtype = compat.lora_dtype(self)
+            for name, (a, b) in checked.pairs.items():
+                # a new tensor each: vLLM scales B in place, and the caller's tensors must stay as they are
+                pair = (a.to(dtype, copy=True), (b.float() * checked.scaling).to(dtype))
+                staged.setdefault(targets[name].module, {})[targets[name].part] = pair
+    except AdapterError as error:
+        return {"error": str(error)}
+    except torch.OutOfMemoryError:
+        return {"error": "out of GPU memory while staging the adapter; lower gpu_memory_utilization. Nothing changed"}
+    resident.staged = (staged, staged_norms)
+    return {"modules": sum(len(parts) for parts in staged.values())}
+
+
+@torch.no_grad()
+def qerl_commit(self: Any, version: int) -> dict[str, Any]:
+    """Makes what was staged the policy, in place."""
+    resident = _resident(self)
+    if resident.staged is None:
+        return {"error": "nothing is staged in this worker; stage the adapter first"}
+    staged, norms = resident.staged
+    resident.staged = None
+    if compat.has_lora(self):
+        compat.write_adapter(self, staged)
+    resident.base_norms = norms
+    _write_norms(self, resident)
+    resident.version = version
+    return {"version": version}
+
+
+def qerl_discard(self: Any) -> dict[str, Any]:
+    """Forgets what was staged."""
+    _resident(self).staged = None
+    return {}
+
+
+@torch.no_grad()
+def qerl_set_noise(self: Any, sigma: float, seed: int, rollout: int, targets: list[str]) -> dict[str, Any]:
+    """Sets the norms to base + sigma * z(seed, rollout, name); sigma 0 restores the base bit for bit."""
+    resident = _resident(self)
+    names = [name for name in resident.base_norms if noise.is_target(name, targets)]
+    if not names:
+        return {"error": f"noise targets {list(targets)} match none of this model's {len(resident.base_norms)} norms"}
+    resident.sigma, resident.seed, resident.rollout, resident.targets = sigma, seed, rollout, tuple(targets)
+    _write_norms(self, resident)
+    return {"touched": len(names), "swallowed": _swallowed(self, resident, names)}
+
+
+def qerl_state(self: Any, digest: bool = False) -> dict[str, Any]:
+    """Version and noise of this worker; with ``digest`` a SHA-256 over norms and adapter buffers as they are now."""
+    resident = _resident(self)
+    state = {key: getattr(resident, key) for key in ("version", "sigma", "seed", "rollout")}
+    state["targets"] = list(resident.targets)
+    if digest:
+        norms = [layer.weight.data for _, layer in sorted(compat.norm_layers(self).items())]
+        state["norms"] = _digest(norms)
+        state["adapter"] = _digest(compat.adapter_buffers(self)) if compat.has_lora(self) else ""
+    return state
+
+
+def _unpack(tensors: Tensors | bytes | None) -> Tensors | None:
+    if isinstance(tensors, bytes | bytearray | memoryview):
+        from safetensors.torch import load
+
+        return load(bytes(tensors))
+    return tensors
+
+
+def _check_norms(given: Tensors | None, resident: Resident) -> dict[str, torch.Tensor]:
+    """The norms that the noise will be added to: the checkpoint's, with the trained ones in their place."""
+    norms = dict(resident.checkpoint_norms)
+    for name, tensor in (given or {}).items():
+        present = norms.get(name)
+        if present is None:
+            raise AdapterError(f"trained norm {name} is no norm of this model; was it trained on another base?")
+        if tensor.shape != present.shape:
+            raise AdapterError(f"trained norm {name} has shape {tuple(tensor.shape)}, not {tuple(present.shape)}")
+        if not bool(torch.isfinite(tensor).all()):
+            raise AdapterError(f"trained norm {name} holds NaN or infinite values")
+        norms[name] = tensor.to(present, copy=True)
+    return norms
+
+
+def _write_norms(worker: Any, resident: Resident) -> None:
+    """In place: compiled graphs and CUDA graphs hold the addresses."""
+    for name, layer in compat.norm_layers(worker).items():
+        base, weight = resident.base_norms[name], layer.weight.data
+        if resident.sigma and noise.is_target(name, resident.targets):
+            weight.copy_(noise.noisy(base, resident.sigma, resident.seed, resident.rollout, name))
+        else:
+            weight.copy_(base)
+
+
+def _swallowed(worker: Any, resident: Resident, names: list[str]) -> float:
+    """Share of noisy weights that rounding to the norm's dtype left unchanged; 0 for fp32 norms."""
+    layers = compat.norm_layers(worker)
+    if not resident.sigma or all(layers[name].weight.dtype == torch.float32 for name in names):
+        return 0.0
+    same = sum(int((layers[name].weight.data == resident.base_norms[name]).sum()) for name in names)
+    return same / sum(layers[name].weight.numel() for name in names)
+
+
+def _digest(tensors: Any) -> str:
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        sha.update(tensor.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return sha.hexdigest()

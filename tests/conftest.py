@@ -1,0 +1,111 @@
+"""Settings that vLLM needs on a CPU, before anything imports it, and tiny checkpoints that every test may use."""
+
+import os
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+with socket.socket() as _probe:  # engines of parallel runs must not meet on one port
+    _probe.bind(("127.0.0.1", 0))
+    os.environ.setdefault("MASTER_PORT", str(_probe.getsockname()[1]))
+
+Make = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def make_bf16(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """make_bf16("qwen2", **config) -> folder of a random BF16 checkpoint of that architecture with a tokenizer.
+
+    Norm weights are random: with ones, a norm that is skipped or rounded twice would go unnoticed.
+    """
+    import torch
+    import transformers
+
+    from qerl_recipes.running_sum import tokenizer
+
+    made: dict[str, Path] = {}
+
+    def make(architecture: str, **changes: object) -> Path:
+        key = json.dumps([architecture, changes], sort_keys=True)
+        if key in made:
+            return made[key]
+        sizes: dict[str, object] = {
+            "vocab_size": 64,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "max_position_embeddings": 256,
+            "bos_token_id": None,
+            "eos_token_id": 1,
+            "pad_token_id": 0,
+        }
+        name = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral", "qwen3_moe": "Qwen3Moe"}
+        if architecture == "qwen2":
+            del sizes["head_dim"]
+            sizes["num_attention_heads"] = 2
+        if architecture == "qwen3_moe":
+            sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        config = getattr(transformers, name[architecture] + "Config")(**{**sizes, **changes})
+        torch.manual_seed(7)
+        model = getattr(transformers, name[architecture] + "ForCausalLM")(config).to(torch.bfloat16)
+        generator = torch.Generator().manual_seed(8)
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                noise = torch.randn(parameter.shape, generator=generator)
+                if "norm" in parameter_name:
+                    parameter.copy_(1 + 0.3 * noise)
+                elif parameter_name.endswith("bias"):
+                    parameter.copy_(0.5 * noise)
+                else:
+                    parameter.copy_(noise / parameter.shape[-1] ** 0.5 * 1.5)
+        folder = tmp_path_factory.mktemp(architecture) / "bf16"
+        model.save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+        made[key] = folder
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_nvfp4(make_bf16: Make, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """make_nvfp4("qwen2", **config) -> folder of the same checkpoint, quantized."""
+    from qerl_recipes.quantize import quantize_checkpoint
+
+    def make(architecture: str, **changes: object) -> Path:
+        source = make_bf16(architecture, **changes)
+        destination = source.parent / "nvfp4"
+        if not destination.exists():
+            quantize_checkpoint(source, destination)
+        return destination
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def engine_options() -> dict[str, object]:
+    """What every test engine on a CPU is started with."""
+    return {
+        "dtype": "bfloat16",
+        "enforce_eager": True,
+        "max_model_len": 128,
+        "max_num_seqs": 8,
+        "disable_log_stats": True,
+        "seed": 0,
+    }
