@@ -24,6 +24,7 @@ import torch
 GROUP_SIZE = 16
 CODE_MAX = 6.0  # largest E2M1 value
 SCALE_MAX = 448.0  # largest E4M3 value
+ZERO_BLOCK_SCALE = 0.125  # written where a block's scale rounds to zero: its codes are zero at any scale
 
 # value of a code's low three bits; bit 3 is the sign
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -43,20 +44,23 @@ class NVFP4Weight:
 def divisor_from_amax(amax: torch.Tensor) -> torch.Tensor:
     """The tensor divisor 2688 / amax, computed in the dtype of ``amax`` (BF16 sources: as llmcompressor does).
 
-    An all-zero weight gets 1, so that no infinity is ever written.
+    A weight that is zero, or so small that the quotient overflows, gets 1: no infinity is ever written.
     """
     divisor = (SCALE_MAX * CODE_MAX / amax).float()
-    return torch.where(amax == 0, torch.ones_like(divisor), divisor).reshape(())
+    return torch.where(torch.isfinite(divisor), divisor, torch.ones_like(divisor)).reshape(())
 
 
 def round_to_codes(x: torch.Tensor) -> torch.Tensor:
-    """Nearest E2M1 code, ties to the even code, the sign of -0 kept; ``x`` of any shape -> uint8 of that shape."""
+    """Nearest E2M1 code, ties to the even code; ``x`` of any shape -> uint8 of that shape.
+
+    A negative number that rounds to zero keeps its sign (code 8); -0 itself gets code 0.
+    """
     midpoints = torch.tensor(MIDPOINTS, device=x.device, dtype=torch.float32)
     magnitude = x.abs().float()
-    below = torch.bucketize(magnitude, midpoints, right=False)  # a tie goes down
-    above = torch.bucketize(magnitude, midpoints, right=True)  # a tie goes up
+    below = torch.bucketize(magnitude, midpoints, right=False, out_int32=True)  # a tie goes down
+    above = torch.bucketize(magnitude, midpoints, right=True, out_int32=True)  # a tie goes up
     index = torch.where(below % 2 == 0, below, above)
-    return (index + 8 * torch.signbit(x)).to(torch.uint8)
+    return (index + 8 * (x < 0)).to(torch.uint8)
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
@@ -83,12 +87,17 @@ def quantize(w: torch.Tensor, divisor: torch.Tensor | None = None) -> NVFP4Weigh
         raise ValueError(f"a weight of shape {tuple(w.shape)} has {K} columns; NVFP4 needs a multiple of {GROUP_SIZE}")
     if divisor is None:
         divisor = divisor_from_amax(w.abs().amax())
-    groups = w.view(N, K // GROUP_SIZE, GROUP_SIZE)
-    amax = groups.abs().amax(dim=-1)  # (N, K/16)
-    block_scales = ((amax / CODE_MAX).float() * divisor).clamp(max=SCALE_MAX).to(torch.float8_e4m3fn)
+    amax = w.reshape(N, K // GROUP_SIZE, GROUP_SIZE).abs().amax(dim=-1)  # (N, K/16)
+    block_scales = ((amax / CODE_MAX).float() * divisor).clamp(max=SCALE_MAX).to(torch.float8_e4m3fn).float()
+    block_scales = torch.where(block_scales == 0, ZERO_BLOCK_SCALE, block_scales).to(torch.float8_e4m3fn)
+    return NVFP4Weight(encode(w, block_scales, divisor), block_scales, divisor)
+
+
+def encode(w: torch.Tensor, block_scales: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+    """The packed codes nearest to ``w: (N, K)`` for given non-zero ``block_scales: (N, K/16)`` -> (N, K/2) uint8."""
+    N, K = w.shape
     step = (block_scales.float() / divisor).unsqueeze(-1)  # (N, K/16, 1)
-    ratio = torch.where(step > 0, groups.float() / step.clamp_min(torch.finfo(torch.float32).tiny), groups.float() * 0)
-    return NVFP4Weight(pack(round_to_codes(ratio).view(N, K)), block_scales, divisor)
+    return pack(round_to_codes(w.reshape(N, K // GROUP_SIZE, GROUP_SIZE).float() / step).view(N, K))
 
 
 def dequantize(codes: torch.Tensor, block_scales: torch.Tensor) -> torch.Tensor:

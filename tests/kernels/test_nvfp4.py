@@ -1,0 +1,126 @@
+"""The NVFP4 format: every byte against a table written independently in fp64, rounding, round trips, extremes."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from qerl_kernels.nvfp4 import dequantize, divisor_from_amax, pack, quantize, round_to_codes, unpack
+from qerl_kernels.scale_search import quantize_mse
+
+
+def value_of_code(code: int) -> float:
+    """E2M1 from its definition: sign, two exponent bits of bias 1, one mantissa bit, subnormals below 1."""
+    sign, exponent, mantissa = code >> 3, (code >> 1) & 3, code & 1
+    magnitude = mantissa * 0.5 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1)
+    return -magnitude if sign else magnitude
+
+
+def value_of_scale(byte: int) -> float:
+    """E4M3FN from its definition: sign, four exponent bits of bias 7, three mantissa bits, S.1111.111 is NaN."""
+    sign, exponent, mantissa = byte >> 7, (byte >> 3) & 15, byte & 7
+    if exponent == 15 and mantissa == 7:
+        return float("nan")
+    magnitude = mantissa * 2.0**-9 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    return -magnitude if sign else magnitude
+
+
+def test_promise_1_every_code_and_scale_byte_dequantizes_exactly():
+    codes = pack(torch.arange(16, dtype=torch.uint8).repeat(256, 1))  # (256, 8): all codes in each row
+    scales = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).unsqueeze(1)  # (256, 1): all scales
+    expected = torch.tensor(
+        [[value_of_code(c) * value_of_scale(s) for c in range(16)] for s in range(256)], dtype=torch.float64
+    )
+    actual = dequantize(codes, scales)
+    assert actual.dtype == torch.bfloat16
+    assert torch.equal(actual.double().nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert torch.equal(torch.signbit(actual)[1:127], torch.signbit(expected)[1:127])
+
+
+@given(st.lists(st.integers(0, 255), min_size=8, max_size=64).filter(lambda b: len(b) % 8 == 0))
+def test_unpack_then_pack_gives_the_same_bytes(data):
+    codes = torch.tensor(data, dtype=torch.uint8).view(-1, 8)
+    assert torch.equal(pack(unpack(codes)), codes)
+    assert unpack(codes)[0, 0] == data[0] % 16 and unpack(codes)[0, 1] == data[0] // 16
+
+
+@given(st.floats(-8, 8, width=32))
+def test_rounding_finds_the_nearest_code_and_ties_go_to_the_even_one(x):
+    code = int(round_to_codes(torch.tensor(x, dtype=torch.float32)))
+    distances = [abs(value_of_code(c) - x) for c in range(16)]
+    assert abs(value_of_code(code) - x) == min(distances)
+    rivals = {c % 8 for c in range(16) if distances[c] == min(distances)}
+    if len(rivals) > 1:  # a tie between neighbours
+        assert code % 2 == 0
+    assert (code >= 8) == (x < 0)
+
+
+def test_a_tie_goes_to_the_even_code_and_minus_zero_to_code_zero():
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    assert round_to_codes(ties).tolist() == [0, 2, 2, 4, 4, 6, 6]
+    assert round_to_codes(-ties).tolist() == [8, 10, 10, 12, 12, 14, 14]
+    assert round_to_codes(torch.tensor([-0.0, 0.0, -1e-30, 9.0, -9.0])).tolist() == [0, 0, 8, 7, 15]
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**31), st.sampled_from([1e-30, 1e-6, 1.0, 1e6, 1e30]))
+def test_the_error_is_at_most_half_a_step(seed, size):
+    w = (torch.randn(8, 64, generator=torch.Generator().manual_seed(seed)) * size).bfloat16()
+    weight = quantize(w)
+    scale = weight.block_scales.double() / weight.divisor.double()  # (8, 4)
+    restored = dequantize(weight.codes, weight.block_scales).double() / weight.divisor.double()
+    blocks = (restored - w.double()).view(8, 4, 16).abs() / scale.unsqueeze(-1)
+    # the widest step of E2M1 is 2 (from 4 to 6); a scale rounded down clips its largest value by 1/16 of 6 at most
+    assert blocks.max() <= 1.0
+    assert torch.isfinite(restored).all() and (weight.block_scales.float() > 0).all()
+
+
+def test_quantizing_what_was_dequantized_changes_nothing():
+    w = torch.randn(16, 64, generator=torch.Generator().manual_seed(5)).bfloat16()
+    first = quantize(w)
+    second = quantize(dequantize(first.codes, first.block_scales), torch.ones(()))
+    assert torch.equal(dequantize(first.codes, first.block_scales), dequantize(second.codes, second.block_scales))
+
+
+@pytest.mark.parametrize("amax", [0.0, 1e-38, 1e-36, 2.0**-126, 1.0, 3.3e38], ids=str)
+def test_extreme_magnitudes_give_finite_numbers(amax):
+    w = torch.zeros(2, 32, dtype=torch.bfloat16)
+    w[0, 3] = amax
+    weight = quantize(w)
+    assert torch.isfinite(weight.divisor) and weight.divisor > 0
+    restored = dequantize(weight.codes, weight.block_scales).double() / weight.divisor.double()
+    assert torch.isfinite(restored).all()
+    if amax >= 1.0:
+        assert restored[0, 3] == pytest.approx(amax, rel=0.05)
+    assert (restored[1] == 0).all() and (weight.block_scales.float()[1] == 0.125).all()
+
+
+def test_one_divisor_for_fused_weights():
+    parts = [torch.full((1, 16), 3.0).bfloat16(), torch.full((1, 16), 0.5).bfloat16()]
+    divisor = divisor_from_amax(torch.stack([p.abs().amax() for p in parts]).amax())
+    assert divisor == 896
+    for part in parts:
+        weight = quantize(part, divisor)
+        restored = dequantize(weight.codes, weight.block_scales).float() / divisor
+        assert weight.divisor == divisor
+        torch.testing.assert_close(restored, part.float(), rtol=1 / 16, atol=0)  # half a step of E4M3
+
+
+def test_columns_that_are_no_multiple_of_16_are_refused():
+    with pytest.raises(ValueError, match="has 24 columns; NVFP4 needs a multiple of 16"):
+        quantize(torch.zeros(2, 24))
+
+
+@pytest.mark.parametrize("tails", [0.0, 1.5], ids=["normal", "heavy tails"])
+def test_searched_scales_lower_the_error_of_every_block(tails):
+    generator = torch.Generator().manual_seed(1)
+    w = torch.randn(32, 256, generator=generator) * torch.exp(tails * torch.randn(32, 256, generator=generator))
+    w[0, :16] = 0
+    w = w.bfloat16()
+
+    def block_errors(weight):
+        restored = dequantize(weight.codes, weight.block_scales).double() / weight.divisor.double()
+        return (restored - w.double()).square().view(32, 16, 16).sum(-1)
+
+    plain, searched = block_errors(quantize(w)), block_errors(quantize_mse(w))
+    assert (searched <= plain * (1 + 1e-5)).all()
+    assert searched.sum() < 0.95 * plain.sum()
