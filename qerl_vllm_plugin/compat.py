@@ -151,7 +151,7 @@ def _linears(worker: Any) -> dict[str, Any]:
 
 
 def adapter_targets(worker: Any) -> dict[str, Target]:
-    """Every linear of the checkpoint that can carry an adapter, by its checkpoint name; sizes are those of all ranks."""
+    """Every linear that can carry an adapter, by its checkpoint name; sizes are those of all ranks together."""
     packed = _manager(worker).packed_modules
     targets: dict[str, Target] = {}
     for name, layer in _linears(worker).items():

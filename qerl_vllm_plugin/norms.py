@@ -20,6 +20,8 @@ _STOCK = "RMSNorm"
 class QerlRMSNorm(RMSNorm):
     """vLLM's RMSNorm; under qerl_nvfp4 with an fp32 weight, elsewhere unchanged."""
 
+    weight: torch.nn.Parameter
+
     def __init__(
         self,
         hidden_size: int,

@@ -119,8 +119,8 @@ class Policy:
         report = NoiseReport(sigma, results[0]["touched"], results[0]["swallowed"])
         if report.swallowed:
             warnings.warn(
-                f"the norms of this engine are not fp32: rounding swallowed {report.swallowed:.1%} of the noise of sigma "
-                f"{sigma:g}. Serve with quantization='qerl_nvfp4' to keep all of it",
+                f"the norms of this engine are not fp32: rounding swallowed {report.swallowed:.1%} of the noise "
+                f"(sigma {sigma:g}). Serve with quantization='qerl_nvfp4' to keep all of it",
                 stacklevel=2,
             )
         return report
