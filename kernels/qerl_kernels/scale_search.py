@@ -3,7 +3,7 @@
 With amax / 6 the largest value of a block is exact and the others pay for it. A few neighbouring E4M3 numbers are tried
 for each block: larger ones (up to 1.5 times: the largest value then falls on 4, where the steps are finer) and smaller
 ones (the largest value is clipped, the rest gets finer steps). The first candidate is amax / 6 itself, and another wins
-only with a strictly smaller error: no block, and no layer, gets worse. The format and the tensor scale stay as they are.
+only with a strictly smaller error: no block, and no layer, gets worse. Format and tensor scale stay as they are.
 """
 
 import torch

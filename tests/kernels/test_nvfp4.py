@@ -70,7 +70,7 @@ def test_the_error_is_at_most_half_a_step(seed, size):
     restored = dequantize(weight.codes, weight.block_scales).double() / weight.divisor.double()
     blocks = (restored - w.double()).view(8, 4, 16).abs() / scale.unsqueeze(-1)
     # the widest step of E2M1 is 2 (from 4 to 6); a scale rounded down clips its largest value by 1/16 of 6 at most
-    assert blocks.max() <= 1.0
+    assert blocks.max() <= 1 + 1e-6  # the step itself is an fp32 number
     assert torch.isfinite(restored).all() and (weight.block_scales.float() > 0).all()
 
 
