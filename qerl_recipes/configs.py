@@ -220,9 +220,16 @@ def parse(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig
     recipe = parser()
     if path is not None:
         defaults_from_yaml(recipe, read_yaml(path), path)
-    script, training, model = recipe.parse_args_into_dataclasses(
-        translate_flags(recipe, flags), look_for_args_file=False
-    )
+    arguments = translate_flags(recipe, flags)
+    if stray := recipe.parse_known_args(arguments)[1]:
+        raise ConfigError(f"command line: {' '.join(stray)} belongs to no flag")
+    try:
+        script, training, model = recipe.parse_args_into_dataclasses(arguments, look_for_args_file=False)
+    except ConfigError:
+        raise
+    except ValueError as error:  # TRL and transformers check how their keys go together
+        way_out = "; on a machine without a GPU give --use_cpu true" if "use_cpu" in str(error) else ""
+        raise ConfigError(f"{error}{way_out}") from error
     if training.vllm_max_model_length is None and script.max_prompt_length is not None:
         training.vllm_max_model_length = script.max_prompt_length + training.max_completion_length
     return script, training, model

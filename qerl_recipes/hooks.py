@@ -11,7 +11,7 @@ are an error, so that installing a package never changes what a recipe means.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -25,7 +25,7 @@ PROJECT = "qerl"
 specification = pluggy.HookspecMarker(PROJECT)
 implementation = pluggy.HookimplMarker(PROJECT)
 
-Reward = Callable[..., list[float | None]]
+Reward = Callable[..., Sequence[float | None]]
 RewardFactory = Callable[["ScriptArguments"], Reward]
 DatasetLoader = Callable[["ScriptArguments"], "tuple[Dataset, Dataset | None]"]
 NoiseSchedule = Callable[[int, int, float, float, int], float]
