@@ -1,0 +1,66 @@
+"""Environment variables that vLLM and torch read when they are imported; a user's own settings always win."""
+
+import importlib.metadata
+import os
+import socket
+from collections.abc import Callable, MutableMapping
+from pathlib import Path
+
+EVERYWHERE = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+# One process and one thread keep a run on a CPU repeatable bit for bit, and small models start ten times sooner without
+# torch.compile. The key/value cache is in GiB; vLLM would take half of the memory.
+ON_CPU = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
+
+
+def prepare() -> None:
+    """Sets the defaults; call it before anything imports vllm or torch, which read some of them only once."""
+    set_defaults(os.environ, cuda=has_cuda_device(os.environ) and not is_cpu_build())
+
+
+def set_defaults(environment: MutableMapping[str, str], *, cuda: bool) -> None:
+    """Adds what ``environment`` does not set, with the extra settings of a CPU unless ``cuda``."""
+    for name, value in (EVERYWHERE if cuda else {**EVERYWHERE, **ON_CPU}).items():
+        environment.setdefault(name, value)
+    if "MASTER_PORT" not in environment:  # two runs on one machine must not meet
+        environment["MASTER_PORT"] = str(free_port())
+
+
+def has_cuda_device(environment: MutableMapping[str, str], root: Path = Path("/")) -> bool:
+    """Whether torch will see a CUDA device, told from the driver's files, without importing torch.
+
+    As CUDA reads it, an empty CUDA_VISIBLE_DEVICES hides every device, and so does one that starts with a negative
+    number. Under WSL the driver shows as /dev/dxg. ``root`` is the file system to look at.
+    """
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and (not visible.strip() or visible.strip().startswith("-")):
+        return False
+    if any((root / "dev").glob("nvidia[0-9]*")):
+        return True
+    return (root / "dev/dxg").exists() and (root / "usr/lib/wsl/lib/libcuda.so.1").exists()
+
+
+def is_cpu_build(version: Callable[[str], str] = importlib.metadata.version) -> bool:
+    """Whether the installed vLLM runs on the CPU even where there is a GPU (``version``: distribution -> version)."""
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            found = version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return name == "vllm-cpu" or "cpu" in found
+    return False
+
+
+def free_port() -> int:
+    """A TCP port of the local machine that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
