@@ -1,0 +1,71 @@
+"""A frozen linear layer on packed NVFP4 weights that PEFT takes for ``nn.Linear``.
+
+Its backward keeps the packed weight (4.5 bits a weight) and nothing else. The dense weight never exists for longer than
+one call.
+"""
+
+from collections.abc import Callable
+
+import torch
+from qerl_kernels.linear import linear
+
+from qerl_vllm_plugin.checkpoint import check_tensors
+
+
+class FrozenNVFP4Linear(torch.nn.Linear):
+    """y = x W^T + bias with W = code * block scale / divisor; only ``x`` receives a gradient.
+
+    A subclass of ``nn.Linear``, so that LoRA finds and wraps it. ``weight`` is a placeholder of NaN that takes no
+    memory: it gives PEFT shape, dtype and device, and makes every attempt to merge an adapter fail instead of being
+    lost.
+    """
+
+    def __init__(
+        self,
+        codes: torch.Tensor,
+        block_scales: torch.Tensor,
+        divisor: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> None:
+        """``codes: (N, K/2)``, ``block_scales: (N, K/16)``, ``divisor: ()`` or ``(1,)``, ``bias: (N,)``.
+
+        ``dtype`` is that of the activations. Raises CheckpointError if the three do not fit or hold unusable values.
+        """
+        torch.nn.Module.__init__(self)  # nn.Linear's own would allocate the dense weight
+        check_tensors(type(self).__name__, codes, block_scales, divisor)
+        self.out_features, self.in_features = codes.shape[0], 2 * codes.shape[1]
+        self.dtype = dtype
+        self.register_buffer("weight_packed", codes)
+        self.register_buffer("weight_scale", block_scales)
+        self.register_buffer("weight_global_scale", divisor.reshape(1))
+        self.register_buffer("row_scale", (1.0 / divisor.float()).reshape(()), persistent=False)
+        self.bias = None if bias is None else torch.nn.Parameter(bias.to(dtype), requires_grad=False)
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        """NaN of the layer's shape ``(N, K)``, dtype and device, in the memory of one number."""
+        placeholder = torch.full((1, 1), float("nan"), dtype=self.dtype, device=self.weight_packed.device)
+        return placeholder.expand(self.out_features, self.in_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x: (..., K)`` -> ``(..., N)``, in the autocast dtype where autocast is on."""
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return linear(x, self.weight_packed, self.weight_scale, self.row_scale, self.bias)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "FrozenNVFP4Linear":
+        """Moves to another device as any module does; ``.to(dtype)`` leaves the packed weight's own dtypes alone."""
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            moved = fn(tensor)
+            is_buffer = not isinstance(tensor, torch.nn.Parameter)
+            return tensor.to(moved.device) if is_buffer and moved.dtype != tensor.dtype else moved
+
+        super()._apply(move, recurse)
+        if self.bias is not None:
+            self.dtype = self.bias.dtype
+        return self
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, NVFP4"
