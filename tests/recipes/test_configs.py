@@ -1,0 +1,199 @@
+import dataclasses
+import difflib
+from pathlib import Path
+
+import pytest
+
+from qerl_recipes import configs
+from qerl_recipes.config_file import ConfigError
+from qerl_recipes.config_keys import HONOURED, REFUSED, refusals
+from qerl_recipes.configs import parse, tracker_environment
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "data" / "recipes"
+CPU = ["--use_cpu", "true", "--bf16", "false"]
+
+
+def recipe(folder: Path, text: str) -> list[str]:
+    (folder / "recipe.yaml").write_text(text)
+    return ["--config", str(folder / "recipe.yaml"), *CPU]
+
+
+@pytest.mark.parametrize("dataclass", [configs.ScriptArguments, configs.GRPOConfig, configs.ModelConfig])
+def test_every_key_is_either_honoured_or_refused_by_name(dataclass):
+    """Fails when a new TRL or transformers brings a key that nobody has decided about."""
+    keys = {field.name for field in dataclasses.fields(dataclass)}
+    assert keys - HONOURED - set(REFUSED) == set()
+
+
+def test_the_tables_name_only_keys_that_exist_and_each_once():
+    classes = (configs.ScriptArguments, configs.GRPOConfig, configs.ModelConfig)
+    keys = {field.name for dataclass in classes for field in dataclasses.fields(dataclass)}
+    assert HONOURED | set(REFUSED) == keys
+    assert HONOURED & set(REFUSED) == set()
+
+
+def test_defaults_need_no_refusal():
+    assert refusals(*parse(CPU)) == []
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--vllm_mode", "server"],
+        ["--use_vllm", "false"],
+        ["--use_peft", "false"],
+        ["--use_liger_kernel", "true"],
+        ["--sync_ref_model", "true"],
+        ["--lora_modules_to_save", "input_layernorm"],
+        ["--load_in_4bit", "true"],
+        ["--use_dora", "true"],
+        ["--torch_compile", "true"],
+        ["--save_only_model", "true"],
+        ["--data_seed", "3"],
+        ["--dataset_streaming", "true"],
+        ["--callbacks", "push_to_hub_revision"],
+        ["--vllm_server_port", "9000"],
+        ["--trust_remote_code", "true"],
+    ],
+    ids=lambda flags: flags[0][2:],
+)
+def test_promise_9_a_key_that_cannot_be_honoured_is_refused_by_name_with_the_way_out(flags):
+    lines = refusals(*parse([*CPU, *flags]))
+    key = flags[0][2:]
+    named = [line for line in lines if line.startswith(f"{key}: ")]
+    assert len(named) == 1 and "cannot be honoured; " in named[0]
+    assert named[0].endswith(REFUSED[key].way_out) and len(REFUSED[key].way_out) > 20
+
+
+@pytest.mark.parametrize("where", ["yaml", "flag"])
+@pytest.mark.parametrize("key", ["sigma_begin", "learning_rat", "aqn", "nois_mode"])
+def test_promise_9_an_unknown_key_is_an_error_that_names_the_closest(where, key, tmp_path):
+    argv = recipe(tmp_path, f"{key}: 1\n") if where == "yaml" else [*CPU, f"--{key}", "1"]
+    with pytest.raises(ConfigError, match=f"unknown key {key}") as error:
+        parse(argv)
+    valid = {field.name for dataclass in (configs.ScriptArguments, configs.GRPOConfig, configs.ModelConfig)
+             for field in dataclasses.fields(dataclass)}  # fmt: skip
+    closest = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
+    assert not closest or f"did you mean {closest[0]}?" in str(error.value)
+
+
+def test_open_r1_mathematical_recipe_parses_unchanged():
+    with pytest.warns(UserWarning, match="no effect"):
+        script, training, model = parse(["--config", str(FIXTURES / "open_r1_math.yaml"), "--use_cpu", "true"])
+    assert model.dtype == "bfloat16"
+    assert training.warmup_steps == 0.1  # transformers 5: below 1 it is a share
+    assert script.max_prompt_length == 512 and training.vllm_max_model_length == 512 + 2048
+    assert script.reward_funcs == ["accuracy", "format", "tag_count"]
+    assert script.system_prompt == "Think first, then answer." and script.dataset_prompt_column == "problem"
+    assert training.lr_scheduler_kwargs == {"min_lr_rate": 0.1}
+    assert tracker_environment(training) == {"WANDB_ENTITY": "someone", "WANDB_PROJECT": "math"}
+    assert refusals(script, training, model) == []
+
+
+def test_open_r1_programming_recipe_parses_and_says_what_cannot_be_done():
+    with pytest.warns(UserWarning, match="no effect"):
+        script, training, model = parse(["--config", str(FIXTURES / "open_r1_code.yaml"), "--use_cpu", "true"])
+    assert training.scale_rewards == "none" and training.hub_revision == "v01.00"
+    assert script.dataset_mixture["datasets"][0]["id"] == "someone/problems"
+    refused = {line.split(":")[0] for line in refusals(script, training, model)}
+    assert refused == {"callbacks", "benchmarks", "code_eval_test_batch_size", "code_provider"}
+
+
+def test_a_flag_stands_above_the_recipe(tmp_path):
+    argv = recipe(tmp_path, "learning_rate: 1e-5\nnum_generations: 8\ntorch_dtype: float32\n")
+    _, training, model = parse([*argv, "--learning_rate", "3e-5", "--dtype", "bfloat16"])
+    assert (training.learning_rate, training.num_generations, model.dtype) == (3e-5, 8, "bfloat16")
+
+
+def test_yaml_numbers_without_a_point_and_a_bare_no_mean_what_was_written(tmp_path):
+    _, training, _ = parse(recipe(tmp_path, "learning_rate: 1e-5\neval_strategy: no\nsave_strategy: no\n"))
+    assert training.learning_rate == 1e-5
+    assert training.eval_strategy == "no" and training.save_strategy == "no"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("num_generations: eight\n", "num_generations cannot be 'eight'"),
+        ("lora_r: 16.5\n", "lora_r cannot be 16.5"),
+        ("max_steps: [1]\n", "max_steps cannot be a list"),
+        ("sigma_start: {a: 1}\n", "sigma_start cannot be a dict"),
+        ("use_peft: perhaps\n", "use_peft cannot be 'perhaps'"),
+        ("dtype: bfloat61\n", "dtype cannot be 'bfloat61'; it is one of"),
+        ("quantization: awq\n", "quantization cannot be 'awq'; it is one of"),
+        ("noise_mode: loud\n", "noise_mode cannot be 'loud'; it is one of"),
+        ("seed: 1\nseed: 2\n", "seed stands twice"),
+        ("dtype: float32\ntorch_dtype: float32\n", "the same key"),
+        ("warmup_ratio: 3\n", "warmup_ratio is a share"),
+        ("vllm_device: cuda:3\n", "vllm_device: cuda:3 cannot be honoured"),
+        ("num_processes: 8\n", "accelerate launch"),
+        ("- a\n- b\n", "must be a YAML mapping"),
+        ("a: [\n", "not valid YAML"),
+        ("dataset_mixture: text\n", "dataset_mixture must be a JSON mapping"),
+        ("max_prompt_length: 0\n", "max_prompt_length must be at least 1"),
+        ("dynamic_sampling_max_rounds: 0\n", "dynamic_sampling_max_rounds must be at least 1"),
+        ("per_device_train_batch_size: 3\n", "num_generations"),
+    ],
+    ids=lambda value: value.split(":")[0].replace("\n", "") if "\n" in value else "",
+)
+def test_a_wrong_value_is_an_error_that_names_the_key(text, message, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        parse(recipe(tmp_path, text))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--config"], ["--config", "a", "--config", "b"], ["--config", "missing.yaml"], [*CPU, "stray"]],
+    ids=["no path", "two recipes", "missing file", "stray word"],
+)
+def test_a_malformed_command_line_is_refused(argv):
+    with pytest.raises(ConfigError):
+        parse(argv)
+
+
+def test_flags_may_not_be_abbreviated():
+    with pytest.raises(ConfigError, match="unknown key sigma_sta; did you mean sigma_start"):
+        parse([*CPU, "--sigma_sta", "0.1"])
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-0.1"])
+def test_sigma_that_is_negative_or_not_a_number_is_refused(value):
+    with pytest.raises(ConfigError, match="sigma_start must be a finite number >= 0"):
+        parse([*CPU, f"--sigma_start={value}"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--noise_mode", "none", "--sigma_start", "0.1"], "sigma_start would be ignored"),
+        (["--noise_mode", "shared", "--sigma_start", "0"], "0 < sigma_end <= sigma_start"),
+        (["--sigma_start", "1e-3", "--sigma_end", "1e-2"], "0 < sigma_end <= sigma_start"),
+        (["--noise_mode", "shared", "--num_stages", "0"], "num_stages must be at least 1"),
+        (["--noise_mode", "rollout", "--vllm_importance_sampling_correction", "true"], "use noise_mode: corrected"),
+        (["--noise_mode", "corrected", "--vllm_importance_sampling_correction", "false"], "use noise_mode: rollout"),
+    ],
+)
+def test_noise_keys_that_contradict_each_other_are_refused(flags, message):
+    with pytest.raises(ConfigError, match=message):
+        parse([*CPU, *flags])
+
+
+def test_noise_keys_are_settled_after_parsing():
+    _, quiet, _ = parse(CPU)
+    assert (quiet.noise_mode, quiet.sigma_start, quiet.noise_seed) == ("none", 0.0, quiet.seed)
+    assert quiet.vllm_importance_sampling_correction is True
+    _, article, _ = parse([*CPU, "--sigma_start", "0.05", "--sigma_end", "0.001", "--num_stages", "5"])
+    assert (article.noise_mode, article.sigma_start, article.sigma_end, article.num_stages) == ("shared", 0.05, 1e-3, 5)
+    _, paper, _ = parse([*CPU, "--noise_mode", "rollout"])
+    assert (paper.sigma_start, paper.sigma_end, paper.num_stages) == (1e-2, 5e-4, 10)
+    assert paper.vllm_importance_sampling_correction is False
+
+
+def test_parsing_does_not_import_vllm():
+    import subprocess
+    import sys
+
+    code = "import sys, qerl_recipes.validate; print('vllm' in sys.modules)"
+    answer = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "False"
