@@ -4,13 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-STATE_FILE = "qerl_state.json"  # beside a saved adapter; keys used here: base_model, base_sha256
 NORMS_FILE = "norms.safetensors"
 
 
 def render(
     base: str,
-    base_sha256: str,
+    base_hash: str,
     adapter_config: Mapping[str, Any],
     *,
     trained_norms: bool,
@@ -21,7 +20,7 @@ def render(
 ) -> str:
     """The card, Markdown with the hub's metadata on top.
 
-    ``base`` is the folder or model id that was trained on, ``base_sha256`` its ``base_model.fingerprint``,
+    ``base`` is the folder or model id that was trained on, ``base_hash`` its ``checkpoints.base_hash``,
     ``adapter_config`` the content of adapter_config.json, ``quantization`` the arm (qerl_nvfp4, bf16 or nf4),
     ``versions`` package -> version, ``folder`` where the adapter lies, as written in the commands.
     """
@@ -40,7 +39,7 @@ def render(
         "| | |",
         "|---|---|",
         f"| base model | `{base}` |",
-        f"| base SHA-256 | `{base_sha256}` (tensor names, shapes and samples of their bytes) |",
+        f"| base SHA-256 | `{base_hash}` (config.json and 64 samples a file) |",
         f"| weights in training | {DESCRIPTION.get(quantization, quantization)} |",
         f"| rank, alpha | {rank}, {adapter_config.get('lora_alpha')} |",
         f"| modules | {named} |",
@@ -83,7 +82,7 @@ DESCRIPTION = {
     "nf4": "NF4 (bitsandbytes, 4-bit), frozen",
 }
 # vLLM's --max-lora-rank takes one of these
-ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def engine_rank(rank: int) -> int:
