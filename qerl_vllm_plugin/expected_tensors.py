@@ -69,10 +69,9 @@ def _dense(config: Mapping[str, Any], prefix: str, size: int | None = None) -> d
 
 
 def _experts(config: Mapping[str, Any], prefix: str) -> dict[str, Expected]:
-    tensors = {
-        f"{prefix}.gate.weight": Expected((config["num_experts"], config["hidden_size"]))
-    }  # the router stays BF16
-    for expert in range(config["num_experts"]):
+    count = config["num_experts"] if "num_experts" in config else config["num_local_experts"]  # the name since 5.0
+    tensors = {f"{prefix}.gate.weight": Expected((count, config["hidden_size"]))}  # the router stays BF16
+    for expert in range(count):
         tensors |= _dense(config, f"{prefix}.experts.{expert}", config["moe_intermediate_size"])
     return tensors
 

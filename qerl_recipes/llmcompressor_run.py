@@ -1,0 +1,79 @@
+"""Run llmcompressor's calibrated methods in a Python environment of their own.
+
+llmcompressor 0.14 pins another compressed-tensors than vLLM does, so the two cannot share one. The environment is made
+once, under the user's cache folder, with pip; nothing of the current environment is touched.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+REQUIREMENTS = ("llmcompressor==0.14.0.1", "compressed-tensors==0.19.0", "transformers==5.17.0")
+SCRIPT = Path(__file__).with_name("llmcompressor_script.py")
+TAIL_LINES = 15
+
+
+def run(source: Path, destination: Path, *, method: str, ignore: Sequence[str], calibration: Path) -> None:
+    """Quantize the folder ``source`` into the existing, empty folder ``destination`` with ``gptq`` or ``awq``.
+
+    ``calibration``: JSON lines with a key "text". Raises RuntimeError with the program's last lines where it fails.
+    """
+    job = {
+        "source": str(source.absolute()),
+        "destination": str(destination.absolute()),
+        "method": method,
+        "ignore": list(ignore),
+        "calibration": str(calibration.absolute()),
+    }
+    python = environment()
+    # -I: the script's own folder (this package) must not stand in the import path of the other environment
+    _call([str(python), "-I", str(SCRIPT), json.dumps(job)], f"llmcompressor ({method}) failed")
+
+
+def environment() -> Path:
+    """The Python of the environment, made on first use; where QERL_LLMCOMPRESSOR_PYTHON names one, that is used.
+
+    Raises RuntimeError with the commands to run by hand where it cannot be made, as without a network.
+    """
+    if given := os.environ.get("QERL_LLMCOMPRESSOR_PYTHON"):
+        if not Path(given).is_file():
+            raise RuntimeError(f"QERL_LLMCOMPRESSOR_PYTHON={given}: no such file; name a Python that has llmcompressor")
+        return Path(given)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qerl"
+    cache.mkdir(parents=True, exist_ok=True)
+    folder = cache / REQUIREMENTS[0].replace("==", "-")
+    python, ready = folder / "bin" / "python", folder / ".ready"
+    with (cache / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a second `qerl quantize` waits for the first
+        if not ready.is_file():
+            shutil.rmtree(folder, ignore_errors=True)  # a half-made one
+            commands = [
+                [sys.executable, "-m", "venv", str(folder)],
+                [str(python), "-m", "pip", "install", "--quiet", *REQUIREMENTS, _torch_pin()],
+            ]
+            for command in commands:
+                Console().print("making llmcompressor's own environment:", " ".join(command), highlight=False)
+                _call(command, f"{folder} could not be made; by hand (and set QERL_LLMCOMPRESSOR_PYTHON): {commands}")
+            ready.touch()
+    return python
+
+
+def _torch_pin() -> str:
+    """The running torch's release: pip takes a local build of it (such as +cpu) where it is offered one."""
+    return f"torch=={torch.__version__.partition('+')[0]}"
+
+
+def _call(command: list[str], failure: str) -> None:
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    result = subprocess.run(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if result.returncode:
+        tail = "\n".join(result.stdout.splitlines()[-TAIL_LINES:])
+        raise RuntimeError(f"{failure}\nexit status {result.returncode}; its last lines:\n{tail}")

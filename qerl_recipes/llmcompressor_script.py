@@ -1,0 +1,49 @@
+"""Runs in llmcompressor's own environment, as a script whose one argument is the job as JSON."""
+
+import json
+import sys
+
+SAMPLES, LENGTH = 256, 2048  # the paper's calibration set: 256 texts of 2048 tokens
+
+
+def main(job: dict) -> None:
+    """Calibrate and write ``job["destination"]``."""
+    import torch
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with open(job["calibration"], encoding="utf-8") as stream:
+        texts = [json.loads(line)["text"] for line in stream if line.strip()][:SAMPLES]
+    tokenizer = AutoTokenizer.from_pretrained(job["source"])
+    rows = [tokenizer(text, truncation=True, max_length=LENGTH)["input_ids"] for text in texts]
+    rows = [row for row in rows if row]
+    if not rows:
+        raise ValueError(f"{job['calibration']}: holds no text")
+    data = Dataset.from_list([{"input_ids": row, "attention_mask": [1] * len(row)} for row in rows])
+    model = AutoModelForCausalLM.from_pretrained(job["source"], dtype=torch.bfloat16)
+    oneshot(
+        model=model,
+        processor=tokenizer,
+        dataset=data,
+        recipe=recipe(job["method"], job["ignore"]),
+        num_calibration_samples=len(rows),
+        max_seq_length=LENGTH,
+    )
+    model.save_pretrained(job["destination"], save_compressed=True)
+
+
+def recipe(method: str, ignore: list[str]) -> list:
+    """llmcompressor's modifiers."""
+    if method == "gptq":
+        from llmcompressor.modifiers.quantization import GPTQModifier
+
+        return [GPTQModifier(targets="Linear", scheme="NVFP4A16", ignore=ignore)]
+    from llmcompressor.modifiers.awq import AWQModifier
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+
+    return [AWQModifier(duo_scaling="both"), QuantizationModifier(targets="Linear", scheme="NVFP4A16", ignore=ignore)]
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,65 @@
+"""What quantizing did to each layer: a JSON file and a printed table."""
+
+import json
+from dataclasses import asdict, dataclass, field
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """One packed layer: its name, shape (N, K) and relative error |w - packed| / |w| (Frobenius norms)."""
+
+    name: str
+    shape: tuple[int, ...]
+    relative_error: float
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Row and column of the table: ``model.layers.3.mlp.experts.7.up_proj`` -> ``3``, ``mlp.experts.*.up_proj``."""
+        parts = self.name.split(".")
+        first = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        if first is None:
+            return "", self.name
+        return parts[first], ".".join("*" if part.isdigit() else part for part in parts[first + 1 :])
+
+
+@dataclass(frozen=True)
+class QuantizeReport:
+    """The result of ``quantize_checkpoint``."""
+
+    source: str
+    destination: str
+    method: str
+    scales: str
+    ignore: tuple[str, ...]
+    layers: list[LayerError] = field(default_factory=list)
+
+    @property
+    def worst(self) -> LayerError:
+        """The layer with the largest relative error."""
+        return max(self.layers, key=lambda layer: layer.relative_error)
+
+    def to_json(self) -> str:
+        """The whole report, each layer by name."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    def print(self, console: Console | None = None) -> None:
+        """Print one row a decoder layer, one column a kind of linear layer; of many experts the worst."""
+        cells: dict[tuple[str, str], float] = {}
+        for layer in self.layers:
+            cells[layer.place] = max(cells.get(layer.place, 0.0), layer.relative_error)
+        columns = list(dict.fromkeys(column for _, column in cells))
+        table = Table(title=f"relative error of the NVFP4 weights ({self.method}, {self.scales})", title_justify="left")
+        table.add_column("layer", justify="right")
+        for column in columns:
+            table.add_column(column if "*" in column else column.rpartition(".")[2], justify="right")
+        for row in dict.fromkeys(row for row, _ in cells):
+            values = (cells.get((row, column)) for column in columns)
+            table.add_row(row, *("" if value is None else f"{value:.4f}" for value in values))
+        console = console or Console()
+        console.print(table)
+        console.print(
+            f"worst: {self.worst.name} {self.worst.relative_error:.4f}; written to {self.destination}", soft_wrap=True
+        )
