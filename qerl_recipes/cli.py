@@ -59,6 +59,24 @@ def serve(
     run(model, context.args)
 
 
+bench = typer.Typer(help="Measure speed.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+@bench.command()
+def rollout(
+    shape: Annotated[str, typer.Option(help="Qwen2.5 size: 0.5B, 1.5B, 3B, 7B, 14B, 32B")] = "7B",
+    batch: Annotated[str, typer.Option(help="batch sizes, comma-separated")] = "1,8,64,128",
+    arms: Annotated[str, typer.Option(help="of bf16, qerl_nvfp4, nf4; ratios are to the first")] = "bf16,qerl_nvfp4",
+    rank: Annotated[int, typer.Option(help="rank of the LoRA adapter, which is on in every arm")] = 32,
+    output: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
+) -> None:
+    """Decode throughput with an adapter on random weights of the real shapes; nothing is downloaded."""
+    from qerl_recipes.bench_rollout import run
+
+    run(shape, [int(size) for size in batch.split(",")], arms=arms.split(","), rank=rank, output=output)
+
+
 @app.command()
 def report(folder: Annotated[Path, typer.Argument(help="output folder of a training run")]) -> None:
     """Write report.html with the plots of a run."""
@@ -77,7 +95,7 @@ def demo(
         bool, typer.Option(help="train the starting model too, instead of the one shipped")
     ] = False,
 ) -> None:
-    """Quantize, train and evaluate a 0.3M-parameter model on a CPU: shows the wiring, proves nothing about the method."""
+    """Quantize, train and evaluate a 0.3M-parameter model on a CPU: it shows the wiring and nothing else."""
     from qerl_recipes.demo import run
 
     raise typer.Exit(run(output=output, seed=seed, steps=steps, problems=problems, from_scratch=from_scratch) or 0)

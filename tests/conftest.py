@@ -2,25 +2,16 @@
 
 import os
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+from qerl_recipes.environment import prepare
+
+prepare()  # before anything imports vllm
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import json
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-with socket.socket() as _probe:  # engines of parallel runs must not meet on one port
-    _probe.bind(("127.0.0.1", 0))
-    os.environ.setdefault("MASTER_PORT", str(_probe.getsockname()[1]))
 
 Make = Callable[..., Path]
 

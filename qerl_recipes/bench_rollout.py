@@ -1,0 +1,216 @@
+"""``qerl bench rollout``: decode throughput of the engine with a LoRA adapter on, NVFP4 against stock vLLM in BF16.
+
+Weights are random and of the real shapes, so nothing is downloaded: 128 tokens in, 128 out, whatever the tokens are.
+Every arm runs in a process of its own, so that neither inherits the other's memory.
+"""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+PROMPT_TOKENS, NEW_TOKENS, REPEATS = 128, 128, 3
+
+# config.json of Qwen2.5-Instruct, by size: hidden, intermediate, layers, heads, key/value heads, vocabulary, tied
+SHAPES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
+    "0.5B": (896, 4864, 24, 14, 2, 151936, True),
+    "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
+    "3B": (2048, 11008, 36, 16, 2, 151936, True),
+    "7B": (3584, 18944, 28, 28, 4, 152064, False),
+    "14B": (5120, 13824, 48, 40, 8, 152064, False),
+    "32B": (5120, 27648, 64, 40, 8, 152064, False),
+}
+ARMS: dict[str, dict[str, Any]] = {
+    "bf16": {"quantization": None},
+    "qerl_nvfp4": {"quantization": "qerl_nvfp4"},
+    "nf4": {"quantization": "bitsandbytes"},
+}
+
+
+def config_json(shape: str) -> dict[str, Any]:
+    """A Hugging Face config of that size. Raises ValueError for an unknown one."""
+    if shape not in SHAPES:
+        raise ValueError(f"unknown shape {shape!r}; known: {', '.join(SHAPES)}")
+    hidden, intermediate, layers, heads, kv_heads, vocabulary, tied = SHAPES[shape]
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "torch_dtype": "bfloat16",
+        "eos_token_id": 151645,
+        "use_sliding_window": False,
+    }
+
+
+def run(
+    shape: str,
+    batch_sizes: Sequence[int],
+    *,
+    arms: Sequence[str] = ("bf16", "qerl_nvfp4"),
+    rank: int = 32,
+    output: Path | None = None,
+) -> dict[str, Any]:
+    """Measure every arm, print the table, and write it to ``output`` as JSON.
+
+    Raises ValueError for an unknown shape or arm, RuntimeError if an arm's process fails.
+    """
+    config_json(shape)
+    if unknown := sorted(set(arms) - set(ARMS)):
+        raise ValueError(f"unknown arm {unknown[0]!r}; known: {', '.join(ARMS)}")
+    measured = {arm: _in_own_process(arm, shape, batch_sizes, rank) for arm in arms}
+    result = {"shape": shape, "rank": rank, "prompt": PROMPT_TOKENS, "new": NEW_TOKENS, **_where(), "arms": measured}
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(result, indent=1))
+    _print(result, batch_sizes)
+    return result
+
+
+def measure(arm: str, shape: str, batch_sizes: Sequence[int], rank: int) -> dict[str, Any]:
+    """One arm, in this process -> tokens per second by batch size, and the weights' GiB."""
+    import torch
+    from vllm import LLM, SamplingParams
+
+    from qerl_vllm_plugin.policy import Policy
+
+    config = config_json(shape)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config))
+        llm = LLM(
+            model=folder,
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            dtype="bfloat16",
+            max_model_len=PROMPT_TOKENS + NEW_TOKENS,
+            max_num_seqs=max(batch_sizes),
+            enable_lora=True,
+            max_loras=1,
+            max_cpu_loras=1,
+            max_lora_rank=rank,
+            enable_prefix_caching=False,
+            disable_log_stats=True,
+            **ARMS[arm],
+        )
+    policy = Policy(llm)
+    policy.swap(*random_adapter(config, rank))
+    sampling = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, temperature=1.0, detokenize=False)
+    generator = torch.Generator().manual_seed(0)
+    rows: dict[str, Any] = {}
+    for batch in batch_sizes:
+        seconds = []
+        for repeat in range(REPEATS + 1):
+            ids = torch.randint(1000, 100000, (batch, PROMPT_TOKENS), generator=generator).tolist()
+            start = time.perf_counter()
+            llm.generate(
+                [{"prompt_token_ids": row} for row in ids], sampling, lora_request=policy.request, use_tqdm=False
+            )
+            if repeat:  # the first one warms up
+                seconds.append(time.perf_counter() - start)
+        rows[str(batch)] = {
+            "tokens_per_s": batch * NEW_TOKENS / statistics.median(seconds),
+            "spread": (max(seconds) - min(seconds)) / statistics.median(seconds),
+        }
+    return {"batch": rows, "weights_gib": _weights_gib(llm)}
+
+
+def random_adapter(config: dict[str, Any], rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A PEFT adapter of all linears with small random values, as (tensors, config)."""
+    import torch
+
+    hidden, intermediate = config["hidden_size"], config["intermediate_size"]
+    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    sizes = {
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (hidden, kv),
+        "self_attn.v_proj": (hidden, kv),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (hidden, intermediate),
+        "mlp.up_proj": (hidden, intermediate),
+        "mlp.down_proj": (intermediate, hidden),
+    }
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, (inputs, outputs) in sizes.items():
+            prefix = f"base_model.model.model.layers.{layer}.{name}"
+            tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, inputs, dtype=torch.bfloat16) * 0.01
+            tensors[f"{prefix}.lora_B.weight"] = torch.randn(outputs, rank, dtype=torch.bfloat16) * 0.01
+    modules = [name.rsplit(".", 1)[-1] for name in sizes]
+    return tensors, {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": modules}
+
+
+def _weights_gib(llm: Any) -> float:
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    seen = {t.data_ptr(): t.nbytes for t in (*runner.get_model().parameters(), *runner.get_model().buffers())}
+    return round(sum(seen.values()) / 2**30, 2)
+
+
+def _in_own_process(arm: str, shape: str, batch_sizes: Sequence[int], rank: int) -> dict[str, Any]:
+    line = [sys.executable, "-m", "qerl_recipes.bench_rollout", arm, shape, ",".join(map(str, batch_sizes)), str(rank)]
+    # in one process, where the weights can be measured and an adapter needs no transport
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    done = subprocess.run(line, stdout=subprocess.PIPE, text=True, env=environment)
+    if done.returncode:
+        raise RuntimeError(
+            f"arm {arm} ended with code {done.returncode}; its messages are above. Command: {' '.join(line)}"
+        )
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def _where() -> dict[str, Any]:
+    """Hardware, versions, commit and date: without them a figure says nothing."""
+    import torch
+    import vllm
+
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    return {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
+        "versions": {"vllm": vllm.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "commit": commit or None,
+        "date": date.today().isoformat(),
+        "command": " ".join(["qerl", *sys.argv[1:]]),
+    }
+
+
+def _print(result: dict[str, Any], batch_sizes: Sequence[int]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        title=f"Qwen2.5-{result['shape']} shapes, LoRA rank {result['rank']}, {result['gpu']}, {result['date']}"
+    )
+    for column in ("tokens/s", *map(str, batch_sizes), "weights GiB"):
+        table.add_column(column, justify="right")
+    first = next(iter(result["arms"].values()))
+    for arm, row in result["arms"].items():
+        cells = []
+        for batch in map(str, batch_sizes):
+            rate = row["batch"][batch]["tokens_per_s"]
+            cells.append(f"{rate:,.0f} ({rate / first['batch'][batch]['tokens_per_s']:.2f}x)")
+        table.add_row(arm, *cells, f"{row['weights_gib']:.1f}")
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    from qerl_recipes.environment import prepare
+
+    prepare()
+    _arm, _shape, _batch_sizes, _rank = sys.argv[1:]
+    print(json.dumps(measure(_arm, _shape, [int(batch) for batch in _batch_sizes.split(",")], int(_rank))))

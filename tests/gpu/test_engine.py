@@ -1,0 +1,208 @@
+"""The plugin on Marlin under torch.compile and CUDA graphs."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from qerl_kernels import nvfp4
+from qerl_kernels.marlin_layout import repack
+
+pytestmark = pytest.mark.gpu
+
+RANK = 16
+PROMPTS = [[(7 * i + 3 * j) % 500 + 2 for j in range(40 + i)] for i in range(8)]
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoints: tuple[Path, Path]) -> Iterator[Any]:
+    from vllm import LLM
+
+    yield LLM(
+        str(checkpoints[1]),
+        quantization="qerl_nvfp4",
+        dtype="bfloat16",
+        gpu_memory_utilization=0.2,
+        max_model_len=512,
+        max_num_seqs=16,
+        enable_lora=True,
+        max_loras=1,
+        max_cpu_loras=1,
+        max_lora_rank=RANK,
+        disable_log_stats=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def policy(engine: Any) -> Any:
+    from qerl_vllm_plugin.policy import Policy
+
+    return Policy(engine)
+
+
+def answer(engine: Any, policy: Any) -> list[tuple[tuple[int, ...], float]]:
+    """Greedy tokens and their log-probability: decoded in batches, so through CUDA graphs."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=16, temperature=0, logprobs=0, ignore_eos=True)
+    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    outputs = engine.generate(prompts, sampling, lora_request=policy.request, use_tqdm=False)
+    return [(tuple(o.outputs[0].token_ids), o.outputs[0].cumulative_logprob) for o in outputs]
+
+
+def random_adapter(engine: Any, dtype: torch.dtype, device: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    worker = engine.llm_engine.model_executor.driver_worker.worker
+    from qerl_vllm_plugin import compat
+
+    generator = torch.Generator().manual_seed(5)
+    tensors = {}
+    for name, target in compat.adapter_targets(worker).items():
+        a = torch.randn(RANK, target.in_features, generator=generator) / target.in_features**0.5
+        b = torch.randn(target.out_features, RANK, generator=generator) / RANK**0.5
+        tensors[f"base_model.model.{name}.lora_A.weight"] = a.to(device, dtype)
+        tensors[f"base_model.model.{name}.lora_B.weight"] = b.to(device, dtype)
+    return tensors, {"peft_type": "LORA", "r": RANK, "lora_alpha": 4 * RANK, "target_modules": "all-linear"}
+
+
+def test_promise_2_logits_on_marlin_agree_with_the_naive_reference(
+    engine: Any, policy: Any, checkpoints: tuple[Path, Path], record: Callable[[str, Any], None]
+) -> None:
+    """Reference: a dense fp32 model of the dequantized weights, so the difference is BF16 activations alone."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+    from vllm import SamplingParams
+
+    policy.swap(None)
+    reference = AutoModelForCausalLM.from_pretrained(checkpoints[0], dtype=torch.float32).cuda().eval()
+    packed = load_file(next(checkpoints[1].glob("*.safetensors")), device="cuda")
+    with torch.no_grad():
+        for name, module in reference.named_modules():
+            if f"{name}.weight_packed" in packed:
+                codes, scales, divisor = (
+                    packed[f"{name}.{part}"] for part in ("weight_packed", "weight_scale", "weight_global_scale")
+                )
+                module.weight.copy_(nvfp4.dequantize(codes, scales).float() / divisor)
+    sampling = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    outputs = engine.generate(prompts, sampling, lora_request=policy.request, use_tqdm=False)
+    differences = []
+    for ids, output in zip(PROMPTS, outputs, strict=True):
+        with torch.no_grad():
+            expected = reference(torch.tensor([ids], device="cuda")).logits[0].log_softmax(-1)
+        for position in range(1, len(ids)):
+            got = output.prompt_logprobs[position][ids[position]].logprob
+            differences.append(abs(got - float(expected[position - 1, ids[position]])))
+    mean, largest = sum(differences) / len(differences), max(differences)
+    record(
+        "log-probability difference, engine on Marlin (BF16) to fp32 reference: mean / max",
+        f"{mean:.4f} / {largest:.4f}",
+    )
+    assert mean < 0.02 and largest < 0.2
+
+
+def test_every_layer_runs_on_marlin(engine: Any) -> None:
+    from qerl_vllm_plugin.layouts import Marlin
+
+    model = engine.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    layouts = [m.quant_method.layout for m in model.modules() if hasattr(getattr(m, "quant_method", None), "layout")]
+    assert len(layouts) >= 16 and all(isinstance(layout, Marlin) for layout in layouts)
+
+
+def test_promise_3_noise_is_visible_and_exactly_reversible_under_cuda_graphs(
+    engine: Any, policy: Any, record: Callable[[str, Any], None]
+) -> None:
+    policy.swap(None)
+    clean, state = answer(engine, policy), policy.state(digest=True)
+    assert answer(engine, policy) == clean, "the engine itself is not deterministic: nothing can be concluded"
+    report = policy.set_noise(5e-4, seed=1, rollout=3)
+    assert report.touched == 8 and report.swallowed == 0.0
+    small = answer(engine, policy)
+    policy.set_noise(5e-2, seed=1, rollout=3)
+    large = answer(engine, policy)
+    policy.clear_noise()
+    assert small != clean and large != clean and large != small
+    assert policy.state(digest=True).norms == state.norms
+    assert answer(engine, policy) == clean
+    record("noise of sigma 5e-4 under CUDA graphs: visible, and cleared bit for bit", "yes")
+
+
+def test_promise_4_and_7_a_swap_is_visible_reversible_and_leaves_the_callers_tensors_alone(
+    engine: Any, policy: Any, record: Callable[[str, Any], None]
+) -> None:
+    policy.swap(None)
+    clean, state = answer(engine, policy), policy.state(digest=True)
+    # the engine's own dtype and device: where vLLM would alias lora_B and scale it in place
+    tensors, config = random_adapter(engine, torch.bfloat16, "cuda")
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    for _ in range(3):
+        policy.swap(tensors, config)
+    adapted = answer(engine, policy)
+    assert adapted != clean
+    assert all(torch.equal(before[name], tensor) for name, tensor in tensors.items())
+    policy.swap(None)
+    assert answer(engine, policy) == clean
+    assert policy.state(digest=True).adapter == state.adapter
+    policy.swap({name: tensor.cpu().float() for name, tensor in tensors.items()}, config)
+    assert answer(engine, policy) == adapted
+    policy.swap(None)
+    record("adapter under CUDA graphs: visible, exactly reversible, caller's lora_B untouched", "yes")
+
+
+def test_the_closed_form_of_marlins_layout_is_the_gpus_repack() -> None:
+    from vllm import _custom_ops as ops
+
+    for N, K in ((64, 128), (1152, 896), (4864, 896)):
+        codes = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, device="cuda")
+        words = codes.view(torch.int32).T.contiguous()
+        try:
+            repacked = ops.gptq_marlin_repack(b_q_weight=words, size_k=K, size_n=N, num_bits=4)
+        except TypeError:  # vLLM 0.26 takes the act-order permutation as well
+            none = torch.empty(0, dtype=torch.int32, device="cuda")
+            repacked = ops.gptq_marlin_repack(b_q_weight=words, perm=none, size_k=K, size_n=N, num_bits=4)
+        assert torch.equal(repacked.view(K // 16, 2 * N), repack(codes))
+
+
+def test_a_layer_whose_scales_marlin_would_flush_stays_exact(record: Callable[[str, Any], None]) -> None:
+    from qerl_vllm_plugin.layouts import Canonical, Marlin
+
+    layer = layer_with_scales(smallest=2.0**-9, largest=448.0)
+    x = torch.randn(5, 256, device="cuda", dtype=torch.bfloat16)
+    w = nvfp4.dequantize(layer.weight_packed.data, layer.weight_scale.data).float() / 50.0
+    layout = Marlin().prepare(layer)
+    assert isinstance(layout, Canonical)
+    torch.testing.assert_close(layout.apply(layer, x, None).float(), x.float() @ w.T, rtol=1e-2, atol=1e-2)
+
+
+def test_parts_with_unequal_tensor_scales_stay_exact() -> None:
+    from qerl_vllm_plugin.layouts import Marlin
+
+    layer = layer_with_scales(smallest=8.0, largest=448.0)
+    layer.logical_widths = [64, 64]
+    layer.weight_global_scale.data = torch.tensor([50.0, 400.0], device="cuda")
+    layer.bias = torch.nn.Parameter(torch.randn(128, device="cuda", dtype=torch.bfloat16), requires_grad=False)
+    bias = layer.bias.data.clone()
+    rows = torch.tensor([50.0] * 64 + [400.0] * 64, device="cuda")
+    w = nvfp4.dequantize(layer.weight_packed.data, layer.weight_scale.data).float() / rows[:, None]
+    x = torch.randn(5, 256, device="cuda", dtype=torch.bfloat16)
+    layout = Marlin().prepare(layer)
+    assert isinstance(layout, Marlin) and len(layer.marlin_parts) == 2
+    expected = x.float() @ w.T + bias.float()
+    torch.testing.assert_close(layout.apply(layer, x, layer.bias).float(), expected, rtol=1e-2, atol=1e-1)
+
+
+def layer_with_scales(smallest: float, largest: float) -> torch.nn.Module:
+    """A bare layer of 128 x 256 random codes, its block scales between two powers."""
+    layer = torch.nn.Module()
+    layer.weight_packed = torch.nn.Parameter(
+        torch.randint(0, 256, (128, 128), dtype=torch.uint8, device="cuda"), requires_grad=False
+    )
+    exponents = torch.rand(128, 16, device="cuda")
+    scales = smallest * (largest / smallest) ** exponents
+    scales.view(-1)[0], scales.view(-1)[-1] = smallest, largest
+    layer.weight_scale = torch.nn.Parameter(scales.to(torch.float8_e4m3fn), requires_grad=False)
+    layer.weight_global_scale = torch.nn.Parameter(torch.tensor([50.0], device="cuda"), requires_grad=False)
+    layer.logical_widths, layer.qerl_prefix = [128], "a.layer"
+    layer.input_size_per_partition, layer.output_size_per_partition = 256, 128
+    layer.params_dtype = torch.bfloat16
+    return layer
