@@ -1,17 +1,16 @@
 """Settings that vLLM needs on a CPU, before anything imports it, and tiny checkpoints that every test may use."""
 
+import json
 import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 
 from qerl_recipes.environment import prepare
 
 prepare()  # before anything imports vllm
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-import json
-from collections.abc import Callable
-from pathlib import Path
-
-import pytest
 
 Make = Callable[..., Path]
 
