@@ -7,8 +7,10 @@ from qerl_vllm_plugin.checkpoint import CheckpointError
 WANTED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 
 
-def local_folder(base: str | Path) -> Path:
+def local_folder(base: str | Path, revision: str | None = None) -> Path:
     """The folder of a checkpoint: ``base`` itself, or where the hub's model of that id has been downloaded to.
+
+    ``revision`` is a branch, tag or commit of the hub; None is its main branch.
 
     Raises CheckpointError if there is neither.
     """
@@ -19,7 +21,7 @@ def local_folder(base: str | Path) -> Path:
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        return Path(snapshot_download(str(base), allow_patterns=WANTED))
+        return Path(snapshot_download(str(base), revision=revision, allow_patterns=WANTED))
     except (OSError, ValueError, HfHubHTTPError) as error:
         raise CheckpointError(
             f"{base}: there is no such folder, and no such model could be fetched from the Hugging Face hub"

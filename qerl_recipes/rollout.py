@@ -1,0 +1,250 @@
+"""The rollout engine as the trainer sees it: one vLLM in the trainer's process that samples from the current policy.
+
+It has the methods that TRL's GRPOTrainer calls on its own vLLM backend (``generate``, ``sync_weights``) and two more:
+``begin`` opens a rollout (new adapter, new noise, new seeds) and ``begin_evaluation`` an evaluation (noise off).
+"""
+
+import contextlib
+import hashlib
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from qerl_recipes.configs import GRPOConfig
+from qerl_recipes.model_card import engine_rank
+from qerl_vllm_plugin.policy import NoiseReport, Policy
+
+ENGINE_QUANTIZATION = {"qerl_nvfp4": "qerl_nvfp4", "bf16": None, "nf4": "bitsandbytes"}
+OURS = {"n", "seed", "logprobs", "max_tokens"}  # sampling parameters that generation_kwargs cannot set
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The policy as trained so far: PEFT's LoRA tensors in fp32, the adapter's config, and trained norms or None."""
+
+    tensors: Mapping[str, torch.Tensor]
+    config: Mapping[str, Any]
+    norms: Mapping[str, torch.Tensor] | None = None
+
+
+def start(
+    base: str,
+    training: GRPOConfig,
+    *,
+    rank: int,
+    dtype: torch.dtype,
+    snapshot: Callable[[], Snapshot],
+    accelerator: Accelerator,
+) -> "VLLMRollouts":
+    """Boot the engine on the checkpoint ``base``; ``rank`` is the adapter's, ``snapshot`` gives the current policy."""
+    return VLLMRollouts(base, training, rank=rank, dtype=dtype, snapshot=snapshot, accelerator=accelerator)
+
+
+def completion_seed(run_seed: int, phase: str, rollout: int, call: int, prompt: int, sample: int) -> int:
+    """The seed of one completion, different for each and the same in a resumed run.
+
+    ``phase`` is ``train`` or ``evaluation``; ``call`` counts the batches of this rollout (dynamic sampling draws
+    several), ``prompt`` is the place of the prompt in its batch over all ranks, ``sample`` that of the completion.
+    """
+    key = f"{run_seed}:{phase}:{rollout}:{call}:{prompt}:{sample}"
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1
+
+
+def noise_seed(training: GRPOConfig) -> int:
+    """The seed of the noise: the recipe's own, or that of the run."""
+    return training.seed if training.noise_seed is None else training.noise_seed
+
+
+class VLLMRollouts:
+    """vLLM with the frozen weights of one arm, the policy's adapter unmerged, and its noise."""
+
+    def __init__(
+        self,
+        base: str,
+        training: GRPOConfig,
+        *,
+        rank: int,
+        dtype: torch.dtype,
+        snapshot: Callable[[], Snapshot],
+        accelerator: Accelerator,
+    ) -> None:
+        if wrong := sorted(OURS & (training.generation_kwargs or {}).keys()):
+            raise ValueError(f"generation_kwargs cannot set {', '.join(wrong)}: each completion has a seed of its own")
+        if training.vllm_enable_sleep_mode and not torch.cuda.is_available():
+            raise ValueError("vllm_enable_sleep_mode needs a CUDA GPU; on a CPU leave it out")
+        self._training, self._snapshot, self._accelerator = training, snapshot, accelerator
+        self._processes, self._tensor_parallel = accelerator.num_processes, training.vllm_tensor_parallel_size
+        if self._processes % self._tensor_parallel:
+            raise ValueError(
+                f"vllm_tensor_parallel_size ({self._tensor_parallel}) must divide the number of trainer processes "
+                f"({self._processes}); start that many with accelerate launch"
+            )
+        self._phase, self._rollout, self._call = "train", 0, 0
+        self.tokens, self.seconds = 0, 0.0  # since the last begin
+        self._tensor_parallel_group = self._new_groups()
+        # in the trainer's process: adapters are handed over as tensors, and a sleeping engine frees this process's GPU
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        self.llm = LLM(**self._options(base, rank, dtype))
+        self.policy = Policy(self.llm)
+        self._sampling = self._sampling_options()
+        self._sleep()
+        accelerator.wait_for_everyone()
+
+    def begin(self, rollout: int, sigma: float | None) -> NoiseReport | None:
+        """Open a rollout: the adapter as it is now, and noise of ``sigma`` drawn for this rollout (None: no noise)."""
+        self._phase, self._rollout, self._call = "train", rollout, 0
+        self.tokens, self.seconds = 0, 0.0
+        self.sync_weights()
+        if sigma is None:
+            return None
+        seed, targets = noise_seed(self._training), self._training.noise_targets
+        return self.policy.set_noise(sigma, seed=seed, rollout=rollout, targets=targets)
+
+    def begin_evaluation(self) -> None:
+        """Open an evaluation: the adapter as it is now, no noise, and the same seeds every time."""
+        self._phase, self._rollout, self._call = "evaluation", 0, 0
+        self.sync_weights()
+        if self._training.noise_mode != "none":
+            self.policy.clear_noise()
+
+    def sync_weights(self) -> None:
+        """Install the trainer's adapter (and trained norms) in the engine, in memory."""
+        self._wake()
+        current = self._snapshot()
+        self.policy.swap(current.tensors, current.config, norms=current.norms)
+
+    def generate(
+        self, prompts: list[list[int]], images: Any, num_generations: int, profiler: Any = None
+    ) -> tuple[list[list[int]], list[list[int]], list[list[list[float | None]]], None]:
+        """One completion for each of ``prompts`` (token ids; each stands ``num_generations`` times in a row).
+
+        Returns (prompt ids, completion ids, log probability of each sampled token as ``[[[lp], ...], ...]``, None). The
+        log probabilities are those that were sampled from, after temperature and every other processing.
+        """
+        if images is not None:
+            raise ValueError("this policy reads text only; remove the image columns from the data set")
+        first = self._accelerator.process_index * len(prompts)
+        key = (self._training.seed, self._phase, self._rollout, self._call)
+        seeds = [
+            completion_seed(*key, place // num_generations, place % num_generations)
+            for place in range(first, first + len(prompts))
+        ]
+        self._call += 1
+        requests, own = self._over_tensor_parallel(list(zip(prompts, seeds, strict=True)))
+        self._wake()
+        began = time.perf_counter()
+        with profiler or contextlib.nullcontext():
+            outputs = self.llm.generate(
+                [{"prompt_token_ids": ids} for ids, _ in requests],
+                [SamplingParams(**self._sampling, seed=seed) for _, seed in requests],
+                lora_request=self.policy.request,
+                use_tqdm=False,
+            )[own]
+        self.seconds += time.perf_counter() - began
+        self._sleep()
+        completions = [output.outputs[0] for output in outputs]
+        self.tokens += sum(len(completion.token_ids) for completion in completions)
+        ids = [list(completion.token_ids) for completion in completions]
+        return [list(output.prompt_token_ids) for output in outputs], ids, [_logprobs(c) for c in completions], None
+
+    def close(self) -> None:
+        """Shut the engine down; nothing can be generated afterwards."""
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        self.llm.llm_engine.engine_core.shutdown()
+        if self._processes == 1:
+            cleanup_dist_env_and_memory()
+
+    def _options(self, base: str, rank: int, dtype: torch.dtype) -> dict[str, Any]:
+        training, is_cpu = self._training, not torch.cuda.is_available()
+        batch = training.per_device_train_batch_size * training.steps_per_generation
+        options: dict[str, Any] = {
+            "model": base,
+            "dtype": str(dtype).removeprefix("torch."),
+            "quantization": ENGINE_QUANTIZATION[training.quantization],
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_cpu_loras": 1,
+            "max_lora_rank": engine_rank(rank),
+            "tensor_parallel_size": self._tensor_parallel,
+            "gpu_memory_utilization": training.vllm_gpu_memory_utilization,
+            "max_model_len": training.vllm_max_model_length,
+            "max_num_seqs": batch * self._tensor_parallel,
+            "enable_sleep_mode": training.vllm_enable_sleep_mode,
+            "enforce_eager": is_cpu,
+            # the same on all ranks of one engine, so that they sample alike
+            "seed": self._accelerator.process_index // self._tensor_parallel,
+            # the distribution that was sampled from, which importance correction divides by
+            "logprobs_mode": "processed_logprobs",
+            "disable_log_stats": True,
+        }
+        if not is_cpu:
+            options["max_num_batched_tokens"] = 4096  # vLLM's profiler reserves memory for a whole batch
+        if self._processes > 1:
+            options["distributed_executor_backend"] = "external_launcher"
+        return options
+
+    def _sampling_options(self) -> dict[str, Any]:
+        training = self._training
+        options: dict[str, Any] = {
+            "n": 1,
+            "temperature": training.temperature,
+            "top_p": training.top_p,
+            "top_k": training.top_k,
+            "min_p": training.min_p or 0.0,
+            "repetition_penalty": training.repetition_penalty,
+            "max_tokens": training.max_completion_length,
+            "logprobs": 0,
+            **(training.generation_kwargs or {}),
+        }
+        if training.vllm_structured_outputs_regex is not None:
+            options["structured_outputs"] = StructuredOutputsParams(regex=training.vllm_structured_outputs_regex)
+        elif isinstance(options.get("structured_outputs"), dict):
+            options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
+        return options
+
+    def _new_groups(self) -> Any:
+        """The trainer processes that share one engine; None where each has its own."""
+        if self._tensor_parallel == 1:
+            return None
+        size = self._tensor_parallel
+        ranks = [list(range(first, first + size)) for first in range(0, self._processes, size)]
+        group, _ = torch.distributed.new_subgroups_by_enumeration(ranks)
+        return group
+
+    def _over_tensor_parallel(self, requests: list[Any]) -> tuple[list[Any], slice]:
+        """All requests of the ranks that share this engine, and which of them are this rank's."""
+        if self._tensor_parallel_group is None:
+            return requests, slice(None)
+        gathered: list[Any] = [None] * self._tensor_parallel
+        torch.distributed.all_gather_object(gathered, requests, group=self._tensor_parallel_group)
+        # adapters make gradient all-reduces tiny: without this barrier their clean-up can race with vLLM's collectives
+        torch.distributed.barrier(device_ids=[self._accelerator.local_process_index])
+        place = torch.distributed.get_rank(group=self._tensor_parallel_group) * len(requests)
+        return [request for part in gathered for request in part], slice(place, place + len(requests))
+
+    def _sleep(self) -> None:
+        """Level 1 keeps the weights in CPU memory; level 2 would discard them, and only the checkpoint has them."""
+        if self._training.vllm_enable_sleep_mode:
+            self.llm.sleep(level=1)
+        self._is_asleep = self._training.vllm_enable_sleep_mode
+
+    def _wake(self) -> None:
+        if self._is_asleep:
+            torch.cuda.empty_cache()
+            self.llm.wake_up()
+        self._is_asleep = False
+
+
+def _logprobs(completion: Any) -> list[list[float | None]]:
+    """The sampled tokens' log probabilities; None where vLLM has none to give (TRL leaves such tokens out)."""
+    values = (step[token].logprob for token, step in zip(completion.token_ids, completion.logprobs, strict=True))
+    return [[None if math.isnan(value) else value] for value in values]

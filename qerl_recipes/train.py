@@ -1,0 +1,123 @@
+"""``qerl train``: a recipe from its keys to a saved adapter."""
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+
+def main(argv: Sequence[str]) -> None:
+    """Train as the recipe and flags in ``argv`` say: ``["--config", "recipe.yaml", "--learning_rate", "1e-5"]``.
+
+    Everything that can be refused is refused before the model loads. The adapter ends in ``<output_dir>/adapter``,
+    checkpoints beside it. SIGTERM ends the run after the step in progress, with a checkpoint where one may be taken.
+
+    Raises ValueError and its kin for what cannot be honoured, SystemExit(143) after SIGTERM.
+    """
+    from qerl_recipes.environment import prepare
+
+    prepare()  # before anything imports torch or vllm
+    from qerl_recipes.configs import parse, tracker_environment
+    from qerl_recipes.validate import validate
+
+    script, training, model_config = parse(argv)
+    validate(script, training, model_config)
+    os.environ.update(tracker_environment(training))
+    trainer = build(script, training, model_config)
+    with _stops_on_sigterm(trainer) as stop:
+        trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+        if stop.requested:
+            print(stop.message(), file=sys.stderr)
+            raise SystemExit(143)
+        finish(trainer)
+
+
+def build(script: Any, training: Any, model_config: Any) -> Any:
+    """The trainer of a recipe, its engine running -> QerlGRPOTrainer."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoConfig, AutoTokenizer
+    from trl import get_peft_config
+
+    from qerl_recipes import data, model, norms, rewards
+    from qerl_recipes.base_model import local_folder
+    from qerl_recipes.checkpoints import base_hash, check_adapter_base
+    from qerl_recipes.trainer import QerlGRPOTrainer
+
+    base = local_folder(model_config.model_name_or_path, model_config.model_revision)
+    model.refuse_experts(AutoConfig.from_pretrained(base).to_dict())
+    start = script.adapter_name_or_path
+    if start is not None:
+        check_adapter_base(start, base_hash(base))
+    tokenizer = AutoTokenizer.from_pretrained(base, padding_side="left", truncation_side="left")
+    if training.chat_template is not None:
+        tokenizer.chat_template = training.chat_template
+    train_dataset, eval_dataset = data.load(script, tokenizer)
+    policy = model.load(
+        base,
+        torch.float32 if model_config.dtype == "float32" else torch.bfloat16,
+        "fp32" if training.quantization == "qerl_nvfp4" else "rounded",
+        quantization=training.quantization,
+        attn_implementation=model_config.attn_implementation,
+    )
+    peft_config = get_peft_config(model_config)
+    if start is not None:
+        policy, peft_config = PeftModel.from_pretrained(policy, start, is_trainable=True), None
+        norms.load_norms(policy, start)
+    return QerlGRPOTrainer(
+        policy,
+        rewards.resolve(script.reward_funcs, script),
+        training,
+        train_dataset,
+        base=base,
+        processing_class=tokenizer,
+        eval_dataset=eval_dataset if training.eval_strategy != "no" else None,
+        peft_config=peft_config,
+    )
+
+
+def finish(trainer: Any) -> None:
+    """Save the adapter, and push it if the recipe asks for that."""
+    trainer.save_adapter(Path(trainer.args.output_dir) / "adapter")
+    if trainer.args.push_to_hub:
+        trainer.push_to_hub()
+
+
+class _Stop:
+    """Set by the first SIGTERM; a second one ends the process at once."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.requested = False
+        self._trainer = trainer
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def message(self) -> str:
+        step = self._trainer.state.global_step
+        return f"stopped by SIGTERM after step {step}; resume with --resume_from_checkpoint true"
+
+
+@contextlib.contextmanager
+def _stops_on_sigterm(trainer: Any) -> Iterator[_Stop]:
+    from transformers import TrainerCallback
+
+    stop = _Stop(trainer)
+
+    class StopAtStepEnd(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if stop.requested:
+                control.should_training_stop = True
+                control.should_save = state.global_step % trainer.steps_per_rollout == 0
+
+    trainer.add_callback(StopAtStepEnd())
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,254 @@
+"""GRPO and DAPO on a frozen base: TRL's trainer with a rollout engine, a noise and dynamic sampling of our own.
+
+Everything that TRL already does (loss, advantages, importance correction, logging) is TRL's.
+"""
+
+import contextlib
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import PeftModel
+from peft.utils import get_peft_model_state_dict
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+
+from qerl_recipes import norms
+from qerl_recipes.checkpointing import Checkpointing
+from qerl_recipes.configs import GRPOConfig
+from qerl_recipes.dynamic_sampling import PromptStream, informative_groups, replace_groups
+from qerl_recipes.frozen_linear import FrozenNVFP4Linear
+from qerl_recipes.hooks import find
+from qerl_recipes.rollout import Snapshot, noise_seed
+from qerl_recipes.step_metrics import StepRecorder
+from qerl_recipes.validate import steps_per_rollout
+
+ADAPTER = "default"  # PEFT's name of the adapter that is trained
+
+
+class QerlGRPOTrainer(Checkpointing):
+    """Trains the LoRA adapter of ``model`` (from ``qerl_recipes.model.load``) on completions of its own policy.
+
+    Noise modes: ``none``; ``rollout`` (noise in the engine, importance weights 1: the paper's); ``corrected`` (the same
+    with importance weights); ``shared`` (the same noise in engine and trainer, so that the policy that samples is the
+    one that learns). Whatever the mode, the mean difference of log probabilities is measured.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | PeftModel,
+        reward_funcs: Sequence[Callable[..., Sequence[float | None]]],
+        args: GRPOConfig,
+        train_dataset: Dataset,
+        *,
+        base: str | Path,
+        processing_class: PreTrainedTokenizerBase,
+        eval_dataset: Dataset | None = None,
+        peft_config: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+    ) -> None:
+        """``base`` is the checkpoint folder that ``model`` was loaded from; the engine loads it too.
+
+        ``model`` is the base with ``peft_config``, or a PeftModel to continue from. Raises ValueError for settings that
+        cannot be honoured together.
+        """
+        self.steps_per_rollout = steps_per_rollout(args)
+        _check(args)
+        # TRL would start its own engine, which merges the adapter into weights that cannot be merged into
+        args.use_vllm = False
+        try:
+            super().__init__(
+                model=model,
+                reward_funcs=list(reward_funcs),
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                peft_config=peft_config,
+                callbacks=callbacks,
+            )
+        finally:
+            args.use_vllm = True
+        self.use_vllm, self._last_loaded_step = True, -1
+        # off in the recipe means weights of 1 and not that nothing is measured
+        self._weigh_importance = bool(args.vllm_importance_sampling_correction)
+        self.vllm_importance_sampling_correction = True
+        if args.train_norms:
+            norms.make_trainable(self.model, args.noise_targets)
+        self._leave_frozen_weights_out_of_broadcasts()
+        self._schedule = find("qerl_noise_schedules", args.noise_schedule) if args.noise_mode != "none" else None
+        self._noise: tuple[float, int] | None = None  # sigma and rollout of the noise in the trainer's norms
+        self._stream = PromptStream(len(train_dataset), args.seed)
+        self._rewards = torch.empty(0)
+        self.generation_seconds: float = 0.0
+        self._prepare_checkpoints(base)
+        self._recorder = StepRecorder(self)
+        self.add_callback(self._recorder)
+        adapter = self.accelerator.unwrap_model(self.model).peft_config[ADAPTER]
+        self.vllm_generation = find("qerl_rollout_engines", args.rollout_engine)(
+            str(base),
+            args,
+            rank=adapter.r,
+            dtype=self.accelerator.unwrap_model(self.model).get_base_model().dtype,
+            snapshot=self.snapshot,
+            accelerator=self.accelerator,
+        )
+
+    def snapshot(self) -> Snapshot:
+        """The adapter and the trained norms as they are now; references, not copies."""
+        model = self.accelerator.unwrap_model(self.model)
+        tensors = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
+        return Snapshot(tensors, model.peft_config[ADAPTER].to_dict(), norms.trained_norms(model))
+
+    def rollouts(self) -> int:
+        """Rollouts of the whole run."""
+        return math.ceil(self.state.max_steps / self.steps_per_rollout)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """TRL's evaluation (reward on held-out prompts), with the noise off on both sides while it lasts."""
+        self.vllm_generation.begin_evaluation()
+        self._last_loaded_step = self.state.global_step
+        norms.clear_noise(self.model)
+        try:
+            return super().evaluate(*args, **kwargs)
+        finally:
+            self._set_trainer_noise()
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        began = time.perf_counter()
+        if not self.model.training:
+            return self._score(inputs)
+        self._begin_rollout()
+        batch = self._score(inputs)
+        if self.args.dynamic_sampling:
+            batch = self._replace_equal_groups(batch, len(inputs) // self.num_generations)
+        self.generation_seconds += time.perf_counter() - began
+        return batch
+
+    def _begin_rollout(self) -> None:
+        """New adapter and new noise, at once, in the engine; the same noise in the trainer if it is shared."""
+        rollout, sigma = self.rollout(), None
+        if self._schedule is not None:
+            ends = (self.args.sigma_start, self.args.sigma_end, self.args.num_stages)
+            sigma = self._schedule(rollout, self.rollouts(), *ends)
+        report = self.vllm_generation.begin(rollout, sigma)
+        self._last_loaded_step = self.state.global_step
+        self._noise = (sigma, rollout) if sigma is not None and self.args.noise_mode == "shared" else None
+        self._set_trainer_noise()
+        metrics = self._metrics["train"]
+        metrics["sigma"].append(sigma or 0.0)
+        metrics["adapter_version"].append(self.adapter_version())
+        metrics["noise/touched_norms"].append(report.touched if report is not None and sigma else 0)
+
+    def _set_trainer_noise(self) -> None:
+        if self._noise is None:
+            norms.clear_noise(self.model)
+        else:
+            sigma, rollout = self._noise
+            norms.set_noise(self.model, sigma, noise_seed(self.args), rollout, self.args.noise_targets)
+
+    def _score(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = super()._generate_and_score_completions(inputs)
+        if not self._weigh_importance:
+            batch["importance_sampling_ratio"] = torch.ones_like(batch["importance_sampling_ratio"])
+        return batch
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        per_function = super()._calculate_rewards(*args, **kwargs)  # (completions of all ranks, reward functions)
+        total = (per_function * self.reward_weights.to(per_function.device)).nansum(dim=1)
+        self._rewards = total.masked_fill(per_function.isnan().all(dim=1), torch.nan)
+        return per_function
+
+    def _local_groups(self, groups: int) -> list[bool]:
+        """Which of this rank's ``groups`` groups of the last batch have rewards that differ."""
+        everywhere = informative_groups(self._rewards, self.num_generations).tolist()
+        first = self.accelerator.process_index * groups
+        return everywhere[first : first + groups]
+
+    def _replace_equal_groups(self, batch: dict[str, Any], groups: int) -> dict[str, Any]:
+        """Fresh prompts in place of groups whose rewards are equal, for as many rounds as the recipe allows."""
+        ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
+        equal = [i for i, informative in enumerate(self._local_groups(groups)) if not informative]
+        dropped, tokens_before, rounds = len(equal), self.vllm_generation.tokens, 0
+        while rounds < self.args.dynamic_sampling_max_rounds:
+            # all ranks draw the same number of groups in the same number of rounds: their batches are gathered
+            needed = int(self.accelerator.gather(torch.tensor([len(equal)], device=self.accelerator.device)).max())
+            if needed == 0:
+                break
+            rounds += 1
+            rows = self._stream.take(needed * ranks)[rank * needed : (rank + 1) * needed]
+            inputs = [dict(self.train_dataset[row]) for row in rows for _ in range(self.num_generations)]
+            with self._without_metrics():
+                fresh = self._score(inputs)
+            usable = [j for j, informative in enumerate(self._local_groups(needed)) if informative]
+            pairs = list(zip(equal, usable, strict=False))
+            batch = replace_groups(batch, fresh, pairs, self.num_generations, self._tokenizer.pad_token_id)
+            equal = equal[len(pairs) :]
+        for group in equal:
+            batch["advantages"][group * self.num_generations : (group + 1) * self.num_generations] = 0.0
+        batch["num_items_in_batch"] = self.accelerator.gather(batch["completion_mask"].sum()).sum()
+        counts = {
+            "accepted_groups": groups - len(equal),
+            "dropped_groups": dropped,
+            "filled_groups": len(equal),
+            "extra_tokens": self.vllm_generation.tokens - tokens_before,
+        }
+        totals = self.accelerator.gather(torch.tensor([list(counts.values())], device=self.accelerator.device)).sum(0)
+        for name, total in zip(counts, totals.tolist(), strict=True):
+            self._metrics["train"][f"dynamic_sampling/{name}"].append(total)
+        self._metrics["train"]["dynamic_sampling/rounds"].append(rounds)
+        return batch
+
+    @contextlib.contextmanager
+    def _without_metrics(self) -> Iterator[None]:
+        """What is logged describes the prompts of the data set's own order, not those picked for being uneven."""
+        kept, self._metrics["train"] = self._metrics["train"], defaultdict(list)
+        try:
+            yield
+        finally:
+            self._metrics["train"] = kept
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        grad_norm = super()._get_grad_norm(*args, **kwargs)
+        self._recorder.grad_norm = grad_norm
+        return grad_norm
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        if self.model.training:
+            self._recorder.add(loss, inputs)
+        return loss
+
+    def _leave_frozen_weights_out_of_broadcasts(self) -> None:
+        """Every process has loaded them; DDP would broadcast all of them, and NCCL has no 8-bit floats."""
+        if self.accelerator.num_processes > 1:
+            names = [
+                f"{name}.{buffer}"
+                for name, module in self.model.named_modules()
+                if isinstance(module, FrozenNVFP4Linear)
+                for buffer, _ in module.named_buffers(recurse=False)
+            ]
+            self.model._ddp_params_and_buffers_to_ignore = names
+
+
+def _check(args: GRPOConfig) -> None:
+    """Raises ValueError for settings that exclude each other."""
+    if args.train_norms and args.beta:
+        raise ValueError("beta needs a reference without trained norms; with train_norms use beta: 0")
+    if not args.dynamic_sampling:
+        return
+    if args.scale_rewards == "batch" or args.multi_objective_aggregation != "sum_then_normalize":
+        raise ValueError(
+            "dynamic_sampling replaces groups, so advantages must be relative to the group alone: use scale_rewards: "
+            "group (or none) and multi_objective_aggregation: sum_then_normalize"
+        )
+    local = args.per_device_train_batch_size * args.steps_per_generation
+    if args.world_size > 1 and local % args.num_generations:
+        raise ValueError(
+            f"dynamic_sampling with several processes needs whole groups on each: per_device_train_batch_size x "
+            f"steps_per_generation ({local}) must be a multiple of num_generations ({args.num_generations})"
+        )
