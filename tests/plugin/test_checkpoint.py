@@ -1,0 +1,335 @@
+"""Checkpoint folders that are damaged or something else: each is refused by name, with the limit and the way out."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from qerl_kernels.nvfp4 import quantize
+from safetensors.torch import load_file, save_file
+
+from qerl_vllm_plugin.checkpoint import CheckpointError, check_tensors, inspect_folder, read_quantization
+from qerl_vllm_plugin.safetensors_header import read_header, read_tensor
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "llmcompressor"
+NVFP4 = json.loads((FIXTURES / "qwen2-nvfp4" / "config.json").read_text())["quantization_config"]
+UP = "model.layers.1.mlp.up_proj"
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A packed checkpoint in one file."""
+    return shutil.copytree(FIXTURES / "qwen2-nvfp4", tmp_path / "nvfp4")
+
+
+@pytest.fixture
+def shards(tmp_path) -> Path:
+    """A BF16 checkpoint in ten shards."""
+    return shutil.copytree(FIXTURES / "qwen2-bf16", tmp_path / "bf16")
+
+
+def edit_config(folder: Path, **changes) -> None:
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def edit_tensors(folder: Path, edit) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("name", ["qwen2-bf16", "qwen3-bf16", "qwen2-nvfp4", "qwen3-nvfp4"])
+def test_a_sound_folder_is_accepted_whole(name):
+    report = inspect_folder(FIXTURES / name)
+    assert report.complete
+    assert (report.scheme is not None) == name.endswith("nvfp4")
+    if report.scheme:
+        assert report.scheme.is_quantized(UP) and not report.scheme.is_quantized("lm_head")
+
+
+def test_reading_one_tensor_gives_what_the_safetensors_library_reads(folder):
+    file = folder / "model.safetensors"
+    reference = load_file(file)
+    headers = read_header(file)
+    assert headers.keys() == reference.keys()
+    for name, tensor in reference.items():
+        assert torch.equal(read_tensor(headers[name]).view(torch.uint8), tensor.view(torch.uint8))
+
+
+def group_with(weights: dict | None = None, **changes) -> dict:
+    group = NVFP4["config_groups"]["group_0"]
+    group = group | {"weights": group["weights"] | (weights or {})} | changes
+    return NVFP4 | {"config_groups": {"group_0": group}}
+
+
+FP8_INPUTS = {"num_bits": 4, "type": "float", "group_size": 16}
+OTHER_QUANTIZATIONS = {
+    "GPTQ": ({"quant_method": "gptq", "bits": 4}, "quant_method 'gptq'"),
+    "AWQ": ({"quant_method": "awq", "bits": 4}, "quant_method 'awq'"),
+    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method 'bitsandbytes'"),
+    "block FP8": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "quant_method 'fp8'"),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_method 'modelopt'"),
+    "no method": ({"bits": 4}, "quant_method None"),
+    "compressed-tensors FP8": (group_with({"num_bits": 8, "group_size": None}), r"has 8-bit float weights \(FP8\)"),
+    "compressed-tensors INT4": (group_with({"type": "int", "group_size": 128}), "has 4-bit int weights"),
+    "W4A4": (group_with(input_activations=FP8_INPUTS), r"also quantizes activations to 4 bits \(NVFP4 W4A4\)"),
+    "group size 32": (group_with({"group_size": 32}), "has group_size 32"),
+    "no group size": (group_with({"group_size": None}), "has group_size None"),
+    "asymmetric": (group_with({"symmetric": False}), "has symmetric False"),
+    "column order": (group_with({"actorder": "group"}), "has actorder 'group'"),
+    "MXFP4 scales": (group_with({"scale_dtype": "torch.uint8"}), r"has scale_dtype 'torch\.uint8'"),
+    "other format": (group_with(format="pack-quantized"), "format 'pack-quantized'"),
+    "no groups": (NVFP4 | {"config_groups": {}}, "without config_groups"),
+    "no targets": (group_with(targets=[]), "name no targets"),
+    "no weights": (group_with(weights=None) | {"config_groups": {"g": {"weights": None}}}, "g has no weights scheme"),
+    "sparse": (NVFP4 | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "with sparsity_config"),
+    "transformed": (NVFP4 | {"transform_config": {"R1": {}}}, "with transform_config"),
+    "FP8 cache": (NVFP4 | {"kv_cache_scheme": {"num_bits": 8}}, "with kv_cache_scheme"),
+    "not compressed": (NVFP4 | {"quantization_status": "frozen"}, "quantization_status 'frozen'"),
+}
+
+
+@pytest.mark.parametrize(("config", "what"), OTHER_QUANTIZATIONS.values(), ids=OTHER_QUANTIZATIONS)
+def test_another_quantization_is_named_and_the_way_out_given(folder, config, what):
+    way_out = r".*W4A16, blocks of 16; start from the BF16 checkpoint and run `qerl quantize"
+    with pytest.raises(CheckpointError, match=what + way_out):
+        read_quantization(config)
+    edit_config(folder, quantization_config=config)
+    with pytest.raises(ValueError, match=what):
+        inspect_folder(folder)
+
+
+def test_ignore_and_targets_follow_compressed_tensors_patterns():
+    scheme = read_quantization(NVFP4 | {"ignore": ["lm_head", r"re:.*\.mlp\.gate$"]})
+    assert scheme.is_quantized("model.layers.0.mlp.gate_proj")
+    assert not scheme.is_quantized("model.layers.0.mlp.gate") and not scheme.is_quantized("lm_head")
+    only = read_quantization(group_with(targets=[r"re:.*\.mlp\..*"]))
+    assert only.is_quantized(UP) and not only.is_quantized("model.layers.1.self_attn.q_proj")
+    with pytest.raises(CheckpointError, match=r"'re:\*' is not a regular expression"):
+        read_quantization(NVFP4 | {"ignore": ["re:*"]})
+
+
+@pytest.mark.parametrize("missing_bytes", [1, 1000, 29000])
+def test_a_truncated_shard_is_refused_by_name(folder, missing_bytes):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-missing_bytes])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: .*truncated.*download or quantize"):
+        inspect_folder(folder)
+
+
+def test_bytes_after_the_last_tensor_are_refused(folder):
+    with (folder / "model.safetensors").open("ab") as stream:
+        stream.write(b"x" * 7)
+    with pytest.raises(CheckpointError, match="followed by bytes of no tensor"):
+        inspect_folder(folder)
+
+
+def test_a_missing_shard_is_refused_by_name(shards):
+    (shards / "model-00003-of-00010.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model-00003-of-00010\.safetensors: this shard is .*but missing"):
+        inspect_folder(shards)
+
+
+@pytest.mark.parametrize("length", [2**63, 2**64 - 1, 2**40, 100_000_001, 200_000])
+def test_a_header_length_beyond_the_file_is_refused_without_allocating_it(folder, length):
+    file = folder / "model.safetensors"
+    file.write_bytes(length.to_bytes(8, "little") + file.read_bytes()[8:])
+    with pytest.raises(CheckpointError, match=rf"header claims {length} bytes; the file has \d+.*download or quantize"):
+        inspect_folder(folder)
+
+
+def with_header(folder: Path, edit) -> None:
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    edit(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+DAMAGED_HEADERS = {
+    "shape and bytes disagree": (lambda h: h[f"{UP}.weight_scale"].update(shape=[80, 4]), "needs 320 bytes"),
+    "negative shape": (lambda h: h[f"{UP}.weight_scale"].update(shape=[-80, -3]), "_scale of F8_E4M3"),
+    "overlap": (lambda h: h[f"{UP}.weight_scale"].update(data_offsets=[0, 240]), "begins at byte"),
+    "unknown dtype": (lambda h: h[f"{UP}.weight_scale"].update(dtype="F4"), "has dtype F4; supported are"),
+    "no offsets": (lambda h: h[f"{UP}.weight_scale"].pop("data_offsets"), "header cannot be read"),
+    "no object": (lambda h: h.update({f"{UP}.weight_scale": 3}), "header cannot be read"),
+}
+
+
+@pytest.mark.parametrize(("edit", "message"), DAMAGED_HEADERS.values(), ids=DAMAGED_HEADERS)
+def test_a_damaged_header_is_refused(folder, edit, message):
+    with_header(folder, edit)
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: .*{message}"):
+        inspect_folder(folder)
+
+
+@pytest.mark.parametrize("data", [b"", b"1234567", b"\x05" + bytes(7) + b"hello"], ids=["empty", "7 bytes", "text"])
+def test_a_file_that_is_no_safetensors_file_is_refused(folder, data):
+    (folder / "model.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: .*download or quantize the checkpoint again"):
+        inspect_folder(folder)
+
+
+DISAGREEMENTS = {
+    "packed tensor missing": (lambda t: t.pop(f"{UP}.weight_packed"), rf"{UP}\.weight_packed"),
+    "scale missing": (lambda t: t.pop(f"{UP}.weight_scale"), rf"{UP}\.weight_scale \(F8_E4M3 \[80, 3\]\) is missing"),
+    "divisor missing": (lambda t: t.pop(f"{UP}.weight_global_scale"), rf"{UP}\.weight_global_scale .*is missing"),
+    "norm missing": (lambda t: t.pop("model.norm.weight"), r"model\.norm\.weight \(.*\[48\]\) is missing"),
+    "bias missing": (lambda t: t.pop("model.layers.0.self_attn.q_proj.bias"), r"q_proj\.bias .*is missing"),
+    "extra": (lambda t: t.update(surprise=torch.ones(1)), "tensor surprise has no place in the model"),
+    "layer too many": (
+        lambda t: t.update({"model.layers.2.input_layernorm.weight": torch.ones(48)}),
+        r"model\.layers\.2\.input_layernorm\.weight has no place",
+    ),
+    "activation scale": (lambda t: t.update({f"{UP}.input_global_scale": torch.ones(1)}), "belongs to W4A4"),
+    "not packed": (lambda t: t.update({f"{UP}.weight": torch.ones(80, 48)}), rf"{UP}\.weight has no place"),
+    "embedding shape": (
+        lambda t: t.update({"model.embed_tokens.weight": torch.ones(31, 48)}),
+        r"model\.embed_tokens\.weight is F32 \[31, 48\], but config\.json asks for BF16 or F16 or F32 \[32, 48\]",
+    ),
+    "scale dtype": (
+        lambda t: t.update({f"{UP}.weight_scale": torch.ones(80, 3)}),
+        r"weight_scale is F32 \[80, 3\]",
+    ),
+    "codes dtype": (
+        lambda t: t.update({f"{UP}.weight_packed": t[f"{UP}.weight_packed"].view(torch.int8)}),
+        r"weight_packed is I8 .*asks for U8 \[80, 24\]",
+    ),
+    "groups of 8": (
+        lambda t: t.update({f"{UP}.weight_scale": torch.ones(80, 6).to(torch.float8_e4m3fn)}),
+        r"weight_scale is F8_E4M3 \[80, 6\], but config\.json asks for F8_E4M3 \[80, 3\]",
+    ),
+    "columns not a multiple of 16": (
+        lambda t: t.update({f"{UP}.weight_packed": torch.zeros(80, 20, dtype=torch.uint8)}),
+        rf"{UP}: 40 columns, not a multiple of 16, cannot be packed; ignore this layer: `qerl quantize .*--ignore",
+    ),
+}
+
+
+@pytest.mark.parametrize(("edit", "message"), DISAGREEMENTS.values(), ids=DISAGREEMENTS)
+def test_config_and_tensors_that_disagree_are_refused_by_name(folder, edit, message):
+    edit_tensors(folder, edit)
+    with pytest.raises(CheckpointError, match=message):
+        inspect_folder(folder)
+
+
+def test_a_packed_layer_that_config_lists_as_ignored_is_refused(folder):
+    edit_config(folder, quantization_config=NVFP4 | {"ignore": ["lm_head", UP]})
+    with pytest.raises(CheckpointError, match=rf"{UP}\.\w+ is quantized, but config\.json lists {UP} in ignore"):
+        inspect_folder(folder)
+
+
+def test_packed_tensors_without_a_quantization_config_are_refused(folder):
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"is quantized, but config\.json has no quantization_config"):
+        inspect_folder(folder)
+
+
+def test_a_config_of_another_size_is_refused(folder):
+    edit_config(folder, intermediate_size=96)
+    with pytest.raises(CheckpointError, match=r"_proj\.weight_packed is U8 .*, but config\.json asks for"):
+        inspect_folder(folder)
+
+
+def test_a_config_without_a_size_is_refused(folder):
+    config = json.loads((folder / "config.json").read_text())
+    del config["intermediate_size"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="lacks the key 'intermediate_size'"):
+        inspect_folder(folder)
+
+
+def test_an_index_and_its_shards_that_disagree_are_refused(shards):
+    index = json.loads((shards / "model.safetensors.index.json").read_text())
+    index["weight_map"]["model.norm.weight"] = "model-00002-of-00010.safetensors"
+    (shards / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"tensor model\.norm\.weight is not in model-00002"):
+        inspect_folder(shards)
+
+
+def test_a_tensor_outside_the_index_is_refused(shards):
+    index = json.loads((shards / "model.safetensors.index.json").read_text())
+    file = index["weight_map"].pop("model.norm.weight")
+    (shards / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=rf"tensor model\.norm\.weight of {file} is not in the index"):
+        inspect_folder(shards)
+
+
+def test_a_shard_outside_the_folder_is_refused(shards):
+    index = json.loads((shards / "model.safetensors.index.json").read_text())
+    index["weight_map"]["model.norm.weight"] = "../secret.safetensors"
+    (shards / "model.safetensors.index.json").write_text(json.dumps(index))
+    (shards.parent / "secret.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"named in .* but missing"):
+        inspect_folder(shards)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("config.json", "no such file"), ("model.safetensors", r"holds neither model\.safetensors nor")],
+)
+def test_a_folder_without_a_needed_file_is_refused(folder, name, message):
+    (folder / name).unlink()
+    with pytest.raises(CheckpointError, match=message):
+        inspect_folder(folder)
+
+
+def test_a_config_that_is_no_json_is_refused(folder):
+    (folder / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json: not valid JSON"):
+        inspect_folder(folder)
+
+
+def packed() -> dict[str, torch.Tensor]:
+    weight = quantize(torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).bfloat16())
+    return {"codes": weight.codes, "block_scales": weight.block_scales, "divisor": weight.divisor.reshape(1)}
+
+
+def with_scale_byte(byte: int) -> torch.Tensor:
+    scales = packed()["block_scales"].view(torch.uint8).clone()
+    scales[7, 2] = byte
+    return scales.view(torch.float8_e4m3fn)
+
+
+BAD_VALUES = {
+    "scale is NaN": (
+        {"block_scales": with_scale_byte(0x7F)},
+        r"weight_scale: 1 .*NaN or.* row 7, block 2.*0 to 448",
+    ),
+    "scale is negative NaN": ({"block_scales": with_scale_byte(0xFF)}, "NaN or negative, the first at row 7, block 2"),
+    "scale is negative": ({"block_scales": with_scale_byte(0x81)}, "NaN or negative, the first at row 7, block 2"),
+    "scales are infinite": (
+        {"block_scales": torch.full((32, 4), float("inf"))},
+        r"torch\.float32.*not uint8",
+    ),
+    "divisor is zero": ({"divisor": torch.zeros(1)}, r"weight_global_scale: 0\.0 is not a usable tensor scale"),
+    "divisor is infinite": ({"divisor": torch.tensor([float("inf")])}, "weight_global_scale: inf is not a usable"),
+    "divisor is NaN": ({"divisor": torch.tensor([float("nan")])}, "weight_global_scale: nan is not a usable"),
+    "divisor is negative": ({"divisor": torch.tensor([-1.0])}, r"weight_global_scale: -1\.0 is not a usable"),
+    "tensor scale overflows": ({"divisor": torch.tensor([1e-45])}, "it and its reciprocal must be positive"),
+    "divisor for each row": ({"divisor": torch.ones(32)}, r"must be \(N, K/2\), \(N, K/16\) and \(1,\)"),
+    "groups of 32": ({"block_scales": packed()["block_scales"][:, ::2].contiguous()}, r"do not fit"),
+    "codes are signed": ({"codes": packed()["codes"].view(torch.int8)}, r"are torch\.int8.*not uint8"),
+    "columns not a multiple of 16": ({"codes": packed()["codes"][:, :30].contiguous()}, "do not fit"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_VALUES.values(), ids=BAD_VALUES)
+def test_values_that_would_poison_a_layer_are_refused_by_name(change, message):
+    check_tensors("a.layer", **packed())
+    with pytest.raises(CheckpointError, match=r"^a\.layer.*" + message + ".*qerl quantize"):
+        check_tensors("a.layer", **(packed() | change))
+
+
+def test_an_unknown_architecture_is_checked_as_far_as_its_packed_tensors(folder):
+    edit_config(folder, model_type="another")
+    assert not inspect_folder(folder).complete
+    edit_tensors(folder, lambda t: t.pop(f"{UP}.weight_scale"))
+    with pytest.raises(CheckpointError, match=rf"{UP}\.weight_scale .*is missing"):
+        inspect_folder(folder)
