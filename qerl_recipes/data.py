@@ -66,10 +66,8 @@ def _conversational(data: Dataset, script: ScriptArguments, tokenizer: Any) -> D
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return {"prompt": [*system, *turns]}
 
-    # a column of texts cannot become one of messages in place
-    rows = [messages({"prompt": prompt})["prompt"] for prompt in data["prompt"]]
-    rest = data.remove_columns([name for name in ("prompt", "messages") if name in data.column_names])
-    return rest.add_column("prompt", rows)
+    dropped = [name for name in ("prompt", "messages") if name in data.column_names]
+    return data.map(messages, remove_columns=dropped, desc="prompts")
 
 
 def _tokens(prompt: str | list[dict[str, str]], tokenizer: Any) -> int:

@@ -34,7 +34,7 @@ def soft_format(completions: list[str], **columns: Any) -> list[float]:
 
 def tag_count(completions: list[str], **columns: Any) -> list[float]:
     """A quarter for each of the four tags of ``format`` that stands exactly once, with its line breaks."""
-    return [sum(0.25 for tag in TAGS if text.count(tag) == 1) for text in completions]
+    return [sum((text.count(tag) == 1) / len(TAGS) for tag in TAGS) for text in completions]
 
 
 def reasoning_steps(completions: list[str], **columns: Any) -> list[float]:

@@ -1,0 +1,88 @@
+import sys
+
+import pluggy
+import pytest
+
+from qerl_recipes import hooks
+from qerl_recipes.config_file import ConfigError
+from qerl_recipes.configs import ScriptArguments
+from qerl_recipes.hooks import Specifications, collect, find, implementation
+from qerl_recipes.rewards import required_columns, resolve
+
+THIRD_PARTY = """
+from qerl_recipes.hooks import implementation
+
+def shout(completions, volume, **columns):
+    return [volume[i] * text.isupper() for i, text in enumerate(completions)]
+
+@implementation
+def qerl_rewards():
+    return {"shout": lambda script: shout}
+"""
+
+
+@pytest.fixture
+def third_party(tmp_path, monkeypatch):
+    """An installed package with an entry point in the group qerl, seen by a fresh plugin manager."""
+    (tmp_path / "shouting_rewards.py").write_text(THIRD_PARTY)
+    metadata = tmp_path / "shouting_rewards-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: shouting-rewards\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[qerl]\nshouting = shouting_rewards\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    hooks.get_plugin_manager.cache_clear()
+    yield
+    hooks.get_plugin_manager.cache_clear()
+    sys.modules.pop("shouting_rewards", None)
+
+
+def test_an_installed_plugin_adds_a_reward_that_recipes_can_name(third_party):
+    (reward,) = resolve(["shout"], ScriptArguments())
+    assert reward(completions=["HO", "ho"], volume=[2.0, 2.0]) == [2.0, 0.0]
+    assert required_columns(reward) == {"volume"}
+
+
+def test_the_same_name_is_unknown_without_the_plugin():
+    with pytest.raises(ConfigError, match="'shout' is not one of the rewards: accuracy, code_format"):
+        resolve(["shout"], ScriptArguments())
+
+
+def manager_of(**plugins):
+    manager = pluggy.PluginManager(hooks.PROJECT)
+    manager.add_hookspecs(Specifications)
+    for name, offered in plugins.items():
+
+        class Plugin:
+            @implementation
+            def qerl_noise_schedules(self, offered=offered):
+                return offered
+
+        manager.register(Plugin(), name=name)
+    return manager
+
+
+def test_two_plugins_with_one_name_are_an_error_that_names_both():
+    manager = manager_of(first={"flat": min}, second={"flat": max})
+    with pytest.raises(ValueError, match=r"plugins (first and second|second and first) both define 'flat'"):
+        collect("qerl_noise_schedules", manager)
+
+
+def test_a_plugin_that_returns_no_mapping_is_named():
+    with pytest.raises(ValueError, match="plugin broken: qerl_noise_schedules must return a mapping"):
+        collect("qerl_noise_schedules", manager_of(broken=["flat"]))
+
+
+def test_the_built_in_names_are_there():
+    assert set(collect("qerl_noise_schedules")) == {"exponential"}
+    assert set(collect("qerl_rollout_engines")) == {"vllm"}
+    assert {"reasoning_gym", "gsm8k", "bigmath", "dapo_math_17k", "running_sum"} <= set(collect("qerl_datasets"))
+    open_r1 = {"accuracy", "format", "tag_count", "reasoning_steps", "cosine", "length", "repetition_penalty"}
+    assert open_r1 | {"soft_overlong_punishment", "code_format", "reasoning_gym"} <= set(collect("qerl_rewards"))
+
+
+def test_the_built_in_schedule_is_the_paper_s():
+    schedule = find("qerl_noise_schedules", "exponential")
+    # 11 rollouts and 10 stages: rollout k is stage k; stage 10 has sigma_end
+    assert schedule(0, 11, 1e-2, 5e-4, 10) == 0.0
+    assert schedule(1, 11, 1e-2, 5e-4, 10) == pytest.approx(1e-2)
+    assert schedule(10, 11, 1e-2, 5e-4, 10) == pytest.approx(5e-4)
