@@ -42,8 +42,13 @@ def policy(engine: Any) -> Any:
 
 
 def answer(engine: Any, policy: Any) -> list[tuple[tuple[int, ...], float]]:
-    """Greedy tokens and their log-probability: decoded in batches, so through CUDA graphs."""
+    """Greedy tokens and their log-probability: decoded in batches, so through CUDA graphs.
+
+    From an empty prefix cache: a prompt that is half cached is computed in another shape, and rounds differently.
+    """
     from vllm import SamplingParams
+
+    assert engine.reset_prefix_cache()
 
     sampling = SamplingParams(max_tokens=16, temperature=0, logprobs=0, ignore_eos=True)
     prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
