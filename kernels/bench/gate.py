@@ -1,0 +1,60 @@
+"""Correctness before speed: what a configuration of the product must show before it is timed.
+
+* one-hot activations give the dequantized weight bit for bit, over all 16 codes and every block scale that is a number;
+* random activations agree with float64;
+* two runs give the same bits, and memory full of NaN changes nothing;
+* odd numbers of tokens, rows and columns off the tile, activations with a stride.
+"""
+
+import torch
+from qerl_kernels import gemm, nvfp4, tiles
+
+
+def every_product(N: int, K: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and block scales in which each block holds all 16 codes and the blocks go through all scale bytes."""
+    blocks = N * K // 16
+    order = torch.rand(blocks, 16, device=device).argsort(dim=1).to(torch.uint8)
+    scale_bytes = torch.arange(blocks, device=device).remainder(256).to(torch.uint8)
+    scale_bytes = torch.where((scale_bytes & 0x7F) == 0x7F, torch.zeros_like(scale_bytes), scale_bytes)
+    return nvfp4.pack(order.view(N, K)), scale_bytes.view(N, K // 16).view(torch.float8_e4m3fn)
+
+
+def poison(megabytes: int = 64) -> None:
+    """Leave NaN in the memory that the next allocations get."""
+    dirty = [torch.full((2**18,), float("nan"), device="cuda") for _ in range(megabytes)]
+    large = torch.full((megabytes * 2**18,), float("nan"), device="cuda")
+    del dirty, large
+
+
+def check(configuration: gemm.Configuration) -> None:
+    """Raise AssertionError naming what is wrong."""
+    torch.manual_seed(0)
+    tokens = configuration.tokens
+    for N, K in ((192, 768), (144, 208 if configuration.depth < 4 else 512), (2064, 1280)):
+        codes, scales = every_product(N, K, "cuda")
+        w = nvfp4.dequantize(codes, scales)
+        one = tiles.tile_weight(codes, scales, torch.ones((), device="cuda"))
+        assert torch.equal(gemm.dequantize(one), w), f"dequantize of ({N}, {K}) is not exact"
+        for M in (K, 1, tokens - 1, tokens + 1):
+            poison()
+            x = torch.eye(K, dtype=torch.bfloat16, device="cuda").roll(3, 0)[torch.arange(M, device="cuda") % K]
+            y = gemm.product(x, one, configuration)
+            wrong = (y != w.t().roll(3, 0)[torch.arange(M, device="cuda") % K]).sum().item()
+            assert wrong == 0, f"one-hot ({M}, {N}, {K}): {wrong} of {y.numel()} outputs differ"
+
+        row_scale = torch.rand(N, device="cuda") * 1e-3 + 1e-4
+        bias = torch.randn(N, device="cuda") * 0.1
+        scaled = tiles.tile_weight(codes, scales, row_scale)
+        for M in (1, tokens, 2 * tokens + 3):
+            wide = torch.randn(M, K + 48, device="cuda").to(torch.bfloat16)
+            for x in (wide[:, :K].contiguous(), wide[:, 16 : 16 + K]):
+                poison()
+                y = gemm.product(x, scaled, configuration, bias)
+                exact = (x.double() @ w.double().t()) * row_scale.double() + bias.double()
+                error = ((y.double() - exact).norm() / exact.norm()).item()
+                assert error < 2.5e-3, f"random ({M}, {N}, {K}): relative error {error:.1e}"
+                for _ in range(3):
+                    poison(8)
+                    again = gemm.product(x, scaled, configuration, bias)
+                    assert torch.equal(y, again), f"({M}, {N}, {K}): two runs give different bits"
+        assert not scaled.counters.any(), "counters are not zero after a call"

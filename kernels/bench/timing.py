@@ -1,0 +1,49 @@
+"""Time kernels as an engine runs them: inside a CUDA graph, weights cold, variants taking turns."""
+
+from collections.abc import Callable
+
+import torch
+
+COLD_BYTES = 300 * 2**20  # distinct weights that one replay walks over: several times the L2 cache
+
+
+def capture(calls: list[Callable[[], object]], at_least: int = 20) -> tuple[torch.cuda.CUDAGraph, int]:
+    """Capture ``calls`` in turn, repeated until there are ``at_least``; returns the graph and the number of calls."""
+    repeats = -(-at_least // len(calls))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        calls[0]()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            for call in calls:
+                call()
+    return graph, repeats * len(calls)
+
+
+def interleaved(
+    variants: dict[str, list[Callable[[], object]]], rounds: int = 7, at_least: int = 20
+) -> dict[str, float]:
+    """Median microseconds of one call of each variant, the variants replayed in turn ``rounds`` times.
+
+    One replay makes at least ``at_least`` calls.
+    """
+    graphs = {name: capture(calls, at_least) for name, calls in variants.items()}
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for warm_up in (True, *[False] * rounds):
+        for name, (graph, calls) in graphs.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if not warm_up:
+                times[name].append(1000 * start.elapsed_time(end) / calls)
+    return {name: sorted(values)[len(values) // 2] for name, values in times.items()}
+
+
+def copies(bytes_each: int) -> int:
+    """How many distinct weights of this size make one replay cold."""
+    return max(3, -(-COLD_BYTES // bytes_each))

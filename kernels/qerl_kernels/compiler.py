@@ -1,0 +1,162 @@
+"""Compile CUDA C++ with NVRTC at first use, keep the machine code on disk, load and launch it.
+
+Needs no compiler on the machine: NVRTC comes with torch. The cache is ``$QERL_CACHE``, or ``qerl`` in
+``$XDG_CACHE_HOME`` or ``~/.cache``; a file is named by the hash of the source, the options and the NVRTC version.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+
+Argument: TypeAlias = ctypes._SimpleCData | ctypes.Structure
+CUDA_KERNEL_SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+class CompileError(RuntimeError):
+    """A kernel's source was refused; the message ends with the compiler's log."""
+
+
+def cache_folder() -> Path:
+    """Where machine code is kept."""
+    if "QERL_CACHE" in os.environ:
+        return Path(os.environ["QERL_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "qerl"
+
+
+@functools.cache
+def _nvrtc() -> ctypes.CDLL:
+    major = (torch.version.cuda or "").split(".")[0]
+    name = f"libnvrtc.so.{major}"
+    beside_torch = Path(torch.__file__).parent.parent / "nvidia"
+    candidates = [name, *map(str, sorted(beside_torch.glob(f"*/lib/{name}"))), f"/usr/local/cuda/lib64/{name}"]
+    for candidate in candidates:
+        try:
+            return ctypes.CDLL(candidate)
+        except OSError:
+            continue
+    raise CompileError(f"{name} is not among {candidates}; install nvidia-cuda-nvrtc for CUDA {torch.version.cuda}")
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(code: int, doing: str) -> None:
+    if code:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(code, ctypes.byref(text))
+        raise RuntimeError(f"{doing}: CUDA error {code} ({(text.value or b'unknown').decode()})")
+
+
+def compile_source(source: str, defines: tuple[tuple[str, int], ...] = (), architecture: str = "sm_90a") -> bytes:
+    """CUDA C++ -> machine code, from the cache where it is there. Raises CompileError with the log."""
+    nvrtc = _nvrtc()
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    options = [f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{name}={value}" for name, value in defines)]
+    key = hashlib.sha256("\0".join([source, *options, f"{major.value}.{minor.value}"]).encode()).hexdigest()
+    file = cache_folder() / f"{key}.cubin"
+    if file.exists():
+        return file.read_bytes()
+
+    program = ctypes.c_void_p()
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"qerl.cu", 0, None, None)
+    encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    failed = nvrtc.nvrtcCompileProgram(program, len(options), encoded)
+    size = ctypes.c_size_t()
+    if failed:
+        nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise CompileError(f"NVRTC {major.value}.{minor.value} {options}: {log.value.decode()}")
+    nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    code = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetCUBIN(program, code)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(
+        dir=file.parent, delete=False
+    ) as partial:  # renamed when whole: others may compile too
+        partial.write(code.raw)
+    os.replace(partial.name, file)
+    return code.raw
+
+
+class Kernel:
+    """One kernel of one device, ready to launch."""
+
+    def __init__(self, machine_code: bytes, name: str, shared_memory: int = 0):
+        """Load ``name`` on the current device; ``shared_memory`` is its dynamic shared memory in bytes."""
+        torch.cuda.current_stream()  # the context must exist
+        driver = _driver()
+        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        _check(driver.cuModuleLoadData(ctypes.byref(module), machine_code), f"loading {name}")
+        _check(driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()), f"finding {name}")
+        if shared_memory > 48 * 1024:
+            code = driver.cuFuncSetAttribute(self._function, CUDA_KERNEL_SHARED_MEMORY, shared_memory)
+            _check(code, f"{name} with {shared_memory} bytes of shared memory")
+        self.name, self.shared_memory = name, shared_memory
+
+    def __call__(self, grid: tuple[int, int, int], threads: int, *arguments: Argument, overlap: bool = False) -> None:
+        """Launch on torch's current stream; with ``overlap`` it may begin before the kernel ahead of it has ended."""
+        pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
+        stream = torch.cuda.current_stream().cuda_stream
+        launch = _Launch(*grid, threads, 1, 1, self.shared_memory, stream, ctypes.pointer(_OVERLAP), int(overlap))
+        code = _driver().cuLaunchKernelEx(ctypes.byref(launch), self._function, pointers, None)
+        _check(code, f"launching {self.name}")
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: an id, and a value in a union of 64 bytes."""
+
+    _fields_ = (("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_uint8 * 60))
+
+
+class _Launch(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+_OVERLAP = _Attribute(6, 0, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+class TensorMap(ctypes.Structure):
+    """The copy engine's description of a matrix (CUtensorMap): 128 bytes, aligned to 64."""
+
+    _fields_ = (("words", ctypes.c_uint64 * 16),)
+
+
+def tensor_map(x: torch.Tensor, box_rows: int, box_columns: int) -> TensorMap:
+    """Describe ``x: (rows, columns)`` bfloat16, read in boxes with a 128-byte swizzle; outside of it zeros are read."""
+    room = (ctypes.c_uint8 * (128 + 64))()
+    start = -(-ctypes.addressof(room) // 64) * 64
+    code = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(start),
+        9,  # bfloat16
+        2,
+        ctypes.c_void_p(x.data_ptr()),
+        (ctypes.c_uint64 * 2)(x.shape[1], x.shape[0]),
+        (ctypes.c_uint64 * 1)(2 * x.stride(0)),
+        (ctypes.c_uint32 * 2)(box_columns, box_rows),
+        (ctypes.c_uint32 * 2)(1, 1),
+        0,  # no interleaving
+        3,  # 128-byte swizzle
+        3,  # fetch 256 bytes into L2
+        0,  # zeros outside
+    )
+    _check(code, f"a tensor map of {tuple(x.shape)} with strides {x.stride()}")
+    return TensorMap.from_buffer_copy(room, start - ctypes.addressof(room))

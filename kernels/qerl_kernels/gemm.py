@@ -1,0 +1,152 @@
+"""y = row_scale * (x W0^T) + bias with W0 in NVFP4 tiles: Hopper's matrix unit, weights decoded in registers.
+
+The layout is in ``tiles.py``, the kernel in ``nvfp4_tiles.cu``. The product of a code and its block scale enters the
+matrix unit exactly; sums are fp32; there is one rounding at the end. The order of summation depends on the
+configuration and on N, K and the number of token tiles, never on timing: the same call gives the same bits.
+"""
+
+import ctypes
+import functools
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from qerl_kernels.compiler import Kernel, compile_source, tensor_map
+from qerl_kernels.tiles import TILE_BYTES, TiledWeight
+
+SHARED_MEMORY = 227 * 1024  # bytes that one block may have on Hopper
+MULTIPROCESSOR_SHARED_MEMORY = 228 * 1024
+TURN_ROW = 144
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One compiled variant of the kernel; the fields are the macros of ``nvfp4_tiles.cu`` in lower case."""
+
+    tokens: int
+    warpgroups: int
+    rows: int
+    depth: int
+    group: int
+    blocks: int
+    stages: int
+
+    def shared_memory(self) -> int:
+        """Dynamic shared memory in bytes."""
+        tile = self.tokens if self.tokens < 64 else (48 if self.tokens % 64 else 64)
+        stage = self.depth * (self.tokens * 128 + self.warpgroups * self.rows * TILE_BYTES)
+        return self.stages * stage + self.warpgroups * tile * TURN_ROW + 16 * self.stages + 16
+
+
+def deepest(tokens: int, warpgroups: int, rows: int, depth: int, group: int, blocks: int) -> Configuration:
+    """The configuration with as many stages as fit into shared memory, at most 12."""
+    limit = min(SHARED_MEMORY, MULTIPROCESSOR_SHARED_MEMORY // blocks - 1024)
+    for stages in range(12, 1, -1):
+        configuration = Configuration(tokens, warpgroups, rows, depth, group, blocks, stages)
+        if configuration.shared_memory() <= limit:
+            return configuration
+    raise ValueError(f"tokens={tokens}, rows={rows}, depth={depth} does not fit into {limit} bytes of shared memory")
+
+
+class _Problem(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_int) for name in ("M", "N", "blocks", "k_tiles", "n_tiles", "m_tiles", "shared_tiles")
+    )
+
+
+def wgmma_source(tokens: int) -> str:
+    """The matrix instruction for 64 rows, ``tokens`` columns and 16 of K: A from registers, B from shared memory."""
+    sums = tokens // 2
+    outputs = ", ".join(f"%{i}" for i in range(sums))
+    a = ", ".join(f"%{sums + i}" for i in range(4))
+    constraints = ", ".join(f'"+f"(d[{i}])' for i in range(sums))
+    return f"""
+__device__ __forceinline__ void wgmma(float (&d)[{sums}], const unsigned (&a)[4], unsigned long long b) {{
+  asm volatile("{{\\n.reg .pred add;\\nsetp.ne.b32 add, 1, 0;\\n"
+    "wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.bf16.bf16 {{{outputs}}}, {{{a}}}, %{sums + 4}, add, 1, 1, 0;\\n}}"
+    : {constraints} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}}
+"""
+
+
+def source() -> str:
+    """The CUDA C++ of this file's kernels."""
+    return Path(__file__).with_name("nvfp4_tiles.cu").read_text()
+
+
+def machine_code(configuration: Configuration) -> bytes:
+    """Compile the product for one configuration (or read it from the cache)."""
+    defines = tuple((name.upper(), value) for name, value in asdict(configuration).items())
+    return compile_source(wgmma_source(configuration.tokens) + source(), defines)
+
+
+@functools.cache
+def _kernel(configuration: Configuration, device: int) -> Kernel:
+    with torch.cuda.device(device):
+        return Kernel(machine_code(configuration), "nvfp4_gemm", configuration.shared_memory())
+
+
+@functools.cache
+def _dequantize_kernel(device: int) -> Kernel:
+    with torch.cuda.device(device):
+        return Kernel(compile_source(source()), "nvfp4_dequantize")
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def product(
+    x: torch.Tensor,
+    weight: TiledWeight,
+    configuration: Configuration,
+    bias: torch.Tensor | None = None,
+    overlap: bool = True,
+) -> torch.Tensor:
+    """``x: (M, K)`` bfloat16, ``bias: (N,)`` fp32 -> ``(M, N)`` bfloat16, by one given variant of the kernel.
+
+    With ``overlap`` the weights are fetched while the kernel ahead in the stream still runs: that kernel must not have
+    written them (``tile_weight`` waits until it has).
+    """
+    M, K = x.shape
+    if x.dtype != torch.bfloat16 or K != weight.K:
+        raise ValueError(f"x of shape {tuple(x.shape)} and type {x.dtype}: this weight needs (M, {weight.K}) bfloat16")
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # the copy engine needs rows that start at 16 bytes
+        x = x.clone(memory_format=torch.contiguous_format)
+    y = torch.empty(M, weight.N, dtype=torch.bfloat16, device=x.device)
+    if M == 0:
+        return y
+    device = x.device.index
+    blocks, k_tiles = weight.tiles.shape[:2]
+    if k_tiles % configuration.depth:
+        raise ValueError(f"depth={configuration.depth} does not divide the {k_tiles} tiles of K={K}; use depth 1 or 2")
+    n_tiles, m_tiles = -(-blocks // (configuration.warpgroups * configuration.rows)), -(-M // configuration.tokens)
+    tiles, steps = n_tiles * m_tiles, k_tiles // configuration.depth
+    grid = min(_multiprocessors(device) * configuration.blocks, tiles * steps)
+    # whole tiles in full rounds; what is left over, with one round, is cut into equal runs
+    shared = 0 if tiles % grid == 0 else tiles if tiles < 2 * grid else tiles % grid + grid
+    sums = configuration.warpgroups * configuration.rows * 64 * configuration.tokens  # of one tile
+    partials = torch.empty(2 * grid * sums if shared else 1, dtype=torch.float32, device=x.device)
+    problem = _Problem(M, weight.N, blocks, k_tiles, n_tiles, m_tiles, shared)
+    pointers = [weight.tiles, weight.row_scale, bias, y, partials, weight.counters]
+    arguments = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in pointers]
+    described = tensor_map(x, configuration.tokens, 64)
+    kernel, threads = _kernel(configuration, device), 128 * (configuration.warpgroups + 1)
+    kernel((grid, 1, 1), threads, described, *arguments, problem, overlap=overlap)
+    return y
+
+
+def dequantize(weight: TiledWeight, first_row: int = 0, rows: int | None = None) -> torch.Tensor:
+    """The exact operand ``code * block scale`` -> (rows, K) bfloat16, without the tensor scale.
+
+    ``first_row`` must be a multiple of 64.
+    """
+    rows = weight.N - first_row if rows is None else rows
+    w = torch.empty(rows, weight.K, dtype=torch.bfloat16, device=weight.tiles.device)
+    k_tiles = weight.tiles.shape[1]
+    pointers = [ctypes.c_void_p(weight.tiles.data_ptr()), ctypes.c_void_p(w.data_ptr())]
+    numbers = [ctypes.c_int(number) for number in (rows, weight.K, k_tiles, first_row)]
+    _dequantize_kernel(w.device.index)((k_tiles // 2, -(-rows // 64), 1), 256, *pointers, *numbers)
+    return w

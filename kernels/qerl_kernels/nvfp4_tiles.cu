@@ -1,0 +1,375 @@
+// Kernels over NVFP4 weights stored as fragment-ordered tiles (layout and decode: tiles.py) for sm_90a.
+//
+//   nvfp4_gemm        y = row_scale * (x W0^T) + bias, x: (M, K) bf16, W0 = code * block scale: (N, K)
+//   nvfp4_dequantize  W0 as (N, K) bf16
+//
+// Compiled at first use by compiler.py, which puts `wgmma()` for this token tile in front and defines
+//   TOKENS  columns of the accumulator: the tokens of one tile (a multiple of 8, at most 256)
+//   WARPGROUPS  that compute (2 or 4), each ROWS 64-row blocks of W
+//   GROUP   fragments (64 rows, 16 columns) that a warpgroup decodes before it starts the matrix unit: divides 4 * ROWS
+//   DEPTH   64-column tiles of a stage, STAGES stages in flight, BLOCKS thread blocks of a multiprocessor
+//
+// The weights are the A operand: they are decoded in registers and never written back. The tokens are the B operand,
+// brought by the tensor copy engine with a 128-byte swizzle. One warp copies weights, one copies tokens.
+//
+// The kernel may be launched before the one ahead of it in the stream has ended (programmatic dependent launch): weights are
+// fetched at once, for nobody writes them; tokens are read and results written only after `wait_for_previous_kernel`.
+//
+// The work is the list of (tile, stage) pairs, cut into equal consecutive runs, one a thread block. A tile that falls into
+// several runs is summed through `partials` by whichever block arrives last, always in the order of K: same bits each time.
+
+typedef unsigned char u8;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+constexpr int TILE_BYTES = 2304;  // 64 x 64 codes, then 64 x 4 block scales
+constexpr int SCALE_OFFSET = 2048;
+
+// ---- decode ---------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 multiply(u32 a, u32 b) {  // two bf16 products; subnormal inputs are kept
+  u32 product;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
+
+// Step `j` of a row pair's scales -> {row g, row g + 8} as bf16, times 2^119.
+__device__ __forceinline__ u32 decode_scales(u32 bytes, int j) {
+  return __byte_perm(bytes, 0, j ? 0x4341 : 0x4240) * 16u + 0x76007600u;
+}
+
+// Eight codes -> the four registers of an m64k16 A fragment, times 2^-7: code * 2^-126 by moving bits, scale * 2^119.
+__device__ __forceinline__ void decode(u32 word, u32 scales, u32 (&a)[4]) {
+  u32 upper, lower;  // written this way, the assembler folds the copies into the products (HMUL2 .H0_H0 and .H1_H1)
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; mov.b32 %0, {l, l}; mov.b32 %1, {h, h};}" : "=r"(upper), "=r"(lower) : "r"(scales));
+  a[0] = multiply(word & 0x81C081C0u, upper);
+  a[1] = multiply((word << 3) & 0x81C081C0u, lower);
+  a[2] = multiply((word << 6) & 0x81C081C0u, upper);
+  a[3] = multiply(((word << 1) & 0x80008000u) | ((word >> 3) & 0x01800180u) | ((word >> 7) & 0x00400040u), lower);
+}
+
+// ---- copy engine and barriers ---------------------------------------------------------------------------------------
+
+struct alignas(64) TensorMap { u64 words[16]; };
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
+}
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nretry:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra retry;\n}" ::"r"(barrier), "r"(parity) : "memory");
+}
+__device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void copy_tile(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+               ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void launch_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+template <int ID, int THREADS>
+__device__ __forceinline__ void synchronize() {
+  asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
+}
+__device__ __forceinline__ void synchronize_warpgroup(int warpgroup) {
+  asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
+}
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+__device__ __forceinline__ u32 pack_bf16(float low, float high) {
+  u32 packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+#ifdef TOKENS
+// ---- which block does what ------------------------------------------------------------------------------------------
+
+struct Problem {
+  int M, N, blocks, k_tiles;  // blocks: 64-row blocks of W; k_tiles: 64-column tiles, a multiple of 2
+  int n_tiles, m_tiles;       // tiles of 64 * CTA_BLOCKS rows and of TOKENS tokens
+  int shared_tiles;           // the first tiles are cut into equal runs; the others are whole, one a block and round
+};
+
+constexpr int WORKERS = 128 * WARPGROUPS, THREADS = WORKERS + 128;  // half of the copying warpgroup only lends its registers
+constexpr int CTA_BLOCKS = WARPGROUPS * ROWS;
+constexpr int REGISTERS = WARPGROUPS == 4 ? 112 : BLOCKS == 1 ? 232 : 104;
+constexpr int RUN_ROWS = 8;  // token tiles that are neighbours in time, so that a weight tile is still in L2
+
+__device__ __forceinline__ void locate(const Problem& p, int tile, int& n_tile, int& m_tile) {
+  const int group = tile / (RUN_ROWS * p.n_tiles), within = tile - group * RUN_ROWS * p.n_tiles;
+  const int rows = min(RUN_ROWS, p.m_tiles - group * RUN_ROWS);
+  m_tile = group * RUN_ROWS + within % rows;
+  n_tile = within / rows;
+}
+
+// A walk over this block's segments: (tile, first stage, end stage).
+struct Segments {
+  int position, end, units, round, steps, tile, first, last;  // unit * blocks stays under 2^31: gemm.py
+  __device__ __forceinline__ Segments(const Problem& p, int steps_) : round(0), steps(steps_) {
+    units = p.shared_tiles * steps;
+    position = start(blockIdx.x);
+    end = start(blockIdx.x + 1);
+  }
+  __device__ __forceinline__ int start(int block) const { return block * units / (int)gridDim.x; }
+  __device__ __forceinline__ bool next(const Problem& p) {
+    if (position < end) {
+      tile = position / steps;
+      first = position - tile * steps;
+      last = min(steps, first + end - position);
+      position += last - first;
+      return true;
+    }
+    tile = p.shared_tiles + blockIdx.x + gridDim.x * round++;
+    first = 0, last = steps;
+    return tile < p.n_tiles * p.m_tiles;
+  }
+  __device__ __forceinline__ int owner(int unit) const {  // the block whose run holds this unit
+    return ((unit + 1) * (int)gridDim.x - 1) / units;
+  }
+};
+
+// ---- the product ----------------------------------------------------------------------------------------------------
+
+constexpr int X_TILE = TOKENS * 128;  // bytes of 64 columns of all tokens
+constexpr int X_STAGE = DEPTH * X_TILE, W_STAGE = CTA_BLOCKS * DEPTH * TILE_BYTES;
+constexpr int SLICE = TOKENS < 64 ? TOKENS : (TOKENS % 64 ? 48 : 64);  // tokens turned round at a time in the epilogue
+constexpr int TURN_ROW = 144;                                         // bytes: 64 outputs of a token, padded
+static_assert(TOKENS % SLICE == 0, "the epilogue writes whole slices");
+
+constexpr int TURN_OFFSET = STAGES * (X_STAGE + W_STAGE);
+constexpr int BARRIER_OFFSET = TURN_OFFSET + WARPGROUPS * SLICE * TURN_ROW;
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, const float* __restrict__ row_scale,
+           const float* __restrict__ bias, u16* __restrict__ y, float* __restrict__ partials, u32* __restrict__ counters,
+           const __grid_constant__ Problem p) {
+  extern __shared__ __align__(1024) u8 memory[];
+  const u32 base = shared_address(memory), w_base = base + STAGES * X_STAGE;
+  const u32 full = base + BARRIER_OFFSET, empty = full + 8 * STAGES;
+  u32* is_last = (u32*)(memory + BARRIER_OFFSET + 16 * STAGES);
+  const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const int steps = (p.k_tiles + DEPTH - 1) / DEPTH;
+
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < STAGES; ++s) barrier_init(full + 8 * s, 2), barrier_init(empty + 8 * s, 4 * WARPGROUPS);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+
+  Segments segment(p, steps);
+  int stage = 0;
+  u32 phase = 0;
+
+  launch_next_kernel();
+  if (warp >= 4 * WARPGROUPS) {  // the copying warpgroup: one thread for the weights, one for the tokens
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+    const bool weights = warp == 4 * WARPGROUPS;
+    if (lane == 0 && warp <= 4 * WARPGROUPS + 1) {
+      if (!weights) {
+        asm volatile("prefetch.tensormap [%0];" ::"l"(&x) : "memory");
+        wait_for_previous_kernel();
+      }
+      while (segment.next(p)) {
+        int n_tile, m_tile;
+        locate(p, segment.tile, n_tile, m_tile);
+        for (int step = segment.first; step < segment.last; ++step) {
+          barrier_wait(empty + 8 * stage, phase ^ 1);
+          const u32 barrier = full + 8 * stage;
+          if (weights) {
+            barrier_expect(barrier, W_STAGE);
+#pragma unroll 1
+            for (int block = 0; block < CTA_BLOCKS; ++block) {
+              const int row = min(n_tile * CTA_BLOCKS + block, p.blocks - 1);  // past the end: copied, never stored
+              copy_bulk(w_base + stage * W_STAGE + block * DEPTH * TILE_BYTES,
+                        tiles + ((size_t)row * p.k_tiles + step * DEPTH) * TILE_BYTES, DEPTH * TILE_BYTES, barrier);
+            }
+          } else {
+            barrier_expect(barrier, X_STAGE);
+#pragma unroll
+            for (int d = 0; d < DEPTH; ++d)
+              copy_tile(base + stage * X_STAGE + d * X_TILE, &x, (step * DEPTH + d) * 64, m_tile * TOKENS, barrier);
+          }
+          if (++stage == STAGES) stage = 0, phase ^= 1;
+        }
+      }
+    }
+    return;
+  }
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+
+  const int warpgroup = warp / 4, thread = threadIdx.x % 128, g = lane / 4;
+  const u8* w_thread = memory + STAGES * X_STAGE + warpgroup * ROWS * DEPTH * TILE_BYTES + thread * 16;
+  const u8* s_thread = memory + STAGES * X_STAGE + warpgroup * ROWS * DEPTH * TILE_BYTES + SCALE_OFFSET + warp % 4 * 64 + g * 8;
+  float sums[ROWS][TOKENS / 2];
+
+  while (segment.next(p)) {
+    int n_tile, m_tile;
+    locate(p, segment.tile, n_tile, m_tile);
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+      for (int i = 0; i < TOKENS / 2; ++i) sums[r][i] = 0.f;
+
+    int previous = -1;
+    for (int step = segment.first; step < segment.last; ++step) {
+      barrier_wait(full + 8 * stage, phase);
+      const u32 x_stage = __shfl_sync(0xFFFFFFFFu, (base + stage * X_STAGE) >> 4 | 1u << 16, 0);
+      const u8* w_stage = w_thread + stage * W_STAGE;
+      const u8* s_stage = s_thread + stage * W_STAGE;
+      u32 a[2][GROUP][4];
+#pragma unroll
+      for (int d = 0; d < DEPTH; ++d) {
+        uint4 codes[ROWS];
+        uint2 scales[ROWS];
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+          codes[r] = *(const uint4*)(w_stage + (r * DEPTH + d) * TILE_BYTES);
+          scales[r] = *(const uint2*)(s_stage + (r * DEPTH + d) * TILE_BYTES);
+        }
+#pragma unroll
+        for (int group = 0; group < 4 * ROWS / GROUP; ++group) {
+          u32(&fragments)[GROUP][4] = a[(d * (4 * ROWS / GROUP) + group) & 1];
+#pragma unroll
+          for (int i = 0; i < GROUP; ++i) {
+            const int j = (group * GROUP + i) / ROWS, r = (group * GROUP + i) % ROWS;
+            const u32 word = j == 0 ? codes[r].x : j == 1 ? codes[r].y : j == 2 ? codes[r].z : codes[r].w;
+            decode(word, decode_scales(j < 2 ? scales[r].x : scales[r].y, j & 1), fragments[i]);
+          }
+          wgmma_fence();
+#pragma unroll
+          for (int i = 0; i < GROUP; ++i) {
+            const int j = (group * GROUP + i) / ROWS, r = (group * GROUP + i) % ROWS;
+            // rows of 128 bytes, 128-byte swizzle, 1024 bytes a group of 8 rows
+            wgmma(sums[r], fragments[i], (u64)0x40000040u << 32 | (x_stage + (d * X_TILE + j * 32) / 16));
+          }
+          wgmma_commit();
+          wgmma_wait<1>();  // the other half of `a` is free again, and so is the previous stage
+          if (d == 0 && group == 0 && previous >= 0 && lane == 0) barrier_arrive(empty + 8 * previous);
+        }
+      }
+      previous = stage;
+      if (++stage == STAGES) stage = 0, phase ^= 1;
+    }
+    wgmma_wait<0>();
+    if (lane == 0) barrier_arrive(empty + 8 * previous);
+
+    wait_for_previous_kernel();  // which may still read the memory that is written below
+    // A tile of several blocks: everyone leaves its sum, the last to arrive adds them up in the order of K.
+    if (segment.first > 0 || segment.last < steps) {
+      constexpr int TILE_SUMS = ROWS * (TOKENS / 2) * WORKERS;
+      const int first_unit = segment.tile * steps;
+      const int first_block = segment.owner(first_unit), last_block = segment.owner(first_unit + steps - 1);
+      const int worker = threadIdx.x;
+      // a block's run starts inside the tile, or it started before and this is the run's end
+      auto slot = [&](int block) {
+        const bool starts_here = segment.start(block) >= first_unit;
+        return partials + (size_t)(2 * block + (starts_here ? 0 : 1)) * TILE_SUMS + worker;
+      };
+      float* mine = slot(blockIdx.x);
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; ++i) __stcg(mine + (r * (TOKENS / 2) + i) * WORKERS, sums[r][i]);
+      __threadfence();
+      synchronize<5, WORKERS>();
+      if (worker == 0) {
+        const u32 others = last_block - first_block;
+        *is_last = atomicInc(counters + segment.tile, others) == others;  // wraps: the counter is zero again afterwards
+        __threadfence();
+      }
+      synchronize<5, WORKERS>();
+      const bool finish = *is_last;
+      synchronize<5, WORKERS>();  // nobody may overwrite the flag before all have read it
+      if (!finish) continue;
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; ++i) sums[r][i] = 0.f;
+      for (int block = first_block; block <= last_block; ++block) {
+        const float* other = slot(block);
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+          for (int i = 0; i < TOKENS / 2; ++i) sums[r][i] += __ldcg(other + (r * (TOKENS / 2) + i) * WORKERS);
+      }
+    }
+
+    // Turn (rows, tokens) into (tokens, rows) through shared memory, then write 16 bytes a thread.
+    u8* turn = memory + TURN_OFFSET + warpgroup * SLICE * TURN_ROW;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      const int block = n_tile * CTA_BLOCKS + warpgroup * ROWS + r, row = block * 64 + (warp % 4) * 16 + g;
+      const float scale_upper = row < p.N ? row_scale[row] * 128.f : 0.f, scale_lower = row + 8 < p.N ? row_scale[row + 8] * 128.f : 0.f;
+      const float bias_upper = bias && row < p.N ? bias[row] : 0.f, bias_lower = bias && row + 8 < p.N ? bias[row + 8] : 0.f;
+#pragma unroll
+      for (int slice = 0; slice < TOKENS / SLICE; ++slice) {
+        synchronize_warpgroup(warpgroup);
+#pragma unroll
+        for (int j = 0; j < SLICE / 8; ++j) {
+          const float* s = &sums[r][(slice * (SLICE / 8) + j) * 4];
+          const u32 upper = pack_bf16(fmaf(s[0], scale_upper, bias_upper), fmaf(s[1], scale_upper, bias_upper));
+          const u32 lower = pack_bf16(fmaf(s[2], scale_lower, bias_lower), fmaf(s[3], scale_lower, bias_lower));
+          const u32 to = shared_address(turn) + (j * 8 + lane % 8) * TURN_ROW + (warp % 4) * 32 + (lane / 8 % 2) * 16;
+          asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to), "r"(upper), "r"(lower) : "memory");
+        }
+        synchronize_warpgroup(warpgroup);
+        const int column = block * 64 + thread % 8 * 8;
+#pragma unroll
+        for (int t = thread / 8; t < SLICE; t += 16) {
+          const int token = m_tile * TOKENS + slice * SLICE + t;
+          if (token < p.M && column < p.N) *(uint4*)(y + (size_t)token * p.N + column) = *(const uint4*)(turn + t * TURN_ROW + thread % 8 * 16);
+        }
+      }
+    }
+  }
+}
+#else
+// ---- W0 itself ------------------------------------------------------------------------------------------------------
+
+// One block a 64-row block and two tiles of columns; 256 threads.
+extern "C" __global__ void __launch_bounds__(256)
+nvfp4_dequantize(const u8* __restrict__ tiles, u16* __restrict__ w, int N, int K, int k_tiles, int first_row) {
+  __shared__ __align__(16) u8 turn[2][64][144];
+  const int half = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32, warp = thread / 32;
+  const int g = lane / 4, c = lane % 4, k_tile = blockIdx.x * 2 + half;
+  const u8* tile = tiles + ((size_t)(blockIdx.y + first_row / 64) * k_tiles + k_tile) * TILE_BYTES;
+  const uint4 codes = *(const uint4*)(tile + thread * 16);
+  const uint2 scales = *(const uint2*)(tile + SCALE_OFFSET + warp * 64 + g * 8);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    u32 a[4];
+    decode(j == 0 ? codes.x : j == 1 ? codes.y : j == 2 ? codes.z : codes.w, decode_scales(j < 2 ? scales.x : scales.y, j & 1), a);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // fragment: i = 0, 2 are row g, 1, 3 row g + 8; 2, 3 are eight columns on
+      const int row = warp * 16 + g + i % 2 * 8, column = j * 16 + i / 2 * 8 + c * 2;
+      *(u32*)(&turn[half][row][column * 2]) = multiply(a[i], 0x43004300u);  // times 2^7
+    }
+  }
+  synchronize_warpgroup(half);
+  const int column = k_tile * 64 + thread % 8 * 8;
+#pragma unroll
+  for (int r = thread / 8; r < 64; r += 16) {
+    const int row = blockIdx.y * 64 + r;
+    if (row < N && column < K) *(uint4*)(w + (size_t)row * K + column) = *(const uint4*)(&turn[half][r][thread % 8 * 16]);
+  }
+}
+#endif

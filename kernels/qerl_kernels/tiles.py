@@ -1,0 +1,149 @@
+"""NVFP4 weights in the order in which Hopper's matrix unit wants them.
+
+A weight ``(N, K)`` is cut into tiles of 64 rows and 64 columns, stored ``(ceil(N/64), 2 ceil(K/128), 2304) uint8``;
+what lies beyond N and K is zero. A tile is 2048 bytes of codes, then 256 bytes of block scales.
+
+**Codes.** Thread ``t = 32 w + 4 g + c`` of a warpgroup owns 16 bytes: four 32-bit words, one for each 16 columns
+``j``. A word holds the eight codes of the thread's part of the m64k16 operand: rows ``16 w + g`` (h = 0) and
+``16 w + g + 8`` (h = 1), columns ``16 j + 2 c + 8 e`` and the next one. The pair ``p = h + 2 e`` of neighbouring
+columns becomes one register of two BF16 numbers, and a code goes to the sign bit and the bits 8 to 6 of its half:
+there it *is* the number ``code * 2^-126``. The bits are spread in the word so that few instructions put them there::
+
+    p = 0, 1, 2:  (word << 3 p) & 0x81C081C0
+    p = 3:        (word << 1 & 0x80008000) | (word >> 3 & 0x01800180) | (word >> 7 & 0x00400040)
+
+**Block scales.** The E4M3 byte is rewritten, without loss, as five bits of exponent and three of mantissa, in which
+E4M3's subnormal numbers are normal ones. Then ``(byte << 4) + 0x7600`` is ``scale * 2^119`` in BF16, for every byte,
+and the product with the code is exact: ``code * scale * 2^-7``. The factor 2^7 goes into the epilogue. A block of scale
+zero is stored with codes zero, a negative scale as a positive one with the codes' signs turned.
+Order: 8 bytes for each (w, g), in them ``4 (j // 2) + 2 h + j % 2``.
+
+The integer steps are those of ``nvfp4_tiles.cu``; here they are in plain torch, for the CPU and for the proofs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from qerl_kernels import nvfp4
+
+TILE = 64
+TILE_BYTES = 2304
+CODE_BYTES = 2048
+COUNTERS = 1024  # one for each tile that several thread blocks share: fewer than 2 * 2 * multiprocessors
+CHUNK_ROWS = 4096  # rows that are rearranged at a time, so that the temporaries stay small
+
+
+@dataclass(frozen=True)
+class TiledWeight:
+    """``tiles: (ceil(N/64), 2 ceil(K/128), 2304) uint8``, ``row_scale: (N,) fp32`` and the kernel's ``counters``.
+
+    ``counters`` are zero between calls. Two calls of one weight may not run at the same time.
+    """
+
+    tiles: torch.Tensor
+    row_scale: torch.Tensor
+    counters: torch.Tensor
+    N: int
+    K: int
+
+
+def tile_weight(codes: torch.Tensor, block_scales: torch.Tensor, row_scale: torch.Tensor) -> TiledWeight:
+    """Rearrange ``codes: (N, K/2)``, ``block_scales: (N, K/16)`` with ``row_scale: () or (N,)`` fp32 tensor scales.
+
+    Raises ValueError if N is not a multiple of 16 or a block scale is not a number.
+    """
+    N, K = codes.shape[0], 2 * codes.shape[1]
+    if N % 16:
+        raise ValueError(f"a weight of shape ({N}, {K}) has {N} rows; the tiled layout needs a multiple of 16")
+    if torch.isnan(block_scales.float()).any():
+        raise ValueError(
+            f"a weight of shape ({N}, {K}) has block scales that are not numbers; the checkpoint is damaged"
+        )
+    tiles = torch.cat(
+        [_tiles(codes[n : n + CHUNK_ROWS], block_scales[n : n + CHUNK_ROWS]) for n in range(0, N, CHUNK_ROWS)]
+    )
+    counters = torch.zeros(COUNTERS, dtype=torch.int32, device=codes.device)
+    if codes.is_cuda:  # the product may fetch weights before the kernels ahead of it have ended
+        torch.cuda.synchronize(codes.device)
+    return TiledWeight(tiles, row_scale.float().expand(N).contiguous(), counters, N, K)
+
+
+def _tiles(codes: torch.Tensor, block_scales: torch.Tensor) -> torch.Tensor:
+    N, K = codes.shape[0], 2 * codes.shape[1]
+    rows, columns = -(-N // TILE) * TILE, -(-K // (2 * TILE)) * (2 * TILE)
+    scale_bytes = block_scales.view(torch.uint8)
+    separate = nvfp4.unpack(codes)
+    zero = ((scale_bytes & 0x7F) == 0).repeat_interleave(nvfp4.GROUP_SIZE, dim=1)
+    flip = (scale_bytes >> 7 << 3).repeat_interleave(nvfp4.GROUP_SIZE, dim=1)
+    separate = torch.where(zero, torch.zeros_like(separate), separate ^ flip)
+    separate = torch.nn.functional.pad(separate, (0, columns - K, 0, rows - N))
+    stored = _stored_scales(codes.device)[scale_bytes.int()]
+    stored = torch.nn.functional.pad(stored, (0, (columns - K) // nvfp4.GROUP_SIZE, 0, rows - N))
+
+    blocks, k_tiles = rows // TILE, columns // TILE
+    # row = 16 w + 8 h + g, column = 16 j + 8 e + 2 c + l
+    parts = separate.view(blocks, 4, 2, 8, k_tiles, 4, 2, 4, 2)  # block, w, h, g, k tile, j, e, c, l
+    parts = parts.permute(0, 4, 1, 3, 7, 5, 6, 2, 8).reshape(blocks, k_tiles, 128, 4, 4, 2)  # ..., thread, j, p, l
+    words = _place(parts)
+    scales = stored.view(blocks, 4, 2, 8, k_tiles, 2, 2)  # block, w, h, g, k tile, j // 2, j % 2
+    scales = scales.permute(0, 4, 1, 3, 5, 2, 6).reshape(blocks, k_tiles, TILE_BYTES - CODE_BYTES)
+    return torch.cat([words.view(torch.uint8).view(blocks, k_tiles, CODE_BYTES), scales], dim=-1)
+
+
+def _place(parts: torch.Tensor) -> torch.Tensor:
+    """``parts: (..., p = 4, l = 2) uint8`` codes -> (...) int32 words."""
+    parts = parts.int()
+    word = torch.zeros(parts.shape[:-2], dtype=torch.int32, device=parts.device)
+    for pair in range(4):
+        for half in range(2):
+            code = parts[..., pair, half]
+            sign, magnitude = code >> 3, code & 7
+            if pair < 3:
+                bits = (sign << 15 | magnitude << 6) >> (3 * pair)
+            else:
+                bits = sign << 14 | (magnitude >> 1) << 10 | (magnitude & 1) << 13
+            word |= bits << (16 * half)
+    return word
+
+
+def dequantize(tiles: torch.Tensor, N: int, K: int) -> torch.Tensor:
+    """The exact operand ``code * block scale`` -> (N, K) bfloat16: the inverse of ``tile_weight``, in plain torch."""
+    blocks, k_tiles = tiles.shape[:2]
+    words = tiles[..., :CODE_BYTES].contiguous().view(torch.int32).view(blocks, k_tiles, 4, 8, 4, 4)  # w, g, c, j
+    mask = 0x81C081C0 - (1 << 32)
+    pairs = [
+        words & mask,
+        (words << 3) & mask,
+        (words << 6) & mask,
+        ((words << 1) & (0x80008000 - (1 << 32))) | ((words >> 3) & 0x01800180) | ((words >> 7) & 0x00400040),
+    ]
+    values = torch.stack(pairs, dim=-1).view(torch.bfloat16)  # ..., j, (p = e, h; l): code * 2^-126
+    values = values.view(blocks, k_tiles, 4, 8, 4, 4, 2, 2, 2)  # block, k tile, w, g, c, j, e, h, l
+    stored = tiles[..., CODE_BYTES:].reshape(blocks, k_tiles, 4, 8, 2, 2, 2).permute(0, 1, 2, 3, 4, 6, 5)
+    stored = stored.reshape(blocks, k_tiles, 4, 8, 4, 2)  # w, g, j, h
+    scales = ((stored.int() << 4) + 0x7600).to(torch.int16).view(torch.bfloat16)  # scale * 2^119
+    # in fp32: a CPU may flush BF16's subnormal numbers
+    w = values.float() * scales.float()[:, :, :, :, None, :, None, :, None] * 128.0
+    w = w.permute(0, 2, 7, 3, 1, 5, 6, 4, 8).reshape(blocks * TILE, k_tiles * TILE)
+    return w[:N, :K].to(torch.bfloat16)
+
+
+_STORED_SCALES: dict[torch.device, torch.Tensor] = {}
+
+
+def _stored_scales(device: torch.device) -> torch.Tensor:
+    """E4M3 byte -> stored byte, exponent + 10 in the upper five bits: (256,) uint8, one small constant a device."""
+    if device not in _STORED_SCALES:
+        table = []
+        for byte in range(256):
+            exponent, mantissa = (byte & 0x7F) >> 3, byte & 7
+            if exponent:
+                table.append((exponent + 3) << 3 | mantissa)
+            elif mantissa:  # mantissa * 2^-9, made normal
+                shift = mantissa.bit_length() - 1
+                table.append((shift + 1) << 3 | (mantissa << (3 - shift)) & 7)
+            else:
+                table.append(0)
+        _STORED_SCALES[device] = torch.tensor(table, dtype=torch.uint8, device=device)
+    return _STORED_SCALES[device]
