@@ -5,8 +5,10 @@ from math import sqrt
 Z95 = 1.959963984540054  # the 97.5 % point of the standard normal distribution
 
 
-def wilson(successes: int, n: int) -> tuple[float, float]:
+def wilson(successes: float, n: float) -> tuple[float, float]:
     """95 % score interval (low, high) for a share of ``successes`` out of ``n`` independent trials.
+
+    Both may be fractions: an effective number of trials, where the trials were not independent.
 
     Unlike the normal approximation it keeps its coverage near 0 and 1 and never leaves [0, 1].
     Source: E. B. Wilson, Probable inference, the law of succession, and statistical inference, JASA 22 (1927).
