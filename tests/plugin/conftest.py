@@ -1,0 +1,247 @@
+"""Packed checkpoints written by a few independent lines, a Hugging Face reference, and engines."""
+
+import gc
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+# E2M1: a sign bit and an index into these; written again here, on purpose
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+SCHEME = {
+    "quant_method": "compressed-tensors",
+    "format": "nvfp4-pack-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "type": "float",
+                "strategy": "tensor_group",
+                "group_size": 16,
+                "symmetric": True,
+                "dynamic": False,
+            },
+            "input_activations": None,
+        }
+    },
+}
+PROMPTS = [[5, 9, 17, 33, 60, 21, 8, 14, 2, 40, 41, 3], [11, 11, 30, 4, 55, 62, 7], [3, 50]]
+
+
+@pytest.fixture(scope="session")
+def write_packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """write_packed(bf16_folder, shared=True) -> folder of the packed checkpoint.
+
+    With ``shared`` the parts of a fused layer have one divisor, as `qerl quantize` writes them; without it each part
+    has its own, and they differ by powers of ten.
+    """
+    from qerl_kernels import nvfp4
+    from safetensors.torch import load_file, save_file
+
+    def write(source: Path, *, shared: bool = True) -> Path:
+        tensors = load_file(source / "model.safetensors")
+        packed: dict[str, torch.Tensor] = {}
+        for name, w in tensors.items():
+            module = name.removesuffix(".weight")
+            last = module.rsplit(".", 1)[-1]
+            if w.dim() != 2 or last in ("embed_tokens", "lm_head", "gate"):
+                packed[name] = w
+                continue
+            if not shared:
+                w = w * {"k_proj": 10, "v_proj": 0.1, "up_proj": 3}.get(last, 1)
+            group = FUSED.get(last)
+            siblings = [
+                tensors[f"{module.rsplit('.', 1)[0]}.{other}.weight"]
+                for other, its_group in FUSED.items()
+                if shared and group and its_group == group
+            ] or [w]
+            amax = torch.stack([tensor.abs().amax() for tensor in siblings]).amax()
+            result = nvfp4.quantize(w, nvfp4.divisor_from_amax(amax))
+            packed[f"{module}.weight_packed"] = result.codes
+            packed[f"{module}.weight_scale"] = result.block_scales
+            packed[f"{module}.weight_global_scale"] = result.divisor.reshape(1)
+        folder = tmp_path_factory.mktemp("packed")
+        save_file(packed, folder / "model.safetensors", metadata={"format": "pt"})
+        for file in source.iterdir():
+            if file.suffix == ".json" or file.name.startswith("tokenizer"):
+                (folder / file.name).write_bytes(file.read_bytes())
+        config = json.loads((source / "config.json").read_text())
+        ignore = ["lm_head", "re:.*mlp.gate$"] if "num_experts" in config else ["lm_head"]
+        config["quantization_config"] = {**SCHEME, "ignore": ignore}
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    return write
+
+
+def dequantize(codes: torch.Tensor, scales: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+    """The float64 weight that three stored tensors stand for, code by code."""
+    low, high = codes & 0xF, codes >> 4
+    index = torch.stack([low, high], dim=-1).flatten(1)
+    values = torch.tensor(E2M1, dtype=torch.float64)[(index & 7).long()] * torch.where(index & 8 > 0, -1.0, 1.0)
+    return values * scales.double().repeat_interleave(16, dim=1) / divisor.double()
+
+
+@pytest.fixture(scope="session")
+def weights_of() -> Callable[[Path], dict[str, torch.Tensor]]:
+    """weights_of(packed_folder) -> float64 tensors by their names in the BF16 checkpoint."""
+    from safetensors.torch import load_file
+
+    def read(folder: Path) -> dict[str, torch.Tensor]:
+        stored = load_file(folder / "model.safetensors")
+        weights = {}
+        for name, tensor in stored.items():
+            module = name.removesuffix(".weight_packed")
+            if name.endswith(".weight_packed"):
+                parts = [stored[f"{module}.{part}"] for part in ("weight_scale", "weight_global_scale")]
+                weights[f"{module}.weight"] = dequantize(tensor, *parts)
+            elif not name.endswith(("weight_scale", "weight_global_scale")):
+                weights[name] = tensor.double()
+        return weights
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def reference(weights_of: Callable[[Path], dict[str, torch.Tensor]]) -> Callable[[Path], torch.nn.Module]:
+    """reference(folder) -> the Hugging Face model of a packed or BF16 checkpoint, in float32 throughout.
+
+    In float32 the norms round nowhere that could be seen, so a float32 engine must agree to about 1e-4.
+    """
+    import transformers
+
+    def build(folder: Path) -> torch.nn.Module:
+        config = transformers.AutoConfig.from_pretrained(folder)
+        config.quantization_config = None
+        del config.quantization_config
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        weights = {name: w.float() for name, w in weights_of(folder).items()}
+        if "num_experts" in json.loads((folder / "config.json").read_text()):
+            weights = _stack_experts(weights)
+        missing, unexpected = model.load_state_dict(weights, strict=False)
+        assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+        model.tie_weights()
+        return model.eval()
+
+    return build
+
+
+def _stack_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """transformers 5 holds all experts of a layer in two tensors: gate_up_proj (E, 2N, K) and down_proj (E, K, N)."""
+    stacked = {name: w for name, w in weights.items() if ".experts." not in name}
+    layers = {name.split(".experts.")[0] for name in weights if ".experts." in name}
+    for layer in layers:
+        count = sum(name.startswith(f"{layer}.experts.") and name.endswith("down_proj.weight") for name in weights)
+        parts = {
+            part: [weights[f"{layer}.experts.{e}.{part}.weight"] for e in range(count)]
+            for part in ("gate_proj", "up_proj", "down_proj")
+        }
+        gate_up = [torch.cat(pair) for pair in zip(parts["gate_proj"], parts["up_proj"], strict=True)]
+        stacked[f"{layer}.experts.gate_up_proj"] = torch.stack(gate_up)
+        stacked[f"{layer}.experts.down_proj"] = torch.stack(parts["down_proj"])
+    return stacked
+
+
+@torch.no_grad()
+def hf_logprobs(model: torch.nn.Module, prompts: list[list[int]] = PROMPTS) -> torch.Tensor:
+    """Log-probability of every prompt token but the first, one prompt after the other: (tokens,)."""
+    found = []
+    for ids in prompts:
+        logits = model(torch.tensor([ids])).logits[0].float()
+        found.append(torch.log_softmax(logits, -1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0])
+    return torch.cat(found)
+
+
+def engine_logprobs(llm: Any, request: Any = None, prompts: list[list[int]] = PROMPTS) -> torch.Tensor:
+    """The same from the engine, which computes the prompt anew: prompt_logprobs bypass the prefix cache."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    inputs = [{"prompt_token_ids": ids} for ids in prompts]
+    outputs = llm.generate(inputs, sampling, use_tqdm=False, lora_request=request)
+    values = []
+    for ids, output in zip(prompts, outputs, strict=True):
+        values += [output.prompt_logprobs[i][ids[i]].logprob for i in range(1, len(ids))]
+    assert all(math.isfinite(value) for value in values)
+    return torch.tensor(values)
+
+
+def engine_model(llm: Any) -> torch.nn.Module:
+    """The model inside an engine that runs in this process."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+
+
+def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The largest absolute difference."""
+    assert ours.shape == theirs.shape
+    return float((ours - theirs).abs().max())
+
+
+@pytest.fixture(scope="session")
+def measure() -> Any:
+    """The functions above, for test files: they cannot import one another."""
+    import types
+
+    return types.SimpleNamespace(
+        hf=hf_logprobs, engine=engine_logprobs, difference=difference, model=engine_model, prompts=PROMPTS
+    )
+
+
+@pytest.fixture(scope="module")
+def boot(engine_options: dict[str, object]) -> Iterator[Callable[..., Any]]:
+    """boot(folder, **options) -> an engine in this process, shut down when the module is done."""
+    from vllm import LLM
+
+    engines = []
+
+    def start(folder: Path, **options: object) -> Any:
+        options = {"quantization": "qerl_nvfp4", "num_gpu_blocks_override": 64, **engine_options, **options}
+        engines.append(LLM(model=str(folder), **options))
+        return engines[-1]
+
+    yield start
+    for llm in engines:
+        llm.llm_engine.engine_core.shutdown()
+    engines.clear()
+    gc.collect()
+
+
+LORA = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": 8}
+
+
+@pytest.fixture(scope="session")
+def lora_options() -> dict[str, object]:
+    """What an engine with a policy adapter of rank <= 8 is started with; float32, for sharp comparisons."""
+    return {**LORA, "dtype": "float32"}
+
+
+@pytest.fixture(scope="session")
+def make_adapter() -> Callable[..., tuple[dict[str, torch.Tensor], dict[str, Any], torch.nn.Module]]:
+    """make_adapter(hf_model, seed=1, size=0.3, **lora_config) -> tensors, config and the PEFT model.
+
+    Both halves are random: an adapter as PEFT starts it (B = 0) would change nothing.
+    """
+    import copy
+
+    import peft
+
+    def make(model: torch.nn.Module, *, seed: int = 1, size: float = 0.3, **changes: object) -> Any:
+        options = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"], **changes}
+        wrapped = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(task_type="CAUSAL_LM", **options))
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in wrapped.named_parameters():
+                if "lora_" in name:
+                    parameter.copy_(size * torch.randn(parameter.shape, generator=generator))
+        tensors = {name: t.detach().clone() for name, t in peft.get_peft_model_state_dict(wrapped).items()}
+        return tensors, wrapped.peft_config["default"].to_dict(), wrapped.eval()
+
+    return make

@@ -1,0 +1,155 @@
+"""Which adapters are accepted, and which modules they name: the rules are PEFT's, and PEFT is asked."""
+
+import copy
+import re
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft.tuners.tuners_utils import check_target_module_exists
+
+from qerl_vllm_plugin.adapter import AdapterError, Target, check, named_modules
+
+SHAPES = {"q_proj": (8, 8), "k_proj": (8, 4), "v_proj": (8, 4), "o_proj": (8, 8)} | {
+    "gate_proj": (8, 16),
+    "up_proj": (8, 16),
+    "down_proj": (16, 8),
+}
+TARGETS = {
+    f"model.layers.{layer}.{'self_attn' if name[0] in 'qkvo' else 'mlp'}.{name}": Target(name, 0, *shape)
+    for layer in range(12)
+    for name, shape in SHAPES.items()
+}
+CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "down_proj"]}
+
+
+def tensors_for(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for name in named_modules(config, TARGETS):
+        target = TARGETS[name]
+        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(config["r"], target.in_features)
+        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(target.out_features, config["r"])
+    return tensors
+
+
+@pytest.mark.parametrize(
+    "selection",
+    [
+        {"target_modules": ["q_proj"]},
+        {"target_modules": ["self_attn.q_proj", "model.layers.3.mlp.up_proj"]},
+        {"target_modules": {"v_proj", "o_proj"}},
+        {"target_modules": r".*\.layers\.[0-3]\.mlp\..*"},
+        {"target_modules": r".*(q|v)_proj", "exclude_modules": r".*layers\.1.*"},
+        {"target_modules": ["q_proj", "up_proj"], "exclude_modules": ["layers.2.mlp.up_proj", "self_attn.q_proj"]},
+        {"target_modules": ["q_proj"], "layers_to_transform": 1},
+        {"target_modules": ["q_proj"], "layers_to_transform": [0, 1, 11]},
+        {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": "layers"},
+        {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": ["blocks", "layers"]},
+        {"target_modules": ["q_proj"], "layers_to_transform": []},
+    ],
+    ids=lambda selection: re.sub(r"[^\w]+", "-", str(selection))[:60],
+)
+def test_modules_are_those_that_peft_adapts(selection):
+    config = peft.LoraConfig(r=2, **selection)
+    theirs = {name for name in TARGETS if check_target_module_exists(config, name) is True or _matched(config, name)}
+    assert theirs, "a selection that PEFT resolves to nothing proves nothing"
+    assert named_modules(config.to_dict(), TARGETS) == theirs
+
+
+def _matched(config: peft.LoraConfig, name: str) -> bool:
+    return isinstance(check_target_module_exists(config, name), re.Match)
+
+
+def test_whole_adapter_is_accepted_with_its_scaling():
+    adapter = check(tensors_for(CONFIG), CONFIG, TARGETS, max_rank=8)
+    assert (adapter.rank, adapter.scaling, len(adapter.pairs)) == (2, 2.0, 24)
+    rooted = {**CONFIG, "use_rslora": True}
+    assert check(tensors_for(rooted), rooted, TARGETS, 8).scaling == pytest.approx(4 / 2**0.5)
+
+
+ANY = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+BAD_TENSORS = {
+    "a_half_is_missing": (lambda t: t.pop(f"{ANY}A.weight"), r"q_proj.lora_A.weight is missing"),
+    "a_module_is_missing": (
+        lambda t: [t.pop(f"{ANY}A.weight"), t.pop(f"{ANY}B.weight")],
+        "its tensors are missing",
+    ),
+    "a_module_too_many": (lambda t: t.update({ANY.replace("q_", "k_") + "A.weight": torch.ones(2, 8)}), "k_proj"),
+    "another_layer": (lambda t: t.update({ANY.replace(".0.", ".12.") + "A.weight": torch.ones(2, 8)}), "another base"),
+    "transposed": (lambda t: t.update({f"{ANY}A.weight": torch.ones(8, 2)}), r"shape \(8, 2\)"),
+    "another_rank": (lambda t: t.update({f"{ANY}A.weight": torch.ones(3, 8)}), r"shape \(3, 8\)"),
+    "one_dimension": (lambda t: t.update({f"{ANY}A.weight": torch.ones(16)}), r"shape \(16,\)"),
+    "nan_in_A": (lambda t: t[f"{ANY}A.weight"].view(-1)[3].fill_(float("nan")), "NaN"),
+    "infinity_in_B": (lambda t: t[f"{ANY}B.weight"].view(-1)[3].fill_(float("inf")), "NaN or infinite"),
+    "integers": (lambda t: t.update({f"{ANY}A.weight": torch.ones(2, 8, dtype=torch.int32)}), "torch.int32"),
+    "float8": (lambda t: t.update({f"{ANY}A.weight": torch.ones(2, 8).to(torch.float8_e4m3fn)}), "float8"),
+    "nothing": (lambda t: t.clear(), "holds no tensors"),
+    "live_names": (lambda t: t.update({f"{ANY}A.default.weight": torch.ones(2, 8)}), "not part of a plain LoRA"),
+    "dora": (lambda t: t.update({f"{ANY}magnitude_vector": torch.ones(8)}), "not part of a plain LoRA"),
+    "embedding": (
+        lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(2, 8)}),
+        "not part of a plain LoRA",
+    ),
+    "saved_module": (
+        lambda t: t.update({"base_model.model.lm_head.weight": torch.ones(8, 8)}),
+        "not part of a plain LoRA",
+    ),
+    "lm_head": (lambda t: t.update({"base_model.model.lm_head.lora_A.weight": torch.ones(2, 8)}), "lm_head"),
+    "no_prefix": (lambda t: t.update({"model.layers.0.mlp.up_proj.lora_A.weight": torch.ones(2, 8)}), "base_model"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TENSORS)
+def test_tensors_are_refused(case):
+    change, message = BAD_TENSORS[case]
+    tensors = tensors_for(CONFIG)
+    change(tensors)
+    with pytest.raises(AdapterError, match=message):
+        check(tensors, CONFIG, TARGETS, max_rank=8)
+
+
+BAD_CONFIGS = {
+    "rank_above_the_engine": ({"r": 9}, "at most 8"),
+    "rank_zero": ({"r": 0}, "rank r is 0"),
+    "rank_true": ({"r": True}, "rank r is True"),
+    "no_alpha": ({"lora_alpha": None}, "lora_alpha is None"),
+    "alpha_nan": ({"lora_alpha": float("nan")}, "finite"),
+    "dora": ({"use_dora": True}, "use_dora"),
+    "bias": ({"bias": "all"}, "bias is 'all'"),
+    "lora_bias": ({"lora_bias": True}, "lora_bias"),
+    "modules_to_save": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    "rank_pattern": ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
+    "alpha_pattern": ({"alpha_pattern": {"q_proj": 4}}, "alpha_pattern"),
+    "pissa": ({"init_lora_weights": "pissa"}, "changes the base"),
+    "pissa_niter": ({"init_lora_weights": "pissa_niter_16"}, "changes the base"),
+    "loftq": ({"init_lora_weights": "loftq"}, "changes the base"),
+    "not_lora": ({"peft_type": "IA3"}, "only LORA"),
+    "lm_head": ({"target_modules": ["q_proj", "lm_head"]}, "lm_head"),
+    "embedding": ({"target_modules": ["embed_tokens"]}, "embeddings"),
+    "unknown_module": ({"target_modules": ["q_proj", "qproj"]}, "'qproj'"),
+    "no_modules": ({"target_modules": None}, "no target_modules"),
+    "expression_without_match": ({"target_modules": "q_proj"}, "names no linear layer"),
+    "broken_expression": ({"target_modules": "(q_proj"}, "not a regular expression"),
+    "broken_exclusion": ({"exclude_modules": "*"}, "not a regular expression"),
+    "broken_layers_pattern": ({"layers_to_transform": [0], "layers_pattern": "("}, "not a regular expression"),
+    "modules_of_wrong_type": ({"target_modules": [1]}, "list of strings"),
+    "modules_a_number": ({"target_modules": 7}, "list of strings"),
+    "layers_of_wrong_type": ({"layers_to_transform": ["0"]}, "layers_to_transform"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CONFIGS)
+def test_configs_are_refused(case):
+    changes, message = BAD_CONFIGS[case]
+    tensors = tensors_for(CONFIG)
+    before = copy.deepcopy(tensors)
+    with pytest.raises(AdapterError, match=message):
+        check(tensors, {**CONFIG, **changes}, TARGETS, max_rank=8)
+    assert all(torch.equal(tensors[name], before[name]) for name in before)
+
+
+def test_rank_below_the_largest_and_equal_to_it():
+    for rank in (1, 8):
+        config = {**CONFIG, "r": rank}
+        assert check(tensors_for(config), config, TARGETS, max_rank=8).rank == rank

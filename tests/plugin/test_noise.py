@@ -1,0 +1,71 @@
+"""The noise as a function: which bits, which norms, which values are refused."""
+
+import math
+
+import pytest
+import torch
+
+from qerl_vllm_plugin import noise
+
+NAME = "model.layers.0.input_layernorm.weight"
+GOLDEN = [0.4553893506526947, 0.683228075504303, -0.985525906085968, 0.31237897276878357]
+
+
+def test_promise_3_first_values_are_pinned():
+    """The same on every machine and torch version: a resumed run or another rank draws these very numbers."""
+    values = noise.draw(42, 3, NAME, 64)
+    assert values.dtype == torch.float32
+    assert values[:4].tolist() == GOLDEN
+
+
+def test_every_key_matters_and_nothing_else():
+    base = noise.draw(1, 2, NAME, 32)
+    assert torch.equal(base, noise.draw(1, 2, NAME, 32))
+    for other in (
+        noise.draw(2, 2, NAME, 32),
+        noise.draw(1, 3, NAME, 32),
+        noise.draw(12, 2, NAME, 32),
+        noise.draw(1, 2, NAME.replace(".0.", ".1."), 32),
+    ):
+        assert not torch.equal(base, other)
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    noise.draw(1, 2, NAME, 32)
+    assert torch.equal(before, torch.get_rng_state()), "the global generator has moved"
+
+
+def test_unit_gaussian():
+    values = noise.draw(0, 0, NAME, 100_000).double()
+    assert abs(float(values.mean())) < 0.02  # six standard errors
+    assert abs(float(values.std()) - 1) < 0.02
+    assert abs(float(values.abs().median()) - 0.6745) < 0.015  # the normal distribution's quartile
+
+
+def test_noisy_is_base_plus_sigma_z_in_fp32():
+    base = (1 + 0.3 * torch.randn(64)).to(torch.bfloat16)
+    got = noise.noisy(base, 1e-4, 5, 6, NAME)
+    expected = base.double() + 1e-4 * noise.draw(5, 6, NAME, 64).double()
+    assert got.dtype == torch.float32
+    assert float((got.double() - expected).abs().max()) < 2**-23
+
+
+@pytest.mark.parametrize(
+    ("name", "is_target"),
+    [
+        ("model.layers.0.input_layernorm.weight", True),
+        ("model.layers.27.post_attention_layernorm.weight", True),
+        ("model.norm.weight", False),
+        ("model.layers.0.self_attn.q_norm.weight", False),
+        ("model.layers.0.my_input_layernorm.weight", False),
+        ("model.layers.0.input_layernorm.bias", False),
+        ("weight", False),
+    ],
+)
+def test_default_targets(name, is_target):
+    assert noise.is_target(name) is is_target
+
+
+@pytest.mark.parametrize("sigma", [-1e-9, math.nan, math.inf, -math.inf])
+def test_impossible_sigma_is_refused(sigma):
+    with pytest.raises(ValueError, match="must be a finite number"):
+        noise.check_sigma(sigma)
