@@ -47,13 +47,12 @@ def environment() -> Path:
         if not Path(given).is_file():
             raise RuntimeError(f"QERL_LLMCOMPRESSOR_PYTHON={given}: no such file; name a Python that has llmcompressor")
         return Path(given)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qerl"
-    cache.mkdir(parents=True, exist_ok=True)
-    folder = cache / REQUIREMENTS[0].replace("==", "-")
-    python, ready = folder / "bin" / "python", folder / ".ready"
-    with (cache / "lock").open("w") as lock:
+    folder = _folder()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    python = folder / "bin" / "python"
+    with (folder.parent / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # a second `qerl quantize` waits for the first
-        if not ready.is_file():
+        if not is_ready():
             shutil.rmtree(folder, ignore_errors=True)  # a half-made one
             commands = [
                 [sys.executable, "-m", "venv", str(folder)],
@@ -62,8 +61,18 @@ def environment() -> Path:
             for command in commands:
                 Console().print("making llmcompressor's own environment:", " ".join(command), highlight=False)
                 _call(command, f"{folder} could not be made; by hand (and set QERL_LLMCOMPRESSOR_PYTHON): {commands}")
-            ready.touch()
+            (folder / ".ready").touch()
     return python
+
+
+def is_ready() -> bool:
+    """Whether the environment has been made."""
+    return (_folder() / ".ready").is_file()
+
+
+def _folder() -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "qerl" / REQUIREMENTS[0].replace("==", "-")
 
 
 def _torch_pin() -> str:

@@ -20,7 +20,7 @@ from qerl_recipes.shard_writer import Entry, ShardWriter
 from qerl_vllm_plugin.checkpoint import INDEX, SINGLE, CheckpointError, CheckpointReport
 from qerl_vllm_plugin.safetensors_header import DTYPES, TensorHeader, read_tensor
 
-CHUNK_ELEMENTS = 1 << 22  # packed at once: bounds the memory of the fp32 intermediates
+CHUNK_ELEMENTS = 1 << 20  # packed at once: bounds the memory of the fp32 intermediates
 HALF_OR_FULL = ("F16", "F32")
 
 
@@ -82,7 +82,7 @@ def write_shards(
     device: str,
 ) -> list[LayerError]:
     """The second pass."""
-    layers: list[LayerError] = []
+    layers: dict[str, LayerError] = {}
     places: dict[str, str] = {}
     total = 0
     for file in _progress(report.files, "packing"):
@@ -97,7 +97,7 @@ def write_shards(
                 elif kind == "weight_packed" and module in divisors:
                     w = _load(report.tensors[f"{module}.weight"], plan)
                     weight, error = _pack_in_chunks(w, divisors[module], pack, device)
-                    layers.append(LayerError(module, tuple(w.shape), error))
+                    layers[module] = LayerError(module, tuple(w.shape), error)
                     writer.write(entry.name, weight.codes)
                     writer.write(f"{module}.weight_scale", weight.block_scales)
                 elif not (kind == "weight_scale" and module in divisors):  # that one went with its codes
@@ -105,7 +105,7 @@ def write_shards(
     if [file.name for file in report.files] != [SINGLE]:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return layers
+    return [layers[module] for module in plan.linears]  # in the model's order, whatever the order of the files
 
 
 def _pack_in_chunks(
