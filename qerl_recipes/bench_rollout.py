@@ -28,10 +28,11 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     "14B": (5120, 13824, 48, 40, 8, 152064, False),
     "32B": (5120, 27648, 64, 40, 8, 152064, False),
 }
-ARMS: dict[str, dict[str, Any]] = {
-    "bf16": {"quantization": None},
-    "qerl_nvfp4": {"quantization": "qerl_nvfp4"},
-    "nf4": {"quantization": "bitsandbytes"},
+ARMS: dict[str, str | None] = {  # engine quantization
+    "bf16": None,
+    "qerl_nvfp4": "qerl_nvfp4",  # the adapter in the layers themselves
+    "qerl_nvfp4_slots": "qerl_nvfp4",  # the adapter in vLLM's LoRA slots
+    "nf4": "bitsandbytes",
 }
 
 
@@ -101,13 +102,10 @@ def measure(arm: str, shape: str, batch_sizes: Sequence[int], rank: int) -> dict
             dtype="bfloat16",
             max_model_len=PROMPT_TOKENS + NEW_TOKENS,
             max_num_seqs=max(batch_sizes),
-            enable_lora=True,
-            max_loras=1,
-            max_cpu_loras=1,
-            max_lora_rank=rank,
             enable_prefix_caching=False,
             disable_log_stats=True,
-            **ARMS[arm],
+            quantization=ARMS[arm],
+            **_room_for_adapter(arm, rank),
         )
     policy = Policy(llm)
     policy.swap(*random_adapter(config, rank))
@@ -115,7 +113,7 @@ def measure(arm: str, shape: str, batch_sizes: Sequence[int], rank: int) -> dict
     generator = torch.Generator().manual_seed(0)
     rows: dict[str, Any] = {}
     for batch in batch_sizes:
-        seconds = []
+        seconds: list[float] = []
         for repeat in range(REPEATS + 1):
             ids = torch.randint(1000, 100000, (batch, PROMPT_TOKENS), generator=generator).tolist()
             start = time.perf_counter()
@@ -129,6 +127,12 @@ def measure(arm: str, shape: str, batch_sizes: Sequence[int], rank: int) -> dict
             "spread": (max(seconds) - min(seconds)) / statistics.median(seconds),
         }
     return {"batch": rows, "weights_gib": _weights_gib(llm)}
+
+
+def _room_for_adapter(arm: str, rank: int) -> dict[str, Any]:
+    if arm == "qerl_nvfp4":
+        return {"additional_config": {"qerl": {"policy_adapter": {"rank": rank}}}}
+    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
 
 
 def random_adapter(config: dict[str, Any], rank: int) -> tuple[dict[str, Any], dict[str, Any]]:

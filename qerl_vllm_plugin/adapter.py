@@ -31,7 +31,12 @@ _UNSUPPORTED = {
     "alora_invocation_tokens": "train a plain LoRA adapter",
     "arrow_config": "train a plain LoRA adapter",
     "megatron_config": "export the adapter in PEFT's layout",
+    "monteclora_config": "train a plain LoRA adapter",
+    "use_bdlora": "train a plain LoRA adapter",
+    "kasa_config": "train a plain LoRA adapter",
 }
+# the ways to start an adapter that leave the base weights as they are; others (pissa, olora, corda, loftq) change them
+_PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
 class AdapterError(ValueError):
@@ -83,7 +88,7 @@ def check(
     checked = {}
     for name in expected:
         checked[name] = _check_pair(name, pairs[name], targets[name], rank)
-    _check_finite(checked)
+    check_finite(checked, "holds NaN or infinite values")
     return Adapter(rank, scaling, checked)
 
 
@@ -94,6 +99,9 @@ def named_modules(config: Mapping[str, Any], targets: Mapping[str, Target]) -> s
     Raises AdapterError if an entry of the list names no linear that can carry an adapter.
     """
     wanted, excluded = config.get("target_modules"), config.get("exclude_modules")
+    for key, value in (("target_modules", wanted), ("exclude_modules", excluded)):
+        _check_patterns(key, value)
+    _check_patterns("layers_pattern", config.get("layers_pattern"), always_regular=True)
     if not wanted:
         raise AdapterError("the adapter's config has no target_modules; nothing would be adapted")
     if not isinstance(wanted, str):
@@ -104,7 +112,9 @@ def named_modules(config: Mapping[str, Any], targets: Mapping[str, Target]) -> s
                     f"adapter (embeddings and lm_head cannot); those that can end in {_endings(targets)}"
                 )
     layers = config.get("layers_to_transform")
-    layers = [layers] if isinstance(layers, int) else layers
+    layers = [layers] if isinstance(layers, int) else layers or None
+    if layers is not None and not all(isinstance(layer, int) for layer in layers):
+        raise AdapterError(f"layers_to_transform is {layers!r}; it must be a whole number or a list of them")
     names = {
         name
         for name in targets
@@ -120,6 +130,19 @@ def named_modules(config: Mapping[str, Any], targets: Mapping[str, Target]) -> s
     return names
 
 
+def _check_patterns(key: str, value: Any, *, always_regular: bool = False) -> None:
+    """None, a regular expression, or a list of names. Raises AdapterError."""
+    entries = [value] if isinstance(value, str) else value or []
+    if not isinstance(entries, list | tuple | set) or not all(isinstance(entry, str) for entry in entries):
+        raise AdapterError(f"{key} is {value!r}; it must be a string or a list of strings")
+    for entry in entries:
+        try:
+            if isinstance(value, str) or always_regular:
+                re.compile(entry)
+        except re.error as error:
+            raise AdapterError(f"{key}: {entry!r} is not a regular expression ({error})") from error
+
+
 def _check_config(config: Mapping[str, Any], max_rank: int) -> tuple[int, float]:
     kind = config.get("peft_type", "LORA")
     if str(getattr(kind, "value", kind)).upper() != "LORA":
@@ -129,6 +152,11 @@ def _check_config(config: Mapping[str, Any], max_rank: int) -> tuple[int, float]
     for key, way_out in _UNSUPPORTED.items():
         if config.get(key):
             raise AdapterError(f"the adapter uses {key}={config[key]!r}, which is not supported; {way_out}")
+    if (init := config.get("init_lora_weights")) not in _PLAIN_INITS:
+        raise AdapterError(
+            f"init_lora_weights is {init!r}, which changes the base weights too; save the adapter with PEFT's "
+            "path_initial_model_for_weight_conversion, or train with init_lora_weights=True"
+        )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise AdapterError(f"the adapter's rank r is {rank!r}; it must be a whole number of at least 1")
@@ -173,12 +201,12 @@ def _check_pair(
     return pair[_A], pair[_B]
 
 
-def _check_finite(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """One transfer from the device for all of them."""
+def check_finite(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], complaint: str) -> None:
+    """Raises AdapterError with ``complaint`` for NaN or infinite values; one transfer from the device for all."""
     names = list(pairs)
     finite = torch.stack([torch.isfinite(a).all() & torch.isfinite(b).all() for a, b in pairs.values()])
     if bad := [name for name, ok in zip(names, finite.tolist(), strict=True) if not ok]:
-        raise AdapterError(f"the adapter of {bad[0]} (and {len(bad) - 1} more) holds NaN or infinite values")
+        raise AdapterError(f"the adapter of {bad[0]} (and {len(bad) - 1} more) {complaint}")
 
 
 def _matches(name: str, patterns: str | list[str]) -> bool:

@@ -1,6 +1,5 @@
 """Everything that depends on the insides of vLLM, for 0.26 to 0.32, and the one graft on a class of another package."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -8,13 +7,10 @@ import vllm
 from packaging.version import InvalidVersion, Version
 from vllm.logger import init_logger
 
-from qerl_vllm_plugin.adapter import AdapterError, Target
-
 logger = init_logger("vllm.qerl")
 
 OLDEST, FIRST_UNSUPPORTED = Version("0.26"), Version("0.33")
 TESTED = ("0.26.0", "0.31.0")
-ADAPTER_ID = 1  # the LoRA id that the policy uses in every engine
 
 
 def check_vllm_version(version: str = vllm.__version__) -> None:
@@ -90,109 +86,17 @@ def norm_layers(worker: Any) -> dict[str, torch.nn.Module]:
     }
 
 
-def _manager(worker: Any) -> Any:
-    """vLLM's LoRA model manager. Raises AdapterError if the engine was started without --enable-lora."""
-    manager = getattr(worker.model_runner, "lora_manager", None)
-    if manager is None:
-        raise AdapterError("this engine was started without LoRA; start it with enable_lora=True, max_lora_rank=R")
-    return manager._adapter_manager
-
-
-def has_lora(worker: Any) -> bool:
-    return getattr(worker.model_runner, "lora_manager", None) is not None
-
-
-def max_rank(worker: Any) -> int:
-    return _manager(worker).lora_config.max_lora_rank
-
-
-def lora_dtype(worker: Any) -> torch.dtype:
-    return _manager(worker).lora_config.lora_dtype
-
-
-def reserve_adapter(worker: Any) -> None:
-    """Registers and pins an empty adapter under ADAPTER_ID, so that vLLM never looks for it on disk or evicts it."""
-    from vllm.lora.lora_model import LoRAModel
-    from vllm.lora.lora_weights import LoRALayerWeights
-
-    manager = _manager(worker)
-    if ADAPTER_ID in manager.list_adapters():
-        if getattr(manager.get_adapter(ADAPTER_ID), "is_qerl_policy", False):
-            return
-        raise AdapterError(
-            f"LoRA id {ADAPTER_ID} is already in use in this engine; the policy adapter needs it. Start the engine "
-            "without --lora-modules"
-        )
-    # vLLM wants at least one layer in an adapter; this one is zero
-    name, layer = next((name, layer) for name, layer in _linears(worker).items() if layer.n_slices == 1)
-    a = torch.zeros(1, getattr(layer.base_layer, "input_size", layer.input_size), dtype=lora_dtype(worker))
-    b = torch.zeros(layer.base_layer.output_size, 1, dtype=lora_dtype(worker))
-    empty = LoRAModel(ADAPTER_ID, rank=1, loras={name: LoRALayerWeights(name, 1, 1, a, b)})
-    empty.is_qerl_policy = True
-    manager.add_adapter(empty)
-    manager.activate_adapter(ADAPTER_ID)
-    manager.pin_adapter(ADAPTER_ID)
-
-
-def _slot(worker: Any) -> int:
-    manager = _manager(worker)
-    if ADAPTER_ID not in manager.lora_index_to_id:
-        raise AdapterError(
-            "vLLM has dropped the policy adapter's slot (weights were reloaded?); swap the adapter again"
-        )
-    return manager.lora_index_to_id.index(ADAPTER_ID)
-
-
-def _linears(worker: Any) -> dict[str, Any]:
-    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
-
-    modules = _manager(worker).modules
-    return {name: layer for name, layer in modules.items() if isinstance(layer, BaseLinearLayerWithLoRA)}
-
-
-def adapter_targets(worker: Any) -> dict[str, Target]:
-    """Every linear that can carry an adapter, by its checkpoint name; sizes are those of all ranks together."""
-    packed = _manager(worker).packed_modules
-    targets: dict[str, Target] = {}
-    for name, layer in _linears(worker).items():
-        base = layer.base_layer
-        parts = packed.get(name) or [name]
-        inputs = getattr(base, "input_size", layer.input_size)
-        for i, (part, outputs) in enumerate(zip(parts, _output_sizes(base, len(parts)), strict=True)):
-            targets[part] = Target(name, i, inputs, outputs)
-    return targets
-
-
-def _output_sizes(base: Any, parts: int) -> list[int]:
+def output_sizes(layer: Any, parts: int) -> list[int]:
+    """Rows of each part of a vLLM linear, over all tensor-parallel ranks."""
     if parts == 1:
-        return [base.output_size]
-    if hasattr(base, "total_num_heads"):  # q, k, v; output_sizes would count replicated key/value heads
-        value_size = getattr(base, "v_head_size", base.head_size)
-        key_heads = base.total_num_kv_heads
-        return [base.total_num_heads * base.head_size, key_heads * base.head_size, key_heads * value_size]
-    return list(base.output_sizes)
+        return [layer.output_size]
+    if hasattr(layer, "total_num_heads"):  # q, k, v; vLLM's own output_sizes count replicated key/value heads
+        value_size = getattr(layer, "v_head_size", layer.head_size)
+        key_heads = layer.total_num_kv_heads
+        return [layer.total_num_heads * layer.head_size, key_heads * layer.head_size, key_heads * value_size]
+    return list(layer.output_sizes)
 
 
-def write_adapter(worker: Any, staged: dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]]) -> None:
-    """Copies staged (A, B) into the policy's slot of every layer, in place; layers that are not staged become zero.
-
-    ``staged``: engine module -> part -> (A, B), B already scaled. vLLM's own setter cuts out this rank's share.
-    """
-    slot = _slot(worker)
-    for name, layer in _linears(worker).items():
-        parts = staged.get(name)
-        if parts is None:
-            layer.reset_lora(slot)
-        elif layer.n_slices == 1:
-            layer.set_lora(slot, *parts[0])
-        else:
-            pairs = [parts.get(i, (None, None)) for i in range(layer.n_slices)]
-            layer.set_lora(slot, [a for a, _ in pairs], [b for _, b in pairs])
-
-
-def adapter_buffers(worker: Any) -> Iterator[torch.Tensor]:
-    """This rank's A and B buffers of the policy's slot, in a fixed order."""
-    slot = _slot(worker)
-    for _, layer in sorted(_linears(worker).items()):
-        for stacked in (*layer.lora_a_stacked, *layer.lora_b_stacked):
-            yield stacked[slot]
+def shard_id(layer: Any, part: int) -> str | int:
+    """What vLLM's weight loader calls a part of a fused linear."""
+    return "qkv"[part] if hasattr(layer, "total_num_heads") else part

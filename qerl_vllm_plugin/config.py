@@ -1,6 +1,6 @@
 """``--quantization qerl_nvfp4``: which checkpoints are accepted and which layers are quantized."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 NAME = "qerl_nvfp4"
 # left in BF16 when a BF16 checkpoint is quantized on the way in; the same default as `qerl quantize --ignore`
 DEFAULT_IGNORE = ("lm_head",)
+KNOWN_OPTIONS = {"ignore", "policy_adapter"}
+MAX_ADAPTER_RANK = 512  # vLLM's own limit for --max-lora-rank
 
 
 def is_registered() -> bool:
@@ -28,10 +30,13 @@ def is_registered() -> bool:
 class Options:
     """What ``--additional-config '{"qerl": {...}}'`` may set.
 
-    ``ignore``: layers of a BF16 checkpoint that stay in BF16, by name or ``re:`` pattern (compressed-tensors' syntax).
+    ``ignore``: layers of a BF16 checkpoint that stay in BF16, by name or ``re:`` pattern (compressed-tensors' syntax);
+    None where it is not given.
+    ``policy_adapter``: ``{"rank": R}`` keeps one adapter of up to that rank in the layers themselves, for all requests.
     """
 
-    ignore: tuple[str, ...] = DEFAULT_IGNORE
+    ignore: tuple[str, ...] | None = None
+    adapter_rank: int = 0
 
     @classmethod
     def parse(cls, additional_config: Any) -> "Options":
@@ -39,13 +44,22 @@ class Options:
         given = additional_config.get("qerl", {}) if isinstance(additional_config, dict) else {}
         if not isinstance(given, dict):
             raise ValueError(f'--additional-config: "qerl" must be an object, not {given!r}')
-        known = {field.name for field in fields(cls)}
-        if unknown := sorted(set(given) - known):
-            raise ValueError(f'--additional-config: unknown key {unknown[0]!r} under "qerl"; known: {sorted(known)}')
-        ignore = given.get("ignore", DEFAULT_IGNORE)
-        if isinstance(ignore, str) or not all(isinstance(name, str) for name in ignore):
+        if unknown := sorted(set(given) - KNOWN_OPTIONS):
+            raise ValueError(
+                f'--additional-config: unknown key {unknown[0]!r} under "qerl"; known: {sorted(KNOWN_OPTIONS)}'
+            )
+        ignore, adapter = given.get("ignore"), given.get("policy_adapter", {"rank": 0})
+        if ignore is not None and (
+            not isinstance(ignore, list | tuple) or not all(isinstance(name, str) for name in ignore)
+        ):
             raise ValueError(f'--additional-config: "qerl.ignore" must be a list of layer names, not {ignore!r}')
-        return cls(ignore=tuple(ignore))
+        rank = adapter.get("rank") if isinstance(adapter, dict) and set(adapter) == {"rank"} else None
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank <= MAX_ADAPTER_RANK:
+            raise ValueError(
+                '--additional-config: "qerl.policy_adapter" must be {"rank": R} with a whole number R of at most '
+                f"{MAX_ADAPTER_RANK}, not {adapter!r}"
+            )
+        return cls(tuple(ignore) if ignore is not None else None, rank)
 
 
 class QerlConfig(QuantizationConfig):
@@ -56,6 +70,8 @@ class QerlConfig(QuantizationConfig):
         super().__init__()
         self.scheme = scheme
         self.ignore: list[str] | None = list(scheme.ignore) if scheme else None
+        self.targets: list[str] = list(scheme.targets) if scheme else ["Linear"]
+        self.adapter_rank = 0
         self._is_checked = False
 
     @classmethod
@@ -90,26 +106,42 @@ class QerlConfig(QuantizationConfig):
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         if self.ignore is not None:
             self.ignore = hf_to_vllm_mapper.apply_list(self.ignore)
+        if "Linear" not in self.targets:
+            self.targets = hf_to_vllm_mapper.apply_list(self.targets)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method of one layer; None leaves embeddings, lm_head and attention as they are."""
         from vllm.config import get_current_vllm_config
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-        from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
 
         from qerl_vllm_plugin import compat
         from qerl_vllm_plugin.linear import QerlLinearMethod, QerlOnlineLinearMethod
 
         self._prepare(get_current_vllm_config())
         if isinstance(layer, LinearBase):
-            if should_ignore_layer(prefix, ignore=self.ignore or [], fused_mapping=self.packed_modules_mapping):
+            if not self._is_quantized(prefix):
                 return UnquantizedLinearMethod()
-            return QerlOnlineLinearMethod(prefix) if self.scheme is None else QerlLinearMethod(prefix)
+            method = QerlOnlineLinearMethod if self.scheme is None else QerlLinearMethod
+            return method(prefix, self._parts(prefix), self.adapter_rank)
         if compat.is_fused_experts(layer):
             from qerl_vllm_plugin.experts import experts_method
 
             return experts_method(layer, prefix, online=self.scheme is None)
         return None
+
+    def _parts(self, prefix: str) -> list[str]:
+        """The checkpoint's names of what a fused layer joins: qkv_proj -> q_proj, k_proj, v_proj."""
+        parent, _, name = prefix.rpartition(".")
+        return [f"{parent}.{part}" for part in self.packed_modules_mapping.get(name, [name])]
+
+    def _is_quantized(self, prefix: str) -> bool:
+        """Nvfp4Scheme.is_quantized for vLLM's names, fused layers (qkv_proj) included."""
+        from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
+
+        def listed(patterns: list[str]) -> bool:
+            return should_ignore_layer(prefix, ignore=patterns, fused_mapping=self.packed_modules_mapping)
+
+        return not listed(self.ignore or []) and ("Linear" in self.targets or listed(self.targets))
 
     def _prepare(self, vllm_config: "VllmConfig") -> None:
         """Once for each model: options, the checkpoint's headers, and the norms that are about to be built."""
@@ -121,9 +153,21 @@ class QerlConfig(QuantizationConfig):
         options = Options.parse(vllm_config.additional_config)
         folder = Path(vllm_config.model_config.model)
         if self.scheme is None:
-            self.ignore = list(options.ignore)
-        elif vllm_config.load_config.load_format != "dummy" and folder.is_dir():
+            self.ignore = list(DEFAULT_IGNORE if options.ignore is None else options.ignore)
+        elif options.ignore is not None:
+            raise ValueError(
+                '--additional-config: "qerl.ignore" is for BF16 checkpoints; this one is packed already, and its own '
+                "config.json says which layers are not"
+            )
+        if vllm_config.load_config.load_format != "dummy" and folder.is_dir():
+            # vLLM checks that every parameter was loaded only for models without a quantization method
             inspect_folder(folder)
+        if options.adapter_rank and vllm_config.lora_config is not None:
+            raise ValueError(
+                '"qerl.policy_adapter" and --enable-lora exclude each other: the policy adapter is part of every layer '
+                "and on for every request. Use --enable-lora alone for several adapters"
+            )
+        self.adapter_rank = options.adapter_rank
         norms.install()
         compat.add_worker_methods()
         self._is_checked = True

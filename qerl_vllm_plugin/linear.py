@@ -11,7 +11,7 @@ from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_
 from vllm.model_executor.parameter import GroupQuantScaleParameter, ModelWeightParameter, PerTensorScaleParameter
 from vllm.model_executor.utils import set_weight_attrs
 
-from qerl_vllm_plugin import compat, layouts
+from qerl_vllm_plugin import compat, layouts, resident
 from qerl_vllm_plugin.checkpoint import CheckpointError, check_tensors
 
 Loader = Callable[..., None]
@@ -21,8 +21,9 @@ Loader = Callable[..., None]
 class QerlLinearMethod(LinearMethodBase):
     """One layer of a packed checkpoint."""
 
-    def __init__(self, prefix: str) -> None:
-        self.prefix = prefix
+    def __init__(self, prefix: str, parts: list[str] | None = None, adapter_rank: int = 0) -> None:
+        """``parts`` are the checkpoint's names of what a fused layer joins; a rank of 0 means no resident adapter."""
+        self.prefix, self.parts, self.adapter_rank = prefix, parts or [prefix], adapter_rank
         self.layout: layouts.Layout = layouts.choose()
 
     def create_weights(
@@ -63,6 +64,8 @@ class QerlLinearMethod(LinearMethodBase):
         layer.input_size_per_partition = K
         layer.output_size_per_partition = sum(widths)
         layer.params_dtype = params_dtype
+        if self.adapter_rank:
+            resident.create(layer, sum(widths), K, self.parts, self.adapter_rank, params_dtype)
         self.is_dummy = get_current_vllm_config().load_config.load_format == "dummy"
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -85,7 +88,8 @@ class QerlLinearMethod(LinearMethodBase):
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``x: (..., K)`` -> ``(..., N)``."""
-        return self.layout.apply(layer, x, bias)
+        y = self.layout.apply(layer, x, bias)
+        return resident.add(layer, x, y) if self.adapter_rank else y
 
 
 @register_weight_loader_v2_supported_method
@@ -132,8 +136,9 @@ class QerlOnlineLinearMethod(QerlLinearMethod):
         if self.staging is None:
             if self.arrived.complete:
                 raise CheckpointError(f"{self.prefix}.weight appears twice in the checkpoint")
+            # BF16 whatever the engine's dtype is: `qerl quantize` rounds the source and its amax to it, too
             self.staging = ModelWeightParameter(
-                data=torch.empty(layer.weight.shape, dtype=layer.params_dtype, device=self.device),
+                data=torch.empty(layer.weight.shape, dtype=torch.bfloat16, device=self.device),
                 input_dim=1,
                 output_dim=0,
                 weight_loader=self.load,
@@ -148,7 +153,7 @@ class QerlOnlineLinearMethod(QerlLinearMethod):
             amax = compat.max_over_tensor_parallel_ranks(w.abs().amax())
             packed = nvfp4.quantize(w, nvfp4.divisor_from_amax(amax))
             del layer.weight
-            divisors = packed.divisor.expand(len(layer.logical_widths)).contiguous()
+            divisors = packed.divisor.repeat(len(layer.logical_widths))
             self._register(layer, packed.codes, packed.block_scales, divisors)
 
     def _register(

@@ -15,13 +15,16 @@ from vllm.lora.request import LoRARequest
 
 from qerl_vllm_plugin import compat, noise
 from qerl_vllm_plugin.adapter import AdapterError
+from qerl_vllm_plugin.lora_slots import ADAPTER_ID
+from qerl_vllm_plugin.worker import NO_CARRIER
 
 ADAPTER_FILE, CONFIG_FILE, NORMS_FILE = "adapter_model.safetensors", "adapter_config.json", "norms.safetensors"
 
 
 @dataclass(frozen=True)
 class NoiseReport:
-    """``touched``: norms that carry noise. ``swallowed``: share of their weights that rounding left as they were."""
+    """``touched``: norms that carry noise, none at sigma 0. ``swallowed``: share of their weights that rounding left
+    as they were."""
 
     sigma: float
     touched: int
@@ -44,8 +47,10 @@ class PolicyState:
 class Policy:
     """One policy on one engine; noise, trained norms and the adapter are engine-wide.
 
-    Start the engine with ``enable_lora=True, max_loras=1, max_cpu_loras=1, max_lora_rank=R`` and pass
-    ``lora_request=policy.request`` to ``generate``. Without LoRA only the noise can be set.
+    Start the engine with ``enable_lora=True, max_loras=1, max_cpu_loras=1, max_lora_rank=R``, or, under qerl_nvfp4 and
+    faster, with ``additional_config={"qerl": {"policy_adapter": {"rank": R}}}``, and pass
+    ``lora_request=policy.request`` to ``generate``. In the second case that is None: the adapter is on for every
+    request. With neither, only the noise can be set.
 
     Every change needs an engine at rest and ends with an empty prefix cache: keys and values that another policy
     computed are never read again.
@@ -56,9 +61,9 @@ class Policy:
         self._llm = llm
         compat.add_worker_methods()
         opened = self._call("qerl_open")
-        self.has_lora = bool(opened[0]["lora"])
+        self.carrier: str | None = opened[0]["carrier"]
         self.version = int(opened[0]["version"])
-        self.request = LoRARequest(name, compat.ADAPTER_ID, f"qerl://{name}") if self.has_lora else None
+        self.request = LoRARequest(name, ADAPTER_ID, f"qerl://{name}") if self.carrier == "lora" else None
 
     def swap(
         self,
@@ -77,8 +82,8 @@ class Policy:
         """
         if tensors is not None and config is None:
             raise AdapterError("an adapter needs its config: the content of adapter_config.json")
-        if tensors is not None and not self.has_lora:
-            raise AdapterError("this engine was started without LoRA; start it with enable_lora=True, max_lora_rank=R")
+        if tensors is not None and self.carrier is None:
+            raise AdapterError(NO_CARRIER)
         plain = json.loads(json.dumps(dict(config or {}), default=_plain))
         self._come_to_rest()
         try:
@@ -103,6 +108,8 @@ class Policy:
             config = json.loads((folder / CONFIG_FILE).read_text())
         except (SafetensorError, json.JSONDecodeError, UnicodeDecodeError) as error:
             raise AdapterError(f"{folder} is damaged: {error}; save the adapter again") from error
+        if not isinstance(config, dict):
+            raise AdapterError(f"{folder / CONFIG_FILE} holds no JSON object; save the adapter again")
         return self.swap(tensors, config, norms=norms)
 
     def set_noise(
@@ -127,7 +134,7 @@ class Policy:
 
     def clear_noise(self) -> None:
         """Give the norms back their bits without noise."""
-        self.set_noise(0.0, seed=0, rollout=0)
+        self.set_noise(0.0, seed=0, rollout=0, targets=())
 
     def state(self, *, digest: bool = False) -> PolicyState:
         """What the engine serves now. Raises RuntimeError if the ranks differ."""
@@ -154,7 +161,8 @@ class Policy:
             return {name: tensor.detach() for name, tensor in tensors.items()}
         if not tensors:
             return b""
-        return save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+        # copies: safetensors refuses tensors that share memory, such as one A under two names
+        return save({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()})
 
     def _come_to_rest(self) -> None:
         if self._llm.llm_engine.has_unfinished_requests():

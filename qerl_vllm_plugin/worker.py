@@ -4,6 +4,7 @@
 than raised: an exception in a worker process ends the whole engine.
 """
 
+import contextlib
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,8 +14,15 @@ import torch
 
 from qerl_vllm_plugin import adapter, compat, noise
 from qerl_vllm_plugin.adapter import AdapterError
+from qerl_vllm_plugin.lora_slots import LoraSlots
+from qerl_vllm_plugin.resident import ResidentAdapter
 
 METHODS = ("qerl_open", "qerl_stage", "qerl_commit", "qerl_discard", "qerl_set_noise", "qerl_state")
+
+NO_CARRIER = (
+    "this engine has no room for an adapter; start it with enable_lora=True, max_lora_rank=R, or with "
+    'additional_config={"qerl": {"policy_adapter": {"rank": R}}}'
+)
 
 Tensors = Mapping[str, torch.Tensor]
 Staged = dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]]
@@ -45,15 +53,25 @@ def _resident(worker: Any) -> Resident:
     return worker._qerl_resident
 
 
+def _carrier(worker: Any) -> LoraSlots | ResidentAdapter | None:
+    """Where this worker keeps the adapter: in the layers, in vLLM's LoRA slots, or nowhere."""
+    for kind in (ResidentAdapter, LoraSlots):
+        with contextlib.suppress(LookupError):
+            return kind(worker)
+    return None
+
+
 def qerl_open(self: Any) -> dict[str, Any]:
     """Prepares this worker for a policy; idempotent."""
     resident = _resident(self)
+    carrier = _carrier(self)
     try:
-        if compat.has_lora(self):
-            compat.reserve_adapter(self)
+        if carrier is not None:
+            carrier.prepare()
     except AdapterError as error:
         return {"error": str(error)}
-    return {"lora": compat.has_lora(self), "norms": len(resident.base_norms), "version": resident.version}
+    kind = {LoraSlots: "lora", ResidentAdapter: "resident"}.get(type(carrier))
+    return {"carrier": kind, "norms": len(resident.base_norms), "version": resident.version}
 
 
 @torch.no_grad()
@@ -69,15 +87,21 @@ def qerl_stage(
     try:
         staged_norms = _check_norms(_unpack(norms), resident)
         staged: Staged = {}
-        if compat.has_lora(self):
-            compat.reserve_adapter(self)
+        carrier = _carrier(self)
+        if carrier is not None:
+            carrier.prepare()
         if tensors is not None:
-            targets = compat.adapter_targets(self)
-            checked = adapter.check(_unpack(tensors) or {}, config, targets, compat.max_rank(self))
-            dtype = compat.lora_dtype(self)
-            for name, (a, b) in checked.pairs.items():
-                # a new tensor each: vLLM scales B in place, and the caller's tensors must stay as they are
-                pair = (a.to(dtype, copy=True), (b.float() * checked.scaling).to(dtype))
+            if carrier is None:
+                raise AdapterError(NO_CARRIER)
+            targets, dtype = carrier.targets(), carrier.dtype
+            checked = adapter.check(_unpack(tensors) or {}, config, targets, carrier.max_rank)
+            # new tensors: vLLM scales B in place, and the caller's tensors must stay as they are
+            pairs = {
+                name: (a.to(dtype, copy=True), (b.float() * checked.scaling).to(dtype))
+                for name, (a, b) in checked.pairs.items()
+            }
+            adapter.check_finite(pairs, f"holds values too large for the engine's {dtype}")
+            for name, pair in pairs.items():
                 staged.setdefault(targets[name].module, {})[targets[name].part] = pair
     except AdapterError as error:
         return {"error": str(error)}
@@ -95,8 +119,8 @@ def qerl_commit(self: Any, version: int) -> dict[str, Any]:
         return {"error": "nothing is staged in this worker; stage the adapter first"}
     staged, norms = resident.staged
     resident.staged = None
-    if compat.has_lora(self):
-        compat.write_adapter(self, staged)
+    if (carrier := _carrier(self)) is not None:
+        carrier.write(staged)
     resident.base_norms = norms
     _write_norms(self, resident)
     resident.version = version
@@ -114,11 +138,12 @@ def qerl_set_noise(self: Any, sigma: float, seed: int, rollout: int, targets: li
     """Sets the norms to base + sigma * z(seed, rollout, name); sigma 0 restores the base bit for bit."""
     resident = _resident(self)
     names = [name for name in resident.base_norms if noise.is_target(name, targets)]
-    if not names:
-        return {"error": f"noise targets {list(targets)} match none of this model's {len(resident.base_norms)} norms"}
+    unknown = [target for target in targets if not any(noise.is_target(name, [target]) for name in names)]
+    if unknown or (sigma and not targets):
+        return {"error": f"noise targets {unknown} match none of this model's {len(resident.base_norms)} norms"}
     resident.sigma, resident.seed, resident.rollout, resident.targets = sigma, seed, rollout, tuple(targets)
     _write_norms(self, resident)
-    return {"touched": len(names), "swallowed": _swallowed(self, resident, names)}
+    return {"touched": len(names) if sigma else 0, "swallowed": _swallowed(self, resident, names)}
 
 
 def qerl_state(self: Any, digest: bool = False) -> dict[str, Any]:
@@ -129,7 +154,8 @@ def qerl_state(self: Any, digest: bool = False) -> dict[str, Any]:
     if digest:
         norms = [layer.weight.data for _, layer in sorted(compat.norm_layers(self).items())]
         state["norms"] = _digest(norms)
-        state["adapter"] = _digest(compat.adapter_buffers(self)) if compat.has_lora(self) else ""
+        carrier = _carrier(self)
+        state["adapter"] = _digest(carrier.buffers()) if carrier is not None else ""
     return state
 
 

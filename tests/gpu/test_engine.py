@@ -58,11 +58,11 @@ def answer(engine: Any, policy: Any) -> list[tuple[tuple[int, ...], float]]:
 
 def random_adapter(engine: Any, dtype: torch.dtype, device: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     worker = engine.llm_engine.model_executor.driver_worker.worker
-    from qerl_vllm_plugin import compat
+    from qerl_vllm_plugin.lora_slots import LoraSlots
 
     generator = torch.Generator().manual_seed(5)
     tensors = {}
-    for name, target in compat.adapter_targets(worker).items():
+    for name, target in LoraSlots(worker).targets().items():
         a = torch.randn(RANK, target.in_features, generator=generator) / target.in_features**0.5
         b = torch.randn(target.out_features, RANK, generator=generator) / RANK**0.5
         tensors[f"base_model.model.{name}.lora_A.weight"] = a.to(device, dtype)

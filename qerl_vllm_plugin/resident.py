@@ -1,0 +1,153 @@
+"""The policy adapter, resident in each quantized linear: no slots, no per-token index, always on.
+
+    vllm serve MODEL --quantization qerl_nvfp4 --additional-config '{"qerl": {"policy_adapter": {"rank": 32}}}'
+
+Reinforcement learning has one adapter for all tokens. A layer with P parts (q, k, v: 3) gets two buffers of rank R,
+
+    A: (P R, K)   the parts' A one below the other, so that one product shrinks for all of them
+    B: (N, P R)   block diagonal: the rows of part i read columns i R .. (i+1) R; B is stored scaled
+
+and computes y = x W^T + bias + (x A^T) B^T. An adapter of a smaller rank fills the rest with zeros; without an adapter
+all is zero. The buffers never move, so that CUDA graphs see every swap.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+from vllm.model_executor.parameter import ModelWeightParameter
+
+from qerl_vllm_plugin import compat
+from qerl_vllm_plugin.adapter import Target
+
+Staged = dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]]
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What this rank keeps of one part.
+
+    ``rows`` of the buffer hold B's rows from ``first_row`` on; A is kept from ``first_column`` on.
+    """
+
+    rows: slice
+    first_row: int
+    first_column: int
+
+
+def create(layer: torch.nn.Module, N: int, K: int, names: list[str], rank: int, dtype: torch.dtype) -> None:
+    """Gives ``layer`` zero buffers; ``names`` are its parts' names in the checkpoint."""
+    layer.register_buffer("policy_a", torch.zeros(len(names) * rank, K, dtype=dtype), persistent=False)
+    layer.register_buffer("policy_b", torch.zeros(N, len(names) * rank, dtype=dtype), persistent=False)
+    layer.qerl_parts = names
+
+
+def add(layer: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """y + (x A^T) B^T, in place: ``x: (..., K)``, ``y: (..., N)`` fresh from the base product."""
+    shrunk = linear(x.reshape(-1, x.shape[-1]), layer.policy_a)  # (M, P R)
+    y.view(-1, y.shape[-1]).addmm_(shrunk, layer.policy_b.t())
+    return y
+
+
+class ResidentAdapter:
+    """The buffers of all layers of one worker, as the adapter's carrier."""
+
+    def __init__(self, worker: Any) -> None:
+        """Raises LookupError if the model has no such buffers."""
+        self._layers = {
+            layer.qerl_prefix: layer for layer in compat.model_of(worker).modules() if hasattr(layer, "policy_a")
+        }
+        if not self._layers:
+            raise LookupError("no layer of this model has a resident adapter")
+        first = next(iter(self._layers.values()))
+        self.max_rank = first.policy_a.shape[0] // len(first.qerl_parts)
+        self.dtype = first.policy_a.dtype
+        self._shares = {name: _shares(layer) for name, layer in self._layers.items()}
+
+    def prepare(self) -> None:
+        """Nothing to reserve: the buffers exist since the model was built."""
+
+    def targets(self) -> dict[str, Target]:
+        """Every linear that can carry an adapter, by its checkpoint name."""
+        return {
+            part: Target(name, i, layer.input_size, outputs)
+            for name, layer in self._layers.items()
+            for i, (part, outputs) in enumerate(
+                zip(layer.qerl_parts, compat.output_sizes(layer, len(layer.qerl_parts)), strict=True)
+            )
+        }
+
+    def write(self, staged: Staged) -> None:
+        """Copies staged (A, B) into the buffers, in place; layers and parts that are not staged become zero."""
+        targets, sources, zeros = [], [], []
+        for name, layer in self._layers.items():
+            a, b, rank = layer.policy_a, layer.policy_b, self.max_rank
+            for i, share in enumerate(self._shares[name]):
+                a_part, b_part = a[i * rank : (i + 1) * rank], b[share.rows, i * rank : (i + 1) * rank]
+                pair = staged.get(name, {}).get(i)
+                r = 0 if pair is None else pair[0].shape[0]
+                if pair is not None:
+                    count = b_part.shape[0]
+                    targets += [a_part[:r], b_part[:, :r]]
+                    sources += [
+                        pair[0][:, share.first_column : share.first_column + a.shape[1]],
+                        pair[1][share.first_row : share.first_row + count],
+                    ]
+                if r < rank:
+                    zeros += [a_part[r:], b_part[:, r:]]
+        if zeros:
+            torch._foreach_zero_(zeros)
+        if targets:
+            torch._foreach_copy_(targets, [source.to(self.device, non_blocking=True) for source in sources])
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self._layers.values())).policy_a.device
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """All A and B, in a fixed order."""
+        for _, layer in sorted(self._layers.items()):
+            yield layer.policy_a
+            yield layer.policy_b
+
+
+def _shares(layer: Any) -> list[_Share]:
+    """Which rows of each part's B and which columns of A are this rank's.
+
+    Asked of vLLM's own weight loader, with a weight that holds its row (or column) numbers: so the adapter is cut the
+    way the base weight is, replicated key/value heads included.
+    """
+    parts, N, K = len(layer.qerl_parts), layer.policy_b.shape[0], layer.policy_a.shape[1]
+    if not hasattr(layer, "weight_loader_v2"):  # a replicated layer: all of it
+        return [_Share(slice(0, N), 0, 0)]
+    outputs = compat.output_sizes(layer, parts)
+    shares = []
+    for i in range(parts):
+        shard = () if parts == 1 else (compat.shard_id(layer, i),)
+        if parts == 1 and layer.input_size != K:  # row parallel: the input is cut
+            columns = _probe(layer, (1, K), torch.arange(layer.input_size)[None, :], shard)
+            shares.append(_Share(slice(0, N), 0, int(columns[0, 0])))
+            continue
+        if parts == 1 and outputs[0] == N:
+            shares.append(_Share(slice(0, N), 0, 0))
+            continue
+        rows = _probe(layer, (N, 1), torch.arange(outputs[i])[:, None], shard)[:, 0]
+        mine = (rows >= 0).nonzero()[:, 0]
+        start, stop = int(mine[0]), int(mine[-1]) + 1
+        first = int(rows[start])
+        assert torch.equal(rows[start:stop], torch.arange(first, first + stop - start, dtype=rows.dtype))
+        shares.append(_Share(slice(start, stop), first, 0))
+    return shares
+
+
+def _probe(layer: Any, shape: tuple[int, int], numbers: torch.Tensor, shard: tuple[Any, ...]) -> torch.Tensor:
+    probe = ModelWeightParameter(
+        data=torch.full(shape, -1.0, dtype=torch.float64, device="cpu"),
+        input_dim=1,
+        output_dim=0,
+        weight_loader=layer.weight_loader_v2,
+    )
+    layer.weight_loader_v2(probe, numbers.double(), *shard)
+    return probe.data
