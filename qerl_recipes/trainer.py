@@ -16,6 +16,7 @@ from datasets import Dataset
 from peft import PeftModel
 from peft.utils import get_peft_model_state_dict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers.trainer_callback import ProgressCallback
 
 from qerl_recipes import norms
 from qerl_recipes.checkpointing import Checkpointing
@@ -24,7 +25,7 @@ from qerl_recipes.dynamic_sampling import PromptStream, informative_groups, repl
 from qerl_recipes.frozen_linear import FrozenNVFP4Linear
 from qerl_recipes.hooks import find
 from qerl_recipes.rollout import Snapshot, noise_seed
-from qerl_recipes.step_metrics import StepRecorder
+from qerl_recipes.step_metrics import QuietProgress, StepRecorder
 from qerl_recipes.validate import steps_per_rollout
 
 ADAPTER = "default"  # PEFT's name of the adapter that is trained
@@ -88,6 +89,8 @@ class QerlGRPOTrainer(Checkpointing):
         self._prepare_checkpoints(base)
         self._recorder = StepRecorder(self)
         self.add_callback(self._recorder)
+        if self.pop_callback(ProgressCallback) is not None:  # none there with disable_tqdm
+            self.add_callback(QuietProgress())
         adapter = self.accelerator.unwrap_model(self.model).peft_config[ADAPTER]
         self.vllm_generation = find("qerl_rollout_engines", args.rollout_engine)(
             str(base),

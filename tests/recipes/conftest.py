@@ -1,0 +1,84 @@
+"""A trainer on a tiny checkpoint, with its engine shut down when the test is over."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def digits(completions: list[str], **columns: Any) -> list[float]:
+    """Share of digits in the answer: something that a random model can learn to raise."""
+    return [sum(character.isdigit() for character in text) / max(1, len(text)) for text in completions]
+
+
+SETTINGS: dict[str, Any] = {
+    "max_steps": 3,
+    "learning_rate": 1e-2,
+    "num_generations": 4,
+    "per_device_train_batch_size": 8,
+    "per_device_eval_batch_size": 8,
+    "max_completion_length": 12,
+    "vllm_max_model_length": 64,
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "logging_steps": 1,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "seed": 0,
+}
+
+
+@pytest.fixture
+def make_trainer(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """make_trainer(base, reward=digits, rows=16, rank=4, adapter=None, **settings) -> QerlGRPOTrainer."""
+    from peft import LoraConfig, PeftModel
+
+    from qerl_recipes import model, running_sum
+    from qerl_recipes.configs import GRPOConfig
+    from qerl_recipes.trainer import QerlGRPOTrainer
+
+    made: list[Any] = []
+
+    def make(
+        base: Path, reward: Any = digits, rows: int = 16, rank: int = 4, adapter: Path | None = None, **settings: Any
+    ) -> QerlGRPOTrainer:
+        if made:
+            made.pop().vllm_generation.close()
+        args = GRPOConfig(**{"output_dir": str(tmp_path / "run"), **SETTINGS, **settings})
+        norms = "fp32" if args.quantization == "qerl_nvfp4" else "rounded"
+        policy: Any = model.load(base, norms=norms, quantization=args.quantization)
+        if adapter is not None:
+            policy = PeftModel.from_pretrained(policy, adapter, is_trainable=True)
+        lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        trainer = QerlGRPOTrainer(
+            policy,
+            [reward],
+            args,
+            running_sum.training_set(rows, 0),
+            base=base,
+            processing_class=running_sum.tokenizer(),
+            eval_dataset=running_sum.training_set(8, 1) if args.eval_strategy != "no" else None,
+            peft_config=None if adapter is not None else lora,
+        )
+        made.append(trainer)
+        return trainer
+
+    yield make
+    for trainer in made:
+        trainer.vllm_generation.close()
+
+
+@pytest.fixture
+def read_metrics() -> Callable[[Any], list[dict[str, Any]]]:
+    """read_metrics(trainer or folder) -> the lines of metrics.jsonl without the speeds, which no two runs share."""
+    import json
+
+    def read(source: Any) -> list[dict[str, Any]]:
+        folder = Path(source if isinstance(source, str | Path) else source.args.output_dir)
+        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [{k: v for k, v in record.items() if not k.endswith("_tokens_per_s")} for record in records]
+
+    return read

@@ -1,0 +1,226 @@
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from safetensors.torch import load_file
+
+from qerl_recipes import checkpoints, model
+from qerl_recipes.checkpoints import CheckpointMismatch
+
+# epochs of 3 rollouts, checkpoints at 2 (in the first epoch) and 4 (in the second), noise and resampling
+RUN = {
+    "max_steps": 6,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "noise_mode": "shared",
+    "sigma_start": 0.1,
+    "sigma_end": 0.01,
+    "num_stages": 2,
+    "dynamic_sampling": True,
+}
+
+
+def adapter_bits(folder):
+    return {name: tensor.view(torch.int32) for name, tensor in load_file(folder / "adapter_model.safetensors").items()}
+
+
+def same_bits(a, b):
+    ours, theirs = adapter_bits(a), adapter_bits(b)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.fixture
+def finished(make_trainer, make_nvfp4, tmp_path):
+    """The unbroken run -> (base, folder)."""
+    base = make_nvfp4("qwen2")
+    make_trainer(base, rows=6, output_dir=str(tmp_path / "whole"), **RUN).train()
+    return base, tmp_path / "whole"
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
+def test_promise_8_a_run_that_was_stopped_resumes_to_the_same_bits(
+    stop, finished, make_trainer, read_metrics, tmp_path
+):
+    base, whole = finished
+    broken = tmp_path / "broken"
+    process = start_in_a_process(base, broken, tmp_path, pause_at=5)
+    try:
+        assert wait_for(lambda: (tmp_path / "paused").exists(), process)
+        process.send_signal(stop)
+        code = process.wait(60)
+    finally:
+        process.kill()
+    if stop == signal.SIGKILL:
+        assert code == -signal.SIGKILL
+        assert [path.name for path in checkpoints.whole_checkpoints(broken)] == ["checkpoint-2", "checkpoint-4"]
+    else:  # it finishes its step and saves
+        assert code == 143
+        assert checkpoints.whole_checkpoints(broken)[-1].name == "checkpoint-5"
+    trainer = make_trainer(base, rows=6, output_dir=str(broken), **RUN)
+    trainer.train(resume_from_checkpoint=True)
+    assert same_bits(broken / "checkpoint-6", whole / "checkpoint-6")
+    assert read_metrics(broken) == read_metrics(whole)
+
+
+def start_in_a_process(base, output, tmp_path, pause_at):
+    """`qerl train` with the settings of RUN; its reward waits in step ``pause_at``, so that it can be stopped."""
+    (tmp_path / "pausing_reward.py").write_text(
+        "import pathlib, time\n"
+        "def digits(completions, trainer_state=None, **columns):\n"
+        f"    if trainer_state.global_step == {pause_at} - 1:\n"
+        f"        pathlib.Path({str(tmp_path / 'paused')!r}).touch()\n"
+        "        time.sleep(2)\n"
+        "    return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]\n"
+    )
+    recipe = {
+        **RUN,
+        "model_name_or_path": str(base),
+        "output_dir": str(output),
+        "lora_r": 4,
+        "lora_alpha": 8,
+        "lora_target_modules": ["all-linear"],
+        "dataset_name": "running_sum",
+        "dataset_size": 6,
+        "reward_funcs": ["pausing_reward.digits"],
+        "learning_rate": 1e-2,
+        "num_generations": 4,
+        "per_device_train_batch_size": 8,
+        "max_completion_length": 12,
+        "vllm_max_model_length": 64,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "logging_steps": 1,
+        "report_to": "none",
+        "seed": 0,
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    environment.pop("MASTER_PORT")
+    command = [sys.executable, "-m", "qerl_recipes.cli", "train", "--config", str(tmp_path / "recipe.yaml")]
+    log = open(tmp_path / "log", "w")  # noqa: SIM115 - the process outlives this function
+    return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+
+
+def wait_for(condition, process, seconds=200):
+    deadline = time.monotonic() + seconds
+    while not condition() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+def test_a_checkpoint_is_a_peft_adapter_and_binds_its_base(finished):
+    base, whole = finished
+    state = checkpoints.read_state(whole / "checkpoint-6")
+    assert (state.step, state.rollout, state.adapter_version) == (6, 6, 6)
+    assert state.base_hash == checkpoints.base_hash(base)
+    wrapped = PeftModel.from_pretrained(model.load(base), whole / "checkpoint-6")
+    loaded = {n.replace(".default", ""): t for n, t in wrapped.state_dict().items() if ".lora_" in n}
+    saved = load_file(whole / "checkpoint-6" / "adapter_model.safetensors")
+    assert loaded.keys() == saved.keys()
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+    assert str(base) in (whole / "checkpoint-6" / "README.md").read_text()
+
+
+def test_an_incomplete_checkpoint_is_neither_resumed_from_nor_counted(finished):
+    _, whole = finished
+    (whole / "checkpoint-6" / "qerl_state.json").unlink()
+    with open(whole / "checkpoint-4" / "optimizer.pt", "r+b") as file:
+        file.truncate(100)
+    assert [path.name for path in checkpoints.whole_checkpoints(whole)] == ["checkpoint-2"]
+    with pytest.raises(CheckpointMismatch, match=r"no qerl_state\.json"):
+        checkpoints.read_state(whole / "checkpoint-6")
+    with pytest.raises(CheckpointMismatch, match=r"optimizer\.pt has 100 of \d+ bytes"):
+        checkpoints.read_state(whole / "checkpoint-4")
+    checkpoints.rotate(whole, 1)
+    assert (whole / "checkpoint-2").is_dir()
+
+
+def test_save_total_limit_keeps_the_newest(make_trainer, make_nvfp4):
+    trainer = make_trainer(make_nvfp4("qwen2"), max_steps=3, save_strategy="steps", save_steps=1, save_total_limit=2)
+    trainer.train()
+    names = sorted(path.name for path in Path(trainer.args.output_dir).iterdir())
+    assert names == ["checkpoint-2", "checkpoint-3", "metrics.jsonl"]
+
+
+def test_a_run_that_is_not_the_same_is_not_resumed(finished, make_trainer, make_bf16):
+    base, whole = finished
+    before = (whole / "metrics.jsonl").read_bytes()
+    settings = {"rows": 6, "output_dir": str(whole), **RUN}
+    for change, message in (({"seed": 1}, "had seed: 0"), ({"rows": 7}, "other training data")):
+        with pytest.raises(CheckpointMismatch, match=message):
+            make_trainer(base, **{**settings, **change}).train(resume_from_checkpoint=True)
+    with pytest.raises(CheckpointMismatch, match="another base"):
+        make_trainer(make_bf16("qwen2"), **settings).train(resume_from_checkpoint=True)
+    with pytest.raises(CheckpointMismatch, match="of an earlier run"):
+        make_trainer(base, **settings).train()
+    assert (whole / "metrics.jsonl").read_bytes() == before
+
+
+def test_nothing_to_resume_from_is_said(make_trainer, make_nvfp4):
+    with pytest.raises(CheckpointMismatch, match="holds no whole checkpoint"):
+        make_trainer(make_nvfp4("qwen2")).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("largest_file", [30_000, 60_000], ids=["adapter", "optimizer"])
+def test_a_disk_that_fills_up_while_saving_leaves_what_was_there(largest_file, finished, make_trainer):
+    base, whole = finished
+    trainer = make_trainer(base, rows=6, output_dir=str(whole), **{**RUN, "max_steps": 7, "save_steps": 7})
+    trainer.args.save_steps = 7
+    before = {path.name: path.read_bytes() for path in (whole / "checkpoint-6").iterdir()}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, hard))  # the kernel refuses to write more
+    try:
+        with pytest.raises(OSError, match=r"checkpoint-7 could not be saved.*Earlier checkpoints are untouched"):
+            trainer.train(resume_from_checkpoint=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert {path.name: path.read_bytes() for path in (whole / "checkpoint-6").iterdir()} == before
+    assert sorted(path.name for path in whole.glob("*check*")) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+
+
+def test_save_steps_in_the_middle_of_a_rollout_are_refused(make_trainer, make_nvfp4):
+    settings = {"steps_per_generation": 2, "per_device_train_batch_size": 4, "max_steps": 4}
+    trainer = make_trainer(make_nvfp4("qwen2"), save_strategy="steps", save_steps=1, **settings)
+    with pytest.raises(ValueError, match="middle of a rollout"):
+        trainer.train()
+
+
+def test_the_hash_tells_bases_apart_by_their_weights(make_nvfp4, tmp_path):
+    import shutil
+
+    base = make_nvfp4("qwen2")
+    shutil.copytree(base, tmp_path / "copy")
+    assert checkpoints.base_hash(tmp_path / "copy") == checkpoints.base_hash(base)
+    with open(tmp_path / "copy" / "model.safetensors", "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+    assert checkpoints.base_hash(tmp_path / "copy") != checkpoints.base_hash(base)
+
+
+def test_metrics_of_repeated_steps_are_cut_off_and_a_torn_line_is_dropped(tmp_path):
+    from qerl_recipes.metrics import MetricsFile
+
+    file = MetricsFile(tmp_path)
+    file.restart(0)
+    for step in (1, 2, 3):
+        file.append({"step": step, "reward": float("nan")})
+    with open(file.path, "a") as torn:
+        torn.write('{"step": 4, "rew')
+    file.restart(2)
+    assert [json.loads(line) for line in file.path.read_text().splitlines()] == [
+        {"step": 1, "reward": None},
+        {"step": 2, "reward": None},
+    ]

@@ -1,0 +1,142 @@
+import peft
+import pytest
+import torch
+from accelerate import Accelerator
+from peft.utils import get_peft_model_state_dict
+
+from qerl_recipes import model as models
+from qerl_recipes import norms, running_sum
+from qerl_recipes.configs import GRPOConfig
+from qerl_recipes.rollout import Snapshot, completion_seed, start
+
+TOKENIZER = running_sum.tokenizer()
+PROMPTS = [TOKENIZER(p.prompt)["input_ids"] for p in running_sum.held_out(4) for _ in range(4)]
+
+
+@pytest.fixture(scope="module")
+def policy(make_nvfp4):
+    """The trainer's side: a random adapter, larger than training would make it."""
+    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(models.load(make_nvfp4("qwen2"), torch.float32), lora)
+    randomize(model, 0)
+    return model
+
+
+def randomize(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
+
+
+@pytest.fixture(scope="module")
+def engine(policy, make_nvfp4, tmp_path_factory):
+    def snapshot():
+        tensors = get_peft_model_state_dict(policy, save_embedding_layers=False)
+        return Snapshot(tensors, policy.peft_config["default"].to_dict())
+
+    training = GRPOConfig(
+        output_dir=str(tmp_path_factory.mktemp("run")),
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=16,
+        num_generations=4,
+        max_completion_length=16,
+        vllm_max_model_length=64,
+        noise_mode="shared",
+        seed=5,
+    )
+    base = str(make_nvfp4("qwen2"))
+    options = {"rank": 4, "dtype": torch.float32, "snapshot": snapshot, "accelerator": Accelerator(cpu=True)}
+    engine = start(base, training, **options)
+    yield engine
+    engine.close()
+
+
+@torch.no_grad()
+def mismatch(policy, rollout):
+    """Mean |log p| difference between what the engine reports and what the trainer's model computes."""
+    differences = []
+    for prompt, completion, logprobs, _ in zip(*rollout[:3], rollout[1], strict=True):
+        logits = policy(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].float()
+        ours = logits.log_softmax(-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1)
+        differences.append((ours - torch.tensor([step[0] for step in logprobs])).abs())
+    return float(torch.cat(differences).mean())
+
+
+def test_every_completion_has_a_seed_of_its_own():
+    keys = [
+        (seed, phase, rollout, call, prompt, sample)
+        for seed in range(2)
+        for phase in ("train", "evaluation")
+        for rollout in range(3)
+        for call in range(3)
+        for prompt in range(4)
+        for sample in range(4)
+    ]
+    assert len({completion_seed(*key) for key in keys}) == len(keys)
+    assert completion_seed(0, "train", 1, 0, 2, 3) == 5496574601150059232  # sha256sum of 0:train:1:0:2:3
+
+
+def test_promise_8_a_rollout_can_be_repeated_exactly(engine):
+    engine.begin(3, 0.01)
+    first = engine.generate(PROMPTS, None, 4)
+    fresh_round = engine.generate(PROMPTS, None, 4)
+    engine.begin(4, 0.01)
+    other = engine.generate(PROMPTS, None, 4)
+    engine.begin(3, 0.01)
+    assert engine.generate(PROMPTS, None, 4) == first
+    assert first[1] != fresh_round[1] != other[1]
+    assert len({tuple(ids) for ids in first[1][:4]}) > 1  # samples of one prompt differ
+
+
+def test_rollout_and_trainer_agree_only_with_the_same_adapter_and_noise(engine, policy):
+    engine.begin(0, None)
+    assert mismatch(policy, engine.generate(PROMPTS, None, 4)) < 1e-3
+    engine.begin(1, 0.2)
+    noisy = engine.generate(PROMPTS, None, 4)
+    without_noise = mismatch(policy, noisy)
+    norms.set_noise(policy, 0.2, 5, 1)
+    with_noise = mismatch(policy, noisy)
+    norms.clear_noise(policy)
+    assert with_noise < 1e-3
+    assert without_noise > 100 * with_noise
+    randomize(policy, 1)
+    engine.begin_evaluation()
+    assert mismatch(policy, engine.generate(PROMPTS, None, 4)) < 1e-3
+    randomize(policy, 2)
+    assert mismatch(policy, engine.generate(PROMPTS, None, 4)) > 0.2  # not yet swapped
+    engine.sync_weights()
+    assert mismatch(policy, engine.generate(PROMPTS, None, 4)) < 1e-3
+
+
+def test_promise_7_the_trainers_tensors_are_never_modified(engine, policy):
+    before = {name: parameter.clone() for name, parameter in policy.named_parameters()}
+    for rollout in range(3):
+        engine.begin(rollout, 0.1)
+        engine.generate(PROMPTS[:4], None, 4)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in policy.named_parameters())
+
+
+def test_evaluation_is_without_noise_and_the_same_every_time(engine):
+    engine.begin(1, 0.2)
+    engine.begin_evaluation()
+    assert engine.policy.state().sigma == 0
+    first = engine.generate(PROMPTS, None, 4)
+    engine.begin(2, 0.2)
+    engine.begin_evaluation()
+    assert engine.generate(PROMPTS, None, 4) == first
+
+
+def test_tokens_are_counted_from_the_start_of_a_rollout(engine):
+    engine.begin(0, None)
+    assert engine.tokens == 0
+    first = engine.generate(PROMPTS, None, 4)
+    second = engine.generate(PROMPTS, None, 4)
+    assert engine.tokens == sum(len(ids) for ids in first[1] + second[1])
+    assert engine.seconds > 0
+
+
+def test_images_are_refused(engine):
+    with pytest.raises(ValueError, match="reads text only"):
+        engine.generate(PROMPTS, [None] * len(PROMPTS), 4)

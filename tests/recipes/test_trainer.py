@@ -1,0 +1,137 @@
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from qerl_recipes import norms
+from qerl_vllm_plugin import noise
+
+AQN = {"sigma_start": 0.2, "sigma_end": 0.2, "num_stages": 1, "max_steps": 4}
+
+
+@pytest.mark.parametrize("mode", ["none", "rollout", "corrected", "shared"])
+def test_promise_6_rollout_and_trainer_agree_and_the_noise_modes_differ_as_they_say(
+    mode, make_trainer, make_nvfp4, read_metrics
+):
+    trainer = make_trainer(make_nvfp4("qwen2"), **({"noise_mode": mode, **AQN} if mode != "none" else {"max_steps": 4}))
+    seen = []
+    inner = trainer.compute_loss
+
+    def watch(model, inputs, *args, **kwargs):
+        noisy = [name for name, norm in norms.named_norms(trainer.model) if norm.noise is not None]
+        seen.append((inputs["importance_sampling_ratio"].clone(), len(noisy)))
+        return inner(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = watch
+    trainer.train()
+    records = read_metrics(trainer)
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert [record["adapter_version"] for record in records] == [1, 2, 3, 4]
+    assert all(math.isfinite(record[key]) for record in records for key in ("reward", "entropy", "loss", "grad_norm"))
+    mismatch = [record["logp_mismatch_mean"] for record in records]
+    assert max(mismatch[:2]) < 0.05  # stage 0: no noise in any mode
+    assert [record["sigma"] for record in records] == ([0.0] * 4 if mode == "none" else [0.0, 0.0, 0.2, 0.2])
+    assert [record["touched_norms"] for record in records] == ([0] * 4 if mode == "none" else [0, 0, 4, 4])
+    if mode in ("none", "shared"):
+        assert max(mismatch) < 0.05
+    else:
+        assert min(mismatch[2:]) > 0.08  # the policy that sampled is not the one that learns
+    weighted = [not bool((ratio == 1).all()) for ratio, _ in seen]
+    assert weighted == [mode != "rollout"] * 4
+    assert [count for _, count in seen] == ([0, 0, 4, 4] if mode == "shared" else [0] * 4)
+
+
+def test_the_adapter_learns_and_nothing_else_changes(make_trainer, make_nvfp4):
+    trainer = make_trainer(make_nvfp4("qwen2"), noise_mode="shared", **AQN)
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    trainer.train()
+    after = trainer.model.state_dict()
+    adapter = {name for name in before if ".lora_" in name}
+    assert {name for name, tensor in after.items() if not torch.equal(tensor, before[name])} == adapter
+    assert {after[name].dtype for name in adapter} == {torch.float32}
+
+
+def test_negative_control_without_the_swap_the_mismatch_explodes(make_trainer, make_nvfp4, read_metrics):
+    trainer = make_trainer(make_nvfp4("qwen2"), learning_rate=5e-2, max_steps=4)
+    trainer.vllm_generation.sync_weights = lambda: None
+    trainer.train()
+    mismatch = [record["logp_mismatch_mean"] for record in read_metrics(trainer)]
+    assert mismatch[0] < 0.05
+    assert mismatch[-1] > 0.2
+
+
+def test_the_bf16_arm_trains_through_the_same_trainer(make_trainer, make_bf16, read_metrics):
+    trainer = make_trainer(make_bf16("qwen2"), quantization="bf16", noise_mode="shared", **AQN)
+    with pytest.warns(UserWarning, match="rounding swallowed"):
+        trainer.train()
+    records = read_metrics(trainer)
+    assert max(record["logp_mismatch_mean"] for record in records) < 0.05
+    assert records[-1]["touched_norms"] == 4
+
+
+def test_evaluation_has_no_noise_and_training_gets_it_back(make_trainer, make_nvfp4, read_metrics):
+    trainer = make_trainer(
+        make_nvfp4("qwen2"), noise_mode="shared", **{**AQN, "max_steps": 2}, eval_strategy="steps", eval_steps=1
+    )
+    states, inner = [], trainer.vllm_generation.generate
+
+    def watch(*args, **kwargs):
+        trainer_noise = sum(norm.noise is not None for _, norm in norms.named_norms(trainer.model))
+        states.append((trainer.model.training, trainer.vllm_generation.policy.state().sigma, trainer_noise))
+        return inner(*args, **kwargs)
+
+    trainer.vllm_generation.generate = watch
+    trainer.train()
+    assert [state for state in states if state[0]] == [(True, 0.0, 0), (True, 0.2, 4)]
+    evaluations = [state for state in states if not state[0]]
+    assert evaluations
+    assert set(evaluations) == {(False, 0.0, 0)}
+    assert all(norm.noise is not None for name, norm in norms.named_norms(trainer.model) if noise.is_target(name))
+    rewards = [entry["eval_reward"] for entry in trainer.state.log_history if "eval_reward" in entry]
+    assert len(rewards) == 2
+    trainer.evaluate()  # the same adapter and the same seeds: the same answers
+    assert trainer.state.log_history[-1]["eval_reward"] == rewards[-1]
+
+
+def test_trained_norms_travel_to_the_engine_and_to_disk_without_the_noise(make_trainer, make_nvfp4, tmp_path):
+    trainer = make_trainer(make_nvfp4("qwen2"), noise_mode="shared", train_norms=True, **AQN)
+    start = {name: norm.weight.detach().clone() for name, norm in norms.named_norms(trainer.model)}
+    trainer.train()
+    assert max(e["sampling/sampling_logp_difference/mean"] for e in trainer.state.log_history if "loss" in e) < 0.05
+    trainer.save_adapter(tmp_path / "adapter")
+    saved = load_file(tmp_path / "adapter" / "norms.safetensors")
+    assert set(saved) == {name for name in start if noise.is_target(name)}
+    for name, weight in saved.items():
+        moved = (weight - start[name]).abs().max()
+        assert 0 < moved < 4 * 2e-2, name  # four steps of Adam, and no noise of 0.2
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["modules_to_save"] is None
+    assert "norms" in (tmp_path / "adapter" / "README.md").read_text()
+
+
+def test_one_rollout_may_serve_several_steps(make_trainer, make_nvfp4, read_metrics):
+    trainer = make_trainer(
+        make_nvfp4("qwen2"), noise_mode="shared", **AQN, steps_per_generation=2, per_device_train_batch_size=4
+    )
+    trainer.train()
+    records = read_metrics(trainer)
+    assert [record["adapter_version"] for record in records] == [1, 1, 2, 2]
+    assert [record["sigma"] for record in records] == [0.0, 0.0, 0.2, 0.2]
+    assert ["reward" in record for record in records] == [True, False, True, False]
+
+
+SETTINGS_THAT_EXCLUDE_EACH_OTHER = [
+    ({"train_norms": True, "beta": 0.1}, "beta needs a reference"),
+    ({"dynamic_sampling": True, "scale_rewards": "batch"}, "relative to the group"),
+    ({"generation_kwargs": {"seed": 3}}, "a seed of its own"),
+    ({"vllm_enable_sleep_mode": True}, "needs a CUDA GPU"),
+    ({"gradient_accumulation_steps": 2, "steps_per_generation": 1}, "whole optimizer steps"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), SETTINGS_THAT_EXCLUDE_EACH_OTHER)
+def test_settings_that_exclude_each_other_are_refused(settings, message, make_trainer, make_nvfp4):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(make_nvfp4("qwen2"), **settings)
