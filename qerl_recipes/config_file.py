@@ -5,7 +5,7 @@ import difflib
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import yaml
 from trl import TrlParser
@@ -28,6 +28,11 @@ class RecipeParser(TrlParser):
 
     def keys(self) -> set[str]:
         return {action.dest for action in self._actions if action.dest != "help"}
+
+    def may_be_none(self) -> set[str]:
+        """Keys whose type has None in it."""
+        hints = [hint for dataclass in self.dataclass_types for hint in get_type_hints(dataclass).items()]
+        return {name for name, hint in hints if type(None) in get_args(hint)}
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -75,8 +80,15 @@ def _drop(key: str, value: Any, where: str) -> None:
     warnings.warn(f"{where}: {key} has no effect: {way_out}", stacklevel=3)
 
 
+def _is_share(value: Any) -> bool:
+    try:
+        return 0 <= float(value) < 1
+    except (TypeError, ValueError):
+        return False
+
+
 def _rename(key: str, value: Any, where: str) -> tuple[str, Any]:
-    if key == "warmup_ratio" and not 0 <= float(value) < 1:
+    if key == "warmup_ratio" and not _is_share(value):
         raise ConfigError(f"{where}: warmup_ratio is a share of all steps, at least 0 and below 1, not {value}")
     if key == "dataset_configs":
         if not isinstance(value, list) or len(value) != 1:
@@ -104,7 +116,10 @@ def defaults_from_yaml(parser: RecipeParser, content: Mapping[str, Any], where: 
             raise ConfigError(f"{where}: {key} and {name} are the same key; keep one of them")
         given[name] = value
     actions = {action.dest: action for action in reversed(parser._actions) if action.dest in given}
+    may_be_none = parser.may_be_none()
     for name, value in given.items():
+        if value is None and name not in may_be_none:
+            raise ConfigError(f"{where}: {name} has no value; give it one, or remove it for the default")
         given[name] = _checked(actions[name], value, where)
     parser.set_defaults_with_config(**given)
 
@@ -112,7 +127,7 @@ def defaults_from_yaml(parser: RecipeParser, content: Mapping[str, Any], where: 
 def _checked(action: argparse.Action, value: Any, where: str) -> Any:
     """A YAML value in the type of its flag: YAML reads 1e-5 as text, ``no`` as false, and checks nothing."""
     takes_list = action.nargs == "+"
-    if value is None or (isinstance(value, dict) and action.type is str):
+    if value is None or (isinstance(value, dict) and action.type is str and not takes_list):
         return value
     if isinstance(value, list) and action.dest == "report_to":  # transformers takes a name or a list of names
         return value

@@ -133,7 +133,7 @@ REFUSED: dict[str, Refusal] = {
     "fsdp": Refusal((None, "", False, [], {}), _DISTRIBUTED),
     "fsdp_config": Refusal((None, {}), _DISTRIBUTED),
     "parallelism_config": Refusal((None,), _DISTRIBUTED),
-    "debug": Refusal(("", []), "it is for TPUs and for hunting overflow in mixed FP16; remove the key"),
+    "debug": Refusal(("", [], None), "it is for TPUs and for hunting overflow in mixed FP16; remove the key"),
     "ignore_bias_buffers": Refusal((False,), "the models here have no bias buffers; remove the key"),
     # Open-R1
     "callbacks": Refusal(([],), "Open-R1's callbacks start Slurm jobs on its own cluster; use push_to_hub"),

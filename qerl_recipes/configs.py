@@ -16,12 +16,14 @@ from typing import Any
 import trl
 
 from qerl_recipes.config_file import ConfigError, RecipeParser, defaults_from_yaml, read_yaml, translate_flags
+from qerl_recipes.config_keys import refusals
 
 QUANTIZATIONS = ("qerl_nvfp4", "bf16", "nf4")
 NOISE_MODES = ("none", "rollout", "corrected", "shared")
 DEFAULT_NOISE_MODE = "shared"  # where sigmas are given and no mode is
 # Table 4 of the paper (arXiv 2510.11696)
 SIGMA_START, SIGMA_END, NUM_STAGES = 1e-2, 5e-4, 10
+_CONSTRUCTION_ERRORS = (ValueError, TypeError, AttributeError, KeyError, OverflowError, OSError, ImportError)
 
 
 def _mapping(name: str, value: Any) -> dict[str, Any] | None:
@@ -198,7 +200,7 @@ class ModelConfig(trl.ModelConfig):
 
     dtype: str | None = field(
         default="bfloat16",
-        metadata={"help": "dtype of embeddings, head and activations.", "choices": ["auto", "bfloat16", "float32"]},
+        metadata={"help": "dtype of embeddings, head and activations.", "choices": ["bfloat16", "float32"]},
     )
     use_peft: bool = field(default=True, metadata={"help": "Only an adapter is trained."})
     lora_dropout: float = field(default=0.0, metadata={"help": "LoRA dropout; the engine has none."})
@@ -221,15 +223,16 @@ def parse(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig
     if path is not None:
         defaults_from_yaml(recipe, read_yaml(path), path)
     arguments = translate_flags(recipe, flags)
-    if stray := recipe.parse_known_args(arguments)[1]:
+    values, stray = recipe.parse_known_args(arguments)
+    if stray:
         raise ConfigError(f"command line: {' '.join(stray)} belongs to no flag")
     try:
         script, training, model = recipe.parse_args_into_dataclasses(arguments, look_for_args_file=False)
     except ConfigError:
         raise
-    except ValueError as error:  # TRL and transformers check how their keys go together
+    except _CONSTRUCTION_ERRORS as error:  # TRL and transformers check how their keys go together
         way_out = "; on a machine without a GPU give --use_cpu true" if "use_cpu" in str(error) else ""
-        raise ConfigError(f"{error}{way_out}") from error
+        raise ConfigError("\n".join(refusals(values)) or f"{error}{way_out}") from error
     if training.vllm_max_model_length is None and script.max_prompt_length is not None:
         training.vllm_max_model_length = script.max_prompt_length + training.max_completion_length
     return script, training, model

@@ -48,6 +48,12 @@ def _choices(training: GRPOConfig) -> Iterator[str]:
     for key, allowed in CHOICES.items():
         if (value := getattr(training, key)) not in allowed:
             yield f"{key} cannot be {value!r}; it is one of {', '.join(allowed)}"
+    grouped = training.scale_rewards != "batch" and training.multi_objective_aggregation == "sum_then_normalize"
+    if training.dynamic_sampling and not grouped:
+        yield (
+            "dynamic_sampling replaces groups, so advantages must come from the group alone; use scale_rewards: group "
+            "(or none) and multi_objective_aggregation: sum_then_normalize"
+        )
 
 
 def _names(training: GRPOConfig) -> Iterator[str]:

@@ -3,6 +3,9 @@ import difflib
 from pathlib import Path
 
 import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from qerl_recipes import configs
 from qerl_recipes.config_file import ConfigError
@@ -114,6 +117,8 @@ def test_yaml_numbers_without_a_point_and_a_bare_no_mean_what_was_written(tmp_pa
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("learning_rate:\n", "learning_rate has no value"),
+        ("warmup_ratio: much\n", "warmup_ratio is a share"),
         ("num_generations: eight\n", "num_generations cannot be 'eight'"),
         ("lora_r: 16.5\n", "lora_r cannot be 16.5"),
         ("max_steps: [1]\n", "max_steps cannot be a list"),
@@ -150,6 +155,29 @@ def test_a_wrong_value_is_an_error_that_names_the_key(text, message, tmp_path):
 def test_a_malformed_command_line_is_refused(argv):
     with pytest.raises(ConfigError):
         parse(argv)
+
+
+HOSTILE = st.one_of(
+    st.none(), st.booleans(), st.integers(-2, 2), st.floats(), st.text(max_size=3), st.lists(st.integers(), max_size=2),
+    st.dictionaries(st.text(max_size=2), st.integers(), max_size=1),
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(key=st.sampled_from(sorted(configs.parser().keys() - {"use_cpu", "bf16"})), value=HOSTILE)
+@pytest.mark.filterwarnings("ignore")
+def test_any_value_of_any_key_parses_or_is_a_config_error(key, value, tmp_path_factory):
+    path = tmp_path_factory.mktemp("hostile") / "recipe.yaml"
+    path.write_text(yaml.safe_dump({key: value}))
+    try:
+        refusals(*parse(["--config", str(path), *CPU]))
+    except ConfigError as error:
+        assert str(error)
+
+
+def test_a_refused_key_is_named_even_where_its_package_is_missing():
+    with pytest.raises(ConfigError, match=r"deepspeed: 'zero3.json' cannot be honoured; frozen NVFP4 weights"):
+        parse([*CPU, "--deepspeed", "zero3.json"])
 
 
 def test_flags_may_not_be_abbreviated():
@@ -190,6 +218,7 @@ def test_noise_keys_are_settled_after_parsing():
     assert paper.vllm_importance_sampling_correction is False
 
 
+@pytest.mark.integration
 def test_parsing_does_not_import_vllm():
     import subprocess
     import sys
