@@ -28,8 +28,6 @@ ZERO_BLOCK_SCALE = 0.125  # written where a block's scale rounds to zero: its co
 
 # value of a code's low three bits; bit 3 is the sign
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# halfway points between neighbouring magnitudes: an equality is a tie and goes to the even code
-MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 @dataclass(frozen=True)
@@ -55,12 +53,12 @@ def round_to_codes(x: torch.Tensor) -> torch.Tensor:
 
     A negative number that rounds to zero keeps its sign (code 8); -0 itself gets code 0.
     """
-    midpoints = torch.tensor(MIDPOINTS, device=x.device, dtype=torch.float32)
-    magnitude = x.abs().float()
-    below = torch.bucketize(magnitude, midpoints, right=False, out_int32=True)  # a tie goes down
-    above = torch.bucketize(magnitude, midpoints, right=True, out_int32=True)  # a tie goes up
-    index = torch.where(below % 2 == 0, below, above)
-    return (index + 8 * (x < 0)).to(torch.uint8)
+    a = x.abs().float()
+    # the index on each of the three straight pieces, whose steps are 0.5, 1 and 2 (torch.round takes a tie to the even
+    # integer, which is also the even index); outside its own piece each one is too large, so the least is right
+    index = torch.minimum((a * 2).round_(), a.round().add_(2))
+    index = torch.minimum(index, (a * 0.5).round_().add_(4)).clamp_(max=7)
+    return index.to(torch.uint8) | ((x < 0).to(torch.uint8) << 3)
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:

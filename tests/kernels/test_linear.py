@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from qerl_kernels import naive
 from qerl_kernels.linear import linear, linear_backward
 from qerl_kernels.nvfp4 import dequantize, quantize
 
@@ -63,6 +64,39 @@ def test_operators_pass_torch_library_checks(bias):
         (torch.randn(3, N), codes, block_scales, row_scale),
         test_utils=("test_faketensor",),
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("rows", [False, True], ids=["one tensor scale", "a scale for each row"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_gpu_agrees_with_the_naive_reference(rows, dtype):
+    x, codes, block_scales, row_scale, bias = (t.cuda() for t in example(5, rows, dtype))
+    dy = torch.randn(2, 5, N, device="cuda").to(dtype)
+    tolerance = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-4}
+    torch.testing.assert_close(
+        linear(x, codes, block_scales, row_scale, bias),
+        naive.linear(x, codes, block_scales, row_scale, bias),
+        **tolerance,
+    )
+    tolerance["atol"] = 4 * torch.finfo(dtype).eps  # with unequal row scales dy is rounded once more, before the sum
+    torch.testing.assert_close(
+        linear_backward(dy, codes, block_scales, row_scale),
+        naive.linear_backward(dy, codes, block_scales, row_scale),
+        **tolerance,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_operator_runs_inside_a_cuda_graph():
+    x, codes, block_scales, row_scale, bias = (t.cuda() for t in example(6, True))
+    expected = linear(x, codes, block_scales, row_scale, bias)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = linear(x, codes, block_scales, row_scale, bias)
+    graph.replay()
+    assert torch.equal(y, expected)
 
 
 def test_shapes_that_do_not_fit_are_refused():

@@ -54,6 +54,15 @@ def test_rounding_finds_the_nearest_code_and_ties_go_to_the_even_one(x):
     assert (code >= 8) == (x < 0)
 
 
+def test_every_bf16_number_is_rounded_to_the_nearest_code():
+    x = torch.arange(65536).to(torch.uint16).view(torch.bfloat16)
+    x = x[x.isfinite()]
+    magnitudes = torch.tensor([value_of_code(c) for c in range(8)], dtype=torch.float64)
+    distances = (x.double().abs().clamp(max=8).unsqueeze(1) - magnitudes).abs()  # (65280, 8)
+    distances[:, 1::2] += 1e-12  # of two equally near, the even code
+    assert torch.equal(round_to_codes(x).long(), distances.argmin(dim=1) + 8 * (x < 0))
+
+
 def test_a_tie_goes_to_the_even_code_and_minus_zero_to_code_zero():
     ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
     assert round_to_codes(ties).tolist() == [0, 2, 2, 4, 4, 6, 6]
@@ -108,6 +117,23 @@ def test_one_divisor_for_fused_weights():
 def test_columns_that_are_no_multiple_of_16_are_refused():
     with pytest.raises(ValueError, match="has 24 columns; NVFP4 needs a multiple of 16"):
         quantize(torch.zeros(2, 24))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("pack_weight", [quantize, quantize_mse])
+def test_a_gpu_packs_the_same_bytes(pack_weight):
+    w = torch.randn(256, 512, generator=torch.Generator().manual_seed(3)).bfloat16()
+    here, there = pack_weight(w), pack_weight(w.cuda())
+    assert there.divisor.cpu() == here.divisor
+    restored = [dequantize(x.codes, x.block_scales).cpu() for x in (here, there)]
+    if pack_weight is quantize:
+        assert torch.equal(there.codes.cpu(), here.codes)
+        assert torch.equal(there.block_scales.cpu().view(torch.uint8), here.block_scales.view(torch.uint8))
+        assert torch.equal(*restored)
+    else:  # the search sums in another order, so that two equally good scales may change places
+        errors = [(r.double() / here.divisor.double() - w.double()).norm() for r in restored]
+        torch.testing.assert_close(errors[1], errors[0], rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("tails", [0.0, 1.5], ids=["normal", "heavy tails"])

@@ -8,7 +8,14 @@ import pytest
 import torch
 from qerl_kernels.nvfp4 import dequantize, quantize
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    CompressedTensorsConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
 
 from qerl_recipes.quantize import quantization_config, quantize_checkpoint
 from qerl_vllm_plugin.checkpoint import CheckpointError, check_tensors, inspect_folder, read_quantization
@@ -70,6 +77,20 @@ def test_the_folder_is_a_checkpoint_that_other_readers_accept(dense, tmp_path):
     assert AutoConfig.from_pretrained(tmp_path / "nvfp4").quantization_config["quant_method"] == "compressed-tensors"
     saved = json.loads((tmp_path / "nvfp4" / "quantize_report.json").read_text())
     assert len(saved["layers"]) == len(report.layers) == 14
+
+
+def test_compressed_tensors_itself_unpacks_the_same_weights(dense, tmp_path):
+    quantize_checkpoint(dense, tmp_path / "nvfp4")
+    how = CompressedTensorsConfig(dequantize=True)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4", quantization_config=how, dtype=torch.bfloat16)
+    tensors, weights = tensors_of(tmp_path / "nvfp4"), theirs.state_dict()
+    modules = [name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed")]
+    assert len(modules) == 14
+    for module in modules:
+        w = dequantize(tensors[f"{module}.weight_packed"], tensors[f"{module}.weight_scale"]).float()
+        w = w / tensors[f"{module}.weight_global_scale"]
+        # they multiply by the scale after dividing it by the tensor scale: one fp32 rounding apart, then BF16
+        torch.testing.assert_close(weights[f"{module}.weight"].float(), w, rtol=2**-7, atol=0)
 
 
 def test_the_reported_error_is_the_error(dense, tmp_path):
