@@ -94,6 +94,8 @@ def _boundaries(training: GRPOConfig) -> Iterator[str]:
             f"save_steps: {training.save_steps:g} does not fall between rollouts, each of which serves {steps} steps; "
             f"use a multiple of {steps}, or save_strategy: epoch"
         )
+    if training.save_strategy == "best":
+        yield "save_strategy: best needs a metric that reward is not; use steps or epoch"
     longest = training.vllm_max_model_length
     if longest is not None and longest <= training.max_completion_length:
         yield (

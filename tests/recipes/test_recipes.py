@@ -133,6 +133,8 @@ def demo(stand_ins, *flags):
         (["--gradient_accumulation_steps", "4", "--steps_per_generation", "2"], "whole optimizer steps"),
         (["--vllm_max_model_length", "56"], "leaves no room for a prompt"),
         (["--dataset_size", "15"], "a rollout takes 16 prompts and the data have 15"),
+        (["--save_strategy", "best"], "save_strategy: best"),
+        (["--dynamic_sampling", "true", "--scale_rewards", "batch"], "dynamic_sampling replaces groups"),
         (["--vllm_mode", "server"], "vllm_mode: 'server' cannot be honoured"),
     ],
     ids=lambda value: value[0][2:] + "=" + value[-1] if isinstance(value, list) else "",
