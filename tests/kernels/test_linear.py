@@ -79,7 +79,8 @@ def test_a_gpu_agrees_with_the_naive_reference(rows, dtype):
         naive.linear(x, codes, block_scales, row_scale, bias),
         **tolerance,
     )
-    tolerance["atol"] = 4 * torch.finfo(dtype).eps  # with unequal row scales dy is rounded once more, before the sum
+    # with unequal row scales dy is rounded once more, before the sum
+    tolerance["atol"] = max(1e-4, 4 * torch.finfo(dtype).eps)
     torch.testing.assert_close(
         linear_backward(dy, codes, block_scales, row_scale),
         naive.linear_backward(dy, codes, block_scales, row_scale),

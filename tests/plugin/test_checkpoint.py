@@ -49,6 +49,13 @@ def test_a_sound_folder_is_accepted_whole(name):
         assert report.scheme.is_quantized(UP) and not report.scheme.is_quantized("lm_head")
 
 
+def test_promise_9_a_folder_is_what_its_config_says_and_not_what_it_is_called(tmp_path):
+    shutil.copytree(FIXTURES / "qwen2-bf16", tmp_path / "model-nvfp4-gptq")
+    shutil.copytree(FIXTURES / "qwen2-nvfp4", tmp_path / "model-bf16")
+    assert inspect_folder(tmp_path / "model-nvfp4-gptq").scheme is None
+    assert inspect_folder(tmp_path / "model-bf16").scheme is not None
+
+
 def test_reading_one_tensor_gives_what_the_safetensors_library_reads(folder):
     file = folder / "model.safetensors"
     reference = load_file(file)
