@@ -1,5 +1,7 @@
 """The command ``qerl``. Each subcommand only calls the function that owns the work."""
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -78,6 +80,83 @@ def rollout(
 
 
 @app.command()
+def evaluate(
+    base: Annotated[str, typer.Argument(help="NVFP4 or BF16 checkpoint: a folder or a model id")],
+    tasks: Annotated[str, typer.Option(help="gsm8k, math_500, aime24, aime25, amc23, running_sum, jsonl:PATH; a,b,c")],
+    output_dir: Annotated[Path, typer.Option("--output-dir", "--output_dir", help="for evaluation.json and answers")],
+    adapter: Annotated[str | None, typer.Option(help="folder of a trained adapter")] = None,
+    quantization: Annotated[str, typer.Option(help="qerl_nvfp4, bf16 or nf4")] = "qerl_nvfp4",
+    temperature: Annotated[float, typer.Option(help="0: greedy")] = 0.0,
+    top_p: Annotated[float, typer.Option("--top-p", "--top_p")] = 1.0,
+    max_new_tokens: Annotated[
+        int | None, typer.Option("--max-new-tokens", "--max_new_tokens", help="default: each task's own")
+    ] = None,
+    max_model_length: Annotated[
+        int | None,
+        typer.Option("--max-model-length", "--max_model_length", help="of prompt and answer, default: the model's"),
+    ] = None,
+    tensor_parallel_size: Annotated[int, typer.Option("--tensor-parallel-size", "--tensor_parallel_size")] = 1,
+    num_samples: Annotated[int, typer.Option("--num-samples", "--num_samples", help="answers to each problem")] = 1,
+    max_samples: Annotated[
+        int | None, typer.Option("--max-samples", "--max_samples", help="problems of each task, default: all")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="of sampling")] = 0,
+    use_chat_template: Annotated[
+        bool | None,
+        typer.Option("--use-chat-template/--no-chat-template", help="default: if there is one"),
+    ] = None,
+    system_prompt: Annotated[str | None, typer.Option("--system-prompt", "--system_prompt")] = None,
+    gpu_memory_utilization: Annotated[
+        float, typer.Option("--gpu-memory-utilization", "--gpu_memory_utilization", help="share for vLLM")
+    ] = 0.9,
+) -> None:
+    """Measure the accuracy of a base, and of the base with an adapter, through lighteval on one engine."""
+    from qerl_recipes.evaluate import evaluate as run
+
+    run(
+        base,
+        adapter,
+        [task.strip() for task in tasks.split(",")],
+        output_dir=output_dir,
+        quantization=quantization,
+        temperature=temperature,
+        top_p=top_p,
+        max_new_tokens=max_new_tokens,
+        max_model_length=max_model_length,
+        tensor_parallel_size=tensor_parallel_size,
+        num_samples=num_samples,
+        max_samples=max_samples,
+        seed=seed,
+        use_chat_template=use_chat_template,
+        system_prompt=system_prompt,
+        gpu_memory_utilization=gpu_memory_utilization,
+    )
+
+
+@app.command()
+def export(
+    adapter: Annotated[Path, typer.Argument(help="folder of a trained adapter")],
+    destination: Annotated[Path, typer.Argument(help="folder to write; it appears only when it is complete")],
+    merge: Annotated[bool, typer.Option(help="write base + adapter as one BF16 checkpoint")] = False,
+    base: Annotated[str | None, typer.Option(help="folder or model id, default: what the adapter says")] = None,
+    name: Annotated[str, typer.Option(help="of the adapter, in the card's commands")] = "policy",
+    overwrite: Annotated[bool, typer.Option(help="replace the destination if it exists")] = False,
+) -> None:
+    """Write an adapter as a folder that stands by itself, for PEFT and stock vLLM, or merged into its base."""
+    from qerl_recipes.export import export as run
+
+    typer.echo(run(adapter, destination, base=base, merge=merge, overwrite=overwrite, name=name))
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine can do, and check that it computes one layer exactly."""
+    from qerl_recipes.doctor import run
+
+    raise typer.Exit(run())
+
+
+@app.command()
 def report(folder: Annotated[Path, typer.Argument(help="output folder of a training run")]) -> None:
     """Write report.html with the plots of a run."""
     from qerl_recipes.report import write
@@ -102,11 +181,17 @@ def demo(
 
 
 def main() -> None:
-    """Entry point. A refusal (ValueError and its kin) is printed as one message, without a traceback."""
+    """Entry point. A refusal is printed as one message; QERL_TRACEBACK=1 shows where it came from."""
     from qerl_recipes.environment import prepare
 
-    prepare()
-    app()
+    prepare()  # before anything imports vllm or torch
+    try:
+        app()
+    except (ValueError, OSError) as error:  # what the whole project raises for bad input
+        if os.environ.get("QERL_TRACEBACK"):
+            raise
+        print(f"qerl: {error}\n(QERL_TRACEBACK=1 shows the traceback)", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":
