@@ -52,7 +52,7 @@ def write_packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
         for name, w in tensors.items():
             module = name.removesuffix(".weight")
             last = module.rsplit(".", 1)[-1]
-            if w.dim() != 2 or last in ("embed_tokens", "lm_head", "gate"):
+            if w.dim() != 2 or last in ("embed_tokens", "lm_head"):
                 packed[name] = w
                 continue
             if not shared:
@@ -74,8 +74,7 @@ def write_packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
             if file.suffix == ".json" or file.name.startswith("tokenizer"):
                 (folder / file.name).write_bytes(file.read_bytes())
         config = json.loads((source / "config.json").read_text())
-        ignore = ["lm_head", "re:.*mlp.gate$"] if "num_experts" in config else ["lm_head"]
-        config["quantization_config"] = {**SCHEME, "ignore": ignore}
+        config["quantization_config"] = SCHEME
         (folder / "config.json").write_text(json.dumps(config))
         return folder
 
@@ -123,9 +122,7 @@ def reference(weights_of: Callable[[Path], dict[str, torch.Tensor]]) -> Callable
         config.quantization_config = None
         del config.quantization_config
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-        weights = {name: w.float() for name, w in weights_of(folder).items()}
-        if "num_experts" in json.loads((folder / "config.json").read_text()):
-            weights = _stack_experts(weights)
+        weights = _stack_experts({name: w.float() for name, w in weights_of(folder).items()})
         missing, unexpected = model.load_state_dict(weights, strict=False)
         assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
         model.tie_weights()
@@ -214,13 +211,29 @@ def boot(engine_options: dict[str, object]) -> Iterator[Callable[..., Any]]:
     gc.collect()
 
 
-LORA = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": 8}
+# the two places where an engine can hold the policy adapter; float32, for sharp comparisons
+CARRIERS: dict[str, dict[str, Any]] = {
+    "lora": {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": 8, "dtype": "float32"},
+    "resident": {"additional_config": {"qerl": {"policy_adapter": {"rank": 8}}}, "dtype": "float32"},
+}
+
+
+@pytest.fixture(scope="module", params=CARRIERS)
+def carrier_options(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What an engine with a policy adapter of rank <= 8 is started with, once for each carrier."""
+    return CARRIERS[request.param]
 
 
 @pytest.fixture(scope="session")
-def lora_options() -> dict[str, object]:
-    """What an engine with a policy adapter of rank <= 8 is started with; float32, for sharp comparisons."""
-    return {**LORA, "dtype": "float32"}
+def carriers() -> dict[str, dict[str, Any]]:
+    """All of them by name."""
+    return CARRIERS
+
+
+@pytest.fixture(scope="session")
+def lora_options() -> dict[str, Any]:
+    """The same for vLLM's LoRA slots alone."""
+    return CARRIERS["lora"]
 
 
 @pytest.fixture(scope="session")

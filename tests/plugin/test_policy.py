@@ -25,8 +25,8 @@ def hf(reference, folder):
 
 
 @pytest.fixture(scope="module")
-def engine(boot, folder, lora_options):
-    return boot(folder, **lora_options)
+def engine(boot, folder, carrier_options):
+    return boot(folder, **carrier_options)
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def test_folder_that_peft_saved_equals_peft_and_stock_vllm(
     ours = served(policy, measure)
     assert measure.difference(ours, measure.hf(peft_model)) < TOLERANCE
     stock = boot(folder, **lora_options)
-    assert measure.difference(ours, measure.engine(stock, LoRARequest("tuned", 5, str(tmp_path)))) < 1e-6
+    assert measure.difference(ours, measure.engine(stock, LoRARequest("tuned", 5, str(tmp_path)))) < TOLERANCE
 
 
 def test_folders_that_cannot_be_read_are_refused(policy, hf, make_adapter, tmp_path):

@@ -1,0 +1,86 @@
+"""Noise and adapter under torch.compile: compiled code reads their storage, so it sees each change and its undoing."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+DRIVER = """
+import json, sys
+from pathlib import Path
+
+
+def main(folder, adapter, out, prompts):
+    from vllm import LLM, SamplingParams
+    from vllm.config import CompilationMode
+
+    from qerl_vllm_plugin.policy import Policy
+
+    llm = LLM(
+        model=folder, quantization="qerl_nvfp4", dtype="float32", enforce_eager=False, max_model_len=128,
+        max_num_seqs=8, num_gpu_blocks_override=64, disable_log_stats=True, seed=0,
+        additional_config={"qerl": {"policy_adapter": {"rank": 8}}},
+    )
+    assert llm.llm_engine.vllm_config.compilation_config.mode == CompilationMode.VLLM_COMPILE
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+
+    def answers():
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+        return [
+            output.prompt_logprobs[i][ids[i]].logprob
+            for ids, output in zip(prompts, outputs)
+            for i in range(1, len(ids))
+        ]
+
+    policy = Policy(llm)
+    found = {"clean": answers()}
+    for sigma in (0.05, 0.3, 0.05):
+        policy.set_noise(sigma, seed=3, rollout=4)
+        found.setdefault("noisy", []).append(answers())
+    policy.clear_noise()
+    found["cleared"] = answers()
+    policy.swap_folder(adapter)
+    found["adapter"] = answers()
+    policy.swap(None)
+    found["removed"] = answers()
+    Path(out).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4], json.loads(sys.argv[4]))
+"""
+
+
+@pytest.mark.integration
+def test_promise_3_changes_in_compiled_code_are_visible_and_exactly_reversible(
+    make_nvfp4, reference, make_adapter, boot, measure, tmp_path
+):
+    from qerl_vllm_plugin.policy import Policy
+
+    folder = make_nvfp4("qwen3")
+    peft_model = make_adapter(reference(folder), target_modules=["q_proj", "v_proj", "o_proj", "up_proj"])[2]
+    peft_model.save_pretrained(tmp_path / "adapter")
+    script, out = tmp_path / "driver.py", tmp_path / "found.json"
+    script.write_text(DRIVER)
+    changes = {
+        "TORCHDYNAMO_DISABLE": "0",
+        "VLLM_CPU_CI_ENV": "1",  # Dynamo's graphs, run without the C++ compiler
+        "VLLM_CACHE_ROOT": str(tmp_path / "cache"),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+    }
+    environment = {name: value for name, value in os.environ.items() if name != "MASTER_PORT"} | changes
+    line = [sys.executable, str(script), str(folder), str(tmp_path / "adapter"), str(out), json.dumps(measure.prompts)]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    found = json.loads(out.read_text())
+    assert found["cleared"] == found["removed"] == found["clean"]
+    assert found["noisy"][0] == found["noisy"][2] != found["noisy"][1]
+    eager = boot(folder, dtype="float32")
+    assert measure.difference(torch.tensor(found["clean"]), measure.engine(eager)) < 1e-4
+    assert measure.difference(torch.tensor(found["adapter"]), measure.hf(peft_model)) < 1e-4
+    assert measure.difference(torch.tensor(found["adapter"]), torch.tensor(found["clean"])) > 1e-2
+    Policy(eager).set_noise(0.3, seed=3, rollout=4)
+    assert measure.difference(torch.tensor(found["noisy"][1]), measure.engine(eager)) < 1e-4

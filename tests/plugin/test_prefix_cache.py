@@ -1,0 +1,103 @@
+"""Promise 5: with prefix caching, no answer of one policy is ever made from keys and values of another."""
+
+import pytest
+from vllm import SamplingParams
+
+from qerl_vllm_plugin.policy import Policy
+
+PROMPT = [(7 * i) % 60 + 2 for i in range(100)]  # three full blocks of 32
+SAMPLING = SamplingParams(max_tokens=1, temperature=0.0, logprobs=5)
+
+
+@pytest.fixture(scope="module")
+def engine(boot, make_nvfp4, carrier_options):
+    return boot(make_nvfp4("qwen2"), enable_prefix_caching=True, block_size=32, **carrier_options)
+
+
+@pytest.fixture(scope="module")
+def adapters(make_nvfp4, reference, make_adapter):
+    hf = reference(make_nvfp4("qwen2"))
+    modules = ["k_proj", "v_proj", "down_proj"]
+    return [make_adapter(hf, seed=seed, target_modules=modules)[:2] for seed in (1, 2)]
+
+
+@pytest.fixture
+def policy(engine):
+    policy = Policy(engine)
+    policy.swap(None)
+    policy.clear_noise()
+    return policy
+
+
+def ask(policy: Policy) -> tuple[dict[int, float], int]:
+    """Log-probabilities of the next token, and how many prompt tokens came from the cache."""
+    output = policy._llm.generate([{"prompt_token_ids": PROMPT}], SAMPLING, use_tqdm=False, lora_request=policy.request)
+    top = output[0].outputs[0].logprobs[0]
+    return {token: value.logprob for token, value in top.items()}, output[0].num_cached_tokens
+
+
+def fresh(policy: Policy) -> dict[int, float]:
+    assert policy._llm.reset_prefix_cache()
+    answer, cached = ask(policy)
+    assert cached == 0
+    return answer
+
+
+def distance(ours: dict[int, float], theirs: dict[int, float]) -> float:
+    return max(abs(ours.get(token, -100.0) - theirs.get(token, -100.0)) for token in ours.keys() | theirs.keys())
+
+
+def test_the_cache_is_in_use(policy):
+    first, _ = ask(policy)
+    second, cached = ask(policy)
+    assert cached == 96
+    assert distance(first, second) < 1e-4
+
+
+def test_promise_5_a_swap_is_answered_from_fresh_keys(policy, adapters):
+    policy.swap(*adapters[0])
+    ask(policy)
+    policy.swap(*adapters[1])
+    answer, cached = ask(policy)
+    assert cached == 0
+    assert distance(answer, fresh(policy)) < 1e-5
+
+
+def test_promise_5_a_noise_change_is_answered_from_fresh_keys(policy):
+    clean, _ = ask(policy)
+    policy.set_noise(0.1, seed=1, rollout=1)
+    noisy, cached = ask(policy)
+    assert cached == 0
+    assert distance(noisy, fresh(policy)) < 1e-5
+    policy.clear_noise()
+    again, cached = ask(policy)
+    assert cached == 0
+    assert distance(again, clean) < 1e-5
+
+
+def test_control_without_the_reset_a_swap_is_answered_from_stale_keys(policy, adapters):
+    policy.swap(*adapters[0])
+    ask(policy)
+    tensors, config = adapters[1]
+    plain = {key: config[key] for key in ("r", "lora_alpha")} | {"target_modules": sorted(config["target_modules"])}
+    policy._llm.collective_rpc("qerl_stage", args=(tensors, plain, None))
+    policy._llm.collective_rpc("qerl_commit", args=(policy.version,))
+    stale, cached = ask(policy)
+    assert cached == 96
+    assert distance(stale, fresh(policy)) > 1e-2
+
+
+def test_control_without_the_reset_noise_is_answered_from_stale_keys(policy):
+    ask(policy)
+    policy._llm.collective_rpc("qerl_set_noise", args=(0.1, 1, 1, ["input_layernorm", "post_attention_layernorm"]))
+    stale, cached = ask(policy)
+    assert cached == 96
+    assert distance(stale, fresh(policy)) > 1e-2
+
+
+def test_promise_5_a_cache_that_cannot_be_emptied_is_an_error(policy, adapters, monkeypatch):
+    before = policy.state(digest=True)
+    monkeypatch.setattr(policy._llm, "reset_prefix_cache", lambda: False)
+    with pytest.raises(RuntimeError, match="could not empty its prefix cache"):
+        policy.swap(*adapters[0])
+    assert policy.state(digest=True) == before

@@ -1,0 +1,183 @@
+"""What the plugin cannot serve is refused while the engine starts, by name, with a way out."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+WEIGHTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+
+
+@pytest.fixture
+def folder(make_nvfp4, tmp_path):
+    """A copy that a test may damage."""
+    return shutil.copytree(make_nvfp4("qwen2"), tmp_path / "copy")
+
+
+def refusal(boot, folder, **options) -> str:
+    """The text of the exception that ends the start of the engine, with those that it was raised from."""
+    with pytest.raises(Exception) as caught:
+        boot(folder, **options)
+    text, error = "", caught.value
+    while error is not None:
+        text += f"{type(error).__name__}: {error}\n"
+        error = error.__cause__ or error.__context__
+    return text
+
+
+def edit(folder, change) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ignored": []}, "unknown key 'ignored'"),
+        ({"ignore": "lm_head"}, '"qerl.ignore" must be a list'),
+        ({"ignore": [1]}, '"qerl.ignore" must be a list'),
+        (["ignore"], '"qerl" must be an object'),
+        ({"policy_adapter": 8}, '"qerl.policy_adapter" must be {"rank": R}'),
+        ({"policy_adapter": {"rank": 513}}, "at most 512"),
+        ({"policy_adapter": {"rank": 8, "alpha": 1}}, '"qerl.policy_adapter" must be {"rank": R}'),
+    ],
+    ids=[
+        "unknown_key",
+        "a_string",
+        "a_number_in_the_list",
+        "not_an_object",
+        "adapter_a_number",
+        "rank_too_large",
+        "key_too_many",
+    ],
+)
+def test_promise_9_options(boot, make_bf16, options, message):
+    assert message in refusal(boot, make_bf16("qwen2"), additional_config={"qerl": options})
+
+
+def test_promise_9_ignore_is_refused_where_it_would_have_no_effect(boot, folder):
+    text = refusal(boot, folder, additional_config={"qerl": {"ignore": ["lm_head", "model.layers.0.mlp.down_proj"]}})
+    assert '"qerl.ignore" is for BF16 checkpoints' in text
+
+
+def test_promise_10_resident_adapter_and_lora_exclude_each_other(boot, folder):
+    options = {"enable_lora": True, "additional_config": {"qerl": {"policy_adapter": {"rank": 8}}}}
+    assert "exclude each other" in refusal(boot, folder, **options)
+
+
+def test_ignored_layers_of_a_bf16_checkpoint_stay_in_bf16(boot, make_bf16, measure):
+    options = {"qerl": {"ignore": ["lm_head", "model.layers.0.mlp.down_proj", "re:.*self_attn.*"]}}
+    model = measure.model(boot(make_bf16("qwen2"), additional_config=options))
+    packed = {name for name, _ in model.named_parameters() if name.endswith("weight_packed")}
+    assert packed == {
+        "model.layers.0.mlp.gate_up_proj.weight_packed",
+        "model.layers.1.mlp.gate_up_proj.weight_packed",
+        "model.layers.1.mlp.down_proj.weight_packed",
+    }
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "quant_method 'gptq'"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "quant_method 'awq'"),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "quant_method 'fp8'"),
+        ({"format": "float-quantized", "config_groups": {"g": {"weights": {"num_bits": 8, "type": "float"}}}}, "FP8"),
+        (
+            {
+                "format": "nvfp4-pack-quantized",
+                "config_groups": {
+                    "g": {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": {"num_bits": 4}}
+                },
+            },
+            "W4A4",
+        ),
+        (
+            {
+                "format": "mxfp4-pack-quantized",
+                "config_groups": {"g": {"targets": ["Linear"], "weights": {**WEIGHTS, "group_size": 32}}},
+            },
+            "group_size 32",
+        ),
+    ],
+    ids=["gptq", "awq", "fp8", "compressed_fp8", "w4a4", "mxfp4"],
+)
+def test_promise_9_other_quantizations_by_name(boot, folder, quantization, message):
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "ignore": ["lm_head"], **quantization}
+    (folder / "config.json").write_text(json.dumps(config))
+    text = refusal(boot, folder)
+    assert message in text
+    assert "qerl quantize" in text
+
+
+def test_columns_that_are_no_multiple_of_16(boot, make_bf16):
+    text = refusal(boot, make_bf16("qwen2", intermediate_size=100))
+    assert "down_proj: 100 input columns" in text
+    assert "multiple of 16" in text
+
+
+DOWN = "model.layers.1.mlp.down_proj"
+DAMAGE = {
+    "packed_missing": (lambda t: t.pop(f"{DOWN}.weight_packed"), DOWN),
+    "scale_missing": (lambda t: t.pop(f"{DOWN}.weight_scale"), f"{DOWN}.weight_scale"),
+    "divisor_missing": (lambda t: t.pop(f"{DOWN}.weight_global_scale"), f"{DOWN}.weight_global_scale"),
+    "norm_missing": (lambda t: t.pop("model.norm.weight"), "model.norm.weight"),
+    "bias_missing": (lambda t: t.pop("model.layers.0.self_attn.k_proj.bias"), "k_proj.bias"),
+    "zero_divisor": (lambda t: t[f"{DOWN}.weight_global_scale"].zero_(), f"{DOWN}.weight_global_scale: 0.0"),
+    "infinite_divisor": (lambda t: t[f"{DOWN}.weight_global_scale"].fill_(float("inf")), f"{DOWN}.weight_global_scale"),
+    "nan_scale": (lambda t: t[f"{DOWN}.weight_scale"].view(torch.uint8)[3, 2].fill_(0x7F), "row 3, block 2"),
+    "negative_scale": (lambda t: t[f"{DOWN}.weight_scale"].view(torch.uint8)[0, 0].fill_(0x90), "NaN or negative"),
+    "shape": (lambda t: t.update({f"{DOWN}.weight_packed": t[f"{DOWN}.weight_packed"][:-1].clone()}), DOWN),
+    "dtype": (lambda t: t.update({f"{DOWN}.weight_scale": t[f"{DOWN}.weight_scale"].float()}), DOWN),
+    "nan_scale_in_a_fused_layer": (
+        lambda t: t["model.layers.0.self_attn.v_proj.weight_scale"].view(torch.uint8)[0, 0].fill_(0xFF),
+        "model.layers.0.self_attn.qkv_proj",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_promise_9_damaged_packed_checkpoint(boot, folder, case):
+    change, message = DAMAGE[case]
+    edit(folder, change)
+    text = refusal(boot, folder)
+    assert message in text
+    assert "CheckpointError" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.layers.0.input_layernorm.weight"), "model.layers.0.input_layernorm.weight"),
+        (lambda t: t.pop("model.layers.0.self_attn.v_proj.weight"), "v_proj.weight"),
+        (lambda t: t[f"{DOWN}.weight"][0, 0].fill_(float("nan")), f"{DOWN}.weight holds NaN"),
+    ],
+    ids=["norm_missing", "part_of_a_fused_layer_missing", "nan"],
+)
+def test_promise_9_damaged_bf16_checkpoint(boot, make_bf16, tmp_path, change, message):
+    folder = shutil.copytree(make_bf16("qwen2"), tmp_path / "copy")
+    edit(folder, change)
+    text = refusal(boot, folder)
+    assert message in text
+    assert "CheckpointError" in text
+
+
+def test_promise_9_truncated_file(boot, folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert "truncated" in refusal(boot, folder)
+
+
+def test_a_policy_adapter_needs_the_engine_to_have_lora(boot, make_nvfp4):
+    from qerl_vllm_plugin.adapter import AdapterError
+    from qerl_vllm_plugin.policy import Policy
+
+    policy = Policy(boot(make_nvfp4("qwen2")))
+    assert policy.request is None
+    with pytest.raises(AdapterError, match="enable_lora=True"):
+        policy.swap({"base_model.model.x.lora_A.weight": torch.ones(1, 1)}, {"r": 1})
+    assert policy.version == 0

@@ -1,0 +1,103 @@
+"""The entry point: idempotent, light, found by vLLM; and the versions of vLLM that are accepted."""
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from qerl_vllm_plugin import compat, register, worker
+
+FRESH_PROCESS = """
+import sys, time
+import vllm.engine.arg_utils
+before = set(sys.modules)
+start = time.process_time()
+from qerl_vllm_plugin import register
+register()
+milliseconds = 1e3 * (time.process_time() - start)
+register()
+from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
+assert QUANTIZATION_METHODS.count("qerl_nvfp4") == 1
+new = {name.split(".")[0] for name in set(sys.modules) - before}
+print(milliseconds, sorted(new))
+assert get_quantization_config("qerl_nvfp4").__name__ == "QerlConfig"
+"""
+
+ENTRY_POINT = """
+from vllm.plugins import load_general_plugins
+import vllm.v1.worker.worker_base
+load_general_plugins()
+load_general_plugins()
+from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+assert QUANTIZATION_METHODS.count("qerl_nvfp4") == 1
+assert callable(vllm.v1.worker.worker_base.WorkerBase.qerl_stage)
+print("loaded")
+"""
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.strip().splitlines()[-1]
+
+
+@pytest.mark.integration
+def test_register_takes_under_50_ms_and_brings_nothing_heavy():
+    milliseconds, packages = run(FRESH_PROCESS).split(" ", 1)
+    assert float(milliseconds) < 50
+    assert set(eval(packages)) <= {"qerl_vllm_plugin", "qerl_kernels"}
+
+
+@pytest.mark.integration
+def test_vllm_finds_the_entry_point():
+    assert run(ENTRY_POINT) == "loaded"
+
+
+def test_register_is_idempotent_in_a_process_that_holds_a_worker():
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    for _ in range(2):
+        register()
+    assert QUANTIZATION_METHODS.count("qerl_nvfp4") == 1
+    assert [name for name in worker.METHODS if getattr(WorkerBase, name) is not getattr(worker, name)] == []
+
+
+def test_a_method_of_another_plugin_is_not_overwritten(monkeypatch):
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    def theirs(self): ...
+
+    compat.add_worker_methods()
+    monkeypatch.setattr(WorkerBase, "qerl_stage", theirs)
+    with pytest.raises(RuntimeError, match="already has a method qerl_stage"):
+        compat.add_worker_methods()
+    assert WorkerBase.qerl_stage is theirs
+
+
+@pytest.mark.parametrize("version", ["0.25.9", "0.33.0", "0.33.0rc1", "1.0", "0.1.dev1+g123"])
+def test_versions_outside_the_range_are_refused(version):
+    with pytest.raises(RuntimeError, match=r">= 0.26, < 0.33; this is "):
+        compat.check_vllm_version(version)
+
+
+@pytest.fixture
+def warnings_of_qerl(monkeypatch):
+    found: list[str] = []
+    monkeypatch.setattr(compat.logger, "warning_once", lambda text, *arguments: found.append(text % arguments))
+    return found
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.31.0", "0.31.0+cpu"])
+def test_tested_versions_are_accepted_silently(version, warnings_of_qerl):
+    compat.check_vllm_version(version)
+    assert warnings_of_qerl == []
+
+
+@pytest.mark.parametrize("version", ["0.27.1", "0.32.9.dev3+gabc", "unknown"])
+def test_versions_in_between_are_accepted_with_a_warning(version, warnings_of_qerl):
+    compat.check_vllm_version(version)
+    assert len(warnings_of_qerl) == 1
+    assert version in warnings_of_qerl[0]
+    assert logging.getLogger("vllm.qerl") is not None
