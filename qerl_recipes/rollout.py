@@ -89,6 +89,7 @@ class VLLMRollouts:
             )
         self._phase, self._rollout, self._call = "train", 0, 0
         self.tokens, self.seconds = 0, 0.0  # since the last begin
+        self._is_noisy = self._is_closed = False
         self._tensor_parallel_group = self._new_groups()
         # in the trainer's process: adapters are handed over as tensors, and a sleeping engine frees this process's GPU
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -104,7 +105,9 @@ class VLLMRollouts:
         self.tokens, self.seconds = 0, 0.0
         self.sync_weights()
         if sigma is None:
+            self._clear_noise()
             return None
+        self._is_noisy = True
         seed, targets = noise_seed(self._training), self._training.noise_targets
         return self.policy.set_noise(sigma, seed=seed, rollout=rollout, targets=targets)
 
@@ -112,8 +115,12 @@ class VLLMRollouts:
         """Open an evaluation: the adapter as it is now, no noise, and the same seeds every time."""
         self._phase, self._rollout, self._call = "evaluation", 0, 0
         self.sync_weights()
-        if self._training.noise_mode != "none":
+        self._clear_noise()
+
+    def _clear_noise(self) -> None:
+        if self._is_noisy:
             self.policy.clear_noise()
+        self._is_noisy = False
 
     def sync_weights(self) -> None:
         """Install the trainer's adapter (and trained norms) in the engine, in memory."""
@@ -156,7 +163,10 @@ class VLLMRollouts:
         return [list(output.prompt_token_ids) for output in outputs], ids, [_logprobs(c) for c in completions], None
 
     def close(self) -> None:
-        """Shut the engine down; nothing can be generated afterwards."""
+        """Shut the engine down, once; nothing can be generated afterwards."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
         self.llm.llm_engine.engine_core.shutdown()

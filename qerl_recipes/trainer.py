@@ -59,6 +59,7 @@ class QerlGRPOTrainer(Checkpointing):
         """
         self.steps_per_rollout = steps_per_rollout(args)
         _check(args)
+        masters = {name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
         # TRL would start its own engine, which merges the adapter into weights that cannot be merged into
         args.use_vllm = False
         try:
@@ -78,6 +79,9 @@ class QerlGRPOTrainer(Checkpointing):
         # off in the recipe means weights of 1 and not that nothing is measured
         self._weigh_importance = bool(args.vllm_importance_sampling_correction)
         self.vllm_importance_sampling_correction = True
+        for name, weight in self.model.named_parameters():
+            if weight.requires_grad:  # TRL rounds an adapter on bitsandbytes weights to BF16; masters stay fp32
+                weight.data = masters.get(name, weight.data).to(weight.device, torch.float32)
         if args.train_norms:
             norms.make_trainable(self.model, args.noise_targets)
         self._leave_frozen_weights_out_of_broadcasts()

@@ -1,5 +1,6 @@
 """A trainer on a tiny checkpoint, with its engine shut down when the test is over."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,20 @@ SETTINGS: dict[str, Any] = {
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """make_trainer(base, reward=digits, rows=16, rank=4, adapter=None, **settings) -> QerlGRPOTrainer."""
+    with trainers(tmp_path / "run") as make:
+        yield make
+
+
+@pytest.fixture(scope="module")
+def make_module_trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+    """The same for a run that several tests look at."""
+    with trainers(tmp_path_factory.mktemp("module") / "run") as make:
+        yield make
+
+
+@contextlib.contextmanager
+def trainers(output: Path) -> Iterator[Callable[..., Any]]:
+    """Trainers that write into ``output`` by default, one engine at a time."""
     from peft import LoraConfig, PeftModel
 
     from qerl_recipes import model, running_sum
@@ -47,7 +62,7 @@ def make_trainer(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     ) -> QerlGRPOTrainer:
         if made:
             made.pop().vllm_generation.close()
-        args = GRPOConfig(**{"output_dir": str(tmp_path / "run"), **SETTINGS, **settings})
+        args = GRPOConfig(**{"output_dir": str(output), **SETTINGS, **settings})
         norms = "fp32" if args.quantization == "qerl_nvfp4" else "rounded"
         policy: Any = model.load(base, norms=norms, quantization=args.quantization)
         if adapter is not None:
@@ -66,9 +81,11 @@ def make_trainer(tmp_path: Path) -> Iterator[Callable[..., Any]]:
         made.append(trainer)
         return trainer
 
-    yield make
-    for trainer in made:
-        trainer.vllm_generation.close()
+    try:
+        yield make
+    finally:
+        for trainer in made:
+            trainer.vllm_generation.close()
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,12 +39,19 @@ def same_bits(a, b):
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.fixture(scope="module")
+def unbroken(make_module_trainer, make_nvfp4):
+    trainer = make_module_trainer(make_nvfp4("qwen2"), rows=6, **RUN)
+    trainer.train()
+    trainer.vllm_generation.close()
+    return Path(trainer.args.output_dir)
+
+
 @pytest.fixture
-def finished(make_trainer, make_nvfp4, tmp_path):
-    """The unbroken run -> (base, folder)."""
-    base = make_nvfp4("qwen2")
-    make_trainer(base, rows=6, output_dir=str(tmp_path / "whole"), **RUN).train()
-    return base, tmp_path / "whole"
+def finished(unbroken, make_nvfp4, tmp_path):
+    """The unbroken run -> (base, a copy of its folder)."""
+    shutil.copytree(unbroken, tmp_path / "whole")
+    return make_nvfp4("qwen2"), tmp_path / "whole"
 
 
 @pytest.mark.integration
@@ -197,8 +205,6 @@ def test_save_steps_in_the_middle_of_a_rollout_are_refused(make_trainer, make_nv
 
 
 def test_the_hash_tells_bases_apart_by_their_weights(make_nvfp4, tmp_path):
-    import shutil
-
     base = make_nvfp4("qwen2")
     shutil.copytree(base, tmp_path / "copy")
     assert checkpoints.base_hash(tmp_path / "copy") == checkpoints.base_hash(base)
