@@ -53,7 +53,7 @@ def _resident(worker: Any) -> Resident:
     return worker._qerl_resident
 
 
-def _carrier(worker: Any) -> LoraSlots | ResidentAdapter | None:
+def carrier_of(worker: Any) -> LoraSlots | ResidentAdapter | None:
     """Where this worker keeps the adapter: in the layers, in vLLM's LoRA slots, or nowhere."""
     for kind in (ResidentAdapter, LoraSlots):
         with contextlib.suppress(LookupError):
@@ -64,7 +64,7 @@ def _carrier(worker: Any) -> LoraSlots | ResidentAdapter | None:
 def qerl_open(self: Any) -> dict[str, Any]:
     """Prepares this worker for a policy; idempotent."""
     resident = _resident(self)
-    carrier = _carrier(self)
+    carrier = carrier_of(self)
     try:
         if carrier is not None:
             carrier.prepare()
@@ -87,7 +87,7 @@ def qerl_stage(
     try:
         staged_norms = _check_norms(_unpack(norms), resident)
         staged: Staged = {}
-        carrier = _carrier(self)
+        carrier = carrier_of(self)
         if carrier is not None:
             carrier.prepare()
         if tensors is not None:
@@ -119,7 +119,7 @@ def qerl_commit(self: Any, version: int) -> dict[str, Any]:
         return {"error": "nothing is staged in this worker; stage the adapter first"}
     staged, norms = resident.staged
     resident.staged = None
-    if (carrier := _carrier(self)) is not None:
+    if (carrier := carrier_of(self)) is not None:
         carrier.write(staged)
     resident.base_norms = norms
     _write_norms(self, resident)
@@ -154,7 +154,7 @@ def qerl_state(self: Any, digest: bool = False) -> dict[str, Any]:
     if digest:
         norms = [layer.weight.data for _, layer in sorted(compat.norm_layers(self).items())]
         state["norms"] = _digest(norms)
-        carrier = _carrier(self)
+        carrier = carrier_of(self)
         state["adapter"] = _digest(carrier.buffers()) if carrier is not None else ""
     return state
 
