@@ -7,6 +7,7 @@ accuracy comes with a 95 % interval. The result is ``evaluation.json``, the answ
 import contextlib
 import datetime
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import logging
@@ -109,7 +110,7 @@ def evaluate(
         "max_samples": max_samples,
         "tensor_parallel_size": tensor_parallel_size,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "versions": checkpoints.versions(),
+        "versions": {**checkpoints.versions(), "lighteval": importlib.metadata.version("lighteval")},
     }
     _write(output / ANSWERS, "".join(_lines(arms)))
     _write(output / RESULT, json.dumps(result, indent=2, ensure_ascii=False) + "\n")

@@ -4,7 +4,6 @@ lighteval keeps answers on disk by model name, and an adapter that is trained ag
 store here: every answer is generated.
 """
 
-import functools
 import hashlib
 from dataclasses import dataclass
 from typing import Any
@@ -113,7 +112,7 @@ class EngineModel(LightevalModel):
             requests,
             parameters,
             lora_request=self._request,
-            use_tqdm=functools.partial(tqdm, desc=f"evaluating {self._label}", leave=False),
+            use_tqdm=self._bar,
         )
         answers = iter([output.outputs[0] for output in outputs])
         responses = []
@@ -134,6 +133,10 @@ class EngineModel(LightevalModel):
 
     def loglikelihood_rolling(self, docs: list[Doc]) -> list[ModelResponse]:
         raise ValueError("only tasks that generate an answer are supported, not perplexity")
+
+    def _bar(self, *args: Any, **options: Any) -> tqdm:
+        """vLLM's progress bar, named after what is evaluated and gone when it is done."""
+        return tqdm(*args, **{**options, "desc": f"evaluating {self._label}", "leave": False})
 
     def _parameters(self, doc: Doc, prompt_length: int, sample: int) -> SamplingParams:
         sampling, room = self._sampling, self.max_length - prompt_length

@@ -92,6 +92,36 @@ def test_base_and_adapter_answer_the_same_problems(runs: dict[str, Path]) -> Non
     assert asked["base"] == asked["adapter"] and len(asked["base"]) == 80
 
 
+@pytest.mark.integration
+def test_promise_3_and_10_the_base_is_evaluated_without_noise_and_without_adapter(
+    make_nvfp4: Make, tmp_path: Path
+) -> None:
+    from vllm import SamplingParams
+
+    from qerl_vllm_plugin.policy import Policy
+
+    llm = evaluate._start(make_nvfp4("qwen2"), "qerl_nvfp4", 8, 64, 1, 0.9)
+    try:
+        prompts = [{"prompt_token_ids": [first, 12, 5]} for first in range(3, 13)]
+
+        def generate(request: object) -> list[list[int]]:
+            outputs = llm.generate(
+                prompts, SamplingParams(temperature=0, max_tokens=8), lora_request=request, use_tqdm=False
+            )
+            return [list(output.outputs[0].token_ids) for output in outputs]
+
+        clean = generate(None)
+        policy = Policy(llm)
+        policy.swap_folder(save_adapter(tmp_path / "adapter", 1))
+        policy.set_noise(0.5, seed=1, rollout=1)
+        assert generate(policy.request) != clean
+        request = evaluate._install(llm, None)
+        assert Policy(llm).state().sigma == 0
+        assert generate(request) == clean
+    finally:
+        evaluate.close(llm)
+
+
 def started(*args: object, **kwargs: object) -> None:
     raise AssertionError("the engine was started")
 
