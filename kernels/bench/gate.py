@@ -6,6 +6,8 @@
 * odd numbers of tokens, rows and columns off the tile, activations with a stride.
 """
 
+from dataclasses import replace
+
 import torch
 from qerl_kernels import gemm, nvfp4, tiles
 
@@ -57,4 +59,8 @@ def check(configuration: gemm.Configuration) -> None:
                     poison(8)
                     again = gemm.product(x, scaled, configuration, bias)
                     assert torch.equal(y, again), f"({M}, {N}, {K}): two runs give different bits"
+                for splits in (1, 3):
+                    y = gemm.product(x, scaled, replace(configuration, splits=splits), bias)
+                    error = ((y.double() - exact).norm() / exact.norm()).item()
+                    assert error < 2.5e-3, f"random ({M}, {N}, {K}) in {splits} runs: relative error {error:.1e}"
         assert not scaled.counters.any(), "counters are not zero after a call"

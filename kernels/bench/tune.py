@@ -7,7 +7,7 @@ import argparse
 import faulthandler
 import json
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,19 +17,22 @@ from qerl_kernels import gemm, tiles
 from shapes import SHAPES
 from timing import copies, interleaved
 
-# tokens -> (warpgroups, rows, depth, group, blocks) to try
-SMALL = [(2, 1, 2, 4, 2), (4, 1, 2, 4, 1), (4, 1, 4, 4, 1), (4, 2, 2, 4, 1), (2, 2, 2, 4, 1), (2, 2, 2, 2, 2)]
+# tokens -> (warpgroups, rows, depth, group, blocks, cluster) to try
+SMALL = [(2, 2, 2, 2, 2, 1), (4, 1, 4, 4, 1, 1), (2, 1, 2, 2, 3, 1), (2, 1, 2, 4, 2, 1), (2, 2, 2, 4, 1, 1)]
+MIDDLE = [(2, 1, 2, 2, 2, 1), (2, 1, 2, 2, 2, 2), (2, 2, 2, 4, 1, 1), (2, 2, 2, 4, 1, 2), (4, 1, 2, 2, 1, 1)]
+LARGE = [(2, 1, 1, 2, 2, 1), (2, 1, 1, 2, 2, 2), (2, 1, 1, 2, 2, 4), (2, 2, 1, 4, 1, 1), (2, 2, 1, 4, 1, 2)]
+LARGER = [(2, 1, 1, 2, 1, 1), (2, 1, 1, 2, 1, 2), (2, 1, 1, 2, 1, 4), (2, 2, 1, 2, 1, 2)]
 CANDIDATES = {
     8: SMALL,
     16: SMALL,
-    24: [(2, 1, 2, 2, 2), (4, 1, 2, 2, 1), (4, 2, 1, 2, 1), (2, 2, 2, 4, 1)],
-    32: [(2, 1, 2, 2, 2), (4, 1, 2, 2, 1), (4, 2, 1, 2, 1), (4, 2, 2, 4, 1), (2, 2, 2, 4, 1)],
-    48: [(4, 1, 2, 2, 1), (4, 1, 1, 2, 1), (4, 2, 1, 2, 1), (2, 2, 1, 2, 1)],
-    64: [(4, 1, 1, 2, 1), (4, 1, 1, 1, 1), (4, 2, 1, 1, 1), (2, 2, 1, 4, 1), (2, 1, 1, 2, 2)],
-    96: [(4, 1, 1, 2, 1), (4, 1, 1, 1, 1), (2, 2, 1, 4, 1)],
-    128: [(4, 1, 1, 1, 1), (4, 1, 1, 2, 1), (2, 2, 1, 1, 1), (2, 2, 1, 2, 1), (2, 2, 1, 4, 1), (2, 1, 1, 2, 1)],
-    192: [(2, 1, 1, 1, 1)],
-    256: [(2, 1, 1, 1, 1), (2, 1, 1, 2, 1)],
+    24: [fields for fields in MIDDLE if fields[-1] == 1],
+    32: MIDDLE,
+    48: [fields for fields in MIDDLE + LARGE if fields[-1] < 4 and fields[0] == 2],
+    64: [*LARGE, (2, 1, 2, 2, 2, 2), (2, 2, 2, 4, 1, 2)],
+    96: LARGER,
+    128: LARGER,
+    192: [(2, 1, 1, 1, 1, 1), (2, 1, 1, 1, 1, 2), (2, 1, 1, 1, 1, 4)],
+    256: [(2, 1, 1, 1, 1, 1), (2, 1, 1, 1, 1, 2), (2, 1, 1, 2, 1, 2), (2, 1, 1, 1, 1, 4)],
 }
 TOKENS = (1, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 4096)
 
@@ -59,6 +62,14 @@ def gate_all(configurations: list[gemm.Configuration]) -> dict[gemm.Configuratio
     return verdicts
 
 
+def splittings(configuration: gemm.Configuration, N: int, M: int) -> list[int]:
+    """Equal runs over the whole GPU, and where there are few tiles each tile cut into a whole number of runs."""
+    tile_rows = 64 * configuration.cluster * configuration.warpgroups * configuration.rows
+    tiles = -(-N // tile_rows) * -(-M // configuration.tokens)
+    most = 132 * configuration.blocks // configuration.cluster // tiles
+    return sorted({0, most, most // 2} if most else {0})
+
+
 def time_shape(shape: str, tokens: list[int], passed: dict[int, list[gemm.Configuration]]) -> list[dict]:
     """Time BF16 and every configuration that passed, for each number of tokens."""
     N, K = SHAPES[shape]
@@ -80,13 +91,13 @@ def time_shape(shape: str, tokens: list[int], passed: dict[int, list[gemm.Config
         x = torch.randn(M, K, device="cuda").to(torch.bfloat16)
         variants = {"bf16": [partial(torch.nn.functional.linear, x, w) for w in dense]}
         for c in (c for size in candidates(M) for c in passed[size] if first.tiles.shape[1] % c.depth == 0):
-            for overlap in (True, False):
-                name = json.dumps([*astuple(c), overlap])
-                variants[name] = [partial(gemm.product, x, w, c, overlap=overlap) for w in weights]
+            for splits in splittings(c, N, M):
+                c = replace(c, splits=splits)
+                variants[json.dumps(astuple(c))] = [partial(gemm.product, x, w, c) for w in weights]
         times = interleaved(variants, rounds=5, at_least=20 if M <= 256 else 6)
         rows.append({"shape": shape, "N": N, "K": K, "M": M, "us": times})
         best = sorted((us, name) for name, us in times.items() if name != "bf16")
-        listed = "  ".join(f"{name} {us:.1f}" for us, name in best[:8])
+        listed = "  ".join(f"{name} {us:.1f}" for us, name in best[:4])
         rate, ratio = bytes_each / best[0][0] / 1e6, times["bf16"] / best[0][0]
         print(f"{shape} M={M}: bf16 {times['bf16']:.1f}  [{rate:.2f} TB/s, {ratio:.2f}x] {listed}", flush=True)
     return rows

@@ -15,7 +15,10 @@ from typing import TypeAlias
 import torch
 
 Argument: TypeAlias = ctypes._SimpleCData | ctypes.Structure
-CUDA_KERNEL_SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+# of the driver's interface
+MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CUfunction_attribute
+CLUSTER_DIMENSION = 4  # CUlaunchAttributeID
+PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
 
 class CompileError(RuntimeError):
@@ -93,23 +96,45 @@ def compile_source(source: str, defines: tuple[tuple[str, int], ...] = (), archi
 class Kernel:
     """One kernel of one device, ready to launch."""
 
-    def __init__(self, machine_code: bytes, name: str, shared_memory: int = 0):
-        """Load ``name`` on the current device; ``shared_memory`` is its dynamic shared memory in bytes."""
+    def __init__(self, machine_code: bytes, name: str, threads: int, shared_memory: int = 0, cluster: int = 1):
+        """Load ``name`` on the current device.
+
+        ``threads`` of a block, its dynamic ``shared_memory`` in bytes, and the blocks of a ``cluster``.
+        """
         torch.cuda.current_stream()  # the context must exist
         driver = _driver()
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         _check(driver.cuModuleLoadData(ctypes.byref(module), machine_code), f"loading {name}")
         _check(driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()), f"finding {name}")
         if shared_memory > 48 * 1024:
-            code = driver.cuFuncSetAttribute(self._function, CUDA_KERNEL_SHARED_MEMORY, shared_memory)
+            code = driver.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_memory)
             _check(code, f"{name} with {shared_memory} bytes of shared memory")
-        self.name, self.shared_memory = name, shared_memory
+        self.name, self.threads, self.shared_memory, self.cluster = name, threads, shared_memory, cluster
 
-    def __call__(self, grid: tuple[int, int, int], threads: int, *arguments: Argument, overlap: bool = False) -> None:
+    def _launch(self, grid: tuple[int, int, int], stream: int, overlap: bool, clustered: bool) -> "_Launch":
+        attributes = (_Attribute * 2)()
+        count = 0
+        if overlap:
+            attributes[count].id, attributes[count].value[0] = PROGRAMMATIC_STREAM_SERIALIZATION, 1
+            count += 1
+        if clustered:
+            attributes[count].id = CLUSTER_DIMENSION
+            attributes[count].value[:3] = (self.cluster, 1, 1)
+            count += 1
+        return _Launch(*grid, self.threads, 1, 1, self.shared_memory, stream, attributes, count)
+
+    def clusters_at_once(self) -> int:
+        """How many clusters the whole GPU holds at one time."""
+        clusters = ctypes.c_int()
+        launch = self._launch((self.cluster, 1, 1), 0, overlap=False, clustered=True)
+        code = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(clusters), self._function, ctypes.byref(launch))
+        _check(code, f"the occupancy of {self.name}")
+        return clusters.value
+
+    def __call__(self, grid: tuple[int, int, int], *arguments: Argument, overlap: bool = False) -> None:
         """Launch on torch's current stream; with ``overlap`` it may begin before the kernel ahead of it has ended."""
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
-        stream = torch.cuda.current_stream().cuda_stream
-        launch = _Launch(*grid, threads, 1, 1, self.shared_memory, stream, ctypes.pointer(_OVERLAP), int(overlap))
+        launch = self._launch(grid, torch.cuda.current_stream().cuda_stream, overlap, self.cluster > 1)
         code = _driver().cuLaunchKernelEx(ctypes.byref(launch), self._function, pointers, None)
         _check(code, f"launching {self.name}")
 
@@ -117,7 +142,7 @@ class Kernel:
 class _Attribute(ctypes.Structure):
     """CUlaunchAttribute: an id, and a value in a union of 64 bytes."""
 
-    _fields_ = (("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_uint8 * 60))
+    _fields_ = (("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16))
 
 
 class _Launch(ctypes.Structure):
@@ -129,9 +154,6 @@ class _Launch(ctypes.Structure):
         ("attributes", ctypes.POINTER(_Attribute)),
         ("count", ctypes.c_uint),
     )
-
-
-_OVERLAP = _Attribute(6, 0, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class TensorMap(ctypes.Structure):

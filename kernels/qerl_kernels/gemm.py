@@ -7,7 +7,7 @@ configuration and on N, K and the number of token tiles, never on timing: the sa
 
 import ctypes
 import functools
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,7 +22,10 @@ TURN_ROW = 144
 
 @dataclass(frozen=True)
 class Configuration:
-    """One compiled variant of the kernel; the fields are the macros of ``nvfp4_tiles.cu`` in lower case."""
+    """One variant of the kernel; the fields but the last are the macros of ``nvfp4_tiles.cu`` in lower case.
+
+    ``splits`` says into how many runs each tile is cut; 0: as many runs as the GPU holds clusters, of equal length.
+    """
 
     tokens: int
     warpgroups: int
@@ -30,7 +33,9 @@ class Configuration:
     depth: int
     group: int
     blocks: int
+    cluster: int
     stages: int
+    splits: int = 0
 
     def shared_memory(self) -> int:
         """Dynamic shared memory in bytes."""
@@ -39,11 +44,13 @@ class Configuration:
         return self.stages * stage + self.warpgroups * tile * TURN_ROW + 16 * self.stages + 16
 
 
-def deepest(tokens: int, warpgroups: int, rows: int, depth: int, group: int, blocks: int) -> Configuration:
+def deepest(
+    tokens: int, warpgroups: int, rows: int, depth: int, group: int, blocks: int, cluster: int
+) -> Configuration:
     """The configuration with as many stages as fit into shared memory, at most 12."""
     limit = min(SHARED_MEMORY, MULTIPROCESSOR_SHARED_MEMORY // blocks - 1024)
     for stages in range(12, 1, -1):
-        configuration = Configuration(tokens, warpgroups, rows, depth, group, blocks, stages)
+        configuration = Configuration(tokens, warpgroups, rows, depth, group, blocks, cluster, stages)
         if configuration.shared_memory() <= limit:
             return configuration
     raise ValueError(f"tokens={tokens}, rows={rows}, depth={depth} does not fit into {limit} bytes of shared memory")
@@ -77,25 +84,24 @@ def source() -> str:
 
 def machine_code(configuration: Configuration) -> bytes:
     """Compile the product for one configuration (or read it from the cache)."""
-    defines = tuple((name.upper(), value) for name, value in asdict(configuration).items())
+    defines = tuple((name.upper(), value) for name, value in asdict(configuration).items() if name != "splits")
     return compile_source(wgmma_source(configuration.tokens) + source(), defines)
 
 
 @functools.cache
-def _kernel(configuration: Configuration, device: int) -> Kernel:
+def _kernel(configuration: Configuration, device: int) -> tuple[Kernel, int]:
+    """The kernel and the number of clusters that the GPU holds at one time."""
     with torch.cuda.device(device):
-        return Kernel(machine_code(configuration), "nvfp4_gemm", configuration.shared_memory())
+        threads = 128 * (configuration.warpgroups + 1)
+        code, shared_memory = machine_code(configuration), configuration.shared_memory()
+        kernel = Kernel(code, "nvfp4_gemm", threads, shared_memory, configuration.cluster)
+        return kernel, kernel.clusters_at_once()
 
 
 @functools.cache
 def _dequantize_kernel(device: int) -> Kernel:
     with torch.cuda.device(device):
-        return Kernel(compile_source(source()), "nvfp4_dequantize")
-
-
-@functools.cache
-def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+        return Kernel(compile_source(source()), "nvfp4_dequantize", 256)
 
 
 def product(
@@ -122,19 +128,20 @@ def product(
     blocks, k_tiles = weight.tiles.shape[:2]
     if k_tiles % configuration.depth:
         raise ValueError(f"depth={configuration.depth} does not divide the {k_tiles} tiles of K={K}; use depth 1 or 2")
-    n_tiles, m_tiles = -(-blocks // (configuration.warpgroups * configuration.rows)), -(-M // configuration.tokens)
+    kernel, clusters = _kernel(replace(configuration, splits=0), device)
+    tile_blocks = configuration.cluster * configuration.warpgroups * configuration.rows
+    n_tiles, m_tiles = -(-blocks // tile_blocks), -(-M // configuration.tokens)
     tiles, steps = n_tiles * m_tiles, k_tiles // configuration.depth
-    grid = min(_multiprocessors(device) * configuration.blocks, tiles * steps)
+    clusters = min(clusters, tiles * (min(configuration.splits, steps) or steps))
     # whole tiles in full rounds; what is left over, with one round, is cut into equal runs
-    shared = 0 if tiles % grid == 0 else tiles if tiles < 2 * grid else tiles % grid + grid
-    sums = configuration.warpgroups * configuration.rows * 64 * configuration.tokens  # of one tile
-    partials = torch.empty(2 * grid * sums if shared else 1, dtype=torch.float32, device=x.device)
+    shared = 0 if tiles % clusters == 0 else tiles if tiles < 2 * clusters else tiles % clusters + clusters
+    sums = 64 * tile_blocks * configuration.tokens  # of one tile
+    partials = torch.empty(2 * clusters * sums if shared else 1, dtype=torch.float32, device=x.device)
     problem = _Problem(M, weight.N, blocks, k_tiles, n_tiles, m_tiles, shared)
     pointers = [weight.tiles, weight.row_scale, bias, y, partials, weight.counters]
     arguments = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in pointers]
-    described = tensor_map(x, configuration.tokens, 64)
-    kernel, threads = _kernel(configuration, device), 128 * (configuration.warpgroups + 1)
-    kernel((grid, 1, 1), threads, described, *arguments, problem, overlap=overlap)
+    described = tensor_map(x, configuration.tokens // configuration.cluster, 64)
+    kernel((clusters * configuration.cluster, 1, 1), described, *arguments, problem, overlap=overlap)
     return y
 
 
@@ -148,5 +155,5 @@ def dequantize(weight: TiledWeight, first_row: int = 0, rows: int | None = None)
     k_tiles = weight.tiles.shape[1]
     pointers = [ctypes.c_void_p(weight.tiles.data_ptr()), ctypes.c_void_p(w.data_ptr())]
     numbers = [ctypes.c_int(number) for number in (rows, weight.K, k_tiles, first_row)]
-    _dequantize_kernel(w.device.index)((k_tiles // 2, -(-rows // 64), 1), 256, *pointers, *numbers)
+    _dequantize_kernel(w.device.index)((k_tiles // 2, -(-rows // 64), 1), *pointers, *numbers)
     return w

@@ -7,6 +7,7 @@
 //   TOKENS  columns of the accumulator: the tokens of one tile (a multiple of 8, at most 256)
 //   WARPGROUPS  that compute (2 or 4), each ROWS 64-row blocks of W
 //   GROUP   fragments (64 rows, 16 columns) that a warpgroup decodes before it starts the matrix unit: divides 4 * ROWS
+//   CLUSTER thread blocks that share their tokens: each fetches a part and sends it to all
 //   DEPTH   64-column tiles of a stage, STAGES stages in flight, BLOCKS thread blocks of a multiprocessor
 //
 // The weights are the A operand: they are decoded in registers and never written back. The tokens are the B operand,
@@ -15,7 +16,7 @@
 // The kernel may be launched before the one ahead of it in the stream has ended (programmatic dependent launch): weights are
 // fetched at once, for nobody writes them; tokens are read and results written only after `wait_for_previous_kernel`.
 //
-// The work is the list of (tile, stage) pairs, cut into equal consecutive runs, one a thread block. A tile that falls into
+// The work is the list of (tile, stage) pairs, cut into equal consecutive runs, one a cluster. A tile that falls into
 // several runs is summed through `partials` by whichever block arrives last, always in the order of K: same bits each time.
 
 typedef unsigned char u8;
@@ -61,9 +62,6 @@ __device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   asm volatile(
       "{\n.reg .pred done;\nretry:\n"
@@ -74,9 +72,24 @@ __device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
+// To the same place in each block of the cluster, and told to the same barrier there.
+template <int CLUSTER_BLOCKS>
 __device__ __forceinline__ void copy_tile(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-               ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
+  if constexpr (CLUSTER_BLOCKS == 1) asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+      ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
+  else asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "h"((u16)((1 << CLUSTER_BLOCKS) - 1))
+      : "memory");
+}
+__device__ __forceinline__ void barrier_arrive_at(u32 barrier, int block) {  // of the cluster
+  asm volatile(
+      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(block) : "memory");
+}
+__device__ __forceinline__ void synchronize_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void launch_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
@@ -105,13 +118,14 @@ __device__ __forceinline__ u32 pack_bf16(float low, float high) {
 
 struct Problem {
   int M, N, blocks, k_tiles;  // blocks: 64-row blocks of W; k_tiles: 64-column tiles, a multiple of 2
-  int n_tiles, m_tiles;       // tiles of 64 * CTA_BLOCKS rows and of TOKENS tokens
-  int shared_tiles;           // the first tiles are cut into equal runs; the others are whole, one a block and round
+  int n_tiles, m_tiles;       // tiles of 64 * CTA_BLOCKS * CLUSTER rows and of TOKENS tokens
+  int shared_tiles;           // the first tiles are cut into equal runs; the others are whole, one a cluster and round
 };
 
 constexpr int WORKERS = 128 * WARPGROUPS, THREADS = WORKERS + 128;  // half of the copying warpgroup only lends its registers
 constexpr int CTA_BLOCKS = WARPGROUPS * ROWS;
-constexpr int REGISTERS = WARPGROUPS == 4 ? 112 : BLOCKS == 1 ? 232 : 104;
+constexpr int REGISTERS = WARPGROUPS == 4 ? 112 : BLOCKS == 1 ? 232 : BLOCKS == 2 ? 104 : 72;
+constexpr int COPY_REGISTERS = BLOCKS == 3 ? 24 : 32;
 constexpr int RUN_ROWS = 8;  // token tiles that are neighbours in time, so that a weight tile is still in L2
 
 __device__ __forceinline__ void locate(const Problem& p, int tile, int& n_tile, int& m_tile) {
@@ -121,15 +135,16 @@ __device__ __forceinline__ void locate(const Problem& p, int tile, int& n_tile, 
   n_tile = within / rows;
 }
 
-// A walk over this block's segments: (tile, first stage, end stage).
+// A walk over this cluster's segments: (tile, first stage, end stage).
 struct Segments {
-  int position, end, units, round, steps, tile, first, last;  // unit * blocks stays under 2^31: gemm.py
+  int cluster, clusters, position, end, units, round, steps, tile, first, last;  // unit * clusters stays under 2^31: gemm.py
   __device__ __forceinline__ Segments(const Problem& p, int steps_) : round(0), steps(steps_) {
+    cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
     units = p.shared_tiles * steps;
-    position = start(blockIdx.x);
-    end = start(blockIdx.x + 1);
+    position = start(cluster);
+    end = start(cluster + 1);
   }
-  __device__ __forceinline__ int start(int block) const { return block * units / (int)gridDim.x; }
+  __device__ __forceinline__ int start(int cluster_) const { return cluster_ * units / clusters; }
   __device__ __forceinline__ bool next(const Problem& p) {
     if (position < end) {
       tile = position / steps;
@@ -138,12 +153,12 @@ struct Segments {
       position += last - first;
       return true;
     }
-    tile = p.shared_tiles + blockIdx.x + gridDim.x * round++;
+    tile = p.shared_tiles + cluster + clusters * round++;
     first = 0, last = steps;
     return tile < p.n_tiles * p.m_tiles;
   }
-  __device__ __forceinline__ int owner(int unit) const {  // the block whose run holds this unit
-    return ((unit + 1) * (int)gridDim.x - 1) / units;
+  __device__ __forceinline__ int owner(int unit) const {  // the cluster whose run holds this unit
+    return ((unit + 1) * clusters - 1) / units;
   }
 };
 
@@ -170,10 +185,12 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
   const int steps = (p.k_tiles + DEPTH - 1) / DEPTH;
 
   if (threadIdx.x == 0) {
-    for (int s = 0; s < STAGES; ++s) barrier_init(full + 8 * s, 2), barrier_init(empty + 8 * s, 4 * WARPGROUPS);
+    for (int s = 0; s < STAGES; ++s) barrier_init(full + 8 * s, 2), barrier_init(empty + 8 * s, 4 * WARPGROUPS * CLUSTER);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  __syncthreads();
+  if constexpr (CLUSTER == 1) __syncthreads();
+  else synchronize_cluster();
+  const int rank = blockIdx.x % CLUSTER;
 
   Segments segment(p, steps);
   int stage = 0;
@@ -181,7 +198,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
 
   launch_next_kernel();
   if (warp >= 4 * WARPGROUPS) {  // the copying warpgroup: one thread for the weights, one for the tokens
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COPY_REGISTERS));
     const bool weights = warp == 4 * WARPGROUPS;
     if (lane == 0 && warp <= 4 * WARPGROUPS + 1) {
       if (!weights) {
@@ -198,7 +215,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
             barrier_expect(barrier, W_STAGE);
 #pragma unroll 1
             for (int block = 0; block < CTA_BLOCKS; ++block) {
-              const int row = min(n_tile * CTA_BLOCKS + block, p.blocks - 1);  // past the end: copied, never stored
+              const int row = min((n_tile * CLUSTER + rank) * CTA_BLOCKS + block, p.blocks - 1);  // past the end: copied, never stored
               copy_bulk(w_base + stage * W_STAGE + block * DEPTH * TILE_BYTES,
                         tiles + ((size_t)row * p.k_tiles + step * DEPTH) * TILE_BYTES, DEPTH * TILE_BYTES, barrier);
             }
@@ -206,14 +223,15 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
             barrier_expect(barrier, X_STAGE);
 #pragma unroll
             for (int d = 0; d < DEPTH; ++d)
-              copy_tile(base + stage * X_STAGE + d * X_TILE, &x, (step * DEPTH + d) * 64, m_tile * TOKENS, barrier);
+              copy_tile<CLUSTER>(base + stage * X_STAGE + d * X_TILE + rank * (X_TILE / CLUSTER), &x, (step * DEPTH + d) * 64,
+                        m_tile * TOKENS + rank * (TOKENS / CLUSTER), barrier);
           }
           if (++stage == STAGES) stage = 0, phase ^= 1;
         }
       }
     }
-    return;
-  }
+    __syncwarp();
+  } else {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 
   const int warpgroup = warp / 4, thread = threadIdx.x % 128, g = lane / 4;
@@ -263,28 +281,28 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
           }
           wgmma_commit();
           wgmma_wait<1>();  // the other half of `a` is free again, and so is the previous stage
-          if (d == 0 && group == 0 && previous >= 0 && lane == 0) barrier_arrive(empty + 8 * previous);
+          if (d == 0 && group == 0 && previous >= 0 && lane < CLUSTER) barrier_arrive_at(empty + 8 * previous, lane);
         }
       }
       previous = stage;
       if (++stage == STAGES) stage = 0, phase ^= 1;
     }
     wgmma_wait<0>();
-    if (lane == 0) barrier_arrive(empty + 8 * previous);
+    if (lane < CLUSTER) barrier_arrive_at(empty + 8 * previous, lane);
 
     wait_for_previous_kernel();  // which may still read the memory that is written below
     // A tile of several blocks: everyone leaves its sum, the last to arrive adds them up in the order of K.
     if (segment.first > 0 || segment.last < steps) {
       constexpr int TILE_SUMS = ROWS * (TOKENS / 2) * WORKERS;
       const int first_unit = segment.tile * steps;
-      const int first_block = segment.owner(first_unit), last_block = segment.owner(first_unit + steps - 1);
+      const int first_cluster = segment.owner(first_unit), last_cluster = segment.owner(first_unit + steps - 1);
       const int worker = threadIdx.x;
-      // a block's run starts inside the tile, or it started before and this is the run's end
-      auto slot = [&](int block) {
-        const bool starts_here = segment.start(block) >= first_unit;
-        return partials + (size_t)(2 * block + (starts_here ? 0 : 1)) * TILE_SUMS + worker;
+      // a cluster's run starts inside the tile, or it started before and the tile holds its end
+      auto slot = [&](int cluster) {
+        const int which = 2 * cluster + (segment.start(cluster) >= first_unit ? 0 : 1);
+        return partials + (size_t)(which * CLUSTER + rank) * TILE_SUMS + worker;
       };
-      float* mine = slot(blockIdx.x);
+      float* mine = slot(segment.cluster);
 #pragma unroll
       for (int r = 0; r < ROWS; ++r)
 #pragma unroll
@@ -292,8 +310,8 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
       __threadfence();
       synchronize<5, WORKERS>();
       if (worker == 0) {
-        const u32 others = last_block - first_block;
-        *is_last = atomicInc(counters + segment.tile, others) == others;  // wraps: the counter is zero again afterwards
+        const u32 others = last_cluster - first_cluster;
+        *is_last = atomicInc(counters + segment.tile * CLUSTER + rank, others) == others;  // wraps: the counter is zero again afterwards
         __threadfence();
       }
       synchronize<5, WORKERS>();
@@ -304,12 +322,19 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
       for (int r = 0; r < ROWS; ++r)
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; ++i) sums[r][i] = 0.f;
-      for (int block = first_block; block <= last_block; ++block) {
-        const float* other = slot(block);
+#pragma unroll 1
+      for (int cluster = first_cluster; cluster <= last_cluster; cluster += 4) {  // four at a time: more loads in flight
+        const float* others[4];
+#pragma unroll
+        for (int q = 0; q < 4; ++q) others[q] = slot(min(cluster + q, last_cluster));
 #pragma unroll
         for (int r = 0; r < ROWS; ++r)
 #pragma unroll
-          for (int i = 0; i < TOKENS / 2; ++i) sums[r][i] += __ldcg(other + (r * (TOKENS / 2) + i) * WORKERS);
+          for (int i = 0; i < TOKENS / 2; ++i) {
+            const int at = (r * (TOKENS / 2) + i) * WORKERS;
+#pragma unroll
+            for (int q = 0; q < 4; ++q) sums[r][i] += cluster + q <= last_cluster ? __ldcg(others[q] + at) : 0.f;
+          }
       }
     }
 
@@ -317,7 +342,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
     u8* turn = memory + TURN_OFFSET + warpgroup * SLICE * TURN_ROW;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      const int block = n_tile * CTA_BLOCKS + warpgroup * ROWS + r, row = block * 64 + (warp % 4) * 16 + g;
+      const int block = (n_tile * CLUSTER + rank) * CTA_BLOCKS + warpgroup * ROWS + r, row = block * 64 + (warp % 4) * 16 + g;
       const float scale_upper = row < p.N ? row_scale[row] * 128.f : 0.f, scale_lower = row + 8 < p.N ? row_scale[row + 8] * 128.f : 0.f;
       const float bias_upper = bias && row < p.N ? bias[row] : 0.f, bias_lower = bias && row + 8 < p.N ? bias[row + 8] : 0.f;
 #pragma unroll
@@ -341,6 +366,8 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
       }
     }
   }
+  }
+  if constexpr (CLUSTER > 1) synchronize_cluster();  // the others may still send to this block's memory
 }
 #else
 // ---- W0 itself ------------------------------------------------------------------------------------------------------

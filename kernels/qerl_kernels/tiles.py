@@ -66,7 +66,7 @@ def tile_weight(codes: torch.Tensor, block_scales: torch.Tensor, row_scale: torc
     counters = torch.zeros(COUNTERS, dtype=torch.int32, device=codes.device)
     if codes.is_cuda:  # the product may fetch weights before the kernels ahead of it have ended
         torch.cuda.synchronize(codes.device)
-    return TiledWeight(tiles, row_scale.float().expand(N).contiguous(), counters, N, K)
+    return TiledWeight(tiles, row_scale.float().expand(N).clone(), counters, N, K)
 
 
 def _tiles(codes: torch.Tensor, block_scales: torch.Tensor) -> torch.Tensor:

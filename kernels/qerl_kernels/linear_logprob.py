@@ -1,0 +1,220 @@
+"""Log-probabilities, logsumexp and entropy of a policy from its last hidden state, logits never whole in memory.
+
+With logits ``l = hidden W^T / temperature`` of one token, in fp32,
+
+    logsumexp = log sum_j exp(l_j)      logp = l_target - logsumexp      entropy = logsumexp - sum_j p_j l_j
+
+and, with p = exp(l - logsumexp), the gradient that the incoming ones (a, b, c) leave on the logits is
+
+    dl_j = a (1[j = target] - p_j) + b p_j - c p_j (log p_j + entropy).
+
+Tokens are taken a chunk at a time: cuBLAS writes a chunk of logits in fp32, one Triton kernel reads it once. The
+backward computes the chunk again, turns it into ``dl`` and multiplies by W. Kept between the two: the hidden state and
+two numbers a token. W is frozen.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+CHUNK_BYTES = 512 * 2**20  # of fp32 logits at one time
+COLUMNS = 4096  # of one step of the kernels
+
+
+def linear_logprob(
+    hidden: torch.Tensor, w: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``hidden: (T, H)``, ``w: (V, H)``, ``targets: (T,)`` int64 -> logp, logsumexp and entropy, each ``(T,)`` fp32.
+
+    Differentiable with respect to ``hidden`` only. Raises ValueError where ``w`` wants a gradient, the shapes do not
+    fit or the temperature is not above zero. Every target must be in [0, V).
+    """
+    if w.requires_grad:
+        raise ValueError("linear_logprob has no gradient for w: freeze the output layer, or use torch.log_softmax")
+    if hidden.dim() != 2 or w.dim() != 2 or hidden.shape[1] != w.shape[1] or targets.shape != hidden.shape[:1]:
+        shapes = tuple(hidden.shape), tuple(w.shape), tuple(targets.shape)
+        raise ValueError(f"hidden, w and targets have shapes {shapes}; they must be (T, H), (V, H) and (T,)")
+    if not temperature > 0:
+        raise ValueError(f"temperature is {temperature}; it must be above zero")
+    return torch.ops.qerl.linear_logprob(hidden, w, targets, temperature)
+
+
+def reference(
+    hidden: torch.Tensor, w: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same three numbers, all logits at once, in the dtype of ``hidden``."""
+    log_p = torch.log_softmax(hidden @ w.t() / temperature, dim=-1)
+    logsumexp = torch.logsumexp(hidden @ w.t() / temperature, dim=-1)
+    return log_p.gather(1, targets[:, None])[:, 0], logsumexp, -(log_p.exp() * log_p).sum(dim=-1)
+
+
+def _chunks(T: int, V: int) -> list[slice]:
+    rows = max(1, CHUNK_BYTES // (4 * V))
+    return [slice(start, min(start + rows, T)) for start in range(0, T, rows)]
+
+
+def _logits(hidden: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """``hidden W^T`` with the fp32 accumulator as the result."""
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        return torch.mm(hidden, w.t(), out_dtype=torch.float32)
+    return hidden.float() @ w.t().float()
+
+
+@torch.library.custom_op("qerl::linear_logprob", mutates_args=())
+def _linear_logprob(
+    hidden: torch.Tensor, w: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    out = torch.empty(3, hidden.shape[0], dtype=torch.float32, device=hidden.device)
+    statistics = statistics_triton if hidden.is_cuda else statistics_torch
+    for rows in _chunks(hidden.shape[0], w.shape[0]):
+        statistics(_logits(hidden[rows], w), targets[rows], 1 / temperature, out[:, rows])
+    return out[0].clone(), out[1].clone(), out[2].clone()
+
+
+@_linear_logprob.register_fake
+def _(hidden, w, targets, temperature):
+    return tuple(hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(3))
+
+
+@torch.library.custom_op("qerl::linear_logprob_backward", mutates_args=())
+def _backward(
+    hidden: torch.Tensor,
+    w: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    saved: torch.Tensor,
+    gradients: torch.Tensor,
+) -> torch.Tensor:
+    """``saved: (2, T)`` logsumexp and entropy, ``gradients: (3, T)`` of logp, logsumexp and entropy -> (T, H)."""
+    d_hidden = torch.empty_like(hidden)
+    logit_gradients = logit_gradients_triton if hidden.is_cuda else logit_gradients_torch
+    for rows in _chunks(hidden.shape[0], w.shape[0]):
+        logits = _logits(hidden[rows], w)
+        d_logits = torch.empty_like(logits, dtype=hidden.dtype)
+        logit_gradients(logits, targets[rows], 1 / temperature, saved[:, rows], gradients[:, rows], d_logits)
+        torch.mm(d_logits, w.to(hidden.dtype), out=d_hidden[rows])
+    return d_hidden
+
+
+@_backward.register_fake
+def _(hidden, w, targets, temperature, saved, gradients):
+    return torch.empty_like(hidden)
+
+
+def _save(ctx, inputs, output):
+    hidden, w, targets, ctx.temperature = inputs
+    ctx.save_for_backward(hidden, w, targets, torch.stack(output[1:]))
+
+
+def _gradient(ctx, *gradients):
+    hidden, w, targets, saved = ctx.saved_tensors
+    whole = torch.stack([torch.zeros_like(saved[0]) if g is None else g.float() for g in gradients])
+    return torch.ops.qerl.linear_logprob_backward(hidden, w, targets, ctx.temperature, saved, whole), None, None, None
+
+
+_linear_logprob.register_autograd(_gradient, setup_context=_save)
+
+
+# ---- one chunk of logits (T, V), on a CPU and on a GPU
+
+
+def statistics_torch(logits: torch.Tensor, targets: torch.Tensor, factor: float, out: torch.Tensor) -> None:
+    """Write logp, logsumexp and entropy of ``logits * factor`` into ``out: (3, T)``."""
+    logits = logits * factor
+    out[1] = torch.logsumexp(logits, dim=-1)
+    out[0] = logits.gather(1, targets[:, None])[:, 0] - out[1]
+    log_p = logits - out[1][:, None]
+    out[2] = -(log_p.exp() * log_p).sum(dim=-1)
+
+
+def logit_gradients_torch(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    factor: float,
+    saved: torch.Tensor,
+    gradients: torch.Tensor,
+    d_logits: torch.Tensor,
+) -> None:
+    """Write the gradient with respect to the unscaled ``logits`` into ``d_logits``."""
+    a, b, c = gradients[:, :, None]
+    log_p = logits * factor - saved[0][:, None]
+    d = log_p.exp() * (b - a - c * (log_p + saved[1][:, None]))
+    d.scatter_add_(1, targets[:, None], a)
+    d_logits.copy_(d * factor)
+
+
+def statistics_triton(logits: torch.Tensor, targets: torch.Tensor, factor: float, out: torch.Tensor) -> None:
+    """``statistics_torch`` in one pass over memory."""
+    T, V = logits.shape
+    _statistics_kernel[(T,)](logits, targets, out, factor, V, out.stride(0), COLUMNS=COLUMNS, num_warps=8)
+
+
+def logit_gradients_triton(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    factor: float,
+    saved: torch.Tensor,
+    gradients: torch.Tensor,
+    d_logits: torch.Tensor,
+) -> None:
+    """``logit_gradients_torch`` in one pass over memory."""
+    T, V = logits.shape
+    _logit_gradients_kernel[(T, triton.cdiv(V, COLUMNS))](
+        logits,
+        targets,
+        saved,
+        gradients,
+        d_logits,
+        factor,
+        V,
+        saved.stride(0),
+        gradients.stride(0),
+        COLUMNS=COLUMNS,
+        num_warps=8,
+    )
+
+
+@triton.jit
+def _statistics_kernel(logits, targets, out, factor, V, out_stride, COLUMNS: tl.constexpr):
+    """One row a program: a running maximum m, and sums of exp(l - m) and of (l - m) exp(l - m)."""
+    row = tl.program_id(0)
+    row_logits = logits + row.to(tl.int64) * V
+    at = tl.arange(0, COLUMNS)
+    largest = float("-inf")
+    total = 0.0
+    weighted = 0.0
+    for start in range(0, V, COLUMNS):
+        inside = start + at < V
+        x = tl.load(row_logits + start + at, mask=inside, other=float("-inf")) * factor
+        new = tl.maximum(largest, tl.max(x, axis=0))
+        shift = tl.where(total > 0, largest - new, 0.0)
+        rescale = tl.exp(shift)
+        e = tl.exp(x - new)
+        weighted = (weighted + shift * total) * rescale + tl.sum(tl.where(inside, (x - new) * e, 0.0), axis=0)
+        total = total * rescale + tl.sum(e, axis=0)
+        largest = new
+    logsumexp = largest + tl.log(total)
+    target = tl.load(row_logits + tl.load(targets + row)) * factor
+    tl.store(out + row, target - logsumexp)
+    tl.store(out + out_stride + row, logsumexp)
+    tl.store(out + 2 * out_stride + row, tl.log(total) - weighted / total)
+
+
+@triton.jit
+def _logit_gradients_kernel(
+    logits, targets, saved, gradients, d_logits, factor, V, saved_stride, gradients_stride, COLUMNS: tl.constexpr
+):
+    """COLUMNS logits of one row a program."""
+    row = tl.program_id(0)
+    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = at < V
+    offset = row.to(tl.int64) * V
+    logsumexp = tl.load(saved + row)
+    entropy = tl.load(saved + saved_stride + row)
+    a = tl.load(gradients + row)
+    b = tl.load(gradients + gradients_stride + row)
+    c = tl.load(gradients + 2 * gradients_stride + row)
+    log_p = tl.load(logits + offset + at, mask=inside, other=0.0) * factor - logsumexp
+    d = tl.exp(log_p) * (b - a - c * (log_p + entropy))
+    d += tl.where(at == tl.load(targets + row), a, 0.0)
+    tl.store(d_logits + offset + at, (d * factor).to(d_logits.dtype.element_ty), mask=inside)

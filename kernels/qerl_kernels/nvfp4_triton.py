@@ -1,0 +1,116 @@
+"""Quantize and dequantize on a GPU: the arithmetic of ``nvfp4.py`` in one pass over memory, bit for bit.
+
+A weight in the checkpoint's layout is a row of blocks without gaps, so both kernels see one dimension: 16 weights,
+8 bytes of codes and one scale a block. Everything is plain integer and fp32 arithmetic, exact or rounded as the
+reference rounds (division included), so that Triton's interpreter runs the same code on a CPU.
+
+Dequantizing uses that a code placed at fp32's bits [31 | 24:22] is ``code * 2^-126`` and an E4M3 byte at bits [26:20]
+is ``scale * 2^-120``, subnormal ones included; the product and the powers of two that remain are exact.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from qerl_kernels.nvfp4 import GROUP_SIZE, NVFP4Weight, divisor_from_amax
+
+BLOCKS = 512  # of one program
+
+
+@triton.jit
+def _dequantize_kernel(codes, scales, w, count, BLOCKS: tl.constexpr):
+    """8 bytes of codes -> 8 words of two BF16 numbers; the even column is the low half of its word."""
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
+    at = block * 8 + tl.arange(0, 8)[None, :]
+    inside = block < count
+    byte = tl.load(codes + at, mask=inside, other=0).to(tl.int32)
+    scale = (tl.load(scales + block, mask=inside, other=0).to(tl.int32) << 20).to(tl.uint32)
+    sign = (scale & 0x08000000) << 4  # a scale is never negative in a good checkpoint; the reference would follow it
+    scale = ((scale & 0x07F00000) | sign).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+    scale = scale * 3.32306998946229e35  # 2^118
+    even = (((byte & 0x7) << 22) | ((byte & 0x8) << 28)).to(tl.float32, bitcast=True) * scale * 256.0
+    odd = (((byte & 0x70) << 18) | ((byte & 0x80) << 24)).to(tl.float32, bitcast=True) * scale * 256.0
+    low = even.to(tl.uint32, bitcast=True) >> 16
+    high = odd.to(tl.uint32, bitcast=True) & 0xFFFF0000
+    tl.store(w + at, (low | high).to(tl.int32, bitcast=True), mask=inside)
+
+
+def dequantize(codes: torch.Tensor, block_scales: torch.Tensor) -> torch.Tensor:
+    """The exact BF16 operand ``value(code) * block_scale`` -> (N, K) bfloat16, as ``nvfp4.dequantize`` gives it."""
+    N, half = codes.shape
+    codes, block_scales = codes.contiguous(), block_scales.contiguous()
+    w = torch.empty(N, 2 * half, dtype=torch.bfloat16, device=codes.device)
+    count = block_scales.numel()
+    if count:
+        grid = (triton.cdiv(count, BLOCKS),)
+        _dequantize_kernel[grid](codes, block_scales.view(torch.uint8), w.view(torch.int32), count, BLOCKS=BLOCKS)
+    return w
+
+
+@triton.jit
+def _round_to_e4m3(x):
+    """The nearest E4M3 byte of 0 <= x <= 448, ties to even."""
+    bits = x.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    subnormal = ((x * 512.0 + 12582912.0) - 12582912.0).to(tl.int32)  # 1.5 * 2^23: the sum is rounded to an integer
+    return tl.where(x < 0.015625, subnormal, normal)
+
+
+@triton.jit
+def _e4m3_value(byte):
+    """fp32 value of a byte of 0 or above."""
+    normal = ((byte << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    return tl.where(byte < 8, byte.to(tl.float32) * 0.001953125, normal)
+
+
+@triton.jit
+def _quantize_kernel(w, divisor, codes, scales, count, BLOCKS: tl.constexpr):
+    """16 weights -> 8 bytes of codes and one scale."""
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    inside = block < count
+    at = block[:, None] * 16 + tl.arange(0, 16)[None, :]
+    stored = tl.load(w + at, mask=inside[:, None], other=0.0)
+    x = stored.to(tl.float32)
+    magnitude = tl.abs(x)
+    amax = tl.max(magnitude, axis=1)
+    by_divisor = tl.load(divisor)
+    sixth = tl.div_rn(amax, tl.full([BLOCKS], 6.0, tl.float32))
+    if stored.dtype == tl.bfloat16:  # in integers: Triton's interpreter cuts off where a GPU rounds
+        bits = sixth.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        sixth = bits.to(tl.float32, bitcast=True)
+    else:
+        sixth = sixth.to(stored.dtype).to(tl.float32)
+    scale = _round_to_e4m3(tl.minimum(sixth * by_divisor, 448.0))
+    scale = tl.where(scale == 0, 0x20, scale)  # 0.125: nvfp4.ZERO_BLOCK_SCALE
+    step = tl.div_rn(_e4m3_value(scale), tl.zeros([BLOCKS], tl.float32) + by_divisor)
+    ratio = tl.div_rn(magnitude, tl.broadcast_to(step[:, None], [BLOCKS, 16]))
+    # a tie goes to the even code: down at 0.25, 1.25, 2.5 and 5, up at 0.75, 1.75 and 3.5
+    code = (ratio > 0.25).to(tl.int32) + (ratio >= 0.75).to(tl.int32) + (ratio > 1.25).to(tl.int32)
+    code += (ratio >= 1.75).to(tl.int32) + (ratio > 2.5).to(tl.int32) + (ratio >= 3.5).to(tl.int32)
+    code += (ratio > 5.0).to(tl.int32)
+    code |= ((x < 0) & (ratio > 0)).to(tl.int32) << 3
+    even, odd = tl.split(tl.reshape(code, [BLOCKS, 8, 2]))
+    bytes_at = block[:, None] * 8 + tl.arange(0, 8)[None, :]
+    tl.store(codes + bytes_at, (even | (odd << 4)).to(tl.uint8), mask=inside[:, None])
+    tl.store(scales + block, scale.to(tl.uint8), mask=inside)
+
+
+def quantize(w: torch.Tensor, divisor: torch.Tensor | None = None) -> NVFP4Weight:
+    """Round ``w: (N, K)`` bfloat16, float16 or float32 to the nearest NVFP4 weight, as ``nvfp4.quantize`` does.
+
+    ``divisor: ()`` fp32 is given where several weights share one; by default it comes from this weight alone.
+    Raises ValueError if K is not a multiple of 16.
+    """
+    N, K = w.shape
+    if K % GROUP_SIZE:
+        raise ValueError(f"a weight of shape {tuple(w.shape)} has {K} columns; NVFP4 needs a multiple of {GROUP_SIZE}")
+    if divisor is None:
+        divisor = divisor_from_amax(w.abs().amax())
+    w = w.contiguous()
+    codes = torch.empty(N, K // 2, dtype=torch.uint8, device=w.device)
+    scales = torch.empty(N, K // GROUP_SIZE, dtype=torch.uint8, device=w.device)
+    count = scales.numel()
+    if count:
+        _quantize_kernel[(triton.cdiv(count, BLOCKS),)](w, divisor, codes, scales, count, BLOCKS=BLOCKS)
+    return NVFP4Weight(codes, scales.view(torch.float8_e4m3fn), divisor)

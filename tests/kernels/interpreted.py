@@ -1,0 +1,63 @@
+"""Checks of the Triton kernels by Triton's interpreter, on a CPU; test_triton_kernels.py runs each in a process."""
+
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+
+import torch
+from qerl_kernels import linear_logprob, nvfp4, nvfp4_triton
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def dequantize_is_exact_for_every_code_and_scale():
+    codes = torch.tensor([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE], dtype=torch.uint8).repeat(254, 1)
+    scales = torch.tensor([b for b in range(256) if b & 0x7F != 0x7F], dtype=torch.uint8).view(torch.float8_e4m3fn)
+    w = nvfp4_triton.dequantize(codes, scales[:, None])
+    expected = torch.tensor(nvfp4.MAGNITUDES + tuple(-m for m in nvfp4.MAGNITUDES)) * scales.float()[:, None]
+    assert torch.equal(w.double(), expected.double())
+    assert same_bits(w, nvfp4.dequantize(codes, scales[:, None]))
+
+
+def quantize_gives_the_bits_of_the_reference():
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        w = torch.randn(37, 208, generator=generator) * torch.rand(37, 1, generator=generator) ** 6
+        w[3, :32], w[0, 5], w[5] = (
+            0,
+            -0.0,
+            w[5] * 1e-4,
+        )  # a zero block, a negative zero, scales that are subnormal or zero
+        w = w.to(dtype)
+        for divisor in (None, torch.tensor(7.25)):
+            reference, ours = nvfp4.quantize(w, divisor), nvfp4_triton.quantize(w, divisor)
+            assert same_bits(reference.block_scales, ours.block_scales), dtype
+            assert same_bits(reference.codes, ours.codes), dtype
+    ties = torch.randint(-24, 25, (8, 64), generator=generator).bfloat16() * 0.25
+    ties[:, ::16] = 6
+    assert same_bits(
+        nvfp4.quantize(ties, torch.tensor(448.0)).codes, nvfp4_triton.quantize(ties, torch.tensor(448.0)).codes
+    )
+
+
+def logprob_kernels_agree_with_torch():
+    generator = torch.Generator().manual_seed(0)
+    T, V = 3, 2 * linear_logprob.COLUMNS + 77
+    logits = torch.randn(T, V, generator=generator) * 4
+    targets = torch.tensor([0, V - 1, 5])
+    expected, actual = torch.empty(3, T), torch.full((3, T + 2), float("nan"))[:, :T]
+    linear_logprob.statistics_torch(logits, targets, 0.7, expected)
+    linear_logprob.statistics_triton(logits, targets, 0.7, actual)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    gradients = torch.randn(3, T, generator=generator)
+    d_expected, d_actual = torch.empty(T, V), torch.full((T, V), float("nan"))
+    linear_logprob.logit_gradients_torch(logits, targets, 0.7, expected[1:], gradients, d_expected)
+    linear_logprob.logit_gradients_triton(logits, targets, 0.7, expected[1:], gradients, d_actual)
+    torch.testing.assert_close(d_actual, d_expected, rtol=1e-4, atol=1e-7)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()

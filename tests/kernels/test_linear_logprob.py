@@ -1,0 +1,61 @@
+"""Log-probabilities from hidden states: values and gradients against fp64 autograd, in chunks, and the refusals."""
+
+import pytest
+import torch
+from qerl_kernels import linear_logprob as module
+from qerl_kernels.linear_logprob import linear_logprob, reference
+
+T, H, V = 7, 24, 301
+
+
+def example():
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(T, H, generator=generator)
+    w = torch.randn(V, H, generator=generator)
+    targets = torch.randint(0, V, (T,), generator=generator)
+    return hidden, w, targets, torch.randn(3, T, generator=generator)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 100], ids=["a token a chunk", "three tokens a chunk", "one chunk"])
+def test_values_and_gradient_agree_with_fp64(rows, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_BYTES", 4 * V * rows)
+    hidden, w, targets, upstream = example()
+    ours = hidden.clone().requires_grad_()
+    exact = hidden.double().requires_grad_()
+    results = linear_logprob(ours, w, targets, 0.7)
+    expected = reference(exact, w.double(), targets, 0.7)
+    for name, a, b in zip(("logp", "logsumexp", "entropy"), results, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5, msg=name)
+    sum((a * g).sum() for a, g in zip(results, upstream, strict=True)).backward()
+    sum((a * g).sum() for a, g in zip(expected, upstream.double(), strict=True)).backward()
+    torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_an_unused_result_leaves_no_gradient():
+    hidden, w, targets, _ = example()
+    ours, exact = hidden.clone().requires_grad_(), hidden.double().requires_grad_()
+    linear_logprob(ours, w, targets)[0].sum().backward()
+    reference(exact, w.double(), targets)[0].sum().backward()
+    torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_large_logits_do_not_overflow():
+    hidden, w, targets, _ = example()
+    results = linear_logprob(hidden * 200, w, targets)
+    assert all(torch.isfinite(value).all() for value in results)
+    torch.testing.assert_close(results[0].double(), reference(hidden.double() * 200, w.double(), targets)[0])
+
+
+def test_operators_pass_torch_library_checks():
+    hidden, w, targets, _ = example()
+    torch.library.opcheck(torch.ops.qerl.linear_logprob.default, (hidden.requires_grad_(), w, targets, 1.0))
+
+
+def test_refusals():
+    hidden, w, targets, _ = example()
+    with pytest.raises(ValueError, match="no gradient for w"):
+        linear_logprob(hidden, w.clone().requires_grad_(), targets)
+    with pytest.raises(ValueError, match="shapes"):
+        linear_logprob(hidden, w[:, :-1], targets)
+    with pytest.raises(ValueError, match="temperature is 0"):
+        linear_logprob(hidden, w, targets, 0)
