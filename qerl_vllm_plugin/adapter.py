@@ -43,6 +43,10 @@ class AdapterError(ValueError):
     """An adapter that cannot be installed; nothing has been changed."""
 
 
+class NoCarrierError(Exception):
+    """A worker has no room for an adapter of the kind that was looked for."""
+
+
 @dataclass(frozen=True)
 class Target:
     """Where the engine keeps the adapter of one linear of the checkpoint: part ``part`` of ``module``."""

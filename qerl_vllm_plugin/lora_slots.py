@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from qerl_vllm_plugin import compat
-from qerl_vllm_plugin.adapter import AdapterError, Target
+from qerl_vllm_plugin.adapter import AdapterError, NoCarrierError, Target
 
 ADAPTER_ID = 1  # the LoRA id that the policy uses in every engine
 Staged = dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]]
@@ -16,10 +16,10 @@ class LoraSlots:
     """One slot of vLLM's LoRA buffers, as the adapter's carrier."""
 
     def __init__(self, worker: Any) -> None:
-        """Raises LookupError if the engine was started without LoRA."""
+        """Raises NoCarrierError if the engine was started without LoRA."""
         manager = getattr(worker.model_runner, "lora_manager", None)
         if manager is None:
-            raise LookupError("this engine was started without LoRA")
+            raise NoCarrierError("this engine was started without LoRA")
         self._manager = manager._adapter_manager
         self.max_rank: int = self._manager.lora_config.max_lora_rank
         self.dtype: torch.dtype = self._manager.lora_config.lora_dtype

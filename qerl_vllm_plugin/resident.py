@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 from vllm.model_executor.parameter import ModelWeightParameter
 
 from qerl_vllm_plugin import compat
-from qerl_vllm_plugin.adapter import Target
+from qerl_vllm_plugin.adapter import NoCarrierError, Target
 
 Staged = dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]]
 
@@ -55,12 +55,12 @@ class ResidentAdapter:
     """The buffers of all layers of one worker, as the adapter's carrier."""
 
     def __init__(self, worker: Any) -> None:
-        """Raises LookupError if the model has no such buffers."""
+        """Raises NoCarrierError if the model has no such buffers."""
         self._layers = {
             layer.qerl_prefix: layer for layer in compat.model_of(worker).modules() if hasattr(layer, "policy_a")
         }
         if not self._layers:
-            raise LookupError("no layer of this model has a resident adapter")
+            raise NoCarrierError("no layer of this model has a resident adapter")
         first = next(iter(self._layers.values()))
         self.max_rank = first.policy_a.shape[0] // len(first.qerl_parts)
         self.dtype = first.policy_a.dtype

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from qerl_vllm_plugin import adapter, compat, noise
-from qerl_vllm_plugin.adapter import AdapterError
+from qerl_vllm_plugin.adapter import AdapterError, NoCarrierError
 from qerl_vllm_plugin.lora_slots import LoraSlots
 from qerl_vllm_plugin.resident import ResidentAdapter
 
@@ -56,7 +56,7 @@ def _resident(worker: Any) -> Resident:
 def carrier_of(worker: Any) -> LoraSlots | ResidentAdapter | None:
     """Where this worker keeps the adapter: in the layers, in vLLM's LoRA slots, or nowhere."""
     for kind in (ResidentAdapter, LoraSlots):
-        with contextlib.suppress(LookupError):
+        with contextlib.suppress(NoCarrierError):
             return kind(worker)
     return None
 
