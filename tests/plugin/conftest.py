@@ -205,10 +205,10 @@ def boot(engine_options: dict[str, object]) -> Iterator[Callable[..., Any]]:
         return engines[-1]
 
     yield start
+    gc.freeze()  # vLLM's shutdown collects garbage several times, and walking all that is imported takes seconds
     for llm in engines:
         llm.llm_engine.engine_core.shutdown()
     engines.clear()
-    gc.collect()
 
 
 # the two places where an engine can hold the policy adapter; float32, for sharp comparisons

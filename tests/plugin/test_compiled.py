@@ -14,8 +14,8 @@ from pathlib import Path
 
 
 def main(folder, adapter, out, prompts):
+    from torch._dynamo.utils import counters
     from vllm import LLM, SamplingParams
-    from vllm.config import CompilationMode
 
     from qerl_vllm_plugin.policy import Policy
 
@@ -24,7 +24,6 @@ def main(folder, adapter, out, prompts):
         max_num_seqs=8, num_gpu_blocks_override=64, disable_log_stats=True, seed=0,
         additional_config={"qerl": {"policy_adapter": {"rank": 8}}},
     )
-    assert llm.llm_engine.vllm_config.compilation_config.mode == CompilationMode.VLLM_COMPILE
     sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
 
     def answers():
@@ -37,6 +36,7 @@ def main(folder, adapter, out, prompts):
 
     policy = Policy(llm)
     found = {"clean": answers()}
+    assert counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
     for sigma in (0.05, 0.3, 0.05):
         policy.set_noise(sigma, seed=3, rollout=4)
         found.setdefault("noisy", []).append(answers())
@@ -55,6 +55,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(600)
 def test_promise_3_changes_in_compiled_code_are_visible_and_exactly_reversible(
     make_nvfp4, reference, make_adapter, boot, measure, tmp_path
 ):
@@ -73,7 +74,7 @@ def test_promise_3_changes_in_compiled_code_are_visible_and_exactly_reversible(
     }
     environment = {name: value for name, value in os.environ.items() if name != "MASTER_PORT"} | changes
     line = [sys.executable, str(script), str(folder), str(tmp_path / "adapter"), str(out), json.dumps(measure.prompts)]
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     found = json.loads(out.read_text())
     assert found["cleared"] == found["removed"] == found["clean"]

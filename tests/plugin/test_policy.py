@@ -207,6 +207,28 @@ def test_folders_that_cannot_be_read_are_refused(policy, hf, make_adapter, tmp_p
         assert policy.state(digest=True) == before
 
 
+def test_stock_bf16_weights_carry_the_policy_too(boot, make_bf16, reference, make_adapter, lora_options, measure):
+    folder = make_bf16("qwen2")
+    policy = Policy(boot(folder, quantization=None, **lora_options))
+    tensors, config, peft_model = make_adapter(reference(folder), target_modules=list(MODULES))
+    policy.swap(tensors, config)
+    assert measure.difference(served(policy, measure), measure.hf(peft_model)) < TOLERANCE
+
+
+def test_an_adapter_of_the_user_under_the_policys_id_is_not_overwritten(
+    boot, folder, hf, make_adapter, lora_options, measure, tmp_path
+):
+    from vllm.lora.request import LoRARequest
+
+    make_adapter(hf)[2].save_pretrained(tmp_path)
+    engine = boot(folder, **lora_options)
+    theirs = LoRARequest("theirs", 1, str(tmp_path))
+    before = measure.engine(engine, theirs)
+    with pytest.raises(AdapterError, match="LoRA id 1 is already in use"):
+        Policy(engine)
+    assert torch.equal(measure.engine(engine, theirs), before)
+
+
 def test_without_its_config_an_adapter_is_refused(policy, hf, make_adapter):
     with pytest.raises(AdapterError, match="needs its config"):
         policy.swap(make_adapter(hf)[0])

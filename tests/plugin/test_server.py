@@ -49,7 +49,7 @@ def wait_until_ready(client, server, log) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_server_answers_like_the_engine_for_base_and_adapter(
     make_nvfp4, adapter, boot, lora_options, measure, tmp_path
 ):
