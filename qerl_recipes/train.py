@@ -98,6 +98,16 @@ class _Stop:
         self.requested = True
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
+    def agreed(self) -> bool:
+        """Whether any process was told to stop: all of them must stop after the same step."""
+        import torch
+
+        accelerator = self._trainer.accelerator
+        if accelerator.num_processes > 1:
+            told = torch.tensor([int(self.requested)], device=accelerator.device)
+            self.requested = bool(accelerator.gather(told).max())
+        return self.requested
+
     def message(self) -> str:
         step = self._trainer.state.global_step
         return f"stopped by SIGTERM after step {step}; resume with --resume_from_checkpoint true"
@@ -111,7 +121,7 @@ def _stops_on_sigterm(trainer: Any) -> Iterator[_Stop]:
 
     class StopAtStepEnd(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if stop.requested:
+            if stop.agreed():
                 control.should_training_stop = True
                 control.should_save = state.global_step % trainer.steps_per_rollout == 0
 
