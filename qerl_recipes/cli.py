@@ -25,7 +25,12 @@ def quantize(
     method: Annotated[str, typer.Option(help="rtn, gptq or awq (the last two run llmcompressor by itself)")] = "rtn",
     scales: Annotated[str, typer.Option(help="amax: llmcompressor's bits; mse: search each block's scale")] = "amax",
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
-    ignore: Annotated[list[str] | None, typer.Option(help="layer kept in BF16; may be repeated [lm_head]")] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option(help="layer kept in BF16; may be repeated; default: lm_head")
+    ] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help='for gptq: a JSONL file of texts under the key "text"')
+    ] = None,
     overwrite: Annotated[bool, typer.Option(help="replace the destination if it exists")] = False,
 ) -> None:
     """Write an NVFP4 checkpoint (compressed-tensors nvfp4-pack-quantized), which stock vLLM loads too."""
@@ -39,6 +44,7 @@ def quantize(
         device=device,
         ignore=tuple(ignore or ("lm_head",)),
         overwrite=overwrite,
+        calibration=calibration,
     )
 
 

@@ -2,9 +2,9 @@
 
     python -m qerl_recipes.starting_model OUT --seed 1
 
-The training data go from worked examples (90 % of the answers step by step) to mostly terse ones (25 %). The model
-ends up preferring the terse style, in which it is right four times out of ten, while it still knows the other, in
-which it is right nine times out of ten. Reinforcement learning on exact match then has a better habit to discover.
+First it sees step-by-step answers only, until it gets most of them right; then mostly terse ones. It ends up
+preferring the terse style, in which it guesses, while it still knows the other, in which it is right most of the time.
+Reinforcement learning on exact match then has a better habit to discover.
 """
 
 import argparse
@@ -22,15 +22,20 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from qerl_recipes import running_sum
 from qerl_recipes.running_sum import LONGEST_COMPLETION, THINK, VOCABULARY, Problem
 
-STEPS = 1500
 BATCH = 64
-LEARNING_RATE = 4e-3
+LEARNING_RATE = 3e-3
 WARMUP_STEPS = 50
-STEP_BY_STEP_SHARE = (0.9, 0.25)  # at the start, and from 80 % of the steps on
+MASTERED = 0.9  # step-by-step accuracy that ends the first stage; it comes suddenly, after 500 to 1500 steps
+CHECK_EVERY, CHECK_PROBLEMS, CHECK_SEED = 50, 128, 555
+MOST_STEPS = 3000  # of the first stage
+TERSE_STEPS = 250  # of the second stage
+STEP_BY_STEP_SHARE = 0.2  # of the answers in the second stage
 LEAST_GAP = 0.2  # accuracy that thinking must be ahead by, or there is nothing for the policy to find out
 
 _TOKEN_ID = {token: i for i, token in enumerate(VOCABULARY)}
 _TOKENS = re.compile(running_sum.TOKEN)
+
+Batch = tuple[torch.Tensor, torch.Tensor]  # token ids and labels
 
 
 def new_model(seed: int) -> Qwen2ForCausalLM:
@@ -60,19 +65,13 @@ def encode(text: str) -> list[int]:
     return [_TOKEN_ID[token] for token in _TOKENS.findall(text)]
 
 
-def learning_rate(step: int, steps: int) -> float:
-    """Linear warm-up, then a cosine down to a tenth."""
-    cosine = 0.5 * (1 + math.cos(math.pi * step / steps))
+def learning_rate(step: int, terse_step: int) -> float:
+    """Linear warm-up, constant while the steps are learnt, then a cosine down to a tenth over the terse stage."""
+    cosine = 0.5 * (1 + math.cos(math.pi * terse_step / TERSE_STEPS))
     return LEARNING_RATE * min(1.0, (step + 1) / WARMUP_STEPS) * (0.1 + 0.9 * cosine)
 
 
-def step_by_step_share(step: int, steps: int) -> float:
-    """Share of worked examples in the batch of this step."""
-    first, last = STEP_BY_STEP_SHARE
-    return first + (last - first) * min(1.0, step / steps / 0.8)
-
-
-def draw_batch(rng: random.Random, share: float, held_out: set[str]) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_batch(rng: random.Random, share: float, held_out: set[str]) -> Batch:
     """Token ids and labels, both ``(BATCH, longest)``, padded on the right; prompts and padding carry label -100.
 
     Causal attention keeps padding on the right out of every real position, so no attention mask is needed.
@@ -94,29 +93,53 @@ def draw_batch(rng: random.Random, share: float, held_out: set[str]) -> tuple[to
     return ids, labels
 
 
-def train(model: PreTrainedModel, seed: int, steps: int = STEPS) -> None:
-    """Supervised training in place; held-out prompts are never drawn."""
+def train(model: PreTrainedModel, seed: int, most_steps: int = MOST_STEPS) -> int:
+    """Supervised training in place, both stages; held-out prompts are never drawn. Returns the number of steps.
+
+    Raises ValueError if the first stage has not mastered step-by-step answers after ``most_steps``.
+    """
     rng = random.Random(1000 + seed)
     held_out = {problem.prompt for problem in running_sum.held_out()}
+    checked = running_sum.problems(CHECK_PROBLEMS, CHECK_SEED, exclude=held_out)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
-    model.train()
+    mastered, step = 0.0, 0
     with Progress(transient=True) as progress:
-        for step in progress.track(range(steps), description="supervised training"):
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, steps)
-            ids, labels = draw_batch(rng, step_by_step_share(step, steps), held_out)
-            logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+        bar = progress.add_task("learning to work step by step", total=most_steps)
+        while mastered < MASTERED:
+            if step >= most_steps:
+                raise ValueError(
+                    f"seed {seed}: {step} steps of supervised training reach {mastered:.1%} of {MASTERED:.0%} accuracy "
+                    "step by step; try another --seed, or more --most-steps"
+                )
+            update(model, optimizer, draw_batch(rng, 1.0, held_out), learning_rate(step, 0))
+            step += 1
+            if step % CHECK_EVERY == 0:
+                mastered = accuracy(model, checked, think=True)
+                progress.update(bar, description=f"learning to work step by step: {mastered:.0%} right")
+            progress.update(bar, completed=step)
+        for terse_step in progress.track(range(TERSE_STEPS), description="learning to answer tersely"):
+            update(model, optimizer, draw_batch(rng, STEP_BY_STEP_SHARE, held_out), learning_rate(step, terse_step))
     model.eval()
+    return step + TERSE_STEPS
+
+
+def update(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: Batch, rate: float) -> None:
+    """One step of AdamW on the mean cross-entropy of the answers."""
+    ids, labels = batch
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    model.train()
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 @torch.no_grad()
 def accuracy(model: PreTrainedModel, asked: Sequence[Problem], *, think: bool = False) -> float:
     """Greedy exact-match accuracy through Hugging Face generation; ``think`` begins every answer with ``<think>``."""
+    model.eval()
     tokenizer = running_sum.tokenizer()
     start = THINK if think else ""
     batch = tokenizer([p.prompt + start for p in asked], padding=True, return_tensors="pt")
@@ -146,27 +169,27 @@ def check_worth_learning(model: PreTrainedModel, asked: Sequence[Problem]) -> di
     return {"greedy": of_itself, "step_by_step": thinking}
 
 
-def make(out: str | Path, seed: int = 1, steps: int = STEPS) -> dict[str, float]:
-    """Train a starting model and save it in BF16 with its tokenizer; returns its accuracies on held-out problems.
+def make(out: str | Path, seed: int = 1, most_steps: int = MOST_STEPS) -> dict[str, float]:
+    """Train a starting model and save it in BF16 with its tokenizer; returns steps and accuracies (held-out problems).
 
-    Nothing is written if the model is not worth learning from.
+    Raises ValueError, and writes nothing, if the model is not worth learning from.
     """
     model = new_model(seed)
-    train(model, seed, steps)
+    steps = train(model, seed, most_steps)
     model.to(torch.bfloat16)
     measured = check_worth_learning(model, running_sum.held_out())
     model.save_pretrained(out)
     running_sum.tokenizer().save_pretrained(out)
-    return measured
+    return {"steps": steps, **measured}
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m qerl_recipes.starting_model", description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="folder for the checkpoint")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--most-steps", type=int, default=MOST_STEPS, help="of the first stage")
     options = parser.parse_args(argv)
-    print(json.dumps(make(options.out, options.seed, options.steps)))
+    print(json.dumps(make(options.out, options.seed, options.most_steps)))
 
 
 if __name__ == "__main__":
