@@ -17,6 +17,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from qerl_recipes.arms import ENGINE_QUANTIZATION, engine_options
+
 PROMPT_TOKENS, NEW_TOKENS, REPEATS = 128, 128, 3
 
 # config.json of Qwen2.5-Instruct, by size: hidden, intermediate, layers, heads, key/value heads, vocabulary, tied
@@ -28,12 +30,8 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     "14B": (5120, 13824, 48, 40, 8, 152064, False),
     "32B": (5120, 27648, 64, 40, 8, 152064, False),
 }
-ARMS: dict[str, str | None] = {  # engine quantization
-    "bf16": None,
-    "qerl_nvfp4": "qerl_nvfp4",  # the adapter in the layers themselves
-    "qerl_nvfp4_slots": "qerl_nvfp4",  # the adapter in vLLM's LoRA slots
-    "nf4": "bitsandbytes",
-}
+# the arms of a recipe, and NVFP4 with the adapter in vLLM's LoRA slots instead of the layers themselves
+ARMS = (*ENGINE_QUANTIZATION, "qerl_nvfp4_slots")
 
 
 def config_json(shape: str) -> dict[str, Any]:
@@ -104,8 +102,7 @@ def measure(arm: str, shape: str, batch_sizes: Sequence[int], rank: int) -> dict
             max_num_seqs=max(batch_sizes),
             enable_prefix_caching=False,
             disable_log_stats=True,
-            quantization=ARMS[arm],
-            **_room_for_adapter(arm, rank),
+            **_options(arm, rank),
         )
     policy = Policy(llm)
     policy.swap(*random_adapter(config, rank))
@@ -129,10 +126,10 @@ def measure(arm: str, shape: str, batch_sizes: Sequence[int], rank: int) -> dict
     return {"batch": rows, "weights_gib": _weights_gib(llm)}
 
 
-def _room_for_adapter(arm: str, rank: int) -> dict[str, Any]:
-    if arm == "qerl_nvfp4":
-        return {"additional_config": {"qerl": {"policy_adapter": {"rank": rank}}}}
-    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
+def _options(arm: str, rank: int) -> dict[str, Any]:
+    if arm == "qerl_nvfp4_slots":
+        return {**engine_options("bf16", rank), "quantization": "qerl_nvfp4"}
+    return engine_options(arm, rank)
 
 
 def random_adapter(config: dict[str, Any], rank: int) -> tuple[dict[str, Any], dict[str, Any]]:

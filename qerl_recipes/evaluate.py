@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qerl_recipes import checkpoints
+from qerl_recipes.arms import ENGINE_QUANTIZATION, engine_options
 from qerl_recipes.base_model import local_folder
 from qerl_recipes.intervals import wilson
 from qerl_recipes.model_card import engine_rank
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
     from qerl_recipes.lighteval_pipeline import Judged
 
-ENGINE_QUANTIZATION = {"qerl_nvfp4": "qerl_nvfp4", "bf16": None, "nf4": "bitsandbytes"}
 RESULT, ANSWERS = "evaluation.json", "answers.jsonl"
 ADAPTER_FILES = ("adapter_model.safetensors", "norms.safetensors")  # the second only where norms were trained
 
@@ -217,12 +217,8 @@ def _start(
 
     if quantization == "nf4" and not current_platform.is_cuda():
         raise ValueError("quantization=nf4 (bitsandbytes) needs a CUDA GPU; on this machine use qerl_nvfp4 or bf16")
-    options: dict[str, Any] = {} if rank is None else {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1}
-    if rank is not None:
-        options["max_lora_rank"] = rank
     return LLM(
         model=str(folder),
-        quantization=ENGINE_QUANTIZATION[quantization],
         dtype="bfloat16",
         max_model_len=length,
         tensor_parallel_size=parallel,
@@ -230,7 +226,7 @@ def _start(
         enforce_eager=not current_platform.is_cuda(),
         disable_log_stats=True,
         seed=0,
-        **options,
+        **engine_options(quantization, rank),
     )
 
 

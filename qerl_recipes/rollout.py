@@ -18,11 +18,10 @@ from accelerate import Accelerator
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from qerl_recipes.arms import engine_options
 from qerl_recipes.configs import GRPOConfig
-from qerl_recipes.model_card import engine_rank
 from qerl_vllm_plugin.policy import NoiseReport, Policy
 
-ENGINE_QUANTIZATION = {"qerl_nvfp4": "qerl_nvfp4", "bf16": None, "nf4": "bitsandbytes"}
 OURS = {"n", "seed", "logprobs", "max_tokens"}  # sampling parameters that generation_kwargs cannot set
 
 
@@ -179,11 +178,7 @@ class VLLMRollouts:
         options: dict[str, Any] = {
             "model": base,
             "dtype": str(dtype).removeprefix("torch."),
-            "quantization": ENGINE_QUANTIZATION[training.quantization],
-            "enable_lora": True,
-            "max_loras": 1,
-            "max_cpu_loras": 1,
-            "max_lora_rank": engine_rank(rank),
+            **engine_options(training.quantization, rank),
             "tensor_parallel_size": self._tensor_parallel,
             "gpu_memory_utilization": training.vllm_gpu_memory_utilization,
             "max_model_len": training.vllm_max_model_length,
