@@ -17,23 +17,53 @@ from qerl_kernels import gemm, tiles
 from shapes import SHAPES
 from timing import copies, interleaved
 
-# tokens -> (warpgroups, rows, depth, group, blocks, cluster) to try
-SMALL = [(2, 2, 2, 2, 2, 1), (4, 1, 4, 4, 1, 1), (2, 1, 2, 2, 3, 1), (2, 1, 2, 4, 2, 1), (2, 2, 2, 4, 1, 1)]
-MIDDLE = [(2, 1, 2, 2, 2, 1), (2, 1, 2, 2, 2, 2), (2, 2, 2, 4, 1, 1), (2, 2, 2, 4, 1, 2), (4, 1, 2, 2, 1, 1)]
-LARGE = [(2, 1, 1, 2, 2, 1), (2, 1, 1, 2, 2, 2), (2, 1, 1, 2, 2, 4), (2, 2, 1, 4, 1, 1), (2, 2, 1, 4, 1, 2)]
-LARGER = [(2, 1, 1, 2, 1, 1), (2, 1, 1, 2, 1, 2), (2, 1, 1, 2, 1, 4), (2, 2, 1, 2, 1, 2)]
-CANDIDATES = {
-    8: SMALL,
-    16: SMALL,
-    24: [fields for fields in MIDDLE if fields[-1] == 1],
-    32: MIDDLE,
-    48: [fields for fields in MIDDLE + LARGE if fields[-1] < 4 and fields[0] == 2],
-    64: [*LARGE, (2, 1, 2, 2, 2, 2), (2, 2, 2, 4, 1, 2)],
-    96: LARGER,
-    128: LARGER,
-    192: [(2, 1, 1, 1, 1, 1), (2, 1, 1, 1, 1, 2), (2, 1, 1, 1, 1, 4)],
-    256: [(2, 1, 1, 1, 1, 1), (2, 1, 1, 1, 1, 2), (2, 1, 1, 2, 1, 2), (2, 1, 1, 1, 1, 4)],
-}
+# tokens -> (warpgroups, kgroups, rows, depth, group, ahead, blocks, cluster) to try
+SMALL = [
+    (4, 1, 1, 4, 4, 0, 1, 1),
+    (4, 1, 1, 4, 4, 1, 1, 1),
+    (2, 1, 2, 2, 2, 0, 2, 1),
+    (2, 1, 2, 2, 4, 0, 1, 1),
+    (2, 1, 1, 2, 4, 1, 2, 1),
+    (4, 2, 1, 4, 4, 0, 1, 1),
+    (4, 2, 1, 4, 4, 1, 1, 1),
+    (4, 4, 1, 4, 4, 0, 1, 1),
+]
+MIDDLE = [
+    (2, 1, 2, 2, 4, 0, 1, 1),
+    (2, 1, 2, 2, 4, 1, 1, 1),
+    (4, 1, 1, 2, 2, 0, 1, 1),
+    (4, 1, 1, 2, 4, 1, 1, 1),
+    (2, 1, 1, 2, 2, 0, 2, 1),
+    (4, 2, 1, 4, 4, 1, 1, 1),
+    (4, 4, 1, 4, 4, 0, 1, 1),
+]
+LARGE = [
+    (2, 1, 2, 2, 4, 0, 1, 2),
+    (2, 1, 2, 2, 4, 1, 1, 1),
+    (2, 1, 2, 2, 4, 1, 1, 2),
+    (2, 1, 1, 2, 2, 0, 2, 2),
+    (4, 1, 1, 2, 2, 0, 1, 1),
+    (4, 1, 1, 2, 4, 1, 1, 1),
+    (4, 2, 1, 2, 2, 1, 1, 1),
+    (4, 4, 1, 4, 4, 0, 1, 1),
+]
+LARGER = [
+    (2, 1, 1, 1, 2, 0, 1, 1),
+    (2, 1, 1, 2, 2, 0, 1, 1),
+    (2, 1, 1, 2, 2, 1, 1, 1),
+    (2, 1, 1, 2, 4, 1, 1, 1),
+    (2, 1, 2, 1, 2, 0, 1, 2),
+    (4, 2, 1, 2, 2, 0, 1, 1),
+    (2, 2, 1, 2, 2, 1, 1, 1),
+]
+LARGEST = [
+    (2, 1, 1, 1, 1, 0, 1, 1),
+    (2, 1, 1, 1, 2, 1, 1, 1),
+    (2, 1, 1, 1, 4, 1, 1, 1),
+    (2, 1, 1, 1, 2, 0, 1, 2),
+    (2, 1, 1, 1, 2, 1, 1, 2),
+]
+CANDIDATES = {8: SMALL, 16: SMALL, 32: MIDDLE, 64: LARGE, 128: LARGER, 256: LARGEST}
 TOKENS = (1, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 4096)
 
 
@@ -64,7 +94,7 @@ def gate_all(configurations: list[gemm.Configuration]) -> dict[gemm.Configuratio
 
 def splittings(configuration: gemm.Configuration, N: int, M: int) -> list[int]:
     """Equal runs over the whole GPU, and where there are few tiles each tile cut into a whole number of runs."""
-    tile_rows = 64 * configuration.cluster * configuration.warpgroups * configuration.rows
+    tile_rows = 64 * configuration.cluster * configuration.tile_blocks()
     tiles = -(-N // tile_rows) * -(-M // configuration.tokens)
     most = 132 * configuration.blocks // configuration.cluster // tiles
     return sorted({0, most, most // 2} if most else {0})
@@ -118,7 +148,9 @@ def main() -> None:
     for shape in options.shapes.split(","):
         rows += time_shape(shape, tokens, passed)
         gates = {str(c): verdict for c, verdict in verdicts.items()}
-        Path(options.out).write_text(json.dumps({"gate": gates, "rows": rows}, indent=1))
+        Path(options.out).write_text(
+            json.dumps({"gpu": torch.cuda.get_device_name(), "gate": gates, "rows": rows}, indent=1)
+        )
 
 
 if __name__ == "__main__":

@@ -29,30 +29,38 @@ class Configuration:
 
     tokens: int
     warpgroups: int
+    kgroups: int
     rows: int
     depth: int
     group: int
+    ahead: int
     blocks: int
     cluster: int
     stages: int
     splits: int = 0
 
+    def tile_blocks(self) -> int:
+        """64-row blocks that one thread block computes."""
+        return self.warpgroups // self.kgroups * self.rows
+
     def shared_memory(self) -> int:
         """Dynamic shared memory in bytes."""
-        tile = self.tokens if self.tokens < 64 else (48 if self.tokens % 64 else 64)
-        stage = self.depth * (self.tokens * 128 + self.warpgroups * self.rows * TILE_BYTES)
-        return self.stages * stage + self.warpgroups * tile * TURN_ROW + 16 * self.stages + 16
+        slice_ = self.tokens if self.tokens < 64 else (48 if self.tokens % 64 else 64)
+        stage = self.depth * (self.tokens * 128 + self.tile_blocks() * TILE_BYTES)
+        turn = self.warpgroups // self.kgroups * slice_ * TURN_ROW
+        reduce = 4 * 64 * self.tile_blocks() * self.tokens if self.kgroups > 1 else 0
+        return self.stages * stage + turn + reduce + 16 * self.stages + 16
 
 
 def deepest(
-    tokens: int, warpgroups: int, rows: int, depth: int, group: int, blocks: int, cluster: int
+    tokens: int, warpgroups: int, kgroups: int, rows: int, depth: int, group: int, ahead: int, blocks: int, cluster: int
 ) -> Configuration:
     """The configuration with as many stages as fit into shared memory, at most 12."""
     limit = min(SHARED_MEMORY, MULTIPROCESSOR_SHARED_MEMORY // blocks - 1024)
     for stages in range(12, 1, -1):
-        configuration = Configuration(tokens, warpgroups, rows, depth, group, blocks, cluster, stages)
-        if configuration.shared_memory() <= limit:
-            return configuration
+        fields = (tokens, warpgroups, kgroups, rows, depth, group, ahead, blocks, cluster, stages)
+        if Configuration(*fields).shared_memory() <= limit:
+            return Configuration(*fields)
     raise ValueError(f"tokens={tokens}, rows={rows}, depth={depth} does not fit into {limit} bytes of shared memory")
 
 
@@ -129,7 +137,7 @@ def product(
     if k_tiles % configuration.depth:
         raise ValueError(f"depth={configuration.depth} does not divide the {k_tiles} tiles of K={K}; use depth 1 or 2")
     kernel, clusters = _kernel(replace(configuration, splits=0), device)
-    tile_blocks = configuration.cluster * configuration.warpgroups * configuration.rows
+    tile_blocks = configuration.cluster * configuration.tile_blocks()
     n_tiles, m_tiles = -(-blocks // tile_blocks), -(-M // configuration.tokens)
     tiles, steps = n_tiles * m_tiles, k_tiles // configuration.depth
     clusters = min(clusters, tiles * (min(configuration.splits, steps) or steps))

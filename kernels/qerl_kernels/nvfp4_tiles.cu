@@ -5,8 +5,9 @@
 //
 // Compiled at first use by compiler.py, which puts `wgmma()` for this token tile in front and defines
 //   TOKENS  columns of the accumulator: the tokens of one tile (a multiple of 8, at most 256)
-//   WARPGROUPS  that compute (2 or 4), each ROWS 64-row blocks of W
+//   WARPGROUPS  that compute (2 or 4), each ROWS 64-row blocks of W; KGROUPS of them share the rows and divide the columns
 //   GROUP   fragments (64 rows, 16 columns) that a warpgroup decodes before it starts the matrix unit: divides 4 * ROWS
+//   AHEAD   whether codes are read from shared memory one step ahead (1 or 0): less waiting, more instructions
 //   CLUSTER thread blocks that share their tokens: each fetches a part and sends it to all
 //   DEPTH   64-column tiles of a stage, STAGES stages in flight, BLOCKS thread blocks of a multiprocessor
 //
@@ -83,13 +84,16 @@ __device__ __forceinline__ void copy_tile(u32 to, const TensorMap* map, int colu
       "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "h"((u16)((1 << CLUSTER_BLOCKS) - 1))
       : "memory");
 }
+// Without a cluster scope: what is released was read, not written, and the scope would cost a memory barrier each time.
+template <int CLUSTER_BLOCKS>
 __device__ __forceinline__ void barrier_arrive_at(u32 barrier, int block) {  // of the cluster
-  asm volatile(
+  if constexpr (CLUSTER_BLOCKS == 1) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+  else asm volatile(
       "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(block) : "memory");
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(block) : "memory");
 }
 __device__ __forceinline__ void synchronize_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void launch_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
@@ -122,8 +126,9 @@ struct Problem {
   int shared_tiles;           // the first tiles are cut into equal runs; the others are whole, one a cluster and round
 };
 
-constexpr int WORKERS = 128 * WARPGROUPS, THREADS = WORKERS + 128;  // half of the copying warpgroup only lends its registers
-constexpr int CTA_BLOCKS = WARPGROUPS * ROWS;
+constexpr int ROW_GROUPS = WARPGROUPS / KGROUPS, CTA_BLOCKS = ROW_GROUPS * ROWS;
+constexpr int WORKERS = 128 * ROW_GROUPS;  // threads that hold the sums of a tile in the end
+constexpr int THREADS = 128 * WARPGROUPS + 128;  // half of the copying warpgroup only lends its registers
 constexpr int REGISTERS = WARPGROUPS == 4 ? 112 : BLOCKS == 1 ? 232 : BLOCKS == 2 ? 104 : 72;
 constexpr int COPY_REGISTERS = BLOCKS == 3 ? 24 : 32;
 constexpr int RUN_ROWS = 8;  // token tiles that are neighbours in time, so that a weight tile is still in L2
@@ -162,6 +167,10 @@ struct Segments {
   }
 };
 
+__device__ __forceinline__ void synchronize_row_group(int row_group) {
+  asm volatile("bar.sync %0, %1;" ::"r"(row_group + 6), "n"(128 * KGROUPS) : "memory");
+}
+
 // ---- the product ----------------------------------------------------------------------------------------------------
 
 constexpr int X_TILE = TOKENS * 128;  // bytes of 64 columns of all tokens
@@ -169,9 +178,12 @@ constexpr int X_STAGE = DEPTH * X_TILE, W_STAGE = CTA_BLOCKS * DEPTH * TILE_BYTE
 constexpr int SLICE = TOKENS < 64 ? TOKENS : (TOKENS % 64 ? 48 : 64);  // tokens turned round at a time in the epilogue
 constexpr int TURN_ROW = 144;                                         // bytes: 64 outputs of a token, padded
 static_assert(TOKENS % SLICE == 0, "the epilogue writes whole slices");
+static_assert(DEPTH % KGROUPS == 0 && WARPGROUPS % KGROUPS == 0, "columns and warpgroups are divided evenly");
 
 constexpr int TURN_OFFSET = STAGES * (X_STAGE + W_STAGE);
-constexpr int BARRIER_OFFSET = TURN_OFFSET + WARPGROUPS * SLICE * TURN_ROW;
+constexpr int REDUCE_OFFSET = TURN_OFFSET + ROW_GROUPS * SLICE * TURN_ROW;
+constexpr int TILE_SUMS = ROWS * (TOKENS / 2) * WORKERS;
+constexpr int BARRIER_OFFSET = REDUCE_OFFSET + (KGROUPS > 1 ? 4 * TILE_SUMS : 0);
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, const float* __restrict__ row_scale,
@@ -180,7 +192,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
   extern __shared__ __align__(1024) u8 memory[];
   const u32 base = shared_address(memory), w_base = base + STAGES * X_STAGE;
   const u32 full = base + BARRIER_OFFSET, empty = full + 8 * STAGES;
-  u32* is_last = (u32*)(memory + BARRIER_OFFSET + 16 * STAGES);
+  volatile u32* is_last = (volatile u32*)(memory + BARRIER_OFFSET + 16 * STAGES);
   const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const int steps = (p.k_tiles + DEPTH - 1) / DEPTH;
 
@@ -234,10 +246,23 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
   } else {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 
-  const int warpgroup = warp / 4, thread = threadIdx.x % 128, g = lane / 4;
-  const u8* w_thread = memory + STAGES * X_STAGE + warpgroup * ROWS * DEPTH * TILE_BYTES + thread * 16;
-  const u8* s_thread = memory + STAGES * X_STAGE + warpgroup * ROWS * DEPTH * TILE_BYTES + SCALE_OFFSET + warp % 4 * 64 + g * 8;
+  const int warpgroup = warp / 4 % ROW_GROUPS, k_group = warp / 4 / ROW_GROUPS;
+  const int thread = threadIdx.x % 128, g = lane / 4;
+  const u8* first_tile = memory + STAGES * X_STAGE + (warpgroup * ROWS * DEPTH + k_group) * TILE_BYTES;
+  const u8 *w_thread = first_tile + thread * 16, *s_thread = first_tile + SCALE_OFFSET + warp % 4 * 64 + g * 8;
+  const u32 x_first = base + k_group * X_TILE;
   float sums[ROWS][TOKENS / 2];
+  uint4 codes[ROWS];  // of the next 64 columns
+  uint2 scales[ROWS];
+  u32 x_stage;
+  auto load = [&](int stage, int i) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      codes[r] = *(const uint4*)(w_thread + stage * W_STAGE + (r * DEPTH + i * KGROUPS) * TILE_BYTES);
+      scales[r] = *(const uint2*)(s_thread + stage * W_STAGE + (r * DEPTH + i * KGROUPS) * TILE_BYTES);
+    }
+    if (i == 0) x_stage = __shfl_sync(0xFFFFFFFFu, (x_first + stage * X_STAGE) >> 4 | 1u << 16, 0);
+  };
 
   while (segment.next(p)) {
     int n_tile, m_tile;
@@ -248,52 +273,87 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
       for (int i = 0; i < TOKENS / 2; ++i) sums[r][i] = 0.f;
 
     int previous = -1;
-    for (int step = segment.first; step < segment.last; ++step) {
+    if constexpr (AHEAD) {
       barrier_wait(full + 8 * stage, phase);
-      const u32 x_stage = __shfl_sync(0xFFFFFFFFu, (base + stage * X_STAGE) >> 4 | 1u << 16, 0);
-      const u8* w_stage = w_thread + stage * W_STAGE;
-      const u8* s_stage = s_thread + stage * W_STAGE;
+      load(stage, 0);
+    }
+    for (int step = segment.first; step < segment.last; ++step) {
+      const int next = stage + 1 == STAGES ? 0 : stage + 1;
+      const u32 next_phase = phase ^ (next == 0);
       u32 a[2][GROUP][4];
 #pragma unroll
-      for (int d = 0; d < DEPTH; ++d) {
-        uint4 codes[ROWS];
-        uint2 scales[ROWS];
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-          codes[r] = *(const uint4*)(w_stage + (r * DEPTH + d) * TILE_BYTES);
-          scales[r] = *(const uint2*)(s_stage + (r * DEPTH + d) * TILE_BYTES);
+      for (int d = 0; d < DEPTH / KGROUPS; ++d) {
+        constexpr int GROUPS = 4 * ROWS / GROUP;
+        if constexpr (!AHEAD) {
+          if (d == 0) barrier_wait(full + 8 * stage, phase);
+          load(stage, d);
         }
+        uint4 now_codes[ROWS];
+        uint2 now_scales[ROWS];
+        const u32 now_x = x_stage + d * (KGROUPS * X_TILE / 16);
 #pragma unroll
-        for (int group = 0; group < 4 * ROWS / GROUP; ++group) {
-          u32(&fragments)[GROUP][4] = a[(d * (4 * ROWS / GROUP) + group) & 1];
+        for (int r = 0; r < ROWS; ++r) now_codes[r] = codes[r], now_scales[r] = scales[r];
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) {
+          u32(&fragments)[GROUP][4] = a[(d * GROUPS + group) & 1];
 #pragma unroll
           for (int i = 0; i < GROUP; ++i) {
             const int j = (group * GROUP + i) / ROWS, r = (group * GROUP + i) % ROWS;
-            const u32 word = j == 0 ? codes[r].x : j == 1 ? codes[r].y : j == 2 ? codes[r].z : codes[r].w;
-            decode(word, decode_scales(j < 2 ? scales[r].x : scales[r].y, j & 1), fragments[i]);
+            const uint4 c = now_codes[r];
+            const u32 word = j == 0 ? c.x : j == 1 ? c.y : j == 2 ? c.z : c.w;
+            decode(word, decode_scales(j < 2 ? now_scales[r].x : now_scales[r].y, j & 1), fragments[i]);
           }
           wgmma_fence();
 #pragma unroll
           for (int i = 0; i < GROUP; ++i) {
             const int j = (group * GROUP + i) / ROWS, r = (group * GROUP + i) % ROWS;
             // rows of 128 bytes, 128-byte swizzle, 1024 bytes a group of 8 rows
-            wgmma(sums[r], fragments[i], (u64)0x40000040u << 32 | (x_stage + (d * X_TILE + j * 32) / 16));
+            wgmma(sums[r], fragments[i], (u64)0x40000040u << 32 | (now_x + j * 2));
           }
           wgmma_commit();
           wgmma_wait<1>();  // the other half of `a` is free again, and so is the previous stage
-          if (d == 0 && group == 0 && previous >= 0 && lane < CLUSTER) barrier_arrive_at(empty + 8 * previous, lane);
+          if (group == 0) {
+            if (d == 0 && previous >= 0 && lane < CLUSTER) barrier_arrive_at<CLUSTER>(empty + 8 * previous, lane);
+            // while the matrix unit works: what comes next
+            if constexpr (!AHEAD) {
+            } else if (d + 1 < DEPTH / KGROUPS) {
+              load(stage, d + 1);
+            } else if (step + 1 < segment.last) {
+              barrier_wait(full + 8 * next, next_phase);
+              load(next, 0);
+            }
+          }
         }
       }
-      previous = stage;
-      if (++stage == STAGES) stage = 0, phase ^= 1;
+      previous = stage, stage = next, phase = next_phase;
     }
     wgmma_wait<0>();
-    if (lane < CLUSTER) barrier_arrive_at(empty + 8 * previous, lane);
+    if (lane < CLUSTER) barrier_arrive_at<CLUSTER>(empty + 8 * previous, lane);
 
+    if constexpr (KGROUPS > 1) {  // the first group adds what the others have, in their order
+      float* exchange = (float*)(memory + REDUCE_OFFSET) + warpgroup * 128 + thread;
+#pragma unroll 1
+      for (int other = 1; other < KGROUPS; ++other) {
+        if (k_group == other) {
+#pragma unroll
+          for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+            for (int i = 0; i < TOKENS / 2; ++i) exchange[(r * (TOKENS / 2) + i) * WORKERS] = sums[r][i];
+        }
+        synchronize_row_group(warpgroup);
+        if (k_group == 0) {
+#pragma unroll
+          for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+            for (int i = 0; i < TOKENS / 2; ++i) sums[r][i] += exchange[(r * (TOKENS / 2) + i) * WORKERS];
+        }
+        synchronize_row_group(warpgroup);
+      }
+      if (k_group > 0) continue;
+    }
     wait_for_previous_kernel();  // which may still read the memory that is written below
     // A tile of several blocks: everyone leaves its sum, the last to arrive adds them up in the order of K.
     if (segment.first > 0 || segment.last < steps) {
-      constexpr int TILE_SUMS = ROWS * (TOKENS / 2) * WORKERS;
       const int first_unit = segment.tile * steps;
       const int first_cluster = segment.owner(first_unit), last_cluster = segment.owner(first_unit + steps - 1);
       const int worker = threadIdx.x;
@@ -307,17 +367,15 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
       for (int r = 0; r < ROWS; ++r)
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; ++i) __stcg(mine + (r * (TOKENS / 2) + i) * WORKERS, sums[r][i]);
-      __threadfence();
       synchronize<5, WORKERS>();
       if (worker == 0) {
+        asm volatile("fence.acq_rel.gpu;" ::: "memory");  // for all that this block has written
         const u32 others = last_cluster - first_cluster;
         *is_last = atomicInc(counters + segment.tile * CLUSTER + rank, others) == others;  // wraps: the counter is zero again afterwards
-        __threadfence();
+        asm volatile("fence.acq_rel.gpu;" ::: "memory");
       }
       synchronize<5, WORKERS>();
-      const bool finish = *is_last;
-      synchronize<5, WORKERS>();  // nobody may overwrite the flag before all have read it
-      if (!finish) continue;
+      if (!*is_last) continue;
 #pragma unroll
       for (int r = 0; r < ROWS; ++r)
 #pragma unroll

@@ -1,0 +1,117 @@
+"""The table of kernels/README.md: ours as ``linear_tiles`` picks it, against BF16, Marlin and Humming, in one run.
+
+``python run.py --out NVIDIA_H200.json [--shapes 7B o] [--tokens 1,16] [--baselines marlin,humming]``
+
+A baseline is timed only if its answer is right (the tolerance allows for what its format loses), ours only behind the
+gate of gate.py.
+"""
+
+import argparse
+import datetime
+import gc
+import json
+import subprocess
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import baselines
+import gate
+import torch
+from qerl_kernels import gemm, linear_tiles, nvfp4_triton, tiles
+from shapes import SHAPES
+from timing import copies, interleaved
+from tune import TOKENS
+
+
+def versions() -> dict[str, str]:
+    """Of everything that the figures depend on."""
+    found = {"torch": torch.__version__, "cuda": torch.version.cuda or ""}
+    for package in ("triton", "vllm", "humming-kernels"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def command_line(*command: str) -> str:
+    """First line that a program prints, or nothing where it is missing."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip().partition("\n")[0]
+    except FileNotFoundError:
+        return ""
+
+
+def check(name: str, product: Callable, x: torch.Tensor, exact: torch.Tensor, limit: float) -> None:
+    """Raise AssertionError where a product's answer is further than ``limit`` from ``exact``."""
+    error = ((product(x).double() - exact).norm() / exact.norm()).item()
+    assert error < limit, f"{name}: relative error {error:.1e}"
+
+
+def time_shape(shape: str, tokens: list[int], names: list[str]) -> list[dict]:
+    """Rows of the table for one layer."""
+    N, K = SHAPES[shape]
+    weights: dict[str, list] = {name: [] for name in ("bf16", "qerl", *names)}
+    for i in range(copies(N * K * 9 // 16)):
+        w = torch.randn(N, K, device="cuda", dtype=torch.bfloat16)
+        packed = nvfp4_triton.quantize(w)
+        tensor_scale = 1 / packed.divisor
+        tiled = tiles.tile_weight(packed.codes, packed.block_scales, tensor_scale)
+        weights["qerl"].append(partial(linear_tiles.linear, weight=tiled))
+        for name in names:
+            made = getattr(baselines, name)(packed.codes, packed.block_scales, tensor_scale)
+            weights[name].append(made)
+        if i < copies(2 * N * K):
+            weights["bf16"].append(baselines.bf16(w))
+        if i == 0:
+            x = torch.randn(32, K, device="cuda").to(torch.bfloat16)
+            dense = nvfp4_triton.dequantize(packed.codes, packed.block_scales).double() * tensor_scale.double()
+            exact = x.double() @ dense.t()
+            for name in ("qerl", *names):
+                check(f"{name} {shape}", weights[name][0], x, exact, 3e-3 if name == "qerl" else 2e-2)
+            del dense, exact
+        del w, packed
+    rows = []
+    for M in tokens:
+        x = torch.randn(M, K, device="cuda").to(torch.bfloat16)
+        variants = {name: [partial(product, x) for product in products] for name, products in weights.items()}
+        times = interleaved(variants, rounds=5, at_least=20 if M <= 256 else 6)
+        chosen = str(linear_tiles.choose(N, K, M))
+        rows.append({"shape": shape, "N": N, "K": K, "M": M, "us": times, "chosen": chosen})
+        best = min(us for name, us in times.items() if name != "qerl")
+        listed = "  ".join(f"{name} {us:.1f}" for name, us in times.items())
+        print(f"{shape} M={M}: {best / times['qerl']:.2f}x of the best  {listed}", flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", default="kernels.json")
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--baselines", default="marlin,humming")
+    options = parser.parse_args()
+    tokens = [int(M) for M in options.tokens.split(",")]
+    chosen = {linear_tiles.choose(*SHAPES[shape], M) for shape in options.shapes.split(",") for M in tokens}
+    for configuration in {c for c in chosen if isinstance(c, gemm.Configuration)}:
+        gate.check(configuration)
+    print("the gate passes", flush=True)
+    result = {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": command_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "versions": versions(),
+        "commit": command_line("git", "rev-parse", "--short", "HEAD"),
+        "date": datetime.date.today().isoformat(),
+        "rows": [],
+    }
+    for shape in options.shapes.split(","):
+        result["rows"] += time_shape(shape, tokens, [name for name in options.baselines.split(",") if name])
+        Path(options.out).write_text(json.dumps(result, indent=1))
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

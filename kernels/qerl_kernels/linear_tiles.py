@@ -1,0 +1,122 @@
+"""The frozen linear layer on tiled weights: which variant of the product runs for (GPU, N, K, M), and its gradient.
+
+The table ``linear_tiles.json`` is made by ``kernels/bench/tune.py`` and committed; nothing is tuned at run time. For
+each GPU and layer it lists, by rising M, the configuration that was fastest up to that M. A layer that is not in the
+table takes the line of the nearest one in size: every configuration is right for every shape, only the speed differs.
+
+``qerl::nvfp4_linear_tiles`` and its backward are torch.library operators, opaque to torch.compile and usable inside a
+CUDA graph. On a CPU the naive reference runs.
+"""
+
+import functools
+import json
+import math
+from pathlib import Path
+
+import torch
+
+from qerl_kernels import gemm, tiles
+from qerl_kernels.linear import _matmul_fp32
+from qerl_kernels.tiles import TiledWeight
+
+TABLE = Path(__file__).with_name("linear_tiles.json")
+
+
+@functools.cache
+def _table() -> dict[tuple[int, int], list[tuple[int, gemm.Configuration]]]:
+    layers = json.loads(TABLE.read_text())["layers"]
+    return {
+        (layer["N"], layer["K"]): [(up_to, gemm.Configuration(**fields)) for up_to, fields in layer["configurations"]]
+        for layer in layers
+    }
+
+
+@functools.cache
+def choose(N: int, K: int, M: int) -> gemm.Configuration:
+    """The variant for M tokens and a weight of (N, K)."""
+    known = (N, K)
+    if known not in _table():
+        known = min(_table(), key=lambda shape: abs(math.log(shape[0] / N)) + abs(math.log(shape[1] / K)))
+    lines = _table()[known]
+    return next((configuration for up_to, configuration in lines if up_to >= M), lines[-1][1])
+
+
+def supported(device: torch.device) -> bool:
+    """Whether the product runs on this device: a Hopper GPU."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def linear(x: torch.Tensor, weight: TiledWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """y = row_scale * (x W0^T) + bias, differentiable with respect to ``x`` only.
+
+    ``x: (..., K)`` bfloat16 (on a CPU any type), ``bias: (N,)`` fp32 -> ``(..., N)`` in the dtype of ``x``.
+    Raises ValueError where the shapes do not fit, or the device is neither a CPU nor a Hopper GPU.
+    """
+    if x.shape[-1] != weight.K or (bias is not None and bias.shape != (weight.N,)):
+        shapes = tuple(x.shape), None if bias is None else tuple(bias.shape)
+        raise ValueError(f"x and bias have shapes {shapes}; the weight is ({weight.N}, {weight.K})")
+    return torch.ops.qerl.nvfp4_linear_tiles(
+        x, weight.tiles, weight.row_scale, weight.counters, weight.N, weight.K, bias
+    )
+
+
+# The counters are zero before and after each call: to the caller nothing is mutated.
+@torch.library.custom_op("qerl::nvfp4_linear_tiles", mutates_args=(), device_types="cpu")
+def _linear(
+    x: torch.Tensor,
+    tiles_: torch.Tensor,
+    row_scale: torch.Tensor,
+    counters: torch.Tensor,
+    N: int,
+    K: int,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    y = torch.nn.functional.linear(x.float(), tiles.dequantize(tiles_, N, K).float()) * row_scale
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+@_linear.register_kernel("cuda")
+def _(x, tiles_, row_scale, counters, N, K, bias):
+    if not supported(x.device):
+        name = torch.cuda.get_device_name(x.device)
+        raise ValueError(f"tiled NVFP4 weights run on Hopper GPUs only, not on {name}: use the checkpoint's layout")
+    weight = TiledWeight(tiles_, row_scale, counters, N, K)
+    rows = x.reshape(-1, K)
+    y = gemm.product(rows, weight, choose(N, K, rows.shape[0]), None if bias is None else bias.float())
+    return y.view(*x.shape[:-1], N)
+
+
+@_linear.register_fake
+def _(x, tiles_, row_scale, counters, N, K, bias):
+    return x.new_empty(*x.shape[:-1], N)
+
+
+@torch.library.custom_op("qerl::nvfp4_linear_tiles_backward", mutates_args=(), device_types="cpu")
+def _backward(dy: torch.Tensor, tiles_: torch.Tensor, row_scale: torch.Tensor, N: int, K: int) -> torch.Tensor:
+    return ((dy.float() * row_scale) @ tiles.dequantize(tiles_, N, K).float()).to(dy.dtype)
+
+
+@_backward.register_kernel("cuda")
+def _(dy, tiles_, row_scale, N, K):
+    largest = row_scale.amax()  # the rows' scales stand inside the sum: the largest can wait for the result
+    scaled = (dy.reshape(-1, N).float() * (row_scale / largest)).to(dy.dtype)
+    w = gemm.dequantize(TiledWeight(tiles_, row_scale, row_scale, N, K))
+    return _matmul_fp32(scaled, w).mul_(largest).to(dy.dtype).view(*dy.shape[:-1], K)
+
+
+@_backward.register_fake
+def _(dy, tiles_, row_scale, N, K):
+    return dy.new_empty(*dy.shape[:-1], K)
+
+
+def _save(ctx, inputs, output):
+    _, tiles_, row_scale, _, ctx.N, ctx.K, _ = inputs
+    ctx.save_for_backward(tiles_, row_scale)
+
+
+def _gradient(ctx, dy):
+    dx = torch.ops.qerl.nvfp4_linear_tiles_backward(dy, *ctx.saved_tensors, ctx.N, ctx.K)
+    return dx, None, None, None, None, None, None
+
+
+_linear.register_autograd(_gradient, setup_context=_save)
