@@ -106,6 +106,13 @@ def _kernel(configuration: Configuration, device: int) -> tuple[Kernel, int]:
         return kernel, kernel.clusters_at_once()
 
 
+def load(configuration: Configuration, device: torch.device) -> None:
+    """Compile one variant, or fetch it from the cache, and load it on a device."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    _kernel(replace(configuration, splits=0), index)
+    _dequantize_kernel(index)
+
+
 @functools.cache
 def _dequantize_kernel(device: int) -> Kernel:
     with torch.cuda.device(device):

@@ -1,8 +1,9 @@
 """The frozen linear layer on tiled weights: which variant of the product runs for (GPU, N, K, M), and its gradient.
 
-The table ``linear_tiles.json`` is made by ``kernels/bench/tune.py`` and committed; nothing is tuned at run time. For
-each GPU and layer it lists, by rising M, the configuration that was fastest up to that M. A layer that is not in the
-table takes the line of the nearest one in size: every configuration is right for every shape, only the speed differs.
+The table ``linear_tiles.json`` is made by ``kernels/bench/tune.py`` and ``make_table.py`` and committed; nothing is
+tuned at run time. For each layer it lists, by rising M, the configuration that was fastest up to that M. A layer that is
+not in the table takes the lines of the nearest one in size, with stages that divide its K: every configuration gives
+the same product up to the order of its sums, only the speed differs.
 
 ``qerl::nvfp4_linear_tiles`` and its backward are torch.library operators, opaque to torch.compile and usable inside a
 CUDA graph. On a CPU the naive reference runs.
@@ -38,7 +39,21 @@ def choose(N: int, K: int, M: int) -> gemm.Configuration:
     if known not in _table():
         known = min(_table(), key=lambda shape: abs(math.log(shape[0] / N)) + abs(math.log(shape[1] / K)))
     lines = _table()[known]
-    return next((configuration for up_to, configuration in lines if up_to >= M), lines[-1][1])
+    c = next((configuration for up_to, configuration in lines if up_to >= M), lines[-1][1])
+    if known == (N, K):
+        return c
+    depth = c.depth
+    while 2 * -(-K // 128) % depth:  # stages must divide the 64-column tiles, of which there is an even number
+        depth //= 2
+    kgroups = min(c.kgroups, depth)
+    return gemm.deepest(c.tokens, c.warpgroups, kgroups, c.rows, depth, c.group, c.ahead, c.blocks, c.cluster)
+
+
+def prepare(N: int, K: int, device: torch.device) -> None:
+    """Compile (or fetch from the cache) and load every variant that a weight of (N, K) can need, whatever its M."""
+    sizes = {up_to for lines in _table().values() for up_to, _ in lines}
+    for configuration in {choose(N, K, M) for M in sizes}:
+        gemm.load(configuration, device)
 
 
 def supported(device: torch.device) -> bool:

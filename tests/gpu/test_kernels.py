@@ -1,0 +1,102 @@
+"""The kernels on a Hopper GPU: every variant in the table passes the gate, operators, graphs, formats bit for bit."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+sys.path.insert(0, str(Path(__file__).parents[2] / "kernels" / "bench"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hopper():
+    from qerl_kernels import linear_tiles
+
+    if not torch.cuda.is_available() or not linear_tiles.supported(torch.device("cuda")):
+        pytest.skip("needs a Hopper GPU")
+
+
+def weight(N: int, K: int):
+    from qerl_kernels import nvfp4_triton, tiles
+
+    packed = nvfp4_triton.quantize(torch.randn(N, K, device="cuda", dtype=torch.bfloat16))
+    row_scale = (1 / packed.divisor) * (1 + torch.rand(N, device="cuda"))
+    return packed, row_scale, tiles.tile_weight(packed.codes, packed.block_scales, row_scale)
+
+
+def test_every_variant_in_the_table_passes_the_gate():
+    import gate
+    from qerl_kernels import linear_tiles
+
+    variants = {configuration for lines in linear_tiles._table().values() for _, configuration in lines}
+    for configuration in variants:
+        gate.check(configuration)
+
+
+def test_quantize_and_dequantize_give_the_bits_of_the_cpu():
+    from qerl_kernels import nvfp4, nvfp4_triton
+
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        w = (torch.randn(515, 1040) * torch.rand(515, 1) ** 6).to(dtype)
+        w[3, :32] = 0
+        expected, actual = (
+            nvfp4.quantize(w, torch.tensor(300.0)),
+            nvfp4_triton.quantize(w.cuda(), torch.tensor(300.0).cuda()),
+        )
+        assert torch.equal(expected.codes, actual.codes.cpu())
+        assert torch.equal(expected.block_scales.view(torch.uint8), actual.block_scales.view(torch.uint8).cpu())
+        dense = nvfp4_triton.dequantize(actual.codes, actual.block_scales)
+        assert torch.equal(nvfp4.dequantize(expected.codes, expected.block_scales), dense.cpu())
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (144, 208), (1040, 1360)], ids=str)
+def test_linear_and_its_gradient_agree_with_fp64_at_any_shape(shape):
+    from qerl_kernels import linear_tiles, nvfp4
+
+    N, K = shape
+    packed, row_scale, tiled = weight(N, K)
+    dense = nvfp4.dequantize(packed.codes, packed.block_scales).double() * row_scale.double()[:, None]
+    bias = torch.randn(N, device="cuda")
+    for M in (1, 9, 33, 70, 300, 600):
+        x = torch.randn(M, K, device="cuda").bfloat16().requires_grad_()
+        y = linear_tiles.linear(x, tiled, bias)
+        exact = x.double() @ dense.t() + bias.double()
+        assert (y.double() - exact).norm() < 2.5e-3 * exact.norm(), M
+        dy = torch.randn(M, N, device="cuda").bfloat16()
+        y.backward(dy)
+        exact = dy.double() @ dense
+        assert (x.grad.double() - exact).norm() < 4e-3 * exact.norm(), M
+
+
+def test_a_cuda_graph_follows_its_input():
+    from qerl_kernels import linear_tiles
+
+    _, _, tiled = weight(3584, 3584)
+    x = torch.randn(48, 3584, device="cuda").bfloat16()
+    linear_tiles.linear(x, tiled)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        first = linear_tiles.linear(x, tiled)
+        second = linear_tiles.linear(first, tiled)  # reads what the kernel ahead of it writes
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        expected = linear_tiles.linear(x, tiled)
+        assert torch.equal(first, expected) and torch.equal(second, linear_tiles.linear(expected, tiled))
+
+
+def test_linear_logprob_agrees_with_fp64():
+    from qerl_kernels.linear_logprob import linear_logprob, reference
+
+    hidden = torch.randn(37, 256, device="cuda").bfloat16().requires_grad_()
+    w = torch.randn(15013, 256, device="cuda").bfloat16() * 0.2
+    targets = torch.randint(0, 15013, (37,), device="cuda")
+    exact = hidden.detach().double().requires_grad_()
+    ours, expected = linear_logprob(hidden, w, targets, 0.9), reference(exact, w.double(), targets, 0.9)
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
+    (ours[0].sum() + 0.1 * ours[2].sum()).backward()
+    (expected[0].sum() + 0.1 * expected[2].sum()).backward()
+    assert (hidden.grad.double() - exact.grad).norm() < 1e-2 * exact.grad.norm()

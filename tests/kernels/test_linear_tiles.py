@@ -1,0 +1,63 @@
+"""The tiled linear layer on a CPU, the table of variants, and the sources that a GPU would compile."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from qerl_kernels import gemm, linear_tiles, nvfp4, tiles
+
+
+def example(N: int = 48, K: int = 80):
+    generator = torch.Generator().manual_seed(0)
+    packed = nvfp4.quantize(torch.randn(N, K, generator=generator).bfloat16())
+    row_scale = torch.rand(N, generator=generator) + 0.5
+    x = torch.randn(2, 5, K, generator=generator)
+    return packed, row_scale, tiles.tile_weight(packed.codes, packed.block_scales, row_scale), x
+
+
+def test_linear_and_gradient_are_those_of_the_dense_layer():
+    packed, row_scale, weight, x = example()
+    dense = nvfp4.dequantize(packed.codes, packed.block_scales).double() * row_scale.double()[:, None]
+    bias, dy = torch.randn(48), torch.randn(2, 5, 48)
+    x.requires_grad_()
+    y = linear_tiles.linear(x, weight, bias)
+    exact = torch.nn.functional.linear(x.double(), dense, bias.double())
+    assert (y.double() - exact).norm() < 1e-6 * exact.norm()
+    y.backward(dy)
+    exact = dy.double() @ dense
+    assert (x.grad.double() - exact).norm() < 1e-6 * exact.norm()
+
+
+def test_operators_pass_torch_library_checks():
+    _, _, w, x = example()
+    arguments = (x.requires_grad_(), w.tiles, w.row_scale, w.counters, w.N, w.K, None)
+    torch.library.opcheck(torch.ops.qerl.nvfp4_linear_tiles.default, arguments)
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    _, _, weight, x = example()
+    with pytest.raises(ValueError, match=r"the weight is \(48, 80\)"):
+        linear_tiles.linear(x[..., :-1], weight)
+    with pytest.raises(ValueError, match=r"the weight is \(48, 80\)"):
+        linear_tiles.linear(x, weight, torch.zeros(47))
+
+
+@settings(max_examples=200, deadline=None)
+@given(N=st.integers(1, 4000), K=st.integers(1, 2000), M=st.integers(1, 16384))
+def test_every_shape_gets_a_variant_that_fits(N, K, M):
+    """Whatever the layer: stages divide its columns, shared memory suffices, a narrow tile for few tokens."""
+    c = linear_tiles.choose(16 * N, 16 * K, M)
+    assert 2 * -(-16 * K // 128) % c.depth == 0
+    assert c.depth % c.kgroups == 0 and c.warpgroups % c.kgroups == 0 and 4 * c.rows % c.group == 0
+    assert c.shared_memory() <= gemm.SHARED_MEMORY and c.stages >= 2
+    assert c.tokens % (8 * c.cluster) == 0 and c.tokens >= min(M, 64)
+
+
+def test_the_table_knows_the_layers_of_qwen():
+    assert {(3584, 3584), (37888, 3584), (3584, 18944), (55296, 5120), (5120, 27648)} <= set(linear_tiles._table())
+
+
+def test_the_matrix_instruction_names_every_register_once():
+    text = gemm.wgmma_source(24)
+    assert "m64n24k16" in text and text.count('"+f"') == 12 and text.count('"r"(a[') == 4
+    assert all(f"%{i}" in text for i in range(17)) and "%17" not in text
