@@ -2,8 +2,8 @@
 
 ``python run.py --out NVIDIA_H200.json [--shapes 7B o] [--tokens 1,16] [--baselines marlin,humming]``
 
-A baseline is timed only if its answer is right (the tolerance allows for what its format loses), ours only behind the
-gate of gate.py.
+A baseline is timed only if its answer is right (the tolerance allows for what its format loses) and is named where it is
+left out; ours only behind the gate of gate.py.
 """
 
 import argparse
@@ -53,6 +53,7 @@ def check(name: str, product: Callable, x: torch.Tensor, exact: torch.Tensor, li
 def time_shape(shape: str, tokens: list[int], names: list[str]) -> list[dict]:
     """Rows of the table for one layer."""
     N, K = SHAPES[shape]
+    names = list(names)
     weights: dict[str, list] = {name: [] for name in ("bf16", "qerl", *names)}
     for i in range(copies(N * K * 9 // 16)):
         w = torch.randn(N, K, device="cuda", dtype=torch.bfloat16)
@@ -60,18 +61,23 @@ def time_shape(shape: str, tokens: list[int], names: list[str]) -> list[dict]:
         tensor_scale = 1 / packed.divisor
         tiled = tiles.tile_weight(packed.codes, packed.block_scales, tensor_scale)
         weights["qerl"].append(partial(linear_tiles.linear, weight=tiled))
-        for name in names:
-            made = getattr(baselines, name)(packed.codes, packed.block_scales, tensor_scale)
-            weights[name].append(made)
         if i < copies(2 * N * K):
             weights["bf16"].append(baselines.bf16(w))
         if i == 0:
             x = torch.randn(32, K, device="cuda").to(torch.bfloat16)
             dense = nvfp4_triton.dequantize(packed.codes, packed.block_scales).double() * tensor_scale.double()
             exact = x.double() @ dense.t()
-            for name in ("qerl", *names):
-                check(f"{name} {shape}", weights[name][0], x, exact, 3e-3 if name == "qerl" else 2e-2)
-            del dense, exact
+            del dense
+            check(f"qerl {shape}", weights["qerl"][0], x, exact, 3e-3)
+        for name in list(names):
+            try:
+                weights[name].append(getattr(baselines, name)(packed.codes, packed.block_scales, tensor_scale))
+                if i == 0:
+                    check(f"{name} {shape}", weights[name][0], x, exact, 2e-2)
+            except (AssertionError, AttributeError, ImportError, RuntimeError, TypeError) as error:
+                print(f"{name} is left out of {shape}: {type(error).__name__}: {error}", flush=True)
+                names.remove(name)
+                del weights[name]
         del w, packed
     rows = []
     for M in tokens:

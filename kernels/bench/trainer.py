@@ -64,9 +64,8 @@ def main() -> None:
         both = seconds(partial(with_gradient, function, hidden, w, tokens))
         peak = (torch.cuda.max_memory_allocated() - before) / 2**30
         rate = 2 * T * H * V / forward / 1e12
-        print(
-            f"{name}: forward {forward * 1e3:.1f} ms ({rate:.0f} TFLOP/s), with backward {both * 1e3:.1f} ms, {peak:.2f} GiB"
-        )
+        times = f"forward {forward * 1e3:.1f} ms ({rate:.0f} TFLOP/s), with backward {both * 1e3:.1f} ms"
+        print(f"{name}: {times}, {peak:.2f} GiB")
 
 
 if __name__ == "__main__":

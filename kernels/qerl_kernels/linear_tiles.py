@@ -1,8 +1,8 @@
 """The frozen linear layer on tiled weights: which variant of the product runs for (GPU, N, K, M), and its gradient.
 
 The table ``linear_tiles.json`` is made by ``kernels/bench/tune.py`` and ``make_table.py`` and committed; nothing is
-tuned at run time. For each layer it lists, by rising M, the configuration that was fastest up to that M. A layer that is
-not in the table takes the lines of the nearest one in size, with stages that divide its K: every configuration gives
+tuned at run time. For each layer it lists, by rising M, the configuration that was fastest up to that M. A layer that
+is not in the table takes the lines of the nearest one in size, with stages that divide its K: every configuration gives
 the same product up to the order of its sums, only the speed differs.
 
 ``qerl::nvfp4_linear_tiles`` and its backward are torch.library operators, opaque to torch.compile and usable inside a
