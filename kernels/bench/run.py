@@ -2,8 +2,8 @@
 
 ``python run.py --out NVIDIA_H200.json [--shapes 7B o] [--tokens 1,16] [--baselines marlin,humming]``
 
-A baseline is timed only if its answer is right (the tolerance allows for what its format loses) and is named where it is
-left out; ours only behind the gate of gate.py.
+A baseline is timed only if its answer is right (the tolerance allows for what its format loses) and is named where it
+is left out; ours only behind the gate of gate.py.
 """
 
 import argparse
