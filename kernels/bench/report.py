@@ -1,4 +1,4 @@
-"""The picture and the table of kernels/README.md from the file of run.py: ``python report.py ../results/NVIDIA_H200.json``.
+"""The picture and the table of kernels/README.md: ``python report.py ../results/NVIDIA_H200.json``, a file of run.py.
 
 Writes ``NVIDIA_H200.png`` beside the file and prints the table in Markdown.
 """
