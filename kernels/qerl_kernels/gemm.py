@@ -156,7 +156,8 @@ def product(
     pointers = [weight.tiles, weight.row_scale, bias, y, partials, weight.counters]
     arguments = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in pointers]
     described = tensor_map(x, configuration.tokens // configuration.cluster, 64)
-    kernel((clusters * configuration.cluster, 1, 1), described, *arguments, problem, overlap=overlap)
+    with torch.cuda.device(device):
+        kernel((clusters * configuration.cluster, 1, 1), described, *arguments, problem, overlap=overlap)
     return y
 
 
@@ -170,5 +171,6 @@ def dequantize(weight: TiledWeight, first_row: int = 0, rows: int | None = None)
     k_tiles = weight.tiles.shape[1]
     pointers = [ctypes.c_void_p(weight.tiles.data_ptr()), ctypes.c_void_p(w.data_ptr())]
     numbers = [ctypes.c_int(number) for number in (rows, weight.K, k_tiles, first_row)]
-    _dequantize_kernel(w.device.index)((k_tiles // 2, -(-rows // 64), 1), *pointers, *numbers)
+    with torch.cuda.device(w.device):
+        _dequantize_kernel(w.device.index)((k_tiles // 2, -(-rows // 64), 1), *pointers, *numbers)
     return w

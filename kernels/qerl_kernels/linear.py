@@ -13,7 +13,7 @@ weight and nothing else: neither the activations nor an expanded weight.
 import torch
 
 from qerl_kernels import naive
-from qerl_kernels.nvfp4 import GROUP_SIZE, dequantize
+from qerl_kernels.nvfp4 import GROUP_SIZE
 
 
 def linear(
@@ -82,6 +82,8 @@ def _linear(
 
 @_linear.register_kernel("cuda")
 def _(x, codes, block_scales, row_scale, bias):
+    from qerl_kernels.nvfp4_triton import dequantize  # only here: a CPU needs no Triton
+
     w = dequantize(codes, block_scales).to(x.dtype)  # exact in float16 too: 6 bits between 2^-10 and 2688
     y = _matmul_fp32(x.reshape(-1, x.shape[-1]), w.t()).mul_(row_scale)
     if bias is not None:
@@ -107,6 +109,8 @@ def _(dy, codes, block_scales, row_scale):
     rows = dy.reshape(-1, dy.shape[-1])
     if row_scale.dim():  # the sum runs over rows of W0: their scales cannot wait for the result, only the largest can
         rows = (rows.float() * (row_scale / largest)).to(dy.dtype)
+    from qerl_kernels.nvfp4_triton import dequantize
+
     w = dequantize(codes, block_scales).to(dy.dtype)
     dx = _matmul_fp32(rows, w).mul_(largest)
     return dx.to(dy.dtype).view(*dy.shape[:-1], 2 * codes.shape[1])

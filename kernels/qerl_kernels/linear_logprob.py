@@ -146,7 +146,8 @@ def logit_gradients_torch(
 def statistics_triton(logits: torch.Tensor, targets: torch.Tensor, factor: float, out: torch.Tensor) -> None:
     """``statistics_torch`` in one pass over memory."""
     T, V = logits.shape
-    _statistics_kernel[(T,)](logits, targets, out, factor, V, out.stride(0), COLUMNS=COLUMNS, num_warps=8)
+    with torch.cuda.device_of(logits):
+        _statistics_kernel[(T,)](logits, targets, out, factor, V, out.stride(0), COLUMNS=COLUMNS, num_warps=8)
 
 
 def logit_gradients_triton(
@@ -159,19 +160,11 @@ def logit_gradients_triton(
 ) -> None:
     """``logit_gradients_torch`` in one pass over memory."""
     T, V = logits.shape
-    _logit_gradients_kernel[(T, triton.cdiv(V, COLUMNS))](
-        logits,
-        targets,
-        saved,
-        gradients,
-        d_logits,
-        factor,
-        V,
-        saved.stride(0),
-        gradients.stride(0),
-        COLUMNS=COLUMNS,
-        num_warps=8,
-    )
+    tensors = (logits, targets, saved, gradients, d_logits)
+    strides = (saved.stride(0), gradients.stride(0))
+    with torch.cuda.device_of(logits):
+        grid = (T, triton.cdiv(V, COLUMNS))
+        _logit_gradients_kernel[grid](*tensors, factor, V, *strides, COLUMNS=COLUMNS, num_warps=8)
 
 
 @triton.jit

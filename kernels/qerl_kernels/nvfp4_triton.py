@@ -43,7 +43,8 @@ def dequantize(codes: torch.Tensor, block_scales: torch.Tensor) -> torch.Tensor:
     count = block_scales.numel()
     if count:
         grid = (triton.cdiv(count, BLOCKS),)
-        _dequantize_kernel[grid](codes, block_scales.view(torch.uint8), w.view(torch.int32), count, BLOCKS=BLOCKS)
+        with torch.cuda.device_of(codes):
+            _dequantize_kernel[grid](codes, block_scales.view(torch.uint8), w.view(torch.int32), count, BLOCKS=BLOCKS)
     return w
 
 
@@ -112,5 +113,6 @@ def quantize(w: torch.Tensor, divisor: torch.Tensor | None = None) -> NVFP4Weigh
     scales = torch.empty(N, K // GROUP_SIZE, dtype=torch.uint8, device=w.device)
     count = scales.numel()
     if count:
-        _quantize_kernel[(triton.cdiv(count, BLOCKS),)](w, divisor, codes, scales, count, BLOCKS=BLOCKS)
+        with torch.cuda.device_of(w):
+            _quantize_kernel[(triton.cdiv(count, BLOCKS),)](w, divisor, codes, scales, count, BLOCKS=BLOCKS)
     return NVFP4Weight(codes, scales.view(torch.float8_e4m3fn), divisor)
