@@ -8,6 +8,7 @@ each part (q, k, v or gate, up).
 from typing import Protocol
 
 import torch
+from qerl_kernels import linear_tiles, tiles
 from qerl_kernels.linear import linear
 from torch.nn import Parameter
 from vllm.logger import init_logger
@@ -27,13 +28,34 @@ class Canonical:
     """The checkpoint's own layout, multiplied by exact dequantization; the CPU path, and the exact fallback on CUDA."""
 
     def prepare(self, layer: torch.nn.Module) -> Layout:
-        widths = torch.tensor(layer.logical_widths, device=layer.weight_global_scale.device)
-        row_scale = torch.repeat_interleave(1.0 / layer.weight_global_scale.data.float(), widths)  # (N,)
-        layer.register_buffer("weight_row_scale", row_scale, persistent=False)
+        layer.register_buffer("weight_row_scale", _row_scale(layer), persistent=False)
         return self
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return linear(x, layer.weight_packed, layer.weight_scale, layer.weight_row_scale, bias)
+
+
+class Tiled:
+    """Hopper: our own product, over tiles in the order of its matrix unit. Exact for every scale, one call a layer."""
+
+    def prepare(self, layer: torch.nn.Module) -> Layout:
+        N, K, device = layer.output_size_per_partition, layer.input_size_per_partition, layer.weight_packed.device
+        if N % 16:
+            return Marlin().prepare(layer)
+        weight = tiles.tile_weight(layer.weight_packed.data, layer.weight_scale.data, _row_scale(layer))
+        linear_tiles.prepare(N, K, device)
+        bias = getattr(layer, "bias", None)
+        layer.register_buffer("bias_fp32", None if bias is None else bias.data.float(), persistent=False)
+        layer.register_buffer("weight_row_scale", weight.row_scale, persistent=False)
+        layer.register_buffer("weight_counters", weight.counters, persistent=False)
+        del layer.weight_packed, layer.weight_scale, layer.weight_global_scale
+        layer.weight = Parameter(weight.tiles, requires_grad=False)  # vLLM's LoRA layers look here for the device
+        return self
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        N, K = layer.output_size_per_partition, layer.input_size_per_partition
+        weight = tiles.TiledWeight(layer.weight, layer.weight_row_scale, layer.weight_counters, N, K)
+        return linear_tiles.linear(x, weight, None if bias is None else layer.bias_fp32)
 
 
 class Marlin:
@@ -95,9 +117,18 @@ class Marlin:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
 
-def choose() -> Layout:
-    """The layout of this platform."""
-    return Marlin() if current_platform.is_cuda() else Canonical()
+def choose(params_dtype: torch.dtype) -> Layout:
+    """The layout of this platform for activations of a dtype."""
+    if not current_platform.is_cuda():
+        return Canonical()
+    is_hopper = current_platform.is_device_capability(90)
+    return Tiled() if is_hopper and params_dtype == torch.bfloat16 else Marlin()
+
+
+def _row_scale(layer: torch.nn.Module) -> torch.Tensor:
+    """(N,) fp32: the tensor scale of each row's part."""
+    widths = torch.tensor(layer.logical_widths, device=layer.weight_global_scale.device)
+    return torch.repeat_interleave(1.0 / layer.weight_global_scale.data.float(), widths)
 
 
 def _starts(widths: list[int]) -> list[int]:

@@ -21,10 +21,11 @@ Loader = Callable[..., None]
 class QerlLinearMethod(LinearMethodBase):
     """One layer of a packed checkpoint."""
 
+    layout: layouts.Layout
+
     def __init__(self, prefix: str, parts: list[str] | None = None, adapter_rank: int = 0) -> None:
         """``parts`` are the checkpoint's names of what a fused layer joins; a rank of 0 means no resident adapter."""
         self.prefix, self.parts, self.adapter_rank = prefix, parts or [prefix], adapter_rank
-        self.layout: layouts.Layout = layouts.choose()
 
     def create_weights(
         self,
@@ -64,6 +65,7 @@ class QerlLinearMethod(LinearMethodBase):
         layer.input_size_per_partition = K
         layer.output_size_per_partition = sum(widths)
         layer.params_dtype = params_dtype
+        self.layout = layouts.choose(params_dtype)
         if self.adapter_rank:
             resident.create(layer, sum(widths), K, self.parts, self.adapter_rank, params_dtype)
         self.is_dummy = get_current_vllm_config().load_config.load_format == "dummy"

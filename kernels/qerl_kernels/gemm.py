@@ -39,6 +39,11 @@ class Configuration:
     stages: int
     splits: int = 0
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for a variant whose two buffers of fragments could not take turns."""
+        if self.depth // self.kgroups * (4 * self.rows // self.group) % 2:
+            raise ValueError(f"{self}: depth / kgroups * 4 * rows / group must be even; halve group")
+
     def tile_blocks(self) -> int:
         """64-row blocks that one thread block computes."""
         return self.warpgroups // self.kgroups * self.rows

@@ -46,7 +46,10 @@ def choose(N: int, K: int, M: int) -> gemm.Configuration:
     while 2 * -(-K // 128) % depth:  # stages must divide the 64-column tiles, of which there is an even number
         depth //= 2
     kgroups = min(c.kgroups, depth)
-    return gemm.deepest(c.tokens, c.warpgroups, kgroups, c.rows, depth, c.group, c.ahead, c.blocks, c.cluster)
+    group = c.group
+    while depth // kgroups * (4 * c.rows // group) % 2:  # two buffers of fragments take turns: see nvfp4_tiles.cu
+        group //= 2
+    return gemm.deepest(c.tokens, c.warpgroups, kgroups, c.rows, depth, group, c.ahead, c.blocks, c.cluster)
 
 
 def prepare(N: int, K: int, device: torch.device) -> None:

@@ -179,6 +179,8 @@ constexpr int SLICE = TOKENS < 64 ? TOKENS : (TOKENS % 64 ? 48 : 64);  // tokens
 constexpr int TURN_ROW = 144;                                         // bytes: 64 outputs of a token, padded
 static_assert(TOKENS % SLICE == 0, "the epilogue writes whole slices");
 static_assert(DEPTH % KGROUPS == 0 && WARPGROUPS % KGROUPS == 0, "columns and warpgroups are divided evenly");
+// with an odd number the same registers would be decoded into while the matrix unit still reads them
+static_assert(DEPTH / KGROUPS * (4 * ROWS / GROUP) % 2 == 0, "the two buffers of fragments take turns");
 
 constexpr int TURN_OFFSET = STAGES * (X_STAGE + W_STAGE);
 constexpr int REDUCE_OFFSET = TURN_OFFSET + ROW_GROUPS * SLICE * TURN_ROW;

@@ -49,6 +49,7 @@ def test_every_shape_gets_a_variant_that_fits(N, K, M):
     c = linear_tiles.choose(16 * N, 16 * K, M)
     assert 2 * -(-16 * K // 128) % c.depth == 0
     assert c.depth % c.kgroups == 0 and c.warpgroups % c.kgroups == 0 and 4 * c.rows % c.group == 0
+    assert c.depth // c.kgroups * (4 * c.rows // c.group) % 2 == 0, "fragments would be overwritten while in use"
     assert c.shared_memory() <= gemm.SHARED_MEMORY and c.stages >= 2
     assert c.tokens % (8 * c.cluster) == 0 and c.tokens >= min(M, 64)
 
