@@ -5,6 +5,10 @@ tuned at run time. For each layer it lists, by rising M, the configuration that 
 is not in the table takes the lines of the nearest one in size, with stages that divide its K: every configuration gives
 the same product up to the order of its sums, only the speed differs.
 
+From ``MANY_TOKENS`` on, where the GPU runs at its power limit, decoding costs more than it saves: W0 is expanded a slab
+at a time and cuBLAS multiplies, with the tensor scale as its fp32 factor, if all rows have the same one. The semantics
+are the same: exact operand, fp32 sum, one rounding.
+
 ``qerl::nvfp4_linear_tiles`` and its backward are torch.library operators, opaque to torch.compile and usable inside a
 CUDA graph. On a CPU the naive reference runs.
 """
@@ -20,6 +24,8 @@ from qerl_kernels import gemm, tiles
 from qerl_kernels.linear import _matmul_fp32
 from qerl_kernels.tiles import TiledWeight
 
+MANY_TOKENS = 4096
+SLAB_ROWS = 16384  # of W0 that are expanded at one time
 TABLE = Path(__file__).with_name("linear_tiles.json")
 
 
@@ -74,7 +80,7 @@ def linear(x: torch.Tensor, weight: TiledWeight, bias: torch.Tensor | None = Non
         shapes = tuple(x.shape), None if bias is None else tuple(bias.shape)
         raise ValueError(f"x and bias have shapes {shapes}; the weight is ({weight.N}, {weight.K})")
     return torch.ops.qerl.nvfp4_linear_tiles(
-        x, weight.tiles, weight.row_scale, weight.counters, weight.N, weight.K, bias
+        x, weight.tiles, weight.row_scale, weight.counters, weight.N, weight.K, weight.scale or 0.0, bias
     )
 
 
@@ -87,26 +93,42 @@ def _linear(
     counters: torch.Tensor,
     N: int,
     K: int,
+    scale: float,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
+    """``scale`` is the row scale of all rows, or 0 where they differ."""
     y = torch.nn.functional.linear(x.float(), tiles.dequantize(tiles_, N, K).float()) * row_scale
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
 @_linear.register_kernel("cuda")
-def _(x, tiles_, row_scale, counters, N, K, bias):
+def _(x, tiles_, row_scale, counters, N, K, scale, bias):
     if not supported(x.device):
         name = torch.cuda.get_device_name(x.device)
         raise ValueError(f"tiled NVFP4 weights run on Hopper GPUs only, not on {name}: use the checkpoint's layout")
     weight = TiledWeight(tiles_, row_scale, counters, N, K)
     rows = x.reshape(-1, K)
-    y = gemm.product(rows, weight, choose(N, K, rows.shape[0]), None if bias is None else bias.float())
+    if rows.shape[0] >= MANY_TOKENS and scale:
+        y = _expand_and_multiply(rows, weight, scale, bias)
+    else:
+        y = gemm.product(rows, weight, choose(N, K, rows.shape[0]), None if bias is None else bias.float())
     return y.view(*x.shape[:-1], N)
 
 
 @_linear.register_fake
-def _(x, tiles_, row_scale, counters, N, K, bias):
+def _(x, tiles_, row_scale, counters, N, K, scale, bias):
     return x.new_empty(*x.shape[:-1], N)
+
+
+def _expand_and_multiply(x: torch.Tensor, weight: TiledWeight, scale: float, bias: torch.Tensor | None) -> torch.Tensor:
+    """``x: (M, K)`` -> ``(M, N)``: W0 a slab at a time, then cuBLAS with ``scale`` as its factor."""
+    y = torch.empty(x.shape[0], weight.N, dtype=x.dtype, device=x.device)
+    for first in range(0, weight.N, SLAB_ROWS):
+        rows = min(SLAB_ROWS, weight.N - first)
+        w, part = gemm.dequantize(weight, first, rows), y[:, first : first + rows]
+        added = part if bias is None else bias[first : first + rows].to(x.dtype)
+        torch.addmm(added, x, w.t(), beta=0 if bias is None else 1, alpha=scale, out=part)
+    return y
 
 
 @torch.library.custom_op("qerl::nvfp4_linear_tiles_backward", mutates_args=(), device_types="cpu")
@@ -128,13 +150,13 @@ def _(dy, tiles_, row_scale, N, K):
 
 
 def _save(ctx, inputs, output):
-    _, tiles_, row_scale, _, ctx.N, ctx.K, _ = inputs
+    _, tiles_, row_scale, _, ctx.N, ctx.K, _, _ = inputs
     ctx.save_for_backward(tiles_, row_scale)
 
 
 def _gradient(ctx, dy):
     dx = torch.ops.qerl.nvfp4_linear_tiles_backward(dy, *ctx.saved_tensors, ctx.N, ctx.K)
-    return dx, None, None, None, None, None, None
+    return dx, None, None, None, None, None, None, None
 
 
 _linear.register_autograd(_gradient, setup_context=_save)

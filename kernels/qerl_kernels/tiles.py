@@ -38,7 +38,8 @@ CHUNK_ROWS = 4096  # rows that are rearranged at a time, so that the temporaries
 class TiledWeight:
     """``tiles: (ceil(N/64), 2 ceil(K/128), 2304) uint8``, ``row_scale: (N,) fp32`` and the kernel's ``counters``.
 
-    ``counters`` are zero between calls. Two calls of one weight may not run at the same time.
+    ``counters`` are zero between calls. Two calls of one weight may not run at the same time. ``scale`` is the row
+    scale where all rows have the same one, known to the host; else None.
     """
 
     tiles: torch.Tensor
@@ -46,6 +47,7 @@ class TiledWeight:
     counters: torch.Tensor
     N: int
     K: int
+    scale: float | None = None
 
 
 def tile_weight(codes: torch.Tensor, block_scales: torch.Tensor, row_scale: torch.Tensor) -> TiledWeight:
@@ -64,9 +66,11 @@ def tile_weight(codes: torch.Tensor, block_scales: torch.Tensor, row_scale: torc
         [_tiles(codes[n : n + CHUNK_ROWS], block_scales[n : n + CHUNK_ROWS]) for n in range(0, N, CHUNK_ROWS)]
     )
     counters = torch.zeros(COUNTERS, dtype=torch.int32, device=codes.device)
+    row_scale = row_scale.float().expand(N).clone()
+    scale = float(row_scale[0]) if bool((row_scale == row_scale[0]).all()) else None
     if codes.is_cuda:  # the product may fetch weights before the kernels ahead of it have ended
         torch.cuda.synchronize(codes.device)
-    return TiledWeight(tiles, row_scale.float().expand(N).clone(), counters, N, K)
+    return TiledWeight(tiles, row_scale, counters, N, K, scale)
 
 
 def _tiles(codes: torch.Tensor, block_scales: torch.Tensor) -> torch.Tensor:

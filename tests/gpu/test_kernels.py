@@ -70,6 +70,19 @@ def test_linear_and_its_gradient_agree_with_fp64_at_any_shape(shape):
         assert (x.grad.double() - exact).norm() < 4e-3 * exact.norm(), M
 
 
+@pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
+def test_many_tokens_agree_with_fp64(biased):
+    from qerl_kernels import linear_tiles, nvfp4, tiles
+
+    packed, _, _ = weight(1040, 1360)
+    tiled = tiles.tile_weight(packed.codes, packed.block_scales, 1 / packed.divisor)
+    dense = nvfp4.dequantize(packed.codes, packed.block_scales).double() / packed.divisor.double()
+    bias = torch.randn(1040, device="cuda").bfloat16().float() if biased else None
+    x = torch.randn(linear_tiles.MANY_TOKENS, 1360, device="cuda").bfloat16()
+    exact = x.double() @ dense.t() + (bias.double() if biased else 0)
+    assert (linear_tiles.linear(x, tiled, bias).double() - exact).norm() < 2.5e-3 * exact.norm()
+
+
 def test_a_cuda_graph_follows_its_input():
     from qerl_kernels import linear_tiles
 
