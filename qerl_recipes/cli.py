@@ -85,6 +85,23 @@ def rollout(
     run(shape, [int(size) for size in batch.split(",")], arms=arms.split(","), rank=rank, output=output)
 
 
+@bench.command()
+def kernels(
+    output: Annotated[Path, typer.Option(help="JSON file to write")] = Path("kernels.json"),
+    shapes: Annotated[
+        str | None, typer.Option(help='layers, comma-separated, such as "7B o,32B down"; default: all')
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="batch sizes M, comma-separated; default: those of the table")
+    ] = None,
+    tune: Annotated[bool, typer.Option(help="time every variant of our kernel instead of the baselines")] = False,
+) -> None:
+    """The linear kernels against cuBLAS BF16, Marlin and Humming, each behind its gate (a Hopper GPU, a checkout)."""
+    from qerl_recipes.bench_kernels import run
+
+    raise typer.Exit(run(output, shapes=shapes, tokens=tokens, tune=tune))
+
+
 @app.command()
 def evaluate(
     base: Annotated[str, typer.Argument(help="NVFP4 or BF16 checkpoint: a folder or a model id")],

@@ -26,6 +26,7 @@ NEEDED_BY = {"vllm": "serving, training and evaluation", "trl": "training", "pef
 NEEDED_BY |= {"lighteval": "qerl evaluate", "torch": "everything", "transformers": "everything"}
 
 MARLIN = "Marlin FP4 of vLLM"
+TILED = "our own on tiles (kernels/)"
 OLDEST_CAPABILITY = (7, 5)  # Turing; BF16 itself needs (8, 0)
 
 
@@ -47,7 +48,7 @@ GPU_TABLE = (
     GPU("L40S", ("L40S",), "8.9", 48, MARLIN, "not tested", "Qwen2.5-7B-Instruct"),
     GPU("RTX 4090", ("RTX 4090",), "8.9", 24, MARLIN, "not tested", "Qwen2.5-3B-Instruct"),
     GPU("RTX 5090", ("RTX 5090",), "12.0", 32, MARLIN, "not tested", "Qwen2.5-3B-Instruct"),
-    GPU("H100 / H200", ("H100", "H200"), "9.0", 80, MARLIN, "H200, vLLM 0.26.0", "Qwen2.5-32B-Instruct"),
+    GPU("H100 / H200", ("H100", "H200"), "9.0", 80, TILED, "H200, vLLM 0.26.0", "Qwen2.5-32B-Instruct"),
     GPU("B200", ("B200",), "10.0", 180, MARLIN, "not tested", "Qwen2.5-32B-Instruct"),
 )
 # memory of the GPU in GB that recipes/ are sized for -> the largest recipe of that size
@@ -138,7 +139,11 @@ def add_device(report: Report) -> None:
             )
             continue
         report.rows.append(
-            ("kernel", f"{MARLIN}; training: dequantize + cuBLAS", "layers Marlin would change: cuBLAS too")
+            (
+                "kernel",
+                f"{TILED if capability == (9, 0) else MARLIN}; training: dequantize + cuBLAS",
+                "layers Marlin would change run on cuBLAS",
+            )
         )
         report.rows.append(("largest recipe", largest_recipe(memory) or "none", "sized for, not measured"))
 

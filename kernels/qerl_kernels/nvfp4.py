@@ -80,6 +80,10 @@ def quantize(w: torch.Tensor, divisor: torch.Tensor | None = None) -> NVFP4Weigh
 
     Raises ValueError if K is not a multiple of 16.
     """
+    if w.is_cuda:  # torch divides there by the reciprocal, which rounds differently; the kernel gives the CPU's bits
+        from qerl_kernels import nvfp4_triton
+
+        return nvfp4_triton.quantize(w, divisor)
     N, K = w.shape
     if K % GROUP_SIZE:
         raise ValueError(f"a weight of shape {tuple(w.shape)} has {K} columns; NVFP4 needs a multiple of {GROUP_SIZE}")
