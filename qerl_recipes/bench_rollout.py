@@ -30,8 +30,9 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     "14B": (5120, 13824, 48, 40, 8, 152064, False),
     "32B": (5120, 27648, 64, 40, 8, 152064, False),
 }
-# the arms of a recipe, and NVFP4 with the adapter in vLLM's LoRA slots instead of the layers themselves
-ARMS = (*ENGINE_QUANTIZATION, "qerl_nvfp4_slots")
+# The arms of a recipe, and what tells their parts apart: NVFP4 with the adapter in vLLM's LoRA slots, the same on
+# Marlin, and that again without this plugin: what is left between the last two are the fp32 norms.
+ARMS = (*ENGINE_QUANTIZATION, "qerl_nvfp4_slots", "qerl_nvfp4_slots_marlin", "stock_nvfp4")
 
 
 def config_json(shape: str) -> dict[str, Any]:
@@ -91,6 +92,10 @@ def measure(arm: str, shape: str, batch_sizes: Sequence[int], rank: int) -> dict
     from qerl_vllm_plugin.policy import Policy
 
     config = config_json(shape)
+    if arm == "stock_nvfp4":
+        from qerl_recipes.quantize import quantization_config
+
+        config["quantization_config"] = quantization_config(["lm_head"])
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
         llm = LLM(
@@ -127,9 +132,12 @@ def measure(arm: str, shape: str, batch_sizes: Sequence[int], rank: int) -> dict
 
 
 def _options(arm: str, rank: int) -> dict[str, Any]:
+    slots = engine_options("bf16", rank)
     if arm == "qerl_nvfp4_slots":
-        return {**engine_options("bf16", rank), "quantization": "qerl_nvfp4"}
-    return engine_options(arm, rank)
+        return {**slots, "quantization": "qerl_nvfp4"}
+    if arm == "qerl_nvfp4_slots_marlin":
+        return {**slots, "quantization": "qerl_nvfp4", "additional_config": {"qerl": {"kernel": "marlin"}}}
+    return slots if arm == "stock_nvfp4" else engine_options(arm, rank)
 
 
 def random_adapter(config: dict[str, Any], rank: int) -> tuple[dict[str, Any], dict[str, Any]]:

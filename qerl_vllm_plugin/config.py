@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 NAME = "qerl_nvfp4"
 # left in BF16 when a BF16 checkpoint is quantized on the way in; the same default as `qerl quantize --ignore`
 DEFAULT_IGNORE = ("lm_head",)
-KNOWN_OPTIONS = {"ignore", "policy_adapter"}
+KNOWN_OPTIONS = {"ignore", "policy_adapter", "kernel"}
+KERNELS = ("auto", "tiled", "marlin", "dequantize")
 MAX_ADAPTER_RANK = 512  # vLLM's own limit for --max-lora-rank
 
 
@@ -33,10 +34,12 @@ class Options:
     ``ignore``: layers of a BF16 checkpoint that stay in BF16, by name or ``re:`` pattern (compressed-tensors' syntax);
     None where it is not given.
     ``policy_adapter``: ``{"rank": R}`` keeps one adapter of up to that rank in the layers themselves, for all requests.
+    ``kernel``: ``auto`` (our tiled kernel on Hopper, else Marlin; dequantization on a CPU), or one of them by name.
     """
 
     ignore: tuple[str, ...] | None = None
     adapter_rank: int = 0
+    kernel: str = "auto"
 
     @classmethod
     def parse(cls, additional_config: Any) -> "Options":
@@ -59,7 +62,10 @@ class Options:
                 '--additional-config: "qerl.policy_adapter" must be {"rank": R} with a whole number R of at most '
                 f"{MAX_ADAPTER_RANK}, not {adapter!r}"
             )
-        return cls(tuple(ignore) if ignore is not None else None, rank)
+        kernel = given.get("kernel", "auto")
+        if kernel not in KERNELS:
+            raise ValueError(f'--additional-config: "qerl.kernel" is {kernel!r}; it is one of {", ".join(KERNELS)}')
+        return cls(tuple(ignore) if ignore is not None else None, rank, kernel)
 
 
 class QerlConfig(QuantizationConfig):
@@ -71,7 +77,7 @@ class QerlConfig(QuantizationConfig):
         self.scheme = scheme
         self.ignore: list[str] | None = list(scheme.ignore) if scheme else None
         self.targets: list[str] = list(scheme.targets) if scheme else ["Linear"]
-        self.adapter_rank = 0
+        self.adapter_rank, self.kernel = 0, "auto"
         self._is_checked = False
 
     @classmethod
@@ -122,7 +128,7 @@ class QerlConfig(QuantizationConfig):
             if not self._is_quantized(prefix):
                 return UnquantizedLinearMethod()
             method = QerlOnlineLinearMethod if self.scheme is None else QerlLinearMethod
-            return method(prefix, self._parts(prefix), self.adapter_rank)
+            return method(prefix, self._parts(prefix), self.adapter_rank, self.kernel)
         if compat.is_fused_experts(layer):
             from qerl_vllm_plugin.experts import experts_method
 
@@ -167,7 +173,7 @@ class QerlConfig(QuantizationConfig):
                 '"qerl.policy_adapter" and --enable-lora exclude each other: the policy adapter is part of every layer '
                 "and on for every request. Use --enable-lora alone for several adapters"
             )
-        self.adapter_rank = options.adapter_rank
+        self.adapter_rank, self.kernel = options.adapter_rank, options.kernel
         norms.install()
         compat.add_worker_methods()
         self._is_checked = True

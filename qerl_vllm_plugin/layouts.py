@@ -117,12 +117,20 @@ class Marlin:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
 
-def choose(params_dtype: torch.dtype) -> Layout:
-    """The layout of this platform for activations of a dtype."""
-    if not current_platform.is_cuda():
+def choose(params_dtype: torch.dtype, kernel: str = "auto") -> Layout:
+    """The layout of this platform for activations of a dtype, or the one that ``kernel`` names.
+
+    Raises ValueError if the kernel that was asked for cannot run here.
+    """
+    is_cuda = current_platform.is_cuda()
+    can_tile = is_cuda and current_platform.is_device_capability(90) and params_dtype == torch.bfloat16
+    if kernel == "tiled" and not can_tile:
+        raise ValueError('"qerl.kernel": "tiled" needs a Hopper GPU (H100, H200) and --dtype bfloat16; use "auto"')
+    if kernel == "marlin" and not is_cuda:
+        raise ValueError('"qerl.kernel": "marlin" needs an NVIDIA GPU; use "auto"')
+    if kernel == "dequantize" or not is_cuda:
         return Canonical()
-    is_hopper = current_platform.is_device_capability(90)
-    return Tiled() if is_hopper and params_dtype == torch.bfloat16 else Marlin()
+    return Tiled() if can_tile and kernel != "marlin" else Marlin()
 
 
 def _row_scale(layer: torch.nn.Module) -> torch.Tensor:

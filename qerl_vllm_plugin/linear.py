@@ -23,9 +23,11 @@ class QerlLinearMethod(LinearMethodBase):
 
     layout: layouts.Layout
 
-    def __init__(self, prefix: str, parts: list[str] | None = None, adapter_rank: int = 0) -> None:
+    def __init__(
+        self, prefix: str, parts: list[str] | None = None, adapter_rank: int = 0, kernel: str = "auto"
+    ) -> None:
         """``parts`` are the checkpoint's names of what a fused layer joins; a rank of 0 means no resident adapter."""
-        self.prefix, self.parts, self.adapter_rank = prefix, parts or [prefix], adapter_rank
+        self.prefix, self.parts, self.adapter_rank, self.kernel = prefix, parts or [prefix], adapter_rank, kernel
 
     def create_weights(
         self,
@@ -65,7 +67,7 @@ class QerlLinearMethod(LinearMethodBase):
         layer.input_size_per_partition = K
         layer.output_size_per_partition = sum(widths)
         layer.params_dtype = params_dtype
-        self.layout = layouts.choose(params_dtype)
+        self.layout = layouts.choose(params_dtype, self.kernel)
         if self.adapter_rank:
             resident.create(layer, sum(widths), K, self.parts, self.adapter_rank, params_dtype)
         self.is_dummy = get_current_vllm_config().load_config.load_format == "dummy"

@@ -176,6 +176,14 @@ def test_the_closed_form_of_marlins_layout_is_the_gpus_repack() -> None:
         assert torch.equal(repacked.view(K // 16, 2 * N), repack(codes))
 
 
+def test_a_kernel_can_be_chosen_by_name() -> None:
+    from qerl_vllm_plugin.layouts import Canonical, Marlin, choose
+
+    assert isinstance(choose(torch.bfloat16, "marlin"), Marlin)
+    assert isinstance(choose(torch.bfloat16, "dequantize"), Canonical)
+    assert isinstance(choose(torch.float16), Marlin)
+
+
 def test_a_layer_whose_scales_marlin_would_flush_stays_exact(record: Callable[[str, Any], None]) -> None:
     from qerl_vllm_plugin.layouts import Canonical, Marlin
 

@@ -43,6 +43,9 @@ def edit(folder, change) -> None:
         ({"policy_adapter": 8}, '"qerl.policy_adapter" must be {"rank": R}'),
         ({"policy_adapter": {"rank": 513}}, "at most 512"),
         ({"policy_adapter": {"rank": 8, "alpha": 1}}, '"qerl.policy_adapter" must be {"rank": R}'),
+        ({"kernel": "cutlass"}, "it is one of auto, tiled, marlin, dequantize"),
+        ({"kernel": "tiled"}, '"tiled" needs a Hopper GPU'),
+        ({"kernel": "marlin"}, '"marlin" needs an NVIDIA GPU'),
     ],
     ids=[
         "unknown_key",
@@ -52,6 +55,9 @@ def edit(folder, change) -> None:
         "adapter_a_number",
         "rank_too_large",
         "key_too_many",
+        "unknown_kernel",
+        "kernel_of_another_gpu",
+        "kernel_without_a_gpu",
     ],
 )
 def test_promise_9_options(boot, make_bf16, options, message):
