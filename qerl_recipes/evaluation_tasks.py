@@ -1,16 +1,13 @@
 """The benchmarks of ``qerl evaluate``: lighteval's own, AMC 2023, and local ones that need no network.
 
-    gsm8k, math_500, aime24, aime25     lighteval's definitions, from the Hugging Face hub
-    amc23                               40 problems of AMC 12, 2023 (math-ai/amc23), asked as lighteval asks AIME
-    running_sum                         the demo's 512 held-out problems; the whole completion must be right
-    jsonl:PATH                          a file of {"prompt", "answer"} lines, answers compared as mathematics
-    jsonl-exact:PATH                    the same, answers compared as text without surrounding spaces
-
-lighteval's task modules are imported one by one: its registry imports all of them, and one downloads a file.
+gsm8k, math_500, aime24, aime25     lighteval's definitions, from the Hugging Face hub
+amc23                               40 problems of AMC 12, 2023 (math-ai/amc23), asked as lighteval asks AIME
+running_sum                         the demo's 512 held-out problems; the whole completion must be right
+jsonl:PATH                          a file of {"prompt", "answer"} lines, answers compared as mathematics
+jsonl-exact:PATH                    the same, answers compared as text without surrounding spaces
 """
 
 import copy
-import importlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,13 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lighteval.metrics.metrics_sample import PassAtK, SampleLevelComputation
-from lighteval.metrics.utils.metric_utils import SampleLevelMetric
-from lighteval.models.model_output import ModelResponse
-from lighteval.tasks.lighteval_task import LightevalTask, LightevalTaskConfig
-from lighteval.tasks.requests import Doc, SamplingMethod
 
 from qerl_recipes import running_sum
+from qerl_recipes.lighteval_import import (
+    Doc,
+    LightevalTask,
+    LightevalTaskConfig,
+    Metrics,
+    ModelResponse,
+    PassAtK,
+    SampleLevelComputation,
+    SampleLevelMetric,
+    SamplingMethod,
+    task_module,
+)
 
 LIGHTEVAL = {"gsm8k": "gsm8k", "math_500": "math_500", "aime24": "aime", "aime25": "aime"}  # task -> module
 NAMES = (*LIGHTEVAL, "amc23", "running_sum")
@@ -96,7 +100,7 @@ def load(names: Sequence[str], *, num_samples: int = 1, max_samples: int | None 
 
 def _task(name: str) -> LightevalTask:
     if name in LIGHTEVAL:
-        module = importlib.import_module(f"lighteval.tasks.tasks.{LIGHTEVAL[name]}")
+        module = task_module(LIGHTEVAL[name])
         original = next(config for config in module.TASKS_TABLE if config.name == name)
         return LightevalTask(_config_like(original, _judge(original)))
     if name == "amc23":
@@ -133,7 +137,6 @@ def _judge(config: LightevalTaskConfig) -> Judge:
 
 
 def _math_judge() -> Judge:
-    from lighteval.metrics.metrics import Metrics
 
     metric = copy.deepcopy(Metrics.pass_at_k_math.value.sample_level_fn)
     metric.k = metric.n = 1
@@ -149,7 +152,7 @@ def _running_sum_judge(doc: Doc, response: ModelResponse) -> float:
 
 
 def _amc23() -> LightevalTaskConfig:
-    aime = importlib.import_module("lighteval.tasks.tasks.aime")
+    aime = task_module("aime")
     original = next(config for config in aime.TASKS_TABLE if config.name == "aime24")
     config = _config_like(original, _judge(original))
     config.name, config.full_name = "amc23", "amc23|0"

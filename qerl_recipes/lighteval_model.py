@@ -8,15 +8,19 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from lighteval.models.abstract_model import LightevalModel, ModelConfig
-from lighteval.models.model_input import GenerationParameters
-from lighteval.models.model_output import ModelResponse
-from lighteval.tasks.prompt_manager import PromptManager
-from lighteval.tasks.requests import Doc
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
+
+from qerl_recipes.lighteval_import import (
+    Doc,
+    GenerationParameters,
+    LightevalModel,
+    ModelConfig,
+    ModelResponse,
+    PromptManager,
+)
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 
-from lighteval.logging.evaluation_tracker import EvaluationTracker
-from lighteval.pipeline import ParallelismManager, Pipeline, PipelineParameters
-from lighteval.tasks.requests import Doc, SamplingMethod
-
 from qerl_recipes.evaluation_tasks import METRIC, Benchmark
+from qerl_recipes.lighteval_import import (
+    Doc,
+    EvaluationTracker,
+    ParallelismManager,
+    Pipeline,
+    PipelineParameters,
+    SamplingMethod,
+)
 from qerl_recipes.lighteval_model import EngineModel
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from qerl_recipes import checkpoints, evaluate, evaluation_tasks, running_sum
+from qerl_recipes import checkpoints, evaluate, evaluation_tasks, lighteval_import, running_sum
 from qerl_recipes.intervals import wilson
 from qerl_vllm_plugin.checkpoint import CheckpointError
 
@@ -234,7 +234,7 @@ def test_a_local_file_of_another_shape_is_refused(line: str, tmp_path: Path) -> 
 
 
 def judged(benchmark: evaluation_tasks.Benchmark, doc: object, *texts: str) -> float:
-    from lighteval.models.model_output import ModelResponse
+    from qerl_recipes.lighteval_import import ModelResponse
 
     return benchmark.task.metrics[0].sample_level_fn.compute(doc, ModelResponse(text=list(texts)))
 
@@ -290,3 +290,10 @@ def test_the_adapters_hash_covers_its_norms(tmp_path: Path) -> None:
     save_file({"model.norm.weight": torch.ones(64)}, adapter / "norms.safetensors")
     assert evaluate.adapter_hash(adapter) != before
     assert load_file(adapter / "norms.safetensors")
+
+
+def test_importing_lighteval_leaves_gradients_on() -> None:
+    assert torch.is_grad_enabled()
+    lighteval_import.task_module("gsm8k")
+    assert torch.is_grad_enabled()
+    assert (2 * torch.ones(1, requires_grad=True)).requires_grad
