@@ -48,7 +48,19 @@ def tensors_for(config: dict[str, Any]) -> dict[str, torch.Tensor]:
         {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": ["blocks", "layers"]},
         {"target_modules": ["q_proj"], "layers_to_transform": []},
     ],
-    ids=lambda selection: re.sub(r"[^\w]+", "-", str(selection))[:60],
+    ids=[
+        "a_name",
+        "longer_names",
+        "a_set",
+        "a_pattern",
+        "patterns",
+        "excluded_names",
+        "one_layer",
+        "layers",
+        "layers_pattern",
+        "layers_patterns",
+        "no_layers",
+    ],
 )
 def test_modules_are_those_that_peft_adapts(selection):
     config = peft.LoraConfig(r=2, **selection)
