@@ -11,6 +11,7 @@ import torch
 from qerl_kernels.nvfp4 import GROUP_SIZE, quantize
 from qerl_kernels.scale_search import quantize_mse
 
+from qerl_recipes.base_model import local_folder
 from qerl_recipes.pack_shards import find_divisors, measure, packed_entries, write_shards
 from qerl_recipes.quantize_plan import Plan, make_plan
 from qerl_recipes.quantize_report import QuantizeReport
@@ -45,7 +46,7 @@ def quantize_checkpoint(
     written, RuntimeError where llmcompressor fails.
     """
     _check_options(method, scales, device, calibration)
-    folder, target = _local_folder(source), Path(destination).absolute()
+    folder, target = local_folder(source), Path(destination).absolute()
     if target == folder.resolve() or folder.resolve() in target.parents or target in folder.resolve().parents:
         raise CheckpointError(f"destination {target} and source {folder} overlap; name another destination")
     report = inspect_folder(folder)
@@ -96,23 +97,6 @@ def _check_options(method: str, scales: str, device: str, calibration: str | Pat
         )
     if calibration is None or not Path(calibration).is_file():
         raise ValueError(f'calibration: {method} needs a file of JSON lines with a key "text"; {calibration} is none')
-
-
-def _local_folder(source: str | Path) -> Path:
-    folder = Path(source)
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
-        return Path(snapshot_download(str(source), allow_patterns=patterns))
-    except (OSError, ValueError, HfHubHTTPError) as error:
-        raise CheckpointError(
-            f"{source}: there is no such folder, and no such model could be fetched from the Hugging Face hub"
-            f" ({type(error).__name__}); give the folder of a checkpoint, or a model id where the hub can be reached"
-        ) from error
 
 
 def _check_space(report: CheckpointReport, plan: Plan, target: Path) -> None:

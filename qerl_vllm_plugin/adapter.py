@@ -39,6 +39,10 @@ _UNSUPPORTED = {
 _PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
+# a checked adapter as the engine takes it: engine module -> part -> (A, B), B scaled
+Staged = dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]]
+
+
 class AdapterError(ValueError):
     """An adapter that cannot be installed; nothing has been changed."""
 

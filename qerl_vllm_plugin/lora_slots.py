@@ -6,10 +6,9 @@ from typing import Any
 import torch
 
 from qerl_vllm_plugin import compat
-from qerl_vllm_plugin.adapter import AdapterError, NoCarrierError, Target
+from qerl_vllm_plugin.adapter import AdapterError, NoCarrierError, Staged, Target
 
 ADAPTER_ID = 1  # the LoRA id that the policy uses in every engine
-Staged = dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]]
 
 
 class LoraSlots:

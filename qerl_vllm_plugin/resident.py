@@ -20,9 +20,7 @@ from torch.nn.functional import linear
 from vllm.model_executor.parameter import ModelWeightParameter
 
 from qerl_vllm_plugin import compat
-from qerl_vllm_plugin.adapter import NoCarrierError, Target
-
-Staged = dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]]
+from qerl_vllm_plugin.adapter import NoCarrierError, Staged, Target
 
 
 @dataclass(frozen=True)

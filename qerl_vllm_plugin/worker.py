@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from qerl_vllm_plugin import adapter, compat, noise
-from qerl_vllm_plugin.adapter import AdapterError, NoCarrierError
+from qerl_vllm_plugin.adapter import AdapterError, NoCarrierError, Staged
 from qerl_vllm_plugin.lora_slots import LoraSlots
 from qerl_vllm_plugin.resident import ResidentAdapter
 
@@ -25,7 +25,6 @@ NO_CARRIER = (
 )
 
 Tensors = Mapping[str, torch.Tensor]
-Staged = dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]]
 
 
 @dataclass
