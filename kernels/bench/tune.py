@@ -62,7 +62,18 @@ LARGEST = [
     (2, 1, 1, 1, 2, 0, 1, 2),
     (2, 1, 1, 1, 2, 1, 1, 2),
 ]
-CANDIDATES = {8: SMALL, 16: SMALL, 32: MIDDLE, 64: LARGE, 128: LARGER, 256: LARGEST}
+CANDIDATES = {
+    8: SMALL,
+    16: SMALL,
+    24: MIDDLE,
+    32: MIDDLE,
+    48: LARGE,
+    64: LARGE,
+    96: LARGER,
+    128: LARGER,
+    192: LARGEST,
+    256: LARGEST,
+}
 TOKENS = (1, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 4096)
 
 
@@ -71,7 +82,7 @@ def candidates(M: int) -> list[int]:
     sizes = sorted(CANDIDATES)
     if M <= 64:
         return [next(size for size in sizes if size >= M)]
-    return [size for size in sizes if size >= 64 and (size <= 2 * M)]
+    return [size for size in sizes if 64 <= size <= 2 * M]
 
 
 def gate_all(configurations: list[gemm.Configuration]) -> dict[gemm.Configuration, str]:
