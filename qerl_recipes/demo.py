@@ -25,10 +25,11 @@ MARK = "demo.json"  # first file of a demo's folder: what may be replaced by the
 TASK = "running_sum"
 LEAST_PROBLEMS, LEAST_GAIN = 300, 0.10
 # the label of each row: (folder of the evaluation, arm in its evaluation.json)
+EVALUATIONS = {"bf16": "evaluation/bf16", "qerl_nvfp4": "evaluation/nvfp4"}
 ROWS = {
-    "bf16_base": ("evaluation/bf16", "base"),
-    "nvfp4_base": ("evaluation/nvfp4", "base"),
-    "nvfp4_adapter": ("evaluation/nvfp4", "adapter"),
+    "bf16_base": (EVALUATIONS["bf16"], "base"),
+    "nvfp4_base": (EVALUATIONS["qerl_nvfp4"], "base"),
+    "nvfp4_adapter": (EVALUATIONS["qerl_nvfp4"], "adapter"),
 }
 
 
@@ -47,6 +48,8 @@ def run(
     Raises ValueError for numbers without sense, FileExistsError if ``output`` holds something else.
     """
     began, console = time.monotonic(), Console()
+    if os.environ.get("VLLM_LOGGING_LEVEL") == "WARNING":  # vLLM's CPU build warns a dozen times of nothing
+        os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     if not LEAST_PROBLEMS <= problems <= 512:
         raise ValueError(f"--problems is {problems}; it must be {LEAST_PROBLEMS} to 512, or the intervals say nothing")
     if steps < 1:
@@ -67,11 +70,10 @@ def run(
     recipe = RECIPES / "grpo/nvfp4_lora_aqn.yaml"
     overrides = {"model_name_or_path": packed, "output_dir": folder, "max_steps": steps, "seed": seed}
     overrides |= {"dataset_seed": seed, "save_strategy": "no"}
-    _qerl("train", "--config", recipe, *(part for key, value in overrides.items() for part in (f"--{key}", value)))
+    arguments = ("--config", recipe, *(part for key, value in overrides.items() for part in (f"--{key}", value)))
+    _python("qerl_recipes.cli", "train", *arguments)
     console.print(f"[bold]3/4[/bold] Evaluating base and adapter on {problems} held-out problems")
-    common = ("--tasks", TASK, "--max-samples", problems, "--gpu-memory-utilization", 0.3)
-    _qerl("evaluate", base, *common, "--quantization", "bf16", "--output-dir", folder / "evaluation/bf16")
-    _qerl("evaluate", packed, *common, "--adapter", folder / "adapter", "--output-dir", folder / "evaluation/nvfp4")
+    _evaluate(folder, base, packed, problems)
     console.print("[bold]4/4[/bold] Writing the report\n")
     results = _join(folder)
     summary = {
@@ -96,18 +98,30 @@ def _empty(folder: Path, settings: dict[str, Any]) -> Path:
     return folder.resolve()
 
 
-def _qerl(*arguments: object) -> None:
-    _python("qerl_recipes.cli", *arguments)
+def _evaluate(folder: Path, base: Path, packed: Path, problems: int) -> None:
+    """BF16 base, then NVFP4 base and adapter, in this process: importing lighteval takes longer than the answers."""
+    from qerl_recipes.evaluate import evaluate
+
+    for name, checkpoint, adapter in (("bf16", base, None), ("qerl_nvfp4", packed, folder / "adapter")):
+        evaluate(
+            str(checkpoint),
+            str(adapter) if adapter else None,
+            [TASK],
+            output_dir=folder / EVALUATIONS[name],
+            quantization=name,
+            max_samples=problems,
+            gpu_memory_utilization=0.3,
+            quiet=True,
+        )
 
 
 def _python(module: str, *arguments: object) -> None:
-    """One stage in a process of its own: an engine leaves memory and threads behind.
+    """One stage in a process of its own, which takes its engine with it when it ends.
 
     Raises RuntimeError if it fails; its messages are on the terminal by then.
     """
     line = [sys.executable, "-m", module, *map(str, arguments)]
-    environment = {"VLLM_LOGGING_LEVEL": "ERROR", **os.environ}
-    if subprocess.run(line, env=environment).returncode:
+    if subprocess.run(line).returncode:
         raise RuntimeError(f"a stage of the demo failed: {' '.join(line)}")
 
 
@@ -115,7 +129,7 @@ def _join(folder: Path) -> dict[str, dict[str, Any]]:
     """The three results by label, written as one ``evaluation.json`` for the report."""
     found = {name: json.loads((folder / name / report.EVALUATION).read_text()) for name, _ in ROWS.values()}
     results = {label: found[name]["tasks"][TASK][arm] for label, (name, arm) in ROWS.items()}
-    joined = {**found["evaluation/nvfp4"], "tasks": {TASK: results}}
+    joined = {**found[EVALUATIONS["qerl_nvfp4"]], "tasks": {TASK: results}}
     (folder / report.EVALUATION).write_text(json.dumps(joined, indent=1) + "\n")
     return results
 

@@ -89,10 +89,10 @@ if __name__ == "__main__":
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-@pytest.fixture(scope="module", params=["two_kv_heads", "one_kv_head"])
+@pytest.fixture(scope="module")
 def kv_heads(request) -> int:
     """With one key/value head, both ranks of tensor parallelism hold a copy of it."""
-    return {"two_kv_heads": 2, "one_kv_head": 1}[request.param]
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -128,12 +128,18 @@ def alone(boot, folder, adapter, lora_options, measure):
 
 @pytest.mark.integration
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("kv_heads", "ranks"),
+    [(2, 1), (2, 2), (1, 2)],
+    ids=["one_rank", "two_ranks", "two_ranks_one_kv_head"],
+    indirect=["kv_heads"],
+    scope="module",
+)
 def test_workers_in_other_processes_serve_the_same_policy(
     ranks, kv_heads, carriers, make_bf16, folder, adapter, alone, measure, tmp_path
 ):
-    # each carrier meets one rank and two; with a replicated head, the ranks also quantize on the way in
-    options = carriers["lora" if (ranks == 2) == (kv_heads == 2) else "resident"]
+    # both carriers meet two ranks; with a replicated head, the ranks also quantize on the way in
+    options = carriers["lora" if (ranks, kv_heads) == (2, 2) else "resident"]
     source = make_bf16("qwen2", num_key_value_heads=1) if (ranks, kv_heads) == (2, 1) else folder
     script, out = tmp_path / "driver.py", tmp_path / "found.json"
     script.write_text(DRIVER)
