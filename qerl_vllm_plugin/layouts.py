@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 from qerl_kernels import linear_tiles, tiles
+from qerl_kernels.compiler import CompileError
 from qerl_kernels.linear import linear
 from torch.nn import Parameter
 from vllm.logger import init_logger
@@ -42,8 +43,12 @@ class Tiled:
         N, K, device = layer.output_size_per_partition, layer.input_size_per_partition, layer.weight_packed.device
         if N % 16:
             return Marlin().prepare(layer)
+        try:
+            linear_tiles.prepare(N, K, device)
+        except CompileError as error:
+            logger.warning_once("our kernel cannot be compiled here, Marlin runs in its place: %s", error)
+            return Marlin().prepare(layer)
         weight = tiles.tile_weight(layer.weight_packed.data, layer.weight_scale.data, _row_scale(layer))
-        linear_tiles.prepare(N, K, device)
         bias = getattr(layer, "bias", None)
         layer.register_buffer("bias_fp32", None if bias is None else bias.data.float(), persistent=False)
         layer.register_buffer("weight_row_scale", weight.row_scale, persistent=False)

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import os
 import tempfile
+import warnings
 from pathlib import Path
 from typing import TypeAlias
 
@@ -84,13 +85,23 @@ def compile_source(source: str, defines: tuple[tuple[str, int], ...] = (), archi
     nvrtc.nvrtcGetCUBIN(program, code)
     nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(
-        dir=file.parent, delete=False
-    ) as partial:  # renamed when whole: others may compile too
-        partial.write(code.raw)
-    os.replace(partial.name, file)
+    try:
+        _keep(file, code.raw)
+    except OSError as error:
+        warnings.warn(
+            f"{file.parent} cannot be written ({error}): kernels are compiled again in each process; set QERL_CACHE to "
+            "a folder that can",
+            stacklevel=2,
+        )
     return code.raw
+
+
+def _keep(file: Path, code: bytes) -> None:
+    """Write under another name and rename when whole: other processes may compile the same at the same time."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as partial:
+        partial.write(code)
+    os.replace(partial.name, file)
 
 
 class Kernel:
