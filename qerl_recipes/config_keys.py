@@ -149,7 +149,8 @@ REFUSED: dict[str, Refusal] = {
 
 _HONOURED = """
     model_name_or_path model_revision dtype attn_implementation lora_r lora_alpha lora_dropout lora_target_modules
-    use_rslora disable_dropout chat_template quantization train_norms adapter_name_or_path
+    use_rslora disable_dropout chat_template quantization share_weights train_norms
+    adapter_name_or_path
 
     dataset_name dataset_config dataset_mixture dataset_kwargs dataset_size dataset_seed dataset_train_split
     dataset_test_split dataset_prompt_column max_prompt_length system_prompt shuffle_dataset

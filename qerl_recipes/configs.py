@@ -99,6 +99,14 @@ class GRPOConfig(trl.GRPOConfig):
     quantization: str = field(
         default="qerl_nvfp4", metadata={"help": "The arm: how the frozen weights are held.", "choices": QUANTIZATIONS}
     )
+    share_weights: bool | None = field(
+        default=None,
+        metadata={
+            "help": "qerl_nvfp4: the trainer reads the engine's frozen weights in place, so that there is one copy. "
+            "Default: wherever that can be done (one trainer process, an engine that does not sleep); true: refuse to "
+            "run without; false: two copies."
+        },
+    )
     train_norms: bool = field(default=False, metadata={"help": "Train the RMSNorm weights too."})
     noise_mode: str | None = field(
         default=None,

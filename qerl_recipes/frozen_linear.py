@@ -7,7 +7,9 @@ one call.
 from collections.abc import Callable
 
 import torch
+from qerl_kernels import linear_tiles
 from qerl_kernels.linear import linear
+from qerl_kernels.tiles import TiledWeight
 
 from qerl_vllm_plugin.checkpoint import check_tensors
 
@@ -32,26 +34,31 @@ class FrozenNVFP4Linear(torch.nn.Linear):
 
         ``dtype`` is that of the activations. Raises CheckpointError if the three do not fit or hold unusable values.
         """
-        torch.nn.Module.__init__(self)  # nn.Linear's own would allocate the dense weight
         check_tensors(type(self).__name__, codes, block_scales, divisor)
-        self.out_features, self.in_features = codes.shape[0], 2 * codes.shape[1]
-        self.dtype = dtype
+        self._describe(codes.shape[0], 2 * codes.shape[1], bias, dtype)
         self.register_buffer("weight_packed", codes)
         self.register_buffer("weight_scale", block_scales)
         self.register_buffer("weight_global_scale", divisor.reshape(1))
         self.register_buffer("row_scale", (1.0 / divisor.float()).reshape(()), persistent=False)
+
+    def _describe(self, N: int, K: int, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        torch.nn.Module.__init__(self)  # nn.Linear's own would allocate the dense weight
+        self.out_features, self.in_features, self.dtype = N, K, dtype
         self.bias = None if bias is None else torch.nn.Parameter(bias.to(dtype), requires_grad=False)
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
         """NaN of the layer's shape ``(N, K)``, dtype and device, in the memory of one number."""
-        placeholder = torch.full((1, 1), float("nan"), dtype=self.dtype, device=self.weight_packed.device)
+        placeholder = torch.full((1, 1), float("nan"), dtype=self.dtype, device=self.row_scale.device)
         return placeholder.expand(self.out_features, self.in_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x: (..., K)`` -> ``(..., N)``, in the autocast dtype where autocast is on."""
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
+        return self._multiply(x)
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight_packed, self.weight_scale, self.row_scale, self.bias)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "FrozenNVFP4Linear":
@@ -69,3 +76,20 @@ class FrozenNVFP4Linear(torch.nn.Linear):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, NVFP4"
+
+
+class FrozenTiledLinear(FrozenNVFP4Linear):
+    """The same layer on tiles, the layout in which the engine keeps its weights on a Hopper GPU."""
+
+    def __init__(self, weight: TiledWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        """``bias: (N,)``; ``dtype`` is that of the activations."""
+        self._describe(weight.N, weight.K, bias, dtype)
+        self.scale = weight.scale
+        self.register_buffer("tiles", weight.tiles)
+        self.register_buffer("row_scale", weight.row_scale)
+        self.register_buffer("counters", weight.counters, persistent=False)
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        N, K = self.out_features, self.in_features
+        weight = TiledWeight(self.tiles, self.row_scale, self.counters, N, K, self.scale)
+        return linear_tiles.linear(x, weight, None if self.bias is None else self.bias.float())

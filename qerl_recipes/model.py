@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import init_empty_weights
@@ -11,9 +12,13 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, PreTrainedModel
 
 from qerl_recipes import norms as trainer_norms
+from qerl_recipes import shared_weights
 from qerl_recipes.frozen_linear import FrozenNVFP4Linear
 from qerl_recipes.quantize_plan import FUSED
 from qerl_vllm_plugin.checkpoint import CheckpointError, CheckpointReport, inspect_folder
+
+if TYPE_CHECKING:  # the plugin's module imports vllm
+    from qerl_vllm_plugin.frozen_weights import FrozenWeights
 
 HEAD = "lm_head"  # stays in BF16: the loss multiplies by its weight directly
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -26,8 +31,12 @@ def load(
     *,
     quantization: str | None = None,
     attn_implementation: str | None = None,
+    weights: "FrozenWeights | None" = None,
 ) -> PreTrainedModel:
     """A causal language model from a checkpoint folder, every parameter frozen, on the CPU (nf4: on the GPU).
+
+    ``weights`` are those of an engine that serves the same checkpoint under qerl_nvfp4: the model reads them in place,
+    on the engine's device, and has no copy of its own but of the norms and of what the engine cannot lend.
 
     ``quantization`` is the arm: ``qerl_nvfp4`` (an NVFP4 checkpoint, or a BF16 one quantized on the way in, one layer
     at a time), ``bf16`` or ``nf4`` (bitsandbytes); None takes the weights as the checkpoint has them. ``norms`` is
@@ -43,8 +52,10 @@ def load(
         refuse_experts(AutoConfig.from_pretrained(folder).to_dict())
     report = inspect_folder(folder)
     arm = quantization or ("bf16" if report.scheme is None else "qerl_nvfp4")
+    if weights is not None and arm != "qerl_nvfp4":
+        raise ValueError(f"quantization={arm} cannot read an engine's NVFP4 weights; use qerl_nvfp4")
     if arm == "qerl_nvfp4":
-        model = _load_nvfp4(report, dtype, attn_implementation)
+        model = _load_nvfp4(report, dtype, attn_implementation, weights)
     elif report.scheme is not None:
         raise ValueError(f"{folder} is an NVFP4 checkpoint; quantization={arm} starts from the BF16 checkpoint")
     elif arm == "bf16":
@@ -55,7 +66,7 @@ def load(
         raise ValueError(f"quantization is {arm!r}; it is qerl_nvfp4, bf16 or nf4")
     trainer_norms.replace(model, rounded=norms == "rounded")
     model.requires_grad_(False)
-    return model.eval()
+    return model.eval() if weights is None else model.to(weights.device).eval()
 
 
 def refuse_experts(config: Mapping[str, object]) -> None:
@@ -82,15 +93,19 @@ def _load_nf4(folder: Path, dtype: torch.dtype, attn_implementation: str | None)
     )
 
 
-def _load_nvfp4(report: CheckpointReport, dtype: torch.dtype, attn_implementation: str | None) -> PreTrainedModel:
+def _load_nvfp4(
+    report: CheckpointReport, dtype: torch.dtype, attn_implementation: str | None, weights: "FrozenWeights | None"
+) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(report.folder)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # the linears below are ours: transformers must not look for a quantizer
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
     with _Tensors(report) as tensors:
+        if weights is not None:
+            tensors.used |= shared_weights.install(model, weights, dtype)
         for name, module in list(model.named_modules()):
-            if isinstance(module, torch.nn.Linear) and not isinstance(module, FrozenNVFP4Linear):
+            if isinstance(module, torch.nn.Linear) and module.weight.is_meta:
                 _replace_linear(model, name, module, tensors, dtype)
         for name, parameter in list(model.named_parameters()):
             if parameter.is_meta and name in report.tensors:

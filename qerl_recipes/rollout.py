@@ -1,7 +1,8 @@
 """The rollout engine as the trainer sees it: one vLLM in the trainer's process that samples from the current policy.
 
-It has the methods that TRL's GRPOTrainer calls on its own vLLM backend (``generate``, ``sync_weights``) and two more:
-``begin`` opens a rollout (new adapter, new noise, new seeds) and ``begin_evaluation`` an evaluation (noise off).
+It has the methods that TRL's GRPOTrainer calls on its own vLLM backend (``generate``, ``sync_weights``) and three more:
+``begin`` opens a rollout (new adapter, new noise, new seeds), ``begin_evaluation`` an evaluation (noise off), and
+``frozen_weights`` lends the engine's weights to the trainer's model; an engine may lack the last.
 """
 
 import contextlib
@@ -14,12 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from qerl_recipes.arms import engine_options
 from qerl_recipes.configs import GRPOConfig
+from qerl_vllm_plugin.frozen_weights import FrozenWeights, frozen_weights
 from qerl_vllm_plugin.policy import NoiseReport, Policy
 
 OURS = {"n", "seed", "logprobs", "max_tokens"}  # sampling parameters that generation_kwargs cannot set
@@ -41,9 +43,13 @@ def start(
     rank: int,
     dtype: torch.dtype,
     snapshot: Callable[[], Snapshot],
-    accelerator: Accelerator,
+    accelerator: Accelerator | PartialState,
 ) -> "VLLMRollouts":
-    """Boot the engine on the checkpoint ``base``; ``rank`` is the adapter's, ``snapshot`` gives the current policy."""
+    """Boot the engine on the checkpoint ``base``; ``rank`` is the adapter's, ``snapshot`` gives the current policy.
+
+    ``accelerator`` knows the trainer's processes. ``snapshot`` is not called before the first rollout: an engine whose
+    weights the trainer reads starts before there is a trainer.
+    """
     return VLLMRollouts(base, training, rank=rank, dtype=dtype, snapshot=snapshot, accelerator=accelerator)
 
 
@@ -73,7 +79,7 @@ class VLLMRollouts:
         rank: int,
         dtype: torch.dtype,
         snapshot: Callable[[], Snapshot],
-        accelerator: Accelerator,
+        accelerator: Accelerator | PartialState,
     ) -> None:
         if wrong := sorted(OURS & (training.generation_kwargs or {}).keys()):
             raise ValueError(f"generation_kwargs cannot set {', '.join(wrong)}: each completion has a seed of its own")
@@ -160,6 +166,10 @@ class VLLMRollouts:
         self.tokens += sum(len(completion.token_ids) for completion in completions)
         ids = [list(completion.token_ids) for completion in completions]
         return [list(output.prompt_token_ids) for output in outputs], ids, [_logprobs(c) for c in completions], None
+
+    def frozen_weights(self) -> FrozenWeights:
+        """Views of the frozen weights; raises NotShareableError where there can be none."""
+        return frozen_weights(self.llm)
 
     def close(self) -> None:
         """Shut the engine down, once; nothing can be generated afterwards."""

@@ -37,15 +37,19 @@ def main(argv: Sequence[str]) -> None:
 
 
 def build(script: Any, training: Any, model_config: Any) -> Any:
-    """The trainer of a recipe, its engine running -> QerlGRPOTrainer."""
+    """The trainer of a recipe, its engine running -> QerlGRPOTrainer.
+
+    Where the weights are shared the engine starts first, and the trainer's model reads them in it.
+    """
     import torch
-    from peft import PeftModel
+    from peft import PeftConfig, PeftModel
     from transformers import AutoConfig, AutoTokenizer
     from trl import get_peft_config
 
-    from qerl_recipes import data, model, norms, rewards
+    from qerl_recipes import data, model, norms, rewards, shared_weights
     from qerl_recipes.base_model import local_folder
     from qerl_recipes.checkpoints import base_hash, check_adapter_base
+    from qerl_recipes.hooks import find
     from qerl_recipes.trainer import QerlGRPOTrainer
 
     base = local_folder(model_config.model_name_or_path, model_config.model_revision)
@@ -57,27 +61,47 @@ def build(script: Any, training: Any, model_config: Any) -> Any:
     if training.chat_template is not None:
         tokenizer.chat_template = training.chat_template
     train_dataset, eval_dataset = data.load(script, tokenizer)
-    policy = model.load(
-        base,
-        torch.float32 if model_config.dtype == "float32" else torch.bfloat16,
-        "fp32" if training.quantization == "qerl_nvfp4" else "rounded",
-        quantization=training.quantization,
-        attn_implementation=model_config.attn_implementation,
-    )
+    reward_funcs = rewards.resolve(script.reward_funcs, script)
     peft_config = get_peft_config(model_config)
-    if start is not None:
-        policy, peft_config = PeftModel.from_pretrained(policy, start, is_trainable=True), None
-        norms.load_norms(policy, start)
-    return QerlGRPOTrainer(
-        policy,
-        rewards.resolve(script.reward_funcs, script),
-        training,
-        train_dataset,
-        base=base,
-        processing_class=tokenizer,
-        eval_dataset=eval_dataset if training.eval_strategy != "no" else None,
-        peft_config=peft_config,
-    )
+    dtype = torch.float32 if model_config.dtype == "float32" else torch.bfloat16
+    trainer: Any = None
+    with contextlib.ExitStack() as on_failure:
+        engine = weights = None
+        if shared_weights.is_wanted(training):
+            engine = find("qerl_rollout_engines", training.rollout_engine)(
+                str(base),
+                training,
+                rank=(peft_config if start is None else PeftConfig.from_pretrained(start)).r,
+                dtype=dtype,
+                snapshot=lambda: trainer.snapshot(),
+                accelerator=training.distributed_state,
+            )
+            on_failure.callback(engine.close)
+            weights = shared_weights.borrow(engine, training)
+        policy = model.load(
+            base,
+            dtype,
+            "fp32" if training.quantization == "qerl_nvfp4" else "rounded",
+            quantization=training.quantization,
+            attn_implementation=model_config.attn_implementation,
+            weights=weights,
+        )
+        if start is not None:
+            policy, peft_config = PeftModel.from_pretrained(policy, start, is_trainable=True), None
+            norms.load_norms(policy, start)
+        trainer = QerlGRPOTrainer(
+            policy,
+            reward_funcs,
+            training,
+            train_dataset,
+            base=base,
+            processing_class=tokenizer,
+            eval_dataset=eval_dataset if training.eval_strategy != "no" else None,
+            peft_config=peft_config,
+            engine=engine,
+        )
+        on_failure.pop_all()
+    return trainer
 
 
 def finish(trainer: Any) -> None:

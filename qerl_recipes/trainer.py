@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import set_seed
 from datasets import Dataset
 from peft import PeftModel
 from peft.utils import get_peft_model_state_dict
@@ -51,8 +52,12 @@ class QerlGRPOTrainer(Checkpointing):
         eval_dataset: Dataset | None = None,
         peft_config: Any = None,
         callbacks: list[TrainerCallback] | None = None,
+        engine: Any = None,
     ) -> None:
         """``base`` is the checkpoint folder that ``model`` was loaded from; the engine loads it too.
+
+        ``engine`` is a rollout engine on ``base`` that runs already, because ``model`` reads its weights; by default
+        one is started.
 
         ``model`` is the base with ``peft_config``, or a PeftModel to continue from. Raises ValueError for settings that
         cannot be honoured together.
@@ -96,7 +101,7 @@ class QerlGRPOTrainer(Checkpointing):
         if self.pop_callback(ProgressCallback) is not None:  # none there with disable_tqdm
             self.add_callback(QuietProgress())
         adapter = self.accelerator.unwrap_model(self.model).peft_config[ADAPTER]
-        self.vllm_generation = find("qerl_rollout_engines", args.rollout_engine)(
+        self.vllm_generation = engine or find("qerl_rollout_engines", args.rollout_engine)(
             str(base),
             args,
             rank=adapter.r,
@@ -104,6 +109,8 @@ class QerlGRPOTrainer(Checkpointing):
             snapshot=self.snapshot,
             accelerator=self.accelerator,
         )
+        # an engine seeds this process when it starts: what the run draws must not depend on when that was
+        set_seed(args.seed, device_specific=True)
 
     def snapshot(self) -> Snapshot:
         """The adapter and the trained norms as they are now; references, not copies."""

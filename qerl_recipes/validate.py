@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from qerl_recipes import data, rewards
+from qerl_recipes import data, rewards, shared_weights
 from qerl_recipes.config_file import ConfigError
 from qerl_recipes.config_keys import refusals
 from qerl_recipes.configs import GRPOConfig, ModelConfig, ScriptArguments
@@ -36,6 +36,7 @@ def validate(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) 
         *_choices(training),
         *_names(training),
         *_boundaries(training),
+        *_sharing(training),
         *_adapter(script, training, model),
         *_checkpoint(model, training),
         *_data_and_rewards(script, training),
@@ -102,6 +103,11 @@ def _boundaries(training: GRPOConfig) -> Iterator[str]:
             f"vllm_max_model_length ({longest}) leaves no room for a prompt beside max_completion_length "
             f"({training.max_completion_length})"
         )
+
+
+def _sharing(training: GRPOConfig) -> Iterator[str]:
+    if training.share_weights and (reason := shared_weights.obstacle(training)):
+        yield f"share_weights: {reason}; use share_weights: false"
 
 
 def _adapter(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> Iterator[str]:

@@ -71,8 +71,29 @@ def is_fused_experts(layer: torch.nn.Module) -> bool:
     return isinstance(layer, RoutedExperts)
 
 
+def is_linear(layer: torch.nn.Module) -> bool:
+    """Whether a layer is one of vLLM's linears, quantized or not."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    return isinstance(layer, LinearBase)
+
+
+def is_vocabulary(layer: torch.nn.Module) -> bool:
+    """Whether a layer is an embedding or a head, whose rows vLLM pads."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    return isinstance(layer, VocabParallelEmbedding)
+
+
 def model_of(worker: Any) -> torch.nn.Module:
     return worker.model_runner.get_model()
+
+
+def model_in_this_process(llm: Any) -> torch.nn.Module | None:
+    """The model of a ``vllm.LLM`` whose worker runs in this process; None if it runs in another one."""
+    executor = getattr(llm.llm_engine, "model_executor", None)
+    worker = getattr(executor, "driver_worker", None)
+    return None if worker is None else model_of(worker)
 
 
 def norm_layers(worker: Any) -> dict[str, torch.nn.Module]:

@@ -128,14 +128,14 @@ class QerlConfig(QuantizationConfig):
             if not self._is_quantized(prefix):
                 return UnquantizedLinearMethod()
             method = QerlOnlineLinearMethod if self.scheme is None else QerlLinearMethod
-            return method(prefix, self._parts(prefix), self.adapter_rank, self.kernel)
+            return method(prefix, self.part_names(prefix), self.adapter_rank, self.kernel)
         if compat.is_fused_experts(layer):
             from qerl_vllm_plugin.experts import experts_method
 
             return experts_method(layer, prefix, online=self.scheme is None)
         return None
 
-    def _parts(self, prefix: str) -> list[str]:
+    def part_names(self, prefix: str) -> list[str]:
         """The checkpoint's names of what a fused layer joins: qkv_proj -> q_proj, k_proj, v_proj."""
         parent, _, name = prefix.rpartition(".")
         return [f"{parent}.{part}" for part in self.packed_modules_mapping.get(name, [name])]

@@ -1,0 +1,159 @@
+"""The frozen weights of an engine as a trainer in the same process can read them: views, by their checkpoint names.
+
+A fused layer (q, k, v; gate, up) is cut into its parts by rows, which needs no copy in either layout that is shared:
+
+    canonical  codes, block scales and tensor scale of the checkpoint; any row may be the first of a part
+    tiled      tiles of 64 rows: a part must start at a multiple of 64 and end at one, or with the layer
+
+Norms are left out: the engine's hold the noise, and they are tiny.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from qerl_kernels.nvfp4 import NVFP4Weight
+from qerl_kernels.tiles import COUNTERS, TILE, TiledWeight
+
+from qerl_vllm_plugin import compat, layouts
+from qerl_vllm_plugin.config import QerlConfig
+
+
+class NotShareableError(ValueError):
+    """Nothing of this engine can be read by a trainer."""
+
+
+@dataclass(frozen=True)
+class FrozenWeight:
+    """One linear of the checkpoint, (N, K): its packed weight and ``bias: (N,)`` in the dtype of the activations."""
+
+    weight: NVFP4Weight | TiledWeight
+    bias: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class FrozenWeights:
+    """What an engine lends.
+
+    ``linears`` by module name, ``dense`` (embedding, head, linears that the checkpoint keeps unquantized) by parameter
+    name; ``apart`` are the linears that cannot be lent, with the reason.
+    """
+
+    linears: dict[str, FrozenWeight] = field(default_factory=dict)
+    dense: dict[str, torch.Tensor] = field(default_factory=dict)
+    apart: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie; raises StopIteration if there are none."""
+        weight = next(iter(self.linears.values())).weight
+        return (weight.codes if isinstance(weight, NVFP4Weight) else weight.tiles).device
+
+
+def frozen_weights(llm: Any) -> FrozenWeights:
+    """Views of the frozen weights of ``llm``, a ``vllm.LLM``; nothing is copied and nothing may be written.
+
+    They hold as long as the engine keeps its weights where they are. Raises NotShareableError, with the way out, for an
+    engine in another process, one that is cut over several GPUs, one that may sleep, and one none of whose linears lies
+    in a layout that a trainer can read.
+    """
+    model = _model(llm)
+    shared = FrozenWeights()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if hasattr(module, "qerl_prefix"):
+            _add_packed(shared, module)
+        elif compat.is_vocabulary(module):
+            _add_dense(shared, [name], [module.org_vocab_size], module)
+        elif compat.is_linear(module):
+            parts = llm.llm_engine.vllm_config.quant_config.part_names(name)
+            _add_dense(shared, parts, compat.output_sizes(module, len(parts)), module)
+    if not shared.linears:
+        raise NotShareableError(next(iter(shared.apart.values()), "no linear of this model is quantized"))
+    return shared
+
+
+def _model(llm: Any) -> torch.nn.Module:
+    """The model in this process, after everything that stands against sharing it has been ruled out."""
+    config = llm.llm_engine.vllm_config
+    if config.parallel_config.world_size > 1:
+        raise NotShareableError(
+            f"the engine is cut over {config.parallel_config.world_size} GPUs, so that no one process holds all of a "
+            "weight; give each engine one GPU"
+        )
+    if config.model_config.enable_sleep_mode:
+        raise NotShareableError(
+            "an engine that sleeps takes its weights away from their other readers; start it without enable_sleep_mode"
+        )
+    if not isinstance(config.quant_config, QerlConfig):
+        raise NotShareableError("the engine has no NVFP4 linears; start it with quantization=qerl_nvfp4")
+    model = compat.model_in_this_process(llm)
+    if model is None:
+        raise NotShareableError("the engine runs in a process of its own; set VLLM_ENABLE_V1_MULTIPROCESSING=0")
+    return model
+
+
+def _add_packed(shared: FrozenWeights, layer: Any) -> None:
+    method, widths = layer.quant_method, layer.logical_widths
+    bias = getattr(layer, "bias", None)
+    for part, (name, first, rows) in enumerate(_parts(method.parts, widths)):
+        weight: NVFP4Weight | TiledWeight | str
+        if isinstance(method.layout, layouts.Canonical):
+            weight = canonical_part(layer, part, first, rows)
+        elif isinstance(method.layout, layouts.Tiled):
+            N, K = sum(widths), layer.input_size_per_partition
+            whole = TiledWeight(layer.weight.data, layer.weight_row_scale, layer.weight_counters, N, K)
+            weight = tiled_part(whole, first, rows)
+        else:
+            weight = "the trainer cannot read Marlin's layout, in which the engine keeps its weights on this GPU"
+        if isinstance(weight, str):
+            shared.apart[name] = weight
+        else:
+            own_bias = None if bias is None else bias.data[first : first + rows]
+            shared.linears[name] = FrozenWeight(weight, own_bias)
+
+
+def canonical_part(layer: Any, part: int, first: int, rows: int) -> NVFP4Weight:
+    """Rows ``first`` to ``first + rows`` of a layer in the checkpoint's layout, which are its part number ``part``."""
+    return NVFP4Weight(
+        layer.weight_packed.data[first : first + rows],
+        layer.weight_scale.data[first : first + rows],
+        layer.weight_global_scale.data[part],
+    )
+
+
+def tiled_part(whole: TiledWeight, first: int, rows: int) -> TiledWeight | str:
+    """Rows ``first`` to ``first + rows`` of a tiled weight, which share one tensor scale; or why they are no view.
+
+    The part has counters of its own (4 KB, the only thing that is allocated): ``whole`` may be in use beside it.
+    """
+    last = first + rows
+    if first % TILE or (last % TILE and last != whole.N):
+        return (
+            f"its rows {first} to {last} of a fused layer do not fall on the tiles of {TILE} rows, in which the engine "
+            "keeps its weights on this GPU"
+        )
+    row_scale = whole.row_scale[first:last]
+    counters = torch.zeros(COUNTERS, dtype=torch.int32, device=whole.tiles.device)
+    tiles = whole.tiles[first // TILE : -(-last // TILE)]
+    return TiledWeight(tiles, row_scale, counters, rows, whole.K, float(row_scale[0]))
+
+
+def _add_dense(shared: FrozenWeights, names: list[str], widths: list[int], module: Any) -> None:
+    """An unquantized weight, cut into its parts."""
+    weight, bias = module.weight.data, getattr(module, "bias", None)
+    for name, first, rows in _parts(names, widths):
+        if weight.dim() != 2 or len(weight) < sum(widths):
+            shared.apart[name] = "the engine has repacked this unquantized layer for its processor"
+            continue
+        shared.dense[f"{name}.weight"] = weight[first : first + rows]
+        if bias is not None:
+            shared.dense[f"{name}.bias"] = bias.data[first : first + rows]
+
+
+def _parts(names: list[str], widths: list[int]) -> Iterator[tuple[str, int, int]]:
+    """Name, first row and rows of each part of a layer."""
+    first = 0
+    for name, rows in zip(names, widths, strict=True):
+        yield name, first, rows
+        first += rows

@@ -1,0 +1,267 @@
+"""One copy of the frozen weights: what the trainer computes on the engine's is what it computes on its own."""
+
+import pytest
+import torch
+import yaml
+from qerl_kernels import nvfp4, tiles
+from safetensors.torch import load_file
+
+from qerl_recipes import model as models
+from qerl_recipes import shared_weights, train
+from qerl_recipes.config_file import ConfigError
+from qerl_recipes.configs import GRPOConfig, parse
+from qerl_recipes.frozen_linear import FrozenNVFP4Linear, FrozenTiledLinear
+from qerl_recipes.quantize_plan import FUSED
+from qerl_recipes.validate import validate
+from qerl_vllm_plugin.frozen_weights import FrozenWeight, FrozenWeights, frozen_weights, tiled_part
+
+IDS = torch.randint(2, 27, (3, 24), generator=torch.Generator().manual_seed(1))
+
+
+def linears(model):
+    return {name: module for name, module in model.named_modules() if isinstance(module, FrozenNVFP4Linear)}
+
+
+def answer(model):
+    """Logits, and the gradient with respect to the embedded input."""
+    x = model.get_input_embeddings()(IDS).detach().requires_grad_()
+    logits = model(inputs_embeds=x).logits
+    logits.float().log_softmax(-1)[..., 3].sum().backward()
+    return logits.detach(), x.grad
+
+
+def same_answers(a, b):
+    return all(torch.equal(ours, theirs) for ours, theirs in zip(answer(a), answer(b), strict=True))
+
+
+@pytest.fixture(scope="module")
+def engine_on(engine_options):
+    """engine_on(folder) -> the lent weights and the engine's model."""
+    from vllm import LLM
+
+    engines = []
+
+    def start(folder):
+        options = {**engine_options, "quantization": "qerl_nvfp4", "num_gpu_blocks_override": 64}
+        options["additional_config"] = {"qerl": {"policy_adapter": {"rank": 8}}}
+        llm = LLM(model=str(folder), **options)
+        engines.append(llm)
+        return frozen_weights(llm), llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+
+    yield start
+    for llm in engines:
+        llm.llm_engine.engine_core.shutdown()
+
+
+CASES = {
+    "qwen2": ("qwen2", {}),
+    "tied": ("qwen2", {"tie_word_embeddings": True, "vocab_size": 50}),
+    "qwen3": ("qwen3", {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_trainer_reads_the_engines_tensors_in_place_and_computes_the_same_bits(case, make_nvfp4, engine_on):
+    architecture, changes = CASES[case]
+    folder = make_nvfp4(architecture, **changes)
+    lent, engine = engine_on(folder)
+    shared, own = models.load(folder, weights=lent), models.load(folder)
+    theirs = {t.untyped_storage().data_ptr() for t in (*engine.parameters(), *engine.buffers())}
+    tensors = dict((*shared.named_parameters(), *shared.named_buffers()))
+    apart = {name: t for name, t in tensors.items() if t.untyped_storage().data_ptr() not in theirs}
+    allowed = ("norm.weight", "layernorm.weight", "row_scale", "inv_freq")
+    assert [name for name in apart if not name.endswith(allowed)] == []
+    assert sum(t.numel() for name, t in apart.items() if name.endswith("row_scale")) == len(linears(own)) == 14
+    stored = load_file(folder / "model.safetensors")
+    for name, ours in linears(shared).items():
+        weight = nvfp4.dequantize(ours.weight_packed, ours.weight_scale)
+        expected = nvfp4.dequantize(stored[f"{name}.weight_packed"], stored[f"{name}.weight_scale"])
+        assert torch.equal(weight, expected), name
+        assert torch.equal(ours.row_scale, 1.0 / stored[f"{name}.weight_global_scale"][0]), name
+    assert same_answers(shared, own)
+    assert not any(parameter.requires_grad or parameter.is_meta for parameter in shared.parameters())
+
+
+def test_bf16_quantized_by_the_engine_is_not_quantized_again(make_bf16, make_nvfp4, engine_on, monkeypatch):
+    lent, _ = engine_on(make_bf16("qwen2"))
+    monkeypatch.setattr(nvfp4, "quantize", lambda *a: pytest.fail("quantized a second time"))
+    shared = models.load(make_bf16("qwen2"), quantization="qerl_nvfp4", weights=lent)
+    assert same_answers(shared, models.load(make_nvfp4("qwen2")))
+
+
+def tile(own):
+    """What an engine on a Hopper GPU would lend: fused layers in tiles, cut into their parts."""
+    lent, left = FrozenWeights(), dict(linears(own))
+    while left:
+        parent, _, child = next(iter(left)).rpartition(".")
+        group = next((group for group in FUSED if child in group), (child,))
+        parts = {f"{parent}.{part}": left.pop(f"{parent}.{part}") for part in group}
+        codes = torch.cat([part.weight_packed for part in parts.values()])
+        scales = torch.cat([part.weight_scale for part in parts.values()])
+        row_scale = torch.cat([part.row_scale.expand(part.out_features) for part in parts.values()])
+        whole, first = tiles.tile_weight(codes, scales, row_scale), 0
+        for name, part in parts.items():
+            weight = tiled_part(whole, first, part.out_features)
+            if isinstance(weight, str):
+                lent.apart[name] = weight
+            else:
+                lent.linears[name] = FrozenWeight(weight, None if part.bias is None else part.bias.data)
+            first += part.out_features
+    return lent
+
+
+def test_tiled_weights_give_the_same_bits(make_nvfp4):
+    folder = make_nvfp4("qwen2", intermediate_size=128)
+    own = models.load(folder)
+    lent = tile(own)
+    assert not lent.apart
+    shared = models.load(folder, weights=lent)
+    assert {type(module) for module in linears(shared).values()} == {FrozenTiledLinear}
+    for name, layer in linears(shared).items():
+        assert layer.tiles.data_ptr() == lent.linears[name].weight.tiles.data_ptr()
+    assert same_answers(shared, own)
+
+
+def test_a_tiled_layer_keeps_its_packed_weight_alone_and_its_dtypes(make_nvfp4):
+    own = models.load(make_nvfp4("qwen2", intermediate_size=128))
+    lent = tile(own).linears["model.layers.0.self_attn.q_proj"]
+    layer, saved = FrozenTiledLinear(lent.weight, lent.bias, torch.float32).to(torch.bfloat16), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        layer(torch.randn(4, 64, dtype=torch.bfloat16, requires_grad=True))
+    assert {t.dtype for t in saved} == {torch.uint8, torch.float32}
+    assert (layer.tiles.dtype, layer.row_scale.dtype, layer.counters.dtype) == (torch.uint8, torch.float32, torch.int32)
+    assert layer.bias.dtype == layer.weight.dtype == torch.bfloat16
+    assert layer.weight.shape == (64, 64) and bool(layer.weight.isnan().all())
+
+
+def test_parts_that_cannot_be_cut_are_copied_with_one_warning_that_names_them(make_nvfp4):
+    folder = make_nvfp4("qwen2")  # gate and up have 96 rows: one and a half tiles
+    own = models.load(folder)
+    with pytest.warns(UserWarning, match=r"4 of 15 linears.*gate_proj: its rows 0 to 96") as warned:
+        shared = models.load(folder, weights=tile(own))
+    assert len(warned) == 1
+    kinds = {name.rsplit(".", 1)[-1]: type(module) for name, module in linears(shared).items()}
+    assert {name for name, kind in kinds.items() if kind is FrozenNVFP4Linear} == {"gate_proj", "up_proj"}
+    assert same_answers(shared, own)
+
+
+def test_weights_of_another_model_are_refused(make_nvfp4):
+    lent = tile(models.load(make_nvfp4("qwen2", intermediate_size=128)))
+    with pytest.raises(ValueError, match=r"mlp\.gate_proj is .*not the same model"):
+        models.load(make_nvfp4("qwen2"), weights=lent)
+
+
+@pytest.fixture
+def run(make_nvfp4, tmp_path, monkeypatch):
+    """run(name, **changes) -> the folder of a finished run of three steps with noise, and its trainer."""
+    (tmp_path / "share_of_digits.py").write_text(
+        "def digits(completions, **columns):\n"
+        "    return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    made = []
+
+    def start(name, **changes):
+        recipe = {
+            "model_name_or_path": str(make_nvfp4("qwen2")),
+            "output_dir": str(tmp_path / name),
+            "lora_r": 4,
+            "lora_target_modules": ["all-linear"],
+            "learning_rate": 1e-2,
+            "dataset_name": "running_sum",
+            "dataset_size": 16,
+            "reward_funcs": ["share_of_digits.digits"],
+            "max_steps": 3,
+            "noise_mode": "shared",
+            "sigma_start": 0.1,
+            "sigma_end": 0.05,
+            "num_stages": 2,
+            "num_generations": 4,
+            "per_device_train_batch_size": 8,
+            "max_completion_length": 12,
+            "vllm_max_model_length": 64,
+            "use_cpu": True,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "report_to": "none",
+            "save_strategy": "no",
+            "disable_tqdm": True,
+            **changes,
+        }
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        script, training, model_config = parse(["--config", str(tmp_path / "recipe.yaml")])
+        validate(script, training, model_config)
+        while made:
+            made.pop().vllm_generation.close()
+        trainer = train.build(script, training, model_config)
+        made.append(trainer)
+        trainer.train()
+        train.finish(trainer)
+        return tmp_path / name, trainer
+
+    yield start
+    for trainer in made:
+        trainer.vllm_generation.close()
+
+
+def weights_in_the_engine(trainer):
+    """How many of the trainer's frozen linears lie in the engine."""
+    llm = trainer.vllm_generation.llm
+    engine = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    theirs = {t.untyped_storage().data_ptr() for t in (*engine.parameters(), *engine.buffers())}
+    frozen = linears(trainer.model).values()
+    return sum(layer.weight_packed.untyped_storage().data_ptr() in theirs for layer in frozen)
+
+
+def test_three_steps_on_shared_weights_are_those_on_a_copy_bit_for_bit(run, read_metrics):
+    one, trainer = run("one copy")
+    assert weights_in_the_engine(trainer) == 14
+    stored = load_file(f"{trainer.vllm_generation.llm.llm_engine.model_config.model}/model.safetensors")
+    lent = trainer.vllm_generation.frozen_weights()
+    assert all(torch.equal(w.weight.codes, stored[f"{name}.weight_packed"]) for name, w in lent.linears.items())
+    two, trainer = run("two copies", share_weights=False)
+    assert weights_in_the_engine(trainer) == 0
+    assert read_metrics(one) == read_metrics(two)
+    ours, theirs = (load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (one, two))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert any(bool(tensor.any()) for name, tensor in ours.items() if "lora_B" in name)
+
+
+CPU = {"output_dir": "unused", "use_cpu": True, "bf16": False}
+OBSTACLES = [
+    ({"quantization": "bf16"}, "only qerl_nvfp4 is shared"),
+    ({"vllm_enable_sleep_mode": True}, "takes the weights off the GPU"),
+    ({"vllm_tensor_parallel_size": 2}, "each need all weights"),
+]
+
+
+@pytest.mark.parametrize(("changes", "reason"), OBSTACLES)
+def test_promise_9_sharing_that_was_asked_for_and_cannot_be_is_refused(changes, reason):
+    training = GRPOConfig(**CPU, **changes, share_weights=True)
+    with pytest.raises(ValueError, match=f"share_weights: .*{reason}.*; use share_weights: false"):
+        shared_weights.is_wanted(training)
+    flags = [part for key, value in changes.items() for part in (f"--{key}", str(value))]
+    with pytest.raises(ConfigError, match=f"share_weights: .*{reason}"):
+        validate(*parse(["--output_dir", "unused", "--use_cpu", "true", "--share_weights", "true", *flags]))
+
+
+def test_sharing_that_was_left_open_and_cannot_be_is_said_once():
+    with pytest.warns(UserWarning, match="keeps its own copy of the frozen weights: vllm_enable_sleep_mode"):
+        assert not shared_weights.is_wanted(GRPOConfig(**CPU, vllm_enable_sleep_mode=True))
+
+
+def test_another_arm_and_a_plain_no_are_not_worth_a_warning(recwarn):
+    assert not shared_weights.is_wanted(GRPOConfig(**CPU, quantization="bf16"))
+    assert not shared_weights.is_wanted(GRPOConfig(**CPU, share_weights=False))
+    assert [str(w.message) for w in recwarn if "own copy" in str(w.message)] == []
+
+
+@pytest.mark.parametrize("asked", [None, True])
+def test_an_engine_that_lends_nothing_is_named(asked):
+    training = GRPOConfig(**CPU, share_weights=asked)
+    if asked:
+        with pytest.raises(ValueError, match="the rollout engine vllm lends no weights; or use share_weights: false"):
+            shared_weights.borrow(object(), training)
+    else:
+        with pytest.warns(UserWarning, match="own copy of the frozen weights: the rollout engine vllm lends no"):
+            assert shared_weights.borrow(object(), training) is None
