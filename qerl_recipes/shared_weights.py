@@ -40,6 +40,8 @@ def is_wanted(training: GRPOConfig) -> bool:
     """
     if training.share_weights is False:
         return False
+    if training.share_weights is None and training.device.type != "cpu":
+        return False  # it has run on CPUs only so far; on a GPU it must be asked for
     reason = obstacle(training)
     if reason is not None:
         if training.share_weights:

@@ -1,5 +1,7 @@
 """One copy of the frozen weights: what the trainer computes on the engine's is what it computes on its own."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import yaml
@@ -248,6 +250,11 @@ def test_promise_9_sharing_that_was_asked_for_and_cannot_be_is_refused(changes, 
 def test_sharing_that_was_left_open_and_cannot_be_is_said_once():
     with pytest.warns(UserWarning, match="keeps its own copy of the frozen weights: vllm_enable_sleep_mode"):
         assert not shared_weights.is_wanted(GRPOConfig(**CPU, vllm_enable_sleep_mode=True))
+
+
+def test_on_a_gpu_it_must_be_asked_for():
+    gpu = SimpleNamespace(share_weights=None, device=torch.device("cuda"))
+    assert not shared_weights.is_wanted(gpu)
 
 
 def test_another_arm_and_a_plain_no_are_not_worth_a_warning(recwarn):
