@@ -9,7 +9,7 @@ demo: $(VENV)/.ready
 	$(BIN)/qerl demo
 
 test: lint
-	$(BIN)/pytest -n auto --dist loadfile --cov --cov-report=term --durations=20
+	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder --cov --cov-report=term --durations=20
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
