@@ -84,7 +84,9 @@ class FrozenTiledLinear(FrozenNVFP4Linear):
     def __init__(self, weight: TiledWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         """``bias: (N,)``; ``dtype`` is that of the activations."""
         self._describe(weight.N, weight.K, bias, dtype)
-        self.scale = weight.scale
+        if linear_tiles.supported(weight.tiles.device):
+            linear_tiles.prepare(weight.N, weight.K, weight.tiles.device)
+        self.scale = weight.scale  # no buffer: it stays on the CPU
         self.register_buffer("tiles", weight.tiles)
         self.register_buffer("row_scale", weight.row_scale)
         self.register_buffer("counters", weight.counters, persistent=False)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from qerl_kernels.nvfp4 import NVFP4Weight
-from qerl_kernels.tiles import COUNTERS, TILE, TiledWeight
+from qerl_kernels.tiles import COUNTERS, TILE, TiledWeight, common_scale
 
 from qerl_vllm_plugin import compat, layouts
 from qerl_vllm_plugin.config import QerlConfig
@@ -101,9 +101,7 @@ def _add_packed(shared: FrozenWeights, layer: Any) -> None:
         if isinstance(method.layout, layouts.Canonical):
             weight = canonical_part(layer, part, first, rows)
         elif isinstance(method.layout, layouts.Tiled):
-            N, K = sum(widths), layer.input_size_per_partition
-            whole = TiledWeight(layer.weight.data, layer.weight_row_scale, layer.weight_counters, N, K)
-            weight = tiled_part(whole, first, rows)
+            weight = tiled_part(layouts.tiled_weight(layer), first, rows)
         else:
             weight = "the trainer cannot read Marlin's layout, in which the engine keeps its weights on this GPU"
         if isinstance(weight, str):
@@ -135,8 +133,8 @@ def tiled_part(whole: TiledWeight, first: int, rows: int) -> TiledWeight | str:
         )
     row_scale = whole.row_scale[first:last]
     counters = torch.zeros(COUNTERS, dtype=torch.int32, device=whole.tiles.device)
-    tiles = whole.tiles[first // TILE : -(-last // TILE)]
-    return TiledWeight(tiles, row_scale, counters, rows, whole.K, float(row_scale[0]))
+    tiles = whole.tiles.detach()[first // TILE : -(-last // TILE)]
+    return TiledWeight(tiles, row_scale, counters, rows, whole.K, common_scale(row_scale))
 
 
 def _add_dense(shared: FrozenWeights, names: list[str], widths: list[int], module: Any) -> None:

@@ -53,14 +53,21 @@ class Tiled:
         layer.register_buffer("bias_fp32", None if bias is None else bias.data.float(), persistent=False)
         layer.register_buffer("weight_row_scale", weight.row_scale, persistent=False)
         layer.register_buffer("weight_counters", weight.counters, persistent=False)
+        layer.register_buffer("weight_scale_on_cpu", weight.scale, persistent=False)
         del layer.weight_packed, layer.weight_scale, layer.weight_global_scale
         layer.weight = Parameter(weight.tiles, requires_grad=False)  # vLLM's LoRA layers look here for the device
         return self
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        N, K = layer.output_size_per_partition, layer.input_size_per_partition
-        weight = tiles.TiledWeight(layer.weight, layer.weight_row_scale, layer.weight_counters, N, K)
-        return linear_tiles.linear(x, weight, None if bias is None else layer.bias_fp32)
+        return linear_tiles.linear(x, tiled_weight(layer), None if bias is None else layer.bias_fp32)
+
+
+def tiled_weight(layer: torch.nn.Module) -> tiles.TiledWeight:
+    """The weight of a layer that ``Tiled`` has prepared."""
+    N, K = layer.output_size_per_partition, layer.input_size_per_partition
+    return tiles.TiledWeight(
+        layer.weight, layer.weight_row_scale, layer.weight_counters, N, K, layer.weight_scale_on_cpu
+    )
 
 
 class Marlin:

@@ -80,7 +80,7 @@ def linear(x: torch.Tensor, weight: TiledWeight, bias: torch.Tensor | None = Non
         shapes = tuple(x.shape), None if bias is None else tuple(bias.shape)
         raise ValueError(f"x and bias have shapes {shapes}; the weight is ({weight.N}, {weight.K})")
     return torch.ops.qerl.nvfp4_linear_tiles(
-        x, weight.tiles, weight.row_scale, weight.counters, weight.N, weight.K, weight.scale or 0.0, bias
+        x, weight.tiles, weight.row_scale, weight.counters, weight.N, weight.K, weight.scale, bias
     )
 
 
@@ -93,10 +93,9 @@ def _linear(
     counters: torch.Tensor,
     N: int,
     K: int,
-    scale: float,
+    scale: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """``scale`` is the row scale of all rows, or 0 where they differ."""
     y = torch.nn.functional.linear(x.float(), tiles.dequantize(tiles_, N, K).float()) * row_scale
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
@@ -108,8 +107,8 @@ def _(x, tiles_, row_scale, counters, N, K, scale, bias):
         raise ValueError(f"tiled NVFP4 weights run on Hopper GPUs only, not on {name}: use the checkpoint's layout")
     weight = TiledWeight(tiles_, row_scale, counters, N, K)
     rows = x.reshape(-1, K)
-    if rows.shape[0] >= MANY_TOKENS and scale:
-        y = _expand_and_multiply(rows, weight, scale, bias)
+    if rows.shape[0] >= MANY_TOKENS and scale is not None:
+        y = _expand_and_multiply(rows, weight, scale.item(), bias)
     else:
         y = gemm.product(rows, weight, choose(N, K, rows.shape[0]), None if bias is None else bias.float())
     return y.view(*x.shape[:-1], N)

@@ -38,8 +38,9 @@ CHUNK_ROWS = 4096  # rows that are rearranged at a time, so that the temporaries
 class TiledWeight:
     """``tiles: (ceil(N/64), 2 ceil(K/128), 2304) uint8``, ``row_scale: (N,) fp32`` and the kernel's ``counters``.
 
-    ``counters`` are zero between calls. Two calls of one weight may not run at the same time. ``scale`` is the row
-    scale where all rows have the same one, known to the host; else None.
+    ``counters`` are zero between calls. Two calls of one weight may not run at the same time. ``scale: () fp32`` on the
+    CPU is the row scale where all rows have the same one, else None; a tensor and not a number, so that torch.compile
+    takes the layers of a model for the same code.
     """
 
     tiles: torch.Tensor
@@ -47,7 +48,7 @@ class TiledWeight:
     counters: torch.Tensor
     N: int
     K: int
-    scale: float | None = None
+    scale: torch.Tensor | None = None
 
 
 def tile_weight(codes: torch.Tensor, block_scales: torch.Tensor, row_scale: torch.Tensor) -> TiledWeight:
@@ -67,10 +68,14 @@ def tile_weight(codes: torch.Tensor, block_scales: torch.Tensor, row_scale: torc
     )
     counters = torch.zeros(COUNTERS, dtype=torch.int32, device=codes.device)
     row_scale = row_scale.float().expand(N).clone()
-    scale = float(row_scale[0]) if bool((row_scale == row_scale[0]).all()) else None
     if codes.is_cuda:  # the product may fetch weights before the kernels ahead of it have ended
         torch.cuda.synchronize(codes.device)
-    return TiledWeight(tiles, row_scale, counters, N, K, scale)
+    return TiledWeight(tiles, row_scale, counters, N, K, common_scale(row_scale))
+
+
+def common_scale(row_scale: torch.Tensor) -> torch.Tensor | None:
+    """The row scale that all rows have, () fp32 on the CPU; None where they differ."""
+    return row_scale[0].cpu() if bool((row_scale == row_scale[0]).all()) else None
 
 
 def _tiles(codes: torch.Tensor, block_scales: torch.Tensor) -> torch.Tensor:

@@ -32,14 +32,14 @@ def test_linear_and_gradient_are_those_of_the_dense_layer():
 def test_slabs_and_a_factor_give_the_product(biased, monkeypatch):
     packed, _, _, x = example(192, 80)
     weight = tiles.tile_weight(packed.codes, packed.block_scales, torch.tensor(0.37))
-    assert weight.scale == pytest.approx(0.37)
+    assert weight.scale.item() == pytest.approx(0.37)
     monkeypatch.setattr(linear_tiles, "SLAB_ROWS", 128)
     dense = tiles.dequantize(weight.tiles, 192, 80)
     monkeypatch.setattr(gemm, "dequantize", lambda w, first, rows: dense[first : first + rows].float())
     bias = torch.randn(192) if biased else None
     rows = x.view(-1, 80)
     exact = (rows.double() @ dense.double().t()) * weight.scale + (0 if bias is None else bias.double())
-    y = linear_tiles._expand_and_multiply(rows, weight, weight.scale, bias)
+    y = linear_tiles._expand_and_multiply(rows, weight, weight.scale.item(), bias)
     assert (y.double() - exact).norm() < 1e-6 * exact.norm()
 
 
@@ -52,7 +52,7 @@ def test_the_host_knows_a_scale_only_where_all_rows_share_it():
 
 def test_operators_pass_torch_library_checks():
     _, _, w, x = example()
-    arguments = (x.requires_grad_(), w.tiles, w.row_scale, w.counters, w.N, w.K, 0.0, None)
+    arguments = (x.requires_grad_(), w.tiles, w.row_scale, w.counters, w.N, w.K, None, None)
     torch.library.opcheck(torch.ops.qerl.nvfp4_linear_tiles.default, arguments)
 
 
