@@ -3,6 +3,8 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
+# compiled once and kept: without bytecode every process that imports vLLM spends 20 s on compiling it again
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test lint clean
 demo: $(VENV)/.ready
