@@ -1,6 +1,6 @@
 """RMSNorm in the trainer: fp32 weights, the engine's arithmetic, and noise that never touches the weight."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -97,19 +97,27 @@ def set_noise(
 ) -> int:
     """Set the noise of the target norms to sigma * z(seed, rollout, name), in place of any before -> how many norms.
 
-    The same bits as in the engine. Raises ValueError for a negative or non-finite sigma, and if no norm is a target.
+    The same bits as in the engine. Raises ValueError for a negative or non-finite sigma, and for a target that names
+    none of the norms; the noise then stays as it was.
     """
     sigma = noise.check_sigma(sigma)
     norms = dict(named_norms(model))
-    chosen = {name for name in norms if noise.is_target(name, targets)}
-    if not chosen:
-        raise ValueError(f"noise targets {list(targets)} match none of this model's {len(norms)} norms")
+    chosen = _targeted(norms, targets, "noise")
     for name, norm in norms.items():
         norm.noise = None
         if sigma and name in chosen:
             unit = noise.draw(seed, rollout, name, norm.weight.numel()).to(norm.weight.device)
             norm.noise = sigma * unit
     return len(chosen)
+
+
+def _targeted(norms: Collection[str], targets: Sequence[str], purpose: str) -> set[str]:
+    """The names in ``norms`` that are a target; raises ValueError if there is no target or one that names no norm."""
+    unknown = [target for target in targets if not any(noise.is_target(name, [target]) for name in norms)]
+    if unknown or not targets:
+        known = sorted({name.split(".")[-2] for name in norms})
+        raise ValueError(f"{purpose} targets {unknown} match none of this model's {len(norms)} norms; it has {known}")
+    return {name for name in norms if noise.is_target(name, targets)}
 
 
 def clear_noise(model: torch.nn.Module) -> None:
@@ -119,12 +127,11 @@ def clear_noise(model: torch.nn.Module) -> None:
 
 
 def make_trainable(model: torch.nn.Module, targets: Sequence[str] = noise.DEFAULT_TARGETS) -> int:
-    """Let the target norms receive gradients -> how many. Raises ValueError if there are none."""
-    chosen = [norm for name, norm in named_norms(model) if noise.is_target(name, targets)]
-    if not chosen:
-        raise ValueError(f"train_norms: {list(targets)} match none of this model's norms")
-    for norm in chosen:
-        norm.weight.requires_grad_(True)
+    """Let the target norms receive gradients -> how many. Raises ValueError as ``set_noise`` does."""
+    norms = dict(named_norms(model))
+    chosen = _targeted(norms, targets, "train_norms")
+    for name in chosen:
+        norms[name].weight.requires_grad_(True)
     return len(chosen)
 
 

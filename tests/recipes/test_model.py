@@ -98,9 +98,23 @@ def test_a_sigma_that_is_no_standard_deviation_is_refused(sigma, make_nvfp4):
         norms.set_noise(models.load(make_nvfp4("qwen2")), sigma, 0, 0)
 
 
-def test_noise_targets_that_match_nothing_are_refused(make_nvfp4):
+@pytest.mark.parametrize("targets", [["q_norm"], ["input_layernorm", "q_norm"]], ids=["alone", "among_others"])
+def test_a_target_that_names_no_norm_is_refused_and_changes_nothing(targets, make_nvfp4):
+    model = models.load(make_nvfp4("qwen2"))
+    norms.set_noise(model, 0.1, 0, 0)
+    before = {name: norm.noise for name, norm in norms.named_norms(model)}
+    message = r"\['q_norm'\] match none of this model's 5 norms; it has \['input_layernorm', 'norm', 'post_attention_"
+    with pytest.raises(ValueError, match=message):
+        norms.set_noise(model, 0.2, 0, 1, targets)
+    assert all(norm.noise is before[name] for name, norm in norms.named_norms(model))
+    with pytest.raises(ValueError, match=message):
+        norms.make_trainable(model, targets)
+    assert norms.trained_norms(model) is None
+
+
+def test_no_noise_target_at_all_is_refused(make_nvfp4):
     with pytest.raises(ValueError, match="match none of this model's 5 norms"):
-        norms.set_noise(models.load(make_nvfp4("qwen2")), 0.1, 0, 0, ["q_norm"])
+        norms.set_noise(models.load(make_nvfp4("qwen2")), 0.1, 0, 0, [])
 
 
 def test_trained_norms_come_back_from_disk(make_nvfp4, tmp_path):
