@@ -94,14 +94,13 @@ class VLLMRollouts:
             )
         self._phase, self._rollout, self._call = "train", 0, 0
         self.tokens, self.seconds = 0, 0.0  # since the last begin
-        self._is_noisy = self._is_closed = False
+        self._is_noisy = self._is_closed = self._is_asleep = self._is_lent = False
         self._tensor_parallel_group = self._new_groups()
         # in the trainer's process: adapters are handed over as tensors, and a sleeping engine frees this process's GPU
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         self.llm = LLM(**self._options(base, rank, dtype))
         self.policy = Policy(self.llm)
         self._sampling = self._sampling_options()
-        self._sleep()
         accelerator.wait_for_everyone()
 
     def begin(self, rollout: int, sigma: float | None) -> NoiseReport | None:
@@ -168,8 +167,15 @@ class VLLMRollouts:
         return [list(output.prompt_token_ids) for output in outputs], ids, [_logprobs(c) for c in completions], None
 
     def frozen_weights(self) -> FrozenWeights:
-        """Views of the frozen weights; raises NotShareableError where there can be none."""
-        return frozen_weights(self.llm)
+        """Views of the frozen weights; raises NotShareableError where there can be none.
+
+        An engine that may sleep gives the memory of its KV cache to the trainer from here on, and keeps its weights.
+        """
+        self._wake()
+        weights = frozen_weights(self.llm)
+        self._is_lent = True
+        self._sleep()
+        return weights
 
     def close(self) -> None:
         """Shut the engine down, once; nothing can be generated afterwards."""
@@ -247,14 +253,26 @@ class VLLMRollouts:
         return [request for part in gathered for request in part], slice(place, place + len(requests))
 
     def _sleep(self) -> None:
-        """Level 1 keeps the weights in CPU memory; level 2 would discard them, and only the checkpoint has them."""
-        if self._training.vllm_enable_sleep_mode:
+        """Make room for the trainer until the next rollout.
+
+        An engine that has lent its weights keeps them, and gives the KV cache alone. Level 1 keeps weights in CPU
+        memory; level 2 would discard them, and only the checkpoint has them.
+        """
+        if not self._training.vllm_enable_sleep_mode:
+            return
+        if self._is_lent:
+            self.policy.release_kv_cache()
+        else:
             self.llm.sleep(level=1)
-        self._is_asleep = self._training.vllm_enable_sleep_mode
+        self._is_asleep = True
 
     def _wake(self) -> None:
-        if self._is_asleep:
-            torch.cuda.empty_cache()
+        if not self._is_asleep:
+            return
+        torch.cuda.empty_cache()
+        if self._is_lent:
+            self.policy.resume_kv_cache()
+        else:
             self.llm.wake_up()
         self._is_asleep = False
 

@@ -28,8 +28,6 @@ def obstacle(training: GRPOConfig) -> str | None:
         return f"quantization: {training.quantization} has a form of its own in the engine; only {ARM} is shared"
     if training.world_size > 1 or training.vllm_tensor_parallel_size > 1:
         return f"{training.world_size} trainer processes each need all weights on their own device"
-    if training.vllm_enable_sleep_mode:
-        return "vllm_enable_sleep_mode takes the weights off the GPU while the trainer works"
     return None
 
 
@@ -40,8 +38,6 @@ def is_wanted(training: GRPOConfig) -> bool:
     """
     if training.share_weights is False:
         return False
-    if training.share_weights is None and training.device.type != "cpu":
-        return False  # it has run on CPUs only so far; on a GPU it must be asked for
     reason = obstacle(training)
     if reason is not None:
         if training.share_weights:

@@ -54,9 +54,9 @@ class FrozenWeights:
 def frozen_weights(llm: Any) -> FrozenWeights:
     """Views of the frozen weights of ``llm``, a ``vllm.LLM``; nothing is copied and nothing may be written.
 
-    They hold as long as the engine keeps its weights where they are. Raises NotShareableError, with the way out, for an
-    engine in another process, one that is cut over several GPUs, one that may sleep, and one none of whose linears lies
-    in a layout that a trainer can read.
+    They hold as long as the engine keeps its weights where they are: ``Policy.release_kv_cache`` leaves them there,
+    ``llm.sleep`` does not. Raises NotShareableError, with the way out, for an engine in another process, one that is
+    cut over several GPUs, and one none of whose linears lies in a layout that a trainer can read.
     """
     model = _model(llm)
     shared = FrozenWeights()
@@ -80,10 +80,6 @@ def _model(llm: Any) -> torch.nn.Module:
         raise NotShareableError(
             f"the engine is cut over {config.parallel_config.world_size} GPUs, so that no one process holds all of a "
             "weight; give each engine one GPU"
-        )
-    if config.model_config.enable_sleep_mode:
-        raise NotShareableError(
-            "an engine that sleeps takes its weights away from their other readers; start it without enable_sleep_mode"
         )
     if not isinstance(config.quant_config, QerlConfig):
         raise NotShareableError("the engine has no NVFP4 linears; start it with quantization=qerl_nvfp4")

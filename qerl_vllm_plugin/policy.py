@@ -15,6 +15,7 @@ from vllm.lora.request import LoRARequest
 
 from qerl_vllm_plugin import compat, noise
 from qerl_vllm_plugin.adapter import AdapterError
+from qerl_vllm_plugin.kv_cache import RELEASED, KVCacheError
 from qerl_vllm_plugin.lora_slots import ADAPTER_ID
 from qerl_vllm_plugin.worker import NO_CARRIER
 
@@ -63,7 +64,15 @@ class Policy:
         opened = self._call("qerl_open")
         self.carrier: str | None = opened[0]["carrier"]
         self.version = int(opened[0]["version"])
-        self.request = LoRARequest(name, ADAPTER_ID, f"qerl://{name}") if self.carrier == "lora" else None
+        self._request = LoRARequest(name, ADAPTER_ID, f"qerl://{name}") if self.carrier == "lora" else None
+        self._is_released = bool(opened[0]["is_released"])
+
+    @property
+    def request(self) -> LoRARequest | None:
+        """What to pass to ``generate``. Raises KVCacheError while the KV cache is released."""
+        if self._is_released:
+            raise KVCacheError(RELEASED)
+        return self._request
 
     def swap(
         self,
@@ -136,6 +145,34 @@ class Policy:
         """Give the norms back their bits without noise."""
         self.set_noise(0.0, seed=0, rollout=0, targets=())
 
+    def release_kv_cache(self) -> int:
+        """Give the GPU memory of the KV cache back -> bytes; for an engine on one GPU, started with enable_sleep_mode.
+
+        Weights, adapter and norms stay where they are and may be read, but not written. Until ``resume_kv_cache``
+        nothing can be generated and the policy cannot change; ``llm.sleep`` must not be called either.
+
+        Raises KVCacheError for an engine that cannot do this, or has done it, and RuntimeError if requests are running.
+        """
+        ranks = self._llm.llm_engine.vllm_config.parallel_config.world_size
+        if ranks > 1:
+            raise KVCacheError(f"the KV cache of an engine that is cut over {ranks} GPUs cannot be released; use sleep")
+        self._come_to_rest()
+        released = self._call("qerl_release_kv_cache", refusal=KVCacheError)[0]["bytes"]
+        self._is_released = True
+        return released
+
+    def resume_kv_cache(self) -> None:
+        """Take that memory again, zeroed.
+
+        Raises KVCacheError, with the KV cache still released, if it was not released, if its memory is in use, or if a
+        weight, the adapter or a norm has changed meanwhile; the error names the first that did.
+        """
+        if self._llm.llm_engine.has_unfinished_requests():
+            raise KVCacheError("requests have come in while the KV cache was released; abort them first")
+        self._call("qerl_resume_kv_cache", refusal=KVCacheError)
+        self._is_released = False
+        self._empty_prefix_cache()
+
     def state(self, *, digest: bool = False) -> PolicyState:
         """What the engine serves now. Raises RuntimeError if the ranks differ."""
         states = self._call("qerl_state", digest)
@@ -145,11 +182,11 @@ class Policy:
         state = states[0]
         return PolicyState(**{**state, "targets": tuple(state["targets"])})
 
-    def _call(self, method: str, *args: Any) -> list[dict[str, Any]]:
+    def _call(self, method: str, *args: Any, refusal: type[Exception] = AdapterError) -> list[dict[str, Any]]:
         results = self._llm.collective_rpc(method, args=args)
         for result in results:
             if "error" in result:
-                raise AdapterError(result["error"])
+                raise refusal(result["error"])
         return results
 
     def _pack(self, tensors: Mapping[str, torch.Tensor] | None) -> Any:
@@ -165,6 +202,8 @@ class Policy:
         return save({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()})
 
     def _come_to_rest(self) -> None:
+        if self._is_released:
+            raise KVCacheError(RELEASED)
         if self._llm.llm_engine.has_unfinished_requests():
             raise RuntimeError("requests are running; finish or abort them before the policy changes")
         self._empty_prefix_cache()

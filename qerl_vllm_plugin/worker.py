@@ -32,6 +32,7 @@ class Resident:
     """What one worker holds of the policy.
 
     ``checkpoint_norms`` are the norms as loaded, ``base_norms`` those that the noise is added to: the same, or trained.
+    ``released`` is what brings the memory of the KV cache back, None while the cache has it.
     """
 
     checkpoint_norms: dict[str, torch.Tensor]
@@ -42,9 +43,10 @@ class Resident:
     rollout: int = 0
     targets: tuple[str, ...] = noise.DEFAULT_TARGETS
     staged: tuple[Staged, dict[str, torch.Tensor]] | None = field(default=None, repr=False)
+    released: Any = field(default=None, repr=False)
 
 
-def _resident(worker: Any) -> Resident:
+def resident_of(worker: Any) -> Resident:
     if not hasattr(worker, "_qerl_resident"):
         # clones in the dtype they have, so that clearing the noise gives back the very same bits
         norms = {name: layer.weight.data.clone() for name, layer in compat.norm_layers(worker).items()}
@@ -62,7 +64,7 @@ def carrier_of(worker: Any) -> LoraSlots | ResidentAdapter | None:
 
 def qerl_open(self: Any) -> dict[str, Any]:
     """Prepares this worker for a policy; idempotent."""
-    resident = _resident(self)
+    resident = resident_of(self)
     carrier = carrier_of(self)
     try:
         if carrier is not None:
@@ -70,7 +72,12 @@ def qerl_open(self: Any) -> dict[str, Any]:
     except AdapterError as error:
         return {"error": str(error)}
     kind = {LoraSlots: "lora", ResidentAdapter: "resident"}.get(type(carrier))
-    return {"carrier": kind, "norms": len(resident.base_norms), "version": resident.version}
+    return {
+        "carrier": kind,
+        "norms": len(resident.base_norms),
+        "version": resident.version,
+        "is_released": resident.released is not None,
+    }
 
 
 @torch.no_grad()
@@ -81,7 +88,7 @@ def qerl_stage(
     norms: Tensors | bytes | None,
 ) -> dict[str, Any]:
     """Checks a whole adapter and its norms and makes converted copies; nothing that serves requests changes."""
-    resident = _resident(self)
+    resident = resident_of(self)
     resident.staged = None
     try:
         staged_norms = _check_norms(_unpack(norms), resident)
@@ -113,7 +120,7 @@ def qerl_stage(
 @torch.no_grad()
 def qerl_commit(self: Any, version: int) -> dict[str, Any]:
     """Makes what was staged the policy, in place."""
-    resident = _resident(self)
+    resident = resident_of(self)
     if resident.staged is None:
         return {"error": "nothing is staged in this worker; stage the adapter first"}
     staged, norms = resident.staged
@@ -128,14 +135,14 @@ def qerl_commit(self: Any, version: int) -> dict[str, Any]:
 
 def qerl_discard(self: Any) -> dict[str, Any]:
     """Forgets what was staged."""
-    _resident(self).staged = None
+    resident_of(self).staged = None
     return {}
 
 
 @torch.no_grad()
 def qerl_set_noise(self: Any, sigma: float, seed: int, rollout: int, targets: list[str]) -> dict[str, Any]:
     """Sets the norms to base + sigma * z(seed, rollout, name); sigma 0 restores the base bit for bit."""
-    resident = _resident(self)
+    resident = resident_of(self)
     names = [name for name in resident.base_norms if noise.is_target(name, targets)]
     unknown = [target for target in targets if not any(noise.is_target(name, [target]) for name in names)]
     if unknown or (sigma and not targets):
@@ -147,7 +154,7 @@ def qerl_set_noise(self: Any, sigma: float, seed: int, rollout: int, targets: li
 
 def qerl_state(self: Any, digest: bool = False) -> dict[str, Any]:
     """Version and noise of this worker; with ``digest`` a SHA-256 over norms and adapter buffers as they are now."""
-    resident = _resident(self)
+    resident = resident_of(self)
     state = {key: getattr(resident, key) for key in ("version", "sigma", "seed", "rollout")}
     state["targets"] = list(resident.targets)
     if digest:

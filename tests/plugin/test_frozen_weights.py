@@ -73,21 +73,9 @@ def test_a_part_across_tiles_is_refused_with_the_reason(first, rows):
     assert f"its rows {first} to {first + rows}" in tiled_part(whole, first, rows)
 
 
-REFUSED = {
-    "several GPUs": ({"parallel_config.world_size": 2}, "cut over 2 GPUs"),
-    "sleep": ({"model_config.enable_sleep_mode": True}, "start it without enable_sleep_mode"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_an_engine_that_cannot_lend_says_why(case):
-    changes, message = REFUSED[case]
-    settings = {"parallel_config.world_size": 1, "model_config.enable_sleep_mode": False, **changes}
-    config = types.SimpleNamespace(
-        parallel_config=types.SimpleNamespace(world_size=settings["parallel_config.world_size"]),
-        model_config=types.SimpleNamespace(enable_sleep_mode=settings["model_config.enable_sleep_mode"]),
-    )
-    with pytest.raises(NotShareableError, match=message):
+def test_an_engine_on_several_gpus_cannot_lend_and_says_why():
+    config = types.SimpleNamespace(parallel_config=types.SimpleNamespace(world_size=2))
+    with pytest.raises(NotShareableError, match="cut over 2 GPUs"):
         frozen_weights(types.SimpleNamespace(llm_engine=types.SimpleNamespace(vllm_config=config)))
 
 

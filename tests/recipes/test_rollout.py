@@ -8,6 +8,8 @@ from qerl_recipes import model as models
 from qerl_recipes import norms, running_sum
 from qerl_recipes.configs import GRPOConfig
 from qerl_recipes.rollout import Snapshot, completion_seed, start
+from qerl_vllm_plugin import compat
+from qerl_vllm_plugin.kv_cache import KVCacheError
 
 TOKENIZER = running_sum.tokenizer()
 PROMPTS = [TOKENIZER(p.prompt)["input_ids"] for p in running_sum.held_out(4) for _ in range(4)]
@@ -140,3 +142,91 @@ def test_tokens_are_counted_from_the_start_of_a_rollout(engine):
 def test_images_are_refused(engine):
     with pytest.raises(ValueError, match="reads text only"):
         engine.generate(PROMPTS, [None] * len(PROMPTS), 4)
+
+
+class Piece:
+    """One piece of memory, all of it KV cache, that notes when it is given back and taken again."""
+
+    def __init__(self, events):
+        self._events = events
+
+    def caches(self):
+        return [(4096, 64)]
+
+    allocations = caches
+
+    def unmap(self, address):
+        self._events.append("release")
+
+    def map(self, address):
+        self._events.append("resume")
+
+    def clear_caches(self):
+        self._events.append("zero")
+
+    def free_bytes(self):
+        return 64
+
+
+@pytest.fixture
+def sleepy(engine, monkeypatch):
+    """The engine as if it had been started with sleep mode, and what happens to it, in order."""
+    events = []
+
+    def note(owner, name, event):
+        original = getattr(owner, name)
+
+        def noted(*args, **options):
+            events.append(event)
+            return original(*args, **options)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    monkeypatch.setattr(engine._training, "vllm_enable_sleep_mode", True)
+    monkeypatch.setattr(engine, "_is_lent", False)
+    monkeypatch.setattr(engine, "_is_asleep", False)
+    monkeypatch.setattr(compat, "KVCacheMemory", lambda worker: Piece(events))
+    monkeypatch.setattr(engine.llm, "sleep", lambda level: events.append(f"sleep {level}"))
+    monkeypatch.setattr(engine.llm, "wake_up", lambda: events.append("wake"))
+    note(engine, "_snapshot", "swap")
+    note(engine.llm, "generate", "generate")
+    yield engine, events
+    engine._wake()
+
+
+def test_an_engine_that_has_lent_its_weights_gives_its_kv_cache_between_rollouts(sleepy):
+    engine, events = sleepy
+    engine._training.vllm_enable_sleep_mode = False
+    engine.begin(3, 0.01)
+    expected = [engine.generate(PROMPTS, None, 4) for _ in range(2)]
+    engine._training.vllm_enable_sleep_mode = True
+    events.clear()
+    lent = engine.frozen_weights()
+    assert events == ["release"] and len(lent.linears) == 14
+    engine.begin(3, 0.01)
+    assert events == ["release", "resume", "zero", "swap"]
+    assert engine.generate(PROMPTS, None, 4) == expected[0]
+    assert events[4:] == ["generate", "release"]
+    assert engine.generate(PROMPTS, None, 4) == expected[1]  # dynamic sampling asks again
+    assert events[6:] == ["resume", "zero", "generate", "release"]
+    engine.begin_evaluation()
+    assert events[10:] == ["resume", "zero", "swap"]
+
+
+def test_a_trainer_that_writes_into_the_lent_weights_ends_the_run(sleepy):
+    engine, events = sleepy
+    name, weight = next(iter(engine.frozen_weights().linears.items()))
+    weight.weight.codes[3, 5] ^= 1
+    with pytest.raises(KVCacheError, match=r"qkv_proj\.weight_packed has changed .* restart from the last checkpoint"):
+        engine.begin(4, None)
+    assert name.endswith("q_proj") and events == ["release"]
+    weight.weight.codes[3, 5] ^= 1
+    engine.begin(4, None)
+
+
+def test_an_engine_that_has_lent_nothing_sleeps_whole(sleepy):
+    engine, events = sleepy
+    engine.begin(3, None)
+    engine.generate(PROMPTS, None, 4)
+    engine.begin(4, None)
+    assert events == ["swap", "generate", "sleep 1", "wake", "swap"]

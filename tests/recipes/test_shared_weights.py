@@ -232,7 +232,6 @@ def test_three_steps_on_shared_weights_are_those_on_a_copy_bit_for_bit(run, read
 CPU = {"output_dir": "unused", "use_cpu": True, "bf16": False}
 OBSTACLES = [
     ({"quantization": "bf16"}, "only qerl_nvfp4 is shared"),
-    ({"vllm_enable_sleep_mode": True}, "takes the weights off the GPU"),
     ({"vllm_tensor_parallel_size": 2}, "each need all weights"),
 ]
 
@@ -248,13 +247,14 @@ def test_promise_9_sharing_that_was_asked_for_and_cannot_be_is_refused(changes, 
 
 
 def test_sharing_that_was_left_open_and_cannot_be_is_said_once():
-    with pytest.warns(UserWarning, match="keeps its own copy of the frozen weights: vllm_enable_sleep_mode"):
-        assert not shared_weights.is_wanted(GRPOConfig(**CPU, vllm_enable_sleep_mode=True))
+    with pytest.warns(UserWarning, match="keeps its own copy of the frozen weights: 1 trainer processes each need all"):
+        assert not shared_weights.is_wanted(GRPOConfig(**CPU, vllm_tensor_parallel_size=2))
 
 
-def test_on_a_gpu_it_must_be_asked_for():
-    gpu = SimpleNamespace(share_weights=None, device=torch.device("cuda"))
-    assert not shared_weights.is_wanted(gpu)
+def test_sharing_is_the_default_on_a_gpu_too_and_with_an_engine_that_sleeps():
+    settings = {"quantization": "qerl_nvfp4", "world_size": 1, "vllm_tensor_parallel_size": 1, "share_weights": None}
+    gpu = SimpleNamespace(**settings, vllm_enable_sleep_mode=True, device=torch.device("cuda"))
+    assert shared_weights.is_wanted(gpu)
 
 
 def test_another_arm_and_a_plain_no_are_not_worth_a_warning(recwarn):
