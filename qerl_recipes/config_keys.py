@@ -160,7 +160,7 @@ _HONOURED = """
     repetition_max_penalty code_language max_completion_len soft_punish_cache
 
     noise_mode noise_schedule noise_seed noise_targets sigma_start sigma_end num_stages dynamic_sampling
-    dynamic_sampling_max_rounds rollout_engine
+    dynamic_sampling_max_rounds rollout_engine pack_tokens
 
     num_generations num_generations_eval max_completion_length generation_batch_size steps_per_generation temperature
     top_p top_k min_p repetition_penalty generation_kwargs chat_template_kwargs pad_to_multiple_of

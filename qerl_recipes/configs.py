@@ -23,6 +23,7 @@ NOISE_MODES = ("none", "rollout", "corrected", "shared")
 DEFAULT_NOISE_MODE = "shared"  # where sigmas are given and no mode is
 # Table 4 of the paper (arXiv 2510.11696)
 SIGMA_START, SIGMA_END, NUM_STAGES = 1e-2, 5e-4, 10
+PACK_TOKENS = 16384  # enough that the cost of expanding 4-bit weights is small beside the products
 _CONSTRUCTION_ERRORS = (ValueError, TypeError, AttributeError, KeyError, OverflowError, OSError, ImportError)
 
 
@@ -132,6 +133,14 @@ class GRPOConfig(trl.GRPOConfig):
         default=False, metadata={"help": "DAPO: replace groups in which all rewards are equal by fresh prompts."}
     )
     dynamic_sampling_max_rounds: int = field(default=3, metadata={"help": "Rounds of fresh prompts a step, at most."})
+    pack_tokens: int | None = field(
+        default=PACK_TOKENS,
+        metadata={
+            "help": "Training runs on rows of real tokens, of at most this many (a longer sequence has a row of its "
+            "own): no padding, and a prompt shared by several completions of a row is computed once. Less means less "
+            "memory for a layer's activations. 0: TRL's padded batches."
+        },
+    )
     rollout_engine: str = field(default="vllm", metadata={"help": "Rollout engine by name, from a plugin or built in."})
     chat_template: str | None = field(default=None, metadata={"help": "Jinja chat template in place of the model's."})
     benchmarks: list[str] = field(default_factory=list, metadata={"help": "Open-R1 only."})
@@ -158,6 +167,8 @@ class GRPOConfig(trl.GRPOConfig):
                 f"dynamic_sampling_max_rounds must be at least 1, not {self.dynamic_sampling_max_rounds}; "
                 "to go without, use dynamic_sampling: false"
             )
+        if self.pack_tokens is not None and self.pack_tokens < 0:
+            raise ConfigError(f"pack_tokens must be at least 1, or 0 for padded batches, not {self.pack_tokens}")
         super().__post_init__()
 
     def _fill_in_noise(self) -> None:

@@ -32,6 +32,7 @@ NAMES = {
     "dynamic_sampling/filled_groups": "filled_groups",
     "dynamic_sampling/extra_tokens": "extra_tokens",
     "dynamic_sampling/rounds": "sampling_rounds",
+    "packing/share": "packed_share",
 }
 COUNTS = {"adapter_version", "touched_norms", "accepted_groups", "dropped_groups", "filled_groups"}
 COUNTS |= {"extra_tokens", "sampling_rounds"}

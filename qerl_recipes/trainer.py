@@ -20,11 +20,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from transformers.trainer_callback import ProgressCallback
 
 from qerl_recipes import norms
-from qerl_recipes.checkpointing import Checkpointing
 from qerl_recipes.configs import GRPOConfig
 from qerl_recipes.dynamic_sampling import PromptStream, informative_groups, replace_groups
-from qerl_recipes.frozen_linear import FrozenNVFP4Linear
 from qerl_recipes.hooks import find
+from qerl_recipes.packed_training import PackedTraining
 from qerl_recipes.rollout import Snapshot, noise_seed
 from qerl_recipes.step_metrics import QuietProgress, StepRecorder
 from qerl_recipes.validate import steps_per_rollout
@@ -32,7 +31,7 @@ from qerl_recipes.validate import steps_per_rollout
 ADAPTER = "default"  # PEFT's name of the adapter that is trained
 
 
-class QerlGRPOTrainer(Checkpointing):
+class QerlGRPOTrainer(PackedTraining):
     """Trains the LoRA adapter of ``model`` (from ``qerl_recipes.model.load``) on completions of its own policy.
 
     Noise modes: ``none``; ``rollout`` (noise in the engine, importance weights 1: the paper's); ``corrected`` (the same
@@ -89,7 +88,8 @@ class QerlGRPOTrainer(Checkpointing):
                 weight.data = masters.get(name, weight.data).to(weight.device, torch.float32)
         if args.train_norms:
             norms.make_trainable(self.model, args.noise_targets)
-        self._leave_frozen_weights_out_of_broadcasts()
+        self._leave_buffers_out_of_broadcasts()
+        self._prepare_packing()
         self._schedule = find("qerl_noise_schedules", args.noise_schedule) if args.noise_mode != "none" else None
         self._noise: tuple[float, int] | None = None  # sigma and rollout of the noise in the trainer's norms
         self._stream = PromptStream(len(train_dataset), args.seed)
@@ -237,16 +237,13 @@ class QerlGRPOTrainer(Checkpointing):
             self._recorder.add(loss, inputs)
         return loss
 
-    def _leave_frozen_weights_out_of_broadcasts(self) -> None:
-        """Every process has loaded them; DDP would broadcast all of them, and NCCL has no 8-bit floats."""
+    def _leave_buffers_out_of_broadcasts(self) -> None:
+        """Every process has loaded or computed the same; DDP would broadcast them all at every forward.
+
+        NCCL has no 8-bit floats, and processes with packed rows of their own make different numbers of forwards.
+        """
         if self.accelerator.num_processes > 1:
-            names = [
-                f"{name}.{buffer}"
-                for name, module in self.model.named_modules()
-                if isinstance(module, FrozenNVFP4Linear)
-                for buffer, _ in module.named_buffers(recurse=False)
-            ]
-            self.model._ddp_params_and_buffers_to_ignore = names
+            self.model._ddp_params_and_buffers_to_ignore = [name for name, _ in self.model.named_buffers()]
 
 
 def _check(args: GRPOConfig) -> None:

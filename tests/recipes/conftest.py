@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 
 def digits(completions: list[str], **columns: Any) -> list[float]:
@@ -34,7 +35,10 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """make_trainer(base, reward=digits, rows=16, rank=4, adapter=None, **settings) -> QerlGRPOTrainer."""
+    """make_trainer(base, reward=digits, rows=16, rank=4, adapter=None, dtype, change, **settings) -> QerlGRPOTrainer.
+
+    ``change`` is called with the loaded model.
+    """
     with trainers(tmp_path / "run") as make:
         yield make
 
@@ -58,13 +62,22 @@ def trainers(output: Path) -> Iterator[Callable[..., Any]]:
     made: list[Any] = []
 
     def make(
-        base: Path, reward: Any = digits, rows: int = 16, rank: int = 4, adapter: Path | None = None, **settings: Any
+        base: Path,
+        reward: Any = digits,
+        rows: int = 16,
+        rank: int = 4,
+        adapter: Path | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        change: Callable[[Any], None] | None = None,
+        **settings: Any,
     ) -> QerlGRPOTrainer:
         if made:
             made.pop().vllm_generation.close()
         args = GRPOConfig(**{"output_dir": str(output), **SETTINGS, **settings})
         norms = "fp32" if args.quantization == "qerl_nvfp4" else "rounded"
-        policy: Any = model.load(base, norms=norms, quantization=args.quantization)
+        policy: Any = model.load(base, dtype, norms, quantization=args.quantization)
+        if change is not None:
+            change(policy)
         if adapter is not None:
             policy = PeftModel.from_pretrained(policy, adapter, is_trainable=True)
         lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")

@@ -1,0 +1,189 @@
+"""Sequences of a padded batch as rows of real tokens: nothing is computed for padding, nor twice for a shared prompt.
+
+A packed row is a row of trees, one for each prompt: the prompt's tokens, then those of its completions, one after the
+other. Positions go on from the prompt in each completion, and a completion sees its prompt and itself. Without sharing
+every completion has a prompt of its own. All of this is worked out on the CPU, from one copy of the batch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Segment(NamedTuple):
+    """One sequence in a packed row: ``prompt`` tokens from ``prompt_start`` on, then ``own`` tokens from ``start``.
+
+    ``start`` follows the prompt directly in the first sequence of a tree, which is the one that computes the prompt.
+    """
+
+    prompt_start: int
+    prompt: int
+    start: int
+    own: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the prompt is this sequence's, not that of an earlier one."""
+        return self.prompt_start + self.prompt == self.start
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """``tokens`` and ``positions``: (1, T) int64. The three others, (S,) int64, describe the S completion tokens:
+
+    ``sources`` are the places in the row whose hidden state predicts each, ``targets`` the tokens themselves, and
+    ``places`` where each stands in the flattened (B, C) completions of the batch.
+    """
+
+    segments: tuple[Segment, ...]
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    sources: torch.Tensor
+    targets: torch.Tensor
+    places: torch.Tensor
+
+    def to(self, device: torch.device) -> "PackedRow":
+        """The same on another device."""
+        tensors = (self.tokens, self.positions, self.sources, self.targets, self.places)
+        return PackedRow(self.segments, *(tensor.to(device, non_blocking=True) for tensor in tensors))
+
+    def starts(self) -> torch.Tensor:
+        """Where each sequence starts and the last one ends, (sequences + 1,) int32; for rows without shared prompts."""
+        return torch.tensor([s.prompt_start for s in self.segments] + [self.tokens.shape[1]], dtype=torch.int32)
+
+
+class _Tree(NamedTuple):
+    """Rows of the batch with the same prompt; ``size`` in tokens."""
+
+    rows: tuple[int, ...]
+    size: int
+
+
+def pack(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor, completion: int, pack_tokens: int, *, share_prompts: bool
+) -> list[PackedRow]:
+    """Rows of at most ``pack_tokens`` tokens that hold every sequence of a batch; a longer sequence has its own row.
+
+    ``input_ids: (B, P + C)`` and ``attention_mask: (B, P + C)`` on the CPU, with C = ``completion``. Sequences whose
+    completion is masked out are left out; if all are, one is kept, so that there is something to differentiate.
+    ``share_prompts`` computes equal prompts in one packed row once.
+
+    Raises ValueError for a completion without a prompt: no hidden state predicts its first token.
+    """
+    is_real = attention_mask.bool()
+    prompts = is_real[:, :-completion].sum(dim=1).tolist()
+    completions = is_real[:, -completion:].sum(dim=1).tolist()
+    rows = [row for row, own in enumerate(completions) if own] or [0]
+    for row in rows:
+        if not prompts[row]:
+            raise ValueError(f"sequence {row} of the batch has no prompt; give its problem one token at least")
+    groups: dict[Any, list[int]] = {}
+    for row in rows:
+        ids = input_ids[row, :-completion][is_real[row, :-completion]]
+        groups.setdefault(ids.numpy().tobytes() if share_prompts else row, []).append(row)
+    trees = list(chain.from_iterable(_trees(group, prompts, completions, pack_tokens) for group in groups.values()))
+    return [_packed_row(bin_, input_ids, is_real, completion) for bin_ in _bins(trees, pack_tokens)]
+
+
+def _trees(group: list[int], prompts: list[int], completions: list[int], pack_tokens: int) -> list[_Tree]:
+    """One tree for the rows of one prompt, or several of at most ``pack_tokens`` tokens; the longest rows first."""
+    trees: list[_Tree] = []
+    for row in sorted(group, key=lambda row: -completions[row]):
+        if trees and trees[-1].size + completions[row] <= pack_tokens:
+            trees[-1] = _Tree((*trees[-1].rows, row), trees[-1].size + completions[row])
+        else:
+            trees.append(_Tree((row,), prompts[row] + completions[row]))
+    return trees
+
+
+def _bins(trees: list[_Tree], pack_tokens: int) -> list[list[_Tree]]:
+    """The largest first, each into the first bin that has room for it."""
+    bins: list[list[_Tree]] = []
+    sizes: list[int] = []
+    for tree in sorted(trees, key=lambda tree: -tree.size):
+        fits = next((i for i, size in enumerate(sizes) if size + tree.size <= pack_tokens), None)
+        if fits is None:
+            bins.append([tree])
+            sizes.append(tree.size)
+        else:
+            bins[fits].append(tree)
+            sizes[fits] += tree.size
+    return bins
+
+
+def _packed_row(trees: Sequence[_Tree], input_ids: torch.Tensor, is_real: torch.Tensor, completion: int) -> PackedRow:
+    segments: list[Segment] = []
+    tokens: list[torch.Tensor] = []
+    positions: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    places: list[torch.Tensor] = []
+    end = 0
+    for tree in trees:
+        prompt_ids = input_ids[tree.rows[0], :-completion][is_real[tree.rows[0], :-completion]]
+        prompt_start, prompt = end, len(prompt_ids)
+        tokens.append(prompt_ids)
+        positions.append(torch.arange(prompt))
+        end += prompt
+        for row in tree.rows:
+            (columns,) = is_real[row, -completion:].nonzero(as_tuple=True)
+            own = len(columns)
+            segments.append(Segment(prompt_start, prompt, end, own))
+            tokens.append(input_ids[row, -completion:][columns])
+            positions.append(torch.arange(prompt, prompt + own))
+            sources.append(torch.arange(end - 1, end + own - 1))
+            if own:
+                sources[-1][0] = prompt_start + prompt - 1
+            places.append(row * completion + columns)
+            end += own
+    row_tokens, where = torch.cat(tokens), torch.cat(places)
+    targets = input_ids[:, -completion:].reshape(-1)[where]
+    return PackedRow(tuple(segments), row_tokens[None], torch.cat(positions)[None], torch.cat(sources), targets, where)
+
+
+def even_micro_batches(batches: Sequence[Mapping[str, Any]], window: int) -> list[dict[str, Any]]:
+    """The micro-batches of a rollout with the rows of each ``window`` of them dealt anew, so that all are as long.
+
+    ``window`` is the number of micro-batches whose gradients are added up to one step: rows stay in their step. Equal
+    prompts stay together where a micro-batch holds whole groups of them. Each micro-batch keeps its number of rows.
+    """
+    even: list[dict[str, Any]] = []
+    for first in range(0, len(batches), window):
+        part = batches[first : first + window]
+        whole = {key: _joined([batch[key] for batch in part]) for key in part[0]}
+        sizes = [len(batch["completion_ids"]) for batch in part]
+        for rows in _deal(whole, sizes):
+            even.append({key: value[rows] if _has_rows(value) else value for key, value in whole.items()})
+    return even
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _joined(values: list[Any]) -> Any:
+    return torch.cat(values) if _has_rows(values[0]) else values[0]
+
+
+def _deal(batch: Mapping[str, Any], sizes: list[int]) -> list[torch.Tensor]:
+    """Rows of each micro-batch: the longest unit first, to the micro-batch with the fewest tokens that has room."""
+    prompt_ids, prompt_mask = batch["prompt_ids"].cpu(), batch["prompt_mask"].cpu().bool()
+    tokens = (prompt_mask.sum(dim=1) + batch["completion_mask"].cpu().sum(dim=1)).tolist()
+    groups: dict[bytes, list[int]] = {}
+    for row in range(len(tokens)):
+        groups.setdefault(prompt_ids[row][prompt_mask[row]].numpy().tobytes(), []).append(row)
+    units = list(groups.values())
+    whole = {len(unit) for unit in units}
+    if len(whole) > 1 or any(size % len(units[0]) for size in sizes):
+        units = [[row] for row in range(len(tokens))]
+    dealt: list[list[int]] = [[] for _ in sizes]
+    loads = [0] * len(sizes)
+    for unit in sorted(units, key=lambda unit: -sum(tokens[row] for row in unit)):
+        room = [i for i, size in enumerate(sizes) if len(dealt[i]) + len(unit) <= size]
+        lightest = min(room, key=lambda i: loads[i])
+        dealt[lightest] += unit
+        loads[lightest] += sum(tokens[row] for row in unit)
+    device = batch["prompt_ids"].device
+    return [torch.tensor(sorted(rows), device=device) for rows in dealt]
