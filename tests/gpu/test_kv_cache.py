@@ -1,0 +1,295 @@
+"""The KV cache under CUDA graphs gives its memory back while a trainer works on the engine's weights.
+
+A process that is killed while the cache is released leaves nothing behind: the driver frees the memory of a process
+with it, and no file depends on the cache. A killed run resumes from its last checkpoint, whatever the engine was at;
+the tests of resumed runs kill one in its reward function, which is between release and resume.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft.utils import get_peft_model_state_dict
+
+from qerl_recipes import model as models
+from qerl_vllm_plugin import kv_cache
+from qerl_vllm_plugin.checksum import checksums
+from qerl_vllm_plugin.frozen_weights import NotShareableError, frozen_weights
+from qerl_vllm_plugin.kv_cache import KVCacheError
+from qerl_vllm_plugin.policy import Policy
+
+pytestmark = pytest.mark.gpu
+
+RANK, MIB = 16, 2**20
+PROMPTS = [[(7 * i + 3 * j) % 500 + 2 for j in range(40 + i)] for i in range(8)]
+IDS = torch.randint(2, 500, (4, 200), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoints: tuple[Path, Path]) -> Iterator[Any]:
+    """The one engine with sleep mode that a process may have."""
+    from vllm import LLM
+
+    llm = LLM(
+        str(checkpoints[1]),
+        quantization="qerl_nvfp4",
+        dtype="bfloat16",
+        gpu_memory_utilization=0.2,
+        max_model_len=512,
+        max_num_seqs=16,
+        enable_sleep_mode=True,
+        disable_log_stats=True,
+        additional_config={"qerl": {"policy_adapter": {"rank": RANK}}},
+    )
+    yield llm
+    llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(scope="module")
+def policy(engine: Any) -> Policy:
+    return Policy(engine)
+
+
+@pytest.fixture(scope="module")
+def trainer(engine: Any, checkpoints: tuple[Path, Path]) -> Any:
+    """A model with an adapter on the engine's weights; skips where they lie in Marlin's layout."""
+    try:
+        weights = frozen_weights(engine)
+    except NotShareableError as error:
+        pytest.skip(str(error))
+    lora = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(models.load(checkpoints[1], weights=weights), lora).to("cuda")
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            parameter.data = (0.05 * torch.randn(parameter.shape, generator=generator)).cuda()
+    return model
+
+
+def adapter_of(trainer: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    tensors = get_peft_model_state_dict(trainer, save_embedding_layers=False)
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}, trainer.peft_config["default"].to_dict()
+
+
+def answer(policy: Policy) -> list[tuple[tuple[int, ...], float]]:
+    """Greedy tokens and their log-probability, from an empty prefix cache."""
+    from vllm import SamplingParams
+
+    assert policy._llm.reset_prefix_cache()
+    sampling = SamplingParams(max_tokens=16, temperature=0, logprobs=0, ignore_eos=True)
+    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    outputs = policy._llm.generate(prompts, sampling, lora_request=policy.request, use_tqdm=False)
+    return [(tuple(o.outputs[0].token_ids), o.outputs[0].cumulative_logprob) for o in outputs]
+
+
+def worker_of(policy: Policy) -> Any:
+    return policy._llm.llm_engine.model_executor.driver_worker.worker
+
+
+def free() -> int:
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
+
+
+def logits(trainer: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return trainer(IDS.cuda()).logits
+
+
+def test_the_memory_of_the_cache_comes_back_and_the_trainer_reads_the_weights_meanwhile(
+    policy: Policy, trainer: Any, record: Callable[[str, Any], None]
+) -> None:
+    caches = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in worker_of(policy).model_runner.kv_caches
+    }
+    size, addresses = sum(caches.values()), set(caches)
+    expected = logits(trainer)
+    torch.cuda.empty_cache()
+    before = free()
+    began = time.perf_counter()
+    released = policy.release_kv_cache()
+    seconds = time.perf_counter() - began
+    gained = free() - before
+    assert size <= released < 1.02 * size + 64 * MIB
+    assert abs(gained - released) < 64 * MIB
+    assert torch.equal(logits(trainer), expected)
+    scratch = torch.full((gained // 2,), 0xFF, dtype=torch.uint8, device="cuda")  # where the cache lay, perhaps
+    del scratch
+    torch.cuda.empty_cache()
+    began = time.perf_counter()
+    policy.resume_kv_cache()
+    record(
+        "KV cache given back / released in / resumed in",
+        f"{gained / 2**30:.2f} GiB / {1e3 * seconds:.0f} ms / {1e3 * (time.perf_counter() - began):.0f} ms",
+    )
+    assert abs(free() - before) < 64 * MIB
+    after = worker_of(policy).model_runner.kv_caches
+    assert {t.untyped_storage().data_ptr() for t in after} == addresses
+    assert not any(bool(t.view(torch.int16).any()) for t in after)
+
+
+def test_answers_after_a_cycle_are_those_before_bit_for_bit_under_cuda_graphs(policy: Policy, trainer: Any) -> None:
+    policy.swap(*adapter_of(trainer))
+    policy.set_noise(1e-2, seed=1, rollout=3)
+    before, state = answer(policy), policy.state(digest=True)
+    assert answer(policy) == before, "the engine itself is not deterministic: nothing can be concluded"
+    policy.release_kv_cache()
+    assert policy.state(digest=True) == state
+    policy.resume_kv_cache()
+    assert answer(policy) == before
+    assert policy.state(digest=True) == state
+    policy.clear_noise()
+    policy.swap(None)
+
+
+def test_a_hundred_cycles_leave_every_bit_and_the_memory_as_they_were(
+    policy: Policy, trainer: Any, record: Callable[[str, Any], None]
+) -> None:
+    first, config = adapter_of(trainer)
+    trained = [p for p in trainer.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
+    policy.swap(first, config)
+    before, state, weights = answer(policy), policy.state(digest=True), kv_cache._checksums(worker_of(policy))
+    used: list[int] = []
+    for cycle in range(100):
+        policy.swap(*adapter_of(trainer))
+        policy.set_noise(1e-2, seed=1, rollout=cycle)
+        if cycle % 10 == 0:
+            assert answer(policy) != before
+        policy.release_kv_cache()
+        trainer(IDS.cuda()).logits.float().log_softmax(-1)[..., 3].mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+        policy.resume_kv_cache()
+        policy.clear_noise()
+        used.append(-free())
+    policy.swap(first, config)
+    now = policy.state(digest=True)
+    assert (now.adapter, now.norms) == (state.adapter, state.norms)
+    assert kv_cache._checksums(worker_of(policy)) == weights
+    assert answer(policy) == before
+    growth = max(abs(later - used[4]) for later in used[4:])
+    record("100 cycles of swap, noise, release, training step, resume: memory within", f"{growth / MIB:.1f} MiB")
+    assert growth < 64 * MIB
+    policy.swap(None)
+
+
+@pytest.mark.parametrize("kind", ["weight", "policy_b"])
+def test_a_bit_that_flips_meanwhile_is_found_and_named(policy: Policy, kind: str) -> None:
+    layers = worker_of(policy).model_runner.get_model().named_modules()
+    name, layer = next((name, layer) for name, layer in layers if hasattr(layer, "qerl_prefix"))
+    leaf = kind if hasattr(layer, kind) else "weight_packed"
+    raw = getattr(layer, leaf).data.view(torch.uint8).view(-1)
+    policy.release_kv_cache()
+    raw[12345] ^= 4
+    with pytest.raises(KVCacheError, match=rf"^{name}\.(marlin_parts\.0\.)?{leaf} has changed while"):
+        policy.resume_kv_cache()
+    raw[12345] ^= 4
+    policy.resume_kv_cache()
+
+
+def test_memory_that_the_trainer_has_kept_is_refused_and_can_be_had_later(policy: Policy) -> None:
+    policy.swap(None)
+    before = answer(policy)
+    torch.cuda.empty_cache()
+    released = policy.release_kv_cache()
+    taken = torch.empty(free() - released // 2, dtype=torch.uint8, device="cuda")
+    with pytest.raises(KVCacheError, match="Lower gpu_memory_utilization"):
+        policy.resume_kv_cache()
+    del taken
+    torch.cuda.empty_cache()
+    policy.resume_kv_cache()
+    assert answer(policy) == before
+
+
+def test_the_pool_of_the_weights_holds_no_temporaries(policy: Policy, record: Callable[[str, Any], None]) -> None:
+    """What preparing the layers frees within vLLM's pool has gone back to the GPU, but for rounding to 20 MiB."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    entries = CuMemAllocator.get_instance().pointer_to_data.values()
+    pool = sum(entry.handle[1] for entry in entries if entry.tag == "weights")
+    model = worker_of(policy).model_runner.get_model()
+    tensors = [*model.parameters(), *model.buffers()]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.is_cuda}
+    record(
+        "sleep mode's pool of weights / the weights in it", f"{pool / MIB:.0f} / {sum(storages.values()) / MIB:.0f} MiB"
+    )
+    assert pool < sum(storages.values()) + 64 * MIB
+
+
+def test_a_checksum_reads_weights_about_as_fast_as_the_memory_gives_them(record: Callable[[str, Any], None]) -> None:
+    """As many tensors, and of the size, that a seventh of a 32B model has."""
+    layers = [
+        [(27648 * 5120 // 2,), (5120 * 27648 // 4,), (55296,), (5120,), (7168 * 5120 // 2,), (7168,)] for _ in range(20)
+    ]
+    tensors = [torch.randint(0, 255, shape, dtype=torch.uint8, device="cuda") for layer in layers for shape in layer]
+    size = sum(tensor.numel() for tensor in tensors)
+    torch.cuda.reset_peak_memory_stats()
+    base, found, times = torch.cuda.memory_allocated(), checksums(tensors), []
+    for _ in range(5):
+        began = time.perf_counter()
+        assert checksums(tensors) == found
+        times.append(time.perf_counter() - began)
+    extra = torch.cuda.max_memory_allocated() - base
+    rate = size / min(times)
+    record(
+        f"checksum of {size / 1e9:.1f} GB in {len(tensors)} tensors / scratch",
+        f"{1e3 * min(times):.1f} ms, {rate / 1e12:.2f} TB/s / {extra / MIB:.0f} MiB",
+    )
+    assert extra < 0.05 * size
+    assert 18e9 / rate < 0.1
+    tensors[4][77] ^= 1
+    changed = [before != now for before, now in zip(found, checksums(tensors), strict=True)]
+    assert changed == [i == 4 for i in range(len(tensors))]
+
+
+def test_three_grpo_steps_on_shared_weights_with_sleep_mode(
+    checkpoints: tuple[Path, Path], tmp_path: Path, record: Callable[[str, Any], None]
+) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("weights are shared in Hopper's layout")
+    overrides = {
+        "model_name_or_path": checkpoints[1],
+        "share_weights": "true",
+        "vllm_enable_sleep_mode": "true",
+        "use_cpu": "false",
+        "bf16": "true",
+        "max_steps": 3,
+        "per_device_train_batch_size": 32,
+        "vllm_gpu_memory_utilization": 0.2,
+        "save_strategy": "no",
+        "output_dir": tmp_path / "run",
+    }
+    recipe = Path(__file__).parents[2] / "recipes/demo/grpo/nvfp4_lora_aqn.yaml"
+    line = [sys.executable, "-m", "qerl_recipes.cli", "train", "--config", str(recipe)]
+    line += [part for key, value in overrides.items() for part in (f"--{key}", str(value))]
+    done = subprocess.run(line, capture_output=True, text=True, env=os.environ, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    steps = [json.loads(row) for row in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    mismatch = sum(row["logp_mismatch_mean"] for row in steps) / 3
+    record("three GRPO steps on shared weights with sleep mode: mean |log p| mismatch", f"{mismatch:.4f}")
+    assert mismatch < 0.05
+
+
+def test_a_request_that_goes_to_the_engine_directly_is_refused_before_it_reads_the_cache(policy: Policy) -> None:
+    """The last test of this file: an engine that let it pass would leave no usable GPU behind."""
+    from vllm import SamplingParams
+
+    before = answer(policy)
+    policy.release_kv_cache()
+    with pytest.raises(KVCacheError, match=r"call Policy\.resume_kv_cache"):
+        policy._llm.generate([{"prompt_token_ids": PROMPTS[0]}], SamplingParams(max_tokens=4), use_tqdm=False)
+    engine = policy._llm.llm_engine
+    engine.abort_request(list(engine.output_processor.request_states), internal=True)
+    policy.resume_kv_cache()
+    assert answer(policy) == before
