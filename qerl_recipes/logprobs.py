@@ -1,7 +1,8 @@
 """Log-probabilities and entropies of completions, from packed rows and without logits.
 
 The model gives its last hidden state; of it, the states that predict a completion token, and no others, are multiplied
-by the output layer inside ``qerl_kernels.linear_logprob``, which never holds more than a chunk of logits.
+by the output layer inside ``qerl_kernels.linear_logprob``, which never holds more than a chunk of logits. Logits are
+rounded to the dtype of the weights, as in the engine that has sampled from them.
 """
 
 from collections.abc import Callable, Iterator
@@ -60,7 +61,7 @@ def completion_logprobs(
         with _last_hidden(base) as hidden, autocast():
             model(**_arguments(base, row))
         states = hidden[0][0, row.sources].to(weight.dtype)  # (S, H)
-        logp, _, entropy = linear_logprob(states, weight, row.targets, temperature)
+        logp, _, entropy = linear_logprob(states, weight, row.targets, temperature, rounded=True)
         logps.append(logp)
         entropies.append(entropy)
         places.append(row.places)

@@ -10,7 +10,9 @@ and, with p = exp(l - logsumexp), the gradient that the incoming ones (a, b, c) 
 
 Tokens are taken a chunk at a time: cuBLAS writes a chunk of logits in fp32, one Triton kernel reads it once. The
 backward computes the chunk again, turns it into ``dl`` and multiplies by W. Kept between the two: the hidden state and
-two numbers a token. W is frozen.
+two numbers a token. W is frozen. With ``rounded`` the product is rounded to the dtype of ``hidden`` before anything
+else, as by an engine whose output layer writes BF16: the policy that was sampled from. The gradient passes the rounding
+as if it were not there.
 """
 
 import torch
@@ -22,9 +24,11 @@ COLUMNS = 4096  # of one step of the kernels
 
 
 def linear_logprob(
-    hidden: torch.Tensor, w: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0
+    hidden: torch.Tensor, w: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0, *, rounded: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``hidden: (T, H)``, ``w: (V, H)``, ``targets: (T,)`` int64 -> logp, logsumexp and entropy, each ``(T,)`` fp32.
+
+    ``rounded`` rounds ``hidden W^T`` to the dtype of ``hidden``.
 
     Differentiable with respect to ``hidden`` only. Raises ValueError where ``w`` wants a gradient, the shapes do not
     fit or the temperature is not above zero. Every target must be in [0, V).
@@ -36,7 +40,7 @@ def linear_logprob(
         raise ValueError(f"hidden, w and targets have shapes {shapes}; they must be (T, H), (V, H) and (T,)")
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; it must be above zero")
-    return torch.ops.qerl.linear_logprob(hidden, w, targets, temperature)
+    return torch.ops.qerl.linear_logprob(hidden, w, targets, temperature, rounded)
 
 
 def reference(
@@ -53,8 +57,10 @@ def _chunks(T: int, V: int) -> list[slice]:
     return [slice(start, min(start + rows, T)) for start in range(0, T, rows)]
 
 
-def _logits(hidden: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """``hidden W^T`` with the fp32 accumulator as the result."""
+def _logits(hidden: torch.Tensor, w: torch.Tensor, rounded: bool) -> torch.Tensor:
+    """``hidden W^T`` in fp32: the accumulator, or what is left of it in the dtype of ``hidden``."""
+    if rounded:
+        return torch.mm(hidden, w.to(hidden.dtype).t()).float()
     if hidden.is_cuda and hidden.dtype != torch.float32:
         return torch.mm(hidden, w.t(), out_dtype=torch.float32)
     return hidden.float() @ w.t().float()
@@ -62,17 +68,17 @@ def _logits(hidden: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("qerl::linear_logprob", mutates_args=())
 def _linear_logprob(
-    hidden: torch.Tensor, w: torch.Tensor, targets: torch.Tensor, temperature: float
+    hidden: torch.Tensor, w: torch.Tensor, targets: torch.Tensor, temperature: float, rounded: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     out = torch.empty(3, hidden.shape[0], dtype=torch.float32, device=hidden.device)
     statistics = statistics_triton if hidden.is_cuda else statistics_torch
     for rows in _chunks(hidden.shape[0], w.shape[0]):
-        statistics(_logits(hidden[rows], w), targets[rows], 1 / temperature, out[:, rows])
+        statistics(_logits(hidden[rows], w, rounded), targets[rows], 1 / temperature, out[:, rows])
     return out[0].clone(), out[1].clone(), out[2].clone()
 
 
 @_linear_logprob.register_fake
-def _(hidden, w, targets, temperature):
+def _(hidden, w, targets, temperature, rounded):
     return tuple(hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(3))
 
 
@@ -82,6 +88,7 @@ def _backward(
     w: torch.Tensor,
     targets: torch.Tensor,
     temperature: float,
+    rounded: bool,
     saved: torch.Tensor,
     gradients: torch.Tensor,
 ) -> torch.Tensor:
@@ -89,7 +96,7 @@ def _backward(
     d_hidden = torch.empty_like(hidden)
     logit_gradients = logit_gradients_triton if hidden.is_cuda else logit_gradients_torch
     for rows in _chunks(hidden.shape[0], w.shape[0]):
-        logits = _logits(hidden[rows], w)
+        logits = _logits(hidden[rows], w, rounded)
         d_logits = torch.empty_like(logits, dtype=hidden.dtype)
         logit_gradients(logits, targets[rows], 1 / temperature, saved[:, rows], gradients[:, rows], d_logits)
         torch.mm(d_logits, w.to(hidden.dtype), out=d_hidden[rows])
@@ -97,19 +104,21 @@ def _backward(
 
 
 @_backward.register_fake
-def _(hidden, w, targets, temperature, saved, gradients):
+def _(hidden, w, targets, temperature, rounded, saved, gradients):
     return torch.empty_like(hidden)
 
 
 def _save(ctx, inputs, output):
-    hidden, w, targets, ctx.temperature = inputs
+    hidden, w, targets, ctx.temperature, ctx.rounded = inputs
     ctx.save_for_backward(hidden, w, targets, torch.stack(output[1:]))
 
 
 def _gradient(ctx, *gradients):
     hidden, w, targets, saved = ctx.saved_tensors
     whole = torch.stack([torch.zeros_like(saved[0]) if g is None else g.float() for g in gradients])
-    return torch.ops.qerl.linear_logprob_backward(hidden, w, targets, ctx.temperature, saved, whole), None, None, None
+    options = (ctx.temperature, ctx.rounded)
+    d_hidden = torch.ops.qerl.linear_logprob_backward(hidden, w, targets, *options, saved, whole)
+    return d_hidden, None, None, None, None
 
 
 _linear_logprob.register_autograd(_gradient, setup_context=_save)

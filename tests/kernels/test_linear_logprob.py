@@ -31,6 +31,21 @@ def test_values_and_gradient_agree_with_fp64(rows, monkeypatch):
     torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=1e-4, atol=1e-6)
 
 
+def test_rounded_logits_are_those_of_an_output_layer_that_writes_bf16():
+    hidden, w, targets, upstream = example()
+    ours, w = hidden.bfloat16().requires_grad_(), w.bfloat16()
+    results = linear_logprob(ours, w, targets, 0.7, rounded=True)
+    exact = linear_logprob(ours, w, targets, 0.7)
+    theirs = ours.detach().clone().requires_grad_()
+    log_p = torch.log_softmax((theirs @ w.t()).float() / 0.7, dim=-1)
+    expected = log_p.gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(results[0], expected, rtol=1e-6, atol=1e-5)
+    assert float((results[0] - exact[0]).detach().abs().max()) > 1e-3
+    (results[0] * upstream[0]).sum().backward()
+    (expected * upstream[0]).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=2e-2, atol=2e-2)
+
+
 def test_an_unused_result_leaves_no_gradient():
     hidden, w, targets, _ = example()
     ours, exact = hidden.clone().requires_grad_(), hidden.double().requires_grad_()
@@ -48,7 +63,7 @@ def test_large_logits_do_not_overflow():
 
 def test_operators_pass_torch_library_checks():
     hidden, w, targets, _ = example()
-    torch.library.opcheck(torch.ops.qerl.linear_logprob.default, (hidden.requires_grad_(), w, targets, 1.0))
+    torch.library.opcheck(torch.ops.qerl.linear_logprob.default, (hidden.requires_grad_(), w, targets, 1.0, True))
 
 
 def test_refusals():
