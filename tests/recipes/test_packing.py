@@ -345,3 +345,43 @@ def test_a_model_that_cannot_be_packed_is_trained_on_padded_batches_and_says_so(
         trainer = make_trainer(make_nvfp4("qwen2"), change=biased, max_steps=1)
     trainer.train()
     assert "packed_share" not in read_metrics(trainer)[0]
+
+
+def gradient_of_a_share(rank, folder, file, batch, row_sets):
+    """One of two processes under DDP: its share of the batch in as many packed rows as it happens to need."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    adapted = policy(folder)
+    logprobs.prepare(adapted)
+    adapted._ddp_params_and_buffers_to_ignore = [name for name, _ in adapted.named_buffers()]
+    wrapped = torch.nn.parallel.DistributedDataParallel(adapted, find_unused_parameters=True)
+    ids, mask = (tensor[row_sets[rank]] for tensor in batch)
+    rows = pack(ids, mask, C, 12, share_prompts=True)
+    shape = (len(ids), C)
+    with torch.no_grad():
+        logprobs.completion_logprobs(wrapped, adapted, rows, shape, TEMPERATURE, contextlib.nullcontext)
+    for _ in range(2):
+        adapted.zero_grad()
+        results = logprobs.completion_logprobs(wrapped, adapted, rows, shape, TEMPERATURE, contextlib.nullcontext)
+        sum(values.sum() for values in results).backward()
+    gradients = {name: weight.grad for name, weight in adapted.named_parameters() if weight.requires_grad}
+    torch.save((len(rows), gradients), f"{file}.{rank}")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.integration
+def test_processes_with_different_numbers_of_rows_agree_on_the_gradient(batch, make_nvfp4, tmp_path):
+    folder, file = make_nvfp4("qwen2"), str(tmp_path / "meeting")
+    row_sets = [[3, 6], [0, 1, 2, 4, 5]]
+    torch.multiprocessing.spawn(gradient_of_a_share, (folder, file, batch, row_sets), nprocs=2)
+    (few, one), (many, other) = (torch.load(f"{file}.{rank}") for rank in range(2))
+    assert few < many
+    adapted = policy(folder)
+    logprobs.prepare(adapted)
+    results = packed(adapted, pack(*batch, C, 10_000, share_prompts=True), (len(batch[0]), C))
+    sum(values.sum() for values in results).backward()
+    for name, weight in adapted.named_parameters():
+        if weight.requires_grad:
+            assert torch.equal(one[name], other[name])
+            largest = float(weight.grad.abs().max())
+            torch.testing.assert_close(2 * one[name], weight.grad, rtol=0, atol=1e-4 * largest, msg=name)
