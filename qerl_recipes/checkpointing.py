@@ -90,6 +90,7 @@ class Checkpointing(GRPOTrainer):
 
     def save_adapter(self, folder: str | Path) -> None:
         """Write the adapter as a folder of its own, whole or not at all, in place of an earlier one."""
+        self._check_weights()
         if self.is_world_process_zero():
             with _explained(f"the adapter {folder}"):
                 with whole_folder(folder, overwrite=True, proof=checkpoints.STATE_FILE) as partial:
@@ -119,6 +120,7 @@ class Checkpointing(GRPOTrainer):
                 f"step {self.state.global_step} is in the middle of a rollout, each of which serves "
                 f"{self.steps_per_rollout} steps; use a multiple of that as save_steps"
             )
+        self._check_weights()
         name = f"checkpoint-{self.state.global_step}"
         final = Path(super()._get_output_dir(trial)) / name
         is_main = self.is_world_process_zero()
@@ -141,6 +143,11 @@ class Checkpointing(GRPOTrainer):
         if self._pushed is not None:
             self._pushed = None
             super()._push_from_checkpoint(str(final))
+
+    def _check_weights(self) -> None:
+        """Nothing is saved that was computed with weights that have changed under way."""
+        if hasattr(self.vllm_generation, "check_weights"):
+            self.vllm_generation.check_weights()
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """After the folder has its name; the upload goes on in the background."""

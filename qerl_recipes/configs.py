@@ -104,8 +104,8 @@ class GRPOConfig(trl.GRPOConfig):
         default=None,
         metadata={
             "help": "qerl_nvfp4: the trainer reads the engine's frozen weights in place, so that there is one copy. "
-            "Default: on a CPU, wherever it can be done (one trainer process, an engine that does not sleep); on a "
-            "GPU, where it has not been tried yet, it must be asked for. true: refuse to run without; false: keep two."
+            "Default: wherever it can be done (one trainer process; on a GPU, Hopper's layout or the checkpoint's). "
+            "true: refuse to run without; false: keep two."
         },
     )
     train_norms: bool = field(default=False, metadata={"help": "Train the RMSNorm weights too."})

@@ -1,8 +1,9 @@
 """The rollout engine as the trainer sees it: one vLLM in the trainer's process that samples from the current policy.
 
-It has the methods that TRL's GRPOTrainer calls on its own vLLM backend (``generate``, ``sync_weights``) and three more:
-``begin`` opens a rollout (new adapter, new noise, new seeds), ``begin_evaluation`` an evaluation (noise off), and
-``frozen_weights`` lends the engine's weights to the trainer's model; an engine may lack the last.
+It has the methods that TRL's GRPOTrainer calls on its own vLLM backend (``generate``, ``sync_weights``) and four more:
+``begin`` opens a rollout (new adapter, new noise, new seeds), ``begin_evaluation`` an evaluation (noise off),
+``frozen_weights`` lends the engine's weights to the trainer's model, and ``check_weights`` tells whether they are still
+what they were; an engine may lack the last two.
 """
 
 import contextlib
@@ -22,6 +23,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from qerl_recipes.arms import engine_options
 from qerl_recipes.configs import GRPOConfig
 from qerl_vllm_plugin.frozen_weights import FrozenWeights, frozen_weights
+from qerl_vllm_plugin.kv_cache import KVCacheError
 from qerl_vllm_plugin.policy import NoiseReport, Policy
 
 OURS = {"n", "seed", "logprobs", "max_tokens"}  # sampling parameters that generation_kwargs cannot set
@@ -177,11 +179,19 @@ class VLLMRollouts:
         self._sleep()
         return weights
 
+    def check_weights(self) -> None:
+        """Raises KVCacheError if the trainer has changed a weight that it was lent; before anything is saved."""
+        if self._is_lent and self._is_asleep:
+            self.policy.check_unchanged()
+
     def close(self) -> None:
         """Shut the engine down, once; nothing can be generated afterwards."""
         if self._is_closed:
             return
         self._is_closed = True
+        if self._is_lent:
+            with contextlib.suppress(KVCacheError):  # vLLM frees the cache, and reports an error if it has no memory
+                self._wake()
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
         self.llm.llm_engine.engine_core.shutdown()

@@ -191,6 +191,8 @@ class KVCacheMemory:
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
 
     def free_bytes(self) -> int:
+        """What can be mapped now, all that torch keeps for later given back."""
+        torch.cuda.empty_cache()
         return torch.cuda.mem_get_info()[0]
 
 

@@ -17,7 +17,7 @@ from qerl_vllm_plugin import compat
 from qerl_vllm_plugin.checksum import Checksum, checksums
 from qerl_vllm_plugin.worker import carrier_of, resident_of
 
-METHODS = ("qerl_release_kv_cache", "qerl_resume_kv_cache")
+METHODS = ("qerl_release_kv_cache", "qerl_resume_kv_cache", "qerl_check_unchanged")
 
 RELEASED = "the memory of this engine's KV cache has been given back; call Policy.resume_kv_cache() first"
 
@@ -65,6 +65,17 @@ def qerl_resume_kv_cache(self: Any) -> dict[str, Any]:
     """Takes the memory again."""
     try:
         resume(self)
+    except KVCacheError as error:
+        return {"error": str(error)}
+    return {}
+
+
+def qerl_check_unchanged(self: Any) -> dict[str, Any]:
+    """Compares the checksums while the cache is released; there is nothing to compare while it is not."""
+    released: Released | None = resident_of(self).released
+    try:
+        if released is not None:
+            _check_unchanged(released.checksums, _checksums(self))
     except KVCacheError as error:
         return {"error": str(error)}
     return {}
@@ -141,8 +152,8 @@ def _refuse(*_: Any) -> None:
 
 def _no_room(needed: int, reason: str) -> str:
     return (
-        f"the KV cache needs its {needed / 2**30:.2f} GiB again: {reason}. Lower gpu_memory_utilization, or what the "
-        "trainer keeps between steps"
+        f"out of memory: the KV cache needs its {needed / 2**30:.2f} GiB again: {reason}. Lower "
+        "gpu_memory_utilization, or what the trainer keeps between steps"
     )
 
 

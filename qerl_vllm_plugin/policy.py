@@ -173,6 +173,11 @@ class Policy:
         self._is_released = False
         self._empty_prefix_cache()
 
+    def check_unchanged(self) -> None:
+        """Raises KVCacheError, which names it, if a weight, the adapter or a norm has changed since the KV cache was
+        released; for a trainer that is about to save what it has computed with them."""
+        self._call("qerl_check_unchanged", refusal=KVCacheError)
+
     def state(self, *, digest: bool = False) -> PolicyState:
         """What the engine serves now. Raises RuntimeError if the ranks differ."""
         states = self._call("qerl_state", digest)

@@ -146,10 +146,14 @@ def test_a_single_flipped_bit_is_found_and_named(policy, kind):
     raw[len(raw) // 2] ^= 0x10
     with pytest.raises(KVCacheError, match=rf"^{name} has changed while the KV cache was released.*last checkpoint"):
         policy.resume_kv_cache()
+    with pytest.raises(KVCacheError, match=f"^{name} has changed"):
+        policy.check_unchanged()
     with pytest.raises(KVCacheError, match=RELEASED):  # the run cannot go on
         policy.swap(None)
     raw[len(raw) // 2] ^= 0x10
+    policy.check_unchanged()
     policy.resume_kv_cache()
+    policy.check_unchanged()  # nothing to compare
 
 
 def test_a_weight_that_was_replaced_by_its_equal_is_found(policy):

@@ -112,3 +112,37 @@ def read_metrics() -> Callable[[Any], list[dict[str, Any]]]:
         return [{k: v for k, v in record.items() if not k.endswith("_tokens_per_s")} for record in records]
 
     return read
+
+
+class Piece:
+    """One piece of memory, all of it KV cache, that notes when it is given back and taken again."""
+
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
+    def caches(self) -> list[tuple[int, int]]:
+        return [(4096, 64)]
+
+    allocations = caches
+
+    def unmap(self, address: int) -> None:
+        self._events.append("release")
+
+    def map(self, address: int) -> None:
+        self._events.append("resume")
+
+    def clear_caches(self) -> None:
+        self._events.append("zero")
+
+    def free_bytes(self) -> int:
+        return 64
+
+
+@pytest.fixture
+def kv_events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Lets engines on a CPU release a KV cache, in pretence -> what they did with it, in order."""
+    from qerl_vllm_plugin import compat
+
+    events: list[str] = []
+    monkeypatch.setattr(compat, "KVCacheMemory", lambda worker: Piece(events))
+    return events

@@ -8,7 +8,6 @@ from qerl_recipes import model as models
 from qerl_recipes import norms, running_sum
 from qerl_recipes.configs import GRPOConfig
 from qerl_recipes.rollout import Snapshot, completion_seed, start
-from qerl_vllm_plugin import compat
 from qerl_vllm_plugin.kv_cache import KVCacheError
 
 TOKENIZER = running_sum.tokenizer()
@@ -144,34 +143,10 @@ def test_images_are_refused(engine):
         engine.generate(PROMPTS, [None] * len(PROMPTS), 4)
 
 
-class Piece:
-    """One piece of memory, all of it KV cache, that notes when it is given back and taken again."""
-
-    def __init__(self, events):
-        self._events = events
-
-    def caches(self):
-        return [(4096, 64)]
-
-    allocations = caches
-
-    def unmap(self, address):
-        self._events.append("release")
-
-    def map(self, address):
-        self._events.append("resume")
-
-    def clear_caches(self):
-        self._events.append("zero")
-
-    def free_bytes(self):
-        return 64
-
-
 @pytest.fixture
-def sleepy(engine, monkeypatch):
+def sleepy(engine, kv_events, monkeypatch):
     """The engine as if it had been started with sleep mode, and what happens to it, in order."""
-    events = []
+    events = kv_events
 
     def note(owner, name, event):
         original = getattr(owner, name)
@@ -185,7 +160,6 @@ def sleepy(engine, monkeypatch):
     monkeypatch.setattr(engine._training, "vllm_enable_sleep_mode", True)
     monkeypatch.setattr(engine, "_is_lent", False)
     monkeypatch.setattr(engine, "_is_asleep", False)
-    monkeypatch.setattr(compat, "KVCacheMemory", lambda worker: Piece(events))
     monkeypatch.setattr(engine.llm, "sleep", lambda level: events.append(f"sleep {level}"))
     monkeypatch.setattr(engine.llm, "wake_up", lambda: events.append("wake"))
     note(engine, "_snapshot", "swap")
@@ -216,7 +190,10 @@ def test_an_engine_that_has_lent_its_weights_gives_its_kv_cache_between_rollouts
 def test_a_trainer_that_writes_into_the_lent_weights_ends_the_run(sleepy):
     engine, events = sleepy
     name, weight = next(iter(engine.frozen_weights().linears.items()))
+    engine.check_weights()
     weight.weight.codes[3, 5] ^= 1
+    with pytest.raises(KVCacheError, match="has changed"):  # before a checkpoint is saved
+        engine.check_weights()
     with pytest.raises(KVCacheError, match=r"qkv_proj\.weight_packed has changed .* restart from the last checkpoint"):
         engine.begin(4, None)
     assert name.endswith("q_proj") and events == ["release"]

@@ -7,15 +7,17 @@ import torch
 import yaml
 from qerl_kernels import nvfp4, tiles
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
+from qerl_recipes import checkpoints, shared_weights, train
 from qerl_recipes import model as models
-from qerl_recipes import shared_weights, train
 from qerl_recipes.config_file import ConfigError
 from qerl_recipes.configs import GRPOConfig, parse
 from qerl_recipes.frozen_linear import FrozenNVFP4Linear, FrozenTiledLinear
 from qerl_recipes.quantize_plan import FUSED
 from qerl_recipes.validate import validate
 from qerl_vllm_plugin.frozen_weights import FrozenWeight, FrozenWeights, frozen_weights, tiled_part
+from qerl_vllm_plugin.kv_cache import KVCacheError
 
 IDS = torch.randint(2, 27, (3, 24), generator=torch.Generator().manual_seed(1))
 
@@ -155,7 +157,10 @@ def test_weights_of_another_model_are_refused(make_nvfp4):
 
 @pytest.fixture
 def run(make_nvfp4, tmp_path, monkeypatch):
-    """run(name, **changes) -> the folder of a finished run of three steps with noise, and its trainer."""
+    """run(name, **changes) -> the folder of a finished run of three steps with noise, and its trainer.
+
+    ``before(trainer)`` is called before it trains.
+    """
     (tmp_path / "share_of_digits.py").write_text(
         "def digits(completions, **columns):\n"
         "    return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]\n"
@@ -163,7 +168,7 @@ def run(make_nvfp4, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     made = []
 
-    def start(name, **changes):
+    def start(name, before=None, **changes):
         recipe = {
             "model_name_or_path": str(make_nvfp4("qwen2")),
             "output_dir": str(tmp_path / name),
@@ -197,6 +202,8 @@ def run(make_nvfp4, tmp_path, monkeypatch):
             made.pop().vllm_generation.close()
         trainer = train.build(script, training, model_config)
         made.append(trainer)
+        if before is not None:
+            before(trainer)
         trainer.train()
         train.finish(trainer)
         return tmp_path / name, trainer
@@ -227,6 +234,26 @@ def test_three_steps_on_shared_weights_are_those_on_a_copy_bit_for_bit(run, read
     ours, theirs = (load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (one, two))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert any(bool(tensor.any()) for name, tensor in ours.items() if "lora_B" in name)
+
+
+class FlipsABit(TrainerCallback):
+    """Changes a weight that the engine has lent, after the second step."""
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        if state.global_step == 2:
+            linears(model)["base_model.model.model.layers.1.mlp.up_proj.base_layer"].weight_packed[7, 3] ^= 1
+
+
+def test_a_trainer_that_changes_a_lent_weight_is_stopped_before_it_saves_what_it_computed(run, kv_events, tmp_path):
+    def prepare(trainer):
+        trainer.args.vllm_enable_sleep_mode = True
+        trainer.add_callback(FlipsABit())
+
+    with pytest.raises(KVCacheError, match=r"^model\.layers\.1\.mlp\.gate_up_proj\.weight_packed has changed"):
+        run("spoiled", before=prepare, save_strategy="steps", save_steps=1)
+    assert kv_events == ["release", "resume", "zero", "release"]
+    assert [path.name for path in checkpoints.whole_checkpoints(tmp_path / "spoiled")] == ["checkpoint-1"]
+    assert not (tmp_path / "spoiled" / "adapter").exists()
 
 
 CPU = {"output_dir": "unused", "use_cpu": True, "bf16": False}
