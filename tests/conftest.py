@@ -1,8 +1,11 @@
 """Settings that vLLM needs on a CPU, before anything imports it, and tiny checkpoints that every test may use."""
 
+import contextlib
 import json
 import os
-from collections.abc import Callable
+import signal
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -99,3 +102,40 @@ def engine_options() -> dict[str, object]:
         "disable_log_stats": True,
         "seed": 0,
     }
+
+
+@pytest.fixture
+def start_process() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """start_process(command, log, **environment) -> the process; with the test it ends, and all that it has started.
+
+    Its output goes to the file ``log``; ``environment`` is added to that of the tests, less their port.
+    """
+    started = []
+
+    def start(command: Sequence[str | Path], log: Path, **environment: str) -> subprocess.Popen[bytes]:
+        inherited = {name: value for name, value in os.environ.items() if name != "MASTER_PORT"}
+        with log.open("w") as stream:
+            process = subprocess.Popen(
+                command, stdout=stream, stderr=stream, env={**inherited, **environment}, start_new_session=True
+            )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.fixture
+def run_process(start_process: Callable[..., subprocess.Popen[bytes]]) -> Callable[..., None]:
+    """run_process(command, log, seconds=280, **environment) runs it to its end, which must be a good one."""
+
+    def run(command: Sequence[str | Path], log: Path, seconds: float = 280, **environment: str) -> None:
+        process = start_process(command, log, **environment)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+        assert process.returncode == 0, log.read_text()[-6000:]
+
+    return run

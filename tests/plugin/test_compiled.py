@@ -1,8 +1,6 @@
 """Noise and adapter under torch.compile: compiled code reads their storage, so it sees each change and its undoing."""
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
@@ -57,7 +55,7 @@ if __name__ == "__main__":
 @pytest.mark.integration
 @pytest.mark.timeout(600)
 def test_promise_3_changes_in_compiled_code_are_visible_and_exactly_reversible(
-    make_nvfp4, reference, make_adapter, boot, measure, tmp_path
+    make_nvfp4, reference, make_adapter, boot, measure, run_process, tmp_path
 ):
     from qerl_vllm_plugin.policy import Policy
 
@@ -72,10 +70,8 @@ def test_promise_3_changes_in_compiled_code_are_visible_and_exactly_reversible(
         "VLLM_CACHE_ROOT": str(tmp_path / "cache"),
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
     }
-    environment = {name: value for name, value in os.environ.items() if name != "MASTER_PORT"} | changes
     line = [sys.executable, str(script), str(folder), str(tmp_path / "adapter"), str(out), json.dumps(measure.prompts)]
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    run_process(line, tmp_path / "log", seconds=500, **changes)
     found = json.loads(out.read_text())
     assert found["cleared"] == found["removed"] == found["clean"]
     assert found["noisy"][0] == found["noisy"][2] != found["noisy"][1]

@@ -1,11 +1,8 @@
 """Engines whose workers are other processes: one worker, and two that share the model (tensor parallelism)."""
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,8 +12,9 @@ from qerl_vllm_plugin.policy import Policy
 
 TOLERANCE = 1e-4
 
+# one process drives all the engines, one after the other: importing vLLM takes longer than all that it does with one
 DRIVER = '''
-import json, sys
+import json, os, sys
 from pathlib import Path
 
 
@@ -32,16 +30,17 @@ def codes(worker):
     }
 
 
-def main(folder, adapter, out, ranks, options, prompts):
+def drive(case, prompts):
     from safetensors.torch import load_file
     from vllm import LLM, SamplingParams
 
     from qerl_vllm_plugin.adapter import AdapterError
     from qerl_vllm_plugin.policy import Policy
 
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(case["own_core"]))
     llm = LLM(
-        model=folder, quantization="qerl_nvfp4", enforce_eager=True, max_model_len=128, max_num_seqs=8, seed=0,
-        num_gpu_blocks_override=64, tensor_parallel_size=int(ranks), disable_log_stats=True, **json.loads(options),
+        model=case["source"], quantization="qerl_nvfp4", enforce_eager=True, max_model_len=128, max_num_seqs=8, seed=0,
+        num_gpu_blocks_override=64, tensor_parallel_size=case["ranks"], disable_log_stats=True, **case["options"],
     )
     sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
 
@@ -56,8 +55,8 @@ def main(folder, adapter, out, ranks, options, prompts):
 
     policy = Policy(llm)
     found = {"base": answers(policy), "codes": llm.collective_rpc(codes), "bits": [policy.state(digest=True)]}
-    tensors = load_file(Path(adapter) / "adapter_model.safetensors")
-    config = json.loads((Path(adapter) / "adapter_config.json").read_text())
+    tensors = load_file(Path(case["adapter"]) / "adapter_model.safetensors")
+    config = json.loads((Path(case["adapter"]) / "adapter_config.json").read_text())
     shared = next(name for name in tensors if "layers.0.self_attn.q_proj.lora_A" in name)
     tensors[shared.replace("q_proj", "v_proj")] = tensors[shared]  # one tensor under two names
     policy.swap(tensors, config)
@@ -78,100 +77,116 @@ def main(folder, adapter, out, ranks, options, prompts):
     found["removed"] = answers(policy)
     found["version"] = policy.version
     found["bits"] = [(state.norms, state.adapter) for state in (*found["bits"], policy.state(digest=True))]
-    Path(out).write_text(json.dumps(found))
+    llm.llm_engine.engine_core.shutdown()
+    return found
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:6], json.loads(sys.argv[6]))
+    cases, prompts = json.loads(Path(sys.argv[1]).read_text())
+    Path(sys.argv[2]).write_text(json.dumps({name: drive(case, prompts) for name, case in cases.items()}))
 '''
 
 
+class Case(NamedTuple):
+    """``own_core``: whether vLLM's engine core has a process of its own, too."""
+
+    ranks: int
+    kv_heads: int
+    carrier: str
+    own_core: bool
+    quantize: bool
+
+
+# Both carriers meet two ranks, and so do both places of the engine core. With one key/value head, both ranks hold a
+# copy of it; those ranks also quantize on the way in (their checkpoint is in BF16).
+CASES = {
+    "one_rank": Case(ranks=1, kv_heads=2, carrier="resident", own_core=True, quantize=False),
+    "two_ranks_one_kv_head": Case(ranks=2, kv_heads=1, carrier="resident", own_core=True, quantize=True),
+    "two_ranks": Case(ranks=2, kv_heads=2, carrier="lora", own_core=False, quantize=False),
+}
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 @pytest.fixture(scope="module")
-def kv_heads(request) -> int:
-    """With one key/value head, both ranks of tensor parallelism hold a copy of it."""
-    return request.param
+def folders(make_bf16, write_packed):
+    """Packed checkpoints by their number of key/value heads."""
+    return {heads: write_packed(make_bf16("qwen2", num_key_value_heads=heads)) for heads in (1, 2)}
 
 
 @pytest.fixture(scope="module")
-def folder(make_bf16, write_packed, kv_heads):
-    return write_packed(make_bf16("qwen2", num_key_value_heads=kv_heads))
+def adapters(folders, reference, make_adapter, tmp_path_factory):
+    """Adapter folders for them, in which q_proj and v_proj of layer 0 have the same A."""
+    made = {}
+    for heads, folder in folders.items():
+        path = made[heads] = tmp_path_factory.mktemp("adapter")
+        tensors, _, peft_model = make_adapter(reference(folder), target_modules=MODULES)
+        peft_model.save_pretrained(path)
+        for name in list(tensors):
+            if "layers.0.self_attn.q_proj.lora_A" in name:
+                tensors[name.replace("q_proj", "v_proj")] = tensors[name].clone()
+        save_file(tensors, path / "adapter_model.safetensors")
+    return made
 
 
 @pytest.fixture(scope="module")
-def adapter(folder, reference, make_adapter, tmp_path_factory):
-    """An adapter folder in which q_proj and v_proj of layer 0 have the same A."""
-    path = tmp_path_factory.mktemp("adapter")
-    tensors, _, peft_model = make_adapter(reference(folder), target_modules=MODULES)
-    peft_model.save_pretrained(path)
-    for name in list(tensors):
-        if "layers.0.self_attn.q_proj.lora_A" in name:
-            tensors[name.replace("q_proj", "v_proj")] = tensors[name].clone()
-    save_file(tensors, path / "adapter_model.safetensors")
-    return path
-
-
-@pytest.fixture(scope="module")
-def alone(boot, folder, adapter, lora_options, measure):
-    """The answers of an engine in this process."""
-    engine = boot(folder, **lora_options)
-    policy = Policy(engine)
-    found = {"base": measure.engine(engine, policy.request)}
-    policy.swap_folder(adapter)
-    found["adapter"] = measure.engine(engine, policy.request)
-    policy.set_noise(0.05, seed=3, rollout=4)
-    found["noise"], found["norms"] = measure.engine(engine, policy.request), policy.state(digest=True).norms
+def alone(boot, folders, adapters, lora_options, measure):
+    """The answers of engines in this process."""
+    found = {}
+    for heads, folder in folders.items():
+        engine = boot(folder, **lora_options)
+        policy = Policy(engine)
+        answers = found[heads] = {"base": measure.engine(engine, policy.request)}
+        policy.swap_folder(adapters[heads])
+        answers["adapter"] = measure.engine(engine, policy.request)
+        policy.set_noise(0.05, seed=3, rollout=4)
+        answers["noise"] = measure.engine(engine, policy.request)
+        answers["norms"] = policy.state(digest=True).norms
     return found
 
 
 @pytest.mark.integration
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("kv_heads", "ranks"),
-    [(2, 1), (2, 2), (1, 2)],
-    ids=["one_rank", "two_ranks", "two_ranks_one_kv_head"],
-    indirect=["kv_heads"],
-    scope="module",
-)
 def test_workers_in_other_processes_serve_the_same_policy(
-    ranks, kv_heads, carriers, make_bf16, folder, adapter, alone, measure, tmp_path
+    carriers, make_bf16, folders, adapters, alone, measure, run_process, tmp_path
 ):
-    # both carriers meet two ranks; with a replicated head, the ranks also quantize on the way in
-    options = carriers["lora" if (ranks, kv_heads) == (2, 2) else "resident"]
-    source = make_bf16("qwen2", num_key_value_heads=1) if (ranks, kv_heads) == (2, 1) else folder
-    script, out = tmp_path / "driver.py", tmp_path / "found.json"
-    script.write_text(DRIVER)
-    changes = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the driver sends a function to the workers
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM would want a NUMA node for each rank
+    unquantized = make_bf16("qwen2", num_key_value_heads=1)
+    cases = {
+        name: {
+            "source": str(unquantized if case.quantize else folders[case.kv_heads]),
+            "adapter": str(adapters[case.kv_heads]),
+            "ranks": case.ranks,
+            "options": carriers[case.carrier],
+            "own_core": case.own_core,
+        }
+        for name, case in CASES.items()
     }
-    environment = {name: value for name, value in os.environ.items() if name != "MASTER_PORT"} | changes
-    line = [sys.executable, str(script), str(source), str(adapter), str(out), str(ranks), json.dumps(options)]
-    log = tmp_path / "log"
-    with log.open("w") as stream:
-        driver = subprocess.Popen(
-            [*line, json.dumps(measure.prompts)], env=environment, stdout=stream, stderr=stream, start_new_session=True
-        )
-    try:
-        code = driver.wait(500)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(driver.pid, signal.SIGKILL)  # its workers would outlive it
-    assert code == 0, log.read_text()[-6000:]
-    found = json.loads(out.read_text())
+    (tmp_path / "driver.py").write_text(DRIVER)
+    (tmp_path / "cases.json").write_text(json.dumps([cases, measure.prompts]))
+    run_process(
+        [sys.executable, tmp_path / "driver.py", tmp_path / "cases.json", tmp_path / "found.json"],
+        tmp_path / "log",
+        seconds=500,
+        VLLM_ALLOW_INSECURE_SERIALIZATION="1",  # the driver sends a function to the workers
+        VLLM_CPU_OMP_THREADS_BIND="nobind",  # vLLM would want a NUMA node for each rank
+    )
+    found = json.loads((tmp_path / "found.json").read_text())
+    for name, case in CASES.items():
+        assert_same_policy(found[name], alone[case.kv_heads], case.ranks, measure.difference)
+        stored = load_file(folders[case.kv_heads] / "model.safetensors")
+        assert_shards_are_slices(found[name]["codes"], stored, case.ranks, case.kv_heads)
+
+
+def assert_same_policy(found, alone, ranks, difference) -> None:
+    """The workers' answers and bits are those of the engine in one process, before, during and after each change."""
     for which in ("base", "adapter", "noise"):
-        assert measure.difference(torch.tensor(found[which]), alone[which]) < TOLERANCE, which
-    assert measure.difference(alone["adapter"], alone["base"]) > 100 * TOLERANCE
-    assert measure.difference(alone["noise"], alone["adapter"]) > 10 * TOLERANCE
+        assert difference(torch.tensor(found[which]), alone[which]) < TOLERANCE, which
+    assert difference(alone["adapter"], alone["base"]) > 100 * TOLERANCE
+    assert difference(alone["noise"], alone["adapter"]) > 10 * TOLERANCE
     assert found["bits"][0] == found["bits"][1]  # answers may differ in rounding: requests arrive in other batches
     for after, before in (("cleared", "adapter"), ("removed", "base")):
-        assert measure.difference(torch.tensor(found[after]), torch.tensor(found[before])) < TOLERANCE
+        assert difference(torch.tensor(found[after]), torch.tensor(found[before])) < TOLERANCE
     assert found["digests"] == [alone["norms"]] * ranks
     assert (found["touched"], found["version"], len(found["refused"])) == (4, 2, 2)
-    assert_shards_are_slices(found["codes"], load_file(folder / "model.safetensors"), ranks, kv_heads)
 
 
 def assert_shards_are_slices(

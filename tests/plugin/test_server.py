@@ -1,10 +1,7 @@
 """A real OpenAI-compatible server with the plugin, asked by the official client."""
 
 import math
-import os
-import signal
 import socket
-import subprocess
 import time
 
 import pytest
@@ -19,7 +16,9 @@ def adapter(make_nvfp4, reference, make_adapter, tmp_path):
     return tmp_path / "adapter"
 
 
-def start(folder, adapter, log) -> tuple[subprocess.Popen, str]:
+@pytest.fixture
+def server(make_nvfp4, adapter, start_process, tmp_path):
+    """The process of a server of "base" and, with the adapter, "tuned"; its address; its log."""
     from qerl_recipes.serve import command
 
     with socket.socket() as probe:
@@ -28,62 +27,50 @@ def start(folder, adapter, log) -> tuple[subprocess.Popen, str]:
     options = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "base", "--dtype", "float32"]
     options += ["--enable-lora", "--lora-modules", f"tuned={adapter}", "--max-lora-rank", "8", "--enforce-eager"]
     options += ["--max-model-len", "128", "--max-num-seqs", "8", "--num-gpu-blocks-override", "64"]
-    environment = {name: value for name, value in os.environ.items() if name != "MASTER_PORT"}
-    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    with log.open("w") as stream:
-        server = subprocess.Popen(command(str(folder), options), stdout=stream, stderr=stream, env=environment)
-    return server, f"http://127.0.0.1:{port}/v1"
+    log = tmp_path / "server.log"
+    process = start_process(command(str(make_nvfp4("qwen2")), options), log, VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    return process, f"http://127.0.0.1:{port}/v1", log
 
 
-def wait_until_ready(client, server, log) -> None:
+def wait_until_ready(client, process, log) -> None:
     import openai
 
-    for _ in range(280):
+    deadline = time.monotonic() + 280
+    while time.monotonic() < deadline:
         try:
             client.models.list()
             return
         except openai.APIConnectionError:
-            assert server.poll() is None, log.read_text()[-6000:]
-            time.sleep(1)
+            assert process.poll() is None, log.read_text()[-6000:]
+            time.sleep(0.2)
     raise AssertionError(f"the server did not answer: {log.read_text()[-6000:]}")
 
 
 @pytest.mark.integration
 @pytest.mark.timeout(600)
-def test_server_answers_like_the_engine_for_base_and_adapter(
-    make_nvfp4, adapter, boot, lora_options, measure, tmp_path
-):
+def test_server_answers_like_the_engine_for_base_and_adapter(make_nvfp4, adapter, server, boot, lora_options, measure):
     import openai
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
-    log = tmp_path / "server.log"
-    server, address = start(make_nvfp4("qwen2"), adapter, log)
+    process, address, log = server
     client = openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=120)
-    try:
-        wait_until_ready(client, server, log)
-        assert {model.id for model in client.models.list()} == {"base", "tuned"}
-        answers = {
-            (name, i): client.completions.create(
-                model=name,
-                prompt=ids,
-                max_tokens=6,
-                temperature=0.0,
-                logprobs=1,
-                extra_body={"return_token_ids": True, "ignore_eos": True},
-            ).choices[0]
-            for name in ("base", "tuned")
-            for i, ids in enumerate(measure.prompts)
-        }
-        with pytest.raises(openai.NotFoundError):
-            client.completions.create(model="another", prompt=[1, 2], max_tokens=1)
-    finally:
-        server.send_signal(signal.SIGTERM)
-        try:
-            server.wait(60)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+    wait_until_ready(client, process, log)
+    assert {model.id for model in client.models.list()} == {"base", "tuned"}
+    answers = {
+        (name, i): client.completions.create(
+            model=name,
+            prompt=ids,
+            max_tokens=6,
+            temperature=0.0,
+            logprobs=1,
+            extra_body={"return_token_ids": True, "ignore_eos": True},
+        ).choices[0]
+        for name in ("base", "tuned")
+        for i, ids in enumerate(measure.prompts)
+    }
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="another", prompt=[1, 2], max_tokens=1)
     engine = boot(make_nvfp4("qwen2"), **lora_options)
     sampling = SamplingParams(max_tokens=6, temperature=0.0, logprobs=1, ignore_eos=True)
     inputs = [{"prompt_token_ids": ids} for ids in measure.prompts]

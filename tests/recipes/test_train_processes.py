@@ -1,7 +1,5 @@
 import json
-import os
 import socket
-import subprocess
 import sys
 
 import pytest
@@ -9,7 +7,7 @@ import yaml
 
 
 @pytest.mark.integration
-def test_two_processes_with_one_tensor_parallel_engine_train_one_policy(make_nvfp4, tmp_path):
+def test_two_processes_with_one_tensor_parallel_engine_train_one_policy(make_nvfp4, run_process, tmp_path):
     """Plain data parallelism in the trainer, tensor parallelism in the engine, noise and resampling agreed by all."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -41,11 +39,9 @@ def test_two_processes_with_one_tensor_parallel_engine_train_one_policy(make_nvf
         "save_steps": 2,
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    environment = {name: value for name, value in os.environ.items() if name != "MASTER_PORT"}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
     command += ["-m", "qerl_recipes.cli", "train", "--config", str(tmp_path / "recipe.yaml")]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert result.returncode == 0, result.stderr[-3000:]
+    run_process(command, tmp_path / "log")
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [(r["sigma"], r["adapter_version"], r["touched_norms"]) for r in records] == [(0, 1, 0), (0.1, 2, 4)]
     assert all(record["logp_mismatch_mean"] < 0.05 for record in records)
