@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -16,6 +17,12 @@ prepare()  # before anything imports vllm
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 Make = Callable[..., Path]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with integration tests first: with two workers, none of them should be what the other waits for."""
+    count = Counter(item.path for item in items if item.get_closest_marker("integration"))
+    items.sort(key=lambda item: -count[item.path])
 
 
 @pytest.fixture(scope="session")

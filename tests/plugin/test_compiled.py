@@ -67,7 +67,7 @@ def test_promise_3_changes_in_compiled_code_are_visible_and_exactly_reversible(
     changes = {
         "TORCHDYNAMO_DISABLE": "0",
         "VLLM_CPU_CI_ENV": "1",  # Dynamo's graphs, run without the C++ compiler
-        "VLLM_CACHE_ROOT": str(tmp_path / "cache"),
+        "VLLM_DISABLE_COMPILE_CACHE": "1",
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
     }
     line = [sys.executable, str(script), str(folder), str(tmp_path / "adapter"), str(out), json.dumps(measure.prompts)]
