@@ -18,46 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from qerl_recipes.arms import ENGINE_QUANTIZATION, engine_options
+from qerl_recipes.shapes import config_json
 
 PROMPT_TOKENS, NEW_TOKENS, REPEATS = 128, 128, 3
 
-# config.json of Qwen2.5-Instruct, by size: hidden, intermediate, layers, heads, key/value heads, vocabulary, tied
-SHAPES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
-    "0.5B": (896, 4864, 24, 14, 2, 151936, True),
-    "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
-    "3B": (2048, 11008, 36, 16, 2, 151936, True),
-    "7B": (3584, 18944, 28, 28, 4, 152064, False),
-    "14B": (5120, 13824, 48, 40, 8, 152064, False),
-    "32B": (5120, 27648, 64, 40, 8, 152064, False),
-}
 # The arms of a recipe, and what tells their parts apart: NVFP4 with the adapter in vLLM's LoRA slots, the same on
 # Marlin, and that again without this plugin: what is left between the last two are the fp32 norms.
 ARMS = (*ENGINE_QUANTIZATION, "qerl_nvfp4_slots", "qerl_nvfp4_slots_marlin", "stock_nvfp4")
-
-
-def config_json(shape: str) -> dict[str, Any]:
-    """A Hugging Face config of that size. Raises ValueError for an unknown one."""
-    if shape not in SHAPES:
-        raise ValueError(f"unknown shape {shape!r}; known: {', '.join(SHAPES)}")
-    hidden, intermediate, layers, heads, kv_heads, vocabulary, tied = SHAPES[shape]
-    return {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_act": "silu",
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocabulary,
-        "tie_word_embeddings": tied,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "torch_dtype": "bfloat16",
-        "eos_token_id": 151645,
-        "use_sliding_window": False,
-    }
 
 
 def run(

@@ -173,9 +173,23 @@ def export(
     typer.echo(run(adapter, destination, base=base, merge=merge, overwrite=overwrite, name=name))
 
 
-@app.command()
-def doctor() -> None:
-    """Say what this machine can do, and check that it computes one layer exactly."""
+@app.command(context_settings=PASS_THROUGH)
+def doctor(
+    context: typer.Context,
+    recipe: Annotated[
+        Path | None, typer.Option(help="plan the GPU memory of this recipe; flags of `qerl train` may follow")
+    ] = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option("--gpu-memory", "--gpu_memory", help="GB to plan for, default: this machine's GPU")
+    ] = None,
+) -> None:
+    """Say what this machine can do and check one layer for exactness, or plan the GPU memory of a recipe."""
+    if recipe is not None:
+        from qerl_recipes.memory_table import run as plan
+
+        raise typer.Exit(plan(recipe, context.args, gpu_memory))
+    if context.args or gpu_memory is not None:
+        raise typer.BadParameter("these flags go with --recipe")
     from qerl_recipes.doctor import run
 
     raise typer.Exit(run())
@@ -212,7 +226,7 @@ def main() -> None:
     prepare()  # before anything imports vllm or torch
     try:
         app()
-    except (ValueError, OSError) as error:  # what the whole project raises for bad input
+    except (ValueError, OSError, MemoryError) as error:  # what the whole project raises for bad input, or too much
         if os.environ.get("QERL_TRACEBACK"):
             raise
         print(f"qerl: {error}\n(QERL_TRACEBACK=1 shows the traceback)", file=sys.stderr)

@@ -7,7 +7,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qerl_recipes.memory_parts import Plan
 
 
 def main(argv: Sequence[str]) -> None:
@@ -16,24 +19,47 @@ def main(argv: Sequence[str]) -> None:
     Everything that can be refused is refused before the model loads. The adapter ends in ``<output_dir>/adapter``,
     checkpoints beside it. SIGTERM ends the run after the step in progress, with a checkpoint where one may be taken.
 
-    Raises ValueError and its kin for what cannot be honoured, SystemExit(143) after SIGTERM.
+    Raises ValueError and its kin for what cannot be honoured and for a run that does not fit the GPU, OutOfMemory where
+    its memory runs out all the same, SystemExit(143) after SIGTERM.
     """
     from qerl_recipes.environment import prepare
 
     prepare()  # before anything imports torch or vllm
     from qerl_recipes.configs import parse, tracker_environment
+    from qerl_recipes.out_of_memory import explained
     from qerl_recipes.validate import validate
 
     script, training, model_config = parse(argv)
     validate(script, training, model_config)
     os.environ.update(tracker_environment(training))
-    trainer = build(script, training, model_config)
+    plan = plan_memory(script, training, model_config)
+    with explained(plan, training.output_dir):
+        trainer = build(script, training, model_config)
     with _stops_on_sigterm(trainer) as stop:
-        trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+        with explained(plan, training.output_dir, trainer):
+            trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
         if stop.requested:
             print(stop.message(), file=sys.stderr)
             raise SystemExit(143)
         finish(trainer)
+
+
+def plan_memory(script: Any, training: Any, model_config: Any) -> "Plan | None":
+    """The memory plan of a run, printed as one line; None on a CPU.
+
+    Raises ValueError, with the largest parts and the way out, for a run that does not fit the GPU.
+    """
+    from qerl_recipes.memory_parts import this_gpu
+    from qerl_recipes.memory_plan import make
+
+    gpu = None if training.use_cpu else this_gpu()
+    if gpu is None:
+        return None
+    plan = make(script, training, model_config, gpu=gpu)
+    plan.check()
+    if training.process_index == 0:
+        print(f"memory plan: {plan.line()}", file=sys.stderr)
+    return plan
 
 
 def build(script: Any, training: Any, model_config: Any) -> Any:

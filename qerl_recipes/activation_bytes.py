@@ -1,0 +1,87 @@
+"""Estimates of what comes and goes: the trainer's activations and logits, the engine's scratch.
+
+The trainer's part counts the tensors that PyTorch saves in one block of a Llama-like model (all the families that are
+trained here), under BF16 autocast with PEFT's LoRA in fp32; a test counts them for real. What comes and goes inside one
+operation is counted at its widest.
+"""
+
+from dataclasses import dataclass
+
+from qerl_kernels.linear_logprob import CHUNK_BYTES
+
+from qerl_recipes.model_size import ModelSize
+
+FP32, BF16 = 4, 2
+ENGINE_TOKENS = 4096  # the most that the engine computes at once: rollout's max_num_batched_tokens
+SAMPLER_COPIES = 3  # of the logits, in fp32: processed, sorted, log-softmax
+GRAPHS = 600_000_000  # CUDA graphs of the engine; vLLM reports 0.3 to 0.7 GiB for batches of 64 to 256
+SLAB_ROWS = 16384  # of a weight that the engine expands at one time
+# one widest activation in the backward of a frozen linear and its adapter: the incoming gradient scaled in fp32 and
+# rounded (6 bytes), the product in fp32 (4) and rounded (2)
+WORKING_COPY = 12
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What the trainer computes between two backwards.
+
+    ``tokens`` in all, of which at most ``at_once`` go through the model together, ``scored`` of them through the head;
+    ``rows`` of ``length`` tokens are padded to a batch (0: packed, without a mask).
+    """
+
+    tokens: int
+    at_once: int
+    scored: int
+    rows: int
+    length: int
+
+
+def saved_in_a_block(size: ModelSize, rank: int, targets: int, padded_to: int = 0) -> int:
+    """Bytes a token that the backward of one block keeps.
+
+    ``targets``: linears of a block that carry the adapter. ``padded_to``: tokens of a padded sequence, whose mask makes
+    the attention keep k and v for every query head, and the mask; 0: packed, without a mask.
+    """
+    H, I, Q, KV = size.hidden, size.intermediate, size.heads * size.head_dim, size.kv_heads * size.head_dim  # noqa: E741
+    norms = 2 * FP32 * H + (FP32 * (Q + KV) if len(size.norms) > 2 * size.layers + 1 else 0)  # with norms on q and k
+    adapter_inputs = BF16 * (5 * H + Q + I) * targets // 7 + BF16 * rank * targets
+    attention = FP32 * size.heads + BF16 * (4 * Q + padded_to if padded_to else 2 * Q + 2 * KV)  # q, k, v, output
+    gated = 3 * BF16 * I  # gate, its SiLU, up
+    return norms + adapter_inputs + attention + gated
+
+
+def kept(size: ModelSize, batch: MicroBatch, block: int, *, checkpointing: bool) -> int:
+    """What stays from forward to backward: the hidden state before each block, or all that its blocks saved."""
+    a_token = size.layers * (BF16 * size.hidden if checkpointing else block) + (FP32 + 2 * BF16) * size.hidden
+    return batch.tokens * a_token
+
+
+def at_work(size: ModelSize, batch: MicroBatch, block: int, *, checkpointing: bool, expands: bool) -> tuple[int, int]:
+    """The most that one block, and that the head, needs beside what is kept -> (block, head).
+
+    ``expands``: the frozen weights are 4-bit, and each is expanded for the length of a product.
+    """
+    again = batch.at_once * block if checkpointing else 0
+    widest = max(linear.N * linear.K for linear in size.linears) * BF16 if expands else 0
+    mask = batch.rows * batch.length**2
+    in_block = again + batch.at_once * size.intermediate * WORKING_COPY + widest + mask
+    return in_block, _head(size, batch)
+
+
+def _head(size: ModelSize, batch: MicroBatch) -> int:
+    """Chunks of logits in fp32 and their gradient in BF16, two of each where there is a next chunk; hidden states."""
+    a_row = FP32 * size.vocabulary
+    rows = max(1, CHUNK_BYTES // a_row)
+    if batch.scored > rows:
+        chunk = rows * (2 * a_row + BF16 * size.vocabulary)
+    else:
+        chunk = batch.scored * (a_row + BF16 * size.vocabulary)
+    return chunk + batch.scored * size.hidden * 2 * BF16
+
+
+def engine_scratch(size: ModelSize, sequences: int, *, expands: bool, itemsize: int = BF16) -> int:
+    """What vLLM's profiling run will find: the widest layer of a full batch, and the sampler."""
+    hidden = ENGINE_TOKENS * (3 * size.intermediate + 4 * size.hidden) * itemsize
+    sampler = sequences * size.vocabulary * FP32 * SAMPLER_COPIES
+    slab = SLAB_ROWS * max(linear.K for linear in size.linears) * BF16 if expands else 0
+    return hidden + sampler + slab

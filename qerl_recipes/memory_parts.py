@@ -1,0 +1,101 @@
+"""A memory plan: what a run holds on the GPU in each of its phases, whether that fits, and what would lower it."""
+
+from dataclasses import dataclass
+
+PHASES = ("rollout", "training")
+GB = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """``memory`` in bytes; a Hopper GPU (H100, H200) keeps NVFP4 weights in tiles, which the trainer can read."""
+
+    memory: int
+    is_hopper: bool
+
+
+def this_gpu() -> Gpu | None:
+    """The GPU of this process; None without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return Gpu(properties.total_memory, (properties.major, properties.minor) == (9, 0))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Bytes held in each phase, how they come about, and the key of the recipe that lowers them ("": none does)."""
+
+    name: str
+    rollout: int
+    training: int
+    detail: str = ""
+    knob: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The parts of a run on a GPU; ``problem`` is what stops the engine from starting at all, "" if nothing does."""
+
+    parts: tuple[Part, ...]
+    gpu: Gpu
+    problem: str = ""
+
+    def total(self, phase: str) -> int:
+        """Bytes held in ``rollout`` or ``training``."""
+        return sum(getattr(part, phase) for part in self.parts)
+
+    @property
+    def peak(self) -> int:
+        return max(self.total(phase) for phase in PHASES)
+
+    @property
+    def worse_phase(self) -> str:
+        """The phase that needs more."""
+        return max(PHASES, key=self.total)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.gpu.memory and not self.problem
+
+    def largest(self, phase: str, count: int = 3) -> list[Part]:
+        """The largest parts of a phase, largest first."""
+        held = [part for part in self.parts if getattr(part, phase)]
+        return sorted(held, key=lambda part: -getattr(part, phase))[:count]
+
+    def advice(self, phase: str) -> str:
+        """What to change for ``phase`` to need less: the keys of its two largest parts that have one."""
+        knobs: dict[str, str] = {}
+        for part in self.largest(phase, len(self.parts)):
+            if part.knob and len(knobs) < 2:
+                knobs.setdefault(part.knob, f"{part.name}, {gigabytes(getattr(part, phase))}")
+        return "; or ".join(f"{knob} ({why})" for knob, why in knobs.items())
+
+    def line(self) -> str:
+        """One line: the total and what it is made of."""
+        phase = self.worse_phase
+        parts = ", ".join(f"{part.name} {gigabytes(getattr(part, phase))}" for part in self.largest(phase))
+        return f"{gigabytes(self.peak)} of {gigabytes(self.gpu.memory)} ({parts}, ...)"
+
+    def obstacles(self) -> list[str]:
+        """What stands against this run, each with the way out; empty if it fits."""
+        found = [f"it cannot start: {self.problem}"] if self.problem else []
+        if self.peak > self.gpu.memory:
+            phase, over = self.worse_phase, gigabytes(self.peak - self.gpu.memory)
+            found.append(f"it needs {over} too much in {phase}, {self.line()}; way out: {self.advice(phase)}")
+        return found
+
+    def check(self) -> None:
+        """Raises ValueError, with the largest parts and the way out, if the run does not fit."""
+        if not self.fits:
+            raise ValueError(
+                f"this run does not fit on a GPU of {gigabytes(self.gpu.memory)}: {'; and '.join(self.obstacles())}. "
+                "`qerl doctor --recipe RECIPE.yaml` shows the whole plan"
+            )
+
+
+def gigabytes(count: float) -> str:
+    """Bytes as decimal GB, in which GPUs are sold."""
+    return f"{count / GB:.1f} GB"

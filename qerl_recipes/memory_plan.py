@@ -1,0 +1,254 @@
+"""The GPU memory of a training run, part by part, before anything is loaded.
+
+    recipe = parse(["--config", "recipes/Qwen2.5-32B-Instruct/grpo/nvfp4_lora_aqn.yaml"])
+    plan = make(*recipe, gpu=Gpu(80_000_000_000, is_hopper=True))
+
+A run has two phases: in a rollout the engine samples, in training the gradient is computed. What is held in one phase
+only is free in the other; what is held in both counts in both. Weights, adapter and optimizer are exact; activations,
+the engine's scratch and CUDA's own memory are estimates for sequences of full length, so a plan is a worst case.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from qerl_recipes import activation_bytes, shared_weights, weight_bytes
+from qerl_recipes.activation_bytes import MicroBatch
+from qerl_recipes.configs import GRPOConfig, ModelConfig, ScriptArguments
+from qerl_recipes.memory_parts import Gpu, Part, Plan, gigabytes
+from qerl_recipes.model_card import engine_rank
+from qerl_recipes.model_size import LinearSize, ModelSize, measure, read_config
+
+CONTEXT = 900_000_000  # CUDA context and kernels, cuBLAS workspaces
+SLACK = 0.1  # of what comes and goes: blocks that the allocator holds and cannot use
+FP32, BF16 = 4, 2
+# bytes of optimizer state for each trained number; 8-bit states have an fp32 scale for 256 of them
+STATE_BYTES = {"sgd": 0.0, "adafactor": 0.1, "8bit": 2 + 2 * FP32 / 256, "lion": 4.0, "adam": 8.0}
+
+
+def make(
+    script: ScriptArguments,
+    training: GRPOConfig,
+    model: ModelConfig,
+    *,
+    gpu: Gpu,
+    config: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Plan a recipe on a GPU. ``config`` is the checkpoint's config.json, by default that of the recipe's model.
+
+    Raises ValueError where the model's sizes cannot be found.
+    """
+    if config is None:
+        config = read_config(str(model.model_name_or_path), model.model_revision)
+    size = measure(config)
+    run = _Run(script, training, model, size, gpu)
+    trained, kv = run.trained_parts(), run.kv_cache()
+    parts = (*run.weight_parts(), kv, *run.engine_parts(), *trained, *run.working_parts(), _context(run))
+    return Plan(parts, gpu, run.problem())
+
+
+def _context(run: "_Run") -> Part:
+    slack = int(SLACK * sum(part.training for part in run.working_parts()))
+    return Part("CUDA and allocator", CONTEXT, CONTEXT + slack, "estimate: context, kernels, cuBLAS, unusable blocks")
+
+
+class _Run:
+    """A recipe on a GPU, and what follows from both."""
+
+    def __init__(
+        self, script: ScriptArguments, training: GRPOConfig, model: ModelConfig, size: ModelSize, gpu: Gpu
+    ) -> None:
+        self.training, self.size, self.gpu = training, size, gpu
+        self.arm, self.itemsize = training.quantization, FP32 if model.dtype == "float32" else BF16
+        self.layout = "tiled" if gpu.is_hopper and self.itemsize == BF16 else "marlin"
+        self.reason = _apart(training, self.layout)
+        self.tensor_parallel = training.vllm_tensor_parallel_size
+        self.sequences = training.per_device_train_batch_size * (training.steps_per_generation or 1)
+        self.sequences *= self.tensor_parallel
+        completion, prompt = training.max_completion_length or size.positions, script.max_prompt_length
+        self.engine_length = training.vllm_max_model_length or size.positions
+        self.length = self.engine_length if prompt is None else min(prompt + completion, self.engine_length)
+        self.completion = min(completion, self.length)
+        self.rank, self.targets = _adapter(script, model, size)
+        self.pack_tokens = training.pack_tokens or 0
+        self.is_flash = (model.attn_implementation or "").startswith(("flash", "kernels"))
+
+    def weight_parts(self) -> tuple[Part, ...]:
+        size, is_ours, sleeps = self.size, self.arm == "qerl_nvfp4", self.training.vllm_enable_sleep_mode
+        weights = weight_bytes.engine_weights(size, self.arm, self.layout, self.itemsize) // self.tensor_parallel
+        slots = weight_bytes.resident_adapter if is_ours else weight_bytes.adapter_slots
+        adapter = slots(size, engine_rank(self.rank), self.itemsize) // self.tensor_parallel
+        own = weight_bytes.trainer_weights(
+            size, self.arm, self.layout, shared=self.reason is None, itemsize=self.itemsize
+        )
+        awake = 0 if sleeps and self.reason is not None else 1
+        copy = "reads the engine's weights; its own: norms" if self.reason is None else f"own copy: {self.reason}"
+        form = {"qerl_nvfp4": f"NVFP4, {self.layout}", "bf16": "BF16", "nf4": "NF4"}[self.arm]
+        smaller = "" if is_ours else "quantization: qerl_nvfp4"
+        share = "" if self.reason is None else _how_to_share(self.training, self.layout)
+        return (
+            Part("engine's weights", weights, weights * awake, f"{form}; embedding and head in BF16", smaller),
+            Part("engine's adapter", adapter, adapter * awake, f"rank {engine_rank(self.rank)}", self._lower_rank()),
+            Part("trainer's weights", own, own, copy, share or smaller),
+        )
+
+    def kv_cache(self) -> Part:
+        """What is left of the engine's share of the GPU; handed back while the trainer works if the engine sleeps."""
+        left, tokens = self._left_for_cache(), self.cache_tokens()
+        full = self.sequences * self.engine_length
+        fitting = f"{tokens // self.engine_length} of {self.sequences} full sequences at a time"
+        share = f"vllm_gpu_memory_utilization {self.training.vllm_gpu_memory_utilization:g}"
+        sleeps = self.training.vllm_enable_sleep_mode
+        knob = f"lower {share}"
+        if not sleeps and self.reason is None:
+            knob = f"vllm_enable_sleep_mode: true; {knob}"
+        held = fitting if tokens < full else f"room for all {self.sequences} sequences of {self.engine_length} tokens"
+        return Part("KV cache", max(left, 0), 0 if sleeps else max(left, 0), f"rest of {share}; {held}", knob)
+
+    def cache_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        heads = -(-self.size.kv_heads // self.tensor_parallel)
+        a_token = 2 * self.size.layers * heads * self.size.head_dim * self.itemsize
+        return max(0, self._left_for_cache()) // a_token
+
+    def problem(self) -> str:
+        """vLLM does not start if one sequence of full length does not fit into its cache."""
+        missing = self.engine_length - self.cache_tokens()
+        if missing <= 0:
+            return ""
+        heads = -(-self.size.kv_heads // self.tensor_parallel)
+        a_token = 2 * self.size.layers * heads * self.size.head_dim * self.itemsize
+        share = self.training.vllm_gpu_memory_utilization
+        budget = share * self.gpu.memory
+        needed = (budget - self._left_for_cache() + self.engine_length * a_token) / self.gpu.memory
+        way_out = f"use vllm_gpu_memory_utilization: {needed + 0.005:.2f} or more, or a shorter max_completion_length"
+        if needed > 0.95:
+            way_out = "the GPU is too small for this model" + (
+                "" if self.arm == "qerl_nvfp4" else "; use quantization: qerl_nvfp4"
+            )
+        return (
+            f"vllm_gpu_memory_utilization: {share:g} gives the engine {gigabytes(budget)}, which does not hold its "
+            f"weights and one sequence of {self.engine_length} tokens; {way_out}"
+        )
+
+    def engine_parts(self) -> tuple[Part, ...]:
+        scratch = self._scratch()
+        return (
+            Part("engine's scratch", scratch, 0, f"estimate: {activation_bytes.ENGINE_TOKENS} tokens at once, sampler"),
+            Part("CUDA graphs", activation_bytes.GRAPHS, activation_bytes.GRAPHS, "estimate"),
+        )
+
+    def trained_parts(self) -> tuple[Part, ...]:
+        """Adapter in fp32, with copies in BF16 that autocast keeps through a forward; gradients; optimizer's state."""
+        count = weight_bytes.adapter_elements(self.targets, self.rank)
+        norms = _trained_norms(self.training, self.size)
+        state, name = _state_bytes(self.training)
+        total = count + norms
+        detail = f"{count / 1e6:.1f} million numbers in fp32, in training in BF16 too"
+        copies = count * BF16 if self.itemsize == BF16 else 0
+        eight_bit = "" if "8bit" in name else "optim: adamw_8bit; "
+        states = int(total * state)
+        return (
+            Part("trained adapter", count * FP32, count * FP32 + copies, detail, self._lower_rank()),
+            Part("gradients", 0, total * FP32, f"fp32, {norms} of norms" if norms else "fp32", self._lower_rank()),
+            Part("optimizer", states, states, f"{name}: {state:g} bytes each", eight_bit + self._lower_rank()),
+        )
+
+    def micro_batch(self) -> MicroBatch:
+        rows, packs = self.training.per_device_train_batch_size, self.pack_tokens
+        tokens = rows * self.length
+        at_once = min(tokens, max(packs, self.length)) if packs else tokens
+        scored = min(rows * self.completion, at_once) if packs else rows * self.completion
+        return MicroBatch(tokens, at_once, scored, 0 if packs or self.is_flash else rows, self.length)
+
+    def working_parts(self) -> tuple[Part, ...]:
+        batch, checkpointing = self.micro_batch(), bool(self.training.gradient_checkpointing)
+        targets = len([target for target in self.targets if target.name.startswith(_first_block(self.size))])
+        block = activation_bytes.saved_in_a_block(self.size, self.rank, targets, self.length if batch.rows else 0)
+        kept = activation_bytes.kept(self.size, batch, block, checkpointing=checkpointing)
+        in_block, head = activation_bytes.at_work(
+            self.size, batch, block, checkpointing=checkpointing, expands=self.arm != "bf16"
+        )
+        what = "hidden states" if checkpointing else "all activations"
+        where = "one block" if in_block >= head else "the head"
+        return (
+            Part("activations", 0, kept, f"{what} of {batch.tokens} tokens", self._less_to_keep(checkpointing)),
+            Part("at work", 0, max(in_block, head), f"estimate: {where}, {batch.at_once} tokens", self._less_at_once()),
+        )
+
+    def _left_for_cache(self) -> int:
+        weights, adapter, _ = self.weight_parts()
+        budget = int(self.training.vllm_gpu_memory_utilization * self.gpu.memory)
+        return budget - weights.rollout - adapter.rollout - self._scratch() - activation_bytes.GRAPHS
+
+    def _scratch(self) -> int:
+        expands = self.arm != "bf16"
+        return activation_bytes.engine_scratch(self.size, self.sequences, expands=expands, itemsize=self.itemsize)
+
+    def _lower_rank(self) -> str:
+        return f"lower lora_r {self.rank}"
+
+    def _less_to_keep(self, checkpointing: bool) -> str:
+        return self._fewer_rows() if checkpointing else "gradient_checkpointing: true"
+
+    def _less_at_once(self) -> str:
+        if self.pack_tokens and self.micro_batch().at_once > self.length:
+            return f"pack_tokens: {self.length}"
+        return self._fewer_rows()
+
+    def _fewer_rows(self) -> str:
+        rows = self.training.per_device_train_batch_size
+        if rows > 1:
+            return f"lower per_device_train_batch_size {rows} and raise gradient_accumulation_steps as much"
+        return f"lower max_completion_length {self.completion}"
+
+
+def _apart(training: GRPOConfig, layout: str) -> str | None:
+    """Why the trainer has weights of its own; None where it reads the engine's."""
+    if (reason := shared_weights.obstacle(training)) is not None:
+        return reason
+    if training.share_weights is False:
+        return "share_weights: false"
+    return "Marlin's layout, which the trainer cannot read" if layout == "marlin" else None
+
+
+def _how_to_share(training: GRPOConfig, layout: str) -> str:
+    """The key that would make the second copy go away, where one can."""
+    can_be_shared = training.quantization == shared_weights.ARM and layout == "tiled" and training.world_size == 1
+    return "share_weights: true" if can_be_shared and training.share_weights is False else ""
+
+
+def _adapter(script: ScriptArguments, model: ModelConfig, size: ModelSize) -> tuple[int, list[LinearSize]]:
+    """Rank and target layers of the adapter that will be trained: the recipe's, or that of ``adapter_name_or_path``."""
+    rank, targets = model.lora_r, model.lora_target_modules or "all-linear"
+    if script.adapter_name_or_path is not None:
+        file = Path(script.adapter_name_or_path) / "adapter_config.json"
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        rank, targets = saved.get("r", rank), saved.get("target_modules", targets)
+    if targets in ("all-linear", ["all-linear"]):
+        return rank, list(size.linears)
+    if isinstance(targets, str):
+        return rank, [linear for linear in size.linears if re.fullmatch(targets, linear.name)]
+    suffixes = tuple(f".{target}" for target in targets)
+    return rank, [linear for linear in size.linears if f".{linear.name}".endswith(suffixes)]
+
+
+def _trained_norms(training: GRPOConfig, size: ModelSize) -> int:
+    from qerl_vllm_plugin.noise import is_target
+
+    if not training.train_norms:
+        return 0
+    return sum(count for name, count in size.norms.items() if is_target(name, tuple(training.noise_targets)))
+
+
+def _state_bytes(training: GRPOConfig) -> tuple[float, str]:
+    name = str(getattr(training.optim, "value", training.optim))
+    kind = next((kind for kind in STATE_BYTES if kind in name), "adam")
+    return STATE_BYTES[kind], name
+
+
+def _first_block(size: ModelSize) -> str:
+    """The name of the first block with its dot, such as ``model.layers.0.``"""
+    return ".".join(size.linears[0].name.split(".")[:3]) + "."

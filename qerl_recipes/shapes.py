@@ -1,0 +1,67 @@
+"""The sizes of the models that recipes/ name, so that they can be planned and timed without their checkpoints."""
+
+from typing import Any, NamedTuple
+
+
+class Shape(NamedTuple):
+    """The numbers of a config.json that decide how much memory a dense model takes."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    tied: bool
+    head_dim: int = 128
+    model_type: str = "qwen2"
+    positions: int = 32768
+
+
+# Qwen2.5-Instruct by size
+SHAPES = {
+    "0.5B": Shape(896, 4864, 24, 14, 2, 151936, True, head_dim=64),
+    "1.5B": Shape(1536, 8960, 28, 12, 2, 151936, True),
+    "3B": Shape(2048, 11008, 36, 16, 2, 151936, True),
+    "7B": Shape(3584, 18944, 28, 28, 4, 152064, False),
+    "14B": Shape(5120, 13824, 48, 40, 8, 152064, False),
+    "32B": Shape(5120, 27648, 64, 40, 8, 152064, False),
+}
+BY_MODEL_ID = {
+    **{f"Qwen/Qwen2.5-{size}-Instruct": shape for size, shape in SHAPES.items()},
+    "Qwen/Qwen3-4B": Shape(2560, 9728, 36, 32, 8, 151936, True, model_type="qwen3", positions=40960),
+    "Qwen/Qwen3-8B": Shape(4096, 12288, 36, 32, 8, 151936, False, model_type="qwen3", positions=40960),
+}
+ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+def config_json(size: str) -> dict[str, Any]:
+    """A Hugging Face config of Qwen2.5 in that size. Raises ValueError for an unknown one."""
+    if size not in SHAPES:
+        raise ValueError(f"unknown shape {size!r}; known: {', '.join(SHAPES)}")
+    return as_config(SHAPES[size])
+
+
+def as_config(shape: Shape) -> dict[str, Any]:
+    """What config.json says of a model of that shape."""
+    config = {
+        "architectures": [ARCHITECTURES[shape.model_type]],
+        "model_type": shape.model_type,
+        "hidden_act": "silu",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "vocab_size": shape.vocabulary,
+        "tie_word_embeddings": shape.tied,
+        "max_position_embeddings": shape.positions,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "torch_dtype": "bfloat16",
+        "eos_token_id": 151645,
+        "use_sliding_window": False,
+    }
+    if shape.head_dim * shape.heads != shape.hidden:
+        config["head_dim"] = shape.head_dim
+    return config

@@ -1,0 +1,207 @@
+"""The memory plan of every recipe, what lowers it, and what is refused because of it."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from qerl_recipes import cli, memory_parts, memory_table, model, train
+from qerl_recipes.configs import parse
+from qerl_recipes.memory_parts import GB, Gpu, Plan
+from qerl_recipes.memory_plan import make
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+ON_A_GPU = sorted(path for path in RECIPES.glob("*/grpo/*.yaml") if path.parts[-3] != "demo")
+CPU = ["--use_cpu", "true", "--bf16", "false"]
+NVFP4_32B = RECIPES / "Qwen2.5-32B-Instruct/grpo/nvfp4_lora_aqn.yaml"
+NVFP4_32B_NO_NOISE = NVFP4_32B.with_name("nvfp4_lora.yaml")
+HOPPER = Gpu(80 * GB, is_hopper=True)
+
+
+def plan(path: Path, *flags: str, gpu: Gpu = HOPPER) -> Plan:
+    return make(*parse(["--config", str(path), *CPU, *flags]), gpu=gpu)
+
+
+def part(plan: Plan, name: str) -> memory_parts.Part:
+    return next(part for part in plan.parts if part.name == name)
+
+
+@pytest.mark.parametrize("path", ON_A_GPU, ids=[f"{path.parts[-3]}/{path.stem}" for path in ON_A_GPU])
+def test_every_recipe_fits_the_gpu_that_its_header_names(path: Path) -> None:
+    """On any GPU of that size: from 80 GB on there are some with tiles and some with Marlin."""
+    found = re.search(r"^# GPU: meant for one of (\d+) GB", path.read_text(), re.MULTILINE)
+    assert found is not None
+    settings = parse(["--config", str(path), *CPU])
+    for is_hopper in {False, int(found.group(1)) >= 80}:
+        planned = make(*settings, gpu=Gpu(int(found.group(1)) * GB, is_hopper))
+        assert planned.fits, planned.obstacles()
+        assert part(planned, "KV cache").rollout > 0
+
+
+def test_32b_on_one_copy_of_its_weights_takes_less_than_45_gb() -> None:
+    planned = plan(NVFP4_32B)
+    assert planned.peak < 45 * GB
+    assert part(planned, "trainer's weights").training < 0.01 * GB
+    assert part(planned, "engine's weights").training == pytest.approx(20.7e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "flags"),
+    [(HOPPER, ["--share_weights", "false"]), (Gpu(80 * GB, is_hopper=False), [])],
+    ids=["share_weights: false", "Marlin"],
+)
+def test_without_sharing_there_is_a_second_copy(gpu: Gpu, flags: list[str]) -> None:
+    assert part(plan(NVFP4_32B, *flags, gpu=gpu), "trainer's weights").training == pytest.approx(20.7e9, rel=0.01)
+
+
+def test_an_engine_that_sleeps_gives_its_cache_back_and_without_sharing_its_weights_too() -> None:
+    shared = plan(NVFP4_32B, "--vllm_enable_sleep_mode", "true")
+    apart = plan(NVFP4_32B, "--vllm_enable_sleep_mode", "true", "--share_weights", "false")
+    assert part(shared, "KV cache").rollout > 0 == part(shared, "KV cache").training
+    assert part(shared, "engine's weights").training == part(shared, "engine's weights").rollout
+    assert part(apart, "engine's weights").training == 0
+    assert shared.peak == max(shared.total("rollout"), shared.total("training")) < plan(NVFP4_32B).peak
+
+
+def test_the_engine_takes_its_share_of_the_gpu_and_nothing_more() -> None:
+    """vLLM's own rule: the cache is what weights, adapter, profiled scratch and graphs leave of the share."""
+    planned = plan(NVFP4_32B, "--vllm_gpu_memory_utilization", "0.5")
+    names = ("engine's weights", "engine's adapter", "KV cache", "engine's scratch", "CUDA graphs")
+    assert sum(part(planned, name).rollout for name in names) == 40 * GB
+
+
+def test_the_cache_holds_what_its_bytes_hold() -> None:
+    """A token of the 32B model: keys and values of 64 layers, 8 heads of 128, in BF16: 256 KiB."""
+    planned = plan(NVFP4_32B)
+    tokens = part(planned, "KV cache").rollout // (256 * 1024)
+    assert f"{tokens // 2560} of 64 full sequences" in part(planned, "KV cache").detail
+
+
+@pytest.mark.parametrize(
+    ("before", "name", "phase", "knob"),
+    [
+        ([], "KV cache", "training", ["--vllm_enable_sleep_mode", "true"]),
+        ([], "KV cache", "training", ["--vllm_gpu_memory_utilization", "0.35"]),
+        ([], "optimizer", "training", ["--optim", "adamw_8bit"]),
+        ([], "gradients", "training", ["--lora_r", "16"]),
+        ([], "activations", "training", ["--max_completion_length", "1024"]),
+        (["--gradient_checkpointing", "false"], "activations", "training", ["--gradient_checkpointing", "true"]),
+        (["--per_device_train_batch_size", "8"], "activations", "training", ["--per_device_train_batch_size", "4"]),
+        (["--per_device_train_batch_size", "8"], "at work", "training", ["--pack_tokens", "2560"]),
+        (["--share_weights", "false"], "trainer's weights", "training", ["--share_weights", "true"]),
+        (["--quantization", "bf16"], "engine's weights", "rollout", ["--quantization", "qerl_nvfp4"]),
+    ],
+    ids=lambda value: value[0][2:] if isinstance(value, list) and value else "",
+)
+def test_the_key_that_a_part_names_lowers_it(before: list[str], name: str, phase: str, knob: list[str]) -> None:
+    first, second = plan(NVFP4_32B_NO_NOISE, *before), plan(NVFP4_32B_NO_NOISE, *before, *knob)
+    assert knob[0][2:] in part(first, name).knob
+    assert getattr(part(second, name), phase) < getattr(part(first, name), phase)
+
+
+def test_the_advice_names_the_keys_of_the_largest_parts_first() -> None:
+    planned = plan(NVFP4_32B, "--per_device_train_batch_size", "16", "--gradient_checkpointing", "false")
+    assert planned.worse_phase == "training"
+    assert planned.largest("training", 1)[0].name == "activations"
+    assert planned.advice("training").startswith("gradient_checkpointing: true (activations, ")
+
+
+def test_an_adapter_to_continue_from_and_trained_norms_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 8, "target_modules": ["q_proj", "v_proj"]}))
+    settings = parse(["--config", str(NVFP4_32B), *CPU, "--adapter_name_or_path", str(tmp_path)])
+    planned = make(*settings, gpu=HOPPER)
+    numbers = 64 * 8 * ((5120 + 5120) + (5120 + 1024))
+    assert part(planned, "trained adapter").rollout == 4 * numbers
+    assert part(planned, "gradients").training == 4 * numbers
+    assert part(planned, "optimizer").rollout == 8 * numbers
+    with_norms = plan(NVFP4_32B, "--adapter_name_or_path", str(tmp_path), "--train_norms", "true")
+    assert part(with_norms, "gradients").training == 4 * (numbers + 2 * 64 * 5120)
+
+
+def test_two_gpus_of_one_engine_hold_half_of_its_weights_each() -> None:
+    whole, half = plan(NVFP4_32B), plan(NVFP4_32B, "--vllm_tensor_parallel_size", "2")
+    assert part(half, "engine's weights").rollout == pytest.approx(part(whole, "engine's weights").rollout / 2, abs=1)
+
+
+def test_an_engine_whose_share_is_too_small_is_told_how_large_it_must_be() -> None:
+    planned = plan(NVFP4_32B, "--vllm_gpu_memory_utilization", "0.25")
+    with pytest.raises(ValueError, match=r"use vllm_gpu_memory_utilization: (0\.\d\d) or more") as error:
+        planned.check()
+    enough = re.search(r"utilization: (0\.\d\d) or more", str(error.value)).group(1)  # type: ignore[union-attr]
+    assert plan(NVFP4_32B, "--vllm_gpu_memory_utilization", enough).fits
+    with pytest.raises(ValueError, match="the GPU is too small for this model; use quantization: qerl_nvfp4"):
+        plan(RECIPES / "Qwen2.5-32B-Instruct/grpo/bf16_lora.yaml", gpu=Gpu(48 * GB, is_hopper=False)).check()
+
+
+def doctor(*flags: str) -> Any:
+    return CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, ["doctor", *flags])
+
+
+def test_the_doctor_prints_the_plan_of_a_recipe_with_its_overrides() -> None:
+    result = doctor("--recipe", str(NVFP4_32B), "--gpu_memory", "80", "--lora_r", "64")
+    assert result.exit_code == 0
+    for word in ("engine's weights", "KV cache", "activations", "rank 64", "80.0 GB: it fits, with"):
+        assert word in result.output
+
+
+def test_the_doctor_says_what_to_change_where_a_recipe_does_not_fit() -> None:
+    flags = ["--gpu_memory", "60", "--share_weights", "false", "--vllm_gpu_memory_utilization", "0.6"]
+    result = doctor("--recipe", str(NVFP4_32B), *flags)
+    assert result.exit_code == 1
+    assert "too much in training" in result.output
+    assert "way out: " in result.output
+
+
+@pytest.mark.parametrize(
+    ("recipe", "smallest", "status"),
+    [("Qwen2.5-3B-Instruct/grpo/nvfp4_lora.yaml", 24, 0), ("Qwen2.5-32B-Instruct/grpo/bf16_lora.yaml", None, 1)],
+)
+def test_without_a_gpu_the_doctor_goes_through_common_sizes(recipe: str, smallest: int | None, status: int) -> None:
+    result = doctor("--recipe", str(RECIPES / recipe))
+    assert result.exit_code == status
+    fitting = re.findall(r"^(\d+)\.0 GB: it fits", result.output, re.MULTILINE)
+    assert (int(fitting[0]) if fitting else None) == smallest
+    assert all(f"{size}.0 GB: " in result.output for size in memory_table.COMMON_SIZES)
+
+
+@pytest.mark.parametrize(
+    "flags", [["--gpu_memory", "80"], ["--lora_r", "8"], ["--recipe", str(NVFP4_32B), "--gpu_memory", "0"]]
+)
+def test_flags_of_the_doctor_that_make_no_sense_are_refused(flags: list[str]) -> None:
+    assert doctor(*flags).exit_code not in (0, 1) or "GB, such as 80" in str(doctor(*flags).exception)
+
+
+def test_a_run_that_does_not_fit_is_refused_before_anything_loads(
+    make_nvfp4: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {
+        "model_name_or_path": make_nvfp4("qwen2"),
+        "output_dir": tmp_path,
+        "dataset_name": "running_sum",
+        "dataset_size": 16,
+        "reward_funcs": "running_sum_format",
+        "max_prompt_length": 32,
+        "max_completion_length": 16,
+    }
+    flags = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    monkeypatch.setattr(memory_parts, "this_gpu", lambda: Gpu(GB, is_hopper=True))
+    for module, name in ((train, "build"), (model, "load")):
+        monkeypatch.setattr(module, name, lambda *a, **k: pytest.fail("something was loaded"))
+    with pytest.raises(ValueError, match=r"does not fit on a GPU of 1\.0 GB: .* GB too much in"):
+        train.main([*flags, "--bf16", "false"])
+
+
+def test_a_run_starts_with_its_plan_in_one_line(
+    make_nvfp4: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, training, policy = parse([*CPU, "--output_dir", "unused", "--model_name_or_path", str(make_nvfp4("qwen2"))])
+    assert train.plan_memory(script, training, policy) is None  # on a CPU
+    training.use_cpu = False
+    monkeypatch.setattr(memory_parts, "this_gpu", lambda: HOPPER)
+    planned = train.plan_memory(script, training, policy)
+    assert planned is not None
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"memory plan: {planned.peak / GB:.1f} GB of 80.0 GB (KV cache ")
