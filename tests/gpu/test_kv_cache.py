@@ -212,7 +212,7 @@ def test_memory_that_the_trainer_has_kept_is_refused_and_can_be_had_later(policy
 
 
 def test_the_pool_of_the_weights_holds_no_temporaries(policy: Policy, record: Callable[[str, Any], None]) -> None:
-    """What preparing the layers frees within vLLM's pool has gone back to the GPU, but for rounding to 20 MiB."""
+    """What preparing the layers frees has gone back to the GPU, but for pieces of 20 MiB that are partly used."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     entries = CuMemAllocator.get_instance().pointer_to_data.values()
@@ -223,7 +223,7 @@ def test_the_pool_of_the_weights_holds_no_temporaries(policy: Policy, record: Ca
     record(
         "sleep mode's pool of weights / the weights in it", f"{pool / MIB:.0f} / {sum(storages.values()) / MIB:.0f} MiB"
     )
-    assert pool < sum(storages.values()) + 64 * MIB
+    assert pool < sum(storages.values()) + 128 * MIB
 
 
 def test_a_checksum_reads_weights_about_as_fast_as_the_memory_gives_them(record: Callable[[str, Any], None]) -> None:
