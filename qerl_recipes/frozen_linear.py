@@ -40,6 +40,7 @@ class FrozenNVFP4Linear(torch.nn.Linear):
         self.register_buffer("weight_scale", block_scales)
         self.register_buffer("weight_global_scale", divisor.reshape(1))
         self.register_buffer("row_scale", (1.0 / divisor.float()).reshape(()), persistent=False)
+        self._factor = float(self.row_scale)
 
     def _describe(self, N: int, K: int, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         torch.nn.Module.__init__(self)  # nn.Linear's own would allocate the dense weight
@@ -59,7 +60,7 @@ class FrozenNVFP4Linear(torch.nn.Linear):
         return self._multiply(x)
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight_packed, self.weight_scale, self.row_scale, self.bias)
+        return linear(x, self.weight_packed, self.weight_scale, self.row_scale, self.bias, self._factor)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "FrozenNVFP4Linear":
         """Moves to another device as any module does; ``.to(dtype)`` leaves the packed weight's own dtypes alone."""

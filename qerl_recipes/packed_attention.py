@@ -36,21 +36,35 @@ def attention(
     """
     if segments is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    parts = [_parts(states, segments) for states in (query, key, value)]
     pieces = []
-    for segment in segments:
-        parts = [_sequence(tensor, segment) for tensor in (query, key, value)]
-        mask = _window(parts[0].shape[2], sliding_window, query.device)
-        out, _ = sdpa_attention_forward(module, *parts, mask, **options)
+    for segment, *sequence in zip(segments, *parts, strict=True):
+        mask = _window(segment.prompt + segment.own, sliding_window, query.device)
+        out, _ = sdpa_attention_forward(module, *sequence, mask, **options)
         pieces.append(out if segment.is_first else out[:, segment.prompt :])
     return torch.cat(pieces, dim=1), None
 
 
-def _sequence(states: torch.Tensor, segment: Segment) -> torch.Tensor:
-    """Prompt and own tokens of one sequence: (1, heads, T, D) -> (1, heads, prompt + own, D)."""
-    if segment.is_first:
-        return states.narrow(2, segment.prompt_start, segment.prompt + segment.own)
-    prompt = states.narrow(2, segment.prompt_start, segment.prompt)
-    return torch.cat([prompt, states.narrow(2, segment.start, segment.own)], dim=2)
+def _parts(states: torch.Tensor, segments: Sequence[Segment]) -> list[torch.Tensor]:
+    """Prompt and own tokens of each sequence: (1, heads, T, D) -> (1, heads, prompt + own, D) for each segment.
+
+    Cut by one ``split``, whose gradient is one concatenation; slices would each have one of the whole row.
+    """
+    alone = [s.is_first and not (t and not t.is_first) for s, t in zip(segments, (*segments[1:], None), strict=True)]
+    sizes: list[int] = []
+    for segment, is_alone in zip(segments, alone, strict=True):
+        whole = segment.prompt + segment.own
+        sizes += [whole] if is_alone else [segment.prompt, segment.own] if segment.is_first else [segment.own]
+    cut = iter(states.split(sizes, dim=2))
+    parts, prompt = [], states
+    for segment, is_alone in zip(segments, alone, strict=True):
+        if is_alone:
+            parts.append(next(cut))
+            continue
+        if segment.is_first:
+            prompt = next(cut)
+        parts.append(torch.cat([prompt, next(cut)], dim=2))
+    return parts
 
 
 def _window(length: int, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:

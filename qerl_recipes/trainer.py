@@ -90,6 +90,7 @@ class QerlGRPOTrainer(PackedTraining):
             norms.make_trainable(self.model, args.noise_targets)
         self._leave_buffers_out_of_broadcasts()
         self._prepare_packing()
+        self._leave_casts_to_autocast()
         self._schedule = find("qerl_noise_schedules", args.noise_schedule) if args.noise_mode != "none" else None
         self._noise: tuple[float, int] | None = None  # sigma and rollout of the noise in the trainer's norms
         self._stream = PromptStream(len(train_dataset), args.seed)

@@ -22,12 +22,14 @@ def linear(
     block_scales: torch.Tensor,
     row_scale: torch.Tensor,
     bias: torch.Tensor | None = None,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """y = row_scale * (x W0^T) + bias, differentiable with respect to ``x`` only.
 
     ``x: (..., K)`` bfloat16, float16 or float32, ``codes: (N, K/2)`` uint8, ``block_scales: (N, K/16)`` float8_e4m3fn,
     ``row_scale: () or (N,)`` float32 (1 over the checkpoint's divisor), ``bias: (N,)`` -> ``(..., N)`` in the
-    dtype of ``x``.
+    dtype of ``x``. ``scale`` is the row scale of all rows, where they have the same one and the caller knows it: on a
+    GPU it is then cuBLAS's own factor, forward and backward, and the product is written once.
 
     Raises ValueError where the shapes do not fit together.
     """
@@ -36,23 +38,28 @@ def linear(
         raise ValueError(f"x has {x.shape[-1]} columns, but the packed weight has {2 * codes.shape[1]}")
     if bias is not None and bias.shape != (codes.shape[0],):
         raise ValueError(f"bias has shape {tuple(bias.shape)}, but the weight has {codes.shape[0]} rows")
-    return _linear(x, codes, block_scales, row_scale, bias)
+    return _linear(x, codes, block_scales, row_scale, bias, scale)
 
 
 def linear_backward(
-    dy: torch.Tensor, codes: torch.Tensor, block_scales: torch.Tensor, row_scale: torch.Tensor
+    dy: torch.Tensor,
+    codes: torch.Tensor,
+    block_scales: torch.Tensor,
+    row_scale: torch.Tensor,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """dx = (dy * row_scale) W0: the gradient of ``linear`` with respect to ``x``.
 
     ``dy: (..., N)`` -> ``(..., K)`` in the dtype of ``dy``. On a GPU with unequal row scales dy * row_scale / max is
     rounded to the dtype of ``dy`` before the product (one rounding more); with equal row scales nothing is added.
+    ``scale`` as in ``linear``.
 
     Raises ValueError where the shapes do not fit together.
     """
     _check_weight(codes, block_scales, row_scale)
     if dy.shape[-1] != codes.shape[0]:
         raise ValueError(f"dy has {dy.shape[-1]} columns, but the packed weight has {codes.shape[0]} rows")
-    return _linear_backward(dy, codes, block_scales, row_scale)
+    return _linear_backward(dy, codes, block_scales, row_scale, scale)
 
 
 def _check_weight(codes: torch.Tensor, block_scales: torch.Tensor, row_scale: torch.Tensor) -> None:
@@ -76,48 +83,59 @@ def _linear(
     block_scales: torch.Tensor,
     row_scale: torch.Tensor,
     bias: torch.Tensor | None,
+    scale: float | None = None,
 ) -> torch.Tensor:
     return naive.linear(x, codes, block_scales, row_scale, bias)
 
 
 @_linear.register_kernel("cuda")
-def _(x, codes, block_scales, row_scale, bias):
+def _(x, codes, block_scales, row_scale, bias, scale=None):
     from qerl_kernels.nvfp4_triton import dequantize  # only here: a CPU needs no Triton
 
     w = dequantize(codes, block_scales).to(x.dtype)  # exact in float16 too: 6 bits between 2^-10 and 2688
-    y = _matmul_fp32(x.reshape(-1, x.shape[-1]), w.t()).mul_(row_scale)
+    rows = x.reshape(-1, x.shape[-1])
+    if scale is not None:
+        return _scaled_matmul(rows, w.t(), scale, bias).view(*x.shape[:-1], codes.shape[0])
+    y = _matmul_fp32(rows, w.t()).mul_(row_scale)
     if bias is not None:
         y.add_(bias.float())
     return y.to(x.dtype).view(*x.shape[:-1], codes.shape[0])
 
 
 @_linear.register_fake
-def _(x, codes, block_scales, row_scale, bias):
+def _(x, codes, block_scales, row_scale, bias, scale=None):
     return x.new_empty(*x.shape[:-1], codes.shape[0])
 
 
 @torch.library.custom_op("qerl::nvfp4_linear_backward", mutates_args=(), device_types="cpu")
 def _linear_backward(
-    dy: torch.Tensor, codes: torch.Tensor, block_scales: torch.Tensor, row_scale: torch.Tensor
+    dy: torch.Tensor,
+    codes: torch.Tensor,
+    block_scales: torch.Tensor,
+    row_scale: torch.Tensor,
+    scale: float | None = None,
 ) -> torch.Tensor:
     return naive.linear_backward(dy, codes, block_scales, row_scale)
 
 
 @_linear_backward.register_kernel("cuda")
-def _(dy, codes, block_scales, row_scale):
-    largest = row_scale.amax()
-    rows = dy.reshape(-1, dy.shape[-1])
-    if row_scale.dim():  # the sum runs over rows of W0: their scales cannot wait for the result, only the largest can
-        rows = (rows.float() * (row_scale / largest)).to(dy.dtype)
+def _(dy, codes, block_scales, row_scale, scale=None):
     from qerl_kernels.nvfp4_triton import dequantize
 
+    rows = dy.reshape(-1, dy.shape[-1])
+    if scale is not None:
+        w = dequantize(codes, block_scales).to(dy.dtype)
+        return _scaled_matmul(rows, w, scale, None).view(*dy.shape[:-1], w.shape[1])
+    largest = row_scale.amax()
+    if row_scale.dim():  # the sum runs over rows of W0: their scales cannot wait for the result, only the largest can
+        rows = (rows.float() * (row_scale / largest)).to(dy.dtype)
     w = dequantize(codes, block_scales).to(dy.dtype)
     dx = _matmul_fp32(rows, w).mul_(largest)
     return dx.to(dy.dtype).view(*dy.shape[:-1], 2 * codes.shape[1])
 
 
 @_linear_backward.register_fake
-def _(dy, codes, block_scales, row_scale):
+def _(dy, codes, block_scales, row_scale, scale=None):
     return dy.new_empty(*dy.shape[:-1], 2 * codes.shape[1])
 
 
@@ -126,14 +144,21 @@ def _matmul_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.mm(a, b) if a.dtype == torch.float32 else torch.mm(a, b, out_dtype=torch.float32)
 
 
+def _scaled_matmul(a: torch.Tensor, b: torch.Tensor, scale: float, bias: torch.Tensor | None) -> torch.Tensor:
+    """``scale * (a @ b) + bias`` in the dtype of ``a``, rounded once: (M, K), (K, N), (N,) -> (M, N)."""
+    y = a.new_empty(a.shape[0], b.shape[1])
+    added = y if bias is None else bias.to(a.dtype)
+    return torch.addmm(added, a, b, beta=0 if bias is None else 1, alpha=scale, out=y)
+
+
 def _save_weight(ctx, inputs, output):
-    _, codes, block_scales, row_scale, _ = inputs
+    _, codes, block_scales, row_scale, _, ctx.scale = inputs
     ctx.save_for_backward(codes, block_scales, row_scale)
 
 
 def _gradient(ctx, dy):
-    dx = _linear_backward(dy, *ctx.saved_tensors) if ctx.needs_input_grad[0] else None
-    return dx, None, None, None, None
+    dx = _linear_backward(dy, *ctx.saved_tensors, ctx.scale) if ctx.needs_input_grad[0] else None
+    return dx, None, None, None, None, None
 
 
 _linear.register_autograd(_gradient, setup_context=_save_weight)

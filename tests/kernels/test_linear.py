@@ -114,3 +114,25 @@ def test_shapes_that_do_not_fit_are_refused():
         linear(x, codes, block_scales, row_scale, bias[:-1])
     with pytest.raises(ValueError, match="dy has 23 columns"):
         linear_backward(torch.randn(1, N - 1), codes, block_scales, row_scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_scale_that_is_a_factor_of_the_product_rounds_no_more_than_one_that_is_applied_to_it(dtype, has_bias):
+    x, codes, block_scales, row_scale, bias = (t.cuda() for t in example(6, False, dtype))
+    bias = bias if has_bias else None
+    dy = torch.randn(2, 5, N, device="cuda").to(dtype)
+    results = []
+    for scale in (float(row_scale), None):
+        leaf = x.clone().requires_grad_()
+        y = linear(leaf, codes, block_scales, row_scale, bias, scale)
+        y.backward(dy)
+        results.append((y.detach().float(), leaf.grad.float()))
+    exact = naive.linear(x.float(), codes, block_scales, row_scale, None if bias is None else bias.float())
+    exact_dx = naive.linear_backward(dy.float(), codes, block_scales, row_scale)
+    for factor, separate, true in zip(*results, (exact, exact_dx), strict=True):
+        step = max(torch.finfo(dtype).eps, 1e-6)
+        assert ((factor - true).abs() <= step * true.abs() + 1e-4).all()
+        assert float((factor - true).abs().mean()) <= 1.05 * float((separate - true).abs().mean()) + 1e-6

@@ -1,0 +1,92 @@
+"""Packed rows on a GPU: the numbers of each sequence alone, nothing that waits for the GPU, and no logits."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from qerl_kernels import linear_logprob as kernel
+
+from qerl_recipes import logprobs, model
+from qerl_recipes.packing import pack
+
+pytestmark = pytest.mark.gpu
+
+P, C = 96, 160
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(2, 512, (12, P + C), generator=generator)
+    ids[:, :P] = ids[:3, :P].repeat_interleave(4, dim=0)
+    mask = torch.zeros_like(ids)
+    for row in range(len(ids)):
+        mask[row, 7 * (row // 4) : P + 1 + 13 * row] = 1
+    return ids, mask
+
+
+def policy(folder: Path, dtype: torch.dtype, implementation: str | None = None) -> Any:
+    loaded = model.load(folder, dtype, attn_implementation=implementation)
+    lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    torch.manual_seed(0)
+    adapted = get_peft_model(loaded, lora).cuda()
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.02)
+    return adapted
+
+
+def score(adapted: Any, pack_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ids, mask = batch()
+    rows = pack(ids, mask, C, pack_tokens, share_prompts=logprobs.shares_prompts(adapted))
+    return logprobs.completion_logprobs(adapted, adapted, rows, (len(ids), C), 1.0, contextlib.nullcontext)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_packed_rows_give_the_numbers_of_each_sequence_alone(
+    implementation: str, checkpoints: tuple[Path, Path]
+) -> None:
+    adapted = policy(checkpoints[1], torch.float32, implementation)
+    ids, mask = batch()
+    expected = torch.zeros(len(ids), C, device="cuda")
+    for row in range(len(ids)):
+        tokens = ids[row][mask[row].bool()].cuda()
+        own = int(mask[row, P:].sum())
+        log_p = torch.log_softmax(adapted(input_ids=tokens[None]).logits[0, -own - 1 : -1].float(), dim=-1)
+        expected[row, :own] = log_p.gather(1, tokens[-own:, None])[:, 0]
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).cuda()
+    (expected * weights).sum().backward()
+    gradients = {n: w.grad.clone() for n, w in adapted.named_parameters() if w.requires_grad}
+    adapted.zero_grad()
+    assert logprobs.prepare(adapted) is None
+    actual = score(adapted, 700)[0]
+    torch.testing.assert_close(actual.detach(), expected.detach(), rtol=1e-3, atol=1e-3)
+    (actual * weights).sum().backward()
+    for name, weight in adapted.named_parameters():
+        if weight.requires_grad:
+            largest = float(gradients[name].abs().max())
+            torch.testing.assert_close(weight.grad, gradients[name], rtol=0, atol=5e-3 * largest, msg=name)
+
+
+def test_nothing_waits_for_the_gpu_and_no_logits_are_kept(
+    checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, record: Callable[[str, Any], None]
+) -> None:
+    adapted = policy(checkpoints[1], torch.bfloat16)
+    adapted.gradient_checkpointing_enable({"use_reentrant": False})
+    adapted.enable_input_require_grads()
+    adapted.train()
+    logprobs.prepare(adapted)
+    score(adapted, 700)[0].sum().backward()  # compiles what is compiled at first use
+    monkeypatch.setattr(kernel, "CHUNK_BYTES", 4 * 512 * 64)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        logp, entropy = score(adapted, 700)
+        (logp.sum() + entropy.sum()).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert float(entropy.detach().max()) > 0
+    record("packed rows: waits for the GPU in forward and backward", 0)
