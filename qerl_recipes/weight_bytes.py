@@ -14,6 +14,7 @@ from qerl_recipes.model_size import LinearSize, ModelSize
 LAYOUTS = ("tiled", "marlin", "canonical")
 FP32 = 4
 NF4_BLOCK, NF4_CODE_BOOK = 64, 16  # weights an fp32 scale of bitsandbytes; its 16 fp32 values come with every layer
+ADAPTER_COLUMNS = 32  # the resident adapter's columns are filled up to a multiple of it
 VOCABULARY_PADDING = 64  # vLLM pads the rows of embedding and head to a multiple of it
 
 
@@ -75,12 +76,11 @@ def _trainer_layer(linear: LinearSize, arm: str, itemsize: int) -> int:
 
 def resident_adapter(size: ModelSize, rank: int, itemsize: int = 2) -> int:
     """The buffers in the engine's quantized layers: A of all parts below each other, B block diagonal."""
-    total = 0
-    for parts in size.fused:
-        if parts[0].quantized:
-            N, K, P = sum(part.N for part in parts), parts[0].K, len(parts)
-            total += P * rank * (N + K) * itemsize
-    return total
+    return sum(
+        _round_up(len(parts) * rank, ADAPTER_COLUMNS) * (sum(part.N for part in parts) + parts[0].K) * itemsize
+        for parts in size.fused
+        if parts[0].quantized
+    )
 
 
 def adapter_slots(size: ModelSize, rank: int, itemsize: int = 2) -> int:

@@ -1,5 +1,6 @@
 """The bytes behind a memory plan, against published counts, measurements on a GPU, and tensors that exist."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ from qerl_kernels import nvfp4
 from qerl_recipes import activation_bytes, norms, shapes, weight_bytes
 from qerl_recipes.frozen_linear import FrozenNVFP4Linear
 from qerl_recipes.model_size import ModelSize, measure, read_config
+from qerl_recipes.quantize import quantization_config, quantize_checkpoint
 
 GIB = 2**30
+DEMO_MODEL = Path(__file__).parents[2] / "recipes/demo/starting_model"
 
 
 def size_of(name: str) -> ModelSize:
@@ -70,8 +73,6 @@ def test_a_tile_is_padded_and_has_its_share_of_row_scales_and_counters() -> None
 
 @pytest.mark.parametrize("kept_whole", [None, "model.layers.0.mlp.down_proj"])
 def test_a_layer_that_the_checkpoint_keeps_in_bf16_is_counted_so(kept_whole: str | None) -> None:
-    from qerl_recipes.quantize import quantization_config
-
     config = shapes.config_json("0.5B")
     ignore = ["lm_head"] + ([kept_whole] if kept_whole else [])
     size = measure({**config, "quantization_config": quantization_config(ignore)})
@@ -83,22 +84,23 @@ def unique_bytes(tensors: Any) -> int:
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor.numel()}.values())
 
 
-def test_a_plan_is_the_sum_of_the_bytes_of_real_tensors(make_trainer: Any, make_nvfp4: Any, tmp_path: Any) -> None:
-    """Engine, trainer and adapter of a tiny checkpoint, each tensor counted; the engine's scales of its cache apart."""
-    base = make_nvfp4("qwen3")
-    trainer, size = make_trainer(base, rank=16), measure(read_config(base))
+def test_a_plan_is_the_sum_of_the_bytes_of_real_tensors(make_trainer: Any, tmp_path: Path) -> None:
+    """Engine, trainer and adapter of the demo's model, each tensor counted; the scales of the cache apart."""
+    base = tmp_path / "nvfp4"
+    quantize_checkpoint(DEMO_MODEL, base)
+    trainer, size = make_trainer(base, rank=32), measure(read_config(base))
     runner = trainer.vllm_generation.llm.llm_engine.model_executor.driver_worker.worker.model_runner
     engine = runner.get_model()
     named = [*engine.named_parameters(), *engine.named_buffers()]
-    held = unique_bytes(tensor for name, tensor in named if not name.endswith("_scale") or "weight" in name)
-    adapter = sum(tensor.nbytes for name, tensor in named if ".policy_" in name)
-    assert weight_bytes.resident_adapter(size, 16) == adapter
-    assert weight_bytes.engine_weights(size, "qerl_nvfp4", "canonical") == held - adapter
+    adapter = sum(tensor.nbytes for name, tensor in named if name.endswith((".policy_a", ".policy_b")))
+    assert weight_bytes.resident_adapter(size, 32) == adapter
+    weights = [tensor for name, tensor in named if ".policy_" not in name and ".attn._" not in name]
+    assert weight_bytes.engine_weights(size, "qerl_nvfp4", "canonical") == unique_bytes(weights)
     model = trainer.model
     frozen = [t for n, t in [*model.named_parameters(), *model.named_buffers()] if ".lora_" not in n]
     assert weight_bytes.trainer_weights(size, "qerl_nvfp4", "canonical", shared=False) == unique_bytes(frozen)
     trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    assert 4 * weight_bytes.adapter_elements(size.linears, 16) == trained
+    assert 4 * weight_bytes.adapter_elements(size.linears, 32) == trained
 
 
 def saved_bytes(kind: str, layers: int, tokens: int, *, padded: bool) -> tuple[int, ModelSize]:

@@ -1,0 +1,73 @@
+"""The plan of a run against what it takes on a GPU: a step of GRPO, every sequence of full length."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+RECIPE = Path(__file__).parents[2] / "recipes/demo/grpo/nvfp4_lora.yaml"
+SCRIPT = """
+import json, sys
+from qerl_recipes.environment import prepare
+prepare()
+import torch
+from qerl_recipes import train
+from qerl_recipes.configs import parse
+settings = parse(sys.argv[1:])
+plan = train.plan_memory(*settings)
+trainer = train.build(*settings)
+before = torch.cuda.memory_allocated()
+torch.cuda.reset_peak_memory_stats()
+trainer.train()
+coming_and_going = torch.cuda.max_memory_allocated() - before
+free, total = torch.cuda.mem_get_info()
+parts = {part.name: [part.rollout, part.training] for part in plan.parts}
+print(json.dumps({"parts": parts, "before": before, "more": coming_and_going, "used": total - free}))
+trainer.vllm_generation.close()
+"""
+WEIGHTS = ("engine's weights", "engine's adapter", "trainer's weights", "KV cache")
+
+
+@pytest.mark.parametrize("checkpointing", ["true", "false"])
+@pytest.mark.parametrize("arm", ["qerl_nvfp4", "bf16"])
+def test_a_step_takes_what_was_planned(
+    arm: str, checkpointing: str, checkpoints: tuple[Path, Path], tmp_path: Path, record: Callable[[str, Any], None]
+) -> None:
+    overrides = {
+        "model_name_or_path": checkpoints[arm == "qerl_nvfp4"],
+        "quantization": arm,
+        "use_cpu": "false",
+        "bf16": "true",
+        "gradient_checkpointing": checkpointing,
+        "max_steps": 1,
+        "per_device_train_batch_size": 16,
+        "max_prompt_length": 32,
+        "max_completion_length": 1024,
+        "vllm_max_model_length": 1056,
+        "generation_kwargs": '{"ignore_eos": true, "min_tokens": 1024}',
+        "vllm_gpu_memory_utilization": 0.1,
+        "save_strategy": "no",
+        "output_dir": tmp_path / "run",
+    }
+    flags = [part for key, value in overrides.items() for part in (f"--{key}", str(value))]
+    line = [sys.executable, "-c", SCRIPT, "--config", str(RECIPE), *flags]
+    done = subprocess.run(line, capture_output=True, text=True, env=os.environ, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    result = json.loads(next(row for row in done.stdout.splitlines() if row.startswith('{"parts"')))
+    parts = result["parts"]
+    held = sum(parts[name][0] for name in WEIGHTS)
+    in_training = ("gradients", "optimizer", "activations", "at work")
+    more = sum(parts[name][1] for name in in_training) + parts["trained adapter"][1] - parts["trained adapter"][0]
+    what = f"memory of a GRPO step, {arm}, gradient checkpointing {checkpointing}"
+    record(f"{what}: planned / measured, GB", f"{more / 1e9:.2f} / {result['more'] / 1e9:.2f}")
+    total = max(sum(both[phase] for both in parts.values()) for phase in (0, 1))
+    record(f"{what}: whole GPU planned / in use at the end, GB", f"{total / 1e9:.2f} / {result['used'] / 1e9:.2f}")
+    assert result["before"] == pytest.approx(held + parts["trained adapter"][0], rel=0.05)
+    assert 0.6 < result["more"] / more < 1.05
