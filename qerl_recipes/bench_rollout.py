@@ -22,9 +22,9 @@ from qerl_recipes.shapes import config_json
 
 PROMPT_TOKENS, NEW_TOKENS, REPEATS = 128, 128, 3
 
-# The arms of a recipe, and what tells their parts apart: NVFP4 with the adapter in vLLM's LoRA slots, the same on
-# Marlin, and that again without this plugin: what is left between the last two are the fp32 norms.
-ARMS = (*ENGINE_QUANTIZATION, "qerl_nvfp4_slots", "qerl_nvfp4_slots_marlin", "stock_nvfp4")
+# The arms of a recipe, and what tells their parts apart: NVFP4 without an adapter, with one in vLLM's LoRA slots, the
+# same on Marlin, and that again without this plugin: what is left between the last two are the fp32 norms.
+ARMS = (*ENGINE_QUANTIZATION, "qerl_nvfp4_base", "qerl_nvfp4_slots", "qerl_nvfp4_slots_marlin", "stock_nvfp4")
 
 
 def run(
@@ -77,7 +77,8 @@ def measure(arm: str, shape: str, batch_sizes: Sequence[int], rank: int) -> dict
             **_options(arm, rank),
         )
     policy = Policy(llm)
-    policy.swap(*random_adapter(config, rank))
+    if policy.carrier is not None:
+        policy.swap(*random_adapter(config, rank))
     sampling = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, temperature=1.0, detokenize=False)
     generator = torch.Generator().manual_seed(0)
     rows: dict[str, Any] = {}
@@ -100,6 +101,8 @@ def measure(arm: str, shape: str, batch_sizes: Sequence[int], rank: int) -> dict
 
 def _options(arm: str, rank: int) -> dict[str, Any]:
     slots = engine_options("bf16", rank)
+    if arm == "qerl_nvfp4_base":
+        return {"quantization": "qerl_nvfp4"}
     if arm == "qerl_nvfp4_slots":
         return {**slots, "quantization": "qerl_nvfp4"}
     if arm == "qerl_nvfp4_slots_marlin":

@@ -15,6 +15,8 @@ from torch.nn import Parameter
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from qerl_vllm_plugin import resident
+
 logger = init_logger("vllm.qerl")
 
 
@@ -22,7 +24,8 @@ class Layout(Protocol):
     def prepare(self, layer: torch.nn.Module) -> "Layout":
         """The layout that the layer ends up in."""
 
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor: ...
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x W^T + bias, and the layer's resident adapter if it has one."""
 
 
 class Canonical:
@@ -33,7 +36,8 @@ class Canonical:
         return self
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return linear(x, layer.weight_packed, layer.weight_scale, layer.weight_row_scale, bias)
+        y = linear(x, layer.weight_packed, layer.weight_scale, layer.weight_row_scale, bias)
+        return resident.add(layer, x, y)
 
 
 class Tiled:
@@ -59,7 +63,8 @@ class Tiled:
         return self
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return linear_tiles.linear(x, tiled_weight(layer), None if bias is None else layer.bias_fp32)
+        bias = None if bias is None else layer.bias_fp32
+        return linear_tiles.linear(x, tiled_weight(layer), bias, resident.of(layer))
 
 
 def tiled_weight(layer: torch.nn.Module) -> tiles.TiledWeight:
@@ -126,7 +131,7 @@ class Marlin:
             )
             for part in layer.marlin_parts
         ]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        return resident.add(layer, x, outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1))
 
 
 def choose(params_dtype: torch.dtype, kernel: str = "auto") -> Layout:

@@ -69,7 +69,7 @@ class QerlLinearMethod(LinearMethodBase):
         layer.params_dtype = params_dtype
         self.layout = layouts.choose(params_dtype, self.kernel)
         if self.adapter_rank:
-            resident.create(layer, sum(widths), K, self.parts, self.adapter_rank, params_dtype)
+            resident.create(layer, list(widths), K, self.parts, self.adapter_rank, params_dtype)
         self.is_dummy = get_current_vllm_config().load_config.load_format == "dummy"
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -92,8 +92,7 @@ class QerlLinearMethod(LinearMethodBase):
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``x: (..., K)`` -> ``(..., N)``."""
-        y = self.layout.apply(layer, x, bias)
-        return resident.add(layer, x, y) if self.adapter_rank else y
+        return self.layout.apply(layer, x, bias)
 
 
 @register_weight_loader_v2_supported_method

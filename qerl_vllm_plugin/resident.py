@@ -7,8 +7,9 @@ Reinforcement learning has one adapter for all tokens. A layer with P parts (q, 
     A: (P R, K)   the parts' A one below the other, so that one product shrinks for all of them
     B: (N, P R)   block diagonal: the rows of part i read columns i R .. (i+1) R; B is stored scaled
 
-and computes y = x W^T + bias + (x A^T) B^T. An adapter of a smaller rank fills the rest with zeros; without an adapter
-all is zero. The buffers never move, so that CUDA graphs see every swap.
+and computes y = x W^T + bias + (x A^T) B^T. An adapter of a smaller rank fills the rest with zeros, and so does the
+space up to a multiple of 32; without an adapter all is zero. The buffers never move, so that CUDA graphs see every
+swap.
 """
 
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from qerl_kernels.adapter import Adapter, padded, spans
 from torch.nn.functional import linear
 from vllm.model_executor.parameter import ModelWeightParameter
 
@@ -35,15 +37,31 @@ class _Share:
     first_column: int
 
 
-def create(layer: torch.nn.Module, N: int, K: int, names: list[str], rank: int, dtype: torch.dtype) -> None:
-    """Gives ``layer`` zero buffers; ``names`` are its parts' names in the checkpoint."""
-    layer.register_buffer("policy_a", torch.zeros(len(names) * rank, K, dtype=dtype), persistent=False)
-    layer.register_buffer("policy_b", torch.zeros(N, len(names) * rank, dtype=dtype), persistent=False)
-    layer.qerl_parts = names
+def create(layer: torch.nn.Module, widths: list[int], K: int, names: list[str], rank: int, dtype: torch.dtype) -> None:
+    """Gives ``layer`` zero buffers; ``names`` are its parts' names in the checkpoint, ``widths`` this rank's rows."""
+    columns = padded(len(names) * rank)
+    layer.register_buffer("policy_a", torch.zeros(columns, K, dtype=dtype), persistent=False)
+    layer.register_buffer("policy_b", torch.zeros(sum(widths), columns, dtype=dtype), persistent=False)
+    # a layer that vLLM has not cut into its parts has them one below the other in any widths: no columns are left out
+    own = spans(widths, rank) if len(widths) == len(names) else spans([sum(widths)], columns)
+    layer.register_buffer("policy_spans", own.to(layer.policy_a.device), persistent=False)
+    layer.qerl_parts, layer.qerl_rank = names, rank
+
+
+def of(layer: torch.nn.Module) -> Adapter | None:
+    """The buffers, as the kernels take them; None where the layer has none."""
+    if not hasattr(layer, "policy_a"):
+        return None
+    return Adapter(layer.policy_a, layer.policy_b, layer.policy_spans)
 
 
 def add(layer: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """y + (x A^T) B^T, in place: ``x: (..., K)``, ``y: (..., N)`` fresh from the base product."""
+    """y + (x A^T) B^T, in place, if the layer has an adapter.
+
+    ``x: (..., K)``, ``y: (..., N)`` fresh from the base product.
+    """
+    if not hasattr(layer, "policy_a"):
+        return y
     shrunk = linear(x.reshape(-1, x.shape[-1]), layer.policy_a)  # (M, P R)
     y.view(-1, y.shape[-1]).addmm_(shrunk, layer.policy_b.t())
     return y
@@ -60,7 +78,7 @@ class ResidentAdapter:
         if not self._layers:
             raise NoCarrierError("no layer of this model has a resident adapter")
         first = next(iter(self._layers.values()))
-        self.max_rank = first.policy_a.shape[0] // len(first.qerl_parts)
+        self.max_rank = first.qerl_rank
         self.dtype = first.policy_a.dtype
         self._shares = {name: _shares(layer) for name, layer in self._layers.items()}
 

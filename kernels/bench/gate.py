@@ -3,13 +3,15 @@
 * one-hot activations give the dequantized weight bit for bit, over all 16 codes and every block scale that is a number;
 * random activations agree with float64;
 * two runs give the same bits, and memory full of NaN changes nothing;
-* odd numbers of tokens, rows and columns off the tile, activations with a stride.
+* odd numbers of tokens, rows and columns off the tile, activations with a stride;
+* an adapter of two parts, its rank off the 32 columns that the kernel takes at a time.
 """
 
 from dataclasses import replace
 
 import torch
 from qerl_kernels import gemm, nvfp4, tiles
+from qerl_kernels.adapter import Adapter, padded, shrink, spans
 
 
 def every_product(N: int, K: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,6 +28,26 @@ def poison(megabytes: int = 64) -> None:
     dirty = [torch.full((2**18,), float("nan"), device="cuda") for _ in range(megabytes)]
     large = torch.full((megabytes * 2**18,), float("nan"), device="cuda")
     del dirty, large
+
+
+def two_parts(N: int, K: int, rank: int) -> Adapter:
+    """A random adapter of a layer whose first 80 rows are one part and the others another."""
+    widths, columns = [80, N - 80], padded(2 * rank)
+    a, b = torch.zeros(columns, K, device="cuda"), torch.zeros(N, columns, device="cuda")
+    a[: 2 * rank] = torch.randn(2 * rank, K, device="cuda") / K**0.5
+    b[:80, :rank] = torch.randn(80, rank, device="cuda")
+    b[80:, rank : 2 * rank] = torch.randn(N - 80, rank, device="cuda")
+    return Adapter(a.bfloat16(), b.bfloat16(), spans(widths, rank).cuda())
+
+
+def check_shrink(M: int, K: int, rank: int) -> None:
+    """Raise AssertionError where the adapter's first product is wrong or not the same twice."""
+    a = torch.randn(padded(rank), K, device="cuda").bfloat16()
+    x = torch.randn(M, K + 48, device="cuda").bfloat16()[:, 16 : 16 + K]
+    poison(8)
+    s, exact = shrink(x, a), x.double() @ a.double().t()
+    assert (s.double() - exact).norm() < 2.5e-3 * exact.norm(), f"s = x A^T is wrong for {(M, K, rank)}"
+    assert torch.equal(s, shrink(x, a)), f"s = x A^T is not the same twice for {(M, K, rank)}"
 
 
 def check(configuration: gemm.Configuration) -> None:
@@ -59,6 +81,12 @@ def check(configuration: gemm.Configuration) -> None:
                     poison(8)
                     again = gemm.product(x, scaled, configuration, bias)
                     assert torch.equal(y, again), f"({M}, {N}, {K}): two runs give different bits"
+                adapter = two_parts(N, K, 24 if M == 1 else 32)
+                expected = exact + shrink(x, adapter.a).double() @ adapter.b.double().t()  # s is rounded
+                y = gemm.product(x, scaled, configuration, bias, adapter)
+                error = ((y.double() - expected).norm() / expected.norm()).item()
+                assert error < 2.5e-3, f"adapter ({M}, {N}, {K}): relative error {error:.1e}"
+                assert torch.equal(y, gemm.product(x, scaled, configuration, bias, adapter)), "adapter: other bits"
                 for splits in (1, 3):
                     y = gemm.product(x, scaled, replace(configuration, splits=splits), bias)
                     error = ((y.double() - exact).norm() / exact.norm()).item()

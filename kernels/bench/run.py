@@ -22,7 +22,8 @@ import torch
 from qerl_kernels import gemm, linear_tiles, nvfp4_triton, tiles
 from shapes import SHAPES
 from timing import copies, interleaved
-from tune import TOKENS
+
+TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192)
 
 
 def versions() -> dict[str, str]:

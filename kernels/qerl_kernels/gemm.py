@@ -1,4 +1,4 @@
-"""y = row_scale * (x W0^T) + bias with W0 in NVFP4 tiles: Hopper's matrix unit, weights decoded in registers.
+"""y = row_scale * (x W0^T) + bias, and an adapter, with W0 in NVFP4 tiles: weights decoded in registers, on Hopper.
 
 The layout is in ``tiles.py``, the kernel in ``nvfp4_tiles.cu``. The product of a code and its block scale enters the
 matrix unit exactly; sums are fp32; there is one rounding at the end. The order of summation depends on the
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from qerl_kernels.adapter import Adapter, shrink
 from qerl_kernels.compiler import Kernel, compile_source, tensor_map
 from qerl_kernels.tiles import TILE_BYTES, TiledWeight
 
@@ -22,7 +23,7 @@ TURN_ROW = 144
 
 @dataclass(frozen=True)
 class Configuration:
-    """One variant of the kernel; the fields but the last are the macros of ``nvfp4_tiles.cu`` in lower case.
+    """One variant of the kernel; the fields but ``splits`` are the macros of ``nvfp4_tiles.cu`` in lower case.
 
     ``splits`` says into how many runs each tile is cut; 0: as many runs as the GPU holds clusters, of equal length.
     """
@@ -38,10 +39,11 @@ class Configuration:
     cluster: int
     stages: int
     splits: int = 0
+    synchronous: int = 0
 
     def __post_init__(self) -> None:
         """Raises ValueError for a variant whose two buffers of fragments could not take turns."""
-        if self.depth // self.kgroups * (4 * self.rows // self.group) % 2:
+        if not self.synchronous and self.depth // self.kgroups * (4 * self.rows // self.group) % 2:
             raise ValueError(f"{self}: depth / kgroups * 4 * rows / group must be even; halve group")
 
     def tile_blocks(self) -> int:
@@ -58,12 +60,21 @@ class Configuration:
 
 
 def deepest(
-    tokens: int, warpgroups: int, kgroups: int, rows: int, depth: int, group: int, ahead: int, blocks: int, cluster: int
+    tokens: int,
+    warpgroups: int,
+    kgroups: int,
+    rows: int,
+    depth: int,
+    group: int,
+    ahead: int,
+    blocks: int,
+    cluster: int,
+    synchronous: int = 0,
 ) -> Configuration:
     """The configuration with as many stages as fit into shared memory, at most 12."""
     limit = min(SHARED_MEMORY, MULTIPROCESSOR_SHARED_MEMORY // blocks - 1024)
     for stages in range(12, 1, -1):
-        fields = (tokens, warpgroups, kgroups, rows, depth, group, ahead, blocks, cluster, stages)
+        fields = (tokens, warpgroups, kgroups, rows, depth, group, ahead, blocks, cluster, stages, 0, synchronous)
         if Configuration(*fields).shared_memory() <= limit:
             return Configuration(*fields)
     raise ValueError(f"tokens={tokens}, rows={rows}, depth={depth} does not fit into {limit} bytes of shared memory")
@@ -71,7 +82,8 @@ def deepest(
 
 class _Problem(ctypes.Structure):
     _fields_ = tuple(
-        (name, ctypes.c_int) for name in ("M", "N", "blocks", "k_tiles", "n_tiles", "m_tiles", "shared_tiles")
+        (name, ctypes.c_int)
+        for name in ("M", "N", "blocks", "k_tiles", "n_tiles", "m_tiles", "shared_tiles", "adapter_columns")
     )
 
 
@@ -129,9 +141,12 @@ def product(
     weight: TiledWeight,
     configuration: Configuration,
     bias: torch.Tensor | None = None,
+    adapter: Adapter | None = None,
     overlap: bool = True,
 ) -> torch.Tensor:
     """``x: (M, K)`` bfloat16, ``bias: (N,)`` fp32 -> ``(M, N)`` bfloat16, by one given variant of the kernel.
+
+    With an adapter its product is added to the sum before that is rounded.
 
     With ``overlap`` the weights are fetched while the kernel ahead in the stream still runs: that kernel must not have
     written them (``tile_weight`` waits until it has).
@@ -145,6 +160,7 @@ def product(
     if M == 0:
         return y
     device = x.device.index
+    shrunk = None if adapter is None else shrink(x, adapter.a)  # (M, R)
     blocks, k_tiles = weight.tiles.shape[:2]
     if k_tiles % configuration.depth:
         raise ValueError(f"depth={configuration.depth} does not divide the {k_tiles} tiles of K={K}; use depth 1 or 2")
@@ -157,8 +173,10 @@ def product(
     shared = 0 if tiles % clusters == 0 else tiles if tiles < 2 * clusters else tiles % clusters + clusters
     sums = 64 * tile_blocks * configuration.tokens  # of one tile
     partials = torch.empty(2 * clusters * sums if shared else 1, dtype=torch.float32, device=x.device)
-    problem = _Problem(M, weight.N, blocks, k_tiles, n_tiles, m_tiles, shared)
-    pointers = [weight.tiles, weight.row_scale, bias, y, partials, weight.counters]
+    adapter_columns = 0 if adapter is None else adapter.b.shape[1]
+    problem = _Problem(M, weight.N, blocks, k_tiles, n_tiles, m_tiles, shared, adapter_columns)
+    pointers = [weight.tiles, weight.row_scale, bias, y, partials, weight.counters, shrunk]
+    pointers += [None, None] if adapter is None else [adapter.b, adapter.spans]
     arguments = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in pointers]
     described = tensor_map(x, configuration.tokens // configuration.cluster, 64)
     with torch.cuda.device(device):

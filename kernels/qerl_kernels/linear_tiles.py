@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 
 from qerl_kernels import gemm, tiles
-from qerl_kernels.linear import _matmul_fp32
+from qerl_kernels.adapter import COLUMNS, Adapter, load_shrink, shrink
+from qerl_kernels.linear import _matmul_fp32, _scaled_matmul
 from qerl_kernels.tiles import TiledWeight
 
 MANY_TOKENS = 4096
@@ -53,9 +54,12 @@ def choose(N: int, K: int, M: int) -> gemm.Configuration:
         depth //= 2
     kgroups = min(c.kgroups, depth)
     group = c.group
-    while depth // kgroups * (4 * c.rows // group) % 2:  # two buffers of fragments take turns: see nvfp4_tiles.cu
+    # two buffers of fragments take turns: see nvfp4_tiles.cu
+    while not c.synchronous and depth // kgroups * (4 * c.rows // group) % 2:
         group //= 2
-    return gemm.deepest(c.tokens, c.warpgroups, kgroups, c.rows, depth, group, c.ahead, c.blocks, c.cluster)
+    return gemm.deepest(
+        c.tokens, c.warpgroups, kgroups, c.rows, depth, group, c.ahead, c.blocks, c.cluster, c.synchronous
+    )
 
 
 def prepare(N: int, K: int, device: torch.device) -> None:
@@ -63,6 +67,7 @@ def prepare(N: int, K: int, device: torch.device) -> None:
     sizes = {up_to for lines in _table().values() for up_to, _ in lines}
     for configuration in {choose(N, K, M) for M in sizes}:
         gemm.load(configuration, device)
+    load_shrink(device)
 
 
 def supported(device: torch.device) -> bool:
@@ -70,18 +75,35 @@ def supported(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def linear(x: torch.Tensor, weight: TiledWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """y = row_scale * (x W0^T) + bias, differentiable with respect to ``x`` only.
+def linear(
+    x: torch.Tensor, weight: TiledWeight, bias: torch.Tensor | None = None, adapter: Adapter | None = None
+) -> torch.Tensor:
+    """y = row_scale * (x W0^T) + bias, differentiable with respect to ``x`` only; with an ``adapter`` not at all.
 
-    ``x: (..., K)`` bfloat16 (on a CPU any type), ``bias: (N,)`` fp32 -> ``(..., N)`` in the dtype of ``x``.
-    Raises ValueError where the shapes do not fit, or the device is neither a CPU nor a Hopper GPU.
+    ``x: (..., K)`` bfloat16 (on a CPU any type), ``bias: (N,)`` fp32 -> ``(..., N)`` in the dtype of ``x``. An adapter
+    adds (x A^T) B^T. Raises ValueError where the shapes do not fit, where a gradient would have to pass an adapter, or
+    the device is neither a CPU nor a Hopper GPU.
     """
     if x.shape[-1] != weight.K or (bias is not None and bias.shape != (weight.N,)):
         shapes = tuple(x.shape), None if bias is None else tuple(bias.shape)
         raise ValueError(f"x and bias have shapes {shapes}; the weight is ({weight.N}, {weight.K})")
+    if adapter is not None:
+        _check_adapter(x, weight, adapter)
+    parts = (None, None, None) if adapter is None else (adapter.a, adapter.b, adapter.spans)
     return torch.ops.qerl.nvfp4_linear_tiles(
-        x, weight.tiles, weight.row_scale, weight.counters, weight.N, weight.K, weight.scale, bias
+        x, weight.tiles, weight.row_scale, weight.counters, weight.N, weight.K, weight.scale, bias, *parts
     )
+
+
+def _check_adapter(x: torch.Tensor, weight: TiledWeight, adapter: Adapter) -> None:
+    R = adapter.b.shape[1]
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError("this operator has no gradient through an adapter: add it as a layer of its own, as PEFT does")
+    if R % COLUMNS or adapter.a.shape != (R, weight.K) or adapter.b.shape != (weight.N, R):
+        shapes = tuple(adapter.a.shape), tuple(adapter.b.shape)
+        raise ValueError(f"A and B have shapes {shapes}; they must be (R, K) and (N, R) with R a multiple of {COLUMNS}")
+    if adapter.spans.shape != (-(-weight.N // tiles.TILE), 2) or adapter.spans.dtype != torch.int32:
+        raise ValueError(f"spans are {adapter.spans.dtype} {tuple(adapter.spans.shape)}, not int32 (ceil(N / 64), 2)")
 
 
 # The counters are zero before and after each call: to the caller nothing is mutated.
@@ -95,13 +117,20 @@ def _linear(
     K: int,
     scale: torch.Tensor | None,
     bias: torch.Tensor | None,
+    a: torch.Tensor | None,
+    b: torch.Tensor | None,
+    spans: torch.Tensor | None,
 ) -> torch.Tensor:
     y = torch.nn.functional.linear(x.float(), tiles.dequantize(tiles_, N, K).float()) * row_scale
-    return (y if bias is None else y + bias.float()).to(x.dtype)
+    if bias is not None:
+        y += bias.float()
+    if a is not None and b is not None:
+        y += torch.nn.functional.linear(x, a).float() @ b.float().t()
+    return y.to(x.dtype)
 
 
 @_linear.register_kernel("cuda")
-def _(x, tiles_, row_scale, counters, N, K, scale, bias):
+def _(x, tiles_, row_scale, counters, N, K, scale, bias, a, b, spans):
     if not supported(x.device):
         name = torch.cuda.get_device_name(x.device)
         raise ValueError(f"tiled NVFP4 weights run on Hopper GPUs only, not on {name}: use the checkpoint's layout")
@@ -109,13 +138,16 @@ def _(x, tiles_, row_scale, counters, N, K, scale, bias):
     rows = x.reshape(-1, K)
     if rows.shape[0] >= MANY_TOKENS and scale is not None:
         y = _expand_and_multiply(rows, weight, scale.item(), bias)
+        if a is not None:
+            y.addmm_(shrink(rows, a), b.t())
     else:
-        y = gemm.product(rows, weight, choose(N, K, rows.shape[0]), None if bias is None else bias.float())
+        adapter = None if a is None else Adapter(a, b, spans)
+        y = gemm.product(rows, weight, choose(N, K, rows.shape[0]), None if bias is None else bias.float(), adapter)
     return y.view(*x.shape[:-1], N)
 
 
 @_linear.register_fake
-def _(x, tiles_, row_scale, counters, N, K, scale, bias):
+def _(x, tiles_, row_scale, counters, N, K, scale, bias, a, b, spans):
     return x.new_empty(*x.shape[:-1], N)
 
 
@@ -131,31 +163,35 @@ def _expand_and_multiply(x: torch.Tensor, weight: TiledWeight, scale: float, bia
 
 
 @torch.library.custom_op("qerl::nvfp4_linear_tiles_backward", mutates_args=(), device_types="cpu")
-def _backward(dy: torch.Tensor, tiles_: torch.Tensor, row_scale: torch.Tensor, N: int, K: int) -> torch.Tensor:
+def _backward(
+    dy: torch.Tensor, tiles_: torch.Tensor, row_scale: torch.Tensor, N: int, K: int, scale: torch.Tensor | None = None
+) -> torch.Tensor:
     return ((dy.float() * row_scale) @ tiles.dequantize(tiles_, N, K).float()).to(dy.dtype)
 
 
 @_backward.register_kernel("cuda")
-def _(dy, tiles_, row_scale, N, K):
+def _(dy, tiles_, row_scale, N, K, scale=None):
+    w = gemm.dequantize(TiledWeight(tiles_, row_scale, row_scale, N, K))
+    if scale is not None:
+        return _scaled_matmul(dy.reshape(-1, N), w, scale.item(), None).view(*dy.shape[:-1], K)
     largest = row_scale.amax()  # the rows' scales stand inside the sum: the largest can wait for the result
     scaled = (dy.reshape(-1, N).float() * (row_scale / largest)).to(dy.dtype)
-    w = gemm.dequantize(TiledWeight(tiles_, row_scale, row_scale, N, K))
     return _matmul_fp32(scaled, w).mul_(largest).to(dy.dtype).view(*dy.shape[:-1], K)
 
 
 @_backward.register_fake
-def _(dy, tiles_, row_scale, N, K):
+def _(dy, tiles_, row_scale, N, K, scale=None):
     return dy.new_empty(*dy.shape[:-1], K)
 
 
 def _save(ctx, inputs, output):
-    _, tiles_, row_scale, _, ctx.N, ctx.K, _, _ = inputs
+    _, tiles_, row_scale, _, ctx.N, ctx.K, ctx.scale, *_ = inputs
     ctx.save_for_backward(tiles_, row_scale)
 
 
 def _gradient(ctx, dy):
-    dx = torch.ops.qerl.nvfp4_linear_tiles_backward(dy, *ctx.saved_tensors, ctx.N, ctx.K)
-    return dx, None, None, None, None, None, None, None
+    dx = torch.ops.qerl.nvfp4_linear_tiles_backward(dy, *ctx.saved_tensors, ctx.N, ctx.K, ctx.scale)
+    return dx, *[None] * 10
 
 
 _linear.register_autograd(_gradient, setup_context=_save)

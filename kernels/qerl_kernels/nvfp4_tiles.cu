@@ -1,6 +1,6 @@
 // Kernels over NVFP4 weights stored as fragment-ordered tiles (layout and decode: tiles.py) for sm_90a.
 //
-//   nvfp4_gemm        y = row_scale * (x W0^T) + bias, x: (M, K) bf16, W0 = code * block scale: (N, K)
+//   nvfp4_gemm        y = row_scale * (x W0^T) + bias + s B^T, x: (M, K) bf16, W0 = code * block scale: (N, K)
 //   nvfp4_dequantize  W0 as (N, K) bf16
 //
 // Compiled at first use by compiler.py, which puts `wgmma()` for this token tile in front and defines
@@ -10,12 +10,17 @@
 //   AHEAD   whether codes are read from shared memory one step ahead (1 or 0): less waiting, more instructions
 //   CLUSTER thread blocks that share their tokens: each fetches a part and sends it to all
 //   DEPTH   64-column tiles of a stage, STAGES stages in flight, BLOCKS thread blocks of a multiprocessor
+//   SYNCHRONOUS  1: `mma.sync` of each warp in place of `wgmma`, whose every call takes 28 clocks however few the tokens;
+//           GROUP and AHEAD then mean nothing
 //
 // The weights are the A operand: they are decoded in registers and never written back. The tokens are the B operand,
 // brought by the tensor copy engine with a 128-byte swizzle. One warp copies weights, one copies tokens.
 //
 // The kernel may be launched before the one ahead of it in the stream has ended (programmatic dependent launch): weights are
 // fetched at once, for nobody writes them; tokens are read and results written only after `wait_for_previous_kernel`.
+//
+// The policy adapter is s = x A^T: (M, R), made by adapter_shrink.cu just before, and B: (N, R). Whoever has the whole sum of a
+// tile scales it and adds s B^T, of which B is read straight from memory: R is small.
 //
 // The work is the list of (tile, stage) pairs, cut into equal consecutive runs, one a cluster. A tile that falls into
 // several runs is summed through `partials` by whichever block arrives last, always in the order of K: same bits each time.
@@ -124,12 +129,14 @@ struct Problem {
   int M, N, blocks, k_tiles;  // blocks: 64-row blocks of W; k_tiles: 64-column tiles, a multiple of 2
   int n_tiles, m_tiles;       // tiles of 64 * CTA_BLOCKS * CLUSTER rows and of TOKENS tokens
   int shared_tiles;           // the first tiles are cut into equal runs; the others are whole, one a cluster and round
+  int adapter_columns;        // of s and B, a multiple of 32; 0: no adapter
 };
 
 constexpr int ROW_GROUPS = WARPGROUPS / KGROUPS, CTA_BLOCKS = ROW_GROUPS * ROWS;
 constexpr int WORKERS = 128 * ROW_GROUPS;  // threads that hold the sums of a tile in the end
 constexpr int THREADS = 128 * WARPGROUPS + 128;  // half of the copying warpgroup only lends its registers
-constexpr int REGISTERS = WARPGROUPS == 4 ? 112 : BLOCKS == 1 ? 232 : BLOCKS == 2 ? 104 : 72;
+// what the threads are launched with is shared out anew: more than that would wait for ever
+constexpr int REGISTERS = WARPGROUPS == 4 ? 112 : WARPGROUPS == 3 ? 160 : BLOCKS == 1 ? 232 : BLOCKS == 2 ? 104 : 72;
 constexpr int COPY_REGISTERS = BLOCKS == 3 ? 24 : 32;
 constexpr int RUN_ROWS = 8;  // token tiles that are neighbours in time, so that a weight tile is still in L2
 
@@ -167,6 +174,12 @@ struct Segments {
   }
 };
 
+// d += a b^T for 16 rows, 8 tokens and 16 columns, within one warp; `d` lies as wgmma's sums do.
+__device__ __forceinline__ void multiply_add(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 __device__ __forceinline__ void synchronize_row_group(int row_group) {
   asm volatile("bar.sync %0, %1;" ::"r"(row_group + 6), "n"(128 * KGROUPS) : "memory");
 }
@@ -180,7 +193,7 @@ constexpr int TURN_ROW = 144;                                         // bytes: 
 static_assert(TOKENS % SLICE == 0, "the epilogue writes whole slices");
 static_assert(DEPTH % KGROUPS == 0 && WARPGROUPS % KGROUPS == 0, "columns and warpgroups are divided evenly");
 // with an odd number the same registers would be decoded into while the matrix unit still reads them
-static_assert(DEPTH / KGROUPS * (4 * ROWS / GROUP) % 2 == 0, "the two buffers of fragments take turns");
+static_assert(SYNCHRONOUS || DEPTH / KGROUPS * (4 * ROWS / GROUP) % 2 == 0, "the two buffers of fragments take turns");
 
 constexpr int TURN_OFFSET = STAGES * (X_STAGE + W_STAGE);
 constexpr int REDUCE_OFFSET = TURN_OFFSET + ROW_GROUPS * SLICE * TURN_ROW;
@@ -190,6 +203,7 @@ constexpr int BARRIER_OFFSET = REDUCE_OFFSET + (KGROUPS > 1 ? 4 * TILE_SUMS : 0)
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, const float* __restrict__ row_scale,
            const float* __restrict__ bias, u16* __restrict__ y, float* __restrict__ partials, u32* __restrict__ counters,
+           const u16* __restrict__ shrunk, const u16* __restrict__ expand, const int2* __restrict__ spans,
            const __grid_constant__ Problem p) {
   extern __shared__ __align__(1024) u8 memory[];
   const u32 base = shared_address(memory), w_base = base + STAGES * X_STAGE;
@@ -263,7 +277,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
       codes[r] = *(const uint4*)(w_thread + stage * W_STAGE + (r * DEPTH + i * KGROUPS) * TILE_BYTES);
       scales[r] = *(const uint2*)(s_thread + stage * W_STAGE + (r * DEPTH + i * KGROUPS) * TILE_BYTES);
     }
-    if (i == 0) x_stage = __shfl_sync(0xFFFFFFFFu, (x_first + stage * X_STAGE) >> 4 | 1u << 16, 0);
+    if (!SYNCHRONOUS && i == 0) x_stage = __shfl_sync(0xFFFFFFFFu, (x_first + stage * X_STAGE) >> 4 | 1u << 16, 0);
   };
 
   while (segment.next(p)) {
@@ -274,6 +288,46 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
 #pragma unroll
       for (int i = 0; i < TOKENS / 2; ++i) sums[r][i] = 0.f;
 
+    if (p.adapter_columns) {  // the rows of B that the end of this tile needs
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        const int row = min(((n_tile * CLUSTER + rank) * CTA_BLOCKS + warpgroup * ROWS + r) * 64 + thread / 2, p.N - 1);
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(expand + (size_t)row * p.adapter_columns + thread % 2 * 64 % p.adapter_columns));
+      }
+    }
+
+    if constexpr (SYNCHRONOUS) {
+      for (int step = segment.first; step < segment.last; ++step) {
+        barrier_wait(full + 8 * stage, phase);
+#pragma unroll
+        for (int d = 0; d < DEPTH / KGROUPS; ++d) {
+          load(stage, d);
+          const u32 tokens = base + stage * X_STAGE + (d * KGROUPS + k_group) * X_TILE;
+          u32 b[TOKENS / 8][8];  // of 8 tokens all 64 columns: the two registers of step j are 2 j and 2 j + 1
+#pragma unroll
+          for (int n = 0; n < TOKENS / 8; ++n)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              const u32 from = tokens + (n * 8 + lane % 8) * 128 + ((half * 4 + lane / 8) ^ lane % 8) * 16;
+              asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                  : "=r"(b[n][half * 4]), "=r"(b[n][half * 4 + 1]), "=r"(b[n][half * 4 + 2]), "=r"(b[n][half * 4 + 3]) : "r"(from) : "memory");
+            }
+#pragma unroll
+          for (int j = 0; j < 4; ++j)
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) {
+              u32 a[4];
+              decode(j == 0 ? codes[r].x : j == 1 ? codes[r].y : j == 2 ? codes[r].z : codes[r].w,
+                     decode_scales(j < 2 ? scales[r].x : scales[r].y, j & 1), a);
+#pragma unroll
+              for (int n = 0; n < TOKENS / 8; ++n) multiply_add(&sums[r][n * 4], a, b[n][2 * j], b[n][2 * j + 1]);
+            }
+        }
+        __syncwarp();  // all lanes have read
+        if (lane < CLUSTER) barrier_arrive_at<CLUSTER>(empty + 8 * stage, lane);
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+      }
+    } else {
     int previous = -1;
     if constexpr (AHEAD) {
       barrier_wait(full + 8 * stage, phase);
@@ -331,6 +385,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
     }
     wgmma_wait<0>();
     if (lane < CLUSTER) barrier_arrive_at<CLUSTER>(empty + 8 * previous, lane);
+    }
 
     if constexpr (KGROUPS > 1) {  // the first group adds what the others have, in their order
       float* exchange = (float*)(memory + REDUCE_OFFSET) + warpgroup * 128 + thread;
@@ -398,12 +453,40 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
       }
     }
 
+    if (p.adapter_columns) {  // from here on the sums are y without its bias
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        const int block = (n_tile * CLUSTER + rank) * CTA_BLOCKS + warpgroup * ROWS + r, row = block * 64 + (warp % 4) * 16 + g;
+        const float scale_upper = row < p.N ? row_scale[row] * 128.f : 0.f, scale_lower = row + 8 < p.N ? row_scale[row + 8] * 128.f : 0.f;
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; ++i) sums[r][i] *= i % 4 < 2 ? scale_upper : scale_lower;
+        const int2 span = spans[min(block, p.blocks - 1)];  // outside of these columns the rows of B are zero
+#pragma unroll 1
+        for (int column = span.x; column < span.y; column += 32) {
+          // both operands take eight neighbouring columns a thread: the sum over columns does not mind which comes when
+          const int at = column + lane % 4 * 8;
+          const uint4 zero = make_uint4(0, 0, 0, 0);
+          const uint4 upper = row < p.N ? __ldcg((const uint4*)(expand + (size_t)row * p.adapter_columns + at)) : zero;
+          const uint4 lower = row + 8 < p.N ? __ldcg((const uint4*)(expand + (size_t)(row + 8) * p.adapter_columns + at)) : zero;
+          const u32 first[4] = {upper.x, lower.x, upper.y, lower.y}, second[4] = {upper.z, lower.z, upper.w, lower.w};
+#pragma unroll
+          for (int n = 0; n < TOKENS / 8; ++n) {
+            const int token = m_tile * TOKENS + n * 8 + g;
+            const uint4 s = token < p.M ? __ldcg((const uint4*)(shrunk + (size_t)token * p.adapter_columns + at)) : zero;
+            multiply_add(&sums[r][n * 4], first, s.x, s.y);
+            multiply_add(&sums[r][n * 4], second, s.z, s.w);
+          }
+        }
+      }
+    }
+
     // Turn (rows, tokens) into (tokens, rows) through shared memory, then write 16 bytes a thread.
     u8* turn = memory + TURN_OFFSET + warpgroup * SLICE * TURN_ROW;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       const int block = (n_tile * CLUSTER + rank) * CTA_BLOCKS + warpgroup * ROWS + r, row = block * 64 + (warp % 4) * 16 + g;
-      const float scale_upper = row < p.N ? row_scale[row] * 128.f : 0.f, scale_lower = row + 8 < p.N ? row_scale[row + 8] * 128.f : 0.f;
+      const float scale_upper = p.adapter_columns ? 1.f : row < p.N ? row_scale[row] * 128.f : 0.f;
+      const float scale_lower = p.adapter_columns ? 1.f : row + 8 < p.N ? row_scale[row + 8] * 128.f : 0.f;
       const float bias_upper = bias && row < p.N ? bias[row] : 0.f, bias_lower = bias && row + 8 < p.N ? bias[row + 8] : 0.f;
 #pragma unroll
       for (int slice = 0; slice < TOKENS / SLICE; ++slice) {

@@ -35,6 +35,13 @@ def test_every_variant_in_the_table_passes_the_gate():
         gate.check(configuration)
 
 
+@pytest.mark.parametrize("shape", [(1, 16, 8), (9, 208, 16), (40, 3584, 96), (333, 18944, 32), (600, 896, 48)], ids=str)
+def test_the_adapters_first_product(shape):
+    import gate
+
+    gate.check_shrink(*shape)
+
+
 def test_quantize_and_dequantize_give_the_bits_of_the_cpu():
     from qerl_kernels import nvfp4, nvfp4_triton
 

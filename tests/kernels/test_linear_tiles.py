@@ -52,7 +52,7 @@ def test_the_host_knows_a_scale_only_where_all_rows_share_it():
 
 def test_operators_pass_torch_library_checks():
     _, _, w, x = example()
-    arguments = (x.requires_grad_(), w.tiles, w.row_scale, w.counters, w.N, w.K, None, None)
+    arguments = (x.requires_grad_(), w.tiles, w.row_scale, w.counters, w.N, w.K, None, None, None, None, None)
     torch.library.opcheck(torch.ops.qerl.nvfp4_linear_tiles.default, arguments)
 
 

@@ -1,0 +1,81 @@
+"""The policy adapter of one layer: y + s B^T with s = x A^T, whatever computes the base's y.
+
+A of several parts (q, k, v; gate, up) stand one below the other and B is block diagonal, so that two products serve all
+parts. The tiled kernel adds the second at its end (``nvfp4_tiles.cu``); the first is one small kernel ahead of it
+(``adapter_shrink.cu``). s is rounded to the dtype of x, as a product of its own would be.
+"""
+
+import ctypes
+import functools
+from bisect import bisect_right
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from qerl_kernels.compiler import Kernel, compile_source
+
+COLUMNS = 32  # of s and B that the tiled kernel takes at a time: their number is a multiple of it
+SMALL_M = 512  # tokens up to which the small kernel is used, cuBLAS beyond
+THREADS, SPLITS, ROWS = 256, 8, 16  # of adapter_shrink.cu
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """``a: (R, K)``, ``b: (N, R)``, R a multiple of 32; ``spans: (ceil(N / 64), 2)`` int32.
+
+    Outside of columns ``spans[i, 0]`` to ``spans[i, 1]`` the rows of B from 64 i on are zero.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    spans: torch.Tensor
+
+
+def padded(columns: int) -> int:
+    """The number of columns with zeros at the end that the kernels need."""
+    return -(-columns // COLUMNS) * COLUMNS
+
+
+def spans(widths: list[int], rank: int) -> torch.Tensor:
+    """(ceil(N / 64), 2) int32: which columns of B the rows of each 64-row block can have, rounded outwards to 32.
+
+    Row part i, ``widths[i]`` rows, has columns ``i rank`` to ``(i + 1) rank``.
+    """
+    ends = [sum(widths[: i + 1]) for i in range(len(widths))]
+    firsts = range(0, ends[-1], 64)
+    blocks = [(bisect_right(ends, first), bisect_right(ends, min(first + 63, ends[-1] - 1))) for first in firsts]
+    table = [(low * rank // COLUMNS * COLUMNS, padded((high + 1) * rank)) for low, high in blocks]
+    return torch.tensor(table, dtype=torch.int32)
+
+
+@functools.cache
+def _kernel(tokens: int, device: int) -> Kernel:
+    with torch.cuda.device(device):
+        source = Path(__file__).with_name("adapter_shrink.cu").read_text()
+        return Kernel(compile_source(source, (("TOKENS", tokens),)), "adapter_shrink", THREADS, cluster=SPLITS)
+
+
+def load_shrink(device: torch.device) -> None:
+    """Compile the small kernels, or fetch them from the cache, and load them on a device."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    for tokens in (8, 16, 32):
+        _kernel(tokens, index)
+
+
+def shrink(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """s = x A^T: ``x: (M, K)``, ``a: (R, K)`` -> ``(M, R)`` in the dtype of x, sums in fp32.
+
+    On a GPU x and a are bfloat16, K is a multiple of 16, and the rows of x start at multiples of 16 bytes.
+    """
+    M, K = x.shape
+    if not x.is_cuda or M > SMALL_M:
+        return torch.nn.functional.linear(x, a)
+    s = torch.empty(M, a.shape[0], dtype=x.dtype, device=x.device)
+    tokens = 8 if M <= 8 else 16 if M <= 16 else 32
+    grid = (SPLITS, a.shape[0] // ROWS, -(-M // tokens))
+    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, a, s)]
+    numbers = [ctypes.c_int(number) for number in (M, K, a.shape[0], x.stride(0))]
+    with torch.cuda.device(x.device):
+        _kernel(tokens, x.device.index)(grid, *pointers, *numbers, overlap=True)
+    return s
