@@ -4,7 +4,6 @@ import warnings
 from typing import Any
 
 import torch
-from peft.tuners.lora import LoraLayer
 
 from qerl_recipes import logprobs
 from qerl_recipes.checkpointing import Checkpointing
@@ -26,13 +25,6 @@ class PackedTraining(Checkpointing):
             self._pack_tokens = self.args.pack_tokens
         else:
             warnings.warn(f"pack_tokens is without effect, the batches stay padded: {reason}", stacklevel=3)
-
-    def _leave_casts_to_autocast(self) -> None:
-        """PEFT would make BF16 activations fp32, as its weights are, for autocast to make both BF16."""
-        if self.args.bf16:
-            for module in self.model.modules():
-                if isinstance(module, LoraLayer):
-                    module.cast_input_dtype_enabled = False
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """TRL's micro-batch, from micro-batches of about equal numbers of tokens where that cannot change the step."""

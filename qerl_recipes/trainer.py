@@ -19,7 +19,7 @@ from peft.utils import get_peft_model_state_dict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
-from qerl_recipes import norms
+from qerl_recipes import fused_lora, norms
 from qerl_recipes.configs import GRPOConfig
 from qerl_recipes.dynamic_sampling import PromptStream, informative_groups, replace_groups
 from qerl_recipes.hooks import find
@@ -90,7 +90,8 @@ class QerlGRPOTrainer(PackedTraining):
             norms.make_trainable(self.model, args.noise_targets)
         self._leave_buffers_out_of_broadcasts()
         self._prepare_packing()
-        self._leave_casts_to_autocast()
+        if args.bf16:  # autocast
+            fused_lora.install(self.model, ADAPTER)
         self._schedule = find("qerl_noise_schedules", args.noise_schedule) if args.noise_mode != "none" else None
         self._noise: tuple[float, int] | None = None  # sigma and rollout of the noise in the trainer's norms
         self._stream = PromptStream(len(train_dataset), args.seed)

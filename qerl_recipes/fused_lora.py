@@ -1,0 +1,61 @@
+"""The arithmetic of LoRA under BF16 autocast, in as few passes over the activations as the products need.
+
+PEFT writes y + scaling * (x A^T) B^T as a cast of x to the fp32 of A (which autocast takes back), two products, a
+multiplication and a sum. Here the second product adds itself to y: one pass over y instead of three, one rounding
+instead of three, and no copy of x in fp32.
+"""
+
+import torch
+from peft.tuners.lora.layer import LoraLayer, LoraVariant
+
+
+class FusedLora(LoraVariant):
+    """How PEFT's linear layers apply a plain LoRA adapter, where activations are what autocast makes them."""
+
+    @staticmethod
+    def init(module: LoraLayer, adapter_name: str) -> None:
+        """Nothing to add to a plain adapter."""
+
+    @staticmethod
+    def merge_safe(module: LoraLayer, active_adapter: str, orig_weight: torch.Tensor) -> torch.Tensor:
+        """As PEFT merges a plain adapter."""
+        return orig_weight.clone().add_(module.get_delta_weight(active_adapter))
+
+    @staticmethod
+    def merge_unsafe(module: LoraLayer, active_adapter: str, orig_weight: torch.Tensor) -> None:
+        """As PEFT merges a plain adapter, in place."""
+        orig_weight.data += module.get_delta_weight(active_adapter)
+
+    @staticmethod
+    def unmerge(module: LoraLayer, active_adapter: str, orig_weight: torch.Tensor) -> torch.Tensor:
+        """What is left without the adapter."""
+        return orig_weight.clone().sub_(module.get_delta_weight(active_adapter))
+
+    @staticmethod
+    def forward(
+        module: LoraLayer, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **kwargs: object
+    ) -> torch.Tensor:
+        """``x: (..., K)``, ``result: (..., N)`` of the frozen layer -> ``result`` + scaling * (x A^T) B^T."""
+        lora_A, lora_B = module.lora_A[active_adapter], module.lora_B[active_adapter]
+        hidden = lora_A(module.lora_dropout[active_adapter](x))
+        flat = result.reshape(-1, result.shape[-1]).to(hidden.dtype)
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        return torch.addmm(flat, rows, lora_B.weight.t(), alpha=module.scaling[active_adapter]).view_as(result)
+
+
+def install(model: torch.nn.Module, adapter: str) -> int:
+    """Let every plain LoRA layer of ``model`` compute ``adapter`` this way from now on -> how many layers.
+
+    For a model that is only called under BF16 autocast: its LoRA weights may then have another dtype than activations.
+    Layers with DoRA, a bias or any other variant of PEFT's stay as they are.
+    """
+    found = 0
+    for module in model.modules():
+        if not isinstance(module, LoraLayer) or adapter not in module.lora_A:
+            continue
+        if adapter in module.lora_variant or module.lora_bias[adapter]:
+            continue
+        module.lora_variant[adapter] = FusedLora()
+        module.cast_input_dtype_enabled = False
+        found += 1
+    return found
