@@ -1,9 +1,12 @@
 """A memory plan: what a run holds on the GPU in each of its phases, whether that fits, and what would lower it."""
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 PHASES = ("rollout", "training")
 GB = 1_000_000_000
+FIXED_BY_A_CHECKPOINT = re.compile(r"\b(lora_r|optim|quantization)\b")
 
 
 @dataclass(frozen=True)
@@ -26,13 +29,13 @@ def this_gpu() -> Gpu | None:
 
 @dataclass(frozen=True)
 class Part:
-    """Bytes held in each phase, how they come about, and the key of the recipe that lowers them ("": none does)."""
+    """Bytes held in each phase, how they come about, and what to change in the recipe to lower them, best first."""
 
     name: str
     rollout: int
     training: int
     detail: str = ""
-    knob: str = ""
+    knobs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,13 +68,23 @@ class Plan:
         held = [part for part in self.parts if getattr(part, phase)]
         return sorted(held, key=lambda part: -getattr(part, phase))[:count]
 
-    def advice(self, phase: str) -> str:
-        """What to change for ``phase`` to need less: the keys of its two largest parts that have one."""
-        knobs: dict[str, str] = {}
-        for part in self.largest(phase, len(self.parts)):
-            if part.knob and len(knobs) < 2:
-                knobs.setdefault(part.knob, f"{part.name}, {gigabytes(getattr(part, phase))}")
-        return "; or ".join(f"{knob} ({why})" for knob, why in knobs.items())
+    def added(self, phase: str) -> list[Part]:
+        """The parts of which a phase holds more than the other, largest first."""
+        (other,) = set(PHASES) - {phase}
+        parts = [part for part in self.parts if getattr(part, phase) > getattr(part, other)]
+        return sorted(parts, key=lambda part: -getattr(part, phase))
+
+    def advice(self, parts: Iterable[Part], phase: str, *, resuming: bool = False) -> str:
+        """What to change for ``phase`` to need less: two of the ``parts`` for which there is something, in their order.
+
+        ``resuming``: without what a checkpoint does not survive.
+        """
+        found: dict[str, str] = {}
+        for part in parts:
+            knobs = [knob for knob in part.knobs if not (resuming and FIXED_BY_A_CHECKPOINT.search(knob))]
+            if knobs and len(found) < 2:
+                found.setdefault(" or ".join(knobs), f"{part.name}, {gigabytes(getattr(part, phase))}")
+        return "; ".join(f"{knobs} ({why})" for knobs, why in found.items()) or "a smaller model"
 
     def line(self) -> str:
         """One line: the total and what it is made of."""
@@ -84,7 +97,8 @@ class Plan:
         found = [f"it cannot start: {self.problem}"] if self.problem else []
         if self.peak > self.gpu.memory:
             phase, over = self.worse_phase, gigabytes(self.peak - self.gpu.memory)
-            found.append(f"it needs {over} too much in {phase}, {self.line()}; way out: {self.advice(phase)}")
+            advice = self.advice(self.largest(phase, len(self.parts)), phase)
+            found.append(f"it needs {over} too much in {phase}, {self.line()}; way out: {advice}")
         return found
 
     def check(self) -> None:

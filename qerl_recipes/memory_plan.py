@@ -86,8 +86,8 @@ class _Run:
         awake = 0 if sleeps and self.reason is not None else 1
         copy = "reads the engine's weights; its own: norms" if self.reason is None else f"own copy: {self.reason}"
         form = {"qerl_nvfp4": f"NVFP4, {self.layout}", "bf16": "BF16", "nf4": "NF4"}[self.arm]
-        smaller = "" if is_ours else "quantization: qerl_nvfp4"
-        share = "" if self.reason is None else _how_to_share(self.training, self.layout)
+        smaller = () if is_ours else (f"quantization: {shared_weights.ARM}",)
+        share = () if self.reason is None else _how_to_share(self.training, self.layout)
         return (
             Part("engine's weights", weights, weights * awake, f"{form}; embedding and head in BF16", smaller),
             Part("engine's adapter", adapter, adapter * awake, f"rank {engine_rank(self.rank)}", self._lower_rank()),
@@ -101,28 +101,24 @@ class _Run:
         fitting = f"{tokens // self.engine_length} of {self.sequences} full sequences at a time"
         share = f"vllm_gpu_memory_utilization {self.training.vllm_gpu_memory_utilization:g}"
         sleeps = self.training.vllm_enable_sleep_mode
-        knob = f"lower {share}"
+        knobs: tuple[str, ...] = (f"a lower {share}",)
         if not sleeps and self.reason is None:
-            knob = f"vllm_enable_sleep_mode: true; {knob}"
+            knobs = ("vllm_enable_sleep_mode: true", *knobs)
         held = fitting if tokens < full else f"room for all {self.sequences} sequences of {self.engine_length} tokens"
-        return Part("KV cache", max(left, 0), 0 if sleeps else max(left, 0), f"rest of {share}; {held}", knob)
+        return Part("KV cache", max(left, 0), 0 if sleeps else max(left, 0), f"rest of {share}; {held}", knobs)
 
     def cache_tokens(self) -> int:
         """Tokens that the KV cache holds."""
-        heads = -(-self.size.kv_heads // self.tensor_parallel)
-        a_token = 2 * self.size.layers * heads * self.size.head_dim * self.itemsize
-        return max(0, self._left_for_cache()) // a_token
+        return max(0, self._left_for_cache()) // self._cache_of_a_token()
 
     def problem(self) -> str:
         """vLLM does not start if one sequence of full length does not fit into its cache."""
-        missing = self.engine_length - self.cache_tokens()
-        if missing <= 0:
+        if self.engine_length <= self.cache_tokens():
             return ""
-        heads = -(-self.size.kv_heads // self.tensor_parallel)
-        a_token = 2 * self.size.layers * heads * self.size.head_dim * self.itemsize
         share = self.training.vllm_gpu_memory_utilization
         budget = share * self.gpu.memory
-        needed = (budget - self._left_for_cache() + self.engine_length * a_token) / self.gpu.memory
+        needed = budget - self._left_for_cache() + self.engine_length * self._cache_of_a_token()
+        needed /= self.gpu.memory
         way_out = f"use vllm_gpu_memory_utilization: {needed + 0.005:.2f} or more, or a shorter max_completion_length"
         if needed > 0.95:
             way_out = "the GPU is too small for this model" + (
@@ -148,12 +144,12 @@ class _Run:
         total = count + norms
         detail = f"{count / 1e6:.1f} million numbers in fp32, in training in BF16 too"
         copies = count * BF16 if self.itemsize == BF16 else 0
-        eight_bit = "" if "8bit" in name else "optim: adamw_8bit; "
+        knobs = self._lower_rank() if "8bit" in name else ("optim: adamw_8bit", *self._lower_rank())
         states = int(total * state)
         return (
             Part("trained adapter", count * FP32, count * FP32 + copies, detail, self._lower_rank()),
             Part("gradients", 0, total * FP32, f"fp32, {norms} of norms" if norms else "fp32", self._lower_rank()),
-            Part("optimizer", states, states, f"{name}: {state:g} bytes each", eight_bit + self._lower_rank()),
+            Part("optimizer", states, states, f"{name}: {state:g} bytes each", knobs),
         )
 
     def micro_batch(self) -> MicroBatch:
@@ -178,6 +174,10 @@ class _Run:
             Part("at work", 0, max(in_block, head), f"estimate: {where}, {batch.at_once} tokens", self._less_at_once()),
         )
 
+    def _cache_of_a_token(self) -> int:
+        heads = -(-self.size.kv_heads // self.tensor_parallel)
+        return 2 * self.size.layers * heads * self.size.head_dim * self.itemsize
+
     def _left_for_cache(self) -> int:
         weights, adapter, _ = self.weight_parts()
         budget = int(self.training.vllm_gpu_memory_utilization * self.gpu.memory)
@@ -187,22 +187,22 @@ class _Run:
         expands = self.arm != "bf16"
         return activation_bytes.engine_scratch(self.size, self.sequences, expands=expands, itemsize=self.itemsize)
 
-    def _lower_rank(self) -> str:
-        return f"lower lora_r {self.rank}"
+    def _lower_rank(self) -> tuple[str, ...]:
+        return (f"a lower lora_r {self.rank}",)
 
-    def _less_to_keep(self, checkpointing: bool) -> str:
-        return self._fewer_rows() if checkpointing else "gradient_checkpointing: true"
+    def _less_to_keep(self, checkpointing: bool) -> tuple[str, ...]:
+        return self._fewer_rows() if checkpointing else ("gradient_checkpointing: true",)
 
-    def _less_at_once(self) -> str:
+    def _less_at_once(self) -> tuple[str, ...]:
         if self.pack_tokens and self.micro_batch().at_once > self.length:
-            return f"pack_tokens: {self.length}"
+            return (f"pack_tokens: {self.length}",)
         return self._fewer_rows()
 
-    def _fewer_rows(self) -> str:
+    def _fewer_rows(self) -> tuple[str, ...]:
         rows = self.training.per_device_train_batch_size
         if rows > 1:
-            return f"lower per_device_train_batch_size {rows} and raise gradient_accumulation_steps as much"
-        return f"lower max_completion_length {self.completion}"
+            return (f"a lower per_device_train_batch_size {rows}, with gradient_accumulation_steps raised as much",)
+        return (f"a lower max_completion_length {self.completion}",)
 
 
 def _apart(training: GRPOConfig, layout: str) -> str | None:
@@ -214,10 +214,10 @@ def _apart(training: GRPOConfig, layout: str) -> str | None:
     return "Marlin's layout, which the trainer cannot read" if layout == "marlin" else None
 
 
-def _how_to_share(training: GRPOConfig, layout: str) -> str:
+def _how_to_share(training: GRPOConfig, layout: str) -> tuple[str, ...]:
     """The key that would make the second copy go away, where one can."""
     can_be_shared = training.quantization == shared_weights.ARM and layout == "tiled" and training.world_size == 1
-    return "share_weights: true" if can_be_shared and training.share_weights is False else ""
+    return ("share_weights: true",) if can_be_shared and training.share_weights is False else ()
 
 
 def _adapter(script: ScriptArguments, model: ModelConfig, size: ModelSize) -> tuple[int, list[LinearSize]]:

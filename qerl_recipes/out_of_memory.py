@@ -53,13 +53,21 @@ def _message(plan: Plan | None, phase: str, output_dir: str, trainer: Any) -> st
     where = "while engine and model were loaded" if phase == "loading" else f"in {phase}"
     step = f", after step {trainer.state.global_step}" if trainer is not None else ""
     lines = [f"out of memory {where}{step}"]
+    checkpoints = whole_checkpoints(output_dir)
     if plan is not None:
         held = "rollout" if phase == "loading" else phase
-        parts = ", ".join(f"{part.name} {gigabytes(getattr(part, held))}" for part in plan.largest(held, 4))
-        lines.append(f"planned: {gigabytes(plan.total(held))} of {gigabytes(plan.gpu.memory)}: {parts}, ...")
+        own, rest = plan.added(held), plan.largest(held, len(plan.parts))
+        added = ", ".join(f"{part.name} {gigabytes(getattr(part, held))}" for part in own)
+        lines.append(
+            f"planned: {gigabytes(plan.total(held))} of {gigabytes(plan.gpu.memory)}; what this phase adds, and one of "
+            f"which must have taken more unless another program holds memory: {added}"
+        )
         lines.append(f"measured: {_measured()}")
-        lines.append(f"to need less: {plan.advice(held)}")
-    lines.append(_resume(output_dir))
+        lines.append(f"to need less: {plan.advice([*own, *rest], held, resuming=bool(checkpoints))}")
+    if checkpoints:
+        lines.append(f"nothing up to {checkpoints[-1]} is lost: go on from it with --resume_from_checkpoint true")
+    else:
+        lines.append(f"{output_dir} holds no checkpoint yet: start again")
     return "\n  ".join(lines)
 
 
@@ -74,10 +82,3 @@ def _measured() -> str:
         f"at most {gigabytes(allocated)} allocated by torch and {gigabytes(reserved)} reserved (without memory that "
         f"vLLM maps itself), {gigabytes(free)} free on the GPU now"
     )
-
-
-def _resume(output_dir: str) -> str:
-    whole = whole_checkpoints(output_dir)
-    if not whole:
-        return f"{output_dir} holds no checkpoint yet: change the recipe and start again"
-    return f"nothing up to {whole[-1]} is lost: change the recipe and go on with --resume_from_checkpoint true"

@@ -3,8 +3,10 @@
 The error is made by hand: a real one needs a GPU that is full.
 """
 
+import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,8 +43,12 @@ def in_rollout(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("phase", "fail", "parts"),
     [
-        ("training", in_training, ("at work", "lower vllm_gpu_memory_utilization 0.3")),
-        ("rollout", in_rollout, ("KV cache", "lower vllm_gpu_memory_utilization 0.3")),
+        (
+            "training",
+            in_training,
+            ("more unless another program holds memory: at work 2.", "pack_tokens: 2560 (at work,"),
+        ),
+        ("rollout", in_rollout, ("engine's scratch 1.", "a lower vllm_gpu_memory_utilization 0.3 (KV cache, ")),
     ],
 )
 def test_running_out_says_the_phase_the_plan_the_key_and_how_to_go_on(
@@ -66,19 +72,35 @@ def test_running_out_says_the_phase_the_plan_the_key_and_how_to_go_on(
             trainer.train(resume_from_checkpoint=True)
     message = str(error.value)
     assert f"out of memory in {phase}, after step 1" in message
-    assert f"planned: {plan.total(phase) / GB:.1f} GB of 48.0 GB: " in message
+    assert f"planned: {plan.total(phase) / GB:.1f} GB of 48.0 GB; " in message
     assert "measured: " in message
     assert all(words in message for words in parts)
     assert f"nothing up to {output}/checkpoint-1 is lost" in message
     assert "--resume_from_checkpoint true" in message
+    assert not {"lora_r", "optim"} & set(re.findall(r"\w+", message))  # the checkpoint would not survive the change
     assert isinstance(error.value.__cause__, torch.OutOfMemoryError)
     assert str(error.value.__cause__) == ORIGINAL
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 2
 
 
-def test_running_out_while_loading_is_explained_by_the_command(
-    make_nvfp4: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+class Failing:
+    """Stands in for a trainer whose third step has passed."""
+
+    state, vllm_generation = SimpleNamespace(global_step=3), None
+    train = staticmethod(failing)
+
+    def add_callback(self, callback: Any) -> None:
+        """It has no loop to call it in."""
+
+
+@pytest.mark.parametrize(
+    ("build", "where"),
+    [(failing, "while engine and model were loaded"), (lambda *a: Failing(), "in training, after step 3")],
+    ids=["loading", "training"],
+)
+def test_the_command_explains_where_memory_ran_out(
+    build: Any, where: str, make_nvfp4: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     settings = {
         "model_name_or_path": make_nvfp4("qwen2"),
@@ -89,8 +111,8 @@ def test_running_out_while_loading_is_explained_by_the_command(
         "use_cpu": "true",
         "bf16": "false",
     }
-    monkeypatch.setattr(train, "build", failing)
-    with pytest.raises(OutOfMemory, match=r"while engine and model were loaded\n.*run holds no checkpoint yet"):
+    monkeypatch.setattr(train, "build", build)
+    with pytest.raises(OutOfMemory, match=rf"{where}\n.*run holds no checkpoint yet"):
         train.main([word for key, value in settings.items() for word in (f"--{key}", str(value))])
 
 
