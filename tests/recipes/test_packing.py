@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from trl.trainer.utils import add_fused_lm_head
 
 from qerl_recipes import logprobs, model, packed_attention
+from qerl_recipes.configs import GRPOConfig
 from qerl_recipes.packing import PackedRow, even_micro_batches, pack
 
 ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral")
@@ -385,3 +386,8 @@ def test_processes_with_different_numbers_of_rows_agree_on_the_gradient(batch, m
             assert torch.equal(one[name], other[name])
             largest = float(weight.grad.abs().max())
             torch.testing.assert_close(2 * one[name], weight.grad, rtol=0, atol=1e-4 * largest, msg=name)
+
+
+def test_a_budget_below_zero_is_refused():
+    with pytest.raises(ValueError, match="pack_tokens must be at least 1, or 0"):
+        GRPOConfig(output_dir="unused", use_cpu=True, bf16=False, pack_tokens=-1)
