@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 PHASES = ("rollout", "training")
 GB = 1_000_000_000
+SLEEP = "vllm_enable_sleep_mode: true"  # takes nothing from a rollout, in which the engine is awake
 FIXED_BY_A_CHECKPOINT = re.compile(r"\b(lora_r|optim|quantization)\b")
 
 
@@ -81,7 +82,8 @@ class Plan:
         """
         found: dict[str, str] = {}
         for part in parts:
-            knobs = [knob for knob in part.knobs if not (resuming and FIXED_BY_A_CHECKPOINT.search(knob))]
+            knobs = [knob for knob in part.knobs if knob != SLEEP or phase == "training"]
+            knobs = [knob for knob in knobs if not (resuming and FIXED_BY_A_CHECKPOINT.search(knob))]
             if knobs and len(found) < 2:
                 found.setdefault(" or ".join(knobs), f"{part.name}, {gigabytes(getattr(part, phase))}")
         return "; ".join(f"{knobs} ({why})" for knobs, why in found.items()) or "a smaller model"

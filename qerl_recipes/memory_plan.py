@@ -17,7 +17,7 @@ from typing import Any
 from qerl_recipes import activation_bytes, shared_weights, weight_bytes
 from qerl_recipes.activation_bytes import MicroBatch
 from qerl_recipes.configs import GRPOConfig, ModelConfig, ScriptArguments
-from qerl_recipes.memory_parts import Gpu, Part, Plan, gigabytes
+from qerl_recipes.memory_parts import SLEEP, Gpu, Part, Plan, gigabytes
 from qerl_recipes.model_card import engine_rank
 from qerl_recipes.model_size import LinearSize, ModelSize, measure, read_config
 
@@ -87,9 +87,10 @@ class _Run:
         copy = "reads the engine's weights; its own: norms" if self.reason is None else f"own copy: {self.reason}"
         form = {"qerl_nvfp4": f"NVFP4, {self.layout}", "bf16": "BF16", "nf4": "NF4"}[self.arm]
         smaller = () if is_ours else (f"quantization: {shared_weights.ARM}",)
+        weights_knobs = smaller if sleeps or self.reason is None else (SLEEP, *smaller)
         share = () if self.reason is None else _how_to_share(self.training, self.layout)
         return (
-            Part("engine's weights", weights, weights * awake, f"{form}; embedding and head in BF16", smaller),
+            Part("engine's weights", weights, weights * awake, f"{form}; embedding and head in BF16", weights_knobs),
             Part("engine's adapter", adapter, adapter * awake, f"rank {engine_rank(self.rank)}", self._lower_rank()),
             Part("trainer's weights", own, own, copy, share or smaller),
         )
@@ -101,9 +102,7 @@ class _Run:
         fitting = f"{tokens // self.engine_length} of {self.sequences} full sequences at a time"
         share = f"vllm_gpu_memory_utilization {self.training.vllm_gpu_memory_utilization:g}"
         sleeps = self.training.vllm_enable_sleep_mode
-        knobs: tuple[str, ...] = (f"a lower {share}",)
-        if not sleeps and self.reason is None:
-            knobs = ("vllm_enable_sleep_mode: true", *knobs)
+        knobs = (f"a lower {share}",) if sleeps else (SLEEP, f"a lower {share}")
         held = fitting if tokens < full else f"room for all {self.sequences} sequences of {self.engine_length} tokens"
         return Part("KV cache", max(left, 0), 0 if sleeps else max(left, 0), f"rest of {share}; {held}", knobs)
 

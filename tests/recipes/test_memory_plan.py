@@ -92,6 +92,7 @@ def test_the_cache_holds_what_its_bytes_hold() -> None:
         (["--per_device_train_batch_size", "8"], "activations", "training", ["--per_device_train_batch_size", "4"]),
         (["--per_device_train_batch_size", "8"], "at work", "training", ["--pack_tokens", "2560"]),
         (["--share_weights", "false"], "trainer's weights", "training", ["--share_weights", "true"]),
+        (["--share_weights", "false"], "engine's weights", "training", ["--vllm_enable_sleep_mode", "true"]),
         (["--quantization", "bf16"], "engine's weights", "rollout", ["--quantization", "qerl_nvfp4"]),
     ],
     ids=lambda value: value[0][2:] if isinstance(value, list) and value else "",
@@ -108,6 +109,12 @@ def test_the_advice_names_the_keys_of_the_largest_parts_first() -> None:
     assert planned.largest("training", 1)[0].name == "activations"
     with pytest.raises(ValueError, match=r"way out: gradient_checkpointing: true \(activations, "):
         planned.check()
+
+
+def test_sleeping_is_no_advice_for_a_rollout() -> None:
+    planned = plan(NVFP4_32B)
+    assert "vllm_enable_sleep_mode" in planned.advice(planned.largest("training"), "training")
+    assert "vllm_enable_sleep_mode" not in planned.advice(planned.largest("rollout"), "rollout")
 
 
 def test_an_adapter_to_continue_from_and_trained_norms_are_counted(tmp_path: Path) -> None:
