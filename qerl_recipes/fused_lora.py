@@ -37,17 +37,20 @@ class FusedLora(LoraVariant):
     ) -> torch.Tensor:
         """``x: (..., K)``, ``result: (..., N)`` of the frozen layer -> ``result`` + scaling * (x A^T) B^T."""
         lora_A, lora_B = module.lora_A[active_adapter], module.lora_B[active_adapter]
+        if not torch.is_autocast_enabled(x.device.type):
+            x = x.to(lora_A.weight.dtype)
         hidden = lora_A(module.lora_dropout[active_adapter](x))
         flat = result.reshape(-1, result.shape[-1]).to(hidden.dtype)
         rows = hidden.reshape(-1, hidden.shape[-1])
-        return torch.addmm(flat, rows, lora_B.weight.t(), alpha=module.scaling[active_adapter]).view_as(result)
+        total = torch.addmm(flat, rows, lora_B.weight.t(), alpha=module.scaling[active_adapter])
+        return total.to(result.dtype).view_as(result)
 
 
 def install(model: torch.nn.Module, adapter: str) -> int:
     """Let every plain LoRA layer of ``model`` compute ``adapter`` this way from now on -> how many layers.
 
-    For a model that is only called under BF16 autocast: its LoRA weights may then have another dtype than activations.
-    Layers with DoRA, a bias or any other variant of PEFT's stay as they are.
+    Without autocast the activations are cast to the dtype of the adapter, as by PEFT. Layers with DoRA, a bias or any
+    other variant of PEFT's stay as they are.
     """
     found = 0
     for module in model.modules():

@@ -57,6 +57,14 @@ def test_no_copy_of_the_activations_in_fp32_is_made(adapted):
     assert not any(t.dtype == torch.float32 and t.numel() >= 50 * 16 for t in kept)
 
 
+def test_without_autocast_it_computes_in_the_dtype_of_the_adapter(adapted):
+    ids = torch.arange(5)[None]
+    with torch.no_grad():
+        plain = adapted(input_ids=ids).logits
+        fused_lora.install(adapted, "default")
+        torch.testing.assert_close(adapted(input_ids=ids).logits, plain, rtol=0.05, atol=0.2)
+
+
 def test_other_variants_and_switched_off_adapters_stay_as_they_are(adapted):
     fused_lora.install(adapted, "default")
     assert fused_lora.install(adapted, "default") == 0
