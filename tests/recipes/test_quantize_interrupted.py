@@ -55,14 +55,14 @@ def previous(small, tmp_path) -> Path:
 
 
 @pytest.mark.integration
-def test_a_killed_run_leaves_the_old_folder_and_the_next_run_finishes(tmp_path, small):
+def test_a_killed_run_leaves_the_old_folder_and_the_next_run_finishes(tmp_path, small, start_process):
     source = save_model(tmp_path / "bf16", vocab_size=30_000, hidden_size=512, intermediate_size=2048)
     destination = tmp_path / "nvfp4"
     quantize_checkpoint(small, destination)
     before = content(destination)
     seen: set[Path] = set()
     for kind in (signal.SIGTERM, signal.SIGKILL):
-        process = subprocess.Popen([sys.executable, "-c", RUN, source, destination], stdout=subprocess.DEVNULL)
+        process = start_process([sys.executable, "-c", RUN, source, destination], tmp_path / "log")
         deadline = time.monotonic() + 120
         while not (new := set(tmp_path.glob(".nvfp4.partial-*/*.safetensors")) - seen):  # until it is writing
             assert process.poll() is None and time.monotonic() < deadline, "the run ended before it could be killed"
@@ -160,7 +160,7 @@ def test_a_lock_ends_with_its_process(tmp_path):
 
 
 @pytest.mark.integration
-def test_peak_memory_follows_the_largest_tensor_and_not_the_file(small, tmp_path):
+def test_peak_memory_follows_the_largest_tensor_and_not_the_file(small, run_process, tmp_path):
     source = tmp_path / "bf16"
     config = Qwen2Config(
         vocab_size=20_000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=8,
@@ -172,8 +172,8 @@ def test_peak_memory_follows_the_largest_tensor_and_not_the_file(small, tmp_path
     save_file(weights, source / "model.safetensors")
     size, largest = (source / "model.safetensors").stat().st_size, max(w.nbytes for w in weights.values())
     del weights
-    command = [sys.executable, "-c", RUN, small, source, tmp_path / "nvfp4"]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    run_process([sys.executable, "-c", RUN, small, source, tmp_path / "nvfp4"], tmp_path / "log")
+    output = (tmp_path / "log").read_text()
     before, peak = (int(part.split()[0]) * 1024 for part in output.split("VmHWM:")[1:])
     assert peak < 2 * largest + 2**30
     assert peak - before < 2 * largest + 64 * 2**20 < size / 2, f"{(peak - before) >> 20} MiB above {before >> 20} MiB"

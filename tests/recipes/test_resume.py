@@ -3,7 +3,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -57,17 +56,15 @@ def finished(unbroken, make_nvfp4, tmp_path):
 @pytest.mark.integration
 @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
 def test_promise_8_a_run_that_was_stopped_resumes_to_the_same_bits(
-    stop, finished, make_trainer, read_metrics, tmp_path
+    stop, finished, make_trainer, read_metrics, start_process, tmp_path
 ):
     base, whole = finished
     broken = tmp_path / "broken"
-    process = start_in_a_process(base, broken, tmp_path, pause_at=5)
-    try:
-        assert wait_for(lambda: (tmp_path / "paused").exists(), process)
-        process.send_signal(stop)
-        code = process.wait(60)
-    finally:
-        process.kill()
+    command = train_command(base, broken, tmp_path, pause_at=5)
+    process = start_process(command, tmp_path / "log", PYTHONPATH=str(tmp_path))
+    assert wait_for(lambda: (tmp_path / "paused").exists(), process)
+    process.send_signal(stop)
+    code = process.wait(60)
     if stop == signal.SIGKILL:
         assert code == -signal.SIGKILL
         assert [path.name for path in checkpoints.whole_checkpoints(broken)] == ["checkpoint-2", "checkpoint-4"]
@@ -80,7 +77,7 @@ def test_promise_8_a_run_that_was_stopped_resumes_to_the_same_bits(
     assert read_metrics(broken) == read_metrics(whole)
 
 
-def start_in_a_process(base, output, tmp_path, pause_at):
+def train_command(base, output, tmp_path, pause_at):
     """`qerl train` with the settings of RUN; its reward waits in step ``pause_at``, so that it can be stopped."""
     (tmp_path / "pausing_reward.py").write_text(
         "import pathlib, time\n"
@@ -113,11 +110,7 @@ def start_in_a_process(base, output, tmp_path, pause_at):
         "seed": 0,
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    environment.pop("MASTER_PORT")
-    command = [sys.executable, "-m", "qerl_recipes.cli", "train", "--config", str(tmp_path / "recipe.yaml")]
-    log = open(tmp_path / "log", "w")  # noqa: SIM115 - the process outlives this function
-    return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    return [sys.executable, "-m", "qerl_recipes.cli", "train", "--config", str(tmp_path / "recipe.yaml")]
 
 
 def wait_for(condition, process, seconds=200):
