@@ -4,6 +4,7 @@ import warnings
 from typing import Any
 
 import torch
+from trl.extras.profiling import profiling_decorator
 
 from qerl_recipes import logprobs
 from qerl_recipes.checkpointing import Checkpointing
@@ -41,6 +42,7 @@ class PackedTraining(Checkpointing):
         per_token_mean = self.loss_type == "bnpo" or self._entropy_bonus_enabled
         return not per_token_mean and self.top_entropy_quantile == 1.0
 
+    @profiling_decorator
     def _get_per_token_logps_and_entropies(
         self,
         model: Any,
