@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -16,6 +17,8 @@ from transformers.masking_utils import sdpa_mask
 from qerl_recipes.packing import Segment
 
 NAME = "qerl_packed_sdpa"
+# not cuDNN's, which plans anew for every length that it has not seen: in a rollout all lengths are new
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def attention(
@@ -38,10 +41,11 @@ def attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     parts = [_parts(states, segments) for states in (query, key, value)]
     pieces = []
-    for segment, *sequence in zip(segments, *parts, strict=True):
-        mask = _window(segment.prompt + segment.own, sliding_window, query.device)
-        out, _ = sdpa_attention_forward(module, *sequence, mask, **options)
-        pieces.append(out if segment.is_first else out[:, segment.prompt :])
+    with sdpa_kernel(KERNELS):
+        for segment, *sequence in zip(segments, *parts, strict=True):
+            mask = _window(segment.prompt + segment.own, sliding_window, query.device)
+            out, _ = sdpa_attention_forward(module, *sequence, mask, **options)
+            pieces.append(out if segment.is_first else out[:, segment.prompt :])
     return torch.cat(pieces, dim=1), None
 
 
