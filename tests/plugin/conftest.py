@@ -206,8 +206,8 @@ def boot(engine_options: dict[str, object]) -> Iterator[Callable[..., Any]]:
         return engines[-1]
 
     yield start
-    gc.freeze()  # vLLM's shutdown collects garbage several times, and walking all that is imported takes seconds
     for llm in engines:
+        gc.freeze()  # a shutdown collects garbage, thaws and collects again; walking all imports takes a second
         llm.llm_engine.engine_core.shutdown()
     engines.clear()
 

@@ -1,6 +1,7 @@
 """A trainer on a tiny checkpoint, with its engine shut down when the test is over."""
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,11 @@ def trainers(output: Path) -> Iterator[Callable[..., Any]]:
 
     made: list[Any] = []
 
+    def close() -> None:
+        while made:
+            gc.freeze()  # vLLM's shutdown collects garbage three times, and walking all imports takes a second
+            made.pop().vllm_generation.close()
+
     def make(
         base: Path,
         reward: Any = digits,
@@ -71,8 +77,7 @@ def trainers(output: Path) -> Iterator[Callable[..., Any]]:
         change: Callable[[Any], None] | None = None,
         **settings: Any,
     ) -> QerlGRPOTrainer:
-        if made:
-            made.pop().vllm_generation.close()
+        close()
         args = GRPOConfig(**{"output_dir": str(output), **SETTINGS, **settings})
         norms = "fp32" if args.quantization == "qerl_nvfp4" else "rounded"
         policy: Any = model.load(base, dtype, norms, quantization=args.quantization)
@@ -97,8 +102,7 @@ def trainers(output: Path) -> Iterator[Callable[..., Any]]:
     try:
         yield make
     finally:
-        for trainer in made:
-            trainer.vllm_generation.close()
+        close()
 
 
 @pytest.fixture
