@@ -8,20 +8,13 @@ from pathlib import Path
 from qerl_kernels import gemm, linear_tiles
 
 
-def held_back(configuration: gemm.Configuration) -> bool:
-    """Variants that pass the gate but stood in the table when a test of odd layer sizes failed; see the log."""
-    return bool(configuration.synchronous) or configuration.tokens == 48
-
-
 def main() -> None:
-    """Keep the fastest configuration for each layer and number of tokens, of those that are not held back."""
+    """Keep the fastest configuration for each layer and number of tokens."""
     measured = json.loads(Path(sys.argv[1]).read_text())
     layers: dict[tuple[int, int], list] = {}
     for row in measured["rows"]:
         ours = {gemm.Configuration(*json.loads(name)): us for name, us in row["us"].items() if name.startswith("[")}
-        fastest = min((c for c in ours if not held_back(c)), key=ours.__getitem__, default=None)
-        if fastest is None:
-            continue  # the next larger tile serves this number of tokens
+        fastest = min(ours, key=ours.__getitem__)
         lines = layers.setdefault((row["N"], row["K"]), [])
         lines.append((max(row["M"], 8), asdict(fastest)))  # the narrowest tile holds 8 tokens
     table = {

@@ -112,15 +112,22 @@ class Kernel:
 
         ``threads`` of a block, its dynamic ``shared_memory`` in bytes, and the blocks of a ``cluster``.
         """
-        torch.cuda.current_stream()  # the context must exist
         driver = _driver()
-        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        module, self._function, self._context = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+        device, number = ctypes.c_int(), torch.cuda.current_device()
+        _check(driver.cuDeviceGet(ctypes.byref(device), number), f"finding GPU {number}")
+        _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), device), f"the context of GPU {number}")
+        self._make_context_current()
         _check(driver.cuModuleLoadData(ctypes.byref(module), machine_code), f"loading {name}")
         _check(driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()), f"finding {name}")
         if shared_memory > 48 * 1024:
             code = driver.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_memory)
             _check(code, f"{name} with {shared_memory} bytes of shared memory")
         self.name, self.threads, self.shared_memory, self.cluster = name, threads, shared_memory, cluster
+
+    def _make_context_current(self) -> None:
+        """A thread that has not called CUDA yet, as autograd's may not have, has no context."""
+        _check(_driver().cuCtxSetCurrent(self._context), "making torch's context current")
 
     def _launch(self, grid: tuple[int, int, int], stream: int, overlap: bool, clustered: bool) -> "_Launch":
         attributes = (_Attribute * 2)()
@@ -146,6 +153,7 @@ class Kernel:
         """Launch on torch's current stream; with ``overlap`` it may begin before the kernel ahead of it has ended."""
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         launch = self._launch(grid, torch.cuda.current_stream().cuda_stream, overlap, self.cluster > 1)
+        self._make_context_current()
         code = _driver().cuLaunchKernelEx(ctypes.byref(launch), self._function, pointers, None)
         _check(code, f"launching {self.name}")
 

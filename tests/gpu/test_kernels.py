@@ -1,6 +1,7 @@
 """The kernels on a Hopper GPU: every variant in the table passes the gate, operators, graphs, formats bit for bit."""
 
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,18 @@ def test_many_tokens_agree_with_fp64(biased):
     x = torch.randn(linear_tiles.MANY_TOKENS, 1360, device="cuda").bfloat16()
     exact = x.double() @ dense.t() + (bias.double() if biased else 0)
     assert (linear_tiles.linear(x, tiled, bias).double() - exact).norm() < 2.5e-3 * exact.norm()
+
+
+def test_a_thread_that_has_not_called_cuda_can_launch():
+    from qerl_kernels import gemm, nvfp4
+
+    packed, _, tiled = weight(192, 256)
+    gemm.dequantize(tiled)
+    results = []
+    thread = threading.Thread(target=lambda: results.append(gemm.dequantize(tiled)))
+    thread.start()
+    thread.join()
+    assert torch.equal(results[0], nvfp4.dequantize(packed.codes, packed.block_scales))
 
 
 def test_a_cuda_graph_follows_its_input():
