@@ -11,8 +11,8 @@ from qerl_kernels import nvfp4
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, PreTrainedModel
 
+from qerl_recipes import engine_rounding, shared_weights
 from qerl_recipes import norms as trainer_norms
-from qerl_recipes import shared_weights
 from qerl_recipes.frozen_linear import FrozenNVFP4Linear
 from qerl_recipes.quantize_plan import FUSED
 from qerl_vllm_plugin.checkpoint import CheckpointError, CheckpointReport, inspect_folder
@@ -65,6 +65,7 @@ def load(
     else:
         raise ValueError(f"quantization is {arm!r}; it is qerl_nvfp4, bf16 or nf4")
     trainer_norms.replace(model, rounded=norms == "rounded")
+    engine_rounding.replace_mlps(model)
     model.requires_grad_(False)
     return model.eval() if weights is None else model.to(weights.device).eval()
 

@@ -35,8 +35,10 @@ def attention(
     """``query: (1, heads, T, D)``, ``key`` and ``value``: (1, key heads, T, D) -> (1, T, heads, D) and no weights.
 
     Each of the ``segments`` attends to its prompt and to itself, causally, and no further back than
-    ``sliding_window`` tokens; ``attention_mask`` counts only without segments.
+    ``sliding_window`` tokens; ``attention_mask`` counts only without segments. Queries and keys may come in fp32 and
+    are rounded to the dtype of the values.
     """
+    query, key = query.to(value.dtype), key.to(value.dtype)
     if segments is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     parts = [_parts(states, segments) for states in (query, key, value)]

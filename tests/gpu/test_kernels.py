@@ -120,6 +120,20 @@ def test_a_cuda_graph_follows_its_input():
         assert torch.equal(first, expected) and torch.equal(second, linear_tiles.linear(expected, tiled))
 
 
+def test_silu_mul_and_its_gradient_are_those_of_the_cpu():
+    from qerl_kernels.silu_mul import silu_mul
+
+    gate, up, dy = (4 * torch.randn(33, 1001) for _ in range(3))
+    results = []
+    for device in ("cpu", "cuda"):
+        g, u = (t.to(device, torch.bfloat16).requires_grad_() for t in (gate, up))
+        y = silu_mul(g, u)
+        y.backward(dy.to(device, torch.bfloat16))
+        results.append([t.detach().cpu().float() for t in (y, g.grad, u.grad)])
+    for ours, reference in zip(results[1], results[0], strict=True):
+        assert (ours - reference).norm() < 1e-3 * reference.norm()  # the last bit of a few
+
+
 def test_linear_logprob_agrees_with_fp64():
     from qerl_kernels.linear_logprob import linear_logprob, reference
 

@@ -6,7 +6,7 @@ import sys
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
 import torch
-from qerl_kernels import linear_logprob, nvfp4, nvfp4_triton
+from qerl_kernels import linear_logprob, nvfp4, nvfp4_triton, silu_mul, silu_mul_triton  # noqa: F401
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -57,6 +57,15 @@ def logprob_kernels_agree_with_torch():
     linear_logprob.logit_gradients_torch(logits, targets, 0.7, expected[1:], gradients, d_expected)
     linear_logprob.logit_gradients_triton(logits, targets, 0.7, expected[1:], gradients, d_actual)
     torch.testing.assert_close(d_actual, d_expected, rtol=1e-4, atol=1e-7)
+
+
+def silu_mul_agrees_with_the_reference():
+    generator = torch.Generator().manual_seed(0)
+    gate, up, dy = (4 * torch.randn(3, 1000, generator=generator) for _ in range(3))
+    torch.testing.assert_close(silu_mul_triton.forward(gate, up), torch.ops.qerl.silu_mul(gate, up))
+    expected = torch.ops.qerl.silu_mul_backward(dy, gate, up)
+    for ours, reference in zip(silu_mul_triton.backward(dy, gate, up), expected, strict=True):
+        torch.testing.assert_close(ours, reference)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ pytest.importorskip("triton")
         "dequantize_is_exact_for_every_code_and_scale",
         "quantize_gives_the_bits_of_the_reference",
         "logprob_kernels_agree_with_torch",
+        "silu_mul_agrees_with_the_reference",
     ],
 )
 def test_interpreted(check):
