@@ -6,18 +6,17 @@ Every arm runs in a process of its own, so that neither inherits the other's mem
 
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 from qerl_recipes.arms import ENGINE_QUANTIZATION, engine_options
+from qerl_recipes.bench_conditions import conditions
 from qerl_recipes.shapes import config_json
 
 PROMPT_TOKENS, NEW_TOKENS, REPEATS = 128, 128, 3
@@ -43,7 +42,14 @@ def run(
     if unknown := sorted(set(arms) - set(ARMS)):
         raise ValueError(f"unknown arm {unknown[0]!r}; known: {', '.join(ARMS)}")
     measured = {arm: _in_own_process(arm, shape, batch_sizes, rank) for arm in arms}
-    result = {"shape": shape, "rank": rank, "prompt": PROMPT_TOKENS, "new": NEW_TOKENS, **_where(), "arms": measured}
+    result = {
+        "shape": shape,
+        "rank": rank,
+        "prompt": PROMPT_TOKENS,
+        "new": NEW_TOKENS,
+        **conditions(),
+        "arms": measured,
+    }
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(result, indent=1))
@@ -151,21 +157,6 @@ def _in_own_process(arm: str, shape: str, batch_sizes: Sequence[int], rank: int)
             f"arm {arm} ended with code {done.returncode}; its messages are above. Command: {' '.join(line)}"
         )
     return json.loads(done.stdout.strip().splitlines()[-1])
-
-
-def _where() -> dict[str, Any]:
-    """Hardware, versions, commit and date: without them a figure says nothing."""
-    import torch
-    import vllm
-
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    return {
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
-        "versions": {"vllm": vllm.__version__, "torch": torch.__version__, "python": platform.python_version()},
-        "commit": commit or None,
-        "date": date.today().isoformat(),
-        "command": " ".join(["qerl", *sys.argv[1:]]),
-    }
 
 
 def _print(result: dict[str, Any], batch_sizes: Sequence[int]) -> None:

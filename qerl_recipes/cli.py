@@ -104,6 +104,39 @@ def kernels(
     raise typer.Exit(run(output, shapes=shapes, tokens=tokens, tune=tune))
 
 
+@bench.command("train", context_settings=PASS_THROUGH)
+def bench_train(
+    context: typer.Context,
+    shape: Annotated[str, typer.Option(help="Qwen2.5 size: 0.5B, 1.5B, 3B, 7B, 14B, 32B; or tiny, for a CPU")] = "7B",
+    arms: Annotated[
+        str, typer.Option(help="of bf16, nf4, qerl_nvfp4; ratios are to the first")
+    ] = "bf16,nf4,qerl_nvfp4",
+    groups: Annotated[int, typer.Option(help="prompts of a step")] = 8,
+    generations: Annotated[int, typer.Option(help="completions of a prompt")] = 8,
+    prompt: Annotated[int, typer.Option(help="tokens of a prompt")] = 256,
+    completion: Annotated[int, typer.Option(help="tokens of a completion, all of which are generated")] = 1024,
+    steps: Annotated[int, typer.Option(help="GRPO steps of each arm, the first of which warms up")] = 3,
+    rank: Annotated[int, typer.Option(help="rank of the LoRA adapter")] = 32,
+    seed: Annotated[int, typer.Option(help="of weights, prompts, sampling and adapter")] = 0,
+    part: Annotated[str, typer.Option(help="step; training: forward and backward of one packed row; or all")] = "all",
+    gpu_memory_gb: Annotated[
+        float | None,
+        typer.Option("--gpu-memory-gb", "--gpu_memory_gb", help="GB of the GPU that may be used; the rest is blocked"),
+    ] = None,
+    scratch: Annotated[Path | None, typer.Option(help="folder for the random checkpoints, such as /dev/shm")] = None,
+    output: Annotated[Path | None, typer.Option(help="JSON file to write, with a picture beside it")] = None,
+) -> None:
+    """A whole GRPO step in each arm, on random weights of the real shapes. Flags of `qerl train` may follow."""
+    from qerl_recipes.bench_train import run
+    from qerl_recipes.bench_train_workload import Workload, parse_overrides
+
+    overrides = parse_overrides(context.args)
+    work = Workload(shape, groups, generations, prompt, completion, steps, rank, seed, overrides)
+    memory = None if gpu_memory_gb is None else int(gpu_memory_gb * 1e9)
+    result = run(work, arms=arms.split(","), part=part, memory=memory, scratch=scratch, output=output)
+    raise typer.Exit(int(any("failed" in found for found in result["arms"].values())))
+
+
 @app.command()
 def evaluate(
     base: Annotated[str, typer.Argument(help="NVFP4 or BF16 checkpoint: a folder or a model id")],

@@ -1,0 +1,178 @@
+"""``qerl bench train``: a whole GRPO step, rollout to optimizer, in each arm of an experiment.
+
+Weights are random and of the real shapes, so nothing is downloaded, and completions have a fixed length, so that the
+arms do the same work. Every arm runs in a process of its own, all on one GPU: where their memory permits, they are all
+loaded and make their steps in turn, so that what slows the machine down for a while slows all of them down. Elsewhere
+one runs after the other.
+"""
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from qerl_recipes import bench_train_summary, bench_train_table
+from qerl_recipes.bench_conditions import Device, conditions, this_device, used_bytes
+from qerl_recipes.bench_train_process import ArmFailedError, ArmProcess
+from qerl_recipes.bench_train_workload import TINY, Workload, engine_share
+from qerl_recipes.shapes import SHAPES
+
+ARMS = ("bf16", "nf4", "qerl_nvfp4")
+PARTS = ("all", "step", "training")  # whole steps, forward and backward alone, or both
+
+
+def run(
+    work: Workload,
+    *,
+    arms: Sequence[str] = ARMS,
+    part: str = "all",
+    memory: int | None = None,
+    scratch: Path | None = None,
+    output: Path | None = None,
+) -> dict[str, Any]:
+    """Measure every arm, print the table, and write it to ``output`` as JSON, with a picture beside it.
+
+    ``memory`` (bytes) limits what all processes together may hold of the GPU. ``scratch`` is the folder for the random
+    checkpoints, by default that of temporary files. An arm that fails is in the result with its reason, and the others
+    go on. Raises ValueError for what cannot be measured, OSError where the checkpoints do not fit on the disk.
+    """
+    work.check()
+    device = this_device()
+    _check(arms, part, memory, device)
+    rounds = {"step": 1 if part == "training" else work.steps, "training": 0 if part == "step" else work.steps}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qerl-bench-", dir=scratch)))
+        _check_disk(work, arms, folder)
+        if memory is not None:
+            from qerl_recipes.bench_memory import ballast
+
+            stack.enter_context(ballast(memory))
+        requests, planned = _requests(replace(work, steps=rounds["step"]), arms, folder, device, memory)
+        in_turn = device is None or sum(planned.values()) <= (memory or device.memory)
+        raw: dict[str, dict[str, Any]] = {}
+        for together in [list(arms)] if in_turn else [[arm] for arm in arms]:
+            raw |= _measure({arm: requests[arm] for arm in together}, rounds, device)
+    result: dict[str, Any] = {
+        **{name: getattr(work, name) for name in ("shape", "groups", "generations", "prompt", "completion")},
+        **{name: getattr(work, name) for name in ("steps", "rank", "seed")},
+        "overrides": dict(work.overrides),
+        "order": "in turn, a step each" if in_turn else "one after the other",
+        "memory_limit": memory,
+        **conditions(),
+        "arms": {arm: {"planned_bytes": planned.get(arm), **found} for arm, found in raw.items()},
+    }
+    result["summary"] = bench_train_summary.summarize(result)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        bench_train_table.picture(result, output.with_suffix(".png"))
+    bench_train_table.show(result)
+    return result
+
+
+def _check(arms: Sequence[str], part: str, memory: int | None, device: Device | None) -> None:
+    if unknown := sorted(set(arms) - set(ARMS)):
+        raise ValueError(f"unknown arm {unknown[0]!r}; known: {', '.join(ARMS)}")
+    if not arms or len(set(arms)) < len(arms):
+        raise ValueError(f"arms are {', '.join(arms) or 'missing'}; name each of them once")
+    if part not in PARTS:
+        raise ValueError(f"part is {part!r}; it is one of {', '.join(PARTS)}")
+    if device is None and "nf4" in arms:
+        raise ValueError("arm nf4 (bitsandbytes) needs a CUDA GPU; on this machine measure bf16 and qerl_nvfp4")
+    if memory is not None and device is None:
+        raise ValueError("a limit of GPU memory needs a CUDA GPU; leave it out here")
+    if memory is not None and device is not None and not 0 < memory <= device.memory:
+        raise ValueError(f"the limit is {memory / 1e9:g} GB and the GPU has {device.memory / 1e9:.0f} GB")
+
+
+def _check_disk(work: Workload, arms: Sequence[str], folder: Path) -> None:
+    import errno
+    import shutil
+
+    from qerl_recipes.bench_checkpoint import size
+
+    needed = sum(size(work.config(), packed=packed) for packed in {arm == "qerl_nvfp4" for arm in arms})
+    free = shutil.disk_usage(folder).free
+    if needed > 0.95 * free:
+        message = f"{folder.parent} has {free / 1e9:.1f} GB free and the checkpoints take {needed / 1e9:.1f} GB; "
+        raise OSError(errno.ENOSPC, message + "name another folder with --scratch, or fewer arms")
+
+
+def _requests(
+    work: Workload, arms: Sequence[str], folder: Path, device: Device | None, memory: int | None
+) -> tuple[dict[str, dict[str, Any]], dict[str, int]]:
+    """What each arm's process is asked for, and on a GPU the bytes that each is planned to take at most."""
+    requests, planned = {}, {}
+    for arm in arms:
+        packed = arm == "qerl_nvfp4"
+        paths = str(folder / ("nvfp4" if packed else "bf16")), str(folder / arm)
+        share = None
+        if device is not None:
+            share, planned[arm] = _plan(work, arm, device, memory)
+        flags = work.flags(arm, *paths, cuda=device is not None, engine_share=share)
+        requests[arm] = {"flags": flags, "config": work.config(), "base": paths[0], "packed": packed}
+        requests[arm] |= {"seed": work.seed, "memory": memory}
+    return requests, planned
+
+
+def _plan(work: Workload, arm: str, device: Device, memory: int | None) -> tuple[float, int]:
+    """The engine's share of the GPU and the planned peak; worked out without touching the GPU."""
+    from qerl_recipes import memory_plan
+    from qerl_recipes.configs import parse
+    from qerl_recipes.memory_parts import Gpu
+    from qerl_recipes.model_size import measure
+
+    gpu, config, share = Gpu(device.memory, device.is_hopper), work.config(), None
+    for _ in range(2):  # the second time with the share that the first one found
+        flags = work.flags(arm, "random", "nowhere", cuda=False, engine_share=share)
+        plan = memory_plan.make(*parse(flags), gpu=gpu, config=config)
+        share = engine_share(plan, measure(config), work)
+    assert share is not None
+    limit = f" of {memory / 1e9:.0f} GB" if memory else ""
+    print(f"{arm}: planned {plan.line()}{limit}", flush=True)
+    return share, plan.peak
+
+
+def _measure(
+    requests: Mapping[str, Mapping[str, Any]], rounds: Mapping[str, int], device: Device | None
+) -> dict[str, dict[str, Any]]:
+    """Load some arms, then let them take turns -> what each answered, or why it failed.
+
+    ``rounds`` says how often each piece of work is done.
+    """
+    found: dict[str, dict[str, Any]] = {arm: {"steps": [], "training_part": []} for arm in requests}
+    with ExitStack() as stack:
+        running: dict[str, ArmProcess] = {}
+        for arm, request in requests.items():
+            # on a GPU one at a time: vLLM measures free memory while it starts, and so does this
+            running[arm] = stack.enter_context(ArmProcess(request, used_bytes if device else lambda: 0))
+            if device is not None:
+                _ask(running, arm, None, found[arm])
+        if device is None:
+            for arm in requests:
+                _ask(running, arm, None, found[arm])
+        for command, times in rounds.items():
+            for _ in range(times):
+                for arm in list(running):
+                    _ask(running, arm, command, found[arm])
+    return found
+
+
+def _ask(running: dict[str, ArmProcess], arm: str, command: str | None, found: dict[str, Any]) -> None:
+    """One piece of work, or (None) to have loaded; an arm that fails takes no further part."""
+    try:
+        if command is None:
+            found |= running[arm].ready()
+        else:
+            found["steps" if command == "step" else "training_part"].append(running[arm].ask(command))
+    except ArmFailedError as error:
+        found["failed"] = str(error)
+        del running[arm]
+
+
+def known_shapes() -> str:
+    """For messages and help."""
+    return ", ".join((TINY, *SHAPES))

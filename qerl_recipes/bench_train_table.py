@@ -1,0 +1,111 @@
+"""The table and the picture of ``qerl bench train``."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from qerl_recipes.bench_train_summary import PARTS, goals
+
+COLORS = {
+    "rollout": "tab:blue",
+    "scoring": "tab:cyan",
+    "training": "tab:orange",
+    "swap": "tab:red",
+    "sleep": "tab:purple",
+    "rest": "tab:gray",
+}
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """Print the step, forward and backward alone, the goals, and what failed."""
+    console = Console(width=150)
+    summary = result["summary"]
+    if steps := {arm: found for arm, found in summary.items() if "seconds" in found}:
+        console.print(_steps(result, steps))
+    if parts := {arm: found["training_part"] for arm, found in summary.items() if "training_part" in found}:
+        console.print(_training(result, parts))
+    for goal in goals(result):
+        met = "met" if goal.is_met else f"missed by {goal.missed_by:.0%}"
+        console.print(f"{goal.what}: {goal.value:.4g} (must {goal.must:g}, aim {goal.aim:g}): {met}", markup=False)
+    for arm, found in result["arms"].items():
+        if "failed" in found:
+            console.print(f"{arm} failed: {found['failed']}", style="bold red", markup=False, soft_wrap=True)
+
+
+def title(result: Mapping[str, Any]) -> str:
+    """What was measured, in one line."""
+    return (
+        f"{result['shape']} shapes, {result['groups']} groups of {result['generations']}, {result['prompt']} tokens in "
+        f"and {result['completion']} out, LoRA rank {result['rank']}, {result['gpu']}, {result['date']}"
+    )
+
+
+def _steps(result: Mapping[str, Any], summary: Mapping[str, Any]) -> Table:
+    table = Table(title=f"GRPO step: {title(result)}; arms {result['order']}", title_justify="left")
+    table.add_column("seconds\nof a step")
+    columns = ["step", "speed", *PARTS, "rollout\ntokens/s", "training\ntokens/s", "swap\nms", "log p\nmismatch"]
+    for column in (*columns, "peak GB,\ntorch", "peak GB,\nprocess"):
+        table.add_column(column, justify="right")
+    first = next(iter(summary.values()))["seconds"]["step"]
+    for arm, found in summary.items():
+        seconds = found["seconds"]
+        mismatch = found["logp_mismatch_mean"]
+        table.add_row(
+            arm,
+            f"{seconds['step']:.2f} ±{found['spread'] / 2:.0%}",
+            f"{first / seconds['step']:.2f}x",
+            *(f"{seconds[part]:.2f}" for part in PARTS),
+            f"{found['rollout_tokens_per_s']:,.0f}",
+            f"{found['training_tokens_per_s']:,.0f}",
+            f"{found['swap_ms']:.1f}",
+            "" if mismatch is None else f"{mismatch:.4f}",
+            f"{found['peak_gb']['allocated']:.1f}",
+            f"{found['peak_gb']['process']:.1f}",
+        )
+    return table
+
+
+def _training(result: Mapping[str, Any], parts: Mapping[str, Any]) -> Table:
+    table = Table(title="Forward and backward alone, one packed row", title_justify="left")
+    table.add_column("arm")
+    for column in ("tokens", "seconds", "tokens/s", "speed"):
+        table.add_column(column, justify="right")
+    first = next(iter(parts.values()))["tokens_per_s"]
+    for arm, found in parts.items():
+        seconds = f"{found['seconds']:.3f} ±{found['spread'] / 2:.0%}"
+        rate = found["tokens_per_s"]
+        table.add_row(arm, f"{found['tokens']:,}", seconds, f"{rate:,.0f}", f"{rate / first:.2f}x")
+    return table
+
+
+def picture(result: Mapping[str, Any], file: Path) -> bool:
+    """A bar for each arm, the parts of a step on top of each other -> whether there was anything to draw."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    summary = {arm: found for arm, found in result["summary"].items() if "seconds" in found}
+    if not summary:
+        return False
+    figure, axis = plt.subplots(figsize=(9, 1.2 + 0.7 * len(summary)))
+    arms, left = list(summary), [0.0] * len(summary)
+    for part in PARTS:
+        widths = [summary[arm]["seconds"][part] for arm in arms]
+        axis.barh(arms, widths, left=left, color=COLORS[part], label=part)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    first = summary[arms[0]]["seconds"]["step"]
+    for row, arm in enumerate(arms):
+        seconds = summary[arm]["seconds"]["step"]
+        axis.text(left[row], row, f" {seconds:.1f} s, {first / seconds:.2f}x", va="center", fontsize=9)
+    axis.set_xlim(0, 1.18 * max(left))
+    axis.invert_yaxis()
+    axis.set_xlabel("seconds of a GRPO step")
+    axis.set_title(title(result), fontsize=9)
+    axis.legend(ncols=len(PARTS), fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.35), frameon=False)
+    figure.savefig(file, dpi=110, bbox_inches="tight")
+    plt.close(figure)
+    return True
