@@ -1,6 +1,6 @@
 """RMSNorm in the trainer: fp32 weights, the engine's arithmetic, and noise that never touches the weight."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -102,22 +102,13 @@ def set_noise(
     """
     sigma = noise.check_sigma(sigma)
     norms = dict(named_norms(model))
-    chosen = _targeted(norms, targets, "noise")
+    chosen = noise.targeted(norms, targets)
     for name, norm in norms.items():
         norm.noise = None
         if sigma and name in chosen:
             unit = noise.draw(seed, rollout, name, norm.weight.numel()).to(norm.weight.device)
             norm.noise = sigma * unit
     return len(chosen)
-
-
-def _targeted(norms: Collection[str], targets: Sequence[str], purpose: str) -> set[str]:
-    """The names in ``norms`` that are a target; raises ValueError if there is no target or one that names no norm."""
-    unknown = [target for target in targets if not any(noise.is_target(name, [target]) for name in norms)]
-    if unknown or not targets:
-        known = sorted({name.split(".")[-2] for name in norms})
-        raise ValueError(f"{purpose} targets {unknown} match none of this model's {len(norms)} norms; it has {known}")
-    return {name for name in norms if noise.is_target(name, targets)}
 
 
 def clear_noise(model: torch.nn.Module) -> None:
@@ -129,7 +120,7 @@ def clear_noise(model: torch.nn.Module) -> None:
 def make_trainable(model: torch.nn.Module, targets: Sequence[str] = noise.DEFAULT_TARGETS) -> int:
     """Let the target norms receive gradients -> how many. Raises ValueError as ``set_noise`` does."""
     norms = dict(named_norms(model))
-    chosen = _targeted(norms, targets, "train_norms")
+    chosen = noise.targeted(norms, targets, "train_norms")
     for name in chosen:
         norms[name].weight.requires_grad_(True)
     return len(chosen)

@@ -6,7 +6,7 @@ weight that feeds the linears: w_noise = w + Z.
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -30,6 +30,15 @@ def is_target(name: str, targets: Sequence[str] = DEFAULT_TARGETS) -> bool:
     """Whether the parameter ``...<module>.weight`` belongs to one of the norm modules named in ``targets``."""
     parts = name.split(".")
     return len(parts) >= 2 and parts[-1] == "weight" and parts[-2] in targets
+
+
+def targeted(norms: Collection[str], targets: Sequence[str], purpose: str = "noise") -> set[str]:
+    """The names in ``norms`` that are a target; raises ValueError if there is no target or one that names no norm."""
+    unknown = [target for target in targets if not any(is_target(name, [target]) for name in norms)]
+    if unknown or not targets:
+        known = sorted({name.split(".")[-2] for name in norms})
+        raise ValueError(f"{purpose} targets {unknown} match none of this model's {len(norms)} norms; it has {known}")
+    return {name for name in norms if is_target(name, targets)}
 
 
 def check_sigma(sigma: float) -> float:

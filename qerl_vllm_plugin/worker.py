@@ -143,10 +143,11 @@ def qerl_discard(self: Any) -> dict[str, Any]:
 def qerl_set_noise(self: Any, sigma: float, seed: int, rollout: int, targets: list[str]) -> dict[str, Any]:
     """Sets the norms to base + sigma * z(seed, rollout, name); sigma 0 restores the base bit for bit."""
     resident = resident_of(self)
-    names = [name for name in resident.base_norms if noise.is_target(name, targets)]
-    unknown = [target for target in targets if not any(noise.is_target(name, [target]) for name in names)]
-    if unknown or (sigma and not targets):
-        return {"error": f"noise targets {unknown} match none of this model's {len(resident.base_norms)} norms"}
+    try:
+        # no noise is what clears it, and needs no target
+        names = sorted(noise.targeted(resident.base_norms, targets)) if sigma or targets else []
+    except ValueError as error:
+        return {"error": str(error)}
     resident.sigma, resident.seed, resident.rollout, resident.targets = sigma, seed, rollout, tuple(targets)
     _write_norms(self, resident)
     return {"touched": len(names) if sigma else 0, "swallowed": _swallowed(self, resident, names)}

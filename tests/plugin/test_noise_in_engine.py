@@ -124,8 +124,9 @@ def test_impossible_sigma_changes_nothing(policy, sigma):
 def test_unknown_targets_change_nothing(policy, targets):
     policy.set_noise(0.1, seed=1, rollout=1)
     before = policy.state(digest=True)
-    with pytest.raises(ValueError, match="match none"):
+    with pytest.raises(ValueError, match="match none") as refused:
         policy.set_noise(0.2, seed=2, rollout=2, targets=targets)
+    assert "it has ['input_layernorm', " in str(refused.value)
     assert policy.state(digest=True) == before
 
 
