@@ -36,7 +36,7 @@ def write(folder: str | Path, config: Mapping[str, Any], *, packed: bool, seed: 
     shards: dict[str, dict[str, Expected]] = {}
     for name, expected in _present(config).items():
         shards.setdefault(".".join(name.split(".")[:3]) if ".layers." in name else "rest", {})[name] = expected
-    places = {}
+    places: dict[str, str] = {}
     for number, members in enumerate(shards.values(), start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = _draw(members, packed, seed, device)
@@ -57,11 +57,12 @@ def size(config: Mapping[str, Any], *, packed: bool) -> int:
 
 def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     """A token for each of ``CHARACTERS``, and for all the rest of the vocabulary a name that no prompt holds."""
-    names = ["<pad>", "<eos>", *CHARACTERS]
+    pad, eos = "<|endoftext|>", "<eos>"  # the first is added where a tokenizer of a Qwen2 lacks it
+    names = [pad, eos, *CHARACTERS]
     names += [f"<{token}>" for token in range(len(names), vocabulary)]
-    model = Tokenizer(models.WordLevel({name: token for token, name in enumerate(names)}, unk_token="<pad>"))
+    model = Tokenizer(models.WordLevel({name: token for token, name in enumerate(names)}, unk_token=pad))
     model.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", eos_token="<eos>", padding_side="left")
+    return PreTrainedTokenizerFast(tokenizer_object=model, pad_token=pad, eos_token=eos, padding_side="left")
 
 
 def _present(config: Mapping[str, Any]) -> dict[str, Expected]:

@@ -51,7 +51,7 @@ def conditions() -> dict[str, Any]:
     """The part of a result that says where it comes from."""
     device = this_device()
     root = Path(__file__).parents[1]
-    line = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
+    line = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
     commit = subprocess.run(line, capture_output=True, text=True).stdout.strip()
     return {
         "gpu": platform.processor() or "cpu" if device is None else device.name,

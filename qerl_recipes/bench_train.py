@@ -10,15 +10,14 @@ import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from qerl_recipes import bench_train_summary, bench_train_table
 from qerl_recipes.bench_conditions import Device, conditions, this_device, used_bytes
 from qerl_recipes.bench_train_process import ArmFailedError, ArmProcess
-from qerl_recipes.bench_train_workload import TINY, Workload, engine_share
-from qerl_recipes.shapes import SHAPES
+from qerl_recipes.bench_train_workload import Workload, engine_share, flags
 
 ARMS = ("bf16", "nf4", "qerl_nvfp4")
 PARTS = ("all", "step", "training")  # whole steps, forward and backward alone, or both
@@ -50,19 +49,20 @@ def run(
             from qerl_recipes.bench_memory import ballast
 
             stack.enter_context(ballast(memory))
-        requests, planned = _requests(replace(work, steps=rounds["step"]), arms, folder, device, memory)
-        in_turn = device is None or sum(planned.values()) <= (memory or device.memory)
+        recipes = {arm: _recipe(replace(work, steps=rounds["step"]), arm, device) for arm in arms}
+        requests = {arm: _request(work, arm, recipes[arm]["recipe"], folder, memory) for arm in arms}
+        planned = sum(recipes[arm]["planned_bytes"] or 0 for arm in arms)
+        in_turn = device is None or planned <= (memory or device.memory)
         raw: dict[str, dict[str, Any]] = {}
         for together in [list(arms)] if in_turn else [[arm] for arm in arms]:
             raw |= _measure({arm: requests[arm] for arm in together}, rounds, device)
     result: dict[str, Any] = {
-        **{name: getattr(work, name) for name in ("shape", "groups", "generations", "prompt", "completion")},
-        **{name: getattr(work, name) for name in ("steps", "rank", "seed")},
+        **asdict(work),
         "overrides": dict(work.overrides),
         "order": "in turn, a step each" if in_turn else "one after the other",
         "memory_limit": memory,
         **conditions(),
-        "arms": {arm: {"planned_bytes": planned.get(arm), **found} for arm, found in raw.items()},
+        "arms": {arm: {**recipes[arm], **found} for arm, found in raw.items()},
     }
     result["summary"] = bench_train_summary.summarize(result)
     if output is not None:
@@ -101,25 +101,13 @@ def _check_disk(work: Workload, arms: Sequence[str], folder: Path) -> None:
         raise OSError(errno.ENOSPC, message + "name another folder with --scratch, or fewer arms")
 
 
-def _requests(
-    work: Workload, arms: Sequence[str], folder: Path, device: Device | None, memory: int | None
-) -> tuple[dict[str, dict[str, Any]], dict[str, int]]:
-    """What each arm's process is asked for, and on a GPU the bytes that each is planned to take at most."""
-    requests, planned = {}, {}
-    for arm in arms:
-        packed = arm == "qerl_nvfp4"
-        paths = str(folder / ("nvfp4" if packed else "bf16")), str(folder / arm)
-        share = None
-        if device is not None:
-            share, planned[arm] = _plan(work, arm, device, memory)
-        flags = work.flags(arm, *paths, cuda=device is not None, engine_share=share)
-        requests[arm] = {"flags": flags, "config": work.config(), "base": paths[0], "packed": packed}
-        requests[arm] |= {"seed": work.seed, "memory": memory}
-    return requests, planned
+def _recipe(work: Workload, arm: str, device: Device | None) -> dict[str, Any]:
+    """The recipe of an arm; on a GPU with the engine's share, and the bytes that the arm should take at most.
 
-
-def _plan(work: Workload, arm: str, device: Device, memory: int | None) -> tuple[float, int]:
-    """The engine's share of the GPU and the planned peak; worked out without touching the GPU."""
+    Worked out without touching the GPU.
+    """
+    if device is None:
+        return {"recipe": work.recipe(arm, cuda=False), "planned_bytes": None}
     from qerl_recipes import memory_plan
     from qerl_recipes.configs import parse
     from qerl_recipes.memory_parts import Gpu
@@ -127,13 +115,20 @@ def _plan(work: Workload, arm: str, device: Device, memory: int | None) -> tuple
 
     gpu, config, share = Gpu(device.memory, device.is_hopper), work.config(), None
     for _ in range(2):  # the second time with the share that the first one found
-        flags = work.flags(arm, "random", "nowhere", cuda=False, engine_share=share)
-        plan = memory_plan.make(*parse(flags), gpu=gpu, config=config)
+        settings = parse(flags(work.recipe(arm, cuda=False, engine_share=share)))
+        plan = memory_plan.make(*settings, gpu=gpu, config=config)
         share = engine_share(plan, measure(config), work)
-    assert share is not None
-    limit = f" of {memory / 1e9:.0f} GB" if memory else ""
-    print(f"{arm}: planned {plan.line()}{limit}", flush=True)
-    return share, plan.peak
+    print(f"{arm}: planned {plan.line()}", flush=True)
+    return {"recipe": work.recipe(arm, cuda=True, engine_share=share), "planned_bytes": plan.peak}
+
+
+def _request(work: Workload, arm: str, recipe: Mapping[str, Any], folder: Path, memory: int | None) -> dict[str, Any]:
+    """What the process of an arm is told, as ``bench_train_arm.Request`` has it."""
+    packed = arm == "qerl_nvfp4"
+    base = str(folder / ("nvfp4" if packed else "bf16"))
+    paths = {"model_name_or_path": base, "output_dir": str(folder / arm)}
+    request = {"flags": flags({**recipe, **paths}), "config": work.config(), "base": base, "packed": packed}
+    return {**request, "seed": work.seed, "memory": memory}
 
 
 def _measure(
@@ -171,8 +166,3 @@ def _ask(running: dict[str, ArmProcess], arm: str, command: str | None, found: d
     except ArmFailedError as error:
         found["failed"] = str(error)
         del running[arm]
-
-
-def known_shapes() -> str:
-    """For messages and help."""
-    return ", ".join((TINY, *SHAPES))

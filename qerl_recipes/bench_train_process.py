@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 MODULE = "qerl_recipes.bench_train_arm"
+PATIENCE = 60  # seconds for an engine to shut down
 
 
 class ArmFailedError(RuntimeError):
@@ -59,11 +60,10 @@ class ArmProcess:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            code = self._process.wait()
-            raise ArmFailedError(f"its process ended with code {code}; its messages are above")
+            raise ArmFailedError(f"its process ended with code {self._end()}; its messages are above")
         answer = json.loads(line)
         if "failed" in answer:
-            self._process.wait()
+            self._end()  # its memory must be free before another arm is measured
             raise ArmFailedError(answer["failed"])
         return answer
 
@@ -78,5 +78,13 @@ class ArmProcess:
             self._process.terminate()
         with contextlib.suppress(BrokenPipeError):  # it has ended already
             self._process.stdin.close()
-        self._process.wait()
+        self._end()
         self._process.stdout.close()
+
+    def _end(self) -> int:
+        """Wait for its end -> exit code; one that does not come is not waited for."""
+        try:
+            return self._process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()

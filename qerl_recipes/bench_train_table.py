@@ -30,7 +30,10 @@ def show(result: Mapping[str, Any]) -> None:
     for goal in goals(result):
         met = "met" if goal.is_met else f"missed by {goal.missed_by:.0%}"
         console.print(f"{goal.what}: {goal.value:.4g} (must {goal.must:g}, aim {goal.aim:g}): {met}", markup=False)
+    needed = result["groups"] * result["generations"] * (result["prompt"] + result["completion"])
     for arm, found in result["arms"].items():
+        if found.get("kv_cache_tokens", needed) < needed:
+            console.print(f"{arm}: its KV cache holds {found['kv_cache_tokens']:,} of {needed:,} tokens, so some wait")
         if "failed" in found:
             console.print(f"{arm} failed: {found['failed']}", style="bold red", markup=False, soft_wrap=True)
 
@@ -100,7 +103,7 @@ def picture(result: Mapping[str, Any], file: Path) -> bool:
     first = summary[arms[0]]["seconds"]["step"]
     for row, arm in enumerate(arms):
         seconds = summary[arm]["seconds"]["step"]
-        axis.text(left[row], row, f" {seconds:.1f} s, {first / seconds:.2f}x", va="center", fontsize=9)
+        axis.text(left[row], row, f" {seconds:.3g} s, {first / seconds:.2f}x", va="center", fontsize=9)
     axis.set_xlim(0, 1.18 * max(left))
     axis.invert_yaxis()
     axis.set_xlabel("seconds of a GRPO step")

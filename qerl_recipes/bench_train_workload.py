@@ -21,6 +21,8 @@ LEARNING_RATE = 1e-5
 ENGINE_PARTS = ("engine's weights", "engine's adapter", "engine's scratch", "CUDA graphs")
 SPARE, SPARE_BYTES = 1.03, 2_000_000_000  # of the engine's memory, which is an estimate
 BLOCK = 16  # tokens of a block of vLLM's KV cache
+FIXED = {"quantization", "model_name_or_path", "output_dir", "dataset_name", "dataset_kwargs", "rollout_engine"}
+FIXED |= {"max_steps", "num_generations", "max_prompt_length", "max_completion_length", "lora_r", "seed", "use_cpu"}
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,10 @@ class Workload:
     def pack_tokens(self) -> int:
         return int(dict(self.overrides).get("pack_tokens", PACK_TOKENS))
 
-    def flags(self, arm: str, base: str, output: str, *, cuda: bool, engine_share: float | None = None) -> list[str]:
-        """The flags of ``qerl train`` for an arm; ``engine_share`` is the engine's share of the GPU."""
+    def recipe(self, arm: str, *, cuda: bool, engine_share: float | None = None) -> dict[str, Any]:
+        """The keys of ``qerl train`` for an arm, less its paths; ``engine_share`` is the engine's share of the GPU."""
         data = {"count": self.groups * self.steps, "length": self.prompt, "seed": self.seed}
         recipe: dict[str, Any] = {
-            "model_name_or_path": base,
-            "output_dir": output,
             "quantization": arm,
             "learning_rate": LEARNING_RATE,
             "lora_r": self.rank,
@@ -112,18 +112,26 @@ class Workload:
         }
         if engine_share is not None:
             recipe["vllm_gpu_memory_utilization"] = f"{engine_share:.4f}"
-        recipe |= dict(self.overrides)
-        return [part for key, value in recipe.items() for part in (f"--{key}", str(value))]
+        return recipe | dict(self.overrides)
+
+
+def flags(recipe: Mapping[str, Any]) -> list[str]:
+    """A recipe as ``qerl train`` takes it from a command line."""
+    return [part for key, value in recipe.items() for part in (f"--{key}", str(value))]
 
 
 def parse_overrides(arguments: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """``--key value`` and ``--key=value`` as pairs. Raises ValueError for anything else."""
-    rest, pairs = list(arguments), []
+    """``--key value`` and ``--key=value`` as pairs. Raises ValueError for anything else, and for what is no choice."""
+    rest: list[str] = list(arguments)
+    pairs: list[tuple[str, str]] = []
     while rest:
         flag, has_value, value = rest.pop(0).partition("=")
         if not flag.startswith("--") or not (has_value or rest):
             raise ValueError(f"{flag!r} is neither an option of this command nor a flag of `qerl train` with a value")
-        pairs.append((flag[2:].replace("-", "_"), value if has_value else rest.pop(0)))
+        key = flag[2:].replace("-", "_")
+        if key in FIXED:
+            raise ValueError(f"{key} is not for a flag: the arms and the options of this command decide it")
+        pairs.append((key, value if has_value else rest.pop(0)))
     return tuple(pairs)
 
 
