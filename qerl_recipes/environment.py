@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import socket
+import warnings
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
 
@@ -24,6 +25,8 @@ ON_CPU = {
 def prepare() -> None:
     """Sets the defaults; call it before anything imports vllm or torch, which read some of them only once."""
     set_defaults(os.environ, cuda=has_cuda_device(os.environ) and not is_cpu_build())
+    # vLLM looks at every attribute of torch.distributed, deprecated ones too: nothing that a user could act upon
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
 
 
 def set_defaults(environment: MutableMapping[str, str], *, cuda: bool) -> None:
