@@ -231,20 +231,17 @@ def work(request: Request, messages: TextIO) -> None:
     plan = None if gpu is None else memory_plan.make(*settings, gpu=gpu)
     with explained(plan, training.output_dir):
         trainer = train.build(*settings)
-    try:
-        expected = training.generation_batch_size * training.max_completion_length
-        trainer.add_callback(StepByStep(trainer, messages, expected))
-        cache = trainer.vllm_generation.llm.llm_engine.vllm_config.cache_config
-        seconds = {"checkpoint": written - began, "engine and trainer": time.perf_counter() - written}
-        send(messages, {"load_seconds": seconds, "kv_cache_tokens": (cache.num_gpu_blocks or 0) * cache.block_size})
-        with explained(plan, training.output_dir, trainer):
-            trainer.train()
-            part: TrainingPart | None = None
-            while sys.stdin.readline().strip() == TRAINING:
-                part = part or TrainingPart(trainer)
-                send(messages, part.measure())
-    finally:
-        trainer.vllm_generation.close()
+    expected = training.generation_batch_size * training.max_completion_length
+    trainer.add_callback(StepByStep(trainer, messages, expected))
+    cache = trainer.vllm_generation.llm.llm_engine.vllm_config.cache_config
+    seconds = {"checkpoint": written - began, "engine and trainer": time.perf_counter() - written}
+    send(messages, {"load_seconds": seconds, "kv_cache_tokens": (cache.num_gpu_blocks or 0) * cache.block_size})
+    with explained(plan, training.output_dir, trainer):
+        trainer.train()
+        part: TrainingPart | None = None
+        while sys.stdin.readline().strip() == TRAINING:
+            part = part or TrainingPart(trainer)
+            send(messages, part.measure())
 
 
 def main() -> None:

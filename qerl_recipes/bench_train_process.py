@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 MODULE = "qerl_recipes.bench_train_arm"
-PATIENCE = 60  # seconds for an engine to shut down
+PATIENCE = 30  # seconds for an engine to shut down
 
 
 class ArmFailedError(RuntimeError):
@@ -74,8 +74,7 @@ class ArmProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
-        if kind is not None:
-            self._process.terminate()
+        self._process.terminate()  # it has answered everything, and has nothing to save
         with contextlib.suppress(BrokenPipeError):  # it has ended already
             self._process.stdin.close()
         self._end()

@@ -15,14 +15,15 @@ from qerl_recipes.shapes import Shape, as_config, config_json
 
 NAME = "bench"  # of the data set, of the reward and of the engine that tells how long its parts took
 TINY = "tiny"  # 0.4 million parameters, for a CPU
-TINY_SHAPE = Shape(128, 256, 2, 4, 2, 512, True, head_dim=32, positions=4096)
+TINY_SHAPE = Shape(128, 256, 2, 2, 1, 512, True, head_dim=64, positions=4096)
 PACK_TOKENS = 16384
 LEARNING_RATE = 1e-5
 ENGINE_PARTS = ("engine's weights", "engine's adapter", "engine's scratch", "CUDA graphs")
 SPARE, SPARE_BYTES = 1.03, 2_000_000_000  # of the engine's memory, which is an estimate
 BLOCK = 16  # tokens of a block of vLLM's KV cache
 FIXED = {"quantization", "model_name_or_path", "output_dir", "dataset_name", "dataset_kwargs", "rollout_engine"}
-FIXED |= {"max_steps", "num_generations", "max_prompt_length", "max_completion_length", "lora_r", "seed", "use_cpu"}
+FIXED |= {"max_steps", "num_generations", "gradient_accumulation_steps", "lora_r", "seed", "use_cpu"}
+FIXED |= {"max_prompt_length", "max_completion_length"}
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,17 @@ class Workload:
 
     def check(self) -> None:
         """Raises ValueError for an unknown shape and for numbers that make no step."""
-        self.config()
         least = {"groups": 1, "generations": 2, "prompt": 1, "completion": 1, "steps": 2, "rank": 1}
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
                 why = "; the first step warms up and is not counted" if name == "steps" else ""
                 raise ValueError(f"{name} is {getattr(self, name)}, and must be at least {smallest}{why}")
+        self.config()
+        if self.sequences % self.micro_batch():
+            raise ValueError(
+                f"per_device_train_batch_size is {self.micro_batch()}, which does not divide the {self.sequences} "
+                "completions of a step"
+            )
 
     @property
     def sequences(self) -> int:
@@ -66,7 +72,9 @@ class Workload:
         return as_config(TINY_SHAPE) if self.shape == TINY else config_json(self.shape)
 
     def micro_batch(self) -> int:
-        """Sequences of a micro-batch: as many whole groups as one packed row holds, at least one."""
+        """Sequences of a micro-batch: as many whole groups as one packed row holds, at least one, if no flag says."""
+        if given := dict(self.overrides).get("per_device_train_batch_size"):
+            return int(given)
         room = (self.pack_tokens() or PACK_TOKENS) // (self.prompt + self.generations * self.completion)
         parts = [groups for groups in range(1, self.groups + 1) if self.groups % groups == 0]
         return self.generations * max(groups for groups in parts if groups <= max(room, 1))

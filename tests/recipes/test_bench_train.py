@@ -61,6 +61,7 @@ REFUSALS: dict[str, tuple[list[str], str]] = {
     "unknown part": (["--part", "rollout"], "part is 'rollout'"),
     "a fixed key": (["--lora_r", "8"], "lora_r is not for a flag"),
     "a stray word": (["fast"], "'fast' is neither an option"),
+    "uneven micro-batches": (["--per_device_train_batch_size", "7"], "does not divide the 64 completions"),
 }
 
 
@@ -87,6 +88,8 @@ def test_a_flag_counts_for_every_arm_and_stands_above_the_recipe() -> None:
     assert recipe["learning_rate"] == "1e-3" and recipe["pack_tokens"] == "300"
     # a group has 8 + 8 * 16 tokens: two of them make a micro-batch, and three micro-batches a step
     assert (recipe["per_device_train_batch_size"], recipe["gradient_accumulation_steps"]) == (16, 3)
+    smaller = replace(work, overrides=parse_overrides(["--per_device_train_batch_size", "4"]))
+    assert smaller.recipe("bf16", cuda=True)["gradient_accumulation_steps"] == 12
     other = work.recipe("qerl_nvfp4", cuda=True)
     assert {key for key in recipe if recipe[key] != other[key]} == {"quantization"}
 
