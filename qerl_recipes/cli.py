@@ -76,7 +76,8 @@ def rollout(
     shape: Annotated[str, typer.Option(help="Qwen2.5 size: 0.5B, 1.5B, 3B, 7B, 14B, 32B")] = "7B",
     batch: Annotated[str, typer.Option(help="batch sizes, comma-separated")] = "1,8,64,128",
     arms: Annotated[
-        str, typer.Option(help="of bf16, nf4, qerl_nvfp4, qerl_nvfp4_slots, qerl_nvfp4_slots_marlin, stock_nvfp4")
+        str,
+        typer.Option(help="of bf16, nf4, qerl_nvfp4, qerl_nvfp4_base (no adapter), _slots, _slots_marlin, stock_nvfp4"),
     ] = "bf16,qerl_nvfp4",
     rank: Annotated[int, typer.Option(help="rank of the LoRA adapter, which is on in every arm")] = 32,
     output: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,

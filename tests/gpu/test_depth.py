@@ -1,0 +1,120 @@
+"""A model as deep as a real one: what rounding adds up to, and what fp32 norms cost in speed."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from qerl_kernels import nvfp4
+
+pytestmark = pytest.mark.gpu
+
+LAYERS = 32
+PROMPTS = [[(13 * i + 7 * j) % 500 + 2 for j in range(60)] for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(BF16, NVFP4) folders of a random Qwen2 with 32 layers."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from qerl_recipes.quantize import quantize_checkpoint
+    from qerl_recipes.running_sum import tokenizer
+
+    torch.manual_seed(1)
+    config = Qwen2Config(
+        vocab_size=512,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape)
+            if "norm" in name:
+                parameter.copy_(1 + 0.2 * noise)
+            else:  # what a layer adds is small beside what passes it, as in a trained model
+                scale = 0.2 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+                parameter.copy_(scale * noise / parameter.shape[-1] ** 0.5)
+    folder = tmp_path_factory.mktemp("deep")
+    model.save_pretrained(folder / "bf16")
+    tokenizer().save_pretrained(folder / "bf16")
+    quantize_checkpoint(folder / "bf16", folder / "nvfp4", device="cuda")
+    return folder / "bf16", folder / "nvfp4"
+
+
+def test_thirty_two_layers_agree_with_the_naive_reference_and_with_the_trainer(
+    deep: tuple[Path, Path], record: Callable[[str, Any], None]
+) -> None:
+    """Reference: a dense fp32 model of the dequantized weights. Trainer: the same model as `qerl train` loads it."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+    from vllm import LLM, SamplingParams
+
+    from qerl_recipes import model as models
+
+    reference = AutoModelForCausalLM.from_pretrained(deep[0], dtype=torch.float32).cuda().eval()
+    packed = load_file(next(deep[1].glob("*.safetensors")), device="cuda")
+    with torch.no_grad():
+        for name, module in reference.named_modules():
+            if f"{name}.weight_packed" in packed:
+                parts = (packed[f"{name}.{part}"] for part in ("weight_packed", "weight_scale", "weight_global_scale"))
+                codes, scales, divisor = parts
+                module.weight.copy_(nvfp4.dequantize(codes, scales).float() / divisor)
+    trainer = models.load(deep[1]).cuda()
+    engine = LLM(
+        str(deep[1]),
+        quantization="qerl_nvfp4",
+        dtype="bfloat16",
+        gpu_memory_utilization=0.15,
+        max_model_len=256,
+        max_num_seqs=8,
+        disable_log_stats=True,
+        additional_config={"qerl": {"policy_adapter": {"rank": 16}}},
+    )
+    sampling = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    outputs = engine.generate([{"prompt_token_ids": ids} for ids in PROMPTS], sampling, use_tqdm=False)
+    to_reference, to_trainer = [], []
+    for ids, output in zip(PROMPTS, outputs, strict=True):
+        tokens = torch.tensor([ids], device="cuda")
+        with torch.no_grad():
+            exact = reference(tokens).logits[0].log_softmax(-1)
+            learned = trainer(tokens).logits[0].float().log_softmax(-1)
+        for position in range(1, len(ids)):
+            token = ids[position]
+            sampled = output.prompt_logprobs[position][token].logprob
+            to_reference.append(abs(sampled - float(exact[position - 1, token])))
+            to_trainer.append(abs(sampled - float(learned[position - 1, token])))
+    means = [sum(differences) / len(differences) for differences in (to_reference, to_trainer)]
+    record("32 layers, log-probability difference of the engine to the fp32 reference: mean", f"{means[0]:.4f}")
+    record("32 layers, the same to the trainer's model: mean", f"{means[1]:.4f}")
+    assert means[0] < 0.05 and means[1] < 0.05
+
+
+@pytest.mark.timeout(400)
+def test_what_fp32_norms_cost(tmp_path: Path, record: Callable[[str, Any], None]) -> None:
+    """The same kernels and the same LoRA slots, with this plugin and without it: the norms are what differs."""
+    file = tmp_path / "norms.json"
+    line = [sys.executable, "-m", "qerl_recipes.cli", "bench", "rollout", "--shape", "0.5B", "--batch", "8,64"]
+    line += ["--arms", "stock_nvfp4,qerl_nvfp4_slots_marlin", "--output", str(file)]
+    done = subprocess.run(line, capture_output=True, text=True, env=os.environ, timeout=380)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    arms = json.loads(file.read_text())["arms"]
+    rates = {name: [arm["batch"][batch]["tokens_per_s"] for batch in ("8", "64")] for name, arm in arms.items()}
+    for name, what in (("stock_nvfp4", "BF16 norms (stock vLLM)"), ("qerl_nvfp4_slots_marlin", "fp32 norms")):
+        figure = " / ".join(f"{rate:.0f}" for rate in rates[name])
+        record(f"decode tokens/s of the 0.5B shapes on Marlin at batch 8 / 64, {what}", figure)
+    both = zip(rates["qerl_nvfp4_slots_marlin"], rates["stock_nvfp4"], strict=True)
+    assert all(ours > 0.9 * stock for ours, stock in both)
