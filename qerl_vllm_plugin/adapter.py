@@ -210,11 +210,32 @@ def _check_pair(
 
 
 def check_finite(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], complaint: str) -> None:
-    """Raises AdapterError with ``complaint`` for NaN or infinite values; one transfer from the device for all."""
-    names = list(pairs)
-    finite = torch.stack([torch.isfinite(a).all() & torch.isfinite(b).all() for a, b in pairs.values()])
-    if bad := [name for name, ok in zip(names, finite.tolist(), strict=True) if not ok]:
+    """Raises AdapterError with ``complaint`` for NaN or infinite values, and for such whose sum is infinite.
+
+    A few launches and one transfer from the device for all tensors: a test of each would take longer than the swap.
+    """
+    sums: list[float] = []
+    for half in zip(*pairs.values(), strict=True):  # all A, then all B
+        norms = torch._foreach_norm(half, 1, dtype=torch.float32)
+        sums += torch.stack(norms).tolist()
+    count = len(pairs)
+    finite = [math.isfinite(a) and math.isfinite(b) for a, b in zip(sums[:count], sums[count:], strict=True)]
+    if bad := [name for name, ok in zip(pairs, finite, strict=True) if not ok]:
         raise AdapterError(f"the adapter of {bad[0]} (and {len(bad) - 1} more) {complaint}")
+
+
+def converted(
+    pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], scaling: float, dtype: torch.dtype
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """New tensors of ``dtype``, B times ``scaling`` in fp32; the caller's stay as they are."""
+    a, b = ([pair[half] for pair in pairs.values()] for half in (0, 1))
+    new_a, new_b = ([torch.empty_like(t, dtype=dtype) for t in half] for half in (a, b))
+    scaled = [torch.empty_like(t, dtype=torch.float32) for t in b]
+    torch._foreach_copy_(new_a, a)
+    torch._foreach_copy_(scaled, b)
+    torch._foreach_mul_(scaled, scaling)
+    torch._foreach_copy_(new_b, scaled)
+    return dict(zip(pairs, zip(new_a, new_b, strict=True), strict=True))
 
 
 def _matches(name: str, patterns: str | list[str]) -> bool:

@@ -102,10 +102,7 @@ def qerl_stage(
             targets, dtype = carrier.targets(), carrier.dtype
             checked = adapter.check(_unpack(tensors) or {}, config, targets, carrier.max_rank)
             # new tensors: vLLM scales B in place, and the caller's tensors must stay as they are
-            pairs = {
-                name: (a.to(dtype, copy=True), (b.float() * checked.scaling).to(dtype))
-                for name, (a, b) in checked.pairs.items()
-            }
+            pairs = adapter.converted(checked.pairs, checked.scaling, dtype)
             adapter.check_finite(pairs, f"holds values too large for the engine's {dtype}")
             for name, pair in pairs.items():
                 staged.setdefault(targets[name].module, {})[targets[name].part] = pair
