@@ -6,9 +6,11 @@ loaded and make their steps in turn, so that what slows the machine down for a w
 one runs after the other.
 """
 
+import errno
 import json
+import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -53,24 +55,31 @@ def run(
         requests = {arm: _request(work, arm, recipes[arm]["recipe"], folder, memory) for arm in arms}
         planned = sum(recipes[arm]["planned_bytes"] or 0 for arm in arms)
         in_turn = device is None or planned <= (memory or device.memory)
-        raw: dict[str, dict[str, Any]] = {}
+        found = {arm: {**recipes[arm], "steps": [], "training_part": []} for arm in arms}
+        result: dict[str, Any] = {
+            **asdict(work),
+            "overrides": dict(work.overrides),
+            "order": "in turn, a step each" if in_turn else "one after the other",
+            "memory_limit": memory,
+            **conditions(),
+            "arms": found,
+        }
         for together in [list(arms)] if in_turn else [[arm] for arm in arms]:
-            raw |= _measure({arm: requests[arm] for arm in together}, rounds, device)
-    result: dict[str, Any] = {
-        **asdict(work),
-        "overrides": dict(work.overrides),
-        "order": "in turn, a step each" if in_turn else "one after the other",
-        "memory_limit": memory,
-        **conditions(),
-        "arms": {arm: {**recipes[arm], **found} for arm, found in raw.items()},
-    }
+            chosen = {arm: requests[arm] for arm in together}
+            _measure(chosen, rounds, device, found, lambda: _save(result, output))
+    _save(result, output)
+    if output is not None:
+        bench_train_table.picture(result, output.with_suffix(".png"))
+    bench_train_table.show(result)
+    return result
+
+
+def _save(result: dict[str, Any], output: Path | None) -> None:
+    """Write what there is so far: loading takes minutes, and a run may be cut short."""
     result["summary"] = bench_train_summary.summarize(result)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        bench_train_table.picture(result, output.with_suffix(".png"))
-    bench_train_table.show(result)
-    return result
 
 
 def _check(arms: Sequence[str], part: str, memory: int | None, device: Device | None) -> None:
@@ -89,9 +98,6 @@ def _check(arms: Sequence[str], part: str, memory: int | None, device: Device | 
 
 
 def _check_disk(work: Workload, arms: Sequence[str], folder: Path) -> None:
-    import errno
-    import shutil
-
     from qerl_recipes.bench_checkpoint import size
 
     needed = sum(size(work.config(), packed=packed) for packed in {arm == "qerl_nvfp4" for arm in arms})
@@ -132,37 +138,39 @@ def _request(work: Workload, arm: str, recipe: Mapping[str, Any], folder: Path, 
 
 
 def _measure(
-    requests: Mapping[str, Mapping[str, Any]], rounds: Mapping[str, int], device: Device | None
-) -> dict[str, dict[str, Any]]:
-    """Load some arms, then let them take turns -> what each answered, or why it failed.
+    requests: Mapping[str, Mapping[str, Any]],
+    rounds: Mapping[str, int],
+    device: Device | None,
+    found: dict[str, dict[str, Any]],
+    save: Callable[[], None],
+) -> None:
+    """Load some arms, then let them take turns; what each answers, or why it failed, goes into ``found``.
 
-    ``rounds`` says how often each piece of work is done.
+    ``rounds`` says how often each piece of work is done; after each round everything is saved.
     """
-    found: dict[str, dict[str, Any]] = {arm: {"steps": [], "training_part": []} for arm in requests}
+    used = used_bytes if device else lambda: 0
+    before = used()
     with ExitStack() as stack:
-        running: dict[str, ArmProcess] = {}
-        for arm, request in requests.items():
-            # on a GPU one at a time: vLLM measures free memory while it starts, and so does this
-            running[arm] = stack.enter_context(ArmProcess(request, used_bytes if device else lambda: 0))
-            if device is not None:
-                _ask(running, arm, None, found[arm])
-        if device is None:
-            for arm in requests:
-                _ask(running, arm, None, found[arm])
-        for command, times in rounds.items():
-            for _ in range(times):
-                for arm in list(running):
-                    _ask(running, arm, command, found[arm])
-    return found
+        running = {arm: stack.enter_context(ArmProcess(request)) for arm, request in requests.items()}
 
+        def each(ask: Callable[[str], None]) -> None:
+            """An arm that fails takes no further part."""
+            for arm in list(running):
+                try:
+                    ask(arm)
+                except ArmFailedError as error:
+                    found[arm]["failed"] = str(error)
+                    del running[arm]
 
-def _ask(running: dict[str, ArmProcess], arm: str, command: str | None, found: dict[str, Any]) -> None:
-    """One piece of work, or (None) to have loaded; an arm that fails takes no further part."""
-    try:
-        if command is None:
-            found |= running[arm].ready()
-        else:
-            found["steps" if command == "step" else "training_part"].append(running[arm].ask(command))
-    except ArmFailedError as error:
-        found["failed"] = str(error)
-        del running[arm]
+        each(lambda arm: running[arm].wait_for_imports())
+        already = (used() - before) // len(requests)
+        # one at a time: vLLM measures free memory while it starts, and so does this
+        each(lambda arm: found[arm].update(running[arm].load(used, already)))
+        for command, key in (("step", "steps"), ("training", "training_part")):
+
+            def once(arm: str, command: str = command, key: str = key) -> None:
+                found[arm][key].append(running[arm].ask(command))
+
+            for _ in range(rounds[command]):
+                each(once)
+                save()

@@ -1,8 +1,8 @@
 """One arm of ``qerl bench train``, in a process of its own: it loads, then works whenever it is told to.
 
-It reads a line for each piece of work, ``step`` (one GRPO step) or ``training`` (forward and backward alone), and
-answers with one JSON object a line, the first of which says that it is ready. The steps are those of ``qerl train``:
-nothing here generates, scores, differentiates or swaps.
+It says that its imports are done, and then reads a line for each piece of work, first ``load``, then ``step`` (one GRPO
+step) and last ``training`` (forward and backward alone), and answers with one JSON object in a line. The steps are
+those of ``qerl train``: nothing here generates, scores, differentiates or swaps.
 """
 
 import json
@@ -29,7 +29,7 @@ from qerl_recipes.out_of_memory import explained
 from qerl_recipes.rollout import VLLMRollouts
 from qerl_recipes.validate import validate
 
-STEP, TRAINING = "step", "training"
+LOAD, STEP, TRAINING = "load", "step", "training"
 FROM_METRICS = ("logp_mismatch_mean", "logp_mismatch_max", "loss", "grad_norm", "reward", "packed_share")
 
 
@@ -131,8 +131,7 @@ class StepByStep(TrainerCallback):
             self.training_began = now()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if sys.stdin.readline().strip() != STEP:
-            raise SystemExit("ended before its last step")
+        wait_for(STEP)
         self.engine.memory.begin()
         self.training_began = None
         self.engine.swap_seconds = self.engine.sleep_seconds = 0.0
@@ -206,6 +205,12 @@ class TrainingPart:
         return {"seconds": seconds, "tokens": self.tokens, "memory": report}
 
 
+def wait_for(command: str) -> None:
+    """Raises SystemExit if anything else comes, such as the end."""
+    if sys.stdin.readline().strip() != command:
+        raise SystemExit(f"ended before the last {command}")
+
+
 def send(messages: TextIO, answer: dict[str, Any]) -> None:
     """One JSON object in a line."""
     messages.write(json.dumps(answer) + "\n")
@@ -213,7 +218,7 @@ def send(messages: TextIO, answer: dict[str, Any]) -> None:
 
 
 def work(request: Request, messages: TextIO) -> None:
-    """Load, then do what the lines of the standard input say, until there are no more of them."""
+    """Load, answer, and do what the lines of the standard input say, until there are no more of them."""
     began = time.perf_counter()
     get_plugin_manager().register(bench_train_workload)
     settings = parse(request.flags)
@@ -248,7 +253,9 @@ def main() -> None:
     """The request is the one argument. Whatever libraries print goes to the standard error."""
     messages = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    send(messages, {"imported": True})
     try:
+        wait_for(LOAD)
         work(Request(**json.loads(sys.argv[1])), messages)
     except Exception as error:
         send(messages, {"failed": f"{type(error).__name__}: {error}"})

@@ -20,12 +20,11 @@ class ArmFailedError(RuntimeError):
 class ArmProcess:
     """A running arm. Its memory is what the GPU's has grown by while it alone was at work.
 
-    ``used`` gives the bytes in use on the GPU. The process ends with the ``with`` block, and with this process, whose
-    questions it reads.
+    It begins with its imports, at once, and then does what it is asked. The process ends with the ``with`` block, and
+    with this process, whose questions it reads.
     """
 
-    def __init__(self, request: Mapping[str, Any], used: Callable[[], int]) -> None:
-        self._used, self._before = used, used()
+    def __init__(self, request: Mapping[str, Any]) -> None:
         self._held = 0
         # each finds a port of its own, and the engine runs in the trainer's process, as in `qerl train`
         environment = {name: value for name, value in os.environ.items() if name != "MASTER_PORT"}
@@ -38,23 +37,34 @@ class ArmProcess:
             env=environment,
         )
 
-    def ready(self) -> dict[str, Any]:
-        """Wait until it has loaded. Raises ArmFailedError."""
-        answer = self._read()
-        self._held = self._used() - self._before
+    def wait_for_imports(self) -> None:
+        """Raises ArmFailedError."""
+        self._read()
+
+    def load(self, used: Callable[[], int], already: int) -> dict[str, Any]:
+        """Engine and trainer -> the answer and the memory that the process holds. Raises ArmFailedError.
+
+        ``used`` gives the bytes in use on the GPU, by all processes; ``already`` are those of this one.
+        """
+        before = used()
+        answer = self._exchange("load")
+        self._held = already + used() - before
         return {**answer, "held_bytes": self._held}
 
     def ask(self, command: str) -> dict[str, Any]:
         """One piece of work -> the answer, with the most memory that the process had. Raises ArmFailedError."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended, and the answer says why
-            self._process.stdin.write(f"{command}\n")
-            self._process.stdin.flush()
-        answer = self._read()
+        answer = self._exchange(command)
         memory = answer["memory"]
         answer["process_bytes"] = self._held + memory["used_peak"] - memory["used_before"]
         self._held += memory["used_after"] - memory["used_before"]
         return answer
+
+    def _exchange(self, command: str) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and the answer says why
+            self._process.stdin.write(f"{command}\n")
+            self._process.stdin.flush()
+        return self._read()
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None

@@ -28,8 +28,9 @@ class Goal(NamedTuple):
 
 
 def summarize(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """For each arm that did not fail: medians over all steps but the first, which warms up, and peaks over all."""
-    return {arm: _arm(result, found) for arm, found in result["arms"].items() if "failed" not in found}
+    """For each arm that did not fail: medians over all steps but the first, which warms up, and peaks of memory."""
+    arms = result["arms"].items()
+    return {arm: _arm(result, found) for arm, found in arms if found["steps"] and "failed" not in found}
 
 
 def _arm(result: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,11 +55,11 @@ def _arm(result: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
             "seconds": statistics.median(seconds_each),
             "spread": _spread(seconds_each),
             "tokens_per_s": counted[0]["tokens"] / statistics.median(seconds_each),
+            "peak_gb": max(piece["memory"]["allocated"] for piece in pieces) / GB,
         }
-    everything = [*steps, *pieces]
     summary["peak_gb"] = {
-        **{name: max(answer["memory"][name] for answer in everything) / GB for name in ("allocated", "reserved")},
-        "process": max([found["held_bytes"], *(answer["process_bytes"] for answer in everything)]) / GB,
+        **{name: max(step["memory"][name] for step in steps) / GB for name in ("allocated", "reserved")},
+        "process": max([found["held_bytes"], *(step["process_bytes"] for step in steps)]) / GB,
     }
     return summary
 

@@ -74,13 +74,19 @@ def _steps(result: Mapping[str, Any], summary: Mapping[str, Any]) -> Table:
 def _training(result: Mapping[str, Any], parts: Mapping[str, Any]) -> Table:
     table = Table(title="Forward and backward alone, one packed row", title_justify="left")
     table.add_column("arm")
-    for column in ("tokens", "seconds", "tokens/s", "speed"):
+    for column in ("tokens", "seconds", "tokens/s", "speed", "peak GB, torch"):
         table.add_column(column, justify="right")
     first = next(iter(parts.values()))["tokens_per_s"]
     for arm, found in parts.items():
-        seconds = f"{found['seconds']:.3f} ±{found['spread'] / 2:.0%}"
         rate = found["tokens_per_s"]
-        table.add_row(arm, f"{found['tokens']:,}", seconds, f"{rate:,.0f}", f"{rate / first:.2f}x")
+        table.add_row(
+            arm,
+            f"{found['tokens']:,}",
+            f"{found['seconds']:.3f} ±{found['spread'] / 2:.0%}",
+            f"{rate:,.0f}",
+            f"{rate / first:.2f}x",
+            f"{found['peak_gb']:.1f}",
+        )
     return table
 
 

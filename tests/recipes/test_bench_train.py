@@ -1,6 +1,5 @@
 """``qerl bench train``: a whole run on a CPU, what is refused, what is planned for a GPU, and the figures."""
 
-import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -211,6 +210,8 @@ def test_goals_say_by_how_much_they_are_missed() -> None:
 
 CHILD = """
 import json, sys
+print(json.dumps({"imported": True}), flush=True)
+assert sys.stdin.readline() == "load\\n"
 print(json.dumps({"load_seconds": 1}), flush=True)
 for number, command in enumerate(sys.stdin):
     if number == 2:
@@ -234,21 +235,27 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], No
 
 
 def test_the_memory_of_an_arm_is_what_has_come_since_it_started(child: Callable[[str], None]) -> None:
-    """Others hold 1000 bytes before it starts, it holds 300 when it has loaded, and 5 more after each step."""
+    """It holds 20 bytes from its imports, others hold 1000; loading takes 280 more, and each step keeps 5."""
     child(CHILD)
-    readings = iter([1000, 1300])
-    with ArmProcess({}, lambda: next(readings)) as arm:
-        assert arm.ready() == {"load_seconds": 1, "held_bytes": 300}
+    readings = iter([1020, 1300])
+    with ArmProcess({}) as arm:
+        arm.wait_for_imports()
+        assert arm.load(lambda: next(readings), already=20) == {"load_seconds": 1, "held_bytes": 300}
         assert arm.ask("step")["process_bytes"] == 300 + 100
         assert arm.ask("step")["process_bytes"] == 305 + 200
 
 
 def test_an_arm_that_fails_says_why_and_the_others_go_on(child: Callable[[str], None]) -> None:
     child(CHILD)
-    found = bench_train._measure({"one": {}, "two": {}}, {"step": 1, "training": 2}, None)
+    found: dict[str, Any] = {arm: {"steps": [], "training_part": []} for arm in ("one", "two")}
+    saved: list[str] = []
+    bench_train._measure(
+        {"one": {}, "two": {}}, {"step": 1, "training": 2}, None, found, lambda: saved.append(json.dumps(found))
+    )
     for arm in found.values():
         assert (len(arm["steps"]), len(arm["training_part"])) == (1, 1)
         assert arm["failed"] == "OutOfMemory: too little"
+    assert len(saved) == 3 and "failed" not in saved[1]
     child("raise SystemExit(3)")
-    with ArmProcess({}, itertools.repeat(0).__next__) as arm, pytest.raises(ArmFailedError, match="ended with code 3"):
-        arm.ready()
+    with ArmProcess({}) as process, pytest.raises(ArmFailedError, match="ended with code 3"):
+        process.wait_for_imports()
