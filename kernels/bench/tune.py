@@ -6,7 +6,6 @@ A kernel that hangs ends the program after a minute.
 import argparse
 import faulthandler
 import json
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
@@ -88,8 +87,7 @@ def candidates(M: int) -> list[int]:
 
 def gate_all(configurations: list[gemm.Configuration]) -> dict[gemm.Configuration, str]:
     """The gate's verdict on each configuration."""
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(gemm.machine_code, configurations))
+    gemm.compile_all(configurations)
     verdicts = {}
     for configuration in configurations:
         faulthandler.dump_traceback_later(60, exit=True)

@@ -7,23 +7,28 @@ Needs no compiler on the machine: NVRTC comes with torch. The cache is ``$QERL_C
 import ctypes
 import functools
 import hashlib
+import json
 import os
-import tempfile
+import subprocess
+import sys
 import warnings
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
 
+from qerl_kernels import nvrtc
+from qerl_kernels.nvrtc import CompileError
+
 Argument: TypeAlias = ctypes._SimpleCData | ctypes.Structure
+Defines: TypeAlias = tuple[tuple[str, int], ...]
+MOST_PROCESSES = 16  # that compile at one time
 # of the driver's interface
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CUfunction_attribute
 CLUSTER_DIMENSION = 4  # CUlaunchAttributeID
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
-
-
-class CompileError(RuntimeError):
-    """A kernel's source was refused; the message ends with the compiler's log."""
 
 
 def cache_folder() -> Path:
@@ -59,49 +64,70 @@ def _check(code: int, doing: str) -> None:
         raise RuntimeError(f"{doing}: CUDA error {code} ({(text.value or b'unknown').decode()})")
 
 
-def compile_source(source: str, defines: tuple[tuple[str, int], ...] = (), architecture: str = "sm_90a") -> bytes:
+def compile_source(source: str, defines: Defines = (), architecture: str = "sm_90a") -> bytes:
     """CUDA C++ -> machine code, from the cache where it is there. Raises CompileError with the log."""
-    nvrtc = _nvrtc()
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    options = [f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{name}={value}" for name, value in defines)]
-    key = hashlib.sha256("\0".join([source, *options, f"{major.value}.{minor.value}"]).encode()).hexdigest()
-    file = cache_folder() / f"{key}.cubin"
+    options = _options(defines, architecture)
+    file = _cache_file(source, options)
     if file.exists():
         return file.read_bytes()
-
-    program = ctypes.c_void_p()
-    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"qerl.cu", 0, None, None)
-    encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-    failed = nvrtc.nvrtcCompileProgram(program, len(options), encoded)
-    size = ctypes.c_size_t()
-    if failed:
-        nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-        log = ctypes.create_string_buffer(size.value)
-        nvrtc.nvrtcGetProgramLog(program, log)
-        raise CompileError(f"NVRTC {major.value}.{minor.value} {options}: {log.value.decode()}")
-    nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
-    code = ctypes.create_string_buffer(size.value)
-    nvrtc.nvrtcGetCUBIN(program, code)
-    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-
+    code = nvrtc.compile_source(_nvrtc(), source, options)
     try:
-        _keep(file, code.raw)
+        nvrtc.keep(file, code)
     except OSError as error:
         warnings.warn(
             f"{file.parent} cannot be written ({error}): kernels are compiled again in each process; set QERL_CACHE to "
             "a folder that can",
             stacklevel=2,
         )
-    return code.raw
+    return code
 
 
-def _keep(file: Path, code: bytes) -> None:
-    """Write under another name and rename when whole: other processes may compile the same at the same time."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as partial:
-        partial.write(code)
-    os.replace(partial.name, file)
+def compile_ahead(jobs: Iterable[tuple[str, Defines]], architecture: str = "sm_90a") -> None:
+    """Fill the cache with several sources at once, one process for each core; what is left over compiles when needed.
+
+    ``jobs`` are the first two arguments of ``compile_source``.
+    """
+    missing = {}
+    for source, defines in jobs:
+        options = _options(defines, architecture)
+        file = _cache_file(source, options)
+        if not file.exists():
+            missing[file] = json.dumps({"source": source, "options": options, "file": str(file)})
+    processes = min(len(missing), os.cpu_count() or 1, MOST_PROCESSES)
+    if processes < 2:
+        return
+    library = _path_of(_nvrtc())
+    line = [sys.executable, nvrtc.__file__, library]
+    # NVRTC looks for a library of its own beside itself, but not by itself
+    paths = [str(Path(library).parent), os.environ.get("LD_LIBRARY_PATH", "")]
+    environment = {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(path for path in paths if path)}
+    lines = list(missing.values())
+
+    def run(first: int) -> subprocess.CompletedProcess[str]:
+        share = "\n".join(lines[first::processes])
+        return subprocess.run(line, input=share, text=True, capture_output=True, env=environment)
+
+    with ThreadPoolExecutor(processes) as pool:
+        failed = [done for done in pool.map(run, range(processes)) if done.returncode]
+    if failed:
+        reason = failed[0].stderr.strip().rpartition("\n")[2]
+        warnings.warn(f"kernels could not be compiled ahead, one by one takes longer: {reason}", stacklevel=2)
+
+
+def _options(defines: Defines, architecture: str) -> list[str]:
+    return [f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{name}={value}" for name, value in defines)]
+
+
+def _cache_file(source: str, options: list[str]) -> Path:
+    key = hashlib.sha256("\0".join([source, *options, nvrtc.version(_nvrtc())]).encode()).hexdigest()
+    return cache_folder() / f"{key}.cubin"
+
+
+def _path_of(library: ctypes.CDLL) -> str:
+    """Where a loaded library lies; its name, for the loader to look for, where that cannot be told."""
+    name = Path(library._name).name
+    mapped = (line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines())
+    return next((path for path in mapped if Path(path).name.startswith(name)), library._name)
 
 
 class Kernel:

@@ -7,13 +7,14 @@ configuration and on N, K and the number of token tiles, never on timing: the sa
 
 import ctypes
 import functools
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 from qerl_kernels.adapter import Adapter, shrink
-from qerl_kernels.compiler import Kernel, compile_source, tensor_map
+from qerl_kernels.compiler import Defines, Kernel, compile_ahead, compile_source, tensor_map
 from qerl_kernels.tiles import TILE_BYTES, TiledWeight
 
 SHARED_MEMORY = 227 * 1024  # bytes that one block may have on Hopper
@@ -107,10 +108,19 @@ def source() -> str:
     return Path(__file__).with_name("nvfp4_tiles.cu").read_text()
 
 
+def _job(configuration: Configuration) -> tuple[str, Defines]:
+    defines = tuple((name.upper(), value) for name, value in asdict(configuration).items() if name != "splits")
+    return wgmma_source(configuration.tokens) + source(), defines
+
+
 def machine_code(configuration: Configuration) -> bytes:
     """Compile the product for one configuration (or read it from the cache)."""
-    defines = tuple((name.upper(), value) for name, value in asdict(configuration).items() if name != "splits")
-    return compile_source(wgmma_source(configuration.tokens) + source(), defines)
+    return compile_source(*_job(configuration))
+
+
+def compile_all(configurations: Iterable[Configuration]) -> None:
+    """Fill the cache with many configurations at once."""
+    compile_ahead([(source(), ()), *(_job(configuration) for configuration in configurations)])
 
 
 @functools.cache

@@ -66,10 +66,13 @@ def choose(N: int, K: int, M: int) -> gemm.Configuration:
     )
 
 
+@functools.cache
 def prepare(N: int, K: int, device: torch.device) -> None:
     """Compile (or fetch from the cache) and load every variant that a weight of (N, K) can need, whatever its M."""
     sizes = {up_to for lines in _table().values() for up_to, _ in lines}
-    for configuration in {choose(N, K, M) for M in sizes}:
+    configurations = {choose(N, K, M) for M in sizes}
+    gemm.compile_all(configurations)
+    for configuration in configurations:
         gemm.load(configuration, device)
     load_shrink(device)
 

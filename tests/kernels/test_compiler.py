@@ -1,11 +1,11 @@
 import pytest
-from qerl_kernels import compiler
+from qerl_kernels import compiler, nvrtc
 
 
 def test_machine_code_is_kept_whole_or_not_at_all(tmp_path):
     file = tmp_path / "cache" / "x.cubin"
-    compiler._keep(file, b"first")
-    compiler._keep(file, b"second")
+    nvrtc.keep(file, b"first")
+    nvrtc.keep(file, b"second")
     assert file.read_bytes() == b"second" and list(file.parent.iterdir()) == [file]
 
 
@@ -13,7 +13,7 @@ def test_a_cache_that_cannot_be_written_is_an_os_error_that_the_compiler_survive
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     with pytest.raises(OSError):
-        compiler._keep(blocked / "x.cubin", b"code")
+        nvrtc.keep(blocked / "x.cubin", b"code")
 
 
 def test_the_cache_folder_is_the_users_choice(monkeypatch, tmp_path):
@@ -22,3 +22,33 @@ def test_the_cache_folder_is_the_users_choice(monkeypatch, tmp_path):
     monkeypatch.delenv("QERL_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert compiler.cache_folder() == tmp_path / "qerl"
+
+
+@pytest.fixture
+def with_nvrtc(monkeypatch, tmp_path):
+    """NVRTC and an empty cache; it comes with torch for CUDA only."""
+    try:
+        compiler._nvrtc()
+    except compiler.CompileError as error:
+        pytest.skip(str(error))
+    monkeypatch.setenv("QERL_CACHE", str(tmp_path))
+    return tmp_path
+
+
+SOURCE = 'extern "C" __global__ void fill(float* x) { x[threadIdx.x] = VALUE; }'
+
+
+def test_sources_compiled_ahead_are_those_compiled_when_needed(with_nvrtc, monkeypatch):
+    compiler.compile_ahead([(SOURCE, (("VALUE", value),)) for value in (1, 2, 3, 3)])
+    ahead = {file.name: file.read_bytes() for file in with_nvrtc.iterdir()}
+    assert len(ahead) == 3
+    monkeypatch.setenv("QERL_CACHE", str(with_nvrtc / "again"))
+    assert {compiler.compile_source(SOURCE, (("VALUE", value),)) for value in (1, 2, 3)} == set(ahead.values())
+
+
+def test_a_source_that_does_not_compile_ahead_warns_and_leaves_the_error_to_its_turn(with_nvrtc):
+    jobs = [("no C++ at all", ()), ("nor this", ())]
+    with pytest.warns(UserWarning, match="could not be compiled ahead"):
+        compiler.compile_ahead(jobs)
+    with pytest.raises(compiler.CompileError, match=r"qerl\.cu"):
+        compiler.compile_source(*jobs[0])

@@ -1,0 +1,63 @@
+"""NVRTC by ctypes: CUDA C++ to machine code, in this process, or in several by running this file as a program.
+
+As a program it takes the library's path as its argument and on standard input one job a line, a JSON object with
+``source``, ``options`` and the ``file`` to write; NVRTC compiles one source at a time in a process. It imports nothing
+but the standard library, so that it starts at once.
+"""
+
+import ctypes
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+
+class CompileError(RuntimeError):
+    """A kernel's source was refused; the message ends with the compiler's log."""
+
+
+def version(nvrtc: ctypes.CDLL) -> str:
+    """Such as "13.0"."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return f"{major.value}.{minor.value}"
+
+
+def compile_source(nvrtc: ctypes.CDLL, source: str, options: list[str]) -> bytes:
+    """CUDA C++ -> machine code. Raises CompileError with the log."""
+    program = ctypes.c_void_p()
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"qerl.cu", 0, None, None)
+    encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    failed = nvrtc.nvrtcCompileProgram(program, len(options), encoded)
+    size = ctypes.c_size_t()
+    if failed:
+        nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise CompileError(f"NVRTC {version(nvrtc)} {options}: {log.value.decode()}")
+    nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    code = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetCUBIN(program, code)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return code.raw
+
+
+def keep(file: Path, code: bytes) -> None:
+    """Write under another name and rename when whole: other processes may compile the same at the same time."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as partial:
+        partial.write(code)
+    os.replace(partial.name, file)
+
+
+def main() -> None:
+    """Compile the jobs of standard input."""
+    nvrtc = ctypes.CDLL(sys.argv[1])
+    for line in sys.stdin:
+        job = json.loads(line)
+        keep(Path(job["file"]), compile_source(nvrtc, job["source"], job["options"]))
+
+
+if __name__ == "__main__":
+    main()
