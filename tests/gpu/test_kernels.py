@@ -103,21 +103,29 @@ def test_a_thread_that_has_not_called_cuda_can_launch():
     assert torch.equal(results[0], nvfp4.dequantize(packed.codes, packed.block_scales))
 
 
-def test_a_cuda_graph_follows_its_input():
+@pytest.mark.parametrize("adapted", [False, True], ids=["base", "adapter"])
+@pytest.mark.parametrize("M", [1, 48, 256])
+def test_a_cuda_graph_follows_its_input(M, adapted):
+    import gate
     from qerl_kernels import linear_tiles
 
     _, _, tiled = weight(3584, 3584)
-    x = torch.randn(48, 3584, device="cuda").bfloat16()
-    linear_tiles.linear(x, tiled)
+    adapter = gate.two_parts(3584, 3584, 32) if adapted else None
+    x = torch.randn(M, 3584, device="cuda").bfloat16()
+    linear_tiles.linear(x, tiled, None, adapter)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        first = linear_tiles.linear(x, tiled)
-        second = linear_tiles.linear(first, tiled)  # reads what the kernel ahead of it writes
-    for _ in range(3):
+        first = linear_tiles.linear(x, tiled, None, adapter)
+        second = linear_tiles.linear(first, tiled, None, adapter)  # reads what the kernel ahead of it writes
+    for _ in range(5):
         x.copy_(torch.randn_like(x))
+        if adapter is not None:  # a swap, in place
+            adapter.a.copy_(torch.randn_like(adapter.a) / 60)
         graph.replay()
-        expected = linear_tiles.linear(x, tiled)
-        assert torch.equal(first, expected) and torch.equal(second, linear_tiles.linear(expected, tiled))
+        torch.cuda.synchronize()
+        expected = linear_tiles.linear(x, tiled, None, adapter)
+        assert torch.equal(first, expected)
+        assert torch.equal(second, linear_tiles.linear(expected, tiled, None, adapter))
 
 
 def test_silu_mul_and_its_gradient_are_those_of_the_cpu():
