@@ -9,11 +9,13 @@ one runs after the other.
 import errno
 import json
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from qerl_recipes import bench_train_summary, bench_train_table
@@ -45,6 +47,7 @@ def run(
     _check(arms, part, memory, device)
     rounds = {"step": 1 if part == "training" else work.steps, "training": 0 if part == "step" else work.steps}
     with ExitStack() as stack:
+        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _leave))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qerl-bench-", dir=scratch)))
         _check_disk(work, arms, folder)
         if memory is not None:
@@ -72,6 +75,11 @@ def run(
         bench_train_table.picture(result, output.with_suffix(".png"))
     bench_train_table.show(result)
     return result
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """Ends the arms, gives the GPU back and removes the checkpoints: gigabytes, which nobody else would remove."""
+    raise SystemExit(128 + number)
 
 
 def _save(result: dict[str, Any], output: Path | None) -> None:

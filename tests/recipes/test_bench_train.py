@@ -1,6 +1,8 @@
 """``qerl bench train``: a whole run on a CPU, what is refused, what is planned for a GPU, and the figures."""
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -78,6 +80,22 @@ def test_checkpoints_that_do_not_fit_on_the_disk_are_refused(tmp_path: Path, mon
     monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": 10_000_000_000}))
     with pytest.raises(OSError, match=r"10\.0 GB free and the checkpoints take 21\.1 GB"):
         bench_train._check_disk(replace(TINY, shape="7B"), bench_train.ARMS, tmp_path)
+
+
+def test_a_run_that_is_terminated_leaves_no_checkpoint_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def terminated(*arguments: Any) -> None:
+        (folder,) = tmp_path.glob("scratch/*")
+        (folder / "checkpoint").write_text("")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(bench_train, "_measure", terminated)
+    (tmp_path / "scratch").mkdir()
+    with pytest.raises(SystemExit, match="143"):
+        bench_train.run(TINY, arms=["bf16"], scratch=tmp_path / "scratch", output=tmp_path / "out.json")
+    assert not list(tmp_path.glob("scratch/*")) and not (tmp_path / "out.json").exists()
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_flag_counts_for_every_arm_and_stands_above_the_recipe() -> None:
