@@ -26,26 +26,31 @@ from qerl_recipes.bench_train_workload import Workload, engine_share, flags
 ARMS = ("bf16", "nf4", "qerl_nvfp4")
 PARTS = ("all", "step", "training")  # whole steps, forward and backward alone, or both
 
+ANSWERS = {"step": "steps", "training": "training_part", "profile": "profile"}  # where the answers to a command go
+
 
 def run(
     work: Workload,
     *,
     arms: Sequence[str] = ARMS,
     part: str = "all",
+    profile: bool = False,
     memory: int | None = None,
     scratch: Path | None = None,
     output: Path | None = None,
 ) -> dict[str, Any]:
     """Measure every arm, print the table, and write it to ``output`` as JSON, with a picture beside it.
 
-    ``memory`` (bytes) limits what all processes together may hold of the GPU. ``scratch`` is the folder for the random
-    checkpoints, by default that of temporary files. An arm that fails is in the result with its reason, and the others
-    go on. Raises ValueError for what cannot be measured, OSError where the checkpoints do not fit on the disk.
+    ``profile`` adds where the time of forward and backward alone goes. ``memory`` (bytes) limits what all processes
+    together may hold of the GPU. ``scratch`` is the folder for the random checkpoints, by default that of temporary
+    files. An arm that fails is in the result with its reason, and the others go on. Raises ValueError for what cannot
+    be measured, OSError where the checkpoints do not fit on the disk.
     """
     work.check()
     device = this_device()
     _check(arms, part, memory, device)
     rounds = {"step": 1 if part == "training" else work.steps, "training": 0 if part == "step" else work.steps}
+    rounds |= {"profile": int(profile)}
     with ExitStack() as stack:
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _leave))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qerl-bench-", dir=scratch)))
@@ -58,7 +63,7 @@ def run(
         requests = {arm: _request(work, arm, recipes[arm]["recipe"], folder, memory) for arm in arms}
         planned = sum(recipes[arm]["planned_bytes"] or 0 for arm in arms)
         in_turn = device is None or planned <= (memory or device.memory)
-        found = {arm: {**recipes[arm], "steps": [], "training_part": []} for arm in arms}
+        found = {arm: {**recipes[arm], **{key: [] for key in ANSWERS.values()}} for arm in arms}
         result: dict[str, Any] = {
             **asdict(work),
             "overrides": dict(work.overrides),
@@ -174,11 +179,11 @@ def _measure(
         already = (used() - before) // len(requests)
         # one at a time: vLLM measures free memory while it starts, and so does this
         each(lambda arm: found[arm].update(running[arm].load(used, already)))
-        for command, key in (("step", "steps"), ("training", "training_part")):
+        for command, times in rounds.items():
 
-            def once(arm: str, command: str = command, key: str = key) -> None:
-                found[arm][key].append(running[arm].ask(command))
+            def once(arm: str, command: str = command) -> None:
+                found[arm][ANSWERS[command]].append(running[arm].ask(command))
 
-            for _ in range(rounds[command]):
+            for _ in range(times):
                 each(once)
                 save()

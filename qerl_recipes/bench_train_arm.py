@@ -1,8 +1,8 @@
 """One arm of ``qerl bench train``, in a process of its own: it loads, then works whenever it is told to.
 
 It says that its imports are done, and then reads a line for each piece of work, first ``load``, then ``step`` (one GRPO
-step) and last ``training`` (forward and backward alone), and answers with one JSON object in a line. The steps are
-those of ``qerl train``: nothing here generates, scores, differentiates or swaps.
+step), then ``training`` (forward and backward alone) or ``profile`` (the same by kernel), and answers with one JSON
+object in a line. The steps are those of ``qerl train``: nothing here generates, scores, differentiates or swaps.
 """
 
 import json
@@ -29,7 +29,8 @@ from qerl_recipes.out_of_memory import explained
 from qerl_recipes.rollout import VLLMRollouts
 from qerl_recipes.validate import validate
 
-LOAD, STEP, TRAINING = "load", "step", "training"
+LOAD, STEP, TRAINING, PROFILE = "load", "step", "training", "profile"
+MOST_KERNELS = 20
 FROM_METRICS = ("logp_mismatch_mean", "logp_mismatch_max", "loss", "grad_norm", "reward", "packed_share")
 
 
@@ -204,6 +205,20 @@ class TrainingPart:
         trainer.model.zero_grad(set_to_none=True)
         return {"seconds": seconds, "tokens": self.tokens, "memory": report}
 
+    def profile(self) -> dict[str, Any]:
+        """Once, slowed down -> the kernels that took longest (on a CPU: operators), and milliseconds of them all."""
+        on_gpu = torch.cuda.is_available()
+        activity = torch.profiler.ProfilerActivity
+        with torch.profiler.profile(activities=[activity.CUDA if on_gpu else activity.CPU]) as seen:
+            answer = self.measure()
+        kind = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+        kernels = [
+            {"name": event.key, "ms": getattr(event, kind) / 1e3, "calls": event.count} for event in seen.key_averages()
+        ]
+        kernels.sort(key=lambda kernel: -kernel["ms"])
+        total = sum(kernel["ms"] for kernel in kernels)
+        return {"kernels": kernels[:MOST_KERNELS], "kernels_ms": total, "memory": answer["memory"]}
+
 
 def wait_for(command: str) -> None:
     """Raises SystemExit if anything else comes, such as the end."""
@@ -243,10 +258,9 @@ def work(request: Request, messages: TextIO) -> None:
     send(messages, {"load_seconds": seconds, "kv_cache_tokens": (cache.num_gpu_blocks or 0) * cache.block_size})
     with explained(plan, training.output_dir, trainer):
         trainer.train()
-        part: TrainingPart | None = None
-        while sys.stdin.readline().strip() == TRAINING:
-            part = part or TrainingPart(trainer)
-            send(messages, part.measure())
+        part = TrainingPart(trainer)
+        while (command := sys.stdin.readline().strip()) in (TRAINING, PROFILE):
+            send(messages, part.measure() if command == TRAINING else part.profile())
 
 
 def main() -> None:

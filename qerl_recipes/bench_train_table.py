@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from qerl_recipes.bench_train_summary import PARTS, goals
 
+SHOWN_KERNELS = 12
 COLORS = {
     "rollout": "tab:blue",
     "scoring": "tab:cyan",
@@ -27,6 +29,9 @@ def show(result: Mapping[str, Any]) -> None:
         console.print(_steps(result, steps))
     if parts := {arm: found["training_part"] for arm, found in summary.items() if "training_part" in found}:
         console.print(_training(result, parts))
+    for arm, found in result["arms"].items():
+        if found.get("profile"):
+            console.print(_profile(arm, found["profile"][0]))
     for goal in goals(result):
         met = "met" if goal.is_met else f"missed by {goal.missed_by:.0%}"
         console.print(f"{goal.what}: {goal.value:.4g} (must {goal.must:g}, aim {goal.aim:g}): {met}", markup=False)
@@ -87,6 +92,17 @@ def _training(result: Mapping[str, Any], parts: Mapping[str, Any]) -> Table:
             f"{rate / first:.2f}x",
             f"{found['peak_gb']:.1f}",
         )
+    return table
+
+
+def _profile(arm: str, found: Mapping[str, Any]) -> Table:
+    kernels = found["kernels"][:SHOWN_KERNELS]
+    table = Table(title=f"{arm}: {found['kernels_ms']:.1f} ms of kernels in forward and backward", title_justify="left")
+    table.add_column("ms", justify="right")
+    table.add_column("calls", justify="right")
+    table.add_column("kernel", no_wrap=True, max_width=110)
+    for kernel in kernels:
+        table.add_row(f"{kernel['ms']:.1f}", f"{kernel['calls']:,}", escape(kernel["name"]))
     return table
 
 

@@ -120,6 +120,7 @@ def bench_train(
     rank: Annotated[int, typer.Option(help="rank of the LoRA adapter")] = 32,
     seed: Annotated[int, typer.Option(help="of weights, prompts, sampling and adapter")] = 0,
     part: Annotated[str, typer.Option(help="step; training: forward and backward of one packed row; or all")] = "all",
+    profile: Annotated[bool, typer.Option(help="also say which kernels forward and backward consist of")] = False,
     gpu_memory_gb: Annotated[
         float | None,
         typer.Option("--gpu-memory-gb", "--gpu_memory_gb", help="GB of the GPU that may be used; the rest is blocked"),
@@ -134,7 +135,7 @@ def bench_train(
     overrides = parse_overrides(context.args)
     work = Workload(shape, groups, generations, prompt, completion, steps, rank, seed, overrides)
     memory = None if gpu_memory_gb is None else int(gpu_memory_gb * 1e9)
-    result = run(work, arms=arms.split(","), part=part, memory=memory, scratch=scratch, output=output)
+    result = run(work, arms=arms.split(","), part=part, profile=profile, memory=memory, scratch=scratch, output=output)
     raise typer.Exit(int(any("failed" in found for found in result["arms"].values())))
 
 

@@ -29,7 +29,18 @@ def test_two_arms_make_whole_steps_on_a_cpu(tmp_path: Path) -> None:
     """Through the command, so that the way from its options to the engine's completions is the users'."""
     file = tmp_path / "tiny.json"
     options = "--shape tiny --arms bf16,qerl_nvfp4 --groups 2 --generations 2 --prompt 8 --completion 8 --steps 2"
-    line = ["bench", "train", *options.split(), "--rank", "4", "--pack_tokens", "48", "--output", str(file)]
+    line = [
+        "bench",
+        "train",
+        *options.split(),
+        "--rank",
+        "4",
+        "--pack_tokens",
+        "48",
+        "--profile",
+        "--output",
+        str(file),
+    ]
     done = CliRunner().invoke(cli.app, line)
     assert done.exit_code == 0, done.output
     assert "1.00x" in done.output and "log p" in done.output
@@ -46,6 +57,9 @@ def test_two_arms_make_whole_steps_on_a_cpu(tmp_path: Path) -> None:
             assert 0 < step["metrics"]["logp_mismatch_mean"] < 0.02
             assert step["metrics"]["grad_norm"] > 0
         assert found["training_part"][0]["tokens"] == 48
+        (profile,) = found["profile"]
+        assert any("mm" in kernel["name"] for kernel in profile["kernels"])
+        assert 0 < sum(kernel["ms"] for kernel in profile["kernels"]) <= profile["kernels_ms"]
         summary = result["summary"][arm]
         assert summary["seconds"]["step"] == found["steps"][1]["seconds"]["step"]
         assert summary["rollout_tokens_per_s"] == pytest.approx(2 * 2 * 8 / summary["seconds"]["rollout"])
