@@ -31,7 +31,10 @@ RENAMED = {
 # keys that did something once and whose accepted values ask for what happens now anyway
 WITHOUT_EFFECT = {
     "vllm_device": (("auto",), "the engine shares the trainer's GPU; remove the key"),
-    "overwrite_output_dir": ((True, False, "true", "false"), "transformers 5 writes into an existing folder"),
+    "overwrite_output_dir": (
+        (True, False, "true", "false"),
+        "a folder with checkpoints is never overwritten: name another output_dir",
+    ),
     "overwrite_hub_revision": ((False, "false"), "a push always adds a commit to hub_revision; remove the key"),
     "push_to_hub_revision": ((False, "false"), "use push_to_hub with hub_revision"),
     "use_liger_loss": ((False, "false"), "Liger's loss multiplies by a BF16 weight that a 4-bit policy does not have"),

@@ -30,11 +30,13 @@ def read(script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
         source = script.dataset_name
         train, held_out = collect("qerl_datasets").get(source, from_name)(script)
     column = script.dataset_prompt_column or "prompt"
-    train = rename(train, {column: "prompt"}, source)
+    train = rename(train, {column: "prompt"}, source, "set dataset_prompt_column")
     held_out = None if held_out is None else rename(held_out, {column: "prompt"}, source)
     if script.dataset_size is not None and source not in GENERATED:
         if script.dataset_size > len(train):
-            raise ConfigError(f"dataset_size is {script.dataset_size}, but {source} has {len(train)} problems")
+            raise ConfigError(
+                f"dataset_size is {script.dataset_size}, but {source} has {len(train)} problems; lower it"
+            )
         train = train.shuffle(seed=script.dataset_seed).select(range(script.dataset_size))
     if len(train) == 0:
         raise ConfigError(f"{source} has no problems to train on")

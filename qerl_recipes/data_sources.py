@@ -40,6 +40,8 @@ def _read(name: str, config: str | None) -> DatasetDict:
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             saved = load_from_disk(str(path))
             return saved if isinstance(saved, DatasetDict) else DatasetDict(train=saved)
+        if path.suffix in READERS and not path.exists():
+            raise ConfigError(f"dataset_name {name}: there is no such file")
         return load_dataset(str(path) if path.is_dir() else name, name=config)
     except ConfigError:
         raise
@@ -50,11 +52,12 @@ def _read(name: str, config: str | None) -> DatasetDict:
         ) from error
 
 
-def rename(data: Dataset, names: dict[str, str], source: str) -> Dataset:
+def rename(data: Dataset, names: dict[str, str], source: str, way_out: str = "") -> Dataset:
     """``data`` with columns renamed; one that has the new name already gives way. ConfigError for a missing column."""
     missing = sorted(set(names) - set(data.column_names))
     if missing:
-        raise ConfigError(f"{source} has no column {', '.join(missing)}; it has {', '.join(data.column_names)}")
+        has = f"{source} has no column {', '.join(missing)}; it has {', '.join(data.column_names)}"
+        raise ConfigError(f"{has}; {way_out}" if way_out else has)
     moved = {old: new for old, new in names.items() if old != new}
     shadowed = [new for new in moved.values() if new in data.column_names and new not in moved]
     return data.remove_columns(shadowed).rename_columns(moved)

@@ -63,7 +63,7 @@ def write(report: CheckpointReport, adapter: Adapter, norms: Mapping[str, torch.
     (partial / CONFIG).write_text(json.dumps(config | {"dtype": "bfloat16"}, indent=2) + "\n", encoding="utf-8")
     for other in sorted(report.folder.iterdir()):
         keep = other.suffix not in WEIGHTS and not other.name.endswith(".index.json") and not other.name.startswith(".")
-        if other.is_file() and keep and other.name not in (CONFIG, "README.md"):
+        if other.is_file() and keep and other.name not in (CONFIG, "README.md", "quantize_report.json"):
             shutil.copyfile(other, partial / other.name)
 
 

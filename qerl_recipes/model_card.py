@@ -50,6 +50,7 @@ def render(
         "",
         "## Serve it",
         "",
+        *(_without_norms() if trained_norms else []),
         "With stock vLLM:",
         "",
         "```bash",
@@ -65,15 +66,16 @@ def render(
             "```",
             "",
         ]
-    if trained_norms:
-        lines += [
-            f"**This adapter's norms were trained too.** They lie in `{NORMS_FILE}` and do not travel in a stock LoRA "
-            "request: the commands above serve the base's norms, which is another policy than the one that was "
-            "trained. `qerl evaluate` and `Policy.swap_folder` apply both; `qerl export --merge` writes a checkpoint "
-            "with both.",
-            "",
-        ]
     return "\n".join(lines)
+
+
+def _without_norms() -> list[str]:
+    return [
+        f"**This adapter's norms were trained too.** They lie in `{NORMS_FILE}` and do not travel in a LoRA request: "
+        "the commands below serve the base's norms, which is another policy than the one that was trained. "
+        "`qerl evaluate` and `Policy.swap_folder` apply both; `qerl export --merge` writes a checkpoint with both.",
+        "",
+    ]
 
 
 DESCRIPTION = {

@@ -8,6 +8,9 @@ the server's module instead.
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+from qerl_vllm_plugin.checkpoint import CheckpointError
 
 SERVER = "vllm.entrypoints.openai.api_server"
 
@@ -20,8 +23,17 @@ def command(model: str, arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", SERVER, "--model", model, *chosen]
 
 
+def check(model: str) -> None:
+    """Raises CheckpointError for a folder that is not there: vLLM would look for it on the hub."""
+    folder = Path(model).expanduser()
+    is_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or ("/" in model and folder.parent.is_dir())
+    if is_path and not folder.is_dir():
+        raise CheckpointError(f"{model}: there is no such folder; give the folder of a checkpoint, or a model id")
+
+
 def serve(model: str, arguments: Sequence[str]) -> None:
     """Become the server: signals reach it directly, and it stops when this process would."""
+    check(model)
     line = command(model, arguments)
     sys.stdout.flush()
     os.execv(line[0], line)

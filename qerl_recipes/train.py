@@ -1,6 +1,7 @@
 """``qerl train``: a recipe from its keys to a saved adapter."""
 
 import contextlib
+import fcntl
 import os
 import signal
 import sys
@@ -33,15 +34,43 @@ def main(argv: Sequence[str]) -> None:
     validate(script, training, model_config)
     os.environ.update(tracker_environment(training))
     plan = plan_memory(script, training, model_config)
-    with explained(plan, training.output_dir):
-        trainer = build(script, training, model_config)
-    with _stops_on_sigterm(trainer) as stop:
-        with explained(plan, training.output_dir, trainer):
-            trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
-        if stop.requested:
-            print(stop.message(), file=sys.stderr)
-            raise SystemExit(143)
-        finish(trainer)
+    with _alone(training):
+        with explained(plan, training.output_dir):
+            trainer = build(script, training, model_config)
+        with _stops_on_sigterm(trainer) as stop:
+            with explained(plan, training.output_dir, trainer):
+                trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+            if stop.requested:
+                print(stop.message(), file=sys.stderr)
+                raise SystemExit(143)
+            finish(trainer)
+    if training.process_index == 0:
+        adapter, base = Path(training.output_dir) / "adapter", model_config.model_name_or_path
+        print(f"adapter: {adapter}; next: qerl report {training.output_dir}, qerl evaluate {base} --adapter {adapter}")
+
+
+@contextlib.contextmanager
+def _alone(training: Any) -> Iterator[None]:
+    """Holds a lock on the folder of a run; the other processes of one run need none.
+
+    Raises ConfigError if another run holds it.
+    """
+    from qerl_recipes.config_file import ConfigError
+
+    if training.process_index > 0:
+        yield
+        return
+    folder = Path(training.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"output_dir {folder}: another training writes there; name another one") from error
+        yield
+    finally:
+        os.close(handle)
 
 
 def plan_memory(script: Any, training: Any, model_config: Any) -> "Plan | None":

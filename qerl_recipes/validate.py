@@ -157,7 +157,10 @@ def _data_and_rewards(script: ScriptArguments, training: GRPOConfig) -> Iterator
         return
     weights = training.reward_weights
     if weights is not None and len(weights) != len(script.reward_funcs):
-        yield f"reward_weights has {len(weights)} numbers for {len(script.reward_funcs)} reward_funcs"
+        yield (
+            f"reward_weights has {len(weights)} numbers for {len(script.reward_funcs)} reward_funcs; give "
+            f"one each, as --reward_weights {' '.join(['1.0'] * len(script.reward_funcs))}"
+        )
     found = {}
     for name in script.reward_funcs:
         try:

@@ -40,6 +40,7 @@ def whole_folder(destination: str | Path, *, overwrite: bool = False, proof: str
         try:
             yield partial
             for path in [*partial.rglob("*"), partial]:
+                _make_readable(path)
                 _flush(path)
             _check_replaceable(destination, overwrite, proof)
             _move(partial, destination)
@@ -56,7 +57,7 @@ def _check_replaceable(destination: Path, overwrite: bool, proof: str) -> None:
     if not destination.exists() or not any(destination.iterdir()):
         return
     if not overwrite:
-        raise FileExistsError(f"{destination}: exists and is not empty; name another destination, or pass overwrite")
+        raise FileExistsError(f"{destination}: exists and is not empty; name another destination, or pass --overwrite")
     if not (destination / proof).is_file():
         raise FileExistsError(f"{destination}: holds no {proof}, so it is not overwritten; name another destination")
 
@@ -91,6 +92,13 @@ def _move(partial: Path, destination: Path) -> None:
     os.rename(destination, old)
     os.rename(partial, destination)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _make_readable(path: Path) -> None:
+    """As the user's umask has it: safetensors writes files that only their owner can read."""
+    status = Path("/proc/self/status").read_text()  # asking os.umask would change it, for other threads too
+    mask = int(status.partition("Umask:")[2].split()[0], 8)
+    os.chmod(path, (0o777 if path.is_dir() else 0o666) & ~mask)
 
 
 def _flush(path: Path) -> None:

@@ -173,7 +173,8 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path, caplog):
     ("settings", "message"),
     [
         ({}, "dataset_name is missing"),
-        ({"dataset_name": "/no/such/file.jsonl"}, "neither a readable file or folder"),
+        ({"dataset_name": "/no/such/folder"}, "neither a readable file or folder"),
+        ({"dataset_name": "/no/such/file.jsonl"}, "there is no such file"),
         ({"dataset_name": "FOLDER/empty.jsonl"}, "empty.jsonl"),
         ({"dataset_name": "FOLDER/broken.jsonl"}, "broken.jsonl"),
         ({"dataset_name": "FOLDER/notes.txt"}, "cannot read .txt files"),

@@ -58,7 +58,7 @@ def test_an_exported_adapter_loads_in_peft_and_knows_its_base(
     assert torch.equal(b, load_file(source / "adapter_model.safetensors")[name])
     card = (folder / "README.md").read_text()
     assert checkpoints.base_hash(base) in card and "vllm serve" in card
-    assert ("do not travel in a stock LoRA request" in card) is norms
+    assert ("do not travel in a LoRA request" in card) is norms
     with pytest.raises(ValueError, match="another base"):
         evaluate.check_adapter(folder, "0" * 64)
 

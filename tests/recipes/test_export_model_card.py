@@ -17,7 +17,7 @@ def test_a_card_names_base_and_hash_and_says_what_stock_vllm_would_serve(trained
     assert yaml.safe_load(card.split("---")[1])["base_model"] == "Qwen/Qwen2.5-7B-Instruct"
     assert "ab" * 32 in card
     assert "--enable-lora --max-lora-rank 32 --lora-modules policy=" in card
-    assert ("do not travel in a stock LoRA request" in card) is trained_norms
+    assert ("do not travel in a LoRA request" in card) is trained_norms
 
 
 @pytest.mark.parametrize(("rank", "allowed"), [(1, 1), (2, 8), (8, 8), (9, 16), (512, 512)])

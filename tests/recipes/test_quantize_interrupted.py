@@ -101,7 +101,7 @@ def test_too_little_space_is_refused_before_anything_is_written(small, previous,
 
 def test_an_existing_folder_is_replaced_only_when_asked(small, previous):
     before = content(previous)
-    with pytest.raises(FileExistsError, match="exists and is not empty; name another destination, or pass overwrite"):
+    with pytest.raises(FileExistsError, match="exists and is not empty; name another destination, or pass --overwrite"):
         quantize_checkpoint(small, previous)
     assert content(previous) == before
     quantize_checkpoint(small, previous, overwrite=True)

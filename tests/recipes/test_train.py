@@ -1,4 +1,6 @@
+import fcntl
 import json
+import os
 import signal
 
 import pytest
@@ -60,12 +62,27 @@ def run(monkeypatch):
     return call
 
 
+def test_a_folder_that_another_training_writes_is_refused_before_anything_loads(
+    run, write_recipe, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(train, "build", lambda *arguments: pytest.fail("loaded"))
+    (tmp_path / "run").mkdir()
+    other = os.open(tmp_path / "run", os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    with pytest.raises(ValueError, match="another training writes there; name another one"):
+        train.main(["--config", write_recipe()])
+    os.close(other)
+    assert not list((tmp_path / "run").iterdir())
+
+
 def test_a_recipe_ends_in_an_adapter_and_another_run_continues_from_it(run, write_recipe, make_nvfp4, tmp_path):
     run("--config", write_recipe(), "--max_steps", "1")
     first = tmp_path / "run" / "adapter"
     state = json.loads((first / "qerl_state.json").read_text())
     assert (state["step"], state["quantization"]) == (1, "qerl_nvfp4")
     assert "vllm serve" in (first / "README.md").read_text()
+    mode = (first / "README.md").stat().st_mode
+    assert all(file.stat().st_mode == mode for file in first.iterdir()), "a server of another user could not read it"
     tensors = load_file(first / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
     for name in list(tensors):
