@@ -25,10 +25,13 @@ H200 = Device("NVIDIA H200", "580", 150_000_000_000, is_hopper=True)
 
 
 @pytest.mark.integration
-def test_two_arms_make_whole_steps_on_a_cpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "arms", [pytest.param("qerl_nvfp4", id="one"), pytest.param("bf16,qerl_nvfp4", id="two", marks=pytest.mark.slow)]
+)
+def test_arms_make_whole_steps_on_a_cpu(arms: str, tmp_path: Path) -> None:
     """Through the command, so that the way from its options to the engine's completions is the users'."""
     file = tmp_path / "tiny.json"
-    options = "--shape tiny --arms bf16,qerl_nvfp4 --groups 2 --generations 2 --prompt 8 --completion 8 --steps 2"
+    options = f"--shape tiny --arms {arms} --groups 2 --generations 2 --prompt 8 --completion 8 --steps 2"
     line = [
         "bench",
         "train",

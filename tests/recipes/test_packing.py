@@ -370,6 +370,7 @@ def gradient_of_a_share(rank, folder, file, batch, row_sets):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_processes_with_different_numbers_of_rows_agree_on_the_gradient(batch, make_nvfp4, tmp_path):
     folder, file = make_nvfp4("qwen2"), str(tmp_path / "meeting")
