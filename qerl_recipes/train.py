@@ -1,7 +1,6 @@
 """``qerl train``: a recipe from its keys to a saved adapter."""
 
 import contextlib
-import fcntl
 import os
 import signal
 import sys
@@ -56,18 +55,18 @@ def _alone(training: Any) -> Iterator[None]:
     Raises ConfigError if another run holds it.
     """
     from qerl_recipes.config_file import ConfigError
+    from qerl_recipes.whole_folder import lock
 
     if training.process_index > 0:
         yield
         return
     folder = Path(training.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(f"output_dir {folder}: another training writes there; name another one") from error
+        handle = lock(folder)
+    except BlockingIOError as error:
+        raise ConfigError(f"output_dir {folder}: another training writes there; name another one") from error
+    try:
         yield
     finally:
         os.close(handle)

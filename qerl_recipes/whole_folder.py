@@ -34,13 +34,14 @@ def whole_folder(destination: str | Path, *, overwrite: bool = False, proof: str
         _remove_if_dead(leftover, destination)
     partial = destination.parent / (prefix + secrets.token_hex(4))
     partial.mkdir()
-    lock = os.open(partial, os.O_RDONLY)
+    handle = lock(partial)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
             yield partial
+            mask = _umask()
             for path in [*partial.rglob("*"), partial]:
-                _make_readable(path)
+                # safetensors writes files that only their owner can read
+                path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
                 _flush(path)
             _check_replaceable(destination, overwrite, proof)
             _move(partial, destination)
@@ -48,7 +49,21 @@ def whole_folder(destination: str | Path, *, overwrite: bool = False, proof: str
             shutil.rmtree(partial, ignore_errors=True)  # the failed attempt, or the folder that was replaced
         _flush(destination.parent)
     finally:
-        os.close(lock)
+        os.close(handle)
+
+
+def lock(folder: Path) -> int:
+    """Lock a folder for this process -> the handle that holds the lock until it is closed.
+
+    Raises BlockingIOError if another process holds it, FileNotFoundError if there is no such folder.
+    """
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise
+    return handle
 
 
 def _check_replaceable(destination: Path, overwrite: bool, proof: str) -> None:
@@ -64,15 +79,11 @@ def _check_replaceable(destination: Path, overwrite: bool, proof: str) -> None:
 
 def _remove_if_dead(leftover: Path, destination: Path) -> None:
     try:
-        handle = os.open(leftover, os.O_RDONLY | os.O_DIRECTORY)
+        os.close(lock(leftover))
     except FileNotFoundError:
         return  # its writer has just finished
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise BlockingIOError(f"{destination}: another process is writing it ({leftover}); wait for it") from error
-    finally:
-        os.close(handle)
     shutil.rmtree(leftover)
 
 
@@ -94,11 +105,9 @@ def _move(partial: Path, destination: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _make_readable(path: Path) -> None:
-    """As the user's umask has it: safetensors writes files that only their owner can read."""
-    status = Path("/proc/self/status").read_text()  # asking os.umask would change it, for other threads too
-    mask = int(status.partition("Umask:")[2].split()[0], 8)
-    os.chmod(path, (0o777 if path.is_dir() else 0o666) & ~mask)
+def _umask() -> int:
+    """This process's; asking ``os.umask`` would change it, for other threads too."""
+    return int(Path("/proc/self/status").read_text().partition("Umask:")[2].split()[0], 8)
 
 
 def _flush(path: Path) -> None:

@@ -103,6 +103,7 @@ __device__ __forceinline__ void wgmma(float (&d)[{sums}], const unsigned (&a)[4]
 """
 
 
+@functools.cache
 def source() -> str:
     """The CUDA C++ of this file's kernels."""
     return Path(__file__).with_name("nvfp4_tiles.cu").read_text()

@@ -123,13 +123,12 @@ def _(dy, codes, block_scales, row_scale, scale=None):
     from qerl_kernels.nvfp4_triton import dequantize
 
     rows = dy.reshape(-1, dy.shape[-1])
+    w = dequantize(codes, block_scales).to(dy.dtype)
     if scale is not None:
-        w = dequantize(codes, block_scales).to(dy.dtype)
         return _scaled_matmul(rows, w, scale, None).view(*dy.shape[:-1], w.shape[1])
     largest = row_scale.amax()
     if row_scale.dim():  # the sum runs over rows of W0: their scales cannot wait for the result, only the largest can
         rows = (rows.float() * (row_scale / largest)).to(dy.dtype)
-    w = dequantize(codes, block_scales).to(dy.dtype)
     dx = _matmul_fp32(rows, w).mul_(largest)
     return dx.to(dy.dtype).view(*dy.shape[:-1], 2 * codes.shape[1])
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+RECIPES = Path(__file__).parents[2] / "recipes/demo/grpo"
 ROWS: list[dict[str, Any]] = []
 
 
@@ -41,39 +44,83 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(BF16, NVFP4) folders of a random Qwen2 with Qwen2.5-0.5B's layer sizes, 4 layers and random norms."""
+def make_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Path]]:
+    """make_checkpoints(seed, written=1.0, **config) -> (BF16, NVFP4) folders of a random Qwen2 with random norms.
+
+    The linears that write into the residual stream are ``written`` times as large as the others.
+    """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from qerl_recipes.quantize import quantize_checkpoint
     from qerl_recipes.running_sum import tokenizer
 
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=512,
+    def make(seed: int, written: float = 1.0, **config: Any) -> tuple[Path, Path]:
+        torch.manual_seed(seed)
+        fixed = {
+            "vocab_size": 512,
+            "num_key_value_heads": 2,
+            "bos_token_id": None,
+            "eos_token_id": 1,
+            "pad_token_id": 0,
+        }
+        model = Qwen2ForCausalLM(Qwen2Config(**fixed, **config)).to(torch.bfloat16)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                noise = torch.randn(parameter.shape)
+                if "norm" in name:
+                    parameter.copy_(1 + 0.2 * noise)
+                elif name.endswith("bias"):
+                    parameter.copy_(0.1 * noise)
+                else:
+                    scale = written if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+                    parameter.copy_(scale * noise / parameter.shape[-1] ** 0.5)
+        folder = tmp_path_factory.mktemp("gpu")
+        model.save_pretrained(folder / "bf16")
+        tokenizer().save_pretrained(folder / "bf16")
+        quantize_checkpoint(folder / "bf16", folder / "nvfp4", device="cuda")
+        return folder / "bf16", folder / "nvfp4"
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def checkpoints(make_checkpoints: Callable[..., tuple[Path, Path]]) -> tuple[Path, Path]:
+    """(BF16, NVFP4) folders of a random Qwen2 with Qwen2.5-0.5B's layer sizes and 4 layers."""
+    return make_checkpoints(
+        0,
         hidden_size=896,
         intermediate_size=4864,
         num_hidden_layers=4,
         num_attention_heads=14,
-        num_key_value_heads=2,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
     )
-    model = Qwen2ForCausalLM(config).to(torch.bfloat16)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape)
-            if "norm" in name:
-                parameter.copy_(1 + 0.2 * noise)
-            elif name.endswith("bias"):
-                parameter.copy_(0.1 * noise)
-            else:
-                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
-    folder = tmp_path_factory.mktemp("gpu")
-    model.save_pretrained(folder / "bf16")
-    tokenizer().save_pretrained(folder / "bf16")
-    quantize_checkpoint(folder / "bf16", folder / "nvfp4", device="cuda")
-    return folder / "bf16", folder / "nvfp4"
+
+
+@pytest.fixture
+def three_grpo_steps(tmp_path: Path) -> Callable[..., float]:
+    """three_grpo_steps(recipe, **overrides) trains through the users' command -> mean log-probability mismatch.
+
+    ``recipe`` is the name of one of the demo's.
+    """
+
+    def train(recipe: str, **overrides: Any) -> float:
+        settings = {
+            "use_cpu": "false",
+            "bf16": "true",
+            "max_steps": 3,
+            "per_device_train_batch_size": 32,
+            "vllm_gpu_memory_utilization": 0.2,
+            "save_strategy": "no",
+            "output_dir": tmp_path / "run",
+            **overrides,
+        }
+        line = [sys.executable, "-m", "qerl_recipes.cli", "train", "--config", str(RECIPES / recipe)]
+        line += [part for key, value in settings.items() for part in (f"--{key}", str(value))]
+        done = subprocess.run(line, capture_output=True, text=True, env=os.environ, timeout=280)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+        steps = [json.loads(row) for row in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in steps] == [1, 2, 3]
+        return sum(row["logp_mismatch_mean"] for row in steps) / 3
+
+    return train

@@ -19,40 +19,17 @@ PROMPTS = [[(13 * i + 7 * j) % 500 + 2 for j in range(60)] for i in range(4)]
 
 
 @pytest.fixture(scope="module")
-def deep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(BF16, NVFP4) folders of a random Qwen2 with 32 layers."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    from qerl_recipes.quantize import quantize_checkpoint
-    from qerl_recipes.running_sum import tokenizer
-
-    torch.manual_seed(1)
-    config = Qwen2Config(
-        vocab_size=512,
+def deep(make_checkpoints: Callable[..., tuple[Path, Path]]) -> tuple[Path, Path]:
+    """(BF16, NVFP4) folders; what a layer adds is small beside what passes it, as in a trained model."""
+    return make_checkpoints(
+        1,
+        written=0.2,
         hidden_size=512,
         intermediate_size=1536,
         num_hidden_layers=LAYERS,
         num_attention_heads=8,
-        num_key_value_heads=2,
         tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
     )
-    model = Qwen2ForCausalLM(config).to(torch.bfloat16)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape)
-            if "norm" in name:
-                parameter.copy_(1 + 0.2 * noise)
-            else:  # what a layer adds is small beside what passes it, as in a trained model
-                scale = 0.2 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
-                parameter.copy_(scale * noise / parameter.shape[-1] ** 0.5)
-    folder = tmp_path_factory.mktemp("deep")
-    model.save_pretrained(folder / "bf16")
-    tokenizer().save_pretrained(folder / "bf16")
-    quantize_checkpoint(folder / "bf16", folder / "nvfp4", device="cuda")
-    return folder / "bf16", folder / "nvfp4"
 
 
 def test_thirty_two_layers_agree_with_the_naive_reference_and_with_the_trainer(

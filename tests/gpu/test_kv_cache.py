@@ -5,10 +5,6 @@ with it, and no file depends on the cache. A killed run resumes from its last ch
 the tests of resumed runs kill one in its reward function, which is between release and resume.
 """
 
-import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -253,30 +249,12 @@ def test_a_checksum_reads_weights_about_as_fast_as_the_memory_gives_them(record:
 
 
 def test_three_grpo_steps_on_shared_weights_with_sleep_mode(
-    checkpoints: tuple[Path, Path], tmp_path: Path, record: Callable[[str, Any], None]
+    checkpoints: tuple[Path, Path], three_grpo_steps: Callable[..., float], record: Callable[[str, Any], None]
 ) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("weights are shared in Hopper's layout")
-    overrides = {
-        "model_name_or_path": checkpoints[1],
-        "share_weights": "true",
-        "vllm_enable_sleep_mode": "true",
-        "use_cpu": "false",
-        "bf16": "true",
-        "max_steps": 3,
-        "per_device_train_batch_size": 32,
-        "vllm_gpu_memory_utilization": 0.2,
-        "save_strategy": "no",
-        "output_dir": tmp_path / "run",
-    }
-    recipe = Path(__file__).parents[2] / "recipes/demo/grpo/nvfp4_lora_aqn.yaml"
-    line = [sys.executable, "-m", "qerl_recipes.cli", "train", "--config", str(recipe)]
-    line += [part for key, value in overrides.items() for part in (f"--{key}", str(value))]
-    done = subprocess.run(line, capture_output=True, text=True, env=os.environ, timeout=280)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    steps = [json.loads(row) for row in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in steps] == [1, 2, 3]
-    mismatch = sum(row["logp_mismatch_mean"] for row in steps) / 3
+    shared = {"share_weights": "true", "vllm_enable_sleep_mode": "true"}
+    mismatch = three_grpo_steps("nvfp4_lora_aqn.yaml", model_name_or_path=checkpoints[1], **shared)
     record("three GRPO steps on shared weights with sleep mode: mean |log p| mismatch", f"{mismatch:.4f}")
     assert mismatch < 0.05
 
