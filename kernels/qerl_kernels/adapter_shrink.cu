@@ -26,11 +26,12 @@ adapter_shrink(const u16* __restrict__ x, const u16* __restrict__ a, u16* __rest
   const u16* a_upper = a + (size_t)row * K + c * 8;
   const u16* a_lower = a_upper + (size_t)8 * K;
 
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   for (int column = first; column + c * 8 < K; column += stride) {  // nobody writes A while kernels run ahead: fetch it
     asm volatile("prefetch.global.L2 [%0];\nprefetch.global.L2 [%1];" ::"l"(a_upper + column), "l"(a_lower + column));
   }
   asm volatile("griddepcontrol.wait;" ::: "memory");
+  // not before x is there: the product that starts now reads it at once, and waits for s only at its end
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 
   float sums[TOKENS / 8][4] = {};
   const uint4 zero = make_uint4(0, 0, 0, 0);

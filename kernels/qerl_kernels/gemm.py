@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from qerl_kernels.adapter import Adapter, shrink
+from qerl_kernels.adapter import SMALL_M, Adapter, shrink
 from qerl_kernels.compiler import Defines, Kernel, compile_ahead, compile_source, tensor_map
 from qerl_kernels.tiles import TILE_BYTES, TiledWeight
 
@@ -84,7 +84,17 @@ def deepest(
 class _Problem(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_int)
-        for name in ("M", "N", "blocks", "k_tiles", "n_tiles", "m_tiles", "shared_tiles", "adapter_columns")
+        for name in (
+            "M",
+            "N",
+            "blocks",
+            "k_tiles",
+            "n_tiles",
+            "m_tiles",
+            "shared_tiles",
+            "adapter_columns",
+            "tokens_ready",
+        )
     )
 
 
@@ -185,7 +195,8 @@ def product(
     sums = 64 * tile_blocks * configuration.tokens  # of one tile
     partials = torch.empty(2 * clusters * sums if shared else 1, dtype=torch.float32, device=x.device)
     adapter_columns = 0 if adapter is None else adapter.b.shape[1]
-    problem = _Problem(M, weight.N, blocks, k_tiles, n_tiles, m_tiles, shared, adapter_columns)
+    tokens_ready = adapter is not None and M <= SMALL_M  # beyond, shrink is cuBLAS
+    problem = _Problem(M, weight.N, blocks, k_tiles, n_tiles, m_tiles, shared, adapter_columns, tokens_ready)
     pointers = [weight.tiles, weight.row_scale, bias, y, partials, weight.counters, shrunk]
     pointers += [None, None] if adapter is None else [adapter.b, adapter.spans]
     arguments = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in pointers]

@@ -17,7 +17,8 @@
 // brought by the tensor copy engine with a 128-byte swizzle. One warp copies weights, one copies tokens.
 //
 // The kernel may be launched before the one ahead of it in the stream has ended (programmatic dependent launch): weights are
-// fetched at once, for nobody writes them; tokens are read and results written only after `wait_for_previous_kernel`.
+// fetched at once, for nobody writes them; tokens are read and results written only after `wait_for_previous_kernel`. Behind
+// adapter_shrink tokens are read at once too: it lets this kernel start when x is complete, and only the end of a tile needs s.
 //
 // The policy adapter is s = x A^T: (M, R), made by adapter_shrink.cu just before, and B: (N, R). Whoever has the whole sum of a
 // tile scales it and adds s B^T, of which B is read straight from memory: R is small.
@@ -130,6 +131,7 @@ struct Problem {
   int n_tiles, m_tiles;       // tiles of 64 * CTA_BLOCKS * CLUSTER rows and of TOKENS tokens
   int shared_tiles;           // the first tiles are cut into equal runs; the others are whole, one a cluster and round
   int adapter_columns;        // of s and B, a multiple of 32; 0: no adapter
+  int tokens_ready;           // 1: the kernel ahead is adapter_shrink, which starts this one once x is complete
 };
 
 constexpr int ROW_GROUPS = WARPGROUPS / KGROUPS, CTA_BLOCKS = ROW_GROUPS * ROWS;
@@ -231,7 +233,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
     if (lane == 0 && warp <= 4 * WARPGROUPS + 1) {
       if (!weights) {
         asm volatile("prefetch.tensormap [%0];" ::"l"(&x) : "memory");
-        wait_for_previous_kernel();
+        if (!p.tokens_ready) wait_for_previous_kernel();
       }
       while (segment.next(p)) {
         int n_tile, m_tile;
