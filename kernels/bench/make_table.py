@@ -19,7 +19,6 @@ def main() -> None:
         lines.append((max(row["M"], 8), asdict(fastest)))  # the narrowest tile holds 8 tokens
     table = {
         "gpu": measured["gpu"],
-        "others": json.loads(linear_tiles.TABLE.read_text())["others"],
         "layers": [
             {"N": N, "K": K, "configurations": sorted(lines, key=lambda line: line[0])}
             for (N, K), lines in sorted(layers.items())

@@ -2,8 +2,8 @@
 
 The table ``linear_tiles.json`` is made by ``kernels/bench/tune.py`` and ``make_table.py`` and committed; nothing is
 tuned at run time. For each layer it lists, by rising M, the configuration that was fastest up to that M. A layer that
-is not in the table takes the lines ``others``, with stages that divide its K: every configuration gives the same
-product up to the order of its sums, only the speed differs.
+is not in the table takes the lines of the nearest one in size, with stages that divide its K: every configuration gives
+the same product up to the order of its sums, only the speed differs.
 
 From ``MANY_TOKENS`` on, where the GPU runs at its power limit, decoding costs more than it saves: W0 is expanded a slab
 at a time and cuBLAS multiplies, with the tensor scale as its fp32 factor, if all rows have the same one. The semantics
@@ -15,6 +15,7 @@ CUDA graph. On a CPU the naive reference runs.
 
 import functools
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -29,29 +30,23 @@ SLAB_ROWS = 16384  # of W0 that are expanded at one time
 TABLE = Path(__file__).with_name("linear_tiles.json")
 
 
-Lines = list[tuple[int, gemm.Configuration]]  # the largest M, and the variant up to it
-
-
 @functools.cache
-def _table() -> dict[tuple[int, int] | None, Lines]:
-    """By (N, K); under None the lines of all other layers."""
-    table = json.loads(TABLE.read_text())
-    found: dict[tuple[int, int] | None, Lines] = {None: _lines(table["others"])}
-    found.update({(layer["N"], layer["K"]): _lines(layer["configurations"]) for layer in table["layers"]})
-    return found
-
-
-def _lines(stored: list) -> Lines:
-    return [(up_to, gemm.Configuration(**fields)) for up_to, fields in stored]
+def _table() -> dict[tuple[int, int], list[tuple[int, gemm.Configuration]]]:
+    """By (N, K): the largest M and the variant up to it."""
+    layers = json.loads(TABLE.read_text())["layers"]
+    return {
+        (layer["N"], layer["K"]): [(up_to, gemm.Configuration(**fields)) for up_to, fields in layer["configurations"]]
+        for layer in layers
+    }
 
 
 @functools.cache
 def choose(N: int, K: int, M: int) -> gemm.Configuration:
     """The variant for M tokens and a weight of (N, K)."""
-    known = (N, K) in _table()
-    lines = _table()[(N, K) if known else None]
+    nearest = min(_table(), key=lambda layer: abs(math.log(layer[0] / N)) + abs(math.log(layer[1] / K)))
+    lines = _table()[nearest]
     c = next((configuration for up_to, configuration in lines if up_to >= M), lines[-1][1])
-    if known:
+    if nearest == (N, K):
         return c
     depth = c.depth
     while 2 * -(-K // 128) % depth:  # stages must divide the 64-column tiles, of which there is an even number

@@ -78,6 +78,31 @@ def test_linear_and_its_gradient_agree_with_fp64_at_any_shape(shape, M):
     assert (x.grad.double() - exact).norm() < 4e-3 * exact.norm()
 
 
+@pytest.mark.parametrize("model", ["0.5B", "1.5B", "3B", "7B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B"])
+def test_every_layer_of_a_model_agrees_with_fp64_at_every_line_of_the_table(model):
+    """Layers that the table does not name take the nearest one's variants, with stages that divide their K."""
+    import gate
+    from qerl_kernels import linear_tiles, nvfp4
+    from qerl_kernels.adapter import shrink
+
+    from qerl_recipes.shapes import BY_MODEL_ID, SHAPES
+
+    shape = SHAPES.get(model) or BY_MODEL_ID[model]
+    heads, kv = shape.heads * shape.head_dim, 2 * shape.kv_heads * shape.head_dim
+    sizes = [(heads + kv, shape.hidden), (shape.hidden, heads)]
+    sizes += [(2 * shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate)]
+    for N, K in sizes:
+        packed, row_scale, tiled = weight(N, K)
+        dense = nvfp4.dequantize(packed.codes, packed.block_scales).double() * row_scale.double()[:, None]
+        adapter = gate.two_parts(N, K, 32)
+        for M in {up_to - 1 for lines in linear_tiles._table().values() for up_to, _ in lines if up_to <= 600}:
+            x = torch.randn(M, K, device="cuda").bfloat16()
+            exact = x.double() @ dense.t() + shrink(x, adapter.a).double() @ adapter.b.double().t()
+            y = linear_tiles.linear(x, tiled, None, adapter)
+            assert (y.double() - exact).norm() < 2.5e-3 * exact.norm(), linear_tiles.choose(N, K, M)
+            assert torch.equal(y, linear_tiles.linear(x, tiled, None, adapter)), linear_tiles.choose(N, K, M)
+
+
 @pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
 def test_many_tokens_agree_with_fp64(biased):
     from qerl_kernels import linear_tiles, nvfp4, tiles
