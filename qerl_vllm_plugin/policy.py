@@ -19,6 +19,9 @@ from qerl_vllm_plugin.kv_cache import RELEASED, KVCacheError
 from qerl_vllm_plugin.lora_slots import ADAPTER_ID
 from qerl_vllm_plugin.worker import NO_CARRIER
 
+# nothing but the program that holds a vllm.LLM can send it requests, and ``Policy`` asks it to name the policy in each
+VOUCHED: dict[str, Any] = {"every_request_names_the_policy": True}
+
 ADAPTER_FILE, CONFIG_FILE, NORMS_FILE = "adapter_model.safetensors", "adapter_config.json", "norms.safetensors"
 
 
@@ -51,7 +54,8 @@ class Policy:
     Start the engine with ``enable_lora=True, max_loras=1, max_cpu_loras=1, max_lora_rank=R``, or, under qerl_nvfp4 and
     faster, with ``additional_config={"qerl": {"policy_adapter": {"rank": R}}}``, and pass
     ``lora_request=policy.request`` to ``generate``. In the second case that is None: the adapter is on for every
-    request. With neither, only the noise can be set.
+    request. With neither, only the noise can be set. In the first case every request must carry it while there is
+    noise or a trained norm, for these change the answers to all others too: ``Policy`` vouches to the workers for that.
 
     Every change needs an engine at rest and ends with an empty prefix cache: keys and values that another policy
     computed are never read again.
@@ -96,7 +100,7 @@ class Policy:
         plain = json.loads(json.dumps(dict(config or {}), default=_plain))
         self._come_to_rest()
         try:
-            self._call("qerl_stage", self._pack(tensors), plain, self._pack(norms))
+            self._call("qerl_stage", self._pack(tensors), plain, self._pack(norms), **VOUCHED)
         except AdapterError:
             self._call("qerl_discard")
             raise
@@ -130,7 +134,7 @@ class Policy:
         """
         sigma = noise.check_sigma(sigma)
         self._come_to_rest()
-        results = self._call("qerl_set_noise", sigma, int(seed), int(rollout), list(targets))
+        results = self._call("qerl_set_noise", sigma, int(seed), int(rollout), list(targets), **VOUCHED)
         self._empty_prefix_cache()
         report = NoiseReport(sigma, results[0]["touched"], results[0]["swallowed"])
         if report.swallowed:
@@ -187,8 +191,10 @@ class Policy:
         state = states[0]
         return PolicyState(**{**state, "targets": tuple(state["targets"])})
 
-    def _call(self, method: str, *args: Any, refusal: type[Exception] = AdapterError) -> list[dict[str, Any]]:
-        results = self._llm.collective_rpc(method, args=args)
+    def _call(
+        self, method: str, *args: Any, refusal: type[Exception] = AdapterError, **keywords: Any
+    ) -> list[dict[str, Any]]:
+        results = self._llm.collective_rpc(method, args=args, kwargs=keywords)
         for result in results:
             if "error" in result:
                 raise refusal(result["error"])

@@ -1,7 +1,8 @@
 """What runs inside each vLLM worker: stage and commit an adapter, set and clear the noise, tell the state.
 
 ``collective_rpc`` calls these by name with the worker as ``self``. Refusals are returned as ``{"error": text}`` rather
-than raised: an exception in a worker process ends the whole engine.
+than raised: vLLM stops reading at the first rank that has raised, and takes what the other ranks answered for the
+answers to its next call.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import torch
 
 from qerl_vllm_plugin import adapter, compat, noise
 from qerl_vllm_plugin.adapter import AdapterError, NoCarrierError, Staged
-from qerl_vllm_plugin.lora_slots import LoraSlots
+from qerl_vllm_plugin.lora_slots import LoraSlots, has_slots
 from qerl_vllm_plugin.resident import ResidentAdapter
 
 METHODS = ("qerl_open", "qerl_stage", "qerl_commit", "qerl_discard", "qerl_set_noise", "qerl_state")
@@ -22,6 +23,14 @@ METHODS = ("qerl_open", "qerl_stage", "qerl_commit", "qerl_discard", "qerl_set_n
 NO_CARRIER = (
     "this engine has no room for an adapter; start it with enable_lora=True, max_lora_rank=R, or with "
     'additional_config={"qerl": {"policy_adapter": {"rank": R}}}'
+)
+
+SEVERAL_NAMES = (
+    " would change every answer of this engine. It has LoRA slots, so a request may ask for the base's own name or for "
+    "another adapter, and would be answered with that change. Serve with --quantization qerl_nvfp4 --additional-config "
+    """'{"qerl": {"policy_adapter": {"rank": R}}}' instead of --enable-lora: such a server has one name. Only a """
+    "program that alone sends requests, each with the policy's LoRARequest, may pass "
+    "every_request_names_the_policy=True"
 )
 
 Tensors = Mapping[str, torch.Tensor]
@@ -86,11 +95,17 @@ def qerl_stage(
     tensors: Tensors | bytes | None,
     config: Mapping[str, Any],
     norms: Tensors | bytes | None,
+    every_request_names_the_policy: bool = False,
 ) -> dict[str, Any]:
-    """Checks a whole adapter and its norms and makes converted copies; nothing that serves requests changes."""
+    """Checks a whole adapter and its norms and makes converted copies; nothing that serves requests changes.
+
+    Trained norms for LoRA slots are refused unless the caller vouches that ``every_request_names_the_policy``.
+    """
     resident = resident_of(self)
     resident.staged = None
     try:
+        if norms:
+            _check_one_policy(self, "trained norms", every_request_names_the_policy)
         staged_norms = _check_norms(_unpack(norms), resident)
         staged: Staged = {}
         carrier = carrier_of(self)
@@ -137,10 +152,23 @@ def qerl_discard(self: Any) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def qerl_set_noise(self: Any, sigma: float, seed: int, rollout: int, targets: list[str]) -> dict[str, Any]:
-    """Sets the norms to base + sigma * z(seed, rollout, name); sigma 0 restores the base bit for bit."""
+def qerl_set_noise(
+    self: Any,
+    sigma: float,
+    seed: int,
+    rollout: int,
+    targets: list[str],
+    every_request_names_the_policy: bool = False,
+) -> dict[str, Any]:
+    """Sets the norms to base + sigma * z(seed, rollout, name); sigma 0 restores the base bit for bit.
+
+    Noise beside LoRA slots is refused unless the caller vouches that ``every_request_names_the_policy``.
+    """
     resident = resident_of(self)
     try:
+        sigma = noise.check_sigma(sigma)
+        if sigma:
+            _check_one_policy(self, f"noise of sigma {sigma:g}", every_request_names_the_policy)
         # no noise is what clears it, and needs no target
         names = sorted(noise.targeted(resident.base_norms, targets)) if sigma or targets else []
     except ValueError as error:
@@ -161,6 +189,13 @@ def qerl_state(self: Any, digest: bool = False) -> dict[str, Any]:
         carrier = carrier_of(self)
         state["adapter"] = _digest(carrier.buffers()) if carrier is not None else ""
     return state
+
+
+def _check_one_policy(worker: Any, change: str, every_request_names_the_policy: bool) -> None:
+    """Raises AdapterError for a change to all answers where some may be another policy's, unless the caller vouches."""
+    # nothing but True: a server passes on whatever JSON holds, and the text "false" is true
+    if has_slots(worker) and every_request_names_the_policy is not True:
+        raise AdapterError(change + SEVERAL_NAMES)
 
 
 def _unpack(tensors: Tensors | bytes | None) -> Tensors | None:

@@ -120,6 +120,15 @@ def test_impossible_sigma_changes_nothing(policy, sigma):
     assert policy.state(digest=True) == before
 
 
+@pytest.mark.parametrize("sigma", [-0.1, math.nan, math.inf, "much"])
+def test_impossible_sigma_past_the_policy_changes_nothing_either(policy, sigma):
+    policy.set_noise(0.1, seed=1, rollout=1)
+    before = policy.state(digest=True)
+    (result,) = policy._llm.collective_rpc("qerl_set_noise", args=(sigma, 2, 2, list(noise.DEFAULT_TARGETS)))
+    assert "error" in result
+    assert policy.state(digest=True) == before
+
+
 @pytest.mark.parametrize("targets", [["layernorm"], ["input_layernorm", "inputlayernorm"], "input_layernorm", []])
 def test_unknown_targets_change_nothing(policy, targets):
     policy.set_noise(0.1, seed=1, rollout=1)

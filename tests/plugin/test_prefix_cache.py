@@ -89,7 +89,8 @@ def test_control_without_the_reset_a_swap_is_answered_from_stale_keys(policy, ad
 
 def test_control_without_the_reset_noise_is_answered_from_stale_keys(policy):
     ask(policy)
-    policy._llm.collective_rpc("qerl_set_noise", args=(0.1, 1, 1, ["input_layernorm", "post_attention_layernorm"]))
+    args = (0.1, 1, 1, ["input_layernorm", "post_attention_layernorm"])
+    policy._llm.collective_rpc("qerl_set_noise", args=args, kwargs={"every_request_names_the_policy": True})
     stale, cached = ask(policy)
     assert cached == 96
     assert distance(stale, fresh(policy)) > 1e-2

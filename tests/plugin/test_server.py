@@ -1,5 +1,6 @@
 """A real OpenAI-compatible server with the plugin, asked by the official client."""
 
+import json
 import math
 import socket
 import time
@@ -7,6 +8,8 @@ import time
 import pytest
 
 TOLERANCE = 1e-3
+NOISE = [0.3, 1, 1, ["input_layernorm", "post_attention_layernorm"]]
+NO_NOISE = [0.0, 0, 0, []]
 
 
 @pytest.fixture
@@ -17,60 +20,90 @@ def adapter(make_nvfp4, reference, make_adapter, tmp_path):
 
 
 @pytest.fixture
-def server(make_nvfp4, adapter, start_process, tmp_path):
-    """The process of a server of "base" and, with the adapter, "tuned"; its address; its log."""
-    from qerl_recipes.serve import command
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    options = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "base", "--dtype", "float32"]
-    options += ["--enable-lora", "--lora-modules", f"tuned={adapter}", "--max-lora-rank", "8", "--enforce-eager"]
-    options += ["--max-model-len", "128", "--max-num-seqs", "8", "--num-gpu-blocks-override", "64"]
-    log = tmp_path / "server.log"
-    process = start_process(command(str(make_nvfp4("qwen2")), options), log, VLLM_ENABLE_V1_MULTIPROCESSING="1")
-    return process, f"http://127.0.0.1:{port}/v1", log
-
-
-def wait_until_ready(client, process, log) -> None:
+def start_server(make_nvfp4, start_process, tmp_path):
+    """start_server(*options) -> a client of a server of "base" that is ready, development endpoints included."""
     import openai
 
-    deadline = time.monotonic() + 280
-    while time.monotonic() < deadline:
-        try:
-            client.models.list()
-            return
-        except openai.APIConnectionError:
-            assert process.poll() is None, log.read_text()[-6000:]
-            time.sleep(0.2)
-    raise AssertionError(f"the server did not answer: {log.read_text()[-6000:]}")
+    from qerl_recipes.serve import command
+
+    def start(*options):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        line = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "base", "--dtype", "float32"]
+        line += ["--max-model-len", "128", "--max-num-seqs", "8", "--num-gpu-blocks-override", "64", "--enforce-eager"]
+        log = tmp_path / "server.log"
+        process = start_process(
+            command(str(make_nvfp4("qwen2")), [*line, *options]),
+            log,
+            VLLM_ENABLE_V1_MULTIPROCESSING="1",
+            VLLM_SERVER_DEV_MODE="1",
+        )
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=120)
+        deadline = time.monotonic() + 280
+        while time.monotonic() < deadline:
+            try:
+                client.models.list()
+                return client
+            except openai.APIConnectionError:
+                assert process.poll() is None, log.read_text()[-6000:]
+                time.sleep(0.2)
+        raise AssertionError(f"the server did not answer: {log.read_text()[-6000:]}")
+
+    return start
+
+
+def ask(client, name, ids):
+    return client.completions.create(
+        model=name,
+        prompt=ids,
+        max_tokens=6,
+        temperature=0.0,
+        logprobs=1,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    ).choices[0]
+
+
+def set_noise(client, args, **keywords) -> dict[str, object]:
+    """What the one worker of the server returns when vLLM's development endpoint is asked for noise."""
+    body = {"method": "qerl_set_noise", "args": args, "kwargs": keywords}
+    (result,) = client.post(str(client.base_url.join("/collective_rpc")), cast_to=object, body=body)["results"]
+    return result
+
+
+def assert_noise_needs_the_callers_word(client, answers, prompts) -> None:
+    """A server of two names refuses noise and goes on as before. The control is what it would do: with the word for it,
+    the base's own name is answered with the noise."""
+
+    def changed() -> set[str]:
+        again = {(name, i): ask(client, name, prompts[i]) for name, i in answers}
+        return {name for name, i in answers if again[name, i].logprobs != answers[name, i].logprobs}
+
+    error = set_noise(client, NOISE)["error"]
+    for part in ("noise of sigma 0.3", "the base's own name", "policy_adapter", "every_request_names_the_policy"):
+        assert part in error
+    assert changed() == set()
+    assert set_noise(client, NOISE, every_request_names_the_policy=True)["touched"] == 4
+    assert changed() == {"base", "tuned"}
+    assert "error" not in set_noise(client, NO_NOISE)
+    assert changed() == set()
 
 
 @pytest.mark.integration
 @pytest.mark.timeout(600)
-def test_server_answers_like_the_engine_for_base_and_adapter(make_nvfp4, adapter, server, boot, lora_options, measure):
+def test_promise_10_server_answers_like_the_engine_and_refuses_noise_for_all(
+    make_nvfp4, adapter, start_server, boot, lora_options, measure
+):
     import openai
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
-    process, address, log = server
-    client = openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=120)
-    wait_until_ready(client, process, log)
+    client = start_server("--enable-lora", "--lora-modules", f"tuned={adapter}", "--max-lora-rank", "8")
     assert {model.id for model in client.models.list()} == {"base", "tuned"}
-    answers = {
-        (name, i): client.completions.create(
-            model=name,
-            prompt=ids,
-            max_tokens=6,
-            temperature=0.0,
-            logprobs=1,
-            extra_body={"return_token_ids": True, "ignore_eos": True},
-        ).choices[0]
-        for name in ("base", "tuned")
-        for i, ids in enumerate(measure.prompts)
-    }
+    answers = {(name, i): ask(client, name, ids) for name in ("base", "tuned") for i, ids in enumerate(measure.prompts)}
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="another", prompt=[1, 2], max_tokens=1)
+    assert_noise_needs_the_callers_word(client, answers, measure.prompts)
     engine = boot(make_nvfp4("qwen2"), **lora_options)
     sampling = SamplingParams(max_tokens=6, temperature=0.0, logprobs=1, ignore_eos=True)
     inputs = [{"prompt_token_ids": ids} for ids in measure.prompts]
@@ -84,3 +117,21 @@ def test_server_answers_like_the_engine_for_base_and_adapter(make_nvfp4, adapter
             assert math.isclose(scores[name, i], expected.cumulative_logprob, abs_tol=TOLERANCE)
     changed = [i for i in range(len(inputs)) if abs(scores["base", i] - scores["tuned", i]) > 10 * TOLERANCE]
     assert changed, "the adapter must change the answers"
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+@pytest.mark.timeout(600)
+def test_promise_10_server_with_the_resident_adapter_has_one_name(start_server, measure):
+    import openai
+
+    client = start_server("--additional-config", json.dumps({"qerl": {"policy_adapter": {"rank": 8}}}))
+    assert [model.id for model in client.models.list()] == ["base"]
+    clean = ask(client, "base", measure.prompts[0])
+    assert set_noise(client, NOISE)["touched"] == 4
+    assert ask(client, "base", measure.prompts[0]).logprobs != clean.logprobs
+    for another in ("tuned", "policy"):
+        with pytest.raises(openai.NotFoundError):
+            ask(client, another, measure.prompts[0])
+    assert "error" not in set_noise(client, NO_NOISE)
+    assert ask(client, "base", measure.prompts[0]).logprobs == clean.logprobs
