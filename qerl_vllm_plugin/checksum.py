@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 ROW = 2048  # words in a row, where the length allows: the sums then are a thousandth of the tensor
-BATCH = 128  # tensors whose sums are mixed at once: few launches, and a few MB
+BATCH = 64  # tensors whose sums are mixed at once: few launches, and a few MB
 _GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # as signed 64-bit words
 
 Checksum = tuple[int, int]

@@ -15,7 +15,7 @@ import torch
 
 from qerl_vllm_plugin import compat
 from qerl_vllm_plugin.checksum import Checksum, checksums
-from qerl_vllm_plugin.worker import carrier_of, resident_of
+from qerl_vllm_plugin.worker import resident_of
 
 METHODS = ("qerl_release_kv_cache", "qerl_resume_kv_cache", "qerl_check_unchanged")
 
@@ -168,10 +168,10 @@ def _checksums(worker: Any) -> dict[str, tuple[int, Checksum]]:
 
 def _tensors(worker: Any) -> dict[str, torch.Tensor]:
     """Weights, norms, the adapter's buffers and the norms without noise: each storage once."""
-    model, resident, carrier = compat.model_of(worker), resident_of(worker), carrier_of(worker)
+    model, resident = compat.model_of(worker), resident_of(worker)
     named = [*model.named_parameters(), *model.named_buffers()]
-    if carrier is not None:
-        named += [(f"buffer {i} of the adapter", buffer) for i, buffer in enumerate(carrier.buffers())]
+    if resident.carrier is not None:
+        named += [(f"buffer {i} of the adapter", buffer) for i, buffer in enumerate(resident.carrier.buffers())]
     for kind, norms in (("as loaded", resident.checkpoint_norms), ("without noise", resident.base_norms)):
         named += [(f"{name} {kind}", norm) for name, norm in norms.items()]
     once: dict[tuple[torch.device, int], tuple[str, torch.Tensor]] = {}

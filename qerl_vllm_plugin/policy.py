@@ -207,8 +207,6 @@ class Policy:
         executor = getattr(self._llm.llm_engine, "model_executor", None)
         if getattr(executor, "driver_worker", None) is not None:
             return {name: tensor.detach() for name, tensor in tensors.items()}
-        if not tensors:
-            return b""
         # copies: safetensors refuses tensors that share memory, such as one A under two names
         return save({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()})
 

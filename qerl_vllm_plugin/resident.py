@@ -37,6 +37,24 @@ class _Share:
     first_column: int
 
 
+@dataclass(frozen=True)
+class _Place:
+    """One part's room in the buffers, ``a: (R, K)`` and ``b: (rows, R)``, and what of the part goes there."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    share: _Share
+
+    def cut(self, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's share of a whole (A, B); where that is all, as they are."""
+        a, b = pair
+        if a.shape[1] != self.a.shape[1]:
+            a = a[:, self.share.first_column : self.share.first_column + self.a.shape[1]]
+        if b.shape[0] != self.b.shape[0]:
+            b = b[self.share.first_row : self.share.first_row + self.b.shape[0]]
+        return a, b
+
+
 def create(layer: torch.nn.Module, widths: list[int], K: int, names: list[str], rank: int, dtype: torch.dtype) -> None:
     """Gives ``layer`` zero buffers; ``names`` are its parts' names in the checkpoint, ``widths`` this rank's rows."""
     columns = padded(len(names) * rank)
@@ -80,14 +98,9 @@ class ResidentAdapter:
         first = next(iter(self._layers.values()))
         self.max_rank = first.qerl_rank
         self.dtype = first.policy_a.dtype
-        self._shares = {name: _shares(layer) for name, layer in self._layers.items()}
-
-    def prepare(self) -> None:
-        """Nothing to reserve: the buffers exist since the model was built."""
-
-    def targets(self) -> dict[str, Target]:
-        """Every linear that can carry an adapter, by its checkpoint name."""
-        return {
+        self.device = first.policy_a.device
+        self._places = {name: _places(layer, self.max_rank) for name, layer in self._layers.items()}
+        self._targets = {
             part: Target(name, i, layer.input_size, outputs)
             for name, layer in self._layers.items()
             for i, (part, outputs) in enumerate(
@@ -95,38 +108,46 @@ class ResidentAdapter:
             )
         }
 
+    def prepare(self) -> None:
+        """Nothing to reserve: the buffers exist since the model was built."""
+
+    def targets(self) -> dict[str, Target]:
+        """Every linear that can carry an adapter, by its checkpoint name."""
+        return self._targets
+
     def write(self, staged: Staged) -> None:
         """Copies staged (A, B) into the buffers, in place; layers and parts that are not staged become zero."""
         targets, sources, zeros = [], [], []
-        for name, layer in self._layers.items():
-            a, b, rank = layer.policy_a, layer.policy_b, self.max_rank
-            for i, share in enumerate(self._shares[name]):
-                a_part, b_part = a[i * rank : (i + 1) * rank], b[share.rows, i * rank : (i + 1) * rank]
+        for name, places in self._places.items():
+            for i, place in enumerate(places):
                 pair = staged.get(name, {}).get(i)
-                r = 0 if pair is None else pair[0].shape[0]
-                if pair is not None:
-                    count = b_part.shape[0]
-                    targets += [a_part[:r], b_part[:, :r]]
-                    sources += [
-                        pair[0][:, share.first_column : share.first_column + a.shape[1]],
-                        pair[1][share.first_row : share.first_row + count],
-                    ]
-                if r < rank:
-                    zeros += [a_part[r:], b_part[:, r:]]
+                if pair is None:
+                    zeros += [place.a, place.b]
+                    continue
+                a, b, r = place.a, place.b, pair[0].shape[0]
+                if r < self.max_rank:
+                    zeros += [a[r:], b[:, r:]]
+                    a, b = a[:r], b[:, :r]
+                targets += [a, b]
+                sources += [source.to(self.device, non_blocking=True) for source in place.cut(pair)]
         if zeros:
             torch._foreach_zero_(zeros)
-        if targets:
-            torch._foreach_copy_(targets, [source.to(self.device, non_blocking=True) for source in sources])
-
-    @property
-    def device(self) -> torch.device:
-        return next(iter(self._layers.values())).policy_a.device
+        # A lies in one piece, B in rows of a wider matrix: one fast copy for all A, a launch for each B
+        for half in (0, 1):
+            if targets:
+                torch._foreach_copy_(targets[half::2], sources[half::2])
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """All A and B, in a fixed order."""
         for _, layer in sorted(self._layers.items()):
             yield layer.policy_a
             yield layer.policy_b
+
+
+def _places(layer: Any, rank: int) -> list[_Place]:
+    a, b = layer.policy_a, layer.policy_b
+    columns = [slice(i * rank, (i + 1) * rank) for i in range(len(layer.qerl_parts))]
+    return [_Place(a[part], b[share.rows, part], share) for part, share in zip(columns, _shares(layer), strict=True)]
 
 
 def _shares(layer: Any) -> list[_Share]:

@@ -40,10 +40,13 @@ Tensors = Mapping[str, torch.Tensor]
 class Resident:
     """What one worker holds of the policy.
 
+    ``layers`` and ``carrier`` are where norms and adapter lie, looked up once: it takes longer than a swap.
     ``checkpoint_norms`` are the norms as loaded, ``base_norms`` those that the noise is added to: the same, or trained.
     ``released`` is what brings the memory of the KV cache back, None while the cache has it.
     """
 
+    layers: dict[str, torch.nn.Module]
+    carrier: LoraSlots | ResidentAdapter | None
     checkpoint_norms: dict[str, torch.Tensor]
     base_norms: dict[str, torch.Tensor]
     version: int = 0
@@ -57,13 +60,14 @@ class Resident:
 
 def resident_of(worker: Any) -> Resident:
     if not hasattr(worker, "_qerl_resident"):
+        layers = compat.norm_layers(worker)
         # clones in the dtype they have, so that clearing the noise gives back the very same bits
-        norms = {name: layer.weight.data.clone() for name, layer in compat.norm_layers(worker).items()}
-        worker._qerl_resident = Resident(norms, dict(norms))
+        norms = {name: layer.weight.data.clone() for name, layer in layers.items()}
+        worker._qerl_resident = Resident(layers, _carrier(worker), norms, dict(norms))
     return worker._qerl_resident
 
 
-def carrier_of(worker: Any) -> LoraSlots | ResidentAdapter | None:
+def _carrier(worker: Any) -> LoraSlots | ResidentAdapter | None:
     """Where this worker keeps the adapter: in the layers, in vLLM's LoRA slots, or nowhere."""
     for kind in (ResidentAdapter, LoraSlots):
         with contextlib.suppress(NoCarrierError):
@@ -74,7 +78,7 @@ def carrier_of(worker: Any) -> LoraSlots | ResidentAdapter | None:
 def qerl_open(self: Any) -> dict[str, Any]:
     """Prepares this worker for a policy; idempotent."""
     resident = resident_of(self)
-    carrier = carrier_of(self)
+    carrier = resident.carrier
     try:
         if carrier is not None:
             carrier.prepare()
@@ -108,7 +112,7 @@ def qerl_stage(
             _check_one_policy(self, "trained norms", every_request_names_the_policy)
         staged_norms = _check_norms(_unpack(norms), resident)
         staged: Staged = {}
-        carrier = carrier_of(self)
+        carrier = resident.carrier
         if carrier is not None:
             carrier.prepare()
         if tensors is not None:
@@ -137,10 +141,10 @@ def qerl_commit(self: Any, version: int) -> dict[str, Any]:
         return {"error": "nothing is staged in this worker; stage the adapter first"}
     staged, norms = resident.staged
     resident.staged = None
-    if (carrier := carrier_of(self)) is not None:
-        carrier.write(staged)
+    if resident.carrier is not None:
+        resident.carrier.write(staged)
     resident.base_norms = norms
-    _write_norms(self, resident)
+    _write_norms(resident)
     resident.version = version
     return {"version": version}
 
@@ -174,8 +178,8 @@ def qerl_set_noise(
     except ValueError as error:
         return {"error": str(error)}
     resident.sigma, resident.seed, resident.rollout, resident.targets = sigma, seed, rollout, tuple(targets)
-    _write_norms(self, resident)
-    return {"touched": len(names) if sigma else 0, "swallowed": _swallowed(self, resident, names)}
+    _write_norms(resident)
+    return {"touched": len(names) if sigma else 0, "swallowed": _swallowed(resident, names)}
 
 
 def qerl_state(self: Any, digest: bool = False) -> dict[str, Any]:
@@ -184,10 +188,9 @@ def qerl_state(self: Any, digest: bool = False) -> dict[str, Any]:
     state = {key: getattr(resident, key) for key in ("version", "sigma", "seed", "rollout")}
     state["targets"] = list(resident.targets)
     if digest:
-        norms = [layer.weight.data for _, layer in sorted(compat.norm_layers(self).items())]
+        norms = [layer.weight.data for _, layer in sorted(resident.layers.items())]
         state["norms"] = _digest(norms)
-        carrier = carrier_of(self)
-        state["adapter"] = _digest(carrier.buffers()) if carrier is not None else ""
+        state["adapter"] = _digest(resident.carrier.buffers()) if resident.carrier is not None else ""
     return state
 
 
@@ -221,23 +224,25 @@ def _check_norms(given: Tensors | None, resident: Resident) -> dict[str, torch.T
     return norms
 
 
-def _write_norms(worker: Any, resident: Resident) -> None:
+def _write_norms(resident: Resident) -> None:
     """In place: compiled graphs and CUDA graphs hold the addresses."""
-    for name, layer in compat.norm_layers(worker).items():
-        base, weight = resident.base_norms[name], layer.weight.data
+    values = []
+    for name, base in resident.base_norms.items():
         if resident.sigma and noise.is_target(name, resident.targets):
-            weight.copy_(noise.noisy(base, resident.sigma, resident.seed, resident.rollout, name))
-        else:
-            weight.copy_(base)
+            base = noise.noisy(base, resident.sigma, resident.seed, resident.rollout, name)
+        values.append(base)
+    weights = [resident.layers[name].weight.data for name in resident.base_norms]
+    if weights:
+        torch._foreach_copy_(weights, values)
 
 
-def _swallowed(worker: Any, resident: Resident, names: list[str]) -> float:
+def _swallowed(resident: Resident, names: list[str]) -> float:
     """Share of noisy weights that rounding to the norm's dtype left unchanged; 0 for fp32 norms."""
-    layers = compat.norm_layers(worker)
-    if not resident.sigma or all(layers[name].weight.dtype == torch.float32 for name in names):
+    weights = {name: resident.layers[name].weight.data for name in names}
+    if not resident.sigma or all(weight.dtype == torch.float32 for weight in weights.values()):
         return 0.0
-    same = sum(int((layers[name].weight.data == resident.base_norms[name]).sum()) for name in names)
-    return same / sum(layers[name].weight.numel() for name in names)
+    same = sum(int((weight == resident.base_norms[name]).sum()) for name, weight in weights.items())
+    return same / sum(weight.numel() for weight in weights.values())
 
 
 def _digest(tensors: Any) -> str:

@@ -61,11 +61,11 @@ def answer(engine: Any, policy: Any) -> list[tuple[tuple[int, ...], float]]:
 
 def random_adapter(engine: Any, dtype: torch.dtype, device: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     worker = engine.llm_engine.model_executor.driver_worker.worker
-    from qerl_vllm_plugin.worker import carrier_of
+    from qerl_vllm_plugin.worker import resident_of
 
     generator = torch.Generator().manual_seed(5)
     tensors = {}
-    for name, target in carrier_of(worker).targets().items():
+    for name, target in resident_of(worker).carrier.targets().items():
         a = torch.randn(RANK, target.in_features, generator=generator) / target.in_features**0.5
         b = torch.randn(target.out_features, RANK, generator=generator) / RANK**0.5
         tensors[f"base_model.model.{name}.lora_A.weight"] = a.to(device, dtype)
