@@ -1,6 +1,6 @@
-"""The picture and the table of kernels/README.md: ``python report.py ../results/NVIDIA_H200.json``, a file of run.py.
+"""The picture and the tables of kernels/README.md: ``python report.py ../results/NVIDIA_H200.json``, a file of run.py.
 
-Writes ``NVIDIA_H200.png`` beside the file and prints the table in Markdown.
+Writes ``NVIDIA_H200.png`` beside the file and prints two tables in Markdown: ratios, and all times.
 """
 
 import json
@@ -50,6 +50,24 @@ def picture(result: dict, file: Path) -> None:
     figure.savefig(file, dpi=90)
 
 
+def best_of_others(us: dict[str, float]) -> float:
+    """Microseconds of the fastest of the baselines that were measured."""
+    return min(time for name, time in us.items() if name != "qerl")
+
+
+def ratios(result: dict) -> str:
+    """Speed relative to BF16 by number of tokens; in brackets to the best of the baselines, where that is another."""
+    tokens = sorted({row["M"] for row in result["rows"]})
+    text = [f"| layer (N x K) | {' | '.join(map(str, tokens))} |", "|---" * (len(tokens) + 1) + "|"]
+    for shape, rows in by_shape(result["rows"]).items():
+        cells = []
+        for us in (row["us"] for row in rows):
+            to_bf16, to_best = us["bf16"] / us["qerl"], best_of_others(us) / us["qerl"]
+            cells.append(f"{to_bf16:.2f}" if to_best == to_bf16 else f"{to_bf16:.2f} ({to_best:.2f})")
+        text.append(f"| {shape} {rows[0]['N']} x {rows[0]['K']} | {' | '.join(cells)} |")
+    return "\n".join(text)
+
+
 def table(result: dict) -> str:
     """Microseconds of a call, and ours against the best of the others."""
     text = [
@@ -59,9 +77,8 @@ def table(result: dict) -> str:
     for shape, rows in by_shape(result["rows"]).items():
         for row in rows:
             us = row["us"]
-            others = [us[name] for name in ("bf16", "marlin", "humming") if name in us]
             figures = [f"{us[name]:.1f}" if name in us else "" for name in ("qerl", "bf16", "marlin", "humming")]
-            text.append(f"| {shape} | {row['M']} | {' | '.join(figures)} | {min(others) / us['qerl']:.2f} |")
+            text.append(f"| {shape} | {row['M']} | {' | '.join(figures)} | {best_of_others(us) / us['qerl']:.2f} |")
     return "\n".join(text)
 
 
@@ -69,4 +86,4 @@ if __name__ == "__main__":
     source = Path(sys.argv[1])
     measured = json.loads(source.read_text())
     picture(measured, source.with_suffix(".png"))
-    print(table(measured))
+    print(ratios(measured), table(measured), sep="\n\n")

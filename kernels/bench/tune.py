@@ -12,7 +12,7 @@ from pathlib import Path
 
 import gate
 import torch
-from qerl_kernels import gemm, tiles
+from qerl_kernels import gemm, linear_tiles, tiles
 from shapes import SHAPES
 from timing import copies, interleaved
 
@@ -74,7 +74,8 @@ CANDIDATES = {
     192: LARGEST,
     256: LARGEST,
 }
-TOKENS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024)
+TOKENS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048)
+EXPANDED = 1024  # tokens from which on expanding the weight is tried too
 
 
 def candidates(M: int) -> list[int]:
@@ -133,6 +134,9 @@ def time_shape(shape: str, tokens: list[int], passed: dict[int, list[gemm.Config
             for splits in splittings(c, N, M):
                 c = replace(c, splits=splits)
                 variants[json.dumps(astuple(c))] = [partial(gemm.product, x, w, c) for w in weights]
+        if M >= EXPANDED:
+            scale = first.scale.item()
+            variants["expand"] = [partial(linear_tiles.expand_and_multiply, x, w, scale, None) for w in weights]
         times = interleaved(variants, rounds=5, at_least=20 if M <= 256 else 6)
         rows.append({"shape": shape, "N": N, "K": K, "M": M, "us": times})
         best = sorted((us, name) for name, us in times.items() if name != "bf16")

@@ -5,9 +5,9 @@ tuned at run time. For each layer it lists, by rising M, the configuration that 
 is not in the table takes the lines of the nearest one in size, with stages that divide its K: every configuration gives
 the same product up to the order of its sums, only the speed differs.
 
-From ``MANY_TOKENS`` on, where the GPU runs at its power limit, decoding costs more than it saves: W0 is expanded a slab
-at a time and cuBLAS multiplies, with the tensor scale as its fp32 factor, if all rows have the same one. The semantics
-are the same: exact operand, fp32 sum, one rounding.
+From some number of tokens on, which the table has too, decoding costs more than it saves: W0 is expanded a slab at a
+time and cuBLAS multiplies, with the tensor scale as its fp32 factor, if all rows have the same one. The semantics are
+the same: exact operand, fp32 sum, one rounding.
 
 ``qerl::nvfp4_linear_tiles`` and its backward are torch.library operators, opaque to torch.compile and usable inside a
 CUDA graph. On a CPU the naive reference runs.
@@ -17,6 +17,7 @@ import functools
 import json
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -25,26 +26,50 @@ from qerl_kernels.adapter import COLUMNS, Adapter, load_shrink, shrink
 from qerl_kernels.linear import _matmul_fp32, _scaled_matmul
 from qerl_kernels.tiles import TiledWeight
 
-MANY_TOKENS = 4096
-SLAB_ROWS = 16384  # of W0 that are expanded at one time
+MOST_SLAB_ROWS = 32768  # of W0 that are expanded at one time; narrower slabs cost cuBLAS a few percent
 TABLE = Path(__file__).with_name("linear_tiles.json")
 
 
+class Layer(NamedTuple):
+    """What the table says of one layer: the largest M and the variant up to it, and the M from which it is expanded."""
+
+    lines: list[tuple[int, gemm.Configuration]]
+    expand_from: int
+
+
 @functools.cache
-def _table() -> dict[tuple[int, int], list[tuple[int, gemm.Configuration]]]:
-    """By (N, K): the largest M and the variant up to it."""
+def table() -> dict[tuple[int, int], Layer]:
+    """By (N, K)."""
     layers = json.loads(TABLE.read_text())["layers"]
     return {
-        (layer["N"], layer["K"]): [(up_to, gemm.Configuration(**fields)) for up_to, fields in layer["configurations"]]
+        (layer["N"], layer["K"]): Layer(
+            [(up_to, gemm.Configuration(**fields)) for up_to, fields in layer["configurations"]], layer["expand_from"]
+        )
         for layer in layers
     }
 
 
 @functools.cache
+def _nearest(N: int, K: int) -> tuple[int, int]:
+    return min(table(), key=lambda layer: abs(math.log(layer[0] / N)) + abs(math.log(layer[1] / K)))
+
+
+def expands(N: int, K: int, M: int) -> bool:
+    """Whether M tokens are multiplied by cuBLAS with an expanded weight of (N, K)."""
+    return table()[_nearest(N, K)].expand_from <= M
+
+
+def slab_rows(N: int) -> int:
+    """Rows of a weight that are expanded at one time: all, or as few equal slabs as the limit allows."""
+    slabs = -(-N // MOST_SLAB_ROWS)
+    return -(-N // slabs // tiles.TILE) * tiles.TILE
+
+
+@functools.cache
 def choose(N: int, K: int, M: int) -> gemm.Configuration:
     """The variant for M tokens and a weight of (N, K)."""
-    nearest = min(_table(), key=lambda layer: abs(math.log(layer[0] / N)) + abs(math.log(layer[1] / K)))
-    lines = _table()[nearest]
+    nearest = _nearest(N, K)
+    lines = table()[nearest].lines
     c = next((configuration for up_to, configuration in lines if up_to >= M), lines[-1][1])
     if nearest == (N, K):
         return c
@@ -64,7 +89,7 @@ def choose(N: int, K: int, M: int) -> gemm.Configuration:
 @functools.cache
 def prepare(N: int, K: int, device: torch.device) -> None:
     """Compile (or fetch from the cache) and load every variant that a weight of (N, K) can need, whatever its M."""
-    sizes = {up_to for lines in _table().values() for up_to, _ in lines}
+    sizes = {up_to for layer in table().values() for up_to, _ in layer.lines}
     configurations = {choose(N, K, M) for M in sizes}
     gemm.compile_all(configurations)
     for configuration in configurations:
@@ -138,8 +163,8 @@ def _(x, tiles_, row_scale, counters, N, K, scale, bias, a, b, spans):
         raise ValueError(f"tiled NVFP4 weights run on Hopper GPUs only, not on {name}: use the checkpoint's layout")
     weight = TiledWeight(tiles_, row_scale, counters, N, K)
     rows = x.reshape(-1, K)
-    if rows.shape[0] >= MANY_TOKENS and scale is not None:
-        y = _expand_and_multiply(rows, weight, scale.item(), bias)
+    if scale is not None and expands(N, K, rows.shape[0]):
+        y = expand_and_multiply(rows, weight, scale.item(), bias)
         if a is not None:
             y.addmm_(shrink(rows, a), b.t())
     else:
@@ -153,11 +178,12 @@ def _(x, tiles_, row_scale, counters, N, K, scale, bias, a, b, spans):
     return x.new_empty(*x.shape[:-1], N)
 
 
-def _expand_and_multiply(x: torch.Tensor, weight: TiledWeight, scale: float, bias: torch.Tensor | None) -> torch.Tensor:
+def expand_and_multiply(x: torch.Tensor, weight: TiledWeight, scale: float, bias: torch.Tensor | None) -> torch.Tensor:
     """``x: (M, K)`` -> ``(M, N)``: W0 a slab at a time, then cuBLAS with ``scale`` as its factor."""
     y = torch.empty(x.shape[0], weight.N, dtype=x.dtype, device=x.device)
-    for first in range(0, weight.N, SLAB_ROWS):
-        rows = min(SLAB_ROWS, weight.N - first)
+    slab = slab_rows(weight.N)
+    for first in range(0, weight.N, slab):
+        rows = min(slab, weight.N - first)
         w, part = gemm.dequantize(weight, first, rows), y[:, first : first + rows]
         added = part if bias is None else bias[first : first + rows].to(x.dtype)
         torch.addmm(added, x, w.t(), beta=0 if bias is None else 1, alpha=scale, out=part)

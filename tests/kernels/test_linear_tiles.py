@@ -33,13 +33,13 @@ def test_slabs_and_a_factor_give_the_product(biased, monkeypatch):
     packed, _, _, x = example(192, 80)
     weight = tiles.tile_weight(packed.codes, packed.block_scales, torch.tensor(0.37))
     assert weight.scale.item() == pytest.approx(0.37)
-    monkeypatch.setattr(linear_tiles, "SLAB_ROWS", 128)
+    monkeypatch.setattr(linear_tiles, "MOST_SLAB_ROWS", 128)
     dense = tiles.dequantize(weight.tiles, 192, 80)
     monkeypatch.setattr(gemm, "dequantize", lambda w, first, rows: dense[first : first + rows].float())
     bias = torch.randn(192) if biased else None
     rows = x.view(-1, 80)
     exact = (rows.double() @ dense.double().t()) * weight.scale + (0 if bias is None else bias.double())
-    y = linear_tiles._expand_and_multiply(rows, weight, weight.scale.item(), bias)
+    y = linear_tiles.expand_and_multiply(rows, weight, weight.scale.item(), bias)
     assert (y.double() - exact).norm() < 1e-6 * exact.norm()
 
 
@@ -71,13 +71,28 @@ def test_every_shape_gets_a_variant_that_fits(N, K, M):
     c = linear_tiles.choose(16 * N, 16 * K, M)
     assert 2 * -(-16 * K // 128) % c.depth == 0
     assert c.depth % c.kgroups == 0 and c.warpgroups % c.kgroups == 0 and 4 * c.rows % c.group == 0
-    assert c.depth // c.kgroups * (4 * c.rows // c.group) % 2 == 0, "fragments would be overwritten while in use"
+    in_turns = c.depth // c.kgroups * (4 * c.rows // c.group) % 2 == 0
+    assert c.synchronous or in_turns, "fragments would be overwritten while in use"
     assert c.shared_memory() <= gemm.SHARED_MEMORY and c.stages >= 2
     assert c.tokens % (8 * c.cluster) == 0 and c.tokens >= min(M, 64)
 
 
+@given(N=st.integers(1, 10**6))
+def test_slabs_are_equal_and_cover_the_weight(N):
+    rows = linear_tiles.slab_rows(N)
+    slabs = -(-N // rows)
+    assert rows % tiles.TILE == 0 and rows <= linear_tiles.MOST_SLAB_ROWS
+    assert slabs == -(-N // linear_tiles.MOST_SLAB_ROWS) and (slabs - 1) * rows < N
+
+
+def test_a_weight_is_expanded_from_the_tokens_that_the_table_says():
+    assert not linear_tiles.expands(37888, 3584, 4095) and linear_tiles.expands(37888, 3584, 4096)
+    nearest = linear_tiles.table()[3584, 3584].expand_from
+    assert not linear_tiles.expands(3600, 3568, nearest - 1) and linear_tiles.expands(3600, 3568, nearest)
+
+
 def test_the_table_knows_the_layers_of_qwen():
-    assert {(3584, 3584), (37888, 3584), (3584, 18944), (55296, 5120), (5120, 27648)} <= set(linear_tiles._table())
+    assert {(3584, 3584), (37888, 3584), (3584, 18944), (55296, 5120), (5120, 27648)} <= set(linear_tiles.table())
 
 
 def test_the_matrix_instruction_names_every_register_once():
