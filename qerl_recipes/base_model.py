@@ -8,7 +8,7 @@ WANTED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 
 
 def local_folder(base: str | Path, revision: str | None = None) -> Path:
-    """The folder of a checkpoint: ``base`` itself, or where the hub's model of that id has been downloaded to.
+    """The absolute folder of a checkpoint: ``base`` itself, or where the hub's model of that id has been downloaded to.
 
     ``revision`` is a branch, tag or commit of the hub; None is its main branch.
 
@@ -16,7 +16,7 @@ def local_folder(base: str | Path, revision: str | None = None) -> Path:
     """
     folder = Path(base)
     if folder.is_dir():
-        return folder
+        return folder.absolute()
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -27,3 +27,13 @@ def local_folder(base: str | Path, revision: str | None = None) -> Path:
             f"{base}: there is no such folder, and no such model could be fetched from the Hugging Face hub"
             f" ({type(error).__name__}); give the folder of a checkpoint, or a model id where the hub can be reached"
         ) from error
+
+
+def written_name(base: str | Path, revision: str | None = None) -> str:
+    """``base`` as it may be written down for another day and place: a folder's absolute path, a model id as it is.
+
+    A model id alone names its main branch: where ``revision`` is another one, the folder it was downloaded to.
+    """
+    if Path(base).is_dir() or revision not in (None, "main"):
+        return str(local_folder(base, revision))
+    return str(base)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from trl import GRPOTrainer
 from qerl_recipes import checkpoints, model_card, norms
 from qerl_recipes.configs import GRPOConfig
 from qerl_recipes.dynamic_sampling import PromptStream
-from qerl_recipes.rollout import noise_seed
 from qerl_recipes.step_metrics import StepRecorder
 from qerl_recipes.whole_folder import whole_folder
 
@@ -38,11 +38,11 @@ class Checkpointing(GRPOTrainer):
         """Number of the rollout that the next step learns from; 0 is the first."""
         return self.state.global_step // self.steps_per_rollout
 
-    def _prepare_checkpoints(self, base: str | Path) -> None:
-        self._base, self._base_hash = str(base), checkpoints.base_hash(base)
-        self._dataset_hash = checkpoints.dataset_hash(self.train_dataset)
+    def _prepare_checkpoints(self, base: str | Path, base_name: str | None) -> None:
+        self._run = checkpoints.describe(self.args, base, self.train_dataset, base_name)
         self._version_offset = 0
         self._staging: Path | None = None
+        self._destination: Path | None = None  # what the folder that is being written will be called
         self._pushed: str | None = None
         self.add_callback(_EpochOrder(self))
 
@@ -53,13 +53,7 @@ class Checkpointing(GRPOTrainer):
     def current_state(self) -> checkpoints.State:
         """What is written into ``qerl_state.json`` now."""
         return checkpoints.State(
-            base=self._base,
-            base_hash=self._base_hash,
-            quantization=self.args.quantization,
-            train_norms=self.args.train_norms,
-            seed=self.args.seed,
-            noise_seed=noise_seed(self.args),
-            dataset=self._dataset_hash,
+            **asdict(self._run),
             step=self.state.global_step,
             rollout=self.rollout(),
             stream=self._stream.position,
@@ -69,21 +63,15 @@ class Checkpointing(GRPOTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """TRL's, with ``resume_from_checkpoint`` a checkpoint folder, or True for the last whole one of output_dir.
 
-        Raises CheckpointMismatch, before anything is loaded, for a folder that is not whole or of another run, and
+        Raises CheckpointMismatch, before anything is changed, for a folder that is not whole or of another run, and
         where a new run would mix its checkpoints with those of an earlier one.
         """
-        step, folder = 0, None
-        if resume_from_checkpoint:
-            folder = self._resolve(resume_from_checkpoint)
+        step, folder = 0, checkpoints.starting_point(self.args.output_dir, resume_from_checkpoint)
+        if folder is not None:
             found = checkpoints.read_state(folder)
-            checkpoints.check_continues(found, self.current_state(), folder)
+            checkpoints.check_continues(found, self._run, folder)
             step, self._stream.position = found.step, found.stream
             self._version_offset = found.adapter_version - self.vllm_generation.policy.version
-        elif earlier := checkpoints.whole_checkpoints(self.args.output_dir):
-            raise checkpoints.CheckpointMismatch(
-                f"{self.args.output_dir} holds {earlier[-1].name} of an earlier run; continue it with "
-                "resume_from_checkpoint: true, or name another output_dir"
-            )
         if self.is_world_process_zero():
             self._recorder.file.restart(step)
         return super().train(resume_from_checkpoint=None if folder is None else str(folder), **kwargs)
@@ -92,7 +80,7 @@ class Checkpointing(GRPOTrainer):
         """Write the adapter as a folder of its own, whole or not at all, in place of an earlier one."""
         self._check_weights()
         if self.is_world_process_zero():
-            with _explained(f"the adapter {folder}"):
+            with _explained(f"the adapter {folder}"), self._becomes(Path(folder)):
                 with whole_folder(folder, overwrite=True, proof=checkpoints.STATE_FILE) as partial:
                     self._save(str(partial))
                     checkpoints.write_state(partial, self.current_state())
@@ -100,15 +88,14 @@ class Checkpointing(GRPOTrainer):
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """The card is written with the adapter it describes; TRL's would describe a whole model."""
 
-    def _resolve(self, resume: str | bool) -> Path:
-        if resume is not True and str(resume).lower() != "true":
-            return Path(str(resume))
-        whole = checkpoints.whole_checkpoints(self.args.output_dir)
-        if not whole:
-            raise checkpoints.CheckpointMismatch(
-                f"resume_from_checkpoint: {self.args.output_dir} holds no whole checkpoint; leave the key out to start"
-            )
-        return whole[-1]
+    @contextlib.contextmanager
+    def _becomes(self, destination: Path) -> Iterator[None]:
+        """What is saved inside is written elsewhere first and says in its card that it lies in ``destination``."""
+        self._destination = destination
+        try:
+            yield
+        finally:
+            self._destination = None
 
     def _get_output_dir(self, trial: Any) -> str:
         """Where transformers puts ``checkpoint-N``: the folder that becomes it once all is there."""
@@ -130,6 +117,7 @@ class Checkpointing(GRPOTrainer):
                 self._staging = stack.enter_context(whole_folder(final, overwrite=True, proof=checkpoints.STATE_FILE))
             self._staging = self._same_everywhere(self._staging)
             stack.callback(setattr, self, "_staging", None)
+            stack.enter_context(self._becomes(final))
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()
             if is_main:
@@ -169,12 +157,13 @@ class Checkpointing(GRPOTrainer):
             norms.save_norms(trained, folder)
         self.processing_class.save_pretrained(folder)
         card = model_card.render(
-            self._base,
-            self._base_hash,
+            self._run.base,
+            self._run.base_hash,
             json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")),
             trained_norms=trained is not None,
             quantization=self.args.quantization,
             versions=checkpoints.versions(),
+            folder=(self._destination or folder).absolute(),
         )
         (folder / "README.md").write_text(card, encoding="utf-8")
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from datasets import Dataset
 
+from qerl_recipes.base_model import written_name
 from qerl_recipes.environment import installed
 
 STATE_FILE = "qerl_state.json"
@@ -28,11 +29,11 @@ class CheckpointMismatch(ValueError):
 
 
 @dataclass(frozen=True)
-class State:
-    """What a run was and how far it got.
+class Run:
+    """What must stay the same for a run to be continued.
 
-    ``base`` is the checkpoint's folder and ``base_hash`` its ``base_hash()``; ``dataset`` the ``dataset_hash()`` of the
-    training data; ``rollout`` the number of rollouts finished; ``stream`` the position of the dynamic-sampling stream.
+    ``base`` is the checkpoint's absolute folder or its model id, ``base_hash`` its ``base_hash()``; ``dataset`` is the
+    ``dataset_hash()`` of the training data.
     """
 
     base: str
@@ -42,6 +43,15 @@ class State:
     seed: int
     noise_seed: int
     dataset: str
+
+
+@dataclass(frozen=True)
+class State(Run):
+    """What a run was and how far it got.
+
+    ``rollout`` is the number of rollouts finished, ``stream`` the position of the dynamic-sampling stream.
+    """
+
     step: int
     rollout: int
     stream: int
@@ -84,6 +94,19 @@ def dataset_hash(dataset: Dataset) -> str:
     return sha.hexdigest()
 
 
+def describe(training: Any, base: str | Path, dataset: Dataset, base_name: str | None = None) -> Run:
+    """The run of a GRPOConfig on the checkpoint folder ``base``, called ``base_name``, with these training data."""
+    return Run(
+        base=base_name or written_name(base),
+        base_hash=base_hash(base),
+        quantization=training.quantization,
+        train_norms=training.train_norms,
+        seed=training.seed,
+        noise_seed=training.noise_seed,
+        dataset=dataset_hash(dataset),
+    )
+
+
 def write_state(folder: Path, state: State) -> None:
     """Write ``qerl_state.json`` into a folder that is otherwise complete; it records the other files' sizes."""
     files = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
@@ -124,6 +147,40 @@ def whole_checkpoints(output_dir: str | Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
+def starting_point(output_dir: str | Path, resume_from_checkpoint: str | bool | None) -> Path | None:
+    """The whole checkpoint that a run goes on from; None for a new run.
+
+    ``resume_from_checkpoint`` is a checkpoint folder, or True for the last whole one of ``output_dir``. Raises
+    CheckpointMismatch for a folder that is not whole, and where a new run would mix its checkpoints with those of an
+    earlier one.
+    """
+    whole = whole_checkpoints(output_dir)
+    if not resume_from_checkpoint:
+        if whole:
+            raise CheckpointMismatch(
+                f"{output_dir} holds {whole[-1].name} of an earlier run; continue it with "
+                "resume_from_checkpoint: true, or name another output_dir"
+            )
+        return None
+    if str(resume_from_checkpoint).lower() != "true":
+        folder = Path(str(resume_from_checkpoint))
+        read_state(folder)  # raises where it is not whole
+        return folder
+    if not whole:
+        raise CheckpointMismatch(
+            f"resume_from_checkpoint: {output_dir} holds no whole checkpoint; leave the key out to start"
+        )
+    return whole[-1]
+
+
+def what_is_kept(output_dir: str | Path) -> str:
+    """How a run that has ended early goes on, as one line."""
+    whole = whole_checkpoints(output_dir)
+    if not whole:
+        return f"{output_dir} holds no checkpoint yet: start again"
+    return f"nothing up to {whole[-1]} is lost: go on from it with --resume_from_checkpoint true"
+
+
 def rotate(output_dir: str | Path, limit: int | None) -> None:
     """Delete the oldest whole checkpoints until ``limit`` are left (None or 0: keep all); others are not counted."""
     if limit:
@@ -133,7 +190,7 @@ def rotate(output_dir: str | Path, limit: int | None) -> None:
             shutil.rmtree(path)
 
 
-def check_continues(found: State, expected: State, folder: str | Path) -> None:
+def check_continues(found: Run, expected: Run, folder: str | Path) -> None:
     """Raises CheckpointMismatch if resuming would not continue the run that wrote ``found``."""
     way_out = {
         "base_hash": f"it was trained on another base ({found.base}); name that one",

@@ -48,7 +48,7 @@ def quantize(
     )
 
 
-@app.command(context_settings=PASS_THROUGH)
+@app.command(context_settings=PASS_THROUGH, add_help_option=False)  # its --help is that of the recipe's parser
 def train(context: typer.Context) -> None:
     """Train an adapter: qerl train --config RECIPE.yaml [--any_key value ...]"""
     from qerl_recipes.train import main as run

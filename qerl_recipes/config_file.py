@@ -10,6 +10,7 @@ from typing import Any, get_args, get_type_hints
 import yaml
 from trl import TrlParser
 
+from qerl_recipes import config_help
 from qerl_recipes.config_keys import BELONGS_ELSEWHERE, RENAMED, WITHOUT_EFFECT
 
 
@@ -25,6 +26,9 @@ class RecipeParser(TrlParser):
 
     def error(self, message: str) -> Any:
         raise ConfigError(message)
+
+    def format_help(self) -> str:
+        return config_help.text(self)
 
     def keys(self) -> set[str]:
         return {action.dest for action in self._actions if action.dest != "help"}

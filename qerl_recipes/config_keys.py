@@ -2,7 +2,7 @@
 
 TRL 1.16 and transformers 5.17 define the keys. A key that QeRL's trainer cannot honour is refused by name, never
 ignored: ``REFUSED`` holds, for each such key, the values that are harmless and what to do instead. Every field of the
-three dataclasses stands either in ``HONOURED`` or in ``REFUSED``; a test fails when a new TRL adds one.
+three dataclasses stands either in ``TOPICS`` or in ``REFUSED``; a test fails when a new TRL adds one.
 """
 
 from dataclasses import dataclass
@@ -150,53 +150,68 @@ REFUSED: dict[str, Refusal] = {
     "ioi_provider": Refusal(("piston",), _SANDBOX),
 }  # fmt: skip
 
-_HONOURED = """
-    model_name_or_path model_revision dtype attn_implementation lora_r lora_alpha lora_dropout lora_target_modules
-    use_rslora disable_dropout chat_template quantization share_weights train_norms
-    adapter_name_or_path
-
+# topic -> its keys, in the order in which `qerl train --help` lists them
+_HONOURED = {
+    "weights and adapter": """
+    quantization share_weights train_norms model_name_or_path model_revision adapter_name_or_path chat_template dtype
+    attn_implementation lora_r lora_alpha lora_dropout lora_target_modules use_rslora disable_dropout
+    """,
+    "noise": """
+    noise_mode sigma_start sigma_end num_stages noise_schedule noise_seed noise_targets
+    """,
+    "dynamic sampling": """
+    dynamic_sampling dynamic_sampling_max_rounds
+    """,
+    "data": """
     dataset_name dataset_config dataset_mixture dataset_kwargs dataset_size dataset_seed dataset_train_split
     dataset_test_split dataset_prompt_column max_prompt_length system_prompt shuffle_dataset
-
+    """,
+    "rewards": """
     reward_funcs reward_weights scale_rewards multi_objective_aggregation cosine_min_value_wrong
     cosine_max_value_wrong cosine_min_value_correct cosine_max_value_correct cosine_max_len repetition_n_grams
     repetition_max_penalty code_language max_completion_len soft_punish_cache
-
-    noise_mode noise_schedule noise_seed noise_targets sigma_start sigma_end num_stages dynamic_sampling
-    dynamic_sampling_max_rounds rollout_engine pack_tokens
-
-    num_generations num_generations_eval max_completion_length generation_batch_size steps_per_generation temperature
-    top_p top_k min_p repetition_penalty generation_kwargs chat_template_kwargs pad_to_multiple_of
-    vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_gpu_memory_utilization vllm_max_model_length
-    vllm_tensor_parallel_size vllm_importance_sampling_correction vllm_importance_sampling_mode
+    """,
+    "rollouts": """
+    rollout_engine num_generations num_generations_eval max_completion_length generation_batch_size
+    steps_per_generation temperature top_p top_k min_p repetition_penalty generation_kwargs chat_template_kwargs
+    pad_to_multiple_of vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_gpu_memory_utilization
+    vllm_max_model_length vllm_tensor_parallel_size vllm_importance_sampling_correction vllm_importance_sampling_mode
     vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min vllm_importance_sampling_cap
-
+    """,
+    "loss": """
     beta num_iterations epsilon epsilon_high delta sapo_temperature_neg sapo_temperature_pos vespo_k_pos
     vespo_lambda_pos vespo_k_neg vespo_lambda_neg importance_sampling_level loss_type mask_truncated_completions
     top_entropy_quantile entropy_coef use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta
     entropy_target off_policy_mask_threshold use_bias_correction_kl
-
-    per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps learning_rate lr_scheduler_type
-    lr_scheduler_kwargs warmup_steps optim optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm
-    average_tokens_across_devices bf16 tf32 gradient_checkpointing gradient_checkpointing_kwargs
-    torch_empty_cache_steps seed full_determinism use_cpu do_train
-
+    """,
+    "optimization": """
+    pack_tokens per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps learning_rate
+    lr_scheduler_type lr_scheduler_kwargs warmup_steps optim optim_args weight_decay adam_beta1 adam_beta2
+    adam_epsilon max_grad_norm average_tokens_across_devices bf16 tf32 gradient_checkpointing
+    gradient_checkpointing_kwargs torch_empty_cache_steps seed full_determinism use_cpu do_train
+    """,
+    "evaluation while training": """
     do_eval eval_strategy eval_steps eval_delay eval_on_start per_device_eval_batch_size
-
+    """,
+    "checkpoints and hub": """
     output_dir save_strategy save_steps save_total_limit resume_from_checkpoint restore_callback_states_from_checkpoint
     push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision
-
+    """,
+    "logging": """
     logging_strategy logging_steps logging_first_step log_on_each_node logging_nan_inf_filter log_level
     log_level_replica disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id
     trackio_static_space_id include_num_input_tokens_seen log_completions num_completions_to_print log_unique_prompts
     log_completions_hub_repo wandb_entity wandb_project wandb_run_group skip_memory_metrics
-
+    """,
+    "processes": """
     accelerator_config dataloader_drop_last dataloader_num_workers dataloader_pin_memory
     dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order
     ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout
     local_rank
-"""
-HONOURED = frozenset(_HONOURED.split())
+    """,
+}
+TOPICS = {topic: tuple(keys.split()) for topic, keys in _HONOURED.items()}
+HONOURED = frozenset(key for keys in TOPICS.values() for key in keys)
 
 
 def refusals(*configs: Any) -> list[str]:

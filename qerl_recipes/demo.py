@@ -5,7 +5,6 @@ about the method: what its policy learns is to work a sum out step by step, whic
 """
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -48,8 +47,6 @@ def run(
     Raises ValueError for numbers without sense, FileExistsError if ``output`` holds something else.
     """
     began, console = time.monotonic(), Console()
-    if os.environ.get("VLLM_LOGGING_LEVEL") == "WARNING":  # vLLM's CPU build warns a dozen times of nothing
-        os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     if not LEAST_PROBLEMS <= problems <= 512:
         raise ValueError(f"--problems is {problems}; it must be {LEAST_PROBLEMS} to 512, or the intervals say nothing")
     if steps < 1:

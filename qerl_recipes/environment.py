@@ -1,6 +1,7 @@
 """Environment variables that vLLM and torch read when they are imported; a user's own settings always win."""
 
 import importlib.metadata
+import logging
 import os
 import socket
 import warnings
@@ -13,20 +14,52 @@ EVERYWHERE = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 # One process and one thread keep a run on a CPU repeatable bit for bit, and small models start ten times sooner without
-# torch.compile. The key/value cache is in GiB; vLLM would take half of the memory.
+# torch.compile. The key/value cache is in GiB; vLLM would take half of the memory. Torch's C++ part warns on a CPU that
+# memory is taken from the nearest NUMA node.
 ON_CPU = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+# What vLLM warns of on every CPU, by module: that it does without what a GPU or a faster build has, and that it does
+# what ON_CPU asks. These are the beginnings of its messages as they stand in its source.
+CPU_NOISE = {
+    "vllm.config.vllm": (
+        "Enforce eager set",
+        "Inductor compilation was disabled by user settings",
+        "Model Runner V2 requires Triton",
+    ),
+    "vllm.engine.arg_utils": ("The global random seed is set to %d. Since VLLM_ENABLE_V1_MULTIPROCESSING",),
+    "vllm.model_executor.layers.indexer_topk": ("Failed to import the DeepSelect extension",),
+    "vllm.model_executor.layers.utils": ("Failed to create oneDNN linear, fallback to torch linear",),
+    "vllm.platforms.cpu": ("Triton is not installed",),
+    "vllm.triton_utils.importing": ("Triton is installed, but",),
+    "vllm.v1.worker.cpu_worker": (
+        "%s is not found in LD_PRELOAD",
+        "CPU backend doesn't allow to use `torch.set_num_threads`",
+    ),
 }
 
 
 def prepare() -> None:
     """Sets the defaults; call it before anything imports vllm or torch, which read some of them only once."""
-    set_defaults(os.environ, cuda=has_cuda_device(os.environ) and not is_cpu_build())
+    cuda = has_cuda_device(os.environ) and not is_cpu_build()
+    set_defaults(os.environ, cuda=cuda)
+    if not cuda and os.environ["VLLM_LOGGING_LEVEL"] == EVERYWHERE["VLLM_LOGGING_LEVEL"]:
+        for module in CPU_NOISE:
+            logging.getLogger(module).addFilter(is_worth_reading)
     # vLLM looks at every attribute of torch.distributed, deprecated ones too: nothing that a user could act upon
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
+    # the one entry point of the server that every supported vLLM has
+    warnings.filterwarnings("ignore", r".*`(python -m )?vllm\.entrypoints\.openai\.api_server`", DeprecationWarning)
+
+
+def is_worth_reading(record: logging.LogRecord) -> bool:
+    """Whether a message of vLLM tells more than that it runs on a CPU; errors always do."""
+    noise = CPU_NOISE.get(record.name, ())
+    return record.levelno > logging.WARNING or not str(record.msg).startswith(noise)
 
 
 def set_defaults(environment: MutableMapping[str, str], *, cuda: bool) -> None:

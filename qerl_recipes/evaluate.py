@@ -23,6 +23,8 @@ from rich.table import Table
 from qerl_recipes import checkpoints
 from qerl_recipes.arms import ENGINE_QUANTIZATION, engine_options
 from qerl_recipes.base_model import local_folder
+from qerl_recipes.evaluation_request import Sampling
+from qerl_recipes.evaluation_request import check as check_tasks
 from qerl_recipes.intervals import wilson
 from qerl_recipes.model_card import engine_rank
 from qerl_vllm_plugin.checkpoint import inspect_folder
@@ -66,15 +68,11 @@ def evaluate(
     In the result ``tasks[name]["base" or "adapter"]`` has ``accuracy``, ``n`` (problems), ``num_samples``, ``ci95``
     (low, high) and ``interval``, the kind of interval.
 
-    Raises ValueError, before the engine starts, for an unknown task, numbers without sense, a missing or damaged
+    Raises ValueError, before vLLM is imported, for an unknown task, numbers without sense, a missing or damaged
     checkpoint or adapter, or an adapter trained on another base.
     """
     _need_lighteval()
-    from qerl_recipes import evaluation_tasks
-    from qerl_recipes.lighteval_model import EngineModel, Sampling
-    from qerl_recipes.lighteval_pipeline import run
-
-    evaluation_tasks.check(tasks)
+    check_tasks(tasks)
     sampling = Sampling(temperature, top_p, max_new_tokens, seed, use_chat_template, system_prompt)
     sampling.check(num_samples)
     if max_samples is not None and max_samples < 1:
@@ -82,6 +80,11 @@ def evaluate(
     folder = _check_base(base, quantization)
     base_hash = checkpoints.base_hash(folder)
     rank = None if adapter is None else check_adapter(adapter, base_hash)
+    # they import vLLM, for which nobody should wait who has mistyped a name
+    from qerl_recipes import evaluation_tasks
+    from qerl_recipes.lighteval_model import EngineModel
+    from qerl_recipes.lighteval_pipeline import run
+
     output = Path(output_dir)
     output.mkdir(parents=True, exist_ok=True)
     with _quiet_lighteval():

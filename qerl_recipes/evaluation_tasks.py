@@ -1,14 +1,6 @@
-"""The benchmarks of ``qerl evaluate``: lighteval's own, AMC 2023, and local ones that need no network.
-
-gsm8k, math_500, aime24, aime25     lighteval's definitions, from the Hugging Face hub
-amc23                               40 problems of AMC 12, 2023 (math-ai/amc23), asked as lighteval asks AIME
-running_sum                         the demo's 512 held-out problems; the whole completion must be right
-jsonl:PATH                          a file of {"prompt", "answer"} lines, answers compared as mathematics
-jsonl-exact:PATH                    the same, answers compared as text without surrounding spaces
-"""
+"""The benchmarks of ``qerl evaluate`` as lighteval's tasks; ``evaluation_request`` says which there are."""
 
 import copy
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from qerl_recipes import running_sum
+from qerl_recipes.evaluation_request import EXACT, LIGHTEVAL, MATH, check, read_lines
 from qerl_recipes.lighteval_import import (
     Doc,
     LightevalTask,
@@ -30,9 +23,6 @@ from qerl_recipes.lighteval_import import (
     task_module,
 )
 
-LIGHTEVAL = {"gsm8k": "gsm8k", "math_500": "math_500", "aime24": "aime", "aime25": "aime"}  # task -> module
-NAMES = (*LIGHTEVAL, "amc23", "running_sum")
-MATH, EXACT = "jsonl:", "jsonl-exact:"
 METRIC = "accuracy"
 
 Judge = Callable[[Doc, ModelResponse], float]  # 1 where the one text of a response is right, else 0
@@ -61,19 +51,6 @@ class ShareOfSamples(SampleLevelComputation):
             for text, other in zip(texts, processed, strict=True)
         ]
         return float(np.mean([self.judge(doc, sample) for sample in samples]))
-
-
-def check(names: Sequence[str]) -> None:
-    """Raises ValueError for a task that does not exist, is named twice, or whose file cannot be read."""
-    if not names:
-        raise ValueError(f"name at least one task: {_known()}")
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"task {name} is named twice")
-        if name.startswith((MATH, EXACT)):
-            _read_lines(Path(name.split(":", 1)[1]))
-        elif name not in NAMES:
-            raise ValueError(f"there is no task {name!r}; choose from {_known()}")
 
 
 def load(names: Sequence[str], *, num_samples: int = 1, max_samples: int | None = None) -> list[Benchmark]:
@@ -108,7 +85,7 @@ def _task(name: str) -> LightevalTask:
     if name == "running_sum":
         rows = [{"prompt": problem.prompt, "answer": problem.answer} for problem in running_sum.held_out()]
         return _local(name, rows, _running_sum_judge, running_sum.LONGEST_COMPLETION)
-    rows = _read_lines(Path(name.split(":", 1)[1]))
+    rows = read_lines(Path(name.split(":", 1)[1]))
     return _local(name, rows, _exact_judge if name.startswith(EXACT) else _math_judge(), None)
 
 
@@ -187,29 +164,3 @@ def _local(name: str, rows: list[dict[str, str]], judge: Judge, longest: int | N
 
 def _prompt_and_answer(line: dict[str, str], task_name: str | None = None) -> Doc:
     return Doc(task_name=task_name, query=line["prompt"], choices=[line["answer"]], gold_index=0)
-
-
-def _read_lines(path: Path) -> list[dict[str, str]]:
-    if not path.is_file():
-        raise ValueError(f"there is no file {path}; a local task is written jsonl:PATH")
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            prompt, answer = row["prompt"], row["answer"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(
-                f'{path}, line {number}: each line must be {{"prompt": TEXT, "answer": TEXT}} ({error!r})'
-            ) from error
-        if not isinstance(prompt, str) or not isinstance(answer, str | int | float):
-            raise ValueError(f"{path}, line {number}: prompt must be a text, and answer a text or a number")
-        rows.append({"prompt": prompt, "answer": str(answer)})
-    if not rows:
-        raise ValueError(f"{path} holds no problems")
-    return rows
-
-
-def _known() -> str:
-    return ", ".join((*NAMES, f"{MATH}PATH", f"{EXACT}PATH"))

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from qerl_recipes import checkpoints, merge_weights, model_card
-from qerl_recipes.base_model import local_folder
+from qerl_recipes.base_model import local_folder, written_name
 from qerl_recipes.evaluate import check_adapter
 from qerl_recipes.whole_folder import whole_folder
 from qerl_vllm_plugin.adapter import AdapterError, check
@@ -55,9 +55,10 @@ def export(
     FileExistsError for a destination that is not empty, unless ``overwrite``.
     """
     saved = read(Path(adapter))
-    source = base or saved.base
-    if source is None:
+    named = base or saved.base
+    if named is None:
         raise ValueError(f"{adapter} does not say which base it was trained on; name it with --base")
+    source = written_name(named)
     if merge:
         return _merge(saved, Path(adapter), source, Path(destination), overwrite)
     if base is None and saved.base_hash is not None:
@@ -74,7 +75,7 @@ def export(
         quantization=arm,
         versions=checkpoints.versions(),
         name=name,
-        folder=destination,
+        folder=Path(destination).absolute(),
     )
     belongs = {"base": source, "base_hash": base_hash, "quantization": arm, "train_norms": bool(saved.norms)}
     config = {**saved.config, "base_model_name_or_path": source, "inference_mode": True}

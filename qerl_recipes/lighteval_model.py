@@ -5,7 +5,6 @@ store here: every answer is generated.
 """
 
 import hashlib
-from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
@@ -13,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
+from qerl_recipes.evaluation_request import Sampling
 from qerl_recipes.lighteval_import import (
     Doc,
     GenerationParameters,
@@ -21,38 +21,6 @@ from qerl_recipes.lighteval_import import (
     ModelResponse,
     PromptManager,
 )
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How to answer, under lighteval's names.
-
-    ``max_new_tokens``: None takes each task's own limit. ``use_chat_template``: None uses the tokenizer's template if
-    it has one. A temperature of 0 is greedy.
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    max_new_tokens: int | None = None
-    seed: int = 0
-    use_chat_template: bool | None = None
-    system_prompt: str | None = None
-
-    def check(self, num_samples: int) -> None:
-        """Raises ValueError for numbers that make no sense."""
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; it must lie above 0 and be at most 1")
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
-        if num_samples < 1:
-            raise ValueError(f"num_samples is {num_samples}; it must be at least 1")
-        if num_samples > 1 and self.temperature == 0:
-            raise ValueError(
-                f"num_samples is {num_samples}, but temperature 0 gives the same answer each time; "
-                "set temperature (0.6, say) or num_samples=1"
-            )
 
 
 class NoAnswerCache:

@@ -1,5 +1,6 @@
 """The README.md of every saved adapter: which base it belongs to, and how to serve it."""
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,19 @@ def render(
     quantization: str = "qerl_nvfp4",
     versions: Mapping[str, str] | None = None,
     name: str = "policy",
-    folder: str | Path = ".",
+    folder: str | Path,
 ) -> str:
     """The card, Markdown with the hub's metadata on top.
 
-    ``base`` is the folder or model id that was trained on, ``base_hash`` its ``checkpoints.base_hash``,
+    ``base`` is the absolute folder or model id that was trained on, ``base_hash`` its ``checkpoints.base_hash``,
     ``adapter_config`` the content of adapter_config.json, ``quantization`` the arm (qerl_nvfp4, bf16 or nf4),
-    ``versions`` package -> version, ``folder`` where the adapter lies, as written in the commands.
+    ``versions`` package -> version, ``folder`` the absolute one where the adapter lies: the commands name both, and are
+    to work wherever they are typed.
     """
     targets = adapter_config.get("target_modules")
     named = targets if isinstance(targets, str) else ", ".join(sorted(targets or []))
     rank = adapter_config.get("r", 16)
+    model, lora = shlex.quote(base), shlex.quote(f"{name}={folder}")
     lines = [
         "---",
         f"base_model: {base}",
@@ -54,15 +57,15 @@ def render(
         "With stock vLLM:",
         "",
         "```bash",
-        f"vllm serve {base} --enable-lora --max-lora-rank {engine_rank(rank)} --lora-modules {name}={folder}",
+        f"vllm serve {model} --enable-lora --max-lora-rank {engine_rank(rank)} --lora-modules {lora}",
         "```",
         "",
     ]
     if quantization == "qerl_nvfp4":
         lines += ["On the 4-bit weights it was trained on, with QeRL's plugin installed:", "", "```bash"]
         lines += [
-            f"vllm serve {base} --quantization qerl_nvfp4 --enable-lora --max-lora-rank {engine_rank(rank)}"
-            f" --lora-modules {name}={folder}",
+            f"vllm serve {model} --quantization qerl_nvfp4 --enable-lora --max-lora-rank {engine_rank(rank)}"
+            f" --lora-modules {lora}",
             "```",
             "",
         ]

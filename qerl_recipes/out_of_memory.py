@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
-from qerl_recipes.checkpoints import whole_checkpoints
+from qerl_recipes.checkpoints import what_is_kept, whole_checkpoints
 from qerl_recipes.memory_parts import Plan, gigabytes
 
 SIGNS = ("out of memory", "cublas_status_alloc_failed")  # of vLLM's allocator, of CUDA and of cuBLAS
@@ -53,7 +53,6 @@ def _message(plan: Plan | None, phase: str, output_dir: str, trainer: Any) -> st
     where = "while engine and model were loaded" if phase == "loading" else f"in {phase}"
     step = f", after step {trainer.state.global_step}" if trainer is not None else ""
     lines = [f"out of memory {where}{step}"]
-    checkpoints = whole_checkpoints(output_dir)
     if plan is not None:
         held = "rollout" if phase == "loading" else phase
         own, rest = plan.added(held), plan.largest(held, len(plan.parts))
@@ -63,11 +62,8 @@ def _message(plan: Plan | None, phase: str, output_dir: str, trainer: Any) -> st
             f"which must have taken more unless another program holds memory: {added}"
         )
         lines.append(f"measured: {_measured()}")
-        lines.append(f"to need less: {plan.advice([*own, *rest], held, resuming=bool(checkpoints))}")
-    if checkpoints:
-        lines.append(f"nothing up to {checkpoints[-1]} is lost: go on from it with --resume_from_checkpoint true")
-    else:
-        lines.append(f"{output_dir} holds no checkpoint yet: start again")
+        lines.append(f"to need less: {plan.advice([*own, *rest], held, resuming=bool(whole_checkpoints(output_dir)))}")
+    lines.append(what_is_kept(output_dir))
     return "\n  ".join(lines)
 
 

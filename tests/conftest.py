@@ -17,6 +17,7 @@ prepare()  # before anything imports vllm
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 Make = Callable[..., Path]
+ENGINES_OWN = {"MASTER_PORT", "VLLM_DIST_IDENT"}  # variables that hold for the engines of one process alone
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -115,12 +116,12 @@ def engine_options() -> dict[str, object]:
 def start_process() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     """start_process(command, log, **environment) -> the process; with the test it ends, and all that it has started.
 
-    Its output goes to the file ``log``; ``environment`` is added to that of the tests, less their port.
+    Its output goes to the file ``log``; ``environment`` is added to that of the tests, less what is their engines'.
     """
     started = []
 
     def start(command: Sequence[str | Path], log: Path, **environment: str) -> subprocess.Popen[bytes]:
-        inherited = {name: value for name, value in os.environ.items() if name != "MASTER_PORT"}
+        inherited = {name: value for name, value in os.environ.items() if name not in ENGINES_OWN}
         with log.open("w") as stream:
             process = subprocess.Popen(
                 command, stdout=stream, stderr=stream, env={**inherited, **environment}, start_new_session=True

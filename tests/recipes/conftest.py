@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 
 def digits(completions: list[str], **columns: Any) -> list[float]:
@@ -32,6 +33,30 @@ SETTINGS: dict[str, Any] = {
     "disable_tqdm": True,
     "seed": 0,
 }
+
+
+@pytest.fixture
+def write_recipe(make_nvfp4: Callable[..., Path], tmp_path: Path) -> Callable[..., str]:
+    """write_recipe(**changes) -> path of a recipe of SETTINGS on a tiny checkpoint, with output_dir tmp_path/run."""
+
+    def write(**changes: Any) -> str:
+        recipe = {
+            "model_name_or_path": str(make_nvfp4("qwen2")),
+            "output_dir": str(tmp_path / "run"),
+            "lora_r": 4,
+            "lora_alpha": 8,
+            "lora_target_modules": ["all-linear"],
+            "dataset_name": "running_sum",
+            "dataset_size": 16,
+            "reward_funcs": ["running_sum_format"],
+            **SETTINGS,
+            **changes,
+        }
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump(recipe))
+        return str(path)
+
+    return write
 
 
 @pytest.fixture

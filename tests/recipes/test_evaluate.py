@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from qerl_recipes import checkpoints, evaluate, evaluation_tasks, lighteval_import, running_sum
+from qerl_recipes import checkpoints, evaluate, evaluation_request, evaluation_tasks, lighteval_import, running_sum
 from qerl_recipes.intervals import wilson
 from qerl_vllm_plugin.checkpoint import CheckpointError
 
@@ -163,6 +165,21 @@ def test_refused_before_the_engine_starts(
     assert not (tmp_path / "o").exists()
 
 
+@pytest.mark.parametrize(("base", "task"), [("/nowhere", "running_sum"), (None, "gsm9k")], ids=["base", "task"])
+def test_a_mistyped_name_is_refused_before_vllm_and_lighteval_are_imported(
+    base: str | None, task: str, make_nvfp4: Make, tmp_path: Path
+) -> None:
+    arguments = ["qerl", "evaluate", base or str(make_nvfp4("qwen2")), "--tasks", task, "--output-dir", str(tmp_path)]
+    program = (
+        f"import sys; sys.argv = {arguments!r}\n"
+        "from qerl_recipes import cli\n"
+        "try: cli.main()\n"
+        "finally: print({'vllm', 'lighteval'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (2, "set()"), done.stderr
+
+
 def test_an_adapter_for_another_base_is_refused(make_nvfp4: Make, no_engine: None, tmp_path: Path) -> None:
     adapter = save_adapter(tmp_path / "adapter", 1, base="other/model", base_hash="0" * 64)
     with pytest.raises(ValueError, match="trained on another base \\(other/model\\)"):
@@ -230,7 +247,7 @@ def test_a_local_file_is_judged_as_mathematics_or_as_text(
 def test_a_local_file_of_another_shape_is_refused(line: str, tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text(line)
     with pytest.raises(ValueError, match=r"x\.jsonl(, line 1|.*holds no problems)"):
-        evaluation_tasks.check([f"jsonl:{tmp_path}/x.jsonl"])
+        evaluation_request.check([f"jsonl:{tmp_path}/x.jsonl"])
 
 
 def judged(benchmark: evaluation_tasks.Benchmark, doc: object, *texts: str) -> float:

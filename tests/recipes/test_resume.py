@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from peft import PeftModel
 from safetensors.torch import load_file
 
@@ -54,13 +53,13 @@ def finished(unbroken, make_nvfp4, tmp_path):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
+@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda stop: stop.name)
 def test_promise_8_a_run_that_was_stopped_resumes_to_the_same_bits(
-    stop, finished, make_trainer, read_metrics, start_process, tmp_path
+    stop, finished, make_trainer, read_metrics, start_process, write_recipe, tmp_path
 ):
     base, whole = finished
     broken = tmp_path / "broken"
-    command = train_command(base, broken, tmp_path, pause_at=5)
+    command = train_command(write_recipe, broken, tmp_path, pause_at=5)
     process = start_process(command, tmp_path / "log", PYTHONPATH=str(tmp_path))
     assert wait_for(lambda: (tmp_path / "paused").exists(), process)
     process.send_signal(stop)
@@ -68,6 +67,13 @@ def test_promise_8_a_run_that_was_stopped_resumes_to_the_same_bits(
     if stop == signal.SIGKILL:
         assert code == -signal.SIGKILL
         assert [path.name for path in checkpoints.whole_checkpoints(broken)] == ["checkpoint-2", "checkpoint-4"]
+    elif stop == signal.SIGINT:
+        assert code == 130
+        *_, last = (tmp_path / "log").read_text().splitlines()
+        kept = f"nothing up to {broken}/checkpoint-4 is lost: go on from it with --resume_from_checkpoint true"
+        assert last == f"stopped by Ctrl-C; {kept}"
+        assert "Traceback" not in (tmp_path / "log").read_text()
+        assert "WARNING" not in (tmp_path / "log").read_text(), "noise at the start"
     else:  # it finishes its step and saves
         assert code == 143
         assert checkpoints.whole_checkpoints(broken)[-1].name == "checkpoint-5"
@@ -77,7 +83,7 @@ def test_promise_8_a_run_that_was_stopped_resumes_to_the_same_bits(
     assert read_metrics(broken) == read_metrics(whole)
 
 
-def train_command(base, output, tmp_path, pause_at):
+def train_command(write_recipe, output, tmp_path, pause_at):
     """`qerl train` with the settings of RUN; its reward waits in step ``pause_at``, so that it can be stopped."""
     (tmp_path / "pausing_reward.py").write_text(
         "import pathlib, time\n"
@@ -87,30 +93,8 @@ def train_command(base, output, tmp_path, pause_at):
         "        time.sleep(2)\n"
         "    return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]\n"
     )
-    recipe = {
-        **RUN,
-        "model_name_or_path": str(base),
-        "output_dir": str(output),
-        "lora_r": 4,
-        "lora_alpha": 8,
-        "lora_target_modules": ["all-linear"],
-        "dataset_name": "running_sum",
-        "dataset_size": 6,
-        "reward_funcs": ["pausing_reward.digits"],
-        "learning_rate": 1e-2,
-        "num_generations": 4,
-        "per_device_train_batch_size": 8,
-        "max_completion_length": 12,
-        "vllm_max_model_length": 64,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "logging_steps": 1,
-        "report_to": "none",
-        "seed": 0,
-    }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    return [sys.executable, "-m", "qerl_recipes.cli", "train", "--config", str(tmp_path / "recipe.yaml")]
+    recipe = write_recipe(output_dir=str(output), dataset_size=6, reward_funcs=["pausing_reward.digits"], **RUN)
+    return [sys.executable, "-m", "qerl_recipes.cli", "train", "--config", recipe]
 
 
 def wait_for(condition, process, seconds=200):

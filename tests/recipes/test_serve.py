@@ -17,3 +17,10 @@ def test_folders_and_model_ids_pass(tmp_path, monkeypatch):
     (tmp_path / "runs/base").mkdir(parents=True)
     for model in ("runs/base", str(tmp_path), "Qwen/Qwen2.5-7B-Instruct", "gpt2"):
         serve.check(model)
+
+
+@pytest.mark.parametrize("disabled", ["1", "0"])
+def test_without_torch_compile_the_server_is_told_so_and_a_users_own_word_comes_last(disabled, monkeypatch):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", disabled)  # as on a CPU
+    line = serve.command("base", ["--no-enforce-eager"])
+    assert [part for part in line if "eager" in part] == ["--enforce-eager"] * int(disabled) + ["--no-enforce-eager"]

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 from qerl_kernels import nvfp4, tiles
 from safetensors.torch import load_file
 from transformers import TrainerCallback
@@ -156,7 +155,7 @@ def test_weights_of_another_model_are_refused(make_nvfp4):
 
 
 @pytest.fixture
-def run(make_nvfp4, tmp_path, monkeypatch):
+def run(write_recipe, tmp_path, monkeypatch):
     """run(name, **changes) -> the folder of a finished run of three steps with noise, and its trainer.
 
     ``before(trainer)`` is called before it trains.
@@ -169,34 +168,10 @@ def run(make_nvfp4, tmp_path, monkeypatch):
     made = []
 
     def start(name, before=None, **changes):
-        recipe = {
-            "model_name_or_path": str(make_nvfp4("qwen2")),
-            "output_dir": str(tmp_path / name),
-            "lora_r": 4,
-            "lora_target_modules": ["all-linear"],
-            "learning_rate": 1e-2,
-            "dataset_name": "running_sum",
-            "dataset_size": 16,
-            "reward_funcs": ["share_of_digits.digits"],
-            "max_steps": 3,
-            "noise_mode": "shared",
-            "sigma_start": 0.1,
-            "sigma_end": 0.05,
-            "num_stages": 2,
-            "num_generations": 4,
-            "per_device_train_batch_size": 8,
-            "max_completion_length": 12,
-            "vllm_max_model_length": 64,
-            "use_cpu": True,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "report_to": "none",
-            "save_strategy": "no",
-            "disable_tqdm": True,
-            **changes,
-        }
-        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-        script, training, model_config = parse(["--config", str(tmp_path / "recipe.yaml")])
+        noise = {"noise_mode": "shared", "sigma_start": 0.1, "sigma_end": 0.05, "num_stages": 2}
+        reward = {"reward_funcs": ["share_of_digits.digits"]}
+        recipe = write_recipe(output_dir=str(tmp_path / name), **{**noise, **reward, **changes})
+        script, training, model_config = parse(["--config", recipe])
         validate(script, training, model_config)
         while made:
             made.pop().vllm_generation.close()

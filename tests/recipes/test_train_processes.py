@@ -3,44 +3,29 @@ import socket
 import sys
 
 import pytest
-import yaml
 
 
 @pytest.mark.integration
-def test_two_processes_with_one_tensor_parallel_engine_train_one_policy(make_nvfp4, run_process, tmp_path):
+def test_two_processes_with_one_tensor_parallel_engine_train_one_policy(write_recipe, run_process, tmp_path):
     """Plain data parallelism in the trainer, tensor parallelism in the engine, noise and resampling agreed by all."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    recipe = {
-        "model_name_or_path": str(make_nvfp4("qwen2")),
-        "output_dir": str(tmp_path / "run"),
-        "noise_mode": "shared",
-        "sigma_start": 0.1,
-        "num_stages": 1,
-        "dynamic_sampling": True,
-        "lora_r": 4,
-        "lora_target_modules": ["all-linear"],
-        "dataset_name": "running_sum",
-        "dataset_size": 16,
-        "reward_funcs": ["running_sum_format"],  # a random model never earns it: every group is resampled
-        "learning_rate": 1e-2,
-        "max_steps": 2,
-        "num_generations": 4,
-        "per_device_train_batch_size": 4,
-        "max_completion_length": 8,
-        "vllm_max_model_length": 32,
-        "vllm_tensor_parallel_size": 2,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "save_strategy": "steps",
-        "save_steps": 2,
-    }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    recipe = write_recipe(
+        noise_mode="shared",
+        sigma_start=0.1,
+        num_stages=1,
+        dynamic_sampling=True,  # a random model never earns its reward: every group is resampled
+        max_steps=2,
+        per_device_train_batch_size=4,
+        max_completion_length=8,
+        vllm_max_model_length=32,
+        vllm_tensor_parallel_size=2,
+        save_strategy="steps",
+        save_steps=2,
+    )
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
-    command += ["-m", "qerl_recipes.cli", "train", "--config", str(tmp_path / "recipe.yaml")]
+    command += ["-m", "qerl_recipes.cli", "train", "--config", recipe]
     run_process(command, tmp_path / "log")
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [(r["sigma"], r["adapter_version"], r["touched_norms"]) for r in records] == [(0, 1, 0), (0.1, 2, 4)]
