@@ -70,6 +70,7 @@ class StepRecorder(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer, metrics = self._trainer, self._trainer._metrics["train"]
+        trainer.log_differences()
         loss, tokens = float(self._loss), int(self._tokens)  # waits for the GPU, so that the time is the step's
         generation = trainer.generation_seconds - self._generation_before
         seconds = time.perf_counter() - self._began - generation

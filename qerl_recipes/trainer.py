@@ -19,7 +19,7 @@ from peft.utils import get_peft_model_state_dict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
-from qerl_recipes import fused_lora, norms
+from qerl_recipes import fused_lora, importance, norms
 from qerl_recipes.configs import GRPOConfig
 from qerl_recipes.dynamic_sampling import PromptStream, informative_groups, replace_groups
 from qerl_recipes.hooks import find
@@ -85,6 +85,8 @@ class QerlGRPOTrainer(PackedTraining):
         # off in the recipe means weights of 1 and not that nothing is measured
         self._weigh_importance = bool(args.vllm_importance_sampling_correction)
         self.vllm_importance_sampling_correction = True
+        self._differences = importance.Differences()
+        self._unweighed: dict[str, Any] | None = None  # a micro-batch whose weights its own forward gives
         for name, weight in self.model.named_parameters():
             if weight.requires_grad:  # TRL rounds an adapter on bitsandbytes weights to BF16; masters stay fp32
                 weight.data = masters.get(name, weight.data).to(weight.device, torch.float32)
@@ -170,8 +172,13 @@ class QerlGRPOTrainer(PackedTraining):
             norms.set_noise(self.model, sigma, noise_seed(self.args), rollout, self.args.noise_targets)
 
     def _score(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = super()._generate_and_score_completions(inputs)
-        if not self._weigh_importance:
+        # TRL would compute every log-probability a second time
+        self.vllm_importance_sampling_correction = not (self.model.training and self._is_on_policy())
+        try:
+            batch = super()._generate_and_score_completions(inputs)
+        finally:
+            self.vllm_importance_sampling_correction = True
+        if not self._weigh_importance and "importance_sampling_ratio" in batch:
             batch["importance_sampling_ratio"] = torch.ones_like(batch["importance_sampling_ratio"])
         return batch
 
@@ -235,7 +242,33 @@ class QerlGRPOTrainer(PackedTraining):
         self._recorder.grad_norm = grad_norm
         return grad_norm
 
+    def _is_on_policy(self) -> bool:
+        """Whether each rollout is trained on within one optimizer step, by the policy that it is measured against."""
+        return self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        results = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        if self._unweighed is not None:
+            inputs, self._unweighed = self._unweighed, None
+            inputs["importance_sampling_ratio"] = self._importance(results[0].detach(), inputs)
+        return results
+
+    def _importance(self, logps: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+        """Weights of a micro-batch with trainer's log-probabilities ``logps: (B, C)``; they are noted for the log."""
+        sampled, mask = inputs["sampling_per_token_logps"], importance.mask_of(inputs)
+        limits = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        ratio = importance.weights(logps, sampled, mask, self.vllm_importance_sampling_mode, *limits)
+        self._differences.add(logps, sampled, mask, ratio)
+        return ratio if self._weigh_importance else torch.ones_like(ratio)
+
+    def log_differences(self) -> None:
+        """Add to TRL's metrics how the log-probabilities of the step that ends differ; for all processes to call."""
+        for name, value in self._differences.take(self.accelerator.gather).items():
+            self._metrics["train"][name].append(value)
+
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if "importance_sampling_ratio" not in inputs:
+            self._unweighed = inputs = dict(inputs)
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         if self.model.training:
             self._recorder.add(loss, inputs)
