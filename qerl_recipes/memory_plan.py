@@ -62,11 +62,10 @@ class _Run:
     ) -> None:
         self.training, self.size, self.gpu = training, size, gpu
         self.arm, self.itemsize = training.quantization, FP32 if model.dtype == "float32" else BF16
-        self.layout = "tiled" if gpu.is_hopper and self.itemsize == BF16 else "marlin"
+        self.layout = _layout(gpu, self.itemsize)
         self.reason = _apart(training, self.layout)
         self.tensor_parallel = training.vllm_tensor_parallel_size
-        self.sequences = training.per_device_train_batch_size * (training.steps_per_generation or 1)
-        self.sequences *= self.tensor_parallel
+        self.sequences = _sequences(training)
         completion, prompt = training.max_completion_length or size.positions, script.max_prompt_length
         self.engine_length = training.vllm_max_model_length or size.positions
         self.length = self.engine_length if prompt is None else min(prompt + completion, self.engine_length)
@@ -77,9 +76,7 @@ class _Run:
 
     def weight_parts(self) -> tuple[Part, ...]:
         size, is_ours, sleeps = self.size, self.arm == "qerl_nvfp4", self.training.vllm_enable_sleep_mode
-        weights = weight_bytes.engine_weights(size, self.arm, self.layout, self.itemsize) // self.tensor_parallel
-        slots = weight_bytes.resident_adapter if is_ours else weight_bytes.adapter_slots
-        adapter = slots(size, engine_rank(self.rank), self.itemsize) // self.tensor_parallel
+        weights, adapter = _engine_weights(size, self.training, self.layout, rank=self.rank, itemsize=self.itemsize)
         own = weight_bytes.trainer_weights(
             size, self.arm, self.layout, shared=self.reason is None, itemsize=self.itemsize
         )
@@ -161,10 +158,15 @@ class _Run:
     def working_parts(self) -> tuple[Part, ...]:
         batch, checkpointing = self.micro_batch(), bool(self.training.gradient_checkpointing)
         targets = len([target for target in self.targets if target.name.startswith(_first_block(self.size))])
-        block = activation_bytes.saved_in_a_block(self.size, self.rank, targets, self.length if batch.rows else 0)
-        kept = activation_bytes.kept(self.size, batch, block, checkpointing=checkpointing)
+        padded_to, itemsize = self.length if batch.rows else 0, self.itemsize
+        # with use_cpu the recipe is read on a machine without a GPU, where bf16 says nothing about a run on one
+        autocast = bool(self.training.bf16) or self.training.use_cpu
+        block = activation_bytes.saved_in_a_block(
+            self.size, self.rank, targets, padded_to, autocast=autocast, itemsize=itemsize
+        )
+        kept = activation_bytes.kept(self.size, batch, block, checkpointing=checkpointing, itemsize=itemsize)
         in_block, head = activation_bytes.at_work(
-            self.size, batch, block, checkpointing=checkpointing, expands=self.arm != "bf16"
+            self.size, batch, block, checkpointing=checkpointing, expands=self.arm != "bf16", itemsize=itemsize
         )
         what = "hidden states" if checkpointing else "all activations"
         where = "one block" if in_block >= head else "the head"
@@ -178,13 +180,10 @@ class _Run:
         return 2 * self.size.layers * heads * self.size.head_dim * self.itemsize
 
     def _left_for_cache(self) -> int:
-        weights, adapter, _ = self.weight_parts()
-        budget = int(self.training.vllm_gpu_memory_utilization * self.gpu.memory)
-        return budget - weights.rollout - adapter.rollout - self._scratch() - activation_bytes.GRAPHS
+        return left_for_cache(self.size, self.training, self.gpu, rank=self.rank, itemsize=self.itemsize)
 
     def _scratch(self) -> int:
-        expands = self.arm != "bf16"
-        return activation_bytes.engine_scratch(self.size, self.sequences, expands=expands, itemsize=self.itemsize)
+        return _engine_scratch(self.size, self.training, self.itemsize)
 
     def _lower_rank(self) -> tuple[str, ...]:
         return (f"a lower lora_r {self.rank}",)
@@ -202,6 +201,37 @@ class _Run:
         if rows > 1:
             return (f"a lower per_device_train_batch_size {rows}, with gradient_accumulation_steps raised as much",)
         return (f"a lower max_completion_length {self.completion}",)
+
+
+def left_for_cache(size: ModelSize, training: GRPOConfig, gpu: Gpu, *, rank: int, itemsize: int = BF16) -> int:
+    """Bytes of the engine's share of a GPU that are planned for its KV cache, below 0 where there are none; ``rank`` is
+    the trained adapter's."""
+    held = _engine_weights(size, training, _layout(gpu, itemsize), rank=rank, itemsize=itemsize)
+    budget = int(training.vllm_gpu_memory_utilization * gpu.memory)
+    return budget - sum(held) - _engine_scratch(size, training, itemsize) - activation_bytes.GRAPHS
+
+
+def _layout(gpu: Gpu, itemsize: int) -> str:
+    return "tiled" if gpu.is_hopper and itemsize == BF16 else "marlin"
+
+
+def _sequences(training: GRPOConfig) -> int:
+    """That one engine computes at a time."""
+    own = training.per_device_train_batch_size * (training.steps_per_generation or 1)
+    return own * training.vllm_tensor_parallel_size
+
+
+def _engine_weights(size: ModelSize, training: GRPOConfig, layout: str, *, rank: int, itemsize: int) -> tuple[int, int]:
+    """Weights and room for the adapter on one GPU of the engine."""
+    arm, ranks = training.quantization, training.vllm_tensor_parallel_size
+    slots = weight_bytes.resident_adapter if arm == "qerl_nvfp4" else weight_bytes.adapter_slots
+    weights = weight_bytes.engine_weights(size, arm, layout, itemsize)
+    return weights // ranks, slots(size, engine_rank(rank), itemsize) // ranks
+
+
+def _engine_scratch(size: ModelSize, training: GRPOConfig, itemsize: int) -> int:
+    expands = training.quantization != "bf16"
+    return activation_bytes.engine_scratch(size, _sequences(training), expands=expands, itemsize=itemsize)
 
 
 def _apart(training: GRPOConfig, layout: str) -> str | None:

@@ -22,6 +22,10 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from qerl_recipes.arms import engine_options
 from qerl_recipes.configs import GRPOConfig
+from qerl_recipes.memory_parts import this_gpu
+from qerl_recipes.memory_plan import left_for_cache
+from qerl_recipes.model_size import measure, read_config
+from qerl_vllm_plugin import compat
 from qerl_vllm_plugin.frozen_weights import FrozenWeights, frozen_weights
 from qerl_vllm_plugin.kv_cache import KVCacheError
 from qerl_vllm_plugin.policy import NoiseReport, Policy
@@ -219,9 +223,19 @@ class VLLMRollouts:
         }
         if not is_cpu:
             options["max_num_batched_tokens"] = 4096  # vLLM's profiler reserves memory for a whole batch
+            if training.vllm_enable_sleep_mode and not compat.counts_released_memory():
+                options["kv_cache_memory_bytes"] = self._planned_cache(base, rank, dtype)
         if self._processes > 1:
             options["distributed_executor_backend"] = "external_launcher"
         return options
+
+    def _planned_cache(self, base: str, rank: int, dtype: torch.dtype) -> int | None:
+        """The KV cache's share as the memory plan has it; None where nothing is left, which vLLM will say."""
+        gpu = this_gpu()
+        assert gpu is not None
+        size = measure(read_config(base))
+        left = left_for_cache(size, self._training, gpu, rank=rank, itemsize=dtype.itemsize)
+        return left if left > 0 else None
 
     def _sampling_options(self) -> dict[str, Any]:
         training = self._training

@@ -12,19 +12,38 @@ logger = init_logger("vllm.qerl")
 
 OLDEST, FIRST_UNSUPPORTED = Version("0.26"), Version("0.33")
 TESTED = ("0.26.0", "0.31.0")
+FIRST_THAT_COUNTS = Version("0.31")  # of the tested ones
 
 
 def check_vllm_version(version: str = vllm.__version__) -> None:
     """Raises RuntimeError for a vLLM that the plugin was not written for; warns once for one it was not tested with."""
-    try:
-        release = Version(Version(version).base_version)
-    except InvalidVersion:
+    release = _release(version)
+    if release is None:
         logger.warning_once("cannot read vLLM's version %r; qerl_nvfp4 was tested with %s", version, ", ".join(TESTED))
         return
     if not OLDEST <= release < FIRST_UNSUPPORTED:
         raise RuntimeError(f"qerl_nvfp4 supports vLLM >= {OLDEST}, < {FIRST_UNSUPPORTED}; this is {version}")
     if str(release) not in TESTED:
         logger.warning_once("qerl_nvfp4 was tested with vLLM %s; this is %s", ", ".join(TESTED), version)
+
+
+def counts_released_memory(version: str = vllm.__version__) -> bool:
+    """Whether an engine with sleep mode counts memory that loading had taken and given back as free once, not twice.
+
+    vLLM 0.26 takes what torch has reserved from what the GPU has in use, and torch does not learn that the pool of
+    weights gave some back: the KV cache becomes larger than the engine's share by as much as repacking has freed (17 GB
+    of a 32B model on an H200).
+    """
+    release = _release(version)
+    return release is None or release >= FIRST_THAT_COUNTS
+
+
+def _release(version: str) -> Version | None:
+    """Without what marks a build or a candidate; None if it is no version."""
+    try:
+        return Version(Version(version).base_version)
+    except InvalidVersion:
+        return None
 
 
 def add_worker_methods() -> None:

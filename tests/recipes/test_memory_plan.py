@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from qerl_recipes import cli, memory_parts, memory_table, model, train
@@ -213,3 +214,23 @@ def test_a_run_starts_with_its_plan_in_one_line(
     assert planned is not None
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"memory plan: {planned.peak / GB:.1f} GB of 80.0 GB (KV cache ")
+
+
+@pytest.mark.parametrize("counts", [False, True], ids=["vLLM 0.26", "vLLM 0.31"])
+def test_an_engine_that_would_take_more_than_its_share_is_told_the_size_of_its_cache(
+    counts: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from qerl_recipes import rollout
+    from qerl_vllm_plugin import compat
+
+    flags = ["--vllm_enable_sleep_mode", "true", "--output_dir", str(tmp_path)]
+    script, training, model_config = parse(["--config", str(NVFP4_32B), *CPU, *flags])
+    planned = make(script, training, model_config, gpu=HOPPER)
+    engine: Any = object.__new__(rollout.VLLMRollouts)
+    engine._training, engine._tensor_parallel, engine._processes = training, 1, 1
+    engine._accelerator = type("Accelerator", (), {"process_index": 0})()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(rollout, "this_gpu", lambda: HOPPER)
+    monkeypatch.setattr(compat, "counts_released_memory", lambda: counts)
+    options = engine._options(model_config.model_name_or_path, model_config.lora_r, torch.bfloat16)
+    assert options.get("kv_cache_memory_bytes") == (None if counts else part(planned, "KV cache").rollout)
