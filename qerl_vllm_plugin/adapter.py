@@ -6,7 +6,7 @@ Layout: PEFT. ``config`` is the content of ``adapter_config.json``; tensors are 
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,8 @@ def check(
 ) -> Adapter:
     """The adapter, if every module that ``config`` names is there, on every layer it names, and fits.
 
+    Its values are for ``converted`` to check.
+
     ``targets`` are the engine's linears by their checkpoint names. Raises AdapterError.
     """
     rank, scaling = _check_config(config, max_rank)
@@ -96,7 +98,6 @@ def check(
     checked = {}
     for name in expected:
         checked[name] = _check_pair(name, pairs[name], targets[name], rank)
-    check_finite(checked, "holds NaN or infinite values")
     return Adapter(rank, scaling, checked)
 
 
@@ -209,33 +210,34 @@ def _check_pair(
     return pair[_A], pair[_B]
 
 
-def check_finite(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], complaint: str) -> None:
-    """Raises AdapterError with ``complaint`` for NaN or infinite values, and for such whose sum is infinite.
+def converted(adapter: Adapter, dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """The adapter's pairs in new tensors of ``dtype``, B times the scaling in fp32; the caller's stay as they are.
 
-    A few launches and one transfer from the device for all tensors: a test of each would take longer than the swap.
+    Raises AdapterError for NaN, infinite values, and such that are infinite in ``dtype``.
     """
-    sums: list[float] = []
-    for half in zip(*pairs.values(), strict=True):  # all A, then all B
-        norms = torch._foreach_norm(half, 1, dtype=torch.float32)
-        sums += torch.stack(norms).tolist()
-    count = len(pairs)
-    finite = [math.isfinite(a) and math.isfinite(b) for a, b in zip(sums[:count], sums[count:], strict=True)]
-    if bad := [name for name, ok in zip(pairs, finite, strict=True) if not ok]:
-        raise AdapterError(f"the adapter of {bad[0]} (and {len(bad) - 1} more) {complaint}")
-
-
-def converted(
-    pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], scaling: float, dtype: torch.dtype
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """New tensors of ``dtype``, B times ``scaling`` in fp32; the caller's stay as they are."""
-    a, b = ([pair[half] for pair in pairs.values()] for half in (0, 1))
+    a, b = ([pair[half] for pair in adapter.pairs.values()] for half in (0, 1))
     new_a, new_b = ([torch.empty_like(t, dtype=dtype) for t in half] for half in (a, b))
     scaled = [torch.empty_like(t, dtype=torch.float32) for t in b]
     torch._foreach_copy_(new_a, a)
     torch._foreach_copy_(scaled, b)
-    torch._foreach_mul_(scaled, scaling)
+    torch._foreach_mul_(scaled, adapter.scaling)
     torch._foreach_copy_(new_b, scaled)
-    return dict(zip(pairs, zip(new_a, new_b, strict=True), strict=True))
+    if bad := _not_finite(adapter.pairs, new_a, new_b):
+        was = "holds NaN or infinite values"
+        if bad != _not_finite(adapter.pairs, a, b):
+            was = f"holds values too large for the engine's {dtype}"
+        raise AdapterError(f"the adapter of {bad[0]} (and {len(bad) - 1} more) {was}")
+    return dict(zip(adapter.pairs, zip(new_a, new_b, strict=True), strict=True))
+
+
+def _not_finite(names: Iterable[str], a: list[torch.Tensor], b: list[torch.Tensor]) -> list[str]:
+    """The names whose A or B holds NaN or infinite values, or such whose sum is infinite.
+
+    A few launches and one transfer from the device for all tensors: a test of each would take longer than the swap.
+    """
+    sums = torch.stack(torch._foreach_norm([*a, *b], 1, dtype=torch.float32)).tolist()
+    both = zip(sums[: len(a)], sums[len(a) :], strict=True)
+    return [name for name, pair in zip(names, both, strict=True) if not all(map(math.isfinite, pair))]
 
 
 def _matches(name: str, patterns: str | list[str]) -> bool:

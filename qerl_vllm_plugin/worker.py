@@ -121,9 +121,7 @@ def qerl_stage(
             targets, dtype = carrier.targets(), carrier.dtype
             checked = adapter.check(_unpack(tensors) or {}, config, targets, carrier.max_rank)
             # new tensors: vLLM scales B in place, and the caller's tensors must stay as they are
-            pairs = adapter.converted(checked.pairs, checked.scaling, dtype)
-            adapter.check_finite(pairs, f"holds values too large for the engine's {dtype}")
-            for name, pair in pairs.items():
+            for name, pair in adapter.converted(checked, dtype).items():
                 staged.setdefault(targets[name].module, {})[targets[name].part] = pair
     except AdapterError as error:
         return {"error": str(error)}

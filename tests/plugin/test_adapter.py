@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft.tuners.tuners_utils import check_target_module_exists
 
-from qerl_vllm_plugin.adapter import AdapterError, Target, check, named_modules
+from qerl_vllm_plugin.adapter import AdapterError, Target, check, converted, named_modules
 
 SHAPES = {"q_proj": (8, 8), "k_proj": (8, 4), "v_proj": (8, 4), "o_proj": (8, 8)} | {
     "gate_proj": (8, 16),
@@ -118,7 +118,16 @@ def test_tensors_are_refused(case):
     tensors = tensors_for(CONFIG)
     change(tensors)
     with pytest.raises(AdapterError, match=message):
-        check(tensors, CONFIG, TARGETS, max_rank=8)
+        converted(check(tensors, CONFIG, TARGETS, max_rank=8), torch.bfloat16)
+
+
+def test_values_that_the_engine_cannot_hold_are_refused():
+    tensors = tensors_for(CONFIG)
+    tensors[f"{ANY}B.weight"].view(-1)[3] = 1e5
+    with pytest.raises(
+        AdapterError, match=r"q_proj \(and 0 more\) holds values too large for the engine's torch.float16"
+    ):
+        converted(check(tensors, CONFIG, TARGETS, max_rank=8), torch.float16)
 
 
 BAD_CONFIGS = {

@@ -99,6 +99,8 @@ def test_versions_in_between_are_accepted_with_a_warning(version, warnings_of_qe
     assert logging.getLogger("vllm.qerl") is not None
 
 
-@pytest.mark.parametrize(("version", "counts"), [("0.26.0", False), ("0.31.0rc1", True), ("0.32.1", True), ("dev", True)])
+@pytest.mark.parametrize(
+    ("version", "counts"), [("0.26.0", False), ("0.31.0rc1", True), ("0.32.1", True), ("dev", True)]
+)
 def test_versions_whose_sleeping_engines_know_what_they_gave_back(version, counts):
     assert compat.counts_released_memory(version) is counts
