@@ -39,6 +39,7 @@ parts = {part.name: [part.rollout, part.training] for part in plan.parts}
 print(json.dumps({"parts": parts, "before": before, "more": coming_and_going, "used": total - free}))
 trainer.vllm_generation.close()
 """
+PROMPT, COMPLETION = 32, 1008  # two groups of 8 fill one packed row of 16384 tokens, as is planned
 HELD = ("engine's weights", "engine's adapter", "trainer's weights", "KV cache", "CUDA graphs", "trained adapter")
 COMING_AND_GOING = ("gradients", "optimizer", "activations", "at work")
 
@@ -46,7 +47,7 @@ COMING_AND_GOING = ("gradients", "optimizer", "activations", "at work")
 def step(
     base: Path, arm: str, checkpointing: str, output: Path, limit: str = "unlimited"
 ) -> subprocess.CompletedProcess[str]:
-    """One GRPO step of 16 sequences of 1024 tokens, in a process of its own."""
+    """One GRPO step of 16 completions of full length, in a process of its own."""
     overrides = {
         "model_name_or_path": base,
         "quantization": arm,
@@ -55,10 +56,10 @@ def step(
         "gradient_checkpointing": checkpointing,
         "max_steps": 1,
         "per_device_train_batch_size": 16,
-        "max_prompt_length": 32,
-        "max_completion_length": 1024,
-        "vllm_max_model_length": 1056,
-        "generation_kwargs": '{"ignore_eos": true, "min_tokens": 1024}',
+        "max_prompt_length": PROMPT,
+        "max_completion_length": COMPLETION,
+        "vllm_max_model_length": PROMPT + COMPLETION,
+        "generation_kwargs": json.dumps({"ignore_eos": True, "min_tokens": COMPLETION}),
         "vllm_gpu_memory_utilization": 0.1,
         "save_strategy": "no",
         "output_dir": output,
@@ -92,5 +93,5 @@ def test_running_out_in_training_is_explained(checkpoints: tuple[Path, Path], tm
     done = step(checkpoints[1], "qerl_nvfp4", "true", tmp_path / "run", limit="limited")
     assert done.returncode
     assert "out of memory in training, after step 0" in done.stderr
-    assert "to need less: pack_tokens: 1056 (at work, " in done.stderr
+    assert f"to need less: pack_tokens: {PROMPT + COMPLETION} (at work, " in done.stderr
     assert "torch.OutOfMemoryError: CUDA out of memory" in done.stderr

@@ -104,6 +104,19 @@ def test_the_key_that_a_part_names_lowers_it(before: list[str], name: str, phase
     assert getattr(part(second, name), phase) < getattr(part(first, name), phase)
 
 
+def test_without_autocast_the_adapter_has_copies_of_its_inputs_in_fp32() -> None:
+    """``use_cpu`` only says that the recipe is read on a machine without a GPU."""
+    settings = parse(["--config", str(NVFP4_32B), *CPU, "--gradient_checkpointing", "false"])
+    read_without_a_gpu = part(make(*settings, gpu=HOPPER), "activations")
+    settings[1].use_cpu, settings[1].bf16 = False, True
+    assert part(make(*settings, gpu=HOPPER), "activations") == read_without_a_gpu
+    settings[1].bf16 = False
+    copies = 4 * (5 * 5120 + 5120 + 27648) - 2 * (2 * 5120 + 5120 + 27648)
+    hidden = (4 - 2) * 7 * 32  # x A^T of 7 adapters of rank 32
+    more = part(make(*settings, gpu=HOPPER), "activations").training - read_without_a_gpu.training
+    assert more == 2560 * 64 * (copies + hidden)  # tokens and layers
+
+
 def test_the_advice_names_the_keys_of_the_largest_parts_first() -> None:
     planned = plan(NVFP4_32B, "--per_device_train_batch_size", "16", "--gradient_checkpointing", "false")
     assert planned.worse_phase == "training"

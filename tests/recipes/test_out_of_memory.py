@@ -46,7 +46,7 @@ def in_rollout(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         (
             "training",
             in_training,
-            ("more unless another program holds memory: at work 2.", "pack_tokens: 2560 (at work,"),
+            ("more unless another program holds memory: at work 1.", "pack_tokens: 2560 (at work,"),
         ),
         ("rollout", in_rollout, ("engine's scratch 1.", "a lower vllm_gpu_memory_utilization 0.3 (KV cache, ")),
     ],
