@@ -8,6 +8,7 @@ counted where it is most.
 from dataclasses import dataclass
 
 from qerl_kernels.linear_logprob import CHUNK_BYTES
+from qerl_kernels.linear_tiles import slab_rows
 
 from qerl_recipes.model_size import ModelSize
 
@@ -15,7 +16,6 @@ FP32, BF16 = 4, 2
 ENGINE_TOKENS = 4096  # the most that the engine computes at once: rollout's max_num_batched_tokens
 SAMPLER_COPIES = 3  # of the logits, in fp32: processed, sorted, log-softmax
 GRAPHS = 600_000_000  # CUDA graphs of the engine; vLLM reports 0.3 to 0.7 GiB for batches of 64 to 256
-SLAB_ROWS = 16384  # of a weight that the engine expands at one time
 # widest activations that the backward of a block needs beside what was saved: at the input of down_proj the gradients
 # through the adapter and through the frozen weight and their sum, less the input itself, which is free by then. The
 # scales of a frozen weight go into cuBLAS and cost no copy. With that an H200 should need, beside what is held and
@@ -102,5 +102,10 @@ def engine_scratch(size: ModelSize, sequences: int, *, expands: bool, itemsize: 
     """What vLLM's profiling run will find: the widest layer of a full batch, and the sampler."""
     hidden = ENGINE_TOKENS * (3 * size.intermediate + 4 * size.hidden) * itemsize
     sampler = sequences * size.vocabulary * FP32 * SAMPLER_COPIES
-    slab = SLAB_ROWS * max(linear.K for linear in size.linears) * BF16 if expands else 0
-    return hidden + sampler + slab
+    return hidden + sampler + (_slab(size) if expands else 0)
+
+
+def _slab(size: ModelSize) -> int:
+    """The largest piece of a weight that the engine expands at one time; q, k, v and gate, up are one weight there."""
+    H, I, Q, KV = size.hidden, size.intermediate, size.heads * size.head_dim, size.kv_heads * size.head_dim  # noqa: E741
+    return max(slab_rows(N) * K for N, K in ((Q + 2 * KV, H), (H, Q), (2 * I, H), (H, I))) * BF16

@@ -3,6 +3,7 @@ import math
 
 import pytest
 import torch
+from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file
 
 from qerl_recipes import norms
@@ -51,6 +52,17 @@ def test_the_adapter_learns_and_nothing_else_changes(make_trainer, make_nvfp4):
     adapter = {name for name in before if ".lora_" in name}
     assert {name for name, tensor in after.items() if not torch.equal(tensor, before[name])} == adapter
     assert {after[name].dtype for name in adapter} == {torch.float32}
+
+
+def test_a_snapshot_is_peft_s_state_dict_without_a_copy_after_a_resume_too(make_trainer, make_nvfp4, tmp_path):
+    trainer = make_trainer(make_nvfp4("qwen2"), max_steps=1, save_strategy="steps", save_steps=1)
+    trainer.train()
+    resumed = make_trainer(make_nvfp4("qwen2"), max_steps=2, save_strategy="steps", save_steps=1)
+    resumed.train(resume_from_checkpoint=True)
+    expected = get_peft_model_state_dict(resumed.model, save_embedding_layers=False)
+    found = resumed.snapshot().tensors
+    assert list(found) == list(expected)
+    assert all(found[name].data_ptr() == tensor.data_ptr() for name, tensor in expected.items())
 
 
 def test_negative_control_without_the_swap_the_mismatch_explodes(make_trainer, make_nvfp4, read_metrics):
