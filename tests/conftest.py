@@ -14,6 +14,8 @@ import pytest
 from qerl_recipes.environment import prepare
 
 prepare()  # before anything imports vllm
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of a shell; processes would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 Make = Callable[..., Path]

@@ -53,7 +53,11 @@ def finished(unbroken, make_nvfp4, tmp_path):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda stop: stop.name)
+@pytest.mark.parametrize(
+    "stop",
+    [signal.SIGKILL, signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
+    ids=lambda stop: stop.name,
+)
 def test_promise_8_a_run_that_was_stopped_resumes_to_the_same_bits(
     stop, finished, make_trainer, read_metrics, start_process, write_recipe, tmp_path
 ):
