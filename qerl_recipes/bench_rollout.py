@@ -1,6 +1,7 @@
 """``qerl bench rollout``: decode throughput of the engine with a LoRA adapter on, NVFP4 against stock vLLM in BF16.
 
-Weights are random and of the real shapes, so nothing is downloaded: 128 tokens in, 128 out, whatever the tokens are.
+Weights are random and of the real shapes, so nothing is downloaded: 128 tokens in, 128 out, whatever the tokens are;
+and, for the prefill alone, 64 prompts of 255 tokens and one token out.
 Every arm runs in a process of its own, so that neither inherits the other's memory.
 """
 
@@ -20,6 +21,7 @@ from qerl_recipes.bench_conditions import conditions
 from qerl_recipes.shapes import config_json
 
 PROMPT_TOKENS, NEW_TOKENS, REPEATS = 128, 128, 3
+PREFILLED = 64  # prompts, each as long as the engine allows
 
 # The arms of a recipe, and what tells their parts apart: NVFP4 without an adapter, with one in vLLM's LoRA slots, the
 # same on Marlin, and that again without this plugin: what is left between the last two are the fp32 norms.
@@ -58,7 +60,7 @@ def run(
 
 
 def measure(arm: str, shape: str, batch_sizes: Sequence[int], rank: int) -> dict[str, Any]:
-    """One arm, in this process -> tokens per second by batch size, and the weights' GiB."""
+    """One arm, in this process -> tokens per second by batch size and of the prefill, and the weights' GiB."""
     import torch
     from vllm import LLM, SamplingParams
 
@@ -77,7 +79,7 @@ def measure(arm: str, shape: str, batch_sizes: Sequence[int], rank: int) -> dict
             load_format="dummy",
             dtype="bfloat16",
             max_model_len=PROMPT_TOKENS + NEW_TOKENS,
-            max_num_seqs=max(batch_sizes),
+            max_num_seqs=max(*batch_sizes, PREFILLED),
             enable_prefix_caching=False,
             disable_log_stats=True,
             **_options(arm, rank),
@@ -85,24 +87,31 @@ def measure(arm: str, shape: str, batch_sizes: Sequence[int], rank: int) -> dict
     policy = Policy(llm)
     if policy.carrier is not None:
         policy.swap(*random_adapter(config, rank))
-    sampling = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, temperature=1.0, detokenize=False)
     generator = torch.Generator().manual_seed(0)
-    rows: dict[str, Any] = {}
-    for batch in batch_sizes:
-        seconds: list[float] = []
+
+    def seconds(batch: int, prompt: int, new: int) -> list[float]:
+        """Of each repeat."""
+        sampling = SamplingParams(max_tokens=new, ignore_eos=True, temperature=1.0, detokenize=False)
+        found: list[float] = []
         for repeat in range(REPEATS + 1):
-            ids = torch.randint(1000, 100000, (batch, PROMPT_TOKENS), generator=generator).tolist()
+            ids = torch.randint(1000, 100000, (batch, prompt), generator=generator).tolist()
+            prompts = [{"prompt_token_ids": row} for row in ids]
             start = time.perf_counter()
-            llm.generate(
-                [{"prompt_token_ids": row} for row in ids], sampling, lora_request=policy.request, use_tqdm=False
-            )
+            llm.generate(prompts, sampling, lora_request=policy.request, use_tqdm=False)
             if repeat:  # the first one warms up
-                seconds.append(time.perf_counter() - start)
-        rows[str(batch)] = {
-            "tokens_per_s": batch * NEW_TOKENS / statistics.median(seconds),
-            "spread": (max(seconds) - min(seconds)) / statistics.median(seconds),
-        }
-    return {"batch": rows, "weights_gib": _weights_gib(llm)}
+                found.append(time.perf_counter() - start)
+        return found
+
+    rows = {str(batch): _rate(batch * NEW_TOKENS, seconds(batch, PROMPT_TOKENS, NEW_TOKENS)) for batch in batch_sizes}
+    longest = PROMPT_TOKENS + NEW_TOKENS - 1
+    prefill = _rate(PREFILLED * longest, seconds(PREFILLED, longest, 1))
+    return {"batch": rows, "prefill": prefill, "weights_gib": _weights_gib(llm)}
+
+
+def _rate(tokens: int, seconds: Sequence[float]) -> dict[str, float]:
+    """Tokens per second of the median repeat, and how far the repeats lie apart, relative to it."""
+    median = statistics.median(seconds)
+    return {"tokens_per_s": tokens / median, "spread": (max(seconds) - min(seconds)) / median}
 
 
 def _options(arm: str, rank: int) -> dict[str, Any]:
@@ -166,16 +175,16 @@ def _print(result: dict[str, Any], batch_sizes: Sequence[int]) -> None:
     table = Table(
         title=f"Qwen2.5-{result['shape']} shapes, LoRA rank {result['rank']}, {result['gpu']}, {result['date']}"
     )
-    for column in ("tokens/s", *map(str, batch_sizes), "weights GiB"):
+    for column in ("tokens/s", *map(str, batch_sizes), "prefill", "weights GiB"):
         table.add_column(column, justify="right")
     first = next(iter(result["arms"].values()))
     for arm, row in result["arms"].items():
-        cells = []
-        for batch in map(str, batch_sizes):
-            rate = row["batch"][batch]["tokens_per_s"]
-            cells.append(f"{rate:,.0f} ({rate / first['batch'][batch]['tokens_per_s']:.2f}x)")
+        pairs = [(row["batch"][batch], first["batch"][batch]) for batch in map(str, batch_sizes)]
+        pairs.append((row["prefill"], first["prefill"]))
+        rates = [(ours["tokens_per_s"], theirs["tokens_per_s"]) for ours, theirs in pairs]
+        cells = [f"{rate:,.0f} ({rate / of_first:.2f}x)" for rate, of_first in rates]
         table.add_row(arm, *cells, f"{row['weights_gib']:.1f}")
-    Console(width=120).print(table)
+    Console(width=140).print(table)
 
 
 if __name__ == "__main__":
