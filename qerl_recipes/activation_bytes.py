@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from qerl_kernels.linear_logprob import CHUNK_BYTES
 from qerl_kernels.linear_tiles import slab_rows
+from qerl_kernels.nvfp4 import GROUP_SIZE
 
 from qerl_recipes.model_size import ModelSize
 
@@ -62,26 +63,34 @@ def saved_in_a_block(
     return norms + adapter_inputs + attention + gated
 
 
-def kept(size: ModelSize, batch: MicroBatch, block: int, *, checkpointing: bool, itemsize: int = BF16) -> int:
-    """What stays from forward to backward: the hidden state before each block, or all that its blocks saved.
+def kept(size: ModelSize, batch: MicroBatch, block: int, *, checkpointed: int, itemsize: int = BF16) -> int:
+    """What stays from forward to backward: the hidden state before each checkpointed block, all that the others saved.
 
-    ``block``: bytes a token of one block; ``itemsize``: that of the model's dtype.
+    ``block``: bytes a token of one block; ``checkpointed``: how many blocks are; ``itemsize``: of the model's dtype.
     """
     last = (FP32 + 2 * BF16) * size.hidden  # of the last norm and of the head
-    a_token = size.layers * (itemsize * size.hidden if checkpointing else block) + last
-    return batch.tokens * a_token
+    blocks = checkpointed * itemsize * size.hidden + (size.layers - checkpointed) * block
+    return batch.tokens * (blocks + last)
 
 
 def at_work(
-    size: ModelSize, batch: MicroBatch, block: int, *, checkpointing: bool, expands: bool, itemsize: int = BF16
+    size: ModelSize,
+    batch: MicroBatch,
+    block: int,
+    *,
+    checkpointing: bool,
+    expands: bool,
+    rearranges: bool = False,
+    itemsize: int = BF16,
 ) -> tuple[int, int]:
     """The most that one block, and that the head, needs beside what is kept -> (block, head), bytes.
 
-    ``expands``: the frozen weights are 4-bit, and each is expanded for the length of a product. ``itemsize``: that of
-    the model's dtype.
+    ``expands``: the frozen weights are 4-bit, and each is expanded for the length of a product. ``rearranges``: each is
+    brought from Marlin's layout into the checkpoint's before that. ``itemsize``: that of the model's dtype.
     """
     again = batch.at_once * block if checkpointing else 0
-    widest = max(linear.N * linear.K for linear in size.linears) * BF16 if expands else 0
+    weights = max(linear.N * linear.K for linear in size.linears)
+    widest = (weights * BF16 if expands else 0) + (weights // 2 + weights // GROUP_SIZE if rearranges else 0)
     mask = batch.rows * batch.length**2
     in_block = again + batch.at_once * size.intermediate * WORKING_COPIES * itemsize + widest + mask
     return in_block, _head(size, batch)

@@ -105,7 +105,7 @@ class GRPOConfig(trl.GRPOConfig):
         metadata={
             "help": "qerl_nvfp4: the trainer reads the engine's frozen weights in place, so that there is one copy. "
             "Default: wherever it can be done (one trainer process; on a GPU, Hopper's layout or the checkpoint's). "
-            "true: refuse to run without; false: keep two."
+            "true: in Marlin's layout too, and refuse to run without; false: keep two."
         },
     )
     train_norms: bool = field(default=False, metadata={"help": "Train the RMSNorm weights too."})
@@ -141,6 +141,14 @@ class GRPOConfig(trl.GRPOConfig):
             "memory for a layer's activations. 0: TRL's padded batches."
         },
     )
+    checkpointed_layers: int | None = field(
+        default=None,
+        metadata={
+            "help": "With gradient_checkpointing: in how many of the model's blocks, counted from the first, the "
+            "backward computes the activations anew. Fewer are faster and take more memory (`qerl doctor --recipe` "
+            "says how much). Default: in all."
+        },
+    )
     rollout_engine: str = field(default="vllm", metadata={"help": "Rollout engine by name, from a plugin or built in."})
     chat_template: str | None = field(default=None, metadata={"help": "Jinja chat template in place of the model's."})
     benchmarks: list[str] = field(default_factory=list, metadata={"help": "Open-R1 only."})
@@ -169,7 +177,19 @@ class GRPOConfig(trl.GRPOConfig):
             )
         if self.pack_tokens is not None and self.pack_tokens < 0:
             raise ConfigError(f"pack_tokens must be at least 1, or 0 for padded batches, not {self.pack_tokens}")
+        self._check_checkpointing()
         super().__post_init__()
+
+    def _check_checkpointing(self) -> None:
+        if self.checkpointed_layers is None:
+            return
+        if self.checkpointed_layers < 0:
+            raise ConfigError(f"checkpointed_layers must be at least 0, not {self.checkpointed_layers}")
+        if not self.gradient_checkpointing:
+            raise ConfigError(
+                f"checkpointed_layers: {self.checkpointed_layers} has no effect with gradient_checkpointing: false; "
+                "remove one of the two"
+            )
 
     def _fill_in_noise(self) -> None:
         """Settle the noise keys: after this, no one of them is None."""

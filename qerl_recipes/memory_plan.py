@@ -156,7 +156,7 @@ class _Run:
         return MicroBatch(tokens, at_once, scored, 0 if packs or self.is_flash else rows, self.length)
 
     def working_parts(self) -> tuple[Part, ...]:
-        batch, checkpointing = self.micro_batch(), bool(self.training.gradient_checkpointing)
+        batch, checkpointed = self.micro_batch(), self._checkpointed()
         targets = len([target for target in self.targets if target.name.startswith(_first_block(self.size))])
         padded_to, itemsize = self.length if batch.rows else 0, self.itemsize
         # with use_cpu the recipe is read on a machine without a GPU, where bf16 says nothing about a run on one
@@ -164,14 +164,21 @@ class _Run:
         block = activation_bytes.saved_in_a_block(
             self.size, self.rank, targets, padded_to, autocast=autocast, itemsize=itemsize
         )
-        kept = activation_bytes.kept(self.size, batch, block, checkpointing=checkpointing, itemsize=itemsize)
+        kept = activation_bytes.kept(self.size, batch, block, checkpointed=checkpointed, itemsize=itemsize)
         in_block, head = activation_bytes.at_work(
-            self.size, batch, block, checkpointing=checkpointing, expands=self.arm != "bf16", itemsize=itemsize
+            self.size,
+            batch,
+            block,
+            checkpointing=checkpointed > 0,
+            expands=self.arm != "bf16",
+            rearranges=self.layout == "marlin" and self.reason is None,
+            itemsize=itemsize,
         )
-        what = "hidden states" if checkpointing else "all activations"
+        others = self.size.layers - checkpointed
+        what = f"all of {others} blocks" if others else "hidden states"
         where = "one block" if in_block >= head else "the head"
         return (
-            Part("activations", 0, kept, f"{what} of {batch.tokens} tokens", self._less_to_keep(checkpointing)),
+            Part("activations", 0, kept, f"{what} of {batch.tokens} tokens", self._less_to_keep(checkpointed)),
             Part("at work", 0, max(in_block, head), f"estimate: {where}, {batch.at_once} tokens", self._less_at_once()),
         )
 
@@ -188,8 +195,19 @@ class _Run:
     def _lower_rank(self) -> tuple[str, ...]:
         return (f"a lower lora_r {self.rank}",)
 
-    def _less_to_keep(self, checkpointing: bool) -> tuple[str, ...]:
-        return self._fewer_rows() if checkpointing else ("gradient_checkpointing: true",)
+    def _checkpointed(self) -> int:
+        """Blocks that compute their activations anew."""
+        if not self.training.gradient_checkpointing:
+            return 0
+        wanted = self.training.checkpointed_layers
+        return self.size.layers if wanted is None else min(wanted, self.size.layers)
+
+    def _less_to_keep(self, checkpointed: int) -> tuple[str, ...]:
+        if not self.training.gradient_checkpointing:
+            return ("gradient_checkpointing: true",)
+        if checkpointed < self.size.layers:
+            return (f"checkpointed_layers: {self.size.layers}",)
+        return self._fewer_rows()
 
     def _less_at_once(self) -> tuple[str, ...]:
         if self.pack_tokens and self.micro_batch().at_once > self.length:
@@ -240,13 +258,15 @@ def _apart(training: GRPOConfig, layout: str) -> str | None:
         return reason
     if training.share_weights is False:
         return "share_weights: false"
-    return "Marlin's layout, which the trainer cannot read" if layout == "marlin" else None
+    if layout == "marlin" and not training.share_weights:
+        return "Marlin's layout, which it reads with share_weights: true only"
+    return None
 
 
 def _how_to_share(training: GRPOConfig, layout: str) -> tuple[str, ...]:
     """The key that would make the second copy go away, where one can."""
-    can_be_shared = training.quantization == shared_weights.ARM and layout == "tiled" and training.world_size == 1
-    return ("share_weights: true",) if can_be_shared and training.share_weights is False else ()
+    is_off = training.share_weights is False or (layout == "marlin" and not training.share_weights)
+    return ("share_weights: true",) if is_off and shared_weights.obstacle(training) is None else ()
 
 
 def _adapter(script: ScriptArguments, model: ModelConfig, size: ModelSize) -> tuple[int, list[LinearSize]]:

@@ -17,6 +17,7 @@ from datasets import Dataset
 from peft import PeftModel
 from peft.utils import get_peft_model_state_dict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer_callback import ProgressCallback
 
 from qerl_recipes import fused_lora, importance, norms
@@ -94,6 +95,7 @@ class QerlGRPOTrainer(PackedTraining):
             norms.make_trainable(self.model, args.noise_targets)
         self._leave_buffers_out_of_broadcasts()
         self._prepare_packing()
+        self._keeping = blocks_that_keep(self.accelerator.unwrap_model(self.model), args.checkpointed_layers)
         if args.bf16:  # autocast
             fused_lora.install(self.model, ADAPTER)
         self._schedule = find("qerl_noise_schedules", args.noise_schedule) if args.noise_mode != "none" else None
@@ -270,6 +272,8 @@ class QerlGRPOTrainer(PackedTraining):
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if "importance_sampling_ratio" not in inputs:
             self._unweighed = inputs = dict(inputs)
+        for block in self._keeping:  # each rollout and each start turns them all on
+            block.gradient_checkpointing = False
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         if self.model.training:
             self._recorder.add(loss, inputs)
@@ -282,6 +286,20 @@ class QerlGRPOTrainer(PackedTraining):
         """
         if self.accelerator.num_processes > 1:
             self.model._ddp_params_and_buffers_to_ignore = [name for name, _ in self.model.named_buffers()]
+
+
+def blocks_that_keep(model: torch.nn.Module, checkpointed: int | None) -> list[GradientCheckpointingLayer]:
+    """The blocks behind the first ``checkpointed``, whose activations are kept; none of them for None.
+
+    The last ones: their memory is free again when the first ones compute theirs anew. Raises ValueError if the model
+    has fewer blocks.
+    """
+    if checkpointed is None:
+        return []
+    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if checkpointed > len(blocks):
+        raise ValueError(f"checkpointed_layers is {checkpointed}, and this model has {len(blocks)}")
+    return blocks[checkpointed:]
 
 
 def lora_parameters(model: PeftModel) -> dict[str, torch.nn.Parameter]:

@@ -1,7 +1,7 @@
 """Bytes of the frozen weights and of the adapter in each form in which engine and trainer keep them; exact.
 
 Layouts of the engine's NVFP4 layers: ``tiled`` (Hopper: tiles of 64 x 64 weights in 2304 bytes), ``marlin`` (vLLM's,
-on other GPUs) and ``canonical`` (the checkpoint's, on a CPU). Only a Marlin layer cannot be read by the trainer.
+on other GPUs) and ``canonical`` (the checkpoint's, on a CPU). The trainer can read all of them in place.
 """
 
 from collections.abc import Iterable, Sequence
@@ -52,16 +52,20 @@ def trainer_weights(size: ModelSize, arm: str, layout: str, *, shared: bool, ite
 
 
 def _read_in_place(parts: Sequence[LinearSize], layout: str, itemsize: int) -> int:
-    """Small tensors of the trainer's own a linear; a part that does not fall on tiles is copied."""
+    """Small tensors of the trainer's own a linear; a part that does not fall on tiles is copied.
+
+    Marlin's columns are cut as tiles are, where the parts have one tensor scale, and then need nothing.
+    """
     if not parts[0].quantized:
         return 0
-    if layout != "tiled":
+    if layout == "canonical":
         return len(parts) * FP32  # the row scale, out of the divisor
     own, first, N = 0, 0, sum(part.N for part in parts)
+    counters = COUNTERS * FP32 if layout == "tiled" else 0
     for part in parts:
         last = first + part.N
         apart = first % TILE or (last % TILE and last != N)
-        own += _trainer_layer(part, "qerl_nvfp4", itemsize) if apart else COUNTERS * FP32
+        own += _trainer_layer(part, "qerl_nvfp4", itemsize) if apart else counters
         first = last
     return own
 

@@ -9,10 +9,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from qerl_recipes import cli, memory_parts, memory_table, model, train
+from qerl_recipes import cli, memory_parts, memory_table, model, shapes, train
+from qerl_recipes.activation_bytes import MicroBatch, at_work
 from qerl_recipes.configs import parse
 from qerl_recipes.memory_parts import GB, Gpu, Plan
 from qerl_recipes.memory_plan import make
+from qerl_recipes.model_size import measure
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 ON_A_GPU = sorted(path for path in RECIPES.glob("*/grpo/*.yaml") if path.parts[-3] != "demo")
@@ -56,6 +58,21 @@ def test_32b_on_one_copy_of_its_weights_takes_less_than_45_gb() -> None:
 )
 def test_without_sharing_there_is_a_second_copy(gpu: Gpu, flags: list[str]) -> None:
     assert part(plan(NVFP4_32B, *flags, gpu=gpu), "trainer's weights").training == pytest.approx(20.7e9, rel=0.01)
+
+
+def test_the_second_copy_beside_marlins_layout_goes_where_share_weights_asks_for_it() -> None:
+    """The trainer then has norms alone, and at work a layer in the checkpoint's layout before it is expanded."""
+    gpu, norms = Gpu(80 * GB, is_hopper=False), (2 * 64 + 1) * 5120 * 4
+    apart, shared = plan(NVFP4_32B, gpu=gpu), plan(NVFP4_32B, "--share_weights", "true", gpu=gpu)
+    assert "share_weights: true" in part(apart, "trainer's weights").knobs
+    assert "share_weights: true only" in part(apart, "trainer's weights").detail
+    assert norms <= part(shared, "trainer's weights").training < norms + 1e6
+    assert not any("share_weights" in knob for knob in part(shared, "trainer's weights").knobs)
+    assert shared.peak < apart.peak
+    size = measure(shapes.config_json("7B"))
+    batch, options = MicroBatch(64, 64, 64, 0, 64), {"checkpointing": True, "expands": True}
+    (expanded, _), (rearranged, _) = (at_work(size, batch, 0, **options, rearranges=r) for r in (False, True))
+    assert rearranged - expanded == 18944 * 3584 * 9 // 16
 
 
 def test_an_engine_that_sleeps_gives_its_cache_back_and_without_sharing_its_weights_too() -> None:
@@ -247,3 +264,17 @@ def test_an_engine_that_would_take_more_than_its_share_is_told_the_size_of_its_c
     monkeypatch.setattr(compat, "counts_released_memory", lambda: counts)
     options = engine._options(model_config.model_name_or_path, model_config.lora_r, torch.bfloat16)
     assert options.get("kv_cache_memory_bytes") == (None if counts else part(planned, "KV cache").rollout)
+
+
+def test_blocks_that_are_not_checkpointed_keep_all_that_they_compute() -> None:
+    planned = [plan(NVFP4_32B, "--checkpointed_layers", str(layers)) for layers in (64, 32, 0)]
+    kept = [part(p, "activations").training for p in planned]
+    assert kept[0] == part(plan(NVFP4_32B), "activations").training
+    assert kept[1] == pytest.approx((kept[0] + kept[2]) / 2)
+    assert kept[2] == part(plan(NVFP4_32B, "--gradient_checkpointing", "false"), "activations").training
+    assert "checkpointed_layers: 64" in part(planned[1], "activations").knobs
+
+
+def test_checkpointed_layers_without_checkpointing_is_refused() -> None:
+    with pytest.raises(ValueError, match="has no effect with gradient_checkpointing: false"):
+        plan(NVFP4_32B, "--checkpointed_layers", "3", "--gradient_checkpointing", "false")

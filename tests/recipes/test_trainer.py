@@ -65,6 +65,30 @@ def test_a_snapshot_is_peft_s_state_dict_without_a_copy_after_a_resume_too(make_
     assert all(found[name].data_ptr() == tensor.data_ptr() for name, tensor in expected.items())
 
 
+@pytest.mark.parametrize(("checkpointed", "forwards"), [(None, [4, 4]), (1, [4, 2]), (0, [2, 2])])
+def test_blocks_that_keep_their_activations_change_nothing_else(checkpointed, forwards, make_trainer, make_nvfp4):
+    """Two rollouts, for TRL turns every block's checkpointing off and on again in each."""
+    settings = {"gradient_checkpointing": True, "max_steps": 2}
+    trainer = make_trainer(make_nvfp4("qwen2"), checkpointed_layers=checkpointed, **settings)
+    calls = [[], []]
+    for block, counted in zip(trainer.model.get_base_model().model.layers, calls, strict=True):
+        block.register_forward_pre_hook(lambda module, args, counted=counted: counted.append(module))
+    trainer.train()
+    # a forward in each step, and another one in the backward of a block that is checkpointed
+    assert [len(counted) for counted in calls] == (
+        [4, 4] if checkpointed is None else [4, 2] if checkpointed else [2, 2]
+    )
+    adapter = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
+    plain = make_trainer(make_nvfp4("qwen2"), max_steps=2)
+    plain.train()
+    assert all(torch.equal(adapter[n], p) for n, p in plain.model.named_parameters() if p.requires_grad)
+
+
+def test_more_checkpointed_blocks_than_there_are_is_refused(make_trainer, make_nvfp4):
+    with pytest.raises(ValueError, match="checkpointed_layers is 3, and this model has 2"):
+        make_trainer(make_nvfp4("qwen2"), gradient_checkpointing=True, checkpointed_layers=3)
+
+
 def test_negative_control_without_the_swap_the_mismatch_explodes(make_trainer, make_nvfp4, read_metrics):
     trainer = make_trainer(make_nvfp4("qwen2"), learning_rate=5e-2, max_steps=4)
     trainer.vllm_generation.sync_weights = lambda: None
