@@ -7,8 +7,9 @@ one call.
 from collections.abc import Callable
 
 import torch
-from qerl_kernels import linear_tiles
+from qerl_kernels import linear_marlin, linear_tiles
 from qerl_kernels.linear import linear
+from qerl_kernels.marlin_layout import MarlinWeight
 from qerl_kernels.tiles import TiledWeight
 
 from qerl_vllm_plugin.checkpoint import check_tensors
@@ -96,3 +97,21 @@ class FrozenTiledLinear(FrozenNVFP4Linear):
         N, K = self.out_features, self.in_features
         weight = TiledWeight(self.tiles, self.row_scale, self.counters, N, K, self.scale)
         return linear_tiles.linear(x, weight, None if self.bias is None else self.bias.float())
+
+
+class FrozenMarlinLinear(FrozenNVFP4Linear):
+    """The same layer on Marlin's tensors, the layout in which the engine keeps its weights on other GPUs."""
+
+    def __init__(self, weight: MarlinWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        """``bias: (N,)`` in the order of the rows; ``dtype`` is that of the activations."""
+        self._describe(weight.N, weight.K, bias, dtype)
+        self.exponent = weight.exponent
+        self.register_buffer("words", weight.words)
+        self.register_buffer("scales", weight.scales)
+        self.register_buffer("row_scale", weight.scale)
+        self._factor = float(weight.scale)
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        N, K = self.out_features, self.in_features
+        weight = MarlinWeight(self.words, self.scales, self.row_scale, self.exponent, N, K)
+        return linear_marlin.linear(x, weight, self.bias, self._factor)

@@ -8,11 +8,12 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
+from qerl_kernels.marlin_layout import MarlinWeight
 from qerl_kernels.nvfp4 import NVFP4Weight
 from transformers import PreTrainedModel
 
 from qerl_recipes.configs import GRPOConfig
-from qerl_recipes.frozen_linear import FrozenNVFP4Linear, FrozenTiledLinear
+from qerl_recipes.frozen_linear import FrozenMarlinLinear, FrozenNVFP4Linear, FrozenTiledLinear
 
 if TYPE_CHECKING:  # the plugin's module imports vllm
     from qerl_vllm_plugin.frozen_weights import FrozenWeight, FrozenWeights
@@ -50,7 +51,8 @@ def is_wanted(training: GRPOConfig) -> bool:
 def borrow(engine: Any, training: GRPOConfig) -> "FrozenWeights | None":
     """The weights of a running rollout engine; None, with a warning, where it cannot lend them.
 
-    Raises ValueError instead if the recipe says ``share_weights: true``.
+    Raises ValueError instead if the recipe says ``share_weights: true``. Only to such a recipe does our own engine
+    lend weights that lie in Marlin's layout.
     """
     from qerl_vllm_plugin.frozen_weights import NotShareableError
 
@@ -99,6 +101,8 @@ def _linear(lent: "FrozenWeight", dtype: torch.dtype) -> FrozenNVFP4Linear:
     if isinstance(lent.weight, NVFP4Weight):
         weight = lent.weight
         return FrozenNVFP4Linear(weight.codes, weight.block_scales, weight.divisor, lent.bias, dtype)
+    if isinstance(lent.weight, MarlinWeight):
+        return FrozenMarlinLinear(lent.weight, lent.bias, dtype)
     return FrozenTiledLinear(lent.weight, lent.bias, dtype)
 
 

@@ -1,9 +1,10 @@
 """The frozen weights of an engine as a trainer in the same process can read them: views, by their checkpoint names.
 
-A fused layer (q, k, v; gate, up) is cut into its parts by rows, which needs no copy in either layout that is shared:
+A fused layer (q, k, v; gate, up) is cut into its parts by rows, which needs no copy in any of the layouts:
 
     canonical  codes, block scales and tensor scale of the checkpoint; any row may be the first of a part
     tiled      tiles of 64 rows: a part must start at a multiple of 64 and end at one, or with the layer
+    Marlin     the same, as columns of its tensors; parts with tensor scales of their own are tensors of their own
 
 Norms are left out: the engine's hold the noise, and they are tiny.
 """
@@ -13,11 +14,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from qerl_kernels.nvfp4 import NVFP4Weight
+from qerl_kernels.marlin_layout import BLOCK, MarlinWeight
+from qerl_kernels.nvfp4 import GROUP_SIZE, NVFP4Weight
 from qerl_kernels.tiles import COUNTERS, TILE, TiledWeight, common_scale
 
 from qerl_vllm_plugin import compat, layouts
 from qerl_vllm_plugin.config import QerlConfig
+
+NOT_ASKED = (
+    "the engine keeps its weights in Marlin's layout on this GPU, and reading that in place has not been tried on one; "
+    "share_weights: true does it"
+)
 
 
 class NotShareableError(ValueError):
@@ -28,8 +35,15 @@ class NotShareableError(ValueError):
 class FrozenWeight:
     """One linear of the checkpoint, (N, K): its packed weight and ``bias: (N,)`` in the dtype of the activations."""
 
-    weight: NVFP4Weight | TiledWeight
+    weight: NVFP4Weight | TiledWeight | MarlinWeight
     bias: torch.Tensor | None
+
+    @property
+    def device(self) -> torch.device:
+        weight = self.weight
+        if isinstance(weight, NVFP4Weight):
+            return weight.codes.device
+        return (weight.tiles if isinstance(weight, TiledWeight) else weight.words).device
 
 
 @dataclass(frozen=True)
@@ -47,22 +61,22 @@ class FrozenWeights:
     @property
     def device(self) -> torch.device:
         """Where the weights lie; raises StopIteration if there are none."""
-        weight = next(iter(self.linears.values())).weight
-        return (weight.codes if isinstance(weight, NVFP4Weight) else weight.tiles).device
+        return next(iter(self.linears.values())).device
 
 
-def frozen_weights(llm: Any) -> FrozenWeights:
+def frozen_weights(llm: Any, *, marlin: bool = True) -> FrozenWeights:
     """Views of the frozen weights of ``llm``, a ``vllm.LLM``; nothing is copied and nothing may be written.
 
     They hold as long as the engine keeps its weights where they are: ``Policy.release_kv_cache`` leaves them there,
-    ``llm.sleep`` does not. Raises NotShareableError, with the way out, for an engine in another process, one that is
-    cut over several GPUs, and one none of whose linears lies in a layout that a trainer can read.
+    ``llm.sleep`` does not. Without ``marlin``, layers in Marlin's layout are left apart. Raises NotShareableError, with
+    the way out, for an engine in another process, one that is cut over several GPUs, and one none of whose linears can
+    be lent.
     """
     model = _model(llm)
     shared = FrozenWeights()
     for name, module in model.named_modules(remove_duplicate=False):
         if hasattr(module, "qerl_prefix"):
-            _add_packed(shared, module)
+            _add_packed(shared, module, marlin)
         elif compat.is_vocabulary(module):
             _add_dense(shared, [name], [module.org_vocab_size], module)
         elif compat.is_linear(module):
@@ -89,17 +103,17 @@ def _model(llm: Any) -> torch.nn.Module:
     return model
 
 
-def _add_packed(shared: FrozenWeights, layer: Any) -> None:
+def _add_packed(shared: FrozenWeights, layer: Any, marlin: bool) -> None:
     method, widths = layer.quant_method, layer.logical_widths
     bias = getattr(layer, "bias", None)
     for part, (name, first, rows) in enumerate(_parts(method.parts, widths)):
-        weight: NVFP4Weight | TiledWeight | str
+        weight: NVFP4Weight | TiledWeight | MarlinWeight | str
         if isinstance(method.layout, layouts.Canonical):
             weight = canonical_part(layer, part, first, rows)
         elif isinstance(method.layout, layouts.Tiled):
             weight = tiled_part(layouts.tiled_weight(layer), first, rows)
         else:
-            weight = "the trainer cannot read Marlin's layout, in which the engine keeps its weights on this GPU"
+            weight = marlin_part(layer, part, first, rows) if marlin else NOT_ASKED
         if isinstance(weight, str):
             shared.apart[name] = weight
         else:
@@ -122,15 +136,40 @@ def tiled_part(whole: TiledWeight, first: int, rows: int) -> TiledWeight | str:
     The part has counters of its own (4 KB, the only thing that is allocated): ``whole`` may be in use beside it.
     """
     last = first + rows
-    if first % TILE or (last % TILE and last != whole.N):
-        return (
-            f"its rows {first} to {last} of a fused layer do not fall on the tiles of {TILE} rows, in which the engine "
-            "keeps its weights on this GPU"
-        )
+    if not _falls_on(TILE, first, last, whole.N):
+        return _across(TILE, first, last)
     row_scale = whole.row_scale[first:last]
     counters = torch.zeros(COUNTERS, dtype=torch.int32, device=whole.tiles.device)
     tiles = whole.tiles.detach()[first // TILE : -(-last // TILE)]
     return TiledWeight(tiles, row_scale, counters, rows, whole.K, common_scale(row_scale))
+
+
+def marlin_part(layer: Any, part: int, first: int, rows: int) -> MarlinWeight | str:
+    """Rows ``first`` to ``first + rows`` of a layer that ``layouts.Marlin`` has prepared, which are its part number
+    ``part``; or why they are no view. Nothing is allocated: they are columns of Marlin's tensors."""
+    whole = layer.marlin_parts[0]
+    if len(layer.marlin_parts) > 1:
+        whole, first = layer.marlin_parts[part], 0
+    last, N, K = first + rows, whole.output_size_per_partition, whole.input_size_per_partition
+    if whole.scale_exponent is None:
+        return "this vLLM stores Marlin's block scales in a form that is not known here"
+    if not _falls_on(BLOCK, first, last, N):
+        return _across(BLOCK, first, last)
+    end, steps = -(-last // BLOCK) * BLOCK, K // GROUP_SIZE  # what vLLM has filled up in K is left out
+    words = whole.weight.data[:steps, 2 * first : 2 * end]
+    scales = whole.weight_scale.data.view(torch.uint8)[:steps, first:end]
+    return MarlinWeight(words, scales, whole.tensor_scale, whole.scale_exponent, rows, K)
+
+
+def _falls_on(tile: int, first: int, last: int, N: int) -> bool:
+    return first % tile == 0 and (last % tile == 0 or last == N)
+
+
+def _across(tile: int, first: int, last: int) -> str:
+    return (
+        f"its rows {first} to {last} of a fused layer do not fall on the tiles of {tile} rows, in which the engine "
+        "keeps its weights on this GPU"
+    )
 
 
 def _add_dense(shared: FrozenWeights, names: list[str], widths: list[int], module: Any) -> None:

@@ -8,7 +8,7 @@ each part (q, k, v or gate, up).
 from typing import Protocol
 
 import torch
-from qerl_kernels import linear_tiles, tiles
+from qerl_kernels import linear_tiles, marlin_layout, tiles
 from qerl_kernels.compiler import CompileError
 from qerl_kernels.linear import linear
 from torch.nn import Parameter
@@ -77,7 +77,12 @@ def tiled_weight(layer: torch.nn.Module) -> tiles.TiledWeight:
 
 class Marlin:
     """vLLM's Marlin FP4 kernel. It has no scale below 2^-6 times a power of two: a layer that would lose one is kept
-    in the canonical layout. Parts with different tensor scales become one Marlin call each."""
+    in the canonical layout. Parts with different tensor scales become one Marlin call each.
+
+    Each of ``layer.marlin_parts`` keeps beside vLLM's tensors what leads back to the checkpoint's: ``tensor_scale: ()``
+    fp32 and ``scale_exponent`` (see marlin_layout.py), None where vLLM's form of the block scales is not the known one.
+    ``layer.bias`` stays in the order of the rows.
+    """
 
     def prepare(self, layer: torch.nn.Module) -> Layout:
         from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import prepare_fp4_layer_for_marlin
@@ -93,7 +98,8 @@ class Marlin:
             part.weight = Parameter(layer.weight_packed.data[start : start + width].contiguous(), requires_grad=False)
             scales = layer.weight_scale.data[start : start + width].contiguous()
             part.weight_scale = Parameter(scales, requires_grad=False)
-            part.weight_global_scale = Parameter((1.0 / divisor).reshape(()), requires_grad=False)
+            part.register_buffer("tensor_scale", (1.0 / divisor).reshape(()), persistent=False)
+            part.weight_global_scale = Parameter(part.tensor_scale, requires_grad=False)
             part.output_size_per_partition, part.input_size_per_partition = width, layer.input_size_per_partition
             part.params_dtype = layer.params_dtype
             part.has_bias = bias is not None
@@ -101,6 +107,7 @@ class Marlin:
                 part.bias = Parameter(bias.data[start : start + width].clone(), requires_grad=False)
             prepare_fp4_layer_for_marlin(part)  # repacks, and permutes the bias
             flushed += _non_zero(scales) - _non_zero(part.weight_scale.data)
+            part.scale_exponent = _exponent(scales, part.weight_scale.data)
             parts.append(part)
         if flushed:
             logger.warning(
@@ -154,6 +161,17 @@ def _row_scale(layer: torch.nn.Module) -> torch.Tensor:
     """(N,) fp32: the tensor scale of each row's part."""
     widths = torch.tensor(layer.logical_widths, device=layer.weight_global_scale.device)
     return torch.repeat_interleave(1.0 / layer.weight_global_scale.data.float(), widths)
+
+
+def _exponent(block_scales: torch.Tensor, stored: torch.Tensor) -> int | None:
+    """That of ``stored``, vLLM's form of ``block_scales: (N, K/16)`` with what it has filled up in N and K."""
+    N, groups = block_scales.shape
+    rows = -(-N // marlin_layout.BLOCK) * marlin_layout.BLOCK
+    if stored.dim() != 2 or stored.dtype.itemsize != 1 or stored.shape[0] < groups or stored.shape[1] < rows:
+        return None
+    whole = torch.zeros(rows, groups, dtype=torch.uint8, device=block_scales.device)
+    whole[:N] = block_scales.view(torch.uint8)
+    return marlin_layout.scale_exponent(whole.view(torch.float8_e4m3fn), stored.view(torch.uint8)[:groups, :rows])
 
 
 def _starts(widths: list[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Marlin's FP4 layout in closed form: where each code and block scale of the canonical layout lies.
+"""Marlin's FP4 layout in closed form: where each code and block scale of the canonical layout lies, and back.
 
 vLLM repacks the codes ``(N, K/2) uint8`` to int32 ``(K/16, 2N)``. Word ``w = 4i + j`` (``i < 32, j < 4``) of the block
 that holds rows ``16t .. 16t+15`` of K and columns ``64b .. 64b+63`` of N has eight nibbles; nibble ``m`` stands, with
@@ -7,17 +7,46 @@ that holds rows ``16t .. 16t+15`` of K and columns ``64b .. 64b+63`` of N has ei
     k = 16t + (2(i%4), 2(i%4) + 1, 2(i%4 + 4), 2(i%4 + 4) + 1)[e % 4]
     n = 64b + 16j + i // 4 + 8 (e // 4)
 
-The block scales ``(N, K/16)`` become ``(K/16, N)``, permuted within 64 columns and stored as the high byte of a
-half-precision number (a sign bit less, an exponent bit more than E4M3), after multiplication by a power of two.
+The block scales ``(N, K/16)`` become ``(K/16, N)``: column ``64b + 8i + 4h + 2a + c`` (``i < 8``; h, a and c are bits)
+holds row ``64b + 32h + 16c + 8a + i``. Each is multiplied by ``2^(7 + exponent)`` and stored as the bits 14 to 7 of
+that number in half precision: five bits of exponent and three of mantissa, no sign. What is below 2 then is stored as
+zero, so that the format holds scales from ``2^(-6 - exponent)`` on. The exponent is that of a whole layer: for BF16
+activations vLLM takes the largest one that leaves all scales at 448 or below, for half precision zero. The tensor scale
+that the kernel gets is divided by ``2^exponent``.
+
+vLLM fills up N and K with zeros where its kernel asks for it, N to a multiple of 64 at least.
 """
 
+import math
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
-from qerl_kernels.nvfp4 import pack, unpack
+from qerl_kernels.nvfp4 import unpack
 
+BLOCK = 64  # columns of N that are permuted among themselves: the least that can be cut off without a copy
 _NIBBLE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+@dataclass(frozen=True)
+class MarlinWeight:
+    """``words: (K/16, 2 N') int32`` and ``scales: (K/16, N') uint8``, N' the next multiple of 64 from N on.
+
+    Both may be columns of a larger weight. ``scale: () fp32`` is the tensor scale as the checkpoint means it, one over
+    its divisor, and ``exponent`` that of the block scales.
+    """
+
+    words: torch.Tensor
+    scales: torch.Tensor
+    scale: torch.Tensor
+    exponent: int
+    N: int
+    K: int
+
+    def canonical(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The checkpoint's ``codes: (N, K/2)`` uint8 and ``block_scales: (N, K/16)`` float8_e4m3fn, bit for bit."""
+        return unpack_words(self.words)[: self.N], load_scales(self.scales, self.exponent)[: self.N]
 
 
 @lru_cache
@@ -45,12 +74,49 @@ def repack(codes: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_words(words: torch.Tensor) -> torch.Tensor:
-    """The inverse of ``repack``: int32 ``(K/16, 2N)`` -> ``codes: (N, K/2)``."""
-    tiles, twice_N = words.shape
-    N = twice_N // 2
-    shifts = 4 * torch.arange(8, device=words.device)
-    nibbles = (words.view(tiles, N // 64, 128, 1) >> shifts) & 0xF  # (K/16, N/64, 128, 8)
-    blocks = torch.empty(tiles, N // 64, 16, 64, dtype=torch.uint8, device=words.device)
-    k, n = _coordinates()
-    blocks[:, :, k.to(words.device), n.to(words.device)] = nibbles.to(torch.uint8)
-    return pack(blocks.permute(1, 3, 0, 2).reshape(N, tiles * 16))
+    """The inverse of ``repack``: int32 ``(K/16, 2N)``, rows of any stride -> ``codes: (N, K/2)``.
+
+    With the bits of ``e`` written out, nibble ``m = 4 p + 2 q + r`` is column ``2 (i%4 + 4 r) + p`` of row
+    ``16 j + i // 4 + 8 q``: a byte of codes joins a nibble of the word's lower half with one of its upper half.
+    """
+    steps, N = words.shape[0], words.shape[1] // 2
+    halves = words.view(torch.uint8).view(steps, N // BLOCK, 8, 4, 4, 2, 2)  # t, b, i // 4, i % 4, j, p, q
+    low, high = halves[..., 0, :], halves[..., 1, :]
+    codes = torch.empty(N // BLOCK, 4, 2, 8, steps, 2, 4, dtype=torch.uint8, device=words.device)
+    order = (1, 4, 5, 2, 0, 3)  # b, j, q, i // 4, t, i % 4
+    codes[..., 0, :] = ((low & 0x0F) | (high << 4)).permute(order)
+    codes[..., 1, :] = ((low >> 4) | (high & 0xF0)).permute(order)
+    return codes.view(N, 8 * steps)
+
+
+def store_scales(block_scales: torch.Tensor, exponent: int) -> torch.Tensor:
+    """``block_scales: (N, K/16)`` float8_e4m3fn -> Marlin's bytes, uint8 ``(K/16, N)``; N a multiple of 64.
+
+    Negative scales and those below ``2^(-6 - exponent)`` become zero.
+    """
+    N, groups = block_scales.shape
+    numbers = block_scales.float() * 2.0 ** (7 + exponent)
+    numbers = torch.where(numbers < 2, 0.0, numbers).half()
+    stored = (numbers.view(torch.int16) >> 7).to(torch.uint8)
+    return stored.view(N // BLOCK, 2, 2, 2, 8, groups).permute(5, 0, 4, 1, 3, 2).reshape(groups, N)  # b, h, c, a, i
+
+
+def load_scales(stored: torch.Tensor, exponent: int) -> torch.Tensor:
+    """The inverse of ``store_scales``: uint8 ``(K/16, N)``, rows of any stride -> ``(N, K/16)`` float8_e4m3fn."""
+    groups, N = stored.shape
+    stored = stored.view(groups, N // BLOCK, 8, 2, 2, 2).permute(1, 3, 5, 4, 2, 0).reshape(N, groups)
+    # every E4M3 number but zero is a normal one in half precision: the power of two goes off its exponent's bits
+    bits = ((stored.to(torch.int16) << 7) - ((7 + exponent) << 10)).clamp_(min=0)
+    return bits.view(torch.float16).to(torch.float8_e4m3fn)
+
+
+def scale_exponent(block_scales: torch.Tensor, stored: torch.Tensor) -> int | None:
+    """The exponent with which ``stored: (K/16, N)`` uint8 was made of ``block_scales: (N, K/16)`` float8_e4m3fn.
+
+    None if there is none that gives all scales back: one was lost, or the form is another one. Waits for the device.
+    """
+    largest = float(block_scales.float().amax())
+    kept = float((stored.amax().to(torch.int16) << 7).view(torch.float16))
+    exponent = max(0, math.frexp(kept)[1] - math.frexp(largest)[1] - 7)
+    same = torch.equal(load_scales(stored, exponent).view(torch.uint8), block_scales.view(torch.uint8))
+    return exponent if same else None

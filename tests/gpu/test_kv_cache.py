@@ -18,7 +18,7 @@ from peft.utils import get_peft_model_state_dict
 from qerl_recipes import model as models
 from qerl_vllm_plugin import kv_cache
 from qerl_vllm_plugin.checksum import checksums
-from qerl_vllm_plugin.frozen_weights import NotShareableError, frozen_weights
+from qerl_vllm_plugin.frozen_weights import frozen_weights
 from qerl_vllm_plugin.kv_cache import KVCacheError
 from qerl_vllm_plugin.policy import Policy
 
@@ -56,11 +56,8 @@ def policy(engine: Any) -> Policy:
 
 @pytest.fixture(scope="module")
 def trainer(engine: Any, checkpoints: tuple[Path, Path]) -> Any:
-    """A model with an adapter on the engine's weights; skips where they lie in Marlin's layout."""
-    try:
-        weights = frozen_weights(engine)
-    except NotShareableError as error:
-        pytest.skip(str(error))
+    """A model with an adapter on the engine's weights."""
+    weights = frozen_weights(engine)
     lora = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
     model = peft.get_peft_model(models.load(checkpoints[1], weights=weights), lora).to("cuda")
     generator = torch.Generator().manual_seed(3)
@@ -251,8 +248,6 @@ def test_a_checksum_reads_weights_about_as_fast_as_the_memory_gives_them(record:
 def test_three_grpo_steps_on_shared_weights_with_sleep_mode(
     checkpoints: tuple[Path, Path], three_grpo_steps: Callable[..., float], record: Callable[[str, Any], None]
 ) -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("weights are shared in Hopper's layout")
     shared = {"share_weights": "true", "vllm_enable_sleep_mode": "true"}
     mismatch = three_grpo_steps("nvfp4_lora_aqn.yaml", model_name_or_path=checkpoints[1], **shared)
     record("three GRPO steps on shared weights with sleep mode: mean |log p| mismatch", f"{mismatch:.4f}")

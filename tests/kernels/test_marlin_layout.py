@@ -1,7 +1,10 @@
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from qerl_kernels.marlin_layout import repack, unpack_words
+from qerl_kernels.marlin_layout import load_scales, repack, scale_exponent, store_scales, unpack_words
+
+EXPONENTS = range(18)  # 17: the largest scale is the smallest E4M3 number, 2^-9, and 2^8 after the multiplication
 
 
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(0, 2**31))
@@ -33,3 +36,63 @@ def test_each_nibble_lies_where_the_published_marlin_permutation_puts_it() -> No
     codes = w.T.contiguous().to(torch.uint8)  # (n, k)
     packed = (codes[:, 0::2] | (codes[:, 1::2] << 4)).contiguous()
     assert torch.equal(repack(packed).view(-1), expected)
+
+
+def all_scales() -> torch.Tensor:
+    """The 127 E4M3 numbers from 0 to 448, by their bytes."""
+    return torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)
+
+
+def is_held(scales: torch.Tensor, exponent: int) -> torch.Tensor:
+    """Whether Marlin's format has a number for each of these scales."""
+    numbers = scales.double() * 2.0**exponent
+    return (numbers == 0) | ((numbers >= 2.0**-6) & (numbers <= 448))
+
+
+@pytest.mark.parametrize("exponent", EXPONENTS)
+def test_every_scale_that_the_format_holds_comes_back_and_what_it_lacks_becomes_zero(exponent: int) -> None:
+    scales = all_scales()
+    held = is_held(scales, exponent)
+    below = scales.double() * 2.0**exponent < 448
+    whole = torch.zeros(64, 2, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    whole.view(torch.uint8).view(-1)[: len(scales)] = torch.where(below | held, scales.view(torch.uint8), 0)
+    back = load_scales(store_scales(whole, exponent), exponent).view(torch.uint8).view(-1)[: len(scales)]
+    assert torch.equal(back[held], scales.view(torch.uint8)[held])
+    assert not back[~held].any()
+
+
+@given(st.integers(1, 3), st.integers(1, 5), st.sampled_from(EXPONENTS), st.integers(0, 2**31))
+def test_storing_scales_is_a_permutation_that_loading_inverts(
+    blocks: int, groups: int, exponent: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    held = all_scales().view(torch.uint8)[is_held(all_scales(), exponent)]
+    N = 64 * blocks
+    scales = held[torch.randint(0, len(held), (N, groups), generator=generator)].view(torch.float8_e4m3fn)
+    stored = store_scales(scales, exponent)
+    assert stored.shape == (groups, N) and stored.dtype == torch.uint8
+    assert torch.equal(load_scales(stored, exponent).view(torch.uint8), scales.view(torch.uint8))
+    assert scale_exponent(scales, stored) == exponent or not scales.view(torch.uint8).any()
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**31))
+def test_columns_of_a_larger_weight_are_its_rows(first: int, blocks: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rows = slice(64 * first, 64 * (first + blocks))
+    codes = torch.randint(0, 256, (64 * 6, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(1, 127, (64 * 6, 2), dtype=torch.uint8, generator=generator).view(torch.float8_e4m3fn)
+    words, stored = repack(codes)[:, 2 * rows.start : 2 * rows.stop], store_scales(scales, 0)[:, rows]
+    assert torch.equal(unpack_words(words), codes[rows])
+    whole = load_scales(store_scales(scales, 0), 0).view(torch.uint8)
+    assert torch.equal(load_scales(stored, 0).view(torch.uint8), whole[rows])
+
+
+def test_scales_that_were_lost_or_negative_or_stored_otherwise_have_no_exponent() -> None:
+    scales = torch.full((64, 2), 448.0).to(torch.float8_e4m3fn)
+    assert scale_exponent(scales, store_scales(scales, 0)) == 0
+    for lost in (2.0**-9, -1.0):
+        scales[3, 1] = lost
+        assert scale_exponent(scales, store_scales(scales, 0)) is None
+    scales[3, 1] = 1.5
+    assert scale_exponent(scales, store_scales(scales, 0)) == 0
+    assert scale_exponent(scales, scales.view(torch.uint8).t()) is None

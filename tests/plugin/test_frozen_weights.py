@@ -7,7 +7,6 @@ import torch
 from qerl_kernels import nvfp4, tiles
 from safetensors.torch import load_file
 
-from qerl_vllm_plugin import layouts
 from qerl_vllm_plugin.frozen_weights import NotShareableError, frozen_weights, tiled_part
 
 
@@ -77,15 +76,6 @@ def test_an_engine_on_several_gpus_cannot_lend_and_says_why():
     config = types.SimpleNamespace(parallel_config=types.SimpleNamespace(world_size=2))
     with pytest.raises(NotShareableError, match="cut over 2 GPUs"):
         frozen_weights(types.SimpleNamespace(llm_engine=types.SimpleNamespace(vllm_config=config)))
-
-
-def test_a_layout_that_cannot_be_read_is_named(make_nvfp4, boot, measure, monkeypatch):
-    engine = boot(make_nvfp4("qwen2"))
-    for module in measure.model(engine).modules():
-        if hasattr(module, "qerl_prefix"):
-            monkeypatch.setattr(module.quant_method, "layout", layouts.Marlin())
-    with pytest.raises(NotShareableError, match="Marlin's layout"):
-        frozen_weights(engine)
 
 
 def test_an_engine_without_packed_linears_is_refused(make_bf16, boot):

@@ -5,17 +5,26 @@ from types import SimpleNamespace
 import pytest
 import torch
 from qerl_kernels import nvfp4, tiles
+from qerl_kernels.marlin_layout import repack, store_scales
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from qerl_recipes import checkpoints, shared_weights, train
+from qerl_recipes import checkpoints, rollout, shared_weights, train
 from qerl_recipes import model as models
 from qerl_recipes.config_file import ConfigError
 from qerl_recipes.configs import GRPOConfig, parse
-from qerl_recipes.frozen_linear import FrozenNVFP4Linear, FrozenTiledLinear
+from qerl_recipes.frozen_linear import FrozenMarlinLinear, FrozenNVFP4Linear, FrozenTiledLinear
 from qerl_recipes.quantize_plan import FUSED
 from qerl_recipes.validate import validate
-from qerl_vllm_plugin.frozen_weights import FrozenWeight, FrozenWeights, frozen_weights, tiled_part
+from qerl_vllm_plugin.frozen_weights import (
+    NOT_ASKED,
+    FrozenWeight,
+    FrozenWeights,
+    NotShareableError,
+    frozen_weights,
+    marlin_part,
+    tiled_part,
+)
 from qerl_vllm_plugin.kv_cache import KVCacheError
 
 IDS = torch.randint(2, 27, (3, 24), generator=torch.Generator().manual_seed(1))
@@ -92,8 +101,11 @@ def test_bf16_quantized_by_the_engine_is_not_quantized_again(make_bf16, make_nvf
     assert same_answers(shared, models.load(make_nvfp4("qwen2")))
 
 
-def tile(own):
-    """What an engine on a Hopper GPU would lend: fused layers in tiles, cut into their parts."""
+def lend(own, prepare, cut):
+    """What an engine would lend: fused layers that are prepared as a whole and cut into their parts.
+
+    ``prepare(codes, block_scales, row_scale)`` makes of a layer what ``cut(layer, part, first, rows)`` takes.
+    """
     lent, left = FrozenWeights(), dict(linears(own))
     while left:
         parent, _, child = next(iter(left)).rpartition(".")
@@ -102,15 +114,72 @@ def tile(own):
         codes = torch.cat([part.weight_packed for part in parts.values()])
         scales = torch.cat([part.weight_scale for part in parts.values()])
         row_scale = torch.cat([part.row_scale.expand(part.out_features) for part in parts.values()])
-        whole, first = tiles.tile_weight(codes, scales, row_scale), 0
-        for name, part in parts.items():
-            weight = tiled_part(whole, first, part.out_features)
+        whole, first = prepare(codes, scales, row_scale), 0
+        for number, (name, part) in enumerate(parts.items()):
+            weight = cut(whole, number, first, part.out_features)
             if isinstance(weight, str):
                 lent.apart[name] = weight
             else:
                 lent.linears[name] = FrozenWeight(weight, None if part.bias is None else part.bias.data)
             first += part.out_features
     return lent
+
+
+def tile(own):
+    """On a Hopper GPU: in tiles."""
+    return lend(own, tiles.tile_weight, lambda whole, _, first, rows: tiled_part(whole, first, rows))
+
+
+def marlin_layer(codes, block_scales, row_scale):
+    """A layer as ``layouts.Marlin`` leaves it, by the closed forms, with 64 columns of K filled up."""
+    part, exponent, (N, half) = torch.nn.Module(), 0, codes.shape
+    missing = -N % 64
+    words = repack(torch.nn.functional.pad(codes, (0, 32, 0, missing)))
+    padded = torch.nn.functional.pad(block_scales.view(torch.uint8), (0, 4, 0, missing)).view(torch.float8_e4m3fn)
+    part.weight = torch.nn.Parameter(words, requires_grad=False)
+    stored = store_scales(padded, exponent).view(torch.float8_e4m3fn)
+    part.weight_scale = torch.nn.Parameter(stored, requires_grad=False)
+    part.tensor_scale, part.scale_exponent = row_scale[0].clone(), exponent
+    part.output_size_per_partition, part.input_size_per_partition = N, 2 * half
+    return SimpleNamespace(marlin_parts=[part])
+
+
+def test_weights_in_marlins_layout_give_the_same_bits_and_gradients(make_nvfp4):
+    folder = make_nvfp4("qwen2", intermediate_size=128)
+    own = models.load(folder)
+    lent = lend(own, marlin_layer, marlin_part)
+    assert not lent.apart
+    shared = models.load(folder, weights=lent)
+    assert {type(module) for module in linears(shared).values()} == {FrozenMarlinLinear}
+    for name, layer in linears(shared).items():
+        weight, theirs = lent.linears[name].weight, linears(own)[name]
+        for ours, of_the_engine in ((layer.words, weight.words), (layer.scales, weight.scales)):
+            assert ours.data_ptr() == of_the_engine.data_ptr() and ours.stride() == of_the_engine.stride()
+        assert layer.row_scale.data_ptr() == weight.scale.data_ptr()
+        expected = nvfp4.dequantize(theirs.weight_packed, theirs.weight_scale)
+        assert torch.equal(nvfp4.dequantize(*weight.canonical()), expected), name
+    assert same_answers(shared, own)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_layer_on_marlins_tensors_is_the_one_on_the_checkpoints_and_keeps_them_alone(make_nvfp4, dtype):
+    own = models.load(make_nvfp4("qwen2", intermediate_size=128))
+    name = "model.layers.0.self_attn.k_proj"
+    lent, reference = lend(own, marlin_layer, marlin_part).linears[name], linears(own)[name].to(dtype)
+    layer, saved = FrozenMarlinLinear(lent.weight, lent.bias, torch.float32).to(dtype), []
+    ours = torch.randn(4, 64, dtype=dtype, requires_grad=True)
+    theirs = ours.detach().clone().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = layer(ours)
+    expected = reference(theirs)
+    for product in (y, expected):
+        product.float().square().sum().backward()
+    assert torch.equal(y, expected) and torch.equal(ours.grad, theirs.grad)
+    weight = lent.weight
+    assert [t.data_ptr() for t in saved] == [t.data_ptr() for t in (weight.words, weight.scales, weight.scale)]
+    assert (layer.words.dtype, layer.scales.dtype, layer.row_scale.dtype) == (torch.int32, torch.uint8, torch.float32)
+    assert layer.bias.dtype == layer.weight.dtype == dtype
+    assert layer.weight.shape == (64, 64) and bool(layer.weight.isnan().all())
 
 
 def test_tiled_weights_give_the_same_bits(make_nvfp4):
@@ -137,11 +206,12 @@ def test_a_tiled_layer_keeps_its_packed_weight_alone_and_its_dtypes(make_nvfp4):
     assert layer.weight.shape == (64, 64) and bool(layer.weight.isnan().all())
 
 
-def test_parts_that_cannot_be_cut_are_copied_with_one_warning_that_names_them(make_nvfp4):
+@pytest.mark.parametrize("layout", ["tiles", "Marlin"])
+def test_parts_that_cannot_be_cut_are_copied_with_one_warning_that_names_them(layout, make_nvfp4):
     folder = make_nvfp4("qwen2")  # gate and up have 96 rows: one and a half tiles
     own = models.load(folder)
     with pytest.warns(UserWarning, match=r"4 of 15 linears.*gate_proj: its rows 0 to 96") as warned:
-        shared = models.load(folder, weights=tile(own))
+        shared = models.load(folder, weights=tile(own) if layout == "tiles" else lend(own, marlin_layer, marlin_part))
     assert len(warned) == 1
     kinds = {name.rsplit(".", 1)[-1]: type(module) for name, module in linears(shared).items()}
     assert {name for name, kind in kinds.items() if kind is FrozenNVFP4Linear} == {"gate_proj", "up_proj"}
@@ -274,3 +344,39 @@ def test_an_engine_that_lends_nothing_is_named(asked):
     else:
         with pytest.warns(UserWarning, match="own copy of the frozen weights: the rollout engine vllm lends no"):
             assert shared_weights.borrow(object(), training) is None
+
+
+class EngineOnMarlin:
+    """An engine whose weights all lie in Marlin's layout, with the rollouts' own way to lend them."""
+
+    frozen_weights = rollout.VLLMRollouts.frozen_weights
+
+    def __init__(self, training, lent):
+        self._training, self.lent, self.llm, self._is_lent = training, lent, None, False
+
+    def _wake(self):
+        pass
+
+    _sleep = _wake
+
+
+@pytest.mark.parametrize("asked", [None, True])
+def test_weights_in_marlins_layout_are_borrowed_where_that_is_asked_for(asked, make_nvfp4, monkeypatch):
+    lent = lend(models.load(make_nvfp4("qwen2", intermediate_size=128)), marlin_layer, marlin_part)
+
+    def of_the_engine(llm, *, marlin):
+        if not marlin:
+            raise NotShareableError(NOT_ASKED)
+        return lent
+
+    monkeypatch.setattr(rollout, "frozen_weights", of_the_engine)
+    training = GRPOConfig(**CPU, share_weights=asked)
+    engine = EngineOnMarlin(training, lent)
+    if asked:
+        assert shared_weights.borrow(engine, training) is lent and engine._is_lent
+    else:
+        with pytest.warns(
+            UserWarning, match=r"own copy of the frozen weights: .*Marlin's layout .*; share_weights: true"
+        ):
+            assert shared_weights.borrow(engine, training) is None
+        assert not engine._is_lent  # so that it sleeps as a whole

@@ -1,0 +1,200 @@
+"""Marlin's layout as vLLM makes it, on a CPU: its own preparation, with the closed form for its one CUDA operator."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from qerl_kernels import nvfp4
+from qerl_kernels.marlin_layout import MarlinWeight, load_scales, repack, scale_exponent, store_scales
+from safetensors.torch import load_file
+from vllm.model_executor.layers.quantization.utils import marlin_utils, marlin_utils_fp4
+
+from qerl_vllm_plugin import layouts
+from qerl_vllm_plugin.frozen_weights import NotShareableError, frozen_weights, marlin_part
+
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def repack_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's operator takes and gives 32-bit words of the transposed weight."""
+
+    def repacked(b_q_weight: torch.Tensor, size_k: int, size_n: int, num_bits: int, **_: Any) -> torch.Tensor:
+        assert (num_bits, b_q_weight.shape) == (4, (size_k // 8, size_n))
+        return repack(b_q_weight.T.contiguous().view(torch.uint8))
+
+    monkeypatch.setattr(marlin_utils_fp4.ops, "gptq_marlin_repack", repacked)
+
+
+def by_vllm(scales: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+    """What vLLM makes of ``scales: (N, K/16)``, as bytes, and the exponent of its factor."""
+    N, groups = scales.shape
+    permuted = marlin_utils.marlin_permute_scales(scales.T.contiguous().to(dtype), 16 * groups, N, 16)
+    stored, factor = marlin_utils_fp4.nvfp4_marlin_process_scales(permuted, a_dtype=dtype)
+    return stored.view(torch.uint8), int(math.log2(factor))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_scale_beside_every_largest_one_is_stored_as_vllm_stores_it(dtype: torch.dtype) -> None:
+    for largest in range(1, 127):
+        scales = torch.zeros(64, 2, dtype=torch.uint8)
+        scales.view(-1)[: largest + 1] = torch.arange(largest + 1, dtype=torch.uint8)
+        scales = scales.view(torch.float8_e4m3fn)
+        stored, exponent = by_vllm(scales, dtype)
+        assert torch.equal(store_scales(scales, exponent), stored), largest
+        kept = torch.where(scales.float() * 2.0**exponent < 2.0**-6, 0, scales.view(torch.uint8))
+        assert torch.equal(load_scales(stored, exponent).view(torch.uint8), kept), largest
+        if kept.any():
+            assert scale_exponent(kept.view(torch.float8_e4m3fn), stored) == exponent, largest
+
+
+@given(st.integers(1, 3), st.integers(2, 6), st.integers(8, 126), st.integers(0, 2**31))
+def test_vllm_puts_every_scale_where_the_closed_form_does(blocks: int, groups: int, largest: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.randint(0, largest + 1, (64 * blocks, groups), dtype=torch.uint8, generator=generator)
+    for dtype in DTYPES:
+        stored, exponent = by_vllm(scales.view(torch.float8_e4m3fn), dtype)
+        assert torch.equal(store_scales(scales.view(torch.float8_e4m3fn), exponent), stored)
+
+
+def bare_layer(
+    widths: list[int], K: int, divisors: list[float], dtype: torch.dtype = torch.bfloat16
+) -> torch.nn.Module:
+    """A layer as it is after loading; its block scales lie between 2 and 400."""
+    N, layer = sum(widths), torch.nn.Module()
+    generator = torch.Generator().manual_seed(N + K)
+    codes = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, generator=generator)
+    scales = (2 + 398 * torch.rand(N, K // 16, generator=generator)).to(torch.float8_e4m3fn)
+    for name, tensor in (
+        ("weight_packed", codes),
+        ("weight_scale", scales),
+        ("weight_global_scale", torch.tensor(divisors)),
+        ("bias", torch.randn(N, generator=generator).to(dtype)),
+    ):
+        setattr(layer, name, torch.nn.Parameter(tensor, requires_grad=False))
+    layer.logical_widths, layer.qerl_prefix, layer.params_dtype = widths, "a.layer", dtype
+    layer.input_size_per_partition, layer.output_size_per_partition = K, N
+    return layer
+
+
+def spans(tensor: torch.Tensor) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("widths", "K", "divisors"),
+    [
+        ([128], 128, [50.0]),
+        ([64, 64, 64], 64, [50.0] * 3),  # K is filled up
+        ([128, 64, 16], 96, [50.0] * 3),  # N too
+        ([96, 32], 128, [50.0, 400.0]),  # one Marlin weight a part, each filled up
+    ],
+)
+def test_a_part_is_a_view_of_marlins_tensors_with_the_checkpoints_bits(
+    widths: list[int], K: int, divisors: list[float], dtype: torch.dtype
+) -> None:
+    layer = bare_layer(widths, K, divisors, dtype)
+    codes, scales, bias = (t.data.clone() for t in (layer.weight_packed, layer.weight_scale, layer.bias))
+    assert isinstance(layouts.Marlin().prepare(layer), layouts.Marlin)
+    assert not hasattr(layer, "weight_packed") and torch.equal(layer.bias, bias)
+    theirs = {spans(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
+    first = 0
+    for number, rows in enumerate(widths):
+        part = marlin_part(layer, number, first, rows)
+        assert isinstance(part, MarlinWeight) and (rows, K) == (part.N, part.K)
+        assert all(spans(tensor) in theirs for tensor in (part.words, part.scales, part.scale))
+        ours = part.canonical()
+        assert torch.equal(ours[0], codes[first : first + rows])
+        assert torch.equal(ours[1].view(torch.uint8), scales[first : first + rows].view(torch.uint8))
+        assert torch.equal(part.scale, 1.0 / torch.tensor(divisors[number]))
+        first += rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_kernels_tensor_scale_is_the_checkpoints_times_a_power_of_two(dtype: torch.dtype) -> None:
+    layer = bare_layer([64], 128, [50.0], dtype)
+    layer.weight_scale.data = (layer.weight_scale.float() / 16).to(torch.float8_e4m3fn)
+    layouts.Marlin().prepare(layer)
+    part = layer.marlin_parts[0]
+    assert part.scale_exponent == (4 if dtype == torch.bfloat16 else 0)
+    of_the_codes = 119 if dtype == torch.bfloat16 else 7
+    assert torch.equal(part.weight_global_scale, part.tensor_scale * 2.0 ** (of_the_codes - part.scale_exponent))
+
+
+@pytest.mark.parametrize(("widths", "part", "first"), [([32, 96], 0, 0), ([32, 96], 1, 32), ([64, 80, 48], 1, 64)])
+def test_a_part_across_blocks_of_64_rows_is_refused_with_the_reason(widths: list[int], part: int, first: int) -> None:
+    layer = bare_layer(widths, 128, [50.0] * len(widths))
+    layouts.Marlin().prepare(layer)
+    reason = marlin_part(layer, part, first, widths[part])
+    assert isinstance(reason, str) and f"its rows {first} to {first + widths[part]} of a fused layer" in reason
+
+
+def test_scales_that_vllm_stores_in_another_form_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = marlin_utils_fp4.nvfp4_marlin_process_scales
+
+    def reversed_columns(scales: torch.Tensor, **options: Any) -> tuple[torch.Tensor, float]:
+        stored, factor = process(scales, **options)
+        return stored.view(torch.uint8).flip(1).view(stored.dtype), factor
+
+    monkeypatch.setattr(marlin_utils_fp4, "nvfp4_marlin_process_scales", reversed_columns)
+    layer = bare_layer([64], 128, [50.0])
+    assert isinstance(layouts.Marlin().prepare(layer), layouts.Marlin)
+    assert "in a form that is not known here" in marlin_part(layer, 0, 0, 64)
+
+
+@pytest.mark.parametrize("scale", [2.0**-9, -3.0], ids=["too small", "negative"])
+def test_a_layer_with_a_scale_that_marlin_has_not_stays_in_the_checkpoints_layout(scale: float) -> None:
+    """Negative scales are refused before, with the checkpoint; Marlin would take them for zero."""
+    layer = bare_layer([64], 128, [50.0])
+    layer.weight_scale.data[5, 3] = scale
+    assert isinstance(layouts.Marlin().prepare(layer), layouts.Canonical)
+    assert layer.weight_scale[5, 3] == scale and not hasattr(layer, "marlin_parts")
+
+
+@pytest.fixture
+def engine_on_marlin(boot: Callable[..., Any], measure: Any) -> Callable[[Path], Any]:
+    """engine_on_marlin(folder) -> an engine whose layers lie as on a GPU; it can lend, and it cannot generate."""
+
+    def start(folder: Path) -> Any:
+        engine = boot(folder)
+        for module in measure.model(engine).modules():
+            if hasattr(module, "qerl_prefix"):
+                module.quant_method.layout = layouts.Marlin().prepare(module)
+        return engine
+
+    return start
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one scale", "own scales"])
+def test_an_engine_on_marlin_lends_every_linear_in_place(
+    shared: bool, make_bf16: Any, write_packed: Any, engine_on_marlin: Any, measure: Any
+) -> None:
+    folder = write_packed(make_bf16("qwen2", intermediate_size=128), shared=shared)
+    engine = engine_on_marlin(folder)
+    theirs = {spans(t) for t in (*measure.model(engine).parameters(), *measure.model(engine).buffers())}
+    lent, stored = frozen_weights(engine), load_file(folder / "model.safetensors")
+    assert len(lent.linears) == 14 and not lent.apart and lent.device == torch.device("cpu")
+    for name, frozen in lent.linears.items():
+        weight = frozen.weight
+        assert isinstance(weight, MarlinWeight)
+        assert all(spans(tensor) in theirs for tensor in (weight.words, weight.scales, weight.scale)), name
+        expected = nvfp4.dequantize(stored[f"{name}.weight_packed"], stored[f"{name}.weight_scale"])
+        assert torch.equal(nvfp4.dequantize(*weight.canonical()), expected), name
+        assert torch.equal(weight.scale, 1.0 / stored[f"{name}.weight_global_scale"][0]), name
+        if frozen.bias is not None:
+            assert spans(frozen.bias) in theirs and torch.equal(frozen.bias, stored[f"{name}.bias"]), name
+
+
+def test_an_engine_on_marlin_lends_it_only_where_that_is_asked_for(make_nvfp4: Any, engine_on_marlin: Any) -> None:
+    engine = engine_on_marlin(make_nvfp4("qwen2"))
+    lent = frozen_weights(engine)
+    assert len(lent.linears) == 10 and all("its rows" in reason for reason in lent.apart.values())  # gate, up: 96 rows
+    with pytest.raises(NotShareableError, match=r"Marlin's layout .* share_weights: true"):
+        frozen_weights(engine, marlin=False)
