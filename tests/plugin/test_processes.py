@@ -146,10 +146,16 @@ def alone(boot, folders, adapters, lora_options, measure):
 
 @pytest.mark.integration
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "names",
+    [("two_ranks_one_kv_head",), pytest.param(("one_rank", "two_ranks"), marks=pytest.mark.slow)],
+    ids=["two ranks", "one rank, and two with slots"],
+)
 def test_workers_in_other_processes_serve_the_same_policy(
-    carriers, make_bf16, folders, adapters, alone, measure, run_process, tmp_path
+    names, carriers, make_bf16, folders, adapters, alone, measure, run_process, tmp_path
 ):
     unquantized = make_bf16("qwen2", num_key_value_heads=1)
+    chosen = {name: CASES[name] for name in names}
     cases = {
         name: {
             "source": str(unquantized if case.quantize else folders[case.kv_heads]),
@@ -158,7 +164,7 @@ def test_workers_in_other_processes_serve_the_same_policy(
             "options": carriers[case.carrier],
             "own_core": case.own_core,
         }
-        for name, case in CASES.items()
+        for name, case in chosen.items()
     }
     (tmp_path / "driver.py").write_text(DRIVER)
     (tmp_path / "cases.json").write_text(json.dumps([cases, measure.prompts]))
@@ -170,7 +176,7 @@ def test_workers_in_other_processes_serve_the_same_policy(
         VLLM_CPU_OMP_THREADS_BIND="nobind",  # vLLM would want a NUMA node for each rank
     )
     found = json.loads((tmp_path / "found.json").read_text())
-    for name, case in CASES.items():
+    for name, case in chosen.items():
         assert_same_policy(found[name], alone[case.kv_heads], case.ranks, measure.difference)
         stored = load_file(folders[case.kv_heads] / "model.safetensors")
         assert_shards_are_slices(found[name]["codes"], stored, case.ranks, case.kv_heads)

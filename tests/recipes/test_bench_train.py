@@ -25,9 +25,8 @@ H200 = Device("NVIDIA H200", "580", 150_000_000_000, is_hopper=True)
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(
-    "arms", [pytest.param("qerl_nvfp4", id="one"), pytest.param("bf16,qerl_nvfp4", id="two", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("arms", ["qerl_nvfp4", "bf16,qerl_nvfp4"], ids=["one", "two"])
 def test_arms_make_whole_steps_on_a_cpu(arms: str, tmp_path: Path) -> None:
     """Through the command, so that the way from its options to the engine's completions is the users'."""
     file = tmp_path / "tiny.json"

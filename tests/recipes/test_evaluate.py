@@ -165,7 +165,11 @@ def test_refused_before_the_engine_starts(
     assert not (tmp_path / "o").exists()
 
 
-@pytest.mark.parametrize(("base", "task"), [("/nowhere", "running_sum"), (None, "gsm9k")], ids=["base", "task"])
+@pytest.mark.parametrize(
+    ("base", "task"),
+    [pytest.param("/nowhere", "running_sum", marks=pytest.mark.slow), (None, "gsm9k")],
+    ids=["base", "task"],
+)
 def test_a_mistyped_name_is_refused_before_vllm_and_lighteval_are_imported(
     base: str | None, task: str, make_nvfp4: Make, tmp_path: Path
 ) -> None:

@@ -76,7 +76,9 @@ def train(make_trainer, base, monkeypatch, *, ours, **settings):
     return adapter, logs, forwards.count(False)
 
 
-@pytest.mark.parametrize(("mode", "pack_tokens"), [("token_truncate", 4096), ("sequence_mask", 0)])
+@pytest.mark.parametrize(
+    ("mode", "pack_tokens"), [("token_truncate", 4096), pytest.param("sequence_mask", 0, marks=pytest.mark.slow)]
+)
 def test_a_run_is_the_one_with_trls_own_weights(mode, pack_tokens, make_trainer, make_nvfp4, monkeypatch):
     """In fp32, where the order of sums hardly shows; two micro-batches of two groups."""
     settings = {
@@ -101,6 +103,7 @@ def test_a_run_is_the_one_with_trls_own_weights(mode, pack_tokens, make_trainer,
     assert max(log["sampling/sampling_logp_difference/mean"] for log in our_logs) > 0.05  # there is something to weigh
 
 
+@pytest.mark.slow
 def test_a_rollout_for_several_steps_is_weighed_before_the_first(make_trainer, make_nvfp4, monkeypatch):
     settings = {"steps_per_generation": 2, "per_device_train_batch_size": 4, "max_steps": 2}
     _, logs, scored = train(make_trainer, make_nvfp4("qwen2"), monkeypatch, ours=True, **settings)

@@ -48,7 +48,12 @@ def in_rollout(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             in_training,
             ("more unless another program holds memory: at work 1.", "pack_tokens: 2560 (at work,"),
         ),
-        ("rollout", in_rollout, ("engine's scratch 0.", "a lower vllm_gpu_memory_utilization 0.3 (KV cache, ")),
+        pytest.param(
+            "rollout",
+            in_rollout,
+            ("engine's scratch 0.", "a lower vllm_gpu_memory_utilization 0.3 (KV cache, "),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_running_out_says_the_phase_the_plan_the_key_and_how_to_go_on(
