@@ -10,9 +10,12 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/.ready
 	$(BIN)/qerl demo
 
+# one worker more than there are cores: tests wait for servers and other processes
+WORKERS := $(shell echo $$(( $$(nproc) + 1 )))
+
 # slipcover prints the coverage: on Python 3.11 a tracer such as coverage.py's slows all of vLLM down by a half
 test: lint
-	$(BIN)/python -m slipcover -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=20
+	$(BIN)/python -m slipcover -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

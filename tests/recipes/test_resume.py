@@ -55,7 +55,7 @@ def finished(unbroken, make_nvfp4, tmp_path):
 @pytest.mark.integration
 @pytest.mark.parametrize(
     "stop",
-    [signal.SIGKILL, signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
+    [signal.SIGKILL, *(pytest.param(stop, marks=pytest.mark.slow) for stop in (signal.SIGTERM, signal.SIGINT))],
     ids=lambda stop: stop.name,
 )
 def test_promise_8_a_run_that_was_stopped_resumes_to_the_same_bits(
@@ -142,6 +142,7 @@ def test_save_total_limit_keeps_the_newest(make_trainer, make_nvfp4):
     assert names == ["checkpoint-2", "checkpoint-3", "metrics.jsonl"]
 
 
+@pytest.mark.slow  # test_train.py has it for the command
 def test_a_run_that_is_not_the_same_is_not_resumed(finished, make_trainer, make_bf16):
     base, whole = finished
     before = (whole / "metrics.jsonl").read_bytes()
