@@ -35,6 +35,7 @@ CPU_NOISE = {
     "vllm.model_executor.layers.indexer_topk": ("Failed to import the DeepSelect extension",),
     "vllm.model_executor.layers.utils": ("Failed to create oneDNN linear, fallback to torch linear",),
     "vllm.platforms.cpu": ("Triton is not installed",),
+    "vllm.triton_utils.dispatcher": ("Kernel %s is already registered",),  # the second engine of a process
     "vllm.triton_utils.importing": ("Triton is installed, but",),
     "vllm.v1.worker.cpu_worker": (
         "%s is not found in LD_PRELOAD",
