@@ -1,6 +1,7 @@
 """GRPO and DAPO on a frozen base: TRL's trainer with a rollout engine, a noise and dynamic sampling of our own.
 
-Everything that TRL already does (loss, advantages, importance correction, logging) is TRL's.
+Everything that TRL already does (loss, advantages, logging) is TRL's; so is importance correction where one rollout
+serves several optimizer steps, and where it serves one, ``importance`` gives the same weights for less.
 """
 
 import contextlib
