@@ -19,9 +19,9 @@ SAMPLER_COPIES = 3  # of the logits, in fp32: processed, sorted, log-softmax
 GRAPHS = 600_000_000  # CUDA graphs of the engine; vLLM reports 0.3 to 0.7 GiB for batches of 64 to 256
 # widest activations that the backward of a block needs beside what was saved: at the input of down_proj the gradients
 # through the adapter and through the frozen weight and their sum, less the input itself, which is free by then. The
-# scales of a frozen weight go into cuBLAS and cost no copy. With that an H200 should need, beside what is held and
-# without gradients, 8.0 GB (BF16) and 8.1 GB (4 bits) for 16380 tokens of 7B, and took 8.1 and 7.7; and 0.79 GB for
-# 16 sequences of 1024 in two packed rows, 4 layers of 0.5B's sizes, and took 0.76. Whole runs of
+# scales of a frozen weight go into cuBLAS and cost no copy. With that an H200 (commit 0b8a1dd, 2026-11-21) should need,
+# beside what is held and without gradients, 8.0 GB (BF16) and 8.1 GB (4 bits) for 16380 tokens of 7B, and took 8.1 and
+# 7.7; and 0.79 GB for 16 sequences of 1024 in two packed rows, 4 layers of 0.5B's sizes, and took 0.76. Whole runs of
 # `qerl bench train --shape 7B` (8 x 8 x 1280) took 46.1, 27.8 and 21.5 GB (BF16, NF4, NVFP4) of 46.4, 27.5 and 21.8.
 WORKING_COPIES = 2
 

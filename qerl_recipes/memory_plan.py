@@ -65,7 +65,7 @@ class _Run:
         self.layout = _layout(gpu, self.itemsize)
         self.reason = _apart(training, self.layout)
         self.tensor_parallel = training.vllm_tensor_parallel_size
-        self.sequences = _sequences(training)
+        self.sequences = engine_sequences(training)
         completion, prompt = training.max_completion_length or size.positions, script.max_prompt_length
         self.engine_length = training.vllm_max_model_length or size.positions
         self.length = self.engine_length if prompt is None else min(prompt + completion, self.engine_length)
@@ -233,8 +233,8 @@ def _layout(gpu: Gpu, itemsize: int) -> str:
     return "tiled" if gpu.is_hopper and itemsize == BF16 else "marlin"
 
 
-def _sequences(training: GRPOConfig) -> int:
-    """That one engine computes at a time."""
+def engine_sequences(training: GRPOConfig) -> int:
+    """How many sequences one engine computes at a time."""
     own = training.per_device_train_batch_size * (training.steps_per_generation or 1)
     return own * training.vllm_tensor_parallel_size
 
@@ -249,7 +249,7 @@ def _engine_weights(size: ModelSize, training: GRPOConfig, layout: str, *, rank:
 
 def _engine_scratch(size: ModelSize, training: GRPOConfig, itemsize: int) -> int:
     expands = training.quantization != "bf16"
-    return activation_bytes.engine_scratch(size, _sequences(training), expands=expands, itemsize=itemsize)
+    return activation_bytes.engine_scratch(size, engine_sequences(training), expands=expands, itemsize=itemsize)
 
 
 def _apart(training: GRPOConfig, layout: str) -> str | None:

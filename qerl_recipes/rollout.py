@@ -23,7 +23,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from qerl_recipes.arms import engine_options
 from qerl_recipes.configs import GRPOConfig
 from qerl_recipes.memory_parts import this_gpu
-from qerl_recipes.memory_plan import left_for_cache
+from qerl_recipes.memory_plan import engine_sequences, left_for_cache
 from qerl_recipes.model_size import measure, read_config
 from qerl_vllm_plugin import compat
 from qerl_vllm_plugin.frozen_weights import FrozenWeights, frozen_weights
@@ -205,7 +205,6 @@ class VLLMRollouts:
 
     def _options(self, base: str, rank: int, dtype: torch.dtype) -> dict[str, Any]:
         training, is_cpu = self._training, not torch.cuda.is_available()
-        batch = training.per_device_train_batch_size * training.steps_per_generation
         options: dict[str, Any] = {
             "model": base,
             "dtype": str(dtype).removeprefix("torch."),
@@ -213,7 +212,7 @@ class VLLMRollouts:
             "tensor_parallel_size": self._tensor_parallel,
             "gpu_memory_utilization": training.vllm_gpu_memory_utilization,
             "max_model_len": training.vllm_max_model_length,
-            "max_num_seqs": batch * self._tensor_parallel,
+            "max_num_seqs": engine_sequences(training),
             "enable_sleep_mode": training.vllm_enable_sleep_mode,
             "enforce_eager": is_cpu,
             # the same on all ranks of one engine, so that they sample alike

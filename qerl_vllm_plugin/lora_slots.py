@@ -11,19 +11,15 @@ from qerl_vllm_plugin.adapter import AdapterError, NoCarrierError, Staged, Targe
 ADAPTER_ID = 1  # the LoRA id that the policy uses in every engine
 
 
-def has_slots(worker: Any) -> bool:
-    """Whether the engine was started with LoRA, so that each request asks for the base or for some adapter."""
-    return getattr(worker.model_runner, "lora_manager", None) is not None
-
-
 class LoraSlots:
     """One slot of vLLM's LoRA buffers, as the adapter's carrier."""
 
     def __init__(self, worker: Any) -> None:
         """Raises NoCarrierError if the engine was started without LoRA."""
-        if not has_slots(worker):
+        manager = getattr(worker.model_runner, "lora_manager", None)
+        if manager is None:
             raise NoCarrierError("this engine was started without LoRA")
-        self._manager = worker.model_runner.lora_manager._adapter_manager
+        self._manager = manager._adapter_manager
         self.max_rank: int = self._manager.lora_config.max_lora_rank
         self.dtype: torch.dtype = self._manager.lora_config.lora_dtype
 

@@ -15,7 +15,7 @@ import torch
 
 from qerl_vllm_plugin import adapter, compat, noise
 from qerl_vllm_plugin.adapter import AdapterError, NoCarrierError, Staged
-from qerl_vllm_plugin.lora_slots import LoraSlots, has_slots
+from qerl_vllm_plugin.lora_slots import LoraSlots
 from qerl_vllm_plugin.resident import ResidentAdapter
 
 METHODS = ("qerl_open", "qerl_stage", "qerl_commit", "qerl_discard", "qerl_set_noise", "qerl_state")
@@ -109,7 +109,7 @@ def qerl_stage(
     resident.staged = None
     try:
         if norms:
-            _check_one_policy(self, "trained norms", every_request_names_the_policy)
+            _check_one_policy(resident, "trained norms", every_request_names_the_policy)
         staged_norms = _check_norms(_unpack(norms), resident)
         staged: Staged = {}
         carrier = resident.carrier
@@ -170,7 +170,7 @@ def qerl_set_noise(
     try:
         sigma = noise.check_sigma(sigma)
         if sigma:
-            _check_one_policy(self, f"noise of sigma {sigma:g}", every_request_names_the_policy)
+            _check_one_policy(resident, f"noise of sigma {sigma:g}", every_request_names_the_policy)
         # no noise is what clears it, and needs no target
         names = sorted(noise.targeted(resident.base_norms, targets)) if sigma or targets else []
     except ValueError as error:
@@ -192,10 +192,10 @@ def qerl_state(self: Any, digest: bool = False) -> dict[str, Any]:
     return state
 
 
-def _check_one_policy(worker: Any, change: str, every_request_names_the_policy: bool) -> None:
+def _check_one_policy(resident: Resident, change: str, every_request_names_the_policy: bool) -> None:
     """Raises AdapterError for a change to all answers where some may be another policy's, unless the caller vouches."""
     # nothing but True: a server passes on whatever JSON holds, and the text "false" is true
-    if has_slots(worker) and every_request_names_the_policy is not True:
+    if isinstance(resident.carrier, LoraSlots) and every_request_names_the_policy is not True:
         raise AdapterError(change + SEVERAL_NAMES)
 
 
