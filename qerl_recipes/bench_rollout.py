@@ -22,6 +22,7 @@ from qerl_recipes.shapes import config_json
 
 PROMPT_TOKENS, NEW_TOKENS, REPEATS = 128, 128, 3
 PREFILLED = 64  # prompts, each as long as the engine allows
+WARM_UP_TOKENS = 16
 
 # The arms of a recipe, and what tells their parts apart: NVFP4 without an adapter, with one in vLLM's LoRA slots, the
 # same on Marlin, and that again without this plugin: what is left between the last two are the fp32 norms.
@@ -82,6 +83,7 @@ def measure(arm: str, shape: str, batch_sizes: Sequence[int], rank: int) -> dict
             max_num_seqs=max(*batch_sizes, PREFILLED),
             enable_prefix_caching=False,
             disable_log_stats=True,
+            compilation_config={"cudagraph_capture_sizes": sorted(batch_sizes)},
             **_options(arm, rank),
         )
     policy = Policy(llm)
@@ -91,9 +93,10 @@ def measure(arm: str, shape: str, batch_sizes: Sequence[int], rank: int) -> dict
 
     def seconds(batch: int, prompt: int, new: int) -> list[float]:
         """Of each repeat."""
-        sampling = SamplingParams(max_tokens=new, ignore_eos=True, temperature=1.0, detokenize=False)
         found: list[float] = []
         for repeat in range(REPEATS + 1):
+            length = new if repeat else min(new, WARM_UP_TOKENS)
+            sampling = SamplingParams(max_tokens=length, ignore_eos=True, temperature=1.0, detokenize=False)
             ids = torch.randint(1000, 100000, (batch, prompt), generator=generator).tolist()
             prompts = [{"prompt_token_ids": row} for row in ids]
             start = time.perf_counter()

@@ -104,8 +104,8 @@ class GRPOConfig(trl.GRPOConfig):
         default=None,
         metadata={
             "help": "qerl_nvfp4: the trainer reads the engine's frozen weights in place, so that there is one copy. "
-            "Default: wherever it can be done (one trainer process; on a GPU, Hopper's layout or the checkpoint's). "
-            "true: in Marlin's layout too, and refuse to run without; false: keep two."
+            "Default: wherever it can be done (one trainer process, an engine on one GPU). true: refuse to run "
+            "without; false: keep two."
         },
     )
     train_norms: bool = field(default=False, metadata={"help": "Train the RMSNorm weights too."})

@@ -12,7 +12,7 @@ FIXED_BY_A_CHECKPOINT = re.compile(r"\b(lora_r|optim|quantization)\b")
 
 @dataclass(frozen=True)
 class Gpu:
-    """``memory`` in bytes; a Hopper GPU (H100, H200) keeps NVFP4 weights in tiles, which the trainer can read."""
+    """``memory`` in bytes; a Hopper GPU (H100, H200) keeps NVFP4 weights in tiles, others in Marlin's layout."""
 
     memory: int
     is_hopper: bool

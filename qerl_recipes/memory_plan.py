@@ -63,7 +63,7 @@ class _Run:
         self.training, self.size, self.gpu = training, size, gpu
         self.arm, self.itemsize = training.quantization, FP32 if model.dtype == "float32" else BF16
         self.layout = _layout(gpu, self.itemsize)
-        self.reason = _apart(training, self.layout)
+        self.reason = _apart(training)
         self.tensor_parallel = training.vllm_tensor_parallel_size
         self.sequences = engine_sequences(training)
         completion, prompt = training.max_completion_length or size.positions, script.max_prompt_length
@@ -85,11 +85,10 @@ class _Run:
         form = {"qerl_nvfp4": f"NVFP4, {self.layout}", "bf16": "BF16", "nf4": "NF4"}[self.arm]
         smaller = () if is_ours else (f"quantization: {shared_weights.ARM}",)
         weights_knobs = smaller if sleeps or self.reason is None else (SLEEP, *smaller)
-        share = () if self.reason is None else _how_to_share(self.training, self.layout)
         return (
             Part("engine's weights", weights, weights * awake, f"{form}; embedding and head in BF16", weights_knobs),
             Part("engine's adapter", adapter, adapter * awake, f"rank {engine_rank(self.rank)}", self._lower_rank()),
-            Part("trainer's weights", own, own, copy, share or smaller),
+            Part("trainer's weights", own, own, copy, _how_to_share(self.training) or smaller),
         )
 
     def kv_cache(self) -> Part:
@@ -252,21 +251,17 @@ def _engine_scratch(size: ModelSize, training: GRPOConfig, itemsize: int) -> int
     return activation_bytes.engine_scratch(size, engine_sequences(training), expands=expands, itemsize=itemsize)
 
 
-def _apart(training: GRPOConfig, layout: str) -> str | None:
+def _apart(training: GRPOConfig) -> str | None:
     """Why the trainer has weights of its own; None where it reads the engine's."""
     if (reason := shared_weights.obstacle(training)) is not None:
         return reason
-    if training.share_weights is False:
-        return "share_weights: false"
-    if layout == "marlin" and not training.share_weights:
-        return "Marlin's layout, which it reads with share_weights: true only"
-    return None
+    return "share_weights: false" if training.share_weights is False else None
 
 
-def _how_to_share(training: GRPOConfig, layout: str) -> tuple[str, ...]:
+def _how_to_share(training: GRPOConfig) -> tuple[str, ...]:
     """The key that would make the second copy go away, where one can."""
-    is_off = training.share_weights is False or (layout == "marlin" and not training.share_weights)
-    return ("share_weights: true",) if is_off and shared_weights.obstacle(training) is None else ()
+    is_off = training.share_weights is False and shared_weights.obstacle(training) is None
+    return ("share_weights: true",) if is_off else ()
 
 
 def _adapter(script: ScriptArguments, model: ModelConfig, size: ModelSize) -> tuple[int, list[LinearSize]]:

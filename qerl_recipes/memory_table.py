@@ -34,7 +34,7 @@ def run(recipe: Path, overrides: Sequence[str], memory_gb: float | None = None) 
     shown = next((plan for plan in plans if plan.fits), plans[-1])
     console.print(table(shown, f"{recipe}, {settings[1].quantization}"))
     if here is None and shown.gpu.is_hopper:
-        console.print("taken for an H100 or H200; elsewhere the trainer keeps a copy of the weights of its own")
+        console.print("taken for an H100 or H200; other GPUs hold NVFP4 weights in Marlin's layout, in about as much")
     for plan in plans:
         console.print(verdict(plan), style="" if plan.fits else "bold red", markup=False, soft_wrap=True)
     return 0 if shown.fits else 1

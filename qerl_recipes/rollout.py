@@ -175,11 +175,10 @@ class VLLMRollouts:
     def frozen_weights(self) -> FrozenWeights:
         """Views of the frozen weights; raises NotShareableError where there can be none.
 
-        Those in Marlin's layout are lent where ``share_weights: true`` asks for it: no GPU has tried it yet.
         An engine that may sleep gives the memory of its KV cache to the trainer from here on, and keeps its weights.
         """
         self._wake()
-        weights = frozen_weights(self.llm, marlin=bool(self._training.share_weights))
+        weights = frozen_weights(self.llm)
         self._is_lent = True
         self._sleep()
         return weights

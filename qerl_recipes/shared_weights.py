@@ -51,8 +51,7 @@ def is_wanted(training: GRPOConfig) -> bool:
 def borrow(engine: Any, training: GRPOConfig) -> "FrozenWeights | None":
     """The weights of a running rollout engine; None, with a warning, where it cannot lend them.
 
-    Raises ValueError instead if the recipe says ``share_weights: true``. Only to such a recipe does our own engine
-    lend weights that lie in Marlin's layout.
+    Raises ValueError instead if the recipe says ``share_weights: true``.
     """
     from qerl_vllm_plugin.frozen_weights import NotShareableError
 

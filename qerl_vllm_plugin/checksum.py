@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 ROW = 2048  # words in a row, where the length allows: the sums then are a thousandth of the tensor
+STEP = 32  # rows that are added up first
 BATCH = 64  # tensors whose sums are mixed at once: few launches, and a few MB
 _GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # as signed 64-bit words
 
@@ -32,7 +33,7 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[Checksum]:
         places = [i for i, table in enumerate(words) if table.device == device]
         for first in range(0, len(places), BATCH):
             batch = places[first : first + BATCH]
-            sums = [part for i in batch for part in (words[i].sum(1), words[i].sum(0))]
+            sums = [part for i in batch for part in (words[i].sum(1), _columns(words[i]))]
             mixed = _mixed(sums)
             for place, rows, columns in zip(batch, mixed[::2], mixed[1::2], strict=True):
                 found[place] = (rows, columns)
@@ -48,6 +49,14 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     words = raw.view(torch.int64)
     width = max(len(words), 1) if len(words) <= ROW else math.gcd(len(words), ROW)
     return words.view(len(words) // width, width)
+
+
+def _columns(words: torch.Tensor) -> torch.Tensor:
+    """The sums of the columns of ``words: (rows, C)``; in two steps, for in one torch takes twice the memory of a large
+    ``words`` for what its thread blocks hand to one another."""
+    whole = len(words) // STEP * STEP
+    first = words[:whole].unflatten(0, (-1, STEP)).sum(1) if whole else words[:0]
+    return torch.cat([first, words[whole:]]).sum(0)
 
 
 def _mixed(sums: Sequence[torch.Tensor]) -> list[int]:

@@ -21,11 +21,6 @@ from qerl_kernels.tiles import COUNTERS, TILE, TiledWeight, common_scale
 from qerl_vllm_plugin import compat, layouts
 from qerl_vllm_plugin.config import QerlConfig
 
-NOT_ASKED = (
-    "the engine keeps its weights in Marlin's layout on this GPU, and reading that in place has not been tried on one; "
-    "share_weights: true does it"
-)
-
 
 class NotShareableError(ValueError):
     """Nothing of this engine can be read by a trainer."""
@@ -64,19 +59,18 @@ class FrozenWeights:
         return next(iter(self.linears.values())).device
 
 
-def frozen_weights(llm: Any, *, marlin: bool = True) -> FrozenWeights:
+def frozen_weights(llm: Any) -> FrozenWeights:
     """Views of the frozen weights of ``llm``, a ``vllm.LLM``; nothing is copied and nothing may be written.
 
     They hold as long as the engine keeps its weights where they are: ``Policy.release_kv_cache`` leaves them there,
-    ``llm.sleep`` does not. Without ``marlin``, layers in Marlin's layout are left apart. Raises NotShareableError, with
-    the way out, for an engine in another process, one that is cut over several GPUs, and one none of whose linears can
-    be lent.
+    ``llm.sleep`` does not. Raises NotShareableError, with the way out, for an engine in another process, one that is
+    cut over several GPUs, and one none of whose linears can be lent.
     """
     model = _model(llm)
     shared = FrozenWeights()
     for name, module in model.named_modules(remove_duplicate=False):
         if hasattr(module, "qerl_prefix"):
-            _add_packed(shared, module, marlin)
+            _add_packed(shared, module)
         elif compat.is_vocabulary(module):
             _add_dense(shared, [name], [module.org_vocab_size], module)
         elif compat.is_linear(module):
@@ -103,7 +97,7 @@ def _model(llm: Any) -> torch.nn.Module:
     return model
 
 
-def _add_packed(shared: FrozenWeights, layer: Any, marlin: bool) -> None:
+def _add_packed(shared: FrozenWeights, layer: Any) -> None:
     method, widths = layer.quant_method, layer.logical_widths
     bias = getattr(layer, "bias", None)
     for part, (name, first, rows) in enumerate(_parts(method.parts, widths)):
@@ -113,7 +107,7 @@ def _add_packed(shared: FrozenWeights, layer: Any, marlin: bool) -> None:
         elif isinstance(method.layout, layouts.Tiled):
             weight = tiled_part(layouts.tiled_weight(layer), first, rows)
         else:
-            weight = marlin_part(layer, part, first, rows) if marlin else NOT_ASKED
+            weight = marlin_part(layer, part, first, rows)
         if isinstance(weight, str):
             shared.apart[name] = weight
         else:

@@ -5,8 +5,9 @@ A kernel that hangs ends the program after a minute.
 
 import argparse
 import faulthandler
+import functools
 import json
-from dataclasses import astuple, replace
+from dataclasses import asdict, astuple, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,51 +17,45 @@ from qerl_kernels import gemm, linear_tiles, tiles
 from shapes import SHAPES
 from timing import copies, interleaved
 
-# tokens -> (warpgroups, kgroups, rows, depth, group, ahead, blocks, cluster, synchronous) to try
+# tokens -> (warpgroups, kgroups, rows, depth, group, ahead, blocks, cluster, synchronous) to try, and each with as many
+# blocks in a cluster as the layer leaves room for
 SMALL = [
     (4, 1, 1, 4, 4, 0, 1, 1, 1),
     (4, 1, 1, 2, 4, 0, 1, 1, 1),
-    (4, 1, 2, 2, 4, 0, 1, 1, 1),
     (3, 1, 2, 2, 4, 0, 1, 1, 1),
-    (2, 1, 2, 2, 2, 0, 2, 1, 1),
-    (2, 1, 1, 4, 4, 0, 2, 1, 1),
     (4, 2, 1, 4, 4, 0, 1, 1, 1),
     (4, 4, 1, 4, 2, 0, 1, 1, 1),
     (4, 1, 1, 4, 4, 0, 1, 1, 0),
     (4, 2, 1, 4, 4, 0, 1, 1, 0),
 ]
 MIDDLE = [
-    (4, 1, 1, 4, 4, 0, 1, 1, 1),
-    (4, 1, 1, 2, 4, 0, 1, 1, 1),
-    (4, 2, 1, 4, 4, 0, 1, 1, 1),
-    (4, 4, 1, 4, 2, 0, 1, 1, 1),
-    (2, 1, 1, 4, 4, 0, 2, 1, 1),
     (4, 1, 1, 4, 2, 0, 1, 1, 0),
+    (4, 1, 1, 2, 4, 0, 1, 1, 0),
     (3, 1, 2, 2, 4, 0, 1, 1, 0),
     (4, 2, 1, 4, 4, 1, 1, 1, 0),
     (4, 4, 1, 4, 2, 0, 1, 1, 0),
 ]
 LARGE = [
-    (4, 2, 1, 4, 4, 0, 1, 1, 1),
-    (4, 1, 1, 2, 4, 0, 1, 1, 1),
     (3, 1, 1, 2, 2, 0, 1, 1, 0),
+    (3, 1, 1, 4, 2, 0, 1, 1, 0),
     (3, 1, 2, 2, 4, 0, 1, 1, 0),
+    (2, 1, 2, 2, 4, 0, 1, 1, 0),
     (4, 1, 1, 2, 2, 0, 1, 1, 0),
-    (4, 1, 1, 2, 2, 0, 1, 2, 0),
+    (4, 1, 1, 2, 4, 0, 1, 1, 0),
     (4, 2, 1, 2, 2, 1, 1, 1, 0),
     (4, 4, 1, 4, 2, 0, 1, 1, 0),
 ]
 LARGER = [
     (3, 1, 1, 2, 2, 0, 1, 1, 0),
+    (3, 1, 1, 2, 2, 1, 1, 1, 0),
     (2, 1, 1, 2, 2, 0, 1, 1, 0),
     (2, 1, 1, 2, 2, 1, 1, 1, 0),
-    (4, 2, 1, 2, 2, 0, 1, 1, 0),
+    (2, 1, 2, 2, 4, 0, 1, 1, 0),
     (2, 2, 1, 2, 2, 1, 1, 1, 0),
 ]
 LARGEST = [
     (2, 1, 1, 1, 1, 0, 1, 1, 0),
     (2, 1, 1, 1, 2, 1, 1, 1, 0),
-    (2, 1, 1, 1, 2, 1, 1, 2, 0),
 ]
 CANDIDATES = {
     8: SMALL,
@@ -75,6 +70,7 @@ CANDIDATES = {
     256: LARGEST,
 }
 TOKENS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048)
+MULTIPROCESSORS = 132
 EXPANDED = 1024  # tokens from which on expanding the weight is tried too
 
 
@@ -86,32 +82,41 @@ def candidates(M: int) -> list[int]:
     return [size for size in sizes if 64 <= size <= 2 * M]
 
 
-def gate_all(configurations: list[gemm.Configuration]) -> dict[gemm.Configuration, str]:
-    """The gate's verdict on each configuration."""
-    gemm.compile_all(configurations)
-    verdicts = {}
-    for configuration in configurations:
-        faulthandler.dump_traceback_later(60, exit=True)
-        try:
-            gate.check(configuration)
-            verdicts[configuration] = "passed"
-        except AssertionError as error:
-            verdicts[configuration] = str(error)
-        print(verdicts[configuration], configuration, flush=True)
+@functools.cache
+def verdict(configuration: gemm.Configuration) -> str:
+    """What the gate says of one configuration; a kernel that hangs ends the program."""
+    faulthandler.dump_traceback_later(60, exit=True)
+    try:
+        gate.check(configuration)
+        said = "passed"
+    except AssertionError as error:
+        said = str(error)
     faulthandler.cancel_dump_traceback_later()
-    return verdicts
+    if said != "passed":
+        print(said, configuration, flush=True)
+    return said
 
 
-def splittings(configuration: gemm.Configuration, N: int, M: int) -> list[int]:
-    """Equal runs over the whole GPU, and where there are few tiles each tile cut into a whole number of runs."""
-    tile_rows = 64 * configuration.cluster * configuration.tile_blocks()
-    tiles = -(-N // tile_rows) * -(-M // configuration.tokens)
-    most = 132 * configuration.blocks // configuration.cluster // tiles
-    return sorted({0, most, most // 2} if most else {0})
+def variants_of(configuration: gemm.Configuration, N: int, M: int) -> list[gemm.Configuration]:
+    """Equal runs over the whole GPU; where there are few tiles also each cut into whole runs, or among a cluster."""
+    tiles = -(-N // (64 * configuration.tile_blocks())) * -(-M // configuration.tokens)
+    most = MULTIPROCESSORS * configuration.blocks // tiles
+    found = [replace(configuration, splits=splits) for splits in sorted({0, most, most // 2} if most else {0})]
+    if most >= 2 and configuration.blocks == 1:
+        fields = {name: value for name, value in asdict(configuration).items() if name not in ("stages", "splits")}
+        found += [gemm.deepest(**{**fields, "cluster": blocks}) for blocks in {min(most, 8), max(min(most, 8) - 1, 2)}]
+    return found
 
 
-def time_shape(shape: str, tokens: list[int], passed: dict[int, list[gemm.Configuration]]) -> list[dict]:
-    """Time BF16 and every configuration that passed, for each number of tokens."""
+def to_time(N: int, K: int, M: int) -> list[gemm.Configuration]:
+    """Every variant worth trying for M tokens and a weight of (N, K)."""
+    k_tiles = 2 * -(-K // 128)
+    tried = [gemm.deepest(size, *fields) for size in candidates(M) for fields in CANDIDATES[size]]
+    return [variant for c in tried if k_tiles % c.depth == 0 for variant in variants_of(c, N, M)]
+
+
+def time_shape(shape: str, tokens: list[int]) -> list[dict]:
+    """Time BF16 and every configuration that passes the gate, for each number of tokens."""
     N, K = SHAPES[shape]
     codes = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, device="cuda")
     scales = torch.randint(40, 120, (N, K // 16), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
@@ -130,9 +135,8 @@ def time_shape(shape: str, tokens: list[int], passed: dict[int, list[gemm.Config
     for M in tokens:
         x = torch.randn(M, K, device="cuda").to(torch.bfloat16)
         variants = {"bf16": [partial(torch.nn.functional.linear, x, w) for w in dense]}
-        for c in (c for size in candidates(M) for c in passed[size] if first.tiles.shape[1] % c.depth == 0):
-            for splits in splittings(c, N, M):
-                c = replace(c, splits=splits)
+        for c in to_time(N, K, M):
+            if verdict(replace(c, splits=0)) == "passed":
                 variants[json.dumps(astuple(c))] = [partial(gemm.product, x, w, c) for w in weights]
         if M >= EXPANDED:
             scale = first.scale.item()
@@ -153,17 +157,13 @@ def main() -> None:
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     options = parser.parse_args()
 
-    everything = {tokens: [gemm.deepest(tokens, *fields) for fields in tried] for tokens, tried in CANDIDATES.items()}
-    verdicts = gate_all([c for tried in everything.values() for c in tried])
-    passed = {tokens: [c for c in tried if verdicts[c] == "passed"] for tokens, tried in everything.items()}
     tokens = [int(M) for M in options.tokens.split(",")]
+    shapes = {SHAPES[shape]: shape for shape in options.shapes.split(",")}  # each size once
+    gemm.compile_all({replace(c, splits=0) for N, K in shapes for M in tokens for c in to_time(N, K, M)})
     rows: list[dict] = []
-    for shape in {SHAPES[shape]: shape for shape in options.shapes.split(",")}.values():  # each size once
-        rows += time_shape(shape, tokens, passed)
-        gates = {str(c): verdict for c, verdict in verdicts.items()}
-        Path(options.out).write_text(
-            json.dumps({"gpu": torch.cuda.get_device_name(), "gate": gates, "rows": rows}, indent=1)
-        )
+    for shape in shapes.values():
+        rows += time_shape(shape, tokens)
+        Path(options.out).write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ TURN_ROW = 144
 class Configuration:
     """One variant of the kernel; the fields but ``splits`` are the macros of ``nvfp4_tiles.cu`` in lower case.
 
-    ``splits`` says into how many runs each tile is cut; 0: as many runs as the GPU holds clusters, of equal length.
+    ``splits`` says into how many runs each tile is cut; 0: as many runs as the GPU holds blocks, of equal length. With
+    a cluster each tile is cut into as many as a cluster has blocks.
     """
 
     tokens: int
@@ -53,11 +54,13 @@ class Configuration:
 
     def shared_memory(self) -> int:
         """Dynamic shared memory in bytes."""
-        slice_ = self.tokens if self.tokens < 64 else (48 if self.tokens % 64 else 64)
+        shares = self.cluster * self.kgroups if self.cluster > 1 else 1
+        share = 8 * -(-self.tokens // (8 * shares))  # tokens that one of them adds up in the end
+        slice_ = next((width for width in (64, 48) if share % width == 0), share)
         stage = self.depth * (self.tokens * 128 + self.tile_blocks() * TILE_BYTES)
-        turn = self.warpgroups // self.kgroups * slice_ * TURN_ROW
-        reduce = 4 * 64 * self.tile_blocks() * self.tokens if self.kgroups > 1 else 0
-        return self.stages * stage + turn + reduce + 16 * self.stages + 16
+        turn = (self.warpgroups if self.cluster > 1 else self.warpgroups // self.kgroups) * slice_ * TURN_ROW
+        reduce = 4 * 64 * self.tile_blocks() * self.tokens if self.kgroups > 1 and self.cluster == 1 else 0
+        return self.stages * stage + turn + reduce + 16 * self.stages
 
 
 def deepest(
@@ -72,7 +75,10 @@ def deepest(
     cluster: int,
     synchronous: int = 0,
 ) -> Configuration:
-    """The configuration with as many stages as fit into shared memory, at most 12."""
+    """The configuration with as many stages as fit into shared memory, at most 12.
+
+    Raises ValueError where not even two do.
+    """
     limit = min(SHARED_MEMORY, MULTIPROCESSOR_SHARED_MEMORY // blocks - 1024)
     for stages in range(12, 1, -1):
         fields = (tokens, warpgroups, kgroups, rows, depth, group, ahead, blocks, cluster, stages, 0, synchronous)
@@ -81,20 +87,38 @@ def deepest(
     raise ValueError(f"tokens={tokens}, rows={rows}, depth={depth} does not fit into {limit} bytes of shared memory")
 
 
+class Divisor(ctypes.Structure):
+    """n // divisor is n * magic >> shift for every n below 2^31.
+
+    Granlund and Montgomery, Division by invariant integers using multiplication, 1994.
+    """
+
+    _fields_ = (("magic", ctypes.c_uint32), ("shift", ctypes.c_uint32))
+
+    @classmethod
+    def of(cls, divisor: int) -> "Divisor":
+        """Of a divisor from 1 to 2^31."""
+        shift = 31 + (divisor - 1).bit_length()
+        return cls(-(-(1 << shift) // divisor), shift)
+
+
 class _Problem(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_int)
-        for name in (
-            "M",
-            "N",
-            "blocks",
-            "k_tiles",
-            "n_tiles",
-            "m_tiles",
-            "shared_tiles",
-            "adapter_columns",
-            "tokens_ready",
-        )
+    _fields_ = (
+        *(
+            (name, ctypes.c_int)
+            for name in (
+                "M",
+                "N",
+                "blocks",
+                "k_tiles",
+                "n_tiles",
+                "m_tiles",
+                "shared_tiles",
+                "adapter_columns",
+                "tokens_ready",
+            )
+        ),
+        *((name, Divisor) for name in ("by_steps", "by_units", "by_blocks")),
     )
 
 
@@ -185,24 +209,26 @@ def product(
     blocks, k_tiles = weight.tiles.shape[:2]
     if k_tiles % configuration.depth:
         raise ValueError(f"depth={configuration.depth} does not divide the {k_tiles} tiles of K={K}; use depth 1 or 2")
-    kernel, clusters = _kernel(replace(configuration, splits=0), device)
-    tile_blocks = configuration.cluster * configuration.tile_blocks()
-    n_tiles, m_tiles = -(-blocks // tile_blocks), -(-M // configuration.tokens)
+    kernel, most = _kernel(replace(configuration, splits=0), device)
+    n_tiles, m_tiles = -(-blocks // configuration.tile_blocks()), -(-M // configuration.tokens)
     tiles, steps = n_tiles * m_tiles, k_tiles // configuration.depth
-    clusters = min(clusters, tiles * (min(configuration.splits, steps) or steps))
-    # whole tiles in full rounds; what is left over, with one round, is cut into equal runs
-    shared = 0 if tiles % clusters == 0 else tiles if tiles < 2 * clusters else tiles % clusters + clusters
-    sums = 64 * tile_blocks * configuration.tokens  # of one tile
-    partials = torch.empty(2 * clusters * sums if shared else 1, dtype=torch.float32, device=x.device)
+    shared, grid = 0, tiles * configuration.cluster
+    if configuration.cluster == 1:
+        grid = min(most, tiles * (min(configuration.splits, steps) or steps))
+        # whole tiles in full rounds; what is left over, with one round, is cut into equal runs
+        shared = 0 if tiles % grid == 0 else tiles if tiles < 2 * grid else tiles % grid + grid
+    sums = 64 * configuration.tile_blocks() * configuration.tokens  # of one tile
+    partials = torch.empty(grid * sums if shared else 1, dtype=torch.float32, device=x.device)
     adapter_columns = 0 if adapter is None else adapter.b.shape[1]
     tokens_ready = adapter is not None and M <= SMALL_M  # beyond, shrink is cuBLAS
-    problem = _Problem(M, weight.N, blocks, k_tiles, n_tiles, m_tiles, shared, adapter_columns, tokens_ready)
+    sizes = (M, weight.N, blocks, k_tiles, n_tiles, m_tiles, shared, adapter_columns, tokens_ready)
+    problem = _Problem(*sizes, *map(Divisor.of, (steps, shared * steps or 1, grid)))
     pointers = [weight.tiles, weight.row_scale, bias, y, partials, weight.counters, shrunk]
     pointers += [None, None] if adapter is None else [adapter.b, adapter.spans]
     arguments = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in pointers]
-    described = tensor_map(x, configuration.tokens // configuration.cluster, 64)
+    described = tensor_map(x, configuration.tokens, 64)
     with torch.cuda.device(device):
-        kernel((clusters * configuration.cluster, 1, 1), described, *arguments, problem, overlap=overlap)
+        kernel((grid, 1, 1), described, *arguments, problem, overlap=overlap)
     return y
 
 

@@ -8,7 +8,7 @@
 //   WARPGROUPS  that compute (2 or 4), each ROWS 64-row blocks of W; KGROUPS of them share the rows and divide the columns
 //   GROUP   fragments (64 rows, 16 columns) that a warpgroup decodes before it starts the matrix unit: divides 4 * ROWS
 //   AHEAD   whether codes are read from shared memory one step ahead (1 or 0): less waiting, more instructions
-//   CLUSTER thread blocks that share their tokens: each fetches a part and sends it to all
+//   CLUSTER thread blocks that divide the columns of a tile and add up through each other's shared memory
 //   DEPTH   64-column tiles of a stage, STAGES stages in flight, BLOCKS thread blocks of a multiprocessor
 //   SYNCHRONOUS  1: `mma.sync` of each warp in place of `wgmma`, whose every call takes 28 clocks however few the tokens;
 //           GROUP and AHEAD then mean nothing
@@ -23,8 +23,11 @@
 // The policy adapter is s = x A^T: (M, R), made by adapter_shrink.cu just before, and B: (N, R). Whoever has the whole sum of a
 // tile scales it and adds s B^T, of which B is read straight from memory: R is small.
 //
-// The work is the list of (tile, stage) pairs, cut into equal consecutive runs, one a cluster. A tile that falls into
-// several runs is summed through `partials` by whichever block arrives last, always in the order of K: same bits each time.
+// Without a cluster the work is the list of (tile, stage) pairs, cut into equal consecutive runs, one a block, and a block
+// goes through its run from the end: the tile there is finished by a block of higher index, for which it leaves its sum in
+// `partials` early on; the tile at the start of the run comes last, and this block goes on from the sum that one of lower
+// index has left long since. Where runs are shorter than tiles it adds, at its end, what several have left. With a cluster each cluster has one tile and each of its blocks an equal share of the columns;
+// then each adds up, for some of the tokens, what all have. Either way in an order that does not depend on timing.
 
 typedef unsigned char u8;
 typedef unsigned int u32;
@@ -75,37 +78,45 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra retry;\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
+__device__ __forceinline__ bool barrier_passed(u32 barrier, u32 parity) {  // without waiting
+  u32 passed;
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n}" : "=r"(passed) : "r"(barrier), "r"(parity) : "memory");
+  return passed;
+}
 __device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
-// To the same place in each block of the cluster, and told to the same barrier there.
-template <int CLUSTER_BLOCKS>
 __device__ __forceinline__ void copy_tile(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
-  if constexpr (CLUSTER_BLOCKS == 1) asm volatile(
+  asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
       ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
-  else asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "h"((u16)((1 << CLUSTER_BLOCKS) - 1))
-      : "memory");
 }
-// Without a cluster scope: what is released was read, not written, and the scope would cost a memory barrier each time.
-template <int CLUSTER_BLOCKS>
-__device__ __forceinline__ void barrier_arrive_at(u32 barrier, int block) {  // of the cluster
-  if constexpr (CLUSTER_BLOCKS == 1) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-  else asm volatile(
-      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(block) : "memory");
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-__device__ __forceinline__ void synchronize_cluster() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+__device__ __forceinline__ void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ float4 load_from(u32 address, int block) {  // of the cluster
+  float4 value;
+  asm volatile(
+      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}"
+      : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w) : "r"(address), "r"(block) : "memory");
+  return value;
 }
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void launch_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 template <int ID, int THREADS>
 __device__ __forceinline__ void synchronize() {
   asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
+}
+template <int ID, int THREADS>
+__device__ __forceinline__ void arrive() {
+  asm volatile("bar.arrive %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
 }
 __device__ __forceinline__ void synchronize_warpgroup(int warpgroup) {
   asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
@@ -126,12 +137,16 @@ __device__ __forceinline__ u32 pack_bf16(float low, float high) {
 #ifdef TOKENS
 // ---- which block does what ------------------------------------------------------------------------------------------
 
+struct Divisor { u32 magic, shift; };  // of numbers below 2^31: gemm.py
+__device__ __forceinline__ int divide(int n, Divisor by) { return (int)((u64)n * by.magic >> by.shift); }
+
 struct Problem {
   int M, N, blocks, k_tiles;  // blocks: 64-row blocks of W; k_tiles: 64-column tiles, a multiple of 2
-  int n_tiles, m_tiles;       // tiles of 64 * CTA_BLOCKS * CLUSTER rows and of TOKENS tokens
-  int shared_tiles;           // the first tiles are cut into equal runs; the others are whole, one a cluster and round
+  int n_tiles, m_tiles;       // tiles of 64 * CTA_BLOCKS rows and of TOKENS tokens
+  int shared_tiles;           // the first tiles are cut into equal runs; the others are whole, one a block and round
   int adapter_columns;        // of s and B, a multiple of 32; 0: no adapter
   int tokens_ready;           // 1: the kernel ahead is adapter_shrink, which starts this one once x is complete
+  Divisor by_steps, by_units, by_blocks;
 };
 
 constexpr int ROW_GROUPS = WARPGROUPS / KGROUPS, CTA_BLOCKS = ROW_GROUPS * ROWS;
@@ -140,39 +155,49 @@ constexpr int THREADS = 128 * WARPGROUPS + 128;  // half of the copying warpgrou
 // what the threads are launched with is shared out anew: more than that would wait for ever
 constexpr int REGISTERS = WARPGROUPS == 4 ? 112 : WARPGROUPS == 3 ? 160 : BLOCKS == 1 ? 232 : BLOCKS == 2 ? 104 : 72;
 constexpr int COPY_REGISTERS = BLOCKS == 3 ? 24 : 32;
+constexpr int LEFT = 5, READY = 10;  // barriers of the block: sums are left for others; others have left theirs
 constexpr int RUN_ROWS = 8;  // token tiles that are neighbours in time, so that a weight tile is still in L2
 
 __device__ __forceinline__ void locate(const Problem& p, int tile, int& n_tile, int& m_tile) {
+  if (p.m_tiles == 1) {
+    n_tile = tile, m_tile = 0;
+    return;
+  }
   const int group = tile / (RUN_ROWS * p.n_tiles), within = tile - group * RUN_ROWS * p.n_tiles;
   const int rows = min(RUN_ROWS, p.m_tiles - group * RUN_ROWS);
   m_tile = group * RUN_ROWS + within % rows;
   n_tile = within / rows;
 }
 
-// A walk over this cluster's segments: (tile, first stage, end stage).
+// A walk over this block's segments: (tile, first stage, end stage).
 struct Segments {
-  int cluster, clusters, position, end, units, round, steps, tile, first, last;  // unit * clusters stays under 2^31: gemm.py
-  __device__ __forceinline__ Segments(const Problem& p, int steps_) : round(0), steps(steps_) {
-    cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
-    units = p.shared_tiles * steps;
-    position = start(cluster);
-    end = start(cluster + 1);
+  const Problem& p;
+  int block, blocks, begin, position, round, steps, tile, first, last;
+  __device__ __forceinline__ Segments(const Problem& p_, int steps_) : p(p_), round(0), steps(steps_) {
+    block = blockIdx.x, blocks = gridDim.x;
+    begin = divide(block * p.shared_tiles * steps, p.by_blocks);
+    position = divide((block + 1) * p.shared_tiles * steps, p.by_blocks);
   }
-  __device__ __forceinline__ int start(int cluster_) const { return cluster_ * units / clusters; }
-  __device__ __forceinline__ bool next(const Problem& p) {
-    if (position < end) {
-      tile = position / steps;
-      first = position - tile * steps;
-      last = min(steps, first + end - position);
-      position += last - first;
+  __device__ __forceinline__ bool next() {
+    if constexpr (CLUSTER > 1) {
+      tile = blockIdx.x / CLUSTER;
+      const int rank = blockIdx.x % CLUSTER;
+      first = rank * steps / CLUSTER, last = (rank + 1) * steps / CLUSTER;
+      return round++ == 0;
+    }
+    if (position > begin) {
+      tile = divide(position - 1, p.by_steps);
+      last = position - tile * steps;
+      first = max(begin - tile * steps, 0);
+      position = tile * steps + first;
       return true;
     }
-    tile = p.shared_tiles + cluster + clusters * round++;
+    tile = p.shared_tiles + block + blocks * round++;
     first = 0, last = steps;
     return tile < p.n_tiles * p.m_tiles;
   }
-  __device__ __forceinline__ int owner(int unit) const {  // the cluster whose run holds this unit
-    return ((unit + 1) * clusters - 1) / units;
+  __device__ __forceinline__ int owner(int unit) const {  // the block whose run holds this unit
+    return divide((unit + 1) * blocks - 1, p.by_units);
   }
 };
 
@@ -190,17 +215,19 @@ __device__ __forceinline__ void synchronize_row_group(int row_group) {
 
 constexpr int X_TILE = TOKENS * 128;  // bytes of 64 columns of all tokens
 constexpr int X_STAGE = DEPTH * X_TILE, W_STAGE = CTA_BLOCKS * DEPTH * TILE_BYTES;
-constexpr int SLICE = TOKENS < 64 ? TOKENS : (TOKENS % 64 ? 48 : 64);  // tokens turned round at a time in the epilogue
+constexpr int SHARES = CLUSTER > 1 ? CLUSTER * KGROUPS : 1;          // into which the tokens of a tile are divided in the end
+constexpr int SHARE = (TOKENS / 8 + SHARES - 1) / SHARES;              // eights of tokens of one of them
+constexpr int SLICE = SHARE % 8 == 0 ? 64 : SHARE % 6 == 0 ? 48 : 8 * SHARE;  // tokens turned round at a time in the end
 constexpr int TURN_ROW = 144;                                         // bytes: 64 outputs of a token, padded
-static_assert(TOKENS % SLICE == 0, "the epilogue writes whole slices");
 static_assert(DEPTH % KGROUPS == 0 && WARPGROUPS % KGROUPS == 0, "columns and warpgroups are divided evenly");
 // with an odd number the same registers would be decoded into while the matrix unit still reads them
 static_assert(SYNCHRONOUS || DEPTH / KGROUPS * (4 * ROWS / GROUP) % 2 == 0, "the two buffers of fragments take turns");
 
 constexpr int TURN_OFFSET = STAGES * (X_STAGE + W_STAGE);
-constexpr int REDUCE_OFFSET = TURN_OFFSET + ROW_GROUPS * SLICE * TURN_ROW;
+constexpr int REDUCE_OFFSET = TURN_OFFSET + (CLUSTER > 1 ? WARPGROUPS : ROW_GROUPS) * SLICE * TURN_ROW;
 constexpr int TILE_SUMS = ROWS * (TOKENS / 2) * WORKERS;
-constexpr int BARRIER_OFFSET = REDUCE_OFFSET + (KGROUPS > 1 ? 4 * TILE_SUMS : 0);
+constexpr int BARRIER_OFFSET = REDUCE_OFFSET + (KGROUPS > 1 && CLUSTER == 1 ? 4 * TILE_SUMS : 0);
+static_assert(CLUSTER == 1 || 4 * KGROUPS * TILE_SUMS <= TURN_OFFSET, "the sums of a cluster's blocks lie where the stages were");
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, const float* __restrict__ row_scale,
@@ -210,24 +237,21 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
   extern __shared__ __align__(1024) u8 memory[];
   const u32 base = shared_address(memory), w_base = base + STAGES * X_STAGE;
   const u32 full = base + BARRIER_OFFSET, empty = full + 8 * STAGES;
-  volatile u32* is_last = (volatile u32*)(memory + BARRIER_OFFSET + 16 * STAGES);
   const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const int steps = (p.k_tiles + DEPTH - 1) / DEPTH;
 
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < STAGES; ++s) barrier_init(full + 8 * s, 2), barrier_init(empty + 8 * s, 4 * WARPGROUPS * CLUSTER);
+  if (threadIdx.x < STAGES) {
+    barrier_init(full + 8 * threadIdx.x, 2), barrier_init(empty + 8 * threadIdx.x, 4 * WARPGROUPS);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  if constexpr (CLUSTER == 1) __syncthreads();
-  else synchronize_cluster();
-  const int rank = blockIdx.x % CLUSTER;
+  __syncthreads();
 
   Segments segment(p, steps);
   int stage = 0;
   u32 phase = 0;
 
   launch_next_kernel();
-  if (warp >= 4 * WARPGROUPS) {  // the copying warpgroup: one thread for the weights, one for the tokens
+  if (warp >= 4 * WARPGROUPS) {  // the copying warpgroup: a thread for the weights, one for the tokens, two for other blocks
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COPY_REGISTERS));
     const bool weights = warp == 4 * WARPGROUPS;
     if (lane == 0 && warp <= 4 * WARPGROUPS + 1) {
@@ -235,7 +259,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
         asm volatile("prefetch.tensormap [%0];" ::"l"(&x) : "memory");
         if (!p.tokens_ready) wait_for_previous_kernel();
       }
-      while (segment.next(p)) {
+      while (segment.next()) {
         int n_tile, m_tile;
         locate(p, segment.tile, n_tile, m_tile);
         for (int step = segment.first; step < segment.last; ++step) {
@@ -245,7 +269,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
             barrier_expect(barrier, W_STAGE);
 #pragma unroll 1
             for (int block = 0; block < CTA_BLOCKS; ++block) {
-              const int row = min((n_tile * CLUSTER + rank) * CTA_BLOCKS + block, p.blocks - 1);  // past the end: copied, never stored
+              const int row = min(n_tile * CTA_BLOCKS + block, p.blocks - 1);  // past the end: copied, never stored
               copy_bulk(w_base + stage * W_STAGE + block * DEPTH * TILE_BYTES,
                         tiles + ((size_t)row * p.k_tiles + step * DEPTH) * TILE_BYTES, DEPTH * TILE_BYTES, barrier);
             }
@@ -253,14 +277,38 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
             barrier_expect(barrier, X_STAGE);
 #pragma unroll
             for (int d = 0; d < DEPTH; ++d)
-              copy_tile<CLUSTER>(base + stage * X_STAGE + d * X_TILE + rank * (X_TILE / CLUSTER), &x, (step * DEPTH + d) * 64,
-                        m_tile * TOKENS + rank * (TOKENS / CLUSTER), barrier);
+              copy_tile(base + stage * X_STAGE + d * X_TILE, &x, (step * DEPTH + d) * 64, m_tile * TOKENS, barrier);
           }
           if (++stage == STAGES) stage = 0, phase ^= 1;
         }
       }
+    } else if (CLUSTER == 1 && warp >= 4 * WARPGROUPS + 2 && segment.position > segment.begin) {
+      const int begin = segment.begin, end = segment.position;
+      const int first_tile = divide(begin, p.by_steps), end_tile = divide(end, p.by_steps);
+      const bool leaves = warp == 4 * WARPGROUPS + 2;
+      if (leaves && end > end_tile * steps) {  // another block finishes the tile at the end: tell it when the sum is there
+        synchronize<LEFT, WORKERS + 32>();
+        if (lane == 0) {
+          asm volatile("fence.acq_rel.gpu;" ::: "memory");  // for all that this block has written
+          asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(counters + segment.owner(end_tile * steps + steps - 1)) : "memory");
+        }
+        __syncwarp();
+      }
+      if (!leaves && begin > first_tile * steps && end >= (first_tile + 1) * steps) {  // this block finishes a tile that others have begun
+        if (lane == 0) {
+          wait_for_previous_kernel();  // which may have left its counts
+          const u32 others = blockIdx.x - segment.owner(first_tile * steps);
+          u32 there;
+          do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(there) : "l"(counters + blockIdx.x) : "memory");
+          while (there != others);
+          counters[blockIdx.x] = 0;  // as it was
+        }
+        __syncwarp();
+        arrive<READY, WORKERS + 32>();
+      }
     }
     __syncwarp();
+    if constexpr (CLUSTER > 1) arrive_at_cluster(), wait_for_cluster(), arrive_at_cluster(), wait_for_cluster();
   } else {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 
@@ -282,25 +330,97 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
     if (!SYNCHRONOUS && i == 0) x_stage = __shfl_sync(0xFFFFFFFFu, (x_first + stage * X_STAGE) >> 4 | 1u << 16, 0);
   };
 
-  while (segment.next(p)) {
-    int n_tile, m_tile;
-    locate(p, segment.tile, n_tile, m_tile);
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r)
-#pragma unroll
-      for (int i = 0; i < TOKENS / 2; ++i) sums[r][i] = 0.f;
-
-    if (p.adapter_columns) {  // the rows of B that the end of this tile needs
+  // The end of a tile: `sums` are whole; of the tokens of the tile they have SHARE times eight.
+  auto finish = [&](float (*sums)[4 * SHARE], int n_tile, int m_tile, int first_eight) {
+    const int end = min(p.M, (m_tile + 1) * TOKENS);
+    if (p.adapter_columns) {  // from here on the sums are y without its bias
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
-        const int row = min(((n_tile * CLUSTER + rank) * CTA_BLOCKS + warpgroup * ROWS + r) * 64 + thread / 2, p.N - 1);
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(expand + (size_t)row * p.adapter_columns + thread % 2 * 64 % p.adapter_columns));
+        const int block = n_tile * CTA_BLOCKS + warpgroup * ROWS + r, row = block * 64 + (warp % 4) * 16 + g;
+        const float scale_upper = row < p.N ? row_scale[row] * 128.f : 0.f, scale_lower = row + 8 < p.N ? row_scale[row + 8] * 128.f : 0.f;
+#pragma unroll
+        for (int i = 0; i < 4 * SHARE; ++i) sums[r][i] *= i % 4 < 2 ? scale_upper : scale_lower;
+        const int2 span = spans[min(block, p.blocks - 1)];  // outside of these columns the rows of B are zero
+#pragma unroll 1
+        for (int column = span.x; column < span.y; column += 32) {
+          // both operands take eight neighbouring columns a thread: the sum over columns does not mind which comes when
+          const int at = column + lane % 4 * 8;
+          const uint4 zero = make_uint4(0, 0, 0, 0);
+          const uint4 upper = row < p.N ? __ldcg((const uint4*)(expand + (size_t)row * p.adapter_columns + at)) : zero;
+          const uint4 lower = row + 8 < p.N ? __ldcg((const uint4*)(expand + (size_t)(row + 8) * p.adapter_columns + at)) : zero;
+          const u32 first[4] = {upper.x, lower.x, upper.y, lower.y}, second[4] = {upper.z, lower.z, upper.w, lower.w};
+#pragma unroll
+          for (int n = 0; n < SHARE; ++n) {
+            const int token = m_tile * TOKENS + (first_eight + n) * 8 + g;
+            const uint4 s = token < end ? __ldcg((const uint4*)(shrunk + (size_t)token * p.adapter_columns + at)) : zero;
+            multiply_add(&sums[r][n * 4], first, s.x, s.y);
+            multiply_add(&sums[r][n * 4], second, s.z, s.w);
+          }
+        }
       }
     }
 
+    // Turn (rows, tokens) into (tokens, rows) through shared memory, then write 16 bytes a thread.
+    u8* turn = memory + TURN_OFFSET + warp / 4 * SLICE * TURN_ROW;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      const int block = n_tile * CTA_BLOCKS + warpgroup * ROWS + r, row = block * 64 + (warp % 4) * 16 + g;
+      const float scale_upper = p.adapter_columns ? 1.f : row < p.N ? row_scale[row] * 128.f : 0.f;
+      const float scale_lower = p.adapter_columns ? 1.f : row + 8 < p.N ? row_scale[row + 8] * 128.f : 0.f;
+      const float bias_upper = bias && row < p.N ? bias[row] : 0.f, bias_lower = bias && row + 8 < p.N ? bias[row + 8] : 0.f;
+#pragma unroll
+      for (int slice = 0; slice < 8 * SHARE / SLICE; ++slice) {
+        synchronize_warpgroup(warp / 4);
+#pragma unroll
+        for (int j = 0; j < SLICE / 8; ++j) {
+          const float* s = &sums[r][(slice * (SLICE / 8) + j) * 4];
+          const u32 upper = pack_bf16(fmaf(s[0], scale_upper, bias_upper), fmaf(s[1], scale_upper, bias_upper));
+          const u32 lower = pack_bf16(fmaf(s[2], scale_lower, bias_lower), fmaf(s[3], scale_lower, bias_lower));
+          const u32 to = shared_address(turn) + (j * 8 + lane % 8) * TURN_ROW + (warp % 4) * 32 + (lane / 8 % 2) * 16;
+          asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to), "r"(upper), "r"(lower) : "memory");
+        }
+        synchronize_warpgroup(warp / 4);
+        const int column = block * 64 + thread % 8 * 8;
+#pragma unroll
+        for (int t = thread / 8; t < SLICE; t += 16) {
+          const int token = m_tile * TOKENS + first_eight * 8 + slice * SLICE + t;
+          if (token < end && column < p.N) *(uint4*)(y + (size_t)token * p.N + column) = *(const uint4*)(turn + t * TURN_ROW + thread % 8 * 16);
+        }
+      }
+    }
+  };
+
+  const bool runs_are_long = p.shared_tiles >= (int)gridDim.x;
+  while (segment.next()) {
+    int n_tile, m_tile;
+    locate(p, segment.tile, n_tile, m_tile);
+    const bool begun = CLUSTER == 1 && segment.first > 0 && segment.last == steps;  // by blocks of lower index
+    const bool goes_on = begun && runs_are_long && k_group == 0;
+    if (goes_on) synchronize<READY, WORKERS + 32>();
+    // a choice and no branch: the assembler puts every `wgmma` after the one before, if sums come from two places
+    const float4* theirs = (const float4*)(partials + (size_t)(segment.block - 1) * TILE_SUMS) + threadIdx.x;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+      for (int n = 0; n < TOKENS / 8; ++n) {
+        const float4 start = goes_on ? __ldcg(theirs + (r * (TOKENS / 8) + n) * WORKERS) : make_float4(0.f, 0.f, 0.f, 0.f);
+        sums[r][n * 4] = start.x, sums[r][n * 4 + 1] = start.y, sums[r][n * 4 + 2] = start.z, sums[r][n * 4 + 3] = start.w;
+      }
+
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {  // what the end of this tile needs
+      const int row = min((n_tile * CTA_BLOCKS + warpgroup * ROWS + r) * 64 + thread / 2, p.N - 1);
+      if (thread % 64 == 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(row_scale + row));
+      if (bias && thread % 64 == 1) asm volatile("prefetch.global.L2 [%0];" ::"l"(bias + row));
+      if (p.adapter_columns) asm volatile("prefetch.global.L2 [%0];" ::"l"(expand + (size_t)row * p.adapter_columns + thread % 2 * 64 % p.adapter_columns));
+    }
+
     if constexpr (SYNCHRONOUS) {
+      bool is_full = false;  // the stage that comes next, as known from before
       for (int step = segment.first; step < segment.last; ++step) {
-        barrier_wait(full + 8 * stage, phase);
+        if (!is_full) barrier_wait(full + 8 * stage, phase);
+        const int next = stage + 1 == STAGES ? 0 : stage + 1;
+        const u32 next_phase = phase ^ (next == 0);
 #pragma unroll
         for (int d = 0; d < DEPTH / KGROUPS; ++d) {
           load(stage, d);
@@ -325,13 +445,15 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
               for (int n = 0; n < TOKENS / 8; ++n) multiply_add(&sums[r][n * 4], a, b[n][2 * j], b[n][2 * j + 1]);
             }
         }
+        is_full = barrier_passed(full + 8 * next, next_phase);
         __syncwarp();  // all lanes have read
-        if (lane < CLUSTER) barrier_arrive_at<CLUSTER>(empty + 8 * stage, lane);
-        if (++stage == STAGES) stage = 0, phase ^= 1;
+        if (lane == 0) barrier_arrive(empty + 8 * stage);
+        stage = next, phase = next_phase;
       }
     } else {
     int previous = -1;
-    if constexpr (AHEAD) {
+    bool is_full = false;  // the stage that comes next, as known from before
+    if (AHEAD && segment.first < segment.last) {
       barrier_wait(full + 8 * stage, phase);
       load(stage, 0);
     }
@@ -343,7 +465,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
       for (int d = 0; d < DEPTH / KGROUPS; ++d) {
         constexpr int GROUPS = 4 * ROWS / GROUP;
         if constexpr (!AHEAD) {
-          if (d == 0) barrier_wait(full + 8 * stage, phase);
+          if (d == 0 && !is_full) barrier_wait(full + 8 * stage, phase);
           load(stage, d);
         }
         uint4 now_codes[ROWS];
@@ -369,9 +491,10 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
             wgmma(sums[r], fragments[i], (u64)0x40000040u << 32 | (now_x + j * 2));
           }
           wgmma_commit();
+          if (!AHEAD && d + 1 == DEPTH / KGROUPS && group + 1 == GROUPS) is_full = barrier_passed(full + 8 * next, next_phase);
           wgmma_wait<1>();  // the other half of `a` is free again, and so is the previous stage
           if (group == 0) {
-            if (d == 0 && previous >= 0 && lane < CLUSTER) barrier_arrive_at<CLUSTER>(empty + 8 * previous, lane);
+            if (d == 0 && previous >= 0 && lane == 0) barrier_arrive(empty + 8 * previous);
             // while the matrix unit works: what comes next
             if constexpr (!AHEAD) {
             } else if (d + 1 < DEPTH / KGROUPS) {
@@ -386,10 +509,10 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
       previous = stage, stage = next, phase = next_phase;
     }
     wgmma_wait<0>();
-    if (lane < CLUSTER) barrier_arrive_at<CLUSTER>(empty + 8 * previous, lane);
+    if (previous >= 0 && lane == 0) barrier_arrive(empty + 8 * previous);
     }
 
-    if constexpr (KGROUPS > 1) {  // the first group adds what the others have, in their order
+    if constexpr (KGROUPS > 1 && CLUSTER == 1) {  // the first group adds what the others have, in their order
       float* exchange = (float*)(memory + REDUCE_OFFSET) + warpgroup * 128 + thread;
 #pragma unroll 1
       for (int other = 1; other < KGROUPS; ++other) {
@@ -410,109 +533,65 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
       }
       if (k_group > 0) continue;
     }
-    wait_for_previous_kernel();  // which may still read the memory that is written below
-    // A tile of several blocks: everyone leaves its sum, the last to arrive adds them up in the order of K.
-    if (segment.first > 0 || segment.last < steps) {
-      const int first_unit = segment.tile * steps;
-      const int first_cluster = segment.owner(first_unit), last_cluster = segment.owner(first_unit + steps - 1);
-      const int worker = threadIdx.x;
-      // a cluster's run starts inside the tile, or it started before and the tile holds its end
-      auto slot = [&](int cluster) {
-        const int which = 2 * cluster + (segment.start(cluster) >= first_unit ? 0 : 1);
-        return partials + (size_t)(which * CLUSTER + rank) * TILE_SUMS + worker;
-      };
-      float* mine = slot(segment.cluster);
+    if constexpr (CLUSTER > 1) {
+      synchronize<LEFT, 128 * WARPGROUPS>();  // nobody reads the stages any more
+      const u32 mine = base + 16 * (warpgroup * 128 + thread);
 #pragma unroll
       for (int r = 0; r < ROWS; ++r)
 #pragma unroll
-        for (int i = 0; i < TOKENS / 2; ++i) __stcg(mine + (r * (TOKENS / 2) + i) * WORKERS, sums[r][i]);
-      synchronize<5, WORKERS>();
-      if (worker == 0) {
-        asm volatile("fence.acq_rel.gpu;" ::: "memory");  // for all that this block has written
-        const u32 others = last_cluster - first_cluster;
-        *is_last = atomicInc(counters + segment.tile * CLUSTER + rank, others) == others;  // wraps: the counter is zero again afterwards
-        asm volatile("fence.acq_rel.gpu;" ::: "memory");
-      }
-      synchronize<5, WORKERS>();
-      if (!*is_last) continue;
+        for (int n = 0; n < TOKENS / 8; ++n)
+          *(float4*)(memory + 4 * k_group * TILE_SUMS + 16 * ((r * (TOKENS / 8) + n) * WORKERS + warpgroup * 128 + thread)) =
+              make_float4(sums[r][n * 4], sums[r][n * 4 + 1], sums[r][n * 4 + 2], sums[r][n * 4 + 3]);
+      arrive_at_cluster(), wait_for_cluster();
+      const int first_eight = (blockIdx.x % CLUSTER * KGROUPS + k_group) * SHARE;
+      float share[ROWS][4 * SHARE];
 #pragma unroll
       for (int r = 0; r < ROWS; ++r)
 #pragma unroll
-        for (int i = 0; i < TOKENS / 2; ++i) sums[r][i] = 0.f;
-#pragma unroll 1
-      for (int cluster = first_cluster; cluster <= last_cluster; cluster += 4) {  // four at a time: more loads in flight
-        const float* others[4];
+        for (int j = 0; j < SHARE; ++j) {
+          const u32 from = mine + 16 * WORKERS * (r * (TOKENS / 8) + min(first_eight + j, TOKENS / 8 - 1));
+          float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
-        for (int q = 0; q < 4; ++q) others[q] = slot(min(cluster + q, last_cluster));
+          for (int part = 0; part < SHARES; ++part) {  // in the order of blocks
+            const float4 other = load_from(from + 4 * TILE_SUMS * (part % KGROUPS), part / KGROUPS);
+            sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
+          }
+          share[r][j * 4] = sum.x, share[r][j * 4 + 1] = sum.y, share[r][j * 4 + 2] = sum.z, share[r][j * 4 + 3] = sum.w;
+        }
+      arrive_at_cluster();
+      wait_for_previous_kernel();  // which may still read the memory that is written below
+      if (first_eight < TOKENS / 8) finish(share, n_tile, m_tile, first_eight);
+      wait_for_cluster();  // the others may still read this block's memory
+    } else {
+      wait_for_previous_kernel();  // which may still read the memory that is written below
+      if (segment.last < steps) {
+        float4* mine = (float4*)(partials + (size_t)segment.block * TILE_SUMS) + threadIdx.x;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r)
 #pragma unroll
-          for (int i = 0; i < TOKENS / 2; ++i) {
-            const int at = (r * (TOKENS / 2) + i) * WORKERS;
-#pragma unroll
-            for (int q = 0; q < 4; ++q) sums[r][i] += cluster + q <= last_cluster ? __ldcg(others[q] + at) : 0.f;
-          }
+          for (int n = 0; n < TOKENS / 8; ++n)
+            __stcg(mine + (r * (TOKENS / 8) + n) * WORKERS, make_float4(sums[r][n * 4], sums[r][n * 4 + 1], sums[r][n * 4 + 2], sums[r][n * 4 + 3]));
+        arrive<LEFT, WORKERS + 32>();
+        continue;
       }
-    }
-
-    if (p.adapter_columns) {  // from here on the sums are y without its bias
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r) {
-        const int block = (n_tile * CLUSTER + rank) * CTA_BLOCKS + warpgroup * ROWS + r, row = block * 64 + (warp % 4) * 16 + g;
-        const float scale_upper = row < p.N ? row_scale[row] * 128.f : 0.f, scale_lower = row + 8 < p.N ? row_scale[row + 8] * 128.f : 0.f;
-#pragma unroll
-        for (int i = 0; i < TOKENS / 2; ++i) sums[r][i] *= i % 4 < 2 ? scale_upper : scale_lower;
-        const int2 span = spans[min(block, p.blocks - 1)];  // outside of these columns the rows of B are zero
+      if (begun && !runs_are_long) {
+        synchronize<READY, WORKERS + 32>();
 #pragma unroll 1
-        for (int column = span.x; column < span.y; column += 32) {
-          // both operands take eight neighbouring columns a thread: the sum over columns does not mind which comes when
-          const int at = column + lane % 4 * 8;
-          const uint4 zero = make_uint4(0, 0, 0, 0);
-          const uint4 upper = row < p.N ? __ldcg((const uint4*)(expand + (size_t)row * p.adapter_columns + at)) : zero;
-          const uint4 lower = row + 8 < p.N ? __ldcg((const uint4*)(expand + (size_t)(row + 8) * p.adapter_columns + at)) : zero;
-          const u32 first[4] = {upper.x, lower.x, upper.y, lower.y}, second[4] = {upper.z, lower.z, upper.w, lower.w};
+        for (int other = segment.owner(segment.tile * steps); other < segment.block; ++other) {  // in the order of K
+          const float4* theirs = (const float4*)(partials + (size_t)other * TILE_SUMS) + threadIdx.x;
 #pragma unroll
-          for (int n = 0; n < TOKENS / 8; ++n) {
-            const int token = m_tile * TOKENS + n * 8 + g;
-            const uint4 s = token < p.M ? __ldcg((const uint4*)(shrunk + (size_t)token * p.adapter_columns + at)) : zero;
-            multiply_add(&sums[r][n * 4], first, s.x, s.y);
-            multiply_add(&sums[r][n * 4], second, s.z, s.w);
-          }
+          for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+            for (int n = 0; n < TOKENS / 8; ++n) {
+              const float4 their = __ldcg(theirs + (r * (TOKENS / 8) + n) * WORKERS);
+              sums[r][n * 4] += their.x, sums[r][n * 4 + 1] += their.y, sums[r][n * 4 + 2] += their.z, sums[r][n * 4 + 3] += their.w;
+            }
         }
       }
-    }
-
-    // Turn (rows, tokens) into (tokens, rows) through shared memory, then write 16 bytes a thread.
-    u8* turn = memory + TURN_OFFSET + warpgroup * SLICE * TURN_ROW;
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      const int block = (n_tile * CLUSTER + rank) * CTA_BLOCKS + warpgroup * ROWS + r, row = block * 64 + (warp % 4) * 16 + g;
-      const float scale_upper = p.adapter_columns ? 1.f : row < p.N ? row_scale[row] * 128.f : 0.f;
-      const float scale_lower = p.adapter_columns ? 1.f : row + 8 < p.N ? row_scale[row + 8] * 128.f : 0.f;
-      const float bias_upper = bias && row < p.N ? bias[row] : 0.f, bias_lower = bias && row + 8 < p.N ? bias[row + 8] : 0.f;
-#pragma unroll
-      for (int slice = 0; slice < TOKENS / SLICE; ++slice) {
-        synchronize_warpgroup(warpgroup);
-#pragma unroll
-        for (int j = 0; j < SLICE / 8; ++j) {
-          const float* s = &sums[r][(slice * (SLICE / 8) + j) * 4];
-          const u32 upper = pack_bf16(fmaf(s[0], scale_upper, bias_upper), fmaf(s[1], scale_upper, bias_upper));
-          const u32 lower = pack_bf16(fmaf(s[2], scale_lower, bias_lower), fmaf(s[3], scale_lower, bias_lower));
-          const u32 to = shared_address(turn) + (j * 8 + lane % 8) * TURN_ROW + (warp % 4) * 32 + (lane / 8 % 2) * 16;
-          asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to), "r"(upper), "r"(lower) : "memory");
-        }
-        synchronize_warpgroup(warpgroup);
-        const int column = block * 64 + thread % 8 * 8;
-#pragma unroll
-        for (int t = thread / 8; t < SLICE; t += 16) {
-          const int token = m_tile * TOKENS + slice * SLICE + t;
-          if (token < p.M && column < p.N) *(uint4*)(y + (size_t)token * p.N + column) = *(const uint4*)(turn + t * TURN_ROW + thread % 8 * 16);
-        }
-      }
+      finish((float(*)[4 * SHARE])sums, n_tile, m_tile, 0);  // which is what they are without a cluster
     }
   }
   }
-  if constexpr (CLUSTER > 1) synchronize_cluster();  // the others may still send to this block's memory
 }
 #else
 // ---- W0 itself ------------------------------------------------------------------------------------------------------

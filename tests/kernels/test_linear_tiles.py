@@ -74,7 +74,17 @@ def test_every_shape_gets_a_variant_that_fits(N, K, M):
     in_turns = c.depth // c.kgroups * (4 * c.rows // c.group) % 2 == 0
     assert c.synchronous or in_turns, "fragments would be overwritten while in use"
     assert c.shared_memory() <= gemm.SHARED_MEMORY and c.stages >= 2
-    assert c.tokens % (8 * c.cluster) == 0 and c.tokens >= min(M, 64)
+    assert c.tokens % 8 == 0 and c.tokens >= min(M, 64)
+    sums = 4 * 64 * c.tile_blocks() * c.tokens * c.kgroups
+    assert c.cluster == 1 or sums <= c.stages * c.depth * (128 * c.tokens + 2304 * c.tile_blocks())
+    assert 1 <= c.cluster <= 8, "more blocks in a cluster are not portable"
+
+
+@given(divisor=st.integers(1, 2**26), n=st.integers(0, 2**31 - 1))
+def test_a_division_by_multiplying_is_exact(divisor, n):
+    by = gemm.Divisor.of(divisor)
+    for number in (n, n // divisor * divisor, max(n // divisor * divisor - 1, 0), 2**31 - 1):
+        assert number * by.magic >> by.shift == number // divisor
 
 
 @given(N=st.integers(1, 10**6))

@@ -192,9 +192,14 @@ def test_an_engine_on_marlin_lends_every_linear_in_place(
             assert spans(frozen.bias) in theirs and torch.equal(frozen.bias, stored[f"{name}.bias"]), name
 
 
-def test_an_engine_on_marlin_lends_it_only_where_that_is_asked_for(make_nvfp4: Any, engine_on_marlin: Any) -> None:
+def test_an_engine_on_marlin_lends_what_it_can_and_refuses_where_that_is_nothing(
+    make_nvfp4: Any, engine_on_marlin: Any, measure: Any
+) -> None:
     engine = engine_on_marlin(make_nvfp4("qwen2"))
     lent = frozen_weights(engine)
     assert len(lent.linears) == 10 and all("its rows" in reason for reason in lent.apart.values())  # gate, up: 96 rows
-    with pytest.raises(NotShareableError, match=r"Marlin's layout .* share_weights: true"):
-        frozen_weights(engine, marlin=False)
+    for module in measure.model(engine).modules():
+        for part in getattr(module, "marlin_parts", ()):
+            part.scale_exponent = None
+    with pytest.raises(NotShareableError, match="Marlin's block scales in a form that is not known here"):
+        frozen_weights(engine)

@@ -21,7 +21,7 @@ ON_A_GPU = sorted(path for path in RECIPES.glob("*/grpo/*.yaml") if path.parts[-
 CPU = ["--use_cpu", "true", "--bf16", "false"]
 NVFP4_32B = RECIPES / "Qwen2.5-32B-Instruct/grpo/nvfp4_lora_aqn.yaml"
 NVFP4_32B_NO_NOISE = NVFP4_32B.with_name("nvfp4_lora.yaml")
-HOPPER = Gpu(80 * GB, is_hopper=True)
+HOPPER, NO_HOPPER = Gpu(80 * GB, is_hopper=True), Gpu(80 * GB, is_hopper=False)
 
 
 def plan(path: Path, *flags: str, gpu: Gpu = HOPPER) -> Plan:
@@ -51,21 +51,20 @@ def test_32b_on_one_copy_of_its_weights_takes_less_than_45_gb() -> None:
     assert part(planned, "engine's weights").training == pytest.approx(20.7e9, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("gpu", "flags"),
-    [(HOPPER, ["--share_weights", "false"]), (Gpu(80 * GB, is_hopper=False), [])],
-    ids=["share_weights: false", "Marlin"],
-)
-def test_without_sharing_there_is_a_second_copy(gpu: Gpu, flags: list[str]) -> None:
-    assert part(plan(NVFP4_32B, *flags, gpu=gpu), "trainer's weights").training == pytest.approx(20.7e9, rel=0.01)
+@pytest.mark.parametrize("gpu", [HOPPER, NO_HOPPER], ids=["tiles", "Marlin"])
+def test_without_sharing_there_is_a_second_copy(gpu: Gpu) -> None:
+    own = part(plan(NVFP4_32B, "--share_weights", "false", gpu=gpu), "trainer's weights")
+    assert own.training == pytest.approx(20.7e9, rel=0.01)
+    assert own.detail == "own copy: share_weights: false"
+    assert "share_weights: true" in own.knobs
 
 
-def test_the_second_copy_beside_marlins_layout_goes_where_share_weights_asks_for_it() -> None:
-    """The trainer then has norms alone, and at work a layer in the checkpoint's layout before it is expanded."""
-    gpu, norms = Gpu(80 * GB, is_hopper=False), (2 * 64 + 1) * 5120 * 4
-    apart, shared = plan(NVFP4_32B, gpu=gpu), plan(NVFP4_32B, "--share_weights", "true", gpu=gpu)
-    assert "share_weights: true" in part(apart, "trainer's weights").knobs
-    assert "share_weights: true only" in part(apart, "trainer's weights").detail
+def test_beside_marlins_layout_there_is_no_second_copy_unless_share_weights_says_so() -> None:
+    """The trainer has norms alone, and at work a layer in the checkpoint's layout before it is expanded."""
+    gpu, norms = NO_HOPPER, (2 * 64 + 1) * 5120 * 4
+    apart, shared = plan(NVFP4_32B, "--share_weights", "false", gpu=gpu), plan(NVFP4_32B, gpu=gpu)
+    assert shared == plan(NVFP4_32B, "--share_weights", "true", gpu=gpu)
+    assert part(shared, "trainer's weights").detail == "reads the engine's weights; its own: norms"
     assert norms <= part(shared, "trainer's weights").training < norms + 1e6
     assert not any("share_weights" in knob for knob in part(shared, "trainer's weights").knobs)
     assert shared.peak < apart.peak

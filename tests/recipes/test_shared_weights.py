@@ -17,10 +17,8 @@ from qerl_recipes.frozen_linear import FrozenMarlinLinear, FrozenNVFP4Linear, Fr
 from qerl_recipes.quantize_plan import FUSED
 from qerl_recipes.validate import validate
 from qerl_vllm_plugin.frozen_weights import (
-    NOT_ASKED,
     FrozenWeight,
     FrozenWeights,
-    NotShareableError,
     frozen_weights,
     marlin_part,
     tiled_part,
@@ -351,8 +349,8 @@ class EngineOnMarlin:
 
     frozen_weights = rollout.VLLMRollouts.frozen_weights
 
-    def __init__(self, training, lent):
-        self._training, self.lent, self.llm, self._is_lent = training, lent, None, False
+    def __init__(self, lent):
+        self.llm, self._is_lent = lent, False
 
     def _wake(self):
         pass
@@ -361,22 +359,14 @@ class EngineOnMarlin:
 
 
 @pytest.mark.parametrize("asked", [None, True])
-def test_weights_in_marlins_layout_are_borrowed_where_that_is_asked_for(asked, make_nvfp4, monkeypatch):
-    lent = lend(models.load(make_nvfp4("qwen2", intermediate_size=128)), marlin_layer, marlin_part)
-
-    def of_the_engine(llm, *, marlin):
-        if not marlin:
-            raise NotShareableError(NOT_ASKED)
-        return lent
-
-    monkeypatch.setattr(rollout, "frozen_weights", of_the_engine)
-    training = GRPOConfig(**CPU, share_weights=asked)
-    engine = EngineOnMarlin(training, lent)
-    if asked:
-        assert shared_weights.borrow(engine, training) is lent and engine._is_lent
-    else:
-        with pytest.warns(
-            UserWarning, match=r"own copy of the frozen weights: .*Marlin's layout .*; share_weights: true"
-        ):
-            assert shared_weights.borrow(engine, training) is None
-        assert not engine._is_lent  # so that it sleeps as a whole
+def test_weights_in_marlins_layout_are_borrowed_as_any_others(asked, make_nvfp4, monkeypatch, recwarn):
+    folder = make_nvfp4("qwen2", intermediate_size=128)
+    lent = lend(models.load(folder), marlin_layer, marlin_part)
+    monkeypatch.setattr(rollout, "frozen_weights", lambda llm: llm)
+    training, engine = GRPOConfig(**CPU, share_weights=asked), EngineOnMarlin(lent)
+    assert shared_weights.is_wanted(training)
+    borrowed = shared_weights.borrow(engine, training)
+    assert borrowed is lent and engine._is_lent  # so that it does not sleep as a whole
+    shared = models.load(folder, weights=borrowed)
+    assert {type(module) for module in linears(shared).values()} == {FrozenMarlinLinear}
+    assert [str(w.message) for w in recwarn if "own copy" in str(w.message)] == []
