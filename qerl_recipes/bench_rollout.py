@@ -105,7 +105,10 @@ def measure(arm: str, shape: str, batch_sizes: Sequence[int], rank: int) -> dict
                 found.append(time.perf_counter() - start)
         return found
 
-    rows = {str(batch): _rate(batch * NEW_TOKENS, seconds(batch, PROMPT_TOKENS, NEW_TOKENS)) for batch in batch_sizes}
+    rows = {}
+    for batch in batch_sizes:
+        rate = rows[str(batch)] = _rate(batch * NEW_TOKENS, seconds(batch, PROMPT_TOKENS, NEW_TOKENS))
+        print(f"{arm}, batch {batch}: {rate['tokens_per_s']:,.0f} tokens/s", file=sys.stderr, flush=True)
     longest = PROMPT_TOKENS + NEW_TOKENS - 1
     prefill = _rate(PREFILLED * longest, seconds(PREFILLED, longest, 1))
     return {"batch": rows, "prefill": prefill, "weights_gib": _weights_gib(llm)}
