@@ -6,11 +6,8 @@ Every arm runs in a process of its own, so that neither inherits the other's mem
 """
 
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +15,7 @@ from typing import Any
 
 from qerl_recipes.arms import ENGINE_QUANTIZATION, engine_options
 from qerl_recipes.bench_conditions import conditions
+from qerl_recipes.bench_engine import in_own_process, random_adapter, start
 from qerl_recipes.shapes import config_json
 
 PROMPT_TOKENS, NEW_TOKENS, REPEATS = 128, 128, 3
@@ -44,7 +42,8 @@ def run(
     config_json(shape)
     if unknown := sorted(set(arms) - set(ARMS)):
         raise ValueError(f"unknown arm {unknown[0]!r}; known: {', '.join(ARMS)}")
-    measured = {arm: _in_own_process(arm, shape, batch_sizes, rank) for arm in arms}
+    sizes = ",".join(map(str, batch_sizes))
+    measured = {arm: in_own_process(__name__, arm, shape, sizes, str(rank)) for arm in arms}
     result = {
         "shape": shape,
         "rank": rank,
@@ -63,7 +62,7 @@ def run(
 def measure(arm: str, shape: str, batch_sizes: Sequence[int], rank: int) -> dict[str, Any]:
     """One arm, in this process -> tokens per second by batch size and of the prefill, and the weights' GiB."""
     import torch
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
     from qerl_vllm_plugin.policy import Policy
 
@@ -72,20 +71,13 @@ def measure(arm: str, shape: str, batch_sizes: Sequence[int], rank: int) -> dict
         from qerl_recipes.quantize import quantization_config
 
         config["quantization_config"] = quantization_config(["lm_head"])
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(config))
-        llm = LLM(
-            model=folder,
-            skip_tokenizer_init=True,
-            load_format="dummy",
-            dtype="bfloat16",
-            max_model_len=PROMPT_TOKENS + NEW_TOKENS,
-            max_num_seqs=max(*batch_sizes, PREFILLED),
-            enable_prefix_caching=False,
-            disable_log_stats=True,
-            compilation_config={"cudagraph_capture_sizes": sorted(batch_sizes)},
-            **_options(arm, rank),
-        )
+    llm = start(
+        config,
+        length=PROMPT_TOKENS + NEW_TOKENS,
+        sequences=max(*batch_sizes, PREFILLED),
+        compilation_config={"cudagraph_capture_sizes": sorted(batch_sizes)},
+        **_options(arm, rank),
+    )
     policy = Policy(llm)
     if policy.carrier is not None:
         policy.swap(*random_adapter(config, rank))
@@ -97,7 +89,7 @@ def measure(arm: str, shape: str, batch_sizes: Sequence[int], rank: int) -> dict
         for repeat in range(REPEATS + 1):
             length = new if repeat else min(new, WARM_UP_TOKENS)
             sampling = SamplingParams(max_tokens=length, ignore_eos=True, temperature=1.0, detokenize=False)
-            ids = torch.randint(1000, 100000, (batch, prompt), generator=generator).tolist()
+            ids = torch.randint(config["vocab_size"], (batch, prompt), generator=generator).tolist()
             prompts = [{"prompt_token_ids": row} for row in ids]
             start = time.perf_counter()
             llm.generate(prompts, sampling, lora_request=policy.request, use_tqdm=False)
@@ -131,47 +123,10 @@ def _options(arm: str, rank: int) -> dict[str, Any]:
     return slots if arm == "stock_nvfp4" else engine_options(arm, rank)
 
 
-def random_adapter(config: dict[str, Any], rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A PEFT adapter of all linears with small random values, as (tensors, config)."""
-    import torch
-
-    hidden, intermediate = config["hidden_size"], config["intermediate_size"]
-    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
-    sizes = {
-        "self_attn.q_proj": (hidden, hidden),
-        "self_attn.k_proj": (hidden, kv),
-        "self_attn.v_proj": (hidden, kv),
-        "self_attn.o_proj": (hidden, hidden),
-        "mlp.gate_proj": (hidden, intermediate),
-        "mlp.up_proj": (hidden, intermediate),
-        "mlp.down_proj": (intermediate, hidden),
-    }
-    tensors = {}
-    for layer in range(config["num_hidden_layers"]):
-        for name, (inputs, outputs) in sizes.items():
-            prefix = f"base_model.model.model.layers.{layer}.{name}"
-            tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, inputs, dtype=torch.bfloat16) * 0.01
-            tensors[f"{prefix}.lora_B.weight"] = torch.randn(outputs, rank, dtype=torch.bfloat16) * 0.01
-    modules = [name.rsplit(".", 1)[-1] for name in sizes]
-    return tensors, {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": modules}
-
-
 def _weights_gib(llm: Any) -> float:
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     seen = {t.data_ptr(): t.nbytes for t in (*runner.get_model().parameters(), *runner.get_model().buffers())}
     return round(sum(seen.values()) / 2**30, 2)
-
-
-def _in_own_process(arm: str, shape: str, batch_sizes: Sequence[int], rank: int) -> dict[str, Any]:
-    line = [sys.executable, "-m", "qerl_recipes.bench_rollout", arm, shape, ",".join(map(str, batch_sizes)), str(rank)]
-    # in one process, where the weights can be measured and an adapter needs no transport
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    done = subprocess.run(line, stdout=subprocess.PIPE, text=True, env=environment)
-    if done.returncode:
-        raise RuntimeError(
-            f"arm {arm} ended with code {done.returncode}; its messages are above. Command: {' '.join(line)}"
-        )
-    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def _print(result: dict[str, Any], batch_sizes: Sequence[int]) -> None:

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from qerl_recipes.hooks import DatasetLoader, RewardFactory, RolloutEngine, implementation
-from qerl_recipes.shapes import Shape, as_config, config_json
+from qerl_recipes.shapes import config_json
 
 NAME = "bench"  # of the data set, of the reward and of the engine that tells how long its parts took
-TINY = "tiny"  # 0.4 million parameters, for a CPU
-TINY_SHAPE = Shape(128, 256, 2, 2, 1, 512, True, head_dim=64, positions=4096)
 PACK_TOKENS = 16384
 LEARNING_RATE = 1e-5
 ENGINE_PARTS = ("engine's weights", "engine's adapter", "engine's scratch", "CUDA graphs")
@@ -69,7 +67,7 @@ class Workload:
 
     def config(self) -> dict[str, Any]:
         """config.json of the model. Raises ValueError for an unknown shape."""
-        return as_config(TINY_SHAPE) if self.shape == TINY else config_json(self.shape)
+        return config_json(self.shape)
 
     def micro_batch(self) -> int:
         """Sequences of a micro-batch: as many whole groups as one packed row holds, at least one, if no flag says."""

@@ -73,7 +73,7 @@ app.add_typer(bench, name="bench")
 
 @bench.command()
 def rollout(
-    shape: Annotated[str, typer.Option(help="Qwen2.5 size: 0.5B, 1.5B, 3B, 7B, 14B, 32B")] = "7B",
+    shape: Annotated[str, typer.Option(help="Qwen2.5 size: 0.5B, 1.5B, 3B, 7B, 14B, 32B; or tiny, for a CPU")] = "7B",
     batch: Annotated[str, typer.Option(help="batch sizes, comma-separated")] = "1,8,64,128",
     arms: Annotated[
         str,
@@ -86,6 +86,18 @@ def rollout(
     from qerl_recipes.bench_rollout import run
 
     run(shape, [int(size) for size in batch.split(",")], arms=arms.split(","), rank=rank, output=output)
+
+
+@bench.command()
+def swap(
+    shape: Annotated[str, typer.Option(help="Qwen2.5 size: 0.5B, 1.5B, 3B, 7B, 14B, 32B; or tiny, for a CPU")] = "7B",
+    rank: Annotated[int, typer.Option(help="rank of the adapter")] = 32,
+    output: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
+) -> None:
+    """How long a change of policy takes: an adapter on the engine's own device, and the noise."""
+    from qerl_recipes.bench_swap import run
+
+    run(shape, rank=rank, output=output)
 
 
 @bench.command()

@@ -27,6 +27,7 @@ SHAPES = {
     "14B": Shape(5120, 13824, 48, 40, 8, 152064, False),
     "32B": Shape(5120, 27648, 64, 40, 8, 152064, False),
 }
+TINY = Shape(128, 256, 2, 2, 1, 512, True, head_dim=64, positions=4096)  # 0.4 million parameters, for a CPU
 BY_MODEL_ID = {
     **{f"Qwen/Qwen2.5-{size}-Instruct": shape for size, shape in SHAPES.items()},
     "Qwen/Qwen3-4B": Shape(2560, 9728, 36, 32, 8, 151936, True, model_type="qwen3", positions=40960),
@@ -36,10 +37,11 @@ ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
 def config_json(size: str) -> dict[str, Any]:
-    """A Hugging Face config of Qwen2.5 in that size. Raises ValueError for an unknown one."""
-    if size not in SHAPES:
-        raise ValueError(f"unknown shape {size!r}; known: {', '.join(SHAPES)}")
-    return as_config(SHAPES[size])
+    """A Hugging Face config of Qwen2.5 in that size, or of the tiny one. Raises ValueError for an unknown one."""
+    known = {**SHAPES, "tiny": TINY}
+    if size not in known:
+        raise ValueError(f"unknown shape {size!r}; known: {', '.join(known)}")
+    return as_config(known[size])
 
 
 def as_config(shape: Shape) -> dict[str, Any]:

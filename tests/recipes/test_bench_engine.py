@@ -1,0 +1,50 @@
+"""The engine benchmarks on a CPU, where their figures mean nothing and their wiring can be seen."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qerl_recipes import bench_rollout, bench_swap
+
+
+def test_a_swap_is_measured_with_and_without_emptying_the_prefix_cache() -> None:
+    found = bench_swap.measure("tiny", 4)
+    seconds = found["seconds"]
+    assert set(seconds) == {"swap", "noise", "prefix_cache"} and all(value > 0 for value in seconds.values())
+    assert found["blocks"] > 0
+
+
+@pytest.mark.parametrize("arm", ["bf16", "qerl_nvfp4"])
+def test_every_batch_size_of_an_arm_is_measured(
+    arm: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"PROMPT_TOKENS": 8, "NEW_TOKENS": 4, "REPEATS": 1, "PREFILLED": 2}.items():
+        monkeypatch.setattr(bench_rollout, name, value)
+    found = bench_rollout.measure(arm, "tiny", [1, 3], 4)
+    assert set(found["batch"]) == {"1", "3"}
+    assert all(row["tokens_per_s"] > 0 for row in (*found["batch"].values(), found["prefill"]))
+    assert f"{arm}, batch 3: " in capsys.readouterr().err
+
+
+def test_results_say_what_they_were_measured_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(module: str, *arguments: str) -> dict[str, Any]:
+        assert (module, arguments) == ("qerl_recipes.bench_swap", ("7B", "16"))
+        return {"seconds": {"swap": 0.012, "noise": 0.006, "prefix_cache": 0.005}, "blocks": 99}
+
+    monkeypatch.setattr(bench_swap, "in_own_process", answer)
+    bench_swap.run("7B", rank=16, output=tmp_path / "new/swap.json")
+    written = json.loads((tmp_path / "new/swap.json").read_text())
+    assert {"gpu", "versions", "commit", "date", "command"} <= set(written) and written["blocks"] == 99
+    assert "a swap takes 12.0 ms" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "bench", [bench_swap.run, lambda shape: bench_rollout.run(shape, [1])], ids=["swap", "rollout"]
+)
+def test_an_unknown_shape_is_refused_before_anything_starts(bench: Any) -> None:
+    with pytest.raises(ValueError, match="unknown shape '8B'; known: 0.5B"):
+        bench("8B")
