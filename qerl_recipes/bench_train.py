@@ -59,7 +59,7 @@ def run(
             from qerl_recipes.bench_memory import ballast
 
             stack.enter_context(ballast(memory))
-        recipes = {arm: _recipe(replace(work, steps=rounds["step"]), arm, device) for arm in arms}
+        recipes = {arm: _recipe(replace(work, steps=rounds["step"]), arm, device, memory) for arm in arms}
         requests = {arm: _request(work, arm, recipes[arm]["recipe"], folder, memory) for arm in arms}
         planned = sum(recipes[arm]["planned_bytes"] or 0 for arm in arms)
         in_turn = device is None or planned <= (memory or device.memory)
@@ -120,10 +120,10 @@ def _check_disk(work: Workload, arms: Sequence[str], folder: Path) -> None:
         raise OSError(errno.ENOSPC, message + "name another folder with --scratch, or fewer arms")
 
 
-def _recipe(work: Workload, arm: str, device: Device | None) -> dict[str, Any]:
+def _recipe(work: Workload, arm: str, device: Device | None, memory: int | None) -> dict[str, Any]:
     """The recipe of an arm; on a GPU with the engine's share, and the bytes that the arm should take at most.
 
-    Worked out without touching the GPU.
+    Worked out without touching the GPU. ``memory`` is the limit, which decides what ``checkpointed_layers: -1`` means.
     """
     if device is None:
         return {"recipe": work.recipe(arm, cuda=False), "planned_bytes": None}
@@ -135,10 +135,13 @@ def _recipe(work: Workload, arm: str, device: Device | None) -> dict[str, Any]:
     gpu, config, share = Gpu(device.memory, device.is_hopper), work.config(), None
     for _ in range(2):  # the second time with the share that the first one found
         settings = parse(flags(work.recipe(arm, cuda=False, engine_share=share)))
-        plan = memory_plan.make(*settings, gpu=gpu, config=config)
+        plan = memory_plan.make(*settings, gpu=gpu, config=config, limit=memory)
         share = engine_share(plan, measure(config), work)
     print(f"{arm}: planned {plan.line()}", flush=True)
-    return {"recipe": work.recipe(arm, cuda=True, engine_share=share), "planned_bytes": plan.peak}
+    recipe = work.recipe(arm, cuda=True, engine_share=share)
+    if "checkpointed_layers" in recipe:
+        recipe["checkpointed_layers"] = plan.checkpointed
+    return {"recipe": recipe, "planned_bytes": plan.peak}
 
 
 def _request(work: Workload, arm: str, recipe: Mapping[str, Any], folder: Path, memory: int | None) -> dict[str, Any]:

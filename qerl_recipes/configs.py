@@ -24,6 +24,7 @@ DEFAULT_NOISE_MODE = "shared"  # where sigmas are given and no mode is
 # Table 4 of the paper (arXiv 2510.11696)
 SIGMA_START, SIGMA_END, NUM_STAGES = 1e-2, 5e-4, 10
 PACK_TOKENS = 16384  # enough that the cost of expanding 4-bit weights is small beside the products
+AS_FEW_AS_FIT = -1  # checkpointed_layers
 _CONSTRUCTION_ERRORS = (ValueError, TypeError, AttributeError, KeyError, OverflowError, OSError, ImportError)
 
 
@@ -146,7 +147,7 @@ class GRPOConfig(trl.GRPOConfig):
         metadata={
             "help": "With gradient_checkpointing: in how many of the model's blocks, counted from the first, the "
             "backward computes the activations anew. Fewer are faster and take more memory (`qerl doctor --recipe` "
-            "says how much). Default: in all."
+            "says how much). -1: in as few as the memory plan leaves room for on this GPU. Default: in all."
         },
     )
     rollout_engine: str = field(default="vllm", metadata={"help": "Rollout engine by name, from a plugin or built in."})
@@ -183,8 +184,10 @@ class GRPOConfig(trl.GRPOConfig):
     def _check_checkpointing(self) -> None:
         if self.checkpointed_layers is None:
             return
-        if self.checkpointed_layers < 0:
-            raise ConfigError(f"checkpointed_layers must be at least 0, not {self.checkpointed_layers}")
+        if self.checkpointed_layers < AS_FEW_AS_FIT:
+            raise ConfigError(
+                f"checkpointed_layers must be at least 0, or -1 for as few as fit, not {self.checkpointed_layers}"
+            )
         if not self.gradient_checkpointing:
             raise ConfigError(
                 f"checkpointed_layers: {self.checkpointed_layers} has no effect with gradient_checkpointing: false; "

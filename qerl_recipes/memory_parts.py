@@ -41,11 +41,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """The parts of a run on a GPU; ``problem`` is what stops the engine from starting at all, "" if nothing does."""
+    """The parts of a run on a GPU; ``problem`` is what stops the engine from starting at all, "" if nothing does.
+
+    ``checkpointed`` blocks compute their activations anew.
+    """
 
     parts: tuple[Part, ...]
     gpu: Gpu
     problem: str = ""
+    checkpointed: int = 0
 
     def total(self, phase: str) -> int:
         """Bytes held in ``rollout`` or ``training``."""

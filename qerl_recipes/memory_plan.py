@@ -10,18 +10,19 @@ the engine's scratch and CUDA's own memory are estimates for sequences of full l
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from qerl_recipes import activation_bytes, shared_weights, weight_bytes
 from qerl_recipes.activation_bytes import MicroBatch
-from qerl_recipes.configs import GRPOConfig, ModelConfig, ScriptArguments
+from qerl_recipes.configs import AS_FEW_AS_FIT, GRPOConfig, ModelConfig, ScriptArguments
 from qerl_recipes.memory_parts import SLEEP, Gpu, Part, Plan, gigabytes
 from qerl_recipes.model_card import engine_rank
 from qerl_recipes.model_size import LinearSize, ModelSize, measure, read_config
 
 CONTEXT = 900_000_000  # CUDA context and kernels, cuBLAS workspaces
+SPARE = 0.03  # of the GPU, that is left free where the plan decides how much is kept
 SLACK = 0.1  # of what comes and goes: blocks that the allocator holds and cannot use
 FP32, BF16 = 4, 2
 # bytes of optimizer state for each trained number; 8-bit states have an fp32 scale for 256 of them
@@ -35,18 +36,36 @@ def make(
     *,
     gpu: Gpu,
     config: Mapping[str, Any] | None = None,
+    limit: int | None = None,
 ) -> Plan:
     """Plan a recipe on a GPU. ``config`` is the checkpoint's config.json, by default that of the recipe's model.
 
-    Raises ValueError where the model's sizes cannot be found.
+    ``limit`` is how many bytes of the GPU may be used, by default all: ``checkpointed_layers: -1`` becomes the smallest
+    number with which 3 % of them are left, or that of all blocks. Raises ValueError where the model's sizes cannot be
+    found.
     """
     if config is None:
         config = read_config(str(model.model_name_or_path), model.model_revision)
     size = measure(config)
-    run = _Run(script, training, model, size, gpu)
-    trained, kv = run.trained_parts(), run.kv_cache()
-    parts = (*run.weight_parts(), kv, *run.engine_parts(), *trained, *run.working_parts(), _context(run))
-    return Plan(parts, gpu, run.problem())
+    allowed = (1 - SPARE) * (limit or gpu.memory)
+    for checkpointed in _to_try(training, size):
+        run = _Run(script, training, model, size, gpu, checkpointed)
+        trained, kv = run.trained_parts(), run.kv_cache()
+        parts = (*run.weight_parts(), kv, *run.engine_parts(), *trained, *run.working_parts(), _context(run))
+        plan = Plan(parts, gpu, run.problem(), checkpointed)
+        if plan.peak <= allowed:
+            break
+    return plan
+
+
+def _to_try(training: GRPOConfig, size: ModelSize) -> Iterable[int]:
+    """Numbers of blocks that compute their activations anew."""
+    wanted = training.checkpointed_layers
+    if not training.gradient_checkpointing:
+        return [0]
+    if wanted == AS_FEW_AS_FIT:
+        return range(size.layers + 1)
+    return [size.layers if wanted is None else min(wanted, size.layers)]
 
 
 def _context(run: "_Run") -> Part:
@@ -58,9 +77,15 @@ class _Run:
     """A recipe on a GPU, and what follows from both."""
 
     def __init__(
-        self, script: ScriptArguments, training: GRPOConfig, model: ModelConfig, size: ModelSize, gpu: Gpu
+        self,
+        script: ScriptArguments,
+        training: GRPOConfig,
+        model: ModelConfig,
+        size: ModelSize,
+        gpu: Gpu,
+        checkpointed: int,
     ) -> None:
-        self.training, self.size, self.gpu = training, size, gpu
+        self.training, self.size, self.gpu, self.checkpointed = training, size, gpu, checkpointed
         self.arm, self.itemsize = training.quantization, FP32 if model.dtype == "float32" else BF16
         self.layout = _layout(gpu, self.itemsize)
         self.reason = _apart(training)
@@ -155,7 +180,7 @@ class _Run:
         return MicroBatch(tokens, at_once, scored, 0 if packs or self.is_flash else rows, self.length)
 
     def working_parts(self) -> tuple[Part, ...]:
-        batch, checkpointed = self.micro_batch(), self._checkpointed()
+        batch, checkpointed = self.micro_batch(), self.checkpointed
         targets = len([target for target in self.targets if target.name.startswith(_first_block(self.size))])
         padded_to, itemsize = self.length if batch.rows else 0, self.itemsize
         # with use_cpu the recipe is read on a machine without a GPU, where bf16 says nothing about a run on one
@@ -193,13 +218,6 @@ class _Run:
 
     def _lower_rank(self) -> tuple[str, ...]:
         return (f"a lower lora_r {self.rank}",)
-
-    def _checkpointed(self) -> int:
-        """Blocks that compute their activations anew."""
-        if not self.training.gradient_checkpointing:
-            return 0
-        wanted = self.training.checkpointed_layers
-        return self.size.layers if wanted is None else min(wanted, self.size.layers)
 
     def _less_to_keep(self, checkpointed: int) -> tuple[str, ...]:
         if not self.training.gradient_checkpointing:

@@ -100,18 +100,22 @@ def _alone(training: Any) -> Iterator[None]:
 
 
 def plan_memory(script: Any, training: Any, model_config: Any) -> "Plan | None":
-    """The memory plan of a run, printed as one line; None on a CPU.
+    """The memory plan of a run, printed as one line; None on a CPU. Settles ``checkpointed_layers: -1``.
 
     Raises ValueError, with the largest parts and the way out, for a run that does not fit the GPU.
     """
+    from qerl_recipes.configs import AS_FEW_AS_FIT
     from qerl_recipes.memory_parts import this_gpu
     from qerl_recipes.memory_plan import make
 
     gpu = None if training.use_cpu else this_gpu()
-    if gpu is None:
+    plan = None if gpu is None else make(script, training, model_config, gpu=gpu)
+    if plan is not None:
+        plan.check()
+    if training.checkpointed_layers == AS_FEW_AS_FIT:
+        training.checkpointed_layers = None if plan is None else plan.checkpointed
+    if plan is None:
         return None
-    plan = make(script, training, model_config, gpu=gpu)
-    plan.check()
     if training.process_index == 0:
         print(f"memory plan: {plan.line()}", file=sys.stderr)
     return plan

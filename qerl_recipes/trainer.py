@@ -293,10 +293,12 @@ def blocks_that_keep(model: torch.nn.Module, checkpointed: int | None) -> list[G
     """The blocks behind the first ``checkpointed``, whose activations are kept; none of them for None.
 
     The last ones: their memory is free again when the first ones compute theirs anew. Raises ValueError if the model
-    has fewer blocks.
+    has fewer blocks, and for -1, which `qerl train` replaces by a number.
     """
     if checkpointed is None:
         return []
+    if checkpointed < 0:
+        raise ValueError(f"checkpointed_layers is {checkpointed}, which only the memory plan can settle; name a number")
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if checkpointed > len(blocks):
         raise ValueError(f"checkpointed_layers is {checkpointed}, and this model has {len(blocks)}")

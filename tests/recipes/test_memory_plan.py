@@ -274,6 +274,45 @@ def test_blocks_that_are_not_checkpointed_keep_all_that_they_compute() -> None:
     assert "checkpointed_layers: 64" in part(planned[1], "activations").knobs
 
 
+@pytest.mark.parametrize("gigabytes", [60, 80, 100, 200])
+def test_as_few_blocks_are_checkpointed_as_leave_a_little_of_the_gpu(gigabytes: int) -> None:
+    gpu = Gpu(gigabytes * GB, is_hopper=True)
+    flags = ["--vllm_gpu_memory_utilization", "0.5", "--vllm_enable_sleep_mode", "true"]
+    chosen = plan(NVFP4_32B, *flags, "--checkpointed_layers", "-1", gpu=gpu)
+    exactly = plan(NVFP4_32B, *flags, "--checkpointed_layers", str(chosen.checkpointed), gpu=gpu)
+    assert chosen == exactly and chosen.peak <= 0.97 * gpu.memory
+    if chosen.checkpointed:
+        fewer = plan(NVFP4_32B, *flags, "--checkpointed_layers", str(chosen.checkpointed - 1), gpu=gpu)
+        assert fewer.peak > 0.97 * gpu.memory
+
+
+def test_all_blocks_are_checkpointed_where_nothing_fits_and_where_nothing_is_said() -> None:
+    small = plan(NVFP4_32B, "--checkpointed_layers", "-1", gpu=Gpu(20 * GB, is_hopper=True))
+    assert small.checkpointed == 64 and not small.fits
+    assert plan(NVFP4_32B).checkpointed == 64
+    assert plan(NVFP4_32B, "--gradient_checkpointing", "false").checkpointed == 0
+
+
+def test_a_limit_below_the_gpus_memory_decides_how_much_is_kept() -> None:
+    script, training, model = parse(["--config", str(NVFP4_32B), *CPU, "--checkpointed_layers", "-1"])
+    limits = (60 * GB, 70 * GB, 80 * GB)
+    plans = [make(script, training, model, gpu=HOPPER, limit=limit) for limit in limits]
+    assert [p.peak <= 0.97 * limit for p, limit in zip(plans, limits, strict=True)] == [True] * 3
+    assert plans[0].checkpointed > plans[1].checkpointed > plans[2].checkpointed
+
+
+def test_the_number_is_settled_before_the_trainer_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    from qerl_recipes import memory_parts, train
+
+    script, training, model = parse(["--config", str(NVFP4_32B), *CPU, "--checkpointed_layers", "-1"])
+    assert train.plan_memory(script, training, model) is None
+    assert training.checkpointed_layers is None, "a CPU has no plan, and all blocks are the default"
+    training.checkpointed_layers, training.use_cpu = -1, False
+    monkeypatch.setattr(memory_parts, "this_gpu", lambda: HOPPER)
+    planned = train.plan_memory(script, training, model)
+    assert planned is not None and training.checkpointed_layers == planned.checkpointed < 64
+
+
 def test_checkpointed_layers_without_checkpointing_is_refused() -> None:
     with pytest.raises(ValueError, match="has no effect with gradient_checkpointing: false"):
         plan(NVFP4_32B, "--checkpointed_layers", "3", "--gradient_checkpointing", "false")
