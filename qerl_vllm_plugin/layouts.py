@@ -106,7 +106,7 @@ class Marlin:
             if bias is not None:
                 part.bias = Parameter(bias.data[start : start + width].clone(), requires_grad=False)
             prepare_fp4_layer_for_marlin(part)  # repacks, and permutes the bias
-            flushed += _non_zero(scales) - _non_zero(part.weight_scale.data)
+            flushed += _flushed(scales, part.weight_scale.data)
             part.scale_exponent = _exponent(scales, part.weight_scale.data)
             parts.append(part)
         if flushed:
@@ -178,5 +178,6 @@ def _starts(widths: list[int]) -> list[int]:
     return [sum(widths[:i]) for i in range(len(widths))]
 
 
-def _non_zero(scales: torch.Tensor) -> int:
-    return int(((scales.view(torch.uint8) & 0x7F) != 0).sum())
+def _flushed(scales: torch.Tensor, stored: torch.Tensor) -> int:
+    """How many block scales are zero in Marlin's form alone: E4M3 has a sign, Marlin's bytes have none."""
+    return int(((scales.view(torch.uint8) & 0x7F) != 0).sum() - (stored.view(torch.uint8) != 0).sum())

@@ -49,6 +49,8 @@ def test_every_scale_beside_every_largest_one_is_stored_as_vllm_stores_it(dtype:
         assert torch.equal(store_scales(scales, exponent), stored), largest
         kept = torch.where(scales.float() * 2.0**exponent < 2.0**-6, 0, scales.view(torch.uint8))
         assert torch.equal(load_scales(stored, exponent).view(torch.uint8), kept), largest
+        lost = int((kept == 0).sum() - (scales.view(torch.uint8) == 0).sum())
+        assert layouts._flushed(scales, stored) == lost, "the smallest that is kept has but its highest bit"
         if kept.any():
             assert scale_exponent(kept.view(torch.float8_e4m3fn), stored) == exponent, largest
 
