@@ -44,6 +44,25 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @pytest.fixture(scope="session")
+def start_engine() -> Callable[..., Any]:
+    """start_engine(folder, **options) -> vllm.LLM under qerl_nvfp4, small unless the options say otherwise."""
+    from vllm import LLM
+
+    def start(folder: Path, **options: Any) -> Any:
+        usual = {
+            "quantization": "qerl_nvfp4",
+            "dtype": "bfloat16",
+            "gpu_memory_utilization": 0.2,
+            "max_model_len": 512,
+            "max_num_seqs": 16,
+            "disable_log_stats": True,
+        }
+        return LLM(str(folder), **{**usual, **options})
+
+    return start
+
+
+@pytest.fixture(scope="session")
 def make_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Path]]:
     """make_checkpoints(seed, written=1.0, **config) -> (BF16, NVFP4) folders of a random Qwen2 with random norms.
 

@@ -29,12 +29,12 @@ def deep(make_checkpoints: Callable[..., tuple[Path, Path]]) -> tuple[Path, Path
 
 
 def test_thirty_two_layers_agree_with_the_naive_reference_and_with_the_trainer(
-    deep: tuple[Path, Path], record: Callable[[str, Any], None]
+    deep: tuple[Path, Path], start_engine: Callable[..., Any], record: Callable[[str, Any], None]
 ) -> None:
     """Reference: a dense fp32 model of the dequantized weights. Trainer: the same model as `qerl train` loads it."""
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
     from qerl_recipes import model as models
 
@@ -47,15 +47,9 @@ def test_thirty_two_layers_agree_with_the_naive_reference_and_with_the_trainer(
                 codes, scales, divisor = parts
                 module.weight.copy_(nvfp4.dequantize(codes, scales).float() / divisor)
     trainer = models.load(deep[1]).cuda()
-    engine = LLM(
-        str(deep[1]),
-        quantization="qerl_nvfp4",
-        dtype="bfloat16",
-        gpu_memory_utilization=0.15,
-        max_model_len=256,
-        max_num_seqs=8,
-        disable_log_stats=True,
-        additional_config={"qerl": {"policy_adapter": {"rank": 16}}},
+    room = {"qerl": {"policy_adapter": {"rank": 16}}}
+    engine = start_engine(
+        deep[1], gpu_memory_utilization=0.15, max_model_len=256, max_num_seqs=8, additional_config=room
     )
     sampling = SamplingParams(max_tokens=1, prompt_logprobs=0)
     outputs = engine.generate([{"prompt_token_ids": ids} for ids in PROMPTS], sampling, use_tqdm=False)

@@ -22,19 +22,8 @@ ROOM = {
 
 
 @pytest.fixture(scope="module", params=ROOM)
-def engine(checkpoints: tuple[Path, Path], request: pytest.FixtureRequest) -> Any:
-    from vllm import LLM
-
-    return LLM(
-        str(checkpoints[1]),
-        quantization="qerl_nvfp4",
-        dtype="bfloat16",
-        gpu_memory_utilization=0.2,
-        max_model_len=512,
-        max_num_seqs=16,
-        disable_log_stats=True,
-        **ROOM[request.param],
-    )
+def engine(start_engine: Callable[..., Any], checkpoints: tuple[Path, Path], request: pytest.FixtureRequest) -> Any:
+    return start_engine(checkpoints[1], **ROOM[request.param])
 
 
 @pytest.fixture(scope="module")

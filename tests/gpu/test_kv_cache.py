@@ -30,21 +30,10 @@ IDS = torch.randint(2, 500, (4, 200), generator=torch.Generator().manual_seed(1)
 
 
 @pytest.fixture(scope="module")
-def engine(checkpoints: tuple[Path, Path]) -> Iterator[Any]:
+def engine(start_engine: Callable[..., Any], checkpoints: tuple[Path, Path]) -> Iterator[Any]:
     """The one engine with sleep mode that a process may have."""
-    from vllm import LLM
-
-    llm = LLM(
-        str(checkpoints[1]),
-        quantization="qerl_nvfp4",
-        dtype="bfloat16",
-        gpu_memory_utilization=0.2,
-        max_model_len=512,
-        max_num_seqs=16,
-        enable_sleep_mode=True,
-        disable_log_stats=True,
-        additional_config={"qerl": {"policy_adapter": {"rank": RANK}}},
-    )
+    room = {"qerl": {"policy_adapter": {"rank": RANK}}}
+    llm = start_engine(checkpoints[1], enable_sleep_mode=True, additional_config=room)
     yield llm
     llm.llm_engine.engine_core.shutdown()
 

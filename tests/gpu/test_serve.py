@@ -16,20 +16,6 @@ PROMPTS = [[(11 * i + 5 * j) % 500 + 2 for j in range(30 + 7 * i)] for i in rang
 NEW = 12
 
 
-def boot(folder: Path) -> Any:
-    from vllm import LLM
-
-    return LLM(
-        str(folder),
-        quantization="qerl_nvfp4",
-        dtype="bfloat16",
-        gpu_memory_utilization=0.15,
-        max_model_len=256,
-        max_num_seqs=8,
-        disable_log_stats=True,
-    )
-
-
 def packed_bytes(engine: Any) -> dict[str, torch.Tensor]:
     """All parameters of the quantized linears, as the engine keeps them."""
     model = engine.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
@@ -50,9 +36,10 @@ def greedy(engine: Any) -> list[tuple[int, ...]]:
 
 
 @pytest.fixture(scope="module")
-def engines(checkpoints: tuple[Path, Path]) -> tuple[Any, Any]:
+def engines(start_engine: Callable[..., Any], checkpoints: tuple[Path, Path]) -> tuple[Any, Any]:
     """One from the BF16 checkpoint, one from the packed one."""
-    return boot(checkpoints[0]), boot(checkpoints[1])
+    small = {"gpu_memory_utilization": 0.15, "max_model_len": 256, "max_num_seqs": 8}
+    return start_engine(checkpoints[0], **small), start_engine(checkpoints[1], **small)
 
 
 def test_a_bf16_checkpoint_becomes_the_weights_of_its_packed_one(engines: tuple[Any, Any]) -> None:

@@ -21,23 +21,14 @@ IDS = torch.randint(2, 500, (4, 200), generator=torch.Generator().manual_seed(1)
 
 
 @pytest.fixture(scope="module", params=["auto", "marlin"])
-def engine(request: pytest.FixtureRequest, checkpoints: tuple[Path, Path]) -> Iterator[Any]:
+def engine(
+    request: pytest.FixtureRequest, start_engine: Callable[..., Any], checkpoints: tuple[Path, Path]
+) -> Iterator[Any]:
     """An engine on the layout of this GPU, and one on Marlin's."""
-    from vllm import LLM
-
     gc.collect()  # the engine before this one: vLLM stops where memory becomes free while it measures its own
     torch.cuda.empty_cache()
-    llm = LLM(
-        str(checkpoints[1]),
-        quantization="qerl_nvfp4",
-        dtype="bfloat16",
-        gpu_memory_utilization=0.2,
-        max_model_len=512,
-        max_num_seqs=16,
-        enforce_eager=True,
-        disable_log_stats=True,
-        additional_config={"qerl": {"policy_adapter": {"rank": 16}, "kernel": request.param}},
-    )
+    options = {"qerl": {"policy_adapter": {"rank": 16}, "kernel": request.param}}
+    llm = start_engine(checkpoints[1], enforce_eager=True, additional_config=options)
     yield llm
     llm.llm_engine.engine_core.shutdown()
 
