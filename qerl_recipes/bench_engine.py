@@ -8,12 +8,21 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qerl_recipes.bench_conditions import this_device
 from qerl_recipes.environment import has_cuda_device, is_cpu_build
+from qerl_recipes.shapes import config_json
 
 if TYPE_CHECKING:
     from vllm import LLM
 
 ON_CPU = {"gpu_memory_utilization": 0.1, "enforce_eager": True}
+
+
+def check_shape(shape: str) -> None:
+    """Raises ValueError for an unknown shape, and for one that only a GPU can measure where there is none."""
+    config_json(shape)
+    if shape != "tiny" and this_device() is None:
+        raise ValueError(f"shape {shape} needs a CUDA GPU; on this machine use shape tiny")
 
 
 def start(config: dict[str, Any], *, length: int, sequences: int, **options: Any) -> "LLM":

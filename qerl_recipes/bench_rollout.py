@@ -15,7 +15,7 @@ from typing import Any
 
 from qerl_recipes.arms import ENGINE_QUANTIZATION, engine_options
 from qerl_recipes.bench_conditions import conditions
-from qerl_recipes.bench_engine import in_own_process, random_adapter, start
+from qerl_recipes.bench_engine import check_shape, in_own_process, random_adapter, start
 from qerl_recipes.shapes import config_json
 
 PROMPT_TOKENS, NEW_TOKENS, REPEATS = 128, 128, 3
@@ -37,9 +37,12 @@ def run(
 ) -> dict[str, Any]:
     """Measure every arm, print the table, and write it to ``output`` as JSON.
 
-    Raises ValueError for an unknown shape or arm, RuntimeError if an arm's process fails.
+    Raises ValueError for an unknown shape or arm, a large shape without a GPU and a batch size below 1, RuntimeError if
+    an arm's process fails.
     """
-    config_json(shape)
+    check_shape(shape)
+    if not batch_sizes or min(batch_sizes) < 1:
+        raise ValueError(f"batch sizes are {list(batch_sizes)}; name some, each at least 1")
     if unknown := sorted(set(arms) - set(ARMS)):
         raise ValueError(f"unknown arm {unknown[0]!r}; known: {', '.join(ARMS)}")
     sizes = ",".join(map(str, batch_sizes))

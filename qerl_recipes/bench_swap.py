@@ -14,7 +14,7 @@ from typing import Any
 
 from qerl_recipes.arms import engine_options
 from qerl_recipes.bench_conditions import conditions
-from qerl_recipes.bench_engine import in_own_process, random_adapter, start
+from qerl_recipes.bench_engine import check_shape, in_own_process, random_adapter, start
 from qerl_recipes.shapes import config_json
 
 WARM_UP, REPEATS = 3, 10
@@ -23,9 +23,10 @@ WARM_UP, REPEATS = 3, 10
 def run(shape: str, *, rank: int = 32, output: Path | None = None) -> dict[str, Any]:
     """Measure, print the figures, and write them to ``output`` as JSON.
 
-    Raises ValueError for an unknown shape, RuntimeError if the engine's process fails.
+    Raises ValueError for an unknown shape, and for a large one without a GPU, RuntimeError if the engine's process
+    fails.
     """
-    config_json(shape)
+    check_shape(shape)
     result = {"shape": shape, "rank": rank, **conditions(), **in_own_process(__name__, shape, str(rank))}
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -85,7 +85,13 @@ def rollout(
     """Decode throughput with an adapter on random weights of the real shapes; nothing is downloaded."""
     from qerl_recipes.bench_rollout import run
 
-    run(shape, [int(size) for size in batch.split(",")], arms=arms.split(","), rank=rank, output=output)
+    try:
+        sizes = [int(size) for size in batch.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"--batch is {batch!r}; it is whole numbers, comma-separated, such as 1,8,64"
+        ) from error
+    run(shape, sizes, arms=arms.split(","), rank=rank, output=output)
 
 
 @bench.command()

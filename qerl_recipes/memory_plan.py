@@ -65,7 +65,9 @@ def _to_try(training: GRPOConfig, size: ModelSize) -> Iterable[int]:
         return [0]
     if wanted == AS_FEW_AS_FIT:
         return range(size.layers + 1)
-    return [size.layers if wanted is None else min(wanted, size.layers)]
+    if wanted is not None and wanted > size.layers:
+        raise ValueError(f"checkpointed_layers is {wanted}, and this model has {size.layers} blocks; name no more")
+    return [size.layers if wanted is None else wanted]
 
 
 def _context(run: "_Run") -> Part:
@@ -199,10 +201,11 @@ class _Run:
             itemsize=itemsize,
         )
         others = self.size.layers - checkpointed
-        what = f"all of {others} blocks" if others else "hidden states"
+        share = f", checkpointed_layers: {checkpointed} of {self.size.layers}" if checkpointed else ""
+        what = (f"all of {others} blocks" if others else "hidden states") + f" of {batch.tokens} tokens{share}"
         where = "one block" if in_block >= head else "the head"
         return (
-            Part("activations", 0, kept, f"{what} of {batch.tokens} tokens", self._less_to_keep(checkpointed)),
+            Part("activations", 0, kept, what, self._less_to_keep(checkpointed)),
             Part("at work", 0, max(in_block, head), f"estimate: {where}, {batch.at_once} tokens", self._less_at_once()),
         )
 

@@ -220,7 +220,9 @@ class VLLMRollouts:
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
         }
-        if not is_cpu:
+        if is_cpu:  # a prompt in parts sets a seeded request's generator back, which torch's on a CPU cannot do
+            options["enable_chunked_prefill"] = False
+        else:
             options["max_num_batched_tokens"] = 4096  # vLLM's profiler reserves memory for a whole batch
             if training.vllm_enable_sleep_mode and not compat.counts_released_memory():
                 options["kv_cache_memory_bytes"] = self._planned_cache(base, rank, dtype)

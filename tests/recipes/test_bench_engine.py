@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from qerl_recipes import bench_rollout, bench_swap
+from qerl_recipes import bench_rollout, bench_swap, cli
 
 
 def test_a_swap_is_measured_with_and_without_emptying_the_prefix_cache() -> None:
@@ -37,6 +38,7 @@ def test_results_say_what_they_were_measured_on(
         return {"seconds": {"swap": 0.012, "noise": 0.006, "prefix_cache": 0.005}, "blocks": 99}
 
     monkeypatch.setattr(bench_swap, "in_own_process", answer)
+    monkeypatch.setattr(bench_swap, "check_shape", lambda shape: None)
     bench_swap.run("7B", rank=16, output=tmp_path / "new/swap.json")
     written = json.loads((tmp_path / "new/swap.json").read_text())
     assert {"gpu", "versions", "commit", "date", "command"} <= set(written) and written["blocks"] == 99
@@ -51,3 +53,15 @@ def rollout(shape: str) -> None:
 def test_an_unknown_shape_is_refused_before_anything_starts(bench: Callable[[str], Any]) -> None:
     with pytest.raises(ValueError, match=r"unknown shape '8B'; known: 0\.5B"):
         bench("8B")
+
+
+@pytest.mark.parametrize("bench", [bench_swap.run, rollout])
+def test_a_large_shape_is_refused_on_a_cpu(bench: Callable[[str], Any]) -> None:
+    with pytest.raises(ValueError, match="shape 7B needs a CUDA GPU; on this machine use shape tiny"):
+        bench("7B")
+
+
+@pytest.mark.parametrize("batch", ["0", "1,-2", "a,b"])
+def test_a_batch_size_that_is_none_is_refused_by_name(batch: str) -> None:
+    done = CliRunner().invoke(cli.app, ["bench", "rollout", "--shape", "tiny", "--batch", batch])
+    assert done.exit_code and "batch" in (done.output + str(done.exception))

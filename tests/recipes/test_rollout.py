@@ -31,25 +31,32 @@ def randomize(model, seed):
 
 
 @pytest.fixture(scope="module")
-def engine(policy, make_nvfp4, tmp_path_factory):
+def start_engine(policy, make_nvfp4, tmp_path_factory):
     def snapshot():
         tensors = get_peft_model_state_dict(policy, save_embedding_layers=False)
         return Snapshot(tensors, policy.peft_config["default"].to_dict())
 
-    training = GRPOConfig(
-        output_dir=str(tmp_path_factory.mktemp("run")),
-        use_cpu=True,
-        bf16=False,
-        per_device_train_batch_size=16,
-        num_generations=4,
-        max_completion_length=16,
-        vllm_max_model_length=64,
-        noise_mode="shared",
-        seed=5,
-    )
-    base = str(make_nvfp4("qwen2"))
-    options = {"rank": 4, "dtype": torch.float32, "snapshot": snapshot, "accelerator": Accelerator(cpu=True)}
-    engine = start(base, training, **options)
+    def start_for(sequences):
+        training = GRPOConfig(
+            output_dir=str(tmp_path_factory.mktemp("run")),
+            use_cpu=True,
+            bf16=False,
+            per_device_train_batch_size=sequences,
+            num_generations=4,
+            max_completion_length=16,
+            vllm_max_model_length=64,
+            noise_mode="shared",
+            seed=5,
+        )
+        options = {"rank": 4, "dtype": torch.float32, "snapshot": snapshot, "accelerator": Accelerator(cpu=True)}
+        return start(str(make_nvfp4("qwen2")), training, **options)
+
+    return start_for
+
+
+@pytest.fixture(scope="module")
+def engine(start_engine):
+    engine = start_engine(16)
     yield engine
     engine.close()
 
@@ -77,6 +84,17 @@ def test_every_completion_has_a_seed_of_its_own():
     ]
     assert len({completion_seed(*key) for key in keys}) == len(keys)
     assert completion_seed(0, "train", 1, 0, 2, 3) == 5496574601150059232  # sha256sum of 0:train:1:0:2:3
+
+
+def test_more_prompts_than_the_engine_computes_at_once_are_answered(start_engine):
+    """A prompt that is computed in parts would set its seeded generator back, which torch's on a CPU cannot do."""
+    engine = start_engine(128)
+    prompts = [PROMPTS[i // 4 % 4][:1] * 47 for i in range(128)]  # 6016 tokens, where vLLM takes 4096 at once
+    try:
+        engine.begin(0, None)
+        assert [len(ids) > 0 for ids in engine.generate(prompts, None, 4)[1]] == [True] * 128
+    finally:
+        engine.close()
 
 
 def test_promise_8_a_rollout_can_be_repeated_exactly(engine):
