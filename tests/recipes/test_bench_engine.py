@@ -1,6 +1,8 @@
 """The engine benchmarks on a CPU, where their figures mean nothing and their wiring can be seen."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,23 +13,32 @@ from typer.testing import CliRunner
 from qerl_recipes import bench_rollout, bench_swap, cli
 
 
+SMALL = """
+import json, sys
+from qerl_recipes.environment import prepare
+prepare()
+from qerl_recipes import bench_rollout
+bench_rollout.PROMPT_TOKENS, bench_rollout.NEW_TOKENS, bench_rollout.REPEATS, bench_rollout.PREFILLED = 8, 4, 1, 2
+print(json.dumps(bench_rollout.measure(sys.argv[1], "tiny", [1, 3], 4)))
+"""
+
+
 def test_a_swap_is_measured_with_and_without_emptying_the_prefix_cache() -> None:
-    found = bench_swap.measure("tiny", 4)
+    found = bench_swap.run("tiny", rank=4)
     seconds = found["seconds"]
     assert set(seconds) == {"swap", "noise", "prefix_cache"} and all(value > 0 for value in seconds.values())
     assert found["blocks"] > 0
 
 
 @pytest.mark.parametrize("arm", ["bf16", "qerl_nvfp4"])
-def test_every_batch_size_of_an_arm_is_measured(
-    arm: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in {"PROMPT_TOKENS": 8, "NEW_TOKENS": 4, "REPEATS": 1, "PREFILLED": 2}.items():
-        monkeypatch.setattr(bench_rollout, name, value)
-    found = bench_rollout.measure(arm, "tiny", [1, 3], 4)
+def test_every_batch_size_of_an_arm_is_measured(arm: str) -> None:
+    """In a process of its own, as `qerl bench rollout` has it: an engine that goes takes vLLM's groups with it."""
+    done = subprocess.run([sys.executable, "-c", SMALL, arm], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.strip().splitlines()[-1])
     assert set(found["batch"]) == {"1", "3"}
     assert all(row["tokens_per_s"] > 0 for row in (*found["batch"].values(), found["prefill"]))
-    assert f"{arm}, batch 3: " in capfd.readouterr().err
+    assert f"{arm}, batch 3: " in done.stderr
 
 
 def test_results_say_what_they_were_measured_on(

@@ -146,7 +146,7 @@ def test_the_engine_gets_room_for_every_sequence_and_the_trainer_the_rest(arm: s
     from qerl_recipes.memory_parts import Gpu
 
     work = Workload("7B", groups=8, generations=8, prompt=256, completion=1024, steps=3, rank=32, seed=0)
-    planned = bench_train._recipe(work, arm, H200)
+    planned = bench_train._recipe(work, arm, H200, None)
     share = float(planned["recipe"]["vllm_gpu_memory_utilization"])
     settings = parse(flags(work.recipe(arm, cuda=False, engine_share=share)))
     plan = memory_plan.make(*settings, gpu=Gpu(H200.memory, True), config=config_json("7B"))
