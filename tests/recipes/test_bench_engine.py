@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from qerl_recipes import bench_rollout, bench_swap, cli
 
-
 SMALL = """
 import json, sys
 from qerl_recipes.environment import prepare
