@@ -6,6 +6,9 @@ from qerl_recipes.model_card import engine_rank
 
 # the recipe's ``quantization`` -> vLLM's
 ENGINE_QUANTIZATION: dict[str, str | None] = {"qerl_nvfp4": "qerl_nvfp4", "bf16": None, "nf4": "bitsandbytes"}
+# What every engine needs on a CPU: a prompt that is computed in parts sets the generator of a seeded request back,
+# which torch's cannot do there.
+ENGINE_ON_CPU = {"enforce_eager": True, "enable_chunked_prefill": False}
 
 
 def engine_options(arm: str, rank: int | None) -> dict[str, Any]:

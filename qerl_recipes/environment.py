@@ -46,7 +46,7 @@ CPU_NOISE = {
 
 def prepare() -> None:
     """Sets the defaults; call it before anything imports vllm or torch, which read some of them only once."""
-    cuda = has_cuda_device(os.environ) and not is_cpu_build()
+    cuda = runs_on_cuda(os.environ)
     set_defaults(os.environ, cuda=cuda)
     if not cuda and os.environ["VLLM_LOGGING_LEVEL"] == EVERYWHERE["VLLM_LOGGING_LEVEL"]:
         for module in CPU_NOISE:
@@ -83,6 +83,11 @@ def has_cuda_device(environment: MutableMapping[str, str], root: Path = Path("/"
     if any((root / "dev").glob("nvidia[0-9]*")):
         return True
     return (root / "dev/dxg").exists() and (root / "usr/lib/wsl/lib/libcuda.so.1").exists()
+
+
+def runs_on_cuda(variables: MutableMapping[str, str]) -> bool:
+    """Whether engines and trainers of this process will be on a CUDA device."""
+    return has_cuda_device(variables) and not is_cpu_build()
 
 
 def is_cpu_build(version: Callable[[str], str] = importlib.metadata.version) -> bool:

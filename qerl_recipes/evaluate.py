@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qerl_recipes import checkpoints
-from qerl_recipes.arms import ENGINE_QUANTIZATION, engine_options
+from qerl_recipes.arms import ENGINE_ON_CPU, ENGINE_QUANTIZATION, engine_options
 from qerl_recipes.base_model import local_folder
 from qerl_recipes.evaluation_request import Sampling
 from qerl_recipes.evaluation_request import check as check_tasks
@@ -226,9 +226,9 @@ def _start(
         max_model_len=length,
         tensor_parallel_size=parallel,
         gpu_memory_utilization=gpu_memory,
-        enforce_eager=not current_platform.is_cuda(),
         disable_log_stats=True,
         seed=0,
+        **({} if current_platform.is_cuda() else ENGINE_ON_CPU),
         **engine_options(quantization, rank),
     )
 

@@ -20,7 +20,7 @@ from accelerate import Accelerator, PartialState
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from qerl_recipes.arms import engine_options
+from qerl_recipes.arms import ENGINE_ON_CPU, engine_options
 from qerl_recipes.configs import GRPOConfig
 from qerl_recipes.memory_parts import this_gpu
 from qerl_recipes.memory_plan import engine_sequences, left_for_cache
@@ -213,15 +213,14 @@ class VLLMRollouts:
             "max_model_len": training.vllm_max_model_length,
             "max_num_seqs": engine_sequences(training),
             "enable_sleep_mode": training.vllm_enable_sleep_mode,
-            "enforce_eager": is_cpu,
             # the same on all ranks of one engine, so that they sample alike
             "seed": self._accelerator.process_index // self._tensor_parallel,
             # the distribution that was sampled from, which importance correction divides by
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
         }
-        if is_cpu:  # a prompt in parts sets a seeded request's generator back, which torch's on a CPU cannot do
-            options["enable_chunked_prefill"] = False
+        if is_cpu:
+            options |= ENGINE_ON_CPU
         else:
             options["max_num_batched_tokens"] = 4096  # vLLM's profiler reserves memory for a whole batch
             if training.vllm_enable_sleep_mode and not compat.counts_released_memory():

@@ -95,6 +95,20 @@ def test_base_and_adapter_answer_the_same_problems(runs: dict[str, Path]) -> Non
 
 
 @pytest.mark.integration
+def test_sampled_answers_to_more_prompts_than_are_computed_at_once(make_nvfp4: Make) -> None:
+    """A prompt that is computed in parts would set its seeded generator back, which torch's on a CPU cannot do."""
+    from vllm import SamplingParams
+
+    llm = evaluate._start(make_nvfp4("qwen2"), "qerl_nvfp4", 8, 64, 1, 0.9)
+    try:
+        prompts = [{"prompt_token_ids": [3 + i % 7] * 47} for i in range(128)]  # 6016 tokens; vLLM takes 4096 at once
+        sampling = [SamplingParams(max_tokens=2, temperature=1.0, seed=i) for i in range(128)]
+        assert len(llm.generate(prompts, sampling, use_tqdm=False)) == 128
+    finally:
+        evaluate.close(llm)
+
+
+@pytest.mark.integration
 def test_promise_3_and_10_the_base_is_evaluated_without_noise_and_without_adapter(
     make_nvfp4: Make, tmp_path: Path
 ) -> None:
