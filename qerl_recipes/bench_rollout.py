@@ -94,10 +94,10 @@ def measure(arm: str, shape: str, batch_sizes: Sequence[int], rank: int) -> dict
             sampling = SamplingParams(max_tokens=length, ignore_eos=True, temperature=1.0, detokenize=False)
             ids = torch.randint(config["vocab_size"], (batch, prompt), generator=generator).tolist()
             prompts = [{"prompt_token_ids": row} for row in ids]
-            start = time.perf_counter()
+            began = time.perf_counter()
             llm.generate(prompts, sampling, lora_request=policy.request, use_tqdm=False)
             if repeat:  # the first one warms up
-                found.append(time.perf_counter() - start)
+                found.append(time.perf_counter() - began)
         return found
 
     rows = {}

@@ -48,11 +48,11 @@ def make(
         config = read_config(str(model.model_name_or_path), model.model_revision)
     size = measure(config)
     allowed = (1 - SPARE) * (limit or gpu.memory)
+    run = _Run(script, training, model, size, gpu)
+    held = (*run.weight_parts(), run.kv_cache(), *run.engine_parts(), *run.trained_parts())
     for checkpointed in _to_try(training, size):
-        run = _Run(script, training, model, size, gpu, checkpointed)
-        trained, kv = run.trained_parts(), run.kv_cache()
-        parts = (*run.weight_parts(), kv, *run.engine_parts(), *trained, *run.working_parts(), _context(run))
-        plan = Plan(parts, gpu, run.problem(), checkpointed)
+        working = run.working_parts(checkpointed)
+        plan = Plan((*held, *working, _context(working)), gpu, run.problem(), checkpointed)
         if plan.peak <= allowed:
             break
     return plan
@@ -70,8 +70,8 @@ def _to_try(training: GRPOConfig, size: ModelSize) -> Iterable[int]:
     return [size.layers if wanted is None else wanted]
 
 
-def _context(run: "_Run") -> Part:
-    slack = int(SLACK * sum(part.training for part in run.working_parts()))
+def _context(working: Iterable[Part]) -> Part:
+    slack = int(SLACK * sum(part.training for part in working))
     return Part("CUDA and allocator", CONTEXT, CONTEXT + slack, "estimate: context, kernels, cuBLAS, unusable blocks")
 
 
@@ -79,15 +79,9 @@ class _Run:
     """A recipe on a GPU, and what follows from both."""
 
     def __init__(
-        self,
-        script: ScriptArguments,
-        training: GRPOConfig,
-        model: ModelConfig,
-        size: ModelSize,
-        gpu: Gpu,
-        checkpointed: int,
+        self, script: ScriptArguments, training: GRPOConfig, model: ModelConfig, size: ModelSize, gpu: Gpu
     ) -> None:
-        self.training, self.size, self.gpu, self.checkpointed = training, size, gpu, checkpointed
+        self.training, self.size, self.gpu = training, size, gpu
         self.arm, self.itemsize = training.quantization, FP32 if model.dtype == "float32" else BF16
         self.layout = _layout(gpu, self.itemsize)
         self.reason = _apart(training)
@@ -181,8 +175,9 @@ class _Run:
         scored = min(rows * self.completion, at_once) if packs else rows * self.completion
         return MicroBatch(tokens, at_once, scored, 0 if packs or self.is_flash else rows, self.length)
 
-    def working_parts(self) -> tuple[Part, ...]:
-        batch, checkpointed = self.micro_batch(), self.checkpointed
+    def working_parts(self, checkpointed: int) -> tuple[Part, ...]:
+        """With so many blocks that compute their activations anew."""
+        batch = self.micro_batch()
         targets = len([target for target in self.targets if target.name.startswith(_first_block(self.size))])
         padded_to, itemsize = self.length if batch.rows else 0, self.itemsize
         # with use_cpu the recipe is read on a machine without a GPU, where bf16 says nothing about a run on one
