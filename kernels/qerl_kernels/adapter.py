@@ -10,14 +10,15 @@ import functools
 from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from qerl_kernels.compiler import Kernel, compile_source
+from qerl_kernels.compiler import Defines, Kernel, compile_ahead, compile_source
 
 COLUMNS = 32  # of s and B that the tiled kernel takes at a time: their number is a multiple of it
 SMALL_M = 512  # tokens up to which the small kernel is used, cuBLAS beyond
-THREADS, SPLITS, ROWS = 256, 8, 16  # of adapter_shrink.cu
+SPLITS = 8  # of adapter_shrink.cu
 
 
 @dataclass(frozen=True)
@@ -49,18 +50,45 @@ def spans(widths: list[int], rank: int) -> torch.Tensor:
     return torch.tensor(table, dtype=torch.int32)
 
 
+class Variant(NamedTuple):
+    """The macros of ``adapter_shrink.cu``: tokens and sixteens of rows of A that a block has, and its warps."""
+
+    tokens: int
+    groups: int
+    warps: int
+
+    def grid(self, M: int, R: int) -> tuple[int, int, int]:
+        """The thread blocks for M tokens and R rows of A."""
+        return SPLITS, R // (16 * self.groups), -(-M // self.tokens)
+
+
+VARIANTS = {8: Variant(8, 1, 16), 64: Variant(16, 1, 16), SMALL_M: Variant(32, 2, 16)}  # by the most tokens
+
+
+def choose(M: int) -> Variant:
+    """The variant for M tokens, at most SMALL_M."""
+    return next(variant for up_to, variant in VARIANTS.items() if up_to >= M)
+
+
 @functools.cache
-def _kernel(tokens: int, device: int) -> Kernel:
+def _kernel(variant: Variant, device: int) -> Kernel:
     with torch.cuda.device(device):
-        source = Path(__file__).with_name("adapter_shrink.cu").read_text()
-        return Kernel(compile_source(source, (("TOKENS", tokens),)), "adapter_shrink", THREADS, cluster=SPLITS)
+        memory = 4 * (variant.warps + 1) * 16 * variant.groups * variant.tokens
+        code = compile_source(*_job(variant))
+        return Kernel(code, "adapter_shrink", 32 * variant.warps, memory, cluster=SPLITS)
+
+
+def _job(variant: Variant) -> tuple[str, Defines]:
+    source = Path(__file__).with_name("adapter_shrink.cu").read_text()
+    return source, tuple((name.upper(), value) for name, value in variant._asdict().items())
 
 
 def load_shrink(device: torch.device) -> None:
     """Compile the small kernels, or fetch them from the cache, and load them on a device."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    for tokens in (8, 16, 32):
-        _kernel(tokens, index)
+    compile_ahead([_job(variant) for variant in VARIANTS.values()])
+    for variant in VARIANTS.values():
+        _kernel(variant, index)
 
 
 def shrink(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
@@ -69,13 +97,13 @@ def shrink(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     On a GPU x and a are bfloat16, K is a multiple of 16, and the rows of x start at multiples of 16 bytes.
     """
     M, K = x.shape
+    R = a.shape[0]
     if not x.is_cuda or M > SMALL_M:
         return torch.nn.functional.linear(x, a)
-    s = torch.empty(M, a.shape[0], dtype=x.dtype, device=x.device)
-    tokens = 8 if M <= 8 else 16 if M <= 16 else 32
-    grid = (SPLITS, a.shape[0] // ROWS, -(-M // tokens))
+    s = torch.empty(M, R, dtype=x.dtype, device=x.device)
+    variant = choose(M)
     pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, a, s)]
-    numbers = [ctypes.c_int(number) for number in (M, K, a.shape[0], x.stride(0))]
+    numbers = [ctypes.c_int(number) for number in (M, K, R, x.stride(0))]
     with torch.cuda.device(x.device):
-        _kernel(tokens, x.device.index)(grid, *pointers, *numbers, overlap=True)
+        _kernel(variant, x.device.index)(variant.grid(M, R), *pointers, *numbers, overlap=True)
     return s

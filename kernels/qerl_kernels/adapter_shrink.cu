@@ -3,79 +3,104 @@
 //   adapter_shrink   x: (M, K) bf16 with a row stride, A: (R, K) bf16, s: (M, R) bf16; R a multiple of 16, K of 16
 //
 // K is long and the result small, so the columns are divided among the warps of eight blocks, a cluster, which add up through
-// their shared memory in a fixed order: the same bits each time. Compiled with TOKENS (8, 16 or 32), the tokens of a block; a
-// block has 16 rows of A. Within 32 columns a thread takes eight neighbours of each row, 16 bytes, for both operands: the sum
-// over columns does not mind which comes when.
+// their shared memory in a fixed order: the same bits each time. Compiled with TOKENS and GROUPS, the tokens and the sixteens
+// of rows of A that a block has, and WARPS, its warps. Within 32 columns a thread takes eight neighbours of each row, 16 bytes,
+// for both operands: the sum over columns does not mind which comes when. The product that starts meanwhile takes whole
+// multiprocessors and has to wait for those on which this kernel runs: it has to be short.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
 
-constexpr int WARPS = 8, SPLITS = 8, AHEAD = TOKENS < 32 ? 4 : 2;  // chunks of 32 columns that a warp reads at a time
-constexpr int SUMS = 16 * TOKENS;                                  // of a block
+constexpr int SPLITS = 8;
+// chunks of 32 columns that a warp reads at a time, as many as its registers hold
+constexpr int REGISTERS = (WARPS > 8 ? 2048 / WARPS : 255) - 40 - GROUPS * TOKENS / 2, OF_CHUNK = 4 * (2 * GROUPS + TOKENS / 8);
+constexpr int AHEAD = REGISTERS < OF_CHUNK ? 1 : REGISTERS < 5 * OF_CHUNK ? REGISTERS / OF_CHUNK : 5;
+constexpr int ROWS = 16 * GROUPS, SUMS = ROWS * TOKENS;  // of a block
 
 __device__ __forceinline__ void synchronize_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// Eight columns of a row, zeros past the end. Volatile, so that all loads of a round start before its first product: left to
+// itself the compiler brings them close to their use, to save registers, and each waits for the one before.
+__device__ __forceinline__ uint4 load(const u16* row, int column, int K) {
+  uint4 v;
+  asm volatile(
+      "{\n.reg .pred inside;\nsetp.ne.s32 inside, %5, 0;\n"
+      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+      "@inside ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w) : "l"(row + column), "r"((int)(column < K)));
+  return v;
+}
+
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 adapter_shrink(const u16* __restrict__ x, const u16* __restrict__ a, u16* __restrict__ s, int M, int K, int R, int x_stride) {
-  __shared__ float of_warps[WARPS][SUMS], of_block[SUMS];
+  extern __shared__ float of_warps[];  // (WARPS, SUMS), and behind that the sums of the block
+  float* of_block = of_warps + WARPS * SUMS;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-  const int rank = blockIdx.x % SPLITS, row = blockIdx.y * 16 + g, token = blockIdx.z * TOKENS + g;
-  const int first = (rank * WARPS + warp) * 32, stride = SPLITS * WARPS * 32;
-  const u16* a_upper = a + (size_t)row * K + c * 8;
-  const u16* a_lower = a_upper + (size_t)8 * K;
+  const int rank = blockIdx.x % SPLITS, row = blockIdx.y * ROWS + g, token = blockIdx.z * TOKENS + g;
+  const int first = (rank * WARPS + warp) * 32, stride = SPLITS * WARPS * 32, mine = c * 8;
+  const u16* a_row = a + (size_t)row * K;
 
-  for (int column = first; column + c * 8 < K; column += stride) {  // nobody writes A while kernels run ahead: fetch it
-    asm volatile("prefetch.global.L2 [%0];\nprefetch.global.L2 [%1];" ::"l"(a_upper + column), "l"(a_lower + column));
-  }
+  float sums[GROUPS][TOKENS / 8][4] = {};
+  uint4 rows[AHEAD][2 * GROUPS], t[AHEAD][TOKENS / 8];
+  auto ask_for_a = [&](int start) {
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i)
+#pragma unroll
+      for (int half = 0; half < 2 * GROUPS; ++half) rows[i][half] = load(a_row + (size_t)(8 * half) * K, start + i * stride + mine, K);
+  };
+  ask_for_a(first);  // nobody writes A while kernels run ahead
+  for (int column = first + AHEAD * stride + mine; column < K; column += stride)
+#pragma unroll
+    for (int half = 0; half < 2 * GROUPS; ++half)
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(a_row + (size_t)(8 * half) * K + column));
   asm volatile("griddepcontrol.wait;" ::: "memory");
   // not before x is there: the product that starts now reads it at once, and waits for s only at its end
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 
-  float sums[TOKENS / 8][4] = {};
-  const uint4 zero = make_uint4(0, 0, 0, 0);
   for (int start = first; start < K; start += AHEAD * stride) {
-    uint4 upper[AHEAD], lower[AHEAD], t[AHEAD][TOKENS / 8];
-#pragma unroll
-    for (int i = 0; i < AHEAD; ++i) {
-      const int column = start + i * stride;
-      const bool inside = column + c * 8 < K;
-      upper[i] = inside ? *(const uint4*)(a_upper + column) : zero;
-      lower[i] = inside ? *(const uint4*)(a_lower + column) : zero;
-#pragma unroll
-      for (int n = 0; n < TOKENS / 8; ++n)
-        t[i][n] = inside && token + n * 8 < M ? *(const uint4*)(x + (size_t)(token + n * 8) * x_stride + column + c * 8) : zero;
-    }
+    if (start > first) ask_for_a(start);
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i)
 #pragma unroll
-      for (int n = 0; n < TOKENS / 8; ++n) {
-        float(&d)[4] = sums[n];
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(upper[i].x), "r"(lower[i].x), "r"(upper[i].y), "r"(lower[i].y), "r"(t[i][n].x), "r"(t[i][n].y));
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(upper[i].z), "r"(lower[i].z), "r"(upper[i].w), "r"(lower[i].w), "r"(t[i][n].z), "r"(t[i][n].w));
-      }
+      for (int n = 0; n < TOKENS / 8; ++n)  // past the last token the last one again: its sums are stored nowhere
+        t[i][n] = load(x + (size_t)min(token + n * 8, M - 1) * x_stride, start + i * stride + mine, K);
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i)
+#pragma unroll
+      for (int group = 0; group < GROUPS; ++group)
+#pragma unroll
+        for (int n = 0; n < TOKENS / 8; ++n) {
+          float(&d)[4] = sums[group][n];
+          const uint4 upper = rows[i][2 * group], lower = rows[i][2 * group + 1];
+          asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+              : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+              : "r"(upper.x), "r"(lower.x), "r"(upper.y), "r"(lower.y), "r"(t[i][n].x), "r"(t[i][n].y));
+          asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+              : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+              : "r"(upper.z), "r"(lower.z), "r"(upper.w), "r"(lower.w), "r"(t[i][n].z), "r"(t[i][n].w));
+        }
   }
   // (token, row): neighbours in memory are neighbours in the result
 #pragma unroll
-  for (int n = 0; n < TOKENS / 8; ++n)
+  for (int group = 0; group < GROUPS; ++group)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) of_warps[warp][(n * 8 + c * 2 + i % 2) * 16 + g + i / 2 * 8] = sums[n][i];
+    for (int n = 0; n < TOKENS / 8; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        of_warps[warp * SUMS + (n * 8 + c * 2 + i % 2) * ROWS + group * 16 + g + i / 2 * 8] = sums[group][n][i];
   __syncthreads();
   for (int at = threadIdx.x; at < SUMS; at += 32 * WARPS) {
     float sum = 0.f;
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) sum += of_warps[w][at];
+    for (int w = 0; w < WARPS; ++w) sum += of_warps[w * SUMS + at];
     of_block[at] = sum;
   }
   synchronize_cluster();
   constexpr int SHARE = SUMS / SPLITS;
-  if (threadIdx.x < SHARE) {
-    const int at = rank * SHARE + threadIdx.x;
+  for (int of_share = threadIdx.x; of_share < SHARE; of_share += 32 * WARPS) {
+    const int at = rank * SHARE + of_share;
     const u32 here = (u32)__cvta_generic_to_shared(&of_block[at]);
     float sum = 0.f;
 #pragma unroll
@@ -86,10 +111,10 @@ adapter_shrink(const u16* __restrict__ x, const u16* __restrict__ a, u16* __rest
       asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(part) : "r"(there) : "memory");
       sum += part;
     }
-    const int to = blockIdx.z * TOKENS + at / 16;
+    const int to = blockIdx.z * TOKENS + at / ROWS;
     u16 rounded;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(rounded) : "f"(sum));
-    if (to < M) s[(size_t)to * R + blockIdx.y * 16 + at % 16] = rounded;
+    if (to < M) s[(size_t)to * R + blockIdx.y * ROWS + at % ROWS] = rounded;
   }
   synchronize_cluster();  // the others may still read this block's memory
 }

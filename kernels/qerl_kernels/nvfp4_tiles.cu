@@ -330,43 +330,82 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
     if (!SYNCHRONOUS && i == 0) x_stage = __shfl_sync(0xFFFFFFFFu, (x_first + stage * X_STAGE) >> 4 | 1u << 16, 0);
   };
 
+  // What the end of a tile needs beside its sums is asked for at one time, and before the sums of other blocks are. Of s a thread
+  // asks for what it multiplies, or for its part of what the warpgroup does, where that is too much for registers.
+  constexpr bool DIRECT = SHARE <= 8;
+  constexpr int PIECES = DIRECT ? SHARE : SHARE / 4, AT_ONCE = SLICE / 16;  // of 16 bytes; pieces that the turning memory holds
+  float scale_upper[ROWS], scale_lower[ROWS];
+  uint4 b_upper[ROWS], b_lower[ROWS], s_pieces[PIECES];
+  int2 span;  // outside of these columns of B the rows of this tile are zero
+  auto first_row = [&](int n_tile, int r) { return (n_tile * CTA_BLOCKS + warpgroup * ROWS + r) * 64 + (warp % 4) * 16 + g; };
+  auto ask_for_columns = [&](int n_tile, int m_tile, int first_eight, int column) {
+    // both operands take eight neighbouring columns a thread: the sum over columns does not mind which comes when
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      const int row = first_row(n_tile, r);
+      const u16* from = expand + (size_t)row * p.adapter_columns + column + lane % 4 * 8;
+      b_upper[r] = row < p.N ? __ldcg((const uint4*)from) : zero;
+      b_lower[r] = row + 8 < p.N ? __ldcg((const uint4*)(from + (size_t)8 * p.adapter_columns)) : zero;
+    }
+    const int end = min(p.M, (m_tile + 1) * TOKENS);
+    const u16* from = shrunk + column + thread % 4 * 8;
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i) {
+      const int token = m_tile * TOKENS + first_eight * 8 + (DIRECT ? i * 8 + g : i * 32 + thread / 4);
+      s_pieces[i] = token < end ? __ldcg((const uint4*)(from + (size_t)token * p.adapter_columns)) : zero;
+    }
+  };
+  auto ask_for_end = [&](int n_tile, int m_tile, int first_eight) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      const int row = first_row(n_tile, r);
+      scale_upper[r] = row < p.N ? row_scale[row] : 0.f, scale_lower[r] = row + 8 < p.N ? row_scale[row + 8] : 0.f;
+    }
+    if (span.x < span.y) ask_for_columns(n_tile, m_tile, first_eight, span.x);
+  };
+
   // The end of a tile: `sums` are whole; of the tokens of the tile they have SHARE times eight.
   auto finish = [&](float (*sums)[4 * SHARE], int n_tile, int m_tile, int first_eight) {
     const int end = min(p.M, (m_tile + 1) * TOKENS);
-    if (p.adapter_columns) {  // from here on the sums are y without its bias
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+      for (int i = 0; i < 4 * SHARE; ++i) sums[r][i] *= 128.f * (i % 4 < 2 ? scale_upper[r] : scale_lower[r]);
+    u8* turn = memory + TURN_OFFSET + warp / 4 * SLICE * TURN_ROW;
+    auto add_adapter = [&](int n, const uint4& s) {
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
-        const int block = n_tile * CTA_BLOCKS + warpgroup * ROWS + r, row = block * 64 + (warp % 4) * 16 + g;
-        const float scale_upper = row < p.N ? row_scale[row] * 128.f : 0.f, scale_lower = row + 8 < p.N ? row_scale[row + 8] * 128.f : 0.f;
-#pragma unroll
-        for (int i = 0; i < 4 * SHARE; ++i) sums[r][i] *= i % 4 < 2 ? scale_upper : scale_lower;
-        const int2 span = spans[min(block, p.blocks - 1)];  // outside of these columns the rows of B are zero
+        const u32 first[4] = {b_upper[r].x, b_lower[r].x, b_upper[r].y, b_lower[r].y};
+        const u32 second[4] = {b_upper[r].z, b_lower[r].z, b_upper[r].w, b_lower[r].w};
+        multiply_add(&sums[r][n * 4], first, s.x, s.y);
+        multiply_add(&sums[r][n * 4], second, s.z, s.w);
+      }
+    };
 #pragma unroll 1
-        for (int column = span.x; column < span.y; column += 32) {
-          // both operands take eight neighbouring columns a thread: the sum over columns does not mind which comes when
-          const int at = column + lane % 4 * 8;
-          const uint4 zero = make_uint4(0, 0, 0, 0);
-          const uint4 upper = row < p.N ? __ldcg((const uint4*)(expand + (size_t)row * p.adapter_columns + at)) : zero;
-          const uint4 lower = row + 8 < p.N ? __ldcg((const uint4*)(expand + (size_t)(row + 8) * p.adapter_columns + at)) : zero;
-          const u32 first[4] = {upper.x, lower.x, upper.y, lower.y}, second[4] = {upper.z, lower.z, upper.w, lower.w};
+    for (int column = span.x; column < span.y; column += 32) {
+      if (column > span.x) ask_for_columns(n_tile, m_tile, first_eight, column);
+      if constexpr (DIRECT) {
 #pragma unroll
-          for (int n = 0; n < SHARE; ++n) {
-            const int token = m_tile * TOKENS + (first_eight + n) * 8 + g;
-            const uint4 s = token < end ? __ldcg((const uint4*)(shrunk + (size_t)token * p.adapter_columns + at)) : zero;
-            multiply_add(&sums[r][n * 4], first, s.x, s.y);
-            multiply_add(&sums[r][n * 4], second, s.z, s.w);
-          }
+        for (int n = 0; n < SHARE; ++n) add_adapter(n, s_pieces[n]);
+      } else {
+#pragma unroll
+        for (int start = 0; start < PIECES; start += AT_ONCE) {
+          synchronize_warpgroup(warp / 4);
+#pragma unroll
+          for (int i = start; i < start + AT_ONCE && i < PIECES; ++i) *(uint4*)(turn + ((i - start) * 128 + thread) * 16) = s_pieces[i];
+          synchronize_warpgroup(warp / 4);
+#pragma unroll
+          for (int n = start * 4; n < (start + AT_ONCE) * 4 && n < SHARE; ++n)
+            add_adapter(n, *(const uint4*)(turn + (n - start * 4) * 512 + lane * 16));
         }
       }
     }
 
     // Turn (rows, tokens) into (tokens, rows) through shared memory, then write 16 bytes a thread.
-    u8* turn = memory + TURN_OFFSET + warp / 4 * SLICE * TURN_ROW;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       const int block = n_tile * CTA_BLOCKS + warpgroup * ROWS + r, row = block * 64 + (warp % 4) * 16 + g;
-      const float scale_upper = p.adapter_columns ? 1.f : row < p.N ? row_scale[row] * 128.f : 0.f;
-      const float scale_lower = p.adapter_columns ? 1.f : row + 8 < p.N ? row_scale[row + 8] * 128.f : 0.f;
       const float bias_upper = bias && row < p.N ? bias[row] : 0.f, bias_lower = bias && row + 8 < p.N ? bias[row + 8] : 0.f;
 #pragma unroll
       for (int slice = 0; slice < 8 * SHARE / SLICE; ++slice) {
@@ -374,8 +413,8 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
 #pragma unroll
         for (int j = 0; j < SLICE / 8; ++j) {
           const float* s = &sums[r][(slice * (SLICE / 8) + j) * 4];
-          const u32 upper = pack_bf16(fmaf(s[0], scale_upper, bias_upper), fmaf(s[1], scale_upper, bias_upper));
-          const u32 lower = pack_bf16(fmaf(s[2], scale_lower, bias_lower), fmaf(s[3], scale_lower, bias_lower));
+          const u32 upper = pack_bf16(s[0] + bias_upper, s[1] + bias_upper);
+          const u32 lower = pack_bf16(s[2] + bias_lower, s[3] + bias_lower);
           const u32 to = shared_address(turn) + (j * 8 + lane % 8) * TURN_ROW + (warp % 4) * 32 + (lane / 8 % 2) * 16;
           asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to), "r"(upper), "r"(lower) : "memory");
         }
@@ -412,7 +451,12 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
       const int row = min((n_tile * CTA_BLOCKS + warpgroup * ROWS + r) * 64 + thread / 2, p.N - 1);
       if (thread % 64 == 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(row_scale + row));
       if (bias && thread % 64 == 1) asm volatile("prefetch.global.L2 [%0];" ::"l"(bias + row));
-      if (p.adapter_columns) asm volatile("prefetch.global.L2 [%0];" ::"l"(expand + (size_t)row * p.adapter_columns + thread % 2 * 64 % p.adapter_columns));
+      if (p.adapter_columns == 32) asm volatile("prefetch.global.L2 [%0];" ::"l"(expand + (size_t)row * 32 + thread % 2 * 16));
+    }
+    span = make_int2(0, 0);
+    if (p.adapter_columns) {
+      const int block = n_tile * CTA_BLOCKS + warpgroup * ROWS;
+      span = make_int2(spans[min(block, p.blocks - 1)].x, spans[min(block + ROWS, p.blocks) - 1].y);
     }
 
     if constexpr (SYNCHRONOUS) {
@@ -542,8 +586,10 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
         for (int n = 0; n < TOKENS / 8; ++n)
           *(float4*)(memory + 4 * k_group * TILE_SUMS + 16 * ((r * (TOKENS / 8) + n) * WORKERS + warpgroup * 128 + thread)) =
               make_float4(sums[r][n * 4], sums[r][n * 4 + 1], sums[r][n * 4 + 2], sums[r][n * 4 + 3]);
-      arrive_at_cluster(), wait_for_cluster();
       const int first_eight = (blockIdx.x % CLUSTER * KGROUPS + k_group) * SHARE;
+      wait_for_previous_kernel();  // which makes s, and may still read the memory that is written below
+      ask_for_end(n_tile, m_tile, first_eight);
+      arrive_at_cluster(), wait_for_cluster();
       float share[ROWS][4 * SHARE];
 #pragma unroll
       for (int r = 0; r < ROWS; ++r)
@@ -559,11 +605,10 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
           share[r][j * 4] = sum.x, share[r][j * 4 + 1] = sum.y, share[r][j * 4 + 2] = sum.z, share[r][j * 4 + 3] = sum.w;
         }
       arrive_at_cluster();
-      wait_for_previous_kernel();  // which may still read the memory that is written below
       if (first_eight < TOKENS / 8) finish(share, n_tile, m_tile, first_eight);
       wait_for_cluster();  // the others may still read this block's memory
     } else {
-      wait_for_previous_kernel();  // which may still read the memory that is written below
+      wait_for_previous_kernel();  // which makes s, and may still read the memory that is written below
       if (segment.last < steps) {
         float4* mine = (float4*)(partials + (size_t)segment.block * TILE_SUMS) + threadIdx.x;
 #pragma unroll
@@ -574,6 +619,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
         arrive<LEFT, WORKERS + 32>();
         continue;
       }
+      ask_for_end(n_tile, m_tile, 0);
       if (begun && !runs_are_long) {
         synchronize<READY, WORKERS + 32>();
 #pragma unroll 1
