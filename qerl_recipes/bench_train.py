@@ -48,7 +48,7 @@ def run(
     """
     work.check()
     device = this_device()
-    _check(arms, part, memory, device)
+    _check(arms, part, memory, device, work)
     rounds = {"step": 1 if part == "training" else work.steps, "training": 0 if part == "step" else work.steps}
     rounds |= {"profile": int(profile)}
     with ExitStack() as stack:
@@ -95,13 +95,21 @@ def _save(result: dict[str, Any], output: Path | None) -> None:
         output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-def _check(arms: Sequence[str], part: str, memory: int | None, device: Device | None) -> None:
+def _check(arms: Sequence[str], part: str, memory: int | None, device: Device | None, work: Workload) -> None:
     if unknown := sorted(set(arms) - set(ARMS)):
         raise ValueError(f"unknown arm {unknown[0]!r}; known: {', '.join(ARMS)}")
     if not arms or len(set(arms)) < len(arms):
         raise ValueError(f"arms are {', '.join(arms) or 'missing'}; name each of them once")
     if part not in PARTS:
         raise ValueError(f"part is {part!r}; it is one of {', '.join(PARTS)}")
+    if part != "step" and "checkpointed_layers" in dict(work.overrides):
+        from qerl_recipes.configs import AS_FEW_AS_FIT
+
+        if dict(work.overrides)["checkpointed_layers"] == str(AS_FEW_AS_FIT):
+            raise ValueError(
+                f"checkpointed_layers: {AS_FEW_AS_FIT} keeps what leaves room for the rows of a step, and forward and "
+                "backward alone take a longer one; measure --part step, or name a number of layers"
+            )
     if device is None and "nf4" in arms:
         raise ValueError("arm nf4 (bitsandbytes) needs a CUDA GPU; on this machine measure bf16 and qerl_nvfp4")
     if memory is not None and device is None:

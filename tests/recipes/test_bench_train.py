@@ -76,6 +76,7 @@ REFUSALS: dict[str, tuple[list[str], str]] = {
     "a limit without a GPU": (["--gpu_memory_gb", "80"], "a limit of GPU memory needs a CUDA GPU"),
     "one step": (["--steps", "1"], "steps is 1, and must be at least 2"),
     "unknown part": (["--part", "rollout"], "part is 'rollout'"),
+    "a plan for a step, in all parts": (["--checkpointed_layers", "-1"], "measure --part step"),
     "a fixed key": (["--lora_r", "8"], "lora_r is not for a flag"),
     "a stray word": (["fast"], "'fast' is neither an option"),
     "uneven micro-batches": (["--per_device_train_batch_size", "7"], "does not divide the 64 completions"),
