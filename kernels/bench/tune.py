@@ -17,45 +17,45 @@ from qerl_kernels import gemm, linear_tiles, tiles
 from shapes import SHAPES
 from timing import copies, interleaved
 
-# tokens -> (warpgroups, kgroups, rows, depth, group, ahead, blocks, cluster, synchronous) to try, and each with as many
+# tokens -> (warpgroups, kgroups, rows, depth, group, ahead, cluster, synchronous) to try, and each with as many
 # blocks in a cluster as the layer leaves room for
 SMALL = [
-    (4, 1, 1, 4, 4, 0, 1, 1, 1),
-    (4, 1, 1, 2, 4, 0, 1, 1, 1),
-    (3, 1, 2, 2, 4, 0, 1, 1, 1),
-    (4, 2, 1, 4, 4, 0, 1, 1, 1),
-    (4, 4, 1, 4, 2, 0, 1, 1, 1),
-    (4, 1, 1, 4, 4, 0, 1, 1, 0),
-    (4, 2, 1, 4, 4, 0, 1, 1, 0),
+    (4, 1, 1, 4, 4, 0, 1, 1),
+    (4, 1, 1, 2, 4, 0, 1, 1),
+    (3, 1, 2, 2, 4, 0, 1, 1),
+    (4, 2, 1, 4, 4, 0, 1, 1),
+    (4, 4, 1, 4, 2, 0, 1, 1),
+    (4, 1, 1, 4, 4, 0, 1, 0),
+    (4, 2, 1, 4, 4, 0, 1, 0),
 ]
 MIDDLE = [
-    (4, 1, 1, 4, 2, 0, 1, 1, 0),
-    (4, 1, 1, 2, 4, 0, 1, 1, 0),
-    (3, 1, 2, 2, 4, 0, 1, 1, 0),
-    (4, 2, 1, 4, 4, 1, 1, 1, 0),
-    (4, 4, 1, 4, 2, 0, 1, 1, 0),
+    (4, 1, 1, 4, 2, 0, 1, 0),
+    (4, 1, 1, 2, 4, 0, 1, 0),
+    (3, 1, 2, 2, 4, 0, 1, 0),
+    (4, 2, 1, 4, 4, 1, 1, 0),
+    (4, 4, 1, 4, 2, 0, 1, 0),
 ]
 LARGE = [
-    (3, 1, 1, 2, 2, 0, 1, 1, 0),
-    (3, 1, 1, 4, 2, 0, 1, 1, 0),
-    (3, 1, 2, 2, 4, 0, 1, 1, 0),
-    (2, 1, 2, 2, 4, 0, 1, 1, 0),
-    (4, 1, 1, 2, 2, 0, 1, 1, 0),
-    (4, 1, 1, 2, 4, 0, 1, 1, 0),
-    (4, 2, 1, 2, 2, 1, 1, 1, 0),
-    (4, 4, 1, 4, 2, 0, 1, 1, 0),
+    (3, 1, 1, 2, 2, 0, 1, 0),
+    (3, 1, 1, 4, 2, 0, 1, 0),
+    (3, 1, 2, 2, 4, 0, 1, 0),
+    (2, 1, 2, 2, 4, 0, 1, 0),
+    (4, 1, 1, 2, 2, 0, 1, 0),
+    (4, 1, 1, 2, 4, 0, 1, 0),
+    (4, 2, 1, 2, 2, 1, 1, 0),
+    (4, 4, 1, 4, 2, 0, 1, 0),
 ]
 LARGER = [
-    (3, 1, 1, 2, 2, 0, 1, 1, 0),
-    (3, 1, 1, 2, 2, 1, 1, 1, 0),
-    (2, 1, 1, 2, 2, 0, 1, 1, 0),
-    (2, 1, 1, 2, 2, 1, 1, 1, 0),
-    (2, 1, 2, 2, 4, 0, 1, 1, 0),
-    (2, 2, 1, 2, 2, 1, 1, 1, 0),
+    (3, 1, 1, 2, 2, 0, 1, 0),
+    (3, 1, 1, 2, 2, 1, 1, 0),
+    (2, 1, 1, 2, 2, 0, 1, 0),
+    (2, 1, 1, 2, 2, 1, 1, 0),
+    (2, 1, 2, 2, 4, 0, 1, 0),
+    (2, 2, 1, 2, 2, 1, 1, 0),
 ]
 LARGEST = [
-    (2, 1, 1, 1, 1, 0, 1, 1, 0),
-    (2, 1, 1, 1, 2, 1, 1, 1, 0),
+    (2, 1, 1, 1, 1, 0, 1, 0),
+    (2, 1, 1, 1, 2, 1, 1, 0),
 ]
 CANDIDATES = {
     8: SMALL,
@@ -99,9 +99,9 @@ def passes(configuration: gemm.Configuration) -> bool:
 def variants_of(configuration: gemm.Configuration, N: int, M: int) -> list[gemm.Configuration]:
     """Equal runs over the whole GPU; where there are few tiles also each cut into whole runs, or among a cluster."""
     tiles = -(-N // (64 * configuration.tile_blocks())) * -(-M // configuration.tokens)
-    most = MULTIPROCESSORS * configuration.blocks // tiles
+    most = MULTIPROCESSORS // tiles
     found = [replace(configuration, splits=splits) for splits in sorted({0, most, most // 2} if most else {0})]
-    if most >= 2 and configuration.blocks == 1:
+    if most >= 2:
         fields = {name: value for name, value in asdict(configuration).items() if name not in ("stages", "splits")}
         found += [gemm.deepest(**{**fields, "cluster": blocks}) for blocks in {min(most, 8), max(min(most, 8) - 1, 2)}]
     return found

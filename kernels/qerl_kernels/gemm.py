@@ -18,7 +18,6 @@ from qerl_kernels.compiler import Defines, Kernel, compile_ahead, compile_source
 from qerl_kernels.tiles import TILE_BYTES, TiledWeight
 
 SHARED_MEMORY = 227 * 1024  # bytes that one block may have on Hopper
-MULTIPROCESSOR_SHARED_MEMORY = 228 * 1024
 TURN_ROW = 144
 
 
@@ -37,7 +36,6 @@ class Configuration:
     depth: int
     group: int
     ahead: int
-    blocks: int
     cluster: int
     stages: int
     splits: int = 0
@@ -71,7 +69,6 @@ def deepest(
     depth: int,
     group: int,
     ahead: int,
-    blocks: int,
     cluster: int,
     synchronous: int = 0,
 ) -> Configuration:
@@ -79,12 +76,13 @@ def deepest(
 
     Raises ValueError where not even two do.
     """
-    limit = min(SHARED_MEMORY, MULTIPROCESSOR_SHARED_MEMORY // blocks - 1024)
     for stages in range(12, 1, -1):
-        fields = (tokens, warpgroups, kgroups, rows, depth, group, ahead, blocks, cluster, stages, 0, synchronous)
-        if Configuration(*fields).shared_memory() <= limit:
+        fields = (tokens, warpgroups, kgroups, rows, depth, group, ahead, cluster, stages, 0, synchronous)
+        if Configuration(*fields).shared_memory() <= SHARED_MEMORY:
             return Configuration(*fields)
-    raise ValueError(f"tokens={tokens}, rows={rows}, depth={depth} does not fit into {limit} bytes of shared memory")
+    raise ValueError(
+        f"tokens={tokens}, rows={rows}, depth={depth} need more than {SHARED_MEMORY} bytes of shared memory"
+    )
 
 
 class Divisor(ctypes.Structure):

@@ -9,7 +9,7 @@
 //   GROUP   fragments (64 rows, 16 columns) that a warpgroup decodes before it starts the matrix unit: divides 4 * ROWS
 //   AHEAD   whether codes are read from shared memory one step ahead (1 or 0): less waiting, more instructions
 //   CLUSTER thread blocks that divide the columns of a tile and add up through each other's shared memory
-//   DEPTH   64-column tiles of a stage, STAGES stages in flight, BLOCKS thread blocks of a multiprocessor
+//   DEPTH   64-column tiles of a stage, STAGES stages in flight
 //   SYNCHRONOUS  1: `mma.sync` of each warp in place of `wgmma`, whose every call takes 28 clocks however few the tokens;
 //           GROUP and AHEAD then mean nothing
 //
@@ -153,8 +153,8 @@ constexpr int ROW_GROUPS = WARPGROUPS / KGROUPS, CTA_BLOCKS = ROW_GROUPS * ROWS;
 constexpr int WORKERS = 128 * ROW_GROUPS;  // threads that hold the sums of a tile in the end
 constexpr int THREADS = 128 * WARPGROUPS + 128;  // half of the copying warpgroup only lends its registers
 // what the threads are launched with is shared out anew: more than that would wait for ever
-constexpr int REGISTERS = WARPGROUPS == 4 ? 112 : WARPGROUPS == 3 ? 160 : BLOCKS == 1 ? 232 : BLOCKS == 2 ? 104 : 72;
-constexpr int COPY_REGISTERS = BLOCKS == 3 ? 24 : 32;
+constexpr int REGISTERS = WARPGROUPS == 4 ? 112 : WARPGROUPS == 3 ? 160 : 232;
+constexpr int COPY_REGISTERS = 32;
 constexpr int LEFT = 5, READY = 10;  // barriers of the block: sums are left for others; others have left theirs
 constexpr int RUN_ROWS = 8;  // token tiles that are neighbours in time, so that a weight tile is still in L2
 
@@ -229,7 +229,7 @@ constexpr int TILE_SUMS = ROWS * (TOKENS / 2) * WORKERS;
 constexpr int BARRIER_OFFSET = REDUCE_OFFSET + (KGROUPS > 1 && CLUSTER == 1 ? 4 * TILE_SUMS : 0);
 static_assert(CLUSTER == 1 || 4 * KGROUPS * TILE_SUMS <= TURN_OFFSET, "the sums of a cluster's blocks lie where the stages were");
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, const float* __restrict__ row_scale,
            const float* __restrict__ bias, u16* __restrict__ y, float* __restrict__ partials, u32* __restrict__ counters,
            const u16* __restrict__ shrunk, const u16* __restrict__ expand, const int2* __restrict__ spans,
