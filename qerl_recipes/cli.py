@@ -242,7 +242,8 @@ def doctor(
 
         raise typer.Exit(plan(recipe, context.args, gpu_memory))
     if context.args or gpu_memory is not None:
-        raise typer.BadParameter("these flags go with --recipe")
+        given = [*(["--gpu_memory"] if gpu_memory is not None else []), *context.args]
+        raise typer.BadParameter(f"{' '.join(given)} needs a recipe to plan for: add --recipe FILE.yaml")
     from qerl_recipes.doctor import run
 
     raise typer.Exit(run())

@@ -117,11 +117,13 @@ class _Run:
         left, tokens = self._left_for_cache(), self.cache_tokens()
         full = self.sequences * self.engine_length
         fitting = f"{tokens // self.engine_length} of {self.sequences} full sequences at a time"
-        share = f"vllm_gpu_memory_utilization {self.training.vllm_gpu_memory_utilization:g}"
+        share = f"{self.training.vllm_gpu_memory_utilization:g}"
         sleeps = self.training.vllm_enable_sleep_mode
-        knobs = (f"a lower {share}",) if sleeps else (SLEEP, f"a lower {share}")
+        lower = f"vllm_gpu_memory_utilization below {share}"
+        knobs = (lower,) if sleeps else (SLEEP, lower)
         held = fitting if tokens < full else f"room for all {self.sequences} sequences of {self.engine_length} tokens"
-        return Part("KV cache", max(left, 0), 0 if sleeps else max(left, 0), f"rest of {share}; {held}", knobs)
+        cache, how = max(left, 0), f"rest of vllm_gpu_memory_utilization {share}; {held}"
+        return Part("KV cache", cache, 0 if sleeps else cache, how, knobs)
 
     def cache_tokens(self) -> int:
         """Tokens that the KV cache holds."""
@@ -215,7 +217,7 @@ class _Run:
         return _engine_scratch(self.size, self.training, self.itemsize)
 
     def _lower_rank(self) -> tuple[str, ...]:
-        return (f"a lower lora_r {self.rank}",)
+        return (f"lora_r below {self.rank}",)
 
     def _less_to_keep(self, checkpointed: int) -> tuple[str, ...]:
         if not self.training.gradient_checkpointing:
@@ -232,8 +234,8 @@ class _Run:
     def _fewer_rows(self) -> tuple[str, ...]:
         rows = self.training.per_device_train_batch_size
         if rows > 1:
-            return (f"a lower per_device_train_batch_size {rows}, with gradient_accumulation_steps raised as much",)
-        return (f"a lower max_completion_length {self.completion}",)
+            return (f"per_device_train_batch_size below {rows}, with gradient_accumulation_steps raised as much",)
+        return (f"max_completion_length below {self.completion}",)
 
 
 def left_for_cache(size: ModelSize, training: GRPOConfig, gpu: Gpu, *, rank: int, itemsize: int = BF16) -> int:

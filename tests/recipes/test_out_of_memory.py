@@ -51,7 +51,7 @@ def in_rollout(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(
             "rollout",
             in_rollout,
-            ("engine's scratch 0.", "a lower vllm_gpu_memory_utilization 0.3 (KV cache, "),
+            ("engine's scratch 0.", "vllm_gpu_memory_utilization below 0.3 (KV cache, "),
             marks=pytest.mark.slow,
         ),
     ],
