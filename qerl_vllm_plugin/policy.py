@@ -204,7 +204,7 @@ class Policy:
             return None
         executor = getattr(self._llm.llm_engine, "model_executor", None)
         if getattr(executor, "driver_worker", None) is not None:
-            return {name: tensor.detach() for name, tensor in tensors.items()}
+            return tensors
         # copies: safetensors refuses tensors that share memory, such as one A under two names
         return save({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()})
 

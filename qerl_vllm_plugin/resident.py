@@ -117,7 +117,9 @@ class ResidentAdapter:
 
     def write(self, staged: Staged) -> None:
         """Copies staged (A, B) into the buffers, in place; layers and parts that are not staged become zero."""
-        targets, sources, zeros = [], [], []
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        zeros: list[torch.Tensor] = []
         for name, places in self._places.items():
             for i, place in enumerate(places):
                 pair = staged.get(name, {}).get(i)
@@ -129,9 +131,11 @@ class ResidentAdapter:
                     zeros += [a[r:], b[:, r:]]
                     a, b = a[:r], b[:, :r]
                 targets += [a, b]
-                sources += [source.to(self.device, non_blocking=True) for source in place.cut(pair)]
+                sources += place.cut(pair)
         if zeros:
             torch._foreach_zero_(zeros)
+        if sources and sources[0].device != self.device:
+            sources = [source.to(self.device, non_blocking=True) for source in sources]
         # A lies in one piece, B in rows of a wider matrix: one fast copy for all A, a launch for each B
         for half in (0, 1):
             if targets:

@@ -42,6 +42,7 @@ class Resident:
 
     ``layers`` and ``carrier`` are where norms and adapter lie, looked up once: it takes longer than a swap.
     ``checkpoint_norms`` are the norms as loaded, ``base_norms`` those that the noise is added to: the same, or trained.
+    ``checker`` is there from the first adapter on.
     ``released`` is what brings the memory of the KV cache back, None while the cache has it.
     """
 
@@ -54,6 +55,7 @@ class Resident:
     seed: int = 0
     rollout: int = 0
     targets: tuple[str, ...] = noise.DEFAULT_TARGETS
+    checker: adapter.Checker | None = field(default=None, repr=False)
     staged: tuple[Staged, dict[str, torch.Tensor]] | None = field(default=None, repr=False)
     released: Any = field(default=None, repr=False)
 
@@ -118,11 +120,13 @@ def qerl_stage(
         if tensors is not None:
             if carrier is None:
                 raise AdapterError(NO_CARRIER)
-            targets, dtype = carrier.targets(), carrier.dtype
-            checked = adapter.check(_unpack(tensors) or {}, config, targets, carrier.max_rank)
+            if resident.checker is None:
+                resident.checker = adapter.Checker(carrier.targets(), carrier.max_rank)
+            checked = resident.checker.check(_unpack(tensors) or {}, config)
             # new tensors: vLLM scales B in place, and the caller's tensors must stay as they are
-            for name, pair in adapter.converted(checked, dtype).items():
-                staged.setdefault(targets[name].module, {})[targets[name].part] = pair
+            for name, pair in adapter.converted(checked, carrier.dtype).items():
+                target = resident.checker.targets[name]
+                staged.setdefault(target.module, {})[target.part] = pair
     except AdapterError as error:
         return {"error": str(error)}
     except torch.OutOfMemoryError:
@@ -141,8 +145,9 @@ def qerl_commit(self: Any, version: int) -> dict[str, Any]:
     resident.staged = None
     if resident.carrier is not None:
         resident.carrier.write(staged)
-    resident.base_norms = norms
-    _write_norms(resident)
+    if any(norm is not resident.base_norms[name] for name, norm in norms.items()):
+        resident.base_norms = norms
+        _write_norms(resident)
     resident.version = version
     return {"version": version}
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from peft.tuners.tuners_utils import check_target_module_exists
 
-from qerl_vllm_plugin.adapter import AdapterError, Target, check, converted, named_modules
+from qerl_vllm_plugin import adapter as adapters
+from qerl_vllm_plugin.adapter import AdapterError, Checker, Target, check, converted, named_modules
 
 SHAPES = {"q_proj": (8, 8), "k_proj": (8, 4), "v_proj": (8, 4), "o_proj": (8, 8)} | {
     "gate_proj": (8, 16),
@@ -119,6 +120,32 @@ def test_tensors_are_refused(case):
     change(tensors)
     with pytest.raises(AdapterError, match=message):
         converted(check(tensors, CONFIG, TARGETS, max_rank=8), torch.bfloat16)
+
+
+@pytest.mark.parametrize("case", BAD_TENSORS)
+def test_tensors_are_refused_after_a_good_adapter_too(case):
+    change, message = BAD_TENSORS[case]
+    checker, tensors = Checker(TARGETS, 8), tensors_for(CONFIG)
+    checker.check(tensors, CONFIG)
+    change(tensors)
+    with pytest.raises(AdapterError, match=message):
+        converted(checker.check(tensors, CONFIG), torch.bfloat16)
+
+
+def test_a_known_layout_is_not_looked_at_again_and_its_values_are_the_new_ones(monkeypatch):
+    looks = []
+    monkeypatch.setattr(adapters, "check", lambda *a: looks.append(1) or check(*a))
+    checker = Checker(TARGETS, 8)
+    checker.check(tensors_for(CONFIG), CONFIG)
+    later = tensors_for(CONFIG)
+    found = checker.check(later, dict(CONFIG))
+    assert len(looks) == 1
+    assert (found.rank, found.scaling) == (2, 2.0)
+    assert found.pairs == check(later, CONFIG, TARGETS, 8).pairs  # the very tensors
+    assert checker.check(later, {**CONFIG, "lora_alpha": 16}).scaling == 8.0
+    assert len(looks) == 2
+    checker.check({name: tensor.bfloat16() for name, tensor in later.items()}, CONFIG)
+    assert len(looks) == 3
 
 
 def test_values_that_the_engine_cannot_hold_are_refused():
