@@ -1,5 +1,6 @@
 """What a figure was measured on: hardware, versions, commit, date and command. Without them it says nothing."""
 
+import json
 import os
 import platform
 import subprocess
@@ -60,3 +61,10 @@ def conditions() -> dict[str, Any]:
         "date": date.today().isoformat(),
         "command": " ".join(["qerl", *sys.argv[1:]]),
     }
+
+
+def save(result: dict[str, Any], output: Path | None) -> None:
+    """Write a result to ``output`` as JSON, if there is one; the folder need not exist."""
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_recipes.arms import ENGINE_QUANTIZATION, engine_options
-from qerl_recipes.bench_conditions import conditions
+from qerl_recipes.bench_conditions import conditions, save
 from qerl_recipes.bench_engine import check_shape, in_own_process, random_adapter, start
 from qerl_recipes.shapes import config_json
 
@@ -55,9 +55,7 @@ def run(
         **conditions(),
         "arms": measured,
     }
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(result, indent=1))
+    save(result, output)
     _print(result, batch_sizes)
     return result
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_recipes.arms import engine_options
-from qerl_recipes.bench_conditions import conditions
+from qerl_recipes.bench_conditions import conditions, save
 from qerl_recipes.bench_engine import check_shape, in_own_process, random_adapter, start
 from qerl_recipes.shapes import config_json
 
@@ -28,9 +28,7 @@ def run(shape: str, *, rank: int = 32, output: Path | None = None) -> dict[str, 
     """
     check_shape(shape)
     result = {"shape": shape, "rank": rank, **conditions(), **in_own_process(__name__, shape, str(rank))}
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(result, indent=1))
+    save(result, output)
     milliseconds = {what: 1e3 * seconds for what, seconds in result["seconds"].items()}
     print(
         f"{shape}, rank {rank}, {result['gpu']}: a swap takes {milliseconds['swap']:.1f} ms, a change of noise "

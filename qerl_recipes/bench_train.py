@@ -7,7 +7,6 @@ one runs after the other.
 """
 
 import errno
-import json
 import shutil
 import signal
 import tempfile
@@ -19,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from qerl_recipes import bench_train_summary, bench_train_table
-from qerl_recipes.bench_conditions import Device, conditions, this_device, used_bytes
+from qerl_recipes.bench_conditions import Device, conditions, save, this_device, used_bytes
 from qerl_recipes.bench_train_process import ArmFailedError, ArmProcess
 from qerl_recipes.bench_train_workload import Workload, engine_share, flags
 
@@ -90,9 +89,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 def _save(result: dict[str, Any], output: Path | None) -> None:
     """Write what there is so far: loading takes minutes, and a run may be cut short."""
     result["summary"] = bench_train_summary.summarize(result)
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    save(result, output)
 
 
 def _check(arms: Sequence[str], part: str, memory: int | None, device: Device | None, work: Workload) -> None:
@@ -102,13 +99,13 @@ def _check(arms: Sequence[str], part: str, memory: int | None, device: Device | 
         raise ValueError(f"arms are {', '.join(arms) or 'missing'}; name each of them once")
     if part not in PARTS:
         raise ValueError(f"part is {part!r}; it is one of {', '.join(PARTS)}")
-    if part != "step" and "checkpointed_layers" in dict(work.overrides):
+    if part != "step" and (kept := dict(work.overrides).get("checkpointed_layers")):
         from qerl_recipes.configs import AS_FEW_AS_FIT
 
-        if dict(work.overrides)["checkpointed_layers"] == str(AS_FEW_AS_FIT):
+        if kept == str(AS_FEW_AS_FIT):
             raise ValueError(
-                f"checkpointed_layers: {AS_FEW_AS_FIT} keeps what leaves room for the rows of a step, and forward and "
-                "backward alone take a longer one; measure --part step, or name a number of layers"
+                f"checkpointed_layers: {kept} keeps what leaves room for the rows of a step, and forward and backward "
+                "alone take a longer one; measure --part step, or name a number of layers"
             )
     if device is None and "nf4" in arms:
         raise ValueError("arm nf4 (bitsandbytes) needs a CUDA GPU; on this machine measure bf16 and qerl_nvfp4")

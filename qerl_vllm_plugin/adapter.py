@@ -79,18 +79,17 @@ class Checker:
     def __init__(self, targets: Mapping[str, Target], max_rank: int) -> None:
         """As ``check`` has them."""
         self.targets, self._max_rank = targets, max_rank
-        self._known: tuple[str, tuple[Any, ...]] | None = None
-        self._last: tuple[int, float, list[tuple[str, str, str]]] = (0, 0.0, [])
+        self._known: dict[tuple[Any, ...], tuple[int, float, list[tuple[str, str, str]]]] = {}  # the last good one
 
     def check(self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> Adapter:
         """The adapter. Raises AdapterError."""
-        layout = tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
-        key = (json.dumps(config, sort_keys=True, default=str), layout)
-        if key != self._known:
+        layout = ((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
+        key = (json.dumps(config, sort_keys=True, default=str), *layout)
+        if key not in self._known:
             found = check(tensors, config, self.targets, self._max_rank)
             names = [(name, f"{PREFIX}{name}{_A}", f"{PREFIX}{name}{_B}") for name in found.pairs]
-            self._known, self._last = key, (found.rank, found.scaling, names)
-        rank, scaling, names = self._last
+            self._known = {key: (found.rank, found.scaling, names)}
+        rank, scaling, names = self._known[key]
         return Adapter(rank, scaling, {name: (tensors[a], tensors[b]) for name, a, b in names})
 
 

@@ -213,7 +213,7 @@ class Policy:
             raise KVCacheError(RELEASED)
         if self._llm.llm_engine.has_unfinished_requests():
             raise RuntimeError("requests are running; finish or abort them before the policy changes")
-        self._empty_prefix_cache()  # before the change, which a refusal then leaves undone; vLLM takes 45 ns a block
+        self._empty_prefix_cache()  # before the change, which a refusal then leaves undone; takes time by the block
 
     def _empty_prefix_cache(self) -> None:
         if not self._llm.reset_prefix_cache():

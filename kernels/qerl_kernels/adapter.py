@@ -83,6 +83,7 @@ def _job(variant: Variant) -> tuple[str, Defines]:
     return source, tuple((name.upper(), value) for name, value in variant._asdict().items())
 
 
+@functools.cache
 def load_shrink(device: torch.device) -> None:
     """Compile the small kernels, or fetch them from the cache, and load them on a device."""
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -69,8 +69,8 @@ def deepest(
     depth: int,
     group: int,
     ahead: int,
-    cluster: int,
     synchronous: int = 0,
+    cluster: int = 1,
 ) -> Configuration:
     """The configuration with as many stages as fit into shared memory, at most 12.
 

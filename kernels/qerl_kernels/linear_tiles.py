@@ -81,7 +81,7 @@ def choose(N: int, K: int, M: int) -> gemm.Configuration:
     # two buffers of fragments take turns: see nvfp4_tiles.cu
     while not c.synchronous and depth // kgroups * (4 * c.rows // group) % 2:
         group //= 2
-    return gemm.deepest(c.tokens, c.warpgroups, kgroups, c.rows, depth, group, c.ahead, c.cluster, c.synchronous)
+    return gemm.deepest(c.tokens, c.warpgroups, kgroups, c.rows, depth, group, c.ahead, c.synchronous, c.cluster)
 
 
 @functools.cache

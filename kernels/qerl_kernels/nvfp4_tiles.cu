@@ -405,7 +405,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x, const u8* __restrict__ tiles, co
     // Turn (rows, tokens) into (tokens, rows) through shared memory, then write 16 bytes a thread.
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      const int block = n_tile * CTA_BLOCKS + warpgroup * ROWS + r, row = block * 64 + (warp % 4) * 16 + g;
+      const int block = n_tile * CTA_BLOCKS + warpgroup * ROWS + r, row = first_row(n_tile, r);
       const float bias_upper = bias && row < p.N ? bias[row] : 0.f, bias_lower = bias && row + 8 < p.N ? bias[row + 8] : 0.f;
 #pragma unroll
       for (int slice = 0; slice < 8 * SHARE / SLICE; ++slice) {
