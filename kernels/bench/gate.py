@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 from qerl_kernels import gemm, nvfp4, tiles
-from qerl_kernels.adapter import Adapter, padded, shrink, spans
+from qerl_kernels.adapter import Adapter, Shrink, Variant, padded, shrink, spans
 
 
 def every_product(N: int, K: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,14 +40,14 @@ def two_parts(N: int, K: int, rank: int) -> Adapter:
     return Adapter(a.bfloat16(), b.bfloat16(), spans(widths, rank).cuda())
 
 
-def check_shrink(M: int, K: int, rank: int) -> None:
+def check_shrink(M: int, K: int, rank: int, how: Shrink | None = None) -> None:
     """Raise AssertionError where the adapter's first product is wrong or not the same twice."""
     a = torch.randn(padded(rank), K, device="cuda").bfloat16()
     x = torch.randn(M, K + 48, device="cuda").bfloat16()[:, 16 : 16 + K]
     poison(8)
-    s, exact = shrink(x, a), x.double() @ a.double().t()
-    assert (s.double() - exact).norm() < 2.5e-3 * exact.norm(), f"s = x A^T is wrong for {(M, K, rank)}"
-    assert torch.equal(s, shrink(x, a)), f"s = x A^T is not the same twice for {(M, K, rank)}"
+    s, exact = shrink(x, a, how), x.double() @ a.double().t()
+    assert (s.double() - exact).norm() < 2.5e-3 * exact.norm(), f"s = x A^T is wrong for {(M, K, rank, how)}"
+    assert torch.equal(s, shrink(x, a, how)), f"s = x A^T is not the same twice for {(M, K, rank, how)}"
 
 
 def check(configuration: gemm.Configuration) -> None:
@@ -85,10 +85,12 @@ def check(configuration: gemm.Configuration) -> None:
                     assert torch.equal(y, again), f"({M}, {N}, {K}): two runs give different bits"
                 adapter = two_parts(N, K, 24 if M == 1 else 32)
                 expected = exact + shrink(x, adapter.a).double() @ adapter.b.double().t()  # s is rounded
-                y = gemm.product(x, scaled, configuration, bias, adapter)
-                error = ((y.double() - expected).norm() / expected.norm()).item()
-                assert error < 2.5e-3, f"adapter ({M}, {N}, {K}): relative error {error:.1e}"
-                assert torch.equal(y, gemm.product(x, scaled, configuration, bias, adapter)), "adapter: other bits"
+                for how in (None, Shrink(Variant(16, 2, 16), 1, beside=True)):
+                    y = gemm.product(x, scaled, configuration, bias, adapter, how)
+                    error = ((y.double() - expected).norm() / expected.norm()).item()
+                    assert error < 2.5e-3, f"adapter ({M}, {N}, {K}), {how}: relative error {error:.1e}"
+                    again = gemm.product(x, scaled, configuration, bias, adapter, how)
+                    assert torch.equal(y, again), f"adapter ({M}, {N}, {K}), {how}: two runs give different bits"
                 for splits in (1, 3):
                     y = gemm.product(x, scaled, replace(configuration, splits=splits), bias)
                     error = ((y.double() - exact).norm() / exact.norm()).item()

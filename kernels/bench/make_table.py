@@ -28,7 +28,9 @@ def main() -> None:
     layers: dict[tuple[int, int], list[dict]] = {}
     for row in measured["rows"]:
         layers.setdefault((row["N"], row["K"]), []).append(row)
-    table = {layer: (dict(old.lines), old.expand_from) for layer, old in linear_tiles.table().items()}
+    table = {
+        layer: ({line.M: line for line in old.lines}, old.expand_from) for layer, old in linear_tiles.table().items()
+    }
     for layer, rows in layers.items():
         lines, expanded = table.get(layer, ({}, EXPAND_FROM))
         for row in rows:

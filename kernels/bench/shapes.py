@@ -14,3 +14,11 @@ SHAPES = {
     "32B gate_up": (55296, 5120),
     "32B down": (5120, 27648),
 }
+
+
+def widths(shape: str) -> list[int]:
+    """The rows of a fused layer's parts: q, k, v or gate, up or the whole."""
+    N, K = SHAPES[shape]
+    if shape.endswith("qkv"):
+        return [K, (N - K) // 2, (N - K) // 2]
+    return [N // 2, N // 2] if shape.endswith("gate_up") else [N]

@@ -7,6 +7,7 @@ parts. The tiled kernel adds the second at its end (``nvfp4_tiles.cu``); the fir
 
 import ctypes
 import functools
+import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from qerl_kernels.compiler import Defines, Kernel, compile_ahead, compile_source
 COLUMNS = 32  # of s and B that the tiled kernel takes at a time: their number is a multiple of it
 SMALL_M = 512  # tokens up to which the small kernel is used, cuBLAS beyond
 SPLITS = 8  # of adapter_shrink.cu
+MOST_BESIDE = 24  # blocks of it for which a product makes room: of 132 multiprocessors
 
 
 @dataclass(frozen=True)
@@ -57,17 +59,42 @@ class Variant(NamedTuple):
     groups: int
     warps: int
 
+
+class Shrink(NamedTuple):
+    """How the small kernel is launched: few blocks hide behind a product that has room for them, many end sooner.
+
+    ``most`` is the largest number of blocks among which tokens are divided; with ``beside`` a product that would take
+    every multiprocessor leaves one for each block.
+    """
+
+    variant: Variant
+    most: int
+    beside: bool = False
+
     def grid(self, M: int, R: int) -> tuple[int, int, int]:
         """The thread blocks for M tokens and R rows of A."""
-        return SPLITS, R // (16 * self.groups), -(-M // self.tokens)
+        return SPLITS, R // (16 * self.variant.groups), min(-(-M // self.variant.tokens), self.most)
+
+    def left_free(self, M: int, R: int) -> int:
+        """The multiprocessors that the product leaves to this kernel: none rather than many."""
+        blocks = math.prod(self.grid(M, R))
+        return blocks if self.beside and blocks <= MOST_BESIDE else 0
 
 
-VARIANTS = {8: Variant(8, 1, 16), 64: Variant(16, 1, 16), SMALL_M: Variant(32, 2, 16)}  # by the most tokens
+VARIANTS = (
+    Variant(8, 1, 16),
+    Variant(8, 2, 16),
+    Variant(16, 1, 16),
+    Variant(16, 2, 16),
+    Variant(32, 2, 16),
+    Variant(64, 2, 8),
+)
 
 
-def choose(M: int) -> Variant:
-    """The variant for M tokens, at most SMALL_M."""
-    return next(variant for up_to, variant in VARIANTS.items() if up_to >= M)
+def quickest(M: int) -> Shrink:
+    """The launch that ends soonest by itself."""
+    variant = Variant(8, 1, 16) if M <= 8 else Variant(16, 1, 16) if M <= 64 else Variant(32, 2, 16)
+    return Shrink(variant, -(-M // variant.tokens))
 
 
 @functools.cache
@@ -87,24 +114,25 @@ def _job(variant: Variant) -> tuple[str, Defines]:
 def load_shrink(device: torch.device) -> None:
     """Compile the small kernels, or fetch them from the cache, and load them on a device."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    compile_ahead([_job(variant) for variant in VARIANTS.values()])
-    for variant in VARIANTS.values():
+    compile_ahead([_job(variant) for variant in VARIANTS])
+    for variant in VARIANTS:
         _kernel(variant, index)
 
 
-def shrink(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+def shrink(x: torch.Tensor, a: torch.Tensor, how: Shrink | None = None) -> torch.Tensor:
     """s = x A^T: ``x: (M, K)``, ``a: (R, K)`` -> ``(M, R)`` in the dtype of x, sums in fp32.
 
-    On a GPU x and a are bfloat16, K is a multiple of 16, and the rows of x start at multiples of 16 bytes.
+    On a GPU x and a are bfloat16, K is a multiple of 16, and the rows of x start at multiples of 16 bytes; beyond
+    SMALL_M tokens cuBLAS multiplies, whatever ``how`` says. The bits do not depend on ``how.most``.
     """
     M, K = x.shape
     R = a.shape[0]
     if not x.is_cuda or M > SMALL_M:
         return torch.nn.functional.linear(x, a)
     s = torch.empty(M, R, dtype=x.dtype, device=x.device)
-    variant = choose(M)
+    how = how or quickest(M)
     pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, a, s)]
     numbers = [ctypes.c_int(number) for number in (M, K, R, x.stride(0))]
     with torch.cuda.device(x.device):
-        _kernel(variant, x.device.index)(variant.grid(M, R), *pointers, *numbers, overlap=True)
+        _kernel(how.variant, x.device.index)(how.grid(M, R), *pointers, *numbers, overlap=True)
     return s

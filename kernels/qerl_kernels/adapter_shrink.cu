@@ -4,9 +4,11 @@
 //
 // K is long and the result small, so the columns are divided among the warps of eight blocks, a cluster, which add up through
 // their shared memory in a fixed order: the same bits each time. Compiled with TOKENS and GROUPS, the tokens and the sixteens
-// of rows of A that a block has, and WARPS, its warps. Within 32 columns a thread takes eight neighbours of each row, 16 bytes,
+// of rows of A that a block has, and WARPS, its warps; where the grid has fewer blocks than tokens ask for, each takes several
+// times TOKENS. Within 32 columns a thread takes eight neighbours of each row, 16 bytes,
 // for both operands: the sum over columns does not mind which comes when. The product that starts meanwhile takes whole
-// multiprocessors and has to wait for those on which this kernel runs: it has to be short.
+// multiprocessors and has to wait for those on which this kernel runs: it has to be short, or to fit where the product has no
+// blocks.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -38,11 +40,10 @@ adapter_shrink(const u16* __restrict__ x, const u16* __restrict__ a, u16* __rest
   extern __shared__ float of_warps[];  // (WARPS, SUMS), and behind that the sums of the block
   float* of_block = of_warps + WARPS * SUMS;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-  const int rank = blockIdx.x % SPLITS, row = blockIdx.y * ROWS + g, token = blockIdx.z * TOKENS + g;
+  const int rank = blockIdx.x % SPLITS, row = blockIdx.y * ROWS + g;
   const int first = (rank * WARPS + warp) * 32, stride = SPLITS * WARPS * 32, mine = c * 8;
   const u16* a_row = a + (size_t)row * K;
 
-  float sums[GROUPS][TOKENS / 8][4] = {};
   uint4 rows[AHEAD][2 * GROUPS], t[AHEAD][TOKENS / 8];
   auto ask_for_a = [&](int start) {
 #pragma unroll
@@ -59,62 +60,65 @@ adapter_shrink(const u16* __restrict__ x, const u16* __restrict__ a, u16* __rest
   // not before x is there: the product that starts now reads it at once, and waits for s only at its end
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 
-  for (int start = first; start < K; start += AHEAD * stride) {
-    if (start > first) ask_for_a(start);
+  for (int first_token = blockIdx.z * TOKENS; first_token < M; first_token += gridDim.z * TOKENS) {
+    float sums[GROUPS][TOKENS / 8][4] = {};
+    for (int start = first; start < K; start += AHEAD * stride) {
+      if (start > first || first_token > blockIdx.z * TOKENS) ask_for_a(start);
 #pragma unroll
-    for (int i = 0; i < AHEAD; ++i)
+      for (int i = 0; i < AHEAD; ++i)
 #pragma unroll
-      for (int n = 0; n < TOKENS / 8; ++n)  // past the last token the last one again: its sums are stored nowhere
-        t[i][n] = load(x + (size_t)min(token + n * 8, M - 1) * x_stride, start + i * stride + mine, K);
+        for (int n = 0; n < TOKENS / 8; ++n)  // past the last token the last one again: its sums are stored nowhere
+          t[i][n] = load(x + (size_t)min(first_token + g + n * 8, M - 1) * x_stride, start + i * stride + mine, K);
 #pragma unroll
-    for (int i = 0; i < AHEAD; ++i)
+      for (int i = 0; i < AHEAD; ++i)
 #pragma unroll
-      for (int group = 0; group < GROUPS; ++group)
+        for (int group = 0; group < GROUPS; ++group)
 #pragma unroll
-        for (int n = 0; n < TOKENS / 8; ++n) {
-          float(&d)[4] = sums[group][n];
-          const uint4 upper = rows[i][2 * group], lower = rows[i][2 * group + 1];
-          asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-              : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-              : "r"(upper.x), "r"(lower.x), "r"(upper.y), "r"(lower.y), "r"(t[i][n].x), "r"(t[i][n].y));
-          asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-              : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-              : "r"(upper.z), "r"(lower.z), "r"(upper.w), "r"(lower.w), "r"(t[i][n].z), "r"(t[i][n].w));
-        }
-  }
-  // (token, row): neighbours in memory are neighbours in the result
-#pragma unroll
-  for (int group = 0; group < GROUPS; ++group)
-#pragma unroll
-    for (int n = 0; n < TOKENS / 8; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        of_warps[warp * SUMS + (n * 8 + c * 2 + i % 2) * ROWS + group * 16 + g + i / 2 * 8] = sums[group][n][i];
-  __syncthreads();
-  for (int at = threadIdx.x; at < SUMS; at += 32 * WARPS) {
-    float sum = 0.f;
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) sum += of_warps[w * SUMS + at];
-    of_block[at] = sum;
-  }
-  synchronize_cluster();
-  constexpr int SHARE = SUMS / SPLITS;
-  for (int of_share = threadIdx.x; of_share < SHARE; of_share += 32 * WARPS) {
-    const int at = rank * SHARE + of_share;
-    const u32 here = (u32)__cvta_generic_to_shared(&of_block[at]);
-    float sum = 0.f;
-#pragma unroll
-    for (int other = 0; other < SPLITS; ++other) {
-      u32 there;
-      float part;
-      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(other));
-      asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(part) : "r"(there) : "memory");
-      sum += part;
+          for (int n = 0; n < TOKENS / 8; ++n) {
+            float(&d)[4] = sums[group][n];
+            const uint4 upper = rows[i][2 * group], lower = rows[i][2 * group + 1];
+            asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                : "r"(upper.x), "r"(lower.x), "r"(upper.y), "r"(lower.y), "r"(t[i][n].x), "r"(t[i][n].y));
+            asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                : "r"(upper.z), "r"(lower.z), "r"(upper.w), "r"(lower.w), "r"(t[i][n].z), "r"(t[i][n].w));
+          }
     }
-    const int to = blockIdx.z * TOKENS + at / ROWS;
-    u16 rounded;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(rounded) : "f"(sum));
-    if (to < M) s[(size_t)to * R + blockIdx.y * ROWS + at % ROWS] = rounded;
+    // (token, row): neighbours in memory are neighbours in the result
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group)
+#pragma unroll
+      for (int n = 0; n < TOKENS / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          of_warps[warp * SUMS + (n * 8 + c * 2 + i % 2) * ROWS + group * 16 + g + i / 2 * 8] = sums[group][n][i];
+    __syncthreads();
+    for (int at = threadIdx.x; at < SUMS; at += 32 * WARPS) {
+      float sum = 0.f;
+#pragma unroll
+      for (int w = 0; w < WARPS; ++w) sum += of_warps[w * SUMS + at];
+      of_block[at] = sum;
+    }
+    synchronize_cluster();
+    constexpr int SHARE = SUMS / SPLITS;
+    for (int of_share = threadIdx.x; of_share < SHARE; of_share += 32 * WARPS) {
+      const int at = rank * SHARE + of_share;
+      const u32 here = (u32)__cvta_generic_to_shared(&of_block[at]);
+      float sum = 0.f;
+#pragma unroll
+      for (int other = 0; other < SPLITS; ++other) {
+        u32 there;
+        float part;
+        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(other));
+        asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(part) : "r"(there) : "memory");
+        sum += part;
+      }
+      const int to = first_token + at / ROWS;
+      u16 rounded;
+      asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(rounded) : "f"(sum));
+      if (to < M) s[(size_t)to * R + blockIdx.y * ROWS + at % ROWS] = rounded;
+    }
+    synchronize_cluster();  // the others may still read this block's memory
   }
-  synchronize_cluster();  // the others may still read this block's memory
 }

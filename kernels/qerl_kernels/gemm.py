@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from qerl_kernels.adapter import SMALL_M, Adapter, shrink
+from qerl_kernels.adapter import SMALL_M, Adapter, Shrink, shrink
 from qerl_kernels.compiler import Defines, Kernel, compile_ahead, compile_source, tensor_map
 from qerl_kernels.tiles import TILE_BYTES, TiledWeight
 
@@ -185,11 +185,12 @@ def product(
     configuration: Configuration,
     bias: torch.Tensor | None = None,
     adapter: Adapter | None = None,
+    how: Shrink | None = None,
     overlap: bool = True,
 ) -> torch.Tensor:
     """``x: (M, K)`` bfloat16, ``bias: (N,)`` fp32 -> ``(M, N)`` bfloat16, by one given variant of the kernel.
 
-    With an adapter its product is added to the sum before that is rounded.
+    With an adapter its product is added to the sum before that is rounded; ``how`` says how its first half is launched.
 
     With ``overlap`` the weights are fetched while the kernel ahead in the stream still runs: that kernel must not have
     written them (``tile_weight`` waits until it has).
@@ -203,7 +204,7 @@ def product(
     if M == 0:
         return y
     device = x.device.index
-    shrunk = None if adapter is None else shrink(x, adapter.a)  # (M, R)
+    shrunk = None if adapter is None else shrink(x, adapter.a, how)  # (M, R)
     blocks, k_tiles = weight.tiles.shape[:2]
     if k_tiles % configuration.depth:
         raise ValueError(f"depth={configuration.depth} does not divide the {k_tiles} tiles of K={K}; use depth 1 or 2")
@@ -212,7 +213,8 @@ def product(
     tiles, steps = n_tiles * m_tiles, k_tiles // configuration.depth
     shared, grid = 0, tiles * configuration.cluster
     if configuration.cluster == 1:
-        grid = min(most, tiles * (min(configuration.splits, steps) or steps))
+        free = how.left_free(M, adapter.a.shape[0]) if adapter is not None and how is not None else 0
+        grid = min(most - free, tiles * (min(configuration.splits, steps) or steps))
         # whole tiles in full rounds; what is left over, with one round, is cut into equal runs
         shared = 0 if tiles % grid == 0 else tiles if tiles < 2 * grid else tiles % grid + grid
     sums = 64 * configuration.tile_blocks() * configuration.tokens  # of one tile

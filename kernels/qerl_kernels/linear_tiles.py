@@ -1,9 +1,10 @@
 """The frozen linear layer on tiled weights: which variant of the product runs for (GPU, N, K, M), and its gradient.
 
-The table ``linear_tiles.json`` is made by ``kernels/bench/tune.py`` and ``make_table.py`` and committed; nothing is
-tuned at run time. For each layer it lists, by rising M, the configuration that was fastest up to that M. A layer that
-is not in the table takes the lines of the nearest one in size, with stages that divide its K: every configuration gives
-the same product up to the order of its sums, only the speed differs.
+The table ``linear_tiles.json`` is made by the tuners in ``kernels/bench`` and committed; nothing is tuned at run time.
+For each layer it lists, by rising M, the configuration that was fastest up to that M, and the launch of an adapter's
+small kernel that was fastest with it. A layer that is not in the table takes the lines of the nearest one in size, with
+stages that divide its K: every configuration gives the same product up to the order of its sums, only the speed
+differs.
 
 From some number of tokens on, which the table has too, decoding costs more than it saves: W0 is expanded a slab at a
 time and cuBLAS multiplies, with the tensor scale as its fp32 factor, if all rows have the same one. The semantics are
@@ -22,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from qerl_kernels import gemm, tiles
-from qerl_kernels.adapter import COLUMNS, Adapter, load_shrink, shrink
+from qerl_kernels.adapter import COLUMNS, Adapter, Shrink, Variant, load_shrink, shrink
 from qerl_kernels.linear import _matmul_fp32, _scaled_matmul
 from qerl_kernels.tiles import TiledWeight
 
@@ -30,11 +31,24 @@ MOST_SLAB_ROWS = 32768  # of W0 that are expanded at one time; narrower slabs co
 TABLE = Path(__file__).with_name("linear_tiles.json")
 
 
-class Layer(NamedTuple):
-    """What the table says of one layer: the largest M and the variant up to it, and the M from which it is expanded."""
+class Line(NamedTuple):
+    """Up to ``M`` tokens: the variant of the product, and how an adapter's small kernel is launched ahead of it."""
 
-    lines: list[tuple[int, gemm.Configuration]]
+    M: int
+    product: gemm.Configuration
+    shrink: Shrink | None
+
+
+class Layer(NamedTuple):
+    """What the table says of one layer: its lines by rising M, and the M from which it is expanded."""
+
+    lines: list[Line]
     expand_from: int
+
+
+def _line(M: int, product: dict, shrink: list | None = None) -> Line:
+    how = None if shrink is None else Shrink(Variant(*shrink[0]), *shrink[1:])
+    return Line(M, gemm.Configuration(**product), how)
 
 
 @functools.cache
@@ -42,9 +56,7 @@ def table() -> dict[tuple[int, int], Layer]:
     """By (N, K)."""
     layers = json.loads(TABLE.read_text())["layers"]
     return {
-        (layer["N"], layer["K"]): Layer(
-            [(up_to, gemm.Configuration(**fields)) for up_to, fields in layer["configurations"]], layer["expand_from"]
-        )
+        (layer["N"], layer["K"]): Layer([_line(*line) for line in layer["configurations"]], layer["expand_from"])
         for layer in layers
     }
 
@@ -65,13 +77,22 @@ def slab_rows(N: int) -> int:
     return -(-N // slabs // tiles.TILE) * tiles.TILE
 
 
+def _line_for(N: int, K: int, M: int) -> Line:
+    lines = table()[_nearest(N, K)].lines
+    return next((line for line in lines if line.M >= M), lines[-1])
+
+
+@functools.cache
+def choose_shrink(N: int, K: int, M: int) -> Shrink | None:
+    """How the small kernel of an adapter is launched for M tokens and a weight of (N, K); None: not at all."""
+    return _line_for(N, K, M).shrink
+
+
 @functools.cache
 def choose(N: int, K: int, M: int) -> gemm.Configuration:
     """The variant for M tokens and a weight of (N, K)."""
-    nearest = _nearest(N, K)
-    lines = table()[nearest].lines
-    c = next((configuration for up_to, configuration in lines if up_to >= M), lines[-1][1])
-    if nearest == (N, K):
+    c = _line_for(N, K, M).product
+    if (N, K) in table():
         return c
     depth = c.depth
     while 2 * -(-K // 128) % depth:  # stages must divide the 64-column tiles, of which there is an even number
@@ -87,7 +108,7 @@ def choose(N: int, K: int, M: int) -> gemm.Configuration:
 @functools.cache
 def prepare(N: int, K: int, device: torch.device) -> None:
     """Compile (or fetch from the cache) and load every variant that a weight of (N, K) can need, whatever its M."""
-    sizes = {up_to for layer in table().values() for up_to, _ in layer.lines}
+    sizes = {line.M for layer in table().values() for line in layer.lines}
     configurations = {choose(N, K, M) for M in sizes}
     gemm.compile_all(configurations)
     for configuration in configurations:
@@ -167,7 +188,8 @@ def _(x, tiles_, row_scale, counters, N, K, scale, bias, a, b, spans):
             y.addmm_(shrink(rows, a), b.t())
     else:
         adapter = None if a is None else Adapter(a, b, spans)
-        y = gemm.product(rows, weight, choose(N, K, rows.shape[0]), None if bias is None else bias.float(), adapter)
+        M, added = rows.shape[0], None if bias is None else bias.float()
+        y = gemm.product(rows, weight, choose(N, K, M), added, adapter, choose_shrink(N, K, M))
     return y.view(*x.shape[:-1], N)
 
 

@@ -31,7 +31,7 @@ def test_every_variant_in_the_table_passes_the_gate():
     import gate
     from qerl_kernels import linear_tiles
 
-    variants = {configuration for layer in linear_tiles.table().values() for _, configuration in layer.lines}
+    variants = {line.product for layer in linear_tiles.table().values() for line in layer.lines}
     for configuration in variants:
         gate.check(configuration)
 
@@ -95,7 +95,7 @@ def test_every_layer_of_a_model_agrees_with_fp64_at_every_line_of_the_table(mode
         packed, row_scale, tiled = weight(N, K)
         dense = nvfp4.dequantize(packed.codes, packed.block_scales).double() * row_scale.double()[:, None]
         adapter = gate.two_parts(N, K, 32)
-        for M in {up_to - 1 for layer in linear_tiles.table().values() for up_to, _ in layer.lines if up_to <= 600}:
+        for M in {line.M - 1 for layer in linear_tiles.table().values() for line in layer.lines if line.M <= 600}:
             x = torch.randn(M, K, device="cuda").bfloat16()
             exact = x.double() @ dense.t() + shrink(x, adapter.a).double() @ adapter.b.double().t()
             y = linear_tiles.linear(x, tiled, None, adapter)

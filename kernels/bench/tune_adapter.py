@@ -1,0 +1,107 @@
+"""Time products with an adapter of rank 32: ``python tune_adapter.py tune.json --out adapter.json [--shapes 7B o]``.
+
+tune.json is what tune.py wrote. Of each layer and number of tokens the configurations near the fastest are timed again,
+alone and with every launch of the adapter's small kernel that is worth trying.
+"""
+
+import argparse
+import faulthandler
+import json
+from dataclasses import astuple
+from functools import partial
+from pathlib import Path
+
+import gate
+import torch
+from qerl_kernels import gemm, tiles
+from qerl_kernels.adapter import SMALL_M, VARIANTS, Adapter, Shrink, padded, spans
+from shapes import SHAPES, widths
+from timing import copies, interleaved
+
+RANK = 32
+NEAR = 1.05  # of the fastest time without an adapter
+
+
+def near(row: dict) -> list[gemm.Configuration]:
+    """The configurations of one row of tune.json that are worth trying with an adapter."""
+    ours = {name: us for name, us in row["us"].items() if name.startswith("[")}
+    fastest = min(ours.values())
+    return [gemm.Configuration(*json.loads(name)) for name, us in ours.items() if us <= NEAR * fastest]
+
+
+def launches(M: int, R: int, takes_all: bool) -> list[Shrink]:
+    """Of the small kernel, for M tokens and R rows of A; a product that ``takes_all`` blocks may leave some."""
+    found = []
+    for variant in VARIANTS:
+        most = -(-M // variant.tokens)
+        if most > 16 or (variant.tokens > 8 and variant.tokens >= 2 * M) or (variant.tokens == 8 and M > 8):
+            continue
+        for blocks in sorted({1, min(2, most), -(-most // 2), most}):
+            found.append(Shrink(variant, blocks))
+            if takes_all and Shrink(variant, blocks, True).left_free(M, R):
+                found.append(Shrink(variant, blocks, True))
+    return found
+
+
+def layer(shape: str) -> tuple[list[tiles.TiledWeight], list[Adapter]]:
+    """As many random weights and adapters of one layer as no cache holds."""
+    N, K = SHAPES[shape]
+    codes = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, device="cuda")
+    scales = torch.randint(40, 120, (N, K // 16), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    first = tiles.tile_weight(codes, scales, torch.rand((), device="cuda") * 1e-3)
+    R, table = padded(RANK * len(widths(shape))), spans(widths(shape), RANK).cuda()
+    weights, adapters = [], []
+    for _ in range(copies(first.tiles.numel())):
+        counters = torch.zeros_like(first.counters)
+        weights.append(tiles.TiledWeight(first.tiles.clone(), first.row_scale, counters, N, K))
+        a, b = torch.randn(R, K, device="cuda").bfloat16(), torch.randn(N, R, device="cuda").bfloat16() / 100
+        adapters.append(Adapter(a, b, table))
+    return weights, adapters
+
+
+def time_row(row: dict, weights: list[tiles.TiledWeight], adapters: list[Adapter]) -> dict:
+    """One row of tune.json -> times alone and with each launch, in microseconds."""
+    M, R = row["M"], adapters[0].a.shape[0]
+    x = torch.randn(M, row["K"], device="cuda").to(torch.bfloat16)
+    alone, adapted = {}, {}
+    for c in near(row):
+        name = json.dumps(astuple(c))
+        calls = {"alone": [partial(gemm.product, x, w, c) for w in weights]}
+        for how in launches(M, R, c.cluster == 1 and c.splits == 0):
+            pairs = zip(weights, adapters, strict=True)
+            calls[json.dumps(how)] = [partial(gemm.product, x, w, c, None, a, how) for w, a in pairs]
+        times = interleaved(calls, rounds=3)
+        alone[name] = times.pop("alone")
+        adapted[name] = times
+    return {**{key: row[key] for key in ("shape", "N", "K", "M")}, "alone": alone, "adapted": adapted}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tuned")
+    parser.add_argument("--out", default="adapter.json")
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    options = parser.parse_args()
+    rows = json.loads(Path(options.tuned).read_text())["rows"]
+    wanted = {SHAPES[shape]: shape for shape in options.shapes.split(",")}  # each size once
+    rows = [row for row in rows if row["M"] <= SMALL_M and (row["N"], row["K"]) in wanted]
+    faulthandler.dump_traceback_later(60, exit=True)  # a kernel that hangs
+    for how in {how for row in rows for how in launches(row["M"], 96, False)}:
+        for shape in ((1, 16, 8), (70, 3600, 64), (140, 18944, 96)):
+            gate.check_shrink(*shape, how)
+    faulthandler.cancel_dump_traceback_later()
+    print("the gate passes", flush=True)
+    found: list[dict] = []
+    for size, shape in wanted.items():
+        weights, adapters = layer(shape)
+        for row in [row for row in rows if (row["N"], row["K"]) == size]:
+            found.append(time_row(row, weights, adapters))
+            alone, times = found[-1]["alone"], found[-1]["adapted"]
+            best = sorted((us, c, how) for c, each in times.items() for how, us in each.items())[:3]
+            listed = "  ".join(f"{c} {how} {us:.1f} ({alone[c]:.1f})" for us, c, how in best)
+            print(f"{shape} M={row['M']}: alone {min(alone.values()):.1f}  {listed}", flush=True)
+        Path(options.out).write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "rows": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
