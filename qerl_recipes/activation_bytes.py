@@ -53,7 +53,9 @@ def saved_in_a_block(
     """
     H, I, Q, KV = size.hidden, size.intermediate, size.heads * size.head_dim, size.kv_heads * size.head_dim  # noqa: E741
     width, taken = (BF16, BF16) if autocast else (itemsize, FP32)  # of an activation, and of what an adapter takes
-    norms = 2 * FP32 * H + (FP32 * (Q + KV) if len(size.norms) > 2 * size.layers + 1 else 0)  # with norms on q and k
+    norms = 2 * (itemsize * H + FP32)  # the input, and one number
+    if len(size.norms) > 2 * size.layers + 1:  # with norms on q and k
+        norms += width * (Q + KV) + FP32 * (size.heads + size.kv_heads)
     is_cast = autocast != (itemsize == BF16)  # for each adapter anew; else q, k, v share an input, and gate, up another
     # o_proj takes the attention's output, which a packed row puts together from that of its sequences
     inputs = 5 * H + Q + I if is_cast else 2 * H + I + (0 if padded_to else Q)
@@ -68,7 +70,7 @@ def kept(size: ModelSize, batch: MicroBatch, block: int, *, checkpointed: int, i
 
     ``block``: bytes a token of one block; ``checkpointed``: how many blocks are; ``itemsize``: of the model's dtype.
     """
-    last = (FP32 + 2 * BF16) * size.hidden  # of the last norm and of the head
+    last = 3 * BF16 * size.hidden + FP32  # of the last norm and of the head
     blocks = checkpointed * itemsize * size.hidden + (size.layers - checkpointed) * block
     return batch.tokens * (blocks + last)
 

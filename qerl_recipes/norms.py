@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from qerl_kernels import naive
+from qerl_kernels.rms_norm import rms_norm
 from safetensors.torch import load_file, save_file
 
 from qerl_vllm_plugin import noise
@@ -30,11 +31,7 @@ class TrainerRMSNorm(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x: (..., H)`` -> ``(..., H)`` in the dtype of ``x``."""
         weight = self.weight if self.noise is None else self.weight + self.noise
-        if not self.rounded:
-            return naive.rms_norm(x, weight, self.epsilon)
-        x32 = x.float()
-        normalized = x32 * torch.rsqrt(x32.square().mean(dim=-1, keepdim=True) + self.epsilon)
-        return weight.to(x.dtype) * normalized.to(x.dtype)
+        return rms_norm(x, weight, self.epsilon, rounded=self.rounded)
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
         """Moves between devices; ``.to(dtype)`` leaves weight and noise in fp32, or the noise would be lost."""

@@ -167,6 +167,23 @@ def test_silu_mul_and_its_gradient_are_those_of_the_cpu():
         assert (ours - reference).norm() < 1e-3 * reference.norm()  # the last bit of a few
 
 
+@pytest.mark.parametrize("rounded", [False, True], ids=["one rounding", "rounded"])
+@pytest.mark.parametrize("shape", [(700, 3584), (9000, 128), (3, 5120)], ids=str)
+def test_rms_norm_and_its_gradients_are_those_of_the_cpu(shape, rounded):
+    from qerl_kernels.rms_norm import rms_norm
+
+    x, dy, w = 3 * torch.randn(shape), torch.randn(shape), 1 + 0.1 * torch.randn(shape[-1])
+    results = []
+    for device in ("cpu", "cuda"):
+        x_there = x.to(device, torch.bfloat16).requires_grad_()
+        w_there = w.to(device).requires_grad_()
+        y = rms_norm(x_there, w_there, 1e-6, rounded=rounded)
+        y.backward(dy.to(device, torch.bfloat16))
+        results.append([t.detach().cpu().double() for t in (y, x_there.grad, w_there.grad)])
+    for ours, reference in zip(results[1], results[0], strict=True):
+        assert (ours - reference).norm() < 2e-3 * reference.norm()  # the last bit of a few
+
+
 def test_linear_logprob_agrees_with_fp64():
     from qerl_kernels.linear_logprob import linear_logprob, reference
 

@@ -6,7 +6,7 @@ import sys
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
 import torch
-from qerl_kernels import linear_logprob, nvfp4, nvfp4_triton, silu_mul, silu_mul_triton  # noqa: F401
+from qerl_kernels import linear_logprob, nvfp4, nvfp4_triton, rms_norm, rms_norm_triton, silu_mul, silu_mul_triton  # noqa: F401
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -66,6 +66,27 @@ def silu_mul_agrees_with_the_reference():
     expected = torch.ops.qerl.silu_mul_backward(dy, gate, up)
     for ours, reference in zip(silu_mul_triton.backward(dy, gate, up), expected, strict=True):
         torch.testing.assert_close(ours, reference)
+
+
+def rms_norm_agrees_with_the_reference():
+    generator = torch.Generator().manual_seed(0)
+    rms_norm_triton.PROGRAMS, rms_norm_triton.PROGRAMS_WITH_W = 4, 3  # with more rows than that
+    for rows, H, dtype in ((2, 96, torch.float32), (11, 80, torch.float16)):
+        x, dy = ((3 * torch.randn(rows, H, generator=generator)).to(dtype) for _ in range(2))
+        w = 1 + torch.randn(H, generator=generator)
+        for rounded in (False, True):
+            y, inverse = rms_norm_triton.forward(x, w, 1e-6, rounded)
+            expected_y, expected_inverse = torch.ops.qerl.rms_norm(x, w, 1e-6, rounded)
+            torch.testing.assert_close(inverse, expected_inverse)
+            torch.testing.assert_close(y, expected_y, rtol=2**-10 if dtype == torch.float16 else 1e-5, atol=1e-5)
+            for with_w in (False, True):
+                arguments = (dy, x, w, expected_inverse, rounded, with_w)
+                for ours, reference in zip(
+                    rms_norm_triton.backward(*arguments), torch.ops.qerl.rms_norm_backward(*arguments), strict=True
+                ):
+                    assert ours.dtype == reference.dtype
+                    tolerance = 2**-10 if ours.dtype == torch.float16 else 1e-4
+                    torch.testing.assert_close(ours, reference, rtol=tolerance, atol=1e-4)
 
 
 if __name__ == "__main__":

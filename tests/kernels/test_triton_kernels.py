@@ -17,6 +17,7 @@ pytest.importorskip("triton")
         "quantize_gives_the_bits_of_the_reference",
         "logprob_kernels_agree_with_torch",
         "silu_mul_agrees_with_the_reference",
+        "rms_norm_agrees_with_the_reference",
     ],
 )
 def test_interpreted(check):
