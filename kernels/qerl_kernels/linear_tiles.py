@@ -32,10 +32,11 @@ TABLE = Path(__file__).with_name("linear_tiles.json")
 
 
 class Line(NamedTuple):
-    """Up to ``M`` tokens: the variant of the product, and how an adapter's small kernel is launched ahead of it."""
+    """Up to ``M`` tokens: the variant of the product by itself, with an adapter, and its small kernel's launch."""
 
     M: int
     product: gemm.Configuration
+    adapted: gemm.Configuration
     shrink: Shrink | None
 
 
@@ -46,9 +47,10 @@ class Layer(NamedTuple):
     expand_from: int
 
 
-def _line(M: int, product: dict, shrink: list | None = None) -> Line:
+def _line(M: int, product: dict, adapted: dict | None = None, shrink: list | None = None) -> Line:
+    alone = gemm.Configuration(**product)
     how = None if shrink is None else Shrink(Variant(*shrink[0]), *shrink[1:])
-    return Line(M, gemm.Configuration(**product), how)
+    return Line(M, alone, alone if adapted is None else gemm.Configuration(**adapted), how)
 
 
 @functools.cache
@@ -89,9 +91,10 @@ def choose_shrink(N: int, K: int, M: int) -> Shrink | None:
 
 
 @functools.cache
-def choose(N: int, K: int, M: int) -> gemm.Configuration:
-    """The variant for M tokens and a weight of (N, K)."""
-    c = _line_for(N, K, M).product
+def choose(N: int, K: int, M: int, adapted: bool = False) -> gemm.Configuration:
+    """The variant for M tokens and a weight of (N, K), by itself or with an adapter."""
+    line = _line_for(N, K, M)
+    c = line.adapted if adapted else line.product
     if (N, K) in table():
         return c
     depth = c.depth
@@ -109,7 +112,7 @@ def choose(N: int, K: int, M: int) -> gemm.Configuration:
 def prepare(N: int, K: int, device: torch.device) -> None:
     """Compile (or fetch from the cache) and load every variant that a weight of (N, K) can need, whatever its M."""
     sizes = {line.M for layer in table().values() for line in layer.lines}
-    configurations = {choose(N, K, M) for M in sizes}
+    configurations = {choose(N, K, M, adapted) for M in sizes for adapted in (False, True)}
     gemm.compile_all(configurations)
     for configuration in configurations:
         gemm.load(configuration, device)
@@ -189,7 +192,8 @@ def _(x, tiles_, row_scale, counters, N, K, scale, bias, a, b, spans):
     else:
         adapter = None if a is None else Adapter(a, b, spans)
         M, added = rows.shape[0], None if bias is None else bias.float()
-        y = gemm.product(rows, weight, choose(N, K, M), added, adapter, choose_shrink(N, K, M))
+        c = choose(N, K, M, adapter is not None)
+        y = gemm.product(rows, weight, c, added, adapter, choose_shrink(N, K, M))
     return y.view(*x.shape[:-1], N)
 
 

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from qerl_kernels import gemm, linear_tiles, nvfp4, tiles
+from qerl_kernels.adapter import MOST_BESIDE, SMALL_M, SPLITS, VARIANTS
 
 
 def example(N: int = 48, K: int = 80):
@@ -65,10 +66,10 @@ def test_shapes_that_do_not_fit_are_refused():
 
 
 @settings(max_examples=200, deadline=None)
-@given(N=st.integers(1, 4000), K=st.integers(1, 2000), M=st.integers(1, 16384))
-def test_every_shape_gets_a_variant_that_fits(N, K, M):
+@given(N=st.integers(1, 4000), K=st.integers(1, 2000), M=st.integers(1, 16384), adapted=st.booleans())
+def test_every_shape_gets_a_variant_that_fits(N, K, M, adapted):
     """Whatever the layer: stages divide its columns, shared memory suffices, a narrow tile for few tokens."""
-    c = linear_tiles.choose(16 * N, 16 * K, M)
+    c = linear_tiles.choose(16 * N, 16 * K, M, adapted)
     assert 2 * -(-16 * K // 128) % c.depth == 0
     assert c.depth % c.kgroups == 0 and c.warpgroups % c.kgroups == 0 and 4 * c.rows % c.group == 0
     in_turns = c.depth // c.kgroups * (4 * c.rows // c.group) % 2 == 0
@@ -78,6 +79,16 @@ def test_every_shape_gets_a_variant_that_fits(N, K, M):
     sums = 4 * 64 * c.tile_blocks() * c.tokens * c.kgroups
     assert c.cluster == 1 or sums <= c.stages * c.depth * (128 * c.tokens + 2304 * c.tile_blocks())
     assert 1 <= c.cluster <= 8, "more blocks in a cluster are not portable"
+
+
+@given(N=st.integers(1, 4000), K=st.integers(1, 2000), M=st.integers(1, SMALL_M), R=st.integers(1, 12))
+def test_every_shape_gets_a_launch_of_the_small_kernel_that_covers_it(N, K, M, R):
+    how = linear_tiles.choose_shrink(16 * N, 16 * K, M)
+    splits, of_rows, of_tokens = how.grid(M, 32 * R)
+    assert how.variant in VARIANTS, "only these are loaded before CUDA graphs are captured"
+    assert splits == SPLITS and of_rows * 16 * how.variant.groups == 32 * R
+    assert 1 <= of_tokens <= how.most and (of_tokens == how.most or of_tokens * how.variant.tokens >= M)
+    assert how.left_free(M, 32 * R) in (0, splits * of_rows * of_tokens) and how.left_free(M, 32 * R) <= MOST_BESIDE
 
 
 @given(divisor=st.integers(1, 2**26), n=st.integers(0, 2**31 - 1))
