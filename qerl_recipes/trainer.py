@@ -109,13 +109,13 @@ class QerlGRPOTrainer(PackedTraining):
         self.add_callback(self._recorder)
         if self.pop_callback(ProgressCallback) is not None:  # none there with disable_tqdm
             self.add_callback(QuietProgress())
-        self._lora = lora_parameters(self.accelerator.unwrap_model(self.model))
-        adapter = self.accelerator.unwrap_model(self.model).peft_config[ADAPTER]
+        policy = self.accelerator.unwrap_model(self.model)  # walks over all modules: once, not in each swap
+        self._lora, self._adapter_config = lora_parameters(policy), policy.peft_config[ADAPTER].to_dict()
         self.vllm_generation = engine or find("qerl_rollout_engines", args.rollout_engine)(
             str(base),
             args,
-            rank=adapter.r,
-            dtype=self.accelerator.unwrap_model(self.model).get_base_model().dtype,
+            rank=policy.peft_config[ADAPTER].r,
+            dtype=policy.get_base_model().dtype,
             snapshot=self.snapshot,
             accelerator=self.accelerator,
         )
@@ -124,9 +124,8 @@ class QerlGRPOTrainer(PackedTraining):
 
     def snapshot(self) -> Snapshot:
         """The adapter and the trained norms as they are now; references, not copies."""
-        model = self.accelerator.unwrap_model(self.model)
-        config = model.peft_config[ADAPTER].to_dict()
-        return Snapshot(dict(self._lora), config, norms.trained_norms(model) if self.args.train_norms else None)
+        trained = norms.trained_norms(self.accelerator.unwrap_model(self.model)) if self.args.train_norms else None
+        return Snapshot(dict(self._lora), self._adapter_config, trained)
 
     def rollouts(self) -> int:
         """Rollouts of the whole run."""
