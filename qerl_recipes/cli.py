@@ -115,7 +115,9 @@ def kernels(
     tokens: Annotated[
         str | None, typer.Option(help="batch sizes M, comma-separated; default: those of the table")
     ] = None,
-    tune: Annotated[bool, typer.Option(help="time every variant of our kernel instead of the baselines")] = False,
+    tune: Annotated[
+        bool, typer.Option(help="time every variant of our kernel instead, and make the table of variants anew")
+    ] = False,
 ) -> None:
     """The linear kernels against cuBLAS BF16, Marlin and Humming, each behind its gate (a Hopper GPU, a checkout)."""
     from qerl_recipes.bench_kernels import run

@@ -7,42 +7,21 @@ is left out; ours only behind the gate of gate.py.
 """
 
 import argparse
-import datetime
 import gc
 import json
-import subprocess
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import baselines
 import gate
 import torch
+from conditions import conditions
 from qerl_kernels import gemm, linear_tiles, nvfp4_triton, tiles
 from shapes import SHAPES
 from timing import copies, interleaved
 
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192)
-
-
-def versions() -> dict[str, str]:
-    """Of everything that the figures depend on."""
-    found = {"torch": torch.__version__, "cuda": torch.version.cuda or ""}
-    for package in ("triton", "vllm", "humming-kernels"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def command_line(*command: str) -> str:
-    """First line that a program prints, or nothing where it is missing."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip().partition("\n")[0]
-    except FileNotFoundError:
-        return ""
 
 
 def check(name: str, product: Callable, x: torch.Tensor, exact: torch.Tensor, limit: float) -> None:
@@ -105,14 +84,7 @@ def main() -> None:
     for configuration in {c for c in chosen if isinstance(c, gemm.Configuration)}:
         gate.check(configuration)
     print("the gate passes", flush=True)
-    result = {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": command_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "versions": versions(),
-        "commit": command_line("git", "rev-parse", "--short", "HEAD"),
-        "date": datetime.date.today().isoformat(),
-        "rows": [],
-    }
+    result = {**conditions(), "rows": []}
     for shape in options.shapes.split(","):
         result["rows"] += time_shape(shape, tokens, [name for name in options.baselines.split(",") if name])
         Path(options.out).write_text(json.dumps(result, indent=1))

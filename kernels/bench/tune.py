@@ -13,6 +13,7 @@ from pathlib import Path
 
 import gate
 import torch
+from conditions import conditions
 from qerl_kernels import gemm, linear_tiles, tiles
 from shapes import SHAPES
 from timing import copies, interleaved
@@ -159,10 +160,10 @@ def main() -> None:
     tokens = [int(M) for M in options.tokens.split(",")]
     shapes = {SHAPES[shape]: shape for shape in options.shapes.split(",")}  # each size once
     gemm.compile_all({replace(c, splits=0) for N, K in shapes for M in tokens for c in to_time(N, K, M)})
-    rows: list[dict] = []
+    described, rows = conditions(), []
     for shape in shapes.values():
         rows += time_shape(shape, tokens)
-        Path(options.out).write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "rows": rows}, indent=1))
+        Path(options.out).write_text(json.dumps({**described, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

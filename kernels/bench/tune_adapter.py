@@ -13,6 +13,7 @@ from pathlib import Path
 
 import gate
 import torch
+from conditions import conditions
 from qerl_kernels import gemm, tiles
 from qerl_kernels.adapter import SMALL_M, VARIANTS, Adapter, Shrink, padded, spans
 from shapes import SHAPES, widths
@@ -91,8 +92,10 @@ def main() -> None:
             gate.check_shrink(*shape, how)
     faulthandler.cancel_dump_traceback_later()
     print("the gate passes", flush=True)
-    found: list[dict] = []
-    for size, shape in wanted.items():
+    described, found = conditions(), []
+    Path(options.out).write_text(json.dumps({**described, "rows": found}))  # there may be none with so few tokens
+    for size in dict.fromkeys((row["N"], row["K"]) for row in rows):
+        shape = wanted[size]
         weights, adapters = layer(shape)
         for row in [row for row in rows if (row["N"], row["K"]) == size]:
             found.append(time_row(row, weights, adapters))
@@ -100,7 +103,7 @@ def main() -> None:
             best = sorted((us, c, how) for c, each in times.items() for how, us in each.items())[:3]
             listed = "  ".join(f"{c} {how} {us:.1f} ({alone[c]:.1f})" for us, c, how in best)
             print(f"{shape} M={row['M']}: alone {min(alone.values()):.1f}  {listed}", flush=True)
-        Path(options.out).write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "rows": found}, indent=1))
+        Path(options.out).write_text(json.dumps({**described, "rows": found}, indent=1))
 
 
 if __name__ == "__main__":
