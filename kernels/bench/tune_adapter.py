@@ -18,6 +18,7 @@ from qerl_kernels import gemm, tiles
 from qerl_kernels.adapter import SMALL_M, VARIANTS, Adapter, Shrink, padded, spans
 from shapes import SHAPES, widths
 from timing import copies, interleaved
+from tune import MULTIPROCESSORS
 
 RANK = 32
 NEAR = 1.05  # of the fastest time without an adapter
@@ -39,7 +40,7 @@ def launches(M: int, R: int, takes_all: bool) -> list[Shrink]:
             continue
         for blocks in sorted({1, min(2, most), -(-most // 2), most}):
             found.append(Shrink(variant, blocks))
-            if takes_all and Shrink(variant, blocks, True).left_free(M, R):
+            if takes_all and Shrink(variant, blocks, True).left_free(M, R, MULTIPROCESSORS):
                 found.append(Shrink(variant, blocks, True))
     return found
 

@@ -20,7 +20,7 @@ from qerl_kernels.compiler import Defines, Kernel, compile_ahead, compile_source
 COLUMNS = 32  # of s and B that the tiled kernel takes at a time: their number is a multiple of it
 SMALL_M = 512  # tokens up to which the small kernel is used, cuBLAS beyond
 SPLITS = 8  # of adapter_shrink.cu
-MOST_BESIDE = 24  # blocks of it for which a product makes room: of 132 multiprocessors
+BESIDE = 5  # a product leaves at most one in so many multiprocessors to it
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,10 @@ class Shrink(NamedTuple):
         """The thread blocks for M tokens and R rows of A."""
         return SPLITS, R // (16 * self.variant.groups), min(-(-M // self.variant.tokens), self.most)
 
-    def left_free(self, M: int, R: int) -> int:
-        """The multiprocessors that the product leaves to this kernel: none rather than many."""
+    def left_free(self, M: int, R: int, multiprocessors: int) -> int:
+        """How many the product leaves to this kernel: one for each block, or none where that would be many."""
         blocks = math.prod(self.grid(M, R))
-        return blocks if self.beside and blocks <= MOST_BESIDE else 0
+        return blocks if self.beside and BESIDE * blocks <= multiprocessors else 0
 
 
 VARIANTS = (

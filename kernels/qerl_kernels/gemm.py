@@ -213,7 +213,7 @@ def product(
     tiles, steps = n_tiles * m_tiles, k_tiles // configuration.depth
     shared, grid = 0, tiles * configuration.cluster
     if configuration.cluster == 1:
-        free = how.left_free(M, adapter.a.shape[0]) if adapter is not None and how is not None else 0
+        free = how.left_free(M, adapter.a.shape[0], most) if adapter is not None and how is not None else 0
         grid = min(most - free, tiles * (min(configuration.splits, steps) or steps))
         # whole tiles in full rounds; what is left over, with one round, is cut into equal runs
         shared = 0 if tiles % grid == 0 else tiles if tiles < 2 * grid else tiles % grid + grid
