@@ -1,13 +1,14 @@
 """Time products with an adapter of rank 32: ``python tune_adapter.py tune.json --out adapter.json [--shapes 7B o]``.
 
 tune.json is what tune.py wrote. Of each layer and number of tokens the configurations near the fastest are timed again,
-alone and with every launch of the adapter's small kernel that is worth trying.
+and what becomes of them with fewer blocks, which leaves multiprocessors to the adapter's small kernel: alone, and with
+every launch of that kernel that is worth trying.
 """
 
 import argparse
 import faulthandler
 import json
-from dataclasses import astuple
+from dataclasses import asdict, astuple, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,13 +16,14 @@ import gate
 import torch
 from conditions import conditions
 from qerl_kernels import gemm, tiles
-from qerl_kernels.adapter import SMALL_M, VARIANTS, Adapter, Shrink, padded, spans
+from qerl_kernels.adapter import SMALL_M, SPLITS, VARIANTS, Adapter, Shrink, padded, spans
 from shapes import SHAPES, widths
 from timing import copies, interleaved
-from tune import MULTIPROCESSORS
+from tune import MULTIPROCESSORS, passes
 
 RANK = 32
 NEAR = 1.05  # of the fastest time without an adapter
+MOST_WITH_ROOM = 4  # configurations with fewer blocks, of each
 
 
 def near(row: dict) -> list[gemm.Configuration]:
@@ -29,6 +31,25 @@ def near(row: dict) -> list[gemm.Configuration]:
     ours = {name: us for name, us in row["us"].items() if name.startswith("[")}
     fastest = min(ours.values())
     return [gemm.Configuration(*json.loads(name)) for name, us in ours.items() if us <= NEAR * fastest]
+
+
+def with_room(c: gemm.Configuration, N: int, M: int) -> list[gemm.Configuration]:
+    """The same tiles, each cut into so few runs or among so few blocks that multiprocessors are left over."""
+    tiles_ = -(-N // (64 * c.tile_blocks())) * -(-M // c.tokens)
+    fields = {name: value for name, value in asdict(c).items() if name not in ("stages", "splits", "cluster")}
+    found = []
+    for parts in range(1, min((MULTIPROCESSORS - SPLITS) // tiles_, 8) + 1):
+        found.append(replace(gemm.deepest(**fields), splits=parts))
+        if parts > 1:
+            found.append(gemm.deepest(**fields, cluster=parts))
+    return sorted(found, key=lambda one: -max(one.splits, one.cluster))[:MOST_WITH_ROOM]
+
+
+def to_time(row: dict) -> list[gemm.Configuration]:
+    """All that is worth trying for one row of tune.json and passes the gate, each once."""
+    tried = near(row)
+    more = [one for c in tried for one in with_room(c, row["N"], row["M"])]
+    return [*tried, *(c for c in dict.fromkeys(more) if c not in tried and passes(replace(c, splits=0)))]
 
 
 def launches(M: int, R: int, takes_all: bool) -> list[Shrink]:
@@ -66,7 +87,7 @@ def time_row(row: dict, weights: list[tiles.TiledWeight], adapters: list[Adapter
     M, R = row["M"], adapters[0].a.shape[0]
     x = torch.randn(M, row["K"], device="cuda").to(torch.bfloat16)
     alone, adapted = {}, {}
-    for c in near(row):
+    for c in to_time(row):
         name = json.dumps(astuple(c))
         calls = {"alone": [partial(gemm.product, x, w, c) for w in weights]}
         for how in launches(M, R, c.cluster == 1 and c.splits == 0):
@@ -87,6 +108,8 @@ def main() -> None:
     rows = json.loads(Path(options.tuned).read_text())["rows"]
     wanted = {SHAPES[shape]: shape for shape in options.shapes.split(",")}  # each size once
     rows = [row for row in rows if row["M"] <= SMALL_M and (row["N"], row["K"]) in wanted]
+    more = {replace(one, splits=0) for row in rows for c in near(row) for one in with_room(c, row["N"], row["M"])}
+    gemm.compile_all(more)
     faulthandler.dump_traceback_later(60, exit=True)  # a kernel that hangs
     for how in {how for row in rows for how in launches(row["M"], 96, False)}:
         for shape in ((1, 16, 8), (70, 3600, 64), (140, 18944, 96)):

@@ -36,6 +36,15 @@ def test_only_what_is_near_the_fastest_is_timed_again(tune_adapter):
     assert [c.tokens for c in tune_adapter.near(row)] == [8, 16]
 
 
+@given(tokens=st.sampled_from([8, 32, 64, 128, 256]), N=st.integers(1, 4000), M=st.integers(1, SMALL_M))
+def test_configurations_with_room_leave_a_cluster_of_the_small_kernel_its_multiprocessors(tune_adapter, tokens, N, M):
+    c = tune_adapter.gemm.deepest(tokens, 2, 1, 1, 2, 2, 0)
+    for one in tune_adapter.with_room(c, 16 * N, M):
+        tiles = -(-16 * N // 128) * -(-M // tokens)
+        blocks = tiles * (one.cluster if one.cluster > 1 else one.splits)
+        assert 0 < blocks <= 132 - SPLITS and (one.tokens, one.depth, one.group) == (c.tokens, c.depth, c.group)
+
+
 def test_the_parts_of_a_fused_layer(tune_adapter):
     assert tune_adapter.widths("7B qkv") == [3584, 512, 512] and tune_adapter.widths("32B qkv") == [5120, 1024, 1024]
     assert tune_adapter.widths("7B gate_up") == [18944, 18944] and tune_adapter.widths("14B down") == [5120]
