@@ -174,10 +174,10 @@ def _deal(batch: Mapping[str, Any], sizes: list[int]) -> list[torch.Tensor]:
     groups: dict[bytes, list[int]] = {}
     for row in range(len(tokens)):
         groups.setdefault(prompt_ids[row][prompt_mask[row]].numpy().tobytes(), []).append(row)
-    units = list(groups.values())
-    whole = {len(unit) for unit in units}
-    if len(whole) > 1 or any(size % len(units[0]) for size in sizes):
-        units = [[row] for row in range(len(tokens))]
+    together = min(len(group) for group in groups.values())  # a prompt that was drawn twice has twice as many rows
+    if any(size % together for size in (*sizes, *map(len, groups.values()))):
+        together = 1
+    units = [group[i : i + together] for group in groups.values() for i in range(0, len(group), together)]
     dealt: list[list[int]] = [[] for _ in sizes]
     loads = [0] * len(sizes)
     for unit in sorted(units, key=lambda unit: -sum(tokens[row] for row in unit)):

@@ -300,6 +300,21 @@ def test_micro_batches_of_a_step_become_even_and_keep_groups_together():
     assert all(len(one["prompt_ids"][:, 0].unique()) == 2 for one in together)
 
 
+def test_a_prompt_that_was_drawn_twice_does_not_tear_the_others_apart():
+    """Twelve rows of four, one prompt in two groups; the longest completions are dealt first, in whole groups."""
+    prompts = torch.tensor([5, 6, 5]).repeat_interleave(4)[:, None]
+    completions = torch.arange(12)[:, None].expand(12, 12)
+    mask = (torch.arange(12) < torch.arange(12, 0, -1)[:, None]).long()
+    rows = {"prompt_ids": prompts, "prompt_mask": torch.ones_like(prompts), "completion_ids": completions}
+    batches = [
+        {key: value[first : first + 4] for key, value in {**rows, "completion_mask": mask}.items()}
+        for first in (0, 4, 8)
+    ]
+    even = even_micro_batches(batches, 3)
+    assert sorted(one["prompt_ids"].unique().tolist() for one in even) == [[5], [5], [6]]
+    assert sorted(torch.cat([one["completion_ids"][:, 0] for one in even]).tolist()) == list(range(12))
+
+
 SETTINGS = {"max_steps": 3, "learning_rate": 1e-3, "per_device_train_batch_size": 8, "max_completion_length": 32}
 CASES = {
     "dapo": {},
