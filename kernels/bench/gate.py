@@ -7,6 +7,9 @@
 * an adapter of two parts, its rank off the 32 columns that the kernel takes at a time.
 """
 
+import faulthandler
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -48,6 +51,22 @@ def check_shrink(M: int, K: int, rank: int, how: Shrink | None = None) -> None:
     s, exact = shrink(x, a, how), x.double() @ a.double().t()
     assert (s.double() - exact).norm() < 2.5e-3 * exact.norm(), f"s = x A^T is wrong for {(M, K, rank, how)}"
     assert torch.equal(s, shrink(x, a, how)), f"s = x A^T is not the same twice for {(M, K, rank, how)}"
+
+
+def check_launch(how: Shrink) -> None:
+    """``check_shrink`` for one launch: few columns, columns off the warps' share, more tokens than one round takes."""
+    for M, K, rank in ((1, 16, 8), (70, 3600, 64), (140, 18944, 96)):
+        check_shrink(M, K, rank, how)
+
+
+@contextmanager
+def within_a_minute() -> Iterator[None]:
+    """A kernel that hangs ends the program."""
+    faulthandler.dump_traceback_later(60, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def check(configuration: gemm.Configuration) -> None:

@@ -9,9 +9,10 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from qerl_kernels import gemm, linear_tiles
-from qerl_kernels.adapter import Shrink, Variant
+from qerl_kernels import linear_tiles
+from qerl_kernels.adapter import Shrink
 from qerl_kernels.linear_tiles import Layer, Line
+from times import configuration, ours
 
 EXPAND_FROM = 4096  # tokens, where nothing was measured
 WORTH = 1.01  # a second variant is loaded for an adapter only where it is faster than this
@@ -29,22 +30,16 @@ def expand_from(rows: list[dict]) -> int:
     return first
 
 
-def configuration(name: str) -> gemm.Configuration:
-    """What tune.py wrote as a list."""
-    return gemm.Configuration(*json.loads(name))
-
-
 def line(row: dict, timed: dict | None) -> Line:
     """The fastest of one row of tune.json, by itself and, where tune_adapter.py ``timed`` it again, with an adapter."""
     M = max(row["M"], 8)  # the narrowest tile holds 8 tokens
-    us = {name: us for name, us in row["us"].items() if name.startswith("[")} if timed is None else timed["alone"]
+    us = ours(row["us"]) if timed is None else timed["alone"]
     alone = min(us, key=us.__getitem__)
     if timed is None:
         return Line(M, configuration(alone), configuration(alone), None)
     adapted = {(name, how): us for name, times in timed["adapted"].items() for how, us in times.items()}
     name, how = min(adapted, key=lambda one: adapted[one] * (1 if one[0] == alone else WORTH))
-    variant, *rest = json.loads(how)
-    return Line(M, configuration(alone), configuration(name), Shrink(Variant(*variant), *rest))
+    return Line(M, configuration(alone), configuration(name), Shrink.read(json.loads(how)))
 
 
 def as_list(line: Line) -> list:

@@ -4,10 +4,9 @@ A kernel that hangs ends the program after a minute.
 """
 
 import argparse
-import faulthandler
 import functools
 import json
-from dataclasses import asdict, astuple, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import torch
 from conditions import conditions
 from qerl_kernels import gemm, linear_tiles, tiles
 from shapes import SHAPES
+from times import name_of
 from timing import copies, interleaved
 
 # tokens -> (warpgroups, kgroups, rows, depth, group, ahead, synchronous) to try, by itself and with as many blocks in a
@@ -86,25 +86,32 @@ def candidates(M: int) -> list[int]:
 @functools.cache
 def passes(configuration: gemm.Configuration) -> bool:
     """Whether the gate lets one configuration through; a kernel that hangs ends the program."""
-    faulthandler.dump_traceback_later(60, exit=True)
     try:
-        gate.check(configuration)
+        with gate.within_a_minute():
+            gate.check(configuration)
     except AssertionError as error:
         print(error, configuration, flush=True)
         return False
-    finally:
-        faulthandler.cancel_dump_traceback_later()
     return True
+
+
+def tiles_of(configuration: gemm.Configuration, N: int, M: int) -> int:
+    """Tiles of one product."""
+    return -(-N // (64 * configuration.tile_blocks())) * -(-M // configuration.tokens)
+
+
+def among(configuration: gemm.Configuration, cluster: int) -> gemm.Configuration:
+    """The same tiles, each divided among the blocks of a cluster; 1: of equal runs."""
+    fields = {name: value for name, value in asdict(configuration).items() if name not in ("stages", "splits")}
+    return gemm.deepest(**{**fields, "cluster": cluster})
 
 
 def variants_of(configuration: gemm.Configuration, N: int, M: int) -> list[gemm.Configuration]:
     """Equal runs over the whole GPU; where there are few tiles also each cut into whole runs, or among a cluster."""
-    tiles = -(-N // (64 * configuration.tile_blocks())) * -(-M // configuration.tokens)
-    most = MULTIPROCESSORS // tiles
+    most = MULTIPROCESSORS // tiles_of(configuration, N, M)
     found = [replace(configuration, splits=splits) for splits in sorted({0, most, most // 2} if most else {0})]
     if most >= 2:
-        fields = {name: value for name, value in asdict(configuration).items() if name not in ("stages", "splits")}
-        found += [gemm.deepest(**{**fields, "cluster": blocks}) for blocks in {min(most, 8), max(min(most, 8) - 1, 2)}]
+        found += [among(configuration, cluster) for cluster in {min(most, 8), max(min(most, 8) - 1, 2)}]
     return found
 
 
@@ -115,17 +122,23 @@ def to_time(N: int, K: int, M: int) -> list[gemm.Configuration]:
     return [variant for c in tried if k_tiles % c.depth == 0 for variant in variants_of(c, N, M)]
 
 
-def time_shape(shape: str, tokens: list[int]) -> list[dict]:
-    """Time BF16 and every configuration that passes the gate, for each number of tokens."""
+def random_weights(shape: str) -> list[tiles.TiledWeight]:
+    """As many of one layer as no cache holds."""
     N, K = SHAPES[shape]
     codes = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, device="cuda")
     scales = torch.randint(40, 120, (N, K // 16), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
     first = tiles.tile_weight(codes, scales, torch.rand((), device="cuda") * 1e-3)
-    bytes_each = first.tiles.numel()
-    weights = [
-        tiles.TiledWeight(first.tiles.clone(), first.row_scale, torch.zeros_like(first.counters), N, K)
-        for _ in range(copies(bytes_each))
+    return [
+        replace(first, tiles=first.tiles.clone(), counters=torch.zeros_like(first.counters))
+        for _ in range(copies(first.tiles.numel()))
     ]
+
+
+def time_shape(shape: str, tokens: list[int]) -> list[dict]:
+    """Time BF16 and every configuration that passes the gate, for each number of tokens."""
+    N, K = SHAPES[shape]
+    weights = random_weights(shape)
+    bytes_each = weights[0].tiles.numel()
     dense = [torch.randn(N, K, device="cuda", dtype=torch.bfloat16) for _ in range(copies(2 * N * K))]
     torch.cuda.synchronize()
 
@@ -137,9 +150,9 @@ def time_shape(shape: str, tokens: list[int]) -> list[dict]:
         variants = {"bf16": [partial(torch.nn.functional.linear, x, w) for w in dense]}
         for c in to_time(N, K, M):
             if passes(replace(c, splits=0)):
-                variants[json.dumps(astuple(c))] = [partial(gemm.product, x, w, c) for w in weights]
+                variants[name_of(c)] = [partial(gemm.product, x, w, c) for w in weights]
         if M >= EXPANDED:
-            scale = first.scale.item()
+            scale = weights[0].scale.item()
             variants["expand"] = [partial(linear_tiles.expand_and_multiply, x, w, scale, None) for w in weights]
         times = interleaved(variants, rounds=5, at_least=20 if M <= 256 else 6)
         rows.append({"shape": shape, "N": N, "K": K, "M": M, "us": times})

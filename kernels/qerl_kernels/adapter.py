@@ -71,6 +71,12 @@ class Shrink(NamedTuple):
     most: int
     beside: bool = False
 
+    @classmethod
+    def read(cls, listed: list) -> "Shrink":
+        """From a list as json writes it."""
+        variant, *rest = listed
+        return cls(Variant(*variant), *rest)
+
     def grid(self, M: int, R: int) -> tuple[int, int, int]:
         """The thread blocks for M tokens and R rows of A."""
         return SPLITS, R // (16 * self.variant.groups), min(-(-M // self.variant.tokens), self.most)

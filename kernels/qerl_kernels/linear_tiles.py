@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from qerl_kernels import gemm, tiles
-from qerl_kernels.adapter import COLUMNS, Adapter, Shrink, Variant, load_shrink, shrink
+from qerl_kernels.adapter import COLUMNS, Adapter, Shrink, load_shrink, shrink
 from qerl_kernels.linear import _matmul_fp32, _scaled_matmul
 from qerl_kernels.tiles import TiledWeight
 
@@ -49,7 +49,7 @@ class Layer(NamedTuple):
 
 def _line(M: int, product: dict, adapted: dict | None = None, shrink: list | None = None) -> Line:
     alone = gemm.Configuration(**product)
-    how = None if shrink is None else Shrink(Variant(*shrink[0]), *shrink[1:])
+    how = None if shrink is None else Shrink.read(shrink)
     return Line(M, alone, alone if adapted is None else gemm.Configuration(**adapted), how)
 
 

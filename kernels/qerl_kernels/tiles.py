@@ -30,7 +30,7 @@ from qerl_kernels import nvfp4
 TILE = 64
 TILE_BYTES = 2304
 CODE_BYTES = 2048
-COUNTERS = 1024  # one for each thread block that runs at one time: at most three on each multiprocessor
+COUNTERS = 1024  # one for each thread block that runs at one time, and more than any GPU has multiprocessors
 CHUNK_ROWS = 4096  # rows that are rearranged at a time, so that the temporaries stay small
 
 

@@ -50,8 +50,7 @@ def test_every_launch_of_the_small_kernel_in_the_table():
     from qerl_kernels import linear_tiles
 
     for how in {line.shrink for layer in linear_tiles.table().values() for line in layer.lines if line.shrink}:
-        for M, K, rank in ((1, 16, 8), (70, 3600, 64), (140, 18944, 96)):
-            gate.check_shrink(M, K, rank, how)
+        gate.check_launch(how)
 
 
 def test_quantize_and_dequantize_give_the_bits_of_the_cpu():
