@@ -30,7 +30,7 @@ from qerl_vllm_plugin.frozen_weights import FrozenWeights, frozen_weights
 from qerl_vllm_plugin.kv_cache import KVCacheError
 from qerl_vllm_plugin.policy import NoiseReport, Policy
 
-OURS = {"n", "seed", "logprobs", "max_tokens"}  # sampling parameters that generation_kwargs cannot set
+OURS = {"n", "seed", "logprobs", "flat_logprobs", "max_tokens"}  # sampling parameters not for generation_kwargs
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,8 @@ class VLLMRollouts:
         accelerator: Accelerator | PartialState,
     ) -> None:
         if wrong := sorted(OURS & (training.generation_kwargs or {}).keys()):
-            raise ValueError(f"generation_kwargs cannot set {', '.join(wrong)}: each completion has a seed of its own")
+            message = f"generation_kwargs cannot set {', '.join(wrong)}: max_completion_length bounds a completion, "
+            raise ValueError(f"{message}num_generations is how many there are, and each has a seed of its own")
         if training.vllm_enable_sleep_mode and not torch.cuda.is_available():
             raise ValueError("vllm_enable_sleep_mode needs a CUDA GPU; on a CPU leave it out")
         self._training, self._snapshot, self._accelerator = training, snapshot, accelerator
@@ -248,8 +249,11 @@ class VLLMRollouts:
             "repetition_penalty": training.repetition_penalty,
             "max_tokens": training.max_completion_length,
             "logprobs": 0,
+            "flat_logprobs": True,  # one list, and not an object for each token
             **(training.generation_kwargs or {}),
         }
+        # vLLM would decode every token twice, which only stop strings need: the trainer does its own decoding
+        options.setdefault("detokenize", bool(options.get("stop")))
         if training.vllm_structured_outputs_regex is not None:
             options["structured_outputs"] = StructuredOutputsParams(regex=training.vllm_structured_outputs_regex)
         elif isinstance(options.get("structured_outputs"), dict):
@@ -303,5 +307,7 @@ class VLLMRollouts:
 
 def _logprobs(completion: Any) -> list[list[float | None]]:
     """The sampled tokens' log probabilities; None where vLLM has none to give (TRL leaves such tokens out)."""
-    values = (step[token].logprob for token, step in zip(completion.token_ids, completion.logprobs, strict=True))
+    values = completion.logprobs.logprobs  # flat, and one for each token, as no others were asked for
+    if len(values) != len(completion.token_ids):
+        raise RuntimeError(f"vLLM gave {len(values)} log probabilities for {len(completion.token_ids)} tokens")
     return [[None if math.isnan(value) else value] for value in values]

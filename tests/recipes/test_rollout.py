@@ -1,3 +1,5 @@
+from collections import Counter
+
 import peft
 import pytest
 import torch
@@ -36,7 +38,7 @@ def start_engine(policy, make_nvfp4, tmp_path_factory):
         tensors = get_peft_model_state_dict(policy, save_embedding_layers=False)
         return Snapshot(tensors, policy.peft_config["default"].to_dict())
 
-    def start_for(sequences):
+    def start_for(sequences, **settings):
         training = GRPOConfig(
             output_dir=str(tmp_path_factory.mktemp("run")),
             use_cpu=True,
@@ -47,6 +49,7 @@ def start_engine(policy, make_nvfp4, tmp_path_factory):
             vllm_max_model_length=64,
             noise_mode="shared",
             seed=5,
+            **settings,
         )
         options = {"rank": 4, "dtype": torch.float32, "snapshot": snapshot, "accelerator": Accelerator(cpu=True)}
         return start(str(make_nvfp4("qwen2")), training, **options)
@@ -95,6 +98,31 @@ def test_more_prompts_than_the_engine_computes_at_once_are_answered(start_engine
         assert [len(ids) > 0 for ids in engine.generate(prompts, None, 4)[1]] == [True] * 128
     finally:
         engine.close()
+
+
+def test_a_stop_string_ends_a_completion_and_without_one_nothing_is_decoded(start_engine, monkeypatch):
+    """Text costs vLLM more than all else that it does with a token on the CPU, and the trainer does not read it."""
+
+    def generate(**settings):
+        engine, outputs = start_engine(16, **settings), []
+        answer = engine.llm.generate
+        monkeypatch.setattr(engine.llm, "generate", lambda *a, **o: outputs.extend(answer(*a, **o)) or outputs)
+        try:
+            engine.begin(0, None)
+            return engine.generate(PROMPTS, None, 4)[1], [output.outputs[0].text for output in outputs]
+        finally:
+            engine.close()
+
+    free, texts = generate()
+    assert set(texts) == {""}
+    word = Counter("".join(TOKENIZER.batch_decode(free, skip_special_tokens=True))).most_common(1)[0][0]
+    stopped, texts = generate(generation_kwargs={"stop": [word]})
+    assert any(texts) and word not in "".join(texts)
+    assert stopped != free
+    for ids, longer in zip(stopped, free, strict=True):
+        assert ids == longer[: len(ids)]
+        assert word not in TOKENIZER.decode(ids[:-1], skip_special_tokens=True)
+        assert len(ids) == len(longer) or word in TOKENIZER.decode(ids, skip_special_tokens=True)
 
 
 def test_promise_8_a_rollout_can_be_repeated_exactly(engine):
