@@ -35,7 +35,7 @@ def run(
     rank: int = 32,
     output: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure every arm, print the table, and write it to ``output`` as JSON.
+    """Measure every arm, print the table, and write it to ``output`` as JSON, after each arm what there is.
 
     Raises ValueError for an unknown shape or arm, a large shape without a GPU and a batch size below 1, RuntimeError if
     an arm's process fails.
@@ -46,7 +46,7 @@ def run(
     if unknown := sorted(set(arms) - set(ARMS)):
         raise ValueError(f"unknown arm {unknown[0]!r}; known: {', '.join(ARMS)}")
     sizes = ",".join(map(str, batch_sizes))
-    measured = {arm: in_own_process(__name__, arm, shape, sizes, str(rank)) for arm in arms}
+    measured: dict[str, dict[str, Any]] = {}
     result = {
         "shape": shape,
         "rank": rank,
@@ -55,7 +55,9 @@ def run(
         **conditions(),
         "arms": measured,
     }
-    save(result, output)
+    for arm in arms:
+        measured[arm] = in_own_process(__name__, arm, shape, sizes, str(rank))
+        save(result, output)  # an arm takes minutes, and a run may be cut short
     _print(result, batch_sizes)
     return result
 

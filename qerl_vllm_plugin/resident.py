@@ -24,6 +24,8 @@ from vllm.model_executor.parameter import ModelWeightParameter
 from qerl_vllm_plugin import compat
 from qerl_vllm_plugin.adapter import NoCarrierError, Staged, Target
 
+Pair = tuple[torch.Tensor, torch.Tensor]  # A and B of one linear
+
 
 @dataclass(frozen=True)
 class _Share:
@@ -39,20 +41,22 @@ class _Share:
 
 @dataclass(frozen=True)
 class _Place:
-    """One part's room in the buffers, ``a: (R, K)`` and ``b: (rows, R)``, and what of the part goes there."""
+    """One part's room in the buffers of ``layer``, ``a: (R, K)`` and ``b: (rows, R)``, and what of the part goes there.
 
+    ``is_whole``: all of it does.
+    """
+
+    layer: str
+    part: int
     a: torch.Tensor
     b: torch.Tensor
     share: _Share
+    is_whole: bool
 
-    def cut(self, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's share of a whole (A, B); where that is all, as they are."""
-        a, b = pair
-        if a.shape[1] != self.a.shape[1]:
-            a = a[:, self.share.first_column : self.share.first_column + self.a.shape[1]]
-        if b.shape[0] != self.b.shape[0]:
-            b = b[self.share.first_row : self.share.first_row + self.b.shape[0]]
-        return a, b
+    def cut(self, pair: Pair) -> Pair:
+        """This rank's share of a whole (A, B)."""
+        rows = slice(self.share.first_row, self.share.first_row + self.b.shape[0])
+        return pair[0][:, self.share.first_column : self.share.first_column + self.a.shape[1]], pair[1][rows]
 
 
 def create(layer: torch.nn.Module, widths: list[int], K: int, names: list[str], rank: int, dtype: torch.dtype) -> None:
@@ -99,7 +103,7 @@ class ResidentAdapter:
         self.max_rank = first.qerl_rank
         self.dtype = first.policy_a.dtype
         self.device = first.policy_a.device
-        self._places = {name: _places(layer, self.max_rank) for name, layer in self._layers.items()}
+        self._places = [place for name, layer in self._layers.items() for place in _places(name, layer, self.max_rank)]
         self._targets = {
             part: Target(name, i, layer.input_size, outputs)
             for name, layer in self._layers.items()
@@ -117,29 +121,24 @@ class ResidentAdapter:
 
     def write(self, staged: Staged) -> None:
         """Copies staged (A, B) into the buffers, in place; layers and parts that are not staged become zero."""
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
+        filled: list[tuple[_Place, Pair]] = []
         zeros: list[torch.Tensor] = []
-        for name, places in self._places.items():
-            for i, place in enumerate(places):
-                pair = staged.get(name, {}).get(i)
-                if pair is None:
-                    zeros += [place.a, place.b]
-                    continue
-                a, b, r = place.a, place.b, pair[0].shape[0]
-                if r < self.max_rank:
-                    zeros += [a[r:], b[:, r:]]
-                    a, b = a[:r], b[:, :r]
-                targets += [a, b]
-                sources += place.cut(pair)
+        for place in self._places:
+            pair = staged.get(place.layer, {}).get(place.part)
+            if pair is None:
+                zeros += [place.a, place.b]
+            else:
+                filled.append((place, pair if place.is_whole else place.cut(pair)))
+        targets = [room for place, _ in filled for room in (place.a, place.b)]
+        sources = [half for _, pair in filled for half in pair]
+        if sources and (r := sources[0].shape[0]) < self.max_rank:  # one rank for the whole adapter
+            zeros += [room for a, b in _pairs(targets) for room in (a[r:], b[:, r:])]
+            targets = [room for a, b in _pairs(targets) for room in (a[:r], b[:, :r])]
         if zeros:
             torch._foreach_zero_(zeros)
         if sources and sources[0].device != self.device:
             sources = [source.to(self.device, non_blocking=True) for source in sources]
-        # A lies in one piece, B in rows of a wider matrix: one fast copy for all A, a launch for each B
-        for half in (0, 1):
-            if targets:
-                torch._foreach_copy_(targets[half::2], sources[half::2])
+        _copy(targets, sources)
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """All A and B, in a fixed order."""
@@ -148,10 +147,27 @@ class ResidentAdapter:
             yield layer.policy_b
 
 
-def _places(layer: Any, rank: int) -> list[_Place]:
+def _pairs(halves: list[torch.Tensor]) -> Iterator[Pair]:
+    return zip(halves[::2], halves[1::2], strict=True)
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """One launch for all targets that lie in one piece. Rows of a wider matrix take a launch each, and so would all
+    that stand in one list with them."""
+    for in_one_piece in (True, False):
+        chosen = [i for i, target in enumerate(targets) if target.is_contiguous() == in_one_piece]
+        if chosen:
+            torch._foreach_copy_([targets[i] for i in chosen], [sources[i] for i in chosen])
+
+
+def _places(name: str, layer: Any, rank: int) -> Iterator[_Place]:
     a, b = layer.policy_a, layer.policy_b
-    columns = [slice(i * rank, (i + 1) * rank) for i in range(len(layer.qerl_parts))]
-    return [_Place(a[part], b[share.rows, part], share) for part, share in zip(columns, _shares(layer), strict=True)]
+    outputs = compat.output_sizes(layer, len(layer.qerl_parts))
+    for i, share in enumerate(_shares(layer)):
+        columns = slice(i * rank, (i + 1) * rank)
+        room = a[columns], b[share.rows, columns]
+        is_whole = (a.shape[1], room[1].shape[0]) == (layer.input_size, outputs[i])
+        yield _Place(name, i, *room, share, is_whole)
 
 
 def _shares(layer: Any) -> list[_Share]:
