@@ -55,6 +55,21 @@ def test_results_say_what_they_were_measured_on(
     assert "a swap takes 12.0 ms" in capsys.readouterr().out
 
 
+def test_what_an_arm_has_found_outlives_the_failure_of_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(module: str, arm: str, *arguments: str) -> dict[str, Any]:
+        if arm == "qerl_nvfp4":
+            raise RuntimeError("its messages are above")
+        return {"batch": {"1": {"tokens_per_s": 7.0, "spread": 0.0}}}
+
+    monkeypatch.setattr(bench_rollout, "in_own_process", answer)
+    with pytest.raises(RuntimeError, match="its messages are above"):
+        bench_rollout.run("tiny", [1], output=tmp_path / "rollout.json")
+    arms = json.loads((tmp_path / "rollout.json").read_text())["arms"]
+    assert arms == {"bf16": {"batch": {"1": {"tokens_per_s": 7.0, "spread": 0.0}}}}
+
+
 def rollout(shape: str) -> None:
     bench_rollout.run(shape, [1])
 
