@@ -233,6 +233,7 @@ def _check_pair(
     return pair[_A], pair[_B]
 
 
+@torch.no_grad()
 def converted(adapter: Adapter, dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """The adapter's pairs in new tensors of ``dtype``, B times the scaling in fp32; the caller's stay as they are.
 

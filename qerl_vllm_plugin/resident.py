@@ -163,10 +163,10 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 def _places(name: str, layer: Any, rank: int) -> Iterator[_Place]:
     a, b = layer.policy_a, layer.policy_b
     outputs = compat.output_sizes(layer, len(layer.qerl_parts))
-    for i, share in enumerate(_shares(layer)):
+    for i, (share, whole) in enumerate(zip(_shares(layer), outputs, strict=True)):
         columns = slice(i * rank, (i + 1) * rank)
         room = a[columns], b[share.rows, columns]
-        is_whole = (a.shape[1], room[1].shape[0]) == (layer.input_size, outputs[i])
+        is_whole = (a.shape[1], room[1].shape[0]) == (layer.input_size, whole)
         yield _Place(name, i, *room, share, is_whole)
 
 
