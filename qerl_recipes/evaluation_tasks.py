@@ -22,6 +22,7 @@ from qerl_recipes.lighteval_import import (
     SamplingMethod,
     task_module,
 )
+from qerl_recipes.rewards_text import ANSWER
 
 METRIC = "accuracy"
 
@@ -114,14 +115,29 @@ def _judge(config: LightevalTaskConfig) -> Judge:
 
 
 def _math_judge() -> Judge:
-
+    """lighteval's, of an answer block where there is one: its content need not be in a box of LaTeX too."""
     metric = copy.deepcopy(Metrics.pass_at_k_math.value.sample_level_fn)
     metric.k = metric.n = 1
-    return metric.compute
+
+    def judge(doc: Doc, response: ModelResponse) -> float:
+        answer = _answer_block(response.text[0])
+        if answer is None:
+            return metric.compute(doc, response)
+        texts = [answer, f"\\boxed{{{answer}}}"]
+        return max(metric.compute(doc, ModelResponse(text=[text], text_post_processed=[text])) for text in texts)
+
+    return judge
 
 
 def _exact_judge(doc: Doc, response: ModelResponse) -> float:
-    return float(response.text[0].strip() == doc.get_golds()[0].strip())
+    gold = doc.get_golds()[0].strip()
+    return float(gold in (response.text[0].strip(), _answer_block(response.text[0])))
+
+
+def _answer_block(text: str) -> str | None:
+    """What the last ``<answer>`` block holds, as most recipes ask for one; None where there is none."""
+    found = ANSWER.findall(text)
+    return found[-1].strip() if found else None
 
 
 def _running_sum_judge(doc: Doc, response: ModelResponse) -> float:

@@ -69,7 +69,10 @@ def _train(script: Any, training: Any, model_config: Any) -> None:
             finish(trainer)
     if training.process_index == 0:
         adapter, base = Path(training.output_dir) / "adapter", model_config.model_name_or_path
-        print(f"adapter: {adapter}; next: qerl report {training.output_dir}, qerl evaluate {base} --adapter {adapter}")
+        evaluate = (
+            f"qerl evaluate {base} --adapter {adapter} --tasks gsm8k --output_dir {training.output_dir}/evaluation"
+        )
+        print(f"adapter: {adapter}; next: qerl report {training.output_dir}, {evaluate}")
 
 
 @contextlib.contextmanager

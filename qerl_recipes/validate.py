@@ -55,6 +55,12 @@ def _choices(training: GRPOConfig) -> Iterator[str]:
             "dynamic_sampling replaces groups, so advantages must come from the group alone; use scale_rewards: group "
             "(or none) and multi_objective_aggregation: sum_then_normalize"
         )
+    ends = [key for key in ("stop", "stop_token_ids") if (training.generation_kwargs or {}).get(key)]
+    if ends and training.mask_truncated_completions:
+        yield (
+            "mask_truncated_completions: TRL takes a completion without an end-of-sequence token for truncated, and "
+            f"generation_kwargs: {ends[0]} ends it so, which would mask them all; leave one of the two out"
+        )
 
 
 def _names(training: GRPOConfig) -> Iterator[str]:
@@ -177,9 +183,10 @@ def _data_and_rewards(script: ScriptArguments, training: GRPOConfig) -> Iterator
             if rows is None or (split == "held-out" and training.eval_strategy == "no"):
                 continue
             if missing := sorted(rewards.required_columns(reward) - set(rows.column_names)):
+                rename = json.dumps({"columns": {"OLD": missing[0]}})
                 yield (
                     f"reward {name} reads the column {', '.join(missing)}, which the {split} data lack; they have "
-                    f"{', '.join(sorted(rows.column_names))}. Rename one with dataset_kwargs: {{columns: {{old: new}}}}"
+                    f"{', '.join(sorted(rows.column_names))}. To rename one: --dataset_kwargs '{rename}'"
                 )
     prompts = training.generation_batch_size // training.num_generations
     if len(train) < prompts:

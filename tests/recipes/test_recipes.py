@@ -118,7 +118,11 @@ def demo(stand_ins, *flags):
     [
         (["--reward_funcs", "running_sum_corect", "running_sum_format"], "'running_sum_corect' is not one of"),
         (["--reward_weights", "1.0"], "reward_weights has 1 numbers for 2 reward_funcs"),
-        (["--reward_funcs", "accuracy", "format"], "reward accuracy reads the column solution"),
+        (["--reward_funcs", "accuracy", "format"], """--dataset_kwargs '{"columns": {"OLD": "solution"}}'"""),
+        (
+            ["--mask_truncated_completions", "true", "--generation_kwargs", '{"stop": ["</answer>"]}'],
+            "generation_kwargs: stop ends it so, which would mask them all",
+        ),
         (["--dataset_name", "/no/such.jsonl"], "dataset_name /no/such.jsonl: there is no such file"),
         (["--noise_schedule", "linear"], "noise_schedule: 'linear' is not one of the noise schedules: exponential"),
         (["--rollout_engine", "sglang"], "rollout_engine: 'sglang' is not one of the rollout engines: vllm"),
