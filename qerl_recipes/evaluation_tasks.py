@@ -22,7 +22,7 @@ from qerl_recipes.lighteval_import import (
     SamplingMethod,
     task_module,
 )
-from qerl_recipes.rewards_text import ANSWER
+from qerl_recipes.rewards_text import answer_block
 
 METRIC = "accuracy"
 
@@ -120,7 +120,7 @@ def _math_judge() -> Judge:
     metric.k = metric.n = 1
 
     def judge(doc: Doc, response: ModelResponse) -> float:
-        answer = _answer_block(response.text[0])
+        answer = answer_block(response.text[0])
         if answer is None:
             return metric.compute(doc, response)
         texts = [answer, f"\\boxed{{{answer}}}"]
@@ -131,13 +131,7 @@ def _math_judge() -> Judge:
 
 def _exact_judge(doc: Doc, response: ModelResponse) -> float:
     gold = doc.get_golds()[0].strip()
-    return float(gold in (response.text[0].strip(), _answer_block(response.text[0])))
-
-
-def _answer_block(text: str) -> str | None:
-    """What the last ``<answer>`` block holds, as most recipes ask for one; None where there is none."""
-    found = ANSWER.findall(text)
-    return found[-1].strip() if found else None
+    return float(gold in (response.text[0].strip(), answer_block(response.text[0])))
 
 
 def _running_sum_judge(doc: Doc, response: ModelResponse) -> float:

@@ -42,9 +42,17 @@ def reasoning_steps(completions: list[str], **columns: Any) -> list[float]:
     return [min(1.0, len(STEP.findall(text)) / STEPS_WANTED) for text in completions]
 
 
+def answer_block(text: str) -> str | None:
+    """What stands in the last ``<answer>`` block, else None."""
+    found = ANSWER.findall(text)
+    return found[-1].strip() if found else None
+
+
 def answer_in(text: str) -> str | None:
     r"""What stands in the last ``<answer>`` block, else in the last ``\boxed{}`` without braces inside, else None."""
-    found = ANSWER.findall(text) or BOXED.findall(text)
+    if (block := answer_block(text)) is not None:
+        return block
+    found = BOXED.findall(text)
     return found[-1].strip() if found else None
 
 

@@ -88,8 +88,10 @@ class VLLMRollouts:
         accelerator: Accelerator | PartialState,
     ) -> None:
         if wrong := sorted(OURS & (training.generation_kwargs or {}).keys()):
-            message = f"generation_kwargs cannot set {', '.join(wrong)}: each completion has a seed of its own and its "
-            raise ValueError(f"{message}log-probabilities; max_completion_length and num_generations are keys")
+            raise ValueError(
+                f"generation_kwargs cannot set {', '.join(wrong)}: each completion has a seed of its own and its "
+                "log-probabilities; max_completion_length and num_generations are keys"
+            )
         if training.vllm_enable_sleep_mode and not torch.cuda.is_available():
             raise ValueError("vllm_enable_sleep_mode needs a CUDA GPU; on a CPU leave it out")
         self._training, self._snapshot, self._accelerator = training, snapshot, accelerator

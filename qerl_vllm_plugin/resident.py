@@ -54,7 +54,9 @@ class _Place:
     is_whole: bool
 
     def cut(self, pair: Pair) -> Pair:
-        """This rank's share of a whole (A, B)."""
+        """This rank's share of a whole (A, B); where that is all, as they are."""
+        if self.is_whole:
+            return pair
         rows = slice(self.share.first_row, self.share.first_row + self.b.shape[0])
         return pair[0][:, self.share.first_column : self.share.first_column + self.a.shape[1]], pair[1][rows]
 
@@ -121,19 +123,20 @@ class ResidentAdapter:
 
     def write(self, staged: Staged) -> None:
         """Copies staged (A, B) into the buffers, in place; layers and parts that are not staged become zero."""
-        filled: list[tuple[_Place, Pair]] = []
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
         zeros: list[torch.Tensor] = []
         for place in self._places:
             pair = staged.get(place.layer, {}).get(place.part)
             if pair is None:
                 zeros += [place.a, place.b]
-            else:
-                filled.append((place, pair if place.is_whole else place.cut(pair)))
-        targets = [room for place, _ in filled for room in (place.a, place.b)]
-        sources = [half for _, pair in filled for half in pair]
-        if sources and (r := sources[0].shape[0]) < self.max_rank:  # one rank for the whole adapter
-            zeros += [room for a, b in _pairs(targets) for room in (a[r:], b[:, r:])]
-            targets = [room for a, b in _pairs(targets) for room in (a[:r], b[:, :r])]
+                continue
+            a, b, r = place.a, place.b, pair[0].shape[0]
+            if r < self.max_rank:
+                zeros += [a[r:], b[:, r:]]
+                a, b = a[:r], b[:, :r]
+            targets += [a, b]
+            sources += place.cut(pair)
         if zeros:
             torch._foreach_zero_(zeros)
         if sources and sources[0].device != self.device:
@@ -145,10 +148,6 @@ class ResidentAdapter:
         for _, layer in sorted(self._layers.items()):
             yield layer.policy_a
             yield layer.policy_b
-
-
-def _pairs(halves: list[torch.Tensor]) -> Iterator[Pair]:
-    return zip(halves[::2], halves[1::2], strict=True)
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -118,6 +118,7 @@ def demo(stand_ins, *flags):
     [
         (["--reward_funcs", "running_sum_corect", "running_sum_format"], "'running_sum_corect' is not one of"),
         (["--reward_weights", "1.0"], "reward_weights has 1 numbers for 2 reward_funcs"),
+        (["--reward_funcs", "accuracy", "format"], "reward accuracy reads the column solution"),
         (["--reward_funcs", "accuracy", "format"], """--dataset_kwargs '{"columns": {"OLD": "solution"}}'"""),
         (
             ["--mask_truncated_completions", "true", "--generation_kwargs", '{"stop": ["</answer>"]}'],
