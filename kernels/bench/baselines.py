@@ -1,5 +1,6 @@
 """What ours is compared with: cuBLAS on BF16 weights, and vLLM's Marlin and Humming kernels on the same codes."""
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -24,29 +25,49 @@ def _layer(codes: torch.Tensor, block_scales: torch.Tensor, tensor_scale: torch.
     return layer
 
 
-def marlin(codes: torch.Tensor, block_scales: torch.Tensor, tensor_scale: torch.Tensor) -> Product:
+class Marlin:
     """vLLM's default for 4-bit weights and 16-bit activations."""
-    from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4
 
-    layer = _layer(codes, block_scales, tensor_scale.reshape(()))
-    layer.weight_global_scale = torch.nn.Parameter(tensor_scale.reshape(()).clone(), requires_grad=False)
-    marlin_utils_fp4.prepare_fp4_layer_for_marlin(layer)
-    return lambda x: marlin_utils_fp4.apply_fp4_marlin_linear(
-        input=x,
-        weight=layer.weight,
-        weight_scale=layer.weight_scale,
-        weight_global_scale=layer.weight_global_scale,
-        workspace=layer.workspace,
-        size_n=layer.output_size_per_partition,
-        size_k=layer.input_size_per_partition,
-    )
+    def __init__(self, codes: torch.Tensor, block_scales: torch.Tensor, tensor_scale: torch.Tensor):
+        from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4
+
+        self.utils = marlin_utils_fp4
+        self.layer = _layer(codes, block_scales, tensor_scale.reshape(()))
+        self.layer.weight_global_scale = torch.nn.Parameter(tensor_scale.reshape(()).clone(), requires_grad=False)
+        self.utils.prepare_fp4_layer_for_marlin(self.layer)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        layer = self.layer
+        return self.utils.apply_fp4_marlin_linear(
+            input=x,
+            weight=layer.weight,
+            weight_scale=layer.weight_scale,
+            weight_global_scale=layer.weight_global_scale,
+            workspace=layer.workspace,
+            size_n=layer.output_size_per_partition,
+            size_k=layer.input_size_per_partition,
+        )
 
 
-def humming(codes: torch.Tensor, block_scales: torch.Tensor, tensor_scale: torch.Tensor) -> Product:
+class Humming:
     """vLLM's ``--linear-backend humming``; compiles at the first call of each shape."""
-    from vllm.model_executor.kernels.linear.nvfp4.humming import HummingNvFp4LinearKernel
 
-    layer = _layer(codes, block_scales, tensor_scale)
-    kernel = HummingNvFp4LinearKernel.__new__(HummingNvFp4LinearKernel)
-    kernel.process_weights_after_loading(layer)
-    return lambda x: kernel.apply_weights(layer, x)
+    def __init__(self, codes: torch.Tensor, block_scales: torch.Tensor, tensor_scale: torch.Tensor):
+        from vllm.model_executor.kernels.linear.nvfp4.humming import HummingNvFp4LinearKernel
+
+        self.layer = _layer(codes, block_scales, tensor_scale)
+        self.kernel = HummingNvFp4LinearKernel.__new__(HummingNvFp4LinearKernel)
+        self.kernel.process_weights_after_loading(self.layer)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.kernel.apply_weights(self.layer, x)
+
+
+marlin, humming = Marlin, Humming
+
+
+def again(product: Marlin | Humming) -> Marlin | Humming:
+    """The same product on a copy of its tensors, so that its weights are cold."""
+    other = copy.copy(product)
+    other.layer = copy.deepcopy(product.layer)
+    return other

@@ -5,6 +5,8 @@
 * two runs give the same bits, and memory full of NaN changes nothing;
 * odd numbers of tokens, rows and columns off the tile, activations with a stride;
 * an adapter of two parts, its rank off the 32 columns that the kernel takes at a time.
+
+``check_layer`` asks the same of a layer as the rule runs it, at numbers of tokens where the choice changes.
 """
 
 import faulthandler
@@ -13,8 +15,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from qerl_kernels import gemm, nvfp4, tiles
+from qerl_kernels import gemm, linear_tiles, nvfp4, rule, tiles
 from qerl_kernels.adapter import Adapter, Shrink, Variant, padded, shrink, spans
+
+EDGES = (1, 8, 9, 255, 256, 257, 258, 447, 511, 512, 513, 640, 1023, 2049, 8193)  # tokens around which choices change
 
 
 def every_product(N: int, K: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,3 +119,33 @@ def check(configuration: gemm.Configuration) -> None:
                     error = ((y.double() - exact).norm() / exact.norm()).item()
                     assert error < 2.5e-3, f"random ({M}, {N}, {K}) in {splits} runs: relative error {error:.1e}"
         assert not scaled.counters.any(), "counters are not zero after a call"
+
+
+def agree(y: torch.Tensor, exact: torch.Tensor, what: str) -> None:
+    """Raise AssertionError where y is not exact's rounding, nearly."""
+    error = ((y.double() - exact).norm() / exact.norm()).item()
+    assert error < 2.5e-3, f"{what}: relative error {error:.1e}"
+
+
+def check_layer(N: int, K: int, tokens: tuple[int, ...] = EDGES, rank: int = 32) -> None:
+    """A layer as ``linear_tiles.linear`` runs it, by itself and with an adapter, with one tensor scale and with
+    several.
+    """
+    torch.manual_seed(0)
+    codes, scales = every_product(N, K, "cuda")
+    dense = nvfp4.dequantize(codes, scales).double()
+    adapter = two_parts(N, K, rank)
+    for row_scale in (torch.full((), 7e-4, device="cuda"), torch.rand(N, device="cuda") * 1e-3 + 1e-4):
+        weight = tiles.tile_weight(codes, scales, row_scale)
+        for M in tokens:
+            x = torch.randn(M, K, device="cuda").to(torch.bfloat16)
+            exact = (x.double() @ dense.t()) * row_scale.double()
+            poison(8)
+            y = linear_tiles.linear(x, weight)
+            chosen = rule.choose(N, K, M, 0, weight.scale is not None, rule.machine_of(0))
+            agree(y, exact, f"({M}, {N}, {K}) by {chosen}")
+            assert torch.equal(y, linear_tiles.linear(x, weight)), f"({M}, {N}, {K}) by {chosen}: twice, other bits"
+            exact += (x.double() @ adapter.a.double().t()).bfloat16().double() @ adapter.b.double().t()
+            y = linear_tiles.linear(x, weight, None, adapter)
+            agree(y, exact, f"({M}, {N}, {K}) with an adapter")
+            assert torch.equal(y, linear_tiles.linear(x, weight, None, adapter)), f"adapter ({M}, {N}, {K}): other bits"

@@ -14,12 +14,14 @@ from functools import partial
 from pathlib import Path
 
 import baselines
-import gate
 import torch
-from conditions import conditions
-from qerl_kernels import gemm, linear_tiles, nvfp4_triton, tiles
+from qerl_kernels import gemm, linear_tiles, nvfp4_triton, rule, tiles
+from random_points import described
 from shapes import SHAPES
 from timing import copies, interleaved
+from tune import gate_in_processes
+
+from qerl_recipes.machine.conditions import conditions
 
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192)
 
@@ -64,7 +66,7 @@ def time_shape(shape: str, tokens: list[int], names: list[str]) -> list[dict]:
         x = torch.randn(M, K, device="cuda").to(torch.bfloat16)
         variants = {name: [partial(product, x) for product in products] for name, products in weights.items()}
         times = interleaved(variants, rounds=5, at_least=20 if M <= 256 else 6)
-        chosen = "expand, then cuBLAS" if linear_tiles.expands(N, K, M) else str(linear_tiles.choose(N, K, M))
+        chosen = described(rule.choose(N, K, M))
         rows.append({"shape": shape, "N": N, "K": K, "M": M, "us": times, "chosen": chosen})
         best = min(us for name, us in times.items() if name != "qerl")
         listed = "  ".join(f"{name} {us:.1f}" for name, us in times.items())
@@ -80,9 +82,10 @@ def main() -> None:
     parser.add_argument("--baselines", default="marlin,humming")
     options = parser.parse_args()
     tokens = [int(M) for M in options.tokens.split(",")]
-    chosen = {linear_tiles.choose(*SHAPES[shape], M) for shape in options.shapes.split(",") for M in tokens}
-    for configuration in {c for c in chosen if isinstance(c, gemm.Configuration)}:
-        gate.check(configuration)
+    variants = list(rule.rule().variants)
+    gemm.compile_all(variants)
+    passed, refused = gate_in_processes(variants, 12)
+    assert len(passed) == len(variants), f"the gate refuses {refused}"
     print("the gate passes", flush=True)
     result = {**conditions(), "rows": []}
     for shape in options.shapes.split(","):

@@ -5,9 +5,12 @@ from collections.abc import Callable
 import torch
 
 COLD_BYTES = 300 * 2**20  # distinct weights that one replay walks over: several times the L2 cache
+MOST_COPIES = 64  # of one weight; where they are smaller than the cache it is overwritten before each replay
 
 
-def capture(calls: list[Callable[[], object]], at_least: int = 20) -> tuple[torch.cuda.CUDAGraph, int]:
+def capture(
+    calls: list[Callable[[], object]], at_least: int = 20, pool: object = None
+) -> tuple[torch.cuda.CUDAGraph, int]:
     """Capture ``calls`` in turn, repeated until there are ``at_least``; returns the graph and the number of calls."""
     repeats = -(-at_least // len(calls))
     stream = torch.cuda.Stream()
@@ -16,7 +19,7 @@ def capture(calls: list[Callable[[], object]], at_least: int = 20) -> tuple[torc
         calls[0]()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         for _ in range(repeats):
             for call in calls:
                 call()
@@ -28,13 +31,16 @@ def interleaved(
 ) -> dict[str, float]:
     """Median microseconds of one call of each variant, the variants replayed in turn ``rounds`` times.
 
-    One replay makes at least ``at_least`` calls.
+    One replay makes at least ``at_least`` calls. Nobody needs what a graph computes: all share one pool of memory.
     """
-    graphs = {name: capture(calls, at_least) for name, calls in variants.items()}
+    pool = torch.cuda.graph_pool_handle()
+    graphs = {name: capture(calls, at_least, pool) for name, calls in variants.items()}
+    cache = torch.empty(COLD_BYTES // 2, dtype=torch.uint8, device="cuda")
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for warm_up in (True, *[False] * rounds):
         for name, (graph, calls) in graphs.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            cache.zero_()
             start.record()
             graph.replay()
             end.record()
@@ -45,5 +51,5 @@ def interleaved(
 
 
 def copies(bytes_each: int) -> int:
-    """How many distinct weights of this size make one replay cold."""
-    return max(3, -(-COLD_BYTES // bytes_each))
+    """How many distinct weights of this size make one replay cold, together with overwriting the cache before it."""
+    return min(max(3, -(-COLD_BYTES // bytes_each)), MOST_COPIES)

@@ -1,182 +1,394 @@
-"""Gate, then time every candidate configuration: ``python tune.py --out tune.json [--shapes 7B o] [--tokens 1,16]``.
+"""Gate, then time variants of the product over random layers: what fit.py makes the rule from.
 
-A kernel that hangs ends the program after a minute.
+``python tune.py --out tune.json [--layers 34] [--seed 1] [--seconds 400] [--guided] [--least 192]``. Layers are
+drawn from layers.py, numbers of tokens from FEW and MANY; at each point cuBLAS, the expanded product and a random
+choice of variants that could be the fastest take turns, then, for every other layer, the fastest again with an
+adapter of rank 32 under several launches of its small kernel. A variant that the gate refuses is named and left
+out; one that hangs ends only the process that tries it. The file is written after each layer.
 """
 
 import argparse
-import functools
+import concurrent.futures
 import json
-from dataclasses import asdict, replace
+import random
+import subprocess
+import sys
+import time
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 
 import gate
 import torch
-from conditions import conditions
-from qerl_kernels import gemm, linear_tiles, tiles
-from shapes import SHAPES
-from times import name_of
+from layers import Layer, all_layers
+from qerl_kernels import gemm, linear_tiles, rule, tiles
+from qerl_kernels.adapter import SPLITS, VARIANTS, Adapter, Shrink, padded, spans
 from timing import copies, interleaved
 
-# tokens -> (warpgroups, kgroups, rows, depth, group, ahead, synchronous) to try, by itself and with as many blocks in a
-# cluster as the layer leaves room for
+from qerl_recipes.machine.conditions import conditions
+
+FEW = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
+MANY = (272, 288, 320, 352, 384, 416, 448, 480, 512, 576, 640, 704, 768, 896, 1024, 1280, 1536, 2048)
+MOST = (3072, 4096, 6144, 8192)
+# by the tokens of a tile: (warpgroups, kgroups, rows, depth, group, ahead, synchronous)
 SMALL = [
     (4, 1, 1, 4, 4, 0, 1),
     (4, 1, 1, 2, 4, 0, 1),
     (3, 1, 2, 2, 4, 0, 1),
     (4, 2, 1, 4, 4, 0, 1),
     (4, 4, 1, 4, 2, 0, 1),
-    (4, 1, 1, 4, 4, 0, 0),
+]
+SMALL += [(4, 2, 1, 2, 4, 0, 1)]
+SIXTEEN = [
     (4, 2, 1, 4, 4, 0, 0),
+    (4, 1, 1, 4, 4, 0, 0),
+    (3, 1, 2, 2, 4, 0, 1),
+    (4, 2, 1, 4, 4, 0, 1),
+    (4, 2, 1, 2, 2, 0, 0),
 ]
+SIXTEEN += [(4, 1, 1, 2, 4, 0, 0)]
 MIDDLE = [
-    (4, 1, 1, 4, 2, 0, 0),
-    (4, 1, 1, 2, 4, 0, 0),
-    (3, 1, 2, 2, 4, 0, 0),
-    (4, 2, 1, 4, 4, 1, 0),
     (4, 4, 1, 4, 2, 0, 0),
-]
-LARGE = [
-    (3, 1, 1, 2, 2, 0, 0),
-    (3, 1, 1, 4, 2, 0, 0),
+    (4, 2, 1, 4, 4, 1, 0),
+    (4, 1, 1, 4, 2, 0, 0),
     (3, 1, 2, 2, 4, 0, 0),
+    (4, 2, 1, 2, 2, 0, 0),
+]
+MIDDLE += [(4, 1, 1, 2, 4, 0, 0)]
+LARGE = [
+    (4, 4, 1, 4, 2, 0, 0),
+    (3, 1, 1, 4, 2, 0, 0),
+    (3, 1, 1, 2, 2, 0, 0),
     (2, 1, 2, 2, 4, 0, 0),
     (4, 1, 1, 2, 2, 0, 0),
-    (4, 1, 1, 2, 4, 0, 0),
-    (4, 2, 1, 2, 2, 1, 0),
-    (4, 4, 1, 4, 2, 0, 0),
 ]
-LARGER = [
-    (3, 1, 1, 2, 2, 0, 0),
-    (3, 1, 1, 2, 2, 1, 0),
+LARGE += [(4, 2, 1, 2, 2, 1, 0)]
+LARGER = [(2, 1, 1, 2, 2, 0, 0), (3, 1, 1, 2, 2, 0, 0), (2, 1, 2, 2, 4, 0, 0), (2, 2, 1, 2, 2, 1, 0)]
+LARGEST = [(2, 1, 1, 1, 1, 0, 0), (3, 1, 1, 1, 1, 0, 0)]
+BETWEEN = [
     (2, 1, 1, 2, 2, 0, 0),
-    (2, 1, 1, 2, 2, 1, 0),
-    (2, 1, 2, 2, 4, 0, 0),
-    (2, 2, 1, 2, 2, 1, 0),
+    (3, 1, 1, 2, 2, 0, 0),
+    (2, 1, 2, 1, 2, 0, 0),
+    (3, 1, 1, 1, 2, 0, 0),
+    (2, 2, 1, 2, 2, 0, 0),
 ]
-LARGEST = [
-    (2, 1, 1, 1, 1, 0, 0),
-    (2, 1, 1, 1, 2, 1, 0),
-]
-CANDIDATES = {
-    8: SMALL,
-    16: SMALL,
-    24: MIDDLE,
-    32: MIDDLE,
-    48: LARGE,
-    64: LARGE,
-    96: LARGER,
-    128: LARGER,
-    192: LARGEST,
-    256: LARGEST,
-}
-TOKENS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048)
+FAMILIES = {8: SMALL, 16: SIXTEEN, 24: MIDDLE, 32: MIDDLE, 48: LARGE, 64: LARGE}
+FAMILIES |= dict.fromkeys((80, 96, 112, 128), LARGER)
+FAMILIES |= {size: LARGEST if size < 192 else LARGEST[:1] for size in range(144, 257, 16)}
+FAMILIES[128] = [*LARGER, (2, 1, 1, 2, 2, 1, 0)]
+FAMILIES |= {size: [*LARGEST, *BETWEEN] for size in (144, 160, 176)}
+PAIRS = [(2, 1, 1, 1, 2, 0, 0), (2, 1, 1, 2, 2, 0, 0), (2, 1, 1, 2, 4, 0, 0)]
+FAMILIES |= {size: [*LARGEST[:1], *PAIRS] for size in (192, 208, 224, 240)}
+FAMILIES[256] = [*LARGEST[:1], (2, 1, 1, 1, 2, 1, 0), *PAIRS]
+CLUSTERS = {size: (1, 2, 4) if size <= 32 or size > 128 else (1, 2, 3, 4, 8) for size in FAMILIES}
 MULTIPROCESSORS = 132
-EXPANDED = 1024  # tokens from which on expanding the weight is tried too
+RANK = 32
+WASTE = 1.16  # of the tokens of tiles over the tokens that there are
 
 
-def candidates(M: int) -> list[int]:
-    """Token tiles worth trying for M tokens."""
-    sizes = sorted(CANDIDATES)
-    if M <= 64:
-        return [next(size for size in sizes if size >= M)]
-    return [size for size in sizes if 64 <= size <= 2 * M]
+def every_variant() -> list[gemm.Configuration]:
+    """One a kernel: ``splits`` is left at 0."""
+    found = []
+    for size, families in FAMILIES.items():
+        for family in families:
+            for cluster in CLUSTERS[size]:
+                try:
+                    found.append(gemm.deepest(size, *family, cluster))
+                except ValueError:
+                    continue
+    return [c for c in found if fits_in_stages(c)]
 
 
-@functools.cache
-def passes(configuration: gemm.Configuration) -> bool:
-    """Whether the gate lets one configuration through; a kernel that hangs ends the program."""
-    try:
-        with gate.within_a_minute():
-            gate.check(configuration)
-    except AssertionError as error:
-        print(error, configuration, flush=True)
-        return False
-    return True
+def fits_in_stages(c: gemm.Configuration) -> bool:
+    """Whether the sums of a cluster's blocks fit where the stages were: schedule.cuh asserts it."""
+    stages = c.stages * c.depth * (c.tokens * 128 + c.tile_blocks() * tiles.TILE_BYTES)
+    return c.cluster == 1 or 4 * 64 * c.tile_blocks() * c.tokens * c.kgroups <= stages
 
 
-def tiles_of(configuration: gemm.Configuration, N: int, M: int) -> int:
+def tiles_of(c: gemm.Configuration, N: int, M: int) -> int:
     """Tiles of one product."""
-    return -(-N // (64 * configuration.tile_blocks())) * -(-M // configuration.tokens)
+    blocks = -(-N // 64)
+    return -(-blocks // c.tile_blocks()) * -(-M // c.tokens)
 
 
-def among(configuration: gemm.Configuration, cluster: int) -> gemm.Configuration:
-    """The same tiles, each divided among the blocks of a cluster; 1: of equal runs."""
-    fields = {name: value for name, value in asdict(configuration).items() if name not in ("stages", "splits")}
-    return gemm.deepest(**{**fields, "cluster": cluster})
-
-
-def variants_of(configuration: gemm.Configuration, N: int, M: int) -> list[gemm.Configuration]:
-    """Equal runs over the whole GPU; where there are few tiles also each cut into whole runs, or among a cluster."""
-    most = MULTIPROCESSORS // tiles_of(configuration, N, M)
-    found = [replace(configuration, splits=splits) for splits in sorted({0, most, most // 2} if most else {0})]
-    if most >= 2:
-        found += [among(configuration, cluster) for cluster in {min(most, 8), max(min(most, 8) - 1, 2)}]
+def to_time(variants: list[gemm.Configuration], N: int, K: int, M: int) -> list[gemm.Configuration]:
+    """Every way to run each variant that could be worth its time for M tokens and a weight of (N, K)."""
+    sizes = sorted({c.tokens for c in variants})
+    covering = next((size for size in sizes if size >= M), sizes[-1])
+    least = 48 if M <= 256 else 128
+    wanted = {size for size in sizes if size >= least and size * -(-M // size) <= WASTE * M} | {covering}
+    found = []
+    for c in variants:
+        if c.tokens not in wanted or 2 * -(-K // 128) % c.depth or (c.tokens > covering):
+            continue
+        tiles_ = tiles_of(c, N, M)
+        most = MULTIPROCESSORS // tiles_
+        steps = 2 * -(-K // 128) // c.depth
+        if c.cluster == 1:
+            splits = {0, *([most, max(most // 2, 1)] if most else [])}
+            found += [replace(c, splits=s) for s in sorted(splits) if s <= steps]
+        elif c.cluster <= steps and tiles_ * c.cluster <= 3 * MULTIPROCESSORS:
+            found.append(c)
     return found
 
 
-def to_time(N: int, K: int, M: int) -> list[gemm.Configuration]:
-    """Every variant worth trying for M tokens and a weight of (N, K)."""
-    k_tiles = 2 * -(-K // 128)
-    tried = [gemm.deepest(size, *fields) for size in candidates(M) for fields in CANDIDATES[size]]
-    return [variant for c in tried if k_tiles % c.depth == 0 for variant in variants_of(c, N, M)]
+def worth_it(
+    variants: list[gemm.Configuration], draw: random.Random, N: int, K: int, M: int
+) -> list[gemm.Configuration]:
+    """What the rule in use takes for the fastest, some others that it takes for good, and some that it does not
+    know.
+    """
+    machine = rule.rule().machine
+    ranked = [
+        c for _, c in sorted(rule.ranked(N, K, M, machine), key=lambda one: one[0]) if replace(c, splits=0) in variants
+    ]
+    unknown = [c for c in variants if c not in rule.rule().variants and rule.fits(c, K, M)]
+    unknown = [d for c in unknown for d in rule.divisions(c, N, K, M, machine)[:3]]
+    others = ranked[12:60]
+    return [*ranked[:12], *draw.sample(others, min(4, len(others))), *draw.sample(unknown, min(10, len(unknown)))]
 
 
-def random_weights(shape: str) -> list[tiles.TiledWeight]:
-    """As many of one layer as no cache holds."""
-    N, K = SHAPES[shape]
-    codes = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, device="cuda")
-    scales = torch.randint(40, 120, (N, K // 16), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
-    first = tiles.tile_weight(codes, scales, torch.rand((), device="cuda") * 1e-3)
+def random_weights(N: int, K: int) -> list[tiles.TiledWeight]:
+    """As many of one layer as no cache holds, made of random bytes; block scales are of ordinary size."""
+    shape = -(-N // 64), 2 * -(-K // 128), tiles.TILE_BYTES
+    found = []
+    for _ in range(copies(shape[0] * shape[1] * shape[2])):
+        data = torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda")
+        data[..., tiles.CODE_BYTES :].remainder_(40).add_(70)
+        scale = torch.full((N,), 1e-3, device="cuda")
+        counters = torch.zeros(tiles.COUNTERS, dtype=torch.int32, device="cuda")
+        found.append(tiles.TiledWeight(data, scale, counters, N, K, torch.tensor(1e-3)))
+    torch.cuda.synchronize()
+    return found
+
+
+def random_adapters(layer: Layer, count: int) -> list[Adapter]:
+    """Of one layer's parts, of rank RANK."""
+    R, table = padded(RANK * len(layer.widths)), spans(list(layer.widths), RANK).cuda()
+    ends = torch.tensor(layer.widths).cumsum(0).cuda()
+    part_of_row = torch.bucketize(torch.arange(layer.N, device="cuda"), ends, right=True)
+    own = part_of_row[:, None] == torch.arange(R, device="cuda") // RANK  # B is block diagonal
     return [
-        replace(first, tiles=first.tiles.clone(), counters=torch.zeros_like(first.counters))
-        for _ in range(copies(first.tiles.numel()))
+        Adapter(
+            torch.randn(R, layer.K, device="cuda").bfloat16(),
+            (torch.randn(layer.N, R, device="cuda") * own / 100).bfloat16(),
+            table,
+        )
+        for _ in range(count)
     ]
 
 
-def time_shape(shape: str, tokens: list[int]) -> list[dict]:
-    """Time BF16 and every configuration that passes the gate, for each number of tokens."""
-    N, K = SHAPES[shape]
-    weights = random_weights(shape)
-    bytes_each = weights[0].tiles.numel()
-    dense = [torch.randn(N, K, device="cuda", dtype=torch.bfloat16) for _ in range(copies(2 * N * K))]
-    torch.cuda.synchronize()
+def launches(M: int, R: int, takes_all: bool) -> list[Shrink]:
+    """Of the small kernel, for M tokens and R rows of A; a product that ``takes_all`` blocks may leave some."""
+    found = []
+    for variant in VARIANTS:
+        most = -(-M // variant.tokens)
+        if most > 64 or (variant.tokens > 8 and variant.tokens >= 2 * M) or (variant.tokens == 8 and M > 8):
+            continue
+        for blocks in sorted({1, min(2, most), min(4, most), -(-most // 2), most}):
+            found.append(Shrink(variant, blocks))
+            if takes_all and Shrink(variant, blocks, True).left_free(M, R, MULTIPROCESSORS):
+                found.append(Shrink(variant, blocks, True))
+    return found
 
-    took = interleaved({"dequantize": [partial(gemm.dequantize, w) for w in weights]})["dequantize"]
-    print(f"{shape} dequantize {took:.1f} us, {N * K * 2.5625 / took / 1e6:.2f} TB/s", flush=True)
-    rows = []
-    for M in tokens:
-        x = torch.randn(M, K, device="cuda").to(torch.bfloat16)
-        variants = {"bf16": [partial(torch.nn.functional.linear, x, w) for w in dense]}
-        for c in to_time(N, K, M):
-            if passes(replace(c, splits=0)):
-                variants[name_of(c)] = [partial(gemm.product, x, w, c) for w in weights]
-        if M >= EXPANDED:
-            scale = weights[0].scale.item()
-            variants["expand"] = [partial(linear_tiles.expand_and_multiply, x, w, scale, None) for w in weights]
-        times = interleaved(variants, rounds=5, at_least=20 if M <= 256 else 6)
-        rows.append({"shape": shape, "N": N, "K": K, "M": M, "us": times})
-        best = sorted((us, name) for name, us in times.items() if name != "bf16")
-        listed = "  ".join(f"{name} {us:.1f}" for us, name in best[:4])
-        rate, ratio = bytes_each / best[0][0] / 1e6, times["bf16"] / best[0][0]
-        print(f"{shape} M={M}: bf16 {times['bf16']:.1f}  [{rate:.2f} TB/s, {ratio:.2f}x] {listed}", flush=True)
-    return rows
+
+def with_room(
+    c: gemm.Configuration, others: list[gemm.Configuration], N: int, M: int, K: int
+) -> list[gemm.Configuration]:
+    """Variants of the same tiles as ``c``, cut into so few runs or among so few blocks that multiprocessors are
+    left over.
+    """
+    tiles_ = tiles_of(c, N, M)
+    room = (MULTIPROCESSORS - SPLITS) // tiles_
+    steps = 2 * -(-K // 128) // c.depth
+    same = [o for o in others if replace(o, cluster=1, stages=1) == replace(c, cluster=1, stages=1, splits=0)]
+    found = [
+        replace(o, splits=parts) for o in same if o.cluster == 1 for parts in (room, room - 1) if 1 <= parts <= steps
+    ]
+    return found + [o for o in same if 1 < o.cluster <= room]
+
+
+def gate_in_processes(variants: list[gemm.Configuration], processes: int) -> tuple[list[gemm.Configuration], list[str]]:
+    """Those that the gate lets through, and what it says of the others; each process stops at one that hangs."""
+    lists = [json.dumps([astuple(c) for c in variants[first::processes]]) for first in range(processes)]
+
+    def one(listed: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, __file__, "--gate"], input=listed, text=True, capture_output=True)
+
+    with concurrent.futures.ThreadPoolExecutor(processes) as pool:
+        done = list(pool.map(one, lists))
+    lines = [json.loads(line) for process in done for line in process.stdout.splitlines() if line.startswith("{")]
+    passed = [gemm.Configuration(*line["passed"]) for line in lines if "passed" in line]
+    refused = [line["refused"] for line in lines if "refused" in line]
+    refused += [process.stderr.strip()[-300:] for process in done if process.returncode]
+    return passed, refused
+
+
+def gate_here() -> None:
+    """The gate for the configurations of standard input; a line each."""
+    for fields in json.loads(sys.stdin.read()):
+        c = gemm.Configuration(*fields)
+        try:
+            with gate.within_a_minute():
+                gate.check(c)
+            print(json.dumps({"passed": fields}), flush=True)
+        except (AssertionError, RuntimeError) as error:
+            print(json.dumps({"refused": f"{c}: {error}"}), flush=True)
+
+
+class Sweep:
+    """Points in turn, written to a file after each layer."""
+
+    def __init__(self, variants: list[gemm.Configuration], seed: int, guided: bool):
+        self.variants, self.draw, self.guided = variants, random.Random(seed), guided
+        self.of = {c: i for i, c in enumerate(variants)}
+        self.rows: list[dict] = []
+        self.adapted: list[dict] = []
+
+    def name(self, c: gemm.Configuration) -> str:
+        """Index of the kernel and into how many runs tiles are cut, such as "12:3"."""
+        return f"{self.of[replace(c, splits=0)]}:{c.splits}"
+
+    def point(
+        self, layer: Layer, M: int, weights: list[tiles.TiledWeight], dense: list[torch.Tensor], at_most: int
+    ) -> dict:
+        """Times of one layer and number of tokens."""
+        x = torch.randn(M, layer.K, device="cuda").to(torch.bfloat16)
+        if self.guided:
+            tried = worth_it(self.variants, self.draw, layer.N, layer.K, M)
+        else:
+            tried = to_time(self.variants, layer.N, layer.K, M)
+            tried = self.draw.sample(tried, min(at_most, len(tried)))
+        calls = {"bf16": [partial(torch.nn.functional.linear, x, w) for w in dense]}
+        for c in tried:
+            calls[self.name(c)] = [partial(gemm.product, x, w, c) for w in weights]
+        if M >= rule.EXPAND_FROM:
+            calls["expand"] = [partial(linear_tiles.expand_and_multiply, x, w, 1e-3, None) for w in weights]
+            if linear_tiles.slab_rows(layer.N) < layer.N:
+                whole = -(-layer.N // 64) * 64
+                calls["expand whole"] = [
+                    partial(linear_tiles.expand_and_multiply, x, w, 1e-3, None, whole) for w in weights
+                ]
+        us = interleaved(calls, rounds=3, at_least=20 if M <= 256 else 6)
+        row = {"layer": layer.name, "N": layer.N, "K": layer.K, "M": M, "us": {k: round(v, 2) for k, v in us.items()}}
+        self.rows.append(row)
+        return row
+
+    def with_adapter(self, layer: Layer, row: dict, weights: list[tiles.TiledWeight], adapters: list[Adapter]) -> None:
+        """The fastest of one point again, alone and with an adapter under several launches of the small kernel."""
+        M, R = row["M"], adapters[0].a.shape[0]
+        x = torch.randn(M, layer.K, device="cuda").to(torch.bfloat16)
+        calls: dict[str, list] = {}
+        for c, how in self.pairs(row, R):
+            calls[self.name(c)] = [partial(gemm.product, x, w, c) for w in weights]
+            calls[f"{self.name(c)} {json.dumps(how)}"] = [
+                partial(gemm.product, x, w, c, None, a, how) for w, a in zip(weights, adapters, strict=True)
+            ]
+        us = interleaved(calls, rounds=3, at_least=20 if M <= 256 else 6)
+        found = {"layer": layer.name, "N": layer.N, "K": layer.K, "M": M, "R": R}
+        self.adapted.append({**found, "us": {k: round(v, 2) for k, v in us.items()}})
+
+    def pairs(self, row: dict, R: int) -> list[tuple[gemm.Configuration, Shrink | None]]:
+        """Variants and launches to time with an adapter: near the fastest, or what the rule takes for good."""
+        N, K, M = row["N"], row["K"], row["M"]
+        if self.guided:
+            machine = rule.rule().machine
+            alone = sorted(rule.ranked(N, K, M, machine), key=lambda one: one[0])
+            near = [(took, c) for took, c in alone if took <= rule.NEAR * alone[0][0] + 1]
+            found = sorted(
+                (pair for took, c in near for pair in rule._with_shrink(N, K, M, R, c, took, machine)),
+                key=lambda one: one[0],
+            )
+            known = [(c, how) for _, c, how in found if replace(c, splits=0) in self.of]
+            return [*known[:9], *self.draw.sample(known[9:60], min(5, len(known[9:60])))]
+        ours = sorted((us, name) for name, us in row["us"].items() if ":" in name)[:2]
+        best = [self.configuration(name) for _, name in ours]
+        tried = list(dict.fromkeys([*best, *(o for c in best[:1] for o in with_room(c, self.variants, N, M, K))]))
+        chosen: list[tuple[gemm.Configuration, Shrink | None]] = []
+        for c in tried:
+            hows = launches(M, R, c.cluster == 1 and c.splits == 0)
+            chosen += [(c, how) for how in self.draw.sample(hows, min(6, len(hows)))]
+            chosen += [(c, None)] if M > 512 else []
+        return chosen
+
+    def configuration(self, name: str) -> gemm.Configuration:
+        """What ``name`` has named."""
+        index, splits = map(int, name.split(":"))
+        return replace(self.variants[index], splits=splits)
+
+
+def tokens_for(draw: random.Random) -> list[int]:
+    """The numbers of tokens of one layer: each size of a narrow tile, some of the others."""
+    few = [*FEW[:6], *draw.sample(FEW[6:], 6)]
+    return [*few, *draw.sample(MANY, 5), draw.choice(MOST)]
+
+
+def at_once(variants: list[gemm.Configuration]) -> dict[int, int]:
+    """How many clusters of each size the GPU holds."""
+    return {c.cluster: gemm._kernel(c, 0)[1] for c in variants if c.splits == 0}
+
+
+def copy_rate() -> float:
+    """TB/s of a copy, bytes read and written."""
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    us = interleaved({"copy": [partial(target.copy_, source)]}, at_least=4)["copy"]
+    return round(2 * source.numel() / us / 1e6, 3)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="tune.json")
-    parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--layers", type=int, default=34)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=400, help="no new layer is begun after so many")
+    parser.add_argument(
+        "--least", type=int, default=0, help="tokens of a tile: narrower ones only if the rule has them"
+    )
+    parser.add_argument(
+        "--guided", action="store_true", help="try what the rule in use takes for good, in place of any"
+    )
+    parser.add_argument("--gate", action="store_true", help="of what is on standard input, and no more")
     options = parser.parse_args()
-
-    tokens = [int(M) for M in options.tokens.split(",")]
-    shapes = {SHAPES[shape]: shape for shape in options.shapes.split(",")}  # each size once
-    gemm.compile_all({replace(c, splits=0) for N, K in shapes for M in tokens for c in to_time(N, K, M)})
-    described, rows = conditions(), []
-    for shape in shapes.values():
-        rows += time_shape(shape, tokens)
-        Path(options.out).write_text(json.dumps({**described, "rows": rows}, indent=1))
+    if options.gate:
+        gate_here()
+        return
+    start = time.monotonic()
+    variants = [c for c in every_variant() if c.tokens >= options.least or c in rule.rule().variants]
+    gemm.compile_all(variants)
+    print(f"{len(variants)} variants compiled after {time.monotonic() - start:.0f} s", flush=True)
+    passed, refused = gate_in_processes(variants, 12)
+    variants = [c for c in variants if c in passed]
+    print(f"{len(variants)} pass the gate after {time.monotonic() - start:.0f} s; refused: {refused}", flush=True)
+    sweep = Sweep(variants, options.seed, options.guided)
+    result = {
+        **conditions(),
+        "seed": options.seed,
+        "multiprocessors": torch.cuda.get_device_properties(0).multi_processor_count,
+    }
+    result |= {"at_once": at_once(variants), "copy": copy_rate(), "refused": refused}
+    result |= {"variants": [astuple(c) for c in variants], "rows": sweep.rows, "adapted": sweep.adapted}
+    draw = random.Random(options.seed)
+    for number, layer in enumerate(draw.sample(all_layers(), options.layers)):
+        if time.monotonic() - start > options.seconds:
+            break
+        weights = random_weights(layer.N, layer.K)
+        dense = [
+            torch.randn(layer.N, layer.K, device="cuda", dtype=torch.bfloat16)
+            for _ in range(copies(2 * layer.N * layer.K))
+        ]
+        adapters = random_adapters(layer, len(weights)) if number % 2 == 0 and not options.least else []
+        for M in [M for M in tokens_for(draw) if 3 * options.least <= 4 * M]:
+            try:
+                row = sweep.point(layer, M, weights, dense, 26 if M <= 256 else 14)
+                if adapters and M <= 2048:
+                    sweep.with_adapter(layer, row, weights, adapters)
+            except (RuntimeError, torch.OutOfMemoryError) as error:
+                print(f"{layer.name} {M}: {error}", flush=True)
+        Path(options.out).write_text(json.dumps(result))
+        print(f"{number} {layer.name} ({layer.N}, {layer.K}) after {time.monotonic() - start:.0f} s", flush=True)
+        del weights, dense, adapters
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

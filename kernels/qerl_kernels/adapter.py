@@ -18,7 +18,7 @@ import torch
 from qerl_kernels.compiler import Defines, Kernel, compile_ahead, compile_source
 
 COLUMNS = 32  # of s and B that the tiled kernel takes at a time: their number is a multiple of it
-SMALL_M = 512  # tokens up to which the small kernel is used, cuBLAS beyond
+SMALL_M = 512  # tokens up to which the small kernel is used where nothing else is said, cuBLAS beyond
 SPLITS = 8  # of adapter_shrink.cu
 BESIDE = 5  # a product leaves at most one in so many multiprocessors to it
 
@@ -81,9 +81,13 @@ class Shrink(NamedTuple):
         """The thread blocks for M tokens and R rows of A."""
         return SPLITS, R // (16 * self.variant.groups), min(-(-M // self.variant.tokens), self.most)
 
+    def blocks(self, M: int, R: int) -> int:
+        """Thread blocks in all."""
+        return math.prod(self.grid(M, R))
+
     def left_free(self, M: int, R: int, multiprocessors: int) -> int:
         """How many the product leaves to this kernel: one for each block, or none where that would be many."""
-        blocks = math.prod(self.grid(M, R))
+        blocks = self.blocks(M, R)
         return blocks if self.beside and BESIDE * blocks <= multiprocessors else 0
 
 
@@ -101,6 +105,11 @@ def quickest(M: int) -> Shrink:
     """The launch that ends soonest by itself."""
     variant = Variant(8, 1, 16) if M <= 8 else Variant(16, 1, 16) if M <= 64 else Variant(32, 2, 16)
     return Shrink(variant, -(-M // variant.tokens))
+
+
+def is_small(M: int, how: Shrink | None) -> bool:
+    """Whether the small kernel makes s of M tokens, and not cuBLAS."""
+    return how is not None or M <= SMALL_M
 
 
 @functools.cache
@@ -128,12 +137,12 @@ def load_shrink(device: torch.device) -> None:
 def shrink(x: torch.Tensor, a: torch.Tensor, how: Shrink | None = None) -> torch.Tensor:
     """s = x A^T: ``x: (M, K)``, ``a: (R, K)`` -> ``(M, R)`` in the dtype of x, sums in fp32.
 
-    On a GPU x and a are bfloat16, K is a multiple of 16, and the rows of x start at multiples of 16 bytes; beyond
-    SMALL_M tokens cuBLAS multiplies, whatever ``how`` says. The bits do not depend on ``how.most``.
+    On a GPU x and a are bfloat16, K is a multiple of 16, and the rows of x start at multiples of 16 bytes. Without
+    ``how`` the small kernel runs up to SMALL_M tokens, beyond them cuBLAS. The bits do not depend on ``how.most``.
     """
     M, K = x.shape
     R = a.shape[0]
-    if not x.is_cuda or M > SMALL_M:
+    if not x.is_cuda or not is_small(M, how):
         return torch.nn.functional.linear(x, a)
     s = torch.empty(M, R, dtype=x.dtype, device=x.device)
     how = how or quickest(M)

@@ -64,6 +64,27 @@ def _check(code: int, doing: str) -> None:
         raise RuntimeError(f"{doing}: CUDA error {code} ({(text.value or b'unknown').decode()})")
 
 
+def read_source(file: Path) -> str:
+    """A source with the parts that it includes, each once, in place of ``#include "part"``; parts lie beside it."""
+    seen: set[Path] = set()
+
+    def whole(part: Path) -> str:
+        seen.add(part)
+        lines = [f'#line 1 "{part.name}"']
+        for number, line in enumerate(part.read_text().splitlines(), 1):
+            if line.startswith('#include "'):
+                included = part.with_name(line.split('"')[1])
+                lines += [] if included in seen else [whole(included)]
+                lines.append(f'#line {number + 1} "{part.name}"')
+            elif line != "#pragma once":
+                lines.append(line)
+            else:
+                lines.append("")
+        return "\n".join(lines)
+
+    return whole(file) + "\n"
+
+
 def compile_source(source: str, defines: Defines = (), architecture: str = "sm_90a") -> bytes:
     """CUDA C++ -> machine code, from the cache where it is there. Raises CompileError with the log."""
     options = _options(defines, architecture)

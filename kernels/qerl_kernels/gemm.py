@@ -10,12 +10,13 @@ import functools
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from qerl_kernels.adapter import SMALL_M, Adapter, Shrink, shrink
-from qerl_kernels.compiler import Defines, Kernel, compile_ahead, compile_source, tensor_map
-from qerl_kernels.tiles import TILE_BYTES, TiledWeight
+from qerl_kernels.adapter import Adapter, Shrink, is_small, shrink
+from qerl_kernels.compiler import Defines, Kernel, compile_ahead, compile_source, read_source, tensor_map
+from qerl_kernels.tiles import TILE, TILE_BYTES, TiledWeight
 
 SHARED_MEMORY = 227 * 1024  # bytes that one block may have on Hopper
 TURN_ROW = 144
@@ -136,14 +137,19 @@ __device__ __forceinline__ void wgmma(float (&d)[{sums}], const unsigned (&a)[4]
 
 
 @functools.cache
-def source() -> str:
-    """The CUDA C++ of this file's kernels."""
-    return Path(__file__).with_name("nvfp4_tiles.cu").read_text()
+def source(kernel: str) -> str:
+    """The CUDA C++ of "nvfp4_tiles" or "nvfp4_dequantize"."""
+    return read_source(Path(__file__).with_name(f"{kernel}.cu"))
 
 
 def _job(configuration: Configuration) -> tuple[str, Defines]:
     defines = tuple((name.upper(), value) for name, value in asdict(configuration).items() if name != "splits")
-    return wgmma_source(configuration.tokens) + source(), defines
+    return wgmma_source(configuration.tokens) + source("nvfp4_tiles"), defines
+
+
+def dequantize_job() -> tuple[str, Defines]:
+    """Source and macros of the kernel that gives W0 itself."""
+    return source("nvfp4_dequantize"), ()
 
 
 def machine_code(configuration: Configuration) -> bytes:
@@ -153,7 +159,7 @@ def machine_code(configuration: Configuration) -> bytes:
 
 def compile_all(configurations: Iterable[Configuration]) -> None:
     """Fill the cache with many configurations at once."""
-    compile_ahead([(source(), ()), *(_job(configuration) for configuration in configurations)])
+    compile_ahead([dequantize_job(), *(_job(configuration) for configuration in configurations)])
 
 
 @functools.cache
@@ -176,7 +182,41 @@ def load(configuration: Configuration, device: torch.device) -> None:
 @functools.cache
 def _dequantize_kernel(device: int) -> Kernel:
     with torch.cuda.device(device):
-        return Kernel(compile_source(source()), "nvfp4_dequantize", 256)
+        return Kernel(compile_source(*dequantize_job()), "nvfp4_dequantize", 256)
+
+
+class Division(NamedTuple):
+    """How a product is divided: tiles of rows and tokens, stages of a tile, tiles cut into equal runs, and blocks."""
+
+    n_tiles: int
+    m_tiles: int
+    steps: int
+    shared: int
+    grid: int
+
+    @property
+    def tiles(self) -> int:
+        """Of rows and tokens."""
+        return self.n_tiles * self.m_tiles
+
+
+def divide(c: Configuration, N: int, K: int, M: int, at_once: int) -> Division:
+    """For a GPU that can give the product ``at_once`` blocks at one time.
+
+    Whole tiles in full rounds; what is left over, with one round, is cut into equal runs. Raises ValueError where the
+    stages do not divide the columns.
+    """
+    k_tiles = 2 * -(-K // (2 * TILE))
+    if k_tiles % c.depth:
+        raise ValueError(f"depth={c.depth} does not divide the {k_tiles} tiles of K={K}; use depth 1 or 2")
+    blocks = -(-N // TILE)
+    n_tiles, m_tiles, steps = -(-blocks // c.tile_blocks()), -(-M // c.tokens), k_tiles // c.depth
+    tiles = n_tiles * m_tiles
+    if c.cluster > 1:
+        return Division(n_tiles, m_tiles, steps, 0, tiles * c.cluster)
+    grid = min(at_once, tiles * (min(c.splits, steps) or steps))
+    shared = 0 if tiles % grid == 0 else tiles if tiles < 2 * grid else tiles % grid + grid
+    return Division(n_tiles, m_tiles, steps, shared, grid)
 
 
 def product(
@@ -188,7 +228,7 @@ def product(
     how: Shrink | None = None,
     overlap: bool = True,
 ) -> torch.Tensor:
-    """``x: (M, K)`` bfloat16, ``bias: (N,)`` fp32 -> ``(M, N)`` bfloat16, by one given variant of the kernel.
+    """``x: (M, K)`` bfloat16, ``bias: (N,)`` fp32 -> ``(M, N)`` bfloat16, by one variant of the kernel.
 
     With an adapter its product is added to the sum before that is rounded; ``how`` says how its first half is launched.
 
@@ -203,32 +243,23 @@ def product(
     y = torch.empty(M, weight.N, dtype=torch.bfloat16, device=x.device)
     if M == 0:
         return y
-    device = x.device.index
     shrunk = None if adapter is None else shrink(x, adapter.a, how)  # (M, R)
+    kernel, most = _kernel(replace(configuration, splits=0), x.device.index)
+    free = how.left_free(M, adapter.a.shape[0], most) if adapter is not None and how is not None else 0
+    d = divide(configuration, weight.N, K, M, most - free)
+    sums = TILE * configuration.tile_blocks() * configuration.tokens  # of one tile
+    partials = torch.empty(d.grid * sums if d.shared else 1, dtype=torch.float32, device=x.device)
     blocks, k_tiles = weight.tiles.shape[:2]
-    if k_tiles % configuration.depth:
-        raise ValueError(f"depth={configuration.depth} does not divide the {k_tiles} tiles of K={K}; use depth 1 or 2")
-    kernel, most = _kernel(replace(configuration, splits=0), device)
-    n_tiles, m_tiles = -(-blocks // configuration.tile_blocks()), -(-M // configuration.tokens)
-    tiles, steps = n_tiles * m_tiles, k_tiles // configuration.depth
-    shared, grid = 0, tiles * configuration.cluster
-    if configuration.cluster == 1:
-        free = how.left_free(M, adapter.a.shape[0], most) if adapter is not None and how is not None else 0
-        grid = min(most - free, tiles * (min(configuration.splits, steps) or steps))
-        # whole tiles in full rounds; what is left over, with one round, is cut into equal runs
-        shared = 0 if tiles % grid == 0 else tiles if tiles < 2 * grid else tiles % grid + grid
-    sums = 64 * configuration.tile_blocks() * configuration.tokens  # of one tile
-    partials = torch.empty(grid * sums if shared else 1, dtype=torch.float32, device=x.device)
-    adapter_columns = 0 if adapter is None else adapter.b.shape[1]
-    tokens_ready = adapter is not None and M <= SMALL_M  # beyond, shrink is cuBLAS
-    sizes = (M, weight.N, blocks, k_tiles, n_tiles, m_tiles, shared, adapter_columns, tokens_ready)
-    problem = _Problem(*sizes, *map(Divisor.of, (steps, shared * steps or 1, grid)))
+    columns = 0 if adapter is None else adapter.b.shape[1]
+    tokens_ready = adapter is not None and is_small(M, how)  # cuBLAS does not let this kernel start early
+    sizes = (M, weight.N, blocks, k_tiles, d.n_tiles, d.m_tiles, d.shared, columns, tokens_ready)
+    problem = _Problem(*sizes, *map(Divisor.of, (d.steps, d.shared * d.steps or 1, d.grid)))
     pointers = [weight.tiles, weight.row_scale, bias, y, partials, weight.counters, shrunk]
     pointers += [None, None] if adapter is None else [adapter.b, adapter.spans]
     arguments = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in pointers]
     described = tensor_map(x, configuration.tokens, 64)
-    with torch.cuda.device(device):
-        kernel((grid, 1, 1), described, *arguments, problem, overlap=overlap)
+    with torch.cuda.device(x.device):
+        kernel((d.grid, 1, 1), described, *arguments, problem, overlap=overlap)
     return y
 
 

@@ -1,76 +1,24 @@
-"""The frozen linear layer on tiled weights: which variant of the product runs for (GPU, N, K, M), and its gradient.
+"""The frozen linear layer on tiled weights, and its gradient.
 
-The table ``linear_tiles.json`` is made by the tuners in ``kernels/bench`` and committed; nothing is tuned at run time.
-For each layer it lists, by rising M, the configuration that was fastest up to that M, and the launch of an adapter's
-small kernel that was fastest with it. A layer that is not in the table takes the lines of the nearest one in size, with
-stages that divide its K: every configuration gives the same product up to the order of its sums, only the speed
-differs.
-
-From some number of tokens on, which the table has too, decoding costs more than it saves: W0 is expanded a slab at a
-time and cuBLAS multiplies, with the tensor scale as its fp32 factor, if all rows have the same one. The semantics are
-the same: exact operand, fp32 sum, one rounding.
+Which variant of the product runs is the choice of ``rule.py``. Where decoding costs more than it saves, W0 is
+expanded a slab at a time and cuBLAS multiplies, with the tensor scale as its fp32 factor, if all rows have the same
+one. The semantics are the same: exact operand, fp32 sum, one rounding.
 
 ``qerl::nvfp4_linear_tiles`` and its backward are torch.library operators, opaque to torch.compile and usable inside a
 CUDA graph. On a CPU the naive reference runs.
 """
 
 import functools
-import json
-import math
-from pathlib import Path
-from typing import NamedTuple
+import warnings
 
 import torch
 
-from qerl_kernels import gemm, tiles
-from qerl_kernels.adapter import COLUMNS, Adapter, Shrink, load_shrink, shrink
+from qerl_kernels import gemm, rule, tiles
+from qerl_kernels.adapter import COLUMNS, Adapter, load_shrink, shrink
 from qerl_kernels.linear import _matmul_fp32, _scaled_matmul
 from qerl_kernels.tiles import TiledWeight
 
 MOST_SLAB_ROWS = 32768  # of W0 that are expanded at one time; narrower slabs cost cuBLAS a few percent
-TABLE = Path(__file__).with_name("linear_tiles.json")
-
-
-class Line(NamedTuple):
-    """Up to ``M`` tokens: the variant of the product by itself, with an adapter, and its small kernel's launch."""
-
-    M: int
-    product: gemm.Configuration
-    adapted: gemm.Configuration
-    shrink: Shrink | None
-
-
-class Layer(NamedTuple):
-    """What the table says of one layer: its lines by rising M, and the M from which it is expanded."""
-
-    lines: list[Line]
-    expand_from: int
-
-
-def _line(M: int, product: dict, adapted: dict | None = None, shrink: list | None = None) -> Line:
-    alone = gemm.Configuration(**product)
-    how = None if shrink is None else Shrink.read(shrink)
-    return Line(M, alone, alone if adapted is None else gemm.Configuration(**adapted), how)
-
-
-@functools.cache
-def table() -> dict[tuple[int, int], Layer]:
-    """By (N, K)."""
-    layers = json.loads(TABLE.read_text())["layers"]
-    return {
-        (layer["N"], layer["K"]): Layer([_line(*line) for line in layer["configurations"]], layer["expand_from"])
-        for layer in layers
-    }
-
-
-@functools.cache
-def _nearest(N: int, K: int) -> tuple[int, int]:
-    return min(table(), key=lambda layer: abs(math.log(layer[0] / N)) + abs(math.log(layer[1] / K)))
-
-
-def expands(N: int, K: int, M: int) -> bool:
-    """Whether M tokens are multiplied by cuBLAS with an expanded weight of (N, K)."""
-    return table()[_nearest(N, K)].expand_from <= M
 
 
 def slab_rows(N: int) -> int:
@@ -79,44 +27,22 @@ def slab_rows(N: int) -> int:
     return -(-N // slabs // tiles.TILE) * tiles.TILE
 
 
-def _line_for(N: int, K: int, M: int) -> Line:
-    lines = table()[_nearest(N, K)].lines
-    return next((line for line in lines if line.M >= M), lines[-1])
-
-
-@functools.cache
-def choose_shrink(N: int, K: int, M: int) -> Shrink | None:
-    """How the small kernel of an adapter is launched for M tokens and a weight of (N, K); None: not at all."""
-    return _line_for(N, K, M).shrink
-
-
-@functools.cache
-def choose(N: int, K: int, M: int, adapted: bool = False) -> gemm.Configuration:
-    """The variant for M tokens and a weight of (N, K), by itself or with an adapter."""
-    line = _line_for(N, K, M)
-    c = line.adapted if adapted else line.product
-    if (N, K) in table():
-        return c
-    depth = c.depth
-    while 2 * -(-K // 128) % depth:  # stages must divide the 64-column tiles, of which there is an even number
-        depth //= 2
-    kgroups = min(c.kgroups, depth)
-    group = c.group
-    # two buffers of fragments take turns: see nvfp4_tiles.cu
-    while not c.synchronous and depth // kgroups * (4 * c.rows // group) % 2:
-        group //= 2
-    return gemm.deepest(c.tokens, c.warpgroups, kgroups, c.rows, depth, group, c.ahead, c.synchronous, c.cluster)
-
-
 @functools.cache
 def prepare(N: int, K: int, device: torch.device) -> None:
     """Compile (or fetch from the cache) and load every variant that a weight of (N, K) can need, whatever its M."""
-    sizes = {line.M for layer in table().values() for line in layer.lines}
-    configurations = {choose(N, K, M, adapted) for M in sizes for adapted in (False, True)}
+    configurations = [c for c in rule.rule().variants if rule.fits(c, K, c.tokens)]
     gemm.compile_all(configurations)
     for configuration in configurations:
         gemm.load(configuration, device)
     load_shrink(device)
+    _warn_untuned(device)
+
+
+@functools.cache
+def _warn_untuned(device: torch.device) -> None:
+    message = rule.untuned(torch.cuda.current_device() if device.index is None else device.index)
+    if message:
+        warnings.warn(message, stacklevel=3)
 
 
 def supported(device: torch.device) -> bool:
@@ -185,15 +111,16 @@ def _(x, tiles_, row_scale, counters, N, K, scale, bias, a, b, spans):
         raise ValueError(f"tiled NVFP4 weights run on Hopper GPUs only, not on {name}: use the checkpoint's layout")
     weight = TiledWeight(tiles_, row_scale, counters, N, K)
     rows = x.reshape(-1, K)
-    if scale is not None and expands(N, K, rows.shape[0]):
+    M, columns = rows.shape[0], 0 if b is None else b.shape[1]
+    chosen = rule.choose(N, K, max(M, 1), columns, scale is not None, rule.machine_of(x.device.index))
+    if chosen.configuration is None:
         y = expand_and_multiply(rows, weight, scale.item(), bias)
         if a is not None:
             y.addmm_(shrink(rows, a), b.t())
     else:
         adapter = None if a is None else Adapter(a, b, spans)
-        M, added = rows.shape[0], None if bias is None else bias.float()
-        c = choose(N, K, M, adapter is not None)
-        y = gemm.product(rows, weight, c, added, adapter, choose_shrink(N, K, M))
+        added = None if bias is None else bias.float()
+        y = gemm.product(rows, weight, chosen.configuration, added, adapter, chosen.shrink)
     return y.view(*x.shape[:-1], N)
 
 
@@ -202,10 +129,12 @@ def _(x, tiles_, row_scale, counters, N, K, scale, bias, a, b, spans):
     return x.new_empty(*x.shape[:-1], N)
 
 
-def expand_and_multiply(x: torch.Tensor, weight: TiledWeight, scale: float, bias: torch.Tensor | None) -> torch.Tensor:
-    """``x: (M, K)`` -> ``(M, N)``: W0 a slab at a time, then cuBLAS with ``scale`` as its factor."""
+def expand_and_multiply(
+    x: torch.Tensor, weight: TiledWeight, scale: float, bias: torch.Tensor | None, slab: int | None = None
+) -> torch.Tensor:
+    """``x: (M, K)`` -> ``(M, N)``: W0 a ``slab`` of rows at a time, then cuBLAS with ``scale`` as its factor."""
     y = torch.empty(x.shape[0], weight.N, dtype=x.dtype, device=x.device)
-    slab = slab_rows(weight.N)
+    slab = slab or slab_rows(weight.N)
     for first in range(0, weight.N, slab):
         rows = min(slab, weight.N - first)
         w, part = gemm.dequantize(weight, first, rows), y[:, first : first + rows]

@@ -18,7 +18,7 @@ and the product with the code is exact: ``code * scale * 2^-7``. The factor 2^7 
 zero is stored with codes zero, a negative scale as a positive one with the codes' signs turned.
 Order: 8 bytes for each (w, g), in them ``4 (j // 2) + 2 h + j % 2``.
 
-The integer steps are those of ``nvfp4_tiles.cu``; here they are in plain torch, for the CPU and for the proofs.
+The integer steps are those of ``decode.cuh``; here they are in plain torch, for the CPU and for the proofs.
 """
 
 from dataclasses import dataclass

@@ -1,5 +1,25 @@
+from pathlib import Path
+
 import pytest
-from qerl_kernels import compiler, nvrtc
+from qerl_kernels import compiler, gemm, nvrtc
+
+
+def test_parts_of_a_source_stand_in_their_places_once(tmp_path):
+    (tmp_path / "a.cu").write_text('first\n#include "b.cuh"\n#include "c.cuh"\nlast\n')
+    (tmp_path / "b.cuh").write_text('#pragma once\n#include "c.cuh"\nof b\n')
+    (tmp_path / "c.cuh").write_text("of c\n")
+    lines = compiler.read_source(tmp_path / "a.cu").splitlines()
+    assert [line for line in lines if line and line[0] != "#"] == ["first", "of c", "of b", "last"]
+    assert lines[lines.index("of b") - 1] == '#line 3 "b.cuh"' and lines[lines.index("last") - 1] == '#line 4 "a.cu"'
+
+
+def test_every_part_belongs_to_a_kernel_and_is_short():
+    folder = Path(gemm.__file__).parent
+    whole = "".join(gemm.source(kernel) for kernel in ("nvfp4_tiles", "nvfp4_dequantize"))
+    parts = {file.name for file in folder.glob("*.cuh")}
+    assert len(parts) >= 6 and all(f'#line 1 "{part}"' in whole for part in parts)
+    assert "#include" not in whole and "#pragma once" not in whole
+    assert all(len(file.read_text().splitlines()) <= 200 for file in (*folder.glob("*.cuh"), *folder.glob("*.cu")))
 
 
 def test_machine_code_is_kept_whole_or_not_at_all(tmp_path):

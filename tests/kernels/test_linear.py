@@ -67,7 +67,6 @@ def test_operators_pass_torch_library_checks(bias):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("rows", [False, True], ids=["one tensor scale", "a scale for each row"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_a_gpu_agrees_with_the_naive_reference(rows, dtype):
@@ -89,7 +88,6 @@ def test_a_gpu_agrees_with_the_naive_reference(rows, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_operator_runs_inside_a_cuda_graph():
     x, codes, block_scales, row_scale, bias = (t.cuda() for t in example(6, True))
     expected = linear(x, codes, block_scales, row_scale, bias)
@@ -117,7 +115,6 @@ def test_shapes_that_do_not_fit_are_refused():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_scale_that_is_a_factor_of_the_product_rounds_no_more_than_one_that_is_applied_to_it(dtype, has_bias):

@@ -58,7 +58,10 @@ def test_large_logits_do_not_overflow():
     hidden, w, targets, _ = example()
     results = linear_logprob(hidden * 200, w, targets)
     assert all(torch.isfinite(value).all() for value in results)
-    torch.testing.assert_close(results[0].double(), reference(hidden.double() * 200, w.double(), targets)[0])
+    expected = reference(hidden.double() * 200, w.double(), targets)[0]
+    torch.testing.assert_close(
+        results[0].double(), expected, rtol=2e-6, atol=0
+    )  # fp32 sums of 24 products, in any order
 
 
 def test_operators_pass_torch_library_checks():

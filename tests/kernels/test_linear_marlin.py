@@ -68,7 +68,6 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_a_gpu_gives_the_bits_of_its_product_on_the_checkpoints_layout(dtype: torch.dtype) -> None:
     x, packed, marlin, bias = example(dtype)

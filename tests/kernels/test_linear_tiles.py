@@ -1,11 +1,13 @@
-"""The tiled linear layer on a CPU, the table of variants, and the sources that a GPU would compile."""
+"""The tiled linear layer on a CPU, and the sources that a GPU would compile."""
+
+import contextlib
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from qerl_kernels import gemm, linear_tiles, nvfp4, tiles
-from qerl_kernels.adapter import SMALL_M, SPLITS, VARIANTS
+from qerl_kernels.adapter import VARIANTS, Adapter, Shrink, spans
 
 
 def example(N: int = 48, K: int = 80):
@@ -65,36 +67,6 @@ def test_shapes_that_do_not_fit_are_refused():
         linear_tiles.linear(x, weight, torch.zeros(47))
 
 
-@settings(max_examples=200, deadline=None)
-@given(N=st.integers(1, 4000), K=st.integers(1, 2000), M=st.integers(1, 16384), adapted=st.booleans())
-def test_every_shape_gets_a_variant_that_fits(N, K, M, adapted):
-    """Whatever the layer: stages divide its columns, shared memory suffices, a narrow tile for few tokens."""
-    c = linear_tiles.choose(16 * N, 16 * K, M, adapted)
-    assert 2 * -(-16 * K // 128) % c.depth == 0
-    assert c.depth % c.kgroups == 0 and c.warpgroups % c.kgroups == 0 and 4 * c.rows % c.group == 0
-    in_turns = c.depth // c.kgroups * (4 * c.rows // c.group) % 2 == 0
-    assert c.synchronous or in_turns, "fragments would be overwritten while in use"
-    assert c.shared_memory() <= gemm.SHARED_MEMORY and c.stages >= 2
-    assert c.tokens % 8 == 0 and c.tokens >= min(M, 64)
-    sums = 4 * 64 * c.tile_blocks() * c.tokens * c.kgroups
-    assert c.cluster == 1 or sums <= c.stages * c.depth * (128 * c.tokens + 2304 * c.tile_blocks())
-    assert 1 <= c.cluster <= 8, "more blocks in a cluster are not portable"
-
-
-@given(N=st.integers(1, 4000), K=st.integers(1, 2000), M=st.integers(1, SMALL_M), R=st.integers(1, 12))
-def test_every_shape_gets_a_launch_of_the_small_kernel_that_covers_it(N, K, M, R):
-    how = linear_tiles.choose_shrink(16 * N, 16 * K, M)
-    splits, of_rows, of_tokens = how.grid(M, 32 * R)
-    assert how.variant in VARIANTS, "only these are loaded before CUDA graphs are captured"
-    assert splits == SPLITS and of_rows * 16 * how.variant.groups == 32 * R
-    assert 1 <= of_tokens <= how.most and (of_tokens == how.most or of_tokens * how.variant.tokens >= M)
-    free = [how.left_free(M, 32 * R, multiprocessors) for multiprocessors in (16, 78, 132)]
-    assert set(free) <= {0, splits * of_rows * of_tokens}
-    assert free[0] == 0 and free[1] <= 15 and free[2] <= 26, (
-        "the product would have too few, or none on a slice of a GPU"
-    )
-
-
 @given(divisor=st.integers(1, 2**26), n=st.integers(0, 2**31 - 1))
 def test_a_division_by_multiplying_is_exact(divisor, n):
     by = gemm.Divisor.of(divisor)
@@ -110,17 +82,31 @@ def test_slabs_are_equal_and_cover_the_weight(N):
     assert slabs == -(-N // linear_tiles.MOST_SLAB_ROWS) and (slabs - 1) * rows < N
 
 
-def test_a_weight_is_expanded_from_the_tokens_that_the_table_says():
-    assert not linear_tiles.expands(37888, 3584, 4095) and linear_tiles.expands(37888, 3584, 4096)
-    nearest = linear_tiles.table()[3584, 3584].expand_from
-    assert not linear_tiles.expands(3600, 3568, nearest - 1) and linear_tiles.expands(3600, 3568, nearest)
-
-
-def test_the_table_knows_the_layers_of_qwen():
-    assert {(3584, 3584), (37888, 3584), (3584, 18944), (55296, 5120), (5120, 27648)} <= set(linear_tiles.table())
-
-
 def test_the_matrix_instruction_names_every_register_once():
     text = gemm.wgmma_source(24)
     assert "m64n24k16" in text and text.count('"+f"') == 12 and text.count('"r"(a[') == 4
     assert all(f"%{i}" in text for i in range(17)) and "%17" not in text
+
+
+def test_the_kernel_is_told_how_its_work_is_divided(monkeypatch):
+    """The call as it goes to the driver, without a GPU: grid, tiles, runs, adapter, and who is ahead."""
+    calls = []
+    c = gemm.deepest(64, 2, 1, 1, 2, 2, 0)
+    monkeypatch.setattr(gemm, "_kernel", lambda *_: (lambda grid, *args, overlap: calls.append((grid, args[-1])), 132))
+    monkeypatch.setattr(gemm, "tensor_map", lambda *_: None)
+    monkeypatch.setattr(gemm.torch.cuda, "device", lambda _: contextlib.nullcontext())
+    packed = nvfp4.quantize(torch.randn(192, 512).bfloat16())
+    weight = tiles.tile_weight(packed.codes, packed.block_scales, torch.tensor(1.0))
+    adapter = Adapter(torch.randn(32, 512).bfloat16(), torch.randn(192, 32).bfloat16(), spans([192], 32))
+    x = torch.randn(100, 512).bfloat16()
+    for used, how in ((None, None), (adapter, None), (adapter, Shrink(VARIANTS[2], 1))):
+        assert gemm.product(x, weight, c, None, used, how).shape == (100, 192)
+    assert gemm.product(torch.randn(600, 512).bfloat16(), weight, c, None, adapter, None).shape == (600, 192)
+    grids, problems = zip(*calls, strict=True)
+    # 2 tiles of rows x 2 of tokens, 4 stages each: sixteen runs of one stage
+    assert grids[0] == (16, 1, 1) and grids[3] == (80, 1, 1)
+    assert [(p.M, p.n_tiles, p.m_tiles, p.shared_tiles) for p in problems[:3]] == [(100, 2, 2, 4)] * 3
+    assert [p.adapter_columns for p in problems] == [0, 32, 32, 32]
+    assert [p.tokens_ready for p in problems] == [0, 1, 1, 0], "cuBLAS does not say when x is complete"
+    with pytest.raises(ValueError, match="does not divide"):
+        gemm.divide(gemm.deepest(64, 4, 4, 1, 4, 2, 0), 192, 640, 1, 132)

@@ -24,7 +24,7 @@ def value_of_scale(byte: int) -> float:
     return -magnitude if sign else magnitude
 
 
-def test_promise_1_every_code_and_scale_byte_dequantizes_exactly():
+def test_promise_01_every_code_and_scale_byte_dequantizes_exactly():
     codes = pack(torch.arange(16, dtype=torch.uint8).repeat(256, 1))  # (256, 8): all codes in each row
     scales = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).unsqueeze(1)  # (256, 1): all scales
     expected = torch.tensor(
@@ -120,7 +120,6 @@ def test_columns_that_are_no_multiple_of_16_are_refused():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("pack_weight", [quantize, quantize_mse])
 def test_a_gpu_packs_the_same_bytes(pack_weight):
     w = torch.randn(256, 512, generator=torch.Generator().manual_seed(3)).bfloat16()

@@ -48,7 +48,7 @@ def test_what_lies_beyond_the_weight_is_zero():
     assert not padded[16:].any() and not padded[:, 48:].any() and padded[:16, :48].any()
 
 
-def test_promise_7_callers_tensors_are_never_modified():
+def test_promise_07_callers_tensors_are_never_modified():
     codes, scales = random_weight(64, 128, 2)
     row_scale = torch.rand(64)
     before = codes.clone(), scales.view(torch.uint8).clone(), row_scale.clone()

@@ -1,0 +1,180 @@
+"""Random layers and numbers of tokens: cuBLAS BF16, Marlin, Humming, ours, and ours with an adapter of rank 32, in one
+run.
+
+``python random_points.py --random 60 --seed 7 --out random.json [--many 60] [--humming 12]``. ``--random`` points
+of 1 to 256 tokens and ``--many`` (as many, unless said) of 257 to 8192, both drawn evenly over the logarithm, of
+layers of layers.py. All variants pass the gate first. Humming compiles for about 11 s a layer: it takes part in the
+first so many points of up to 256 tokens, compiled beforehand in processes of their own. A baseline that cannot run
+a layer, or whose answer is wrong, is named and left out of that point.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import astuple
+from functools import partial
+from pathlib import Path
+
+import baselines
+import torch
+from layers import Layer, random_points
+from qerl_kernels import gemm, linear_tiles, nvfp4_triton, rule, tiles
+from timing import copies, interleaved
+from tune import gate_in_processes, random_adapters
+
+from qerl_recipes.machine.conditions import conditions
+
+FEW, MANY = (1, 256), (257, 8192)
+
+
+def right(product: Callable, x: torch.Tensor, exact: torch.Tensor, limit: float) -> None:
+    """Raise AssertionError where an answer is further than ``limit`` from ``exact``."""
+    error = ((product(x).double() - exact).norm() / exact.norm()).item()
+    assert error < limit, f"relative error {error:.1e}"
+
+
+def point(layer: Layer, M: int, names: list[str]) -> dict:
+    """One row."""
+    N, K = layer.N, layer.K
+    w = torch.randn(N, K, device="cuda", dtype=torch.bfloat16)
+    packed = nvfp4_triton.quantize(w)
+    scale = 1 / packed.divisor
+    first = tiles.tile_weight(packed.codes, packed.block_scales, scale)
+    count = copies(first.tiles.numel())
+    weights = [
+        tiles.TiledWeight(first.tiles.clone(), first.row_scale, torch.zeros_like(first.counters), N, K, first.scale)
+        for _ in range(count)
+    ]
+    adapters = random_adapters(layer, count)
+    x = torch.randn(M, K, device="cuda").to(torch.bfloat16)
+    dense = nvfp4_triton.dequantize(packed.codes, packed.block_scales).double() * scale.double()
+    few = x[:64]
+    exact = few.double() @ dense.t()
+    arms: dict[str, list[Callable]] = {
+        "bf16": [baselines.bf16(w.clone()) for _ in range(copies(2 * N * K))],
+        "qerl": [partial(linear_tiles.linear, weight=one) for one in weights],
+        "qerl_adapter": [
+            partial(linear_tiles.linear, weight=one, adapter=a) for one, a in zip(weights, adapters, strict=True)
+        ],
+    }
+    right(lambda part: arms["qerl"][0](x)[:64], few, exact, 3e-3)
+    a, b = adapters[0].a, adapters[0].b
+    right(
+        lambda part: arms["qerl_adapter"][0](x)[:64],
+        few,
+        exact + (few.double() @ a.double().t()) @ b.double().t(),
+        5e-3,
+    )
+    left_out = {}
+    for name in names:
+        try:
+            product = getattr(baselines, name)(packed.codes, packed.block_scales, scale)
+            right(product, few, exact, 2e-2)
+            arms[name] = [product, *(baselines.again(product) for _ in range(count - 1))]
+        except (AssertionError, AttributeError, ImportError, RuntimeError, TypeError, ValueError) as error:
+            left_out[name] = f"{type(error).__name__}: {error}"[:200]
+    del dense, exact
+    calls = {name: [partial(product, x) for product in products] for name, products in arms.items()}
+    us = interleaved(calls, rounds=5, at_least=20 if M <= 256 else 6)
+    R = adapters[0].a.shape[0]
+    chosen, adapted = rule.choose(N, K, M), rule.choose(N, K, M, R)
+    row = {"layer": layer.name, "N": N, "K": K, "M": M, "us": {name: round(time, 3) for name, time in us.items()}}
+    row |= {"chosen": described(chosen), "chosen_adapter": described(adapted)}
+    row |= {"predicted": [round(chosen.microseconds, 1), round(adapted.microseconds, 1)]}
+    return row | ({"left_out": left_out} if left_out else {})
+
+
+def described(choice: rule.Choice) -> str:
+    """The variant's fields and the small kernel's launch."""
+    if choice.configuration is None:
+        return "expand, then cuBLAS"
+    return json.dumps([astuple(choice.configuration), choice.shrink])
+
+
+def summary(rows: list[dict], bar: float, against: tuple[str, ...]) -> str:
+    """How many points meet a bar, and the worst."""
+    ratios = sorted(min(us for name, us in row["us"].items() if name in against) / row["us"]["qerl"] for row in rows)
+    met = sum(ratio >= bar for ratio in ratios)
+    return f"{met} of {len(ratios)} at {bar} or better, median {statistics.median(ratios):.2f}, worst {ratios[0]:.2f}"
+
+
+def adapter_summary(rows: list[dict]) -> str:
+    """How many adapters add at most 15 % or 3 us."""
+    added = [(row["us"]["qerl_adapter"] - row["us"]["qerl"], row["us"]["qerl"]) for row in rows]
+    met = sum(us <= max(3, 0.15 * base) for us, base in added)
+    return f"{met} of {len(added)} add at most 15 % or 3 us, median {statistics.median(us for us, _ in added):.1f} us"
+
+
+def report(rows: list[dict]) -> None:
+    """Both regimes against their bars."""
+    for fewest, most, bar, against in ((*FEW, 0.97, ("bf16", "marlin", "humming")), (*MANY, 0.93, ("bf16",))):
+        found = [row for row in rows if fewest <= row["M"] <= most]
+        if found:
+            print(f"{fewest} to {most} tokens: {summary(found, bar, against)}; {adapter_summary(found)}", flush=True)
+
+
+def warm_humming(points: list[tuple[Layer, int]]) -> list[subprocess.Popen]:
+    """Processes that make Humming compile for each layer."""
+    program = (
+        "import sys, torch, baselines; from qerl_kernels import nvfp4_triton\n"
+        "N, K = map(int, sys.argv[1:3])\n"
+        "p = nvfp4_triton.quantize(torch.randn(N, K, device='cuda', dtype=torch.bfloat16))\n"
+        "f = baselines.humming(p.codes, p.block_scales, 1 / p.divisor)\n"
+        "for M in map(int, sys.argv[3:]): f(torch.randn(M, K, device='cuda').bfloat16())\n"
+    )
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(layer.N), str(layer.K), "32", str(M)], stderr=subprocess.DEVNULL
+        )
+        for layer, M in points
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", default="random.json")
+    parser.add_argument("--random", type=int, default=60)
+    parser.add_argument("--many", type=int)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--humming", type=int, default=12)
+    parser.add_argument("--baselines", default="marlin,humming")
+    options = parser.parse_args()
+    names = [name for name in options.baselines.split(",") if name]
+    few = random_points(options.random, options.seed, *FEW)
+    many = random_points(options.random if options.many is None else options.many, options.seed, *MANY)
+    compiling = warm_humming(few[: options.humming]) if "humming" in names else []
+    variants = list(rule.rule().variants)
+    gemm.compile_all(variants)
+    passed, refused = gate_in_processes(variants, 12)
+    assert len(passed) == len(variants), f"the gate refuses {refused}"
+    print(f"{len(passed)} variants pass the gate", flush=True)
+    for process in compiling:
+        process.wait()
+    result = {**conditions(), "seed": options.seed, "humming_points": options.humming, "rows": []}
+    order = [pair for both in zip(few, many, strict=False) for pair in both]
+    order += few[len(many) :] + many[len(few) :]
+    humming = set(few[: options.humming])
+    for number, (layer, M) in enumerate(order, 1):
+        wanted = [name for name in names if name != "humming" or (layer, M) in humming]
+        try:
+            result["rows"].append(point(layer, M, wanted))
+        except (AssertionError, RuntimeError) as error:
+            print(f"{layer.name} {M}: {error}", flush=True)
+        if number % 20 == 0:
+            Path(options.out).write_text(json.dumps(result))
+            gc.collect()
+            torch.cuda.empty_cache()
+    text = ",\n".join(json.dumps(row) for row in result.pop("rows")) if result["rows"] else ""
+    rows = json.loads(f"[{text}]")
+    head = json.dumps(result, indent=1)[:-2]
+    Path(options.out).write_text(f'{head},\n "rows": [\n{text}\n]}}\n')
+    report(rows)
+    print(len(rows), "points in", options.out, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""Which variant of the product runs for (N, K, M), by itself or with an adapter: the one of least cost.
+
+The cost of each (``cost.py``) is known from times on one GPU; ``linear_tiles.json`` has the coefficients, that GPU's
+name and the conditions. Every layer and every number of tokens is chosen for in the same way; there is no list of
+layers. With many tokens the weight may also be expanded for cuBLAS. Nothing is tuned at run time; a choice takes
+some 5 ms (12 with an adapter) and is made once a (layer, rounded M).
+"""
+
+import functools
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from qerl_kernels import cost
+from qerl_kernels.adapter import VARIANTS, Shrink
+from qerl_kernels.cost import Coefficients, ExpandCoefficients, Machine, ShrinkCoefficients
+from qerl_kernels.gemm import Configuration
+from qerl_kernels.tiles import TILE
+
+FILE = Path(__file__).with_name("linear_tiles.json")
+WASTE = 1.3  # of the tokens of tiles over those that there are, or
+SPARE = 40  # so many tokens more, for few
+EXPAND_FROM = 512  # tokens from which on expanding is known
+LONGEST_SHRINK = 4096  # tokens up to which the adapter's small kernel is known
+NEAR = 1.25  # of the least cost alone: what is looked at with an adapter
+CUBLAS_SHRINK = 7.0  # microseconds to launch cuBLAS for an adapter's first product, and not to overlap with it
+TB = 3.5  # TB/s of passes over x and y that an adapter of an expanded product takes
+
+
+class Rule(NamedTuple):
+    """The file: its GPU, the variants with their coefficients, the small kernel's, and expanding."""
+
+    machine: Machine
+    variants: dict[Configuration, Coefficients]
+    shrink: ShrinkCoefficients
+    expand: ExpandCoefficients
+
+
+class Choice(NamedTuple):
+    """The variant, None: the weight is expanded; the small kernel's launch, None: cuBLAS in its place."""
+
+    configuration: Configuration | None
+    shrink: Shrink | None
+    microseconds: float
+
+
+@functools.cache
+def rule() -> Rule:
+    """As committed."""
+    return read(json.loads(FILE.read_text()))
+
+
+def read(data: dict) -> Rule:
+    """From what ``fit.py`` writes."""
+    machine = Machine(data["gpu"], data["multiprocessors"], tuple(data["clusters"]), data["rate"])
+    variants = {Configuration(*fields): Coefficients(*by) for fields, by in data["variants"]}
+    small = data["shrink"]
+    start, round_, chunk = (tuple(small[name]) for name in ("start", "round", "chunk"))
+    shrink = ShrinkCoefficients(
+        start, round_, chunk, small["added"], small["of_columns"], small["of_end"], small["late"]
+    )
+    return Rule(machine, variants, shrink, ExpandCoefficients(**data["expand"]))
+
+
+@functools.cache
+def machine_of(device: int) -> Machine:
+    """The GPU that is there: as many clusters as its multiprocessors hold, weights at its memory's rate."""
+    known, there = rule().machine, torch.cuda.get_device_properties(device)
+    share = there.multi_processor_count / known.multiprocessors
+    clusters = tuple(max(int(count * share), 1) for count in known.clusters)
+    rate = known.rate * min(memory_rate(there) / H200_MEMORY, 1.0) if memory_rate(there) else known.rate
+    if there.name == known.gpu and there.multi_processor_count == known.multiprocessors:
+        return known
+    return Machine(there.name, there.multi_processor_count, clusters, rate)
+
+
+H200_MEMORY = 4.9  # TB/s by clock and width, of the GPU that the rule is of
+
+
+def memory_rate(there: object) -> float:
+    """TB/s by clock and width of a GPU's memory; 0 where torch does not say."""
+    clock, width = getattr(there, "memory_clock_rate", 0), getattr(there, "memory_bus_width", 0)
+    return 2 * clock * 1e3 * width / 8 / 1e12
+
+
+def untuned(device: int = 0) -> str | None:
+    """What to tell a user whose GPU is not the one that the rule was fitted on; None where it is."""
+    known, here = rule().machine, machine_of(device)
+    if here == known:
+        return None
+    return (
+        f"the choice of kernels was fitted on {known.gpu} with {known.multiprocessors} multiprocessors; "
+        f"on {here.gpu} with {here.multiprocessors} it is carried over by multiprocessors and memory rate and was "
+        "not measured. "
+        "qerl bench kernels --tune fits it anew"
+    )
+
+
+def rounded(M: int) -> int:
+    """The number of tokens that is chosen for in place of M: at most an eighth more, so that choices are few."""
+    step = 8 if M <= 512 else 32 if M <= 2048 else 256
+    return -(-M // step) * step
+
+
+def choose(N: int, K: int, M: int, columns: int = 0, may_expand: bool = True, machine: Machine | None = None) -> Choice:
+    """For M tokens and a weight of (N, K), with an adapter that has this many ``columns`` of s, or none."""
+    return _choose(N, K, rounded(M), columns, may_expand, machine or rule().machine)
+
+
+@functools.lru_cache(maxsize=2**14)
+def _choose(N: int, K: int, M: int, columns: int, may_expand: bool, machine: Machine) -> Choice:
+    found = _by_kernel(N, K, M, columns, machine)
+    if may_expand and M >= EXPAND_FROM:
+        found = min(found, _expanded(N, K, M, columns, machine), key=_cost)
+    return found
+
+
+def _cost(choice: Choice) -> float:
+    return choice.microseconds
+
+
+def _expanded(N: int, K: int, M: int, columns: int, machine: Machine) -> Choice:
+    took = rule().expand.whole(N, K, M, machine.multiprocessors)
+    if columns:
+        took += CUBLAS_SHRINK + (4 * M * N + 2 * M * K) / TB / 1e6
+    return Choice(None, None, took)
+
+
+def _by_kernel(N: int, K: int, M: int, columns: int, machine: Machine) -> Choice:
+    """One variant for all tokens."""
+    alone = sorted(ranked(N, K, M, machine), key=lambda one: one[0])
+    if not columns:
+        took, c = alone[0]
+        return Choice(c, None, took)
+    near = [(took, c) for took, c in alone if took <= NEAR * alone[0][0] + 1]
+    took, c, how = min(
+        (pair for took, c in near for pair in _with_shrink(N, K, M, columns, c, took, machine)), key=lambda one: one[0]
+    )
+    return Choice(c, how, took)
+
+
+def ranked(N: int, K: int, M: int, machine: Machine) -> Iterator[tuple[float, Configuration]]:
+    """Every variant that fits a weight of (N, K) and M tokens, in every division worth it, with its cost."""
+    for c, by in rule().variants.items():
+        if fits(c, K, M):
+            for divided in divisions(c, N, K, M, machine):
+                w = cost.work(divided, N, K, M, machine.clusters[c.cluster - 1])
+                yield cost.product(divided, by, w, M, machine.rate), divided
+
+
+def fits(c: Configuration, K: int, M: int) -> bool:
+    """Whether its stages divide the columns and its tiles are not much more than the tokens."""
+    return 2 * -(-K // (2 * TILE)) % c.depth == 0 and c.tokens * -(-M // c.tokens) <= max(WASTE * M, M + SPARE)
+
+
+def divisions(c: Configuration, N: int, K: int, M: int, machine: Machine) -> list[Configuration]:
+    """One variant cut into runs for the whole GPU, and, where tiles are few, into so many runs a tile."""
+    blocks = -(-N // TILE)
+    tiles = -(-blocks // c.tile_blocks()) * -(-M // c.tokens)
+    most, steps = machine.multiprocessors // tiles, 2 * -(-K // (2 * TILE)) // c.depth
+    if c.cluster > 1:
+        return [c] if c.cluster <= steps and machine.clusters[c.cluster - 1] else []
+    splits = {0, most, most - 1, most // 2, 1} if most else {0}
+    return [replace(c, splits=parts) for parts in sorted(splits) if 0 <= parts <= steps]
+
+
+def _with_shrink(
+    N: int, K: int, M: int, R: int, c: Configuration, alone: float, machine: Machine
+) -> Iterator[tuple[float, Configuration, Shrink | None]]:
+    """One variant with each launch of the small kernel, or with cuBLAS in its place."""
+    by = rule().shrink
+    at_once = machine.clusters[c.cluster - 1]
+    w = cost.work(c, N, K, M, at_once)
+    if M > 512:
+        yield alone + CUBLAS_SHRINK + 2 * M * K / TB / 1e6 + by.added + by.of_columns * c.tokens / 64 * R / 32, c, None
+    if M > LONGEST_SHRINK:
+        return
+    for how, index in launches(M):
+        small, blocks = by.alone(how, index, M, K, R, machine.multiprocessors), how.blocks(M, R)
+        room = blocks <= machine.multiprocessors - w.streaming
+        yield by.together(alone, small, room, c.tokens, R, w.ends), c, how
+        beside = how._replace(beside=True)
+        if c.cluster == 1 and not room and beside.left_free(M, R, machine.multiprocessors):
+            less = cost.work(c, N, K, M, at_once - blocks)
+            base = cost.product(c, rule().variants[replace(c, splits=0)], less, M, machine.rate)
+            yield by.together(base, small, True, c.tokens, R, less.ends), c, beside
+
+
+@functools.lru_cache(maxsize=2**12)
+def launches(M: int) -> list[tuple[Shrink, int]]:
+    """Of the small kernel for M tokens, with the index of its variant: few blocks, or as many as tokens ask for."""
+    found = []
+    for index, variant in enumerate(VARIANTS):
+        most = -(-M // variant.tokens)
+        if most > 64 or (variant.tokens > 8 and variant.tokens >= 2 * M) or (variant.tokens == 8 and M > 8):
+            continue
+        found += [
+            (Shrink(variant, blocks), index) for blocks in sorted({1, min(2, most), min(4, most), -(-most // 2), most})
+        ]
+    return found

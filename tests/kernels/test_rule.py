@@ -1,0 +1,145 @@
+"""Which variant is chosen, for every layer and number of tokens; the coefficients follow from the committed times."""
+
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from qerl_kernels import cost, gemm, rule
+from qerl_kernels.adapter import SPLITS, VARIANTS
+
+KERNELS = Path(__file__).parents[2] / "kernels"
+TIMES = sorted((KERNELS / "results").glob("tune_*_NVIDIA_H200.json"))
+H200 = rule.rule().machine
+COLUMNS = st.sampled_from([0, 32, 64, 96])
+
+
+@pytest.fixture(scope="module")
+def bench():
+    """The modules beside the kernels that make the rule."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(KERNELS / "bench"))
+        import fit
+        import layers
+
+        yield {"fit": fit, "layers": layers}
+        for name in ("fit", "layers"):
+            sys.modules.pop(name, None)
+
+
+def valid(c: gemm.Configuration, K: int) -> None:
+    """What the kernel needs of a variant for a weight of K columns."""
+    assert 2 * -(-K // 128) % c.depth == 0
+    assert c.depth % c.kgroups == 0 and c.warpgroups % c.kgroups == 0 and 4 * c.rows % c.group == 0
+    in_turns = c.depth // c.kgroups * (4 * c.rows // c.group) % 2 == 0
+    assert c.synchronous or in_turns, "fragments would be overwritten while in use"
+    assert c.shared_memory() <= gemm.SHARED_MEMORY and c.stages >= 2 and c.tokens % 8 == 0
+    sums = 4 * 64 * c.tile_blocks() * c.tokens * c.kgroups
+    assert c.cluster == 1 or sums <= c.stages * c.depth * (128 * c.tokens + 2304 * c.tile_blocks())
+    assert 1 <= c.cluster <= 8, "more blocks in a cluster are not portable"
+
+
+@settings(max_examples=150, deadline=None)
+@given(N=st.integers(1, 4000), K=st.integers(1, 2000), M=st.integers(1, 16384), columns=COLUMNS, one=st.booleans())
+def test_any_layer_gets_a_variant_that_fits(N, K, M, columns, one):
+    chosen = rule.choose(16 * N, 16 * K, M, columns, may_expand=one)
+    assert chosen.microseconds > 0
+    c = chosen.configuration
+    if c is None:
+        assert one, "rows with scales of their own cannot be multiplied by cuBLAS"
+        return
+    valid(c, 16 * K)
+    assert gemm.replace(c, splits=0) in rule.rule().variants, "only these are loaded"
+    covered = -(-M // c.tokens) * c.tokens
+    assert covered <= max(1.5 * M, M + 48), "most of the work would be for no token"
+
+
+@pytest.mark.parametrize("M", [1, 255, 256, 257, 258, 447, 511, 512, 513, 640, 1023, 1024, 1025, 2049, 8193, 16384])
+def test_edges_of_every_listed_layer(bench, M):
+    for layer in bench["layers"].all_layers()[:: 6 if M != 257 else 1]:
+        for columns in (0, 32):
+            chosen = rule.choose(layer.N, layer.K, M, columns)
+            # never far above what bytes and operations alone take, nor below it
+            least = max(layer.N * layer.K * 0.5625 / 4.9e6, 2e-6 * M * layer.N * layer.K / 990)
+            assert least < chosen.microseconds < 2.2 * least + 22, (layer, M, columns, chosen)
+
+
+def test_more_tokens_never_cost_much_less(bench):
+    """No hole between points: a product of more tokens could always be given to fewer."""
+    for layer in bench["layers"].all_layers()[::9]:
+        costs = [rule.choose(layer.N, layer.K, M).microseconds for M in (*range(8, 513, 8), *range(544, 2049, 32))]
+        assert all(later >= 0.82 * now for now, later in itertools.pairwise(costs)), layer
+
+
+def test_a_choice_is_the_same_each_time():
+    first = [rule.choose(4096, 14336, M, 32) for M in (1, 100, 300, 2000)]
+    rule._choose.cache_clear()
+    cost.work.cache_clear()
+    assert [rule.choose(4096, 14336, M, 32) for M in (1, 100, 300, 2000)] == first
+
+
+@given(M=st.integers(1, 4096), R=st.integers(1, 12))
+def test_launches_of_the_small_kernel_cover_the_tokens(M, R):
+    found = rule.launches(M)
+    assert found or M > 4096 - 64
+    for how, index in found:
+        splits, of_rows, of_tokens = how.grid(M, 32 * R)
+        assert how.variant == VARIANTS[index] and splits == SPLITS and of_rows * 16 * how.variant.groups == 32 * R
+        assert 1 <= of_tokens <= how.most and (of_tokens == how.most or of_tokens * how.variant.tokens >= M)
+        free = [how._replace(beside=True).left_free(M, 32 * R, count) for count in (16, 78, 132)]
+        assert free[0] == 0 and free[1] <= 15 and free[2] <= 26, "the product would have too few multiprocessors"
+
+
+def test_rounding_up_adds_at_most_an_eighth():
+    for M in range(57, 20000):
+        assert M <= rule.rounded(M) <= 1.125 * M
+    assert [rule.rounded(M) for M in (1, 8, 9, 512, 513, 2048, 2049)] == [8, 8, 16, 512, 544, 2048, 2304]
+
+
+def test_another_gpu_has_fewer_blocks_and_slower_memory():
+    h100 = cost.Machine("NVIDIA H100 PCIe", 114, tuple(count * 114 // 132 for count in H200.clusters), 2.0)
+    for M in (1, 64, 256):
+        here, there = (rule.choose(37888, 3584, M, machine=machine).microseconds for machine in (H200, h100))
+        assert 1.1 * here < there < 2.5 * here
+
+
+def test_the_rule_says_where_it_was_not_fitted(monkeypatch):
+    class There:
+        name, multi_processor_count, memory_clock_rate, memory_bus_width = "NVIDIA H100 80GB HBM3", 132, 2619000, 5120
+
+    monkeypatch.setattr(rule.torch.cuda, "get_device_properties", lambda device: There)
+    rule.machine_of.cache_clear()
+    assert "NVIDIA H200" in (message := rule.untuned()) and "H100 80GB" in message
+    assert 0.6 * H200.rate < rule.machine_of(0).rate < 0.8 * H200.rate
+    There.name = H200.gpu
+    rule.machine_of.cache_clear()
+    assert rule.untuned() is None
+    rule.machine_of.cache_clear()
+
+
+def test_the_coefficients_follow_from_the_times(bench):
+    """A few variants, refitted: all take too long for a test."""
+    fit = bench["fit"]
+    times = fit.Times([json.loads(file.read_text()) for file in TIMES])
+    assert times.machine == H200
+    found = fit.fit_all(times, only=list(rule.rule().variants)[::9])
+    assert len(found) >= 7
+    for c, by in found.items():
+        assert by == pytest.approx(rule.rule().variants[c], rel=2e-3, abs=2e-3), c
+    assert fit.fit_expand(times) == pytest.approx(rule.rule().expand, rel=2e-3, abs=2e-3)
+
+
+def test_costs_are_near_the_times(bench):
+    times = bench["fit"].Times([json.loads(file.read_text()) for file in TIMES])
+    ratios = []
+    for row in times.points:
+        for (c, _), us in row["ours"].items():
+            by = rule.rule().variants.get(gemm.replace(c, splits=0))
+            if by is not None and us < 1.3 * min(row["ours"].values()):
+                ratios.append(cost.product(c, by, times.work(c, row), row["M"], H200.rate) / us)
+    ratios.sort()
+    tenth = len(ratios) // 10
+    assert ratios[tenth] > 0.85 and ratios[-tenth] < 1.15 and 0.97 < ratios[len(ratios) // 2] < 1.03
