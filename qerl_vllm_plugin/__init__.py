@@ -5,6 +5,9 @@ vllm serve MODEL --quantization qerl_nvfp4
 
 import sys
 
+NAME = "qerl_nvfp4"  # what --quantization is given
+TESTED_VLLM = ("0.26.0", "0.31.0")
+
 
 def register() -> None:
     """Entry point of the group ``vllm.general_plugins``; vLLM calls it once in each of its processes.
@@ -13,13 +16,13 @@ def register() -> None:
     """
     from vllm.model_executor.layers.quantization import register_quantization_config
 
-    from qerl_vllm_plugin.config import NAME, QerlConfig, is_registered
+    from qerl_vllm_plugin.config import QerlConfig, is_registered
 
     if not is_registered():
         register_quantization_config(NAME)(QerlConfig)
     # processes that hold a worker have imported its module by now; the API server never does, and importing it
     # there would cost seconds
     if "vllm.v1.worker.worker_base" in sys.modules:
-        from qerl_vllm_plugin.compat import add_worker_methods
+        from qerl_vllm_plugin.worker import add_worker_methods
 
         add_worker_methods()

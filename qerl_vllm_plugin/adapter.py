@@ -15,6 +15,7 @@ import torch
 
 PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
+MAX_ALPHA = 1e6  # a hundred thousand times what anyone trains with
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # what PEFT can write into adapter_config.json and a plain low-rank update cannot express; the value is the way out
@@ -40,10 +41,6 @@ _UNSUPPORTED = {
 _PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
-# a checked adapter as the engine takes it: engine module -> part -> (A, B), B scaled
-Staged = dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]]
-
-
 class AdapterError(ValueError):
     """An adapter that cannot be installed; nothing has been changed."""
 
@@ -63,8 +60,11 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Adapter:
-    """A checked adapter. ``pairs``: checkpoint module name -> (A: (r, in), B: (out, r)), the caller's tensors."""
+class CheckedAdapter:
+    """An adapter that fits the model.
+
+    ``pairs``: checkpoint module name -> (A: (r, in), B: (out, r)), the caller's tensors.
+    """
 
     rank: int
     scaling: float
@@ -81,7 +81,7 @@ class Checker:
         self.targets, self._max_rank = targets, max_rank
         self._known: dict[tuple[Any, ...], tuple[int, float, list[tuple[str, str, str]]]] = {}  # the last good one
 
-    def check(self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> Adapter:
+    def check(self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> CheckedAdapter:
         """The adapter. Raises AdapterError."""
         layout = ((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
         key = (json.dumps(config, sort_keys=True, default=str), *layout)
@@ -90,7 +90,7 @@ class Checker:
             names = [(name, f"{PREFIX}{name}{_A}", f"{PREFIX}{name}{_B}") for name in found.pairs]
             self._known = {key: (found.rank, found.scaling, names)}
         rank, scaling, names = self._known[key]
-        return Adapter(rank, scaling, {name: (tensors[a], tensors[b]) for name, a, b in names})
+        return CheckedAdapter(rank, scaling, {name: (tensors[a], tensors[b]) for name, a, b in names})
 
 
 def check(
@@ -98,7 +98,7 @@ def check(
     config: Mapping[str, Any],
     targets: Mapping[str, Target],
     max_rank: int,
-) -> Adapter:
+) -> CheckedAdapter:
     """The adapter, if every module that ``config`` names is there, on every layer it names, and fits.
 
     Its values are for ``converted`` to check.
@@ -121,7 +121,7 @@ def check(
     checked = {}
     for name in expected:
         checked[name] = _check_pair(name, pairs[name], targets[name], rank)
-    return Adapter(rank, scaling, checked)
+    return CheckedAdapter(rank, scaling, checked)
 
 
 def named_modules(config: Mapping[str, Any], targets: Mapping[str, Target]) -> set[str]:
@@ -145,7 +145,8 @@ def named_modules(config: Mapping[str, Any], targets: Mapping[str, Target]) -> s
                 )
     layers = config.get("layers_to_transform")
     layers = [layers] if isinstance(layers, int) else layers or None
-    if layers is not None and not all(isinstance(layer, int) for layer in layers):
+    is_list = isinstance(layers, list | tuple | set) and all(isinstance(layer, int) for layer in layers)
+    if layers is not None and not is_list:
         raise AdapterError(f"layers_to_transform is {layers!r}; it must be a whole number or a list of them")
     names = {
         name
@@ -196,8 +197,11 @@ def _check_config(config: Mapping[str, Any], max_rank: int) -> tuple[int, float]
         raise AdapterError(
             f"the adapter has rank {rank}, the engine was started for at most {max_rank} (max_lora_rank)"
         )
-    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise AdapterError(f"lora_alpha is {alpha!r}; it must be a finite number")
+    # a whole number may have more digits than any float
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not -MAX_ALPHA <= alpha <= MAX_ALPHA:
+        raise AdapterError(
+            f"lora_alpha is {str(alpha)[:20]}; it must be a finite number of at most {MAX_ALPHA:.0e} in size"
+        )
     return rank, alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
 
 
@@ -234,12 +238,19 @@ def _check_pair(
 
 
 @torch.no_grad()
-def converted(adapter: Adapter, dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def converted(
+    adapter: CheckedAdapter, dtype: torch.dtype, device: torch.device | None = None
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """The adapter's pairs in new tensors of ``dtype``, B times the scaling in fp32; the caller's stay as they are.
 
-    Raises AdapterError for NaN, infinite values, and such that are infinite in ``dtype``.
+    They lie on ``device``, None being where they are. Raises AdapterError for NaN, infinite values, and such that are
+    infinite in ``dtype``.
     """
+    if not adapter.pairs:
+        return {}
     a, b = ([pair[half] for pair in adapter.pairs.values()] for half in (0, 1))
+    if device is not None and any(tensor.device != device for tensor in (*a, *b)):
+        a, b = ([tensor.to(device, non_blocking=True) for tensor in half] for half in (a, b))
     new_a, new_b = (_like(half, dtype) for half in (a, b))
     torch._foreach_copy_(new_a, a)
     torch._foreach_copy_(new_b, torch._foreach_mul([t.float() for t in b], adapter.scaling))

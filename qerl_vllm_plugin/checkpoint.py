@@ -13,12 +13,14 @@ from typing import Any
 import torch
 
 from qerl_vllm_plugin.expected_tensors import expected_tensors
+from qerl_vllm_plugin.modelopt import OWN_FILE
+from qerl_vllm_plugin.packed_tensors import CONFIG, Want, cache_scales, check_one, check_quantized, tensors_of_layer
 from qerl_vllm_plugin.safetensors_header import DOWNLOAD_AGAIN, TensorHeader, read_header
-from qerl_vllm_plugin.scheme import GROUP_SIZE, WAY_OUT, CheckpointError, Nvfp4Scheme, read_quantization
+from qerl_vllm_plugin.scheme import FP8, GROUP_SIZE, NVFP4, WAY_OUT, CheckpointError, Nvfp4Scheme, read_quantization
 
 __all__ = ["CheckpointError", "CheckpointReport", "Nvfp4Scheme", "check_tensors", "inspect_folder", "read_quantization"]
 
-CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = ("BF16", "F16", "F32")
 IGNORED_SUFFIX = ".self_attn.rotary_emb.inv_freq"  # old Llama checkpoints store this constant
 
@@ -42,32 +44,69 @@ class CheckpointReport:
         """The shards, sorted."""
         return sorted({tensor.file for tensor in self.tensors.values()})
 
+    def layers_as(self, kind: str | None) -> list[str]:
+        """The layers stored as ``nvfp4`` or ``fp8``; for None those with a matrix left in BF16, embeddings too."""
+        codes = self.scheme.names.codes if self.scheme is not None and kind == NVFP4 else "weight"
+        stored = {NVFP4: ("U8",), FP8: ("F8_E4M3",), None: FLOATS}[kind]
+        matrices = [name for name, t in self.tensors.items() if len(t.shape) == 2 and t.dtype in stored]
+        return [name.removesuffix(f".{codes}") for name in matrices if name.endswith(f".{codes}")]
 
-def inspect_folder(path: str | Path) -> CheckpointReport:
+
+def inspect_folder(path: str | Path, *, weight_only: bool = False) -> CheckpointReport:
     """Check that a folder is a whole checkpoint: every shard there, not truncated, and in agreement with config.json.
 
+    ``weight_only``: also accept what has more than packed weights (see read_quantization).
     Raises CheckpointError naming the file or tensor, the limit and the way out.
     """
     folder = Path(path)
     config = _read_json(folder / CONFIG)
-    quantization = config.get("quantization_config")
-    scheme = read_quantization(quantization) if quantization else None
+    quantization = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    if not quantization and (folder / OWN_FILE).is_file():
+        quantization = _read_json(folder / OWN_FILE)
+    scheme = read_quantization(quantization, weight_only=weight_only) if quantization else None
     tensors = _read_tensors(folder)
-    _check_packed(tensors, scheme)
+    check_quantized(tensors, scheme)
     try:
         expected = expected_tensors(config)
     except KeyError as error:
         raise CheckpointError(f"{folder / CONFIG}: lacks the key {error}; {DOWNLOAD_AGAIN}") from error
     if expected is not None:
-        wanted: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}
+        wanted: dict[str, Want] = {}
         for name, tensor in expected.items():
             if tensor.optional and name not in tensors:
                 continue
             module = name.removesuffix(".weight")
-            packed = tensor.linear and scheme is not None and scheme.is_quantized(module)
-            wanted |= _packed(module, *tensor.shape) if packed else {name: (FLOATS, tensor.shape)}
+            if tensor.linear and scheme is not None and scheme.kind(module) is not None:
+                N, K = tensor.shape
+                wanted |= tensors_of_layer(module, N, K, scheme)
+            else:
+                wanted[name] = Want(FLOATS, (tensor.shape,))
+        if scheme is not None and scheme.kv_cache:
+            wanted |= _cache_scales_of_all_layers(tensors, config["num_hidden_layers"])
         _compare(folder, tensors, wanted)
     return CheckpointReport(folder, config, scheme, tensors, complete=expected is not None)
+
+
+def _cache_scales_of_all_layers(tensors: Mapping[str, TensorHeader], layers: int) -> dict[str, Want]:
+    """Both scales of every layer, under the names that the first of them has."""
+    first = min(cache_scales(tensors))
+    place = "{x}_proj.{x}_scale" if "_proj." in first else "{x}_scale"
+    names = [f"model.layers.{layer}.self_attn.{place.format(x=x)}" for layer in range(layers) for x in "kv"]
+    return {name: Want(FLOATS, ((), (1,))) for name in names}
+
+
+def weights_taken(report: CheckpointReport, cache_scales: str) -> str:
+    """What is taken from a checkpoint that has more than packed weights, and what is not: a line for the user.
+
+    ``cache_scales``: what becomes of the scales of an FP8 KV cache.
+    """
+    assert report.scheme is not None
+    packed, fp8, dense = (report.layers_as(kind) for kind in (NVFP4, FP8, None))
+    text = f"weights only of {report.folder}: {len(packed)} layers in NVFP4, {len(fp8)} FP8 layers expanded to BF16, "
+    text += f"{len(dense)} matrices left in BF16 ({', '.join(dense[:3])}{', ...' if len(dense) > 3 else ''})"
+    if report.scheme.activations:
+        text += "; activation scales are dropped, activations stay in 16 bits"
+    return text + (f"; the scales of the FP8 KV cache {cache_scales}" if report.scheme.kv_cache else "")
 
 
 def check_tensors(name: str, codes: torch.Tensor, block_scales: torch.Tensor, divisor: torch.Tensor) -> None:
@@ -101,6 +140,33 @@ def check_tensors(name: str, codes: torch.Tensor, block_scales: torch.Tensor, di
             f"{name}.weight_global_scale: {scale} is not a usable tensor scale: it and its reciprocal must be positive"
             f" finite float32 numbers; {WAY_OUT}"
         )
+
+
+def to_divisor(name: str, scale: torch.Tensor) -> torch.Tensor:
+    """The divisors of ModelOpt's tensor scales ``weight_scale_2``, which multiply: 1 / scale, rounded to float32.
+
+    Where they are used they are turned round again: a weight differs from ModelOpt's by two roundings at most, 2^-23.
+    Raises CheckpointError where a scale is not a positive finite number.
+    """
+    divisor = 1.0 / scale.float()
+    if not bool((scale > 0).all() and torch.isfinite(scale).all() and torch.isfinite(divisor).all()):
+        raise CheckpointError(
+            f"{name}.weight_scale_2: {scale.tolist()} is not a usable tensor scale: it and its reciprocal must be"
+            f" positive finite float32 numbers; {WAY_OUT}"
+        )
+    return divisor
+
+
+def expand_fp8(name: str, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The BF16 weight of an FP8 layer, rounded once.
+
+    ``weight: (N, K)`` float8_e4m3fn, ``scale: ()``, ``(1,)`` or ``(N, 1)``. Raises CheckpointError where either holds
+    NaN or an infinity.
+    """
+    expanded = (weight.float() * scale.float()).bfloat16()
+    if not bool(torch.isfinite(expanded).all()):
+        raise CheckpointError(f"{name}: the FP8 weight or its weight_scale holds NaN or infinite values; {WAY_OUT}")
+    return expanded
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -141,68 +207,12 @@ def _read_tensors(folder: Path) -> dict[str, TensorHeader]:
     return tensors
 
 
-def _packed(module: str, N: int, K: int) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
-    """The three tensors of a packed linear layer: accepted dtypes and shape of each."""
-    if K % GROUP_SIZE:
-        raise CheckpointError(
-            f"{module}: {K} columns, not a multiple of {GROUP_SIZE}, cannot be packed; ignore this layer:"
-            f" `qerl quantize SOURCE DESTINATION --ignore {module}`"
-        )
-    return {
-        f"{module}.weight_packed": (("U8",), (N, K // 2)),
-        f"{module}.weight_scale": (("F8_E4M3",), (N, K // GROUP_SIZE)),
-        f"{module}.weight_global_scale": (("F32",), (1,)),
-    }
-
-
-def _check_packed(tensors: Mapping[str, TensorHeader], scheme: Nvfp4Scheme | None) -> None:
-    """Packed tensors come in threes that fit together, for the layers that the scheme names: any architecture."""
-    for name, tensor in tensors.items():
-        module, _, suffix = name.rpartition(".")
-        if suffix == "input_global_scale":
-            raise CheckpointError(f"{tensor.file}: {name} belongs to W4A4, which is not supported; {WAY_OUT}")
-        if suffix not in ("weight_packed", "weight_scale", "weight_global_scale"):
-            continue
-        if scheme is None:
-            raise CheckpointError(
-                f"{tensor.file}: {name} is quantized, but {CONFIG} has no quantization_config; {WAY_OUT}"
-            )
-        if not scheme.is_quantized(module):
-            raise CheckpointError(
-                f"{tensor.file}: {name} is quantized, but {CONFIG} lists {module} in ignore; {WAY_OUT}"
-            )
-        packed = tensors.get(f"{module}.weight_packed")
-        if packed is None or len(packed.shape) != 2:
-            raise CheckpointError(f"{tensor.file}: {name} has no two-dimensional {module}.weight_packed; {WAY_OUT}")
-        for partner, want in _packed(module, packed.shape[0], 2 * packed.shape[1]).items():
-            _check_one(tensors.get(partner), partner, tensor.file, *want)
-
-
-def _compare(
-    folder: Path,
-    tensors: Mapping[str, TensorHeader],
-    wanted: Mapping[str, tuple[tuple[str, ...], tuple[int, ...]]],
-) -> None:
-    for name, (dtypes, shape) in wanted.items():
-        _check_one(tensors.get(name), name, folder, dtypes, shape)
+def _compare(folder: Path, tensors: Mapping[str, TensorHeader], wanted: Mapping[str, Want]) -> None:
+    for name, want in wanted.items():
+        check_one(tensors.get(name), name, folder, want)
     extra = [name for name in tensors if name not in wanted and not name.endswith(IGNORED_SUFFIX)]
     if extra:
         raise CheckpointError(
             f"{tensors[extra[0]].file}: tensor {extra[0]} has no place in the model that {CONFIG} describes"
             f" ({len(extra)} such tensors); {DOWNLOAD_AGAIN}"
-        )
-
-
-def _check_one(
-    tensor: TensorHeader | None, name: str, place: Path, dtypes: tuple[str, ...], shape: tuple[int, ...]
-) -> None:
-    want = f"{' or '.join(dtypes)} {list(shape)}"
-    if tensor is None:
-        raise CheckpointError(
-            f"{place}: tensor {name} ({want}) is missing, though {CONFIG} asks for it; {DOWNLOAD_AGAIN}"
-        )
-    if tensor.dtype not in dtypes or tensor.shape != shape:
-        raise CheckpointError(
-            f"{tensor.file}: tensor {name} is {tensor.dtype} {list(tensor.shape)}, but {CONFIG} asks for {want};"
-            f" {DOWNLOAD_AGAIN}"
         )

@@ -1,6 +1,6 @@
-"""Everything that depends on the insides of vLLM, for 0.26 to 0.32, and the one graft on a class of another package."""
+"""Everything that depends on the insides of vLLM, for 0.26 to 0.32."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -8,10 +8,11 @@ import vllm
 from packaging.version import InvalidVersion, Version
 from vllm.logger import init_logger
 
+from qerl_vllm_plugin import TESTED_VLLM
+
 logger = init_logger("vllm.qerl")
 
 OLDEST, FIRST_UNSUPPORTED = Version("0.26"), Version("0.33")
-TESTED = ("0.26.0", "0.31.0")
 FIRST_THAT_COUNTS = Version("0.31")  # of the tested ones
 
 
@@ -19,12 +20,14 @@ def check_vllm_version(version: str = vllm.__version__) -> None:
     """Raises RuntimeError for a vLLM that the plugin was not written for; warns once for one it was not tested with."""
     release = _release(version)
     if release is None:
-        logger.warning_once("cannot read vLLM's version %r; qerl_nvfp4 was tested with %s", version, ", ".join(TESTED))
+        logger.warning_once(
+            "cannot read vLLM's version %r; qerl_nvfp4 was tested with %s", version, ", ".join(TESTED_VLLM)
+        )
         return
     if not OLDEST <= release < FIRST_UNSUPPORTED:
         raise RuntimeError(f"qerl_nvfp4 supports vLLM >= {OLDEST}, < {FIRST_UNSUPPORTED}; this is {version}")
-    if str(release) not in TESTED:
-        logger.warning_once("qerl_nvfp4 was tested with vLLM %s; this is %s", ", ".join(TESTED), version)
+    if str(release) not in TESTED_VLLM:
+        logger.warning_once("qerl_nvfp4 was tested with vLLM %s; this is %s", ", ".join(TESTED_VLLM), version)
 
 
 def counts_released_memory(version: str = vllm.__version__) -> bool:
@@ -46,23 +49,55 @@ def _release(version: str) -> Version | None:
         return None
 
 
-def add_worker_methods() -> None:
-    """Gives vLLM's WorkerBase the ``qerl_*`` methods that ``collective_rpc`` reaches by name; idempotent.
+def any_rank(here: bool) -> bool:
+    """Whether something is so on any of the ranks that share this model; all of them must ask."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-    This is the one graft on another package's class. ``--worker-extension-cls`` would do the same, but would have to
-    be typed by every user and excludes any other extension.
-    """
-    from vllm.v1.worker.worker_base import WorkerBase
+    flag = torch.tensor([int(here)])
+    for group in (get_tp_group(), get_pp_group()):
+        if group.world_size > 1:
+            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=group.cpu_group)
+    return bool(flag.item())
 
-    from qerl_vllm_plugin import kv_cache, worker
 
-    methods = {name: getattr(module, name) for module in (worker, kv_cache) for name in module.METHODS}
-    for name, method in methods.items():
-        present = getattr(WorkerBase, name, None)
-        if present is None:
-            setattr(WorkerBase, name, method)
-        elif present is not method:
-            raise RuntimeError(f"vLLM's WorkerBase already has a method {name} from {present.__module__}")
+def of_all_stages(value: Any) -> list[Any]:
+    """What every rank of the pipeline that this rank is in gives for ``value``; all of them must ask."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    group = get_pp_group()
+    found = [value] * group.world_size
+    if group.world_size > 1:
+        torch.distributed.all_gather_object(found, value, group=group.cpu_group)
+    return found
+
+
+def workers_share_this_machine(vllm_config: Any) -> bool:
+    """Whether every worker can open a file that this process has written."""
+    parallel = vllm_config.parallel_config
+    return parallel.distributed_executor_backend in ("mp", "uni") and getattr(parallel, "nnodes", 1) == 1
+
+
+def check_kv_connector(vllm_config: Any) -> None:
+    """Raises ValueError for an engine that keeps keys and values outside, where they cannot be emptied: they would be
+    read again after a change of the policy that computed them."""
+    if vllm_config.kv_transfer_config is None:
+        return
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    connector = KVConnectorFactory.get_connector_class(vllm_config.kv_transfer_config)
+    if connector.reset_cache is KVConnectorBase_V1.reset_cache:
+        raise ValueError(
+            f"{connector.__name__} keeps keys and values outside the engine and cannot empty them, so that answers of "
+            "one policy would be made from those of another; start the engine without it"
+        )
+
+
+def pipeline_stage() -> int:
+    """Which part of the model this rank holds."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    return get_pp_group().rank_in_group
 
 
 def max_over_tensor_parallel_ranks(amax: torch.Tensor) -> torch.Tensor:
@@ -91,6 +126,39 @@ def is_fused_experts(layer: torch.nn.Module) -> bool:
     return isinstance(layer, RoutedExperts)
 
 
+def is_attention(layer: torch.nn.Module) -> bool:
+    """Whether a layer is vLLM's attention, which has the scales of the KV cache."""
+    from vllm.model_executor.layers.attention import Attention
+
+    return isinstance(layer, Attention)
+
+
+def kv_cache_method(quant_config: Any) -> Any:
+    """vLLM's own method for the scales of an FP8 KV cache."""
+    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+
+    return BaseKVCacheMethod(quant_config)
+
+
+def checkpoint_names(mappers: Iterable[Any], name: str) -> list[str]:
+    """What vLLM's module ``name`` may be called in the checkpoint: itself, then what ``mappers`` turn into it.
+
+    ``mappers``: vLLM's WeightsMapper of the model and of those inside it.
+    """
+    found = [name]
+    for mapper in mappers:
+        for kind in ("prefix", "substr"):
+            for theirs, ours in getattr(mapper, f"orig_to_new_{kind}").items():
+                if ours is None or ours not in f"{name}.":
+                    continue
+                if kind == "prefix" and not f"{name}.".startswith(ours):
+                    continue
+                candidate = f"{name}.weight".replace(ours, theirs, 1)
+                if mapper.apply_list([candidate]) == [f"{name}.weight"]:
+                    found.append(candidate.removesuffix(".weight"))
+    return list(dict.fromkeys(found))
+
+
 def is_linear(layer: torch.nn.Module) -> bool:
     """Whether a layer is one of vLLM's linears, quantized or not."""
     from vllm.model_executor.layers.linear import LinearBase
@@ -116,13 +184,23 @@ def model_in_this_process(llm: Any) -> torch.nn.Module | None:
     return None if worker is None else model_of(worker)
 
 
-def norm_layers(worker: Any) -> dict[str, torch.nn.Module]:
+def keep_names(model: torch.nn.Module, checkpoint_names: list[str]) -> None:
+    """Lets ``norm_layers`` know the checkpoint's names where vLLM has others, as for the language part of a
+    vision-language model."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is not None:
+        mapped = [(mapper.apply_list([name]), name) for name in checkpoint_names]
+        model.qerl_checkpoint_names = {ours[0]: theirs for ours, theirs in mapped if len(ours) == 1}
+
+
+def norm_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Every RMSNorm with a weight, by the name of its parameter in the checkpoint."""
     from vllm.model_executor.layers.layernorm import RMSNorm
 
+    names = getattr(model, "qerl_checkpoint_names", {})
     return {
-        f"{name}.weight": module
-        for name, module in model_of(worker).named_modules()
+        names.get(f"{name}.weight", f"{name}.weight"): module
+        for name, module in model.named_modules()
         if isinstance(module, RMSNorm) and isinstance(module.weight, torch.nn.Parameter)
     }
 

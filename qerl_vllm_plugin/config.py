@@ -1,21 +1,32 @@
 """``--quantization qerl_nvfp4``: which checkpoints are accepted and which layers are quantized."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from qerl_vllm_plugin.checkpoint import Nvfp4Scheme, inspect_folder, read_quantization
+from qerl_vllm_plugin import NAME
+from qerl_vllm_plugin.checkpoint import (
+    CheckpointError,
+    Nvfp4Scheme,
+    inspect_folder,
+    weights_taken,
+)
+from qerl_vllm_plugin.families import check_family
+from qerl_vllm_plugin.scheme import COMPRESSED, FP8, check_weight_only, matches, read_quantization
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-NAME = "qerl_nvfp4"
+logger = init_logger("vllm.qerl")
 # left in BF16 when a BF16 checkpoint is quantized on the way in; the same default as `qerl quantize --ignore`
 DEFAULT_IGNORE = ("lm_head",)
-KNOWN_OPTIONS = {"ignore", "policy_adapter", "kernel"}
+KNOWN_OPTIONS = {"ignore", "policy_adapter", "kernel", "policy_folders", "weight_only", "untested_models"}
+KV_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+CACHE_SCALES = "are used, unless --kv-cache-dtype names another cache than an FP8 one"
 KERNELS = ("auto", "tiled", "marlin", "dequantize")
 MAX_ADAPTER_RANK = 512  # vLLM's own limit for --max-lora-rank
 
@@ -33,13 +44,21 @@ class Options:
 
     ``ignore``: layers of a BF16 checkpoint that stay in BF16, by name or ``re:`` pattern (compressed-tensors' syntax);
     None where it is not given.
-    ``policy_adapter``: ``{"rank": R}`` keeps one adapter of up to that rank in the layers themselves, for all requests.
+    ``policy_adapter``: ``{"rank": R}`` keeps one adapter of up to that rank in the layers themselves, for all requests;
+    with ``"path": FOLDER`` it is installed at start.
+    ``policy_folders``: the directory whose folders a running server may install by name.
     ``kernel``: ``auto`` (our tiled kernel on Hopper, else Marlin; dequantization on a CPU), or one of them by name.
+    ``weight_only``: also read what has more than packed weights (ModelOpt's NVFP4, W4A4, FP8 layers), without it.
+    ``untested_models``: also serve a family of models that was never compared with transformers (families.py).
     """
 
     ignore: tuple[str, ...] | None = None
     adapter_rank: int = 0
     kernel: str = "auto"
+    adapter_path: str | None = None
+    policy_folders: str | None = None
+    weight_only: bool = False
+    untested_models: bool = False
 
     @classmethod
     def parse(cls, additional_config: Any) -> "Options":
@@ -56,29 +75,46 @@ class Options:
             not isinstance(ignore, list | tuple) or not all(isinstance(name, str) for name in ignore)
         ):
             raise ValueError(f'--additional-config: "qerl.ignore" must be a list of layer names, not {ignore!r}')
-        rank = adapter.get("rank") if isinstance(adapter, dict) and set(adapter) == {"rank"} else None
-        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank <= MAX_ADAPTER_RANK:
+        is_adapter = isinstance(adapter, dict) and {"rank"} <= set(adapter) <= {"rank", "path"}
+        rank, path = (adapter["rank"], adapter.get("path")) if is_adapter else (None, None)
+        is_path = path is None or (isinstance(path, str) and bool(rank))
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank <= MAX_ADAPTER_RANK or not is_path:
             raise ValueError(
                 '--additional-config: "qerl.policy_adapter" must be {"rank": R} with a whole number R of at most '
-                f"{MAX_ADAPTER_RANK}, not {adapter!r}"
+                f'{MAX_ADAPTER_RANK}, and "path": FOLDER for an adapter that is there at start, not {adapter!r}'
+            )
+        folders = given.get("policy_folders")
+        if not isinstance(folders, str | None):
+            raise ValueError(
+                f'--additional-config: "qerl.policy_folders" must be the path of a directory, not {folders!r}'
             )
         kernel = given.get("kernel", "auto")
         if kernel not in KERNELS:
             raise ValueError(f'--additional-config: "qerl.kernel" is {kernel!r}; it is one of {", ".join(KERNELS)}')
-        return cls(tuple(ignore) if ignore is not None else None, rank, kernel)
+        switches = [given.get(key, False) for key in ("weight_only", "untested_models")]
+        for key, value in zip(("weight_only", "untested_models"), switches, strict=True):
+            if not isinstance(value, bool):
+                raise ValueError(f'--additional-config: "qerl.{key}" must be true or false, not {value!r}')
+        return cls(tuple(ignore) if ignore is not None else None, rank, kernel, path, folders, *switches)
 
 
 class QerlConfig(QuantizationConfig):
-    """Reads compressed-tensors NVFP4A16 checkpoints, and quantizes BF16 checkpoints one layer at a time."""
+    """Reads NVFP4 checkpoints as scheme.py accepts them, and quantizes BF16 checkpoints one layer at a time.
+
+    ``ignore`` and ``targets`` hold the checkpoint's own names; vLLM's are turned into those before they are compared.
+    """
 
     def __init__(self, scheme: Nvfp4Scheme | None = None) -> None:
         """``scheme`` is None for a checkpoint that is not quantized."""
         super().__init__()
         self.scheme = scheme
-        self.ignore: list[str] | None = list(scheme.ignore) if scheme else None
-        self.targets: list[str] = list(scheme.targets) if scheme else ["Linear"]
+        self.ignore: tuple[str, ...] = scheme.ignore if scheme else ()
+        self.kv_cache_scheme = KV_CACHE if scheme and scheme.kv_cache else None  # vLLM's Attention looks here
+        self.mappers: list[Any] = []  # from the checkpoint's names to vLLM's, where they differ
         self.adapter_rank, self.kernel = 0, "auto"
         self._is_checked = False
+        self._expected: tuple[str, ...] = ()  # what the user has ignored
+        self._met: set[str] = set()  # the layers that a method was asked for, by vLLM's names
 
     @classmethod
     def get_name(cls) -> str:  # type: ignore[override]
@@ -97,7 +133,7 @@ class QerlConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "QerlConfig":
-        return cls(read_quantization(config))
+        return cls(read_quantization(config, weight_only=True))  # whether that was asked for is not known yet
 
     @classmethod
     def override_quantization_method(
@@ -106,68 +142,129 @@ class QerlConfig(QuantizationConfig):
         """Claims a checkpoint only where the user named this method; one that cannot be read is refused here."""
         if user_quant != NAME:
             return None
-        read_quantization(hf_quant_cfg)
+        read_quantization(hf_quant_cfg, weight_only=True)
         return NAME
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        if self.ignore is not None:
-            self.ignore = hf_to_vllm_mapper.apply_list(self.ignore)
-        if "Linear" not in self.targets:
-            self.targets = hf_to_vllm_mapper.apply_list(self.targets)
+        self.mappers.append(hf_to_vllm_mapper)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method of one layer; None leaves embeddings, lm_head and attention as they are."""
         from vllm.config import get_current_vllm_config
-        from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+        from vllm.model_executor.layers.linear import LinearBase
 
         from qerl_vllm_plugin import compat
-        from qerl_vllm_plugin.linear import QerlLinearMethod, QerlOnlineLinearMethod
 
         self._prepare(get_current_vllm_config())
+        self._met.add(prefix)
         if isinstance(layer, LinearBase):
-            if not self._is_quantized(prefix):
-                return UnquantizedLinearMethod()
-            method = QerlOnlineLinearMethod if self.scheme is None else QerlLinearMethod
-            return method(prefix, self.part_names(prefix), self.adapter_rank, self.kernel)
+            return self._linear_method(prefix)
         if compat.is_fused_experts(layer):
-            from qerl_vllm_plugin.experts import experts_method
+            from qerl_vllm_plugin.experts import experts_method, part_names
 
-            return experts_method(layer, prefix, online=self.scheme is None)
+            return experts_method(layer, prefix, self.scheme, {self.kind(name) for name in part_names(prefix)})
+        if self.kv_cache_scheme is not None and compat.is_attention(layer):
+            return compat.kv_cache_method(self)
         return None
+
+    def _linear_method(self, prefix: str) -> QuantizeMethodBase:
+        from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+        from qerl_vllm_plugin.linear import QerlLinearMethod, QerlOnlineLinearMethod
+        from qerl_vllm_plugin.weight_only import Fp8LinearMethod, WeightOnlyLinearMethod
+
+        kind = self.kind(prefix)
+        if kind is None:
+            return UnquantizedLinearMethod()
+        if kind == FP8:
+            return Fp8LinearMethod(prefix)
+        options: tuple[Any, ...] = (prefix, self.part_names(prefix), self.adapter_rank, self.kernel)
+        if self.scheme is None:
+            return QerlOnlineLinearMethod(*options)
+        if self.scheme.names is COMPRESSED and not self.scheme.activations:
+            return QerlLinearMethod(*options)
+        return WeightOnlyLinearMethod(*options, names=self.scheme.names, drops_inputs=bool(self.scheme.activations))
 
     def part_names(self, prefix: str) -> list[str]:
         """The checkpoint's names of what a fused layer joins: qkv_proj -> q_proj, k_proj, v_proj."""
         parent, _, name = prefix.rpartition(".")
         return [f"{parent}.{part}" for part in self.packed_modules_mapping.get(name, [name])]
 
-    def _is_quantized(self, prefix: str) -> bool:
-        """Nvfp4Scheme.is_quantized for vLLM's names, fused layers (qkv_proj) included."""
-        from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
+    def kind(self, prefix: str) -> str | None:
+        """Nvfp4Scheme.kind for vLLM's names, fused layers (qkv_proj) included.
 
-        def listed(patterns: list[str]) -> bool:
-            return should_ignore_layer(prefix, ignore=patterns, fused_mapping=self.packed_modules_mapping)
+        Raises CheckpointError where the parts of a fused layer are not stored alike.
+        """
+        from qerl_vllm_plugin import compat
 
-        return not listed(self.ignore or []) and ("Linear" in self.targets or listed(self.targets))
+        scheme = replace(self.scheme or Nvfp4Scheme(), ignore=self.ignore)
+        whole = compat.checkpoint_names(self.mappers, prefix)
+        if any(scheme.is_ignored(name) for name in whole):
+            return None
+        kinds: dict[str, str | None] = {}
+        for part in self.part_names(prefix):
+            names = compat.checkpoint_names(self.mappers, part)
+            stored = [scheme.kind(name) for name in names if not any(map(scheme.is_ignored, names))]
+            kinds[part] = next((kind for kind in stored if kind is not None), None)
+        if len(set(kinds.values())) > 1:
+            words = ", ".join(f"{name} in {kind or 'bf16'}" for name, kind in kinds.items())
+            raise CheckpointError(f"vLLM joins layers that are to be stored differently: {words}; ignore all or none")
+        return next(iter(kinds.values()))
+
+    def _set_ignore(self, given: tuple[str, ...] | None, *, is_multimodal: bool) -> None:
+        """What of a BF16 checkpoint stays in BF16, by the checkpoint's names."""
+        if given is None and is_multimodal:
+            raise ValueError(
+                "this BF16 checkpoint has parts for images or sound, whose layers would be quantized too; name what "
+                """stays in BF16: --additional-config '{"qerl": {"ignore": ["lm_head", "re:.*visual.*"]}}', or """
+                "quantize it first"
+            )
+        self.ignore = DEFAULT_IGNORE if given is None else given
+        self._expected = given or ()
+
+    def check_ignore(self) -> None:
+        """Raises ValueError for an entry of "qerl.ignore" that is no layer of the model that has been built."""
+        from qerl_vllm_plugin import compat
+
+        parts = {part for name in self._met for part in (name, *self.part_names(name))}
+        layers = {name for part in parts for name in compat.checkpoint_names(self.mappers, part)}
+        for pattern in self._expected:
+            if not any(matches(pattern, name) for name in layers):
+                raise ValueError(
+                    f'--additional-config: "qerl.ignore" names {pattern!r}, which is no layer of this model'
+                )
 
     def _prepare(self, vllm_config: "VllmConfig") -> None:
         """Once for each model: options, the checkpoint's headers, and the norms that are about to be built."""
         if self._is_checked:
             return
-        from qerl_vllm_plugin import compat, norms
+        from vllm import envs
+
+        from qerl_vllm_plugin import compat, loading, norms
+        from qerl_vllm_plugin.worker import add_worker_methods
 
         compat.check_vllm_version()
+        if envs.VLLM_BATCH_INVARIANT:
+            raise ValueError("VLLM_BATCH_INVARIANT=1: no kernel of qerl_nvfp4 has been shown to be so; unset it")
         options = Options.parse(vllm_config.additional_config)
-        folder = Path(vllm_config.model_config.model)
+        check_family(vllm_config.model_config.hf_config.model_type, options.untested_models)
         if self.scheme is None:
-            self.ignore = list(DEFAULT_IGNORE if options.ignore is None else options.ignore)
+            self._set_ignore(options.ignore, is_multimodal=vllm_config.model_config.is_multimodal_model)
         elif options.ignore is not None:
             raise ValueError(
                 '--additional-config: "qerl.ignore" is for BF16 checkpoints; this one is packed already, and its own '
                 "config.json says which layers are not"
             )
-        if vllm_config.load_config.load_format != "dummy" and folder.is_dir():
-            # vLLM checks that every parameter was loaded only for models without a quantization method
-            inspect_folder(folder)
+        else:
+            check_weight_only(self.scheme, options.weight_only)
+
+        def inspect(folder: Path) -> None:
+            report = inspect_folder(folder, weight_only=options.weight_only)
+            if self.scheme is not None and self.scheme.extras:
+                logger.info("%s", weights_taken(report, CACHE_SCALES))
+
+        is_whole = vllm_config.parallel_config.pipeline_parallel_size == 1
+        loading.watch(vllm_config, inspect, options.adapter_path, self.check_ignore if is_whole else None)
         if options.adapter_rank and vllm_config.lora_config is not None:
             raise ValueError(
                 '"qerl.policy_adapter" and --enable-lora exclude each other: the policy adapter is part of every layer '
@@ -175,5 +272,5 @@ class QerlConfig(QuantizationConfig):
             )
         self.adapter_rank, self.kernel = options.adapter_rank, options.kernel
         norms.install()
-        compat.add_worker_methods()
+        add_worker_methods()
         self._is_checked = True

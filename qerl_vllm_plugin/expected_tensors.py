@@ -4,11 +4,19 @@ Written from the model definitions of transformers 5 and kept free of imports, s
 checkpoint in milliseconds before it builds anything. The key is the config's ``model_type``, never a folder's name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe")
+# siblings that vLLM stacks into one matrix; the last two are those of qwen3_5's linear attention
+FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
+)
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
@@ -18,6 +26,20 @@ class Expected:
     shape: tuple[int, ...]
     linear: bool = False
     optional: bool = False
+
+
+def fused_with(module: str, modules: Container[str]) -> list[str]:
+    """The linears that vLLM stacks into one matrix, with one tensor scale, with the one named ``module``: in its order,
+    itself among them, and only those that the model has (``modules``)."""
+    parent, dot, leaf = module.rpartition(".")
+    leaves = next((leaves for leaves in FUSED if leaf in leaves), (leaf,))
+    return [name for name in (f"{parent}{dot}{leaf}" for leaf in leaves) if name == module or name in modules]
+
+
+def experts(config: Mapping[str, Any]) -> str:
+    """``KEY=COUNT`` of a config.json that describes a mixture of experts, "" for a dense model."""
+    counts = ((key, config.get(key)) for key in EXPERT_COUNTS)
+    return next((f"{key}={count}" for key, count in counts if isinstance(count, int) and count > 1), "")
 
 
 def expected_tensors(config: Mapping[str, Any]) -> dict[str, Expected] | None:

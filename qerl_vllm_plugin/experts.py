@@ -10,36 +10,97 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 from vllm.platforms import current_platform
 
+from qerl_vllm_plugin.scheme import COMPRESSED, NVFP4, CheckpointError, Nvfp4Scheme
+
 _PARTS = ("weight_packed", "weight_scale", "weight_global_scale")
 
 
-def experts_method(layer: Any, prefix: str, *, online: bool) -> Any:
-    """The method for one layer of experts.
+def part_names(prefix: str) -> list[str]:
+    """The checkpoint's names of the linears of one expert, which speaks for all."""
+    return [f"{prefix}.0.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
+
+
+def experts_method(layer: Any, prefix: str, scheme: Nvfp4Scheme | None, kinds: set[str | None]) -> Any:
+    """The method for one layer of experts; ``kinds`` says how ``part_names`` are stored, ``scheme`` is None for BF16.
 
     CUDA: vLLM's own NVFP4 experts with 16-bit activations. CPU: the experts are dequantized to BF16 when loaded, which
     rounds the product of code, block scale and tensor scale once.
 
-    Raises ValueError for a BF16 checkpoint: its experts are not quantized on the way in.
+    Raises ValueError for a BF16 checkpoint, whose experts are not quantized on the way in, for ModelOpt's layout and
+    for FP8 experts.
     """
-    if online:
+    if kinds == {None}:
+        return UnquantizedFusedMoEMethod(layer.moe_config)
+    if scheme is None:
         raise ValueError(
-            f"{prefix}: the experts of a BF16 checkpoint cannot be quantized on the way in; quantize the model first: "
+            f"{prefix}: the experts of a BF16 checkpoint cannot be quantized on the way in; quantize the model first "
+            "(`qerl quantize SOURCE DESTINATION` takes Qwen3-MoE), or keep them and the router in BF16: "
+            """--additional-config '{"qerl": {"ignore": ["lm_head", "re:.*experts.*", "re:.*mlp.gate$"]}}'"""
+        )
+    if len(kinds) > 1:
+        raise CheckpointError(f"{prefix}: some parts of the experts are quantized and some are not; quantize all")
+    if scheme.names is not COMPRESSED or kinds != {NVFP4}:
+        raise ValueError(
+            f"{prefix}: experts in FP8 or in ModelOpt's layout are not read; write them as compressed-tensors first: "
             "qerl quantize SOURCE DESTINATION"
         )
-    if current_platform.is_cuda():
-        return CompressedTensorsW4A4Nvfp4MoEMethod(layer.moe_config, prefix, use_a16=True)
-    return _DequantizedExperts(layer.moe_config)
+    kind = _CudaExperts if current_platform.is_cuda() else _DequantizedExperts
+    return kind(layer.moe_config, prefix)
+
+
+def _mark_missing(layer: torch.nn.Module) -> None:
+    """Gives every expert's tensor scales a value that no checkpoint may hold."""
+    for which in ("w13", "w2"):
+        getattr(layer, f"{which}_weight_global_scale").data.fill_(torch.nan)
+
+
+def _check_scales(layer: torch.nn.Module, prefix: str, *, shared: bool) -> None:
+    """Raises CheckpointError for an expert that never arrived, and, where w1 and w3 must share one tensor scale, for
+    one whose scales differ: vLLM would use the first for both."""
+    for which in ("w13", "w2"):
+        divisors = getattr(layer, f"{which}_weight_global_scale").data.view(layer.num_experts, -1)
+        bad = ~(torch.isfinite(divisors) & (divisors > 0) & torch.isfinite(1 / divisors)).all(1)
+        if bad.any():
+            raise CheckpointError(
+                f"{prefix}: expert {int(bad.nonzero()[0, 0])} (and {int(bad.sum()) - 1} more on this rank) is missing "
+                f"from the checkpoint, or has no usable tensor scale ({which}); quantize the model again"
+            )
+        if shared and not bool((divisors == divisors[:, :1]).all()):
+            raise CheckpointError(
+                f"{prefix}: gate_proj and up_proj of an expert have tensor scales of their own, which vLLM's kernel "
+                "cannot serve; quantize the model again with `qerl quantize`"
+            )
+
+
+class _CudaExperts(CompressedTensorsW4A4Nvfp4MoEMethod):
+    def __init__(self, moe: Any, prefix: str) -> None:
+        super().__init__(moe, prefix, use_a16=True)
+        self.prefix = prefix
+
+    def create_weights(self, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().create_weights(layer, *args, **kwargs)
+        _mark_missing(layer)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        _check_scales(layer, self.prefix, shared=True)
+        super().process_weights_after_loading(layer)
 
 
 class _DequantizedExperts(UnquantizedFusedMoEMethod):
     group_size = nvfp4.GROUP_SIZE
 
+    def __init__(self, moe: Any, prefix: str) -> None:
+        super().__init__(moe)
+        self.prefix = prefix
+
     def create_weights(self, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         CompressedTensorsW4A4Nvfp4MoEMethod.create_weights(self, layer, *args, **kwargs)
-        for name in ("w13_input_global_scale", "w2_input_global_scale"):  # for 4-bit activations
-            delattr(layer, name)
+        _mark_missing(layer)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        for name in ("w13_input_global_scale", "w2_input_global_scale"):  # for 4-bit activations
+            delattr(layer, name)
+        _check_scales(layer, self.prefix, shared=False)
         for which in ("w13", "w2"):
             codes, scales, divisors = (getattr(layer, f"{which}_{part}").data for part in _PARTS)
             experts, N = codes.shape[:2]

@@ -15,9 +15,8 @@ import torch
 
 from qerl_vllm_plugin import compat
 from qerl_vllm_plugin.checksum import Checksum, checksums
-from qerl_vllm_plugin.worker import resident_of
-
-METHODS = ("qerl_release_kv_cache", "qerl_resume_kv_cache", "qerl_check_unchanged")
+from qerl_vllm_plugin.worker import worker_method
+from qerl_vllm_plugin.worker_policy import policy_of
 
 RELEASED = "the memory of this engine's KV cache has been given back; call Policy.resume_kv_cache() first"
 
@@ -53,6 +52,7 @@ class Released:
     guard: Any
 
 
+@worker_method
 def qerl_release_kv_cache(self: Any) -> dict[str, Any]:
     """Gives the memory of this worker's KV cache back."""
     try:
@@ -61,6 +61,7 @@ def qerl_release_kv_cache(self: Any) -> dict[str, Any]:
         return {"error": str(error)}
 
 
+@worker_method
 def qerl_resume_kv_cache(self: Any) -> dict[str, Any]:
     """Takes the memory again."""
     try:
@@ -70,9 +71,10 @@ def qerl_resume_kv_cache(self: Any) -> dict[str, Any]:
     return {}
 
 
+@worker_method
 def qerl_check_unchanged(self: Any) -> dict[str, Any]:
     """Compares the checksums while the cache is released; there is nothing to compare while it is not."""
-    released: Released | None = resident_of(self).released
+    released: Released | None = policy_of(self).released
     try:
         if released is not None:
             _check_unchanged(released.checksums, _checksums(self))
@@ -86,8 +88,8 @@ def release(worker: Any, memory: Memory) -> int:
 
     The engine must be at rest. Raises KVCacheError if that has been done already.
     """
-    resident = resident_of(worker)
-    if resident.released is not None:
+    policy = policy_of(worker)
+    if policy.released is not None:
         raise KVCacheError("the memory of this engine's KV cache has been given back already")
     caches = memory.caches()
     others = {piece: remainders(piece, caches) for piece in memory.allocations()}
@@ -95,7 +97,7 @@ def release(worker: Any, memory: Memory) -> int:
     before = _checksums(worker)
     kept = {address: memory.read(address, size) for piece in pieces for address, size in others[piece]}
     guard = compat.model_of(worker).register_forward_pre_hook(_refuse)
-    resident.released = Released(memory, pieces, kept, before, guard)
+    policy.released = Released(memory, pieces, kept, before, guard)
     for address, _ in pieces:
         memory.unmap(address)
     return sum(size for _, size in pieces)
@@ -107,8 +109,8 @@ def resume(worker: Any) -> None:
     Raises KVCacheError, and leaves the cache released, if nothing was released, if a weight, the adapter or a norm has
     changed since, or if the memory is taken.
     """
-    resident = resident_of(worker)
-    released: Released | None = resident.released
+    policy = policy_of(worker)
+    released: Released | None = policy.released
     if released is None:
         raise KVCacheError("the KV cache of this engine has its memory; there is nothing to resume")
     _check_unchanged(released.checksums, _checksums(worker))
@@ -128,7 +130,7 @@ def resume(worker: Any) -> None:
     for address, copy in released.kept.items():
         memory.write(address, copy)
     released.guard.remove()
-    resident.released = None
+    policy.released = None
 
 
 def remainders(piece: Span, caches: list[Span]) -> list[Span]:
@@ -168,11 +170,11 @@ def _checksums(worker: Any) -> dict[str, tuple[int, Checksum]]:
 
 def _tensors(worker: Any) -> dict[str, torch.Tensor]:
     """Weights, norms, the adapter's buffers and the norms without noise: each storage once."""
-    model, resident = compat.model_of(worker), resident_of(worker)
+    model, policy = compat.model_of(worker), policy_of(worker)
     named = [*model.named_parameters(), *model.named_buffers()]
-    if resident.carrier is not None:
-        named += [(f"buffer {i} of the adapter", buffer) for i, buffer in enumerate(resident.carrier.buffers())]
-    for kind, norms in (("as loaded", resident.checkpoint_norms), ("without noise", resident.base_norms)):
+    if policy.carrier is not None:
+        named += [(f"buffer {i} of the adapter", buffer) for i, buffer in enumerate(policy.carrier.buffers())]
+    for kind, norms in (("as loaded", policy.checkpoint_norms), ("without noise", policy.base_norms)):
         named += [(f"{name} {kind}", norm) for name, norm in norms.items()]
     once: dict[tuple[torch.device, int], tuple[str, torch.Tensor]] = {}
     for name, tensor in named:

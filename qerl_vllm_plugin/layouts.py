@@ -18,6 +18,7 @@ from vllm.platforms import current_platform
 from qerl_vllm_plugin import resident
 
 logger = init_logger("vllm.qerl")
+_warned_of: list[str] = []
 
 
 class Layout(Protocol):
@@ -110,12 +111,7 @@ class Marlin:
             part.scale_exponent = _exponent(scales, part.weight_scale.data)
             parts.append(part)
         if flushed:
-            logger.warning(
-                "%s: Marlin would flush %d block scales to zero; this layer runs on dequantize + cuBLAS instead, "
-                "which is exact and slower",
-                layer.qerl_prefix,
-                flushed,
-            )
+            _warn_of_flushed(layer.qerl_prefix, flushed)
             return Canonical().prepare(layer)
         layer.marlin_parts = torch.nn.ModuleList(parts)
         del layer.weight_packed, layer.weight_scale, layer.weight_global_scale
@@ -155,6 +151,18 @@ def choose(params_dtype: torch.dtype, kernel: str = "auto") -> Layout:
     if kernel == "dequantize" or not is_cuda:
         return Canonical()
     return Tiled() if can_tile and kernel != "marlin" else Marlin()
+
+
+def _warn_of_flushed(name: str, scales: int) -> None:
+    """Once in a process, by the first layer's name: a checkpoint has either none of them, or hundreds."""
+    log = logger.debug if _warned_of else logger.warning
+    _warned_of.append(name)
+    log(
+        "%s: Marlin would flush %d block scales to zero; this layer runs on dequantize + cuBLAS instead, which is "
+        "exact and slower. Further such layers are named at VLLM_LOGGING_LEVEL=DEBUG",
+        name,
+        scales,
+    )
 
 
 def _row_scale(layer: torch.nn.Module) -> torch.Tensor:

@@ -13,6 +13,7 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from qerl_vllm_plugin import compat, layouts, resident
 from qerl_vllm_plugin.checkpoint import CheckpointError, check_tensors
+from qerl_vllm_plugin.scheme import WAY_OUT
 
 Loader = Callable[..., None]
 
@@ -22,6 +23,7 @@ class QerlLinearMethod(LinearMethodBase):
     """One layer of a packed checkpoint."""
 
     layout: layouts.Layout
+    tensor_names = ("weight_packed", "weight_scale", "weight_global_scale")  # in the checkpoint
 
     def __init__(
         self, prefix: str, parts: list[str] | None = None, adapter_rank: int = 0, kernel: str = "auto"
@@ -46,13 +48,10 @@ class QerlLinearMethod(LinearMethodBase):
         codes = torch.zeros(N, K // 2, dtype=torch.uint8)
         scales = torch.zeros(N, K // nvfp4.GROUP_SIZE, dtype=torch.float8_e4m3fn)
         divisors = torch.zeros(len(output_partition_sizes), dtype=torch.float32)
-        self.arrivals: dict[str, _Arrivals] = {}
-        for name, make, data in (
-            ("weight_packed", ModelWeightParameter, codes),
-            ("weight_scale", GroupQuantScaleParameter, scales),
-            ("weight_global_scale", PerTensorScaleParameter, divisors),
-        ):
-            arrivals = self.arrivals[name] = _Arrivals(len(output_partition_sizes))
+        self.arrivals: dict[str, Arrivals] = {}
+        makers = (ModelWeightParameter, GroupQuantScaleParameter, PerTensorScaleParameter)
+        for name, make, data in zip(self.tensor_names, makers, (codes, scales, divisors), strict=True):
+            arrivals = self.arrivals[name] = Arrivals(len(output_partition_sizes), f"{self.prefix}.{name}")
             kwargs = {} if make is PerTensorScaleParameter else dimensions
             layer.register_parameter(name, make(data=data, weight_loader=arrivals.counting(load), **kwargs))
 
@@ -77,18 +76,23 @@ class QerlLinearMethod(LinearMethodBase):
 
         Raises CheckpointError.
         """
-        if self.is_dummy:
-            _fill_dummy(layer)
-        else:
+        if not self.is_dummy:
             for name, arrivals in self.arrivals.items():
                 if not arrivals.complete:
                     raise CheckpointError(
                         f"{self.prefix}.{name} is missing from the checkpoint, or only a part of it is there; "
                         "quantize the model again (qerl quantize)"
                     )
+        self._take_canonical_names(layer)
+        if self.is_dummy:
+            _fill_dummy(layer)
+        else:
             for part, divisor in zip(_split(layer), layer.weight_global_scale.data, strict=True):
                 check_tensors(self.prefix, *part, divisor)
         self.layout = self.layout.prepare(layer)
+
+    def _take_canonical_names(self, layer: torch.nn.Module) -> None:
+        """What arrived under a format's own names becomes weight_packed, weight_scale and weight_global_scale."""
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``x: (..., K)`` -> ``(..., N)``."""
@@ -117,7 +121,7 @@ class QerlOnlineLinearMethod(QerlLinearMethod):
         self._describe(layer, K, output_partition_sizes, params_dtype)
         self.device = torch.get_default_device()
         self.load: Loader = extra["weight_loader"]
-        self.arrived = _Arrivals(len(output_partition_sizes))
+        self.arrived = Arrivals(len(output_partition_sizes))
 
         def load_part(param: Parameter, loaded: torch.Tensor, *shard: Any) -> None:
             self._load_part(layer, loaded, *shard)
@@ -177,11 +181,11 @@ class QerlOnlineLinearMethod(QerlLinearMethod):
         self.layout = self.layout.prepare(layer)
 
 
-class _Arrivals:
-    """Which parts of a parameter have been loaded."""
+class Arrivals:
+    """Which parts of the parameter ``name`` have been loaded."""
 
-    def __init__(self, parts: int) -> None:
-        self.parts = parts
+    def __init__(self, parts: int, name: str = "") -> None:
+        self.parts, self.name = parts, name
         self.seen: set[Any] = set()
 
     def add(self, *shard: Any) -> None:
@@ -194,6 +198,11 @@ class _Arrivals:
 
     def counting(self, load: Loader) -> Loader:
         def load_and_count(param: Parameter, loaded: torch.Tensor, *shard: Any) -> None:
+            if param.dtype != loaded.dtype and 1 in (param.dtype.itemsize, loaded.dtype.itemsize):
+                raise CheckpointError(
+                    f"{self.name}: the checkpoint holds {loaded.dtype} where its quantization_config promises"
+                    f" {param.dtype}: this layer is stored otherwise than that says; {WAY_OUT}"
+                )
             load(param, loaded, *shard)
             self.add(*shard)
 

@@ -6,9 +6,14 @@ from typing import Any
 import torch
 
 from qerl_vllm_plugin import compat
-from qerl_vllm_plugin.adapter import AdapterError, NoCarrierError, Staged, Target
+from qerl_vllm_plugin.adapter import AdapterError, CheckedAdapter, NoCarrierError, Target, converted
 
-ADAPTER_ID = 1  # the LoRA id that the policy uses in every engine
+# engine module -> part -> (A, B), B scaled
+Staged = dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]]
+
+# the LoRA id of the policy in every engine: the largest that vLLM can hold; its own count begins at 1
+ADAPTER_ID = 2**31 - 1
+SCHEME = "qerl://"  # begins the path of the policy's LoRARequest, which is never opened
 
 
 class LoraSlots:
@@ -16,12 +21,35 @@ class LoraSlots:
 
     def __init__(self, worker: Any) -> None:
         """Raises NoCarrierError if the engine was started without LoRA."""
-        manager = getattr(worker.model_runner, "lora_manager", None)
+        manager = None if worker is None else getattr(worker.model_runner, "lora_manager", None)
         if manager is None:
             raise NoCarrierError("this engine was started without LoRA")
-        self._manager = manager._adapter_manager
+        self._worker_manager, self._manager = manager, manager._adapter_manager
         self.max_rank: int = self._manager.lora_config.max_lora_rank
         self.dtype: torch.dtype = self._manager.lora_config.lora_dtype
+
+    def _keep_others_out(self) -> None:
+        """From now on a request under the policy's id that is not the policy's is refused: vLLM knows adapters by their
+        id alone, and would answer it with the policy. So is one for which no slot is left."""
+        add = self._worker_manager.add_adapter
+        if getattr(add, "is_qerl_check", False):
+            return
+
+        def add_checked(request: Any) -> bool:
+            if request.lora_int_id == ADAPTER_ID and not request.lora_path.startswith(SCHEME):
+                raise AdapterError(
+                    f"LoRA id {ADAPTER_ID} belongs to the policy; give the adapter {request.lora_name!r} another one"
+                )
+            holds_a_slot = ADAPTER_ID in self._manager.lora_index_to_id
+            if request.lora_int_id != ADAPTER_ID and holds_a_slot and self._manager.lora_slots == 1:
+                raise AdapterError(
+                    f"the policy holds this engine's only LoRA slot, so the adapter {request.lora_name!r} has none; "
+                    "start the engine with max_loras=2, max_cpu_loras=2 or more"
+                )
+            return add(request)
+
+        add_checked.is_qerl_check = True  # type: ignore[attr-defined]
+        self._worker_manager.add_adapter = add_checked
 
     def prepare(self) -> None:
         """Registers and pins an empty adapter, so that vLLM never looks for the policy on disk or evicts it.
@@ -36,8 +64,8 @@ class LoraSlots:
             if getattr(manager.get_adapter(ADAPTER_ID), "is_qerl_policy", False):
                 return
             raise AdapterError(
-                f"LoRA id {ADAPTER_ID} is already in use in this engine; the policy adapter needs it. Start the engine "
-                "without --lora-modules"
+                f"LoRA id {ADAPTER_ID} is already in use in this engine, and the policy needs it; give the other "
+                "adapter a smaller one"
             )
         # vLLM wants at least one layer in an adapter; this one is zero
         name, layer = next((name, layer) for name, layer in self._linears().items() if layer.n_slices == 1)
@@ -48,6 +76,7 @@ class LoraSlots:
         manager.add_adapter(empty)
         manager.activate_adapter(ADAPTER_ID)
         manager.pin_adapter(ADAPTER_ID)
+        self._keep_others_out()
 
     def targets(self) -> dict[str, Target]:
         """Every linear that can carry an adapter, by its checkpoint name; sizes are those of all ranks together."""
@@ -61,11 +90,21 @@ class LoraSlots:
                 found[part] = Target(name, i, inputs, outputs)
         return found
 
-    def write(self, staged: Staged) -> None:
-        """Copies staged (A, B) into the slot of every layer, in place; layers that are not staged become zero.
+    def stage(self, adapter: CheckedAdapter | None) -> Staged:
+        """What ``commit`` copies, on the device: whole (A, B), as vLLM's own setter cuts out this rank's share."""
+        self._slot()
+        staged: Staged = {}
+        if adapter is not None:
+            targets = self.targets()
+            own = {name: pair for name, pair in adapter.pairs.items() if name in targets}
+            device = next(iter(self._linears().values())).lora_a_stacked[0].device
+            new = converted(CheckedAdapter(adapter.rank, adapter.scaling, own), self.dtype, device)
+            for name, pair in new.items():
+                staged.setdefault(targets[name].module, {})[targets[name].part] = pair
+        return staged
 
-        vLLM's own setter cuts out this rank's share.
-        """
+    def commit(self, staged: Staged) -> None:
+        """Copies staged (A, B) into the slot of every layer, in place; layers that are not staged become zero."""
         slot = self._slot()
         for name, layer in self._linears().items():
             parts = staged.get(name)

@@ -14,6 +14,12 @@ import torch
 DEFAULT_TARGETS = ("input_layernorm", "post_attention_layernorm")
 
 
+def seed_of(*parts: object) -> int:
+    """A seed of 63 bits that depends on all ``parts``: of SHA-256 over their texts, joined by colons."""
+    digest = hashlib.sha256(":".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
 def draw(seed: int, rollout: int, name: str, size: int) -> torch.Tensor:
     """Unit Gaussian noise for one norm weight -> fp32 (size,) on the CPU.
 
@@ -21,8 +27,7 @@ def draw(seed: int, rollout: int, name: str, size: int) -> torch.Tensor:
     keyed by all three arguments and lives on the CPU: every tensor-parallel rank and the trainer hold the same bits,
     and a resumed run draws what the unbroken run would have drawn.
     """
-    key = hashlib.sha256(f"{seed}:{rollout}:{name}".encode()).digest()
-    generator = torch.Generator("cpu").manual_seed(int.from_bytes(key[:8], "little") >> 1)
+    generator = torch.Generator("cpu").manual_seed(seed_of(seed, rollout, name))
     return torch.randn(size, generator=generator, dtype=torch.float32)
 
 
@@ -50,6 +55,6 @@ def check_sigma(sigma: float) -> float:
 
 
 def noisy(base: torch.Tensor, sigma: float, seed: int, rollout: int, name: str) -> torch.Tensor:
-    """``base + sigma * z`` in fp32 on the device of ``base: (H,)``; the one expression used on both sides."""
+    """``base + sigma * z`` in fp32 on the device of ``base: (H,)``; in the engine."""
     unit = draw(seed, rollout, name, base.numel()).to(base.device)
     return base.float() + sigma * unit

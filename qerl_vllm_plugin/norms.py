@@ -12,7 +12,7 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers.layernorm import RMSNorm
 
-from qerl_vllm_plugin.config import QerlConfig
+from qerl_vllm_plugin import NAME
 
 _STOCK = "RMSNorm"
 
@@ -32,7 +32,8 @@ class QerlRMSNorm(RMSNorm):
     ) -> None:
         super().__init__(hidden_size, eps, var_hidden_size, has_weight, dtype)
         vllm_config = get_current_vllm_config_or_none()
-        self.is_fp32 = has_weight and vllm_config is not None and isinstance(vllm_config.quant_config, QerlConfig)
+        quantization = vllm_config.quant_config if vllm_config is not None else None
+        self.is_fp32 = has_weight and quantization is not None and quantization.get_name() == NAME
         if self.is_fp32:
             if self.variance_size_override is not None:
                 raise ValueError(

@@ -1,28 +1,32 @@
 """The policy of one vLLM engine, as its driver sees it: swap the adapter, set the noise, know the version."""
 
+import hashlib
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from vllm import LLM
+from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 
-from qerl_vllm_plugin import compat, noise
+from qerl_vllm_plugin import adapter_folder, compat, noise, shared_file
 from qerl_vllm_plugin.adapter import AdapterError
 from qerl_vllm_plugin.kv_cache import RELEASED, KVCacheError
-from qerl_vllm_plugin.lora_slots import ADAPTER_ID
-from qerl_vllm_plugin.worker import NO_CARRIER
+from qerl_vllm_plugin.loading import checkpoint_folder
+from qerl_vllm_plugin.lora_slots import ADAPTER_ID, SCHEME
+from qerl_vllm_plugin.worker import add_worker_methods
+from qerl_vllm_plugin.worker_policy import ANOTHER_RANK, NO_CARRIER
+
+logger = init_logger("vllm.qerl")
 
 # nothing but the program that holds a vllm.LLM can send it requests, and ``Policy`` asks it to name the policy in each
 VOUCHED: dict[str, Any] = {"every_request_names_the_policy": True}
-
-ADAPTER_FILE, CONFIG_FILE, NORMS_FILE = "adapter_model.safetensors", "adapter_config.json", "norms.safetensors"
 
 
 @dataclass(frozen=True)
@@ -62,18 +66,26 @@ class Policy:
     """
 
     def __init__(self, llm: LLM, name: str = "policy") -> None:
-        """Raises AdapterError if the engine already uses the policy's LoRA id for another adapter."""
+        """Raises AdapterError if the engine already uses the policy's LoRA id for another adapter, and ValueError if it
+        keeps keys and values where nobody can empty them."""
         self._llm = llm
-        compat.add_worker_methods()
+        self._lost: str | None = None
+        add_worker_methods()
+        compat.check_kv_connector(llm.llm_engine.vllm_config)
         opened = self._call("qerl_open")
         self.carrier: str | None = opened[0]["carrier"]
         self.version = int(opened[0]["version"])
-        self._request = LoRARequest(name, ADAPTER_ID, f"qerl://{name}") if self.carrier == "lora" else None
+        self._request = LoRARequest(name, ADAPTER_ID, f"{SCHEME}{name}") if self.carrier == "lora" else None
         self._is_released = bool(opened[0]["is_released"])
 
     @property
     def request(self) -> LoRARequest | None:
-        """What to pass to ``generate``. Raises KVCacheError while the KV cache is released."""
+        """What to pass to ``generate``.
+
+        Raises KVCacheError while the KV cache is released, and PolicyLostError once the engine holds half a policy.
+        """
+        if self._lost is not None:
+            raise PolicyLostError(self._lost)
         if self._is_released:
             raise KVCacheError(RELEASED)
         return self._request
@@ -81,48 +93,41 @@ class Policy:
     def swap(
         self,
         tensors: Mapping[str, torch.Tensor] | None,
-        config: Mapping[str, Any] | None = None,
+        config: Mapping[str, Any] | Any | None = None,
         *,
         norms: Mapping[str, torch.Tensor] | None = None,
     ) -> int:
         """Install an adapter in place of the current one -> the new version.
 
-        ``tensors`` and ``config`` are PEFT's state dict and ``adapter_config.json``; None serves the base alone.
+        ``tensors`` are PEFT's state dict and ``config`` the content of ``adapter_config.json``, or PEFT's LoraConfig
+        itself (``model.peft_config["default"]``); None serves the base alone.
         ``norms`` are trained norm weights by their checkpoint names; None are the checkpoint's. All or nothing: every
         worker checks and copies everything first. The caller's tensors are not modified.
 
-        Raises AdapterError, with the version before still in service, and RuntimeError if requests are running.
+        Raises AdapterError, with the version before still in service, RuntimeError if requests are running, and
+        PolicyLostError if a rank failed half-way: that engine serves nothing any more.
         """
         if tensors is not None and config is None:
             raise AdapterError("an adapter needs its config: the content of adapter_config.json")
         if tensors is not None and self.carrier is None:
             raise AdapterError(NO_CARRIER)
-        plain = json.loads(json.dumps(dict(config or {}), default=_plain))
+        plain = json.loads(json.dumps(_config(config), default=_plain))
         self._come_to_rest()
-        try:
-            self._call("qerl_stage", self._pack(tensors), plain, self._pack(norms), **VOUCHED)
-        except AdapterError:
-            self._call("qerl_discard")
-            raise
-        self._call("qerl_commit", self.version + 1)
-        self.version += 1
+        with self._packed(tensors) as packed, self._packed(norms) as packed_norms:
+            results = self._call("qerl_swap", packed, plain, packed_norms, **VOUCHED)
+        self.version = int(results[0]["version"])
         return self.version
 
     def swap_folder(self, folder: str | Path) -> int:
-        """Install the adapter of a PEFT folder, with ``norms.safetensors`` where norms were trained."""
-        folder = Path(folder)
-        for name in (ADAPTER_FILE, CONFIG_FILE):
-            if not (folder / name).is_file():
-                raise AdapterError(f"{folder} holds no {name}; name a folder that PEFT or `qerl train` has saved")
-        try:
-            tensors = load_file(folder / ADAPTER_FILE)
-            norms = load_file(folder / NORMS_FILE) if (folder / NORMS_FILE).exists() else None
-            config = json.loads((folder / CONFIG_FILE).read_text())
-        except (SafetensorError, json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise AdapterError(f"{folder} is damaged: {error}; save the adapter again") from error
-        if not isinstance(config, dict):
-            raise AdapterError(f"{folder / CONFIG_FILE} holds no JSON object; save the adapter again")
-        return self.swap(tensors, config, norms=norms)
+        """Install the adapter of a PEFT folder, with ``norms.safetensors`` where norms were trained.
+
+        Raises as ``swap`` does, and AdapterError for a damaged folder or one that names another base.
+        """
+        base = checkpoint_folder(self._llm.llm_engine.vllm_config)
+        if base is not None:
+            adapter_folder.check_base(folder, base)
+        saved = adapter_folder.read(folder)
+        return self.swap(saved.tensors, saved.config, norms=saved.norms)
 
     def set_noise(
         self, sigma: float, *, seed: int, rollout: int, targets: Sequence[str] = noise.DEFAULT_TARGETS
@@ -182,31 +187,53 @@ class Policy:
 
     def state(self, *, digest: bool = False) -> PolicyState:
         """What the engine serves now. Raises RuntimeError if the ranks differ."""
-        states = self._call("qerl_state", digest)
-        shared = [{key: value for key, value in state.items() if key != "adapter"} for state in states]
-        if any(state != shared[0] for state in shared):
-            raise RuntimeError(f"the workers of this engine hold different policies: {states}; restart it")
-        state = states[0]
-        return PolicyState(**{**state, "targets": tuple(state["targets"])})
+        stages: dict[int, list[dict[str, Any]]] = {}  # ranks that hold the same layers
+        for state in self._call("qerl_state", digest):
+            stages.setdefault(state["stage"], []).append(state)
+        ranks = [rank for stage in stages.values() for rank in stage]
+        everywhere = ("version", "hash", "sigma", "seed", "rollout", "targets")
+        same = all(rank[key] == ranks[0][key] for rank in ranks for key in everywhere)
+        if not same or any(rank.get("norms") != stage[0].get("norms") for stage in stages.values() for rank in stage):
+            raise RuntimeError(f"the workers of this engine hold different policies: {ranks}; restart it")
+        found = {key: ranks[0][key] for key in ("version", "sigma", "seed", "rollout")}
+        norms, adapter = (
+            _joined([stages[stage][0][key] for stage in sorted(stages)]) if digest else None
+            for key in ("norms", "adapter")
+        )
+        return PolicyState(**found, targets=tuple(ranks[0]["targets"]), norms=norms, adapter=adapter)
 
     def _call(
         self, method: str, *args: Any, refusal: type[Exception] = AdapterError, **keywords: Any
     ) -> list[dict[str, Any]]:
         results = self._llm.collective_rpc(method, args=args, kwargs=keywords)
-        for result in results:
-            if "error" in result:
-                raise refusal(result["error"])
+        try:
+            check_answers(results, refusal)
+        except PolicyLostError as error:
+            self._lost = str(error)
+            raise
         return results
 
-    def _pack(self, tensors: Mapping[str, torch.Tensor] | None) -> Any:
-        """As they are for a worker in this process, as safetensors bytes for another one."""
-        if tensors is None:
-            return None
+    @contextmanager
+    def _packed(self, tensors: Mapping[str, torch.Tensor] | None) -> Iterator[Any]:
+        """As they are for a worker in this process; for others a file in shared memory, or, where that is too small or
+        on another machine, safetensors bytes."""
         executor = getattr(self._llm.llm_engine, "model_executor", None)
-        if getattr(executor, "driver_worker", None) is not None:
-            return tensors
+        if tensors is None or getattr(executor, "driver_worker", None) is not None:
+            yield tensors
+            return
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        if compat.workers_share_this_machine(self._llm.llm_engine.vllm_config):
+            if shared_file.fits(size):
+                with shared_file.shared(tensors) as path:
+                    yield path
+                return
+            logger.warning_once(
+                "%s has no room for %.1f MB: adapters travel through vLLM's message queue, which is slower",
+                shared_file.SHARED_MEMORY,
+                size / 1e6,
+            )
         # copies: safetensors refuses tensors that share memory, such as one A under two names
-        return save({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()})
+        yield save({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()})
 
     def _come_to_rest(self) -> None:
         if self._is_released:
@@ -216,11 +243,42 @@ class Policy:
         self._empty_prefix_cache()  # before the change, which a refusal then leaves undone; takes time by the block
 
     def _empty_prefix_cache(self) -> None:
-        if not self._llm.reset_prefix_cache():
+        # vLLM 0.26 calls it a failure to empty a cache outside the engine where there is none
+        has_connector = self._llm.llm_engine.vllm_config.kv_transfer_config is not None
+        if not self._llm.reset_prefix_cache(reset_connector=has_connector):
             raise RuntimeError(
                 "vLLM could not empty its prefix cache, so answers of another policy could be reused; "
                 "is a request still running?"
             )
+
+
+class PolicyLostError(RuntimeError):
+    """The engine holds half of a policy and serves nothing any more."""
+
+
+def check_answers(results: list[dict[str, Any]], refusal: type[Exception] = AdapterError) -> None:
+    """Raises what the workers answered, if they refused: ``refusal``, or PolicyLostError."""
+    errors = [result for result in results if "error" in result]
+    if not errors:
+        return
+    # a rank that refuses says why; the others say that one of them did
+    texts = [error["error"] for error in errors]
+    text = next((text for text in texts if ANOTHER_RANK not in text), texts[0])
+    raise PolicyLostError(text) if any(error.get("lost") for error in errors) else refusal(text)
+
+
+def _joined(digests: list[str]) -> str:
+    """One digest for the whole model: that of its only stage, or of those of all stages."""
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def _config(given: Any) -> dict[str, Any]:
+    """An adapter's config from what ``Policy.swap`` takes. Raises AdapterError for anything else."""
+    if given is None or isinstance(given, Mapping):
+        return dict(given or {})
+    if callable(getattr(given, "to_dict", None)):
+        return given.to_dict()
+    raise AdapterError(f"the adapter's config is {type(given).__name__}; give a dict or PEFT's LoraConfig")
 
 
 def _plain(value: Any) -> Any:

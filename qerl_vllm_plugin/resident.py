@@ -22,7 +22,7 @@ from torch.nn.functional import linear
 from vllm.model_executor.parameter import ModelWeightParameter
 
 from qerl_vllm_plugin import compat
-from qerl_vllm_plugin.adapter import NoCarrierError, Staged, Target
+from qerl_vllm_plugin.adapter import AdapterError, CheckedAdapter, NoCarrierError, Target, converted
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # A and B of one linear
 
@@ -40,14 +40,22 @@ class _Share:
 
 
 @dataclass(frozen=True)
+class Copies:
+    """A staged change: ``sources`` go into ``targets``, and ``zeros`` become zero."""
+
+    targets: list[torch.Tensor]
+    sources: list[torch.Tensor]
+    zeros: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
 class _Place:
-    """One part's room in the buffers of ``layer``, ``a: (R, K)`` and ``b: (rows, R)``, and what of the part goes there.
+    """The room of the linear ``name`` in the buffers, ``a: (R, K)`` and ``b: (rows, R)``, and what of it goes there.
 
     ``is_whole``: all of it does.
     """
 
-    layer: str
-    part: int
+    name: str
     a: torch.Tensor
     b: torch.Tensor
     share: _Share
@@ -92,20 +100,18 @@ def add(layer: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tenso
 
 
 class ResidentAdapter:
-    """The buffers of all layers of one worker, as the adapter's carrier."""
+    """The buffers of all layers of one model, as the adapter's carrier."""
 
-    def __init__(self, worker: Any) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         """Raises NoCarrierError if the model has no such buffers."""
-        self._layers = {
-            layer.qerl_prefix: layer for layer in compat.model_of(worker).modules() if hasattr(layer, "policy_a")
-        }
+        self._layers = {layer.qerl_prefix: layer for layer in model.modules() if hasattr(layer, "policy_a")}
         if not self._layers:
             raise NoCarrierError("no layer of this model has a resident adapter")
         first = next(iter(self._layers.values()))
         self.max_rank = first.qerl_rank
         self.dtype = first.policy_a.dtype
         self.device = first.policy_a.device
-        self._places = [place for name, layer in self._layers.items() for place in _places(name, layer, self.max_rank)]
+        self._places = [place for layer in self._layers.values() for place in _places(layer, self.max_rank)]
         self._targets = {
             part: Target(name, i, layer.input_size, outputs)
             for name, layer in self._layers.items()
@@ -121,27 +127,30 @@ class ResidentAdapter:
         """Every linear that can carry an adapter, by its checkpoint name."""
         return self._targets
 
-    def write(self, staged: Staged) -> None:
-        """Copies staged (A, B) into the buffers, in place; layers and parts that are not staged become zero."""
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        zeros: list[torch.Tensor] = []
+    def stage(self, adapter: CheckedAdapter | None) -> "Copies":
+        """What ``commit`` does: this rank's share of the adapter, on the device, and what becomes zero."""
+        copies = Copies([], [], [])
+        rank, pairs = (adapter.rank, adapter.pairs) if adapter is not None else (0, {})
+        cut = {place.name: place.cut(pairs[place.name]) for place in self._places if place.name in pairs}
+        scaling = adapter.scaling if adapter is not None else 1.0
+        new = converted(CheckedAdapter(rank, scaling, cut), self.dtype, self.device)
         for place in self._places:
-            pair = staged.get(place.layer, {}).get(place.part)
-            if pair is None:
-                zeros += [place.a, place.b]
+            if place.name not in new:
+                copies.zeros.extend([place.a, place.b])
                 continue
-            a, b, r = place.a, place.b, pair[0].shape[0]
-            if r < self.max_rank:
-                zeros += [a[r:], b[:, r:]]
-                a, b = a[:r], b[:, :r]
-            targets += [a, b]
-            sources += place.cut(pair)
-        if zeros:
-            torch._foreach_zero_(zeros)
-        if sources and sources[0].device != self.device:
-            sources = [source.to(self.device, non_blocking=True) for source in sources]
-        _copy(targets, sources)
+            a, b = place.a, place.b
+            if rank < self.max_rank:  # a larger adapter may have been here
+                copies.zeros.extend([a[rank:], b[:, rank:]])
+                a, b = a[:rank], b[:, :rank]
+            copies.targets.extend([a, b])
+            copies.sources.extend(new[place.name])
+        return copies
+
+    def commit(self, copies: "Copies") -> None:
+        """Copies what is staged into the buffers, in place; nothing is allocated."""
+        if copies.zeros:
+            torch._foreach_zero_(copies.zeros)
+        _copy(copies.targets, copies.sources)
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """All A and B, in a fixed order."""
@@ -159,14 +168,14 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
             torch._foreach_copy_([targets[i] for i in chosen], [sources[i] for i in chosen])
 
 
-def _places(name: str, layer: Any, rank: int) -> Iterator[_Place]:
+def _places(layer: Any, rank: int) -> Iterator[_Place]:
     a, b = layer.policy_a, layer.policy_b
     outputs = compat.output_sizes(layer, len(layer.qerl_parts))
     for i, (share, whole) in enumerate(zip(_shares(layer), outputs, strict=True)):
         columns = slice(i * rank, (i + 1) * rank)
         room = a[columns], b[share.rows, columns]
         is_whole = (a.shape[1], room[1].shape[0]) == (layer.input_size, whole)
-        yield _Place(name, i, *room, share, is_whole)
+        yield _Place(layer.qerl_parts[i], *room, share, is_whole)
 
 
 def _shares(layer: Any) -> list[_Share]:
@@ -193,7 +202,12 @@ def _shares(layer: Any) -> list[_Share]:
         mine = (rows >= 0).nonzero()[:, 0]
         start, stop = int(mine[0]), int(mine[-1]) + 1
         first = int(rows[start])
-        assert torch.equal(rows[start:stop], torch.arange(first, first + stop - start, dtype=rows.dtype))
+        if not torch.equal(rows[start:stop], torch.arange(first, first + stop - start, dtype=rows.dtype)):
+            raise AdapterError(
+                f"{layer.qerl_prefix}: this rank's rows are not one piece of {layer.qerl_parts[i]} in the checkpoint, "
+                "which stores several linears as one; the resident adapter needs --tensor-parallel-size 1 here, or "
+                "use --enable-lora"
+            )
         shares.append(_Share(slice(start, stop), first, 0))
     return shares
 

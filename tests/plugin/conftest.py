@@ -1,7 +1,6 @@
 """Packed checkpoints written by a few independent lines, a Hugging Face reference, and engines."""
 
 import ctypes
-import gc
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -197,6 +196,7 @@ def measure() -> Any:
 def boot(engine_options: dict[str, object]) -> Iterator[Callable[..., Any]]:
     """boot(folder, **options) -> an engine in this process, shut down when the module is done."""
     from vllm import LLM
+    from vllm.distributed import destroy_model_parallel
 
     engines = []
 
@@ -207,9 +207,9 @@ def boot(engine_options: dict[str, object]) -> Iterator[Callable[..., Any]]:
 
     yield start
     for llm in engines:
-        gc.freeze()  # a shutdown collects garbage, thaws and collects again; walking all imports takes a second
         llm.llm_engine.engine_core.shutdown()
     engines.clear()
+    destroy_model_parallel()  # an engine that did not start leaves its groups behind, which may not fit the next one
 
 
 # the two places where an engine can hold the policy adapter; float32, for sharp comparisons

@@ -49,7 +49,7 @@ def test_a_sound_folder_is_accepted_whole(name):
         assert report.scheme.is_quantized(UP) and not report.scheme.is_quantized("lm_head")
 
 
-def test_promise_9_a_folder_is_what_its_config_says_and_not_what_it_is_called(tmp_path):
+def test_promise_09_a_folder_is_what_its_config_says_and_not_what_it_is_called(tmp_path):
     shutil.copytree(FIXTURES / "qwen2-bf16", tmp_path / "model-nvfp4-gptq")
     shutil.copytree(FIXTURES / "qwen2-nvfp4", tmp_path / "model-bf16")
     assert inspect_folder(tmp_path / "model-nvfp4-gptq").scheme is None
@@ -71,17 +71,40 @@ def group_with(weights: dict | None = None, **changes) -> dict:
     return NVFP4 | {"config_groups": {"group_0": group}}
 
 
-FP8_INPUTS = {"num_bits": 4, "type": "float", "group_size": 16}
+INPUTS = {"num_bits": 4, "type": "float", "group_size": 16}
+FP8_BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
+CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 OTHER_QUANTIZATIONS = {
     "GPTQ": ({"quant_method": "gptq", "bits": 4}, "quant_method 'gptq'"),
     "AWQ": ({"quant_method": "awq", "bits": 4}, "quant_method 'awq'"),
     "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method 'bitsandbytes'"),
     "block FP8": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "quant_method 'fp8'"),
-    "modelopt": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_method 'modelopt'"),
+    "modelopt FP8": ({"quant_method": "modelopt", "quant_algo": "FP8"}, "modelopt's quant_algo 'FP8'"),
+    "modelopt AWQ": ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "quant_algo 'NVFP4_AWQ'"),
+    "modelopt groups of 32": (
+        {"quantization": {"quant_algo": "NVFP4", "group_size": 32, "exclude_modules": []}},
+        "quant_algo has group_size 32",
+    ),
+    "modelopt mixed with INT4": (
+        {"quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": {UP: {"quant_algo": "W4A16_AWQ"}}}},
+        rf"quant_algo 'W4A16_AWQ' for {UP}",
+    ),
+    "modelopt mixed without NVFP4": (
+        {"quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": {UP: {"quant_algo": "FP8"}}}},
+        "MIXED_PRECISION without an NVFP4 layer",
+    ),
+    "modelopt NVFP4 cache": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_quant_algo": "NVFP4"},
+        "kv_cache_quant_algo 'NVFP4'",
+    ),
     "no method": ({"bits": 4}, "quant_method None"),
     "compressed-tensors FP8": (group_with({"num_bits": 8, "group_size": None}), r"has 8-bit float weights \(FP8\)"),
     "compressed-tensors INT4": (group_with({"type": "int", "group_size": 128}), "has 4-bit int weights"),
-    "W4A4": (group_with(input_activations=FP8_INPUTS), r"also quantizes activations to 4 bits \(NVFP4 W4A4\)"),
+    "FP8 in blocks beside NVFP4": (
+        NVFP4 | {"config_groups": NVFP4["config_groups"] | {"b": {"weights": FP8_BLOCKS, "targets": ["re:.*k_proj"]}}},
+        "config group b has strategy 'block'",
+    ),
+    "outputs": (group_with(output_activations=INPUTS), "also quantizes output_activations"),
     "group size 32": (group_with({"group_size": 32}), "has group_size 32"),
     "no group size": (group_with({"group_size": None}), "has group_size None"),
     "asymmetric": (group_with({"symmetric": False}), "has symmetric False"),
@@ -93,7 +116,11 @@ OTHER_QUANTIZATIONS = {
     "no weights": (group_with(weights=None) | {"config_groups": {"g": {"weights": None}}}, "g has no weights scheme"),
     "sparse": (NVFP4 | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "with sparsity_config"),
     "transformed": (NVFP4 | {"transform_config": {"R1": {}}}, "with transform_config"),
-    "FP8 cache": (NVFP4 | {"kv_cache_scheme": {"num_bits": 8}}, "with kv_cache_scheme"),
+    "INT8 cache": (NVFP4 | {"kv_cache_scheme": {"num_bits": 8, "type": "int"}}, "kv_cache_scheme has type 'int'"),
+    "FP8 cache a head": (
+        NVFP4 | {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "attn_head", "dynamic": False}},
+        "kv_cache_scheme has strategy 'attn_head'",
+    ),
     "not compressed": (NVFP4 | {"quantization_status": "frozen"}, "quantization_status 'frozen'"),
 }
 
@@ -102,10 +129,32 @@ OTHER_QUANTIZATIONS = {
 def test_another_quantization_is_named_and_the_way_out_given(folder, config, what):
     way_out = r".*W4A16, blocks of 16; start from the BF16 checkpoint and run `qerl quantize"
     with pytest.raises(CheckpointError, match=what + way_out):
-        read_quantization(config)
+        read_quantization(config, weight_only=True)
     edit_config(folder, quantization_config=config)
     with pytest.raises(ValueError, match=what):
         inspect_folder(folder)
+
+
+MORE_THAN_WEIGHTS = {
+    "W4A4": (group_with(input_activations=INPUTS), r"activations of 4 bits in config group group_0 \(NVFP4 W4A4\)"),
+    "FP8 cache": (NVFP4 | {"kv_cache_scheme": CACHE}, "an FP8 KV cache"),
+    "modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        r"activations of 4 bits .*the layout of ModelOpt",
+    ),
+    "modelopt W4A16": ({"quantization": {"quant_algo": "W4A16_NVFP4"}}, "it has the layout of ModelOpt"),
+}
+
+
+@pytest.mark.parametrize(("config", "what"), MORE_THAN_WEIGHTS.values(), ids=MORE_THAN_WEIGHTS)
+def test_what_has_more_than_weights_is_read_only_where_the_weights_alone_are_asked_for(folder, config, what):
+    way_out = r".*write its weights alone with `qerl quantize.*\{\"weight_only\": true\}"
+    with pytest.raises(CheckpointError, match=what + way_out):
+        read_quantization(config)
+    edit_config(folder, quantization_config=config)
+    with pytest.raises(CheckpointError, match=what + way_out):
+        inspect_folder(folder)
+    assert read_quantization(config, weight_only=True).is_quantized(UP)
 
 
 def test_ignore_and_targets_follow_compressed_tensors_patterns():
@@ -193,6 +242,18 @@ DISAGREEMENTS = {
         r"model\.layers\.2\.input_layernorm\.weight has no place",
     ),
     "activation scale": (lambda t: t.update({f"{UP}.input_global_scale": torch.ones(1)}), "belongs to W4A4"),
+    "cache scale": (
+        lambda t: t.update({"model.layers.0.self_attn.k_scale": torch.ones(1)}),
+        r"k_scale belongs to an FP8 KV cache, which config\.json does not declare",
+    ),
+    "quantized head": (
+        lambda t: t.update({"lm_head.weight": torch.zeros(32, 24, dtype=torch.uint8)}),
+        r"lm_head\.weight is quantized, but config\.json lists lm_head in ignore",
+    ),
+    "scales of AWQ": (
+        lambda t: t.update({f"{UP}.pre_quant_scale": torch.ones(48)}),
+        rf"{UP}\.pre_quant_scale has no place in NVFP4",
+    ),
     "not packed": (lambda t: t.update({f"{UP}.weight": torch.ones(80, 48)}), rf"{UP}\.weight has no place"),
     "embedding shape": (
         lambda t: t.update({"model.embed_tokens.weight": torch.ones(31, 48)}),

@@ -1,11 +1,22 @@
 """Mixture of experts: served from a packed checkpoint, with an adapter on attention at most."""
 
-import pytest
+import json
+import shutil
+from pathlib import Path
 
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from qerl_recipes.convert.quantize import quantize_checkpoint
+from qerl_vllm_plugin import expected_tensors
 from qerl_vllm_plugin.adapter import AdapterError
 from qerl_vllm_plugin.policy import Policy
+from qerl_vllm_plugin.scheme import CheckpointError
 
 TOLERANCE = 1e-4
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+ASKED = {"additional_config": {"qerl": {"weight_only": True}}, "dtype": "float32", "skip_tokenizer_init": True}
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +25,7 @@ def engine(boot, make_nvfp4):
     return boot(make_nvfp4("qwen3_moe"), dtype="float32", additional_config=options)
 
 
-def test_promise_2_packed_experts_equal_dequantized_reference(engine, make_nvfp4, make_bf16, reference, measure):
+def test_promise_02_packed_experts_equal_dequantized_reference(engine, make_nvfp4, make_bf16, reference, measure):
     served = measure.engine(engine)
     assert measure.difference(served, measure.hf(reference(make_nvfp4("qwen3_moe")))) < TOLERANCE
     assert measure.difference(served, measure.hf(reference(make_bf16("qwen3_moe")))) > 100 * TOLERANCE
@@ -30,8 +41,25 @@ def test_noise_reaches_the_norms_of_a_mixture_of_experts(engine, measure):
 
 
 def test_experts_of_a_bf16_checkpoint_are_refused(boot, make_bf16):
-    with pytest.raises(ValueError, match=r"experts of a BF16 checkpoint .* qerl quantize"):
+    with pytest.raises(ValueError, match=r"experts of a BF16 checkpoint .*qerl quantize"):
         boot(make_bf16("qwen3_moe"))
+
+
+def test_experts_that_are_ignored_stay_in_bf16(boot, make_bf16, reference, measure):
+    options = {"qerl": {"ignore": ["lm_head", "re:.*experts.*", "re:.*mlp.gate$", "re:.*self_attn.*"]}}
+    served = measure.engine(boot(make_bf16("qwen3_moe"), dtype="float32", additional_config=options))
+    assert measure.difference(served, measure.hf(reference(make_bf16("qwen3_moe")))) < TOLERANCE
+
+
+def test_a_missing_expert_is_refused(boot, make_nvfp4, tmp_path, monkeypatch):
+    monkeypatch.setattr(expected_tensors, "MODEL_TYPES", ())  # an architecture that is not known by heart
+    folder = shutil.copytree(make_nvfp4("qwen3_moe"), tmp_path / "copy")
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if "layers.1.mlp.experts.2." not in name}
+    assert len(tensors) - len(kept) == 9
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts: expert 2 \(and 0 more"):
+        boot(folder)
 
 
 def test_resident_adapter_reaches_attention_and_refuses_experts(engine, make_nvfp4, reference, make_adapter, measure):
@@ -44,3 +72,20 @@ def test_resident_adapter_reaches_attention_and_refuses_experts(engine, make_nvf
         policy.swap(tensors, {**config, "target_modules": ["q_proj", "gate_proj"]})
     policy.swap(None)
     assert measure.difference(measure.engine(engine), measure.hf(hf)) < TOLERANCE
+
+
+def test_experts_drop_their_activation_scales(boot, measure, reference, tmp_path):
+    source = FIXTURES / "llmcompressor_w4a4" / "qwen3_moe-w4a4"
+    quantize_checkpoint(source, tmp_path / "weights")
+    hf = reference(tmp_path / "weights")
+    assert measure.difference(measure.engine(boot(source, **ASKED)), measure.hf(hf)) < TOLERANCE
+
+
+def test_experts_of_modelopt_are_refused_and_served_once_they_are_written_anew(boot, measure, tmp_path):
+    source = FIXTURES / "modelopt" / "qwen3_moe-nvfp4"
+    with pytest.raises(ValueError, match=r"experts in FP8 or in ModelOpt's layout are not read; .*qerl quantize"):
+        boot(source, **ASKED)
+    quantize_checkpoint(source, tmp_path / "weights")
+    expected = json.loads((source / "expected.json").read_text())
+    llm = boot(tmp_path / "weights", **ASKED)
+    assert measure.difference(measure.engine(llm), torch.tensor(expected["logprobs"])) < TOLERANCE

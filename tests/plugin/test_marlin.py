@@ -152,12 +152,19 @@ def test_scales_that_vllm_stores_in_another_form_are_not_read(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("scale", [2.0**-9, -3.0], ids=["too small", "negative"])
-def test_a_layer_with_a_scale_that_marlin_has_not_stays_in_the_checkpoints_layout(scale: float) -> None:
+def test_promise_02_a_layer_with_a_scale_that_marlin_has_not_stays_as_it_is_and_is_named_once(
+    scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Negative scales are refused before, with the checkpoint; Marlin would take them for zero."""
+    warned: list[str] = []
+    monkeypatch.setattr(layouts.logger, "warning", lambda text, *values: warned.append(text % values))
+    monkeypatch.setattr(layouts, "_warned_of", [])  # a process says it once, and this one has run other tests
+    assert isinstance(layouts.Marlin().prepare(bare_layer([64], 128, [50.0])), layouts.Marlin) and not warned
     layer = bare_layer([64], 128, [50.0])
     layer.weight_scale.data[5, 3] = scale
     assert isinstance(layouts.Marlin().prepare(layer), layouts.Canonical)
     assert layer.weight_scale[5, 3] == scale and not hasattr(layer, "marlin_parts")
+    assert len(warned) == 1 and warned[0].startswith("a.layer: Marlin would flush 1 block scales to zero")
 
 
 @pytest.fixture
@@ -205,3 +212,15 @@ def test_an_engine_on_marlin_lends_what_it_can_and_refuses_where_that_is_nothing
             part.scale_exponent = None
     with pytest.raises(NotShareableError, match="Marlin's block scales in a form that is not known here"):
         frozen_weights(engine)
+
+
+def test_layers_that_marlin_cannot_serve_are_warned_of_once_by_name(monkeypatch):
+    told, hidden = [], []
+    monkeypatch.setattr(layouts, "_warned_of", [])
+    monkeypatch.setattr(layouts.logger, "warning", lambda text, *arguments: told.append(text % arguments))
+    monkeypatch.setattr(layouts.logger, "debug", lambda text, *arguments: hidden.append(text % arguments))
+    for layer in range(3):
+        layouts._warn_of_flushed(f"model.layers.{layer}.mlp.down_proj", 5 + layer)
+    assert [text.split(":")[0] for text in told] == ["model.layers.0.mlp.down_proj"]
+    assert "flush 5 block scales" in told[0]
+    assert len(hidden) == 2

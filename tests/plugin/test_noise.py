@@ -11,11 +11,15 @@ NAME = "model.layers.0.input_layernorm.weight"
 GOLDEN = [0.4553893506526947, 0.683228075504303, -0.985525906085968, 0.31237897276878357]
 
 
-def test_promise_3_first_values_are_pinned():
-    """The same on every machine and torch version: a resumed run or another rank draws these very numbers."""
+def test_promise_03_first_values_are_pinned():
+    """A resumed run or another rank draws these numbers, with any torch, on any x86-64 with AVX2, which vLLM needs.
+
+    Without it torch takes another sine, which is a few units in the last place away.
+    """
     values = noise.draw(42, 3, NAME, 64)
     assert values.dtype == torch.float32
-    assert values[:4].tolist() == GOLDEN
+    exactly = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    assert values[:4].tolist() == (GOLDEN if exactly else pytest.approx(GOLDEN, abs=1e-6))
 
 
 def test_every_key_matters_and_nothing_else():

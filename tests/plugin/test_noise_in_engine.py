@@ -52,12 +52,12 @@ def assert_same_bits(ours, theirs):
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
-def test_promise_3_weights_are_the_checkpoints_norms_in_fp32(engine, checkpoint_norms, measure):
+def test_promise_03_weights_are_the_checkpoints_norms_in_fp32(engine, checkpoint_norms, measure):
     assert len(checkpoint_norms) == 2 * 4 + 1
     assert_same_bits(norms(engine, measure), checkpoint_norms)
 
 
-def test_promise_3_noise_is_set_not_added(policy, engine, checkpoint_norms, measure):
+def test_promise_03_noise_is_set_not_added(policy, engine, checkpoint_norms, measure):
     policy.set_noise(0.3, seed=1, rollout=1)
     report = policy.set_noise(5e-4, seed=7, rollout=2)
     once = norms(engine, measure)
@@ -74,7 +74,7 @@ def test_promise_3_noise_is_set_not_added(policy, engine, checkpoint_norms, meas
             assert float((once[name] != checkpoint_norms[name]).float().mean()) > 0.99
 
 
-def test_promise_3_clearing_gives_back_the_bits(policy, engine, checkpoint_norms, measure):
+def test_promise_03_clearing_gives_back_the_bits(policy, engine, checkpoint_norms, measure):
     clean, answers = policy.state(digest=True), measure.engine(engine)
     policy.set_noise(0.2, seed=1, rollout=1)
     noisy = policy.state(digest=True)
@@ -87,14 +87,14 @@ def test_promise_3_clearing_gives_back_the_bits(policy, engine, checkpoint_norms
     assert_same_bits(norms(engine, measure), checkpoint_norms)
 
 
-def test_promise_3_sigma_zero_is_clean_whatever_came_before(policy, engine, checkpoint_norms, measure):
+def test_promise_03_sigma_zero_is_clean_whatever_came_before(policy, engine, checkpoint_norms, measure):
     policy.set_noise(0.2, seed=1, rollout=1, targets=["norm", *QK])
     report = policy.set_noise(0.0, seed=1, rollout=1)
     assert report.touched == 0
     assert_same_bits(norms(engine, measure), checkpoint_norms)
 
 
-def test_promise_3_engine_with_noise_equals_hugging_face_with_noise(
+def test_promise_03_engine_with_noise_equals_hugging_face_with_noise(
     policy, engine, folder, reference, measure, checkpoint_norms
 ):
     model = reference(folder)

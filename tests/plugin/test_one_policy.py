@@ -10,7 +10,7 @@ NORMS = {"model.norm.weight": torch.linspace(0.5, 1.5, 64)}
 # what a caller of vLLM's collective_rpc may ask for; a change is seen at once, or once it is committed
 CHANGES = {
     "noise of sigma 0.1": ("qerl_set_noise", (0.1, 1, 1, TARGETS)),
-    "trained norms": ("qerl_stage", (None, {}, NORMS)),
+    "trained norms": ("qerl_swap", (None, {}, NORMS)),
 }
 VOUCHED = {"every_request_names_the_policy": True}
 
@@ -54,7 +54,6 @@ def test_promise_10_lora_slots_refuse_what_changes_every_answer(
     for part in ("the base's own name", "another adapter", '{"qerl": {"policy_adapter": {"rank": R}}}', *VOUCHED):
         assert part in error
     assert policy.state(digest=True) == before
-    assert "nothing is staged" in call(policy, "qerl_commit", (policy.version,))["error"]
     for request, answer in zip((None, policy.request), answers, strict=True):
         assert torch.equal(measure.engine(policy._llm, request), answer)
 
@@ -66,7 +65,6 @@ def test_promise_10_an_engine_of_one_name_needs_no_word(policy_of, name):
     for method, args in CHANGES.values():
         assert "error" not in call(policy, method, args)
     assert policy.state().sigma == 0.1
-    assert "error" not in call(policy, "qerl_commit", (policy.version,))
     assert "error" not in call(policy, "qerl_set_noise", (0.0, 0, 0, []))
     assert policy.state(digest=True).norms != clean
 
@@ -80,9 +78,9 @@ def test_promise_10_lora_slots_give_noise_and_trained_norms_up_at_any_callers_wo
     assert policy.state().sigma == 0
     assert policy.state(digest=True).norms != clean.norms
     for norms in (None, {}):
-        assert "error" not in call(policy, "qerl_stage", (None, {}, norms))
-    assert "error" not in call(policy, "qerl_commit", (policy.version,))
-    assert policy.state(digest=True).norms == clean.norms
+        policy.swap(None, norms=NORMS)
+        assert "error" not in call(policy, "qerl_swap", (None, {}, norms))
+        assert policy.state(digest=True).norms == clean.norms
 
 
 def test_promise_10_the_policy_vouches_for_its_program(policy_of, measure):

@@ -8,6 +8,7 @@ import torch
 from vllm import SamplingParams
 
 from qerl_vllm_plugin.adapter import AdapterError
+from qerl_vllm_plugin.adapter_folder import base_hash
 from qerl_vllm_plugin.policy import Policy
 
 TOLERANCE = 1e-4  # float32 engine against float32 PEFT; measured about 1e-5
@@ -43,7 +44,7 @@ def served(policy, measure):
 
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("module", MODULES)
-def test_promise_4_each_module_alone_equals_peft(policy, hf, make_adapter, measure, module, layer):
+def test_promise_04_each_module_alone_equals_peft(policy, hf, make_adapter, measure, module, layer):
     tensors, config, peft_model = make_adapter(hf, target_modules=[module], layers_to_transform=[layer])
     assert len(tensors) == 2
     base = measure.hf(hf)
@@ -65,7 +66,7 @@ def test_promise_4_each_module_alone_equals_peft(policy, hf, make_adapter, measu
     ],
     ids=["rank_8", "rank_3", "rank_stabilized", "expression"],
 )
-def test_promise_4_swapped_adapter_equals_peft_and_the_merged_model(policy, hf, make_adapter, measure, options):
+def test_promise_04_swapped_adapter_equals_peft_and_the_merged_model(policy, hf, make_adapter, measure, options):
     tensors, config, peft_model = make_adapter(hf, **options)
     version = policy.version
     assert policy.swap(tensors, config) == version + 1 == policy.version == policy.state().version
@@ -74,7 +75,7 @@ def test_promise_4_swapped_adapter_equals_peft_and_the_merged_model(policy, hf, 
     assert measure.difference(ours, measure.hf(peft_model.merge_and_unload())) < TOLERANCE
 
 
-def test_promise_4_modules_of_the_last_adapter_are_zeroed(policy, hf, make_adapter, measure):
+def test_promise_04_modules_of_the_last_adapter_are_zeroed(policy, hf, make_adapter, measure):
     policy.swap(*make_adapter(hf, target_modules=list(MODULES))[:2])
     tensors, config, peft_model = make_adapter(hf, target_modules=["v_proj"], seed=9)
     policy.swap(tensors, config)
@@ -97,7 +98,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_promise_4_a_refused_adapter_changes_nothing(policy, hf, make_adapter, measure, case):
+def test_promise_04_a_refused_adapter_changes_nothing(policy, hf, make_adapter, measure, case):
     policy.swap(*make_adapter(hf, seed=1)[:2], norms={"model.norm.weight": torch.linspace(0.5, 1.5, 64)})
     policy.set_noise(0.05, seed=1, rollout=1)
     before, answers, version = policy.state(digest=True), served(policy, measure), policy.version
@@ -112,7 +113,7 @@ def test_promise_4_a_refused_adapter_changes_nothing(policy, hf, make_adapter, m
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_promise_7_callers_tensors_are_never_modified(policy, hf, make_adapter, measure, dtype):
+def test_promise_07_callers_tensors_are_never_modified(policy, hf, make_adapter, measure, dtype):
     tensors, config, _ = make_adapter(hf, r=4, lora_alpha=16, target_modules=list(MODULES))
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}  # float32 is the engine's own dtype
     norms = {"model.layers.0.input_layernorm.weight": torch.rand(64), "model.norm.weight": torch.rand(64)}
@@ -215,20 +216,29 @@ def test_stock_bf16_weights_carry_the_policy_too(boot, make_bf16, reference, mak
     assert measure.difference(served(policy, measure), measure.hf(peft_model)) < TOLERANCE
 
 
-def test_an_adapter_of_the_user_under_the_policys_id_is_not_overwritten(
-    boot, folder, hf, make_adapter, lora_options, measure, tmp_path
-):
-    from vllm.lora.request import LoRARequest
-
-    make_adapter(hf)[2].save_pretrained(tmp_path)
-    engine = boot(folder, **lora_options)
-    theirs = LoRARequest("theirs", 1, str(tmp_path))
-    before = measure.engine(engine, theirs)
-    with pytest.raises(AdapterError, match="LoRA id 1 is already in use"):
-        Policy(engine)
-    assert torch.equal(measure.engine(engine, theirs), before)
-
-
 def test_without_its_config_an_adapter_is_refused(policy, hf, make_adapter):
     with pytest.raises(AdapterError, match="needs its config"):
         policy.swap(make_adapter(hf)[0])
+
+
+def test_pefts_own_config_object_is_taken_like_its_dict(policy, hf, make_adapter, measure):
+    import peft
+
+    _, _, peft_model = make_adapter(hf, target_modules=list(MODULES), use_rslora=True)
+    policy.swap(peft.get_peft_model_state_dict(peft_model), peft_model.peft_config["default"])
+    assert measure.difference(served(policy, measure), measure.hf(peft_model)) < TOLERANCE
+    with pytest.raises(AdapterError, match="config is list; give a dict or PEFT's LoraConfig"):
+        policy.swap(make_adapter(hf)[0], ["q_proj"])
+
+
+def test_an_adapter_of_another_base_is_refused_by_its_hash(policy, hf, make_adapter, folder, tmp_path):
+    make_adapter(hf)[2].save_pretrained(tmp_path)
+    state = tmp_path / "qerl_state.json"
+    state.write_text(json.dumps({"base": "/models/served", "base_hash": base_hash(folder)}))
+    version = policy.swap_folder(tmp_path)
+    before = policy.state(digest=True)
+    state.write_text(json.dumps({"base": "/models/another", "base_hash": "0" * 64}))
+    with pytest.raises(AdapterError, match=r"trained on another base \(/models/another\)"):
+        policy.swap_folder(tmp_path)
+    assert policy.version == version
+    assert policy.state(digest=True) == before

@@ -54,7 +54,7 @@ def test_the_cache_is_in_use(policy):
     assert distance(first, second) < 1e-4
 
 
-def test_promise_5_a_swap_is_answered_from_fresh_keys(policy, adapters):
+def test_promise_05_a_swap_is_answered_from_fresh_keys(policy, adapters):
     policy.swap(*adapters[0])
     ask(policy)
     policy.swap(*adapters[1])
@@ -63,7 +63,7 @@ def test_promise_5_a_swap_is_answered_from_fresh_keys(policy, adapters):
     assert distance(answer, fresh(policy)) < 1e-5
 
 
-def test_promise_5_a_noise_change_is_answered_from_fresh_keys(policy):
+def test_promise_05_a_noise_change_is_answered_from_fresh_keys(policy):
     clean, _ = ask(policy)
     policy.set_noise(0.1, seed=1, rollout=1)
     noisy, cached = ask(policy)
@@ -80,8 +80,7 @@ def test_control_without_the_reset_a_swap_is_answered_from_stale_keys(policy, ad
     ask(policy)
     tensors, config = adapters[1]
     plain = {key: config[key] for key in ("r", "lora_alpha")} | {"target_modules": sorted(config["target_modules"])}
-    policy._llm.collective_rpc("qerl_stage", args=(tensors, plain, None))
-    policy._llm.collective_rpc("qerl_commit", args=(policy.version,))
+    policy._llm.collective_rpc("qerl_swap", args=(tensors, plain, None))
     stale, cached = ask(policy)
     assert cached == 96
     assert distance(stale, fresh(policy)) > 1e-2
@@ -96,9 +95,9 @@ def test_control_without_the_reset_noise_is_answered_from_stale_keys(policy):
     assert distance(stale, fresh(policy)) > 1e-2
 
 
-def test_promise_5_a_cache_that_cannot_be_emptied_is_an_error(policy, adapters, monkeypatch):
+def test_promise_05_a_cache_that_cannot_be_emptied_is_an_error(policy, adapters, monkeypatch):
     before = policy.state(digest=True)
-    monkeypatch.setattr(policy._llm, "reset_prefix_cache", lambda: False)
+    monkeypatch.setattr(policy._llm, "reset_prefix_cache", lambda **_: False)
     with pytest.raises(RuntimeError, match="could not empty its prefix cache"):
         policy.swap(*adapters[0])
     assert policy.state(digest=True) == before

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,6 +44,8 @@ def edit(folder, change) -> None:
         ({"policy_adapter": 8}, '"qerl.policy_adapter" must be {"rank": R}'),
         ({"policy_adapter": {"rank": 513}}, "at most 512"),
         ({"policy_adapter": {"rank": 8, "alpha": 1}}, '"qerl.policy_adapter" must be {"rank": R}'),
+        ({"weight_only": 1}, '"qerl.weight_only" must be true or false'),
+        ({"untested_models": "yes"}, '"qerl.untested_models" must be true or false'),
         ({"kernel": "cutlass"}, "it is one of auto, tiled, marlin, dequantize"),
         ({"kernel": "tiled"}, '"tiled" needs a Hopper GPU'),
         ({"kernel": "marlin"}, '"marlin" needs an NVIDIA GPU'),
@@ -55,18 +58,64 @@ def edit(folder, change) -> None:
         "adapter_a_number",
         "rank_too_large",
         "key_too_many",
+        "weight_only_a_number",
+        "untested_models_a_string",
         "unknown_kernel",
         "kernel_of_another_gpu",
         "kernel_without_a_gpu",
     ],
 )
-def test_promise_9_options(boot, make_bf16, options, message):
+def test_promise_09_options(boot, make_bf16, options, message):
     assert message in refusal(boot, make_bf16("qwen2"), additional_config={"qerl": options})
 
 
-def test_promise_9_ignore_is_refused_where_it_would_have_no_effect(boot, folder):
+def test_promise_09_ignore_is_refused_where_it_would_have_no_effect(boot, folder):
     text = refusal(boot, folder, additional_config={"qerl": {"ignore": ["lm_head", "model.layers.0.mlp.down_proj"]}})
     assert '"qerl.ignore" is for BF16 checkpoints' in text
+
+
+def test_promise_09_an_ignored_layer_that_is_not_there(boot, make_bf16):
+    options = {"qerl": {"ignore": ["lm_head", "model.layers.0.mlp.downproj"]}}
+    assert "'model.layers.0.mlp.downproj', which is no layer" in refusal(
+        boot, make_bf16("qwen2"), additional_config=options
+    )
+
+
+def test_promise_09_batch_invariance_is_not_claimed(monkeypatch):
+    from vllm import envs
+
+    from qerl_vllm_plugin.config import QerlConfig
+
+    monkeypatch.setitem(vars(envs), "VLLM_BATCH_INVARIANT", True)  # an engine would change torch for good
+    with pytest.raises(ValueError, match="VLLM_BATCH_INVARIANT=1"):
+        QerlConfig()._prepare(SimpleNamespace(additional_config=None))
+
+
+def test_ignore_and_norms_are_named_as_in_the_checkpoint_of_a_vision_language_model():
+    """vLLM's own mapper of such a model: its checkpoint says model.language_model, vLLM says language_model.model."""
+    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    from qerl_vllm_plugin import compat
+    from qerl_vllm_plugin.config import QerlConfig
+
+    mapper = WeightsMapper(orig_to_new_prefix={"model.language_model.": "language_model.model.", "model.visual.": "v."})
+    config = QerlConfig()
+    config.apply_vllm_mapper(mapper)
+    with pytest.raises(ValueError, match=r"parts for images or sound.*re:\.\*visual"):
+        config._set_ignore(None, is_multimodal=True)
+    config._set_ignore(("model.language_model.layers.0.mlp.down_proj",), is_multimodal=True)
+    assert config.kind("language_model.model.layers.0.mlp.down_proj") is None
+    assert config.kind("language_model.model.layers.1.mlp.down_proj") == "nvfp4"
+    model = torch.nn.Module()
+    model.hf_to_vllm_mapper = mapper
+    model.language_model = torch.nn.Module()
+    model.language_model.model = torch.nn.Module()
+    model.language_model.model.norm = torch.nn.Module.__new__(RMSNorm)
+    torch.nn.Module.__init__(model.language_model.model.norm)
+    model.language_model.model.norm.weight = torch.nn.Parameter(torch.ones(4))
+    compat.keep_names(model, ["model.language_model.norm.weight", "model.visual.merger.ln_q.weight"])
+    assert list(compat.norm_layers(model)) == ["model.language_model.norm.weight"]
 
 
 def test_promise_10_resident_adapter_and_lora_exclude_each_other(boot, folder):
@@ -111,7 +160,7 @@ def test_ignored_layers_of_a_bf16_checkpoint_stay_in_bf16(boot, make_bf16, measu
     ],
     ids=["gptq", "awq", "fp8", "compressed_fp8", "w4a4", "mxfp4"],
 )
-def test_promise_9_other_quantizations_by_name(boot, folder, quantization, message):
+def test_promise_09_other_quantizations_by_name(boot, folder, quantization, message):
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "compressed-tensors", "ignore": ["lm_head"], **quantization}
     (folder / "config.json").write_text(json.dumps(config))
@@ -147,7 +196,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_promise_9_damaged_packed_checkpoint(boot, folder, case):
+def test_promise_09_damaged_packed_checkpoint(boot, folder, case):
     change, message = DAMAGE[case]
     edit(folder, change)
     text = refusal(boot, folder)
@@ -164,7 +213,7 @@ def test_promise_9_damaged_packed_checkpoint(boot, folder, case):
     ],
     ids=["norm_missing", "part_of_a_fused_layer_missing", "nan"],
 )
-def test_promise_9_damaged_bf16_checkpoint(boot, make_bf16, tmp_path, change, message):
+def test_promise_09_damaged_bf16_checkpoint(boot, make_bf16, tmp_path, change, message):
     folder = shutil.copytree(make_bf16("qwen2"), tmp_path / "copy")
     edit(folder, change)
     text = refusal(boot, folder)
@@ -172,7 +221,7 @@ def test_promise_9_damaged_bf16_checkpoint(boot, make_bf16, tmp_path, change, me
     assert "CheckpointError" in text
 
 
-def test_promise_9_truncated_file(boot, folder):
+def test_promise_09_truncated_file(boot, folder):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     assert "truncated" in refusal(boot, folder)

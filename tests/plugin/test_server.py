@@ -2,7 +2,6 @@
 
 import json
 import math
-import socket
 import time
 
 import pytest
@@ -20,16 +19,14 @@ def adapter(make_nvfp4, reference, make_adapter, tmp_path):
 
 
 @pytest.fixture
-def start_server(make_nvfp4, start_process, tmp_path):
+def start_server(make_nvfp4, start_process, hold_port, tmp_path):
     """start_server(*options) -> a client of a server of "base" that is ready, development endpoints included."""
     import openai
 
-    from qerl_recipes.serve import command
+    from qerl_recipes.machine.serve import command
 
     def start(*options):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = hold_port()
         line = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "base", "--dtype", "float32"]
         line += ["--max-model-len", "128", "--max-num-seqs", "8", "--num-gpu-blocks-override", "64", "--enforce-eager"]
         log = tmp_path / "server.log"
@@ -38,6 +35,7 @@ def start_server(make_nvfp4, start_process, tmp_path):
             log,
             VLLM_ENABLE_V1_MULTIPROCESSING="1",
             VLLM_SERVER_DEV_MODE="1",
+            VLLM_ALLOW_RUNTIME_LORA_UPDATING="1",
         )
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=120)
         deadline = time.monotonic() + 280
@@ -89,6 +87,23 @@ def assert_noise_needs_the_callers_word(client, answers, prompts) -> None:
     assert changed() == set()
 
 
+def assert_versions_come_and_go(client, adapter, scores, prompts) -> None:
+    """The plain way, as TRL's AsyncGRPO and prime-rl go it: a new name for each version, the last one unloaded."""
+    import openai
+
+    def post(path, **body):
+        return client.post(str(client.base_url.join(path)), cast_to=str, body=body)
+
+    for version in (1, 2):
+        post("load_lora_adapter", lora_name=f"policy-{version}", lora_path=str(adapter))
+        found = [sum(ask(client, f"policy-{version}", ids).logprobs.token_logprobs) for ids in prompts]
+        assert found == pytest.approx([scores["tuned", i] for i in range(len(prompts))], abs=TOLERANCE)
+        if version > 1:
+            post("unload_lora_adapter", lora_name=f"policy-{version - 1}")
+    with pytest.raises(openai.NotFoundError):
+        ask(client, "policy-1", prompts[0])
+
+
 @pytest.mark.integration
 @pytest.mark.timeout(600)
 def test_promise_10_server_answers_like_the_engine_and_refuses_noise_for_all(
@@ -115,6 +130,7 @@ def test_promise_10_server_answers_like_the_engine_and_refuses_noise_for_all(
             assert answer.token_ids == list(expected.token_ids)
             scores[name, i] = sum(answer.logprobs.token_logprobs)
             assert math.isclose(scores[name, i], expected.cumulative_logprob, abs_tol=TOLERANCE)
+    assert_versions_come_and_go(client, adapter, scores, measure.prompts)
     changed = [i for i in range(len(inputs)) if abs(scores["base", i] - scores["tuned", i]) > 10 * TOLERANCE]
     assert changed, "the adapter must change the answers"
 

@@ -19,7 +19,7 @@ BFLOAT16_TOLERANCE = 0.1
 
 
 @pytest.mark.parametrize("case", ARCHITECTURES)
-def test_promise_2_packed_checkpoint_equals_dequantized_reference(
+def test_promise_02_packed_checkpoint_equals_dequantized_reference(
     case, make_bf16, write_packed, reference, boot, measure
 ):
     architecture, changes = ARCHITECTURES[case]
@@ -40,7 +40,7 @@ def packed_bits(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
-def test_promise_1_bf16_quantized_on_the_way_in_has_the_bits_of_the_packed_checkpoint(
+def test_promise_01_bf16_quantized_on_the_way_in_has_the_bits_of_the_packed_checkpoint(
     architecture, make_bf16, make_nvfp4, write_packed, boot, measure
 ):
     packed = boot(make_nvfp4(architecture), dtype="bfloat16")
@@ -57,13 +57,13 @@ def test_the_packer_of_these_tests_writes_what_qerl_quantize_writes(make_bf16, m
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
-def test_promise_2_in_bfloat16_within_rounding(make_bf16, write_packed, reference, boot, measure):
+def test_promise_02_in_bfloat16_within_rounding(make_bf16, write_packed, reference, boot, measure):
     folder = write_packed(make_bf16("qwen3"))
     served = measure.engine(boot(folder, dtype="bfloat16"))
     assert measure.difference(served, measure.hf(reference(folder))) < BFLOAT16_TOLERANCE
 
 
-def test_promise_2_fused_parts_with_different_tensor_scales_stay_exact(
+def test_promise_02_fused_parts_with_different_tensor_scales_stay_exact(
     make_bf16, write_packed, reference, boot, measure
 ):
     folder = write_packed(make_bf16("qwen2"), shared=False)

@@ -1,0 +1,99 @@
+"""A saved adapter: the two files that PEFT writes, ``norms.safetensors`` if norms were trained, and of which base."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from qerl_vllm_plugin.adapter import AdapterError
+
+ADAPTER_FILE, CONFIG_FILE, NORMS_FILE = "adapter_model.safetensors", "adapter_config.json", "norms.safetensors"
+STATE_FILE = "qerl_state.json"  # written by `qerl train`, with the hash of the base that was trained on
+
+BLOCKS, BLOCK = 64, 4096
+
+
+@dataclass(frozen=True)
+class SavedAdapter:
+    """``config`` is the content of ``adapter_config.json``; ``norms`` is None where none were trained."""
+
+    tensors: dict[str, torch.Tensor]
+    config: dict[str, Any]
+    norms: dict[str, torch.Tensor] | None
+
+
+def read(folder: str | Path) -> SavedAdapter:
+    """Raises AdapterError for a folder that lacks a file or holds a damaged one."""
+    folder = Path(folder)
+    for name in (ADAPTER_FILE, CONFIG_FILE):
+        if not (folder / name).is_file():
+            raise AdapterError(f"{folder} holds no {name}; name a folder that PEFT or `qerl train` has saved")
+    try:
+        tensors = load_file(folder / ADAPTER_FILE)
+        norms = load_file(folder / NORMS_FILE) if (folder / NORMS_FILE).exists() else None
+    except (SafetensorError, OSError) as error:
+        raise AdapterError(f"{folder} is damaged: {error}; save the adapter again") from error
+    return SavedAdapter(tensors, _json(folder / CONFIG_FILE), norms)
+
+
+def check_base(folder: str | Path, base: Path) -> None:
+    """Raises AdapterError if an adapter's folder says that it was trained on another checkpoint than ``base``.
+
+    A folder that PEFT alone has written says nothing about that and passes: a name is no proof.
+    """
+    state = Path(folder) / STATE_FILE
+    if not state.is_file():
+        return
+    content = _json(state)
+    trained_on = content.get("base_hash")
+    if trained_on is not None and trained_on != base_hash(base):
+        raise AdapterError(
+            f"{folder} was trained on another base ({content.get('base')}) than the one served here ({base}); serve "
+            "that one"
+        )
+
+
+def digest(folder: str | Path) -> str:
+    """SHA-256 of a folder's tensors and config."""
+    sha = hashlib.sha256()
+    for name in (ADAPTER_FILE, CONFIG_FILE, NORMS_FILE):
+        file = Path(folder) / name
+        if file.is_file():
+            sha.update(name.encode() + hashlib.sha256(file.read_bytes()).digest())
+    return sha.hexdigest()
+
+
+def base_hash(folder: str | Path) -> str:
+    """SHA-256 that tells one base checkpoint from another without reading all of it.
+
+    Over config.json without its ``_name_or_path`` and version, and, for each safetensors file in the order of names,
+    its name, its size and 64 evenly spaced blocks of 4 KiB, the header's among them.
+    """
+    folder = Path(folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for key in ("_name_or_path", "transformers_version"):
+        config.pop(key, None)
+    sha = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        sha.update(f"{file.name}:{size}".encode())
+        with open(file, "rb") as content:
+            for i in range(BLOCKS):
+                content.seek(max(0, size - BLOCK) * i // (BLOCKS - 1))
+                sha.update(content.read(BLOCK))
+    return sha.hexdigest()
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise AdapterError(f"{file} is damaged: {error}; save the adapter again") from error
+    if not isinstance(content, dict):
+        raise AdapterError(f"{file} holds no JSON object; save the adapter again")
+    return content

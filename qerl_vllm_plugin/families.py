@@ -1,0 +1,31 @@
+"""The model families that were compared with transformers on the same weights; others are refused unless asked for.
+
+What a family lacks is refused where it is asked for: noise where the norms are stored as w and used as 1 + w
+(GemmaRMSNorm), an adapter where the checkpoint's linears are not vLLM's (GLM-4). SmolLM3's norms stay in BF16, which
+swallows a part of the noise; the warning of ``set_noise`` says how much.
+"""
+
+FAMILIES = (
+    "qwen2",
+    "qwen3",
+    "llama",
+    "mistral",
+    "qwen3_moe",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "glm4",
+    "granite",
+    "olmo2",
+    "smollm3",
+)
+ANYWAY = """--additional-config '{"qerl": {"untested_models": true}}'"""
+
+
+def check_family(model_type: str, untested_models: bool) -> None:
+    """Raises ValueError for a family that was never compared, unless that was allowed."""
+    if model_type not in FAMILIES and not untested_models:
+        raise ValueError(
+            f"model_type {model_type!r}: qerl_nvfp4 was never compared with transformers on this family; tested are "
+            f"{', '.join(FAMILIES)}. {ANYWAY} serves it all the same: compare its answers before you rely on them"
+        )

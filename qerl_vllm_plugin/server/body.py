@@ -1,0 +1,133 @@
+"""A request's body: received into a file in shared memory, never more of it than an adapter can need, and looked at."""
+
+import asyncio
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from qerl_vllm_plugin import shared_file
+
+MAX_HEADER = 4 << 20  # names of a 32B model's adapter take 0.2 MB
+MAX_JSON = 64 << 10
+STALLED = 30.0  # seconds without a byte
+CONFIG = "adapter_config"  # where the metadata of the file hold the content of adapter_config.json
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.]+")
+
+
+class Refused(Exception):
+    """An answer other than 200: ``status``, the ``reason`` under which it is counted, and what to tell the caller."""
+
+    def __init__(self, status: int, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.status, self.reason = status, reason
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A received safetensors file: its ``path``, SHA-256, size, and the adapter's config from its metadata."""
+
+    path: str
+    digest: str
+    size: int
+    config: dict[str, Any]
+
+
+async def chunks(request: Any, limit: int) -> AsyncIterator[bytes]:
+    """The body as it arrives. Raises Refused if it is longer than ``limit``, cut off, or stalled."""
+    declared = request.headers.get("content-length")
+    if declared is not None and (not declared.isdecimal() or int(declared) > limit):
+        raise Refused(413, "too_large", f"the body has {declared} bytes; at most {limit} can be used")
+    from starlette.requests import ClientDisconnect
+
+    stream, received = request.stream(), 0
+    while True:
+        try:
+            chunk = await asyncio.wait_for(anext(stream, None), STALLED)
+        except asyncio.TimeoutError:
+            raise Refused(408, "stalled", f"the body stalled for {STALLED:.0f} s") from None
+        except ClientDisconnect:
+            raise Refused(400, "cut_body", "the body was cut off") from None
+        if chunk is None:
+            break
+        received += len(chunk)
+        if received > limit:
+            raise Refused(413, "too_large", f"the body has more than {limit} bytes, which are all that can be used")
+        yield chunk
+    if declared is not None and received != int(declared):
+        raise Refused(400, "cut_body", f"the body was cut off after {received} of {declared} bytes")
+
+
+async def read_json(request: Any) -> dict[str, Any]:
+    """A small JSON object. Raises Refused."""
+    return _object("the body", b"".join([chunk async for chunk in chunks(request, MAX_JSON)]))
+
+
+@asynccontextmanager
+async def received(request: Any, limit: int) -> AsyncIterator[Upload]:
+    """The body as a file of this user alone, until the end of the block. Raises Refused."""
+    size = int(request.headers.get("content-length") or limit)
+    if size <= limit and not shared_file.fits(size):
+        raise Refused(507, "no_room", f"{shared_file.SHARED_MEMORY} has no room for {size} bytes")
+    handle, path = tempfile.mkstemp(prefix="qerl-", suffix=".safetensors", dir=shared_file.SHARED_MEMORY)
+    try:
+        sha, written = hashlib.sha256(), 0
+        with os.fdopen(handle, "wb") as file:
+            async for chunk in chunks(request, limit):
+                sha.update(chunk)
+                file.write(chunk)
+                written += len(chunk)
+        yield Upload(path, sha.hexdigest(), written, _config(path, written))
+    except OSError as error:
+        raise Refused(507, "no_room", f"{shared_file.SHARED_MEMORY}: {error.strerror}") from None
+    finally:
+        os.unlink(path)
+
+
+def _config(path: str, size: int) -> dict[str, Any]:
+    """The adapter's config from the header of a safetensors file. Raises Refused."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(MAX_HEADER, size - 8):
+            raise Refused(400, "bad_file", f"the body is no safetensors file: its header claims {length} bytes")
+        header = _object("the header of the safetensors file", file.read(length))
+    metadata = header.get("__metadata__")
+    text = metadata.get(CONFIG) if isinstance(metadata, dict) else None
+    if not isinstance(text, str):
+        raise Refused(400, "bad_file", f"the file's metadata lack {CONFIG!r}: the content of adapter_config.json")
+    config = _object(CONFIG, text)
+    check_patterns(config)
+    return config
+
+
+def check_patterns(config: dict[str, Any]) -> None:
+    """Modules are named by lists here: a pattern would run in every worker, for as long as its author likes.
+
+    Raises Refused.
+    """
+    for key in ("target_modules", "exclude_modules", "layers_pattern"):
+        value = config.get(key)
+        if value is None or (key == "target_modules" and value == "all-linear"):
+            continue
+        if not isinstance(value, list) or not all(isinstance(v, str) and _PLAIN_NAME.fullmatch(v) for v in value):
+            raise Refused(
+                400,
+                "pattern",
+                f"{key} must be a list of plain names over HTTP, not a pattern; PEFT's save_pretrained "
+                "and the names of the adapter's tensors give them",
+            )
+
+
+def _object(what: str, text: bytes | str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, "bad_json", f"{what} is not valid JSON ({type(error).__name__})") from None
+    if not isinstance(value, dict):
+        raise Refused(400, "bad_json", f"{what} is not a JSON object")
+    return value

@@ -1,0 +1,161 @@
+"""The order of a change on a running server: one at a time, the engine paused, its caches empty, all ranks or none."""
+
+import asyncio
+import json
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from vllm.logger import init_logger
+
+from qerl_vllm_plugin import adapter_folder
+from qerl_vllm_plugin.adapter import AdapterError
+from qerl_vllm_plugin.policy import PolicyLostError, check_answers
+from qerl_vllm_plugin.server import metrics
+from qerl_vllm_plugin.server.body import Refused
+from qerl_vllm_plugin.server.versions import History, tell_versions
+
+logger = init_logger("vllm.qerl")
+
+MODES = ("keep", "wait", "abort")  # what happens to running requests
+DRAIN = 600.0  # seconds that running requests may take under "wait"
+
+
+class PolicyServer:
+    """The policy of one API server; ``open`` comes before the first request."""
+
+    def __init__(self) -> None:
+        self.history = History()
+        self.lost: str | None = None
+        self._lock = asyncio.Lock()
+
+    async def open(self, engine: Any, vllm_config: Any, base: Path | None, folders: str | None) -> None:
+        """``folders``: the directory whose folders may be installed by name. Raises ValueError if there is none."""
+        if folders is not None and not Path(folders).is_dir():
+            raise ValueError(f'--additional-config: "qerl.policy_folders": {folders} is no directory')
+        self._engine, self._base = engine, base
+        self._folders = Path(folders).resolve() if folders is not None else None
+        self._has_connector = vllm_config.kv_transfer_config is not None
+        opened = await self._rpc("qerl_open")
+        self.carrier, self.rank, self.limit = opened["carrier"], opened["max_rank"], opened["max_bytes"]
+        self.history.add(opened["version"])
+        metrics.VERSION.set(opened["version"])
+        self.base_hash = adapter_folder.base_hash(base) if base is not None else None
+        tell_versions(engine, self.history)
+
+    async def state(self) -> dict[str, Any]:
+        state = await self._rpc("qerl_state")
+        return {
+            "version": state["version"],
+            "hash": state["hash"] or None,
+            "noise": {key: state[key] for key in ("sigma", "seed", "rollout", "targets")},
+            "max_rank": self.rank,
+            "max_bytes": self.limit,
+            "base": str(self._base) if self._base is not None else None,
+            "base_hash": self.base_hash,
+        }
+
+    async def swap(
+        self, path: str | None, config: dict[str, Any], digest: str, version: int | None, mode: str
+    ) -> dict[str, Any]:
+        """Installs the safetensors file ``path``, or no adapter, as ``version`` -> version and seconds."""
+        return await _to_the_end(self._swap(path, config, digest, version, mode))
+
+    async def _swap(
+        self, path: str | None, config: dict[str, Any], digest: str, version: int | None, mode: str
+    ) -> dict[str, Any]:
+        if self.carrier != "resident":
+            raise Refused(
+                409,
+                "no_carrier",
+                "this server has no resident adapter; start it with --quantization qerl_nvfp4 --additional-config "
+                """'{"qerl": {"policy_adapter": {"rank": R}}}'""",
+            )
+        async with self._lock:
+            served = await self._rpc("qerl_state")
+            if version is not None and version <= served["version"]:
+                if version == served["version"] and digest == served["hash"]:
+                    return {"version": version, "unchanged": True}
+                raise Refused(
+                    409, "stale_version", f"version {version} is not newer than {served['version']}, which is served"
+                )
+            text = json.dumps(config)  # vLLM's own message format has no whole numbers above 64 bits
+            answer = await self._change("swap", mode, "qerl_swap", path, text, path, False, version, digest)
+            metrics.VERSION.set(answer["version"])
+            return answer
+
+    async def set_noise(self, sigma: Any, seed: Any, rollout: Any, targets: Any, mode: str) -> dict[str, Any]:
+        return await _to_the_end(self._set_noise(sigma, seed, rollout, targets, mode))
+
+    async def _set_noise(self, sigma: Any, seed: Any, rollout: Any, targets: Any, mode: str) -> dict[str, Any]:
+        async with self._lock:
+            return await self._change("noise", mode, "qerl_set_noise", sigma, seed, rollout, targets)
+
+    def folder(self, name: str) -> Path:
+        """The folder that may be installed under this name. Raises Refused."""
+        if self._folders is None:
+            raise Refused(
+                404, "no_folders", 'this server was started without "qerl.policy_folders"; send the adapter itself'
+            )
+        folder = (self._folders / name).resolve()
+        if folder.parent != self._folders or not folder.is_dir():
+            raise Refused(404, "no_folder", f"there is no folder {name!r} among those that may be installed")
+        if self._base is not None:
+            adapter_folder.check_base(folder, self._base)
+        return folder
+
+    async def _change(self, kind: str, mode: str, method: str, *args: Any) -> dict[str, Any]:
+        """Pauses, empties every cache, changes, resumes. Nothing that another policy computed is read again, for
+        nothing runs from the emptying on; a change that is refused costs running requests their cache and no more."""
+        start = time.perf_counter()
+        was_paused = await self._engine.is_paused()
+        try:
+            if not was_paused:
+                try:
+                    await asyncio.wait_for(self._engine.pause_generation(mode=mode, clear_cache=False), DRAIN)
+                except asyncio.TimeoutError:
+                    raise Refused(
+                        503, "still_running", f"requests still ran after {DRAIN:.0f} s; use requests=keep or abort"
+                    ) from None
+            await self._empty_caches()
+            answer = await self._rpc(method, *args)
+            if "version" in answer:
+                self.history.add(answer["version"])
+        finally:
+            if not was_paused and self.lost is None:
+                await self._engine.resume_generation()
+        metrics.SWAPS.labels(kind).inc()
+        metrics.SECONDS.observe(time.perf_counter() - start)
+        return {**answer, "seconds": round(time.perf_counter() - start, 4)}
+
+    async def _empty_caches(self) -> None:
+        """Raises Refused if the engine could not empty them; nothing has changed then."""
+        try:
+            done = await self._engine.reset_prefix_cache(
+                reset_running_requests=True, reset_connector=self._has_connector
+            )
+        except Exception as error:
+            logger.exception("the caches could not be emptied")
+            raise Refused(503, "cannot_reset", f"the caches could not be emptied: {error}") from error
+        if not done:
+            raise Refused(503, "cannot_reset", "the engine could not empty its caches; nothing has changed")
+
+    async def _rpc(self, method: str, *args: Any) -> dict[str, Any]:
+        """The first rank's answer. Raises Refused if a rank refused."""
+        if self.lost is not None:
+            raise Refused(503, "lost", self.lost)
+        results = await self._engine.collective_rpc(method, args=args)
+        try:
+            check_answers(results)
+        except AdapterError as error:
+            raise Refused(422, "refused", str(error)) from error
+        except PolicyLostError as error:
+            self.lost = str(error)
+            raise Refused(503, "lost", self.lost) from error
+        return dict(results[0])
+
+
+async def _to_the_end(change: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+    """Lets a change end though its caller has gone: half-way the engine is paused."""
+    return await asyncio.shield(asyncio.create_task(change))

@@ -1,0 +1,60 @@
+"""What vLLM's API server loads: entry point ``qerl`` of the group ``vllm.endpoint_plugins``."""
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from vllm.logger import init_logger
+
+from qerl_vllm_plugin import adapter_folder, compat
+from qerl_vllm_plugin.config import Options
+from qerl_vllm_plugin.loading import checkpoint_folder
+from qerl_vllm_plugin.server import routes
+from qerl_vllm_plugin.server.changes import PolicyServer
+from qerl_vllm_plugin.server.token import TOKEN, TOKEN_FILE, read_token
+from qerl_vllm_plugin.server.versions import StampVersions
+
+logger = init_logger("vllm.qerl")
+
+
+class EndpointPlugin:
+    """The routes exist only where an admin token is configured."""
+
+    name = "qerl"
+    required_tasks = ("generate",)
+
+    def __init__(self) -> None:
+        """Raises ValueError for a token that cannot be read or is too short."""
+        self._token: bytes | None = None
+
+    def attach_router(self, app: Any) -> None:
+        self._token = read_token()
+        if self._token is None:
+            logger.info("/v1/qerl: neither %s nor %s is set, so there are no such routes", TOKEN_FILE, TOKEN)
+            return
+        app.state.qerl = PolicyServer()
+        routes.attach(app, self._token)
+        app.add_middleware(StampVersions, server=app.state.qerl)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Raises ValueError for a server of which only a part would change, or whose adapters are of another base."""
+        if self._token is None:
+            return
+        if engine_client is None:
+            raise ValueError("/v1/qerl needs an engine; a render server has none")
+        vllm_config = engine_client.vllm_config
+        replicas = vllm_config.parallel_config.data_parallel_size
+        if replicas > 1:
+            raise ValueError(
+                f"/v1/qerl: --data-parallel-size {replicas} would let one replica answer for all; start one server a "
+                "replica, and change each"
+            )
+        if (processes := getattr(args, "api_server_count", None) or 1) > 1:
+            raise ValueError(f"/v1/qerl: {processes} API server processes do not know each other's versions; start one")
+        compat.check_kv_connector(vllm_config)
+        base = checkpoint_folder(vllm_config)
+        for module in getattr(args, "lora_modules", None) or []:
+            if base is not None and Path(module.path).is_dir():
+                adapter_folder.check_base(module.path, base)
+        options = Options.parse(vllm_config.additional_config)
+        await state.qerl.open(engine_client, vllm_config, base, options.policy_folders)

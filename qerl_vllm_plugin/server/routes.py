@@ -1,0 +1,109 @@
+"""The routes under /v1/qerl. Every one asks for the admin token before it reads anything else of the request."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from qerl_vllm_plugin import adapter_folder, noise, shared_file
+from qerl_vllm_plugin.adapter import AdapterError
+from qerl_vllm_plugin.server import body, metrics
+from qerl_vllm_plugin.server.body import Refused
+from qerl_vllm_plugin.server.changes import MODES, PolicyServer
+from qerl_vllm_plugin.server.token import HEADER, matches
+
+Handler = Callable[[PolicyServer, Request], Awaitable[dict[str, Any]]]
+NOISE_KEYS = ("sigma", "seed", "rollout", "targets")
+
+
+def attach(app: Any, token: bytes) -> None:
+    """Adds the routes to the server's application; ``token`` is the hash of the admin token."""
+
+    def add(path: str, method: str, handler: Handler) -> None:
+        async def answer(request: Request) -> JSONResponse:
+            try:
+                if not matches(request.headers.get(HEADER), token):
+                    raise Refused(401, "unauthorized", f"{HEADER} is missing or wrong")
+                return JSONResponse(await handler(app.state.qerl, request))
+            except Refused as refusal:
+                metrics.REFUSALS.labels(refusal.reason).inc()
+                # what is left of the body is not read
+                return JSONResponse({"error": str(refusal)}, refusal.status, headers={"Connection": "close"})
+
+        app.add_api_route(f"/v1/qerl/{path}", answer, methods=[method], include_in_schema=False)
+
+    add("policy", "PUT", put_policy)
+    add("policy", "DELETE", delete_policy)
+    add("noise", "PUT", put_noise)
+    add("noise", "DELETE", delete_noise)
+    add("state", "GET", get_state)
+
+
+async def put_policy(server: PolicyServer, request: Request) -> dict[str, Any]:
+    """Installs the adapter in the body, or that of ``?folder=NAME``."""
+    query = _query(request, "version", "requests", "folder")
+    version, mode = _version(query), _mode(query)
+    if "folder" not in query:
+        async with body.received(request, server.limit) as upload:
+            metrics.BYTES.inc(upload.size)
+            return await server.swap(upload.path, upload.config, upload.digest, version, mode)
+    try:
+        folder = server.folder(query["folder"])
+        saved = adapter_folder.read(folder)
+    except AdapterError as error:
+        raise Refused(422, "refused", str(error)) from error
+    body.check_patterns(saved.config)
+    with shared_file.shared({**saved.tensors, **(saved.norms or {})}) as path:
+        return await server.swap(path, saved.config, adapter_folder.digest(folder), version, mode)
+
+
+async def delete_policy(server: PolicyServer, request: Request) -> dict[str, Any]:
+    """Serves the base alone."""
+    query = _query(request, "version", "requests")
+    return await server.swap(None, {}, "", _version(query), _mode(query))
+
+
+async def put_noise(server: PolicyServer, request: Request) -> dict[str, Any]:
+    """Sets the noise: {"sigma": 0.01, "seed": 1, "rollout": 7}, and "targets" where they are not the usual norms."""
+    mode = _mode(_query(request, "requests"))
+    given = await body.read_json(request)
+    if unknown := sorted(set(given) - set(NOISE_KEYS)):
+        raise Refused(400, "bad_json", f"unknown key {unknown[0]!r}; known: {', '.join(NOISE_KEYS)}")
+    if missing := [key for key in NOISE_KEYS[:3] if key not in given]:
+        raise Refused(400, "bad_json", f"the key {missing[0]!r} is missing")
+    targets = given.get("targets", list(noise.DEFAULT_TARGETS))
+    return await server.set_noise(given["sigma"], given["seed"], given["rollout"], targets, mode)
+
+
+async def delete_noise(server: PolicyServer, request: Request) -> dict[str, Any]:
+    """Gives the norms back their bits without noise."""
+    return await server.set_noise(0.0, 0, 0, [], _mode(_query(request, "requests")))
+
+
+async def get_state(server: PolicyServer, request: Request) -> dict[str, Any]:
+    _query(request)
+    return await server.state()
+
+
+def _query(request: Request, *known: str) -> dict[str, str]:
+    query = dict(request.query_params)
+    if unknown := sorted(set(query) - set(known)):
+        raise Refused(400, "bad_query", f"unknown parameter {unknown[0]!r}; known: {', '.join(known) or 'none'}")
+    return query
+
+
+def _version(query: dict[str, str]) -> int | None:
+    text = query.get("version")
+    if text is None:
+        return None
+    if not text.isascii() or not text.isdecimal() or len(text) > 15:
+        raise Refused(400, "bad_query", "version must be a whole number")
+    return int(text)
+
+
+def _mode(query: dict[str, str]) -> str:
+    mode = query.get("requests", MODES[0])
+    if mode not in MODES:
+        raise Refused(400, "bad_query", f"requests is one of {', '.join(MODES)}")
+    return mode

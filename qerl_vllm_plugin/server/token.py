@@ -1,0 +1,41 @@
+"""The admin token: from a file or the environment, compared in constant time, and written nowhere."""
+
+import hashlib
+import os
+import secrets
+from pathlib import Path
+
+TOKEN_FILE, TOKEN = "QERL_ADMIN_TOKEN_FILE", "QERL_ADMIN_TOKEN"
+HEADER = "X-QeRL-Admin-Token"
+SHORTEST = 16
+
+
+def read_token() -> bytes | None:
+    """The SHA-256 of the token; None where none is configured.
+
+    Raises ValueError for a file that cannot be read, a token that is too short, and where both are set.
+    """
+    file, token = os.environ.get(TOKEN_FILE), os.environ.get(TOKEN)
+    if file is None and token is None:
+        return None
+    if file is not None and token is not None:
+        raise ValueError(f"both {TOKEN_FILE} and {TOKEN} are set; set one")
+    if file is not None:
+        try:
+            token = Path(file).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{TOKEN_FILE}: {file} cannot be read ({type(error).__name__})") from None
+    if token is None or len(token) < SHORTEST:
+        raise ValueError(
+            f"the token of {TOKEN_FILE if file else TOKEN} is too short; use {SHORTEST} characters or more"
+        )
+    return _hash(token)
+
+
+def matches(given: str | None, expected: bytes) -> bool:
+    """Whether a request's token is the one whose hash is ``expected``; takes as long for any."""
+    return secrets.compare_digest(_hash(given or ""), expected)
+
+
+def _hash(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()

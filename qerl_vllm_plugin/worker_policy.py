@@ -1,0 +1,291 @@
+"""What one worker holds of the policy, and how it changes: on all ranks or on none.
+
+A change has two halves. Preparing it checks everything and allocates everything, and touches nothing that serves
+requests. Committing it only copies into tensors that are there. All ranks that share the model agree in between that
+each of them is prepared, in one call of the driver: no rank commits what another has refused.
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+
+from qerl_vllm_plugin import adapter, adapter_folder, compat, noise
+from qerl_vllm_plugin.adapter import AdapterError, NoCarrierError, Target
+from qerl_vllm_plugin.lora_slots import LoraSlots
+from qerl_vllm_plugin.resident import ResidentAdapter
+
+logger = init_logger("vllm.qerl")
+
+NO_CARRIER = (
+    "this engine has no room for an adapter; start it with enable_lora=True, max_lora_rank=R, or with "
+    'additional_config={"qerl": {"policy_adapter": {"rank": R}}}'
+)
+SEVERAL_NAMES = (
+    " would change every answer of this engine. It has LoRA slots, so a request may ask for the base's own name or for "
+    "another adapter, and would be answered with that change. Serve with --quantization qerl_nvfp4 --additional-config "
+    """'{"qerl": {"policy_adapter": {"rank": R}}}' instead of --enable-lora: such a server has one name. Only a """
+    "program that alone sends requests, each with the policy's LoRARequest, may pass "
+    "every_request_names_the_policy=True"
+)
+ANOTHER_RANK = "another rank of this engine has refused the change"
+LOST = "this engine holds half of a policy and serves nothing any more; restart it. While it was changed: "
+
+Tensors = Mapping[str, torch.Tensor]
+Answer = dict[str, Any]
+
+
+@dataclass
+class WorkerPolicy:
+    """``layers`` and ``carrier`` are where norms and adapter lie, looked up once: it takes longer than a swap.
+
+    ``targets`` and ``sizes`` are the linears and the norms of the whole model, of which a rank of a pipeline holds a
+    part. ``checkpoint_norms`` are this rank's norms as loaded, ``base_norms`` those that the noise is added to: the
+    same, or trained. ``digest`` is what the caller named the adapter. ``released`` is what brings the memory of the KV
+    cache back, None while the cache has it. ``lost`` says why this engine may not serve any more.
+    """
+
+    model: torch.nn.Module
+    layers: dict[str, torch.nn.Module]
+    carrier: LoraSlots | ResidentAdapter | None
+    checkpoint_norms: dict[str, torch.Tensor]
+    base_norms: dict[str, torch.Tensor]
+    targets: dict[str, Target]
+    sizes: dict[str, int]
+    checker: adapter.Checker = field(repr=False)
+    version: int = 0
+    digest: str = ""
+    sigma: float = 0.0
+    seed: int = 0
+    rollout: int = 0
+    noise_targets: tuple[str, ...] = noise.DEFAULT_TARGETS
+    released: Any = field(default=None, repr=False)
+    lost: str | None = None
+
+
+def most_bytes(policy: WorkerPolicy) -> int:
+    """What the largest adapter with all norms takes as a safetensors file: fp32, and a header."""
+    rank = policy.carrier.max_rank if policy.carrier is not None else 0
+    adapter_values = sum(rank * (target.in_features + target.out_features) for target in policy.targets.values())
+    return 4 * (adapter_values + sum(policy.sizes.values())) + (1 << 20) + 1024 * len(policy.targets)
+
+
+def policy_of(worker: Any) -> WorkerPolicy:
+    """The policy of a worker; the first call must reach all ranks of a pipeline.
+
+    Raises AdapterError for a model that one of them cannot hold a policy for.
+    """
+    model = compat.model_of(worker)
+    if not hasattr(model, "qerl_policy"):
+        model.qerl_policy = _open(model, worker)
+    return model.qerl_policy
+
+
+def _open(model: torch.nn.Module, worker: Any) -> WorkerPolicy:
+    """``worker`` is None while the model is being loaded, when it has no LoRA slots yet."""
+    layers = compat.norm_layers(model)
+    carrier, reason = None, None
+    try:
+        carrier = _carrier(model, worker)
+    except AdapterError as error:
+        reason = str(error)
+    own = carrier.targets() if carrier is not None else {}
+    stages = compat.of_all_stages((own, {name: layer.weight.numel() for name, layer in layers.items()}, reason))
+    if reasons := [reason for _, _, reason in stages if reason is not None]:
+        raise AdapterError(reasons[0])
+    targets = {name: target for found, _, _ in stages for name, target in found.items()}
+    sizes = {name: size for _, found, _ in stages for name, size in found.items()}
+    # clones in the dtype they have, so that clearing the noise gives back the very same bits
+    norms = {name: layer.weight.data.clone() for name, layer in layers.items()}
+    checker = adapter.Checker(targets, carrier.max_rank if carrier is not None else 0)
+    return WorkerPolicy(model, layers, carrier, norms, dict(norms), targets, sizes, checker)
+
+
+def _carrier(model: torch.nn.Module, worker: Any) -> LoraSlots | ResidentAdapter | None:
+    """Where the adapter is kept: in the layers, in vLLM's LoRA slots, or nowhere."""
+    with contextlib.suppress(NoCarrierError):
+        return ResidentAdapter(model)
+    with contextlib.suppress(NoCarrierError):
+        return LoraSlots(worker)
+    return None
+
+
+def install_at_start(model: torch.nn.Module, folder: str, base: Path | None) -> None:
+    """Makes a saved adapter version 1 of a model that has just been loaded. Raises AdapterError."""
+    if base is not None:
+        adapter_folder.check_base(folder, base)
+    saved = adapter_folder.read(folder)
+    policy = model.qerl_policy = _open(model, None)
+    digest = adapter_folder.digest(folder)
+    answer = on_all_ranks(policy, lambda: prepare_swap(policy, saved.tensors, saved.config, saved.norms, 1, digest))
+    if "error" in answer:
+        raise AdapterError(f"{folder}: {answer['error']}")
+
+
+@torch.no_grad()
+def on_all_ranks(policy: WorkerPolicy, prepare: Callable[[], Callable[[], Answer]]) -> Answer:
+    """Makes a change that ``prepare`` has prepared and returned, if every rank of this model could prepare it.
+
+    Never raises. A refusal is ``{"error": text}``. A commit that fails on some rank leaves no policy that could be
+    named: ``{"error": text, "lost": True}``, and from then on the model refuses to run on every rank.
+    """
+    commit, error = None, policy.lost
+    if error is None:
+        try:
+            commit = prepare()
+        except Exception as refusal:
+            error = _reason(refusal)
+    if compat.any_rank(commit is None):
+        return {"error": error or ANOTHER_RANK, **({"lost": True} if policy.lost else {})}
+    assert commit is not None
+    answer, failed = {}, None
+    try:
+        answer = commit()
+    except Exception as failure:
+        logger.exception("the policy could not be changed")
+        failed = f"{type(failure).__name__}: {failure}"
+    if compat.any_rank(failed is not None):
+        lose(policy, failed or ANOTHER_RANK)
+        return {"error": policy.lost, "lost": True}
+    return answer
+
+
+def lose(policy: WorkerPolicy, reason: str) -> None:
+    """From now on this worker refuses to run its model, and to change."""
+    policy.lost = LOST + reason
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError(policy.lost)
+
+    policy.model.register_forward_pre_hook(refuse)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, AdapterError | ValueError) and str(error):
+        return str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"out of GPU memory before the change; lower gpu_memory_utilization. Nothing changed ({error})"
+    logger.error("a change of the policy was refused", exc_info=error)
+    return f"{type(error).__name__}: {error}"
+
+
+def prepare_swap(
+    policy: WorkerPolicy, tensors: Tensors | None, config: Any, norms: Tensors | None, version: int | None, digest: str
+) -> Callable[[], Answer]:
+    """Installs an adapter and norms; see ``worker.qerl_swap``."""
+    if version is None:
+        version = policy.version + 1
+    elif version == policy.version and digest and digest == policy.digest:
+        return lambda: {"version": policy.version, "unchanged": True}
+    elif version <= policy.version:
+        raise AdapterError(f"version {version} is not newer than {policy.version}, which is served")
+    checked = None
+    if tensors is not None:
+        if policy.carrier is None:
+            raise AdapterError(NO_CARRIER)
+        if not isinstance(config, Mapping):
+            raise AdapterError(f"the adapter's config is {type(config).__name__}; it must be an object")
+        checked = policy.checker.check(tensors, config)
+    staged: Any = None
+    if policy.carrier is not None:
+        policy.carrier.prepare()
+        staged = policy.carrier.stage(checked)
+    base = _trained(policy, norms)
+    values = None
+    if any(norm is not policy.base_norms[name] for name, norm in base.items()):
+        values = _norm_values(base, policy.sigma, policy.seed, policy.rollout, policy.noise_targets)
+
+    def commit() -> Answer:
+        if policy.carrier is not None:
+            policy.carrier.commit(staged)
+        if values is not None:
+            _write_norms(policy, values)
+            policy.base_norms = base
+        policy.version, policy.digest = version, digest
+        return {"version": version, "modules": len(checked.pairs) if checked else 0}
+
+    return commit
+
+
+def prepare_noise(
+    policy: WorkerPolicy, sigma: Any, seed: Any, rollout: Any, targets: list[str]
+) -> Callable[[], Answer]:
+    """Sets the noise; see ``worker.qerl_set_noise``."""
+    sigma = noise.check_sigma(sigma)
+    for name, value in (("seed", seed), ("rollout", rollout)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise AdapterError(f"the noise's {name} is {value!r}; it must be a whole number")
+    if not isinstance(targets, list | tuple) or not all(isinstance(target, str) for target in targets):
+        raise AdapterError(f"the noise's targets are {targets!r}; they must be a list of names of norms")
+    # no noise is what clears it, and needs no target
+    names = sorted(noise.targeted(policy.sizes, targets)) if sigma or targets else []
+    values = _norm_values(policy.base_norms, sigma, seed, rollout, targets)
+
+    def commit() -> Answer:
+        _write_norms(policy, values)
+        policy.sigma, policy.seed, policy.rollout, policy.noise_targets = sigma, seed, rollout, tuple(targets)
+        own = [name for name in names if name in policy.layers]
+        return {"touched": len(names) if sigma else 0, "swallowed": _swallowed(policy, own)}
+
+    return commit
+
+
+def check_one_policy(policy: WorkerPolicy, change: str, every_request_names_the_policy: bool) -> None:
+    """Raises AdapterError for a change to all answers where some may be another policy's, unless the caller vouches."""
+    # nothing but True: a server passes on whatever JSON holds, and the text "false" is true
+    if isinstance(policy.carrier, LoraSlots) and every_request_names_the_policy is not True:
+        raise AdapterError(change + SEVERAL_NAMES)
+
+
+def _trained(policy: WorkerPolicy, given: Tensors | None) -> dict[str, torch.Tensor]:
+    """The norms that the noise will be added to: the checkpoint's, with the trained ones in their place."""
+    norms = dict(policy.checkpoint_norms)
+    for name, tensor in (given or {}).items():
+        size = policy.sizes.get(name)
+        if size is None:
+            raise AdapterError(f"trained norm {name} is no norm of this model; was it trained on another base?")
+        if tuple(tensor.shape) != (size,):
+            raise AdapterError(f"trained norm {name} has shape {tuple(tensor.shape)}, not {(size,)}")
+        if not bool(torch.isfinite(tensor).all()):
+            raise AdapterError(f"trained norm {name} holds NaN or infinite values")
+        if (present := norms.get(name)) is not None:
+            norms[name] = tensor.to(present, copy=True)
+    return norms
+
+
+def _norm_values(
+    base: dict[str, torch.Tensor], sigma: float, seed: int, rollout: int, targets: Any
+) -> dict[str, torch.Tensor]:
+    """What the norms will hold: ``base``, and the noise on those that are its targets."""
+    return {
+        name: noise.noisy(norm, sigma, seed, rollout, name) if sigma and noise.is_target(name, targets) else norm
+        for name, norm in base.items()
+    }
+
+
+def _write_norms(policy: WorkerPolicy, values: dict[str, torch.Tensor]) -> None:
+    """In place: compiled graphs and CUDA graphs hold the addresses."""
+    if values:
+        torch._foreach_copy_([policy.layers[name].weight.data for name in values], list(values.values()))
+
+
+def _swallowed(policy: WorkerPolicy, names: list[str]) -> float:
+    """Share of noisy weights that rounding to the norm's dtype left unchanged; 0 for fp32 norms."""
+    weights = {name: policy.layers[name].weight.data for name in names}
+    if not policy.sigma or all(weight.dtype == torch.float32 for weight in weights.values()):
+        return 0.0
+    same = sum(int((weight == policy.base_norms[name]).sum()) for name, weight in weights.items())
+    return same / sum(weight.numel() for weight in weights.values())
+
+
+def digest_of(tensors: Any) -> str:
+    """SHA-256 of the bits of tensors, in their order."""
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        sha.update(tensor.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return sha.hexdigest()

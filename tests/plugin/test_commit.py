@@ -1,0 +1,188 @@
+"""A change of the policy: everything may fail before it, and nothing is allocated in it."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qerl_vllm_plugin import compat
+from qerl_vllm_plugin.adapter import AdapterError
+from qerl_vllm_plugin.policy import Policy, PolicyLostError
+from qerl_vllm_plugin.worker_policy import policy_of, prepare_noise, prepare_swap
+
+TOLERANCE = 1e-4
+MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+NORMS = {"model.norm.weight": torch.linspace(0.5, 1.5, 64)}
+
+
+@pytest.fixture(scope="module")
+def hf(reference, make_nvfp4):
+    return reference(make_nvfp4("qwen2"))
+
+
+@pytest.fixture(scope="module")
+def engine(boot, make_nvfp4, carrier_options):
+    return boot(make_nvfp4("qwen2"), **carrier_options)
+
+
+@pytest.fixture
+def policy(engine):
+    policy = Policy(engine)
+    policy.swap(None)
+    policy.clear_noise()
+    return policy
+
+
+def worker_policy(policy):
+    return policy_of(policy._llm.llm_engine.model_executor.driver_worker.worker)
+
+
+def served(policy, measure):
+    return measure.engine(policy._llm, policy.request)
+
+
+@pytest.mark.parametrize("ranks", [(8, 2), (8, 1), (4, 3)])
+def test_a_smaller_rank_leaves_nothing_of_a_larger_one(policy, hf, make_adapter, measure, ranks):
+    larger, smaller = (make_adapter(hf, seed=rank, r=rank, target_modules=MODULES) for rank in ranks)
+    policy.swap(*larger[:2])
+    policy.swap(*smaller[:2])
+    assert measure.difference(served(policy, measure), measure.hf(smaller[2])) < TOLERANCE
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every operation that takes memory of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocating: set[str] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        is_in_place = function._schema.name.endswith("_")
+        is_view = function.is_view or function._schema.name in ("aten::detach", "aten::_reshape_alias")
+        if not is_in_place and not is_view:
+            self.allocating.add(function._schema.name)
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_commit_only_copies(policy, hf, make_adapter):
+    tensors, config, _ = make_adapter(hf, r=3, target_modules=[*MODULES[:3], "down_proj"])
+    config = {**config, "target_modules": sorted(config["target_modules"])}
+    inside = worker_policy(policy)
+    with torch.no_grad():
+        changes = [
+            prepare_swap(inside, tensors, config, NORMS, None, ""),
+            prepare_swap(inside, None, {}, None, None, ""),
+            prepare_noise(inside, 0.1, 1, 1, ["input_layernorm"]),
+        ]
+        for commit in changes:
+            with Recorder() as recorder:
+                commit()
+            assert recorder.allocating == set()
+        with Recorder() as control:
+            prepare_swap(inside, tensors, config, None, None, "")
+    assert "aten::empty.memory_format" in control.allocating or "aten::empty" in control.allocating
+
+
+@pytest.mark.parametrize("failure", [torch.OutOfMemoryError("2 GiB"), RuntimeError("no kernel"), OSError(28, "full")])
+def test_whatever_fails_before_the_commit_changes_nothing(policy, hf, make_adapter, measure, monkeypatch, failure):
+    policy.swap(*make_adapter(hf, seed=1)[:2], norms=NORMS)
+    policy.set_noise(0.05, seed=1, rollout=1)
+    before, answers = policy.state(digest=True), served(policy, measure)
+
+    def fail(*_):
+        raise failure
+
+    with monkeypatch.context() as patched:
+        patched.setattr(worker_policy(policy).carrier, "stage", fail)
+        with pytest.raises(AdapterError, match=r"out of GPU memory|no kernel|full"):
+            policy.swap(*make_adapter(hf, seed=2)[:2])
+    assert policy.state(digest=True) == before
+    assert torch.equal(served(policy, measure), answers)
+
+
+def test_no_rank_commits_what_another_has_refused(policy, hf, make_adapter, measure, monkeypatch):
+    before = policy.state(digest=True)
+    monkeypatch.setattr(compat, "any_rank", lambda here: True)  # another rank of this model has refused
+    with pytest.raises(AdapterError, match="another rank"):
+        policy.swap(*make_adapter(hf)[:2])
+    with pytest.raises(AdapterError, match="another rank"):
+        policy.set_noise(0.1, seed=1, rollout=1)
+    assert policy.state(digest=True) == before
+
+
+GOOD = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+SEVEN = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(2, 64)}
+HOSTILE = {
+    "damaged_bytes": ("qerl_swap", (b"\xff" * 100, GOOD, None)),
+    "no_such_file": ("qerl_swap", ("/dev/shm/qerl-not-there", GOOD, None)),
+    "alpha_beyond_floats": ("qerl_swap", (SEVEN, {**GOOD, "lora_alpha": 10**400}, None)),
+    "half_a_layer": ("qerl_swap", (SEVEN, {**GOOD, "layers_to_transform": 5.5}, None)),
+    "rank_beyond_floats": ("qerl_swap", (SEVEN, {**GOOD, "r": 10**400}, None)),
+    "a_config_that_is_a_list": ("qerl_swap", (SEVEN, ["q_proj"], None)),
+    "no_config": ("qerl_swap", (SEVEN, None, None)),
+    "tensors_that_are_a_list": ("qerl_swap", ([1], GOOD, None)),
+    "too_few_arguments": ("qerl_swap", ()),
+    "sigma_null": ("qerl_set_noise", (None, 1, 1, ["input_layernorm"])),
+    "seed_a_word": ("qerl_set_noise", (0.1, "one", 1, ["input_layernorm"])),
+    "targets_a_number": ("qerl_set_noise", (0.1, 1, 1, 7)),
+    "targets_a_word": ("qerl_set_noise", (0.1, 1, 1, "input_layernorm")),
+    "another_method": ("qerl_state", (1, 2, 3, 4)),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_no_exception_leaves_a_worker(policy, case):
+    before = policy.state(digest=True)
+    method, args = HOSTILE[case]
+    (answer,) = policy._llm.collective_rpc(method, args=args)
+    assert len(answer["error"]) > 10
+    assert policy.state(digest=True) == before
+
+
+def test_a_cache_outside_the_engine_is_emptied_too(policy, monkeypatch):
+    asked = []
+    monkeypatch.setattr(policy._llm, "reset_prefix_cache", lambda **options: asked.append(options) or True)
+    policy.swap(None)
+    monkeypatch.setattr(policy._llm.llm_engine.vllm_config, "kv_transfer_config", object())
+    policy.swap(None)
+    assert asked == [{"reset_connector": False}, {"reset_connector": True}]
+
+
+def test_a_cache_outside_that_nobody_can_empty_is_refused(policy, monkeypatch):
+    from vllm.config import KVTransferConfig
+
+    config = policy._llm.llm_engine.vllm_config
+    for name, is_refused in (("ExampleConnector", True), ("OffloadingConnector", False)):
+        monkeypatch.setattr(config, "kv_transfer_config", KVTransferConfig(kv_connector=name, kv_role="kv_both"))
+        if is_refused:
+            with pytest.raises(ValueError, match="ExampleConnector keeps keys and values outside"):
+                Policy(policy._llm)
+        else:
+            compat.check_kv_connector(config)
+
+
+def test_an_engine_that_holds_half_a_policy_serves_nothing(
+    boot, make_nvfp4, hf, make_adapter, carrier_options, measure
+):
+    policy = Policy(boot(make_nvfp4("qwen2"), **carrier_options))
+    policy.swap(*make_adapter(hf, seed=1)[:2])
+    carrier = worker_policy(policy).carrier
+    commit = carrier.commit
+
+    def half_way(staged):
+        commit(staged)
+        raise RuntimeError("the device is gone")
+
+    carrier.commit = half_way
+    with pytest.raises(PolicyLostError, match=r"serves nothing any more; restart it.*the device is gone"):
+        policy.swap(*make_adapter(hf, seed=2)[:2])
+    for use in (
+        lambda: policy.swap(None),
+        lambda: policy.set_noise(0.1, seed=1, rollout=1),
+        policy.state,
+        lambda: Policy(policy._llm),
+        lambda: policy.request,
+    ):
+        with pytest.raises(PolicyLostError, match="the device is gone"):
+            use()
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        measure.engine(policy._llm, policy._request)

@@ -1,0 +1,117 @@
+"""When the server has routes of ours at all, and which servers refuse to start with them."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pytest
+from fastapi import FastAPI
+
+from qerl_vllm_plugin.adapter import AdapterError
+from qerl_vllm_plugin.server.plugin import EndpointPlugin
+from qerl_vllm_plugin.server.token import matches, read_token
+
+LONG = "a-token-that-is-long-enough"
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """environment(**variables) sets those of the token alone."""
+
+    def put(**variables):
+        for name in ("QERL_ADMIN_TOKEN_FILE", "QERL_ADMIN_TOKEN"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return put
+
+
+def routes(app: FastAPI) -> set[str]:
+    return {path for route in app.routes if (path := getattr(route, "path", "")).startswith("/v1/qerl")}
+
+
+def test_without_a_token_there_are_no_routes(environment):
+    environment()
+    app = FastAPI()
+    plugin = EndpointPlugin()
+    plugin.attach_router(app)
+    assert routes(app) == set()
+    asyncio.run(plugin.init_state(None, app.state, SimpleNamespace()))
+    environment(QERL_ADMIN_TOKEN=LONG)
+    EndpointPlugin().attach_router(app)
+    assert routes(app) == {"/v1/qerl/policy", "/v1/qerl/noise", "/v1/qerl/state"}
+
+
+def test_the_token_is_that_of_the_file_or_of_the_environment(environment, tmp_path):
+    (tmp_path / "token").write_text(f"{LONG}\n")
+    for variables in ({"QERL_ADMIN_TOKEN_FILE": str(tmp_path / "token")}, {"QERL_ADMIN_TOKEN": LONG}):
+        environment(**variables)
+        token = read_token()
+        assert token is not None
+        assert LONG.encode() not in token
+        assert matches(LONG, token)
+        assert not any(
+            matches(other, token) for other in (None, "", LONG[:-1], LONG + "x", LONG.upper(), "\u00e9" * 27)
+        )
+
+
+def test_a_token_that_cannot_be_meant_ends_the_start(environment, tmp_path):
+    (tmp_path / "empty").write_text("\n")
+    (tmp_path / "binary").write_bytes(b"\xff" * 40)
+    cases = [
+        ({"QERL_ADMIN_TOKEN": ""}, "too short"),
+        ({"QERL_ADMIN_TOKEN": "secret"}, "too short"),
+        ({"QERL_ADMIN_TOKEN_FILE": str(tmp_path / "empty")}, "too short"),
+        ({"QERL_ADMIN_TOKEN_FILE": str(tmp_path / "missing")}, "cannot be read"),
+        ({"QERL_ADMIN_TOKEN_FILE": str(tmp_path / "binary")}, "cannot be read"),
+        ({"QERL_ADMIN_TOKEN": LONG, "QERL_ADMIN_TOKEN_FILE": str(tmp_path / "empty")}, "set one"),
+    ]
+    for variables, text in cases:
+        environment(**variables)
+        with pytest.raises(ValueError, match=text) as refused:
+            EndpointPlugin().attach_router(FastAPI())
+        assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "processes", "folders", "text"),
+    [
+        (2, 1, None, "--data-parallel-size 2"),
+        (1, 2, None, "2 API server processes"),
+        (1, None, "/no/such/directory", "/no/such/directory is no directory"),
+    ],
+)
+def test_servers_of_which_only_a_part_would_change_are_refused(
+    environment, make_nvfp4, replicas, processes, folders, text
+):
+    environment(QERL_ADMIN_TOKEN=LONG)
+    app, plugin = FastAPI(), EndpointPlugin()
+    plugin.attach_router(app)
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(data_parallel_size=replicas),
+        kv_transfer_config=None,
+        model_config=SimpleNamespace(model=str(make_nvfp4("qwen2")), revision=None),
+        additional_config={"qerl": {"policy_folders": folders}} if folders else {},
+    )
+    start = plugin.init_state(
+        SimpleNamespace(vllm_config=config), app.state, SimpleNamespace(api_server_count=processes, lora_modules=None)
+    )
+    with pytest.raises(ValueError, match=text):
+        asyncio.run(start)
+
+
+def test_an_adapter_of_another_base_under_lora_modules_ends_the_start(environment, make_nvfp4, tmp_path):
+    environment(QERL_ADMIN_TOKEN=LONG)
+    (tmp_path / "qerl_state.json").write_text(json.dumps({"base": "/models/another", "base_hash": "0" * 64}))
+    app, plugin = FastAPI(), EndpointPlugin()
+    plugin.attach_router(app)
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(data_parallel_size=1),
+        kv_transfer_config=None,
+        model_config=SimpleNamespace(model=str(make_nvfp4("qwen2")), revision=None),
+        additional_config={},
+    )
+    modules = SimpleNamespace(api_server_count=1, lora_modules=[SimpleNamespace(name="tuned", path=str(tmp_path))])
+    with pytest.raises(AdapterError, match="/models/another"):
+        asyncio.run(plugin.init_state(SimpleNamespace(vllm_config=config), app.state, modules))

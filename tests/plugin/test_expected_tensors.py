@@ -1,0 +1,42 @@
+"""What a config.json and a model's names say of its linears."""
+
+import pytest
+
+from qerl_vllm_plugin.expected_tensors import experts, fused_with
+
+LAYER = ["mlp.down_proj", "mlp.up_proj", "mlp.gate_proj", "attn.v_proj", "attn.q_proj", "attn.k_proj", "attn.o_proj"]
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("attn.k_proj", ["attn.q_proj", "attn.k_proj", "attn.v_proj"]),
+        ("mlp.up_proj", ["mlp.gate_proj", "mlp.up_proj"]),
+        ("attn.o_proj", ["attn.o_proj"]),
+        ("mlp.down_proj", ["mlp.down_proj"]),
+    ],
+)
+def test_siblings_come_in_the_order_in_which_vllm_stacks_them(name: str, group: list[str]) -> None:
+    assert fused_with(name, LAYER) == group
+    assert fused_with(f"model.layers.1.{name}", [f"model.layers.1.{other}" for other in LAYER] + LAYER) == [
+        f"model.layers.1.{other}" for other in group
+    ]
+
+
+def test_a_layer_is_stacked_with_what_the_model_has() -> None:
+    assert fused_with("attn.q_proj", ["attn.q_proj", "attn.kv_a_proj"]) == ["attn.q_proj"]
+    assert fused_with("up_proj", ["up_proj", "gate_proj"]) == ["gate_proj", "up_proj"]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"num_experts": 128}, "num_experts=128"),
+        ({"num_local_experts": 8}, "num_local_experts=8"),
+        ({"n_routed_experts": 64, "num_experts": None}, "n_routed_experts=64"),
+        ({"num_experts": 1}, ""),  # as a dense model is sometimes written
+        ({}, ""),
+    ],
+)
+def test_a_mixture_has_more_than_one_expert(config: dict[str, int], said: str) -> None:
+    assert experts(config) == said

@@ -1,0 +1,96 @@
+"""The table of model families: served packed, quantized at load, adapter, noise, each against transformers.
+
+The models are tiny and random, in float32; transformers runs on the dequantized weights. Qwen2, Qwen3, Llama, Mistral
+and Qwen3-MoE have tests of their own.
+"""
+
+import pytest
+import torch
+from vllm.model_executor.layers.layernorm import RMSNorm
+
+from qerl_vllm_plugin.adapter import AdapterError
+from qerl_vllm_plugin.families import FAMILIES
+from qerl_vllm_plugin.norms import QerlRMSNorm
+from qerl_vllm_plugin.policy import Policy
+
+TOLERANCE = 1e-4
+GEMMA = {"query_pre_attn_scalar": 32, "sliding_window": 64}
+GRANITE = {"attention_multiplier": 0.17, "residual_multiplier": 0.5, "embedding_multiplier": 2.0, "logits_scaling": 1.5}
+CASES: dict[str, dict[str, object]] = {
+    "gemma2": GEMMA,
+    "gemma3_text": GEMMA,
+    "phi3": {"sliding_window": None, "original_max_position_embeddings": 256},
+    "glm4": {},
+    "granite": GRANITE,
+    "olmo2": {},
+    "smollm3": {"no_rope_layers": [1, 0]},
+}
+NO_ADAPTER = {"glm4": "'model.layers.0.mlp.gate_up_proj', which is no linear layer of this model that can carry"}
+NO_NOISE = {
+    "gemma2": "match none of this model's 0 norms",
+    "gemma3_text": "match none of this model's 0 norms",
+    "olmo2": r"targets \['input_layernorm'\] match none of this model's",
+}
+SWALLOWS = {"smollm3"}  # vLLM runs transformers' code, whose norms stay in the engine's dtype; in BF16 it warns
+RESIDENT = {"qerl": {"policy_adapter": {"rank": 8}}}
+
+
+def test_every_family_of_the_table_is_tested():
+    assert set(FAMILIES) == {"qwen2", "qwen3", "llama", "mistral", "qwen3_moe", *CASES}
+
+
+def norms_of(model) -> dict[str, torch.Tensor]:
+    return {name: p for name, p in model.named_parameters() if "norm" in name}
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_a_family_answers_as_transformers(boot, make_bf16, make_nvfp4, reference, make_adapter, measure, family):
+    folder = make_nvfp4(family, **CASES[family])
+    hf = reference(folder)
+    want = measure.hf(hf)  # all of transformers first: vLLM changes the classes of models that it runs by their code
+    tensors, config, peft_model = make_adapter(hf, target_modules="all-linear", size=0.1)
+    adapted = measure.hf(peft_model)
+    packed = boot(folder, dtype="float32", additional_config=RESIDENT)
+    served = measure.engine(packed)
+    assert measure.difference(served, want) < TOLERANCE
+
+    at_load = boot(make_bf16(family, **CASES[family]), dtype="float32", additional_config=RESIDENT)
+    ours, theirs = (measure.model(llm).state_dict() for llm in (at_load, packed))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+    assert measure.difference(measure.engine(at_load), served) == 0
+
+    policy = Policy(packed)
+    if family in NO_ADAPTER:
+        with pytest.raises(AdapterError, match=NO_ADAPTER[family]):
+            policy.swap(tensors, config)
+    else:
+        policy.swap(tensors, config)
+        assert measure.difference(measure.engine(packed), adapted) < TOLERANCE
+        policy.swap(None)
+
+    if family in NO_NOISE:
+        with pytest.raises(ValueError, match=NO_NOISE[family]):
+            policy.set_noise(0.1, seed=1, rollout=1)
+    else:
+        layers = [m for m in measure.model(packed).modules() if isinstance(m, RMSNorm)]
+        assert all(isinstance(m, QerlRMSNorm) and m.is_fp32 for m in layers) == (family not in SWALLOWS)
+        assert policy.set_noise(0.1, seed=1, rollout=1).touched == 2 * 2
+        assert measure.difference(measure.engine(packed), served) > 10 * TOLERANCE
+        if family in SWALLOWS:
+            return  # and its class in transformers is now vLLM's
+        noisy = dict(measure.model(packed).named_parameters())
+        with torch.no_grad():
+            for name, norm in norms_of(hf).items():
+                norm.copy_(noisy[name])
+        assert measure.difference(measure.engine(packed), measure.hf(hf)) < TOLERANCE
+
+
+def test_a_family_outside_the_table_is_refused_by_name_unless_it_is_asked_for(boot, make_bf16, make_nvfp4, measure):
+    folders = [make("starcoder2", num_attention_heads=2, head_dim=32) for make in (make_nvfp4, make_bf16)]
+    for folder in folders:
+        with pytest.raises(ValueError, match=r"model_type 'starcoder2': .*never compared.*untested_models"):
+            boot(folder)
+    packed, at_load = (boot(folder, additional_config={"qerl": {"untested_models": True}}) for folder in folders)
+    assert measure.difference(measure.engine(packed), measure.engine(at_load)) == 0

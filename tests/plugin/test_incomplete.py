@@ -1,0 +1,72 @@
+"""A weight that the checkpoint lacks is noticed for every architecture, not for those alone that are known by heart."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from qerl_vllm_plugin import checkpoint, expected_tensors, loading
+
+
+@pytest.fixture
+def without(tmp_path, monkeypatch):
+    """without(folder, *names) -> a copy that lacks these tensors, of an architecture that config.json promises nothing
+    for."""
+    monkeypatch.setattr(expected_tensors, "MODEL_TYPES", ())
+
+    def make(folder, *names):
+        copy = shutil.copytree(folder, tmp_path / "copy")
+        tensors = load_file(copy / "model.safetensors")
+        for name in names:
+            del tensors[name]
+        save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+        return copy
+
+    return make
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "bf16"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.norm.weight",
+        "model.layers.1.input_layernorm.weight",
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+        "model.layers.0.self_attn.q_norm.weight",
+    ],
+)
+def test_a_missing_weight_is_refused(boot, make_bf16, make_nvfp4, without, packed, name):
+    folder = without((make_nvfp4 if packed else make_bf16)("qwen3"), name)
+    with pytest.raises(checkpoint.CheckpointError, match=f"lacks {name}"):
+        boot(folder)
+
+
+def test_a_whole_checkpoint_of_such_an_architecture_is_served(boot, make_nvfp4, without, reference, measure):
+    folder = without(make_nvfp4("qwen3"))
+    assert not checkpoint.inspect_folder(folder).complete
+    served = measure.engine(boot(folder, dtype="float32"))
+    assert measure.difference(served, measure.hf(reference(make_nvfp4("qwen3")))) < 1e-4
+
+
+def test_a_checkpoint_of_the_hub_is_inspected_where_it_was_put(make_nvfp4, tmp_path):
+    """The hub's own layout of its cache: refs name the commit, whose folder holds the files."""
+    folder = tmp_path / "models--someone--tiny" / "snapshots" / ("c" * 40)
+    shutil.copytree(make_nvfp4("qwen2"), folder)
+    (tmp_path / "models--someone--tiny" / "refs").mkdir()
+    (tmp_path / "models--someone--tiny" / "refs" / "main").write_text("c" * 40)
+
+    def snapshot(name, revision=None):
+        model, load = SimpleNamespace(model=name, revision=revision), SimpleNamespace(download_dir=str(tmp_path))
+        return loading.checkpoint_folder(SimpleNamespace(model_config=model, load_config=load))
+
+    assert snapshot("someone/tiny") == folder
+    assert snapshot("someone/tiny", "c" * 40) == folder
+    assert snapshot("someone/other") is None
+    assert snapshot("s3://bucket/model") is None
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    with pytest.raises(checkpoint.CheckpointError, match=r"layers\.2"):
+        checkpoint.inspect_folder(snapshot("someone/tiny"))

@@ -1,0 +1,76 @@
+"""The policy in LoRA slots beside adapters of the user: neither ever answers for the other."""
+
+import pytest
+from vllm.lora.request import LoRARequest
+
+from qerl_vllm_plugin.adapter import AdapterError
+from qerl_vllm_plugin.policy import Policy
+
+TOLERANCE = 1e-4
+POLICYS_ID = 2147483647
+
+
+@pytest.fixture(scope="module")
+def hf(reference, make_nvfp4):
+    return reference(make_nvfp4("qwen2"))
+
+
+@pytest.fixture(scope="module")
+def theirs(hf, make_adapter, tmp_path_factory):
+    """An adapter of the user: its folder, and its PEFT model."""
+    folder = tmp_path_factory.mktemp("theirs")
+    peft_model = make_adapter(hf, seed=5)[2]
+    peft_model.save_pretrained(folder)
+    return str(folder), peft_model
+
+
+@pytest.mark.parametrize("user_comes_first", [True, False])
+def test_the_first_id_that_vllm_gives_is_the_users(
+    boot, make_nvfp4, hf, theirs, make_adapter, lora_options, measure, user_comes_first
+):
+    engine = boot(make_nvfp4("qwen2"), **{**lora_options, "max_loras": 2, "max_cpu_loras": 2})
+    request = LoRARequest("theirs", 1, theirs[0])
+    expected = measure.hf(theirs[1])
+    if user_comes_first:
+        assert measure.difference(measure.engine(engine, request), expected) < TOLERANCE
+    policy = Policy(engine)
+    tensors, config, peft_model = make_adapter(hf, seed=6)
+    policy.swap(tensors, config)
+    ours = measure.hf(peft_model)
+    for _ in range(2):
+        assert measure.difference(measure.engine(engine, request), expected) < TOLERANCE
+        assert measure.difference(measure.engine(engine, policy.request), ours) < TOLERANCE
+    assert measure.difference(ours, expected) > 100 * TOLERANCE
+    assert measure.difference(measure.engine(engine), measure.hf(hf)) < TOLERANCE
+
+
+def test_an_adapter_under_the_policys_id_is_not_overwritten(boot, make_nvfp4, theirs, lora_options, measure):
+    engine = boot(make_nvfp4("qwen2"), **lora_options)
+    request = LoRARequest("theirs", POLICYS_ID, theirs[0])
+    before = measure.engine(engine, request)
+    with pytest.raises(AdapterError, match=f"LoRA id {POLICYS_ID} is already in use"):
+        Policy(engine)
+    assert (measure.engine(engine, request) == before).all()
+
+
+@pytest.fixture(scope="module")
+def engine_of_the_policy(boot, make_nvfp4, hf, make_adapter, lora_options):
+    engine = boot(make_nvfp4("qwen2"), **lora_options)
+    Policy(engine).swap(*make_adapter(hf, seed=6)[:2])
+    return engine
+
+
+@pytest.mark.parametrize(("number", "reason"), [(POLICYS_ID, "belongs to the policy"), (1, "max_loras=2")])
+def test_an_adapter_without_a_place_of_its_own_is_refused_by_name(
+    engine_of_the_policy, theirs, measure, number, reason
+):
+    engine = engine_of_the_policy
+    before = measure.engine(engine, Policy(engine).request)
+    with pytest.raises(AdapterError, match=f"'theirs'.*{reason}|{reason}.*'theirs'"):
+        engine.llm_engine.add_lora(LoRARequest("theirs", number, theirs[0]))
+    assert (measure.engine(engine, Policy(engine).request) == before).all()
+
+
+def test_a_request_under_the_policys_id_is_no_request_of_the_policy(engine_of_the_policy, theirs, measure):
+    with pytest.raises(AdapterError, match="belongs to the policy"):
+        measure.engine(engine_of_the_policy, LoRARequest("theirs", POLICYS_ID, theirs[0]))
