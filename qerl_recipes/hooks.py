@@ -16,10 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
+from qerl_recipes.rollout.interface import LendsWeights as LendsWeights
+from qerl_recipes.rollout.interface import RolloutEngine as RolloutEngine
+from qerl_recipes.rollout.interface import Snapshot as Snapshot
+from qerl_recipes.rollout.interface import StartEngine
+from qerl_recipes.tasks.answers import answer_block as answer_block  # for rewards; both need nothing but the
+from qerl_recipes.tasks.answers import text_of as text_of  # standard library, and TRL is not imported here
+
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from qerl_recipes.configs import ScriptArguments
+    from qerl_recipes.recipe.configs import ScriptArguments
 
 PROJECT = "qerl"
 specification = pluggy.HookspecMarker(PROJECT)
@@ -29,7 +36,6 @@ Reward = Callable[..., Sequence[float | None]]
 RewardFactory = Callable[["ScriptArguments"], Reward]
 DatasetLoader = Callable[["ScriptArguments"], "tuple[Dataset, Dataset | None]"]
 NoiseSchedule = Callable[[int, int, float, float, int], float]
-RolloutEngine = Callable[..., Any]
 
 
 class Specifications:
@@ -58,8 +64,11 @@ class Specifications:
         """Schedules by name: ``schedule(rollout, rollouts, sigma_start, sigma_end, num_stages) -> sigma``, pure."""
 
     @specification
-    def qerl_rollout_engines(self) -> Mapping[str, RolloutEngine]:  # type: ignore[empty-body]
-        """Rollout engines by name: a callable with the arguments of ``qerl_recipes.rollout``'s own, returning one."""
+    def qerl_rollout_engines(self) -> Mapping[str, StartEngine]:  # type: ignore[empty-body]
+        """Rollout engines by name: ``start(base, training, *, rank, dtype, snapshot, accelerator) -> RolloutEngine``.
+
+        ``StartEngine`` says what these are, ``RolloutEngine`` what the trainer asks of an engine.
+        """
 
 
 @functools.cache
@@ -69,7 +78,7 @@ def get_plugin_manager() -> pluggy.PluginManager:
     manager.add_hookspecs(Specifications)
     manager.load_setuptools_entrypoints(PROJECT)
     if not any(name == "builtin" for name, _ in manager.list_name_plugin()):
-        from qerl_recipes import builtin  # run from a checkout that is not installed
+        from qerl_recipes.train import builtin  # run from a checkout that is not installed
 
         manager.register(builtin, name="builtin")
     manager.check_pending()

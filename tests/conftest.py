@@ -1,9 +1,11 @@
 """Settings that vLLM needs on a CPU, before anything imports it, and tiny checkpoints that every test may use."""
 
 import contextlib
+import gc
 import json
 import os
 import signal
+import socket
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -11,21 +13,64 @@ from pathlib import Path
 
 import pytest
 
-from qerl_recipes.environment import prepare
+from qerl_recipes.machine.environment import prepare
 
 prepare()  # before anything imports vllm
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of a shell; processes would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+with contextlib.suppress(ImportError):  # a machine with a GPU may do without
+    import hypothesis
+
+    hypothesis.settings.register_profile("any machine", deadline=None)  # 200 ms are not enough where others are at work
+    hypothesis.settings.load_profile("any machine")
 
 Make = Callable[..., Path]
 ENGINES_OWN = {"MASTER_PORT", "VLLM_DIST_IDENT"}  # variables that hold for the engines of one process alone
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with integration tests first: with two workers, none of them should be what the other waits for."""
+    """GPU tests are skipped where there is none. Files with integration tests first: with two workers, none of them
+    should be what the other waits for.
+    """
+    of_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if of_gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in of_gpu:
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU: run tests/gpu/run.sh there"))
     count = Counter(item.path for item in items if item.get_closest_marker("integration"))
     items.sort(key=lambda item: -count[item.path])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_forced_collections() -> Iterator[None]:
+    """Garbage is collected when Python sees fit, not three times for each engine that starts and stops.
+
+    vLLM and transformers call gc.collect() there to give GPU memory back. On a CPU nothing waits for that, and walking
+    all that torch, vLLM and transformers have imported takes a second each time: half of the time of these tests.
+    """
+    import torch
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setattr(gc, "collect", lambda generation=2: 0)
+        yield
+
+
+@pytest.fixture(scope="session")
+def classes_looked_at_here() -> Iterator[None]:
+    """vLLM looks at the class of a model in this process, not in one of its own that imports all of vLLM once more.
+
+    It keeps what it finds in the user's cache: without this, the first tests on a machine take 12 CPU seconds longer
+    for each architecture and each worker of xdist. (It does so lest CUDA is initialized, which no CPU has.)
+    """
+    from vllm.model_executor.models import registry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_run_in_subprocess", lambda look: look())
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +82,7 @@ def make_bf16(tmp_path_factory: pytest.TempPathFactory) -> Make:
     import torch
     import transformers
 
-    from qerl_recipes.running_sum import tokenizer
+    from qerl_recipes.tasks.running_sum import tokenizer
 
     made: dict[str, Path] = {}
 
@@ -58,15 +103,14 @@ def make_bf16(tmp_path_factory: pytest.TempPathFactory) -> Make:
             "eos_token_id": 1,
             "pad_token_id": 0,
         }
-        name = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral", "qwen3_moe": "Qwen3Moe"}
-        if architecture == "qwen2":
+        if architecture in ("qwen2", "phi3", "granite", "olmo2", "smollm3"):
             del sizes["head_dim"]
             sizes["num_attention_heads"] = 2
         if architecture == "qwen3_moe":
             sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-        config = getattr(transformers, name[architecture] + "Config")(**{**sizes, **changes})
+        config = transformers.AutoConfig.for_model(architecture, **{**sizes, **changes})
         torch.manual_seed(7)
-        model = getattr(transformers, name[architecture] + "ForCausalLM")(config).to(torch.bfloat16)
+        model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
         generator = torch.Generator().manual_seed(8)
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
@@ -89,7 +133,7 @@ def make_bf16(tmp_path_factory: pytest.TempPathFactory) -> Make:
 @pytest.fixture(scope="session")
 def make_nvfp4(make_bf16: Make, tmp_path_factory: pytest.TempPathFactory) -> Make:
     """make_nvfp4("qwen2", **config) -> folder of the same checkpoint, quantized."""
-    from qerl_recipes.quantize import quantize_checkpoint
+    from qerl_recipes.convert.quantize import quantize_checkpoint
 
     def make(architecture: str, **changes: object) -> Path:
         source = make_bf16(architecture, **changes)
@@ -102,7 +146,7 @@ def make_nvfp4(make_bf16: Make, tmp_path_factory: pytest.TempPathFactory) -> Mak
 
 
 @pytest.fixture(scope="session")
-def engine_options() -> dict[str, object]:
+def engine_options(classes_looked_at_here: None) -> dict[str, object]:
     """What every test engine on a CPU is started with."""
     return {
         "dtype": "bfloat16",
@@ -112,6 +156,21 @@ def engine_options() -> dict[str, object]:
         "disable_log_stats": True,
         "seed": 0,
     }
+
+
+@pytest.fixture(scope="session")
+def hold_port() -> Iterator[Callable[[], int]]:
+    """hold_port() -> a port of 127.0.0.1 that a server may bind and nobody else is given: it stays bound here."""
+    with contextlib.ExitStack() as held:
+
+        def hold() -> int:
+            port = held.enter_context(socket.socket())
+            # as servers do: both who bind it must ask for it
+            port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            port.bind(("127.0.0.1", 0))
+            return port.getsockname()[1]
+
+        yield hold
 
 
 @pytest.fixture

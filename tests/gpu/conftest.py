@@ -15,14 +15,6 @@ RECIPES = Path(__file__).parents[2] / "recipes/demo/grpo"
 ROWS: list[dict[str, Any]] = []
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if "gpu" not in item.keywords:
-            continue
-        if not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU: run tests/gpu/run.sh there"))
-
-
 @pytest.fixture(scope="session")
 def record() -> Callable[[str, Any], None]:
     """record(what, figure): one row of the table."""
@@ -70,8 +62,8 @@ def make_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
     """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from qerl_recipes.quantize import quantize_checkpoint
-    from qerl_recipes.running_sum import tokenizer
+    from qerl_recipes.convert.quantize import quantize_checkpoint
+    from qerl_recipes.tasks.running_sum import tokenizer
 
     def make(seed: int, written: float = 1.0, **config: Any) -> tuple[Path, Path]:
         torch.manual_seed(seed)

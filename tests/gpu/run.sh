@@ -11,7 +11,9 @@ files=() options=()
 for argument in "$@"; do
   if [[ -e "$argument" ]]; then files+=("$argument"); else options+=("$argument"); fi
 done
-[[ ${#files[@]} -gt 0 ]] || files=(tests/gpu/test_*.py)
+if [[ ${#files[@]} -eq 0 ]]; then # every file with a test of its kind, wherever it lies
+  mapfile -t files < <(grep -rlE '^(pytestmark = |@)pytest\.mark\.gpu$' tests --include='test_*.py' | sort)
+fi
 results="${QERL_GPU_RESULTS:-gpu_results.json}"
 parts="$(mktemp -d)"
 trap 'rm -rf "$parts"' EXIT

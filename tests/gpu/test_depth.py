@@ -36,7 +36,7 @@ def test_thirty_two_layers_agree_with_the_naive_reference_and_with_the_trainer(
     from transformers import AutoModelForCausalLM
     from vllm import SamplingParams
 
-    from qerl_recipes import model as models
+    from qerl_recipes.model import loading as models
 
     reference = AutoModelForCausalLM.from_pretrained(deep[0], dtype=torch.float32).cuda().eval()
     packed = load_file(next(deep[1].glob("*.safetensors")), device="cuda")
@@ -67,4 +67,4 @@ def test_thirty_two_layers_agree_with_the_naive_reference_and_with_the_trainer(
     means = [sum(differences) / len(differences) for differences in (to_reference, to_trainer)]
     record("32 layers, log-probability difference of the engine to the fp32 reference: mean", f"{means[0]:.4f}")
     record("32 layers, the same to the trainer's model: mean", f"{means[1]:.4f}")
-    assert means[0] < 0.05 and means[1] < 0.05
+    assert means[0] < 0.02 and means[1] < 0.025  # measured: 0.011 and 0.016 (kernels/results/README.md)

@@ -50,11 +50,11 @@ def answer(engine: Any, policy: Any) -> list[tuple[tuple[int, ...], float]]:
 
 def random_adapter(engine: Any, dtype: torch.dtype, device: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     worker = engine.llm_engine.model_executor.driver_worker.worker
-    from qerl_vllm_plugin.worker import resident_of
+    from qerl_vllm_plugin.worker_policy import policy_of
 
     generator = torch.Generator().manual_seed(5)
     tensors = {}
-    for name, target in resident_of(worker).carrier.targets().items():
+    for name, target in policy_of(worker).carrier.targets().items():
         a = torch.randn(RANK, target.in_features, generator=generator) / target.in_features**0.5
         b = torch.randn(target.out_features, RANK, generator=generator) / RANK**0.5
         tensors[f"base_model.model.{name}.lora_A.weight"] = a.to(device, dtype)
@@ -62,7 +62,7 @@ def random_adapter(engine: Any, dtype: torch.dtype, device: str) -> tuple[dict[s
     return tensors, {"peft_type": "LORA", "r": RANK, "lora_alpha": 4 * RANK, "target_modules": "all-linear"}
 
 
-def test_promise_2_logits_agree_with_the_naive_reference(
+def test_promise_02_logits_agree_with_the_naive_reference(
     engine: Any, policy: Any, checkpoints: tuple[Path, Path], record: Callable[[str, Any], None]
 ) -> None:
     """Reference: a dense fp32 model of the dequantized weights, so the difference is BF16 activations alone."""
@@ -107,7 +107,7 @@ def test_every_layer_runs_on_the_fastest_exact_kernel(engine: Any) -> None:
     assert len(layouts) >= 16 and all(isinstance(layout, expected) for layout in layouts)
 
 
-def test_promise_3_noise_is_visible_and_exactly_reversible_under_cuda_graphs(
+def test_promise_03_noise_is_visible_and_exactly_reversible_under_cuda_graphs(
     engine: Any, policy: Any, record: Callable[[str, Any], None]
 ) -> None:
     policy.swap(None)
@@ -125,7 +125,7 @@ def test_promise_3_noise_is_visible_and_exactly_reversible_under_cuda_graphs(
     record("noise of sigma 5e-4 under CUDA graphs: visible, and cleared bit for bit", "yes")
 
 
-def test_promise_4_and_7_a_swap_is_visible_reversible_and_leaves_the_callers_tensors_alone(
+def test_promise_04_and_promise_07_a_swap_is_visible_reversible_and_leaves_the_callers_tensors_alone(
     engine: Any, policy: Any, record: Callable[[str, Any], None]
 ) -> None:
     policy.swap(None)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from peft.utils import get_peft_model_state_dict
 
-from qerl_recipes import model as models
+from qerl_recipes.model import loading as models
 from qerl_vllm_plugin import kv_cache
 from qerl_vllm_plugin.checksum import checksums
 from qerl_vllm_plugin.frozen_weights import frozen_weights
@@ -240,7 +240,7 @@ def test_three_grpo_steps_on_shared_weights_with_sleep_mode(
     shared = {"share_weights": "true", "vllm_enable_sleep_mode": "true"}
     mismatch = three_grpo_steps("nvfp4_lora_aqn.yaml", model_name_or_path=checkpoints[1], **shared)
     record("three GRPO steps on shared weights with sleep mode: mean |log p| mismatch", f"{mismatch:.4f}")
-    assert mismatch < 0.05
+    assert mismatch < 0.025  # measured: 0.010 to 0.017, by the arm (kernels/results/README.md)
 
 
 def test_a_request_that_goes_to_the_engine_directly_is_refused_before_it_reads_the_cache(policy: Policy) -> None:

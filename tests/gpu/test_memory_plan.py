@@ -15,12 +15,12 @@ pytestmark = pytest.mark.gpu
 RECIPE = Path(__file__).parents[2] / "recipes/demo/grpo/nvfp4_lora.yaml"
 SCRIPT = """
 import json, sys
-from qerl_recipes.environment import prepare
+from qerl_recipes.machine.environment import prepare
 prepare()
 import torch
-from qerl_recipes import train
-from qerl_recipes.configs import parse
-from qerl_recipes.out_of_memory import explained
+from qerl_recipes.train import run as train
+from qerl_recipes.recipe.configs import parse
+from qerl_recipes.memory.overrun import explained
 LIMIT = sys.argv.pop(1) == "limited"
 settings = parse(sys.argv[1:])
 plan = train.plan_memory(*settings)

@@ -10,8 +10,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from qerl_kernels import linear_logprob as kernel
 
-from qerl_recipes import logprobs, model
-from qerl_recipes.packing import pack
+from qerl_recipes.model import loading as model
+from qerl_recipes.model import logprobs
+from qerl_recipes.model.packing import pack
 
 pytestmark = pytest.mark.gpu
 

@@ -1,7 +1,6 @@
 """A trainer on a tiny checkpoint, with its engine shut down when the test is over."""
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,12 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-
-
-def digits(completions: list[str], **columns: Any) -> list[float]:
-    """Share of digits in the answer: something that a random model can learn to raise."""
-    return [sum(character.isdigit() for character in text) / max(1, len(text)) for text in completions]
-
+from digit_rewards import digits
 
 SETTINGS: dict[str, Any] = {
     "max_steps": 3,
@@ -60,17 +54,19 @@ def write_recipe(make_nvfp4: Callable[..., Path], tmp_path: Path) -> Callable[..
 
 
 @pytest.fixture
-def make_trainer(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+def make_trainer(tmp_path: Path, classes_looked_at_here: None) -> Iterator[Callable[..., Any]]:
     """make_trainer(base, reward=digits, rows=16, rank=4, adapter=None, dtype, change, **settings) -> QerlGRPOTrainer.
 
-    ``change`` is called with the loaded model.
+    ``reward`` may be a list of rewards; ``change`` is called with the loaded model.
     """
     with trainers(tmp_path / "run") as make:
         yield make
 
 
 @pytest.fixture(scope="module")
-def make_module_trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+def make_module_trainer(
+    tmp_path_factory: pytest.TempPathFactory, classes_looked_at_here: None
+) -> Iterator[Callable[..., Any]]:
     """The same for a run that several tests look at."""
     with trainers(tmp_path_factory.mktemp("module") / "run") as make:
         yield make
@@ -79,17 +75,18 @@ def make_module_trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ca
 @contextlib.contextmanager
 def trainers(output: Path) -> Iterator[Callable[..., Any]]:
     """Trainers that write into ``output`` by default, one engine at a time."""
-    from peft import LoraConfig, PeftModel
+    from peft import LoraConfig
 
-    from qerl_recipes import model, running_sum
-    from qerl_recipes.configs import GRPOConfig
-    from qerl_recipes.trainer import QerlGRPOTrainer
+    from qerl_recipes.model import loading
+    from qerl_recipes.recipe.configs import GRPOConfig
+    from qerl_recipes.tasks import running_sum
+    from qerl_recipes.train.run import assemble
+    from qerl_recipes.train.trainer import QerlGRPOTrainer
 
     made: list[Any] = []
 
     def close() -> None:
         while made:
-            gc.freeze()  # vLLM's shutdown collects garbage three times, and walking all imports takes a second
             made.pop().vllm_generation.close()
 
     def make(
@@ -103,24 +100,28 @@ def trainers(output: Path) -> Iterator[Callable[..., Any]]:
         **settings: Any,
     ) -> QerlGRPOTrainer:
         close()
-        args = GRPOConfig(**{"output_dir": str(output), **SETTINGS, **settings})
-        norms = "fp32" if args.quantization == "qerl_nvfp4" else "rounded"
-        policy: Any = model.load(base, dtype, norms, quantization=args.quantization)
-        if change is not None:
-            change(policy)
-        if adapter is not None:
-            policy = PeftModel.from_pretrained(policy, adapter, is_trainable=True)
+        args = GRPOConfig(**{"output_dir": str(output), "share_weights": False, **SETTINGS, **settings})
         lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-        trainer = QerlGRPOTrainer(
-            policy,
-            [reward],
-            args,
-            running_sum.training_set(rows, 0),
-            base=base,
-            processing_class=running_sum.tokenizer(),
-            eval_dataset=running_sum.training_set(8, 1) if args.eval_strategy != "no" else None,
-            peft_config=None if adapter is not None else lora,
-        )
+        load = loading.load
+
+        def changed(*arguments: Any, **options: Any) -> Any:
+            model = load(*arguments, **options)
+            if change is not None:
+                change(model)
+            return model
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loading, "load", changed)
+            trainer = assemble(
+                args,
+                base,
+                adapter=lora if adapter is None else adapter,
+                dtype=dtype,
+                reward_funcs=reward if isinstance(reward, list) else [reward],
+                train_dataset=running_sum.training_set(rows, 0),
+                eval_dataset=running_sum.training_set(8, 1) if args.eval_strategy != "no" else None,
+                processing_class=running_sum.tokenizer(),
+            )
         made.append(trainer)
         return trainer
 
@@ -138,7 +139,8 @@ def read_metrics() -> Callable[[Any], list[dict[str, Any]]]:
     def read(source: Any) -> list[dict[str, Any]]:
         folder = Path(source if isinstance(source, str | Path) else source.args.output_dir)
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        return [{k: v for k, v in record.items() if not k.endswith("_tokens_per_s")} for record in records]
+        clock = ("_tokens_per_s", "step_seconds")
+        return [{k: v for k, v in record.items() if not k.endswith(clock)} for record in records]
 
     return read
 

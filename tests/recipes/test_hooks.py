@@ -1,13 +1,14 @@
+import subprocess
 import sys
 
 import pluggy
 import pytest
 
 from qerl_recipes import hooks
-from qerl_recipes.config_file import ConfigError
-from qerl_recipes.configs import ScriptArguments
 from qerl_recipes.hooks import Specifications, collect, find, implementation
-from qerl_recipes.rewards import required_columns, resolve
+from qerl_recipes.recipe.configs import ScriptArguments
+from qerl_recipes.recipe.file import ConfigError
+from qerl_recipes.tasks.rewards import required_columns, resolve
 
 THIRD_PARTY = """
 from qerl_recipes.hooks import implementation
@@ -40,6 +41,17 @@ def test_an_installed_plugin_adds_a_reward_that_recipes_can_name(third_party):
     (reward,) = resolve(["shout"], ScriptArguments())
     assert reward(completions=["HO", "ho"], volume=[2.0, 2.0]) == [2.0, 0.0]
     assert required_columns(reward) == {"volume"}
+
+
+def test_a_plugin_can_read_completions_without_importing_trl():
+    code = (
+        "import sys\n"
+        "from qerl_recipes.hooks import answer_block, text_of\n"
+        "print(answer_block(text_of([{'role': 'assistant', 'content': '<answer>4</answer>'}])))\n"
+        "print(sorted({'trl', 'torch', 'transformers', 'datasets'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "4\n[]\n"
 
 
 def test_the_same_name_is_unknown_without_the_plugin():

@@ -1,0 +1,135 @@
+"""The commands of ``qerl bench``. Each only calls the function that owns the work."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
+bench = typer.Typer(help="Measure speed.", no_args_is_help=True)
+
+
+@bench.command()
+def rollout(
+    shape: Annotated[str, typer.Option(help="Qwen2.5 size: 0.5B, 1.5B, 3B, 7B, 14B, 32B; or tiny, for a CPU")] = "7B",
+    batch: Annotated[str, typer.Option(help="numbers of sequences, comma-separated")] = "1,8,64,128",
+    input_len: Annotated[
+        str, typer.Option("--input-len", "--input_len", help="tokens in: one number, or one for each batch")
+    ] = "128",
+    output_len: Annotated[
+        str, typer.Option("--output-len", "--output_len", help="tokens out: one number, or one for each batch")
+    ] = "128",
+    arms: Annotated[
+        str,
+        typer.Option(
+            help="of bf16_merged (no adapter), bf16 (LoRA slots), nf4, qerl_nvfp4, qerl_nvfp4_base (no adapter), "
+            "_slots, _slots_marlin, stock_nvfp4"
+        ),
+    ] = "bf16_merged,bf16,qerl_nvfp4",
+    rank: Annotated[int, typer.Option(help="rank of the LoRA adapter")] = 32,
+    repeats: Annotated[int, typer.Option(help="of each case in a round, after one that warms up")] = 3,
+    rounds: Annotated[int, typer.Option(help="how often all arms are run, one after the other: A B A B")] = 1,
+    tensor_parallel_size: Annotated[int, typer.Option("--tensor-parallel-size", "--tensor_parallel_size")] = 1,
+    output: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
+) -> None:
+    """Tokens per second of a rollout on random weights of the real shapes; nothing is downloaded."""
+    from qerl_recipes.bench.rollout import make_cases, run
+
+    lists = []
+    for name, given in (("--batch", batch), ("--input_len", input_len), ("--output_len", output_len)):
+        try:
+            lists.append([int(number) for number in given.split(",")])
+        except ValueError as error:
+            raise typer.BadParameter(
+                f"{name} is {given!r}; it is whole numbers, comma-separated, such as 1,8,64"
+            ) from error
+    result = run(
+        shape,
+        make_cases(*lists),
+        arms=arms.split(","),
+        rank=rank,
+        repeats=repeats,
+        rounds=rounds,
+        tensor_parallel_size=tensor_parallel_size,
+        output=output,
+    )
+    raise typer.Exit(int(any("failed" in found for found in result["arms"].values())))
+
+
+@bench.command()
+def swap(
+    shape: Annotated[str, typer.Option(help="Qwen2.5 size: 0.5B, 1.5B, 3B, 7B, 14B, 32B; or tiny, for a CPU")] = "7B",
+    rank: Annotated[int, typer.Option(help="rank of the adapter")] = 32,
+    tensor_parallel_size: Annotated[int, typer.Option("--tensor-parallel-size", "--tensor_parallel_size")] = 1,
+    output: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
+) -> None:
+    """How long a change of policy takes: an adapter on the engine's own device, and the noise."""
+    from qerl_recipes.bench.swap import run
+
+    run(shape, rank=rank, tensor_parallel_size=tensor_parallel_size, output=output)
+
+
+@bench.command()
+def kernels(
+    output: Annotated[Path, typer.Option(help="JSON file to write")] = Path("kernels.json"),
+    shapes: Annotated[
+        str | None, typer.Option(help='layers, comma-separated, such as "7B o,32B down"; default: all')
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="batch sizes M, comma-separated; default: those of the table")
+    ] = None,
+    tune: Annotated[
+        bool, typer.Option(help="time variants of our kernel on random layers, and fit the rule that chooses anew")
+    ] = False,
+    random: Annotated[
+        int | None, typer.Option(help="so many random layers and batch sizes up to 256, and as many up to 8192")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="of --random and --tune")] = 1,
+) -> None:
+    """The linear kernels against cuBLAS BF16, Marlin and Humming, each behind its gate (a Hopper GPU, a checkout)."""
+    from qerl_recipes.bench.kernels import run
+
+    raise typer.Exit(run(output, shapes=shapes, tokens=tokens, tune=tune, random=random, seed=seed))
+
+
+@bench.command("train", context_settings=PASS_THROUGH)
+def bench_train(
+    context: typer.Context,
+    shape: Annotated[str, typer.Option(help="Qwen2.5 size: 0.5B, 1.5B, 3B, 7B, 14B, 32B; or tiny, for a CPU")] = "7B",
+    arms: Annotated[
+        str, typer.Option(help="of bf16, nf4, qerl_nvfp4; ratios are to the first")
+    ] = "bf16,nf4,qerl_nvfp4",
+    groups: Annotated[int, typer.Option(help="prompts of a step")] = 8,
+    generations: Annotated[int, typer.Option(help="completions of a prompt")] = 8,
+    prompt: Annotated[int, typer.Option(help="tokens of a prompt")] = 256,
+    completion: Annotated[int, typer.Option(help="tokens of a completion, all of which are generated")] = 1024,
+    steps: Annotated[int, typer.Option(help="GRPO steps of each arm, the first of which warms up")] = 3,
+    rank: Annotated[int, typer.Option(help="rank of the LoRA adapter")] = 32,
+    seed: Annotated[int, typer.Option(help="of weights, prompts, sampling and adapter")] = 0,
+    part: Annotated[str, typer.Option(help="step; training: forward and backward of one packed row; or all")] = "all",
+    profile: Annotated[bool, typer.Option(help="also say which kernels forward and backward consist of")] = False,
+    rounds: Annotated[int, typer.Option(help="how often all arms are run, one after the other: A B A B")] = 1,
+    gpu_memory_gb: Annotated[
+        float | None,
+        typer.Option("--gpu-memory-gb", "--gpu_memory_gb", help="GB of the GPU that may be used; the rest is blocked"),
+    ] = None,
+    scratch: Annotated[Path | None, typer.Option(help="folder for the random checkpoints, such as /dev/shm")] = None,
+    output: Annotated[Path | None, typer.Option(help="JSON file to write, with a picture beside it")] = None,
+) -> None:
+    """A whole GRPO step in each arm, on random weights of the real shapes. Flags of `qerl train` may follow."""
+    from qerl_recipes.bench.train import Workload, parse_overrides, run
+
+    overrides = parse_overrides(context.args)
+    work = Workload(shape, groups, generations, prompt, completion, steps, rank, seed, overrides)
+    memory = None if gpu_memory_gb is None else int(gpu_memory_gb * 1e9)
+    result = run(
+        work,
+        arms=arms.split(","),
+        part=part,
+        profile=profile,
+        rounds=rounds,
+        memory=memory,
+        scratch=scratch,
+        output=output,
+    )
+    raise typer.Exit(int(any("failed" in found for found in result["arms"].values())))

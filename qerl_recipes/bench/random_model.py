@@ -1,0 +1,138 @@
+"""Models of random weights in a given shape: an engine, an adapter, a checkpoint. Nothing is downloaded.
+
+Checkpoints are drawn on the GPU where there is one. The BF16 and the NVFP4 checkpoint of one seed hold the same
+weights: the second is the first, rounded to nearest.
+"""
+
+import hashlib
+import json
+import os
+import string
+import tempfile
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from qerl_kernels import nvfp4
+from safetensors.torch import save_file
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from qerl_recipes.convert.quantize import quantization_config
+from qerl_recipes.machine.environment import runs_on_cuda
+from qerl_recipes.rollout.arms import ENGINE_ON_CPU
+from qerl_vllm_plugin.checkpoint import CONFIG, INDEX
+from qerl_vllm_plugin.expected_tensors import Expected, expected_tensors, fused_with
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+STD = 0.02  # of weights, as transformers initializes them
+NORM_STD = 0.1  # about 1: norms of ones would hide an error
+PAD, EOS = 0, 1
+CHARACTERS = string.ascii_letters + string.digits  # each a token, whichever class a library loads the tokenizer as
+
+
+def start(config: Mapping[str, Any], *, length: int, sequences: int, **options: Any) -> "LLM":
+    """An engine with the model of ``config`` (a config.json), for prompts of token ids."""
+    from vllm import LLM
+
+    defaults: dict[str, Any] = {"enable_prefix_caching": False, "disable_log_stats": True}
+    if not runs_on_cuda(os.environ):
+        defaults |= {**ENGINE_ON_CPU, "gpu_memory_utilization": 0.1}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, CONFIG).write_text(json.dumps(config))
+        return LLM(
+            model=folder,
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            dtype="bfloat16",
+            max_model_len=length,
+            max_num_seqs=sequences,
+            **{**defaults, **options},
+        )
+
+
+def adapter(config: Mapping[str, Any], rank: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """A PEFT adapter of all linears of the blocks with small random values, as (tensors, config)."""
+    weights = {name.removesuffix(".weight"): e.shape for name, e in _present(config).items() if e.linear}
+    tensors = {}
+    for name, (N, K) in weights.items():
+        prefix = f"base_model.model.{name}"
+        tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, K, dtype=torch.bfloat16) * 0.01
+        tensors[f"{prefix}.lora_B.weight"] = torch.randn(N, rank, dtype=torch.bfloat16) * 0.01
+    modules = sorted({name.rpartition(".")[2] for name in weights})
+    return tensors, {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": modules}
+
+
+def write(folder: str | Path, config: Mapping[str, Any], *, packed: bool, seed: int, device: str) -> None:
+    """Write a whole checkpoint, config.json last: packed to NVFP4, or in BF16. One shard for each block."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {**config, "pad_token_id": PAD, "eos_token_id": EOS}
+    shards: dict[str, dict[str, Expected]] = {}
+    for name, expected in _present(config).items():
+        shards.setdefault(".".join(name.split(".")[:3]) if ".layers." in name else "rest", {})[name] = expected
+    places: dict[str, str] = {}
+    for number, members in enumerate(shards.values(), start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = _draw(members, packed, seed, device)
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(tensors, file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}), encoding="utf-8")
+    tokenizer(config["vocab_size"]).save_pretrained(folder)
+    if packed:
+        config["quantization_config"] = quantization_config(["lm_head"])
+    (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
+
+
+def size(config: Mapping[str, Any], *, packed: bool) -> int:
+    """Bytes of the checkpoint's tensors, the few of tensor scales left out."""
+    each = {True: 1 / 2 + 1 / nvfp4.GROUP_SIZE, False: 2.0}
+    return int(sum(prod(e.shape) * each[packed and e.linear] for e in _present(config).values()))
+
+
+def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    """A token for each of ``CHARACTERS``, and for all the rest of the vocabulary a name that no prompt holds."""
+    pad, eos = "<|endoftext|>", "<eos>"  # the first is added where a tokenizer of a Qwen2 lacks it
+    names = [pad, eos, *CHARACTERS]
+    names += [f"<{token}>" for token in range(len(names), vocabulary)]
+    model = Tokenizer(models.WordLevel({name: token for token, name in enumerate(names)}, unk_token=pad))
+    model.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=model, pad_token=pad, eos_token=eos, padding_side="left")
+
+
+def _present(config: Mapping[str, Any]) -> dict[str, Expected]:
+    """Every tensor but a head that is the embedding. Raises ValueError for an architecture that is not known."""
+    tensors = expected_tensors(config)
+    if tensors is None:
+        raise ValueError(f"no tensors are known of a model of type {config.get('model_type')!r}")
+    return {name: expected for name, expected in tensors.items() if not expected.optional}
+
+
+def _draw(members: Mapping[str, Expected], packed: bool, seed: int, device: str) -> dict[str, torch.Tensor]:
+    """The tensors of one shard on the CPU."""
+    dense = {name: _values(name, expected.shape, seed, device) for name, expected in members.items()}
+    drawn: dict[str, torch.Tensor] = {}
+    for name, expected in members.items():
+        if not (packed and expected.linear):
+            drawn[name] = dense[name].cpu()
+            continue
+        module = name.removesuffix(".weight")
+        group = fused_with(module, {member.removesuffix(".weight") for member in members})
+        amax = torch.stack([dense[f"{part}.weight"].abs().amax() for part in group]).amax()
+        weight = nvfp4.quantize(dense[name], nvfp4.divisor_from_amax(amax))
+        drawn[f"{module}.weight_packed"] = weight.codes.cpu()
+        drawn[f"{module}.weight_scale"] = weight.block_scales.cpu()
+        drawn[f"{module}.weight_global_scale"] = weight.divisor.reshape(1).cpu()
+    return drawn
+
+
+def _values(name: str, shape: tuple[int, ...], seed: int, device: str) -> torch.Tensor:
+    """BF16 values that depend on the seed, the name and the kind of device alone."""
+    key = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator(device).manual_seed(int.from_bytes(key[:8], "little") >> 1)
+    values = torch.randn(shape, generator=generator, dtype=torch.bfloat16, device=device)
+    return values.mul_(NORM_STD).add_(1) if "norm" in name.split(".")[-2] else values.mul_(STD)

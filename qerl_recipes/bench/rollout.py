@@ -1,0 +1,263 @@
+"""``qerl bench rollout``: tokens per second of the engine, NVFP4 with an adapter on against stock vLLM in BF16.
+
+Weights are random and of the real shapes, so nothing is downloaded, and every completion has its full length. As in
+training, each token comes with the log-probability that it was sampled with. A case is a number of sequences with
+their tokens in and out; it is timed as a whole and for one token out, so that decoding can be told from the prefill.
+Every arm runs in a process of its own, one after the other; with several rounds A B A B.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from qerl_recipes.bench.process import ArmFailedError, answer, check_gpus, check_shape, in_own_process
+from qerl_recipes.bench.train_table import around, spread
+from qerl_recipes.machine.conditions import conditions, save
+from qerl_recipes.recipe.shapes import config_json
+from qerl_recipes.rollout.arms import ENGINE_QUANTIZATION, engine_options
+
+PREFILLED = 64  # prompts of the prefill, each as long as the engine allows
+WARM_UP_TOKENS = 16
+
+# The arms of a recipe, and BF16 without an adapter, which is what a merged one runs as. Then what tells their parts
+# apart: NVFP4 without an adapter, with one in vLLM's LoRA slots, the same on Marlin, and that again without this
+# plugin: what is left between the last two are the fp32 norms.
+ARMS = ("bf16_merged", *ENGINE_QUANTIZATION, "qerl_nvfp4_base", "qerl_nvfp4_slots", "qerl_nvfp4_slots_marlin")
+ARMS += ("stock_nvfp4",)
+
+
+class Case(NamedTuple):
+    """``batch`` sequences of ``input`` tokens, with ``output`` tokens sampled for each."""
+
+    batch: int
+    input: int
+    output: int
+
+
+def make_cases(batch: Sequence[int], input_len: Sequence[int], output_len: Sequence[int]) -> list[Case]:
+    """The lists side by side; one of a single number counts for all. Raises ValueError for anything else."""
+    lists = {"batch": batch, "input_len": input_len, "output_len": output_len}
+    longest = max(map(len, lists.values()))
+    for name, numbers in lists.items():
+        if not numbers or min(numbers) < 1 or len(numbers) not in (1, longest):
+            raise ValueError(f"{name} is {list(numbers)}; give one number, or {longest} of them, each at least 1")
+    if min(output_len) < 2:
+        raise ValueError("output_len is at least 2: the first token comes with the prefill")
+    return [Case(*numbers) for numbers in zip(*(list(n) * (longest // len(n)) for n in lists.values()), strict=True)]
+
+
+def run(
+    shape: str,
+    cases: Sequence[Case],
+    *,
+    arms: Sequence[str] = ("bf16_merged", "bf16", "qerl_nvfp4"),
+    rank: int = 32,
+    repeats: int = 3,
+    rounds: int = 1,
+    tensor_parallel_size: int = 1,
+    output: Path | None = None,
+) -> dict[str, Any]:
+    """Measure every arm, print the table, and write it to ``output`` as JSON, after each arm what there is.
+
+    An arm that fails is in the result with its reason, and the others go on. Raises ValueError for an unknown shape or
+    arm and for what this machine cannot measure.
+    """
+    check_shape(shape)
+    check_gpus(tensor_parallel_size)
+    if unknown := sorted(set(arms) - set(ARMS)):
+        raise ValueError(f"unknown arm {unknown[0]!r}; known: {', '.join(ARMS)}")
+    if min(repeats, rounds) < 1:
+        raise ValueError(f"repeats is {repeats} and rounds is {rounds}; each is at least 1")
+    request = {
+        "shape": shape,
+        "cases": cases,
+        "rank": rank,
+        "repeats": repeats,
+        "tensor_parallel": tensor_parallel_size,
+    }
+    measured: dict[str, dict[str, Any]] = {arm: {} for arm in arms}
+    result = {
+        "shape": shape,
+        "rank": rank,
+        "tensor_parallel_size": tensor_parallel_size,
+        "repeats": repeats,
+        "rounds": rounds,
+        **conditions(),
+        "arms": measured,
+    }
+    for arm in [arm for _ in range(rounds) for arm in arms]:
+        if "failed" in measured[arm]:
+            continue
+        try:
+            _add(measured[arm], in_own_process(__name__, {**request, "arm": arm}))
+        except ArmFailedError as error:
+            measured[arm]["failed"] = str(error)
+        save(result, output)  # an arm takes minutes, and a run may be cut short
+    _print(result)
+    return result
+
+
+def _add(measured: dict[str, Any], found: dict[str, Any]) -> None:
+    """Join what one round has found to what is there, and work out the rates anew."""
+    measured["weights_gib"] = found["weights_gib"]
+    rows = measured.setdefault("batch", {})
+    alone = len({row["batch"] for row in found["cases"]}) == len(found["cases"])
+    for row in found["cases"]:
+        key = str(row["batch"]) if alone else f"{row['batch']} x {row['input']} + {row['output']}"
+        joined = rows.setdefault(key, {**row, "seconds": [], "prefill_seconds": []})
+        whole, first = (joined[name] + row[name] for name in ("seconds", "prefill_seconds"))
+        batch, first_token = row["batch"], statistics.median(first)
+        joined |= {"seconds": whole, "prefill_seconds": first, **_rate(batch * row["output"], whole)}
+        decoding = [seconds - first_token for seconds in whole]
+        joined["decode"] = _rate(batch * (row["output"] - 1), decoding)
+        joined["prefill"] = _rate(batch * row["input"], first)
+    prefill = found["prefill"]
+    seconds = measured.get("prefill", {}).get("seconds", []) + prefill["seconds"]
+    measured["prefill"] = {**prefill, "seconds": seconds, **_rate(prefill["tokens"], seconds)}
+
+
+def _rate(tokens: int, seconds: Sequence[float]) -> dict[str, float | None]:
+    """Tokens per second of the median repeat, and how far the repeats lie apart, relative to it."""
+    return {"tokens_per_s": tokens / statistics.median(seconds), "spread": spread(seconds)}
+
+
+def measure(request: dict[str, Any], found: dict[str, Any]) -> None:
+    """One arm, in this process: seconds of each case, with one token out and with all of them."""
+    import torch
+    from vllm import SamplingParams
+
+    from qerl_recipes.bench import random_model
+    from qerl_vllm_plugin.policy import Policy
+
+    arm, rank, repeats = request["arm"], request["rank"], request["repeats"]
+    cases = [Case(*numbers) for numbers in request["cases"]]
+    config = config_json(request["shape"])
+    if arm == "stock_nvfp4":
+        from qerl_recipes.convert.quantize import quantization_config
+
+        config["quantization_config"] = quantization_config(["lm_head"])
+    length = max(case.input + case.output for case in cases)
+    llm = random_model.start(
+        config,
+        length=length,
+        sequences=max(*(case.batch for case in cases), PREFILLED),
+        tensor_parallel_size=request["tensor_parallel"],
+        compilation_config={"cudagraph_capture_sizes": sorted({case.batch for case in cases})},
+        logprobs_mode="processed_logprobs",
+        **_options(arm, rank),
+    )
+    policy = Policy(llm)
+    if policy.carrier is not None:
+        policy.swap(*random_model.adapter(config, rank))
+    generator = torch.Generator().manual_seed(0)
+
+    def seconds(batch: int, prompt: int, new: int) -> list[float]:
+        """Of each repeat; one before them, of few tokens, warms up."""
+        taken: list[float] = []
+        for tokens in (min(new, WARM_UP_TOKENS), *[new] * repeats):
+            sampling = SamplingParams(
+                max_tokens=tokens,
+                ignore_eos=True,
+                temperature=1.0,
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+            )
+            ids = torch.randint(config["vocab_size"], (batch, prompt), generator=generator).tolist()
+            prompts = [{"prompt_token_ids": row} for row in ids]
+            began = time.perf_counter()
+            answers = llm.generate(prompts, sampling, lora_request=policy.request, use_tqdm=False)
+            taken.append(time.perf_counter() - began)
+            if any(len(answer.outputs[0].token_ids) != tokens for answer in answers):
+                raise RuntimeError(f"the engine did not generate {tokens} tokens for each prompt")
+        return taken[1:]
+
+    found["cases"] = []
+    for case in cases:
+        first, whole = seconds(case.batch, case.input, 1), seconds(*case)
+        found["cases"].append({**case._asdict(), "seconds": whole, "prefill_seconds": first})
+        rate = case.batch * case.output / statistics.median(whole)
+        print(f"{arm}, {_name(case)}: {rate:,.0f} tokens/s", file=sys.stderr, flush=True)
+    found["prefill"] = {"tokens": PREFILLED * (length - 1), "seconds": seconds(PREFILLED, length - 1, 1)}
+    found["weights_gib"] = _weights_gib(llm) if request["tensor_parallel"] == 1 else None
+
+
+def _options(arm: str, rank: int) -> dict[str, Any]:
+    slots = engine_options("bf16", rank)
+    others: dict[str, dict[str, Any]] = {
+        "bf16_merged": {},
+        "qerl_nvfp4_base": {"quantization": "qerl_nvfp4"},
+        "qerl_nvfp4_slots": {**slots, "quantization": "qerl_nvfp4"},
+        "qerl_nvfp4_slots_marlin": {
+            **slots,
+            "quantization": "qerl_nvfp4",
+            "additional_config": {"qerl": {"kernel": "marlin"}},
+        },
+        "stock_nvfp4": slots,
+    }
+    return others[arm] if arm in others else engine_options(arm, rank)
+
+
+def _weights_gib(llm: Any) -> float:
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    seen = {t.data_ptr(): t.nbytes for t in (*runner.get_model().parameters(), *runner.get_model().buffers())}
+    return round(sum(seen.values()) / 2**30, 2)
+
+
+def _name(case: Case) -> str:
+    return f"{case.batch} x {case.input} in, {case.output} out"
+
+
+def _print(result: dict[str, Any]) -> None:
+    """A row for each arm; ratios are to the faster BF16 arm of the table, without one to its first arm."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console, arms = Console(width=160), {arm: row for arm, row in result["arms"].items() if "batch" in row}
+    for arm, row in result["arms"].items():
+        if "failed" in row:
+            console.print(f"{arm} failed: {row['failed']}", style="bold red", markup=False, soft_wrap=True)
+    if not arms:
+        return
+    others = [arm for arm in arms if arm.startswith("bf16")] or [next(iter(arms))]
+    parallel = f", tensor parallel {result['tensor_parallel_size']}" if result["tensor_parallel_size"] > 1 else ""
+    table = Table(
+        title=f"Qwen2.5-{result['shape']} shapes{parallel}, LoRA rank {result['rank']}, {result['gpu']}, "
+        f"{result['date']}; ratios to the faster of {', '.join(others)}",
+        title_justify="left",
+    )
+    rows = next(iter(arms.values()))["batch"]
+    table.add_column("tokens/s")
+    for row in rows.values():
+        table.add_column(f"{row['batch']} x\n{row['input']} in, {row['output']} out", justify="right")
+        table.add_column("decode\nalone", justify="right")
+    for column in ("prefill", "weights\nGiB"):
+        table.add_column(column, justify="right")
+    paths = [path for key in rows for path in (("batch", key), ("batch", key, "decode"))] + [("prefill",)]
+    best = [max(_at(arms[arm], path)["tokens_per_s"] for arm in others) for path in paths]
+    for arm, found in arms.items():
+        cells = [_cell(_at(found, path), of) for path, of in zip(paths, best, strict=True)]
+        weights = found["weights_gib"]
+        table.add_row(arm, *cells, "" if weights is None else f"{weights:.1f}")
+    console.print(table)
+
+
+def _at(found: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
+    for key in path:
+        found = found[key]
+    return found
+
+
+def _cell(row: dict[str, Any], best: float) -> str:
+    rate = row["tokens_per_s"]
+    return f"{rate:,.0f} {around(row['spread'])}\n({rate / best:.2f}x)"
+
+
+if __name__ == "__main__":
+    from qerl_recipes.machine.environment import prepare
+
+    prepare()
+    answer(measure)

@@ -1,0 +1,1 @@
+"""Checkpoint in, checkpoint out: quantize, export, merge."""

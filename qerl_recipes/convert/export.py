@@ -1,0 +1,135 @@
+"""``qerl export``: a trained adapter as a folder that stands by itself, or merged into its base.
+
+Without ``merge``: what PEFT and stock vLLM read (adapter_model.safetensors, adapter_config.json), norms.safetensors
+where norms were trained, its chat template, a card, and which base it belongs to. With ``merge``: an ordinary
+BF16 checkpoint.
+"""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from qerl_recipes.convert import merge as merge_weights
+from qerl_recipes.files import card as model_card
+from qerl_recipes.files import run_state
+from qerl_recipes.files.adapter import CONFIG, ENGINE_RANKS, NORMS, TEMPLATE, TENSORS, AdapterFolder, open_adapter
+from qerl_recipes.files.base_model import local_folder, written_name
+from qerl_recipes.files.whole_folder import whole_folder
+from qerl_vllm_plugin.adapter import AdapterError, check
+from qerl_vllm_plugin.checkpoint import inspect_folder
+
+Tensors = Mapping[str, torch.Tensor]
+README = "README.md"
+
+
+def export(
+    adapter: str | Path,
+    destination: str | Path,
+    *,
+    base: str | None = None,
+    merge: bool = False,
+    overwrite: bool = False,
+    name: str = "policy",
+) -> Path:
+    """Write the adapter folder ``adapter`` to ``destination``, whole or not at all -> the destination.
+
+    ``base`` is where the base lies now (folder or model id); by default what the adapter was trained on. ``merge``
+    writes base + adapter (+ trained norms, rounded to BF16) as one BF16 checkpoint, one tensor at a time. ``name`` is
+    the adapter's name in the card's commands.
+
+    Raises ValueError for an adapter that is damaged, does not fit the base or belongs to another one, and
+    FileExistsError for a destination that is not empty, unless ``overwrite``.
+    """
+    saved = open_adapter(adapter)
+    tensors, norms = saved.read()
+    named = base or saved.base
+    if named is None:
+        raise ValueError(f"{adapter} does not say which base it was trained on; name it with --base")
+    source = written_name(named)
+    if merge:
+        return _merge(saved, tensors, norms, source, Path(destination), overwrite)
+    target = Path(destination).absolute()
+    base_hash = saved.state.get("base_hash")
+    if base is not None or base_hash is None:
+        base_hash = run_state.base_hash(local_folder(source))
+        saved.check_base(base_hash)
+    arm = saved.quantization or "bf16"
+    card = model_card.render(
+        source,
+        base_hash,
+        saved.config,
+        trained_norms=bool(norms),
+        quantization=arm,
+        versions=run_state.versions(),
+        name=name,
+        folder=target,
+    )
+    belongs = {"base": source, "base_hash": base_hash, "quantization": arm, "train_norms": bool(norms)}
+    belongs["recipe"] = saved.recipe  # how its prompts were made, for evaluation
+    config = {**saved.config, "base_model_name_or_path": source, "inference_mode": True}
+    with whole_folder(target, overwrite=overwrite, proof=CONFIG) as folder, _named(target):
+        for file in (TENSORS, NORMS, TEMPLATE):
+            if (saved.path / file).is_file():
+                shutil.copyfile(saved.path / file, folder / file)
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (folder / run_state.STATE_FILE).write_text(json.dumps(belongs, indent=2) + "\n", encoding="utf-8")
+        (folder / README).write_text(card, encoding="utf-8")
+    return Path(destination)
+
+
+def written(folder: Path) -> str:
+    """What lies in a folder that has just been written, as one line."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    size = sum(path.stat().st_size for path in files)
+    return f"wrote {folder}: {', '.join(path.name for path in files)} ({size / 1e6:,.1f} MB)"
+
+
+@contextlib.contextmanager
+def _named(target: Path) -> Iterator[None]:
+    """A disk that is full, or lost, is named; safetensors and shutil name a hidden folder or nothing."""
+    try:
+        yield
+    except OSError as error:
+        free = shutil.disk_usage(target.parent).free
+        raise OSError(
+            error.errno, f"{target} could not be written ({error}; {free / 1e6:,.0f} MB free); nothing was changed"
+        ) from error
+
+
+def _merge(
+    saved: AdapterFolder, tensors: Tensors, norms: Tensors, source: str, destination: Path, overwrite: bool
+) -> Path:
+    if saved.quantization == "nf4":
+        raise ValueError(
+            f"{saved.path} was trained on NF4 weights, which are not merged; serve it unmerged: "
+            f"vllm serve {source} --quantization bitsandbytes --enable-lora"
+        )
+    folder = local_folder(source)
+    base_hash = run_state.base_hash(folder)
+    saved.check_base(base_hash)
+    report = inspect_folder(folder)
+    try:
+        checked = check(tensors, saved.config, merge_weights.targets(report), ENGINE_RANKS[-1])
+        merge_weights.check_norms(report, norms)
+    except AdapterError as error:
+        raise ValueError(f"{saved.path} does not fit {source}: {error}") from error
+    target, arm = destination.absolute(), saved.quantization or "bf16"
+    with whole_folder(target, overwrite=overwrite) as partial, _named(target):
+        if report.scheme is None and saved.quantization == "qerl_nvfp4":
+            # the adapter was trained on the quantized weights: on the BF16 ones it would be another policy
+            from qerl_recipes.convert.quantize import quantize_checkpoint
+
+            quantize_checkpoint(folder, partial / "packed", quiet=True)
+            merge_weights.write(inspect_folder(partial / "packed"), checked, norms, partial)
+            shutil.rmtree(partial / "packed")
+        else:
+            merge_weights.write(report, checked, norms, partial)
+        card = model_card.render_merged(
+            source, base_hash, saved.sha256(), trained_norms=bool(norms), quantization=arm, folder=target
+        )
+        (partial / README).write_text(card, encoding="utf-8")
+    return destination

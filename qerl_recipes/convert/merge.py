@@ -1,0 +1,92 @@
+"""Base + adapter as one BF16 checkpoint: w = bf16(code * block scale / divisor + alpha / r * B A), in fp32 before that.
+
+One tensor is in memory at a time. The shards keep the base's names. Merging rounds each weight to BF16 once more: by
+that the merged policy differs from the one that was trained.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from qerl_kernels.nvfp4 import dequantize
+from rich.progress import track
+
+from qerl_recipes.convert.shard_writer import Entry, ShardWriter, copy_other_files, write_config, write_index
+from qerl_vllm_plugin.adapter import AdapterError, CheckedAdapter, Target
+from qerl_vllm_plugin.checkpoint import CheckpointReport, check_tensors
+from qerl_vllm_plugin.safetensors_header import DTYPES, read_tensor
+
+PACKED, SCALES, DIVISOR = ".weight_packed", ".weight_scale", ".weight_global_scale"
+NOT_LINEAR = ("embed_tokens", "lm_head")
+
+
+def targets(report: CheckpointReport) -> dict[str, Target]:
+    """The linear layers of a checkpoint that an adapter may change, by name."""
+    found = {}
+    for name, tensor in report.tensors.items():
+        module, _, kind = name.rpartition(".")
+        is_matrix = len(tensor.shape) == 2 and module.rpartition(".")[2] not in NOT_LINEAR
+        if is_matrix and kind in ("weight", "weight_packed"):
+            columns = tensor.shape[1] * (2 if kind == "weight_packed" else 1)
+            found[module] = Target(module, 0, columns, tensor.shape[0])
+    return found
+
+
+def check_norms(report: CheckpointReport, norms: Mapping[str, torch.Tensor]) -> None:
+    """Raises AdapterError where a trained norm is none of the checkpoint's."""
+    for name, weight in norms.items():
+        there = report.tensors.get(name)
+        if there is None or there.shape != tuple(weight.shape):
+            shape = "no such tensor" if there is None else f"shape {list(there.shape)}"
+            raise AdapterError(f"trained norm {name} {list(weight.shape)}: the base has {shape}")
+
+
+def write(report: CheckpointReport, adapter: CheckedAdapter, norms: Mapping[str, torch.Tensor], partial: Path) -> None:
+    """Write the merged checkpoint into the folder ``partial``; tokenizer and other small files are copied."""
+    places: dict[str, str] = {}
+    total = 0
+    for file in track(report.files, description="merging", transient=True):
+        entries = list(_entries(report, file, norms))
+        if not entries:
+            continue
+        with ShardWriter(partial / file.name, entries) as writer:
+            for entry in entries:
+                writer.write(entry.name, _tensor(report, entry, adapter, norms))
+                places[entry.name], total = file.name, total + entry.nbytes
+    write_index(partial, places, total)
+    write_config(partial, report.config, None)
+    copy_other_files(report.folder, partial)
+
+
+def _entries(report: CheckpointReport, file: Path, norms: Mapping[str, torch.Tensor]) -> Iterator[Entry]:
+    """What the merged copy of one shard holds; a packed weight stands where its codes stood."""
+    plain = []
+    for name, tensor in report.tensors.items():
+        if tensor.file != file or name.endswith((SCALES, DIVISOR)):
+            continue
+        if name.endswith(PACKED):
+            N, half = tensor.shape
+            plain.append(Entry(name.removesuffix(PACKED) + ".weight", torch.bfloat16, (N, 2 * half)))
+        else:
+            dtype = torch.bfloat16 if tensor.dtype in ("F16", "F32") or name in norms else DTYPES[tensor.dtype]
+            plain.append(Entry(name, dtype, tensor.shape))
+    return iter(sorted(plain, key=lambda entry: -entry.dtype.itemsize))  # wider first, so that all are aligned
+
+
+def _tensor(
+    report: CheckpointReport, entry: Entry, adapter: CheckedAdapter, norms: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    if entry.name in norms:
+        return norms[entry.name].to(torch.bfloat16)
+    module = entry.name.removesuffix(".weight")
+    if module + PACKED in report.tensors:
+        parts = (read_tensor(report.tensors[module + kind]) for kind in (PACKED, SCALES, DIVISOR))
+        codes, scales, divisor = parts
+        check_tensors(module, codes, scales, divisor)
+        w = dequantize(codes, scales).float() / divisor
+    else:
+        w = read_tensor(report.tensors[entry.name])
+    if module in adapter.pairs:
+        a, b = adapter.pairs[module]
+        w = w.float() + adapter.scaling * (b.float() @ a.float())
+    return w.to(entry.dtype)

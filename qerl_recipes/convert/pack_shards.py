@@ -1,0 +1,152 @@
+"""The two passes over a checkpoint that pack it, one tensor in memory at a time.
+
+The first finds the largest magnitude of each weight: the tensor scale is shared by q/k/v and by gate/up, whose parts
+may lie in different shards. The second packs and writes. FP16 and FP32 tensors of the model become BF16 first: the
+bytes are those of quantizing the same model while it is loaded.
+"""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from qerl_kernels.nvfp4 import GROUP_SIZE, NVFP4Weight, dequantize, divisor_from_amax
+from rich.progress import track
+
+from qerl_recipes.convert.plan import Plan
+from qerl_recipes.convert.report import LayerError
+from qerl_recipes.convert.shard_writer import Entry, ShardWriter, write_index
+from qerl_vllm_plugin.checkpoint import CheckpointError, CheckpointReport
+from qerl_vllm_plugin.safetensors_header import DTYPES, TensorHeader, read_tensor
+
+CHUNK_ELEMENTS = 1 << 20  # packed at once: bounds the memory of the fp32 intermediates
+HALF_OR_FULL = ("F16", "F32")
+
+
+def _load(tensor: TensorHeader, plan: Plan) -> torch.Tensor:
+    """A tensor as it is used: the model's own in BF16, others (constants that some checkpoints carry) as they are."""
+    value = read_tensor(tensor)
+    return value.bfloat16() if _becomes_bf16(tensor, plan) else value
+
+
+def _becomes_bf16(tensor: TensorHeader, plan: Plan) -> bool:
+    module = tensor.name.removesuffix(".weight")
+    return tensor.dtype in HALF_OR_FULL and (tensor.name in plan.parameters or module in plan.linears)
+
+
+def find_divisors(report: CheckpointReport, plan: Plan, device: str) -> dict[str, torch.Tensor]:
+    """The first pass: the divisor of each group; a NaN or an infinity anywhere is refused by name."""
+    largest: dict[str, torch.Tensor] = {}
+    for name, tensor in _progress(report.tensors.items(), "reading"):
+        value = _load(tensor, plan).to(device)
+        if not value.is_floating_point() or value.numel() == 0:
+            continue
+        low, high = torch.aminmax(value)
+        amax = torch.maximum(-low, high).cpu()
+        if not torch.isfinite(amax):
+            count = int((~torch.isfinite(value)).sum())
+            raise CheckpointError(
+                f"{tensor.file}: tensor {name} holds {count} values that are NaN, infinite or too large for BF16; a"
+                " checkpoint must be finite: repair or download it again"
+            )
+        if (group := plan.linears.get(name.removesuffix(".weight"))) is not None and name.endswith(".weight"):
+            largest[group] = torch.maximum(largest.get(group, amax), amax)
+    return {name: divisor_from_amax(largest[group]) for name, group in plan.linears.items()}
+
+
+def packed_entries(report: CheckpointReport, plan: Plan, file: Path) -> list[Entry]:
+    """What the packed copy of one shard holds, the wider dtypes first so that every tensor is aligned."""
+    scales, plain, packed = [], [], []
+    for name, tensor in report.tensors.items():
+        module = name.removesuffix(".weight")
+        if tensor.file != file:
+            continue
+        if module in plan.linears and module != name:
+            N, K = tensor.shape
+            scales.append(Entry(f"{module}.weight_global_scale", torch.float32, (1,)))
+            packed.append(Entry(f"{module}.weight_packed", torch.uint8, (N, K // 2)))
+            packed.append(Entry(f"{module}.weight_scale", torch.float8_e4m3fn, (N, K // GROUP_SIZE)))
+        else:
+            dtype = torch.bfloat16 if _becomes_bf16(tensor, plan) else DTYPES[tensor.dtype]
+            plain.append(Entry(name, dtype, tensor.shape))
+    return scales + sorted(plain, key=lambda entry: -entry.dtype.itemsize) + packed
+
+
+def write_shards(
+    report: CheckpointReport,
+    plan: Plan,
+    divisors: dict[str, torch.Tensor],
+    partial: Path,
+    pack: Callable[[torch.Tensor, torch.Tensor], NVFP4Weight],
+    device: str,
+) -> list[LayerError]:
+    """The second pass."""
+    layers: dict[str, LayerError] = {}
+    places: dict[str, str] = {}
+    total = 0
+    for file in _progress(report.files, "packing"):
+        entries = packed_entries(report, plan, file)
+        with ShardWriter(partial / file.name, entries) as writer:
+            for entry in entries:
+                places[entry.name] = file.name
+                total += entry.nbytes
+                module, _, kind = entry.name.rpartition(".")
+                if kind == "weight_global_scale" and module in divisors:
+                    writer.write(entry.name, divisors[module].reshape(1))
+                elif kind == "weight_packed" and module in divisors:
+                    w = _load(report.tensors[f"{module}.weight"], plan)
+                    weight, error = _pack_in_chunks(w, divisors[module], pack, device)
+                    layers[module] = LayerError(module, tuple(w.shape), error)
+                    writer.write(entry.name, weight.codes)
+                    writer.write(f"{module}.weight_scale", weight.block_scales)
+                elif not (kind == "weight_scale" and module in divisors):  # that one went with its codes
+                    writer.write(entry.name, _load(report.tensors[entry.name], plan))
+    write_index(partial, places, total)
+    return [layers[module] for module in plan.linears]  # in the model's order, whatever the order of the files
+
+
+def _pack_in_chunks(
+    w: torch.Tensor,
+    divisor: torch.Tensor,
+    pack: Callable[[torch.Tensor, torch.Tensor], NVFP4Weight],
+    device: str,
+) -> tuple[NVFP4Weight, float]:
+    """Pack ``w: (N, K)`` some rows at a time, which changes no bit; also the relative error |w - packed| / |w|."""
+    codes, scales, wrong, whole = [], [], 0.0, 0.0
+    for rows in w.split(max(1, CHUNK_ELEMENTS // w.shape[1])):
+        rows = rows.to(device)
+        part = pack(rows, divisor.to(device))
+        codes.append(part.codes.cpu())
+        scales.append(part.block_scales.cpu())
+        chunk_wrong, chunk_whole = _squares(rows, part)
+        wrong, whole = wrong + chunk_wrong, whole + chunk_whole
+    return NVFP4Weight(torch.cat(codes), torch.cat(scales), divisor), _ratio(wrong, whole)
+
+
+def _squares(w: torch.Tensor, weight: NVFP4Weight) -> tuple[float, float]:
+    """Sums of squares of the error and of the weight."""
+    exact = w.float()
+    restored = dequantize(weight.codes, weight.block_scales).float().div_(weight.divisor)
+    whole = exact.square().sum(dtype=torch.float64)
+    return float(restored.sub_(exact).square_().sum(dtype=torch.float64)), float(whole)
+
+
+def _ratio(wrong: float, whole: float) -> float:
+    return (wrong / whole) ** 0.5 if whole > 0 else 0.0
+
+
+def measure(source: CheckpointReport, packed: CheckpointReport, plan: Plan) -> list[LayerError]:
+    """The error of each layer of a checkpoint that another program packed."""
+    layers = []
+    for name in _progress(plan.linears, "measuring"):
+        w = _load(source.tensors[f"{name}.weight"], plan)
+        codes, scales, divisor = (
+            read_tensor(packed.tensors[f"{name}.{part}"])
+            for part in ("weight_packed", "weight_scale", "weight_global_scale")
+        )
+        layers.append(LayerError(name, tuple(w.shape), _ratio(*_squares(w, NVFP4Weight(codes, scales, divisor)))))
+    return layers
+
+
+def _progress(items: Iterable[Any], text: str) -> Iterable[Any]:
+    return track(list(items), description=text, transient=True)

@@ -1,0 +1,118 @@
+"""Which tensors of a checkpoint become NVFP4, decided from the model itself.
+
+The model class that config.json names is built on the meta device (no memory). Packed are its ``nn.Linear`` modules,
+but the output head and the routers of a mixture of experts; and the experts, which transformers holds in two
+three-dimensional parameters, ``experts.gate_up_proj (E, 2I, H)`` and ``experts.down_proj (E, H, I)``, and checkpoints
+in one tensor each, ``experts.<e>.gate_proj.weight`` and so on. Each such name must be in the checkpoint with the shape
+that the model class has. Everything else stays in BF16.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from qerl_kernels.nvfp4 import GROUP_SIZE
+
+from qerl_vllm_plugin.checkpoint import CheckpointError, CheckpointReport, Nvfp4Scheme
+from qerl_vllm_plugin.expected_tensors import MODEL_TYPES, fused_with
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``linears``: the packed modules, each with the name of the group whose tensor scale it shares; ``ignore``: linear
+    layers that stay in BF16; ``parameters``: the names of the model's tensors as its class has them."""
+
+    linears: Mapping[str, str]
+    ignore: tuple[str, ...]
+    parameters: frozenset[str]
+
+
+def make_plan(report: CheckpointReport, ignore: Sequence[str]) -> Plan:
+    """Decide for a checked, unquantized checkpoint; ``ignore`` holds module names and ``re:`` patterns.
+
+    Raises CheckpointError where transformers does not know the model, where its names are not the checkpoint's, where a
+    pattern matches no linear layer or splits a fused group, and where a layer's columns are not a multiple of 16.
+    """
+    model = _meta_model(report)
+    shapes, kept = dict(_packable(model)), tuple(_kept(model))
+    if not shapes:
+        raise CheckpointError(
+            f"{report.folder}: {type(model).__name__} has no linear layer (torch.nn.Linear) to pack: this architecture "
+            f"is not supported; known to work are {', '.join(MODEL_TYPES)}"
+        )
+    for pattern in ignore:
+        one = Nvfp4Scheme(ignore=(pattern,))
+        if pattern != "lm_head" and all(one.is_quantized(name) for name in (*shapes, *kept)):
+            raise CheckpointError(f"ignore: {pattern!r} matches no linear layer of {report.folder}; leave it out")
+    scheme = Nvfp4Scheme(ignore=tuple(ignore))
+    groups = {name: fused_with(name, shapes)[0] for name in shapes}
+    packed = {name: group for name, group in groups.items() if scheme.is_quantized(name)}
+    for name, shape in shapes.items():
+        if name not in packed and groups[name] in packed.values():
+            parts = [other for other in shapes if groups[other] == groups[name]]
+            raise CheckpointError(f"ignore: vLLM stacks {', '.join(parts)} into one matrix; ignore all of them or none")
+        _check_layer(report, name, shape, name in packed)
+    ignored = tuple(name for name in shapes if name not in packed)
+    return Plan(packed, (*kept, *ignored), frozenset(name for name, _ in model.named_parameters()))
+
+
+def _meta_model(report: CheckpointReport) -> torch.nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(report.folder)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except (ValueError, KeyError, AttributeError, ImportError, OSError) as error:
+        raise CheckpointError(
+            f"{report.folder}: transformers cannot build a causal language model from its config.json ({error}); only"
+            " models that transformers has built in are quantized"
+        ) from error
+
+
+def _is_router(name: str, module: torch.nn.Module, model: torch.nn.Module) -> bool:
+    """A direct child of a mixture-of-experts block (a module with a child ``experts``) that has a matrix of its own."""
+    parent, _, _ = name.rpartition(".")
+    weight = getattr(module, "weight", None)
+    is_matrix = isinstance(weight, torch.nn.Parameter) and weight.dim() == 2
+    return is_matrix and bool(parent) and hasattr(model.get_submodule(parent), "experts")
+
+
+def _packable(model: torch.nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Name and shape (N, K) of every linear layer to pack, under the name that a checkpoint gives it."""
+    head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            if module is not head and not _is_router(name, module, model):
+                yield name, (module.out_features, module.in_features)
+        elif name.endswith(".experts") and getattr(getattr(module, "gate_up_proj", None), "ndim", 0) == 3:
+            count, inner, hidden = module.gate_up_proj.shape
+            for expert in range(count):
+                yield f"{name}.{expert}.gate_proj", (inner // 2, hidden)
+                yield f"{name}.{expert}.up_proj", (inner // 2, hidden)
+                yield f"{name}.{expert}.down_proj", (hidden, inner // 2)
+
+
+def _kept(model: torch.nn.Module) -> Iterator[str]:
+    """Linear layers that always stay in BF16: the output head and the routers."""
+    head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if module is head or _is_router(name, module, model):
+            yield name
+
+
+def _check_layer(report: CheckpointReport, name: str, shape: tuple[int, int], packed: bool) -> None:
+    tensor = report.tensors.get(f"{name}.weight")
+    if tensor is None or tensor.shape != shape:
+        found = "no such tensor" if tensor is None else f"shape {list(tensor.shape)}"
+        raise CheckpointError(
+            f"{report.folder}: the model has a linear layer {name} {list(shape)}, but the checkpoint has {found} for"
+            f" {name}.weight; only checkpoints that name their tensors as the model class does are quantized"
+        )
+    if packed and tensor.dtype not in ("BF16", "F16", "F32"):
+        raise CheckpointError(f"{tensor.file}: {name}.weight is {tensor.dtype}; start from BF16, FP16 or FP32 weights")
+    if packed and shape[1] % GROUP_SIZE:
+        raise CheckpointError(
+            f"{name}.weight has {shape[1]} columns, and NVFP4 needs a multiple of {GROUP_SIZE}; keep it in BF16:"
+            f" `--ignore {name}`, together with the layers that vLLM stacks with it"
+        )

@@ -1,0 +1,179 @@
+"""BF16 checkpoint -> NVFP4 checkpoint: checks, then shard by shard into a folder that appears whole."""
+
+import errno
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from qerl_kernels.nvfp4 import GROUP_SIZE, quantize
+from qerl_kernels.scale_search import quantize_mse
+from rich.console import Console
+
+from qerl_recipes.convert.pack_shards import find_divisors, measure, packed_entries, write_shards
+from qerl_recipes.convert.plan import Plan, make_plan
+from qerl_recipes.convert.repack import repack
+from qerl_recipes.convert.report import QuantizeReport
+from qerl_recipes.convert.shard_writer import copy_other_files, write_config
+from qerl_recipes.files.base_model import local_folder
+from qerl_recipes.files.whole_folder import whole_folder
+from qerl_vllm_plugin.checkpoint import CheckpointError, CheckpointReport, inspect_folder, weights_taken
+
+METHODS, SCALES = ("rtn", "gptq", "awq"), ("amax", "mse")
+
+
+def quantize_checkpoint(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    method: str = "rtn",
+    scales: str = "amax",
+    device: str = "cpu",
+    ignore: Sequence[str] = ("lm_head",),
+    overwrite: bool = False,
+    calibration: str | Path | None = None,
+    quiet: bool = False,
+) -> QuantizeReport:
+    """Write the NVFP4 checkpoint of ``source``: stock vLLM loads it too (compressed-tensors nvfp4-pack-quantized).
+
+    ``source`` is a folder or a model id of the hub. One with NVFP4 weights in another form (ModelOpt, W4A4, mixed with
+    FP8) is written anew with the same codes and scales, FP8 layers in BF16; of it no error is known.
+
+    ``method``: ``rtn`` rounds to nearest, ``gptq`` and ``awq`` run llmcompressor on the texts of ``calibration`` (JSON
+    lines with a key "text"). ``scales``: ``amax`` gives llmcompressor's bits, ``mse`` searches each block's scale (rtn
+    only). ``ignore``: module names or ``re:`` patterns kept in BF16, besides embeddings, norms, output head and
+    routers, which always are.
+
+    ``quiet`` prints no table. Everything is checked before anything is written, and the destination appears only when
+    it is complete. FP16 and FP32 sources are rounded to BF16 first. Returns the error of each layer, which also stands
+    in quantize_report.json.
+    Raises CheckpointError (a ValueError) for a source that cannot be quantized, OSError where the destination cannot be
+    written, RuntimeError where llmcompressor fails.
+    """
+    _check_options(method, scales, device, calibration)
+    folder, target = local_folder(source), Path(destination).absolute()
+    if target == folder.resolve() or folder.resolve() in target.parents or target in folder.resolve().parents:
+        raise CheckpointError(f"destination {target} and source {folder} overlap; name another destination")
+    report = inspect_folder(folder, weight_only=True)
+    if report.scheme is not None:
+        if not report.scheme.extras:
+            raise CheckpointError(f"{folder}: is an NVFP4 checkpoint already; start from the BF16 checkpoint")
+        changed = {"method": method != "rtn", "scales": scales != "amax", "ignore": tuple(ignore) != ("lm_head",)}
+        if options := [name for name, is_changed in changed.items() if is_changed]:
+            raise ValueError(
+                f"{options[0]}: {folder} has NVFP4 weights already, which are written as they are; leave it out, or "
+                "start from the BF16 checkpoint"
+            )
+        return _take_over(report, str(source), target, overwrite)
+    plan = make_plan(report, ignore)
+    if not plan.linears:
+        raise CheckpointError(f"{folder}: no linear layer is left to quantize; ignore fewer layers")
+    with whole_folder(target, overwrite=overwrite) as partial:
+        _check_space(report, plan, target)
+        try:
+            if method == "rtn":
+                divisors = find_divisors(report, plan, device)
+                pack = quantize if scales == "amax" else quantize_mse
+                layers = write_shards(report, plan, divisors, partial, pack, device)
+                write_config(partial, report.config, quantization_config(plan.ignore))
+            else:
+                from qerl_recipes.convert.llmcompressor_run import run
+
+                run(folder, partial, method=method, ignore=plan.ignore, calibration=Path(str(calibration)))
+                layers = measure(report, inspect_folder(partial), plan)
+            copy_other_files(folder, partial)
+            result = QuantizeReport(str(source), str(target), method, scales, plan.ignore, layers)
+            (partial / "quantize_report.json").write_text(result.to_json(), encoding="utf-8")
+        except OSError as error:
+            raise OSError(error.errno, f"{target} could not be written ({error}); nothing was changed") from error
+    if not quiet:
+        result.print()
+    return result
+
+
+def _take_over(report: CheckpointReport, source: str, target: Path, overwrite: bool) -> QuantizeReport:
+    """Write the weights of a checkpoint that has them in NVFP4 already."""
+    with whole_folder(target, overwrite=overwrite) as partial:
+        try:
+            _check_free(sum(tensor.nbytes for tensor in report.tensors.values()) * 2, target)
+            ignore = repack(report, partial)
+            write_config(partial, report.config, quantization_config(ignore))
+            copy_other_files(report.folder, partial)
+            result = QuantizeReport(source, str(target), "taken over", "as they were", ignore)
+            (partial / "quantize_report.json").write_text(result.to_json(), encoding="utf-8")
+        except OSError as error:
+            raise OSError(error.errno, f"{target} could not be written ({error}); nothing was changed") from error
+    Console().print(weights_taken(report, "are left out"), soft_wrap=True)
+    return result
+
+
+def _check_options(method: str, scales: str, device: str, calibration: str | Path | None) -> None:
+    for name, value, values in (("method", method, METHODS), ("scales", scales, SCALES)):
+        if value not in values:
+            raise ValueError(f"{name}: {value!r} is unknown; choose one of {', '.join(values)}")
+    if device.partition(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"device: {device!r} is unknown; choose cpu or cuda")
+    if device != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"device: {device!r} was asked for, but torch sees no CUDA device here; use --device cpu")
+    if method == "rtn":
+        if calibration is not None:
+            raise ValueError("calibration: rtn uses no texts; choose --method gptq or leave it out")
+        return
+    if scales != "amax":
+        raise ValueError(f"scales: {scales!r} goes with --method rtn only; {method} chooses its own")
+    if method == "awq" and device == "cpu":
+        raise ValueError(
+            "method: awq needs a CUDA device (llmcompressor 0.14 pins GPU memory); use gptq or --device cuda"
+        )
+    if calibration is None or not Path(calibration).is_file():
+        raise ValueError(f'calibration: {method} needs a file of JSON lines with a key "text"; {calibration} is none')
+
+
+def _check_space(report: CheckpointReport, plan: Plan, target: Path) -> None:
+    needed = sum(entry.nbytes for file in report.files for entry in packed_entries(report, plan, file)) + (1 << 20)
+    _check_free(needed, target)
+
+
+def _check_free(needed: int, target: Path) -> None:
+    free = shutil.disk_usage(target.parent).free
+    if free < needed:
+        message = f"{target} needs {needed / 1e9:.2f} GB, and its disk has {free / 1e9:.2f} GB free; free some first"
+        raise OSError(errno.ENOSPC, message)
+
+
+def quantization_config(ignore: Sequence[str]) -> dict[str, Any]:
+    """The ``quantization_config`` of config.json, as compressed-tensors 0.19 writes it for NVFP4A16."""
+    weights: dict[str, Any] = {
+        "actorder": None,
+        "block_structure": None,
+        "dynamic": False,
+        "group_size": GROUP_SIZE,
+        "num_bits": 4,
+        "observer": "memoryless_minmax",
+        "observer_kwargs": {},
+        "scale_dtype": "torch.float8_e4m3fn",
+        "strategy": "tensor_group",
+        "symmetric": True,
+        "type": "float",
+        "zp_dtype": None,
+    }
+    group = {
+        "format": "nvfp4-pack-quantized",
+        "input_activations": None,
+        "output_activations": None,
+        "targets": ["Linear"],
+        "weights": weights,
+    }
+    return {
+        "config_groups": {"group_0": group},
+        "format": "nvfp4-pack-quantized",
+        "global_compression_ratio": None,
+        "ignore": list(ignore),
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "sparsity_config": {},
+        "transform_config": {},
+        "version": "0.19.0",
+    }

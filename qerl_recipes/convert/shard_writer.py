@@ -1,0 +1,99 @@
+"""The files of a checkpoint: shards, written one tensor at a time, their index, the config, what holds no weights."""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from qerl_vllm_plugin.checkpoint import CONFIG, INDEX, SINGLE
+from qerl_vllm_plugin.modelopt import OWN_FILE
+from qerl_vllm_plugin.safetensors_header import DTYPE_NAMES
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
+OWN = (CONFIG, OWN_FILE, "README.md", "quantize_report.json")  # of one checkpoint alone
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to come: its name, dtype and shape."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class ShardWriter:
+    """Writes the header for ``entries``, then takes the tensors in that order.
+
+    Raises ValueError where a tensor is not the next entry, or at the end where entries are missing.
+    """
+
+    def __init__(self, file: Path, entries: Sequence[Entry]) -> None:
+        self._entries = list(entries)
+        self._next = 0
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for entry in self._entries:
+            begin, end = end, end + entry.nbytes
+            header[entry.name] = {
+                "dtype": DTYPE_NAMES[entry.dtype],
+                "shape": list(entry.shape),
+                "data_offsets": [begin, end],
+            }
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8, as the safetensors library aligns them
+        self._stream = file.open("wb")
+        self._stream.write(len(text).to_bytes(8, "little") + text)
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Append the next tensor."""
+        given = Entry(name, tensor.dtype, tuple(tensor.shape))
+        expected = self._entries[self._next] if self._next < len(self._entries) else None
+        if given != expected:
+            raise ValueError(f"the next tensor of {self._stream.name} is {expected}, not {given}")
+        flat = tensor.detach().to("cpu").contiguous().view(-1)
+        self._stream.write(memoryview(flat.view(torch.uint8).numpy()))
+        self._next += 1
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stream.close()
+        if kind is None and self._next != len(self._entries):
+            raise ValueError(f"{self._stream.name}: tensor {self._entries[self._next].name} was never written")
+
+
+def write_index(folder: Path, places: Mapping[str, str], total: int) -> None:
+    """Write the index of shards where there is more than one: tensor -> file, and the bytes of all tensors."""
+    if set(places.values()) != {SINGLE}:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def write_config(folder: Path, source: Mapping[str, Any], quantization: Mapping[str, Any] | None) -> None:
+    """Write the config.json of BF16 weights, or, with ``quantization``, of packed ones, from that of their source."""
+    config = {key: value for key, value in source.items() if key not in ("torch_dtype", "quantization_config")}
+    config |= {"dtype": "bfloat16"} | ({} if quantization is None else {"quantization_config": quantization})
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def copy_other_files(source: Path, folder: Path) -> None:
+    """Tokenizer, generation config, chat template, licence: every top-level file that holds no weights."""
+    for file in sorted(source.iterdir()):
+        is_weights = file.suffix in WEIGHT_SUFFIXES or file.name.endswith(".index.json")
+        if file.is_file() and not is_weights and not file.name.startswith(".") and file.name not in OWN:
+            shutil.copyfile(file, folder / file.name)

@@ -1,0 +1,197 @@
+"""Makes the starting model of the demo: a Qwen2 of 304 thousand weights, taught running sums by supervised training.
+
+    python -m qerl_recipes.demo.starting_model OUT --seed 1
+
+First it sees step-by-step answers only, until it gets most of them right; then mostly terse ones. It ends up
+preferring the terse style, in which it guesses, while it still knows the other, in which it is right most of the time.
+Reinforcement learning on exact match then has a better habit to discover.
+"""
+
+import argparse
+import json
+import math
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.progress import Progress
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from qerl_recipes.tasks import running_sum
+from qerl_recipes.tasks.running_sum import LONGEST_COMPLETION, THINK, VOCABULARY, Problem
+
+BATCH = 64
+LEARNING_RATE = 3e-3
+WARMUP_STEPS = 50
+MASTERED = 0.9  # step-by-step accuracy that ends the first stage; it comes suddenly, after 500 to 1500 steps
+CHECK_EVERY, CHECK_PROBLEMS, CHECK_SEED = 50, 128, 555
+MOST_STEPS = 3000  # of the first stage
+TERSE_STEPS = 250  # of the second stage
+STEP_BY_STEP_SHARE = 0.2  # of the answers in the second stage
+LEAST_GAP = 0.2  # accuracy that thinking must be ahead by, or there is nothing for the policy to find out
+
+_TOKEN_ID = {token: i for i, token in enumerate(VOCABULARY)}
+_TOKENS = re.compile(running_sum.TOKEN)
+
+Batch = tuple[torch.Tensor, torch.Tensor]  # token ids and labels
+
+
+def new_model(seed: int) -> Qwen2ForCausalLM:
+    """An untrained Qwen2, hidden 128, 2 layers; every linear has columns in multiples of 16, as NVFP4 needs."""
+    torch.manual_seed(seed)
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=64,  # 27 tokens, filled up to the width that embeddings are padded to anyway
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            bos_token_id=None,
+            eos_token_id=_TOKEN_ID["<eos>"],
+            pad_token_id=_TOKEN_ID["<pad>"],
+            use_sliding_window=False,
+        )
+    )
+
+
+def encode(text: str) -> list[int]:
+    """Token ids; the same as the tokenizer's, without its cost in a training loop."""
+    return [_TOKEN_ID[token] for token in _TOKENS.findall(text)]
+
+
+def learning_rate(step: int, terse_step: int) -> float:
+    """Linear warm-up, constant while the steps are learnt, then a cosine down to a tenth over the terse stage."""
+    cosine = 0.5 * (1 + math.cos(math.pi * terse_step / TERSE_STEPS))
+    return LEARNING_RATE * min(1.0, (step + 1) / WARMUP_STEPS) * (0.1 + 0.9 * cosine)
+
+
+def draw_batch(rng: random.Random, share: float, held_out: set[str]) -> Batch:
+    """Token ids and labels, both ``(BATCH, longest)``, padded on the right; prompts and padding carry label -100.
+
+    Causal attention keeps padding on the right out of every real position, so no attention mask is needed.
+    """
+    rows: list[tuple[list[int], list[int]]] = []
+    while len(rows) < BATCH:
+        problem = running_sum.draw(rng)
+        if problem.prompt in held_out:
+            continue
+        response = problem.step_by_step if rng.random() < share else problem.terse
+        rows.append((encode(problem.prompt), [*encode(response), _TOKEN_ID["<eos>"]]))
+    longest = max(len(prompt) + len(response) for prompt, response in rows)
+    ids = torch.full((BATCH, longest), _TOKEN_ID["<pad>"])
+    labels = torch.full((BATCH, longest), -100)
+    for i, (question, reply) in enumerate(rows):
+        end = len(question) + len(reply)
+        ids[i, :end] = torch.tensor(question + reply)
+        labels[i, len(question) : end] = torch.tensor(reply)
+    return ids, labels
+
+
+def train(model: PreTrainedModel, seed: int, most_steps: int = MOST_STEPS) -> int:
+    """Supervised training in place, both stages; held-out prompts are never drawn. Returns the number of steps.
+
+    Raises ValueError if the first stage has not mastered step-by-step answers after ``most_steps``.
+    """
+    rng = random.Random(1000 + seed)
+    held_out = {problem.prompt for problem in running_sum.held_out()}
+    checked = running_sum.problems(CHECK_PROBLEMS, CHECK_SEED, exclude=held_out)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
+    mastered, step = 0.0, 0
+    with Progress(transient=True) as progress:
+        bar = progress.add_task("learning to work step by step", total=most_steps)
+        while mastered < MASTERED:
+            if step >= most_steps:
+                raise ValueError(
+                    f"seed {seed}: {step} steps of supervised training reach {mastered:.1%} of {MASTERED:.0%} accuracy "
+                    "step by step; try another --seed, or more --most-steps"
+                )
+            update(model, optimizer, draw_batch(rng, 1.0, held_out), learning_rate(step, 0))
+            step += 1
+            if step % CHECK_EVERY == 0:
+                mastered = accuracy(model, checked, think=True)
+                progress.update(bar, description=f"learning to work step by step: {mastered:.0%} right")
+            progress.update(bar, completed=step)
+        for terse_step in progress.track(range(TERSE_STEPS), description="learning to answer tersely"):
+            update(model, optimizer, draw_batch(rng, STEP_BY_STEP_SHARE, held_out), learning_rate(step, terse_step))
+    model.eval()
+    return step + TERSE_STEPS
+
+
+def update(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: Batch, rate: float) -> None:
+    """One step of AdamW on the mean cross-entropy of the answers."""
+    ids, labels = batch
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    model.train()
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@torch.no_grad()
+def accuracy(model: PreTrainedModel, asked: Sequence[Problem], *, think: bool = False) -> float:
+    """Greedy exact-match accuracy through Hugging Face generation; ``think`` begins every answer with ``<think>``."""
+    model.eval()
+    tokenizer = running_sum.tokenizer()
+    start = THINK if think else ""
+    batch = tokenizer([p.prompt + start for p in asked], padding=True, return_tensors="pt")
+    generated = model.generate(
+        input_ids=batch["input_ids"],
+        attention_mask=batch["attention_mask"],
+        max_new_tokens=LONGEST_COMPLETION,
+        do_sample=False,
+    )
+    texts = tokenizer.batch_decode(generated[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+    answers = [running_sum.answer_of(start + text) for text in texts]
+    return sum(a == p.answer for a, p in zip(answers, asked, strict=True)) / len(asked)
+
+
+def check_worth_learning(model: PreTrainedModel, asked: Sequence[Problem]) -> dict[str, float]:
+    """Accuracy of both styles; a starting point from which reinforcement learning has nothing to find is refused.
+
+    Raises ValueError if step-by-step answers are not at least 0.2 better than what the model does of itself.
+    """
+    of_itself, thinking = accuracy(model, asked), accuracy(model, asked, think=True)
+    if thinking < of_itself + LEAST_GAP:
+        raise ValueError(
+            f"this starting model answers {of_itself:.1%} right of itself and {thinking:.1%} step by step; it must be "
+            f"at least {LEAST_GAP:.0%} better step by step, or a reward for right answers has nothing to teach it. "
+            "Make another one (python -m qerl_recipes.demo.starting_model OUT --seed 1) or use the shipped one"
+        )
+    return {"greedy": of_itself, "step_by_step": thinking}
+
+
+def make(out: str | Path, seed: int = 1, most_steps: int = MOST_STEPS) -> dict[str, float]:
+    """Train a starting model and save it in BF16 with its tokenizer; returns steps and accuracies (held-out problems).
+
+    Raises ValueError, and writes nothing, if the model is not worth learning from.
+    """
+    model = new_model(seed)
+    steps = train(model, seed, most_steps)
+    model.to(torch.bfloat16)
+    measured = check_worth_learning(model, running_sum.held_out())
+    model.save_pretrained(out)
+    running_sum.tokenizer().save_pretrained(out)
+    return {"steps": steps, **measured}
+
+
+def main(argv: list[str] | None = None) -> None:
+    program = "python -m qerl_recipes.demo.starting_model"
+    parser = argparse.ArgumentParser(prog=program, description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, help="folder for the checkpoint")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--most-steps", type=int, default=MOST_STEPS, help="of the first stage")
+    options = parser.parse_args(argv)
+    print(json.dumps(make(options.out, options.seed, options.most_steps)))
+
+
+if __name__ == "__main__":
+    main()

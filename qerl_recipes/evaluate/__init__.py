@@ -1,0 +1,1 @@
+"""Accuracy with intervals, and the report of a run."""

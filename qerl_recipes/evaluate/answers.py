@@ -1,0 +1,141 @@
+"""Asking an engine the problems of some benchmarks, and judging what it answers.
+
+No answer is kept from one run for the next, as lighteval would do by the model's name: an adapter that is trained again
+keeps its name.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+
+from qerl_recipes.evaluate.request import Sampling
+from qerl_recipes.evaluate.tasks import Benchmark, Doc, PromptManager
+from qerl_vllm_plugin.noise import seed_of
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One problem: what was asked, the answers, which of them are right, and which ended at the limit of length.
+
+    ``share`` of the answers is right; ``vote`` says whether the one that most agree on is.
+    """
+
+    problem: str
+    prompt: str
+    gold: str
+    answers: list[str]
+    right: list[bool]
+    cut: list[bool]
+    vote: bool
+    share: float
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    doc: Doc
+    text: str
+    ids: list[int]
+
+
+def ask(
+    llm: LLM, request: LoRARequest | None, benchmarks: Sequence[Benchmark], sampling: Sampling, label: str
+) -> dict[str, list[Judged]]:
+    """Every problem of every benchmark, answered by the policy that the engine serves now, judged, in their order.
+
+    ``label`` names the policy in the progress bar. Raises ValueError, before anything is generated, for a prompt that
+    leaves no room for an answer and for a chat template that there is none of.
+    """
+    length = llm.llm_engine.model_config.max_model_len
+    prompts = {benchmark.name: _prompts(benchmark.problems, llm.get_tokenizer(), sampling) for benchmark in benchmarks}
+    for prompt in (prompt for asked in prompts.values() for prompt in asked):
+        if len(prompt.ids) >= length:
+            raise ValueError(
+                f"problem {prompt.doc.id} of {prompt.doc.task_name} has {len(prompt.ids)} tokens and max_model_length "
+                f"is {length}: there is no room for an answer; raise max_model_length"
+            )
+    templated = uses_template(llm.get_tokenizer(), sampling)
+    samples = [(p, i) for asked in prompts.values() for p in asked for i in range(p.doc.num_samples)]
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt.ids} for prompt, _ in samples],
+        [_parameters(prompt, i, sampling, length, templated) for prompt, i in samples],
+        lora_request=request,
+        use_tqdm=lambda *args, **options: tqdm(*args, **{**options, "desc": f"evaluating {label}", "leave": False}),
+    )
+    answers = iter([output.outputs[0] for output in outputs])
+    return {
+        benchmark.name: [
+            _judged(benchmark, prompt, [next(answers) for _ in range(prompt.doc.num_samples)])
+            for prompt in prompts[benchmark.name]
+        ]
+        for benchmark in benchmarks
+    }
+
+
+def uses_template(tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> bool:
+    """Whether problems are asked through a chat template. Raises ValueError for one that is asked for and not there."""
+    there = sampling.chat_template is not None or tokenizer.chat_template is not None
+    if sampling.use_chat_template and not there:
+        raise ValueError("use_chat_template was asked for, but this model's tokenizer has none; give --chat_template")
+    used = there if sampling.use_chat_template is None else sampling.use_chat_template
+    if sampling.chat_template_kwargs and not used:
+        raise ValueError(
+            f"chat_template_kwargs {sampling.chat_template_kwargs} would be ignored: no chat template is used"
+        )
+    return used
+
+
+def _prompts(docs: Sequence[Doc], tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> list[_Prompt]:
+    manager = PromptManager(system_prompt=sampling.system_prompt or None)
+    if not uses_template(tokenizer, sampling):
+        texts = [manager.prepare_prompt(doc) for doc in docs]
+        return [_Prompt(doc, text, tokenizer(text)["input_ids"]) for doc, text in zip(docs, texts, strict=True)]
+    options: Mapping[str, Any] = sampling.chat_template_kwargs or {}
+    texts = [
+        tokenizer.apply_chat_template(
+            manager.prepare_prompt_api(doc),
+            chat_template=sampling.chat_template,
+            tokenize=False,
+            add_generation_prompt=True,
+            **options,
+        )
+        for doc in docs
+    ]
+    return [
+        _Prompt(doc, text, tokenizer(text, add_special_tokens=False)["input_ids"])
+        for doc, text in zip(docs, texts, strict=True)
+    ]
+
+
+def _parameters(prompt: _Prompt, sample: int, sampling: Sampling, length: int, templated: bool) -> SamplingParams:
+    doc, room = prompt.doc, length - len(prompt.ids)
+    greedy = sampling.temperature == 0
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=1.0 if greedy else sampling.top_p,
+        max_tokens=min(sampling.max_new_tokens or doc.generation_size or room, room),
+        # with a chat template the model ends its turn itself, and a stop word could cut its reasoning
+        stop=None if templated else list(doc.stop_sequences or []) or None,
+        # the same for base and adapter, different for every sample of every problem
+        seed=None if greedy else seed_of(sampling.seed, doc.task_name, doc.id, sample),
+    )
+
+
+def _judged(benchmark: Benchmark, prompt: _Prompt, outputs: Sequence[Any]) -> Judged:
+    texts = [output.text for output in outputs]
+    right = [benchmark.is_right(prompt.doc, text) for text in texts]
+    elected = benchmark.majority(texts) if len(texts) > 1 else 0
+    return Judged(
+        problem=prompt.doc.id,
+        prompt=prompt.text,
+        gold=prompt.doc.get_golds()[0],
+        answers=texts,
+        right=right,
+        cut=[output.finish_reason == "length" for output in outputs],
+        vote=elected is not None and right[elected],
+        share=sum(right) / len(right),
+    )

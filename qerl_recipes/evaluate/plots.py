@@ -1,0 +1,165 @@
+"""The pictures of a report, each an SVG text that goes straight into a page.
+
+Figures are made without pyplot, so that drawing one changes no setting of the process. The same numbers give the same
+bytes: the ids in an SVG are derived from its title and no date is written.
+"""
+
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+INK, FAINT, GRID = "#1f2933", "#9fb3c8", "#e4e7eb"
+# one colour for one thing, in every picture of every report; what is not named here takes the others in turn
+OTHERS = ("#0b7285", "#e67700", "#a61e4d", "#495057", "#5c940d")
+COLOUR_OF = {
+    "base": "#1f6feb",
+    "NVFP4 base": "#1f6feb",
+    "with adapter": "#d9480f",
+    "NVFP4 with adapter": "#d9480f",
+    "BF16 base": "#2b8a3e",
+    "training": "#d9480f",
+    "held out": "#862e9c",
+    "rollout": "#1f6feb",
+}
+SMOOTHING = 5  # steps in the running mean that is drawn over a noisy curve
+
+_STYLE = {
+    "svg.fonttype": "none",  # text stays text: small, sharp, can be searched
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": FAINT,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+}
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """One bar of the accuracy plot: ``accuracy`` of ``n`` problems with its 95 % interval, all as shares of 1."""
+
+    task: str
+    label: str
+    accuracy: float
+    low: float
+    high: float
+    n: int
+
+
+def colours(labels: Iterable[str]) -> list[str]:
+    """A colour for each label: that of ``COLOUR_OF``, and for the others those of ``OTHERS`` in turn."""
+    others = cycle(OTHERS)
+    return [COLOUR_OF[label] if label in COLOUR_OF else next(others) for label in labels]
+
+
+def running_mean(values: Sequence[float], width: int = SMOOTHING) -> list[float]:
+    """Mean of each value and the ``width - 1`` before it; not-a-numbers are left out, and all of them give nan."""
+    means = []
+    for i in range(len(values)):
+        window = [v for v in values[max(0, i + 1 - width) : i + 1] if np.isfinite(v)]
+        means.append(float(np.mean(window)) if window else float("nan"))
+    return means
+
+
+def curves(
+    title: str,
+    steps: Sequence[int],
+    series: Mapping[str, Sequence[float]],
+    *,
+    smooth: bool = False,
+    points: bool = False,
+    stairs: bool = False,
+    percent: bool = False,
+) -> str:
+    """SVG of one or more values against the training step.
+
+    ``smooth`` draws the running mean over the faint raw values, ``points`` marks each value, ``stairs`` keeps a value
+    until the next step, as a noise schedule does, and ``percent`` writes shares of 1 as percentages. Missing values
+    (nan) leave a gap.
+    """
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(4.6, 2.7), layout="constrained")
+        axes = figure.subplots()
+        for colour, (label, values) in zip(colours(series), series.items(), strict=True):
+            # a single point would be invisible as a line
+            marker = "o" if points or len(steps) == 1 else None
+            if smooth:
+                axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1, marker=marker)
+                axes.plot(steps, running_mean(values), color=colour, linewidth=1.8, label=label)
+            else:
+                style = "steps-post" if stairs else "default"
+                axes.plot(
+                    steps,
+                    values,
+                    color=colour,
+                    linewidth=1.5,
+                    label=label,
+                    drawstyle=style,
+                    marker=marker,
+                    markersize=4,
+                )
+        axes.set_title(title)
+        axes.set_xlabel("step")
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+        if percent:
+            axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
+        if all(v >= 0 or not np.isfinite(v) for values in series.values() for v in values):
+            axes.set_ylim(bottom=0)
+        if len(series) > 1:
+            axes.legend()
+        return _svg(figure, title)
+
+
+def accuracies(title: str, rows: Sequence[Accuracy]) -> str:
+    """SVG of accuracies with their 95 % intervals, one line a row, first row on top."""
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(9.4, 0.9 + 0.38 * len(rows)), layout="constrained")
+        axes = figure.subplots()
+        several_tasks = len({row.task for row in rows}) > 1
+        labels = [f"{row.task}: {row.label}" if several_tasks else row.label for row in rows]
+        names = list(dict.fromkeys(row.label for row in rows))
+        colour_of = dict(zip(names, colours(names), strict=True))
+        for y, row in enumerate(rows):
+            axes.barh(y, row.accuracy, height=0.62, color=colour_of[row.label], alpha=0.85)
+            axes.errorbar(
+                row.accuracy,
+                y,
+                xerr=[[row.accuracy - row.low], [row.high - row.accuracy]],
+                color=INK,
+                capsize=4,
+                linewidth=1.3,
+            )
+            axes.text(row.high + 0.012, y, f"{row.accuracy:.1%}", va="center")
+        axes.set_yticks(range(len(rows)), labels)
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.08)
+        axes.set_xticks([0, 0.2, 0.4, 0.6, 0.8, 1])
+        axes.xaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
+        axes.grid(False, axis="y")
+        axes.set_title(title)
+        return _svg(figure, title)
+
+
+def _svg(figure: Figure, title: str) -> str:
+    text = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": title}):
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    svg = text.getvalue()
+    return svg[svg.index("<svg") :]  # without the XML and DOCTYPE lines, which have no place inside a page

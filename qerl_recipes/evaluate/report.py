@@ -1,0 +1,315 @@
+"""Makes ``report.html`` of a run: one page that needs no network and no JavaScript, with every picture inside it.
+
+It shows what is in the folder and says what is not: a run that is still training, or was never evaluated, has a report.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment
+from markupsafe import Markup
+
+from qerl_recipes.evaluate import plots
+from qerl_recipes.evaluate.plots import Accuracy
+from qerl_recipes.evaluate.report_page import PAGE
+from qerl_recipes.evaluate.request import command
+from qerl_recipes.files.adapter import LAST
+from qerl_recipes.files.whole_folder import write_text
+
+METRICS, EVALUATION, SUMMARY, STATE, ADAPTER_CONFIG = (
+    "metrics.jsonl",
+    "evaluation.json",
+    "summary.json",
+    "qerl_state.json",
+    "adapter_config.json",
+)
+HOW_TO_TRAIN = "qerl train --config RECIPE.yaml --output_dir {folder}"
+# label in evaluation.json -> what a person calls it
+MODELS = {
+    "adapter": "with adapter",
+    "bf16_base": "BF16 base",
+    "nvfp4_base": "NVFP4 base",
+    "nvfp4_adapter": "NVFP4 with adapter",
+}
+ARMS = {"qerl_nvfp4": "NVFP4, 4 bits, frozen", "bf16": "BF16, frozen", "nf4": "NF4 of bitsandbytes, 4 bits, frozen"}
+NOISE = {"none": "none", "shared": "in engine and trainer", "rollout": "in the engine", "corrected": "in the engine"}
+NOISE["corrected"] += ", with importance correction"
+# key of the recipe -> what a person calls it, in the order of the page
+WORDS = {
+    "reward_funcs": "rewards",
+    "reward_weights": "their weights",
+    "loss_type": "loss",
+    "learning_rate": "learning rate",
+    "lr_scheduler_type": "its schedule",
+    "optim": "optimizer",
+    "beta": "KL coefficient (beta)",
+    "num_generations": "completions of a prompt",
+    "generation_batch_size": "completions of a rollout",
+    "max_completion_length": "longest completion, tokens",
+    "temperature": "sampling temperature in training",
+    "dynamic_sampling": "dynamic sampling",
+    "system_prompt": "system prompt",
+}
+
+# in the table: key of metrics.jsonl, what a person calls it, how to write it
+SHOWN = (
+    ("reward", "reward", "{:.3f}"),
+    ("entropy", "entropy, nats per token", "{:.4f}"),
+    ("sigma", "noise sigma", "{:.2e}"),
+    ("logp_mismatch_mean", "mean |log p trainer - log p engine|", "{:.5f}"),
+    ("rollout_tokens_per_s", "rollout, tokens/s", "{:,.0f}"),
+    ("train_tokens_per_s", "training, tokens/s", "{:,.0f}"),
+)
+EDGE = 5  # steps averaged for "first" and "last"
+
+
+class ReportError(ValueError):
+    """A folder of which no report can be made; the message names the file and the command that writes it."""
+
+
+def write(folder: str | Path) -> Path:
+    """Write ``folder/report.html`` from the metrics and evaluations there, and return its path.
+
+    Reads ``metrics.jsonl`` (one JSON object a step or an evaluation), ``evaluation.json``, in the folder or in its
+    ``evaluation/`` (the newer one), and for the settings ``qerl_state.json`` and ``adapter_config.json``, there or in
+    ``adapter/``; each may be missing, but not both of the first two.
+
+    Raises ReportError if the folder does not exist, holds nothing to show, or a file in it is damaged. The page that
+    was there before stays until the new one is whole.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ReportError(f"there is no folder {folder}; train into it: {HOW_TO_TRAIN.format(folder=folder)}")
+    metrics, file = read_metrics(folder / METRICS), _newest_evaluation(folder)
+    evaluation, state = read_object(file), read_object(folder / STATE) or read_object(folder / LAST / STATE)
+    if not metrics and not evaluation:
+        raise ReportError(
+            f"{folder} holds neither steps in {METRICS} ({HOW_TO_TRAIN.format(folder=folder)}) "
+            f"nor {EVALUATION} ({command(folder, state)}): there is nothing to report"
+        )
+    html = _page(folder, metrics, accuracy_rows(file, evaluation), state, evaluation)
+    write_text(folder / "report.html", html)
+    return folder / "report.html"
+
+
+def _newest_evaluation(folder: Path) -> Path:
+    places = [folder / EVALUATION, folder / "evaluation" / EVALUATION]
+    return max(places, key=lambda file: file.stat().st_mtime if file.is_file() else 0.0)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The steps of a ``metrics.jsonl``, oldest first; none if there is no such file.
+
+    A last line without its end is what a killed run leaves, and is left out. Raises ReportError for any other line
+    that is not a JSON object with a whole number under "step".
+    """
+    if not path.exists():
+        return []
+    *lines, _unfinished = path.read_text(encoding="utf-8").split("\n")
+    steps = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            step = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ReportError(
+                f"{path}, line {number} is not JSON: {error}; remove that line to see the rest"
+            ) from error
+        if not isinstance(step, dict) or type(step.get("step")) is not int:
+            raise ReportError(f'{path}, line {number} must be a JSON object with a whole number under "step"')
+        steps.append(step)
+    return steps
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; empty if there is no such file. Raises ReportError if it holds anything else."""
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ReportError(f"{path} is damaged ({error}); write it again with the command that made it") from error
+    if not isinstance(found, dict):
+        raise ReportError(f"{path} must hold a JSON object, not {type(found).__name__}")
+    return found
+
+
+def accuracy_rows(path: Path, evaluation: Mapping[str, Any]) -> list[Accuracy]:
+    """The rows of the accuracy table, task by task, in the order of ``evaluation.json``."""
+    try:
+        return [
+            Accuracy(task, MODELS.get(label, label) + kind, value, *_interval(ci95), result["n"])
+            for task, results in evaluation.get("tasks", {}).items()
+            for label, result in results.items()
+            for kind, value, ci95 in _figures(result)
+        ]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ReportError(
+            f"{path} does not hold accuracy, ci95 and n for each task and model ({error!r}); evaluate again"
+        ) from error
+
+
+def _figures(result: Mapping[str, Any]) -> list[tuple[str, float, list[float]]]:
+    """(what it is, value, interval): the accuracy, and pass@k and maj@k where several answers were drawn."""
+    found = [("", result["accuracy"], result["ci95"])]
+    for kind, name in (("pass_at", "pass@"), ("maj_at", "maj@")):
+        found += [(f", {name}{k}", at_k["value"], at_k["ci95"]) for k, at_k in result.get(kind, {}).items()]
+    return found
+
+
+def _interval(ends: list[float]) -> tuple[float, float]:
+    low, high = ends
+    return low, high
+
+
+def values_of(metrics: list[dict[str, Any]], key: str) -> list[float]:
+    """One value a step, nan where a step has none; empty if no step has a number under this key."""
+    values = [
+        float(step[key]) if isinstance(step.get(key), int | float) and not isinstance(step[key], bool) else math.nan
+        for step in metrics
+    ]
+    return values if any(math.isfinite(v) for v in values) else []
+
+
+def settings(folder: Path, state: Mapping[str, Any], evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What was run and with which versions, as (name, value), in words; nothing that no file states."""
+    recipe = state.get("recipe") or {}
+    adapter = read_object(folder / ADAPTER_CONFIG) or read_object(folder / LAST / ADAPTER_CONFIG)
+    arm, sampling = state.get("quantization") or evaluation.get("quantization"), evaluation.get("sampling") or {}
+    found: list[tuple[str, Any]] = [
+        ("model", state.get("base") or evaluation.get("base")),
+        ("weights", ARMS.get(str(arm), arm)),
+        ("adapter", _adapter(adapter)),
+        ("norms trained", {True: "yes", False: "no"}.get(state.get("train_norms", ""))),
+        ("data", _data(recipe)),
+        ("noise", _noise(recipe)),
+        *((word, recipe.get(key)) for key, word in WORDS.items()),
+        ("seed", state.get("seed")),
+        ("evaluated with", _asked(evaluation, sampling)),
+        ("as in training", [str(word).replace("_", " ") for word in evaluation.get("as_in_training") or []]),
+        ("versions", state.get("versions") or evaluation.get("versions")),
+    ]
+    return [(name, _text(value)) for name, value in found if value not in (None, "", [], {})]
+
+
+def _adapter(config: Mapping[str, Any]) -> str | None:
+    if "r" not in config:
+        return None
+    return f"LoRA, rank {config['r']}, alpha {config.get('lora_alpha')}, on {_text(config.get('target_modules'))}"
+
+
+def _data(recipe: Mapping[str, Any]) -> str | None:
+    parts = (recipe.get("dataset_mixture") or {}).get("datasets", [])
+    named = recipe.get("dataset_name") or ", ".join(str(part.get("id")) for part in parts)
+    size = recipe.get("dataset_size")
+    return named and (f"{named}, {size} problems" if size else str(named))
+
+
+def _noise(recipe: Mapping[str, Any]) -> str | None:
+    mode = recipe.get("noise_mode")
+    if mode in (None, "none"):
+        return mode
+    start, end, stages = (recipe.get(key) for key in ("sigma_start", "sigma_end", "num_stages"))
+    return f"{NOISE.get(mode, mode)} ({mode}), sigma {start} to {end} in {stages} stages"
+
+
+def _asked(evaluation: Mapping[str, Any], sampling: Mapping[str, Any]) -> str | None:
+    if not sampling:
+        return None
+    warm = sampling.get("temperature")
+    drawn = f"temperature {warm}, top_p {sampling.get('top_p')}" if warm else "greedy"
+    longest = {str(tokens) for tokens in (evaluation.get("max_new_tokens") or {}).values() if tokens}
+    return f"{drawn}, seed {sampling.get('seed')}" + (f", at most {' or '.join(longest)} tokens" if longest else "")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {item}" for key, item in value.items())
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _heading(folder: Path, state: Mapping[str, Any], steps: int) -> tuple[str, str]:
+    """(title, what stands below it): model and data; arm, steps, date and duration, as far as they are known."""
+    data, base = _data(state.get("recipe") or {}), state.get("base")
+    title = f"{Path(base).name}{f' on {data}' if data else ''}" if base else folder.resolve().name
+    seconds, date = state.get("seconds") or 0, str(state.get("date") or "")
+    minutes = f"{seconds / 60:.0f} minutes" if seconds >= 120 else f"{seconds:.0f} s"
+    known = [
+        folder.resolve().name if base else "",
+        str(ARMS.get(state.get("quantization", ""), "")),
+        f"{steps} steps" if steps else "no training steps",
+        f"trained in {minutes}" if seconds else "",
+        f"{date[:10]} {date[11:16]} UTC" if date else "",
+    ]
+    return title, "; ".join(part for part in known if part)
+
+
+def _pictures(metrics: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> list[Markup]:
+    steps = [step["step"] for step in metrics]
+
+    def series(**keys: str) -> dict[str, list[float]]:
+        found = {label.replace("_", " "): values_of(metrics, key) for label, key in keys.items()}
+        return {label: values for label, values in found.items() if values}
+
+    names = dict.fromkeys(key for step in metrics for key in step if key.startswith("rewards/"))
+    parts = {key.split("/")[1]: values_of(metrics, key) for key in names if key.endswith("/mean")}
+    noise = {label: values for label, values in series(sigma="sigma").items() if any(v > 0 for v in values)}
+    panels: list[tuple[str, dict[str, list[float]], dict[str, bool]]] = [
+        ("Reward", series(training="reward"), {"smooth": True}),
+        ("Parts of the reward", {n: v for n, v in parts.items() if v} if len(parts) > 1 else {}, {"smooth": True}),
+        ("Entropy (nats per token)", series(training="entropy"), {"smooth": True}),
+        ("Noise: sigma on the norm weights", noise, {"stairs": True}),
+        ("Trainer and engine: mean |log p difference|", series(training="logp_mismatch_mean"), {}),
+        ("Tokens per second", series(rollout="rollout_tokens_per_s", training="train_tokens_per_s"), {}),
+        ("Completion length (tokens)", series(training="completion_length"), {"smooth": True}),
+    ]
+    drawn = [(title, steps, found, how) for title, found, how in panels if found]
+    if values := values_of(held_out, "eval/reward"):
+        at = [line["step"] for line in held_out]
+        drawn.insert(1, ("Reward on held-out problems", at, {"held out": values}, {"points": True}))
+    # our own SVG, whose texts matplotlib has escaped
+    return [Markup(plots.curves(title, at, found, **how)) for title, at, found, how in drawn]
+
+
+def _first_and_last(metrics: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    table = []
+    for key, name, form in SHOWN:
+        values = [v for v in values_of(metrics, key) if math.isfinite(v)]
+        if values:
+            first, last = values[:EDGE], values[-EDGE:]
+            table.append((name, form.format(sum(first) / len(first)), form.format(sum(last) / len(last))))
+    return table
+
+
+def _page(
+    folder: Path,
+    lines: list[dict[str, Any]],
+    rows: list[Accuracy],
+    state: Mapping[str, Any],
+    evaluation: Mapping[str, Any],
+) -> str:
+    metrics = [line for line in lines if not any(key.startswith("eval/") for key in line)]
+    held_out = [line for line in lines if any(key.startswith("eval/") for key in line)]
+    title, below = _heading(folder, state, len(metrics))
+    return (
+        Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+        .from_string(PAGE)
+        .render(
+            title=title,
+            below=below,
+            smoothing=plots.SMOOTHING,
+            edge=min(EDGE, len(metrics)),
+            accuracy_plot=Markup(plots.accuracies("Accuracy with 95 % intervals", rows)) if rows else "",
+            rows=rows,
+            several_tasks=len({row.task for row in rows}) > 1,
+            pictures=_pictures(metrics, held_out),
+            first_and_last=_first_and_last(metrics),
+            settings=settings(folder, state, evaluation),
+            how_to_train=HOW_TO_TRAIN.format(folder=folder),
+            how_to_evaluate=command(folder, state),
+        )
+    )

@@ -1,0 +1,176 @@
+"""What may be asked of ``qerl evaluate``: tasks and sampling, checked without importing lighteval or vLLM.
+
+gsm8k, math_500, aime24, aime25     lighteval's definitions, from the Hugging Face hub
+amc23                               40 problems of AMC 12, 2023 (math-ai/amc23), asked as lighteval asks AIME
+running_sum                         the demo's 512 held-out problems; the whole completion must be right
+jsonl:PATH                          a file of {"prompt", "answer"} lines, answers compared as mathematics
+jsonl-exact:PATH                    the same, judged as the reward exact_answer judges: letter for letter
+"""
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from qerl_recipes.files.adapter import TEMPLATE, AdapterFolder
+
+LIGHTEVAL = {"gsm8k": "gsm8k", "math_500": "math_500", "aime24": "aime", "aime25": "aime"}  # task -> module
+NAMES = (*LIGHTEVAL, "amc23", "running_sum")
+MATH, EXACT = "jsonl:", "jsonl-exact:"
+WITH_FEWSHOT = ("gsm8k",)  # the others have no problems besides those that are asked
+# data set of a recipe -> the task that asks for what it teaches; for a local file that is the file itself
+TASK_OF = {
+    "gsm8k": "gsm8k",
+    "openai/gsm8k": "gsm8k",
+    "running_sum": "running_sum",
+    "bigmath": "math_500",
+    "open-r1/Big-Math-RL-Verified-Processed": "math_500",
+    "dapo_math_17k": "math_500",
+    "open-r1/DAPO-Math-17k-Processed": "math_500",
+}
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to ask and to answer. None is a choice that is still open: first the adapter's training settles it.
+
+    ``max_new_tokens``: None takes each task's own limit. ``use_chat_template``: None uses a template if there is one.
+    ``chat_template`` is Jinja text in place of the tokenizer's, ``chat_template_kwargs`` what it is rendered with; an
+    empty ``system_prompt`` is none. A temperature of 0 is greedy.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    max_new_tokens: int | None = None
+    seed: int = 0
+    use_chat_template: bool | None = None
+    system_prompt: str | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+
+    def as_in_training(self, adapter: AdapterFolder) -> tuple["Sampling", list[str]]:
+        """With what is open settled as in the training of ``adapter``; also what was settled so, in words."""
+        template, recipe = adapter.path / TEMPLATE, adapter.recipe
+        found = {
+            "system_prompt": recipe.get("system_prompt"),
+            "max_new_tokens": recipe.get("max_completion_length"),
+        }
+        if self.use_chat_template is not False:
+            found["chat_template"] = template.read_text(encoding="utf-8") if template.is_file() else None
+            found["chat_template_kwargs"] = recipe.get("chat_template_kwargs") or None
+        taken = {key: value for key, value in found.items() if value is not None and getattr(self, key) is None}
+        words = [key if key in ("system_prompt", "chat_template") else f"{key} {taken[key]}" for key in taken]
+        return replace(self, **taken), words
+
+    def check(self, num_samples: int) -> None:
+        """Raises ValueError for numbers that make no sense."""
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must lie above 0 and be at most 1")
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
+        if num_samples < 1:
+            raise ValueError(f"num_samples is {num_samples}; it must be at least 1")
+        if num_samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"num_samples is {num_samples}, but temperature 0 gives the same answer each time; "
+                "set temperature (0.6, say) or num_samples=1"
+            )
+
+
+def check(names: Sequence[str], num_fewshot: int = 0) -> None:
+    """Raises ValueError for a task that does not exist, is named twice, has no solved problems to show or no file."""
+    if not names:
+        raise ValueError(f"name at least one task: {_known()}")
+    if num_fewshot < 0:
+        raise ValueError(f"num_fewshot is {num_fewshot}; it must be at least 0")
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"task {name} is named twice")
+        if name.startswith((MATH, EXACT)):
+            read_lines(Path(name.split(":", 1)[1]))
+        elif name not in NAMES:
+            raise ValueError(f"there is no task {name!r}; choose from {_known()}")
+        if num_fewshot and name not in WITH_FEWSHOT:
+            raise ValueError(
+                f"num_fewshot is {num_fewshot}, but task {name} has no solved problems besides those that are asked; "
+                f"tasks with some: {', '.join(WITH_FEWSHOT)}"
+            )
+
+
+def template_text(given: str) -> str:
+    """A chat template that is given as Jinja text, as the recipe's key is, or as the path of a file with it."""
+    if "{{" in given or "{%" in given:
+        return given
+    if not Path(given).is_file():
+        raise ValueError(f"chat_template: {given!r} is neither Jinja text nor a file with it")
+    return Path(given).read_text(encoding="utf-8")
+
+
+def template_options(given: str | Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """``chat_template_kwargs`` from the command line or the API. Raises ValueError for what is no JSON object."""
+    if given is None or isinstance(given, Mapping):
+        return None if given is None else dict(given)
+    try:
+        found = json.loads(given)
+    except json.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"chat_template_kwargs: {given!r} is no JSON object such as '{{\"enable_thinking\": false}}'")
+    return found
+
+
+def command(run: str | Path, state: Mapping[str, Any]) -> str:
+    """The command that evaluates the run in the folder ``run``, as it may be typed; ``state`` is its qerl_state.json.
+
+    It asks for what the data set of the run teaches, and for gsm8k where no task does.
+    """
+    words = ["qerl", "evaluate", str(state.get("base", "BASE")), "--adapter", str(run)]
+    words += ["--quantization", str(state.get("quantization", "qerl_nvfp4")), "--tasks"]
+    words += [_task_of(state.get("recipe") or {}), "--output_dir", f"{run}/evaluation"]
+    return shlex.join(words)
+
+
+def _task_of(recipe: Mapping[str, Any]) -> str:
+    """What asks for that which the run has learnt, judged as its reward judged."""
+    dataset = recipe.get("dataset_name")
+    if dataset in TASK_OF:
+        return TASK_OF[dataset]
+    judged = EXACT if "exact_answer" in (recipe.get("reward_funcs") or ()) else MATH
+    for path in () if dataset is None else (Path(dataset) / "test.jsonl", Path(dataset)):
+        try:
+            read_lines(path)
+        except (ValueError, OSError):
+            continue
+        return f"{judged}{path.absolute()}"
+    return "gsm8k"
+
+
+def read_lines(path: Path) -> list[dict[str, str]]:
+    """The problems of a local file. Raises ValueError where there are none, or for a line of another shape."""
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}; a local task is written jsonl:PATH")
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            prompt, answer = row["prompt"], row["answer"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f'{path}, line {number}: each line must be {{"prompt": TEXT, "answer": TEXT}} ({error!r})'
+            ) from error
+        if not isinstance(prompt, str) or not isinstance(answer, str | int | float):
+            raise ValueError(f"{path}, line {number}: prompt must be a text, and answer a text or a number")
+        rows.append({"prompt": prompt, "answer": str(answer)})
+    if not rows:
+        raise ValueError(f"{path} holds no problems")
+    return rows
+
+
+def _known() -> str:
+    return ", ".join((*NAMES, f"{MATH}PATH", f"{EXACT}PATH"))

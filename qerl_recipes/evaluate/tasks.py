@@ -1,0 +1,217 @@
+"""The benchmarks of ``qerl evaluate``: lighteval's problems and its metrics; ``request`` says which there are.
+
+The one place that imports lighteval: 0.13 turns torch's gradients off for the whole process when it is imported, and
+training in the same process would fail. Here they are left as they were.
+"""
+
+import copy
+import importlib
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from qerl_recipes.evaluate.request import EXACT, LIGHTEVAL, MATH, check, read_lines
+from qerl_recipes.tasks import running_sum
+from qerl_recipes.tasks.answers import answer_block, answer_in, is_exactly
+
+with torch.set_grad_enabled(torch.is_grad_enabled()):  # the mode before comes back at the end of the block
+    from lighteval.metrics.metrics import Metrics
+    from lighteval.metrics.metrics_sample import PassAtK
+    from lighteval.models.model_output import ModelResponse
+    from lighteval.tasks.lighteval_task import LightevalTask, LightevalTaskConfig
+    from lighteval.tasks.prompt_manager import PromptManager
+    from lighteval.tasks.requests import Doc
+    from lighteval.utils.utils import remove_reasoning_tags
+    from math_verify import parse, verify
+
+__all__ = ["Benchmark", "Doc", "PromptManager", "load", "task_module"]
+
+REASONING = [("<think>", "</think>")]  # what stands between is no part of an answer
+LEAST_NEW_TOKENS = 1024  # lighteval cuts GSM8K at 256, which is in the middle of many a worked-out answer
+
+Judge = Callable[[Doc, str], bool]  # whether an answer to a problem is right
+Vote = Callable[[str], Hashable]  # what an answer votes for; None where it gives none
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A task and the problems to ask, drawn once, so that every model gets the same ones in the same order.
+
+    ``problems[i].generation_size`` is the longest answer in tokens, None for what the model has room for.
+    """
+
+    name: str
+    problems: list[Doc]
+    is_right: Judge
+    vote: Vote
+
+    def majority(self, texts: Sequence[str]) -> int | None:
+        """Which text gives the answer that most give, the earliest where several do; None where none gives one."""
+        votes: list[tuple[Any, list[int]]] = []
+        for i, text in enumerate(texts):
+            given = self.vote(text)
+            if given is None:
+                continue
+            same = next((voters for other, voters in votes if other == given), None)
+            if same is None:
+                votes.append((given, [i]))
+            else:
+                same.append(i)
+        return max(votes, key=lambda vote: len(vote[1]))[1][0] if votes else None
+
+
+class _Mathematics:
+    """What math-verify reads out of an answer; equal where it finds two of them to be the same."""
+
+    def __init__(self, parsed: list[Any]) -> None:
+        self.parsed = parsed
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Mathematics):
+            return NotImplemented
+        return verify(self.parsed, other.parsed) or verify(other.parsed, self.parsed)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def load(
+    names: Sequence[str], *, max_samples: int | None = None, num_fewshot: int = 0, num_samples: int = 1
+) -> list[Benchmark]:
+    """The benchmarks with their problems, at most ``max_samples`` of a task, each to be answered ``num_samples`` times.
+
+    ``num_fewshot`` solved problems of the training split stand before each. Raises ValueError for what ``check``
+    refuses, and ConnectionError where a data set cannot be fetched.
+    """
+    check(names, num_fewshot)
+    return [_load(name, max_samples, num_fewshot, num_samples) for name in names]
+
+
+def _load(name: str, max_samples: int | None, num_fewshot: int, num_samples: int) -> Benchmark:
+    judge: Judge
+    vote: Vote
+    if name in LIGHTEVAL:
+        module = task_module(LIGHTEVAL[name])
+        config = copy.copy(next(config for config in module.TASKS_TABLE if config.name == name))
+        judge, vote = _lightevals(config), _mathematics
+    elif name == "amc23":
+        config = _amc23()
+        judge, vote = _lightevals(config), _mathematics
+    elif name == "running_sum":
+        rows = [{"prompt": problem.prompt, "answer": problem.answer} for problem in running_sum.held_out()]
+        config = _local(name, running_sum.LONGEST_COMPLETION)
+        judge, vote = _running_sum_judge, running_sum.answer_of
+    else:
+        rows = read_lines(Path(name.split(":", 1)[1]))
+        config = _local(name, None)
+        judge, vote = (_exact_judge, _text) if name.startswith(EXACT) else (_math_judge(), _mathematics)
+    config.num_fewshots = num_fewshot
+    if config.hf_repo and config.generation_size is not None:
+        config.generation_size = max(config.generation_size, LEAST_NEW_TOKENS)
+    task = LightevalTask(config)
+    task.num_samples = [num_samples]
+    if config.hf_repo:
+        try:
+            LightevalTask.load_datasets({name: task})
+        except (OSError, ValueError) as error:  # datasets raises either, for a missing network or cache
+            raise ConnectionError(
+                f"task {name}: the data set {task.dataset_path} could not be fetched from the Hugging Face hub "
+                f"({type(error).__name__}: {error}); connect to the hub, or use a local task ({MATH}PATH)"
+            ) from error
+    else:
+        task.dataset = {"test": rows}
+    return Benchmark(name, task.get_docs(max_samples), judge, vote)
+
+
+def task_module(name: str) -> ModuleType:
+    """lighteval's module of one task; its registry would import all of them, and one downloads a file."""
+    with torch.set_grad_enabled(torch.is_grad_enabled()):
+        return importlib.import_module(f"lighteval.tasks.tasks.{name}")
+
+
+def _without_reasoning(text: str) -> ModelResponse:
+    return ModelResponse(text=[text], text_post_processed=[remove_reasoning_tags(text, REASONING)])
+
+
+def _lightevals(config: LightevalTaskConfig) -> Judge:
+    """lighteval's own metric of a task, for one answer."""
+    metric = _for_one_answer(config.metrics[0].sample_level_fn)
+    return lambda doc, text: bool(metric.compute(doc, _without_reasoning(text)))
+
+
+def _for_one_answer(shared: Any) -> Any:
+    """A copy: lighteval's metrics are shared, and hold k and n."""
+    metric = copy.deepcopy(shared)
+    if isinstance(metric, PassAtK):
+        metric.k = metric.n = 1
+    return metric
+
+
+def _math_judge() -> Judge:
+    """lighteval's, of an answer block where there is one: its content need not be in a box of LaTeX too."""
+    metric = _for_one_answer(Metrics.pass_at_k_math.value.sample_level_fn)
+
+    def judge(doc: Doc, text: str) -> bool:
+        answer = answer_block(text)
+        if answer is None:
+            return bool(metric.compute(doc, _without_reasoning(text)))
+        texts = [answer, f"\\boxed{{{answer}}}"]
+        return any(metric.compute(doc, ModelResponse(text=[text], text_post_processed=[text])) for text in texts)
+
+    return judge
+
+
+def _exact_judge(doc: Doc, text: str) -> bool:
+    return is_exactly(text, doc.get_golds()[0])
+
+
+def _running_sum_judge(doc: Doc, text: str) -> bool:
+    return running_sum.answer_of(text) == doc.get_golds()[0]
+
+
+def _text(text: str) -> str:
+    given = answer_in(text)
+    return text.strip() if given is None else given
+
+
+def _mathematics(text: str) -> Any:
+    answer = answer_block(text)
+    parsed = parse(remove_reasoning_tags(text, REASONING) if answer is None else f"\\boxed{{{answer}}}")
+    return _Mathematics(parsed) if parsed else None
+
+
+def _amc23() -> LightevalTaskConfig:
+    aime = task_module("aime")
+    original = next(config for config in aime.TASKS_TABLE if config.name == "aime24")
+    config = copy.copy(original)
+    config.name, config.full_name = "amc23", "amc23|0"
+    config.hf_repo, config.hf_subset, config.hf_avail_splits = "math-ai/amc23", "default", ("test",)
+    config.evaluation_splits = ("test",)
+
+    def prompt(line: dict[str, Any], task_name: str | None = None) -> Doc:
+        answer = str(line["answer"]).removesuffix(".0")  # the data set writes whole numbers as 27.0
+        return original.prompt_function({"problem": line["question"], "answer": answer}, task_name)
+
+    config.prompt_function = prompt
+    return config
+
+
+def _local(name: str, longest: int | None) -> LightevalTaskConfig:
+    """A task over rows of prompt and answer; ``longest`` completion in tokens, None for what the model can hold."""
+    return LightevalTaskConfig(
+        name=name,
+        prompt_function=_prompt_and_answer,
+        hf_repo="",
+        hf_subset="",
+        metrics=[],
+        hf_avail_splits=["test"],
+        evaluation_splits=["test"],
+        generation_size=longest,
+    )
+
+
+def _prompt_and_answer(line: dict[str, str], task_name: str | None = None) -> Doc:
+    return Doc(task_name=task_name, query=line["prompt"], choices=[line["answer"]], gold_index=0)

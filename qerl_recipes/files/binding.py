@@ -1,0 +1,71 @@
+"""What of its recipe a run is bound to: a resumed run trains on as it began, or says what has changed."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from qerl_recipes.recipe.keys import HONOURED, TOPICS
+
+SECRET = {"hub_token"}
+LENGTH = ("max_steps", "num_train_epochs")
+WITHOUT_END = ("constant", "constant_with_warmup")  # schedules of the learning rate that know no last step
+# Keys that a resumed run may have otherwise; every other honoured key must be as it was.
+MAY_CHANGE = {
+    *TOPICS["evaluation while training"],
+    *TOPICS["checkpoints and hub"],
+    *TOPICS["logging"],
+    *TOPICS["processes"],
+    "num_generations_eval",
+    # what they lead to must be the same: the base's hash, that of the training data, the completions of a step
+    *("model_name_or_path", "model_revision", "adapter_name_or_path", "max_prompt_length", "system_prompt"),
+    *(key for key in TOPICS["data"] if key.startswith("dataset_")),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"),
+    # where and how fast the same is computed
+    *("share_weights", "attn_implementation", "pack_tokens", "pad_to_multiple_of", "use_cpu", "tf32"),
+    *("gradient_checkpointing", "gradient_checkpointing_kwargs", "checkpointed_layers", "torch_empty_cache_steps"),
+    *("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_tensor_parallel_size"),
+    *("full_determinism", "do_train"),
+}
+
+
+def recorded(*parts: Any) -> dict[str, Any]:
+    """The honoured keys of a recipe, as JSON has them; ``parts`` are its dataclasses (script, training, model)."""
+    keys = sorted(HONOURED - SECRET)
+    found = {key: getattr(part, key) for part in parts for key in keys if hasattr(part, key)}
+    return json.loads(json.dumps(found, default=lambda value: getattr(value, "value", str(value))))
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """One line for each key that a run is bound to and that has another value now; both as ``recorded`` gives them.
+
+    Of keys that only one of the two has nothing is known. The length of a run may change where nothing follows it.
+    """
+    common = before.keys() & now.keys()
+    for key in sorted(common - MAY_CHANGE - set(LENGTH)):
+        if before[key] != now[key]:
+            yield f"{key} was {_shown(before[key])} and is {_shown(now[key])}"
+    sizes = ("generation_batch_size", "gradient_accumulation_steps", "steps_per_generation")
+    if common.issuperset(sizes):
+        rows = [of[sizes[0]] * of[sizes[1]] // of[sizes[2]] for of in (before, now)]
+        if rows[0] != rows[1]:
+            made_of = f"{' x '.join(sizes[:2])} / {sizes[2]}"
+            yield f"an optimizer step had {rows[0]} completions and has {rows[1]} ({made_of})"
+    if common.issuperset(LENGTH):
+        key = LENGTH[0] if max(before[LENGTH[0]], now[LENGTH[0]]) > 0 else LENGTH[1]
+        follows = list(_follows_the_length(now))
+        if before[key] != now[key] and follows:
+            yield f"{key} was {before[key]} and is {now[key]}, which {' and '.join(follows)} would follow"
+
+
+def _follows_the_length(recipe: Mapping[str, Any]) -> Iterator[str]:
+    warmup = recipe.get("warmup_steps") or 0
+    schedule = recipe.get("lr_scheduler_type")
+    if schedule not in WITHOUT_END or 0 < warmup < 1:
+        yield f"the learning rate (lr_scheduler_type: {schedule})"
+    if recipe.get("noise_mode", "none") != "none":
+        yield f"the noise (noise_mode: {recipe['noise_mode']})"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

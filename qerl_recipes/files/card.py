@@ -1,0 +1,130 @@
+"""The README.md of every saved adapter: which base it belongs to, and how to serve it."""
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from qerl_recipes.files.adapter import NORMS, engine_rank
+
+
+def render(
+    base: str,
+    base_hash: str,
+    adapter_config: Mapping[str, Any],
+    *,
+    trained_norms: bool,
+    quantization: str = "qerl_nvfp4",
+    versions: Mapping[str, str] | None = None,
+    name: str = "policy",
+    folder: str | Path,
+) -> str:
+    """The card, Markdown with the hub's metadata on top.
+
+    ``base`` is the absolute folder or model id that was trained on, ``base_hash`` its ``checkpoints.base_hash``,
+    ``adapter_config`` the content of adapter_config.json, ``quantization`` the arm (qerl_nvfp4, bf16 or nf4),
+    ``versions`` package -> version, ``folder`` the absolute one where the adapter lies: the commands name both, and are
+    to work wherever they are typed; nothing else in the card says where they lie.
+    """
+    targets = adapter_config.get("target_modules")
+    named = targets if isinstance(targets, str) else ", ".join(sorted(targets or []))
+    rank = adapter_config.get("r", 16)
+    model, lora = shlex.quote(base), shlex.quote(f"{name}={folder}")
+    lines = [
+        "---",
+        *_base_model(base),
+        "library_name: peft",
+        "tags: [lora, grpo, qerl]",
+        "---",
+        "",
+        "# LoRA adapter trained with QeRL",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| base model | `{_short(base)}` |",
+        f"| base SHA-256 | `{base_hash}` (config.json and 64 samples a file) |",
+        f"| weights in training | {DESCRIPTION.get(quantization, quantization)} |",
+        f"| rank, alpha | {rank}, {adapter_config.get('lora_alpha')} |",
+        f"| modules | {named} |",
+        f"| trained norms | {'yes, in ' + NORMS if trained_norms else 'no'} |",
+    ]
+    lines += [f"| {package} | {version} |" for package, version in sorted((versions or {}).items())]
+    lines += [
+        "",
+        "## Serve it",
+        "",
+        *(_without_norms() if trained_norms else []),
+        "With stock vLLM"
+        + (" (from a BF16 base: in BF16, another policy than was trained):" if quantization == "qerl_nvfp4" else ":"),
+        "",
+        "```bash",
+        f"vllm serve {model} --enable-lora --max-lora-rank {engine_rank(rank)} --lora-modules {lora}",
+        "```",
+        "",
+    ]
+    if quantization == "qerl_nvfp4":
+        lines += ["On the 4-bit weights it was trained on, with QeRL's plugin installed:", "", "```bash"]
+        lines += [
+            f"vllm serve {model} --quantization qerl_nvfp4 --enable-lora --max-lora-rank {engine_rank(rank)}"
+            f" --lora-modules {lora}",
+            "```",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def render_merged(
+    base: str, base_hash: str, adapter_hash: str, *, trained_norms: bool, quantization: str, folder: str | Path
+) -> str:
+    """The card of a checkpoint in which an adapter is merged; ``folder`` is the absolute one where it lies."""
+    norms = " and its trained norms" if trained_norms else ""
+    lines = [
+        "---",
+        *_base_model(base),
+        "base_model_relation: finetune",
+        "tags: [grpo, qerl]",
+        "---",
+        "",
+        "# Model trained with QeRL, adapter merged",
+        "",
+        f"`{_short(base)}` with a LoRA adapter{norms} merged into its weights, in BF16. The merge rounds each weight "
+        "to BF16 once more, so that this is almost, and not bit for bit, the policy that was trained.",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| base SHA-256 | `{base_hash}` (config.json and 64 samples a file) |",
+        f"| adapter SHA-256 | `{adapter_hash}` |",
+        f"| weights in training | {DESCRIPTION.get(quantization, quantization)} |",
+        "",
+        "```bash",
+        f"vllm serve {shlex.quote(str(folder))}",
+        "```",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _short(base: str) -> str:
+    """A model id, or the name of a folder: where it lies is this machine's affair, and stands in the commands alone."""
+    return Path(base).name if Path(base).is_absolute() else base
+
+
+def _base_model(base: str) -> list[str]:
+    """The hub's metadata, which knows models of the hub only."""
+    return [] if Path(base).is_absolute() else [f"base_model: {base}"]
+
+
+def _without_norms() -> list[str]:
+    return [
+        f"**This adapter's norms were trained too.** They lie in `{NORMS}` and do not travel in a LoRA request: "
+        "the commands below serve the base's norms, which is another policy than the one that was trained. "
+        "`qerl evaluate` and `Policy.swap_folder` apply both; `qerl export --merge` writes a checkpoint with both.",
+        "",
+    ]
+
+
+DESCRIPTION = {
+    "qerl_nvfp4": "NVFP4 (4-bit), frozen",
+    "bf16": "BF16, frozen",
+    "nf4": "NF4 (bitsandbytes, 4-bit), frozen",
+}

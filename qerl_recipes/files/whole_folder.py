@@ -1,0 +1,134 @@
+"""A folder, or a text file, that is written whole or not at all.
+
+The content is written to a hidden sibling, flushed to disk, and renamed into place in one step. Whatever stops the
+writer (an error, a full disk, SIGKILL), the destination is untouched; what a dead process left is removed by the next
+one. A writer that is alive holds a lock on its folder.
+"""
+
+import ctypes
+import fcntl
+import os
+import secrets
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+
+
+@contextmanager
+def whole_folder(destination: str | Path, *, overwrite: bool = False, proof: str = "config.json") -> Iterator[Path]:
+    """Give an empty folder to write into; it becomes ``destination`` when the block ends without an error.
+
+    ``overwrite`` permits replacing an existing folder, if it holds a file named ``proof``: a home folder named by
+    mistake is not a checkpoint. Raises FileExistsError otherwise, and BlockingIOError while another process is writing
+    the same destination.
+    """
+    destination = Path(destination).absolute()
+    _check_replaceable(destination, overwrite, proof)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{destination.name}.partial-"
+    for leftover in destination.parent.glob(f"{prefix}*"):
+        _remove_if_dead(leftover, destination)
+    partial = destination.parent / (prefix + secrets.token_hex(4))
+    partial.mkdir()
+    handle = lock(partial)
+    try:
+        try:
+            yield partial
+            mask = _umask()
+            for path in [*partial.rglob("*"), partial]:
+                # safetensors writes files that only their owner can read
+                path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
+                _flush(path)
+            _check_replaceable(destination, overwrite, proof)
+            _move(partial, destination)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)  # the failed attempt, or the folder that was replaced
+        _flush(destination.parent)
+    finally:
+        os.close(handle)
+
+
+def write_text(file: str | Path, text: str) -> None:
+    """Write a UTF-8 file whole or not at all, over one that is there. Raises OSError, naming it, where that fails."""
+    file = Path(file)
+    partial = file.with_name(f".{file.name}.partial-{secrets.token_hex(4)}")
+    try:
+        with partial.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(file)
+    except OSError as error:
+        raise OSError(error.errno, f"{file} could not be written ({error.strerror}); what was there is kept") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def lock(folder: Path) -> int:
+    """Lock a folder for this process -> the handle that holds the lock until it is closed.
+
+    Raises BlockingIOError if another process holds it, FileNotFoundError if there is no such folder.
+    """
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _check_replaceable(destination: Path, overwrite: bool, proof: str) -> None:
+    if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
+        raise FileExistsError(f"{destination}: exists and is not a folder; name another destination")
+    if not destination.exists() or not any(destination.iterdir()):
+        return
+    if not overwrite:
+        raise FileExistsError(f"{destination}: exists and is not empty; name another destination, or pass --overwrite")
+    if not (destination / proof).is_file():
+        raise FileExistsError(f"{destination}: holds no {proof}, so it is not overwritten; name another destination")
+
+
+def _remove_if_dead(leftover: Path, destination: Path) -> None:
+    try:
+        os.close(lock(leftover))
+    except FileNotFoundError:
+        return  # its writer has just finished
+    except BlockingIOError as error:
+        raise BlockingIOError(f"{destination}: another process is writing it ({leftover}); wait for it") from error
+    shutil.rmtree(leftover)
+
+
+def _move(partial: Path, destination: Path) -> None:
+    """Rename, or exchange the two names where the destination has content: there is no moment without one of them."""
+    if not destination.exists() or not any(destination.iterdir()):
+        os.rename(partial, destination)
+        return
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.renameat2(AT_FDCWD, os.fsencode(partial), AT_FDCWD, os.fsencode(destination), RENAME_EXCHANGE) == 0:
+        return
+    reason = os.strerror(ctypes.get_errno())
+    warnings.warn(
+        f"{destination}: this file system cannot exchange folders ({reason}); using two renames", stacklevel=2
+    )
+    old = partial.with_name(partial.name + "-old")
+    os.rename(destination, old)
+    os.rename(partial, destination)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _umask() -> int:
+    """This process's; asking ``os.umask`` would change it, for other threads too."""
+    return int(Path("/proc/self/status").read_text().partition("Umask:")[2].split()[0], 8)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

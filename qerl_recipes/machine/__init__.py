@@ -1,0 +1,1 @@
+"""This computer: environment, versions, what it can do, serving."""

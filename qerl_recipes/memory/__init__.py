@@ -1,0 +1,1 @@
+"""The plan of GPU memory, made before anything loads."""

@@ -1,0 +1,373 @@
+"""The GPU memory of a training run, part by part, before anything is loaded.
+
+    recipe = parse(["--config", "recipes/Qwen2.5-32B-Instruct/grpo/nvfp4_lora_aqn.yaml"])
+    plan = make(*recipe, gpu=Gpu(80_000_000_000, is_hopper=True))
+
+A run has two phases: in a rollout the engine samples, in training the gradient is computed. What is held in one phase
+only is free in the other; what is held in both counts in both. Weights, adapter and optimizer are exact; activations,
+the engine's scratch and CUDA's own memory are estimates for sequences of full length, so a plan is a worst case.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from qerl_recipes.files.adapter import engine_rank, open_adapter
+from qerl_recipes.machine.gpu import Gpu, gigabytes
+from qerl_recipes.memory import activation_bytes, weight_bytes
+from qerl_recipes.memory.activation_bytes import MicroBatch
+from qerl_recipes.memory.model_size import LinearSize, ModelSize, measure, read_config
+from qerl_recipes.memory.parts import SLEEP, Part, Plan
+from qerl_recipes.model import shared_weights
+from qerl_recipes.recipe.configs import AS_FEW_AS_FIT, GRPOConfig, ModelConfig, ScriptArguments
+
+CONTEXT = 900_000_000  # CUDA context and kernels, cuBLAS workspaces
+MOST_SHARE = 0.95  # of the GPU for the engine
+SPARE = 0.03  # of the GPU, that is left free where the plan decides how much is kept
+# blocks that the allocator holds and cannot use: a share of what comes and goes, but no more than this many bytes; with
+# both, plans come within 4 % of what the runs in kernels/results took, most of them within 2 %
+SLACK, MOST_SLACK = 0.4, 1_500_000_000
+FP32, BF16 = 4, 2
+# bytes of optimizer state for each trained number; 8-bit states have an fp32 scale for 256 of them
+STATE_BYTES = {"sgd": 0.0, "adafactor": 0.1, "8bit": 2 + 2 * FP32 / 256, "lion": 4.0, "adam": 8.0}
+
+
+def make(
+    script: ScriptArguments,
+    training: GRPOConfig,
+    model: ModelConfig,
+    *,
+    gpu: Gpu,
+    config: Mapping[str, Any] | None = None,
+    limit: int | None = None,
+) -> Plan:
+    """Plan a recipe on a GPU. ``config`` is the checkpoint's config.json, by default that of the recipe's model.
+
+    ``limit`` is how many bytes of the GPU may be used, by default all: ``checkpointed_layers: -1`` becomes the smallest
+    number with which 3 % of them are left, or that of all blocks. Raises ValueError where the model's sizes cannot be
+    found.
+    """
+    if config is None:
+        config = read_config(str(model.model_name_or_path), model.model_revision)
+    size = measure(config)
+    allowed = (1 - SPARE) * (limit or gpu.memory)
+    run = _Run(script, training, model, size, gpu)
+    held = (*run.weight_parts(), run.kv_cache(), *run.engine_parts(), *run.trained_parts())
+    for checkpointed in _to_try(training, size):
+        working = run.working_parts(checkpointed)
+        parts = (*held, *working, _context(working))
+        plan = Plan(parts, gpu, run.problem(), checkpointed, run.beside_cache(), run.cache_of_a_token(), run.waiting())
+        if plan.peak <= allowed:
+            break
+    return plan
+
+
+def _to_try(training: GRPOConfig, size: ModelSize) -> Iterable[int]:
+    """Numbers of blocks that compute their activations anew."""
+    wanted = training.checkpointed_layers
+    if not training.gradient_checkpointing:
+        return [0]
+    if wanted == AS_FEW_AS_FIT:
+        return range(size.layers + 1)
+    if wanted is not None and wanted > size.layers:
+        raise ValueError(f"checkpointed_layers is {wanted}, and this model has {size.layers} blocks; name no more")
+    return [size.layers if wanted is None else wanted]
+
+
+def _context(working: Iterable[Part]) -> Part:
+    taken = CONTEXT + min(MOST_SLACK, int(SLACK * sum(part.training for part in working)))
+    return Part("CUDA and allocator", taken, taken, "estimate: context, kernels, cuBLAS, unusable blocks")
+
+
+class _Run:
+    """A recipe on a GPU, and what follows from both."""
+
+    def __init__(
+        self, script: ScriptArguments, training: GRPOConfig, model: ModelConfig, size: ModelSize, gpu: Gpu
+    ) -> None:
+        self.training, self.size, self.gpu = training, size, gpu
+        self.arm, self.itemsize = training.quantization, FP32 if model.dtype == "float32" else BF16
+        self.layout = _layout(gpu, self.itemsize)
+        self.reason = _apart(training)
+        self.tensor_parallel = training.vllm_tensor_parallel_size
+        self.sequences = engine_sequences(training)
+        completion, prompt = training.max_completion_length or size.positions, script.max_prompt_length
+        self.engine_length = training.vllm_max_model_length or size.positions
+        self.length = self.engine_length if prompt is None else min(prompt + completion, self.engine_length)
+        self.completion = min(completion, self.length)
+        self.rank, self.targets = _adapter(script, model, size)
+        self.pack_tokens = training.pack_tokens or 0
+        self.is_flash = (model.attn_implementation or "").startswith(("flash", "kernels"))
+
+    def weight_parts(self) -> tuple[Part, ...]:
+        size, is_ours, sleeps = self.size, self.arm == "qerl_nvfp4", self.training.vllm_enable_sleep_mode
+        weights, adapter = _engine_weights(size, self.training, self.layout, rank=self.rank, itemsize=self.itemsize)
+        own = weight_bytes.trainer_weights(
+            size, self.arm, self.layout, shared=self.reason is None, itemsize=self.itemsize
+        )
+        awake = 0 if sleeps and self.reason is not None else 1
+        copy = "reads the engine's weights; its own: norms" if self.reason is None else f"own copy: {self.reason}"
+        form = {"qerl_nvfp4": f"NVFP4, {self.layout}", "bf16": "BF16", "nf4": "NF4"}[self.arm]
+        smaller = () if is_ours else (f"quantization: {shared_weights.ARM}",)
+        weights_knobs = smaller if sleeps or self.reason is None else (SLEEP, *smaller)
+        return (
+            Part("engine's weights", weights, weights * awake, f"{form}; embedding and head in BF16", weights_knobs),
+            Part("engine's adapter", adapter, adapter * awake, f"rank {engine_rank(self.rank)}", self._lower_rank()),
+            Part("trainer's weights", own, own, copy, _how_to_share(self.training) or smaller),
+        )
+
+    def kv_cache(self) -> Part:
+        """What is left of the engine's share of the GPU; handed back while the trainer works if the engine sleeps."""
+        left, tokens = self._left_for_cache(), self.cache_tokens()
+        full = self.sequences * self.engine_length
+        fitting = f"{tokens // self.engine_length} of {self.sequences} full sequences at a time"
+        share = f"{self.training.vllm_gpu_memory_utilization:g}"
+        sleeps = self.training.vllm_enable_sleep_mode
+        lower = f"vllm_gpu_memory_utilization below {share}"
+        knobs = (lower,) if sleeps else (SLEEP, lower)
+        held = fitting if tokens < full else f"room for all {self.sequences} sequences of {self.engine_length} tokens"
+        cache, how = max(left, 0), f"rest of vllm_gpu_memory_utilization {share}; {held}"
+        return Part("KV cache", cache, 0 if sleeps else cache, how, knobs)
+
+    def cache_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return max(0, self._left_for_cache()) // self.cache_of_a_token()
+
+    def problem(self) -> str:
+        """vLLM does not start if one sequence of full length does not fit into its cache."""
+        if self.engine_length <= self.cache_tokens():
+            return ""
+        share = self.training.vllm_gpu_memory_utilization
+        budget = share * self.gpu.memory
+        needed = (self.beside_cache() + self.engine_length * self.cache_of_a_token()) / self.gpu.memory
+        least = f"{math.ceil(100 * needed) / 100:.2f}"
+        way_out = f"use vllm_gpu_memory_utilization: {least} or more ({self._how_many()}), or a shorter "
+        way_out += "max_completion_length"
+        if needed > MOST_SHARE:
+            way_out = "the GPU is too small for this model" + (
+                "" if self.arm == "qerl_nvfp4" else "; use quantization: qerl_nvfp4"
+            )
+        return (
+            f"vllm_gpu_memory_utilization: {share:g} gives the engine {gigabytes(budget)}, which does not hold its "
+            f"weights and one sequence of {self.engine_length} tokens; {way_out}"
+        )
+
+    def waiting(self) -> str:
+        """That the engine cannot compute all sequences of a rollout at the same time, and what would change it."""
+        fitting = self.cache_tokens() // self.engine_length
+        if self.problem() or fitting >= self.sequences:
+            return ""
+        return (
+            f"the engine holds {fitting} of {self.sequences} sequences of {self.engine_length} tokens at a time, and "
+            f"the others wait: slow; vllm_gpu_memory_utilization: {self._how_many()}"
+        )
+
+    def _how_many(self) -> str:
+        """How many full sequences fit, at the share that all need or at the largest that makes sense."""
+        token, memory = self.cache_of_a_token() * self.engine_length, self.gpu.memory
+        share = math.ceil(100 * (self.beside_cache() + self.sequences * token) / memory) / 100
+        if share <= MOST_SHARE:
+            return f"{share:.2f} holds all {self.sequences}"
+        fitting = max(0, int((MOST_SHARE * memory - self.beside_cache()) // token))
+        return f"{MOST_SHARE} holds {fitting} of {self.sequences}"
+
+    def engine_parts(self) -> tuple[Part, ...]:
+        scratch = self._scratch()
+        return (
+            Part("engine's scratch", scratch, 0, f"estimate: {activation_bytes.ENGINE_TOKENS} tokens at once, sampler"),
+            Part("CUDA graphs", activation_bytes.GRAPHS, activation_bytes.GRAPHS, "estimate"),
+        )
+
+    def trained_parts(self) -> tuple[Part, ...]:
+        """Adapter in fp32, with copies in BF16 that autocast keeps through a forward; gradients; optimizer's state."""
+        count = weight_bytes.adapter_elements(self.targets, self.rank)
+        norms = _trained_norms(self.training, self.size)
+        state, name = _state_bytes(self.training)
+        total = count + norms
+        detail = f"{count / 1e6:.1f} million numbers in fp32, in training in BF16 too"
+        copies = count * BF16 if self.itemsize == BF16 else 0
+        knobs = self._lower_rank() if "8bit" in name else ("optim: adamw_8bit", *self._lower_rank())
+        states = int(total * state)
+        return (
+            Part("trained adapter", count * FP32, count * FP32 + copies, detail, self._lower_rank()),
+            Part("gradients", 0, total * FP32, f"fp32, {norms} of norms" if norms else "fp32", self._lower_rank()),
+            Part("optimizer", states, states, f"{name}: {state:g} bytes each", knobs),
+        )
+
+    def micro_batch(self) -> MicroBatch:
+        rows, packs = self.training.per_device_train_batch_size, self.pack_tokens
+        tokens = attended = rows * self.length
+        if self._shares_prompts():
+            generations, prompt = self.training.num_generations, self.length - self.completion
+            in_a_row = max(1, (packs - prompt) // self.completion)  # of a group; the next packed row has a prompt again
+            prompts = rows // generations * -(-generations // in_a_row)
+            tokens = rows * self.completion + prompts * prompt
+        at_once = min(tokens, max(packs, self.length)) if packs else tokens
+        scored = min(rows * self.completion, at_once) if packs else rows * self.completion
+        padded = 0 if packs or self.is_flash else rows
+        return MicroBatch(tokens, at_once, scored, padded, self.length, attended / tokens)
+
+    def _shares_prompts(self) -> bool:
+        """Whether the completions of a prompt are sure to be in one micro-batch, and so compute it once in a row.
+
+        Completions are shuffled, and dealt in whole groups again (``packing.even_micro_batches``) where a rollout is
+        one step, which is a sum over its rows, and groups fill micro-batches.
+        """
+        training = self.training
+        if not self.pack_tokens or self.is_flash or self.completion >= self.length:
+            return False
+        is_one_step = (training.steps_per_generation or 1) == training.gradient_accumulation_steps
+        has_bonus = training.entropy_coef or training.use_adaptive_entropy
+        is_a_sum = training.loss_type != "bnpo" and not has_bonus and training.top_entropy_quantile == 1.0
+        are_whole = training.per_device_train_batch_size % training.num_generations == 0
+        return are_whole and is_one_step and (is_a_sum or training.gradient_accumulation_steps == 1)
+
+    def working_parts(self, checkpointed: int) -> tuple[Part, ...]:
+        """With so many blocks that compute their activations anew."""
+        batch = self.micro_batch()
+        targets = len([target for target in self.targets if target.name.startswith(_first_block(self.size))])
+        padded_to, itemsize = self.length if batch.rows else 0, self.itemsize
+        # with use_cpu the recipe is read on a machine without a GPU, where bf16 says nothing about a run on one
+        autocast = bool(self.training.bf16) or self.training.use_cpu
+        block = activation_bytes.saved_in_a_block(
+            self.size,
+            self.rank,
+            targets,
+            padded_to,
+            autocast=autocast,
+            itemsize=itemsize,
+            attended=batch.attended,
+        )
+        kept = activation_bytes.kept(self.size, batch, block, checkpointed=checkpointed, itemsize=itemsize)
+        in_block, head = activation_bytes.at_work(
+            self.size,
+            batch,
+            block,
+            checkpointing=checkpointed > 0,
+            expands=self.arm != "bf16",
+            rearranges=self.layout == "marlin" and self.reason is None,
+            itemsize=itemsize,
+        )
+        others = self.size.layers - checkpointed
+        share = f", checkpointed_layers: {checkpointed} of {self.size.layers}" if checkpointed else ""
+        once = ", prompts of a group once" if batch.attended > 1 else ""
+        what = (f"all of {others} blocks" if others else "hidden states") + f" of {batch.tokens} tokens{once}{share}"
+        where = "one block" if in_block >= head else "the head"
+        return (
+            Part("activations", 0, kept, what, self._less_to_keep(checkpointed)),
+            Part("at work", 0, max(in_block, head), f"estimate: {where}, {batch.at_once} tokens", self._less_at_once()),
+        )
+
+    def cache_of_a_token(self) -> int:
+        """Bytes: keys and values of all layers, on one GPU of the engine."""
+        heads = -(-self.size.kv_heads // self.tensor_parallel)
+        return 2 * self.size.layers * heads * self.size.head_dim * self.itemsize
+
+    def beside_cache(self) -> int:
+        """What the engine needs before its KV cache."""
+        return int(self.training.vllm_gpu_memory_utilization * self.gpu.memory) - self._left_for_cache()
+
+    def _left_for_cache(self) -> int:
+        return left_for_cache(self.size, self.training, self.gpu, rank=self.rank, itemsize=self.itemsize)
+
+    def _scratch(self) -> int:
+        return _engine_scratch(self.size, self.training, self.itemsize)
+
+    def _lower_rank(self) -> tuple[str, ...]:
+        return (f"lora_r below {self.rank}",)
+
+    def _less_to_keep(self, checkpointed: int) -> tuple[str, ...]:
+        if not self.training.gradient_checkpointing:
+            return ("gradient_checkpointing: true",)
+        if checkpointed < self.size.layers:
+            return (f"checkpointed_layers: {self.size.layers}",)
+        return self._fewer_rows()
+
+    def _less_at_once(self) -> tuple[str, ...]:
+        if self.pack_tokens and self.micro_batch().at_once > self.length:
+            return (f"pack_tokens: {self.length}",)
+        return self._fewer_rows()
+
+    def _fewer_rows(self) -> tuple[str, ...]:
+        rows = self.training.per_device_train_batch_size
+        if rows > 1:
+            return (f"per_device_train_batch_size below {rows}, with gradient_accumulation_steps raised as much",)
+        return (f"max_completion_length below {self.completion}",)
+
+
+def left_for_cache(size: ModelSize, training: GRPOConfig, gpu: Gpu, *, rank: int, itemsize: int = BF16) -> int:
+    """Bytes of the engine's share of a GPU that are planned for its KV cache, below 0 where there are none; ``rank`` is
+    the trained adapter's."""
+    held = _engine_weights(size, training, _layout(gpu, itemsize), rank=rank, itemsize=itemsize)
+    budget = int(training.vllm_gpu_memory_utilization * gpu.memory)
+    return budget - sum(held) - _engine_scratch(size, training, itemsize) - activation_bytes.GRAPHS
+
+
+def _layout(gpu: Gpu, itemsize: int) -> str:
+    return "tiled" if gpu.is_hopper and itemsize == BF16 else "marlin"
+
+
+def engine_sequences(training: GRPOConfig) -> int:
+    """How many sequences one engine computes at a time."""
+    own = training.per_device_train_batch_size * (training.steps_per_generation or 1)
+    return own * training.vllm_tensor_parallel_size
+
+
+def _engine_weights(size: ModelSize, training: GRPOConfig, layout: str, *, rank: int, itemsize: int) -> tuple[int, int]:
+    """Weights and room for the adapter on one GPU of the engine."""
+    arm, ranks = training.quantization, training.vllm_tensor_parallel_size
+    slots = weight_bytes.resident_adapter if arm == "qerl_nvfp4" else weight_bytes.adapter_slots
+    weights = weight_bytes.engine_weights(size, arm, layout, itemsize)
+    return weights // ranks, slots(size, engine_rank(rank), itemsize) // ranks
+
+
+def _engine_scratch(size: ModelSize, training: GRPOConfig, itemsize: int) -> int:
+    expands = training.quantization != "bf16"
+    return activation_bytes.engine_scratch(size, engine_sequences(training), expands=expands, itemsize=itemsize)
+
+
+def _apart(training: GRPOConfig) -> str | None:
+    """Why the trainer has weights of its own; None where it reads the engine's."""
+    if (reason := shared_weights.obstacle(training)) is not None:
+        return reason
+    return "share_weights: false" if training.share_weights is False else None
+
+
+def _how_to_share(training: GRPOConfig) -> tuple[str, ...]:
+    """The key that would make the second copy go away, where one can."""
+    is_off = training.share_weights is False and shared_weights.obstacle(training) is None
+    return ("share_weights: true",) if is_off else ()
+
+
+def _adapter(script: ScriptArguments, model: ModelConfig, size: ModelSize) -> tuple[int, list[LinearSize]]:
+    """Rank and target layers of the adapter that will be trained: the recipe's, or that of ``adapter_name_or_path``."""
+    rank, targets = model.lora_r, model.lora_target_modules or "all-linear"
+    if script.adapter_name_or_path is not None:
+        saved = open_adapter(script.adapter_name_or_path)
+        rank, targets = saved.rank, saved.config.get("target_modules", targets)
+    if targets in ("all-linear", ["all-linear"]):
+        return rank, list(size.linears)
+    if isinstance(targets, str):
+        return rank, [linear for linear in size.linears if re.fullmatch(targets, linear.name)]
+    suffixes = tuple(f".{target}" for target in targets)
+    return rank, [linear for linear in size.linears if f".{linear.name}".endswith(suffixes)]
+
+
+def _trained_norms(training: GRPOConfig, size: ModelSize) -> int:
+    from qerl_vllm_plugin.noise import is_target
+
+    if not training.train_norms:
+        return 0
+    return sum(count for name, count in size.norms.items() if is_target(name, tuple(training.noise_targets)))
+
+
+def _state_bytes(training: GRPOConfig) -> tuple[float, str]:
+    name = str(getattr(training.optim, "value", training.optim))
+    kind = next((kind for kind in STATE_BYTES if kind in name), "adam")
+    return STATE_BYTES[kind], name
+
+
+def _first_block(size: ModelSize) -> str:
+    """The name of the first block with its dot, such as ``model.layers.0.``"""
+    return ".".join(size.linears[0].name.split(".")[:3]) + "."

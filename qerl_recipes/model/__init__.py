@@ -1,0 +1,1 @@
+"""The trainer's model and its log-probabilities."""

@@ -1,0 +1,106 @@
+"""Where the engine rounds once and transformers several times, the trainer's model does as the engine.
+
+A fused kernel computes in fp32 and rounds what it writes. vLLM's rotation of queries and keys is one everywhere, and
+silu(gate) * up where the engine is compiled, as it is on a GPU. Done operation by operation in BF16 both round on the
+way, and the policy that learns differs from the one that samples.
+"""
+
+import copy
+import warnings
+
+import torch
+from qerl_kernels.silu_mul import silu_mul
+from transformers import PreTrainedModel
+
+PARTS = ("gate_proj", "up_proj", "down_proj")
+
+
+class GatedMLP(torch.nn.Module):
+    """down(silu(gate(x)) * up(x)), on a GPU with one rounding before the last product; its parts keep their names."""
+
+    def __init__(self, gate_proj: torch.nn.Module, up_proj: torch.nn.Module, down_proj: torch.nn.Module) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x: (..., H)`` -> ``(..., H)``."""
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        product = silu_mul(gate, up) if x.is_cuda else torch.nn.functional.silu(gate) * up
+        return self.down_proj(product)
+
+
+class UnroundedRotation(torch.nn.Module):
+    """A model's rotary embedding whose cosines and sines, rounded as ever, are fp32 numbers.
+
+    So the rotated queries and keys are fp32, and are rounded where the attention takes them.
+    """
+
+    def __init__(self, rotary: torch.nn.Module) -> None:
+        super().__init__()
+        self.rotary = rotary
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The model's own, (B, T, D) fp32 each."""
+        cosine, sine = self.rotary(x, position_ids)
+        return cosine.float(), sine.float()
+
+
+def replace_mlps(model: PreTrainedModel) -> int:
+    """Put a GatedMLP in the place of every gated MLP of ``model`` -> how many.
+
+    What one is, is found by what a small one of its class computes; warns, once, where a module of that form computes
+    something else and is left as it is.
+    """
+    verdicts: dict[type, bool] = {}
+    found = []
+    for name, module in model.named_modules():
+        if not isinstance(module, GatedMLP) and all(
+            isinstance(getattr(module, p, None), torch.nn.Linear) for p in PARTS
+        ):
+            kind = type(module)
+            if kind not in verdicts:
+                verdicts[kind] = _is_gated_by_silu(kind, model.config)
+            if verdicts[kind]:
+                found.append((name, GatedMLP(module.gate_proj, module.up_proj, module.down_proj)))
+    for name, mlp in found:
+        model.set_submodule(name, mlp)
+    for kind in (kind for kind, is_gated in verdicts.items() if not is_gated):
+        warnings.warn(
+            f"{kind.__name__} is not down(silu(gate) * up): it rounds as transformers does, not as the engine",
+            stacklevel=2,
+        )
+    return len(found)
+
+
+def replace_rotations(model: PreTrainedModel) -> int:
+    """Put an UnroundedRotation around every rotary embedding of ``model`` -> how many.
+
+    The attention must round queries and keys to the dtype of the values.
+    """
+    done = {id(module.rotary) for module in model.modules() if isinstance(module, UnroundedRotation)}
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "inv_freq", None), torch.Tensor) and id(module) not in done
+    ]
+    for name, module in found:
+        model.set_submodule(name, UnroundedRotation(module))
+    return len(found)
+
+
+def _is_gated_by_silu(kind: type, config: object) -> bool:
+    """Whether a small module of that class computes what GatedMLP does."""
+    small = copy.deepcopy(config)
+    small.hidden_size, small.intermediate_size = 8, 24  # type: ignore[attr-defined]
+    generator = torch.Generator().manual_seed(0)
+    try:
+        with torch.device("cpu"):
+            module = kind(small).float()
+    except (AttributeError, TypeError):
+        return False  # made from other arguments than a config: nothing is known about it
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        x = torch.randn(3, 8, generator=generator)
+        ours = GatedMLP(module.gate_proj, module.up_proj, module.down_proj)(x)
+        return torch.allclose(module(x), ours, rtol=1e-4, atol=1e-4)

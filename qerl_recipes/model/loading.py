@@ -1,0 +1,203 @@
+"""The trainer's model: a Hugging Face causal language model whose frozen linears are NVFP4, BF16 or NF4."""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+from accelerate import init_empty_weights
+from qerl_kernels import nvfp4
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from qerl_recipes.model import engine_rounding, norms, shared_weights
+from qerl_recipes.model.frozen_linear import FrozenNVFP4Linear
+from qerl_recipes.recipe.configs import AS_FEW_AS_FIT
+from qerl_vllm_plugin.checkpoint import CheckpointError, CheckpointReport, inspect_folder
+from qerl_vllm_plugin.expected_tensors import experts, fused_with
+
+if TYPE_CHECKING:  # the plugin's module imports vllm
+    from qerl_vllm_plugin.frozen_weights import FrozenWeights
+
+HEAD = "lm_head"  # stays in BF16: the loss multiplies by its weight directly
+
+
+def load(
+    path: str | Path,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    quantization: str | None = None,
+    attn_implementation: str | None = None,
+    weights: "FrozenWeights | None" = None,
+) -> PreTrainedModel:
+    """A causal language model from a checkpoint folder, every parameter frozen, on the CPU (nf4: on the GPU).
+
+    ``weights`` are those of an engine that serves the same checkpoint under qerl_nvfp4: the model reads them in place,
+    on the engine's device, and has no copy of its own but of the norms and of what the engine cannot lend.
+
+    ``quantization`` is the arm: ``qerl_nvfp4`` (an NVFP4 checkpoint, or a BF16 one quantized on the way in, one layer
+    at a time), ``bf16`` or ``nf4`` (bitsandbytes); None takes the weights as the checkpoint has them. Norms round as
+    the engine's of that arm: once under qerl_nvfp4, twice in stock vLLM.
+
+    Raises CheckpointError for a checkpoint that is damaged or of another format, ValueError for a mixture of experts or
+    an arm that this machine or this checkpoint cannot have.
+    """
+    folder = Path(path)
+    if (folder / "config.json").is_file():
+        refuse_experts(AutoConfig.from_pretrained(folder).to_dict())
+    report = inspect_folder(folder)
+    arm = quantization or ("bf16" if report.scheme is None else "qerl_nvfp4")
+    if weights is not None and arm != "qerl_nvfp4":
+        raise ValueError(f"quantization={arm} cannot read an engine's NVFP4 weights; use qerl_nvfp4")
+    if arm == "qerl_nvfp4":
+        model = _load_nvfp4(report, dtype, attn_implementation, weights)
+    elif report.scheme is not None:
+        raise ValueError(f"{folder} is an NVFP4 checkpoint; quantization={arm} starts from the BF16 checkpoint")
+    elif arm == "bf16":
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attn_implementation)
+    elif arm == "nf4":
+        model = _load_nf4(folder, dtype, attn_implementation)
+    else:
+        raise ValueError(f"quantization is {arm!r}; it is qerl_nvfp4, bf16 or nf4")
+    norms.replace(model, rounded=arm != "qerl_nvfp4")
+    engine_rounding.replace_mlps(model)
+    model.requires_grad_(False)
+    return model.eval() if weights is None else model.to(weights.device).eval()
+
+
+def refuse_experts(config: Mapping[str, object]) -> None:
+    """Raises ValueError, naming the model type, if a model's ``config`` describes a mixture of experts."""
+    if count := experts(config):
+        raise ValueError(
+            f"{config.get('model_type')} with {count} is a mixture of experts: it can be served and evaluated, but not "
+            "trained yet; train a dense model of the Qwen2, Qwen3, Llama or Mistral family"
+        )
+
+
+def blocks_that_keep(model: torch.nn.Module, checkpointed: int | None) -> list[GradientCheckpointingLayer]:
+    """The blocks behind the first ``checkpointed``, whose activations are kept; none of them for None.
+
+    The last ones: their memory is free again when the first ones compute theirs anew. -1, as few as fit, is what the
+    memory plan of `qerl train` makes a number of; without a plan nothing is known of the memory, so that none keeps
+    them, with a warning. Raises ValueError if the model has fewer blocks.
+    """
+    if checkpointed is None:
+        return []
+    if checkpointed == AS_FEW_AS_FIT:
+        warnings.warn(
+            "checkpointed_layers: -1 follows from the memory plan of `qerl train`, and there is none here: the "
+            "activations of all blocks are recomputed; name a number to keep some",
+            stacklevel=2,
+        )
+        return []
+    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if checkpointed > len(blocks):
+        raise ValueError(f"checkpointed_layers is {checkpointed}, and this model has {len(blocks)}")
+    return blocks[checkpointed:]
+
+
+def _load_nf4(folder: Path, dtype: torch.dtype, attn_implementation: str | None) -> PreTrainedModel:
+    if not torch.cuda.is_available():
+        raise ValueError("quantization=nf4 (bitsandbytes) needs a CUDA GPU; on this machine use qerl_nvfp4 or bf16")
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    return AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=dtype,
+        quantization_config=config,
+        attn_implementation=attn_implementation,
+        device_map={"": torch.cuda.current_device()},
+    )
+
+
+def _load_nvfp4(
+    report: CheckpointReport, dtype: torch.dtype, attn_implementation: str | None, weights: "FrozenWeights | None"
+) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(report.folder)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the linears below are ours: transformers must not look for a quantizer
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
+    with _Tensors(report) as tensors:
+        if weights is not None:
+            tensors.used |= shared_weights.install(model, weights, dtype)
+        for name, module in list(model.named_modules()):
+            if isinstance(module, torch.nn.Linear) and module.weight.is_meta:
+                _replace_linear(model, name, module, tensors, dtype)
+        for name, parameter in list(model.named_parameters()):
+            if parameter.is_meta and name in report.tensors:
+                owner, _, leaf = name.rpartition(".")
+                loaded = torch.nn.Parameter(tensors.get(name).to(dtype), requires_grad=False)
+                setattr(model.get_submodule(owner), leaf, loaded)
+        model.tie_weights()
+        missing = sorted(name for name, parameter in model.named_parameters() if parameter.is_meta)
+        unused = sorted(report.tensors.keys() - tensors.used - set(model._tied_weights_keys or ()))
+    unused = [name for name in unused if not name.endswith("rotary_emb.inv_freq")]
+    if missing or unused:
+        what = f"lacks {missing[0]}" if missing else f"holds {unused[0]}, which the model has no place for"
+        raise CheckpointError(f"{report.folder}: the checkpoint {what}; download or quantize it again")
+    if (report.folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(report.folder)
+    return model
+
+
+def _replace_linear(
+    model: PreTrainedModel, name: str, module: torch.nn.Linear, tensors: "_Tensors", dtype: torch.dtype
+) -> None:
+    """Put a frozen NVFP4 linear in the place of ``module``, unless the checkpoint keeps this one in BF16."""
+    scheme = tensors.report.scheme
+    if scheme is not None and not scheme.is_quantized(name):
+        return
+    if scheme is None and (name == HEAD or module.in_features % nvfp4.GROUP_SIZE):
+        if name != HEAD:
+            raise ValueError(
+                f"{name} has {module.in_features} columns, not a multiple of {nvfp4.GROUP_SIZE}, so NVFP4 cannot hold "
+                f"it; quantize without it: qerl quantize SOURCE DESTINATION --ignore {name}"
+            )
+        return
+    if f"{name}.weight_packed" not in tensors.report.tensors and scheme is not None:
+        return  # a tied head, or a tensor that is missing: reported when all are loaded
+    bias = tensors.get(f"{name}.bias") if module.bias is not None else None
+    if scheme is None:
+        # BF16 whatever the model's dtype is: the engine and `qerl quantize` round the source and its amax to it, too
+        weight = tensors.get(f"{name}.weight").bfloat16()
+        packed = nvfp4.quantize(weight, nvfp4.divisor_from_amax(_group_amax(name, tensors)))
+        parts = (packed.codes, packed.block_scales, packed.divisor)
+    else:
+        parts = tuple(tensors.get(f"{name}.weight_{part}") for part in ("packed", "scale", "global_scale"))
+    model.set_submodule(name, FrozenNVFP4Linear(*parts, bias, dtype))
+
+
+def _group_amax(name: str, tensors: "_Tensors") -> torch.Tensor:
+    """Largest magnitude, in BF16, over the linears that vLLM fuses with this one."""
+    modules = {tensor.removesuffix(".weight") for tensor in tensors.report.tensors}
+    group = fused_with(name, modules)
+    return torch.stack([tensors.get(f"{part}.weight").bfloat16().abs().amax() for part in group]).amax()
+
+
+class _Tensors:
+    """The tensors of a checkpoint by name, read from their shards when asked for."""
+
+    def __init__(self, report: CheckpointReport) -> None:
+        self.report = report
+        self.used: set[str] = set()
+        self._shards: dict[Path, object] = {}
+
+    def get(self, name: str) -> torch.Tensor:
+        file = self.report.tensors[name].file
+        if file not in self._shards:
+            self._shards[file] = safe_open(file, framework="pt", device="cpu").__enter__()
+        self.used.add(name)
+        return self._shards[file].get_tensor(name)  # type: ignore[attr-defined]
+
+    def __enter__(self) -> "_Tensors":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for shard in self._shards.values():
+            shard.__exit__(None, None, None)  # type: ignore[attr-defined]
+        self._shards.clear()

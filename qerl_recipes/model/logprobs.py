@@ -1,0 +1,127 @@
+"""Log-probabilities and entropies of completions, from packed rows and without logits.
+
+The model gives its last hidden state; of it, the states that predict a completion token, and no others, are multiplied
+by the output layer inside ``qerl_kernels.linear_logprob``, which never holds more than a chunk of logits. Logits are
+rounded to the dtype of the weights, as in the engine that has sampled from them.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from peft import PeftModel
+from qerl_kernels.linear_logprob import linear_logprob
+from transformers import PreTrainedModel
+
+from qerl_recipes.model import engine_rounding, packed_attention
+from qerl_recipes.model.packing import PackedRow
+
+# of transformers; each keeps packed sequences apart by what `_arguments` gives it
+FLASH, BY_POSITIONS = "flash_attention_", ("sdpa", "eager", "flex_attention")
+
+
+def prepare(model: PreTrainedModel | PeftModel) -> str | None:
+    """Let ``model`` take packed rows -> why it cannot, or None.
+
+    Where its attention is transformers' ``sdpa``, it becomes the same one sequence at a time.
+    """
+    base = _base(model)
+    reason = _head_obstacle(base)
+    if reason is None and base.config._attn_implementation == "sdpa":
+        base.set_attn_implementation(packed_attention.NAME)
+        engine_rounding.replace_rotations(base)
+    name = base.config._attn_implementation
+    if reason is None and name != packed_attention.NAME and name not in BY_POSITIONS and not name.startswith(FLASH):
+        reason = f"it is not known how the attention {name} keeps packed sequences apart; use attn_implementation: sdpa"
+    return reason
+
+
+def shares_prompts(model: PreTrainedModel | PeftModel) -> bool:
+    """Whether the attention of a prepared model lets several completions see one prompt."""
+    return _base(model).config._attn_implementation == packed_attention.NAME
+
+
+def completion_logprobs(
+    model: torch.nn.Module,
+    unwrapped: PreTrainedModel | PeftModel,
+    rows: list[PackedRow],
+    shape: tuple[int, int],
+    temperature: float,
+    autocast: Callable[[], AbstractContextManager[Any]],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability and entropy of every completion token, (B, C) fp32 each, 0 where there is none.
+
+    ``model`` is called, once a row and under ``autocast``; ``unwrapped`` is the same without what a launcher has put
+    around it. ``rows`` hold the sequences of a batch whose completions have ``shape`` (B, C).
+    """
+    base = _base(unwrapped)
+    weight = base.get_output_embeddings().weight
+    logps, entropies, places = [], [], []
+    for row in (row.to(weight.device) for row in rows):
+        with _last_hidden(base) as hidden, autocast():
+            model(**_arguments(base, row))
+        states = hidden[0][0, row.sources].to(weight.dtype)  # (S, H)
+        logp, _, entropy = linear_logprob(states, weight, row.targets, temperature, rounded=True)
+        logps.append(logp)
+        entropies.append(entropy)
+        places.append(row.places)
+    where = torch.cat(places)
+    results = (torch.cat(values) for values in (logps, entropies))
+    scattered = [values.new_zeros(shape[0] * shape[1]).scatter(0, where, values).view(shape) for values in results]
+    return scattered[0], scattered[1]
+
+
+def _base(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def _arguments(base: PreTrainedModel, row: PackedRow) -> dict[str, Any]:
+    """What the model is called with: no logits, no cache, and what its attention needs to keep sequences apart."""
+    nothing = torch.empty(0, dtype=torch.long, device=row.tokens.device)
+    arguments = {
+        "input_ids": row.tokens,
+        "position_ids": row.positions,
+        "use_cache": False,
+        "logits_to_keep": nothing,
+    }
+    name = base.config._attn_implementation
+    if name == packed_attention.NAME:
+        # a mask of four dimensions is taken as it is, so that none of T x T is built for the attention to ignore
+        whole = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.tokens.device)
+        arguments |= {"attention_mask": whole, "segments": row.segments}
+    elif name.startswith(FLASH):
+        starts, longest = row.starts().to(row.tokens.device), max(s.prompt + s.own for s in row.segments)
+        arguments |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+        arguments |= {"max_length_q": longest, "max_length_k": longest}
+    return arguments  # any other builds its mask from positions that start again
+
+
+@contextmanager
+def _last_hidden(base: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
+    """The last hidden state of every forward that is made while this lasts, (1, T, H) each."""
+    found: list[torch.Tensor] = []
+    hook = base.base_model.register_forward_hook(lambda module, inputs, out: found.append(out.last_hidden_state))
+    try:
+        yield found
+    finally:
+        hook.remove()
+
+
+@torch.no_grad()
+def _head_obstacle(base: PreTrainedModel) -> str | None:
+    """Why the logits of ``base`` are not just the last hidden state times a frozen matrix, or None."""
+    head = base.get_output_embeddings()
+    if not isinstance(head, torch.nn.Linear) or not head.weight.is_floating_point():
+        return f"the output layer is {type(head).__name__}, not a plain linear layer"
+    if head.bias is not None:
+        return "the output layer has a bias"
+    if head.weight.requires_grad:
+        return "the output layer is trained"
+    tokens = torch.arange(2, device=head.weight.device)[None]
+    with _last_hidden(base) as hidden:
+        logits = base(input_ids=tokens, use_cache=False).logits.float()
+    product = torch.nn.functional.linear(hidden[0].to(head.weight.dtype), head.weight).float()
+    if not torch.allclose(logits, product, rtol=2**-7, atol=2**-7 * float(product.abs().max())):
+        return "the logits are not the product of the last hidden state and the output layer alone"
+    return None

@@ -1,0 +1,156 @@
+"""RMSNorm in the trainer: fp32 weights, the engine's arithmetic, and noise that never touches the weight."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from qerl_kernels import naive
+from qerl_kernels.rms_norm import rms_norm
+from safetensors.torch import load_file, save_file
+
+from qerl_recipes.files.adapter import NORMS
+from qerl_vllm_plugin import noise
+
+
+class TrainerRMSNorm(torch.nn.Module):
+    """RMSNorm whose effective weight is ``weight + noise``; the noise is set and cleared, never added to the weight.
+
+    ``weight: (H,)`` fp32, trainable if asked. With ``rounded`` the effective weight and the normalized input are each
+    rounded to the activations' dtype before the product, as stock vLLM and transformers do (the bf16 and nf4 arms);
+    without it there is one rounding at the end (the NVFP4 arm, as in the engine).
+    """
+
+    def __init__(self, weight: torch.Tensor, epsilon: float, *, rounded: bool = False) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight.detach().float(), requires_grad=False)
+        self.epsilon = epsilon
+        self.rounded = rounded
+        self.is_policys = False  # trained, now or by an earlier run, and no longer the checkpoint's
+        self.register_buffer("noise", None, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x: (..., H)`` -> ``(..., H)`` in the dtype of ``x``."""
+        weight = self.weight if self.noise is None else self.weight + self.noise
+        return rms_norm(x, weight, self.epsilon, rounded=self.rounded)
+
+    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
+        """Moves between devices; ``.to(dtype)`` leaves weight and noise in fp32, or the noise would be lost."""
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            moved = fn(tensor)
+            return tensor.to(moved.device) if moved.dtype != tensor.dtype else moved
+
+        return super()._apply(move, recurse)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, epsilon={self.epsilon}, rounded={self.rounded}"
+
+
+def replace(model: torch.nn.Module, *, rounded: bool) -> int:
+    """Put a TrainerRMSNorm in the place of every RMSNorm of ``model`` -> how many.
+
+    What an RMSNorm is, is found by what it computes: a module with a vector ``weight`` and a ``variance_epsilon`` whose
+    output on random input is that of the definition. Raises ValueError for a module of that form that computes
+    something else (a Gemma norm scales by weight + 1).
+    """
+    found = []
+    for name, module in model.named_modules():
+        weight, epsilon = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
+        if isinstance(weight, torch.Tensor) and weight.dim() == 1 and isinstance(epsilon, float):
+            _check_definition(name, module, weight, epsilon)
+            found.append((name, TrainerRMSNorm(weight, epsilon, rounded=rounded)))
+    for name, norm in found:
+        model.set_submodule(name, norm)
+    return len(found)
+
+
+@torch.no_grad()
+def _check_definition(name: str, module: torch.nn.Module, weight: torch.Tensor, epsilon: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, weight.numel(), generator=generator).to(weight)
+    expected = naive.rms_norm(x, weight.float(), epsilon).float()
+    if not torch.allclose(module(x).float(), expected, rtol=2**-6, atol=2**-6 * float(weight.float().abs().max())):
+        raise ValueError(
+            f"{name} ({type(module).__name__}) is not x / rms(x) * weight, so noise and training of it are not defined "
+            "here; use a model of the Qwen2, Qwen3, Llama or Mistral family"
+        )
+
+
+def named_norms(model: torch.nn.Module) -> Iterator[tuple[str, TrainerRMSNorm]]:
+    """Every TrainerRMSNorm by the name of its weight in the checkpoint, whether or not PEFT wraps the model."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    for name, module in base.named_modules():
+        if isinstance(module, TrainerRMSNorm):
+            yield f"{name}.weight", module
+
+
+def set_noise(
+    model: torch.nn.Module,
+    sigma: float,
+    seed: int,
+    rollout: int,
+    targets: Sequence[str] = noise.DEFAULT_TARGETS,
+) -> int:
+    """Set the noise of the target norms to sigma * z(seed, rollout, name), in place of any before -> how many norms.
+
+    The same bits as in the engine. Raises ValueError for a negative or non-finite sigma, and for a target that names
+    none of the norms; the noise then stays as it was.
+    """
+    sigma = noise.check_sigma(sigma)
+    norms = dict(named_norms(model))
+    chosen = noise.targeted(norms, targets)
+    for name, norm in norms.items():
+        norm.noise = None
+        if sigma and name in chosen:
+            unit = noise.draw(seed, rollout, name, norm.weight.numel()).to(norm.weight.device)
+            norm.noise = sigma * unit
+    return len(chosen)
+
+
+def clear_noise(model: torch.nn.Module) -> None:
+    """Back to the weights alone."""
+    for _, norm in named_norms(model):
+        norm.noise = None
+
+
+def make_trainable(model: torch.nn.Module, targets: Sequence[str] = noise.DEFAULT_TARGETS) -> int:
+    """Let the target norms receive gradients -> how many. Raises ValueError as ``set_noise`` does."""
+    norms = dict(named_norms(model))
+    chosen = noise.targeted(norms, targets, "train_norms")
+    for name in chosen:
+        norms[name].weight.requires_grad_(True)
+        norms[name].is_policys = True
+    return len(chosen)
+
+
+def trained_norms(norms: Iterable[tuple[str, TrainerRMSNorm]]) -> dict[str, torch.Tensor] | None:
+    """Copies, on the CPU, of the weights among ``named_norms`` that are trained or were loaded; None if none is."""
+    return {name: norm.weight.detach().cpu().clone() for name, norm in norms if norm.is_policys} or None
+
+
+def save_norms(norms: Mapping[str, torch.Tensor], folder: str | Path) -> None:
+    """Write ``norms.safetensors``: fp32 weights by checkpoint name."""
+    save_file(dict(norms), Path(folder) / NORMS)
+
+
+@torch.no_grad()
+def load_norms(model: torch.nn.Module, folder: str | Path) -> int:
+    """Set the norms of ``model`` to those that a training run has saved in ``folder`` -> how many (0: it has none).
+
+    Raises ValueError, before any weight changes, if a name or a shape is not this model's or a value is not finite.
+    """
+    file = Path(folder) / NORMS
+    if not file.exists():
+        return 0
+    norms, saved = dict(named_norms(model)), load_file(file)
+    for name, weight in saved.items():
+        if name not in norms:
+            raise ValueError(f"{file}: {name} is no norm of this model; was it trained on another base?")
+        if weight.shape != norms[name].weight.shape:
+            raise ValueError(f"{file}: {name} has shape {tuple(weight.shape)}, not {tuple(norms[name].weight.shape)}")
+        if not bool(torch.isfinite(weight).all()):
+            raise ValueError(f"{file}: {name} holds NaN or infinite values")
+    for name, weight in saved.items():
+        norms[name].weight.copy_(weight)
+        norms[name].is_policys = True
+    return len(saved)

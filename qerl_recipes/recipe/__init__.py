@@ -1,0 +1,1 @@
+"""A recipe: its keys, its YAML file, the flags that stand above it."""

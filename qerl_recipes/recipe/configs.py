@@ -1,0 +1,386 @@
+"""The keys of a recipe: Open-R1's and TRL's under their own names, and QeRL's.
+
+    script, training, model = parse(["--config", "recipes/demo/grpo/nvfp4_lora_aqn.yaml", "--learning_rate", "3e-4"])
+
+Defaults that differ from TRL 1.16, because an adapter on frozen weights is trained and nothing else is:
+``use_vllm`` and ``use_peft`` are on, ``dtype`` is bfloat16, ``lora_dropout`` is 0 (dropout would make the trainer's log
+probabilities differ from the engine's), and importance correction truncates per token at 2.
+"""
+
+import json
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import trl
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+from qerl_recipes.recipe.file import ConfigError, RecipeParser, defaults_from_yaml, read_yaml, translate_flags
+from qerl_recipes.recipe.keys import DEFAULTS_OF_TRL_0_18, OF_TRL_0_18, refusals
+
+QUANTIZATIONS = ("qerl_nvfp4", "bf16", "nf4")
+NOISE_MODES = ("none", "rollout", "corrected", "shared")
+DEFAULT_NOISE_MODE = "shared"  # where sigmas are given and no mode is
+# Table 4 of the paper (arXiv 2510.11696)
+SIGMA_START, SIGMA_END, NUM_STAGES = 1e-2, 5e-4, 10
+PACK_TOKENS = 16384  # enough that the cost of expanding 4-bit weights is small beside the products
+AS_FEW_AS_FIT = -1  # checkpointed_layers
+_CONSTRUCTION_ERRORS = (ValueError, TypeError, AttributeError, KeyError, OverflowError, OSError, ImportError)
+
+
+def _mapping(name: str, value: Any) -> dict[str, Any] | None:
+    """A mapping from YAML, or from the JSON text of a flag."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{name} must be a JSON mapping, not {value!r}") from error
+    if value is not None and not isinstance(value, dict):
+        raise ConfigError(f"{name} must be a mapping, not {value!r}")
+    return value
+
+
+@dataclass
+class ScriptArguments(trl.ScriptArguments):
+    """Data, rewards and where to start; the names and defaults are Open-R1's where it has them."""
+
+    dataset_mixture: dict | str | None = field(
+        default=None, metadata={"help": "Open-R1's mixture: {datasets: [{id, config, split, columns, weight}], seed}."}
+    )
+    dataset_kwargs: dict | str | None = field(
+        default=None, metadata={"help": "Options of a generated data set, such as {min_terms: 3} of reasoning_gym."}
+    )
+    dataset_size: int | None = field(default=None, metadata={"help": "Number of training problems; None is all."})
+    dataset_seed: int = field(default=0, metadata={"help": "Seed of a generated data set and of dataset_size."})
+    dataset_prompt_column: str | None = field(
+        default=None, metadata={"help": "Column with the prompt; None is the data set's own, or prompt."}
+    )
+    max_prompt_length: int | None = field(
+        default=None, metadata={"help": "Prompts with more tokens are left out (TRL no longer truncates them)."}
+    )
+    system_prompt: str | None = field(default=None, metadata={"help": "System message before every prompt."})
+    adapter_name_or_path: str | None = field(
+        default=None, metadata={"help": "Folder of an existing adapter to continue from."}
+    )
+    reward_funcs: list[str] = field(
+        default_factory=lambda: ["accuracy", "format", "tag_count"],
+        metadata={"help": "Rewards by name (built in or from a plugin) or by dotted path, such as my_package.reward."},
+    )
+    cosine_min_value_wrong: float = field(default=0.0, metadata={"help": "cosine: wrong, shortest."})
+    cosine_max_value_wrong: float = field(default=-0.5, metadata={"help": "cosine: wrong, longest."})
+    cosine_min_value_correct: float = field(default=0.5, metadata={"help": "cosine: correct, longest."})
+    cosine_max_value_correct: float = field(default=1.0, metadata={"help": "cosine: correct, shortest."})
+    cosine_max_len: int = field(default=1000, metadata={"help": "cosine: length, in characters, of the longest."})
+    repetition_n_grams: int = field(default=3, metadata={"help": "repetition_penalty: words in an n-gram."})
+    repetition_max_penalty: float = field(default=-1.0, metadata={"help": "repetition_penalty: lowest reward, <= 0."})
+    max_completion_len: int = field(default=16384, metadata={"help": "soft_overlong_punishment: tokens allowed."})
+    soft_punish_cache: int = field(default=4096, metadata={"help": "soft_overlong_punishment: tokens of the slope."})
+    code_language: str = field(default="python", metadata={"help": "code_format: language of the code block."})
+    refused: list[str] = field(default_factory=list, init=False)  # keys of the recipe that are none of these, by parse
+    is_without_gpu: bool = field(default=False, init=False)  # whether use_cpu was settled by the machine, by parse
+
+    def __post_init__(self) -> None:
+        self.dataset_mixture = _mapping("dataset_mixture", self.dataset_mixture)
+        self.dataset_kwargs = _mapping("dataset_kwargs", self.dataset_kwargs)
+        for name in ("dataset_size", "max_prompt_length"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, not {value}; leave it out for no limit")
+
+
+@dataclass
+class GRPOConfig(trl.GRPOConfig):
+    """TRL's configuration of GRPO and DAPO with the arm, the noise and dynamic sampling."""
+
+    _VALID_DICT_FIELDS = trl.GRPOConfig._VALID_DICT_FIELDS
+
+    quantization: str = field(
+        default="qerl_nvfp4", metadata={"help": "The arm: how the frozen weights are held.", "choices": QUANTIZATIONS}
+    )
+    share_weights: bool | None = field(
+        default=None,
+        metadata={
+            "help": "qerl_nvfp4: the trainer reads the engine's frozen weights in place, so that there is one copy. "
+            "Default: wherever it can be done (one trainer process, an engine on one GPU). true: refuse to run "
+            "without; false: keep two."
+        },
+    )
+    train_norms: bool = field(default=False, metadata={"help": "Train the RMSNorm weights too."})
+    noise_mode: str | None = field(
+        default=None,
+        metadata={
+            "help": "none; rollout (the paper's: noise in the engine, no importance correction); corrected (the same "
+            "with importance correction); shared (the same noise in the trainer). Default: shared where sigmas are "
+            "given, else none.",
+            "choices": NOISE_MODES,
+        },
+    )
+    sigma_start: float | None = field(default=None, metadata={"help": f"First sigma; {SIGMA_START} with noise."})
+    sigma_end: float | None = field(default=None, metadata={"help": f"Last sigma; {SIGMA_END} with noise."})
+    num_stages: int | None = field(default=None, metadata={"help": f"Stages of the schedule; {NUM_STAGES} with noise."})
+    noise_schedule: str = field(
+        default="exponential", metadata={"help": "Schedule by name, from a plugin or built in."}
+    )
+    noise_seed: int | None = field(default=None, metadata={"help": "Seed of the noise; None is seed."})
+    noise_targets: list[str] = field(
+        default_factory=lambda: ["input_layernorm", "post_attention_layernorm"],
+        metadata={"help": "Modules whose RMSNorm weights carry the noise."},
+    )
+    dynamic_sampling: bool = field(
+        default=False, metadata={"help": "DAPO: replace groups in which all rewards are equal by fresh prompts."}
+    )
+    dynamic_sampling_metric: str | None = field(
+        default=None,
+        metadata={
+            "help": "The reward by which dynamic_sampling tells groups that teach nothing, as in rewards/NAME/mean, or "
+            "total, the weighted sum. Default: accuracy where it is one of reward_funcs, else total."
+        },
+    )
+    dynamic_sampling_max_rounds: int = field(default=3, metadata={"help": "Rounds of fresh prompts a step, at most."})
+    pack_tokens: int | None = field(
+        default=PACK_TOKENS,
+        metadata={
+            "help": "Training runs on rows of real tokens, of at most this many (a longer sequence has a row of its "
+            "own): no padding, and a prompt shared by several completions of a row is computed once. Less means less "
+            "memory for a layer's activations. 0: TRL's padded batches."
+        },
+    )
+    checkpointed_layers: int | None = field(
+        default=None,
+        metadata={
+            "help": "With gradient_checkpointing: in how many of the model's blocks, counted from the first, the "
+            "backward computes the activations anew. Fewer are faster and take more memory (`qerl doctor --recipe` "
+            "says how much). Default, -1: in as few as the memory plan leaves room for on this GPU; on a CPU in all."
+        },
+    )
+    rollout_engine: str = field(default="vllm", metadata={"help": "Rollout engine by name, from a plugin or built in."})
+    chat_template: str | None = field(default=None, metadata={"help": "Jinja chat template in place of the model's."})
+    wandb_entity: str | None = field(default=None, metadata={"help": "Weights & Biases entity."})
+    wandb_project: str | None = field(default=None, metadata={"help": "Weights & Biases project."})
+    wandb_run_group: str | None = field(default=None, metadata={"help": "Weights & Biases group."})
+
+    use_vllm: bool = field(default=True, metadata={"help": "Rollouts always come from vLLM."})
+    vllm_importance_sampling_correction: bool | None = field(
+        default=None, metadata={"help": "Importance correction; None is on, except in noise mode rollout."}
+    )
+    vllm_importance_sampling_mode: str = field(
+        default="token_truncate", metadata={"help": "TRL's default is sequence_mask, which drops long answers."}
+    )
+    vllm_importance_sampling_clip_max: float | None = field(default=2.0, metadata={"help": "TRL's default is 3."})
+
+    def __post_init__(self) -> None:
+        if self.quantization not in QUANTIZATIONS:
+            raise ConfigError(f"quantization cannot be {self.quantization!r}; it is one of {', '.join(QUANTIZATIONS)}")
+        self._fill_in_noise()
+        if self.dynamic_sampling_metric is not None and not self.dynamic_sampling:
+            raise ConfigError(
+                f"dynamic_sampling_metric: {self.dynamic_sampling_metric} has no effect without dynamic_sampling: true"
+            )
+        if self.dynamic_sampling_max_rounds < 1:
+            raise ConfigError(
+                f"dynamic_sampling_max_rounds must be at least 1, not {self.dynamic_sampling_max_rounds}; "
+                "to go without, use dynamic_sampling: false"
+            )
+        if self.pack_tokens is not None and self.pack_tokens < 0:
+            raise ConfigError(f"pack_tokens must be at least 1, or 0 for padded batches, not {self.pack_tokens}")
+        self._check_checkpointing()
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            raise ConfigError(self._not_whole_groups() or str(error)) from error
+
+    def _not_whole_groups(self) -> str | None:
+        """What to change where a rollout is not a whole number of groups; TRL only says that it is not."""
+        size, group = self.generation_batch_size, self.num_generations
+        if not isinstance(size, int) or group < 1 or size % group == 0:
+            return None
+        batch, steps, processes = self.per_device_train_batch_size, self.steps_per_generation, self.world_size
+        whole = group // math.gcd(group, steps * processes)  # batches of whole groups are multiples of this
+        launched = group // math.gcd(group, batch * steps)
+        return (
+            f"a rollout of {size} completions (per_device_train_batch_size {batch} x steps_per_generation {steps} x "
+            f"processes {processes}) is not whole groups of num_generations: {group}; use "
+            f"per_device_train_batch_size: {max(whole, batch // whole * whole)}, or a multiple of {launched} processes "
+            f"(accelerate launch --num_processes {launched})"
+        )
+
+    def _check_checkpointing(self) -> None:
+        if self.checkpointed_layers is None:
+            self.checkpointed_layers = AS_FEW_AS_FIT if self.gradient_checkpointing else None
+            return
+        if self.checkpointed_layers < AS_FEW_AS_FIT:
+            raise ConfigError(
+                f"checkpointed_layers must be at least 0, or -1 for as few as fit, not {self.checkpointed_layers}"
+            )
+        if not self.gradient_checkpointing:
+            raise ConfigError(
+                f"checkpointed_layers: {self.checkpointed_layers} has no effect with gradient_checkpointing: false; "
+                "remove one of the two"
+            )
+
+    def _fill_in_noise(self) -> None:
+        """Settle the noise keys: after this, no one of them is None."""
+        sigmas = {"sigma_start": self.sigma_start, "sigma_end": self.sigma_end}
+        asked = [name for name, value in {**sigmas, "num_stages": self.num_stages}.items() if value]
+        for name, value in sigmas.items():
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise ConfigError(
+                    f"{name} must be a finite number >= 0, not {value}; for no noise use noise_mode: none"
+                )
+        if self.noise_mode is None:
+            self.noise_mode = DEFAULT_NOISE_MODE if asked else "none"
+        if self.noise_mode not in NOISE_MODES:
+            raise ConfigError(f"noise_mode cannot be {self.noise_mode!r}; it is one of {', '.join(NOISE_MODES)}")
+        if self.noise_mode == "none":
+            if asked:
+                raise ConfigError(f"{', '.join(asked)} would be ignored with noise_mode: none; remove one or the other")
+            self.sigma_start, self.sigma_end, self.num_stages = 0.0, 0.0, 0
+        else:
+            self.sigma_start = SIGMA_START if self.sigma_start is None else self.sigma_start
+            self.sigma_end = min(SIGMA_END, self.sigma_start) if self.sigma_end is None else self.sigma_end
+            self.num_stages = NUM_STAGES if self.num_stages is None else self.num_stages
+            if not 0 < self.sigma_end <= self.sigma_start:
+                raise ConfigError(
+                    f"the noise is annealed from sigma_start to sigma_end: 0 < sigma_end <= sigma_start, "
+                    f"not {self.sigma_end} and {self.sigma_start}; for no noise use noise_mode: none"
+                )
+            if self.num_stages < 1:
+                raise ConfigError(f"num_stages must be at least 1, not {self.num_stages}")
+        if self.noise_seed is None:
+            self.noise_seed = self.seed
+        uncorrected = self.noise_mode == "rollout"
+        if self.vllm_importance_sampling_correction is None:
+            self.vllm_importance_sampling_correction = not uncorrected
+        if self.vllm_importance_sampling_correction and uncorrected:
+            raise ConfigError(
+                "noise_mode: rollout is the paper's, without importance correction; for the same with "
+                "vllm_importance_sampling_correction use noise_mode: corrected"
+            )
+        if not self.vllm_importance_sampling_correction and self.noise_mode == "corrected":
+            raise ConfigError("noise_mode: corrected needs importance correction; without it use noise_mode: rollout")
+
+
+@dataclass
+class ModelConfig(trl.ModelConfig):
+    """The policy: a base checkpoint, frozen, and a LoRA adapter on it."""
+
+    dtype: str | None = field(
+        default="bfloat16",
+        metadata={"help": "dtype of embeddings, head and activations.", "choices": ["bfloat16", "float32"]},
+    )
+    attn_implementation: str | None = field(
+        default=None, metadata={"help": "The trainer's attention: sdpa, eager, flex_attention or flash_attention_2."}
+    )
+    use_peft: bool = field(default=True, metadata={"help": "Only an adapter is trained."})
+    lora_target_modules: list[str] | None = field(
+        default_factory=lambda: ["all-linear"],
+        metadata={"help": "Linear layers that carry the adapter; all-linear is all in the blocks (PEFT's own default "
+                  "is q_proj and v_proj alone)."},
+    )  # fmt: skip
+    lora_dropout: float = field(default=0.0, metadata={"help": "LoRA dropout; the engine has none."})
+    names_adapter: bool = field(default=True, init=False)  # whether the recipe has a key about the adapter, by parse
+
+    def __post_init__(self) -> None:
+        if self.lora_target_modules is None:
+            self.lora_target_modules = ["all-linear"]
+        super().__post_init__()
+        if isinstance(self.lora_target_modules, str) and self.lora_target_modules != "all-linear":
+            # TRL makes a text of a list of one, which PEFT reads as a pattern for whole names: it would match nothing
+            self.lora_target_modules = [self.lora_target_modules]
+        if _is_missing_flash(self.attn_implementation):
+            warnings.warn(
+                f"attn_implementation: {self.attn_implementation} needs a GPU and the package flash-attn, which are "
+                "not here; sdpa is used, which runs in PyTorch's own flash attention on a GPU",
+                stacklevel=2,
+            )
+            self.attn_implementation = "sdpa"
+
+
+def _is_missing_flash(attention: str | None) -> bool:
+    is_here = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
+    return attention in is_here and not is_here[attention]()
+
+
+def parser() -> RecipeParser:
+    """The parser of ``qerl train``: every key of the three dataclasses is a flag."""
+    return RecipeParser((ScriptArguments, GRPOConfig, ModelConfig))
+
+
+def parse(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig]:
+    """Recipe and flags -> (script, training, model); a flag stands above the recipe.
+
+    ``argv`` is ``["--config", "recipe.yaml", "--key", "value", ...]``; ``--config`` may be left out. Raises ConfigError
+    (a ValueError) for an unknown key, naming the closest one, and for a value of the wrong type. What can be parsed but
+    not done is for ``qerl_recipes.train.validate``. On a machine without a CUDA GPU ``use_cpu`` is true and ``bf16``
+    false, unless the recipe or a flag says something of ``use_cpu``.
+    """
+    flags, path = _split_config(list(argv))
+    recipe, content, dropped = parser(), {}, {}
+    if path is not None:
+        content = read_yaml(path)
+        dropped = defaults_from_yaml(recipe, content, path)
+    given = {*content, *(flag.partition("=")[0][2:].replace("-", "_") for flag in flags if flag.startswith("--"))}
+    is_without_gpu = "use_cpu" not in given and not torch.cuda.is_available()
+    if is_without_gpu:
+        flags += ["--use_cpu", "true", "--bf16", "false"]
+    arguments, instead = translate_flags(recipe, flags)
+    refused = [line for line in {**dropped, **instead}.values() if line is not None]
+    values, stray = recipe.parse_known_args(arguments)
+    if stray:
+        raise ConfigError(f"command line: {' '.join(stray)} belongs to no flag")
+    try:
+        script, training, model = recipe.parse_args_into_dataclasses(arguments, look_for_args_file=False)
+    except _CONSTRUCTION_ERRORS as error:  # TRL and transformers check how their keys go together
+        lines = [*refused, *refusals(values)]
+        if isinstance(error, ConfigError) or not lines:  # else what is refused is the reason
+            lines.append(str(error))
+        raise ConfigError("\n".join(lines)) from error
+    script.refused, script.is_without_gpu = refused, is_without_gpu
+    changed = {key: old for key, old in DEFAULTS_OF_TRL_0_18.items() if key not in given}
+    if changed and OF_TRL_0_18 & set(content):
+        listed = ", ".join(f"{key} was {old}, is {getattr(training, key)}" for key, old in changed.items())
+        warnings.warn(f"{path} is of an earlier TRL, and defaults have changed since: {listed}", stacklevel=2)
+    model.names_adapter = any(key.startswith(("lora_", "use_peft", "use_rslora")) for key in given)
+    if training.vllm_max_model_length is None and script.max_prompt_length is not None:
+        training.vllm_max_model_length = script.max_prompt_length + training.max_completion_length
+    return script, training, model
+
+
+def _split_config(flags: list[str]) -> tuple[list[str], str | None]:
+    rest: list[str] = []
+    path: str | None = None
+    while flags:
+        flag = flags.pop(0)
+        if flag != "--config" and not flag.startswith("--config="):
+            rest.append(flag)
+            continue
+        if path is not None:
+            raise ConfigError("--config may be given once; put both recipes into one file")
+        path = flag.partition("=")[2] or (flags.pop(0) if flags else "")
+        if not path or path.startswith("--"):
+            raise ConfigError("--config needs the path of a recipe")
+    return rest, path
+
+
+def adapter_line(script: ScriptArguments, model: ModelConfig) -> str:
+    """What is trained, as one line: nobody should take an adapter for full fine-tuning, or for one of other layers."""
+    if script.adapter_name_or_path is not None:
+        return f"adapter: goes on from {script.adapter_name_or_path}; the base stays as it is"
+    targets = model.lora_target_modules
+    layers = "all linear layers of the blocks" if targets == "all-linear" else f"layers {targets}"
+    line = f"adapter: LoRA r {model.lora_r}, alpha {model.lora_alpha}, on {layers}; the base stays as it is"
+    if not model.names_adapter:
+        line += " (a recipe without any lora_ key: full fine-tuning, if that was meant, cannot be had)"
+    return line
+
+
+def tracker_environment(training: GRPOConfig) -> dict[str, str]:
+    """Environment variables by which Weights & Biases takes the wandb_* keys; set them before the trainer starts."""
+    named = {
+        "WANDB_ENTITY": training.wandb_entity,
+        "WANDB_PROJECT": training.wandb_project,
+        "WANDB_RUN_GROUP": training.wandb_run_group,
+    }
+    return {name: value for name, value in named.items() if value is not None}

@@ -1,0 +1,255 @@
+"""Reading a recipe: YAML and flags into the defaults and arguments of a parser, with no key left over; and its help."""
+
+import argparse
+import dataclasses
+import difflib
+import itertools
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, get_args, get_type_hints
+
+import yaml
+from trl import TrlParser
+
+from qerl_recipes.recipe.keys import BELONGS_ELSEWHERE, REFUSED, RENAMED, TOPICS, WITHOUT_EFFECT, refused
+
+USAGE = "qerl train --config RECIPE.yaml [--KEY VALUE ...]"
+DESCRIPTION = "Every key of a recipe is also a flag, which wins over the recipe."
+OWNERS = {"QeRL": "QeRL"} | {name: f"TRL's {name}" for name in ("GRPOConfig", "ModelConfig", "ScriptArguments")}
+MOST_CHOICES = 8  # transformers has fifty optimizers
+SENTENCE_END = re.compile(r"(?<!e\.g)(?<!i\.e)(?<!vs)[.!?]\s+(?=[A-Z`(])")
+
+
+class ConfigError(ValueError):
+    """A recipe or a flag that cannot be used; the message names the key, the limit and the way out."""
+
+
+class RecipeParser(TrlParser):
+    """TRL's parser, where a mistake is a ConfigError instead of an exit and no flag may be abbreviated."""
+
+    def __init__(self, dataclass_types: Iterable[Any]) -> None:
+        super().__init__(dataclass_types, allow_abbrev=False, prog="qerl train")
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+    def format_help(self) -> str:
+        return help_text(self)
+
+    def keys(self) -> set[str]:
+        return {action.dest for action in self._actions if action.dest != "help"}
+
+    def may_be_none(self) -> set[str]:
+        """Keys whose type has None in it."""
+        hints = [hint for dataclass in self.dataclass_types for hint in get_type_hints(dataclass).items()]
+        return {name for name, hint in hints if type(None) in get_args(hint)}
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Safe YAML in which a key that stands twice in one mapping is an error instead of the last one winning."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, str) and key in seen:
+                raise ConfigError(f"{key} stands twice (line {key_node.start_mark.line + 1}); keep one of them")
+            if isinstance(key, str):
+                seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in a recipe file; raises ConfigError if there is none, or if a key stands twice."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"recipe {path} cannot be read: {error}") from error
+    try:
+        content = yaml.load(text, Loader=_UniqueKeyLoader)
+    except (yaml.YAMLError, ConfigError) as error:
+        raise ConfigError(f"recipe {path} is not valid YAML: {error}") from error
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(f"recipe {path} must be a YAML mapping of keys to values")
+    return content
+
+
+def unknown(key: str, valid: Iterable[str], where: str) -> ConfigError:
+    """The error for a key that nothing knows, naming the closest that something does."""
+    if key in BELONGS_ELSEWHERE:
+        return ConfigError(f"{where}: {key} is not a key of a recipe; {BELONGS_ELSEWHERE[key]}")
+    close = difflib.get_close_matches(key, [*valid, *RENAMED], n=1, cutoff=0.5)
+    return ConfigError(f"{where}: unknown key {key}" + (f"; did you mean {close[0]}?" if close else ""))
+
+
+def _drop(key: str, value: object, where: str) -> str | None:
+    """Warn that a key has no effect -> None, or the refusal of a value that asks for something else."""
+    dropped = WITHOUT_EFFECT[key]
+    if str(value).lower() not in {str(allowed).lower() for allowed in dropped.allowed}:  # a flag's value is a text
+        return refused(key, dropped, value)
+    warnings.warn(f"{where}: {key} has no effect: {dropped.way_out}", stacklevel=3)
+    return None
+
+
+def _is_share(value: Any) -> bool:
+    try:
+        return 0 <= float(value) < 1
+    except (TypeError, ValueError):
+        return False
+
+
+def _rename(key: str, value: Any, where: str) -> tuple[str, Any]:
+    if key == "warmup_ratio" and not _is_share(value):
+        raise ConfigError(f"{where}: warmup_ratio is a share of all steps, at least 0 and below 1, not {value}")
+    if key == "dataset_configs":
+        if not isinstance(value, list) or len(value) != 1:
+            raise ConfigError(f"{where}: dataset_configs must name one configuration; use dataset_mixture for several")
+        value = value[0]
+    return RENAMED[key], value
+
+
+def defaults_from_yaml(parser: RecipeParser, content: Mapping[str, Any], where: str) -> dict[str, str | None]:
+    """Make the values of a recipe the defaults of ``parser``, checked as if they had been typed as flags.
+
+    Returns each key of WITHOUT_EFFECT with its refusal, None where it just has no effect. Raises ConfigError for an
+    unknown key, a key that stands twice under two names, or a value of the wrong type.
+    """
+    valid, given = parser.keys(), {}
+    dropped: dict[str, str | None] = {}
+    for key, value in content.items():
+        name = key
+        if key in WITHOUT_EFFECT:
+            dropped[key] = _drop(key, value, where)
+            continue
+        if key in RENAMED:
+            name, value = _rename(key, value, where)
+        if name not in valid:
+            raise unknown(key, valid, where)
+        if name in given:
+            raise ConfigError(f"{where}: {key} and {name} are the same key; keep one of them")
+        given[name] = value
+    actions = {action.dest: action for action in reversed(parser._actions) if action.dest in given}
+    may_be_none = parser.may_be_none()
+    for name, value in given.items():
+        if value is None and name not in may_be_none:
+            raise ConfigError(f"{where}: {name} has no value; give it one, or remove it for the default")
+        given[name] = _checked(actions[name], value, where)
+    parser.set_defaults_with_config(**given)
+    return dropped
+
+
+def _checked(action: argparse.Action, value: object, where: str) -> Any:
+    """A YAML value in the type of its flag: YAML reads 1e-5 as text, ``no`` as false, and checks nothing."""
+    takes_list = action.nargs == "+"
+    if value is None or (isinstance(value, dict) and action.type is str and not takes_list):
+        return value
+    if isinstance(value, list) and action.dest == "report_to":  # transformers takes a name or a list of names
+        return value
+    if isinstance(value, dict) or (isinstance(value, list) and not takes_list):
+        raise ConfigError(f"{where}: {action.dest} cannot be a {type(value).__name__}: {value!r}")
+    if isinstance(value, bool) and action.choices and "no" in action.choices:
+        value = "yes" if value else "no"  # YAML 1.1 reads a bare no as false
+    if isinstance(value, bool) and action.dest == "scale_rewards":  # TRL takes true and false besides the names
+        return value
+    items = value if isinstance(value, list) else [value]
+    converted = [_converted(action, item, where) for item in items]
+    return converted if takes_list else converted[0]
+
+
+def _converted(action: argparse.Action, item: object, where: str) -> Any:
+    try:
+        result = action.type(str(item)) if callable(action.type) else item
+    except (TypeError, ValueError, argparse.ArgumentTypeError) as error:
+        raise ConfigError(f"{where}: {action.dest} cannot be {item!r}: {error}") from error
+    if action.choices is not None and result not in action.choices:
+        raise ConfigError(
+            f"{where}: {action.dest} cannot be {item!r}; it is one of {', '.join(map(str, action.choices))}"
+        )
+    return result
+
+
+def translate_flags(parser: RecipeParser, flags: Sequence[str]) -> tuple[list[str], dict[str, str | None]]:
+    """Command-line flags under today's names, and those of WITHOUT_EFFECT as ``defaults_from_yaml`` returns them.
+
+    Raises ConfigError for an unknown one.
+    """
+    valid = parser.keys()
+    options = set(parser._option_string_actions)
+    translated: list[str] = []
+    dropped: dict[str, str | None] = {}
+    skip = 0
+    for i, flag in enumerate(flags):
+        if skip:
+            skip -= 1
+            continue
+        if not flag.startswith("--"):
+            translated.append(flag)
+            continue
+        option, equals, value = flag.partition("=")
+        key = option[2:].replace("-", "_")
+        following = flags[i + 1] if i + 1 < len(flags) and not flags[i + 1].startswith("--") else None
+        if key in WITHOUT_EFFECT:
+            words = [value] if equals else list(itertools.takewhile(lambda w: not w.startswith("--"), flags[i + 1 :]))
+            is_list = isinstance(WITHOUT_EFFECT[key].allowed[0], list)
+            dropped[key] = _drop(key, words if is_list else " ".join(words) or True, "command line")
+            skip = 0 if equals else len(words)
+        elif key in RENAMED:
+            checked = value if equals else following
+            if key == "dataset_configs":
+                checked = [checked]  # type: ignore[assignment]
+            name, _ = _rename(key, checked, "command line")
+            translated.append(f"--{name}{equals}{value}")
+        elif option not in options:
+            raise unknown(key, valid, "command line")
+        else:
+            translated.append(flag)
+    return translated, dropped
+
+
+def help_text(parser: RecipeParser) -> str:
+    """The help of a ``RecipeParser``: QeRL's keys by topic, then TRL's, then those with which nothing can be done.
+
+    Defaults are those of ``parser``, hence a recipe's own where it has been read.
+    """
+    actions = {action.dest: action for action in reversed(parser._actions)}  # of --key and --no_key the first
+    page = argparse.ArgumentParser(
+        usage=USAGE,
+        description=DESCRIPTION,
+        add_help=False,
+        formatter_class=lambda prog: argparse.ArgumentDefaultsHelpFormatter(prog, max_help_position=34),
+    )
+    owners = _owners(parser.dataclass_types)
+    for owner, name in OWNERS.items():
+        for topic, keys in TOPICS.items():
+            if own := [actions[key] for key in keys if owners.get(key) == owner]:
+                _add(page, f"{name}, {topic}", own)
+    _add(page, "accepted with their default, and what to do instead of another", [actions[key] for key in REFUSED])
+    return page.format_help()
+
+
+def _owners(dataclass_types: Iterable[Any]) -> dict[str, str]:
+    """Key -> the dataclass of TRL that brings it, or QeRL for what our own adds."""
+    found = {}
+    for dataclass in dataclass_types:
+        theirs = {field.name for field in dataclasses.fields(dataclass.__base__)}
+        for field in dataclasses.fields(dataclass):
+            found[field.name] = dataclass.__name__ if field.name in theirs else "QeRL"
+    return found
+
+
+def _add(page: argparse.ArgumentParser, title: str, actions: Iterable[argparse.Action]) -> None:
+    group = page.add_argument_group(title)
+    for action in actions:
+        group.add_argument(f"--{action.dest}", default=action.default, metavar="", help=_summary(action))
+
+
+def _summary(action: argparse.Action) -> str:
+    """The first sentence of a key's help and its choices, where they are few; of a refused key the way out."""
+    if action.dest in REFUSED:
+        return REFUSED[action.dest].way_out.replace("%", "%%") + "."
+    sentence = SENTENCE_END.split(" ".join((action.help or "").split()))[0].rstrip(".") + "."
+    if action.choices is not None and len(choices := list(action.choices)) <= MOST_CHOICES:
+        sentence += f" One of {', '.join(map(str, choices))}."
+    return sentence

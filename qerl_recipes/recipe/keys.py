@@ -1,0 +1,241 @@
+"""What becomes of every key of a recipe: honoured, renamed, without effect, or refused with the way out.
+
+TRL 1.16 and transformers 5.17 define the keys; ``WITHOUT_EFFECT`` holds those of Open-R1's recipes and of earlier
+versions that they no longer have. A key that QeRL's trainer cannot honour is refused by name, never
+ignored: ``REFUSED`` holds, for each such key, the values that are harmless and what to do instead. Every field of the
+three dataclasses stands either in ``TOPICS`` or in ``REFUSED``; a test fails when a new TRL adds one.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Values of a key that may stand in a recipe, and what a person does instead of any other value."""
+
+    allowed: tuple[Any, ...]
+    way_out: str
+
+
+# keys of Open-R1 (TRL 0.18, transformers 4.52) that go by another name now
+RENAMED = {
+    "torch_dtype": "dtype",
+    "warmup_ratio": "warmup_steps",  # transformers 5: a number of warm-up steps below 1 is a share of all steps
+    "vllm_max_model_len": "vllm_max_model_length",
+    "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
+    "dataset_configs": "dataset_config",
+    "wandb_log_unique_prompts": "log_unique_prompts",
+    "hub_model_revision": "hub_revision",
+}
+
+_SANDBOX = "rewards that execute code are not built in; add them with the qerl_rewards hook, and remove the key"
+
+# keys of Open-R1 and of earlier TRLs: the allowed values ask for what happens anyway, others are refused
+WITHOUT_EFFECT = {
+    "vllm_device": Refusal(("auto",), "the engine shares the trainer's GPU; remove the key"),
+    "overwrite_output_dir": Refusal(
+        (True, False), "a folder with checkpoints is never overwritten: name another output_dir"
+    ),
+    "overwrite_hub_revision": Refusal((False,), "a push always adds a commit to hub_revision; remove the key"),
+    "push_to_hub_revision": Refusal((False,), "use push_to_hub with hub_revision"),
+    "use_liger_loss": Refusal((False,), "Liger's loss multiplies by a BF16 weight that a 4-bit policy does not have"),
+    # of Liger's kernels; the key is TRL's too, so that it stands in REFUSED for a GRPOConfig made in Python
+    "use_liger_kernel": Refusal((True, False), "QeRL's own kernels stand where Liger's would; remove the key"),
+    "callbacks": Refusal(([],), "push_to_hub: true with hub_strategy: every_save pushes each checkpoint to "
+                         "hub_revision, without Open-R1's Slurm jobs; remove the key"),
+    "benchmarks": Refusal(([],), "run qerl evaluate BASE --adapter DIR --tasks ... on the saved adapter; "
+                          "remove the key"),
+    "code_eval_test_batch_size": Refusal((1,), _SANDBOX),
+    "code_eval_scoring_mode": Refusal(("weighted_sum",), _SANDBOX),
+    "parallel_code_exec_per_proc": Refusal((2,), _SANDBOX),
+    "e2b_router_url": Refusal((None,), _SANDBOX),
+    "morph_router_url": Refusal((None,), _SANDBOX),
+    "code_provider": Refusal(("e2b",), _SANDBOX),
+    "ioi_provider": Refusal(("piston",), _SANDBOX),
+}  # fmt: skip
+# a recipe with one of these keys is of TRL 0.18, which had other defaults than TRL 1.16 for these
+OF_TRL_0_18 = {"torch_dtype", "overwrite_output_dir"}
+DEFAULTS_OF_TRL_0_18 = {"beta": "0.04", "loss_type": "bnpo", "max_completion_length": "256"}
+CODE_REWARDS = ("code", "binary_code", "ioi_code", "cf_code")  # Open-R1's, which need a sandbox to run programs in
+
+# keys of the same recipes that belong elsewhere
+BELONGS_ELSEWHERE = {
+    "num_processes": "it is an option of accelerate: accelerate launch --num_processes N -m qerl_recipes.cli train ...",
+    "vllm_dtype": "the engine runs in the dtype of the model; use dtype",
+    "vllm_enable_prefix_caching": "the engine caches prefixes and resets the cache at every swap; remove the key",
+    "config": "a recipe cannot name another recipe",
+}
+
+_DISTRIBUTED = "frozen NVFP4 weights are trained on one GPU or with plain data parallelism (accelerate launch)"
+_SERVER = "rollouts are made in process; remove the key"
+_CONTINUOUS_BATCHING = "rollouts are made by vLLM, which batches continuously itself; remove the key"
+_NO_METRICS = "evaluation here is reward on held-out prompts, not a metric on logits; remove the key"
+_COMPILE = "the backward of the frozen linear is written by hand and is not traced; remove the key"
+_FULL_EVAL = "evaluation uses the same weights and dtype as training; remove the key"
+_BEST_MODEL = "trained norms and the resume state are not reloaded by it; keep every checkpoint and run qerl evaluate"
+_REFERENCE = "the reference policy of beta is the base model with the adapter off; remove the key"
+
+REFUSED: dict[str, Refusal] = {
+    # model
+    "model_init_kwargs": Refusal((None,), "the loader takes model_name_or_path, model_revision, dtype and "
+                                 "attn_implementation as keys of their own"),
+    "trust_remote_code": Refusal((False,), "checkpoints that bring their own code are not loaded"),
+    "router_aux_loss_coef": Refusal((None,), "mixture-of-experts models are served, not trained"),
+    "cast_lm_head_to_fp32": Refusal((False,), "the engine's head is BF16 and both sides must agree; remove the key"),
+    "use_peft": Refusal((True,), "the weights are frozen, only an adapter trains; for full fine-tuning use TRL"),
+    "lora_target_parameters": Refusal((None,), "only linear layers carry an adapter; use lora_target_modules"),
+    "lora_modules_to_save": Refusal((None, []), "checkpoints hold LoRA tensors only; to train norms use train_norms"),
+    "lora_task_type": Refusal(("CAUSAL_LM",), "the policy is a causal language model; remove the key"),
+    "use_dora": Refusal((False,), "vLLM serves no DoRA adapter; remove the key"),
+    "load_in_8bit": Refusal((False,), "name the arm instead: quantization: qerl_nvfp4, nf4 or bf16"),
+    "load_in_4bit": Refusal((False,), "name the arm instead: quantization: qerl_nvfp4, nf4 or bf16"),
+    "bnb_4bit_quant_type": Refusal(("nf4",), "the bitsandbytes arm is NF4; remove the key"),
+    "use_bnb_nested_quant": Refusal((False,), "vLLM's in-flight bitsandbytes weights are not nested; remove the key"),
+    "bnb_4bit_quant_storage": Refusal((None,), "the storage of the NF4 arm is bitsandbytes' own; remove the key"),
+    "neftune_noise_alpha": Refusal((None,), "it perturbs embeddings in the trainer only; for noise use noise_mode"),
+    "use_cache": Refusal((False,), "the training forward needs no key-value cache; remove the key"),
+    "use_liger_kernel": Refusal((False,), "Liger patches layers that are frozen NVFP4 linears here; remove the key"),
+    "liger_kernel_config": Refusal((None,), "Liger patches layers that are frozen NVFP4 linears here; remove the key"),
+    "torch_compile": Refusal((False,), _COMPILE),
+    "torch_compile_backend": Refusal((None,), _COMPILE),
+    "torch_compile_mode": Refusal((None,), _COMPILE),
+    "fp16": Refusal((False,), "trainer and engine compute in BF16; use bf16: true, or false for fp32"),
+    "optim_target_modules": Refusal((None,), "GaLore and APOLLO project full gradients; an adapter's are small"),
+    # rollouts
+    "use_vllm": Refusal((True,), "rollouts always come from the engine; remove the key"),
+    "vllm_mode": Refusal(("colocate",), "the engine runs in the trainer's process; use vllm_mode: colocate"),
+    "vllm_model_impl": Refusal(("vllm",), "the noise and the adapter are bound to vLLM's own models; remove the key"),
+    "vllm_server_base_url": Refusal((None,), _SERVER),
+    "vllm_server_host": Refusal(("0.0.0.0",), _SERVER),
+    "vllm_server_port": Refusal((8000,), _SERVER),
+    "vllm_server_timeout": Refusal((240.0,), _SERVER),
+    "vllm_group_port": Refusal((51216,), _SERVER),
+    "cache_implementation": Refusal((None,), "it is an option of Hugging Face generation; remove the key"),
+    "use_transformers_continuous_batching": Refusal((False,), _CONTINUOUS_BATCHING),
+    "transformers_continuous_batching_config": Refusal((None,), _CONTINUOUS_BATCHING),
+    "use_transformers_paged": Refusal((False,), _CONTINUOUS_BATCHING),
+    "max_tool_calling_iterations": Refusal((None,), "the policy answers in one turn, without tools; remove the key"),
+    "log_multimodal": Refusal((True,), "the policy reads text only; remove the key"),
+    "remove_unused_columns": Refusal((False,), "rewards read the other columns; remove the key"),
+    # loss
+    "sync_ref_model": Refusal((False,), _REFERENCE),
+    "ref_model_mixup_alpha": Refusal((0.6,), _REFERENCE),
+    "ref_model_sync_steps": Refusal((512,), _REFERENCE),
+    "label_smoothing_factor": Refusal((0.0, 0), "a policy gradient has no labels to smooth; remove the key"),
+    "auto_find_batch_size": Refusal((False,), "groups must stay whole; lower per_device_train_batch_size instead"),
+    # data order: a resumed run must see the prompts that the unbroken run would have seen
+    "data_seed": Refusal((None,), "TRL orders prompts by seed; use seed"),
+    "train_sampling_strategy": Refusal(("random",), "TRL's sampler repeats each prompt num_generations times"),
+    "length_column_name": Refusal(("length",), "there is no sampling by length; remove the key"),
+    "label_names": Refusal((None,), "the loss is computed from rewards; remove the key"),
+    "ignore_data_skip": Refusal((False,), "a resumed run goes on where it stopped; to start over use a new output_dir"),
+    "dataset_streaming": Refusal((False,), "an exact resume needs a data set of known length; cut it by dataset_size"),
+    # evaluation during training
+    "do_predict": Refusal((False,), "use qerl evaluate"),
+    "prediction_loss_only": Refusal((False,), _NO_METRICS),
+    "eval_do_concat_batches": Refusal((True,), _NO_METRICS),
+    "eval_use_gather_object": Refusal((False,), _NO_METRICS),
+    "eval_accumulation_steps": Refusal((None,), _NO_METRICS),
+    "include_for_metrics": Refusal(([],), _NO_METRICS),
+    "batch_eval_metrics": Refusal((False,), _NO_METRICS),
+    "bf16_full_eval": Refusal((False,), _FULL_EVAL),
+    "fp16_full_eval": Refusal((False,), _FULL_EVAL),
+    # checkpoints
+    "save_only_model": Refusal((False,), "every checkpoint can be resumed; its state is a few megabytes"),
+    "save_on_each_node": Refusal((False,), "checkpoints are written once; remove the key"),
+    "enable_jit_checkpoint": Refusal((False,), "checkpoints are taken between rollouts, not in the middle of one"),
+    "load_best_model_at_end": Refusal((False,), _BEST_MODEL),
+    "metric_for_best_model": Refusal((None,), _BEST_MODEL),
+    "greater_is_better": Refusal((None,), _BEST_MODEL),
+    # several machines
+    "ds3_gather_for_generation": Refusal((True,), _DISTRIBUTED),
+    "deepspeed": Refusal((None,), _DISTRIBUTED),
+    "fsdp": Refusal((None, "", False, [], {}), _DISTRIBUTED),
+    "fsdp_config": Refusal((None, {}), _DISTRIBUTED),
+    "parallelism_config": Refusal((None,), _DISTRIBUTED),
+    "debug": Refusal(("", [], None), "it is for TPUs and for hunting overflow in mixed FP16; remove the key"),
+    "ignore_bias_buffers": Refusal((False,), "the models here have no bias buffers; remove the key"),
+}  # fmt: skip
+
+# topic -> its keys, in the order in which `qerl train --help` lists them
+_HONOURED = {
+    "weights and adapter": """
+    quantization share_weights train_norms model_name_or_path model_revision adapter_name_or_path chat_template dtype
+    attn_implementation lora_r lora_alpha lora_dropout lora_target_modules use_rslora disable_dropout
+    """,
+    "noise": """
+    noise_mode sigma_start sigma_end num_stages noise_schedule noise_seed noise_targets
+    """,
+    "dynamic sampling": """
+    dynamic_sampling dynamic_sampling_metric dynamic_sampling_max_rounds
+    """,
+    "data": """
+    dataset_name dataset_config dataset_mixture dataset_kwargs dataset_size dataset_seed dataset_train_split
+    dataset_test_split dataset_prompt_column max_prompt_length system_prompt shuffle_dataset
+    """,
+    "rewards": """
+    reward_funcs reward_weights scale_rewards multi_objective_aggregation cosine_min_value_wrong
+    cosine_max_value_wrong cosine_min_value_correct cosine_max_value_correct cosine_max_len repetition_n_grams
+    repetition_max_penalty code_language max_completion_len soft_punish_cache
+    """,
+    "rollouts": """
+    rollout_engine num_generations num_generations_eval max_completion_length generation_batch_size
+    steps_per_generation temperature top_p top_k min_p repetition_penalty generation_kwargs chat_template_kwargs
+    pad_to_multiple_of vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_gpu_memory_utilization
+    vllm_max_model_length vllm_tensor_parallel_size vllm_importance_sampling_correction vllm_importance_sampling_mode
+    vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min vllm_importance_sampling_cap
+    """,
+    "loss": """
+    beta num_iterations epsilon epsilon_high delta sapo_temperature_neg sapo_temperature_pos vespo_k_pos
+    vespo_lambda_pos vespo_k_neg vespo_lambda_neg importance_sampling_level loss_type mask_truncated_completions
+    top_entropy_quantile entropy_coef use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta
+    entropy_target off_policy_mask_threshold use_bias_correction_kl
+    """,
+    "optimization": """
+    pack_tokens per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps learning_rate
+    lr_scheduler_type lr_scheduler_kwargs warmup_steps optim optim_args weight_decay adam_beta1 adam_beta2
+    adam_epsilon max_grad_norm average_tokens_across_devices bf16 tf32 gradient_checkpointing checkpointed_layers
+    gradient_checkpointing_kwargs torch_empty_cache_steps seed full_determinism use_cpu do_train
+    """,
+    "evaluation while training": """
+    do_eval eval_strategy eval_steps eval_delay eval_on_start per_device_eval_batch_size
+    """,
+    "checkpoints and hub": """
+    output_dir save_strategy save_steps save_total_limit resume_from_checkpoint restore_callback_states_from_checkpoint
+    push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision
+    """,
+    "logging": """
+    logging_strategy logging_steps logging_first_step log_on_each_node logging_nan_inf_filter log_level
+    log_level_replica disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id
+    trackio_static_space_id include_num_input_tokens_seen log_completions num_completions_to_print log_unique_prompts
+    log_completions_hub_repo wandb_entity wandb_project wandb_run_group skip_memory_metrics
+    """,
+    "processes": """
+    accelerator_config dataloader_drop_last dataloader_num_workers dataloader_pin_memory
+    dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order
+    ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout
+    local_rank
+    """,
+}
+TOPICS = {topic: tuple(keys.split()) for topic, keys in _HONOURED.items()}
+HONOURED = frozenset(key for keys in TOPICS.values() for key in keys)
+
+
+def refused(key: str, refusal: Refusal, value: Any) -> str:
+    """The line that refuses a value of a key."""
+    return f"{key}: {value!r} cannot be honoured; {refusal.way_out}"
+
+
+def refusals(*configs: Any) -> list[str]:
+    """One line for each key of the given dataclass instances whose value cannot be honoured; empty when all can.
+
+    Keys of a recipe that are no fields of theirs stand in ``refused`` of the ScriptArguments, put there by ``parse``.
+    """
+    found: list[str] = []
+    for config in configs:
+        found += getattr(config, "refused", [])
+        for key, refusal in REFUSED.items():
+            if hasattr(config, key) and (value := getattr(config, key)) not in refusal.allowed:
+                found.append(refused(key, refusal, value))
+    return found

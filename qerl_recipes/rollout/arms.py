@@ -1,0 +1,29 @@
+"""The three arms of an experiment: in what form the engine keeps the frozen weights, and where it keeps the adapter."""
+
+from typing import Any
+
+from qerl_recipes.files.adapter import engine_rank
+
+# the recipe's ``quantization`` -> vLLM's
+ENGINE_QUANTIZATION: dict[str, str | None] = {"qerl_nvfp4": "qerl_nvfp4", "bf16": None, "nf4": "bitsandbytes"}
+# What every engine needs on a CPU: a prompt that is computed in parts sets the generator of a seeded request back,
+# which torch's cannot do there.
+ENGINE_ON_CPU = {"enforce_eager": True, "enable_chunked_prefill": False}
+
+
+def engine_options(arm: str, rank: int | None) -> dict[str, Any]:
+    """What ``vllm.LLM`` needs to serve an arm with an adapter of up to ``rank`` (None: without one).
+
+    The NVFP4 arm keeps the adapter in its layers, where it costs least; stock vLLM has its LoRA slots for it.
+
+    Raises ValueError for an unknown arm or a rank above vLLM's largest.
+    """
+    if arm not in ENGINE_QUANTIZATION:
+        raise ValueError(f"quantization is {arm!r}; it is one of {', '.join(ENGINE_QUANTIZATION)}")
+    options: dict[str, Any] = {"quantization": ENGINE_QUANTIZATION[arm]}
+    if rank is None:
+        return options
+    allowed = engine_rank(rank)
+    if arm == "qerl_nvfp4":
+        return {**options, "additional_config": {"qerl": {"policy_adapter": {"rank": allowed}}}}
+    return {**options, "enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": allowed}

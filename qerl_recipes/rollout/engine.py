@@ -1,0 +1,278 @@
+"""The built-in rollout engine: one vLLM in the trainer's process that samples from the current policy.
+
+It is a ``RolloutEngine`` that lends its weights (``rollout.interface``).
+"""
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from qerl_recipes.machine.gpu import this_gpu
+from qerl_recipes.memory.activation_bytes import ENGINE_TOKENS
+from qerl_recipes.memory.model_size import measure, read_config
+from qerl_recipes.memory.plan import engine_sequences, left_for_cache
+from qerl_recipes.recipe.configs import GRPOConfig
+from qerl_recipes.rollout.arms import ENGINE_ON_CPU, engine_options
+from qerl_recipes.rollout.interface import Completions, Snapshot
+from qerl_vllm_plugin import compat
+from qerl_vllm_plugin.frozen_weights import FrozenWeights, frozen_weights
+from qerl_vllm_plugin.kv_cache import KVCacheError
+from qerl_vllm_plugin.noise import seed_of
+from qerl_vllm_plugin.policy import Policy
+
+
+def completion_seed(run_seed: int, phase: str, rollout: int, call: int, prompt: int, sample: int) -> int:
+    """The seed of one completion, different for each and the same in a resumed run.
+
+    ``phase`` is ``train`` or ``evaluation``; ``call`` counts the batches of this rollout (dynamic sampling draws
+    several), ``prompt`` is the place of the prompt in its batch over all ranks, ``sample`` that of the completion.
+    """
+    return seed_of(run_seed, phase, rollout, call, prompt, sample)
+
+
+class VLLMRollouts:
+    """vLLM with the frozen weights of one arm, the policy's adapter unmerged, and its noise.
+
+    Started as ``rollout.interface.StartEngine`` says.
+    """
+
+    def __init__(
+        self,
+        base: str,
+        training: GRPOConfig,
+        *,
+        rank: int,
+        dtype: torch.dtype,
+        snapshot: Callable[[], Snapshot],
+        accelerator: Accelerator | PartialState,
+    ) -> None:
+        self._training, self._snapshot, self._accelerator = training, snapshot, accelerator
+        self._processes, self._tensor_parallel = accelerator.num_processes, training.vllm_tensor_parallel_size
+        self._phase, self._rollout, self._call = "train", 0, 0
+        self.tokens, self.seconds = 0, 0.0  # since the last begin
+        self._is_noisy = self._is_closed = self._is_asleep = self._is_lent = False
+        self._tensor_parallel_group = self._new_groups()
+        # in the trainer's process: adapters are handed over as tensors, and a sleeping engine frees this process's GPU
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        self.llm = LLM(**self._options(base, rank, dtype))
+        self.policy = Policy(self.llm)
+        self._sampling = self._sampling_options()
+        accelerator.wait_for_everyone()
+
+    @property
+    def version(self) -> int:
+        """Swaps so far."""
+        return self.policy.version
+
+    def begin(self, rollout: int, sigma: float | None) -> int:
+        """Open a rollout: the adapter as it is now, and noise of ``sigma`` drawn for it (None: none) -> noisy norms."""
+        self._phase, self._rollout, self._call = "train", rollout, 0
+        self.tokens, self.seconds = 0, 0.0
+        self.sync_weights()
+        if sigma is None:
+            self._clear_noise()
+            return 0
+        self._is_noisy = True
+        training = self._training
+        assert training.noise_seed is not None  # GRPOConfig settles it
+        report = self.policy.set_noise(sigma, seed=training.noise_seed, rollout=rollout, targets=training.noise_targets)
+        return report.touched
+
+    def begin_evaluation(self) -> None:
+        """Open an evaluation: the adapter as it is now, no noise, and the same seeds every time."""
+        self._phase, self._rollout, self._call = "evaluation", 0, 0
+        self.sync_weights()
+        self._clear_noise()
+
+    def _clear_noise(self) -> None:
+        if self._is_noisy:
+            self.policy.clear_noise()
+        self._is_noisy = False
+
+    def sync_weights(self) -> None:
+        """Install the trainer's adapter (and trained norms) in the engine, in memory."""
+        self._wake()
+        current = self._snapshot()
+        self.policy.swap(current.tensors, current.config, norms=current.norms)
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        images: Any,
+        num_generations: int,
+        profiler: AbstractContextManager[Any] | None = None,
+    ) -> Completions:
+        """One completion for each of ``prompts``; log probabilities after temperature and every other processing."""
+        if images is not None:
+            raise ValueError("this policy reads text only; remove the image columns from the data set")
+        first = self._accelerator.process_index * len(prompts)
+        key = (self._training.seed, self._phase, self._rollout, self._call)
+        seeds = [
+            completion_seed(*key, place // num_generations, place % num_generations)
+            for place in range(first, first + len(prompts))
+        ]
+        self._call += 1
+        requests, own = self._over_tensor_parallel(list(zip(prompts, seeds, strict=True)))
+        self._wake()
+        began = time.perf_counter()
+        with profiler or contextlib.nullcontext():
+            outputs = self.llm.generate(
+                [{"prompt_token_ids": ids} for ids, _ in requests],
+                [SamplingParams(**self._sampling, seed=seed) for _, seed in requests],
+                lora_request=self.policy.request,
+                use_tqdm=False,
+            )[own]
+        self.seconds += time.perf_counter() - began
+        self._sleep()
+        completions = [output.outputs[0] for output in outputs]
+        self.tokens += sum(len(completion.token_ids) for completion in completions)
+        ids = [list(completion.token_ids) for completion in completions]
+        return [list(output.prompt_token_ids) for output in outputs], ids, [_logprobs(c) for c in completions], None
+
+    def frozen_weights(self) -> FrozenWeights:
+        """Views of the frozen weights; raises NotShareableError where there can be none.
+
+        An engine that may sleep gives the memory of its KV cache to the trainer from here on, and keeps its weights.
+        """
+        self._wake()
+        weights = frozen_weights(self.llm)
+        self._is_lent = True
+        self._sleep()
+        return weights
+
+    def check_weights(self) -> None:
+        """Raises KVCacheError if the trainer has changed a weight that it was lent; before anything is saved."""
+        if self._is_lent and self._is_asleep:
+            self.policy.check_unchanged()
+
+    def close(self) -> None:
+        """Shut the engine down, once; nothing can be generated afterwards."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._is_lent:
+            with contextlib.suppress(KVCacheError):  # vLLM frees the cache, and reports an error if it has no memory
+                self._wake()
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        self.llm.llm_engine.engine_core.shutdown()
+        if self._processes == 1:
+            cleanup_dist_env_and_memory()
+
+    def _options(self, base: str, rank: int, dtype: torch.dtype) -> dict[str, Any]:
+        training, is_cpu = self._training, not torch.cuda.is_available()
+        options: dict[str, Any] = {
+            "model": base,
+            "dtype": str(dtype).removeprefix("torch."),
+            **engine_options(training.quantization, rank),
+            "tensor_parallel_size": self._tensor_parallel,
+            "gpu_memory_utilization": training.vllm_gpu_memory_utilization,
+            "max_model_len": training.vllm_max_model_length,
+            "max_num_seqs": engine_sequences(training),
+            "enable_sleep_mode": training.vllm_enable_sleep_mode,
+            # the same on all ranks of one engine, so that they sample alike
+            "seed": self._accelerator.process_index // self._tensor_parallel,
+            # the distribution that was sampled from, which importance correction divides by
+            "logprobs_mode": "processed_logprobs",
+            "disable_log_stats": True,
+        }
+        if is_cpu:
+            options |= ENGINE_ON_CPU
+        else:
+            options["max_num_batched_tokens"] = ENGINE_TOKENS  # vLLM's profiler reserves memory for a whole batch
+            if training.vllm_enable_sleep_mode and not compat.counts_released_memory():
+                options["kv_cache_memory_bytes"] = self._planned_cache(base, rank, dtype)
+        if self._processes > 1:
+            options["distributed_executor_backend"] = "external_launcher"
+        return options
+
+    def _planned_cache(self, base: str, rank: int, dtype: torch.dtype) -> int | None:
+        """The KV cache's share as the memory plan has it; None where nothing is left, which vLLM will say."""
+        gpu = this_gpu()
+        assert gpu is not None
+        size = measure(read_config(base))
+        left = left_for_cache(size, self._training, gpu, rank=rank, itemsize=dtype.itemsize)
+        return left if left > 0 else None
+
+    def _sampling_options(self) -> dict[str, Any]:
+        training = self._training
+        options: dict[str, Any] = {
+            "n": 1,
+            "temperature": training.temperature,
+            "top_p": training.top_p,
+            "top_k": training.top_k,
+            "min_p": training.min_p or 0.0,
+            "repetition_penalty": training.repetition_penalty,
+            "max_tokens": training.max_completion_length,
+            "logprobs": 0,
+            "flat_logprobs": True,  # one list, and not an object for each token
+            **(training.generation_kwargs or {}),
+        }
+        # vLLM would decode every token twice, which only stop strings need: the trainer does its own decoding
+        options.setdefault("detokenize", bool(options.get("stop")))
+        if training.vllm_structured_outputs_regex is not None:
+            options["structured_outputs"] = StructuredOutputsParams(regex=training.vllm_structured_outputs_regex)
+        elif isinstance(options.get("structured_outputs"), dict):
+            options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
+        return options
+
+    def _new_groups(self) -> Any:
+        """The trainer processes that share one engine; None where each has its own."""
+        if self._tensor_parallel == 1:
+            return None
+        size = self._tensor_parallel
+        ranks = [list(range(first, first + size)) for first in range(0, self._processes, size)]
+        group, _ = torch.distributed.new_subgroups_by_enumeration(ranks)
+        return group
+
+    def _over_tensor_parallel(self, requests: list[Any]) -> tuple[list[Any], slice]:
+        """All requests of the ranks that share this engine, and which of them are this rank's."""
+        if self._tensor_parallel_group is None:
+            return requests, slice(None)
+        gathered: list[Any] = [None] * self._tensor_parallel
+        torch.distributed.all_gather_object(gathered, requests, group=self._tensor_parallel_group)
+        # adapters make gradient all-reduces tiny: without this barrier their clean-up can race with vLLM's collectives
+        torch.distributed.barrier(device_ids=[self._accelerator.local_process_index])
+        place = torch.distributed.get_rank(group=self._tensor_parallel_group) * len(requests)
+        return [request for part in gathered for request in part], slice(place, place + len(requests))
+
+    def _sleep(self) -> None:
+        """Make room for the trainer until the next rollout.
+
+        An engine that has lent its weights keeps them, and gives the KV cache alone. Level 1 keeps weights in CPU
+        memory; level 2 would discard them, and only the checkpoint has them.
+        """
+        if not self._training.vllm_enable_sleep_mode:
+            return
+        if self._is_lent:
+            self.policy.release_kv_cache()
+        else:
+            self.llm.sleep(level=1)
+        self._is_asleep = True
+
+    def _wake(self) -> None:
+        if not self._is_asleep:
+            return
+        torch.cuda.empty_cache()
+        if self._is_lent:
+            self.policy.resume_kv_cache()
+        else:
+            self.llm.wake_up()
+        self._is_asleep = False
+
+
+def _logprobs(completion: Any) -> list[list[float | None]]:
+    """The sampled tokens' log probabilities; None where vLLM has none to give (TRL leaves such tokens out)."""
+    values = completion.logprobs.logprobs  # flat, and one for each token, as no others were asked for
+    if len(values) != len(completion.token_ids):
+        raise RuntimeError(f"vLLM gave {len(values)} log probabilities for {len(completion.token_ids)} tokens")
+    return [[None if math.isnan(value) else value] for value in values]

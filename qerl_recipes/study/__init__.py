@@ -1,0 +1,1 @@
+"""Arms x seeds of one recipe, resumable, with paired statistics."""

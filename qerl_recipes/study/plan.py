@@ -1,0 +1,171 @@
+"""What a study consists of: read from its YAML file, checked whole before the first run.
+
+    recipe: recipes/SmolLM2-135M-Instruct/grpo/nvfp4_lora.yaml
+    arms:
+      bf16_lora: {quantization: bf16}
+      nvfp4_lora: {quantization: qerl_nvfp4}
+    seeds: [0, 1, 2, 3, 4]
+    sweep: {key: learning_rate, values: [3.0e-5, 1.0e-4, 3.0e-4], seeds: [100, 101], common: 1.0e-4}
+    evaluations:
+      greedy: {tasks: "jsonl:held_out.jsonl", max_new_tokens: 256}
+    primary: greedy
+    comparisons: [[nvfp4_lora, bf16_lora]]
+    target_reward: 0.5
+
+An arm is the recipe with keys of its own; nothing else differs between arms. With ``sweep`` every arm is first trained
+at each value with the sweep's seeds. Then each arm runs with all seeds at its own best value (by the mean of the
+primary accuracy) and, where ``common`` is given, at that one too.
+"""
+
+import itertools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
+# what a study sets itself, in every run
+OWN_KEYS = ("seed", "output_dir", "resume_from_checkpoint", "save_strategy")
+Seeds = Annotated[list[int], Field(min_length=1)]
+
+
+class StudyError(ValueError):
+    """A study file that cannot be run; the message names the key and the way out."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Sweep(_Strict):
+    """One key of the recipe, tried at each of ``values`` in every arm with ``seeds`` of its own."""
+
+    key: str
+    values: Annotated[list[float], Field(min_length=2)]
+    seeds: Seeds
+    common: float | None = None
+
+
+class Study(_Strict):
+    """A study file; see the module. ``recipe`` is relative to the folder the command is typed in."""
+
+    recipe: Path
+    arms: dict[str, dict[str, Any]]
+    seeds: Seeds
+    evaluations: dict[str, dict[str, Any]]
+    primary: str
+    sweep: Sweep | None = None
+    comparisons: list[tuple[str, str]] = []
+    target_reward: float | None = None
+    about: str = ""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "Study":
+        for name in (*self.arms, *self.evaluations):
+            if not NAME.fullmatch(name):
+                raise ValueError(f"{name!r} becomes a folder's name: use letters, digits, '_', '.', '+' and '-'")
+        if len(self.arms) < 2:
+            raise ValueError("arms: a study compares at least two")
+        for arm, keys in self.arms.items():
+            if taken := sorted(set(keys) & {*OWN_KEYS, *([self.sweep.key] if self.sweep else [])}):
+                raise ValueError(f"arms.{arm}: {', '.join(taken)} is set by the study itself; remove it")
+        for name in itertools.chain(*self.comparisons):
+            if name not in self.arms:
+                raise ValueError(f"comparisons: {name!r} is not one of the arms {', '.join(self.arms)}")
+        if self.primary not in self.evaluations:
+            raise ValueError(f"primary: {self.primary!r} is not one of the evaluations {', '.join(self.evaluations)}")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError("seeds: each may stand there once")
+        if self.sweep:
+            if set(self.sweep.seeds) & set(self.seeds):
+                raise ValueError("sweep.seeds: the best value must not be chosen on the seeds that are compared")
+            if self.sweep.common is not None and self.sweep.common not in self.sweep.values:
+                raise ValueError(f"sweep.common: {self.sweep.common} is not one of the values of the sweep")
+        return self
+
+
+class Run(_Strict):
+    """One training with its evaluations: ``keys`` over the recipe's. ``kind`` says what it is for."""
+
+    arm: str
+    seed: int
+    value: float | None
+    kind: Literal["sweep", "best", "common"]
+    keys: dict[str, Any]
+
+    @property
+    def label(self) -> str:
+        """The arm's name in results: with the value of the sweep's key, where there is a sweep."""
+        return self.arm if self.value is None else f"{self.arm}@{self.value:g}"
+
+    @property
+    def folder(self) -> str:
+        """Where it lies, below the study's own folder. A run that serves two purposes is one run."""
+        return f"{self.label}/seed-{self.seed}"
+
+
+def read(path: Path) -> Study:
+    """The study in a YAML file. Raises StudyError for a key that is unknown, missing or does not fit the others."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise StudyError(f"there is no study file {path}") from error
+    except yaml.YAMLError as error:
+        raise StudyError(f"{path} is no YAML: {error}") from error
+    try:
+        study = Study.model_validate(content)
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors()]
+        raise StudyError(f"{path}: " + "; ".join(lines)) from error
+    if not study.recipe.is_file():
+        raise StudyError(f"{path}: recipe {study.recipe} does not exist; name it from the folder you are in")
+    return study
+
+
+def first_runs(study: Study) -> list[Run]:
+    """The runs that need no result of others: the sweep's, or all of them where there is none."""
+    if study.sweep is None:
+        return [
+            Run(arm=arm, seed=seed, value=None, kind="best", keys=keys)
+            for seed in study.seeds
+            for arm, keys in study.arms.items()
+        ]
+    return [
+        _swept(study, arm, seed, value, "sweep")
+        for seed in study.sweep.seeds
+        for value in study.sweep.values
+        for arm in study.arms
+    ]
+
+
+def later_runs(study: Study, best: Mapping[str, float]) -> list[Run]:
+    """The compared runs, once ``best``, arm -> value of the sweep's key, is known; none where there is no sweep."""
+    if study.sweep is None:
+        return []
+    wanted = [_swept(study, arm, seed, best[arm], "best") for seed in study.seeds for arm in study.arms]
+    if (common := study.sweep.common) is not None:
+        wanted += [_swept(study, a, s, common, "common") for s in study.seeds for a in study.arms if best[a] != common]
+    return wanted
+
+
+def best_values(study: Study, accuracies: Mapping[tuple[str, int, float], float]) -> dict[str, float]:
+    """Arm -> the value with the highest mean of the primary accuracy over the sweep's seeds; the smaller one of equals.
+
+    ``accuracies``: (arm, seed, value) -> accuracy of the finished runs of the sweep. Arms that lack one are left out.
+    """
+    assert study.sweep is not None
+    seeds = study.sweep.seeds
+
+    def mean(arm: str, value: float) -> float:
+        return sum(accuracies[arm, seed, value] for seed in seeds) / len(seeds)
+
+    whole = [arm for arm in study.arms if all((arm, s, v) in accuracies for s in seeds for v in study.sweep.values)]
+    return {arm: max(sorted(study.sweep.values), key=lambda value: mean(arm, value)) for arm in whole}
+
+
+def _swept(study: Study, arm: str, seed: int, value: float, kind: Literal["sweep", "best", "common"]) -> Run:
+    assert study.sweep is not None
+    return Run(arm=arm, seed=seed, value=value, kind=kind, keys={**study.arms[arm], study.sweep.key: value})

@@ -1,0 +1,205 @@
+"""The results of a study as one tidy table, and the page that follows from the table alone.
+
+``results.csv.gz``: columns arm, seed, step, metric, value. ``arm`` is ``NAME`` or ``NAME@VALUE`` of the sweep's key.
+Metrics of a step are those of ``metrics.jsonl``. Of a finished run, at its last step: ``accuracy`` (the primary
+evaluation), ``accuracy/NAME`` (the others), ``base_accuracy``, and what ``summaries`` derives from the steps.
+"""
+
+import csv
+import gzip
+import io
+import json
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from qerl_recipes.study.plan import Study, StudyError, best_values, read
+from qerl_recipes.study.run import accuracy, all_runs, is_finished, run
+from qerl_recipes.study.statistics import Comparison, holm, paired
+
+TABLE, COLUMNS = "results.csv.gz", ("arm", "seed", "step", "metric", "value")
+Row = tuple[str, int, int, str, float]
+ENDS = 5  # steps averaged at the start and at the end of a run
+
+
+def collect(study: Study, folder: Path) -> list[Row]:
+    """The rows of all runs that have finished."""
+    rows: list[Row] = []
+    for one in all_runs(study, folder):
+        if not is_finished(study, one, folder):
+            continue
+        lines = (folder / one.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        steps = [json.loads(line) for line in lines]
+        for record in steps:
+            for name, value in record.items():
+                if name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
+                    rows.append((one.label, one.seed, record["step"], name, float(value)))
+        last = max(record["step"] for record in steps)
+        found = {"accuracy": accuracy(study, one, folder), "base_accuracy": accuracy(study, one, folder, "base")}
+        for name in study.evaluations:
+            if name != study.primary:
+                found[f"accuracy/{name}"] = accuracy(study, one, folder, name=name)
+        trained = [record for record in steps if "eval/reward" not in record]  # the others are of eval_strategy
+        found |= summaries(trained, study.target_reward)
+        rows += [(one.label, one.seed, last, name, value) for name, value in found.items()]
+    return rows
+
+
+def summaries(steps: Sequence[Mapping[str, float]], target: float | None) -> dict[str, float]:
+    """What the steps of a run come to.
+
+    ``reward_area``: the mean reward over its steps. ``entropy_start``: mean of its first steps. ``steps_to_target`` and
+    ``seconds_to_target``: until the mean reward of the last five steps reaches ``target``; absent where it never does.
+    """
+    scored = [step for step in steps if step.get("reward") is not None]  # a rollout for several steps is scored once
+    rewards = [step["reward"] for step in scored]
+    found = {"reward_area": sum(rewards) / len(rewards)} if rewards else {}
+    entropies = [step["entropy"] for step in steps[:ENDS] if step.get("entropy") is not None]
+    if entropies:
+        found["entropy_start"] = sum(entropies) / len(entropies)
+    if target is not None:
+        for i, step in enumerate(scored):
+            window = rewards[max(0, i + 1 - ENDS) : i + 1]
+            if len(window) == ENDS and sum(window) / ENDS >= target:
+                seconds = sum(
+                    earlier.get("step_seconds") or 0.0 for earlier in steps if earlier["step"] <= step["step"]
+                )
+                found |= {"steps_to_target": float(step["step"]), "seconds_to_target": seconds}
+                break
+    return found
+
+
+def write_table(rows: Iterable[Row], path: Path) -> None:
+    """Write the rows, the same bytes for the same rows."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for arm, seed, step, metric, value in sorted(rows):
+        writer.writerow((arm, seed, step, metric, f"{value:.6g}"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(text.getvalue().encode(), mtime=0))
+
+
+def read_table(path: Path) -> list[Row]:
+    """The rows of a table. Raises StudyError for a file that is none."""
+    try:
+        lines = list(csv.reader(io.StringIO(gzip.decompress(path.read_bytes()).decode())))
+        if tuple(lines[0]) != COLUMNS:
+            raise ValueError(f"its columns are {', '.join(lines[0])}")
+        return [(arm, int(seed), int(step), metric, float(value)) for arm, seed, step, metric, value in lines[1:]]
+    except (OSError, ValueError, IndexError, EOFError) as error:
+        raise StudyError(f"{path} is no table of a study ({error}); qerl study writes one") from error
+
+
+def final(rows: Iterable[Row], metric: str) -> dict[str, dict[int, float]]:
+    """arm -> seed -> the value of ``metric`` at the run's last step that has it."""
+    found: dict[str, dict[int, tuple[int, float]]] = defaultdict(dict)
+    for arm, seed, step, name, value in rows:
+        if name == metric and step >= found[arm].get(seed, (-1, 0.0))[0]:
+            found[arm][seed] = (step, value)
+    return {arm: {seed: value for seed, (_, value) in seeds.items()} for arm, seeds in found.items()}
+
+
+def labels(study: Study, rows: Sequence[Row]) -> dict[str, dict[str, str]]:
+    """ "best" and "common" -> arm -> its label in the table; without a sweep "best" alone, the arm itself."""
+    if study.sweep is None:
+        return {"best": {arm: arm for arm in study.arms}}
+    by_label = final(rows, "accuracy")
+    accuracies = {
+        (arm, seed, value): accuracy
+        for arm in study.arms
+        for value in study.sweep.values
+        for seed, accuracy in by_label.get(f"{arm}@{value:g}", {}).items()
+    }
+    best = {arm: f"{arm}@{value:g}" for arm, value in best_values(study, accuracies).items()}
+    found = {"best": best}
+    if study.sweep.common is not None:
+        found["common"] = {arm: f"{arm}@{study.sweep.common:g}" for arm in study.arms}
+    return found
+
+
+def comparisons(study: Study, rows: Sequence[Row], metric: str = "accuracy") -> dict[str, list[Comparison]]:
+    """ "best" and "common" -> the study's comparisons by ``metric`` over its seeds, corrected by Holm within each."""
+    values = final(rows, metric)
+    found = {}
+    for kind, names in labels(study, rows).items():
+        made = []
+        for a, b in study.comparisons:
+            of_a, of_b = (
+                {s: v for s, v in values.get(names.get(arm, ""), {}).items() if s in study.seeds} for arm in (a, b)
+            )
+            if len(set(of_a) & set(of_b)) >= 2:
+                made.append(paired(a, b, of_a, of_b))
+        found[kind] = holm(made)
+    return found
+
+
+def page(study: Study, rows: Sequence[Row], title: str, command: str) -> str:
+    """The study as Markdown: one table of arms and one of comparisons. ``command`` is what makes it from the table."""
+    lines = [f"# {title}", "", *([study.about.strip(), ""] if study.about else [])]
+    lines += [f"Made by `{command}`.", ""]
+    metrics = ["accuracy", *(f"accuracy/{n}" for n in study.evaluations if n != study.primary)]
+    metrics += ["base_accuracy", "reward_area", "entropy_start", "steps_to_target", "seconds_to_target"]
+    values = {metric: final(rows, metric) for metric in metrics}
+    shown = [metric for metric in metrics if values[metric]]
+    for kind, names in labels(study, rows).items():
+        if kind == "best" and study.sweep is not None:
+            lines += [f"## Each arm at its best {study.sweep.key}", ""]
+        elif study.sweep is not None:
+            lines += [f"## All arms at {study.sweep.key} {study.sweep.common:g}", ""]
+        lines += [f"| arm | seeds | {' | '.join(shown)} |", "|---" * (len(shown) + 2) + "|"]
+        for arm in study.arms:
+            label = names.get(arm)
+            of = {m: [v for s, v in values[m].get(label or "", {}).items() if s in study.seeds] for m in shown}
+            cells = [_mean(of[metric]) for metric in shown]
+            lines.append(f"| {label or arm} | {len(of['accuracy']) if 'accuracy' in of else 0} | {' | '.join(cells)} |")
+        lines += ["", "Mean over seeds, and its standard deviation.", ""]
+        compared = comparisons(study, rows).get(kind, [])
+        if compared:
+            lines += ["| a | b | seeds | a - b | 95 % interval | effect (d_z) | p, Holm | a is |", "|---" * 8 + "|"]
+            lines += [
+                f"| {c.a} | {c.b} | {c.seeds} | {c.difference:+.1%} | {c.low:+.1%} to {c.high:+.1%} | {c.effect:+.2f} "
+                f"| {c.p_holm:.3f} | {c.verdict()} |"
+                for c in compared
+            ]
+            lines.append("")
+    return "\n".join(lines)
+
+
+def _mean(values: Sequence[float]) -> str:
+    if not values:
+        return ""
+    mean = sum(values) / len(values)
+    if len(values) < 2:
+        return f"{mean:.4g}"
+    return f"{mean:.4g} ± {math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1)):.2g}"
+
+
+def conduct(
+    file: Path, folder: Path | None = None, *, jobs: int = 1, minutes: float | None = None, table: Path | None = None
+) -> Path:
+    """What `qerl study` does: run what is missing, then write table, picture and page into ``folder`` -> the page.
+
+    With ``table`` nothing runs: the page is made anew from that table, beside it. ``folder`` is by default
+    runs/studies/NAME, NAME being that of the file. Raises StudyError for a study or table that cannot be read.
+    """
+    from qerl_recipes.study.curves import draw
+
+    study = read(file)
+    if table is not None:
+        folder, rows = table.parent, read_table(table)
+    else:
+        folder = folder or Path("runs/studies") / file.stem
+        if not run(study, folder, jobs=jobs, minutes=minutes):
+            print("stopped before the end; the same command goes on", file=sys.stderr)
+        rows = collect(study, folder)
+        write_table(rows, folder / TABLE)
+    title = f"Study: {file.stem.replace('_', ' ')}"
+    lines = [page(study, rows, title, f"qerl study {file} --table {folder / TABLE}")]
+    for kind, arms in labels(study, rows).items():
+        draw(rows, arms, study.seeds, folder / f"curves_{kind}.png")
+        lines.append(f"![reward and entropy over steps, {kind}](curves_{kind}.png)\n")
+    (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
+    return folder / "README.md"

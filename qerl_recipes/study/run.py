@@ -1,0 +1,205 @@
+"""``qerl study``: trains and evaluates every run of a study, several at a time; may be stopped and started at will.
+
+A run's folder holds what `qerl train` writes, ``evaluation/NAME/`` of each evaluation and ``log.txt``. What is there is
+not done again: a finished run is left alone, an interrupted training goes on from its last saved state.
+"""
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from qerl_recipes.study.plan import Run, Study, StudyError, best_values, first_runs, later_runs
+
+RESULT, LOG, CLI = "evaluation.json", "log.txt", "qerl_recipes.cli"
+
+
+@dataclass
+class Machine:
+    """The processes of a study that run now, and whether it is to stop; threads share it."""
+
+    deadline: float | None
+    console: Console
+    processes: set[subprocess.Popen[bytes]] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    stopping: threading.Event = field(default_factory=threading.Event)
+
+    def stop(self) -> None:
+        """Ask every process to end: a training saves its state at the end of the rollout, an evaluation is redone."""
+        self.stopping.set()
+        with self.lock:
+            for process in self.processes:
+                process.send_signal(signal.SIGTERM)
+
+    def call(self, arguments: Sequence[str], log: Path) -> int | None:
+        """Run ``qerl ARGUMENTS`` with its output behind ``log`` -> its exit code, None where it was not started."""
+        with self.lock:
+            if self.stopping.is_set():
+                return None
+            stream = log.open("ab")
+            stream.write(f"$ qerl {' '.join(arguments)}\n".encode())
+            stream.flush()
+            process = subprocess.Popen([sys.executable, "-m", CLI, *arguments], stdout=stream, stderr=subprocess.STDOUT)
+            self.processes.add(process)
+        try:
+            return process.wait()
+        finally:
+            with self.lock:
+                self.processes.discard(process)
+            stream.close()
+
+
+def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = None) -> bool:
+    """Run what is missing of ``study`` below ``folder`` -> whether all of it is there now.
+
+    ``jobs`` trainings or evaluations at a time; the recipe's vllm_gpu_memory_utilization must leave room for them.
+    After ``minutes`` everything is told to end; the next call goes on. SIGTERM and Ctrl-C do the same.
+
+    Raises StudyError where ``folder`` belongs to another study, and, at the end, where a run has failed, naming each.
+    """
+    if jobs < 1:
+        raise StudyError(f"--jobs is {jobs}; it must be at least 1")
+    _claim(study, folder)
+    machine = Machine(None if minutes is None else time.monotonic() + 60 * minutes, Console(stderr=True))
+    with _ends_in_order(machine):
+        failed = _all(study, folder, first_runs(study), jobs, machine)
+        if study.sweep is not None and not failed and not machine.stopping.is_set():
+            best = best_values(study, sweep_accuracies(study, folder))
+            machine.console.print("best " + study.sweep.key + ": " + ", ".join(f"{a} {v:g}" for a, v in best.items()))
+            failed = _all(study, folder, later_runs(study, best), jobs, machine)
+    if failed:
+        raise StudyError("; ".join(failed))
+    return not machine.stopping.is_set()
+
+
+def all_runs(study: Study, folder: Path) -> list[Run]:
+    """The runs of a study as far as its results say which they are; one that serves two purposes stands there once."""
+    runs = first_runs(study)
+    if study.sweep is not None and all(is_finished(study, run, folder) for run in runs):
+        runs += later_runs(study, best_values(study, sweep_accuracies(study, folder)))
+    return list({run.folder: run for run in runs}.values())
+
+
+def is_finished(study: Study, run: Run, folder: Path) -> bool:
+    """Whether a run is trained and all its evaluations are there."""
+    return all((folder / run.folder / "evaluation" / name / RESULT).is_file() for name in study.evaluations)
+
+
+def accuracy(study: Study, run: Run, folder: Path, arm: str = "adapter", name: str | None = None) -> float:
+    """Mean accuracy over the tasks of an evaluation of a finished run; ``name`` None is the primary one."""
+    path = folder / run.folder / "evaluation" / (name or study.primary) / RESULT
+    tasks = json.loads(path.read_text(encoding="utf-8"))["tasks"]
+    return sum(task[arm]["accuracy"] for task in tasks.values()) / len(tasks)
+
+
+def sweep_accuracies(study: Study, folder: Path) -> dict[tuple[str, int, float], float]:
+    """(arm, seed, value) -> the primary accuracy of the sweep's runs, all of which must have finished."""
+    found = {}
+    for run in first_runs(study):
+        assert run.value is not None
+        found[run.arm, run.seed, run.value] = accuracy(study, run, folder)
+    return found
+
+
+def _claim(study: Study, folder: Path) -> None:
+    """Write the study into its folder, or see that it is the one that stands there."""
+    mark, content = folder / "study.json", json.loads(study.model_dump_json())
+    if mark.is_file():
+        before = json.loads(mark.read_text(encoding="utf-8"))
+        if changed := sorted(key for key in {*before, *content} if before.get(key) != content.get(key)):
+            raise StudyError(
+                f"{folder} holds another study: {', '.join(changed)} differ; name another folder with --output"
+            )
+        return
+    if folder.is_dir() and any(folder.iterdir()):
+        raise StudyError(f"{folder} is not empty and holds no study; name another folder with --output")
+    folder.mkdir(parents=True, exist_ok=True)
+    mark.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _ends_in_order(machine: Machine) -> Iterator[None]:
+    """SIGTERM, Ctrl-C and the deadline tell the runs to end, and this process waits for them."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, lambda *_: machine.stop()) for number in numbers]
+    timer = None
+    if machine.deadline is not None:
+        timer = threading.Timer(max(0.0, machine.deadline - time.monotonic()), machine.stop)
+        timer.daemon = True
+        timer.start()
+    try:
+        yield
+    finally:
+        if timer is not None:
+            timer.cancel()
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _all(study: Study, folder: Path, runs: Sequence[Run], jobs: int, machine: Machine) -> list[str]:
+    """Finish ``runs`` -> what is to be said of those that failed."""
+    missing = list({run.folder: run for run in runs if not is_finished(study, run, folder)}.values())
+    machine.console.print(f"{len(runs) - len(missing)} of {len(runs)} runs are there")
+    with ThreadPoolExecutor(jobs) as pool:
+        return [found for found in pool.map(lambda run: _one(study, run, folder, machine), missing) if found]
+
+
+def _one(study: Study, run: Run, root: Path, machine: Machine) -> str | None:
+    if machine.stopping.is_set():
+        return None
+    folder = root / run.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    recipe = {**yaml.safe_load(study.recipe.read_text(encoding="utf-8")), **run.keys}
+    if not (folder / "adapter").is_dir():
+        keys = {**run.keys, "seed": run.seed, "output_dir": str(folder)}
+        if any(folder.glob("checkpoint-*")):
+            keys["resume_from_checkpoint"] = True
+        code = machine.call(["train", "--config", str(study.recipe), *_flags(keys)], folder / LOG)
+        if code != 0:
+            return _ended(run, folder, code, machine)
+    for name, options in study.evaluations.items():
+        if (folder / "evaluation" / name / RESULT).is_file():
+            continue
+        arguments = ["evaluate", recipe["model_name_or_path"], "--adapter", str(folder / "adapter")]
+        arguments += ["--quantization", recipe.get("quantization", "qerl_nvfp4")]
+        arguments += ["--output_dir", str(folder / "evaluation" / name), *_flags(options)]
+        code = machine.call(arguments, folder / LOG)
+        if code != 0:
+            return _ended(run, folder, code, machine)
+    machine.console.print(f"{run.folder}: done, {time.monotonic() - began:.0f} s, {accuracy(study, run, root):.1%}")
+    return None
+
+
+def _ended(run: Run, folder: Path, code: int | None, machine: Machine) -> str | None:
+    if machine.stopping.is_set():
+        return None  # told to end; the next call goes on
+    last = (folder / LOG).read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+    machine.console.print(f"{run.folder}: failed")
+    return f"{run.folder} ended with {code}: {' '.join(last)} (all of it in {folder / LOG})"
+
+
+def _flags(keys: dict[str, Any]) -> list[str]:
+    """Keys of a recipe as flags of the command line."""
+    flags: list[str] = []
+    for name, value in keys.items():
+        if isinstance(value, bool):
+            flags += [f"--{name}", str(value).lower()]
+        elif isinstance(value, list):
+            flags += [f"--{name}", *map(str, value)]
+        elif isinstance(value, dict):
+            flags += [f"--{name}", json.dumps(value)]
+        elif value is not None:
+            flags += [f"--{name}", str(value)]
+    return flags

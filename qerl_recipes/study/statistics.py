@@ -1,0 +1,69 @@
+"""Paired comparisons over few seeds: bootstrap intervals, a t test, Holm's correction."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy import stats
+
+RESAMPLES = 10_000
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """``a`` against ``b``, paired by seed. ``difference`` is the mean of a - b; ``low``, ``high`` its 95 % interval.
+
+    ``p`` is two-sided, from the paired t test; ``p_holm`` is corrected over the comparisons of the study.
+    ``effect`` is the difference in standard deviations of the paired differences (Cohen's d_z).
+    """
+
+    a: str
+    b: str
+    seeds: int
+    difference: float
+    low: float
+    high: float
+    effect: float
+    p: float
+    p_holm: float = float("nan")
+
+    def verdict(self) -> str:
+        """ "higher" or "lower" where the corrected test is below 5 %, else undecided."""
+        if self.p_holm < 0.05:
+            return "higher" if self.difference > 0 else "lower"
+        return "undecided at this size"
+
+
+def paired(a: str, b: str, of_a: Mapping[int, float], of_b: Mapping[int, float], seed: int = 0) -> Comparison:
+    """Compare two arms over the seeds that both have: seed -> value. Raises ValueError for fewer than two seeds.
+
+    The interval is a bootstrap over seeds of the mean difference, by percentiles; over 5 seeds it is somewhat too
+    narrow (about 85 to 90 % of such intervals hold the mean), so the verdict follows from the t test.
+    Source: B. Efron and R. J. Tibshirani, An Introduction to the Bootstrap (1993), chapters 12 and 13.
+    """
+    common = sorted(set(of_a) & set(of_b))
+    if len(common) < 2:
+        raise ValueError(f"{a} and {b} have {len(common)} seeds in common; a comparison needs at least 2")
+    differences = np.array([of_a[s] - of_b[s] for s in common])
+    spread = float(differences.std(ddof=1))
+    mean = float(differences.mean())
+    if spread == 0:
+        low = high = mean
+    else:
+        found = stats.bootstrap(
+            (differences,), np.mean, n_resamples=RESAMPLES, method="percentile", rng=np.random.default_rng(seed)
+        )
+        low, high = map(float, found.confidence_interval)
+    effect = mean / spread if spread else float("inf") if mean else 0.0
+    p = float(stats.ttest_1samp(differences, 0.0).pvalue) if spread else 0.0 if mean else 1.0
+    return Comparison(a, b, len(common), mean, low, high, effect, p)
+
+
+def holm(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """The same with ``p_holm``. Source: S. Holm, A simple sequentially rejective multiple test procedure (1979)."""
+    order = sorted(range(len(comparisons)), key=lambda i: comparisons[i].p)
+    corrected, running = [0.0] * len(order), 0.0
+    for rank, i in enumerate(order):
+        running = max(running, min(1.0, comparisons[i].p * (len(order) - rank)))
+        corrected[i] = running
+    return [replace(comparison, p_holm=p) for comparison, p in zip(comparisons, corrected, strict=True)]

@@ -1,0 +1,323 @@
+"""The training problems of a recipe: found, renamed, cut, and put into the form that the trainer wants.
+
+They come from local files, the Hugging Face hub, a mixture of both, and the data sets that recipes know by name.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, DatasetDict, ReadInstruction, concatenate_datasets, load_dataset, load_from_disk
+from transformers import PreTrainedTokenizerBase
+
+from qerl_recipes.hooks import DatasetLoader, collect
+from qerl_recipes.recipe.configs import ScriptArguments
+from qerl_recipes.recipe.file import ConfigError
+from qerl_recipes.tasks import reasoning_gym_task, running_sum
+
+logger = logging.getLogger(__name__)
+
+READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+RUNNING_SUM_SIZE = 4096
+
+
+def read(script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
+    """(train, held-out or None) with the column ``prompt``, before any tokenizer is needed.
+
+    Raises ConfigError (a ValueError) for a data set, split or column that is not there, and for an empty data set.
+    """
+    if script.dataset_mixture is not None:
+        if script.dataset_name is not None:
+            raise ConfigError("dataset_name and dataset_mixture are both given; keep one of them")
+        source, (train, held_out) = "dataset_mixture", mixture(script)
+    elif script.dataset_name is None:
+        raise ConfigError("dataset_name is missing; offline, reasoning_gym and running_sum need no download")
+    else:
+        source = script.dataset_name
+        train, held_out = collect("qerl_datasets").get(source, from_name)(script)
+    column = script.dataset_prompt_column or "prompt"
+    train = rename(train, {column: "prompt"}, source, "set dataset_prompt_column")
+    held_out = None if held_out is None else rename(held_out, {column: "prompt"}, source)
+    if script.dataset_size is not None and source not in GENERATED:
+        if script.dataset_size > len(train):
+            raise ConfigError(
+                f"dataset_size is {script.dataset_size}, but {source} has {len(train)} problems; lower it"
+            )
+        train = train.shuffle(seed=script.dataset_seed).select(range(script.dataset_size))
+    if len(train) == 0:
+        raise ConfigError(f"{source} has no problems to train on")
+    return train, held_out
+
+
+def load(
+    script: ScriptArguments, tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any] | None = None
+) -> tuple[Dataset, Dataset | None]:
+    """(train, held-out or None) for the trainer: ``prompt`` is a list of messages where the tokenizer has a template.
+
+    A text prompt becomes the user's message after ``system_prompt``; without a chat template it stays a text, to which
+    a ``system_prompt`` cannot be added (ConfigError). Prompts with more than ``max_prompt_length`` tokens are left out,
+    counted as the rollout will see them: with ``template_options``, the recipe's ``chat_template_kwargs``.
+    """
+    options = template_options or {}
+    train, held_out = read(script)
+    train = _fitting(_conversational(train, script, tokenizer), script, tokenizer, options)
+    if held_out is not None:
+        held_out = _fitting(_conversational(held_out, script, tokenizer), script, tokenizer, options)
+    return train, held_out
+
+
+def _conversational(data: Dataset, script: ScriptArguments, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    if tokenizer.chat_template is None:
+        if script.system_prompt is not None:
+            raise ConfigError("system_prompt needs a chat template, and the model has none; give it as chat_template")
+        return data
+    system = [] if script.system_prompt is None else [{"role": "system", "content": script.system_prompt}]
+
+    def messages(row: dict[str, Any]) -> dict[str, Any]:
+        prompt = row["prompt"]
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return {"prompt": [*system, *turns]}
+
+    dropped = [name for name in ("prompt", "messages") if name in data.column_names]
+    return data.map(messages, remove_columns=dropped, desc="prompts")
+
+
+def _tokens(prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> int:
+    if isinstance(prompt, str):
+        return len(tokenizer(prompt)["input_ids"])
+    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **options)
+    return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _fitting(
+    data: Dataset, script: ScriptArguments, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
+) -> Dataset:
+    limit = script.max_prompt_length
+    if limit is None:
+        return data
+    kept = [i for i, prompt in enumerate(data["prompt"]) if _tokens(prompt, tokenizer, options) <= limit]
+    if not kept:
+        raise ConfigError(f"no prompt has at most max_prompt_length = {limit} tokens; raise it")
+    if len(kept) < len(data):
+        logger.warning(
+            "%d of %d prompts have more than %d tokens and are left out", len(data) - len(kept), len(data), limit
+        )
+    return data.select(kept)
+
+
+def from_files(script: ScriptArguments, name: str, config: str | None) -> tuple[Dataset, Dataset | None]:
+    """The splits ``dataset_train_split`` and ``dataset_test_split`` of a local file, a local folder or a hub id.
+
+    A single file is the split ``train``; a split may be a slice, such as ``train[:90%]``. Raises ConfigError where
+    there is nothing to read, no such split, and for held-out problems that would be trained on.
+    """
+    splits = _read(name, config)
+    train = _rows(splits, "dataset_train_split", script.dataset_train_split)
+    if train is None:
+        raise ConfigError(
+            f"dataset_name {name} has no split {script.dataset_train_split!r} but {', '.join(sorted(splits))}; "
+            "set dataset_train_split"
+        )
+    held_out = _rows(splits, "dataset_test_split", script.dataset_test_split)
+    if held_out is None:
+        return _select(splits, train), None
+    if common := sum(len(set(rows) & set(held_out.get(split, ()))) for split, rows in train.items()):
+        if script.dataset_test_split == ScriptArguments.dataset_test_split:  # nobody has asked for it
+            return _select(splits, train), None
+        raise ConfigError(
+            f"dataset_test_split {script.dataset_test_split} and dataset_train_split {script.dataset_train_split} have "
+            f"{common} problems in common; name parts that do not overlap, such as train[:90%] and train[90%:]"
+        )
+    return _select(splits, train), _select(splits, held_out)
+
+
+def _rows(splits: DatasetDict, key: str, wanted: str) -> dict[str, range] | None:
+    """Split -> its rows that ``wanted`` (``train``, ``train[:80%]``) names; None if there is no such split."""
+    if wanted in splits:
+        return {wanted: range(len(splits[wanted]))}
+    if {part.partition("[")[0].strip() for part in wanted.split("+")} - set(splits):
+        return None
+    try:
+        absolute = ReadInstruction.from_spec(wanted).to_absolute({name: len(data) for name, data in splits.items()})
+    except (ValueError, AssertionError) as error:
+        raise ConfigError(f"{key} cannot be {wanted!r}: {error}; write it as train[:90%] or train[100:200]") from error
+    found = {part.splitname: range(part.from_ or 0, part.to) for part in absolute}
+    if len(found) < len(absolute):
+        raise ConfigError(f"{key} cannot be {wanted!r}: it takes two parts of one split; name one part")
+    return found
+
+
+def _select(splits: DatasetDict, rows: dict[str, range]) -> Dataset:
+    whole = all(len(part) == len(splits[name]) for name, part in rows.items())
+    parts = [splits[name] if whole else splits[name].select(part) for name, part in rows.items()]
+    return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
+
+
+def refuse_unread(script: ScriptArguments, source: str, *keys: str) -> None:
+    """Raises ConfigError if one of ``keys`` is set, because ``source`` does not read it."""
+    defaults = ScriptArguments()
+    if unread := [key for key in keys if getattr(script, key) != getattr(defaults, key)]:
+        raise ConfigError(f"{source} does not read {', '.join(unread)}; remove the key")
+
+
+def _read(name: str, config: str | None) -> DatasetDict:
+    path = Path(name).expanduser()
+    try:
+        if path.is_file():
+            if path.suffix not in READERS:
+                raise ConfigError(f"dataset_name {name}: cannot read {path.suffix} files, only {', '.join(READERS)}")
+            return load_dataset(READERS[path.suffix], data_files={"train": str(path)})
+        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+            saved = load_from_disk(str(path))
+            return saved if isinstance(saved, DatasetDict) else DatasetDict(train=saved)
+        if path.suffix in READERS and not path.exists():
+            raise ConfigError(f"dataset_name {name}: there is no such file")
+        return load_dataset(str(path) if path.is_dir() else name, name=config)
+    except ConfigError:
+        raise
+    except Exception as error:  # datasets raises a dozen kinds of error for a place where nothing can be read
+        raise ConfigError(
+            f"dataset_name {name} is neither a readable file or folder here nor one that the hub gives out "
+            f"({type(error).__name__}: {error}); offline, use reasoning_gym, running_sum or a local JSONL file"
+        ) from error
+
+
+def rename(data: Dataset, names: dict[str, str], source: str, way_out: str = "") -> Dataset:
+    """``data`` with columns renamed; one that has the new name already gives way. ConfigError for a missing column."""
+    missing = sorted(set(names) - set(data.column_names))
+    if missing:
+        has = f"{source} has no column {', '.join(missing)}; it has {', '.join(data.column_names)}"
+        raise ConfigError(f"{has}; {way_out}" if way_out else has)
+    moved = {old: new for old, new in names.items() if old != new}
+    shadowed = [new for new in moved.values() if new in data.column_names and new not in moved]
+    return data.remove_columns(shadowed).rename_columns(moved)
+
+
+def options(script: ScriptArguments, allowed: set[str]) -> dict[str, Any]:
+    """``dataset_kwargs`` without anything that the data set does not know; raises ConfigError for the rest."""
+    given = dict(script.dataset_kwargs or {})  # type: ignore[arg-type]
+    if unknown := sorted(set(given) - allowed):
+        raise ConfigError(
+            f"dataset_kwargs: {script.dataset_name} knows no {', '.join(unknown)}; it knows "
+            f"{', '.join(sorted(allowed)) or 'no options'}"
+        )
+    return given
+
+
+def from_name(script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
+    """Any local file or folder, or a hub id, with ``dataset_kwargs.columns`` {old: new} renamed."""
+    given = options(script, {"columns"})
+    train, held_out = from_files(script, str(script.dataset_name), script.dataset_config)
+    names = given.get("columns", {})
+    return rename(train, names, str(script.dataset_name)), (
+        None if held_out is None else rename(held_out, names, str(script.dataset_name))
+    )
+
+
+def mixture(script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
+    """Open-R1's ``dataset_mixture``: parts of several data sets, cut to the same columns, shuffled by its seed.
+
+    ``{datasets: [{id, config, split, columns, weight}], seed, test_split_size}``; ``weight`` is the share to take.
+    """
+    given = dict(script.dataset_mixture or {})  # type: ignore[arg-type]
+    names = ("dataset_kwargs", "dataset_config", "dataset_train_split", "dataset_test_split")
+    refuse_unread(script, "dataset_mixture (its parts have a config and a split each, and test_split_size)", *names)
+    seed, parts = given.get("seed", 0), given.get("datasets")
+    if unknown := sorted(set(given) - {"datasets", "seed", "test_split_size"}):
+        raise ConfigError(f"dataset_mixture: unknown {', '.join(unknown)}; it has datasets, seed and test_split_size")
+    if not isinstance(parts, list) or not parts:
+        raise ConfigError("dataset_mixture: datasets must list at least one data set with an id")
+    taken = []
+    for part in parts:
+        if not isinstance(part, dict) or "id" not in part or set(part) - {"id", "config", "split", "columns", "weight"}:
+            raise ConfigError(f"dataset_mixture: a part has id, config, split, columns and weight, not {part!r}")
+        splits = _read(part["id"], part.get("config"))
+        split = part.get("split", "train")
+        if split not in splits:
+            raise ConfigError(f"dataset_mixture: {part['id']} has no split {split!r} but {', '.join(sorted(splits))}")
+        data = splits[split]
+        if columns := part.get("columns"):
+            rename(data, {column: column for column in columns}, part["id"])  # each must be there
+            data = data.select_columns(columns)
+        weight = part.get("weight", 1.0)
+        if not 0 < weight <= 1:
+            raise ConfigError(f"dataset_mixture: weight is the share of {part['id']} to take, not {weight}")
+        taken.append(data.shuffle(seed=seed).select(range(int(len(data) * weight))) if weight < 1 else data)
+    if any(set(data.column_names) != set(taken[0].column_names) for data in taken):
+        raise ConfigError("dataset_mixture: the parts have different columns; cut them with columns: [...]")
+    together = concatenate_datasets(taken).shuffle(seed=seed)
+    if (size := given.get("test_split_size")) is None:
+        return together, None
+    halves = together.train_test_split(test_size=size, seed=seed)
+    return halves["train"], halves["test"]
+
+
+def _known(
+    hub_id: str, config: str | None, questions: tuple[str, ...], to_row: Callable[[dict[str, Any]], dict[str, str]]
+) -> DatasetLoader:
+    """A loader of a data set with a known schema: the hub's, or a file like it at ``dataset_kwargs.path``."""
+
+    def load(script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
+        place = options(script, {"path"}).get("path")
+        configuration = script.dataset_config or (None if place else config)
+        train, held_out = from_files(script, place or hub_id, configuration)
+        return convert(train, place or hub_id), None if held_out is None else convert(held_out, place or hub_id)
+
+    def convert(data: Dataset, source: str) -> Dataset:
+        question = next((name for name in questions if name in data.column_names), None)
+        if question is None or not {"answer", "solution", "reward_model"} & set(data.column_names):
+            raise ConfigError(
+                f"{source} has the columns {', '.join(data.column_names)}; this data set has {' or '.join(questions)} "
+                "and answer, solution or reward_model. For another schema give the file itself as dataset_name"
+            )
+        rows = data.map(to_row, remove_columns=[n for n in ("answer", "solution") if n in data.column_names])
+        return rename(rows, {question: "prompt"}, source)
+
+    return load
+
+
+def _final_number(row: dict[str, Any]) -> dict[str, str]:
+    """GSM8K: the answer after ####, without thousands separators."""
+    answer = str(row["answer"]).rpartition("####")[2].strip().replace(",", "")
+    return {"answer": answer, "solution": f"${answer}$"}
+
+
+def _closed_form(row: dict[str, Any]) -> dict[str, str]:
+    r"""A closed-form answer, from whichever column holds it; math-verify reads LaTeX between dollars."""
+    places = row.get("answer"), row.get("solution"), (row.get("reward_model") or {}).get("ground_truth")
+    answer = next((text for place in places if place is not None and (text := str(place).strip())), "")
+    marked = "$" in answer or "\\boxed" in answer or "\\(" in answer
+    return {"answer": answer, "solution": answer if marked else f"${answer}$"}
+
+
+def _running_sum(script: ScriptArguments) -> tuple[Dataset, Dataset]:
+    """The demo's sums: ``dataset_size`` (4096) problems from ``dataset_seed``, and the 512 held-out ones."""
+    options(script, set())
+    refuse_unread(script, "running_sum", "dataset_config", "dataset_train_split", "dataset_test_split")
+    held_out = running_sum.held_out()
+    columns = {"prompt": [p.prompt for p in held_out], "answer": [p.answer for p in held_out]}
+    size = script.dataset_size or RUNNING_SUM_SIZE
+    return running_sum.training_set(size, script.dataset_seed), Dataset.from_dict(columns)
+
+
+def _reasoning_gym(script: ScriptArguments) -> tuple[Dataset, Dataset]:
+    refuse_unread(script, "reasoning_gym", "dataset_train_split", "dataset_test_split")
+    return reasoning_gym_task.load(script)
+
+
+_GSM8K = _known("openai/gsm8k", "main", ("question",), _final_number)
+_BIG_MATH = _known("open-r1/Big-Math-RL-Verified-Processed", "level_3_4_5", ("prompt", "problem"), _closed_form)
+_DAPO_MATH = _known("open-r1/DAPO-Math-17k-Processed", "en", ("prompt",), _closed_form)
+
+LOADERS: dict[str, DatasetLoader] = {
+    "reasoning_gym": _reasoning_gym,
+    "running_sum": _running_sum,
+    "gsm8k": _GSM8K,
+    "openai/gsm8k": _GSM8K,
+    "bigmath": _BIG_MATH,
+    "open-r1/Big-Math-RL-Verified-Processed": _BIG_MATH,
+    "dapo_math_17k": _DAPO_MATH,
+    "open-r1/DAPO-Math-17k-Processed": _DAPO_MATH,
+}
+GENERATED = ("reasoning_gym", "running_sum")  # make dataset_size problems instead of being cut to it

@@ -1,0 +1,75 @@
+"""reasoning-gym: generated problems of a hundred tasks, each scored by the task's own verifier; needs no network."""
+
+import functools
+import json
+from typing import Any
+
+from datasets import Dataset
+
+from qerl_recipes.recipe.configs import ScriptArguments
+from qerl_recipes.recipe.file import ConfigError
+from qerl_recipes.tasks.answers import answer_in
+
+DEFAULT_TASK = "chain_sum"
+DEFAULT_SIZE = 1000
+HELD_OUT = 256
+HELD_OUT_SEED_DISTANCE = 1_000_003  # held-out problems come from a seed of their own
+
+
+@functools.lru_cache(maxsize=8)
+def _task(specification: str) -> Any:
+    """The generator that a specification (JSON) describes."""
+    import reasoning_gym
+
+    spec = json.loads(specification)
+    try:
+        return reasoning_gym.create_dataset(spec["task"], size=spec["size"], seed=spec["seed"], **spec["options"])
+    except (ValueError, TypeError, AssertionError) as error:
+        raise ConfigError(
+            f"reasoning_gym: task {spec['task']!r} with dataset_kwargs {spec['options']} cannot be generated: {error}; "
+            "dataset_config names the task, dataset_kwargs holds its own options"
+        ) from error
+
+
+@functools.lru_cache(maxsize=4096)
+def _entry(specification: str, index: int) -> dict[str, Any]:
+    return _task(specification)[index]
+
+
+def _generate(specification: str) -> Dataset:
+    entries = [_entry(specification, i) for i in range(len(_task(specification)))]
+    return Dataset.from_dict(
+        {
+            "prompt": [entry["question"] for entry in entries],
+            "answer": [str(entry["answer"]) for entry in entries],
+            "reasoning_gym": [json.dumps({"specification": specification, "index": i}) for i in range(len(entries))],
+        }
+    )
+
+
+def load(script: ScriptArguments) -> tuple[Dataset, Dataset]:
+    """``dataset_size`` problems of the task ``dataset_config`` from ``dataset_seed``, and 256 held-out ones.
+
+    ``dataset_kwargs`` are the task's own options. Columns: ``prompt``, ``answer`` and ``reasoning_gym``, from which the
+    reward of that name finds the problem again. A held-out prompt never appears in training.
+    """
+
+    def specification(size: int, seed: int) -> str:
+        task, options = script.dataset_config or DEFAULT_TASK, script.dataset_kwargs or {}
+        return json.dumps({"task": task, "size": size, "seed": seed, "options": options}, sort_keys=True)
+
+    train = _generate(specification(script.dataset_size or DEFAULT_SIZE, script.dataset_seed))
+    held_out = _generate(specification(HELD_OUT, script.dataset_seed + HELD_OUT_SEED_DISTANCE))
+    seen = set(held_out["prompt"])
+    return train.select([i for i, prompt in enumerate(train["prompt"]) if prompt not in seen]), held_out
+
+
+def scores(completions: list[str], reasoning_gym: list[str], **columns: Any) -> list[float]:
+    """The task's own score (0 to 1) of what stands in the last answer block or box; 0 without one."""
+    found = []
+    for text, reference in zip(completions, reasoning_gym, strict=True):
+        problem = json.loads(reference)
+        task, entry = _task(problem["specification"]), _entry(problem["specification"], problem["index"])
+        answer = answer_in(text)
+        found.append(0.0 if answer is None else float(task.score_answer(answer, entry)))
+    return found

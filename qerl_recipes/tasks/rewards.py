@@ -1,0 +1,254 @@
+"""Rewards by name: Open-R1's, the demo's, reasoning-gym's, and whatever plugins add.
+
+A factory takes the script arguments and returns ``reward(completions, *, <columns>, **rest) -> list[float | None]``.
+Completions are texts or, for conversational prompts, lists of messages. A parameter without a default that TRL does not
+pass itself is a column which the data set must have.
+
+Names and definitions are Open-R1's where it has them. Rewards that compare a mathematical answer with the column
+``solution`` do so by math-verify through TRL; a solution that it cannot read gives None, and TRL leaves such a
+completion out of the reward's mean.
+"""
+
+import importlib
+import inspect
+import json
+import math
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from qerl_recipes.hooks import Reward, RewardFactory, find
+from qerl_recipes.recipe.configs import ScriptArguments
+from qerl_recipes.recipe.file import ConfigError
+from qerl_recipes.recipe.keys import CODE_REWARDS
+from qerl_recipes.tasks import reasoning_gym_task, running_sum
+from qerl_recipes.tasks.answers import Completion, is_exactly, text_of
+
+THINK_THEN_ANSWER = re.compile(r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$", re.DOTALL | re.MULTILINE)
+SOFT_THINK_THEN_ANSWER = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>", re.DOTALL)
+TAGS = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
+STEP = re.compile(r"(Step \d+:|^\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,)")
+STEPS_WANTED = 3
+LANGUAGES = ("python", "javascript", "r", "java", "bash", "cpp")
+# what GRPOTrainer passes to every reward besides the columns of the data set
+PASSED_BY_TRL = {
+    "prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"
+}  # fmt: skip
+
+
+def format(completions: list[str], **columns: Any) -> list[float]:
+    r"""1 where the completion is ``<think>\n...\n</think>\n<answer>\n...\n</answer>``, each tag on a line; else 0."""
+    return [float(THINK_THEN_ANSWER.match(text) is not None) for text in completions]
+
+
+def soft_format(completions: list[str], **columns: Any) -> list[float]:
+    """1 where a think block followed by an answer block stands anywhere, whatever the white space; else 0."""
+    return [float(SOFT_THINK_THEN_ANSWER.search(text) is not None) for text in completions]
+
+
+def tag_count(completions: list[str], **columns: Any) -> list[float]:
+    """A quarter for each of the four tags of ``format`` that stands exactly once, with its line breaks."""
+    return [sum((text.count(tag) == 1) / len(TAGS) for tag in TAGS) for text in completions]
+
+
+def reasoning_steps(completions: list[str], **columns: Any) -> list[float]:
+    """A third for each visible step ("Step 1:", "First,", a bullet, a leading number), at most 1."""
+    return [min(1.0, len(STEP.findall(text)) / STEPS_WANTED) for text in completions]
+
+
+def exact_answer(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+    """1 where the last answer block (or box) holds the column ``answer``, letter for letter; else 0.
+
+    Without block and box the whole text has to be the answer. ``qerl evaluate`` judges ``jsonl-exact:`` likewise.
+    """
+    return [float(is_exactly(text, str(a))) for text, a in zip(completions, answer, strict=True)]
+
+
+def repetition_penalty(script: ScriptArguments) -> Reward:
+    """``repetition_max_penalty`` times the share of word n-grams that are repeats; fewer words than n score 0.
+
+    Source: appendix C.2 of arXiv 2502.03373; words, not tokens, as in Open-R1. Raises ConfigError for a positive
+    penalty or an n below 1.
+    """
+    n, worst = script.repetition_n_grams, script.repetition_max_penalty
+    if worst > 0 or n < 1:
+        raise ConfigError(f"repetition_max_penalty must be <= 0 and repetition_n_grams >= 1, not {worst} and {n}")
+
+    def repetition_penalty(completions: list[Completion], **columns: Any) -> list[float]:
+        rewards = []
+        for completion in completions:
+            words = text_of(completion).lower().split()
+            grams = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
+            rewards.append(worst * (1 - len(set(grams)) / len(grams)) if grams else 0.0)
+        return rewards
+
+    return repetition_penalty
+
+
+def code_format(script: ScriptArguments) -> Reward:
+    """1 where the completion has the layout of ``format`` with a code block of ``code_language`` in the answer."""
+    if script.code_language not in LANGUAGES:
+        raise ConfigError(f"code_language cannot be {script.code_language!r}; it is one of {', '.join(LANGUAGES)}")
+    pattern = re.compile(
+        rf"^<think>\n.*?\n</think>\n<answer>\n.*?```{script.code_language}.*?```.*?\n</answer>$",
+        re.DOTALL | re.MULTILINE,
+    )
+
+    def code_format(completions: list[Completion], **columns: Any) -> list[float]:
+        return [float(pattern.match(text_of(completion)) is not None) for completion in completions]
+
+    return code_format
+
+
+def accuracy(completions: list[Completion], solution: list[str], **columns: Any) -> list[float | None]:
+    """1 where the LaTeX answer of the completion equals the solution, else 0; None where the solution is unreadable."""
+    from trl.rewards import accuracy_reward
+
+    messages = [[{"role": "assistant", "content": text_of(completion)}] for completion in completions]
+    return accuracy_reward(messages, solution, log_extra=columns.get("log_extra"))
+
+
+def dapo_score(completions: list[Completion], solution: list[str], **columns: Any) -> list[float | None]:
+    """1 where the answer equals the solution, else -1. Source: DAPO (arXiv 2503.14476), equation 7."""
+    return [None if right is None else 2 * right - 1 for right in accuracy(completions, solution)]
+
+
+def length(
+    completions: list[Completion], solution: list[str], prompts: list[Completion] | None = None, **columns: Any
+) -> list[float | None]:
+    """Shorter is better: 1/2 for the shortest answer to a prompt down to -1/2 for the longest; wrong ones at most 0.
+
+    Lengths are characters; answers to one prompt are compared with each other, all 0 where they are equally long.
+    Source: Kimi k1.5 (arXiv 2501.12599), section 2.3.3. Open-R1 compares with the whole batch, whatever the prompt.
+    """
+    correct = accuracy(completions, solution)
+    lengths = [len(text_of(completion)) for completion in completions]
+    keys = ["" if prompts is None else json.dumps(prompts[i], sort_keys=True) for i in range(len(completions))]
+    rewards: list[float | None] = []
+    for key, size, right in zip(keys, lengths, correct, strict=True):
+        group = [other for other, other_key in zip(lengths, keys, strict=True) if other_key == key]
+        shortest, longest = min(group), max(group)
+        if right is None:
+            rewards.append(None)
+        elif shortest == longest:
+            rewards.append(0.0)
+        else:
+            value = 0.5 - (size - shortest) / (longest - shortest)
+            rewards.append(value if right else min(0.0, value))
+    return rewards
+
+
+def cosine(script: ScriptArguments) -> Reward:
+    """Accuracy bent by length: right and short is best, wrong and short is worst or best as the four bounds say.
+
+    Lengths are characters, as in Open-R1, and everything beyond ``cosine_max_len`` counts as that long, where Open-R1's
+    cosine would rise again. Source: appendix C.1 of arXiv 2502.03373.
+    """
+    if script.cosine_max_len < 1:
+        raise ConfigError(f"cosine_max_len must be at least 1 character, not {script.cosine_max_len}")
+
+    def cosine(completions: list[Completion], solution: list[str], **columns: Any) -> list[float | None]:
+        rewards: list[float | None] = []
+        for completion, right in zip(completions, accuracy(completions, solution), strict=True):
+            if right is None:
+                rewards.append(None)
+                continue
+            progress = min(len(text_of(completion)) / script.cosine_max_len, 1.0)
+            shortest, longest = (
+                (script.cosine_max_value_correct, script.cosine_min_value_correct)
+                if right
+                else (script.cosine_min_value_wrong, script.cosine_max_value_wrong)
+            )
+            rewards.append(longest + 0.5 * (shortest - longest) * (1.0 + math.cos(progress * math.pi)))
+        return rewards
+
+    return cosine
+
+
+def soft_overlong_punishment(script: ScriptArguments) -> Reward:
+    """0 up to ``max_completion_len - soft_punish_cache`` tokens, then falling to -1. Source: DAPO, equation 13."""
+    from trl.rewards import get_soft_overlong_punishment
+
+    if not 0 < script.soft_punish_cache < script.max_completion_len:
+        raise ConfigError(
+            "soft_overlong_punishment needs 0 < soft_punish_cache < max_completion_len, "
+            f"not {script.soft_punish_cache} and {script.max_completion_len}"
+        )
+    punishment = get_soft_overlong_punishment(script.max_completion_len, script.soft_punish_cache)
+
+    def soft_overlong_punishment(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        return punishment(completion_ids=completion_ids)
+
+    return soft_overlong_punishment
+
+
+def _plain(reward: Callable[..., list[float]], name: str | None = None) -> RewardFactory:
+    """A factory for a reward of plain texts without settings; metrics call it ``name``, by default the function's."""
+
+    def accept_messages(completions: list[Completion], **columns: Any) -> list[float]:
+        return reward([text_of(completion) for completion in completions], **columns)
+
+    accept_messages.__name__ = name or reward.__name__
+    accept_messages.__signature__ = inspect.signature(reward)  # type: ignore[attr-defined]
+    return lambda script: accept_messages
+
+
+FACTORIES: dict[str, RewardFactory] = {
+    "accuracy": lambda script: accuracy,
+    "length": lambda script: length,
+    "cosine": cosine,
+    "dapo_score": lambda script: dapo_score,
+    "format": _plain(format),
+    "soft_format": _plain(soft_format),
+    "tag_count": _plain(tag_count),
+    "reasoning_steps": _plain(reasoning_steps),
+    "exact_answer": _plain(exact_answer),
+    "repetition_penalty": repetition_penalty,
+    "code_format": code_format,
+    "soft_overlong_punishment": soft_overlong_punishment,
+    "reasoning_gym": _plain(reasoning_gym_task.scores, "reasoning_gym"),
+    **{name: _plain(reward) for name, reward in running_sum.REWARDS.items()},
+}
+
+
+def resolve(names: Iterable[str], script: ScriptArguments) -> list[Reward]:
+    """The rewards of those names, in order: built in, from a plugin, or by dotted path (``my_package.my_reward``).
+
+    Raises ConfigError (a ValueError) for a name that nothing defines, and for settings that a reward refuses.
+    """
+    return [_resolve(name, script) for name in names]
+
+
+def _resolve(name: str, script: ScriptArguments) -> Reward:
+    if "." not in name:
+        try:
+            factory = find("qerl_rewards", name)
+        except ValueError as error:
+            if name in CODE_REWARDS:
+                raise ConfigError(
+                    f"reward_funcs: {name} is Open-R1's and runs programs in a sandbox; rewards that execute code are "
+                    "not built in: add yours with the qerl_rewards hook, or name its dotted path"
+                ) from error
+            raise ConfigError(f"reward_funcs: {error}; a function of your own goes by its dotted path") from error
+        reward = factory(script)
+    else:
+        module, _, function = name.rpartition(".")
+        try:
+            reward = getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(
+                f"reward_funcs: {name} cannot be imported ({error}); its module must be on PYTHONPATH"
+            ) from error
+    if not callable(reward):
+        raise ConfigError(f"reward_funcs: {name} is not a function but {reward!r}")
+    return reward
+
+
+def required_columns(reward: Reward) -> set[str]:
+    """Columns that a reward cannot do without: its parameters without a default that TRL does not pass itself."""
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    return {
+        name
+        for name, parameter in inspect.signature(reward).parameters.items()
+        if parameter.default is inspect.Parameter.empty and parameter.kind not in variable
+    } - PASSED_BY_TRL

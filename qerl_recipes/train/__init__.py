@@ -1,0 +1,1 @@
+"""GRPO and DAPO: the run, the trainer, saving and resuming."""

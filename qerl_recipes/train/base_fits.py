@@ -1,0 +1,88 @@
+"""Whether a recipe fits the checkpoint that it names: its arm, its lengths. Read from config.json alone."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+
+from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig, ScriptArguments
+from qerl_recipes.recipe.file import ConfigError
+from qerl_vllm_plugin.checkpoint import read_quantization
+from qerl_vllm_plugin.expected_tensors import experts
+
+
+def misfits(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
+    """One line for each thing that does not fit; of a model that has yet to be downloaded nothing is known."""
+    name = model.model_name_or_path
+    if name is None:
+        yield "model_name_or_path is missing"
+        return
+    folder, file = Path(name).expanduser(), None
+    if folder.is_dir():
+        file = folder / "config.json"
+    elif name.startswith(("/", ".", "~")):
+        yield f"model_name_or_path: there is no folder {name}"
+    else:
+        file = _in_the_cache(name, model.model_revision)
+    if file is None:
+        return
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        yield f"model_name_or_path: {name} has no readable config.json ({error})"
+        return
+    yield from _of_config(script, training, name, config)
+
+
+def refuse_misfit(script: ScriptArguments, training: GRPOConfig, name: str, folder: Path) -> None:
+    """Raises ConfigError if the checkpoint in ``folder``, which may just have been downloaded, does not fit."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if lines := list(_of_config(script, training, name, config)):
+        raise ConfigError("\n".join(lines))
+
+
+def _in_the_cache(model_id: str, revision: str | None) -> Path | None:
+    try:
+        found = try_to_load_from_cache(model_id, "config.json", revision=revision)
+    except HFValidationError:
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def _of_config(script: ScriptArguments, training: GRPOConfig, name: str, config: Mapping[str, Any]) -> Iterator[str]:
+    if experts(config):
+        yield f"model_name_or_path: {name} is a mixture of experts, which is served but not trained; use a dense model"
+    quantized = config.get("quantization_config")
+    if isinstance(quantized, dict) and training.quantization == "qerl_nvfp4":
+        try:
+            read_quantization(quantized)
+        except ValueError as error:
+            yield f"model_name_or_path: {name}: {error}"
+    elif quantized is not None:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        yield (
+            f"quantization: {training.quantization} starts from a BF16 checkpoint, but {name} is quantized already "
+            f"({method}); name the BF16 checkpoint, or use quantization: qerl_nvfp4"
+        )
+    positions = config.get("max_position_embeddings")
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if isinstance(positions, int) and not scaling.get("factor"):  # stretched positions are for the engine to count
+        yield from _lengths(script, training, name, positions)
+
+
+def _lengths(script: ScriptArguments, training: GRPOConfig, name: str, positions: int) -> Iterator[str]:
+    longest, completion = training.vllm_max_model_length, training.max_completion_length
+    if longest is not None and longest > positions:
+        given = "max_prompt_length + max_completion_length" if script.max_prompt_length else "vllm_max_model_length"
+        yield (
+            f"{given} is {longest}, but {name} has {positions} positions (max_position_embeddings); lower it to that, "
+            "or name a model with more"
+        )
+    elif longest is None and completion >= positions:
+        yield (
+            f"max_completion_length ({completion}) leaves no room for a prompt in the {positions} positions "
+            f"(max_position_embeddings) of {name}; lower it"
+        )

@@ -1,0 +1,43 @@
+"""QeRL's own plugin: what recipes can name without installing anything else. Imports are made on use."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from qerl_recipes.hooks import DatasetLoader, NoiseSchedule, RewardFactory, RolloutEngine, StartEngine, implementation
+
+if TYPE_CHECKING:
+    from qerl_recipes.recipe.configs import GRPOConfig
+
+
+@implementation
+def qerl_rewards() -> Mapping[str, RewardFactory]:
+    from qerl_recipes.tasks.rewards import FACTORIES
+
+    return FACTORIES
+
+
+@implementation
+def qerl_datasets() -> Mapping[str, DatasetLoader]:
+    from qerl_recipes.tasks.prompts import LOADERS
+
+    return LOADERS
+
+
+@implementation
+def qerl_noise_schedules() -> Mapping[str, NoiseSchedule]:
+    def exponential(rollout: int, rollouts: int, sigma_start: float, sigma_end: float, num_stages: int) -> float:
+        from qerl_recipes.train.schedule import sigma
+
+        return sigma(rollout, rollouts, sigma_start, sigma_end, num_stages)
+
+    return {"exponential": exponential}
+
+
+@implementation
+def qerl_rollout_engines() -> Mapping[str, StartEngine]:
+    def vllm(base: str, training: "GRPOConfig", **options: Any) -> RolloutEngine:
+        from qerl_recipes.rollout.engine import VLLMRollouts
+
+        return VLLMRollouts(base, training, **options)
+
+    return {"vllm": vllm}

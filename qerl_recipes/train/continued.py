@@ -1,0 +1,48 @@
+"""An adapter to continue from has its own rank, scaling and modules: a recipe that says others is refused."""
+
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights
+from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from qerl_recipes.files.adapter import AdapterFolder
+from qerl_recipes.recipe.file import ConfigError
+
+KEYS = {"lora_r": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "use_rslora": "use_rslora"}
+ALL_LINEAR = "all-linear"
+
+
+def check_settings(adapter: AdapterFolder, recipe: LoraConfig, base: Path) -> None:
+    """Raises ConfigError, naming each key, if ``recipe`` asks for another adapter than the one to continue from."""
+    found = LoraConfig.from_pretrained(str(adapter.path))
+    wrong = [
+        f"{key} is {getattr(recipe, name)} and the adapter's {getattr(found, name)}"
+        for key, name in KEYS.items()
+        if getattr(recipe, name) != getattr(found, name)
+    ]
+    ours, theirs = (_targeted(config, base) for config in (recipe, found))
+    if ours != theirs:
+        kinds = sorted({name.rpartition(".")[2] for name in theirs})
+        wrong.append(f"lora_target_modules has {len(ours)} layers and the adapter {len(theirs)} ({', '.join(kinds)})")
+    if wrong:
+        raise ConfigError(
+            f"adapter_name_or_path {adapter.path}: {'; '.join(wrong)}. Give these keys the adapter's values, or train "
+            "a new adapter"
+        )
+
+
+def _targeted(config: LoraConfig, base: Path) -> set[str]:
+    """The linear layers of the model in the folder ``base`` that ``config`` names."""
+    described = AutoConfig.from_pretrained(base)
+    if hasattr(described, "quantization_config"):
+        del described.quantization_config
+    with init_empty_weights():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(described)
+    head = model.get_output_embeddings()
+    names = {name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head}
+    if config.target_modules == ALL_LINEAR:
+        return names
+    return {name for name in names if check_target_module_exists(config, name)}

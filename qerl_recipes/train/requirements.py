@@ -1,0 +1,69 @@
+"""What a recipe needs of this machine beyond QeRL's own packages, asked for before anything loads."""
+
+from collections.abc import Iterator
+
+import httpx
+import huggingface_hub
+from transformers import Trainer
+from transformers.integrations import get_available_reporting_integrations
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.utils import is_bitsandbytes_available
+
+from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig
+
+BITSANDBYTES = "pip install 'bitsandbytes>=0.46.1', which the extra nf4 brings too"
+ATTENTIONS = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")
+
+
+def lacking(training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
+    """One line for each thing that is not here: a package of the arm, the optimizer or a tracker, access to the hub."""
+    if training.quantization == "nf4" and not is_bitsandbytes_available():
+        yield f"quantization: nf4 holds the weights by bitsandbytes, which is not installed; {BITSANDBYTES}"
+    yield from _optimizer(training)
+    attention = model.attn_implementation
+    if attention is not None and attention not in ATTENTIONS:
+        yield f"attn_implementation cannot be {attention!r}; it is one of {', '.join(ATTENTIONS)}"
+    yield from _trackers(training)
+    yield from _hub(training)
+
+
+def _optimizer(training: GRPOConfig) -> Iterator[str]:
+    try:
+        Trainer.get_optimizer_cls_and_kwargs(training)
+    except ImportError as error:
+        name = training.optim.value
+        way_out = BITSANDBYTES if "bitsandbytes" in str(error) else str(error).rstrip(".")
+        yield f"optim: {name} needs a package that is not installed; {way_out}, or use optim: adamw_torch"
+    except ValueError as error:
+        yield f"optim: {training.optim.value}: {error}"
+
+
+def _trackers(training: GRPOConfig) -> Iterator[str]:
+    here = {*get_available_reporting_integrations(), "flyte"}  # transformers has no check of flyte
+    for name in training.report_to or ():
+        if name not in INTEGRATION_TO_CALLBACK:
+            yield f"report_to cannot be {name!r}; it is one of none, {', '.join(INTEGRATION_TO_CALLBACK)}"
+        elif name not in here:
+            yield f"report_to: {name} is not installed; pip install {name}, or use --report_to none"
+
+
+def _hub(training: GRPOConfig) -> Iterator[str]:
+    """Whether the hub would take what the recipe sends there; asks it who the token belongs to."""
+    if training.push_to_hub:
+        key, without = "push_to_hub", "without a push: --push_to_hub false"
+    elif training.log_completions_hub_repo is not None:
+        key, without = "log_completions_hub_repo", "leave it out"
+    else:
+        return
+    token = training.hub_token or huggingface_hub.get_token()
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        yield f"{key}: HF_HUB_OFFLINE is set, so that nothing can be pushed; unset it, or {without}"
+    elif token is None:
+        yield f"{key} needs a token of the Hugging Face hub: hf auth login, or hub_token; {without}"
+    elif training.process_index == 0:
+        try:
+            huggingface_hub.HfApi(token=token).whoami()
+        except (httpx.HTTPError, OSError) as error:
+            first = str(error).strip().partition("\n")[0]
+            place = huggingface_hub.constants.ENDPOINT
+            yield f"{key}: {place} does not take this token ({first}); check token and network, or {without}"

@@ -1,0 +1,231 @@
+"""What a training run writes into its folder, and how it goes on from there: adapter, checkpoints, state."""
+
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+from peft import PeftModel
+from peft.utils import set_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import TrainerCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+
+from qerl_recipes.files import card, run_state
+from qerl_recipes.files.adapter import CONFIG, NORMS, TENSORS
+from qerl_recipes.files.binding import recorded
+from qerl_recipes.files.whole_folder import whole_folder
+from qerl_recipes.model import norms
+from qerl_recipes.model.fused_lora import ADAPTER
+from qerl_recipes.recipe.configs import GRPOConfig
+from qerl_recipes.rollout.interface import LendsWeights
+
+if TYPE_CHECKING:
+    from qerl_recipes.train.trainer import QerlGRPOTrainer
+
+
+class RunFiles:
+    """The files of one trainer: checkpoints that are whole or absent, taken between rollouts, and resumed exactly."""
+
+    def __init__(
+        self, trainer: "QerlGRPOTrainer", base: str | Path, base_name: str | None, recipe: Mapping[str, Any] | None
+    ) -> None:
+        self._trainer = trainer
+        self.run = run_state.describe(trainer.args, base, trainer.train_dataset, base_name)
+        self._recipe = dict(recorded(trainer.args) if recipe is None else recipe)
+        self._seconds_before, self._began = 0.0, time.monotonic()
+        self._versions_before = 0  # adapters that were installed before a resume
+        self._staging: Path | None = None
+        self._destination: Path | None = None  # what the folder that is being written will be called
+        self.is_push_due = False
+
+    def adapter_version(self) -> int:
+        """Adapters installed in the engine so far, those before a resume included."""
+        return self._versions_before + self._trainer.vllm_generation.version
+
+    def state(self) -> run_state.State:
+        """What is written into ``qerl_state.json`` now."""
+        return run_state.State(
+            **asdict(self.run),
+            step=self._trainer.state.global_step,
+            rollout=self._trainer.rollout(),
+            stream=self._trainer.stream.position,
+            adapter_version=self.adapter_version(),
+            recipe=self._recipe,
+            seconds=round(self._seconds_before + time.monotonic() - self._began, 1),
+        )
+
+    def go_on_from(self, resume_from_checkpoint: str | bool | None) -> str | None:
+        """Take over what a checkpoint says of its run -> its folder; None for a new run.
+
+        Raises CheckpointMismatch, before anything is changed, for a folder that is not whole or of another run, and
+        where a new run would mix its checkpoints with those of an earlier one.
+        """
+        trainer, step = self._trainer, 0
+        folder = run_state.starting_point(trainer.args.output_dir, resume_from_checkpoint)
+        if folder is not None:
+            found = run_state.read_state(folder)
+            run_state.check_continues(found, self.run, self._recipe, folder)
+            step, trainer.stream.position = found.step, found.stream
+            self._seconds_before = found.seconds
+            self._versions_before = found.adapter_version - trainer.vllm_generation.version
+        self._began = time.monotonic()
+        if trainer.is_world_process_zero():
+            trainer.recorder.file.restart(step)
+        return None if folder is None else str(folder)
+
+    def save_adapter(self, folder: str | Path) -> None:
+        """Write the adapter as a folder of its own, whole or not at all, in place of an earlier one."""
+        self._check_weights()
+        if self._trainer.is_world_process_zero():
+            with _explained(f"the adapter {folder}"), self._becomes(Path(folder)):
+                with whole_folder(folder, overwrite=True, proof=run_state.STATE_FILE) as partial:
+                    self.write_adapter(partial)
+                    run_state.write_state(partial, self.state())
+
+    def write_adapter(self, folder: Path) -> None:
+        """A PEFT adapter folder: fp32 LoRA tensors, config, trained norms beside them, tokenizer and card."""
+        trainer = self._trainer
+        folder.mkdir(parents=True, exist_ok=True)
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        model.save_pretrained(folder, selected_adapters=[ADAPTER], save_embedding_layers=False)
+        trained = norms.trained_norms(norms.named_norms(model))
+        if trained is not None:
+            norms.save_norms(trained, folder)
+        trainer.processing_class.save_pretrained(folder)
+        text = card.render(
+            self.run.base,
+            self.run.base_hash,
+            json.loads((folder / CONFIG).read_text(encoding="utf-8")),
+            trained_norms=trained is not None,
+            quantization=trainer.args.quantization,
+            versions=run_state.versions(),
+            folder=(self._destination or folder).absolute(),
+        )
+        (folder / "README.md").write_text(text, encoding="utf-8")
+
+    def save_checkpoint(self, write: Callable[[], None], run_folder: Path) -> Path:
+        """``write``, which is transformers', writes ``checkpoint-N`` into ``folder()`` -> where it has become whole.
+
+        For all processes to call; ``run_folder`` is where transformers would have put it. Raises ValueError in the
+        middle of a rollout, OSError where the disk does not take it.
+        """
+        trainer = self._trainer
+        step = trainer.state.global_step
+        if step % trainer.steps_per_rollout and step < trainer.state.max_steps:
+            raise ValueError(
+                f"step {step} is in the middle of a rollout, each of which serves {trainer.steps_per_rollout} steps; "
+                "use a multiple of that as save_steps"
+            )
+        self._check_weights()
+        final, is_main = run_folder / f"checkpoint-{step}", trainer.is_world_process_zero()
+        with contextlib.ExitStack() as stack:
+            if is_main:
+                stack.enter_context(_explained(str(final)))
+                self._staging = stack.enter_context(whole_folder(final, overwrite=True, proof=run_state.STATE_FILE))
+            self._staging = _same_everywhere(self._staging)
+            stack.callback(setattr, self, "_staging", None)
+            stack.enter_context(self._becomes(final))
+            write()
+            trainer.accelerator.wait_for_everyone()
+            if is_main:
+                for path in (self._staging / final.name).iterdir():
+                    path.rename(self._staging / path.name)
+                (self._staging / final.name).rmdir()
+                run_state.write_state(self._staging, self.state())
+        trainer.accelerator.wait_for_everyone()
+        if is_main:
+            run_state.rotate(run_folder, trainer.args.save_total_limit)
+        return final
+
+    def prepare_push(self, saved: Path) -> None:
+        """Put what belongs to the adapter in ``saved`` to where is uploaded from: transformers copies PEFT's files."""
+        if self._trainer.is_world_process_zero():
+            for name in (NORMS, run_state.STATE_FILE, "README.md"):
+                if (saved / name).is_file():
+                    shutil.copy(saved / name, self._trainer.args.output_dir)
+
+    def folder(self, default: str) -> str:
+        """Where transformers puts ``checkpoint-N``: the folder that becomes it once all is there."""
+        return default if self._staging is None else str(self._staging)
+
+    @contextlib.contextmanager
+    def _becomes(self, destination: Path) -> Iterator[None]:
+        """What is saved inside is written elsewhere first and says in its card that it lies in ``destination``."""
+        self._destination = destination
+        try:
+            yield
+        finally:
+            self._destination = None
+
+    def _check_weights(self) -> None:
+        """Nothing is saved that was computed with weights that have changed under way."""
+        if isinstance(self._trainer.vllm_generation, LendsWeights):
+            self._trainer.vllm_generation.check_weights()
+
+
+def is_finished(folder: str | Path, args: GRPOConfig) -> bool:
+    """Whether the checkpoint ``folder`` is of the last step of the run that ``args`` describe, or of a later one."""
+    state = TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME))
+    if args.max_steps > 0:
+        return state.global_step >= args.max_steps
+    return state.epoch is not None and state.epoch > args.num_train_epochs - 1e-6
+
+
+def load_adapter(model: PeftModel, folder: str | Path) -> None:
+    """The adapter of a checkpoint into ``model``, by name; transformers looks at subfolders where there is a reference.
+
+    Raises CheckpointMismatch if it has another rank or other modules.
+    """
+    result = set_peft_model_state_dict(model, load_file(Path(folder) / TENSORS), adapter_name=ADAPTER)
+    missing = [name for name in result.missing_keys if ".lora_" in name and f".{ADAPTER}." in name]
+    if missing or result.unexpected_keys:
+        wrong = (missing + list(result.unexpected_keys))[0]
+        raise run_state.CheckpointMismatch(
+            f"{folder}: its adapter does not fit this run ({wrong}); use the same lora_r and lora_target_modules"
+        )
+    norms.load_norms(model, folder)
+
+
+class EpochOrder(TrainerCallback):
+    """The order of prompts depends on the epoch alone; TRL's depends on how many epochs this process has seen."""
+
+    sampler: Any = None  # TRL's of the training set, which the trainer puts here
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if getattr(self.sampler, "generator", None) is not None:
+            self.sampler.generator.manual_seed(args.seed + int((state.epoch or 0.0) + 1e-6))
+
+
+def _on_a_cpu(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+    return storage if location.startswith("cpu:") else None
+
+
+# transformers loads the optimizer of several processes to their own devices, which torch does not know of CPUs: cpu:0
+torch.serialization.register_package(15, lambda storage: None, _on_a_cpu)
+
+
+def _same_everywhere(value: Any) -> Any:
+    holder = [value]
+    broadcast_object_list(holder, from_process=0)
+    return holder[0]
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Says what could not be saved and that nothing is lost, whichever library failed to write."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        free = shutil.disk_usage(Path(what.split()[-1]).parent).free
+        raise OSError(
+            f"{what} could not be saved: {error} ({free / 2**20:.0f} MiB free). Earlier checkpoints are untouched; "
+            "make room and resume from the last one"
+        ) from error

@@ -1,0 +1,190 @@
+"""What is measured in each optimizer step, for TRL's log and for ``metrics.jsonl``."""
+
+import math
+import time
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tqdm import tqdm
+from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import ProgressCallback
+
+from qerl_recipes.recipe.configs import GRPOConfig
+from qerl_recipes.train.metrics_file import EVALUATION, MetricsFile
+
+if TYPE_CHECKING:
+    from qerl_recipes.train.trainer import QerlGRPOTrainer
+
+# TRL's names of what was measured in a step -> ours
+NAMES = {
+    "reward": "reward",
+    "reward_std": "reward_std",
+    "frac_reward_zero_std": "equal_groups",
+    "entropy": "entropy",
+    "kl": "kl",
+    "sampling/sampling_logp_difference/mean": "logp_mismatch_mean",
+    "sampling/sampling_logp_difference/max": "logp_mismatch_max",
+    "completions/mean_length": "completion_length",
+    "completions/clipped_ratio": "completion_clipped",
+    "sigma": "sigma",
+    "adapter_version": "adapter_version",
+    "noise/touched_norms": "touched_norms",
+    "dynamic_sampling/accepted_groups": "accepted_groups",
+    "dynamic_sampling/dropped_groups": "dropped_groups",
+    "dynamic_sampling/filled_groups": "filled_groups",
+    "dynamic_sampling/extra_tokens": "extra_tokens",
+    "dynamic_sampling/rounds": "sampling_rounds",
+    "packing/share": "packed_share",
+}
+COUNTS = {"adapter_version", "touched_norms", "accepted_groups", "dropped_groups", "filled_groups"}
+COUNTS |= {"extra_tokens", "sampling_rounds"}
+IN_THE_BAR = {"reward": "reward", "sampling/sampling_logp_difference/mean": "mismatch", "sigma": "sigma"}
+HF_EVALUATION = "eval_"  # begins the names of what transformers and TRL log of an evaluation
+SILENT_ROLLOUTS = 5  # so many without a group whose rewards differ are not chance
+STILL_TRUE = ("sigma", "adapter_version", "touched_norms")  # in the later steps of a rollout
+
+
+class StepRecorder(TrainerCallback):
+    """One record a step and one an evaluation, and a word where a run learns nothing or ends with other noise.
+
+    Rollout tokens are those generated; training tokens those that went through the trainer's forward and backward
+    (prompts and completions), over the time of the step without the rollout. Speeds are this process's; all else is
+    over all processes.
+    """
+
+    def __init__(self, trainer: "QerlGRPOTrainer") -> None:
+        self._trainer = trainer
+        self._learning_rate = 0.0
+        self.file = MetricsFile(trainer.args.output_dir)
+        self.grad_norm: Any = None
+        self._last: dict[str, Any] = {}
+        self._silent, self._has_warned = 0, False  # rollouts in a row; whether it was said
+        self._reset()
+
+    def _reset(self) -> None:
+        self._loss: torch.Tensor | float = 0.0
+        self._tokens: torch.Tensor | int = 0
+        self._began = time.perf_counter()
+        self._generation_before = self._trainer.generation_seconds
+        self._lengths = {name: len(values) for name, values in self._trainer._metrics["train"].items()}
+
+    def add(self, loss: torch.Tensor, inputs: Mapping[str, Any]) -> None:
+        """One micro-batch. TRL's loss is already divided by the number of micro-batches where that is needed."""
+        self._loss = self._loss + loss.detach()
+        self._tokens = self._tokens + inputs["prompt_mask"].sum() + inputs["completion_mask"].sum()
+
+    def on_train_begin(self, args: GRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if args.save_steps < 1:  # a share of all steps, which transformers has made a number that may be in mid-rollout
+            steps = self._trainer.steps_per_rollout
+            state.save_steps = math.ceil(state.save_steps / steps) * steps
+        schedule = self._trainer._schedule
+        if schedule is not None and state.is_world_process_zero:
+            rollouts = self._trainer.rollouts()
+            start, end, stages = args.sigma_start or 0.0, args.sigma_end or 0.0, args.num_stages or 0  # none is None
+            last = schedule(rollouts - 1, rollouts, start, end, stages)
+            if not math.isclose(last, end, rel_tol=1e-6):
+                warnings.warn(
+                    f"the noise ends at sigma {last:g}, and sigma_end: {end:g} is never reached: with "
+                    f"num_stages: {stages} that takes {max(stages, 2) + 1} rollouts and 2 stages at "
+                    f"least, and this run has {rollouts} rollouts; train longer, or change num_stages",
+                    stacklevel=2,
+                )
+
+    def on_step_begin(self, args: GRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._reset()
+        self._learning_rate = self._trainer._get_learning_rate()
+
+    def on_step_end(self, args: GRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        trainer, metrics = self._trainer, self._trainer._metrics["train"]
+        trainer.log_differences()
+        own = torch.as_tensor(self._loss, dtype=torch.float32, device=trainer.accelerator.device)
+        loss = float(trainer.accelerator.gather(own).mean())
+        tokens = int(self._tokens)  # waits for the GPU, so that the time is the step's
+        generation = trainer.generation_seconds - self._generation_before
+        seconds = time.perf_counter() - self._began - generation
+        engine = trainer.vllm_generation
+        if generation:
+            metrics["rollout_tokens_per_s"].append(engine.tokens / max(engine.seconds, 1e-9))
+        metrics["train_tokens_per_s"].append(tokens / seconds)
+        record: dict[str, Any] = {"step": state.global_step, "epoch": state.epoch, "loss": loss}
+        record |= {"grad_norm": float(self.grad_norm), "learning_rate": self._learning_rate}
+        record["step_seconds"] = seconds + generation
+        for name, values in metrics.items():
+            new = [value for value in values[self._lengths.get(name, 0) :] if value is not None]
+            if new and (ours := _ours(name)) is not None:
+                mean = sum(new) / len(new)
+                record[ours] = round(mean) if ours in COUNTS else mean
+        self._last |= {name: record[name] for name in STILL_TRUE if name in record}
+        if trainer.is_world_process_zero():
+            self.file.append({**self._last, **record})
+            self._warn_if_silent(record)
+
+    def _warn_if_silent(self, record: Mapping[str, Any]) -> None:
+        """Say once that a run learns nothing, naming its rewards."""
+        if "equal_groups" not in record:
+            return  # a later step of a rollout
+        accepted = record.get("accepted_groups", 1 - record["equal_groups"])
+        self._silent = 0 if accepted > 0 else self._silent + 1
+        if self._silent == SILENT_ROLLOUTS and not self._has_warned:
+            self._has_warned = True
+            means = {name.split("/")[1]: mean for name, mean in record.items() if name.endswith("/mean")}
+            given = ", ".join(f"{name} {mean:g}" for name, mean in means.items())
+            warnings.warn(
+                f"nothing is learnt: in {SILENT_ROLLOUTS} rollouts no group had rewards that differ (means of the last "
+                f"rollout: {given}); compare a completion with what these rewards want (log_completions: true)",
+                stacklevel=2,
+            )
+
+    def on_log(
+        self,
+        args: GRPOConfig,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        found = evaluation_of(logs or {})
+        if found and state.is_world_process_zero:
+            problems = len(self._trainer.eval_dataset)
+            self.file.append({"step": state.global_step, f"{EVALUATION}problems": problems, **found})
+
+
+def _ours(name: str) -> str | None:
+    """Our name of one of TRL's metrics; None where it is not kept."""
+    return name if name.startswith("rewards/") or name.endswith("_tokens_per_s") else NAMES.get(name)
+
+
+def evaluation_of(logs: Mapping[str, float]) -> dict[str, float]:
+    """What TRL has logged of an evaluation, under our names; empty for a log of training."""
+    if f"{HF_EVALUATION}reward" not in logs:
+        return {}
+    kept = {_ours(name.removeprefix(HF_EVALUATION)): value for name, value in logs.items() if HF_EVALUATION in name}
+    return {f"{EVALUATION}{name}": value for name, value in kept.items() if name is not None}
+
+
+class QuietProgress(ProgressCallback):
+    """The progress bar with three numbers at its end, in place of a page of metrics at every step.
+
+    An evaluation has a line of its own above the bar.
+    """
+
+    def on_log(
+        self,
+        args: GRPOConfig,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not state.is_world_process_zero or not logs:
+            return
+        if found := evaluation_of(logs):
+            parts = {name.split("/")[2]: value for name, value in found.items() if name.endswith("/mean")}
+            given = ", ".join(f"{name} {value:.3g}" for name, value in parts.items())
+            tqdm.write(f"held-out problems after step {state.global_step}: reward {found['eval/reward']:.3g} ({given})")
+        elif self.training_bar is not None:
+            shown = {short: f"{logs[name]:.3g}" for name, short in IN_THE_BAR.items() if logs.get(name) is not None}
+            if shown:
+                self.training_bar.set_postfix(shown)

@@ -1,0 +1,341 @@
+"""GRPO and DAPO on a frozen base: TRL's trainer with a rollout engine, a noise and dynamic sampling of our own.
+
+One step, in the order in which it happens. What is called TRL's is not written here.
+
+ 1. prompts     TRL's sampler, each prompt num_generations times, in an order of the epoch's own: ``_get_train_sampler``
+ 2. policy      the engine takes over adapter and trained norms: ``_begin_rollout``, ``snapshot``
+ 3. noise       drawn for this rollout, in the engine and, if shared, in the trainer: ``_begin_rollout``, ``_set_noise``
+ 4. rollout     completions and the log-probabilities they were sampled with: TRL's ``_generate``, the engine's own
+ 5. rewards     TRL's ``_calculate_rewards``, of which the totals are kept
+ 6. advantages  TRL's ``_generate_and_score_completions``; groups without any are replaced: ``refill``
+ 7. importance  weights of trainer over engine, from the loss's own forward where they can be: ``_importance``
+ 8. loss        TRL's ``_compute_loss`` on log-probabilities from packed rows: ``_get_per_token_logps_and_entropies``
+ 9. optimizer   transformers' training loop; its gradient norm: ``_get_grad_norm``
+10. record      ``StepRecorder`` writes a line of metrics.jsonl; ``RunFiles`` a checkpoint: ``_save_checkpoint``
+
+Steps 2 to 6 happen once a rollout, in ``_generate_and_score_completions``; a rollout may serve several steps.
+"""
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import set_seed
+from datasets import Dataset
+from peft import PeftConfig, PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ProgressCallback
+from trl import GRPOTrainer
+from trl.extras.profiling import profiling_decorator
+
+from qerl_recipes.hooks import RolloutEngine, Snapshot, find
+from qerl_recipes.model import fused_lora, logprobs, norms
+from qerl_recipes.model.loading import blocks_that_keep
+from qerl_recipes.model.packing import even_micro_batches, pack
+from qerl_recipes.recipe.configs import GRPOConfig
+from qerl_recipes.train import dynamic_sampling, importance, saving
+from qerl_recipes.train.step_metrics import QuietProgress, StepRecorder
+from qerl_recipes.train.validate import steps_per_rollout
+
+
+class QerlGRPOTrainer(GRPOTrainer):
+    """Trains the LoRA adapter of ``model`` (from ``qerl_recipes.model.loading.load``) on completions of its own policy.
+
+    Noise modes: ``none``; ``rollout`` (noise in the engine, importance weights 1: the paper's); ``corrected`` (the same
+    with importance weights); ``shared`` (the same noise in engine and trainer, so that the policy that samples is the
+    one that learns). Whatever the mode, the mean difference of log probabilities is measured.
+    """
+
+    args: GRPOConfig
+    vllm_generation: RolloutEngine  # type: ignore[assignment]  # TRL's name for its own engine
+    _buffered_inputs: Any
+    _logs: dict[str, Any]
+
+    def __init__(
+        self,
+        model: PreTrainedModel | PeftModel,
+        reward_funcs: Sequence[Callable[..., Sequence[float | None]]],
+        args: GRPOConfig,
+        train_dataset: Dataset,
+        *,
+        engine: RolloutEngine,
+        base: str | Path,
+        base_name: str | None = None,
+        recipe: Mapping[str, Any] | None = None,
+        processing_class: PreTrainedTokenizerBase,
+        eval_dataset: Dataset | None = None,
+        peft_config: PeftConfig | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+    ) -> None:
+        """``base`` is the checkpoint folder that ``model`` was loaded from and that ``engine`` serves;
+        ``base_name`` is what checkpoints and card call it, by default its folder; ``recipe`` what is written down of
+        the recipe (``binding.recorded``), by default of ``args``.
+
+        ``model`` is the base with ``peft_config``, or a PeftModel to continue from. What ``args`` cannot have together
+        ``train.validate`` refuses before anything is loaded.
+        """
+        self.steps_per_rollout = steps_per_rollout(args)
+        masters = {name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
+        # TRL would start its own engine, which merges the adapter into weights that cannot be merged into
+        args.use_vllm = False
+        try:
+            super().__init__(
+                model=model,
+                reward_funcs=list(reward_funcs),
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                peft_config=peft_config,
+                callbacks=callbacks,
+            )
+        finally:
+            args.use_vllm = True
+        self.use_vllm, self._last_loaded_step, self.vllm_generation = True, -1, engine
+        # off in the recipe means weights of 1 and not that nothing is measured
+        self._weigh_importance = bool(args.vllm_importance_sampling_correction)
+        self.vllm_importance_sampling_correction = True
+        self._differences = importance.Differences()
+        self._unweighed: dict[str, Any] | None = None  # a micro-batch whose weights its own forward gives
+        for name, weight in self.model.named_parameters():
+            if weight.requires_grad:  # TRL rounds an adapter on bitsandbytes weights to BF16; masters stay fp32
+                weight.data = masters.get(name, weight.data).to(weight.device, torch.float32)
+        policy = self.accelerator.unwrap_model(self.model)
+        if args.train_norms:
+            norms.make_trainable(policy, args.noise_targets)
+        if self.accelerator.num_processes > 1:
+            # every process has loaded or computed the same; DDP would broadcast them all at every forward, but NCCL has
+            # no 8-bit floats, and processes with packed rows of their own make different numbers of forwards
+            self.model._ddp_params_and_buffers_to_ignore = [name for name, _ in self.model.named_buffers()]
+        self._pack_tokens = args.pack_tokens or 0  # of a row; 0 is TRL's padded batch
+        if self._pack_tokens and (reason := logprobs.prepare(policy)) is not None:
+            warnings.warn(f"pack_tokens is without effect, the batches stay padded: {reason}", stacklevel=2)
+            self._pack_tokens = 0
+        self._keeping = blocks_that_keep(policy, args.checkpointed_layers)
+        if args.bf16:  # autocast
+            fused_lora.install(policy, fused_lora.ADAPTER)
+        self._lora, self._norms = fused_lora.parameters(policy), list(norms.named_norms(policy))
+        self._adapter_config = policy.peft_config[fused_lora.ADAPTER].to_dict()
+        self._schedule = find("qerl_noise_schedules", args.noise_schedule) if args.noise_mode != "none" else None
+        self._noise: tuple[float, int] | None = None  # sigma and rollout of the noise in the trainer's norms
+        self.judged = torch.empty(0)
+        self.stream = dynamic_sampling.PromptStream(len(train_dataset), args.seed)
+        self.generation_seconds: float = 0.0
+        self.files = saving.RunFiles(self, base, base_name, recipe)
+        self._order, self.recorder = saving.EpochOrder(), StepRecorder(self)
+        self.add_callback(self._order)
+        self.add_callback(self.recorder)
+        if self.pop_callback(ProgressCallback) is not None:  # none there with disable_tqdm
+            self.add_callback(QuietProgress())
+        # an engine seeds this process when it starts: what the run draws must not depend on when that was
+        set_seed(args.seed, device_specific=True)
+
+    def rollout(self) -> int:
+        """Number of the rollout that the next step learns from; 0 is the first."""
+        return self.state.global_step // self.steps_per_rollout
+
+    def rollouts(self) -> int:
+        """Rollouts of the whole run."""
+        return math.ceil(self.state.max_steps / self.steps_per_rollout)
+
+    # 1: prompts
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        self._order.sampler = super()._get_train_sampler(dataset)
+        return self._order.sampler
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        """TRL's micro-batch, from micro-batches of about equal numbers of tokens where that cannot change the step."""
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        # not where a mean or a quantile over the tokens of one micro-batch is in the loss
+        per_token_mean = self.loss_type == "bnpo" or self._entropy_bonus_enabled
+        is_sum_over_rows = not per_token_mean and self.top_entropy_quantile == 1.0
+        if self._pack_tokens and self._buffered_inputs is not before and is_sum_over_rows:
+            self._buffered_inputs = even_micro_batches(self._buffered_inputs, self.args.gradient_accumulation_steps)
+            inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
+        return inputs
+
+    # 2 to 6: a rollout, from the policy to advantages
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        began = time.perf_counter()
+        if not self.model.training:
+            return self.score(inputs)
+        self._begin_rollout()
+        batch = self.score(inputs)
+        if self.args.dynamic_sampling:
+            batch = dynamic_sampling.refill(self, batch, len(inputs) // self.num_generations)
+        self.generation_seconds += time.perf_counter() - began
+        return batch
+
+    def snapshot(self) -> Snapshot:
+        """The adapter and the trained norms as they are now; of the adapter references, not copies."""
+        return Snapshot(dict(self._lora), self._adapter_config, norms.trained_norms(self._norms))
+
+    def _begin_rollout(self) -> None:
+        """New adapter and new noise, at once, in the engine; the same noise in the trainer if it is shared."""
+        rollout, sigma = self.rollout(), None
+        if self._schedule is not None:
+            ends = (self.args.sigma_start, self.args.sigma_end, self.args.num_stages)
+            sigma = self._schedule(rollout, self.rollouts(), *ends)
+        touched = self.vllm_generation.begin(rollout, sigma)
+        self._last_loaded_step = self.state.global_step
+        self._noise = (sigma, rollout) if sigma is not None and self.args.noise_mode == "shared" else None
+        self._set_noise()
+        metrics = self._metrics["train"]
+        metrics["sigma"].append(sigma or 0.0)
+        metrics["adapter_version"].append(self.files.adapter_version())
+        metrics["noise/touched_norms"].append(touched if sigma else 0)
+
+    def _set_noise(self) -> None:
+        """The trainer's own."""
+        if self._noise is None:
+            norms.clear_noise(self.model)
+        else:
+            sigma, rollout = self._noise
+            assert self.args.noise_seed is not None  # GRPOConfig settles it
+            norms.set_noise(self.model, sigma, self.args.noise_seed, rollout, self.args.noise_targets)
+
+    def score(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Completions of the engine for ``inputs`` with their rewards and advantages; ``refill`` asks for more."""
+        # in training TRL would weigh and measure once a rollout, for which it would compute every log-probability a
+        # second time; `compute_loss` does it in each step
+        self.vllm_importance_sampling_correction = not self.model.training
+        try:
+            return super()._generate_and_score_completions(inputs)
+        finally:
+            self.vllm_importance_sampling_correction = True
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        per_function = super()._calculate_rewards(*args, **kwargs)  # (completions of all ranks, reward functions)
+        metric, names = self.args.dynamic_sampling_metric, self.reward_func_names
+        self.judged = dynamic_sampling.judged_by(per_function, self.reward_weights, names, metric)
+        return per_function
+
+    # 7 to 9: importance, loss, optimizer
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if "importance_sampling_ratio" not in inputs:  # there in evaluation
+            inputs = dict(inputs)
+            if "old_per_token_logps" in inputs:  # a rollout for several steps: from before the first of them
+                inputs["importance_sampling_ratio"] = self._importance(inputs["old_per_token_logps"], inputs)
+            else:
+                self._unweighed = inputs
+        for block in self._keeping:  # each rollout and each start turns them all on
+            block.gradient_checkpointing = False
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        if self.model.training:
+            self.recorder.add(loss, inputs)
+        return loss
+
+    @profiling_decorator
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        **others: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """TRL's three results, from packed rows; TRL's own way on the padded batch where packing is off.
+
+        ``input_ids`` and ``attention_mask``: (B, P + C) with C = ``logits_to_keep`` -> (B, C) and (B, C) or None.
+        """
+        entropies: torch.Tensor | None
+        if self._pack_tokens:
+            unwrapped = self.accelerator.unwrap_model(model)
+            sharing = logprobs.shares_prompts(unwrapped)
+            ids, mask = input_ids.cpu(), attention_mask.cpu()
+            rows = pack(ids, mask, logits_to_keep, self._pack_tokens, share_prompts=sharing)
+            if self.model.training and torch.is_grad_enabled():
+                computed = sum(row.tokens.shape[1] for row in rows)
+                self._metrics["train"]["packing/share"].append(computed / input_ids.numel())
+            shape, autocast = (len(input_ids), logits_to_keep), self.accelerator.autocast
+            logps, entropies = logprobs.completion_logprobs(model, unwrapped, rows, shape, self.temperature, autocast)
+            results = logps, entropies if compute_entropy else None, None
+        else:
+            results = super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **others
+            )
+        if self._unweighed is not None:
+            inputs, self._unweighed = self._unweighed, None
+            inputs["importance_sampling_ratio"] = self._importance(results[0].detach(), inputs)
+        return results
+
+    def _importance(self, logps: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+        """Weights of a micro-batch with trainer's log-probabilities ``logps: (B, C)``; they are noted for the log."""
+        sampled, mask = inputs["sampling_per_token_logps"], importance.mask_of(inputs)
+        limits = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        ratio = importance.weights(logps, sampled, mask, self.vllm_importance_sampling_mode, *limits)
+        self._differences.add(logps, sampled, mask, ratio)
+        return ratio if self._weigh_importance else torch.ones_like(ratio)
+
+    def log_differences(self) -> None:
+        """Add to TRL's metrics how the log-probabilities of the step that ends differ; for all processes to call."""
+        for name, value in self._differences.take(self.accelerator.gather).items():
+            self._metrics["train"][name].append(value)
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        self.recorder.grad_norm = super()._get_grad_norm(*args, **kwargs)
+        return self.recorder.grad_norm
+
+    # before and after the steps
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+        """TRL's, with ``resume_from_checkpoint`` a checkpoint folder, or True for the last whole one of output_dir.
+
+        Where that is of the last step already, only what it holds is loaded: transformers would train one more. Raises
+        CheckpointMismatch as ``RunFiles.go_on_from`` does.
+        """
+        folder = self.files.go_on_from(resume_from_checkpoint)
+        if folder is not None and saving.is_finished(folder, self.args):
+            self._load_from_checkpoint(folder)
+            self.state = TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME))
+            return None
+        return super().train(resume_from_checkpoint=folder, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """TRL's evaluation (reward on held-out prompts), with the noise off on both sides while it lasts."""
+        self.vllm_generation.begin_evaluation()
+        self._last_loaded_step = self.state.global_step
+        norms.clear_noise(self.model)
+        try:
+            return super().evaluate(*args, **kwargs)
+        finally:
+            self._set_noise()
+
+    def save_adapter(self, folder: str | Path) -> None:
+        """Write the adapter as a folder of its own, whole or not at all, in place of an earlier one."""
+        self.files.save_adapter(folder)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """The card is written with the adapter it describes; TRL's would describe a whole model."""
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self.files.folder(super()._get_output_dir(trial))
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        self.files.write_adapter(Path(output_dir or self.args.output_dir))
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        write = super()._save_checkpoint
+        folder = self.files.save_checkpoint(lambda: write(model, trial), Path(super()._get_output_dir(trial)))
+        if self.files.is_push_due:
+            self.files.is_push_due = False
+            self.files.prepare_push(folder)
+            super()._push_from_checkpoint(str(folder))
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """After the folder has its name; the upload goes on in the background."""
+        self.files.is_push_due = True
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        saving.load_adapter(self.accelerator.unwrap_model(self.model), resume_from_checkpoint)

@@ -1,0 +1,274 @@
+"""Everything about a recipe that can be refused before a model loads, refused in one go."""
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+
+from qerl_recipes.files.adapter import ENGINE_RANKS, open_adapter
+from qerl_recipes.hooks import find
+from qerl_recipes.model import shared_weights
+from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig, ScriptArguments
+from qerl_recipes.recipe.file import ConfigError
+from qerl_recipes.recipe.keys import refusals
+from qerl_recipes.tasks import prompts as data
+from qerl_recipes.tasks import rewards
+from qerl_recipes.train.base_fits import misfits
+from qerl_recipes.train.dynamic_sampling import TOTAL
+from qerl_recipes.train.requirements import lacking
+
+CHOICES = {
+    "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"),
+    "importance_sampling_level": ("token", "sequence"),
+    "scale_rewards": ("group", "batch", "none"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+}
+# sampling parameters that generation_kwargs cannot set: the engine does, or keys that the trainer reads too
+OURS = {"n", "seed", "logprobs", "flat_logprobs", "max_tokens"}
+KEYS = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
+NARROWING = {"presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens"}
+WITHOUT_ADAPTER = {"lm_head", "embed_tokens"}
+
+
+def validate(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> None:
+    """Refuse a recipe that cannot run as it is written; nothing has been loaded or written when this raises.
+
+    Raises ConfigError (a ValueError) with one line for each thing that is wrong: a key that cannot be honoured, an
+    unknown reward, data set, schedule or engine, a column that a reward reads and the data lack, a checkpoint that does
+    not fit the arm. Reading the data set may download it.
+    """
+    problems = [
+        *refusals(script, training, model),
+        *_choices(training),
+        *_names(training),
+        *_boundaries(training),
+        *_lengths(script, training),
+        *lacking(training, model),
+        *_engine(training),
+        *_sharing(training),
+        *_adapter(script, training, model),
+        *misfits(script, training, model),
+        *_data_and_rewards(script, training),
+    ]
+    if problems:
+        raise ConfigError("this recipe cannot run:\n" + "\n".join(f"  - {problem}" for problem in problems))
+    if "wandb" not in (training.report_to or ()):
+        keys = ("wandb_entity", "wandb_project", "wandb_run_group")
+        if unheard := [key for key in keys if getattr(training, key) is not None]:
+            warnings.warn(
+                f"{', '.join(unheard)}: without effect, for report_to has no wandb; add it, or remove them",
+                stacklevel=2,
+            )
+    if narrowing := list(_narrowing(training)):
+        weights = "correct for it" if training.vllm_importance_sampling_correction else "are off"
+        warnings.warn(
+            f"{', '.join(narrowing)}: completions are drawn from a part of the policy's distribution, and the "
+            "trainer's log-probabilities are of the whole. The share that is left out adds to logp_mismatch, which "
+            f"then tells less of rounding, and importance weights, which fall below 1 by it, {weights}",
+            stacklevel=2,
+        )
+
+
+def _narrowing(training: GRPOConfig) -> Iterator[str]:
+    """Keys, with their values, that take tokens out of what is sampled from, or change what is left."""
+    narrows = {
+        "top_p": training.top_p < 1,
+        "top_k": training.top_k > 0,
+        "min_p": bool(training.min_p),
+        "repetition_penalty": training.repetition_penalty != 1,
+        "vllm_structured_outputs_regex": training.vllm_structured_outputs_regex is not None,
+    }
+    yield from (f"{key}: {getattr(training, key)}" for key, does in narrows.items() if does)
+    given = training.generation_kwargs or {}
+    yield from (f"generation_kwargs: {key}" for key in sorted(given) if key in {*NARROWING, "structured_outputs"})
+
+
+def _choices(training: GRPOConfig) -> Iterator[str]:
+    for key, allowed in CHOICES.items():
+        if (value := getattr(training, key)) not in allowed:
+            yield f"{key} cannot be {value!r}; it is one of {', '.join(allowed)}"
+    if training.do_eval and training.eval_strategy == "no":
+        yield (
+            "do_eval: true evaluates nothing by itself; say when: eval_strategy: steps (with eval_steps) or epoch, or "
+            "do_eval: false"
+        )
+    weighs = training.vllm_importance_sampling_correction
+    if training.loss_type == "vespo" and weighs and training.vllm_importance_sampling_mode.startswith("sequence"):
+        yield (
+            f"loss_type: vespo weighs tokens, not sequences: vllm_importance_sampling_mode cannot be "
+            f"{training.vllm_importance_sampling_mode}; use token_truncate or token_mask"
+        )
+    grouped = training.scale_rewards != "batch" and training.multi_objective_aggregation == "sum_then_normalize"
+    if training.dynamic_sampling and not grouped:
+        yield (
+            "dynamic_sampling replaces groups, so advantages must come from the group alone; use scale_rewards: group "
+            "(or none) and multi_objective_aggregation: sum_then_normalize"
+        )
+    local = training.per_device_train_batch_size * training.steps_per_generation
+    if training.dynamic_sampling and training.world_size > 1 and local % training.num_generations:
+        yield (
+            "dynamic_sampling with several processes needs whole groups on each: per_device_train_batch_size x "
+            f"steps_per_generation ({local}) must be a multiple of num_generations ({training.num_generations})"
+        )
+    ends = [key for key in ("stop", "stop_token_ids") if (training.generation_kwargs or {}).get(key)]
+    if ends and training.mask_truncated_completions:
+        yield (
+            "mask_truncated_completions: TRL takes a completion without an end-of-sequence token for truncated, and "
+            f"generation_kwargs: {ends[0]} ends it so, which would mask them all; leave one of the two out"
+        )
+
+
+def _names(training: GRPOConfig) -> Iterator[str]:
+    if training.noise_mode != "none":
+        yield from _failure(lambda: find("qerl_noise_schedules", training.noise_schedule), "noise_schedule")
+        if not training.noise_targets:
+            yield "noise_targets is empty; for no noise use noise_mode: none"
+    yield from _failure(lambda: find("qerl_rollout_engines", training.rollout_engine), "rollout_engine")
+
+
+def _failure(check: Callable[[], object], key: str) -> Iterator[str]:
+    try:
+        check()
+    except ValueError as error:
+        yield f"{key}: {error}"
+
+
+def steps_per_rollout(training: GRPOConfig) -> int:
+    """Optimizer steps that one rollout serves; raises ConfigError where that is not a whole number."""
+    micro_steps = training.steps_per_generation * training.num_iterations
+    if micro_steps % training.gradient_accumulation_steps:
+        raise ConfigError(
+            f"a rollout must serve whole optimizer steps: steps_per_generation x num_iterations ({micro_steps}) must "
+            f"be a multiple of gradient_accumulation_steps ({training.gradient_accumulation_steps})"
+        )
+    return micro_steps // training.gradient_accumulation_steps
+
+
+def _boundaries(training: GRPOConfig) -> Iterator[str]:
+    """Checkpoints are taken between rollouts, so that a resumed run repeats none."""
+    try:
+        steps = steps_per_rollout(training)
+    except ConfigError as error:
+        yield str(error)
+        return
+    if training.save_strategy == "steps" and training.save_steps >= 1 and training.save_steps % steps:
+        yield (
+            f"save_steps: {training.save_steps:g} does not fall between rollouts, each of which serves {steps} steps; "
+            f"use a multiple of {steps}, or save_strategy: epoch"
+        )
+    if training.save_strategy == "best":
+        yield "save_strategy: best needs a metric that reward is not; use steps or epoch"
+
+
+def _lengths(script: ScriptArguments, training: GRPOConfig) -> Iterator[str]:
+    """Prompt and completion must fit into what the engine is told to hold."""
+    longest, completion, prompt = (
+        training.vllm_max_model_length, training.max_completion_length, script.max_prompt_length
+    )  # fmt: skip
+    if longest is not None and longest <= completion:
+        yield (
+            f"vllm_max_model_length ({longest}) leaves no room for a prompt beside max_completion_length ({completion})"
+        )
+    elif longest is not None and prompt is not None and prompt + completion > longest:
+        yield (
+            f"max_prompt_length ({prompt}) + max_completion_length ({completion}) is {prompt + completion}, more than "
+            f"vllm_max_model_length ({longest}), at which completions would be cut off; raise it or lower one of them"
+        )
+
+
+def _engine(training: GRPOConfig) -> Iterator[str]:
+    if wrong := sorted(OURS & (training.generation_kwargs or {}).keys()):
+        yield (
+            f"generation_kwargs cannot set {', '.join(wrong)}: each completion has a seed of its own and its "
+            "log-probabilities; max_completion_length and num_generations are keys"
+        )
+    if twice := sorted(KEYS & (training.generation_kwargs or {}).keys()):
+        yield (
+            f"generation_kwargs cannot set {', '.join(twice)}: the engine would sample with one value and the trainer "
+            f"compute log-probabilities with another; use the key {twice[0]} itself"
+        )
+    if training.vllm_enable_sleep_mode and training.device.type != "cuda":
+        yield "vllm_enable_sleep_mode needs a CUDA GPU; on a CPU leave it out"
+    if training.world_size % training.vllm_tensor_parallel_size:
+        yield (
+            f"vllm_tensor_parallel_size ({training.vllm_tensor_parallel_size}) must divide the number of trainer "
+            f"processes ({training.world_size}); start that many with accelerate launch"
+        )
+
+
+def _sharing(training: GRPOConfig) -> Iterator[str]:
+    if training.share_weights and (reason := shared_weights.obstacle(training)):
+        yield f"share_weights: {reason}; use share_weights: false"
+
+
+def _adapter(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
+    if not 1 <= model.lora_r <= ENGINE_RANKS[-1]:
+        yield f"lora_r must be 1 to {ENGINE_RANKS[-1]}, which is what vLLM serves, not {model.lora_r}"
+    targets = model.lora_target_modules or []
+    if wrong := WITHOUT_ADAPTER & set([targets] if isinstance(targets, str) else targets):
+        yield f"lora_target_modules: {', '.join(sorted(wrong))} takes no adapter; name linear layers of the blocks"
+    if model.lora_target_modules == []:
+        yield "lora_target_modules is empty; name linear layers of the blocks, or all-linear"
+    if training.train_norms and training.beta:
+        yield "beta needs a reference without trained norms; with train_norms use beta: 0"
+    start = script.adapter_name_or_path
+    if start is not None:
+        try:
+            has_norms = open_adapter(start).has_norms
+        except ValueError as error:
+            yield f"adapter_name_or_path: {error}"
+            return
+        if training.beta and has_norms:
+            yield f"beta needs a reference without trained norms, and {start} has some; use beta: 0"
+
+
+def _data_and_rewards(script: ScriptArguments, training: GRPOConfig) -> Iterator[str]:
+    if not script.reward_funcs:
+        yield "reward_funcs is empty"
+        return
+    weights = training.reward_weights
+    if weights is not None and len(weights) != len(script.reward_funcs):
+        yield (
+            f"reward_weights has {len(weights)} numbers for {len(script.reward_funcs)} reward_funcs; give "
+            f"one each, as --reward_weights {' '.join(['1.0'] * len(script.reward_funcs))}"
+        )
+    found = {}
+    for name in script.reward_funcs:
+        try:
+            found[name] = rewards.resolve([name], script)[0]
+        except ValueError as error:
+            yield str(error)
+    names = [getattr(reward, "__name__", type(reward).__name__) for reward in found.values()]
+    if (metric := training.dynamic_sampling_metric) not in (None, TOTAL, *names) and len(names) == len(
+        script.reward_funcs
+    ):
+        yield f"dynamic_sampling_metric: {metric!r} is not one of the rewards: {', '.join([*names, TOTAL])}"
+    try:
+        train, held_out = data.read(script)
+    except ConfigError as error:
+        yield str(error)
+        return
+    for name, reward in found.items():
+        for split, rows in (("training", train), ("held-out", held_out)):
+            if rows is None or (split == "held-out" and training.eval_strategy == "no"):
+                continue
+            if missing := sorted(rewards.required_columns(reward) - set(rows.column_names)):
+                rename = json.dumps({"columns": {"OLD": missing[0]}})
+                yield (
+                    f"reward {name} reads the column {', '.join(missing)}, which the {split} data lack; they have "
+                    f"{', '.join(sorted(rows.column_names))}. To rename one: --dataset_kwargs '{rename}'"
+                )
+    prompts = training.generation_batch_size // training.num_generations
+    if len(train) < prompts:
+        yield (
+            f"a rollout takes {prompts} prompts and the data have {len(train)}; lower per_device_train_batch_size, or "
+            f"gradient_accumulation_steps, to at most {len(train) * training.num_generations} completions a rollout "
+            f"(now {training.generation_batch_size})"
+        )
+    if training.eval_strategy != "no" and held_out is None:
+        yield (
+            f"eval_strategy: {training.eval_strategy.value} needs held-out problems, and there is no split "
+            f"{script.dataset_test_split!r}; give a folder with train.jsonl and test.jsonl as dataset_name, name "
+            "another dataset_test_split, or cut one split in two: dataset_train_split: 'train[:90%]' and "
+            "dataset_test_split: 'train[90%:]'. Without evaluation: eval_strategy: 'no'"
+        )

@@ -1,0 +1,136 @@
+"""The engine benchmarks on a CPU, where their figures mean nothing and their wiring can be seen."""
+
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from qerl_recipes import cli
+from qerl_recipes.bench import rollout as bench_rollout
+from qerl_recipes.bench import swap as bench_swap
+from qerl_recipes.bench.process import ArmFailedError
+
+
+def test_a_swap_is_measured_with_and_without_emptying_the_prefix_cache() -> None:
+    found = bench_swap.run("tiny", rank=4)
+    seconds = found["seconds"]
+    assert set(seconds) == {"swap", "noise", "prefix_cache"} and all(value > 0 for value in seconds.values())
+    assert found["blocks"] > 0 and found["engine"] == "the caller's process"
+
+
+def test_each_case_of_an_arm_is_measured_as_a_whole_and_its_decoding_alone(tmp_path: Path) -> None:
+    """Through the command, so that the way from its options to the engine's completions is the users'."""
+    file = tmp_path / "rollout.json"
+    line = "bench rollout --shape tiny --batch 1,3 --input_len 8 --output_len 40,20 --rank 4 --repeats 2"
+    arms = ["bf16_merged", "qerl_nvfp4"]
+    done = CliRunner().invoke(cli.app, [*line.split(), "--arms", ",".join(arms), "--output", str(file)])
+    assert done.exit_code == 0, done.output
+    result = json.loads(file.read_text())
+    assert list(result["arms"]) == arms
+    for found in result["arms"].values():
+        rows = found["batch"]
+        assert {key: (row["input"], row["output"]) for key, row in rows.items()} == {"1": (8, 40), "3": (8, 20)}
+        for row in (*rows.values(), found["prefill"]):
+            assert len(row["seconds"]) == 2 and row["tokens_per_s"] > 0 and row["spread"] >= 0
+        for key, row in rows.items():
+            seconds, first = statistics.median(row["seconds"]), statistics.median(row["prefill_seconds"])
+            assert row["tokens_per_s"] == pytest.approx(int(key) * row["output"] / seconds)
+            assert row["decode"]["tokens_per_s"] == pytest.approx(int(key) * (row["output"] - 1) / (seconds - first))
+            assert 0 < first < seconds
+    assert "3 x" in done.output and "ratios to the faster of bf16_merged" in done.output
+
+
+def test_numbers_stand_side_by_side_and_one_counts_for_all() -> None:
+    assert bench_rollout.make_cases([8, 64], [256], [512, 1024]) == [(8, 256, 512), (64, 256, 1024)]
+    assert bench_rollout.make_cases([64], [256], [512, 1024]) == [(64, 256, 512), (64, 256, 1024)]
+    with pytest.raises(ValueError, match=r"input_len is \[1, 2\]; give one number, or 3 of them"):
+        bench_rollout.make_cases([1, 2, 3], [1, 2], [5])
+    with pytest.raises(ValueError, match="output_len is at least 2"):
+        bench_rollout.make_cases([1], [1], [1])
+
+
+def test_results_say_what_they_were_measured_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(module: str, request: dict[str, Any]) -> dict[str, Any]:
+        assert (module, request) == ("qerl_recipes.bench.swap", {"shape": "7B", "rank": 16, "tensor_parallel": 1})
+        seconds = {"swap": 0.012, "noise": 0.006, "prefix_cache": 0.005}
+        return {"seconds": seconds, "blocks": 99, "engine": "x", "tensors": "y"}
+
+    monkeypatch.setattr(bench_swap, "in_own_process", answer)
+    monkeypatch.setattr(bench_swap, "check_shape", lambda shape: None)
+    bench_swap.run("7B", rank=16, output=tmp_path / "new/swap.json")
+    written = json.loads((tmp_path / "new/swap.json").read_text())
+    assert {"gpu", "versions", "commit", "date", "command"} <= set(written) and written["blocks"] == 99
+    assert "a swap takes 12.0 ms" in capsys.readouterr().out
+
+
+def test_arms_alternate_and_one_that_fails_does_not_end_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = {"bf16_merged": [2.0, 4.0], "bf16": [4.0, 4.0], "qerl_nvfp4": [1.0]}
+    asked: list[str] = []
+
+    def answer(module: str, request: dict[str, Any]) -> dict[str, Any]:
+        asked.append(arm := request["arm"])
+        if not seconds[arm]:
+            raise ArmFailedError("its messages are above", {})
+        one = seconds[arm].pop(0)
+        case = {"batch": 4, "input": 10, "output": 21, "seconds": [one], "prefill_seconds": [0.5]}
+        return {"cases": [case], "prefill": {"tokens": 640, "seconds": [one]}, "weights_gib": 1.0}
+
+    monkeypatch.setattr(bench_rollout, "in_own_process", answer)
+    bench_rollout.run("tiny", [bench_rollout.Case(4, 10, 21)], rounds=2, output=tmp_path / "rollout.json")
+    assert asked == ["bf16_merged", "bf16", "qerl_nvfp4"] * 2
+    arms = json.loads((tmp_path / "rollout.json").read_text())["arms"]
+    merged = arms["bf16_merged"]["batch"]["4"]
+    assert (merged["seconds"], merged["tokens_per_s"], merged["spread"]) == ([2.0, 4.0], 4 * 21 / 3, 2 / 3)
+    assert merged["decode"] == {"tokens_per_s": 4 * 20 / 2.5, "spread": 2 / 2.5}
+    assert merged["prefill"]["tokens_per_s"] == 4 * 10 / 0.5
+    assert arms["qerl_nvfp4"]["failed"] == "its messages are above"
+    assert arms["qerl_nvfp4"]["batch"]["4"]["spread"] is None
+
+
+def test_ratios_are_to_the_faster_bf16_arm(capsys: pytest.CaptureFixture[str]) -> None:
+    def arm(rate: float) -> dict[str, Any]:
+        row = {"tokens_per_s": rate, "spread": 0.1}
+        return {"batch": {"8": {**row, "batch": 8, "input": 1, "output": 2, "decode": row}}, "prefill": row}
+
+    arms = {"qerl_nvfp4": arm(300.0), "bf16": arm(150.0), "bf16_merged": arm(200.0)}
+    arms = {name: {**found, "weights_gib": None} for name, found in arms.items()}
+    bench_rollout._print({"arms": arms, "shape": "7B", "tensor_parallel_size": 2, "rank": 8, "gpu": "x", "date": "y"})
+    printed = capsys.readouterr().out
+    assert "300 ±5%" in printed and "(1.50x)" in printed and "(0.75x)" in printed and "tensor parallel 2" in printed
+
+
+def rollout(shape: str) -> None:
+    bench_rollout.run(shape, [bench_rollout.Case(1, 2, 3)])
+
+
+@pytest.mark.parametrize("bench", [bench_swap.run, rollout])
+def test_an_unknown_shape_is_refused_before_anything_starts(bench: Callable[[str], Any]) -> None:
+    with pytest.raises(ValueError, match=r"unknown shape '8B'; known: 0\.5B"):
+        bench("8B")
+
+
+@pytest.mark.parametrize("bench", [bench_swap.run, rollout])
+def test_a_large_shape_is_refused_on_a_cpu(bench: Callable[[str], Any]) -> None:
+    with pytest.raises(ValueError, match="shape 7B needs a CUDA GPU; on this machine use shape tiny"):
+        bench("7B")
+
+
+@pytest.mark.parametrize("batch", ["0", "1,-2", "a,b"])
+def test_a_batch_size_that_is_none_is_refused_by_name(batch: str) -> None:
+    done = CliRunner().invoke(cli.app, ["bench", "rollout", "--shape", "tiny", "--batch", batch])
+    assert done.exit_code and "batch" in (done.output + str(done.exception))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="there are several GPUs")
+def test_more_gpus_than_there_are_is_refused() -> None:
+    with pytest.raises(ValueError, match="tensor_parallel_size is 2, and this machine has"):
+        bench_rollout.run("tiny", [bench_rollout.Case(1, 2, 3)], tensor_parallel_size=2)

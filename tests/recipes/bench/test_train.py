@@ -1,0 +1,273 @@
+"""``qerl bench train``: a whole run on a CPU, what is refused, what is planned for a GPU, and the figures."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from qerl_recipes import cli
+from qerl_recipes.bench import process, random_model
+from qerl_recipes.bench import train as bench_train
+from qerl_recipes.bench.train import Workload, parse_overrides
+from qerl_recipes.bench.train_table import PARTS, summarize
+from qerl_recipes.machine.gpu import Gpu
+from qerl_recipes.model import loading as model
+from qerl_recipes.recipe.shapes import config_json
+
+TINY = Workload("tiny", groups=2, generations=2, prompt=8, completion=8, steps=2, rank=4, seed=0)
+H200 = Gpu(150_000_000_000, is_hopper=True)
+
+
+@pytest.mark.integration
+@pytest.mark.slow
+@pytest.mark.parametrize("arms", ["qerl_nvfp4", "bf16,qerl_nvfp4"], ids=["one", "two"])
+def test_arms_make_whole_steps_on_a_cpu(arms: str, tmp_path: Path) -> None:
+    """Through the command, so that the way from its options to the engine's completions is the users'."""
+    file = tmp_path / "tiny.json"
+    options = f"--shape tiny --arms {arms} --groups 2 --generations 2 --prompt 8 --completion 8 --steps 2"
+    line = [
+        "bench",
+        "train",
+        *options.split(),
+        "--rank",
+        "4",
+        "--pack_tokens",
+        "48",
+        "--profile",
+        "--output",
+        str(file),
+    ]
+    done = CliRunner().invoke(cli.app, line)
+    assert done.exit_code == 0, done.output
+    assert "1.00x" in done.output and "log p" in done.output
+    result = json.loads(file.read_text())
+    assert result["order"] == "one after the other"
+    assert {"torch", "trl", "peft"} < result["versions"].keys() and result["date"] and result["seed"] == 0
+    for arm, found in result["arms"].items():
+        assert found["recipe"]["quantization"] == arm
+        assert len(found["steps"]) == len(found["training_part"]) == 2
+        for step in found["steps"]:
+            seconds = dict(step["seconds"])
+            assert all(seconds[part] > 0 for part in ("rollout", "scoring", "training", "swap", "rest"))
+            assert sum(seconds[part] for part in PARTS) == pytest.approx(seconds["step"])
+            assert 0 < step["metrics"]["logp_mismatch_mean"] < 0.02
+            assert step["metrics"]["grad_norm"] > 0
+        assert found["training_part"][0]["tokens"] == 48
+        (profile,) = found["profile"]
+        assert any("mm" in kernel["name"] for kernel in profile["kernels"])
+        assert 0 < sum(kernel["ms"] for kernel in profile["kernels"]) <= profile["kernels_ms"]
+        summary = result["summary"][arm]
+        assert summary["seconds"]["step"] == found["steps"][1]["seconds"]["step"]
+        assert summary["rollout_tokens_per_s"] == pytest.approx(2 * 2 * 8 / summary["seconds"]["rollout"])
+    assert file.with_suffix(".png").stat().st_size > 10_000
+
+
+REFUSALS: dict[str, tuple[list[str], str]] = {
+    "unknown shape": (["--shape", "9B"], "unknown shape '9B'"),
+    "unknown arm": (["--arms", "bf16,fp8"], "unknown arm 'fp8'"),
+    "an arm twice": (["--arms", "bf16,bf16"], "name each of them once"),
+    "nf4 without a GPU": (["--arms", "bf16,nf4"], "arm nf4 \\(bitsandbytes\\) needs a CUDA GPU"),
+    "a limit without a GPU": (["--gpu_memory_gb", "80"], "a limit of GPU memory needs a CUDA GPU"),
+    "no round": (["--rounds", "0"], "rounds is 0, and must be at least 1"),
+    "one step": (["--steps", "1"], "steps is 1, and must be at least 2"),
+    "unknown part": (["--part", "rollout"], "part is 'rollout'"),
+    "a plan for a step, in all parts": (["--checkpointed_layers", "-1"], "measure --part step"),
+    "a fixed key": (["--lora_r", "8"], "lora_r is not for a flag"),
+    "a stray word": (["fast"], "'fast' is neither an option"),
+    "uneven micro-batches": (["--per_device_train_batch_size", "7"], "does not divide the 64 completions"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_what_cannot_be_measured_is_refused_before_anything_starts(
+    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_train, "in_own_process", lambda *a: pytest.fail("an arm was started"))
+    line = ["bench", "train", "--shape", "tiny", "--arms", "bf16,qerl_nvfp4", *options]
+    with pytest.raises(ValueError, match=message):
+        CliRunner().invoke(cli.app, line, catch_exceptions=False)
+
+
+def test_checkpoints_that_do_not_fit_on_the_disk_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": 10_000_000_000}))
+    with pytest.raises(OSError, match=r"10\.0 GB free and the checkpoints take 21\.1 GB"):
+        bench_train._check_disk(replace(TINY, shape="7B"), bench_train.ARMS, tmp_path)
+
+
+def test_a_run_that_is_terminated_leaves_no_checkpoint_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def terminated(*arguments: Any) -> None:
+        (folder,) = tmp_path.glob("scratch/*")
+        (folder / "checkpoint").write_text("")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(bench_train, "_measure", terminated)
+    (tmp_path / "scratch").mkdir()
+    with pytest.raises(SystemExit, match="143"):
+        bench_train.run(TINY, arms=["bf16"], scratch=tmp_path / "scratch", output=tmp_path / "out.json")
+    assert not list(tmp_path.glob("scratch/*")) and not (tmp_path / "out.json").exists()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_flag_counts_for_every_arm_and_stands_above_the_recipe() -> None:
+    overrides = parse_overrides(["--pack_tokens=300", "--learning-rate", "1e-3"])
+    work = replace(TINY, groups=6, generations=8, completion=16, overrides=overrides)
+    recipe = work.recipe("bf16", cuda=True)
+    assert recipe["learning_rate"] == "1e-3" and recipe["pack_tokens"] == "300"
+    # a group has 8 + 8 * 16 tokens: two of them make a micro-batch, and three micro-batches a step
+    assert (recipe["per_device_train_batch_size"], recipe["gradient_accumulation_steps"]) == (16, 3)
+    smaller = replace(work, overrides=parse_overrides(["--per_device_train_batch_size", "4"]))
+    assert smaller.recipe("bf16", cuda=True)["gradient_accumulation_steps"] == 12
+    other = work.recipe("qerl_nvfp4", cuda=True)
+    assert {key for key in recipe if recipe[key] != other[key]} == {"quantization"}
+
+
+def test_each_arm_keeps_as_much_as_its_weights_leave_room_for_within_the_limit() -> None:
+    work = Workload("7B", 8, 8, 256, 1024, 2, 32, 0, (("checkpointed_layers", "-1"),))
+    found = {arm: bench_train._recipe(work, arm, H200, 64 * 10**9) for arm in bench_train.ARMS}
+    blocks = {arm: recipe["recipe"]["checkpointed_layers"] for arm, recipe in found.items()}
+    assert blocks["qerl_nvfp4"] < blocks["nf4"] < blocks["bf16"] < 28
+    assert all(recipe["planned_bytes"] < 64 * 10**9 for recipe in found.values())
+    unlimited = bench_train._recipe(work, "bf16", H200, None)
+    assert unlimited["recipe"]["checkpointed_layers"] == 0
+
+
+@pytest.mark.parametrize("arm", bench_train.ARMS)
+def test_the_engine_gets_room_for_every_sequence_and_the_trainer_the_rest(arm: str) -> None:
+    from qerl_recipes.bench.train import flags
+    from qerl_recipes.memory import plan as memory_plan
+    from qerl_recipes.recipe.configs import parse
+
+    work = Workload("7B", groups=8, generations=8, prompt=256, completion=1024, steps=3, rank=32, seed=0)
+    planned = bench_train._recipe(work, arm, H200, None)
+    share = float(planned["recipe"]["vllm_gpu_memory_utilization"])
+    settings = parse(flags(work.recipe(arm, cuda=False, engine_share=share)))
+    plan = memory_plan.make(*settings, gpu=H200, config=config_json("7B"))
+    cache = next(part.rollout for part in plan.parts if part.name == "KV cache")
+    sequences = 64 * 1280 * 2 * 28 * 4 * 128 * 2  # 28 layers, 4 heads of 128 for keys and for values, 2 bytes
+    assert sequences < cache < sequences + 4_000_000_000
+    assert planned["planned_bytes"] == plan.peak and plan.fits
+
+
+def test_the_two_checkpoints_hold_the_same_weights(tmp_path: Path) -> None:
+    """Up to rounding to 4 bits, and the packed one is what quantizing the other while it loads gives."""
+    config = TINY.config()
+    for packed in (False, True):
+        random_model.write(tmp_path / str(packed), config, packed=packed, seed=3, device="cpu")
+    on_the_way = model.load(tmp_path / "False", quantization="qerl_nvfp4").state_dict()
+    packed = model.load(tmp_path / "True").state_dict()
+    assert on_the_way.keys() == packed.keys()
+    assert all(torch.equal(value, packed[name]) for name, value in on_the_way.items() if "placeholder" not in name)
+    sizes = {name: sum(t.nbytes for f in (tmp_path / name).glob("*.safetensors") for t in load_file(f).values())
+             for name in ("False", "True")}  # fmt: skip
+    assert sizes["False"] == random_model.size(config, packed=False)
+    assert sizes["True"] == random_model.size(config, packed=True) + 2 * 7 * 4
+    random_model.write(tmp_path / "other", config, packed=False, seed=4, device="cpu")
+    shard = "model-00002-of-00003.safetensors"
+    first, other = (load_file(tmp_path / name / shard) for name in ("False", "other"))
+    assert all(not torch.equal(first[name], other[name]) for name in first)
+
+
+@pytest.mark.parametrize("vocabulary", [512, 152064])
+def test_every_character_of_a_prompt_is_one_token(vocabulary: int, tmp_path: Path) -> None:
+    """As transformers loads a Qwen2 checkpoint's tokenizer, whatever class it was saved as."""
+    from transformers import AutoTokenizer
+
+    made = random_model.tokenizer(vocabulary)
+    made.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(TINY.config()))
+    text = random_model.CHARACTERS
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    for tokenizer in (made, loaded):
+        assert tokenizer(text)["input_ids"] == list(range(2, 2 + len(text)))
+        assert len(tokenizer) == vocabulary
+
+
+def test_rewards_are_spread_and_depend_on_the_completion_alone() -> None:
+    from qerl_recipes.bench.train_arm import random_reward
+
+    ids = [[i, i + 1] for i in range(500)]
+    rewards = random_reward(ids)
+    assert rewards == random_reward(ids) and len(set(rewards)) == 500
+    assert 0.4 < sum(rewards) / 500 < 0.6
+
+
+def step(seconds: float, number: int = 0, process: int = 0) -> dict[str, Any]:
+    parts = {"step": seconds, **dict.fromkeys(PARTS, seconds / 8)}
+    memory = {"allocated": 10, "reserved": 10, "process": process}
+    return {"seconds": parts, "memory": memory, "metrics": {"logp_mismatch_mean": 1e-3}, "round": number}
+
+
+def made_up(steps: list[dict[str, Any]], pieces: list[float]) -> dict[str, Any]:
+    """The summary of an arm with these steps and seconds of the training part."""
+    parts = [{"seconds": s, "memory": {"allocated": 7}, "tokens": 100, "round": 0} for s in pieces]
+    found = {"steps": steps, "training_part": parts}
+    return summarize({"groups": 2, "generations": 4, "prompt": 10, "completion": 30, "arms": {"bf16": found}})["bf16"]
+
+
+def test_the_first_step_is_not_counted_and_the_others_give_median_and_spread() -> None:
+    seconds = [900.0, 8.0, 12.0, 9.0]
+    summary = made_up([step(s, process=5_000_000_000 + i) for i, s in enumerate(seconds)], [100.0, 2.0, 4.0])
+    assert summary["seconds"]["step"] == 9.0
+    assert (summary["repeats"], summary["spread"]) == (3, pytest.approx(4 / 9))
+    assert summary["rollout_tokens_per_s"] == pytest.approx(2 * 4 * 30 / (9 / 8))
+    assert summary["training_tokens_per_s"] == pytest.approx(2 * 4 * 40 / (9 / 8))
+    assert summary["training_part"]["seconds"] == 3.0
+    assert summary["peak_gb"]["process"] == pytest.approx(5.000000003)
+
+
+def test_each_round_warms_up_and_one_step_has_no_spread() -> None:
+    both = made_up([step(900.0), step(8.0), step(700.0, 1), step(10.0, 1)], [])
+    assert both["seconds"]["step"] == 9.0 and both["spread"] == pytest.approx(2 / 9)
+    once = made_up([step(900.0), step(8.0)], [])
+    assert (once["repeats"], once["spread"]) == (1, None)
+
+
+ARM = """
+import json, os, sys
+from pathlib import Path
+from qerl_recipes.bench.process import answer
+def work(request, found):
+    print("a library's message")
+    log = Path(__file__).with_name("log")
+    log.write_text(log.read_text() + request["flags"][1] + " " if log.exists() else request["flags"][1] + " ")
+    found["kv_cache_tokens"] = 5
+    found["steps"] = []
+    for seconds in (9, 1):
+        found["steps"].append(STEP)
+        if request["flags"][1] == "qerl_nvfp4":
+            raise MemoryError("too little")
+    if request["flags"][1] == "nf4":
+        os._exit(3)
+answer(work)
+"""
+
+
+@pytest.fixture
+def made_up_arms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The processes of the arms write their names into the file that this gives; two of the three fail."""
+    (tmp_path / "made_up_arm.py").write_text(ARM.replace("STEP", repr(step(1.0))))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    ask = process.in_own_process
+    monkeypatch.setattr(bench_train, "in_own_process", lambda module, request: ask("made_up_arm", request))
+    monkeypatch.setattr(bench_train, "_check", lambda *a: None)  # nf4 without a GPU
+    return tmp_path / "log"
+
+
+def test_arms_alternate_and_one_that_fails_says_why_while_the_others_go_on(made_up_arms: Path) -> None:
+    result = bench_train.run(TINY, rounds=2, output=made_up_arms.with_suffix(".json"))
+    assert made_up_arms.read_text().split() == ["bf16", "nf4", "qerl_nvfp4", "bf16"]
+    bf16, nf4, ours = (result["arms"][arm] for arm in bench_train.ARMS)
+    assert [one["round"] for one in bf16["steps"]] == [0, 0, 1, 1] and "failed" not in bf16
+    assert nf4["failed"] == "its process ended with code 3; its messages are above"
+    assert ours["failed"] == "MemoryError: too little" and len(ours["steps"]) == 1 and ours["kv_cache_tokens"] == 5
+    assert list(result["summary"]) == ["bf16"]
+    assert json.loads(made_up_arms.with_suffix(".json").read_text()) == json.loads(json.dumps(result))

@@ -1,0 +1,276 @@
+"""``qerl export``: an adapter folder that stands by itself, and base + adapter as one checkpoint."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from qerl_kernels.nvfp4 import dequantize
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from qerl_recipes import cli
+from qerl_recipes.convert.export import export
+from qerl_recipes.files import adapter as adapter_folder
+from qerl_recipes.files import run_state as checkpoints
+from qerl_recipes.files.adapter import open_adapter
+from qerl_recipes.model import loading as model
+from qerl_vllm_plugin.checkpoint import inspect_folder
+
+Make = Callable[..., Path]
+CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "down_proj"], "bias": "none"}
+
+
+def save_adapter(folder: Path, base: Path, *, norms: bool = False, **state: object) -> Path:
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(3)
+    tensors = {}
+    for layer in range(2):
+        for module, inputs, outputs in (("self_attn.q_proj", 64, 64), ("mlp.down_proj", 96, 64)):
+            name = f"base_model.model.model.layers.{layer}.{module}"
+            tensors[f"{name}.lora_A.weight"] = 0.2 * torch.randn(4, inputs, generator=generator)
+            tensors[f"{name}.lora_B.weight"] = 0.2 * torch.randn(outputs, 4, generator=generator)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({**CONFIG, "base_model_name_or_path": str(base)}))
+    if norms:
+        save_file({"model.layers.1.input_layernorm.weight": torch.full((64,), 1.2345)}, folder / "norms.safetensors")
+    belongs = {"base": str(base), "base_hash": checkpoints.base_hash(base), "quantization": "qerl_nvfp4"}
+    (folder / "qerl_state.json").write_text(json.dumps(belongs | state))
+    return folder
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_an_exported_adapter_loads_in_peft_and_knows_its_base(
+    norms: bool, make_nvfp4: Make, make_bf16: Make, tmp_path: Path
+) -> None:
+    base = make_nvfp4("qwen2")
+    source = save_adapter(tmp_path / "trained", base, norms=norms)
+    (source / "optimizer.pt").write_bytes(b"x")
+    folder = export(source, tmp_path / "exported")
+    assert {file.name for file in folder.iterdir()} == {
+        "adapter_model.safetensors",
+        "adapter_config.json",
+        "qerl_state.json",
+        "README.md",
+        *(["norms.safetensors"] if norms else []),
+    }
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(make_bf16("qwen2")), folder)
+    b = loaded.base_model.model.model.layers[1].mlp.down_proj.lora_B["default"].weight
+    name = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
+    assert torch.equal(b, load_file(source / "adapter_model.safetensors")[name])
+    card = (folder / "README.md").read_text()
+    assert checkpoints.base_hash(base) in card and "vllm serve" in card
+    assert ("do not travel in a LoRA request" in card) is norms
+    with pytest.raises(ValueError, match="another base"):
+        adapter_folder.open_adapter(folder).check_base("0" * 64)
+
+
+def dense(base: Path) -> dict[str, torch.Tensor]:
+    """The checkpoint's weights in fp32, packed ones as value(code) * block scale / divisor."""
+    tensors = load_file(base / "model.safetensors")
+    whole = {}
+    for name, tensor in tensors.items():
+        module = name.removesuffix(".weight_packed")
+        if module != name:
+            w = dequantize(tensor, tensors[f"{module}.weight_scale"]).float() / tensors[f"{module}.weight_global_scale"]
+            whole[f"{module}.weight"] = w
+        elif not name.endswith(("weight_scale", "weight_global_scale")):
+            whole[name] = tensor.float()
+    return whole
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_a_merged_checkpoint_has_pefts_weights_and_the_trained_norms(
+    norms: bool, make_nvfp4: Make, make_bf16: Make, tmp_path: Path
+) -> None:
+    base = make_nvfp4("qwen2")
+    adapter = save_adapter(tmp_path / "trained", base, norms=norms)
+    merged = export(adapter, tmp_path / "merged", merge=True)
+    report = inspect_folder(merged)
+    assert report.scheme is None and report.complete
+
+    reference = AutoModelForCausalLM.from_pretrained(make_bf16("qwen2"), dtype=torch.float32)
+    missing = reference.load_state_dict(dense(base), strict=False)
+    assert not missing.unexpected_keys
+    reference = PeftModel.from_pretrained(reference, adapter).merge_and_unload()
+    expected = {name: weight.to(torch.bfloat16) for name, weight in reference.state_dict().items()}
+    if norms:
+        trained = torch.full((64,), 1.2345).to(torch.bfloat16)
+        assert not torch.equal(expected["model.layers.1.input_layernorm.weight"], trained)
+        expected["model.layers.1.input_layernorm.weight"] = trained
+    written = load_file(merged / "model.safetensors")
+    assert written.keys() <= expected.keys()
+    for name, weight in written.items():
+        torch.testing.assert_close(weight, expected[name], rtol=2**-8, atol=1e-6, msg=name)  # one step of BF16
+
+    ids = torch.arange(3, 19)[None]
+    trainer = PeftModel.from_pretrained(model.load(base), adapter)
+    if norms:
+        from qerl_recipes.model.norms import load_norms
+
+        assert load_norms(trainer.get_base_model(), adapter) == 1
+    ours = trainer(input_ids=ids).logits.float()
+    theirs = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.bfloat16)(input_ids=ids).logits.float()
+    without = model.load(base)(input_ids=ids).logits.float()
+    assert (ours - theirs).abs().mean() < 0.1 * (ours - without).abs().mean()
+
+
+def test_merging_onto_a_bf16_base_quantizes_it_first_as_training_did(
+    make_bf16: Make, make_nvfp4: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bf16 = save_adapter(tmp_path / "a", make_bf16("qwen2"))
+    packed = save_adapter(tmp_path / "b", make_nvfp4("qwen2"))
+    capsys.readouterr()
+    plain = save_adapter(tmp_path / "c", make_bf16("qwen2"), quantization="bf16")
+    one, two, three = (
+        load_file(export(adapter, tmp_path / f"merged-{adapter.name}", merge=True) / "model.safetensors")
+        for adapter in (bf16, packed, plain)
+    )
+    assert one.keys() == two.keys() == three.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    untouched = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(three[untouched], load_file(make_bf16("qwen2") / "model.safetensors")[untouched])
+    assert not torch.equal(one[untouched], three[untouched])
+    assert not (tmp_path / "merged-a" / "packed").exists()
+    assert "packed" not in capsys.readouterr().out  # nothing of a folder that is gone by now
+
+
+def test_a_sharded_base_keeps_its_shards(make_bf16: Make, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    AutoModelForCausalLM.from_pretrained(make_bf16("qwen2")).save_pretrained(base, max_shard_size="60KB")
+    adapter = save_adapter(tmp_path / "trained", base, quantization="bf16")
+    merged = export(adapter, tmp_path / "merged", merge=True)
+    assert len(inspect_folder(merged).files) == len(inspect_folder(base).files) > 1
+
+
+def test_a_merge_copies_tokenizer_and_licence_and_none_of_the_bases_other_weights(
+    make_bf16: Make, tmp_path: Path
+) -> None:
+    base = shutil.copytree(make_bf16("qwen2"), tmp_path / "base")
+    others = (
+        "model.h5",
+        "flax_model.msgpack",
+        "model.onnx",
+        "model.gguf",
+        "pytorch_model.bin",
+        "model.pt",
+        "model.pth",
+    )
+    for name in (*others, "README.md", "LICENSE", "pytorch_model.bin.index.json", ".gitattributes"):
+        (base / name).write_text("the base's")
+    adapter = save_adapter(tmp_path / "trained", base, quantization="bf16")
+    merged = export(adapter, tmp_path / "merged", merge=True)
+    there = {file.name for file in merged.iterdir()}
+    assert there == {f.name for f in make_bf16("qwen2").iterdir()} | {"README.md", "LICENSE"}
+    card = (merged / "README.md").read_text()
+    assert f"vllm serve {merged}" in card and open_adapter(adapter).sha256() in card and str(base) not in card
+
+
+def test_export_says_what_it_wrote_and_a_card_names_no_place_outside_its_commands(
+    make_nvfp4: Make, tmp_path: Path
+) -> None:
+    base = make_nvfp4("qwen2")
+    adapter = save_adapter(tmp_path / "trained", base, recipe={"system_prompt": "S"})
+    (adapter / "chat_template.jinja").write_text("{{ messages }}")
+    found = CliRunner().invoke(cli.app, ["export", str(adapter), str(tmp_path / "out")], catch_exceptions=False)
+    assert re.fullmatch(
+        rf"wrote {tmp_path}/out: README.md, adapter_config.json, .*qerl_state.json \(0.0 MB\)\n", found.output
+    )
+    exported = open_adapter(tmp_path / "out")
+    assert exported.recipe == {"system_prompt": "S"}
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
+    lines = (tmp_path / "out" / "README.md").read_text().splitlines()
+    assert any("| base model | `nvfp4` |" in line for line in lines)
+    assert all(line.startswith("vllm serve ") for line in lines if "/" in line.replace("config.json and", ""))
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_a_full_disk_names_the_destination(
+    merge: bool, make_nvfp4: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = save_adapter(tmp_path / "trained", make_nvfp4("qwen2"))
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("shutil.copyfile", full)
+    with pytest.raises(OSError, match=rf"^\[Errno 28\] {tmp_path}/out could not be written .*nothing was changed"):
+        export(adapter, tmp_path / "out", merge=merge)
+    assert [path.name for path in tmp_path.iterdir()] == ["trained"]
+
+
+def spoil_nan(folder: Path) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    next(iter(tensors.values()))[0, 0] = float("nan")
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def spoil_half(folder: Path) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors.pop(next(name for name in tensors if name.endswith("lora_B.weight")))
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def spoil_file(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").write_bytes(b"\xff" * 100)
+
+
+def spoil_norms(folder: Path) -> None:
+    save_file({"model.layers.9.input_layernorm.weight": torch.ones(64)}, folder / "norms.safetensors")
+
+
+def spoil_hash(folder: Path) -> None:
+    state = json.loads((folder / "qerl_state.json").read_text())
+    (folder / "qerl_state.json").write_text(json.dumps(state | {"base_hash": "0" * 64}))
+
+
+def spoil_arm(folder: Path) -> None:
+    state = json.loads((folder / "qerl_state.json").read_text())
+    (folder / "qerl_state.json").write_text(json.dumps(state | {"quantization": "nf4"}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (spoil_nan, "NaN or infinite"),
+        (spoil_half, "is missing; save the whole adapter again"),
+        (spoil_file, "is damaged"),
+        (spoil_norms, "no such tensor"),
+        (spoil_hash, "trained on another base"),
+        (spoil_arm, "NF4 weights, which are not merged"),
+    ],
+)
+def test_a_spoiled_adapter_is_refused_and_nothing_is_written(
+    spoil: Callable[[Path], None], message: str, make_nvfp4: Make, tmp_path: Path
+) -> None:
+    adapter = save_adapter(tmp_path / "trained", make_nvfp4("qwen2"))
+    spoil(adapter)
+    with pytest.raises(ValueError, match=message):
+        export(adapter, tmp_path / "merged", merge=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["trained"]
+
+
+def test_a_full_destination_is_kept_unless_overwriting(make_nvfp4: Make, tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "trained", make_nvfp4("qwen2"))
+    export(adapter, tmp_path / "out")
+    (tmp_path / "out" / "mine.txt").write_text("x")
+    with pytest.raises(FileExistsError):
+        export(adapter, tmp_path / "out")
+    assert (tmp_path / "out" / "mine.txt").exists()
+    export(adapter, tmp_path / "out", overwrite=True)
+    assert not (tmp_path / "out" / "mine.txt").exists()
+
+
+def test_an_adapter_without_a_base_asks_for_one(make_nvfp4: Make, tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "trained", make_nvfp4("qwen2"))
+    (adapter / "qerl_state.json").unlink()
+    (adapter / "adapter_config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(ValueError, match="name it with --base"):
+        export(adapter, tmp_path / "out")
+    export(adapter, tmp_path / "out", base=str(make_nvfp4("qwen2")))
+    assert json.loads((tmp_path / "out" / "qerl_state.json").read_text())["base_hash"]

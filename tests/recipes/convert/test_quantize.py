@@ -1,0 +1,276 @@
+"""The quantizer: llmcompressor's bytes, the files it writes, every kind of source, and what it refuses."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from qerl_kernels.nvfp4 import dequantize, quantize
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    CompressedTensorsConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
+
+from qerl_recipes.convert.quantize import quantization_config, quantize_checkpoint
+from qerl_vllm_plugin.checkpoint import CheckpointError, check_tensors, inspect_folder, read_quantization
+from qerl_vllm_plugin.safetensors_header import read_tensor
+
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "llmcompressor"
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: read_tensor(header) for name, header in inspect_folder(folder).tensors.items()}
+
+
+def save_model(config, folder: Path, dtype: torch.dtype = torch.bfloat16, shard: str = "8KB") -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder, max_shard_size=shard)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory) -> Path:
+    config = Qwen2Config(intermediate_size=48, tie_word_embeddings=False, **SIZES)
+    return save_model(config, tmp_path_factory.mktemp("dense") / "bf16")
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_promise_01_the_bytes_are_those_of_llmcompressor(kind, tmp_path):
+    quantize_checkpoint(FIXTURES / f"{kind}-bf16", tmp_path / "nvfp4")
+    ours, theirs = tensors_of(tmp_path / "nvfp4"), tensors_of(FIXTURES / f"{kind}-nvfp4")
+    assert ours.keys() == theirs.keys() and sum(name.endswith("_packed") for name in ours) >= 7
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype and ours[name].shape == tensor.shape, name
+        assert torch.equal(ours[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    ours_config, theirs_config = (
+        json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "nvfp4", FIXTURES / f"{kind}-nvfp4")
+    )
+    assert ours_config["quantization_config"] == theirs_config["quantization_config"]
+
+
+def test_the_folder_is_a_checkpoint_that_other_readers_accept(dense, tmp_path):
+    (dense / "tokenizer.json").write_text("{}")
+    (dense / "pytorch_model.bin").write_text("never copied")
+    report = quantize_checkpoint(dense, tmp_path / "nvfp4")
+    inspected = inspect_folder(tmp_path / "nvfp4")
+    assert inspected.complete and inspected.scheme == read_quantization(quantization_config(["lm_head"]))
+    assert {f.name for f in inspected.files} == {f.name for f in inspect_folder(dense).files}
+    for file in inspected.files:  # the safetensors library itself reads each shard
+        for name, tensor in load_file(file).items():
+            assert torch.equal(tensor.view(torch.uint8), read_tensor(inspected.tensors[name]).view(torch.uint8))
+    for name in [n.removesuffix("_packed") for n in inspected.tensors if n.endswith("weight_packed")]:
+        check_tensors(
+            name, *(read_tensor(inspected.tensors[name + part]) for part in ("_packed", "_scale", "_global_scale"))
+        )
+    assert (tmp_path / "nvfp4" / "tokenizer.json").is_file() and (
+        tmp_path / "nvfp4" / "generation_config.json"
+    ).is_file()
+    assert not (tmp_path / "nvfp4" / "pytorch_model.bin").exists()
+    assert AutoConfig.from_pretrained(tmp_path / "nvfp4").quantization_config["quant_method"] == "compressed-tensors"
+    saved = json.loads((tmp_path / "nvfp4" / "quantize_report.json").read_text())
+    assert len(saved["layers"]) == len(report.layers) == 14
+
+
+def test_compressed_tensors_itself_unpacks_the_same_weights(dense, tmp_path):
+    quantize_checkpoint(dense, tmp_path / "nvfp4")
+    how = CompressedTensorsConfig(dequantize=True)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4", quantization_config=how, dtype=torch.bfloat16)
+    tensors, weights = tensors_of(tmp_path / "nvfp4"), theirs.state_dict()
+    modules = [name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed")]
+    assert len(modules) == 14
+    for module in modules:
+        w = dequantize(tensors[f"{module}.weight_packed"], tensors[f"{module}.weight_scale"]).float()
+        w = w / tensors[f"{module}.weight_global_scale"]
+        # they multiply by the scale after dividing it by the tensor scale: one fp32 rounding apart, then BF16
+        torch.testing.assert_close(weights[f"{module}.weight"].float(), w, rtol=2**-7, atol=0)
+
+
+def test_the_reported_error_is_the_error(dense, tmp_path):
+    report = quantize_checkpoint(dense, tmp_path / "nvfp4")
+    source, packed = tensors_of(dense), tensors_of(tmp_path / "nvfp4")
+    for layer in report.layers:
+        w = source[f"{layer.name}.weight"].double()
+        codes, scales = packed[f"{layer.name}.weight_packed"], packed[f"{layer.name}.weight_scale"]
+        restored = dequantize(codes, scales).double() / packed[f"{layer.name}.weight_global_scale"].double()
+        assert layer.shape == tuple(w.shape)
+        assert layer.relative_error == pytest.approx(float((restored - w).norm() / w.norm()), rel=1e-4)
+        assert 0.05 < layer.relative_error < 0.15
+
+
+def test_searched_scales_lower_the_error_of_every_layer(dense, tmp_path):
+    plain = {layer.name: layer.relative_error for layer in quantize_checkpoint(dense, tmp_path / "amax").layers}
+    searched = {x.name: x.relative_error for x in quantize_checkpoint(dense, tmp_path / "mse", scales="mse").layers}
+    assert plain.keys() == searched.keys()
+    assert all(searched[name] < 0.98 * plain[name] for name in plain)
+    assert inspect_folder(tmp_path / "mse").scheme == inspect_folder(tmp_path / "amax").scheme
+
+
+def test_fused_parts_in_different_shards_share_one_tensor_scale(tmp_path):
+    quantize_checkpoint(FIXTURES / "qwen2-bf16", tmp_path / "nvfp4")
+    headers, tensors = inspect_folder(FIXTURES / "qwen2-bf16").tensors, tensors_of(tmp_path / "nvfp4")
+    for layer in range(2):
+        for block, names in (("self_attn", "qkv"), ("mlp", ("gate", "up"))):
+            modules = [f"model.layers.{layer}.{block}.{name}_proj" for name in names]
+            assert len({float(tensors[f"{module}.weight_global_scale"]) for module in modules}) == 1
+    files = {headers[f"model.layers.0.mlp.{part}_proj.weight"].file for part in ("gate", "up")}
+    assert len(files) == 2, "the fixture must keep gate and up in different shards"
+    down = tensors["model.layers.0.mlp.down_proj.weight_global_scale"]
+    assert down != tensors["model.layers.0.mlp.up_proj.weight_global_scale"]
+
+
+def test_a_mixture_of_experts_packs_its_experts_and_keeps_its_routers(tmp_path):
+    config = Qwen3MoeConfig(
+        intermediate_size=48, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, head_dim=16,
+        mlp_only_layers=[1], tie_word_embeddings=False, **SIZES,
+    )  # fmt: skip
+    source = save_model(config, tmp_path / "bf16")
+    report = quantize_checkpoint(source, tmp_path / "nvfp4")
+    inspected, tensors = inspect_folder(tmp_path / "nvfp4"), tensors_of(tmp_path / "nvfp4")
+    assert inspected.complete
+    assert len(report.layers) == 2 * 4 + 4 * 3 + 3  # attention, experts of layer 0, the dense layer 1
+    assert inspected.scheme.ignore == ("model.layers.0.mlp.gate", "lm_head")
+    assert tensors["model.layers.0.mlp.gate.weight"].dtype == torch.bfloat16
+    experts = [f"model.layers.0.mlp.experts.{e}" for e in range(4)]
+    divisors = [float(tensors[f"{e}.gate_proj.weight_global_scale"]) for e in experts]
+    assert divisors == [float(tensors[f"{e}.up_proj.weight_global_scale"]) for e in experts]
+    assert len(set(divisors)) > 1, "experts do not share a scale with one another"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_fp16_and_fp32_sources_give_the_bytes_of_their_bf16_rounding(dtype, tmp_path):
+    config = LlamaConfig(intermediate_size=48, **SIZES)
+    source = save_model(config, tmp_path / "wide", dtype, shard="1GB")
+    quantize_checkpoint(source, tmp_path / "nvfp4")
+    tensors = tensors_of(tmp_path / "nvfp4")
+    w = load_file(source / "model.safetensors")["model.layers.1.self_attn.o_proj.weight"]
+    assert torch.equal(tensors["model.layers.1.self_attn.o_proj.weight_packed"], quantize(w.bfloat16()).codes)
+    assert {t.dtype for name, t in tensors.items() if "proj" not in name} == {torch.bfloat16}
+    assert json.loads((tmp_path / "nvfp4" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert [f.name for f in inspect_folder(tmp_path / "nvfp4").files] == ["model.safetensors"]
+
+
+def test_ignored_layers_stay_in_bf16_bit_for_bit(dense, tmp_path):
+    quantize_checkpoint(dense, tmp_path / "nvfp4", ignore=("lm_head", r"re:model\.layers\.0\.mlp\..*"))
+    tensors, scheme = tensors_of(tmp_path / "nvfp4"), inspect_folder(tmp_path / "nvfp4").scheme
+    for name in ("gate", "up", "down"):
+        module = f"model.layers.0.mlp.{name}_proj"
+        assert not scheme.is_quantized(module) and torch.equal(
+            tensors[f"{module}.weight"], tensors_of(dense)[f"{module}.weight"]
+        )
+    assert scheme.is_quantized("model.layers.1.mlp.up_proj")
+
+
+def test_ignoring_one_part_of_a_fused_layer_is_refused(dense, tmp_path):
+    with pytest.raises(CheckpointError, match=r"vLLM stacks .*q_proj.*k_proj.*v_proj into one matrix; ignore all"):
+        quantize_checkpoint(dense, tmp_path / "nvfp4", ignore=("model.layers.0.self_attn.q_proj",))
+
+
+def test_an_ignore_pattern_that_matches_nothing_is_refused(dense, tmp_path):
+    with pytest.raises(CheckpointError, match=r"ignore: 'model\.layer\.0' matches no linear layer"):
+        quantize_checkpoint(dense, tmp_path / "nvfp4", ignore=("model.layer.0",))
+
+
+def test_columns_that_are_no_multiple_of_16_name_the_tensor_and_the_way_out(tmp_path):
+    source = save_model(Qwen2Config(intermediate_size=40, **SIZES), tmp_path / "bf16")
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.down_proj\.weight has 40 columns.*--ignore model"):
+        quantize_checkpoint(source, tmp_path / "nvfp4")
+    report = quantize_checkpoint(source, tmp_path / "nvfp4", ignore=("lm_head", r"re:.*\.mlp\.down_proj"))
+    assert len(report.layers) == 12
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_a_weight_that_is_not_finite_is_refused_by_name(dense, tmp_path, name, value):
+    source = shutil.copytree(dense, tmp_path / "bf16")
+    file = inspect_folder(source).tensors[name].file
+    tensors = load_file(file)
+    tensors[name].view(-1)[3] = value
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"tensor {name} holds 1 values that are NaN, infinite"):
+        quantize_checkpoint(source, tmp_path / "nvfp4")
+    assert not (tmp_path / "nvfp4").exists() and not list(tmp_path.glob(".nvfp4*"))
+
+
+def test_a_quantized_source_is_refused(dense, tmp_path):
+    with pytest.raises(CheckpointError, match="is an NVFP4 checkpoint already; start from the BF16 checkpoint"):
+        quantize_checkpoint(FIXTURES / "qwen2-nvfp4", tmp_path / "nvfp4")
+    source = shutil.copytree(dense, tmp_path / "gptq")
+    config = json.loads((source / "config.json").read_text()) | {"quantization_config": {"quant_method": "gptq"}}
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"quant_method 'gptq'.*start from the BF16 checkpoint"):
+        quantize_checkpoint(source, tmp_path / "nvfp4")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "rtm"}, "method: 'rtm' is unknown; choose one of rtn, gptq, awq"),
+        ({"scales": "mae"}, "scales: 'mae' is unknown; choose one of amax, mse"),
+        ({"device": "tpu"}, "device: 'tpu' is unknown; choose cpu or cuda"),
+        ({"method": "awq"}, "awq needs a CUDA device"),
+        ({"method": "gptq"}, 'needs a file of JSON lines with a key "text"'),
+        ({"method": "gptq", "scales": "mse"}, "scales: 'mse' goes with --method rtn only"),
+        ({"calibration": "texts.jsonl"}, "rtn uses no texts"),
+    ],
+    ids=lambda v: "-".join(v.values()) if isinstance(v, dict) else "",
+)
+def test_an_option_that_cannot_be_honoured_is_refused_by_name(dense, tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        quantize_checkpoint(dense, tmp_path / "nvfp4", **options)
+
+
+def test_cuda_without_a_device_is_refused(dense, tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device here")
+    with pytest.raises(ValueError, match="torch sees no CUDA device here; use --device cpu"):
+        quantize_checkpoint(dense, tmp_path / "nvfp4", device="cuda")
+
+
+def test_a_missing_source_says_what_was_tried(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointError, match="there is no such folder, and no such model could be fetched"):
+        quantize_checkpoint("nobody/no-such-model", tmp_path / "nvfp4")
+
+
+def test_a_destination_inside_the_source_is_refused(dense):
+    with pytest.raises(CheckpointError, match="overlap; name another destination"):
+        quantize_checkpoint(dense, dense / "nvfp4")
+
+
+def test_a_model_class_that_transformers_lacks_is_refused(dense, tmp_path):
+    source = shutil.copytree(dense, tmp_path / "bf16")
+    config = json.loads((source / "config.json").read_text()) | {"model_type": "nobodys"}
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="transformers cannot build a causal language model"):
+        quantize_checkpoint(source, tmp_path / "nvfp4")
+
+
+def test_an_architecture_without_linear_layers_is_not_supported(tmp_path):
+    """GPT-2's layers are Conv1D, whose weights are the other way round."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(CheckpointError, match=r"GPT2LMHeadModel has no linear layer .* not supported; known .* qwen2"):
+        quantize_checkpoint(tmp_path / "gpt2", tmp_path / "nvfp4")
+
+
+def test_parts_of_linear_attention_that_vllm_stacks_share_a_tensor_scale(tmp_path):
+    heads = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16}
+    heads |= {"linear_value_head_dim": 16, "full_attention_interval": 2, "head_dim": 16, "intermediate_size": 48}
+    source = save_model(AutoConfig.for_model("qwen3_5_text", **SIZES, **heads), tmp_path / "bf16", shard="1GB")
+    quantize_checkpoint(source, tmp_path / "nvfp4")
+    divisors = {
+        name.split(".")[-2]: float(tensor)
+        for name, tensor in tensors_of(tmp_path / "nvfp4").items()
+        if ".linear_attn." in name and name.endswith("global_scale")
+    }
+    assert divisors["in_proj_qkv"] == divisors["in_proj_z"] != divisors["out_proj"]
+    assert divisors["in_proj_b"] == divisors["in_proj_a"] != divisors["in_proj_z"]

@@ -1,0 +1,81 @@
+"""GPTQ through llmcompressor in its own environment, and what happens where that environment fails."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+
+from qerl_recipes.convert import llmcompressor_run
+from qerl_recipes.convert.quantize import quantize_checkpoint
+from qerl_vllm_plugin.checkpoint import check_tensors, inspect_folder
+from qerl_vllm_plugin.safetensors_header import read_tensor
+
+WORDS = [f"word{i}" for i in range(60)]
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = Qwen2Config(num_attention_heads=2, num_key_value_heads=1, **sizes)
+    folder = tmp_path / "bf16"
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    tokenizer = Tokenizer(models.BPE())  # bytes: the kind of tokenizer that Qwen2 has
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=257, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"])
+    tokenizer.train_from_iterator([], trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|endoftext|>").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def texts(tmp_path) -> Path:
+    generator = torch.Generator().manual_seed(1)
+    lines = [" ".join(WORDS[int(i)] for i in torch.randint(0, 60, (24,), generator=generator)) for _ in range(8)]
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    return file
+
+
+@pytest.mark.integration
+def test_gptq_writes_a_checkpoint_of_the_same_format(source, texts, tmp_path):
+    if "QERL_LLMCOMPRESSOR_PYTHON" not in os.environ and not llmcompressor_run.is_ready():
+        pytest.skip("llmcompressor's own environment is not made here; `qerl quantize --method gptq` makes it")
+    report = quantize_checkpoint(source, tmp_path / "gptq", method="gptq", calibration=texts)
+    plain = quantize_checkpoint(source, tmp_path / "rtn")
+    inspected = inspect_folder(tmp_path / "gptq")
+    assert inspected.complete and inspected.scheme == inspect_folder(tmp_path / "rtn").scheme
+    assert [layer.name for layer in report.layers] == [layer.name for layer in plain.layers]
+    tensors = {name: read_tensor(header) for name, header in inspected.tensors.items()}
+    rounded = {name: read_tensor(header) for name, header in inspect_folder(tmp_path / "rtn").tensors.items()}
+    for layer in report.layers:
+        check_tensors(layer.name, *(tensors[f"{layer.name}.weight_{p}"] for p in ("packed", "scale", "global_scale")))
+        assert 0 < layer.relative_error < 0.2
+    differ = [n for n in tensors if n.endswith("packed") and not torch.equal(tensors[n], rounded[n])]
+    assert differ, "GPTQ rounds some weights away from the nearest code"
+    assert (tmp_path / "gptq" / "tokenizer.json").is_file()
+
+
+def test_a_failing_llmcompressor_shows_its_last_lines_and_leaves_nothing(source, texts, tmp_path, monkeypatch):
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho halfway > /dev/null\necho 'the reason it failed' >&2\nexit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("QERL_LLMCOMPRESSOR_PYTHON", str(program))
+    with pytest.raises(RuntimeError, match=r"llmcompressor \(gptq\) failed\nexit status 3; .*\nthe reason it failed"):
+        quantize_checkpoint(source, tmp_path / "gptq", method="gptq", calibration=texts)
+    assert not (tmp_path / "gptq").exists() and not list(tmp_path.glob(".gptq*"))
+
+
+def test_an_environment_that_cannot_be_made_says_how_to_make_it(tmp_path, monkeypatch):
+    monkeypatch.delenv("QERL_LLMCOMPRESSOR_PYTHON", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(llmcompressor_run.sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match=r"could not be made; by hand .*pip.*llmcompressor==0\.14\.0\.1"):
+        llmcompressor_run.environment()
+    assert not llmcompressor_run.is_ready()

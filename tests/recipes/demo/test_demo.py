@@ -1,0 +1,94 @@
+"""The demo's own checks, and the shipped starting model. The whole demo is what ``make demo`` runs."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from qerl_recipes.demo import run as demo
+from qerl_recipes.demo import starting_model
+from qerl_recipes.tasks import running_sum
+
+SHIPPED = demo.RECIPES / "starting_model"
+
+
+def results(base: float, adapter: float, width: float = 0.02) -> dict:
+    def result(accuracy: float) -> dict:
+        return {"accuracy": accuracy, "n": 512, "ci95": [accuracy - width, accuracy + width]}
+
+    return {"bf16_base": result(base), "nvfp4_base": result(base), "nvfp4_adapter": result(adapter)}
+
+
+@pytest.mark.parametrize(
+    ("base", "adapter", "width", "code"),
+    [(0.2, 0.9, 0.02, 0), (0.2, 0.29, 0.02, 1), (0.2, 0.9, 0.4, 1), (0.5, 0.2, 0.02, 1)],
+    ids=["learned", "too_little", "intervals_meet", "worse"],
+)
+def test_the_exit_code_says_whether_the_adapter_learned(
+    base: float, adapter: float, width: float, code: int, tmp_path: Path
+) -> None:
+    assert demo._conclude(Console(quiet=True), results(base, adapter, width), tmp_path, 1.0) == code
+
+
+def test_only_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
+    precious = tmp_path / "precious.txt"
+    precious.write_text("x")
+    with pytest.raises(FileExistsError, match="holds no demo"):
+        demo.run(tmp_path)
+    assert precious.exists()
+    precious.unlink()
+    demo._empty(tmp_path, {"seed": 0})
+    (tmp_path / "old").write_text("x")
+    demo._empty(tmp_path, {"seed": 1})
+    assert [file.name for file in tmp_path.iterdir()] == [demo.MARK]
+    assert json.loads((tmp_path / demo.MARK).read_text()) == {"seed": 1}
+
+
+@pytest.mark.parametrize(("name", "value"), [("problems", 299), ("problems", 513), ("steps", 0)])
+def test_numbers_without_sense_are_refused_before_anything_is_written(name: str, value: int, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"--{name} is {value}"):
+        demo.run(tmp_path / "new", **{name: value})
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_shipped_starting_model_is_small_and_worth_learning_from() -> None:
+    assert sum(file.stat().st_size for file in SHIPPED.iterdir()) < 1_000_000
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
+    assert tokenizer("7+5=").input_ids == starting_model.encode("7+5=")
+    model = AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32)
+    asked = running_sum.held_out(128)
+    measured = starting_model.check_worth_learning(model, asked)
+    assert 0.05 < measured["greedy"] < 0.35 and measured["step_by_step"] > 0.9
+
+
+def test_a_starting_model_that_thinking_does_not_help_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing to teach"):
+        starting_model.check_worth_learning(starting_model.new_model(0).eval(), running_sum.held_out(8))
+
+
+def test_training_the_starting_model_draws_no_held_out_problem() -> None:
+    held_out = {problem.prompt for problem in running_sum.held_out()}
+    ids, labels = starting_model.draw_batch(random.Random(0), 0.5, held_out)
+    prompts = {
+        "".join(starting_model.VOCABULARY[i] for i, label in zip(row, label_row, strict=True) if label == -100 and i)
+        for row, label_row in zip(ids.tolist(), labels.tolist(), strict=True)
+    }
+    assert len(prompts) == starting_model.BATCH and not prompts & held_out
+
+
+@pytest.mark.slow
+def test_the_whole_demo_runs_and_says_when_one_step_has_taught_nothing(tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "qerl_recipes.cli", "demo", "--output", str(tmp_path), "--steps", "1"]
+    done = subprocess.run([*line, "--problems", "300"], capture_output=True, text=True)
+    assert done.returncode == 1 and "was expected" in done.stdout, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert set(summary["accuracy"]) == {"bf16_base", "nvfp4_base", "nvfp4_adapter"}
+    assert summary["problems"] == 300 and summary["seed"] == 0 and summary["seconds"] > 0
+    assert "<svg" in (tmp_path / "report.html").read_text()
+    assert (tmp_path / "adapter/adapter_model.safetensors").is_file()

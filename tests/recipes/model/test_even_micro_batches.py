@@ -1,0 +1,53 @@
+"""Rows of a step dealt anew to its micro-batches: as many tokens in each, equal prompts together."""
+
+import torch
+
+from qerl_recipes.model.packing import even_micro_batches
+
+P, C = 7, 9  # columns of prompts and of completions
+
+
+def test_micro_batches_of_a_step_become_even_and_keep_groups_together():
+    generator = torch.Generator().manual_seed(2)
+    lengths = torch.randint(1, C + 1, (32,), generator=generator)
+    order = torch.randperm(32, generator=generator)
+    whole = {
+        "prompt_ids": (torch.arange(32) // 4)[:, None].expand(32, P)[order],
+        "prompt_mask": torch.ones(32, P, dtype=torch.long),
+        "completion_ids": torch.arange(32)[:, None].expand(32, C)[order],
+        "completion_mask": (torch.arange(C) < lengths[:, None]).long()[order],
+        "advantages": torch.arange(32.0)[order],
+        "num_items_in_batch": torch.tensor(7),
+        "absent": None,
+    }
+    split = [
+        {k: v[i : i + 8] if torch.is_tensor(v) and v.dim() else v for k, v in whole.items()} for i in (0, 8, 16, 24)
+    ]
+    even = even_micro_batches(split, 2)
+    for step in (slice(0, 2), slice(2, 4)):
+        before, after = (torch.cat([b["advantages"] for b in batches[step]]) for batches in (split, even))
+        assert sorted(before.tolist()) == sorted(after.tolist())
+    for one in even:
+        assert torch.equal(one["advantages"], one["completion_ids"][:, 0].float())
+        assert torch.equal(one["completion_mask"].sum(1), lengths[one["completion_ids"][:, 0]])
+        assert int(one["num_items_in_batch"]) == 7
+        assert one["absent"] is None
+    tokens = [int(one["completion_mask"].sum()) for one in even]
+    assert max(abs(tokens[0] - tokens[1]), abs(tokens[2] - tokens[3])) <= C
+    (together,) = [even_micro_batches(split, 4)]
+    assert all(len(one["prompt_ids"][:, 0].unique()) == 2 for one in together)
+
+
+def test_a_prompt_that_was_drawn_twice_does_not_tear_the_others_apart():
+    """Twelve rows of four, one prompt in two groups; the longest completions are dealt first, in whole groups."""
+    prompts = torch.tensor([5, 6, 5]).repeat_interleave(4)[:, None]
+    completions = torch.arange(12)[:, None].expand(12, 12)
+    mask = (torch.arange(12) < torch.arange(12, 0, -1)[:, None]).long()
+    rows = {"prompt_ids": prompts, "prompt_mask": torch.ones_like(prompts), "completion_ids": completions}
+    batches = [
+        {key: value[first : first + 4] for key, value in {**rows, "completion_mask": mask}.items()}
+        for first in (0, 4, 8)
+    ]
+    even = even_micro_batches(batches, 3)
+    assert sorted(one["prompt_ids"].unique().tolist() for one in even) == [[5], [5], [6]]
+    assert sorted(torch.cat([one["completion_ids"][:, 0] for one in even]).tolist()) == list(range(12))

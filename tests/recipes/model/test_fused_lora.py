@@ -1,0 +1,90 @@
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.layer import LoraLayer
+
+from qerl_recipes.model import fused_lora
+from qerl_recipes.model import loading as model
+
+
+@pytest.fixture
+def adapted(make_nvfp4):
+    loaded = model.load(make_nvfp4("qwen2"))
+    result = get_peft_model(loaded, LoraConfig(r=4, lora_alpha=12, target_modules="all-linear", task_type="CAUSAL_LM"))
+    torch.manual_seed(0)
+    for name, weight in result.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.2)
+    return result
+
+
+def layer_results(layer, x, dy, dtype):
+    """Output, gradients of x, A and B of one LoRA layer, under autocast where ``dtype`` is BF16."""
+    x = x.detach().clone().to(dtype).requires_grad_()
+    layer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        y = layer(x)
+    y.backward(dy.to(y.dtype))
+    return [t.detach().float() for t in (y, x.grad, layer.lora_A.default.weight.grad, layer.lora_B.default.weight.grad)]
+
+
+@pytest.mark.parametrize("name", ["self_attn.q_proj", "mlp.down_proj"])
+def test_it_is_peft_s_arithmetic_with_fewer_roundings(name, adapted):
+    layer = adapted.get_base_model().model.layers[1].get_submodule(name)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(1, 33, layer.in_features, generator=generator)
+    dy = torch.randn(1, 33, layer.out_features, generator=generator).bfloat16().float()
+    x = x.bfloat16().float()
+    exact = layer_results(copy.deepcopy(layer).float(), x, dy, torch.float32)
+    plain = layer_results(layer, x, dy, torch.bfloat16)
+    assert fused_lora.install(adapted, "default") == 14
+    fused = layer_results(layer, x, dy, torch.bfloat16)
+    for what, mine, theirs, true in zip(("y", "dx", "dA", "dB"), fused, plain, exact, strict=True):
+        error, before = (float((values - true).abs().mean()) for values in (mine, theirs))
+        assert error < 0.02 * float(true.abs().mean()), what
+        assert error <= 1.1 * before, what
+
+
+def test_no_copy_of_the_activations_in_fp32_is_made(adapted):
+    layer = adapted.get_base_model().model.layers[0].mlp.down_proj
+    fused_lora.install(adapted, "default")
+    kept = []
+    x = torch.randn(1, 50, layer.in_features, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        with torch.autocast("cpu", torch.bfloat16):
+            layer(x)
+    assert not any(t.dtype == torch.float32 and t.numel() >= 50 * 16 for t in kept)
+
+
+def test_without_autocast_it_computes_in_the_dtype_of_the_adapter(adapted):
+    ids = torch.arange(5)[None]
+    with torch.no_grad():
+        plain = adapted(input_ids=ids).logits
+        fused_lora.install(adapted, "default")
+        torch.testing.assert_close(adapted(input_ids=ids).logits, plain, rtol=0.05, atol=0.2)
+
+
+def test_other_variants_and_switched_off_adapters_stay_as_they_are(adapted):
+    fused_lora.install(adapted, "default")
+    assert fused_lora.install(adapted, "default") == 0
+    ids = torch.arange(5)[None]
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        with adapted.disable_adapter():
+            off = adapted(input_ids=ids).logits
+        assert not torch.equal(off, adapted(input_ids=ids).logits)
+        assert torch.equal(off, adapted.unload()(input_ids=ids).logits)
+
+
+def test_a_bf16_layer_merges_as_before(make_bf16):
+    lora = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    weights = []
+    for install in (False, True):
+        torch.manual_seed(0)
+        adapted = get_peft_model(model.load(make_bf16("qwen2")), lora)
+        if install:
+            assert fused_lora.install(adapted, "default") == 2
+        assert sum(isinstance(module, LoraLayer) for module in adapted.modules()) == 2
+        weights.append(adapted.merge_and_unload().model.layers[0].self_attn.q_proj.weight)
+    assert torch.equal(*weights)

@@ -1,0 +1,366 @@
+import dataclasses
+import difflib
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from qerl_recipes import cli
+from qerl_recipes.recipe import configs
+from qerl_recipes.recipe.configs import parse, tracker_environment
+from qerl_recipes.recipe.file import ConfigError
+from qerl_recipes.recipe.keys import HONOURED, REFUSED, WITHOUT_EFFECT, refusals
+
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "data" / "recipes"
+CPU = ["--use_cpu", "true", "--bf16", "false"]
+
+
+def recipe(folder: Path, text: str) -> list[str]:
+    (folder / "recipe.yaml").write_text(text)
+    return ["--config", str(folder / "recipe.yaml"), *CPU]
+
+
+@pytest.mark.parametrize("dataclass", [configs.ScriptArguments, configs.GRPOConfig, configs.ModelConfig])
+def test_every_key_is_either_honoured_or_refused_by_name(dataclass):
+    """Fails when a new TRL or transformers brings a key that nobody has decided about."""
+    keys = {field.name for field in dataclasses.fields(dataclass) if field.init}
+    assert keys - HONOURED - set(REFUSED) == set()
+
+
+def test_the_tables_name_only_keys_that_exist_and_each_once():
+    classes = (configs.ScriptArguments, configs.GRPOConfig, configs.ModelConfig)
+    keys = {field.name for dataclass in classes for field in dataclasses.fields(dataclass) if field.init}
+    assert HONOURED | set(REFUSED) == keys
+    assert HONOURED & set(REFUSED) == set()
+
+
+def test_defaults_need_no_refusal():
+    assert refusals(*parse(CPU)) == []
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--vllm_mode", "server"],
+        ["--use_vllm", "false"],
+        ["--use_peft", "false"],
+        ["--sync_ref_model", "true"],
+        ["--lora_modules_to_save", "input_layernorm"],
+        ["--load_in_4bit", "true"],
+        ["--use_dora", "true"],
+        ["--torch_compile", "true"],
+        ["--save_only_model", "true"],
+        ["--data_seed", "3"],
+        ["--dataset_streaming", "true"],
+        ["--callbacks", "push_to_hub_revision", "another"],
+        ["--benchmarks", "math_500"],
+        ["--code_eval_test_batch_size", "-1"],
+        ["--code_eval_scoring_mode", "pass_fail"],
+        ["--parallel_code_exec_per_proc", "4"],
+        ["--e2b_router_url", "1.2.3.4"],
+        ["--morph_router_url", "1.2.3.4"],
+        ["--code_provider=local"],
+        ["--ioi_provider", "morph"],
+        ["--push_to_hub_revision", "true"],
+        ["--use_liger_loss"],
+        ["--vllm_device", "cuda:3"],
+        ["--vllm_server_port", "9000"],
+        ["--trust_remote_code", "true"],
+    ],
+    ids=lambda flags: flags[0][2:],
+)
+def test_promise_09_a_key_that_cannot_be_honoured_is_refused_by_name_with_the_way_out(flags):
+    lines = refusals(*parse([*CPU, *flags]))
+    key = flags[0][2:].partition("=")[0]
+    refusal = (REFUSED | WITHOUT_EFFECT)[key]
+    named = [line for line in lines if line.startswith(f"{key}: ")]
+    assert len(named) == 1 and "cannot be honoured; " in named[0]
+    assert named[0].endswith(refusal.way_out) and len(refusal.way_out) > 20
+
+
+@pytest.mark.parametrize("where", ["yaml", "flag"])
+@pytest.mark.parametrize("key", ["sigma_begin", "learning_rat", "aqn", "nois_mode"])
+def test_promise_09_an_unknown_key_is_an_error_that_names_the_closest(where, key, tmp_path):
+    argv = recipe(tmp_path, f"{key}: 1\n") if where == "yaml" else [*CPU, f"--{key}", "1"]
+    with pytest.raises(ConfigError, match=f"unknown key {key}") as error:
+        parse(argv)
+    valid = {field.name for dataclass in (configs.ScriptArguments, configs.GRPOConfig, configs.ModelConfig)
+             for field in dataclasses.fields(dataclass)}  # fmt: skip
+    closest = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
+    assert not closest or f"did you mean {closest[0]}?" in str(error.value)
+
+
+def test_open_r1_mathematical_recipe_parses_unchanged():
+    with pytest.warns(UserWarning, match="no effect"):
+        script, training, model = parse(["--config", str(FIXTURES / "open_r1_math.yaml"), "--use_cpu", "true"])
+    assert model.dtype == "bfloat16"
+    assert training.warmup_steps == 0.1  # transformers 5: below 1 it is a share
+    assert script.max_prompt_length == 512 and training.vllm_max_model_length == 512 + 2048
+    assert script.reward_funcs == ["accuracy", "format", "tag_count"]
+    assert script.system_prompt == "Think first, then answer." and script.dataset_prompt_column == "problem"
+    assert training.lr_scheduler_kwargs == {"min_lr_rate": 0.1}
+    assert tracker_environment(training) == {"WANDB_ENTITY": "someone", "WANDB_PROJECT": "math"}
+    assert refusals(script, training, model) == []
+
+
+def test_open_r1_programming_recipe_parses_and_says_what_cannot_be_done():
+    with pytest.warns(UserWarning, match="no effect"):
+        script, training, model = parse(["--config", str(FIXTURES / "open_r1_code.yaml"), "--use_cpu", "true"])
+    assert training.scale_rewards == "none" and training.hub_revision == "v01.00"
+    assert script.dataset_mixture["datasets"][0]["id"] == "someone/problems"
+    refused = {line.split(":")[0] for line in refusals(script, training, model)}
+    assert refused == {"callbacks", "benchmarks", "code_eval_test_batch_size", "code_provider"}
+
+
+def test_a_recipe_of_an_earlier_trl_is_told_which_defaults_have_changed_since():
+    given = ["--config", str(FIXTURES / "open_r1_math.yaml"), "--use_cpu", "true"]
+    changed = r"beta was 0.04, is 0.0, loss_type was bnpo, is dapo$"  # it sets max_completion_length
+    with pytest.warns(UserWarning, match=changed):
+        parse(given)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parse([*given, "--beta", "0.04", "--loss_type=bnpo"])
+    assert not [warning for warning in caught if "defaults have changed" in str(warning.message)]
+
+
+def test_what_a_recipe_asks_for_in_vain_a_flag_can_take_back():
+    path = str(FIXTURES / "open_r1_code.yaml")
+    with pytest.warns(UserWarning, match="code_provider has no effect: rewards that execute code are not built in"):
+        parsed = parse(["--config", path, "--use_cpu", "true", "--code_provider", "e2b"])
+    refused = {line.split(":")[0] for line in refusals(*parsed)}
+    assert refused == {"callbacks", "benchmarks", "code_eval_test_batch_size"}
+
+
+@pytest.mark.parametrize("where", ["yaml", "flag"])
+def test_liger_s_kernels_give_way_to_qerl_s(where, tmp_path):
+    given = recipe(tmp_path, "use_liger_kernel: true\n") if where == "yaml" else [*CPU, "--use_liger_kernel", "true"]
+    with pytest.warns(UserWarning, match="use_liger_kernel has no effect: QeRL's own kernels"):
+        _, training, _ = parse(given)
+    assert training.use_liger_kernel is False  # with true, transformers would patch the layers
+    assert refusals(configs.GRPOConfig(use_liger_kernel=True, use_cpu=True, bf16=False))
+
+
+def test_flash_attention_that_is_not_here_becomes_pytorch_s_with_a_word(monkeypatch):
+    with pytest.warns(UserWarning, match=r"flash_attention_2 needs .* flash-attn, which are not here; sdpa is used"):
+        _, _, model = parse([*CPU, "--attn_implementation", "flash_attention_2"])
+    assert model.attn_implementation == "sdpa"
+    monkeypatch.setattr(configs, "is_flash_attn_2_available", lambda: True)
+    _, _, model = parse([*CPU, "--attn_implementation", "flash_attention_2"])
+    assert model.attn_implementation == "flash_attention_2"
+
+
+def test_the_adapter_is_on_all_linear_layers_unless_some_are_named(tmp_path):
+    for argv in (CPU, recipe(tmp_path, "lora_target_modules: null\n")):
+        script, _, model = parse(argv)
+        assert model.lora_target_modules == "all-linear"
+    assert configs.adapter_line(script, model).startswith(
+        "adapter: LoRA r 16, alpha 32, on all linear layers of the blocks;"
+    )
+    assert "full fine-tuning" not in configs.adapter_line(script, model)  # the recipe had a key about it
+    script, _, model = parse(CPU)
+    assert "(a recipe without any lora_ key: full fine-tuning" in configs.adapter_line(script, model)
+    script, _, model = parse([*CPU, "--lora_r", "8", "--lora_target_modules", "q_proj", "o_proj"])
+    expected = "adapter: LoRA r 8, alpha 32, on layers ['q_proj', 'o_proj']; the base stays as it is"
+    assert configs.adapter_line(script, model) == expected
+    script, _, model = parse([*CPU, "--adapter_name_or_path", "runs/a"])
+    assert configs.adapter_line(script, model) == "adapter: goes on from runs/a; the base stays as it is"
+
+
+def test_one_module_named_by_itself_carries_the_adapter(tmp_path):
+    """TRL makes a text of a list of one; PEFT reads a text as a pattern for whole names, which matches none."""
+    import peft
+    import torch
+    from trl import get_peft_config
+
+    base = torch.nn.ModuleDict(
+        {"attention": torch.nn.ModuleDict({n: torch.nn.Linear(4, 4) for n in ("q_proj", "o_proj")})}
+    )
+    for argv in ([*CPU, "--lora_target_modules", "q_proj"], recipe(tmp_path, "lora_target_modules: [q_proj]\n")):
+        config = get_peft_config(parse(argv)[2])
+        config.task_type = None
+        found = [name for name, _ in peft.inject_adapter_in_model(config, base).named_parameters() if "lora_A" in name]
+        assert found and all("q_proj" in name for name in found)
+
+
+def test_a_flag_stands_above_the_recipe(tmp_path):
+    argv = recipe(tmp_path, "learning_rate: 1e-5\nnum_generations: 8\ntorch_dtype: float32\n")
+    _, training, model = parse([*argv, "--learning_rate", "3e-5", "--dtype", "bfloat16"])
+    assert (training.learning_rate, training.num_generations, model.dtype) == (3e-5, 8, "bfloat16")
+
+
+def test_yaml_numbers_without_a_point_and_a_bare_no_mean_what_was_written(tmp_path):
+    _, training, _ = parse(recipe(tmp_path, "learning_rate: 1e-5\neval_strategy: no\nsave_strategy: no\n"))
+    assert training.learning_rate == 1e-5
+    assert training.eval_strategy == "no" and training.save_strategy == "no"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning_rate:\n", "learning_rate has no value"),
+        ("warmup_ratio: much\n", "warmup_ratio is a share"),
+        ("num_generations: eight\n", "num_generations cannot be 'eight'"),
+        ("lora_r: 16.5\n", "lora_r cannot be 16.5"),
+        ("max_steps: [1]\n", "max_steps cannot be a list"),
+        ("sigma_start: {a: 1}\n", "sigma_start cannot be a dict"),
+        ("use_peft: perhaps\n", "use_peft cannot be 'perhaps'"),
+        ("dtype: bfloat61\n", "dtype cannot be 'bfloat61'; it is one of"),
+        ("quantization: awq\n", "quantization cannot be 'awq'; it is one of"),
+        ("noise_mode: loud\n", "noise_mode cannot be 'loud'; it is one of"),
+        ("seed: 1\nseed: 2\n", "seed stands twice"),
+        ("dtype: float32\ntorch_dtype: float32\n", "the same key"),
+        ("warmup_ratio: 3\n", "warmup_ratio is a share"),
+        ("num_processes: 8\n", "accelerate launch"),
+        ("- a\n- b\n", "must be a YAML mapping"),
+        ("a: [\n", "not valid YAML"),
+        ("dataset_mixture: text\n", "dataset_mixture must be a JSON mapping"),
+        ("max_prompt_length: 0\n", "max_prompt_length must be at least 1"),
+        (
+            "dynamic_sampling_metric: accuracy\n",
+            "accuracy has no effect without dynamic_sampling: true",
+        ),
+        ("dynamic_sampling_max_rounds: 0\n", "dynamic_sampling_max_rounds must be at least 1"),
+        ("per_device_train_batch_size: 3\n", "use per_device_train_batch_size: 8, or a multiple of 8 processes"),
+        (
+            "per_device_train_batch_size: 16\ngradient_accumulation_steps: 4\nnum_generations: 14\n",
+            "a rollout of 64 completions (per_device_train_batch_size 16 x steps_per_generation 4 x processes 1) is "
+            "not whole groups of num_generations: 14; use per_device_train_batch_size: 14, or a multiple of 7 proc",
+        ),
+        (
+            "deepspeed: zero3.json\nbenchmarks: [a]\nnoise_mode: none\nsigma_start: 1.0\n",
+            "benchmarks: ['a'] cannot be honoured; ",
+        ),
+        ("deepspeed: zero3.json\nnoise_mode: none\nsigma_start: 1.0\n", "sigma_start would be ignored"),
+    ],
+    ids=lambda value: value.split(":")[0].replace("\n", "") if "\n" in value else "",
+)
+def test_a_wrong_value_is_an_error_that_names_the_key(text, message, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        parse(recipe(tmp_path, text))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--config"], ["--config", "a", "--config", "b"], ["--config", "missing.yaml"], [*CPU, "stray"]],
+    ids=["no path", "two recipes", "missing file", "stray word"],
+)
+def test_a_malformed_command_line_is_refused(argv):
+    with pytest.raises(ConfigError):
+        parse(argv)
+
+
+HOSTILE = st.one_of(
+    st.none(), st.booleans(), st.integers(-2, 2), st.floats(), st.text(max_size=3), st.lists(st.integers(), max_size=2),
+    st.dictionaries(st.text(max_size=2), st.integers(), max_size=1),
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(key=st.sampled_from(sorted(configs.parser().keys() - {"use_cpu", "bf16"})), value=HOSTILE)
+@pytest.mark.filterwarnings("ignore")
+def test_any_value_of_any_key_parses_or_is_a_config_error(key, value, tmp_path_factory):
+    path = tmp_path_factory.mktemp("hostile") / "recipe.yaml"
+    path.write_text(yaml.safe_dump({key: value}))
+    try:
+        refusals(*parse(["--config", str(path), *CPU]))
+    except ConfigError as error:
+        assert str(error)
+
+
+def test_a_refused_key_is_named_even_where_its_package_is_missing():
+    with pytest.raises(ConfigError, match=r"deepspeed: 'zero3.json' cannot be honoured; frozen NVFP4 weights"):
+        parse([*CPU, "--deepspeed", "zero3.json"])
+
+
+def test_flags_may_not_be_abbreviated():
+    with pytest.raises(ConfigError, match="unknown key sigma_sta; did you mean sigma_start"):
+        parse([*CPU, "--sigma_sta", "0.1"])
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-0.1"])
+def test_sigma_that_is_negative_or_not_a_number_is_refused(value):
+    with pytest.raises(ConfigError, match="sigma_start must be a finite number >= 0"):
+        parse([*CPU, f"--sigma_start={value}"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--noise_mode", "none", "--sigma_start", "0.1"], "sigma_start would be ignored"),
+        (["--noise_mode", "shared", "--sigma_start", "0"], "0 < sigma_end <= sigma_start"),
+        (["--sigma_start", "1e-3", "--sigma_end", "1e-2"], "0 < sigma_end <= sigma_start"),
+        (["--noise_mode", "shared", "--num_stages", "0"], "num_stages must be at least 1"),
+        (["--noise_mode", "rollout", "--vllm_importance_sampling_correction", "true"], "use noise_mode: corrected"),
+        (["--noise_mode", "corrected", "--vllm_importance_sampling_correction", "false"], "use noise_mode: rollout"),
+    ],
+)
+def test_noise_keys_that_contradict_each_other_are_refused(flags, message):
+    with pytest.raises(ConfigError, match=message):
+        parse([*CPU, *flags])
+
+
+def test_noise_keys_are_settled_after_parsing():
+    _, quiet, _ = parse(CPU)
+    assert (quiet.noise_mode, quiet.sigma_start, quiet.noise_seed) == ("none", 0.0, quiet.seed)
+    assert quiet.vllm_importance_sampling_correction is True
+    _, article, _ = parse([*CPU, "--sigma_start", "0.05", "--sigma_end", "0.001", "--num_stages", "5"])
+    assert (article.noise_mode, article.sigma_start, article.sigma_end, article.num_stages) == ("shared", 0.05, 1e-3, 5)
+    _, paper, _ = parse([*CPU, "--noise_mode", "rollout"])
+    assert (paper.sigma_start, paper.sigma_end, paper.num_stages) == (1e-2, 5e-4, 10)
+    assert paper.vllm_importance_sampling_correction is False
+
+
+def test_help_lists_every_key_with_its_default_and_qerls_own_first(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    done = CliRunner().invoke(cli.app, ["train", "--help"])
+    assert done.exit_code == 0
+    text = re.sub(r" +\n? +", " ", done.stdout)  # one line for each key
+    parser = configs.parser()
+    for key in sorted(parser.keys()):
+        default = re.escape(f" (default: {parser.get_default(key)})")
+        assert len(re.findall(rf"^ ?--{key} \S.*{default}$", text, re.MULTILINE)) == 1, key
+    headings = [line for line in done.stdout.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert headings[:3] == ["QeRL, weights and adapter:", "QeRL, noise:", "QeRL, dynamic sampling:"]
+    owners = [heading.split(",")[0] for heading in headings[:-1]]
+    assert list(dict.fromkeys(owners)) == ["QeRL", "TRL's GRPOConfig", "TRL's ModelConfig", "TRL's ScriptArguments"]
+    assert "--sigma_start First sigma; 0.01 with noise. (default: None)" in text
+    assert "One of qerl_nvfp4, bf16, nf4. (default: qerl_nvfp4)" in text
+    assert f"--use_dora {REFUSED['use_dora'].way_out}. (default: False)" in text
+
+
+def test_help_shows_the_defaults_of_a_recipe(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        parse([*recipe(tmp_path, "lora_r: 77\n"), "--help"])
+    assert "(default: 77)" in capsys.readouterr().out
+
+
+@pytest.mark.integration
+def test_neither_checking_a_recipe_nor_help_imports_vllm():
+    code = (
+        "import sys; sys.argv = ['qerl', 'train', '--help']\n"
+        "import qerl_recipes.train.validate\n"
+        "from qerl_recipes import cli\n"
+        "try: cli.main()\n"
+        "finally: print('vllm' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_a_recipe_runs_on_the_cpu_unless_it_says_otherwise(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("output_dir: unused\nbf16: true\n")
+    _, training, _ = parse(["--config", str(recipe)])
+    assert training.use_cpu and not training.bf16
+    _, training, _ = parse(["--config", str(recipe), "--use_cpu", "false", "--bf16", "false"])
+    assert not training.use_cpu

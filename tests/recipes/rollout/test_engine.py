@@ -1,0 +1,290 @@
+from collections import Counter
+
+import peft
+import pytest
+import torch
+from accelerate import Accelerator
+from peft.utils import get_peft_model_state_dict
+
+from qerl_recipes.model import loading as models
+from qerl_recipes.model import norms
+from qerl_recipes.recipe.configs import GRPOConfig
+from qerl_recipes.rollout.engine import VLLMRollouts, completion_seed
+from qerl_recipes.rollout.interface import Snapshot
+from qerl_recipes.tasks import running_sum
+from qerl_vllm_plugin.kv_cache import KVCacheError
+
+TOKENIZER = running_sum.tokenizer()
+PROMPTS = [TOKENIZER(p.prompt)["input_ids"] for p in running_sum.held_out(4) for _ in range(4)]
+
+
+@pytest.fixture(scope="module")
+def policy(make_nvfp4):
+    """The trainer's side: a random adapter, larger than training would make it."""
+    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(models.load(make_nvfp4("qwen2"), torch.float32), lora)
+    randomize(model, 0)
+    return model
+
+
+def randomize(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
+
+
+@pytest.fixture(scope="module")
+def start_engine(policy, make_nvfp4, tmp_path_factory, classes_looked_at_here):
+    def snapshot():
+        tensors = get_peft_model_state_dict(policy, save_embedding_layers=False)
+        return Snapshot(tensors, policy.peft_config["default"].to_dict())
+
+    def start_for(sequences, **settings):
+        training = GRPOConfig(
+            output_dir=str(tmp_path_factory.mktemp("run")),
+            use_cpu=True,
+            bf16=False,
+            per_device_train_batch_size=sequences,
+            num_generations=4,
+            max_completion_length=16,
+            vllm_max_model_length=64,
+            noise_mode="shared",
+            seed=5,
+            **settings,
+        )
+        options = {"rank": 4, "dtype": torch.float32, "snapshot": snapshot, "accelerator": Accelerator(cpu=True)}
+        return VLLMRollouts(str(make_nvfp4("qwen2")), training, **options)
+
+    return start_for
+
+
+@pytest.fixture(scope="module")
+def engine(start_engine):
+    engine = start_engine(16)
+    yield engine
+    engine.close()
+
+
+@torch.no_grad()
+def mismatch(policy, rollout):
+    """Mean |log p| difference between what the engine reports and what the trainer's model computes."""
+    differences = []
+    for prompt, completion, logprobs, _ in zip(*rollout[:3], rollout[1], strict=True):
+        logits = policy(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].float()
+        ours = logits.log_softmax(-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1)
+        differences.append((ours - torch.tensor([step[0] for step in logprobs])).abs())
+    return float(torch.cat(differences).mean())
+
+
+def test_every_completion_has_a_seed_of_its_own():
+    keys = [
+        (seed, phase, rollout, call, prompt, sample)
+        for seed in range(2)
+        for phase in ("train", "evaluation")
+        for rollout in range(3)
+        for call in range(3)
+        for prompt in range(4)
+        for sample in range(4)
+    ]
+    assert len({completion_seed(*key) for key in keys}) == len(keys)
+    assert completion_seed(0, "train", 1, 0, 2, 3) == 5496574601150059232  # sha256sum of 0:train:1:0:2:3
+
+
+def kept(logits, *, temperature, min_p, top_k, top_p):
+    """Log-probabilities of the distribution that is sampled from: (T, V), -inf for tokens that are cut off."""
+    logits = logits / temperature
+    probabilities = logits.softmax(-1)
+    logits = logits.masked_fill(probabilities < min_p * probabilities.amax(-1, keepdim=True), -torch.inf)
+    logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+    ordered, places = logits.softmax(-1).sort(descending=True)
+    enough = torch.zeros_like(ordered, dtype=torch.bool).scatter(1, places, ordered.cumsum(-1) - ordered >= top_p)
+    return logits.masked_fill(enough, -torch.inf).log_softmax(-1)
+
+
+@torch.no_grad()
+def test_the_engine_samples_as_the_keys_say_and_reports_that_distribution(start_engine, policy):
+    keys = {"temperature": 0.6, "min_p": 0.02, "top_k": 8, "top_p": 0.9}
+    without = {"temperature": 1.0, "min_p": 0.0, "top_k": 64, "top_p": 1.0}
+    engine = start_engine(16, **keys)
+    try:
+        engine.begin(0, None)
+        rollout = engine.generate(PROMPTS, None, 4)
+    finally:
+        engine.close()
+    differences = dict.fromkeys(("all", *keys), 0.0)
+    for prompt, completion, logprobs, _ in zip(*rollout[:3], rollout[1], strict=True):
+        logits = policy(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].float()
+        for name in differences:
+            used = keys if name == "all" else {**keys, name: without[name]}
+            ours = kept(logits, **used).gather(1, torch.tensor(completion)[:, None])[:, 0]
+            largest = float((ours - torch.tensor([step[0] for step in logprobs])).abs().max())
+            differences[name] = max(differences[name], largest)
+    assert differences.pop("all") < 1e-3
+    assert min(differences.values()) > 0.02, differences  # each of the four makes one
+
+
+def test_more_prompts_than_the_engine_computes_at_once_are_answered(start_engine):
+    """A prompt that is computed in parts would set its seeded generator back, which torch's on a CPU cannot do."""
+    engine = start_engine(128)
+    prompts = [PROMPTS[i // 4 % 4][:1] * 47 for i in range(128)]  # 6016 tokens, where vLLM takes 4096 at once
+    try:
+        engine.begin(0, None)
+        assert [len(ids) > 0 for ids in engine.generate(prompts, None, 4)[1]] == [True] * 128
+    finally:
+        engine.close()
+
+
+def test_a_stop_string_ends_a_completion_and_without_one_nothing_is_decoded(start_engine, monkeypatch):
+    """Text costs vLLM more than all else that it does with a token on the CPU, and the trainer does not read it."""
+
+    def generate(**settings):
+        engine, outputs = start_engine(16, **settings), []
+        answer = engine.llm.generate
+        monkeypatch.setattr(engine.llm, "generate", lambda *a, **o: outputs.extend(answer(*a, **o)) or outputs)
+        try:
+            engine.begin(0, None)
+            return engine.generate(PROMPTS, None, 4)[1], [output.outputs[0].text for output in outputs]
+        finally:
+            engine.close()
+
+    free, texts = generate()
+    assert set(texts) == {""}
+    word = Counter("".join(TOKENIZER.batch_decode(free, skip_special_tokens=True))).most_common(1)[0][0]
+    stopped, texts = generate(generation_kwargs={"stop": [word]})
+    assert any(texts) and word not in "".join(texts)
+    assert stopped != free
+    for ids, longer in zip(stopped, free, strict=True):
+        assert ids == longer[: len(ids)]
+        assert word not in TOKENIZER.decode(ids[:-1], skip_special_tokens=True)
+        assert len(ids) == len(longer) or word in TOKENIZER.decode(ids, skip_special_tokens=True)
+
+
+def test_promise_08_a_rollout_can_be_repeated_exactly(engine):
+    engine.begin(3, 0.01)
+    first = engine.generate(PROMPTS, None, 4)
+    fresh_round = engine.generate(PROMPTS, None, 4)
+    engine.begin(4, 0.01)
+    other = engine.generate(PROMPTS, None, 4)
+    engine.begin(3, 0.01)
+    assert engine.generate(PROMPTS, None, 4) == first
+    assert first[1] != fresh_round[1] != other[1]
+    assert len({tuple(ids) for ids in first[1][:4]}) > 1  # samples of one prompt differ
+
+
+def test_rollout_and_trainer_agree_only_with_the_same_adapter_and_noise(engine, policy):
+    engine.begin(0, None)
+    assert mismatch(policy, engine.generate(PROMPTS, None, 4)) < 1e-3
+    engine.begin(1, 0.2)
+    noisy = engine.generate(PROMPTS, None, 4)
+    without_noise = mismatch(policy, noisy)
+    norms.set_noise(policy, 0.2, 5, 1)
+    with_noise = mismatch(policy, noisy)
+    norms.clear_noise(policy)
+    assert with_noise < 1e-3
+    assert without_noise > 100 * with_noise
+    randomize(policy, 1)
+    engine.begin_evaluation()
+    assert mismatch(policy, engine.generate(PROMPTS, None, 4)) < 1e-3
+    randomize(policy, 2)
+    assert mismatch(policy, engine.generate(PROMPTS, None, 4)) > 0.2  # not yet swapped
+    engine.sync_weights()
+    assert mismatch(policy, engine.generate(PROMPTS, None, 4)) < 1e-3
+
+
+def test_promise_07_the_trainers_tensors_are_never_modified(engine, policy):
+    before = {name: parameter.clone() for name, parameter in policy.named_parameters()}
+    for rollout in range(3):
+        engine.begin(rollout, 0.1)
+        engine.generate(PROMPTS[:4], None, 4)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in policy.named_parameters())
+
+
+def test_evaluation_is_without_noise_and_the_same_every_time(engine):
+    engine.begin(1, 0.2)
+    engine.begin_evaluation()
+    assert engine.policy.state().sigma == 0
+    first = engine.generate(PROMPTS, None, 4)
+    engine.begin(2, 0.2)
+    engine.begin_evaluation()
+    assert engine.generate(PROMPTS, None, 4) == first
+
+
+def test_tokens_are_counted_from_the_start_of_a_rollout(engine):
+    engine.begin(0, None)
+    assert engine.tokens == 0
+    first = engine.generate(PROMPTS, None, 4)
+    second = engine.generate(PROMPTS, None, 4)
+    assert engine.tokens == sum(len(ids) for ids in first[1] + second[1])
+    assert engine.seconds > 0
+
+
+def test_images_are_refused(engine):
+    with pytest.raises(ValueError, match="reads text only"):
+        engine.generate(PROMPTS, [None] * len(PROMPTS), 4)
+
+
+@pytest.fixture
+def sleepy(engine, kv_events, monkeypatch):
+    """The engine as if it had been started with sleep mode, and what happens to it, in order."""
+    events = kv_events
+
+    def note(owner, name, event):
+        original = getattr(owner, name)
+
+        def noted(*args, **options):
+            events.append(event)
+            return original(*args, **options)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    monkeypatch.setattr(engine._training, "vllm_enable_sleep_mode", True)
+    monkeypatch.setattr(engine, "_is_lent", False)
+    monkeypatch.setattr(engine, "_is_asleep", False)
+    monkeypatch.setattr(engine.llm, "sleep", lambda level: events.append(f"sleep {level}"))
+    monkeypatch.setattr(engine.llm, "wake_up", lambda: events.append("wake"))
+    note(engine, "_snapshot", "swap")
+    note(engine.llm, "generate", "generate")
+    yield engine, events
+    engine._wake()
+
+
+def test_an_engine_that_has_lent_its_weights_gives_its_kv_cache_between_rollouts(sleepy):
+    engine, events = sleepy
+    engine._training.vllm_enable_sleep_mode = False
+    engine.begin(3, 0.01)
+    expected = [engine.generate(PROMPTS, None, 4) for _ in range(2)]
+    engine._training.vllm_enable_sleep_mode = True
+    events.clear()
+    lent = engine.frozen_weights()
+    assert events == ["release"] and len(lent.linears) == 14
+    engine.begin(3, 0.01)
+    assert events == ["release", "resume", "zero", "swap"]
+    assert engine.generate(PROMPTS, None, 4) == expected[0]
+    assert events[4:] == ["generate", "release"]
+    assert engine.generate(PROMPTS, None, 4) == expected[1]  # dynamic sampling asks again
+    assert events[6:] == ["resume", "zero", "generate", "release"]
+    engine.begin_evaluation()
+    assert events[10:] == ["resume", "zero", "swap"]
+
+
+def test_a_trainer_that_writes_into_the_lent_weights_ends_the_run(sleepy):
+    engine, events = sleepy
+    name, weight = next(iter(engine.frozen_weights().linears.items()))
+    engine.check_weights()
+    weight.weight.codes[3, 5] ^= 1
+    with pytest.raises(KVCacheError, match="has changed"):  # before a checkpoint is saved
+        engine.check_weights()
+    with pytest.raises(KVCacheError, match=r"qkv_proj\.weight_packed has changed .* restart from the last checkpoint"):
+        engine.begin(4, None)
+    assert name.endswith("q_proj") and events == ["release"]
+    weight.weight.codes[3, 5] ^= 1
+    engine.begin(4, None)
+
+
+def test_an_engine_that_has_lent_nothing_sleeps_whole(sleepy):
+    engine, events = sleepy
+    engine.begin(3, None)
+    engine.generate(PROMPTS, None, 4)
+    engine.begin(4, None)
+    assert events == ["swap", "generate", "sleep 1", "wake", "swap"]

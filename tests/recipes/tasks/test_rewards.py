@@ -1,0 +1,177 @@
+"""Expected numbers are worked out by hand from the definitions."""
+
+import pytest
+
+from qerl_recipes.recipe.configs import ScriptArguments
+from qerl_recipes.recipe.file import ConfigError
+from qerl_recipes.tasks.reasoning_gym_task import load
+from qerl_recipes.tasks.rewards import FACTORIES, required_columns, resolve
+
+WELL_FORMED = "<think>\nwork\n</think>\n<answer>\n4\n</answer>"
+
+
+def reward(name, **settings):
+    return resolve([name], ScriptArguments(**settings))[0]
+
+
+def chat(texts):
+    return [[{"role": "assistant", "content": text}] for text in texts]
+
+
+def padded(answer, characters):
+    text = rf"\boxed{{{answer}}}"
+    return text + " " * (characters - len(text))
+
+
+TEXT_CASES = [
+    ("format", [WELL_FORMED, "<think>work</think><answer>4</answer>", "4"], [1.0, 0.0, 0.0]),
+    ("soft_format", [WELL_FORMED, "so <think>work</think> <answer>4</answer>", "<answer>4</answer>"], [1.0, 1.0, 0.0]),
+    ("tag_count", [WELL_FORMED, "<think>\nwork\n</think>\n", "<think>\n" + WELL_FORMED, "4"], [1.0, 0.5, 0.75, 0.0]),
+    (
+        "reasoning_steps",
+        ["Step 1: a\nStep 2: b", "First, a. Second, b. Next, c. Finally, d.", "1. a\n- b", "a"],
+        [2 / 3, 1.0, 2 / 3, 0.0],
+    ),
+    ("running_sum_format", ["<answer>17</answer>", "<answer>17</answer>!"], [1.0, 0.0]),
+]
+
+
+@pytest.mark.parametrize("conversational", [False, True], ids=["text", "chat"])
+@pytest.mark.parametrize(("name", "texts", "expected"), TEXT_CASES, ids=[case[0] for case in TEXT_CASES])
+def test_rewards_of_the_text_alone(name, texts, expected, conversational):
+    completions = chat(texts) if conversational else texts
+    assert reward(name)(completions=completions, prompts=["p"] * len(texts)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("conversational", [False, True], ids=["text", "chat"])
+def test_accuracy_reads_latex_and_leaves_out_an_unreadable_solution(conversational):
+    texts = [r"\boxed{42}", r"\boxed{41}", "42", r"\boxed{\frac{2}{4}}", r"\boxed{1,000}", r"\boxed{1}"]
+    solution = ["42", "42", "42", r"$\frac{1}{2}$", "$1000$", "???"]
+    completions = chat(texts) if conversational else texts
+    assert reward("accuracy")(completions=completions, solution=solution) == [1.0, 0.0, 0.0, 1.0, 1.0, None]
+    assert reward("dapo_score")(completions=completions, solution=solution) == [1.0, -1.0, -1.0, 1.0, 1.0, None]
+
+
+def test_cosine_bends_accuracy_by_length_and_stays_flat_beyond_the_longest():
+    cosine = reward("cosine", cosine_max_len=100)  # right 1.0 to 0.5, wrong 0.0 to -0.5, half way at 50 characters
+    texts = [padded(2, 50), padded(2, 100), padded(2, 300), padded(3, 50), padded(3, 100), padded(3, 170), padded(2, 9)]
+    solution = ["2"] * 6 + ["???"]
+    expected = [0.75, 0.5, 0.5, -0.25, -0.5, -0.5, None]
+    assert cosine(completions=texts, solution=solution) == [e if e is None else pytest.approx(e) for e in expected]
+
+
+def test_length_compares_answers_to_the_same_prompt_only():
+    texts = [padded(2, 10), padded(2, 20), padded(3, 15), padded(3, 10), padded(2, 12), padded(2, 12)]
+    prompts = ["a", "a", "a", "a", "b", "b"]
+    # right: 1/2 - (n - 10) / 10; wrong: the same but at most 0; equally long: 0
+    expected = [0.5, -0.5, 0.0, 0.0, 0.0, 0.0]
+    assert reward("length")(completions=texts, solution=["2"] * 6, prompts=prompts) == pytest.approx(expected)
+
+
+def test_repetition_penalty_counts_repeated_word_n_grams():
+    penalty = reward("repetition_penalty", repetition_n_grams=2, repetition_max_penalty=-1.0)
+    # "a b a b a": ab ba ab ba, half of them repeats; one word has no bigram
+    assert penalty(completions=["a b a b a", "a b c", "a", ""]) == pytest.approx([-0.5, 0.0, 0.0, 0.0])
+    assert penalty(completions=chat(["A b a B a"])) == pytest.approx([-0.5])
+
+
+def test_soft_overlong_punishment_falls_over_the_last_tokens():
+    punishment = reward("soft_overlong_punishment", max_completion_len=100, soft_punish_cache=20)
+    ids = [[0] * n for n in (10, 80, 90, 100, 101)]
+    assert punishment(completions=[""] * 5, completion_ids=ids) == pytest.approx([0.0, 0.0, -0.5, -1.0, -1.0])
+
+
+def test_code_format_wants_a_block_of_the_language():
+    text = "<think>\na\n</think>\n<answer>\n```cpp\nint x;\n```\n</answer>"
+    assert reward("code_format", code_language="cpp")(completions=[text]) == [1.0]
+    assert reward("code_format", code_language="python")(completions=[text]) == [0.0]
+
+
+EXACT = {
+    "<answer> 4 </answer>": 1.0,
+    "<answer>5</answer><answer>4</answer>": 1.0,
+    "<answer>4</answer><answer>5</answer>": 0.0,
+    r"\boxed{4}": 1.0,
+    r"\boxed{4} <answer>5</answer>": 0.0,
+    " 4\n": 1.0,
+    "4 or 5": 0.0,
+    "4.0": 0.0,
+    "": 0.0,
+}
+
+
+def test_exact_answer_takes_the_last_block_else_the_last_box_else_the_whole_text():
+    assert reward("exact_answer")(completions=list(EXACT), answer=["4"] * len(EXACT)) == list(EXACT.values())
+
+
+def test_the_evaluation_of_exact_answers_judges_as_the_reward_does(tmp_path):
+    from qerl_recipes.evaluate import tasks
+
+    (tmp_path / "x.jsonl").write_text('{"prompt": "2+2=", "answer": " 4"}')
+    benchmark = tasks.load([f"jsonl-exact:{tmp_path}/x.jsonl"])[0]
+    assert [benchmark.is_right(benchmark.problems[0], text) for text in EXACT] == list(EXACT.values())
+
+
+def test_reasoning_gym_scores_with_the_verifier_of_the_task():
+    train, _ = load(ScriptArguments(dataset_config="chain_sum", dataset_size=3, dataset_seed=5))
+    right = [f"<answer>{answer}</answer>" for answer in train["answer"]]
+    score = reward("reasoning_gym")
+    assert score(completions=right, reasoning_gym=train["reasoning_gym"]) == [1.0, 1.0, 1.0]
+    wrong = ["<answer>oops</answer>", train["answer"][1], rf"\boxed{{{train['answer'][2]}}}"]
+    assert score(completions=chat(wrong), reasoning_gym=train["reasoning_gym"]) == [0.0, 0.0, 1.0]
+    shifted = right[1:] + right[:1]
+    assert max(score(completions=shifted, reasoning_gym=train["reasoning_gym"])) < 1.0
+
+
+def test_every_reward_takes_what_trl_passes_and_answers_once_a_completion():
+    train, _ = load(ScriptArguments(dataset_size=2))
+    passed = {
+        "prompts": ["p", "q"],
+        "completion_ids": [[1, 2], [3]],
+        "solution": ["1", "2"],
+        "answer": ["1", "2"],
+        "reasoning_gym": train["reasoning_gym"],
+        "trainer_state": None,
+        "log_extra": lambda name, values: None,
+        "log_metric": lambda name, value: None,
+    }
+    for name in FACTORIES:
+        for completions in (["a", ""], chat(["a", ""])):
+            values = reward(name)(completions=completions, **passed)
+            assert len(values) == 2 and all(value is None or isinstance(value, float) for value in values), name
+
+
+def test_metrics_carry_the_name_of_the_recipe():
+    assert {name: reward(name).__name__ for name in FACTORIES} == {name: name for name in FACTORIES}
+
+
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [("accuracy", {"solution"}), ("format", set()), ("running_sum_correct", {"answer"}), ("cosine", {"solution"}),
+     ("reasoning_gym", {"reasoning_gym"}), ("soft_overlong_punishment", set())],
+)  # fmt: skip
+def test_required_columns_are_read_from_the_signature(name, columns):
+    assert required_columns(reward(name)) == columns
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("acuracy", {}, "'acuracy' is not one of the rewards"),
+        ("no_such_package.reward", {}, "cannot be imported"),
+        ("math.tau", {}, "is not a function"),
+        ("soft_overlong_punishment", {"max_completion_len": 10, "soft_punish_cache": 20}, "soft_punish_cache"),
+        ("repetition_penalty", {"repetition_max_penalty": 1.0}, "repetition_max_penalty must be <= 0"),
+        ("cosine", {"cosine_max_len": 0}, "cosine_max_len must be at least 1"),
+        ("code_format", {"code_language": "cobol"}, "code_language cannot be 'cobol'"),
+    ],
+)
+def test_a_reward_that_cannot_be_had_is_refused_with_its_name(name, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        reward(name, **settings)
+
+
+def test_a_dotted_path_names_a_function_of_one_s_own(tmp_path, monkeypatch):
+    (tmp_path / "own_rewards.py").write_text("def half(completions, **columns):\n    return [0.5] * len(completions)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert reward("own_rewards.half")(completions=["a", "b"]) == [0.5, 0.5]

@@ -1,0 +1,111 @@
+"""Importance weights from the loss's own forward: TRL's numbers, with one forward less."""
+
+import math
+
+import pytest
+import torch
+
+from qerl_recipes.train import importance
+
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+def by_hand(differences, mode, smallest, largest):
+    """The weights of one sequence, number by number."""
+    known = [0.0 if math.isnan(difference) else difference for difference in differences]
+    whole = [sum(known)] if mode.startswith("sequence") else known
+    weights = [math.exp(difference) for difference in whole]
+    low, high = smallest if smallest is not None else -math.inf, largest if largest is not None else math.inf
+    if mode.endswith("mask"):
+        return [weight if low <= weight <= high else 0.0 for weight in weights]
+    return [min(max(weight, low), high) for weight in weights]
+
+
+@pytest.mark.parametrize("limits", [(None, 2.0), (0.5, 2.0), (0.5, None), (None, None)], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_are_those_worked_out_by_hand(mode, limits):
+    generator = torch.Generator().manual_seed(0)
+    logps, sampled = (-3 * torch.rand(5, 7, generator=generator) for _ in range(2))
+    sampled[1, 2] = torch.nan  # the engine could not tell
+    mask = (torch.arange(7) < torch.tensor([[7], [5], [1], [3], [6]])).long()
+    found = importance.weights(logps, sampled, mask, mode, *limits)
+    for row in range(5):
+        differences = [float(d) if m else 0.0 for d, m in zip(logps[row] - sampled[row], mask[row], strict=True)]
+        assert found[row].tolist() == pytest.approx(by_hand(differences, mode, *limits), rel=1e-5)
+
+
+def test_differences_of_micro_batches_are_those_of_the_whole_batch():
+    generator = torch.Generator().manual_seed(0)
+    logps, sampled = (-3 * torch.rand(6, 7, generator=generator) for _ in range(2))
+    sampled[4, 0] = torch.nan
+    mask = (torch.arange(7) < torch.tensor([[7], [5], [1], [3], [6], [2]])).long()
+    ratio = importance.weights(logps, sampled, mask, "token_truncate", None, 2.0)
+    parts, differences = (slice(0, 1), slice(1, 4), slice(4, 6)), importance.Differences()
+    for part in parts:
+        differences.add(logps[part], sampled[part], mask[part], ratio[part])
+    found = differences.take(lambda tensor: tensor)
+    known = (logps - sampled).abs()[mask.bool() & ~sampled.isnan()]
+    counted = ratio[mask.bool()]
+    assert found == pytest.approx(
+        {
+            "sampling/sampling_logp_difference/mean": known.mean().item(),
+            "sampling/sampling_logp_difference/max": known.max().item(),
+            "sampling/importance_sampling_ratio/min": counted.min().item(),
+            "sampling/importance_sampling_ratio/mean": counted.mean().item(),
+            "sampling/importance_sampling_ratio/max": counted.max().item(),
+        }
+    )
+    assert differences.take(lambda tensor: tensor) == {}
+
+
+def train(make_trainer, base, monkeypatch, *, ours, **settings):
+    """Three steps -> the adapter, TRL's log, and how many forwards were made without a gradient."""
+    trainer = make_trainer(base, noise_mode="corrected", sigma_start=0.2, sigma_end=0.2, num_stages=1, **settings)
+    if not ours:
+        monkeypatch.setattr(trainer, "score", super(type(trainer), trainer)._generate_and_score_completions)
+    forwards, inner = [], trainer.model.forward
+
+    def watch(*args, **kwargs):
+        forwards.append(torch.is_grad_enabled())
+        return inner(*args, **kwargs)
+
+    monkeypatch.setattr(trainer.model, "forward", watch)
+    trainer.train()
+    adapter = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return adapter, logs, forwards.count(False)
+
+
+@pytest.mark.parametrize(
+    ("mode", "pack_tokens"), [("token_truncate", 4096), pytest.param("sequence_mask", 0, marks=pytest.mark.slow)]
+)
+def test_a_run_is_the_one_with_trls_own_weights(mode, pack_tokens, make_trainer, make_nvfp4, monkeypatch):
+    """In fp32, where the order of sums hardly shows; two micro-batches of two groups."""
+    settings = {
+        "vllm_importance_sampling_mode": mode,
+        "pack_tokens": pack_tokens,
+        "dtype": torch.float32,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-3,
+        "loss_type": "dapo",
+    }
+    base = make_nvfp4("qwen2")
+    ours, our_logs, scored = train(make_trainer, base, monkeypatch, ours=True, **settings)
+    theirs, their_logs, scored_by_trl = train(make_trainer, base, monkeypatch, ours=False, **settings)
+    assert scored == 0 < scored_by_trl
+    for name, tensor in theirs.items():
+        assert (ours[name] - tensor).norm() <= 1e-3 * tensor.norm(), name
+    names = [name for name in their_logs[0] if name.startswith(importance.PREFIX)]
+    assert len(names) == 5
+    for one, other in zip(our_logs, their_logs, strict=True):
+        assert {n: one[n] for n in names} == pytest.approx({n: other[n] for n in names}, rel=2e-3, abs=1e-5)
+    assert max(log["sampling/sampling_logp_difference/mean"] for log in our_logs) > 0.05  # there is something to weigh
+
+
+@pytest.mark.slow
+def test_a_rollout_for_several_steps_is_weighed_before_the_first(make_trainer, make_nvfp4, monkeypatch):
+    settings = {"steps_per_generation": 2, "per_device_train_batch_size": 4, "max_steps": 2}
+    _, logs, scored = train(make_trainer, make_nvfp4("qwen2"), monkeypatch, ours=True, **settings)
+    assert scored > 0
+    assert all(log["sampling/sampling_logp_difference/mean"] > 0 for log in logs)

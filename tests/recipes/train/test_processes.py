@@ -1,0 +1,88 @@
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import digit_rewards
+import pandas as pd
+import pytest
+import torch
+
+from qerl_recipes.train import saving as saving  # makes the devices of several processes on a CPU known to torch
+
+
+def launch(recipe, *flags):
+    """The command of `qerl train` in two processes."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
+    return [*launcher, "-m", "qerl_recipes.cli", "train", "--config", recipe, *flags]
+
+
+@pytest.mark.integration
+def test_two_processes_with_one_tensor_parallel_engine_train_one_policy(write_recipe, run_process, tmp_path):
+    """Plain data parallelism in the trainer, tensor parallelism in the engine, noise and resampling agreed by all."""
+    recipe = write_recipe(
+        noise_mode="shared",
+        sigma_start=0.1,
+        num_stages=1,
+        log_completions=True,
+        dynamic_sampling=True,  # a random model never earns its reward: every group is resampled
+        entropy_coef=0.1,  # so that there is a loss, which differs between the processes
+        max_steps=2,
+        per_device_train_batch_size=4,
+        max_completion_length=8,
+        vllm_max_model_length=32,
+        vllm_tensor_parallel_size=2,
+        save_strategy="steps",
+        save_steps=2,
+    )
+    run_process(launch(recipe), tmp_path / "log")
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(r["sigma"], r["adapter_version"], r["touched_norms"]) for r in records] == [(0, 1, 0), (0.1, 2, 4)]
+    assert all(record["logp_mismatch_mean"] < 0.05 for record in records)
+    assert all(record["dropped_groups"] == 2 and record["sampling_rounds"] == 3 for record in records)
+    history = json.loads((tmp_path / "run" / "checkpoint-2" / "trainer_state.json").read_text())["log_history"]
+    losses = [entry["loss"] for entry in history if "loss" in entry]  # transformers' own mean over the processes
+    assert [record["loss"] for record in records] == pytest.approx(losses, abs=2e-4) and min(map(abs, losses)) > 0.01
+    state = json.loads((tmp_path / "run" / "checkpoint-2" / "qerl_state.json").read_text())
+    assert state["stream"] == 2 * 3 * 2  # steps, rounds, groups over both processes
+    assert {"rng_state_0.pth", "rng_state_1.pth"} <= state["files"].keys()
+    for step in (1, 2):  # of both processes, and nothing to learn from
+        table = pd.read_parquet(tmp_path / "run" / "completions" / f"completions_{step:05d}.parquet")
+        assert table["advantage"].tolist() == [0.0] * 8
+
+
+def test_an_optimizer_is_loaded_to_the_cpu_of_a_process(tmp_path):
+    """Transformers asks for the device of the process, which is called cpu:0 where there are several."""
+    torch.save({"moment": torch.arange(3.0)}, tmp_path / "optimizer.pt")
+    for device in ("cpu:0", "cpu:1"):
+        found = torch.load(tmp_path / "optimizer.pt", map_location=torch.device(device), weights_only=True)
+        assert found["moment"].tolist() == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+def test_promise_08_two_processes_resume_to_the_same_bits(write_recipe, run_process, read_metrics, tmp_path):
+    recipe = write_recipe(
+        reward_funcs=["digit_rewards.digits"],
+        noise_mode="shared",
+        sigma_start=0.1,
+        num_stages=1,
+        max_steps=2,
+        per_device_train_batch_size=4,
+        max_completion_length=8,
+        vllm_max_model_length=32,
+        vllm_tensor_parallel_size=2,
+        save_strategy="steps",
+        save_steps=1,
+    )
+    path = {"PYTHONPATH": os.pathsep.join([str(Path(digit_rewards.__file__).parent), os.environ.get("PYTHONPATH", "")])}
+    run_process(launch(recipe), tmp_path / "log", **path)
+    run = tmp_path / "run"
+    whole = {name: (run / "adapter" / name).read_bytes() for name in ("adapter_model.safetensors", "tokenizer.json")}
+    records = read_metrics(run)
+    for name in ("adapter", "checkpoint-2"):
+        shutil.rmtree(run / name)
+    run_process(launch(recipe, "--resume_from_checkpoint", "true"), tmp_path / "again", **path)
+    assert {name: (run / "adapter" / name).read_bytes() for name in whole} == whole
+    assert read_metrics(run) == records and records[1]["grad_norm"] > 0

@@ -1,0 +1,307 @@
+import contextlib
+import itertools
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import digit_rewards
+import pytest
+import torch
+from digit_rewards import digits_of_some
+from peft import PeftModel
+from safetensors.torch import load_file
+
+from qerl_recipes.files import run_state as checkpoints
+from qerl_recipes.files.run_state import CheckpointMismatch
+from qerl_recipes.model import loading as model
+
+# epochs of 3 rollouts, checkpoints at 2 (in the first epoch) and 4 (in the second), noise and resampling
+RUN = {
+    "max_steps": 6,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "noise_mode": "shared",
+    "sigma_start": 0.1,
+    "sigma_end": 0.01,
+    "num_stages": 2,
+    "dynamic_sampling": True,
+}
+
+
+def adapter_bits(folder):
+    return {name: tensor.view(torch.int32) for name, tensor in load_file(folder / "adapter_model.safetensors").items()}
+
+
+def same_bits(a, b):
+    ours, theirs = adapter_bits(a), adapter_bits(b)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.fixture(scope="module")
+def unbroken(make_module_trainer, make_nvfp4):
+    trainer = make_module_trainer(make_nvfp4("qwen2"), digits_of_some, rows=6, **RUN)
+    trainer.train()
+    trainer.vllm_generation.close()
+    return Path(trainer.args.output_dir)
+
+
+@pytest.fixture
+def finished(unbroken, make_nvfp4, tmp_path):
+    """The unbroken run -> (base, a copy of its folder)."""
+    shutil.copytree(unbroken, tmp_path / "whole")
+    return make_nvfp4("qwen2"), tmp_path / "whole"
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "stop",
+    [signal.SIGKILL, *(pytest.param(stop, marks=pytest.mark.slow) for stop in (signal.SIGTERM, signal.SIGINT))],
+    ids=lambda stop: stop.name,
+)
+def test_promise_08_a_run_that_was_stopped_resumes_to_the_same_bits(
+    stop, finished, make_trainer, read_metrics, start_process, write_recipe, tmp_path
+):
+    base, whole = finished
+    broken = tmp_path / "broken"
+    recipe = write_recipe(output_dir=str(broken), dataset_size=6, reward_funcs=["pausing_digits.digits_of_some"], **RUN)
+    command = [sys.executable, "-m", "qerl_recipes.cli", "train", "--config", recipe]
+    pause = {
+        "PYTHONPATH": str(Path(digit_rewards.__file__).parent),
+        "PAUSE_AT": "5",
+        "PAUSED": str(tmp_path / "paused"),
+    }
+    process = start_process(command, tmp_path / "log", **pause)
+    assert wait_for(lambda: (tmp_path / "paused").exists(), process)
+    process.send_signal(stop)
+    if stop == signal.SIGTERM:  # which lets it finish its step
+        (tmp_path / "paused").unlink()
+    code = process.wait(120)
+    if stop == signal.SIGKILL:
+        assert code == -signal.SIGKILL
+        assert [path.name for path in checkpoints.whole_checkpoints(broken)] == ["checkpoint-2", "checkpoint-4"]
+    elif stop == signal.SIGINT:
+        assert code == 130
+        *_, last = (tmp_path / "log").read_text().splitlines()
+        kept = f"nothing up to {broken}/checkpoint-4 is lost: go on from it with --resume_from_checkpoint true"
+        assert last == f"stopped by Ctrl-C; {kept}"
+        assert "Traceback" not in (tmp_path / "log").read_text()
+        assert "WARNING" not in (tmp_path / "log").read_text(), "noise at the start"
+    else:  # it finishes its step and saves
+        assert code == 143
+        assert checkpoints.whole_checkpoints(broken)[-1].name == "checkpoint-5"
+    trainer = make_trainer(base, digits_of_some, rows=6, output_dir=str(broken), **RUN)
+    before = [checkpoints.read_state(folder).seconds for folder in checkpoints.whole_checkpoints(broken)]
+    trainer.train(resume_from_checkpoint=True)
+    assert checkpoints.read_state(broken / "checkpoint-6").seconds > before[-1] > before[0] > 0
+    assert same_bits(broken / "checkpoint-6", whole / "checkpoint-6")
+    assert read_metrics(broken) == read_metrics(whole)
+    dropped = [record["dropped_groups"] for record in read_metrics(whole)]
+    assert sum(dropped[:4]) > 0 < sum(dropped[4:]), "the stream of fresh prompts has to go on where it was"
+
+
+def wait_for(condition, process, seconds=200):
+    deadline = time.monotonic() + seconds
+    while not condition() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod")
+
+
+def save_and_keep_every_moment(trainer, folder, moments):
+    """Save in a copy of this process, which copies ``folder`` into ``moments`` before each change of a file in it: what
+    SIGKILL would leave then. Audit hooks cannot be taken back, hence the other process.
+    """
+    child = os.fork()
+    if child == 0:
+        numbers, state = itertools.count(), {"copying": False}
+
+        def watch(event, arguments):
+            is_change = event in CHANGES or (event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR))
+            if is_change and str(arguments[0]).startswith(str(folder)) and not state["copying"]:
+                state["copying"] = True
+                shutil.copytree(folder, moments / f"{next(numbers):03}")
+                state["copying"] = False
+
+        with contextlib.suppress(BaseException):
+            sys.addaudithook(watch)
+            trainer._save_checkpoint(trainer.model, None)
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_promise_08_a_kill_at_any_moment_of_saving_leaves_a_whole_checkpoint(make_trainer, make_nvfp4, tmp_path):
+    """The third takes the second's place: whenever the writer dies one of them is whole, and nothing else counts."""
+    folder, moments = tmp_path / "run", tmp_path / "moments"
+    settings = {**RUN, "max_steps": 2, "save_steps": 1, "save_total_limit": 1, "output_dir": str(folder)}
+    trainer = make_trainer(make_nvfp4("qwen2"), rows=6, **settings)
+    trainer.train()
+    second = adapter_bits(folder / "checkpoint-2")
+    trainer.state.global_step = 3
+    with torch.no_grad():
+        for weight in trainer.model.parameters():
+            if weight.requires_grad:
+                weight += 1
+    save_and_keep_every_moment(trainer, folder, moments)
+    left = []
+    for moment in (*sorted(moments.iterdir()), folder):
+        whole = checkpoints.whole_checkpoints(moment)
+        left.append([path.name for path in whole])
+        assert checkpoints.starting_point(moment, True) == whole[-1]
+        for checkpoint in whole:
+            bits = adapter_bits(checkpoint)
+            assert all(torch.equal(bits[n], second[n]) == (checkpoint.name == "checkpoint-2") for n in second), moment
+    stages = [["checkpoint-2"], ["checkpoint-2", "checkpoint-3"], ["checkpoint-3"]]
+    assert [names for names, _ in itertools.groupby(left)] == stages
+    assert len(left) > 20
+
+
+def test_a_checkpoint_is_a_peft_adapter_and_binds_its_base(finished):
+    base, whole = finished
+    state = checkpoints.read_state(whole / "checkpoint-6")
+    assert (state.step, state.rollout, state.adapter_version) == (6, 6, 6)
+    assert state.recipe["sigma_start"] == RUN["sigma_start"] and state.recipe["dynamic_sampling"] is True
+    assert "dynamic_sampling_metric" in state.recipe
+    assert state.base_hash == checkpoints.base_hash(base)
+    wrapped = PeftModel.from_pretrained(model.load(base), whole / "checkpoint-6")
+    loaded = {n.replace(".default", ""): t for n, t in wrapped.state_dict().items() if ".lora_" in n}
+    saved = load_file(whole / "checkpoint-6" / "adapter_model.safetensors")
+    assert loaded.keys() == saved.keys()
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+    assert str(base) in (whole / "checkpoint-6" / "README.md").read_text()
+
+
+def test_the_state_of_an_earlier_release_without_the_newer_entries_is_still_read(finished):
+    folder = finished[1] / "checkpoint-6"
+    content = json.loads((folder / "qerl_state.json").read_text())
+    for name in ("recipe", "date", "seconds"):
+        del content[name]
+    (folder / "qerl_state.json").write_text(json.dumps(content))
+    assert checkpoints.read_state(folder).recipe == {}
+    del content["stream"]
+    (folder / "qerl_state.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointMismatch, match=r"damaged \(KeyError\('stream'\)"):
+        checkpoints.read_state(folder)
+
+
+def test_an_incomplete_checkpoint_is_neither_resumed_from_nor_counted(finished):
+    _, whole = finished
+    (whole / "checkpoint-6" / "qerl_state.json").unlink()
+    with open(whole / "checkpoint-4" / "optimizer.pt", "r+b") as file:
+        file.truncate(100)
+    assert [path.name for path in checkpoints.whole_checkpoints(whole)] == ["checkpoint-2"]
+    with pytest.raises(CheckpointMismatch, match=r"no qerl_state\.json"):
+        checkpoints.read_state(whole / "checkpoint-6")
+    with pytest.raises(CheckpointMismatch, match=r"optimizer\.pt has 100 of \d+ bytes"):
+        checkpoints.read_state(whole / "checkpoint-4")
+    checkpoints.rotate(whole, 1)
+    assert (whole / "checkpoint-2").is_dir()
+
+
+def test_save_total_limit_keeps_the_newest(make_trainer, make_nvfp4):
+    trainer = make_trainer(make_nvfp4("qwen2"), max_steps=3, save_strategy="steps", save_steps=1, save_total_limit=2)
+    trainer.train()
+    names = sorted(path.name for path in Path(trainer.args.output_dir).iterdir())
+    assert names == ["checkpoint-2", "checkpoint-3", "metrics.jsonl"]
+
+
+@pytest.mark.slow  # test_train.py has it for the command
+def test_a_run_that_is_not_the_same_is_not_resumed(finished, make_trainer, make_bf16):
+    base, whole = finished
+    before = (whole / "metrics.jsonl").read_bytes()
+    settings = {"rows": 6, "output_dir": str(whole), **RUN}
+    for change, message in (({"seed": 1}, "had seed: 0"), ({"rows": 7}, "other training data")):
+        with pytest.raises(CheckpointMismatch, match=message):
+            make_trainer(base, **{**settings, **change}).train(resume_from_checkpoint=True)
+    with pytest.raises(CheckpointMismatch, match="another base"):
+        make_trainer(make_bf16("qwen2"), **settings).train(resume_from_checkpoint=True)
+    with pytest.raises(CheckpointMismatch, match="of an earlier run"):
+        make_trainer(base, **settings).train()
+    assert (whole / "metrics.jsonl").read_bytes() == before
+
+
+def test_nothing_to_resume_from_is_said(make_trainer, make_nvfp4):
+    with pytest.raises(CheckpointMismatch, match="holds no whole checkpoint"):
+        make_trainer(make_nvfp4("qwen2")).train(resume_from_checkpoint=True)
+
+
+def test_a_run_goes_on_with_smaller_micro_batches_and_the_same_completions(finished, make_trainer, read_metrics):
+    base, whole = finished
+    before = read_metrics(whole)
+    smaller = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    trainer = make_trainer(base, digits_of_some, rows=6, output_dir=str(whole), **RUN, **smaller)
+    trainer.train(str(whole / "checkpoint-4"))
+    for one, other in zip(before[4:], read_metrics(whole)[4:], strict=True):
+        assert [one[key] for key in ("step", "epoch", "sigma")] == [other[key] for key in ("step", "epoch", "sigma")]
+    fifth = read_metrics(whole)[4]
+    assert {key: fifth[key] for key in ("reward", "completion_length", "dropped_groups", "learning_rate")} == {
+        key: before[4][key] for key in ("reward", "completion_length", "dropped_groups", "learning_rate")
+    }
+
+
+def test_a_run_of_whole_epochs_that_has_ended_trains_no_step_more(make_trainer, make_nvfp4, read_metrics):
+    settings = {"rows": 5, "max_steps": -1, "num_train_epochs": 0.5, "save_strategy": "steps", "save_steps": 1}
+    trainer = make_trainer(make_nvfp4("qwen2"), **settings)
+    trainer.train()
+    trainer.train(resume_from_checkpoint=True)
+    assert [record["step"] for record in read_metrics(trainer)] == [1]
+
+
+@pytest.mark.parametrize("largest_file", [30_000, 60_000], ids=["adapter", "optimizer"])
+def test_a_disk_that_fills_up_while_saving_leaves_what_was_there(largest_file, finished, make_trainer):
+    base, whole = finished
+    shutil.rmtree(whole / "checkpoint-6")
+    trainer = make_trainer(base, digits_of_some, rows=6, output_dir=str(whole), **{**RUN, "save_steps": 6})
+    trainer.args.save_steps = 6
+    before = {path.name: path.read_bytes() for path in (whole / "checkpoint-4").iterdir()}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, hard))  # the kernel refuses to write more
+    try:
+        with pytest.raises(OSError, match=r"checkpoint-6 could not be saved.*Earlier checkpoints are untouched"):
+            trainer.train(resume_from_checkpoint=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert {path.name: path.read_bytes() for path in (whole / "checkpoint-4").iterdir()} == before
+    assert sorted(path.name for path in whole.glob("*check*")) == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_save_steps_in_the_middle_of_a_rollout_are_refused(make_trainer, make_nvfp4):
+    settings = {"steps_per_generation": 2, "per_device_train_batch_size": 4, "max_steps": 4}
+    trainer = make_trainer(make_nvfp4("qwen2"), save_strategy="steps", save_steps=1, **settings)
+    with pytest.raises(ValueError, match="middle of a rollout"):
+        trainer.train()
+
+
+def test_the_hash_tells_bases_apart_by_their_weights(make_nvfp4, tmp_path):
+    base = make_nvfp4("qwen2")
+    shutil.copytree(base, tmp_path / "copy")
+    assert checkpoints.base_hash(tmp_path / "copy") == checkpoints.base_hash(base)
+    with open(tmp_path / "copy" / "model.safetensors", "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+    assert checkpoints.base_hash(tmp_path / "copy") != checkpoints.base_hash(base)
+
+
+def test_metrics_of_repeated_steps_are_cut_off_and_a_torn_line_is_dropped(tmp_path):
+    from qerl_recipes.train.metrics_file import MetricsFile
+
+    file = MetricsFile(tmp_path)
+    file.restart(0)
+    for step in (1, 2, 3):
+        file.append({"step": step, "reward": float("nan")})
+    with open(file.path, "a") as torn:
+        torn.write('{"step": 4, "rew')
+    file.restart(2)
+    assert [json.loads(line) for line in file.path.read_text().splitlines()] == [
+        {"step": 1, "reward": None},
+        {"step": 2, "reward": None},
+    ]

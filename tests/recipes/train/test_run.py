@@ -1,0 +1,240 @@
+import fcntl
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+
+from qerl_recipes import hooks
+from qerl_recipes.files import base_model
+from qerl_recipes.files.run_state import CheckpointMismatch
+from qerl_recipes.model import loading as model
+from qerl_recipes.recipe import configs
+from qerl_recipes.recipe.file import ConfigError
+from qerl_recipes.train import run as train
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """train.main, with its engine shut down afterwards."""
+    built, build = [], train.build
+    monkeypatch.setattr(train, "build", lambda *arguments: built.append(build(*arguments)) or built[-1])
+
+    def call(*argv):
+        try:
+            train.main(argv)
+        finally:
+            while built:
+                built.pop().vllm_generation.close()
+
+    return call
+
+
+@pytest.fixture
+def no_build(monkeypatch):
+    monkeypatch.setattr(train, "build", lambda *arguments: pytest.fail("loaded"))
+
+
+def test_a_folder_that_another_training_writes_is_refused_before_anything_loads(write_recipe, no_build, tmp_path):
+    (tmp_path / "run").mkdir()
+    other = os.open(tmp_path / "run", os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    with pytest.raises(ValueError, match="another training writes there; name another one"):
+        train.main(["--config", write_recipe()])
+    os.close(other)
+    assert not list((tmp_path / "run").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("resume", "message"),
+    [
+        ("true", "run holds no whole checkpoint; leave the key out to start"),
+        ("nowhere", r"nowhere is not a whole checkpoint: it has no qerl_state\.json; resume from another one"),
+    ],
+)
+def test_nothing_to_resume_from_is_said_before_anything_loads(resume, message, write_recipe, no_build, tmp_path):
+    with pytest.raises(CheckpointMismatch, match=message):
+        train.main(["--config", write_recipe(), "--resume_from_checkpoint", resume])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_with_another_run_and_a_checkpoint_of_another_one_are_refused_before_anything_loads(
+    run, write_recipe, monkeypatch, capfd, tmp_path
+):
+    recipe = write_recipe(save_strategy="steps", save_steps=1, lr_scheduler_type="constant", max_steps=1)
+    run("--config", recipe)
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "build", lambda *arguments: pytest.fail("loaded"))
+        with pytest.raises(CheckpointMismatch, match="run holds checkpoint-1 of an earlier run; continue it with"):
+            train.main(["--config", recipe])
+    resume = ["--config", recipe, "--resume_from_checkpoint", "true"]
+    changed = {"learning_rate": "0.02", "lora_alpha": "16", "noise_mode": "shared", "num_generations": "2"}
+    changed |= {"temperature": "0.9", "reward_weights": "2.0", "per_device_train_batch_size": "4", "lora_r": "8"}
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "build", lambda *arguments: pytest.fail("loaded"))
+        with pytest.raises(CheckpointMismatch, match=r"learning_rate was 0\.01 and is 0\.02; lora_alpha") as error:
+            train.main([*resume, *(part for key, value in changed.items() for part in (f"--{key}", value))])
+        text = str(error.value)
+        assert all(f"{key} was " in text for key in changed if key != "per_device_train_batch_size")
+        assert "an optimizer step had 8 completions and has 4 (generation_batch_size x" in text
+        assert text.endswith("To start a new run from its adapter instead, use adapter_name_or_path")
+        with pytest.raises(CheckpointMismatch, match=r"max_steps was 1 and is 2, which the learning rate \(lr_sched"):
+            train.main([*resume, "--max_steps", "2", "--lr_scheduler_type", "linear"])
+        before = {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()}
+        capfd.readouterr()
+        train.main([*resume, "--logging_steps", "7", "--save_steps", "3"])
+        assert f"nothing is left to do: {tmp_path}/run/checkpoint-1 is of the last step" in capfd.readouterr().out
+        assert {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()} == before
+    shutil.rmtree(tmp_path / "run" / "adapter")  # killed while it was written
+    run(*resume)
+    assert not (tmp_path / "run" / "checkpoint-2").exists()
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "run" / "adapter" / name).read_bytes() == before[tmp_path / "run" / "adapter" / name]
+    with monkeypatch.context() as patch:
+        patch.setattr(hooks, "find", lambda *arguments: pytest.fail("an engine was started"))
+        patch.setattr(model, "load", lambda *a, **k: pytest.fail("the model was loaded"))
+        for change, message in (("--seed 1", "; seed was 0 and is 1"), ("--dataset_size 17", "other training data")):
+            with pytest.raises(CheckpointMismatch, match=message):
+                train.main([*resume, "--max_steps", "2", *change.split()])
+    run(*resume, "--max_steps", "2")
+    assert (tmp_path / "run" / "checkpoint-2").is_dir()
+
+
+def test_ctrl_c_before_the_first_checkpoint_says_that_there_is_none(write_recipe, monkeypatch, capsys, tmp_path):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "build", interrupted)
+    recipe = write_recipe()
+    capsys.readouterr()  # bars of making its checkpoint
+    with pytest.raises(SystemExit) as end:
+        train.main(["--config", recipe])
+    assert end.value.code == 130
+    trained = "adapter: LoRA r 4, alpha 8, on all linear layers of the blocks; the base stays as it is\n"
+    ended = f"\nstopped by Ctrl-C; {tmp_path}/run holds no checkpoint yet: start again\n"
+    assert capsys.readouterr().err == trained + ended
+
+
+def test_ctrl_c_before_the_recipe_is_read_leaves_no_traceback(monkeypatch, capsys):
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(configs, "parse", interrupted)
+    with pytest.raises(SystemExit) as end:
+        train.main([])
+    assert (end.value.code, capsys.readouterr().err) == (130, "\nstopped by Ctrl-C; nothing has begun\n")
+
+
+def test_a_recipe_ends_in_an_adapter_and_another_run_continues_from_it(
+    run, write_recipe, make_nvfp4, monkeypatch, tmp_path
+):
+    base = make_nvfp4("qwen2")
+    monkeypatch.chdir(base.parent)
+    template = "{% for message in messages %}{{ '1+' + message['content'] }}{% endfor %}"
+    run("--config", write_recipe(model_name_or_path=base.name, chat_template=template), "--max_steps", "1")
+    first = tmp_path / "run" / "adapter"
+    assert (first / "chat_template.jinja").read_text() == template
+    state = json.loads((first / "qerl_state.json").read_text())
+    assert (state["step"], state["quantization"]) == (1, "qerl_nvfp4")
+    kept = {"dataset_name": "running_sum", "learning_rate": 1e-2, "system_prompt": None, "max_completion_length": 12}
+    assert kept.items() <= state["recipe"].items() and state["recipe"]["reward_funcs"] == ["running_sum_format"]
+    assert state["seconds"] > 0 and state["date"].startswith("20")
+    card = (first / "README.md").read_text()  # its commands are to work from any folder
+    commands = [line for line in card.splitlines() if line.startswith("vllm serve")]
+    assert len(commands) == 2
+    assert all(line.startswith(f"vllm serve {base} ") and f" policy={first}" in line for line in commands)
+    mode = (first / "README.md").stat().st_mode
+    assert all(file.stat().st_mode == mode for file in first.iterdir()), "a server of another user could not read it"
+    tensors = load_file(first / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+    for name in list(tensors):
+        tensors[name] += 1.0  # so that it can be told from a fresh adapter
+    from safetensors.torch import save_file
+
+    save_file(tensors, first / "adapter_model.safetensors", metadata={"format": "pt"})
+    other = str(tmp_path / "other")
+    with monkeypatch.context() as patch:
+        patch.setattr(hooks, "find", lambda *arguments: pytest.fail("an engine was started"))
+        wrong = "--lora_r 8 --lora_alpha 64 --use_rslora true --lora_dropout 0.1 --lora_target_modules q_proj v_proj"
+        message = (
+            r"lora_r is 8 and the adapter's 4; lora_alpha is 64 and the adapter's 8; lora_dropout is 0\.1 and the "
+            r"adapter's 0\.0; use_rslora is True and the adapter's False; lora_target_modules has 4 layers and the "
+            r"adapter 14 \(down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj\)\. Give these keys"
+        )
+        with pytest.raises(ConfigError, match=message):
+            train.main(["--config", write_recipe(), "--adapter_name_or_path", str(first), *wrong.split()])
+    run("--config", write_recipe(max_steps=2), "--output_dir", other, "--adapter_name_or_path", str(first))
+    wrapped = PeftModel.from_pretrained(model.load(make_nvfp4("qwen2")), tmp_path / "other" / "adapter")
+    after = {name.replace(".default", ""): tensor for name, tensor in wrapped.state_dict().items()}
+    assert all((after[name] - tensor).abs().max() < 0.1 for name, tensor in tensors.items())
+
+
+def test_chat_template_kwargs_reach_the_rollout_and_the_length_filter(run, write_recipe, monkeypatch):
+    """Prompts have 8 to 12 characters, a token each, and the template adds four where it is asked to."""
+    from qerl_recipes.rollout.engine import VLLMRollouts
+    from qerl_recipes.tasks.running_sum import tokenizer
+
+    asked, generate = [], VLLMRollouts.generate
+
+    def watch(self, prompts, *arguments, **options):
+        asked.extend(tokenizer().batch_decode(prompts))
+        return generate(self, prompts, *arguments, **options)
+
+    monkeypatch.setattr(VLLMRollouts, "generate", watch)
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if pad %}0000{% endif %}"
+    options = {"chat_template": template, "chat_template_kwargs": {"pad": True}, "max_prompt_length": 12}
+    run("--config", write_recipe(**options, dataset_size=32), "--max_steps", "1")
+    assert len(asked) == 8 and all(text.endswith("=0000") and len(text) == 12 for text in asked)
+
+
+def test_an_adapter_of_another_base_is_refused_before_the_model_loads(run, write_recipe, monkeypatch, tmp_path):
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").touch()
+    (folder / "qerl_state.json").write_text(json.dumps({"base": "/models/other", "base_hash": "0" * 64}))
+    monkeypatch.setattr(model, "load", lambda *a, **k: pytest.fail("the model was loaded"))
+    with pytest.raises(CheckpointMismatch, match="trained on another base \\(/models/other\\)"):
+        run("--config", write_recipe(), "--adapter_name_or_path", str(folder))
+
+
+def test_a_mixture_of_experts_is_refused_by_name_before_the_model_loads(run, write_recipe, make_bf16, monkeypatch):
+    monkeypatch.setattr(model, "load", lambda *a, **k: pytest.fail("the model was loaded"))
+    with pytest.raises(ValueError, match="mixture of experts"):
+        run("--config", write_recipe(model_name_or_path=str(make_bf16("qwen3_moe"))))
+
+
+def test_a_model_of_the_hub_that_does_not_fit_is_refused_once_it_is_here_and_before_it_loads(
+    run, write_recipe, make_bf16, monkeypatch
+):
+    """Nothing is known of it while the recipe is checked; here it comes from a folder instead of the hub."""
+    monkeypatch.setattr(base_model, "local_folder", lambda *arguments: make_bf16("qwen2"))
+    monkeypatch.setattr(model, "load", lambda *a, **k: pytest.fail("the model was loaded"))
+    with pytest.raises(ValueError, match="vllm_max_model_length is 999, but somebody/model has 256 positions"):
+        run("--config", write_recipe(model_name_or_path="somebody/model", vllm_max_model_length=999))
+
+
+def test_an_unknown_key_is_refused_by_name(run, write_recipe):
+    with pytest.raises(ValueError, match="learnign_rate"):
+        run("--config", write_recipe(learnign_rate=1e-3))
+
+
+def test_the_signal_handler_is_put_back(run, write_recipe):
+    before = signal.getsignal(signal.SIGTERM)
+    run("--config", write_recipe(), "--max_steps", "1")
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_run_without_a_gpu_says_that_it_is_on_the_cpu(write_recipe, monkeypatch, capsys):
+    monkeypatch.setattr(train, "build", lambda *arguments: pytest.fail("told"))
+    recipe = Path(write_recipe())
+    recipe.write_text(recipe.read_text().replace("use_cpu: true\n", "").replace("bf16: false\n", ""))
+    with pytest.raises(pytest.fail.Exception, match="told"):
+        train.main(["--config", str(recipe)])
+    assert "torch sees no CUDA GPU: this runs on the CPU" in capsys.readouterr().err

@@ -1,0 +1,253 @@
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import load_file
+
+from qerl_recipes.model import norms
+from qerl_recipes.train.run import finish
+from qerl_vllm_plugin import noise
+
+AQN = {"sigma_start": 0.2, "sigma_end": 0.2, "num_stages": 1, "max_steps": 4}
+
+
+@pytest.mark.parametrize("mode", ["none", "rollout", "corrected", "shared"])
+def test_promise_06_rollout_and_trainer_agree_and_the_noise_modes_differ_as_they_say(
+    mode, make_trainer, make_nvfp4, read_metrics
+):
+    trainer = make_trainer(make_nvfp4("qwen2"), **({"noise_mode": mode, **AQN} if mode != "none" else {"max_steps": 4}))
+    seen = []
+    inner = trainer._importance
+
+    def watch(*args):
+        noisy = [name for name, norm in norms.named_norms(trainer.model) if norm.noise is not None]
+        seen.append((inner(*args), len(noisy)))
+        return seen[-1][0]
+
+    trainer._importance = watch
+    trainer.train()
+    records = read_metrics(trainer)
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert [record["adapter_version"] for record in records] == [1, 2, 3, 4]
+    assert all(math.isfinite(record[key]) for record in records for key in ("reward", "entropy", "loss", "grad_norm"))
+    mismatch = [record["logp_mismatch_mean"] for record in records]
+    assert max(mismatch[:2]) < 0.05  # stage 0: no noise in any mode
+    assert [record["sigma"] for record in records] == ([0.0] * 4 if mode == "none" else [0.0, 0.0, 0.2, 0.2])
+    assert [record["touched_norms"] for record in records] == ([0] * 4 if mode == "none" else [0, 0, 4, 4])
+    if mode in ("none", "shared"):
+        assert max(mismatch) < 0.05
+    else:
+        assert min(mismatch[2:]) > 0.08  # the policy that sampled is not the one that learns
+    weighted = [not bool((ratio == 1).all()) for ratio, _ in seen]
+    assert weighted == [mode != "rollout"] * 4
+    assert [count for _, count in seen] == ([0, 0, 4, 4] if mode == "shared" else [0] * 4)
+
+
+def test_temperature_noise_seed_and_noise_targets_are_the_trainer_s_and_the_engine_s(
+    make_trainer, make_bf16, read_metrics
+):
+    """In fp32, where rounding hides nothing, on a BF16 base of which engine and trainer each quantize a copy."""
+    keys = {"temperature": 0.6, "noise_seed": 7, "noise_targets": ["norm"]}
+    trainer = make_trainer(make_bf16("qwen2"), dtype=torch.float32, noise_mode="shared", **{**AQN, **keys})
+    shares, inner = [], trainer.compute_loss
+
+    def watch(model, inputs, *args, **kwargs):
+        masks = inputs["prompt_mask"]
+        prompts = {tuple(ids.tolist()): int(m.sum()) for ids, m in zip(inputs["prompt_ids"], masks, strict=True)}
+        tokens = sum(prompts.values()) + int(inputs["completion_mask"].sum())
+        width = inputs["prompt_ids"].shape[1] + inputs["completion_ids"].shape[1]
+        shares.append(tokens / (8 * width))
+        return inner(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = watch
+    trainer.train()
+    records = read_metrics(trainer)
+    assert max(record["logp_mismatch_mean"] for record in records) < 1e-4
+    assert [record["touched_norms"] for record in records] == [0, 0, 1, 1]
+    state = trainer.vllm_generation.policy.state()
+    assert (state.sigma, state.seed, state.rollout, state.targets) == (0.2, 7, 3, ("norm",))
+    noisy = {name: norm.noise for name, norm in norms.named_norms(trainer.model) if norm.noise is not None}
+    expected = 0.2 * noise.draw(7, 3, "model.norm.weight", 64)
+    assert list(noisy) == ["model.norm.weight"] and torch.equal(noisy["model.norm.weight"], expected)
+    assert [record["packed_share"] for record in records] == shares  # a prompt of four completions is computed once
+
+
+def test_the_adapter_learns_and_nothing_else_changes(make_trainer, make_nvfp4):
+    trainer = make_trainer(make_nvfp4("qwen2"), noise_mode="shared", **AQN)
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    trainer.train()
+    after = trainer.model.state_dict()
+    adapter = {name for name in before if ".lora_" in name}
+    assert {name for name, tensor in after.items() if not torch.equal(tensor, before[name])} == adapter
+    assert {after[name].dtype for name in adapter} == {torch.float32}
+
+
+def test_a_snapshot_is_peft_s_state_dict_without_a_copy_after_a_resume_too(make_trainer, make_nvfp4, tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant"}
+    trainer = make_trainer(make_nvfp4("qwen2"), max_steps=1, **settings)
+    trainer.train()
+    resumed = make_trainer(make_nvfp4("qwen2"), max_steps=2, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    expected = get_peft_model_state_dict(resumed.model, save_embedding_layers=False)
+    found = resumed.snapshot().tensors
+    assert list(found) == list(expected)
+    assert all(found[name].data_ptr() == tensor.data_ptr() for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(("checkpointed", "forwards"), [(None, [4, 4]), (1, [4, 2])])
+def test_blocks_that_keep_their_activations_change_nothing_else(
+    checkpointed, forwards, make_trainer, make_nvfp4, recwarn
+):
+    """Two rollouts, for TRL turns every block's checkpointing off and on again in each."""
+    settings = {"gradient_checkpointing": True, "max_steps": 2}
+    trainer = make_trainer(make_nvfp4("qwen2"), checkpointed_layers=checkpointed, **settings)
+    assert any("all blocks are recomputed" in str(w.message) for w in recwarn) == (checkpointed is None)
+    calls = [[], []]
+    for block, counted in zip(trainer.model.get_base_model().model.layers, calls, strict=True):
+        block.register_forward_pre_hook(lambda module, args, counted=counted: counted.append(module))
+    trainer.train()
+    # a forward in each step, and another one in the backward of a block that is checkpointed
+    assert [len(counted) for counted in calls] == forwards
+    adapter = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
+    plain = make_trainer(make_nvfp4("qwen2"), max_steps=2)
+    plain.train()
+    assert all(torch.equal(adapter[n], p) for n, p in plain.model.named_parameters() if p.requires_grad)
+
+
+def test_more_checkpointed_blocks_than_there_are_is_refused(make_trainer, make_nvfp4):
+    with pytest.raises(ValueError, match="checkpointed_layers is 3, and this model has 2"):
+        make_trainer(make_nvfp4("qwen2"), gradient_checkpointing=True, checkpointed_layers=3)
+
+
+def test_negative_control_without_the_swap_the_mismatch_explodes(make_trainer, make_nvfp4, read_metrics):
+    trainer = make_trainer(make_nvfp4("qwen2"), learning_rate=5e-2, max_steps=4)
+    trainer.vllm_generation.sync_weights = lambda: None
+    trainer.train()
+    mismatch = [record["logp_mismatch_mean"] for record in read_metrics(trainer)]
+    assert mismatch[0] < 0.05
+    assert mismatch[-1] > 0.2
+
+
+def test_the_bf16_arm_trains_through_the_same_trainer(make_trainer, make_bf16, read_metrics):
+    trainer = make_trainer(make_bf16("qwen2"), quantization="bf16", noise_mode="shared", **AQN)
+    with pytest.warns(UserWarning, match="rounding swallowed"):
+        trainer.train()
+    records = read_metrics(trainer)
+    assert max(record["logp_mismatch_mean"] for record in records) < 0.05
+    assert records[-1]["touched_norms"] == 4
+
+
+def test_evaluation_has_no_noise_and_training_gets_it_back(make_trainer, make_nvfp4, read_metrics):
+    trainer = make_trainer(
+        make_nvfp4("qwen2"), noise_mode="shared", **{**AQN, "max_steps": 2}, eval_strategy="steps", eval_steps=1
+    )
+    states, inner = [], trainer.vllm_generation.generate
+
+    def watch(*args, **kwargs):
+        trainer_noise = sum(norm.noise is not None for _, norm in norms.named_norms(trainer.model))
+        states.append((trainer.model.training, trainer.vllm_generation.policy.state().sigma, trainer_noise))
+        return inner(*args, **kwargs)
+
+    trainer.vllm_generation.generate = watch
+    trainer.train()
+    assert [state for state in states if state[0]] == [(True, 0.0, 0), (True, 0.2, 4)]
+    evaluations = [state for state in states if not state[0]]
+    assert evaluations
+    assert set(evaluations) == {(False, 0.0, 0)}
+    assert all(norm.noise is not None for name, norm in norms.named_norms(trainer.model) if noise.is_target(name))
+    rewards = [entry["eval_reward"] for entry in trainer.state.log_history if "eval_reward" in entry]
+    assert len(rewards) == 2
+    trainer.evaluate()  # the same adapter and the same seeds: the same answers
+    assert trainer.state.log_history[-1]["eval_reward"] == rewards[-1]
+
+
+def test_trained_norms_travel_to_the_engine_and_to_disk_without_the_noise(make_trainer, make_nvfp4, tmp_path):
+    trainer = make_trainer(make_nvfp4("qwen2"), noise_mode="shared", train_norms=True, **AQN)
+    start = {name: norm.weight.detach().clone() for name, norm in norms.named_norms(trainer.model)}
+    trainer.train()
+    assert max(e["sampling/sampling_logp_difference/mean"] for e in trainer.state.log_history if "loss" in e) < 0.05
+    trainer.save_adapter(tmp_path / "adapter")
+    saved = load_file(tmp_path / "adapter" / "norms.safetensors")
+    assert set(saved) == {name for name in start if noise.is_target(name)}
+    for name, weight in saved.items():
+        moved = (weight - start[name]).abs().max()
+        assert 0 < moved < 4 * 2e-2, name  # four steps of Adam, and no noise of 0.2
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["modules_to_save"] is None
+    assert "norms" in (tmp_path / "adapter" / "README.md").read_text()
+
+
+def test_norms_that_were_loaded_and_are_not_trained_stay_in_the_policy(
+    make_trainer, make_nvfp4, read_metrics, tmp_path
+):
+    settings = {"noise_mode": "none", "max_steps": 1, "dtype": torch.float32}
+    first = make_trainer(make_nvfp4("qwen2"), train_norms=True, **settings)
+    for name, weight in first.model.named_parameters():
+        if weight.requires_grad and "norm" in name:
+            weight.data += 0.3
+    first.save_adapter(tmp_path / "first")
+    trainer = make_trainer(make_nvfp4("qwen2"), adapter=tmp_path / "first", **settings)
+    trainer.train()
+    assert read_metrics(trainer)[0]["logp_mismatch_mean"] < 1e-4
+    trainer.save_adapter(tmp_path / "second")
+    before, after = (load_file(tmp_path / name / "norms.safetensors") for name in ("first", "second"))
+    assert len(before) == 4 and before.keys() == after.keys()
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+
+
+class Hub:
+    """The hub's API as far as transformers' trainer calls it; what is uploaded is noted, by its commit message."""
+
+    def __init__(self):
+        self.uploads = {}
+
+    def create_repo(self, name, **options):
+        return SimpleNamespace(repo_id=name)
+
+    def upload_folder(self, *, folder_path, commit_message, **options):
+        self.uploads[commit_message] = {
+            path.name: path.read_bytes() for path in Path(folder_path).iterdir() if path.is_file()
+        }
+        return SimpleNamespace(done=lambda: True, result=lambda: None)
+
+
+def test_every_push_has_norms_card_and_state(make_trainer, make_nvfp4, monkeypatch):
+    hub = Hub()
+    monkeypatch.setattr(transformers.trainer, "hf_api", lambda: hub)
+    trainer = make_trainer(
+        make_nvfp4("qwen2"),
+        train_norms=True,
+        push_to_hub=True,
+        hub_model_id="me/policy",
+        max_steps=2,
+        save_strategy="steps",
+        save_steps=1,
+    )
+    trainer.train()
+    finish(trainer)
+    assert list(hub.uploads) == ["Training in progress, step 1", "Training in progress, step 2", "End of training"]
+    for step, files in zip((1, 2, 2), hub.uploads.values(), strict=True):
+        assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"} <= files.keys()
+        assert json.loads(files["qerl_state.json"])["step"] == step
+        assert b"norms.safetensors" in files["README.md"]
+    norms_of = [files["norms.safetensors"] for files in hub.uploads.values()]
+    assert norms_of[0] != norms_of[1] == norms_of[2]
+
+
+def test_one_rollout_may_serve_several_steps(make_trainer, make_nvfp4, read_metrics):
+    trainer = make_trainer(
+        make_nvfp4("qwen2"), noise_mode="shared", **AQN, steps_per_generation=2, per_device_train_batch_size=4
+    )
+    trainer.train()
+    records = read_metrics(trainer)
+    assert [record["adapter_version"] for record in records] == [1, 1, 2, 2]
+    assert [record["sigma"] for record in records] == [0.0, 0.0, 0.2, 0.2]
+    assert ["reward" in record for record in records] == [True, False, True, False]
+    mismatch = [record["logp_mismatch_mean"] for record in records]
+    assert max(mismatch) < 0.05
+    assert len(set(mismatch)) == 4  # of the completions that each step trains on
