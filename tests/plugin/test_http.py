@@ -57,7 +57,9 @@ def server(make_nvfp4, adapters, hold_port, tmp_path_factory):
     line += ["--api-key", API_KEY, "--additional-config", json.dumps({"qerl": options})]
     unset = ("MASTER_PORT", "VLLM_DIST_IDENT")
     environment = {name: value for name, value in os.environ.items() if name not in unset} | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        # the engine's process computes too: a worker process beside it would cost every start 10 s, and engine and
+        # worker wait for each other in loops of sched_yield, which starve all other processes on some Linux kernels
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_PLUGINS": "qerl",
         "QERL_ADMIN_TOKEN_FILE": str(folder / "token"),
     }

@@ -179,7 +179,7 @@ def test_a_lock_ends_with_its_process(tmp_path):
 def test_peak_memory_follows_the_largest_tensor_and_not_the_file(small, run_process, tmp_path):
     source = tmp_path / "bf16"
     config = Qwen2Config(
-        vocab_size=2_000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, num_attention_heads=8,
+        vocab_size=2_000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=12, num_attention_heads=8,
         num_key_value_heads=8, tie_word_embeddings=False,
     )  # fmt: skip
     config.save_pretrained(source)
@@ -192,4 +192,5 @@ def test_peak_memory_follows_the_largest_tensor_and_not_the_file(small, run_proc
     output = (tmp_path / "log").read_text()
     before, peak = (int(part.split()[0]) * 1024 for part in output.split("VmHWM:")[1:])
     assert peak < 2 * largest + 2**30
-    assert peak - before < 2 * largest + 64 * 2**20 < size / 2, f"{(peak - before) >> 20} MiB above {before >> 20} MiB"
+    # the heap keeps what it was once given: 40 to 95 MiB were seen, on two processors; a whole file would be 400
+    assert peak - before < 2 * largest + 150 * 2**20 < size / 2, f"{(peak - before) >> 20} MiB above {before >> 20} MiB"
