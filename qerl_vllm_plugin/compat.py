@@ -194,14 +194,14 @@ def keep_names(model: torch.nn.Module, checkpoint_names: list[str]) -> None:
 
 
 def norm_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Every RMSNorm with a weight, by the name of its parameter in the checkpoint."""
-    from vllm.model_executor.layers.layernorm import RMSNorm
+    """Every RMSNorm with a weight, also of 1 + w, by the name of its parameter in the checkpoint."""
+    from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
     names = getattr(model, "qerl_checkpoint_names", {})
     return {
         names.get(f"{name}.weight", f"{name}.weight"): module
         for name, module in model.named_modules()
-        if isinstance(module, RMSNorm) and isinstance(module.weight, torch.nn.Parameter)
+        if isinstance(module, RMSNorm | GemmaRMSNorm) and isinstance(module.weight, torch.nn.Parameter)
     }
 
 

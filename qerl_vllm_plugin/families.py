@@ -1,8 +1,8 @@
 """The model families that were compared with transformers on the same weights; others are refused unless asked for.
 
-What a family lacks is refused where it is asked for: noise where the norms are stored as w and used as 1 + w
-(GemmaRMSNorm), an adapter where the checkpoint's linears are not vLLM's (GLM-4). SmolLM3's norms stay in BF16, which
-swallows a part of the noise; the warning of ``set_noise`` says how much.
+What a family lacks is refused where it is asked for: noise where the targets name no norm that feeds a linear, an
+adapter where the checkpoint's linears are not vLLM's (GLM-4). SmolLM3's norms stay in BF16, which swallows a part of
+the noise; the warning of ``set_noise`` says how much.
 """
 
 FAMILIES = (

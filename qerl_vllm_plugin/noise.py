@@ -1,7 +1,8 @@
 """Adaptive quantization noise: which norms it touches and the bits it adds. Torch only; trainer and engine call this.
 
 Source: QeRL (arXiv 2510.11696), section 3.3: Z ~ N(0, sigma^2), one value an input channel, merged into the RMSNorm
-weight that feeds the linears: w_noise = w + Z.
+weight that feeds the linears: w_noise = w + Z. Where a norm is stored as w and multiplies by 1 + w, the Z added to w is
+added to 1 + w: the effective weight gets the same noise as an ordinary norm's.
 """
 
 import hashlib
@@ -12,6 +13,8 @@ import torch
 
 # the norms that feed q/k/v and gate/up; the final norm and q/k norms stay clean unless asked for
 DEFAULT_TARGETS = ("input_layernorm", "post_attention_layernorm")
+# a norm that follows the attention and feeds no linear, in the models (Gemma) where the other one feeds gate and up
+_FOLLOWS, _FEEDS = "post_attention_layernorm", "pre_feedforward_layernorm"
 
 
 def seed_of(*parts: object) -> int:
@@ -38,11 +41,20 @@ def is_target(name: str, targets: Sequence[str] = DEFAULT_TARGETS) -> bool:
 
 
 def targeted(norms: Collection[str], targets: Sequence[str], purpose: str = "noise") -> set[str]:
-    """The names in ``norms`` that are a target; raises ValueError if there is no target or one that names no norm."""
+    """The names in ``norms`` that are a target.
+
+    Raises ValueError if there is no target, one that names no norm, or one that feeds no linear in place of that which
+    does: the default is of models whose post_attention_layernorm feeds gate and up.
+    """
     unknown = [target for target in targets if not any(is_target(name, [target]) for name in norms)]
     if unknown or not targets:
         known = sorted({name.split(".")[-2] for name in norms})
         raise ValueError(f"{purpose} targets {unknown} match none of this model's {len(norms)} norms; it has {known}")
+    if _FOLLOWS in targets and _FEEDS not in targets and any(is_target(name, [_FEEDS]) for name in norms):
+        raise ValueError(
+            f"{purpose} target {_FOLLOWS} feeds no linear of this model, whose gate and up are fed by {_FEEDS}; use "
+            f"{[_FEEDS if target == _FOLLOWS else target for target in targets]}"
+        )
     return {name for name in norms if is_target(name, targets)}
 
 

@@ -13,24 +13,27 @@ from qerl_vllm_plugin import noise
 
 
 class TrainerRMSNorm(torch.nn.Module):
-    """RMSNorm whose effective weight is ``weight + noise``; the noise is set and cleared, never added to the weight.
+    """RMSNorm times ``offset + (weight + noise)``; the noise is set and cleared, never added to the weight.
 
-    ``weight: (H,)`` fp32, trainable if asked. With ``rounded`` the effective weight and the normalized input are each
+    ``weight: (H,)`` fp32 as the checkpoint has it, trainable if asked. ``offset`` is 0, or 1 for a norm that is stored
+    as w and used as 1 + w. With ``rounded`` the effective weight and the normalized input are each
     rounded to the activations' dtype before the product, as stock vLLM and transformers do (the bf16 and nf4 arms);
     without it there is one rounding at the end (the NVFP4 arm, as in the engine).
     """
 
-    def __init__(self, weight: torch.Tensor, epsilon: float, *, rounded: bool = False) -> None:
+    def __init__(self, weight: torch.Tensor, epsilon: float, *, rounded: bool = False, offset: float = 0.0) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(weight.detach().float(), requires_grad=False)
         self.epsilon = epsilon
-        self.rounded = rounded
+        self.rounded, self.offset = rounded, offset
         self.is_policys = False  # trained, now or by an earlier run, and no longer the checkpoint's
         self.register_buffer("noise", None, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x: (..., H)`` -> ``(..., H)`` in the dtype of ``x``."""
         weight = self.weight if self.noise is None else self.weight + self.noise
+        if self.offset:
+            weight = self.offset + weight
         return rms_norm(x, weight, self.epsilon, rounded=self.rounded)
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
@@ -43,37 +46,51 @@ class TrainerRMSNorm(torch.nn.Module):
         return super()._apply(move, recurse)
 
     def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, epsilon={self.epsilon}, rounded={self.rounded}"
+        return f"{tuple(self.weight.shape)}, epsilon={self.epsilon}, rounded={self.rounded}, offset={self.offset}"
 
 
 def replace(model: torch.nn.Module, *, rounded: bool) -> int:
     """Put a TrainerRMSNorm in the place of every RMSNorm of ``model`` -> how many.
 
-    What an RMSNorm is, is found by what it computes: a module with a vector ``weight`` and a ``variance_epsilon`` whose
-    output on random input is that of the definition. Raises ValueError for a module of that form that computes
-    something else (a Gemma norm scales by weight + 1).
+    What an RMSNorm is, is found by what it computes: a module with a vector ``weight``, no bias, and an epsilon, whose
+    output on random input is that of the definition, with its weight or with 1 + weight (Gemma). The second kind rounds
+    once in transformers and in stock vLLM, too. Raises ValueError for a module of that form that computes something
+    else.
     """
     found = []
     for name, module in model.named_modules():
-        weight, epsilon = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
-        if isinstance(weight, torch.Tensor) and weight.dim() == 1 and isinstance(epsilon, float):
-            _check_definition(name, module, weight, epsilon)
-            found.append((name, TrainerRMSNorm(weight, epsilon, rounded=rounded)))
+        weight, epsilon = getattr(module, "weight", None), _epsilon(module)
+        if isinstance(weight, torch.Tensor) and weight.dim() == 1 and epsilon is not None:
+            offset = _offset(name, module, weight, epsilon)
+            found.append((name, TrainerRMSNorm(weight, epsilon, rounded=rounded and not offset, offset=offset)))
     for name, norm in found:
         model.set_submodule(name, norm)
     return len(found)
 
 
+def _epsilon(module: torch.nn.Module) -> float | None:
+    """What a module without a bias calls its epsilon in transformers, None if it has none."""
+    if getattr(module, "bias", None) is not None:
+        return None
+    found = (getattr(module, name, None) for name in ("variance_epsilon", "eps"))
+    return next((epsilon for epsilon in found if isinstance(epsilon, float)), None)
+
+
 @torch.no_grad()
-def _check_definition(name: str, module: torch.nn.Module, weight: torch.Tensor, epsilon: float) -> None:
+def _offset(name: str, module: torch.nn.Module, weight: torch.Tensor, epsilon: float) -> float:
+    """What the norm adds to its weight."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, weight.numel(), generator=generator).to(weight)
-    expected = naive.rms_norm(x, weight.float(), epsilon).float()
-    if not torch.allclose(module(x).float(), expected, rtol=2**-6, atol=2**-6 * float(weight.float().abs().max())):
-        raise ValueError(
-            f"{name} ({type(module).__name__}) is not x / rms(x) * weight, so noise and training of it are not defined "
-            "here; use a model of the Qwen2, Qwen3, Llama or Mistral family"
-        )
+    found = module(x).float()
+    for offset in (0.0, 1.0):
+        effective = offset + weight.float()
+        expected = naive.rms_norm(x, effective, epsilon).float()
+        if torch.allclose(found, expected, rtol=2**-6, atol=2**-6 * float(effective.abs().max())):
+            return offset
+    raise ValueError(
+        f"{name} ({type(module).__name__}) is not x / rms(x) * weight, nor * (1 + weight), so noise and training of it "
+        "are not defined here; use a model of the Qwen2, Qwen3, Llama or Mistral family"
+    )
 
 
 def named_norms(model: torch.nn.Module) -> Iterator[tuple[str, TrainerRMSNorm]]:

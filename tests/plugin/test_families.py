@@ -6,11 +6,12 @@ and Qwen3-MoE have tests of their own.
 
 import pytest
 import torch
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
 from qerl_vllm_plugin.adapter import AdapterError
 from qerl_vllm_plugin.families import FAMILIES
-from qerl_vllm_plugin.norms import QerlRMSNorm
+from qerl_vllm_plugin.noise import DEFAULT_TARGETS
+from qerl_vllm_plugin.norms import QerlGemmaRMSNorm, QerlRMSNorm
 from qerl_vllm_plugin.policy import Policy
 
 TOLERANCE = 1e-4
@@ -26,11 +27,9 @@ CASES: dict[str, dict[str, object]] = {
     "smollm3": {"no_rope_layers": [1, 0]},
 }
 NO_ADAPTER = {"glm4": "'model.layers.0.mlp.gate_up_proj', which is no linear layer of this model that can carry"}
-NO_NOISE = {
-    "gemma2": "match none of this model's 0 norms",
-    "gemma3_text": "match none of this model's 0 norms",
-    "olmo2": r"targets \['input_layernorm'\] match none of this model's",
-}
+NO_NOISE = {"olmo2": r"targets \['input_layernorm'\] match none of this model's"}
+# where the default names a norm that feeds no linear
+TARGETS = dict.fromkeys(("gemma2", "gemma3_text"), ("input_layernorm", "pre_feedforward_layernorm"))
 SWALLOWS = {"smollm3"}  # vLLM runs transformers' code, whose norms stay in the engine's dtype; in BF16 it warns
 RESIDENT = {"qerl": {"policy_adapter": {"rank": 8}}}
 
@@ -74,9 +73,11 @@ def test_a_family_answers_as_transformers(boot, make_bf16, make_nvfp4, reference
         with pytest.raises(ValueError, match=NO_NOISE[family]):
             policy.set_noise(0.1, seed=1, rollout=1)
     else:
-        layers = [m for m in measure.model(packed).modules() if isinstance(m, RMSNorm)]
-        assert all(isinstance(m, QerlRMSNorm) and m.is_fp32 for m in layers) == (family not in SWALLOWS)
-        assert policy.set_noise(0.1, seed=1, rollout=1).touched == 2 * 2
+        layers = [m for m in measure.model(packed).modules() if isinstance(m, RMSNorm | GemmaRMSNorm)]
+        ours = [isinstance(m, QerlRMSNorm | QerlGemmaRMSNorm) and m.is_fp32 for m in layers]
+        assert all(ours) == (family not in SWALLOWS)
+        targets = TARGETS.get(family, DEFAULT_TARGETS)
+        assert policy.set_noise(0.1, seed=1, rollout=1, targets=targets).touched == 2 * 2
         assert measure.difference(measure.engine(packed), served) > 10 * TOLERANCE
         if family in SWALLOWS:
             return  # and its class in transformers is now vLLM's

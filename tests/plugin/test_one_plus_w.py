@@ -1,0 +1,128 @@
+"""Norms that are stored as w and used as 1 + w: the noise is that of an ordinary norm whose weight is 1 + w."""
+
+import pytest
+import torch
+from qerl_kernels.naive import rms_norm
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm
+
+from qerl_recipes.model import loading, norms
+from qerl_vllm_plugin import noise
+from qerl_vllm_plugin.norms import QerlGemmaRMSNorm, install
+from qerl_vllm_plugin.policy import Policy
+
+GEMMA = {"query_pre_attn_scalar": 32, "sliding_window": 64}
+TARGETS = ("input_layernorm", "pre_feedforward_layernorm")
+SIGMA, SEED, ROLLOUT = 5e-4, 7, 2
+ONE_ROUNDING = 2**-23  # of fp32
+
+
+@pytest.fixture(scope="module")
+def folder(make_nvfp4):
+    return make_nvfp4("gemma3_text", **GEMMA)
+
+
+@pytest.fixture(scope="module")
+def engine(boot, folder):
+    return boot(folder)  # BF16, in which a weight near 1 moves in steps of 2^-7
+
+
+@pytest.fixture(scope="module")
+def checkpoint_norms(weights_of, folder):
+    return {name: w.float() for name, w in weights_of(folder).items() if "norm" in name}
+
+
+@pytest.fixture
+def policy(engine):
+    policy = Policy(engine)
+    policy.clear_noise()
+    return policy
+
+
+def norms_of(engine, measure) -> dict[str, torch.Tensor]:
+    named = measure.model(engine).named_modules()
+    return {f"{name}.weight": m.weight.data.clone() for name, m in named if isinstance(m, GemmaRMSNorm)}
+
+
+def test_promise_03_an_ordinary_norm_of_1_plus_w_would_get_the_same_noise(policy, engine, checkpoint_norms, measure):
+    clean = norms_of(engine, measure)
+    assert clean.keys() == checkpoint_norms.keys() and len(clean) == 2 * 6 + 1
+    assert all(torch.equal(clean[name], w) and clean[name].dtype == torch.float32 for name, w in clean.items())
+    report = policy.set_noise(SIGMA, seed=SEED, rollout=ROLLOUT, targets=TARGETS)
+    assert (report.touched, report.swallowed) == (4, 0.0)
+    for name, w in norms_of(engine, measure).items():
+        ordinary = 1 + checkpoint_norms[name]
+        if noise.is_target(name, TARGETS):
+            ordinary = noise.noisy(ordinary, SIGMA, SEED, ROLLOUT, name)
+            assert float((w - checkpoint_norms[name]).abs().max()) > SIGMA
+        assert float(((1 + w) / ordinary - 1).abs().max()) < 2 * ONE_ROUNDING, name
+
+
+def test_promise_03_the_trainers_effective_weight_has_the_engines_bits(policy, engine, folder, measure):
+    policy.set_noise(SIGMA, seed=SEED, rollout=ROLLOUT, targets=TARGETS)
+    model = loading.load(folder)
+    assert norms.set_noise(model, SIGMA, SEED, ROLLOUT, TARGETS) == 4
+    ours, theirs = dict(norms.named_norms(model)), norms_of(engine, measure)
+    assert ours.keys() == theirs.keys()
+    generator = torch.Generator().manual_seed(1)
+    for name, norm in ours.items():
+        x = torch.randn(64, norm.weight.numel(), generator=generator).bfloat16()
+        layer = measure.model(engine).get_submodule(name.removesuffix(".weight"))
+        assert torch.equal(norm(x), layer(x)) and torch.equal(layer(x), rms_norm(x, 1 + theirs[name], 1e-6)), name
+    norms.clear_noise(model)
+    assert any(not torch.equal(norm.weight, theirs[name]) for name, norm in ours.items())
+
+
+def test_promise_03_clearing_gives_back_the_bits_of_w(policy, engine, measure):
+    clean, answers = policy.state(digest=True).norms, measure.engine(engine)
+    policy.set_noise(0.2, seed=1, rollout=1, targets=TARGETS)
+    policy.set_noise(0.1, seed=1, rollout=2, targets=["norm", "q_norm"])
+    assert policy.state(digest=True).norms != clean
+    assert measure.difference(measure.engine(engine), answers) > 0.01
+    policy.clear_noise()
+    assert policy.state(digest=True).norms == clean
+    assert torch.equal(measure.engine(engine), answers)
+
+
+def test_a_residual_is_added_and_rounded_before_the_norm(engine, measure):
+    layer = measure.model(engine).model.layers[0].input_layernorm
+    assert type(layer) is QerlGemmaRMSNorm
+    x, residual = torch.randn(50, 64).bfloat16(), torch.randn(50, 64).bfloat16()
+    y, total = layer(x.clone(), residual.clone())
+    assert torch.equal(total, x + residual)
+    assert torch.equal(y, rms_norm(x + residual, 1 + layer.weight.data, layer.variance_epsilon))
+
+
+def test_a_norm_that_feeds_no_linear_is_refused_where_another_one_feeds_gate_and_up(policy, folder):
+    policy.set_noise(0.1, seed=1, rollout=1, targets=TARGETS)
+    before = policy.state(digest=True)
+    message = r"post_attention_layernorm feeds no linear .* use \['input_layernorm', 'pre_feedforward_layernorm'\]"
+    with pytest.raises(ValueError, match=f"noise target {message}"):
+        policy.set_noise(0.2, seed=2, rollout=2)  # the default targets
+    assert policy.state(digest=True) == before
+    model = loading.load(folder)
+    with pytest.raises(ValueError, match=f"train_norms target {message}"):
+        norms.make_trainable(model)
+    both = (*noise.DEFAULT_TARGETS, "pre_feedforward_layernorm")
+    assert policy.set_noise(0.1, seed=1, rollout=1, targets=both).touched == 6
+
+
+@torch.no_grad()
+def test_the_bf16_arm_rounds_norms_of_1_plus_w_once_as_stock_vllm_does(make_bf16):
+    model = loading.load(make_bf16("gemma3_text", **GEMMA))
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
+    norm = model.model.norm
+    assert (norm.rounded, norm.offset) == (False, 1.0)
+    assert torch.equal(norm(x), rms_norm(x, 1 + norm.weight, norm.epsilon))
+
+
+def test_a_stock_engine_in_the_same_process_is_untouched(boot, make_bf16, measure, monkeypatch):
+    folder, options = make_bf16("gemma3_text", **GEMMA), {"quantization": None}
+    monkeypatch.delitem(op_registry_oot, "GemmaRMSNorm", raising=False)
+    without = boot(folder, **options)
+    assert type(measure.model(without).model.norm) is GemmaRMSNorm
+    install()
+    within = boot(folder, **options)
+    norm = measure.model(within).model.norm
+    assert (type(norm), norm.weight.dtype) == (QerlGemmaRMSNorm, torch.bfloat16)
+    assert torch.equal(measure.engine(within), measure.engine(without))
