@@ -6,7 +6,7 @@ TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # compiled once and kept: without bytecode every process that imports vLLM spends 20 s on compiling it again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo test test-all soak lint clean
 demo: $(VENV)/.ready
 	$(BIN)/qerl demo
 
@@ -20,6 +20,10 @@ test: lint
 # those too that the tests above have no time for: marker slow
 test-all: lint
 	$(BIN)/python -m pytest -m '' -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
+
+# ten minutes of load on a server whose policy is swapped every second, each answer checked afterwards
+soak: $(VENV)/.ready
+	$(BIN)/qerl bench soak --minutes 10 --output runs/soak.json
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

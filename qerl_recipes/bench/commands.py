@@ -70,6 +70,24 @@ def swap(
 
 
 @bench.command()
+def soak(
+    model: Annotated[
+        str | None, typer.Option(help="folder of a checkpoint to serve; default: random weights of --shape")
+    ] = None,
+    shape: Annotated[str, typer.Option(help="Qwen2.5 size: 0.5B, 1.5B, 3B, 7B, 14B, 32B; or tiny, for a CPU")] = "tiny",
+    streams: Annotated[int, typer.Option(help="requests under way at a time")] = 64,
+    minutes: Annotated[float, typer.Option(help="of load, a fifth of them without swaps; judging comes after")] = 10,
+    seed: Annotated[int, typer.Option(help="of weights, prompts, adapters and noise")] = 0,
+    output: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
+) -> None:
+    """A server under load, its policy swapped every second, and every answer checked against the policy it names."""
+    from qerl_recipes.bench.soak import run
+
+    result = run(model=model, shape=shape, streams=streams, minutes=minutes, seed=seed, output=output)
+    raise typer.Exit(int(bool(result["failed"])))
+
+
+@bench.command()
 def kernels(
     output: Annotated[Path, typer.Option(help="JSON file to write")] = Path("kernels.json"),
     shapes: Annotated[

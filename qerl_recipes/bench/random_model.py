@@ -55,14 +55,20 @@ def start(config: Mapping[str, Any], *, length: int, sequences: int, **options: 
         )
 
 
-def adapter(config: Mapping[str, Any], rank: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """A PEFT adapter of all linears of the blocks with small random values, as (tensors, config)."""
+def adapter(
+    config: Mapping[str, Any], rank: int, *, std: float = 0.01, seed: int | None = None
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """A PEFT adapter of all linears of the blocks with small random values, as (tensors, config).
+
+    With ``seed`` it is the same on every call; without, torch's own generator goes on.
+    """
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
     weights = {name.removesuffix(".weight"): e.shape for name, e in _present(config).items() if e.linear}
     tensors = {}
     for name, (N, K) in weights.items():
         prefix = f"base_model.model.{name}"
-        tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, K, dtype=torch.bfloat16) * 0.01
-        tensors[f"{prefix}.lora_B.weight"] = torch.randn(N, rank, dtype=torch.bfloat16) * 0.01
+        tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, K, dtype=torch.bfloat16, generator=generator) * std
+        tensors[f"{prefix}.lora_B.weight"] = torch.randn(N, rank, dtype=torch.bfloat16, generator=generator) * std
     modules = sorted({name.rpartition(".")[2] for name in weights})
     return tensors, {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": modules}
 

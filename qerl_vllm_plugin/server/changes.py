@@ -120,8 +120,7 @@ class PolicyServer:
                     ) from None
             await self._empty_caches()
             answer = await self._rpc(method, *args)
-            if "version" in answer:
-                self.history.add(answer["version"])
+            self.history.add(answer.get("version"))
         finally:
             if not was_paused and self.lost is None:
                 await self._engine.resume_generation()

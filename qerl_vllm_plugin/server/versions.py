@@ -1,5 +1,7 @@
 """Which policy version computed an answer: the header ``X-QeRL-Policy-Version: FIRST``, or ``FIRST-LAST``.
 
+FIRST alone: one policy computed all of it. Where only the noise has changed in between, FIRST and LAST are equal.
+
 vLLM stamps the first and the last token of each request with the engine's clock, which all processes of a machine
 share; a change is made while the engine is paused, so no token lies near its time. Where an engine keeps no statistics
 (--disable-log-stats), a request's arrival and end stand in: a range that is never too narrow.
@@ -18,25 +20,23 @@ Span = tuple[float, float]  # seconds of time.monotonic()
 
 
 class History:
-    """When each version came into service."""
+    """When each version, and each noise on it, came into service."""
 
     def __init__(self) -> None:
         self._times: list[float] = []
         self._versions: list[int] = []
 
-    def add(self, version: int) -> None:
-        """To be called while the engine is paused."""
+    def add(self, version: int | None) -> None:
+        """To be called while the engine is paused; None where the version stays and the noise changes."""
         self._times.append(time.monotonic())
-        self._versions.append(version)
+        self._versions.append(self._versions[-1] if version is None else version)
         del self._times[:-KEPT], self._versions[:-KEPT]
 
-    def at(self, moment: float) -> int:
-        return self._versions[max(bisect_right(self._times, moment) - 1, 0)]
-
     def text(self, spans: list[Span]) -> str:
-        """FIRST, or FIRST-LAST where they differ."""
-        first, last = self.at(min(span[0] for span in spans)), self.at(max(span[1] for span in spans))
-        return str(first) if first == last else f"{first}-{last}"
+        """FIRST, or FIRST-LAST where another policy, or another noise, came into service in between."""
+        ends = (min(span[0] for span in spans), max(span[1] for span in spans))
+        first, last = (max(bisect_right(self._times, moment) - 1, 0) for moment in ends)
+        return str(self._versions[first]) if first == last else f"{self._versions[first]}-{self._versions[last]}"
 
 
 _spans: ContextVar[dict[str, Span] | None] = ContextVar("qerl_spans", default=None)

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import time
@@ -48,6 +47,7 @@ def adapters(hf, make_adapter, tmp_path_factory):
 def server(make_nvfp4, adapters, hold_port, tmp_path_factory):
     """The address of a server that has been started with the adapter ``start``; its log, and its process."""
     from qerl_recipes.machine.serve import command
+    from qerl_recipes.machine.server_process import started
 
     port, folder = hold_port(), tmp_path_factory.mktemp("server")
     (folder / "token").write_text(TOKEN + "\n")
@@ -55,37 +55,16 @@ def server(make_nvfp4, adapters, hold_port, tmp_path_factory):
     line = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "policy", "--dtype", "float32"]
     line += ["--max-model-len", "4096", "--max-num-seqs", "8", "--num-gpu-blocks-override", "64", "--enforce-eager"]
     line += ["--api-key", API_KEY, "--additional-config", json.dumps({"qerl": options})]
-    unset = ("MASTER_PORT", "VLLM_DIST_IDENT")
-    environment = {name: value for name, value in os.environ.items() if name not in unset} | {
+    environment = {
         # the engine's process computes too: a worker process beside it would cost every start 10 s, and engine and
         # worker wait for each other in loops of sched_yield, which starve all other processes on some Linux kernels
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_PLUGINS": "qerl",
         "QERL_ADMIN_TOKEN_FILE": str(folder / "token"),
     }
-    log = folder / "log"
-    with log.open("w") as stream:
-        process = subprocess.Popen(
-            command(str(make_nvfp4("qwen2", max_position_embeddings=4096)), line),
-            stdout=stream,
-            stderr=stream,
-            env=environment,
-            start_new_session=True,
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + 280
-        while True:
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-8000:]
-            try:
-                if httpx.get(f"{url}/health").status_code == 200:
-                    break
-            except httpx.HTTPError:
-                time.sleep(0.2)
-        yield url, log, process
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    line = command(str(make_nvfp4("qwen2", max_position_embeddings=4096)), line)
+    with started(line, port, folder / "log", environment) as running:
+        yield running.url, running.log, running.process
 
 
 @pytest.fixture(scope="module")

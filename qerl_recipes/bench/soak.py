@@ -1,0 +1,254 @@
+"""``qerl bench soak``: a real server under load, its policy changed every second, and each of its answers checked.
+
+Streams ask without a pause; a pusher swaps the adapter every second, changes the noise at every fifth swap, and some
+requests are given up half-way. Afterwards the server is ended, and a reference engine in this process is given every
+answer's tokens under the policy that the answer names: a log-probability that does not come back was computed by
+something else. Weights and adapters are random, unless ``model`` names a checkpoint.
+"""
+
+import asyncio
+import json
+import secrets
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from qerl_recipes.bench import random_model
+from qerl_recipes.bench.process import check_shape
+from qerl_recipes.bench.soak_judge import Replay, Verdict, judge
+from qerl_recipes.bench.soak_load import LONGEST_ANSWER, LONGEST_PROMPT, Adapter, Answer, Change, Found, load
+from qerl_recipes.machine.conditions import conditions, save
+from qerl_recipes.machine.environment import free_port
+from qerl_recipes.machine.gpu import MIB, installed_gpu
+from qerl_recipes.machine.serve import command
+from qerl_recipes.machine.server_process import ServerProcess, started
+from qerl_recipes.recipe.shapes import config_json
+from qerl_recipes.rollout.arms import ENGINE_ON_CPU, engine_options
+
+RANK = 8
+ADAPTER_STD = 0.05  # what an adapter writes is then of the size of what the random weights do
+NAME = "policy"  # the model's, in requests
+LENGTH = LONGEST_PROMPT + LONGEST_ANSWER + 16  # --max-model-len
+QUIET = 0.2  # share of the time without swaps
+TOLERANCE = {"float32": 3e-4, "bfloat16": 0.3}  # of a log-probability; the second was never measured
+LEAST_TOLD_APART = 0.99  # of answers judged under another policy; below, "right" would prove nothing
+MOST_GROWTH = 64 * MIB  # of a process, while the policy is swapped
+
+
+def run(
+    *,
+    model: str | None,
+    shape: str,
+    streams: int = 64,
+    minutes: float = 10,
+    seed: int = 0,
+    output: Path | None = None,
+) -> dict[str, Any]:
+    """Start the server, load it, judge its answers, print the figures, write them to ``output`` as JSON.
+
+    ``result["failed"]`` says what was not as it must be. Raises ValueError for an unknown shape, and for a large one
+    without a GPU, RuntimeError for a server that does not start.
+    """
+    if model is None:
+        check_shape(shape)
+    if streams < 1 or minutes <= 0:
+        raise ValueError(f"streams is {streams} and minutes {minutes:g}; both must be above 0")
+    seconds = 60 * minutes
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = model or write_model(shape, seed, Path(scratch, "model"))
+        with serving(folder, streams, Path(scratch, "log")) as (server, token):
+            found, speed, memory = measure(server, token, folder, streams, seconds, seed)
+        verdict = judge(found.answers, found.changes, reference(folder, seed), TOLERANCE[dtype()])
+    result = {
+        "model": model or f"random weights, shape {shape}",
+        "streams": streams,
+        "seed": seed,
+        "rank": RANK,
+        "dtype": dtype(),
+        **conditions(),
+        **summary(found, speed, memory, verdict),
+    }
+    save(result, output)
+    print("\n".join(lines(result)))
+    return result
+
+
+def dtype() -> str:
+    """What server and reference compute in: float32 where that costs nothing."""
+    return "float32" if installed_gpu() is None else "bfloat16"
+
+
+def write_model(shape: str, seed: int, folder: Path) -> str:
+    random_model.write(folder, config_json(shape), packed=True, seed=seed, device="cpu")
+    return str(folder)
+
+
+@contextmanager
+def serving(
+    folder: str, streams: int, log: Path, line: Callable[[str, Sequence[str]], list[str]] = command
+) -> Iterator[tuple[ServerProcess, str]]:
+    """A server with the resident adapter and its admin token; ``line`` makes its command line."""
+    port, token = free_port(), secrets.token_hex(16)
+    options = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", NAME, "--dtype", dtype()]
+    options += ["--max-model-len", str(LENGTH), "--max-num-seqs", str(streams), "--disable-uvicorn-access-log"]
+    options += ["--additional-config", json.dumps(engine_options("qerl_nvfp4", RANK)["additional_config"])]
+    environment = {"VLLM_PLUGINS": "qerl", "QERL_ADMIN_TOKEN": token}
+    with started(line(folder, options), port, log, environment) as server:
+        yield server, token
+
+
+def measure(
+    server: ServerProcess, token: str, folder: str, streams: int, seconds: float, seed: int
+) -> tuple[Found, dict[str, float], dict[str, list[int]]]:
+    """The load, tokens/s, and the resident bytes of each process: before the first swap, and at the end."""
+    memory: dict[str, list[int]] = {}
+
+    def note() -> None:
+        root = psutil.Process(server.process.pid)
+        for process in (root, *root.children(recursive=True)):
+            memory.setdefault(f"{process.name()} {process.pid}", []).append(process.memory_info().rss)
+
+    config = _config(folder)
+    found, speed = asyncio.run(
+        load(
+            server.url,
+            token,
+            NAME,
+            vocabulary=config["vocab_size"],
+            streams=streams,
+            quiet=QUIET * seconds,
+            busy=(1 - QUIET) * seconds,
+            seed=seed,
+            adapter=lambda number: make_adapter(config, seed, number),
+            between=note,
+        )
+    )
+    left = running(server.url)
+    if left:
+        found.lost.append(f"{left:.0f} requests still run though none waits for them")
+    return found, speed, memory
+
+
+def running(url: str) -> float:
+    """How many requests the server still computes; those given up end a moment later."""
+    import httpx
+
+    deadline = time.monotonic() + 10
+    while True:
+        text = httpx.get(f"{url}/metrics").text
+        count = sum(
+            float(line.rsplit(" ", 1)[1])
+            for line in text.splitlines()
+            if line.startswith(("vllm:num_requests_running{", "vllm:num_requests_waiting{"))
+        )
+        if not count or time.monotonic() > deadline:
+            return count
+        time.sleep(0.2)
+
+
+def make_adapter(config: Mapping[str, Any], seed: int, number: int) -> Adapter:
+    """The adapter of that number, the same on every call."""
+    return random_model.adapter(config, RANK, std=ADAPTER_STD, seed=seed * 1_000_003 + number)
+
+
+def reference(folder: str, seed: int) -> Replay:
+    """An engine in this process, and how answers are replayed on it."""
+    from vllm import LLM, SamplingParams
+
+    from qerl_vllm_plugin.policy import Policy
+
+    on_cpu = ENGINE_ON_CPU if installed_gpu() is None else {}
+    llm = LLM(
+        model=folder,
+        dtype=dtype(),
+        max_model_len=LENGTH,
+        max_num_seqs=64,
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+        **{**engine_options("qerl_nvfp4", RANK), **on_cpu},
+    )
+    policy, config = Policy(llm), _config(folder)
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+
+    def replay(change: Change, answers: Sequence[Answer]) -> list[list[float]]:
+        policy.swap(*(make_adapter(config, seed, change.adapter) if change.adapter is not None else (None, None)))
+        sigma, noise_seed, rollout = change.noise
+        policy.set_noise(sigma, seed=noise_seed, rollout=rollout)
+        inputs = [{"prompt_token_ids": [*answer.prompt, *answer.tokens]} for answer in answers]
+        outputs = llm.generate(inputs, sampling, use_tqdm=False)
+        return [
+            [output.prompt_logprobs[len(answer.prompt) + i][token].logprob for i, token in enumerate(answer.tokens)]
+            for answer, output in zip(answers, outputs, strict=True)
+        ]
+
+    return replay
+
+
+def summary(
+    found: Found, speed: Mapping[str, float], memory: Mapping[str, list[int]], verdict: Verdict
+) -> dict[str, Any]:
+    """The figures, and under ``failed`` what is not as it must be."""
+    seconds = {kind: values for kind, values in found.seconds.items() if kind != "noise"}
+    swaps = {"all": [value for values in seconds.values() for value in values], **found.seconds}
+    share = verdict.told_apart / verdict.controls if verdict.controls else 0.0
+    grown = {name: values[-1] - values[0] for name, values in memory.items() if len(values) > 1}
+    failed = []
+    failed += [f"{len(found.lost)} requests lost, such as: {found.lost[0]}"] if found.lost else []
+    failed += [f"{len(verdict.wrong)} wrong answers, such as: {verdict.wrong[0]}"] if verdict.wrong else []
+    failed += [f"{name} has grown by {size / MIB:.0f} MiB" for name, size in grown.items() if size > MOST_GROWTH]
+    if not verdict.one:
+        failed.append("no answer has one policy alone; none was judged sharply")
+    if share < LEAST_TOLD_APART:
+        failed.append(f"only {share:.1%} of answers are told from those of another policy: this proves nothing")
+    return {
+        "tolerance": TOLERANCE[dtype()],
+        "answers": len(found.answers),
+        "cancelled": found.cancelled,
+        "aborted": sum(answer.reason == "abort" for answer in found.answers),
+        "judged": {"one policy": verdict.one, "several policies": verdict.several, "left out": verdict.left_out},
+        "worst_difference": verdict.worst,
+        "controls": {"judged": verdict.controls, "told apart": verdict.told_apart},
+        "changes": len(found.changes) - 1,
+        "change_seconds": {kind: percentiles(values) for kind, values in swaps.items() if values},
+        "tokens_per_s": {name: round(value, 1) for name, value in speed.items()},
+        "resident_mib": {name: [round(value / MIB, 1) for value in values] for name, values in memory.items()},
+        "failed": failed,
+        "wrong": verdict.wrong[:20],
+        "lost": found.lost[:20],
+    }
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """p50, p99 and the number of values."""
+    cuts = statistics.quantiles(values, n=100, method="inclusive") if len(values) > 1 else [values[0]] * 99
+    return {"p50": round(cuts[49], 4), "p99": round(cuts[98], 4), "number": len(values)}
+
+
+def lines(result: Mapping[str, Any]) -> list[str]:
+    """What is printed."""
+    judged, controls = result["judged"], result["controls"]
+    said = [
+        f"{result['answers']} answers ({result['aborted']} aborted by a swap), {result['cancelled']} given up, "
+        f"{len(result['lost'])} lost; {result['changes']} changes of the policy",
+        f"judged under one policy: {judged['one policy']}, under several in turn: {judged['several policies']}, left "
+        f"out: {judged['left out']}; worst difference of a log-probability {result['worst_difference']:.1e} of "
+        f"{result['tolerance']:g} allowed",
+        f"control: {controls['told apart']} of {controls['judged']} answers are wrong under another policy",
+    ]
+    for kind, found in result["change_seconds"].items():
+        said.append(f"{kind}: p50 {1e3 * found['p50']:.0f} ms, p99 {1e3 * found['p99']:.0f} ms ({found['number']})")
+    said.append("tokens/s: " + ", ".join(f"{value:.0f} {name}" for name, value in result["tokens_per_s"].items()))
+    for name, values in result["resident_mib"].items():
+        said.append(f"resident MiB of {name}: {' -> '.join(f'{value:.0f}' for value in values)}")
+    said += [f"FAILED: {text}" for text in result["failed"]]
+    return said
+
+
+def _config(folder: str) -> dict[str, Any]:
+    return json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))

@@ -1,0 +1,117 @@
+"""The soak: its judge on answers made up here, and the whole of it on a real server, sound and broken on purpose."""
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from qerl_recipes.bench import soak
+from qerl_recipes.bench.soak_judge import difference, judge, named
+from qerl_recipes.bench.soak_load import Answer, Change
+from qerl_recipes.machine.serve import command
+
+SILENT = (0.0, 0, 0)
+CHANGES = [Change(1, None, SILENT), Change(2, 1, SILENT), Change(2, 1, (0.1, 0, 1)), Change(3, 2, (0.1, 0, 1))]
+
+
+def value(change, token):
+    """The log-probability that the policy of a change gives to a token, in this file."""
+    return -(token + CHANGES.index(change) * 10.0)
+
+
+def replay(change, answers):
+    return [[value(change, token) for token in answer.tokens] for answer in answers]
+
+
+def answer(policy, *places, reason="length"):
+    """An answer whose tokens were computed under the changes at ``places``."""
+    tokens = list(range(1, len(places) + 1))
+    logprobs = [value(CHANGES[place], token) for place, token in zip(places, tokens, strict=True)]
+    return Answer([5, 6], tokens, logprobs, policy, reason)
+
+
+@pytest.mark.parametrize(
+    ("policy", "places", "is_right"),
+    [
+        ("1", (0, 0, 0), True),
+        ("1", (0, 1, 0), False),
+        ("2", (1, 1, 1), True),
+        ("2", (2, 2), True),
+        ("2", (1, 2), False),  # the noise changed and nothing says so
+        ("2-2", (1, 2), True),
+        ("2-2", (2, 1), False),
+        ("1-3", (0, 0, 1, 2, 3), True),
+        ("1-3", (0, 3), True),
+        ("1-3", (0, 1, 0, 3), False),  # an earlier policy's keys and values were read again
+        ("1-2", (0, 3), False),
+        ("4", (3,), False),
+        ("1-4", (0, 3), False),
+    ],
+)
+def test_an_answer_is_right_if_the_policies_that_it_names_compute_it_in_their_order(policy, places, is_right):
+    verdict = judge([answer(policy, *places)], CHANGES, replay, 1e-3)
+    assert (not verdict.wrong) == is_right
+    assert verdict.left_out == 0
+
+
+def test_a_logprob_that_is_no_number_is_wrong():
+    broken = answer("1", 0, 0)
+    broken.logprobs[1] = math.nan
+    assert judge([broken], CHANGES, replay, 1e-3).wrong
+    assert difference(answer("1", 0), [[math.nan]], 1e-3) != 0
+
+
+def test_answers_of_many_policies_are_left_out_and_counted_and_controls_are_told_apart():
+    many = [Change(i, i, SILENT) for i in range(9)]
+    assert named("2-7", many) == [2, 3, 4, 5, 6, 7]
+    verdict = judge([answer("1-6", 0), answer("2", 1, 1)], many, lambda change, answers: [[0.0] * 2], 1e-3)
+    assert (verdict.left_out, verdict.one, verdict.several) == (1, 1, 0)
+    verdict = judge([answer("2", 1, 1)] * 20, CHANGES, replay, 1e-3)
+    assert (verdict.controls, verdict.told_apart, verdict.one) == (2, 2, 20)
+    # a replay that takes no notice of the policy tells nothing apart
+    verdict = judge([answer("2", 0, 0)], CHANGES, lambda change, answers: replay(CHANGES[0], answers), 1e-3)
+    assert (verdict.controls, verdict.told_apart) == (1, 0)
+
+
+# a server that forgets to empty its caches when the policy changes
+WITHOUT_RESET = """
+import runpy
+
+from qerl_recipes.machine.environment import prepare
+
+if __name__ in ("__main__", "__mp_main__"):
+    prepare()
+if __name__ == "__main__":
+    from qerl_recipes.machine.serve import SERVER
+    from qerl_vllm_plugin.server.changes import PolicyServer
+
+    async def forget(self):
+        pass
+
+    PolicyServer._empty_caches = forget
+    runpy.run_module(SERVER, run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+@pytest.mark.parametrize("is_sound", [True, False])
+def test_a_short_soak_finds_nothing_on_a_sound_server_and_the_stale_answers_of_a_broken_one(is_sound, tmp_path):
+    script = tmp_path / "server.py"
+    script.write_text(WITHOUT_RESET)
+    line = command if is_sound else lambda *given: [sys.executable, str(script), *command(*given)[3:]]
+    folder = soak.write_model("tiny", 0, tmp_path / "model")
+    with soak.serving(folder, 16, Path(tmp_path, "log"), line) as (server, token):
+        found, speed, memory = soak.measure(server, token, folder, 16, 12, 0)
+    assert len(found.changes) > 5 and found.cancelled > 0 and min(speed.values()) > 0
+    verdict = judge(found.answers, found.changes, soak.reference(folder, 0), soak.TOLERANCE["float32"])
+    result = soak.summary(found, speed, memory, verdict)
+    assert result["lost"] == []
+    if is_sound:
+        assert result["failed"] == []
+        assert verdict.one > 20 and verdict.several > 5
+        assert result["change_seconds"]["all"]["p50"] > 0
+    else:
+        assert len(verdict.wrong) > 10
+        assert "wrong answers" in result["failed"][0]
