@@ -191,6 +191,7 @@ class TrainingPart:
             "completion_mask": everything[:, prompt:],
             "advantages": torch.randn(rows, generator=generator).to(model.device),
             "importance_sampling_ratio": torch.ones(rows, completion, device=model.device),
+            "sampling_per_token_logps": torch.zeros(rows, completion, device=model.device),
             "num_items_in_batch": everything[:, prompt:].sum(),
         }
 

@@ -143,18 +143,21 @@ def _packed_row(trees: Sequence[_Tree], input_ids: torch.Tensor, is_real: torch.
     return PackedRow(tuple(segments), row_tokens[None], torch.cat(positions)[None], torch.cat(sources), targets, where)
 
 
-def even_micro_batches(batches: Sequence[Mapping[str, Any]], window: int) -> list[dict[str, Any]]:
+def even_micro_batches(
+    batches: Sequence[Mapping[str, Any]], window: int, *, skips_silent_rows: bool = False
+) -> list[dict[str, Any]]:
     """The micro-batches of a rollout with the rows of each ``window`` of them dealt anew, so that all are as long.
 
     ``window`` is the number of micro-batches whose gradients are added up to one step: rows stay in their step. Equal
     prompts stay together where a micro-batch holds whole groups of them. Each micro-batch keeps its number of rows.
+    With ``skips_silent_rows`` those whose advantage is 0 count as empty, since nothing is computed for them.
     """
     even: list[dict[str, Any]] = []
     for first in range(0, len(batches), window):
         part = batches[first : first + window]
         whole = {key: _joined([batch[key] for batch in part]) for key in part[0]}
         sizes = [len(batch["completion_ids"]) for batch in part]
-        for rows in _deal(whole, sizes):
+        for rows in _deal(whole, sizes, skips_silent_rows):
             even.append({key: value[rows] if _has_rows(value) else value for key, value in whole.items()})
     return even
 
@@ -167,10 +170,13 @@ def _joined(values: list[Any]) -> Any:
     return torch.cat(values) if _has_rows(values[0]) else values[0]
 
 
-def _deal(batch: Mapping[str, Any], sizes: list[int]) -> list[torch.Tensor]:
+def _deal(batch: Mapping[str, Any], sizes: list[int], skips_silent_rows: bool) -> list[torch.Tensor]:
     """Rows of each micro-batch: the longest unit first, to the micro-batch with the fewest tokens that has room."""
     prompt_ids, prompt_mask = batch["prompt_ids"].cpu(), batch["prompt_mask"].cpu().bool()
-    tokens = (prompt_mask.sum(dim=1) + batch["completion_mask"].cpu().sum(dim=1)).tolist()
+    lengths = prompt_mask.sum(dim=1) + batch["completion_mask"].cpu().sum(dim=1)
+    if skips_silent_rows:
+        lengths = lengths * (batch["advantages"].cpu() != 0)
+    tokens = lengths.tolist()
     groups: dict[bytes, list[int]] = {}
     for row in range(len(tokens)):
         groups.setdefault(prompt_ids[row][prompt_mask[row]].numpy().tobytes(), []).append(row)

@@ -147,6 +147,15 @@ class GRPOConfig(trl.GRPOConfig):
             "memory for a layer's activations. 0: TRL's padded batches."
         },
     )
+    skip_silent_rows: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Leave completions whose advantage is 0 (all rewards of a group equal) out of the trainer's "
+            "forward and backward, for they have no gradient. By default where nothing else depends on them (beta 0, "
+            "no entropy term, packed rows); entropy, mismatch and importance in the metrics are then of the "
+            "completions that are trained on, and silent_rows is the share left out. false: compute them all."
+        },
+    )
     checkpointed_layers: int | None = field(
         default=None,
         metadata={

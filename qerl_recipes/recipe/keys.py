@@ -193,8 +193,8 @@ _HONOURED = {
     entropy_target off_policy_mask_threshold use_bias_correction_kl
     """,
     "optimization": """
-    pack_tokens per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps learning_rate
-    lr_scheduler_type lr_scheduler_kwargs warmup_steps optim optim_args weight_decay adam_beta1 adam_beta2
+    pack_tokens skip_silent_rows per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps
+    learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps optim optim_args weight_decay adam_beta1 adam_beta2
     adam_epsilon max_grad_norm average_tokens_across_devices bf16 tf32 gradient_checkpointing checkpointed_layers
     gradient_checkpointing_kwargs torch_empty_cache_steps seed full_determinism use_cpu do_train
     """,

@@ -37,6 +37,7 @@ NAMES = {
     "dynamic_sampling/extra_tokens": "extra_tokens",
     "dynamic_sampling/rounds": "sampling_rounds",
     "packing/share": "packed_share",
+    "packing/silent_rows": "silent_rows",
 }
 COUNTS = {"adapter_version", "touched_norms", "accepted_groups", "dropped_groups", "filled_groups"}
 COUNTS |= {"extra_tokens", "sampling_rounds"}
@@ -73,7 +74,10 @@ class StepRecorder(TrainerCallback):
     def add(self, loss: torch.Tensor, inputs: Mapping[str, Any]) -> None:
         """One micro-batch. TRL's loss is already divided by the number of micro-batches where that is needed."""
         self._loss = self._loss + loss.detach()
-        self._tokens = self._tokens + inputs["prompt_mask"].sum() + inputs["completion_mask"].sum()
+        tokens = inputs["prompt_mask"].sum(dim=1) + inputs["completion_mask"].sum(dim=1)  # (B,)
+        if "left_out" in inputs:
+            tokens = tokens * ~inputs["left_out"]
+        self._tokens = self._tokens + tokens.sum()
 
     def on_train_begin(self, args: GRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if args.save_steps < 1:  # a share of all steps, which transformers has made a number that may be in mid-rollout
@@ -112,7 +116,8 @@ class StepRecorder(TrainerCallback):
         record |= {"grad_norm": float(self.grad_norm), "learning_rate": self._learning_rate}
         record["step_seconds"] = seconds + generation
         for name, values in metrics.items():
-            new = [value for value in values[self._lengths.get(name, 0) :] if value is not None]
+            added = values[self._lengths.get(name, 0) :]
+            new = [value for value in added if value is not None and not math.isnan(value)]  # as in TRL's log
             if new and (ours := _ours(name)) is not None:
                 mean = sum(new) / len(new)
                 record[ours] = round(mean) if ours in COUNTS else mean

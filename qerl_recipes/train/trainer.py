@@ -38,7 +38,7 @@ from qerl_recipes.model import fused_lora, logprobs, norms
 from qerl_recipes.model.loading import blocks_that_keep
 from qerl_recipes.model.packing import even_micro_batches, pack
 from qerl_recipes.recipe.configs import GRPOConfig
-from qerl_recipes.train import dynamic_sampling, importance, saving
+from qerl_recipes.train import dynamic_sampling, importance, saving, silent_rows
 from qerl_recipes.train.step_metrics import QuietProgress, StepRecorder
 from qerl_recipes.train.validate import steps_per_rollout
 
@@ -101,7 +101,7 @@ class QerlGRPOTrainer(GRPOTrainer):
         self._weigh_importance = bool(args.vllm_importance_sampling_correction)
         self.vllm_importance_sampling_correction = True
         self._differences = importance.Differences()
-        self._unweighed: dict[str, Any] | None = None  # a micro-batch whose weights its own forward gives
+        self._learning_from: dict[str, Any] | None = None  # the micro-batch whose loss is being computed
         for name, weight in self.model.named_parameters():
             if weight.requires_grad:  # TRL rounds an adapter on bitsandbytes weights to BF16; masters stay fp32
                 weight.data = masters.get(name, weight.data).to(weight.device, torch.float32)
@@ -116,6 +116,8 @@ class QerlGRPOTrainer(GRPOTrainer):
         if self._pack_tokens and (reason := logprobs.prepare(policy)) is not None:
             warnings.warn(f"pack_tokens is without effect, the batches stay padded: {reason}", stacklevel=2)
             self._pack_tokens = 0
+        may_skip = self._pack_tokens > 0 and silent_rows.reason_to_keep(args) is None
+        self._skips_silent_rows = may_skip and args.skip_silent_rows is not False
         self._keeping = blocks_that_keep(policy, args.checkpointed_layers)
         if args.bf16:  # autocast
             fused_lora.install(policy, fused_lora.ADAPTER)
@@ -157,7 +159,8 @@ class QerlGRPOTrainer(GRPOTrainer):
         per_token_mean = self.loss_type == "bnpo" or self._entropy_bonus_enabled
         is_sum_over_rows = not per_token_mean and self.top_entropy_quantile == 1.0
         if self._pack_tokens and self._buffered_inputs is not before and is_sum_over_rows:
-            self._buffered_inputs = even_micro_batches(self._buffered_inputs, self.args.gradient_accumulation_steps)
+            window, skips = self.args.gradient_accumulation_steps, self._skips_silent_rows
+            self._buffered_inputs = even_micro_batches(self._buffered_inputs, window, skips_silent_rows=skips)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return inputs
 
@@ -221,15 +224,18 @@ class QerlGRPOTrainer(GRPOTrainer):
     # 7 to 9: importance, loss, optimizer
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if "importance_sampling_ratio" not in inputs:  # there in evaluation
-            inputs = dict(inputs)
+        if self.model.training:
+            inputs = self._learning_from = dict(inputs)
+            if self._skips_silent_rows:
+                inputs["left_out"] = silent_rows.silent(inputs)
             if "old_per_token_logps" in inputs:  # a rollout for several steps: from before the first of them
                 inputs["importance_sampling_ratio"] = self._importance(inputs["old_per_token_logps"], inputs)
-            else:
-                self._unweighed = inputs
         for block in self._keeping:  # each rollout and each start turns them all on
             block.gradient_checkpointing = False
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        try:
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+        finally:
+            self._learning_from = None
         if self.model.training:
             self.recorder.add(loss, inputs)
         return loss
@@ -250,23 +256,29 @@ class QerlGRPOTrainer(GRPOTrainer):
         ``input_ids`` and ``attention_mask``: (B, P + C) with C = ``logits_to_keep`` -> (B, C) and (B, C) or None.
         """
         entropies: torch.Tensor | None
+        inputs = self._learning_from  # None where this is not the loss's own forward
+        left_out = inputs.get("left_out") if inputs is not None else None
         if self._pack_tokens:
             unwrapped = self.accelerator.unwrap_model(model)
             sharing = logprobs.shares_prompts(unwrapped)
             ids, mask = input_ids.cpu(), attention_mask.cpu()
+            if left_out is not None:
+                mask[left_out.cpu(), -logits_to_keep:] = 0
             rows = pack(ids, mask, logits_to_keep, self._pack_tokens, share_prompts=sharing)
-            if self.model.training and torch.is_grad_enabled():
+            if inputs is not None:
                 computed = sum(row.tokens.shape[1] for row in rows)
                 self._metrics["train"]["packing/share"].append(computed / input_ids.numel())
             shape, autocast = (len(input_ids), logits_to_keep), self.accelerator.autocast
             logps, entropies = logprobs.completion_logprobs(model, unwrapped, rows, shape, self.temperature, autocast)
+            if inputs is not None and left_out is not None:
+                self._metrics["train"]["packing/silent_rows"].append(float(left_out.float().mean()))
+                logps, entropies = silent_rows.with_constants(logps, entropies, inputs, left_out)
             results = logps, entropies if compute_entropy else None, None
         else:
             results = super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **others
             )
-        if self._unweighed is not None:
-            inputs, self._unweighed = self._unweighed, None
+        if inputs is not None and "importance_sampling_ratio" not in inputs:
             inputs["importance_sampling_ratio"] = self._importance(results[0].detach(), inputs)
         return results
 
@@ -275,7 +287,8 @@ class QerlGRPOTrainer(GRPOTrainer):
         sampled, mask = inputs["sampling_per_token_logps"], importance.mask_of(inputs)
         limits = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         ratio = importance.weights(logps, sampled, mask, self.vllm_importance_sampling_mode, *limits)
-        self._differences.add(logps, sampled, mask, ratio)
+        trained = mask * ~inputs["left_out"][:, None] if "left_out" in inputs else mask
+        self._differences.add(logps, sampled, trained, ratio)
         return ratio if self._weigh_importance else torch.ones_like(ratio)
 
     def log_differences(self) -> None:

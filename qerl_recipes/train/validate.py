@@ -15,6 +15,7 @@ from qerl_recipes.tasks import rewards
 from qerl_recipes.train.base_fits import misfits
 from qerl_recipes.train.dynamic_sampling import TOTAL
 from qerl_recipes.train.requirements import lacking
+from qerl_recipes.train.silent_rows import reason_to_keep
 
 CHOICES = {
     "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"),
@@ -110,6 +111,8 @@ def _choices(training: GRPOConfig) -> Iterator[str]:
             "dynamic_sampling with several processes needs whole groups on each: per_device_train_batch_size x "
             f"steps_per_generation ({local}) must be a multiple of num_generations ({training.num_generations})"
         )
+    if training.skip_silent_rows and (reason := reason_to_keep(training)) is not None:
+        yield f"skip_silent_rows: true cannot go with {reason}, which needs every completion; leave one of the two out"
     ends = [key for key in ("stop", "stop_token_ids") if (training.generation_kwargs or {}).get(key)]
     if ends and training.mask_truncated_completions:
         yield (
