@@ -7,6 +7,7 @@ way, and the policy that learns differs from the one that samples.
 
 import copy
 import warnings
+from typing import Any
 
 import torch
 from qerl_kernels.silu_mul import silu_mul
@@ -39,9 +40,9 @@ class UnroundedRotation(torch.nn.Module):
         super().__init__()
         self.rotary = rotary
 
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The model's own, (B, T, D) fp32 each."""
-        cosine, sine = self.rotary(x, position_ids)
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The model's own, (B, T, D) fp32 each; Gemma 3 also names the kind of layer that it asks for."""
+        cosine, sine = self.rotary(*args, **kwargs)
         return cosine.float(), sine.float()
 
 
@@ -81,7 +82,7 @@ def replace_rotations(model: PreTrainedModel) -> int:
     found = [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(getattr(module, "inv_freq", None), torch.Tensor) and id(module) not in done
+        if any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)) and id(module) not in done
     ]
     for name, module in found:
         model.set_submodule(name, UnroundedRotation(module))

@@ -1,7 +1,6 @@
 """The trainer's model: a Hugging Face causal language model whose frozen linears are NVFP4, BF16 or NF4."""
 
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -13,11 +12,11 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from qerl_recipes.model import engine_rounding, norms, shared_weights
+from qerl_recipes.model import engine_rounding, families, norms, shared_weights
 from qerl_recipes.model.frozen_linear import FrozenNVFP4Linear
 from qerl_recipes.recipe.configs import AS_FEW_AS_FIT
 from qerl_vllm_plugin.checkpoint import CheckpointError, CheckpointReport, inspect_folder
-from qerl_vllm_plugin.expected_tensors import experts, fused_with
+from qerl_vllm_plugin.expected_tensors import fused_with
 
 if TYPE_CHECKING:  # the plugin's module imports vllm
     from qerl_vllm_plugin.frozen_weights import FrozenWeights
@@ -42,12 +41,13 @@ def load(
     at a time), ``bf16`` or ``nf4`` (bitsandbytes); None takes the weights as the checkpoint has them. Norms round as
     the engine's of that arm: once under qerl_nvfp4, twice in stock vLLM.
 
-    Raises CheckpointError for a checkpoint that is damaged or of another format, ValueError for a mixture of experts or
-    an arm that this machine or this checkpoint cannot have.
+    Raises CheckpointError for a checkpoint that is damaged or of another format, ValueError for a family that is not
+    trained (families.py) or an arm that this machine or this checkpoint cannot have.
     """
     folder = Path(path)
     if (folder / "config.json").is_file():
-        refuse_experts(AutoConfig.from_pretrained(folder).to_dict())
+        for reason in families.obstacles(AutoConfig.from_pretrained(folder).to_dict(), attn_implementation):
+            raise ValueError(reason)
     report = inspect_folder(folder)
     arm = quantization or ("bf16" if report.scheme is None else "qerl_nvfp4")
     if weights is not None and arm != "qerl_nvfp4":
@@ -66,15 +66,6 @@ def load(
     engine_rounding.replace_mlps(model)
     model.requires_grad_(False)
     return model.eval() if weights is None else model.to(weights.device).eval()
-
-
-def refuse_experts(config: Mapping[str, object]) -> None:
-    """Raises ValueError, naming the model type, if a model's ``config`` describes a mixture of experts."""
-    if count := experts(config):
-        raise ValueError(
-            f"{config.get('model_type')} with {count} is a mixture of experts: it can be served and evaluated, but not "
-            "trained yet; train a dense model of the Qwen2, Qwen3, Llama or Mistral family"
-        )
 
 
 def blocks_that_keep(model: torch.nn.Module, checkpointed: int | None) -> list[GradientCheckpointingLayer]:

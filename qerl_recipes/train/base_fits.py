@@ -8,10 +8,11 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
+from qerl_recipes.model import families
 from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig, ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
 from qerl_vllm_plugin.checkpoint import read_quantization
-from qerl_vllm_plugin.expected_tensors import experts
+from qerl_vllm_plugin.families import FAMILIES
 
 
 def misfits(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
@@ -34,13 +35,13 @@ def misfits(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -
     except (OSError, ValueError) as error:
         yield f"model_name_or_path: {name} has no readable config.json ({error})"
         return
-    yield from _of_config(script, training, name, config)
+    yield from _of_config(script, training, model, name, config)
 
 
-def refuse_misfit(script: ScriptArguments, training: GRPOConfig, name: str, folder: Path) -> None:
+def refuse_misfit(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, folder: Path) -> None:
     """Raises ConfigError if the checkpoint in ``folder``, which may just have been downloaded, does not fit."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if lines := list(_of_config(script, training, name, config)):
+    if lines := list(_of_config(script, training, model, str(model.model_name_or_path), config)):
         raise ConfigError("\n".join(lines))
 
 
@@ -52,9 +53,10 @@ def _in_the_cache(model_id: str, revision: str | None) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
-def _of_config(script: ScriptArguments, training: GRPOConfig, name: str, config: Mapping[str, Any]) -> Iterator[str]:
-    if experts(config):
-        yield f"model_name_or_path: {name} is a mixture of experts, which is served but not trained; use a dense model"
+def _of_config(
+    script: ScriptArguments, training: GRPOConfig, model: ModelConfig, name: str, config: Mapping[str, Any]
+) -> Iterator[str]:
+    yield from _of_family(training, model, name, config)
     quantized = config.get("quantization_config")
     if isinstance(quantized, dict) and training.quantization == "qerl_nvfp4":
         try:
@@ -71,6 +73,20 @@ def _of_config(script: ScriptArguments, training: GRPOConfig, name: str, config:
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if isinstance(positions, int) and not scaling.get("factor"):  # stretched positions are for the engine to count
         yield from _lengths(script, training, name, positions)
+
+
+def _of_family(training: GRPOConfig, model: ModelConfig, name: str, config: Mapping[str, Any]) -> Iterator[str]:
+    kind = config.get("model_type")
+    if training.quantization == "qerl_nvfp4" and kind not in FAMILIES:
+        yield (
+            f"model_name_or_path: {name} is a {kind}, a family that was never compared with transformers under "
+            f"qerl_nvfp4; compared are {', '.join(FAMILIES)}"
+        )
+    yield from (f"model_name_or_path: {name}: {line}" for line in families.obstacles(config, model.attn_implementation))
+    adapted = model.lora_target_modules or ()
+    adapted = [adapted] if isinstance(adapted, str) else adapted
+    has_noise = training.noise_mode != "none" or training.train_norms
+    yield from families.misfits(config, adapted, training.noise_targets if has_noise else ())
 
 
 def _lengths(script: ScriptArguments, training: GRPOConfig, name: str, positions: int) -> Iterator[str]:

@@ -182,7 +182,7 @@ def build(
 
     recipe = recorded(script, training, model_config)
     base = local_folder(model_config.model_name_or_path, model_config.model_revision)
-    refuse_misfit(script, training, model_config.model_name_or_path, base)
+    refuse_misfit(script, training, model_config, base)
     start = None if script.adapter_name_or_path is None else open_adapter(script.adapter_name_or_path)
     if start is not None:
         start.check_base(run_state.base_hash(base))

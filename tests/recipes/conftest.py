@@ -55,9 +55,10 @@ def write_recipe(make_nvfp4: Callable[..., Path], tmp_path: Path) -> Callable[..
 
 @pytest.fixture
 def make_trainer(tmp_path: Path, classes_looked_at_here: None) -> Iterator[Callable[..., Any]]:
-    """make_trainer(base, reward=digits, rows=16, rank=4, adapter=None, dtype, change, **settings) -> QerlGRPOTrainer.
+    """make_trainer(base, reward=digits, rows=16, rank=4, adapter=None, dtype, change, attention, targets, **settings)
+    -> QerlGRPOTrainer.
 
-    ``reward`` may be a list of rewards; ``change`` is called with the loaded model.
+    ``reward`` may be a list of rewards; ``change`` is called with the loaded model; ``targets`` carry the adapter.
     """
     with trainers(tmp_path / "run") as make:
         yield make
@@ -97,11 +98,13 @@ def trainers(output: Path) -> Iterator[Callable[..., Any]]:
         adapter: Path | None = None,
         dtype: torch.dtype = torch.bfloat16,
         change: Callable[[Any], None] | None = None,
+        attention: str | None = None,
+        targets: str | list[str] = "all-linear",
         **settings: Any,
     ) -> QerlGRPOTrainer:
         close()
         args = GRPOConfig(**{"output_dir": str(output), "share_weights": False, **SETTINGS, **settings})
-        lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM")
         load = loading.load
 
         def changed(*arguments: Any, **options: Any) -> Any:
@@ -117,6 +120,7 @@ def trainers(output: Path) -> Iterator[Callable[..., Any]]:
                 base,
                 adapter=lora if adapter is None else adapter,
                 dtype=dtype,
+                attn_implementation=attention,
                 reward_funcs=reward if isinstance(reward, list) else [reward],
                 train_dataset=running_sum.training_set(rows, 0),
                 eval_dataset=running_sum.training_set(8, 1) if args.eval_strategy != "no" else None,

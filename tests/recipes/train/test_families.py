@@ -1,0 +1,142 @@
+"""The column "train" of the table of model families: a tiny random model of each through the product's trainer.
+
+In float32, where rounding hides nothing: the trainer's log-probabilities are those that the engine has sampled with.
+"""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from qerl_recipes.model import loading
+from qerl_recipes.recipe.configs import parse
+from qerl_recipes.train.validate import validate
+from qerl_vllm_plugin.families import FAMILIES
+
+TOLERANCE = 1e-5  # of the mean difference of a step; the largest seen is 1e-6
+README = Path(__file__).parents[3] / "qerl_vllm_plugin" / "README.md"
+GEMMA = {
+    "query_pre_attn_scalar": 32,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+GRANITE = {"attention_multiplier": 0.17, "residual_multiplier": 0.5, "embedding_multiplier": 2.0, "logits_scaling": 1.5}
+CASES: dict[str, dict[str, object]] = {
+    "qwen2": {},
+    "qwen3": {},
+    "llama": {},
+    "mistral": {"sliding_window": 8},
+    "gemma2": GEMMA,
+    "gemma3_text": GEMMA,
+    "phi3": {"sliding_window": None, "original_max_position_embeddings": 256},
+    "glm4": {},
+    "granite": GRANITE,
+}
+PADDED = {"gemma2", "granite"}  # their logits are scaled behind the output layer
+ATTENTION = {"gemma2": "eager"}
+LINEARS = {"glm4": ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]}
+NOISE = {family: ["input_layernorm", "pre_feedforward_layernorm"] for family in ("gemma2", "gemma3_text")}
+REFUSED = {
+    "olmo2": "olmo2 is served but not trained: .*classes",
+    "smollm3": "smollm3 is served but not trained: .*classes",
+    "qwen3_moe": "mixture of experts",
+}
+# Qwen2 is trained in almost every other test of this folder
+FAST = {"gemma3_text", "phi3"}
+
+
+def cases() -> list[object]:
+    return [family if family in FAST else pytest.param(family, marks=pytest.mark.slow) for family in CASES]
+
+
+def test_every_family_of_the_table_trains_or_is_refused_as_its_column_says():
+    assert set(FAMILIES) == {*CASES, *REFUSED}
+    rows = [line.strip("| \n").split(" | ") for line in README.read_text().splitlines() if line.startswith("|")]
+    head = next(row for row in rows if row[0] == "family")
+    said = {row[0]: row[head.index("train")] for row in rows[rows.index(head) + 2 :] if len(row) == len(head)}
+    for family in FAMILIES:
+        words = re.sub(r"_text$", "", family).replace("_", "-")
+        pattern = re.compile(rf"(^|, ){words[:-1]}[ -]?{words[-1]}( text)?(,|$)", re.IGNORECASE)
+        (cell,) = [cell for names, cell in said.items() if pattern.search(names)]
+        assert cell.startswith("refused" if family in REFUSED else "yes"), family
+        assert ("padded" in cell) == (family in PADDED), family
+
+
+@pytest.mark.parametrize("family", cases())
+def test_promise_06_engine_and_trainer_agree_in_every_family_that_is_trained(
+    family, make_trainer, make_nvfp4, read_metrics
+):
+    trainer = make_trainer(
+        make_nvfp4(family, **CASES[family]),
+        dtype=torch.float32,
+        attention=ATTENTION.get(family),
+        targets=LINEARS.get(family, "all-linear"),
+        noise_mode="shared",
+        noise_targets=NOISE.get(family, ["input_layernorm", "post_attention_layernorm"]),
+        sigma_start=0.2,
+        sigma_end=0.2,
+        num_stages=1,
+        max_steps=2,
+    )
+    assert bool(trainer._pack_tokens) == (family not in PADDED)
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    linears = [m for m in trainer.model.get_base_model().model.modules() if hasattr(m, "weight_packed")]
+    assert len(trainer.snapshot().tensors) == 2 * (len(linears) - 2 * (family == "glm4"))  # less gate_up_proj
+    trainer.train()
+    changed = {name for name, tensor in trainer.model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed and all(".lora_" in name for name in changed)
+    records = read_metrics(trainer)
+    assert [record["touched_norms"] for record in records] == [0, 4]
+    assert max(record["logp_mismatch_mean"] for record in records) < TOLERANCE
+    assert all(math.isfinite(record["loss"]) for record in records) and records[-1]["grad_norm"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3_text", "granite"])
+def test_in_bf16_they_differ_by_rounding(family, make_trainer, make_nvfp4, read_metrics):
+    trainer = make_trainer(make_nvfp4(family, **CASES[family]), max_steps=2)
+    trainer.train()
+    assert max(record["logp_mismatch_mean"] for record in read_metrics(trainer)) < 0.05
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_family_that_is_not_trained_is_refused_before_anything_is_built(family, make_bf16, write_recipe):
+    folder = make_bf16(family, **({"no_rope_layers": [1, 0]} if family == "smollm3" else {}))
+    with pytest.raises(ValueError, match=f"model_name_or_path: .*{REFUSED[family]}"):
+        validate(*parse(["--config", write_recipe(model_name_or_path=str(folder))]))
+    with pytest.raises(ValueError, match=REFUSED[family]):
+        loading.load(folder, quantization="qerl_nvfp4")
+
+
+def test_a_family_that_was_never_compared_is_refused(make_bf16, write_recipe):
+    folder = make_bf16("starcoder2", num_attention_heads=2, head_dim=32)
+    with pytest.raises(ValueError, match="a starcoder2, a family that was never compared"):
+        validate(*parse(["--config", write_recipe(model_name_or_path=str(folder))]))
+
+
+def test_an_attention_that_leaves_the_soft_cap_out_is_refused(make_bf16, write_recipe):
+    folder = make_bf16("gemma2", **GEMMA)
+    message = r"attn_implementation: sdpa leaves out attn_logit_softcapping \(50\) of gemma2"
+    recipe = write_recipe(model_name_or_path=str(folder))
+    for more in ([], ["--attn_implementation", "sdpa"]):
+        with pytest.raises(ValueError, match=message):
+            validate(*parse(["--config", recipe, *more]))
+    with pytest.raises(ValueError, match=message):
+        loading.load(folder, quantization="bf16")
+    validate(*parse(["--config", recipe, "--attn_implementation", "eager"]))
+
+
+def test_keys_that_a_family_cannot_honour_are_refused_with_those_that_it_can(make_bf16, write_recipe):
+    recipe = write_recipe(model_name_or_path=str(make_bf16("glm4")))
+    with pytest.raises(
+        ValueError, match=r"lora_target_modules: glm4 stores gate_up_proj as one .*use \[q_proj, k_proj"
+    ):
+        validate(*parse(["--config", recipe]))
+    validate(*parse(["--config", recipe, "--lora_target_modules", *LINEARS["glm4"]]))
+    recipe = write_recipe(model_name_or_path=str(make_bf16("gemma3_text", **GEMMA)), sigma_start=1e-2)
+    message = r"noise_targets: post_attention_layernorm .* use \[input_layernorm, pre_feedforward_layernorm\]"
+    with pytest.raises(ValueError, match=message):
+        validate(*parse(["--config", recipe]))
+    validate(*parse(["--config", recipe, "--noise_targets", *NOISE["gemma3_text"]]))
