@@ -1,9 +1,11 @@
 """Compile CUDA C++ with NVRTC at first use, keep the machine code on disk, load and launch it.
 
 Needs no compiler on the machine: NVRTC comes with torch. The cache is ``$QERL_CACHE``, or ``qerl`` in
-``$XDG_CACHE_HOME`` or ``~/.cache``; a file is named by the hash of the source, the options and the NVRTC version.
+``$XDG_CACHE_HOME`` or ``~/.cache``; a file is named by the hash of the source, the options and the NVRTC version. What
+is in it runs on the GPU: a file that is damaged is compiled again, and a folder that others may write to is not used.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -12,7 +14,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeAlias
@@ -57,11 +59,11 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def _check(code: int, doing: str) -> None:
+def _check(code: int, doing: str, error: type[RuntimeError] = RuntimeError) -> None:
     if code:
         text = ctypes.c_char_p()
         _driver().cuGetErrorString(code, ctypes.byref(text))
-        raise RuntimeError(f"{doing}: CUDA error {code} ({(text.value or b'unknown').decode()})")
+        raise error(f"{doing}: CUDA error {code} ({(text.value or b'unknown').decode()})")
 
 
 def read_source(file: Path) -> str:
@@ -86,21 +88,56 @@ def read_source(file: Path) -> str:
 
 
 def compile_source(source: str, defines: Defines = (), architecture: str = "sm_90a") -> bytes:
-    """CUDA C++ -> machine code, from the cache where it is there. Raises CompileError with the log."""
+    """CUDA C++ -> machine code, from the cache where it is there whole. Raises CompileError with the log."""
     options = _options(defines, architecture)
     file = _cache_file(source, options)
-    if file.exists():
-        return file.read_bytes()
+    if (reason := untrusted(file.parent)) is not None:
+        _warn_once(f"{file.parent} is not used as a cache: {reason}")
+        return nvrtc.compile_source(_nvrtc(), source, options)
+    if (kept := _from_cache(file)) is not None:
+        return kept
     code = nvrtc.compile_source(_nvrtc(), source, options)
     try:
         nvrtc.keep(file, code)
     except OSError as error:
-        warnings.warn(
-            f"{file.parent} cannot be written ({error}): kernels are compiled again in each process; set QERL_CACHE to "
-            "a folder that can",
-            stacklevel=2,
-        )
+        _warn_once(f"{file.parent} cannot be written ({error.strerror})")
     return code
+
+
+def _from_cache(file: Path) -> bytes | None:
+    """The machine code of a file, None where there is none, or none that can be used; then it says why."""
+    if not file.exists():
+        return None
+    try:
+        code = nvrtc.kept(file)
+    except OSError as error:
+        _warn_once(f"{file.parent} cannot be read ({error.strerror})")
+        return None
+    if code is None:
+        warnings.warn(f"{file} is damaged, its kernel is compiled again", stacklevel=3)
+    return code
+
+
+def untrusted(folder: Path) -> str | None:
+    """Why what lies in ``folder`` may be another user's; None if it is this user's alone, or not there yet."""
+    try:
+        found = folder.stat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return str(error)
+    if found.st_uid != os.geteuid():
+        return f"it belongs to user {found.st_uid}, and this is user {os.geteuid()}"
+    if found.st_mode & 0o022:
+        return f"others may write to it (mode {found.st_mode & 0o777:o}; chmod go-w ends that)"
+    return None
+
+
+@functools.cache
+def _warn_once(what: str) -> None:
+    warnings.warn(
+        f"{what}: kernels are compiled again in each process; set QERL_CACHE to a folder of your own", stacklevel=3
+    )
 
 
 def compile_ahead(jobs: Iterable[tuple[str, Defines]], architecture: str = "sm_90a") -> None:
@@ -108,6 +145,8 @@ def compile_ahead(jobs: Iterable[tuple[str, Defines]], architecture: str = "sm_9
 
     ``jobs`` are the first two arguments of ``compile_source``.
     """
+    if untrusted(cache_folder()) is not None:
+        return
     missing = {}
     for source, defines in jobs:
         options = _options(defines, architecture)
@@ -141,7 +180,7 @@ def _options(defines: Defines, architecture: str) -> list[str]:
 
 def _cache_file(source: str, options: list[str]) -> Path:
     key = hashlib.sha256("\0".join([source, *options, nvrtc.version(_nvrtc())]).encode()).hexdigest()
-    return cache_folder() / f"{key}.cubin"
+    return cache_folder() / f"{key}.kernel"
 
 
 def _path_of(library: ctypes.CDLL) -> str:
@@ -155,7 +194,7 @@ class Kernel:
     """One kernel of one device, ready to launch."""
 
     def __init__(self, machine_code: bytes, name: str, threads: int, shared_memory: int = 0, cluster: int = 1):
-        """Load ``name`` on the current device.
+        """Load ``name`` on the current device. Raises CompileError if the driver refuses it.
 
         ``threads`` of a block, its dynamic ``shared_memory`` in bytes, and the blocks of a ``cluster``.
         """
@@ -164,17 +203,31 @@ class Kernel:
         device, number = ctypes.c_int(), torch.cuda.current_device()
         _check(driver.cuDeviceGet(ctypes.byref(device), number), f"finding GPU {number}")
         _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), device), f"the context of GPU {number}")
-        self._make_context_current()
-        _check(driver.cuModuleLoadData(ctypes.byref(module), machine_code), f"loading {name}")
-        _check(driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()), f"finding {name}")
-        if shared_memory > 48 * 1024:
-            code = driver.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_memory)
-            _check(code, f"{name} with {shared_memory} bytes of shared memory")
+        with self._in_its_context():
+            _check(driver.cuModuleLoadData(ctypes.byref(module), machine_code), f"loading {name}", CompileError)
+            found = driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode())
+            _check(found, f"finding {name}", CompileError)
+            if shared_memory > 48 * 1024:
+                code = driver.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_memory)
+                _check(code, f"{name} with {shared_memory} bytes of shared memory", CompileError)
         self.name, self.threads, self.shared_memory, self.cluster = name, threads, shared_memory, cluster
 
-    def _make_context_current(self) -> None:
-        """A thread that has not called CUDA yet, as autograd's may not have, has no context."""
-        _check(_driver().cuCtxSetCurrent(self._context), "making torch's context current")
+    @contextlib.contextmanager
+    def _in_its_context(self) -> Iterator[None]:
+        """In the context of torch on the kernel's GPU; afterwards the thread has again the one that it had, or none.
+
+        A thread that has not called CUDA yet, as autograd's may not have, has none.
+        """
+        driver, before = _driver(), ctypes.c_void_p()
+        _check(driver.cuCtxGetCurrent(ctypes.byref(before)), "asking for the current context")
+        if before.value == self._context.value:
+            yield
+            return
+        _check(driver.cuCtxSetCurrent(self._context), "making torch's context current")
+        try:
+            yield
+        finally:
+            _check(driver.cuCtxSetCurrent(before), "making the caller's context current again")
 
     def _launch(self, grid: tuple[int, int, int], stream: int, overlap: bool, clustered: bool) -> "_Launch":
         attributes = (_Attribute * 2)()
@@ -192,7 +245,8 @@ class Kernel:
         """How many clusters the whole GPU holds at one time."""
         clusters = ctypes.c_int()
         launch = self._launch((self.cluster, 1, 1), 0, overlap=False, clustered=True)
-        code = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(clusters), self._function, ctypes.byref(launch))
+        with self._in_its_context():
+            code = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(clusters), self._function, ctypes.byref(launch))
         _check(code, f"the occupancy of {self.name}")
         return clusters.value
 
@@ -200,8 +254,8 @@ class Kernel:
         """Launch on torch's current stream; with ``overlap`` it may begin before the kernel ahead of it has ended."""
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         launch = self._launch(grid, torch.cuda.current_stream().cuda_stream, overlap, self.cluster > 1)
-        self._make_context_current()
-        code = _driver().cuLaunchKernelEx(ctypes.byref(launch), self._function, pointers, None)
+        with self._in_its_context():
+            code = _driver().cuLaunchKernelEx(ctypes.byref(launch), self._function, pointers, None)
         _check(code, f"launching {self.name}")
 
 

@@ -6,15 +6,18 @@ but the standard library, so that it starts at once.
 """
 
 import ctypes
+import hashlib
 import json
 import os
 import sys
 import tempfile
 from pathlib import Path
 
+DIGEST = hashlib.sha256().digest_size  # bytes of it stand ahead of the machine code in a file of the cache
+
 
 class CompileError(RuntimeError):
-    """A kernel's source was refused; the message ends with the compiler's log."""
+    """A kernel's source was refused, the message ends with the compiler's log; or its machine code does not load."""
 
 
 def version(nvrtc: ctypes.CDLL) -> str:
@@ -45,10 +48,21 @@ def compile_source(nvrtc: ctypes.CDLL, source: str, options: list[str]) -> bytes
 
 def keep(file: Path, code: bytes) -> None:
     """Write under another name and rename when whole: other processes may compile the same at the same time."""
-    file.parent.mkdir(parents=True, exist_ok=True)
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as partial:
-        partial.write(code)
-    os.replace(partial.name, file)
+        partial.write(hashlib.sha256(code).digest() + code)
+    try:
+        os.replace(partial.name, file)
+    except OSError:
+        os.unlink(partial.name)
+        raise
+
+
+def kept(file: Path) -> bytes | None:
+    """What ``keep`` has written; None if it is damaged. Raises OSError if it cannot be read."""
+    content = file.read_bytes()
+    code = content[DIGEST:]
+    return code if hashlib.sha256(code).digest() == content[:DIGEST] else None
 
 
 def main() -> None:

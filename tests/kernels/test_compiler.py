@@ -1,6 +1,10 @@
+import ctypes
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from qerl_kernels import compiler, gemm, nvrtc
 
 
@@ -23,17 +27,110 @@ def test_every_part_belongs_to_a_kernel_and_is_short():
 
 
 def test_machine_code_is_kept_whole_or_not_at_all(tmp_path):
-    file = tmp_path / "cache" / "x.cubin"
+    file = tmp_path / "cache" / "x.kernel"
     nvrtc.keep(file, b"first")
     nvrtc.keep(file, b"second")
-    assert file.read_bytes() == b"second" and list(file.parent.iterdir()) == [file]
+    assert nvrtc.kept(file) == b"second" and list(file.parent.iterdir()) == [file]
+    assert file.parent.stat().st_mode & 0o777 == 0o700
+    whole = file.read_bytes()
+    for damaged in (whole[:-1], whole[:10], b"", whole[:-1] + b"?", b"\0" * len(whole)):
+        file.write_bytes(damaged)
+        assert nvrtc.kept(file) is None
 
 
 def test_a_cache_that_cannot_be_written_is_an_os_error_that_the_compiler_survives(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     with pytest.raises(OSError):
-        nvrtc.keep(blocked / "x.cubin", b"code")
+        nvrtc.keep(blocked / "x.kernel", b"code")
+
+
+@pytest.fixture
+def compiled(monkeypatch, tmp_path):
+    """What is compiled, one entry a time, with an empty cache: NVRTC itself comes with torch for CUDA only."""
+    calls = []
+    monkeypatch.setenv("QERL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiler, "_nvrtc", lambda: None)
+    monkeypatch.setattr(nvrtc, "version", lambda library: "13.0")
+    monkeypatch.setattr(
+        nvrtc, "compile_source", lambda library, source, options: calls.append(source) or source.encode()
+    )
+    compiler._warn_once.cache_clear()
+    return calls
+
+
+def test_a_damaged_file_of_the_cache_is_compiled_again(compiled, recwarn):
+    assert [compiler.compile_source("one") for _ in range(2)] == [b"one"] * 2 and compiled == ["one"]
+    (file,) = compiler.cache_folder().iterdir()
+    file.write_bytes(file.read_bytes()[:-1])
+    assert [compiler.compile_source("one") for _ in range(2)] == [b"one"] * 2 and compiled == ["one"] * 2
+    (warning,) = recwarn
+    assert "is damaged" in str(warning.message)
+
+
+@pytest.mark.parametrize("fault", ["another_user", "writable", "unreadable"])
+def test_a_cache_that_may_be_another_users_is_not_used_and_says_so_once(compiled, fault, monkeypatch, recwarn):
+    compiler.compile_source("one")
+    folder, mine = compiler.cache_folder(), os.geteuid()
+    if fault == "another_user":
+        monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
+    elif fault == "writable":
+        folder.chmod(0o777)
+    else:  # as root may read everything, a folder in its place
+        (file,) = folder.iterdir()
+        file.unlink()
+        file.mkdir()
+    assert [compiler.compile_source("one") for _ in range(3)] == [b"one"] * 3 and len(compiled) == 4
+    said = " ".join(str(warning.message) for warning in recwarn)
+    expected = {"another_user": "it belongs to user", "writable": "chmod go-w", "unreadable": "cannot be"}[fault]
+    assert expected in said and said.count("set QERL_CACHE") <= 2
+    if fault != "unreadable":  # nothing is written there either
+        monkeypatch.setattr(compiler.subprocess, "run", lambda *a, **k: pytest.fail("compiled into that folder"))
+        compiler.compile_ahead([("two", ()), ("three", ())])
+        assert len(list(folder.iterdir())) == 1
+
+
+class Driver:
+    """The driver's calls in their order; ``context`` is the thread's, ``fails`` the name of a call that fails."""
+
+    def __init__(self, context=None, fails=None):
+        self.context, self.fails, self.calls = context, fails, []
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            self.calls.append((name, self.context))
+            if name == "cuDevicePrimaryCtxRetain":
+                arguments[0]._obj.value = 7
+            elif name == "cuCtxGetCurrent":
+                arguments[0]._obj.value = self.context
+            elif name == "cuCtxSetCurrent":
+                self.context = arguments[0].value
+            return 209 if name == self.fails else 0
+
+        return call
+
+
+@pytest.mark.parametrize("callers", [None, 7, 9])
+def test_a_launch_runs_in_torchs_context_and_leaves_the_caller_its_own(callers, monkeypatch):
+    driver = Driver(callers)
+    monkeypatch.setattr(compiler, "_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    kernel = compiler.Kernel(b"code", "fill", 32, shared_memory=64 * 1024)
+    kernel((1, 1, 1), ctypes.c_int(1))
+    assert driver.context == callers
+    needs = {"cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute", "cuLaunchKernelEx"}
+    assert {name: context for name, context in driver.calls if name in needs} == dict.fromkeys(needs, 7)
+
+
+@pytest.mark.parametrize("call", ["cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute"])
+def test_code_that_the_driver_refuses_is_a_compile_error_for_which_another_kernel_stands_in(call, monkeypatch):
+    driver = Driver(9, fails=call)
+    monkeypatch.setattr(compiler, "_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.raises(compiler.CompileError, match="CUDA error 209"):
+        compiler.Kernel(b"code", "fill", 32, shared_memory=64 * 1024)
+    assert driver.context == 9
 
 
 def test_the_cache_folder_is_the_users_choice(monkeypatch, tmp_path):
@@ -60,7 +157,7 @@ SOURCE = 'extern "C" __global__ void fill(float* x) { x[threadIdx.x] = VALUE; }'
 
 def test_sources_compiled_ahead_are_those_compiled_when_needed(with_nvrtc, monkeypatch):
     compiler.compile_ahead([(SOURCE, (("VALUE", value),)) for value in (1, 2, 3, 3)])
-    ahead = {file.name: file.read_bytes() for file in with_nvrtc.iterdir()}
+    ahead = {file.name: nvrtc.kept(file) for file in with_nvrtc.iterdir()}
     assert len(ahead) == 3
     monkeypatch.setenv("QERL_CACHE", str(with_nvrtc / "again"))
     assert {compiler.compile_source(SOURCE, (("VALUE", value),)) for value in (1, 2, 3)} == set(ahead.values())
