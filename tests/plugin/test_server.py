@@ -33,7 +33,7 @@ def start_server(make_nvfp4, start_process, hold_port, tmp_path):
         process = start_process(
             command(str(make_nvfp4("qwen2")), [*line, *options]),
             log,
-            VLLM_ENABLE_V1_MULTIPROCESSING="1",
+            VLLM_ENABLE_V1_MULTIPROCESSING="0",
             VLLM_SERVER_DEV_MODE="1",
             VLLM_ALLOW_RUNTIME_LORA_UPDATING="1",
         )
