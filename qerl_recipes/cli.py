@@ -212,8 +212,23 @@ def doctor(
     gpu_memory: Annotated[
         float | None, typer.Option("--gpu-memory", "--gpu_memory", help="GB to plan for, default: this machine's GPU")
     ] = None,
+    mismatch: Annotated[
+        Path | None,
+        typer.Option(
+            help="folder of a run: how its engine and trainer differ, part by part; flags of `qerl train` may follow"
+        ),
+    ] = None,
+    problems: Annotated[int | None, typer.Option(help="to sample for --mismatch, default: 16")] = None,
 ) -> None:
-    """Say what this machine can do and check one layer for exactness, or plan the GPU memory of a recipe."""
+    """Say what this machine can do, or plan a recipe's GPU memory, or measure how a run's engine and trainer differ."""
+    if mismatch is not None:
+        if recipe is not None or gpu_memory is not None:
+            raise typer.BadParameter("--mismatch takes the recipe of the run; remove --recipe and --gpu_memory")
+        from qerl_recipes.train.mismatch import run as compare
+
+        raise typer.Exit(compare(mismatch, context.args, 16 if problems is None else problems))
+    if problems is not None:
+        raise typer.BadParameter("--problems needs a run to sample from: add --mismatch RUN")
     if recipe is not None:
         from qerl_recipes.memory.table import run as plan
 

@@ -138,6 +138,31 @@ class VLLMRollouts:
         ids = [list(completion.token_ids) for completion in completions]
         return [list(output.prompt_token_ids) for output in outputs], ids, [_logprobs(c) for c in completions], None
 
+    def serve_base(self) -> None:
+        """Serve the base alone, without adapter, trained norms and noise, until something is begun again."""
+        self._wake()
+        self.policy.swap(None)
+        self._clear_noise()
+
+    def score(self, prompts: list[list[int]], completions: list[list[int]]) -> list[list[float]]:
+        """Log-probabilities of the tokens of ``completions``, all of them in one pass, at temperature 1 and uncut.
+
+        A prompt and its completion together must leave room for one token more.
+        """
+        self._wake()
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": p + c} for p, c in zip(prompts, completions, strict=True)],
+            SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False),
+            lora_request=self.policy.request,
+            use_tqdm=False,
+        )
+        self._sleep()
+        found = []
+        for prompt, completion, output in zip(prompts, completions, outputs, strict=True):
+            of_tokens = output.prompt_logprobs[len(prompt) :]
+            found.append([at[token].logprob for at, token in zip(of_tokens, completion, strict=True)])
+        return found
+
     def frozen_weights(self) -> FrozenWeights:
         """Views of the frozen weights; raises NotShareableError where there can be none.
 

@@ -60,17 +60,17 @@ def validate(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) 
                 f"{', '.join(unheard)}: without effect, for report_to has no wandb; add it, or remove them",
                 stacklevel=2,
             )
-    if narrowing := list(_narrowing(training)):
+    if narrows := list(narrowing(training)):
         weights = "correct for it" if training.vllm_importance_sampling_correction else "are off"
         warnings.warn(
-            f"{', '.join(narrowing)}: completions are drawn from a part of the policy's distribution, and the "
+            f"{', '.join(narrows)}: completions are drawn from a part of the policy's distribution, and the "
             "trainer's log-probabilities are of the whole. The share that is left out adds to logp_mismatch, which "
             f"then tells less of rounding, and importance weights, which fall below 1 by it, {weights}",
             stacklevel=2,
         )
 
 
-def _narrowing(training: GRPOConfig) -> Iterator[str]:
+def narrowing(training: GRPOConfig) -> Iterator[str]:
     """Keys, with their values, that take tokens out of what is sampled from, or change what is left."""
     narrows = {
         "top_p": training.top_p < 1,

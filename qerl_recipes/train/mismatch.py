@@ -1,0 +1,279 @@
+"""``qerl doctor --mismatch RUN``: how engine and trainer differ on the same tokens, and which part of a run does it.
+
+The engine samples as the run does. Then both compute the log-probabilities of those tokens again with parts switched
+on one by one; delta is log p of the trainer minus log p of the engine, one number a token, and a stage is
+
+    weights    the base alone on both sides, all tokens in one pass, temperature 1: the product with the frozen weights,
+               and where attention, norms and head round
+    adapter    the same with the adapter, and with norms that were trained
+    noise      the same with the noise: in the engine and, in noise mode shared, in the trainer
+    sampling   what the tokens were drawn with, one token at a time at the run's temperature, top_p, top_k and min_p,
+               against the trainer at that temperature: what metrics.jsonl calls logp_mismatch
+
+What a part adds is delta of its stage minus delta of the one before, token by token: over the parts it adds up to
+delta of the last stage.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from qerl_recipes.files.adapter import AdapterFolder, open_adapter
+from qerl_recipes.recipe.configs import GRPOConfig, parse
+from qerl_recipes.recipe.file import ConfigError
+from qerl_recipes.recipe.keys import TOPICS
+
+if TYPE_CHECKING:
+    from qerl_recipes.train.trainer import QerlGRPOTrainer
+
+STAGES = ("weights", "adapter", "noise", "sampling")
+# what of a run's recipe decides what is sampled and how it is computed
+TAKEN = {key for topic in ("weights and adapter", "noise", "data", "rewards", "rollouts") for key in TOPICS[topic]}
+TAKEN |= {
+    "pack_tokens",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "bf16",
+    "tf32",
+    "seed",
+    "use_cpu",
+}
+# TRL derives the first from the others; the adapter is loaded from the run itself, whatever it went on from
+TAKEN -= {"generation_batch_size", "adapter_name_or_path"}
+INSTEAD = {"report_to": "none", "save_strategy": "no", "gradient_checkpointing": False, "disable_tqdm": True}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of |delta| in nats: mean, 99th percentile and maximum. ``kl`` is the mean of exp(delta) - 1 - delta."""
+
+    mean: float
+    p99: float
+    largest: float
+    kl: float
+
+    @staticmethod
+    def of(delta: torch.Tensor) -> "Sizes":
+        """``delta: (tokens,)``. Source of ``kl``: J. Schulman, Approximating KL divergence (2020), estimator k3."""
+        size, wide = delta.abs().double(), delta.double()
+        found = (size.mean(), size.quantile(0.99), size.max(), (wide.expm1() - wide).mean())
+        return Sizes(*map(float, found))
+
+
+@dataclass(frozen=True)
+class Part:
+    """One row: the stage with this part on, what the part adds to it, and ``ratio``.
+
+    ``ratio`` is what the part does to the engine's log-probabilities by what it does to the trainer's, fitted over all
+    tokens through zero: 1 where both apply it with the same strength. None where the trainer does not have the part.
+    """
+
+    name: str
+    stage: Sizes
+    added: Sizes
+    ratio: float | None
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """What was found; ``tokens`` were compared, ``cut`` names the keys by which tokens were left out of sampling."""
+
+    parts: tuple[Part, ...]
+    tokens: int
+    sigma: float
+    cut: tuple[str, ...]
+
+
+def run(folder: Path, flags: Sequence[str] = (), problems: int = 16) -> int:
+    """Measure the run (or adapter) in ``folder`` and print the table -> 0. ``flags`` stand above its recorded recipe.
+
+    Raises ValueError for a folder that records no recipe, or one that this machine cannot run.
+    """
+    if problems < 1:
+        raise ValueError(f"problems is {problems}; it must be at least 1")
+    saved = open_adapter(folder)
+    from qerl_recipes.train import run as training_run
+    from qerl_recipes.train.validate import validate
+
+    with tempfile.TemporaryDirectory() as scratch:
+        script, training, model = _recipe(saved, flags, Path(scratch))
+        if training.rollout_engine != "vllm":
+            raise ConfigError(f"rollout_engine: {training.rollout_engine}: only vllm's parts can be switched off")
+        validate(script, training, model)
+        trainer = training_run.build(script, training, model)
+        try:
+            found = measure(trainer, saved, problems)
+        finally:
+            trainer.vllm_generation.close()
+    console = Console()
+    console.print(table(found, f"{saved.path}: {training.quantization}, noise_mode {training.noise_mode}"))
+    console.print(_reading(found, training), markup=False, highlight=False)
+    return 0
+
+
+def measure(trainer: "QerlGRPOTrainer", saved: AdapterFolder, problems: int) -> Mismatch:
+    """Sample from ``saved`` on the first ``problems`` of the training set, and compare; ``trainer`` is a new one.
+
+    Its adapter and norms become those of ``saved``. The noise is that of the run's first rollout that has any.
+    """
+    from qerl_recipes.train.validate import narrowing
+
+    sides, training = _Sides(trainer, saved, problems), trainer.args
+    sigma = 0.0 if training.noise_mode == "none" else float(training.sigma_start or 0.0)
+    sampled, temperature = sides.sample(sigma), trainer.temperature
+    states = [(False, 0.0), (True, 0.0), *([(True, sigma)] if sigma else [])]
+    engine = [sides.engine(adapted, noise) for adapted, noise in states]
+    ours = [sides.trainer(adapted, noise, 1.0) for adapted, noise in states]
+    if not sigma:
+        engine, ours = [*engine, engine[-1]], [*ours, ours[-1]]
+    engine.append(sampled)
+    ours.append(sides.trainer(True, sigma, temperature))
+    deltas = [t - e for t, e in zip(ours, engine, strict=True)]
+    parts = []
+    for i, name in enumerate(STAGES):
+        added = deltas[i] - deltas[i - 1] if i else deltas[i]
+        ratio = _ratio(engine[i] - engine[i - 1], ours[i] - ours[i - 1]) if name in ("adapter", "noise") else None
+        parts.append(Part(name, Sizes.of(deltas[i]), Sizes.of(added), ratio))
+    return Mismatch(tuple(parts), len(sampled), sigma, tuple(narrowing(training)))
+
+
+class _Sides:
+    """Engine and trainer with the same tokens; every result is (tokens,) fp32, in one order."""
+
+    def __init__(self, trainer: "QerlGRPOTrainer", saved: AdapterFolder, problems: int) -> None:
+        from qerl_recipes.model import norms
+        from qerl_recipes.train.saving import load_adapter
+
+        self._trainer, self._norms = trainer, norms
+        self._policy = trainer.accelerator.unwrap_model(trainer.model).eval()
+        self._base = {name: norm.weight.detach().clone() for name, norm in norms.named_norms(self._policy)}
+        load_adapter(self._policy, saved.path)
+        self._trained = {name: norm.weight.detach().clone() for name, norm in norms.named_norms(self._policy)}
+        rows = trainer.train_dataset.select(range(min(problems, len(trainer.train_dataset))))
+        self._prompts = [_ids(prompt, trainer) for prompt in rows["prompt"]]
+        self._completions: list[list[int]] = []
+
+    def sample(self, sigma: float) -> torch.Tensor:
+        """Draw a completion of each prompt as the run does -> the log-probabilities they were drawn with."""
+        engine: Any = self._trainer.vllm_generation
+        engine.begin(0, sigma or None)
+        _, drawn, logprobs, _ = engine.generate(self._prompts, None, 1)
+        # scoring needs room for one token more
+        longest = engine.llm.llm_engine.model_config.max_model_len - 1
+        self._completions = [ids[: longest - len(p)] for p, ids in zip(self._prompts, drawn, strict=True)]
+        if not any(self._completions):
+            raise ValueError("no prompt has left room for a completion; raise vllm_max_model_length")
+        kept = [value for c, of in zip(self._completions, logprobs, strict=True) for (value,) in of[: len(c)]]
+        return torch.tensor([float("nan") if value is None else value for value in kept])
+
+    def engine(self, adapted: bool, sigma: float) -> torch.Tensor:
+        engine: Any = self._trainer.vllm_generation
+        if adapted:
+            engine.begin(0, sigma or None)
+        else:
+            engine.serve_base()
+        return torch.tensor([value for of in engine.score(self._prompts, self._completions) for value in of])
+
+    @torch.no_grad()
+    def trainer(self, adapted: bool, sigma: float, temperature: float) -> torch.Tensor:
+        trainer, policy, args = self._trainer, self._policy, self._trainer.args
+        for name, norm in self._norms.named_norms(policy):
+            norm.weight.copy_((self._trained if adapted else self._base)[name])
+        self._norms.clear_noise(policy)
+        if sigma and args.noise_mode == "shared":
+            assert args.noise_seed is not None  # GRPOConfig settles it
+            self._norms.set_noise(policy, sigma, args.noise_seed, 0, args.noise_targets)
+        before, trainer.temperature = trainer.temperature, temperature
+        size = args.per_device_train_batch_size
+        pairs = list(zip(self._prompts, self._completions, strict=True))
+        found = []
+        try:
+            with nullcontext() if adapted else policy.disable_adapter():
+                for first in range(0, len(pairs), size):
+                    ids, mask, width = _padded(pairs[first : first + size], trainer)
+                    logps = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, width)[0]
+                    found.append(logps[mask[:, -width:].bool()].float().cpu())
+        finally:
+            trainer.temperature = before
+        return torch.cat(found)
+
+
+def _recipe(saved: AdapterFolder, flags: Sequence[str], scratch: Path) -> tuple[Any, GRPOConfig, Any]:
+    if not saved.recipe:
+        raise ValueError(f"{saved.path} does not say by which recipe it was trained; name a run of qerl train")
+    content = {key: value for key, value in saved.recipe.items() if key in TAKEN and value is not None}
+    content |= {**INSTEAD, "output_dir": str(scratch / "run")}
+    file = scratch / "recipe.yaml"
+    file.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return parse(["--config", str(file), *flags])
+
+
+def _ids(prompt: Any, trainer: "QerlGRPOTrainer") -> list[int]:
+    tokenizer: Any = trainer.processing_class
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    options = {"add_generation_prompt": True, "return_dict": True, **(trainer.args.chat_template_kwargs or {})}
+    return tokenizer.apply_chat_template(prompt, tokenize=True, **options)["input_ids"]
+
+
+def _padded(
+    pairs: Sequence[tuple[list[int], list[int]]], trainer: "QerlGRPOTrainer"
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Prompts padded on the left and completions on the right, as TRL's: ids and mask (B, P + C), and C."""
+    prompt, completion = max(len(p) for p, _ in pairs), max(len(c) for _, c in pairs)
+    ids = torch.full((len(pairs), prompt + completion), trainer._tokenizer.pad_token_id)
+    mask = torch.zeros_like(ids)
+    for row, (p, c) in enumerate(pairs):
+        ids[row, prompt - len(p) : prompt + len(c)] = torch.tensor(p + c)
+        mask[row, prompt - len(p) : prompt + len(c)] = 1
+    device = trainer.accelerator.device
+    return ids.to(device), mask.to(device), completion
+
+
+def _ratio(of_engine: torch.Tensor, of_trainer: torch.Tensor) -> float | None:
+    square = float((of_trainer.double() ** 2).sum())
+    return float((of_engine.double() * of_trainer.double()).sum()) / square if square else None
+
+
+def table(found: Mismatch, title: str) -> Table:
+    """The rows for the terminal."""
+    view = Table(title=f"{title}, {found.tokens} tokens", title_justify="left")
+    view.add_column("parts on")
+    for column in ("mean |delta|", "p99", "max", "KL, k3", "it adds: mean", "p99", "max", "engine / trainer"):
+        view.add_column(column, justify="right")
+    for i, part in enumerate(found.parts):
+        stage, added = part.stage, part.added
+        numbers = [stage.mean, stage.p99, stage.largest, stage.kl, added.mean, added.p99, added.largest]
+        ratio = "" if part.ratio is None else f"{part.ratio:.4f}"
+        view.add_row(("+ " if i else "") + part.name, *(f"{number:.3g}" for number in numbers), ratio)
+    return view
+
+
+def _reading(found: Mismatch, training: GRPOConfig) -> str:
+    """What the rows are of in this run, and what is in them on purpose."""
+    lines = [
+        "delta: log p of the trainer minus that of the engine, in nats, on tokens that the engine has sampled. A row "
+        "has its part and those above it on. KL is of the engine from the trainer in the last row; above it the tokens "
+        "are of another policy than the row's.",
+        "weights: the base alone, one pass, temperature 1; adapter: with trained norms, if any;",
+    ]
+    where = {"none": "none in this run", "shared": f"sigma {found.sigma:g} on both sides"}
+    said = where.get(
+        str(training.noise_mode), f"sigma {found.sigma:g} in the engine alone, as {training.noise_mode} is"
+    )
+    lines[-1] += f" noise: {said};"
+    lines[-1] += f" sampling: token by token, temperature {training.temperature:g}, as logp_mismatch."
+    if found.cut:
+        lines.append(
+            f"sampling is cut by {', '.join(found.cut)}: the engine's log-probabilities are of what is left "
+            "(processed_logprobs), the trainer's of the whole, and the row has that difference in it."
+        )
+    return "\n".join(lines)

@@ -1,0 +1,108 @@
+"""How engine and trainer of a run differ, part by part: the parts add up, and an error shows in its own row alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from digit_rewards import digits
+
+from qerl_recipes.files.adapter import open_adapter
+from qerl_recipes.rollout.interface import Snapshot
+from qerl_recipes.train import mismatch
+from qerl_recipes.train.mismatch import STAGES, Sizes
+
+SETTINGS = {"noise_mode": "shared", "sigma_start": 5e-2, "sigma_end": 5e-2, "num_stages": 1, "temperature": 0.7}
+
+
+@pytest.fixture(scope="module")
+def trained(make_module_trainer, make_nvfp4, tmp_path_factory):
+    """The adapter of a run, small enough that log-probabilities follow it linearly."""
+    trainer = make_module_trainer(make_nvfp4("qwen2"), dtype=torch.float32, **SETTINGS)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in trainer.model.named_parameters():
+        if ".lora_B." in name:
+            parameter.data = 0.02 * torch.randn(parameter.shape, generator=generator)
+    folder = tmp_path_factory.mktemp("trained") / "adapter"
+    trainer.save_adapter(folder)
+    return folder
+
+
+@pytest.fixture
+def measure(trained, make_module_trainer, make_nvfp4, monkeypatch):
+    """measure(scale=1, **settings) -> the Mismatch of that adapter; the engine gets it with B times ``scale``."""
+
+    def run(scale=1.0, **settings):
+        trainer = make_module_trainer(
+            make_nvfp4("qwen2"), reward=digits, dtype=torch.float32, **{**SETTINGS, **settings}
+        )
+        right = trainer.snapshot
+
+        def wrong():
+            found = right()
+            scaled = {name: t * scale if ".lora_B." in name else t for name, t in found.tensors.items()}
+            return Snapshot(scaled, found.config, found.norms)
+
+        monkeypatch.setattr(trainer, "snapshot", wrong)
+        return mismatch.measure(trainer, open_adapter(trained), 8)
+
+    return run
+
+
+def rows(found):
+    return {part.name: part for part in found.parts}
+
+
+def test_sizes_of_known_differences():
+    found = Sizes.of(torch.tensor([0.5, -0.5, 0.0, 1.0]))
+    assert found.mean == pytest.approx(0.5) and found.largest == 1.0 and 0.97 < found.p99 < 1.0
+    of_each = [torch.tensor(x).exp().item() - 1 - x for x in (0.5, -0.5, 0.0, 1.0)]
+    assert found.kl == pytest.approx(sum(of_each) / 4)
+    # the estimator against the KL of two distributions, from samples of the first
+    p, q = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.6, 0.25, 0.15])
+    drawn = torch.multinomial(p, 200_000, replacement=True, generator=torch.Generator().manual_seed(0))
+    kl = float((p * (p / q).log()).sum())
+    assert Sizes.of((q / p).log()[drawn]).kl == pytest.approx(kl, rel=0.03)
+
+
+def test_an_error_of_one_percent_in_the_adapters_scale_stands_in_the_adapters_row(measure):
+    right, wrong = rows(measure()), rows(measure(1.01))
+    assert tuple(right) == STAGES
+    # where all is right every row is rounding, in fp32, and both sides apply adapter and noise alike
+    assert all(part.stage.largest < 1e-3 for part in right.values())
+    assert right["adapter"].ratio == pytest.approx(1, abs=1e-4)
+    assert right["noise"].ratio == pytest.approx(1, abs=1e-4)
+    assert wrong["weights"].stage.mean < 1e-4 and wrong["weights"] == right["weights"]
+    assert wrong["adapter"].added.mean > 20 * max(right["adapter"].added.mean, wrong["sampling"].added.mean)
+    assert wrong["adapter"].added.mean > 2 * wrong["noise"].added.mean  # noise on a wrong policy acts otherwise
+    assert wrong["adapter"].ratio == pytest.approx(1.01, abs=2e-3)
+    assert wrong["sampling"].stage.kl > 100 * right["sampling"].stage.kl
+
+
+def test_noise_of_the_engine_alone_and_a_cut_distribution_stand_in_their_rows(measure):
+    paper = measure(noise_mode="rollout", top_p=0.8)
+    found = rows(paper)
+    assert paper.sigma == 5e-2 and paper.cut == ("top_p: 0.8",)
+    assert found["weights"].stage.largest < 1e-3 and found["adapter"].added.largest < 1e-3
+    assert found["noise"].added.mean > 1e-2 and found["noise"].ratio is None
+    # what is left of the distribution, at least 0.8 of it, is renormalized in the engine
+    assert 0.01 < found["sampling"].added.mean < -torch.tensor(0.8).log().item()
+
+
+def test_the_command_reads_the_recipe_of_a_run(write_recipe, capsys):
+    from qerl_recipes.train.run import main
+
+    recipe = write_recipe(max_steps=1, dtype="float32", temperature=0.7, min_p=0.02)
+    main(["--config", recipe])
+    folder = Path(recipe).parent / "run"
+    before = sorted(folder.rglob("*"))
+    assert mismatch.run(folder, ["--share_weights", "false"], problems=4) == 0
+    printed = capsys.readouterr().out
+    assert "temperature 0.7" in printed and "min_p: 0.02" in printed and "none in this run" in printed
+    assert sorted(folder.rglob("*")) == before  # nothing is written
+    state = folder / "adapter" / "qerl_state.json"
+    state.write_text(
+        json.dumps({key: value for key, value in json.loads(state.read_text()).items() if key != "recipe"})
+    )
+    with pytest.raises(ValueError, match="does not say by which recipe"):
+        mismatch.run(folder)
