@@ -106,7 +106,8 @@ def evaluate(
     tasks: Annotated[
         str,
         typer.Option(
-            help="gsm8k, math_500, aime24, aime25, amc23, running_sum, jsonl:PATH, jsonl-exact:PATH; comma-separated"
+            help="gsm8k, math_500, aime24, aime25, amc23, running_sum, jsonl:PATH, jsonl-exact:PATH, "
+            "jsonl-number:PATH; comma-separated"
         ),
     ],
     output_dir: Annotated[Path, typer.Option("--output-dir", "--output_dir", help="for evaluation.json and answers")],
@@ -260,8 +261,19 @@ def study(
     table: Annotated[
         Path | None, typer.Option(help="run nothing: make page and pictures anew from this results.csv.gz")
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", "--dry_run", help="run nothing: check the arms and print the plan")
+    ] = False,
 ) -> None:
     """Train and evaluate arms x seeds of a recipe, and compare them, paired by seed. Finished runs are not repeated."""
+    if dry_run:
+        from qerl_recipes.study.outline import check, outline
+        from qerl_recipes.study.plan import read
+
+        plan = read(file)
+        check(plan)
+        typer.echo(outline(plan, file))
+        return
     from qerl_recipes.study.results import conduct
 
     typer.echo(conduct(file, output, jobs=jobs, minutes=minutes, table=table))

@@ -5,6 +5,7 @@ amc23                               40 problems of AMC 12, 2023 (math-ai/amc23),
 running_sum                         the demo's 512 held-out problems; the whole completion must be right
 jsonl:PATH                          a file of {"prompt", "answer"} lines, answers compared as mathematics
 jsonl-exact:PATH                    the same, judged as the reward exact_answer judges: letter for letter
+jsonl-number:PATH                   the same, judged as the reward last_number judges: by the last number of the answer
 """
 
 import json
@@ -18,7 +19,7 @@ from qerl_recipes.files.adapter import TEMPLATE, AdapterFolder
 
 LIGHTEVAL = {"gsm8k": "gsm8k", "math_500": "math_500", "aime24": "aime", "aime25": "aime"}  # task -> module
 NAMES = (*LIGHTEVAL, "amc23", "running_sum")
-MATH, EXACT = "jsonl:", "jsonl-exact:"
+MATH, EXACT, NUMBER = "jsonl:", "jsonl-exact:", "jsonl-number:"
 WITH_FEWSHOT = ("gsm8k",)  # the others have no problems besides those that are asked
 # data set of a recipe -> the task that asks for what it teaches; for a local file that is the file itself
 TASK_OF = {
@@ -90,7 +91,7 @@ def check(names: Sequence[str], num_fewshot: int = 0) -> None:
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"task {name} is named twice")
-        if name.startswith((MATH, EXACT)):
+        if name.startswith((MATH, EXACT, NUMBER)):
             read_lines(Path(name.split(":", 1)[1]))
         elif name not in NAMES:
             raise ValueError(f"there is no task {name!r}; choose from {_known()}")
@@ -139,7 +140,8 @@ def _task_of(recipe: Mapping[str, Any]) -> str:
     dataset = recipe.get("dataset_name")
     if dataset in TASK_OF:
         return TASK_OF[dataset]
-    judged = EXACT if "exact_answer" in (recipe.get("reward_funcs") or ()) else MATH
+    rewards = recipe.get("reward_funcs") or ()
+    judged = EXACT if "exact_answer" in rewards else NUMBER if "last_number" in rewards else MATH
     for path in () if dataset is None else (Path(dataset) / "test.jsonl", Path(dataset)):
         try:
             read_lines(path)
@@ -173,4 +175,4 @@ def read_lines(path: Path) -> list[dict[str, str]]:
 
 
 def _known() -> str:
-    return ", ".join((*NAMES, f"{MATH}PATH", f"{EXACT}PATH"))
+    return ", ".join((*NAMES, f"{MATH}PATH", f"{EXACT}PATH", f"{NUMBER}PATH"))

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from qerl_recipes.evaluate.request import EXACT, LIGHTEVAL, MATH, check, read_lines
+from qerl_recipes.evaluate.request import EXACT, LIGHTEVAL, MATH, NUMBER, check, read_lines
 from qerl_recipes.tasks import running_sum
-from qerl_recipes.tasks.answers import answer_block, answer_in, is_exactly
+from qerl_recipes.tasks.answers import answer_block, answer_in, is_exactly, last_number
 
 with torch.set_grad_enabled(torch.is_grad_enabled()):  # the mode before comes back at the end of the block
     from lighteval.metrics.metrics import Metrics
@@ -107,7 +107,10 @@ def _load(name: str, max_samples: int | None, num_fewshot: int, num_samples: int
     else:
         rows = read_lines(Path(name.split(":", 1)[1]))
         config = _local(name, None)
-        judge, vote = (_exact_judge, _text) if name.startswith(EXACT) else (_math_judge(), _mathematics)
+        if name.startswith(NUMBER):
+            judge, vote = _number_judge, last_number
+        else:
+            judge, vote = (_exact_judge, _text) if name.startswith(EXACT) else (_math_judge(), _mathematics)
     config.num_fewshots = num_fewshot
     if config.hf_repo and config.generation_size is not None:
         config.generation_size = max(config.generation_size, LEAST_NEW_TOKENS)
@@ -166,6 +169,11 @@ def _math_judge() -> Judge:
 
 def _exact_judge(doc: Doc, text: str) -> bool:
     return is_exactly(text, doc.get_golds()[0])
+
+
+def _number_judge(doc: Doc, text: str) -> bool:
+    wanted = last_number(doc.get_golds()[0])
+    return wanted is not None and wanted == last_number(text)
 
 
 def _running_sum_judge(doc: Doc, text: str) -> bool:

@@ -18,6 +18,7 @@ primary accuracy) and, where ``common`` is given, at that one too.
 """
 
 import itertools
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 # what a study sets itself, in every run
-OWN_KEYS = ("seed", "output_dir", "resume_from_checkpoint", "save_strategy")
+OWN_KEYS = ("seed", "output_dir", "resume_from_checkpoint")
 Seeds = Annotated[list[int], Field(min_length=1)]
 
 
@@ -169,3 +170,18 @@ def best_values(study: Study, accuracies: Mapping[tuple[str, int, float], float]
 def _swept(study: Study, arm: str, seed: int, value: float, kind: Literal["sweep", "best", "common"]) -> Run:
     assert study.sweep is not None
     return Run(arm=arm, seed=seed, value=value, kind=kind, keys={**study.arms[arm], study.sweep.key: value})
+
+
+def flags(keys: dict[str, Any]) -> list[str]:
+    """Keys of a recipe as flags of the command line."""
+    flags: list[str] = []
+    for name, value in keys.items():
+        if isinstance(value, bool):
+            flags += [f"--{name}", str(value).lower()]
+        elif isinstance(value, list):
+            flags += [f"--{name}", *map(str, value)]
+        elif isinstance(value, dict):
+            flags += [f"--{name}", json.dumps(value)]
+        elif value is not None:
+            flags += [f"--{name}", str(value)]
+    return flags

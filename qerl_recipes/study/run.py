@@ -15,12 +15,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import yaml
 from rich.console import Console
 
-from qerl_recipes.study.plan import Run, Study, StudyError, best_values, first_runs, later_runs
+from qerl_recipes.study.plan import Run, Study, StudyError, best_values, first_runs, flags, later_runs
 
 RESULT, LOG, CLI = "evaluation.json", "log.txt", "qerl_recipes.cli"
 
@@ -166,7 +165,7 @@ def _one(study: Study, run: Run, root: Path, machine: Machine) -> str | None:
         keys = {**run.keys, "seed": run.seed, "output_dir": str(folder)}
         if any(folder.glob("checkpoint-*")):
             keys["resume_from_checkpoint"] = True
-        code = machine.call(["train", "--config", str(study.recipe), *_flags(keys)], folder / LOG)
+        code = machine.call(["train", "--config", str(study.recipe), *flags(keys)], folder / LOG)
         if code != 0:
             return _ended(run, folder, code, machine)
     for name, options in study.evaluations.items():
@@ -174,7 +173,7 @@ def _one(study: Study, run: Run, root: Path, machine: Machine) -> str | None:
             continue
         arguments = ["evaluate", recipe["model_name_or_path"], "--adapter", str(folder / "adapter")]
         arguments += ["--quantization", recipe.get("quantization", "qerl_nvfp4")]
-        arguments += ["--output_dir", str(folder / "evaluation" / name), *_flags(options)]
+        arguments += ["--output_dir", str(folder / "evaluation" / name), *flags(options)]
         code = machine.call(arguments, folder / LOG)
         if code != 0:
             return _ended(run, folder, code, machine)
@@ -188,18 +187,3 @@ def _ended(run: Run, folder: Path, code: int | None, machine: Machine) -> str | 
     last = (folder / LOG).read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
     machine.console.print(f"{run.folder}: failed")
     return f"{run.folder} ended with {code}: {' '.join(last)} (all of it in {folder / LOG})"
-
-
-def _flags(keys: dict[str, Any]) -> list[str]:
-    """Keys of a recipe as flags of the command line."""
-    flags: list[str] = []
-    for name, value in keys.items():
-        if isinstance(value, bool):
-            flags += [f"--{name}", str(value).lower()]
-        elif isinstance(value, list):
-            flags += [f"--{name}", *map(str, value)]
-        elif isinstance(value, dict):
-            flags += [f"--{name}", json.dumps(value)]
-        elif value is not None:
-            flags += [f"--{name}", str(value)]
-    return flags

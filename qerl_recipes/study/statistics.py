@@ -7,6 +7,7 @@ import numpy as np
 from scipy import stats
 
 RESAMPLES = 10_000
+ALPHA = 0.05
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Comparison:
 
     def verdict(self) -> str:
         """ "higher" or "lower" where the corrected test is below 5 %, else undecided."""
-        if self.p_holm < 0.05:
+        if self.p_holm < ALPHA:
             return "higher" if self.difference > 0 else "lower"
         return "undecided at this size"
 

@@ -1,10 +1,13 @@
 """What a completion says: its text and the answer in it. Needs nothing but the standard library."""
 
 import re
+from decimal import Decimal
 from typing import Any
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+# a minus between two numbers is none of the second's sign
+NUMBER = re.compile(r"(?<![\d.])-?\d[\d,]*(?:\.\d+)?")
 Completion = str | list[dict[str, Any]]  # a text or, where prompts are conversations, a list of messages
 
 
@@ -34,3 +37,12 @@ def is_exactly(text: str, answer: str) -> bool:
     """
     given = answer_in(text)
     return answer.strip() == (text.strip() if given is None else given)
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number that a text names, thousands with or without commas; None where it names none.
+
+    The reward ``last_number`` and the evaluation ``jsonl-number:`` both judge by this.
+    """
+    found = NUMBER.findall(text)
+    return Decimal(found[-1].replace(",", "")) if found else None

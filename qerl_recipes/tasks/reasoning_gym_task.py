@@ -31,6 +31,15 @@ def _task(specification: str) -> Any:
         ) from error
 
 
+def problems(task: str, size: int, seed: int, options: Any = None) -> Any:
+    """reasoning-gym's own data set: a sequence of ``{"question", "answer", "metadata"}``. Raises ConfigError."""
+    return _task(_specification(task, size, seed, options))
+
+
+def _specification(task: str, size: int, seed: int, options: Any) -> str:
+    return json.dumps({"task": task, "size": size, "seed": seed, "options": options or {}}, sort_keys=True)
+
+
 @functools.lru_cache(maxsize=4096)
 def _entry(specification: str, index: int) -> dict[str, Any]:
     return _task(specification)[index]
@@ -53,13 +62,9 @@ def load(script: ScriptArguments) -> tuple[Dataset, Dataset]:
     ``dataset_kwargs`` are the task's own options. Columns: ``prompt``, ``answer`` and ``reasoning_gym``, from which the
     reward of that name finds the problem again. A held-out prompt never appears in training.
     """
-
-    def specification(size: int, seed: int) -> str:
-        task, options = script.dataset_config or DEFAULT_TASK, script.dataset_kwargs or {}
-        return json.dumps({"task": task, "size": size, "seed": seed, "options": options}, sort_keys=True)
-
-    train = _generate(specification(script.dataset_size or DEFAULT_SIZE, script.dataset_seed))
-    held_out = _generate(specification(HELD_OUT, script.dataset_seed + HELD_OUT_SEED_DISTANCE))
+    task, options = script.dataset_config or DEFAULT_TASK, script.dataset_kwargs
+    train = _generate(_specification(task, script.dataset_size or DEFAULT_SIZE, script.dataset_seed, options))
+    held_out = _generate(_specification(task, HELD_OUT, script.dataset_seed + HELD_OUT_SEED_DISTANCE, options))
     seen = set(held_out["prompt"])
     return train.select([i for i, prompt in enumerate(train["prompt"]) if prompt not in seen]), held_out
 

@@ -21,7 +21,7 @@ from qerl_recipes.hooks import Reward, RewardFactory, find
 from qerl_recipes.recipe.configs import ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.keys import CODE_REWARDS
-from qerl_recipes.tasks import reasoning_gym_task, running_sum
+from qerl_recipes.tasks import answers, reasoning_gym_task, running_sum
 from qerl_recipes.tasks.answers import Completion, is_exactly, text_of
 
 THINK_THEN_ANSWER = re.compile(r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$", re.DOTALL | re.MULTILINE)
@@ -62,6 +62,16 @@ def exact_answer(completions: list[str], answer: list[str], **columns: Any) -> l
     Without block and box the whole text has to be the answer. ``qerl evaluate`` judges ``jsonl-exact:`` likewise.
     """
     return [float(is_exactly(text, str(a))) for text, a in zip(completions, answer, strict=True)]
+
+
+def last_number(completions: list[str], answer: list[Any], **columns: Any) -> list[float]:
+    """1 where the last number of the completion is that of the column ``answer``, whatever stands around it; else 0.
+
+    ``qerl evaluate`` judges ``jsonl-number:`` likewise. An answer without a number is never given.
+    """
+    wanted = [answers.last_number(str(a)) for a in answer]
+    given = [answers.last_number(text) for text in completions]
+    return [float(w is not None and w == g) for w, g in zip(wanted, given, strict=True)]
 
 
 def repetition_penalty(script: ScriptArguments) -> Reward:
@@ -203,6 +213,7 @@ FACTORIES: dict[str, RewardFactory] = {
     "tag_count": _plain(tag_count),
     "reasoning_steps": _plain(reasoning_steps),
     "exact_answer": _plain(exact_answer),
+    "last_number": _plain(last_number),
     "repetition_penalty": repetition_penalty,
     "code_format": code_format,
     "soft_overlong_punishment": soft_overlong_punishment,

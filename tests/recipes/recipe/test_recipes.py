@@ -21,8 +21,10 @@ ALL = sorted(RECIPES.glob("*/grpo/*.yaml"))
 MODELS = [
     *(f"Qwen2.5-{size}-Instruct" for size in ("0.5B", "1.5B", "3B", "7B", "14B", "32B")),
     *(f"Qwen3-{size}" for size in ("4B", "8B")),
+    "SmolLM2-135M-Instruct",
     "demo",
 ]
+MADE_HERE = {"SmolLM2-135M-Instruct", "demo"}  # folders, which a stand-in takes the place of; no arm has a recipe each
 ARMS = {"bf16_lora", "bf16_lora_equal_rate", "nf4_lora", "nvfp4_lora", "nvfp4_lora_aqn"}
 ARM_KEYS = {"quantization", "noise_mode", "sigma_start", "sigma_end", "num_stages", "output_dir"}
 CPU = ["--use_cpu", "true", "--bf16", "false"]
@@ -56,7 +58,7 @@ def test_every_recipe_of_a_model_parses_and_can_run(model, stand_ins):
     for path in (path for path in ALL if path.parts[-3] == model):
         data = content(path)["dataset_name"]
         local = ["--dataset_kwargs", json.dumps({"path": str(stand_ins[data])})] if data in stand_ins else []
-        own_model = ["--model_name_or_path", str(stand_ins["model"])] if model == "demo" else []
+        own_model = ["--model_name_or_path", str(stand_ins["model"])] if model in MADE_HERE else []
         script, training, policy = parse(["--config", str(path), *CPU, *local, *own_model])
         refused = []
         try:
@@ -76,7 +78,7 @@ def test_every_recipe_of_a_model_parses_and_can_run(model, stand_ins):
 
 
 def test_arms_of_a_model_differ_only_in_quantization_and_noise():
-    for folder in (RECIPES / model / "grpo" for model in MODELS if model != "demo"):
+    for folder in (RECIPES / model / "grpo" for model in MODELS if model not in MADE_HERE):
         assert {path.stem for path in folder.glob("*.yaml") if not path.stem.startswith("paper_")} == ARMS
         reference = shared(folder / "nvfp4_lora.yaml")
         for arm in ARMS - {"bf16_lora"}:

@@ -10,12 +10,16 @@ import numpy as np
 import pytest
 import yaml
 from scipy import stats
+from typer.testing import CliRunner
 
-from qerl_recipes.study import results
+from qerl_recipes.cli import app
+from qerl_recipes.evaluate.request import check as check_tasks
+from qerl_recipes.study import outline, results
 from qerl_recipes.study import run as runner
 from qerl_recipes.study.plan import StudyError, best_values, first_runs, later_runs, read
 from qerl_recipes.study.statistics import holm, paired
 
+ROOT = Path(__file__).parents[3]
 CONTENT = {
     "recipe": "recipe.yaml",
     "arms": {"a": {"quantization": "bf16"}, "b": {"quantization": "qerl_nvfp4"}},
@@ -97,6 +101,31 @@ def test_the_best_value_is_chosen_by_arm_on_seeds_of_its_own_and_then_compared(s
     }
     assert {r.seed for r in later} == {0, 1, 2} and len(later) == 9
     assert len(runner.all_runs(plan, tmp_path)) == len(sweep) + 9
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "recipes/studies").glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_study_of_the_repository_can_be_planned(file, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    plan = read(file)
+    outline.check(plan)
+    for options in plan.evaluations.values():
+        check_tasks([options["tasks"]])
+    printed = CliRunner().invoke(app, ["study", str(file), "--dry-run"])
+    assert printed.exit_code == 0 and all(f"| {arm} |" in printed.output for arm in plan.arms)
+    assert f"x {len(plan.seeds)} seeds" in printed.output and "paired by seed" in printed.output
+
+
+def test_the_plan_counts_runs_and_an_arm_that_train_would_refuse_is_named(study):
+    plan = read(study())
+    text = outline.outline(plan, Path("study.yaml"))
+    assert f"= {len(first_runs(plan))}, for the best value" in text and "2 arms x 3 seeds (0, 1, 2) = 6" in text
+    assert "greedy (primary: decides): tasks: running_sum" in text and "judged by" in text.lower() and "b - a" in text
+    for keys, message in (
+        ({"learning_rat": 1}, r"arms\.b: .*learning_rat"),
+        ({"noise_mode": "corrected", "vllm_importance_sampling_correction": False}, r"arms\.b: noise_mode: corrected"),
+    ):
+        with pytest.raises(StudyError, match=message):
+            outline.check(read(study(arms={"a": {"quantization": "bf16"}, "b": keys})))
 
 
 def test_a_folder_of_another_study_is_left_alone(study, tmp_path):

@@ -112,6 +112,31 @@ def test_the_evaluation_of_exact_answers_judges_as_the_reward_does(tmp_path):
     assert [benchmark.is_right(benchmark.problems[0], text) for text in EXACT] == list(EXACT.values())
 
 
+LAST = {
+    "4": 1.0,
+    "2 + 2 is 4.": 1.0,
+    "Answer: 4.00 apples": 1.0,
+    "first 5, then 4": 1.0,
+    "8-4": 1.0,  # a minus between two numbers is none of the second's sign
+    "-4": 0.0,
+    "4 or 5": 0.0,
+    "four": 0.0,
+    "": 0.0,
+}
+
+
+def test_last_number_is_that_of_the_text_and_the_evaluation_judges_likewise(tmp_path):
+    from qerl_recipes.evaluate import tasks
+
+    assert reward("last_number")(completions=chat(list(LAST)), answer=["4"] * len(LAST)) == list(LAST.values())
+    texts, answers = ["so 1,234.50", "it is -7", "4", "nothing"], ["1234.5", "-7", "none", "none"]
+    assert reward("last_number")(completions=texts, answer=answers) == [1.0, 1.0, 0.0, 0.0]
+    (tmp_path / "x.jsonl").write_text('{"prompt": "2+2=", "answer": "4"}')
+    benchmark = tasks.load([f"jsonl-number:{tmp_path}/x.jsonl"])[0]
+    assert [benchmark.is_right(benchmark.problems[0], text) for text in LAST] == list(LAST.values())
+    assert benchmark.majority(["it is 5", "4", "4.0"]) == 1
+
+
 def test_reasoning_gym_scores_with_the_verifier_of_the_task():
     train, _ = load(ScriptArguments(dataset_config="chain_sum", dataset_size=3, dataset_seed=5))
     right = [f"<answer>{answer}</answer>" for answer in train["answer"]]

@@ -1,0 +1,36 @@
+"""Writes the held-out problems of a recipe to a file that `qerl evaluate --tasks jsonl-number:FILE` asks:
+
+python -m qerl_recipes.tasks.held_out --config RECIPE.yaml OUT.jsonl
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from qerl_recipes.recipe.configs import parse
+from qerl_recipes.recipe.file import ConfigError
+from qerl_recipes.tasks.prompts import read
+
+
+def lines(recipe: str | Path) -> str:
+    """The problems as JSON lines, ``{"prompt", "answer"}``. Raises ConfigError where the data hold none out."""
+    script, _, _ = parse(["--config", str(recipe)])
+    _, held_out = read(script)
+    if held_out is None or "answer" not in held_out.column_names:
+        raise ConfigError(f"{recipe}: its data hold no problems with an answer out; name a dataset_test_split")
+    rows = zip(held_out["prompt"], held_out["answer"], strict=True)
+    return "".join(json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt, answer in rows)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    program = "python -m qerl_recipes.tasks.held_out"
+    parser = argparse.ArgumentParser(prog=program, description="Write the held-out problems of a recipe to a file.")
+    parser.add_argument("--config", required=True, help="the recipe")
+    parser.add_argument("out", type=Path)
+    options = parser.parse_args(argv)
+    options.out.write_text(lines(options.config), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
