@@ -7,6 +7,7 @@ import torch
 import vllm
 from packaging.version import InvalidVersion, Version
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 
 from qerl_vllm_plugin import TESTED_VLLM
 
@@ -75,6 +76,19 @@ def workers_share_this_machine(vllm_config: Any) -> bool:
     """Whether every worker can open a file that this process has written."""
     parallel = vllm_config.parallel_config
     return parallel.distributed_executor_backend in ("mp", "uni") and getattr(parallel, "nnodes", 1) == 1
+
+
+def check_kv_cache(vllm_config: Any) -> None:
+    """Raises ValueError where vLLM's CPU attention reads its cache wrongly: 16 bits a value under float32 activations.
+
+    Seen with 0.31: log-probabilities of a prompt off by 0.5, without an error.
+    """
+    stored, computed = vllm_config.cache_config.cache_dtype, vllm_config.model_config.dtype
+    if current_platform.is_cpu() and computed == torch.float32 and stored in ("bfloat16", "float16"):
+        raise ValueError(
+            f"--kv-cache-dtype {stored} with --dtype float32: vLLM's CPU attention computes wrong answers from such a "
+            "cache; leave --kv-cache-dtype out, or use --dtype bfloat16"
+        )
 
 
 def check_kv_connector(vllm_config: Any) -> None:

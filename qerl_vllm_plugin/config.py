@@ -244,6 +244,7 @@ class QerlConfig(QuantizationConfig):
         from qerl_vllm_plugin.worker import add_worker_methods
 
         compat.check_vllm_version()
+        compat.check_kv_cache(vllm_config)
         if envs.VLLM_BATCH_INVARIANT:
             raise ValueError("VLLM_BATCH_INVARIANT=1: no kernel of qerl_nvfp4 has been shown to be so; unset it")
         options = Options.parse(vllm_config.additional_config)

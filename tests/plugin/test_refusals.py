@@ -81,6 +81,12 @@ def test_promise_09_an_ignored_layer_that_is_not_there(boot, make_bf16):
     )
 
 
+ORDINARY = {
+    "cache_config": SimpleNamespace(cache_dtype="auto"),
+    "model_config": SimpleNamespace(dtype=torch.float32),
+}
+
+
 def test_promise_09_batch_invariance_is_not_claimed(monkeypatch):
     from vllm import envs
 
@@ -88,7 +94,13 @@ def test_promise_09_batch_invariance_is_not_claimed(monkeypatch):
 
     monkeypatch.setitem(vars(envs), "VLLM_BATCH_INVARIANT", True)  # an engine would change torch for good
     with pytest.raises(ValueError, match="VLLM_BATCH_INVARIANT=1"):
-        QerlConfig()._prepare(SimpleNamespace(additional_config=None))
+        QerlConfig()._prepare(SimpleNamespace(additional_config=None, **ORDINARY))
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float16"])
+def test_a_cache_that_the_cpu_reads_wrongly(boot, make_bf16, stored):
+    message = refusal(boot, make_bf16("qwen2"), kv_cache_dtype=stored, dtype="float32")
+    assert f"--kv-cache-dtype {stored} with --dtype float32" in message and "leave --kv-cache-dtype out" in message
 
 
 def test_ignore_and_norms_are_named_as_in_the_checkpoint_of_a_vision_language_model():
