@@ -8,7 +8,8 @@ on one by one; delta is log p of the trainer minus log p of the engine, one numb
     adapter    the same with the adapter, and with norms that were trained
     noise      the same with the noise: in the engine and, in noise mode shared, in the trainer
     sampling   what the tokens were drawn with, one token at a time at the run's temperature, top_p, top_k and min_p,
-               against the trainer at that temperature: what metrics.jsonl calls logp_mismatch
+               against the trainer at that temperature: what metrics.jsonl calls logp_mismatch. (A temperature other
+               than 1 scales the differences above by 1 / temperature, and what that adds is in this row.)
 
 What a part adds is delta of its stage minus delta of the one before, token by token: over the parts it adds up to
 delta of the last stage.
