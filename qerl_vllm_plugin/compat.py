@@ -1,6 +1,6 @@
 """Everything that depends on the insides of vLLM, for 0.26 to 0.32."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -189,6 +189,39 @@ def is_vocabulary(layer: torch.nn.Module) -> bool:
 
 def model_of(worker: Any) -> torch.nn.Module:
     return worker.model_runner.get_model()
+
+
+def refuse_to_run(worker: Any, reason: str) -> None:
+    """From now on every step that the engine asks of this worker raises RuntimeError, which ends the engine.
+
+    The step is refused before its model is looked at: a replayed CUDA graph calls no Python of the model.
+    """
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError(reason)
+
+    worker.execute_model = worker.execute_dummy_batch = refuse
+
+
+def is_engine_death(error: BaseException) -> bool:
+    """Whether an engine client raised because its engine has died."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    return isinstance(error, EngineDeadError)
+
+
+def refuse_requests(engine: Any, reason: str) -> None:
+    """From now on an engine client answers no request, and its server's /health says 503."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    async def check_health() -> None:
+        raise EngineDeadError(reason)
+
+    async def generate(*_: Any, **__: Any) -> AsyncIterator[Any]:
+        raise EngineDeadError(reason)
+        yield
+
+    engine.check_health, engine.generate = check_health, generate
 
 
 def model_in_this_process(llm: Any) -> torch.nn.Module | None:

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, read without touching the tensors, and a plain reader of one tensor.
+"""The header of a safetensors file, read without touching the tensors, or written; a plain reader of one tensor.
 
 The format (https://huggingface.co/docs/safetensors): 8 bytes of little-endian header length, a JSON header, then the
 tensors without holes. The safetensors library maps a file whole; here one tensor is read into memory of its own, so
@@ -6,6 +6,7 @@ that a program's peak memory is the tensor and not the file.
 """
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -102,6 +103,23 @@ def _check_coverage(file: Path, tensors: dict[str, TensorHeader], start: int, si
         raise CheckpointError(
             f"{file}: {kind}: its header needs {position} bytes, the file has {size}; {DOWNLOAD_AGAIN}"
         )
+
+
+def header_bytes(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> bytes:
+    """What a file begins with whose tensors follow in this order, each given as its name, dtype and shape.
+
+    Raises ValueError for a dtype that the format has no name for.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, dtype, shape in tensors:
+        if dtype not in DTYPE_NAMES:
+            raise ValueError(f"tensor {name} has dtype {dtype}; supported are {', '.join(map(str, DTYPE_NAMES))}")
+        begin, end = end, end + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8, as the safetensors library aligns them
+    return len(text).to_bytes(8, "little") + text
 
 
 def read_tensor(tensor: TensorHeader) -> torch.Tensor:

@@ -1,13 +1,19 @@
-"""Tensors for workers in other processes of this machine: one file in shared memory, which each of them maps."""
+"""Tensors for workers in other processes of this machine: a file in shared memory, which each of them maps.
+
+The file has no name. Whatever dies, and whenever, nothing of it is left: the kernel frees it with the last process that
+has it open or mapped. Others open it as /proc/PID/fd/NUMBER, which takes the same user on the same machine.
+"""
 
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, Any
 
 import torch
-from safetensors.torch import save_file
+
+from qerl_vllm_plugin.safetensors_header import header_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
 ROOM = 1 << 20  # left free beside the file: its header, and what others write
@@ -22,14 +28,31 @@ def fits(size: int) -> bool:
 
 
 @contextmanager
+def unnamed() -> Iterator[tuple[IO[bytes], str]]:
+    """An empty file for ``append`` and the path under which workers can open it, until the end of the block.
+
+    Raises OSError.
+    """
+    with tempfile.TemporaryFile(buffering=0, dir=SHARED_MEMORY) as file:  # no buffer: closing it must not fail again
+        yield file, f"/proc/{os.getpid()}/fd/{file.fileno()}"
+
+
+def append(file: IO[bytes], content: Any) -> None:
+    """Writes all of a buffer, of which the kernel takes 2 GiB at a time at most. Raises OSError."""
+    left = memoryview(content)
+    while left:
+        left = left[file.write(left) :]
+
+
+@contextmanager
 def shared(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """The path of a safetensors file with copies of ``tensors``, readable by this user alone, until the end of the
-    block; raises OSError if there is no room left."""
-    handle, path = tempfile.mkstemp(prefix="qerl-", suffix=".safetensors", dir=SHARED_MEMORY)
-    os.close(handle)
-    try:
-        # copies: safetensors refuses tensors that share memory, such as one A under two names
-        save_file({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}, path)
+    """The path of a safetensors file with copies of ``tensors``, until the end of the block.
+
+    Raises OSError if there is no room left, ValueError for a dtype that the format has no name for.
+    """
+    with unnamed() as (file, path):
+        append(file, header_bytes((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()))
+        for tensor in tensors.values():  # one after the other: those that are on a GPU need not all fit the CPU twice
+            flat = tensor.detach().to("cpu").contiguous().view(-1)
+            append(file, flat.view(torch.uint8).numpy())
         yield path
-    finally:
-        os.unlink(path)

@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 
 from qerl_vllm_plugin import compat
 from qerl_vllm_plugin.adapter import PREFIX
+from qerl_vllm_plugin.driver_watch import end_with
 from qerl_vllm_plugin.lora_slots import LoraSlots
 from qerl_vllm_plugin.resident import ResidentAdapter
 from qerl_vllm_plugin.worker_policy import (
@@ -67,8 +68,10 @@ def add_worker_methods() -> None:
 
 
 @worker_method
-def qerl_open(self: Any) -> Answer:
-    """Prepares this worker for a policy; idempotent."""
+def qerl_open(self: Any, driver: int | None = None) -> Answer:
+    """Prepares this worker for a policy; idempotent. With ``driver``, the process of a server, it ends with that."""
+    if driver is not None:
+        end_with(driver)
     policy = policy_of(self)
     if policy.lost:
         return {"error": policy.lost, "lost": True}

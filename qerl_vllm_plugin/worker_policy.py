@@ -66,6 +66,7 @@ class WorkerPolicy:
     noise_targets: tuple[str, ...] = noise.DEFAULT_TARGETS
     released: Any = field(default=None, repr=False)
     lost: str | None = None
+    worker: Any = field(default=None, repr=False)
 
 
 def most_bytes(policy: WorkerPolicy) -> int:
@@ -83,6 +84,7 @@ def policy_of(worker: Any) -> WorkerPolicy:
     model = compat.model_of(worker)
     if not hasattr(model, "qerl_policy"):
         model.qerl_policy = _open(model, worker)
+    model.qerl_policy.worker = worker
     return model.qerl_policy
 
 
@@ -158,11 +160,8 @@ def on_all_ranks(policy: WorkerPolicy, prepare: Callable[[], Callable[[], Answer
 def lose(policy: WorkerPolicy, reason: str) -> None:
     """From now on this worker refuses to run its model, and to change."""
     policy.lost = LOST + reason
-
-    def refuse(*_: Any) -> None:
-        raise RuntimeError(policy.lost)
-
-    policy.model.register_forward_pre_hook(refuse)
+    if policy.worker is not None:  # else the model is being loaded, and is not served after this
+        compat.refuse_to_run(policy.worker, policy.lost)
 
 
 def _reason(error: Exception) -> str:

@@ -13,7 +13,7 @@ import torch
 
 from qerl_vllm_plugin.checkpoint import CONFIG, INDEX, SINGLE
 from qerl_vllm_plugin.modelopt import OWN_FILE
-from qerl_vllm_plugin.safetensors_header import DTYPE_NAMES
+from qerl_vllm_plugin.safetensors_header import header_bytes
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
 OWN = (CONFIG, OWN_FILE, "README.md", "quantize_report.json")  # of one checkpoint alone
@@ -42,19 +42,8 @@ class ShardWriter:
     def __init__(self, file: Path, entries: Sequence[Entry]) -> None:
         self._entries = list(entries)
         self._next = 0
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for entry in self._entries:
-            begin, end = end, end + entry.nbytes
-            header[entry.name] = {
-                "dtype": DTYPE_NAMES[entry.dtype],
-                "shape": list(entry.shape),
-                "data_offsets": [begin, end],
-            }
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8, as the safetensors library aligns them
         self._stream = file.open("wb")
-        self._stream.write(len(text).to_bytes(8, "little") + text)
+        self._stream.write(header_bytes((entry.name, entry.dtype, entry.shape) for entry in self._entries))
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Append the next tensor."""

@@ -60,9 +60,12 @@ def started(
 
 def end(process: "subprocess.Popen[bytes]") -> None:
     """Asks a process that leads a session to end, and kills what is left of the session after a while."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.terminate()
-        process.wait(PATIENCE)
-    with contextlib.suppress(ProcessLookupError):  # none of them is left
+    deadline = time.monotonic() + PATIENCE
+    process.terminate()
+    with contextlib.suppress(ProcessLookupError):  # raised once none of them is left
+        while time.monotonic() < deadline:
+            process.poll()
+            os.killpg(process.pid, 0)
+            time.sleep(0.1)
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -3,9 +3,7 @@
 import asyncio
 import hashlib
 import json
-import os
 import re
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -38,11 +36,19 @@ class Upload:
     config: dict[str, Any]
 
 
+def declared(request: Any, limit: int) -> int | None:
+    """The length that a body says it has; None where it comes in pieces. Raises Refused if it is above ``limit``."""
+    text = request.headers.get("content-length")
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal()) or len(text) > 18 or int(text) > limit:
+        raise Refused(413, "too_large", f"the body has {text[:40]} bytes; at most {limit} can be used")
+    return int(text)
+
+
 async def chunks(request: Any, limit: int) -> AsyncIterator[bytes]:
     """The body as it arrives. Raises Refused if it is longer than ``limit``, cut off, or stalled."""
-    declared = request.headers.get("content-length")
-    if declared is not None and (not declared.isdecimal() or int(declared) > limit):
-        raise Refused(413, "too_large", f"the body has {declared} bytes; at most {limit} can be used")
+    expected = declared(request, limit)
     from starlette.requests import ClientDisconnect
 
     stream, received = request.stream(), 0
@@ -50,7 +56,7 @@ async def chunks(request: Any, limit: int) -> AsyncIterator[bytes]:
         try:
             chunk = await asyncio.wait_for(anext(stream, None), STALLED)
         except asyncio.TimeoutError:
-            raise Refused(408, "stalled", f"the body stalled for {STALLED:.0f} s") from None
+            raise Refused(408, "stalled", f"the body stalled for {STALLED:g} s") from None
         except ClientDisconnect:
             raise Refused(400, "cut_body", "the body was cut off") from None
         if chunk is None:
@@ -59,8 +65,8 @@ async def chunks(request: Any, limit: int) -> AsyncIterator[bytes]:
         if received > limit:
             raise Refused(413, "too_large", f"the body has more than {limit} bytes, which are all that can be used")
         yield chunk
-    if declared is not None and received != int(declared):
-        raise Refused(400, "cut_body", f"the body was cut off after {received} of {declared} bytes")
+    if expected is not None and received != expected:
+        raise Refused(400, "cut_body", f"the body was cut off after {received} of {expected} bytes")
 
 
 async def read_json(request: Any) -> dict[str, Any]:
@@ -71,22 +77,19 @@ async def read_json(request: Any) -> dict[str, Any]:
 @asynccontextmanager
 async def received(request: Any, limit: int) -> AsyncIterator[Upload]:
     """The body as a file of this user alone, until the end of the block. Raises Refused."""
-    size = int(request.headers.get("content-length") or limit)
-    if size <= limit and not shared_file.fits(size):
-        raise Refused(507, "no_room", f"{shared_file.SHARED_MEMORY} has no room for {size} bytes")
-    handle, path = tempfile.mkstemp(prefix="qerl-", suffix=".safetensors", dir=shared_file.SHARED_MEMORY)
-    try:
+    size = declared(request, limit)
+    if not shared_file.fits(limit if size is None else size):
+        raise Refused(507, "no_room", f"{shared_file.SHARED_MEMORY} has no room for {size or limit} bytes")
+    with shared_file.unnamed() as (file, path):
         sha, written = hashlib.sha256(), 0
-        with os.fdopen(handle, "wb") as file:
-            async for chunk in chunks(request, limit):
-                sha.update(chunk)
-                file.write(chunk)
-                written += len(chunk)
+        async for chunk in chunks(request, limit):
+            sha.update(chunk)
+            try:
+                shared_file.append(file, chunk)
+            except OSError as error:  # others have filled it since
+                raise Refused(507, "no_room", f"{shared_file.SHARED_MEMORY}: {error.strerror}") from None
+            written += len(chunk)
         yield Upload(path, sha.hexdigest(), written, _config(path, written))
-    except OSError as error:
-        raise Refused(507, "no_room", f"{shared_file.SHARED_MEMORY}: {error.strerror}") from None
-    finally:
-        os.unlink(path)
 
 
 def _config(path: str, size: int) -> dict[str, Any]:

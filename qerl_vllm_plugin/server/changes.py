@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from qerl_vllm_plugin import adapter_folder
+from qerl_vllm_plugin import adapter_folder, compat
 from qerl_vllm_plugin.adapter import AdapterError
 from qerl_vllm_plugin.policy import PolicyLostError, check_answers
 from qerl_vllm_plugin.server import metrics
@@ -37,7 +38,7 @@ class PolicyServer:
         self._engine, self._base = engine, base
         self._folders = Path(folders).resolve() if folders is not None else None
         self._has_connector = vllm_config.kv_transfer_config is not None
-        opened = await self._rpc("qerl_open")
+        opened = await self._rpc("qerl_open", os.getpid())
         self.carrier, self.rank, self.limit = opened["carrier"], opened["max_rank"], opened["max_bytes"]
         self.history.add(opened["version"])
         metrics.VERSION.set(opened["version"])
@@ -122,7 +123,7 @@ class PolicyServer:
             answer = await self._rpc(method, *args)
             self.history.add(answer.get("version"))
         finally:
-            if not was_paused and self.lost is None:
+            if not was_paused:  # where the policy is lost too: what waits is refused then, and waits no longer
                 await self._engine.resume_generation()
         metrics.SWAPS.labels(kind).inc()
         metrics.SECONDS.observe(time.perf_counter() - start)
@@ -151,6 +152,8 @@ class PolicyServer:
             raise Refused(422, "refused", str(error)) from error
         except PolicyLostError as error:
             self.lost = str(error)
+            logger.error("%s", self.lost)
+            compat.refuse_requests(self._engine, self.lost)
             raise Refused(503, "lost", self.lost) from error
         return dict(results[0])
 

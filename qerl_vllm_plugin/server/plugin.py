@@ -51,6 +51,11 @@ class EndpointPlugin:
             )
         if (processes := getattr(args, "api_server_count", None) or 1) > 1:
             raise ValueError(f"/v1/qerl: {processes} API server processes do not know each other's versions; start one")
+        if not compat.workers_share_this_machine(vllm_config):
+            raise ValueError(
+                "/v1/qerl: adapters reach the workers through memory of this machine; start the server with "
+                "--distributed-executor-backend mp, on one machine"
+            )
         compat.check_kv_connector(vllm_config)
         base = checkpoint_folder(vllm_config)
         for module in getattr(args, "lora_modules", None) or []:

@@ -6,7 +6,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from qerl_vllm_plugin import adapter_folder, noise, shared_file
+from qerl_vllm_plugin import adapter_folder, compat, noise, shared_file
 from qerl_vllm_plugin.adapter import AdapterError
 from qerl_vllm_plugin.server import body, metrics
 from qerl_vllm_plugin.server.body import Refused
@@ -26,10 +26,15 @@ def attach(app: Any, token: bytes) -> None:
                 if not matches(request.headers.get(HEADER), token):
                     raise Refused(401, "unauthorized", f"{HEADER} is missing or wrong")
                 return JSONResponse(await handler(app.state.qerl, request))
-            except Refused as refusal:
-                metrics.REFUSALS.labels(refusal.reason).inc()
-                # what is left of the body is not read
-                return JSONResponse({"error": str(refusal)}, refusal.status, headers={"Connection": "close"})
+            except Refused as refused:
+                refusal = refused
+            except Exception as error:
+                if not compat.is_engine_death(error):
+                    raise
+                refusal = Refused(503, "engine_dead", "the engine has died; restart the server, its log says why")
+            metrics.REFUSALS.labels(refusal.reason).inc()
+            # what is left of the body is not read
+            return JSONResponse({"error": str(refusal)}, refusal.status, headers={"Connection": "close"})
 
         app.add_api_route(f"/v1/qerl/{path}", answer, methods=[method], include_in_schema=False)
 
@@ -54,7 +59,10 @@ async def put_policy(server: PolicyServer, request: Request) -> dict[str, Any]:
     except AdapterError as error:
         raise Refused(422, "refused", str(error)) from error
     body.check_patterns(saved.config)
-    with shared_file.shared({**saved.tensors, **(saved.norms or {})}) as path:
+    tensors = {**saved.tensors, **(saved.norms or {})}
+    if not shared_file.fits(sum(tensor.nbytes for tensor in tensors.values())):
+        raise Refused(507, "no_room", f"{shared_file.SHARED_MEMORY} has no room for the adapter")
+    with shared_file.shared(tensors) as path:
         return await server.swap(path, saved.config, adapter_folder.digest(folder), version, mode)
 
 

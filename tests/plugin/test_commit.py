@@ -173,6 +173,9 @@ def test_an_engine_that_holds_half_a_policy_serves_nothing(
         raise RuntimeError("the device is gone")
 
     carrier.commit = half_way
+    # a replayed CUDA graph runs no Python of the model: the step must be refused before it
+    runner = policy._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    runner.execute_model = lambda *_, **__: pytest.fail("a lost engine has come as far as its model")
     with pytest.raises(PolicyLostError, match=r"serves nothing any more; restart it.*the device is gone"):
         policy.swap(*make_adapter(hf, seed=2)[:2])
     for use in (

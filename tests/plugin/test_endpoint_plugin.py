@@ -75,21 +75,22 @@ def test_a_token_that_cannot_be_meant_ends_the_start(environment, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("replicas", "processes", "folders", "text"),
+    ("replicas", "processes", "folders", "executor", "text"),
     [
-        (2, 1, None, "--data-parallel-size 2"),
-        (1, 2, None, "2 API server processes"),
-        (1, None, "/no/such/directory", "/no/such/directory is no directory"),
+        (2, 1, None, "uni", "--data-parallel-size 2"),
+        (1, 2, None, "uni", "2 API server processes"),
+        (1, None, "/no/such/directory", "uni", "/no/such/directory is no directory"),
+        (1, 1, None, "ray", "--distributed-executor-backend mp"),
     ],
 )
 def test_servers_of_which_only_a_part_would_change_are_refused(
-    environment, make_nvfp4, replicas, processes, folders, text
+    environment, make_nvfp4, replicas, processes, folders, executor, text
 ):
     environment(QERL_ADMIN_TOKEN=LONG)
     app, plugin = FastAPI(), EndpointPlugin()
     plugin.attach_router(app)
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(data_parallel_size=replicas),
+        parallel_config=SimpleNamespace(data_parallel_size=replicas, distributed_executor_backend=executor),
         kv_transfer_config=None,
         model_config=SimpleNamespace(model=str(make_nvfp4("qwen2")), revision=None),
         additional_config={"qerl": {"policy_folders": folders}} if folders else {},
@@ -107,7 +108,7 @@ def test_an_adapter_of_another_base_under_lora_modules_ends_the_start(environmen
     app, plugin = FastAPI(), EndpointPlugin()
     plugin.attach_router(app)
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(data_parallel_size=1),
+        parallel_config=SimpleNamespace(data_parallel_size=1, distributed_executor_backend="uni"),
         kv_transfer_config=None,
         model_config=SimpleNamespace(model=str(make_nvfp4("qwen2")), revision=None),
         additional_config={},
