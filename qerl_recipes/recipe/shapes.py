@@ -32,8 +32,11 @@ BY_MODEL_ID = {
     **{f"Qwen/Qwen2.5-{size}-Instruct": shape for size, shape in SHAPES.items()},
     "Qwen/Qwen3-4B": Shape(2560, 9728, 36, 32, 8, 151936, True, model_type="qwen3", positions=40960),
     "Qwen/Qwen3-8B": Shape(4096, 12288, 36, 32, 8, 151936, False, model_type="qwen3", positions=40960),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": Shape(
+        576, 1536, 30, 9, 3, 49152, True, head_dim=64, model_type="llama", positions=8192
+    ),
 }
-ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 
 
 def config_json(size: str) -> dict[str, Any]:
