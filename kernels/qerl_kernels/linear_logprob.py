@@ -8,11 +8,13 @@ and, with p = exp(l - logsumexp), the gradient that the incoming ones (a, b, c) 
 
     dl_j = a (1[j = target] - p_j) + b p_j - c p_j (log p_j + entropy).
 
-Tokens are taken a chunk at a time: cuBLAS writes a chunk of logits in fp32, one Triton kernel reads it once. The
-backward computes the chunk again, turns it into ``dl`` and multiplies by W. Kept between the two: the hidden state and
-two numbers a token. W is frozen. With ``rounded`` the product is rounded to the dtype of ``hidden`` before anything
-else, as by an engine whose output layer writes BF16: the policy that was sampled from. The gradient passes the rounding
-as if it were not there.
+Tokens are taken a chunk at a time: cuBLAS writes a chunk of logits in fp32, one Triton kernel reads it once. Where only
+logp has a gradient, that of the hidden state is a times a vector which does not depend on a, (W_target - p W) /
+temperature: the forward multiplies by W while it has the logits, keeps that vector in the dtype of ``hidden``, and the
+backward is one multiplication. For b and c the backward computes the chunk again, turns it into ``dl`` and multiplies
+by W. W is frozen. With ``rounded`` the product is rounded to the dtype of ``hidden`` before anything else, as by an
+engine whose output layer writes BF16: the policy that was sampled from. The gradient passes the rounding as if it were
+not there.
 """
 
 import torch
@@ -24,11 +26,19 @@ COLUMNS = 4096  # of one step of the kernels
 
 
 def linear_logprob(
-    hidden: torch.Tensor, w: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0, *, rounded: bool = False
+    hidden: torch.Tensor,
+    w: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float = 1.0,
+    *,
+    rounded: bool = False,
+    ahead: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``hidden: (T, H)``, ``w: (V, H)``, ``targets: (T,)`` int64 -> logp, logsumexp and entropy, each ``(T,)`` fp32.
 
-    ``rounded`` rounds ``hidden W^T`` to the dtype of ``hidden``.
+    ``rounded`` rounds ``hidden W^T`` to the dtype of ``hidden``. ``ahead`` lets the forward prepare the gradient of
+    logp: two products in all instead of three, for a tensor like ``hidden`` that is kept until the backward. Without
+    it, as is best where logsumexp or entropy have a gradient too, the backward computes everything.
 
     Differentiable with respect to ``hidden`` only. Raises ValueError where ``w`` wants a gradient, the shapes do not
     fit or the temperature is not above zero. Every target must be in [0, V).
@@ -40,7 +50,8 @@ def linear_logprob(
         raise ValueError(f"hidden, w and targets have shapes {shapes}; they must be (T, H), (V, H) and (T,)")
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; it must be above zero")
-    return torch.ops.qerl.linear_logprob(hidden, w, targets, temperature, rounded)
+    ahead = ahead and hidden.requires_grad and torch.is_grad_enabled()
+    return torch.ops.qerl.linear_logprob(hidden, w, targets, temperature, rounded, ahead)[:3]
 
 
 def reference(
@@ -68,18 +79,43 @@ def _logits(hidden: torch.Tensor, w: torch.Tensor, rounded: bool) -> torch.Tenso
 
 @torch.library.custom_op("qerl::linear_logprob", mutates_args=())
 def _linear_logprob(
-    hidden: torch.Tensor, w: torch.Tensor, targets: torch.Tensor, temperature: float, rounded: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    out = torch.empty(3, hidden.shape[0], dtype=torch.float32, device=hidden.device)
+    hidden: torch.Tensor, w: torch.Tensor, targets: torch.Tensor, temperature: float, rounded: bool, ahead: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The fourth result is d logp / d hidden, (T, H) in the dtype of ``hidden``; (0, H) without ``ahead``."""
+    T, device = hidden.shape[0], hidden.device
+    out = torch.empty(3, T, dtype=torch.float32, device=device)
+    slope = torch.empty_like(hidden) if ahead else hidden.new_empty(0, hidden.shape[1])
+    of_logp = torch.tensor([1.0, 0.0, 0.0], device=device)[:, None].expand(3, T) if ahead else None
     statistics = statistics_triton if hidden.is_cuda else statistics_torch
-    for rows in _chunks(hidden.shape[0], w.shape[0]):
-        statistics(_logits(hidden[rows], w, rounded), targets[rows], 1 / temperature, out[:, rows])
-    return out[0].clone(), out[1].clone(), out[2].clone()
+    for rows in _chunks(T, w.shape[0]):
+        logits = _logits(hidden[rows], w, rounded)
+        statistics(logits, targets[rows], 1 / temperature, out[:, rows])
+        if of_logp is not None:
+            gradients = of_logp[:, rows].contiguous()
+            _hidden_gradients(logits, w, targets[rows], temperature, out[1:, rows], gradients, slope[rows])
+    return out[0].clone(), out[1].clone(), out[2].clone(), slope
 
 
 @_linear_logprob.register_fake
-def _(hidden, w, targets, temperature, rounded):
-    return tuple(hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(3))
+def _(hidden, w, targets, temperature, rounded, ahead):
+    numbers = (hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(3))
+    return (*numbers, torch.empty_like(hidden) if ahead else hidden.new_empty(0, hidden.shape[1]))
+
+
+def _hidden_gradients(
+    logits: torch.Tensor,
+    w: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    saved: torch.Tensor,
+    gradients: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Those of one chunk: ``logits: (T, V)``, ``saved: (2, T)``, ``gradients: (3, T)`` -> ``out: (T, H)``."""
+    d_logits = torch.empty_like(logits, dtype=out.dtype)
+    logit_gradients = logit_gradients_triton if logits.is_cuda else logit_gradients_torch
+    logit_gradients(logits, targets, 1 / temperature, saved, gradients, d_logits)
+    torch.mm(d_logits, w.to(out.dtype), out=out)
 
 
 @torch.library.custom_op("qerl::linear_logprob_backward", mutates_args=())
@@ -94,12 +130,9 @@ def _backward(
 ) -> torch.Tensor:
     """``saved: (2, T)`` logsumexp and entropy, ``gradients: (3, T)`` of logp, logsumexp and entropy -> (T, H)."""
     d_hidden = torch.empty_like(hidden)
-    logit_gradients = logit_gradients_triton if hidden.is_cuda else logit_gradients_torch
     for rows in _chunks(hidden.shape[0], w.shape[0]):
         logits = _logits(hidden[rows], w, rounded)
-        d_logits = torch.empty_like(logits, dtype=hidden.dtype)
-        logit_gradients(logits, targets[rows], 1 / temperature, saved[:, rows], gradients[:, rows], d_logits)
-        torch.mm(d_logits, w.to(hidden.dtype), out=d_hidden[rows])
+        _hidden_gradients(logits, w, targets[rows], temperature, saved[:, rows], gradients[:, rows], d_hidden[rows])
     return d_hidden
 
 
@@ -109,16 +142,22 @@ def _(hidden, w, targets, temperature, rounded, saved, gradients):
 
 
 def _save(ctx, inputs, output):
-    hidden, w, targets, ctx.temperature, ctx.rounded = inputs
-    ctx.save_for_backward(hidden, w, targets, torch.stack(output[1:]))
+    hidden, w, targets, ctx.temperature, ctx.rounded, ctx.ahead = inputs
+    ctx.save_for_backward(hidden, w, targets, torch.stack(output[1:3]), output[3])
+    ctx.mark_non_differentiable(output[3])
+    ctx.set_materialize_grads(False)
 
 
-def _gradient(ctx, *gradients):
-    hidden, w, targets, saved = ctx.saved_tensors
-    whole = torch.stack([torch.zeros_like(saved[0]) if g is None else g.float() for g in gradients])
-    options = (ctx.temperature, ctx.rounded)
-    d_hidden = torch.ops.qerl.linear_logprob_backward(hidden, w, targets, *options, saved, whole)
-    return d_hidden, None, None, None, None
+def _gradient(ctx, of_logp, of_logsumexp, of_entropy, _):
+    hidden, w, targets, saved, slope = ctx.saved_tensors
+    if ctx.ahead and of_logsumexp is None and of_entropy is None:
+        d_hidden = None if of_logp is None else (of_logp.float()[:, None] * slope).to(hidden.dtype)
+    else:
+        gradients = (of_logp, of_logsumexp, of_entropy)
+        whole = torch.stack([torch.zeros_like(saved[0]) if g is None else g.float() for g in gradients])
+        options = (ctx.temperature, ctx.rounded)
+        d_hidden = torch.ops.qerl.linear_logprob_backward(hidden, w, targets, *options, saved, whole)
+    return d_hidden, *[None] * 5
 
 
 _linear_logprob.register_autograd(_gradient, setup_context=_save)

@@ -76,7 +76,7 @@ def kept(size: ModelSize, batch: MicroBatch, block: int, *, checkpointed: int, i
 
     ``block``: bytes a token of one block; ``checkpointed``: how many blocks are; ``itemsize``: of the model's dtype.
     """
-    last = 3 * BF16 * size.hidden + FP32  # of the last norm and of the head
+    last = 4 * BF16 * size.hidden + FP32  # of the last norm and of the head, whose gradient the forward prepares
     blocks = checkpointed * itemsize * size.hidden + (size.layers - checkpointed) * block
     return batch.tokens * (blocks + last)
 

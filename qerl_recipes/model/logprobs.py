@@ -49,11 +49,14 @@ def completion_logprobs(
     shape: tuple[int, int],
     temperature: float,
     autocast: Callable[[], AbstractContextManager[Any]],
+    *,
+    has_entropy_gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability and entropy of every completion token, (B, C) fp32 each, 0 where there is none.
 
     ``model`` is called, once a row and under ``autocast``; ``unwrapped`` is the same without what a launcher has put
-    around it. ``rows`` hold the sequences of a batch whose completions have ``shape`` (B, C).
+    around it. ``rows`` hold the sequences of a batch whose completions have ``shape`` (B, C). Both results have a
+    gradient; ``has_entropy_gradient`` says that the second's is needed, which changes the speed alone.
     """
     base = _base(unwrapped)
     weight = base.get_output_embeddings().weight
@@ -62,7 +65,8 @@ def completion_logprobs(
         with _last_hidden(base) as hidden, autocast():
             model(**_arguments(base, row))
         states = hidden[0][0, row.sources].to(weight.dtype)  # (S, H)
-        logp, _, entropy = linear_logprob(states, weight, row.targets, temperature, rounded=True)
+        ahead = not has_entropy_gradient
+        logp, _, entropy = linear_logprob(states, weight, row.targets, temperature, rounded=True, ahead=ahead)
         logps.append(logp)
         entropies.append(entropy)
         places.append(row.places)

@@ -269,7 +269,10 @@ class QerlGRPOTrainer(GRPOTrainer):
                 computed = sum(row.tokens.shape[1] for row in rows)
                 self._metrics["train"]["packing/share"].append(computed / input_ids.numel())
             shape, autocast = (len(input_ids), logits_to_keep), self.accelerator.autocast
-            logps, entropies = logprobs.completion_logprobs(model, unwrapped, rows, shape, self.temperature, autocast)
+            bonus = self._entropy_bonus_enabled
+            logps, entropies = logprobs.completion_logprobs(
+                model, unwrapped, rows, shape, self.temperature, autocast, has_entropy_gradient=bonus
+            )
             if inputs is not None and left_out is not None:
                 self._metrics["train"]["packing/silent_rows"].append(float(left_out.float().mean()))
                 logps, entropies = silent_rows.with_constants(logps, entropies, inputs, left_out)

@@ -54,6 +54,39 @@ def test_an_unused_result_leaves_no_gradient():
     torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_the_gradient_prepared_ahead_is_that_of_the_backward_with_two_products_not_three(dtype, rounded, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_BYTES", 4 * V * 3)
+    hidden, w, targets, upstream = example()
+    products, inner = [], module._logits
+    monkeypatch.setattr(module, "_logits", lambda *arguments: products.append(1) or inner(*arguments))
+    found, logits = {}, {}
+    for ahead in (True, False):
+        ours = hidden.to(dtype).requires_grad_()
+        products.clear()
+        logp, *_ = linear_logprob(ours, w.to(dtype), targets, 0.7, rounded=rounded, ahead=ahead)
+        (logp * upstream[0]).sum().backward()
+        found[ahead], logits[ahead] = ours.grad, len(products)
+    assert logits == {True: 3, False: 6}  # chunks
+    tolerance = 1e-6 if dtype == torch.float32 else 2**-7  # of the largest: one rounding to BF16 more
+    torch.testing.assert_close(found[True], found[False], rtol=0, atol=tolerance * float(found[False].abs().max()))
+
+
+def test_with_a_gradient_of_entropy_or_none_at_all_ahead_changes_nothing():
+    hidden, w, targets, upstream = example()
+    gradients = []
+    for ahead in (True, False):
+        ours = hidden.clone().requires_grad_()
+        logp, _, entropy = linear_logprob(ours, w, targets, 0.7, ahead=ahead)
+        (logp * upstream[0] + entropy * upstream[2]).sum().backward()
+        gradients.append(ours.grad)
+    assert torch.equal(*gradients)
+    with torch.no_grad():
+        assert torch.ops.qerl.linear_logprob(hidden, w, targets, 1.0, False, False)[3].shape == (0, H)
+        assert all(value.grad_fn is None for value in linear_logprob(hidden.requires_grad_(), w, targets))
+
+
 def test_large_logits_do_not_overflow():
     hidden, w, targets, _ = example()
     results = linear_logprob(hidden * 200, w, targets)
@@ -66,7 +99,8 @@ def test_large_logits_do_not_overflow():
 
 def test_operators_pass_torch_library_checks():
     hidden, w, targets, _ = example()
-    torch.library.opcheck(torch.ops.qerl.linear_logprob.default, (hidden.requires_grad_(), w, targets, 1.0, True))
+    torch.library.opcheck(torch.ops.qerl.linear_logprob.default, (hidden.requires_grad_(), w, targets, 1.0, True, True))
+    torch.library.opcheck(torch.ops.qerl.linear_logprob.default, (hidden, w, targets, 1.0, True, False))
 
 
 def test_refusals():
