@@ -196,12 +196,34 @@ def export(
     base: Annotated[str | None, typer.Option(help="folder or model id, default: what the adapter says")] = None,
     name: Annotated[str, typer.Option(help="of the adapter, in the card's commands")] = "policy",
     overwrite: Annotated[bool, typer.Option(help="replace the destination if it exists")] = False,
+    measure: Annotated[
+        str | None,
+        typer.Option(help="with --merge: how much of the gain on this task of `qerl evaluate` survives the merge"),
+    ] = None,
+    max_samples: Annotated[
+        int | None, typer.Option("--max-samples", "--max_samples", help="problems for --measure, default: all")
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float, typer.Option("--gpu-memory-utilization", "--gpu_memory_utilization", help="share for --measure")
+    ] = 0.9,
 ) -> None:
     """Write an adapter as a folder that stands by itself, for PEFT and stock vLLM, or merged into its base."""
     from qerl_recipes.convert.export import export as run
     from qerl_recipes.convert.export import written
+    from qerl_recipes.evaluate.request import check
 
+    if measure is not None:
+        if not merge:
+            raise typer.BadParameter("--measure compares a merged checkpoint with its adapter: add --merge")
+        check([measure])  # before the merge, which may take minutes
+    elif max_samples is not None:
+        raise typer.BadParameter("--max_samples is of --measure TASK; name one or remove it")
     typer.echo(written(run(adapter, destination, base=base, merge=merge, overwrite=overwrite, name=name)))
+    if measure is not None:
+        from qerl_recipes.evaluate.survival import measure as survive
+
+        memory = {"gpu_memory_utilization": gpu_memory_utilization}
+        survive(adapter, destination, measure, base=base, max_samples=max_samples, **memory)
 
 
 @app.command(context_settings=PASS_THROUGH)

@@ -1,0 +1,96 @@
+"""``qerl export --merge --measure TASK``: how much of an adapter's gain the merge leaves.
+
+Four policies answer the same problems as in training: the base and the base with its adapter in the arm it was trained
+in, the merged checkpoint in BF16, and the merged checkpoint quantized again to NVFP4, with new block scales. A merge
+rounds every weight once more; rounded to 4 bits, a small adapter may vanish.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from qerl_recipes.evaluate.run import evaluate
+from qerl_recipes.files.adapter import open_adapter
+from qerl_recipes.files.whole_folder import write_text
+
+RESULT = "survival.json"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """``accuracy`` with its 95 % interval; ``survives`` is its gain over the base by that of the adapter.
+
+    None for base and adapter, and where the adapter has gained nothing that could survive.
+    """
+
+    name: str
+    accuracy: float
+    ci95: tuple[float, float]
+    survives: float | None = None
+
+
+def measure(
+    adapter: str | Path,
+    merged: str | Path,
+    task: str,
+    *,
+    base: str | None = None,
+    max_samples: int | None = None,
+    **options: Any,
+) -> list[Policy]:
+    """Evaluate the four, print a table, and write ``merged/survival.json`` -> base, adapter, merged, merged again.
+
+    ``base`` is where the adapter's lies now, by default what it was trained on; ``options`` are those of ``evaluate``.
+    What it leaves open is as in the adapter's training, for the merged checkpoint too. Raises ValueError as
+    ``evaluate`` does.
+    """
+    saved, folder = open_adapter(adapter), Path(merged)
+    there = str(base or saved.base)
+    asked = {"max_samples": max_samples, "quiet": True, **options}
+    first = evaluate(there, str(adapter), [task], output_dir=folder / "survival/adapter", **asked)
+    # the merged checkpoint has no adapter folder that says how its training asked
+    same = {key: first["sampling"][key] for key in ("system_prompt", "chat_template", "chat_template_kwargs")}
+    same |= {
+        "max_new_tokens": first["max_new_tokens"][task],
+        "use_chat_template": first["sampling"]["use_chat_template"],
+    }
+    same |= {"max_model_length": first["max_model_length"], "dtype": first["dtype"]}
+    found = [_policy(first, task, "base"), _policy(first, task, "adapter")]
+    gain = found[1].accuracy - found[0].accuracy
+    for arm, name in (("bf16", "merged, BF16"), ("qerl_nvfp4", "merged, NVFP4 again")):
+        again = evaluate(
+            str(folder), None, [task], output_dir=folder / "survival" / arm, quantization=arm, **{**asked, **same}
+        )
+        accuracy = again["tasks"][task]["base"]["accuracy"]
+        share = (accuracy - found[0].accuracy) / gain if gain > 0 else None
+        found.append(_policy(again, task, "base", name, share))
+    content = [{"policy": p.name, "accuracy": p.accuracy, "ci95": p.ci95, "survives": p.survives} for p in found]
+    record = {"task": task, "n": first["tasks"][task]["base"]["n"], "arm": first["quantization"], "policies": content}
+    write_text(folder / RESULT, json.dumps(record, indent=2) + "\n")
+    Console().print(table(found, task, record["n"], first["quantization"]))
+    return found
+
+
+def _policy(
+    result: dict[str, Any], task: str, label: str, name: str | None = None, survives: float | None = None
+) -> Policy:
+    of = result["tasks"][task][label]
+    return Policy(name or label, of["accuracy"], (of["ci95"][0], of["ci95"][1]), survives)
+
+
+def table(found: list[Policy], task: str, problems: int, arm: str) -> Table:
+    """The four as a table for the terminal."""
+    view = Table(title=f"{task}, {problems} problems; base and adapter in {arm}", title_justify="left")
+    view.add_column("policy")
+    for column in ("accuracy", "95 % interval", "of the adapter's gain"):
+        view.add_column(column, justify="right")
+    for policy in found:
+        low, high = policy.ci95
+        is_merged = policy.name not in ("base", "adapter")
+        left = "" if not is_merged else "no gain" if policy.survives is None else f"{policy.survives:.0%}"
+        view.add_row(policy.name, f"{policy.accuracy:.1%}", f"{low:.1%} to {high:.1%}", left)
+    return view

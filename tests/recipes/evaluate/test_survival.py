@@ -1,0 +1,59 @@
+"""What a merge leaves of an adapter's gain: four policies on the same problems, asked as in training."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from qerl_recipes import cli
+from qerl_recipes.evaluate import run as evaluation
+from qerl_recipes.evaluate import survival
+from qerl_recipes.files import run_state
+
+
+@pytest.mark.integration
+def test_an_adapters_own_answers_survive_as_far_as_the_merged_checkpoint_gives_them(
+    make_nvfp4, save_adapter, tmp_path, capfd, monkeypatch
+):
+    """The right answers are those that the adapter gives: it has 100 %, and what a merge loses is what changes."""
+    base = make_nvfp4("qwen2")
+    recipe = {"max_completion_length": 5, "dtype": "float32"}
+    state = {"base": str(base), "base_hash": run_state.base_hash(base), "quantization": "qerl_nvfp4", "recipe": recipe}
+    adapter = save_adapter(tmp_path / "adapter", seed=1, **state)
+    task = tmp_path / "own.jsonl"
+    lines = [{"prompt": f"{a}+{b}=", "answer": "none"} for a in range(1, 5) for b in range(1, 9)]
+    task.write_text("\n".join(map(json.dumps, lines)))
+    evaluation.evaluate(str(base), str(adapter), [f"jsonl-exact:{task}"], output_dir=tmp_path / "own", quiet=True)
+    given = [json.loads(line) for line in (tmp_path / "own/answers.jsonl").read_text().splitlines()]
+    own = [{"prompt": g["prompt"], "answer": g["answers"][0]} for g in given if g["model"] == "adapter"]
+    task.write_text("\n".join(map(json.dumps, own)))
+
+    options = ["--merge", "--measure", f"jsonl-exact:{task}", "--max_samples", "24"]
+    monkeypatch.setenv("COLUMNS", "200")
+    cli.app(["export", str(adapter), str(tmp_path / "m"), *options], standalone_mode=False)
+    printed = capfd.readouterr().out
+    record = json.loads((tmp_path / "m" / survival.RESULT).read_text())
+    by_name = {policy["policy"]: policy for policy in record["policies"]}
+    assert (record["n"], record["arm"]) == (24, "qerl_nvfp4")
+    assert by_name["adapter"]["accuracy"] == 1.0 and by_name["base"]["accuracy"] < 0.5
+    gain = 1 - by_name["base"]["accuracy"]
+    for name in ("merged, BF16", "merged, NVFP4 again"):
+        left = by_name[name]["accuracy"] - by_name["base"]["accuracy"]
+        assert by_name[name]["survives"] == pytest.approx(left / gain)
+        assert f"{by_name[name]['survives']:.0%}" in printed
+    # rounding to 16 bits changes little, to 4 bits more
+    assert by_name["merged, BF16"]["survives"] > 0.7 > by_name["merged, NVFP4 again"]["survives"]
+    asked = json.loads((tmp_path / "m/survival/bf16/evaluation.json").read_text())
+    assert asked["max_new_tokens"] == {f"jsonl-exact:{task}": 5} and asked["dtype"] == "float32"
+
+
+def test_measuring_needs_a_merge_and_a_task_that_exists_before_anything_is_written(tmp_path):
+    def call(*options):
+        return CliRunner(env={"COLUMNS": "400"}).invoke(
+            cli.app, ["export", str(tmp_path), str(tmp_path / "out"), *options]
+        )
+
+    assert "add --merge" in call("--measure", "running_sum").output
+    assert "is of --measure" in call("--merge", "--max_samples", "3").output
+    assert "no task 'sums'" in str(call("--merge", "--measure", "sums").exception)
+    assert not (tmp_path / "out").exists()
