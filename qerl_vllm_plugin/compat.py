@@ -260,12 +260,27 @@ def output_sizes(layer: Any, parts: int) -> list[int]:
         value_size = getattr(layer, "v_head_size", layer.head_size)
         key_heads = layer.total_num_kv_heads
         return [layer.total_num_heads * layer.head_size, key_heads * layer.head_size, key_heads * value_size]
-    return list(layer.output_sizes)
+    return [sum(layer.output_sizes[shard] for shard in group) for group in shard_groups(layer, parts)]
 
 
-def shard_id(layer: Any, part: int) -> str | int:
-    """What vLLM's weight loader calls a part of a fused linear."""
-    return "qkv"[part] if hasattr(layer, "total_num_heads") else part
+def shard_groups(layer: Any, parts: int) -> list[tuple[int, ...]]:
+    """Which of vLLM's shards of a fused linear each of the checkpoint's ``parts`` is, as they have been loaded.
+
+    Raises ValueError where that is not known.
+    """
+    shards = len(layer.output_sizes)
+    groups = getattr(layer, "qerl_groups", [(shard,) for shard in range(shards)])
+    if len(groups) != parts:
+        raise ValueError(f"{parts} linears of the checkpoint are {shards} in vLLM, and it is not known which are whose")
+    return groups
+
+
+def shard_id(layer: Any, part: int, parts: int) -> str | int | tuple[int, ...]:
+    """What vLLM's weight loader calls part number ``part`` of a fused linear."""
+    if hasattr(layer, "total_num_heads"):
+        return "qkv"[part]
+    group = shard_groups(layer, parts)[part]
+    return group if len(group) > 1 else group[0]
 
 
 class KVCacheMemory:

@@ -15,7 +15,7 @@ from qerl_vllm_plugin.checkpoint import (
     inspect_folder,
     weights_taken,
 )
-from qerl_vllm_plugin.families import check_family
+from qerl_vllm_plugin.families import WITHOUT_SLOTS, check_family, kept_in_bf16
 from qerl_vllm_plugin.scheme import COMPRESSED, FP8, check_weight_only, matches, read_quantization
 
 if TYPE_CHECKING:
@@ -113,6 +113,7 @@ class QerlConfig(QuantizationConfig):
         self.mappers: list[Any] = []  # from the checkpoint's names to vLLM's, where they differ
         self.adapter_rank, self.kernel = 0, "auto"
         self._is_checked = False
+        self._kept: tuple[str, ...] = ()
         self._expected: tuple[str, ...] = ()  # what the user has ignored
         self._met: set[str] = set()  # the layers that a method was asked for, by vLLM's names
 
@@ -170,11 +171,15 @@ class QerlConfig(QuantizationConfig):
     def _linear_method(self, prefix: str) -> QuantizeMethodBase:
         from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-        from qerl_vllm_plugin.linear import QerlLinearMethod, QerlOnlineLinearMethod
+        from qerl_vllm_plugin.linear import AdaptedLinearMethod, QerlLinearMethod, QerlOnlineLinearMethod
         from qerl_vllm_plugin.weight_only import Fp8LinearMethod, WeightOnlyLinearMethod
 
         kind = self.kind(prefix)
         if kind is None:
+            parts = self.part_names(prefix)
+            # the other linears that are kept are left out by somebody's choice; a router would not heed an adapter
+            if self.adapter_rank and all(any(matches(kept, part) for kept in self._kept) for part in parts):
+                return AdaptedLinearMethod(prefix, parts, self.adapter_rank)
             return UnquantizedLinearMethod()
         if kind == FP8:
             return Fp8LinearMethod(prefix)
@@ -211,7 +216,7 @@ class QerlConfig(QuantizationConfig):
             raise CheckpointError(f"vLLM joins layers that are to be stored differently: {words}; ignore all or none")
         return next(iter(kinds.values()))
 
-    def _set_ignore(self, given: tuple[str, ...] | None, *, is_multimodal: bool) -> None:
+    def _set_ignore(self, given: tuple[str, ...] | None, model_type: str, *, is_multimodal: bool) -> None:
         """What of a BF16 checkpoint stays in BF16, by the checkpoint's names."""
         if given is None and is_multimodal:
             raise ValueError(
@@ -219,7 +224,7 @@ class QerlConfig(QuantizationConfig):
                 """stays in BF16: --additional-config '{"qerl": {"ignore": ["lm_head", "re:.*visual.*"]}}', or """
                 "quantize it first"
             )
-        self.ignore = DEFAULT_IGNORE if given is None else given
+        self.ignore = (DEFAULT_IGNORE if given is None else given) + kept_in_bf16(model_type)
         self._expected = given or ()
 
     def check_ignore(self) -> None:
@@ -248,9 +253,11 @@ class QerlConfig(QuantizationConfig):
         if envs.VLLM_BATCH_INVARIANT:
             raise ValueError("VLLM_BATCH_INVARIANT=1: no kernel of qerl_nvfp4 has been shown to be so; unset it")
         options = Options.parse(vllm_config.additional_config)
-        check_family(vllm_config.model_config.hf_config.model_type, options.untested_models)
+        model_type = vllm_config.model_config.hf_config.model_type
+        check_family(model_type, options.untested_models)
+        self._kept = kept_in_bf16(model_type)
         if self.scheme is None:
-            self._set_ignore(options.ignore, is_multimodal=vllm_config.model_config.is_multimodal_model)
+            self._set_ignore(options.ignore, model_type, is_multimodal=vllm_config.model_config.is_multimodal_model)
         elif options.ignore is not None:
             raise ValueError(
                 '--additional-config: "qerl.ignore" is for BF16 checkpoints; this one is packed already, and its own '
@@ -266,6 +273,11 @@ class QerlConfig(QuantizationConfig):
 
         is_whole = vllm_config.parallel_config.pipeline_parallel_size == 1
         loading.watch(vllm_config, inspect, options.adapter_path, self.check_ignore if is_whole else None)
+        if vllm_config.lora_config is not None and model_type in WITHOUT_SLOTS:
+            raise ValueError(
+                f"{model_type}: --enable-lora has no slots that fit every linear of this family; leave it out and use "
+                """--additional-config '{"qerl": {"policy_adapter": {"rank": R}}}', which reaches all of them"""
+            )
         if options.adapter_rank and vllm_config.lora_config is not None:
             raise ValueError(
                 '"qerl.policy_adapter" and --enable-lora exclude each other: the policy adapter is part of every layer '

@@ -18,8 +18,18 @@ FAMILIES = (
     "granite",
     "olmo2",
     "smollm3",
+    "qwen3_5_text",
 )
+# linears that stay in BF16, as in the public NVFP4 checkpoints: a few rows each, which gate the state of the attention
+KEPT = {"qwen3_5_text": (r"re:.*\.linear_attn\.in_proj_[ab]$",)}
+# vLLM 0.31 makes slots for the parts that it joins, which are more than the checkpoint's linears: no adapter fits them
+WITHOUT_SLOTS = ("qwen3_5_text",)
 ANYWAY = """--additional-config '{"qerl": {"untested_models": true}}'"""
+
+
+def kept_in_bf16(model_type: object) -> tuple[str, ...]:
+    """Patterns of linears that neither `qerl quantize` nor loading a BF16 checkpoint puts into NVFP4."""
+    return KEPT.get(str(model_type), ())
 
 
 def check_family(model_type: str, untested_models: bool) -> None:

@@ -20,6 +20,7 @@ from qerl_kernels.tiles import COUNTERS, TILE, TiledWeight, common_scale
 
 from qerl_vllm_plugin import compat, layouts
 from qerl_vllm_plugin.config import QerlConfig
+from qerl_vllm_plugin.linear import QerlLinearMethod
 
 
 class NotShareableError(ValueError):
@@ -69,7 +70,7 @@ def frozen_weights(llm: Any) -> FrozenWeights:
     model = _model(llm)
     shared = FrozenWeights()
     for name, module in model.named_modules(remove_duplicate=False):
-        if hasattr(module, "qerl_prefix"):
+        if isinstance(getattr(module, "quant_method", None), QerlLinearMethod):
             _add_packed(shared, module)
         elif compat.is_vocabulary(module):
             _add_dense(shared, [name], [module.org_vocab_size], module)
@@ -98,14 +99,17 @@ def _model(llm: Any) -> torch.nn.Module:
 
 
 def _add_packed(shared: FrozenWeights, layer: Any) -> None:
-    method, widths = layer.quant_method, layer.logical_widths
-    bias = getattr(layer, "bias", None)
-    for part, (name, first, rows) in enumerate(_parts(method.parts, widths)):
+    method, bias = layer.quant_method, getattr(layer, "bias", None)
+    groups = getattr(layer, "qerl_groups", [(part,) for part in range(len(layer.logical_widths))])
+    widths = [sum(layer.logical_widths[part] for part in group) for group in groups]
+    for (part, *more), (name, first, rows) in zip(groups, _parts(method.parts, widths), strict=True):
         weight: NVFP4Weight | TiledWeight | MarlinWeight | str
         if isinstance(method.layout, layouts.Canonical):
             weight = canonical_part(layer, part, first, rows)
         elif isinstance(method.layout, layouts.Tiled):
             weight = tiled_part(layouts.tiled_weight(layer), first, rows)
+        elif more and len(layer.marlin_parts) > 1:
+            weight = "the engine keeps the parts of this linear in tensors of their own"
         else:
             weight = marlin_part(layer, part, first, rows)
         if isinstance(weight, str):

@@ -7,7 +7,11 @@ import torch
 from qerl_kernels import nvfp4
 from torch.nn import Parameter
 from vllm.config import get_current_vllm_config
-from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
+from vllm.model_executor.layers.linear import (
+    LinearMethodBase,
+    UnquantizedLinearMethod,
+    register_weight_loader_v2_supported_method,
+)
 from vllm.model_executor.parameter import GroupQuantScaleParameter, ModelWeightParameter, PerTensorScaleParameter
 from vllm.model_executor.utils import set_weight_attrs
 
@@ -83,6 +87,7 @@ class QerlLinearMethod(LinearMethodBase):
                         f"{self.prefix}.{name} is missing from the checkpoint, or only a part of it is there; "
                         "quantize the model again (qerl quantize)"
                     )
+            self._note_groups(layer, self.arrivals[self.tensor_names[0]])
         self._take_canonical_names(layer)
         if self.is_dummy:
             _fill_dummy(layer)
@@ -90,6 +95,11 @@ class QerlLinearMethod(LinearMethodBase):
             for part, divisor in zip(_split(layer), layer.weight_global_scale.data, strict=True):
                 check_tensors(self.prefix, *part, divisor)
         self.layout = self.layout.prepare(layer)
+
+    def _note_groups(self, layer: torch.nn.Module, arrivals: "Arrivals") -> None:
+        """Which of vLLM's parts are whose, where the checkpoint has fewer linears (in_proj_qkv is q, k and v)."""
+        if len(self.parts) < len(layer.logical_widths) and len(arrivals.groups) == len(self.parts):
+            layer.qerl_groups = sorted(arrivals.groups)
 
     def _take_canonical_names(self, layer: torch.nn.Module) -> None:
         """What arrived under a format's own names becomes weight_packed, weight_scale and weight_global_scale."""
@@ -178,17 +188,49 @@ class QerlOnlineLinearMethod(QerlLinearMethod):
             _fill_dummy(layer)
         elif not self.arrived.complete:
             raise CheckpointError(f"{self.prefix}.weight is missing from the checkpoint, or only a part of it is there")
+        self._note_groups(layer, self.arrived)
         self.layout = self.layout.prepare(layer)
 
 
+class AdaptedLinearMethod(UnquantizedLinearMethod):
+    """A linear that stays in BF16 and carries the policy's adapter all the same."""
+
+    def __init__(self, prefix: str, parts: list[str], adapter_rank: int) -> None:
+        super().__init__()
+        self.prefix, self.parts, self.adapter_rank = prefix, parts, adapter_rank
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        sizes = (input_size_per_partition, output_partition_sizes, input_size, output_size)
+        super().create_weights(layer, *sizes, params_dtype, **extra)
+        layer.qerl_prefix = self.prefix
+        resident.create(
+            layer, output_partition_sizes, input_size_per_partition, self.parts, self.adapter_rank, params_dtype
+        )
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """``x: (..., K)`` -> ``(..., N)``."""
+        return resident.add(layer, x, super().apply(layer, x, bias))
+
+
 class Arrivals:
-    """Which parts of the parameter ``name`` have been loaded."""
+    """Which parts of the parameter ``name`` have been loaded; ``groups`` are those that came as one tensor each."""
 
     def __init__(self, parts: int, name: str = "") -> None:
         self.parts, self.name = parts, name
         self.seen: set[Any] = set()
+        self.groups: set[tuple[int, ...]] = set()
 
     def add(self, *shard: Any) -> None:
+        self.groups.update(item if isinstance(item, tuple) else (item,) for item in shard)
         # no shard id: the checkpoint holds the fused tensor
         self.seen.update([part for item in shard for part in (item if isinstance(item, tuple) else (item,))] or ["all"])
 

@@ -190,7 +190,7 @@ def _shares(layer: Any) -> list[_Share]:
     outputs = compat.output_sizes(layer, parts)
     shares = []
     for i in range(parts):
-        shard = () if parts == 1 else (compat.shard_id(layer, i),)
+        shard = () if parts == 1 else (compat.shard_id(layer, i, parts),)
         if parts == 1 and layer.input_size != K:  # row parallel: the input is cut
             columns = _probe(layer, (1, K), torch.arange(layer.input_size)[None, :], shard)
             shares.append(_Share(slice(0, N), 0, int(columns[0, 0])))

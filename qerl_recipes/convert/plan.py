@@ -15,6 +15,8 @@ from qerl_kernels.nvfp4 import GROUP_SIZE
 
 from qerl_vllm_plugin.checkpoint import CheckpointError, CheckpointReport, Nvfp4Scheme
 from qerl_vllm_plugin.expected_tensors import MODEL_TYPES, fused_with
+from qerl_vllm_plugin.families import kept_in_bf16
+from qerl_vllm_plugin.scheme import matches
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,9 @@ def make_plan(report: CheckpointReport, ignore: Sequence[str]) -> Plan:
     """
     model = _meta_model(report)
     shapes, kept = dict(_packable(model)), tuple(_kept(model))
+    patterns = kept_in_bf16(report.config.get("model_type"))
+    gates = [name for name in shapes if any(matches(pattern, name) for pattern in patterns)]
+    shapes, kept = {name: shape for name, shape in shapes.items() if name not in gates}, (*kept, *gates)
     if not shapes:
         raise CheckpointError(
             f"{report.folder}: {type(model).__name__} has no linear layer (torch.nn.Linear) to pack: this architecture "

@@ -25,7 +25,7 @@ from qerl_recipes.files import run_state
 from qerl_recipes.files.adapter import AdapterFolder, engine_rank, open_adapter
 from qerl_recipes.files.base_model import local_folder
 from qerl_recipes.files.whole_folder import write_text
-from qerl_recipes.rollout.arms import ENGINE_ON_CPU, ENGINE_QUANTIZATION, engine_options
+from qerl_recipes.rollout.arms import ENGINE_QUANTIZATION, engine_on_cpu, engine_options
 from qerl_vllm_plugin.checkpoint import inspect_folder
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ def _start(
         gpu_memory_utilization=gpu_memory,
         disable_log_stats=True,
         seed=0,
-        **({} if current_platform.is_cuda() else ENGINE_ON_CPU),
+        **({} if current_platform.is_cuda() else engine_on_cpu(str(folder))),
         **engine_options(quantization, rank),
     )
 

@@ -17,6 +17,8 @@ from qerl_recipes.model.frozen_linear import FrozenNVFP4Linear
 from qerl_recipes.recipe.configs import AS_FEW_AS_FIT
 from qerl_vllm_plugin.checkpoint import CheckpointError, CheckpointReport, inspect_folder
 from qerl_vllm_plugin.expected_tensors import fused_with
+from qerl_vllm_plugin.families import kept_in_bf16
+from qerl_vllm_plugin.scheme import matches
 
 if TYPE_CHECKING:  # the plugin's module imports vllm
     from qerl_vllm_plugin.frozen_weights import FrozenWeights
@@ -140,6 +142,9 @@ def _replace_linear(
     """Put a frozen NVFP4 linear in the place of ``module``, unless the checkpoint keeps this one in BF16."""
     scheme = tensors.report.scheme
     if scheme is not None and not scheme.is_quantized(name):
+        return
+    kept = kept_in_bf16(tensors.report.config.get("model_type"))
+    if scheme is None and any(matches(pattern, name) for pattern in kept):
         return
     if scheme is None and (name == HEAD or module.in_features % nvfp4.GROUP_SIZE):
         if name != HEAD:

@@ -28,6 +28,8 @@ def prepare(model: PreTrainedModel | PeftModel) -> str | None:
     """
     base = _base(model)
     reason = _head_obstacle(base)
+    if "linear_attention" in (getattr(base.config, "layer_types", None) or ()):
+        reason = "the state of the linear attention would go on from one sequence of a row to the next"
     if reason is None and base.config._attn_implementation == "sdpa":
         base.set_attn_implementation(packed_attention.NAME)
         engine_rounding.replace_rotations(base)

@@ -1,5 +1,6 @@
 """RMSNorm in the trainer: fp32 weights, the engine's arithmetic, and noise that never touches the weight."""
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -69,8 +70,8 @@ def replace(model: torch.nn.Module, *, rounded: bool) -> int:
 
 
 def _epsilon(module: torch.nn.Module) -> float | None:
-    """What a module without a bias calls its epsilon in transformers, None if it has none."""
-    if getattr(module, "bias", None) is not None:
+    """What a module without a bias, and without a gate, calls its epsilon in transformers; None if it has none."""
+    if getattr(module, "bias", None) is not None or "gate" in inspect.signature(module.forward).parameters:
         return None
     found = (getattr(module, name, None) for name in ("variance_epsilon", "eps"))
     return next((epsilon for epsilon in found if isinstance(epsilon, float)), None)

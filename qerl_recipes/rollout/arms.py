@@ -3,12 +3,19 @@
 from typing import Any
 
 from qerl_recipes.files.adapter import engine_rank
+from qerl_recipes.memory.model_size import read_config
 
 # the recipe's ``quantization`` -> vLLM's
 ENGINE_QUANTIZATION: dict[str, str | None] = {"qerl_nvfp4": "qerl_nvfp4", "bf16": None, "nf4": "bitsandbytes"}
 # What every engine needs on a CPU: a prompt that is computed in parts sets the generator of a seeded request back,
 # which torch's cannot do there.
 ENGINE_ON_CPU = {"enforce_eager": True, "enable_chunked_prefill": False}
+
+
+def engine_on_cpu(base: str) -> dict[str, Any]:
+    """ENGINE_ON_CPU for the checkpoint ``base``; vLLM caches no prefixes of linear attention without such parts."""
+    is_hybrid = "linear_attention" in (read_config(base).get("layer_types") or ())
+    return {**ENGINE_ON_CPU, **({"enable_prefix_caching": False} if is_hybrid else {})}
 
 
 def engine_options(arm: str, rank: int | None) -> dict[str, Any]:

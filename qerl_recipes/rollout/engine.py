@@ -21,7 +21,7 @@ from qerl_recipes.memory.activation_bytes import ENGINE_TOKENS
 from qerl_recipes.memory.model_size import measure, read_config
 from qerl_recipes.memory.plan import engine_sequences, left_for_cache
 from qerl_recipes.recipe.configs import GRPOConfig
-from qerl_recipes.rollout.arms import ENGINE_ON_CPU, engine_options
+from qerl_recipes.rollout.arms import engine_on_cpu, engine_options
 from qerl_recipes.rollout.interface import Completions, Snapshot
 from qerl_vllm_plugin import compat
 from qerl_vllm_plugin.frozen_weights import FrozenWeights, frozen_weights
@@ -211,7 +211,7 @@ class VLLMRollouts:
             "disable_log_stats": True,
         }
         if is_cpu:
-            options |= ENGINE_ON_CPU
+            options |= engine_on_cpu(base)
         else:
             options["max_num_batched_tokens"] = ENGINE_TOKENS  # vLLM's profiler reserves memory for a whole batch
             if training.vllm_enable_sleep_mode and not compat.counts_released_memory():

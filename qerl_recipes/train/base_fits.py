@@ -12,7 +12,7 @@ from qerl_recipes.model import families
 from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig, ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
 from qerl_vllm_plugin.checkpoint import read_quantization
-from qerl_vllm_plugin.families import FAMILIES
+from qerl_vllm_plugin.families import FAMILIES, WITHOUT_SLOTS
 
 
 def misfits(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
@@ -81,6 +81,11 @@ def _of_family(training: GRPOConfig, model: ModelConfig, name: str, config: Mapp
         yield (
             f"model_name_or_path: {name} is a {kind}, a family that was never compared with transformers under "
             f"qerl_nvfp4; compared are {', '.join(FAMILIES)}"
+        )
+    if training.quantization != "qerl_nvfp4" and kind in WITHOUT_SLOTS:
+        yield (
+            f"quantization: {training.quantization} serves the adapter from vLLM's LoRA slots, into which no adapter "
+            f"of {kind} fits; use quantization: qerl_nvfp4"
         )
     yield from (f"model_name_or_path: {name}: {line}" for line in families.obstacles(config, model.attn_implementation))
     adapted = model.lora_target_modules or ()

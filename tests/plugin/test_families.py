@@ -35,7 +35,7 @@ RESIDENT = {"qerl": {"policy_adapter": {"rank": 8}}}
 
 
 def test_every_family_of_the_table_is_tested():
-    assert set(FAMILIES) == {"qwen2", "qwen3", "llama", "mistral", "qwen3_moe", *CASES}
+    assert set(FAMILIES) == {"qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "qwen3_5_text", *CASES}
 
 
 def norms_of(model) -> dict[str, torch.Tensor]:

@@ -273,4 +273,4 @@ def test_parts_of_linear_attention_that_vllm_stacks_share_a_tensor_scale(tmp_pat
         if ".linear_attn." in name and name.endswith("global_scale")
     }
     assert divisors["in_proj_qkv"] == divisors["in_proj_z"] != divisors["out_proj"]
-    assert divisors["in_proj_b"] == divisors["in_proj_a"] != divisors["in_proj_z"]
+    assert not {"in_proj_b", "in_proj_a"} & divisors.keys()  # the gates stay in BF16

@@ -34,7 +34,17 @@ CASES: dict[str, dict[str, object]] = {
     "glm4": {},
     "granite": GRANITE,
 }
-PADDED = {"gemma2", "granite"}  # their logits are scaled behind the output layer
+HYBRID = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+AQN = {"sigma_start": 0.2, "sigma_end": 0.2, "num_stages": 1}
+PADDED = {"gemma2", "granite", "qwen3_5_text"}  # logits scaled behind the output layer; a state across a packed row
 ATTENTION = {"gemma2": "eager"}
 LINEARS = {"glm4": ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]}
 NOISE = {family: ["input_layernorm", "pre_feedforward_layernorm"] for family in ("gemma2", "gemma3_text")}
@@ -52,12 +62,12 @@ def cases() -> list[object]:
 
 
 def test_every_family_of_the_table_trains_or_is_refused_as_its_column_says():
-    assert set(FAMILIES) == {*CASES, *REFUSED}
+    assert set(FAMILIES) == {*CASES, *REFUSED, "qwen3_5_text"}
     rows = [line.strip("| \n").split(" | ") for line in README.read_text().splitlines() if line.startswith("|")]
     head = next(row for row in rows if row[0] == "family")
     said = {row[0]: row[head.index("train")] for row in rows[rows.index(head) + 2 :] if len(row) == len(head)}
     for family in FAMILIES:
-        words = re.sub(r"_text$", "", family).replace("_", "-")
+        words = re.sub(r"_text$", "", family).replace("3_5", "3.5").replace("_", "-")
         pattern = re.compile(rf"(^|, ){words[:-1]}[ -]?{words[-1]}( text)?(,|$)", re.IGNORECASE)
         (cell,) = [cell for names, cell in said.items() if pattern.search(names)]
         assert cell.startswith("refused" if family in REFUSED else "yes"), family
@@ -75,10 +85,8 @@ def test_promise_06_engine_and_trainer_agree_in_every_family_that_is_trained(
         targets=LINEARS.get(family, "all-linear"),
         noise_mode="shared",
         noise_targets=NOISE.get(family, ["input_layernorm", "post_attention_layernorm"]),
-        sigma_start=0.2,
-        sigma_end=0.2,
-        num_stages=1,
         max_steps=2,
+        **AQN,
     )
     assert bool(trainer._pack_tokens) == (family not in PADDED)
     before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
@@ -91,6 +99,22 @@ def test_promise_06_engine_and_trainer_agree_in_every_family_that_is_trained(
     assert [record["touched_norms"] for record in records] == [0, 4]
     assert max(record["logp_mismatch_mean"] for record in records) < TOLERANCE
     assert all(math.isfinite(record["loss"]) for record in records) and records[-1]["grad_norm"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("torchvision")
+def test_a_hybrid_of_linear_attention_is_trained_in_padded_batches(make_trainer, make_nvfp4, read_metrics):
+    """In BF16: vLLM has no other kernel of the linear attention on a CPU."""
+    with pytest.warns(UserWarning, match="the state of the linear attention would go on from one sequence"):
+        trainer = make_trainer(make_nvfp4("qwen3_5_text", **HYBRID), noise_mode="shared", max_steps=4, **AQN)
+    assert not trainer._pack_tokens
+    adapted = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in trainer.snapshot().tensors}
+    assert {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj", "down_proj"} <= adapted
+    trainer.train()
+    records = read_metrics(trainer)
+    assert [record["touched_norms"] for record in records] == [0, 0, 4, 4]
+    assert max(record["logp_mismatch_mean"] for record in records) < 0.05
+    assert records[-1]["grad_norm"] > 0
 
 
 @pytest.mark.slow
