@@ -6,7 +6,7 @@ TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # compiled once and kept: without bytecode every process that imports vLLM spends 20 s on compiling it again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all soak lint clean
+.PHONY: demo test test-all soak fuzz lint clean
 demo: $(VENV)/.ready
 	$(BIN)/qerl demo
 
@@ -24,6 +24,10 @@ test-all: lint
 # ten minutes of load on a server whose policy is swapped every second, each answer checked afterwards
 soak: $(VENV)/.ready
 	$(BIN)/qerl bench soak --minutes 10 --output runs/soak.json
+
+# the readers of what strangers send, with fifty times the examples that they have in the suite
+fuzz: $(VENV)/.ready
+	$(BIN)/python -m pytest tests/plugin/test_fuzz.py --hypothesis-profile=fuzz --timeout=0
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -60,6 +60,16 @@ def inspect_folder(path: str | Path, *, weight_only: bool = False) -> Checkpoint
     """
     folder = Path(path)
     config = _read_json(folder / CONFIG)
+    try:
+        return _inspect(folder, config, weight_only)
+    except (TypeError, AttributeError, ArithmeticError, LookupError) as error:  # a list where a number is meant, say
+        raise CheckpointError(
+            f"{folder / CONFIG}: a value is of another kind than in the config.json of a model ({error});"
+            f" {DOWNLOAD_AGAIN}"
+        ) from error
+
+
+def _inspect(folder: Path, config: dict[str, Any], weight_only: bool) -> CheckpointReport:
     quantization = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     if not quantization and (folder / OWN_FILE).is_file():
         quantization = _read_json(folder / OWN_FILE)
@@ -70,6 +80,8 @@ def inspect_folder(path: str | Path, *, weight_only: bool = False) -> Checkpoint
         expected = expected_tensors(config)
     except KeyError as error:
         raise CheckpointError(f"{folder / CONFIG}: lacks the key {error}; {DOWNLOAD_AGAIN}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{folder / CONFIG}: {error}; {DOWNLOAD_AGAIN}") from error
     if expected is not None:
         wanted: dict[str, Want] = {}
         for name, tensor in expected.items():
@@ -174,7 +186,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{file}: no such file; a checkpoint folder holds a {file.name}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: not valid JSON ({error}); {DOWNLOAD_AGAIN}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{file}: holds {type(value).__name__}, not a JSON object; {DOWNLOAD_AGAIN}")

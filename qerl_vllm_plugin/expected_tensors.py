@@ -16,6 +16,21 @@ FUSED = (
     ("in_proj_qkv", "in_proj_z"),
     ("in_proj_b", "in_proj_a"),
 )
+# the largest that a config.json may say of each: far above any model, far below what would fill this machine's memory
+SIZES = {
+    "hidden_size": 1 << 20,
+    "vocab_size": 1 << 24,
+    "num_hidden_layers": 1000,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "head_dim": 1 << 16,
+    "intermediate_size": 1 << 24,
+    "moe_intermediate_size": 1 << 24,
+    "decoder_sparse_step": 1000,
+    "num_experts": 1 << 12,
+    "num_local_experts": 1 << 12,
+}
+MOST_EXPERTS = 1 << 16  # of all layers together
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -45,17 +60,24 @@ def experts(config: Mapping[str, Any]) -> str:
 def expected_tensors(config: Mapping[str, Any]) -> dict[str, Expected] | None:
     """The tensors of a BF16 checkpoint with this config.json; None for an architecture that is not in MODEL_TYPES.
 
-    Raises KeyError naming a size that the config lacks.
+    Raises KeyError naming a size that the config lacks, ValueError one that is none.
     """
     if config.get("model_type") not in MODEL_TYPES:
         return None
+    for key, largest in SIZES.items():
+        size = config.get(key)
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= largest):
+            raise ValueError(f"{key} is {str(size)[:40]}; it must be a whole number of at most {largest}")
+    layers, each = config["num_hidden_layers"], config.get("num_experts") or config.get("num_local_experts") or 0
+    if layers * each > MOST_EXPERTS:
+        raise ValueError(f"{layers} layers of {each} experts are {layers * each}; at most {MOST_EXPERTS} can be meant")
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     tensors = {
         "model.embed_tokens.weight": Expected((vocabulary, hidden)),
         "model.norm.weight": Expected((hidden,)),
         "lm_head.weight": Expected((vocabulary, hidden), optional=bool(config.get("tie_word_embeddings"))),
     }
-    for layer in range(config["num_hidden_layers"]):
+    for layer in range(layers):
         prefix = f"model.layers.{layer}"
         tensors[f"{prefix}.input_layernorm.weight"] = Expected((hidden,))
         tensors[f"{prefix}.post_attention_layernorm.weight"] = Expected((hidden,))

@@ -68,7 +68,7 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
         entries = json.loads(text)
         entries.pop("__metadata__", None)
         tensors = {name: _tensor(file, name, entry, 8 + length) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{file}: its safetensors header cannot be read ({error}); {DOWNLOAD_AGAIN}") from error
@@ -78,11 +78,16 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
 
 def _tensor(file: Path, name: str, entry: Any, start: int) -> TensorHeader:
     begin, end = entry["data_offsets"]
-    shape = tuple(int(n) for n in entry["shape"])
+    shape = tuple(entry["shape"])
+    if not all(type(n) is int and 0 <= n < 1 << 63 for n in (begin, end, *shape)):
+        raise CheckpointError(
+            f"{file}: tensor {name} of {entry['dtype']} has shape {str(list(shape))[:80]} at bytes"
+            f" {str([begin, end])[:80]}; these are whole numbers of 63 bits; {DOWNLOAD_AGAIN}"
+        )
     if entry["dtype"] not in DTYPES:
         raise CheckpointError(f"{file}: tensor {name} has dtype {entry['dtype']}; supported are {', '.join(DTYPES)}")
     expected = prod(shape) * DTYPES[entry["dtype"]].itemsize
-    if min(shape, default=0) < 0 or end - begin != expected:
+    if end - begin != expected:
         raise CheckpointError(
             f"{file}: tensor {name} of {entry['dtype']} {list(shape)} needs {expected} bytes, but its header gives"
             f" {end - begin}; {DOWNLOAD_AGAIN}"

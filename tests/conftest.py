@@ -27,6 +27,7 @@ with contextlib.suppress(ImportError):  # a machine with a GPU may do without
     import hypothesis
 
     hypothesis.settings.register_profile("any machine", deadline=None)  # 200 ms are not enough where others are at work
+    hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=5_000)  # make fuzz
     hypothesis.settings.load_profile("any machine")
 
 Make = Callable[..., Path]

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from qerl_recipes.bench import random_model
-from qerl_recipes.bench.process import check_shape
+from qerl_recipes.bench.process import check_shape, ended_cleanly
 from qerl_recipes.bench.soak_judge import Replay, Verdict, judge
 from qerl_recipes.bench.soak_load import LONGEST_ANSWER, LONGEST_PROMPT, Adapter, Answer, Change, Found, load
 from qerl_recipes.machine.conditions import conditions, save
@@ -60,7 +60,7 @@ def run(
     if streams < 1 or minutes <= 0:
         raise ValueError(f"streams is {streams} and minutes {minutes:g}; both must be above 0")
     seconds = 60 * minutes
-    with tempfile.TemporaryDirectory() as scratch:
+    with ended_cleanly(), tempfile.TemporaryDirectory() as scratch:
         folder = model or write_model(shape, seed, Path(scratch, "model"))
         with serving(folder, streams, Path(scratch, "log")) as (server, token):
             found, speed, memory = measure(server, token, folder, streams, seconds, seed)

@@ -3,10 +3,11 @@ policy under them."""
 
 import asyncio
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ PROMPTS = 24  # distinct ones, each asked again and again: keys and values of an
 SHORTEST_PROMPT, LONGEST_PROMPT = 130, 260  # tokens, more than a block of vLLM's cache on any device
 LONGEST_ANSWER = 300
 CANCELLED = 16  # one request of so many is given up in the middle of its answer
+
+SILENT = "none"  # the reason of a stream that ends before its first token: vLLM says nothing of why it was aborted
 
 Adapter = tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]
 
@@ -56,6 +59,7 @@ class Found:
     cancelled: int = 0
     tokens: int = 0
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    aborts: list[tuple[float, float]] = field(default_factory=list)  # from when to when, by time.monotonic()
 
 
 def prompts(vocabulary: int, seed: int) -> list[list[int]]:
@@ -88,11 +92,14 @@ async def ask(
     tokens: list[int] = []
     logprobs: list[float] = []
     reason = policy = None
+    is_done = False
     async with client.completions.with_streaming_response.create(**request, stream=True) as response:
         pieces = 0
         async for line in response.iter_lines():
             if line.startswith(f": {VERSION_HEADER}: "):
                 policy = line.rsplit(" ", 1)[1]
+            elif line == "data: [DONE]":
+                is_done = True
             elif line.startswith("data: {"):
                 piece = json.loads(line.removeprefix("data: "))
                 if "error" in piece:
@@ -104,7 +111,9 @@ async def ask(
                 pieces += 1
                 if stop_after is not None and pieces >= stop_after:
                     return None
-    if reason is None or policy is None:
+    if is_done and not tokens and reason is None:
+        return Answer(prompt, [], [], policy or "", SILENT)
+    if not is_done or reason is None or policy is None:
         raise RuntimeError(f"a stream ended after {len(tokens)} tokens without its end")
     return Answer(prompt, tokens, logprobs, policy, reason)
 
@@ -119,6 +128,7 @@ async def run_stream(
         length = draw.randint(8, 48) if draw.randrange(8) else draw.randint(200, LONGEST_ANSWER)
         is_stream = bool(draw.randrange(4))
         stop_after = draw.randint(1, length // 2) if is_stream and not draw.randrange(CANCELLED) else None
+        asked = time.monotonic()
         try:
             answer = await ask(client, model, prompt, length, stream=is_stream, stop_after=stop_after)
         except Exception as error:  # whatever it is, this question has no answer: that is what is looked for
@@ -129,6 +139,9 @@ async def run_stream(
             continue
         found.answers.append(answer)
         found.tokens += len(answer.tokens)
+        if answer.reason == SILENT and any(asked < end and start < time.monotonic() for start, end in found.aborts):
+            answer = replace(answer, reason="abort")
+            found.answers[-1] = answer
         is_whole = answer.reason == "abort" or (answer.reason, len(answer.tokens)) == ("length", length)
         if not is_whole or len(answer.tokens) != len(answer.logprobs):
             counts = f"{len(answer.tokens)} of {length} tokens, {len(answer.logprobs)} log-probabilities"
@@ -146,7 +159,11 @@ async def push(
         now = found.changes[-1]
         tensors, config = adapter(number)
         start = time.perf_counter()
+        if mode == "abort":
+            found.aborts.append((time.monotonic(), math.inf))
         version = await policy.swap(tensors, config, version=now.version + 1, requests=mode)
+        if mode == "abort":
+            found.aborts[-1] = (found.aborts[-1][0], time.monotonic())
         found.seconds.setdefault(f"swap, requests={mode}", []).append(time.perf_counter() - start)
         found.changes.append(now := Change(version, number, now.noise))
         if number % NOISE_EVERY == 0:
