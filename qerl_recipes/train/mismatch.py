@@ -74,13 +74,15 @@ class Part:
     """One row: the stage with this part on, what the part adds to it, and ``ratio``.
 
     ``ratio`` is what the part does to the engine's log-probabilities by what it does to the trainer's, fitted over all
-    tokens through zero: 1 where both apply it with the same strength. None where the trainer does not have the part.
+    tokens through zero: 1 where both apply it with the same strength. ``ratio_error`` is its standard error, which
+    rounding makes large where the part does little. None where the trainer does not have the part.
     """
 
     name: str
     stage: Sizes
     added: Sizes
-    ratio: float | None
+    ratio: float | None = None
+    ratio_error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -141,8 +143,8 @@ def measure(trainer: "QerlGRPOTrainer", saved: AdapterFolder, problems: int) -> 
     parts = []
     for i, name in enumerate(STAGES):
         added = deltas[i] - deltas[i - 1] if i else deltas[i]
-        ratio = _ratio(engine[i] - engine[i - 1], ours[i] - ours[i - 1]) if name in ("adapter", "noise") else None
-        parts.append(Part(name, Sizes.of(deltas[i]), Sizes.of(added), ratio))
+        ratio = _ratio(engine[i] - engine[i - 1], ours[i] - ours[i - 1]) if name in ("adapter", "noise") else ()
+        parts.append(Part(name, Sizes.of(deltas[i]), Sizes.of(added), *ratio))
     return Mismatch(tuple(parts), len(sampled), sigma, tuple(narrowing(training)))
 
 
@@ -211,6 +213,12 @@ def _recipe(saved: AdapterFolder, flags: Sequence[str], scratch: Path) -> tuple[
     if not saved.recipe:
         raise ValueError(f"{saved.path} does not say by which recipe it was trained; name a run of qerl train")
     content = {key: value for key, value in saved.recipe.items() if key in TAKEN and value is not None}
+    if (
+        content.get("noise_mode") == "none"
+    ):  # it is recorded with sigmas of 0, which flags that ask for noise contradict
+        content = {
+            key: value for key, value in content.items() if key not in ("sigma_start", "sigma_end", "num_stages")
+        }
     content |= {**INSTEAD, "output_dir": str(scratch / "run")}
     file = scratch / "recipe.yaml"
     file.write_text(yaml.safe_dump(content), encoding="utf-8")
@@ -239,9 +247,17 @@ def _padded(
     return ids.to(device), mask.to(device), completion
 
 
-def _ratio(of_engine: torch.Tensor, of_trainer: torch.Tensor) -> float | None:
-    square = float((of_trainer.double() ** 2).sum())
-    return float((of_engine.double() * of_trainer.double()).sum()) / square if square else None
+def _ratio(of_engine: torch.Tensor, of_trainer: torch.Tensor) -> tuple[float, float] | tuple[()]:
+    """Least squares through zero, and its standard error; the errors may differ in size from token to token.
+
+    Source of the error: H. White, A heteroskedasticity-consistent covariance matrix estimator (1980).
+    """
+    y, x = of_engine.double(), of_trainer.double()
+    square = float((x * x).sum())
+    if not square:
+        return ()
+    ratio = float((x * y).sum()) / square
+    return ratio, float(((x * (y - ratio * x)) ** 2).sum().sqrt()) / square
 
 
 def table(found: Mismatch, title: str) -> Table:
@@ -253,7 +269,7 @@ def table(found: Mismatch, title: str) -> Table:
     for i, part in enumerate(found.parts):
         stage, added = part.stage, part.added
         numbers = [stage.mean, stage.p99, stage.largest, stage.kl, added.mean, added.p99, added.largest]
-        ratio = "" if part.ratio is None else f"{part.ratio:.4f}"
+        ratio = "" if part.ratio is None else f"{part.ratio:.4f} ± {part.ratio_error:.4f}"
         view.add_row(("+ " if i else "") + part.name, *(f"{number:.3g}" for number in numbers), ratio)
     return view
 

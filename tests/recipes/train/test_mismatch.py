@@ -65,6 +65,17 @@ def test_sizes_of_known_differences():
     assert Sizes.of((q / p).log()[drawn]).kl == pytest.approx(kl, rel=0.03)
 
 
+def test_the_ratio_and_its_error_are_those_of_many_draws():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, generator=generator)
+    # errors that grow with what they are errors of, as those of rounding do
+    draws = [1.01 * x + 0.1 * x.abs() * torch.randn(400, generator=generator) for _ in range(300)]
+    found = torch.tensor([mismatch._ratio(y, x) for y in draws], dtype=torch.float64)
+    assert float(found[:, 0].mean()) == pytest.approx(1.01, abs=2e-3)
+    assert float(found[:, 1].mean()) == pytest.approx(float(found[:, 0].std()), rel=0.15)
+    assert mismatch._ratio(x, torch.zeros(400)) == ()
+
+
 def test_an_error_of_one_percent_in_the_adapters_scale_stands_in_the_adapters_row(measure):
     cold, right, wrong = rows(measure(temperature=0.7)), rows(measure()), rows(measure(1.01))
     assert tuple(right) == STAGES
@@ -100,6 +111,9 @@ def test_the_command_reads_the_recipe_of_a_run(write_recipe, capsys):
     printed = capsys.readouterr().out
     assert "temperature 0.7" in printed and "min_p: 0.02" in printed and "none in this run" in printed
     assert sorted(folder.rglob("*")) == before  # nothing is written
+    flags = ["--share_weights", "false", "--noise_mode", "corrected", "--sigma_start", "0.03"]
+    _, training, _ = mismatch._recipe(open_adapter(folder), flags, Path(recipe).parent)
+    assert (training.noise_mode, training.sigma_start, training.temperature) == ("corrected", 0.03, 0.7)
     state = folder / "adapter" / "qerl_state.json"
     state.write_text(
         json.dumps({key: value for key, value in json.loads(state.read_text()).items() if key != "recipe"})
