@@ -10,6 +10,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 from vllm.platforms import current_platform
 
+from qerl_vllm_plugin.safetensors_header import DOWNLOAD_AGAIN
 from qerl_vllm_plugin.scheme import COMPRESSED, NVFP4, CheckpointError, Nvfp4Scheme
 
 _PARTS = ("weight_packed", "weight_scale", "weight_global_scale")
@@ -30,7 +31,7 @@ def experts_method(layer: Any, prefix: str, scheme: Nvfp4Scheme | None, kinds: s
     for FP8 experts.
     """
     if kinds == {None}:
-        return UnquantizedFusedMoEMethod(layer.moe_config)
+        return _Bf16Experts(layer.moe_config, prefix)
     if scheme is None:
         raise ValueError(
             f"{prefix}: the experts of a BF16 checkpoint cannot be quantized on the way in; quantize the model first "
@@ -70,6 +71,32 @@ def _check_scales(layer: torch.nn.Module, prefix: str, *, shared: bool) -> None:
                 f"{prefix}: gate_proj and up_proj of an expert have tensor scales of their own, which vLLM's kernel "
                 "cannot serve; quantize the model again with `qerl quantize`"
             )
+
+
+class _Bf16Experts(UnquantizedFusedMoEMethod):
+    """vLLM's own; it would serve whatever lay in memory in the place of an expert that never arrived."""
+
+    def __init__(self, moe: Any, prefix: str) -> None:
+        super().__init__(moe)
+        self.prefix = prefix
+
+    def create_weights(self, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().create_weights(layer, *args, **kwargs)
+        for which in ("w13_weight", "w2_weight"):
+            getattr(layer, which).data.fill_(torch.nan)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Raises CheckpointError for an expert that lacks a part, or that holds nothing but NaN."""
+        w13, w2 = layer.w13_weight.data, layer.w2_weight.data  # (experts, 2 I, H) and (experts, H, I)
+        for expert in range(len(w13)):
+            parts = dict(zip(("gate_proj", "up_proj"), w13[expert].chunk(2), strict=True)) | {"down_proj": w2[expert]}
+            for name, part in parts.items():
+                if bool(part.isnan().all()):
+                    raise CheckpointError(
+                        f"{self.prefix}: {name} of expert {expert} (on this rank) is missing from the checkpoint; "
+                        f"{DOWNLOAD_AGAIN}"
+                    )
+        super().process_weights_after_loading(layer)
 
 
 class _CudaExperts(CompressedTensorsW4A4Nvfp4MoEMethod):

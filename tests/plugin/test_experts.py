@@ -45,10 +45,23 @@ def test_experts_of_a_bf16_checkpoint_are_refused(boot, make_bf16):
         boot(make_bf16("qwen3_moe"))
 
 
+IN_BF16 = {"qerl": {"ignore": ["lm_head", "re:.*experts.*", "re:.*mlp.gate$", "re:.*self_attn.*"]}}
+
+
 def test_experts_that_are_ignored_stay_in_bf16(boot, make_bf16, reference, measure):
-    options = {"qerl": {"ignore": ["lm_head", "re:.*experts.*", "re:.*mlp.gate$", "re:.*self_attn.*"]}}
-    served = measure.engine(boot(make_bf16("qwen3_moe"), dtype="float32", additional_config=options))
+    served = measure.engine(boot(make_bf16("qwen3_moe"), dtype="float32", additional_config=IN_BF16))
     assert measure.difference(served, measure.hf(reference(make_bf16("qwen3_moe")))) < TOLERANCE
+
+
+@pytest.mark.parametrize("part", ["gate_proj", "up_proj", "down_proj"])
+def test_a_missing_part_of_an_expert_in_bf16_is_refused(part, boot, make_bf16, tmp_path, monkeypatch):
+    monkeypatch.setattr(expected_tensors, "MODEL_TYPES", ())  # an architecture that is not known by heart
+    folder = shutil.copytree(make_bf16("qwen3_moe"), tmp_path / "copy")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[f"model.layers.1.mlp.experts.2.{part}.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"layers\.1\.mlp\.experts: {part} of expert 2 .*missing"):
+        boot(folder, additional_config=IN_BF16)
 
 
 def test_a_missing_expert_is_refused(boot, make_nvfp4, tmp_path, monkeypatch):
