@@ -194,6 +194,7 @@ def test_a_header_fits_its_file_or_is_refused(tmp_path_factory, content):
     with refused_soon(CheckpointError):
         for tensor in read_header(file).values():
             assert 0 <= tensor.offset <= tensor.offset + tensor.nbytes <= len(content)
+            assert all(type(n) is int for n in (tensor.offset, tensor.nbytes, *tensor.shape))
 
 
 @pytest.fixture(scope="module")
