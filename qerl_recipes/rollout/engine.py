@@ -23,20 +23,11 @@ from qerl_recipes.memory.plan import engine_sequences, left_for_cache
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.rollout.arms import engine_on_cpu, engine_options
 from qerl_recipes.rollout.interface import Completions, Snapshot
+from qerl_recipes.rollout.sampling import Seeds, sampling_parameters
 from qerl_vllm_plugin import compat
 from qerl_vllm_plugin.frozen_weights import FrozenWeights, frozen_weights
 from qerl_vllm_plugin.kv_cache import KVCacheError
-from qerl_vllm_plugin.noise import seed_of
 from qerl_vllm_plugin.policy import Policy
-
-
-def completion_seed(run_seed: int, phase: str, rollout: int, call: int, prompt: int, sample: int) -> int:
-    """The seed of one completion, different for each and the same in a resumed run.
-
-    ``phase`` is ``train`` or ``evaluation``; ``call`` counts the batches of this rollout (dynamic sampling draws
-    several), ``prompt`` is the place of the prompt in its batch over all ranks, ``sample`` that of the completion.
-    """
-    return seed_of(run_seed, phase, rollout, call, prompt, sample)
 
 
 class VLLMRollouts:
@@ -57,7 +48,7 @@ class VLLMRollouts:
     ) -> None:
         self._training, self._snapshot, self._accelerator = training, snapshot, accelerator
         self._processes, self._tensor_parallel = accelerator.num_processes, training.vllm_tensor_parallel_size
-        self._phase, self._rollout, self._call = "train", 0, 0
+        self._seeds = Seeds(training.seed)
         self.tokens, self.seconds = 0, 0.0  # since the last begin
         self._is_noisy = self._is_closed = self._is_asleep = self._is_lent = False
         self._tensor_parallel_group = self._new_groups()
@@ -75,7 +66,7 @@ class VLLMRollouts:
 
     def begin(self, rollout: int, sigma: float | None) -> int:
         """Open a rollout: the adapter as it is now, and noise of ``sigma`` drawn for it (None: none) -> noisy norms."""
-        self._phase, self._rollout, self._call = "train", rollout, 0
+        self._seeds.open("train", rollout)
         self.tokens, self.seconds = 0, 0.0
         self.sync_weights()
         if sigma is None:
@@ -89,7 +80,7 @@ class VLLMRollouts:
 
     def begin_evaluation(self) -> None:
         """Open an evaluation: the adapter as it is now, no noise, and the same seeds every time."""
-        self._phase, self._rollout, self._call = "evaluation", 0, 0
+        self._seeds.open("evaluation", 0)
         self.sync_weights()
         self._clear_noise()
 
@@ -115,16 +106,14 @@ class VLLMRollouts:
         if images is not None:
             raise ValueError("this policy reads text only; remove the image columns from the data set")
         first = self._accelerator.process_index * len(prompts)
-        key = (self._training.seed, self._phase, self._rollout, self._call)
-        seeds = [
-            completion_seed(*key, place // num_generations, place % num_generations)
-            for place in range(first, first + len(prompts))
-        ]
-        self._call += 1
+        seeds = self._seeds.draw(first, len(prompts), num_generations)
         requests, own = self._over_tensor_parallel(list(zip(prompts, seeds, strict=True)))
         self._wake()
         began = time.perf_counter()
-        with profiler or contextlib.nullcontext():
+        # vLLM draws from this process's generators, though every request has a seed of its own; what the trainer draws
+        # must not depend on which engine it has
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with profiler or contextlib.nullcontext(), torch.random.fork_rng(devices):
             outputs = self.llm.generate(
                 [{"prompt_token_ids": ids} for ids, _ in requests],
                 [SamplingParams(**self._sampling, seed=seed) for _, seed in requests],
@@ -229,24 +218,11 @@ class VLLMRollouts:
         return left if left > 0 else None
 
     def _sampling_options(self) -> dict[str, Any]:
-        training = self._training
-        options: dict[str, Any] = {
-            "n": 1,
-            "temperature": training.temperature,
-            "top_p": training.top_p,
-            "top_k": training.top_k,
-            "min_p": training.min_p or 0.0,
-            "repetition_penalty": training.repetition_penalty,
-            "max_tokens": training.max_completion_length,
-            "logprobs": 0,
-            "flat_logprobs": True,  # one list, and not an object for each token
-            **(training.generation_kwargs or {}),
-        }
+        # one list of log-probabilities, and not an object for each token
+        options = {"flat_logprobs": True, **sampling_parameters(self._training)}
         # vLLM would decode every token twice, which only stop strings need: the trainer does its own decoding
         options.setdefault("detokenize", bool(options.get("stop")))
-        if training.vllm_structured_outputs_regex is not None:
-            options["structured_outputs"] = StructuredOutputsParams(regex=training.vllm_structured_outputs_regex)
-        elif isinstance(options.get("structured_outputs"), dict):
+        if isinstance(options.get("structured_outputs"), dict):
             options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
         return options
 

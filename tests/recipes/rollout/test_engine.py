@@ -9,8 +9,9 @@ from peft.utils import get_peft_model_state_dict
 from qerl_recipes.model import loading as models
 from qerl_recipes.model import norms
 from qerl_recipes.recipe.configs import GRPOConfig
-from qerl_recipes.rollout.engine import VLLMRollouts, completion_seed
+from qerl_recipes.rollout.engine import VLLMRollouts
 from qerl_recipes.rollout.interface import Snapshot
+from qerl_recipes.rollout.sampling import completion_seed
 from qerl_recipes.tasks import running_sum
 from qerl_vllm_plugin.kv_cache import KVCacheError
 
@@ -198,6 +199,16 @@ def test_promise_07_the_trainers_tensors_are_never_modified(engine, policy):
         engine.begin(rollout, 0.1)
         engine.generate(PROMPTS[:4], None, 4)
     assert all(torch.equal(parameter, before[name]) for name, parameter in policy.named_parameters())
+
+
+def test_what_the_trainer_draws_does_not_depend_on_the_engine(engine):
+    """vLLM draws for every request before it looks at the request's own seed."""
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    engine.begin(0, 0.1)
+    engine.generate(PROMPTS, None, 4)
+    assert torch.equal(torch.rand(4), expected)
 
 
 def test_evaluation_is_without_noise_and_the_same_every_time(engine):
