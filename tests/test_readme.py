@@ -55,12 +55,14 @@ def test_the_training_commands_of_the_pages_are_accepted(tmp_path, monkeypatch):
     (tmp_path / "mine.jsonl").write_text("\n".join(lines))
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("QERL_ADMIN_TOKEN", "what-openssl-prints-for-a-page")  # for rollouts from a server
+    monkeypatch.delenv("QERL_ADMIN_TOKEN_FILE", raising=False)
     seen = 0
     for _, (name, *rest) in commands():
         if name == "train" and "mine.jsonl" in rest:
             validate(*parse([*rest, "--use_cpu", "true", "--bf16", "false", "--model_name_or_path", "model"]))
             seen += 1
-    assert seen >= 1
+    assert seen >= 2
 
 
 def test_every_link_leads_somewhere_and_every_recipe_named_is_there():

@@ -6,7 +6,7 @@ from typing import Any
 
 from qerl_recipes.recipe.keys import HONOURED, TOPICS
 
-SECRET = {"hub_token"}
+SECRET = {"hub_token", "vllm_server_base_url", "vllm_server_host"}  # addresses are nobody else's concern
 LENGTH = ("max_steps", "num_train_epochs")
 WITHOUT_END = ("constant", "constant_with_warmup")  # schedules of the learning rate that know no last step
 # Keys that a resumed run may have otherwise; every other honoured key must be as it was.
@@ -23,7 +23,8 @@ MAY_CHANGE = {
     # where and how fast the same is computed
     *("share_weights", "attn_implementation", "pack_tokens", "pad_to_multiple_of", "use_cpu", "tf32"),
     *("gradient_checkpointing", "gradient_checkpointing_kwargs", "checkpointed_layers", "torch_empty_cache_steps"),
-    *("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_tensor_parallel_size"),
+    *("vllm_mode", "vllm_server_port", "vllm_server_timeout", "vllm_gpu_memory_utilization"),
+    *("vllm_enable_sleep_mode", "vllm_tensor_parallel_size"),
     *("full_determinism", "do_train"),
 }
 

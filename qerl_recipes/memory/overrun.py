@@ -56,7 +56,8 @@ def _message(plan: Plan | None, phase: str, output_dir: str, trainer: Any) -> st
     lines = [f"out of memory {where}{step}"]
     if plan is not None:
         held = "rollout" if phase == "loading" else phase
-        own, rest = plan.added(held), plan.largest(held, len(plan.parts))
+        rest = plan.largest(held, len(plan.parts))
+        own = plan.added(held) or rest  # where the engine is elsewhere a rollout adds nothing
         added = ", ".join(f"{part.name} {gigabytes(getattr(part, held))}" for part in own)
         lines.append(
             f"planned: {gigabytes(plan.total(held))} of {gigabytes(plan.gpu.memory)}; what this phase adds, and one of "

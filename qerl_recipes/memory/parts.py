@@ -27,7 +27,8 @@ class Plan:
     """The parts of a run on a GPU; ``problem`` is what stops the engine from starting at all, "" if nothing does.
 
     ``checkpointed`` blocks compute their activations anew. Of the engine's share, ``engine`` bytes are taken before its
-    KV cache, in which a token has ``token`` bytes. ``waiting`` says that sequences wait for others, "" if none do.
+    KV cache, in which a token has ``token`` bytes. ``remark`` says that sequences wait for others, or that the engine
+    is not among the parts; "" if neither is so.
     """
 
     parts: tuple[Part, ...]
@@ -36,7 +37,7 @@ class Plan:
     checkpointed: int = 0
     engine: int = 0
     token: int = 0
-    waiting: str = ""
+    remark: str = ""
 
     def engine_share(self, tokens: int) -> float:
         """The ``vllm_gpu_memory_utilization`` at which the KV cache holds so many tokens."""

@@ -20,6 +20,7 @@ from qerl_recipes.memory.activation_bytes import MicroBatch
 from qerl_recipes.memory.model_size import LinearSize, ModelSize, measure, read_config
 from qerl_recipes.memory.parts import SLEEP, Part, Plan
 from qerl_recipes.model import shared_weights
+from qerl_recipes.recipe import server_keys
 from qerl_recipes.recipe.configs import AS_FEW_AS_FIT, GRPOConfig, ModelConfig, ScriptArguments
 
 CONTEXT = 900_000_000  # CUDA context and kernels, cuBLAS workspaces
@@ -53,11 +54,11 @@ def make(
     size = measure(config)
     allowed = (1 - SPARE) * (limit or gpu.memory)
     run = _Run(script, training, model, size, gpu)
-    held = (*run.weight_parts(), run.kv_cache(), *run.engine_parts(), *run.trained_parts())
+    held = (*run.engine_parts(), *run.weight_parts(), *run.trained_parts())
     for checkpointed in _to_try(training, size):
         working = run.working_parts(checkpointed)
         parts = (*held, *working, _context(working))
-        plan = Plan(parts, gpu, run.problem(), checkpointed, run.beside_cache(), run.cache_of_a_token(), run.waiting())
+        plan = Plan(parts, gpu, run.problem(), checkpointed, run.beside_cache(), run.cache_of_a_token(), run.remark())
         if plan.peak <= allowed:
             break
     return plan
@@ -100,22 +101,39 @@ class _Run:
         self.pack_tokens = training.pack_tokens or 0
         self.is_flash = (model.attn_implementation or "").startswith(("flash", "kernels"))
 
-    def weight_parts(self) -> tuple[Part, ...]:
-        size, is_ours, sleeps = self.size, self.arm == "qerl_nvfp4", self.training.vllm_enable_sleep_mode
-        weights, adapter = _engine_weights(size, self.training, self.layout, rank=self.rank, itemsize=self.itemsize)
-        own = weight_bytes.trainer_weights(
-            size, self.arm, self.layout, shared=self.reason is None, itemsize=self.itemsize
-        )
-        awake = 0 if sleeps and self.reason is not None else 1
-        copy = "reads the engine's weights; its own: norms" if self.reason is None else f"own copy: {self.reason}"
-        form = {"qerl_nvfp4": f"NVFP4, {self.layout}", "bf16": "BF16", "nf4": "NF4"}[self.arm]
-        smaller = () if is_ours else (f"quantization: {shared_weights.ARM}",)
-        weights_knobs = smaller if sleeps or self.reason is None else (SLEEP, *smaller)
+    def engine_parts(self) -> tuple[Part, ...]:
+        """None of an engine that is a server of its own: it is on another GPU, or its share of this one is not ours."""
+        if server_keys.is_wanted(self.training):
+            return ()
+        scratch, graphs = self._scratch(), activation_bytes.GRAPHS
         return (
-            Part("engine's weights", weights, weights * awake, f"{form}; embedding and head in BF16", weights_knobs),
-            Part("engine's adapter", adapter, adapter * awake, f"rank {engine_rank(self.rank)}", self._lower_rank()),
-            Part("trainer's weights", own, own, copy, _how_to_share(self.training) or smaller),
+            *self._engine_weight_parts(),
+            self.kv_cache(),
+            Part("engine's scratch", scratch, 0, f"estimate: {activation_bytes.ENGINE_TOKENS} tokens at once, sampler"),
+            Part("CUDA graphs", graphs, graphs, "estimate"),
         )
+
+    def _engine_weight_parts(self) -> tuple[Part, ...]:
+        size, sleeps = self.size, self.training.vllm_enable_sleep_mode
+        weights, adapter = _engine_weights(size, self.training, self.layout, rank=self.rank, itemsize=self.itemsize)
+        awake = 0 if sleeps and self.reason is not None else 1
+        form = {"qerl_nvfp4": f"NVFP4, {self.layout}", "bf16": "BF16", "nf4": "NF4"}[self.arm]
+        knobs = self._smaller() if sleeps or self.reason is None else (SLEEP, *self._smaller())
+        return (
+            Part("engine's weights", weights, weights * awake, f"{form}; embedding and head in BF16", knobs),
+            Part("engine's adapter", adapter, adapter * awake, f"rank {engine_rank(self.rank)}", self._lower_rank()),
+        )
+
+    def weight_parts(self) -> tuple[Part, ...]:
+        own = weight_bytes.trainer_weights(
+            self.size, self.arm, self.layout, shared=self.reason is None, itemsize=self.itemsize
+        )
+        copy = "reads the engine's weights; its own: norms" if self.reason is None else f"own copy: {self.reason}"
+        return (Part("trainer's weights", own, own, copy, _how_to_share(self.training) or self._smaller()),)
+
+    def _smaller(self) -> tuple[str, ...]:
+        """The arm with the smaller weights."""
+        return () if self.arm == shared_weights.ARM else (f"quantization: {shared_weights.ARM}",)
 
     def kv_cache(self) -> Part:
         """What is left of the engine's share of the GPU; handed back while the trainer works if the engine sleeps."""
@@ -136,7 +154,7 @@ class _Run:
 
     def problem(self) -> str:
         """vLLM does not start if one sequence of full length does not fit into its cache."""
-        if self.engine_length <= self.cache_tokens():
+        if server_keys.is_wanted(self.training) or self.engine_length <= self.cache_tokens():
             return ""
         share = self.training.vllm_gpu_memory_utilization
         budget = share * self.gpu.memory
@@ -153,8 +171,11 @@ class _Run:
             f"weights and one sequence of {self.engine_length} tokens; {way_out}"
         )
 
-    def waiting(self) -> str:
-        """That the engine cannot compute all sequences of a rollout at the same time, and what would change it."""
+    def remark(self) -> str:
+        """That the engine is elsewhere, or cannot compute all sequences of a rollout at the same time and what would
+        change it."""
+        if server_keys.is_wanted(self.training):
+            return "the server's memory is not in this plan: on this GPU its --gpu-memory-utilization comes on top"
         fitting = self.cache_tokens() // self.engine_length
         if self.problem() or fitting >= self.sequences:
             return ""
@@ -171,13 +192,6 @@ class _Run:
             return f"{share:.2f} holds all {self.sequences}"
         fitting = max(0, int((MOST_SHARE * memory - self.beside_cache()) // token))
         return f"{MOST_SHARE} holds {fitting} of {self.sequences}"
-
-    def engine_parts(self) -> tuple[Part, ...]:
-        scratch = self._scratch()
-        return (
-            Part("engine's scratch", scratch, 0, f"estimate: {activation_bytes.ENGINE_TOKENS} tokens at once, sampler"),
-            Part("CUDA graphs", activation_bytes.GRAPHS, activation_bytes.GRAPHS, "estimate"),
-        )
 
     def trained_parts(self) -> tuple[Part, ...]:
         """Adapter in fp32, with copies in BF16 that autocast keeps through a forward; gradients; optimizer's state."""

@@ -60,6 +60,6 @@ def verdict(plan: Plan) -> str:
     where = gigabytes(plan.gpu.memory)
     if plan.fits:
         anew = f", with {plan.checkpointed} blocks recomputed" if plan.checkpointed else ""
-        waiting = f"; {plan.waiting}" if plan.waiting else ""
-        return f"{where}: it fits{anew}, with {gigabytes(plan.gpu.memory - plan.peak)} to spare{waiting}"
+        remark = f"; {plan.remark}" if plan.remark else ""
+        return f"{where}: it fits{anew}, with {gigabytes(plan.gpu.memory - plan.peak)} to spare{remark}"
     return f"{where}: {'; and '.join(plan.obstacles())}"

@@ -13,6 +13,7 @@ from qerl_kernels.nvfp4 import NVFP4Weight
 from transformers import PreTrainedModel
 
 from qerl_recipes.model.frozen_linear import FrozenMarlinLinear, FrozenNVFP4Linear, FrozenTiledLinear
+from qerl_recipes.recipe import server_keys
 from qerl_recipes.recipe.configs import GRPOConfig
 
 if TYPE_CHECKING:  # the plugin's module imports vllm
@@ -27,6 +28,8 @@ def obstacle(training: GRPOConfig) -> str | None:
     """Why this configuration cannot share the weights; None if nothing in it stands against that."""
     if training.quantization != ARM:
         return f"quantization: {training.quantization} has a form of its own in the engine; only {ARM} is shared"
+    if server_keys.is_wanted(training):
+        return f"vllm_mode: {server_keys.SERVER}: the engine's are in another process"
     if training.world_size > 1 or training.vllm_tensor_parallel_size > 1:
         return f"{training.world_size} trainer processes each need all weights on their own device"
     return None
@@ -43,7 +46,7 @@ def is_wanted(training: GRPOConfig) -> bool:
     if reason is not None:
         if training.share_weights:
             raise ValueError(f"share_weights: {reason}; use share_weights: false")
-        if training.quantization == ARM:
+        if training.quantization == ARM and not server_keys.is_wanted(training):  # which means just that
             warnings.warn(f"{OWN_COPY}: {reason}", stacklevel=2)
     return reason is None
 

@@ -68,7 +68,6 @@ BELONGS_ELSEWHERE = {
 }
 
 _DISTRIBUTED = "frozen NVFP4 weights are trained on one GPU or with plain data parallelism (accelerate launch)"
-_SERVER = "rollouts are made in process; remove the key"
 _CONTINUOUS_BATCHING = "rollouts are made by vLLM, which batches continuously itself; remove the key"
 _NO_METRICS = "evaluation here is reward on held-out prompts, not a metric on logits; remove the key"
 _COMPILE = "the backward of the frozen linear is written by hand and is not traced; remove the key"
@@ -104,13 +103,8 @@ REFUSED: dict[str, Refusal] = {
     "optim_target_modules": Refusal((None,), "GaLore and APOLLO project full gradients; an adapter's are small"),
     # rollouts
     "use_vllm": Refusal((True,), "rollouts always come from the engine; remove the key"),
-    "vllm_mode": Refusal(("colocate",), "the engine runs in the trainer's process; use vllm_mode: colocate"),
     "vllm_model_impl": Refusal(("vllm",), "the noise and the adapter are bound to vLLM's own models; remove the key"),
-    "vllm_server_base_url": Refusal((None,), _SERVER),
-    "vllm_server_host": Refusal(("0.0.0.0",), _SERVER),
-    "vllm_server_port": Refusal((8000,), _SERVER),
-    "vllm_server_timeout": Refusal((240.0,), _SERVER),
-    "vllm_group_port": Refusal((51216,), _SERVER),
+    "vllm_group_port": Refusal((51216,), "a server takes the policy over HTTP, not over NCCL; remove the key"),
     "cache_implementation": Refusal((None,), "it is an option of Hugging Face generation; remove the key"),
     "use_transformers_continuous_batching": Refusal((False,), _CONTINUOUS_BATCHING),
     "transformers_continuous_batching_config": Refusal((None,), _CONTINUOUS_BATCHING),
@@ -180,7 +174,8 @@ _HONOURED = {
     repetition_max_penalty code_language max_completion_len soft_punish_cache
     """,
     "rollouts": """
-    rollout_engine num_generations num_generations_eval max_completion_length generation_batch_size
+    rollout_engine vllm_mode vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout
+    num_generations num_generations_eval max_completion_length generation_batch_size
     steps_per_generation temperature top_p top_k min_p repetition_penalty generation_kwargs chat_template_kwargs
     pad_to_multiple_of vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_gpu_memory_utilization
     vllm_max_model_length vllm_tensor_parallel_size vllm_importance_sampling_correction vllm_importance_sampling_mode

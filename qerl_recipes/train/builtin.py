@@ -36,6 +36,12 @@ def qerl_noise_schedules() -> Mapping[str, NoiseSchedule]:
 @implementation
 def qerl_rollout_engines() -> Mapping[str, StartEngine]:
     def vllm(base: str, training: "GRPOConfig", **options: Any) -> RolloutEngine:
+        from qerl_recipes.recipe.server_keys import is_wanted
+
+        if is_wanted(training):
+            from qerl_recipes.rollout.server import ServerRollouts
+
+            return ServerRollouts(base, training, **options)
         from qerl_recipes.rollout.engine import VLLMRollouts
 
         return VLLMRollouts(base, training, **options)

@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qerl_recipes.files.adapter import AdapterFolder, open_adapter
+from qerl_recipes.recipe import server_keys
 from qerl_recipes.recipe.configs import GRPOConfig, parse
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.keys import TOPICS
@@ -49,6 +50,7 @@ TAKEN |= {
 }
 # TRL derives the first from the others; the adapter is loaded from the run itself, whatever it went on from
 TAKEN -= {"generation_batch_size", "adapter_name_or_path"}
+TAKEN -= {"vllm_mode", *server_keys.OF_A_SERVER}  # the parts are switched in an engine of this process
 INSTEAD = {"report_to": "none", "save_strategy": "no", "gradient_checkpointing": False, "disable_tqdm": True}
 
 
@@ -110,6 +112,10 @@ def run(folder: Path, flags: Sequence[str] = (), problems: int = 16) -> int:
         script, training, model = _recipe(saved, flags, Path(scratch))
         if training.rollout_engine != "vllm":
             raise ConfigError(f"rollout_engine: {training.rollout_engine}: only vllm's parts can be switched off")
+        if server_keys.is_wanted(training):
+            raise ConfigError(
+                "vllm_mode: server: the parts are switched off in an engine of this process; leave it out"
+            )
         validate(script, training, model)
         trainer = training_run.build(script, training, model)
         try:

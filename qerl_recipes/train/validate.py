@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from qerl_recipes.files.adapter import ENGINE_RANKS, open_adapter
 from qerl_recipes.hooks import find
 from qerl_recipes.model import shared_weights
+from qerl_recipes.recipe import server_keys
 from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig, ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.keys import refusals
@@ -18,6 +19,7 @@ from qerl_recipes.train.requirements import lacking
 from qerl_recipes.train.silent_rows import reason_to_keep
 
 CHOICES = {
+    "vllm_mode": ("colocate", server_keys.SERVER),
     "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"),
     "importance_sampling_level": ("token", "sequence"),
     "scale_rewards": ("group", "batch", "none"),
@@ -46,6 +48,7 @@ def validate(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) 
         *_lengths(script, training),
         *lacking(training, model),
         *_engine(training),
+        *server_keys.problems(training),
         *_sharing(training),
         *_adapter(script, training, model),
         *misfits(script, training, model),
@@ -60,6 +63,8 @@ def validate(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) 
                 f"{', '.join(unheard)}: without effect, for report_to has no wandb; add it, or remove them",
                 stacklevel=2,
             )
+    if unheard := list(server_keys.without_effect(training)):
+        warnings.warn("; ".join(unheard), stacklevel=2)
     if narrows := list(narrowing(training)):
         weights = "correct for it" if training.vllm_importance_sampling_correction else "are off"
         warnings.warn(
@@ -190,6 +195,8 @@ def _engine(training: GRPOConfig) -> Iterator[str]:
             f"generation_kwargs cannot set {', '.join(twice)}: the engine would sample with one value and the trainer "
             f"compute log-probabilities with another; use the key {twice[0]} itself"
         )
+    if server_keys.is_wanted(training):
+        return
     if training.vllm_enable_sleep_mode and training.device.type != "cuda":
         yield "vllm_enable_sleep_mode needs a CUDA GPU; on a CPU leave it out"
     if training.world_size % training.vllm_tensor_parallel_size:

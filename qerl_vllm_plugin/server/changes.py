@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import time
+import uuid
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,14 @@ class PolicyServer:
         self.history.add(opened["version"])
         metrics.VERSION.set(opened["version"])
         self.base_hash = adapter_folder.base_hash(base) if base is not None else None
+        model = vllm_config.model_config
+        self._engine_state = {
+            "instance": uuid.uuid4().hex,  # another one after a restart
+            "quantization": model.quantization,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "logprobs_mode": model.logprobs_mode,
+            "max_model_len": model.max_model_len,
+        }
         tell_versions(engine, self.history)
 
     async def state(self) -> dict[str, Any]:
@@ -55,6 +64,8 @@ class PolicyServer:
             "max_bytes": self.limit,
             "base": str(self._base) if self._base is not None else None,
             "base_hash": self.base_hash,
+            "carrier": self.carrier,
+            **self._engine_state,
         }
 
     async def swap(

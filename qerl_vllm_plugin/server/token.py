@@ -11,7 +11,13 @@ SHORTEST = 16
 
 
 def read_token() -> bytes | None:
-    """The SHA-256 of the token; None where none is configured.
+    """The SHA-256 of the token; None where none is configured. Raises ValueError as ``configured_token`` does."""
+    token = configured_token()
+    return None if token is None else _hash(token)
+
+
+def configured_token() -> str | None:
+    """The token that a server asks for and a client of the same environment sends; None where none is configured.
 
     Raises ValueError for a file that cannot be read, a token that is too short, and where both are set.
     """
@@ -29,7 +35,7 @@ def read_token() -> bytes | None:
         raise ValueError(
             f"the token of {TOKEN_FILE if file else TOKEN} is too short; use {SHORTEST} characters or more"
         )
-    return _hash(token)
+    return token
 
 
 def matches(given: str | None, expected: bytes) -> bool:

@@ -181,3 +181,52 @@ def kv_events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     events: list[str] = []
     monkeypatch.setattr(compat, "KVCacheMemory", lambda worker: Piece(events))
     return events
+
+
+TOKEN = "an-admin-token-of-32-characters!"
+
+
+@pytest.fixture(scope="module")
+def serve_policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+    """serve_policy(model, port, *options, rank=4, **environment) -> the process of a server that /v1/qerl is part of.
+
+    Its log is at ``process.log``; it ends with the module. Of a trainer that is to use it, the environment must have
+    QERL_ADMIN_TOKEN, which this sets.
+    """
+    import json
+    import os
+    import subprocess
+
+    from qerl_recipes.machine.serve import command
+    from qerl_recipes.machine.server_process import ENGINES_OWN, end
+
+    started: list[subprocess.Popen[bytes]] = []
+    folder = tmp_path_factory.mktemp("servers")
+
+    def start(model: Path, port: int, *options: str, rank: int = 4, **environment: str) -> subprocess.Popen[bytes]:
+        line = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "64"]
+        line += ["--max-num-seqs", "8", "--num-gpu-blocks-override", "64", "--no-enable-chunked-prefill"]
+        line += ["--logprobs-mode", "processed_logprobs"]
+        line += ["--additional-config", json.dumps({"qerl": {"policy_adapter": {"rank": rank}}})]
+        inherited = {name: value for name, value in os.environ.items() if name not in ENGINES_OWN}
+        # the engine's process computes too: see tests/plugin/test_http.py
+        ours = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "qerl", "QERL_ADMIN_TOKEN": TOKEN}
+        log = folder / f"{len(started)}.log"
+        with log.open("w") as stream:
+            process = subprocess.Popen(
+                command(str(model), [*line, *options]),
+                stdout=stream,
+                stderr=stream,
+                env={**inherited, **ours, **environment},
+                start_new_session=True,
+            )
+        process.log = log  # type: ignore[attr-defined]
+        started.append(process)
+        return process
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QERL_ADMIN_TOKEN", TOKEN)
+        patch.delenv("QERL_ADMIN_TOKEN_FILE", raising=False)
+        yield start
+    for process in started:
+        end(process)

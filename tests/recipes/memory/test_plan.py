@@ -189,11 +189,21 @@ def test_an_engine_whose_share_is_too_small_is_told_how_large_it_must_be() -> No
 
 def test_an_engine_that_holds_few_of_its_sequences_says_so_and_what_holds_all() -> None:
     few = plan(NVFP4_32B, "--vllm_gpu_memory_utilization", "0.31")
-    held = re.search(r"the engine holds (\d+) of 64 sequences .*utilization: (0\.\d\d) holds all 64", few.waiting)
+    held = re.search(r"the engine holds (\d+) of 64 sequences .*utilization: (0\.\d\d) holds all 64", few.remark)
     assert held is not None and 0 < int(held.group(1)) < 64
-    assert plan(NVFP4_32B, "--vllm_gpu_memory_utilization", held.group(2)).waiting == ""
-    assert plan(NVFP4_32B, "--vllm_gpu_memory_utilization", f"{float(held.group(2)) - 0.01:.2f}").waiting
-    assert few.waiting in memory_table.verdict(few)
+    assert plan(NVFP4_32B, "--vllm_gpu_memory_utilization", held.group(2)).remark == ""
+    assert plan(NVFP4_32B, "--vllm_gpu_memory_utilization", f"{float(held.group(2)) - 0.01:.2f}").remark
+    assert few.remark in memory_table.verdict(few)
+
+
+def test_beside_a_server_no_engine_is_planned_and_the_table_says_so() -> None:
+    inside, beside = plan(NVFP4_32B), plan(NVFP4_32B, "--vllm_mode", "server", "--vllm_gpu_memory_utilization", "0.01")
+    engine = {"engine's weights", "engine's adapter", "KV cache", "engine's scratch", "CUDA graphs"}
+    assert {held.name for held in inside.parts} - {held.name for held in beside.parts} == engine
+    assert part(beside, "trainer's weights").training > part(inside, "trainer's weights").training
+    assert "own copy: vllm_mode: server: the engine's are in another process" in str(beside.parts)
+    assert beside.fits and "the server's memory is not in this plan" in memory_table.verdict(beside)
+    assert not plan(NVFP4_32B, "--vllm_gpu_memory_utilization", "0.01").fits  # the same, with an engine
 
 
 def test_a_share_that_is_too_small_is_told_how_many_sequences_a_larger_one_holds() -> None:

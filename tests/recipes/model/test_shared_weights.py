@@ -319,6 +319,7 @@ def test_sharing_that_was_left_open_and_cannot_be_is_said_once():
 
 def test_sharing_is_the_default_on_a_gpu_too_and_with_an_engine_that_sleeps():
     settings = {"quantization": "qerl_nvfp4", "world_size": 1, "vllm_tensor_parallel_size": 1, "share_weights": None}
+    settings |= {"vllm_mode": "colocate"}
     gpu = SimpleNamespace(**settings, vllm_enable_sleep_mode=True, device=torch.device("cuda"))
     assert shared_weights.is_wanted(gpu)
 

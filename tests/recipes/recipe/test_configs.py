@@ -49,7 +49,6 @@ def test_defaults_need_no_refusal():
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--vllm_mode", "server"],
         ["--use_vllm", "false"],
         ["--use_peft", "false"],
         ["--sync_ref_model", "true"],
@@ -72,7 +71,7 @@ def test_defaults_need_no_refusal():
         ["--push_to_hub_revision", "true"],
         ["--use_liger_loss"],
         ["--vllm_device", "cuda:3"],
-        ["--vllm_server_port", "9000"],
+        ["--vllm_group_port", "9000"],
         ["--trust_remote_code", "true"],
     ],
     ids=lambda flags: flags[0][2:],

@@ -207,7 +207,12 @@ def demo(stand_ins, *flags):
             ["--dynamic_sampling", "true", "--dynamic_sampling_metric", "accuracy"],
             "dynamic_sampling_metric: 'accuracy' is not one of the rewards: running_sum_correct, running_sum_for",
         ),
-        (["--vllm_mode", "server"], "vllm_mode: 'server' cannot be honoured"),
+        (["--vllm_mode", "remote"], "vllm_mode cannot be 'remote'; it is one of colocate, server"),
+        (
+            ["--vllm_server_port", "9000"],
+            "vllm_server_port: 9000 cannot be honoured; vllm_mode: colocate has an engine",
+        ),
+        (["--vllm_server_timeout", "9"], "use vllm_mode: server, or remove the key"),
         (["--generation_kwargs", '{"seed": 3}'], "generation_kwargs cannot set seed: each completion has a seed of"),
         (["--generation_kwargs", '{"temperature": 0.5}'], "generation_kwargs cannot set temperature: the engine would"),
         (["--vllm_enable_sleep_mode", "true"], "vllm_enable_sleep_mode needs a CUDA GPU"),

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import digit_rewards
+import httpx
 import pandas as pd
 import pytest
 import torch
@@ -86,3 +87,31 @@ def test_promise_08_two_processes_resume_to_the_same_bits(write_recipe, run_proc
     run_process(launch(recipe, "--resume_from_checkpoint", "true"), tmp_path / "again", **path)
     assert {name: (run / "adapter" / name).read_bytes() for name in whole} == whole
     assert read_metrics(run) == records and records[1]["grad_norm"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+def test_two_processes_push_to_a_server_once_and_end_as_with_an_engine_each(
+    write_recipe, run_process, read_metrics, serve_policy, make_nvfp4, hold_port, tmp_path
+):
+    port = hold_port()
+    serve_policy(make_nvfp4("qwen2"), port, "--max-num-seqs", "1")
+    recipe = write_recipe(
+        reward_funcs=["digit_rewards.digits"],
+        noise_mode="shared",
+        sigma_start=0.1,
+        num_stages=1,
+        max_steps=2,
+        num_generations=2,
+        per_device_train_batch_size=1,  # one sequence at a time in every engine: batches round otherwise
+        max_completion_length=8,
+    )
+    path = {"PYTHONPATH": os.pathsep.join([str(Path(digit_rewards.__file__).parent), os.environ.get("PYTHONPATH", "")])}
+    server = ["--vllm_mode", "server", "--vllm_server_base_url", f"http://127.0.0.1:{port}"]
+    for name, flags in (("inside", []), ("server", server)):
+        run_process(launch(recipe, "--output_dir", str(tmp_path / name), *flags), tmp_path / f"{name}.log", **path)
+    inside, outside = (tmp_path / name / "adapter" / "adapter_model.safetensors" for name in ("inside", "server"))
+    assert outside.read_bytes() == inside.read_bytes()
+    assert read_metrics(tmp_path / "server") == read_metrics(tmp_path / "inside")
+    counted = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+    assert 'qerl:swaps_total{kind="swap"} 2.0' in counted.splitlines()

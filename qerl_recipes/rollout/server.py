@@ -1,0 +1,157 @@
+"""The rollout engine of ``vllm_mode: server``: a running vLLM server that samples from the current policy.
+
+It is a ``RolloutEngine`` (``rollout.interface``). The first trainer process pushes adapter, trained norms and noise
+once a rollout; each process asks for its own completions. Where the server is lost or restarted, the run waits, the
+same policy is pushed again, and the same completions are asked for again: each has its own seed.
+"""
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import broadcast_object_list
+
+from qerl_recipes.recipe.configs import GRPOConfig
+from qerl_recipes.rollout.interface import Completions, Snapshot
+from qerl_recipes.rollout.sampling import Seeds, sampling_parameters
+from qerl_recipes.rollout.server_answers import Answer, Question, Questions
+from qerl_recipes.rollout.server_link import ServerLink
+from qerl_recipes.rollout.server_state import NO_NOISE, AnotherPolicyError, Noise, Pushed
+
+MOST_RESTARTS = 3  # while it computes one batch; more are no accident
+WATCH = 5.0  # seconds between two looks at a server that is at work
+
+
+class ServerRollouts:
+    """A server with the frozen weights of the recipe's model and the policy's adapter in its layers.
+
+    Started as ``rollout.interface.StartEngine`` says; the server must be up within ``vllm_server_timeout`` seconds.
+    """
+
+    def __init__(
+        self,
+        base: str,
+        training: GRPOConfig,
+        *,
+        rank: int,
+        dtype: torch.dtype,
+        snapshot: Callable[[], Snapshot],
+        accelerator: Accelerator | PartialState,
+    ) -> None:
+        """Raises ServerLostError without a server, and ServerRefusedError for one that is not what the recipe needs."""
+        self._training, self._snapshot, self._accelerator = training, snapshot, accelerator
+        self.tokens, self.seconds, self.version = 0, 0.0, 0
+        self._seeds = Seeds(training.seed)
+        self._noise = NO_NOISE
+        self._pushed: Pushed | None = None
+        self._link = ServerLink(base, training, rank=rank, dtype=str(dtype).removeprefix("torch."))
+        parameters = sampling_parameters(training)
+        self._longest = min(training.vllm_max_model_length or self._link.tokens, self._link.tokens)
+        self._questions = Questions(self._link.url, self._link.api_key, parameters, self._link.timeout)
+
+    def begin(self, rollout: int, sigma: float | None) -> int:
+        """Open a rollout: the adapter as it is now, and noise of ``sigma`` drawn for it (None: none) -> noisy norms."""
+        training = self._training
+        self._seeds.open("train", rollout)
+        self.tokens, self.seconds = 0, 0.0
+        assert training.noise_seed is not None  # GRPOConfig settles it
+        noise = Noise(sigma or 0.0, training.noise_seed, rollout, tuple(training.noise_targets))
+        return self._push(noise if sigma else NO_NOISE).touched
+
+    def begin_evaluation(self) -> None:
+        """Open an evaluation: the adapter as it is now, no noise, and the same seeds every time."""
+        self._seeds.open("evaluation", 0)
+        self._push(NO_NOISE)
+
+    def sync_weights(self) -> None:
+        """Push the trainer's adapter (and trained norms) as it is now; the noise stays."""
+        self._push(self._noise)
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        images: Any,
+        num_generations: int,
+        profiler: AbstractContextManager[Any] | None = None,
+    ) -> Completions:
+        """One completion for each of ``prompts``; log probabilities after temperature and every other processing.
+
+        Raises AnotherPolicyError for an answer of another policy than the last that was pushed, ServerRefusedError for
+        a prompt that the server does not take, and ServerLostError.
+        """
+        if images is not None:
+            raise ValueError("this policy reads text only; remove the image columns from the data set")
+        first = self._accelerator.process_index * len(prompts)
+        seeds = self._seeds.draw(first, len(prompts), num_generations)
+        questions = {i: self._question(ids, seed) for i, (ids, seed) in enumerate(zip(prompts, seeds, strict=True))}
+        began = time.perf_counter()
+        with profiler or contextlib.nullcontext():
+            answers = self._answers(questions)
+        self.seconds += time.perf_counter() - began
+        ids = [answers[i].ids for i in questions]
+        self.tokens += sum(map(len, ids))
+        return prompts, ids, [[[value] for value in answers[i].logprobs] for i in questions], None
+
+    def close(self) -> None:
+        """The server goes on, with the policy of the last rollout."""
+
+    def _push(self, noise: Noise) -> Pushed:
+        """Push from the first process; what became of it, an error too, is the same in all."""
+        self.version += 1
+        self._noise = noise
+        outcome: list[Any] = [None]
+        if self._accelerator.process_index == 0:
+            try:
+                outcome = [self._link.push(self._snapshot(), noise)]
+            except (ValueError, OSError) as error:
+                if self._accelerator.num_processes == 1:
+                    raise
+                outcome = [error]
+        broadcast_object_list(outcome)
+        (result,) = outcome
+        if isinstance(result, Exception):
+            raise result
+        self._pushed = result
+        return result
+
+    def _question(self, prompt: list[int], seed: int) -> Question:
+        room = self._longest - len(prompt)
+        if room < 1:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens leaves no room for an answer in the {self._longest} that the server "
+                "holds; use max_prompt_length, or raise vllm_max_model_length and the server's --max-model-len"
+            )
+        wanted = self._training.max_completion_length
+        return Question(prompt, seed, room if wanted is None else min(wanted, room))
+
+    def _answers(self, questions: dict[int, Question]) -> dict[int, Answer]:
+        answers: dict[int, Answer] = {}
+        restarts, failing_since = 0, None
+        while True:
+            assert self._pushed is not None  # begin
+            watch = functools.partial(self._link.watch, self._pushed, min(WATCH, self._link.timeout / 4))
+            open_ones = {i: question for i, question in questions.items() if i not in answers}
+            before = len(answers)
+            failure = self._questions.ask(open_ones, answers, self._pushed.version, watch)
+            settled = self._link.settle(self._pushed, self._snapshot())
+            if settled.instance != self._pushed.instance:
+                restarts += 1
+                if restarts > MOST_RESTARTS:
+                    raise self._link.lost(f"was restarted {restarts} times while it computed one rollout")
+                self._pushed, failing_since = settled, None
+                answers.clear()  # whatever answered in between need not have had the noise
+                continue
+            if isinstance(failure, AnotherPolicyError):
+                raise failure
+            if len(answers) == len(questions):
+                return answers
+            # the server is there, and yet answers are missing: a connection broke, or it cannot compute them
+            if len(answers) > before or failing_since is None:
+                failing_since = time.monotonic()
+            elif time.monotonic() - failing_since > self._link.timeout:
+                raise self._link.lost(f"is up and does not answer ({failure})") from failure

@@ -1,0 +1,139 @@
+"""Completions of a server, asked for by the official client: token ids there and back, with their log-probabilities."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+
+from qerl_recipes.rollout.server_state import AnotherPolicyError, ServerRefusedError
+from qerl_vllm_plugin.client import VERSION_HEADER
+
+CUT = ("length", "stop")  # how a completion may end; vLLM has other words for those that were broken off
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt, the seed of its completion, and how many tokens that may have."""
+
+    prompt: list[int]
+    seed: int
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A completion and the log-probability of each of its tokens, None where vLLM has none to give."""
+
+    ids: list[int]
+    logprobs: list[float | None]
+
+
+class Questions:
+    """Asks one server; ``parameters`` are vLLM's sampling parameters, the same for all questions."""
+
+    def __init__(self, url: str, api_key: str | None, parameters: Mapping[str, Any], timeout: float) -> None:
+        self._options: dict[str, Any] = {
+            "base_url": f"{url}/v1",
+            "api_key": api_key or "none",
+            "max_retries": 0,  # the caller knows whether the server is still the same
+            "timeout": openai.Timeout(None, connect=timeout),  # a long completion is not a lost one
+        }
+        # the text of a token is not needed, and may be no text at all
+        ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+        self._body = {**{key: value for key, value in parameters.items() if key != "max_tokens"}, **ids}
+
+    def ask(
+        self,
+        questions: Mapping[int, Question],
+        answers: dict[int, Answer],
+        version: int,
+        watch: Callable[[], Awaitable[None]],
+    ) -> Exception | None:
+        """Put the answers to ``questions`` into ``answers`` -> why some are missing, None if none are.
+
+        It ends early when ``watch`` does. An answer of another policy ``version`` is an AnotherPolicyError and is not
+        taken. Raises ServerRefusedError for a question that the server refuses.
+        """
+        return asyncio.run(self._ask(questions, answers, version, watch))
+
+    async def _ask(
+        self,
+        questions: Mapping[int, Question],
+        answers: dict[int, Answer],
+        version: int,
+        watch: Callable[[], Awaitable[None]],
+    ) -> Exception | None:
+        failures: list[Exception] = []
+        async with openai.AsyncOpenAI(**self._options) as client:
+
+            async def one(place: int, question: Question) -> None:
+                try:
+                    answers[place] = await self._one(client, model, question, version)
+                except (openai.APIConnectionError, openai.InternalServerError, AnotherPolicyError) as error:
+                    failures.append(error)
+                except openai.APIStatusError as error:
+                    raise ServerRefusedError(f"the server at {client.base_url} refuses a prompt: {error}") from error
+
+            try:
+                model = (await client.models.list()).data[0].id
+            except (openai.APIConnectionError, openai.InternalServerError) as error:
+                return error
+            tasks = [asyncio.create_task(one(place, question)) for place, question in questions.items()]
+            ends: list[asyncio.Future[Any]] = [asyncio.gather(*tasks), asyncio.ensure_future(watch())]
+            try:
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                for end in ends:
+                    if end.done():
+                        end.result()  # raises what it raised
+            finally:
+                for task in (*tasks, ends[1]):
+                    task.cancel()
+                await asyncio.gather(*tasks, *ends, return_exceptions=True)
+        # an answer of another policy says more than a connection that broke
+        failures.sort(key=lambda error: not isinstance(error, AnotherPolicyError))
+        return failures[0] if failures else None
+
+    async def _one(self, client: openai.AsyncOpenAI, model: str, question: Question, version: int) -> Answer:
+        raw = await client.completions.with_raw_response.create(
+            model=model,
+            prompt=question.prompt,
+            seed=question.seed,
+            max_tokens=question.max_tokens,
+            extra_body=self._body,
+        )
+        # not the client's own types: it would look at each of the millions of numbers of a rollout one by one
+        (choice,) = raw.http_response.json()["choices"]
+        return read(choice, raw.headers.get(VERSION_HEADER), question, version)
+
+
+def read(choice: Mapping[str, Any], served: str | None, question: Question, version: int) -> Answer:
+    """The answer in a ``choice`` of a completion, which says that the policy ``served`` computed it.
+
+    Raises AnotherPolicyError if that is not ``version`` from the first to the last token, and ServerRefusedError for a
+    completion that the server has cut short, or that lacks token ids or log-probabilities.
+    """
+    if served != str(version):
+        raise AnotherPolicyError(
+            f"an answer is of policy version {served or 'unknown'}, and {version} was pushed: it was not sampled from "
+            "the policy that learns from it"
+        )
+    ids, values = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
+    if ids is None or values is None or len(ids) != len(values):
+        counts = [None if found is None else len(found) for found in (ids, values)]
+        raise ServerRefusedError(
+            f"the server answered with {counts[0]} token ids and {counts[1]} log-probabilities; it must be vLLM 0.26 "
+            "or newer, and nothing between may change its answers"
+        )
+    if choice.get("prompt_token_ids") not in (None, question.prompt):
+        raise ServerRefusedError("the server has changed a prompt before it answered")
+    reason = choice["finish_reason"]
+    if reason not in CUT:
+        raise AnotherPolicyError(f"a completion was broken off by the server ({reason}): another program changed it")
+    if reason == "length" and len(ids) < question.max_tokens:
+        raise ServerRefusedError(
+            f"the server cut a completion after {len(ids)} of {question.max_tokens} tokens: its own max_new_tokens "
+            "stands above ours; start it with --generation-config vllm"
+        )
+    return Answer(ids, values)

@@ -1,0 +1,193 @@
+"""The line to a running server: it is waited for, looked at, and given policy and noise, again after a restart."""
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import httpx
+
+from qerl_recipes.files.run_state import what_is_kept
+from qerl_recipes.recipe import server_keys
+from qerl_recipes.recipe.configs import GRPOConfig
+from qerl_recipes.rollout.interface import Snapshot
+from qerl_recipes.rollout.server_state import (
+    AnotherPolicyError,
+    Needs,
+    Noise,
+    Pushed,
+    ServerLostError,
+    ServerRefusedError,
+)
+from qerl_vllm_plugin.adapter_folder import base_hash
+from qerl_vllm_plugin.client import AsyncPolicyClient, PolicyClient, PolicyRefusedError
+from qerl_vllm_plugin.server.token import TOKEN, TOKEN_FILE, configured_token
+
+T = TypeVar("T")
+PAUSE = 0.5  # seconds between two tries
+
+
+class ServerLink:
+    """One server, waited for as long as the recipe says whenever it does not answer."""
+
+    def __init__(self, base: str, training: GRPOConfig, *, rank: int, dtype: str) -> None:
+        """Waits for the server and looks at it. Raises ServerLostError and ServerRefusedError."""
+        self.url, self.timeout = server_keys.address(training), training.vllm_server_timeout
+        self.api_key = os.environ.get(server_keys.API_KEY)
+        self._output_dir = training.output_dir
+        self._silent_since: float | None = None
+        token = configured_token()
+        assert token is not None  # server_keys.problems
+        options = (self.url, token, self.api_key, self.timeout)
+        self._policy, self._watched = PolicyClient(*options), AsyncPolicyClient(*options)
+        longest = training.vllm_max_model_length or 1 + (training.max_completion_length or 0)
+        self._needs = Needs(base, base_hash(base), rank, dtype, longest)
+        state = self.state()
+        # a server that has just started is at 0, or at 1 with an adapter of its own: never at ours again
+        self.version, self.tokens = max(state["version"], 1), int(state["max_model_len"])
+
+    def state(self) -> dict[str, Any]:
+        """Who the server is and what it serves. Raises as ``__init__``."""
+        return self._fitting(self._until_answered(self._policy.state))
+
+    def _fitting(self, state: dict[str, Any]) -> dict[str, Any]:
+        if lacking := self._needs.lacking(state):
+            raise ServerRefusedError(f"the server at {self.url} does not fit this recipe: {'; '.join(lacking)}")
+        return state
+
+    def push(self, policy: Snapshot, noise: Noise) -> Pushed:
+        """Make the server serve a new policy, of the next version, with this noise.
+
+        Raises ServerLostError, ServerRefusedError and, where another program pushes too, AnotherPolicyError.
+        """
+        self.version += 1
+        return self._push(policy, noise, self.version)
+
+    def settle(self, pushed: Pushed, policy: Snapshot) -> Pushed:
+        """Wait until the server answers -> what it serves: ``pushed``, or, restarted since, the same pushed again.
+
+        Raises as ``push`` does.
+        """
+        state = self.state()
+        if state["instance"] == pushed.instance and not pushed.is_that_of(state):
+            raise self._another(state, pushed.version)
+        if state["instance"] == pushed.instance:
+            return pushed
+        self._say("was restarted: the policy is pushed again")
+        if pushed.is_that_of(state):  # by another process of this run
+            return replace(pushed, instance=state["instance"])
+        again = self._push(policy, pushed.noise, pushed.version, again=True)
+        if again.digest != pushed.digest:
+            raise AnotherPolicyError(f"the processes of this run hold different policies; {self._kept()}")
+        return replace(again, touched=pushed.touched)
+
+    def _push(self, policy: Snapshot, noise: Noise, version: int, again: bool = False) -> Pushed:
+        """``again``: after a restart, perhaps by several processes of this run at once, some of which ask already."""
+        mode = "wait" if again else "keep"
+
+        def change() -> Pushed | None:
+            client, touched = self._policy, 0
+            before = self._fitting(client.state())
+            client.swap(policy.tensors, policy.config, norms=policy.norms, version=version, requests=mode)
+            if (noise.sigma > 0 and not again) or not noise.is_that_of(client.state()):
+                touched = client.set_noise(
+                    noise.sigma, seed=noise.seed, rollout=noise.rollout, targets=noise.targets, requests=mode
+                )
+            after = client.state()
+            pushed = Pushed(version, after["hash"], noise, touched, after["instance"])
+            if pushed.is_that_of(after):
+                return pushed
+            if after["instance"] == before["instance"]:
+                raise self._another(after, version)
+            return None  # it was restarted in between
+
+        while True:
+            pushed = self._until_answered(change)
+            if pushed is not None:
+                return pushed
+
+    def _another(self, state: Mapping[str, Any], version: int) -> AnotherPolicyError:
+        return AnotherPolicyError(
+            f"the server at {self.url} was given another policy (version {state['version']}) or noise since version "
+            f"{version} was pushed: another program uses it. Use one server a run; {self._kept()}"
+        )
+
+    async def watch(self, pushed: Pushed, every: float) -> None:
+        """Ends when the server is no longer the one that got ``pushed``; raises ServerLostError if it is silent."""
+        while True:
+            await asyncio.sleep(every)
+            began = time.monotonic()
+            try:
+                state = await self._watched.state()
+            except (httpx.TransportError, PolicyRefusedError) as error:
+                self._failed(error, began)
+                continue
+            self._answered()
+            if not pushed.is_that_of(state) or state["instance"] != pushed.instance:
+                return
+
+    def lost(self, reason: object) -> ServerLostError:
+        """The error that ends a run."""
+        return ServerLostError(
+            f"the server at {self.url} {reason}. Start it again, with the same settings; {self._kept()}. To wait for "
+            "longer: vllm_server_timeout"
+        )
+
+    def _until_answered(self, call: Callable[[], T]) -> T:
+        while True:
+            began = time.monotonic()
+            try:
+                answer = call()
+            except (httpx.TransportError, PolicyRefusedError) as error:
+                self._failed(error, began)
+            else:
+                self._answered()
+                return answer
+            time.sleep(PAUSE)
+
+    def _failed(self, error: Exception, began: float) -> None:
+        """A call that ``began`` then was not answered, or refused, which ends it."""
+        if isinstance(error, PolicyRefusedError) and error.status < 500:
+            raise self._refusal(error) from error
+        if self._silent_since is None:
+            self._silent_since = began
+            self._say(f"does not answer ({_named(error)}); waiting for it for up to {self.timeout:g} s")
+        if time.monotonic() - self._silent_since >= self.timeout:
+            raise self.lost(f"has not answered for {self.timeout:g} s ({_named(error)})") from error
+
+    def _answered(self) -> None:
+        if self._silent_since is not None:
+            self._say(f"answers, after {time.monotonic() - self._silent_since:.1f} s")
+            self._silent_since = None
+
+    def _refusal(self, error: PolicyRefusedError) -> Exception:
+        if error.status == 401:
+            return ServerRefusedError(
+                f"the server at {self.url} refuses: {error}. The admin token is that of {TOKEN_FILE} or {TOKEN}, and "
+                f"the key of --api-key that of {server_keys.API_KEY}: the same for server and trainer"
+            )
+        if error.status == 404:
+            return ServerRefusedError(
+                f"the server at {self.url} has no /v1/qerl: start it, with the plugin installed, with "
+                f"VLLM_PLUGINS=qerl and {TOKEN_FILE} or {TOKEN} in its environment"
+            )
+        if error.status == 409:
+            return AnotherPolicyError(
+                f"the server at {self.url} refuses: {error}: another program pushes policies there. Use one server a "
+                f"run; {self._kept()}"
+            )
+        return ServerRefusedError(f"the server at {self.url} refuses: {error}; {self._kept()}")
+
+    def _kept(self) -> str:
+        return what_is_kept(self._output_dir)
+
+    def _say(self, text: str) -> None:
+        print(f"the server at {self.url} {text}", file=sys.stderr, flush=True)
+
+
+def _named(error: Exception) -> str:
+    """Some of httpx's errors have no text."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

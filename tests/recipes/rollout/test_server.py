@@ -1,0 +1,281 @@
+"""Training against a server in another process: the same bits as in process, whatever happens to the server."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from digit_rewards import digits_of_some
+from safetensors.torch import load_file
+
+from qerl_recipes.recipe.server_keys import IN_A_REQUEST
+from qerl_recipes.rollout import engine
+from qerl_recipes.rollout.server_answers import Question, read
+from qerl_recipes.rollout.server_state import AnotherPolicyError, ServerLostError, ServerRefusedError
+from qerl_vllm_plugin.client import PolicyClient
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+# one sequence at a time in both engines: products of batches of other sizes round otherwise, now and then
+ALONE = ("--max-num-seqs", "1")
+RUN = {
+    "max_steps": 3,
+    "max_completion_length": 16,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "noise_mode": "shared",
+    "sigma_start": 0.1,
+    "sigma_end": 0.1,
+    "num_stages": 1,
+    "dynamic_sampling": True,
+}
+
+
+@pytest.fixture(scope="module")
+def running(serve_policy, make_nvfp4, hold_port):
+    """A server: its ``url``, its ``process``, and ``restart()``, which starts another one in its place."""
+    base, port = make_nvfp4("qwen2"), hold_port()
+    found = SimpleNamespace(url=f"http://127.0.0.1:{port}", process=serve_policy(base, port, *ALONE))
+
+    def restart():
+        found.process = serve_policy(base, port, *ALONE)
+
+    found.restart = restart
+    return found
+
+
+@pytest.fixture(scope="module")
+def watched(make_nvfp4):
+    """watched(make_trainer, folder, **settings) -> a trainer whose completions are kept in ``outputs``."""
+
+    def make(make_trainer, folder, **settings):
+        trainer = make_trainer(
+            make_nvfp4("qwen2"), digits_of_some, rows=6, output_dir=str(folder), **{**RUN, **settings}
+        )
+        generate, trainer.outputs = trainer.vllm_generation.generate, []
+
+        def keep(**options):
+            trainer.outputs.append(generate(**options))
+            return trainer.outputs[-1]
+
+        trainer.vllm_generation.generate = keep
+        return trainer
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def inside(running, make_module_trainer, watched, tmp_path_factory):
+    """The run in process, as which every other one must end; the server starts meanwhile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "engine_sequences", lambda training: 1)
+        trainer = watched(make_module_trainer, tmp_path_factory.mktemp("inside"))
+    trainer.train()
+    trainer.vllm_generation.close()
+    return trainer
+
+
+@pytest.fixture
+def against(running, inside, make_trainer, watched, tmp_path):
+    """against(**settings) -> a trainer with the server's rollouts."""
+
+    def make(**settings):
+        mode = {"vllm_mode": "server", "vllm_server_base_url": running.url}
+        return watched(make_trainer, tmp_path / "run", **{**mode, **settings})
+
+    return make
+
+
+@pytest.fixture
+def same(inside, read_metrics):
+    """Asserts that a run in ``folder`` has ended in the bits, metrics and rewards of the one in process."""
+
+    def check(folder):
+        assert read_metrics(folder) == read_metrics(inside)
+        ours, theirs = (
+            load_file(Path(of) / "checkpoint-3" / "adapter_model.safetensors")
+            for of in (folder, inside.args.output_dir)
+        )
+        assert ours.keys() == theirs.keys()
+        assert all(np.array_equal(ours[name].numpy(), theirs[name].numpy()) for name in theirs)
+
+    return check
+
+
+def at_first_answer(trainer, rollout, act):
+    """Calls ``act()`` when the first completion of a rollout has come, and the others are being computed."""
+    questions, done = trainer.vllm_generation._questions, []
+    one = questions._one
+
+    async def ask(*args):
+        answer = await one(*args)
+        if trainer.rollout() == rollout and not done:
+            done.append(time.monotonic())
+            act()
+        return answer
+
+    questions._one = ask
+    return done
+
+
+def test_a_run_against_a_server_has_the_bits_of_one_in_process(against, inside, same):
+    trainer = against()
+    trainer.train()
+    assert trainer.outputs == inside.outputs and len(inside.outputs) > 3, "dynamic sampling is to ask more than once"
+    logprobs = [value for output in trainer.outputs for steps in output[2] for (value,) in steps]
+    assert all(float(np.float32(value)) == value for value in logprobs) and len(set(logprobs)) > 200
+    same(trainer.args.output_dir)
+
+
+def test_a_silent_server_ends_the_run_in_time_and_the_run_resumes_to_the_same_bits(against, running, same, capfd):
+    trainer = against(vllm_server_timeout=2)
+    stopped = at_first_answer(trainer, 1, lambda: os.killpg(running.process.pid, signal.SIGSTOP))
+    try:
+        with pytest.raises(ServerLostError) as lost:
+            trainer.train()
+        assert 2 <= time.monotonic() - stopped[0] < 8
+    finally:
+        os.killpg(running.process.pid, signal.SIGCONT)
+    assert running.url in str(lost.value) and "has not answered for 2 s" in str(lost.value)
+    assert f"nothing up to {trainer.args.output_dir}/checkpoint-1 is lost: go on from it with --res" in str(lost.value)
+    assert "waiting for it for up to 2 s" in capfd.readouterr().err
+    again = against()
+    again.train(resume_from_checkpoint=True)
+    same(again.args.output_dir)
+
+
+def test_a_server_that_is_killed_and_started_again_ends_the_run_in_the_same_bits(against, running, same, capfd):
+    trainer = against()
+    before = running.process
+
+    def kill():
+        os.killpg(before.pid, signal.SIGKILL)
+        before.wait()
+        running.restart()
+
+    killed = at_first_answer(trainer, 1, kill)
+    trainer.train()
+    assert killed and before.poll() == -signal.SIGKILL
+    said = capfd.readouterr().err
+    assert "does not answer" in said and "was restarted: the policy is pushed again" in said
+    same(trainer.args.output_dir)
+
+
+OTHERS = {
+    "base": ({}, "llama", "serves another base, "),
+    "rank": (
+        {"rank": 8},
+        "qwen2",
+        'at most rank 4 and this one has 8; start it with --additional-config \'{"qerl": {"p',
+    ),
+    "length": (
+        {"vllm_max_model_length": 128},
+        "qwen2",
+        "tokens and the recipe's have 128; start it with --max-model-l",
+    ),
+    "routes": ({"vllm_server_base_url": "{url}/elsewhere"}, "qwen2", "has no /v1/qerl: start it, with the plugin inst"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_server_that_is_not_what_the_recipe_needs_is_refused_by_name(
+    case, running, make_trainer, make_nvfp4, monkeypatch
+):
+    settings, architecture, text = OTHERS[case]
+    settings = {
+        key: value.format(url=running.url) if isinstance(value, str) else value for key, value in settings.items()
+    }
+    monkeypatch.setattr("qerl_recipes.model.loading.load", lambda *a, **o: pytest.fail("loaded before it was refused"))
+    with pytest.raises(ServerRefusedError) as refused:
+        make_trainer(
+            make_nvfp4(architecture), **{"vllm_mode": "server", "vllm_server_base_url": running.url, **settings}
+        )
+    assert text in str(refused.value) and running.url in str(refused.value)
+
+
+def test_a_wrong_token_is_refused_and_told_nowhere(running, against, monkeypatch):
+    monkeypatch.setenv("QERL_ADMIN_TOKEN", "another-token-of-32-characters!!")
+    with pytest.raises(ServerRefusedError, match="X-QeRL-Admin-Token is missing or wrong") as refused:
+        against()
+    assert "another-token" not in str(refused.value)
+
+
+def test_nobody_there_is_said_after_the_timeout(hold_port, against):
+    began = time.monotonic()
+    with pytest.raises(ServerLostError, match=r"has not answered for 1 s \(ConnectError"):
+        against(vllm_server_base_url=f"http://127.0.0.1:{hold_port()}", vllm_server_timeout=1)
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("what", ["policy", "noise"])
+def test_a_server_that_another_program_changes_ends_the_run(what, running, against):
+    rollouts = against().vllm_generation
+    client = PolicyClient(running.url, os.environ["QERL_ADMIN_TOKEN"])
+    prompts = [[5, 6, 7]] * 4
+    assert rollouts.begin(0, 0.1) == 4
+    rollouts.generate(prompts=prompts, images=None, num_generations=4)
+    if what == "policy":
+        client.swap(None)
+    else:
+        client.set_noise(0.1, seed=8, rollout=0)
+    with pytest.raises(AnotherPolicyError, match=r"was given another policy .* or noise since version"):
+        rollouts.generate(prompts=prompts, images=None, num_generations=4)
+    if what == "policy":
+        with pytest.raises(AnotherPolicyError, match="another program pushes policies there"):
+            client.swap(None)
+            client.swap(None)
+            rollouts.begin(1, None)
+
+
+def test_noise_of_an_earlier_run_is_cleared_and_a_long_prompt_is_refused(running, against):
+    client = PolicyClient(running.url, os.environ["QERL_ADMIN_TOKEN"])
+    client.set_noise(0.3, seed=1, rollout=1)
+    rollouts = against().vllm_generation
+    assert rollouts.begin(0, None) == 0
+    assert client.state()["noise"]["sigma"] == 0
+    with pytest.raises(ValueError, match="a prompt of 64 tokens leaves no room for an answer in the 64"):
+        rollouts.generate(prompts=[[5] * 64], images=None, num_generations=1)
+    assert len(rollouts.generate(prompts=[[5] * 63], images=None, num_generations=1)[1][0]) == 1
+
+
+QUESTION = Question([5, 6], 1, 3)
+CHOICE = {"token_ids": [7, 8, 9], "logprobs": {"token_logprobs": [-1.5, -0.25, None]}, "finish_reason": "length"}
+
+
+def test_an_answer_is_read_with_what_it_lacks():
+    assert read(CHOICE, "4", QUESTION, 4).logprobs == [-1.5, -0.25, None]
+
+
+@pytest.mark.parametrize(
+    ("change", "served", "error", "text"),
+    [
+        ({}, "3", AnotherPolicyError, "an answer is of policy version 3, and 4 was pushed"),
+        ({}, "3-4", AnotherPolicyError, "an answer is of policy version 3-4, and 4"),
+        ({}, "14", AnotherPolicyError, "version 14"),
+        ({}, None, AnotherPolicyError, "an answer is of policy version unknown"),
+        ({"finish_reason": "abort"}, "4", AnotherPolicyError, r"broken off by the server \(abort\)"),
+        ({"token_ids": None}, "4", ServerRefusedError, "None token ids and 3 log-probabilities"),
+        ({"logprobs": {"token_logprobs": [-1.0]}}, "4", ServerRefusedError, "3 token ids and 1 log-probabilities"),
+        ({"logprobs": None}, "4", ServerRefusedError, "3 token ids and None log-probabilities"),
+        ({"prompt_token_ids": [6]}, "4", ServerRefusedError, "changed a prompt"),
+        (
+            {"token_ids": [7], "logprobs": {"token_logprobs": [-1.0]}},
+            "4",
+            ServerRefusedError,
+            "cut a completion after 1 of 3 tokens: .* --generation-config vllm",
+        ),
+    ],
+)
+def test_an_answer_that_is_not_what_was_asked_for_is_refused(change, served, error, text):
+    with pytest.raises(error, match=text):
+        read({**CHOICE, **change}, served, QUESTION, 4)
+
+
+def test_what_a_request_can_carry_is_what_vllm_reads_there():
+    from vllm import SamplingParams
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    assert set(CompletionRequest.model_fields) >= IN_A_REQUEST
+    assert set(SamplingParams.__struct_fields__) >= IN_A_REQUEST
