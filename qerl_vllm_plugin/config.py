@@ -186,7 +186,7 @@ class QerlConfig(QuantizationConfig):
         options: tuple[Any, ...] = (prefix, self.part_names(prefix), self.adapter_rank, self.kernel)
         if self.scheme is None:
             return QerlOnlineLinearMethod(*options)
-        if self.scheme.names is COMPRESSED and not self.scheme.activations:
+        if self.scheme.names == COMPRESSED and not self.scheme.activations:
             return QerlLinearMethod(*options)
         return WeightOnlyLinearMethod(*options, names=self.scheme.names, drops_inputs=bool(self.scheme.activations))
 

@@ -40,7 +40,7 @@ def experts_method(layer: Any, prefix: str, scheme: Nvfp4Scheme | None, kinds: s
         )
     if len(kinds) > 1:
         raise CheckpointError(f"{prefix}: some parts of the experts are quantized and some are not; quantize all")
-    if scheme.names is not COMPRESSED or kinds != {NVFP4}:
+    if scheme.names != COMPRESSED or kinds != {NVFP4}:
         raise ValueError(
             f"{prefix}: experts in FP8 or in ModelOpt's layout are not read; write them as compressed-tensors first: "
             "qerl quantize SOURCE DESTINATION"

@@ -45,7 +45,7 @@ def tensors_of_layer(module: str, N: int, K: int, scheme: Nvfp4Scheme) -> dict[s
     """
     names = scheme.names
     if scheme.kind(module) == FP8:
-        scale = (*SCALAR, (N, 1)) if names is COMPRESSED else SCALAR
+        scale = (*SCALAR, (N, 1)) if names == COMPRESSED else SCALAR
         return {
             f"{module}.weight": Want(("F8_E4M3",), ((N, K),)),
             f"{module}.weight_scale": Want(("F32", "BF16"), scale),
@@ -59,7 +59,7 @@ def tensors_of_layer(module: str, N: int, K: int, scheme: Nvfp4Scheme) -> dict[s
     wanted = {
         f"{module}.{names.codes}": Want(("U8",), ((N, K // 2),)),
         f"{module}.{names.block_scales}": Want(("F8_E4M3",), ((N, K // GROUP_SIZE),)),
-        f"{module}.{names.tensor_scale}": Want(("F32",), ((1,),) if names is COMPRESSED else SCALAR),
+        f"{module}.{names.tensor_scale}": Want(("F32",), ((1,),) if names == COMPRESSED else SCALAR),
     }
     if scheme.activations:
         wanted[f"{module}.{names.input_scale}"] = Want(("F32",), SCALAR, optional=True)

@@ -88,7 +88,7 @@ class Nvfp4Scheme:
     def extras(self) -> str:
         """What a reader of plain W4A16 folders would get wrong, in words; "" for such a folder."""
         found = [self.activations, "FP8 layers" if self.fp8 else "", "an FP8 KV cache" if self.kv_cache else ""]
-        if self.names is MODELOPT:
+        if self.names == MODELOPT:
             found.append("the layout of ModelOpt")
         return ", ".join(text for text in found if text)
 

@@ -68,7 +68,7 @@ def _value(name: str, tensor: TensorHeader, report: CheckpointReport) -> torch.T
     value = read_tensor(tensor)
     if suffix == COMPRESSED.tensor_scale:
         value = value.reshape(1)
-        return to_divisor(module, value) if report.scheme.names is MODELOPT else value
+        return to_divisor(module, value) if report.scheme.names == MODELOPT else value
     if tensor.dtype == "F8_E4M3" and suffix == "weight":
         return expand_fp8(module, value, read_tensor(report.tensors[f"{module}.weight_scale"]))
     return value
@@ -79,4 +79,4 @@ def _check_values(report: CheckpointReport, module: str) -> None:
     names = report.scheme.names
     parts = (names.codes, names.block_scales, names.tensor_scale)
     codes, scales, scale = (read_tensor(report.tensors[f"{module}.{part}"]) for part in parts)
-    check_tensors(module, codes, scales, to_divisor(module, scale) if names is MODELOPT else scale)
+    check_tensors(module, codes, scales, to_divisor(module, scale) if names == MODELOPT else scale)

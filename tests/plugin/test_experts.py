@@ -1,18 +1,22 @@
 """Mixture of experts: served from a packed checkpoint, with an adapter on attention at most."""
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from vllm.config import set_current_vllm_config
 
 from qerl_recipes.convert.quantize import quantize_checkpoint
 from qerl_vllm_plugin import expected_tensors
 from qerl_vllm_plugin.adapter import AdapterError
+from qerl_vllm_plugin.compat import is_fused_experts
+from qerl_vllm_plugin.experts import experts_method
 from qerl_vllm_plugin.policy import Policy
-from qerl_vllm_plugin.scheme import CheckpointError
+from qerl_vllm_plugin.scheme import COMPRESSED, NVFP4, CheckpointError
 
 TOLERANCE = 1e-4
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -102,3 +106,13 @@ def test_experts_of_modelopt_are_refused_and_served_once_they_are_written_anew(b
     expected = json.loads((source / "expected.json").read_text())
     llm = boot(tmp_path / "weights", **ASKED)
     assert measure.difference(measure.engine(llm), torch.tensor(expected["logprobs"])) < TOLERANCE
+
+
+def test_a_config_that_was_sent_to_another_process_reads_the_same_experts(engine, measure):
+    """Workers of their own receive a copy of it: two ranks refused the experts of `qerl quantize`."""
+    config = pickle.loads(pickle.dumps(engine.llm_engine.vllm_config.quant_config))
+    assert config.scheme.names is not COMPRESSED  # a copy, too
+    (layer,) = [m for name, m in measure.model(engine).named_modules() if name == "model.layers.0.mlp.experts"]
+    routed = next(m for m in layer.modules() if is_fused_experts(m))
+    with set_current_vllm_config(engine.llm_engine.vllm_config):
+        assert type(experts_method(routed, "experts", config.scheme, {NVFP4})) is type(routed.quant_method)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from qerl_vllm_plugin.noise import DEFAULT_TARGETS
 from qerl_vllm_plugin.policy import Policy
 
 TOLERANCE = 1e-4
@@ -61,8 +62,10 @@ def drive(case, prompts):
     found = {"base": answers(policy), "codes": llm.collective_rpc(codes), "bits": [policy.state(digest=True)]}
     tensors = load_file(Path(case["adapter"]) / "adapter_model.safetensors")
     config = json.loads((Path(case["adapter"]) / "adapter_config.json").read_text())
-    shared = next(name for name in tensors if "layers.0.self_attn.q_proj.lora_A" in name)
-    tensors[shared.replace("q_proj", "v_proj")] = tensors[shared]  # one tensor under two names
+    for name in list(tensors):
+        other = name.replace("q_proj", "v_proj")
+        if other in tensors and tensors[name].equal(tensors[other]):
+            tensors[other] = tensors[name]  # one tensor under two names
     policy.swap(tensors, config)
     found["adapter"] = answers(policy)
     before = policy.state(digest=True)
@@ -72,7 +75,7 @@ def drive(case, prompts):
         except AdapterError as error:
             found.setdefault("refused", []).append(str(error))
     assert policy.state(digest=True) == before
-    found["touched"] = policy.set_noise(0.05, seed=3, rollout=4).touched
+    found["touched"] = policy.set_noise(0.05, seed=3, rollout=4, targets=case["targets"]).touched
     found["digests"] = [state["norms"] for state in llm.collective_rpc("qerl_state", args=(True,))]
     found["noise"] = answers(policy)
     policy.clear_noise()
@@ -150,6 +153,20 @@ def alone(boot, folders, adapters, lora_options, measure):
     return found
 
 
+def drive(cases, measure, run_process, tmp_path):
+    """What the driver has found in one process that drives all the cases."""
+    (tmp_path / "driver.py").write_text(DRIVER)
+    (tmp_path / "cases.json").write_text(json.dumps([cases, measure.prompts]))
+    run_process(
+        [sys.executable, tmp_path / "driver.py", tmp_path / "cases.json", tmp_path / "found.json"],
+        tmp_path / "log",
+        seconds=500,
+        VLLM_ALLOW_INSECURE_SERIALIZATION="1",  # the driver sends a function to the workers
+        VLLM_CPU_OMP_THREADS_BIND="nobind",  # vLLM would want a NUMA node for each rank
+    )
+    return json.loads((tmp_path / "found.json").read_text())
+
+
 @pytest.mark.integration
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
@@ -174,19 +191,11 @@ def test_workers_in_other_processes_serve_the_same_policy(
             "stages": case.stages,
             "options": carriers[case.carrier],
             "own_core": case.own_core,
+            "targets": DEFAULT_TARGETS,
         }
         for name, case in chosen.items()
     }
-    (tmp_path / "driver.py").write_text(DRIVER)
-    (tmp_path / "cases.json").write_text(json.dumps([cases, measure.prompts]))
-    run_process(
-        [sys.executable, tmp_path / "driver.py", tmp_path / "cases.json", tmp_path / "found.json"],
-        tmp_path / "log",
-        seconds=500,
-        VLLM_ALLOW_INSECURE_SERIALIZATION="1",  # the driver sends a function to the workers
-        VLLM_CPU_OMP_THREADS_BIND="nobind",  # vLLM would want a NUMA node for each rank
-    )
-    found = json.loads((tmp_path / "found.json").read_text())
+    found = drive(cases, measure, run_process, tmp_path)
     for name, case in chosen.items():
         assert_same_policy(found[name], alone[case.kv_heads], case, measure.difference)
         stored = load_file(folders[case.kv_heads] / "model.safetensors")
@@ -235,3 +244,60 @@ def assert_shards_are_slices(
                 parts.append(whole if is_replicated else whole.chunk(ranks, 0 if last in fused else 1)[rank])
             theirs = torch.cat([part.contiguous().view(torch.uint8) for part in parts])
             assert bytes.fromhex(ours) == theirs.numpy().tobytes(), (rank, name)
+
+
+GEMMA = {"query_pre_attn_scalar": 32, "sliding_window": 64}
+GRANITE = {"attention_multiplier": 0.17, "residual_multiplier": 0.5, "embedding_multiplier": 2.0, "logits_scaling": 1.5}
+FAMILIES: dict[str, dict[str, object]] = {
+    "qwen3": {},
+    "llama": {},
+    "mistral": {},
+    "gemma2": GEMMA,
+    "gemma3_text": GEMMA,
+    "glm4": {},
+    "granite": GRANITE,
+    "olmo2": {},
+    "smollm3": {"no_rope_layers": [1, 0]},
+}
+ADAPTED = (
+    dict.fromkeys(FAMILIES, MODULES)
+    | {
+        "glm4": [*MODULES[:4], "down_proj"],
+        "phi3": None,  # its linears store several in one, which the resident adapter cannot cut
+        "qwen3_moe": MODULES[:4],
+    }
+)
+FEEDING = ["input_layernorm", "pre_feedforward_layernorm"]
+NOISY = {
+    "gemma2": FEEDING,
+    "gemma3_text": FEEDING,
+    "olmo2": ["post_attention_layernorm", "post_feedforward_layernorm"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_serve_a_family_as_one_does(
+    family, carriers, make_nvfp4, reference, make_adapter, measure, run_process, tmp_path
+):
+    folder = make_nvfp4(family, **FAMILIES[family])
+    _, _, peft_model = make_adapter(reference(folder), target_modules=ADAPTED[family], size=0.1)
+    peft_model.save_pretrained(tmp_path / "adapter")
+    case = {
+        "source": str(folder),
+        "adapter": str(tmp_path / "adapter"),
+        "stages": 1,
+        "options": carriers["resident"],
+        "own_core": True,
+        "targets": NOISY.get(family, list(DEFAULT_TARGETS)),
+    }
+    both = drive({str(n): {**case, "ranks": n} for n in (1, 2)}, measure, run_process, tmp_path)
+    alone, found = ({key: torch.tensor(both[n][key]) for key in ("base", "adapter", "noise", "removed")} for n in "12")
+    assert both["2"]["touched"] == 4 and both["2"]["bits"][0] == both["2"]["bits"][1]
+    for which in ("base", "adapter", "noise"):
+        assert measure.difference(found[which], alone[which]) < TOLERANCE, which
+    assert measure.difference(alone["adapter"], alone["base"]) > 10 * TOLERANCE
+    assert measure.difference(alone["noise"], alone["adapter"]) > 10 * TOLERANCE
+    assert measure.difference(found["removed"], alone["base"]) < TOLERANCE
