@@ -116,6 +116,11 @@ def run(folder: Path, flags: Sequence[str] = (), problems: int = 16) -> int:
             raise ConfigError(
                 "vllm_mode: server: the parts are switched off in an engine of this process; leave it out"
             )
+        if training.quantization != "qerl_nvfp4" and training.use_cpu:
+            raise ConfigError(
+                f"quantization: {training.quantization}: vLLM's LoRA slots on a CPU cannot give the "
+                "log-probabilities of given tokens; measure this arm on a GPU, or qerl_nvfp4 here"
+            )
         validate(script, training, model)
         trainer = training_run.build(script, training, model)
         try:

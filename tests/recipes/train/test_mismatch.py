@@ -100,7 +100,7 @@ def test_noise_of_the_engine_alone_and_a_cut_distribution_stand_in_their_rows(me
     assert 0.01 < found["sampling"].added.mean < -torch.tensor(0.8).log().item()
 
 
-def test_the_command_reads_the_recipe_of_a_run(write_recipe, capsys):
+def test_the_command_reads_the_recipe_of_a_run(write_recipe, capfd):
     from qerl_recipes.train.run import main
 
     recipe = write_recipe(max_steps=1, dtype="float32", temperature=0.7, min_p=0.02)
@@ -108,12 +108,14 @@ def test_the_command_reads_the_recipe_of_a_run(write_recipe, capsys):
     folder = Path(recipe).parent / "run"
     before = sorted(folder.rglob("*"))
     assert mismatch.run(folder, ["--share_weights", "false"], problems=4) == 0
-    printed = capsys.readouterr().out
+    printed = capfd.readouterr().out
     assert "temperature 0.7" in printed and "min_p: 0.02" in printed and "none in this run" in printed
     assert sorted(folder.rglob("*")) == before  # nothing is written
     flags = ["--share_weights", "false", "--noise_mode", "corrected", "--sigma_start", "0.03"]
     _, training, _ = mismatch._recipe(open_adapter(folder), flags, Path(recipe).parent)
     assert (training.noise_mode, training.sigma_start, training.temperature) == ("corrected", 0.03, 0.7)
+    with pytest.raises(ValueError, match="bf16: vLLM's LoRA slots on a CPU"):
+        mismatch.run(folder, ["--quantization", "bf16"])
     state = folder / "adapter" / "qerl_state.json"
     state.write_text(
         json.dumps({key: value for key, value in json.loads(state.read_text()).items() if key != "recipe"})
