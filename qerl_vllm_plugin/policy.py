@@ -111,7 +111,7 @@ class Policy:
             raise AdapterError("an adapter needs its config: the content of adapter_config.json")
         if tensors is not None and self.carrier is None:
             raise AdapterError(NO_CARRIER)
-        plain = json.loads(json.dumps(_config(config), default=_plain))
+        plain = plain_config(config)
         self._come_to_rest()
         with self._packed(tensors) as packed, self._packed(norms) as packed_norms:
             results = self._call("qerl_swap", packed, plain, packed_norms, **VOUCHED)
@@ -272,13 +272,13 @@ def _joined(digests: list[str]) -> str:
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
-def _config(given: Any) -> dict[str, Any]:
-    """An adapter's config from what ``Policy.swap`` takes. Raises AdapterError for anything else."""
-    if given is None or isinstance(given, Mapping):
-        return dict(given or {})
-    if callable(getattr(given, "to_dict", None)):
-        return given.to_dict()
-    raise AdapterError(f"the adapter's config is {type(given).__name__}; give a dict or PEFT's LoraConfig")
+def plain_config(given: Any) -> dict[str, Any]:
+    """An adapter's config, as JSON has it, from what ``Policy.swap`` takes. Raises AdapterError for anything else."""
+    if given is not None and not isinstance(given, Mapping):
+        if not callable(getattr(given, "to_dict", None)):
+            raise AdapterError(f"the adapter's config is {type(given).__name__}; give a dict or PEFT's LoraConfig")
+        given = given.to_dict()
+    return json.loads(json.dumps(dict(given or {}), default=_plain))
 
 
 def _plain(value: Any) -> Any:

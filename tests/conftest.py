@@ -2,7 +2,9 @@
 
 import contextlib
 import gc
+import importlib
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -238,3 +240,21 @@ def run_process(start_process: Callable[..., subprocess.Popen[bytes]]) -> Callab
         assert process.returncode == 0, log.read_text()[-6000:]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def verl_on_a_cpu() -> Iterator[None]:
+    """verl with the platform of tests/fixtures/verl; skips where it is not installed, which the environment of
+    requirements-cpu.lock leaves out: verl wants an older transformers, and no TRL of these years."""
+    for name in ("verl", "vllm"):  # verl asks for the version of a distribution of this name; the CPU wheel has another
+        try:
+            importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            pytest.skip(f"no distribution named {name} is installed (qerl_vllm_plugin/README.md, verl)")
+    folder = str(Path(__file__).parent / "fixtures" / "verl")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VERL_PLATFORM", "cpu")
+        patch.setenv("VERL_USE_EXTERNAL_MODULES", "qerl_verl_cpu")
+        patch.setattr(sys, "path", [folder, *sys.path])
+        importlib.import_module("verl")
+        yield

@@ -14,7 +14,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qerl_recipes.model import engine_rounding, families, norms, shared_weights
 from qerl_recipes.model.frozen_linear import FrozenNVFP4Linear
-from qerl_recipes.recipe.configs import AS_FEW_AS_FIT
 from qerl_vllm_plugin.checkpoint import CheckpointError, CheckpointReport, inspect_folder
 from qerl_vllm_plugin.expected_tensors import fused_with
 from qerl_vllm_plugin.families import kept_in_bf16
@@ -79,6 +78,8 @@ def blocks_that_keep(model: torch.nn.Module, checkpointed: int | None) -> list[G
     """
     if checkpointed is None:
         return []
+    from qerl_recipes.recipe.configs import AS_FEW_AS_FIT  # imports TRL, which another stack's trainer does without
+
     if checkpointed == AS_FEW_AS_FIT:
         warnings.warn(
             "checkpointed_layers: -1 follows from the memory plan of `qerl train`, and there is none here: the "

@@ -13,10 +13,9 @@ from qerl_kernels.nvfp4 import NVFP4Weight
 from transformers import PreTrainedModel
 
 from qerl_recipes.model.frozen_linear import FrozenMarlinLinear, FrozenNVFP4Linear, FrozenTiledLinear
-from qerl_recipes.recipe import server_keys
-from qerl_recipes.recipe.configs import GRPOConfig
 
-if TYPE_CHECKING:  # the plugin's module imports vllm
+if TYPE_CHECKING:  # the recipe's module imports TRL, which the model does without; the plugin's imports vllm
+    from qerl_recipes.recipe.configs import GRPOConfig
     from qerl_vllm_plugin.frozen_weights import FrozenWeight, FrozenWeights
 
 ARM = "qerl_nvfp4"
@@ -24,8 +23,10 @@ LEAVES = ("weight", "bias", "weight_packed", "weight_scale", "weight_global_scal
 OWN_COPY = "the trainer keeps its own copy of the frozen weights"
 
 
-def obstacle(training: GRPOConfig) -> str | None:
+def obstacle(training: "GRPOConfig") -> str | None:
     """Why this configuration cannot share the weights; None if nothing in it stands against that."""
+    from qerl_recipes.recipe import server_keys
+
     if training.quantization != ARM:
         return f"quantization: {training.quantization} has a form of its own in the engine; only {ARM} is shared"
     if server_keys.is_wanted(training):
@@ -35,13 +36,15 @@ def obstacle(training: GRPOConfig) -> str | None:
     return None
 
 
-def is_wanted(training: GRPOConfig) -> bool:
+def is_wanted(training: "GRPOConfig") -> bool:
     """Whether to start the engine first, for the trainer to read its weights.
 
     Raises ValueError where ``share_weights: true`` cannot be honoured; warns where it was left open.
     """
     if training.share_weights is False:
         return False
+    from qerl_recipes.recipe import server_keys
+
     reason = obstacle(training)
     if reason is not None:
         if training.share_weights:
@@ -51,7 +54,7 @@ def is_wanted(training: GRPOConfig) -> bool:
     return reason is None
 
 
-def borrow(engine: object, training: GRPOConfig) -> "FrozenWeights | None":
+def borrow(engine: object, training: "GRPOConfig") -> "FrozenWeights | None":
     """The weights of a running rollout engine; None, with a warning, where it cannot lend them.
 
     Raises ValueError instead if the recipe says ``share_weights: true``.

@@ -1,0 +1,86 @@
+"""verl's FSDP2 engine on the frozen NVFP4 model: the same bytes that the rollout multiplies by."""
+
+import torch
+from qerl_kernels.linear import linear
+from verl.models.transformers.monkey_patch import apply_monkey_patch
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from qerl_recipes.model import loading, norms
+from qerl_recipes.model.frozen_linear import FrozenNVFP4Linear
+
+DTYPE = torch.bfloat16  # of the activations, the embedding and the head; trained values have model_dtype
+
+
+class SentLinear(FrozenNVFP4Linear):
+    """The same layer with its block scales as bytes: verl sends all buffers from the first rank to the others, and gloo
+    knows no float8."""
+
+    def __init__(self, frozen: FrozenNVFP4Linear) -> None:
+        parts = (frozen.weight_packed, frozen.weight_scale, frozen.weight_global_scale)
+        super().__init__(*parts, frozen.bias, frozen.dtype)
+        self.register_buffer("weight_scale", frozen.weight_scale.view(torch.uint8))
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        scales = self.weight_scale.view(torch.float8_e4m3fn)
+        return linear(x, self.weight_packed, scales, self.row_scale, self.bias, self._factor)
+
+
+@EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device=["cuda"], vendor=["nvidia"])
+class FrozenEngine(FSDPEngineWithLMHead):
+    """A LoRA adapter in ``fsdp_config.model_dtype`` on frozen weights in NVFP4, which every rank holds whole.
+
+    FSDP2 shards parameters alone; packed weights and norms are buffers.
+    """
+
+    def _build_module(self) -> torch.nn.Module:
+        """Raises ValueError for what the frozen model cannot honour, and as ``loading.load`` does."""
+        if reasons := self._refusals():
+            raise ValueError("; ".join(reasons))
+        model = self.model_config
+        module = loading.load(
+            model.local_path, DTYPE, quantization="qerl_nvfp4", attn_implementation=model.hf_config._attn_implementation
+        )
+        for name, frozen in list(module.named_modules()):
+            if isinstance(frozen, FrozenNVFP4Linear):
+                module.set_submodule(name, SentLinear(frozen))
+        for _, norm in norms.named_norms(module):
+            # FSDP2 would cast a parameter to bf16, and the rollout multiplies by fp32
+            weight = norm.weight.detach()
+            del norm.weight
+            norm.register_buffer("weight", weight)
+        apply_monkey_patch(
+            model=module,
+            use_remove_padding=self.use_remove_padding,
+            ulysses_sp_size=self.ulysses_sequence_parallel_size,
+        )
+        if model.enable_gradient_checkpointing:
+            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return module
+
+    def _build_lora_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """verl rounds a new adapter to the dtype of the frozen weights; it is trained in ``model_dtype``."""
+        wrapped = super()._build_lora_module(module)
+        for parameter in wrapped.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(PrecisionType.to_dtype(self.engine_config.model_dtype or "fp32"))
+        return wrapped
+
+    def _refusals(self) -> list[str]:
+        model, found = self.model_config, []
+        if self.engine_config.strategy != "fsdp2":
+            found.append(f"actor.strategy={self.engine_config.strategy} would cast the packed weights; set it to fsdp2")
+        if model.lora_rank <= 0:
+            found.append("model.lora_rank is 0: the NVFP4 weights are frozen; set actor_rollout_ref.model.lora_rank=32")
+        if model.lora.get("merge", False):
+            found.append("model.lora.merge: NVFP4 weights take no adapter into themselves; set it to false")
+        if model.use_liger:
+            found.append("model.use_liger replaces norms and MLPs, which round as the engine's here; set it to false")
+        if model.use_fused_kernels:
+            found.append("model.use_fused_kernels is untested on the frozen model; set it to false")
+        if self._qat_enabled:
+            found.append("actor.fsdp_config.qat fakes the quantization that these weights have; set qat.enable=false")
+        if (self.engine_config.mixed_precision or {}).get("param_dtype", "bf16") not in ("bf16", "bfloat16"):
+            found.append("actor.fsdp_config.mixed_precision.param_dtype: the rollout computes in bf16; set it to bf16")
+        return found
