@@ -115,8 +115,8 @@ def test_ignore_and_norms_are_named_as_in_the_checkpoint_of_a_vision_language_mo
     config = QerlConfig()
     config.apply_vllm_mapper(mapper)
     with pytest.raises(ValueError, match=r"parts for images or sound.*re:\.\*visual"):
-        config._set_ignore(None, is_multimodal=True)
-    config._set_ignore(("model.language_model.layers.0.mlp.down_proj",), is_multimodal=True)
+        config._set_ignore(None, "qwen2_vl", is_multimodal=True)
+    config._set_ignore(("model.language_model.layers.0.mlp.down_proj",), "qwen2_vl", is_multimodal=True)
     assert config.kind("language_model.model.layers.0.mlp.down_proj") is None
     assert config.kind("language_model.model.layers.1.mlp.down_proj") == "nvfp4"
     model = torch.nn.Module()
