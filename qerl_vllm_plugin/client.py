@@ -28,7 +28,7 @@ def body(tensors: Mapping[str, torch.Tensor], config: Any, norms: Mapping[str, t
     ``config`` is the content of ``adapter_config.json`` or PEFT's LoraConfig; ``norms`` are trained norms by their
     checkpoint names. A set of module names, as PEFT holds them, becomes a list.
     """
-    plain = json.dumps(config.to_dict() if hasattr(config, "to_dict") else dict(config), default=_plain)
+    plain = json.dumps(config.to_dict() if hasattr(config, "to_dict") else dict(config), default=adapter_folder.plain)
     # copies: safetensors refuses tensors that share memory, such as one A under two names
     on_cpu = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in {**tensors, **(norms or {})}.items()}
     return save(on_cpu, metadata={"adapter_config": plain})
@@ -146,8 +146,3 @@ class AsyncPolicyClient(_Calls):
     async def _send(self, call: dict[str, Any]) -> dict[str, Any]:
         async with httpx.AsyncClient(**self._options) as client:
             return self._answer(await client.request(**call))
-
-
-def _plain(value: Any) -> Any:
-    """JSON for what PEFT keeps in a LoraConfig: sets and enums."""
-    return sorted(value) if isinstance(value, set | frozenset) else getattr(value, "value", str(value))

@@ -278,9 +278,4 @@ def plain_config(given: Any) -> dict[str, Any]:
         if not callable(getattr(given, "to_dict", None)):
             raise AdapterError(f"the adapter's config is {type(given).__name__}; give a dict or PEFT's LoraConfig")
         given = given.to_dict()
-    return json.loads(json.dumps(dict(given or {}), default=_plain))
-
-
-def _plain(value: Any) -> Any:
-    """JSON for what PEFT keeps in a LoraConfig: sets and enums."""
-    return sorted(value) if isinstance(value, set | frozenset) else getattr(value, "value", str(value))
+    return json.loads(json.dumps(dict(given or {}), default=adapter_folder.plain))
