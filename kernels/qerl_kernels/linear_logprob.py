@@ -85,7 +85,10 @@ def _linear_logprob(
     T, device = hidden.shape[0], hidden.device
     out = torch.empty(3, T, dtype=torch.float32, device=device)
     slope = torch.empty_like(hidden) if ahead else hidden.new_empty(0, hidden.shape[1])
-    of_logp = torch.tensor([1.0, 0.0, 0.0], device=device)[:, None].expand(3, T) if ahead else None
+    of_logp = None
+    if ahead:
+        of_logp = torch.zeros(3, T, dtype=torch.float32, device=device)
+        of_logp[0].fill_(1.0)  # no tensor from Python's numbers: its copy would wait for the GPU
     statistics = statistics_triton if hidden.is_cuda else statistics_torch
     for rows in _chunks(T, w.shape[0]):
         logits = _logits(hidden[rows], w, rounded)

@@ -72,7 +72,7 @@ class Differences:
             self._smallest = torch.minimum(self._smallest, smallest)
 
     def take(self, gather: Any) -> dict[str, float]:
-        """What was added since the last call, over all processes, under TRL's names; empty if nothing was.
+        """What was added since the last call, over all processes, under TRL's names; empty if no token was.
 
         ``gather`` is the accelerator's: a tensor of one process to those of all, one below the other.
         """
@@ -82,9 +82,11 @@ class Differences:
         self._sums = None
         everywhere = gather(own[None])
         delta, tokens, ratios, number = everywhere[:, :4].sum(dim=0).tolist()
+        if not tokens:
+            return {}  # a difference of 0 would say that they agree
         largest_delta, largest_ratio = everywhere[:, 4:6].amax(dim=0).tolist()
         return {
-            f"{PREFIX}sampling_logp_difference/mean": delta / max(tokens, 1),
+            f"{PREFIX}sampling_logp_difference/mean": delta / tokens,
             f"{PREFIX}sampling_logp_difference/max": largest_delta,
             f"{PREFIX}importance_sampling_ratio/min": everywhere[:, 6].min().item(),
             f"{PREFIX}importance_sampling_ratio/mean": ratios / max(number, 1),

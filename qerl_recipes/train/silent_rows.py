@@ -29,9 +29,15 @@ def reason_to_keep(args: GRPOConfig) -> str | None:
 
 
 def silent(inputs: Mapping[str, Any]) -> torch.Tensor:
-    """Which rows of TRL's micro-batch have an advantage of 0: (B,) bool."""
+    """Which rows of TRL's micro-batch have an advantage of 0 and are left out: (B,) bool.
+
+    Where all have, the first that has tokens stays: without it engine and trainer would not be compared in that step.
+    """
     advantages: torch.Tensor = inputs["advantages"]
-    return advantages == 0
+    has_none = advantages == 0
+    rows = torch.arange(len(has_none), device=has_none.device)
+    first = (mask_of(inputs).sum(dim=1) > 0).int().argmax()  # no branch: that would wait for the GPU
+    return has_none & ~(has_none.all() & (rows == first))
 
 
 def with_constants(

@@ -121,6 +121,7 @@ def three_grpo_steps(tmp_path: Path) -> Callable[..., float]:
             "bf16": "true",
             "max_steps": 3,
             "per_device_train_batch_size": 32,
+            "skip_silent_rows": "false",  # random weights earn nothing: everything would be left out
             "vllm_gpu_memory_utilization": 0.2,
             "save_strategy": "no",
             "output_dir": tmp_path / "run",
@@ -132,6 +133,7 @@ def three_grpo_steps(tmp_path: Path) -> Callable[..., float]:
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
         steps = [json.loads(row) for row in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
         assert [row["step"] for row in steps] == [1, 2, 3]
+        assert all(row["logp_mismatch_mean"] > 0 for row in steps)
         return sum(row["logp_mismatch_mean"] for row in steps) / 3
 
     return train

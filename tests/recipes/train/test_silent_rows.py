@@ -98,16 +98,43 @@ def test_what_is_measured_is_of_the_rows_that_are_computed_and_says_their_share(
         rows, means = 0, []
         for i in range(step * micro_batches, (step + 1) * micro_batches):
             loud = seen[i]["advantages"] != 0
+            if not loud.any():  # one row stays, so that there is something to compare
+                some_were_empty = loud[0] = True
             rows += int((~loud).sum())
             mask = mask_of(seen[i]) * loud[:, None]
-            assert sum(len(row.targets) for row in packed[i]) == compared[i] == mask.sum()
-            if mask.any():
-                means.append(float((entropies[i] * mask).sum() / mask.sum()))
-            some_were_empty |= not mask.any()
+            assert sum(len(row.targets) for row in packed[i]) == compared[i] == mask.sum() > 0
+            means.append(float((entropies[i] * mask).sum() / mask.sum()))
         assert record["silent_rows"] == pytest.approx(rows / (4 * micro_batches))
         assert record["entropy"] == pytest.approx(sum(means) / len(means), rel=1e-5)
-        assert record["logp_mismatch_mean"] < 1e-4
+        assert 0 < record["logp_mismatch_mean"] < 1e-4
     assert some_were_empty, "no micro-batch was without an advantage: this test proves less than it says"
+
+
+def test_without_any_advantage_the_first_row_with_tokens_is_compared_and_nothing_is_learnt(
+    make_trainer, make_nvfp4, read_metrics, tmp_path
+):
+    inputs = {"advantages": torch.zeros(3), "completion_mask": torch.tensor([[0, 0], [1, 0], [1, 1]])}
+    assert silent_rows.silent(inputs).tolist() == [True, False, True]
+    inputs["advantages"] = torch.tensor([0.0, 0.0, 2.0])
+    assert silent_rows.silent(inputs).tolist() == [True, True, False]
+
+    def equal(prompts, **columns):
+        return [1.0] * len(prompts)
+
+    trainer = make_trainer(make_nvfp4("qwen2"), equal, dtype=torch.float32, output_dir=str(tmp_path), **SETTINGS)
+    before = {name: weight.clone() for name, weight in trainer.model.named_parameters() if weight.requires_grad}
+    trainer.train()
+    for record in read_metrics(trainer):
+        assert 0 < record["logp_mismatch_mean"] < 1e-4  # 0 would be a comparison of nothing
+        assert record["loss"] == record["grad_norm"] == 0
+        assert record["silent_rows"] == 0.75
+    assert all(torch.equal(dict(trainer.model.named_parameters())[name], weight) for name, weight in before.items())
+
+
+def test_a_step_without_a_token_has_no_difference():
+    differences, nothing = Differences(), torch.zeros(1, 2)
+    differences.add(nothing, nothing, nothing, torch.ones(1, 2))
+    assert differences.take(lambda tensor: tensor) == {}
 
 
 def test_constants_give_a_ratio_of_one_and_leave_the_mean_entropy_as_it_is():
