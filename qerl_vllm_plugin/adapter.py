@@ -7,7 +7,7 @@ Layout: PEFT. ``config`` is the content of ``adapter_config.json``; tensors are 
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,16 +59,22 @@ class Target:
     out_features: int
 
 
+# copies of tensors without memory in this process, on a device
+Fetch = Callable[[Sequence[torch.Tensor], torch.device], list[torch.Tensor]]
+
+
 @dataclass(frozen=True)
 class CheckedAdapter:
     """An adapter that fits the model.
 
-    ``pairs``: checkpoint module name -> (A: (r, in), B: (out, r)), the caller's tensors.
+    ``pairs``: checkpoint module name -> (A: (r, in), B: (out, r)), the caller's tensors. Where their memory belongs to
+    another process, ``fetch`` reads them, or parts of them.
     """
 
     rank: int
     scaling: float
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    fetch: Fetch | None = None
 
 
 class Checker:
@@ -81,7 +87,9 @@ class Checker:
         self.targets, self._max_rank = targets, max_rank
         self._known: dict[tuple[Any, ...], tuple[int, float, list[tuple[str, str, str]]]] = {}  # the last good one
 
-    def check(self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> CheckedAdapter:
+    def check(
+        self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], fetch: Fetch | None = None
+    ) -> CheckedAdapter:
         """The adapter. Raises AdapterError."""
         layout = ((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
         key = (json.dumps(config, sort_keys=True, default=str), *layout)
@@ -90,7 +98,7 @@ class Checker:
             names = [(name, f"{PREFIX}{name}{_A}", f"{PREFIX}{name}{_B}") for name in found.pairs]
             self._known = {key: (found.rank, found.scaling, names)}
         rank, scaling, names = self._known[key]
-        return CheckedAdapter(rank, scaling, {name: (tensors[a], tensors[b]) for name, a, b in names})
+        return CheckedAdapter(rank, scaling, {name: (tensors[a], tensors[b]) for name, a, b in names}, fetch)
 
 
 def check(
@@ -249,7 +257,11 @@ def converted(
     if not adapter.pairs:
         return {}
     a, b = ([pair[half] for pair in adapter.pairs.values()] for half in (0, 1))
-    if device is not None and any(tensor.device != device for tensor in (*a, *b)):
+    if adapter.fetch is not None:
+        assert device is not None  # every carrier names its own
+        fetched = adapter.fetch([*a, *b], device)
+        a, b = fetched[: len(a)], fetched[len(a) :]
+    elif device is not None and any(tensor.device != device for tensor in (*a, *b)):
         a, b = ([tensor.to(device, non_blocking=True) for tensor in half] for half in (a, b))
     new_a, new_b = (_like(half, dtype) for half in (a, b))
     torch._foreach_copy_(new_a, a)

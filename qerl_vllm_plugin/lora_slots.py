@@ -98,7 +98,7 @@ class LoraSlots:
             targets = self.targets()
             own = {name: pair for name, pair in adapter.pairs.items() if name in targets}
             device = next(iter(self._linears().values())).lora_a_stacked[0].device
-            new = converted(CheckedAdapter(adapter.rank, adapter.scaling, own), self.dtype, device)
+            new = converted(CheckedAdapter(adapter.rank, adapter.scaling, own, adapter.fetch), self.dtype, device)
             for name, pair in new.items():
                 staged.setdefault(targets[name].module, {})[targets[name].part] = pair
         return staged

@@ -3,27 +3,23 @@
 import hashlib
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 from vllm import LLM
-from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 
-from qerl_vllm_plugin import adapter_folder, compat, noise, shared_file
+from qerl_vllm_plugin import adapter_folder, compat, noise
 from qerl_vllm_plugin.adapter import AdapterError
 from qerl_vllm_plugin.kv_cache import RELEASED, KVCacheError
 from qerl_vllm_plugin.loading import checkpoint_folder
 from qerl_vllm_plugin.lora_slots import ADAPTER_ID, SCHEME
+from qerl_vllm_plugin.transport import Sender, joined
 from qerl_vllm_plugin.worker import add_worker_methods
 from qerl_vllm_plugin.worker_policy import ANOTHER_RANK, NO_CARRIER
-
-logger = init_logger("vllm.qerl")
 
 # nothing but the program that holds a vllm.LLM can send it requests, and ``Policy`` asks it to name the policy in each
 VOUCHED: dict[str, Any] = {"every_request_names_the_policy": True}
@@ -65,10 +61,14 @@ class Policy:
     made, keys and values that another policy computed are never read again.
     """
 
-    def __init__(self, llm: LLM, name: str = "policy") -> None:
-        """Raises AdapterError if the engine already uses the policy's LoRA id for another adapter, and ValueError if it
-        keeps keys and values where nobody can empty them."""
+    def __init__(self, llm: LLM, name: str = "policy", *, transport: str = "auto") -> None:
+        """``transport`` is how tensors reach workers in other processes: those on a GPU of this machine from GPU to
+        GPU, all others through shared memory (auto), or one of the two alone (ipc, shared).
+
+        Raises AdapterError if the engine already uses the policy's LoRA id for another adapter, and ValueError if it
+        keeps keys and values where nobody can empty them, or cannot have that transport."""
         self._llm = llm
+        self._sender = Sender(llm.llm_engine, transport)
         self._lost: str | None = None
         add_worker_methods()
         compat.check_kv_connector(llm.llm_engine.vllm_config)
@@ -111,12 +111,29 @@ class Policy:
             raise AdapterError("an adapter needs its config: the content of adapter_config.json")
         if tensors is not None and self.carrier is None:
             raise AdapterError(NO_CARRIER)
-        plain = plain_config(config)
+        plain, given = plain_config(config), joined(tensors, norms)
         self._come_to_rest()
-        with self._packed(tensors) as packed, self._packed(norms) as packed_norms:
-            results = self._call("qerl_swap", packed, plain, packed_norms, **VOUCHED)
-        self.version = int(results[0]["version"])
+        self.version = int(self._swapped(given, plain, tensors is not None, norms is not None)[0]["version"])
         return self.version
+
+    def _swapped(
+        self, given: dict[str, torch.Tensor], config: dict[str, Any], has_tensors: bool, has_norms: bool
+    ) -> list[dict[str, Any]]:
+        def send(sent: Any) -> list[dict[str, Any]]:
+            pair = (sent if has_tensors else None, sent if has_norms else None)
+            return self._rpc("qerl_swap", pair[0], config, pair[1], **VOUCHED)
+
+        if not given:
+            return self._checked(send(given))
+        with self._sender.by_gpu(given) as text:
+            if text is not None:
+                results = send(text)
+                unreachable = [result["error"] for result in results if result.get("unreachable")]
+                if not unreachable:
+                    return self._checked(results)
+                self._sender.refused(unreachable[0], given)
+        with self._sender.by_memory(given) as sent:
+            return self._checked(send(sent))
 
     def swap_folder(self, folder: str | Path) -> int:
         """Install the adapter of a PEFT folder, with ``norms.safetensors`` where norms were trained.
@@ -205,35 +222,18 @@ class Policy:
     def _call(
         self, method: str, *args: Any, refusal: type[Exception] = AdapterError, **keywords: Any
     ) -> list[dict[str, Any]]:
-        results = self._llm.collective_rpc(method, args=args, kwargs=keywords)
+        return self._checked(self._rpc(method, *args, **keywords), refusal)
+
+    def _rpc(self, method: str, *args: Any, **keywords: Any) -> list[dict[str, Any]]:
+        return self._llm.collective_rpc(method, args=args, kwargs=keywords)
+
+    def _checked(self, results: list[dict[str, Any]], refusal: type[Exception] = AdapterError) -> list[dict[str, Any]]:
         try:
             check_answers(results, refusal)
         except PolicyLostError as error:
             self._lost = str(error)
             raise
         return results
-
-    @contextmanager
-    def _packed(self, tensors: Mapping[str, torch.Tensor] | None) -> Iterator[Any]:
-        """As they are for a worker in this process; for others a file in shared memory, or, where that is too small or
-        on another machine, safetensors bytes."""
-        executor = getattr(self._llm.llm_engine, "model_executor", None)
-        if tensors is None or getattr(executor, "driver_worker", None) is not None:
-            yield tensors
-            return
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        if compat.workers_share_this_machine(self._llm.llm_engine.vllm_config):
-            if shared_file.fits(size):
-                with shared_file.shared(tensors) as path:
-                    yield path
-                return
-            logger.warning_once(
-                "%s has no room for %.1f MB: adapters travel through vLLM's message queue, which is slower",
-                shared_file.SHARED_MEMORY,
-                size / 1e6,
-            )
-        # copies: safetensors refuses tensors that share memory, such as one A under two names
-        yield save({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()})
 
     def _come_to_rest(self) -> None:
         if self._is_released:

@@ -131,9 +131,10 @@ class ResidentAdapter:
         """What ``commit`` does: this rank's share of the adapter, on the device, and what becomes zero."""
         copies = Copies([], [], [])
         rank, pairs = (adapter.rank, adapter.pairs) if adapter is not None else (0, {})
+        fetch = adapter.fetch if adapter is not None else None
         cut = {place.name: place.cut(pairs[place.name]) for place in self._places if place.name in pairs}
         scaling = adapter.scaling if adapter is not None else 1.0
-        new = converted(CheckedAdapter(rank, scaling, cut), self.dtype, self.device)
+        new = converted(CheckedAdapter(rank, scaling, cut, fetch), self.dtype, self.device)
         for place in self._places:
             if place.name not in new:
                 copies.zeros.extend([place.a, place.b])

@@ -13,9 +13,9 @@ from typing import Any
 from vllm.logger import init_logger
 
 from qerl_vllm_plugin import compat
-from qerl_vllm_plugin.adapter import PREFIX
 from qerl_vllm_plugin.driver_watch import end_with
 from qerl_vllm_plugin.lora_slots import LoraSlots
+from qerl_vllm_plugin.received import received
 from qerl_vllm_plugin.resident import ResidentAdapter
 from qerl_vllm_plugin.worker_policy import (
     Answer,
@@ -99,9 +99,10 @@ def qerl_swap(
 ) -> Answer:
     """Installs an adapter and trained norms in place of the current ones, on all ranks or on none.
 
-    Both are tensors by name, or a safetensors file: its bytes, or its path on this machine, of which a rank reads what
-    it needs. Where both are one path, what is no part of an adapter is a norm. ``config`` may be JSON. ``version`` must
-    be above the one that is served, None is the next; the same one again, with the same ``digest``, changes nothing.
+    Both are tensors by name, or a safetensors file: its bytes, or its path on this machine, or the description of GPU
+    memory (``gpu_tensors``); of the latter two a rank reads what it needs. Where both are one, what is no part of an
+    adapter is a norm. ``config`` may be JSON. ``version`` must be above the one that is served, None is the next; the
+    same one again, with the same ``digest``, changes nothing.
     Trained norms for LoRA slots are refused unless the caller vouches that ``every_request_names_the_policy``.
     """
     policy = policy_of(self)
@@ -109,12 +110,9 @@ def qerl_swap(
     def prepare() -> Callable[[], Answer]:
         if norms:
             check_one_policy(policy, "trained norms", every_request_names_the_policy)
-        given, trained = _unpack(tensors), _unpack(norms)
-        if isinstance(tensors, str) and tensors == norms and given is not None and trained is not None:
-            given = {name: tensor for name, tensor in given.items() if name.startswith(PREFIX)}
-            trained = {name: tensor for name, tensor in trained.items() if not name.startswith(PREFIX)}
         found = json.loads(config) if isinstance(config, str) else config
-        return prepare_swap(policy, given, found, trained, version, digest)
+        with received(tensors, norms, self.device) as (given, trained, fetch):
+            return prepare_swap(policy, given, found, trained, version, digest, fetch)
 
     return on_all_ranks(policy, prepare)
 
@@ -155,12 +153,3 @@ def qerl_state(self: Any, digest: bool = False) -> Answer:
         state["norms"] = digest_of(layer.weight.data for _, layer in sorted(policy.layers.items()))
         state["adapter"] = digest_of(policy.carrier.buffers()) if policy.carrier is not None else ""
     return state
-
-
-def _unpack(tensors: Tensors | bytes | str | None) -> Tensors | None:
-    """Raises SafetensorError for a file that is none."""
-    from safetensors.torch import load, load_file
-
-    if isinstance(tensors, bytes | bytearray | memoryview):
-        return load(bytes(tensors))
-    return load_file(tensors) if isinstance(tensors, str) else tensors

@@ -17,6 +17,7 @@ from vllm.logger import init_logger
 
 from qerl_vllm_plugin import adapter, adapter_folder, compat, noise
 from qerl_vllm_plugin.adapter import AdapterError, NoCarrierError, Target
+from qerl_vllm_plugin.cuda_ipc import CudaIPCError
 from qerl_vllm_plugin.lora_slots import LoraSlots
 from qerl_vllm_plugin.resident import ResidentAdapter
 
@@ -133,17 +134,19 @@ def install_at_start(model: torch.nn.Module, folder: str, base: Path | None) -> 
 def on_all_ranks(policy: WorkerPolicy, prepare: Callable[[], Callable[[], Answer]]) -> Answer:
     """Makes a change that ``prepare`` has prepared and returned, if every rank of this model could prepare it.
 
-    Never raises. A refusal is ``{"error": text}``. A commit that fails on some rank leaves no policy that could be
-    named: ``{"error": text, "lost": True}``, and from then on the model refuses to run on every rank.
+    Never raises. A refusal is ``{"error": text}``, with ``"unreachable": True`` if it is only that this rank cannot
+    read the GPU where the tensors lie. A commit that fails on some rank leaves no policy that could be named:
+    ``{"error": text, "lost": True}``, and from then on the model refuses to run on every rank.
     """
-    commit, error = None, policy.lost
+    commit, error, marks = None, policy.lost, {"lost": True} if policy.lost else {}
     if error is None:
         try:
             commit = prepare()
         except Exception as refusal:
             error = _reason(refusal)
+            marks = {"unreachable": True} if isinstance(refusal, CudaIPCError) else {}
     if compat.any_rank(commit is None):
-        return {"error": error or ANOTHER_RANK, **({"lost": True} if policy.lost else {})}
+        return {"error": error or ANOTHER_RANK, **marks}
     assert commit is not None
     answer, failed = {}, None
     try:
@@ -165,7 +168,7 @@ def lose(policy: WorkerPolicy, reason: str) -> None:
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, AdapterError | ValueError) and str(error):
+    if isinstance(error, AdapterError | ValueError | CudaIPCError) and str(error):
         return str(error)
     if isinstance(error, torch.OutOfMemoryError):
         return f"out of GPU memory before the change; lower gpu_memory_utilization. Nothing changed ({error})"
@@ -174,9 +177,16 @@ def _reason(error: Exception) -> str:
 
 
 def prepare_swap(
-    policy: WorkerPolicy, tensors: Tensors | None, config: Any, norms: Tensors | None, version: int | None, digest: str
+    policy: WorkerPolicy,
+    tensors: Tensors | None,
+    config: Any,
+    norms: Tensors | None,
+    version: int | None,
+    digest: str,
+    fetch: adapter.Fetch | None = None,
 ) -> Callable[[], Answer]:
-    """Installs an adapter and norms; see ``worker.qerl_swap``."""
+    """Installs an adapter and norms; see ``worker.qerl_swap``. ``fetch`` reads the tensors where they have no memory
+    here."""
     if version is None:
         version = policy.version + 1
     elif version == policy.version and digest and digest == policy.digest:
@@ -189,7 +199,7 @@ def prepare_swap(
             raise AdapterError(NO_CARRIER)
         if not isinstance(config, Mapping):
             raise AdapterError(f"the adapter's config is {type(config).__name__}; it must be an object")
-        checked = policy.checker.check(tensors, config)
+        checked = policy.checker.check(tensors, config, fetch)
     staged: Any = None
     if policy.carrier is not None:
         policy.carrier.prepare()

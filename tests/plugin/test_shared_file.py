@@ -1,6 +1,7 @@
 """The file in shared memory that carries tensors to workers."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -53,3 +54,24 @@ def test_a_dtype_without_a_name_is_refused():
 
 def test_more_than_there_is_does_not_fit():
     assert shared_file.fits(1) and not shared_file.fits(1 << 60)
+
+
+def resident_bytes(path: str) -> int:
+    """How much of the file under ``path`` this process has looked at."""
+    name, found, is_it = os.readlink(path), 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            is_it = line.endswith(name)
+        elif is_it and line.startswith("Rss:"):
+            found += 1024 * int(line.split()[1])
+    return found
+
+
+def test_a_worker_reads_its_share_of_it_and_no_more():
+    whole = torch.zeros(4 << 20, dtype=torch.uint8)
+    with shared_file.shared({str(i): whole for i in range(4)}) as path:
+        tensors = load_file(path)
+        assert resident_bytes(path) < 1 << 20
+        share = {name: tensor[: 1 << 20].clone() for name, tensor in tensors.items()}
+        assert 4 << 20 <= resident_bytes(path) < 6 << 20, "a quarter of 16 MiB, and what the kernel maps around it"
+        assert sum(tensor.nbytes for tensor in share.values()) == 4 << 20

@@ -1,0 +1,213 @@
+"""GPU memory that another process of this machine can map: the driver's own inter-process handles.
+
+torch.multiprocessing has them too. There a handle is for one receiver, its references are counted in a file that a
+killed process leaves wrong, and a part of torch's pool cannot be shared at all where the pool is made of expandable
+segments. Here the memory is a piece of its own, the sender keeps it until every receiver has answered, and a receiver
+holds it for no longer than it copies. A handle says nothing of its sender, and is of use on one machine alone.
+
+Source: CUDA driver API, "Memory Management", cuIpcGetMemHandle and cuIpcOpenMemHandle.
+"""
+
+import ctypes
+import functools
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+HANDLE_BYTES = 64
+PAGE = 2 << 20  # what the driver maps at least: a smaller piece would share its page with others
+_LAZY_PEER_ACCESS, _UNIFIED, _OUT_OF_MEMORY = 1, 4, 2
+
+
+class CudaIPCError(RuntimeError):
+    """GPU memory that cannot be shared or mapped, and why."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """``rows`` rows of ``width`` bytes, from ``source`` to ``target``; from one row to the next it is a pitch."""
+
+    target: int
+    source: int
+    rows: int
+    width: int
+    target_pitch: int
+    source_pitch: int
+
+
+def uuid(device: torch.device) -> str:
+    """The name of a GPU that every process of the machine has for it."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def visible() -> list[str]:
+    """The GPUs that this process can see, in the order of their numbers here."""
+    return [uuid(torch.device("cuda", number)) for number in range(torch.cuda.device_count())]
+
+
+def check_reachable(name: str, device: torch.device) -> None:
+    """Raises CudaIPCError if ``device`` cannot read the memory of the GPU named ``name``."""
+    if device.type != "cuda":
+        raise CudaIPCError(f"the tensors lie on GPU {name[:40]}, and this worker computes on a {device.type}")
+    present = visible()
+    if name not in present:
+        raise CudaIPCError(f"the tensors lie on GPU {name[:40]}, which this process does not see; it sees {present}")
+    other = present.index(name)
+    if other != device.index and not torch.cuda.can_device_access_peer(device, other):
+        raise CudaIPCError(f"GPU {device.index} cannot read the memory of GPU {other}, where the tensors lie")
+
+
+@contextmanager
+def exported(size: int, device: torch.device) -> Iterator[tuple[torch.Tensor, bytes]]:
+    """New memory of ``size`` bytes on a GPU as uint8, and the handle of it, until the end of the block.
+
+    Raises CudaIPCError.
+    """
+    address, handle = ctypes.c_uint64(), _Handle()
+    wanted = ctypes.c_size_t(-(-size // PAGE) * PAGE)
+    with _context(device):
+        code = _driver().cuMemAlloc_v2(ctypes.byref(address), wanted)
+    if code == _OUT_OF_MEMORY:
+        torch.cuda.empty_cache()  # torch keeps what it has freed
+        with _context(device):
+            code = _driver().cuMemAlloc_v2(ctypes.byref(address), wanted)
+    _check(code, f"{size / 1e6:.1f} MB of GPU memory for what is sent")
+    try:
+        with _context(device):
+            _check(_driver().cuIpcGetMemHandle(ctypes.byref(handle), address), "a handle of GPU memory")
+        yield torch.as_tensor(_Memory(address.value, size), device=device), bytes(handle.content)
+    finally:
+        with _context(device):
+            _driver().cuMemFree_v2(address)  # waits for what the device still does
+
+
+@contextmanager
+def opened(handle: bytes, size: int, device: torch.device) -> Iterator[int]:
+    """The address under which ``device`` can read what ``handle`` is of, until the end of the block.
+
+    Raises CudaIPCError for a handle that is none or whose sender has gone, and for less than ``size`` bytes.
+    """
+    address, first, found = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_size_t()
+    content = _Handle((ctypes.c_ubyte * HANDLE_BYTES)(*handle))
+    with _context(device):
+        code = _driver().cuIpcOpenMemHandle_v2(ctypes.byref(address), content, ctypes.c_uint(_LAZY_PEER_ACCESS))
+        _check(code, "mapping GPU memory of another process (does it still run?)")
+    try:
+        with _context(device):
+            code = _driver().cuMemGetAddressRange_v2(ctypes.byref(first), ctypes.byref(found), address)
+            _check(code, "the size of another process's GPU memory")
+        if (there := first.value + found.value - address.value) < size:
+            raise CudaIPCError(f"{size} bytes of GPU memory were announced, and there are {there}")
+        yield address.value
+    finally:
+        with _context(device):
+            _driver().cuIpcCloseMemHandle(address)
+
+
+def copy(copies: Iterable[Copy], device: torch.device) -> None:
+    """Between addresses that ``device`` can read; done when it returns. Raises CudaIPCError."""
+    with _context(device), torch.cuda.device(device):
+        stream = torch.cuda.current_stream()
+        for one in copies:
+            if one.rows == 1:
+                code = _driver().cuMemcpyDtoDAsync_v2(
+                    ctypes.c_uint64(one.target),
+                    ctypes.c_uint64(one.source),
+                    ctypes.c_size_t(one.width),
+                    ctypes.c_void_p(stream.cuda_stream),
+                )
+            else:
+                plan = _Copy2D(
+                    source_type=_UNIFIED,
+                    source=one.source,
+                    source_pitch=one.source_pitch,
+                    target_type=_UNIFIED,
+                    target=one.target,
+                    target_pitch=one.target_pitch,
+                    width=one.width,
+                    rows=one.rows,
+                )
+                code = _driver().cuMemcpy2DAsync_v2(ctypes.byref(plan), ctypes.c_void_p(stream.cuda_stream))
+            _check(code, "copying from another process's GPU memory")
+        stream.synchronize()
+
+
+def finish(device: torch.device) -> None:
+    """Waits for what torch has asked ``device`` to do, so that others may read it."""
+    torch.cuda.current_stream(device).synchronize()
+
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle."""
+
+    _fields_ = (("content", ctypes.c_ubyte * HANDLE_BYTES),)
+
+
+class _Copy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D."""
+
+    _fields_ = (
+        ("source_x", ctypes.c_size_t),
+        ("source_y", ctypes.c_size_t),
+        ("source_type", ctypes.c_int),
+        ("source_host", ctypes.c_void_p),
+        ("source", ctypes.c_uint64),
+        ("source_array", ctypes.c_void_p),
+        ("source_pitch", ctypes.c_size_t),
+        ("target_x", ctypes.c_size_t),
+        ("target_y", ctypes.c_size_t),
+        ("target_type", ctypes.c_int),
+        ("target_host", ctypes.c_void_p),
+        ("target", ctypes.c_uint64),
+        ("target_array", ctypes.c_void_p),
+        ("target_pitch", ctypes.c_size_t),
+        ("width", ctypes.c_size_t),
+        ("rows", ctypes.c_size_t),
+    )
+
+
+class _Memory:
+    """What torch wraps a tensor around, without owning it."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 2,
+        }
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise CudaIPCError(f"there is no NVIDIA driver here: {error}") from error
+
+
+@contextmanager
+def _context(device: torch.device) -> Iterator[None]:
+    """In torch's context on ``device``; afterwards the thread has again the one that it had, or none."""
+    driver, number, context, before = _driver(), ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
+    _check(driver.cuInit(0), "starting the driver")
+    _check(driver.cuDeviceGet(ctypes.byref(number), device.index), f"finding GPU {device.index}")
+    _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number), f"the context of GPU {device.index}")
+    try:
+        _check(driver.cuCtxPushCurrent_v2(context), f"entering the context of GPU {device.index}")
+        try:
+            yield
+        finally:
+            driver.cuCtxPopCurrent_v2(ctypes.byref(before))
+    finally:
+        driver.cuDevicePrimaryCtxRelease_v2(number)
+
+
+def _check(code: int, doing: str) -> None:
+    if code:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(code, ctypes.byref(text))
+        raise CudaIPCError(f"{doing}: CUDA error {code} ({(text.value or b'unknown').decode()})")

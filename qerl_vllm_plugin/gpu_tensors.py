@@ -1,0 +1,205 @@
+"""Tensors on a GPU for workers in other processes: one piece of memory, and a small JSON text that describes it.
+
+    {"gpu": "<uuid>", "handle": "<128 hexadecimal digits>", "bytes": 1234, "tensors": [["name", "F32", [32, 64]], ...]}
+
+The tensors lie one behind the other in the order of the text, those of wider types first, so that there are no holes
+and each is aligned. A worker sees them as tensors without memory, cuts its share out of them as it would of others, and
+copies that alone.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from qerl_vllm_plugin import cuda_ipc
+from qerl_vllm_plugin.cuda_ipc import Copy
+from qerl_vllm_plugin.safetensors_header import DTYPE_NAMES, DTYPES
+
+MAX_TEXT = 4 << 20  # the names of a 32B model's adapter take 0.1 MB
+KEYS = ("gpu", "handle", "bytes", "tensors")
+
+
+@dataclass(frozen=True)
+class Description:
+    """What the text says: the GPU and the handle, and each tensor's name, dtype and shape in the order of memory."""
+
+    gpu: str
+    handle: bytes
+    size: int
+    tensors: list[tuple[str, torch.dtype, tuple[int, ...]]]
+
+
+class GpuTensors(Mapping[str, torch.Tensor]):
+    """The tensors by name, on the meta device: their memory is another process's, mapped at ``address``."""
+
+    def __init__(self, description: Description, address: int) -> None:
+        self._address = address
+        whole = torch.empty(description.size, dtype=torch.uint8, device="meta")
+        self._tensors: dict[str, torch.Tensor] = {}
+        end, of_type = 0, {}
+        for name, dtype, shape in description.tensors:
+            if dtype not in of_type:  # the next ones have it too
+                of_type[dtype] = whole[: description.size // dtype.itemsize * dtype.itemsize].view(dtype)
+            strides = [1] * len(shape)
+            for i in range(len(shape) - 1, 0, -1):
+                strides[i - 1] = strides[i] * shape[i]
+            self._tensors[name] = of_type[dtype].as_strided(shape, strides, end // dtype.itemsize)
+            end += prod(shape) * dtype.itemsize
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def fetch(self, pieces: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+        """Copies on ``device`` of these tensors, or of rows or columns of them."""
+        found = list(pieces)
+        copies: list[Copy] = []
+        for dtype in dict.fromkeys(piece.dtype for piece in pieces):
+            places = [i for i, piece in enumerate(pieces) if piece.dtype == dtype]
+            sizes = [pieces[i].numel() for i in places]
+            room = torch.empty(sum(sizes), dtype=dtype, device=device)
+            target = room.data_ptr()
+            for i, size, part in zip(places, sizes, room.split(sizes), strict=True):
+                found[i] = part.view(pieces[i].shape)
+                if size:
+                    _append(copies, self._copy(pieces[i], target))
+                target += size * dtype.itemsize
+        cuda_ipc.copy(copies, device)
+        return found
+
+    def _copy(self, piece: torch.Tensor, target: int) -> Copy:
+        width = piece.element_size()
+        source = self._address + piece.storage_offset() * width
+        if piece.is_contiguous():
+            return Copy(target, source, 1, piece.numel() * width, 0, 0)
+        rows, columns = piece.shape
+        return Copy(target, source, rows, columns * width, columns * width, piece.stride(0) * width)
+
+
+def _append(copies: list[Copy], new: Copy) -> None:
+    """Together with the last one, where both are one piece that goes on."""
+    if copies and copies[-1].rows == new.rows == 1:
+        last = copies[-1]
+        if (last.source + last.width, last.target + last.width) == (new.source, new.target):
+            copies[-1] = Copy(last.target, last.source, 1, last.width + new.width, 0, 0)
+            return
+    copies.append(new)
+
+
+def why_not(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """Why these tensors cannot be sent from GPU to GPU; None if they can."""
+    devices = {tensor.device for tensor in tensors.values()}
+    if {device.type for device in devices} != {"cuda"}:
+        return f"the tensors lie on {', '.join(sorted(map(str, devices))) or 'no device'}, not on one NVIDIA GPU"
+    if len(devices) > 1:
+        return f"the tensors lie on several GPUs: {', '.join(sorted(map(str, devices)))}"
+    if torch.version.hip is not None:
+        return "the GPU is not of NVIDIA"
+    if not sum(tensor.numel() for tensor in tensors.values()):
+        return "the tensors hold no values"
+    return None
+
+
+@contextmanager
+def described(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The text for workers, and the memory with copies of ``tensors`` that it is of, until the end of the block.
+
+    Raises CudaIPCError, and ValueError for a dtype without a name. ``why_not`` comes first.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPE_NAMES:
+            raise ValueError(
+                f"tensor {name} has dtype {tensor.dtype}; supported are {', '.join(map(str, DTYPE_NAMES))}"
+            )
+    by_type: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
+        by_type.setdefault(tensor.dtype, []).append((name, tensor))
+    ordered = [item for same in by_type.values() for item in same]
+    size = sum(tensor.numel() * tensor.element_size() for _, tensor in ordered)
+    device = ordered[0][1].device
+    with cuda_ipc.exported(size, device) as (memory, handle), torch.no_grad():
+        end = 0
+        for dtype, same in by_type.items():
+            flat = [tensor.detach().reshape(-1) for _, tensor in same]
+            begin, end = end, end + sum(map(len, flat)) * dtype.itemsize
+            torch.cat(flat, out=memory[begin:end].view(dtype))
+        cuda_ipc.finish(device)
+        description = {
+            "gpu": cuda_ipc.uuid(device),
+            "handle": handle.hex(),
+            "bytes": size,
+            "tensors": [[name, DTYPE_NAMES[tensor.dtype], list(tensor.shape)] for name, tensor in ordered],
+        }
+        yield json.dumps(description, separators=(",", ":")), memory
+
+
+@contextmanager
+def mapped(text: str, device: torch.device) -> Iterator[GpuTensors]:
+    """The tensors that a text describes, for a worker on ``device``, until the end of the block.
+
+    Raises ValueError for a text that is none of ours, and CudaIPCError for a handle that cannot be used.
+    """
+    description = parse(text)
+    cuda_ipc.check_reachable(description.gpu, device)
+    with cuda_ipc.opened(description.handle, description.size, device) as address:
+        yield GpuTensors(description, address)
+
+
+def parse(text: str) -> Description:
+    """What a text says. Raises ValueError for anything that ``described`` does not write."""
+    if len(text) > MAX_TEXT:
+        raise ValueError(f"the description of tensors has {len(text)} characters; at most {MAX_TEXT} can be used")
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the description of tensors is not valid JSON ({type(error).__name__})") from None
+    if not isinstance(content, dict) or sorted(content) != sorted(KEYS):
+        raise ValueError(f"a description of tensors is an object of {', '.join(KEYS)}")
+    gpu, handle, size, listed = (content[key] for key in KEYS)
+    if not isinstance(gpu, str):
+        raise ValueError("the GPU of a description of tensors is a text, its UUID")
+    tensors = [_tensor(entry) for entry in listed] if isinstance(listed, list) else []
+    needed = sum(prod(shape) * dtype.itemsize for _, dtype, shape in tensors)
+    if not _is_whole(size) or size != needed or not size:
+        raise ValueError(f"a description of tensors announces {str(size)[:40]} bytes, and its tensors have {needed}")
+    if len({name for name, _, _ in tensors}) < len(tensors):
+        raise ValueError("a description of tensors names one of them twice")
+    widths = [dtype.itemsize for _, dtype, _ in tensors]
+    if widths != sorted(widths, reverse=True):
+        raise ValueError("a description of tensors has those of wider types first")
+    return Description(gpu, _handle(handle), size, tensors)
+
+
+def _handle(text: Any) -> bytes:
+    try:
+        handle = bytes.fromhex(text)
+    except (TypeError, ValueError):
+        handle = b""
+    if len(handle) != cuda_ipc.HANDLE_BYTES:
+        raise ValueError(f"a handle of GPU memory has {2 * cuda_ipc.HANDLE_BYTES} hexadecimal digits")
+    return handle
+
+
+def _tensor(entry: Any) -> tuple[str, torch.dtype, tuple[int, ...]]:
+    if not isinstance(entry, list) or len(entry) != 3:
+        raise ValueError("each tensor of a description is a list of name, dtype and shape")
+    name, dtype, shape = entry
+    if not isinstance(name, str) or not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"tensor {str(name)[:80]!r} has dtype {str(dtype)[:40]!r}; supported are {', '.join(DTYPES)}")
+    if not isinstance(shape, list) or len(shape) > 4 or not all(_is_whole(length) for length in shape):
+        raise ValueError(f"tensor {name[:80]!r} has shape {str(shape)[:80]}; it is a list of at most 4 whole numbers")
+    return name, DTYPES[dtype], tuple(shape)
+
+
+def _is_whole(number: Any) -> bool:
+    return type(number) is int and 0 <= number < 1 << 40

@@ -1,0 +1,52 @@
+"""What the driver has sent a worker, as tensors: given as they are, as a safetensors file, or as memory of a GPU."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from qerl_vllm_plugin import gpu_tensors
+from qerl_vllm_plugin.adapter import PREFIX, AdapterError, Fetch
+
+Tensors = Mapping[str, torch.Tensor]
+Given = tuple[Tensors | None, Tensors | None, Fetch | None]  # adapter, norms, and what reads tensors without memory
+
+
+@contextmanager
+def received(tensors: Any, norms: Any, device: torch.device) -> Iterator[Given]:
+    """Adapter and norms as ``worker.qerl_swap`` takes them, until the end of the block; norms are always read.
+
+    Raises SafetensorError for a file that is none, ValueError for a damaged description of GPU memory, CudaIPCError for
+    memory that this worker cannot read, and AdapterError for two descriptions.
+    """
+    sent = norms if tensors is None else tensors
+    if not isinstance(sent, str) or not sent.startswith("{"):
+        is_one = tensors is norms or (isinstance(tensors, str | bytes) and tensors == norms)
+        given = _unpack(tensors)
+        yield (*_split(given, given if is_one else _unpack(norms), is_one=is_one), None)
+        return
+    if tensors is not None and norms is not None and tensors != norms:
+        raise AdapterError("an adapter and its norms lie in one piece of GPU memory, and have one description")
+    with gpu_tensors.mapped(sent, device) as found:
+        given, trained = (found if part is not None else None for part in (tensors, norms))
+        adapter, others = _split(given, trained, is_one=given is trained)
+        if others is not None:
+            others = dict(zip(others, found.fetch(list(others.values()), device), strict=True))
+        yield adapter, others, found.fetch
+
+
+def _split(given: Tensors | None, trained: Tensors | None, *, is_one: bool) -> tuple[Tensors | None, Tensors | None]:
+    """``is_one``: they are the same, of which what is no part of an adapter is a norm."""
+    if not is_one or given is None or trained is None:
+        return given, trained
+    norms = {name: tensor for name, tensor in trained.items() if not name.startswith(PREFIX)}
+    return {name: tensor for name, tensor in given.items() if name.startswith(PREFIX)}, norms
+
+
+def _unpack(tensors: Any) -> Tensors | None:
+    from safetensors.torch import load, load_file
+
+    if isinstance(tensors, bytes | bytearray | memoryview):
+        return load(bytes(tensors))
+    return load_file(tensors) if isinstance(tensors, str) else tensors

@@ -1,0 +1,100 @@
+"""How tensors reach the workers of an engine: as they are, as memory of a GPU, as a shared file, or in the message."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from vllm.logger import init_logger
+
+from qerl_vllm_plugin import compat, gpu_tensors, shared_file
+from qerl_vllm_plugin.adapter import AdapterError
+from qerl_vllm_plugin.cuda_ipc import CudaIPCError
+
+logger = init_logger("vllm.qerl")
+
+TRANSPORTS = ("auto", "ipc", "shared")
+Tensors = Mapping[str, torch.Tensor]
+
+
+class Sender:
+    """The way from this process to the workers of ``engine``, an ``LLMEngine``.
+
+    ``transport``: tensors that lie on a GPU go from GPU to GPU (CUDA IPC) where that is possible, all others through
+    shared memory (auto); or one of the two alone (ipc, shared).
+    """
+
+    def __init__(self, engine: Any, transport: str) -> None:
+        """Raises ValueError for an unknown transport, and for one that this engine cannot have."""
+        if transport not in TRANSPORTS:
+            raise ValueError(f"transport is {transport!r}; it is one of {', '.join(TRANSPORTS)}")
+        self._transport = transport
+        executor = getattr(engine, "model_executor", None)
+        self._is_here = getattr(executor, "driver_worker", None) is not None
+        self._is_near = compat.workers_share_this_machine(engine.vllm_config)
+        if transport != "auto" and (self._is_here or not self._is_near):
+            where = "in this process" if self._is_here else "on other machines, or Ray's"
+            raise ValueError(f"transport is {transport!r}, and this engine's workers are {where}; leave it out")
+        self._unreachable: str | None = None  # why the workers cannot read a GPU of this process
+
+    @contextmanager
+    def by_gpu(self, tensors: Tensors) -> Iterator[str | None]:
+        """What tells workers where on a GPU the tensors are, until the end of the block; None where they must go
+        another way. Raises AdapterError where no other way is allowed."""
+        reason = self._unreachable or gpu_tensors.why_not(tensors)
+        if self._is_here or not self._is_near or self._transport == "shared":
+            yield None
+            return
+        if reason is None:
+            try:
+                with gpu_tensors.described(tensors) as (text, _):
+                    yield text
+                return
+            except CudaIPCError as error:
+                reason = str(error)
+        self._without_gpu(reason, tensors)
+        yield None
+
+    def refused(self, reason: str, tensors: Tensors) -> None:
+        """The workers could not read the GPU: from now on tensors go another way. Raises AdapterError as ``by_gpu``."""
+        self._unreachable = reason
+        self._without_gpu(reason, tensors)
+
+    def _without_gpu(self, reason: str, tensors: Tensors) -> None:
+        if self._transport == "ipc":
+            raise AdapterError(f"transport is 'ipc', and {reason}")
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            logger.warning_once(
+                "adapters reach the workers through the processor and %s, which is slower: %s",
+                shared_file.SHARED_MEMORY,
+                reason,
+            )
+
+    @contextmanager
+    def by_memory(self, tensors: Tensors) -> Iterator[Any]:
+        """The tensors as they are for a worker in this process; for others a file in shared memory, or, where that is
+        too small or on another machine, safetensors bytes."""
+        if self._is_here:
+            yield tensors
+            return
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        if self._is_near:
+            if shared_file.fits(size):
+                with shared_file.shared(tensors) as path:
+                    yield path
+                return
+            logger.warning_once(
+                "%s has no room for %.1f MB: adapters travel through vLLM's message queue, which is slower",
+                shared_file.SHARED_MEMORY,
+                size / 1e6,
+            )
+        # copies: safetensors refuses tensors that share memory, such as one A under two names
+        yield save({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()})
+
+
+def joined(tensors: Tensors | None, norms: Tensors | None) -> dict[str, torch.Tensor]:
+    """An adapter and trained norms as one. Raises AdapterError for a name that is in both."""
+    if both := sorted((tensors or {}).keys() & (norms or {}).keys()):
+        raise AdapterError(f"{both[0]} is a tensor of the adapter and a trained norm; name it once")
+    return {**(tensors or {}), **(norms or {})}
