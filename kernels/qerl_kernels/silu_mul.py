@@ -20,6 +20,21 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.ops.qerl.silu_mul(gate, up)
 
 
+def scaled_silu_mul(joined: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """silu(scales[:, 0] * gate) * scales[:, 1] * up, rounded once: gate and up are the halves of ``joined: (S, 2 N)``,
+    ``scales: (S, 2)`` fp32 -> (S, N) in the dtype of ``joined``, differentiable in ``joined`` only.
+
+    Raises ValueError where the shapes do not fit together.
+    """
+    rows, width = joined.shape
+    if width % 2 or scales.shape != (rows, 2) or scales.dtype != torch.float32:
+        raise ValueError(
+            f"joined is {tuple(joined.shape)} and scales {scales.dtype} {tuple(scales.shape)}, not (S, 2 N) and "
+            "float32 (S, 2)"
+        )
+    return torch.ops.qerl.scaled_silu_mul(joined, scales)
+
+
 @torch.library.custom_op("qerl::silu_mul", mutates_args=(), device_types="cpu")
 def _silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """The naive reference."""
@@ -60,5 +75,51 @@ def _(dy, gate, up):
 
 _silu_mul.register_autograd(
     lambda ctx, dy: torch.ops.qerl.silu_mul_backward(dy, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+@torch.library.custom_op("qerl::scaled_silu_mul", mutates_args=(), device_types="cpu")
+def _scaled(joined: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The naive reference."""
+    gate, up = joined.float().chunk(2, dim=1)
+    return (torch.nn.functional.silu(gate * scales[:, :1]) * (up * scales[:, 1:])).to(joined.dtype)
+
+
+@_scaled.register_kernel("cuda")
+def _(joined, scales):
+    from qerl_kernels.silu_mul_triton import scaled_forward
+
+    return scaled_forward(joined.contiguous(), scales.contiguous())
+
+
+@_scaled.register_fake
+def _(joined, scales):
+    return joined.new_empty(joined.shape[0], joined.shape[1] // 2)
+
+
+@torch.library.custom_op("qerl::scaled_silu_mul_backward", mutates_args=(), device_types="cpu")
+def _scaled_backward(dy: torch.Tensor, joined: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    gate, up = joined.float().chunk(2, dim=1)
+    g, u, dy32 = gate * scales[:, :1], up * scales[:, 1:], dy.float()
+    s = torch.sigmoid(g)
+    dgate, dup = dy32 * u * s * (1 + g * (1 - s)) * scales[:, :1], dy32 * g * s * scales[:, 1:]
+    return torch.cat([dgate, dup], dim=1).to(joined.dtype)
+
+
+@_scaled_backward.register_kernel("cuda")
+def _(dy, joined, scales):
+    from qerl_kernels.silu_mul_triton import scaled_backward
+
+    return scaled_backward(dy.contiguous(), joined.contiguous(), scales.contiguous())
+
+
+@_scaled_backward.register_fake
+def _(dy, joined, scales):
+    return torch.empty_like(joined)
+
+
+_scaled.register_autograd(
+    lambda ctx, dy: (torch.ops.qerl.scaled_silu_mul_backward(dy, *ctx.saved_tensors), None),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )

@@ -1,8 +1,8 @@
 """Estimates of what comes and goes: the trainer's activations and logits, the engine's scratch.
 
-The trainer's part counts the tensors that PyTorch saves in one block of a Llama-like model (all the families that are
-trained here) on a GPU, with PEFT's LoRA in fp32; a test counts them for real. What comes and goes beside them is
-counted where it is most.
+The trainer's part counts the tensors that PyTorch saves in one block of a Llama-like model, with a gated MLP or with
+experts (all the families that are trained here), on a GPU, with PEFT's LoRA in fp32; a test counts them for real. What
+comes and goes beside them is counted where it is most.
 """
 
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from qerl_kernels.linear_logprob import CHUNK_BYTES
 from qerl_kernels.linear_tiles import slab_rows
 from qerl_kernels.nvfp4 import GROUP_SIZE
 
-from qerl_recipes.memory.model_size import ModelSize
+from qerl_recipes.memory.model_size import ExpertsSize, ModelSize
 
-FP32, BF16 = 4, 2
+FP32, BF16, INT64 = 4, 2, 8
 ENGINE_TOKENS = 4096  # the most that the engine computes at once: rollout's max_num_batched_tokens
 SAMPLER_COPIES = 3  # of the logits, in fp32: processed, sorted, log-softmax
 GRAPHS = 600_000_000  # CUDA graphs of the engine; vLLM reports 0.3 to 0.7 GiB for batches of 64 to 256
@@ -64,11 +64,21 @@ def saved_in_a_block(
         norms += width * (Q + KV) + FP32 * (size.heads + size.kv_heads)
     is_cast = autocast != (itemsize == BF16)  # for each adapter anew; else q, k, v share an input, and gate, up another
     # o_proj takes the attention's output, which a packed row puts together from that of its sequences
-    inputs = 5 * H + Q + I if is_cast else 2 * H + I + (0 if padded_to else Q)
-    adapter_inputs = taken * inputs * targets // 7 + taken * rank * targets
-    attention = FP32 * size.heads + width * (4 * Q + padded_to if padded_to else 2 * Q + 2 * KV)  # q, k, v, output
+    inputs = 3 * H + Q if is_cast else H + (0 if padded_to else Q)
     gated = 2 * width * I  # gate, up
+    if size.experts:  # which carry no adapter
+        gated = max(_saved_by_experts(layer, width) for layer in size.experts)
+    else:
+        inputs += 2 * H + I if is_cast else H + I
+    adapter_inputs = taken * inputs * targets // (4 if size.experts else 7) + taken * rank * targets
+    attention = FP32 * size.heads + width * (4 * Q + padded_to if padded_to else 2 * Q + 2 * KV)  # q, k, v, output
     return norms + adapter_inputs + int(attended * attention) + gated
+
+
+def _saved_by_experts(layer: ExpertsSize, width: int) -> int:
+    """Bytes a token: gate and up and the output of each expert that it goes through, its places in the sorted rows, the
+    router's probabilities."""
+    return layer.used * (width * (2 * layer.inner + layer.hidden) + 3 * INT64) + 2 * FP32 * layer.count
 
 
 def kept(size: ModelSize, batch: MicroBatch, block: int, *, checkpointed: int, itemsize: int = BF16) -> int:
@@ -100,8 +110,22 @@ def at_work(
     weights = max(linear.N * linear.K for linear in size.linears)
     widest = (weights * BF16 if expands else 0) + (weights // 2 + weights // GROUP_SIZE if rearranges else 0)
     mask = batch.rows * batch.length**2
-    in_block = again + batch.at_once * size.intermediate * WORKING_COPIES * itemsize + widest + mask
+    working = batch.at_once * size.intermediate * WORKING_COPIES * itemsize + widest
+    in_block = again + mask + max([working, *(_in_experts(layer, batch, expands, itemsize) for layer in size.experts)])
     return in_block, _head(size, batch)
+
+
+def _in_experts(layer: ExpertsSize, batch: MicroBatch, expands: bool, itemsize: int) -> int:
+    """One layer of experts at work: gate and up of all of them expanded, and the gradients, first of the outputs with
+    three rows in fp32, then of the product, gate and up, when the outputs are free. Dense ones are transformers', whose
+    weighted outputs are in fp32 twice.
+    """
+    if expands and layer.quantized:
+        of_outputs = layer.used * layer.hidden * itemsize + 3 * FP32 * layer.hidden
+        of_product = layer.used * (3 * layer.inner - layer.hidden) * itemsize
+        gradients = max(of_outputs, of_product) + 2 * itemsize * layer.hidden
+        return 2 * layer.count * layer.inner * layer.hidden * BF16 + batch.at_once * gradients
+    return batch.at_once * layer.used * (2 * FP32 * layer.hidden + 2 * layer.inner * itemsize)
 
 
 def _head(size: ModelSize, batch: MicroBatch) -> int:
@@ -118,6 +142,9 @@ def _head(size: ModelSize, batch: MicroBatch) -> int:
 def engine_scratch(size: ModelSize, sequences: int, *, expands: bool, itemsize: int = BF16) -> int:
     """What vLLM's profiling run will find: the widest layer of a full batch, and the sampler."""
     hidden = ENGINE_TOKENS * (3 * size.intermediate + 4 * size.hidden) * itemsize
+    # gate and up, their product, and the outputs of every expert that a token goes through
+    in_experts = [ENGINE_TOKENS * x.used * (3 * x.inner + x.hidden) * itemsize for x in size.experts]
+    hidden = max([hidden, *in_experts])
     sampler = sequences * size.vocabulary * FP32 * SAMPLER_COPIES
     return hidden + sampler + (_slab(size) if expands else 0)
 

@@ -23,10 +23,27 @@ class LinearSize:
 
 
 @dataclass(frozen=True)
+class ExpertsSize:
+    """The experts of one layer: ``count`` of them, gated, (H, ``inner``); each token goes through ``used``."""
+
+    count: int
+    hidden: int
+    inner: int
+    used: int
+    quantized: bool = True  # by the NVFP4 arm
+
+    @property
+    def elements(self) -> int:
+        """Weights of all of them."""
+        return 3 * self.count * self.hidden * self.inner
+
+
+@dataclass(frozen=True)
 class ModelSize:
-    """The sizes of a dense causal language model.
+    """The sizes of a causal language model.
 
     ``norms``: elements of each norm by the name of its weight. ``buffers``: bytes of the trainer's buffers.
+    ``experts``: one entry for each layer that has some. ``routers``: elements of their routers.
     """
 
     linears: tuple[LinearSize, ...]
@@ -41,12 +58,15 @@ class ModelSize:
     positions: int
     buffers: int = 0
     fused: tuple[tuple[LinearSize, ...], ...] = field(default=())
+    experts: tuple[ExpertsSize, ...] = ()
+    routers: int = 0
 
     @property
     def parameters(self) -> int:
         """All parameters, a tied head once."""
         linears = sum(linear.N * linear.K + linear.bias * linear.N for linear in self.linears)
-        return linears + self.embeddings + sum(self.norms.values())
+        experts = sum(layer.elements for layer in self.experts) + self.routers
+        return linears + experts + self.embeddings + sum(self.norms.values())
 
     @property
     def embeddings(self) -> int:
@@ -95,6 +115,7 @@ def _measure(config: str) -> ModelSize:
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from qerl_recipes.model.frozen_experts import dense_experts
     from qerl_vllm_plugin.checkpoint import read_quantization
 
     values = json.loads(config)
@@ -116,6 +137,14 @@ def _measure(config: str) -> ModelSize:
         if isinstance(m, torch.nn.Linear) and m is not head
     )
     tied = bool(built.tie_word_embeddings)
+    experts = tuple(
+        ExpertsSize(
+            *(module.gate_up_proj.shape[0], module.gate_up_proj.shape[2], module.down_proj.shape[2]),
+            used=built.num_experts_per_tok,
+            quantized=scheme is None or scheme.is_quantized(f"{name}.0.gate_proj"),
+        )
+        for name, module in dense_experts(model)
+    )
     return ModelSize(
         linears=linears,
         norms={name: p.numel() for name, p in model.named_parameters() if p.dim() == 1 and not name.endswith(".bias")},
@@ -129,6 +158,8 @@ def _measure(config: str) -> ModelSize:
         positions=built.max_position_embeddings,
         buffers=sum(buffer.nbytes for buffer in model.buffers()),
         fused=_fuse(linears),
+        experts=experts,
+        routers=sum(layer.count * layer.hidden for layer in experts),
     )
 
 

@@ -128,7 +128,8 @@ class _Run:
         own = weight_bytes.trainer_weights(
             self.size, self.arm, self.layout, shared=self.reason is None, itemsize=self.itemsize
         )
-        copy = "reads the engine's weights; its own: norms" if self.reason is None else f"own copy: {self.reason}"
+        own_what = "norms; experts, which the engine holds otherwise" if self.size.experts else "norms"
+        copy = f"reads the engine's weights; its own: {own_what}" if self.reason is None else f"own copy: {self.reason}"
         return (Part("trainer's weights", own, own, copy, _how_to_share(self.training) or self._smaller()),)
 
     def _smaller(self) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """Bytes of the frozen weights and of the adapter in each form in which engine and trainer keep them; exact.
 
 Layouts of the engine's NVFP4 layers: ``tiled`` (Hopper: tiles of 64 x 64 weights in 2304 bytes), ``marlin`` (vLLM's,
-on other GPUs) and ``canonical`` (the checkpoint's, on a CPU). The trainer can read all of them in place.
+on other GPUs) and ``canonical`` (the checkpoint's, on a CPU). The trainer can read all of them in place. Experts are in
+Marlin's layout for mixtures on every GPU, which the trainer cannot read: it has a copy of its own, of the same size.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,7 +11,7 @@ from qerl_kernels.adapter import COLUMNS
 from qerl_kernels.nvfp4 import GROUP_SIZE
 from qerl_kernels.tiles import COUNTERS, TILE, TILE_BYTES
 
-from qerl_recipes.memory.model_size import LinearSize, ModelSize
+from qerl_recipes.memory.model_size import ExpertsSize, LinearSize, ModelSize
 
 LAYOUTS = ("tiled", "marlin", "canonical")
 FP32 = 4
@@ -27,7 +28,16 @@ def engine_weights(size: ModelSize, arm: str, layout: str, itemsize: int = 2) ->
         + _round_up(size.vocabulary, VOCABULARY_PADDING) * size.hidden * itemsize * (1 if size.tied else 2)
         + sum(size.norms.values()) * norm
         + rotary
+        + sum(_experts(layer, arm, itemsize) for layer in size.experts)
+        + size.routers * itemsize
     )
+
+
+def _experts(layer: ExpertsSize, arm: str, itemsize: int) -> int:
+    """Those of one layer, in engine and trainer alike: packed with three tensor scales an expert, or dense."""
+    if arm == "qerl_nvfp4" and layer.quantized:
+        return _packed(layer.elements, 1) + 3 * layer.count * FP32
+    return layer.elements * itemsize
 
 
 def _engine_layer(parts: Sequence[LinearSize], arm: str, layout: str, itemsize: int) -> int:
@@ -45,10 +55,11 @@ def _engine_layer(parts: Sequence[LinearSize], arm: str, layout: str, itemsize: 
 def trainer_weights(size: ModelSize, arm: str, layout: str, *, shared: bool, itemsize: int = 2) -> int:
     """The trainer's frozen model: a whole copy, or with ``shared`` what cannot be read in the engine."""
     own = sum(size.norms.values()) * FP32 + size.buffers
+    own += sum(_experts(layer, arm, itemsize) for layer in size.experts)
     if shared:
         return own + sum(_read_in_place(group, layout, itemsize) for group in size.fused)
     linears = sum(_trainer_layer(linear, arm, itemsize) for linear in size.linears)
-    return own + linears + size.embeddings * itemsize
+    return own + linears + (size.embeddings + size.routers) * itemsize
 
 
 def _read_in_place(parts: Sequence[LinearSize], layout: str, itemsize: int) -> int:

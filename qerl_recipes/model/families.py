@@ -10,6 +10,12 @@ from qerl_vllm_plugin.expected_tensors import experts
 
 # vLLM 0.31 runs them by transformers' own classes, which it changes for the whole process
 SHARED_CLASSES = ("olmo2", "smollm3")
+MIXTURES = ("qwen3_moe",)
+EXPERTS_FIRST = (
+    "experts of a BF16 checkpoint are not quantized on the way in; quantize the model first: qerl quantize SOURCE "
+    "DESTINATION"
+)
+OF_EXPERTS = ("all-linear", "gate_proj", "up_proj", "down_proj", "gate_up_proj", "gate")
 FUSED_TARGETS = {"glm4": ("gate_up_proj", "q_proj, k_proj, v_proj, o_proj, down_proj")}
 NOISE_TARGETS = dict.fromkeys(("gemma2", "gemma3_text"), ("post_attention_layernorm", "pre_feedforward_layernorm"))
 
@@ -20,10 +26,10 @@ def obstacles(config: Mapping[str, Any], attention: str | None) -> Iterator[str]
     ``attention`` is the attn_implementation, None for transformers' choice.
     """
     kind = config.get("model_type")
-    if count := experts(config):
+    if (count := experts(config)) and kind not in MIXTURES:
         yield (
-            f"{kind} with {count} is a mixture of experts: it can be served and evaluated, but not trained yet; train "
-            "a dense model of the Qwen2, Qwen3, Llama or Mistral family"
+            f"{kind} with {count} is a mixture of experts whose training was never compared with the engine; trained "
+            f"are {', '.join(MIXTURES)} and dense models"
         )
     if kind in SHARED_CLASSES:
         yield (
@@ -38,12 +44,16 @@ def obstacles(config: Mapping[str, Any], attention: str | None) -> Iterator[str]
         )
 
 
-def misfits(config: Mapping[str, Any], adapted: Collection[str], noisy: Collection[str]) -> Iterator[str]:
+def misfits(
+    config: Mapping[str, Any], adapted: Collection[str], noisy: Collection[str], arm: str = "qerl_nvfp4"
+) -> Iterator[str]:
     """One line for each key of a recipe that this family cannot honour.
 
     ``adapted`` are the lora_target_modules, ``noisy`` the noise_targets of a run with noise or trained norms.
     """
     kind = str(config.get("model_type"))
+    if experts(config):
+        yield from _of_experts(config, adapted, arm)
     fused, instead = FUSED_TARGETS.get(kind, ("", ""))
     if fused and {fused, "all-linear"} & set(adapted):
         yield (
@@ -55,4 +65,16 @@ def misfits(config: Mapping[str, Any], adapted: Collection[str], noisy: Collecti
         yield (
             f"noise_targets: {follows} of {kind} feeds no linear, but {feeds} does; use "
             f"[{', '.join(feeds if name == follows else name for name in noisy)}]"
+        )
+
+
+def _of_experts(config: Mapping[str, Any], adapted: Collection[str], arm: str) -> Iterator[str]:
+    if arm == "nf4":
+        yield "quantization: nf4 leaves experts in BF16 (it takes linear layers alone); use qerl_nvfp4 or bf16"
+    if arm == "qerl_nvfp4" and config.get("quantization_config") is None:
+        yield f"quantization: {arm}: {EXPERTS_FIRST}"
+    if named := [name for name in OF_EXPERTS if name in adapted]:
+        yield (
+            f"lora_target_modules: {', '.join(named)} means the experts or the router of this model (to PEFT, "
+            "all-linear too), which carry no adapter; use [q_proj, k_proj, v_proj, o_proj]"
         )

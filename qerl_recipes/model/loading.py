@@ -12,10 +12,11 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from qerl_recipes.model import engine_rounding, families, norms, shared_weights
+from qerl_recipes.model import engine_rounding, families, frozen_experts, norms, shared_weights
+from qerl_recipes.model.frozen_experts import FrozenNVFP4Experts, PackedExperts
 from qerl_recipes.model.frozen_linear import FrozenNVFP4Linear
-from qerl_vllm_plugin.checkpoint import CheckpointError, CheckpointReport, inspect_folder
-from qerl_vllm_plugin.expected_tensors import fused_with
+from qerl_vllm_plugin.checkpoint import CheckpointError, CheckpointReport, check_tensors, inspect_folder
+from qerl_vllm_plugin.expected_tensors import experts, fused_with
 from qerl_vllm_plugin.families import kept_in_bf16
 from qerl_vllm_plugin.scheme import matches
 
@@ -65,6 +66,7 @@ def load(
         raise ValueError(f"quantization is {arm!r}; it is qerl_nvfp4, bf16 or nf4")
     norms.replace(model, rounded=arm != "qerl_nvfp4")
     engine_rounding.replace_mlps(model)
+    frozen_experts.replace_routers(model)
     model.requires_grad_(False)
     return model.eval() if weights is None else model.to(weights.device).eval()
 
@@ -96,6 +98,8 @@ def blocks_that_keep(model: torch.nn.Module, checkpointed: int | None) -> list[G
 def _load_nf4(folder: Path, dtype: torch.dtype, attn_implementation: str | None) -> PreTrainedModel:
     if not torch.cuda.is_available():
         raise ValueError("quantization=nf4 (bitsandbytes) needs a CUDA GPU; on this machine use qerl_nvfp4 or bf16")
+    if experts(AutoConfig.from_pretrained(folder).to_dict()):
+        raise ValueError("quantization=nf4 leaves experts in BF16; on a mixture of experts use qerl_nvfp4 or bf16")
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
     return AutoModelForCausalLM.from_pretrained(
         folder,
@@ -120,6 +124,8 @@ def _load_nvfp4(
         for name, module in list(model.named_modules()):
             if isinstance(module, torch.nn.Linear) and module.weight.is_meta:
                 _replace_linear(model, name, module, tensors, dtype)
+        for name, module in frozen_experts.dense_experts(model):
+            _load_experts(model, name, module, tensors, dtype)
         for name, parameter in list(model.named_parameters()):
             if parameter.is_meta and name in report.tensors:
                 owner, _, leaf = name.rpartition(".")
@@ -165,6 +171,43 @@ def _replace_linear(
     else:
         parts = tuple(tensors.get(f"{name}.weight_{part}") for part in ("packed", "scale", "global_scale"))
     model.set_submodule(name, FrozenNVFP4Linear(*parts, bias, dtype))
+
+
+def _load_experts(
+    model: PreTrainedModel, name: str, module: torch.nn.Module, tensors: "_Tensors", dtype: torch.dtype
+) -> None:
+    """Frozen NVFP4 experts in the place of ``module``, or its dense weights where the checkpoint keeps these in BF16.
+
+    Raises CheckpointError where a part is missing or some experts are stored otherwise than the others, ValueError for
+    experts that are not quantized and should be, and for activations of float16.
+    """
+    count, linears = module.gate_up_proj.shape[0], ("gate_proj", "up_proj", "down_proj")
+    if tensors.report.scheme is None:
+        raise ValueError(f"{name}: {families.EXPERTS_FIRST}")
+    packed = {tensors.report.scheme.is_quantized(f"{name}.{e}.{part}") for e in range(count) for part in linears}
+    if len(packed) > 1:
+        raise CheckpointError(f"{name}: some parts of the experts are quantized and some are not; quantize all")
+    leaves = ("weight_packed", "weight_scale", "weight_global_scale") if packed == {True} else ("weight",)
+    names = [f"{name}.{e}.{part}.{leaf}" for e in range(count) for part in linears for leaf in leaves]
+    if missing := [tensor for tensor in names if tensor not in tensors.report.tensors]:
+        raise CheckpointError(f"{tensors.report.folder}: the checkpoint lacks {missing[0]}; quantize it again")
+
+    def stacked(leaf: str, *parts: str) -> torch.Tensor:
+        return torch.stack(
+            [torch.cat([tensors.get(f"{name}.{e}.{part}.{leaf}") for part in parts]) for e in range(count)]
+        )
+
+    if packed == {False}:
+        for leaf, parts in (("gate_up_proj", linears[:2]), ("down_proj", linears[2:])):
+            setattr(module, leaf, torch.nn.Parameter(stacked("weight", *parts).to(dtype), requires_grad=False))
+        return
+    if dtype == torch.float16:
+        raise ValueError(f"{name}: packed experts are not trained in float16; use dtype: bfloat16")
+    for e in range(count):
+        for part in linears:
+            check_tensors(f"{name}.{e}.{part}", *(tensors.get(f"{name}.{e}.{part}.{leaf}") for leaf in leaves))
+    gate_up, down = (PackedExperts(*(stacked(leaf, *parts) for leaf in leaves)) for parts in (linears[:2], linears[2:]))
+    model.set_submodule(name, FrozenNVFP4Experts(gate_up, down))
 
 
 def _group_amax(name: str, tensors: "_Tensors") -> torch.Tensor:

@@ -80,7 +80,7 @@ REFUSED: dict[str, Refusal] = {
     "model_init_kwargs": Refusal((None,), "the loader takes model_name_or_path, model_revision, dtype and "
                                  "attn_implementation as keys of their own"),
     "trust_remote_code": Refusal((False,), "checkpoints that bring their own code are not loaded"),
-    "router_aux_loss_coef": Refusal((None,), "mixture-of-experts models are served, not trained"),
+    "router_aux_loss_coef": Refusal((None, 0.0), "routers are frozen and have no loss of their own; remove the key"),
     "cast_lm_head_to_fp32": Refusal((False,), "the engine's head is BF16 and both sides must agree; remove the key"),
     "use_peft": Refusal((True,), "the weights are frozen, only an adapter trains; for full fine-tuning use TRL"),
     "lora_target_parameters": Refusal((None,), "only linear layers carry an adapter; use lora_target_modules"),

@@ -4,7 +4,8 @@ from typing import Any, NamedTuple
 
 
 class Shape(NamedTuple):
-    """The numbers of a config.json that decide how much memory a dense model takes."""
+    """The numbers of a config.json that decide how much memory a model takes; ``experts`` of which each token goes
+    through ``used``, of inner size ``expert_intermediate``."""
 
     hidden: int
     intermediate: int
@@ -16,6 +17,9 @@ class Shape(NamedTuple):
     head_dim: int = 128
     model_type: str = "qwen2"
     positions: int = 32768
+    experts: int = 0
+    used: int = 0
+    expert_intermediate: int = 0
 
 
 # Qwen2.5-Instruct by size
@@ -28,20 +32,41 @@ SHAPES = {
     "32B": Shape(5120, 27648, 64, 40, 8, 152064, False),
 }
 TINY = Shape(128, 256, 2, 2, 1, 512, True, head_dim=64, positions=4096)  # 0.4 million parameters, for a CPU
+QWEN3_30B_A3B = Shape(
+    *(2048, 6144, 48, 32, 4, 151936, False),
+    model_type="qwen3_moe",
+    positions=40960,
+    experts=128,
+    used=8,
+    expert_intermediate=768,
+)
+MIXTURES = {
+    "30B-A3B": QWEN3_30B_A3B,
+    "tiny-moe": TINY._replace(model_type="qwen3_moe", experts=4, used=2, expert_intermediate=64),
+}
 BY_MODEL_ID = {
     **{f"Qwen/Qwen2.5-{size}-Instruct": shape for size, shape in SHAPES.items()},
     "Qwen/Qwen3-4B": Shape(2560, 9728, 36, 32, 8, 151936, True, model_type="qwen3", positions=40960),
     "Qwen/Qwen3-8B": Shape(4096, 12288, 36, 32, 8, 151936, False, model_type="qwen3", positions=40960),
+    "Qwen/Qwen3-30B-A3B": QWEN3_30B_A3B,
     "HuggingFaceTB/SmolLM2-135M-Instruct": Shape(
         576, 1536, 30, 9, 3, 49152, True, head_dim=64, model_type="llama", positions=8192
     ),
 }
-ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+ARCHITECTURES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")  # the linears of a mixture that carry an adapter
 
 
 def config_json(size: str) -> dict[str, Any]:
-    """A Hugging Face config of Qwen2.5 in that size, or of the tiny one. Raises ValueError for an unknown one."""
-    known = {**SHAPES, "tiny": TINY}
+    """A Hugging Face config of Qwen2.5 in that size, of Qwen3-30B-A3B, or of a tiny one of either kind.
+
+    Raises ValueError for an unknown one."""
+    known = {**SHAPES, **MIXTURES, "tiny": TINY}
     if size not in known:
         raise ValueError(f"unknown shape {size!r}; known: {', '.join(known)}")
     return as_config(known[size])
@@ -69,4 +94,18 @@ def as_config(shape: Shape) -> dict[str, Any]:
     }
     if shape.head_dim * shape.heads != shape.hidden:
         config["head_dim"] = shape.head_dim
+    if shape.experts:
+        config |= {
+            "num_experts": shape.experts,
+            "num_experts_per_tok": shape.used,
+            "moe_intermediate_size": shape.expert_intermediate,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
     return config
+
+
+def full_name(size: str) -> str:
+    """What the tables call a shape: Qwen2.5-7B, Qwen3-30B-A3B."""
+    return size if size.startswith("tiny") else f"Qwen3-{size}" if size in MIXTURES else f"Qwen2.5-{size}"

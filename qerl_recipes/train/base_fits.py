@@ -91,7 +91,8 @@ def _of_family(training: GRPOConfig, model: ModelConfig, name: str, config: Mapp
     adapted = model.lora_target_modules or ()
     adapted = [adapted] if isinstance(adapted, str) else adapted
     has_noise = training.noise_mode != "none" or training.train_norms
-    yield from families.misfits(config, adapted, training.noise_targets if has_noise else ())
+    noisy = training.noise_targets if has_noise else ()
+    yield from families.misfits(config, adapted, noisy, training.quantization)
 
 
 def _lengths(script: ScriptArguments, training: GRPOConfig, name: str, positions: int) -> Iterator[str]:

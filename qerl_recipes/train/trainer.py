@@ -97,6 +97,7 @@ class QerlGRPOTrainer(GRPOTrainer):
         finally:
             args.use_vllm = True
         self.use_vllm, self._last_loaded_step, self.vllm_generation = True, -1, engine
+        self.aux_loss_enabled = False  # of routers, by the coefficient in the model's config; here they are frozen
         # off in the recipe means weights of 1 and not that nothing is measured
         self._weigh_importance = bool(args.vllm_importance_sampling_correction)
         self.vllm_importance_sampling_correction = True

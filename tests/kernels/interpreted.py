@@ -69,6 +69,16 @@ def silu_mul_agrees_with_the_reference():
         torch.testing.assert_close(ours, reference)
 
 
+def scaled_silu_mul_agrees_with_the_reference():
+    generator = torch.Generator().manual_seed(0)
+    joined, dy = 4 * torch.randn(7, 600, generator=generator), torch.randn(7, 300, generator=generator)
+    scales = torch.rand(7, 2, generator=generator)
+    expected = torch.ops.qerl.scaled_silu_mul(joined, scales)
+    torch.testing.assert_close(silu_mul_triton.scaled_forward(joined, scales), expected)
+    expected = torch.ops.qerl.scaled_silu_mul_backward(dy, joined, scales)
+    torch.testing.assert_close(silu_mul_triton.scaled_backward(dy, joined, scales), expected)
+
+
 def rms_norm_agrees_with_the_reference():
     generator = torch.Generator().manual_seed(0)
     rms_norm_triton.PROGRAMS, rms_norm_triton.PROGRAMS_WITH_W = 4, 3  # with more rows than that

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from qerl_kernels.silu_mul import silu_mul
+from qerl_kernels.silu_mul import scaled_silu_mul, silu_mul
 
 
 def example(dtype):
@@ -45,3 +45,36 @@ def test_what_is_not_alike_is_refused():
 def test_the_operator_passes_torch_library_checks():
     gate, up, _ = example(torch.float32)
     torch.library.opcheck(torch.ops.qerl.silu_mul.default, (gate.requires_grad_(), up.requires_grad_()))
+
+
+def scaled_example(dtype):
+    gate, up, dy = (tensor.reshape(35, 33) for tensor in example(dtype))
+    scales = torch.rand(35, 2, generator=torch.Generator().manual_seed(3)) + 0.1
+    return torch.cat([gate, up], dim=1), scales, dy
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)], ids=str)
+def test_with_a_scale_for_each_half_of_a_row_it_is_the_same_and_rounded_once(dtype, tolerance):
+    joined, scales, dy = scaled_example(dtype)
+    gate, up = (
+        half * scale for half, scale in zip(joined.double().chunk(2, 1), scales.double().split(1, 1), strict=True)
+    )
+    y, *gradients = exact(gate, up, dy)
+    ours = scaled_silu_mul(joined.requires_grad_(), scales)
+    ours.backward(dy)
+    expected = torch.cat([gradient * scale for gradient, scale in zip(gradients, scales.split(1, 1), strict=True)], 1)
+    assert ours.dtype == joined.grad.dtype == dtype
+    if dtype == torch.bfloat16:
+        assert torch.equal(ours, y.to(dtype))
+    assert (ours.double() - y).norm() < tolerance * y.norm()
+    assert (joined.grad.double() - expected).norm() < tolerance * expected.norm()
+
+
+def test_scales_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"joined is \(2, 6\) and scales torch.float32 \(3, 2\)"):
+        scaled_silu_mul(torch.ones(2, 6), torch.ones(3, 2))
+
+
+def test_the_scaled_operator_passes_torch_library_checks():
+    joined, scales, _ = scaled_example(torch.float32)
+    torch.library.opcheck(torch.ops.qerl.scaled_silu_mul.default, (joined.requires_grad_(), scales))

@@ -1,5 +1,6 @@
 """The bytes behind a memory plan, against published counts, measurements on a GPU, and tensors that exist."""
 
+import dataclasses
 import weakref
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from qerl_recipes.convert.quantize import quantization_config, quantize_checkpoint
 from qerl_recipes.memory import activation_bytes, weight_bytes
 from qerl_recipes.memory.model_size import ModelSize, measure, read_config
-from qerl_recipes.model import engine_rounding, fused_lora, logprobs, norms
+from qerl_recipes.model import engine_rounding, frozen_experts, fused_lora, logprobs, norms
+from qerl_recipes.model.frozen_experts import FrozenNVFP4Experts, PackedExperts
 from qerl_recipes.model.frozen_linear import FrozenNVFP4Linear
 from qerl_recipes.model.packing import pack
 from qerl_recipes.recipe import shapes
@@ -40,6 +42,7 @@ def size_of(name: str) -> ModelSize:
         ("Qwen/Qwen2.5-32B-Instruct", 32.5, 31.0),
         ("Qwen/Qwen3-4B", 4.0, 3.6),
         ("Qwen/Qwen3-8B", 8.2, 6.95),
+        ("Qwen/Qwen3-30B-A3B", 30.5, 29.9),
     ],
 )
 def test_parameters_are_those_of_the_model_cards(name: str, parameters: float, without_embeddings: float) -> None:
@@ -55,6 +58,22 @@ def test_the_engine_s_weights_are_those_measured_on_an_h200() -> None:
     assert ours / GIB == pytest.approx(5.69, abs=0.006)
     assert weight_bytes.engine_weights(size, "bf16", "tiled") / GIB == pytest.approx(14.19, abs=0.006)
     assert weight_bytes.engine_weights(size, "qerl_nvfp4", "marlin") / GIB == pytest.approx(5.5, abs=0.05)
+
+
+def test_experts_are_counted_twice_since_the_trainer_cannot_read_marlin_s() -> None:
+    """Qwen3-30B-A3B: 48 x 128 experts of 3 x 2048 x 768 weights at 4.5 bits are 16.3 GB of each copy."""
+    size = size_of("Qwen/Qwen3-30B-A3B")
+    packed = 48 * 128 * (3 * 2048 * 768 * 9 // 16 + 3 * 4)
+    assert len(size.experts) == 48 and 16.3e9 < packed < 16.4e9
+    without = dataclasses.replace(size, experts=())
+    for weights in (
+        lambda size: weight_bytes.engine_weights(size, "qerl_nvfp4", "tiled"),
+        lambda size: weight_bytes.trainer_weights(size, "qerl_nvfp4", "tiled", shared=True),
+        lambda size: weight_bytes.trainer_weights(size, "qerl_nvfp4", "tiled", shared=False),
+    ):
+        assert weights(size) - weights(without) == packed
+    dense = weight_bytes.engine_weights(size, "bf16", "tiled") - weight_bytes.engine_weights(without, "bf16", "tiled")
+    assert dense == 2 * 48 * 128 * 3 * 2048 * 768
 
 
 def test_the_weights_of_32b_are_those_of_the_paper() -> None:
@@ -133,7 +152,21 @@ def small(kind: str, layers: int) -> Any:
         num_attention_heads=8,
         num_key_value_heads=2,
         head_dim=32,
+        **({"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 384} if kind == "qwen3_moe" else {}),
     )
+
+
+def packed_experts(module: Any) -> FrozenNVFP4Experts:
+    """Some of the shapes of ``module``."""
+
+    def packed(w: torch.Tensor, parts: int) -> PackedExperts:
+        each = [nvfp4.quantize(expert) for expert in w.data]
+        divisors = torch.stack([p.divisor.expand(parts) for p in each])
+        return PackedExperts(
+            torch.stack([p.codes for p in each]), torch.stack([p.block_scales for p in each]), divisors
+        )
+
+    return FrozenNVFP4Experts(packed(module.gate_up_proj, 2), packed(module.down_proj, 1))
 
 
 def policy_of(config: Any, dtype: torch.dtype, *, autocast: bool) -> Any:
@@ -145,15 +178,20 @@ def policy_of(config: Any, dtype: torch.dtype, *, autocast: bool) -> Any:
             parts = (weight.codes, weight.block_scales, weight.divisor, module.bias, dtype)
             setattr(model.get_submodule(parent), leaf, FrozenNVFP4Linear(*parts))
     norms.replace(model, rounded=False)
-    assert engine_rounding.replace_mlps(model) == config.num_hidden_layers
+    is_mixture = config.model_type == "qwen3_moe"
+    for name, module in frozen_experts.dense_experts(model):
+        model.set_submodule(name, packed_experts(module))
+    replaced = engine_rounding.replace_mlps(model), frozen_experts.replace_routers(model)
+    assert replaced == ((0, config.num_hidden_layers) if is_mixture else (config.num_hidden_layers, 0))
     model.requires_grad_(False)
-    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    targets = list(shapes.ATTENTION) if is_mixture else "all-linear"
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM")
     policy = get_peft_model(model, lora)
     for parameter in policy.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     if autocast:
-        assert fused_lora.install(policy, "default") == 7 * config.num_hidden_layers
+        assert fused_lora.install(policy, "default") == (4 if is_mixture else 7) * config.num_hidden_layers
     return policy
 
 
@@ -216,7 +254,7 @@ def check_a_block(
     estimate = activation_bytes.saved_in_a_block(
         size,
         16,
-        targets=7,
+        targets=4 if size.experts else 7,
         padded_to=padded_to,
         autocast=autocast,
         itemsize=dtype.itemsize,
@@ -227,7 +265,7 @@ def check_a_block(
 
 @pytest.mark.usefixtures("mlps_as_on_a_gpu")
 @pytest.mark.parametrize("padded", [True, False], ids=["padded", "packed"])
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "qwen3_moe"])
 def test_a_block_keeps_what_pytorch_saves(kind: str, padded: bool) -> None:
     check_a_block(kind, padded=padded)
 
@@ -283,9 +321,10 @@ class Alive(TorchDispatchMode):
 
 
 @pytest.mark.usefixtures("mlps_as_on_a_gpu")
-def test_a_block_at_work_takes_what_is_alive() -> None:
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe"])
+def test_a_block_at_work_takes_what_is_alive(kind: str) -> None:
     """The backward of checkpointed blocks: one that was computed again, and what its gradients take."""
-    tokens, config = 1024, small("qwen2", 2)
+    tokens, config = 1024, small(kind, 2)
     policy, size = policy_of(config, torch.bfloat16, autocast=True), measure(config.to_dict())
     policy.gradient_checkpointing_enable({"use_reentrant": False})
     policy.enable_input_require_grads()
@@ -300,8 +339,10 @@ def test_a_block_at_work_takes_what_is_alive() -> None:
         before = alive.mark()
         hidden.backward(gradient)
     batch = activation_bytes.MicroBatch(tokens, tokens, tokens, 0, tokens)
-    block = activation_bytes.saved_in_a_block(size, 16, targets=7)
-    planned, _ = activation_bytes.at_work(size, batch, block, checkpointing=True, expands=False)
+    block = activation_bytes.saved_in_a_block(size, 16, targets=4 if size.experts else 7)
+    planned, _ = activation_bytes.at_work(size, batch, block, checkpointing=True, expands=bool(size.experts))
+    for layer in size.experts[:1]:  # what our operator takes inside
+        planned -= 2 * 2 * layer.count * layer.inner * layer.hidden
     # one sequence: the attention's output is no copy, as it is in a row that is put together from several
     assert 0.93 < (alive.most - before) / planned <= 1
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from qerl_recipes.model import loading
+from qerl_recipes.model.frozen_experts import FrozenNVFP4Experts
 from qerl_recipes.recipe.configs import parse
 from qerl_recipes.train.validate import validate
 from qerl_vllm_plugin.families import FAMILIES
@@ -33,6 +34,7 @@ CASES: dict[str, dict[str, object]] = {
     "phi3": {"sliding_window": None, "original_max_position_embeddings": 256},
     "glm4": {},
     "granite": GRANITE,
+    "qwen3_moe": {},
 }
 HYBRID = {
     "num_attention_heads": 2,
@@ -46,15 +48,15 @@ HYBRID = {
 AQN = {"sigma_start": 0.2, "sigma_end": 0.2, "num_stages": 1}
 PADDED = {"gemma2", "granite", "qwen3_5_text"}  # logits scaled behind the output layer; a state across a packed row
 ATTENTION = {"gemma2": "eager"}
-LINEARS = {"glm4": ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]}
+ATTENTION_LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+LINEARS = {"glm4": [*ATTENTION_LINEARS, "down_proj"], "qwen3_moe": ATTENTION_LINEARS}
 NOISE = {family: ["input_layernorm", "pre_feedforward_layernorm"] for family in ("gemma2", "gemma3_text")}
 REFUSED = {
     "olmo2": "olmo2 is served but not trained: .*classes",
     "smollm3": "smollm3 is served but not trained: .*classes",
-    "qwen3_moe": "mixture of experts",
 }
 # Qwen2 is trained in almost every other test of this folder
-FAST = {"gemma3_text", "phi3"}
+FAST = {"gemma3_text", "phi3", "qwen3_moe"}
 
 
 def cases() -> list[object]:
@@ -91,6 +93,8 @@ def test_promise_06_engine_and_trainer_agree_in_every_family_that_is_trained(
     assert bool(trainer._pack_tokens) == (family not in PADDED)
     before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
     linears = [m for m in trainer.model.get_base_model().model.modules() if hasattr(m, "weight_packed")]
+    experts = [m for m in trainer.model.get_base_model().model.modules() if isinstance(m, FrozenNVFP4Experts)]
+    assert len(experts) == (2 if family == "qwen3_moe" else 0)
     assert len(trainer.snapshot().tensors) == 2 * (len(linears) - 2 * (family == "glm4"))  # less gate_up_proj
     trainer.train()
     changed = {name for name, tensor in trainer.model.state_dict().items() if not torch.equal(tensor, before[name])}

@@ -203,10 +203,20 @@ def test_an_adapter_of_another_base_is_refused_before_the_model_loads(run, write
         run("--config", write_recipe(), "--adapter_name_or_path", str(folder))
 
 
-def test_a_mixture_of_experts_is_refused_by_name_before_the_model_loads(run, write_recipe, make_bf16, monkeypatch):
+def test_what_a_mixture_of_experts_cannot_have_is_refused_before_the_model_loads(
+    run, write_recipe, make_bf16, monkeypatch
+):
     monkeypatch.setattr(model, "load", lambda *a, **k: pytest.fail("the model was loaded"))
-    with pytest.raises(ValueError, match="mixture of experts"):
-        run("--config", write_recipe(model_name_or_path=str(make_bf16("qwen3_moe"))))
+    flags = ("--config", write_recipe(model_name_or_path=str(make_bf16("qwen3_moe"))))
+    attention = ("--lora_target_modules", "q_proj", "k_proj", "v_proj", "o_proj")
+    with pytest.raises(ValueError, match=r"lora_target_modules: all-linear means the experts .*use .q_proj, k_proj"):
+        run(*flags)
+    with pytest.raises(ValueError, match=r"qerl_nvfp4: experts of a BF16 checkpoint .*qerl quantize"):
+        run(*flags, *attention)
+    with pytest.raises(ValueError, match="nf4 leaves experts in BF16"):
+        run(*flags, *attention, "--quantization", "nf4")
+    with pytest.raises(ValueError, match=r"router_aux_loss_coef.*routers are frozen"):
+        run(*flags, *attention, "--router_aux_loss_coef", "0.001")
 
 
 def test_a_model_of_the_hub_that_does_not_fit_is_refused_once_it_is_here_and_before_it_loads(

@@ -1,0 +1,209 @@
+"""Frozen NVFP4 experts against transformers' own on the dequantized weights, and what is refused while they load."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from qerl_kernels import nvfp4
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
+
+from qerl_recipes.model import loading
+from qerl_recipes.model.frozen_experts import (
+    FrozenNVFP4Experts,
+    PackedExperts,
+    UnroundedRouter,
+    dense_experts,
+    replace_routers,
+)
+from qerl_vllm_plugin.checkpoint import CheckpointError
+
+E, K, H, I, T = 6, 2, 32, 48, 9  # noqa: E741
+SIZES = {"hidden_size": H, "moe_intermediate_size": I, "num_experts": E, "num_experts_per_tok": K}
+IDS = torch.tensor([[2, 9, 4, 17, 30]])
+
+
+def pack(weights: list[torch.Tensor], parts: int) -> tuple[PackedExperts, torch.Tensor]:
+    """Each part of each expert with a tensor scale of its own, and the dense weights that they stand for."""
+    packed = [[nvfp4.quantize(part) for part in w.chunk(parts)] for w in weights]
+    dense = [
+        torch.cat([nvfp4.dequantize(p.codes, p.block_scales).float() / p.divisor for p in parts]) for parts in packed
+    ]
+    stacked = (
+        torch.stack([torch.cat([getattr(p, name) for p in parts]) for parts in packed])
+        for name in ("codes", "block_scales")
+    )
+    divisors = torch.stack([torch.stack([p.divisor for p in parts]) for parts in packed])
+    return PackedExperts(*stacked, divisors), torch.stack(dense)
+
+
+@pytest.fixture
+def both() -> tuple[FrozenNVFP4Experts, torch.nn.Module]:
+    generator = torch.Generator().manual_seed(0)
+    # magnitudes that differ from expert to expert and from gate to up: scales of another would show
+    sizes = (1 + torch.arange(E)).tolist()
+    gate_up = [
+        torch.cat([s * torch.randn(I, H, generator=generator), torch.randn(I, H, generator=generator) / s])
+        for s in sizes
+    ]
+    down = [torch.randn(H, I, generator=generator) / s for s in sizes]
+    (packed_gate_up, dense_gate_up), (packed_down, dense_down) = pack(gate_up, 2), pack(down, 1)
+    theirs = Qwen3MoeExperts(Qwen3MoeConfig(**SIZES))
+    theirs.config._experts_implementation = "eager"
+    theirs.load_state_dict({"gate_up_proj": dense_gate_up, "down_proj": dense_down})
+    return FrozenNVFP4Experts(packed_gate_up, packed_down), theirs
+
+
+def inputs(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(T, H, generator=generator).to(dtype)
+    chosen = torch.stack([torch.randperm(E - 1, generator=generator)[:K] for _ in range(T)])  # the last has no rows
+    return x, chosen, torch.rand(T, K, generator=generator), torch.randn(T, H, generator=generator).to(dtype)
+
+
+def test_promise_02_experts_and_their_gradients_are_those_of_the_dequantized_weights(both):
+    results = []
+    for experts in both:
+        x, chosen, weights, dy = inputs()
+        y = experts(x.requires_grad_(), chosen, weights.requires_grad_())
+        y.backward(dy)
+        results.append((y, x.grad, weights.grad))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_in_bf16_they_differ_by_rounding_and_nothing_is_trained(both):
+    ours, theirs = both
+    x, chosen, weights, _ = inputs(torch.bfloat16)
+    expected = theirs(x.float(), chosen, weights)
+    for y in (ours(x, chosen, weights), autocast(ours, x.float(), chosen, weights)):
+        assert y.dtype == torch.bfloat16
+        assert (y.float() - expected).norm() < 0.01 * expected.norm()
+    assert not list(ours.parameters())
+
+
+def autocast(module, *arguments):
+    with torch.autocast("cpu", torch.bfloat16):
+        return module(*arguments)
+
+
+def test_another_dtype_leaves_the_packed_weights_alone(both):
+    ours, _ = both
+    before = {name: buffer.clone() for name, buffer in ours.named_buffers()}
+    ours.to(torch.bfloat16)
+    for name, buffer in ours.named_buffers():
+        assert buffer.dtype == before[name].dtype
+        assert torch.equal(buffer.view(torch.uint8), before[name].view(torch.uint8))
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_a_router_gives_its_own_weights_without_the_last_rounding(normalized):
+    router = Qwen3MoeTopKRouter(Qwen3MoeConfig(**SIZES, norm_topk_prob=normalized))
+    torch.nn.init.normal_(router.weight)
+    exact = UnroundedRouter("gate", router)
+    x = torch.randn(T, H, generator=torch.Generator().manual_seed(2))
+    for ours, theirs in zip(exact(x), router(x), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    exact.to(torch.bfloat16)
+    _, weights, chosen = exact(x.bfloat16())
+    _, rounded, same = router(x.bfloat16())
+    assert torch.equal(chosen, same) and weights.dtype == torch.float32
+    assert torch.equal(weights.bfloat16(), rounded) and not torch.equal(weights, rounded.float())
+
+
+class Sigmoid(Qwen3MoeTopKRouter):
+    def forward(self, x):
+        logits, _, chosen = super().forward(x)
+        return logits, logits.sigmoid().gather(1, chosen), chosen
+
+
+def test_a_router_that_is_no_softmax_is_refused():
+    router = Sigmoid(Qwen3MoeConfig(**SIZES))
+    torch.nn.init.normal_(router.weight)
+    with pytest.raises(ValueError, match=r"mlp\.gate \(Sigmoid\) is not the largest values of a softmax"):
+        UnroundedRouter("mlp.gate", router)
+
+
+def test_experts_that_compute_something_else_are_refused(both):
+    _, theirs = both
+    theirs.is_concatenated = False
+    with pytest.raises(ValueError, match=r"experts \(Qwen3MoeExperts\) is not down\(silu\(gate\) \* up\)"):
+        dense_experts(torch.nn.ModuleDict({"experts": theirs}))
+
+
+def test_a_packed_checkpoint_becomes_frozen_experts_and_unrounded_routers(make_nvfp4):
+    model = loading.load(make_nvfp4("qwen3_moe"), torch.float32)
+    kinds = [type(module) for module in model.modules()]
+    assert kinds.count(FrozenNVFP4Experts) == kinds.count(UnroundedRouter) == 2
+    assert not dense_experts(model)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_the_bf16_arm_keeps_transformers_experts(make_bf16):
+    folder = make_bf16("qwen3_moe")
+    ours = loading.load(folder, torch.float32)
+    assert len(dense_experts(ours)) == 2
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(IDS).logits, theirs(IDS).logits, rtol=1e-4, atol=1e-4)
+    assert replace_routers(theirs) == 2
+
+
+def test_experts_that_a_checkpoint_keeps_in_bf16_stay_so(make_bf16, tmp_path):
+    from qerl_recipes.convert.quantize import quantize_checkpoint
+
+    source = make_bf16("qwen3_moe")
+    quantize_checkpoint(source, tmp_path / "half", ignore=["lm_head", "re:.*experts.*"])
+    model = loading.load(tmp_path / "half", torch.float32)
+    experts = dict(dense_experts(model))
+    dense = dict(dense_experts(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)))
+    assert experts.keys() == dense.keys() and len(experts) == 2
+    for name, module in experts.items():
+        assert torch.equal(module.gate_up_proj, dense[name].gate_up_proj)
+        assert torch.equal(module.down_proj, dense[name].down_proj)
+
+
+def test_experts_of_a_bf16_checkpoint_are_not_quantized_on_the_way_in(make_bf16):
+    with pytest.raises(ValueError, match=r"experts of a BF16 checkpoint are not quantized .*qerl quantize"):
+        loading.load(make_bf16("qwen3_moe"), quantization="qerl_nvfp4")
+
+
+def test_packed_experts_are_not_trained_in_float16(make_nvfp4):
+    with pytest.raises(ValueError, match="not trained in float16; use dtype: bfloat16"):
+        loading.load(make_nvfp4("qwen3_moe"), torch.float16)
+
+
+def broken(make_nvfp4, tmp_path, change):
+    folder = shutil.copytree(make_nvfp4("qwen3_moe"), tmp_path / "copy")
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("leaf", ["weight_packed", "weight_scale", "weight_global_scale"])
+def test_an_expert_that_lacks_a_tensor_is_refused_by_its_name(leaf, make_nvfp4, tmp_path):
+    name = f"model.layers.1.mlp.experts.2.up_proj.{leaf}"
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        loading.load(broken(make_nvfp4, tmp_path, lambda tensors: tensors.pop(name)))
+
+
+def test_an_expert_with_an_unusable_scale_is_refused_by_its_name(make_nvfp4, tmp_path):
+    name = "model.layers.1.mlp.experts.3.down_proj"
+
+    def change(tensors):
+        tensors[f"{name}.weight_global_scale"].fill_(0)
+
+    with pytest.raises(CheckpointError, match=rf"{name}.weight_global_scale: 0.0 is not a usable tensor scale"):
+        loading.load(broken(make_nvfp4, tmp_path, change))
+
+
+def test_experts_of_which_some_are_excluded_are_refused(make_nvfp4, tmp_path):
+    folder = shutil.copytree(make_nvfp4("qwen3_moe"), tmp_path / "copy")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["ignore"].append("model.layers.0.mlp.experts.1.down_proj")
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"experts"):
+        loading.load(folder)
