@@ -95,7 +95,8 @@ def _arguments(base: PreTrainedModel, row: PackedRow) -> dict[str, Any]:
     if name == packed_attention.NAME:
         # a mask of four dimensions is taken as it is, so that none of T x T is built for the attention to ignore
         whole = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.tokens.device)
-        arguments |= {"attention_mask": whole, "segments": row.segments}
+        spans = packed_attention.Spans.of(row.segments, row.tokens.device) if row.tokens.is_cuda else None
+        arguments |= {"attention_mask": whole, "segments": row.segments, "spans": spans}
     elif name.startswith(FLASH):
         starts, longest = row.starts().to(row.tokens.device), max(s.prompt + s.own for s in row.segments)
         arguments |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
