@@ -7,7 +7,7 @@ one call.
 from collections.abc import Callable
 
 import torch
-from qerl_kernels import linear_marlin, linear_tiles
+from qerl_kernels import gemm, linear_marlin, linear_tiles, nvfp4, tiles
 from qerl_kernels.linear import linear
 from qerl_kernels.marlin_layout import MarlinWeight
 from qerl_kernels.tiles import TiledWeight
@@ -60,6 +60,15 @@ class FrozenNVFP4Linear(torch.nn.Linear):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         return self._multiply(x)
 
+    @property
+    def factor(self) -> float | None:
+        """The tensor scale, where all rows have the same one."""
+        return self._factor
+
+    def operand(self) -> torch.Tensor:
+        """Code * block scale, (N, K) in BF16, exact and without the tensor scale."""
+        return _dequantize(self.weight_packed, self.weight_scale)
+
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight_packed, self.weight_scale, self.row_scale, self.bias, self._factor)
 
@@ -93,10 +102,21 @@ class FrozenTiledLinear(FrozenNVFP4Linear):
         self.register_buffer("row_scale", weight.row_scale)
         self.register_buffer("counters", weight.counters, persistent=False)
 
+    @property
+    def factor(self) -> float | None:
+        """The tensor scale, where all rows have the same one."""
+        return None if self.scale is None else float(self.scale)
+
+    def operand(self) -> torch.Tensor:
+        """Code * block scale, (N, K) in BF16, exact and without the tensor scale."""
+        weight = self._weight()
+        return gemm.dequantize(weight) if self.tiles.is_cuda else tiles.dequantize(self.tiles, weight.N, weight.K)
+
+    def _weight(self) -> TiledWeight:
+        return TiledWeight(self.tiles, self.row_scale, self.counters, self.out_features, self.in_features, self.scale)
+
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
-        N, K = self.out_features, self.in_features
-        weight = TiledWeight(self.tiles, self.row_scale, self.counters, N, K, self.scale)
-        return linear_tiles.linear(x, weight, None if self.bias is None else self.bias.float())
+        return linear_tiles.linear(x, self._weight(), None if self.bias is None else self.bias.float())
 
 
 class FrozenMarlinLinear(FrozenNVFP4Linear):
@@ -111,7 +131,21 @@ class FrozenMarlinLinear(FrozenNVFP4Linear):
         self.register_buffer("row_scale", weight.scale)
         self._factor = float(weight.scale)
 
-    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+    def operand(self) -> torch.Tensor:
+        """Code * block scale, (N, K) in BF16, exact and without the tensor scale."""
+        return _dequantize(*self._weight().canonical())
+
+    def _weight(self) -> MarlinWeight:
         N, K = self.out_features, self.in_features
-        weight = MarlinWeight(self.words, self.scales, self.row_scale, self.exponent, N, K)
-        return linear_marlin.linear(x, weight, self.bias, self._factor)
+        return MarlinWeight(self.words, self.scales, self.row_scale, self.exponent, N, K)
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        return linear_marlin.linear(x, self._weight(), self.bias, self._factor)
+
+
+def _dequantize(codes: torch.Tensor, block_scales: torch.Tensor) -> torch.Tensor:
+    if not codes.is_cuda:
+        return nvfp4.dequantize(codes, block_scales)
+    from qerl_kernels import nvfp4_triton  # only here: a CPU needs no Triton
+
+    return nvfp4_triton.dequantize(codes, block_scales)

@@ -4,9 +4,14 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import LoraLayer
+from qerl_kernels import nvfp4, tiles
+from qerl_kernels.marlin_layout import MarlinWeight, repack, store_scales
 
 from qerl_recipes.model import fused_lora
 from qerl_recipes.model import loading as model
+from qerl_recipes.model.frozen_linear import FrozenMarlinLinear, FrozenNVFP4Linear, FrozenTiledLinear
+
+N, K = 64, 128
 
 
 @pytest.fixture
@@ -45,6 +50,84 @@ def test_it_is_peft_s_arithmetic_with_fewer_roundings(name, adapted):
         error, before = (float((values - true).abs().mean()) for values in (mine, theirs))
         assert error < 0.02 * float(true.abs().mean()), what
         assert error <= 1.1 * before, what
+
+
+def frozen(kind):
+    """A frozen linear with a bias -> the layer, its dense weight in fp64, its bias."""
+    generator = torch.Generator().manual_seed(0)
+    packed = nvfp4.quantize(torch.randn(N, K, generator=generator).bfloat16())
+    parts, bias = (packed.codes, packed.block_scales), torch.randn(N, generator=generator).bfloat16()
+    scale = 1 / packed.divisor.float()
+    dense, scales = nvfp4.dequantize(*parts).double(), scale.expand(N).contiguous()
+    if kind == "BF16":
+        layer = torch.nn.Linear(K, N, dtype=torch.bfloat16).requires_grad_(False)
+        layer.weight.data, layer.bias.data = dense.bfloat16(), bias
+        return layer, dense, bias
+    if kind == "checkpoint":
+        layer = FrozenNVFP4Linear(*parts, packed.divisor, bias, torch.bfloat16)
+    elif kind == "Marlin":
+        words, stored = repack(packed.codes), store_scales(packed.block_scales, 0)
+        layer = FrozenMarlinLinear(MarlinWeight(words, stored, scale, 0, N, K), bias, torch.bfloat16)
+    else:
+        if kind == "tiles, unequal scales":
+            scales[3] *= 2
+        layer = FrozenTiledLinear(tiles.tile_weight(*parts, scales), bias, torch.bfloat16)
+    return layer, dense * scales.double()[:, None], bias
+
+
+@pytest.mark.parametrize("kind", ["BF16", "checkpoint", "tiles", "Marlin", "tiles, unequal scales"])
+@pytest.mark.parametrize("input_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_output_and_gradients_are_those_of_the_formula_on_every_frozen_weight(kind, input_dtype):
+    base, w, bias = frozen(kind)
+    holder = get_peft_model(
+        torch.nn.ModuleDict({"part": base}), LoraConfig(r=4, lora_alpha=12, target_modules=["part"])
+    )
+    layer = holder.base_model.model["part"]
+    generator = torch.Generator().manual_seed(2)
+    A, B = layer.lora_A.default.weight, layer.lora_B.default.weight
+    for weight in (A, B):
+        weight.data = torch.randn(weight.shape, generator=generator) * 0.1
+    assert fused_lora.install(holder, "default") == 1
+    assert (type(layer) is fused_lora.AdaptedLinear) == (kind != "tiles, unequal scales")
+    x = torch.randn(2, 17, K, generator=generator).bfloat16().to(input_dtype).requires_grad_()
+    dy = torch.randn(2, 17, N, generator=generator).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    y.backward(dy)
+    assert (x.grad.dtype, A.grad.dtype, B.grad.dtype) == (input_dtype, torch.float32, torch.float32)
+    leaves = [t.detach().double().requires_grad_() for t in (x, A, B)]
+    exact = leaves[0] @ w.t() + bias.double() + 3 * (leaves[0] @ leaves[1].t()) @ leaves[2].t()
+    exact.backward(dy.double())
+    for what, mine, true in zip(
+        ("y", "dx", "dA", "dB"),
+        (y.detach(), x.grad, A.grad, B.grad),
+        (exact.detach(), *(leaf.grad for leaf in leaves)),
+        strict=True,
+    ):
+        assert (mine.double() - true).norm() < 6e-3 * true.norm(), what
+
+
+def test_what_needs_no_gradient_gets_none_and_the_adapter_can_be_switched_off():
+    base = frozen("checkpoint")[0]
+    holder = get_peft_model(torch.nn.ModuleDict({"part": base}), LoraConfig(r=4, target_modules=["part"]))
+    fused_lora.install(holder, "default")
+    layer, x = holder.base_model.model["part"], torch.randn(5, K).bfloat16()
+    layer.lora_B.default.weight.data.normal_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+        y.sum().backward()  # x wants no gradient, as in the first block without checkpointing
+        assert x.grad is None and layer.lora_A.default.weight.grad is not None
+        with holder.disable_adapter():
+            assert torch.equal(layer(x), base(x)) and not torch.equal(layer(x), y)
+
+
+def test_a_dropout_of_the_adapter_stays_with_peft():
+    base = frozen("checkpoint")[0]
+    lora = LoraConfig(r=4, target_modules=["part"], lora_dropout=0.5)
+    holder = get_peft_model(torch.nn.ModuleDict({"part": base}), lora)
+    assert fused_lora.install(holder, "default") == 1
+    assert type(holder.base_model.model["part"]) is not fused_lora.AdaptedLinear
 
 
 def test_no_copy_of_the_activations_in_fp32_is_made(adapted):

@@ -117,8 +117,8 @@ def test_one_call_for_all_sequences_is_a_call_for_each(share, window, batch, mon
     calls = []
     monkeypatch.setattr(packed_attention, "varlen_attn", lambda *a, **k: calls.append(a) or naive_varlen(*a, **k))
     results = []
-    for given in (None, spans):
-        options = {"segments": row.segments, "spans": given, "sliding_window": window, "scaling": 0.3}
+    for at_once in (None, spans):
+        options = {"segments": row.segments, "spans": at_once, "sliding_window": window, "scaling": 0.3}
         out, nothing = packed_attention.attention(module, *leaves, None, **options)
         assert out.shape == (1, T, 4, 8) and nothing is None
         results.append([out.detach(), *torch.autograd.grad((out * weights).sum(), leaves)])
