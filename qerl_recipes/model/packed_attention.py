@@ -41,8 +41,11 @@ class Spans(NamedTuple):
         """Built on the CPU and copied without waiting for the GPU."""
         keys = torch.tensor([s.prompt + s.own for s in segments])
         queries = torch.tensor([s.prompt + s.own if s.is_first else s.own for s in segments])
-        ends = (torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).int() for sizes in (queries, keys))
-        return cls(*(end.to(device, non_blocking=True) for end in ends), int(queries.max()), int(keys.max()))
+        of_queries, of_keys = (
+            torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).int().to(device, non_blocking=True)
+            for sizes in (queries, keys)
+        )
+        return cls(of_queries, of_keys, int(queries.max()), int(keys.max()))
 
 
 def attention(
