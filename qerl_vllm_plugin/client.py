@@ -1,7 +1,10 @@
 """A client of /v1/qerl on a running server, synchronous and asynchronous; it needs torch, safetensors and httpx."""
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +12,24 @@ import httpx
 import torch
 from safetensors.torch import save
 
-from qerl_vllm_plugin import adapter_folder
+from qerl_vllm_plugin import adapter_folder, cuda_ipc, gpu_tensors, shared_file
+from qerl_vllm_plugin.checksum import checksums
+from qerl_vllm_plugin.cuda_ipc import CudaIPCError
 
 TOKEN_HEADER, VERSION_HEADER = "X-QeRL-Admin-Token", "X-QeRL-Policy-Version"
 
 
-class PolicyRefusedError(RuntimeError):
-    """The server refused a change, and serves what it served before; ``status`` is the HTTP status."""
+TRANSPORTS = ("auto", "ipc", "http")
+UNREACHABLE = "unreachable"  # the reason of a refusal that is only of the GPU
 
-    def __init__(self, status: int, text: str) -> None:
+
+class PolicyRefusedError(RuntimeError):
+    """The server refused a change, and serves what it served before; ``status`` is the HTTP status, ``reason`` the word
+    under which the server counts the refusal."""
+
+    def __init__(self, status: int, text: str, reason: str = "") -> None:
         super().__init__(f"{text} (HTTP {status})")
-        self.status = status
+        self.status, self.reason = status, reason
 
 
 def body(tensors: Mapping[str, torch.Tensor], config: Any, norms: Mapping[str, torch.Tensor] | None = None) -> bytes:
@@ -28,17 +38,53 @@ def body(tensors: Mapping[str, torch.Tensor], config: Any, norms: Mapping[str, t
     ``config`` is the content of ``adapter_config.json`` or PEFT's LoraConfig; ``norms`` are trained norms by their
     checkpoint names. A set of module names, as PEFT holds them, becomes a list.
     """
-    plain = json.dumps(config.to_dict() if hasattr(config, "to_dict") else dict(config), default=adapter_folder.plain)
+    plain = json.dumps(_plain(config))
     # copies: safetensors refuses tensors that share memory, such as one A under two names
     on_cpu = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in {**tensors, **(norms or {})}.items()}
     return save(on_cpu, metadata={"adapter_config": plain})
 
 
+@contextmanager
+def gpu_body(tensors: Mapping[str, torch.Tensor], config: Any) -> Iterator[bytes]:
+    """What is sent for tensors on a GPU of the server's machine, which it may read until the end of the block.
+
+    The file that is named as proof shows that the caller is a process of the server's user on its machine. Raises
+    CudaIPCError.
+    """
+    with gpu_tensors.described(tensors) as (text, memory):
+        listed = [json.loads(text)["tensors"], checksums([memory])]
+        given = {"memory": text, "checksum": hashlib.sha256(json.dumps(listed).encode()).hexdigest()}
+        with shared_file.proof(hashlib.sha256(text.encode()).digest()) as path:
+            yield json.dumps({**given, "proof": path, "adapter_config": _plain(config)}).encode()
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    given = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+    return json.loads(json.dumps(given, default=adapter_folder.plain))
+
+
 class _Calls:
     """The calls as arguments of httpx, which both clients send in their own way."""
 
-    def __init__(self, url: str, admin_token: str, api_key: str | None = None, timeout: float = 120.0) -> None:
-        """``url`` is the server's, such as http://127.0.0.1:8000; ``api_key`` is that of --api-key."""
+    def __init__(
+        self,
+        url: str,
+        admin_token: str,
+        api_key: str | None = None,
+        timeout: float = 120.0,
+        *,
+        transport: str = "auto",
+    ) -> None:
+        """``url`` is the server's, such as http://127.0.0.1:8000; ``api_key`` is that of --api-key.
+
+        ``transport``: tensors on a GPU that the server sees go from GPU to GPU, all others in the request's body
+        (auto); or one of the two alone (ipc, http). Raises ValueError for another one.
+        """
+        if transport not in TRANSPORTS:
+            raise ValueError(f"transport is {transport!r}; it is one of {', '.join(TRANSPORTS)}")
+        self._transport = transport
+        self._place: dict[str, Any] | None = None  # the server's machine and its GPUs, once it has been asked
+        self._unreachable: str | None = None
         headers = {TOKEN_HEADER: admin_token} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         self._options: dict[str, Any] = {
             "base_url": url.rstrip("/").removesuffix("/v1") + "/v1/qerl/",
@@ -58,6 +104,47 @@ class _Calls:
             return {"method": "DELETE", "url": "policy", "params": query}
         return {"method": "PUT", "url": "policy", "params": query, "content": body(tensors, config, norms)}
 
+    def _is_for_gpu(self, tensors: Mapping[str, torch.Tensor] | None) -> bool:
+        """Whether the tensors are to be read from their GPU, which needs ``_place``. Raises PolicyRefusedError where
+        they must and cannot."""
+        if not tensors or self._transport == "http":
+            return False
+        reason = self._unreachable or gpu_tensors.why_not(tensors)
+        if reason is not None:
+            self._without_gpu(reason, tensors)
+        return reason is None
+
+    def _is_near(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the server sees the GPU of these tensors."""
+        assert self._place is not None
+        gpu = cuda_ipc.uuid(next(iter(tensors.values())).device)
+        if self._place.get("machine") == shared_file.machine() and gpu in self._place.get("gpus", ()):
+            return True
+        self._without_gpu(f"the server does not see GPU {gpu} of this machine", tensors)
+        return False
+
+    def _without_gpu(self, reason: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        if self._transport == "ipc":
+            raise PolicyRefusedError(0, f"transport is 'ipc', and {reason}", UNREACHABLE)
+        if self._unreachable is None and any(tensor.is_cuda for tensor in tensors.values()):
+            self._unreachable = reason
+            warnings.warn(f"adapters travel in the requests' bodies, which is slower: {reason}", stacklevel=4)
+
+    @contextmanager
+    def _gpu_swap(
+        self, tensors: Mapping[str, torch.Tensor], config: Any, version: int | None, requests: str
+    ) -> Iterator[dict[str, Any]]:
+        """Raises CudaIPCError, and what the sending raises unless it is of the GPU alone."""
+        query = {"requests": requests} | ({} if version is None else {"version": str(version)})
+        call = {"method": "PUT", "url": "policy", "params": query, "headers": {"Content-Type": gpu_tensors.MEDIA_TYPE}}
+        with gpu_body(tensors, config) as content:
+            try:
+                yield {**call, "content": content}
+            except PolicyRefusedError as error:
+                if error.reason != UNREACHABLE:
+                    raise
+                raise CudaIPCError(str(error)) from error
+
     @staticmethod
     def _noise(sigma: float, seed: int, rollout: int, targets: Sequence[str] | None, requests: str) -> dict[str, Any]:
         given: dict[str, Any] = {"sigma": sigma, "seed": seed, "rollout": rollout}
@@ -71,8 +158,8 @@ class _Calls:
         except ValueError:
             content = {"error": response.text[:200]}
         if response.status_code != 200:
-            error = content.get("error") if isinstance(content, dict) else content
-            raise PolicyRefusedError(response.status_code, str(error))
+            found = content if isinstance(content, dict) else {"error": content}
+            raise PolicyRefusedError(response.status_code, str(found.get("error")), str(found.get("reason", "")))
         return content
 
 
@@ -95,6 +182,15 @@ class PolicyClient(_Calls):
 
         ``requests``: running ones go on under the new policy (keep), end first (wait), or are aborted.
         """
+        given = None if tensors is None else {**tensors, **(norms or {})}
+        if given and self._is_for_gpu(given):
+            self._place = self._place or self.state()
+            if self._is_near(given):
+                try:
+                    with self._gpu_swap(given, config, version, requests) as call:
+                        return int(self._send(call)["version"])
+                except CudaIPCError as error:
+                    self._without_gpu(str(error), given)
         return int(self._send(self._swap(tensors, config, norms, version, requests))["version"])
 
     def swap_folder(self, folder: str | Path, *, version: int | None = None, requests: str = "keep") -> int:
@@ -129,6 +225,15 @@ class AsyncPolicyClient(_Calls):
         version: int | None = None,
         requests: str = "keep",
     ) -> int:
+        given = None if tensors is None else {**tensors, **(norms or {})}
+        if given and self._is_for_gpu(given):
+            self._place = self._place or await self.state()
+            if self._is_near(given):
+                try:
+                    with self._gpu_swap(given, config, version, requests) as call:
+                        return int((await self._send(call))["version"])
+                except CudaIPCError as error:
+                    self._without_gpu(str(error), given)
         return int((await self._send(self._swap(tensors, config, norms, version, requests)))["version"])
 
     async def swap_folder(self, folder: str | Path, *, version: int | None = None, requests: str = "keep") -> int:

@@ -21,6 +21,7 @@ from qerl_vllm_plugin.cuda_ipc import Copy
 from qerl_vllm_plugin.safetensors_header import DTYPE_NAMES, DTYPES
 
 MAX_TEXT = 4 << 20  # the names of a 32B model's adapter take 0.1 MB
+MEDIA_TYPE = "application/vnd.qerl.gpu-tensors+json"  # of a request that describes tensors
 KEYS = ("gpu", "handle", "bytes", "tensors")
 
 

@@ -5,6 +5,9 @@ has it open or mapped. Others open it as /proc/PID/fd/NUMBER, which takes the sa
 """
 
 import os
+import re
+import secrets
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -35,6 +38,41 @@ def unnamed() -> Iterator[tuple[IO[bytes], str]]:
     """
     with tempfile.TemporaryFile(buffering=0, dir=SHARED_MEMORY) as file:  # no buffer: closing it must not fail again
         yield file, f"/proc/{os.getpid()}/fd/{file.fileno()}"
+
+
+def machine() -> str:
+    """What tells this machine, since it was started, from all others."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@contextmanager
+def proof(content: bytes) -> Iterator[str]:
+    """The path of an unnamed file that holds ``content``: for ``is_proof``, until the end of the block."""
+    with unnamed() as (file, path):
+        append(file, content)
+        yield path
+
+
+def is_proof(path: str, content: bytes) -> bool:
+    """Whether ``path`` is such a file of a running process of this user on this machine, and holds ``content``.
+
+    Nobody else can make one: the path leads through /proc of this machine, and the file is this user's. Nothing else is
+    opened, whatever a caller gives as a path.
+    """
+    if not re.fullmatch(r"/proc/[0-9]{1,10}/fd/[0-9]{1,10}", path):
+        return False
+    try:
+        if not re.fullmatch(rf"{SHARED_MEMORY}/[^/]+ \(deleted\)", os.readlink(path)):
+            return False
+        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        found = os.fstat(number)
+        is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+        return is_ours and secrets.compare_digest(os.pread(number, len(content) + 1, 0), content)
+    finally:
+        os.close(number)
 
 
 def append(file: IO[bytes], content: Any) -> None:

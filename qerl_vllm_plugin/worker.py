@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from qerl_vllm_plugin import compat
+from qerl_vllm_plugin import compat, cuda_ipc
 from qerl_vllm_plugin.driver_watch import end_with
 from qerl_vllm_plugin.lora_slots import LoraSlots
 from qerl_vllm_plugin.received import received
@@ -83,6 +83,7 @@ def qerl_open(self: Any, driver: int | None = None) -> Answer:
         "max_rank": policy.carrier.max_rank if policy.carrier is not None else 0,
         "max_bytes": most_bytes(policy),
         "version": policy.version,
+        "gpus": cuda_ipc.visible() if self.device is not None and self.device.type == "cuda" else [],
         "is_released": policy.released is not None,
     }
 

@@ -9,11 +9,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from qerl_vllm_plugin import shared_file
+from qerl_vllm_plugin import gpu_tensors, shared_file
 
 MAX_HEADER = 4 << 20  # names of a 32B model's adapter take 0.2 MB
 MAX_JSON = 64 << 10
 STALLED = 30.0  # seconds without a byte
+GPU_KEYS = ("memory", "proof", "checksum", "adapter_config")
 CONFIG = "adapter_config"  # where the metadata of the file hold the content of adapter_config.json
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.]+")
 
@@ -28,7 +29,10 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Upload:
-    """A received safetensors file: its ``path``, SHA-256, size, and the adapter's config from its metadata."""
+    """A received safetensors file: its ``path``, SHA-256, size, and the adapter's config from its metadata.
+
+    Or tensors on a GPU: their description in place of the path, and a digest of the caller's checksum and the config.
+    """
 
     path: str
     digest: str
@@ -69,9 +73,36 @@ async def chunks(request: Any, limit: int) -> AsyncIterator[bytes]:
         raise Refused(400, "cut_body", f"the body was cut off after {received} of {expected} bytes")
 
 
-async def read_json(request: Any) -> dict[str, Any]:
-    """A small JSON object. Raises Refused."""
-    return _object("the body", b"".join([chunk async for chunk in chunks(request, MAX_JSON)]))
+async def read_json(request: Any, limit: int = MAX_JSON) -> dict[str, Any]:
+    """A JSON object of at most ``limit`` bytes. Raises Refused."""
+    return _object("the body", b"".join([chunk async for chunk in chunks(request, limit)]))
+
+
+async def described(request: Any, limit: int) -> Upload:
+    """Tensors that stay where they are, on a GPU of this machine, as ``client`` describes them; the size is theirs.
+
+    Raises Refused, also for a caller who does not prove to be a process of this user on this machine: the workers would
+    map whatever memory they are told to.
+    """
+    given = await read_json(request, 2 * gpu_tensors.MAX_TEXT)
+    if sorted(given) != sorted(GPU_KEYS) or not all(isinstance(given[key], str) for key in GPU_KEYS[:3]):
+        raise Refused(
+            400, "bad_json", f"the body must be an object of the texts {', '.join(GPU_KEYS[:3])} and {CONFIG}"
+        )
+    text, path, checksum, config = (given[key] for key in GPU_KEYS)
+    if not isinstance(config, dict):
+        raise Refused(400, "bad_json", f"{CONFIG} is not a JSON object")
+    check_patterns(config)
+    if not shared_file.is_proof(path, hashlib.sha256(text.encode()).digest()):
+        raise Refused(403, "unreachable", "the caller is no process of the server's user on the server's machine")
+    try:
+        description = gpu_tensors.parse(text)
+    except ValueError as error:
+        raise Refused(400, "bad_json", str(error)) from None
+    if description.size > limit:
+        raise Refused(413, "too_large", f"the tensors have {description.size} bytes; at most {limit} can be used")
+    content = json.dumps([checksum, config], sort_keys=True)
+    return Upload(text, hashlib.sha256(content.encode()).hexdigest(), description.size, config)
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from qerl_vllm_plugin import adapter_folder, compat
+from qerl_vllm_plugin import adapter_folder, compat, shared_file
 from qerl_vllm_plugin.adapter import AdapterError
 from qerl_vllm_plugin.policy import PolicyLostError, check_answers
 from qerl_vllm_plugin.server import metrics
@@ -51,6 +51,8 @@ class PolicyServer:
             "dtype": str(model.dtype).removeprefix("torch."),
             "logprobs_mode": model.logprobs_mode,
             "max_model_len": model.max_model_len,
+            "machine": shared_file.machine(),
+            "gpus": opened["gpus"],
         }
         tell_versions(engine, self.history)
 
@@ -71,7 +73,8 @@ class PolicyServer:
     async def swap(
         self, path: str | None, config: dict[str, Any], digest: str, version: int | None, mode: str
     ) -> dict[str, Any]:
-        """Installs the safetensors file ``path``, or no adapter, as ``version`` -> version and seconds."""
+        """Installs the safetensors file ``path``, or what a description says, or no adapter, as ``version`` -> version
+        and seconds."""
         return await _to_the_end(self._swap(path, config, digest, version, mode))
 
     async def _swap(
@@ -160,7 +163,8 @@ class PolicyServer:
         try:
             check_answers(results)
         except AdapterError as error:
-            raise Refused(422, "refused", str(error)) from error
+            unreachable = any(result.get("unreachable") for result in results)
+            raise Refused(422, "unreachable" if unreachable else "refused", str(error)) from error
         except PolicyLostError as error:
             self.lost = str(error)
             logger.error("%s", self.lost)

@@ -6,7 +6,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from qerl_vllm_plugin import adapter_folder, compat, noise, shared_file
+from qerl_vllm_plugin import adapter_folder, compat, gpu_tensors, noise, shared_file
 from qerl_vllm_plugin.adapter import AdapterError
 from qerl_vllm_plugin.server import body, metrics
 from qerl_vllm_plugin.server.body import Refused
@@ -34,7 +34,8 @@ def attach(app: Any, token: bytes) -> None:
                 refusal = Refused(503, "engine_dead", "the engine has died; restart the server, its log says why")
             metrics.REFUSALS.labels(refusal.reason).inc()
             # what is left of the body is not read
-            return JSONResponse({"error": str(refusal)}, refusal.status, headers={"Connection": "close"})
+            content = {"error": str(refusal), "reason": refusal.reason}
+            return JSONResponse(content, refusal.status, headers={"Connection": "close"})
 
         app.add_api_route(f"/v1/qerl/{path}", answer, methods=[method], include_in_schema=False)
 
@@ -46,9 +47,15 @@ def attach(app: Any, token: bytes) -> None:
 
 
 async def put_policy(server: PolicyServer, request: Request) -> dict[str, Any]:
-    """Installs the adapter in the body, or that of ``?folder=NAME``."""
+    """Installs the adapter in the body, or on the GPU that the body describes, or that of ``?folder=NAME``."""
     query = _query(request, "version", "requests", "folder")
     version, mode = _version(query), _mode(query)
+    if request.headers.get("content-type") == gpu_tensors.MEDIA_TYPE:
+        if "folder" in query:
+            raise Refused(400, "bad_query", "give a folder or tensors, not both")
+        upload = await body.described(request, server.limit)
+        metrics.BYTES.inc(upload.size)
+        return await server.swap(upload.path, upload.config, upload.digest, version, mode)
     if "folder" not in query:
         async with body.received(request, server.limit) as upload:
             metrics.BYTES.inc(upload.size)

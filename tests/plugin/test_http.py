@@ -1,12 +1,15 @@
 """The policy over HTTP: one real server for all of it, the official client for the questions, hostile requests too."""
 
 import asyncio
+import contextlib
+import hashlib
 import json
 import os
 import shutil
 import socket
 import subprocess
 import time
+import warnings
 from pathlib import Path
 
 import httpx
@@ -14,7 +17,9 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from qerl_vllm_plugin import cuda_ipc, gpu_tensors, shared_file
 from qerl_vllm_plugin.client import AsyncPolicyClient, PolicyClient, PolicyRefusedError, body
+from qerl_vllm_plugin.gpu_tensors import MEDIA_TYPE
 from qerl_vllm_plugin.policy import Policy
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -314,6 +319,89 @@ def test_hostile_bodies_are_refused_within_a_second(server, policy, adapters, ca
     assert text in answer.json()["error"]
     assert policy.state() == before
     assert uploads(server) == []
+
+
+def description(adapters, change=None):
+    """What a client sends for an adapter on a GPU: (the JSON object, what its proof must hold)."""
+    tensors, config = adapters[1]["second"]
+    ordered = [[name, "F32", list(tensor.shape)] for name, tensor in tensors.items()]
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    memory = {"gpu": "a-gpu", "handle": "5a" * 64, "bytes": size, "tensors": ordered, **(change or {})}
+    text = json.dumps(memory)
+    given = {"memory": text, "checksum": "0" * 64, "proof": "", "adapter_config": config}
+    return given, hashlib.sha256(text.encode()).digest()
+
+
+def put_description(server, given):
+    content = given if isinstance(given, bytes) else json.dumps(given).encode()
+    headers = {"X-QeRL-Admin-Token": TOKEN, "Authorization": f"Bearer {API_KEY}", "Content-Type": MEDIA_TYPE}
+    return put(server, content, headers)
+
+
+def test_memory_of_a_gpu_is_mapped_only_for_a_process_of_this_user_and_machine(server, policy, adapters, tmp_path):
+    before, (given, content) = policy.state(), description(adapters)
+    (tmp_path / "named").write_bytes(content)
+    with (
+        shared_file.proof(content) as good,
+        shared_file.proof(content + b"x") as longer,
+        shared_file.proof(b"x" * 32) as other,
+        open(tmp_path / "named", "rb") as named,
+    ):
+        here = f"/proc/{os.getpid()}/fd/{named.fileno()}"
+        for path in (longer, other, here, str(tmp_path / "named"), "/dev/shm/x", "/proc/self/fd/0", "", "/proc/1/fd/1"):
+            answer = put_description(server, {**given, "proof": path})
+            assert (answer.status_code, answer.json()["reason"]) == (403, "unreachable"), path
+        answer = put_description(server, {**given, "proof": good})
+        assert (answer.status_code, answer.json()["reason"]) == (422, "unreachable"), "this server has no GPU"
+        assert "and this worker computes on a cpu" in answer.json()["error"]
+        for broken in ({**given, "memory": 7}, {**given, "pickle": ""}, {**given, "adapter_config": []}, [], b"{"):
+            assert put_description(server, broken).status_code == 400
+    whole = {"bytes": 1 << 30, "tensors": [["a", "U8", [1 << 30]]]}
+    for change, status in (({"bytes": 1}, 400), ({"handle": "5a"}, 400), (whole, 413)):
+        given, content = description(adapters, change)
+        with shared_file.proof(content) as path:
+            assert put_description(server, {**given, "proof": path}).status_code == status
+    assert policy.state() == before
+
+
+def test_a_client_whose_gpu_the_server_cannot_read_sends_the_tensors_and_says_so_once(
+    server, questions, expected, adapters, measure, monkeypatch
+):
+    given, _ = description(adapters)
+    monkeypatch.setattr(gpu_tensors, "why_not", lambda tensors: None)
+    monkeypatch.setattr(cuda_ipc, "uuid", lambda device: "a-gpu")
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+
+    @contextlib.contextmanager
+    def described(tensors):
+        yield given["memory"], torch.zeros(8, dtype=torch.uint8)
+
+    monkeypatch.setattr(gpu_tensors, "described", described)
+    sees, does_not = {"machine": shared_file.machine(), "gpus": ["a-gpu"]}, {"machine": "another", "gpus": ["a-gpu"]}
+    for kind, place, why in (
+        (PolicyClient, sees, "this worker computes on a cpu"),
+        (AsyncPolicyClient, does_not, "does not see GPU a-gpu"),
+        (PolicyClient, None, "does not see GPU a-gpu"),
+    ):
+        client = kind(server[0], TOKEN, API_KEY)
+        client._place = place
+
+        def swap(name, client=client):
+            made = client.swap(*adapters[1][name])
+            return asyncio.run(made) if asyncio.iscoroutine(made) else made
+
+        with pytest.warns(UserWarning, match=why):
+            swap("third")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            version = swap("second")
+        assert_served(questions, measure, expected("second"), version)
+        strict = PolicyClient(server[0], TOKEN, API_KEY, transport="ipc")
+        strict._place = place
+        with pytest.raises(PolicyRefusedError, match=why):
+            strict.swap(*adapters[1]["third"])
+    with pytest.raises(ValueError, match="transport is 'shared'; it is one of auto, ipc, http"):
+        PolicyClient(server[0], TOKEN, transport="shared")
 
 
 def test_a_body_that_is_promised_and_never_sent_is_refused_at_once_and_one_that_is_cut_changes_nothing(server, policy):

@@ -75,3 +75,12 @@ def test_a_worker_reads_its_share_of_it_and_no_more():
         share = {name: tensor[: 1 << 20].clone() for name, tensor in tensors.items()}
         assert 4 << 20 <= resident_bytes(path) < 6 << 20, "a quarter of 16 MiB, and what the kernel maps around it"
         assert sum(tensor.nbytes for tensor in share.values()) == 4 << 20
+
+
+def test_a_file_proves_its_owner(monkeypatch):
+    with shared_file.proof(b"content") as path:
+        assert shared_file.is_proof(path, b"content")
+        assert not shared_file.is_proof(path, b"contents") and not shared_file.is_proof(path, b"conten")
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)  # a server of another user
+        assert not shared_file.is_proof(path, b"content")
+    assert not shared_file.is_proof(path, b"content")
