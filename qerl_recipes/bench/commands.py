@@ -60,13 +60,26 @@ def rollout(
 def swap(
     shape: Annotated[str, typer.Option(help="Qwen2.5 size: 0.5B, 1.5B, 3B, 7B, 14B, 32B; or tiny, for a CPU")] = "7B",
     rank: Annotated[int, typer.Option(help="rank of the adapter")] = 32,
+    transport: Annotated[
+        str,
+        typer.Option(
+            help="comma-separated, of auto (in process; as ipc on several GPUs), ipc (GPU to GPU), shared (from the "
+            "CPU through shared memory), http (a server, both ways)"
+        ),
+    ] = "auto",
     tensor_parallel_size: Annotated[int, typer.Option("--tensor-parallel-size", "--tensor_parallel_size")] = 1,
     output: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
 ) -> None:
-    """How long a change of policy takes: an adapter on the engine's own device, and the noise."""
+    """How long a change of policy takes: an adapter by each way to an engine, and the noise."""
     from qerl_recipes.bench.swap import run
 
-    run(shape, rank=rank, tensor_parallel_size=tensor_parallel_size, output=output)
+    run(
+        shape,
+        rank=rank,
+        transports=transport.split(","),
+        tensor_parallel_size=tensor_parallel_size,
+        output=output,
+    )
 
 
 @bench.command()

@@ -44,11 +44,14 @@ def check_gpus(count: int) -> None:
         raise ValueError(f"tensor_parallel_size is {count}, and this machine has {there} CUDA GPUs")
 
 
-def in_own_process(module: str, request: Found) -> Found:
-    """What the module's work has found; the engine is in that very process. Raises ArmFailedError."""
+def in_own_process(module: str, request: Found, *, has_core: bool = True) -> Found:
+    """What the module's work has found; the engine's core is in that very process unless told otherwise. Raises
+    ArmFailedError."""
     # each finds a port of its own; without another process weights can be measured, and adapters need no transport
     environment = {name: value for name, value in os.environ.items() if name != "MASTER_PORT"}
-    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(not has_core))
+    if not has_core:  # a fork of a process that has used torch's threads may hang
+        environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     line = [sys.executable, "-m", module, json.dumps(request)]
     done = subprocess.run(line, stdout=subprocess.PIPE, text=True, env=environment)
     if not done.stdout:

@@ -1,85 +1,175 @@
-"""``qerl bench swap``: how long a change of policy takes, adapter and noise, from tensors on the engine's own device.
+"""``qerl bench swap``: how long a change of policy takes, adapter and noise, by each way to an engine.
 
 Weights and adapter are random and of the real shapes, so nothing is downloaded. The adapter is in fp32, as it is
 trained. A change empties vLLM's prefix cache, which takes time by the block and is measured by itself too.
 """
 
+import functools
+import json
+import secrets
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from qerl_recipes.bench.process import answer, check_gpus, check_shape, in_own_process
+from qerl_recipes.bench.process import Found, answer, check_gpus, check_shape, in_own_process
 from qerl_recipes.machine.conditions import conditions, save
 from qerl_recipes.recipe.shapes import config_json
 from qerl_recipes.rollout.arms import engine_options
 
 WARM_UP, REPEATS = 3, 10
+# what is asked for, and where the adapter is beforehand
+TRANSPORTS = {
+    "auto": "an engine in this process where there is one rank, else as ipc",
+    "ipc": "worker processes, which read the tensors from the GPU where they lie",
+    "shared": "worker processes, through shared memory, from tensors on the CPU",
+    "http": "a server: a request's body, from tensors on the CPU; with a GPU from GPU to GPU, too",
+}
+LENGTH, SEQUENCES = 256, 8
 
 
-def run(shape: str, *, rank: int = 32, tensor_parallel_size: int = 1, output: Path | None = None) -> dict[str, Any]:
+def run(
+    shape: str,
+    *,
+    rank: int = 32,
+    transports: Sequence[str] = ("auto",),
+    tensor_parallel_size: int = 1,
+    output: Path | None = None,
+) -> dict[str, Any]:
     """Measure, print the figures, and write them to ``output`` as JSON.
 
-    Raises ValueError for an unknown shape, and for a large one without a GPU, ArmFailedError if the engine's process
-    does.
+    Raises ValueError for an unknown shape or transport, for a large shape without a GPU and for ipc without one, and
+    ArmFailedError if the engine's process does.
     """
     check_shape(shape)
     check_gpus(tensor_parallel_size)
-    result = {
-        "shape": shape,
-        "rank": rank,
-        "tensor_parallel_size": tensor_parallel_size,
-        **conditions(),
-        **in_own_process(__name__, {"shape": shape, "rank": rank, "tensor_parallel": tensor_parallel_size}),
-    }
+    if unknown := [name for name in transports if name not in TRANSPORTS] or not transports:
+        raise ValueError(f"transport {unknown} is unknown; it is one of {', '.join(TRANSPORTS)}")
+    if "ipc" in transports:
+        _check_ipc()
+    request = {"shape": shape, "rank": rank, "tensor_parallel": tensor_parallel_size}
+    ways: dict[str, Found] = {}
+    for kind in dict.fromkeys(_kind(name, tensor_parallel_size) for name in transports):
+        named = [name for name in transports if _kind(name, tensor_parallel_size) == kind]
+        asked = {**request, "kind": kind, "transports": named}
+        ways |= in_own_process(__name__, asked, has_core=kind == "here" or tensor_parallel_size > 1)
+    result = {**request, **conditions(), "ways": ways}
     save(result, output)
-    milliseconds = {what: 1e3 * seconds for what, seconds in result["seconds"].items()}
-    print(
-        f"{shape}, rank {rank}, {result['gpu']}, engine in {result['engine']}, "
-        f"tensors on {result['tensors']}: a swap takes {milliseconds['swap']:.1f} ms, a change of noise "
-        f"{milliseconds['noise']:.1f} ms, each with {milliseconds['prefix_cache']:.1f} ms in which vLLM empties its "
-        f"prefix cache of {result['blocks']} blocks"
-    )
+    for name, found in ways.items():
+        print(f"{shape}, rank {rank}, tensor parallel {tensor_parallel_size}, {result['gpu']}, {name}: {_line(found)}")
     return result
 
 
+def _check_ipc() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError("transport ipc needs an NVIDIA GPU; on this machine use shared or http")
+
+
+def _kind(transport: str, ranks: int) -> str:
+    """Which engine a transport is measured with."""
+    if transport == "http":
+        return "server"
+    return "here" if transport == "auto" and ranks == 1 else "elsewhere"
+
+
+def _line(found: Found) -> str:
+    parts = []
+    for what in ("swap", "noise"):
+        ms = {key: 1e3 * value for key, value in found[what].items()}
+        parts.append(f"{what} {ms['median']:.1f} ms ({ms['least']:.1f} to {ms['most']:.1f})")
+    text = ", ".join(parts)
+    text += f", of {found['bytes'] / 1e6:.0f} MB"
+    if found["prefix_cache"] is None:
+        return text
+    emptied = 1e3 * found["prefix_cache"]["median"]
+    return f"{text}; in each vLLM empties {found['blocks']} blocks in {emptied:.1f} ms"
+
+
 def measure(request: dict[str, Any], found: dict[str, Any]) -> None:
-    """In this process: median seconds of each change, and the blocks of the KV cache."""
+    """In this process: the seconds of each change by each transport."""
     import torch
 
     from qerl_recipes.bench import random_model
-    from qerl_vllm_plugin.policy import Policy
 
     config, rank = config_json(request["shape"]), request["rank"]
+    made, adapter_config = random_model.adapter(config, rank)
+    tensors = {name: tensor.float() for name, tensor in made.items()}
+    has_gpu = torch.cuda.is_available()
+    if request["kind"] == "server":
+        _measure_server(request, tensors, adapter_config, has_gpu, found)
+        return
+    from qerl_vllm_plugin.policy import Policy
+
     # nothing is generated: graphs would only take time
     options = {**engine_options("qerl_nvfp4", rank), "enforce_eager": True, "enable_prefix_caching": True}
-    parallel = request["tensor_parallel"]
-    options["tensor_parallel_size"] = parallel
-    found["engine"] = "the caller's process" if parallel == 1 else f"{parallel} processes of its own"
-    llm = random_model.start(config, length=256, sequences=8, **options)
-    policy = Policy(llm)
-    device = "cuda" if torch.cuda.is_available() and parallel == 1 else "cpu"
-    found["tensors"] = "the engine's device" if parallel == 1 else "the CPU"
-    tensors, adapter_config = random_model.adapter(config, rank)
-    tensors = {name: tensor.to(device, torch.float32) for name, tensor in tensors.items()}
+    options["tensor_parallel_size"] = request["tensor_parallel"]
+    llm = random_model.start(config, length=LENGTH, sequences=SEQUENCES, **options)
+    for name in request["transports"]:
+        policy = Policy(llm, transport=name)
+        device = "cuda" if has_gpu and name != "shared" else "cpu"
+        sent = {key: tensor.to(device) for key, tensor in tensors.items()}
+        found[name] = {
+            "tensors": device,
+            "bytes": sum(tensor.nbytes for tensor in sent.values()),
+            "blocks": llm.llm_engine.vllm_config.cache_config.num_gpu_blocks,
+            "swap": _spread(functools.partial(policy.swap, sent, adapter_config)),
+            "noise": _spread(functools.partial(policy.set_noise, 1e-2, seed=0, rollout=1)),
+            "prefix_cache": _spread(llm.reset_prefix_cache),
+        }
 
-    def median(change: Callable[[], object]) -> float:
-        found = []
-        for _ in range(WARM_UP + REPEATS):
-            began = time.perf_counter()
-            change()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            found.append(time.perf_counter() - began)
-        return statistics.median(found[WARM_UP:])
 
-    found["seconds"] = {
-        "swap": median(lambda: policy.swap(tensors, adapter_config)),
-        "noise": median(lambda: policy.set_noise(1e-2, seed=0, rollout=1)),
-        "prefix_cache": median(llm.reset_prefix_cache),
-    }
-    found["blocks"] = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+def _measure_server(
+    request: dict[str, Any], tensors: dict[str, Any], adapter_config: dict[str, Any], has_gpu: bool, found: Found
+) -> None:
+    from qerl_recipes.machine.environment import free_port
+    from qerl_recipes.machine.serve import command
+    from qerl_recipes.machine.server_process import started
+    from qerl_vllm_plugin.client import PolicyClient
+
+    port, token = free_port(), secrets.token_hex(16)
+    additional = engine_options("qerl_nvfp4", request["rank"])["additional_config"]
+    line = ["--host", "127.0.0.1", "--port", str(port), "--load-format", "dummy", "--skip-tokenizer-init"]
+    line += ["--dtype", "bfloat16", "--max-model-len", str(LENGTH), "--max-num-seqs", str(SEQUENCES)]
+    line += ["--enforce-eager", "--tensor-parallel-size", str(request["tensor_parallel"])]
+    line += ["--additional-config", json.dumps(additional)]
+    environment = {"VLLM_PLUGINS": "qerl", "QERL_ADMIN_TOKEN": token}
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(has_gpu))  # 0: no worker process beside the core's
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch, "model")
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config_json(request["shape"])), encoding="utf-8")
+        with started(command(str(folder), line), port, Path(scratch, "log"), environment) as server:
+            for name, transport, device in (("http", "http", "cpu"), ("http, GPU to GPU", "ipc", "cuda")):
+                if device == "cuda" and not has_gpu:
+                    continue
+                client = PolicyClient(server.url, token, transport=transport)
+                sent = {key: tensor.to(device) for key, tensor in tensors.items()}
+                found[name] = {
+                    "tensors": device,
+                    "bytes": sum(tensor.nbytes for tensor in sent.values()),
+                    "swap": _spread(functools.partial(client.swap, sent, adapter_config)),
+                    "noise": _spread(functools.partial(client.set_noise, 1e-2, seed=0, rollout=1)),
+                    "prefix_cache": None,
+                }
+
+
+def _spread(change: Callable[[], object]) -> dict[str, float]:
+    """Median, least and most seconds of a change, after some that warm up."""
+    import torch
+
+    seconds = []
+    for _ in range(WARM_UP + REPEATS):
+        began = time.perf_counter()
+        change()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    counted = seconds[WARM_UP:]
+    return {"median": statistics.median(counted), "least": min(counted), "most": max(counted)}
 
 
 if __name__ == "__main__":

@@ -17,10 +17,23 @@ from qerl_recipes.bench.process import ArmFailedError
 
 
 def test_a_swap_is_measured_with_and_without_emptying_the_prefix_cache() -> None:
-    found = bench_swap.run("tiny", rank=4)
-    seconds = found["seconds"]
-    assert set(seconds) == {"swap", "noise", "prefix_cache"} and all(value > 0 for value in seconds.values())
-    assert found["blocks"] > 0 and found["engine"] == "the caller's process"
+    (found,) = bench_swap.run("tiny", rank=4)["ways"].values()
+    for what in ("swap", "noise", "prefix_cache"):
+        assert 0 < found[what]["least"] <= found[what]["median"] <= found[what]["most"]
+    assert found["blocks"] > 0 and found["tensors"] == "cpu" and found["bytes"] > 4 * 4 * 128
+
+
+@pytest.mark.slow
+def test_a_swap_is_measured_over_http() -> None:
+    (found,) = bench_swap.run("tiny", rank=4, transports=["http"])["ways"].values()
+    assert found["swap"]["median"] > 0 and found["noise"]["median"] > 0
+
+
+def test_unknown_ways_to_measure_a_swap_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"transport .*pigeon.* is unknown; it is one of auto, ipc, shared, http"):
+        bench_swap.run("tiny", transports=["http", "pigeon"])
+    with pytest.raises(ValueError, match="transport ipc needs an NVIDIA GPU"):
+        bench_swap.run("tiny", transports=["ipc"])
 
 
 def test_each_case_of_an_arm_is_measured_as_a_whole_and_its_decoding_alone(tmp_path: Path) -> None:
@@ -57,17 +70,25 @@ def test_numbers_stand_side_by_side_and_one_counts_for_all() -> None:
 def test_results_say_what_they_were_measured_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def answer(module: str, request: dict[str, Any]) -> dict[str, Any]:
-        assert (module, request) == ("qerl_recipes.bench.swap", {"shape": "7B", "rank": 16, "tensor_parallel": 1})
-        seconds = {"swap": 0.012, "noise": 0.006, "prefix_cache": 0.005}
-        return {"seconds": seconds, "blocks": 99, "engine": "x", "tensors": "y"}
+    asked: list[tuple[str, list[str], bool]] = []
+
+    def answer(module: str, request: dict[str, Any], *, has_core: bool) -> dict[str, Any]:
+        assert (module, request["shape"], request["rank"]) == ("qerl_recipes.bench.swap", "7B", 16)
+        asked.append((request["kind"], request["transports"], has_core))
+        seconds = {"median": 0.012, "least": 0.011, "most": 0.02}
+        found = {"swap": seconds, "noise": seconds, "prefix_cache": seconds, "bytes": 2e6, "blocks": 99}
+        return dict.fromkeys(request["transports"], found)
 
     monkeypatch.setattr(bench_swap, "in_own_process", answer)
     monkeypatch.setattr(bench_swap, "check_shape", lambda shape: None)
-    bench_swap.run("7B", rank=16, output=tmp_path / "new/swap.json")
+    monkeypatch.setattr(bench_swap, "_check_ipc", lambda: None)
+    ways = ["auto", "ipc", "http", "shared"]
+    bench_swap.run("7B", rank=16, transports=ways, output=tmp_path / "new/swap.json")
+    assert asked == [("here", ["auto"], True), ("elsewhere", ["ipc", "shared"], False), ("server", ["http"], False)]
     written = json.loads((tmp_path / "new/swap.json").read_text())
-    assert {"gpu", "versions", "commit", "date", "command"} <= set(written) and written["blocks"] == 99
-    assert "a swap takes 12.0 ms" in capsys.readouterr().out
+    assert {"gpu", "versions", "commit", "date", "command"} <= set(written)
+    assert list(written["ways"]) == ["auto", "ipc", "shared", "http"]
+    assert "ipc: swap 12.0 ms (11.0 to 20.0)" in capsys.readouterr().out
 
 
 def test_arms_alternate_and_one_that_fails_does_not_end_the_others(
