@@ -13,6 +13,8 @@ import torch
 from qerl_kernels.silu_mul import silu_mul
 from transformers import PreTrainedModel
 
+from qerl_recipes.model.fused_lora import together
+
 PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -25,7 +27,7 @@ class GatedMLP(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x: (..., H)`` -> ``(..., H)``."""
-        gate, up = self.gate_proj(x), self.up_proj(x)
+        gate, up = together(x, self.gate_proj, self.up_proj)
         product = silu_mul(gate, up) if x.is_cuda else torch.nn.functional.silu(gate) * up
         return self.down_proj(product)
 

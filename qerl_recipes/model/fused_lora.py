@@ -7,9 +7,11 @@ cuBLAS's own epilogue, and no product is written to be read again. With s = scal
 
     y = (s B^T + bias) + x W^T        dx = ds A + dy W        dA = ds^T x        dB = dy^T s,
 
-the last two in fp32. Elsewhere (bitsandbytes, unequal tensor scales) ``FusedLora`` saves two of the sums.
+the last two in fp32. Layers that share x are computed ``together``: one product for all A, one dx. Elsewhere
+(bitsandbytes, unequal tensor scales) ``FusedLora`` saves two of the sums.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,41 +30,72 @@ class AdaptedLinear(peft_layer.Linear):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """``x: (..., K)`` -> ``(..., N)``; PEFT's own wherever more is asked for than the trained adapter."""
-        is_plain = not (args or kwargs or self.disable_adapters or self.merged) and self.active_adapters == [ADAPTER]
-        if not (is_plain and torch.is_autocast_enabled(x.device.type)):
+        if args or kwargs or not self.is_plain(x):
             return super().forward(x, *args, **kwargs)
-        A, B = self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight
-        return _Adapted.apply(x, A, B, self.scaling[ADAPTER], self.get_base_layer())
+        return _adapted(x, [self])[0]
+
+    def is_plain(self, x: torch.Tensor) -> bool:
+        """Whether the frozen weight and the trained adapter are all that there is to compute."""
+        alone = not (self.disable_adapters or self.merged) and self.active_adapters == [ADAPTER]
+        return alone and torch.is_autocast_enabled(x.device.type)
+
+
+def together(x: torch.Tensor, *layers: torch.nn.Module) -> tuple[torch.Tensor, ...]:
+    """The outputs of ``layers`` for one ``x: (..., K)``; where all are plain, one function reads x once for all of
+    their A, and adds up their gradients of x in place."""
+    adapted = [layer for layer in layers if isinstance(layer, AdaptedLinear) and layer.is_plain(x)]
+    if len(adapted) == len(layers) and len({layer.scaling[ADAPTER] for layer in adapted}) == 1:
+        return _adapted(x, adapted)
+    return tuple(layer(x) for layer in layers)
+
+
+def _adapted(x: torch.Tensor, layers: Sequence[AdaptedLinear]) -> tuple[torch.Tensor, ...]:
+    As, Bs = ([getattr(layer, name)[ADAPTER].weight for layer in layers] for name in ("lora_A", "lora_B"))
+    bases = [layer.get_base_layer() for layer in layers]
+    outputs: tuple[torch.Tensor, ...] = _Adapted.apply(x, layers[0].scaling[ADAPTER], bases, *As, *Bs)
+    return outputs
 
 
 class _Adapted(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, A: torch.Tensor, B: torch.Tensor, scaling: float, base: torch.nn.Linear
-    ) -> torch.Tensor:
-        dtype = torch.get_autocast_dtype(x.device.type)
-        with torch.autocast(x.device.type, enabled=False):
-            rows, a, b = x.reshape(-1, x.shape[-1]).to(dtype), A.to(dtype), B.to(dtype)  # (T, K), (r, K), (N, r)
-            s = _product(rows, a.t(), scaling)  # (T, r)
-            bias = base.bias
-            y = s @ b.t() if bias is None else torch.addmm(bias.to(dtype), s, b.t())
-            w, factor = _operand(base, dtype)
-            y.addmm_(rows, w.t(), alpha=factor)  # (T, N)
-        ctx.save_for_backward(rows, s, a, b)
-        ctx.scaling, ctx.base, ctx.x = scaling, base, (x.shape, x.dtype)
-        return y.view(*x.shape[:-1], y.shape[1])
+    """Layers i with weights (N_i, K), A_i (r_i, K) and B_i (N_i, r_i); R is the sum of all r_i."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, s, a, b = ctx.saved_tensors
-        dy = gradients[0].reshape(-1, b.shape[0]).to(s.dtype)  # (T, N)
-        ds = _product(dy, b, ctx.scaling)  # (T, r)
-        of_x, of_a, of_b, *_ = ctx.needs_input_grad
+    def forward(
+        ctx: Any, x: torch.Tensor, scaling: float, bases: Sequence[torch.nn.Linear], *weights: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        dtype, As, Bs = torch.get_autocast_dtype(x.device.type), weights[: len(bases)], weights[len(bases) :]
+        ranks = [len(A) for A in As]
+        with torch.autocast(x.device.type, enabled=False):
+            rows = x.reshape(-1, x.shape[-1]).to(dtype)  # (T, K)
+            a, bs = torch.cat(As).to(dtype), [B.to(dtype) for B in Bs]  # (R, K)
+            s = _product(rows, a.t(), scaling)  # (T, R)
+            ys = []
+            for base, part, b in zip(bases, s.split(ranks, dim=1), bs, strict=True):
+                bias = base.bias
+                y = part @ b.t() if bias is None else torch.addmm(bias.to(dtype), part, b.t())
+                w, factor = _operand(base, dtype)
+                ys.append(y.addmm_(rows, w.t(), alpha=factor))  # (T, N_i)
+        ctx.save_for_backward(rows, s, a, *bs)
+        ctx.scaling, ctx.bases, ctx.ranks, ctx.x = scaling, bases, ranks, (x.shape, x.dtype)
+        return tuple(y.view(*x.shape[:-1], y.shape[1]) for y in ys)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        rows, s, a, *bs = ctx.saved_tensors
+        dys = [dy.reshape(-1, dy.shape[-1]).to(s.dtype) for dy in gradients]  # (T, N_i)
+        ds = torch.empty_like(s)  # (T, R)
+        for part, dy, b in zip(ds.split(ctx.ranks, dim=1), dys, bs, strict=True):
+            torch.addmm(part, dy, b, beta=0, alpha=ctx.scaling, out=part)
         dx = None
-        if of_x:
-            w, factor = _operand(ctx.base, s.dtype)
-            dx = (ds @ a).addmm_(dy, w, alpha=factor).view(ctx.x[0]).to(ctx.x[1])  # (..., K)
-        return dx, _sum(ds, rows) if of_a else None, _sum(dy, s) if of_b else None, None, None
+        if ctx.needs_input_grad[0]:
+            dx = ds @ a  # (T, K)
+            for base, dy in zip(ctx.bases, dys, strict=True):
+                w, factor = _operand(base, s.dtype)
+                dx.addmm_(dy, w, alpha=factor)
+            dx = dx.view(ctx.x[0]).to(ctx.x[1])
+        of_a = _sum(ds, rows).split(ctx.ranks)
+        of_b = [_sum(dy, part) for dy, part in zip(dys, s.split(ctx.ranks, dim=1), strict=True)]
+        return dx, None, None, *of_a, *of_b
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, factor: float) -> torch.Tensor:

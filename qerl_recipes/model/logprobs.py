@@ -14,7 +14,7 @@ from peft import PeftModel
 from qerl_kernels.linear_logprob import linear_logprob
 from transformers import PreTrainedModel
 
-from qerl_recipes.model import engine_rounding, packed_attention
+from qerl_recipes.model import engine_rounding, packed_attention, rotated_attention
 from qerl_recipes.model.packing import PackedRow
 
 # of transformers; each keeps packed sequences apart by what `_arguments` gives it
@@ -33,6 +33,7 @@ def prepare(model: PreTrainedModel | PeftModel) -> str | None:
     if reason is None and base.config._attn_implementation == "sdpa":
         base.set_attn_implementation(packed_attention.NAME)
         engine_rounding.replace_rotations(base)
+        rotated_attention.replace_attentions(base)
     name = base.config._attn_implementation
     if reason is None and name != packed_attention.NAME and name not in BY_POSITIONS and not name.startswith(FLASH):
         reason = f"it is not known how the attention {name} keeps packed sequences apart; use attn_implementation: sdpa"

@@ -184,6 +184,22 @@ def test_silu_mul_and_its_gradient_are_those_of_the_cpu():
         assert (ours - reference).norm() < 1e-3 * reference.norm()  # the last bit of a few
 
 
+@pytest.mark.parametrize("shape", [(1, 700, 28, 128), (2, 33, 4, 64), (1, 9, 3, 80)], ids=str)
+def test_rotation_and_its_gradient_are_those_of_the_cpu(shape):
+    from qerl_kernels.rotate import rotate
+
+    x, dy = torch.randn(2, *shape)
+    angles = torch.rand(*shape[:2], shape[3]) * 6
+    results = []
+    for device in ("cpu", "cuda"):
+        there = x.to(device, torch.bfloat16).requires_grad_()
+        y = rotate(there, angles.cos().to(device), angles.sin().to(device))
+        y.backward(dy.to(device, torch.bfloat16))
+        results.append([t.detach().cpu().float() for t in (y, there.grad)])
+    for ours, reference in zip(results[1], results[0], strict=True):
+        assert (ours - reference).norm() < 1e-3 * reference.norm()  # the last bit of a few
+
+
 @pytest.mark.parametrize("rounded", [False, True], ids=["one rounding", "rounded"])
 @pytest.mark.parametrize("shape", [(700, 3584), (9000, 128), (3, 5120)], ids=str)
 def test_rms_norm_and_its_gradients_are_those_of_the_cpu(shape, rounded):

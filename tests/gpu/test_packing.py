@@ -10,8 +10,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from qerl_kernels import linear_logprob as kernel
 
+from qerl_recipes.model import fused_lora, logprobs, packed_attention
 from qerl_recipes.model import loading as model
-from qerl_recipes.model import logprobs
 from qerl_recipes.model.packing import pack
 
 pytestmark = pytest.mark.gpu
@@ -40,10 +40,16 @@ def policy(folder: Path, dtype: torch.dtype, implementation: str | None = None) 
     return adapted
 
 
-def score(adapted: Any, pack_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def score(
+    adapted: Any, pack_tokens: int, autocast: Callable[[], Any] = contextlib.nullcontext
+) -> tuple[torch.Tensor, torch.Tensor]:
     ids, mask = batch()
     rows = pack(ids, mask, C, pack_tokens, share_prompts=logprobs.shares_prompts(adapted))
-    return logprobs.completion_logprobs(adapted, adapted, rows, (len(ids), C), 1.0, contextlib.nullcontext)
+    return logprobs.completion_logprobs(adapted, adapted, rows, (len(ids), C), 1.0, autocast)
+
+
+def autocast() -> Any:
+    return torch.autocast("cuda", torch.bfloat16)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -72,6 +78,49 @@ def test_packed_rows_give_the_numbers_of_each_sequence_alone(
             torch.testing.assert_close(weight.grad, gradients[name], rtol=0, atol=5e-3 * largest, msg=name)
 
 
+def test_one_attention_call_for_a_row_gives_the_numbers_of_a_call_for_each_sequence(
+    checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, record: Callable[[str, Any], None]
+) -> None:
+    adapted = policy(checkpoints[1], torch.bfloat16)
+    logprobs.prepare(adapted)
+    calls, inner, results = [], packed_attention.varlen_attn, []
+    monkeypatch.setattr(packed_attention, "varlen_attn", lambda *a, **k: calls.append(a) or inner(*a, **k))
+    for at_once in (True, False):
+        if not at_once:
+            monkeypatch.setattr(packed_attention.Spans, "of", lambda *arguments: None)
+        logp = score(adapted, 4096, autocast)[0]
+        logp.sum().backward()
+        of_a, of_b = (
+            torch.cat([w.grad.flatten() for name, w in adapted.named_parameters() if part in name])
+            for part in ("lora_A", "lora_B")
+        )
+        results.append([logp.detach(), of_a, of_b])
+        adapted.zero_grad()
+    assert len(calls) == 4  # layers
+    difference = float((results[0][0] - results[1][0]).abs().sum() / (results[1][0] != 0).sum())
+    record("packed rows: log p, one attention call to one a sequence, mean difference", f"{difference:.4f}")
+    assert difference < 0.02
+    for mine, theirs in zip(results[0][1:], results[1][1:], strict=True):
+        assert (mine - theirs).norm() < 0.05 * theirs.norm()
+
+
+def test_the_adapted_linear_is_that_of_peft(checkpoints: tuple[Path, Path]) -> None:
+    adapted = policy(checkpoints[1], torch.bfloat16)
+    results = []
+    for installed in (False, True):
+        if installed:
+            assert fused_lora.install(adapted, "default") == 28
+        with autocast():
+            ids = batch()[0][:2].cuda()
+            logits = adapted(input_ids=ids).logits
+        logits.float().log_softmax(-1)[..., 3].sum().backward()
+        gradients = [w.grad.flatten() for w in adapted.parameters() if w.requires_grad]
+        results.append([logits.detach().float(), torch.cat(gradients)])
+        adapted.zero_grad()
+    for mine, theirs in zip(results[1], results[0], strict=True):
+        assert (mine - theirs).norm() < 0.03 * theirs.norm()
+
+
 def test_nothing_waits_for_the_gpu_and_no_logits_are_kept(
     checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, record: Callable[[str, Any], None]
 ) -> None:
@@ -80,12 +129,13 @@ def test_nothing_waits_for_the_gpu_and_no_logits_are_kept(
     adapted.enable_input_require_grads()
     adapted.train()
     logprobs.prepare(adapted)
-    score(adapted, 700)[0].sum().backward()  # compiles what is compiled at first use
+    fused_lora.install(adapted, "default")
+    score(adapted, 700, autocast)[0].sum().backward()  # compiles what is compiled at first use
     monkeypatch.setattr(kernel, "CHUNK_BYTES", 4 * 512 * 64)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        logp, entropy = score(adapted, 700)
+        logp, entropy = score(adapted, 700, autocast)
         (logp.sum() + entropy.sum()).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -7,7 +7,17 @@ import traceback
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
 import torch
-from qerl_kernels import linear_logprob, nvfp4, nvfp4_triton, rms_norm, rms_norm_triton, silu_mul, silu_mul_triton  # noqa: F401
+from qerl_kernels import (  # noqa: F401
+    linear_logprob,
+    nvfp4,
+    nvfp4_triton,
+    rms_norm,
+    rms_norm_triton,
+    rotate,
+    rotate_triton,
+    silu_mul,
+    silu_mul_triton,
+)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -77,6 +87,15 @@ def scaled_silu_mul_agrees_with_the_reference():
     torch.testing.assert_close(silu_mul_triton.scaled_forward(joined, scales), expected)
     expected = torch.ops.qerl.scaled_silu_mul_backward(dy, joined, scales)
     torch.testing.assert_close(silu_mul_triton.scaled_backward(dy, joined, scales), expected)
+
+
+def rotate_agrees_with_the_reference():
+    generator = torch.Generator().manual_seed(0)
+    for heads, D in ((3, 12), (1, 64)):
+        x = torch.randn(1, 5, heads, D, generator=generator)
+        cosine, sine = torch.rand(2, 1, 5, D, generator=generator)
+        for back, operator in ((False, torch.ops.qerl.rotate), (True, torch.ops.qerl.rotate_backward)):
+            torch.testing.assert_close(rotate_triton.turn(x, cosine, sine, back=back), operator(x, cosine, sine))
 
 
 def rms_norm_agrees_with_the_reference():

@@ -16,6 +16,7 @@ CHECKS = [
     "logprob_kernels_agree_with_torch",
     "silu_mul_agrees_with_the_reference",
     "scaled_silu_mul_agrees_with_the_reference",
+    "rotate_agrees_with_the_reference",
     "rms_norm_agrees_with_the_reference",
 ]
 

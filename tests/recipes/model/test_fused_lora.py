@@ -108,6 +108,49 @@ def test_output_and_gradients_are_those_of_the_formula_on_every_frozen_weight(ki
         assert (mine.double() - true).norm() < 6e-3 * true.norm(), what
 
 
+@pytest.mark.parametrize("alphas", [(8, 8), (8, 12)], ids=["one function", "a function each"])
+def test_layers_of_one_input_are_computed_together_where_they_have_one_scaling(alphas, monkeypatch):
+    """Every gradient is that of the layers one after the other, but for the order of sums."""
+    parts = {name: frozen(kind)[0] for name, kind in (("first", "checkpoint"), ("second", "BF16"))}
+    ranks, alpha = {"first": 4, "second": 8}, {"first": alphas[0], "second": alphas[1] * 2}
+    lora = LoraConfig(target_modules=list(parts), rank_pattern=ranks, alpha_pattern=alpha)
+    holder = get_peft_model(torch.nn.ModuleDict(parts), lora)
+    layers = [holder.base_model.model[name] for name in parts]
+    generator = torch.Generator().manual_seed(2)
+    for layer in layers:
+        layer.lora_B.default.weight.data = torch.randn(N, layer.r["default"], generator=generator)
+    fused_lora.install(holder, "default")
+    x, dys = torch.randn(9, K, generator=generator).bfloat16(), torch.randn(2, 9, N, generator=generator).bfloat16()
+    sizes, results, inner = [], [], fused_lora._adapted
+    monkeypatch.setattr(fused_lora, "_adapted", lambda x, layers: sizes.append(len(layers)) or inner(x, layers))
+    for at_once in (True, False):
+        holder.zero_grad()
+        leaf = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            ys = fused_lora.together(leaf, *layers) if at_once else tuple(layer(leaf) for layer in layers)
+        torch.autograd.backward(ys, list(dys))
+        gradients = [w.grad for layer in layers for w in (layer.lora_A.default.weight, layer.lora_B.default.weight)]
+        results.append([*(y.detach() for y in ys), leaf.grad, *gradients])
+    for mine, theirs in zip(*results, strict=True):
+        assert (mine.double() - theirs.double()).norm() < 5e-3 * theirs.double().norm()
+    assert sizes == ([2] if alphas[0] == alphas[1] else [1, 1]) + [1, 1]
+
+
+def test_an_output_that_nobody_uses_adds_nothing():
+    parts = {"first": frozen("checkpoint")[0], "second": frozen("BF16")[0]}
+    holder = get_peft_model(torch.nn.ModuleDict(parts), LoraConfig(r=4, target_modules=list(parts)))
+    fused_lora.install(holder, "default")
+    layers = [holder.base_model.model[name] for name in parts]
+    x = torch.randn(9, K, generator=torch.Generator().manual_seed(2)).bfloat16()
+    gradients = []
+    for at_once in (True, False):
+        leaf = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            (fused_lora.together(leaf, *layers)[0] if at_once else layers[0](leaf)).sum().backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(*gradients)
+
+
 def test_what_needs_no_gradient_gets_none_and_the_adapter_can_be_switched_off():
     base = frozen("checkpoint")[0]
     holder = get_peft_model(torch.nn.ModuleDict({"part": base}), LoraConfig(r=4, target_modules=["part"]))
