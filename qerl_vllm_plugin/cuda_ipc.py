@@ -12,8 +12,7 @@ import ctypes
 import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,8 +25,7 @@ class CudaIPCError(RuntimeError):
     """GPU memory that cannot be shared or mapped, and why."""
 
 
-@dataclass(frozen=True)
-class Copy:
+class Copy(NamedTuple):
     """``rows`` rows of ``width`` bytes, from ``source`` to ``target``; from one row to the next it is a pitch."""
 
     target: int

@@ -39,13 +39,13 @@ class GpuTensors(Mapping[str, torch.Tensor]):
     """The tensors by name, on the meta device: their memory is another process's, mapped at ``address``."""
 
     def __init__(self, description: Description, address: int) -> None:
-        self._address = address
+        self._address, self._size = address, description.size
         whole = torch.empty(description.size, dtype=torch.uint8, device="meta")
         self._tensors: dict[str, torch.Tensor] = {}
         end, of_type = 0, {}
         for name, dtype, shape in description.tensors:
             if dtype not in of_type:  # the next ones have it too
-                of_type[dtype] = whole[: description.size // dtype.itemsize * dtype.itemsize].view(dtype)
+                of_type[dtype] = _typed(whole, dtype)
             strides = [1] * len(shape)
             for i in range(len(shape) - 1, 0, -1):
                 strides[i - 1] = strides[i] * shape[i]
@@ -63,6 +63,8 @@ class GpuTensors(Mapping[str, torch.Tensor]):
 
     def fetch(self, pieces: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
         """Copies on ``device`` of these tensors, or of rows or columns of them."""
+        if 10 * sum(piece.nbytes for piece in pieces) >= 9 * self._size:
+            return self._fetch_all(pieces, device)  # to find out what goes together would take longer
         found = list(pieces)
         copies: list[Copy] = []
         for dtype in dict.fromkeys(piece.dtype for piece in pieces):
@@ -78,6 +80,12 @@ class GpuTensors(Mapping[str, torch.Tensor]):
         cuda_ipc.copy(copies, device)
         return found
 
+    def _fetch_all(self, pieces: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+        whole = torch.empty(self._size, dtype=torch.uint8, device=device)
+        cuda_ipc.copy([Copy(whole.data_ptr(), self._address, 1, self._size, 0, 0)], device)
+        typed = {dtype: _typed(whole, dtype) for dtype in {piece.dtype for piece in pieces}}
+        return [typed[one.dtype].as_strided(one.shape, one.stride(), one.storage_offset()) for one in pieces]
+
     def _copy(self, piece: torch.Tensor, target: int) -> Copy:
         width = piece.element_size()
         source = self._address + piece.storage_offset() * width
@@ -85,6 +93,11 @@ class GpuTensors(Mapping[str, torch.Tensor]):
             return Copy(target, source, 1, piece.numel() * width, 0, 0)
         rows, columns = piece.shape
         return Copy(target, source, rows, columns * width, columns * width, piece.stride(0) * width)
+
+
+def _typed(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes as values, from the first one on."""
+    return memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)
 
 
 def _append(copies: list[Copy], new: Copy) -> None:
@@ -131,7 +144,7 @@ def described(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.
     with cuda_ipc.exported(size, device) as (memory, handle), torch.no_grad():
         end = 0
         for dtype, same in by_type.items():
-            flat = [tensor.detach().reshape(-1) for _, tensor in same]
+            flat = [tensor.reshape(-1) for _, tensor in same]
             begin, end = end, end + sum(map(len, flat)) * dtype.itemsize
             torch.cat(flat, out=memory[begin:end].view(dtype))
         cuda_ipc.finish(device)

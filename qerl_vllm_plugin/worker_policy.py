@@ -271,10 +271,8 @@ def _norm_values(
     base: dict[str, torch.Tensor], sigma: float, seed: int, rollout: int, targets: Any
 ) -> dict[str, torch.Tensor]:
     """What the norms will hold: ``base``, and the noise on those that are its targets."""
-    return {
-        name: noise.noisy(norm, sigma, seed, rollout, name) if sigma and noise.is_target(name, targets) else norm
-        for name, norm in base.items()
-    }
+    targeted = {name: norm for name, norm in base.items() if sigma and noise.is_target(name, targets)}
+    return {**base, **noise.all_noisy(targeted, sigma, seed, rollout)}
 
 
 def _write_norms(policy: WorkerPolicy, values: dict[str, torch.Tensor]) -> None:

@@ -76,8 +76,16 @@ def test_a_worker_copies_the_bits_in_one_piece(gpu):
         fetched = dict(zip(found, found.fetch(list(found.values()), CPU), strict=True))
     for name, tensor in TENSORS.items():
         assert fetched[name].dtype == tensor.dtype and torch.equal(fetched[name], tensor)
-    assert len(gpu.copied) == 3, "one for each dtype: neighbours go together"
+    assert len(gpu.copied) == 1
     assert gpu.memory == {}
+
+
+def test_neighbours_are_copied_together(gpu):
+    with gpu_tensors.described(TENSORS) as (text, _), gpu_tensors.mapped(text, CPU) as found:
+        names = [name for name in found if name not in ("plain", "double")]
+        fetched = found.fetch([found[name] for name in names], CPU)
+    assert all(torch.equal(tensor, TENSORS[name]) for name, tensor in zip(names, fetched, strict=True))
+    assert len(gpu.copied) == 2, "one for each dtype"
 
 
 def test_a_worker_copies_its_share_and_no_more(gpu):
