@@ -89,7 +89,7 @@ def expected_tensors(config: Mapping[str, Any]) -> dict[str, Expected] | None:
 def _attention(config: Mapping[str, Any], prefix: str) -> dict[str, Expected]:
     model_type, hidden, heads = config["model_type"], config["hidden_size"], config["num_attention_heads"]
     is_qwen3 = model_type in ("qwen3", "qwen3_moe")
-    head = config.get("head_dim") or (128 if is_qwen3 else hidden // heads)
+    head = config.get("head_dim") or (128 if model_type == "qwen3" else hidden // heads)
     kv_heads = config.get("num_key_value_heads") or heads
     biases = {"qwen2": (True, False), "mistral": (False, False)}
     qkv_bias, output_bias = biases.get(model_type, (bool(config.get("attention_bias")),) * 2)

@@ -6,12 +6,13 @@ from typing import Annotated
 import typer
 
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
+SHAPE = "Qwen2.5 size: 0.5B, 1.5B, 3B, 7B, 14B, 32B; 30B-A3B, Qwen3's mixture of experts; tiny or tiny-moe, for a CPU"
 bench = typer.Typer(help="Measure speed.", no_args_is_help=True)
 
 
 @bench.command()
 def rollout(
-    shape: Annotated[str, typer.Option(help="Qwen2.5 size: 0.5B, 1.5B, 3B, 7B, 14B, 32B; or tiny, for a CPU")] = "7B",
+    shape: Annotated[str, typer.Option(help=SHAPE)] = "7B",
     batch: Annotated[str, typer.Option(help="numbers of sequences, comma-separated")] = "1,8,64,128",
     input_len: Annotated[
         str, typer.Option("--input-len", "--input_len", help="tokens in: one number, or one for each batch")
@@ -30,6 +31,7 @@ def rollout(
     repeats: Annotated[int, typer.Option(help="of each case in a round, after one that warms up")] = 3,
     rounds: Annotated[int, typer.Option(help="how often all arms are run, one after the other: A B A B")] = 1,
     tensor_parallel_size: Annotated[int, typer.Option("--tensor-parallel-size", "--tensor_parallel_size")] = 1,
+    scratch: Annotated[Path | None, typer.Option(help="folder for a mixture's checkpoint, such as /dev/shm")] = None,
     output: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
 ) -> None:
     """Tokens per second of a rollout on random weights of the real shapes; nothing is downloaded."""
@@ -51,6 +53,7 @@ def rollout(
         repeats=repeats,
         rounds=rounds,
         tensor_parallel_size=tensor_parallel_size,
+        scratch=scratch,
         output=output,
     )
     raise typer.Exit(int(any("failed" in found for found in result["arms"].values())))
@@ -58,7 +61,7 @@ def rollout(
 
 @bench.command()
 def swap(
-    shape: Annotated[str, typer.Option(help="Qwen2.5 size: 0.5B, 1.5B, 3B, 7B, 14B, 32B; or tiny, for a CPU")] = "7B",
+    shape: Annotated[str, typer.Option(help=SHAPE)] = "7B",
     rank: Annotated[int, typer.Option(help="rank of the adapter")] = 32,
     transport: Annotated[
         str,
@@ -87,7 +90,7 @@ def soak(
     model: Annotated[
         str | None, typer.Option(help="folder of a checkpoint to serve; default: random weights of --shape")
     ] = None,
-    shape: Annotated[str, typer.Option(help="Qwen2.5 size: 0.5B, 1.5B, 3B, 7B, 14B, 32B; or tiny, for a CPU")] = "tiny",
+    shape: Annotated[str, typer.Option(help=SHAPE)] = "tiny",
     streams: Annotated[int, typer.Option(help="requests under way at a time")] = 64,
     minutes: Annotated[float, typer.Option(help="of load, a fifth of them without swaps; judging comes after")] = 10,
     seed: Annotated[int, typer.Option(help="of weights, prompts, adapters and noise")] = 0,
@@ -126,7 +129,7 @@ def kernels(
 @bench.command("train", context_settings=PASS_THROUGH)
 def bench_train(
     context: typer.Context,
-    shape: Annotated[str, typer.Option(help="Qwen2.5 size: 0.5B, 1.5B, 3B, 7B, 14B, 32B; or tiny, for a CPU")] = "7B",
+    shape: Annotated[str, typer.Option(help=SHAPE)] = "7B",
     arms: Annotated[
         str, typer.Option(help="of bf16, nf4, qerl_nvfp4; ratios are to the first")
     ] = "bf16,nf4,qerl_nvfp4",

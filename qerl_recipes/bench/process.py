@@ -31,8 +31,8 @@ class ArmFailedError(RuntimeError):
 def check_shape(shape: str) -> None:
     """Raises ValueError for an unknown shape, and for one that only a GPU can measure where there is none."""
     config_json(shape)
-    if shape != "tiny" and installed_gpu() is None:
-        raise ValueError(f"shape {shape} needs a CUDA GPU; on this machine use shape tiny")
+    if not shape.startswith("tiny") and installed_gpu() is None:
+        raise ValueError(f"shape {shape} needs a CUDA GPU; on this machine use shape tiny or tiny-moe")
 
 
 def check_gpus(count: int) -> None:

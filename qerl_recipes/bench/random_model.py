@@ -22,9 +22,10 @@ from transformers import PreTrainedTokenizerFast
 
 from qerl_recipes.convert.quantize import quantization_config
 from qerl_recipes.machine.environment import runs_on_cuda
+from qerl_recipes.model.shared_weights import ARM
 from qerl_recipes.rollout.arms import ENGINE_ON_CPU
 from qerl_vllm_plugin.checkpoint import CONFIG, INDEX
-from qerl_vllm_plugin.expected_tensors import Expected, expected_tensors, fused_with
+from qerl_vllm_plugin.expected_tensors import Expected, expected_tensors, experts, fused_with
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -35,19 +36,31 @@ PAD, EOS = 0, 1
 CHARACTERS = string.ascii_letters + string.digits  # each a token, whichever class a library loads the tokenizer as
 
 
-def start(config: Mapping[str, Any], *, length: int, sequences: int, **options: Any) -> "LLM":
-    """An engine with the model of ``config`` (a config.json), for prompts of token ids."""
+def start(
+    config: Mapping[str, Any], *, length: int, sequences: int, scratch: str | Path | None = None, **options: Any
+) -> "LLM":
+    """An engine with the model of ``config`` (a config.json), for prompts of token ids.
+
+    Its weights are never written, but those of a mixture under qerl_nvfp4, which takes experts from packed checkpoints
+    alone: into ``scratch``, where a later call finds them, or into a temporary folder.
+    """
     from vllm import LLM
 
-    defaults: dict[str, Any] = {"enable_prefix_caching": False, "disable_log_stats": True}
+    defaults: dict[str, Any] = {"enable_prefix_caching": False, "disable_log_stats": True, "load_format": "dummy"}
     if not runs_on_cuda(os.environ):
         defaults |= {**ENGINE_ON_CPU, "gpu_memory_utilization": 0.1}
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, CONFIG).write_text(json.dumps(config))
+    with tempfile.TemporaryDirectory() as own:
+        folder = Path(own)
+        if experts(config) and options.get("quantization") == ARM:
+            folder, defaults["load_format"] = Path(scratch or own, "packed"), "auto"
+            if not (folder / CONFIG).is_file():
+                write(folder, config, packed=True, seed=0, device="cuda" if torch.cuda.is_available() else "cpu")
+                torch.cuda.empty_cache()
+        else:
+            (folder / CONFIG).write_text(json.dumps(config))
         return LLM(
-            model=folder,
+            model=str(folder),
             skip_tokenizer_init=True,
-            load_format="dummy",
             dtype="bfloat16",
             max_model_len=length,
             max_num_seqs=sequences,
@@ -58,12 +71,14 @@ def start(config: Mapping[str, Any], *, length: int, sequences: int, **options: 
 def adapter(
     config: Mapping[str, Any], rank: int, *, std: float = 0.01, seed: int | None = None
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """A PEFT adapter of all linears of the blocks with small random values, as (tensors, config).
+    """A PEFT adapter of all linears of the blocks with small random values, as (tensors, config); of a mixture's
+    attention alone.
 
     With ``seed`` it is the same on every call; without, torch's own generator goes on.
     """
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     weights = {name.removesuffix(".weight"): e.shape for name, e in _present(config).items() if e.linear}
+    weights = {name: shape for name, shape in weights.items() if ".experts." not in name}
     tensors = {}
     for name, (N, K) in weights.items():
         prefix = f"base_model.model.{name}"
@@ -90,8 +105,16 @@ def write(folder: str | Path, config: Mapping[str, Any], *, packed: bool, seed: 
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}), encoding="utf-8")
     tokenizer(config["vocab_size"]).save_pretrained(folder)
     if packed:
-        config["quantization_config"] = quantization_config(["lm_head"])
+        config["quantization_config"] = quantization_config(in_bf16(config))
     (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
+
+
+def in_bf16(config: Mapping[str, Any]) -> list[str]:
+    """What a packed checkpoint leaves as it is: head and routers, as `qerl quantize` does."""
+    matrices = (
+        name.removesuffix(".weight") for name, e in _present(config).items() if len(e.shape) == 2 and not e.linear
+    )
+    return ["lm_head", *(name for name in matrices if ".layers." in name)]
 
 
 def size(config: Mapping[str, Any], *, packed: bool) -> int:

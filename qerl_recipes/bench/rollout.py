@@ -8,6 +8,7 @@ Every arm runs in a process of its own, one after the other; with several rounds
 
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 from qerl_recipes.bench.process import ArmFailedError, answer, check_gpus, check_shape, in_own_process
 from qerl_recipes.bench.train_table import around, spread
 from qerl_recipes.machine.conditions import conditions, save
-from qerl_recipes.recipe.shapes import config_json
+from qerl_recipes.recipe.shapes import config_json, full_name
 from qerl_recipes.rollout.arms import ENGINE_QUANTIZATION, engine_options
 
 PREFILLED = 64  # prompts of the prefill, each as long as the engine allows
@@ -58,9 +59,12 @@ def run(
     repeats: int = 3,
     rounds: int = 1,
     tensor_parallel_size: int = 1,
+    scratch: Path | None = None,
     output: Path | None = None,
 ) -> dict[str, Any]:
     """Measure every arm, print the table, and write it to ``output`` as JSON, after each arm what there is.
+
+    ``scratch`` is the folder for the one checkpoint that is written, of a mixture in NVFP4.
 
     An arm that fails is in the result with its reason, and the others go on. Raises ValueError for an unknown shape or
     arm and for what this machine cannot measure.
@@ -88,14 +92,15 @@ def run(
         **conditions(),
         "arms": measured,
     }
-    for arm in [arm for _ in range(rounds) for arm in arms]:
-        if "failed" in measured[arm]:
-            continue
-        try:
-            _add(measured[arm], in_own_process(__name__, {**request, "arm": arm}))
-        except ArmFailedError as error:
-            measured[arm]["failed"] = str(error)
-        save(result, output)  # an arm takes minutes, and a run may be cut short
+    with tempfile.TemporaryDirectory(prefix="qerl-bench-", dir=scratch) as folder:
+        for arm in [arm for _ in range(rounds) for arm in arms]:
+            if "failed" in measured[arm]:
+                continue
+            try:
+                _add(measured[arm], in_own_process(__name__, {**request, "arm": arm, "scratch": folder}))
+            except ArmFailedError as error:
+                measured[arm]["failed"] = str(error)
+            save(result, output)  # an arm takes minutes, and a run may be cut short
     _print(result)
     return result
 
@@ -138,16 +143,17 @@ def measure(request: dict[str, Any], found: dict[str, Any]) -> None:
     if arm == "stock_nvfp4":
         from qerl_recipes.convert.quantize import quantization_config
 
-        config["quantization_config"] = quantization_config(["lm_head"])
+        config["quantization_config"] = quantization_config(random_model.in_bf16(config))
     length = max(case.input + case.output for case in cases)
     llm = random_model.start(
         config,
         length=length,
         sequences=max(*(case.batch for case in cases), PREFILLED),
+        scratch=request["scratch"],
         tensor_parallel_size=request["tensor_parallel"],
         compilation_config={"cudagraph_capture_sizes": sorted({case.batch for case in cases})},
         logprobs_mode="processed_logprobs",
-        **_options(arm, rank),
+        **_options(arm, rank, config),
     )
     policy = Policy(llm)
     if policy.carrier is not None:
@@ -185,20 +191,18 @@ def measure(request: dict[str, Any], found: dict[str, Any]) -> None:
     found["weights_gib"] = _weights_gib(llm) if request["tensor_parallel"] == 1 else None
 
 
-def _options(arm: str, rank: int) -> dict[str, Any]:
-    slots = engine_options("bf16", rank)
-    others: dict[str, dict[str, Any]] = {
-        "bf16_merged": {},
-        "qerl_nvfp4_base": {"quantization": "qerl_nvfp4"},
-        "qerl_nvfp4_slots": {**slots, "quantization": "qerl_nvfp4"},
-        "qerl_nvfp4_slots_marlin": {
-            **slots,
-            "quantization": "qerl_nvfp4",
-            "additional_config": {"qerl": {"kernel": "marlin"}},
-        },
-        "stock_nvfp4": slots,
-    }
-    return others[arm] if arm in others else engine_options(arm, rank)
+def _options(arm: str, rank: int, config: dict[str, Any]) -> dict[str, Any]:
+    if arm == "bf16_merged":
+        return {}
+    if arm == "qerl_nvfp4_base":
+        return {"quantization": "qerl_nvfp4"}
+    if arm in ENGINE_QUANTIZATION:
+        return engine_options(arm, rank, config)
+    slots = engine_options("bf16", rank, config)
+    if arm == "stock_nvfp4":
+        return slots
+    marlin = {"additional_config": {"qerl": {"kernel": "marlin"}}} if arm == "qerl_nvfp4_slots_marlin" else {}
+    return {**slots, "quantization": "qerl_nvfp4", **marlin}
 
 
 def _weights_gib(llm: Any) -> float:
@@ -225,7 +229,7 @@ def _print(result: dict[str, Any]) -> None:
     others = [arm for arm in arms if arm.startswith("bf16")] or [next(iter(arms))]
     parallel = f", tensor parallel {result['tensor_parallel_size']}" if result["tensor_parallel_size"] > 1 else ""
     table = Table(
-        title=f"Qwen2.5-{result['shape']} shapes{parallel}, LoRA rank {result['rank']}, {result['gpu']}, "
+        title=f"{full_name(result['shape'])} shapes{parallel}, LoRA rank {result['rank']}, {result['gpu']}, "
         f"{result['date']}; ratios to the faster of {', '.join(others)}",
         title_justify="left",
     )

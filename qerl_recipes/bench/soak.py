@@ -97,7 +97,7 @@ def serving(
     port, token = free_port(), secrets.token_hex(16)
     options = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", NAME, "--dtype", dtype()]
     options += ["--max-model-len", str(LENGTH), "--max-num-seqs", str(streams), "--disable-uvicorn-access-log"]
-    options += ["--additional-config", json.dumps(engine_options("qerl_nvfp4", RANK)["additional_config"])]
+    options += ["--additional-config", json.dumps(engine_options("qerl_nvfp4", RANK, {})["additional_config"])]
     environment = {"VLLM_PLUGINS": "qerl", "QERL_ADMIN_TOKEN": token}
     with started(line(folder, options), port, log, environment) as server:
         yield server, token
@@ -171,7 +171,7 @@ def reference(folder: str, seed: int) -> Replay:
         max_num_seqs=64,
         enable_prefix_caching=False,
         disable_log_stats=True,
-        **{**engine_options("qerl_nvfp4", RANK), **on_cpu},
+        **{**engine_options("qerl_nvfp4", RANK, {}), **on_cpu},
     )
     policy, config = Policy(llm), _config(folder)
     sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)

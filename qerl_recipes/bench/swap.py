@@ -105,7 +105,7 @@ def measure(request: dict[str, Any], found: dict[str, Any]) -> None:
     from qerl_vllm_plugin.policy import Policy
 
     # nothing is generated: graphs would only take time
-    options = {**engine_options("qerl_nvfp4", rank), "enforce_eager": True, "enable_prefix_caching": True}
+    options = {**engine_options("qerl_nvfp4", rank, config), "enforce_eager": True, "enable_prefix_caching": True}
     options["tensor_parallel_size"] = request["tensor_parallel"]
     llm = random_model.start(config, length=LENGTH, sequences=SEQUENCES, **options)
     for name in request["transports"]:
@@ -131,7 +131,7 @@ def _measure_server(
     from qerl_vllm_plugin.client import PolicyClient
 
     port, token = free_port(), secrets.token_hex(16)
-    additional = engine_options("qerl_nvfp4", request["rank"])["additional_config"]
+    additional = engine_options("qerl_nvfp4", request["rank"], {})["additional_config"]
     line = ["--host", "127.0.0.1", "--port", str(port), "--load-format", "dummy", "--skip-tokenizer-init"]
     line += ["--dtype", "bfloat16", "--max-model-len", str(LENGTH), "--max-num-seqs", str(SEQUENCES)]
     line += ["--enforce-eager", "--tensor-parallel-size", str(request["tensor_parallel"])]

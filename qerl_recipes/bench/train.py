@@ -21,7 +21,7 @@ from qerl_recipes.bench.process import ArmFailedError, ballast, ended_cleanly, i
 from qerl_recipes.machine.conditions import conditions, save
 from qerl_recipes.machine.gpu import Gpu, installed_gpu
 from qerl_recipes.recipe.configs import AS_FEW_AS_FIT, PACK_TOKENS, parse
-from qerl_recipes.recipe.shapes import config_json
+from qerl_recipes.recipe.shapes import ATTENTION, MIXTURES, config_json
 
 ARMS = ("bf16", "nf4", "qerl_nvfp4")
 PARTS = ("all", "step", "training")  # whole steps, forward and backward alone, or both
@@ -99,7 +99,7 @@ class Workload:
             "learning_rate": LEARNING_RATE,
             "lora_r": self.rank,
             "lora_alpha": 2 * self.rank,
-            "lora_target_modules": "all-linear",
+            "lora_target_modules": list(ATTENTION) if self.shape in MIXTURES else "all-linear",
             "dataset_name": NAME,
             "dataset_kwargs": json.dumps(data),
             "max_prompt_length": self.prompt,
@@ -134,7 +134,8 @@ class Workload:
 
 def flags(recipe: Mapping[str, Any]) -> list[str]:
     """A recipe as ``qerl train`` takes it from a command line."""
-    return [part for key, value in recipe.items() for part in (f"--{key}", str(value))]
+    values = {key: value if isinstance(value, list) else [str(value)] for key, value in recipe.items()}
+    return [part for key, parts in values.items() for part in (f"--{key}", *parts)]
 
 
 def parse_overrides(arguments: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -234,6 +235,8 @@ def _check(arms: Sequence[str], part: str, rounds: int, memory: int | None, gpu:
             f"checkpointed_layers: {kept} keeps what leaves room for the rows of a step, and forward and backward "
             "alone take a longer one; measure --part step, or name a number of layers"
         )
+    if "nf4" in arms and work.shape in MIXTURES:
+        raise ValueError("arm nf4 (bitsandbytes) leaves experts in BF16; of a mixture measure bf16 and qerl_nvfp4")
     if gpu is None and "nf4" in arms:
         raise ValueError("arm nf4 (bitsandbytes) needs a CUDA GPU; on this machine measure bf16 and qerl_nvfp4")
     if memory is not None and gpu is None:

@@ -25,6 +25,7 @@ from qerl_recipes.files import run_state
 from qerl_recipes.files.adapter import AdapterFolder, engine_rank, open_adapter
 from qerl_recipes.files.base_model import local_folder
 from qerl_recipes.files.whole_folder import write_text
+from qerl_recipes.memory.model_size import read_config
 from qerl_recipes.rollout.arms import ENGINE_QUANTIZATION, engine_on_cpu, engine_options
 from qerl_vllm_plugin.checkpoint import inspect_folder
 
@@ -254,7 +255,7 @@ def _start(
         disable_log_stats=True,
         seed=0,
         **({} if current_platform.is_cuda() else engine_on_cpu(str(folder))),
-        **engine_options(quantization, rank),
+        **engine_options(quantization, rank, read_config(folder)),
     )
 
 

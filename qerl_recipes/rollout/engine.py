@@ -187,7 +187,7 @@ class VLLMRollouts:
         options: dict[str, Any] = {
             "model": base,
             "dtype": str(dtype).removeprefix("torch."),
-            **engine_options(training.quantization, rank),
+            **engine_options(training.quantization, rank, read_config(base)),
             "tensor_parallel_size": self._tensor_parallel,
             "gpu_memory_utilization": training.vllm_gpu_memory_utilization,
             "max_model_len": training.vllm_max_model_length,

@@ -11,12 +11,14 @@ from huggingface_hub.errors import HFValidationError
 from qerl_recipes.model import families
 from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig, ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
+from qerl_recipes.recipe.shapes import BY_MODEL_ID, as_config
 from qerl_vllm_plugin.checkpoint import read_quantization
 from qerl_vllm_plugin.families import FAMILIES, WITHOUT_SLOTS
 
 
 def misfits(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
-    """One line for each thing that does not fit; of a model that has yet to be downloaded nothing is known."""
+    """One line for each thing that does not fit; of a model that has yet to be downloaded nothing is known,
+    unless recipes/ names it."""
     name = model.model_name_or_path
     if name is None:
         yield "model_name_or_path is missing"
@@ -29,6 +31,8 @@ def misfits(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -
     else:
         file = _in_the_cache(name, model.model_revision)
     if file is None:
+        if name in BY_MODEL_ID and model.model_revision in (None, "main"):
+            yield from _of_config(script, training, model, name, as_config(BY_MODEL_ID[name]))
         return
     try:
         config = json.loads(file.read_text(encoding="utf-8"))

@@ -1,8 +1,9 @@
 """What a config.json and a model's names say of its linears."""
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from qerl_vllm_plugin.expected_tensors import experts, fused_with
+from qerl_vllm_plugin.expected_tensors import expected_tensors, experts, fused_with
 
 LAYER = ["mlp.down_proj", "mlp.up_proj", "mlp.gate_proj", "attn.v_proj", "attn.q_proj", "attn.k_proj", "attn.o_proj"]
 
@@ -40,3 +41,15 @@ def test_a_layer_is_stacked_with_what_the_model_has() -> None:
 )
 def test_a_mixture_has_more_than_one_expert(config: dict[str, int], said: str) -> None:
     assert experts(config) == said
+
+
+@pytest.mark.parametrize(("family", "head"), [("qwen3", 128), ("qwen3_moe", 16), ("llama", 16)])
+def test_a_config_without_a_head_dim_means_what_transformers_takes_it_for(family: str, head: int) -> None:
+    sizes = dict.fromkeys(("vocab_size", "intermediate_size", "moe_intermediate_size"), 32)
+    sizes |= {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    built = AutoConfig.for_model(family, **sizes, num_experts=2)
+    model = AutoModelForCausalLM.from_config(built)
+    tensors = expected_tensors({**sizes, "model_type": family, "num_experts": 2})
+    assert tensors is not None
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert tensors[name].shape == tuple(model.get_parameter(name).shape) == (4 * head, 64)

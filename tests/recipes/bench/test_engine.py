@@ -11,9 +11,12 @@ import torch
 from typer.testing import CliRunner
 
 from qerl_recipes import cli
+from qerl_recipes.bench import random_model
 from qerl_recipes.bench import rollout as bench_rollout
 from qerl_recipes.bench import swap as bench_swap
 from qerl_recipes.bench.process import ArmFailedError
+from qerl_recipes.recipe.shapes import ATTENTION, config_json
+from qerl_recipes.rollout import arms
 
 
 def test_a_swap_is_measured_with_and_without_emptying_the_prefix_cache() -> None:
@@ -56,6 +59,32 @@ def test_each_case_of_an_arm_is_measured_as_a_whole_and_its_decoding_alone(tmp_p
             assert row["decode"]["tokens_per_s"] == pytest.approx(int(key) * (row["output"] - 1) / (seconds - first))
             assert 0 < first < seconds
     assert "3 x" in done.output and "ratios to the faster of bf16_merged" in done.output
+
+
+@pytest.mark.slow
+def test_a_mixture_is_measured_on_a_checkpoint_that_is_written_once(tmp_path: Path) -> None:
+    options = {"arms": ["bf16_merged", "qerl_nvfp4", "qerl_nvfp4_base"], "rank": 4, "repeats": 1, "scratch": tmp_path}
+    result = bench_rollout.run("tiny-moe", [bench_rollout.Case(2, 8, 20)], **options)
+    assert not [found for found in result["arms"].values() if "failed" in found]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_mixture_s_adapter_is_of_attention_and_its_routers_stay_in_bf16() -> None:
+    config = config_json("tiny-moe")
+    tensors, adapter_config = random_model.adapter(config, 4)
+    assert adapter_config["target_modules"] == sorted(ATTENTION) and len(tensors) == 2 * 4 * 2
+    assert random_model.in_bf16(config) == ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
+    assert random_model.in_bf16(config_json("tiny")) == ["lm_head"]
+
+
+def test_slots_in_a_mixture_are_of_attention_and_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_json("tiny-moe")
+    with pytest.raises(ValueError, match="quantization: bf16 keeps the adapter in vLLM's LoRA slots"):
+        arms.engine_options("bf16", 4, config)
+    monkeypatch.setattr(arms, "runs_on_cuda", lambda variables: True)
+    assert arms.engine_options("bf16", 4, config)["lora_target_modules"] == list(ATTENTION)
+    assert "lora_target_modules" not in arms.engine_options("bf16", 4, config_json("tiny"))
+    assert "lora_target_modules" not in arms.engine_options("qerl_nvfp4", 4, config)
 
 
 def test_numbers_stand_side_by_side_and_one_counts_for_all() -> None:

@@ -27,11 +27,15 @@ H200 = Gpu(150_000_000_000, is_hopper=True)
 
 @pytest.mark.integration
 @pytest.mark.slow
-@pytest.mark.parametrize("arms", ["qerl_nvfp4", "bf16,qerl_nvfp4"], ids=["one", "two"])
-def test_arms_make_whole_steps_on_a_cpu(arms: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("shape", "arms"),
+    [("tiny", "qerl_nvfp4"), ("tiny", "bf16,qerl_nvfp4"), ("tiny-moe", "qerl_nvfp4")],
+    ids=["one", "two", "a mixture"],
+)
+def test_arms_make_whole_steps_on_a_cpu(shape: str, arms: str, tmp_path: Path) -> None:
     """Through the command, so that the way from its options to the engine's completions is the users'."""
     file = tmp_path / "tiny.json"
-    options = f"--shape tiny --arms {arms} --groups 2 --generations 2 --prompt 8 --completion 8 --steps 2"
+    options = f"--shape {shape} --arms {arms} --groups 2 --generations 2 --prompt 8 --completion 8 --steps 2"
     line = [
         "bench",
         "train",
@@ -70,6 +74,7 @@ def test_arms_make_whole_steps_on_a_cpu(arms: str, tmp_path: Path) -> None:
 
 
 REFUSALS: dict[str, tuple[list[str], str]] = {
+    "nf4 of a mixture": (["--shape", "tiny-moe", "--arms", "nf4"], "arm nf4 .* leaves experts in BF16"),
     "unknown shape": (["--shape", "9B"], "unknown shape '9B'"),
     "unknown arm": (["--arms", "bf16,fp8"], "unknown arm 'fp8'"),
     "an arm twice": (["--arms", "bf16,bf16"], "name each of them once"),

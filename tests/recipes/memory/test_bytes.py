@@ -363,5 +363,5 @@ def test_the_engine_computes_as_many_tokens_at_once_as_is_planned(monkeypatch: p
     engine._tensor_parallel, engine._processes = 1, 1
     engine._accelerator = type("Accelerator", (), {"process_index": 0})()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    options = engine._options("unused", 16, torch.bfloat16)
+    options = engine._options("Qwen/Qwen3-8B", 16, torch.bfloat16)
     assert options["max_num_batched_tokens"] == activation_bytes.ENGINE_TOKENS

@@ -12,22 +12,25 @@ import pytest
 import yaml
 from transformers.utils import is_bitsandbytes_available
 
+from qerl_recipes.convert.quantize import quantization_config
 from qerl_recipes.recipe.configs import parse
 from qerl_recipes.recipe.file import ConfigError
+from qerl_recipes.recipe.shapes import config_json
 from qerl_recipes.train.validate import steps_per_rollout, validate
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 ALL = sorted(RECIPES.glob("*/grpo/*.yaml"))
 MODELS = [
     *(f"Qwen2.5-{size}-Instruct" for size in ("0.5B", "1.5B", "3B", "7B", "14B", "32B")),
-    *(f"Qwen3-{size}" for size in ("4B", "8B")),
+    *(f"Qwen3-{size}" for size in ("4B", "8B", "30B-A3B")),
     "SmolLM2-135M-Instruct",
     "demo",
 ]
 MADE_HERE = {"SmolLM2-135M-Instruct", "demo"}  # folders, which a stand-in takes the place of; no arm has a recipe each
+MIXTURES = {"Qwen3-30B-A3B"}  # whose experts NF4 leaves as they are, and NVFP4 wants quantized before
 ARMS = {"bf16_lora", "bf16_lora_equal_rate", "nf4_lora", "nvfp4_lora", "nvfp4_lora_aqn"}
 ARM_KEYS = {"quantization", "noise_mode", "sigma_start", "sigma_end", "num_stages", "output_dir"}
-CPU = ["--use_cpu", "true", "--bf16", "false"]
+CPU = ["--use_cpu", "true", "--bf16", "false", "--vllm_enable_sleep_mode", "false"]
 PAPER = [("3B", "grpo"), ("7B", "grpo"), ("7B", "dapo"), ("14B", "dapo"), ("32B", "dapo")]  # Tables 1 and 2
 SOURCE = "arXiv 2510.11696, Table 4"
 
@@ -50,7 +53,11 @@ def stand_ins(tmp_path_factory):
     model = folder / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"model_type": "qwen2", "max_position_embeddings": 256}))
-    return {"gsm8k": gsm8k, "bigmath": big_math, "model": model}
+    packed = folder / "packed"
+    packed.mkdir()
+    config = {**config_json("30B-A3B"), "quantization_config": quantization_config(["lm_head"])}
+    (packed / "config.json").write_text(json.dumps(config))
+    return {"gsm8k": gsm8k, "bigmath": big_math, "model": model, "packed": packed}
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -58,7 +65,9 @@ def test_every_recipe_of_a_model_parses_and_can_run(model, stand_ins):
     for path in (path for path in ALL if path.parts[-3] == model):
         data = content(path)["dataset_name"]
         local = ["--dataset_kwargs", json.dumps({"path": str(stand_ins[data])})] if data in stand_ins else []
-        own_model = ["--model_name_or_path", str(stand_ins["model"])] if model in MADE_HERE else []
+        is_packed = model in MIXTURES and "nvfp4" in path.stem
+        stand_in = stand_ins["packed"] if is_packed else stand_ins["model"] if model in MADE_HERE else None
+        own_model = ["--model_name_or_path", str(stand_in)] if stand_in else []
         script, training, policy = parse(["--config", str(path), *CPU, *local, *own_model])
         refused = []
         try:
@@ -79,13 +88,22 @@ def test_every_recipe_of_a_model_parses_and_can_run(model, stand_ins):
 
 def test_arms_of_a_model_differ_only_in_quantization_and_noise():
     for folder in (RECIPES / model / "grpo" for model in MODELS if model not in MADE_HERE):
-        assert {path.stem for path in folder.glob("*.yaml") if not path.stem.startswith("paper_")} == ARMS
+        arms = ARMS - {"nf4_lora"} if folder.parts[-2] in MIXTURES else ARMS
+        assert {path.stem for path in folder.glob("*.yaml") if not path.stem.startswith("paper_")} == arms
         reference = shared(folder / "nvfp4_lora.yaml")
-        for arm in ARMS - {"bf16_lora"}:
+        for arm in arms - {"bf16_lora"}:
             assert shared(folder / f"{arm}.yaml") == reference, (folder, arm)
         assert shared(folder / "bf16_lora.yaml", "learning_rate") == {
             key: value for key, value in reference.items() if key != "learning_rate"
         }, folder
+
+
+def test_a_mixture_is_refused_before_its_checkpoint_is_downloaded_and_told_what_to_do(stand_ins):
+    recipe = str(RECIPES / "Qwen3-30B-A3B" / "grpo" / "nvfp4_lora.yaml")
+    local = ["--dataset_kwargs", json.dumps({"path": str(stand_ins["bigmath"])})]
+    with pytest.raises(ConfigError, match=r"experts of a BF16 checkpoint .* qerl quantize SOURCE DESTINATION"):
+        validate(*parse(["--config", recipe, *CPU, *local]))
+    validate(*parse(["--config", recipe, *CPU, *local, "--model_name_or_path", str(stand_ins["packed"])]))
 
 
 def test_the_paper_s_recipes_are_there_for_the_sizes_that_its_tables_have():
