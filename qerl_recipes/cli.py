@@ -117,7 +117,7 @@ def evaluate(
     quantization: Annotated[
         str | None, typer.Option(help="qerl_nvfp4, bf16 or nf4; default: what the adapter was trained on")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32; default: as in training")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; default: as in training")] = None,
     temperature: Annotated[float, typer.Option(help="0: greedy")] = 0.0,
     top_p: Annotated[float, typer.Option("--top-p", "--top_p")] = 1.0,
     max_new_tokens: Annotated[

@@ -156,13 +156,19 @@ class QerlConfig(QuantizationConfig):
 
         from qerl_vllm_plugin import compat
 
-        self._prepare(get_current_vllm_config())
+        vllm_config = get_current_vllm_config()
+        self._prepare(vllm_config)
         self._met.add(prefix)
         if isinstance(layer, LinearBase):
             return self._linear_method(prefix)
         if compat.is_fused_experts(layer):
             from qerl_vllm_plugin.experts import experts_method, part_names
 
+            if vllm_config.model_config.dtype == torch.float16:
+                raise ValueError(
+                    f"{prefix}: --dtype float16: vLLM's kernels for experts would take block scales below 2^-6 for "
+                    "zero; use --dtype bfloat16"
+                )
             return experts_method(layer, prefix, self.scheme, {self.kind(name) for name in part_names(prefix)})
         if self.kv_cache_scheme is not None and compat.is_attention(layer):
             return compat.kv_cache_method(self)

@@ -49,11 +49,12 @@ class Tiled:
         if N % 16:
             return Marlin().prepare(layer)
         try:
-            linear_tiles.prepare(N, K, device)
+            linear_tiles.prepare(N, K, device, layer.params_dtype)
         except CompileError as error:
             logger.warning_once("our kernel cannot be compiled here, Marlin runs in its place: %s", error)
             return Marlin().prepare(layer)
-        weight = tiles.tile_weight(layer.weight_packed.data, layer.weight_scale.data, _row_scale(layer))
+        packed = layer.weight_packed.data, layer.weight_scale.data
+        weight = tiles.tile_weight(*packed, _row_scale(layer), layer.params_dtype)
         bias = getattr(layer, "bias", None)
         layer.register_buffer("bias_fp32", None if bias is None else bias.data.float(), persistent=False)
         layer.register_buffer("weight_row_scale", weight.row_scale, persistent=False)
@@ -72,7 +73,7 @@ def tiled_weight(layer: torch.nn.Module) -> tiles.TiledWeight:
     """The weight of a layer that ``Tiled`` has prepared."""
     N, K = layer.output_size_per_partition, layer.input_size_per_partition
     return tiles.TiledWeight(
-        layer.weight, layer.weight_row_scale, layer.weight_counters, N, K, layer.weight_scale_on_cpu
+        layer.weight, layer.weight_row_scale, layer.weight_counters, N, K, layer.weight_scale_on_cpu, layer.params_dtype
     )
 
 
@@ -143,9 +144,11 @@ def choose(params_dtype: torch.dtype, kernel: str = "auto") -> Layout:
     Raises ValueError if the kernel that was asked for cannot run here.
     """
     is_cuda = current_platform.is_cuda()
-    can_tile = is_cuda and current_platform.is_device_capability(90) and params_dtype == torch.bfloat16
+    can_tile = is_cuda and current_platform.is_device_capability(90) and params_dtype in tiles.ORDERS
     if kernel == "tiled" and not can_tile:
-        raise ValueError('"qerl.kernel": "tiled" needs a Hopper GPU (H100, H200) and --dtype bfloat16; use "auto"')
+        raise ValueError(
+            '"qerl.kernel": "tiled" needs a Hopper GPU (H100, H200) and --dtype bfloat16 or float16; use "auto"'
+        )
     if kernel == "marlin" and not is_cuda:
         raise ValueError('"qerl.kernel": "marlin" needs an NVIDIA GPU; use "auto"')
     if kernel == "dequantize" or not is_cuda:

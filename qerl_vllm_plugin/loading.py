@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.logger import init_logger
 
-from qerl_vllm_plugin import compat, worker_policy
+from qerl_vllm_plugin import compat, overflow, worker_policy
 from qerl_vllm_plugin.checkpoint import CONFIG, CheckpointError
 from qerl_vllm_plugin.safetensors_header import DOWNLOAD_AGAIN
 
@@ -67,6 +67,8 @@ def watch(
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
         raise ValueError(f"--weight-transfer-config has no place here: {FROZEN}")
     model = _model_being_built()
+    if vllm_config.model_config.dtype == torch.float16 and vllm_config.parallel_config.pipeline_parallel_size == 1:
+        _check_when_loaded(model, vllm_config)
     layerwise.LAYERWISE_INFO[model] = _Frozen()  # type: ignore[assignment]
     if vllm_config.load_config.load_format == "dummy":
         layerwise.LAYERWISE_INFO[model] = _FrozenDummy()  # type: ignore[assignment]
@@ -109,6 +111,17 @@ def watch(
         return loaded
 
     model.load_weights = load_and_check  # type: ignore[assignment]
+
+
+def _check_when_loaded(model: torch.nn.Module, vllm_config: "VllmConfig") -> None:
+    """vLLM's loaders end by putting the model into evaluation, when all layers have been brought into their layouts."""
+
+    def eval_and_check() -> torch.nn.Module:
+        del model.eval
+        overflow.check_engine(model.eval(), vllm_config)
+        return model
+
+    model.eval = eval_and_check  # type: ignore[assignment]
 
 
 def _needed(model: torch.nn.Module) -> list[str]:

@@ -18,6 +18,7 @@ import torch
 from qerl_kernels import gemm, linear_tiles, nvfp4, rule, tiles
 from qerl_kernels.adapter import Adapter, Shrink, Variant, padded, shrink, spans
 
+ROUNDING = {torch.bfloat16: 2.5e-3, torch.float16: 3.2e-4}  # relative error of outputs that are rounded once or twice
 EDGES = (1, 8, 9, 255, 256, 257, 258, 447, 511, 512, 513, 640, 1023, 2049, 8193)  # tokens around which choices change
 
 
@@ -37,30 +38,30 @@ def poison(megabytes: int = 64) -> None:
     del dirty, large
 
 
-def two_parts(N: int, K: int, rank: int) -> Adapter:
+def two_parts(N: int, K: int, rank: int, operand: torch.dtype = torch.bfloat16) -> Adapter:
     """A random adapter of a layer whose first 80 rows are one part and the others another."""
     widths, columns = [80, N - 80], padded(2 * rank)
     a, b = torch.zeros(columns, K, device="cuda"), torch.zeros(N, columns, device="cuda")
     a[: 2 * rank] = torch.randn(2 * rank, K, device="cuda") / K**0.5
     b[:80, :rank] = torch.randn(80, rank, device="cuda")
     b[80:, rank : 2 * rank] = torch.randn(N - 80, rank, device="cuda")
-    return Adapter(a.bfloat16(), b.bfloat16(), spans(widths, rank).cuda())
+    return Adapter(a.to(operand), b.to(operand), spans(widths, rank).cuda())
 
 
-def check_shrink(M: int, K: int, rank: int, how: Shrink | None = None) -> None:
+def check_shrink(M: int, K: int, rank: int, how: Shrink | None = None, operand: torch.dtype = torch.bfloat16) -> None:
     """Raise AssertionError where the adapter's first product is wrong or not the same twice."""
-    a = torch.randn(padded(rank), K, device="cuda").bfloat16()
-    x = torch.randn(M, K + 48, device="cuda").bfloat16()[:, 16 : 16 + K]
+    a = torch.randn(padded(rank), K, device="cuda").to(operand)
+    x = torch.randn(M, K + 48, device="cuda").to(operand)[:, 16 : 16 + K]
     poison(8)
     s, exact = shrink(x, a, how), x.double() @ a.double().t()
-    assert (s.double() - exact).norm() < 2.5e-3 * exact.norm(), f"s = x A^T is wrong for {(M, K, rank, how)}"
+    assert (s.double() - exact).norm() < ROUNDING[operand] * exact.norm(), f"s = x A^T is wrong for {(M, K, rank, how)}"
     assert torch.equal(s, shrink(x, a, how)), f"s = x A^T is not the same twice for {(M, K, rank, how)}"
 
 
-def check_launch(how: Shrink) -> None:
+def check_launch(how: Shrink, operand: torch.dtype = torch.bfloat16) -> None:
     """``check_shrink`` for one launch: few columns, columns off the warps' share, more tokens than one round takes."""
     for M, K, rank in ((1, 16, 8), (70, 3600, 64), (140, 18944, 96)):
-        check_shrink(M, K, rank, how)
+        check_shrink(M, K, rank, how, operand)
 
 
 @contextmanager
@@ -73,79 +74,81 @@ def within_a_minute() -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def check(configuration: gemm.Configuration) -> None:
+def check(configuration: gemm.Configuration, operand: torch.dtype = torch.bfloat16) -> None:
     """Raise AssertionError naming what is wrong."""
     torch.manual_seed(0)
-    tokens = configuration.tokens
+    tokens, bar = configuration.tokens, ROUNDING[operand]
     for N, K in ((192, 768), (144, 208 if configuration.depth < 4 else 512), (2064, 1280)):
         codes, scales = every_product(N, K, "cuda")
-        w = nvfp4.dequantize(codes, scales)
-        one = tiles.tile_weight(codes, scales, torch.ones((), device="cuda"))
+        w = nvfp4.dequantize(codes, scales).to(operand)  # exact in either type
+        one = tiles.tile_weight(codes, scales, torch.ones((), device="cuda"), operand)
         assert torch.equal(gemm.dequantize(one), w), f"dequantize of ({N}, {K}) is not exact"
         # the last takes more tiles than the GPU has multiprocessors: runs are longer than tiles
         most = tokens * -(-150 // -(-N // (64 * configuration.tile_blocks()))) - 5
         for M in (K, 1, tokens - 1, tokens + 1, *[most] * (N > 2000)):
             poison()
-            x = torch.eye(K, dtype=torch.bfloat16, device="cuda").roll(3, 0)[torch.arange(M, device="cuda") % K]
+            x = torch.eye(K, dtype=operand, device="cuda").roll(3, 0)[torch.arange(M, device="cuda") % K]
             y = gemm.product(x, one, configuration)
             wrong = (y != w.t().roll(3, 0)[torch.arange(M, device="cuda") % K]).sum().item()
             assert wrong == 0, f"one-hot ({M}, {N}, {K}): {wrong} of {y.numel()} outputs differ"
 
         row_scale = torch.rand(N, device="cuda") * 1e-3 + 1e-4
         bias = torch.randn(N, device="cuda") * 0.1
-        scaled = tiles.tile_weight(codes, scales, row_scale)
+        scaled = tiles.tile_weight(codes, scales, row_scale, operand)
         for M in (1, tokens, 2 * tokens + 3):
-            wide = torch.randn(M, K + 48, device="cuda").to(torch.bfloat16)
+            wide = torch.randn(M, K + 48, device="cuda").to(operand)
             for x in (wide[:, :K].contiguous(), wide[:, 16 : 16 + K]):
                 poison()
                 y = gemm.product(x, scaled, configuration, bias)
                 exact = (x.double() @ w.double().t()) * row_scale.double() + bias.double()
                 error = ((y.double() - exact).norm() / exact.norm()).item()
-                assert error < 2.5e-3, f"random ({M}, {N}, {K}): relative error {error:.1e}"
+                assert error < bar, f"random ({M}, {N}, {K}): relative error {error:.1e}"
                 for _ in range(3):
                     poison(8)
                     again = gemm.product(x, scaled, configuration, bias)
                     assert torch.equal(y, again), f"({M}, {N}, {K}): two runs give different bits"
-                adapter = two_parts(N, K, 24 if M == 1 else 32)
+                adapter = two_parts(N, K, 24 if M == 1 else 32, operand)
                 expected = exact + shrink(x, adapter.a).double() @ adapter.b.double().t()  # s is rounded
                 for how in (None, Shrink(Variant(16, 2, 16), 1, beside=True)):
                     y = gemm.product(x, scaled, configuration, bias, adapter, how)
                     error = ((y.double() - expected).norm() / expected.norm()).item()
-                    assert error < 2.5e-3, f"adapter ({M}, {N}, {K}), {how}: relative error {error:.1e}"
+                    assert error < bar, f"adapter ({M}, {N}, {K}), {how}: relative error {error:.1e}"
                     again = gemm.product(x, scaled, configuration, bias, adapter, how)
                     assert torch.equal(y, again), f"adapter ({M}, {N}, {K}), {how}: two runs give different bits"
                 for splits in (1, 3):
                     y = gemm.product(x, scaled, replace(configuration, splits=splits), bias)
                     error = ((y.double() - exact).norm() / exact.norm()).item()
-                    assert error < 2.5e-3, f"random ({M}, {N}, {K}) in {splits} runs: relative error {error:.1e}"
+                    assert error < bar, f"random ({M}, {N}, {K}) in {splits} runs: relative error {error:.1e}"
         assert not scaled.counters.any(), "counters are not zero after a call"
 
 
 def agree(y: torch.Tensor, exact: torch.Tensor, what: str) -> None:
     """Raise AssertionError where y is not exact's rounding, nearly."""
     error = ((y.double() - exact).norm() / exact.norm()).item()
-    assert error < 2.5e-3, f"{what}: relative error {error:.1e}"
+    assert error < ROUNDING[y.dtype], f"{what}: relative error {error:.1e}"
 
 
-def check_layer(N: int, K: int, tokens: tuple[int, ...] = EDGES, rank: int = 32) -> None:
+def check_layer(
+    N: int, K: int, tokens: tuple[int, ...] = EDGES, rank: int = 32, operand: torch.dtype = torch.bfloat16
+) -> None:
     """A layer as ``linear_tiles.linear`` runs it, by itself and with an adapter, with one tensor scale and with
     several.
     """
     torch.manual_seed(0)
     codes, scales = every_product(N, K, "cuda")
     dense = nvfp4.dequantize(codes, scales).double()
-    adapter = two_parts(N, K, rank)
+    adapter = two_parts(N, K, rank, operand)
     for row_scale in (torch.full((), 7e-4, device="cuda"), torch.rand(N, device="cuda") * 1e-3 + 1e-4):
-        weight = tiles.tile_weight(codes, scales, row_scale)
+        weight = tiles.tile_weight(codes, scales, row_scale, operand)
         for M in tokens:
-            x = torch.randn(M, K, device="cuda").to(torch.bfloat16)
+            x = torch.randn(M, K, device="cuda").to(operand)
             exact = (x.double() @ dense.t()) * row_scale.double()
             poison(8)
             y = linear_tiles.linear(x, weight)
             chosen = rule.choose(N, K, M, 0, weight.scale is not None, rule.machine_of(0))
             agree(y, exact, f"({M}, {N}, {K}) by {chosen}")
             assert torch.equal(y, linear_tiles.linear(x, weight)), f"({M}, {N}, {K}) by {chosen}: twice, other bits"
-            exact += (x.double() @ adapter.a.double().t()).bfloat16().double() @ adapter.b.double().t()
+            exact += (x.double() @ adapter.a.double().t()).to(operand).double() @ adapter.b.double().t()
             y = linear_tiles.linear(x, weight, None, adapter)
             agree(y, exact, f"({M}, {N}, {K}) with an adapter")
             assert torch.equal(y, linear_tiles.linear(x, weight, None, adapter)), f"adapter ({M}, {N}, {K}): other bits"

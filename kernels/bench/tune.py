@@ -208,12 +208,16 @@ def with_room(
     return found + [o for o in same if 1 < o.cluster <= room]
 
 
-def gate_in_processes(variants: list[gemm.Configuration], processes: int) -> tuple[list[gemm.Configuration], list[str]]:
+def gate_in_processes(
+    variants: list[gemm.Configuration], processes: int, operand: str = "bfloat16"
+) -> tuple[list[gemm.Configuration], list[str]]:
     """Those that the gate lets through, and what it says of the others; each process stops at one that hangs."""
     lists = [json.dumps([astuple(c) for c in variants[first::processes]]) for first in range(processes)]
 
     def one(listed: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, __file__, "--gate"], input=listed, text=True, capture_output=True)
+        return subprocess.run(
+            [sys.executable, __file__, "--gate", operand], input=listed, text=True, capture_output=True
+        )
 
     with concurrent.futures.ThreadPoolExecutor(processes) as pool:
         done = list(pool.map(one, lists))
@@ -224,13 +228,13 @@ def gate_in_processes(variants: list[gemm.Configuration], processes: int) -> tup
     return passed, refused
 
 
-def gate_here() -> None:
+def gate_here(operand: str) -> None:
     """The gate for the configurations of standard input; a line each."""
     for fields in json.loads(sys.stdin.read()):
         c = gemm.Configuration(*fields)
         try:
             with gate.within_a_minute():
-                gate.check(c)
+                gate.check(c, getattr(torch, operand))
             print(json.dumps({"passed": fields}), flush=True)
         except (AssertionError, RuntimeError) as error:
             print(json.dumps({"refused": f"{c}: {error}"}), flush=True)
@@ -348,10 +352,10 @@ def main() -> None:
     parser.add_argument(
         "--guided", action="store_true", help="try what the rule in use takes for good, in place of any"
     )
-    parser.add_argument("--gate", action="store_true", help="of what is on standard input, and no more")
+    parser.add_argument("--gate", metavar="OPERAND", help="of what is on standard input, and no more")
     options = parser.parse_args()
     if options.gate:
-        gate_here()
+        gate_here(options.gate)
         return
     start = time.monotonic()
     variants = [c for c in every_variant() if c.tokens >= options.least or c in rule.rule().variants]

@@ -112,33 +112,40 @@ def is_small(M: int, how: Shrink | None) -> bool:
     return how is not None or M <= SMALL_M
 
 
+def half(operand: torch.dtype) -> tuple[str, int]:
+    """The macro that says whether a kernel's operands are float16."""
+    return "HALF", int(operand == torch.float16)
+
+
 @functools.cache
-def _kernel(variant: Variant, device: int) -> Kernel:
+def _kernel(variant: Variant, device: int, operand: torch.dtype) -> Kernel:
     with torch.cuda.device(device):
         memory = 4 * (variant.warps + 1) * 16 * variant.groups * variant.tokens
-        code = compile_source(*_job(variant))
+        code = compile_source(*_job(variant, operand))
         return Kernel(code, "adapter_shrink", 32 * variant.warps, memory, cluster=SPLITS)
 
 
-def _job(variant: Variant) -> tuple[str, Defines]:
+def _job(variant: Variant, operand: torch.dtype) -> tuple[str, Defines]:
     source = Path(__file__).with_name("adapter_shrink.cu").read_text()
-    return source, tuple((name.upper(), value) for name, value in variant._asdict().items())
+    fields = ((name.upper(), value) for name, value in variant._asdict().items())
+    return source, (*fields, half(operand))
 
 
 @functools.cache
-def load_shrink(device: torch.device) -> None:
+def load_shrink(device: torch.device, operand: torch.dtype = torch.bfloat16) -> None:
     """Compile the small kernels, or fetch them from the cache, and load them on a device."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    compile_ahead([_job(variant) for variant in VARIANTS])
+    compile_ahead([_job(variant, operand) for variant in VARIANTS])
     for variant in VARIANTS:
-        _kernel(variant, index)
+        _kernel(variant, index, operand)
 
 
 def shrink(x: torch.Tensor, a: torch.Tensor, how: Shrink | None = None) -> torch.Tensor:
     """s = x A^T: ``x: (M, K)``, ``a: (R, K)`` -> ``(M, R)`` in the dtype of x, sums in fp32.
 
-    On a GPU x and a are bfloat16, K is a multiple of 16, and the rows of x start at multiples of 16 bytes. Without
-    ``how`` the small kernel runs up to SMALL_M tokens, beyond them cuBLAS. The bits do not depend on ``how.most``.
+    On a GPU x and a are both bfloat16 or both float16, K is a multiple of 16, and the rows of x start at multiples of
+    16 bytes. Without ``how`` the small kernel runs up to SMALL_M tokens, beyond them cuBLAS. The bits do not depend on
+    ``how.most``.
     """
     M, K = x.shape
     R = a.shape[0]
@@ -149,5 +156,5 @@ def shrink(x: torch.Tensor, a: torch.Tensor, how: Shrink | None = None) -> torch
     pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, a, s)]
     numbers = [ctypes.c_int(number) for number in (M, K, R, x.stride(0))]
     with torch.cuda.device(x.device):
-        _kernel(how.variant, x.device.index)(how.grid(M, R), *pointers, *numbers, overlap=True)
+        _kernel(how.variant, x.device.index, x.dtype)(how.grid(M, R), *pointers, *numbers, overlap=True)
     return s

@@ -1,17 +1,23 @@
 // The adapter's first product, s = x A^T, for sm_90a; the second, s B^T, is the end of nvfp4_tiles.cu.
 //
-//   adapter_shrink   x: (M, K) bf16 with a row stride, A: (R, K) bf16, s: (M, R) bf16; R a multiple of 16, K of 16
+//   adapter_shrink   x: (M, K) with a row stride, A: (R, K), s: (M, R); R a multiple of 16, K of 16
 //
 // K is long and the result small, so the columns are divided among the warps of eight blocks, a cluster, which add up through
-// their shared memory in a fixed order: the same bits each time. Compiled with TOKENS and GROUPS, the tokens and the sixteens
-// of rows of A that a block has, and WARPS, its warps; where the grid has fewer blocks than tokens ask for, each takes several
-// times TOKENS. Within 32 columns a thread takes eight neighbours of each row, 16 bytes,
-// for both operands: the sum over columns does not mind which comes when. The product that starts meanwhile takes whole
+// their shared memory in a fixed order: the same bits each time. Compiled with HALF, 1 where x, A and s are fp16, 0 where they are
+// bf16; TOKENS and GROUPS, the tokens and the sixteens of rows of A that a block has; and WARPS, its warps; where the grid has fewer
+// blocks than tokens ask for, each takes several times TOKENS. Within 32 columns a thread takes eight neighbours of each row, 16
+// bytes, for both operands: the sum over columns does not mind which comes when. The product that starts meanwhile takes whole
 // multiprocessors and has to wait for those on which this kernel runs: it has to be short, or to fit where the product has no
 // blocks.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
+
+#if HALF
+#define OPERAND "f16"
+#else
+#define OPERAND "bf16"
+#endif
 
 constexpr int SPLITS = 8;
 // chunks of 32 columns that a warp reads at a time, as many as its registers hold
@@ -77,10 +83,10 @@ adapter_shrink(const u16* __restrict__ x, const u16* __restrict__ a, u16* __rest
           for (int n = 0; n < TOKENS / 8; ++n) {
             float(&d)[4] = sums[group][n];
             const uint4 upper = rows[i][2 * group], lower = rows[i][2 * group + 1];
-            asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." OPERAND "." OPERAND ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                 : "r"(upper.x), "r"(lower.x), "r"(upper.y), "r"(lower.y), "r"(t[i][n].x), "r"(t[i][n].y));
-            asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." OPERAND "." OPERAND ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                 : "r"(upper.z), "r"(lower.z), "r"(upper.w), "r"(lower.w), "r"(t[i][n].z), "r"(t[i][n].w));
           }
@@ -116,7 +122,7 @@ adapter_shrink(const u16* __restrict__ x, const u16* __restrict__ a, u16* __rest
       }
       const int to = first_token + at / ROWS;
       u16 rounded;
-      asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(rounded) : "f"(sum));
+      asm("cvt.rn." OPERAND ".f32 %0, %1;" : "=h"(rounded) : "f"(sum));
       if (to < M) s[(size_t)to * R + blockIdx.y * ROWS + at % ROWS] = rounded;
     }
     synchronize_cluster();  // the others may still read this block's memory

@@ -283,12 +283,12 @@ class TensorMap(ctypes.Structure):
 
 
 def tensor_map(x: torch.Tensor, box_rows: int, box_columns: int) -> TensorMap:
-    """Describe ``x: (rows, columns)`` bfloat16, read in boxes with a 128-byte swizzle; outside of it zeros are read."""
+    """Describe ``x: (rows, columns)`` of 16 bits, read in boxes with a 128-byte swizzle; outside are zeros."""
     room = (ctypes.c_uint8 * (128 + 64))()
     start = -(-ctypes.addressof(room) // 64) * 64
     code = _driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(start),
-        9,  # bfloat16
+        {torch.float16: 6, torch.bfloat16: 9}[x.dtype],  # CUtensorMapDataType
         2,
         ctypes.c_void_p(x.data_ptr()),
         (ctypes.c_uint64 * 2)(x.shape[1], x.shape[0]),

@@ -1,4 +1,5 @@
-// NVFP4 codes and block scales to bf16 fragments of the matrix unit, in registers: the layout is that of tiles.py.
+// NVFP4 codes and block scales to fragments of the matrix unit, in registers: the layout is that of tiles.py. Compiled with HALF,
+// 1: operands are fp16, 0: bf16. For each the codes have an order of their own in a word, in which decoding takes the same steps.
 #pragma once
 
 typedef unsigned char u8;
@@ -9,23 +10,39 @@ typedef unsigned short u16;
 constexpr int TILE_BYTES = 2304;  // 64 x 64 codes, then 64 x 4 block scales
 constexpr int SCALE_OFFSET = 2048;
 
-__device__ __forceinline__ u32 multiply(u32 a, u32 b) {  // two bf16 products; subnormal inputs are kept
+#if HALF
+#define OPERAND "f16"
+constexpr u32 SCALE_STEP = 128, SCALE_BASE = 0x30003000u, TWO_TO_7 = 0x58005800u;
+#else
+#define OPERAND "bf16"
+constexpr u32 SCALE_STEP = 16, SCALE_BASE = 0x76007600u, TWO_TO_7 = 0x43004300u;
+#endif
+
+__device__ __forceinline__ u32 multiply(u32 a, u32 b) {  // two products of operands; subnormal inputs and results are kept
   u32 product;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  asm("mul.rn." OPERAND "x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
   return product;
 }
 
-// Step `j` of a row pair's scales -> {row g, row g + 8} as bf16, times 2^119.
+// Step `j` of a row pair's scales -> {row g, row g + 8}: scale * 2^119 in bf16, scale * 2^7 in fp16.
 __device__ __forceinline__ u32 decode_scales(u32 bytes, int j) {
-  return __byte_perm(bytes, 0, j ? 0x4341 : 0x4240) * 16u + 0x76007600u;
+  return __byte_perm(bytes, 0, j ? 0x4341 : 0x4240) * SCALE_STEP + SCALE_BASE;
 }
 
-// Eight codes -> the four registers of an m64k16 A fragment, times 2^-7: code * 2^-126 by moving bits, scale * 2^119.
+// Eight codes -> the four registers of an m64k16 A fragment, times 2^-7: code * 2^-126 (fp16: code * 2^-14) by moving bits, times
+// what decode_scales gives.
 __device__ __forceinline__ void decode(u32 word, u32 scales, u32 (&a)[4]) {
   u32 upper, lower;  // written this way, the assembler folds the copies into the products (HMUL2 .H0_H0 and .H1_H1)
   asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; mov.b32 %0, {l, l}; mov.b32 %1, {h, h};}" : "=r"(upper), "=r"(lower) : "r"(scales));
+#if HALF
+  a[0] = multiply(word & 0x8E008E00u, upper);
+  a[1] = multiply((word << 3) & 0x8E008E00u, lower);
+  a[2] = multiply(((word << 1) & 0x80008000u) | ((word << 6) & 0x0E000E00u), upper);
+  a[3] = multiply(((word << 2) & 0x80008000u) | ((word << 9) & 0x0E000E00u), lower);
+#else
   a[0] = multiply(word & 0x81C081C0u, upper);
   a[1] = multiply((word << 3) & 0x81C081C0u, lower);
   a[2] = multiply((word << 6) & 0x81C081C0u, upper);
   a[3] = multiply(((word << 1) & 0x80008000u) | ((word >> 3) & 0x01800180u) | ((word >> 7) & 0x00400040u), lower);
+#endif
 }

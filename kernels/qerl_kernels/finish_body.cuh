@@ -83,8 +83,8 @@
 #pragma unroll
         for (int j = 0; j < SLICE / 8; ++j) {
           const float* s = &sums[r][(slice * (SLICE / 8) + j) * 4];
-          const u32 upper = pack_bf16(s[0] + bias_upper, s[1] + bias_upper);
-          const u32 lower = pack_bf16(s[2] + bias_lower, s[3] + bias_lower);
+          const u32 upper = pack(s[0] + bias_upper, s[1] + bias_upper);
+          const u32 lower = pack(s[2] + bias_lower, s[3] + bias_lower);
           const u32 to = shared_address(turn) + (j * 8 + lane % 8) * TURN_ROW + (warp % 4) * 32 + (lane / 8 % 2) * 16;
           asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to), "r"(upper), "r"(lower) : "memory");
         }

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from qerl_kernels.adapter import Adapter, Shrink, is_small, shrink
+from qerl_kernels.adapter import Adapter, Shrink, half, is_small, shrink
 from qerl_kernels.compiler import Defines, Kernel, compile_ahead, compile_source, read_source, tensor_map
 from qerl_kernels.tiles import TILE, TILE_BYTES, TiledWeight
 
@@ -121,16 +121,16 @@ class _Problem(ctypes.Structure):
     )
 
 
-def wgmma_source(tokens: int) -> str:
+def wgmma_source(tokens: int, operand: torch.dtype = torch.bfloat16) -> str:
     """The matrix instruction for 64 rows, ``tokens`` columns and 16 of K: A from registers, B from shared memory."""
-    sums = tokens // 2
+    sums, kinds = tokens // 2, "f16.f16" if operand == torch.float16 else "bf16.bf16"
     outputs = ", ".join(f"%{i}" for i in range(sums))
     a = ", ".join(f"%{sums + i}" for i in range(4))
     constraints = ", ".join(f'"+f"(d[{i}])' for i in range(sums))
     return f"""
 __device__ __forceinline__ void wgmma(float (&d)[{sums}], const unsigned (&a)[4], unsigned long long b) {{
   asm volatile("{{\\n.reg .pred add;\\nsetp.ne.b32 add, 1, 0;\\n"
-    "wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.bf16.bf16 {{{outputs}}}, {{{a}}}, %{sums + 4}, add, 1, 1, 0;\\n}}"
+    "wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.{kinds} {{{outputs}}}, {{{a}}}, %{sums + 4}, add, 1, 1, 0;\\n}}"
     : {constraints} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }}
 """
@@ -142,47 +142,47 @@ def source(kernel: str) -> str:
     return read_source(Path(__file__).with_name(f"{kernel}.cu"))
 
 
-def _job(configuration: Configuration) -> tuple[str, Defines]:
+def _job(configuration: Configuration, operand: torch.dtype) -> tuple[str, Defines]:
     defines = tuple((name.upper(), value) for name, value in asdict(configuration).items() if name != "splits")
-    return wgmma_source(configuration.tokens) + source("nvfp4_tiles"), defines
+    return wgmma_source(configuration.tokens, operand) + source("nvfp4_tiles"), (*defines, half(operand))
 
 
-def dequantize_job() -> tuple[str, Defines]:
+def dequantize_job(operand: torch.dtype = torch.bfloat16) -> tuple[str, Defines]:
     """Source and macros of the kernel that gives W0 itself."""
-    return source("nvfp4_dequantize"), ()
+    return source("nvfp4_dequantize"), (half(operand),)
 
 
-def machine_code(configuration: Configuration) -> bytes:
+def machine_code(configuration: Configuration, operand: torch.dtype = torch.bfloat16) -> bytes:
     """Compile the product for one configuration (or read it from the cache)."""
-    return compile_source(*_job(configuration))
+    return compile_source(*_job(configuration, operand))
 
 
-def compile_all(configurations: Iterable[Configuration]) -> None:
+def compile_all(configurations: Iterable[Configuration], operand: torch.dtype = torch.bfloat16) -> None:
     """Fill the cache with many configurations at once."""
-    compile_ahead([dequantize_job(), *(_job(configuration) for configuration in configurations)])
+    compile_ahead([dequantize_job(operand), *(_job(configuration, operand) for configuration in configurations)])
 
 
 @functools.cache
-def _kernel(configuration: Configuration, device: int) -> tuple[Kernel, int]:
+def _kernel(configuration: Configuration, device: int, operand: torch.dtype = torch.bfloat16) -> tuple[Kernel, int]:
     """The kernel and the number of clusters that the GPU holds at one time."""
     with torch.cuda.device(device):
         threads = 128 * (configuration.warpgroups + 1)
-        code, shared_memory = machine_code(configuration), configuration.shared_memory()
+        code, shared_memory = machine_code(configuration, operand), configuration.shared_memory()
         kernel = Kernel(code, "nvfp4_gemm", threads, shared_memory, configuration.cluster)
         return kernel, kernel.clusters_at_once()
 
 
-def load(configuration: Configuration, device: torch.device) -> None:
+def load(configuration: Configuration, device: torch.device, operand: torch.dtype = torch.bfloat16) -> None:
     """Compile one variant, or fetch it from the cache, and load it on a device."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    _kernel(replace(configuration, splits=0), index)
-    _dequantize_kernel(index)
+    _kernel(replace(configuration, splits=0), index, operand)
+    _dequantize_kernel(index, operand)
 
 
 @functools.cache
-def _dequantize_kernel(device: int) -> Kernel:
+def _dequantize_kernel(device: int, operand: torch.dtype) -> Kernel:
     with torch.cuda.device(device):
-        return Kernel(compile_source(*dequantize_job()), "nvfp4_dequantize", 256)
+        return Kernel(compile_source(*dequantize_job(operand)), "nvfp4_dequantize", 256)
 
 
 class Division(NamedTuple):
@@ -228,7 +228,7 @@ def product(
     how: Shrink | None = None,
     overlap: bool = True,
 ) -> torch.Tensor:
-    """``x: (M, K)`` bfloat16, ``bias: (N,)`` fp32 -> ``(M, N)`` bfloat16, by one variant of the kernel.
+    """``x: (M, K)`` in the weight's ``operand``, ``bias: (N,)`` fp32 -> ``(M, N)``, by one variant of the kernel.
 
     With an adapter its product is added to the sum before that is rounded; ``how`` says how its first half is launched.
 
@@ -236,15 +236,16 @@ def product(
     written them (``tile_weight`` waits until it has).
     """
     M, K = x.shape
-    if x.dtype != torch.bfloat16 or K != weight.K:
-        raise ValueError(f"x of shape {tuple(x.shape)} and type {x.dtype}: this weight needs (M, {weight.K}) bfloat16")
+    if x.dtype != weight.operand or K != weight.K:
+        needs = f"(M, {weight.K}) {weight.operand}"
+        raise ValueError(f"x of shape {tuple(x.shape)} and type {x.dtype}: this weight needs {needs}")
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # the copy engine needs rows that start at 16 bytes
         x = x.clone(memory_format=torch.contiguous_format)
-    y = torch.empty(M, weight.N, dtype=torch.bfloat16, device=x.device)
+    y = torch.empty(M, weight.N, dtype=x.dtype, device=x.device)
     if M == 0:
         return y
     shrunk = None if adapter is None else shrink(x, adapter.a, how)  # (M, R)
-    kernel, most = _kernel(replace(configuration, splits=0), x.device.index)
+    kernel, most = _kernel(replace(configuration, splits=0), x.device.index, weight.operand)
     free = how.left_free(M, adapter.a.shape[0], most) if adapter is not None and how is not None else 0
     d = divide(configuration, weight.N, K, M, most - free)
     sums = TILE * configuration.tile_blocks() * configuration.tokens  # of one tile
@@ -264,15 +265,16 @@ def product(
 
 
 def dequantize(weight: TiledWeight, first_row: int = 0, rows: int | None = None) -> torch.Tensor:
-    """The exact operand ``code * block scale`` -> (rows, K) bfloat16, without the tensor scale.
+    """The exact operand ``code * block scale`` -> (rows, K) in the weight's ``operand``, without the tensor
+    scale.
 
     ``first_row`` must be a multiple of 64.
     """
     rows = weight.N - first_row if rows is None else rows
-    w = torch.empty(rows, weight.K, dtype=torch.bfloat16, device=weight.tiles.device)
+    w = torch.empty(rows, weight.K, dtype=weight.operand, device=weight.tiles.device)
     k_tiles = weight.tiles.shape[1]
     pointers = [ctypes.c_void_p(weight.tiles.data_ptr()), ctypes.c_void_p(w.data_ptr())]
     numbers = [ctypes.c_int(number) for number in (rows, weight.K, k_tiles, first_row)]
     with torch.cuda.device(w.device):
-        _dequantize_kernel(w.device.index)((k_tiles // 2, -(-rows // 64), 1), *pointers, *numbers)
+        _dequantize_kernel(w.device.index, weight.operand)((k_tiles // 2, -(-rows // 64), 1), *pointers, *numbers)
     return w

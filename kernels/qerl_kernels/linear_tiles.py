@@ -28,13 +28,13 @@ def slab_rows(N: int) -> int:
 
 
 @functools.cache
-def prepare(N: int, K: int, device: torch.device) -> None:
+def prepare(N: int, K: int, device: torch.device, operand: torch.dtype = torch.bfloat16) -> None:
     """Compile (or fetch from the cache) and load every variant that a weight of (N, K) can need, whatever its M."""
     configurations = [c for c in rule.rule().variants if rule.fits(c, K, c.tokens)]
-    gemm.compile_all(configurations)
+    gemm.compile_all(configurations, operand)
     for configuration in configurations:
-        gemm.load(configuration, device)
-    load_shrink(device)
+        gemm.load(configuration, device, operand)
+    load_shrink(device, operand)
     _warn_untuned(device)
 
 
@@ -55,9 +55,9 @@ def linear(
 ) -> torch.Tensor:
     """y = row_scale * (x W0^T) + bias, differentiable with respect to ``x`` only; with an ``adapter`` not at all.
 
-    ``x: (..., K)`` bfloat16 (on a CPU any type), ``bias: (N,)`` fp32 -> ``(..., N)`` in the dtype of ``x``. An adapter
-    adds (x A^T) B^T. Raises ValueError where the shapes do not fit, where a gradient would have to pass an adapter, or
-    the device is neither a CPU nor a Hopper GPU.
+    ``x: (..., K)`` in the weight's ``operand`` (on a CPU any type), ``bias: (N,)`` fp32 -> ``(..., N)`` in the dtype of
+    ``x``. An adapter adds (x A^T) B^T. Raises ValueError where shapes or types do not fit, where a gradient would have
+    to pass an adapter, or the device is neither a CPU nor a Hopper GPU.
     """
     if x.shape[-1] != weight.K or (bias is not None and bias.shape != (weight.N,)):
         shapes = tuple(x.shape), None if bias is None else tuple(bias.shape)
@@ -65,8 +65,9 @@ def linear(
     if adapter is not None:
         _check_adapter(x, weight, adapter)
     parts = (None, None, None) if adapter is None else (adapter.a, adapter.b, adapter.spans)
+    tensors = weight.tiles, weight.row_scale, weight.counters
     return torch.ops.qerl.nvfp4_linear_tiles(
-        x, weight.tiles, weight.row_scale, weight.counters, weight.N, weight.K, weight.scale, bias, *parts
+        x, *tensors, weight.N, weight.K, weight.scale, bias, *parts, weight.operand
     )
 
 
@@ -95,21 +96,23 @@ def _linear(
     a: torch.Tensor | None,
     b: torch.Tensor | None,
     spans: torch.Tensor | None,
+    operand: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    y = torch.nn.functional.linear(x.float(), tiles.dequantize(tiles_, N, K).float()) * row_scale
-    if bias is not None:
-        y += bias.float()
-    if a is not None and b is not None:
-        y += torch.nn.functional.linear(x, a).float() @ b.float().t()
-    return y.to(x.dtype)
+    with torch.autocast("cpu", enabled=False):
+        y = torch.nn.functional.linear(x.float(), tiles.dequantize(tiles_, N, K, operand).float()) * row_scale
+        if bias is not None:
+            y += bias.float()
+        if a is not None and b is not None:
+            y += torch.nn.functional.linear(x, a).float() @ b.float().t()
+        return y.to(x.dtype)
 
 
 @_linear.register_kernel("cuda")
-def _(x, tiles_, row_scale, counters, N, K, scale, bias, a, b, spans):
+def _(x, tiles_, row_scale, counters, N, K, scale, bias, a, b, spans, operand=torch.bfloat16):
     if not supported(x.device):
         name = torch.cuda.get_device_name(x.device)
         raise ValueError(f"tiled NVFP4 weights run on Hopper GPUs only, not on {name}: use the checkpoint's layout")
-    weight = TiledWeight(tiles_, row_scale, counters, N, K)
+    weight = TiledWeight(tiles_, row_scale, counters, N, K, operand=operand)
     rows = x.reshape(-1, K)
     M, columns = rows.shape[0], 0 if b is None else b.shape[1]
     chosen = rule.choose(N, K, max(M, 1), columns, scale is not None, rule.machine_of(x.device.index))
@@ -125,7 +128,7 @@ def _(x, tiles_, row_scale, counters, N, K, scale, bias, a, b, spans):
 
 
 @_linear.register_fake
-def _(x, tiles_, row_scale, counters, N, K, scale, bias, a, b, spans):
+def _(x, tiles_, row_scale, counters, N, K, scale, bias, a, b, spans, operand=torch.bfloat16):
     return x.new_empty(*x.shape[:-1], N)
 
 
@@ -145,14 +148,21 @@ def expand_and_multiply(
 
 @torch.library.custom_op("qerl::nvfp4_linear_tiles_backward", mutates_args=(), device_types="cpu")
 def _backward(
-    dy: torch.Tensor, tiles_: torch.Tensor, row_scale: torch.Tensor, N: int, K: int, scale: torch.Tensor | None = None
+    dy: torch.Tensor,
+    tiles_: torch.Tensor,
+    row_scale: torch.Tensor,
+    N: int,
+    K: int,
+    scale: torch.Tensor | None = None,
+    operand: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    return ((dy.float() * row_scale) @ tiles.dequantize(tiles_, N, K).float()).to(dy.dtype)
+    with torch.autocast("cpu", enabled=False):
+        return ((dy.float() * row_scale) @ tiles.dequantize(tiles_, N, K, operand).float()).to(dy.dtype)
 
 
 @_backward.register_kernel("cuda")
-def _(dy, tiles_, row_scale, N, K, scale=None):
-    w = gemm.dequantize(TiledWeight(tiles_, row_scale, row_scale, N, K))
+def _(dy, tiles_, row_scale, N, K, scale=None, operand=torch.bfloat16):
+    w = gemm.dequantize(TiledWeight(tiles_, row_scale, row_scale, N, K, operand=operand))
     if scale is not None:
         return _scaled_matmul(dy.reshape(-1, N), w, scale.item(), None).view(*dy.shape[:-1], K)
     largest = row_scale.amax()  # the rows' scales stand inside the sum: the largest can wait for the result
@@ -161,18 +171,18 @@ def _(dy, tiles_, row_scale, N, K, scale=None):
 
 
 @_backward.register_fake
-def _(dy, tiles_, row_scale, N, K, scale=None):
+def _(dy, tiles_, row_scale, N, K, scale=None, operand=torch.bfloat16):
     return dy.new_empty(*dy.shape[:-1], K)
 
 
 def _save(ctx, inputs, output):
-    _, tiles_, row_scale, _, ctx.N, ctx.K, ctx.scale, *_ = inputs
+    _, tiles_, row_scale, _, ctx.N, ctx.K, ctx.scale, *_, ctx.operand = inputs
     ctx.save_for_backward(tiles_, row_scale)
 
 
 def _gradient(ctx, dy):
-    dx = torch.ops.qerl.nvfp4_linear_tiles_backward(dy, *ctx.saved_tensors, ctx.N, ctx.K, ctx.scale)
-    return dx, *[None] * 10
+    dx = torch.ops.qerl.nvfp4_linear_tiles_backward(dy, *ctx.saved_tensors, ctx.N, ctx.K, ctx.scale, ctx.operand)
+    return dx, *[None] * 11
 
 
 _linear.register_autograd(_gradient, setup_context=_save)

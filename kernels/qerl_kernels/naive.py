@@ -18,7 +18,8 @@ def linear(
     ``bias: (N,)`` -> ``(..., N)`` in the dtype of ``x``.
     """
     w = dequantize(codes, block_scales).float()  # (N, K)
-    y = torch.nn.functional.linear(x.float(), w) * row_scale
+    with torch.autocast(x.device.type, enabled=False):
+        y = torch.nn.functional.linear(x.float(), w) * row_scale
     if bias is not None:
         y = y + bias.float()
     return y.to(x.dtype)
@@ -32,7 +33,8 @@ def linear_backward(
     ``dy: (..., N)`` -> ``(..., K)`` in the dtype of ``dy``.
     """
     w = dequantize(codes, block_scales).float()  # (N, K)
-    return torch.matmul(dy.float() * row_scale, w).to(dy.dtype)
+    with torch.autocast(dy.device.type, enabled=False):
+        return torch.matmul(dy.float() * row_scale, w).to(dy.dtype)
 
 
 def rms_norm(x: torch.Tensor, w: torch.Tensor, epsilon: float) -> torch.Tensor:

@@ -1,4 +1,5 @@
-// W0 = code * block scale as (N, K) bf16, from weights stored as fragment-ordered tiles (layout: tiles.py), for sm_90a.
+// W0 = code * block scale as (N, K) bf16, or fp16 if compiled with HALF 1, from weights stored as fragment-ordered tiles (layout:
+// tiles.py), for sm_90a.
 #include "hopper.cuh"
 
 // One block a 64-row block and two tiles of columns; 256 threads.
@@ -17,7 +18,7 @@ nvfp4_dequantize(const u8* __restrict__ tiles, u16* __restrict__ w, int N, int K
 #pragma unroll
     for (int i = 0; i < 4; ++i) {  // fragment: i = 0, 2 are row g, 1, 3 row g + 8; 2, 3 are eight columns on
       const int row = warp * 16 + g + i % 2 * 8, column = j * 16 + i / 2 * 8 + c * 2;
-      *(u32*)(&turn[half][row][column * 2]) = multiply(a[i], 0x43004300u);  // times 2^7
+      *(u32*)(&turn[half][row][column * 2]) = multiply(a[i], TWO_TO_7);
     }
   }
   synchronize_warpgroup(half);

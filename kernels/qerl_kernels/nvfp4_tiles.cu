@@ -1,6 +1,6 @@
 // The product over NVFP4 weights stored as fragment-ordered tiles (layout and decode: tiles.py), for sm_90a:
 //
-//   nvfp4_gemm   y = row_scale * (x W0^T) + bias + s B^T, x: (M, K) bf16, W0 = code * block scale: (N, K)
+//   nvfp4_gemm   y = row_scale * (x W0^T) + bias + s B^T, x: (M, K), W0 = code * block scale: (N, K)
 //
 // Compiled at first use by compiler.py, which puts `wgmma()` for this token tile in front and defines
 //   TOKENS  columns of the accumulator: the tokens of one tile (a multiple of 8, at most 256)
@@ -9,6 +9,7 @@
 //   AHEAD   whether codes are read from shared memory one step ahead (1 or 0): less waiting, more instructions
 //   CLUSTER thread blocks that divide the columns of a tile and add up through each other's shared memory
 //   DEPTH   64-column tiles of a stage, STAGES stages in flight
+//   HALF    1: x, y and the adapter are fp16, and the matrix unit multiplies that; 0: bf16. Sums are fp32 either way
 //   SYNCHRONOUS  1: `mma.sync` of each warp in place of `wgmma`, whose every call takes 28 clocks however few the tokens;
 //           GROUP and AHEAD then mean nothing
 //

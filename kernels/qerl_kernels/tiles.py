@@ -6,22 +6,29 @@ what lies beyond N and K is zero. A tile is 2048 bytes of codes, then 256 bytes 
 **Codes.** Thread ``t = 32 w + 4 g + c`` of a warpgroup owns 16 bytes: four 32-bit words, one for each 16 columns
 ``j``. A word holds the eight codes of the thread's part of the m64k16 operand: rows ``16 w + g`` (h = 0) and
 ``16 w + g + 8`` (h = 1), columns ``16 j + 2 c + 8 e`` and the next one. The pair ``p = h + 2 e`` of neighbouring
-columns becomes one register of two BF16 numbers, and a code goes to the sign bit and the bits 8 to 6 of its half:
-there it *is* the number ``code * 2^-126``. The bits are spread in the word so that few instructions put them there::
+columns becomes one register of two numbers. For BF16 a code goes to the sign bit and the bits 8 to 6 of its half: there
+it *is* the number ``code * 2^-126``. For FP16 it goes to the bits 11 to 9, where it is ``code * 2^-14``. The bits are
+spread in the word so that few instructions put them there, in an order for each of the two (``ORDERS``)::
 
-    p = 0, 1, 2:  (word << 3 p) & 0x81C081C0
-    p = 3:        (word << 1 & 0x80008000) | (word >> 3 & 0x01800180) | (word >> 7 & 0x00400040)
+    BF16  p = 0, 1, 2:  (word << 3 p) & 0x81C081C0
+          p = 3:        (word << 1 & 0x80008000) | (word >> 3 & 0x01800180) | (word >> 7 & 0x00400040)
+    FP16  p = 0, 1:     (word << 3 p) & 0x8E008E00
+          p = 2:        (word << 1 & 0x80008000) | (word << 6 & 0x0E000E00)
+          p = 3:        (word << 2 & 0x80008000) | (word << 9 & 0x0E000E00)
 
 **Block scales.** The E4M3 byte is rewritten, without loss, as five bits of exponent and three of mantissa, in which
 E4M3's subnormal numbers are normal ones. Then ``(byte << 4) + 0x7600`` is ``scale * 2^119`` in BF16, for every byte,
-and the product with the code is exact: ``code * scale * 2^-7``. The factor 2^7 goes into the epilogue. A block of scale
-zero is stored with codes zero, a negative scale as a positive one with the codes' signs turned.
+and ``(byte << 7) + 0x3000`` is ``scale * 2^7`` in FP16, and the product with the code is exact:
+``code * scale * 2^-7``, in FP16 between 2^-17, a subnormal number, and 21. The factor 2^7 goes into the epilogue. A
+block of scale zero is stored with codes zero, a negative scale as a positive one with the codes' signs turned.
 Order: 8 bytes for each (w, g), in them ``4 (j // 2) + 2 h + j % 2``.
 
 The integer steps are those of ``decode.cuh``; here they are in plain torch, for the CPU and for the proofs.
 """
 
 from dataclasses import dataclass
+from functools import reduce
+from typing import NamedTuple
 
 import torch
 
@@ -34,13 +41,53 @@ COUNTERS = 1024  # one for each thread block that runs at one time, and more tha
 CHUNK_ROWS = 4096  # rows that are rearranged at a time, so that the temporaries stay small
 
 
+class Order(NamedTuple):
+    """How a word and a stored scale become numbers of one type.
+
+    A number is ``sign << 15 | magnitude of the code << lowest``. That of pair p is what its ``steps[p]``, of shifts to
+    the left (negative ones go to the right) and masks, leave of the word, joined.
+    """
+
+    lowest: int
+    steps: tuple[tuple[tuple[int, int], ...], ...]
+    scale_shift: int
+    scale_base: int
+
+
+ORDERS = {
+    torch.bfloat16: Order(
+        6,
+        (
+            ((0, 0x81C081C0),),
+            ((3, 0x81C081C0),),
+            ((6, 0x81C081C0),),
+            ((1, 0x80008000), (-3, 0x01800180), (-7, 0x00400040)),
+        ),
+        4,
+        0x7600,
+    ),
+    torch.float16: Order(
+        9,
+        (
+            ((0, 0x8E008E00),),
+            ((3, 0x8E008E00),),
+            ((1, 0x80008000), (6, 0x0E000E00)),
+            ((2, 0x80008000), (9, 0x0E000E00)),
+        ),
+        7,
+        0x3000,
+    ),
+}
+
+
 @dataclass(frozen=True)
 class TiledWeight:
     """``tiles: (ceil(N/64), 2 ceil(K/128), 2304) uint8``, ``row_scale: (N,) fp32`` and the kernel's ``counters``.
 
     ``counters`` are zero between calls. Two calls of one weight may not run at the same time. ``scale: () fp32`` on the
     CPU is the row scale where all rows have the same one, else None; a tensor and not a number, so that torch.compile
-    takes the layers of a model for the same code.
+    takes the layers of a model for the same code. ``operand`` is the type, bfloat16 or float16, in whose order the
+    codes lie: that of the activations on a GPU.
     """
 
     tiles: torch.Tensor
@@ -49,13 +96,20 @@ class TiledWeight:
     N: int
     K: int
     scale: torch.Tensor | None = None
+    operand: torch.dtype = torch.bfloat16
 
 
-def tile_weight(codes: torch.Tensor, block_scales: torch.Tensor, row_scale: torch.Tensor) -> TiledWeight:
+def tile_weight(
+    codes: torch.Tensor,
+    block_scales: torch.Tensor,
+    row_scale: torch.Tensor,
+    operand: torch.dtype = torch.bfloat16,
+) -> TiledWeight:
     """Rearrange ``codes: (N, K/2)``, ``block_scales: (N, K/16)`` with ``row_scale: () or (N,)`` fp32 tensor scales.
 
-    Raises ValueError if N is not a multiple of 16 or a block scale is not a number.
+    Raises ValueError if N is not a multiple of 16, a block scale is not a number, or ``operand`` has no order.
     """
+    order_of(operand)
     N, K = codes.shape[0], 2 * codes.shape[1]
     if N % 16:
         raise ValueError(f"a weight of shape ({N}, {K}) has {N} rows; the tiled layout needs a multiple of 16")
@@ -64,13 +118,20 @@ def tile_weight(codes: torch.Tensor, block_scales: torch.Tensor, row_scale: torc
             f"a weight of shape ({N}, {K}) has block scales that are not numbers; the checkpoint is damaged"
         )
     tiles = torch.cat(
-        [_tiles(codes[n : n + CHUNK_ROWS], block_scales[n : n + CHUNK_ROWS]) for n in range(0, N, CHUNK_ROWS)]
+        [_tiles(codes[n : n + CHUNK_ROWS], block_scales[n : n + CHUNK_ROWS], operand) for n in range(0, N, CHUNK_ROWS)]
     )
     counters = torch.zeros(COUNTERS, dtype=torch.int32, device=codes.device)
     row_scale = row_scale.float().expand(N).clone()
     if codes.is_cuda:  # the product may fetch weights before the kernels ahead of it have ended
         torch.cuda.synchronize(codes.device)
-    return TiledWeight(tiles, row_scale, counters, N, K, common_scale(row_scale))
+    return TiledWeight(tiles, row_scale, counters, N, K, common_scale(row_scale), operand)
+
+
+def order_of(operand: torch.dtype) -> Order:
+    """Raises ValueError for a type that the tiled layout has no order for."""
+    if operand not in ORDERS:
+        raise ValueError(f"tiled NVFP4 weights are multiplied as bfloat16 or float16, not as {operand}")
+    return ORDERS[operand]
 
 
 def common_scale(row_scale: torch.Tensor) -> torch.Tensor | None:
@@ -78,7 +139,7 @@ def common_scale(row_scale: torch.Tensor) -> torch.Tensor | None:
     return row_scale[0].cpu() if bool((row_scale == row_scale[0]).all()) else None
 
 
-def _tiles(codes: torch.Tensor, block_scales: torch.Tensor) -> torch.Tensor:
+def _tiles(codes: torch.Tensor, block_scales: torch.Tensor, operand: torch.dtype) -> torch.Tensor:
     N, K = codes.shape[0], 2 * codes.shape[1]
     rows, columns = -(-N // TILE) * TILE, -(-K // (2 * TILE)) * (2 * TILE)
     scale_bytes = block_scales.view(torch.uint8)
@@ -94,48 +155,47 @@ def _tiles(codes: torch.Tensor, block_scales: torch.Tensor) -> torch.Tensor:
     # row = 16 w + 8 h + g, column = 16 j + 8 e + 2 c + l
     parts = separate.view(blocks, 4, 2, 8, k_tiles, 4, 2, 4, 2)  # block, w, h, g, k tile, j, e, c, l
     parts = parts.permute(0, 4, 1, 3, 7, 5, 6, 2, 8).reshape(blocks, k_tiles, 128, 4, 4, 2)  # ..., thread, j, p, l
-    words = _place(parts)
+    words = _place(parts, order_of(operand))
     scales = stored.view(blocks, 4, 2, 8, k_tiles, 2, 2)  # block, w, h, g, k tile, j // 2, j % 2
     scales = scales.permute(0, 4, 1, 3, 5, 2, 6).reshape(blocks, k_tiles, TILE_BYTES - CODE_BYTES)
     return torch.cat([words.view(torch.uint8).view(blocks, k_tiles, CODE_BYTES), scales], dim=-1)
 
 
-def _place(parts: torch.Tensor) -> torch.Tensor:
+def _place(parts: torch.Tensor, order: Order) -> torch.Tensor:
     """``parts: (..., p = 4, l = 2) uint8`` codes -> (...) int32 words."""
     parts = parts.int()
     word = torch.zeros(parts.shape[:-2], dtype=torch.int32, device=parts.device)
     for pair in range(4):
         for half in range(2):
             code = parts[..., pair, half]
-            sign, magnitude = code >> 3, code & 7
-            if pair < 3:
-                bits = (sign << 15 | magnitude << 6) >> (3 * pair)
-            else:
-                bits = sign << 14 | (magnitude >> 1) << 10 | (magnitude & 1) << 13
-            word |= bits << (16 * half)
+            number = (code >> 3) << 15 | (code & 7) << order.lowest
+            for shift, mask in order.steps[pair]:
+                word |= _shifted(number & (mask & 0xFFFF), -shift) << (16 * half)
     return word
 
 
-def dequantize(tiles: torch.Tensor, N: int, K: int) -> torch.Tensor:
-    """The exact operand ``code * block scale`` -> (N, K) bfloat16: the inverse of ``tile_weight``, in plain torch."""
+def _shifted(word: torch.Tensor, to_the_left: int) -> torch.Tensor:
+    return word << to_the_left if to_the_left >= 0 else word >> -to_the_left
+
+
+def dequantize(tiles: torch.Tensor, N: int, K: int, operand: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """The exact operand ``code * block scale`` -> (N, K): the inverse of ``tile_weight``, in plain torch."""
+    order = order_of(operand)
     blocks, k_tiles = tiles.shape[:2]
     words = tiles[..., :CODE_BYTES].contiguous().view(torch.int32).view(blocks, k_tiles, 4, 8, 4, 4)  # w, g, c, j
-    mask = 0x81C081C0 - (1 << 32)
-    pairs = [
-        words & mask,
-        (words << 3) & mask,
-        (words << 6) & mask,
-        ((words << 1) & (0x80008000 - (1 << 32))) | ((words >> 3) & 0x01800180) | ((words >> 7) & 0x00400040),
-    ]
-    values = torch.stack(pairs, dim=-1).view(torch.bfloat16)  # ..., j, (p = e, h; l): code * 2^-126
+    pairs = []
+    for steps in order.steps:
+        parts = [_shifted(words, shift) & (mask - (1 << 32) if mask >> 31 else mask) for shift, mask in steps]
+        pairs.append(reduce(torch.bitwise_or, parts))
+    values = torch.stack(pairs, dim=-1).view(operand)  # ..., j, (p = e, h; l): code * 2^-126, code * 2^-14
     values = values.view(blocks, k_tiles, 4, 8, 4, 4, 2, 2, 2)  # block, k tile, w, g, c, j, e, h, l
     stored = tiles[..., CODE_BYTES:].reshape(blocks, k_tiles, 4, 8, 2, 2, 2).permute(0, 1, 2, 3, 4, 6, 5)
     stored = stored.reshape(blocks, k_tiles, 4, 8, 4, 2)  # w, g, j, h
-    scales = ((stored.int() << 4) + 0x7600).to(torch.int16).view(torch.bfloat16)  # scale * 2^119
-    # in fp32: a CPU may flush BF16's subnormal numbers
+    scales = ((stored.int() << order.scale_shift) + order.scale_base).to(torch.int16).view(operand)
+    # in fp32: a CPU may flush subnormal numbers of 16 bits
     w = values.float() * scales.float()[:, :, :, :, None, :, None, :, None] * 128.0
     w = w.permute(0, 2, 7, 3, 1, 5, 6, 4, 8).reshape(blocks * TILE, k_tiles * TILE)
-    return w[:N, :K].to(torch.bfloat16)
+    return w[:N, :K].to(operand)
 
 
 _STORED_SCALES: dict[torch.device, torch.Tensor] = {}

@@ -65,9 +65,9 @@ def evaluate(
 
     ``base`` is a checkpoint folder or a model id, ``adapter`` a folder that PEFT or ``qerl train`` has saved or the
     output folder of a run, ``tasks`` names of ``request``. ``quantization`` is the arm: ``qerl_nvfp4`` (a BF16
-    checkpoint is quantized on the way in), ``bf16`` or ``nf4``; ``dtype`` bfloat16 or float32. ``num_samples`` answers
-    a problem need a temperature above 0; ``max_samples`` takes that many problems a task, ``num_fewshot`` shows that
-    many solved ones first. Lengths are in tokens. ``quiet`` prints nothing.
+    checkpoint is quantized on the way in), ``bf16`` or ``nf4``; ``dtype`` bfloat16, float16 or float32. ``num_samples``
+    answers a problem need a temperature above 0; ``max_samples`` takes that many problems a task, ``num_fewshot`` shows
+    that many solved ones first. Lengths are in tokens. ``quiet`` prints nothing.
 
     What is None is as in the adapter's training, where its folder says so: arm, dtype, system prompt, chat template and
     its options, the length of an answer; base and adapter are asked alike. The result says it under ``as_in_training``.
@@ -218,8 +218,8 @@ def _need_lighteval() -> None:
 
 
 def _check_base(base: str, quantization: str, dtype: str, saved: AdapterFolder | None) -> Path:
-    if dtype not in ("bfloat16", "float32"):
-        raise ValueError(f"dtype is {dtype!r}; it is bfloat16 or float32")
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise ValueError(f"dtype is {dtype!r}; it is bfloat16, float16 or float32")
     if quantization not in ENGINE_QUANTIZATION:
         raise ValueError(f"quantization is {quantization!r}; it is one of {', '.join(ENGINE_QUANTIZATION)}")
     folder = local_folder(base)

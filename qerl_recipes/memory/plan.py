@@ -244,7 +244,7 @@ class _Run:
         targets = len([target for target in self.targets if target.name.startswith(_first_block(self.size))])
         padded_to, itemsize = self.length if batch.rows else 0, self.itemsize
         # with use_cpu the recipe is read on a machine without a GPU, where bf16 says nothing about a run on one
-        autocast = bool(self.training.bf16) or self.training.use_cpu
+        autocast = bool(self.training.bf16 or self.training.fp16) or self.training.use_cpu
         block = activation_bytes.saved_in_a_block(
             self.size,
             self.rank,

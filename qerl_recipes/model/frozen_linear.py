@@ -96,8 +96,9 @@ class FrozenTiledLinear(FrozenNVFP4Linear):
         """``bias: (N,)``; ``dtype`` is that of the activations."""
         self._describe(weight.N, weight.K, bias, dtype)
         if linear_tiles.supported(weight.tiles.device):
-            linear_tiles.prepare(weight.N, weight.K, weight.tiles.device)
+            linear_tiles.prepare(weight.N, weight.K, weight.tiles.device, weight.operand)
         self.scale = weight.scale  # no buffer: it stays on the CPU
+        self._operand_type = weight.operand
         self.register_buffer("tiles", weight.tiles)
         self.register_buffer("row_scale", weight.row_scale)
         self.register_buffer("counters", weight.counters, persistent=False)
@@ -110,10 +111,13 @@ class FrozenTiledLinear(FrozenNVFP4Linear):
     def operand(self) -> torch.Tensor:
         """Code * block scale, (N, K) in BF16, exact and without the tensor scale."""
         weight = self._weight()
-        return gemm.dequantize(weight) if self.tiles.is_cuda else tiles.dequantize(self.tiles, weight.N, weight.K)
+        if self.tiles.is_cuda:
+            return gemm.dequantize(weight)
+        return tiles.dequantize(self.tiles, weight.N, weight.K, weight.operand)
 
     def _weight(self) -> TiledWeight:
-        return TiledWeight(self.tiles, self.row_scale, self.counters, self.out_features, self.in_features, self.scale)
+        N, K = self.out_features, self.in_features
+        return TiledWeight(self.tiles, self.row_scale, self.counters, N, K, self.scale, self._operand_type)
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         return linear_tiles.linear(x, self._weight(), None if self.bias is None else self.bias.float())

@@ -22,6 +22,7 @@ from qerl_recipes.recipe.file import ConfigError, RecipeParser, defaults_from_ya
 from qerl_recipes.recipe.keys import DEFAULTS_OF_TRL_0_18, OF_TRL_0_18, refusals
 
 QUANTIZATIONS = ("qerl_nvfp4", "bf16", "nf4")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 NOISE_MODES = ("none", "rollout", "corrected", "shared")
 DEFAULT_NOISE_MODE = "shared"  # where sigmas are given and no mode is
 # Table 4 of the paper (arXiv 2510.11696)
@@ -199,6 +200,8 @@ class GRPOConfig(trl.GRPOConfig):
             super().__post_init__()
         except ValueError as error:
             raise ConfigError(self._not_whole_groups() or str(error)) from error
+        if self.fp16:
+            self.mixed_precision = "no"  # of accelerate, whose loss scale skips steps: the trainer has its own
 
     def _not_whole_groups(self) -> str | None:
         """What to change where a rollout is not a whole number of groups; TRL only says that it is not."""
@@ -277,7 +280,7 @@ class ModelConfig(trl.ModelConfig):
 
     dtype: str | None = field(
         default="bfloat16",
-        metadata={"help": "dtype of embeddings, head and activations.", "choices": ["bfloat16", "float32"]},
+        metadata={"help": "dtype of embeddings, head and activations; float16 ends at 65504.", "choices": list(DTYPES)},
     )
     attn_implementation: str | None = field(
         default=None, metadata={"help": "The trainer's attention: sdpa, eager, flex_attention or flash_attention_2."}

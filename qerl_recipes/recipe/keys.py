@@ -99,7 +99,6 @@ REFUSED: dict[str, Refusal] = {
     "torch_compile": Refusal((False,), _COMPILE),
     "torch_compile_backend": Refusal((None,), _COMPILE),
     "torch_compile_mode": Refusal((None,), _COMPILE),
-    "fp16": Refusal((False,), "trainer and engine compute in BF16; use bf16: true, or false for fp32"),
     "optim_target_modules": Refusal((None,), "GaLore and APOLLO project full gradients; an adapter's are small"),
     # rollouts
     "use_vllm": Refusal((True,), "rollouts always come from the engine; remove the key"),
@@ -190,7 +189,7 @@ _HONOURED = {
     "optimization": """
     pack_tokens skip_silent_rows per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps
     learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps optim optim_args weight_decay adam_beta1 adam_beta2
-    adam_epsilon max_grad_norm average_tokens_across_devices bf16 tf32 gradient_checkpointing checkpointed_layers
+    adam_epsilon max_grad_norm average_tokens_across_devices bf16 fp16 tf32 gradient_checkpointing checkpointed_layers
     gradient_checkpointing_kwargs torch_empty_cache_steps seed full_determinism use_cpu do_train
     """,
     "evaluation while training": """

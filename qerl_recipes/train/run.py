@@ -168,7 +168,6 @@ def build(
 
     Raises CheckpointMismatch, before anything loads, if ``resumed``, the checkpoint to go on from, is of another run.
     """
-    import torch
     from transformers import AutoTokenizer
     from trl import get_peft_config
 
@@ -176,6 +175,7 @@ def build(
     from qerl_recipes.files.adapter import open_adapter
     from qerl_recipes.files.base_model import local_folder, written_name
     from qerl_recipes.files.binding import recorded
+    from qerl_recipes.recipe.configs import DTYPES
     from qerl_recipes.tasks import prompts, rewards
     from qerl_recipes.train.base_fits import refuse_misfit
     from qerl_recipes.train.continued import check_settings
@@ -200,7 +200,7 @@ def build(
         training,
         base,
         adapter=peft_config if start is None else start.path,
-        dtype=torch.float32 if model_config.dtype == "float32" else torch.bfloat16,
+        dtype=DTYPES[model_config.dtype or "bfloat16"],
         attn_implementation=model_config.attn_implementation,
         reward_funcs=rewards.resolve(script.reward_funcs, script),
         train_dataset=train_dataset,

@@ -20,6 +20,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from qerl_recipes.model.loading import blocks_that_keep
 from qerl_recipes.model.packing import even_micro_batches, pack
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.train import dynamic_sampling, importance, saving, silent_rows
+from qerl_recipes.train.half_precision import HalfPrecision
 from qerl_recipes.train.step_metrics import QuietProgress, StepRecorder
 from qerl_recipes.train.validate import steps_per_rollout
 
@@ -114,13 +116,17 @@ class QerlGRPOTrainer(GRPOTrainer):
             # no 8-bit floats, and processes with packed rows of their own make different numbers of forwards
             self.model._ddp_params_and_buffers_to_ignore = [name for name, _ in self.model.named_buffers()]
         self._pack_tokens = args.pack_tokens or 0  # of a row; 0 is TRL's padded batch
-        if self._pack_tokens and (reason := logprobs.prepare(policy)) is not None:
+        is_half = policy.get_output_embeddings().weight.dtype == torch.float16
+        self._half = HalfPrecision(policy, args) if is_half else None
+        with nullcontext() if self._half is None else self._half.watched():
+            reason = logprobs.prepare(policy) if self._pack_tokens else None
+        if reason is not None:
             warnings.warn(f"pack_tokens is without effect, the batches stay padded: {reason}", stacklevel=2)
             self._pack_tokens = 0
         may_skip = self._pack_tokens > 0 and silent_rows.reason_to_keep(args) is None
         self._skips_silent_rows = may_skip and args.skip_silent_rows is not False
         self._keeping = blocks_that_keep(policy, args.checkpointed_layers)
-        if args.bf16:  # autocast
+        if args.bf16 or args.fp16:  # autocast
             fused_lora.install(policy, fused_lora.ADAPTER)
         self._lora, self._norms = fused_lora.parameters(policy), list(norms.named_norms(policy))
         self._adapter_config = policy.peft_config[fused_lora.ADAPTER].to_dict()
@@ -256,8 +262,29 @@ class QerlGRPOTrainer(GRPOTrainer):
 
         ``input_ids`` and ``attention_mask``: (B, P + C) with C = ``logits_to_keep`` -> (B, C) and (B, C) or None.
         """
-        entropies: torch.Tensor | None
         inputs = self._learning_from  # None where this is not the loss's own forward
+        watched = nullcontext() if self._half is None or inputs is None else self._half.first_watched()
+        with watched:
+            results = self._logps(model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, others)
+        if self._half is not None and inputs is not None:
+            results = *self._half.scaled(results[0], results[1]), results[2]
+        if inputs is not None and "importance_sampling_ratio" not in inputs:
+            inputs["importance_sampling_ratio"] = self._importance(results[0].detach(), inputs)
+        return results
+
+    def _logps(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None,
+        compute_entropy: bool,
+        others: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        entropies: torch.Tensor | None
+        inputs = self._learning_from
+        autocast = self.accelerator.autocast if self._half is None else self._half.autocast
         left_out = inputs.get("left_out") if inputs is not None else None
         if self._pack_tokens:
             unwrapped = self.accelerator.unwrap_model(model)
@@ -269,7 +296,7 @@ class QerlGRPOTrainer(GRPOTrainer):
             if inputs is not None:
                 computed = sum(row.tokens.shape[1] for row in rows)
                 self._metrics["train"]["packing/share"].append(computed / input_ids.numel())
-            shape, autocast = (len(input_ids), logits_to_keep), self.accelerator.autocast
+            shape = (len(input_ids), logits_to_keep)
             bonus = self._entropy_bonus_enabled
             logps, entropies = logprobs.completion_logprobs(
                 model, unwrapped, rows, shape, self.temperature, autocast, has_entropy_gradient=bonus
@@ -277,14 +304,11 @@ class QerlGRPOTrainer(GRPOTrainer):
             if inputs is not None and left_out is not None:
                 self._metrics["train"]["packing/silent_rows"].append(float(left_out.float().mean()))
                 logps, entropies = silent_rows.with_constants(logps, entropies, inputs, left_out)
-            results = logps, entropies if compute_entropy else None, None
-        else:
-            results = super()._get_per_token_logps_and_entropies(
+            return logps, entropies if compute_entropy else None, None
+        with nullcontext() if self._half is None else autocast():  # bfloat16's is part of the prepared model
+            return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **others
             )
-        if inputs is not None and "importance_sampling_ratio" not in inputs:
-            inputs["importance_sampling_ratio"] = self._importance(results[0].detach(), inputs)
-        return results
 
     def _importance(self, logps: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
         """Weights of a micro-batch with trainer's log-probabilities ``logps: (B, C)``; they are noted for the log."""
@@ -302,6 +326,8 @@ class QerlGRPOTrainer(GRPOTrainer):
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         self.recorder.grad_norm = super()._get_grad_norm(*args, **kwargs)
+        if self._half is not None:
+            self._half.check_gradients(self.recorder.grad_norm)
         return self.recorder.grad_norm
 
     # before and after the steps

@@ -50,6 +50,7 @@ def validate(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) 
         *_engine(training),
         *server_keys.problems(training),
         *_sharing(training),
+        *_precision(training, model),
         *_adapter(script, training, model),
         *misfits(script, training, model),
         *_data_and_rewards(script, training),
@@ -209,6 +210,22 @@ def _engine(training: GRPOConfig) -> Iterator[str]:
 def _sharing(training: GRPOConfig) -> Iterator[str]:
     if training.share_weights and (reason := shared_weights.obstacle(training)):
         yield f"share_weights: {reason}; use share_weights: false"
+
+
+def _precision(training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
+    """Engine and trainer compute in one type."""
+    if training.fp16 and model.dtype != "float16":
+        yield (
+            f"fp16: true with dtype: {model.dtype}: the engine would compute in {model.dtype} and the trainer in "
+            "float16; use dtype: float16, or fp16: false"
+        )
+    if training.bf16 and model.dtype == "float16":
+        yield (
+            "bf16: true (the default without fp16) with dtype: float16: the engine would compute in float16 and the "
+            "trainer in bfloat16; use fp16: true and bf16: false, or dtype: bfloat16"
+        )
+    if training.quantization == "nf4" and model.dtype == "float16":
+        yield "dtype: float16 with quantization: nf4 is not supported; use dtype: bfloat16, or another arm"
 
 
 def _adapter(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> Iterator[str]:

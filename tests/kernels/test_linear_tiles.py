@@ -1,6 +1,7 @@
 """The tiled linear layer on a CPU, and the sources that a GPU would compile."""
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
@@ -8,18 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from qerl_kernels import gemm, linear_tiles, nvfp4, tiles
 from qerl_kernels.adapter import VARIANTS, Adapter, Shrink, spans
+from qerl_kernels.linear import linear
 
 
-def example(N: int = 48, K: int = 80):
+def example(N: int = 48, K: int = 80, operand: torch.dtype = torch.bfloat16):
     generator = torch.Generator().manual_seed(0)
     packed = nvfp4.quantize(torch.randn(N, K, generator=generator).bfloat16())
     row_scale = torch.rand(N, generator=generator) + 0.5
     x = torch.randn(2, 5, K, generator=generator)
-    return packed, row_scale, tiles.tile_weight(packed.codes, packed.block_scales, row_scale), x
+    return packed, row_scale, tiles.tile_weight(packed.codes, packed.block_scales, row_scale, operand), x
 
 
-def test_linear_and_gradient_are_those_of_the_dense_layer():
-    packed, row_scale, weight, x = example()
+@pytest.mark.parametrize("operand", tiles.ORDERS, ids=str)
+def test_linear_and_gradient_are_those_of_the_dense_layer(operand):
+    packed, row_scale, weight, x = example(operand=operand)
     dense = nvfp4.dequantize(packed.codes, packed.block_scales).double() * row_scale.double()[:, None]
     bias, dy = torch.randn(48), torch.randn(2, 5, 48)
     x.requires_grad_()
@@ -82,8 +85,35 @@ def test_slabs_are_equal_and_cover_the_weight(N):
     assert slabs == -(-N // linear_tiles.MOST_SLAB_ROWS) and (slabs - 1) * rows < N
 
 
+@pytest.mark.parametrize("of_tiles", [False, True], ids=["canonical", "tiles"])
+def test_sums_are_fp32_under_autocast_too(of_tiles):
+    """Without its row scale a product of float16 may be beyond its end, which fp32 does not mind."""
+    packed, _, weight, x = example(operand=torch.float16)
+    x, small = (100 * x).half().requires_grad_(), torch.tensor(1e-5)
+    weight = tiles.tile_weight(packed.codes, packed.block_scales, small, torch.float16)
+    run = partial(linear_tiles.linear, weight=weight)
+    if not of_tiles:
+        run = partial(linear, codes=packed.codes, block_scales=packed.block_scales, row_scale=small)
+    plain = run(x)
+    plain.backward(torch.ones_like(plain))
+    gradient, x.grad = x.grad, None
+    with torch.autocast("cpu", torch.float16):
+        y = run(x)
+        y.backward(torch.ones_like(y))
+    assert torch.equal(y, plain) and torch.equal(x.grad, gradient) and bool(torch.isfinite(y).all())
+    dense = nvfp4.dequantize(packed.codes, packed.block_scales).float()
+    assert (x.float() @ dense.t()).abs().max() > 65504
+
+
+def test_an_activation_of_another_type_than_the_tiles_is_refused():
+    _, _, weight, x = example(operand=torch.float16)
+    with pytest.raises(ValueError, match=r"needs \(M, 80\) torch.float16"):
+        gemm.product(x.view(-1, 80).bfloat16(), weight, gemm.deepest(64, 2, 1, 1, 2, 2, 0))
+
+
 def test_the_matrix_instruction_names_every_register_once():
     text = gemm.wgmma_source(24)
+    assert gemm.wgmma_source(24, torch.float16) == text.replace(".bf16.bf16", ".f16.f16") != text
     assert "m64n24k16" in text and text.count('"+f"') == 12 and text.count('"r"(a[') == 4
     assert all(f"%{i}" in text for i in range(17)) and "%17" not in text
 

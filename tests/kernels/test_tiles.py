@@ -1,5 +1,8 @@
 """The tiled layout: nothing is lost, every code and every block scale decodes exactly, bad input is refused."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,15 +17,42 @@ def random_weight(N: int, K: int, seed: int) -> tuple[torch.Tensor, torch.Tensor
     return codes, scales.view(torch.float8_e4m3fn)
 
 
-def test_every_code_and_block_scale_is_exact():
+@pytest.mark.parametrize("operand", tiles.ORDERS, ids=str)
+def test_every_code_and_block_scale_is_exact(operand):
     """All 16 codes under each of the 254 scale bytes that are numbers: zero, subnormal and negative ones too."""
     codes = torch.tensor([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE], dtype=torch.uint8).repeat(256, 1)
     scale_bytes = torch.arange(256, dtype=torch.uint8)
     scale_bytes[(scale_bytes & 0x7F) == 0x7F] = 1
     scales = scale_bytes.view(torch.float8_e4m3fn)[:, None]
-    weight = tiles.tile_weight(codes, scales, torch.ones(()))
+    weight = tiles.tile_weight(codes, scales, torch.ones(()), operand)
     values = torch.tensor(nvfp4.MAGNITUDES + tuple(-m for m in nvfp4.MAGNITUDES))
-    assert torch.equal(tiles.dequantize(weight.tiles, 256, 16).float(), values * scales.float())
+    found = tiles.dequantize(weight.tiles, 256, 16, operand)
+    assert found.dtype == operand and torch.equal(found.float(), values * scales.float())
+
+
+@pytest.mark.parametrize("operand", tiles.ORDERS, ids=str)
+def test_the_kernels_decode_takes_the_steps_of_the_layout(operand):
+    """``decode.cuh``, read as text: its shifts, masks and constants are those of ``ORDERS``, which are proven above."""
+    text = Path(tiles.__file__).with_name("decode.cuh").read_text()
+    order = tiles.ORDERS[operand]
+    first, second = re.findall(r"#if HALF\n(.*?)#else\n(.*?)#endif", text, flags=re.DOTALL)
+    constants, decode = (branches[0 if operand == torch.float16 else 1] for branches in (first, second))
+    step, base = re.search(r"SCALE_STEP = (\d+), SCALE_BASE = (0x[0-9A-F]+)u", constants).groups()
+    assert int(step) == 1 << order.scale_shift and int(base, 16) == order.scale_base * 0x10001
+    expressions = re.findall(r"a\[\d\] = multiply\((.*), (upper|lower)\);", decode)
+    assert [scale for _, scale in expressions] == ["upper", "lower", "upper", "lower"]
+    for (expression, _), steps in zip(expressions, order.steps, strict=True):
+        terms = re.findall(r"\(?word(?: (<<|>>) (\d+)\)?)? & (0x[0-9A-F]+)u", expression)
+        shifts = [(int(by or 0) * (-1 if way == ">>" else 1), int(mask, 16)) for way, by, mask in terms]
+        assert tuple(shifts) == steps and expression.count("|") == len(steps) - 1
+
+
+def test_each_type_has_an_order_of_its_own_and_no_other_has_any():
+    codes, scales = random_weight(64, 128, 4)
+    ours, theirs = (tiles.tile_weight(codes, scales, torch.ones(()), operand) for operand in tiles.ORDERS)
+    assert ours.operand != theirs.operand and not torch.equal(ours.tiles, theirs.tiles)
+    with pytest.raises(ValueError, match=r"not as torch\.float32"):
+        tiles.tile_weight(codes, scales, torch.ones(()), torch.float32)
 
 
 @settings(max_examples=25, deadline=None)
@@ -30,9 +60,11 @@ def test_every_code_and_block_scale_is_exact():
 def test_any_multiple_of_16_survives_the_rearrangement(N, K, seed):
     N, K = 16 * N, 16 * K
     codes, scales = random_weight(N, K, seed)
-    weight = tiles.tile_weight(codes, scales, torch.ones(()))
-    assert weight.tiles.shape == (-(-N // 64), 2 * -(-K // 128), tiles.TILE_BYTES)
-    assert torch.equal(tiles.dequantize(weight.tiles, N, K), nvfp4.dequantize(codes, scales))
+    expected = nvfp4.dequantize(codes, scales)
+    for operand in tiles.ORDERS:
+        weight = tiles.tile_weight(codes, scales, torch.ones(()), operand)
+        assert weight.tiles.shape == (-(-N // 64), 2 * -(-K // 128), tiles.TILE_BYTES)
+        assert torch.equal(tiles.dequantize(weight.tiles, N, K, operand).float(), expected.float())
 
 
 def test_rearranging_in_chunks_changes_nothing(monkeypatch):

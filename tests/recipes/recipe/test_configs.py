@@ -363,3 +363,24 @@ def test_without_a_gpu_a_recipe_runs_on_the_cpu_unless_it_says_otherwise(tmp_pat
     assert training.use_cpu and not training.bf16
     _, training, _ = parse(["--config", str(recipe), "--use_cpu", "false", "--bf16", "false"])
     assert not training.use_cpu
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"dtype": "float16", "fp16": "true"}, None),
+        ({"dtype": "float16"}, None),  # on a CPU; elsewhere bf16 is TRL's default
+        ({"dtype": "float16", "bf16": "true", "use_cpu": "true"}, "bf16: true .* with dtype: float16"),
+        ({"dtype": "bfloat16", "fp16": "true"}, "fp16: true with dtype: bfloat16"),
+        ({"dtype": "float16", "fp16": "true", "quantization": "nf4"}, "dtype: float16 with quantization: nf4"),
+    ],
+    ids=str,
+)
+def test_float16_is_for_engine_and_trainer_or_for_neither(tmp_path, given, said):
+    from qerl_recipes.train.validate import _precision
+
+    flags = [word for key, value in given.items() for word in (f"--{key}", value)]
+    _, training, model = parse([*recipe(tmp_path, "lora_r: 4\n"), *flags])
+    problems = list(_precision(training, model))
+    assert [bool(re.search(said or "", problem)) for problem in problems] == [True] * (said is not None)
+    assert training.mixed_precision == ("bf16" if given.get("bf16") else "no"), "accelerate's loss scale skips steps"

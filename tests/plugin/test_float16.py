@@ -1,0 +1,70 @@
+"""An engine in float16: closer to fp32 than one in bfloat16, and not started where activations are beyond its end."""
+
+import re
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+
+def test_float16_is_nearer_to_fp32_than_bfloat16(make_bf16, write_packed, reference, boot, measure, make_adapter):
+    folder = write_packed(make_bf16("qwen2"))
+    tensors, config, adapted = make_adapter(reference(folder), size=0.1)
+    expected, base = measure.hf(adapted), measure.hf(reference(folder))
+    error = {}
+    for dtype in ("bfloat16", "float16"):
+        from qerl_vllm_plugin.policy import Policy
+
+        llm = boot(folder, dtype=dtype, additional_config={"qerl": {"policy_adapter": {"rank": 8}}})
+        layers = dict(measure.model(llm).named_modules())
+        assert layers["model.layers.0.mlp.down_proj"].policy_a.dtype == getattr(torch, dtype)
+        assert layers["model.norm"].weight.dtype == torch.float32
+        plain = measure.difference(measure.engine(llm), base)
+        Policy(llm).swap(tensors, config)
+        error[dtype] = plain, measure.difference(measure.engine(llm), expected)
+    for half, full in zip(error["float16"], error["bfloat16"], strict=True):
+        assert 0 < half < full / 3, error
+    assert measure.difference(base, expected) > 10 * error["float16"][1], "an adapter that cannot be seen"
+
+
+def test_a_model_whose_activations_are_beyond_float16_does_not_start(make_nvfp4, boot, tmp_path):
+    folder = shutil.copytree(make_nvfp4("qwen2"), tmp_path / "large")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight_global_scale"] /= 1e6
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    named = r"model\.layers\.1\.mlp\.down_proj: the engine computes an activation of (\d+); float16 ends at 65504"
+    with pytest.raises(ValueError, match=named) as refused:
+        boot(folder, dtype="float16")
+    value = int(re.search(named, str(refused.value)).group(1))
+    from qerl_vllm_plugin.overflow import LARGEST
+
+    assert value > LARGEST and "--dtype bfloat16" in str(refused.value)
+    boot(folder, dtype="bfloat16")  # the way out
+
+
+def test_the_check_leaves_the_model_as_it_was(make_nvfp4, boot, measure):
+    llm = boot(make_nvfp4("qwen2"), dtype="float16")
+    model = measure.model(llm)
+    assert not any(module._forward_hooks for module in model.modules()) and "eval" not in vars(model)
+    first = measure.engine(llm)
+    assert torch.equal(first, measure.engine(llm)) and bool(torch.isfinite(first).all())
+
+
+def test_the_attention_of_the_check_is_that_of_sequences_of_one_token(make_nvfp4, boot, measure):
+    """What ``watched`` sees at the last norm is what the engine computes for each token alone."""
+    from qerl_vllm_plugin import compat
+
+    llm = boot(make_nvfp4("llama"), dtype="float16")  # of which two query heads share a key head
+    model, config = measure.model(llm), llm.llm_engine.vllm_config
+    tokens = torch.tensor([3, 17, 40])
+    with torch.inference_mode(), compat.attention_to_itself(model, config):
+        alone = model(input_ids=tokens, positions=compat.first_positions(config, tokens))
+        expected = model.compute_logits(alone).float().log_softmax(-1)
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=1, logprobs=5, temperature=0)
+    outputs = llm.generate([{"prompt_token_ids": [int(t)]} for t in tokens], sampling, use_tqdm=False)
+    for row, output in zip(expected, outputs, strict=True):
+        for token, found in output.outputs[0].logprobs[0].items():
+            assert abs(float(row[token]) - found.logprob) < 1e-4

@@ -1,0 +1,116 @@
+"""A trainer in float16: closer to its engine, gradients that are not lost, and an end that is named."""
+
+import pytest
+import torch
+
+from qerl_recipes.model.gradient_scale import GradientScale
+from qerl_recipes.train import half_precision
+from qerl_vllm_plugin.overflow import ActivationOverflow, watched
+
+
+@pytest.mark.parametrize("mixed", [True, False], ids=["autocast", "adapter in fp32"])
+def test_trainer_and_engine_agree_more_closely_than_in_bfloat16(make_nvfp4, make_trainer, read_metrics, mixed):
+    mismatch, moved = {}, {}
+    for dtype in (torch.bfloat16, torch.float16):
+        is_half = dtype == torch.float16
+        trainer = make_trainer(make_nvfp4("qwen2"), dtype=dtype, max_steps=2, fp16=is_half and mixed)
+        before = {name: weight.detach().clone() for name, weight in trainer.snapshot().tensors.items()}
+        trainer.train()
+        rows = read_metrics(trainer)
+        mismatch[dtype] = sum(row["logp_mismatch_mean"] for row in rows) / len(rows)
+        assert all(weight.dtype == torch.float32 for weight in trainer.snapshot().tensors.values())
+        moved[dtype] = sum(not torch.equal(before[n], w) for n, w in trainer.snapshot().tensors.items())
+        assert rows[-1]["grad_norm"] > 0
+    assert 0 < mismatch[torch.float16] < mismatch[torch.bfloat16] / 3
+    assert moved[torch.float16] == moved[torch.bfloat16] > 0
+
+
+def layers() -> list[torch.nn.Linear]:
+    torch.manual_seed(0)
+    return [torch.nn.Linear(32, 32, bias=False) for _ in range(4)]
+
+
+def gradients(each: float, scale: bool, half: bool) -> list[torch.Tensor]:
+    """Of four layers under a loss of which each number has a gradient of ``each``."""
+    model = layers()
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", torch.float16, enabled=half):
+        for layer in model:
+            x = torch.tanh(layer(x))
+    out = x.float().sum(dim=1)
+    if scale:
+        (out,) = GradientScale(layer.weight for layer in model)(out)
+    (out * each).sum().backward()
+    return [layer.weight.grad for layer in model]
+
+
+@pytest.mark.parametrize("each", [3e-6, 1e-9, 700.0])
+def test_gradients_of_any_size_are_those_of_fp32(each):
+    exact, scaled = gradients(each, False, False), gradients(each, True, True)
+    for ours, reference in zip(scaled, exact, strict=True):
+        assert ours.dtype == torch.float32
+        assert (ours - reference).norm() < 5e-3 * reference.norm()
+    unscaled = gradients(each, False, True)  # the control: float16 by itself loses them
+    assert each == 700.0 or (unscaled[0] - exact[0]).norm() > 0.05 * exact[0].norm()
+
+
+def test_a_scale_is_a_power_of_two_and_costs_fp32_nothing():
+    for ours, reference in zip(gradients(3e-6, True, False), gradients(3e-6, False, False), strict=True):
+        assert torch.equal(ours, reference)
+
+
+def test_both_results_of_a_micro_batch_share_one_scale_and_zeros_stay_zero():
+    weight = torch.nn.Parameter(torch.ones(3))
+    scale = GradientScale([weight])
+    a, b = scale(weight * 2, weight * 5)
+    (a.sum() * 1e-6 + b.sum() * 1e-9).backward()
+    torch.testing.assert_close(weight.grad, torch.full((3,), 2e-6 + 5e-9))
+    assert scale.inverse == 2.0 ** (-20 + 1 - 3) or scale.inverse == 2.0 ** (-19 - 3)
+    weight.grad = None
+    (scale(weight * 2)[0] * 0.0).sum().backward()
+    assert not weight.grad.any()
+
+
+def test_an_activation_beyond_the_end_of_float16_is_refused_by_name(make_nvfp4, make_trainer):
+    def enlarge(model):
+        model.model.layers[1].mlp.down_proj.row_scale.mul_(1e6)
+        model.model.layers[1].mlp.down_proj._factor *= 1e6
+
+    named = r"layers\.1\.mlp\.down_proj\.base_layer: the trainer computes an activation of [0-9]{6}"
+    for packing in ({}, {"pack_tokens": 0}):  # before anything is generated; padded, in the first micro-batch
+        with pytest.raises(ActivationOverflow, match=named):
+            make_trainer(make_nvfp4("qwen2"), dtype=torch.float16, max_steps=1, change=enlarge, **packing).train()
+
+
+def test_a_gradient_that_is_no_number_is_refused_before_the_step(make_nvfp4, make_trainer, monkeypatch):
+    trainer = make_trainer(make_nvfp4("qwen2"), dtype=torch.float16, max_steps=1)
+    before = {name: weight.detach().clone() for name, weight in trainer.snapshot().tensors.items()}
+    scaled = half_precision.HalfPrecision.scaled
+
+    def overflowing(self, logps, entropies):
+        logps, entropies = scaled(self, logps, entropies)
+        return logps * torch.inf, entropies
+
+    monkeypatch.setattr(half_precision.HalfPrecision, "scaled", overflowing)
+    with pytest.raises(ActivationOverflow, match="the gradient norm is nan"):
+        trainer.train()
+    assert all(torch.equal(before[name], weight) for name, weight in trainer.snapshot().tensors.items())
+
+
+def test_what_is_looked_at_is_named_in_the_order_of_computation():
+    class Late(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shared, self.first = torch.nn.Identity(), torch.nn.Linear(2, 2, bias=False)
+
+        def forward(self, x):
+            x = self.first(self.shared(x))
+            return self.shared(x)
+
+    model = Late().half()
+    model.first.weight.data.fill_(1e4)
+    with pytest.raises(ActivationOverflow, match=r"^first: it computes an activation of 80000;"), watched(model, "it"):
+        model(torch.full((1, 2), 4.0).half())
+    with watched(model, "it") as calls:
+        model(torch.ones(1, 2).half())
+    assert calls.largest()[1] == 20000 and not model.first._forward_hooks
