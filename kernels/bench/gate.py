@@ -82,7 +82,8 @@ def check(configuration: gemm.Configuration, operand: torch.dtype = torch.bfloat
         codes, scales = every_product(N, K, "cuda")
         w = nvfp4.dequantize(codes, scales).to(operand)  # exact in either type
         one = tiles.tile_weight(codes, scales, torch.ones((), device="cuda"), operand)
-        assert torch.equal(gemm.dequantize(one), w), f"dequantize of ({N}, {K}) is not exact"
+        expanded = w * nvfp4.expanded_factor(operand)
+        assert torch.equal(gemm.dequantize(one), expanded), f"dequantize of ({N}, {K}) is not exact"
         # the last takes more tiles than the GPU has multiprocessors: runs are longer than tiles
         most = tokens * -(-150 // -(-N // (64 * configuration.tile_blocks()))) - 5
         for M in (K, 1, tokens - 1, tokens + 1, *[most] * (N > 2000)):

@@ -12,10 +12,10 @@ constexpr int SCALE_OFFSET = 2048;
 
 #if HALF
 #define OPERAND "f16"
-constexpr u32 SCALE_STEP = 128, SCALE_BASE = 0x30003000u, TWO_TO_7 = 0x58005800u;
+constexpr u32 SCALE_STEP = 128, SCALE_BASE = 0x30003000u;
 #else
 #define OPERAND "bf16"
-constexpr u32 SCALE_STEP = 16, SCALE_BASE = 0x76007600u, TWO_TO_7 = 0x43004300u;
+constexpr u32 SCALE_STEP = 16, SCALE_BASE = 0x76007600u;
 #endif
 
 __device__ __forceinline__ u32 multiply(u32 a, u32 b) {  // two products of operands; subnormal inputs and results are kept

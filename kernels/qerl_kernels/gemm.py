@@ -265,8 +265,8 @@ def product(
 
 
 def dequantize(weight: TiledWeight, first_row: int = 0, rows: int | None = None) -> torch.Tensor:
-    """The exact operand ``code * block scale`` -> (rows, K) in the weight's ``operand``, without the tensor
-    scale.
+    """The exact operand ``code * block scale`` times ``expanded_factor`` -> (rows, K) in the weight's ``operand``,
+    without the tensor scale.
 
     ``first_row`` must be a multiple of 64.
     """

@@ -12,8 +12,7 @@ weight and nothing else: neither the activations nor an expanded weight.
 
 import torch
 
-from qerl_kernels import naive
-from qerl_kernels.nvfp4 import GROUP_SIZE
+from qerl_kernels import naive, nvfp4
 
 
 def linear(
@@ -68,7 +67,7 @@ def _check_weight(codes: torch.Tensor, block_scales: torch.Tensor, row_scale: to
         raise ValueError(
             f"codes and block scales are {codes.dtype} and {block_scales.dtype}, not uint8 and float8_e4m3fn"
         )
-    if block_scales.shape != (N, 2 * half // GROUP_SIZE) or 2 * half % GROUP_SIZE:
+    if block_scales.shape != (N, 2 * half // nvfp4.GROUP_SIZE) or 2 * half % nvfp4.GROUP_SIZE:
         raise ValueError(
             f"codes {tuple(codes.shape)} do not fit block scales {tuple(block_scales.shape)}: (N, K/2), (N, K/16)"
         )
@@ -90,13 +89,11 @@ def _linear(
 
 @_linear.register_kernel("cuda")
 def _(x, codes, block_scales, row_scale, bias, scale=None):
-    from qerl_kernels.nvfp4_triton import dequantize  # only here: a CPU needs no Triton
-
-    w = dequantize(codes, block_scales).to(x.dtype)  # exact in float16 too: 6 bits between 2^-10 and 2688
+    w, factor = expand(codes, block_scales, x.dtype)
     rows = x.reshape(-1, x.shape[-1])
     if scale is not None:
-        return _scaled_matmul(rows, w.t(), scale, bias).view(*x.shape[:-1], codes.shape[0])
-    y = _matmul_fp32(rows, w.t()).mul_(row_scale)
+        return _scaled_matmul(rows, w.t(), factor * scale, bias).view(*x.shape[:-1], codes.shape[0])
+    y = _matmul_fp32(rows, w.t()).mul_(factor * row_scale)
     if bias is not None:
         y.add_(bias.float())
     return y.to(x.dtype).view(*x.shape[:-1], codes.shape[0])
@@ -120,22 +117,35 @@ def _linear_backward(
 
 @_linear_backward.register_kernel("cuda")
 def _(dy, codes, block_scales, row_scale, scale=None):
-    from qerl_kernels.nvfp4_triton import dequantize
-
     rows = dy.reshape(-1, dy.shape[-1])
-    w = dequantize(codes, block_scales).to(dy.dtype)
+    w, factor = expand(codes, block_scales, dy.dtype)
     if scale is not None:
-        return _scaled_matmul(rows, w, scale, None).view(*dy.shape[:-1], w.shape[1])
+        return _scaled_matmul(rows, w, factor * scale, None).view(*dy.shape[:-1], w.shape[1])
     largest = row_scale.amax()
     if row_scale.dim():  # the sum runs over rows of W0: their scales cannot wait for the result, only the largest can
         rows = (rows.float() * (row_scale / largest)).to(dy.dtype)
-    dx = _matmul_fp32(rows, w).mul_(largest)
+    dx = _matmul_fp32(rows, w).mul_(factor * largest)
     return dx.to(dy.dtype).view(*dy.shape[:-1], 2 * codes.shape[1])
 
 
 @_linear_backward.register_fake
 def _(dy, codes, block_scales, row_scale, scale=None):
     return dy.new_empty(*dy.shape[:-1], 2 * codes.shape[1])
+
+
+def expand(codes: torch.Tensor, block_scales: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
+    """The operand for a library's product, ``w: (N, K)`` in ``dtype``, and the factor of what is multiplied by it.
+
+    ``w * factor`` is code * block scale, exactly.
+    """
+    if codes.is_cuda:
+        from qerl_kernels import nvfp4_triton  # only here: a CPU needs no Triton
+
+        w = nvfp4_triton.dequantize(codes, block_scales)
+    else:
+        w = nvfp4.dequantize(codes, block_scales)
+    by = nvfp4.expanded_factor(dtype)
+    return (w if by == 1 else w.mul_(by)).to(dtype), 1 / by
 
 
 def _matmul_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

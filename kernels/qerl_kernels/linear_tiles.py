@@ -16,6 +16,7 @@ import torch
 from qerl_kernels import gemm, rule, tiles
 from qerl_kernels.adapter import COLUMNS, Adapter, load_shrink, shrink
 from qerl_kernels.linear import _matmul_fp32, _scaled_matmul
+from qerl_kernels.nvfp4 import expanded_factor
 from qerl_kernels.tiles import TiledWeight
 
 MOST_SLAB_ROWS = 32768  # of W0 that are expanded at one time; narrower slabs cost cuBLAS a few percent
@@ -137,7 +138,7 @@ def expand_and_multiply(
 ) -> torch.Tensor:
     """``x: (M, K)`` -> ``(M, N)``: W0 a ``slab`` of rows at a time, then cuBLAS with ``scale`` as its factor."""
     y = torch.empty(x.shape[0], weight.N, dtype=x.dtype, device=x.device)
-    slab = slab or slab_rows(weight.N)
+    slab, scale = slab or slab_rows(weight.N), scale / expanded_factor(weight.operand)
     for first in range(0, weight.N, slab):
         rows = min(slab, weight.N - first)
         w, part = gemm.dequantize(weight, first, rows), y[:, first : first + rows]
@@ -163,11 +164,12 @@ def _backward(
 @_backward.register_kernel("cuda")
 def _(dy, tiles_, row_scale, N, K, scale=None, operand=torch.bfloat16):
     w = gemm.dequantize(TiledWeight(tiles_, row_scale, row_scale, N, K, operand=operand))
+    factor = 1 / expanded_factor(operand)
     if scale is not None:
-        return _scaled_matmul(dy.reshape(-1, N), w, scale.item(), None).view(*dy.shape[:-1], K)
+        return _scaled_matmul(dy.reshape(-1, N), w, factor * scale.item(), None).view(*dy.shape[:-1], K)
     largest = row_scale.amax()  # the rows' scales stand inside the sum: the largest can wait for the result
     scaled = (dy.reshape(-1, N).float() * (row_scale / largest)).to(dy.dtype)
-    return _matmul_fp32(scaled, w).mul_(largest).to(dy.dtype).view(*dy.shape[:-1], K)
+    return _matmul_fp32(scaled, w).mul_(factor * largest).to(dy.dtype).view(*dy.shape[:-1], K)
 
 
 @_backward.register_fake

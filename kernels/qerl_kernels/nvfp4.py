@@ -110,6 +110,16 @@ def dequantize(codes: torch.Tensor, block_scales: torch.Tensor) -> torch.Tensor:
     return (blocks * block_scales.to(torch.bfloat16).unsqueeze(-1)).view(N, 2 * half)
 
 
+def expanded_factor(dtype: torch.dtype) -> float:
+    """What the operand is multiplied by where it is expanded in ``dtype`` for a library's product: 2^-14 in float16.
+
+    That is exact, as the operand is a multiple of 2^-10 and float16 has steps of 2^-24. cuBLAS may add up the parts of
+    a float16 sum in float16 and apply the tensor scale later: sums of the operand itself, thousands of times as large
+    as those of the weight, would be infinite.
+    """
+    return 2.0**-14 if dtype == torch.float16 else 1.0
+
+
 _BYTE_VALUES: dict[torch.device, torch.Tensor] = {}
 
 

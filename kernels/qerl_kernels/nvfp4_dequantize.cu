@@ -1,6 +1,8 @@
-// W0 = code * block scale as (N, K) bf16, or fp16 if compiled with HALF 1, from weights stored as fragment-ordered tiles (layout:
-// tiles.py), for sm_90a.
+// W0 = code * block scale as (N, K) bf16, or, compiled with HALF 1, W0 * 2^-14 as fp16 (nvfp4.expanded_factor), from weights stored
+// as fragment-ordered tiles (layout: tiles.py), for sm_90a.
 #include "hopper.cuh"
+
+constexpr u32 FACTOR = HALF ? 0x20002000u : 0x43004300u;  // of what is decoded times 2^-7: 2^-7 in fp16, 2^7 in bf16
 
 // One block a 64-row block and two tiles of columns; 256 threads.
 extern "C" __global__ void __launch_bounds__(256)
@@ -18,7 +20,7 @@ nvfp4_dequantize(const u8* __restrict__ tiles, u16* __restrict__ w, int N, int K
 #pragma unroll
     for (int i = 0; i < 4; ++i) {  // fragment: i = 0, 2 are row g, 1, 3 row g + 8; 2, 3 are eight columns on
       const int row = warp * 16 + g + i % 2 * 8, column = j * 16 + i / 2 * 8 + c * 2;
-      *(u32*)(&turn[half][row][column * 2]) = multiply(a[i], TWO_TO_7);
+      *(u32*)(&turn[half][row][column * 2]) = multiply(a[i], FACTOR);
     }
   }
   synchronize_warpgroup(half);

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 from qerl_kernels import gemm, linear_marlin, linear_tiles, nvfp4, tiles
-from qerl_kernels.linear import linear
+from qerl_kernels.linear import expand, linear
 from qerl_kernels.marlin_layout import MarlinWeight
 from qerl_kernels.tiles import TiledWeight
 
@@ -65,9 +65,9 @@ class FrozenNVFP4Linear(torch.nn.Linear):
         """The tensor scale, where all rows have the same one."""
         return self._factor
 
-    def operand(self) -> torch.Tensor:
-        """Code * block scale, (N, K) in BF16, exact and without the tensor scale."""
-        return _dequantize(self.weight_packed, self.weight_scale)
+    def operand(self, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
+        """(N, K) in ``dtype``, and the factor of its products that makes it code * block scale, exactly."""
+        return expand(self.weight_packed, self.weight_scale, dtype)
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight_packed, self.weight_scale, self.row_scale, self.bias, self._factor)
@@ -108,12 +108,12 @@ class FrozenTiledLinear(FrozenNVFP4Linear):
         """The tensor scale, where all rows have the same one."""
         return None if self.scale is None else float(self.scale)
 
-    def operand(self) -> torch.Tensor:
-        """Code * block scale, (N, K) in BF16, exact and without the tensor scale."""
-        weight = self._weight()
+    def operand(self, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
+        """As above."""
+        weight, by = self._weight(), nvfp4.expanded_factor(self._operand_type)
         if self.tiles.is_cuda:
-            return gemm.dequantize(weight)
-        return tiles.dequantize(self.tiles, weight.N, weight.K, weight.operand)
+            return gemm.dequantize(weight).to(dtype), 1 / by
+        return (tiles.dequantize(self.tiles, weight.N, weight.K, weight.operand) * by).to(dtype), 1 / by
 
     def _weight(self) -> TiledWeight:
         N, K = self.out_features, self.in_features
@@ -135,9 +135,9 @@ class FrozenMarlinLinear(FrozenNVFP4Linear):
         self.register_buffer("row_scale", weight.scale)
         self._factor = float(weight.scale)
 
-    def operand(self) -> torch.Tensor:
-        """Code * block scale, (N, K) in BF16, exact and without the tensor scale."""
-        return _dequantize(*self._weight().canonical())
+    def operand(self, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
+        """As above."""
+        return expand(*self._weight().canonical(), dtype)
 
     def _weight(self) -> MarlinWeight:
         N, K = self.out_features, self.in_features
@@ -145,11 +145,3 @@ class FrozenMarlinLinear(FrozenNVFP4Linear):
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         return linear_marlin.linear(x, self._weight(), self.bias, self._factor)
-
-
-def _dequantize(codes: torch.Tensor, block_scales: torch.Tensor) -> torch.Tensor:
-    if not codes.is_cuda:
-        return nvfp4.dequantize(codes, block_scales)
-    from qerl_kernels import nvfp4_triton  # only here: a CPU needs no Triton
-
-    return nvfp4_triton.dequantize(codes, block_scales)

@@ -115,7 +115,8 @@ def _operand(base: torch.nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, f
     """The frozen weight (N, K), and the factor of its products."""
     if isinstance(base, FrozenNVFP4Linear):
         assert base.factor is not None
-        return base.operand().to(dtype), base.factor
+        w, by = base.operand(dtype)
+        return w, by * base.factor
     weight: torch.Tensor = base.weight  # type: ignore[assignment]
     return weight.to(dtype), 1.0
 

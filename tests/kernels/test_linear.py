@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from qerl_kernels import naive
-from qerl_kernels.linear import linear, linear_backward
+from qerl_kernels import naive, nvfp4
+from qerl_kernels.linear import expand, linear, linear_backward
 from qerl_kernels.nvfp4 import dequantize, quantize
 
 N, K = 24, 48
@@ -133,3 +133,14 @@ def test_a_scale_that_is_a_factor_of_the_product_rounds_no_more_than_one_that_is
         step = max(torch.finfo(dtype).eps, 1e-6)
         assert ((factor - true).abs() <= step * true.abs() + 1e-4).all()
         assert float((factor - true).abs().mean()) <= 1.05 * float((separate - true).abs().mean()) + 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_expanded_operand_times_its_factor_is_exact_and_small_in_float16(dtype):
+    """All 16 codes under every positive scale; sums of the expanded operand stay in float16 where those of W do."""
+    codes = torch.tensor([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE], dtype=torch.uint8).repeat(127, 1)
+    scales = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, None]
+    w, factor = expand(codes, scales, dtype)
+    assert w.dtype == dtype
+    assert torch.equal(w.double() * factor, nvfp4.dequantize(codes, scales).double())
+    assert dtype != torch.float16 or w.abs().amax() < 1

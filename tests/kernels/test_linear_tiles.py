@@ -34,14 +34,17 @@ def test_linear_and_gradient_are_those_of_the_dense_layer(operand):
     assert (x.grad.double() - exact).norm() < 1e-6 * exact.norm()
 
 
+@pytest.mark.parametrize("operand", tiles.ORDERS, ids=str)
 @pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
-def test_slabs_and_a_factor_give_the_product(biased, monkeypatch):
+def test_slabs_and_a_factor_give_the_product(biased, operand, monkeypatch):
     packed, _, _, x = example(192, 80)
-    weight = tiles.tile_weight(packed.codes, packed.block_scales, torch.tensor(0.37))
+    weight = tiles.tile_weight(packed.codes, packed.block_scales, torch.tensor(0.37), operand)
     assert weight.scale.item() == pytest.approx(0.37)
     monkeypatch.setattr(linear_tiles, "MOST_SLAB_ROWS", 128)
-    dense = tiles.dequantize(weight.tiles, 192, 80)
-    monkeypatch.setattr(gemm, "dequantize", lambda w, first, rows: dense[first : first + rows].float())
+    dense = tiles.dequantize(weight.tiles, 192, 80, operand)
+    expanded = dense * nvfp4.expanded_factor(operand)  # what the GPU's kernel gives
+    assert torch.equal(expanded.double() / nvfp4.expanded_factor(operand), dense.double())
+    monkeypatch.setattr(gemm, "dequantize", lambda w, first, rows: expanded[first : first + rows].float())
     bias = torch.randn(192) if biased else None
     rows = x.view(-1, 80)
     exact = (rows.double() @ dense.double().t()) * weight.scale + (0 if bias is None else bias.double())
