@@ -1,25 +1,26 @@
-"""A client of /v1/qerl on a running server, synchronous and asynchronous; it needs torch, safetensors and httpx."""
+"""A client of /v1/qerl on a running server, synchronous and asynchronous; it needs torch and httpx."""
 
 import hashlib
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import torch
-from safetensors.torch import save
 
 from qerl_vllm_plugin import adapter_folder, cuda_ipc, gpu_tensors, shared_file
 from qerl_vllm_plugin.checksum import checksums
 from qerl_vllm_plugin.cuda_ipc import CudaIPCError
+from qerl_vllm_plugin.safetensors_header import header_bytes
 
 TOKEN_HEADER, VERSION_HEADER = "X-QeRL-Admin-Token", "X-QeRL-Policy-Version"
 
 
 TRANSPORTS = ("auto", "ipc", "http")
+PIECE = 256 << 10
 UNREACHABLE = "unreachable"  # the reason of a refusal that is only of the GPU
 
 
@@ -38,10 +39,18 @@ def body(tensors: Mapping[str, torch.Tensor], config: Any, norms: Mapping[str, t
     ``config`` is the content of ``adapter_config.json`` or PEFT's LoraConfig; ``norms`` are trained norms by their
     checkpoint names. A set of module names, as PEFT holds them, becomes a list.
     """
-    plain = json.dumps(_plain(config))
-    # copies: safetensors refuses tensors that share memory, such as one A under two names
-    on_cpu = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in {**tensors, **(norms or {})}.items()}
-    return save(on_cpu, metadata={"adapter_config": plain})
+    return b"".join(_pieces({**tensors, **(norms or {})}, config))
+
+
+def _pieces(tensors: Mapping[str, torch.Tensor], config: Any) -> Iterator[memoryview]:
+    """The body from its beginning to its end. Small ones: httpcore copies what is left of a piece with every write."""
+    layout = ((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
+    yield memoryview(header_bytes(layout, {"adapter_config": json.dumps(_plain(config))}))
+    for tensor in tensors.values():
+        left = shared_file.content(tensor)
+        while left:
+            yield left[:PIECE]
+            left = left[PIECE:]
 
 
 @contextmanager
@@ -56,6 +65,12 @@ def gpu_body(tensors: Mapping[str, torch.Tensor], config: Any) -> Iterator[bytes
         given = {"memory": text, "checksum": hashlib.sha256(json.dumps(listed).encode()).hexdigest()}
         with shared_file.proof(hashlib.sha256(text.encode()).digest()) as path:
             yield json.dumps({**given, "proof": path, "adapter_config": _plain(config)}).encode()
+
+
+async def _one_by_one(pieces: Iterator[memoryview]) -> AsyncIterator[memoryview]:
+    """For the asynchronous httpx."""
+    for piece in pieces:
+        yield piece
 
 
 def _plain(config: Any) -> dict[str, Any]:
@@ -102,7 +117,15 @@ class _Calls:
         query = {"requests": requests} | ({} if version is None else {"version": str(version)})
         if tensors is None:
             return {"method": "DELETE", "url": "policy", "params": query}
-        return {"method": "PUT", "url": "policy", "params": query, "content": body(tensors, config, norms)}
+        given = {**tensors, **(norms or {})}
+        length = len(next(_pieces(given, config))) + sum(tensor.nbytes for tensor in given.values())
+        return {
+            "method": "PUT",
+            "url": "policy",
+            "params": query,
+            "headers": {"Content-Length": str(length)},
+            "content": _pieces(given, config),
+        }
 
     def _is_for_gpu(self, tensors: Mapping[str, torch.Tensor] | None) -> bool:
         """Whether the tensors are to be read from their GPU, which needs ``_place``. Raises PolicyRefusedError where
@@ -249,5 +272,7 @@ class AsyncPolicyClient(_Calls):
         return await self._send({"method": "GET", "url": "state"})
 
     async def _send(self, call: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(pieces := call.get("content"), Iterator):
+            call = {**call, "content": _one_by_one(pieces)}
         async with httpx.AsyncClient(**self._options) as client:
             return self._answer(await client.request(**call))

@@ -6,7 +6,7 @@ that a program's peak memory is the tensor and not the file.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -110,12 +110,14 @@ def _check_coverage(file: Path, tensors: dict[str, TensorHeader], start: int, si
         )
 
 
-def header_bytes(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> bytes:
+def header_bytes(
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> bytes:
     """What a file begins with whose tensors follow in this order, each given as its name, dtype and shape.
 
     Raises ValueError for a dtype that the format has no name for.
     """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for name, dtype, shape in tensors:
         if dtype not in DTYPE_NAMES:

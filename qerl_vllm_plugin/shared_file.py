@@ -4,12 +4,14 @@ The file has no name. Whatever dies, and whenever, nothing of it is left: the ke
 has it open or mapped. Others open it as /proc/PID/fd/NUMBER, which takes the same user on the same machine.
 """
 
+import hashlib
 import os
 import re
 import secrets
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -19,6 +21,7 @@ import torch
 from qerl_vllm_plugin.safetensors_header import header_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
+SEGMENT, READ, THREADS = 16 << 20, 1 << 20, 8  # of a digest
 ROOM = 1 << 20  # left free beside the file: its header, and what others write
 
 
@@ -75,11 +78,24 @@ def is_proof(path: str, content: bytes) -> bool:
         os.close(number)
 
 
-def append(file: IO[bytes], content: Any) -> None:
+def append(file: IO[bytes], given: Any) -> None:
     """Writes all of a buffer, of which the kernel takes 2 GiB at a time at most. Raises OSError."""
-    left = memoryview(content)
+    left = memoryview(given)
     while left:
         left = left[file.write(left) :]
+
+
+def digest(file: IO[bytes], size: int) -> str:
+    """SHA-256 over the SHA-256 of each ``SEGMENT`` of a file of ``size`` bytes, by several threads."""
+
+    def of(start: int) -> bytes:
+        sha, end = hashlib.sha256(), min(start + SEGMENT, size)
+        for offset in range(start, end, READ):
+            sha.update(os.pread(file.fileno(), min(READ, end - offset), offset))
+        return sha.digest()
+
+    with ThreadPoolExecutor(max_workers=THREADS) as threads:
+        return hashlib.sha256(b"".join(threads.map(of, range(0, size, SEGMENT)))).hexdigest()
 
 
 @contextmanager
@@ -91,6 +107,10 @@ def shared(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
     with unnamed() as (file, path):
         append(file, header_bytes((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()))
         for tensor in tensors.values():  # one after the other: those that are on a GPU need not all fit the CPU twice
-            flat = tensor.detach().to("cpu").contiguous().view(-1)
-            append(file, flat.view(torch.uint8).numpy())
+            append(file, content(tensor))
         yield path
+
+
+def content(tensor: torch.Tensor) -> memoryview:
+    """A tensor's bytes, as a file has them; not copied where they lie so in memory."""
+    return memoryview(tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy())

@@ -29,7 +29,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Upload:
-    """A received safetensors file: its ``path``, SHA-256, size, and the adapter's config from its metadata.
+    """A received safetensors file: its ``path``, digest, size, and the adapter's config from its metadata.
 
     Or tensors on a GPU: their description in place of the path, and a digest of the caller's checksum and the config.
     """
@@ -112,15 +112,17 @@ async def received(request: Any, limit: int) -> AsyncIterator[Upload]:
     if not shared_file.fits(limit if size is None else size):
         raise Refused(507, "no_room", f"{shared_file.SHARED_MEMORY} has no room for {size or limit} bytes")
     with shared_file.unnamed() as (file, path):
-        sha, written = hashlib.sha256(), 0
+        written = 0
         async for chunk in chunks(request, limit):
-            sha.update(chunk)
             try:
                 shared_file.append(file, chunk)
             except OSError as error:  # others have filled it since
                 raise Refused(507, "no_room", f"{shared_file.SHARED_MEMORY}: {error.strerror}") from None
             written += len(chunk)
-        yield Upload(path, sha.hexdigest(), written, _config(path, written))
+        config = _config(path, written)
+        # in threads: requests that are being answered go on meanwhile
+        digest = await asyncio.to_thread(shared_file.digest, file, written)
+        yield Upload(path, digest, written, config)
 
 
 def _config(path: str, size: int) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The file in shared memory that carries tensors to workers."""
 
+import hashlib
 import os
 import re
 import subprocess
@@ -84,3 +85,18 @@ def test_a_file_proves_its_owner(monkeypatch):
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)  # a server of another user
         assert not shared_file.is_proof(path, b"content")
     assert not shared_file.is_proof(path, b"content")
+
+
+def test_a_digest_is_of_every_segment_and_of_their_order(monkeypatch):
+    monkeypatch.setattr(shared_file, "SEGMENT", 8)
+    monkeypatch.setattr(shared_file, "READ", 3)
+
+    def of(content):
+        with shared_file.unnamed() as (file, _):
+            shared_file.append(file, content)
+            return shared_file.digest(file, len(content))
+
+    halves = hashlib.sha256(b"12345678").digest() + hashlib.sha256(b"9").digest()
+    assert of(b"123456789") == hashlib.sha256(halves).hexdigest()
+    contents = [b"", b"1" * 8, b"1" * 16, b"1" * 8 + b"2" * 8, b"2" * 8 + b"1" * 8, b"1" * 15 + b"2"]
+    assert len({of(content) for content in contents}) == len(contents)
