@@ -100,7 +100,7 @@ REFUSALS = {
     "fewshot": ({"num_fewshot": 2}, "task running_sum has no solved problems besides those that are asked"),
     "template": ({"chat_template": "nowhere.jinja"}, "neither Jinja text nor a file"),
     "template-options": ({"chat_template_kwargs": "[1]"}, "is no JSON object such as"),
-    "dtype": ({"dtype": "float16"}, "dtype is 'float16'; it is bfloat16 or float32"),
+    "dtype": ({"dtype": "float64"}, "dtype is 'float64'; it is bfloat16, float16 or float32"),
     "unknown-task": ({"tasks": ["gsm9k"]}, "there is no task 'gsm9k'; choose from gsm8k"),
     "no-task": ({"tasks": []}, "name at least one task"),
     "task-twice": ({"tasks": ["running_sum", "running_sum"]}, "named twice"),
