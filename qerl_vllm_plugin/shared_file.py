@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,7 +22,7 @@ import torch
 from qerl_vllm_plugin.safetensors_header import header_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
-SEGMENT, READ, THREADS = 16 << 20, 1 << 20, 8  # of a digest
+SEGMENT, READ, THREADS = 16 << 20, 1 << 20, 8
 ROOM = 1 << 20  # left free beside the file: its header, and what others write
 
 
@@ -105,9 +106,19 @@ def shared(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
     Raises OSError if there is no room left, ValueError for a dtype that the format has no name for.
     """
     with unnamed() as (file, path):
-        append(file, header_bytes((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()))
-        for tensor in tensors.values():  # one after the other: those that are on a GPU need not all fit the CPU twice
-            append(file, content(tensor))
+        header = header_bytes((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
+        append(file, header)
+        ends = accumulate((tensor.nbytes for tensor in tensors.values()), initial=len(header))
+
+        def write(tensor: torch.Tensor, start: int) -> None:
+            left = content(tensor)
+            while left:
+                written = os.pwrite(file.fileno(), left, start)
+                left, start = left[written:], start + written
+
+        # a few at a time: those that are on a GPU need not all fit the CPU twice
+        with ThreadPoolExecutor(max_workers=THREADS) as threads:
+            list(threads.map(write, tensors.values(), ends))
         yield path
 
 
