@@ -31,6 +31,10 @@ def rollout(
     repeats: Annotated[int, typer.Option(help="of each case in a round, after one that warms up")] = 3,
     rounds: Annotated[int, typer.Option(help="how often all arms are run, one after the other: A B A B")] = 1,
     tensor_parallel_size: Annotated[int, typer.Option("--tensor-parallel-size", "--tensor_parallel_size")] = 1,
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option("--kv-cache-dtype", "--kv_cache_dtype", help="caches to measure each arm with, such as auto,fp8"),
+    ] = "auto",
     scratch: Annotated[Path | None, typer.Option(help="folder for a mixture's checkpoint, such as /dev/shm")] = None,
     output: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
 ) -> None:
@@ -53,6 +57,7 @@ def rollout(
         repeats=repeats,
         rounds=rounds,
         tensor_parallel_size=tensor_parallel_size,
+        kv_cache_dtype=kv_cache_dtype.split(","),
         scratch=scratch,
         output=output,
     )

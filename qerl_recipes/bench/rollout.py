@@ -28,6 +28,7 @@ WARM_UP_TOKENS = 16
 # plugin: what is left between the last two are the fp32 norms.
 ARMS = ("bf16_merged", *ENGINE_QUANTIZATION, "qerl_nvfp4_base", "qerl_nvfp4_slots", "qerl_nvfp4_slots_marlin")
 ARMS += ("stock_nvfp4",)
+CACHES = ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 
 class Case(NamedTuple):
@@ -59,11 +60,13 @@ def run(
     repeats: int = 3,
     rounds: int = 1,
     tensor_parallel_size: int = 1,
+    kv_cache_dtype: Sequence[str] = ("auto",),
     scratch: Path | None = None,
     output: Path | None = None,
 ) -> dict[str, Any]:
     """Measure every arm, print the table, and write it to ``output`` as JSON, after each arm what there is.
 
+    With several of ``kv_cache_dtype`` each arm is measured with each of these caches; "auto" is the activations' dtype.
     ``scratch`` is the folder for the one checkpoint that is written, of a mixture in NVFP4.
 
     An arm that fails is in the result with its reason, and the others go on. Raises ValueError for an unknown shape or
@@ -73,6 +76,8 @@ def run(
     check_gpus(tensor_parallel_size)
     if unknown := sorted(set(arms) - set(ARMS)):
         raise ValueError(f"unknown arm {unknown[0]!r}; known: {', '.join(ARMS)}")
+    if unknown := sorted(set(kv_cache_dtype) - set(CACHES)):
+        raise ValueError(f"unknown kv_cache_dtype {unknown[0]!r}; known: {', '.join(CACHES)}")
     if min(repeats, rounds) < 1:
         raise ValueError(f"repeats is {repeats} and rounds is {rounds}; each is at least 1")
     request = {
@@ -82,7 +87,10 @@ def run(
         "repeats": repeats,
         "tensor_parallel": tensor_parallel_size,
     }
-    measured: dict[str, dict[str, Any]] = {arm: {} for arm in arms}
+    variants = {
+        arm if cache == "auto" else f"{arm}, {cache} cache": (arm, cache) for arm in arms for cache in kv_cache_dtype
+    }
+    measured: dict[str, dict[str, Any]] = {variant: {} for variant in variants}
     result = {
         "shape": shape,
         "rank": rank,
@@ -93,13 +101,14 @@ def run(
         "arms": measured,
     }
     with tempfile.TemporaryDirectory(prefix="qerl-bench-", dir=scratch) as folder:
-        for arm in [arm for _ in range(rounds) for arm in arms]:
-            if "failed" in measured[arm]:
+        for variant, (arm, cache) in [pair for _ in range(rounds) for pair in variants.items()]:
+            if "failed" in measured[variant]:
                 continue
+            asked = {**request, "arm": arm, "kv_cache_dtype": cache, "scratch": folder}
             try:
-                _add(measured[arm], in_own_process(__name__, {**request, "arm": arm, "scratch": folder}))
+                _add(measured[variant], in_own_process(__name__, asked))
             except ArmFailedError as error:
-                measured[arm]["failed"] = str(error)
+                measured[variant]["failed"] = str(error)
             save(result, output)  # an arm takes minutes, and a run may be cut short
     _print(result)
     return result
@@ -153,6 +162,7 @@ def measure(request: dict[str, Any], found: dict[str, Any]) -> None:
         tensor_parallel_size=request["tensor_parallel"],
         compilation_config={"cudagraph_capture_sizes": sorted({case.batch for case in cases})},
         logprobs_mode="processed_logprobs",
+        kv_cache_dtype=request["kv_cache_dtype"],
         **_options(arm, rank, config),
     )
     policy = Policy(llm)

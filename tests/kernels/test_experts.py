@@ -71,3 +71,30 @@ def test_the_operator_passes_torch_library_checks():
         (x.requires_grad_(), ends, codes, scales),
         test_utils=("test_autograd_registration", "test_faketensor"),
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("counts", [(40, 0, 300, 1, 171, 0, 0, 512), (0, 0, 0, 0, 0, 0, 0, 1)], ids=str)
+def test_on_a_gpu_one_grouped_product_does_all_experts(counts):
+    """Also the activation between the two products, with its scales."""
+    from qerl_kernels.silu_mul import scaled_silu_mul
+
+    generator = torch.Generator().manual_seed(0)
+    packed = [nvfp4.quantize(torch.randn(256, 384, generator=generator)) for _ in counts]
+    codes, scales = (torch.stack([getattr(p, name) for p in packed]).cuda() for name in ("codes", "block_scales"))
+    ends = torch.tensor(counts).cumsum(0).to(torch.int32).cuda()
+    x = torch.randn(sum(counts), 384, generator=generator).bfloat16().cuda().requires_grad_()
+    owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).cuda()
+    factors = (torch.rand(sum(counts), 2, generator=generator) + 0.5).cuda()
+    dy = torch.randn(sum(counts), 128, generator=generator).bfloat16().cuda()
+    y = scaled_silu_mul(grouped_linear(x, ends, codes, scales), factors)
+    y.backward(dy)
+
+    dense = torch.stack([nvfp4.dequantize(c, s).float() for c, s in zip(codes, scales, strict=True)])
+    rows = x.detach().float().requires_grad_()
+    joined = torch.cat([rows[owner == e] @ dense[e].t() for e in range(len(counts))])
+    gate, up = joined.chunk(2, dim=1)
+    expected = torch.nn.functional.silu(gate * factors[:, :1]) * (up * factors[:, 1:])
+    expected.backward(dy.float())
+    assert (y.float() - expected).norm() < 0.01 * expected.norm()
+    assert (x.grad.float() - rows.grad).norm() < 0.01 * rows.grad.norm()

@@ -146,6 +146,22 @@ def test_arms_alternate_and_one_that_fails_does_not_end_the_others(
     assert arms["qerl_nvfp4"]["batch"]["4"]["spread"] is None
 
 
+def test_each_arm_is_measured_with_each_cache_and_an_unknown_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def answer(module: str, request: dict[str, Any]) -> dict[str, Any]:
+        asked.append((request["arm"], request["kv_cache_dtype"]))
+        raise ArmFailedError("enough", {})
+
+    monkeypatch.setattr(bench_rollout, "in_own_process", answer)
+    options = {"arms": ["bf16", "qerl_nvfp4"], "kv_cache_dtype": ["auto", "fp8"]}
+    result = bench_rollout.run("tiny", [bench_rollout.Case(1, 2, 3)], **options)
+    assert asked == [("bf16", "auto"), ("bf16", "fp8"), ("qerl_nvfp4", "auto"), ("qerl_nvfp4", "fp8")]
+    assert list(result["arms"]) == ["bf16", "bf16, fp8 cache", "qerl_nvfp4", "qerl_nvfp4, fp8 cache"]
+    with pytest.raises(ValueError, match="unknown kv_cache_dtype 'int4'; known: auto, bfloat16, fp8"):
+        bench_rollout.run("tiny", [bench_rollout.Case(1, 2, 3)], kv_cache_dtype=["int4"])
+
+
 def test_ratios_are_to_the_faster_bf16_arm(capsys: pytest.CaptureFixture[str]) -> None:
     def arm(rate: float) -> dict[str, Any]:
         row = {"tokens_per_s": rate, "spread": 0.1}
