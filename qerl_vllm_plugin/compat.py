@@ -250,6 +250,13 @@ def refuse_requests(engine: Any, reason: str) -> None:
     engine.check_health, engine.generate = check_health, generate
 
 
+def end_requests(engine: Any, reason: str) -> None:
+    """Every request that an engine client is waiting for an answer to ends with an error, whatever its engine does."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    engine.output_processor.propagate_error(EngineDeadError(reason))
+
+
 def model_in_this_process(llm: Any) -> torch.nn.Module | None:
     """The model of a ``vllm.LLM`` whose worker runs in this process; None if it runs in another one."""
     executor = getattr(llm.llm_engine, "model_executor", None)

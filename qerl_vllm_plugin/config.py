@@ -16,6 +16,7 @@ from qerl_vllm_plugin.checkpoint import (
     weights_taken,
 )
 from qerl_vllm_plugin.families import WITHOUT_SLOTS, check_family, kept_in_bf16
+from qerl_vllm_plugin.in_time import PATIENCE
 from qerl_vllm_plugin.scheme import COMPRESSED, FP8, check_weight_only, matches, read_quantization
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ logger = init_logger("vllm.qerl")
 # left in BF16 when a BF16 checkpoint is quantized on the way in; the same default as `qerl quantize --ignore`
 DEFAULT_IGNORE = ("lm_head",)
 KNOWN_OPTIONS = {"ignore", "policy_adapter", "kernel", "policy_folders", "weight_only", "untested_models"}
+KNOWN_OPTIONS |= {"policy_timeout"}
 KV_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 CACHE_SCALES = "are used, unless --kv-cache-dtype names another cache than an FP8 one"
 KERNELS = ("auto", "tiled", "marlin", "dequantize")
@@ -47,6 +49,7 @@ class Options:
     ``policy_adapter``: ``{"rank": R}`` keeps one adapter of up to that rank in the layers themselves, for all requests;
     with ``"path": FOLDER`` it is installed at start.
     ``policy_folders``: the directory whose folders a running server may install by name.
+    ``policy_timeout``: seconds after which a running server gives up an engine that does not answer to a change.
     ``kernel``: ``auto`` (our tiled kernel on Hopper, else Marlin; dequantization on a CPU), or one of them by name.
     ``weight_only``: also read what has more than packed weights (ModelOpt's NVFP4, W4A4, FP8 layers), without it.
     ``untested_models``: also serve a family of models that was never compared with transformers (families.py).
@@ -59,6 +62,7 @@ class Options:
     policy_folders: str | None = None
     weight_only: bool = False
     untested_models: bool = False
+    policy_timeout: float = PATIENCE
 
     @classmethod
     def parse(cls, additional_config: Any) -> "Options":
@@ -95,7 +99,14 @@ class Options:
         for key, value in zip(("weight_only", "untested_models"), switches, strict=True):
             if not isinstance(value, bool):
                 raise ValueError(f'--additional-config: "qerl.{key}" must be true or false, not {value!r}')
-        return cls(tuple(ignore) if ignore is not None else None, rank, kernel, path, folders, *switches)
+        timeout = given.get("policy_timeout", PATIENCE)
+        if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout < float("inf"):
+            raise ValueError(
+                f'--additional-config: "qerl.policy_timeout" must be a number of seconds above 0, not {timeout!r}'
+            )
+        weight_only, untested = switches
+        ignored = tuple(ignore) if ignore is not None else None
+        return cls(ignored, rank, kernel, path, folders, weight_only, untested, timeout)
 
 
 class QerlConfig(QuantizationConfig):

@@ -3,10 +3,10 @@
 import hashlib
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from vllm import LLM
@@ -14,12 +14,15 @@ from vllm.lora.request import LoRARequest
 
 from qerl_vllm_plugin import adapter_folder, compat, noise
 from qerl_vllm_plugin.adapter import AdapterError
+from qerl_vllm_plugin.in_time import PATIENCE, in_time
 from qerl_vllm_plugin.kv_cache import RELEASED, KVCacheError
 from qerl_vllm_plugin.loading import checkpoint_folder
 from qerl_vllm_plugin.lora_slots import ADAPTER_ID, SCHEME
 from qerl_vllm_plugin.transport import Sender, joined
 from qerl_vllm_plugin.worker import add_worker_methods
 from qerl_vllm_plugin.worker_policy import ANOTHER_RANK, NO_CARRIER
+
+T = TypeVar("T")
 
 # nothing but the program that holds a vllm.LLM can send it requests, and ``Policy`` asks it to name the policy in each
 VOUCHED: dict[str, Any] = {"every_request_names_the_policy": True}
@@ -61,15 +64,17 @@ class Policy:
     made, keys and values that another policy computed are never read again.
     """
 
-    def __init__(self, llm: LLM, name: str = "policy", *, transport: str = "auto") -> None:
+    def __init__(self, llm: LLM, name: str = "policy", *, transport: str = "auto", timeout: float = PATIENCE) -> None:
         """``transport`` is how tensors reach workers in other processes: those on a GPU of this machine from GPU to
-        GPU, all others through shared memory (auto), or one of the two alone (ipc, shared).
+        GPU, all others through shared memory (auto), or one of the two alone (ipc, shared). Where such workers do not
+        answer within ``timeout`` seconds, the engine is given up: PolicyLostError.
 
         Raises AdapterError if the engine already uses the policy's LoRA id for another adapter, and ValueError if it
         keeps keys and values where nobody can empty them, or cannot have that transport."""
         self._llm = llm
         self._sender = Sender(llm.llm_engine, transport)
         self._lost: str | None = None
+        self._timeout = timeout
         add_worker_methods()
         compat.check_kv_connector(llm.llm_engine.vllm_config)
         opened = self._call("qerl_open")
@@ -225,7 +230,20 @@ class Policy:
         return self._checked(self._rpc(method, *args, **keywords), refusal)
 
     def _rpc(self, method: str, *args: Any, **keywords: Any) -> list[dict[str, Any]]:
-        return self._llm.collective_rpc(method, args=args, kwargs=keywords)
+        return self._answered(lambda: self._llm.collective_rpc(method, args=args, kwargs=keywords))
+
+    def _answered(self, call: Callable[[], T]) -> T:
+        """What the engine answers. Raises PolicyLostError once it has not: its answers no longer belong to the
+        questions then. An engine in this process is not waited for by anybody."""
+        if self._lost is not None:
+            raise PolicyLostError(self._lost)
+        if self._sender.is_here:
+            return call()
+        try:
+            return in_time(call, self._timeout)
+        except TimeoutError as error:
+            self._lost = str(error)
+            raise PolicyLostError(self._lost) from error
 
     def _checked(self, results: list[dict[str, Any]], refusal: type[Exception] = AdapterError) -> list[dict[str, Any]]:
         try:
@@ -245,7 +263,7 @@ class Policy:
     def _empty_prefix_cache(self) -> None:
         # vLLM 0.26 calls it a failure to empty a cache outside the engine where there is none
         has_connector = self._llm.llm_engine.vllm_config.kv_transfer_config is not None
-        if not self._llm.reset_prefix_cache(reset_connector=has_connector):
+        if not self._answered(lambda: self._llm.reset_prefix_cache(reset_connector=has_connector)):
             raise RuntimeError(
                 "vLLM could not empty its prefix cache, so answers of another policy could be reused; "
                 "is a request still running?"
@@ -253,7 +271,7 @@ class Policy:
 
 
 class PolicyLostError(RuntimeError):
-    """The engine holds half of a policy and serves nothing any more."""
+    """The engine holds half of a policy, or does not answer, and serves nothing any more."""
 
 
 def check_answers(results: list[dict[str, Any]], refusal: type[Exception] = AdapterError) -> None:

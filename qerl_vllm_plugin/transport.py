@@ -31,10 +31,10 @@ class Sender:
             raise ValueError(f"transport is {transport!r}; it is one of {', '.join(TRANSPORTS)}")
         self._transport = transport
         executor = getattr(engine, "model_executor", None)
-        self._is_here = getattr(executor, "driver_worker", None) is not None
+        self.is_here = getattr(executor, "driver_worker", None) is not None
         self._is_near = compat.workers_share_this_machine(engine.vllm_config)
-        if transport != "auto" and (self._is_here or not self._is_near):
-            where = "in this process" if self._is_here else "on other machines, or Ray's"
+        if transport != "auto" and (self.is_here or not self._is_near):
+            where = "in this process" if self.is_here else "on other machines, or Ray's"
             raise ValueError(f"transport is {transport!r}, and this engine's workers are {where}; leave it out")
         self._unreachable: str | None = None  # why the workers cannot read a GPU of this process
 
@@ -43,7 +43,7 @@ class Sender:
         """What tells workers where on a GPU the tensors are, until the end of the block; None where they must go
         another way. Raises AdapterError where no other way is allowed."""
         reason = self._unreachable or gpu_tensors.why_not(tensors)
-        if self._is_here or not self._is_near or self._transport == "shared":
+        if self.is_here or not self._is_near or self._transport == "shared":
             yield None
             return
         if reason is None:
@@ -75,7 +75,7 @@ class Sender:
     def by_memory(self, tensors: Tensors) -> Iterator[Any]:
         """The tensors as they are for a worker in this process; for others a file in shared memory, or, where that is
         too small or on another machine, safetensors bytes."""
-        if self._is_here:
+        if self.is_here:
             yield tensors
             return
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

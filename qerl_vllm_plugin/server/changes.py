@@ -7,18 +7,20 @@ import time
 import uuid
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm.logger import init_logger
 
 from qerl_vllm_plugin import adapter_folder, compat, shared_file
 from qerl_vllm_plugin.adapter import AdapterError
+from qerl_vllm_plugin.in_time import SILENT
 from qerl_vllm_plugin.policy import PolicyLostError, check_answers
 from qerl_vllm_plugin.server import metrics
 from qerl_vllm_plugin.server.body import Refused
 from qerl_vllm_plugin.server.versions import History, tell_versions
 
 logger = init_logger("vllm.qerl")
+T = TypeVar("T")
 
 MODES = ("keep", "wait", "abort")  # what happens to running requests
 DRAIN = 600.0  # seconds that running requests may take under "wait"
@@ -30,10 +32,17 @@ class PolicyServer:
     def __init__(self) -> None:
         self.history = History()
         self.lost: str | None = None
+        self._is_silent = False
         self._lock = asyncio.Lock()
 
-    async def open(self, engine: Any, vllm_config: Any, base: Path | None, folders: str | None) -> None:
-        """``folders``: the directory whose folders may be installed by name. Raises ValueError if there is none."""
+    async def open(
+        self, engine: Any, vllm_config: Any, base: Path | None, folders: str | None, patience: float
+    ) -> None:
+        """``folders``: the directory whose folders may be installed by name. Raises ValueError if there is none.
+
+        ``patience``: seconds that the engine may take to answer, unless it waits for running requests.
+        """
+        self._patience = patience
         if folders is not None and not Path(folders).is_dir():
             raise ValueError(f'--additional-config: "qerl.policy_folders": {folders} is no directory')
         self._engine, self._base = engine, base
@@ -124,7 +133,7 @@ class PolicyServer:
         """Pauses, empties every cache, changes, resumes. Nothing that another policy computed is read again, for
         nothing runs from the emptying on; a change that is refused costs running requests their cache and no more."""
         start = time.perf_counter()
-        was_paused = await self._engine.is_paused()
+        was_paused = await self._in_time(self._engine.is_paused())
         try:
             if not was_paused:
                 try:
@@ -137,8 +146,8 @@ class PolicyServer:
             answer = await self._rpc(method, *args)
             self.history.add(answer.get("version"))
         finally:
-            if not was_paused:  # where the policy is lost too: what waits is refused then, and waits no longer
-                await self._engine.resume_generation()
+            if not was_paused and not self._is_silent:  # a lost engine too: what waits is refused, and waits no longer
+                await self._in_time(self._engine.resume_generation())
         metrics.SWAPS.labels(kind).inc()
         metrics.SECONDS.observe(time.perf_counter() - start)
         return {**answer, "seconds": round(time.perf_counter() - start, 4)}
@@ -146,9 +155,11 @@ class PolicyServer:
     async def _empty_caches(self) -> None:
         """Raises Refused if the engine could not empty them; nothing has changed then."""
         try:
-            done = await self._engine.reset_prefix_cache(
-                reset_running_requests=True, reset_connector=self._has_connector
+            done = await self._in_time(
+                self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=self._has_connector)
             )
+        except Refused:
+            raise
         except Exception as error:
             logger.exception("the caches could not be emptied")
             raise Refused(503, "cannot_reset", f"the caches could not be emptied: {error}") from error
@@ -159,18 +170,32 @@ class PolicyServer:
         """The first rank's answer. Raises Refused if a rank refused."""
         if self.lost is not None:
             raise Refused(503, "lost", self.lost)
-        results = await self._engine.collective_rpc(method, args=args)
+        results = await self._in_time(self._engine.collective_rpc(method, args=args))
         try:
             check_answers(results)
         except AdapterError as error:
             unreachable = any(result.get("unreachable") for result in results)
             raise Refused(422, "unreachable" if unreachable else "refused", str(error)) from error
         except PolicyLostError as error:
-            self.lost = str(error)
-            logger.error("%s", self.lost)
-            compat.refuse_requests(self._engine, self.lost)
-            raise Refused(503, "lost", self.lost) from error
+            self._lose(str(error))
+            raise Refused(503, "lost", str(error)) from error
         return dict(results[0])
+
+    async def _in_time(self, answer: Coroutine[Any, Any, T]) -> T:
+        """What the engine answers. Raises Refused if it does not: that engine is lost, for its answers no longer belong
+        to the questions."""
+        try:
+            return await asyncio.wait_for(answer, self._patience)
+        except asyncio.TimeoutError:
+            self._is_silent = True
+            self._lose(SILENT.format(self._patience))
+            compat.end_requests(self._engine, str(self.lost))
+            raise Refused(503, "lost", str(self.lost)) from None
+
+    def _lose(self, reason: str) -> None:
+        self.lost = reason
+        logger.error("%s", reason)
+        compat.refuse_requests(self._engine, reason)
 
 
 async def _to_the_end(change: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:

@@ -62,4 +62,4 @@ class EndpointPlugin:
             if base is not None and Path(module.path).is_dir():
                 adapter_folder.check_base(module.path, base)
         options = Options.parse(vllm_config.additional_config)
-        await state.qerl.open(engine_client, vllm_config, base, options.policy_folders)
+        await state.qerl.open(engine_client, vllm_config, base, options.policy_folders, options.policy_timeout)

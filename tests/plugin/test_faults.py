@@ -30,18 +30,18 @@ def adapter(reference, make_nvfp4, make_adapter):
 
 @pytest.fixture(scope="module")
 def start_server(make_nvfp4, hold_port, tmp_path_factory):
-    """start_server(program=None, workers=0) -> a server; with ``program``, Python that runs in each of its processes
-    first, and with ``workers`` one more process that computes."""
+    """start_server(program=None, workers=0, **options) -> a server; with ``program``, Python that runs in each of its
+    processes first, and with ``workers`` one more process that computes; ``options`` are the plugin's."""
     from qerl_recipes.machine.serve import command
     from qerl_recipes.machine.server_process import started
 
     with contextlib.ExitStack() as servers:
 
-        def start(program=None, workers=0):
+        def start(program=None, workers=0, **options):
             port, folder = hold_port(), tmp_path_factory.mktemp("server")
             line = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "policy", "--dtype", "float32"]
             line += ["--max-model-len", "2048", "--max-num-seqs", "8", "--num-gpu-blocks-override", "64"]
-            line += ["--additional-config", json.dumps({"qerl": {"policy_adapter": {"rank": 8}}})]
+            line += ["--additional-config", json.dumps({"qerl": {"policy_adapter": {"rank": 8}, **options}})]
             line = command(str(make_nvfp4("qwen2", max_position_embeddings=4096)), line)
             if program is not None:
                 (folder / "server.py").write_text(PROGRAM.format(program))
@@ -274,3 +274,26 @@ def test_a_server_that_holds_half_a_policy_serves_nothing_and_says_so(start_serv
             while stream.recv(1 << 16):
                 pass
     assert psutil.wait_procs(processes, SOON)[1] == []
+
+
+@pytest.mark.slow
+def test_an_engine_that_hangs_is_given_up_and_every_request_ends(start_server, adapter):
+    server = start_server(policy_timeout=3)
+    policy = PolicyClient(server.url, TOKEN)
+    (hangs,) = [process for process in tree(server) if "EngineCore" in " ".join(process.cmdline())]
+    assert policy.swap(*adapter) == 1
+    with begin_stream(server, 1500) as stream:
+        stream.settimeout(SOON)
+        assert stream.recv(12) == b"HTTP/1.1 200"
+        hangs.suspend()
+        start = time.monotonic()
+        with pytest.raises(PolicyRefusedError, match="has not answered for 3 s") as refused:
+            policy.swap(*adapter)
+        assert refused.value.status == 503 and 3 <= time.monotonic() - start < 10
+        while stream.recv(1 << 16):
+            pass  # it ends
+    with contextlib.suppress(httpx.TransportError):  # unless the server has ended
+        assert httpx.get(f"{server.url}/health").status_code == 503
+        assert ask(server).status_code == 500
+    hangs.kill()
+    assert psutil.wait_procs(tree(server) if server.process.poll() is None else [], SOON)[1] == []

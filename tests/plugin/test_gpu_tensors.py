@@ -169,7 +169,7 @@ def policy(engine):
     """One that treats the worker of this process as it does one of another process."""
     policy = Policy(engine)
     policy.swap(None)
-    policy._sender._is_here, policy._sender._is_near = False, True
+    policy._sender.is_here, policy._sender._is_near = False, True
     return policy
 
 
@@ -230,7 +230,7 @@ def test_memory_that_cannot_be_read_is_refused_and_the_shared_file_takes_over(
     assert "GPU memory" in warned[0][-1]
 
     strict = Policy(engine)
-    strict._sender._is_here, strict._sender._transport = False, "ipc"
+    strict._sender.is_here, strict._sender._transport = False, "ipc"
     with pytest.raises(AdapterError, match=r"transport is 'ipc', and .*GPU memory"):
         strict.swap(tensors, config)
 

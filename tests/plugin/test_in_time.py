@@ -1,0 +1,129 @@
+"""An engine that does not answer: given up after a while by a program and by a server, and never asked again."""
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from qerl_vllm_plugin.config import Options
+from qerl_vllm_plugin.in_time import in_time
+from qerl_vllm_plugin.policy import Policy, PolicyLostError
+from qerl_vllm_plugin.server import routes
+from qerl_vllm_plugin.server.changes import PolicyServer
+from qerl_vllm_plugin.server.token import HEADER, read_token
+
+TOKEN = "an-admin-token-of-32-characters!"
+SILENCE = "the engine has not answered for 0.2 s, and whether it has changed nobody knows; restart it"
+
+
+def test_a_call_is_waited_for_so_long_and_its_errors_are_its_own():
+    assert in_time(lambda: 7, 5) == 7
+    with pytest.raises(ZeroDivisionError):
+        in_time(lambda: 1 // 0, 5)
+    never = threading.Event()
+    with pytest.raises(TimeoutError, match=SILENCE):
+        in_time(lambda: never.wait(60), 0.2)
+    never.set()
+
+
+def test_a_program_gives_up_an_engine_in_other_processes_and_says_so_from_then_on(
+    boot, make_nvfp4, carriers, monkeypatch
+):
+    engine = boot(make_nvfp4("qwen2"), **carriers["resident"])
+    policy, asked, never = Policy(engine, timeout=0.2), [], threading.Event()
+    answer = engine.collective_rpc
+
+    def hangs(method, **keywords):
+        asked.append(method)
+        return never.wait(60) if policy._sender.is_here is False else answer(method, **keywords)
+
+    monkeypatch.setattr(engine, "collective_rpc", hangs)
+    policy.swap(None)  # an engine in this process is not waited for
+    policy._sender.is_here = False
+    for use in (lambda: policy.swap(None), lambda: policy.set_noise(0.1, seed=1, rollout=1), policy.state):
+        with pytest.raises(PolicyLostError, match=SILENCE):
+            use()
+    with pytest.raises(PolicyLostError, match=SILENCE):
+        _ = policy.request
+    assert asked == ["qerl_swap", "qerl_swap"], "it is asked once and never again"
+    never.set()
+
+
+class Engine:
+    """An engine client whose engine stops answering; as vLLM's, it serves ``generate`` and tells of its health."""
+
+    def __init__(self, silent):
+        self._silent, self.asked, self.ended = silent, [], []
+        self.output_processor = SimpleNamespace(propagate_error=self.ended.append)
+
+    async def _answer(self, name, value):
+        self.asked.append(name)
+        if name == self._silent:
+            await asyncio.sleep(60)
+        return value
+
+    def is_paused(self):
+        return self._answer("is_paused", False)
+
+    def pause_generation(self, mode, clear_cache):
+        return self._answer("pause_generation", None)
+
+    def reset_prefix_cache(self, reset_running_requests, reset_connector):
+        return self._answer("reset_prefix_cache", True)
+
+    def resume_generation(self):
+        return self._answer("resume_generation", None)
+
+    def collective_rpc(self, method, args):
+        state = {"version": 0, "hash": "", "sigma": 0.0, "seed": 0, "rollout": 0, "targets": []}
+        opened = {"carrier": "resident", "max_rank": 8, "max_bytes": 1 << 20, "gpus": []}
+        return self._answer(method, [{**state, **opened, "touched": 4}])
+
+    async def generate(self):
+        yield "an answer"
+
+    async def check_health(self):
+        return None
+
+
+@pytest.mark.parametrize("silent", ["is_paused", "reset_prefix_cache", "qerl_set_noise", "resume_generation"])
+def test_a_server_gives_up_an_engine_that_does_not_answer_and_every_request_ends(monkeypatch, silent):
+    monkeypatch.setenv("QERL_ADMIN_TOKEN", TOKEN)
+    engine, app = Engine(silent), FastAPI()
+    routes.attach(app, read_token())
+    app.state.qerl = PolicyServer()
+    model = SimpleNamespace(quantization="qerl_nvfp4", dtype="float32", logprobs_mode="", max_model_len=8)
+    config = SimpleNamespace(kv_transfer_config=None, model_config=model)
+
+    async def use():
+        await app.state.qerl.open(engine, config, None, None, 0.2)
+        options = {"transport": httpx.ASGITransport(app), "base_url": "http://x/v1/qerl/", "headers": {HEADER: TOKEN}}
+        async with httpx.AsyncClient(**options) as client:
+            noise = {"sigma": 0.1, "seed": 1, "rollout": 1}
+            answers = [await client.put("noise", json=noise), await client.get("state"), await client.delete("policy")]
+        with pytest.raises(EngineDeadError):
+            await engine.check_health()
+        with pytest.raises(EngineDeadError):
+            async for _ in engine.generate():
+                pytest.fail("a lost engine has answered")
+        return answers
+
+    answers = asyncio.run(use())
+    assert [answer.status_code for answer in answers] == [503] * 3
+    assert all(SILENCE in answer.json()["error"] and answer.json()["reason"] == "lost" for answer in answers)
+    assert engine.asked[-1] == silent, "an engine that is silent is not asked again, not even to go on"
+    assert [str(error) for error in engine.ended] == [str(EngineDeadError(SILENCE))], "requests under way end"
+
+
+def test_the_time_limit_is_a_number_of_seconds():
+    def options(value):
+        return Options.parse({"qerl": {"policy_timeout": value}})
+
+    assert options(5).policy_timeout == 5 and Options.parse({}).policy_timeout == 300
+    for value in (0, -1, "5", True, float("nan"), float("inf"), None):
+        with pytest.raises(ValueError, match=r"qerl\.policy_timeout.* must be a number of seconds above 0"):
+            options(value)
