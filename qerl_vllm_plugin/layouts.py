@@ -51,7 +51,7 @@ class Tiled:
         try:
             linear_tiles.prepare(N, K, device, layer.params_dtype)
         except CompileError as error:
-            logger.warning_once("our kernel cannot be compiled here, Marlin runs in its place: %s", error)
+            logger.warning_once("our kernel cannot be used here, Marlin runs in its place: %s", error)
             return Marlin().prepare(layer)
         packed = layer.weight_packed.data, layer.weight_scale.data
         weight = tiles.tile_weight(*packed, _row_scale(layer), layer.params_dtype)

@@ -120,7 +120,7 @@ def check(configuration: gemm.Configuration, operand: torch.dtype = torch.bfloat
                     y = gemm.product(x, scaled, replace(configuration, splits=splits), bias)
                     error = ((y.double() - exact).norm() / exact.norm()).item()
                     assert error < bar, f"random ({M}, {N}, {K}) in {splits} runs: relative error {error:.1e}"
-        assert not scaled.counters.any(), "counters are not zero after a call"
+        assert not gemm.counters_for(scaled).any(), "counters are not zero after a call"
 
 
 def agree(y: torch.Tensor, exact: torch.Tensor, what: str) -> None:
@@ -146,7 +146,7 @@ def check_layer(
             exact = (x.double() @ dense.t()) * row_scale.double()
             poison(8)
             y = linear_tiles.linear(x, weight)
-            chosen = rule.choose(N, K, M, 0, weight.scale is not None, rule.machine_of(0))
+            chosen = rule.choose(N, K, M, 0, weight.scale is not None, linear_tiles.machine(0, operand))
             agree(y, exact, f"({M}, {N}, {K}) by {chosen}")
             assert torch.equal(y, linear_tiles.linear(x, weight)), f"({M}, {N}, {K}) by {chosen}: twice, other bits"
             exact += (x.double() @ adapter.a.double().t()).to(operand).double() @ adapter.b.double().t()

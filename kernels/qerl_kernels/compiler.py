@@ -90,32 +90,41 @@ def read_source(file: Path) -> str:
 def compile_source(source: str, defines: Defines = (), architecture: str = "sm_90a") -> bytes:
     """CUDA C++ -> machine code, from the cache where it is there whole. Raises CompileError with the log."""
     options = _options(defines, architecture)
-    file = _cache_file(source, options)
-    if (reason := untrusted(file.parent)) is not None:
-        _warn_once(f"{file.parent} is not used as a cache: {reason}")
-        return nvrtc.compile_source(_nvrtc(), source, options)
-    if (kept := _from_cache(file)) is not None:
-        return kept
-    code = nvrtc.compile_source(_nvrtc(), source, options)
-    try:
-        nvrtc.keep(file, code)
-    except OSError as error:
-        _warn_once(f"{file.parent} cannot be written ({error.strerror})")
+    name = _cache_file(source, options).name
+    code = kept(name)
+    if code is None:
+        code = nvrtc.compile_source(_nvrtc(), source, options)
+        keep(name, code)
     return code
 
 
-def _from_cache(file: Path) -> bytes | None:
-    """The machine code of a file, None where there is none, or none that can be used; then it says why."""
+def kept(name: str) -> bytes | None:
+    """A file of the cache; None where there is none, or none that can be used: then it says why."""
+    file = cache_folder() / name
+    if (reason := untrusted(file.parent)) is not None:
+        _warn_once(f"{file.parent} is not used as a cache: {reason}")
+        return None
     if not file.exists():
         return None
     try:
-        code = nvrtc.kept(file)
+        content = nvrtc.kept(file)
     except OSError as error:
         _warn_once(f"{file.parent} cannot be read ({error.strerror})")
         return None
-    if code is None:
-        warnings.warn(f"{file} is damaged, its kernel is compiled again", stacklevel=3)
-    return code
+    if content is None:
+        warnings.warn(f"{file} is damaged and is made again", stacklevel=3)
+    return content
+
+
+def keep(name: str, content: bytes) -> None:
+    """Put a file into the cache, whole, where that can be trusted and written."""
+    file = cache_folder() / name
+    if untrusted(file.parent) is not None:
+        return
+    try:
+        nvrtc.keep(file, content)
+    except OSError as error:
+        _warn_once(f"{file.parent} cannot be written ({error.strerror})")
 
 
 def untrusted(folder: Path) -> str | None:

@@ -46,9 +46,13 @@
       if (lane == 0) {
         wait_for_previous_kernel();  // which may have left its counts
         const u32 others = blockIdx.x - segment.owner(first_tile * steps);
-        u32 there;
-        do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(there) : "l"(counters + blockIdx.x) : "memory");
-        while (there != others);
+        u32 there, looks = 0;
+        const u64 began = nanoseconds();
+        do {
+          asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(there) : "l"(counters + blockIdx.x) : "memory");
+          // never, unless another launch has the same counters: an error that ends the program, and no GPU that hangs
+          if ((++looks & 0xFFFF) == 0 && nanoseconds() - began > PATIENCE) asm volatile("trap;");
+        } while (there != others);
         counters[blockIdx.x] = 0;  // as it was
       }
       __syncwarp();

@@ -40,12 +40,16 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """A GPU: its name, multiprocessors, clusters of 1, 2, ... blocks at one time, and TB/s at which weights stream."""
+    """A GPU: its name, multiprocessors, clusters of 1, 2, ... blocks at one time, and TB/s at which weights stream.
+
+    ``refused`` are variants that are not to be used there.
+    """
 
     gpu: str
     multiprocessors: int
     clusters: tuple[int, ...]
     rate: float
+    refused: frozenset[Configuration] = frozenset()
 
 
 def larger(a: float, b: float) -> float:

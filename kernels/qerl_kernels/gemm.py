@@ -16,7 +16,7 @@ import torch
 
 from qerl_kernels.adapter import Adapter, Shrink, half, is_small, shrink
 from qerl_kernels.compiler import Defines, Kernel, compile_ahead, compile_source, read_source, tensor_map
-from qerl_kernels.tiles import TILE, TILE_BYTES, TiledWeight
+from qerl_kernels.tiles import COUNTERS, TILE, TILE_BYTES, TiledWeight
 
 SHARED_MEMORY = 227 * 1024  # bytes that one block may have on Hopper
 TURN_ROW = 144
@@ -219,6 +219,23 @@ def divide(c: Configuration, N: int, K: int, M: int, at_once: int) -> Division:
     return Division(n_tiles, m_tiles, steps, shared, grid)
 
 
+def counters_for(weight: TiledWeight) -> torch.Tensor:
+    """The counters of a launch that is made now: its stream's own, or in a CUDA graph the weight's.
+
+    A stream takes one product after the other, whatever the weight, and none touches its counters before the one ahead
+    has ended. So a weight may be used on several streams; two graphs that hold it may not run at one time.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return weight.counters
+    index = weight.tiles.device.index
+    return _counters_of(index, torch.cuda.current_stream(index).cuda_stream)
+
+
+@functools.cache
+def _counters_of(device: int, stream: int) -> torch.Tensor:
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=torch.device("cuda", device))
+
+
 def product(
     x: torch.Tensor,
     weight: TiledWeight,
@@ -244,7 +261,6 @@ def product(
     y = torch.empty(M, weight.N, dtype=x.dtype, device=x.device)
     if M == 0:
         return y
-    shrunk = None if adapter is None else shrink(x, adapter.a, how)  # (M, R)
     kernel, most = _kernel(replace(configuration, splits=0), x.device.index, weight.operand)
     free = how.left_free(M, adapter.a.shape[0], most) if adapter is not None and how is not None else 0
     d = divide(configuration, weight.N, K, M, most - free)
@@ -255,10 +271,12 @@ def product(
     tokens_ready = adapter is not None and is_small(M, how)  # cuBLAS does not let this kernel start early
     sizes = (M, weight.N, blocks, k_tiles, d.n_tiles, d.m_tiles, d.shared, columns, tokens_ready)
     problem = _Problem(*sizes, *map(Divisor.of, (d.steps, d.shared * d.steps or 1, d.grid)))
-    pointers = [weight.tiles, weight.row_scale, bias, y, partials, weight.counters, shrunk]
+    counters, described = counters_for(weight), tensor_map(x, configuration.tokens, 64)
+    # from here on nothing else: with tokens_ready the product reads x as soon as this kernel has seen that it is there
+    shrunk = None if adapter is None else shrink(x, adapter.a, how)  # (M, R)
+    pointers = [weight.tiles, weight.row_scale, bias, y, partials, counters, shrunk]
     pointers += [None, None] if adapter is None else [adapter.b, adapter.spans]
     arguments = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in pointers]
-    described = tensor_map(x, configuration.tokens, 64)
     with torch.cuda.device(x.device):
         kernel((d.grid, 1, 1), described, *arguments, problem, overlap=overlap)
     return y

@@ -48,6 +48,11 @@ __device__ __forceinline__ float4 load_from(u32 address, int block) {  // of the
       : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w) : "r"(address), "r"(block) : "memory");
   return value;
 }
+__device__ __forceinline__ u64 nanoseconds() {
+  u64 now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void launch_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 template <int ID, int THREADS>

@@ -10,11 +10,14 @@ CUDA graph. On a CPU the naive reference runs.
 
 import functools
 import warnings
+from dataclasses import replace
 
 import torch
 
-from qerl_kernels import gemm, rule, tiles
+from qerl_kernels import gemm, proof, rule, tiles
 from qerl_kernels.adapter import COLUMNS, Adapter, load_shrink, shrink
+from qerl_kernels.compiler import CompileError
+from qerl_kernels.cost import Machine
 from qerl_kernels.linear import _matmul_fp32, _scaled_matmul
 from qerl_kernels.nvfp4 import expanded_factor
 from qerl_kernels.tiles import TiledWeight
@@ -30,18 +33,31 @@ def slab_rows(N: int) -> int:
 
 @functools.cache
 def prepare(N: int, K: int, device: torch.device, operand: torch.dtype = torch.bfloat16) -> None:
-    """Compile (or fetch from the cache) and load every variant that a weight of (N, K) can need, whatever its M."""
-    configurations = [c for c in rule.rule().variants if rule.fits(c, K, c.tokens)]
-    gemm.compile_all(configurations, operand)
-    for configuration in configurations:
-        gemm.load(configuration, device, operand)
+    """Compile (or fetch from the cache), prove and load every variant; see that a weight of (N, K) has one for any M.
+
+    Raises CompileError where it has none.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    proven = set(rule.rule().variants) - machine(index, operand).refused
+    for M in range(8, 513, 8):
+        if not any(rule.fits(c, K, M) for c in proven):
+            raise CompileError(f"no variant that is proven on this machine fits {K} columns and {M} tokens")
     load_shrink(device, operand)
-    _warn_untuned(device)
+    _warn_untuned(index)
 
 
 @functools.cache
-def _warn_untuned(device: torch.device) -> None:
-    message = rule.untuned(torch.cuda.current_device() if device.index is None else device.index)
+def machine(device: int, operand: torch.dtype) -> Machine:
+    """A GPU with the variants that are refused there. The first time that is to be asked outside of a CUDA graph."""
+    variants = list(rule.rule().variants)
+    gemm.compile_all(variants, operand)
+    proven = proof.usable(variants, torch.device("cuda", device), operand)
+    return replace(rule.machine_of(device), refused=frozenset(variants) - frozenset(proven))
+
+
+@functools.cache
+def _warn_untuned(device: int) -> None:
+    message = rule.untuned(device)
     if message:
         warnings.warn(message, stacklevel=3)
 
@@ -116,7 +132,7 @@ def _(x, tiles_, row_scale, counters, N, K, scale, bias, a, b, spans, operand=to
     weight = TiledWeight(tiles_, row_scale, counters, N, K, operand=operand)
     rows = x.reshape(-1, K)
     M, columns = rows.shape[0], 0 if b is None else b.shape[1]
-    chosen = rule.choose(N, K, max(M, 1), columns, scale is not None, rule.machine_of(x.device.index))
+    chosen = rule.choose(N, K, max(M, 1), columns, scale is not None, machine(x.device.index, operand))
     if chosen.configuration is None:
         y = expand_and_multiply(rows, weight, scale.item(), bias)
         if a is not None:

@@ -146,7 +146,7 @@ def _by_kernel(N: int, K: int, M: int, columns: int, machine: Machine) -> Choice
 def ranked(N: int, K: int, M: int, machine: Machine) -> Iterator[tuple[float, Configuration]]:
     """Every variant that fits a weight of (N, K) and M tokens, in every division worth it, with its cost."""
     for c, by in rule().variants.items():
-        if fits(c, K, M):
+        if c not in machine.refused and fits(c, K, M):
             for divided in divisions(c, N, K, M, machine):
                 w = cost.work(divided, N, K, M, machine.clusters[c.cluster - 1])
                 yield cost.product(divided, by, w, M, machine.rate), divided

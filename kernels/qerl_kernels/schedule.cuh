@@ -28,6 +28,7 @@ constexpr int THREADS = 128 * WARPGROUPS + 128;  // half of the copying warpgrou
 constexpr int REGISTERS = WARPGROUPS == 4 ? 112 : WARPGROUPS == 3 ? 160 : 232;
 constexpr int COPY_REGISTERS = 32;
 constexpr int LEFT = 5, READY = 10;  // barriers of the block: sums are left for others; others have left theirs
+constexpr u64 PATIENCE = 60000000000ull;  // nanoseconds that a block waits for the sums of others, which take microseconds
 constexpr int RUN_ROWS = 8;  // token tiles that are neighbours in time, so that a weight tile is still in L2
 
 __device__ __forceinline__ void locate(const Problem& p, int tile, int& n_tile, int& m_tile) {

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,24 @@ def test_every_variant_of_the_rule_passes_the_gate():
     variants = list(rule.rule().variants)
     passed, refused = tune.gate_in_processes(variants, 8)
     assert set(passed) == set(variants), refused
+
+
+@pytest.mark.parametrize("operand", [torch.bfloat16, torch.float16], ids=str)
+def test_every_variant_is_proven_and_a_later_start_reads_the_verdicts(operand, monkeypatch):
+    from qerl_kernels import linear_tiles, proof, rule
+
+    assert linear_tiles.machine(0, operand).refused == frozenset()
+    for function in (proof.verdict, linear_tiles.machine):
+        function.cache_clear()
+    monkeypatch.setattr(proof, "examine", lambda *_: pytest.fail("the verdict was not kept"))
+    began = time.perf_counter()
+    assert linear_tiles.machine(0, operand).refused == frozenset()
+    assert time.perf_counter() - began < 2
+    monkeypatch.undo()
+    began = time.perf_counter()
+    for configuration in rule.rule().variants:
+        assert proof.examine(configuration, proof.problem(0, operand)) is None
+    print(f"{len(rule.rule().variants)} variants examined in {time.perf_counter() - began:.2f} s")
 
 
 @pytest.mark.parametrize("shape", [(640, 1536), (3072, 384), (5120, 3200), (4864, 896)], ids=str)
@@ -168,6 +187,26 @@ def test_a_cuda_graph_follows_its_input(M, adapted):
         expected = linear_tiles.linear(x, tiled, None, adapter)
         assert torch.equal(first, expected)
         assert torch.equal(second, linear_tiles.linear(expected, tiled, None, adapter))
+
+
+def test_one_weight_on_two_streams_at_one_time_gives_the_bits_of_one_stream():
+    from qerl_kernels import linear_tiles, rule
+
+    _, _, tiled = weight(3584, 18944)
+    inputs = [torch.randn(M, 18944, device="cuda").bfloat16() for M in (8, 64, 200)]
+    for x in inputs:
+        assert rule.choose(3584, 18944, len(x), 0, False).configuration is not None
+    expected = [linear_tiles.linear(x, tiled) for x in inputs]
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        found = []
+        for x, stream in zip(inputs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(linear_tiles.linear(x, tiled))
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, found, expected))
+    assert not tiled.counters.any()
 
 
 def test_silu_mul_and_its_gradient_are_those_of_the_cpu():

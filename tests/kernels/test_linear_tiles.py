@@ -1,7 +1,9 @@
 """The tiled linear layer on a CPU, and the sources that a GPU would compile."""
 
 import contextlib
+import functools
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -121,6 +123,20 @@ def test_the_matrix_instruction_names_every_register_once():
     assert all(f"%{i}" in text for i in range(17)) and "%17" not in text
 
 
+def test_each_stream_has_counters_of_its_own_and_each_graph_the_weights(monkeypatch):
+    _, _, weight, _ = example()
+    now = {"stream": 1, "capturing": False}
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now["capturing"])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=now["stream"]))
+    monkeypatch.setattr(gemm, "_counters_of", functools.cache(lambda device, stream: torch.zeros(8)))
+    first = gemm.counters_for(weight)
+    assert gemm.counters_for(example()[2]) is first is not weight.counters
+    now["stream"] = 2
+    assert gemm.counters_for(weight) is not first
+    now["capturing"] = True
+    assert gemm.counters_for(weight) is weight.counters
+
+
 def test_the_kernel_is_told_how_its_work_is_divided(monkeypatch):
     """The call as it goes to the driver, without a GPU: grid, tiles, runs, adapter, and who is ahead."""
     calls = []
@@ -128,6 +144,7 @@ def test_the_kernel_is_told_how_its_work_is_divided(monkeypatch):
     monkeypatch.setattr(gemm, "_kernel", lambda *_: (lambda grid, *args, overlap: calls.append((grid, args[-1])), 132))
     monkeypatch.setattr(gemm, "tensor_map", lambda *_: None)
     monkeypatch.setattr(gemm.torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(gemm, "counters_for", lambda weight: weight.counters)
     packed = nvfp4.quantize(torch.randn(192, 512).bfloat16())
     weight = tiles.tile_weight(packed.codes, packed.block_scales, torch.tensor(1.0))
     adapter = Adapter(torch.randn(32, 512).bfloat16(), torch.randn(192, 32).bfloat16(), spans([192], 32))

@@ -1,0 +1,101 @@
+"""A variant of the product is proven on a machine before it is used there: exact outputs, once for each compiled code.
+
+One-hot tokens must give the weight itself, bit for bit, over all 16 codes under every block scale, and a small adapter
+the rounded sum of both. That is a few launches of microseconds a variant. The verdict lies beside the machine code in
+the cache, under the hash of the code and the GPU's name; without a cache it is found anew in each process. What the
+committed gate (``kernels/bench/gate.py``) proves beyond that, it proves on the GPU and the compiler of the results.
+"""
+
+import functools
+import hashlib
+import warnings
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from qerl_kernels import compiler, gemm, nvfp4, tiles
+from qerl_kernels.adapter import Adapter, Shrink, Variant, spans
+
+ROWS, COLUMNS = 144, 512  # more blocks of 16 than there are scales; off the 64 rows of a tile
+PASSED, FAILED = b"passed", b"failed: "
+
+
+class Problem(NamedTuple):
+    """A weight with every product of code and scale, tokens, an adapter, and what must come out without and with it."""
+
+    weight: tiles.TiledWeight
+    x: torch.Tensor
+    adapter: Adapter
+    alone: torch.Tensor
+    adapted: torch.Tensor
+
+
+def usable(
+    configurations: Iterable[gemm.Configuration], device: torch.device, operand: torch.dtype
+) -> list[gemm.Configuration]:
+    """Those that are proven, loaded on ``device``; warns once, naming them, of those that are not."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    found, failed = [], []
+    for configuration in configurations:
+        said = verdict(configuration, index, operand)
+        if said is None:
+            found.append(configuration)
+        else:
+            failed.append(f"{configuration}: {said}")
+    if failed:
+        warnings.warn(
+            f"{len(failed)} of {len(found) + len(failed)} kernels compute wrong numbers on this machine and are not "
+            f"used: {failed[0]}",
+            stacklevel=2,
+        )
+    return found
+
+
+@functools.cache
+def verdict(configuration: gemm.Configuration, device: int, operand: torch.dtype) -> str | None:
+    """What is wrong with a variant on this GPU; None if it is proven."""
+    gemm.load(configuration, torch.device("cuda", device), operand)
+    code = gemm.machine_code(configuration, operand)
+    name = torch.cuda.get_device_name(device)
+    key = hashlib.sha256(b"\0".join([code, name.encode(), __doc__.encode()])).hexdigest()
+    known = compiler.kept(f"{key}.verdict")
+    if known is None:
+        said = examine(configuration, problem(device, operand))
+        known = PASSED if said is None else FAILED + said.encode()
+        compiler.keep(f"{key}.verdict", known)
+    return None if known == PASSED else known.removeprefix(FAILED).decode()
+
+
+def examine(configuration: gemm.Configuration, given: Problem) -> str | None:
+    """What one variant computes wrongly; None if nothing."""
+    how = Shrink(Variant(8, 1, 16), 8)
+    for tokens in (COLUMNS, 1):
+        x = given.x[:tokens]
+        for what, expected, adapter in (("weight", given.alone, None), ("adapter", given.adapted, given.adapter)):
+            y = gemm.product(x, given.weight, configuration, None, adapter, None if adapter is None else how)
+            if wrong := int((y != expected[:tokens]).sum()):
+                return f"{what}: {wrong} of {y.numel()} outputs of {tokens} tokens differ"
+    return None
+
+
+@functools.cache
+def problem(device: int, operand: torch.dtype) -> Problem:
+    """On a GPU, for activations of one type."""
+    return make(torch.device("cuda", device), operand)
+
+
+def make(device: torch.device, operand: torch.dtype) -> Problem:
+    """All numbers are such that fp32 sums of them are exact: what comes out is one rounding of a known number."""
+    codes = torch.arange(ROWS * COLUMNS, dtype=torch.int64).mul_(7).remainder_(16).view(ROWS, COLUMNS).to(torch.uint8)
+    scales = torch.arange(ROWS * COLUMNS // nvfp4.GROUP_SIZE, dtype=torch.int64).remainder_(254).to(torch.uint8)
+    scales = torch.where(scales < 127, scales, scales + 1).view(ROWS, -1)  # 127 and 255 are no numbers
+    packed, block_scales = nvfp4.pack(codes).to(device), scales.view(torch.float8_e4m3fn).to(device)
+    weight = tiles.tile_weight(packed, block_scales, torch.ones((), device=device), operand)
+    w = nvfp4.dequantize(packed, block_scales).float()  # (N, K)
+    a = (torch.arange(32 * COLUMNS, device=device).mul_(5).remainder_(13) - 6).view(32, COLUMNS).float()
+    b = (torch.arange(ROWS * 32, device=device).mul_(3).remainder_(11) - 5).view(ROWS, 32).float()
+    adapter = Adapter(a.to(operand), b.to(operand), spans([ROWS], 32).to(device))
+    x = torch.eye(COLUMNS, device=device).roll(3, 0)  # token i has its one in column i - 3
+    adapted = (x @ w.t() + (x @ a.t()) @ b.t()).to(operand)
+    return Problem(weight, x.to(operand), adapter, (x @ w.t()).to(operand), adapted)

@@ -1,0 +1,128 @@
+"""What a variant must show before it is used on a machine; the product itself is played by plain torch."""
+
+import pytest
+import torch
+from qerl_kernels import compiler, gemm, linear_tiles, nvrtc, proof, rule, tiles
+
+VARIANTS = list(rule.rule().variants)[:3]
+
+
+def right(x, weight, configuration, bias=None, adapter=None, how=None):
+    """What the kernel computes, by the reference: fp32 sums, one rounding, s rounded as it is."""
+    y = x.float() @ tiles.dequantize(weight.tiles, weight.N, weight.K, weight.operand).float().t()
+    if adapter is not None:
+        y += (x @ adapter.a.t()).float() @ adapter.b.float().t()
+    return y.to(x.dtype)
+
+
+def without_adapter(x, weight, configuration, bias=None, adapter=None, how=None):
+    return right(x, weight, configuration)
+
+
+def one_code_wrong(x, weight, configuration, bias=None, adapter=None, how=None):
+    y = right(x, weight, configuration, bias, adapter, how)
+    return torch.where(y == 448 * 3, 448 * 2, y)
+
+
+def one_token_lost(x, weight, configuration, bias=None, adapter=None, how=None):
+    y = right(x, weight, configuration, bias, adapter, how)
+    y[-1] = 0
+    return y
+
+
+@pytest.mark.parametrize("operand", tiles.ORDERS, ids=str)
+@pytest.mark.parametrize(
+    ("kernel", "said"),
+    [(right, None), (without_adapter, "adapter"), (one_code_wrong, "weight"), (one_token_lost, "weight")],
+)
+def test_a_variant_that_computes_something_else_is_found(operand, kernel, said, monkeypatch):
+    monkeypatch.setattr(gemm, "product", kernel)
+    given = proof.make(torch.device("cpu"), operand)
+    found = proof.examine(VARIANTS[0], given)
+    assert found is None if said is None else found.startswith(f"{said}: ")
+
+
+def test_every_code_is_asked_under_every_scale():
+    given = proof.make(torch.device("cpu"), torch.bfloat16)
+    dense = tiles.dequantize(given.weight.tiles, proof.ROWS, proof.COLUMNS).float()
+    assert torch.equal(given.alone.float().roll(-3, 0), dense.t())  # all columns, by one token each
+    blocks = dense.reshape(-1, 16).sort(dim=1).values.unique(dim=0)
+    assert len(blocks) == 127  # a block of all codes under each scale; that of -s is that of s
+    assert (given.adapted.float() - given.alone.float()).abs().max() > 50
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A GPU on which the second variant is wrong: what was examined, and the cache in ``tmp_path``."""
+    examined = []
+    monkeypatch.setenv("QERL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(gemm, "load", lambda *_: None)
+    monkeypatch.setattr(gemm, "compile_all", lambda *_: None)
+    monkeypatch.setattr(gemm, "machine_code", lambda configuration, operand: repr((configuration, operand)).encode())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(proof, "problem", lambda device, operand: None)
+    monkeypatch.setattr(rule, "machine_of", lambda device: rule.rule().machine)
+
+    def examine(configuration, given):
+        examined.append(configuration)
+        return "weight: 7 of 9 outputs differ" if configuration == VARIANTS[1] else None
+
+    monkeypatch.setattr(proof, "examine", examine)
+    for function in (proof.verdict, linear_tiles.machine):
+        function.cache_clear()
+    yield examined
+    for function in (proof.verdict, linear_tiles.machine):
+        function.cache_clear()
+
+
+def test_a_verdict_is_found_once_for_each_code_and_gpu(machine, monkeypatch):
+    gpu = torch.device("cuda", 0)
+    with pytest.warns(UserWarning, match=r"1 of 3 kernels compute wrong numbers .*: weight: 7 of 9"):
+        assert proof.usable(VARIANTS, gpu, torch.bfloat16) == [VARIANTS[0], VARIANTS[2]]
+    assert machine == VARIANTS
+    proof.verdict.cache_clear()  # another process
+    with pytest.warns(UserWarning, match="weight: 7 of 9"):
+        assert proof.usable(VARIANTS, gpu, torch.bfloat16) == [VARIANTS[0], VARIANTS[2]]
+    assert machine == VARIANTS, "read from the cache"
+    proof.verdict.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    with pytest.warns(UserWarning):
+        proof.usable(VARIANTS, gpu, torch.bfloat16)
+    assert machine == VARIANTS * 2
+    with pytest.warns(UserWarning):
+        proof.usable(VARIANTS, gpu, torch.float16)
+    assert machine == VARIANTS * 3
+
+
+def test_a_damaged_verdict_is_found_anew(machine):
+    gpu = torch.device("cuda", 0)
+    proof.usable(VARIANTS[:1], gpu, torch.bfloat16)
+    (file,) = compiler.cache_folder().glob("*.verdict")
+    file.write_bytes(file.read_bytes().replace(proof.PASSED, b"flunked"))
+    assert nvrtc.kept(file) is None
+    proof.verdict.cache_clear()
+    with pytest.warns(UserWarning, match="is damaged and is made again"):
+        assert proof.usable(VARIANTS[:1], gpu, torch.bfloat16) == VARIANTS[:1]
+    assert machine == VARIANTS[:1] * 2 and nvrtc.kept(file) == proof.PASSED
+
+
+def test_the_rule_does_without_a_refused_variant(machine):
+    chosen = rule.choose(3584, 3584, 8)
+    bad = gemm.replace(chosen.configuration, splits=0)
+    there = gemm.replace(rule.rule().machine, refused=frozenset([bad]))
+    other = rule.choose(3584, 3584, 8, machine=there)
+    assert gemm.replace(other.configuration, splits=0) != bad and other.microseconds >= chosen.microseconds
+
+
+def test_a_layer_for_which_no_variant_is_left_is_refused_and_marlin_takes_it(machine, monkeypatch):
+    monkeypatch.setattr(linear_tiles, "load_shrink", lambda *_: None)
+    monkeypatch.setattr(linear_tiles, "_warn_untuned", lambda *_: None)
+    gpu = torch.device("cuda", 0)
+    linear_tiles.prepare.cache_clear()
+    with pytest.warns(UserWarning):
+        linear_tiles.prepare(192, 512, gpu, torch.bfloat16)
+    assert linear_tiles.machine(0, torch.bfloat16).refused == {VARIANTS[1]}
+    monkeypatch.setattr(proof, "examine", lambda *_: "weight: all differ")
+    with pytest.warns(UserWarning), pytest.raises(compiler.CompileError, match="fits 512 columns and 8 tokens"):
+        linear_tiles.prepare(192, 512, gpu, torch.float16)
+    linear_tiles.prepare.cache_clear()
