@@ -1,6 +1,6 @@
 """Everything that depends on the insides of vLLM, for 0.26 to 0.32."""
 
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -217,16 +217,27 @@ def model_of(worker: Any) -> torch.nn.Module:
     return worker.model_runner.get_model()
 
 
-def refuse_to_run(worker: Any, reason: str) -> None:
-    """From now on every step that the engine asks of this worker raises RuntimeError, which ends the engine.
+def refuse_to_run(worker: Any, reason: Callable[[], Exception]) -> Callable[[], None]:
+    """From now on every step that the engine asks of this worker raises ``reason``, which ends the engine -> what lets
+    it run again, unless it has been refused anew since.
 
     The step is refused before its model is looked at: a replayed CUDA graph calls no Python of the model.
     """
 
     def refuse(*_: Any, **__: Any) -> None:
-        raise RuntimeError(reason)
+        raise reason()
 
-    worker.execute_model = worker.execute_dummy_batch = refuse
+    steps = ("execute_model", "execute_dummy_batch")
+    before = {name: worker.__dict__[name] for name in steps if name in worker.__dict__}
+    worker.__dict__.update(dict.fromkeys(steps, refuse))
+
+    def allow() -> None:
+        if worker.__dict__.get(steps[0]) is refuse:
+            for name in steps:
+                del worker.__dict__[name]
+            worker.__dict__.update(before)
+
+    return allow
 
 
 def is_engine_death(error: BaseException) -> bool:

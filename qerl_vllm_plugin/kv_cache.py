@@ -8,6 +8,7 @@ The weights, the adapter and the norms are checksummed before and after, each te
 may write them, and a trainer that reads them in place could.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,14 +43,14 @@ class Memory(Protocol):
 
 @dataclass(frozen=True)
 class Released:
-    """What brings a KV cache back: the pieces of memory that were given back, what else lay in them, and the checksums
-    of everything that must not have changed."""
+    """What brings a KV cache back: the pieces of memory that were given back, what else lay in them, the checksums of
+    everything that must not have changed, and what lets the worker run again."""
 
     memory: Memory
     pieces: list[Span]
     kept: dict[int, torch.Tensor]
     checksums: dict[str, tuple[int, Checksum]]
-    guard: Any
+    allow: Callable[[], None]
 
 
 @worker_method
@@ -96,8 +97,8 @@ def release(worker: Any, memory: Memory) -> int:
     pieces = [piece for piece, spans in others.items() if sum(size for _, size in spans) < piece[1]]
     before = _checksums(worker)
     kept = {address: memory.read(address, size) for piece in pieces for address, size in others[piece]}
-    guard = compat.model_of(worker).register_forward_pre_hook(_refuse)
-    policy.released = Released(memory, pieces, kept, before, guard)
+    allow = compat.refuse_to_run(worker, lambda: KVCacheError(RELEASED))
+    policy.released = Released(memory, pieces, kept, before, allow)
     for address, _ in pieces:
         memory.unmap(address)
     return sum(size for _, size in pieces)
@@ -129,7 +130,7 @@ def resume(worker: Any) -> None:
     memory.clear_caches()
     for address, copy in released.kept.items():
         memory.write(address, copy)
-    released.guard.remove()
+    released.allow()
     policy.released = None
 
 
@@ -146,10 +147,6 @@ def remainders(piece: Span, caches: list[Span]) -> list[Span]:
     if first < last:
         found.append((first, last - first))
     return found
-
-
-def _refuse(*_: Any) -> None:
-    raise KVCacheError(RELEASED)
 
 
 def _no_room(needed: int, reason: str) -> str:

@@ -162,9 +162,9 @@ def on_all_ranks(policy: WorkerPolicy, prepare: Callable[[], Callable[[], Answer
 
 def lose(policy: WorkerPolicy, reason: str) -> None:
     """From now on this worker refuses to run its model, and to change."""
-    policy.lost = LOST + reason
+    policy.lost = text = LOST + reason
     if policy.worker is not None:  # else the model is being loaded, and is not served after this
-        compat.refuse_to_run(policy.worker, policy.lost)
+        compat.refuse_to_run(policy.worker, lambda: RuntimeError(text))
 
 
 def _reason(error: Exception) -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from qerl_vllm_plugin import kv_cache
+from qerl_vllm_plugin import compat, kv_cache
 from qerl_vllm_plugin.frozen_weights import frozen_weights
 from qerl_vllm_plugin.kv_cache import KVCacheError, remainders
 from qerl_vllm_plugin.policy import Policy
@@ -90,12 +90,18 @@ def test_while_it_is_released_the_policy_neither_changes_nor_answers(policy):
     assert Policy(policy._llm)._is_released, "a second policy on the engine must know"
 
 
-def test_a_request_that_goes_to_the_engine_directly_is_refused_before_it_reads_the_cache(policy):
+def test_a_request_that_goes_to_the_engine_directly_is_refused_before_it_reads_the_cache(policy, monkeypatch):
     policy._llm.reset_prefix_cache()
     before, request = ask(policy), policy.request
     policy.release_kv_cache()
-    with pytest.raises(KVCacheError, match=RELEASED):
-        policy._llm.generate([PROMPT], GREEDY, use_tqdm=False, lora_request=request)
+    with monkeypatch.context() as patched:
+        # a replayed CUDA graph runs no Python of the model: the step must be refused before it
+        runner = worker_of(policy).model_runner
+        patched.setattr(runner, "execute_model", lambda *_, **__: pytest.fail("a step has come as far as its model"))
+        with pytest.raises(KVCacheError, match=RELEASED):
+            policy._llm.generate([PROMPT], GREEDY, use_tqdm=False, lora_request=request)
+        with pytest.raises(KVCacheError, match=RELEASED):
+            worker_of(policy).execute_dummy_batch()
     engine = policy._llm.llm_engine
     if engine.has_unfinished_requests():
         with pytest.raises(KVCacheError, match="abort them first"):
@@ -103,6 +109,20 @@ def test_a_request_that_goes_to_the_engine_directly_is_refused_before_it_reads_t
         engine.abort_request(list(engine.output_processor.request_states), internal=True)
     policy.resume_kv_cache()
     assert ask(policy) == before
+
+
+def test_an_engine_that_was_lost_meanwhile_is_not_let_run_by_a_resumption():
+    worker = types.SimpleNamespace(execute_model=lambda: "a step", execute_dummy_batch=lambda: None)
+    allow = compat.refuse_to_run(worker, lambda: KVCacheError("released"))
+    with pytest.raises(KVCacheError, match="released"):
+        worker.execute_model()
+    allow()
+    assert worker.execute_model() == "a step"
+    allow = compat.refuse_to_run(worker, lambda: KVCacheError("released"))
+    compat.refuse_to_run(worker, lambda: RuntimeError("lost"))
+    allow()
+    with pytest.raises(RuntimeError, match="lost"):
+        worker.execute_model()
 
 
 def test_it_is_released_and_resumed_in_turn(policy, memory):
