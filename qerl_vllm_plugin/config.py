@@ -15,6 +15,7 @@ from qerl_vllm_plugin.checkpoint import (
     inspect_folder,
     weights_taken,
 )
+from qerl_vllm_plugin.expected_tensors import experts
 from qerl_vllm_plugin.families import WITHOUT_SLOTS, check_family, kept_in_bf16
 from qerl_vllm_plugin.in_time import PATIENCE
 from qerl_vllm_plugin.scheme import COMPRESSED, FP8, check_weight_only, matches, read_quantization
@@ -261,6 +262,7 @@ class QerlConfig(QuantizationConfig):
         if self._is_checked:
             return
         from vllm import envs
+        from vllm.platforms import current_platform
 
         from qerl_vllm_plugin import compat, loading, norms
         from qerl_vllm_plugin.worker import add_worker_methods
@@ -270,7 +272,8 @@ class QerlConfig(QuantizationConfig):
         if envs.VLLM_BATCH_INVARIANT:
             raise ValueError("VLLM_BATCH_INVARIANT=1: no kernel of qerl_nvfp4 has been shown to be so; unset it")
         options = Options.parse(vllm_config.additional_config)
-        model_type = vllm_config.model_config.hf_config.model_type
+        hf_config = vllm_config.model_config.hf_config
+        model_type = hf_config.model_type
         check_family(model_type, options.untested_models)
         self._kept = kept_in_bf16(model_type)
         if self.scheme is None:
@@ -294,6 +297,11 @@ class QerlConfig(QuantizationConfig):
             raise ValueError(
                 f"{model_type}: --enable-lora has no slots that fit every linear of this family; leave it out and use "
                 """--additional-config '{"qerl": {"policy_adapter": {"rank": R}}}', which reaches all of them"""
+            )
+        if vllm_config.lora_config is not None and current_platform.is_cpu() and experts(hf_config.to_dict()):
+            raise ValueError(
+                "vLLM runs no mixture of experts (of whatever quantization) with --enable-lora on a CPU; leave it out "
+                """and use --additional-config '{"qerl": {"policy_adapter": {"rank": R}}}', for attention"""
             )
         if options.adapter_rank and vllm_config.lora_config is not None:
             raise ValueError(

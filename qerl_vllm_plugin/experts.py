@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from qerl_kernels import nvfp4
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4 import (  # noqa: E501
     CompressedTensorsW4A4Nvfp4MoEMethod,
@@ -55,9 +56,8 @@ def _mark_missing(layer: torch.nn.Module) -> None:
         getattr(layer, f"{which}_weight_global_scale").data.fill_(torch.nan)
 
 
-def _check_scales(layer: torch.nn.Module, prefix: str, *, shared: bool) -> None:
-    """Raises CheckpointError for an expert that never arrived, and, where w1 and w3 must share one tensor scale, for
-    one whose scales differ: vLLM would use the first for both."""
+def _check_scales(layer: torch.nn.Module, prefix: str) -> None:
+    """Raises CheckpointError for an expert that never arrived."""
     for which in ("w13", "w2"):
         divisors = getattr(layer, f"{which}_weight_global_scale").data.view(layer.num_experts, -1)
         bad = ~(torch.isfinite(divisors) & (divisors > 0) & torch.isfinite(1 / divisors)).all(1)
@@ -66,11 +66,32 @@ def _check_scales(layer: torch.nn.Module, prefix: str, *, shared: bool) -> None:
                 f"{prefix}: expert {int(bad.nonzero()[0, 0])} (and {int(bad.sum()) - 1} more on this rank) is missing "
                 f"from the checkpoint, or has no usable tensor scale ({which}); quantize the model again"
             )
-        if shared and not bool((divisors == divisors[:, :1]).all()):
-            raise CheckpointError(
-                f"{prefix}: gate_proj and up_proj of an expert have tensor scales of their own, which vLLM's kernel "
-                "cannot serve; quantize the model again with `qerl quantize`"
-            )
+
+
+def share_scales(w13: torch.Tensor, w2: torch.Tensor, prefix: str, *, has_slots: bool) -> None:
+    """Give gate and up of every expert one tensor scale, as vLLM's kernel wants it, in place.
+
+    ``w13: (E, 2)`` and ``w2: (E,)`` are divisors, one over the scales. The product silu(gate) * up is linear in up: by
+    what up's scale is too large or too small moves into that of down, where it costs one rounding in fp32 (2^-24).
+
+    Raises CheckpointError where the scales differ and ``has_slots``, for an adapter on up would be scaled with them,
+    and where a scale would leave fp32.
+    """
+    if bool((w13[:, 0] == w13[:, 1]).all()):
+        return
+    if has_slots:
+        raise CheckpointError(
+            f"{prefix}: gate_proj and up_proj of an expert have tensor scales of their own, which vLLM's kernel cannot "
+            "serve beside --enable-lora; leave it out, or quantize the model from BF16 with `qerl quantize`"
+        )
+    moved = w2 * (w13[:, 1] / w13[:, 0])
+    if not bool((torch.isfinite(moved) & (moved > 0) & torch.isfinite(1 / moved)).all()):
+        raise CheckpointError(
+            f"{prefix}: the tensor scales of gate_proj and up_proj of an expert differ by more than vLLM's kernel can "
+            "serve; quantize the model from BF16 with `qerl quantize`"
+        )
+    w2.copy_(moved)
+    w13[:, 1] = w13[:, 0]
 
 
 class _Bf16Experts(UnquantizedFusedMoEMethod):
@@ -103,13 +124,16 @@ class _CudaExperts(CompressedTensorsW4A4Nvfp4MoEMethod):
     def __init__(self, moe: Any, prefix: str) -> None:
         super().__init__(moe, prefix, use_a16=True)
         self.prefix = prefix
+        self.has_slots = get_current_vllm_config().lora_config is not None
 
     def create_weights(self, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         super().create_weights(layer, *args, **kwargs)
         _mark_missing(layer)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        _check_scales(layer, self.prefix, shared=True)
+        _check_scales(layer, self.prefix)
+        w13, w2 = layer.w13_weight_global_scale.data, layer.w2_weight_global_scale.data
+        share_scales(w13, w2, self.prefix, has_slots=self.has_slots)
         super().process_weights_after_loading(layer)
 
 
@@ -127,7 +151,7 @@ class _DequantizedExperts(UnquantizedFusedMoEMethod):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         for name in ("w13_input_global_scale", "w2_input_global_scale"):  # for 4-bit activations
             delattr(layer, name)
-        _check_scales(layer, self.prefix, shared=False)
+        _check_scales(layer, self.prefix)
         for which in ("w13", "w2"):
             codes, scales, divisors = (getattr(layer, f"{which}_{part}").data for part in _PARTS)
             experts, N = codes.shape[:2]

@@ -224,6 +224,24 @@ def test_an_fp8_cache_is_measured(start_engine: Any, make_family: Any, record: A
     assert found["auto"] < TOLERANCE and found["fp8"] < 4 * TOLERANCE
 
 
+def test_promise_02_experts_whose_gate_and_up_have_tensor_scales_of_their_own(
+    start_engine: Any, make_family: Any, record: Any, tmp_path: Path
+) -> None:
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(make_family("qwen3_moe")[1], tmp_path / "copy")
+    tensors = load_file(folder / "model.safetensors")
+    for number, name in enumerate(name for name in tensors if name.endswith("up_proj.weight_global_scale")):
+        tensors[name] *= (0.6, 3.7)[number % 2]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    want = reference(folder, dequantized(folder))
+    found = mean(served(start_engine(folder, **SMALL, enforce_eager=True)), want)
+    record("qwen3_moe, unequal tensor scales: mean |log p - transformers fp32|", f"{found:.4f}")
+    assert found < TOLERANCE
+
+
 def test_an_adapter_on_experts_in_vllm_s_slots(
     start_engine: Any, make_family: Any, record: Any, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from qerl_recipes.convert.quantize import quantize_checkpoint
 from qerl_vllm_plugin import expected_tensors
 from qerl_vllm_plugin.adapter import AdapterError
 from qerl_vllm_plugin.compat import is_fused_experts
-from qerl_vllm_plugin.experts import experts_method
+from qerl_vllm_plugin.experts import experts_method, share_scales
 from qerl_vllm_plugin.policy import Policy
 from qerl_vllm_plugin.scheme import COMPRESSED, NVFP4, CheckpointError
 
@@ -79,6 +79,11 @@ def test_a_missing_expert_is_refused(boot, make_nvfp4, tmp_path, monkeypatch):
         boot(folder)
 
 
+def test_slots_in_a_mixture_are_refused_on_a_cpu(boot, make_nvfp4):
+    with pytest.raises(ValueError, match=r"no mixture of experts .* with --enable-lora on a CPU; .*policy_adapter"):
+        boot(make_nvfp4("qwen3_moe"), enable_lora=True, max_lora_rank=8)
+
+
 def test_resident_adapter_reaches_attention_and_refuses_experts(engine, make_nvfp4, reference, make_adapter, measure):
     policy = Policy(engine)
     hf = reference(make_nvfp4("qwen3_moe"))
@@ -89,6 +94,45 @@ def test_resident_adapter_reaches_attention_and_refuses_experts(engine, make_nvf
         policy.swap(tensors, {**config, "target_modules": ["q_proj", "gate_proj"]})
     policy.swap(None)
     assert measure.difference(measure.engine(engine), measure.hf(hf)) < TOLERANCE
+
+
+def gated(x, w13, w2, w13_divisors, w2_divisors):
+    """Of each expert, (E, T, H), in float64, with its divisors."""
+    gate, up = (torch.einsum("th,enh->etn", x, w) for w in w13)
+    inner = torch.nn.functional.silu(gate / w13_divisors[:, 0, None, None]) * (up / w13_divisors[:, 1, None, None])
+    return torch.einsum("etn,ehn->eth", inner, w2) / w2_divisors[:, None, None]
+
+
+def test_promise_02_tensor_scales_of_gate_and_up_that_differ_stay_exact():
+    generator = torch.Generator().manual_seed(0)
+    x, *w13, w2 = (
+        torch.randn(shape, generator=generator).double() for shape in ((5, 8), (3, 6, 8), (3, 6, 8), (3, 8, 6))
+    )
+    divisors = torch.tensor([[4.0, 4.0], [3.0, 700.0], [90.0, 0.7]]), torch.tensor([5.0, 1.3, 0.2])
+    want = gated(x, w13, w2, *(d.double() for d in divisors))
+    share_scales(*divisors, "experts", has_slots=False)
+    assert torch.equal(divisors[0][:, 0], divisors[0][:, 1]) and divisors[1][0] == 5
+    torch.testing.assert_close(gated(x, w13, w2, *(d.double() for d in divisors)), want, rtol=1e-6, atol=1e-9)
+
+
+def test_tensor_scales_that_cannot_be_shared_are_refused():
+    divisors = torch.tensor([[3.0, 700.0]]), torch.tensor([1.3])
+    with pytest.raises(
+        CheckpointError, match=r"have tensor scales of their own, .* beside --enable-lora; leave it out"
+    ):
+        share_scales(*divisors, "experts", has_slots=True)
+    share_scales(torch.tensor([[3.0, 3.0]]), torch.tensor([1.3]), "experts", has_slots=True)
+    with pytest.raises(CheckpointError, match="differ by more than vLLM's kernel can serve"):
+        share_scales(torch.tensor([[1e-30, 1e30]]), torch.tensor([1.3]), "experts", has_slots=False)
+
+
+def test_qerl_quantize_gives_gate_and_up_of_an_expert_one_tensor_scale(make_nvfp4):
+    tensors = load_file(make_nvfp4("qwen3_moe") / "model.safetensors")
+    gates = {name: t for name, t in tensors.items() if name.endswith("gate_proj.weight_global_scale")}
+    assert len(gates) == 2 * 4
+    for name, divisor in gates.items():
+        assert torch.equal(divisor, tensors[name.replace("gate_proj", "up_proj")])
+    assert len({float(divisor) for divisor in gates.values()}) > 1
 
 
 def test_experts_drop_their_activation_scales(boot, measure, reference, tmp_path):
