@@ -182,6 +182,8 @@ def run(
         work = replace(work, overrides=(*work.overrides, ("checkpointed_layers", blocks)))
     with ExitStack() as stack:
         stack.enter_context(ended_cleanly())
+        if scratch is not None:
+            scratch.mkdir(parents=True, exist_ok=True)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qerl-bench-", dir=scratch)))
         _check_disk(work, arms, folder)
         if memory is not None:

@@ -175,10 +175,10 @@ class TrainingPart:
 
     def __init__(self, trainer: Any) -> None:
         args, model = trainer.args, trainer.model
-        completion = args.max_completion_length
-        budget = args.pack_tokens or PACK_TOKENS
-        rows = max(1, budget // args.vllm_max_model_length)
-        prompt = max(budget // rows, args.vllm_max_model_length) - completion
+        completion, length = args.max_completion_length, args.vllm_max_model_length
+        # no more than a step computes at a time: the memory plan has kept as many activations as those leave room for
+        rows = max(1, min((args.pack_tokens or PACK_TOKENS) // length, args.per_device_train_batch_size))
+        prompt = length - completion
         generator = torch.Generator().manual_seed(args.seed)
         vocabulary = model.config.vocab_size
         ids = torch.randint(2, vocabulary, (rows, prompt + completion), generator=generator).to(model.device)
