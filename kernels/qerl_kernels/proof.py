@@ -91,11 +91,11 @@ def make(device: torch.device, operand: torch.dtype) -> Problem:
     scales = torch.arange(ROWS * COLUMNS // nvfp4.GROUP_SIZE, dtype=torch.int64).remainder_(254).to(torch.uint8)
     scales = torch.where(scales < 127, scales, scales + 1).view(ROWS, -1)  # 127 and 255 are no numbers
     packed, block_scales = nvfp4.pack(codes).to(device), scales.view(torch.float8_e4m3fn).to(device)
-    weight = tiles.tile_weight(packed, block_scales, torch.ones((), device=device), operand)
+    weight = tiles.tile_weight(packed, block_scales, torch.ones((), dtype=torch.float32, device=device), operand)
     w = nvfp4.dequantize(packed, block_scales).float()  # (N, K)
     a = (torch.arange(32 * COLUMNS, device=device).mul_(5).remainder_(13) - 6).view(32, COLUMNS).float()
     b = (torch.arange(ROWS * 32, device=device).mul_(3).remainder_(11) - 5).view(ROWS, 32).float()
     adapter = Adapter(a.to(operand), b.to(operand), spans([ROWS], 32).to(device))
-    x = torch.eye(COLUMNS, device=device).roll(3, 0)  # token i has its one in column i - 3
+    x = torch.eye(COLUMNS, dtype=torch.float32, device=device).roll(3, 0)  # token i has its one in column i - 3
     adapted = (x @ w.t() + (x @ a.t()) @ b.t()).to(operand)
     return Problem(weight, x.to(operand), adapter, (x @ w.t()).to(operand), adapted)

@@ -42,6 +42,18 @@ def test_a_variant_that_computes_something_else_is_found(operand, kernel, said, 
     assert found is None if said is None else found.startswith(f"{said}: ")
 
 
+def test_a_model_that_is_loading_has_another_default_type():
+    """As vLLM's loader sets it: what is asked is the same."""
+    expected, before = proof.make(torch.device("cpu"), torch.bfloat16), torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = proof.make(torch.device("cpu"), torch.bfloat16)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(found.alone, expected.alone) and torch.equal(found.adapted, expected.adapted)
+    assert found.weight.row_scale.dtype == torch.float32
+
+
 def test_every_code_is_asked_under_every_scale():
     given = proof.make(torch.device("cpu"), torch.bfloat16)
     dense = tiles.dequantize(given.weight.tiles, proof.ROWS, proof.COLUMNS).float()
