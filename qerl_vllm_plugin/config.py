@@ -30,7 +30,7 @@ KNOWN_OPTIONS = {"ignore", "policy_adapter", "kernel", "policy_folders", "weight
 KNOWN_OPTIONS |= {"policy_timeout"}
 KV_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 CACHE_SCALES = "are used, unless --kv-cache-dtype names another cache than an FP8 one"
-KERNELS = ("auto", "tiled", "marlin", "dequantize")
+KERNELS = ("auto", "tiled", "marlin", "dequantize", "batch_invariant")
 MAX_ADAPTER_RANK = 512  # vLLM's own limit for --max-lora-rank
 
 
@@ -51,7 +51,8 @@ class Options:
     with ``"path": FOLDER`` it is installed at start.
     ``policy_folders``: the directory whose folders a running server may install by name.
     ``policy_timeout``: seconds after which a running server gives up an engine that does not answer to a change.
-    ``kernel``: ``auto`` (our tiled kernel on Hopper, else Marlin; dequantization on a CPU), or one of them by name.
+    ``kernel``: ``auto`` (our tiled kernel on Hopper, else Marlin; dequantization on a CPU), or one of them by name;
+    ``batch_invariant``, an experiment beside VLLM_BATCH_INVARIANT=1: tiled, with one order of sums.
     ``weight_only``: also read what has more than packed weights (ModelOpt's NVFP4, W4A4, FP8 layers), without it.
     ``untested_models``: also serve a family of models that was never compared with transformers (families.py).
     """
@@ -197,6 +198,8 @@ class QerlConfig(QuantizationConfig):
             parts = self.part_names(prefix)
             # the other linears that are kept are left out by somebody's choice; a router would not heed an adapter
             if self.adapter_rank and all(any(matches(kept, part) for kept in self._kept) for part in parts):
+                if self.kernel == "batch_invariant":
+                    raise ValueError(f"{prefix} stays in BF16, and its adapter has no batch_invariant kernel; use none")
                 return AdaptedLinearMethod(prefix, parts, self.adapter_rank)
             return UnquantizedLinearMethod()
         if kind == FP8:
@@ -269,9 +272,13 @@ class QerlConfig(QuantizationConfig):
 
         compat.check_vllm_version()
         compat.check_kv_cache(vllm_config)
-        if envs.VLLM_BATCH_INVARIANT:
-            raise ValueError("VLLM_BATCH_INVARIANT=1: no kernel of qerl_nvfp4 has been shown to be so; unset it")
         options = Options.parse(vllm_config.additional_config)
+        if (options.kernel == "batch_invariant") != envs.VLLM_BATCH_INVARIANT:
+            raise ValueError(
+                "VLLM_BATCH_INVARIANT=1 is an experiment under qerl_nvfp4, asked for in two places: that variable, for "
+                "vLLM's kernels, and for ours, which are slower at few tokens then, "
+                """--additional-config '{"qerl": {"kernel": "batch_invariant"}}'. Set both or none"""
+            )
         hf_config = vllm_config.model_config.hf_config
         model_type = hf_config.model_type
         check_family(model_type, options.untested_models)

@@ -139,7 +139,9 @@ def tiled_part(whole: TiledWeight, first: int, rows: int) -> TiledWeight | str:
     row_scale = whole.row_scale[first:last]
     counters = torch.zeros(COUNTERS, dtype=torch.int32, device=whole.tiles.device)
     tiles = whole.tiles.detach()[first // TILE : -(-last // TILE)]
-    return TiledWeight(tiles, row_scale, counters, rows, whole.K, common_scale(row_scale), whole.operand)
+    return TiledWeight(
+        tiles, row_scale, counters, rows, whole.K, common_scale(row_scale), whole.operand, whole.fixed_order
+    )
 
 
 def marlin_part(layer: Any, part: int, first: int, rows: int) -> MarlinWeight | str:

@@ -19,6 +19,7 @@ from qerl_vllm_plugin import resident
 
 logger = init_logger("vllm.qerl")
 _warned_of: list[str] = []
+BATCH_INVARIANT = '"qerl.kernel": "batch_invariant"'
 
 
 class Layout(Protocol):
@@ -44,13 +45,22 @@ class Canonical:
 class Tiled:
     """Hopper: our own product, over tiles in the order of its matrix unit. Exact for every scale, one call a layer."""
 
+    def __init__(self, fixed_order: bool = False) -> None:
+        """With ``fixed_order`` the sums of a token have one order, whatever the batch; no other kernel stands in."""
+        self.fixed_order = fixed_order
+
     def prepare(self, layer: torch.nn.Module) -> Layout:
         N, K, device = layer.output_size_per_partition, layer.input_size_per_partition, layer.weight_packed.device
+        if N % 16 and self.fixed_order:
+            raise ValueError(f"{layer.qerl_prefix} has {N} rows on this rank; {BATCH_INVARIANT} needs a multiple of 16")
         if N % 16:
             return Marlin().prepare(layer)
+        layer.qerl_fixed_order = self.fixed_order
         try:
             linear_tiles.prepare(N, K, device, layer.params_dtype)
         except CompileError as error:
+            if self.fixed_order:
+                raise
             logger.warning_once("our kernel cannot be used here, Marlin runs in its place: %s", error)
             return Marlin().prepare(layer)
         packed = layer.weight_packed.data, layer.weight_scale.data
@@ -72,8 +82,9 @@ class Tiled:
 def tiled_weight(layer: torch.nn.Module) -> tiles.TiledWeight:
     """The weight of a layer that ``Tiled`` has prepared."""
     N, K = layer.output_size_per_partition, layer.input_size_per_partition
+    tensors = layer.weight, layer.weight_row_scale, layer.weight_counters
     return tiles.TiledWeight(
-        layer.weight, layer.weight_row_scale, layer.weight_counters, N, K, layer.weight_scale_on_cpu, layer.params_dtype
+        *tensors, N, K, layer.weight_scale_on_cpu, layer.params_dtype, getattr(layer, "qerl_fixed_order", False)
     )
 
 
@@ -149,6 +160,10 @@ def choose(params_dtype: torch.dtype, kernel: str = "auto") -> Layout:
         raise ValueError(
             '"qerl.kernel": "tiled" needs a Hopper GPU (H100, H200) and --dtype bfloat16 or float16; use "auto"'
         )
+    if kernel == "batch_invariant":
+        if not can_tile:
+            raise ValueError(f"{BATCH_INVARIANT} needs a Hopper GPU (H100, H200) and --dtype bfloat16 or float16")
+        return Tiled(fixed_order=True)
     if kernel == "marlin" and not is_cuda:
         raise ValueError('"qerl.kernel": "marlin" needs an NVIDIA GPU; use "auto"')
     if kernel == "dequantize" or not is_cuda:

@@ -64,7 +64,7 @@ def work(c: Configuration, N: int, K: int, M: int, at_once: int) -> Work:
     if c.cluster > 1:
         rounds = -(-d.tiles // at_once)
         return Work(rounds * -(-d.steps // c.cluster), rounds, 0, min(d.tiles, at_once) * c.cluster)
-    whole = (d.tiles - d.shared) // d.grid
+    whole = -(-(d.tiles - d.shared) // d.grid)  # of the busiest
     if not d.shared:
         return Work(whole * d.steps, whole, 0, d.grid)
     units = d.shared * d.steps

@@ -20,14 +20,15 @@ from qerl_kernels.tiles import COUNTERS, TILE, TILE_BYTES, TiledWeight
 
 SHARED_MEMORY = 227 * 1024  # bytes that one block may have on Hopper
 TURN_ROW = 144
+WHOLE = -1  # splits of a product whose tiles one block each computes
 
 
 @dataclass(frozen=True)
 class Configuration:
     """One variant of the kernel; the fields but ``splits`` are the macros of ``nvfp4_tiles.cu`` in lower case.
 
-    ``splits`` says into how many runs each tile is cut; 0: as many runs as the GPU holds blocks, of equal length. With
-    a cluster each tile is cut into as many as a cluster has blocks.
+    ``splits`` says into how many runs each tile is cut; 0: as many runs as the GPU holds blocks, of equal length;
+    WHOLE: no tile is cut. With a cluster each tile is cut into as many as a cluster has blocks.
     """
 
     tokens: int
@@ -214,6 +215,8 @@ def divide(c: Configuration, N: int, K: int, M: int, at_once: int) -> Division:
     tiles = n_tiles * m_tiles
     if c.cluster > 1:
         return Division(n_tiles, m_tiles, steps, 0, tiles * c.cluster)
+    if c.splits == WHOLE:
+        return Division(n_tiles, m_tiles, steps, 0, min(at_once, tiles))
     grid = min(at_once, tiles * (min(c.splits, steps) or steps))
     shared = 0 if tiles % grid == 0 else tiles if tiles < 2 * grid else tiles % grid + grid
     return Division(n_tiles, m_tiles, steps, shared, grid)

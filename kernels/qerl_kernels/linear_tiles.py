@@ -84,7 +84,7 @@ def linear(
     parts = (None, None, None) if adapter is None else (adapter.a, adapter.b, adapter.spans)
     tensors = weight.tiles, weight.row_scale, weight.counters
     return torch.ops.qerl.nvfp4_linear_tiles(
-        x, *tensors, weight.N, weight.K, weight.scale, bias, *parts, weight.operand
+        x, *tensors, weight.N, weight.K, weight.scale, bias, *parts, weight.operand, weight.fixed_order
     )
 
 
@@ -114,6 +114,7 @@ def _linear(
     b: torch.Tensor | None,
     spans: torch.Tensor | None,
     operand: torch.dtype = torch.bfloat16,
+    fixed_order: bool = False,
 ) -> torch.Tensor:
     with torch.autocast("cpu", enabled=False):
         y = torch.nn.functional.linear(x.float(), tiles.dequantize(tiles_, N, K, operand).float()) * row_scale
@@ -125,14 +126,18 @@ def _linear(
 
 
 @_linear.register_kernel("cuda")
-def _(x, tiles_, row_scale, counters, N, K, scale, bias, a, b, spans, operand=torch.bfloat16):
+def _(x, tiles_, row_scale, counters, N, K, scale, bias, a, b, spans, operand=torch.bfloat16, fixed_order=False):
     if not supported(x.device):
         name = torch.cuda.get_device_name(x.device)
         raise ValueError(f"tiled NVFP4 weights run on Hopper GPUs only, not on {name}: use the checkpoint's layout")
     weight = TiledWeight(tiles_, row_scale, counters, N, K, operand=operand)
     rows = x.reshape(-1, K)
     M, columns = rows.shape[0], 0 if b is None else b.shape[1]
-    chosen = rule.choose(N, K, max(M, 1), columns, scale is not None, machine(x.device.index, operand))
+    here = machine(x.device.index, operand)
+    if fixed_order:
+        chosen = rule.choose_fixed(N, K, rule.rounded(max(M, 1)), columns, here)
+    else:
+        chosen = rule.choose(N, K, max(M, 1), columns, scale is not None, here)
     if chosen.configuration is None:
         y = expand_and_multiply(rows, weight, scale.item(), bias)
         if a is not None:
@@ -145,7 +150,7 @@ def _(x, tiles_, row_scale, counters, N, K, scale, bias, a, b, spans, operand=to
 
 
 @_linear.register_fake
-def _(x, tiles_, row_scale, counters, N, K, scale, bias, a, b, spans, operand=torch.bfloat16):
+def _(x, tiles_, row_scale, counters, N, K, scale, bias, a, b, spans, operand=torch.bfloat16, fixed_order=False):
     return x.new_empty(*x.shape[:-1], N)
 
 
@@ -194,13 +199,13 @@ def _(dy, tiles_, row_scale, N, K, scale=None, operand=torch.bfloat16):
 
 
 def _save(ctx, inputs, output):
-    _, tiles_, row_scale, _, ctx.N, ctx.K, ctx.scale, *_, ctx.operand = inputs
+    _, tiles_, row_scale, _, ctx.N, ctx.K, ctx.scale, *_, ctx.operand, _ = inputs
     ctx.save_for_backward(tiles_, row_scale)
 
 
 def _gradient(ctx, dy):
     dx = torch.ops.qerl.nvfp4_linear_tiles_backward(dy, *ctx.saved_tensors, ctx.N, ctx.K, ctx.scale, ctx.operand)
-    return dx, *[None] * 11
+    return dx, *[None] * 12
 
 
 _linear.register_autograd(_gradient, setup_context=_save)

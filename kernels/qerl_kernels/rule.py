@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 
 from qerl_kernels import cost
-from qerl_kernels.adapter import VARIANTS, Shrink
+from qerl_kernels.adapter import VARIANTS, Shrink, quickest
 from qerl_kernels.cost import Coefficients, ExpandCoefficients, Machine, ShrinkCoefficients
-from qerl_kernels.gemm import Configuration
+from qerl_kernels.gemm import WHOLE, Configuration
 from qerl_kernels.tiles import TILE
 
 FILE = Path(__file__).with_name("linear_tiles.json")
@@ -109,6 +109,28 @@ def rounded(M: int) -> int:
 def choose(N: int, K: int, M: int, columns: int = 0, may_expand: bool = True, machine: Machine | None = None) -> Choice:
     """For M tokens and a weight of (N, K), with an adapter that has this many ``columns`` of s, or none."""
     return _choose(N, K, rounded(M), columns, may_expand, machine or rule().machine)
+
+
+@functools.lru_cache(maxsize=2**14)
+def choose_fixed(N: int, K: int, M: int, columns: int, machine: Machine) -> Choice:
+    """For ``rounded`` M, among launches that add up in one order: a token has the same bits in every batch.
+
+    One block goes through the columns of a tile from the first to the last, in steps of 16 by the same instruction; s
+    is made by the small kernel with 16 warps, whose columns are divided in the same way for every M.
+    """
+    found = []
+    for c, by in rule().variants.items():
+        if c not in machine.refused and has_fixed_order(c) and fits(c, K, M):
+            whole = replace(c, splits=WHOLE)
+            w = cost.work(whole, N, K, M, machine.clusters[0])
+            found.append((cost.product(whole, by, w, M, machine.rate), whole))
+    took, configuration = min(found, key=lambda one: one[0])
+    return Choice(configuration, quickest(M) if columns else None, took)
+
+
+def has_fixed_order(c: Configuration) -> bool:
+    """Whether a variant adds up the columns of a tile in one go, if its tiles are not cut."""
+    return c.cluster == 1 and c.kgroups == 1 and not c.synchronous
 
 
 @functools.lru_cache(maxsize=2**14)

@@ -98,15 +98,15 @@ class FrozenTiledLinear(FrozenNVFP4Linear):
         if linear_tiles.supported(weight.tiles.device):
             linear_tiles.prepare(weight.N, weight.K, weight.tiles.device, weight.operand)
         self.scale = weight.scale  # no buffer: it stays on the CPU
-        self._operand_type = weight.operand
+        self._operand_type, self._fixed_order = weight.operand, weight.fixed_order
         self.register_buffer("tiles", weight.tiles)
         self.register_buffer("row_scale", weight.row_scale)
         self.register_buffer("counters", weight.counters, persistent=False)
 
     @property
     def factor(self) -> float | None:
-        """The tensor scale, where all rows have the same one."""
-        return None if self.scale is None else float(self.scale)
+        """The tensor scale, where all rows have the same one and a library may multiply."""
+        return None if self.scale is None or self._fixed_order else float(self.scale)
 
     def operand(self, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
         """As above."""
@@ -117,7 +117,8 @@ class FrozenTiledLinear(FrozenNVFP4Linear):
 
     def _weight(self) -> TiledWeight:
         N, K = self.out_features, self.in_features
-        return TiledWeight(self.tiles, self.row_scale, self.counters, N, K, self.scale, self._operand_type)
+        tensors, kind = (self.tiles, self.row_scale, self.counters), (self._operand_type, self._fixed_order)
+        return TiledWeight(*tensors, N, K, self.scale, *kind)
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         return linear_tiles.linear(x, self._weight(), None if self.bias is None else self.bias.float())

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from torch.nn import Linear
 
 from qerl_recipes.model.gradient_scale import GradientScale
 from qerl_recipes.recipe.configs import GRPOConfig
@@ -33,7 +35,7 @@ class HalfPrecision:
 
     def watched(self) -> AbstractContextManager[Any]:
         """Around a forward that is looked at: raises ActivationOverflow naming the module."""
-        return overflow.watched(self._policy, "the trainer")
+        return overflow.watched(self._policy, "the trainer", lambda module: isinstance(module, Linear | LoraLayer))
 
     @contextmanager
     def first_watched(self) -> Iterator[None]:

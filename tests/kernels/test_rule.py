@@ -143,3 +143,20 @@ def test_costs_are_near_the_times(bench):
     ratios.sort()
     tenth = len(ratios) // 10
     assert ratios[tenth] > 0.85 and ratios[-tenth] < 1.15 and 0.97 < ratios[len(ratios) // 2] < 1.03
+
+
+@settings(max_examples=100, deadline=None)
+@given(N=st.integers(1, 4000), K=st.integers(1, 2000), M=st.integers(1, 16384), columns=COLUMNS)
+def test_in_a_fixed_order_no_tile_is_cut_and_one_block_adds_up_a_tile(N, K, M, columns):
+    chosen = rule.choose_fixed(16 * N, 16 * K, rule.rounded(M), columns, H200)
+    c = chosen.configuration
+    valid(c, 16 * K)
+    assert (c.cluster, c.kgroups, c.synchronous, c.splits) == (1, 1, 0, gemm.WHOLE)
+    d = gemm.divide(c, 16 * N, 16 * K, M, H200.multiprocessors)
+    assert d.shared == 0 and d.grid == min(d.tiles, H200.multiprocessors)
+    w = cost.work(c, 16 * N, 16 * K, M, H200.multiprocessors)
+    assert w.stages * d.grid >= d.tiles * d.steps and w.sums == 0, "the busiest block has at least the mean"
+    if columns:
+        assert chosen.shrink.variant.warps == 16, "another number of warps divides the columns otherwise"
+    else:
+        assert chosen.shrink is None

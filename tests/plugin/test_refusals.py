@@ -87,14 +87,23 @@ ORDINARY = {
 }
 
 
-def test_promise_09_batch_invariance_is_not_claimed(monkeypatch):
+@pytest.mark.parametrize("variable", [True, False])
+def test_promise_09_batch_invariance_is_asked_for_in_both_places_or_in_none(monkeypatch, variable):
     from vllm import envs
 
     from qerl_vllm_plugin.config import QerlConfig
 
-    monkeypatch.setitem(vars(envs), "VLLM_BATCH_INVARIANT", True)  # an engine would change torch for good
-    with pytest.raises(ValueError, match="VLLM_BATCH_INVARIANT=1"):
-        QerlConfig()._prepare(SimpleNamespace(additional_config=None, **ORDINARY))
+    monkeypatch.setitem(vars(envs), "VLLM_BATCH_INVARIANT", variable)  # an engine would change torch for good
+    option = None if variable else {"qerl": {"kernel": "batch_invariant"}}
+    with pytest.raises(ValueError, match=r"VLLM_BATCH_INVARIANT=1 is an experiment .* Set both or none"):
+        QerlConfig()._prepare(SimpleNamespace(additional_config=option, **ORDINARY))
+
+
+def test_batch_invariance_needs_our_kernel(monkeypatch):
+    from qerl_vllm_plugin import layouts
+
+    with pytest.raises(ValueError, match=r'"qerl.kernel": "batch_invariant" needs a Hopper GPU'):
+        layouts.choose(torch.bfloat16, "batch_invariant")
 
 
 @pytest.mark.parametrize("stored", ["bfloat16", "float16"])
