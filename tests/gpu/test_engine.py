@@ -166,11 +166,12 @@ def test_the_closed_form_of_marlins_layout_is_the_gpus_repack() -> None:
 
 
 def test_a_kernel_can_be_chosen_by_name() -> None:
-    from qerl_vllm_plugin.layouts import Canonical, Marlin, choose
+    from qerl_vllm_plugin.layouts import Canonical, Marlin, Tiled, choose
 
     assert isinstance(choose(torch.bfloat16, "marlin"), Marlin)
     assert isinstance(choose(torch.bfloat16, "dequantize"), Canonical)
-    assert isinstance(choose(torch.float16), Marlin)
+    assert isinstance(choose(torch.bfloat16), Tiled) and isinstance(choose(torch.float16), Tiled)
+    assert isinstance(choose(torch.float32), Marlin)
 
 
 def test_a_layer_whose_scales_marlin_would_flush_stays_exact(record: Callable[[str, Any], None]) -> None:
