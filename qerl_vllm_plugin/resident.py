@@ -22,14 +22,14 @@ from torch.nn.functional import linear
 from vllm.model_executor.parameter import ModelWeightParameter
 
 from qerl_vllm_plugin import compat
-from qerl_vllm_plugin.adapter import AdapterError, CheckedAdapter, NoCarrierError, Target, converted
+from qerl_vllm_plugin.adapter import CheckedAdapter, NoCarrierError, Target, converted
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # A and B of one linear
 
 
 @dataclass(frozen=True)
 class _Share:
-    """What this rank keeps of one part.
+    """What this rank keeps of one part, or one piece of it.
 
     ``rows`` of the buffer hold B's rows from ``first_row`` on; A is kept from ``first_column`` on.
     """
@@ -52,9 +52,11 @@ class Copies:
 class _Place:
     """The room of the linear ``name`` in the buffers, ``a: (R, K)`` and ``b: (rows, R)``, and what of it goes there.
 
-    ``is_whole``: all of it does.
+    ``is_whole``: all of it does. A linear whose rows come to this rank in pieces has a place for each, with a ``key``
+    of its own and the same A.
     """
 
+    key: str
     name: str
     a: torch.Tensor
     b: torch.Tensor
@@ -132,11 +134,11 @@ class ResidentAdapter:
         copies = Copies([], [], [])
         rank, pairs = (adapter.rank, adapter.pairs) if adapter is not None else (0, {})
         fetch = adapter.fetch if adapter is not None else None
-        cut = {place.name: place.cut(pairs[place.name]) for place in self._places if place.name in pairs}
+        cut = {place.key: place.cut(pairs[place.name]) for place in self._places if place.name in pairs}
         scaling = adapter.scaling if adapter is not None else 1.0
         new = converted(CheckedAdapter(rank, scaling, cut, fetch), self.dtype, self.device)
         for place in self._places:
-            if place.name not in new:
+            if place.key not in new:
                 copies.zeros.extend([place.a, place.b])
                 continue
             a, b = place.a, place.b
@@ -144,7 +146,7 @@ class ResidentAdapter:
                 copies.zeros.extend([a[rank:], b[:, rank:]])
                 a, b = a[:rank], b[:, :rank]
             copies.targets.extend([a, b])
-            copies.sources.extend(new[place.name])
+            copies.sources.extend(new[place.key])
         return copies
 
     def commit(self, copies: "Copies") -> None:
@@ -172,44 +174,42 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 def _places(layer: Any, rank: int) -> Iterator[_Place]:
     a, b = layer.policy_a, layer.policy_b
     outputs = compat.output_sizes(layer, len(layer.qerl_parts))
-    for i, (share, whole) in enumerate(zip(_shares(layer), outputs, strict=True)):
-        columns = slice(i * rank, (i + 1) * rank)
-        room = a[columns], b[share.rows, columns]
-        is_whole = (a.shape[1], room[1].shape[0]) == (layer.input_size, whole)
-        yield _Place(layer.qerl_parts[i], *room, share, is_whole)
+    for i, (shares, whole) in enumerate(zip(_shares(layer), outputs, strict=True)):
+        columns, name = slice(i * rank, (i + 1) * rank), layer.qerl_parts[i]
+        for share in shares:
+            room = a[columns], b[share.rows, columns]
+            is_whole = (a.shape[1], room[1].shape[0]) == (layer.input_size, whole)
+            key = name if len(shares) == 1 else f"{name} from row {share.first_row}"
+            yield _Place(key, name, *room, share, is_whole)
 
 
-def _shares(layer: Any) -> list[_Share]:
-    """Which rows of each part's B and which columns of A are this rank's.
+def _shares(layer: Any) -> list[list[_Share]]:
+    """Which rows of each part's B and which columns of A are this rank's, one for each piece that lies together in the
+    checkpoint: several where a linear of the checkpoint is several in vLLM (Phi-3).
 
     Asked of vLLM's own weight loader, with a weight that holds its row (or column) numbers: so the adapter is cut the
     way the base weight is, replicated key/value heads included.
     """
     parts, N, K = len(layer.qerl_parts), layer.policy_b.shape[0], layer.policy_a.shape[1]
     if not hasattr(layer, "weight_loader_v2"):  # a replicated layer: all of it
-        return [_Share(slice(0, N), 0, 0)]
+        return [[_Share(slice(0, N), 0, 0)]]
     outputs = compat.output_sizes(layer, parts)
-    shares = []
+    shares: list[list[_Share]] = []
     for i in range(parts):
         shard = () if parts == 1 else (compat.shard_id(layer, i, parts),)
         if parts == 1 and layer.input_size != K:  # row parallel: the input is cut
             columns = _probe(layer, (1, K), torch.arange(layer.input_size)[None, :], shard)
-            shares.append(_Share(slice(0, N), 0, int(columns[0, 0])))
+            shares.append([_Share(slice(0, N), 0, int(columns[0, 0]))])
             continue
         if parts == 1 and outputs[0] == N:
-            shares.append(_Share(slice(0, N), 0, 0))
+            shares.append([_Share(slice(0, N), 0, 0)])
             continue
         rows = _probe(layer, (N, 1), torch.arange(outputs[i])[:, None], shard)[:, 0]
         mine = (rows >= 0).nonzero()[:, 0]
-        start, stop = int(mine[0]), int(mine[-1]) + 1
-        first = int(rows[start])
-        if not torch.equal(rows[start:stop], torch.arange(first, first + stop - start, dtype=rows.dtype)):
-            raise AdapterError(
-                f"{layer.qerl_prefix}: this rank's rows are not one piece of {layer.qerl_parts[i]} in the checkpoint, "
-                "which stores several linears as one; the resident adapter needs --tensor-parallel-size 1 here, or "
-                "use --enable-lora"
-            )
-        shares.append(_Share(slice(start, stop), first, 0))
+        # a piece ends where the next row is not this rank's, or not the next of the checkpoint
+        ends = (((mine.diff() != 1) | (rows[mine].diff() != 1)).nonzero()[:, 0] + 1).tolist()
+        pieces = [mine[first:last] for first, last in zip([0, *ends], [*ends, len(mine)], strict=True)]
+        shares.append([_Share(slice(int(p[0]), int(p[-1]) + 1), int(rows[p[0]]), 0) for p in pieces])
     return shares
 
 

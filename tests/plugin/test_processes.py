@@ -258,15 +258,14 @@ FAMILIES: dict[str, dict[str, object]] = {
     "granite": GRANITE,
     "olmo2": {},
     "smollm3": {"no_rope_layers": [1, 0]},
+    "phi3": {"sliding_window": None, "original_max_position_embeddings": 256},
+    "qwen3_moe": {},
 }
-ADAPTED = (
-    dict.fromkeys(FAMILIES, MODULES)
-    | {
-        "glm4": [*MODULES[:4], "down_proj"],
-        "phi3": None,  # its linears store several in one, which the resident adapter cannot cut
-        "qwen3_moe": MODULES[:4],
-    }
-)
+ADAPTED = dict.fromkeys(FAMILIES, MODULES) | {
+    "glm4": [*MODULES[:4], "down_proj"],
+    "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+    "qwen3_moe": MODULES[:4],
+}
 FEEDING = ["input_layernorm", "pre_feedforward_layernorm"]
 NOISY = {
     "gemma2": FEEDING,
