@@ -1,0 +1,115 @@
+"""Each family of the table has its broken twins, packed by `qerl quantize`: the refusal names tensor or key, and the
+way out. What a family lacks that is no packed linear, an engine notices while it loads."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from qerl_vllm_plugin.checkpoint import CheckpointError, inspect_folder
+from qerl_vllm_plugin.families import FAMILIES
+
+CONFIGS: dict[str, dict[str, object]] = {
+    "gemma2": {"query_pre_attn_scalar": 32, "sliding_window": 64},
+    "gemma3_text": {"query_pre_attn_scalar": 32, "sliding_window": 64},
+    "phi3": {"sliding_window": None, "original_max_position_embeddings": 256},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "qwen3_5_text": {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+}
+KNOWN = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe")  # whose tensors are known without the model's code
+
+
+def a_linear(tensors: dict[str, torch.Tensor]) -> str:
+    """Of the last layer, an expert's where there are some."""
+    names = sorted(name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed"))
+    return next((name for name in names if ".layers.1.mlp.experts.2." in name), names[-1])
+
+
+def pop(leaf: str):
+    return lambda tensors, name: tensors.pop(f"{name}.{leaf}")
+
+
+def change(leaf: str, how):
+    return lambda tensors, name: tensors.update({f"{name}.{leaf}": how(tensors[f"{name}.{leaf}"])})
+
+
+WAY_OUT = "; (download or quantize the checkpoint again|start from the BF16 checkpoint and run)"
+TWINS = {
+    "no codes": (pop("weight_packed"), "weight_packed"),
+    "no block scales": (pop("weight_scale"), "weight_scale"),
+    "no tensor scale": (pop("weight_global_scale"), "weight_global_scale"),
+    "block scales in FP32": (change("weight_scale", torch.Tensor.float), "weight_scale"),
+    "a tensor scale a row": (change("weight_global_scale", lambda t: t.repeat(2)), "weight_global_scale"),
+}
+
+
+@pytest.fixture
+def copy(make_nvfp4, tmp_path):
+    """copy(family, change) -> a folder with ``change(tensors)`` and the tensors."""
+
+    def make(family, edit):
+        folder = shutil.copytree(make_nvfp4(family, **CONFIGS.get(family, {})), tmp_path / "twin")
+        tensors = load_file(folder / "model.safetensors")
+        edit(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("twin", TWINS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_damaged_linear_is_named(family, twin, copy):
+    edit, leaf = TWINS[twin]
+    named = []
+
+    def damage(tensors):
+        named.append(a_linear(tensors))
+        edit(tensors, named[0])
+
+    folder = copy(family, damage)
+    with pytest.raises(CheckpointError, match=rf"{re.escape(named[0])}\.(weight_packed|{leaf})\b.*{WAY_OUT}"):
+        inspect_folder(folder)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_linear_both_excluded_and_packed_is_named(family, copy):
+    named = []
+    folder = copy(family, lambda tensors: named.append(a_linear(tensors)))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["ignore"].append(named[0])
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=rf"{re.escape(named[0])}\.\w+ is quantized, but .* lists {named[0]}"):
+        inspect_folder(folder)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_another_algorithm_is_named_whatever_the_family(family, copy):
+    folder = copy(family, lambda tensors: None)
+    config = json.loads((folder / "config.json").read_text())
+    for method in ("mxfp4", "bitsandbytes", "fp8"):
+        config["quantization_config"] = {"quant_method": method, "weight_block_size": [128, 128]}
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(CheckpointError, match=rf"quant_method '{method}'.*{WAY_OUT}"):
+            inspect_folder(folder)
+
+
+@pytest.mark.usefixtures("torchvision")
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in KNOWN])
+def test_a_missing_norm_is_named_by_an_engine(family, copy, boot):
+    norm = "model.layers.1.input_layernorm.weight"
+    norm = "model.layers.1.post_attention_layernorm.weight" if family == "olmo2" else norm
+    folder = copy(family, lambda tensors: tensors.pop(norm))
+    with pytest.raises(CheckpointError, match=re.escape(f"lacks {norm}")):
+        boot(folder)
