@@ -67,7 +67,7 @@ def watch(
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
         raise ValueError(f"--weight-transfer-config has no place here: {FROZEN}")
     model = _model_being_built()
-    if vllm_config.model_config.dtype == torch.float16 and vllm_config.parallel_config.pipeline_parallel_size == 1:
+    if vllm_config.model_config.dtype == torch.float16:
         _check_when_loaded(model, vllm_config)
     layerwise.LAYERWISE_INFO[model] = _Frozen()  # type: ignore[assignment]
     if vllm_config.load_config.load_format == "dummy":
@@ -115,6 +115,9 @@ def watch(
 
 def _check_when_loaded(model: torch.nn.Module, vllm_config: "VllmConfig") -> None:
     """vLLM's loaders end by putting the model into evaluation, when all layers have been brought into their layouts."""
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        logger.warning_once("--dtype float16 with pipeline parallelism: activations beyond 65504 are not looked for")
+        return
 
     def eval_and_check() -> torch.nn.Module:
         del model.eval

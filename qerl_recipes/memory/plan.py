@@ -89,6 +89,7 @@ class _Run:
     ) -> None:
         self.training, self.size, self.gpu = training, size, gpu
         self.arm, self.itemsize = training.quantization, FP32 if model.dtype == "float32" else BF16
+        self.dtype = {"float16": "FP16", "float32": "FP32"}.get(model.dtype or "", "BF16")
         self.layout = _layout(gpu, self.itemsize)
         self.reason = _apart(training)
         self.tensor_parallel = training.vllm_tensor_parallel_size
@@ -120,7 +121,7 @@ class _Run:
         form = {"qerl_nvfp4": f"NVFP4, {self.layout}", "bf16": "BF16", "nf4": "NF4"}[self.arm]
         knobs = self._smaller() if sleeps or self.reason is None else (SLEEP, *self._smaller())
         return (
-            Part("engine's weights", weights, weights * awake, f"{form}; embedding and head in BF16", knobs),
+            Part("engine's weights", weights, weights * awake, f"{form}; embedding and head in {self.dtype}", knobs),
             Part("engine's adapter", adapter, adapter * awake, f"rank {engine_rank(self.rank)}", self._lower_rank()),
         )
 
@@ -200,7 +201,7 @@ class _Run:
         norms = _trained_norms(self.training, self.size)
         state, name = _state_bytes(self.training)
         total = count + norms
-        detail = f"{count / 1e6:.1f} million numbers in fp32, in training in BF16 too"
+        detail = f"{count / 1e6:.1f} million numbers in fp32, in training in {self.dtype} too"
         copies = count * BF16 if self.itemsize == BF16 else 0
         knobs = self._lower_rank() if "8bit" in name else ("optim: adamw_8bit", *self._lower_rank())
         states = int(total * state)

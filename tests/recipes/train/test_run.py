@@ -248,3 +248,13 @@ def test_a_run_without_a_gpu_says_that_it_is_on_the_cpu(write_recipe, monkeypatc
     with pytest.raises(pytest.fail.Exception, match="told"):
         train.main(["--config", str(recipe)])
     assert "torch sees no CUDA GPU: this runs on the CPU" in capsys.readouterr().err
+
+
+def test_a_recipe_in_float16_ends_in_an_adapter_that_says_so(write_recipe, run, tmp_path):
+    run("--config", write_recipe(dtype="float16", fp16=True, max_steps=1))
+    (row,) = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert 0 < row["logp_mismatch_mean"] < 4e-3  # in bfloat16 0.01 to 0.02
+    state = json.loads((tmp_path / "run/adapter/qerl_state.json").read_text())
+    assert state["recipe"]["dtype"] == "float16"
+    tensors = load_file(tmp_path / "run/adapter/adapter_model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
