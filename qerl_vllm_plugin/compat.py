@@ -79,6 +79,11 @@ def workers_share_this_machine(vllm_config: Any) -> bool:
     return parallel.distributed_executor_backend in ("mp", "uni") and getattr(parallel, "nnodes", 1) == 1
 
 
+def api_servers(vllm_config: Any) -> int:
+    """How many API server processes answer for one engine."""
+    return int(vllm_config.parallel_config._api_process_count)
+
+
 def check_kv_cache(vllm_config: Any) -> None:
     """Raises ValueError where vLLM's CPU attention reads its cache wrongly: 16 bits a value under float32 activations.
 

@@ -13,6 +13,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 from qerl_vllm_plugin import compat, cuda_ipc
+from qerl_vllm_plugin.change_log import ChangeLog
 from qerl_vllm_plugin.driver_watch import end_with
 from qerl_vllm_plugin.lora_slots import LoraSlots
 from qerl_vllm_plugin.received import received
@@ -69,10 +70,14 @@ def add_worker_methods() -> None:
 
 @worker_method
 def qerl_open(self: Any, driver: int | None = None) -> Answer:
-    """Prepares this worker for a policy; idempotent. With ``driver``, the process of a server, it ends with that."""
+    """Prepares this worker for a policy; idempotent. With ``driver``, a process of a server, it ends with that, and
+    keeps a log of its changes for all of them."""
     if driver is not None:
         end_with(driver)
     policy = policy_of(self)
+    if driver is not None and policy.changes is None:
+        policy.changes = ChangeLog()
+        policy.changes.add(policy.version)
     if policy.lost:
         return {"error": policy.lost, "lost": True}
     if policy.carrier is not None:
@@ -83,6 +88,8 @@ def qerl_open(self: Any, driver: int | None = None) -> Answer:
         "max_rank": policy.carrier.max_rank if policy.carrier is not None else 0,
         "max_bytes": most_bytes(policy),
         "version": policy.version,
+        "changes": policy.changes.path if policy.changes is not None else None,
+        "instance": policy.instance,
         "gpus": cuda_ipc.visible() if self.device is not None and self.device.type == "cuda" else [],
         "is_released": policy.released is not None,
     }

@@ -7,6 +7,7 @@ each of them is prepared, in one call of the driver: no rank commits what anothe
 
 import contextlib
 import hashlib
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from vllm.logger import init_logger
 
 from qerl_vllm_plugin import adapter, adapter_folder, compat, noise
 from qerl_vllm_plugin.adapter import AdapterError, NoCarrierError, Target
+from qerl_vllm_plugin.change_log import ChangeLog
 from qerl_vllm_plugin.cuda_ipc import CudaIPCError
 from qerl_vllm_plugin.lora_slots import LoraSlots
 from qerl_vllm_plugin.resident import ResidentAdapter
@@ -49,6 +51,8 @@ class WorkerPolicy:
     part. ``checkpoint_norms`` are this rank's norms as loaded, ``base_norms`` those that the noise is added to: the
     same, or trained. ``digest`` is what the caller named the adapter. ``released`` is what brings the memory of the KV
     cache back, None while the cache has it. ``lost`` says why this engine may not serve any more.
+    ``changes`` is what the processes of a server read, ``instance`` their name for this engine: another one after a
+    restart.
     """
 
     model: torch.nn.Module
@@ -68,6 +72,8 @@ class WorkerPolicy:
     released: Any = field(default=None, repr=False)
     lost: str | None = None
     worker: Any = field(default=None, repr=False)
+    changes: ChangeLog | None = field(default=None, repr=False)
+    instance: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
 def most_bytes(policy: WorkerPolicy) -> int:
@@ -157,12 +163,16 @@ def on_all_ranks(policy: WorkerPolicy, prepare: Callable[[], Callable[[], Answer
     if compat.any_rank(failed is not None):
         lose(policy, failed or ANOTHER_RANK)
         return {"error": policy.lost, "lost": True}
+    if policy.changes is not None and not answer.get("unchanged"):
+        policy.changes.add(policy.version)
     return answer
 
 
 def lose(policy: WorkerPolicy, reason: str) -> None:
     """From now on this worker refuses to run its model, and to change."""
     policy.lost = text = LOST + reason
+    if policy.changes is not None:
+        policy.changes.lose()
     if policy.worker is not None:  # else the model is being loaded, and is not served after this
         compat.refuse_to_run(policy.worker, lambda: RuntimeError(text))
 

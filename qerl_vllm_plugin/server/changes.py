@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import time
-import uuid
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,16 +12,20 @@ from vllm.logger import init_logger
 
 from qerl_vllm_plugin import adapter_folder, compat, shared_file
 from qerl_vllm_plugin.adapter import AdapterError
+from qerl_vllm_plugin.change_log import ChangeLog
 from qerl_vllm_plugin.in_time import SILENT
 from qerl_vllm_plugin.policy import PolicyLostError, check_answers
 from qerl_vllm_plugin.server import metrics
 from qerl_vllm_plugin.server.body import Refused
-from qerl_vllm_plugin.server.versions import History, tell_versions
+from qerl_vllm_plugin.server.turn import turn
+from qerl_vllm_plugin.server.versions import tell_versions
 
 logger = init_logger("vllm.qerl")
 T = TypeVar("T")
 
 MODES = ("keep", "wait", "abort")  # what happens to running requests
+LOOK = 1.0  # seconds between two looks at what other API server processes have found out
+LOST_TO_OTHERS = "the engine was given up, or holds half of a policy: another API server's log says why; restart it"
 DRAIN = 600.0  # seconds that running requests may take under "wait"
 
 
@@ -30,13 +33,18 @@ class PolicyServer:
     """The policy of one API server; ``open`` comes before the first request."""
 
     def __init__(self) -> None:
-        self.history = History()
+        self.changes: ChangeLog
         self.lost: str | None = None
         self._is_silent = False
         self._lock = asyncio.Lock()
 
     async def open(
-        self, engine: Any, vllm_config: Any, base: Path | None, folders: str | None, patience: float
+        self,
+        engine: Any,
+        vllm_config: Any,
+        base: Path | None,
+        folders: str | None,
+        patience: float,
     ) -> None:
         """``folders``: the directory whose folders may be installed by name. Raises ValueError if there is none.
 
@@ -50,12 +58,13 @@ class PolicyServer:
         self._has_connector = vllm_config.kv_transfer_config is not None
         opened = await self._rpc("qerl_open", os.getpid())
         self.carrier, self.rank, self.limit = opened["carrier"], opened["max_rank"], opened["max_bytes"]
-        self.history.add(opened["version"])
+        self.changes, self._instance = ChangeLog(opened["changes"]), opened["instance"]
+        self._watch = asyncio.create_task(self._watch_others())
         metrics.VERSION.set(opened["version"])
         self.base_hash = adapter_folder.base_hash(base) if base is not None else None
         model = vllm_config.model_config
         self._engine_state = {
-            "instance": uuid.uuid4().hex,  # another one after a restart
+            "instance": opened["instance"],  # another one after a restart
             "quantization": model.quantization,
             "dtype": str(model.dtype).removeprefix("torch."),
             "logprobs_mode": model.logprobs_mode,
@@ -63,7 +72,7 @@ class PolicyServer:
             "machine": shared_file.machine(),
             "gpus": opened["gpus"],
         }
-        tell_versions(engine, self.history)
+        tell_versions(engine)
 
     async def state(self) -> dict[str, Any]:
         state = await self._rpc("qerl_state")
@@ -96,7 +105,7 @@ class PolicyServer:
                 "this server has no resident adapter; start it with --quantization qerl_nvfp4 --additional-config "
                 """'{"qerl": {"policy_adapter": {"rank": R}}}'""",
             )
-        async with self._lock:
+        async with self._lock, turn(self._instance):
             served = await self._rpc("qerl_state")
             if version is not None and version <= served["version"]:
                 if version == served["version"] and digest == served["hash"]:
@@ -113,7 +122,7 @@ class PolicyServer:
         return await _to_the_end(self._set_noise(sigma, seed, rollout, targets, mode))
 
     async def _set_noise(self, sigma: Any, seed: Any, rollout: Any, targets: Any, mode: str) -> dict[str, Any]:
-        async with self._lock:
+        async with self._lock, turn(self._instance):
             return await self._change("noise", mode, "qerl_set_noise", sigma, seed, rollout, targets)
 
     def folder(self, name: str) -> Path:
@@ -144,7 +153,6 @@ class PolicyServer:
                     ) from None
             await self._empty_caches()
             answer = await self._rpc(method, *args)
-            self.history.add(answer.get("version"))
         finally:
             if not was_paused and not self._is_silent:  # a lost engine too: what waits is refused, and waits no longer
                 await self._in_time(self._engine.resume_generation())
@@ -196,6 +204,16 @@ class PolicyServer:
         self.lost = reason
         logger.error("%s", reason)
         compat.refuse_requests(self._engine, reason)
+        if hasattr(self, "changes"):
+            self.changes.lose()
+
+    async def _watch_others(self) -> None:
+        """What another API server process of this engine has found out holds for this one."""
+        while self.lost is None:
+            await asyncio.sleep(LOOK)
+            if self.changes.is_lost and self.lost is None:
+                self._lose(LOST_TO_OTHERS)
+                compat.end_requests(self._engine, LOST_TO_OTHERS)
 
 
 async def _to_the_end(change: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:

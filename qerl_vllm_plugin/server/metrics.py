@@ -10,4 +10,4 @@ SECONDS = Histogram(
     buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 60),
 )
 BYTES = Counter("qerl:swap_bytes", "Bytes of adapters received.")
-VERSION = Gauge("qerl:policy_version", "The policy version that is served.")
+VERSION = Gauge("qerl:policy_version", "The policy version that is served.", multiprocess_mode="mostrecent")

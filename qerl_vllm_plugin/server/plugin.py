@@ -49,8 +49,12 @@ class EndpointPlugin:
                 f"/v1/qerl: --data-parallel-size {replicas} would let one replica answer for all; start one server a "
                 "replica, and change each"
             )
-        if (processes := getattr(args, "api_server_count", None) or 1) > 1:
-            raise ValueError(f"/v1/qerl: {processes} API server processes do not know each other's versions; start one")
+        asked = getattr(args, "api_server_count", None) or 1
+        if asked > 1 and compat.api_servers(vllm_config) == 1:
+            raise ValueError(
+                f"--api-server-count {asked} starts one process here; `vllm serve` starts them, the module "
+                "vllm.entrypoints.openai.api_server and `qerl serve` do not"
+            )
         if not compat.workers_share_this_machine(vllm_config):
             raise ValueError(
                 "/v1/qerl: adapters reach the workers through memory of this machine; start the server with "

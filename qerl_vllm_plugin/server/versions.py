@@ -3,46 +3,23 @@
 FIRST alone: one policy computed all of it. Where only the noise has changed in between, FIRST and LAST are equal.
 
 vLLM stamps the first and the last token of each request with the engine's clock, which all processes of a machine
-share; a change is made while the engine is paused, so no token lies near its time. Where an engine keeps no statistics
-(--disable-log-stats), a request's arrival and end stand in: a range that is never too narrow.
+share; a change is made while the engine is paused, so no token lies near its time (change_log.py). Where an engine
+keeps no statistics (--disable-log-stats), a request's arrival and end stand in: a range that is never too narrow.
 """
 
 import time
-from bisect import bisect_right
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
 from typing import Any
 
+from qerl_vllm_plugin.change_log import Span
+
 HEADER = "X-QeRL-Policy-Version"
-KEPT = 10_000  # versions that are remembered
-
-Span = tuple[float, float]  # seconds of time.monotonic()
-
-
-class History:
-    """When each version, and each noise on it, came into service."""
-
-    def __init__(self) -> None:
-        self._times: list[float] = []
-        self._versions: list[int] = []
-
-    def add(self, version: int | None) -> None:
-        """To be called while the engine is paused; None where the version stays and the noise changes."""
-        self._times.append(time.monotonic())
-        self._versions.append(self._versions[-1] if version is None else version)
-        del self._times[:-KEPT], self._versions[:-KEPT]
-
-    def text(self, spans: list[Span]) -> str:
-        """FIRST, or FIRST-LAST where another policy, or another noise, came into service in between."""
-        ends = (min(span[0] for span in spans), max(span[1] for span in spans))
-        first, last = (max(bisect_right(self._times, moment) - 1, 0) for moment in ends)
-        return str(self._versions[first]) if first == last else f"{self._versions[first]}-{self._versions[last]}"
-
 
 _spans: ContextVar[dict[str, Span] | None] = ContextVar("qerl_spans", default=None)
 
 
-def tell_versions(engine: Any, history: History) -> None:
+def tell_versions(engine: Any) -> None:
     """Makes the engine's ``generate`` note, for the HTTP request that it serves, when its tokens were computed."""
     generate = engine.generate
 
@@ -84,12 +61,12 @@ class StampVersions:
                 return
             if started:
                 if spans:
-                    text = self._server.history.text(list(spans.values())[:1] if is_stream else list(spans.values()))
+                    text = self._server.changes.text(list(spans.values())[:1] if is_stream else list(spans.values()))
                     started["headers"] = [*started["headers"], (HEADER.lower().encode(), text.encode())]
                 await send(started)
                 started = {}
             if is_stream and spans and message["type"] == "http.response.body" and not message.get("more_body"):
-                comment = f": {HEADER}: {self._server.history.text(list(spans.values()))}\n\n".encode()
+                comment = f": {HEADER}: {self._server.changes.text(list(spans.values()))}\n\n".encode()
                 message = {**message, "body": message.get("body", b"") + comment}
             await send(message)
 

@@ -78,7 +78,7 @@ def test_a_token_that_cannot_be_meant_ends_the_start(environment, tmp_path):
     ("replicas", "processes", "folders", "executor", "text"),
     [
         (2, 1, None, "uni", "--data-parallel-size 2"),
-        (1, 2, None, "uni", "2 API server processes"),
+        (1, 2, None, "uni", "--api-server-count 2 starts one process here; `vllm serve` starts them"),
         (1, None, "/no/such/directory", "uni", "/no/such/directory is no directory"),
         (1, 1, None, "ray", "--distributed-executor-backend mp"),
     ],
@@ -90,7 +90,9 @@ def test_servers_of_which_only_a_part_would_change_are_refused(
     app, plugin = FastAPI(), EndpointPlugin()
     plugin.attach_router(app)
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(data_parallel_size=replicas, distributed_executor_backend=executor),
+        parallel_config=SimpleNamespace(
+            data_parallel_size=replicas, distributed_executor_backend=executor, _api_process_count=1
+        ),
         kv_transfer_config=None,
         model_config=SimpleNamespace(model=str(make_nvfp4("qwen2")), revision=None),
         additional_config={"qerl": {"policy_folders": folders}} if folders else {},

@@ -10,6 +10,7 @@ import pytest
 from fastapi import FastAPI
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from qerl_vllm_plugin.change_log import ChangeLog
 from qerl_vllm_plugin.config import Options
 from qerl_vllm_plugin.in_time import in_time
 from qerl_vllm_plugin.policy import Policy, PolicyLostError
@@ -58,7 +59,8 @@ class Engine:
     """An engine client whose engine stops answering; as vLLM's, it serves ``generate`` and tells of its health."""
 
     def __init__(self, silent):
-        self._silent, self.asked, self.ended = silent, [], []
+        self._silent, self.asked, self.ended, self.changes = silent, [], [], ChangeLog()
+        self.changes.add(0)
         self.output_processor = SimpleNamespace(propagate_error=self.ended.append)
 
     async def _answer(self, name, value):
@@ -82,6 +84,7 @@ class Engine:
     def collective_rpc(self, method, args):
         state = {"version": 0, "hash": "", "sigma": 0.0, "seed": 0, "rollout": 0, "targets": []}
         opened = {"carrier": "resident", "max_rank": 8, "max_bytes": 1 << 20, "gpus": []}
+        opened |= {"changes": self.changes.path, "instance": f"test-{id(self)}"}
         return self._answer(method, [{**state, **opened, "touched": 4}])
 
     async def generate(self):
@@ -116,6 +119,7 @@ def test_a_server_gives_up_an_engine_that_does_not_answer_and_every_request_ends
     answers = asyncio.run(use())
     assert [answer.status_code for answer in answers] == [503] * 3
     assert all(SILENCE in answer.json()["error"] and answer.json()["reason"] == "lost" for answer in answers)
+    assert engine.changes.is_lost, "other processes must know"
     assert engine.asked[-1] == silent, "an engine that is silent is not asked again, not even to go on"
     assert [str(error) for error in engine.ended] == [str(EngineDeadError(SILENCE))], "requests under way end"
 

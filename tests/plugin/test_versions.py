@@ -1,17 +1,24 @@
 """Which policies an answer names, from the moments of its first and last token."""
 
+import asyncio
+import subprocess
+import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from qerl_vllm_plugin.server.versions import History
+from qerl_vllm_plugin import change_log
+from qerl_vllm_plugin.change_log import ChangeLog
+from qerl_vllm_plugin.server.changes import PolicyServer
+from qerl_vllm_plugin.server.turn import turn
 
 
 @pytest.fixture
 def history(monkeypatch):
     """Version 4 from second 10 on, with other noise from 20 on, version 5 from 30 on."""
-    made = History()
-    for moment, version in ((10.0, 4), (20.0, None), (30.0, 5)):
+    made = ChangeLog()
+    for moment, version in ((10.0, 4), (20.0, 4), (30.0, 5)):
         monkeypatch.setattr(time, "monotonic", lambda moment=moment: moment)
         made.add(version)
     return made
@@ -33,3 +40,92 @@ def history(monkeypatch):
 )
 def test_an_answer_names_one_version_only_if_one_policy_computed_all_of_it(history, spans, text):
     assert history.text(spans) == text
+    assert ChangeLog(history.path).text(spans) == text, "another process reads the same"
+
+
+def test_a_log_goes_on_when_it_is_full_and_forgets_the_oldest(monkeypatch):
+    monkeypatch.setattr(change_log, "KEPT", 3)
+    log = ChangeLog()
+    reader = ChangeLog(log.path)
+    for moment in range(1, 6):
+        monkeypatch.setattr(time, "monotonic", lambda moment=moment: float(moment))
+        log.add(10 * moment)
+    assert [reader.text([(moment, moment + 0.5)]) for moment in (5, 4, 3, 2)] == ["50", "40", "30", "30"]
+    assert reader.text([(3.5, 5.5)]) == "30-50"
+
+
+def test_a_lost_engine_is_known_to_every_process():
+    log = ChangeLog()
+    reader = ChangeLog(log.path)
+    log.add(1)
+    assert not reader.is_lost
+    reader.lose()
+    log.add(2)
+    assert log.is_lost and reader.text([(time.monotonic(), time.monotonic())]) == "2"
+
+
+def test_one_process_at_a_time_has_its_turn_and_a_dead_one_gives_it_back():
+    program = "import asyncio, time\nfrom qerl_vllm_plugin.server.turn import turn\n"
+    program += (
+        "async def hold():\n    async with turn('a'):\n        print('held', flush=True)\n        time.sleep(60)\n"
+    )
+    program += "asyncio.run(hold())"
+    holder = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert holder.stdout.readline() == b"held\n"
+
+    async def wait(name, seconds):
+        async with asyncio.timeout(seconds), turn(name):
+            return time.monotonic()
+
+    asyncio.run(wait("another", 5))
+    with pytest.raises(TimeoutError):
+        asyncio.run(wait("a", 0.3))
+    holder.kill()
+    holder.wait()
+    asyncio.run(wait("a", 5))
+    asyncio.run(wait("a", 5))
+
+
+class Engine:
+    """An engine client, of which several API servers have one each; ``state`` is that of their one engine."""
+
+    def __init__(self, state):
+        self.state = state
+
+    async def is_paused(self):
+        return self.state["paused"]
+
+    async def pause_generation(self, mode, clear_cache):
+        self.state["paused"] = True
+
+    async def resume_generation(self):
+        self.state["paused"] = False
+
+    async def reset_prefix_cache(self, reset_running_requests, reset_connector):
+        return True
+
+    async def collective_rpc(self, method, args):
+        await asyncio.sleep(0.01)
+        if method == "qerl_set_noise":
+            self.state["running"] += not self.state["paused"]
+            self.state["changes"] += 1
+        opened = {"carrier": "resident", "max_rank": 8, "max_bytes": 1, "gpus": [], "version": 0, "instance": "two"}
+        return [{**opened, "changes": self.state["log"].path}]
+
+    async def generate(self):
+        yield
+
+
+def test_no_api_server_lets_the_engine_run_while_another_changes_it():
+    state = {"paused": False, "running": 0, "changes": 0, "log": ChangeLog()}
+    model = SimpleNamespace(quantization="qerl_nvfp4", dtype="float32", logprobs_mode="", max_model_len=8)
+    config = SimpleNamespace(kv_transfer_config=None, model_config=model)
+
+    async def use():
+        servers = [PolicyServer(), PolicyServer()]
+        for server in servers:
+            await server.open(Engine(state), config, None, None, 60)
+        await asyncio.gather(*(servers[i % 2].set_noise(0.1, i, 0, [], "keep") for i in range(20)))
+
+    asyncio.run(use())
+    assert (state["changes"], state["running"], state["paused"]) == (20, 0, False)

@@ -1,0 +1,103 @@
+"""Two API server processes on one port: any of them changes the policy, and all of them know."""
+
+import concurrent.futures
+import contextlib
+import json
+import sys
+
+import httpx
+import psutil
+import pytest
+
+from qerl_vllm_plugin.client import PolicyClient
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(400)]
+TOKEN = "an-admin-token-of-32-characters!"
+MODULES = ["q_proj", "v_proj", "up_proj", "down_proj"]
+
+# what `vllm serve` runs; the command itself looks for a distribution named vllm, which the CPU wheel is not
+PROGRAM = """
+from qerl_recipes.machine.environment import prepare
+
+if __name__ in ("__main__", "__mp_main__"):
+    prepare()
+if __name__ == "__main__":
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser, command = FlexibleArgumentParser(), ServeSubcommand()
+    command.subparser_init(parser.add_subparsers(dest="subparser"))
+    args = parser.parse_args()
+    command.validate(args)
+    command.cmd(args)
+"""
+
+
+@pytest.fixture(scope="module")
+def adapters(reference, make_nvfp4, make_adapter):
+    hf = reference(make_nvfp4("qwen2", max_position_embeddings=4096))
+    return [make_adapter(hf, seed=seed, target_modules=MODULES, r=4)[:2] for seed in (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def server(make_nvfp4, hold_port, tmp_path_factory):
+    from qerl_recipes.machine.server_process import started
+
+    port, folder = hold_port(), tmp_path_factory.mktemp("server")
+    (folder / "server.py").write_text(PROGRAM)
+    model = str(make_nvfp4("qwen2", max_position_embeddings=4096))
+    line = [sys.executable, str(folder / "server.py"), "serve", model, "--quantization", "qerl_nvfp4"]
+    line += ["--api-server-count", "2", "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "policy"]
+    line += ["--dtype", "float32", "--max-model-len", "4096", "--max-num-seqs", "8", "--num-gpu-blocks-override", "64"]
+    line += ["--enforce-eager", "--additional-config", json.dumps({"qerl": {"policy_adapter": {"rank": 8}}})]
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "qerl", "QERL_ADMIN_TOKEN": TOKEN}
+    with started(line, port, folder / "log", environment) as running:
+        yield running
+
+
+def ask(server, tokens=6, client=httpx):
+    """Of a process by chance with each new connection -> log-probability of the answer, and the version it names."""
+    question = {"model": "policy", "prompt": [5, 6, 7], "max_tokens": tokens, "temperature": 0.0, "logprobs": 1}
+    answer = client.post(f"{server.url}/v1/completions", json={**question, "ignore_eos": True}, timeout=120)
+    scores = answer.raise_for_status().json()["choices"][0]["logprobs"]["token_logprobs"]
+    return round(sum(scores), 3), answer.headers["x-qerl-policy-version"]
+
+
+def connected(server):
+    """The processes that hold a connection to a client."""
+    found, port = set(), int(server.url.rsplit(":", 1)[1])
+    for process in psutil.Process(server.process.pid).children(recursive=True):
+        lines = process.net_connections("tcp")
+        found |= {process.pid for line in lines if line.laddr.port == port and line.status == psutil.CONN_ESTABLISHED}
+    return found
+
+
+def test_whichever_process_is_asked_knows_the_version_whichever_changed_it(server, adapters):
+    policy = PolicyClient(server.url, TOKEN)
+    instances, scores = {policy.state()["instance"] for _ in range(10)}, set()
+    assert len(instances) == 1, "one engine, whichever process tells of it"
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(httpx.Client()) for _ in range(12)]
+        for version in range(1, 7):
+            assert policy.swap(*adapters[version % 2]) == version
+            answers = {ask(server, client=client) for client in clients}
+            assert {found for _, found in answers} == {str(version)}
+            scores |= {(version % 2, score) for score, _ in answers}
+        assert len(connected(server)) == 2, "one process has answered all: nothing is tested"
+    assert len(scores) == 2 and len({score for _, score in scores}) == 2, "each adapter answers in its own way, always"
+
+
+def test_changes_of_several_clients_are_ordered_and_lose_no_request(server, adapters):
+    first = PolicyClient(server.url, TOKEN).state()["version"]
+
+    def swap(i):
+        return PolicyClient(server.url, TOKEN).swap(*adapters[i % 2])
+
+    with concurrent.futures.ThreadPoolExecutor(12) as threads:
+        streams = [threads.submit(ask, server, 1500) for _ in range(4)]
+        made = list(threads.map(swap, range(16)))
+        spans = [[int(part) for part in stream.result()[1].split("-")] for stream in streams]
+    assert sorted(made) == list(range(first + 1, first + 17)), "two changes at once would have had one version"
+    assert all(first <= span[0] <= span[-1] <= first + 16 for span in spans)
+    assert any(len(span) == 2 for span in spans), "no request ran through a change: this proves nothing"
+    assert PolicyClient(server.url, TOKEN).state()["version"] == first + 16
