@@ -62,14 +62,17 @@ def saved_in_a_block(
     norms = 2 * (itemsize * H + FP32)  # the input, and one number
     if len(size.norms) > 2 * size.layers + 1:  # with norms on q and k
         norms += width * (Q + KV) + FP32 * (size.heads + size.kv_heads)
-    is_cast = autocast != (itemsize == BF16)  # for each adapter anew; else q, k, v share an input, and gate, up another
+    is_cast = autocast != (itemsize == BF16)  # the input of an adapter, which is then a tensor of its own
+    # q, k, v share one, and gate, up another: where it is cast, too, if one function computes them, as fused_lora does
+    # under autocast, for q, k, v in packed rows alone
+    qkv = 3 if is_cast and (padded_to or not autocast) else 1
     # o_proj takes the attention's output, which a packed row puts together from that of its sequences
-    inputs = 3 * H + Q if is_cast else H + (0 if padded_to else Q)
+    inputs = qkv * H + (Q if not padded_to or (is_cast and not autocast) else 0)
     gated = 2 * width * I  # gate, up
     if size.experts:  # which carry no adapter
         gated = max(_saved_by_experts(layer, width) for layer in size.experts)
     else:
-        inputs += 2 * H + I if is_cast else H + I
+        inputs += (2 if is_cast and not autocast else 1) * H + I
     adapter_inputs = taken * inputs * targets // (4 if size.experts else 7) + taken * rank * targets
     attention = FP32 * size.heads + width * (4 * Q + padded_to if padded_to else 2 * Q + 2 * KV)  # q, k, v, output
     return norms + adapter_inputs + int(attended * attention) + gated

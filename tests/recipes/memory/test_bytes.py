@@ -134,7 +134,7 @@ class MLPOnAGpu(engine_rounding.GatedMLP):
     """What a GatedMLP computes on a GPU, here by the CPU reference of the same operator."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(silu_mul(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(silu_mul(*fused_lora.together(x, self.gate_proj, self.up_proj)))
 
 
 @pytest.fixture
@@ -278,8 +278,9 @@ def test_without_autocast_a_block_keeps_what_pytorch_saves(dtype: torch.dtype, p
 
 
 @pytest.mark.usefixtures("mlps_as_on_a_gpu")
-def test_under_autocast_an_fp32_model_has_a_copy_for_each_adapter() -> None:
-    check_a_block("qwen2", padded=False, dtype=torch.float32)
+@pytest.mark.parametrize("padded", [True, False], ids=["padded", "packed"])
+def test_under_autocast_an_fp32_model_has_a_copy_for_each_input_of_adapters(padded: bool) -> None:
+    check_a_block("qwen2", padded=padded, dtype=torch.float32)
 
 
 @pytest.mark.usefixtures("mlps_as_on_a_gpu")
@@ -322,16 +323,21 @@ class Alive(TorchDispatchMode):
 
 @pytest.mark.usefixtures("mlps_as_on_a_gpu")
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe"])
-def test_a_block_at_work_takes_what_is_alive(kind: str) -> None:
-    """The backward of checkpointed blocks: one that was computed again, and what its gradients take."""
+def test_a_block_at_work_takes_what_is_alive(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward of checkpointed blocks: one that was computed again, and what its gradients take, less the copies
+    that weights and sums take on a CPU alone."""
     tokens, config = 1024, small(kind, 2)
     policy, size = policy_of(config, torch.bfloat16, autocast=True), measure(config.to_dict())
+    linears = [module for module in policy.modules() if isinstance(module, FrozenNVFP4Linear)]
+    expanded = {id(module): fused_lora._operand(module, torch.bfloat16) for module in linears}
+    monkeypatch.setattr(fused_lora, "_operand", lambda base, dtype: expanded[id(base)])
+    monkeypatch.setattr(fused_lora, "_sum", lambda a, b: (a.t() @ b).float())  # on a GPU in fp32, without copies
     policy.gradient_checkpointing_enable({"use_reentrant": False})
     policy.enable_input_require_grads()
     policy.train()
     ids = torch.randint(2, 60, (1, tokens), generator=torch.Generator().manual_seed(0))
     with Alive() as alive:
-        for tensor in (ids, *policy.parameters(), *policy.buffers()):
+        for tensor in (ids, *policy.parameters(), *policy.buffers(), *(w for w, _ in expanded.values())):
             alive.note(tensor.untyped_storage())
         with torch.autocast("cpu", torch.bfloat16):
             hidden = policy.get_base_model().model(ids, use_cache=False).last_hidden_state
