@@ -84,6 +84,7 @@ def check(configuration: gemm.Configuration, operand: torch.dtype = torch.bfloat
         one = tiles.tile_weight(codes, scales, torch.ones((), device="cuda"), operand)
         expanded = w * nvfp4.expanded_factor(operand)
         assert torch.equal(gemm.dequantize(one), expanded), f"dequantize of ({N}, {K}) is not exact"
+        assert torch.equal(gemm.dequantize(one, room=24)[:, :K], expanded), f"dequantize of ({N}, {K}) with room"
         # the last takes more tiles than the GPU has multiprocessors: runs are longer than tiles
         most = tokens * -(-150 // -(-N // (64 * configuration.tile_blocks()))) - 5
         for M in (K, 1, tokens - 1, tokens + 1, *[most] * (N > 2000)):

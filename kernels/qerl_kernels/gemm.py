@@ -285,17 +285,17 @@ def product(
     return y
 
 
-def dequantize(weight: TiledWeight, first_row: int = 0, rows: int | None = None) -> torch.Tensor:
+def dequantize(weight: TiledWeight, first_row: int = 0, rows: int | None = None, room: int = 0) -> torch.Tensor:
     """The exact operand ``code * block scale`` times ``expanded_factor`` -> (rows, K) in the weight's ``operand``,
-    without the tensor scale.
+    without the tensor scale; behind each row ``room`` more numbers that are not written: (rows, K + room).
 
-    ``first_row`` must be a multiple of 64.
+    ``first_row`` must be a multiple of 64, ``room`` one of 8.
     """
     rows = weight.N - first_row if rows is None else rows
-    w = torch.empty(rows, weight.K, dtype=weight.operand, device=weight.tiles.device)
+    w = torch.empty(rows, weight.K + room, dtype=weight.operand, device=weight.tiles.device)
     k_tiles = weight.tiles.shape[1]
     pointers = [ctypes.c_void_p(weight.tiles.data_ptr()), ctypes.c_void_p(w.data_ptr())]
-    numbers = [ctypes.c_int(number) for number in (rows, weight.K, k_tiles, first_row)]
+    numbers = [ctypes.c_int(number) for number in (rows, weight.K, k_tiles, first_row, weight.K + room)]
     with torch.cuda.device(w.device):
         _dequantize_kernel(w.device.index, weight.operand)((k_tiles // 2, -(-rows // 64), 1), *pointers, *numbers)
     return w

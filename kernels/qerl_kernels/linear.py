@@ -133,17 +133,20 @@ def _(dy, codes, block_scales, row_scale, scale=None):
     return dy.new_empty(*dy.shape[:-1], 2 * codes.shape[1])
 
 
-def expand(codes: torch.Tensor, block_scales: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
+def expand(
+    codes: torch.Tensor, block_scales: torch.Tensor, dtype: torch.dtype, room: int = 0
+) -> tuple[torch.Tensor, float]:
     """The operand for a library's product, ``w: (N, K)`` in ``dtype``, and the factor of what is multiplied by it.
 
-    ``w * factor`` is code * block scale, exactly.
+    ``w * factor`` is code * block scale, exactly. ``room``: a multiple of 8, of columns to be written by the caller
+    behind the others: (N, K + room).
     """
     if codes.is_cuda:
         from qerl_kernels import nvfp4_triton  # only here: a CPU needs no Triton
 
-        w = nvfp4_triton.dequantize(codes, block_scales)
+        w = nvfp4_triton.dequantize(codes, block_scales, room)
     else:
-        w = nvfp4.dequantize(codes, block_scales)
+        w = torch.nn.functional.pad(nvfp4.dequantize(codes, block_scales), (0, room))
     by = nvfp4.expanded_factor(dtype)
     return (w if by == 1 else w.mul_(by)).to(dtype), 1 / by
 

@@ -1,12 +1,12 @@
 // W0 = code * block scale as (N, K) bf16, or, compiled with HALF 1, W0 * 2^-14 as fp16 (nvfp4.expanded_factor), from weights stored
-// as fragment-ordered tiles (layout: tiles.py), for sm_90a.
+// as fragment-ordered tiles (layout: tiles.py), for sm_90a. Rows of the result lie `stride` numbers apart, a multiple of 8.
 #include "hopper.cuh"
 
 constexpr u32 FACTOR = HALF ? 0x20002000u : 0x43004300u;  // of what is decoded times 2^-7: 2^-7 in fp16, 2^7 in bf16
 
 // One block a 64-row block and two tiles of columns; 256 threads.
 extern "C" __global__ void __launch_bounds__(256)
-nvfp4_dequantize(const u8* __restrict__ tiles, u16* __restrict__ w, int N, int K, int k_tiles, int first_row) {
+nvfp4_dequantize(const u8* __restrict__ tiles, u16* __restrict__ w, int N, int K, int k_tiles, int first_row, int stride) {
   __shared__ __align__(16) u8 turn[2][64][144];
   const int half = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32, warp = thread / 32;
   const int g = lane / 4, c = lane % 4, k_tile = blockIdx.x * 2 + half;
@@ -28,6 +28,6 @@ nvfp4_dequantize(const u8* __restrict__ tiles, u16* __restrict__ w, int N, int K
 #pragma unroll
   for (int r = thread / 8; r < 64; r += 16) {
     const int row = blockIdx.y * 64 + r;
-    if (row < N && column < K) *(uint4*)(w + (size_t)row * K + column) = *(const uint4*)(&turn[half][r][thread % 8 * 16]);
+    if (row < N && column < K) *(uint4*)(w + (size_t)row * stride + column) = *(const uint4*)(&turn[half][r][thread % 8 * 16]);
   }
 }

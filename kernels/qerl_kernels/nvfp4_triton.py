@@ -18,8 +18,9 @@ BLOCKS = 512  # of one program
 
 
 @triton.jit
-def _dequantize_kernel(codes, scales, w, count, BLOCKS: tl.constexpr):
-    """8 bytes of codes -> 8 words of two BF16 numbers; the even column is the low half of its word."""
+def _dequantize_kernel(codes, scales, w, count, per_row, stride, BLOCKS: tl.constexpr):
+    """8 bytes of codes -> 8 words of two BF16 numbers; the even column is the low half of its word. Rows of ``per_row``
+    blocks lie ``stride`` words apart."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
     at = block * 8 + tl.arange(0, 8)[None, :]
     inside = block < count
@@ -32,19 +33,22 @@ def _dequantize_kernel(codes, scales, w, count, BLOCKS: tl.constexpr):
     odd = (((byte & 0x70) << 18) | ((byte & 0x80) << 24)).to(tl.float32, bitcast=True) * scale * 256.0
     low = even.to(tl.uint32, bitcast=True) >> 16
     high = odd.to(tl.uint32, bitcast=True) & 0xFFFF0000
-    tl.store(w + at, (low | high).to(tl.int32, bitcast=True), mask=inside)
+    to = block // per_row * stride + block % per_row * 8 + tl.arange(0, 8)[None, :]
+    tl.store(w + to, (low | high).to(tl.int32, bitcast=True), mask=inside)
 
 
-def dequantize(codes: torch.Tensor, block_scales: torch.Tensor) -> torch.Tensor:
-    """The exact BF16 operand ``value(code) * block_scale`` -> (N, K) bfloat16, as ``nvfp4.dequantize`` gives it."""
+def dequantize(codes: torch.Tensor, block_scales: torch.Tensor, room: int = 0) -> torch.Tensor:
+    """The exact BF16 operand ``value(code) * block_scale`` -> (N, K) bfloat16, as ``nvfp4.dequantize`` gives it; behind
+    each row ``room`` more numbers, an even number of them, that are not written: (N, K + room)."""
     N, half = codes.shape
     codes, block_scales = codes.contiguous(), block_scales.contiguous()
-    w = torch.empty(N, 2 * half, dtype=torch.bfloat16, device=codes.device)
+    w = torch.empty(N, 2 * half + room, dtype=torch.bfloat16, device=codes.device)
     count = block_scales.numel()
     if count:
         grid = (triton.cdiv(count, BLOCKS),)
         with torch.cuda.device_of(codes):
-            _dequantize_kernel[grid](codes, block_scales.view(torch.uint8), w.view(torch.int32), count, BLOCKS=BLOCKS)
+            tensors = codes, block_scales.view(torch.uint8), w.view(torch.int32)
+            _dequantize_kernel[grid](*tensors, count, half // 8, half + room // 2, BLOCKS=BLOCKS)
     return w
 
 

@@ -65,9 +65,12 @@ class FrozenNVFP4Linear(torch.nn.Linear):
         """The tensor scale, where all rows have the same one."""
         return self._factor
 
-    def operand(self, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
-        """(N, K) in ``dtype``, and the factor of its products that makes it code * block scale, exactly."""
-        return expand(self.weight_packed, self.weight_scale, dtype)
+    def operand(self, dtype: torch.dtype, room: int = 0) -> tuple[torch.Tensor, float]:
+        """(N, K) in ``dtype``, and the factor of its products that makes it code * block scale, exactly.
+
+        ``room``: a multiple of 8, of columns behind the others that the caller has to write: (N, K + room).
+        """
+        return expand(self.weight_packed, self.weight_scale, dtype, room)
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight_packed, self.weight_scale, self.row_scale, self.bias, self._factor)
@@ -108,12 +111,13 @@ class FrozenTiledLinear(FrozenNVFP4Linear):
         """The tensor scale, where all rows have the same one and a library may multiply."""
         return None if self.scale is None or self._fixed_order else float(self.scale)
 
-    def operand(self, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
+    def operand(self, dtype: torch.dtype, room: int = 0) -> tuple[torch.Tensor, float]:
         """As above."""
         weight, by = self._weight(), nvfp4.expanded_factor(self._operand_type)
         if self.tiles.is_cuda:
-            return gemm.dequantize(weight).to(dtype), 1 / by
-        return (tiles.dequantize(self.tiles, weight.N, weight.K, weight.operand) * by).to(dtype), 1 / by
+            return gemm.dequantize(weight, room=room).to(dtype), 1 / by
+        w = tiles.dequantize(self.tiles, weight.N, weight.K, weight.operand) * by
+        return torch.nn.functional.pad(w, (0, room)).to(dtype), 1 / by
 
     def _weight(self) -> TiledWeight:
         N, K = self.out_features, self.in_features
@@ -136,9 +140,9 @@ class FrozenMarlinLinear(FrozenNVFP4Linear):
         self.register_buffer("row_scale", weight.scale)
         self._factor = float(weight.scale)
 
-    def operand(self, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
+    def operand(self, dtype: torch.dtype, room: int = 0) -> tuple[torch.Tensor, float]:
         """As above."""
-        return expand(*self._weight().canonical(), dtype)
+        return expand(*self._weight().canonical(), dtype, room)
 
     def _weight(self) -> MarlinWeight:
         N, K = self.out_features, self.in_features

@@ -2,13 +2,16 @@
 
 PEFT writes y = W x + scaling * (x A^T) B^T as a cast of x to the fp32 of A (which autocast takes back), three products,
 a multiplication and two sums, and its gradient of x as two products and a sum. On a frozen weight of ours or of torch's
-``AdaptedLinear`` lets the large product add itself to the small one, forward and backward: the sums are a part of
-cuBLAS's own epilogue, and no product is written to be read again. With s = scaling * x A^T and ds = scaling * dy B,
+``AdaptedLinear`` needs fewer, with s = scaling * x A^T and ds = scaling * dy B:
 
-    y = (s B^T + bias) + x W^T        dx = ds A + dy W        dA = ds^T x        dB = dy^T s,
+    y = [x s] [W B]^T + bias        dx = ds A + dy W        dA = ds^T x        dB = dy^T s
 
-the last two in fp32. Layers that share x are computed ``together``: one product for all A, one dx. Elsewhere
-(bitsandbytes, unequal tensor scales) ``FusedLora`` saves two of the sums.
+y of a 4-bit weight is one product, rounded once as in the engine: its weight is expanded anyhow, with room for B and
+the bias behind each row. A dense weight stays where it is, and its y is rounded before the adapter's part is added, as
+in vLLM's slots for adapters. dy W adds itself to ds A in cuBLAS's epilogue, which rounds once more: a gradient bears
+that, but log-probabilities do not (a third more of error variance on 8 layers of a 7B model). dA and dB are fp32.
+Layers that share x are computed ``together``: one product for all A, one dx. Elsewhere (bitsandbytes, unequal tensor
+scales) ``FusedLora`` saves two of the sums.
 """
 
 from collections.abc import Sequence
@@ -44,7 +47,8 @@ def together(x: torch.Tensor, *layers: torch.nn.Module) -> tuple[torch.Tensor, .
     """The outputs of ``layers`` for one ``x: (..., K)``; where all are plain, one function reads x once for all of
     their A, and adds up their gradients of x in place."""
     adapted = [layer for layer in layers if isinstance(layer, AdaptedLinear) and layer.is_plain(x)]
-    if len(adapted) == len(layers) and len({layer.scaling[ADAPTER] for layer in adapted}) == 1:
+    alike = {(layer.scaling[ADAPTER], isinstance(layer.get_base_layer(), FrozenNVFP4Linear)) for layer in adapted}
+    if len(adapted) == len(layers) and len(alike) == 1:
         return _adapted(x, adapted)
     return tuple(layer(x) for layer in layers)
 
@@ -57,7 +61,7 @@ def _adapted(x: torch.Tensor, layers: Sequence[AdaptedLinear]) -> tuple[torch.Te
 
 
 class _Adapted(torch.autograd.Function):
-    """Layers i with weights (N_i, K), A_i (r_i, K) and B_i (N_i, r_i); R is the sum of all r_i."""
+    """Layers i with weights (N_i, K), all 4-bit or all dense, A_i (r_i, K) and B_i (N_i, r_i); R is the sum of r_i."""
 
     @staticmethod
     def forward(
@@ -67,15 +71,10 @@ class _Adapted(torch.autograd.Function):
         ranks = [len(A) for A in As]
         with torch.autocast(x.device.type, enabled=False):
             rows = x.reshape(-1, x.shape[-1]).to(dtype)  # (T, K)
-            a, bs = torch.cat(As).to(dtype), [B.to(dtype) for B in Bs]  # (R, K)
+            a = torch.cat(As).to(dtype)  # (R, K)
             s = _product(rows, a.t(), scaling)  # (T, R)
-            ys = []
-            for base, part, b in zip(bases, s.split(ranks, dim=1), bs, strict=True):
-                bias = base.bias
-                y = part @ b.t() if bias is None else torch.addmm(bias.to(dtype), part, b.t())
-                w, factor = _operand(base, dtype)
-                ys.append(y.addmm_(rows, w.t(), alpha=factor))  # (T, N_i)
-        ctx.save_for_backward(rows, s, a, *bs)
+            ys = _outputs(rows, s, bases, Bs)
+        ctx.save_for_backward(rows, s, a, *(B.to(dtype) for B in Bs))
         ctx.scaling, ctx.bases, ctx.ranks, ctx.x = scaling, bases, ranks, (x.shape, x.dtype)
         return tuple(y.view(*x.shape[:-1], y.shape[1]) for y in ys)
 
@@ -98,6 +97,36 @@ class _Adapted(torch.autograd.Function):
         return dx, None, None, *of_a, *of_b
 
 
+def _outputs(
+    x: torch.Tensor, s: torch.Tensor, bases: Sequence[torch.nn.Linear], Bs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """``x: (T, K)`` and ``s: (T, R)`` -> (T, N_i) each."""
+    parts = s.split([B.shape[1] for B in Bs], dim=1)
+    if not isinstance(bases[0], FrozenNVFP4Linear):  # a rounding for each, as in vLLM's LoRA slots
+        dense = [torch.nn.functional.linear(x, base.weight.to(x.dtype), _bias(base, x.dtype)) for base in bases]
+        return [y.addmm_(part, B.to(x.dtype).t()) for y, part, B in zip(dense, parts, Bs, strict=True)]
+    K, R = x.shape[1], s.shape[1]
+    room = -(-(R + 2) // 8) * 8  # for s, and twice a one for the bias
+    wide = x.new_empty(len(x), K + room)
+    wide[:, :K], wide[:, K : K + R], wide[:, K + R : K + R + 2], wide[:, K + R + 2 :] = x, s, 1, 0
+    ys, first = [], K
+    for base, B in zip(bases, Bs, strict=True):
+        w, factor = _operand(base, x.dtype, room)  # (N_i, K + room)
+        w[:, K:] = 0
+        w[:, first : first + B.shape[1]] = B / factor
+        if base.bias is not None:
+            bias = base.bias.float() / factor
+            w[:, K + R] = bias  # what is lost of it comes next: 16 bits of it in all
+            w[:, K + R + 1] = bias - w[:, K + R].float()
+        ys.append(_product(wide, w.t(), factor))
+        first += B.shape[1]
+    return ys
+
+
+def _bias(base: torch.nn.Linear, dtype: torch.dtype) -> torch.Tensor | None:
+    return None if base.bias is None else base.bias.to(dtype)
+
+
 def _product(a: torch.Tensor, b: torch.Tensor, factor: float) -> torch.Tensor:
     """``factor * (a @ b)``, rounded once: (M, K), (K, N) -> (M, N)."""
     out = a.new_empty(a.shape[0], b.shape[1])
@@ -111,11 +140,11 @@ def _sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.t().float() @ b.float()
 
 
-def _operand(base: torch.nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
-    """The frozen weight (N, K), and the factor of its products."""
+def _operand(base: torch.nn.Module, dtype: torch.dtype, room: int = 0) -> tuple[torch.Tensor, float]:
+    """The frozen weight (N, K), with ``room`` more columns where it is ours, and the factor of its products."""
     if isinstance(base, FrozenNVFP4Linear):
         assert base.factor is not None
-        w, by = base.operand(dtype)
+        w, by = base.operand(dtype, room)
         return w, by * base.factor
     weight: torch.Tensor = base.weight  # type: ignore[assignment]
     return weight.to(dtype), 1.0

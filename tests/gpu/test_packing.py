@@ -9,9 +9,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from qerl_kernels import linear_logprob as kernel
+from qerl_kernels import nvfp4_triton, tiles
 
 from qerl_recipes.model import fused_lora, logprobs, packed_attention
 from qerl_recipes.model import loading as model
+from qerl_recipes.model.frozen_linear import FrozenNVFP4Linear, FrozenTiledLinear
 from qerl_recipes.model.packing import pack
 
 pytestmark = pytest.mark.gpu
@@ -119,6 +121,34 @@ def test_the_adapted_linear_is_that_of_peft(checkpoints: tuple[Path, Path]) -> N
         adapted.zero_grad()
     for mine, theirs in zip(results[1], results[0], strict=True):
         assert (mine - theirs).norm() < 0.03 * theirs.norm()
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "tiles"])
+def test_an_adapted_linear_rounds_its_output_once(kind: str, record: Callable[[str, Any], None]) -> None:
+    """As the engine's kernel does; cuBLAS rounds a product before it adds it to something."""
+    N, K = 2048, 3584
+    packed = nvfp4_triton.quantize(torch.randn(N, K, device="cuda").bfloat16())
+    scale, bias = (1 / packed.divisor).float(), 3 * torch.randn(N, device="cuda").bfloat16()
+    if kind == "tiles":
+        weight = tiles.tile_weight(packed.codes, packed.block_scales, scale.expand(N).contiguous())
+        base = FrozenTiledLinear(weight, bias, torch.bfloat16)
+    else:
+        base = FrozenNVFP4Linear(packed.codes, packed.block_scales, packed.divisor, bias, torch.bfloat16)
+    lora = LoraConfig(r=32, lora_alpha=64, target_modules=["part"])
+    holder = get_peft_model(torch.nn.ModuleDict({"part": base}), lora).cuda()
+    layer = holder.base_model.model["part"]
+    A, B = layer.lora_A.default.weight, layer.lora_B.default.weight
+    torch.nn.init.normal_(B, std=0.02)
+    assert fused_lora.install(holder, "default") == 1
+    x = torch.randn(4096, K, device="cuda").bfloat16()
+    with autocast():
+        y = layer(x)
+    s = (2 * x.double() @ A.bfloat16().double().t()).bfloat16().double()
+    w = nvfp4_triton.dequantize(packed.codes, packed.block_scales).double() * scale.double()
+    exact = x.double() @ w.t() + s @ B.double().t() + bias.double()
+    error, least = ((values.double() - exact).square().mean() for values in (y, exact.bfloat16()))
+    record(f"adapted linear ({kind}): mean squared error to that of one rounding", f"{float(error / least):.3f}")
+    assert error < 1.1 * least
 
 
 def test_nothing_waits_for_the_gpu_and_no_logits_are_kept(

@@ -31,6 +31,9 @@ def dequantize_is_exact_for_every_code_and_scale():
     expected = torch.tensor(nvfp4.MAGNITUDES + tuple(-m for m in nvfp4.MAGNITUDES)) * scales.float()[:, None]
     assert torch.equal(w.double(), expected.double())
     assert same_bits(w, nvfp4.dequantize(codes, scales[:, None]))
+    codes, scales = codes[:, :3].repeat(1, 8), scales[:, None].repeat(1, 3)  # three blocks a row
+    with_room = nvfp4_triton.dequantize(codes, scales, 8)
+    assert with_room.shape == (254, 56) and same_bits(with_room[:, :48], nvfp4.dequantize(codes, scales))
 
 
 def quantize_gives_the_bits_of_the_reference():

@@ -108,10 +108,19 @@ def test_output_and_gradients_are_those_of_the_formula_on_every_frozen_weight(ki
         assert (mine.double() - true).norm() < 6e-3 * true.norm(), what
 
 
-@pytest.mark.parametrize("alphas", [(8, 8), (8, 12)], ids=["one function", "a function each"])
-def test_layers_of_one_input_are_computed_together_where_they_have_one_scaling(alphas, monkeypatch):
+@pytest.mark.parametrize(
+    ("kinds", "alphas", "together"),
+    [
+        (("checkpoint", "tiles"), (8, 8), True),
+        (("BF16", "BF16"), (8, 8), True),
+        (("checkpoint", "tiles"), (8, 12), False),
+        (("checkpoint", "BF16"), (8, 8), False),
+    ],
+    ids=["4-bit", "dense", "two scalings", "4-bit and dense"],
+)
+def test_layers_of_one_input_are_computed_together_where_they_are_alike(kinds, alphas, together, monkeypatch):
     """Every gradient is that of the layers one after the other, but for the order of sums."""
-    parts = {name: frozen(kind)[0] for name, kind in (("first", "checkpoint"), ("second", "BF16"))}
+    parts = {name: frozen(kind)[0] for name, kind in zip(("first", "second"), kinds, strict=True)}
     ranks, alpha = {"first": 4, "second": 8}, {"first": alphas[0], "second": alphas[1] * 2}
     lora = LoraConfig(target_modules=list(parts), rank_pattern=ranks, alpha_pattern=alpha)
     holder = get_peft_model(torch.nn.ModuleDict(parts), lora)
@@ -133,11 +142,11 @@ def test_layers_of_one_input_are_computed_together_where_they_have_one_scaling(a
         results.append([*(y.detach() for y in ys), leaf.grad, *gradients])
     for mine, theirs in zip(*results, strict=True):
         assert (mine.double() - theirs.double()).norm() < 5e-3 * theirs.double().norm()
-    assert sizes == ([2] if alphas[0] == alphas[1] else [1, 1]) + [1, 1]
+    assert sizes == ([2] if together else [1, 1]) + [1, 1]
 
 
 def test_an_output_that_nobody_uses_adds_nothing():
-    parts = {"first": frozen("checkpoint")[0], "second": frozen("BF16")[0]}
+    parts = {"first": frozen("checkpoint")[0], "second": frozen("tiles")[0]}
     holder = get_peft_model(torch.nn.ModuleDict(parts), LoraConfig(r=4, target_modules=list(parts)))
     fused_lora.install(holder, "default")
     layers = [holder.base_model.model[name] for name in parts]
@@ -149,6 +158,20 @@ def test_an_output_that_nobody_uses_adds_nothing():
             (fused_lora.together(leaf, *layers)[0] if at_once else layers[0](leaf)).sum().backward()
         gradients.append(leaf.grad)
     torch.testing.assert_close(*gradients)
+
+
+def test_a_bias_far_above_the_product_keeps_its_last_bits():
+    """As on the keys of Qwen2, where it is in the hundreds: it goes through the product in two parts."""
+    base, w, _ = frozen("checkpoint")
+    base.bias.data = (1000 * torch.randn(N, generator=torch.Generator().manual_seed(5))).bfloat16()
+    holder = get_peft_model(torch.nn.ModuleDict({"part": base}), LoraConfig(r=4, target_modules=["part"]))
+    fused_lora.install(holder, "default")
+    x = torch.randn(50, K, generator=torch.Generator().manual_seed(6)).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = holder.base_model.model["part"](x)
+    exact = x.double() @ w.t() + base.bias.double()
+    least = (exact.bfloat16().double() - exact).square().mean()
+    assert (y.double() - exact).square().mean() < 1.5 * least
 
 
 def test_what_needs_no_gradient_gets_none_and_the_adapter_can_be_switched_off():
