@@ -105,7 +105,8 @@ class Engine:
         return True
 
     async def collective_rpc(self, method, args):
-        await asyncio.sleep(0.01)
+        self.state["asked"] += 1
+        await asyncio.sleep(0.01 + 0.01 * (self.state["asked"] % 3))
         if method == "qerl_set_noise":
             self.state["running"] += not self.state["paused"]
             self.state["changes"] += 1
@@ -117,7 +118,7 @@ class Engine:
 
 
 def test_no_api_server_lets_the_engine_run_while_another_changes_it():
-    state = {"paused": False, "running": 0, "changes": 0, "log": ChangeLog()}
+    state = {"paused": False, "running": 0, "changes": 0, "asked": 0, "log": ChangeLog()}
     model = SimpleNamespace(quantization="qerl_nvfp4", dtype="float32", logprobs_mode="", max_model_len=8)
     config = SimpleNamespace(kv_transfer_config=None, model_config=model)
 
