@@ -44,6 +44,7 @@ TAKEN |= {
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "bf16",
+    "fp16",
     "tf32",
     "seed",
     "use_cpu",

@@ -12,10 +12,12 @@ from safetensors.torch import load_file
 
 from qerl_recipes import hooks
 from qerl_recipes.files import base_model
+from qerl_recipes.files.adapter import open_adapter
 from qerl_recipes.files.run_state import CheckpointMismatch
 from qerl_recipes.model import loading as model
 from qerl_recipes.recipe import configs
 from qerl_recipes.recipe.file import ConfigError
+from qerl_recipes.train import mismatch
 from qerl_recipes.train import run as train
 
 
@@ -256,5 +258,7 @@ def test_a_recipe_in_float16_ends_in_an_adapter_that_says_so(write_recipe, run, 
     assert 0 < row["logp_mismatch_mean"] < 4e-3  # in bfloat16 0.01 to 0.02
     state = json.loads((tmp_path / "run/adapter/qerl_state.json").read_text())
     assert state["recipe"]["dtype"] == "float16"
+    _, training, model_config = mismatch._recipe(open_adapter(tmp_path / "run"), [], tmp_path)
+    assert training.fp16 and not training.bf16 and model_config.dtype == "float16", "measured as it was trained"
     tensors = load_file(tmp_path / "run/adapter/adapter_model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
