@@ -69,6 +69,31 @@ def test_the_gradient_agrees_with_fp64_and_another_type_is_refused():
             linear_tiles.linear(x.detach().bfloat16(), tiled)
 
 
+@pytest.mark.parametrize("kernel", ["marlin", "dequantize"])
+@pytest.mark.parametrize("smallest", [2.0**-9, 0.25], ids=["scales that Marlin flushes", "ordinary scales"])
+def test_the_other_kernels_compute_in_float16(kernel, smallest):
+    """Where our product does not run: vLLM's Marlin, or exact expansion where Marlin would lose a scale."""
+    from qerl_kernels import nvfp4
+
+    from qerl_vllm_plugin import layouts
+
+    layer = torch.nn.Module()
+    codes = torch.randint(0, 256, (128, 128), dtype=torch.uint8, device="cuda")
+    scales = torch.linspace(smallest, 448.0, 128 * 16, device="cuda").view(128, 16).to(torch.float8_e4m3fn)
+    layer.weight_packed = torch.nn.Parameter(codes, requires_grad=False)
+    layer.weight_scale = torch.nn.Parameter(scales, requires_grad=False)
+    layer.weight_global_scale = torch.nn.Parameter(torch.tensor([20000.0], device="cuda"), requires_grad=False)
+    layer.logical_widths, layer.qerl_prefix, layer.params_dtype = [128], "layer", torch.float16
+    layer.output_size_per_partition, layer.input_size_per_partition, layer.bias = 128, 256, None
+    x = torch.randn(37, 256, device="cuda").half()
+    exact = x.double() @ nvfp4.dequantize(codes, scales).double().t() / 20000
+    layout = layouts.choose(torch.float16, kernel).prepare(layer)
+    expected = layouts.Marlin if kernel == "marlin" and smallest > 0.1 else layouts.Canonical
+    assert isinstance(layout, expected)
+    y = layout.apply(layer, x, None)
+    assert y.dtype == torch.float16 and (y.double() - exact).norm() < 2e-3 * exact.norm()
+
+
 def test_the_product_is_as_fast_as_in_bfloat16(record: Callable[[str, Any], None]):
     import timing
     from qerl_kernels import linear_tiles, tiles
