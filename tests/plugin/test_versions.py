@@ -7,9 +7,11 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from qerl_vllm_plugin import change_log
 from qerl_vllm_plugin.change_log import ChangeLog
+from qerl_vllm_plugin.server.body import Refused
 from qerl_vllm_plugin.server.changes import PolicyServer
 from qerl_vllm_plugin.server.turn import turn
 
@@ -130,3 +132,25 @@ def test_no_api_server_lets_the_engine_run_while_another_changes_it():
 
     asyncio.run(use())
     assert (state["changes"], state["running"], state["paused"]) == (20, 0, False)
+
+
+def test_what_one_api_server_finds_lost_is_lost_for_all_and_their_requests_end(monkeypatch):
+    monkeypatch.setattr("qerl_vllm_plugin.server.changes.LOOK", 0.01)
+    state = {"paused": False, "running": 0, "changes": 0, "asked": 0, "log": ChangeLog()}
+    model = SimpleNamespace(quantization="qerl_nvfp4", dtype="float32", logprobs_mode="", max_model_len=8)
+    config, ended = SimpleNamespace(kv_transfer_config=None, model_config=model), []
+
+    async def use():
+        server, engine = PolicyServer(), Engine(state)
+        engine.output_processor = SimpleNamespace(propagate_error=ended.append)
+        await server.open(engine, config, None, None, 60)
+        await server.set_noise(0.1, 0, 0, [], "keep")
+        ChangeLog(state["log"].path).lose()  # by another process
+        await asyncio.sleep(0.2)
+        with pytest.raises(Refused, match="another API server's log says why"):
+            await server.set_noise(0.1, 0, 0, [], "keep")
+        with pytest.raises(EngineDeadError):
+            await engine.check_health()
+
+    asyncio.run(use())
+    assert len(ended) == 1 and state["changes"] == 1
