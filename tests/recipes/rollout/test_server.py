@@ -1,6 +1,9 @@
 """Training against a server in another process: the same bits as in process, whatever happens to the server."""
 
+import dataclasses
+import itertools
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -14,7 +17,13 @@ from safetensors.torch import load_file
 from qerl_recipes.recipe.server_keys import IN_A_REQUEST
 from qerl_recipes.rollout import engine
 from qerl_recipes.rollout.server_answers import Question, read
-from qerl_recipes.rollout.server_state import AnotherPolicyError, ServerLostError, ServerRefusedError
+from qerl_recipes.rollout.server_state import (
+    NO_NOISE,
+    AnotherPolicyError,
+    Needs,
+    ServerLostError,
+    ServerRefusedError,
+)
 from qerl_vllm_plugin.client import PolicyClient
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -161,6 +170,85 @@ def test_a_server_that_is_killed_and_started_again_ends_the_run_in_the_same_bits
     said = capfd.readouterr().err
     assert "does not answer" in said and "was restarted: the policy is pushed again" in said
     same(trainer.args.output_dir)
+
+
+def test_trained_norms_and_evaluations_against_a_server_have_the_bits_of_those_in_process(
+    against, make_module_trainer, watched, tmp_path, monkeypatch
+):
+    settings = {"train_norms": True, "max_steps": 2, "save_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "engine_sequences", lambda training: 1)
+        inside = watched(make_module_trainer, tmp_path / "inside", **settings)
+    inside.train()
+    inside.vllm_generation.close()
+    trainer = against(**settings)
+    sigmas, generate = [], trainer.vllm_generation.generate
+
+    def watch(**options):
+        sigmas.append((trainer.model.training, trainer.vllm_generation._pushed.noise.sigma))
+        return generate(**options)
+
+    trainer.vllm_generation.generate = watch
+    trainer.train()
+    assert trainer.outputs == inside.outputs
+    assert set(sigmas) == {(True, 0.0), (True, 0.1), (False, 0.0)}, "the server's noise is off in an evaluation"
+    rewards, theirs = (
+        [entry["eval_reward"] for entry in of.state.log_history if "eval_reward" in entry] for of in (trainer, inside)
+    )
+    assert rewards == theirs and len(rewards) == 2
+    for name in ("norms.safetensors", "adapter_model.safetensors"):
+        ours, expected = (load_file(Path(of.args.output_dir) / "checkpoint-2" / name) for of in (trainer, inside))
+        assert ours.keys() == expected.keys()
+        assert all(np.array_equal(ours[key].numpy(), expected[key].numpy()) for key in ours)
+    start = {name: norm.detach() for name, norm in against(**settings).vllm_generation._snapshot().norms.items()}
+    trained = load_file(Path(trainer.args.output_dir) / "checkpoint-2" / "norms.safetensors")
+    assert any(not np.array_equal(trained[name].numpy(), start[name].cpu().numpy()) for name in start), "none moved"
+
+
+def test_a_server_that_restarts_again_and_again_ends_the_run(against, monkeypatch):
+    rollouts = against().vllm_generation
+    pushed, restarts = rollouts._push(NO_NOISE), itertools.count()
+    monkeypatch.setattr(rollouts._questions, "ask", lambda *args: ConnectionError("gone"))
+    monkeypatch.setattr(
+        rollouts._link, "settle", lambda *args: dataclasses.replace(pushed, instance=f"the {next(restarts)}th")
+    )
+    rollouts._seeds.open("train", 0)
+    with pytest.raises(ServerLostError, match="was restarted 4 times while it computed one rollout"):
+        rollouts.generate(prompts=[[5, 6, 7]] * 4, images=None, num_generations=4)
+    assert next(restarts) == 4
+
+
+FITTING = {
+    "base": "/models/a",
+    "base_hash": "0" * 64,
+    "carrier": "resident",
+    "max_rank": 4,
+    "quantization": "qerl_nvfp4",
+    "dtype": "bfloat16",
+    "logprobs_mode": "processed_logprobs",
+    "max_model_len": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"dtype": "float16"}, "it computes in float16, not in bfloat16; start it with --dtype bfloat16"),
+        (
+            {"logprobs_mode": "raw_logprobs"},
+            "its log-probabilities are raw_logprobs, .*; start it with --logprobs-mode processed_logprobs",
+        ),
+        ({"quantization": None}, "its quantization is None; start it with --quantization qerl_nvfp4"),
+        ({"carrier": "lora"}, "it has no resident adapter; start it with --additional-config"),
+    ],
+)
+def test_what_a_server_computes_otherwise_is_named_with_the_way_out(change, text):
+    needs = Needs("/models/a", "0" * 64, rank=4, dtype="bfloat16", tokens=64)
+    assert needs.lacking(FITTING) == []
+    (line,) = needs.lacking({**FITTING, **change})
+    assert re.match(text, line)
+    without = {key: value for key, value in FITTING.items() if key != "logprobs_mode"}
+    assert "of an earlier release" in needs.lacking(without)[0]
 
 
 OTHERS = {
