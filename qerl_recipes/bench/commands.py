@@ -24,7 +24,7 @@ def rollout(
         str,
         typer.Option(
             help="of bf16_merged (no adapter), bf16 (LoRA slots), nf4, qerl_nvfp4, qerl_nvfp4_base (no adapter), "
-            "_slots, _slots_marlin, stock_nvfp4"
+            "_float16, _slots, _slots_marlin, stock_nvfp4"
         ),
     ] = "bf16_merged,bf16,qerl_nvfp4",
     rank: Annotated[int, typer.Option(help="rank of the LoRA adapter")] = 32,

@@ -47,6 +47,7 @@ def start(
     from vllm import LLM
 
     defaults: dict[str, Any] = {"enable_prefix_caching": False, "disable_log_stats": True, "load_format": "dummy"}
+    defaults["dtype"] = "bfloat16"
     if not runs_on_cuda(os.environ):
         defaults |= {**ENGINE_ON_CPU, "gpu_memory_utilization": 0.1}
     with tempfile.TemporaryDirectory() as own:
@@ -61,7 +62,6 @@ def start(
         return LLM(
             model=str(folder),
             skip_tokenizer_init=True,
-            dtype="bfloat16",
             max_model_len=length,
             max_num_seqs=sequences,
             **{**defaults, **options},

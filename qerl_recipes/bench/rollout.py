@@ -27,7 +27,7 @@ WARM_UP_TOKENS = 16
 # apart: NVFP4 without an adapter, with one in vLLM's LoRA slots, the same on Marlin, and that again without this
 # plugin: what is left between the last two are the fp32 norms.
 ARMS = ("bf16_merged", *ENGINE_QUANTIZATION, "qerl_nvfp4_base", "qerl_nvfp4_slots", "qerl_nvfp4_slots_marlin")
-ARMS += ("stock_nvfp4",)
+ARMS += ("qerl_nvfp4_float16", "stock_nvfp4")
 CACHES = ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 
@@ -206,6 +206,8 @@ def _options(arm: str, rank: int, config: dict[str, Any]) -> dict[str, Any]:
         return {}
     if arm == "qerl_nvfp4_base":
         return {"quantization": "qerl_nvfp4"}
+    if arm == "qerl_nvfp4_float16":
+        return {**engine_options("qerl_nvfp4", rank, config), "dtype": "float16"}
     if arm in ENGINE_QUANTIZATION:
         return engine_options(arm, rank, config)
     slots = engine_options("bf16", rank, config)

@@ -162,6 +162,13 @@ def test_each_arm_is_measured_with_each_cache_and_an_unknown_one_is_refused(monk
         bench_rollout.run("tiny", [bench_rollout.Case(1, 2, 3)], kv_cache_dtype=["int4"])
 
 
+def test_an_arm_in_float16_is_the_other_but_for_its_type() -> None:
+    config = {"model_type": "qwen2"}
+    ours = bench_rollout._options("qerl_nvfp4", 8, config)
+    assert bench_rollout._options("qerl_nvfp4_float16", 8, config) == {**ours, "dtype": "float16"}
+    assert "dtype" not in ours, "that of all other arms"
+
+
 def test_ratios_are_to_the_faster_bf16_arm(capsys: pytest.CaptureFixture[str]) -> None:
     def arm(rate: float) -> dict[str, Any]:
         row = {"tokens_per_s": rate, "spread": 0.1}
