@@ -42,10 +42,10 @@ class Sender:
     def by_gpu(self, tensors: Tensors) -> Iterator[str | None]:
         """What tells workers where on a GPU the tensors are, until the end of the block; None where they must go
         another way. Raises AdapterError where no other way is allowed."""
-        reason = self._unreachable or gpu_tensors.why_not(tensors)
         if self.is_here or not self._is_near or self._transport == "shared":
             yield None
             return
+        reason = self._unreachable or gpu_tensors.why_not(tensors)
         if reason is None:
             try:
                 with gpu_tensors.described(tensors) as (text, _):
