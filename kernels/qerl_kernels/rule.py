@@ -17,6 +17,7 @@ import torch
 
 from qerl_kernels import cost
 from qerl_kernels.adapter import VARIANTS, Shrink, quickest
+from qerl_kernels.compiler import CompileError
 from qerl_kernels.cost import Coefficients, ExpandCoefficients, Machine, ShrinkCoefficients
 from qerl_kernels.gemm import WHOLE, Configuration
 from qerl_kernels.tiles import TILE
@@ -116,7 +117,8 @@ def choose_fixed(N: int, K: int, M: int, columns: int, machine: Machine) -> Choi
     """For ``rounded`` M, among launches that add up in one order: a token has the same bits in every batch.
 
     One block goes through the columns of a tile from the first to the last, in steps of 16 by the same instruction; s
-    is made by the small kernel with 16 warps, whose columns are divided in the same way for every M.
+    is made by the small kernel with 16 warps, whose columns are divided in the same way for every M. Raises
+    CompileError where none is left.
     """
     found = []
     for c, by in rule().variants.items():
@@ -124,6 +126,10 @@ def choose_fixed(N: int, K: int, M: int, columns: int, machine: Machine) -> Choi
             whole = replace(c, splits=WHOLE)
             w = cost.work(whole, N, K, M, machine.clusters[0])
             found.append((cost.product(whole, by, w, M, machine.rate), whole))
+    if not found:
+        raise CompileError(
+            f"no variant that is proven on {machine.gpu} has one order of sums for ({N}, {K}), {M} tokens"
+        )
     took, configuration = min(found, key=lambda one: one[0])
     return Choice(configuration, quickest(M) if columns else None, took)
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from qerl_kernels import cost, gemm, rule
 from qerl_kernels.adapter import SPLITS, VARIANTS
+from qerl_kernels.compiler import CompileError
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 TIMES = sorted((KERNELS / "results").glob("tune_*_NVIDIA_H200.json"))
@@ -160,3 +161,10 @@ def test_in_a_fixed_order_no_tile_is_cut_and_one_block_adds_up_a_tile(N, K, M, c
         assert chosen.shrink.variant.warps == 16, "another number of warps divides the columns otherwise"
     else:
         assert chosen.shrink is None
+
+
+def test_where_no_variant_of_one_order_is_left_that_is_said():
+    there = gemm.replace(H200, refused=frozenset(c for c in rule.rule().variants if rule.has_fixed_order(c)))
+    assert rule.choose(192, 512, 8, machine=there).configuration is not None
+    with pytest.raises(CompileError, match="one order of sums"):
+        rule.choose_fixed(192, 512, 8, 0, there)

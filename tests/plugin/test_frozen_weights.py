@@ -1,5 +1,6 @@
 """An engine lends its frozen weights as views: no copies, the checkpoint's bits, and clear words where it cannot."""
 
+import dataclasses
 import types
 
 import pytest
@@ -64,6 +65,15 @@ def test_a_part_on_whole_tiles_is_a_view_of_the_tiled_weight(first, rows):
     expected = nvfp4.dequantize(packed.codes, packed.block_scales)[first : first + rows]
     assert torch.equal(tiles.dequantize(part.tiles, part.N, part.K), expected)
     assert part.scale == (0.5 if first == 0 else 2.0)
+
+
+def test_a_part_is_multiplied_in_the_type_and_in_the_order_of_the_whole():
+    packed, _ = packed_weight(208)
+    whole = tiles.tile_weight(packed.codes, packed.block_scales, torch.tensor(0.5), torch.float16)
+    part = tiled_part(dataclasses.replace(whole, fixed_order=True), 64, 128)
+    assert (part.operand, part.fixed_order) == (torch.float16, True)
+    found = tiles.dequantize(part.tiles, part.N, part.K, part.operand)
+    assert torch.equal(found.float(), nvfp4.dequantize(packed.codes, packed.block_scales)[64:192].float())
 
 
 @pytest.mark.parametrize(("first", "rows"), [(32, 64), (0, 32), (64, 80)])

@@ -1,5 +1,6 @@
 """One copy of the frozen weights: what the trainer computes on the engine's is what it computes on its own."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -203,6 +204,21 @@ def test_a_tiled_layer_keeps_its_packed_weight_alone_and_its_dtypes(make_nvfp4):
     assert (layer.tiles.dtype, layer.row_scale.dtype, layer.counters.dtype) == (torch.uint8, torch.float32, torch.int32)
     assert layer.bias.dtype == layer.weight.dtype == torch.bfloat16
     assert layer.weight.shape == (64, 64) and bool(layer.weight.isnan().all())
+
+
+def test_a_tiled_layer_in_float16_is_the_one_on_the_checkpoints_tensors():
+    generator = torch.Generator().manual_seed(0)
+    packed = nvfp4.quantize(torch.randn(64, 96, generator=generator).bfloat16())
+    whole = tiles.tile_weight(packed.codes, packed.block_scales, 1 / packed.divisor, torch.float16)
+    own = FrozenNVFP4Linear(packed.codes, packed.block_scales, packed.divisor, None, torch.float16)
+    layer, x = FrozenTiledLinear(whole, None, torch.float16), torch.randn(5, 96, generator=generator).half()
+    assert torch.equal(layer(x), own(x)) and layer(x).dtype == torch.float16
+    (w, factor), (expected, same) = layer.operand(torch.float16), own.operand(torch.float16)
+    assert w.dtype == torch.float16 and torch.equal(w, expected) and (factor, layer.factor) == (same, own.factor)
+    assert torch.equal(w.double() * factor, nvfp4.dequantize(packed.codes, packed.block_scales).double())
+    in_one_order = FrozenTiledLinear(dataclasses.replace(whole, fixed_order=True), None, torch.float16)
+    assert in_one_order.factor is None, "no library multiplies by it"
+    assert in_one_order._weight().fixed_order and torch.equal(in_one_order(x), own(x))
 
 
 @pytest.mark.parametrize("layout", ["tiles", "Marlin"])
