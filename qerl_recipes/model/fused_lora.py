@@ -82,9 +82,7 @@ class _Adapted(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         rows, s, a, *bs = ctx.saved_tensors
         dys = [dy.reshape(-1, dy.shape[-1]).to(s.dtype) for dy in gradients]  # (T, N_i)
-        ds = torch.empty_like(s)  # (T, R)
-        for part, dy, b in zip(ds.split(ctx.ranks, dim=1), dys, bs, strict=True):
-            torch.addmm(part, dy, b, beta=0, alpha=ctx.scaling, out=part)
+        ds = torch.cat([_product(dy, b, ctx.scaling) for dy, b in zip(dys, bs, strict=True)], dim=1)  # (T, R)
         dx = None
         if ctx.needs_input_grad[0]:
             dx = ds @ a  # (T, K)
@@ -106,12 +104,13 @@ def _outputs(
         dense = [torch.nn.functional.linear(x, base.weight.to(x.dtype), _bias(base, x.dtype)) for base in bases]
         return [y.addmm_(part, B.to(x.dtype).t()) for y, part, B in zip(dense, parts, Bs, strict=True)]
     K, R = x.shape[1], s.shape[1]
-    room = -(-(R + 2) // 8) * 8  # for s, and twice a one for the bias
-    wide = x.new_empty(len(x), K + room)
+    used, room = (-(-(R + 2) // n) * n for n in (8, 64))  # for s, and twice a one for the bias; rows 128 bytes apart
+    wide = x.new_empty(len(x), K + room)[:, : K + used]
     wide[:, :K], wide[:, K : K + R], wide[:, K + R : K + R + 2], wide[:, K + R + 2 :] = x, s, 1, 0
     ys, first = [], K
     for base, B in zip(bases, Bs, strict=True):
         w, factor = _operand(base, x.dtype, room)  # (N_i, K + room)
+        w = w[:, : K + used]
         w[:, K:] = 0
         w[:, first : first + B.shape[1]] = B / factor
         if base.bias is not None:
@@ -129,6 +128,8 @@ def _bias(base: torch.nn.Linear, dtype: torch.dtype) -> torch.Tensor | None:
 
 def _product(a: torch.Tensor, b: torch.Tensor, factor: float) -> torch.Tensor:
     """``factor * (a @ b)``, rounded once: (M, K), (K, N) -> (M, N)."""
+    if not a.is_cuda:
+        return (factor * (a.float() @ b.float())).to(a.dtype)
     out = a.new_empty(a.shape[0], b.shape[1])
     return torch.addmm(out, a, b, beta=0, alpha=factor, out=out)
 
