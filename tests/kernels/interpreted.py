@@ -75,11 +75,13 @@ def logprob_kernels_agree_with_torch():
 
 def silu_mul_agrees_with_the_reference():
     generator = torch.Generator().manual_seed(0)
-    gate, up, dy = (4 * torch.randn(3, 1000, generator=generator) for _ in range(3))
-    torch.testing.assert_close(silu_mul_triton.forward(gate, up), torch.ops.qerl.silu_mul(gate, up))
-    expected = torch.ops.qerl.silu_mul_backward(dy, gate, up)
-    for ours, reference in zip(silu_mul_triton.backward(dy, gate, up), expected, strict=True):
-        torch.testing.assert_close(ours, reference)
+    for dtype in (torch.float32, torch.float16):
+        gate, up, dy = ((4 * torch.randn(3, 1000, generator=generator)).to(dtype) for _ in range(3))
+        torch.testing.assert_close(silu_mul_triton.forward(gate, up), torch.ops.qerl.silu_mul(gate, up))
+        expected = torch.ops.qerl.silu_mul_backward(dy, gate, up)
+        for ours, reference in zip(silu_mul_triton.backward(dy, gate, up), expected, strict=True):
+            assert ours.dtype == dtype
+            torch.testing.assert_close(ours, reference)
 
 
 def scaled_silu_mul_agrees_with_the_reference():
@@ -94,8 +96,8 @@ def scaled_silu_mul_agrees_with_the_reference():
 
 def rotate_agrees_with_the_reference():
     generator = torch.Generator().manual_seed(0)
-    for heads, D in ((3, 12), (1, 64)):
-        x = torch.randn(1, 5, heads, D, generator=generator)
+    for heads, D, dtype in ((3, 12, torch.float32), (1, 64, torch.float32), (2, 16, torch.float16)):
+        x = torch.randn(1, 5, heads, D, generator=generator).to(dtype)
         cosine, sine = torch.rand(2, 1, 5, D, generator=generator)
         for back, operator in ((False, torch.ops.qerl.rotate), (True, torch.ops.qerl.rotate_backward)):
             torch.testing.assert_close(rotate_triton.turn(x, cosine, sine, back=back), operator(x, cosine, sine))
