@@ -1,12 +1,13 @@
 """Tensors on a GPU for workers in other processes: one piece of memory, and a small JSON text that describes it.
 
-    {"gpu": "<uuid>", "handle": "<128 hexadecimal digits>", "bytes": 1234, "tensors": [["name", "F32", [32, 64]], ...]}
+    {"gpu": "<uuid>", "handle": "<128 hexadecimal digits>", "bytes": 1234, "tensors": "<text>"}
 
-The tensors lie one behind the other in the order of the text, those of wider types first, so that there are no holes
-and each is aligned. A worker sees them as tensors without memory, cuts its share out of them as it would of others, and
-copies that alone.
+The text of ``tensors`` is JSON, too, ``[["name", "F32", [32, 64]], ...]``: by it a worker knows them again. They lie one
+behind the other in its order, those of wider types first, so that there are no holes and each is aligned. A worker sees
+them as tensors without memory, cuts its share out of them as it would of others, and copies that alone.
 """
 
+import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,31 +27,27 @@ KEYS = ("gpu", "handle", "bytes", "tensors")
 
 
 @dataclass(frozen=True)
+class Layout:
+    """Names, dtypes and shapes in the order of memory, as tensors on the meta device, and their ``size`` in bytes."""
+
+    tensors: dict[str, torch.Tensor]
+    size: int
+
+
+@dataclass(frozen=True)
 class Description:
-    """What the text says: the GPU and the handle, and each tensor's name, dtype and shape in the order of memory."""
+    """What the text says: the GPU, the handle, and what lies in the memory."""
 
     gpu: str
     handle: bytes
-    size: int
-    tensors: list[tuple[str, torch.dtype, tuple[int, ...]]]
+    layout: Layout
 
 
 class GpuTensors(Mapping[str, torch.Tensor]):
     """The tensors by name, on the meta device: their memory is another process's, mapped at ``address``."""
 
-    def __init__(self, description: Description, address: int) -> None:
-        self._address, self._size = address, description.size
-        whole = torch.empty(description.size, dtype=torch.uint8, device="meta")
-        self._tensors: dict[str, torch.Tensor] = {}
-        end, of_type = 0, {}
-        for name, dtype, shape in description.tensors:
-            if dtype not in of_type:  # the next ones have it too
-                of_type[dtype] = _typed(whole, dtype)
-            strides = [1] * len(shape)
-            for i in range(len(shape) - 1, 0, -1):
-                strides[i - 1] = strides[i] * shape[i]
-            self._tensors[name] = of_type[dtype].as_strided(shape, strides, end // dtype.itemsize)
-            end += prod(shape) * dtype.itemsize
+    def __init__(self, layout: Layout, address: int) -> None:
+        self._tensors, self._size, self._address = layout.tensors, layout.size, address
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._tensors[name]
@@ -148,13 +145,14 @@ def described(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.
             begin, end = end, end + sum(map(len, flat)) * dtype.itemsize
             torch.cat(flat, out=memory[begin:end].view(dtype))
         cuda_ipc.finish(device)
+        listed = [[name, DTYPE_NAMES[tensor.dtype], list(tensor.shape)] for name, tensor in ordered]
         description = {
             "gpu": cuda_ipc.uuid(device),
             "handle": handle.hex(),
             "bytes": size,
-            "tensors": [[name, DTYPE_NAMES[tensor.dtype], list(tensor.shape)] for name, tensor in ordered],
+            "tensors": json.dumps(listed, separators=(",", ":")),
         }
-        yield json.dumps(description, separators=(",", ":")), memory
+        yield json.dumps(description), memory
 
 
 @contextmanager
@@ -165,8 +163,8 @@ def mapped(text: str, device: torch.device) -> Iterator[GpuTensors]:
     """
     description = parse(text)
     cuda_ipc.check_reachable(description.gpu, device)
-    with cuda_ipc.opened(description.handle, description.size, device) as address:
-        yield GpuTensors(description, address)
+    with cuda_ipc.opened(description.handle, description.layout.size, device) as address:
+        yield GpuTensors(description.layout, address)
 
 
 def parse(text: str) -> Description:
@@ -182,16 +180,40 @@ def parse(text: str) -> Description:
     gpu, handle, size, listed = (content[key] for key in KEYS)
     if not isinstance(gpu, str):
         raise ValueError("the GPU of a description of tensors is a text, its UUID")
+    layout = _layout(listed if isinstance(listed, str) else "")
+    if not _is_whole(size) or size != layout.size or not size:
+        raise ValueError(
+            f"a description of tensors announces {str(size)[:40]} bytes, and its tensors have {layout.size}"
+        )
+    return Description(gpu, _handle(handle), layout)
+
+
+@functools.lru_cache(maxsize=2)
+def _layout(text: str) -> Layout:
+    """A policy in training sends the same hundreds of names each time. Raises ValueError."""
+    try:
+        listed = json.loads(text or "[]")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the tensors of a description are not valid JSON ({type(error).__name__})") from None
     tensors = [_tensor(entry) for entry in listed] if isinstance(listed, list) else []
-    needed = sum(prod(shape) * dtype.itemsize for _, dtype, shape in tensors)
-    if not _is_whole(size) or size != needed or not size:
-        raise ValueError(f"a description of tensors announces {str(size)[:40]} bytes, and its tensors have {needed}")
+    size = sum(prod(shape) * dtype.itemsize for _, dtype, shape in tensors)
+    if not _is_whole(size):
+        raise ValueError(f"the tensors of a description have {size} bytes, more than any GPU")
     if len({name for name, _, _ in tensors}) < len(tensors):
         raise ValueError("a description of tensors names one of them twice")
     widths = [dtype.itemsize for _, dtype, _ in tensors]
     if widths != sorted(widths, reverse=True):
         raise ValueError("a description of tensors has those of wider types first")
-    return Description(gpu, _handle(handle), size, tensors)
+    whole, end = torch.empty(size, dtype=torch.uint8, device="meta"), 0
+    typed = {dtype: _typed(whole, dtype) for _, dtype, _ in tensors}
+    found = {}
+    for name, dtype, shape in tensors:
+        strides = [1] * len(shape)
+        for i in range(len(shape) - 1, 0, -1):
+            strides[i - 1] = strides[i] * shape[i]
+        found[name] = typed[dtype].as_strided(shape, strides, end // dtype.itemsize)
+        end += prod(shape) * dtype.itemsize
+    return Layout(found, size)
 
 
 def _handle(text: Any) -> bytes:

@@ -88,7 +88,7 @@ def swapped(folder, ranks):
     text = child.stdout.readline()
     held = json.loads(text)
     hostile = {
-        "too small": json.dumps({**held, "bytes": 1 << 30, "tensors": [["a", "U8", [1 << 30]]]}),
+        "too small": json.dumps({**held, "bytes": 1 << 30, "tensors": json.dumps([["a", "U8", [1 << 30]]])}),
         "foreign": json.dumps({**held, "gpu": "00000000-0000-0000-0000-000000000000"}),
         "no handle": json.dumps({**held, "handle": "5a" * 64}),
     }

@@ -100,7 +100,8 @@ def test_a_worker_copies_its_share_and_no_more(gpu):
 def spoiled(**changes):
     """A good description with these keys changed."""
     good = {"gpu": GPU, "handle": "00" * 64, "bytes": 96, "tensors": [["a", "F32", [4, 6]]]}
-    return json.dumps({**good, **changes})
+    given = {**good, **changes}
+    return json.dumps({**given, "tensors": json.dumps(given["tensors"])})
 
 
 HOSTILE = {
@@ -123,6 +124,8 @@ HOSTILE = {
     "no_dtype": (spoiled(tensors=[["a", "complex64", [4, 6]]]), "has dtype 'complex64'"),
     "dtype_a_list": (spoiled(tensors=[["a", [], [4, 6]]]), "has dtype"),
     "twice": (spoiled(bytes=192, tensors=[["a", "F32", [4, 6]]] * 2), "twice"),
+    "tensors_that_are_no_json": (spoiled().replace("]]]", "]]"), "the tensors of a description are not valid JSON"),
+    "tensors_that_are_no_text": (json.dumps({**json.loads(spoiled()), "tensors": []}), "its tensors have 0"),
     "holes": (spoiled(bytes=6, tensors=[["a", "BF16", [1]], ["b", "F32", [1]]]), "wider types first"),
     "short_entry": (spoiled(tensors=[["a", "F32"]]), "a list of name, dtype and shape"),
     "too_long": (spoiled(gpu="x" * gpu_tensors.MAX_TEXT), "characters; at most"),

@@ -326,7 +326,7 @@ def description(adapters, change=None):
     tensors, config = adapters[1]["second"]
     ordered = [[name, "F32", list(tensor.shape)] for name, tensor in tensors.items()]
     size = sum(tensor.nbytes for tensor in tensors.values())
-    memory = {"gpu": "a-gpu", "handle": "5a" * 64, "bytes": size, "tensors": ordered, **(change or {})}
+    memory = {"gpu": "a-gpu", "handle": "5a" * 64, "bytes": size, "tensors": json.dumps(ordered), **(change or {})}
     text = json.dumps(memory)
     given = {"memory": text, "checksum": "0" * 64, "proof": "", "adapter_config": config}
     return given, hashlib.sha256(text.encode()).digest()
@@ -356,7 +356,7 @@ def test_memory_of_a_gpu_is_mapped_only_for_a_process_of_this_user_and_machine(s
         assert "and this worker computes on a cpu" in answer.json()["error"]
         for broken in ({**given, "memory": 7}, {**given, "pickle": ""}, {**given, "adapter_config": []}, [], b"{"):
             assert put_description(server, broken).status_code == 400
-    whole = {"bytes": 1 << 30, "tensors": [["a", "U8", [1 << 30]]]}
+    whole = {"bytes": 1 << 30, "tensors": json.dumps([["a", "U8", [1 << 30]]])}
     for change, status in (({"bytes": 1}, 400), ({"handle": "5a"}, 400), (whole, 413)):
         given, content = description(adapters, change)
         with shared_file.proof(content) as path:
