@@ -2,9 +2,9 @@
 
     {"gpu": "<uuid>", "handle": "<128 hexadecimal digits>", "bytes": 1234, "tensors": "<text>"}
 
-The text of ``tensors`` is JSON, too, ``[["name", "F32", [32, 64]], ...]``: by it a worker knows them again. They lie one
-behind the other in its order, those of wider types first, so that there are no holes and each is aligned. A worker sees
-them as tensors without memory, cuts its share out of them as it would of others, and copies that alone.
+The text of ``tensors`` is JSON, too, ``[["name", "F32", [32, 64]], ...]``: by it a worker knows them again. They lie
+one behind the other in its order, those of wider types first, so that there are no holes and each is aligned. A worker
+sees them as tensors without memory, cuts its share out of them as it would of others, and copies that alone.
 """
 
 import functools

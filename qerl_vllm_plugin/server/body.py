@@ -99,12 +99,10 @@ async def described(request: Any, limit: int) -> Upload:
         description = gpu_tensors.parse(text)
     except ValueError as error:
         raise Refused(400, "bad_json", str(error)) from None
-    if description.layout.size > limit:
-        raise Refused(
-            413, "too_large", f"the tensors have {description.layout.size} bytes; at most {limit} can be used"
-        )
+    if (size := description.layout.size) > limit:
+        raise Refused(413, "too_large", f"the tensors have {size} bytes; at most {limit} can be used")
     content = json.dumps([checksum, config], sort_keys=True)
-    return Upload(text, hashlib.sha256(content.encode()).hexdigest(), description.layout.size, config)
+    return Upload(text, hashlib.sha256(content.encode()).hexdigest(), size, config)
 
 
 @asynccontextmanager

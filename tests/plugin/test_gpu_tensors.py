@@ -120,6 +120,7 @@ HOSTILE = {
     "negative": (spoiled(tensors=[["a", "F32", [-4, -6]]]), "has shape"),
     "fraction": (spoiled(tensors=[["a", "F32", [4.0, 6]]]), "has shape"),
     "beyond_words": (spoiled(tensors=[["a", "F32", [1 << 70]]]), "has shape"),
+    "beyond_memory": (spoiled(tensors=[["a", "F32", [1 << 39] * 4]]), "more than any GPU"),
     "many_axes": (spoiled(tensors=[["a", "F32", [1] * 4 + [24]]]), "has shape"),
     "no_dtype": (spoiled(tensors=[["a", "complex64", [4, 6]]]), "has dtype 'complex64'"),
     "dtype_a_list": (spoiled(tensors=[["a", [], [4, 6]]]), "has dtype"),
