@@ -49,7 +49,8 @@ class ServerRollouts:
         self._seeds = Seeds(training.seed)
         self._noise = NO_NOISE
         self._pushed: Pushed | None = None
-        self._link = ServerLink(base, training, rank=rank, dtype=str(dtype).removeprefix("torch."))
+        engine_dtype, processes = str(dtype).removeprefix("torch."), accelerator.num_processes
+        self._link = ServerLink(base, training, rank=rank, dtype=engine_dtype, processes=processes)
         parameters = sampling_parameters(training)
         self._longest = min(training.vllm_max_model_length or self._link.tokens, self._link.tokens)
         self._questions = Questions(self._link.url, self._link.api_key, parameters, self._link.timeout)

@@ -33,8 +33,11 @@ PAUSE = 0.5  # seconds between two tries
 class ServerLink:
     """One server, waited for as long as the recipe says whenever it does not answer."""
 
-    def __init__(self, base: str, training: GRPOConfig, *, rank: int, dtype: str) -> None:
-        """Waits for the server and looks at it. Raises ServerLostError and ServerRefusedError."""
+    def __init__(self, base: str, training: GRPOConfig, *, rank: int, dtype: str, processes: int = 1) -> None:
+        """Waits for the server and looks at it. Raises ServerLostError and ServerRefusedError.
+
+        ``processes`` of this run have such a line each; after a restart any of them may be the one that pushes.
+        """
         self.url, self.timeout = server_keys.address(training), training.vllm_server_timeout
         self.api_key = os.environ.get(server_keys.API_KEY)
         self._output_dir = training.output_dir
@@ -42,7 +45,9 @@ class ServerLink:
         token = configured_token()
         assert token is not None  # server_keys.problems
         options = (self.url, token, self.api_key, self.timeout)
-        self._policy, self._watched = PolicyClient(*options), AsyncPolicyClient(*options)
+        # the hashes of one policy differ by the way that it took, and those of several processes are compared
+        self._policy = PolicyClient(*options, transport="auto" if processes == 1 else "http")
+        self._watched, self._processes = AsyncPolicyClient(*options), processes
         longest = training.vllm_max_model_length or 1 + (training.max_completion_length or 0)
         self._needs = Needs(base, base_hash(base), rank, dtype, longest)
         state = self.state()
@@ -80,7 +85,7 @@ class ServerLink:
         if pushed.is_that_of(state):  # by another process of this run
             return replace(pushed, instance=state["instance"])
         again = self._push(policy, pushed.noise, pushed.version, again=True)
-        if again.digest != pushed.digest:
+        if again.digest != pushed.digest and self._processes > 1:
             raise AnotherPolicyError(f"the processes of this run hold different policies; {self._kept()}")
         return replace(again, touched=pushed.touched)
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from qerl_recipes.recipe.server_keys import IN_A_REQUEST
 from qerl_recipes.rollout import engine
 from qerl_recipes.rollout.server_answers import Question, read
+from qerl_recipes.rollout.server_link import ServerLink
 from qerl_recipes.rollout.server_state import (
     NO_NOISE,
     AnotherPolicyError,
@@ -216,6 +217,23 @@ def test_a_server_that_restarts_again_and_again_ends_the_run(against, monkeypatc
     with pytest.raises(ServerLostError, match="was restarted 4 times while it computed one rollout"):
         rollouts.generate(prompts=[[5, 6, 7]] * 4, images=None, num_generations=4)
     assert next(restarts) == 4
+
+
+@pytest.mark.parametrize(("processes", "transport"), [(1, "auto"), (2, "http")])
+def test_after_a_restart_the_policy_may_come_another_way_where_one_process_pushes(
+    against, running, make_nvfp4, processes, transport
+):
+    trainer = against()
+    link = ServerLink(make_nvfp4("qwen2"), trainer.args, rank=4, dtype="bfloat16", processes=processes)
+    assert link._policy._transport == transport
+    pushed = link.push(trainer.vllm_generation._snapshot(), NO_NOISE)
+    other = {"instance": "the one before", "digest": "of another way", "version": pushed.version + 1}
+    restarted = dataclasses.replace(pushed, **other)
+    if processes == 1:
+        assert link.settle(restarted, trainer.vllm_generation._snapshot()).version == pushed.version + 1
+        return
+    with pytest.raises(AnotherPolicyError, match="the processes of this run hold different policies"):
+        link.settle(restarted, trainer.vllm_generation._snapshot())
 
 
 FITTING = {
