@@ -153,9 +153,9 @@ def alone(boot, folders, adapters, lora_options, measure):
     return found
 
 
-def drive(cases, measure, run_process, tmp_path):
-    """What the driver has found in one process that drives all the cases."""
-    (tmp_path / "driver.py").write_text(DRIVER)
+def drive(cases, measure, run_process, tmp_path, before=""):
+    """What the driver has found in one process that drives all the cases; ``before`` is what it does first."""
+    (tmp_path / "driver.py").write_text(before + DRIVER)
     (tmp_path / "cases.json").write_text(json.dumps([cases, measure.prompts]))
     run_process(
         [sys.executable, tmp_path / "driver.py", tmp_path / "cases.json", tmp_path / "found.json"],
@@ -300,3 +300,66 @@ def test_two_ranks_serve_a_family_as_one_does(
     assert measure.difference(alone["adapter"], alone["base"]) > 10 * TOLERANCE
     assert measure.difference(alone["noise"], alone["adapter"]) > 10 * TOLERANCE
     assert measure.difference(found["removed"], alone["base"]) < TOLERANCE
+
+
+# vLLM imports torchvision for the vision half of Qwen3.5: as the fixture of that name does it, here and, by fork, in
+# the workers. transformers must have looked for the real one before.
+STRAW = """
+import importlib.machinery, importlib.util, sys, types
+import transformers.utils
+
+transformers.utils.is_torchvision_available()
+
+
+class Straw(types.ModuleType):
+    __path__ = ()
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+if importlib.util.find_spec("torchvision") is None:
+    for part in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional", ".io"):
+        module = Straw(f"torchvision{part}")
+        module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
+        sys.modules[module.__name__] = module
+"""
+HYBRID = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+ROUNDING = 0.1  # of the mean, in BF16, the only dtype of vLLM's linear attention on a CPU; found: 0.028 to 0.047
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+@pytest.mark.timeout(600)
+def test_two_ranks_serve_a_hybrid_of_linear_attention_as_one_does(
+    make_nvfp4, reference, make_adapter, measure, run_process, tmp_path
+):
+    folder = make_nvfp4("qwen3_5_text", **HYBRID)
+    _, _, peft_model = make_adapter(reference(folder), target_modules="all-linear", size=0.1)
+    peft_model.save_pretrained(tmp_path / "adapter")
+    options = {"qerl": {"policy_adapter": {"rank": 8}}}
+    case = {
+        "source": str(folder),
+        "adapter": str(tmp_path / "adapter"),
+        "stages": 1,
+        "options": {"additional_config": options, "enable_prefix_caching": False, "enable_chunked_prefill": False},
+        "own_core": True,
+        "targets": list(DEFAULT_TARGETS),
+    }
+    both = drive({str(n): {**case, "ranks": n} for n in (1, 2)}, measure, run_process, tmp_path, before=STRAW)
+    alone, found = ({key: torch.tensor(both[n][key]) for key in ("base", "adapter", "noise", "removed")} for n in "12")
+    assert both["2"]["touched"] == 4 and both["2"]["bits"][0] == both["2"]["bits"][1]
+    for which, answers in alone.items():
+        assert float((found[which] - answers).abs().mean()) < ROUNDING, which
+    assert float((alone["adapter"] - alone["base"]).abs().mean()) > 10 * ROUNDING
+    assert torch.equal(found["removed"], found["base"])
