@@ -1,7 +1,10 @@
 """A trainer in float16: closer to its engine, gradients that are not lost, and an end that is named."""
 
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from qerl_recipes.model.gradient_scale import GradientScale
 from qerl_recipes.train import half_precision
@@ -23,6 +26,20 @@ def test_trainer_and_engine_agree_more_closely_than_in_bfloat16(make_nvfp4, make
         assert rows[-1]["grad_norm"] > 0
     assert 0 < mismatch[torch.float16] < mismatch[torch.bfloat16] / 3
     assert moved[torch.float16] == moved[torch.bfloat16] > 0
+
+
+def test_promise_08_a_run_in_float16_resumes_to_the_same_bits(make_nvfp4, make_trainer, tmp_path):
+    """What is done in the first micro-batch alone, and the scale, leave no trace."""
+    settings = {"dtype": torch.float16, "fp16": True, "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+    make_trainer(make_nvfp4("qwen2"), output_dir=str(tmp_path / "whole"), **settings).train()
+    shutil.copytree(tmp_path / "whole/checkpoint-1", tmp_path / "broken/checkpoint-1")
+    make_trainer(make_nvfp4("qwen2"), output_dir=str(tmp_path / "broken"), **settings).train(
+        resume_from_checkpoint=True
+    )
+    file = "checkpoint-3/adapter_model.safetensors"
+    whole, broken = (load_file(tmp_path / folder / file) for folder in ("whole", "broken"))
+    assert all(torch.equal(whole[name], broken[name]) for name in whole)
+    assert not all(torch.equal(w, load_file(tmp_path / "whole" / file.replace("3", "1"))[n]) for n, w in whole.items())
 
 
 def layers() -> list[torch.nn.Linear]:
