@@ -12,7 +12,7 @@ from qerl_recipes.tasks.answers import answer_in
 
 DEFAULT_TASK = "chain_sum"
 DEFAULT_SIZE = 1000
-HELD_OUT = 256
+HELD_OUT, MOST_TRIES = 1000, 4000  # different problems, and how many are generated at most to find them
 HELD_OUT_SEED_DISTANCE = 1_000_003  # held-out problems come from a seed of their own
 
 
@@ -45,26 +45,43 @@ def _entry(specification: str, index: int) -> dict[str, Any]:
     return _task(specification)[index]
 
 
-def _generate(specification: str) -> Dataset:
-    entries = [_entry(specification, i) for i in range(len(_task(specification)))]
+def _table(specification: str, entries: dict[int, dict[str, Any]]) -> Dataset:
+    """``entries`` by their index in the task."""
     return Dataset.from_dict(
         {
-            "prompt": [entry["question"] for entry in entries],
-            "answer": [str(entry["answer"]) for entry in entries],
-            "reasoning_gym": [json.dumps({"specification": specification, "index": i}) for i in range(len(entries))],
+            "prompt": [entry["question"] for entry in entries.values()],
+            "answer": [str(entry["answer"]) for entry in entries.values()],
+            "reasoning_gym": [json.dumps({"specification": specification, "index": i}) for i in entries],
         }
     )
 
 
+def _generate(specification: str) -> Dataset:
+    return _table(specification, {i: _entry(specification, i) for i in range(len(_task(specification)))})
+
+
+def _different(specification: str, count: int) -> Dataset:
+    """The first ``count`` problems that differ; of fewer, a quarter: the rest is to be trained on."""
+    found: dict[str, int] = {}  # question -> index
+    for i in range(len(_task(specification))):
+        found.setdefault(_entry(specification, i)["question"], i)
+        if len(found) == count:
+            break
+    kept = list(found.values())[: count if len(found) == count else len(found) // 4]
+    return _table(specification, {i: _entry(specification, i) for i in kept})
+
+
 def load(script: ScriptArguments) -> tuple[Dataset, Dataset]:
-    """``dataset_size`` problems of the task ``dataset_config`` from ``dataset_seed``, and 256 held-out ones.
+    """``dataset_size`` problems of the task ``dataset_config`` from ``dataset_seed``, and 1000 held-out ones,
+    all different; fewer where the task has not so many.
 
     ``dataset_kwargs`` are the task's own options. Columns: ``prompt``, ``answer`` and ``reasoning_gym``, from which the
     reward of that name finds the problem again. A held-out prompt never appears in training.
     """
     task, options = script.dataset_config or DEFAULT_TASK, script.dataset_kwargs
     train = _generate(_specification(task, script.dataset_size or DEFAULT_SIZE, script.dataset_seed, options))
-    held_out = _generate(_specification(task, HELD_OUT, script.dataset_seed + HELD_OUT_SEED_DISTANCE, options))
+    other_seed = script.dataset_seed + HELD_OUT_SEED_DISTANCE
+    held_out = _different(_specification(task, MOST_TRIES, other_seed, options), HELD_OUT)
     seen = set(held_out["prompt"])
     return train.select([i for i, prompt in enumerate(train["prompt"]) if prompt not in seen]), held_out
 

@@ -156,15 +156,17 @@ def test_reasoning_gym_is_the_same_for_the_same_seed_and_holds_problems_out():
 
     train, held_out = problems(1)
     assert train["prompt"] == problems(1)[0]["prompt"] != problems(2)[0]["prompt"]
-    assert not set(train["prompt"]) & set(held_out["prompt"]) and len(held_out) == 256
+    assert not set(train["prompt"]) & set(held_out["prompt"]) and len(held_out) == len(set(held_out["prompt"])) == 1000
 
 
 def test_reasoning_gym_takes_the_options_of_its_task():
     script = ScriptArguments(
         dataset_name="reasoning_gym", dataset_size=4, dataset_kwargs={"min_terms": 2, "max_terms": 2, "max_digits": 1}
     )
-    for prompt in read(script)[0]["prompt"]:
+    train, held_out = read(script)
+    for prompt in train["prompt"]:
         assert len(prompt.rpartition(": ")[2].split()) == 4  # a, sign, b and =
+    assert 0 < len(train) <= 4 and len(held_out) == 50  # of 200 that there are
 
 
 def test_running_sum_never_trains_on_a_held_out_problem():
