@@ -1,7 +1,6 @@
 """Everything that depends on the insides of vLLM, for 0.26 to 0.32."""
 
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -151,31 +150,6 @@ def is_attention(layer: torch.nn.Module) -> bool:
     from vllm.model_executor.layers.attention import Attention
 
     return isinstance(layer, Attention)
-
-
-@contextmanager
-def attention_to_itself(model: torch.nn.Module, vllm_config: Any) -> Iterator[None]:
-    """While this lasts ``model`` can be called, eagerly and without a KV cache, and every attention gives each token
-    its own values: what it computes for sequences of one token."""
-    from vllm.forward_context import set_forward_context
-
-    handles = [module.register_forward_hook(_own_values) for module in model.modules() if is_attention(module)]
-    try:
-        with set_forward_context(None, vllm_config, skip_compiled=True):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def first_positions(vllm_config: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Position 0 for each of ``tokens: (T,)`` as a model takes it: (3, T) where positions have three parts."""
-    return tokens.new_zeros((3, len(tokens)) if vllm_config.model_config.uses_mrope else len(tokens))
-
-
-def _own_values(module: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-    heads = inputs[2].reshape(output.shape[0], module.num_kv_heads, -1)  # (tokens, heads of keys, channels)
-    return heads.repeat_interleave(module.num_heads // module.num_kv_heads, dim=1).reshape(output.shape)
 
 
 def kv_cache_method(quant_config: Any) -> Any:

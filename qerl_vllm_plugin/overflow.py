@@ -99,12 +99,12 @@ def check_engine(model: torch.nn.Module, vllm_config: "VllmConfig") -> None:
     """Raises ActivationOverflow where a loaded vLLM model computes what float16 cannot hold; all its ranks must ask."""
     from vllm.logger import init_logger
 
-    from qerl_vllm_plugin import compat
+    from qerl_vllm_plugin import compat, first_tokens
 
     vocabulary, device = vllm_config.model_config.get_vocab_size(), next(model.parameters()).device
     tokens = torch.linspace(0, vocabulary - 1, min(TOKENS, vocabulary), device=device).long()
-    with compat.attention_to_itself(model, vllm_config), watched(model, "the engine", compat.is_linear) as calls:
-        model(input_ids=tokens, positions=compat.first_positions(vllm_config, tokens))
+    with watched(model, "the engine", compat.is_linear) as calls:
+        first_tokens.forward(model, vllm_config, tokens)
     name, value = calls.largest()
     told = "float16: the largest activation of %d first tokens is %.0f (%s), the limit %.0f"
     init_logger("vllm.qerl").info(told, len(tokens), value, name, LARGEST)

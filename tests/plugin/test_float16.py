@@ -51,16 +51,18 @@ def test_the_check_leaves_the_model_as_it_was(make_nvfp4, boot, measure):
     assert torch.equal(first, measure.engine(llm)) and bool(torch.isfinite(first).all())
 
 
-def test_the_attention_of_the_check_is_that_of_sequences_of_one_token(make_nvfp4, boot, measure):
+@pytest.mark.parametrize("family", ["llama", "smollm3"])  # vLLM runs the second by transformers' own classes
+def test_the_attention_of_the_check_is_that_of_sequences_of_one_token(family, make_bf16, boot, measure):
     """What ``watched`` sees at the last norm is what the engine computes for each token alone."""
-    from qerl_vllm_plugin import compat
+    from qerl_vllm_plugin import first_tokens
 
-    llm = boot(make_nvfp4("llama"), dtype="float16")  # of which two query heads share a key head
+    llm = boot(
+        make_bf16(family, num_attention_heads=4, hidden_size=128), dtype="float16"
+    )  # two query heads share a key head
     model, config = measure.model(llm), llm.llm_engine.vllm_config
     tokens = torch.tensor([3, 17, 40])
-    with torch.inference_mode(), compat.attention_to_itself(model, config):
-        alone = model(input_ids=tokens, positions=compat.first_positions(config, tokens))
-        expected = model.compute_logits(alone).float().log_softmax(-1)
+    with torch.inference_mode():
+        expected = model.compute_logits(first_tokens.forward(model, config, tokens)).float().log_softmax(-1)
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=1, logprobs=5, temperature=0)
