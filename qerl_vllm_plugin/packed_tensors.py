@@ -101,7 +101,7 @@ def check_quantized(tensors: Mapping[str, TensorHeader], scheme: Nvfp4Scheme | N
         wanted = tensors_of_layer(module, N, columns if kind == FP8 else 2 * columns, scheme)
         for partner, want in wanted.items():
             check_one(tensors.get(partner), partner, tensor.file, want)
-        checked |= wanted.keys()
+        checked.update(wanted)  # `|=` with keys makes a new set each time: 15 s for the experts of a 30B model
         if name not in wanted:
             _refuse_extra(tensor, scheme)
     if scheme is not None and scheme.kv_cache and not any(name.endswith("k_scale") for name in tensors):

@@ -78,7 +78,8 @@ class Nvfp4Scheme:
 
     def is_ignored(self, name: str) -> bool:
         """Whether a pattern of ``ignore`` matches."""
-        return any(matches(pattern, name) for pattern in self.ignore)
+        patterns = [pattern for pattern in self.ignore if pattern.startswith("re:")]
+        return name in self.ignore or any(matches(pattern, name) for pattern in patterns)
 
     def is_quantized(self, name: str) -> bool:
         """Whether the linear layer ``name`` (Hugging Face module name) is stored packed."""
