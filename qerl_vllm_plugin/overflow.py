@@ -37,13 +37,17 @@ class Calls(list[tuple[str, torch.Tensor, torch.Tensor]]):
 
 @contextmanager
 def watched(
-    model: torch.nn.Module, who: str, is_linear: Callable[[torch.nn.Module], bool] | None = None
+    model: torch.nn.Module,
+    who: str,
+    is_linear: Callable[[torch.nn.Module], bool] | None = None,
+    *,
+    on_several_ranks: bool = False,
 ) -> Iterator[Calls]:
     """Look at every float16 output of every module of ``model``.
 
     Raises ActivationOverflow at the end of the block, naming ``who`` computed, the first module with an output that is
-    not finite, and its value where that can be told: of what ``is_linear``, by default a linear of torch. Nothing is
-    read from the device before.
+    not finite, and its value where that can be told: of what ``is_linear``, by default a linear of torch, by asking it
+    again with a smaller input; ``on_several_ranks`` that is asked of every one, as all ranks must.
     """
     calls = Calls()
     multiplies = is_linear or _is_linear
@@ -56,7 +60,8 @@ def watched(
             if not halves:
                 return
             value = real = torch.stack([t.detach().abs().amax().float() for t in halves]).amax()
-            if multiplies(module) and inputs and isinstance(inputs[0], torch.Tensor):
+            is_asked = multiplies(module) and inputs and isinstance(inputs[0], torch.Tensor)
+            if is_asked and (on_several_ranks or not bool(value <= LARGEST)):
                 small = type(module).forward(module, inputs[0].detach() * SMALLER)
                 small = small[0] if isinstance(small, tuple) else small
                 real = small.abs().amax().float() / SMALLER
@@ -83,7 +88,9 @@ def _refuse_beyond(calls: Calls, who: str) -> None:
     for (name, _, real), value in zip(calls, found, strict=True):
         if value <= LARGEST:
             continue
-        size = f"of {float(real):.0f}" if float(real) < float("inf") else "that is infinite or no number"
+        size = (
+            f"of {float(real):.0f}" if float(real) < float("inf") else "that is infinite or no number, or is given one"
+        )
         raise ActivationOverflow(
             f"{name}: {who} computes an activation {size}; float16 ends at {LARGEST:.0f}. This model needs bfloat16 "
             "(vllm serve: --dtype bfloat16; qerl train: --dtype bfloat16 --fp16 false)"
@@ -103,7 +110,7 @@ def check_engine(model: torch.nn.Module, vllm_config: "VllmConfig") -> None:
 
     vocabulary, device = vllm_config.model_config.get_vocab_size(), next(model.parameters()).device
     tokens = torch.linspace(0, vocabulary - 1, min(TOKENS, vocabulary), device=device).long()
-    with watched(model, "the engine", compat.is_linear) as calls:
+    with watched(model, "the engine", compat.is_linear, on_several_ranks=True) as calls:
         first_tokens.forward(model, vllm_config, tokens)
     name, value = calls.largest()
     told = "float16: the largest activation of %d first tokens is %.0f (%s), the limit %.0f"

@@ -132,3 +132,17 @@ def test_what_is_looked_at_is_named_in_the_order_of_computation():
     with watched(model, "it") as calls:
         model(torch.ones(1, 2).half())
     assert calls.largest()[1] == 20000 and not model.first._forward_hooks
+
+
+@pytest.mark.parametrize("on_several_ranks", [False, True])
+def test_a_linear_is_asked_again_where_it_overflows_or_where_all_ranks_must(on_several_ranks, monkeypatch):
+    """A second product of an output layer would take gigabytes."""
+    model, asked = torch.nn.Linear(2, 2, bias=False).half(), []
+    model.weight.data.fill_(1e4)
+    forward = torch.nn.Linear.forward
+    monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: asked.append(float(x.max())) or forward(self, x))
+    with watched(model, "it", on_several_ranks=on_several_ranks):
+        model(torch.ones(1, 2).half())
+    assert asked == [1.0, 2.0**-10] if on_several_ranks else asked == [1.0]
+    with pytest.raises(ActivationOverflow, match="of 80000"), watched(model, "it", on_several_ranks=on_several_ranks):
+        model(torch.full((1, 2), 4.0).half())
