@@ -106,7 +106,8 @@ class PolicyServer:
                 """'{"qerl": {"policy_adapter": {"rank": R}}}'""",
             )
         async with self._lock, turn(self._instance):
-            served = await self._rpc("qerl_state")
+            # before the engine is paused; without a version there is nothing to ask
+            served = await self._rpc("qerl_state") if version is not None else {}
             if version is not None and version <= served["version"]:
                 if version == served["version"] and digest == served["hash"]:
                     return {"version": version, "unchanged": True}

@@ -164,8 +164,8 @@ def hf(reference, make_nvfp4):
 
 
 @pytest.fixture(scope="module")
-def engine(boot, make_nvfp4, carriers):
-    return boot(make_nvfp4("qwen2"), **carriers["resident"])
+def engine(boot, make_nvfp4, carrier_options):
+    return boot(make_nvfp4("qwen2"), **carrier_options)
 
 
 @pytest.fixture
