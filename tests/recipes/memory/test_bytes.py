@@ -328,14 +328,27 @@ def test_a_block_at_work_takes_what_is_alive(kind: str, monkeypatch: pytest.Monk
     that weights and sums take on a CPU alone."""
     tokens, config = 1024, small(kind, 2)
     policy, size = policy_of(config, torch.bfloat16, autocast=True), measure(config.to_dict())
-    linears = [module for module in policy.modules() if isinstance(module, FrozenNVFP4Linear)]
-    expanded = {id(module): fused_lora._operand(module, torch.bfloat16) for module in linears}
-    monkeypatch.setattr(fused_lora, "_operand", lambda base, dtype: expanded[id(base)])
+    expanded: dict[tuple[int, ...], tuple[torch.Tensor, float]] = {}
+    expand = fused_lora._operand
+
+    def kept(base: torch.nn.Module, *how: Any) -> tuple[torch.Tensor, float]:
+        key = (id(base), *how[1:])
+        if key not in expanded:
+            expanded[key] = expand(base, *how)
+        return expanded[key]
+
+    monkeypatch.setattr(fused_lora, "_operand", kept)
     monkeypatch.setattr(fused_lora, "_sum", lambda a, b: (a.t() @ b).float())  # on a GPU in fp32, without copies
+    monkeypatch.setattr(
+        fused_lora, "_product", lambda a, b, factor: (a @ b).mul_(factor)
+    )  # there without copies either
     policy.gradient_checkpointing_enable({"use_reentrant": False})
     policy.enable_input_require_grads()
     policy.train()
     ids = torch.randint(2, 60, (1, tokens), generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16):  # once before, so that each weight is there in the forms that are taken
+        policy.get_base_model().model(ids, use_cache=False).last_hidden_state.sum().backward()
+    policy.zero_grad()
     with Alive() as alive:
         for tensor in (ids, *policy.parameters(), *policy.buffers(), *(w for w, _ in expanded.values())):
             alive.note(tensor.untyped_storage())
