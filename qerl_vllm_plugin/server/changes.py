@@ -143,6 +143,7 @@ class PolicyServer:
         """Pauses, empties every cache, changes, resumes. Nothing that another policy computed is read again, for
         nothing runs from the emptying on; a change that is refused costs running requests their cache and no more."""
         start = time.perf_counter()
+        self._check()
         was_paused = await self._in_time(self._engine.is_paused())
         try:
             if not was_paused:
@@ -177,8 +178,7 @@ class PolicyServer:
 
     async def _rpc(self, method: str, *args: Any) -> dict[str, Any]:
         """The first rank's answer. Raises Refused if a rank refused."""
-        if self.lost is not None:
-            raise Refused(503, "lost", self.lost)
+        self._check()
         results = await self._in_time(self._engine.collective_rpc(method, args=args))
         try:
             check_answers(results)
@@ -189,6 +189,11 @@ class PolicyServer:
             self._lose(str(error))
             raise Refused(503, "lost", str(error)) from error
         return dict(results[0])
+
+    def _check(self) -> None:
+        """Raises Refused if the engine was given up."""
+        if self.lost is not None:
+            raise Refused(503, "lost", self.lost)
 
     async def _in_time(self, answer: Coroutine[Any, Any, T]) -> T:
         """What the engine answers. Raises Refused if it does not: that engine is lost, for its answers no longer belong
