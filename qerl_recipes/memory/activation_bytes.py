@@ -49,13 +49,16 @@ def saved_in_a_block(
     autocast: bool = True,
     itemsize: int = BF16,
     attended: float = 1.0,
+    at_once: bool = False,
 ) -> int:
     """Bytes a token that the backward of one block keeps.
 
     ``targets``: linears of a block that carry the adapter. ``padded_to``: tokens of a padded sequence, whose mask makes
     the attention keep k and v for every query head, and the mask; 0: packed, without a mask. ``autocast``: to BF16,
     with the adapter computed by ``fused_lora``; without it PEFT computes the adapter in fp32. ``itemsize``: that of the
-    model's dtype. ``attended``: tokens that the attention sees for each, above 1 where prompts are shared.
+    model's dtype. ``attended``: tokens that the attention sees for each, above 1 where prompts are shared. ``at_once``:
+    one call of the attention takes all sequences of a packed row, as on a GPU in 16 bits (packed_attention.py), so that
+    of a shared prompt keys and values alone are kept more than once, and nothing is put together afterwards.
     """
     H, I, Q, KV = size.hidden, size.intermediate, size.heads * size.head_dim, size.kv_heads * size.head_dim  # noqa: E741
     width, taken = (BF16, BF16) if autocast else (itemsize, FP32)  # of an activation, and of what an adapter takes
@@ -67,7 +70,7 @@ def saved_in_a_block(
     # under autocast, for q, k, v in packed rows alone
     qkv = 3 if is_cast and (padded_to or not autocast) else 1
     # o_proj takes the attention's output, which a packed row puts together from that of its sequences
-    inputs = qkv * H + (Q if not padded_to or (is_cast and not autocast) else 0)
+    inputs = qkv * H + (Q if not (padded_to or at_once) or (is_cast and not autocast) else 0)
     gated = 2 * width * I  # gate, up
     if size.experts:  # which carry no adapter
         gated = max(_saved_by_experts(layer, width) for layer in size.experts)
@@ -75,6 +78,8 @@ def saved_in_a_block(
         inputs += (2 if is_cast and not autocast else 1) * H + I
     adapter_inputs = taken * inputs * targets // (4 if size.experts else 7) + taken * rank * targets
     attention = FP32 * size.heads + width * (4 * Q + padded_to if padded_to else 2 * Q + 2 * KV)  # q, k, v, output
+    if at_once:
+        return norms + adapter_inputs + FP32 * size.heads + width * (2 * Q + int(attended * 2 * KV)) + gated
     return norms + adapter_inputs + int(attended * attention) + gated
 
 

@@ -20,6 +20,7 @@ from qerl_recipes.memory.activation_bytes import MicroBatch
 from qerl_recipes.memory.model_size import LinearSize, ModelSize, measure, read_config
 from qerl_recipes.memory.parts import SLEEP, Part, Plan
 from qerl_recipes.model import shared_weights
+from qerl_recipes.model.packed_attention import LARGEST_HEAD
 from qerl_recipes.recipe import server_keys
 from qerl_recipes.recipe.configs import AS_FEW_AS_FIT, GRPOConfig, ModelConfig, ScriptArguments
 
@@ -254,6 +255,7 @@ class _Run:
             autocast=autocast,
             itemsize=itemsize,
             attended=batch.attended,
+            at_once=not padded_to and (autocast or itemsize == 2) and self.size.head_dim <= LARGEST_HEAD,
         )
         kept = activation_bytes.kept(self.size, batch, block, checkpointed=checkpointed, itemsize=itemsize)
         in_block, head = activation_bytes.at_work(

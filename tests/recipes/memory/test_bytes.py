@@ -17,9 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from qerl_recipes.convert.quantize import quantization_config, quantize_checkpoint
 from qerl_recipes.memory import activation_bytes, weight_bytes
 from qerl_recipes.memory.model_size import ModelSize, measure, read_config
-from qerl_recipes.model import engine_rounding, frozen_experts, fused_lora, logprobs, norms
+from qerl_recipes.model import engine_rounding, frozen_experts, fused_lora, logprobs, norms, packed_attention
 from qerl_recipes.model.frozen_experts import FrozenNVFP4Experts, PackedExperts
 from qerl_recipes.model.frozen_linear import FrozenNVFP4Linear
+from qerl_recipes.model.packed_attention import Spans
 from qerl_recipes.model.packing import pack
 from qerl_recipes.recipe import shapes
 
@@ -242,7 +243,13 @@ def saved_bytes(
 
 
 def check_a_block(
-    kind: str, *, padded: bool, autocast: bool = True, dtype: torch.dtype = torch.bfloat16, shared: int = 0
+    kind: str,
+    *,
+    padded: bool,
+    autocast: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    shared: int = 0,
+    at_once: bool = False,
 ) -> None:
     """The second layer of a model adds what is estimated."""
     tokens = 512
@@ -259,6 +266,7 @@ def check_a_block(
         autocast=autocast,
         itemsize=dtype.itemsize,
         attended=1 + 2 * shared / tokens,
+        at_once=at_once,
     )
     assert (two - one - casts) / tokens == pytest.approx(estimate, rel=0.01)
 
@@ -286,6 +294,33 @@ def test_under_autocast_an_fp32_model_has_a_copy_for_each_input_of_adapters(padd
 @pytest.mark.usefixtures("mlps_as_on_a_gpu")
 def test_a_shared_prompt_is_kept_once_but_for_the_attention() -> None:
     check_a_block("qwen2", padded=False, shared=128)
+
+
+class FlashAttention(torch.autograd.Function):
+    """Keeps what PyTorch's does: queries, keys, values, output and a number a head and query."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        out = query.clone(memory_format=torch.contiguous_format)
+        ctx.save_for_backward(query, key, value, out, torch.zeros(query.shape[1], query.shape[0]))
+        return out
+
+
+@pytest.mark.usefixtures("mlps_as_on_a_gpu")
+@pytest.mark.parametrize("shared", [0, 128])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_of_a_shared_prompt_one_call_of_the_attention_keeps_keys_and_values_again(
+    kind: str, shared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where ``_arguments`` gives the spans of a row."""
+    given = logprobs._arguments
+
+    def with_spans(base: Any, row: Any) -> dict[str, Any]:
+        return given(base, row) | {"spans": Spans.of(row.segments, torch.device("cpu"))}
+
+    monkeypatch.setattr(logprobs, "_arguments", with_spans)
+    monkeypatch.setattr(packed_attention, "varlen_attn", lambda *a, **k: FlashAttention.apply(*a[:3]))
+    check_a_block(kind, padded=False, shared=shared, at_once=True)
 
 
 class Alive(TorchDispatchMode):

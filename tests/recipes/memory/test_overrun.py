@@ -48,8 +48,8 @@ def in_rollout(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             "training",
             in_training,
             (
-                "more unless another program holds memory: activations 24.",  # all are kept, for they fit
-                "checkpointed_layers: 28 (activations, 24.",
+                "more unless another program holds memory: activations 23.",  # all are kept, for they fit
+                "checkpointed_layers: 28 (activations, 23.",
                 "pack_tokens: 2560 (at work,",
             ),
         ),
@@ -84,7 +84,7 @@ def test_running_out_says_the_phase_the_plan_the_key_and_how_to_go_on(
     assert f"out of memory in {phase}, after step 1" in message
     assert f"planned: {plan.total(phase) / GB:.1f} GB of 48.0 GB; " in message
     assert "measured: " in message
-    assert all(words in message for words in parts)
+    assert not [words for words in parts if words not in message], message
     assert f"nothing up to {output}/checkpoint-1 is lost" in message
     assert "--resume_from_checkpoint true" in message
     assert not {"lora_r", "optim"} & set(re.findall(r"\w+", message))  # the checkpoint would not survive the change
