@@ -105,6 +105,27 @@ def torchvision() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def as_vllm_left_them(config: object) -> Iterator[None]:
+    """For building a model of ``config``: vLLM runs OLMo 2 and SmolLM3 by transformers' own classes, which it changes
+    for the whole process, so that from then on they ask for a config of vLLM's."""
+    if "vllm.compilation.decorators" not in sys.modules:
+        yield
+        return
+    from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
+
+    vllm_config = VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.NONE))
+    object.__setattr__(vllm_config, "model_config", types.SimpleNamespace(hf_config=config))
+    with set_current_vllm_config(vllm_config):
+        yield
+
+
+@pytest.fixture(scope="session")
+def building() -> Callable[[object], contextlib.AbstractContextManager[None]]:
+    """``with building(config):`` transformers' models can be built, whatever an engine of this process has run."""
+    return as_vllm_left_them
+
+
 @pytest.fixture(scope="session")
 def make_bf16(tmp_path_factory: pytest.TempPathFactory) -> Make:
     """make_bf16("qwen2", **config) -> folder of a random BF16 checkpoint of that architecture with a tokenizer.
@@ -142,7 +163,8 @@ def make_bf16(tmp_path_factory: pytest.TempPathFactory) -> Make:
             sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
         config = transformers.AutoConfig.for_model(architecture, **{**sizes, **changes})
         torch.manual_seed(7)
-        model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+        with as_vllm_left_them(config):
+            model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
         generator = torch.Generator().manual_seed(8)
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():

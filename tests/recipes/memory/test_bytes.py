@@ -172,6 +172,7 @@ def packed_experts(module: Any) -> FrozenNVFP4Experts:
 
 def policy_of(config: Any, dtype: torch.dtype, *, autocast: bool) -> Any:
     """A random model as the trainer has it, with an adapter of rank 16 in fp32."""
+    torch.manual_seed(0)  # where a mixture's tokens go decides what a CPU, which takes expert after expert, has alive
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     for name, module in list(model.named_modules()):
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
@@ -384,21 +385,27 @@ def test_a_block_at_work_takes_what_is_alive(kind: str, monkeypatch: pytest.Monk
     with torch.autocast("cpu", torch.bfloat16):  # once before, so that each weight is there in the forms that are taken
         policy.get_base_model().model(ids, use_cache=False).last_hidden_state.sum().backward()
     policy.zero_grad()
-    with Alive() as alive:
-        for tensor in (ids, *policy.parameters(), *policy.buffers(), *(w for w, _ in expanded.values())):
-            alive.note(tensor.untyped_storage())
-        with torch.autocast("cpu", torch.bfloat16):
-            hidden = policy.get_base_model().model(ids, use_cache=False).last_hidden_state
-        gradient = torch.ones_like(hidden)
-        before = alive.mark()
-        hidden.backward(gradient)
+
+    def taken() -> int:
+        with Alive() as alive:
+            for tensor in (ids, *policy.parameters(), *policy.buffers(), *(w for w, _ in expanded.values())):
+                alive.note(tensor.untyped_storage())
+            with torch.autocast("cpu", torch.bfloat16):
+                hidden = policy.get_base_model().model(ids, use_cache=False).last_hidden_state
+            gradient = torch.ones_like(hidden)
+            before = alive.mark()
+            hidden.backward(gradient)
+        policy.zero_grad()
+        return alive.most - before
+
+    least = min(taken() for _ in range(3))  # now and then Python lets go of a tensor late
     batch = activation_bytes.MicroBatch(tokens, tokens, tokens, 0, tokens)
     block = activation_bytes.saved_in_a_block(size, 16, targets=4 if size.experts else 7)
     planned, _ = activation_bytes.at_work(size, batch, block, checkpointing=True, expands=bool(size.experts))
     for layer in size.experts[:1]:  # what our operator takes inside
         planned -= 2 * 2 * layer.count * layer.inner * layer.hidden
     # one sequence: the attention's output is no copy, as it is in a row that is put together from several
-    assert 0.93 < (alive.most - before) / planned <= 1
+    assert 0.93 < least / planned <= 1
 
 
 def test_a_checkpoint_that_nobody_knows_is_refused(tmp_path: Any) -> None:

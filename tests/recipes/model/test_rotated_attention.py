@@ -29,9 +29,15 @@ def prepared(folder, dtype=torch.float32):
     return model
 
 
-def random(kind, **config):
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **SIZES, **config))
+@pytest.fixture
+def random(building):
+    def make(kind, **sizes):
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(kind, **SIZES, **sizes)
+        with building(config):
+            return AutoModelForCausalLM.from_config(config)
+
+    return make
 
 
 def hidden_and_gradient(model):
@@ -80,7 +86,7 @@ def test_with_a_cache_or_another_attention_the_models_own_way_is_taken(make_bf16
     ("kind", "expected"),
     [("gemma3_text", 4), ("granite", 4), ("smollm3", 3), ("gemma2", 0), ("glm4", 0), ("olmo2", 0), ("phi3", 0)],
 )
-def test_what_computes_something_else_is_left_alone(kind, expected):
+def test_what_computes_something_else_is_left_alone(kind, expected, random):
     """SmolLM3's fourth layer does not rotate; Gemma 2 caps its scores; GLM-4 rotates a part; OLMo 2 norms a row."""
     model = random(kind, **({"head_dim": 16} if kind in ("gemma3_text", "gemma2", "glm4") else {}))
     assert rotated_attention.replace_attentions(model) == expected
@@ -88,7 +94,7 @@ def test_what_computes_something_else_is_left_alone(kind, expected):
     assert [layer.layer_idx for layer in layers] == list(range(expected))
 
 
-def test_a_layer_that_asks_its_attention_for_something_else_is_left_alone():
+def test_a_layer_that_asks_its_attention_for_something_else_is_left_alone(random):
     model = random("qwen2")
     kind = type(model.model.layers[0].self_attn)
 
