@@ -187,13 +187,16 @@ def make_bf16(tmp_path_factory: pytest.TempPathFactory) -> Make:
 @pytest.fixture(scope="session")
 def make_nvfp4(make_bf16: Make, tmp_path_factory: pytest.TempPathFactory) -> Make:
     """make_nvfp4("qwen2", **config) -> folder of the same checkpoint, quantized."""
+    import transformers
+
     from qerl_recipes.convert.quantize import quantize_checkpoint
 
     def make(architecture: str, **changes: object) -> Path:
         source = make_bf16(architecture, **changes)
         destination = source.parent / "nvfp4"
         if not destination.exists():
-            quantize_checkpoint(source, destination)
+            with as_vllm_left_them(transformers.AutoConfig.from_pretrained(source)):
+                quantize_checkpoint(source, destination)
         return destination
 
     return make

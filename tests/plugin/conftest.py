@@ -4,6 +4,7 @@ import ctypes
 import json
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,9 @@ def weights_of() -> Callable[[Path], dict[str, torch.Tensor]]:
 
 
 @pytest.fixture(scope="session")
-def reference(weights_of: Callable[[Path], dict[str, torch.Tensor]]) -> Callable[[Path], torch.nn.Module]:
+def reference(
+    weights_of: Callable[[Path], dict[str, torch.Tensor]], building: Callable[[object], AbstractContextManager[None]]
+) -> Callable[[Path], torch.nn.Module]:
     """reference(folder) -> the Hugging Face model of a packed or BF16 checkpoint, in float32 throughout.
 
     In float32 the norms round nowhere that could be seen, so a float32 engine must agree to about 1e-4.
@@ -121,7 +124,9 @@ def reference(weights_of: Callable[[Path], dict[str, torch.Tensor]]) -> Callable
         config = transformers.AutoConfig.from_pretrained(folder)
         config.quantization_config = None
         del config.quantization_config
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        how = {"dtype": torch.float32, "attn_implementation": "eager"}
+        with building(config):
+            model = transformers.AutoModelForCausalLM.from_config(config, **how)
         weights = _stack_experts({name: w.float() for name, w in weights_of(folder).items()})
         missing, unexpected = model.load_state_dict(weights, strict=False)
         assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
