@@ -161,6 +161,16 @@ def make_bf16(tmp_path_factory: pytest.TempPathFactory) -> Make:
             sizes["num_attention_heads"] = 2
         if architecture == "qwen3_moe":
             sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        if architecture == "qwen3_5_text":
+            sizes |= {
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "linear_num_key_heads": 1,
+                "linear_num_value_heads": 2,
+                "linear_key_head_dim": 128,
+                "linear_value_head_dim": 128,
+                "layer_types": ["linear_attention", "full_attention"],
+            }
         config = transformers.AutoConfig.for_model(architecture, **{**sizes, **changes})
         torch.manual_seed(7)
         with as_vllm_left_them(config):

@@ -17,15 +17,6 @@ CONFIGS: dict[str, dict[str, object]] = {
     "gemma3_text": {"query_pre_attn_scalar": 32, "sliding_window": 64},
     "phi3": {"sliding_window": None, "original_max_position_embeddings": 256},
     "smollm3": {"no_rope_layers": [1, 0]},
-    "qwen3_5_text": {
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "linear_num_key_heads": 1,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "layer_types": ["linear_attention", "full_attention"],
-    },
 }
 KNOWN = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe")  # whose tensors are known without the model's code
 

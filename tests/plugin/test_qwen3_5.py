@@ -16,17 +16,6 @@ from qerl_vllm_plugin import noise
 from qerl_vllm_plugin.frozen_weights import frozen_weights
 from qerl_vllm_plugin.policy import Policy
 
-SIZES = {
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "layer_types": ["linear_attention", "full_attention"],
-}
 ROUNDING = 0.05  # of the mean; stock vLLM in BF16 is 0.02 from transformers in float32
 RESIDENT = {"qerl": {"policy_adapter": {"rank": 8}}}
 LINEAR_ATTENTION = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
@@ -39,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("torchvision")
 
 @pytest.fixture(scope="module")
 def folder(make_nvfp4):
-    return make_nvfp4("qwen3_5_text", **SIZES)
+    return make_nvfp4("qwen3_5_text")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +48,7 @@ def mean(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 def test_promise_01_loading_quantizes_to_the_bytes_of_the_packed_checkpoint(boot, packed, make_bf16, hf, measure):
     served = measure.engine(packed)
     assert mean(served, measure.hf(hf)) < ROUNDING
-    at_load = boot(make_bf16("qwen3_5_text", **SIZES), additional_config=RESIDENT)
+    at_load = boot(make_bf16("qwen3_5_text"), additional_config=RESIDENT)
     ours, theirs = (measure.model(llm).state_dict() for llm in (at_load, packed))
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
@@ -71,13 +60,13 @@ def test_the_gates_stay_in_bf16_as_in_public_checkpoints(packed, folder, make_bf
     ignored = json.loads((folder / "config.json").read_text())["quantization_config"]["ignore"]
     gates = [f"model.layers.0.linear_attn.in_proj_{gate}" for gate in "ba"]
     assert set(ignored) == {"lm_head", *gates}
-    source = load_file(make_bf16("qwen3_5_text", **SIZES) / "model.safetensors")
+    source = load_file(make_bf16("qwen3_5_text") / "model.safetensors")
     stored = load_file(folder / "model.safetensors")
     assert all(torch.equal(stored[f"{gate}.weight"], source[f"{gate}.weight"]) for gate in gates)
     layer = measure.model(packed).model.layers[0].linear_attn
     is_packed = [hasattr(part, "weight_packed") for part in (layer.in_proj_qkvz, layer.out_proj, layer.in_proj_ba)]
     assert is_packed == [True, True, False]
-    model = loading.load(make_bf16("qwen3_5_text", **SIZES), quantization="qerl_nvfp4")  # by the trainer, too
+    model = loading.load(make_bf16("qwen3_5_text"), quantization="qerl_nvfp4")  # by the trainer, too
     frozen = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, FrozenNVFP4Linear)}
     assert frozen == {"in_proj_qkv", "in_proj_z", "out_proj", *ATTENTION, *MLP}
 

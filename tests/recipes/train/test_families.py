@@ -36,15 +36,6 @@ CASES: dict[str, dict[str, object]] = {
     "granite": GRANITE,
     "qwen3_moe": {},
 }
-HYBRID = {
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "layer_types": ["linear_attention", "full_attention"],
-}
 AQN = {"sigma_start": 0.2, "sigma_end": 0.2, "num_stages": 1}
 PADDED = {"gemma2", "granite", "qwen3_5_text"}  # logits scaled behind the output layer; a state across a packed row
 ATTENTION = {"gemma2": "eager"}
@@ -110,7 +101,7 @@ def test_promise_06_engine_and_trainer_agree_in_every_family_that_is_trained(
 def test_a_hybrid_of_linear_attention_is_trained_in_padded_batches(make_trainer, make_nvfp4, read_metrics):
     """In BF16: vLLM has no other kernel of the linear attention on a CPU."""
     with pytest.warns(UserWarning, match="the state of the linear attention would go on from one sequence"):
-        trainer = make_trainer(make_nvfp4("qwen3_5_text", **HYBRID), noise_mode="shared", max_steps=4, **AQN)
+        trainer = make_trainer(make_nvfp4("qwen3_5_text"), noise_mode="shared", max_steps=4, **AQN)
     assert not trainer._pack_tokens
     adapted = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in trainer.snapshot().tensors}
     assert {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj", "down_proj"} <= adapted
