@@ -28,13 +28,18 @@ def rollout(
         ),
     ] = "bf16_merged,bf16,qerl_nvfp4",
     rank: Annotated[int, typer.Option(help="rank of the LoRA adapter")] = 32,
-    repeats: Annotated[int, typer.Option(help="of each case in a round, after one that warms up")] = 3,
+    repeats: Annotated[
+        int | None, typer.Option(help="of each case in a round, after one that warms up; default: 3")
+    ] = None,
     rounds: Annotated[int, typer.Option(help="how often all arms are run, one after the other: A B A B")] = 1,
     tensor_parallel_size: Annotated[int, typer.Option("--tensor-parallel-size", "--tensor_parallel_size")] = 1,
     kv_cache_dtype: Annotated[
         str,
         typer.Option("--kv-cache-dtype", "--kv_cache_dtype", help="caches to measure each arm with, such as auto,fp8"),
     ] = "auto",
+    profile: Annotated[
+        bool, typer.Option(help="instead of rates: the kernels of a decode step halfway through the completions")
+    ] = False,
     scratch: Annotated[Path | None, typer.Option(help="folder for a mixture's checkpoint, such as /dev/shm")] = None,
     output: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
 ) -> None:
@@ -58,6 +63,7 @@ def rollout(
         rounds=rounds,
         tensor_parallel_size=tensor_parallel_size,
         kv_cache_dtype=kv_cache_dtype.split(","),
+        profile=profile,
         scratch=scratch,
         output=output,
     )

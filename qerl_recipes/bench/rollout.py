@@ -3,7 +3,8 @@
 Weights are random and of the real shapes, so nothing is downloaded, and every completion has its full length. As in
 training, each token comes with the log-probability that it was sampled with. A case is a number of sequences with
 their tokens in and out; it is timed as a whole and for one token out, so that decoding can be told from the prefill.
-Every arm runs in a process of its own, one after the other; with several rounds A B A B.
+Every arm runs in a process of its own, one after the other; with several rounds A B A B. With ``--profile`` nothing is
+timed but a decode step, and its kernels.
 """
 
 import statistics
@@ -12,13 +13,17 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from qerl_recipes.bench import decode_profile
 from qerl_recipes.bench.process import ArmFailedError, answer, check_gpus, check_shape, in_own_process
 from qerl_recipes.bench.train_table import around, spread
 from qerl_recipes.machine.conditions import conditions, save
 from qerl_recipes.recipe.shapes import config_json, full_name
 from qerl_recipes.rollout.arms import ENGINE_QUANTIZATION, engine_options
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
 
 PREFILLED = 64  # prompts of the prefill, each as long as the engine allows
 WARM_UP_TOKENS = 16
@@ -57,14 +62,18 @@ def run(
     *,
     arms: Sequence[str] = ("bf16_merged", "bf16", "qerl_nvfp4"),
     rank: int = 32,
-    repeats: int = 3,
+    repeats: int | None = None,
     rounds: int = 1,
     tensor_parallel_size: int = 1,
     kv_cache_dtype: Sequence[str] = ("auto",),
+    profile: bool = False,
     scratch: Path | None = None,
     output: Path | None = None,
 ) -> dict[str, Any]:
     """Measure every arm, print the table, and write it to ``output`` as JSON, after each arm what there is.
+
+    ``profile``: instead of rates, where the time of a decode step goes (``bench.decode_profile``); the profiler's
+    traces lie beside ``output``.
 
     With several of ``kv_cache_dtype`` each arm is measured with each of these caches; "auto" is the activations' dtype.
     ``scratch`` is the folder for the one checkpoint that is written, of a mixture in NVFP4.
@@ -78,6 +87,13 @@ def run(
         raise ValueError(f"unknown arm {unknown[0]!r}; known: {', '.join(ARMS)}")
     if unknown := sorted(set(kv_cache_dtype) - set(CACHES)):
         raise ValueError(f"unknown kv_cache_dtype {unknown[0]!r}; known: {', '.join(CACHES)}")
+    if profile:
+        if repeats is not None:
+            raise ValueError(f"repeats is {repeats}, and --profile times no case as a whole; leave one of them out")
+        if tensor_parallel_size > 1:
+            raise ValueError("--profile looks into the engine's process, and tensor parallelism has more; use one GPU")
+        decode_profile.check(min(case.output for case in cases))
+    repeats = 3 if repeats is None else repeats
     if min(repeats, rounds) < 1:
         raise ValueError(f"repeats is {repeats} and rounds is {rounds}; each is at least 1")
     request = {
@@ -86,6 +102,7 @@ def run(
         "rank": rank,
         "repeats": repeats,
         "tensor_parallel": tensor_parallel_size,
+        "traces": None,
     }
     variants = {
         arm if cache == "auto" else f"{arm}, {cache} cache": (arm, cache) for arm in arms for cache in kv_cache_dtype
@@ -105,6 +122,8 @@ def run(
             if "failed" in measured[variant]:
                 continue
             asked = {**request, "arm": arm, "kv_cache_dtype": cache, "scratch": folder}
+            if profile:
+                asked["traces"] = f"{(output or Path(folder, 'profile')).with_suffix('').resolve()}_{arm}_{cache}"
             try:
                 _add(measured[variant], in_own_process(__name__, asked))
             except ArmFailedError as error:
@@ -116,6 +135,9 @@ def run(
 
 def _add(measured: dict[str, Any], found: dict[str, Any]) -> None:
     """Join what one round has found to what is there, and work out the rates anew."""
+    if "profile" in found:
+        measured.setdefault("profile", []).extend(found["profile"])
+        return
     measured["weights_gib"] = found["weights_gib"]
     rows = measured.setdefault("batch", {})
     alone = len({row["batch"] for row in found["cases"]}) == len(found["cases"])
@@ -141,7 +163,7 @@ def _rate(tokens: int, seconds: Sequence[float]) -> dict[str, float | None]:
 def measure(request: dict[str, Any], found: dict[str, Any]) -> None:
     """One arm, in this process: seconds of each case, with one token out and with all of them."""
     import torch
-    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
     from qerl_recipes.bench import random_model
     from qerl_vllm_plugin.policy import Policy
@@ -170,22 +192,27 @@ def measure(request: dict[str, Any], found: dict[str, Any]) -> None:
         policy.swap(*random_model.adapter(config, rank))
     generator = torch.Generator().manual_seed(0)
 
+    def draw(batch: int, prompt: int) -> list[list[int]]:
+        ids: list[list[int]] = torch.randint(config["vocab_size"], (batch, prompt), generator=generator).tolist()
+        return ids
+
+    if traces := request["traces"]:
+        found["profile"] = []
+        for case in cases:
+            file = Path(f"{traces}_{case.batch}.trace.json.gz")
+            sampling = _sampling(case.output)
+            sampling.output_kind = RequestOutputKind.FINAL_ONLY  # as LLM.generate has it
+            prompts = draw(case.batch, case.input)
+            found["profile"].append(decode_profile.profile(llm, prompts, sampling, policy.request, file))
+        return
+
     def seconds(batch: int, prompt: int, new: int) -> list[float]:
         """Of each repeat; one before them, of few tokens, warms up."""
         taken: list[float] = []
         for tokens in (min(new, WARM_UP_TOKENS), *[new] * repeats):
-            sampling = SamplingParams(
-                max_tokens=tokens,
-                ignore_eos=True,
-                temperature=1.0,
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
-            )
-            ids = torch.randint(config["vocab_size"], (batch, prompt), generator=generator).tolist()
-            prompts = [{"prompt_token_ids": row} for row in ids]
+            prompts = [{"prompt_token_ids": row} for row in draw(batch, prompt)]
             began = time.perf_counter()
-            answers = llm.generate(prompts, sampling, lora_request=policy.request, use_tqdm=False)
+            answers = llm.generate(prompts, _sampling(tokens), lora_request=policy.request, use_tqdm=False)
             taken.append(time.perf_counter() - began)
             if any(len(answer.outputs[0].token_ids) != tokens for answer in answers):
                 raise RuntimeError(f"the engine did not generate {tokens} tokens for each prompt")
@@ -199,6 +226,14 @@ def measure(request: dict[str, Any], found: dict[str, Any]) -> None:
         print(f"{arm}, {_name(case)}: {rate:,.0f} tokens/s", file=sys.stderr, flush=True)
     found["prefill"] = {"tokens": PREFILLED * (length - 1), "seconds": seconds(PREFILLED, length - 1, 1)}
     found["weights_gib"] = _weights_gib(llm) if request["tensor_parallel"] == 1 else None
+
+
+def _sampling(tokens: int) -> "SamplingParams":
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        max_tokens=tokens, ignore_eos=True, temperature=1.0, logprobs=0, flat_logprobs=True, detokenize=False
+    )
 
 
 def _options(arm: str, rank: int, config: dict[str, Any]) -> dict[str, Any]:
@@ -236,6 +271,9 @@ def _print(result: dict[str, Any]) -> None:
     for arm, row in result["arms"].items():
         if "failed" in row:
             console.print(f"{arm} failed: {row['failed']}", style="bold red", markup=False, soft_wrap=True)
+    for arm, row in result["arms"].items():
+        if row.get("profile"):
+            decode_profile.show(arm, row)
     if not arms:
         return
     others = [arm for arm in arms if arm.startswith("bf16")] or [next(iter(arms))]

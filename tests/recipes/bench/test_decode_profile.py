@@ -1,0 +1,156 @@
+"""Where a decode step's time goes: how traces are read, and that the engine makes the steps that were asked for."""
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qerl_recipes.bench import decode_profile, random_model
+from qerl_recipes.bench import rollout as bench_rollout
+from qerl_recipes.bench.decode_trace import FILLING, LAST, by_family, family, of_a_step, read
+from qerl_recipes.recipe.shapes import config_json
+
+STEPS = FILLING + 2 + LAST
+# of one step of 100 us, from the start of its graph: (name, start, end, whether it belongs to the graph)
+STEP = (
+    ("triton_red_fused_add", 0, 10, True),
+    ("adapter_shrink", 12, 20, True),
+    ("nvfp4_gemm", 15, 40, True),  # starts before the one ahead has ended
+    ("reshape_and_cache_flash_kernel", 21, 30, True),  # ends before the one ahead
+    ("nvjet_tst_64x8", 50, 70, False),
+    ("_gumbel_sample_kernel", 75, 80, False),
+)
+
+
+def trace(steps: int = STEPS, last_step: tuple[Any, ...] = STEP) -> list[dict[str, Any]]:
+    """Events in Chrome's format, in no order, a launch for each graph and for each kernel outside of one."""
+    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name"}]
+    for step in range(steps):
+        for place, (name, start, end, in_graph) in enumerate(last_step if step == steps - 1 else STEP):
+            launch = 1000 * step + (0 if in_graph else place)
+            event = {"cat": "kernel", "name": name, "ts": 7e6 + 100 * step + start, "dur": end - start}
+            events.append({**event, "args": {"correlation": launch}})
+            events.append(
+                {"cat": "cuda_runtime", "name": "cudaLaunch", "ts": 1, "dur": 1, "args": {"correlation": launch}}
+            )
+    return events[::-1]
+
+
+def test_a_step_is_made_of_what_its_kernels_add_and_of_what_is_idle() -> None:
+    found = of_a_step(read(trace()), STEPS)
+    assert found["profiled_step_us"] == pytest.approx(100)
+    assert found["busy_us"] == pytest.approx(10 + 28 + 20 + 5)
+    assert found["idle_in_graph_us"] == pytest.approx(2)
+    assert found["idle_between_us"] == pytest.approx(10 + 5 + 20)  # before the product, the sampler, the next graph
+    rows = {row["name"]: row for row in found["kernels"]}
+    assert {name: row["in_graph"] for name, row in rows.items()} == {name: inside for name, _, _, inside in STEP}
+    assert all(row["calls"] == 1 for row in rows.values())
+    shrink, product = rows["adapter_shrink"], rows["nvfp4_gemm"]
+    assert (shrink["us"], shrink["added_us"], shrink["idle_us"]) == pytest.approx((8, 8, 2))
+    assert (product["us"], product["added_us"], product["idle_us"]) == pytest.approx((25, 20, 0))
+    assert rows["reshape_and_cache_flash_kernel"]["added_us"] == 0
+    assert next(iter(rows)) == "nvfp4_gemm" and rows["triton_red_fused_add"]["idle_us"] == pytest.approx(20)
+
+
+def test_the_first_steps_and_what_follows_the_last_border_are_left_out() -> None:
+    slow = tuple((name, 3 * start, 3 * end, inside) for name, start, end, inside in STEP)
+    assert of_a_step(read(trace(last_step=slow)), STEPS) == of_a_step(read(trace()), STEPS)
+    other = trace()
+    for event in other:
+        if event.get("cat") == "kernel" and event["ts"] < 7e6 + 100 * FILLING:
+            event["dur"] /= 2
+    assert of_a_step(read(other), STEPS) == of_a_step(read(trace()), STEPS)
+
+
+def test_steps_that_cannot_be_told_apart_are_refused() -> None:
+    with pytest.raises(RuntimeError, match=f"{STEPS} steps launched {STEPS - 1} CUDA graphs"):
+        of_a_step(read(trace(STEPS - 1)), STEPS)
+    eager = trace()
+    for number, event in enumerate(eager):
+        event["args"] = {"correlation": number}
+    with pytest.raises(RuntimeError, match="launched 0 CUDA graphs"):
+        of_a_step(read(eager), STEPS)
+    assert of_a_step(read(trace(2 * STEPS)), STEPS)["profiled_step_us"] == pytest.approx(200)  # two graphs each
+
+
+def test_families_are_sums_and_a_head_is_not_a_linear_of_the_graph() -> None:
+    rows = of_a_step(read(trace()), STEPS)["kernels"]
+    sums = by_family(rows)
+    assert sums["NVFP4 product"]["added_us"] == pytest.approx(20)
+    assert sums["cuBLAS, outside of the graph"]["added_us"] == pytest.approx(20) and "cuBLAS" not in sums
+    assert sum(row["added_us"] for row in sums.values()) == pytest.approx(63)
+    assert family("_topk_log_softmax_kernel") == "sampling" and family("a name of tomorrow") == "other"
+    assert family("void flash::FlashAttnFwdSm90<...>") == "attention"
+
+
+def test_prompts_are_behind_before_anything_is_timed() -> None:
+    assert decode_profile.steps_ahead(8, 744, 128, 16384) == 64 - decode_profile.STEPS
+    with pytest.raises(ValueError, match="256 prompts of 8192 tokens take 131 steps of 16384 tokens"):
+        decode_profile.steps_ahead(256, 8192, 128, 16384)
+    with pytest.raises(ValueError, match="take inf steps"):
+        decode_profile.steps_ahead(256, 16, 128, 256)
+
+
+def test_an_engine_makes_the_steps_halfway_through_its_completions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, classes_looked_at_here: None
+) -> None:
+    """On a CPU, so that the trace is one that was made up; the steps are the engine's own."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    output, stepped = decode_profile.LEAST_OUTPUT, []
+
+    def fake(step: Callable[[], Any], steps: int, file: Path) -> None:
+        stepped.extend(step() for _ in range(steps))
+        file.write_bytes(gzip.compress(json.dumps({"traceEvents": trace(steps)}).encode()))
+
+    monkeypatch.setattr(decode_profile, "_trace", fake)
+    llm = random_model.start(config_json("tiny"), length=output + 8, sequences=2)
+    try:
+        sampling = bench_rollout._sampling(output)
+        found = decode_profile.profile(llm, [[5] * 8, [6] * 8], sampling, None, tmp_path / "t.json.gz")
+        assert len(stepped) == FILLING + decode_profile.STEPS + LAST
+        assert (found["batch"], found["context"]) == (2, 8 + output // 2) and found["step_us"] > 0
+        assert found["profiled_step_us"] == pytest.approx(100)
+        assert not llm.llm_engine.has_unfinished_requests()
+        (answer,) = llm.generate({"prompt_token_ids": [7] * 8}, bench_rollout._sampling(3), use_tqdm=False)
+        assert len(answer.outputs[0].token_ids) == 3
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def test_what_a_profile_cannot_do_is_refused_before_an_engine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = [bench_rollout.Case(2, 8, 80)]
+    with pytest.raises(ValueError, match="there is no CUDA GPU"):
+        bench_rollout.run("tiny", case, profile=True)
+    with pytest.raises(ValueError, match="output_len is 79; --profile needs at least 80"):
+        bench_rollout.run("tiny", [bench_rollout.Case(2, 8, 79)], profile=True)
+    with pytest.raises(ValueError, match="repeats is 3, and --profile times no case as a whole"):
+        bench_rollout.run("tiny", case, profile=True, repeats=3)
+    monkeypatch.setattr(bench_rollout, "check_gpus", lambda count: None)
+    with pytest.raises(ValueError, match="tensor parallelism has more"):
+        bench_rollout.run("tiny", case, profile=True, tensor_parallel_size=2)
+
+
+def test_profiles_of_all_arms_are_shown_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def answer(module: str, request: dict[str, Any]) -> dict[str, Any]:
+        asked.append(request["traces"])
+        case = {"batch": 64, "context": 768, "step_us": 90.0, **of_a_step(read(trace()), STEPS)}
+        return {"profile": [case]}
+
+    monkeypatch.setattr(bench_rollout, "in_own_process", answer)
+    monkeypatch.setattr(decode_profile, "installed_gpu", lambda: object())
+    file = tmp_path / "new/profile.json"
+    result = bench_rollout.run(
+        "tiny", [bench_rollout.Case(64, 8, 80)], arms=["bf16", "qerl_nvfp4"], profile=True, output=file
+    )
+    assert asked == [str(tmp_path / f"new/profile_{arm}_auto") for arm in ("bf16", "qerl_nvfp4")]
+    assert json.loads(file.read_text())["arms"] == result["arms"]
+    shown = capsys.readouterr().out
+    assert "qerl_nvfp4: microseconds of a decode step" in shown and "64 x" in shown
+    assert "cuBLAS, outside of the graph" in shown and "20 (1)" in shown and "idle between graphs" in shown
