@@ -24,7 +24,7 @@ MAY_CHANGE = {
     *("share_weights", "attn_implementation", "pack_tokens", "pad_to_multiple_of", "use_cpu", "tf32"),
     *("gradient_checkpointing", "gradient_checkpointing_kwargs", "checkpointed_layers", "torch_empty_cache_steps"),
     *("vllm_mode", "vllm_server_port", "vllm_server_timeout", "vllm_gpu_memory_utilization"),
-    *("vllm_enable_sleep_mode", "vllm_tensor_parallel_size"),
+    *("vllm_kv_cache_memory_bytes", "vllm_enable_sleep_mode", "vllm_tensor_parallel_size"),
     *("full_determinism", "do_train"),
 }
 

@@ -143,12 +143,13 @@ class _Run:
         left, tokens = self._left_for_cache(), self.cache_tokens()
         full = self.sequences * self.engine_length
         fitting = f"{tokens // self.engine_length} of {self.sequences} full sequences at a time"
-        share = f"{self.training.vllm_gpu_memory_utilization:g}"
-        sleeps = self.training.vllm_enable_sleep_mode
-        lower = f"vllm_gpu_memory_utilization below {share}"
+        sleeps, given = self.training.vllm_enable_sleep_mode, self.training.vllm_kv_cache_memory_bytes
+        key = "vllm_gpu_memory_utilization" if given is None else "vllm_kv_cache_memory_bytes"
+        share = f"{self.training.vllm_gpu_memory_utilization if given is None else given:g}"
+        lower = f"{key} below {share}"
         knobs = (lower,) if sleeps else (SLEEP, lower)
         held = fitting if tokens < full else f"room for all {self.sequences} sequences of {self.engine_length} tokens"
-        cache, how = max(left, 0), f"rest of vllm_gpu_memory_utilization {share}; {held}"
+        cache, how = max(left, 0), f"rest of {key} {share}; {held}" if given is None else f"{key}; {held}"
         return Part("KV cache", cache, 0 if sleeps else cache, how, knobs)
 
     def cache_tokens(self) -> int:
@@ -159,6 +160,12 @@ class _Run:
         """vLLM does not start if one sequence of full length does not fit into its cache."""
         if server_keys.is_wanted(self.training) or self.engine_length <= self.cache_tokens():
             return ""
+        length, given = self.engine_length, self.training.vllm_kv_cache_memory_bytes
+        if given is not None:
+            return (
+                f"vllm_kv_cache_memory_bytes: {given} does not hold one sequence of {length} tokens; use "
+                f"{length * self.cache_of_a_token()} or more ({self._how_many()}), or a shorter max_completion_length"
+            )
         share = self.training.vllm_gpu_memory_utilization
         budget = share * self.gpu.memory
         needed = (self.beside_cache() + self.engine_length * self.cache_of_a_token()) / self.gpu.memory
@@ -182,14 +189,18 @@ class _Run:
         fitting = self.cache_tokens() // self.engine_length
         if self.problem() or fitting >= self.sequences:
             return ""
+        is_given = self.training.vllm_kv_cache_memory_bytes is not None
+        key = "vllm_kv_cache_memory_bytes" if is_given else "vllm_gpu_memory_utilization"
         return (
             f"the engine holds {fitting} of {self.sequences} sequences of {self.engine_length} tokens at a time, and "
-            f"the others wait: slow; vllm_gpu_memory_utilization: {self._how_many()}"
+            f"the others wait: slow; {key}: {self._how_many()}"
         )
 
     def _how_many(self) -> str:
-        """How many full sequences fit, at the share that all need or at the largest that makes sense."""
+        """How many full sequences fit, at the share (or size) that all need or at the largest that makes sense."""
         token, memory = self.cache_of_a_token() * self.engine_length, self.gpu.memory
+        if self.training.vllm_kv_cache_memory_bytes is not None:
+            return f"{self.sequences * token} holds all {self.sequences}"
         share = math.ceil(100 * (self.beside_cache() + self.sequences * token) / memory) / 100
         if share <= MOST_SHARE:
             return f"{share:.2f} holds all {self.sequences}"
@@ -284,7 +295,7 @@ class _Run:
 
     def beside_cache(self) -> int:
         """What the engine needs before its KV cache."""
-        return int(self.training.vllm_gpu_memory_utilization * self.gpu.memory) - self._left_for_cache()
+        return beside_cache(self.size, self.training, self.gpu, rank=self.rank, itemsize=self.itemsize)
 
     def _left_for_cache(self) -> int:
         return left_for_cache(self.size, self.training, self.gpu, rank=self.rank, itemsize=self.itemsize)
@@ -315,11 +326,18 @@ class _Run:
 
 
 def left_for_cache(size: ModelSize, training: GRPOConfig, gpu: Gpu, *, rank: int, itemsize: int = BF16) -> int:
-    """Bytes of the engine's share of a GPU that are planned for its KV cache, below 0 where there are none; ``rank`` is
-    the trained adapter's."""
-    held = _engine_weights(size, training, _layout(gpu, itemsize), rank=rank, itemsize=itemsize)
+    """Bytes that are planned for the engine's KV cache: as the recipe has it, or what is left of the engine's share of
+    a GPU, below 0 where there is nothing; ``rank`` is the trained adapter's."""
+    if training.vllm_kv_cache_memory_bytes is not None:
+        return training.vllm_kv_cache_memory_bytes
     budget = int(training.vllm_gpu_memory_utilization * gpu.memory)
-    return budget - sum(held) - _engine_scratch(size, training, itemsize) - activation_bytes.GRAPHS
+    return budget - beside_cache(size, training, gpu, rank=rank, itemsize=itemsize)
+
+
+def beside_cache(size: ModelSize, training: GRPOConfig, gpu: Gpu, *, rank: int, itemsize: int = BF16) -> int:
+    """Bytes that are planned for all of the engine but its KV cache."""
+    held = _engine_weights(size, training, _layout(gpu, itemsize), rank=rank, itemsize=itemsize)
+    return sum(held) + _engine_scratch(size, training, itemsize) + activation_bytes.GRAPHS
 
 
 def _layout(gpu: Gpu, itemsize: int) -> str:

@@ -166,6 +166,14 @@ class GRPOConfig(trl.GRPOConfig):
             "says how much). Default, -1: in as few as the memory plan leaves room for on this GPU; on a CPU in all."
         },
     )
+    vllm_kv_cache_memory_bytes: int | None = field(
+        default=None,
+        metadata={
+            "help": "Size of the engine's KV cache in bytes, vLLM's kv_cache_memory_bytes: nothing is measured, and "
+            "vllm_gpu_memory_utilization has no effect. For several runs on one GPU, where vLLM's measuring would "
+            "take another run's memory for its own. None: the rest of vllm_gpu_memory_utilization."
+        },
+    )
     rollout_engine: str = field(default="vllm", metadata={"help": "Rollout engine by name, from a plugin or built in."})
     chat_template: str | None = field(default=None, metadata={"help": "Jinja chat template in place of the model's."})
     wandb_entity: str | None = field(default=None, metadata={"help": "Weights & Biases entity."})
@@ -196,6 +204,8 @@ class GRPOConfig(trl.GRPOConfig):
             )
         if self.pack_tokens is not None and self.pack_tokens < 0:
             raise ConfigError(f"pack_tokens must be at least 1, or 0 for padded batches, not {self.pack_tokens}")
+        if (cache := self.vllm_kv_cache_memory_bytes) is not None and cache < 1:
+            raise ConfigError(f"vllm_kv_cache_memory_bytes must be at least 1, not {cache}; leave it out to measure")
         self._check_checkpointing()
         try:
             super().__post_init__()

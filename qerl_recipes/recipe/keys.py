@@ -177,6 +177,7 @@ _HONOURED = {
     num_generations num_generations_eval max_completion_length generation_batch_size
     steps_per_generation temperature top_p top_k min_p repetition_penalty generation_kwargs chat_template_kwargs
     pad_to_multiple_of vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_gpu_memory_utilization
+    vllm_kv_cache_memory_bytes
     vllm_max_model_length vllm_tensor_parallel_size vllm_importance_sampling_correction vllm_importance_sampling_mode
     vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min vllm_importance_sampling_cap
     """,

@@ -15,6 +15,7 @@ OF_A_SERVER = ("vllm_server_base_url", *ADDRESS, "vllm_server_timeout")
 # keys of an engine of our own -> what says the same to a server
 OF_AN_ENGINE = {
     "vllm_gpu_memory_utilization": "--gpu-memory-utilization of the server",
+    "vllm_kv_cache_memory_bytes": "--kv-cache-memory-bytes of the server",
     "vllm_enable_sleep_mode": "the server keeps its memory while the trainer works",
 }
 # SamplingParams of vLLM that a request to /v1/completions carries under the same name

@@ -19,7 +19,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from qerl_recipes.machine.gpu import this_gpu
 from qerl_recipes.memory.activation_bytes import ENGINE_TOKENS
 from qerl_recipes.memory.model_size import measure, read_config
-from qerl_recipes.memory.plan import engine_sequences, left_for_cache
+from qerl_recipes.memory.plan import beside_cache, engine_sequences, left_for_cache
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.rollout.arms import engine_on_cpu, engine_options
 from qerl_recipes.rollout.interface import Completions, Snapshot
@@ -203,11 +203,22 @@ class VLLMRollouts:
             options |= engine_on_cpu(base)
         else:
             options["max_num_batched_tokens"] = ENGINE_TOKENS  # vLLM's profiler reserves memory for a whole batch
-            if training.vllm_enable_sleep_mode and not compat.counts_released_memory():
+            if training.vllm_kv_cache_memory_bytes is not None:
+                options |= self._given_cache(base, rank, dtype)
+            elif training.vllm_enable_sleep_mode and not compat.counts_released_memory():
                 options["kv_cache_memory_bytes"] = self._planned_cache(base, rank, dtype)
         if self._processes > 1:
             options["distributed_executor_backend"] = "external_launcher"
         return options
+
+    def _given_cache(self, base: str, rank: int, dtype: torch.dtype) -> dict[str, Any]:
+        """The KV cache's size as the recipe has it, and what the whole engine is planned to take: so much must be free
+        as it starts, says vLLM."""
+        gpu = this_gpu()
+        assert gpu is not None
+        cache = self._training.vllm_kv_cache_memory_bytes
+        needed = beside_cache(measure(read_config(base)), self._training, gpu, rank=rank, itemsize=dtype.itemsize)
+        return {"kv_cache_memory_bytes": cache, "gpu_memory_utilization": min((needed + cache) / gpu.memory, 1.0)}
 
     def _planned_cache(self, base: str, rank: int, dtype: torch.dtype) -> int | None:
         """The KV cache's share as the memory plan has it; None where nothing is left, which vLLM will say."""

@@ -20,6 +20,7 @@ from qerl_recipes.memory.plan import make
 from qerl_recipes.model import loading as model
 from qerl_recipes.recipe import shapes
 from qerl_recipes.recipe.configs import parse
+from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.train import run as train
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -302,6 +303,32 @@ def test_an_engine_that_would_take_more_than_its_share_is_told_the_size_of_its_c
     monkeypatch.setattr(compat, "counts_released_memory", lambda: counts)
     options = engine._options(model_config.model_name_or_path, model_config.lora_r, torch.bfloat16)
     assert options.get("kv_cache_memory_bytes") == (None if counts else part(planned, "KV cache").rollout)
+
+
+def test_a_cache_of_a_given_size_is_planned_and_asked_for_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from qerl_recipes.rollout import engine as rollout
+
+    flags = ["--vllm_kv_cache_memory_bytes", "3000000000", "--vllm_gpu_memory_utilization", "0.9"]
+    script, training, model_config = parse(["--config", str(NVFP4_32B), *CPU, *flags, "--output_dir", str(tmp_path)])
+    planned = make(script, training, model_config, gpu=HOPPER)
+    cache = part(planned, "KV cache")
+    assert cache.rollout == 3_000_000_000 and cache.detail.startswith("vllm_kv_cache_memory_bytes; ")
+    assert planned.peak < plan(NVFP4_32B, "--vllm_gpu_memory_utilization", "0.9").peak
+    assert "vllm_kv_cache_memory_bytes: " in planned.remark  # 3 GB do not hold all sequences
+    engine: Any = object.__new__(rollout.VLLMRollouts)
+    engine._training, engine._tensor_parallel, engine._processes = training, 1, 1
+    engine._accelerator = type("Accelerator", (), {"process_index": 0})()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(rollout, "this_gpu", lambda: HOPPER)
+    options = engine._options(model_config.model_name_or_path, model_config.lora_r, torch.bfloat16)
+    assert options["kv_cache_memory_bytes"] == 3_000_000_000
+    assert options["gpu_memory_utilization"] == pytest.approx(planned.engine_share(0) + 3e9 / HOPPER.memory)
+    small = plan(NVFP4_32B, "--vllm_kv_cache_memory_bytes", "1000")
+    assert "vllm_kv_cache_memory_bytes: 1000 does not hold one sequence" in small.problem and not small.fits
+    with pytest.raises(ConfigError, match="vllm_kv_cache_memory_bytes must be at least 1"):
+        parse(["--config", str(NVFP4_32B), *CPU, "--vllm_kv_cache_memory_bytes", "0"])
 
 
 def test_blocks_that_are_not_checkpointed_keep_all_that_they_compute() -> None:
