@@ -172,6 +172,17 @@ def evaluate(
     gpu_memory_utilization: Annotated[
         float, typer.Option("--gpu-memory-utilization", "--gpu_memory_utilization", help="share for vLLM")
     ] = 0.9,
+    kv_cache_memory_bytes: Annotated[
+        int | None,
+        typer.Option(
+            "--kv-cache-memory-bytes",
+            "--kv_cache_memory_bytes",
+            help="size of vLLM's KV cache, unmeasured: for several engines on one GPU",
+        ),
+    ] = None,
+    adapter_only: Annotated[
+        bool, typer.Option("--adapter-only", "--adapter_only", help="leave the base out, where it was judged before")
+    ] = False,
 ) -> None:
     """Measure the accuracy of a base, and of the base with an adapter, through lighteval on one engine."""
     from qerl_recipes.evaluate.run import evaluate as run
@@ -197,6 +208,8 @@ def evaluate(
         chat_template_kwargs=chat_template_kwargs,
         system_prompt=system_prompt,
         gpu_memory_utilization=gpu_memory_utilization,
+        kv_cache_memory_bytes=kv_cache_memory_bytes,
+        adapter_only=adapter_only,
     )
 
 
@@ -288,7 +301,7 @@ def report(folder: Annotated[Path, typer.Argument(help="output folder of a train
 def study(
     file: Annotated[Path, typer.Argument(help="study file, such as recipes/studies/demo.yaml")],
     output: Annotated[Path | None, typer.Option(help="its folder, default: runs/studies/NAME")] = None,
-    jobs: Annotated[int, typer.Option(help="trainings or evaluations at a time")] = 1,
+    jobs: Annotated[int, typer.Option(help="trainings or evaluations at a time, dealt out to the visible GPUs")] = 1,
     minutes: Annotated[
         float | None, typer.Option(help="then everything saves its state and ends; the same command goes on")
     ] = None,

@@ -59,6 +59,8 @@ def evaluate(
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
     system_prompt: str | None = None,
     gpu_memory_utilization: float = 0.9,
+    kv_cache_memory_bytes: int | None = None,
+    adapter_only: bool = False,
     quiet: bool = False,
 ) -> dict[str, Any]:
     """Evaluate ``base`` alone and, where given, with ``adapter`` -> the content of ``output_dir/evaluation.json``.
@@ -67,7 +69,8 @@ def evaluate(
     output folder of a run, ``tasks`` names of ``request``. ``quantization`` is the arm: ``qerl_nvfp4`` (a BF16
     checkpoint is quantized on the way in), ``bf16`` or ``nf4``; ``dtype`` bfloat16, float16 or float32. ``num_samples``
     answers a problem need a temperature above 0; ``max_samples`` takes that many problems a task, ``num_fewshot`` shows
-    that many solved ones first. Lengths are in tokens. ``quiet`` prints nothing.
+    that many solved ones first. Lengths are in tokens. ``kv_cache_memory_bytes`` is vLLM's: for several engines on one
+    GPU. ``adapter_only`` leaves the base out, where it was judged before. ``quiet`` prints nothing.
 
     What is None is as in the adapter's training, where its folder says so: arm, dtype, system prompt, chat template and
     its options, the length of an answer; base and adapter are asked alike. The result says it under ``as_in_training``.
@@ -96,6 +99,8 @@ def evaluate(
     sampling.check(num_samples)
     if max_samples is not None and max_samples < 1:
         raise ValueError(f"max_samples is {max_samples}; it must be at least 1")
+    if adapter_only and adapter is None:
+        raise ValueError("adapter_only leaves the base out, and there is no adapter to judge; name one with --adapter")
     saved = None if adapter is None else open_adapter(adapter)
     as_in_training: list[str] = []
     if saved is not None:
@@ -120,10 +125,12 @@ def evaluate(
         benchmarks = evaluation_tasks.load(
             tasks, max_samples=max_samples, num_fewshot=num_fewshot, num_samples=num_samples
         )
-        llm = _start(folder, arm, rank, max_model_length, tensor_parallel_size, gpu_memory_utilization, dtype)
+        memory = {"gpu_memory_utilization": gpu_memory_utilization, "kv_cache_memory_bytes": kv_cache_memory_bytes}
+        llm = _start(folder, arm, rank, max_model_length, tensor_parallel_size, memory, dtype)
         try:
             arms: dict[str, dict[str, list[Judged]]] = {}
-            for label in ("base",) if saved is None else ("base", "adapter"):
+            judged = ("base",) if saved is None else ("adapter",) if adapter_only else ("base", "adapter")
+            for label in judged:
                 request = None if saved is None else _install(llm, saved if label == "adapter" else None)
                 arms[label] = ask(llm, request, benchmarks, sampling, label)
             length, templated = llm.llm_engine.model_config.max_model_len, uses_template(llm.get_tokenizer(), sampling)
@@ -238,7 +245,7 @@ def _start(
     rank: int | None,
     length: int | None,
     parallel: int,
-    gpu_memory: float,
+    memory: Mapping[str, Any],
     dtype: str = "bfloat16",
 ) -> "LLM":
     from vllm import LLM
@@ -251,7 +258,7 @@ def _start(
         dtype=dtype,
         max_model_len=length,
         tensor_parallel_size=parallel,
-        gpu_memory_utilization=gpu_memory,
+        **memory,
         disable_log_stats=True,
         seed=0,
         **({} if current_platform.is_cuda() else engine_on_cpu(str(folder))),

@@ -22,7 +22,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def engine(make_nvfp4: Make) -> Iterator[Any]:
-    llm = evaluate._start(make_nvfp4("qwen2"), "qerl_nvfp4", 8, 64, 1, 0.9)
+    llm = evaluate._start(make_nvfp4("qwen2"), "qerl_nvfp4", 8, 64, 1, {"gpu_memory_utilization": 0.9})
     yield llm
     evaluate.close(llm)
 

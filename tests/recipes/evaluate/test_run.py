@@ -80,6 +80,26 @@ def test_another_adapter_at_the_same_path_never_gets_the_first_ones_answers(runs
 
 
 @pytest.mark.integration
+def test_the_adapter_alone_gives_the_answers_that_it_gives_beside_the_base(
+    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory: list[object] = []
+    start = evaluate._start
+    monkeypatch.setattr(evaluate, "_start", lambda *given: (memory.append(given[5]), start(*given))[1])
+    tasks = [f"jsonl-exact:{runs['folder']}/second.jsonl"]
+    options = {"max_new_tokens": 6, "max_model_length": 64, "quiet": True, "max_samples": 40}
+    adapter = str(runs["folder"] / "adapter")
+    cache = {"kv_cache_memory_bytes": 1 << 28, "gpu_memory_utilization": 0.5}
+    result = evaluate.evaluate(
+        str(runs["base"]), adapter, tasks, output_dir=tmp_path, adapter_only=True, **cache, **options
+    )
+    before = json.loads((runs["second"] / "evaluation.json").read_text())["tasks"][tasks[0]]
+    assert result["tasks"][tasks[0]] == {"adapter": before["adapter"]} and memory == [cache]
+    beside = answers(runs["second"], "adapter")
+    assert answers(tmp_path, "adapter").items() <= beside.items() and not answers(tmp_path, "base")
+
+
+@pytest.mark.integration
 def test_base_and_adapter_answer_the_same_problems(runs: dict[str, Path]) -> None:
     lines = [json.loads(line) for line in (runs["second"] / "answers.jsonl").read_text().splitlines()]
     asked = {model: [(x["task"], x["problem"]) for x in lines if x["model"] == model] for model in ("base", "adapter")}
@@ -110,6 +130,7 @@ REFUSALS = {
     "nan-temperature": ({"temperature": float("nan")}, "temperature is nan"),
     "top-p": ({"top_p": 0.0}, "top_p is 0.0"),
     "max-samples": ({"max_samples": 0}, "max_samples is 0"),
+    "adapter-only": ({"adapter_only": True}, "adapter_only leaves the base out, and there is no adapter"),
     "arm": ({"quantization": "fp8"}, "quantization is 'fp8'"),
     "nf4-of-nvfp4": ({"quantization": "nf4"}, "starts from the BF16 checkpoint"),
     "missing-adapter": ({"adapter": "/nowhere"}, "/nowhere is no adapter"),
