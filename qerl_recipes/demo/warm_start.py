@@ -12,6 +12,7 @@ import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -26,6 +27,7 @@ from qerl_recipes.tasks import reasoning_gym_task
 
 STEPS, BATCH, LEARNING_RATE = 60, 8, 2e-4
 TASK = "chain_sum"  # the one whose answers are worked out here
+TEXTS = "worked_answers.jsonl"
 SEED_DISTANCE = 2_000_003  # worked problems come from a seed of their own
 
 
@@ -68,8 +70,17 @@ def examples(script: ScriptArguments, count: int) -> Dataset:
     )
 
 
+def texts(data: Dataset, tokenizer: Any) -> str:
+    """The conversations of ``examples`` as JSON lines with a key "text", for `qerl quantize --calibration`."""
+    rows = zip(data["prompt"], data["completion"], strict=True)
+    whole = (tokenizer.apply_chat_template([*asked, *answered], tokenize=False) for asked, answered in rows)
+    return "".join(json.dumps({"text": text}) + "\n" for text in whole)
+
+
 def make(recipe: str | Path, base: str, out: Path, *, steps: int = STEPS, seed: int = 0) -> dict[str, float]:
     """Train ``base`` and save it in BF16 with its tokenizer in ``out`` -> number of steps and the last loss.
+
+    The worked answers lie beside it in ``worked_answers.jsonl``.
 
     Raises FileExistsError for a destination that is not empty, ConfigError as ``examples`` does.
     """
@@ -102,6 +113,7 @@ def make(recipe: str | Path, base: str, out: Path, *, steps: int = STEPS, seed: 
         model.to(torch.bfloat16).save_pretrained(partial)
         GenerationConfig.from_pretrained(folder).save_pretrained(partial)
         tokenizer.save_pretrained(partial)
+        (partial / TEXTS).write_text(texts(data, tokenizer), encoding="utf-8")
     losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
     return {"steps": steps, "loss": losses[-1]}
 

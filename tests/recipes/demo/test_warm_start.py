@@ -1,10 +1,11 @@
 """The tasks of SmolLM2-135M-Instruct: worked answers are right, and no problem is learnt from and asked."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from qerl_recipes.demo.warm_start import examples, worked
+from qerl_recipes.demo.warm_start import examples, texts, worked
 from qerl_recipes.recipe.configs import ScriptArguments, parse
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.tasks.answers import last_number
@@ -37,6 +38,13 @@ def test_the_file_of_held_out_problems_is_the_recipes_and_none_is_trained_on(tas
     assert not set(train["prompt"]) & set(held_out["prompt"])
 
 
+class InOrder:
+    """A tokenizer's template that shows what it was given."""
+
+    def apply_chat_template(self, messages, tokenize):
+        return "|".join(message["content"] for message in messages)
+
+
 def test_worked_examples_are_right_and_of_no_problem_that_is_trained_on_or_asked():
     script, _, _ = parse(["--config", str(recipe("steps"))])
     data = examples(script, 64)
@@ -47,5 +55,9 @@ def test_worked_examples_are_right_and_of_no_problem_that_is_trained_on_or_asked
     for question, (answer,) in zip(asked, data["completion"], strict=True):
         expression = question.rpartition(": ")[2].removesuffix(" =")
         assert last_number(answer["content"]) == eval(expression)  # of reasoning-gym's own making
+    shown = [json.loads(line)["text"] for line in texts(data, InOrder()).splitlines()]
+    assert len(shown) == 64 and shown[0] == "|".join(
+        [script.system_prompt, asked[0], data["completion"][0][0]["content"]]
+    )
     with pytest.raises(ConfigError, match="only chain_sum of reasoning_gym"):
         examples(ScriptArguments(dataset_name="reasoning_gym", dataset_config="basic_arithmetic"), 4)
