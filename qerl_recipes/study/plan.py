@@ -13,8 +13,9 @@
     target_reward: 0.5
 
 An arm is the recipe with keys of its own; nothing else differs between arms. With ``sweep`` every arm is first trained
-at each value with the sweep's seeds. Then each arm runs with all seeds at its own best value (by the mean of the
-primary accuracy) and, where ``common`` is given, at that one too.
+at each value with the sweep's seeds, and judged by the primary evaluation alone. Then each arm runs with all seeds at
+its own best value (by the mean of the primary accuracy) and, where ``common`` is given, at that one too. The base of an
+arm is judged once, with the first seed: it does not depend on the training.
 """
 
 import itertools
@@ -86,6 +87,14 @@ class Study(_Strict):
             if self.sweep.common is not None and self.sweep.common not in self.sweep.values:
                 raise ValueError(f"sweep.common: {self.sweep.common} is not one of the values of the sweep")
         return self
+
+    def evaluations_of(self, run: "Run") -> dict[str, dict[str, Any]]:
+        """The evaluations that follow a run."""
+        return {self.primary: self.evaluations[self.primary]} if run.kind == "sweep" else self.evaluations
+
+    def judges_base(self, run: "Run") -> bool:
+        """Whether a run's evaluations judge its base too."""
+        return run.kind != "sweep" and run.seed == self.seeds[0]
 
 
 class Run(_Strict):

@@ -1,8 +1,8 @@
 """The results of a study as one tidy table, and the page that follows from the table alone.
 
 ``results.csv.gz``: columns arm, seed, step, metric, value. ``arm`` is ``NAME`` or ``NAME@VALUE`` of the sweep's key.
-Metrics of a step are those of ``metrics.jsonl``. Of a finished run, at its last step: ``accuracy`` (the primary
-evaluation), ``accuracy/NAME`` (the others), ``base_accuracy``, and what ``summaries`` derives from the steps.
+Metrics of a step are those of ``metrics.jsonl``. Of a finished run, at its last step: what ``run.figures`` reads from
+its evaluations, and what ``summaries`` derives from the steps.
 """
 
 import csv
@@ -10,17 +10,21 @@ import gzip
 import io
 import json
 import math
+import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from qerl_recipes.study.plan import Study, StudyError, best_values, read
-from qerl_recipes.study.run import accuracy, all_runs, is_finished, run
+from qerl_recipes.study.run import all_runs, figures, is_finished, run
 from qerl_recipes.study.statistics import Comparison, holm, paired
 
 TABLE, COLUMNS = "results.csv.gz", ("arm", "seed", "step", "metric", "value")
 Row = tuple[str, int, int, str, float]
+# of the training: the second table of a page
+OF_A_RUN = ("reward_area", "entropy_start", "entropy_end", "mismatch", "without_signal", "seconds_a_step")
+OF_A_RUN += ("steps_to_target", "seconds_to_target")
 ENDS = 5  # steps averaged at the start and at the end of a run
 
 
@@ -37,10 +41,7 @@ def collect(study: Study, folder: Path) -> list[Row]:
                 if name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
                     rows.append((one.label, one.seed, record["step"], name, float(value)))
         last = max(record["step"] for record in steps)
-        found = {"accuracy": accuracy(study, one, folder), "base_accuracy": accuracy(study, one, folder, "base")}
-        for name in study.evaluations:
-            if name != study.primary:
-                found[f"accuracy/{name}"] = accuracy(study, one, folder, name=name)
+        found = figures(study, one, folder)
         trained = [record for record in steps if "eval/reward" not in record]  # the others are of eval_strategy
         found |= summaries(trained, study.target_reward)
         rows += [(one.label, one.seed, last, name, value) for name, value in found.items()]
@@ -50,23 +51,33 @@ def collect(study: Study, folder: Path) -> list[Row]:
 def summaries(steps: Sequence[Mapping[str, float]], target: float | None) -> dict[str, float]:
     """What the steps of a run come to.
 
-    ``reward_area``: the mean reward over its steps. ``entropy_start``: mean of its first steps. ``steps_to_target`` and
+    ``reward_area``: the mean reward over its steps. ``entropy_start`` and ``entropy_end``: mean of its first and of its
+    last steps. ``mismatch`` and ``without_signal``: means over the steps of ``logp_mismatch_mean`` and of
+    ``equal_groups``, the share of groups without signal. ``seconds_a_step``: their median. ``steps_to_target`` and
     ``seconds_to_target``: until the mean reward of the last five steps reaches ``target``; absent where it never does.
     """
     scored = [step for step in steps if step.get("reward") is not None]  # a rollout for several steps is scored once
     rewards = [step["reward"] for step in scored]
     found = {"reward_area": sum(rewards) / len(rewards)} if rewards else {}
-    entropies = [step["entropy"] for step in steps[:ENDS] if step.get("entropy") is not None]
-    if entropies:
-        found["entropy_start"] = sum(entropies) / len(entropies)
+
+    def of(metric: str, part: slice = slice(None)) -> list[float]:
+        return [step[metric] for step in steps[part] if step.get(metric) is not None]
+
+    means = {
+        "entropy_start": of("entropy", slice(ENDS)),
+        "entropy_end": of("entropy", slice(-ENDS, None)),
+        "mismatch": of("logp_mismatch_mean"),
+        "without_signal": of("equal_groups"),
+    }
+    found |= {name: sum(values) / len(values) for name, values in means.items() if values}
+    if seconds := of("step_seconds"):
+        found["seconds_a_step"] = statistics.median(seconds)
     if target is not None:
         for i, step in enumerate(scored):
             window = rewards[max(0, i + 1 - ENDS) : i + 1]
             if len(window) == ENDS and sum(window) / ENDS >= target:
-                seconds = sum(
-                    earlier.get("step_seconds") or 0.0 for earlier in steps if earlier["step"] <= step["step"]
-                )
-                found |= {"steps_to_target": float(step["step"]), "seconds_to_target": seconds}
+                until = sum(s.get("step_seconds") or 0.0 for s in steps if s["step"] <= step["step"])
+                found |= {"steps_to_target": float(step["step"]), "seconds_to_target": until}
                 break
     return found
 
@@ -140,22 +151,24 @@ def page(study: Study, rows: Sequence[Row], title: str, command: str) -> str:
     """The study as Markdown: one table of arms and one of comparisons. ``command`` is what makes it from the table."""
     lines = [f"# {title}", "", *([study.about.strip(), ""] if study.about else [])]
     lines += [f"Made by `{command}`.", ""]
-    metrics = ["accuracy", *(f"accuracy/{n}" for n in study.evaluations if n != study.primary)]
-    metrics += ["base_accuracy", "reward_area", "entropy_start", "steps_to_target", "seconds_to_target"]
-    values = {metric: final(rows, metric) for metric in metrics}
-    shown = [metric for metric in metrics if values[metric]]
+    several = sorted({m for *_, m, _ in rows if m.startswith(("accuracy/", "pass@", "maj@"))}, key=_by_kind)
+    values = {metric: final(rows, metric) for metric in ("accuracy", *several, "base_accuracy", *OF_A_RUN)}
+    tables = [[metric for metric in of if values[metric]] for of in (("accuracy", *several, "base_accuracy"), OF_A_RUN)]
     for kind, names in labels(study, rows).items():
         if kind == "best" and study.sweep is not None:
             lines += [f"## Each arm at its best {study.sweep.key}", ""]
         elif study.sweep is not None:
             lines += [f"## All arms at {study.sweep.key} {study.sweep.common:g}", ""]
-        lines += [f"| arm | seeds | {' | '.join(shown)} |", "|---" * (len(shown) + 2) + "|"]
-        for arm in study.arms:
-            label = names.get(arm)
-            of = {m: [v for s, v in values[m].get(label or "", {}).items() if s in study.seeds] for m in shown}
-            cells = [_mean(of[metric]) for metric in shown]
-            lines.append(f"| {label or arm} | {len(of['accuracy']) if 'accuracy' in of else 0} | {' | '.join(cells)} |")
-        lines += ["", "Mean over seeds, and its standard deviation.", ""]
+        for shown in tables:
+            lines += [f"| arm | seeds | {' | '.join(shown)} |", "|---" * (len(shown) + 2) + "|"]
+            for arm in study.arms:
+                label = names.get(arm)
+                of = {m: [v for s, v in values[m].get(label or "", {}).items() if s in study.seeds] for m in shown}
+                cells = [_mean(of[metric]) for metric in shown]
+                count = max((len(found) for found in of.values()), default=0)
+                lines.append(f"| {label or arm} | {count} | {' | '.join(cells)} |")
+            lines.append("")
+        lines += ["Mean over seeds, and its standard deviation.", ""]
         compared = comparisons(study, rows).get(kind, [])
         if compared:
             lines += ["| a | b | seeds | a - b | 95 % interval | effect (d_z) | p, Holm | a is |", "|---" * 8 + "|"]
@@ -166,6 +179,12 @@ def page(study: Study, rows: Sequence[Row], title: str, command: str) -> str:
             ]
             lines.append("")
     return "\n".join(lines)
+
+
+def _by_kind(metric: str) -> tuple[str, int]:
+    """Sorts accuracy/NAME, maj@K/NAME and pass@K/NAME by kind, then by K."""
+    kind, _, count = metric.partition("/")[0].partition("@")
+    return kind, int(count or 0)
 
 
 def _mean(values: Sequence[float]) -> str:

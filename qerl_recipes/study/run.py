@@ -5,7 +5,10 @@ not done again: a finished run is left alone, an interrupted training goes on fr
 """
 
 import contextlib
+import itertools
 import json
+import os
+import queue
 import signal
 import subprocess
 import sys
@@ -41,15 +44,20 @@ class Machine:
             for process in self.processes:
                 process.send_signal(signal.SIGTERM)
 
-    def call(self, arguments: Sequence[str], log: Path) -> int | None:
-        """Run ``qerl ARGUMENTS`` with its output behind ``log`` -> its exit code, None where it was not started."""
+    def call(self, arguments: Sequence[str], log: Path, gpu: str | None) -> int | None:
+        """Run ``qerl ARGUMENTS`` with its output behind ``log`` -> its exit code, None where it was not started.
+
+        ``gpu`` is the one that it may see, None for whatever this process sees.
+        """
         with self.lock:
             if self.stopping.is_set():
                 return None
             stream = log.open("ab")
             stream.write(f"$ qerl {' '.join(arguments)}\n".encode())
             stream.flush()
-            process = subprocess.Popen([sys.executable, "-m", CLI, *arguments], stdout=stream, stderr=subprocess.STDOUT)
+            environment = os.environ if gpu is None else {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+            command = [sys.executable, "-m", CLI, *arguments]
+            process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment)
             self.processes.add(process)
         try:
             return process.wait()
@@ -62,7 +70,8 @@ class Machine:
 def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = None) -> bool:
     """Run what is missing of ``study`` below ``folder`` -> whether all of it is there now.
 
-    ``jobs`` trainings or evaluations at a time; the recipe's vllm_gpu_memory_utilization must leave room for them.
+    ``jobs`` trainings or evaluations at a time, each on one of the visible GPUs, as many on each as on any other;
+    several on a GPU want vllm_kv_cache_memory_bytes in the recipe, and kv_cache_memory_bytes in the evaluations.
     After ``minutes`` everything is told to end; the next call goes on. SIGTERM and Ctrl-C do the same.
 
     Raises StudyError where ``folder`` belongs to another study, and, at the end, where a run has failed, naming each.
@@ -92,14 +101,25 @@ def all_runs(study: Study, folder: Path) -> list[Run]:
 
 def is_finished(study: Study, run: Run, folder: Path) -> bool:
     """Whether a run is trained and all its evaluations are there."""
-    return all((folder / run.folder / "evaluation" / name / RESULT).is_file() for name in study.evaluations)
+    return all((folder / run.folder / "evaluation" / name / RESULT).is_file() for name in study.evaluations_of(run))
 
 
-def accuracy(study: Study, run: Run, folder: Path, arm: str = "adapter", name: str | None = None) -> float:
-    """Mean accuracy over the tasks of an evaluation of a finished run; ``name`` None is the primary one."""
-    path = folder / run.folder / "evaluation" / (name or study.primary) / RESULT
-    tasks = json.loads(path.read_text(encoding="utf-8"))["tasks"]
-    return sum(task[arm]["accuracy"] for task in tasks.values()) / len(tasks)
+def figures(study: Study, run: Run, folder: Path) -> dict[str, float]:
+    """What the evaluations of a finished run say: ``accuracy`` (the primary one), ``accuracy/NAME``, ``pass@K/NAME``
+    and ``maj@K/NAME`` for several answers a problem, and the same of the base, where it was judged, as ``base_...``."""
+    found: dict[str, float] = {}
+    for name in study.evaluations_of(run):
+        path = folder / run.folder / "evaluation" / name / RESULT
+        tasks = json.loads(path.read_text(encoding="utf-8"))["tasks"].values()
+        of = "" if name == study.primary else f"/{name}"
+        for arm in next(iter(tasks)):
+            prefix = "base_" if arm == "base" else ""
+            found[f"{prefix}accuracy{of}"] = sum(task[arm]["accuracy"] for task in tasks) / len(tasks)
+            for kind, label in (("pass_at", "pass"), ("maj_at", "maj")):
+                for k in next(iter(tasks))[arm].get(kind, {}):
+                    mean = sum(task[arm][kind][k]["value"] for task in tasks) / len(tasks)
+                    found[f"{prefix}{label}@{k}{of}"] = mean
+    return found
 
 
 def sweep_accuracies(study: Study, folder: Path) -> dict[tuple[str, int, float], float]:
@@ -107,7 +127,7 @@ def sweep_accuracies(study: Study, folder: Path) -> dict[tuple[str, int, float],
     found = {}
     for run in first_runs(study):
         assert run.value is not None
-        found[run.arm, run.seed, run.value] = accuracy(study, run, folder)
+        found[run.arm, run.seed, run.value] = figures(study, run, folder)["accuracy"]
     return found
 
 
@@ -150,11 +170,33 @@ def _all(study: Study, folder: Path, runs: Sequence[Run], jobs: int, machine: Ma
     """Finish ``runs`` -> what is to be said of those that failed."""
     missing = list({run.folder: run for run in runs if not is_finished(study, run, folder)}.values())
     machine.console.print(f"{len(runs) - len(missing)} of {len(runs)} runs are there")
+    places: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    for gpu in itertools.islice(itertools.cycle(visible_gpus() or [None]), jobs):
+        places.put(gpu)
+
+    def finish(run: Run) -> str | None:
+        gpu = places.get()
+        try:
+            return _one(study, run, folder, machine, gpu)
+        finally:
+            places.put(gpu)
+
     with ThreadPoolExecutor(jobs) as pool:
-        return [found for found in pool.map(lambda run: _one(study, run, folder, machine), missing) if found]
+        return [found for found in pool.map(finish, missing) if found]
 
 
-def _one(study: Study, run: Run, root: Path, machine: Machine) -> str | None:
+def visible_gpus() -> list[str]:
+    """The GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them; none of one alone, which needs no name."""
+    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        found = [name.strip() for name in given.split(",") if name.strip()]
+    else:
+        import torch  # counts them without taking memory on any
+
+        found = [str(i) for i in range(torch.cuda.device_count())]
+    return found if len(found) > 1 else []
+
+
+def _one(study: Study, run: Run, root: Path, machine: Machine, gpu: str | None) -> str | None:
     if machine.stopping.is_set():
         return None
     folder = root / run.folder
@@ -165,19 +207,23 @@ def _one(study: Study, run: Run, root: Path, machine: Machine) -> str | None:
         keys = {**run.keys, "seed": run.seed, "output_dir": str(folder)}
         if any(folder.glob("checkpoint-*")):
             keys["resume_from_checkpoint"] = True
-        code = machine.call(["train", "--config", str(study.recipe), *flags(keys)], folder / LOG)
+        code = machine.call(["train", "--config", str(study.recipe), *flags(keys)], folder / LOG, gpu)
         if code != 0:
             return _ended(run, folder, code, machine)
-    for name, options in study.evaluations.items():
+    for name, options in study.evaluations_of(run).items():
         if (folder / "evaluation" / name / RESULT).is_file():
             continue
         arguments = ["evaluate", recipe["model_name_or_path"], "--adapter", str(folder / "adapter")]
         arguments += ["--quantization", recipe.get("quantization", "qerl_nvfp4")]
         arguments += ["--output_dir", str(folder / "evaluation" / name), *flags(options)]
-        code = machine.call(arguments, folder / LOG)
+        if not study.judges_base(run):
+            arguments.append("--adapter_only")
+        code = machine.call(arguments, folder / LOG, gpu)
         if code != 0:
             return _ended(run, folder, code, machine)
-    machine.console.print(f"{run.folder}: done, {time.monotonic() - began:.0f} s, {accuracy(study, run, root):.1%}")
+    machine.console.print(
+        f"{run.folder}: done, {time.monotonic() - began:.0f} s, {figures(study, run, root)['accuracy']:.1%}"
+    )
     return None
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -150,6 +151,42 @@ def test_a_run_that_fails_is_named_with_its_last_line_and_the_others_go_on(study
         runner.run(plan, tmp_path, jobs=2)
     assert "a/seed-0 ended with 2" in str(error.value) and "b/seed-0 ended with 2" in str(error.value)
     assert "no_such_task" in (tmp_path / "a" / "seed-0" / "log.txt").read_text()
+
+
+def test_the_jobs_are_dealt_out_to_the_gpus_and_the_base_is_judged_once(study, tmp_path, monkeypatch):
+    both = {"greedy": {"tasks": "running_sum"}, "sampled": {"tasks": "running_sum", "num_samples": 8}}
+    plan, out = read(study(evaluations=both)), tmp_path / "out"
+    calls = []
+
+    def call(self, arguments, log, gpu):
+        calls.append((arguments, gpu))
+        time.sleep(0.02)  # as long as the others need to take a GPU each
+        if arguments[0] == "evaluate":
+            folder = Path(arguments[arguments.index("--output_dir") + 1])
+            folder.mkdir(parents=True)
+            accuracy = {"accuracy": 0.5, "pass_at": {"8": {"value": 0.75}}, "maj_at": {"8": {"value": 0.25}}}
+            arms = {"adapter": accuracy, **({} if "--adapter_only" in arguments else {"base": {"accuracy": 0.1}})}
+            (folder / "evaluation.json").write_text(json.dumps({"tasks": {"running_sum": arms}}))
+        return 0
+
+    monkeypatch.setattr(runner.Machine, "call", call)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    assert runner.run(plan, out, jobs=4)
+    assert {gpu for _, gpu in calls} == {"2", "5"}
+    assert min(sum(gpu == name for _, gpu in calls) for name in "25") >= len(calls) // 4
+    evaluated = [arguments for arguments, _ in calls if arguments[0] == "evaluate"]
+    of_sweep = [a for a in evaluated if "seed-10" in a[a.index("--output_dir") + 1]]
+    assert len(of_sweep) == 8 and not any("sampled" in " ".join(arguments) for arguments in of_sweep)
+    assert all("--adapter_only" in arguments for arguments in of_sweep)
+    with_base = {a[a.index("--output_dir") + 1] for a in evaluated if "--adapter_only" not in a}
+    labels = [f"{arm}@{value}" for arm in "ab" for value in (0.0001, 0.001)]
+    assert with_base == {str(out / f"{of}/seed-0/evaluation/{name}") for of in labels for name in both}
+    found = runner.figures(plan, later_runs(plan, {"a": 1e-3, "b": 1e-3})[0], out)
+    assert found == {"accuracy": 0.5, "pass@8": 0.75, "maj@8": 0.25, "base_accuracy": 0.1} | {
+        "accuracy/sampled": 0.5, "pass@8/sampled": 0.75, "maj@8/sampled": 0.25, "base_accuracy/sampled": 0.1
+    }  # fmt: skip
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert runner.visible_gpus() == []
 
 
 def test_a_comparison_is_paired_by_seed_and_agrees_with_scipy_and_a_published_correction():
