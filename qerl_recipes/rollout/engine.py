@@ -214,9 +214,8 @@ class VLLMRollouts:
     def _given_cache(self, base: str, rank: int, dtype: torch.dtype) -> dict[str, Any]:
         """The KV cache's size as the recipe has it, and what the whole engine is planned to take: so much must be free
         as it starts, says vLLM."""
-        gpu = this_gpu()
-        assert gpu is not None
-        cache = self._training.vllm_kv_cache_memory_bytes
+        gpu, cache = this_gpu(), self._training.vllm_kv_cache_memory_bytes
+        assert gpu is not None and cache is not None
         needed = beside_cache(measure(read_config(base)), self._training, gpu, rank=rank, itemsize=dtype.itemsize)
         return {"kv_cache_memory_bytes": cache, "gpu_memory_utilization": min((needed + cache) / gpu.memory, 1.0)}
 

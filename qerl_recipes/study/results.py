@@ -23,8 +23,10 @@ from qerl_recipes.study.statistics import Comparison, holm, paired
 TABLE, COLUMNS = "results.csv.gz", ("arm", "seed", "step", "metric", "value")
 Row = tuple[str, int, int, str, float]
 # of the training: the second table of a page
-OF_A_RUN = ("reward_area", "entropy_start", "entropy_end", "mismatch", "without_signal", "seconds_a_step")
-OF_A_RUN += ("steps_to_target", "seconds_to_target")
+OF_A_RUN = (
+    *("reward_area", "entropy_start", "entropy_end", "mismatch", "without_signal", "seconds_a_step"),
+    *("steps_to_target", "seconds_to_target"),
+)
 ENDS = 5  # steps averaged at the start and at the end of a run
 
 
