@@ -36,7 +36,7 @@ class Run:
     """What must stay the same for a run to be continued.
 
     ``base`` is the checkpoint's absolute folder or its model id, ``base_hash`` its ``base_hash()``; ``dataset`` is the
-    ``dataset_hash()`` of the training data.
+    ``dataset_hash()`` of the training data; ``processes`` are the trainer's, None where a run did not write it down.
     """
 
     base: str
@@ -46,6 +46,7 @@ class Run:
     seed: int
     noise_seed: int
     dataset: str
+    processes: int | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ def describe(training: Any, base: str | Path, dataset: Dataset, base_name: str |
         seed=training.seed,
         noise_seed=training.noise_seed,
         dataset=dataset_hash(dataset),
+        processes=training.world_size,
     )
 
 
@@ -198,4 +200,9 @@ def check_continues(found: State, expected: Run, recipe: Mapping[str, Any], fold
     for name, text in way_out.items():
         if getattr(found, name) != getattr(expected, name):
             raise CheckpointMismatch(f"cannot resume from {folder}: {text}. {ANOTHER_RUN}")
+    if found.processes not in (None, expected.processes):  # each has random numbers of its own, and shuffles with them
+        raise CheckpointMismatch(
+            f"cannot resume from {folder}: its run had {found.processes} trainer processes and this one has "
+            f"{expected.processes}; use accelerate launch --num_processes {found.processes}. {ANOTHER_RUN}"
+        )
     check_recipe(found, recipe, folder)

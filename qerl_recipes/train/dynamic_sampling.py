@@ -106,8 +106,8 @@ def replace_groups(
     """
     if unknown := sorted(set(batch) - {*PADDED_LEFT, *PADDED_RIGHT, *ROWS, *SCALARS}):
         raise ValueError(f"dynamic_sampling does not know what to do with {unknown[0]!r} of the batch; turn it off")
-    to = [i * num_generations + k for i, _ in pairs for k in range(num_generations)]
-    come_from = [j * num_generations + k for _, j in pairs for k in range(num_generations)]
+    to = [row for i, _ in pairs for row in _rows(i, num_generations)]
+    come_from = [row for _, j in pairs for row in _rows(j, num_generations)]
     merged = dict(batch)
     for name in (*PADDED_LEFT, *PADDED_RIGHT, *ROWS):
         if name in batch:
@@ -155,54 +155,67 @@ def _pad(x: torch.Tensor, width: int, left: bool, value: int) -> torch.Tensor:
     return torch.nn.functional.pad(x, (missing, 0) if left else (0, missing), value=value)
 
 
-def _local_groups(trainer: "QerlGRPOTrainer", groups: int) -> list[bool]:
-    """Which of this rank's ``groups`` groups of the last batch teach something."""
-    everywhere = informative_groups(trainer.judged, trainer.num_generations).tolist()
-    first = trainer.accelerator.process_index * groups
-    return everywhere[first : first + groups]
-
-
 def refill(trainer: "QerlGRPOTrainer", batch: dict[str, Any], groups: int) -> dict[str, Any]:
-    """``batch`` of ``groups`` groups with fresh prompts for those that teach nothing, as often as the recipe allows."""
-    ranks, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
-    equal = [i for i, informative in enumerate(_local_groups(trainer, groups)) if not informative]
+    """``batch`` of ``groups`` groups with fresh prompts for those that teach nothing, as often as the recipe allows.
+
+    Groups are counted over all processes, whose batches lie one behind the other: the fresh prompts are those that one
+    process with the whole batch would draw, and each process scores an equal share of them, whoever needs them.
+    """
+    accelerator, size = trainer.accelerator, trainer.num_generations
+    ranks, first = accelerator.num_processes, accelerator.process_index * groups
+    equal = [i for i, informative in enumerate(informative_groups(trainer.judged, size).tolist()) if not informative]
     dropped, tokens_before, rounds = len(equal), trainer.vllm_generation.tokens, 0
-    while rounds < trainer.args.dynamic_sampling_max_rounds:
-        # all ranks draw the same number of groups in the same number of rounds: their batches are gathered
-        needed = int(trainer.accelerator.gather(torch.tensor([len(equal)], device=trainer.accelerator.device)).max())
-        if needed == 0:
-            break
+    while equal and rounds < trainer.args.dynamic_sampling_max_rounds:
         rounds += 1
-        rows = trainer.stream.take(needed * ranks)[rank * needed : (rank + 1) * needed]
-        inputs = [dict(trainer.train_dataset[row]) for row in rows for _ in range(trainer.num_generations)]
+        needed, share = len(equal), -(-len(equal) // ranks)
+        rows = trainer.stream.take(needed)
+        rows += rows[-1:] * (share * ranks - needed)  # batches are gathered, so all are as large; these are not used
+        own = rows[accelerator.process_index * share :][:share]
+        inputs = [dict(trainer.train_dataset[row]) for row in own for _ in range(size)]
         with _apart_from_logs(trainer) as fresh_logs:
             fresh = trainer.score(inputs)
-        usable = [j for j, informative in enumerate(_local_groups(trainer, needed)) if informative]
+        informative = informative_groups(trainer.judged, size)[:needed].tolist()
+        usable = [j for j, teaches in enumerate(informative) if teaches]
         pairs = list(zip(equal, usable, strict=False))
-        size, padding = trainer.num_generations, trainer._tokenizer.pad_token_id
-        batch = replace_groups(batch, fresh, pairs, size, padding)
+        for source, part in enumerate(_of_all(fresh, ranks) if pairs else []):
+            moved = [(i - first, j - source * share) for i, j in pairs if j // share == source]
+            if mine := [(i, j) for i, j in moved if 0 <= i < groups]:
+                batch = replace_groups(batch, part, mine, size, trainer._tokenizer.pad_token_id)
         equal = equal[len(pairs) :]
         if trainer.log_completions:
-            everywhere = gather_object([(rank * groups + i, rank * needed + j) for i, j in pairs])
-            replace_logged(trainer._logs, fresh_logs, everywhere, needed * ranks, size)
-    filled = [group * trainer.num_generations + i for group in equal for i in range(trainer.num_generations)]
+            replace_logged(trainer._logs, fresh_logs, pairs, share * ranks, size)
+    for group in equal:
+        for row in _rows(group, size):
+            trainer._logs["advantages"][row] = 0.0
+    filled = [row for group in equal if 0 <= group - first < groups for row in _rows(group - first, size)]
     batch["advantages"][filled] = 0.0
-    for row in gather_object([rank * groups * trainer.num_generations + i for i in filled]):
-        trainer._logs["advantages"][row] = 0.0
+    extra = torch.tensor([trainer.vllm_generation.tokens - tokens_before], device=accelerator.device)
     counts = {
-        "accepted_groups": groups - len(equal),
+        "accepted_groups": groups * ranks - len(equal),
         "dropped_groups": dropped,
         "filled_groups": len(equal),
-        "extra_tokens": trainer.vllm_generation.tokens - tokens_before,
+        "extra_tokens": int(accelerator.gather(extra).sum()),
+        "rounds": rounds,
     }
-    totals = trainer.accelerator.gather(torch.tensor([list(counts.values())], device=trainer.accelerator.device)).sum(0)
-    for name, total in zip(counts, totals.tolist(), strict=True):
-        trainer._metrics["train"][f"dynamic_sampling/{name}"].append(total)
-    if totals[0] > 0:  # without any group that teaches there is no loss, whatever it is divided by
+    for name, count in counts.items():
+        trainer._metrics["train"][f"dynamic_sampling/{name}"].append(count)
+    if counts["accepted_groups"] > 0:  # without any group that teaches there is no loss, whatever it is divided by
         batch["completion_mask"][filled] = 0
-    batch["num_items_in_batch"] = trainer.accelerator.gather(batch["completion_mask"].sum()).sum()
-    trainer._metrics["train"]["dynamic_sampling/rounds"].append(rounds)
+    batch["num_items_in_batch"] = accelerator.gather(batch["completion_mask"].sum()).sum()
     return batch
+
+
+def _rows(group: int, size: int) -> range:
+    return range(group * size, (group + 1) * size)
+
+
+def _of_all(fresh: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
+    """The fresh batches of all processes, in their order."""
+    if ranks == 1:
+        return [fresh]
+    device = fresh["prompt_ids"].device
+    sent = {name: value.cpu() for name, value in fresh.items() if isinstance(value, torch.Tensor)}
+    return [{name: value.to(device) for name, value in part.items()} for part in gather_object([sent])]
 
 
 @contextlib.contextmanager

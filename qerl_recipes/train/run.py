@@ -80,7 +80,8 @@ def _train(script: "ScriptArguments", training: "GRPOConfig", model_config: "Mod
             with explained(plan, training.output_dir, trainer):
                 trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
             if stop.requested:
-                print(stop.message(), file=sys.stderr)
+                if training.process_index == 0:
+                    print(stop.message(), file=sys.stderr)
                 raise SystemExit(143)
             finish(trainer)
     if training.process_index == 0:

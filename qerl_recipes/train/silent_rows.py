@@ -40,6 +40,12 @@ def silent(inputs: Mapping[str, Any]) -> torch.Tensor:
     return has_none & ~(has_none.all() & (rows == first))
 
 
+def computed(inputs: Mapping[str, Any]) -> torch.Tensor:
+    """(B, C) bool: the tokens of a micro-batch that are learned from, those of rows ``left_out`` apart."""
+    mask = mask_of(inputs).bool()
+    return mask & ~inputs["left_out"][:, None] if "left_out" in inputs else mask
+
+
 def with_constants(
     logps: torch.Tensor, entropies: torch.Tensor, inputs: Mapping[str, Any], left_out: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,7 +55,7 @@ def with_constants(
     over the tokens that were computed, so that a mean over all is that mean; NaN where none was.
     """
     before = inputs["old_per_token_logps"] if "old_per_token_logps" in inputs else inputs["sampling_per_token_logps"]
-    computed = mask_of(inputs) * ~left_out[:, None]  # (B, C)
-    mean = (entropies * computed).sum() / computed.sum()
+    mask = computed({**inputs, "left_out": left_out})
+    mean = (entropies * mask).sum() / mask.sum()
     rows = left_out[:, None]
     return torch.where(rows, before.nan_to_num(nan=0.0), logps), torch.where(rows, mean, entropies)

@@ -3,7 +3,7 @@
 import math
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +45,35 @@ IN_THE_BAR = {"reward": "reward", "sampling/sampling_logp_difference/mean": "mis
 HF_EVALUATION = "eval_"  # begins the names of what transformers and TRL log of an evaluation
 SILENT_ROLLOUTS = 5  # so many without a group whose rewards differ are not chance
 STILL_TRUE = ("sigma", "adapter_version", "touched_norms")  # in the later steps of a rollout
+
+
+class StepMeans:
+    """Means over the whole step: of all its micro-batches and of all processes, each weighing what it holds.
+
+    TRL takes the mean of the means of micro-batches, and here they differ: in tokens, and in the rows left out.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, torch.Tensor] = {}  # (2,): of the values, and of what they are divided by
+
+    def add(self, name: str, total: torch.Tensor | float, number: torch.Tensor | float) -> None:
+        """What one micro-batch adds to the two sums of ``name``, the same names in every process."""
+        device = next((x.device for x in (total, number) if isinstance(x, torch.Tensor)), None)
+        pair = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in (total, number)])
+        self._sums[name] = self._sums[name] + pair if name in self._sums else pair
+
+    def take(self, gather: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> dict[str, float]:
+        """What was added since the last call; without what had nothing to be divided by.
+
+        ``gather`` is the accelerator's: a tensor of one process to those of all, one below the other.
+        """
+        names = sorted(self._sums)
+        if not names:
+            return {}
+        own = torch.stack([self._sums[name].to(device) for name in names])[None]  # (1, names, 2)
+        self._sums = {}
+        everywhere = gather(own).sum(dim=0).tolist()
+        return {name: total / number for name, (total, number) in zip(names, everywhere, strict=True) if number}
 
 
 class StepRecorder(TrainerCallback):
@@ -102,7 +131,9 @@ class StepRecorder(TrainerCallback):
 
     def on_step_end(self, args: GRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         trainer, metrics = self._trainer, self._trainer._metrics["train"]
-        trainer.log_differences()
+        for name, value in trainer.take_measured().items():
+            del metrics[name][self._lengths.get(name, 0) :]  # TRL's own
+            metrics[name].append(value)
         own = torch.as_tensor(self._loss, dtype=torch.float32, device=trainer.accelerator.device)
         loss = float(trainer.accelerator.gather(own).mean())
         tokens = int(self._tokens)  # waits for the GPU, so that the time is the step's

@@ -41,7 +41,7 @@ from qerl_recipes.model.packing import even_micro_batches, pack
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.train import dynamic_sampling, importance, saving, silent_rows
 from qerl_recipes.train.half_precision import HalfPrecision
-from qerl_recipes.train.step_metrics import QuietProgress, StepRecorder
+from qerl_recipes.train.step_metrics import QuietProgress, StepMeans, StepRecorder
 from qerl_recipes.train.validate import steps_per_rollout
 
 
@@ -103,7 +103,7 @@ class QerlGRPOTrainer(GRPOTrainer):
         # off in the recipe means weights of 1 and not that nothing is measured
         self._weigh_importance = bool(args.vllm_importance_sampling_correction)
         self.vllm_importance_sampling_correction = True
-        self._differences = importance.Differences()
+        self._differences, self._means = importance.Differences(), StepMeans()
         self._learning_from: dict[str, Any] | None = None  # the micro-batch whose loss is being computed
         for name, weight in self.model.named_parameters():
             if weight.requires_grad:  # TRL rounds an adapter on bitsandbytes weights to BF16; masters stay fp32
@@ -270,6 +270,9 @@ class QerlGRPOTrainer(GRPOTrainer):
             results = *self._half.scaled(results[0], results[1]), results[2]
         if inputs is not None and "importance_sampling_ratio" not in inputs:
             inputs["importance_sampling_ratio"] = self._importance(results[0].detach(), inputs)
+        if inputs is not None and results[1] is not None:
+            mask = silent_rows.computed(inputs)
+            self._means.add("entropy", torch.where(mask, results[1].detach(), 0.0).sum(), mask.sum())
         return results
 
     def _logps(
@@ -295,14 +298,14 @@ class QerlGRPOTrainer(GRPOTrainer):
             rows = pack(ids, mask, logits_to_keep, self._pack_tokens, share_prompts=sharing)
             if inputs is not None:
                 computed = sum(row.tokens.shape[1] for row in rows)
-                self._metrics["train"]["packing/share"].append(computed / input_ids.numel())
+                self._means.add("packing/share", computed, input_ids.numel())
             shape = (len(input_ids), logits_to_keep)
             bonus = self._entropy_bonus_enabled
             logps, entropies = logprobs.completion_logprobs(
                 model, unwrapped, rows, shape, self.temperature, autocast, has_entropy_gradient=bonus
             )
             if inputs is not None and left_out is not None:
-                self._metrics["train"]["packing/silent_rows"].append(float(left_out.float().mean()))
+                self._means.add("packing/silent_rows", left_out.sum(), len(left_out))
                 logps, entropies = silent_rows.with_constants(logps, entropies, inputs, left_out)
             return logps, entropies if compute_entropy else None, None
         with nullcontext() if self._half is None else autocast():  # bfloat16's is part of the prepared model
@@ -315,14 +318,13 @@ class QerlGRPOTrainer(GRPOTrainer):
         sampled, mask = inputs["sampling_per_token_logps"], importance.mask_of(inputs)
         limits = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         ratio = importance.weights(logps, sampled, mask, self.vllm_importance_sampling_mode, *limits)
-        trained = mask * ~inputs["left_out"][:, None] if "left_out" in inputs else mask
-        self._differences.add(logps, sampled, trained, ratio)
+        self._differences.add(logps, sampled, silent_rows.computed(inputs), ratio)
         return ratio if self._weigh_importance else torch.ones_like(ratio)
 
-    def log_differences(self) -> None:
-        """Add to TRL's metrics how the log-probabilities of the step that ends differ; for all processes to call."""
-        for name, value in self._differences.take(self.accelerator.gather).items():
-            self._metrics["train"][name].append(value)
+    def take_measured(self) -> dict[str, float]:
+        """What the step that ends has measured, under TRL's names; for all processes to call."""
+        gather = self.accelerator.gather
+        return {**self._differences.take(gather), **self._means.take(gather, self.accelerator.device)}
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         self.recorder.grad_norm = super()._get_grad_norm(*args, **kwargs)

@@ -1,0 +1,105 @@
+"""Two trainer processes do what one does with the same completions, and go on from a checkpoint to the same bits."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import digit_rewards
+import pandas as pd
+import pytest
+import scripted_rollouts
+import torch
+from safetensors.torch import load_file
+
+from qerl_recipes.files.run_state import CheckpointMismatch
+from qerl_recipes.hooks import get_plugin_manager
+from qerl_recipes.train import run as train
+from qerl_recipes.train.step_metrics import StepMeans
+
+ENGINE = ["--rollout_engine", scripted_rollouts.NAME, "--dtype", "float32"]
+REPLACED = ["--dynamic_sampling", "true", "--gradient_accumulation_steps", "2"]
+# a rollout for two steps: which completions are in which step follows from the random numbers of each process
+SEVERAL_STEPS = ["--steps_per_generation", "2", "--gradient_accumulation_steps", "1", "--save_strategy", "steps"]
+RESUMED = [*SEVERAL_STEPS, "--save_steps", "4", "--resume_from_checkpoint"]
+EXACTLY = {"step", "reward", "reward_std", "equal_groups", "completion_length", "completion_clipped", "sigma"}
+EXACTLY |= {"accepted_groups", "dropped_groups", "filled_groups", "sampling_rounds", "adapter_version", "silent_rows"}
+
+
+@pytest.fixture
+def scripted():
+    """The engine can be named in this process."""
+    manager = get_plugin_manager()
+    manager.register(scripted_rollouts)
+    yield
+    manager.unregister(scripted_rollouts)
+
+
+def adapter(folder):
+    return load_file(folder / "adapter" / "adapter_model.safetensors")
+
+
+def table(folder, step):
+    return pd.read_parquet(folder / "completions" / f"completions_{step:05d}.parquet")
+
+
+def test_promise_08_two_processes_do_what_one_does_and_go_on_from_a_checkpoint(
+    write_recipe, run_process, read_metrics, scripted, tmp_path
+):
+    recipe = write_recipe(
+        reward_funcs=["digit_rewards.digits_of_some"],
+        max_steps=4,
+        learning_rate=1e-3,
+        noise_mode="shared",
+        sigma_start=0.1,
+        num_stages=2,
+        per_device_train_batch_size=4,  # a group
+        log_completions=True,
+    )
+    one, two, whole, resumed = (tmp_path / name for name in ("one", "two", "whole", "resumed"))
+
+    def flags(folder, *more):
+        return ["--config", recipe, *ENGINE, "--output_dir", str(folder), *more]
+
+    runs = [
+        flags(two, *REPLACED),
+        flags(whole, *SEVERAL_STEPS, "--save_steps", "2"),
+        flags(resumed, *RESUMED, str(whole / "checkpoint-2")),
+    ]
+    command = [sys.executable, scripted_rollouts.__file__, "2", *map(json.dumps, runs)]
+    path = os.pathsep.join([str(Path(digit_rewards.__file__).parent), os.environ.get("PYTHONPATH", "")])
+    run_process(command, tmp_path / "log", PYTHONPATH=path)
+
+    # one process with all the groups: the same prompts, completions and rewards, the same sums in another order
+    train.main(flags(one, *REPLACED, "--gradient_accumulation_steps", "4"))
+    records = list(zip(read_metrics(one), read_metrics(two), strict=True))
+    assert len(records) == 4 and sum(ours["filled_groups"] for ours, _ in records) > 0
+    assert any(ours["dropped_groups"] % 2 for ours, _ in records), "every round could be shared equally"
+    for ours, theirs in records:
+        assert {name: theirs[name] for name in EXACTLY} == pytest.approx({name: ours[name] for name in EXACTLY})
+        assert theirs["extra_tokens"] >= ours["extra_tokens"]
+        for name in ("loss", "grad_norm", "entropy", "logp_mismatch_mean", "logp_mismatch_max"):
+            assert theirs[name] == pytest.approx(ours[name], rel=2e-4, abs=1e-7), name
+        pd.testing.assert_frame_equal(table(two, ours["step"]), table(one, ours["step"]), rtol=1e-5)
+    assert 0 < max(ours["silent_rows"] for ours, _ in records) < 1
+    for name, tensor in adapter(one).items():
+        torch.testing.assert_close(adapter(two)[name], tensor, rtol=0, atol=1e-5, msg=name)
+
+    assert read_metrics(resumed) == read_metrics(whole)[2:] and len(read_metrics(whole)) == 4
+    assert all(torch.equal(adapter(resumed)[name], tensor) for name, tensor in adapter(whole).items())
+    assert not all(torch.equal(adapter(two)[name], tensor) for name, tensor in adapter(whole).items())
+    alone = flags(tmp_path / "alone", *RESUMED, str(whole / "checkpoint-2"), "--per_device_train_batch_size", "8")
+    with pytest.raises(CheckpointMismatch, match="its run had 2 trainer processes and this one has 1; use accelerate"):
+        train.main(alone)
+
+
+def test_means_of_a_step_weigh_every_micro_batch_of_every_process_by_what_it_holds():
+    means, nothing = StepMeans(), torch.device("cpu")
+    means.add("entropy", torch.tensor(6.0), torch.tensor(2))
+    means.add("entropy", torch.tensor(0.0), torch.tensor(0))  # all of its rows are masked out
+    means.add("share", 3, 4)
+    means.add("empty", 0.0, 0)
+    other = torch.tensor([[[0.0, 0.0], [2.0, 6.0], [5.0, 4.0]]], dtype=torch.float64)  # empty, entropy, share
+    found = means.take(lambda own: torch.cat([own, other]), nothing)
+    assert found == {"entropy": 1.0, "share": 1.0}
+    assert means.take(lambda own: own, nothing) == {}
