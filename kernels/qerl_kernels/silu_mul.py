@@ -20,6 +20,13 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.ops.qerl.silu_mul(gate, up)
 
 
+def silu_mul_backward_(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of gate and up for the ``dy`` of their ``silu_mul``, all alike; that of gate takes the place of
+    ``dy``, which is contiguous."""
+    dup: torch.Tensor = torch.ops.qerl.silu_mul_backward_(dy, gate, up)
+    return dy, dup
+
+
 def scaled_silu_mul(joined: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """silu(scales[:, 0] * gate) * scales[:, 1] * up, rounded once: gate and up are the halves of ``joined: (S, 2 N)``,
     ``scales: (S, 2)`` fp32 -> (S, N) in the dtype of ``joined``, differentiable in ``joined`` only.
@@ -71,6 +78,25 @@ def _(dy, gate, up):
 @_backward.register_fake
 def _(dy, gate, up):
     return torch.empty_like(gate), torch.empty_like(up)
+
+
+@torch.library.custom_op("qerl::silu_mul_backward_", mutates_args=("dy",), device_types="cpu")
+def _backward_in_place(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    dgate, dup = _backward(dy, gate, up)
+    dy.copy_(dgate)
+    return dup
+
+
+@_backward_in_place.register_kernel("cuda")
+def _(dy, gate, up):
+    from qerl_kernels.silu_mul_triton import backward
+
+    return backward(dy, gate.contiguous(), up.contiguous(), dgate=dy)[1]
+
+
+@_backward_in_place.register_fake
+def _(dy, gate, up):
+    return torch.empty_like(up)
 
 
 _silu_mul.register_autograd(

@@ -65,9 +65,12 @@ def forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of gate and up; all contiguous and alike."""
-    dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+def backward(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, dgate: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of gate and up; all contiguous and alike. ``dgate`` is where the first is written, if given; it may
+    be ``dy``."""
+    dgate, dup = torch.empty_like(gate) if dgate is None else dgate, torch.empty_like(up)
     if dy.numel():
         with torch.cuda.device_of(dy):
             grid = (triton.cdiv(dy.numel(), NUMBERS),)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from qerl_kernels.linear_logprob import CHUNK_BYTES
 from qerl_kernels.linear_tiles import slab_rows
 from qerl_kernels.nvfp4 import GROUP_SIZE
+from qerl_kernels.wide import columns
 
 from qerl_recipes.memory.model_size import ExpertsSize, ModelSize
 
@@ -50,6 +51,7 @@ def saved_in_a_block(
     itemsize: int = BF16,
     attended: float = 1.0,
     at_once: bool = False,
+    widens: bool = False,
 ) -> int:
     """Bytes a token that the backward of one block keeps.
 
@@ -59,6 +61,7 @@ def saved_in_a_block(
     model's dtype. ``attended``: tokens that the attention sees for each, above 1 where prompts are shared. ``at_once``:
     one call of the attention takes all sequences of a packed row, as on a GPU in 16 bits (packed_attention.py), so that
     of a shared prompt keys and values alone are kept more than once, and nothing is put together afterwards.
+    ``widens``: the frozen weights are NVFP4, and behind each row of down_proj's input is room for the adapter's part.
     """
     H, I, Q, KV = size.hidden, size.intermediate, size.heads * size.head_dim, size.kv_heads * size.head_dim  # noqa: E741
     width, taken = (BF16, BF16) if autocast else (itemsize, FP32)  # of an activation, and of what an adapter takes
@@ -76,6 +79,7 @@ def saved_in_a_block(
         gated = max(_saved_by_experts(layer, width) for layer in size.experts)
     else:
         inputs += (2 if is_cast and not autocast else 1) * H + I
+        gated += width * (columns(rank)[1] - rank) if widens and autocast else 0
     adapter_inputs = taken * inputs * targets // (4 if size.experts else 7) + taken * rank * targets
     attention = FP32 * size.heads + width * (4 * Q + padded_to if padded_to else 2 * Q + 2 * KV)  # q, k, v, output
     if at_once:

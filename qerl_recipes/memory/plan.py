@@ -267,6 +267,7 @@ class _Run:
             itemsize=itemsize,
             attended=batch.attended,
             at_once=not padded_to and (autocast or itemsize == 2) and self.size.head_dim <= LARGEST_HEAD,
+            widens=self.arm == shared_weights.ARM,
         )
         kept = activation_bytes.kept(self.size, batch, block, checkpointed=checkpointed, itemsize=itemsize)
         in_block, head = activation_bytes.at_work(

@@ -10,10 +10,9 @@ import warnings
 from typing import Any
 
 import torch
-from qerl_kernels.silu_mul import silu_mul
 from transformers import PreTrainedModel
 
-from qerl_recipes.model.fused_lora import together
+from qerl_recipes.model.fused_lora import gated, together
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
 
@@ -28,8 +27,9 @@ class GatedMLP(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x: (..., H)`` -> ``(..., H)``."""
         gate, up = together(x, self.gate_proj, self.up_proj)
-        product = silu_mul(gate, up) if x.is_cuda else torch.nn.functional.silu(gate) * up
-        return self.down_proj(product)
+        if x.is_cuda:
+            return gated(gate, up, self.down_proj)
+        return self.down_proj(torch.nn.functional.silu(gate) * up)
 
 
 class UnroundedRotation(torch.nn.Module):

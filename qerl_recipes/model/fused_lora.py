@@ -10,8 +10,9 @@ y of a 4-bit weight is one product, rounded once as in the engine: its weight is
 the bias behind each row. A dense weight stays where it is, and its y is rounded before the adapter's part is added, as
 in vLLM's slots for adapters. dy W adds itself to ds A in cuBLAS's epilogue, which rounds once more: a gradient bears
 that, but log-probabilities do not (a third more of error variance on 8 layers of a 7B model). dA and dB are fp32.
-Layers that share x are computed ``together``: one product for all A, one dx. Elsewhere (bitsandbytes, unequal tensor
-scales) ``FusedLora`` saves two of the sums.
+Layers that share x are computed ``together``: one product for all A, one dx. Behind a gate, silu(gate) * up is written
+where the product of a 4-bit down_proj reads it (``gated``). Elsewhere (bitsandbytes, unequal tensor scales)
+``FusedLora`` saves two of the sums.
 """
 
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ from peft import PeftModel
 from peft.tuners.lora import layer as peft_layer
 from peft.tuners.lora.layer import LoraLayer, LoraVariant
 from peft.utils import get_peft_model_state_dict
+from qerl_kernels import wide
+from qerl_kernels.silu_mul import silu_mul, silu_mul_backward_
 
 from qerl_recipes.model.frozen_linear import FrozenNVFP4Linear
 
@@ -51,6 +54,17 @@ def together(x: torch.Tensor, *layers: torch.nn.Module) -> tuple[torch.Tensor, .
     if len(adapted) == len(layers) and len(alike) == 1:
         return _adapted(x, adapted)
     return tuple(layer(x) for layer in layers)
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, down: torch.nn.Module) -> torch.Tensor:
+    """down(silu(gate) * up), the product rounded once: ``gate``, ``up``: (..., K) -> (..., N)."""
+    dtype = torch.get_autocast_dtype(gate.device.type)
+    if isinstance(down, AdaptedLinear) and down.is_plain(gate) and gate.dtype == up.dtype == dtype:
+        base, A, B = down.get_base_layer(), down.lora_A[ADAPTER].weight, down.lora_B[ADAPTER].weight
+        if isinstance(base, FrozenNVFP4Linear):
+            output: torch.Tensor = _Gated.apply(gate, up, down.scaling[ADAPTER], base, A, B)
+            return output
+    return down(silu_mul(gate, up))
 
 
 def _adapted(x: torch.Tensor, layers: Sequence[AdaptedLinear]) -> tuple[torch.Tensor, ...]:
@@ -85,14 +99,47 @@ class _Adapted(torch.autograd.Function):
         ds = torch.cat([_product(dy, b, ctx.scaling) for dy, b in zip(dys, bs, strict=True)], dim=1)  # (T, R)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = ds @ a  # (T, K)
-            for base, dy in zip(ctx.bases, dys, strict=True):
-                w, factor = _operand(base, s.dtype)
-                dx.addmm_(dy, w, alpha=factor)
-            dx = dx.view(ctx.x[0]).to(ctx.x[1])
+            dx = _input_gradient(dys, ds, a, ctx.bases).view(ctx.x[0]).to(ctx.x[1])
         of_a = _sum(ds, rows).split(ctx.ranks)
         of_b = [_sum(dy, part) for dy, part in zip(dys, s.split(ctx.ranks, dim=1), strict=True)]
         return dx, None, None, *of_a, *of_b
+
+
+class _Gated(torch.autograd.Function):
+    """y = W z + scaling * B A z with z = silu(gate) * up, of a 4-bit W (N, K); z stands where the product reads it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        scaling: float,
+        base: FrozenNVFP4Linear,
+        A: torch.Tensor,
+        B: torch.Tensor,
+    ) -> torch.Tensor:
+        K, R = gate.shape[-1], len(A)
+        with torch.autocast(gate.device.type, enabled=False):
+            a = A.to(gate.dtype)
+            whole = wide.widen_silu_mul(gate.reshape(-1, K), up.reshape(-1, K), R)  # (T, K + used)
+            _product(whole[:, :K], a.t(), scaling, out=whole[:, K : K + R])
+            (y,) = _wide_outputs(whole, K, R, [base], [B])
+        ctx.save_for_backward(gate, up, whole, a, B.to(gate.dtype))
+        ctx.scaling, ctx.base = scaling, base
+        return y.view(*gate.shape[:-1], y.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        gate, up, whole, a, b = ctx.saved_tensors
+        K, R = gate.shape[-1], len(a)
+        dy = gradient.reshape(-1, gradient.shape[-1]).to(a.dtype)
+        ds = _product(dy, b, ctx.scaling)
+        of_gate = of_up = None
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+            dz = _input_gradient([dy], ds, a, [ctx.base]).view(gate.shape)
+            of_gate, of_up = silu_mul_backward_(dz, gate, up)
+        of_a, of_b = _sum(ds, whole[:, :K]), _sum(dy, whole[:, K : K + R])
+        return of_gate, of_up, None, None, of_a, of_b
 
 
 def _outputs(
@@ -104,33 +151,45 @@ def _outputs(
         dense = [torch.nn.functional.linear(x, base.weight.to(x.dtype), _bias(base, x.dtype)) for base in bases]
         return [y.addmm_(part, B.to(x.dtype).t()) for y, part, B in zip(dense, parts, Bs, strict=True)]
     K, R = x.shape[1], s.shape[1]
-    used, room = (-(-(R + 2) // n) * n for n in (8, 64))  # for s, and twice a one for the bias; rows 128 bytes apart
-    wide = x.new_empty(len(x), K + room)[:, : K + used]
-    wide[:, :K], wide[:, K : K + R], wide[:, K + R : K + R + 2], wide[:, K + R + 2 :] = x, s, 1, 0
-    ys, first = [], K
+    whole = wide.widen(x, R)
+    whole[:, K : K + R] = s
+    return _wide_outputs(whole, K, R, bases, Bs)
+
+
+def _wide_outputs(
+    x: torch.Tensor, K: int, R: int, bases: Sequence[torch.nn.Linear], Bs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """``x: (T, K + used)`` as wide.py has it, for 4-bit ``bases`` -> (T, N_i) each, rounded once."""
+    ys, first, (used, room) = [], 0, wide.columns(R)
     for base, B in zip(bases, Bs, strict=True):
         w, factor = _operand(base, x.dtype, room)  # (N_i, K + room)
         w = w[:, : K + used]
-        w[:, K:] = 0
-        w[:, first : first + B.shape[1]] = B / factor
-        if base.bias is not None:
-            bias = base.bias.float() / factor
-            w[:, K + R] = bias  # what is lost of it comes next: 16 bits of it in all
-            w[:, K + R + 1] = bias - w[:, K + R].float()
-        ys.append(_product(wide, w.t(), factor))
+        wide.fill(w, K, R, first, B, base.bias, factor)
+        ys.append(_product(x, w.t(), factor))
         first += B.shape[1]
     return ys
+
+
+def _input_gradient(
+    dys: Sequence[torch.Tensor], ds: torch.Tensor, a: torch.Tensor, bases: Sequence[torch.nn.Linear]
+) -> torch.Tensor:
+    """ds A and the frozen weights' parts: ``dys: (T, N_i)``, ``ds: (T, R)``, ``a: (R, K)`` -> (T, K)."""
+    dx = ds @ a
+    for base, dy in zip(bases, dys, strict=True):
+        w, factor = _operand(base, dx.dtype)
+        dx.addmm_(dy, w, alpha=factor)
+    return dx
 
 
 def _bias(base: torch.nn.Linear, dtype: torch.dtype) -> torch.Tensor | None:
     return None if base.bias is None else base.bias.to(dtype)
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, factor: float) -> torch.Tensor:
-    """``factor * (a @ b)``, rounded once: (M, K), (K, N) -> (M, N)."""
+def _product(a: torch.Tensor, b: torch.Tensor, factor: float, out: torch.Tensor | None = None) -> torch.Tensor:
+    """``factor * (a @ b)``, rounded once, into ``out`` if there is one: (M, K), (K, N) -> (M, N)."""
+    out = a.new_empty(a.shape[0], b.shape[1]) if out is None else out
     if not a.is_cuda:
-        return (factor * (a.float() @ b.float())).to(a.dtype)
-    out = a.new_empty(a.shape[0], b.shape[1])
+        return out.copy_(factor * (a.float() @ b.float()))
     return torch.addmm(out, a, b, beta=0, alpha=factor, out=out)
 
 

@@ -17,6 +17,8 @@ from qerl_kernels import (  # noqa: F401
     rotate_triton,
     silu_mul,
     silu_mul_triton,
+    wide,
+    wide_triton,
 )
 
 
@@ -82,6 +84,29 @@ def silu_mul_agrees_with_the_reference():
         for ours, reference in zip(silu_mul_triton.backward(dy, gate, up), expected, strict=True):
             assert ours.dtype == dtype
             torch.testing.assert_close(ours, reference)
+        there = dy.clone()
+        in_place = silu_mul_triton.backward(there, gate, up, dgate=there)
+        assert in_place[0] is there and all(map(torch.equal, in_place, silu_mul_triton.backward(dy, gate, up)))
+
+
+def wide_operands_are_those_of_the_reference():
+    generator = torch.Generator().manual_seed(0)
+    for T, K, R in ((3, 1000, 32), (2, 1024, 6), (1, 40, 96)):
+        gate, up = (4 * torch.randn(T, K, generator=generator) for _ in range(2))
+        expected = wide.widen_silu_mul(gate, up, R)
+        ours = torch.full((T, K + 200), float("nan"))[:, : expected.shape[1]]
+        wide_triton.silu_mul(gate, up, ours, R)
+        torch.testing.assert_close(ours[:, :K], expected[:, :K])
+        assert same_bits(ours[:, K + R :], expected[:, K + R :])
+    for dtype in (torch.float32, torch.float16):
+        for N, R, r, first, factor in ((37, 96, 32, 64, 0.37), (5, 32, 32, 0, 3.0), (16, 6, 4, 2, 1e-3)):
+            K, (used, room) = 24, wide.columns(R)
+            B = torch.randn(N, r, generator=generator)
+            for bias in (None, (9 * torch.randn(N, generator=generator)).to(dtype)):
+                expected, ours = (torch.full((N, K + room), 7.0, dtype=dtype) for _ in range(2))
+                wide.fill(expected[:, : K + used], K, R, first, B, bias, factor)
+                wide_triton.fill(ours[:, : K + used], K, R, first, B, bias, factor)
+                assert torch.equal(ours, expected) and (ours[:, K + used :] == 7).all()
 
 
 def scaled_silu_mul_agrees_with_the_reference():

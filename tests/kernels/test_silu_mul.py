@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from qerl_kernels.silu_mul import scaled_silu_mul, silu_mul
+from qerl_kernels.silu_mul import scaled_silu_mul, silu_mul, silu_mul_backward_
 
 
 def example(dtype):
@@ -33,6 +33,15 @@ def test_the_gradient_is_that_of_the_definition(dtype, tolerance):
     for got, wanted in zip((gate.grad, up.grad), expected, strict=True):
         assert got.dtype == dtype
         assert (got.double() - wanted).norm() < tolerance * wanted.norm()
+
+
+def test_the_gradient_of_gate_takes_the_place_of_that_of_the_product():
+    gate, up, dy = example(torch.bfloat16)
+    expected = torch.ops.qerl.silu_mul_backward(dy, gate, up)
+    there = dy.clone()
+    dgate, dup = silu_mul_backward_(there, gate, up)
+    assert dgate is there and torch.equal(dgate, expected[0]) and torch.equal(dup, expected[1])
+    torch.library.opcheck(torch.ops.qerl.silu_mul_backward_.default, (dy, gate, up))
 
 
 def test_what_is_not_alike_is_refused():

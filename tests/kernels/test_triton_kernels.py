@@ -15,6 +15,7 @@ CHECKS = [
     "quantize_gives_the_bits_of_the_reference",
     "logprob_kernels_agree_with_torch",
     "silu_mul_agrees_with_the_reference",
+    "wide_operands_are_those_of_the_reference",
     "scaled_silu_mul_agrees_with_the_reference",
     "rotate_agrees_with_the_reference",
     "rms_norm_agrees_with_the_reference",

@@ -9,7 +9,6 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from qerl_kernels import nvfp4
-from qerl_kernels.silu_mul import silu_mul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -135,7 +134,7 @@ class MLPOnAGpu(engine_rounding.GatedMLP):
     """What a GatedMLP computes on a GPU, here by the CPU reference of the same operator."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(silu_mul(*fused_lora.together(x, self.gate_proj, self.up_proj)))
+        return fused_lora.gated(*fused_lora.together(x, self.gate_proj, self.up_proj), self.down_proj)
 
 
 @pytest.fixture
@@ -268,6 +267,7 @@ def check_a_block(
         itemsize=dtype.itemsize,
         attended=1 + 2 * shared / tokens,
         at_once=at_once,
+        widens=True,
     )
     assert (two - one - casts) / tokens == pytest.approx(estimate, rel=0.01)
 
@@ -375,9 +375,9 @@ def test_a_block_at_work_takes_what_is_alive(kind: str, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(fused_lora, "_operand", kept)
     monkeypatch.setattr(fused_lora, "_sum", lambda a, b: (a.t() @ b).float())  # on a GPU in fp32, without copies
-    monkeypatch.setattr(
-        fused_lora, "_product", lambda a, b, factor: (a @ b).mul_(factor)
-    )  # there without copies either
+    monkeypatch.setattr(  # there without copies either
+        fused_lora, "_product", lambda a, b, factor, out=None: torch.mm(a, b, out=out).mul_(factor)
+    )
     policy.gradient_checkpointing_enable({"use_reentrant": False})
     policy.enable_input_require_grads()
     policy.train()
@@ -400,7 +400,7 @@ def test_a_block_at_work_takes_what_is_alive(kind: str, monkeypatch: pytest.Monk
 
     least = min(taken() for _ in range(3))  # now and then Python lets go of a tensor late
     batch = activation_bytes.MicroBatch(tokens, tokens, tokens, 0, tokens)
-    block = activation_bytes.saved_in_a_block(size, 16, targets=4 if size.experts else 7)
+    block = activation_bytes.saved_in_a_block(size, 16, targets=4 if size.experts else 7, widens=True)
     planned, _ = activation_bytes.at_work(size, batch, block, checkpointing=True, expands=bool(size.experts))
     for layer in size.experts[:1]:  # what our operator takes inside
         planned -= 2 * 2 * layer.count * layer.inner * layer.hidden

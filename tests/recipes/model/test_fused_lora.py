@@ -6,6 +6,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import LoraLayer
 from qerl_kernels import nvfp4, tiles
 from qerl_kernels.marlin_layout import MarlinWeight, repack, store_scales
+from qerl_kernels.silu_mul import silu_mul
 
 from qerl_recipes.model import fused_lora
 from qerl_recipes.model import loading as model
@@ -143,6 +144,59 @@ def test_layers_of_one_input_are_computed_together_where_they_are_alike(kinds, a
     for mine, theirs in zip(*results, strict=True):
         assert (mine.double() - theirs.double()).norm() < 5e-3 * theirs.double().norm()
     assert sizes == ([2] if together else [1, 1]) + [1, 1]
+
+
+@pytest.mark.parametrize("kind", ["BF16", "checkpoint", "tiles", "Marlin", "tiles, unequal scales"])
+def test_behind_a_gate_output_and_gradients_are_those_of_the_layer_on_the_product(kind, monkeypatch):
+    """Where the weight is 4-bit in one function, to the bit but for the gradients' own roundings."""
+    base, _, _ = frozen(kind)
+    holder = get_peft_model(torch.nn.ModuleDict({"part": base}), LoraConfig(r=4, target_modules=["part"]))
+    fused_lora.install(holder, "default")
+    layer, generator = holder.base_model.model["part"], torch.Generator().manual_seed(3)
+    layer.lora_B.default.weight.data = torch.randn(N, 4, generator=generator)
+    gate, up = torch.randn(2, 3, 17, K, generator=generator).bfloat16()
+    dy = torch.randn(3, 17, N, generator=generator).bfloat16()
+    calls, apply = [], fused_lora._Gated.apply
+    monkeypatch.setattr(fused_lora._Gated, "apply", lambda *a: calls.append(1) or apply(*a))
+    results = []
+    for function in (fused_lora.gated, lambda g, u, down: down(silu_mul(g, u))):
+        holder.zero_grad()
+        leaves = [t.clone().requires_grad_() for t in (gate, up)]
+        with torch.autocast("cpu", torch.bfloat16):
+            y = function(*leaves, layer)
+        y.backward(dy)
+        results.append(
+            [y.detach(), *(t.grad for t in leaves), *(p.grad for p in layer.parameters() if p.requires_grad)]
+        )
+    assert len(calls) == (kind in ("checkpoint", "tiles", "Marlin"))
+    for mine, theirs in zip(*results, strict=True):
+        assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+
+
+def test_behind_a_gate_another_dtype_and_a_switched_off_adapter_are_left_to_the_layer():
+    base = frozen("checkpoint")[0]
+    holder = get_peft_model(torch.nn.ModuleDict({"part": base}), LoraConfig(r=4, target_modules=["part"]))
+    fused_lora.install(holder, "default")
+    layer = holder.base_model.model["part"]
+    layer.lora_B.default.weight.data.normal_()
+    gate, up = torch.randn(2, 5, K)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(fused_lora.gated(gate, up, layer), layer(silu_mul(gate, up)))
+        gate, up = gate.bfloat16(), up.bfloat16()
+        with holder.disable_adapter():
+            assert torch.equal(fused_lora.gated(gate, up, layer), base(silu_mul(gate, up)))
+        assert torch.equal(fused_lora.gated(gate, up, base), base(silu_mul(gate, up)))
+
+
+def test_behind_a_gate_that_needs_no_gradient_the_adapter_still_gets_one():
+    base = frozen("checkpoint")[0]
+    holder = get_peft_model(torch.nn.ModuleDict({"part": base}), LoraConfig(r=4, target_modules=["part"]))
+    fused_lora.install(holder, "default")
+    layer = holder.base_model.model["part"]
+    gate, up = torch.randn(2, 5, K).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        fused_lora.gated(gate, up.requires_grad_(), layer).sum().backward()
+    assert up.grad is not None and layer.lora_B.default.weight.grad.abs().sum() > 0
 
 
 def test_an_output_that_nobody_uses_adds_nothing():
