@@ -142,8 +142,9 @@ def test_without_autocast_the_adapter_has_copies_of_its_inputs_in_fp32() -> None
     settings[1].bf16 = False
     copies = 4 * (5 * 5120 + 5120 + 27648) - 2 * (2 * 5120 + 27648)  # o_proj takes what the attention keeps
     hidden = (4 - 2) * 7 * 32  # x A^T of 7 adapters of rank 32
+    room = 2 * (64 - 32)  # behind the input of down_proj, where x A^T stands
     more = part(make(*settings, gpu=HOPPER), "activations").training - read_without_a_gpu.training
-    assert more == 2560 * 64 * (copies + hidden)  # tokens and layers
+    assert more == 2560 * 64 * (copies + hidden - room)  # tokens and layers
 
 
 def test_the_advice_names_the_keys_of_the_largest_parts_first() -> None:
