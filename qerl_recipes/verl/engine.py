@@ -1,13 +1,13 @@
 """verl's FSDP2 engine on the frozen NVFP4 model: the same bytes that the rollout multiplies by."""
 
 import torch
-from qerl_kernels.linear import linear
+from qerl_kernels.linear import expand, linear
 from verl.models.transformers.monkey_patch import apply_monkey_patch
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from qerl_recipes.model import loading, norms
+from qerl_recipes.model import fused_lora, loading, norms
 from qerl_recipes.model.frozen_linear import FrozenNVFP4Linear
 
 DTYPE = torch.bfloat16  # of the activations, the embedding and the head; trained values have model_dtype
@@ -22,9 +22,22 @@ class SentLinear(FrozenNVFP4Linear):
         super().__init__(*parts, frozen.bias, frozen.dtype)
         self.register_buffer("weight_scale", frozen.weight_scale.view(torch.uint8))
 
+    @property
+    def _block_scales(self) -> torch.Tensor:
+        return self.weight_scale.view(torch.float8_e4m3fn)
+
+    def operand(self, dtype: torch.dtype, room: int = 0) -> tuple[torch.Tensor, float]:
+        """As of any FrozenNVFP4Linear."""
+        return expand(self.weight_packed, self._block_scales, dtype, room)
+
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
-        scales = self.weight_scale.view(torch.float8_e4m3fn)
-        return linear(x, self.weight_packed, scales, self.row_scale, self.bias, self._factor)
+        return linear(x, self.weight_packed, self._block_scales, self.row_scale, self.bias, self._factor)
+
+
+def _in_float32(head: torch.nn.Module, inputs: tuple[torch.Tensor, ...], logits: torch.Tensor) -> torch.Tensor:
+    """As the rollout takes them before temperature and log-softmax. verl divides bf16 ones in bf16 and, without
+    flash-attn, rounds their log-probabilities to it, too: by up to 0.03 at -10."""
+    return logits.float()
 
 
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device=["cuda"], vendor=["nvidia"])
@@ -50,6 +63,7 @@ class FrozenEngine(FSDPEngineWithLMHead):
             weight = norm.weight.detach()
             del norm.weight
             norm.register_buffer("weight", weight)
+        module.get_output_embeddings().register_forward_hook(_in_float32)
         apply_monkey_patch(
             model=module,
             use_remove_padding=self.use_remove_padding,
@@ -60,11 +74,15 @@ class FrozenEngine(FSDPEngineWithLMHead):
         return module
 
     def _build_lora_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """verl rounds a new adapter to the dtype of the frozen weights; it is trained in ``model_dtype``."""
+        """verl rounds a new adapter to the dtype of the frozen weights; it is trained in ``model_dtype``.
+
+        Its product is one with the frozen layer's, rounded once as the rollout's.
+        """
         wrapped = super()._build_lora_module(module)
         for parameter in wrapped.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(PrecisionType.to_dtype(self.engine_config.model_dtype or "fp32"))
+        fused_lora.install(wrapped, fused_lora.ADAPTER)
         return wrapped
 
     def _refusals(self) -> list[str]:
