@@ -31,8 +31,11 @@ def obstacle(training: "GRPOConfig") -> str | None:
         return f"quantization: {training.quantization} has a form of its own in the engine; only {ARM} is shared"
     if server_keys.is_wanted(training):
         return f"vllm_mode: {server_keys.SERVER}: the engine's are in another process"
-    if training.world_size > 1 or training.vllm_tensor_parallel_size > 1:
-        return f"{training.world_size} trainer processes each need all weights on their own device"
+    if training.vllm_tensor_parallel_size > 1:
+        return (
+            f"vllm_tensor_parallel_size: {training.vllm_tensor_parallel_size} leaves each GPU a part of every weight, "
+            "and each trainer process needs all of them on its own"
+        )
     return None
 
 

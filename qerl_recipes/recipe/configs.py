@@ -104,7 +104,7 @@ class GRPOConfig(trl.GRPOConfig):
         default=None,
         metadata={
             "help": "qerl_nvfp4: the trainer reads the engine's frozen weights in place, so that there is one copy. "
-            "Default: wherever it can be done (one trainer process, an engine on one GPU). true: refuse to run "
+            "Default: wherever it can be done (engines on one GPU each). true: refuse to run "
             "without; false: keep two."
         },
     )

@@ -112,9 +112,11 @@ class QerlGRPOTrainer(GRPOTrainer):
         if args.train_norms:
             norms.make_trainable(policy, args.noise_targets)
         if self.accelerator.num_processes > 1:
-            # every process has loaded or computed the same; DDP would broadcast them all at every forward, but NCCL has
-            # no 8-bit floats, and processes with packed rows of their own make different numbers of forwards
-            self.model._ddp_params_and_buffers_to_ignore = [name for name, _ in self.model.named_buffers()]
+            # every process has loaded or computed the same; DDP would broadcast buffers at every forward, but NCCL has
+            # no 8-bit floats, and processes with packed rows of their own make different numbers of forwards. Of frozen
+            # parameters it would write the same bits into what the engine has lent
+            frozen = (name for name, weight in self.model.named_parameters() if not weight.requires_grad)
+            self.model._ddp_params_and_buffers_to_ignore = [*(name for name, _ in self.model.named_buffers()), *frozen]
         self._pack_tokens = args.pack_tokens or 0  # of a row; 0 is TRL's padded batch
         is_half = policy.get_output_embeddings().weight.dtype == torch.float16
         self._half = HalfPrecision(policy, args) if is_half else None

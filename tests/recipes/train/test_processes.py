@@ -108,7 +108,7 @@ def test_two_processes_push_to_a_server_once_and_end_as_with_an_engine_each(
     )
     path = {"PYTHONPATH": os.pathsep.join([str(Path(digit_rewards.__file__).parent), os.environ.get("PYTHONPATH", "")])}
     server = ["--vllm_mode", "server", "--vllm_server_base_url", f"http://127.0.0.1:{port}"]
-    for name, flags in (("inside", []), ("server", server)):
+    for name, flags in (("inside", ["--share_weights", "true"]), ("server", server)):
         run_process(launch(recipe, "--output_dir", str(tmp_path / name), *flags), tmp_path / f"{name}.log", **path)
     inside, outside = (tmp_path / name / "adapter" / "adapter_model.safetensors" for name in ("inside", "server"))
     assert outside.read_bytes() == inside.read_bytes()
