@@ -7,15 +7,18 @@ resident adapter, which is faster and leaves no request without the policy, need
 import asyncio
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+from vllm.logger import init_logger
 
-from qerl_vllm_plugin import NAME
+from qerl_vllm_plugin import NAME, compat
 from qerl_vllm_plugin.policy import check_answers, plain_config
 from qerl_vllm_plugin.verl import ROLLOUT
+
+logger = init_logger("vllm.qerl")
 
 EXTENSION = "qerl_vllm_plugin.verl.extension.Extension"
 MANAGER = "qerl_recipes.verl.noise.NoisyAgentLoopManager"
@@ -60,6 +63,18 @@ def refusals(rollout: Any, model: Any) -> list[str]:
     return found
 
 
+def memory_warning(rollout: Any, engine_kwargs: Mapping[str, Any]) -> str | None:
+    """Why the KV cache will be larger than ``rollout`` asks for, with the way out; None where it will not be."""
+    is_fixed = engine_kwargs.get("kv_cache_memory_bytes") is not None
+    if is_fixed or not rollout.enable_sleep_mode or compat.counts_released_memory():
+        return None
+    return (
+        "this vLLM counts memory that loading gave back twice in sleep mode, so that the KV cache becomes larger than "
+        f"rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g} allows; set "
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=BYTES"
+    )
+
+
 class Server(vLLMHttpServer):
     """verl's server of one replica. ``policy_version`` counts the adapters it was given, and is in every answer."""
 
@@ -84,6 +99,8 @@ class Server(vLLMHttpServer):
 
     def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(engine_kwargs)
+        if warning := memory_warning(self.config, engine_kwargs):
+            logger.warning(warning)
         engine_kwargs["quantization"] = NAME
         engine_kwargs["additional_config"] = with_policy(engine_kwargs.get("additional_config"), self._rank)
 

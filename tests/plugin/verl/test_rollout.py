@@ -62,6 +62,22 @@ def test_the_adapter_s_room_joins_the_user_s_own_options(rollout):
         rollout.with_policy({"qerl": {"policy_adapter": {"rank": 4}}}, 8)
 
 
+@pytest.mark.parametrize(
+    ("vllm", "keys", "kwargs", "warned"),
+    [
+        ("0.26.0", {}, {}, True),
+        ("0.31.0", {}, {}, False),
+        ("0.26.0", {"enable_sleep_mode": False}, {}, False),
+        ("0.26.0", {}, {"kv_cache_memory_bytes": 1 << 30}, False),
+    ],
+)
+def test_a_kv_cache_that_outgrows_its_share_is_announced(rollout, monkeypatch, vllm, keys, kwargs, warned):
+    counts = rollout.compat.counts_released_memory
+    monkeypatch.setattr(rollout.compat, "counts_released_memory", lambda: counts(vllm))
+    warning = rollout.memory_warning(configs({"gpu_memory_utilization": 0.4, **keys})[0], kwargs)
+    assert ("gpu_memory_utilization=0.4" in (warning or "")) == warned
+
+
 class FakeEngine:
     """What the server asks of AsyncLLM."""
 
