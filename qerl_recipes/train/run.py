@@ -5,6 +5,7 @@ import os
 import shlex
 import signal
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -180,6 +181,7 @@ def build(
     from qerl_recipes.tasks import prompts, rewards
     from qerl_recipes.train.base_fits import refuse_misfit
     from qerl_recipes.train.continued import check_settings
+    from qerl_recipes.train.validate import uneven_evaluation
 
     recipe = recorded(script, training, model_config)
     base = local_folder(model_config.model_name_or_path, model_config.model_revision)
@@ -197,6 +199,10 @@ def build(
     if resumed is not None:
         expected = run_state.describe(training, base, train_dataset)
         run_state.check_continues(run_state.read_state(resumed), expected, recipe, resumed)
+    if training.eval_strategy == "no":
+        eval_dataset = None
+    elif eval_dataset is not None and (line := uneven_evaluation(training, len(eval_dataset))) is not None:
+        warnings.warn(line, stacklevel=2)
     return assemble(
         training,
         base,
@@ -205,7 +211,7 @@ def build(
         attn_implementation=model_config.attn_implementation,
         reward_funcs=rewards.resolve(script.reward_funcs, script),
         train_dataset=train_dataset,
-        eval_dataset=eval_dataset if training.eval_strategy != "no" else None,
+        eval_dataset=eval_dataset,
         processing_class=tokenizer,
         base_name=written_name(model_config.model_name_or_path, model_config.model_revision),
         recipe=recipe,

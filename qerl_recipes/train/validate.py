@@ -153,6 +153,24 @@ def steps_per_rollout(training: GRPOConfig) -> int:
     return micro_steps // training.gradient_accumulation_steps
 
 
+def uneven_evaluation(training: GRPOConfig, problems: int) -> str | None:
+    """What is wrong with the figures of an evaluation on so many held-out ``problems``, and the way out; or None.
+
+    TRL takes the mean over its batches, each as large as all processes compute at a time, whatever is in the last.
+    """
+    group, processes = training.num_generations_eval or training.num_generations, training.world_size
+    size, completions = training.per_device_eval_batch_size, problems * group
+    if completions % (size * processes) == 0:
+        return None
+    whole = [n for n in range(size, 0, -1) if completions % (n * processes) == 0 == n * processes % group]
+    more = ", and is filled up with problems that were counted already" if processes > 1 else ""
+    change = f"per_device_eval_batch_size: {whole[0]}" if whole else f"a multiple of {processes} held-out problems"
+    return (
+        f"an evaluation takes {problems} held-out problems x {group} completions, {size * processes} at a time: the "
+        f"last batch is smaller and counts as much as any other{more}; use {change}"
+    )
+
+
 def _boundaries(training: GRPOConfig) -> Iterator[str]:
     """Checkpoints are taken between rollouts, so that a resumed run repeats none."""
     try:

@@ -14,8 +14,10 @@ from safetensors.torch import load_file
 
 from qerl_recipes.files.run_state import CheckpointMismatch
 from qerl_recipes.hooks import get_plugin_manager
+from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.train import run as train
 from qerl_recipes.train.step_metrics import StepMeans
+from qerl_recipes.train.validate import uneven_evaluation
 
 ENGINE = ["--rollout_engine", scripted_rollouts.NAME, "--dtype", "float32"]
 REPLACED = ["--dynamic_sampling", "true", "--gradient_accumulation_steps", "2"]
@@ -103,3 +105,24 @@ def test_means_of_a_step_weigh_every_micro_batch_of_every_process_by_what_it_hol
     found = means.take(lambda own: torch.cat([own, other]), nothing)
     assert found == {"entropy": 1.0, "share": 1.0}
     assert means.take(lambda own: own, nothing) == {}
+
+
+@pytest.mark.parametrize(
+    ("processes", "size", "problems", "advice"),
+    [
+        (1, 8, 6, None),
+        (1, 8, 7, "the last batch is smaller and counts as much as any other; use per_device_eval_batch_size: 4"),
+        (2, 8, 8, None),
+        (2, 8, 10, "problems that were counted already; use per_device_eval_batch_size: 4"),
+        (2, 2, 7, None),
+        (8, 4, 7, "problems that were counted already; use a multiple of 8 held-out problems"),
+    ],
+)
+def test_an_evaluation_whose_last_batch_is_not_whole_says_what_to_change(
+    processes, size, problems, advice, monkeypatch
+):
+    training = GRPOConfig(output_dir="unused", use_cpu=True, bf16=False, per_device_eval_batch_size=size)
+    training.num_generations_eval = 4
+    monkeypatch.setattr(GRPOConfig, "world_size", processes)
+    found = uneven_evaluation(training, problems)
+    assert found is None if advice is None else found.endswith(advice)
