@@ -1,13 +1,14 @@
 """verl's FSDP2 engine on the frozen model: what it computes, trains and sends."""
 
+import functools
+import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 pytestmark = pytest.mark.usefixtures("verl_on_a_cpu")
-
-PROMPTS = [[5, 9, 17, 33, 60, 21, 8, 14, 2, 40, 41, 3], [11, 11, 30, 4, 55, 62, 7]]
 
 
 @pytest.fixture(scope="module")
@@ -26,70 +27,18 @@ def folder(make_nvfp4) -> Path:
 @pytest.fixture
 def start(group, folder, monkeypatch):
     """start(model={}, actor={}) -> the engine that verl's registry finds for fsdp2 on an NVIDIA GPU, on this CPU."""
-    from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-    from verl.workers.engine.base import EngineRegistry
+    from verl_engines import build
 
     monkeypatch.setenv("VERL_ENGINE_DEVICE", "cuda")
     monkeypatch.setenv("VERL_ENGINE_VENDOR", "nvidia")
-
-    def build(model=None, actor=None):
-        model_config = HFModelConfig(
-            path=str(folder),
-            external_lib="qerl_recipes.verl.register",
-            override_config={"attn_implementation": "eager"},
-            use_remove_padding=False,
-            **{"lora_rank": 8, "lora_alpha": 16, **(model or {})},
-        )
-        engine = EngineRegistry.new(
-            "language_model",
-            "fsdp2",
-            model_config=model_config,
-            engine_config=FSDPEngineConfig(**{"strategy": "fsdp2", "use_torch_compile": False, **(actor or {})}),
-            optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=10, lr_warmup_steps=0),
-            checkpoint_config=CheckpointConfig(),
-        )
-        engine.initialize()
-        return engine
-
-    return build
-
-
-def batch_of(prompts):
-    """A batch as verl's trainer hands it to an engine: jagged sequences, and what its worker adds."""
-    from verl.utils import tensordict_utils as tu
-
-    def jagged(sequences):
-        return torch.nested.as_nested_tensor(sequences, layout=torch.jagged)
-
-    return tu.get_tensordict(
-        {
-            "input_ids": jagged([torch.tensor(ids) for ids in prompts]),
-            "position_ids": jagged([torch.arange(len(ids)) for ids in prompts]),
-            "loss_mask": jagged([torch.ones(len(ids)) for ids in prompts]),
-        },
-        {
-            "temperature": 1.0,
-            "use_remove_padding": False,
-            "use_dynamic_bsz": False,
-            "micro_batch_size_per_gpu": 1,
-            "pad_token_id": 0,
-            "global_token_num": [len(ids) for ids in prompts],
-        },
-    )
-
-
-def logprobs_of(engine):
-    """Of every token of PROMPTS but the first ones."""
-    with engine.eval_mode():
-        found = engine.infer_batch(batch_of(PROMPTS))["model_output"]["log_probs"]
-    return torch.cat([sequence[:-1] for sequence in found.unbind()]).float()
+    return functools.partial(build, folder)
 
 
 @torch.no_grad()
 def expected_logprobs(folder, tensors, config):
     """Of the frozen model with that PEFT adapter, rounded as by the rollout, without verl."""
     import peft
+    from verl_engines import PROMPTS
 
     from qerl_recipes.model import fused_lora, loading
 
@@ -108,29 +57,22 @@ def expected_logprobs(folder, tensors, config):
 
 def test_it_trains_the_adapter_alone_on_the_bytes_of_the_checkpoint(start, folder):
     from safetensors.torch import load_file
+    from verl_engines import PROMPTS, adapter_of, logprobs_of, train
 
     engine = start()
     assert type(engine).__module__ == "qerl_recipes.verl.engine"
     base = logprobs_of(engine)
-
-    def loss(model_output, data, dp_group):
-        return -model_output["log_probs"].values().mean(), {}
-
-    with engine.train_mode():
-        norm = [engine.train_batch(batch_of(PROMPTS), loss)["metrics"]["grad_norm"] for _ in range(3)]
-    assert min(norm) > 0
+    assert min(train(engine, PROMPTS)) > 0
     trained = logprobs_of(engine)
     assert trained.mean() > base.mean() + 0.001
 
-    weights, config = engine.get_per_tensor_param(base_sync_done=True)
-    tensors = dict(weights)
+    tensors, config = adapter_of(engine)
     assert len(tensors) == 2 * 7 * 2 and {tensor.dtype for tensor in tensors.values()} == {torch.float32}
     assert all(bool(tensor.any()) for tensor in tensors.values())
     untouched = {name: torch.zeros_like(t) if "lora_B" in name else t for name, t in tensors.items()}
-    plain = {key: config[key] for key in ("r", "lora_alpha", "target_modules", "task_type")}
     for measured, sent in ((trained, tensors), (base, untouched)):
         # log-probabilities of float32: bf16 ones would be up to 0.017 away
-        assert float((measured - expected_logprobs(folder, sent, plain)).abs().max()) < 1e-5
+        assert float((measured - expected_logprobs(folder, sent, config)).abs().max()) < 1e-5
     assert float((trained - base).abs().max()) > 0.4
 
     state = {name.replace("base_model.model.", ""): tensor for name, tensor in engine.module.state_dict().items()}
@@ -161,3 +103,28 @@ def test_it_trains_the_adapter_alone_on_the_bytes_of_the_checkpoint(start, folde
 def test_what_the_frozen_model_cannot_honour_is_refused_by_name(start, model, actor, reason):
     with pytest.raises(ValueError, match=reason):
         start(model, actor)
+
+
+def test_two_ranks_compute_the_same_and_send_one_adapter(folder, hold_port, start_process, tmp_path):
+    """Each holds half of every trained tensor and has prompts of its own; frozen weights come from the first rank."""
+    script = Path(__file__).parents[2] / "fixtures" / "verl" / "verl_engines.py"
+    port, environment = hold_port(), {"VERL_ENGINE_DEVICE": "cuda", "VERL_ENGINE_VENDOR": "nvidia"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    processes = [
+        start_process([sys.executable, script, folder, rank, "2", str(port), tmp_path / rank], log, **environment)
+        for rank, log in (("0", tmp_path / "log0"), ("1", tmp_path / "log1"))
+    ]
+    for rank, process in enumerate(processes):
+        assert process.wait(200) == 0, (tmp_path / f"log{rank}").read_text()[-4000:]
+    first, second = (torch.load(tmp_path / rank, weights_only=False) for rank in ("0", "1"))
+    tensors, config = first["tensors"], first["config"]
+    assert set(first["p"]) == {"DTensor"}
+    assert tensors.keys() == second["tensors"].keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, second["tensors"][name]) and tensor.any(), name
+    untouched = {name: torch.zeros_like(t) if "lora_B" in name else t for name, t in tensors.items()}
+    for state, sent in (("trained", tensors), ("base", untouched)):
+        expected = expected_logprobs(folder, sent, config)
+        for rank in (first, second):
+            assert float((rank[state] - expected).abs().max()) < 1e-5, state
+    assert float((first["trained"] - first["base"]).abs().max()) > 0.1
