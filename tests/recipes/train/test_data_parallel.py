@@ -41,6 +41,11 @@ def adapter(folder):
     return load_file(folder / "adapter" / "adapter_model.safetensors")
 
 
+def policies(folder, rank):
+    """A hash of each that the engine of one process was given."""
+    return (folder / f"policies_{rank}").read_text().split()
+
+
 def table(folder, step):
     return pd.read_parquet(folder / "completions" / f"completions_{step:05d}.parquet")
 
@@ -51,6 +56,7 @@ def test_promise_08_two_processes_do_what_one_does_and_go_on_from_a_checkpoint(
     recipe = write_recipe(
         reward_funcs=["digit_rewards.digits_of_some"],
         max_steps=4,
+        train_norms=True,
         learning_rate=1e-3,
         noise_mode="shared",
         sigma_start=0.1,
@@ -86,6 +92,9 @@ def test_promise_08_two_processes_do_what_one_does_and_go_on_from_a_checkpoint(
     assert 0 < max(ours["silent_rows"] for ours, _ in records) < 1
     for name, tensor in adapter(one).items():
         torch.testing.assert_close(adapter(two)[name], tensor, rtol=0, atol=1e-5, msg=name)
+
+    for run, rollouts in ((two, 4), (whole, 2), (resumed, 1)):  # every process has the policy of the first
+        assert len(set(policies(run, 0))) == rollouts and policies(run, 1) == policies(run, 0)
 
     assert read_metrics(resumed) == read_metrics(whole)[2:] and len(read_metrics(whole)) == 4
     assert all(torch.equal(adapter(resumed)[name], tensor) for name, tensor in adapter(whole).items())
