@@ -102,7 +102,7 @@ def show(arm: str, found: Mapping[str, Any]) -> None:
     table = Table(title=f"{arm}: microseconds of a decode step, and kernels", title_justify="left")
     table.add_column("")
     for case in cases:
-        table.add_column(f"{case['batch']} x\n{case['context']} tokens", justify="right")
+        table.add_column(f"{case['batch']} x\n{case['context']} tokens", justify="right", overflow="fold")
     sums = [by_family(case["kernels"]) for case in cases]
     titles = {title: max(of.get(title, {}).get("added_us", 0.0) for of in sums) for of in sums for title in of}
     for title in sorted(titles, key=lambda title: -titles[title]):

@@ -286,10 +286,10 @@ def _print(result: dict[str, Any]) -> None:
     rows = next(iter(arms.values()))["batch"]
     table.add_column("tokens/s")
     for row in rows.values():
-        table.add_column(f"{row['batch']} x\n{row['input']} in, {row['output']} out", justify="right")
-        table.add_column("decode\nalone", justify="right")
+        table.add_column(f"{row['batch']} x\n{row['input']} in, {row['output']} out", justify="right", overflow="fold")
+        table.add_column("decode\nalone", justify="right", overflow="fold")
     for column in ("prefill", "weights\nGiB"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", overflow="fold")
     paths = [path for key in rows for path in (("batch", key), ("batch", key, "decode"))] + [("prefill",)]
     best = [max(_at(arms[arm], path)["tokens_per_s"] for arm in others) for path in paths]
     for arm, found in arms.items():

@@ -107,7 +107,7 @@ def _steps(result: Mapping[str, Any], summary: Mapping[str, Any]) -> Table:
     table.add_column("seconds\nof a step")
     columns = ["step", "speed", *PARTS, "rollout\ntokens/s", "training\ntokens/s", "swap\nms", "log p\nmismatch"]
     for column in (*columns, "peak GB,\ntorch", "peak GB,\nprocess"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", overflow="fold")
     first = next(iter(summary.values()))["seconds"]["step"]
     for arm, found in summary.items():
         seconds = found["seconds"]
@@ -131,7 +131,7 @@ def _training(result: Mapping[str, Any], parts: Mapping[str, Any]) -> Table:
     table = Table(title="Forward and backward alone, one packed row", title_justify="left")
     table.add_column("arm")
     for column in ("tokens", "seconds", "tokens/s", "speed", "peak GB, torch"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", overflow="fold")
     first = next(iter(parts.values()))["tokens_per_s"]
     for arm, found in parts.items():
         rate = found["tokens_per_s"]
@@ -149,8 +149,8 @@ def _training(result: Mapping[str, Any], parts: Mapping[str, Any]) -> Table:
 def _profile(arm: str, found: Mapping[str, Any]) -> Table:
     kernels = found["kernels"][:SHOWN_KERNELS]
     table = Table(title=f"{arm}: {found['kernels_ms']:.1f} ms of kernels in forward and backward", title_justify="left")
-    table.add_column("ms", justify="right")
-    table.add_column("calls", justify="right")
+    table.add_column("ms", justify="right", overflow="fold")
+    table.add_column("calls", justify="right", overflow="fold")
     table.add_column("kernel", no_wrap=True, max_width=110)
     for kernel in kernels:
         table.add_row(f"{kernel['ms']:.1f}", f"{kernel['calls']:,}", escape(kernel["name"]))

@@ -52,9 +52,9 @@ class QuantizeReport:
             cells[layer.place] = max(cells.get(layer.place, 0.0), layer.relative_error)
         columns = list(dict.fromkeys(column for _, column in cells))
         table = Table(title=f"relative error of the NVFP4 weights ({self.method}, {self.scales})", title_justify="left")
-        table.add_column("layer", justify="right")
+        table.add_column("layer", justify="right", overflow="fold")
         for column in columns:
-            table.add_column(column if "*" in column else column.rpartition(".")[2], justify="right")
+            table.add_column(column if "*" in column else column.rpartition(".")[2], justify="right", overflow="fold")
         for row in dict.fromkeys(row for row, _ in cells):
             values = (cells.get((row, column)) for column in columns)
             table.add_row(row, *("" if value is None else f"{value:.4f}" for value in values))

@@ -134,7 +134,7 @@ def _join(folder: Path) -> dict[str, dict[str, Any]]:
 def _conclude(console: Console, results: dict[str, dict[str, Any]], page: Path, seconds: float) -> int:
     table = Table(title="running sums: exact answers, greedy")
     for column in ("weights", "accuracy", "95 % interval", "problems"):
-        table.add_column(column, justify="left" if column == "weights" else "right")
+        table.add_column(column, justify="left" if column == "weights" else "right", overflow="fold")
     names = {"bf16_base": "BF16 base", "nvfp4_base": "NVFP4 base", "nvfp4_adapter": "NVFP4 + trained adapter"}
     for label, result in results.items():
         low, high = result["ci95"]

@@ -180,10 +180,10 @@ def table(result: Mapping[str, Any]) -> Table:
     view.add_column("task")
     labels = list(next(iter(result["tasks"].values())))
     for label in labels:
-        view.add_column(label, justify="right")
-    view.add_column("problems", justify="right")
-    view.add_column("longest answer", justify="right")
-    view.add_column("cut there", justify="right")
+        view.add_column(label, justify="right", overflow="fold")
+    view.add_column("problems", justify="right", overflow="fold")
+    view.add_column("longest answer", justify="right", overflow="fold")
+    view.add_column("cut there", justify="right", overflow="fold")
     for task, arms in result["tasks"].items():
         longest = result["max_new_tokens"][task]
         cut = " / ".join(f"{arms[label]['cut']:.0%}" for label in labels)

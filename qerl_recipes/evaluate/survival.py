@@ -87,7 +87,7 @@ def table(found: list[Policy], task: str, problems: int, arm: str) -> Table:
     view = Table(title=f"{task}, {problems} problems; base and adapter in {arm}", title_justify="left")
     view.add_column("policy")
     for column in ("accuracy", "95 % interval", "of the adapter's gain"):
-        view.add_column(column, justify="right")
+        view.add_column(column, justify="right", overflow="fold")
     for policy in found:
         low, high = policy.ci95
         is_merged = policy.name not in ("base", "adapter")

@@ -46,7 +46,7 @@ def table(plan: Plan, title: str) -> Table:
     view = Table(title=f"GPU memory of {title}, on {gigabytes(plan.gpu.memory)}", title_justify="left")
     view.add_column("part")
     for phase in PHASES:
-        view.add_column(f"{phase}, GB", justify="right")
+        view.add_column(f"{phase}, GB", justify="right", overflow="fold")
     view.add_column("how it comes about", overflow="fold")
     for part in plan.parts:
         view.add_row(part.name, *(f"{getattr(part, phase) / GB:.2f}" for phase in PHASES), part.detail)

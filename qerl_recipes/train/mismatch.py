@@ -275,9 +275,9 @@ def _ratio(of_engine: torch.Tensor, of_trainer: torch.Tensor) -> tuple[float, fl
 def table(found: Mismatch, title: str) -> Table:
     """The rows for the terminal."""
     view = Table(title=f"{title}, {found.tokens} tokens", title_justify="left")
-    view.add_column("parts on")
+    view.add_column("parts on", overflow="fold")
     for column in ("mean |delta|", "p99", "max", "KL, k3", "it adds: mean", "p99", "max", "engine / trainer"):
-        view.add_column(column, justify="right")
+        view.add_column(column, justify="right", overflow="fold")
     for i, part in enumerate(found.parts):
         stage, added = part.stage, part.added
         numbers = [stage.mean, stage.p99, stage.largest, stage.kl, added.mean, added.p99, added.largest]

@@ -1,11 +1,13 @@
 """How engine and trainer of a run differ, part by part: the parts add up, and an error shows in its own row alone."""
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from digit_rewards import digits
+from rich.console import Console
 
 from qerl_recipes.files.adapter import open_adapter
 from qerl_recipes.rollout.interface import Snapshot
@@ -63,6 +65,17 @@ def test_sizes_of_known_differences():
     drawn = torch.multinomial(p, 200_000, replacement=True, generator=torch.Generator().manual_seed(0))
     kl = float((p * (p / q).log()).sum())
     assert Sizes.of((q / p).log()[drawn]).kl == pytest.approx(kl, rel=0.03)
+
+
+def test_no_digit_is_cut_off_in_a_narrow_terminal():
+    sizes = Sizes(0.00637, 0.1263, 0.2994, 0.000412)
+    found = mismatch.Mismatch((mismatch.Part("weights", sizes, sizes, 1.0032, 0.0115),), 693, 0.0, ())
+    stream = io.StringIO()
+    Console(file=stream, width=60).print(mismatch.table(found, "a run"))
+    printed = stream.getvalue()
+    assert "…" not in printed
+    first = [line.split("│")[2].strip() for line in printed.splitlines() if line.startswith("│")]
+    assert "".join(first) == "0.00637"
 
 
 def test_the_ratio_and_its_error_are_those_of_many_draws():
