@@ -36,7 +36,9 @@ ADAPTER_STD = 0.05  # what an adapter writes is then of the size of what the ran
 NAME = "policy"  # the model's, in requests
 LENGTH = LONGEST_PROMPT + LONGEST_ANSWER + 16  # --max-model-len
 QUIET = 0.2  # share of the time without swaps
-TOLERANCE = {"float32": 3e-4, "bfloat16": 0.3}  # of a log-probability; the second was never measured
+# of a log-probability; in bfloat16 other batches round otherwise: engine and trainer of 7B's random weights differ by
+# 0.25 at most on 65536 tokens (train_7B_80GB_one_rounding_NVIDIA_H200.json), and a soak has millions
+TOLERANCE = {"float32": 3e-4, "bfloat16": 0.6}
 LEAST_TOLD_APART = 0.99  # of answers judged under another policy; below, "right" would prove nothing
 MOST_GROWTH = 64 * MIB  # of a process, while the policy is swapped
 
@@ -85,7 +87,8 @@ def dtype() -> str:
 
 
 def write_model(shape: str, seed: int, folder: Path) -> str:
-    random_model.write(folder, config_json(shape), packed=True, seed=seed, device="cpu")
+    device = "cpu" if installed_gpu() is None else "cuda"
+    random_model.write(folder, config_json(shape), packed=True, seed=seed, device=device)
     return str(folder)
 
 
