@@ -7,12 +7,13 @@ under torch's profiler, which slows them down a little.
 import gzip
 import json
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl_recipes.bench.decode_trace import FILLING, LAST, by_family, of_a_step, read
+from qerl_recipes.bench.decode_trace import FILLING, LAST, by_family, of_a_step, of_the_cpu, read
 from qerl_recipes.machine.gpu import installed_gpu
 
 if TYPE_CHECKING:
@@ -73,9 +74,16 @@ def profile(
     engine.abort_request(names)
     while engine.has_unfinished_requests():
         engine.step()
+    case = {"batch": batch, "context": length + ahead + STEPS, "step_us": 1e6 * seconds}
+    return {**case, **what_it_shows(trace, steps)}
+
+
+def what_it_shows(trace: Path, steps: int = FILLING + STEPS + LAST) -> dict[str, Any]:
+    """The mean step of a trace of so many steps; ``cpu_us`` is the least, median and largest of the CPU's work."""
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    found = {"batch": batch, "context": length + ahead + STEPS, "step_us": 1e6 * seconds}
-    return {**found, **of_a_step(read(events), steps)}
+    found = of_a_step(read(events), steps)
+    cpu = of_the_cpu(events, found["graphs"])
+    return {**found, "cpu_us": {"least": min(cpu), "median": statistics.median(cpu), "most": max(cpu)}}
 
 
 def _trace(step: Callable[[], Any], steps: int, file: Path) -> None:
@@ -116,4 +124,8 @@ def show(arm: str, found: Mapping[str, Any]) -> None:
     }
     for title, key in rows.items():
         table.add_row(title, *(f"{case[key]:,.0f}" for case in cases), end_section=title == "idle between graphs")
+    cpu = (case["cpu_us"] for case in cases)
+    table.add_row(
+        "the CPU's work for it", *(f"{of['median']:,.0f} ({of['least']:,.0f} to {of['most']:,.0f})" for of in cpu)
+    )
     Console(width=160).print(table)

@@ -1,25 +1,28 @@
 """What a profiled decode step consists of, read from a trace in Chrome's format, as torch's profiler writes it.
 
-A step is what lies between the first kernels of two CUDA graphs (of as many as a step launches). Times in microseconds.
+On the GPU a step is what lies between the first kernels of two CUDA graphs (of as many as a step launches), on the CPU
+what lies between two such launches. Times in microseconds.
 """
 
 import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 FILLING = 3  # steps after a stop until scheduling is ahead of the GPU again
 LAST = 1  # a step ends where the next begins
-ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+ON_GPU, CALLS = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")
+WAITS = "Synchronize$"  # calls in which the CPU waits for the GPU
 COLUMNS = ("calls", "us", "added_us", "idle_us")
 
 # The first that fits. For reading only: in the result every kernel stands by its own name.
 FAMILIES = {
     "adapter": "adapter_shrink|lora",
     "NVFP4 product": "nvfp4_gemm|Marlin|marlin",
-    "attention": "flash|fmha|attention|prepare_varlen",
     "KV write": "reshape_and_cache",
+    "attention": "flash|fmha|attention|prepare_varlen",
     "cuBLAS": "nvjet|gemm|gemv|cutlass|splitK",
     "sampling": "gumbel|topk|log_softmax|_ranks_|temperature|[aA]rg[mM]ax|gather",
     "norm, silu, rotation": "^triton_|rotary|rms_norm|act_and_mul",
@@ -90,12 +93,22 @@ def of_a_step(kernels: Sequence[Kernel], steps: int) -> dict[str, Any]:
     ]
     listed.sort(key=lambda row: -row["added_us"])
     return {
+        "graphs": each,
         "profiled_step_us": (borders[-1] - borders[0]) / count,
         "busy_us": sum(row["added_us"] for row in listed),
         "idle_in_graph_us": idle_in_graph / count,
         "idle_between_us": sum(row["idle_us"] for row in listed) - idle_in_graph / count,
         "kernels": listed,
     }
+
+
+def of_the_cpu(events: Iterable[Mapping[str, Any]], graphs: int) -> list[float]:
+    """How long the engine's process was at work between the launches of two steps, waits for the GPU left out: one
+    number for each step but the first FILLING and the last. ``graphs``: launches of CUDA graphs in a step."""
+    calls = sorted((event for event in events if event.get("cat") in CALLS), key=lambda event: event["ts"])
+    launches = [event["ts"] for event in calls if "GraphLaunch" in event["name"]][FILLING * graphs :: graphs]
+    waits = [(event["ts"], event["dur"]) for event in calls if re.search(WAITS, event["name"])]
+    return [end - start - sum(took for at, took in waits if start <= at < end) for start, end in pairwise(launches)]
 
 
 def family(name: str) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from qerl_recipes.bench import decode_profile, random_model
 from qerl_recipes.bench import rollout as bench_rollout
-from qerl_recipes.bench.decode_trace import FILLING, LAST, by_family, family, of_a_step, read
+from qerl_recipes.bench.decode_trace import FILLING, LAST, by_family, family, of_a_step, of_the_cpu, read
 from qerl_recipes.recipe.shapes import config_json
 
 STEPS = FILLING + 2 + LAST
@@ -33,9 +33,12 @@ def trace(steps: int = STEPS, last_step: tuple[Any, ...] = STEP) -> list[dict[st
             launch = 1000 * step + (0 if in_graph else place)
             event = {"cat": "kernel", "name": name, "ts": 7e6 + 100 * step + start, "dur": end - start}
             events.append({**event, "args": {"correlation": launch}})
-            events.append(
-                {"cat": "cuda_runtime", "name": "cudaLaunch", "ts": 1, "dur": 1, "args": {"correlation": launch}}
-            )
+        for name, start, took in (
+            ("cudaGraphLaunch", -30, 5),
+            ("cudaLaunchKernel", 2, 1),
+            ("cudaEventSynchronize", 40, 25),
+        ):
+            events.append({"cat": "cuda_runtime", "name": name, "ts": 7e6 + 100 * step + start, "dur": took})
     return events[::-1]
 
 
@@ -65,6 +68,17 @@ def test_the_first_steps_and_what_follows_the_last_border_are_left_out() -> None
     assert of_a_step(read(other), STEPS) == of_a_step(read(trace()), STEPS)
 
 
+def test_the_cpu_is_at_work_but_for_its_waits() -> None:
+    events = trace()
+    assert of_the_cpu(events, 1) == pytest.approx([75, 75])
+    last = max(event["ts"] for event in events if event.get("name") == "cudaGraphLaunch")
+    for event in events:
+        if event.get("name") == "cudaGraphLaunch" and event["ts"] < last:
+            event["ts"] -= 10  # the last of the steps that count is 10 longer, and what comes before is not looked at
+    assert of_the_cpu(events, 1) == pytest.approx([75, 85])
+    assert of_the_cpu(trace(2 * STEPS), 2) == pytest.approx([150] * (STEPS - FILLING - LAST))
+
+
 def test_steps_that_cannot_be_told_apart_are_refused() -> None:
     with pytest.raises(RuntimeError, match=f"{STEPS} steps launched {STEPS - 1} CUDA graphs"):
         of_a_step(read(trace(STEPS - 1)), STEPS)
@@ -84,6 +98,7 @@ def test_families_are_sums_and_a_head_is_not_a_linear_of_the_graph() -> None:
     assert sum(row["added_us"] for row in sums.values()) == pytest.approx(63)
     assert family("_topk_log_softmax_kernel") == "sampling" and family("a name of tomorrow") == "other"
     assert family("void flash::FlashAttnFwdSm90<...>") == "attention"
+    assert family("void vllm::reshape_and_cache_flash_kernel<...>") == "KV write"
 
 
 def test_prompts_are_behind_before_anything_is_timed() -> None:
@@ -113,6 +128,7 @@ def test_an_engine_makes_the_steps_halfway_through_its_completions(
         assert len(stepped) == FILLING + decode_profile.STEPS + LAST
         assert (found["batch"], found["context"]) == (2, 8 + output // 2) and found["step_us"] > 0
         assert found["profiled_step_us"] == pytest.approx(100)
+        assert found["cpu_us"] == pytest.approx({"least": 75, "median": 75, "most": 75})
         assert not llm.llm_engine.has_unfinished_requests()
         (answer,) = llm.generate({"prompt_token_ids": [7] * 8}, bench_rollout._sampling(3), use_tqdm=False)
         assert len(answer.outputs[0].token_ids) == 3
@@ -140,8 +156,11 @@ def test_profiles_of_all_arms_are_shown_and_written(
 
     def answer(module: str, request: dict[str, Any]) -> dict[str, Any]:
         asked.append(request["traces"])
-        case = {"batch": 64, "context": 768, "step_us": 90.0, **of_a_step(read(trace()), STEPS)}
-        return {"profile": [case]}
+        file = tmp_path / "trace.json.gz"
+        file.write_bytes(gzip.compress(json.dumps({"traceEvents": trace()}).encode()))
+        return {
+            "profile": [{"batch": 64, "context": 768, "step_us": 90.0, **decode_profile.what_it_shows(file, STEPS)}]
+        }
 
     monkeypatch.setattr(bench_rollout, "in_own_process", answer)
     monkeypatch.setattr(decode_profile, "installed_gpu", lambda: object())
@@ -154,3 +173,4 @@ def test_profiles_of_all_arms_are_shown_and_written(
     shown = capsys.readouterr().out
     assert "qerl_nvfp4: microseconds of a decode step" in shown and "64 x" in shown
     assert "cuBLAS, outside of the graph" in shown and "20 (1)" in shown and "idle between graphs" in shown
+    assert "the CPU's work for it" in shown and "75 (75 to 75)" in shown
