@@ -1,7 +1,8 @@
 """The commands of ``qerl bench``. Each only calls the function that owns the work."""
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -40,6 +41,9 @@ def rollout(
     profile: Annotated[
         bool, typer.Option(help="instead of rates: the kernels of a decode step halfway through the completions")
     ] = False,
+    engine: Annotated[
+        str, typer.Option(help="more arguments of vllm.LLM, as JSON, such as '{\"async_scheduling\": false}'")
+    ] = "{}",
     scratch: Annotated[Path | None, typer.Option(help="folder for a mixture's checkpoint, such as /dev/shm")] = None,
     output: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
 ) -> None:
@@ -58,6 +62,7 @@ def rollout(
         shape,
         make_cases(*lists),
         arms=arms.split(","),
+        engine=_json_object("--engine", engine),
         rank=rank,
         repeats=repeats,
         rounds=rounds,
@@ -68,6 +73,16 @@ def rollout(
         output=output,
     )
     raise typer.Exit(int(any("failed" in found for found in result["arms"].values())))
+
+
+def _json_object(name: str, given: str) -> dict[str, Any]:
+    try:
+        found = json.loads(given)
+    except json.JSONDecodeError as error:
+        raise typer.BadParameter(f"{name} is {given!r}, which is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise typer.BadParameter(f"{name} is {given!r}; it is a JSON object")
+    return found
 
 
 @bench.command()

@@ -11,7 +11,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,6 +33,8 @@ WARM_UP_TOKENS = 16
 # plugin: what is left between the last two are the fp32 norms.
 ARMS = ("bf16_merged", *ENGINE_QUANTIZATION, "qerl_nvfp4_base", "qerl_nvfp4_slots", "qerl_nvfp4_slots_marlin")
 ARMS += ("qerl_nvfp4_float16", "stock_nvfp4")
+OURS = {"model", "dtype", "quantization", "additional_config", "max_model_len", "max_num_seqs", "tensor_parallel_size"}
+OURS |= {"kv_cache_dtype", "logprobs_mode", "load_format", "skip_tokenizer_init", "enable_lora", "max_lora_rank"}
 CACHES = ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 
@@ -67,6 +69,7 @@ def run(
     tensor_parallel_size: int = 1,
     kv_cache_dtype: Sequence[str] = ("auto",),
     profile: bool = False,
+    engine: Mapping[str, Any] | None = None,
     scratch: Path | None = None,
     output: Path | None = None,
 ) -> dict[str, Any]:
@@ -76,6 +79,7 @@ def run(
     traces lie beside ``output``.
 
     With several of ``kv_cache_dtype`` each arm is measured with each of these caches; "auto" is the activations' dtype.
+    ``engine``: more arguments of ``vllm.LLM``, of every arm; what the benchmark sets itself (OURS) it must not name.
     ``scratch`` is the folder for the one checkpoint that is written, of a mixture in NVFP4.
 
     An arm that fails is in the result with its reason, and the others go on. Raises ValueError for an unknown shape or
@@ -87,6 +91,9 @@ def run(
         raise ValueError(f"unknown arm {unknown[0]!r}; known: {', '.join(ARMS)}")
     if unknown := sorted(set(kv_cache_dtype) - set(CACHES)):
         raise ValueError(f"unknown kv_cache_dtype {unknown[0]!r}; known: {', '.join(CACHES)}")
+    more = dict(engine or {})
+    if taken := sorted(set(more) & OURS):
+        raise ValueError(f"engine names {taken[0]!r}, which this benchmark sets itself; leave it out")
     if profile:
         if repeats is not None:
             raise ValueError(f"repeats is {repeats}, and --profile times no case as a whole; leave one of them out")
@@ -103,6 +110,7 @@ def run(
         "repeats": repeats,
         "tensor_parallel": tensor_parallel_size,
         "traces": None,
+        "engine": more,
     }
     variants = {
         arm if cache == "auto" else f"{arm}, {cache} cache": (arm, cache) for arm in arms for cache in kv_cache_dtype
@@ -114,6 +122,7 @@ def run(
         "tensor_parallel_size": tensor_parallel_size,
         "repeats": repeats,
         "rounds": rounds,
+        "engine": more,
         **conditions(),
         "arms": measured,
     }
@@ -176,16 +185,18 @@ def measure(request: dict[str, Any], found: dict[str, Any]) -> None:
 
         config["quantization_config"] = quantization_config(random_model.in_bf16(config))
     length = max(case.input + case.output for case in cases)
+    sizes = {"cudagraph_capture_sizes": sorted({case.batch for case in cases})}
+    more = {**request["engine"], "compilation_config": sizes | request["engine"].get("compilation_config", {})}
     llm = random_model.start(
         config,
         length=length,
         sequences=max(*(case.batch for case in cases), PREFILLED),
         scratch=request["scratch"],
         tensor_parallel_size=request["tensor_parallel"],
-        compilation_config={"cudagraph_capture_sizes": sorted({case.batch for case in cases})},
         logprobs_mode="processed_logprobs",
         kv_cache_dtype=request["kv_cache_dtype"],
         **_options(arm, rank, config),
+        **more,
     )
     policy = Policy(llm)
     if policy.carrier is not None:

@@ -43,10 +43,12 @@ def test_each_case_of_an_arm_is_measured_as_a_whole_and_its_decoding_alone(tmp_p
     """Through the command, so that the way from its options to the engine's completions is the users'."""
     file = tmp_path / "rollout.json"
     line = "bench rollout --shape tiny --batch 1,3 --input_len 8 --output_len 40,20 --rank 4 --repeats 2"
-    arms = ["bf16_merged", "qerl_nvfp4"]
-    done = CliRunner().invoke(cli.app, [*line.split(), "--arms", ",".join(arms), "--output", str(file)])
+    arms, engine = ["bf16_merged", "qerl_nvfp4"], {"max_num_batched_tokens": 777, "compilation_config": {"mode": 0}}
+    options = ["--arms", ",".join(arms), "--output", str(file), "--engine", json.dumps(engine)]
+    done = CliRunner().invoke(cli.app, [*line.split(), *options])
     assert done.exit_code == 0, done.output
     result = json.loads(file.read_text())
+    assert result["engine"] == engine
     assert list(result["arms"]) == arms
     for found in result["arms"].values():
         rows = found["batch"]
@@ -59,6 +61,37 @@ def test_each_case_of_an_arm_is_measured_as_a_whole_and_its_decoding_alone(tmp_p
             assert row["decode"]["tokens_per_s"] == pytest.approx(int(key) * (row["output"] - 1) / (seconds - first))
             assert 0 < first < seconds
     assert "3 x" in done.output and "ratios to the faster of bf16_merged" in done.output
+
+
+def test_an_engine_gets_what_it_is_to_have_beside_what_the_benchmark_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def start(config: dict[str, Any], **options: Any) -> None:
+        given.update(options)
+        raise InterruptedError
+
+    monkeypatch.setattr(random_model, "start", start)
+    engine = {"async_scheduling": False, "compilation_config": {"inductor_compile_config": {"triton.enable_pdl": True}}}
+    request = {"shape": "tiny", "cases": [(2, 8, 20), (1, 8, 20)], "rank": 4, "repeats": 1, "tensor_parallel": 1}
+    request |= {"arm": "qerl_nvfp4", "kv_cache_dtype": "auto", "scratch": None, "traces": None, "engine": engine}
+    with pytest.raises(InterruptedError):
+        bench_rollout.measure(request, {})
+    assert given["async_scheduling"] is False
+    assert given["compilation_config"] == engine["compilation_config"] | {"cudagraph_capture_sizes": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ('{"kv_cache_dtype": "fp8"}', "engine names 'kv_cache_dtype', which this benchmark sets itself"),
+        ("async_scheduling=0", "is not JSON"),
+        ("[1]", "it is a JSON object"),
+    ],
+)
+def test_what_is_no_more_argument_of_an_engine_is_refused(engine: str, message: str) -> None:
+    done = CliRunner().invoke(cli.app, ["bench", "rollout", "--shape", "tiny", "--engine", engine])
+    assert done.exit_code != 0
+    assert message in " ".join((done.output + str(done.exception)).replace("│", " ").split())
 
 
 @pytest.mark.slow
