@@ -15,7 +15,7 @@ from typing import Any
 
 from qerl_recipes.files.adapter import engine_rank, open_adapter
 from qerl_recipes.machine.gpu import Gpu, gigabytes
-from qerl_recipes.memory import activation_bytes, weight_bytes
+from qerl_recipes.memory import activation_bytes, engine_bytes, weight_bytes
 from qerl_recipes.memory.activation_bytes import MicroBatch
 from qerl_recipes.memory.model_size import LinearSize, ModelSize, measure, read_config
 from qerl_recipes.memory.parts import SLEEP, Part, Plan
@@ -91,10 +91,10 @@ class _Run:
         self.training, self.size, self.gpu = training, size, gpu
         self.arm, self.itemsize = training.quantization, FP32 if model.dtype == "float32" else BF16
         self.dtype = {"float16": "FP16", "float32": "FP32"}.get(model.dtype or "", "BF16")
-        self.layout = _layout(gpu, self.itemsize)
+        self.layout = engine_bytes.layout(gpu, self.itemsize)
         self.reason = _apart(training)
         self.tensor_parallel = training.vllm_tensor_parallel_size
-        self.sequences = engine_sequences(training)
+        self.sequences = engine_bytes.sequences(training)
         completion, prompt = training.max_completion_length or size.positions, script.max_prompt_length
         self.engine_length = training.vllm_max_model_length or size.positions
         self.length = self.engine_length if prompt is None else min(prompt + completion, self.engine_length)
@@ -117,7 +117,9 @@ class _Run:
 
     def _engine_weight_parts(self) -> tuple[Part, ...]:
         size, sleeps = self.size, self.training.vllm_enable_sleep_mode
-        weights, adapter = _engine_weights(size, self.training, self.layout, rank=self.rank, itemsize=self.itemsize)
+        weights, adapter = engine_bytes.weights(
+            size, self.training, self.layout, rank=self.rank, itemsize=self.itemsize
+        )
         awake = 0 if sleeps and self.reason is not None else 1
         form = {"qerl_nvfp4": f"NVFP4, {self.layout}", "bf16": "BF16", "nf4": "NF4"}[self.arm]
         knobs = self._smaller() if sleeps or self.reason is None else (SLEEP, *self._smaller())
@@ -296,13 +298,13 @@ class _Run:
 
     def beside_cache(self) -> int:
         """What the engine needs before its KV cache."""
-        return beside_cache(self.size, self.training, self.gpu, rank=self.rank, itemsize=self.itemsize)
+        return engine_bytes.beside_cache(self.size, self.training, self.gpu, rank=self.rank, itemsize=self.itemsize)
 
     def _left_for_cache(self) -> int:
-        return left_for_cache(self.size, self.training, self.gpu, rank=self.rank, itemsize=self.itemsize)
+        return engine_bytes.left_for_cache(self.size, self.training, self.gpu, rank=self.rank, itemsize=self.itemsize)
 
     def _scratch(self) -> int:
-        return _engine_scratch(self.size, self.training, self.itemsize)
+        return engine_bytes.scratch(self.size, self.training, self.itemsize)
 
     def _lower_rank(self) -> tuple[str, ...]:
         return (f"lora_r below {self.rank}",)
@@ -324,44 +326,6 @@ class _Run:
         if rows > 1:
             return (f"per_device_train_batch_size below {rows}, with gradient_accumulation_steps raised as much",)
         return (f"max_completion_length below {self.completion}",)
-
-
-def left_for_cache(size: ModelSize, training: GRPOConfig, gpu: Gpu, *, rank: int, itemsize: int = BF16) -> int:
-    """Bytes that are planned for the engine's KV cache: as the recipe has it, or what is left of the engine's share of
-    a GPU, below 0 where there is nothing; ``rank`` is the trained adapter's."""
-    if training.vllm_kv_cache_memory_bytes is not None:
-        return training.vllm_kv_cache_memory_bytes
-    budget = int(training.vllm_gpu_memory_utilization * gpu.memory)
-    return budget - beside_cache(size, training, gpu, rank=rank, itemsize=itemsize)
-
-
-def beside_cache(size: ModelSize, training: GRPOConfig, gpu: Gpu, *, rank: int, itemsize: int = BF16) -> int:
-    """Bytes that are planned for all of the engine but its KV cache."""
-    held = _engine_weights(size, training, _layout(gpu, itemsize), rank=rank, itemsize=itemsize)
-    return sum(held) + _engine_scratch(size, training, itemsize) + activation_bytes.GRAPHS
-
-
-def _layout(gpu: Gpu, itemsize: int) -> str:
-    return "tiled" if gpu.is_hopper and itemsize == BF16 else "marlin"
-
-
-def engine_sequences(training: GRPOConfig) -> int:
-    """How many sequences one engine computes at a time."""
-    own = training.per_device_train_batch_size * (training.steps_per_generation or 1)
-    return own * training.vllm_tensor_parallel_size
-
-
-def _engine_weights(size: ModelSize, training: GRPOConfig, layout: str, *, rank: int, itemsize: int) -> tuple[int, int]:
-    """Weights and room for the adapter on one GPU of the engine."""
-    arm, ranks = training.quantization, training.vllm_tensor_parallel_size
-    slots = weight_bytes.resident_adapter if arm == "qerl_nvfp4" else weight_bytes.adapter_slots
-    weights = weight_bytes.engine_weights(size, arm, layout, itemsize)
-    return weights // ranks, slots(size, engine_rank(rank), itemsize) // ranks
-
-
-def _engine_scratch(size: ModelSize, training: GRPOConfig, itemsize: int) -> int:
-    expands = training.quantization != "bf16"
-    return activation_bytes.engine_scratch(size, engine_sequences(training), expands=expands, itemsize=itemsize)
 
 
 def _apart(training: GRPOConfig) -> str | None:

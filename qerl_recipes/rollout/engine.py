@@ -17,9 +17,9 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from qerl_recipes.machine.gpu import this_gpu
+from qerl_recipes.memory import engine_bytes
 from qerl_recipes.memory.activation_bytes import ENGINE_TOKENS
 from qerl_recipes.memory.model_size import measure, read_config
-from qerl_recipes.memory.plan import beside_cache, engine_sequences, left_for_cache
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.rollout.arms import engine_on_cpu, engine_options
 from qerl_recipes.rollout.interface import Completions, Snapshot
@@ -191,7 +191,7 @@ class VLLMRollouts:
             "tensor_parallel_size": self._tensor_parallel,
             "gpu_memory_utilization": training.vllm_gpu_memory_utilization,
             "max_model_len": training.vllm_max_model_length,
-            "max_num_seqs": engine_sequences(training),
+            "max_num_seqs": engine_bytes.sequences(training),
             "enable_sleep_mode": training.vllm_enable_sleep_mode,
             # the same on all ranks of one engine, so that they sample alike
             "seed": self._accelerator.process_index // self._tensor_parallel,
@@ -216,7 +216,9 @@ class VLLMRollouts:
         as it starts, says vLLM."""
         gpu, cache = this_gpu(), self._training.vllm_kv_cache_memory_bytes
         assert gpu is not None and cache is not None
-        needed = beside_cache(measure(read_config(base)), self._training, gpu, rank=rank, itemsize=dtype.itemsize)
+        needed = engine_bytes.beside_cache(
+            measure(read_config(base)), self._training, gpu, rank=rank, itemsize=dtype.itemsize
+        )
         return {"kv_cache_memory_bytes": cache, "gpu_memory_utilization": min((needed + cache) / gpu.memory, 1.0)}
 
     def _planned_cache(self, base: str, rank: int, dtype: torch.dtype) -> int | None:
@@ -224,7 +226,7 @@ class VLLMRollouts:
         gpu = this_gpu()
         assert gpu is not None
         size = measure(read_config(base))
-        left = left_for_cache(size, self._training, gpu, rank=rank, itemsize=dtype.itemsize)
+        left = engine_bytes.left_for_cache(size, self._training, gpu, rank=rank, itemsize=dtype.itemsize)
         return left if left > 0 else None
 
     def _sampling_options(self) -> dict[str, Any]:
