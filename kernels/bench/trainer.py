@@ -1,10 +1,14 @@
-"""The trainer's kernels: dequantize, quantize and linear log-probabilities. ``python trainer.py``"""
+"""The trainer's kernels: dequantize, quantize, the operands of an adapted layer, linear log-probabilities.
+
+``python trainer.py``
+"""
 
 from functools import partial
 
 import torch
-from qerl_kernels import nvfp4_triton
+from qerl_kernels import nvfp4_triton, wide
 from qerl_kernels.linear_logprob import linear_logprob
+from qerl_kernels.silu_mul import silu_mul
 from timing import interleaved
 
 
@@ -35,7 +39,27 @@ def seconds(call) -> float:
     return start.elapsed_time(end) / 1000
 
 
+def operands() -> None:
+    """What is written for down_proj of 7B behind a gate, at 8192 tokens, and behind W0 of its q, k and v."""
+    T, K, R = 8192, 18944, 32
+    gates, ups = ([torch.randn(T, K, device="cuda", dtype=torch.bfloat16) for _ in range(2)] for _ in range(2))
+    pairs = list(zip(gates, ups, strict=True))
+    N, H, R3, (used, room) = 4608, 3584, 3 * R, wide.columns(3 * R)
+    w = torch.empty(N, H + room, device="cuda", dtype=torch.bfloat16)[:, : H + used]
+    B, bias = torch.randn(3584, R, device="cuda"), torch.randn(3584, device="cuda").bfloat16()
+    times = interleaved(
+        {
+            "silu(gate) * up, copied": [lambda g=g, u=u: wide.widen(silu_mul(g, u), R) for g, u in pairs],
+            "silu(gate) * up in place": [partial(wide.widen_silu_mul, g, u, R) for g, u in pairs],
+            "behind W0": [partial(wide.fill, w[:3584], H, R3, 0, B, bias, 0.37)],
+        }
+    )
+    for name, us in times.items():
+        print(f"{name}: {us:.1f} us")
+
+
 def main() -> None:
+    operands()
     N, K = 37888, 3584
     weights = [torch.randn(N, K, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     packed = [nvfp4_triton.quantize(w) for w in weights]

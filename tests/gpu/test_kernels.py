@@ -258,7 +258,8 @@ def test_behind_a_gate_the_product_is_that_of_the_layer():
     packed = nvfp4_triton.quantize(0.02 * torch.randn(3584, 18944, device="cuda").bfloat16())
     row_scale = (1 / packed.divisor.float()).expand(3584).contiguous()
     tiled = tiles.tile_weight(packed.codes, packed.block_scales, row_scale)
-    layers = torch.nn.ModuleDict({"part": FrozenTiledLinear(tiled, None, torch.bfloat16)})
+    # with a bias: PEFT asks the first parameter of a model where it is
+    layers = torch.nn.ModuleDict({"part": FrozenTiledLinear(tiled, torch.randn(3584, device="cuda"), torch.bfloat16)})
     holder = get_peft_model(layers, LoraConfig(r=32, target_modules=["part"])).cuda()
     fused_lora.install(holder, "default")
     layer = holder.base_model.model["part"]
