@@ -18,6 +18,7 @@ from qerl_vllm_plugin.in_time import PATIENCE, in_time
 from qerl_vllm_plugin.kv_cache import RELEASED, KVCacheError
 from qerl_vllm_plugin.loading import checkpoint_folder
 from qerl_vllm_plugin.lora_slots import ADAPTER_ID, SCHEME
+from qerl_vllm_plugin.prefix_cache import scheduler_here, without_empty_blocks
 from qerl_vllm_plugin.transport import Sender, joined
 from qerl_vllm_plugin.worker import add_worker_methods
 from qerl_vllm_plugin.worker_policy import ANOTHER_RANK, NO_CARRIER
@@ -258,12 +259,14 @@ class Policy:
             raise KVCacheError(RELEASED)
         if self._llm.llm_engine.has_unfinished_requests():
             raise RuntimeError("requests are running; finish or abort them before the policy changes")
-        self._empty_prefix_cache()  # before the change, which a refusal then leaves undone; takes time by the block
+        self._empty_prefix_cache()  # before the change, which a refusal then leaves undone
 
     def _empty_prefix_cache(self) -> None:
         # vLLM 0.26 calls it a failure to empty a cache outside the engine where there is none
         has_connector = self._llm.llm_engine.vllm_config.kv_transfer_config is not None
-        if not self._answered(lambda: self._llm.reset_prefix_cache(reset_connector=has_connector)):
+        with without_empty_blocks(scheduler_here(self._llm)):
+            is_empty = self._answered(lambda: self._llm.reset_prefix_cache(reset_connector=has_connector))
+        if not is_empty:
             raise RuntimeError(
                 "vLLM could not empty its prefix cache, so answers of another policy could be reused; "
                 "is a request still running?"

@@ -2,8 +2,10 @@
 
 import pytest
 from vllm import SamplingParams
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from qerl_vllm_plugin.policy import Policy
+from qerl_vllm_plugin.prefix_cache import scheduler_here
 
 PROMPT = [(7 * i) % 60 + 2 for i in range(100)]  # three full blocks of 32
 SAMPLING = SamplingParams(max_tokens=1, temperature=0.0, logprobs=5)
@@ -101,3 +103,54 @@ def test_promise_05_a_cache_that_cannot_be_emptied_is_an_error(policy, adapters,
     with pytest.raises(RuntimeError, match="could not empty its prefix cache"):
         policy.swap(*adapters[0])
     assert policy.state(digest=True) == before
+
+
+def test_promise_05_no_block_keeps_its_hash_and_only_those_that_had_one_are_looked_at(policy, adapters, monkeypatch):
+    pool = scheduler_here(policy._llm).kv_cache_manager.block_pool
+    blocks, twice = pool.blocks, [{"prompt_token_ids": prompt} for prompt in (PROMPT, PROMPT, PROMPT[::-1])]
+    # in one step, in which they all come to the same blocks anew: some hold the same tokens as others
+    policy._llm.generate(twice, SAMPLING, use_tqdm=False, lora_request=policy.request)
+    held = [block.block_id for block in blocks if block.block_hash is not None]
+    seen: list[int] = []
+    monkeypatch.setattr(KVCacheBlock, "reset_hash", _noting(seen, KVCacheBlock.reset_hash))
+    policy.swap(*adapters[0])
+    assert sorted(seen) == held and 6 <= len(held) < len(blocks)
+    assert pool.blocks is blocks and all(block.block_hash is None for block in blocks)
+    seen.clear()
+    policy.set_noise(0.1, seed=1, rollout=1)
+    assert seen == []
+    assert pool.get_num_free_blocks() == len(blocks) - 1
+
+
+def test_promise_05_blocks_that_hold_the_same_tokens_are_all_emptied(policy, adapters):
+    pool = scheduler_here(policy._llm).kv_cache_manager.block_pool
+    ask(policy)
+    first = next(block for block in pool.blocks if block.block_hash is not None)
+    other = next(block for block in pool.blocks if block.block_hash is None and not block.is_null)
+    other.set_block_hash(first.block_hash, first.block_hash_num_tokens)
+    pool.cached_block_hash_to_block.insert(first.block_hash, other)
+    policy.swap(*adapters[0])
+    assert (first.block_hash, other.block_hash) == (None, None)
+    _, cached = ask(policy)
+    assert cached == 0
+
+
+def test_promise_05_an_emptying_that_fails_leaves_all_blocks_where_they_were(policy, adapters, monkeypatch):
+    pool = scheduler_here(policy._llm).kv_cache_manager.block_pool
+    blocks = pool.blocks
+    ask(policy)
+    monkeypatch.setattr(pool, "get_num_free_blocks", lambda: 1)  # as if a request held the others
+    with pytest.raises(RuntimeError, match="could not empty its prefix cache"):
+        policy.swap(*adapters[0])
+    assert pool.blocks is blocks
+    monkeypatch.undo()
+    _, cached = ask(policy)
+    assert cached == 96
+
+
+def _noting(seen: list[int], reset):
+    def reset_hash(block):
+        seen.append(block.block_id)
+        reset(block)
+
+    return reset_hash
