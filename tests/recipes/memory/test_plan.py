@@ -397,7 +397,7 @@ def test_checkpointed_layers_without_checkpointing_is_refused() -> None:
 
 MEASURED = sorted((RECIPES.parent / "kernels/results").glob("train_*.json"))
 # since one call of the attention takes all sequences; the runs before kept its outputs twice
-AT_ONCE = ("train_7B_80GB_NVIDIA_H200", "train_7B_80GB_one_rounding_NVIDIA_H200")
+AT_ONCE = [f"train_{of}_NVIDIA_H200" for of in ("7B_80GB", "7B_80GB_one_rounding", "30B-A3B")]
 
 
 @pytest.mark.parametrize("file", MEASURED, ids=lambda file: file.stem)
