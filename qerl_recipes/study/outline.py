@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from qerl_recipes.study.plan import Study, StudyError, first_runs, flags
+from qerl_recipes.study.plan import Claim, Study, StudyError, first_runs, flags
 from qerl_recipes.study.statistics import ALPHA
 
 
@@ -54,7 +54,16 @@ def outline(study: Study, file: Path) -> str:
         f"test, corrected by Holm over the comparisons; below {ALPHA:.0%} one arm is called higher, else the pair is "
         "undecided at this size.",
     ]
+    lines += ["", *(_of_claim(claim) for claim in study.claims)] if study.claims else []
     return "\n".join(lines)
+
+
+def _of_claim(claim: Claim) -> str:
+    a, b = claim.pair
+    return (
+        f"* claim: {claim.claim}. Supported where {a}'s {claim.metric} is {claim.expect} than {b}'s; an effect below "
+        f"{claim.margin:g} does not matter."
+    )
 
 
 def _listed(values: list[int] | list[float]) -> str:

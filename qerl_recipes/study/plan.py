@@ -10,6 +10,8 @@
       greedy: {tasks: "jsonl:held_out.jsonl", max_new_tokens: 256}
     primary: greedy
     comparisons: [[nvfp4_lora, bf16_lora]]
+    claims:
+    - {claim: noise adds accuracy, pair: [nvfp4_noise, nvfp4_lora], expect: higher, margin: 0.01}
     target_reward: 0.5
 
 An arm is the recipe with keys of its own; nothing else differs between arms. With ``sweep`` every arm is first trained
@@ -51,6 +53,20 @@ class Sweep(_Strict):
     common: float | None = None
 
 
+class Claim(_Strict):
+    """Something said of two arms, and what would show it, written down before the runs.
+
+    ``pair``: the first arm's ``metric`` is ``expect``: "higher" or "lower" than the second's, or "not lower". An effect
+    below ``margin``, in the metric's own unit, does not matter.
+    """
+
+    claim: str
+    pair: tuple[str, str]
+    expect: Literal["higher", "lower", "not lower"]
+    margin: Annotated[float, Field(gt=0)]
+    metric: str = "accuracy"
+
+
 class Study(_Strict):
     """A study file; see the module. ``recipe`` is relative to the folder the command is typed in."""
 
@@ -61,6 +77,7 @@ class Study(_Strict):
     primary: str
     sweep: Sweep | None = None
     comparisons: list[tuple[str, str]] = []
+    claims: list[Claim] = []
     target_reward: float | None = None
     about: str = ""
 
@@ -74,9 +91,11 @@ class Study(_Strict):
         for arm, keys in self.arms.items():
             if taken := sorted(set(keys) & {*OWN_KEYS, *([self.sweep.key] if self.sweep else [])}):
                 raise ValueError(f"arms.{arm}: {', '.join(taken)} is set by the study itself; remove it")
-        for name in itertools.chain(*self.comparisons):
-            if name not in self.arms:
-                raise ValueError(f"comparisons: {name!r} is not one of the arms {', '.join(self.arms)}")
+        compared = {"comparisons": self.comparisons, "claims": [claim.pair for claim in self.claims]}
+        for key, pairs in compared.items():
+            for name in itertools.chain(*pairs):
+                if name not in self.arms:
+                    raise ValueError(f"{key}: {name!r} is not one of the arms {', '.join(self.arms)}")
         if self.primary not in self.evaluations:
             raise ValueError(f"primary: {self.primary!r} is not one of the evaluations {', '.join(self.evaluations)}")
         if len(set(self.seeds)) < len(self.seeds):

@@ -1,4 +1,4 @@
-"""The results of a study as one tidy table, and the page that follows from the table alone.
+"""The results of a study as one tidy table, and what follows from the table alone.
 
 ``results.csv.gz``: columns arm, seed, step, metric, value. ``arm`` is ``NAME`` or ``NAME@VALUE`` of the sweep's key.
 Metrics of a step are those of ``metrics.jsonl``. Of a finished run, at its last step: what ``run.figures`` reads from
@@ -9,24 +9,18 @@ import csv
 import gzip
 import io
 import json
-import math
 import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from qerl_recipes.study.plan import Study, StudyError, best_values, read
+from qerl_recipes.study.plan import Claim, Study, StudyError, best_values, read
 from qerl_recipes.study.run import all_runs, figures, is_finished, run
-from qerl_recipes.study.statistics import Comparison, holm, paired
+from qerl_recipes.study.statistics import Comparison, holm, judged, paired
 
 TABLE, COLUMNS = "results.csv.gz", ("arm", "seed", "step", "metric", "value")
 Row = tuple[str, int, int, str, float]
-# of the training: the second table of a page
-OF_A_RUN = (
-    *("reward_area", "entropy_start", "entropy_end", "mismatch", "without_signal", "seconds_a_step"),
-    *("steps_to_target", "seconds_to_target"),
-)
 ENDS = 5  # steps averaged at the start and at the end of a run
 
 
@@ -138,64 +132,27 @@ def comparisons(study: Study, rows: Sequence[Row], metric: str = "accuracy") -> 
     values = final(rows, metric)
     found = {}
     for kind, names in labels(study, rows).items():
-        made = []
-        for a, b in study.comparisons:
-            of_a, of_b = (
-                {s: v for s, v in values.get(names.get(arm, ""), {}).items() if s in study.seeds} for arm in (a, b)
-            )
-            if len(set(of_a) & set(of_b)) >= 2:
-                made.append(paired(a, b, of_a, of_b))
-        found[kind] = holm(made)
+        made = [_compared(study, values, names, *pair) for pair in study.comparisons]
+        found[kind] = holm([comparison for comparison in made if comparison is not None])
     return found
 
 
-def page(study: Study, rows: Sequence[Row], title: str, command: str) -> str:
-    """The study as Markdown: one table of arms and one of comparisons. ``command`` is what makes it from the table."""
-    lines = [f"# {title}", "", *([study.about.strip(), ""] if study.about else [])]
-    lines += [f"Made by `{command}`.", ""]
-    several = sorted({m for *_, m, _ in rows if m.startswith(("accuracy/", "pass@", "maj@"))}, key=_by_kind)
-    values = {metric: final(rows, metric) for metric in ("accuracy", *several, "base_accuracy", *OF_A_RUN)}
-    tables = [[metric for metric in of if values[metric]] for of in (("accuracy", *several, "base_accuracy"), OF_A_RUN)]
-    for kind, names in labels(study, rows).items():
-        if kind == "best" and study.sweep is not None:
-            lines += [f"## Each arm at its best {study.sweep.key}", ""]
-        elif study.sweep is not None:
-            lines += [f"## All arms at {study.sweep.key} {study.sweep.common:g}", ""]
-        for shown in tables:
-            lines += [f"| arm | seeds | {' | '.join(shown)} |", "|---" * (len(shown) + 2) + "|"]
-            for arm in study.arms:
-                label = names.get(arm)
-                of = {m: [v for s, v in values[m].get(label or "", {}).items() if s in study.seeds] for m in shown}
-                cells = [_mean(of[metric]) for metric in shown]
-                count = max((len(found) for found in of.values()), default=0)
-                lines.append(f"| {label or arm} | {count} | {' | '.join(cells)} |")
-            lines.append("")
-        lines += ["Mean over seeds, and its standard deviation.", ""]
-        compared = comparisons(study, rows).get(kind, [])
-        if compared:
-            lines += ["| a | b | seeds | a - b | 95 % interval | effect (d_z) | p, Holm | a is |", "|---" * 8 + "|"]
-            lines += [
-                f"| {c.a} | {c.b} | {c.seeds} | {c.difference:+.1%} | {c.low:+.1%} to {c.high:+.1%} | {c.effect:+.2f} "
-                f"| {c.p_holm:.3f} | {c.verdict()} |"
-                for c in compared
-            ]
-            lines.append("")
-    return "\n".join(lines)
+def verdicts(study: Study, rows: Sequence[Row]) -> list[tuple[Claim, Comparison, str]]:
+    """The study's claims that its runs can judge, each arm at its best value of the sweep's key: the claim, what was
+    measured, corrected by Holm over the claims, and the verdict."""
+    names = labels(study, rows)["best"]
+    made = [(claim, _compared(study, final(rows, claim.metric), names, *claim.pair)) for claim in study.claims]
+    there = [(claim, comparison) for claim, comparison in made if comparison is not None]
+    corrected = holm([comparison for _, comparison in there])
+    return [(claim, c, judged(c, claim.expect, claim.margin)) for (claim, _), c in zip(there, corrected, strict=True)]
 
 
-def _by_kind(metric: str) -> tuple[str, int]:
-    """Sorts accuracy/NAME, maj@K/NAME and pass@K/NAME by kind, then by K."""
-    kind, _, count = metric.partition("/")[0].partition("@")
-    return kind, int(count or 0)
-
-
-def _mean(values: Sequence[float]) -> str:
-    if not values:
-        return ""
-    mean = sum(values) / len(values)
-    if len(values) < 2:
-        return f"{mean:.4g}"
-    return f"{mean:.4g} ± {math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1)):.2g}"
+def _compared(
+    study: Study, values: Mapping[str, Mapping[int, float]], names: Mapping[str, str], a: str, b: str
+) -> Comparison | None:
+    """Two arms over the study's seeds that both have; ``values``: label -> seed -> value. None for less than two."""
+    of_a, of_b = ({s: v for s, v in values.get(names.get(arm, ""), {}).items() if s in study.seeds} for arm in (a, b))
+    return paired(a, b, of_a, of_b) if len(set(of_a) & set(of_b)) >= 2 else None
 
 
 def conduct(
@@ -207,6 +164,7 @@ def conduct(
     runs/studies/NAME, NAME being that of the file. Raises StudyError for a study or table that cannot be read.
     """
     from qerl_recipes.study.curves import draw
+    from qerl_recipes.study.page import page
 
     study = read(file)
     if table is not None:

@@ -15,7 +15,8 @@ class Comparison:
     """``a`` against ``b``, paired by seed. ``difference`` is the mean of a - b; ``low``, ``high`` its 95 % interval.
 
     ``p`` is two-sided, from the paired t test; ``p_holm`` is corrected over the comparisons of the study.
-    ``effect`` is the difference in standard deviations of the paired differences (Cohen's d_z).
+    ``effect`` is the difference in standard deviations of the paired differences (Cohen's d_z). ``t_low``, ``t_high``:
+    the 95 % interval of the t distribution, wider over few seeds, by which claims are judged.
     """
 
     a: str
@@ -27,6 +28,8 @@ class Comparison:
     effect: float
     p: float
     p_holm: float = float("nan")
+    t_low: float = float("nan")
+    t_high: float = float("nan")
 
     def verdict(self) -> str:
         """ "higher" or "lower" where the corrected test is below 5 %, else undecided."""
@@ -56,8 +59,30 @@ def paired(a: str, b: str, of_a: Mapping[int, float], of_b: Mapping[int, float],
         )
         low, high = map(float, found.confidence_interval)
     effect = mean / spread if spread else float("inf") if mean else 0.0
-    p = float(stats.ttest_1samp(differences, 0.0).pvalue) if spread else 0.0 if mean else 1.0
-    return Comparison(a, b, len(common), mean, low, high, effect, p)
+    if not spread:
+        return Comparison(a, b, len(common), mean, low, high, effect, 0.0 if mean else 1.0, t_low=mean, t_high=mean)
+    tested = stats.ttest_1samp(differences, 0.0)
+    t_low, t_high = map(float, tested.confidence_interval(1 - ALPHA))
+    p = float(tested.pvalue)
+    return Comparison(a, b, len(common), mean, low, high, effect, p, t_low=t_low, t_high=t_high)
+
+
+def judged(found: Comparison, expect: str, margin: float) -> str:
+    """What a comparison says of a claim: "supported", "not supported" or "undecided at this size".
+
+    ``expect`` "higher" or "lower": supported where the corrected test is below 5 % in that direction; not supported
+    where the interval holds no effect of ``margin`` or more in it. "not lower": supported where the interval ends above
+    -margin, not supported where all of it is below.
+    """
+    if expect == "not lower":
+        if found.t_low > -margin:
+            return "supported"
+        return "not supported" if found.t_high < -margin else "undecided at this size"
+    sign = 1 if expect == "higher" else -1
+    if found.p_holm < ALPHA and sign * found.difference > 0:
+        return "supported"
+    most = found.t_high if sign > 0 else -found.t_low
+    return "not supported" if most < margin else "undecided at this size"
 
 
 def holm(comparisons: Sequence[Comparison]) -> list[Comparison]:

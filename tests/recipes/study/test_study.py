@@ -18,7 +18,7 @@ from qerl_recipes.evaluate.request import check as check_tasks
 from qerl_recipes.study import outline, results
 from qerl_recipes.study import run as runner
 from qerl_recipes.study.plan import StudyError, best_values, first_runs, later_runs, read
-from qerl_recipes.study.statistics import holm, paired
+from qerl_recipes.study.statistics import holm, judged, paired
 
 ROOT = Path(__file__).parents[3]
 CONTENT = {
@@ -66,6 +66,8 @@ def finish(one, folder, accuracy, rewards=(0.0, 1.0)):
         ({"arms": {"a": {"learning_rate": 1e-3}, "b": {}}}, "arms.a: learning_rate is set by the study"),
         ({"arms": {"../a": {}, "b": {}}}, "becomes a folder's name"),
         ({"comparisons": [["a", "c"]]}, "'c' is not one of the arms a, b"),
+        ({"claims": [{"claim": "x", "pair": ["a", "c"], "expect": "higher", "margin": 1}]}, "claims: 'c' is not one"),
+        ({"claims": [{"claim": "x", "pair": ["a", "b"], "expect": "higher", "margin": 0}]}, "claims.0.margin"),
         ({"primary": "sampled"}, "'sampled' is not one of the evaluations greedy"),
         ({"seeds": [0, 0]}, "each may stand there once"),
         ({"seeds": [0, 100]}, "not be chosen on the seeds that are compared"),
@@ -209,6 +211,50 @@ def test_a_comparison_is_paired_by_seed_and_agrees_with_scipy_and_a_published_co
     assert [c.verdict() for c in holm(raw)] == ["higher", "undecided at this size", "undecided at this size", "higher"]
 
 
+@pytest.mark.parametrize(
+    ("differences", "expect", "verdict"),
+    [
+        ([0.03, 0.04, 0.035], "higher", "supported"),
+        ([0.03, 0.04, 0.035], "lower", "not supported"),
+        ([0.03, 0.04, 0.035], "not lower", "supported"),
+        ([0.001, -0.001, 0.002], "higher", "not supported"),  # there may be an effect, and it does not matter
+        ([0.001, -0.001, 0.002], "not lower", "supported"),
+        ([0.10, -0.05, 0.02], "higher", "undecided at this size"),
+        ([0.10, -0.05, 0.02], "not lower", "undecided at this size"),
+        ([-0.03, -0.04, -0.035], "lower", "supported"),
+        ([-0.03, -0.04, -0.035], "not lower", "not supported"),
+    ],
+)
+def test_a_claim_is_judged_by_its_margin_and_the_t_distribution(differences, expect, verdict):
+    (found,) = holm([paired("a", "b", dict(enumerate(differences)), dict.fromkeys(range(3), 0.0))])
+    half = stats.t.ppf(0.975, 2) * np.std(differences, ddof=1) / math.sqrt(3)
+    assert (found.t_high - found.t_low) / 2 == pytest.approx(half)
+    assert judged(found, expect, 0.01) == verdict
+
+
+def test_claims_are_judged_on_their_own_metric_and_corrected_together(study, tmp_path):
+    claims = [
+        {"claim": "b learns faster", "pair": ["b", "a"], "expect": "higher", "margin": 0.01, "metric": "reward_area"},
+        {"claim": "b is as good", "pair": ["b", "a"], "expect": "not lower", "margin": 0.02},
+    ]
+    file = study(sweep=None, claims=claims)
+    plan, out = read(file), tmp_path / "out"
+    for one in first_runs(plan):
+        jitter = 0.001 * one.seed
+        finish(one, out, 0.5, rewards=(0.0, 1.0 + jitter) if one.arm == "b" else (0.0, 0.8 - jitter))
+    rows = results.collect(plan, out)
+    (faster, c, said), (good, _, as_good) = results.verdicts(plan, rows)
+    assert (faster.claim, said) == ("b learns faster", "supported") and (good.claim, as_good) == (
+        "b is as good",
+        "supported",
+    )
+    assert c.p_holm == pytest.approx(2 * c.p) and c.difference == pytest.approx(0.101)
+    results.write_table(rows, out / results.TABLE)
+    page = results.conduct(file, table=out / results.TABLE).read_text()
+    assert "| b learns faster (b higher than a by 0.01) | reward_area | +0.101 |" in page
+    assert "claim: b is as good. Supported where b's accuracy is not lower than a's" in outline.outline(plan, file)
+
+
 def test_what_the_steps_of_a_run_come_to():
     steps = [
         {"step": i + 1, "reward": r, "entropy": e, "step_seconds": 2.0}
@@ -244,6 +290,7 @@ def test_the_page_follows_from_the_table_alone_and_compares_the_seeds_of_the_stu
     assert (compared.a, compared.b, compared.seeds) == ("b", "a", 3)
     assert compared.difference == pytest.approx(0.101) and "+10.1%" in page
     assert "| b@0.001 | 3 | 0.611 ± 0.011 |" in page and "0.9" not in page.split("## All arms")[0]
+    assert "## learning_rate: accuracy over the seeds 100, 101" in page and "| a | 0.1 ± 0 | 0.9 ± 0 |" in page
     assert (out / "curves_best.png").stat().st_size > 5000
     (out / results.TABLE).write_bytes(b"no table")
     with pytest.raises(StudyError, match="is no table of a study"):

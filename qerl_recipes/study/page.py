@@ -1,0 +1,100 @@
+"""The page of a study: everything in it follows from the plan and the table."""
+
+import math
+from collections.abc import Sequence
+
+from qerl_recipes.study.plan import Study
+from qerl_recipes.study.results import Row, comparisons, final, labels, verdicts
+
+# of the training: the second table of a page
+OF_A_RUN = (
+    *("reward_area", "entropy_start", "entropy_end", "mismatch", "without_signal", "seconds_a_step"),
+    *("steps_to_target", "seconds_to_target"),
+)
+
+
+def page(study: Study, rows: Sequence[Row], title: str, command: str) -> str:
+    """The study as Markdown: one table of arms and one of comparisons. ``command`` is what makes it from the table."""
+    lines = [f"# {title}", "", *([study.about.strip(), ""] if study.about else [])]
+    lines += [f"Made by `{command}`.", ""]
+    several = sorted({m for *_, m, _ in rows if m.startswith(("accuracy/", "pass@", "maj@"))}, key=_by_kind)
+    values = {metric: final(rows, metric) for metric in ("accuracy", *several, "base_accuracy", *OF_A_RUN)}
+    tables = [[metric for metric in of if values[metric]] for of in (("accuracy", *several, "base_accuracy"), OF_A_RUN)]
+    for kind, names in labels(study, rows).items():
+        if kind == "best" and study.sweep is not None:
+            lines += [f"## Each arm at its best {study.sweep.key}", ""]
+        elif study.sweep is not None:
+            lines += [f"## All arms at {study.sweep.key} {study.sweep.common:g}", ""]
+        for shown in tables:
+            lines += [f"| arm | seeds | {' | '.join(shown)} |", "|---" * (len(shown) + 2) + "|"]
+            for arm in study.arms:
+                label = names.get(arm)
+                of = {m: [v for s, v in values[m].get(label or "", {}).items() if s in study.seeds] for m in shown}
+                cells = [_mean(of[metric]) for metric in shown]
+                count = max((len(found) for found in of.values()), default=0)
+                lines.append(f"| {label or arm} | {count} | {' | '.join(cells)} |")
+            lines.append("")
+        lines += ["Mean over seeds, and its standard deviation.", ""]
+        compared = comparisons(study, rows).get(kind, [])
+        if compared:
+            lines += ["| a | b | seeds | a - b | 95 % interval | effect (d_z) | p, Holm | a is |", "|---" * 8 + "|"]
+            lines += [
+                f"| {c.a} | {c.b} | {c.seeds} | {c.difference:+.1%} | {c.low:+.1%} to {c.high:+.1%} | {c.effect:+.2f} "
+                f"| {c.p_holm:.3f} | {c.verdict()} |"
+                for c in compared
+            ]
+            lines.append("")
+    lines += _claims(study, rows)
+    if study.sweep is not None:
+        lines += _sweep(study, rows)
+    return "\n".join(lines)
+
+
+def _claims(study: Study, rows: Sequence[Row]) -> list[str]:
+    found = verdicts(study, rows)
+    if not found:
+        return []
+    lines = [
+        "## What is said, and what was measured",
+        "",
+        "| claim | metric | a - b | 95 % (t) | verdict |",
+        "|---" * 5 + "|",
+    ]
+    for claim, c, verdict in found:
+        expected = f"{c.a} {claim.expect} than {c.b} by {claim.margin:g}"
+        if claim.expect == "not lower":
+            expected = f"{c.a} not lower than {c.b} by {claim.margin:g}"
+        measured = f"{c.difference:+.3g} | {c.t_low:+.3g} to {c.t_high:+.3g}"
+        lines.append(f"| {claim.claim} ({expected}) | {claim.metric} | {measured} | {verdict} |")
+    return [*lines, ""]
+
+
+def _sweep(study: Study, rows: Sequence[Row]) -> list[str]:
+    """Mean accuracy of each arm at each value of the sweep's key, over the sweep's seeds."""
+    assert study.sweep is not None
+    accuracies, seeds = final(rows, "accuracy"), study.sweep.seeds
+    lines = [f"## {study.sweep.key}: accuracy over the seeds {', '.join(map(str, seeds))}", ""]
+    lines += [
+        f"| arm | {' | '.join(f'{v:g}' for v in study.sweep.values)} |",
+        "|---" * (len(study.sweep.values) + 1) + "|",
+    ]
+    for arm in study.arms:
+        of = [accuracies.get(f"{arm}@{value:g}", {}) for value in study.sweep.values]
+        cells = [_mean([found[seed] for seed in seeds if seed in found]) for found in of]
+        lines.append(f"| {arm} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def _by_kind(metric: str) -> tuple[str, int]:
+    """Sorts accuracy/NAME, maj@K/NAME and pass@K/NAME by kind, then by K."""
+    kind, _, count = metric.partition("/")[0].partition("@")
+    return kind, int(count or 0)
+
+
+def _mean(values: Sequence[float]) -> str:
+    if not values:
+        return ""
+    mean = sum(values) / len(values)
+    if len(values) < 2:
+        return f"{mean:.4g}"
+    return f"{mean:.4g} ± {math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1)):.2g}"
