@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._utils import _unflatten_dense_tensors
 
 PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -85,19 +86,19 @@ class Checker:
     def __init__(self, targets: Mapping[str, Target], max_rank: int) -> None:
         """As ``check`` has them."""
         self.targets, self._max_rank = targets, max_rank
-        self._known: dict[tuple[Any, ...], tuple[int, float, list[tuple[str, str, str]]]] = {}  # the last good one
+        self._known: tuple[tuple[Any, ...], int, float, list[tuple[str, str, str]]] | None = None  # the last good one
 
     def check(
         self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], fetch: Fetch | None = None
     ) -> CheckedAdapter:
         """The adapter. Raises AdapterError."""
-        layout = ((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
-        key = (json.dumps(config, sort_keys=True, default=str), *layout)
-        if key not in self._known:
+        layout = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
+        key = (json.dumps(config, sort_keys=True, default=str), layout)
+        if self._known is None or key != self._known[0]:
             found = check(tensors, config, self.targets, self._max_rank)
             names = [(name, f"{PREFIX}{name}{_A}", f"{PREFIX}{name}{_B}") for name in found.pairs]
-            self._known = {key: (found.rank, found.scaling, names)}
-        rank, scaling, names = self._known[key]
+            self._known = key, found.rank, found.scaling, names
+        _, rank, scaling, names = self._known
         return CheckedAdapter(rank, scaling, {name: (tensors[a], tensors[b]) for name, a, b in names}, fetch)
 
 
@@ -263,10 +264,10 @@ def converted(
         a, b = fetched[: len(a)], fetched[len(a) :]
     elif device is not None and any(tensor.device != device for tensor in (*a, *b)):
         a, b = ([tensor.to(device, non_blocking=True) for tensor in half] for half in (a, b))
-    new_a, new_b = (_like(half, dtype) for half in (a, b))
-    torch._foreach_copy_(new_a, a)
-    torch._foreach_copy_(new_b, torch._foreach_mul([t.float() for t in b], adapter.scaling))
-    if bad := _not_finite(adapter.pairs, new_a, new_b):
+    flat_a, flat_b = _as_one(a, dtype), _as_one(b, dtype, adapter.scaling)
+    new_a, new_b = _unflatten_dense_tensors(flat_a, a), _unflatten_dense_tensors(flat_b, b)
+    # one transfer for all that is right; its names are looked for only where something is not
+    if not math.isfinite(_size(flat_a, flat_b)) and (bad := _not_finite(adapter.pairs, new_a, new_b)):
         was = "holds NaN or infinite values"
         if bad != _not_finite(adapter.pairs, a, b):
             was = f"holds values too large for the engine's {dtype}"
@@ -274,24 +275,20 @@ def converted(
     return dict(zip(adapter.pairs, zip(new_a, new_b, strict=True), strict=True))
 
 
-def _like(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """New tensors of these shapes and devices, one allocation for all of a shape: hundreds take a millisecond."""
-    places: dict[torch.Size, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        places.setdefault(tensor.shape, []).append(i)
-    new = list(tensors)
-    for shape, found in places.items():
-        room = torch.empty((len(found), *shape), dtype=dtype, device=tensors[found[0]].device)
-        for i, one in zip(found, room.unbind(), strict=True):
-            new[i] = one
-    return new
+def _as_one(tensors: Sequence[torch.Tensor], dtype: torch.dtype, scaling: float = 1.0) -> torch.Tensor:
+    """New memory with all values of ``tensors``, one behind the other, times ``scaling`` in fp32: three launches, where
+    one tensor after the other would take longer to launch than to compute."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])  # copies, also one alone
+    return (flat if scaling == 1 else flat.float().mul_(scaling)).to(dtype)
 
 
-def _not_finite(names: Iterable[str], a: list[torch.Tensor], b: list[torch.Tensor]) -> list[str]:
-    """The names whose A or B holds NaN or infinite values, or such whose sum is infinite.
+def _size(*tensors: torch.Tensor) -> float:
+    """The sum of all absolute values, which is finite only where they all are."""
+    return float(torch.stack([torch.linalg.vector_norm(tensor, 1, dtype=torch.float32) for tensor in tensors]).sum())
 
-    A few launches and one transfer from the device for all tensors: a test of each would take longer than the swap.
-    """
+
+def _not_finite(names: Iterable[str], a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> list[str]:
+    """The names whose A or B holds NaN or infinite values, or such whose sum is infinite."""
     sums = torch.stack(torch._foreach_norm([*a, *b], 1, dtype=torch.float32)).tolist()
     both = zip(sums[: len(a)], sums[len(a) :], strict=True)
     return [name for name, pair in zip(names, both, strict=True) if not all(map(math.isfinite, pair))]

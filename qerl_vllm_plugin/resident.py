@@ -12,7 +12,7 @@ space up to a multiple of 32; without an adapter all is zero. The buffers never 
 swap.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,12 +40,26 @@ class _Share:
 
 
 @dataclass(frozen=True)
-class Copies:
-    """A staged change: ``sources`` go into ``targets``, and ``zeros`` become zero."""
+class Room:
+    """Where the adapters of a rank that name the same linears go: their A and B, by the keys of ``places``, into
+    ``whole`` and ``rows``, numbered as A, B, A, B and so on; ``zeros`` become zero.
 
-    targets: list[torch.Tensor]
-    sources: list[torch.Tensor]
+    ``whole`` lie in one piece, and take one launch together. Rows of a wider matrix, ``rows``, take a launch each, and
+    so would all that stand in one list with them.
+    """
+
+    places: list["_Place"]
+    whole: list[tuple[int, torch.Tensor]]
+    rows: list[tuple[int, torch.Tensor]]
     zeros: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Copies:
+    """A staged change: ``sources`` go into ``room``."""
+
+    room: Room
+    sources: list[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -113,6 +127,7 @@ class ResidentAdapter:
         self.max_rank = first.qerl_rank
         self.dtype = first.policy_a.dtype
         self.device = first.policy_a.device
+        self._last: tuple[tuple[Any, ...], Room] | None = None
         self._places = [place for layer in self._layers.values() for place in _places(layer, self.max_rank)]
         self._targets = {
             part: Target(name, i, layer.input_size, outputs)
@@ -129,46 +144,47 @@ class ResidentAdapter:
         """Every linear that can carry an adapter, by its checkpoint name."""
         return self._targets
 
-    def stage(self, adapter: CheckedAdapter | None) -> "Copies":
+    def stage(self, adapter: CheckedAdapter | None) -> Copies:
         """What ``commit`` does: this rank's share of the adapter, on the device, and what becomes zero."""
-        copies = Copies([], [], [])
         rank, pairs = (adapter.rank, adapter.pairs) if adapter is not None else (0, {})
-        fetch = adapter.fetch if adapter is not None else None
-        cut = {place.key: place.cut(pairs[place.name]) for place in self._places if place.name in pairs}
-        scaling = adapter.scaling if adapter is not None else 1.0
-        new = converted(CheckedAdapter(rank, scaling, cut, fetch), self.dtype, self.device)
-        for place in self._places:
-            if place.key not in new:
-                copies.zeros.extend([place.a, place.b])
-                continue
-            a, b = place.a, place.b
-            if rank < self.max_rank:  # a larger adapter may have been here
-                copies.zeros.extend([a[rank:], b[:, rank:]])
-                a, b = a[:rank], b[:, :rank]
-            copies.targets.extend([a, b])
-            copies.sources.extend(new[place.key])
-        return copies
+        key = (rank, *pairs)
+        if self._last is None or self._last[0] != key:  # a policy in training has the same linears each time
+            self._last = key, self._room(rank, pairs)
+        room = self._last[1]
+        if adapter is None:
+            return Copies(room, [])
+        cut = {place.key: place.cut(pairs[place.name]) for place in room.places}
+        new = converted(CheckedAdapter(rank, adapter.scaling, cut, adapter.fetch), self.dtype, self.device)
+        return Copies(room, [half for place in room.places for half in new[place.key]])
 
-    def commit(self, copies: "Copies") -> None:
+    def _room(self, rank: int, names: Collection[str]) -> Room:
+        room = Room([], [], [], [])
+        for place in self._places:
+            a, b = place.a, place.b
+            if place.name not in names:
+                room.zeros.extend([a, b])
+                continue
+            if rank < self.max_rank:  # a larger adapter may have been here
+                room.zeros.extend([a[rank:], b[:, rank:]])
+                a, b = a[:rank], b[:, :rank]
+            for i, half in enumerate((a, b), start=2 * len(room.places)):
+                (room.whole if half.is_contiguous() else room.rows).append((i, half))
+            room.places.append(place)
+        return room
+
+    def commit(self, copies: Copies) -> None:
         """Copies what is staged into the buffers, in place; nothing is allocated."""
-        if copies.zeros:
-            torch._foreach_zero_(copies.zeros)
-        _copy(copies.targets, copies.sources)
+        if copies.room.zeros:
+            torch._foreach_zero_(copies.room.zeros)
+        for numbered in (copies.room.whole, copies.room.rows):
+            if numbered:
+                torch._foreach_copy_([target for _, target in numbered], [copies.sources[i] for i, _ in numbered])
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """All A and B, in a fixed order."""
         for _, layer in sorted(self._layers.items()):
             yield layer.policy_a
             yield layer.policy_b
-
-
-def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """One launch for all targets that lie in one piece. Rows of a wider matrix take a launch each, and so would all
-    that stand in one list with them."""
-    for in_one_piece in (True, False):
-        chosen = [i for i, target in enumerate(targets) if target.is_contiguous() == in_one_piece]
-        if chosen:
-            torch._foreach_copy_([targets[i] for i in chosen], [sources[i] for i in chosen])
 
 
 def _places(layer: Any, rank: int) -> Iterator[_Place]:

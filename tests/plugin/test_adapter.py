@@ -150,6 +150,27 @@ def test_values_that_the_engine_cannot_hold_are_refused():
         converted(check(tensors, CONFIG, TARGETS, max_rank=8), torch.float16)
 
 
+def test_values_whose_sum_alone_is_too_large_are_not_refused():
+    tensors = {name: torch.full_like(tensor, 1e37) for name, tensor in tensors_for(CONFIG).items()}
+    assert sum(tensor.numel() for tensor in tensors.values()) * 1e37 > torch.finfo(torch.float32).max
+    new = converted(check(tensors, {**CONFIG, "lora_alpha": 2}, TARGETS, max_rank=8), torch.float32)
+    assert all(bool((half == 1e37).all()) for pair in new.values() for half in pair)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("alpha", [2, 3])  # times 1, times 1.5
+def test_promise_07_a_single_linear_is_copied_too(dtype, alpha):
+    """What is one behind the other already could be handed on as it is, and scaled in place."""
+    config = {**CONFIG, "lora_alpha": alpha, "target_modules": ["model.layers.0.self_attn.q_proj"]}
+    tensors = {name: t.to(dtype) for name, t in tensors_for(CONFIG).items() if "layers.0.self_attn.q_proj" in name}
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    (new,) = converted(check(tensors, config, TARGETS, max_rank=8), dtype).values()
+    for (name, given), half, factor in zip(tensors.items(), new, (1.0, alpha / 2), strict=True):
+        assert torch.equal(half, (before[name].float() * factor).to(dtype))
+        half.zero_()
+        assert torch.equal(given, before[name])
+
+
 BAD_CONFIGS = {
     "rank_above_the_engine": ({"r": 9}, "at most 8"),
     "rank_zero": ({"r": 0}, "rank r is 0"),
