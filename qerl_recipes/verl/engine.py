@@ -99,6 +99,11 @@ class FrozenEngine(FSDPEngineWithLMHead):
             found.append("model.use_fused_kernels is untested on the frozen model; set it to false")
         if self._qat_enabled:
             found.append("actor.fsdp_config.qat fakes the quantization that these weights have; set qat.enable=false")
+        if "hf_model" in (self.checkpoint_config.get("save_contents") or ()):
+            found.append(
+                "actor.checkpoint.save_contents names hf_model, which would write packed weights that nothing loads; "
+                "leave it out: the adapter comes from verl.model_merger, the base is model.path"
+            )
         if (self.engine_config.mixed_precision or {}).get("param_dtype", "bf16") not in ("bf16", "bfloat16"):
             found.append("actor.fsdp_config.mixed_precision.param_dtype: the rollout computes in bf16; set it to bf16")
         return found

@@ -26,7 +26,7 @@ def folder(make_nvfp4) -> Path:
 
 @pytest.fixture
 def start(group, folder, monkeypatch):
-    """start(model={}, actor={}) -> the engine that verl's registry finds for fsdp2 on an NVIDIA GPU, on this CPU."""
+    """start(model={}, actor={}, checkpoint={}) -> what verl's registry has for fsdp2 on an NVIDIA GPU, on this CPU."""
     from verl_engines import build
 
     monkeypatch.setenv("VERL_ENGINE_DEVICE", "cuda")
@@ -103,6 +103,40 @@ def test_it_trains_the_adapter_alone_on_the_bytes_of_the_checkpoint(start, folde
 def test_what_the_frozen_model_cannot_honour_is_refused_by_name(start, model, actor, reason):
     with pytest.raises(ValueError, match=reason):
         start(model, actor)
+
+
+def test_packed_weights_are_not_saved_as_a_model(start):
+    with pytest.raises(ValueError, match="save_contents names hf_model"):
+        start(checkpoint={"save_contents": ["model", "hf_model"]})
+
+
+def test_a_checkpoint_goes_on_and_gives_a_peft_adapter(start, folder, tmp_path):
+    from safetensors.torch import load_file
+    from verl.model_merger.base_model_merger import ModelMergerConfig
+    from verl.model_merger.fsdp_model_merger import FSDPModelMerger
+    from verl_engines import PROMPTS, adapter_of, logprobs_of, train
+
+    from qerl_recipes.files.adapter import open_adapter
+
+    first, second = start(), start()
+    train(first, PROMPTS)
+    first.save_checkpoint(str(tmp_path / "actor"), global_step=3)
+    assert not torch.equal(logprobs_of(second), logprobs_of(first))
+    second.load_checkpoint(str(tmp_path / "actor"), del_local_after_load=False)
+    assert torch.equal(logprobs_of(second), logprobs_of(first))
+    tensors, config = adapter_of(first)
+    assert train(first, PROMPTS) == train(second, PROMPTS)
+    assert torch.equal(logprobs_of(second), logprobs_of(first))
+
+    folders = {"local_dir": str(tmp_path / "actor"), "target_dir": str(tmp_path / "merged")}
+    config_path = str(tmp_path / "actor" / "huggingface")
+    FSDPModelMerger(ModelMergerConfig("merge", "fsdp", hf_model_config_path=config_path, **folders)).merge_and_save()
+    saved = open_adapter(tmp_path / "merged" / "lora_adapter")
+    assert (saved.rank, saved.config["lora_alpha"]) == (config["r"], config["lora_alpha"])
+    found = load_file(saved.path / "adapter_model.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(found[name], tensor.bfloat16()), name
 
 
 def test_two_ranks_compute_the_same_and_send_one_adapter(folder, hold_port, start_process, tmp_path):
