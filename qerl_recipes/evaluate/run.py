@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import json
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -248,6 +249,8 @@ def _start(
     memory: Mapping[str, Any],
     dtype: str = "bfloat16",
 ) -> "LLM":
+    # requests that arrive from another process fall into other batches in every run, and the last bits with them
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM
     from vllm.platforms import current_platform
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -104,6 +105,23 @@ def test_base_and_adapter_answer_the_same_problems(runs: dict[str, Path]) -> Non
     lines = [json.loads(line) for line in (runs["second"] / "answers.jsonl").read_text().splitlines()]
     asked = {model: [(x["task"], x["problem"]) for x in lines if x["model"] == model] for model in ("base", "adapter")}
     assert asked["base"] == asked["adapter"] and len(asked["base"]) == 80
+
+
+@pytest.mark.parametrize("own", [None, "1"])
+def test_the_engine_of_an_evaluation_has_no_process_of_its_own_unless_asked_for(
+    own: str | None, make_nvfp4: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm
+
+    seen: list[str | None] = []
+    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
+    monkeypatch.setattr(vllm, "LLM", lambda **options: seen.append(os.environ.get(name)))
+    monkeypatch.delenv(name)
+    if own is not None:
+        monkeypatch.setenv(name, own)
+    evaluate._start(make_nvfp4("qwen2"), "qerl_nvfp4", 8, 64, 1, {})
+    assert seen == [own or "0"]
+    monkeypatch.setenv(name, "0")  # what the other tests run with
 
 
 def started(*args: object, **kwargs: object) -> None:
