@@ -100,6 +100,7 @@ class _Calls:
         self._transport = transport
         self._place: dict[str, Any] | None = None  # the server's machine and its GPUs, once it has been asked
         self._unreachable: str | None = None
+        self.answered: dict[str, Any] = {}  # what the server answered last: of a change, its seconds by part, too
         headers = {TOKEN_HEADER: admin_token} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         self._options: dict[str, Any] = {
             "base_url": url.rstrip("/").removesuffix("/v1") + "/v1/qerl/",
@@ -174,8 +175,7 @@ class _Calls:
         given |= {} if targets is None else {"targets": list(targets)}
         return {"method": "PUT", "url": "noise", "params": {"requests": requests}, "json": given}
 
-    @staticmethod
-    def _answer(response: httpx.Response) -> dict[str, Any]:
+    def _answer(self, response: httpx.Response) -> dict[str, Any]:
         try:
             content = response.json()
         except ValueError:
@@ -183,6 +183,7 @@ class _Calls:
         if response.status_code != 200:
             found = content if isinstance(content, dict) else {"error": content}
             raise PolicyRefusedError(response.status_code, str(found.get("error")), str(found.get("reason", "")))
+        self.answered = content
         return content
 
 

@@ -16,6 +16,7 @@ from qerl_vllm_plugin import adapter_folder, compat, noise
 from qerl_vllm_plugin.adapter import AdapterError
 from qerl_vllm_plugin.in_time import PATIENCE, in_time
 from qerl_vllm_plugin.kv_cache import RELEASED, KVCacheError
+from qerl_vllm_plugin.laps import Laps
 from qerl_vllm_plugin.loading import checkpoint_folder
 from qerl_vllm_plugin.lora_slots import ADAPTER_ID, SCHEME
 from qerl_vllm_plugin.prefix_cache import scheduler_here, without_empty_blocks
@@ -63,6 +64,9 @@ class Policy:
 
     Every change needs an engine at rest and empties its prefix cache first; as nothing can run until the change is
     made, keys and values that another policy computed are never read again.
+
+    ``parts`` are the seconds of the last change on the host, for a benchmark: emptying the prefix cache, the way to the
+    workers and back, and what the first of them did: receive, check, stage, agree with the others, commit.
     """
 
     def __init__(self, llm: LLM, name: str = "policy", *, transport: str = "auto", timeout: float = PATIENCE) -> None:
@@ -76,6 +80,7 @@ class Policy:
         self._sender = Sender(llm.llm_engine, transport)
         self._lost: str | None = None
         self._timeout = timeout
+        self.parts: dict[str, float] = {}
         add_worker_methods()
         compat.check_kv_connector(llm.llm_engine.vllm_config)
         opened = self._call("qerl_open")
@@ -118,8 +123,10 @@ class Policy:
         if tensors is not None and self.carrier is None:
             raise AdapterError(NO_CARRIER)
         plain, given = plain_config(config), joined(tensors, norms)
-        self._come_to_rest()
-        self.version = int(self._swapped(given, plain, tensors is not None, norms is not None)[0]["version"])
+        laps = self._come_to_rest()
+        first = self._swapped(given, plain, tensors is not None, norms is not None)[0]
+        self.parts = _parts(laps, first)
+        self.version = int(first["version"])
         return self.version
 
     def _swapped(
@@ -160,8 +167,9 @@ class Policy:
         Raises ValueError for a negative or non-finite sigma or for targets that name no norm of the model.
         """
         sigma = noise.check_sigma(sigma)
-        self._come_to_rest()
+        laps = self._come_to_rest()
         results = self._call("qerl_set_noise", sigma, int(seed), int(rollout), list(targets), **VOUCHED)
+        self.parts = _parts(laps, results[0])
         report = NoiseReport(sigma, results[0]["touched"], results[0]["swallowed"])
         if report.swallowed:
             warnings.warn(
@@ -254,12 +262,15 @@ class Policy:
             raise
         return results
 
-    def _come_to_rest(self) -> None:
+    def _come_to_rest(self) -> Laps:
+        laps = Laps()
         if self._is_released:
             raise KVCacheError(RELEASED)
         if self._llm.llm_engine.has_unfinished_requests():
             raise RuntimeError("requests are running; finish or abort them before the policy changes")
         self._empty_prefix_cache()  # before the change, which a refusal then leaves undone
+        laps.end("empty")
+        return laps
 
     def _empty_prefix_cache(self) -> None:
         # vLLM 0.26 calls it a failure to empty a cache outside the engine where there is none
@@ -286,6 +297,13 @@ def check_answers(results: list[dict[str, Any]], refusal: type[Exception] = Adap
     texts = [error["error"] for error in errors]
     text = next((text for text in texts if ANOTHER_RANK not in text), texts[0])
     raise PolicyLostError(text) if any(error.get("lost") for error in errors) else refusal(text)
+
+
+def _parts(laps: Laps, first: Mapping[str, Any]) -> dict[str, float]:
+    """The parts of a change that has just ended; ``first`` is the first worker's answer."""
+    laps.end("way")
+    laps.seconds["way"] -= sum(first["parts"].values())
+    return {**laps.seconds, **first["parts"]}
 
 
 def _joined(digests: list[str]) -> str:

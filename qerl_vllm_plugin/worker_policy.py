@@ -20,6 +20,7 @@ from qerl_vllm_plugin import adapter, adapter_folder, compat, noise
 from qerl_vllm_plugin.adapter import AdapterError, NoCarrierError, Target
 from qerl_vllm_plugin.change_log import ChangeLog
 from qerl_vllm_plugin.cuda_ipc import CudaIPCError
+from qerl_vllm_plugin.laps import Laps
 from qerl_vllm_plugin.lora_slots import LoraSlots
 from qerl_vllm_plugin.resident import ResidentAdapter
 
@@ -51,8 +52,8 @@ class WorkerPolicy:
     part. ``checkpoint_norms`` are this rank's norms as loaded, ``base_norms`` those that the noise is added to: the
     same, or trained. ``digest`` is what the caller named the adapter. ``released`` is what brings the memory of the KV
     cache back, None while the cache has it. ``lost`` says why this engine may not serve any more.
-    ``changes`` is what the processes of a server read, ``instance`` their name for this engine: another one after a
-    restart.
+    ``laps`` are those of the last change. ``changes`` is what the processes of a server read, ``instance`` their name
+    for this engine: another one after a restart.
     """
 
     model: torch.nn.Module
@@ -73,6 +74,7 @@ class WorkerPolicy:
     lost: str | None = None
     worker: Any = field(default=None, repr=False)
     changes: ChangeLog | None = field(default=None, repr=False)
+    laps: Laps = field(default_factory=Laps, repr=False)
     instance: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
@@ -140,20 +142,24 @@ def install_at_start(model: torch.nn.Module, folder: str, base: Path | None) -> 
 def on_all_ranks(policy: WorkerPolicy, prepare: Callable[[], Callable[[], Answer]]) -> Answer:
     """Makes a change that ``prepare`` has prepared and returned, if every rank of this model could prepare it.
 
-    Never raises. A refusal is ``{"error": text}``, with ``"unreachable": True`` if it is only that this rank cannot
-    read the GPU where the tensors lie. A commit that fails on some rank leaves no policy that could be named:
-    ``{"error": text, "lost": True}``, and from then on the model refuses to run on every rank.
+    Never raises. The answer of a change has its ``parts`` in seconds. A refusal is ``{"error": text}``, with
+    ``"unreachable": True`` if it is only that this rank cannot read the GPU where the tensors lie. A commit that fails
+    on some rank leaves no policy that could be named: ``{"error": text, "lost": True}``, and from then on the model
+    refuses to run on every rank.
     """
     commit, error, marks = None, policy.lost, {"lost": True} if policy.lost else {}
+    laps = policy.laps = Laps()
     if error is None:
         try:
             commit = prepare()
         except Exception as refusal:
             error = _reason(refusal)
             marks = {"unreachable": True} if isinstance(refusal, CudaIPCError) else {}
+    laps.end("stage")
     if compat.any_rank(commit is None):
         return {"error": error or ANOTHER_RANK, **marks}
     assert commit is not None
+    laps.end("agree")
     answer, failed = {}, None
     try:
         answer = commit()
@@ -165,7 +171,8 @@ def on_all_ranks(policy: WorkerPolicy, prepare: Callable[[], Callable[[], Answer
         return {"error": policy.lost, "lost": True}
     if policy.changes is not None and not answer.get("unchanged"):
         policy.changes.add(policy.version)
-    return answer
+    laps.end("commit")
+    return {**answer, "parts": laps.seconds}
 
 
 def lose(policy: WorkerPolicy, reason: str) -> None:
@@ -210,6 +217,7 @@ def prepare_swap(
         if not isinstance(config, Mapping):
             raise AdapterError(f"the adapter's config is {type(config).__name__}; it must be an object")
         checked = policy.checker.check(tensors, config, fetch)
+        policy.laps.end("check")
     staged: Any = None
     if policy.carrier is not None:
         policy.carrier.prepare()

@@ -1,7 +1,8 @@
 """``qerl bench swap``: how long a change of policy takes, adapter and noise, by each way to an engine.
 
 Weights and adapter are random and of the real shapes, so nothing is downloaded. The adapter is in fp32, as it is
-trained. A change empties vLLM's prefix cache, which takes time by the block and is measured by itself too.
+trained. Before each change prompts have filled a part of the prefix cache, which the change empties; what vLLM alone
+takes to empty it, block by block, is measured by itself too. Of a server the cache is empty.
 """
 
 import functools
@@ -79,14 +80,15 @@ def _kind(transport: str, ranks: int) -> str:
 def _line(found: Found) -> str:
     parts = []
     for what in ("swap", "noise"):
-        ms = {key: 1e3 * value for key, value in found[what].items()}
-        parts.append(f"{what} {ms['median']:.1f} ms ({ms['least']:.1f} to {ms['most']:.1f})")
+        ms = {key: 1e3 * found[what][key] for key in ("median", "least", "most")}
+        each = ", ".join(f"{part} {1e3 * seconds:.2f}" for part, seconds in found[what]["parts"].items())
+        parts.append(f"{what} {ms['median']:.1f} ms ({ms['least']:.1f} to {ms['most']:.1f}: {each})")
     text = ", ".join(parts)
     text += f", of {found['bytes'] / 1e6:.0f} MB"
     if found["prefix_cache"] is None:
         return text
     emptied = 1e3 * found["prefix_cache"]["median"]
-    return f"{text}; in each vLLM empties {found['blocks']} blocks in {emptied:.1f} ms"
+    return f"{text}; vLLM alone empties {found['blocks']} blocks in {emptied:.1f} ms"
 
 
 def measure(request: dict[str, Any], found: dict[str, Any]) -> None:
@@ -108,17 +110,19 @@ def measure(request: dict[str, Any], found: dict[str, Any]) -> None:
     options = {**engine_options("qerl_nvfp4", rank, config), "enforce_eager": True, "enable_prefix_caching": True}
     options["tensor_parallel_size"] = request["tensor_parallel"]
     llm = random_model.start(config, length=LENGTH, sequences=SEQUENCES, **options)
+    fill = functools.partial(_fill, llm, config["vocab_size"])
     for name in request["transports"]:
         policy = Policy(llm, transport=name)
+        parts = functools.partial(getattr, policy, "parts")
         device = "cuda" if has_gpu and name != "shared" else "cpu"
         sent = {key: tensor.to(device) for key, tensor in tensors.items()}
         found[name] = {
             "tensors": device,
             "bytes": sum(tensor.nbytes for tensor in sent.values()),
             "blocks": llm.llm_engine.vllm_config.cache_config.num_gpu_blocks,
-            "swap": _spread(functools.partial(policy.swap, sent, adapter_config)),
-            "noise": _spread(functools.partial(policy.set_noise, 1e-2, seed=0, rollout=1)),
-            "prefix_cache": _spread(llm.reset_prefix_cache),
+            "swap": _spread(functools.partial(policy.swap, sent, adapter_config), fill, parts),
+            "noise": _spread(functools.partial(policy.set_noise, 1e-2, seed=0, rollout=1), fill, parts),
+            "prefix_cache": _spread(llm.reset_prefix_cache, fill),
         }
 
 
@@ -147,29 +151,55 @@ def _measure_server(
                 if device == "cuda" and not has_gpu:
                     continue
                 client = PolicyClient(server.url, token, transport=transport)
+                parts = functools.partial(_answered_parts, client)
                 sent = {key: tensor.to(device) for key, tensor in tensors.items()}
                 found[name] = {
                     "tensors": device,
                     "bytes": sum(tensor.nbytes for tensor in sent.values()),
-                    "swap": _spread(functools.partial(client.swap, sent, adapter_config)),
-                    "noise": _spread(functools.partial(client.set_noise, 1e-2, seed=0, rollout=1)),
+                    "swap": _spread(functools.partial(client.swap, sent, adapter_config), parts=parts),
+                    "noise": _spread(functools.partial(client.set_noise, 1e-2, seed=0, rollout=1), parts=parts),
                     "prefix_cache": None,
                 }
 
 
-def _spread(change: Callable[[], object]) -> dict[str, float]:
-    """Median, least and most seconds of a change, after some that warm up."""
+def _fill(llm: Any, vocabulary: int) -> None:
+    """Prompts, as a rollout has them before a change; their blocks stay in the prefix cache."""
+    from vllm import SamplingParams
+
+    prompts = [{"prompt_token_ids": [(7 * i + j) % vocabulary for i in range(LENGTH - 1)]} for j in range(SEQUENCES)]
+    llm.generate(prompts, SamplingParams(max_tokens=1, detokenize=False, ignore_eos=True), use_tqdm=False)
+
+
+def _answered_parts(client: Any) -> dict[str, float]:
+    return client.answered["parts"]
+
+
+def _spread(
+    change: Callable[[], object],
+    before: Callable[[], object] | None = None,
+    parts: Callable[[], dict[str, float]] | None = None,
+) -> dict[str, Any]:
+    """Median, least and most seconds of a change, after some that warm up, and the median of each of its ``parts``;
+    ``before`` comes before each and is not counted. "device" is a GPU that is waited for at the end; of a server the
+    client and the way to it are in no part."""
     import torch
 
-    seconds = []
+    seconds: list[float] = []
+    by_part: dict[str, list[float]] = {}
     for _ in range(WARM_UP + REPEATS):
+        if before is not None:
+            before()
         began = time.perf_counter()
         change()
+        returned = time.perf_counter()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
+        for part, taken in {**(parts() if parts else {}), "device": time.perf_counter() - returned}.items():
+            by_part.setdefault(part, []).append(taken)
     counted = seconds[WARM_UP:]
-    return {"median": statistics.median(counted), "least": min(counted), "most": max(counted)}
+    medians = {part: statistics.median(taken[WARM_UP:]) for part, taken in by_part.items()}
+    return {"median": statistics.median(counted), "least": min(counted), "most": max(counted), "parts": medians}
 
 
 if __name__ == "__main__":

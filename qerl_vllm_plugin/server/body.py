@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qerl_vllm_plugin import gpu_tensors, shared_file
+from qerl_vllm_plugin.laps import Laps
 
 MAX_HEADER = 4 << 20  # names of a 32B model's adapter take 0.2 MB
 MAX_JSON = 64 << 10
@@ -32,12 +33,14 @@ class Upload:
     """A received safetensors file: its ``path``, digest, size, and the adapter's config from its metadata.
 
     Or tensors on a GPU: their description in place of the path, and a digest of the caller's checksum and the config.
+    ``parts`` are the seconds that receiving it took, and its digest.
     """
 
     path: str
     digest: str
     size: int
     config: dict[str, Any]
+    parts: dict[str, float]
 
 
 def declared(request: Any, limit: int) -> int | None:
@@ -84,7 +87,9 @@ async def described(request: Any, limit: int) -> Upload:
     Raises Refused, also for a caller who does not prove to be a process of this user on this machine: the workers would
     map whatever memory they are told to.
     """
+    laps = Laps()
     given = await read_json(request, 2 * gpu_tensors.MAX_TEXT)
+    laps.end("body")
     if sorted(given) != sorted(GPU_KEYS) or not all(isinstance(given[key], str) for key in GPU_KEYS[:3]):
         raise Refused(
             400, "bad_json", f"the body must be an object of the texts {', '.join(GPU_KEYS[:3])} and {CONFIG}"
@@ -102,7 +107,8 @@ async def described(request: Any, limit: int) -> Upload:
     if (size := description.layout.size) > limit:
         raise Refused(413, "too_large", f"the tensors have {size} bytes; at most {limit} can be used")
     content = json.dumps([checksum, config], sort_keys=True)
-    return Upload(text, hashlib.sha256(content.encode()).hexdigest(), size, config)
+    laps.end("digest")
+    return Upload(text, hashlib.sha256(content.encode()).hexdigest(), size, config, laps.seconds)
 
 
 @asynccontextmanager
@@ -112,17 +118,19 @@ async def received(request: Any, limit: int) -> AsyncIterator[Upload]:
     if not shared_file.fits(limit if size is None else size):
         raise Refused(507, "no_room", f"{shared_file.SHARED_MEMORY} has no room for {size or limit} bytes")
     with shared_file.unnamed() as (file, path):
-        written = 0
+        laps, written = Laps(), 0
         async for chunk in chunks(request, limit):
             try:
                 shared_file.append(file, chunk)
             except OSError as error:  # others have filled it since
                 raise Refused(507, "no_room", f"{shared_file.SHARED_MEMORY}: {error.strerror}") from None
             written += len(chunk)
+        laps.end("body")
         config = _config(path, written)
         # in threads: requests that are being answered go on meanwhile
         digest = await asyncio.to_thread(shared_file.digest, file, written)
-        yield Upload(path, digest, written, config)
+        laps.end("digest")
+        yield Upload(path, digest, written, config, laps.seconds)
 
 
 def _config(path: str, size: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from qerl_vllm_plugin import adapter_folder, compat, shared_file
 from qerl_vllm_plugin.adapter import AdapterError
 from qerl_vllm_plugin.change_log import ChangeLog
 from qerl_vllm_plugin.in_time import SILENT
+from qerl_vllm_plugin.laps import Laps
 from qerl_vllm_plugin.policy import PolicyLostError, check_answers
 from qerl_vllm_plugin.server import metrics
 from qerl_vllm_plugin.server.body import Refused
@@ -142,7 +143,7 @@ class PolicyServer:
     async def _change(self, kind: str, mode: str, method: str, *args: Any) -> dict[str, Any]:
         """Pauses, empties every cache, changes, resumes. Nothing that another policy computed is read again, for
         nothing runs from the emptying on; a change that is refused costs running requests their cache and no more."""
-        start = time.perf_counter()
+        start, laps = time.perf_counter(), Laps()
         self._check()
         was_paused = await self._in_time(self._engine.is_paused())
         try:
@@ -153,14 +154,21 @@ class PolicyServer:
                     raise Refused(
                         503, "still_running", f"requests still ran after {DRAIN:.0f} s; use requests=keep or abort"
                     ) from None
+            laps.end("pause")
             await self._empty_caches()
+            laps.end("empty")
             answer = await self._rpc(method, *args)
+            laps.end("way")
         finally:
             if not was_paused and not self._is_silent:  # a lost engine too: what waits is refused, and waits no longer
                 await self._in_time(self._engine.resume_generation())
+        laps.end("resume")
+        of_worker = answer.get("parts", {})
+        laps.seconds["way"] -= sum(of_worker.values())
+        parts = {part: round(seconds, 4) for part, seconds in {**laps.seconds, **of_worker}.items()}
         metrics.SWAPS.labels(kind).inc()
         metrics.SECONDS.observe(time.perf_counter() - start)
-        return {**answer, "seconds": round(time.perf_counter() - start, 4)}
+        return {**answer, "seconds": round(time.perf_counter() - start, 4), "parts": parts}
 
     async def _empty_caches(self) -> None:
         """Raises Refused if the engine could not empty them; nothing has changed then."""

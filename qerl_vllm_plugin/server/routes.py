@@ -55,11 +55,11 @@ async def put_policy(server: PolicyServer, request: Request) -> dict[str, Any]:
             raise Refused(400, "bad_query", "give a folder or tensors, not both")
         upload = await body.described(request, server.limit)
         metrics.BYTES.inc(upload.size)
-        return await server.swap(upload.path, upload.config, upload.digest, version, mode)
+        return await _swap(server, upload, version, mode)
     if "folder" not in query:
         async with body.received(request, server.limit) as upload:
             metrics.BYTES.inc(upload.size)
-            return await server.swap(upload.path, upload.config, upload.digest, version, mode)
+            return await _swap(server, upload, version, mode)
     try:
         folder = server.folder(query["folder"])
         saved = adapter_folder.read(folder)
@@ -71,6 +71,14 @@ async def put_policy(server: PolicyServer, request: Request) -> dict[str, Any]:
         raise Refused(507, "no_room", f"{shared_file.SHARED_MEMORY} has no room for the adapter")
     with shared_file.shared(tensors) as path:
         return await server.swap(path, saved.config, adapter_folder.digest(folder), version, mode)
+
+
+async def _swap(server: PolicyServer, upload: body.Upload, version: int | None, mode: str) -> dict[str, Any]:
+    answer = await server.swap(upload.path, upload.config, upload.digest, version, mode)
+    if "parts" not in answer:  # nothing has changed
+        return answer
+    of_upload = {part: round(seconds, 4) for part, seconds in upload.parts.items()}
+    return {**answer, "parts": {**of_upload, **answer["parts"]}}
 
 
 async def delete_policy(server: PolicyServer, request: Request) -> dict[str, Any]:

@@ -23,6 +23,11 @@ def test_a_swap_is_measured_with_and_without_emptying_the_prefix_cache() -> None
     (found,) = bench_swap.run("tiny", rank=4)["ways"].values()
     for what in ("swap", "noise", "prefix_cache"):
         assert 0 < found[what]["least"] <= found[what]["median"] <= found[what]["most"]
+    for what, inside in (("swap", {"receive", "check"}), ("noise", set())):
+        parts = found[what]["parts"]
+        assert set(parts) == {"empty", "way", "stage", "agree", "commit", "device"} | inside
+        assert all(seconds >= 0 for seconds in parts.values())
+        assert 0.5 * found[what]["median"] < sum(parts.values()) < 1.5 * found[what]["median"]
     assert found["blocks"] > 0 and found["tensors"] == "cpu" and found["bytes"] > 4 * 4 * 128
 
 
@@ -30,6 +35,9 @@ def test_a_swap_is_measured_with_and_without_emptying_the_prefix_cache() -> None
 def test_a_swap_is_measured_over_http() -> None:
     (found,) = bench_swap.run("tiny", rank=4, transports=["http"])["ways"].values()
     assert found["swap"]["median"] > 0 and found["noise"]["median"] > 0
+    inside = {"pause", "empty", "way", "resume", "stage", "agree", "commit", "device"}
+    assert set(found["noise"]["parts"]) == inside
+    assert set(found["swap"]["parts"]) == inside | {"body", "digest", "receive", "check"}
 
 
 def test_unknown_ways_to_measure_a_swap_are_refused() -> None:
@@ -137,7 +145,7 @@ def test_results_say_what_they_were_measured_on(
     def answer(module: str, request: dict[str, Any], *, has_core: bool) -> dict[str, Any]:
         assert (module, request["shape"], request["rank"]) == ("qerl_recipes.bench.swap", "7B", 16)
         asked.append((request["kind"], request["transports"], has_core))
-        seconds = {"median": 0.012, "least": 0.011, "most": 0.02}
+        seconds = {"median": 0.012, "least": 0.011, "most": 0.02, "parts": {"empty": 0.003, "stage": 0.0091}}
         found = {"swap": seconds, "noise": seconds, "prefix_cache": seconds, "bytes": 2e6, "blocks": 99}
         return dict.fromkeys(request["transports"], found)
 
@@ -150,7 +158,7 @@ def test_results_say_what_they_were_measured_on(
     written = json.loads((tmp_path / "new/swap.json").read_text())
     assert {"gpu", "versions", "commit", "date", "command"} <= set(written)
     assert list(written["ways"]) == ["auto", "ipc", "shared", "http"]
-    assert "ipc: swap 12.0 ms (11.0 to 20.0)" in capsys.readouterr().out
+    assert "ipc: swap 12.0 ms (11.0 to 20.0: empty 3.00, stage 9.10)" in capsys.readouterr().out
 
 
 def test_arms_alternate_and_one_that_fails_does_not_end_the_others(
