@@ -1,11 +1,14 @@
 """Promise 5: with prefix caching, no answer of one policy is ever made from keys and values of another."""
 
+from types import SimpleNamespace
+
 import pytest
 from vllm import SamplingParams
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from qerl_vllm_plugin.policy import Policy
 from qerl_vllm_plugin.prefix_cache import scheduler_here
+from qerl_vllm_plugin.scheduler import QerlAsyncScheduler, QerlScheduler, scheduler
 
 PROMPT = [(7 * i) % 60 + 2 for i in range(100)]  # three full blocks of 32
 SAMPLING = SamplingParams(max_tokens=1, temperature=0.0, logprobs=5)
@@ -154,3 +157,35 @@ def _noting(seen: list[int], reset):
         reset(block)
 
     return reset_hash
+
+
+@pytest.fixture(scope="module")
+def with_scheduler(boot, make_nvfp4, carriers):
+    how = {"block_size": 32, "scheduler_cls": "qerl_vllm_plugin.scheduler.scheduler", **carriers["resident"]}
+    return boot(make_nvfp4("qwen2"), enable_prefix_caching=True, **how)
+
+
+@pytest.mark.parametrize("kind", [QerlScheduler, QerlAsyncScheduler])
+def test_promise_05_the_scheduler_empties_all_that_holds_something_and_nothing_else(with_scheduler, kind, monkeypatch):
+    """As an engine in another process does it, which ``Policy`` cannot help: with vLLM's own call."""
+    own = scheduler_here(with_scheduler)
+    assert type(own) is QerlScheduler
+    blocks = own.kv_cache_manager.block_pool.blocks
+    with_scheduler.generate([{"prompt_token_ids": PROMPT}], SAMPLING, use_tqdm=False)
+    held = [block.block_id for block in blocks if block.block_hash is not None]
+    seen: list[int] = []
+    monkeypatch.setattr(KVCacheBlock, "reset_hash", _noting(seen, KVCacheBlock.reset_hash))
+    other = object.__new__(kind)  # no CPU schedules asynchronously
+    other.__dict__.update(own.__dict__)
+    assert other.reset_prefix_cache(reset_running_requests=True, reset_connector=False)
+    assert sorted(seen) == held and len(held) >= 3
+    assert own.kv_cache_manager.block_pool.blocks is blocks
+    again = with_scheduler.generate([{"prompt_token_ids": PROMPT}], SAMPLING, use_tqdm=False)
+    assert again[0].num_cached_tokens == 0
+
+
+def test_the_scheduler_is_of_the_kind_that_vllm_would_have(monkeypatch):
+    for kind in (QerlScheduler, QerlAsyncScheduler):
+        monkeypatch.setattr(kind, "__init__", lambda self, **options: None)
+        config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=kind is QerlAsyncScheduler))
+        assert type(scheduler(config, kv_cache_config=None)) is kind
