@@ -10,7 +10,7 @@ import re
 import secrets
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import accumulate
@@ -23,6 +23,7 @@ from qerl_vllm_plugin.safetensors_header import header_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
 SEGMENT, READ, THREADS = 16 << 20, 1 << 20, 8
+GROUP, MOST = 8 << 20, 64  # bytes and tensors that are written together
 ROOM = 1 << 20  # left free beside the file: its header, and what others write
 
 
@@ -108,18 +109,41 @@ def shared(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
     with unnamed() as (file, path):
         header = header_bytes((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
         append(file, header)
-        ends = accumulate((tensor.nbytes for tensor in tensors.values()), initial=len(header))
+        groups = list(_groups(tensors.values()))
+        ends = accumulate((sum(tensor.nbytes for tensor in group) for group in groups), initial=len(header))
 
-        def write(tensor: torch.Tensor, start: int) -> None:
-            left = content(tensor)
-            while left:
-                written = os.pwrite(file.fileno(), left, start)
-                left, start = left[written:], start + written
+        def write(group: list[torch.Tensor], start: int) -> None:
+            write_at(file, [content(tensor) for tensor in group], start)
 
         # a few at a time: those that are on a GPU need not all fit the CPU twice
         with ThreadPoolExecutor(max_workers=THREADS) as threads:
-            list(threads.map(write, tensors.values(), ends))
+            list(threads.map(write, groups, ends))
         yield path
+
+
+def _groups(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """One behind the other, as many as make up ``GROUP`` bytes, and no more than the kernel writes at once: to write
+    hundreds of small ones takes longer each by itself."""
+    group: list[torch.Tensor] = []
+    for tensor in tensors:
+        if group and (len(group) == MOST or sum(one.nbytes for one in group) + tensor.nbytes > GROUP):
+            yield group
+            group = []
+        group.append(tensor)
+    if group:
+        yield group
+
+
+def write_at(file: IO[bytes], given: Sequence[memoryview], start: int) -> None:
+    """Writes buffers one behind the other from byte ``start`` on. Raises OSError."""
+    left = [one for one in given if one]
+    while left:
+        written = os.pwritev(file.fileno(), left, start)
+        start += written
+        while left and written >= len(left[0]):
+            written -= len(left.pop(0))
+        if written:
+            left[0] = left[0][written:]
 
 
 def content(tensor: torch.Tensor) -> memoryview:

@@ -48,6 +48,24 @@ def test_it_has_no_name_and_what_is_mapped_outlives_it():
     assert torch.equal(found, A)
 
 
+@pytest.mark.parametrize("most, group", [(1, 1 << 20), (2, 1 << 20), (64, 1), (64, 48), (64, 1 << 20)])
+def test_tensors_that_are_written_together_or_in_parts_have_their_bits(monkeypatch, most, group):
+    """The kernel writes at most 2 GiB at a time, here some bytes, and may end within a tensor or behind it."""
+    monkeypatch.setattr(shared_file, "MOST", most)
+    monkeypatch.setattr(shared_file, "GROUP", group)
+    sizes, pwritev = iter([5, 1, 48, 7, 3] * 100), os.pwritev
+
+    def some(number, buffers, start):
+        return pwritev(number, [memoryview(b"".join(buffers))[: next(sizes)]], start)
+
+    monkeypatch.setattr(os, "pwritev", some)
+    with shared_file.shared(TENSORS) as path:
+        found = load_file(path)
+    for name, tensor in TENSORS.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
+        assert found[name].flatten().view(torch.uint8).tolist() == tensor.flatten().view(torch.uint8).tolist()
+
+
 def test_a_dtype_without_a_name_is_refused():
     with pytest.raises(ValueError, match="tensor a has dtype"), shared_file.shared({"a": A.cfloat()}):
         pass
