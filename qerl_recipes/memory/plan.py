@@ -25,6 +25,7 @@ from qerl_recipes.recipe import server_keys
 from qerl_recipes.recipe.configs import AS_FEW_AS_FIT, GRPOConfig, ModelConfig, ScriptArguments
 
 CONTEXT = 900_000_000  # CUDA context and kernels, cuBLAS workspaces
+SHARE_KEY = "vllm_gpu_memory_utilization"
 MOST_SHARE = 0.95  # of the GPU for the engine
 SPARE = 0.03  # of the GPU, that is left free where the plan decides how much is kept
 # blocks that the allocator holds and cannot use: a share of what comes and goes, but no more than this many bytes; with
@@ -145,14 +146,18 @@ class _Run:
         left, tokens = self._left_for_cache(), self.cache_tokens()
         full = self.sequences * self.engine_length
         fitting = f"{tokens // self.engine_length} of {self.sequences} full sequences at a time"
-        sleeps, given = self.training.vllm_enable_sleep_mode, self.training.vllm_kv_cache_memory_bytes
-        key = "vllm_gpu_memory_utilization" if given is None else "vllm_kv_cache_memory_bytes"
-        share = f"{self.training.vllm_gpu_memory_utilization if given is None else given:g}"
-        lower = f"{key} below {share}"
+        sleeps, key = self.training.vllm_enable_sleep_mode, self._cache_key()
+        value = getattr(self.training, key)  # a share of the GPU, or bytes: all their digits
+        size = f"{value:g}" if key == SHARE_KEY else str(value)
+        lower = f"{key} below {size}"
         knobs = (lower,) if sleeps else (SLEEP, lower)
         held = fitting if tokens < full else f"room for all {self.sequences} sequences of {self.engine_length} tokens"
-        cache, how = max(left, 0), f"rest of {key} {share}; {held}" if given is None else f"{key}; {held}"
+        cache, how = max(left, 0), f"rest of {key} {size}; {held}" if key == SHARE_KEY else f"{key}; {held}"
         return Part("KV cache", cache, 0 if sleeps else cache, how, knobs)
+
+    def _cache_key(self) -> str:
+        """The key of the recipe that the size of the KV cache follows from."""
+        return SHARE_KEY if self.training.vllm_kv_cache_memory_bytes is None else "vllm_kv_cache_memory_bytes"
 
     def cache_tokens(self) -> int:
         """Tokens that the KV cache holds."""
@@ -191,11 +196,9 @@ class _Run:
         fitting = self.cache_tokens() // self.engine_length
         if self.problem() or fitting >= self.sequences:
             return ""
-        is_given = self.training.vllm_kv_cache_memory_bytes is not None
-        key = "vllm_kv_cache_memory_bytes" if is_given else "vllm_gpu_memory_utilization"
         return (
             f"the engine holds {fitting} of {self.sequences} sequences of {self.engine_length} tokens at a time, and "
-            f"the others wait: slow; {key}: {self._how_many()}"
+            f"the others wait: slow; {self._cache_key()}: {self._how_many()}"
         )
 
     def _how_many(self) -> str:

@@ -203,31 +203,27 @@ class VLLMRollouts:
             options |= engine_on_cpu(base)
         else:
             options["max_num_batched_tokens"] = ENGINE_TOKENS  # vLLM's profiler reserves memory for a whole batch
-            if training.vllm_kv_cache_memory_bytes is not None:
-                options |= self._given_cache(base, rank, dtype)
-            elif training.vllm_enable_sleep_mode and not compat.counts_released_memory():
-                options["kv_cache_memory_bytes"] = self._planned_cache(base, rank, dtype)
+            counts_twice = training.vllm_enable_sleep_mode and not compat.counts_released_memory()
+            if counts_twice or training.vllm_kv_cache_memory_bytes is not None:
+                options |= self._planned_cache(base, rank, dtype)
         if self._processes > 1:
             options["distributed_executor_backend"] = "external_launcher"
         return options
 
-    def _given_cache(self, base: str, rank: int, dtype: torch.dtype) -> dict[str, Any]:
-        """The KV cache's size as the recipe has it, and what the whole engine is planned to take: so much must be free
-        as it starts, says vLLM."""
-        gpu, cache = this_gpu(), self._training.vllm_kv_cache_memory_bytes
-        assert gpu is not None and cache is not None
-        needed = engine_bytes.beside_cache(
-            measure(read_config(base)), self._training, gpu, rank=rank, itemsize=dtype.itemsize
-        )
-        return {"kv_cache_memory_bytes": cache, "gpu_memory_utilization": min((needed + cache) / gpu.memory, 1.0)}
+    def _planned_cache(self, base: str, rank: int, dtype: torch.dtype) -> dict[str, Any]:
+        """The KV cache's size as the recipe or the memory plan has it; None where nothing is left, which vLLM will say.
 
-    def _planned_cache(self, base: str, rank: int, dtype: torch.dtype) -> int | None:
-        """The KV cache's share as the memory plan has it; None where nothing is left, which vLLM will say."""
-        gpu = this_gpu()
+        With a size of the recipe's own the engine's share is what all of it is planned to take: so much must be free as
+        it starts, says vLLM.
+        """
+        gpu, size = this_gpu(), measure(read_config(base))
         assert gpu is not None
-        size = measure(read_config(base))
-        left = engine_bytes.left_for_cache(size, self._training, gpu, rank=rank, itemsize=dtype.itemsize)
-        return left if left > 0 else None
+        cache = engine_bytes.left_for_cache(size, self._training, gpu, rank=rank, itemsize=dtype.itemsize)
+        options: dict[str, Any] = {"kv_cache_memory_bytes": cache if cache > 0 else None}
+        if self._training.vllm_kv_cache_memory_bytes is not None:
+            needed = engine_bytes.beside_cache(size, self._training, gpu, rank=rank, itemsize=dtype.itemsize)
+            options["gpu_memory_utilization"] = min((needed + cache) / gpu.memory, 1.0)
+        return options
 
     def _sampling_options(self) -> dict[str, Any]:
         # one list of log-probabilities, and not an object for each token

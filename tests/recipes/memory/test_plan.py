@@ -316,6 +316,7 @@ def test_a_cache_of_a_given_size_is_planned_and_asked_for_as_it_is(
     planned = make(script, training, model_config, gpu=HOPPER)
     cache = part(planned, "KV cache")
     assert cache.rollout == 3_000_000_000 and cache.detail.startswith("vllm_kv_cache_memory_bytes; ")
+    assert cache.knobs[-1] == "vllm_kv_cache_memory_bytes below 3000000000"
     assert planned.peak < plan(NVFP4_32B, "--vllm_gpu_memory_utilization", "0.9").peak
     assert "vllm_kv_cache_memory_bytes: " in planned.remark  # 3 GB do not hold all sequences
     engine: Any = object.__new__(rollout.VLLMRollouts)
