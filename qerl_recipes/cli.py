@@ -321,7 +321,7 @@ def study(
         check(plan)
         typer.echo(outline(plan, file))
         return
-    from qerl_recipes.study.results import conduct
+    from qerl_recipes.study.conduct import conduct
 
     typer.echo(conduct(file, output, jobs=jobs, minutes=minutes, table=table))
 

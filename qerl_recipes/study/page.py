@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from qerl_recipes.study.plan import Study
-from qerl_recipes.study.results import Row, comparisons, final, labels, verdicts
+from qerl_recipes.study.results import Final, Row, comparisons, final, labels, verdicts
 
 # of the training: the second table of a page
 OF_A_RUN = (
@@ -17,10 +17,10 @@ def page(study: Study, rows: Sequence[Row], title: str, command: str) -> str:
     """The study as Markdown: one table of arms and one of comparisons. ``command`` is what makes it from the table."""
     lines = [f"# {title}", "", *([study.about.strip(), ""] if study.about else [])]
     lines += [f"Made by `{command}`.", ""]
-    several = sorted({m for *_, m, _ in rows if m.startswith(("accuracy/", "pass@", "maj@"))}, key=_by_kind)
-    values = {metric: final(rows, metric) for metric in ("accuracy", *several, "base_accuracy", *OF_A_RUN)}
+    values = final(rows)
+    several = sorted((m for m in values if m.startswith(("accuracy/", "pass@", "maj@"))), key=_by_kind)
     tables = [[metric for metric in of if values[metric]] for of in (("accuracy", *several, "base_accuracy"), OF_A_RUN)]
-    for kind, names in labels(study, rows).items():
+    for kind, names in labels(study, values).items():
         if kind == "best" and study.sweep is not None:
             lines += [f"## Each arm at its best {study.sweep.key}", ""]
         elif study.sweep is not None:
@@ -35,7 +35,7 @@ def page(study: Study, rows: Sequence[Row], title: str, command: str) -> str:
                 lines.append(f"| {label or arm} | {count} | {' | '.join(cells)} |")
             lines.append("")
         lines += ["Mean over seeds, and its standard deviation.", ""]
-        compared = comparisons(study, rows).get(kind, [])
+        compared = comparisons(study, values).get(kind, [])
         if compared:
             lines += ["| a | b | seeds | a - b | 95 % interval | effect (d_z) | p, Holm | a is |", "|---" * 8 + "|"]
             lines += [
@@ -44,14 +44,14 @@ def page(study: Study, rows: Sequence[Row], title: str, command: str) -> str:
                 for c in compared
             ]
             lines.append("")
-    lines += _claims(study, rows)
+    lines += _claims(study, values)
     if study.sweep is not None:
-        lines += _sweep(study, rows)
+        lines += _sweep(study, values)
     return "\n".join(lines)
 
 
-def _claims(study: Study, rows: Sequence[Row]) -> list[str]:
-    found = verdicts(study, rows)
+def _claims(study: Study, values: Final) -> list[str]:
+    found = verdicts(study, values)
     if not found:
         return []
     lines = [
@@ -69,10 +69,10 @@ def _claims(study: Study, rows: Sequence[Row]) -> list[str]:
     return [*lines, ""]
 
 
-def _sweep(study: Study, rows: Sequence[Row]) -> list[str]:
+def _sweep(study: Study, values: Final) -> list[str]:
     """Mean accuracy of each arm at each value of the sweep's key, over the sweep's seeds."""
     assert study.sweep is not None
-    accuracies, seeds = final(rows, "accuracy"), study.sweep.seeds
+    accuracies, seeds = values["accuracy"], study.sweep.seeds
     lines = [f"## {study.sweep.key}: accuracy over the seeds {', '.join(map(str, seeds))}", ""]
     lines += [
         f"| arm | {' | '.join(f'{v:g}' for v in study.sweep.values)} |",

@@ -10,17 +10,17 @@ import gzip
 import io
 import json
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from qerl_recipes.study.plan import Claim, Study, StudyError, best_values, read
-from qerl_recipes.study.run import all_runs, figures, is_finished, run
+from qerl_recipes.study.plan import Claim, Study, StudyError, best_values
+from qerl_recipes.study.run import all_runs, figures, is_finished
 from qerl_recipes.study.statistics import Comparison, holm, judged, paired
 
 TABLE, COLUMNS = "results.csv.gz", ("arm", "seed", "step", "metric", "value")
 Row = tuple[str, int, int, str, float]
+Final = Mapping[str, Mapping[str, Mapping[int, float]]]  # metric -> arm's label in the table -> seed -> value
 ENDS = 5  # steps averaged at the start and at the end of a run
 
 
@@ -100,25 +100,29 @@ def read_table(path: Path) -> list[Row]:
         raise StudyError(f"{path} is no table of a study ({error}); qerl study writes one") from error
 
 
-def final(rows: Iterable[Row], metric: str) -> dict[str, dict[int, float]]:
-    """arm -> seed -> the value of ``metric`` at the run's last step that has it."""
-    found: dict[str, dict[int, tuple[int, float]]] = defaultdict(dict)
-    for arm, seed, step, name, value in rows:
-        if name == metric and step >= found[arm].get(seed, (-1, 0.0))[0]:
-            found[arm][seed] = (step, value)
-    return {arm: {seed: value for seed, (_, value) in seeds.items()} for arm, seeds in found.items()}
+def final(rows: Iterable[Row]) -> Final:
+    """metric -> arm -> seed -> the value at the run's last step that has it; empty for a metric that no run has."""
+    found: dict[str, dict[str, dict[int, tuple[int, float]]]] = defaultdict(lambda: defaultdict(dict))
+    for arm, seed, step, metric, value in rows:
+        of = found[metric][arm]
+        if step >= of.get(seed, (-1, 0.0))[0]:
+            of[seed] = (step, value)
+    values = {
+        metric: {arm: {seed: value for seed, (_, value) in seeds.items()} for arm, seeds in arms.items()}
+        for metric, arms in found.items()
+    }
+    return defaultdict(dict, values)
 
 
-def labels(study: Study, rows: Sequence[Row]) -> dict[str, dict[str, str]]:
+def labels(study: Study, values: Final) -> dict[str, dict[str, str]]:
     """ "best" and "common" -> arm -> its label in the table; without a sweep "best" alone, the arm itself."""
     if study.sweep is None:
         return {"best": {arm: arm for arm in study.arms}}
-    by_label = final(rows, "accuracy")
     accuracies = {
         (arm, seed, value): accuracy
         for arm in study.arms
         for value in study.sweep.values
-        for seed, accuracy in by_label.get(f"{arm}@{value:g}", {}).items()
+        for seed, accuracy in values["accuracy"].get(f"{arm}@{value:g}", {}).items()
     }
     best = {arm: f"{arm}@{value:g}" for arm, value in best_values(study, accuracies).items()}
     found = {"best": best}
@@ -127,21 +131,20 @@ def labels(study: Study, rows: Sequence[Row]) -> dict[str, dict[str, str]]:
     return found
 
 
-def comparisons(study: Study, rows: Sequence[Row], metric: str = "accuracy") -> dict[str, list[Comparison]]:
+def comparisons(study: Study, values: Final, metric: str = "accuracy") -> dict[str, list[Comparison]]:
     """ "best" and "common" -> the study's comparisons by ``metric`` over its seeds, corrected by Holm within each."""
-    values = final(rows, metric)
     found = {}
-    for kind, names in labels(study, rows).items():
-        made = [_compared(study, values, names, *pair) for pair in study.comparisons]
+    for kind, names in labels(study, values).items():
+        made = [_compared(study, values[metric], names, *pair) for pair in study.comparisons]
         found[kind] = holm([comparison for comparison in made if comparison is not None])
     return found
 
 
-def verdicts(study: Study, rows: Sequence[Row]) -> list[tuple[Claim, Comparison, str]]:
+def verdicts(study: Study, values: Final) -> list[tuple[Claim, Comparison, str]]:
     """The study's claims that its runs can judge, each arm at its best value of the sweep's key: the claim, what was
     measured, corrected by Holm over the claims, and the verdict."""
-    names = labels(study, rows)["best"]
-    made = [(claim, _compared(study, final(rows, claim.metric), names, *claim.pair)) for claim in study.claims]
+    names = labels(study, values)["best"]
+    made = [(claim, _compared(study, values[claim.metric], names, *claim.pair)) for claim in study.claims]
     there = [(claim, comparison) for claim, comparison in made if comparison is not None]
     corrected = holm([comparison for _, comparison in there])
     return [(claim, c, judged(c, claim.expect, claim.margin)) for (claim, _), c in zip(there, corrected, strict=True)]
@@ -153,32 +156,3 @@ def _compared(
     """Two arms over the study's seeds that both have; ``values``: label -> seed -> value. None for less than two."""
     of_a, of_b = ({s: v for s, v in values.get(names.get(arm, ""), {}).items() if s in study.seeds} for arm in (a, b))
     return paired(a, b, of_a, of_b) if len(set(of_a) & set(of_b)) >= 2 else None
-
-
-def conduct(
-    file: Path, folder: Path | None = None, *, jobs: int = 1, minutes: float | None = None, table: Path | None = None
-) -> Path:
-    """What `qerl study` does: run what is missing, then write table, picture and page into ``folder`` -> the page.
-
-    With ``table`` nothing runs: the page is made anew from that table, beside it. ``folder`` is by default
-    runs/studies/NAME, NAME being that of the file. Raises StudyError for a study or table that cannot be read.
-    """
-    from qerl_recipes.study.curves import draw
-    from qerl_recipes.study.page import page
-
-    study = read(file)
-    if table is not None:
-        folder, rows = table.parent, read_table(table)
-    else:
-        folder = folder or Path("runs/studies") / file.stem
-        if not run(study, folder, jobs=jobs, minutes=minutes):
-            print("stopped before the end; the same command goes on", file=sys.stderr)
-        rows = collect(study, folder)
-        write_table(rows, folder / TABLE)
-    title = f"Study: {file.stem.replace('_', ' ')}"
-    lines = [page(study, rows, title, f"qerl study {file} --table {folder / TABLE}")]
-    for kind, arms in labels(study, rows).items():
-        draw(rows, arms, study.seeds, folder / f"curves_{kind}.png")
-        lines.append(f"![reward and entropy over steps, {kind}](curves_{kind}.png)\n")
-    (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
-    return folder / "README.md"

@@ -1,5 +1,6 @@
 """A study: what its file may say, which runs follow, what is done again, and the numbers of its page."""
 
+import gzip
 import json
 import math
 import subprocess
@@ -17,6 +18,7 @@ from qerl_recipes.cli import app
 from qerl_recipes.evaluate.request import check as check_tasks
 from qerl_recipes.study import outline, results
 from qerl_recipes.study import run as runner
+from qerl_recipes.study.conduct import conduct
 from qerl_recipes.study.plan import StudyError, best_values, first_runs, later_runs, read
 from qerl_recipes.study.statistics import holm, judged, paired
 
@@ -243,14 +245,14 @@ def test_claims_are_judged_on_their_own_metric_and_corrected_together(study, tmp
         jitter = 0.001 * one.seed
         finish(one, out, 0.5, rewards=(0.0, 1.0 + jitter) if one.arm == "b" else (0.0, 0.8 - jitter))
     rows = results.collect(plan, out)
-    (faster, c, said), (good, _, as_good) = results.verdicts(plan, rows)
+    (faster, c, said), (good, _, as_good) = results.verdicts(plan, results.final(rows))
     assert (faster.claim, said) == ("b learns faster", "supported") and (good.claim, as_good) == (
         "b is as good",
         "supported",
     )
     assert c.p_holm == pytest.approx(2 * c.p) and c.difference == pytest.approx(0.101)
     results.write_table(rows, out / results.TABLE)
-    page = results.conduct(file, table=out / results.TABLE).read_text()
+    page = conduct(file, table=out / results.TABLE).read_text()
     assert "| b learns faster (b higher than a by 0.01) | reward_area | +0.101 |" in page
     assert "claim: b is as good. Supported where b's accuracy is not lower than a's" in outline.outline(plan, file)
 
@@ -272,6 +274,13 @@ def test_what_the_steps_of_a_run_come_to():
     assert (found["steps_to_target"], found["seconds_to_target"]) == (11, pytest.approx(6 * 2.0 + 5 * 1.0))
 
 
+def test_of_each_metric_the_last_step_that_has_it_counts():
+    rows = [("a", 0, 1, "reward", 0.1), ("a", 0, 2, "reward", 0.7), ("b", 5, 2, "seen", 1.0), ("b", 5, 1, "seen", 0.2)]
+    found = results.final(rows)
+    assert found["reward"] == {"a": {0: 0.7}} and found["seen"] == {"b": {5: 1.0}}
+    assert found["absent"] == {}
+
+
 def test_the_page_follows_from_the_table_alone_and_compares_the_seeds_of_the_study(study, tmp_path):
     file = study()
     plan, out = read(file), tmp_path / "out"
@@ -285,16 +294,17 @@ def test_the_page_follows_from_the_table_alone_and_compares_the_seeds_of_the_stu
     again = results.read_table(out / results.TABLE)
     results.write_table(again, out / results.TABLE)
     assert (out / results.TABLE).read_bytes() == written
-    page = results.conduct(file, table=out / results.TABLE).read_text()
-    (compared,) = results.comparisons(plan, again)["best"]
+    page = conduct(file, table=out / results.TABLE).read_text()
+    (compared,) = results.comparisons(plan, results.final(again))["best"]
     assert (compared.a, compared.b, compared.seeds) == ("b", "a", 3)
     assert compared.difference == pytest.approx(0.101) and "+10.1%" in page
     assert "| b@0.001 | 3 | 0.611 ± 0.011 |" in page and "0.9" not in page.split("## All arms")[0]
     assert "## learning_rate: accuracy over the seeds 100, 101" in page and "| a | 0.1 ± 0 | 0.9 ± 0 |" in page
     assert (out / "curves_best.png").stat().st_size > 5000
-    (out / results.TABLE).write_bytes(b"no table")
-    with pytest.raises(StudyError, match="is no table of a study"):
-        results.conduct(file, table=out / results.TABLE)
+    for content in (b"no table", gzip.compress(b"arm,seed,metric,step,value\na,0,1,2,3\n")):
+        (out / results.TABLE).write_bytes(content)
+        with pytest.raises(StudyError, match="is no table of a study"):
+            conduct(file, table=out / results.TABLE)
 
 
 @pytest.mark.slow

@@ -1,0 +1,36 @@
+"""``qerl study`` from its file to its page."""
+
+import sys
+from pathlib import Path
+
+from qerl_recipes.study.curves import draw
+from qerl_recipes.study.page import page
+from qerl_recipes.study.plan import read
+from qerl_recipes.study.results import TABLE, collect, final, labels, read_table, write_table
+from qerl_recipes.study.run import run
+
+
+def conduct(
+    file: Path, folder: Path | None = None, *, jobs: int = 1, minutes: float | None = None, table: Path | None = None
+) -> Path:
+    """What `qerl study` does: run what is missing, then write table, picture and page into ``folder`` -> the page.
+
+    With ``table`` nothing runs: the page is made anew from that table, beside it. ``folder`` is by default
+    runs/studies/NAME, NAME being that of the file. Raises StudyError for a study or table that cannot be read.
+    """
+    study = read(file)
+    if table is not None:
+        folder, rows = table.parent, read_table(table)
+    else:
+        folder = folder or Path("runs/studies") / file.stem
+        if not run(study, folder, jobs=jobs, minutes=minutes):
+            print("stopped before the end; the same command goes on", file=sys.stderr)
+        rows = collect(study, folder)
+        write_table(rows, folder / TABLE)
+    title = f"Study: {file.stem.replace('_', ' ')}"
+    lines = [page(study, rows, title, f"qerl study {file} --table {folder / TABLE}")]
+    for kind, arms in labels(study, final(rows)).items():
+        draw(rows, arms, study.seeds, folder / f"curves_{kind}.png")
+        lines.append(f"![reward and entropy over steps, {kind}](curves_{kind}.png)\n")
+    (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
+    return folder / "README.md"
