@@ -172,17 +172,21 @@ def reference(folder: str, seed: int) -> Replay:
         dtype=dtype(),
         max_model_len=LENGTH,
         max_num_seqs=64,
-        enable_prefix_caching=False,
+        enable_prefix_caching=True,  # the prompts are few, each asked again and again
+        skip_tokenizer_init=True,
         disable_log_stats=True,
         **{**engine_options("qerl_nvfp4", RANK, {}), **on_cpu},
     )
     policy, config = Policy(llm), _config(folder)
-    sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    # of a prompt that is found in the cache there are no log-probabilities; nobody looks at them
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, skip_reading_prefix_cache=False)
 
     def replay(change: Change, answers: Sequence[Answer]) -> list[list[float]]:
         policy.swap(*(make_adapter(config, seed, change.adapter) if change.adapter is not None else (None, None)))
         sigma, noise_seed, rollout = change.noise
         policy.set_noise(sigma, seed=noise_seed, rollout=rollout)
+        if not llm.reset_prefix_cache():  # vLLM's own way: what a change of policy empties is what is on trial here
+            raise RuntimeError("the reference engine keeps its prefix cache, so its answers would be of another policy")
         inputs = [{"prompt_token_ids": [*answer.prompt, *answer.tokens]} for answer in answers]
         outputs = llm.generate(inputs, sampling, use_tqdm=False)
         return [

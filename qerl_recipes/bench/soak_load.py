@@ -63,8 +63,10 @@ class Found:
 
 
 def prompts(vocabulary: int, seed: int) -> list[list[int]]:
+    """None of them fills its last block of a cache: whoever replays an answer needs what follows the last token."""
     draw = random.Random(f"{seed}:prompts")
-    lengths = [draw.randint(SHORTEST_PROMPT, LONGEST_PROMPT) for _ in range(PROMPTS)]
+    drawn = [draw.randint(SHORTEST_PROMPT, LONGEST_PROMPT) for _ in range(PROMPTS)]
+    lengths = [length + (length % 16 == 0) for length in drawn]  # blocks have 16 tokens, or a multiple of that
     return [[draw.randrange(2, vocabulary) for _ in range(length)] for length in lengths]
 
 
