@@ -299,7 +299,7 @@ def report(folder: Annotated[Path, typer.Argument(help="output folder of a train
 
 @app.command()
 def study(
-    file: Annotated[Path, typer.Argument(help="study file, such as recipes/studies/demo.yaml")],
+    file: Annotated[Path, typer.Argument(help="study file, such as recipes/studies/demo.yaml, or a folder of them")],
     output: Annotated[Path | None, typer.Option(help="its folder, default: runs/studies/NAME")] = None,
     jobs: Annotated[int, typer.Option(help="trainings or evaluations at a time, dealt out to the visible GPUs")] = 1,
     minutes: Annotated[
@@ -312,7 +312,17 @@ def study(
         bool, typer.Option("--dry-run", "--dry_run", help="run nothing: check the arms and print the plan")
     ] = False,
 ) -> None:
-    """Train and evaluate arms x seeds of a recipe, and compare them, paired by seed. Finished runs are not repeated."""
+    """Train and evaluate arms x seeds of a recipe, and compare them, paired by seed. Finished runs are not repeated.
+
+    Of a FOLDER nothing runs: the page of each of its studies is made anew from NAME/results.csv.gz, and one over all.
+    """
+    if file.is_dir():
+        from qerl_recipes.study.conduct import sum_up
+
+        if output or table or dry_run or minutes is not None or jobs != 1:
+            raise typer.BadParameter(f"{file} is a folder of studies: it takes no options; name one of its files")
+        typer.echo(sum_up(file))
+        return
     if dry_run:
         from qerl_recipes.study.outline import check, outline
         from qerl_recipes.study.plan import read

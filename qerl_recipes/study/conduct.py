@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 from qerl_recipes.study.curves import draw
+from qerl_recipes.study.overview import overview, studies
 from qerl_recipes.study.page import page
 from qerl_recipes.study.plan import read
 from qerl_recipes.study.results import TABLE, collect, final, labels, read_table, write_table
@@ -34,3 +35,14 @@ def conduct(
         lines.append(f"![reward and entropy over steps, {kind}](curves_{kind}.png)\n")
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
     return folder / "README.md"
+
+
+def sum_up(folder: Path) -> Path:
+    """What `qerl study FOLDER` does: run nothing, make the page of each study that has a table anew, and one page over
+    all of them -> that page. Raises StudyError for a study or table that cannot be read."""
+    for file, table in studies(folder).items():
+        if table.is_file():
+            conduct(file, table=table)
+    path = folder / "README.md"
+    path.write_text(overview(folder), encoding="utf-8")
+    return path

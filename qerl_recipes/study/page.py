@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from qerl_recipes.study.plan import Study
-from qerl_recipes.study.results import Final, Row, comparisons, final, labels, verdicts
+from qerl_recipes.study.results import Final, Row, Verdict, comparisons, counted, final, hours, labels, verdicts
 
 # of the training: the second table of a page
 OF_A_RUN = (
@@ -16,8 +16,8 @@ OF_A_RUN = (
 def page(study: Study, rows: Sequence[Row], title: str, command: str) -> str:
     """The study as Markdown: one table of arms and one of comparisons. ``command`` is what makes it from the table."""
     lines = [f"# {title}", "", *([study.about.strip(), ""] if study.about else [])]
-    lines += [f"Made by `{command}`.", ""]
     values = final(rows)
+    lines += [f"Made by `{command}`. {progress(study, values)}{cost(rows)}", ""]
     several = sorted((m for m in values if m.startswith(("accuracy/", "pass@", "maj@"))), key=_by_kind)
     tables = [[metric for metric in of if values[metric]] for of in (("accuracy", *several, "base_accuracy"), OF_A_RUN)]
     for kind, names in labels(study, values).items():
@@ -30,7 +30,7 @@ def page(study: Study, rows: Sequence[Row], title: str, command: str) -> str:
             for arm in study.arms:
                 label = names.get(arm)
                 of = {m: [v for s, v in values[m].get(label or "", {}).items() if s in study.seeds] for m in shown}
-                cells = [_mean(of[metric]) for metric in shown]
+                cells = [cell(of[metric]) for metric in shown]
                 count = max((len(found) for found in of.values()), default=0)
                 lines.append(f"| {label or arm} | {count} | {' | '.join(cells)} |")
             lines.append("")
@@ -51,22 +51,36 @@ def page(study: Study, rows: Sequence[Row], title: str, command: str) -> str:
 
 
 def _claims(study: Study, values: Final) -> list[str]:
-    found = verdicts(study, values)
-    if not found:
+    if not study.claims:
         return []
-    lines = [
-        "## What is said, and what was measured",
-        "",
-        "| claim | metric | a - b | 95 % (t) | verdict |",
-        "|---" * 5 + "|",
-    ]
-    for claim, c, verdict in found:
-        expected = f"{c.a} {claim.expect} than {c.b} by {claim.margin:g}"
-        if claim.expect == "not lower":
-            expected = f"{c.a} not lower than {c.b} by {claim.margin:g}"
-        measured = f"{c.difference:+.3g} | {c.t_low:+.3g} to {c.t_high:+.3g}"
-        lines.append(f"| {claim.claim} ({expected}) | {claim.metric} | {measured} | {verdict} |")
+    lines = ["## What is said, and what was measured", "", "| claim | measured | verdict |", "|---" * 3 + "|"]
+    lines += [f"| {found.claim.claim} | {told(found)} | {found.verdict} |" for found in verdicts(study, values)]
     return [*lines, ""]
+
+
+def progress(study: Study, values: Final) -> str:
+    """How many of a study's runs the page is of."""
+    there, total = counted(study, values)
+    if there == total:
+        return f"All {total} runs are there."
+    known = len(labels(study, values)["best"]) == len(study.arms)
+    return f"{there} of {total} runs are there." if known else f"{there} of at most {total} runs are there."
+
+
+def cost(rows: Sequence[Row]) -> str:
+    """What the runs took, as a sentence that follows another; nothing where the table does not say it."""
+    taken = [f"{value:.1f} hours of {device}" for device, value in sorted(hours(rows).items())]
+    return f" They took {' and '.join(taken)}." if taken else ""
+
+
+def told(found: Verdict) -> str:
+    """What was expected of a claim's two arms and what was measured, in one cell."""
+    claim, c = found.claim, found.measured
+    a, b = claim.pair
+    text = f"{claim.metric}: {a} {claim.expect} than {b}, margin {claim.margin:g}"
+    if c is None:
+        return text
+    return f"{text}; a - b = {c.difference:+.3g}, 95 % (t) {c.t_low:+.3g} to {c.t_high:+.3g}, {c.seeds} seeds"
 
 
 def _sweep(study: Study, values: Final) -> list[str]:
@@ -80,7 +94,7 @@ def _sweep(study: Study, values: Final) -> list[str]:
     ]
     for arm in study.arms:
         of = [accuracies.get(f"{arm}@{value:g}", {}) for value in study.sweep.values]
-        cells = [_mean([found[seed] for seed in seeds if seed in found]) for found in of]
+        cells = [cell([found[seed] for seed in seeds if seed in found]) for found in of]
         lines.append(f"| {arm} | {' | '.join(cells)} |")
     return [*lines, ""]
 
@@ -91,7 +105,8 @@ def _by_kind(metric: str) -> tuple[str, int]:
     return kind, int(count or 0)
 
 
-def _mean(values: Sequence[float]) -> str:
+def cell(values: Sequence[float]) -> str:
+    """Mean and standard deviation, as they stand in a table; nothing for no value."""
     if not values:
         return ""
     mean = sum(values) / len(values)

@@ -33,6 +33,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 # what a study sets itself, in every run
 OWN_KEYS = ("seed", "output_dir", "resume_from_checkpoint")
+SWEEP_GAIN = "sweep_gain"  # a claim's metric: what an arm gains between the smallest and the largest value of the sweep
 Seeds = Annotated[list[int], Field(min_length=1)]
 
 
@@ -57,7 +58,8 @@ class Claim(_Strict):
     """Something said of two arms, and what would show it, written down before the runs.
 
     ``pair``: the first arm's ``metric`` is ``expect``: "higher" or "lower" than the second's, or "not lower". An effect
-    below ``margin``, in the metric's own unit, does not matter.
+    below ``margin``, in the metric's own unit, does not matter. Metrics are those of the table; ``sweep_gain`` is the
+    primary accuracy at the sweep's largest value less that at its smallest, over the sweep's seeds.
     """
 
     claim: str
@@ -96,6 +98,8 @@ class Study(_Strict):
             for name in itertools.chain(*pairs):
                 if name not in self.arms:
                     raise ValueError(f"{key}: {name!r} is not one of the arms {', '.join(self.arms)}")
+        if self.sweep is None and any(claim.metric == SWEEP_GAIN for claim in self.claims):
+            raise ValueError(f"claims: the metric {SWEEP_GAIN} needs a sweep")
         if self.primary not in self.evaluations:
             raise ValueError(f"primary: {self.primary!r} is not one of the evaluations {', '.join(self.evaluations)}")
         if len(set(self.seeds)) < len(self.seeds):

@@ -2,7 +2,8 @@
 
 ``results.csv.gz``: columns arm, seed, step, metric, value. ``arm`` is ``NAME`` or ``NAME@VALUE`` of the sweep's key.
 Metrics of a step are those of ``metrics.jsonl``. Of a finished run, at its last step: what ``run.figures`` reads from
-its evaluations, and what ``summaries`` derives from the steps.
+its evaluations, what ``summaries`` derives from the steps, and ``hours/DEVICE``, what it took of a GPU or of the
+machine, beside other runs only its share.
 """
 
 import csv
@@ -12,15 +13,18 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from qerl_recipes.study.plan import Claim, Study, StudyError, best_values
+from qerl_recipes.study.plan import SWEEP_GAIN, Claim, Study, StudyError, best_values, first_runs, later_runs
+from qerl_recipes.study.processes import seconds_of
 from qerl_recipes.study.run import all_runs, figures, is_finished
 from qerl_recipes.study.statistics import Comparison, holm, judged, paired
 
 TABLE, COLUMNS = "results.csv.gz", ("arm", "seed", "step", "metric", "value")
 Row = tuple[str, int, int, str, float]
 Final = Mapping[str, Mapping[str, Mapping[int, float]]]  # metric -> arm's label in the table -> seed -> value
+HOURS = "hours/"  # of a device, which follows
 ENDS = 5  # steps averaged at the start and at the end of a run
 
 
@@ -40,6 +44,7 @@ def collect(study: Study, folder: Path) -> list[Row]:
         found = figures(study, one, folder)
         trained = [record for record in steps if "eval/reward" not in record]  # the others are of eval_strategy
         found |= summaries(trained, study.target_reward)
+        found |= {f"{HOURS}{device}": seconds / 3600 for device, seconds in seconds_of(folder / one.folder).items()}
         rows += [(one.label, one.seed, last, name, value) for name, value in found.items()]
     return rows
 
@@ -135,24 +140,84 @@ def comparisons(study: Study, values: Final, metric: str = "accuracy") -> dict[s
     """ "best" and "common" -> the study's comparisons by ``metric`` over its seeds, corrected by Holm within each."""
     found = {}
     for kind, names in labels(study, values).items():
-        made = [_compared(study, values[metric], names, *pair) for pair in study.comparisons]
+        of = {arm: _over(study.seeds, values[metric].get(names.get(arm, ""))) for arm in study.arms}
+        made = [_compared(a, b, of[a], of[b]) for a, b in study.comparisons]
         found[kind] = holm([comparison for comparison in made if comparison is not None])
     return found
 
 
-def verdicts(study: Study, values: Final) -> list[tuple[Claim, Comparison, str]]:
-    """The study's claims that its runs can judge, each arm at its best value of the sweep's key: the claim, what was
-    measured, corrected by Holm over the claims, and the verdict."""
+@dataclass(frozen=True)
+class Verdict:
+    """A claim of a study, what was measured, and what follows; ``measured`` is None for less than two seeds."""
+
+    claim: Claim
+    measured: Comparison | None
+    verdict: str
+
+
+def verdicts(study: Study, values: Final) -> list[Verdict]:
+    """The study's claims, each arm at its best value of the sweep's key, judged with Holm's correction over those that
+    there are results for. A claim of the metric ``sweep_gain`` is judged over the sweep's seeds."""
     names = labels(study, values)["best"]
-    made = [(claim, _compared(study, values[claim.metric], names, *claim.pair)) for claim in study.claims]
-    there = [(claim, comparison) for claim, comparison in made if comparison is not None]
-    corrected = holm([comparison for _, comparison in there])
-    return [(claim, c, judged(c, claim.expect, claim.margin)) for (claim, _), c in zip(there, corrected, strict=True)]
+    made: list[Comparison | None] = []
+    seeds: list[int] = []  # how many both arms of a claim have
+    for claim in study.claims:
+        if claim.metric == SWEEP_GAIN:
+            of = [sweep_gain(study, values, arm) for arm in claim.pair]
+        else:
+            of = [_over(study.seeds, values[claim.metric].get(names.get(arm, ""))) for arm in claim.pair]
+        made.append(_compared(*claim.pair, *of))
+        seeds.append(len(set(of[0]) & set(of[1])))
+    corrected = iter(holm([comparison for comparison in made if comparison is not None]))
+    found = []
+    for claim, comparison, count in zip(study.claims, made, seeds, strict=True):
+        if comparison is None:
+            many = "no seed has" if count == 0 else "only one seed has"
+            found.append(Verdict(claim, None, f"undecided: {many} {claim.metric} of both"))
+        else:
+            comparison = next(corrected)
+            found.append(Verdict(claim, comparison, judged(comparison, claim.expect, claim.margin)))
+    return found
 
 
-def _compared(
-    study: Study, values: Mapping[str, Mapping[int, float]], names: Mapping[str, str], a: str, b: str
-) -> Comparison | None:
-    """Two arms over the study's seeds that both have; ``values``: label -> seed -> value. None for less than two."""
-    of_a, of_b = ({s: v for s, v in values.get(names.get(arm, ""), {}).items() if s in study.seeds} for arm in (a, b))
+def sweep_gain(study: Study, values: Final, arm: str) -> dict[int, float]:
+    """Seed of the sweep -> an arm's primary accuracy at the largest value of its key, less that at the smallest."""
+    assert study.sweep is not None
+    largest, smallest = (
+        _over(study.sweep.seeds, values["accuracy"].get(f"{arm}@{value:g}"))
+        for value in (max(study.sweep.values), min(study.sweep.values))
+    )
+    return {seed: largest[seed] - smallest[seed] for seed in largest if seed in smallest}
+
+
+def counted(study: Study, values: Final) -> tuple[int, int]:
+    """How many runs of a study the table has the primary accuracy of, and how many there are to be: the most that there
+    may be while the sweep has not said which value is the best of each arm."""
+    runs, more = first_runs(study), 0
+    if study.sweep is not None:
+        best = {arm: float(label.partition("@")[2]) for arm, label in labels(study, values)["best"].items()}
+        if len(best) == len(study.arms):
+            runs += later_runs(study, best)
+        else:
+            more = len(study.arms) * len(study.seeds) * (1 if study.sweep.common is None else 2)
+    wanted = {(run.label, run.seed) for run in runs}
+    there = {(label, seed) for label, seeds in values["accuracy"].items() for seed in seeds}
+    return len(there & wanted), len(wanted) + more
+
+
+def hours(rows: Iterable[Row]) -> dict[str, float]:
+    """Device -> hours of it that the runs took, from their metrics ``hours/DEVICE``."""
+    found: dict[str, float] = defaultdict(float)
+    for *_, metric, value in rows:
+        if metric.startswith(HOURS):
+            found[metric.removeprefix(HOURS)] += value
+    return dict(found)
+
+
+def _over(seeds: Iterable[int], values: Mapping[int, float] | None) -> dict[int, float]:
+    return {seed: values[seed] for seed in seeds if values is not None and seed in values}
+
+
+def _compared(a: str, b: str, of_a: Mapping[int, float], of_b: Mapping[int, float]) -> Comparison | None:
+    """Two arms over the seeds that both have; None for less than two."""
     return paired(a, b, of_a, of_b) if len(set(of_a) & set(of_b)) >= 2 else None

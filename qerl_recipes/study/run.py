@@ -1,7 +1,8 @@
 """``qerl study``: trains and evaluates every run of a study, several at a time; may be stopped and started at will.
 
-A run's folder holds what `qerl train` writes, ``evaluation/NAME/`` of each evaluation and ``log.txt``. What is there is
-not done again: a finished run is left alone, an interrupted training goes on from its last saved state.
+A run's folder holds what `qerl train` writes, ``evaluation/NAME/`` of each evaluation, ``log.txt``, and what it took of
+its device, ``hours.jsonl``. What is there is not done again: a finished run is left alone, an interrupted training goes
+on from its last saved state.
 """
 
 import contextlib
@@ -10,61 +11,20 @@ import json
 import os
 import queue
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
 from rich.console import Console
 
+from qerl_recipes.machine.gpu import installed_gpu
 from qerl_recipes.study.plan import Run, Study, StudyError, best_values, first_runs, flags, later_runs
+from qerl_recipes.study.processes import Machine
 
-RESULT, LOG, CLI = "evaluation.json", "log.txt", "qerl_recipes.cli"
-
-
-@dataclass
-class Machine:
-    """The processes of a study that run now, and whether it is to stop; threads share it."""
-
-    deadline: float | None
-    console: Console
-    processes: set[subprocess.Popen[bytes]] = field(default_factory=set)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    stopping: threading.Event = field(default_factory=threading.Event)
-
-    def stop(self) -> None:
-        """Ask every process to end: a training saves its state at the end of the rollout, an evaluation is redone."""
-        self.stopping.set()
-        with self.lock:
-            for process in self.processes:
-                process.send_signal(signal.SIGTERM)
-
-    def call(self, arguments: Sequence[str], log: Path, gpu: str | None) -> int | None:
-        """Run ``qerl ARGUMENTS`` with its output behind ``log`` -> its exit code, None where it was not started.
-
-        ``gpu`` is the one that it may see, None for whatever this process sees.
-        """
-        with self.lock:
-            if self.stopping.is_set():
-                return None
-            stream = log.open("ab")
-            stream.write(f"$ qerl {' '.join(arguments)}\n".encode())
-            stream.flush()
-            environment = os.environ if gpu is None else {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
-            command = [sys.executable, "-m", CLI, *arguments]
-            process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment)
-            self.processes.add(process)
-        try:
-            return process.wait()
-        finally:
-            with self.lock:
-                self.processes.discard(process)
-            stream.close()
+RESULT, LOG = "evaluation.json", "log.txt"
 
 
 def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = None) -> bool:
@@ -79,7 +39,9 @@ def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = No
     if jobs < 1:
         raise StudyError(f"--jobs is {jobs}; it must be at least 1")
     _claim(study, folder)
-    machine = Machine(None if minutes is None else time.monotonic() + 60 * minutes, Console(stderr=True))
+    gpu = installed_gpu()
+    deadline = None if minutes is None else time.monotonic() + 60 * minutes
+    machine = Machine(deadline, Console(stderr=True), "CPU" if gpu is None else gpu.name)
     with _ends_in_order(machine):
         failed = _all(study, folder, first_runs(study), jobs, machine)
         if study.sweep is not None and not failed and not machine.stopping.is_set():

@@ -34,6 +34,8 @@ CONTENT = {
     "target_reward": 0.5,
 }
 
+LARGER = {"claim": "a larger rate suits b", "expect": "higher", "margin": 0.01, "metric": "sweep_gain"}
+
 
 @pytest.fixture
 def study(tmp_path, monkeypatch):
@@ -70,6 +72,7 @@ def finish(one, folder, accuracy, rewards=(0.0, 1.0)):
         ({"comparisons": [["a", "c"]]}, "'c' is not one of the arms a, b"),
         ({"claims": [{"claim": "x", "pair": ["a", "c"], "expect": "higher", "margin": 1}]}, "claims: 'c' is not one"),
         ({"claims": [{"claim": "x", "pair": ["a", "b"], "expect": "higher", "margin": 0}]}, "claims.0.margin"),
+        ({"sweep": None, "claims": [{**LARGER, "pair": ["b", "a"]}]}, "the metric sweep_gain needs a sweep"),
         ({"primary": "sampled"}, "'sampled' is not one of the evaluations greedy"),
         ({"seeds": [0, 0]}, "each may stand there once"),
         ({"seeds": [0, 100]}, "not be chosen on the seeds that are compared"),
@@ -234,6 +237,14 @@ def test_a_claim_is_judged_by_its_margin_and_the_t_distribution(differences, exp
     assert judged(found, expect, 0.01) == verdict
 
 
+def test_equal_differences_over_few_seeds_prove_nothing():
+    two, many = (paired("a", "b", dict.fromkeys(range(n), 0.503), dict.fromkeys(range(n), 0.5)) for n in (2, 8))
+    assert (two.p, many.p) == (0.5, 2**-7) and two.effect == math.inf
+    assert judged(*holm([two]), "higher", 0.001) == "undecided at this size"
+    assert judged(*holm([many]), "higher", 0.001) == "supported"
+    assert paired("a", "b", {0: 0.1 + 0.2, 1: 0.3}, {0: 0.3, 1: 0.3}).p == 1.0  # equal but for a last bit
+
+
 def test_claims_are_judged_on_their_own_metric_and_corrected_together(study, tmp_path):
     claims = [
         {"claim": "b learns faster", "pair": ["b", "a"], "expect": "higher", "margin": 0.01, "metric": "reward_area"},
@@ -245,15 +256,16 @@ def test_claims_are_judged_on_their_own_metric_and_corrected_together(study, tmp
         jitter = 0.001 * one.seed
         finish(one, out, 0.5, rewards=(0.0, 1.0 + jitter) if one.arm == "b" else (0.0, 0.8 - jitter))
     rows = results.collect(plan, out)
-    (faster, c, said), (good, _, as_good) = results.verdicts(plan, results.final(rows))
-    assert (faster.claim, said) == ("b learns faster", "supported") and (good.claim, as_good) == (
-        "b is as good",
-        "supported",
-    )
+    faster, good = results.verdicts(plan, results.final(rows))
+    assert [(v.claim.claim, v.verdict) for v in (faster, good)] == [
+        ("b learns faster", "supported"),
+        ("b is as good", "supported"),
+    ]
+    c = faster.measured
     assert c.p_holm == pytest.approx(2 * c.p) and c.difference == pytest.approx(0.101)
     results.write_table(rows, out / results.TABLE)
     page = conduct(file, table=out / results.TABLE).read_text()
-    assert "| b learns faster (b higher than a by 0.01) | reward_area | +0.101 |" in page
+    assert "| b learns faster | reward_area: b higher than a, margin 0.01; a - b = +0.101, 95 % (t) +0.0985" in page
     assert "claim: b is as good. Supported where b's accuracy is not lower than a's" in outline.outline(plan, file)
 
 

@@ -1,0 +1,94 @@
+"""``qerl study FOLDER``: one page over all studies of a folder, from their plans and committed tables alone."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from qerl_recipes.study.page import cell, cost, progress, told
+from qerl_recipes.study.plan import Study, StudyError, read
+from qerl_recipes.study.results import TABLE, Final, Row, Verdict, final, labels, read_table, verdicts
+
+NOT_RUN = "not run yet"
+METRICS = (
+    *("base_accuracy", "accuracy", "reward_area", "entropy_start", "mismatch", "without_signal", "seconds_a_step"),
+    "steps_to_target",
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A study of the folder with its table's last values; ``rows`` are empty where it has no table."""
+
+    name: str
+    study: Study
+    rows: Sequence[Row]
+    values: Final
+
+
+def studies(folder: Path) -> dict[Path, Path]:
+    """The study files of a folder -> where the table of each is, or is to be. Raises StudyError where there is none."""
+    found = {file: folder / file.stem / TABLE for file in sorted(folder.glob("*.yaml"))}
+    if not found:
+        raise StudyError(f"{folder} has no study file, NAME.yaml")
+    return found
+
+
+def overview(folder: Path) -> str:
+    """The page as Markdown: every study, every claim with its verdict, every arm."""
+    found = []
+    for file, table in studies(folder).items():
+        rows = read_table(table) if table.is_file() else []
+        found.append(Found(file.stem, read(file), rows, final(rows)))
+    lines = ["# Studies", ""]
+    lines += [
+        f"Made by `qerl study {os.path.relpath(folder)}` from the plans (`NAME.yaml`) and their tables "
+        f"(`NAME/{TABLE}`) alone.",
+        "",
+        "| study | what it is of | runs |",
+        "|---|---|---|",
+    ]
+    for one in found:
+        name = f"[{one.name}]({one.name}/README.md)" if one.rows else f"[{one.name}]({one.name}.yaml)"
+        runs = progress(one.study, one.values) + cost(one.rows) if one.rows else NOT_RUN
+        lines.append(f"| {name} | {' '.join(one.study.about.split())} | {runs} |")
+    lines += ["", "## What is said, and what was measured", "", "| claim | study | measured | verdict |"]
+    lines += ["|---" * 4 + "|", *_claims(found), ""]
+    shown = [one for one in found if one.rows]
+    if shown:
+        lines += [
+            "## Every arm",
+            "",
+            "Mean over the seeds, and its standard deviation; each arm at its best value.",
+            "",
+        ]
+        lines += [f"| study | arm | seeds | {' | '.join(METRICS)} |", "|---" * (len(METRICS) + 3) + "|"]
+        lines += [line for one in shown for line in _arms(one)]
+    for one in shown:
+        lines += ["", f"![{one.name}: reward and entropy over steps]({one.name}/curves_best.png)"]
+    return "\n".join(lines) + "\n"
+
+
+def _claims(found: Sequence[Found]) -> list[str]:
+    """Each claim once, with a line for every study that has runs, and one line for those that have none."""
+    said: dict[str, list[tuple[Found, Verdict]]] = {}
+    for one in found:
+        for verdict in verdicts(one.study, one.values):
+            said.setdefault(verdict.claim.claim, []).append((one, verdict))
+    lines = []
+    for claim, those in said.items():
+        lines += [f"| {claim} | {one.name} | {told(v)} | {v.verdict} |" for one, v in those if one.rows]
+        if waiting := [one.name for one, _ in those if not one.rows]:
+            lines.append(f"| {claim} | {', '.join(waiting)} | | {NOT_RUN} |")
+    return lines
+
+
+def _arms(one: Found) -> list[str]:
+    values, lines = one.values, []
+    for label in labels(one.study, values)["best"].values():
+        of = [values[metric].get(label, {}) for metric in METRICS]
+        of = [{seed: value for seed, value in seeds.items() if seed in one.study.seeds} for seeds in of]
+        count = max(map(len, of))
+        cells = " | ".join(cell(list(seeds.values())) for seeds in of)
+        lines.append(f"| {one.name} | {label} | {count} | {cells} |")
+    return lines
