@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from qerl_recipes.rollout.arms import ENGINE_ON_CPU, engine_options
 RANK = 8
 ADAPTER_STD = 0.05  # what an adapter writes is then of the size of what the random weights do
 NAME = "policy"  # the model's, in requests
+AHEAD = 4  # adapters that are drawn at one time
 LENGTH = LONGEST_PROMPT + LONGEST_ANSWER + 16  # --max-model-len
 QUIET = 0.2  # share of the time without swaps
 # of a log-probability; in bfloat16 other batches round otherwise: engine and trainer of 7B's random weights differ by
@@ -178,11 +180,22 @@ def reference(folder: str, seed: int) -> Replay:
         **{**engine_options("qerl_nvfp4", RANK, {}), **on_cpu},
     )
     policy, config = Policy(llm), _config(folder)
+    pool, drawn = ThreadPoolExecutor(AHEAD), dict[int, Future[Adapter]]()
+
+    def adapter_of(number: int) -> Adapter:
+        """Policies are judged in their order: the next ones are drawn meanwhile, for 7B's takes half a second."""
+        for later in range(number, number + AHEAD):
+            if later not in drawn:
+                drawn[later] = pool.submit(make_adapter, config, seed, later)
+        for earlier in [known for known in drawn if known < number]:
+            del drawn[earlier]
+        return drawn[number].result()
+
     # of a prompt that is found in the cache there are no log-probabilities; nobody looks at them
     sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, skip_reading_prefix_cache=False)
 
     def replay(change: Change, answers: Sequence[Answer]) -> list[list[float]]:
-        policy.swap(*(make_adapter(config, seed, change.adapter) if change.adapter is not None else (None, None)))
+        policy.swap(*(adapter_of(change.adapter) if change.adapter is not None else (None, None)))
         sigma, noise_seed, rollout = change.noise
         policy.set_noise(sigma, seed=noise_seed, rollout=rollout)
         if not llm.reset_prefix_cache():  # vLLM's own way: what a change of policy empties is what is on trial here

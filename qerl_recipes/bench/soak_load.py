@@ -159,7 +159,7 @@ async def push(
         mode = MODES[number % len(MODES)]
         number += 1
         now = found.changes[-1]
-        tensors, config = adapter(number)
+        tensors, config = await asyncio.to_thread(adapter, number)  # a large one takes a while: no stream waits for it
         start = time.perf_counter()
         if mode == "abort":
             found.aborts.append((time.monotonic(), math.inf))
