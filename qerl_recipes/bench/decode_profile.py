@@ -1,9 +1,10 @@
 """``qerl bench rollout --profile``: where the time of a decode step goes.
 
-Steps are made one by one in the engine's own process, as ``LLM.generate`` makes them: first timed by themselves, then
-under torch's profiler, which slows them down a little.
+Steps are made one by one in the engine's own process, as a rollout makes them (``rollout.answers``): first timed by
+themselves, then under torch's profiler, which slows them down a little, and the CPU more than the GPU.
 """
 
+import functools
 import gzip
 import json
 import math
@@ -51,30 +52,33 @@ def profile(
 ) -> dict[str, Any]:
     """A decode step of all ``prompts`` (token ids, equally many), halfway to ``sampling.max_tokens``.
 
-    The profiler's own ``trace`` is written too: .json.gz, as Perfetto reads it. Raises ValueError as ``steps_ahead``.
+    ``step_us`` and ``worked_us`` are without the profiler, the second how long this thread was on a CPU: it sleeps
+    while it waits for the GPU. The profiler's own ``trace`` is written too: .json.gz, as Perfetto reads it. Raises
+    ValueError as ``steps_ahead``.
     """
+    from qerl_recipes.rollout import answers  # imports vLLM
+
     engine, batch, length = llm.llm_engine, len(prompts), len(prompts[0])
     budget = engine.vllm_config.scheduler_config.max_num_batched_tokens
     assert sampling.max_tokens is not None
     ahead = steps_ahead(batch, length, sampling.max_tokens, budget)
-    names = [
-        engine.add_request(f"profile-{row}", {"prompt_token_ids": ids}, sampling, lora_request=lora_request)
-        for row, ids in enumerate(prompts)
-    ]
+    requests: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
+    names = llm.enqueue(requests, sampling, lora_request=lora_request, use_tqdm=False)
+    step = functools.partial(answers.step, engine, answers.expected(names))
     for _ in range(ahead):
-        engine.step()
-    began = time.perf_counter()
+        step()
+    began, worked = time.perf_counter(), time.thread_time()
     for _ in range(STEPS):
-        engine.step()
-    seconds = (time.perf_counter() - began) / STEPS
+        step()
+    seconds, worked = (time.perf_counter() - began) / STEPS, (time.thread_time() - worked) / STEPS
     steps = FILLING + STEPS + LAST
-    _trace(engine.step, steps, trace)
+    _trace(step, steps, trace)
     if engine.get_num_unfinished_requests() != batch:
         raise RuntimeError("sequences ended while they were profiled; these were not the steps that were asked for")
-    engine.abort_request(names)
+    engine.abort_request(names, internal=True)
     while engine.has_unfinished_requests():
         engine.step()
-    case = {"batch": batch, "context": length + ahead + STEPS, "step_us": 1e6 * seconds}
+    case = {"batch": batch, "context": length + ahead + STEPS, "step_us": 1e6 * seconds, "worked_us": 1e6 * worked}
     return {**case, **what_it_shows(trace, steps)}
 
 
@@ -121,11 +125,11 @@ def show(arm: str, found: Mapping[str, Any]) -> None:
         "idle between graphs": "idle_between_us",
         "the step": "profiled_step_us",
         "the step, without the profiler": "step_us",
+        "the CPU's work, without the profiler": "worked_us",
     }
     for title, key in rows.items():
         table.add_row(title, *(f"{case[key]:,.0f}" for case in cases), end_section=title == "idle between graphs")
-    cpu = (case["cpu_us"] for case in cases)
-    table.add_row(
-        "the CPU's work for it", *(f"{of['median']:,.0f} ({of['least']:,.0f} to {of['most']:,.0f})" for of in cpu)
-    )
+    cpu = [case["cpu_us"] for case in cases]
+    spans = [f"{of['median']:,.0f} ({of['least']:,.0f} to {of['most']:,.0f})" for of in cpu]
+    table.add_row("the CPU's work, with the profiler", *spans)
     Console(width=160).print(table)

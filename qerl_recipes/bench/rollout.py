@@ -172,9 +172,9 @@ def _rate(tokens: int, seconds: Sequence[float]) -> dict[str, float | None]:
 def measure(request: dict[str, Any], found: dict[str, Any]) -> None:
     """One arm, in this process: seconds of each case, with one token out and with all of them."""
     import torch
-    from vllm.sampling_params import RequestOutputKind
 
     from qerl_recipes.bench import random_model
+    from qerl_recipes.rollout import answers
     from qerl_vllm_plugin.policy import Policy
 
     arm, rank, repeats = request["arm"], request["rank"], request["repeats"]
@@ -211,21 +211,20 @@ def measure(request: dict[str, Any], found: dict[str, Any]) -> None:
         found["profile"] = []
         for case in cases:
             file = Path(f"{traces}_{case.batch}.trace.json.gz")
-            sampling = _sampling(case.output)
-            sampling.output_kind = RequestOutputKind.FINAL_ONLY  # as LLM.generate has it
             prompts = draw(case.batch, case.input)
-            found["profile"].append(decode_profile.profile(llm, prompts, sampling, policy.request, file))
+            profiled = decode_profile.profile(llm, prompts, _sampling(case.output), policy.request, file)
+            found["profile"].append(profiled)
         return
 
     def seconds(batch: int, prompt: int, new: int) -> list[float]:
         """Of each repeat; one before them, of few tokens, warms up."""
         taken: list[float] = []
         for tokens in (min(new, WARM_UP_TOKENS), *[new] * repeats):
-            prompts = [{"prompt_token_ids": row} for row in draw(batch, prompt)]
+            prompts, sampling = draw(batch, prompt), [_sampling(tokens) for _ in range(batch)]
             began = time.perf_counter()
-            answers = llm.generate(prompts, _sampling(tokens), lora_request=policy.request, use_tqdm=False)
+            completions = answers.generate(llm, prompts, sampling, policy.request)
             taken.append(time.perf_counter() - began)
-            if any(len(answer.outputs[0].token_ids) != tokens for answer in answers):
+            if any(len(completion.ids) != tokens for completion in completions):
                 raise RuntimeError(f"the engine did not generate {tokens} tokens for each prompt")
         return taken[1:]
 

@@ -21,6 +21,7 @@ from qerl_recipes.memory import engine_bytes
 from qerl_recipes.memory.activation_bytes import ENGINE_TOKENS
 from qerl_recipes.memory.model_size import measure, read_config
 from qerl_recipes.recipe.configs import GRPOConfig
+from qerl_recipes.rollout import answers
 from qerl_recipes.rollout.arms import engine_on_cpu, engine_options
 from qerl_recipes.rollout.interface import Completions, Snapshot
 from qerl_recipes.rollout.sampling import Seeds, sampling_parameters
@@ -114,18 +115,17 @@ class VLLMRollouts:
         # must not depend on which engine it has
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with profiler or contextlib.nullcontext(), torch.random.fork_rng(devices):
-            outputs = self.llm.generate(
-                [{"prompt_token_ids": ids} for ids, _ in requests],
+            found = answers.generate(
+                self.llm,
+                [ids for ids, _ in requests],
                 [SamplingParams(**self._sampling, seed=seed) for _, seed in requests],
-                lora_request=self.policy.request,
-                use_tqdm=False,
+                self.policy.request,
             )[own]
         self.seconds += time.perf_counter() - began
         self._sleep()
-        completions = [output.outputs[0] for output in outputs]
-        self.tokens += sum(len(completion.token_ids) for completion in completions)
-        ids = [list(completion.token_ids) for completion in completions]
-        return [list(output.prompt_token_ids) for output in outputs], ids, [_logprobs(c) for c in completions], None
+        self.tokens += sum(len(answer.ids) for answer in found)
+        ids = [answer.ids for answer in found]
+        return [list(prompt) for prompt in prompts], ids, [_as_trl_has_them(answer.logprobs) for answer in found], None
 
     def serve_base(self) -> None:
         """Serve the base alone, without adapter, trained norms and noise, until something is begun again."""
@@ -279,9 +279,6 @@ class VLLMRollouts:
         self._is_asleep = False
 
 
-def _logprobs(completion: Any) -> list[list[float | None]]:
-    """The sampled tokens' log probabilities; None where vLLM has none to give (TRL leaves such tokens out)."""
-    values = completion.logprobs.logprobs  # flat, and one for each token, as no others were asked for
-    if len(values) != len(completion.token_ids):
-        raise RuntimeError(f"vLLM gave {len(values)} log probabilities for {len(completion.token_ids)} tokens")
-    return [[None if math.isnan(value) else value] for value in values]
+def _as_trl_has_them(logprobs: list[float]) -> list[list[float | None]]:
+    """Each in a list of its own; None where vLLM has none to give (TRL leaves such tokens out)."""
+    return [[None if math.isnan(value) else value] for value in logprobs]

@@ -126,7 +126,8 @@ def test_an_engine_makes_the_steps_halfway_through_its_completions(
         sampling = bench_rollout._sampling(output)
         found = decode_profile.profile(llm, [[5] * 8, [6] * 8], sampling, None, tmp_path / "t.json.gz")
         assert len(stepped) == FILLING + decode_profile.STEPS + LAST
-        assert (found["batch"], found["context"]) == (2, 8 + output // 2) and found["step_us"] > 0
+        assert (found["batch"], found["context"]) == (2, 8 + output // 2)
+        assert found["step_us"] > 100 and 0 < found["worked_us"] < 1.1 * found["step_us"]
         assert found["profiled_step_us"] == pytest.approx(100)
         assert found["cpu_us"] == pytest.approx({"least": 75, "median": 75, "most": 75})
         assert not llm.llm_engine.has_unfinished_requests()
@@ -158,9 +159,8 @@ def test_profiles_of_all_arms_are_shown_and_written(
         asked.append(request["traces"])
         file = tmp_path / "trace.json.gz"
         file.write_bytes(gzip.compress(json.dumps({"traceEvents": trace()}).encode()))
-        return {
-            "profile": [{"batch": 64, "context": 768, "step_us": 90.0, **decode_profile.what_it_shows(file, STEPS)}]
-        }
+        times = {"step_us": 90.0, "worked_us": 4321.0}
+        return {"profile": [{"batch": 64, "context": 768, **times, **decode_profile.what_it_shows(file, STEPS)}]}
 
     monkeypatch.setattr(bench_rollout, "in_own_process", answer)
     monkeypatch.setattr(decode_profile, "installed_gpu", lambda: object())
@@ -173,4 +173,5 @@ def test_profiles_of_all_arms_are_shown_and_written(
     shown = capsys.readouterr().out
     assert "qerl_nvfp4: microseconds of a decode step" in shown and "64 x" in shown
     assert "cuBLAS, outside of the graph" in shown and "20 (1)" in shown and "idle between graphs" in shown
-    assert "the CPU's work for it" in shown and "75 (75 to 75)" in shown
+    assert "4,321" in shown
+    assert "the CPU's work, with the profiler" in shown and "75 (75 to 75)" in shown

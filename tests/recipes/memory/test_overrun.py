@@ -38,7 +38,7 @@ def in_training(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_rollout(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer.vllm_generation.llm, "generate", failing)
+    monkeypatch.setattr(trainer.vllm_generation.llm, "enqueue", failing)
 
 
 @pytest.mark.parametrize(
