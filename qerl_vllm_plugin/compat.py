@@ -65,8 +65,7 @@ def of_all_stages(value: Any) -> list[Any]:
     """What every rank of the pipeline that this rank is in gives for ``value``; all of them must ask."""
     from vllm.distributed.parallel_state import get_pp_group
 
-    group = get_pp_group()
-    found = [value] * group.world_size
+    found = [value] * (group := get_pp_group()).world_size
     if group.world_size > 1:
         torch.distributed.all_gather_object(found, value, group=group.cpu_group)
     return found
@@ -240,6 +239,21 @@ def refuse_requests(engine: Any, reason: str) -> None:
     engine.check_health, engine.generate = check_health, generate
 
 
+def watch_sequences(engine: Any, note: Callable[[Any], None]) -> None:
+    """From now on an engine client calls ``note`` for each sequence that it is asked for, also each of ``n``, in the
+    context of the request: with its ``first_token_ts`` and ``last_token_ts``, which vLLM keeps up to date; None where
+    it keeps no statistics. (An output of several sequences has those of one of them alone.)"""
+    processor = engine.output_processor
+    add_request = processor.add_request
+
+    def noting(request: Any, *args: Any, **keywords: Any) -> None:
+        add_request(request, *args, **keywords)
+        if (state := processor.request_states.get(request.request_id)) is not None:
+            note(state.stats)
+
+    processor.add_request = noting
+
+
 def end_requests(engine: Any, reason: str) -> None:
     """Every request that an engine client is waiting for an answer to ends with an error, whatever its engine does."""
     from vllm.v1.engine.exceptions import EngineDeadError
@@ -249,8 +263,7 @@ def end_requests(engine: Any, reason: str) -> None:
 
 def model_in_this_process(llm: Any) -> torch.nn.Module | None:
     """The model of a ``vllm.LLM`` whose worker runs in this process; None if it runs in another one."""
-    executor = getattr(llm.llm_engine, "model_executor", None)
-    worker = getattr(executor, "driver_worker", None)
+    worker = getattr(getattr(llm.llm_engine, "model_executor", None), "driver_worker", None)
     return None if worker is None else model_of(worker)
 
 

@@ -2,38 +2,50 @@
 
 FIRST alone: one policy computed all of it. Where only the noise has changed in between, FIRST and LAST are equal.
 
-vLLM stamps the first and the last token of each request with the engine's clock, which all processes of a machine
-share; a change is made while the engine is paused, so no token lies near its time (change_log.py). Where an engine
-keeps no statistics (--disable-log-stats), a request's arrival and end stand in: a range that is never too narrow.
+vLLM stamps the first and the last token of each sequence with the engine's clock, which all processes of a machine
+share; a change is made while the engine is paused, so no token lies near its time (change_log.py). An answer of several
+sequences (``n``, several prompts) names the earliest and the latest of all. Where an engine keeps no statistics
+(--disable-log-stats), a request's arrival and end stand in: a range that is never too narrow.
 """
 
 import time
-from collections.abc import AsyncIterator
 from contextvars import ContextVar
 from typing import Any
 
+from qerl_vllm_plugin import compat
 from qerl_vllm_plugin.change_log import Span
 
 HEADER = "X-QeRL-Policy-Version"
 
-_spans: ContextVar[dict[str, Span] | None] = ContextVar("qerl_spans", default=None)
+
+class Sequence:
+    """One sequence that an HTTP request has the engine compute; ``stamps`` are vLLM's, if it keeps any."""
+
+    def __init__(self, stamps: Any) -> None:
+        self._stamps, self._arrival = stamps, time.monotonic()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has a token, as far as that is known."""
+        return self._stamps is None or bool(self._stamps.first_token_ts)
+
+    @property
+    def span(self) -> Span:
+        first = getattr(self._stamps, "first_token_ts", 0.0) or self._arrival
+        return first, getattr(self._stamps, "last_token_ts", 0.0) or time.monotonic()
+
+
+_sequences: ContextVar[list[Sequence] | None] = ContextVar("qerl_sequences", default=None)
 
 
 def tell_versions(engine: Any) -> None:
-    """Makes the engine's ``generate`` note, for the HTTP request that it serves, when its tokens were computed."""
-    generate = engine.generate
+    """Makes the engine client note, for the HTTP request that it serves, the sequences that it is asked for."""
 
-    async def noting(*args: Any, **keywords: Any) -> AsyncIterator[Any]:
-        spans, arrival = _spans.get(), time.monotonic()
-        async for output in generate(*args, **keywords):
-            if spans is not None:
-                metrics = getattr(output, "metrics", None)
-                first = getattr(metrics, "first_token_ts", 0.0) or arrival
-                last = getattr(metrics, "last_token_ts", 0.0) or time.monotonic()
-                spans[output.request_id] = (first, last)
-            yield output
+    def note(stamps: Any) -> None:
+        if (sequences := _sequences.get()) is not None:
+            sequences.append(Sequence(stamps))
 
-    engine.generate = noting
+    compat.watch_sequences(engine, note)
 
 
 class StampVersions:
@@ -46,8 +58,8 @@ class StampVersions:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        spans: dict[str, Span] = {}
-        _spans.set(spans)
+        sequences: list[Sequence] = []
+        _sequences.set(sequences)
         started: dict[str, Any] = {}  # the start of the answer, held back until its first bytes
         is_stream = False
 
@@ -60,14 +72,17 @@ class StampVersions:
                 )
                 return
             if started:
-                if spans:
-                    text = self._server.changes.text(list(spans.values())[:1] if is_stream else list(spans.values()))
+                begun = [sequence.span for sequence in sequences if sequence.has_begun]
+                if sequences and started["status"] < 400:
+                    # of a stream the first tokens alone are there; an answer without any has the time that it took
+                    spans = begun if is_stream and begun else [sequence.span for sequence in sequences]
+                    text = self._server.changes.text(spans)
                     started["headers"] = [*started["headers"], (HEADER.lower().encode(), text.encode())]
                 await send(started)
                 started = {}
-            if is_stream and spans and message["type"] == "http.response.body" and not message.get("more_body"):
-                comment = f": {HEADER}: {self._server.changes.text(list(spans.values()))}\n\n".encode()
-                message = {**message, "body": message.get("body", b"") + comment}
+            if is_stream and sequences and message["type"] == "http.response.body" and not message.get("more_body"):
+                text = self._server.changes.text([sequence.span for sequence in sequences])
+                message = {**message, "body": message.get("body", b"") + f": {HEADER}: {text}\n\n".encode()}
             await send(message)
 
         await self._app(scope, receive, send_stamped)

@@ -211,6 +211,39 @@ def test_requests_run_on_through_swaps_and_each_says_which_versions_computed_it(
     assert any(len(span) == 2 for span in spans), "no request ran through a swap: this test proves nothing"
 
 
+def test_an_answer_of_several_sequences_names_the_policy_of_the_first_of_them(server, policy, adapters):
+    """Twice as many as the engine takes at a time: the second half begins under another policy than the first."""
+    first = policy.state()["version"]
+
+    async def load():
+        import openai
+
+        questions = openai.AsyncOpenAI(base_url=f"{server[0]}/v1", api_key=API_KEY, max_retries=0, timeout=120)
+        pusher = AsyncPolicyClient(server[0], TOKEN, API_KEY)
+        options = {
+            "model": "policy",
+            "prompt": [3, 4, 5],
+            "n": 16,
+            "max_tokens": 300,
+            "extra_body": {"ignore_eos": True},
+        }
+        answer = asyncio.create_task(questions.completions.with_raw_response.create(**options))
+        async with httpx.AsyncClient() as metrics:
+            while (
+                'vllm:num_requests_running{engine="0",model_name="policy"} 8.0'
+                not in (await metrics.get(f"{server[0]}/metrics")).text
+            ):
+                await asyncio.sleep(0.01)
+        while not answer.done():
+            await pusher.swap(*adapters[1]["third"])
+            await asyncio.sleep(0.2)
+        return (await answer).headers[VERSION], (await pusher.state())["version"]
+
+    header, last = asyncio.run(load())
+    ends = [int(end) for end in header.split("-")]
+    assert ends[0] == first and first < ends[1] <= last
+
+
 def test_waiting_for_requests_lets_them_end_under_their_version_and_aborting_ends_them(server, policy, adapters):
     first = policy.state()["version"]
 

@@ -61,7 +61,7 @@ class Engine:
     def __init__(self, silent):
         self._silent, self.asked, self.ended, self.changes = silent, [], [], ChangeLog()
         self.changes.add(0)
-        self.output_processor = SimpleNamespace(propagate_error=self.ended.append)
+        self.output_processor = SimpleNamespace(propagate_error=self.ended.append, add_request=None)
 
     async def _answer(self, name, value):
         self.asked.append(name)

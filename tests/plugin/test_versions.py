@@ -6,6 +6,7 @@ import sys
 import time
 from types import SimpleNamespace
 
+import httpx
 import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -14,6 +15,7 @@ from qerl_vllm_plugin.change_log import ChangeLog
 from qerl_vllm_plugin.server.body import Refused
 from qerl_vllm_plugin.server.changes import PolicyServer
 from qerl_vllm_plugin.server.turn import turn
+from qerl_vllm_plugin.server.versions import HEADER, StampVersions, tell_versions
 
 
 @pytest.fixture
@@ -43,6 +45,50 @@ def history(monkeypatch):
 def test_an_answer_names_one_version_only_if_one_policy_computed_all_of_it(history, spans, text):
     assert history.text(spans) == text
     assert ChangeLog(history.path).text(spans) == text, "another process reads the same"
+
+
+def stamps(first, last):
+    return SimpleNamespace(first_token_ts=float(first), last_token_ts=float(last))
+
+
+@pytest.mark.parametrize(
+    ("sequences", "kind", "status", "header", "comment"),
+    [
+        ([stamps(31, 32)], "application/json", 200, "5", None),
+        # vLLM's output of an n has the times of the sequence that ended last
+        ([stamps(11, 12), stamps(31, 32)], "application/json", 200, "4-5", None),
+        ([stamps(31, 32), stamps(21, 22)], "application/json", 200, "4-5", None),
+        ([stamps(11, 12), stamps(0, 0)], "text/event-stream", 200, "4", "4-5"),  # one has not begun: it ends now
+        ([stamps(11, 31)], "text/event-stream; charset=utf-8", 200, "4-5", "4-5"),
+        ([None], "application/json", 200, "5", None),  # no statistics: from its arrival to now
+        ([], "application/json", 200, None, None),
+        ([stamps(0, 0)], "application/json", 500, None, None),
+    ],
+)
+def test_an_answer_names_the_policies_of_all_its_sequences(
+    history, monkeypatch, sequences, kind, status, header, comment
+):
+    monkeypatch.setattr(time, "monotonic", lambda: 40.0)
+    states = {}
+    processor = SimpleNamespace(request_states=states, add_request=lambda request: states.update(request.new))
+    tell_versions(engine := SimpleNamespace(output_processor=processor))
+
+    async def app(scope, receive, send):
+        for i, found in enumerate(sequences):
+            request = SimpleNamespace(request_id=str(i), new={str(i): SimpleNamespace(stats=found)})
+            engine.output_processor.add_request(request)
+        engine.output_processor.add_request(SimpleNamespace(request_id="ended already", new={}))
+        await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind.encode())]})
+        await send({"type": "http.response.body", "body": b"data: [DONE]", "more_body": False})
+
+    async def ask():
+        transport = httpx.ASGITransport(StampVersions(app, SimpleNamespace(changes=history)))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return await client.get("/")
+
+    answer = asyncio.run(ask())
+    assert answer.headers.get(HEADER) == header
+    assert answer.text == "data: [DONE]" + (f": {HEADER}: {comment}\n\n" if comment else "")
 
 
 def test_a_log_goes_on_when_it_is_full_and_forgets_the_oldest(monkeypatch):
@@ -92,7 +138,8 @@ class Engine:
     """An engine client, of which several API servers have one each; ``state`` is that of their one engine."""
 
     def __init__(self, state):
-        self.state = state
+        self.state, self.ended = state, []
+        self.output_processor = SimpleNamespace(propagate_error=self.ended.append, add_request=None)
 
     async def is_paused(self):
         return self.state["paused"]
@@ -115,9 +162,6 @@ class Engine:
         opened = {"carrier": "resident", "max_rank": 8, "max_bytes": 1, "gpus": [], "version": 0, "instance": "two"}
         return [{**opened, "changes": self.state["log"].path}]
 
-    async def generate(self):
-        yield
-
 
 def test_no_api_server_lets_the_engine_run_while_another_changes_it():
     state = {"paused": False, "running": 0, "changes": 0, "asked": 0, "log": ChangeLog()}
@@ -138,11 +182,10 @@ def test_what_one_api_server_finds_lost_is_lost_for_all_and_their_requests_end(m
     monkeypatch.setattr("qerl_vllm_plugin.server.changes.LOOK", 0.01)
     state = {"paused": False, "running": 0, "changes": 0, "asked": 0, "log": ChangeLog()}
     model = SimpleNamespace(quantization="qerl_nvfp4", dtype="float32", logprobs_mode="", max_model_len=8)
-    config, ended = SimpleNamespace(kv_transfer_config=None, model_config=model), []
+    config, engine = SimpleNamespace(kv_transfer_config=None, model_config=model), Engine(state)
 
     async def use():
-        server, engine = PolicyServer(), Engine(state)
-        engine.output_processor = SimpleNamespace(propagate_error=ended.append)
+        server = PolicyServer()
         await server.open(engine, config, None, None, 60)
         await server.set_noise(0.1, 0, 0, [], "keep")
         ChangeLog(state["log"].path).lose()  # by another process
@@ -153,4 +196,4 @@ def test_what_one_api_server_finds_lost_is_lost_for_all_and_their_requests_end(m
             await engine.check_health()
 
     asyncio.run(use())
-    assert len(ended) == 1 and state["changes"] == 1
+    assert len(engine.ended) == 1 and state["changes"] == 1
