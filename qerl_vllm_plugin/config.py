@@ -296,7 +296,8 @@ class QerlConfig(QuantizationConfig):
         def inspect(folder: Path) -> None:
             report = inspect_folder(folder, weight_only=options.weight_only)
             if self.scheme is not None and self.scheme.extras:
-                logger.info("%s", weights_taken(report, CACHE_SCALES))
+                # no less than a warning: something is dropped, and `qerl serve` shows nothing below
+                logger.warning("%s", weights_taken(report, CACHE_SCALES))
 
         is_whole = vllm_config.parallel_config.pipeline_parallel_size == 1
         loading.watch(vllm_config, inspect, options.adapter_path, self.check_ignore if is_whole else None)

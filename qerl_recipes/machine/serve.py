@@ -30,15 +30,17 @@ def command(model: str, arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "qerl_recipes.machine.serve", "--model", model, *chosen]
 
 
-def check(model: str) -> None:
+def check(model: str, arguments: Sequence[str] = ()) -> None:
     """Raises CheckpointError, within a second, for a folder that is not there, which vLLM would look for on the hub,
-    and for one that is damaged."""
+    and for one that is damaged, or has more than weights where ``arguments`` do not ask for those alone."""
     folder = Path(model).expanduser()
     is_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or ("/" in model and folder.parent.is_dir())
     if is_path and not folder.is_dir():
         raise CheckpointError(f"{model}: there is no such folder; give the folder of a checkpoint, or a model id")
     if folder.is_dir():
-        inspect_folder(folder)
+        # where the words are in a file, the engine that reads them refuses what was not asked for
+        weight_only = any("weight_only" in argument or argument.startswith("--config") for argument in arguments)
+        inspect_folder(folder, weight_only=weight_only)
 
 
 def announcement(line: Sequence[str]) -> str:
@@ -59,7 +61,7 @@ def announcement(line: Sequence[str]) -> str:
 
 def serve(model: str, arguments: Sequence[str]) -> None:
     """Become the server: signals reach it directly, and it stops when this process would."""
-    check(model)
+    check(model, arguments)
     line = command(model, arguments)
     print(announcement(line), flush=True)
     os.execv(line[0], line)

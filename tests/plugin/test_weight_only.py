@@ -11,6 +11,7 @@ from transformers import DynamicCache
 from vllm.model_executor.models.paligemma import PaliGemmaForConditionalGeneration
 
 from qerl_recipes.convert.quantize import quantize_checkpoint
+from qerl_vllm_plugin import config
 from qerl_vllm_plugin.checkpoint import inspect_folder, weights_taken
 from qerl_vllm_plugin.config import CACHE_SCALES, QerlConfig
 
@@ -33,14 +34,14 @@ def serve(boot):
 def without_cache_scales(source: Path, folder: Path, own_file: bool = False) -> Path:
     """A copy that has no FP8 KV cache; with ``own_file`` its quantization stands in hf_quant_config.json alone."""
     shutil.copytree(source, folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"].pop("kv_cache_scheme", None)
+    values = json.loads((folder / "config.json").read_text())
+    values["quantization_config"].pop("kv_cache_scheme", None)
     if own_file:
         own = json.loads((folder / "hf_quant_config.json").read_text())
         own["quantization"]["kv_cache_quant_algo"] = None
         (folder / "hf_quant_config.json").write_text(json.dumps(own))
-        del config["quantization_config"]
-    (folder / "config.json").write_text(json.dumps(config))
+        del values["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(values))
     tensors = {
         name: t for name, t in load_file(folder / "model.safetensors").items() if name[-7:-5] not in ("k_", "v_")
     }
@@ -48,13 +49,17 @@ def without_cache_scales(source: Path, folder: Path, own_file: bool = False) -> 
     return folder
 
 
-def test_w4a4_has_the_weights_and_the_answers_of_its_w4a16_twin(serve, measure):
+def test_w4a4_has_the_weights_and_the_answers_of_its_w4a16_twin(serve, measure, monkeypatch):
+    said = []  # `qerl serve` shows warnings, and nothing less
+    monkeypatch.setattr(config.logger, "warning", lambda text, *values: said.append(text % values))
     ours, twin = serve(LLMCOMPRESSOR / "qwen2-w4a4"), serve(LLMCOMPRESSOR / "qwen2-w4a16")
     mine, theirs = (dict(measure.model(llm).state_dict()) for llm in (ours, twin))
     assert mine.keys() == theirs.keys() and sum(name.endswith("weight_packed") for name in mine) == 8
     for name, tensor in theirs.items():
         assert torch.equal(mine[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
     assert measure.difference(measure.engine(ours), measure.engine(twin)) == 0
+    assert len(said) == 1, "the twin holds nothing but weights"
+    assert "14 layers in NVFP4, 0 FP8 layers" in said[0] and "activation scales are dropped" in said[0]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import shutil
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -37,6 +38,29 @@ def test_a_damaged_folder_is_refused_before_the_server_starts(make_nvfp4, monkey
     monkeypatch.setattr(serve.os, "execv", lambda *a: pytest.fail("started"))
     with pytest.raises(CheckpointError, match=shard.name):
         serve.serve(str(tmp_path / "base"), [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_refused"),
+    [
+        ([], True),
+        (["--additional-config", '{"qerl": {"policy_adapter": {"rank": 8}}}'], True),
+        (["--additional-config", '{"qerl": {"weight_only": true}}'], False),
+        (["--additional-config.qerl.weight_only=true"], False),
+        (["--config", "serve.yaml"], False),
+    ],
+)
+def test_what_has_more_than_weights_is_served_as_the_refusal_says(arguments, is_refused, monkeypatch):
+    started, model = [], Path(__file__).parents[2] / "fixtures" / "modelopt" / "qwen2-nvfp4"
+    monkeypatch.setattr(serve.os, "execv", lambda path, line: started.append(line))
+    if is_refused:
+        with pytest.raises(CheckpointError, match=r'additional-config \'{"qerl": {"weight_only": true}}'):
+            serve.serve(str(model), arguments)
+    else:
+        serve.serve(str(model), arguments)
+    assert [line[-len(arguments) - 2 :] for line in started] == (
+        [] if is_refused else [[*arguments, "--quantization", "qerl_nvfp4"]]
+    )
 
 
 @pytest.mark.parametrize(
