@@ -46,16 +46,18 @@ def check_base(folder: str | Path, base: Path) -> None:
 
     A folder that PEFT alone has written says nothing about that and passes: a name is no proof.
     """
-    state = Path(folder) / STATE_FILE
-    if not state.is_file():
-        return
-    content = _json(state)
-    trained_on = content.get("base_hash")
-    if trained_on is not None and trained_on != base_hash(base):
+    hashed = trained_on(folder)
+    if hashed is not None and hashed != base_hash(base):
         raise AdapterError(
-            f"{folder} was trained on another base ({content.get('base')}) than the one served here ({base}); serve "
-            "that one"
+            f"{folder} was trained on another base ({_json(Path(folder) / STATE_FILE).get('base')}) than the one "
+            f"served here ({base}); serve that one"
         )
+
+
+def trained_on(folder: str | Path) -> str | None:
+    """The hash of the base that an adapter's folder says it was trained on. Raises AdapterError for a damaged file."""
+    state = Path(folder) / STATE_FILE
+    return _json(state).get("base_hash") if state.is_file() else None
 
 
 def digest(folder: str | Path) -> str:

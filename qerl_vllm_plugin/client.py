@@ -14,6 +14,7 @@ import httpx
 import torch
 
 from qerl_vllm_plugin import adapter_folder, cuda_ipc, gpu_tensors, shared_file
+from qerl_vllm_plugin.adapter import AdapterError
 from qerl_vllm_plugin.checksum import checksums
 from qerl_vllm_plugin.cuda_ipc import CudaIPCError
 from qerl_vllm_plugin.safetensors_header import header_bytes
@@ -120,6 +121,24 @@ class _Calls:
         return f"{type(self).__name__}({self._options['base_url']})"  # without the token
 
     @staticmethod
+    def _given(
+        tensors: Mapping[str, torch.Tensor] | None, config: Any, norms: Mapping[str, torch.Tensor] | None
+    ) -> dict[str, torch.Tensor] | None:
+        """All that is sent. Raises AdapterError for what the server would never see."""
+        if tensors is None and norms:
+            raise AdapterError("trained norms travel beside an adapter: give its tensors and its config, too")
+        if tensors is not None and config is None:
+            raise AdapterError("an adapter needs its config: the content of adapter_config.json")
+        return None if tensors is None else {**tensors, **(norms or {})}
+
+    @staticmethod
+    def _check_base(folder: str | Path, state: Mapping[str, Any]) -> None:
+        """Raises AdapterError for a folder that says it was trained on another base than the server's."""
+        trained_on = adapter_folder.trained_on(folder)
+        if trained_on is not None and state["base_hash"] not in (None, trained_on):
+            raise AdapterError(f"{folder} was trained on another base than the server's ({state['base']})")
+
+    @staticmethod
     def _swap(
         tensors: Mapping[str, torch.Tensor] | None, config: Any, norms: Any, version: int | None, requests: str
     ) -> dict[str, Any]:
@@ -213,8 +232,9 @@ class PolicyClient(_Calls):
         """Install an adapter in place of the current one, None for the base alone -> the version that is served.
 
         ``requests``: running ones go on under the new policy (keep), end first (wait), or are aborted.
+        Raises AdapterError for an adapter without its config, and norms without an adapter.
         """
-        given = None if tensors is None else {**tensors, **(norms or {})}
+        given = self._given(tensors, config, norms)
         if given and self._is_for_gpu(given):
             self._place = self._place or self.state()
             if self._is_near(given):
@@ -226,7 +246,11 @@ class PolicyClient(_Calls):
         return int(self._send(self._swap(tensors, config, norms, version, requests))["version"])
 
     def swap_folder(self, folder: str | Path, *, version: int | None = None, requests: str = "keep") -> int:
-        """Install the adapter of a folder of this machine, as ``Policy.swap_folder`` does."""
+        """Install the adapter of a folder of this machine, as ``Policy.swap_folder`` does.
+
+        Raises AdapterError for a damaged folder or one that names another base.
+        """
+        self._check_base(folder, self.state())
         saved = adapter_folder.read(folder)
         return self.swap(saved.tensors, saved.config, norms=saved.norms, version=version, requests=requests)
 
@@ -237,7 +261,7 @@ class PolicyClient(_Calls):
         return int(self._send(self._noise(sigma, seed, rollout, targets, requests))["touched"])
 
     def state(self) -> dict[str, Any]:
-        """Version, hash of the adapter, noise, largest rank and size, hash of the base."""
+        """Version, hash of the adapter, noise, largest rank and size, hash of the base, counters."""
         return self._send({"method": "GET", "url": "state"})
 
     def _send(self, call: dict[str, Any]) -> dict[str, Any]:
@@ -257,7 +281,7 @@ class AsyncPolicyClient(_Calls):
         version: int | None = None,
         requests: str = "keep",
     ) -> int:
-        given = None if tensors is None else {**tensors, **(norms or {})}
+        given = self._given(tensors, config, norms)
         if given and self._is_for_gpu(given):
             self._place = self._place or await self.state()
             if self._is_near(given):
@@ -269,6 +293,7 @@ class AsyncPolicyClient(_Calls):
         return int((await self._send(self._swap(tensors, config, norms, version, requests)))["version"])
 
     async def swap_folder(self, folder: str | Path, *, version: int | None = None, requests: str = "keep") -> int:
+        self._check_base(folder, await self.state())
         saved = adapter_folder.read(folder)
         return await self.swap(saved.tensors, saved.config, norms=saved.norms, version=version, requests=requests)
 

@@ -6,11 +6,11 @@ added to 1 + w: the effective weight gets the same noise as an ordinary norm's.
 """
 
 import hashlib
-import math
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
+MAX_SIGMA = 1e6  # norms are near 1; far above this their values would be infinite
 # the norms that feed q/k/v and gate/up; the final norm and q/k norms stay clean unless asked for
 DEFAULT_TARGETS = ("input_layernorm", "post_attention_layernorm")
 # a norm that follows the attention and feeds no linear, in the models (Gemma) where the other one feeds gate and up
@@ -59,10 +59,10 @@ def targeted(norms: Collection[str], targets: Sequence[str], purpose: str = "noi
 
 
 def check_sigma(sigma: float) -> float:
-    """``sigma`` as a float; raises ValueError unless it is finite and not negative."""
+    """``sigma`` as a float; raises ValueError unless it is from 0 to MAX_SIGMA."""
     sigma = float(sigma)
-    if not math.isfinite(sigma) or sigma < 0:
-        raise ValueError(f"noise sigma is {sigma}; it must be a finite number >= 0 (0 clears the noise)")
+    if not 0 <= sigma <= MAX_SIGMA:
+        raise ValueError(f"noise sigma is {sigma}; it must be a number from 0 to {MAX_SIGMA:g} (0 clears the noise)")
     return sigma
 
 

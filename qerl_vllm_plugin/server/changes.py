@@ -86,6 +86,7 @@ class PolicyServer:
             "base": str(self._base) if self._base is not None else None,
             "base_hash": self.base_hash,
             "carrier": self.carrier,
+            "counters": metrics.counted(),
             **self._engine_state,
         }
 

@@ -1,6 +1,8 @@
 """The routes under /v1/qerl. Every one asks for the admin token before it reads anything else of the request."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from typing import Any
 
 from starlette.requests import Request
@@ -60,17 +62,25 @@ async def put_policy(server: PolicyServer, request: Request) -> dict[str, Any]:
         async with body.received(request, server.limit) as upload:
             metrics.BYTES.inc(upload.size)
             return await _swap(server, upload, version, mode)
+    # in threads: requests that are being answered go on meanwhile
     try:
-        folder = server.folder(query["folder"])
-        saved = adapter_folder.read(folder)
+        folder = await asyncio.to_thread(server.folder, query["folder"])
+        saved = await asyncio.to_thread(adapter_folder.read, folder)
+        digest = await asyncio.to_thread(adapter_folder.digest, folder)
     except AdapterError as error:
         raise Refused(422, "refused", str(error)) from error
     body.check_patterns(saved.config)
     tensors = {**saved.tensors, **(saved.norms or {})}
-    if not shared_file.fits(sum(tensor.nbytes for tensor in tensors.values())):
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    if not shared_file.fits(size):
         raise Refused(507, "no_room", f"{shared_file.SHARED_MEMORY} has no room for the adapter")
-    with shared_file.shared(tensors) as path:
-        return await server.swap(path, saved.config, adapter_folder.digest(folder), version, mode)
+    metrics.BYTES.inc(size)
+    with ExitStack() as stack:
+        try:
+            path = await asyncio.to_thread(stack.enter_context, shared_file.shared(tensors))
+        except OSError as error:  # others have filled it since
+            raise Refused(507, "no_room", f"{shared_file.SHARED_MEMORY}: {error.strerror}") from None
+        return await server.swap(path, saved.config, digest, version, mode)
 
 
 async def _swap(server: PolicyServer, upload: body.Upload, version: int | None, mode: str) -> dict[str, Any]:
@@ -95,6 +105,9 @@ async def put_noise(server: PolicyServer, request: Request) -> dict[str, Any]:
         raise Refused(400, "bad_json", f"unknown key {unknown[0]!r}; known: {', '.join(NOISE_KEYS)}")
     if missing := [key for key in NOISE_KEYS[:3] if key not in given]:
         raise Refused(400, "bad_json", f"the key {missing[0]!r} is missing")
+    for key in NOISE_KEYS[:3]:
+        if isinstance(given[key], int) and given[key].bit_length() > 63:  # vLLM's own message format has no others
+            raise Refused(400, "bad_json", f"{key} is {str(given[key])[:40]}; whole numbers have at most 64 bits here")
     targets = given.get("targets", list(noise.DEFAULT_TARGETS))
     return await server.set_noise(given["sigma"], given["seed"], given["rollout"], targets, mode)
 

@@ -19,7 +19,8 @@ def read_token() -> bytes | None:
 def configured_token() -> str | None:
     """The token that a server asks for and a client of the same environment sends; None where none is configured.
 
-    Raises ValueError for a file that cannot be read, a token that is too short, and where both are set.
+    Raises ValueError for a file that cannot be read, a token that is too short or no header can carry, and where
+    both are set.
     """
     file, token = os.environ.get(TOKEN_FILE), os.environ.get(TOKEN)
     if file is None and token is None:
@@ -34,6 +35,11 @@ def configured_token() -> str | None:
     if token is None or len(token) < SHORTEST:
         raise ValueError(
             f"the token of {TOKEN_FILE if file else TOKEN} is too short; use {SHORTEST} characters or more"
+        )
+    if not all("!" <= character <= "~" for character in token):
+        raise ValueError(
+            f"the token of {TOKEN_FILE if file else TOKEN} has characters that no header can carry; use letters, "
+            "digits and signs of ASCII, and no space"
         )
     return token
 

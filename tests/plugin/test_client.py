@@ -5,8 +5,10 @@ import ssl
 
 import httpx
 import pytest
+import torch
 
 from qerl_vllm_plugin import client
+from qerl_vllm_plugin.adapter import AdapterError
 from qerl_vllm_plugin.client import AsyncPolicyClient, PolicyClient
 
 NOBODY = "http://127.0.0.1:9"
@@ -25,3 +27,15 @@ def test_certificates_are_read_once_and_servers_still_have_to_prove_who_they_are
     (trusted,) = made
     assert trusted.verify_mode is ssl.CERT_REQUIRED and trusted.check_hostname
     assert trusted.get_ca_certs()
+
+
+def test_what_no_server_would_see_is_refused_before_one_is_asked():
+    def later(*args, **keywords):
+        return asyncio.run(AsyncPolicyClient(NOBODY, "token").swap(*args, **keywords))
+
+    norm = {"model.norm.weight": torch.ones(64)}
+    for swap in (PolicyClient(NOBODY, "token").swap, later):
+        with pytest.raises(AdapterError, match="trained norms travel beside an adapter"):
+            swap(None, norms=norm)
+        with pytest.raises(AdapterError, match="an adapter needs its config"):
+            swap(norm)

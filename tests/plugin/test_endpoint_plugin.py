@@ -62,6 +62,8 @@ def test_a_token_that_cannot_be_meant_ends_the_start(environment, tmp_path):
     cases = [
         ({"QERL_ADMIN_TOKEN": ""}, "too short"),
         ({"QERL_ADMIN_TOKEN": "secret"}, "too short"),
+        ({"QERL_ADMIN_TOKEN": "secret-with-a-snowman-\u2603"}, "no header can carry"),
+        ({"QERL_ADMIN_TOKEN": "secret-with-a-space-behind "}, "no header can carry"),
         ({"QERL_ADMIN_TOKEN_FILE": str(tmp_path / "empty")}, "too short"),
         ({"QERL_ADMIN_TOKEN_FILE": str(tmp_path / "missing")}, "cannot be read"),
         ({"QERL_ADMIN_TOKEN_FILE": str(tmp_path / "binary")}, "cannot be read"),

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save
 
 from qerl_vllm_plugin import cuda_ipc, gpu_tensors, shared_file
+from qerl_vllm_plugin.adapter import AdapterError
 from qerl_vllm_plugin.client import AsyncPolicyClient, PolicyClient, PolicyRefusedError, body
 from qerl_vllm_plugin.gpu_tensors import MEDIA_TYPE
 from qerl_vllm_plugin.policy import Policy
@@ -109,6 +110,11 @@ def expected(boot, make_nvfp4, adapters, measure):
     return ask
 
 
+def kept(policy):
+    """What a refusal must leave as it was: the state, but for what is counted."""
+    return {key: value for key, value in policy.state().items() if key != "counters"}
+
+
 def ask(questions, prompts):
     """The same from the server, and the versions that its answers name."""
     scores, versions = [], []
@@ -162,6 +168,28 @@ def test_a_folder_under_the_directory_is_installed_by_its_name_and_no_other(
     for name in ("fourth", "../adapters", "..", ".", "third/../../x", "/etc", ""):
         assert put(server, b"", folder=name).status_code == 404, name
     assert policy.state()["version"] == version
+
+
+def test_a_folder_of_the_clients_machine_is_sent_unless_it_is_of_another_base(
+    server, policy, questions, expected, adapters, measure, tmp_path
+):
+    swappers = (
+        policy.swap_folder,
+        lambda *a: asyncio.run(AsyncPolicyClient(server[0], TOKEN, API_KEY).swap_folder(*a)),
+    )
+    for swap, name in zip(swappers, ("third", "second"), strict=True):
+        assert_served(questions, measure, expected(name), swap(adapters[0] / name))
+        folder = shutil.copytree(adapters[0] / name, tmp_path / name)
+        state, own = folder / "qerl_state.json", policy.state()["base_hash"]
+        for base_hash, is_refused in ((own, False), ("0" * 64, True)):
+            state.write_text(json.dumps({"base": "another", "base_hash": base_hash}))
+            before = kept(policy)
+            if is_refused:
+                with pytest.raises(AdapterError, match=f"{name} was trained on another base than the server's"):
+                    swap(folder)
+                assert kept(policy) == before
+            else:
+                assert swap(folder) == before["version"] + 1
 
 
 def test_swaps_are_ordered_and_a_repeated_one_changes_nothing(server, policy, adapters):
@@ -343,14 +371,14 @@ BODIES = {
 
 @pytest.mark.parametrize("case", BODIES)
 def test_hostile_bodies_are_refused_within_a_second(server, policy, adapters, case):
-    before = policy.state()
+    before = kept(policy)
     make, status, text = BODIES[case]
     content, start = make(adapters), time.monotonic()
     answer = put(server, content)
     assert time.monotonic() - start < 1
     assert answer.status_code == status
     assert text in answer.json()["error"]
-    assert policy.state() == before
+    assert kept(policy) == before
     assert uploads(server) == []
 
 
@@ -372,7 +400,7 @@ def put_description(server, given):
 
 
 def test_memory_of_a_gpu_is_mapped_only_for_a_process_of_this_user_and_machine(server, policy, adapters, tmp_path):
-    before, (given, content) = policy.state(), description(adapters)
+    before, (given, content) = kept(policy), description(adapters)
     (tmp_path / "named").write_bytes(content)
     with (
         shared_file.proof(content) as good,
@@ -394,7 +422,7 @@ def test_memory_of_a_gpu_is_mapped_only_for_a_process_of_this_user_and_machine(s
         given, content = description(adapters, change)
         with shared_file.proof(content) as path:
             assert put_description(server, {**given, "proof": path}).status_code == status
-    assert policy.state() == before
+    assert kept(policy) == before
 
 
 def test_a_client_whose_gpu_the_server_cannot_read_sends_the_tensors_and_says_so_once(
@@ -438,7 +466,7 @@ def test_a_client_whose_gpu_the_server_cannot_read_sends_the_tensors_and_says_so
 
 
 def test_a_body_that_is_promised_and_never_sent_is_refused_at_once_and_one_that_is_cut_changes_nothing(server, policy):
-    before, address = policy.state(), server[0].removeprefix("http://").split(":")
+    before, address = kept(policy), server[0].removeprefix("http://").split(":")
     lines = f"PUT /v1/qerl/policy HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {API_KEY}\r\n"
     with socket.create_connection((address[0], int(address[1])), timeout=5) as promise:
         promise.sendall(f"{lines}X-QeRL-Admin-Token: {TOKEN}\r\nContent-Length: {2 << 30}\r\n\r\n".encode())
@@ -448,7 +476,7 @@ def test_a_body_that_is_promised_and_never_sent_is_refused_at_once_and_one_that_
     with socket.create_connection((address[0], int(address[1])), timeout=5) as stranger:
         stranger.sendall(f"{lines}Content-Length: {2 << 30}\r\n\r\n".encode())
         assert stranger.recv(100).startswith(b"HTTP/1.1 401")
-    assert policy.state() == before
+    assert kept(policy) == before
     deadline = time.monotonic() + 5
     while uploads(server) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -466,9 +494,9 @@ def test_a_body_that_is_promised_and_never_sent_is_refused_at_once_and_one_that_
     ],
 )
 def test_queries_are_honoured_or_refused_by_name(server, policy, adapters, call, status):
-    before = policy.state()
+    before = kept(policy)
     assert put(server, body(*adapters[1]["second"]), **call["params"]).status_code == status
-    assert policy.state() == before
+    assert kept(policy) == before
 
 
 @pytest.mark.parametrize(
@@ -478,6 +506,9 @@ def test_queries_are_honoured_or_refused_by_name(server, policy, adapters, call,
         {"sigma": "much", "seed": 1, "rollout": 1},
         {"sigma": None, "seed": 1, "rollout": 1},
         {"sigma": 0.1, "seed": 1.5, "rollout": 1},
+        {"sigma": 1e308, "seed": 1, "rollout": 1},
+        {"sigma": 0.1, "seed": 2**63, "rollout": 1},
+        {"sigma": 10**40, "seed": 1, "rollout": 1},
         {"sigma": 0.1, "seed": 1},
         {"sigma": 0.1, "seed": 1, "rollout": 1, "target": ["norm"]},
         {"sigma": 0.1, "seed": 1, "rollout": 1, "targets": ["no_such_norm"]},
@@ -486,17 +517,17 @@ def test_queries_are_honoured_or_refused_by_name(server, policy, adapters, call,
     ],
 )
 def test_impossible_noise_is_refused(server, policy, noise):
-    before = policy.state()
+    before = kept(policy)
     headers = {"X-QeRL-Admin-Token": TOKEN, "Authorization": f"Bearer {API_KEY}"}
     answer = httpx.put(f"{server[0]}/v1/qerl/noise", json=noise, headers=headers, timeout=30)
     assert answer.status_code in (400, 422)
-    assert len(answer.json()["error"]) > 10
-    assert policy.state() == before
+    assert len(answer.json()["error"]) > 10 and answer.json()["reason"] in ("bad_json", "refused")
+    assert kept(policy) == before
 
 
 @pytest.mark.parametrize("token", [None, "", "wrong", TOKEN[:-1], TOKEN + "!", API_KEY])
 def test_without_the_token_nothing_is_told_and_nothing_changes(server, policy, adapters, token):
-    before = policy.state()
+    before = kept(policy)
     headers = {"Authorization": f"Bearer {API_KEY}"} | ({} if token is None else {"X-QeRL-Admin-Token": token})
     for method, path in (
         ("PUT", "policy"),
@@ -508,7 +539,7 @@ def test_without_the_token_nothing_is_told_and_nothing_changes(server, policy, a
         answer = httpx.request(method, f"{server[0]}/v1/qerl/{path}", headers=headers, content=b"{}")
         assert (answer.status_code, "version" in answer.json()) == (401, False)
     assert put(server, body(*adapters[1]["second"]), headers={"X-QeRL-Admin-Token": TOKEN}).status_code == 401
-    assert policy.state() == before
+    assert kept(policy) == before
     with pytest.raises(PolicyRefusedError, match="missing or wrong"):
         PolicyClient(server[0], token or "none", API_KEY).state()
 
@@ -550,3 +581,16 @@ def test_the_token_is_in_no_log_no_metric_and_no_text_of_the_client(server, poli
     assert counted['qerl:refusals_total{reason="unauthorized"}'] > 0
     assert counted["qerl:swap_seconds_count"] > 0
     assert counted["qerl:swap_bytes_total"] > 0
+    counters = policy.state()["counters"]
+    assert counters["swaps"]["swap"] == counted['qerl:swaps_total{kind="swap"}']
+    assert counters["refusals"]["unauthorized"] == counted['qerl:refusals_total{reason="unauthorized"}']
+    assert counters["bytes"] == counted["qerl:swap_bytes_total"]
+    assert counters["seconds"] == pytest.approx(counted["qerl:swap_seconds_sum"], abs=1e-3)
+
+
+def test_what_is_installed_from_a_folder_is_counted_too(server, policy, adapters):
+    before = policy.state()["counters"]
+    assert put(server, b"", folder="third").status_code == 200
+    after, size = policy.state()["counters"], sum(tensor.nbytes for tensor in adapters[1]["third"][0].values())
+    assert (after["swaps"]["swap"], after["bytes"]) == (before["swaps"]["swap"] + 1, before["bytes"] + size)
+    assert after["seconds"] > before["seconds"]
