@@ -41,14 +41,25 @@ def rollout(
     profile: Annotated[
         bool, typer.Option(help="instead of rates: the kernels of a decode step halfway through the completions")
     ] = False,
+    interleave: Annotated[
+        bool, typer.Option(help="all arms' engines at once, on one GPU together; each repeat is measured arm by arm")
+    ] = False,
     engine: Annotated[
         str, typer.Option(help="more arguments of vllm.LLM, as JSON, such as '{\"async_scheduling\": false}'")
     ] = "{}",
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=JSON",
+            help="measure each arm also as 'ARM, NAME' with these arguments of vllm.LLM above --engine's; repeatable",
+        ),
+    ] = None,
     scratch: Annotated[Path | None, typer.Option(help="folder for a mixture's checkpoint, such as /dev/shm")] = None,
     output: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
 ) -> None:
     """Tokens per second of a rollout on random weights of the real shapes; nothing is downloaded."""
-    from qerl_recipes.bench.rollout import make_cases, run
+    from qerl_recipes.bench.rollout import run
+    from qerl_recipes.bench.rollout_cases import make_cases
 
     lists = []
     for name, given in (("--batch", batch), ("--input_len", input_len), ("--output_len", output_len)):
@@ -69,10 +80,26 @@ def rollout(
         tensor_parallel_size=tensor_parallel_size,
         kv_cache_dtype=kv_cache_dtype.split(","),
         profile=profile,
+        interleave=interleave,
+        variants=_variants(variant or []),
         scratch=scratch,
         output=output,
     )
     raise typer.Exit(int(any("failed" in found for found in result["arms"].values())))
+
+
+def _variants(given: list[str]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for text in given:
+        name, equals, options = text.partition("=")
+        if not equals:
+            raise typer.BadParameter(
+                f"--variant is {text!r}; it is NAME=JSON, such as 'sync={{\"async_scheduling\": false}}'"
+            )
+        if name in found:
+            raise typer.BadParameter(f"--variant {name} is given twice; give each a name of its own")
+        found[name] = _json_object(f"--variant {name}", options)
+    return found
 
 
 def _json_object(name: str, given: str) -> dict[str, Any]:

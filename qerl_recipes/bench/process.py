@@ -1,20 +1,25 @@
-"""Every arm of a benchmark runs in a process of its own, one after the other, so that none inherits another's memory.
+"""Every arm of a benchmark runs in a process of its own, so that none inherits another's memory.
 
-``in_own_process`` is the side that asks, ``answer`` what the module that it runs does.
+``in_own_process`` asks once for all that there is to find, and ``answer`` is what the module that it runs does. An
+``Arm`` stays and is told what to do, order by order, which the module that it runs hands to ``obey``.
 """
 
 import contextlib
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from qerl_recipes.machine.gpu import gigabytes, installed_gpu
+from qerl_recipes.machine.server_process import ENGINES_OWN, PATIENCE, end
 from qerl_recipes.recipe.shapes import config_json
 
 Found = dict[str, Any]
@@ -47,19 +52,10 @@ def check_gpus(count: int) -> None:
 def in_own_process(module: str, request: Found, *, has_core: bool = True) -> Found:
     """What the module's work has found; the engine's core is in that very process unless told otherwise. Raises
     ArmFailedError."""
-    # each finds a port of its own; without another process weights can be measured, and adapters need no transport
-    environment = {name: value for name, value in os.environ.items() if name != "MASTER_PORT"}
-    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(not has_core))
-    if not has_core:  # a fork of a process that has used torch's threads may hang
-        environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    line = [sys.executable, "-m", module, json.dumps(request)]
-    done = subprocess.run(line, stdout=subprocess.PIPE, text=True, env=environment)
-    if not done.stdout:
-        raise ArmFailedError(f"its process ended with code {done.returncode}; its messages are above", {})
-    found = json.loads(done.stdout)
-    if "failed" in found:
-        raise ArmFailedError(found.pop("failed"), found)
-    return found
+    done = subprocess.run(
+        _line(module, request), stdout=subprocess.PIPE, text=True, env=_environment(has_core=has_core)
+    )
+    return _understood(done.stdout, done.returncode)
 
 
 def answer(work: Callable[[Found, Found], None]) -> None:
@@ -67,17 +63,122 @@ def answer(work: Callable[[Found, Found], None]) -> None:
 
     Whatever libraries print goes to the standard error.
     """
-    messages = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
     found: Found = {}
-    try:
-        work(json.loads(sys.argv[1]), found)
-    except Exception as error:
-        found["failed"] = f"{type(error).__name__}: {error}"
-        raise
-    finally:
-        with messages:
+    with _own_output() as messages:
+        try:
+            work(json.loads(sys.argv[1]), found)
+        except Exception as error:
+            found["failed"] = f"{type(error).__name__}: {error}"
+            raise
+        finally:
             messages.write(json.dumps(found))
+
+
+class Arm:
+    """An arm's process, started at once; it ends with the process that started it, whatever ends that.
+
+    ``module`` is run with the request and hands what it does to ``obey``. The engine's core is in that very process.
+    """
+
+    def __init__(self, module: str, request: Found) -> None:
+        self.process = subprocess.Popen(
+            _line(module, request),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=_environment(has_core=True),
+            start_new_session=True,  # with the workers of its engine, which end with it
+        )
+
+    def hear(self) -> Found:
+        """What it says next, once it does. Raises ArmFailedError."""
+        assert self.process.stdout is not None
+        said = self.process.stdout.readline().decode()
+        if not said:
+            self.process.wait()
+        return _understood(said, self.process.returncode)
+
+    def ask(self, order: Found) -> Found:
+        """What it answers to an order. Raises ArmFailedError."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended: ``hear`` says how
+            self.process.stdin.write(json.dumps(order).encode() + b"\n")
+            self.process.stdin.flush()
+        return self.hear()
+
+    def dismiss(self) -> None:
+        """Tell it to end, without waiting for that."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+
+    def end(self) -> None:
+        """End it, and wait until it and all that it has started have given their memory back."""
+        self.dismiss()
+        end(self.process)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def obey(begin: Callable[[Found], tuple[Found, Callable[[Found], Found]]]) -> None:
+    """``begin`` turns the request into what is said at first and the work that answers orders, until there are no more.
+
+    Waiting for an order takes no processor. The end of the input, which is also that of the process that asks, ends
+    this one whatever it does, and so does SIGTERM. Whatever libraries print goes to the standard error.
+    """
+    orders: queue.SimpleQueue[Found] = queue.SimpleQueue()
+    # not the standard input itself: processes forked off close that one, and would wait for the thread that reads it
+    lines = os.fdopen(os.dup(0), encoding="utf-8")
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+
+    def listen() -> None:
+        for line in lines:
+            orders.put(json.loads(line))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(PATIENCE)
+        os._exit(1)  # inside a library that does not come back to Python
+
+    with ended_cleanly(), _own_output() as messages:
+        threading.Thread(target=listen, daemon=True).start()
+        try:
+            said, work = begin(json.loads(sys.argv[1]))
+            while True:
+                print(json.dumps(said), file=messages, flush=True)
+                said = work(orders.get())
+        except Exception as error:
+            print(json.dumps({"failed": f"{type(error).__name__}: {error}"}), file=messages, flush=True)
+            raise
+
+
+def _line(module: str, request: Found) -> list[str]:
+    return [sys.executable, "-m", module, json.dumps(request)]
+
+
+def _environment(*, has_core: bool) -> dict[str, str]:
+    # each finds a port of its own; without another process weights can be measured, and adapters need no transport
+    environment = {name: value for name, value in os.environ.items() if name not in ENGINES_OWN}
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(not has_core))
+    if not has_core:  # a fork of a process that has used torch's threads may hang
+        environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    return environment
+
+
+def _understood(said: str, code: int | None) -> Found:
+    """What an arm has said, "" if it ended without a word. Raises ArmFailedError."""
+    if not said:
+        raise ArmFailedError(f"its process ended with code {code}; its messages are above", {})
+    found: Found = json.loads(said)
+    if "failed" in found:
+        raise ArmFailedError(found.pop("failed"), found)
+    return found
+
+
+@contextmanager
+def _own_output() -> Iterator[IO[str]]:
+    """The standard output for this program alone; what libraries print goes to the standard error."""
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as messages:
+        os.dup2(2, 1)
+        yield messages
 
 
 @contextmanager
@@ -85,6 +186,7 @@ def ended_cleanly() -> Iterator[None]:
     """SIGTERM ends the arm, gives the GPU back and removes checkpoints: gigabytes, which nobody else would remove."""
 
     def leave(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)  # a second one would end the cleaning
         raise SystemExit(128 + number)
 
     before = signal.signal(signal.SIGTERM, leave)

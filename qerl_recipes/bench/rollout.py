@@ -3,59 +3,32 @@
 Weights are random and of the real shapes, so nothing is downloaded, and every completion has its full length. As in
 training, each token comes with the log-probability that it was sampled with. A case is a number of sequences with
 their tokens in and out; it is timed as a whole and for one token out, so that decoding can be told from the prefill.
-Every arm runs in a process of its own, one after the other; with several rounds A B A B. With ``--profile`` nothing is
-timed but a decode step, and its kernels.
+Every arm runs in a process of its own, one after the other, with several rounds A B A B; or with ``--interleave`` all
+of them are there at once, and take turns repeat by repeat. With ``--profile`` nothing is timed but a decode step, and
+its kernels.
 """
 
+import re
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-from qerl_recipes.bench import decode_profile
-from qerl_recipes.bench.process import ArmFailedError, answer, check_gpus, check_shape, in_own_process
+from qerl_recipes.bench import decode_profile, rollout_memory
+from qerl_recipes.bench.in_turn import take_turns
+from qerl_recipes.bench.process import ArmFailedError, check_gpus, check_shape, ended_cleanly, in_own_process
+from qerl_recipes.bench.rollout_arm import ARMS
+from qerl_recipes.bench.rollout_cases import Case
 from qerl_recipes.bench.train_table import around, spread
 from qerl_recipes.machine.conditions import conditions, save
-from qerl_recipes.recipe.shapes import config_json, full_name
-from qerl_recipes.rollout.arms import ENGINE_QUANTIZATION, engine_options
+from qerl_recipes.recipe.shapes import full_name
 
-if TYPE_CHECKING:
-    from vllm import SamplingParams
-
-PREFILLED = 64  # prompts of the prefill, each as long as the engine allows
-WARM_UP_TOKENS = 16
-
-# The arms of a recipe, and BF16 without an adapter, which is what a merged one runs as. Then what tells their parts
-# apart: NVFP4 without an adapter, with one in vLLM's LoRA slots, the same on Marlin, and that again without this
-# plugin: what is left between the last two are the fp32 norms.
-ARMS = ("bf16_merged", *ENGINE_QUANTIZATION, "qerl_nvfp4_base", "qerl_nvfp4_slots", "qerl_nvfp4_slots_marlin")
-ARMS += ("qerl_nvfp4_float16", "stock_nvfp4")
+ARM = "qerl_recipes.bench.rollout_arm"
 OURS = {"model", "dtype", "quantization", "additional_config", "max_model_len", "max_num_seqs", "tensor_parallel_size"}
 OURS |= {"kv_cache_dtype", "logprobs_mode", "load_format", "skip_tokenizer_init", "enable_lora", "max_lora_rank"}
 CACHES = ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
-
-
-class Case(NamedTuple):
-    """``batch`` sequences of ``input`` tokens, with ``output`` tokens sampled for each."""
-
-    batch: int
-    input: int
-    output: int
-
-
-def make_cases(batch: Sequence[int], input_len: Sequence[int], output_len: Sequence[int]) -> list[Case]:
-    """The lists side by side; one of a single number counts for all. Raises ValueError for anything else."""
-    lists = {"batch": batch, "input_len": input_len, "output_len": output_len}
-    longest = max(map(len, lists.values()))
-    for name, numbers in lists.items():
-        if not numbers or min(numbers) < 1 or len(numbers) not in (1, longest):
-            raise ValueError(f"{name} is {list(numbers)}; give one number, or {longest} of them, each at least 1")
-    if min(output_len) < 2:
-        raise ValueError("output_len is at least 2: the first token comes with the prefill")
-    return [Case(*numbers) for numbers in zip(*(list(n) * (longest // len(n)) for n in lists.values()), strict=True)]
 
 
 def run(
@@ -69,21 +42,27 @@ def run(
     tensor_parallel_size: int = 1,
     kv_cache_dtype: Sequence[str] = ("auto",),
     profile: bool = False,
+    interleave: bool = False,
     engine: Mapping[str, Any] | None = None,
+    variants: Mapping[str, Mapping[str, Any]] | None = None,
     scratch: Path | None = None,
     output: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure every arm, print the table, and write it to ``output`` as JSON, after each arm what there is.
+    """Measure every arm, print the table, and write it to ``output`` as JSON, after each case what there is.
 
     ``profile``: instead of rates, where the time of a decode step goes (``bench.decode_profile``); the profiler's
     traces lie beside ``output``.
 
+    ``interleave``: the engines of all arms are there at once, if they fit on the GPU together, and take turns.
+
     With several of ``kv_cache_dtype`` each arm is measured with each of these caches; "auto" is the activations' dtype.
     ``engine``: more arguments of ``vllm.LLM``, of every arm; what the benchmark sets itself (OURS) it must not name.
+    ``variants``: name -> such arguments; each arm is measured without any and with those of each variant, which stand
+    above ``engine``.
     ``scratch`` is the folder for the one checkpoint that is written, of a mixture in NVFP4.
 
-    An arm that fails is in the result with its reason, and the others go on. Raises ValueError for an unknown shape or
-    arm and for what this machine cannot measure.
+    An arm that fails is in the result with its reason and what was measured of it, and the others go on. Raises
+    ValueError for an unknown shape or arm and for what this machine cannot measure.
     """
     check_shape(shape)
     check_gpus(tensor_parallel_size)
@@ -92,65 +71,113 @@ def run(
     if unknown := sorted(set(kv_cache_dtype) - set(CACHES)):
         raise ValueError(f"unknown kv_cache_dtype {unknown[0]!r}; known: {', '.join(CACHES)}")
     more = dict(engine or {})
-    if taken := sorted(set(more) & OURS):
-        raise ValueError(f"engine names {taken[0]!r}, which this benchmark sets itself; leave it out")
+    _check_engine("engine", more, interleave=interleave)
+    for name, own in (variants or {}).items():
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise ValueError(f"variant {name!r}: a name is of letters, digits, '_', '.' and '-'")
+        _check_engine(f"variant {name}", own, interleave=interleave)
     if profile:
         if repeats is not None:
             raise ValueError(f"repeats is {repeats}, and --profile times no case as a whole; leave one of them out")
+        if interleave:
+            raise ValueError(
+                "--interleave has several engines at once, and --profile looks at one; leave one of them out"
+            )
         if tensor_parallel_size > 1:
             raise ValueError("--profile looks into the engine's process, and tensor parallelism has more; use one GPU")
         decode_profile.check(min(case.output for case in cases))
+    if interleave and rounds != 1:
+        raise ValueError(f"rounds is {rounds}, and with --interleave every repeat is a round; raise repeats instead")
     repeats = 3 if repeats is None else repeats
     if min(repeats, rounds) < 1:
         raise ValueError(f"repeats is {repeats} and rounds is {rounds}; each is at least 1")
-    request = {
-        "shape": shape,
-        "cases": cases,
-        "rank": rank,
-        "repeats": repeats,
-        "tensor_parallel": tensor_parallel_size,
-        "traces": None,
-        "engine": more,
-    }
-    variants = {
-        arm if cache == "auto" else f"{arm}, {cache} cache": (arm, cache) for arm in arms for cache in kv_cache_dtype
-    }
-    measured: dict[str, dict[str, Any]] = {variant: {} for variant in variants}
+    requests: dict[str, dict[str, Any]] = {}
+    for arm in arms:
+        for variant, own in [([], {}), *(([name], own) for name, own in (variants or {}).items())]:
+            for cache in kv_cache_dtype:
+                parts = [arm, *variant, *([f"{cache} cache"] if cache != "auto" else [])]
+                requests[", ".join(parts)] = {
+                    "shape": shape,
+                    "cases": cases,
+                    "rank": rank,
+                    "tensor_parallel": tensor_parallel_size,
+                    "arm": arm,
+                    "variant": variant,
+                    "kv_cache_dtype": cache,
+                    "engine": _joined(more, own),
+                    "memory": {},
+                    "traces": None,
+                }
+    if interleave:
+        for name, memory in rollout_memory.plan(shape, requests, cases).items():
+            requests[name]["memory"] = memory
+    measured: dict[str, dict[str, Any]] = {name: {} for name in requests}
     result = {
         "shape": shape,
         "rank": rank,
         "tensor_parallel_size": tensor_parallel_size,
         "repeats": repeats,
         "rounds": rounds,
+        "interleaved": interleave,
         "engine": more,
+        "variants": {name: dict(own) for name, own in (variants or {}).items()},
         **conditions(),
         "arms": measured,
     }
-    with tempfile.TemporaryDirectory(prefix="qerl-bench-", dir=scratch) as folder:
-        for variant, (arm, cache) in [pair for _ in range(rounds) for pair in variants.items()]:
-            if "failed" in measured[variant]:
+
+    def note(name: str, found: dict[str, Any]) -> None:
+        _add(measured[name], found, cases)
+        for row in found.get("cases", []):
+            rate = row["batch"] * row["output"] / statistics.median(row["seconds"])
+            case = Case(row["batch"], row["input"], row["output"])
+            print(f"{name}, {case}: {rate:,.0f} tokens/s", file=sys.stderr, flush=True)
+        save(result, output)  # an arm takes minutes, and a run may be cut short
+
+    with ended_cleanly(), tempfile.TemporaryDirectory(prefix="qerl-bench-", dir=scratch) as folder:
+        for group in [list(requests)] if interleave else [[name] for _ in range(rounds) for name in requests]:
+            asked = {name: {**requests[name], "scratch": folder} for name in group if "failed" not in measured[name]}
+            if not profile:
+                take_turns(ARM, asked, cases, repeats, note)
                 continue
-            asked = {**request, "arm": arm, "kv_cache_dtype": cache, "scratch": folder}
-            if profile:
-                asked["traces"] = f"{(output or Path(folder, 'profile')).with_suffix('').resolve()}_{arm}_{cache}"
-            try:
-                _add(measured[variant], in_own_process(__name__, asked))
-            except ArmFailedError as error:
-                measured[variant]["failed"] = str(error)
-            save(result, output)  # an arm takes minutes, and a run may be cut short
+            for name, request in asked.items():
+                traces = (output or Path(folder, "profile")).with_suffix("").resolve()
+                suffix = "_".join([request["arm"], *request["variant"], request["kv_cache_dtype"]])
+                try:
+                    note(name, in_own_process(ARM, {**request, "traces": f"{traces}_{suffix}"}))
+                except ArmFailedError as error:
+                    note(name, {"failed": str(error)})
     _print(result)
     return result
 
 
-def _add(measured: dict[str, Any], found: dict[str, Any]) -> None:
-    """Join what one round has found to what is there, and work out the rates anew."""
+def _check_engine(name: str, options: Mapping[str, Any], *, interleave: bool) -> None:
+    if taken := sorted(set(options) & OURS):
+        raise ValueError(f"{name} names {taken[0]!r}, which this benchmark sets itself; leave it out")
+    if interleave and (taken := sorted(set(options) & set(rollout_memory.SET_HERE))):
+        raise ValueError(f"{name} names {taken[0]!r}, which --interleave sets for each engine; leave one of them out")
+
+
+def _joined(options: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, and where both are objects, those joined; what stands ``above`` wins."""
+    return {
+        **options,
+        **{
+            name: _joined(options[name], value)
+            if isinstance(value, dict) and isinstance(options.get(name), dict)
+            else value
+            for name, value in above.items()
+        },
+    }
+
+
+def _add(measured: dict[str, Any], found: dict[str, Any], cases: Sequence[Case]) -> None:
+    """Join a piece of what was found to what is there, and work out the rates anew."""
+    measured |= {name: found[name] for name in ("failed", "weights_gib", "start_seconds") if name in found}
     if "profile" in found:
         measured.setdefault("profile", []).extend(found["profile"])
-        return
-    measured["weights_gib"] = found["weights_gib"]
-    rows = measured.setdefault("batch", {})
-    alone = len({row["batch"] for row in found["cases"]}) == len(found["cases"])
-    for row in found["cases"]:
+    alone = len({case.batch for case in cases}) == len(cases)
+    for row in found.get("cases", []):
+        rows = measured.setdefault("batch", {})
         key = str(row["batch"]) if alone else f"{row['batch']} x {row['input']} + {row['output']}"
         joined = rows.setdefault(key, {**row, "seconds": [], "prefill_seconds": []})
         whole, first = (joined[name] + row[name] for name in ("seconds", "prefill_seconds"))
@@ -159,9 +186,10 @@ def _add(measured: dict[str, Any], found: dict[str, Any]) -> None:
         decoding = [seconds - first_token for seconds in whole]
         joined["decode"] = _rate(batch * (row["output"] - 1), decoding)
         joined["prefill"] = _rate(batch * row["input"], first)
-    prefill = found["prefill"]
-    seconds = measured.get("prefill", {}).get("seconds", []) + prefill["seconds"]
-    measured["prefill"] = {**prefill, "seconds": seconds, **_rate(prefill["tokens"], seconds)}
+    if "prefill" in found:
+        prefill = found["prefill"]
+        seconds = measured.get("prefill", {}).get("seconds", []) + prefill["seconds"]
+        measured["prefill"] = {**prefill, "seconds": seconds, **_rate(prefill["tokens"], seconds)}
 
 
 def _rate(tokens: int, seconds: Sequence[float]) -> dict[str, float | None]:
@@ -169,115 +197,13 @@ def _rate(tokens: int, seconds: Sequence[float]) -> dict[str, float | None]:
     return {"tokens_per_s": tokens / statistics.median(seconds), "spread": spread(seconds)}
 
 
-def measure(request: dict[str, Any], found: dict[str, Any]) -> None:
-    """One arm, in this process: seconds of each case, with one token out and with all of them."""
-    import torch
-
-    from qerl_recipes.bench import random_model
-    from qerl_recipes.rollout import answers
-    from qerl_vllm_plugin.policy import Policy
-
-    arm, rank, repeats = request["arm"], request["rank"], request["repeats"]
-    cases = [Case(*numbers) for numbers in request["cases"]]
-    config = config_json(request["shape"])
-    if arm == "stock_nvfp4":
-        from qerl_recipes.convert.quantize import quantization_config
-
-        config["quantization_config"] = quantization_config(random_model.in_bf16(config))
-    length = max(case.input + case.output for case in cases)
-    sizes = {"cudagraph_capture_sizes": sorted({case.batch for case in cases})}
-    more = {**request["engine"], "compilation_config": sizes | request["engine"].get("compilation_config", {})}
-    llm = random_model.start(
-        config,
-        length=length,
-        sequences=max(*(case.batch for case in cases), PREFILLED),
-        scratch=request["scratch"],
-        tensor_parallel_size=request["tensor_parallel"],
-        logprobs_mode="processed_logprobs",
-        kv_cache_dtype=request["kv_cache_dtype"],
-        **_options(arm, rank, config),
-        **more,
-    )
-    policy = Policy(llm)
-    if policy.carrier is not None:
-        policy.swap(*random_model.adapter(config, rank))
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(batch: int, prompt: int) -> list[list[int]]:
-        ids: list[list[int]] = torch.randint(config["vocab_size"], (batch, prompt), generator=generator).tolist()
-        return ids
-
-    if traces := request["traces"]:
-        found["profile"] = []
-        for case in cases:
-            file = Path(f"{traces}_{case.batch}.trace.json.gz")
-            prompts = draw(case.batch, case.input)
-            profiled = decode_profile.profile(llm, prompts, _sampling(case.output), policy.request, file)
-            found["profile"].append(profiled)
-        return
-
-    def seconds(batch: int, prompt: int, new: int) -> list[float]:
-        """Of each repeat; one before them, of few tokens, warms up."""
-        taken: list[float] = []
-        for tokens in (min(new, WARM_UP_TOKENS), *[new] * repeats):
-            prompts, sampling = draw(batch, prompt), [_sampling(tokens) for _ in range(batch)]
-            began = time.perf_counter()
-            completions = answers.generate(llm, prompts, sampling, policy.request)
-            taken.append(time.perf_counter() - began)
-            if any(len(completion.ids) != tokens for completion in completions):
-                raise RuntimeError(f"the engine did not generate {tokens} tokens for each prompt")
-        return taken[1:]
-
-    found["cases"] = []
-    for case in cases:
-        first, whole = seconds(case.batch, case.input, 1), seconds(*case)
-        found["cases"].append({**case._asdict(), "seconds": whole, "prefill_seconds": first})
-        rate = case.batch * case.output / statistics.median(whole)
-        print(f"{arm}, {_name(case)}: {rate:,.0f} tokens/s", file=sys.stderr, flush=True)
-    found["prefill"] = {"tokens": PREFILLED * (length - 1), "seconds": seconds(PREFILLED, length - 1, 1)}
-    found["weights_gib"] = _weights_gib(llm) if request["tensor_parallel"] == 1 else None
-
-
-def _sampling(tokens: int) -> "SamplingParams":
-    from vllm import SamplingParams
-
-    return SamplingParams(
-        max_tokens=tokens, ignore_eos=True, temperature=1.0, logprobs=0, flat_logprobs=True, detokenize=False
-    )
-
-
-def _options(arm: str, rank: int, config: dict[str, Any]) -> dict[str, Any]:
-    if arm == "bf16_merged":
-        return {}
-    if arm == "qerl_nvfp4_base":
-        return {"quantization": "qerl_nvfp4"}
-    if arm == "qerl_nvfp4_float16":
-        return {**engine_options("qerl_nvfp4", rank, config), "dtype": "float16"}
-    if arm in ENGINE_QUANTIZATION:
-        return engine_options(arm, rank, config)
-    slots = engine_options("bf16", rank, config)
-    if arm == "stock_nvfp4":
-        return slots
-    marlin = {"additional_config": {"qerl": {"kernel": "marlin"}}} if arm == "qerl_nvfp4_slots_marlin" else {}
-    return {**slots, "quantization": "qerl_nvfp4", **marlin}
-
-
-def _weights_gib(llm: Any) -> float:
-    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    seen = {t.data_ptr(): t.nbytes for t in (*runner.get_model().parameters(), *runner.get_model().buffers())}
-    return round(sum(seen.values()) / 2**30, 2)
-
-
-def _name(case: Case) -> str:
-    return f"{case.batch} x {case.input} in, {case.output} out"
-
-
 def _print(result: dict[str, Any]) -> None:
-    """A row for each arm; ratios are to the faster BF16 arm of the table, without one to its first arm."""
+    """A row for each arm of which all was measured; ratios are to the faster BF16 arm of the table, without one to its
+    first arm."""
     from rich.console import Console
     from rich.table import Table
 
-    console, arms = Console(width=160), {arm: row for arm, row in result["arms"].items() if "batch" in row}
+    console, arms = Console(width=160), {arm: row for arm, row in result["arms"].items() if "prefill" in row}
     for arm, row in result["arms"].items():
         if "failed" in row:
             console.print(f"{arm} failed: {row['failed']}", style="bold red", markup=False, soft_wrap=True)
@@ -290,7 +216,7 @@ def _print(result: dict[str, Any]) -> None:
     parallel = f", tensor parallel {result['tensor_parallel_size']}" if result["tensor_parallel_size"] > 1 else ""
     table = Table(
         title=f"{full_name(result['shape'])} shapes{parallel}, LoRA rank {result['rank']}, {result['gpu']}, "
-        f"{result['date']}; ratios to the faster of {', '.join(others)}",
+        f"{result['date']}; ratios to the faster of {' and '.join(others)}",
         title_justify="left",
     )
     rows = next(iter(arms.values()))["batch"]
@@ -318,10 +244,3 @@ def _at(found: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
 def _cell(row: dict[str, Any], best: float) -> str:
     rate = row["tokens_per_s"]
     return f"{rate:,.0f} {around(row['spread'])}\n({rate / best:.2f}x)"
-
-
-if __name__ == "__main__":
-    from qerl_recipes.machine.environment import prepare
-
-    prepare()
-    answer(measure)

@@ -68,14 +68,15 @@ def write_text(file: str | Path, text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
-def lock(folder: Path) -> int:
+def lock(folder: Path, *, wait: bool = False) -> int:
     """Lock a folder for this process -> the handle that holds the lock until it is closed.
 
-    Raises BlockingIOError if another process holds it, FileNotFoundError if there is no such folder.
+    Raises BlockingIOError if another process holds it, unless it is to ``wait``, and FileNotFoundError if there is no
+    such folder.
     """
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(handle)
         raise

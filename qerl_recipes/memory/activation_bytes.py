@@ -151,11 +151,13 @@ def _head(size: ModelSize, batch: MicroBatch) -> int:
     return chunk + batch.scored * size.hidden * 2 * BF16
 
 
-def engine_scratch(size: ModelSize, sequences: int, *, expands: bool, itemsize: int = BF16) -> int:
-    """What vLLM's profiling run will find: the widest layer of a full batch, and the sampler."""
-    hidden = ENGINE_TOKENS * (3 * size.intermediate + 4 * size.hidden) * itemsize
+def engine_scratch(
+    size: ModelSize, sequences: int, *, expands: bool, itemsize: int = BF16, tokens: int = ENGINE_TOKENS
+) -> int:
+    """What vLLM's profiling run will find: the widest layer of a full batch of ``tokens``, and the sampler."""
+    hidden = tokens * (3 * size.intermediate + 4 * size.hidden) * itemsize
     # gate and up, their product, and the outputs of every expert that a token goes through
-    in_experts = [ENGINE_TOKENS * x.used * (3 * x.inner + x.hidden) * itemsize for x in size.experts]
+    in_experts = [tokens * x.used * (3 * x.inner + x.hidden) * itemsize for x in size.experts]
     hidden = max([hidden, *in_experts])
     sampler = sequences * size.vocabulary * FP32 * SAMPLER_COPIES
     return hidden + sampler + (_slab(size) if expands else 0)

@@ -24,6 +24,11 @@ def beside_cache(size: ModelSize, training: GRPOConfig, gpu: Gpu, *, rank: int, 
     return sum(held) + scratch(size, training, itemsize) + activation_bytes.GRAPHS
 
 
+def cache_of_a_token(size: ModelSize, tensor_parallel: int, itemsize: int) -> int:
+    """Bytes: keys and values of all layers, on one GPU of the engine; ``itemsize``: of the cache's dtype."""
+    return 2 * size.layers * -(-size.kv_heads // tensor_parallel) * size.head_dim * itemsize
+
+
 def layout(gpu: Gpu, itemsize: int) -> str:
     """The form in which the engine holds NVFP4 weights, "tiled" or "marlin"."""
     return "tiled" if gpu.is_hopper and itemsize == BF16 else "marlin"

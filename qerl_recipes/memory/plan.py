@@ -296,8 +296,7 @@ class _Run:
 
     def cache_of_a_token(self) -> int:
         """Bytes: keys and values of all layers, on one GPU of the engine."""
-        heads = -(-self.size.kv_heads // self.tensor_parallel)
-        return 2 * self.size.layers * heads * self.size.head_dim * self.itemsize
+        return engine_bytes.cache_of_a_token(self.size, self.tensor_parallel, self.itemsize)
 
     def beside_cache(self) -> int:
         """What the engine needs before its KV cache."""

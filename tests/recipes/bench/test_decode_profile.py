@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from qerl_recipes.bench import decode_profile, random_model
+from qerl_recipes.bench import decode_profile, random_model, rollout_arm
 from qerl_recipes.bench import rollout as bench_rollout
 from qerl_recipes.bench.decode_trace import FILLING, LAST, by_family, family, of_a_step, of_the_cpu, read
+from qerl_recipes.bench.rollout_cases import Case
 from qerl_recipes.recipe.shapes import config_json
 
 STEPS = FILLING + 2 + LAST
@@ -123,7 +124,7 @@ def test_an_engine_makes_the_steps_halfway_through_its_completions(
     monkeypatch.setattr(decode_profile, "_trace", fake)
     llm = random_model.start(config_json("tiny"), length=output + 8, sequences=2)
     try:
-        sampling = bench_rollout._sampling(output)
+        sampling = rollout_arm.sampling(output)
         found = decode_profile.profile(llm, [[5] * 8, [6] * 8], sampling, None, tmp_path / "t.json.gz")
         assert len(stepped) == FILLING + decode_profile.STEPS + LAST
         assert (found["batch"], found["context"]) == (2, 8 + output // 2)
@@ -131,18 +132,18 @@ def test_an_engine_makes_the_steps_halfway_through_its_completions(
         assert found["profiled_step_us"] == pytest.approx(100)
         assert found["cpu_us"] == pytest.approx({"least": 75, "median": 75, "most": 75})
         assert not llm.llm_engine.has_unfinished_requests()
-        (answer,) = llm.generate({"prompt_token_ids": [7] * 8}, bench_rollout._sampling(3), use_tqdm=False)
+        (answer,) = llm.generate({"prompt_token_ids": [7] * 8}, rollout_arm.sampling(3), use_tqdm=False)
         assert len(answer.outputs[0].token_ids) == 3
     finally:
         llm.llm_engine.engine_core.shutdown()
 
 
 def test_what_a_profile_cannot_do_is_refused_before_an_engine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = [bench_rollout.Case(2, 8, 80)]
+    case = [Case(2, 8, 80)]
     with pytest.raises(ValueError, match="there is no CUDA GPU"):
         bench_rollout.run("tiny", case, profile=True)
     with pytest.raises(ValueError, match="output_len is 79; --profile needs at least 80"):
-        bench_rollout.run("tiny", [bench_rollout.Case(2, 8, 79)], profile=True)
+        bench_rollout.run("tiny", [Case(2, 8, 79)], profile=True)
     with pytest.raises(ValueError, match="repeats is 3, and --profile times no case as a whole"):
         bench_rollout.run("tiny", case, profile=True, repeats=3)
     monkeypatch.setattr(bench_rollout, "check_gpus", lambda count: None)
@@ -165,9 +166,7 @@ def test_profiles_of_all_arms_are_shown_and_written(
     monkeypatch.setattr(bench_rollout, "in_own_process", answer)
     monkeypatch.setattr(decode_profile, "installed_gpu", lambda: object())
     file = tmp_path / "new/profile.json"
-    result = bench_rollout.run(
-        "tiny", [bench_rollout.Case(64, 8, 80)], arms=["bf16", "qerl_nvfp4"], profile=True, output=file
-    )
+    result = bench_rollout.run("tiny", [Case(64, 8, 80)], arms=["bf16", "qerl_nvfp4"], profile=True, output=file)
     assert asked == [str(tmp_path / f"new/profile_{arm}_auto") for arm in ("bf16", "qerl_nvfp4")]
     assert json.loads(file.read_text())["arms"] == result["arms"]
     shown = capsys.readouterr().out

@@ -11,10 +11,10 @@ import torch
 from typer.testing import CliRunner
 
 from qerl_recipes import cli
-from qerl_recipes.bench import random_model
+from qerl_recipes.bench import random_model, rollout_arm
 from qerl_recipes.bench import rollout as bench_rollout
 from qerl_recipes.bench import swap as bench_swap
-from qerl_recipes.bench.process import ArmFailedError
+from qerl_recipes.bench.rollout_cases import Case, make_cases
 from qerl_recipes.recipe.shapes import ATTENTION, config_json
 from qerl_recipes.rollout import arms
 
@@ -52,11 +52,11 @@ def test_each_case_of_an_arm_is_measured_as_a_whole_and_its_decoding_alone(tmp_p
     file = tmp_path / "rollout.json"
     line = "bench rollout --shape tiny --batch 1,3 --input_len 8 --output_len 40,20 --rank 4 --repeats 2"
     arms, engine = ["bf16_merged", "qerl_nvfp4"], {"max_num_batched_tokens": 777, "compilation_config": {"mode": 0}}
-    options = ["--arms", ",".join(arms), "--output", str(file), "--engine", json.dumps(engine)]
+    options = ["--arms", ",".join(arms), "--output", str(file), "--engine", json.dumps(engine), "--interleave"]
     done = CliRunner().invoke(cli.app, [*line.split(), *options])
     assert done.exit_code == 0, done.output
     result = json.loads(file.read_text())
-    assert result["engine"] == engine
+    assert result["engine"] == engine and result["interleaved"] is True
     assert list(result["arms"]) == arms
     for found in result["arms"].values():
         rows = found["batch"]
@@ -80,11 +80,11 @@ def test_an_engine_gets_what_it_is_to_have_beside_what_the_benchmark_sets(monkey
 
     monkeypatch.setattr(random_model, "start", start)
     engine = {"async_scheduling": False, "compilation_config": {"inductor_compile_config": {"triton.enable_pdl": True}}}
-    request = {"shape": "tiny", "cases": [(2, 8, 20), (1, 8, 20)], "rank": 4, "repeats": 1, "tensor_parallel": 1}
-    request |= {"arm": "qerl_nvfp4", "kv_cache_dtype": "auto", "scratch": None, "traces": None, "engine": engine}
+    request = {"shape": "tiny", "cases": [(2, 8, 20), (1, 8, 20)], "rank": 4, "tensor_parallel": 1, "scratch": None}
+    request |= {"arm": "qerl_nvfp4", "kv_cache_dtype": "auto", "engine": engine, "memory": {"kv_cache_memory_bytes": 7}}
     with pytest.raises(InterruptedError):
-        bench_rollout.measure(request, {})
-    assert given["async_scheduling"] is False
+        rollout_arm.begin(request)
+    assert given["async_scheduling"] is False and given["kv_cache_memory_bytes"] == 7
     assert given["compilation_config"] == engine["compilation_config"] | {"cudagraph_capture_sizes": [1, 2]}
 
 
@@ -103,9 +103,15 @@ def test_what_is_no_more_argument_of_an_engine_is_refused(engine: str, message: 
 
 
 @pytest.mark.slow
-def test_a_mixture_is_measured_on_a_checkpoint_that_is_written_once(tmp_path: Path) -> None:
-    options = {"arms": ["bf16_merged", "qerl_nvfp4", "qerl_nvfp4_base"], "rank": 4, "repeats": 1, "scratch": tmp_path}
-    result = bench_rollout.run("tiny-moe", [bench_rollout.Case(2, 8, 20)], **options)
+@pytest.mark.parametrize("interleave", [False, True])
+def test_a_mixture_is_measured_on_a_checkpoint_that_is_written_once(tmp_path: Path, interleave: bool) -> None:
+    options: dict[str, Any] = {
+        "arms": ["bf16_merged", "qerl_nvfp4", "qerl_nvfp4_base"],
+        "rank": 4,
+        "repeats": 1,
+        "scratch": tmp_path,
+    }
+    result = bench_rollout.run("tiny-moe", [Case(2, 8, 20)], interleave=interleave, **options)
     assert not [found for found in result["arms"].values() if "failed" in found]
     assert not list(tmp_path.iterdir())
 
@@ -129,12 +135,12 @@ def test_slots_in_a_mixture_are_of_attention_and_refused_on_a_cpu(monkeypatch: p
 
 
 def test_numbers_stand_side_by_side_and_one_counts_for_all() -> None:
-    assert bench_rollout.make_cases([8, 64], [256], [512, 1024]) == [(8, 256, 512), (64, 256, 1024)]
-    assert bench_rollout.make_cases([64], [256], [512, 1024]) == [(64, 256, 512), (64, 256, 1024)]
+    assert make_cases([8, 64], [256], [512, 1024]) == [(8, 256, 512), (64, 256, 1024)]
+    assert make_cases([64], [256], [512, 1024]) == [(64, 256, 512), (64, 256, 1024)]
     with pytest.raises(ValueError, match=r"input_len is \[1, 2\]; give one number, or 3 of them"):
-        bench_rollout.make_cases([1, 2, 3], [1, 2], [5])
+        make_cases([1, 2, 3], [1, 2], [5])
     with pytest.raises(ValueError, match="output_len is at least 2"):
-        bench_rollout.make_cases([1], [1], [1])
+        make_cases([1], [1], [1])
 
 
 def test_results_say_what_they_were_measured_on(
@@ -167,16 +173,19 @@ def test_arms_alternate_and_one_that_fails_does_not_end_the_others(
     seconds = {"bf16_merged": [2.0, 4.0], "bf16": [4.0, 4.0], "qerl_nvfp4": [1.0]}
     asked: list[str] = []
 
-    def answer(module: str, request: dict[str, Any]) -> dict[str, Any]:
-        asked.append(arm := request["arm"])
+    def take_turns(module: str, requests: dict[str, Any], cases: Any, repeats: int, note: Any) -> None:
+        (arm,) = requests
+        asked.append(arm)
         if not seconds[arm]:
-            raise ArmFailedError("its messages are above", {})
+            note(arm, {"failed": "its messages are above"})
+            return
         one = seconds[arm].pop(0)
-        case = {"batch": 4, "input": 10, "output": 21, "seconds": [one], "prefill_seconds": [0.5]}
-        return {"cases": [case], "prefill": {"tokens": 640, "seconds": [one]}, "weights_gib": 1.0}
+        note(arm, {"weights_gib": 1.0})
+        note(arm, {"cases": [{"batch": 4, "input": 10, "output": 21, "seconds": [one], "prefill_seconds": [0.5]}]})
+        note(arm, {"prefill": {"tokens": 640, "seconds": [one]}})
 
-    monkeypatch.setattr(bench_rollout, "in_own_process", answer)
-    bench_rollout.run("tiny", [bench_rollout.Case(4, 10, 21)], rounds=2, output=tmp_path / "rollout.json")
+    monkeypatch.setattr(bench_rollout, "take_turns", take_turns)
+    bench_rollout.run("tiny", [Case(4, 10, 21)], rounds=2, output=tmp_path / "rollout.json")
     assert asked == ["bf16_merged", "bf16", "qerl_nvfp4"] * 2
     arms = json.loads((tmp_path / "rollout.json").read_text())["arms"]
     merged = arms["bf16_merged"]["batch"]["4"]
@@ -190,23 +199,22 @@ def test_arms_alternate_and_one_that_fails_does_not_end_the_others(
 def test_each_arm_is_measured_with_each_cache_and_an_unknown_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str]] = []
 
-    def answer(module: str, request: dict[str, Any]) -> dict[str, Any]:
-        asked.append((request["arm"], request["kv_cache_dtype"]))
-        raise ArmFailedError("enough", {})
+    def take_turns(module: str, requests: dict[str, Any], *rest: Any) -> None:
+        asked.extend((request["arm"], request["kv_cache_dtype"]) for request in requests.values())
 
-    monkeypatch.setattr(bench_rollout, "in_own_process", answer)
+    monkeypatch.setattr(bench_rollout, "take_turns", take_turns)
     options = {"arms": ["bf16", "qerl_nvfp4"], "kv_cache_dtype": ["auto", "fp8"]}
-    result = bench_rollout.run("tiny", [bench_rollout.Case(1, 2, 3)], **options)
+    result = bench_rollout.run("tiny", [Case(1, 2, 3)], **options)
     assert asked == [("bf16", "auto"), ("bf16", "fp8"), ("qerl_nvfp4", "auto"), ("qerl_nvfp4", "fp8")]
     assert list(result["arms"]) == ["bf16", "bf16, fp8 cache", "qerl_nvfp4", "qerl_nvfp4, fp8 cache"]
     with pytest.raises(ValueError, match="unknown kv_cache_dtype 'int4'; known: auto, bfloat16, fp8"):
-        bench_rollout.run("tiny", [bench_rollout.Case(1, 2, 3)], kv_cache_dtype=["int4"])
+        bench_rollout.run("tiny", [Case(1, 2, 3)], kv_cache_dtype=["int4"])
 
 
 def test_an_arm_in_float16_is_the_other_but_for_its_type() -> None:
     config = {"model_type": "qwen2"}
-    ours = bench_rollout._options("qerl_nvfp4", 8, config)
-    assert bench_rollout._options("qerl_nvfp4_float16", 8, config) == {**ours, "dtype": "float16"}
+    ours = rollout_arm.options("qerl_nvfp4", 8, config)
+    assert rollout_arm.options("qerl_nvfp4_float16", 8, config) == {**ours, "dtype": "float16"}
     assert "dtype" not in ours, "that of all other arms"
 
 
@@ -223,7 +231,7 @@ def test_ratios_are_to_the_faster_bf16_arm(capsys: pytest.CaptureFixture[str]) -
 
 
 def rollout(shape: str) -> None:
-    bench_rollout.run(shape, [bench_rollout.Case(1, 2, 3)])
+    bench_rollout.run(shape, [Case(1, 2, 3)])
 
 
 @pytest.mark.parametrize("bench", [bench_swap.run, rollout])
@@ -247,4 +255,4 @@ def test_a_batch_size_that_is_none_is_refused_by_name(batch: str) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="there are several GPUs")
 def test_more_gpus_than_there_are_is_refused() -> None:
     with pytest.raises(ValueError, match="tensor_parallel_size is 2, and this machine has"):
-        bench_rollout.run("tiny", [bench_rollout.Case(1, 2, 3)], tensor_parallel_size=2)
+        bench_rollout.run("tiny", [Case(1, 2, 3)], tensor_parallel_size=2)
