@@ -1,5 +1,6 @@
 """The command ``qerl``. Each subcommand only calls the function that owns the work."""
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -289,6 +290,17 @@ def doctor(
     raise typer.Exit(run())
 
 
+@app.command("evaluate-each", hidden=True)
+def evaluate_each(
+    evaluations: Annotated[str, typer.Argument(help="JSON: a list of objects with the options of qerl evaluate")],
+) -> None:
+    """Several evaluations one after the other, on one engine where they can share one: what `qerl study` runs."""
+    from qerl_recipes.evaluate.run import evaluate_each as run
+    from qerl_recipes.evaluate.settled import Evaluation
+
+    run([Evaluation(**options) for options in json.loads(evaluations)])
+
+
 @app.command()
 def report(folder: Annotated[Path, typer.Argument(help="output folder of a training run")]) -> None:
     """Write report.html with the plots of a run."""
@@ -324,7 +336,8 @@ def study(
         typer.echo(sum_up(file))
         return
     if dry_run:
-        from qerl_recipes.study.outline import check, outline
+        from qerl_recipes.study.check import check
+        from qerl_recipes.study.outline import outline
         from qerl_recipes.study.plan import read
 
         plan = read(file)

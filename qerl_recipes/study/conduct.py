@@ -8,7 +8,7 @@ from qerl_recipes.study.overview import overview, studies
 from qerl_recipes.study.page import page
 from qerl_recipes.study.plan import read
 from qerl_recipes.study.results import TABLE, collect, final, labels, read_table, write_table
-from qerl_recipes.study.run import run
+from qerl_recipes.study.run import RunsFailedError, run
 
 
 def conduct(
@@ -17,15 +17,19 @@ def conduct(
     """What `qerl study` does: run what is missing, then write table, picture and page into ``folder`` -> the page.
 
     With ``table`` nothing runs: the page is made anew from that table, beside it. ``folder`` is by default
-    runs/studies/NAME, NAME being that of the file. Raises StudyError for a study or table that cannot be read.
+    runs/studies/NAME, NAME being that of the file. Raises StudyError for a study or table that cannot be read, and,
+    once all is written, where runs have failed.
     """
-    study = read(file)
+    study, failure = read(file), None
     if table is not None:
         folder, rows = table.parent, read_table(table)
     else:
         folder = folder or Path("runs/studies") / file.stem
-        if not run(study, folder, jobs=jobs, minutes=minutes):
-            print("stopped before the end; the same command goes on", file=sys.stderr)
+        try:
+            if not run(study, folder, jobs=jobs, minutes=minutes):
+                print("stopped before the end; the same command goes on", file=sys.stderr)
+        except RunsFailedError as error:
+            failure = error  # the page is of the runs that have not
         rows = collect(study, folder)
         write_table(rows, folder / TABLE)
     title = f"Study: {file.stem.replace('_', ' ')}"
@@ -34,6 +38,8 @@ def conduct(
         draw(rows, arms, study.seeds, folder / f"curves_{kind}.png")
         lines.append(f"![reward and entropy over steps, {kind}](curves_{kind}.png)\n")
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
+    if failure is not None:
+        raise failure
     return folder / "README.md"
 
 

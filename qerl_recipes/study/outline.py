@@ -3,23 +3,8 @@
 import json
 from pathlib import Path
 
-from qerl_recipes.study.plan import Claim, Study, StudyError, first_runs, flags
+from qerl_recipes.study.plan import Claim, Study
 from qerl_recipes.study.statistics import ALPHA
-
-
-def check(study: Study) -> None:
-    """Raises StudyError, naming the arm, for keys that `qerl train` would refuse as it reads them; nothing is loaded.
-
-    What depends on data, model and machine is checked by each run as it starts.
-    """
-    from qerl_recipes.recipe.configs import parse
-    from qerl_recipes.recipe.file import ConfigError
-
-    for run in {run.label: run for run in first_runs(study)}.values():
-        try:
-            parse(["--config", str(study.recipe), *flags({**run.keys, "seed": run.seed})])
-        except ConfigError as error:
-            raise StudyError(f"arms.{run.arm}: {error}") from error
 
 
 def outline(study: Study, file: Path) -> str:

@@ -16,7 +16,8 @@
 
 An arm is the recipe with keys of its own; nothing else differs between arms. With ``sweep`` every arm is first trained
 at each value with the sweep's seeds, and judged by the primary evaluation alone. Then each arm runs with all seeds at
-its own best value (by the mean of the primary accuracy) and, where ``common`` is given, at that one too. The base of an
+its own best value (by the mean of the primary accuracy), as soon as that is known, and, where ``common`` is given, at
+that one too. The base of an
 arm is judged once, with the first seed: it does not depend on the training.
 """
 
@@ -175,12 +176,12 @@ def first_runs(study: Study) -> list[Run]:
 
 
 def later_runs(study: Study, best: Mapping[str, float]) -> list[Run]:
-    """The compared runs, once ``best``, arm -> value of the sweep's key, is known; none where there is no sweep."""
+    """The compared runs of the arms in ``best``, arm -> value of the sweep's key; none where there is no sweep."""
     if study.sweep is None:
         return []
-    wanted = [_swept(study, arm, seed, best[arm], "best") for seed in study.seeds for arm in study.arms]
+    wanted = [_swept(study, arm, seed, value, "best") for seed in study.seeds for arm, value in best.items()]
     if (common := study.sweep.common) is not None:
-        wanted += [_swept(study, a, s, common, "common") for s in study.seeds for a in study.arms if best[a] != common]
+        wanted += [_swept(study, a, s, common, "common") for s in study.seeds for a, v in best.items() if v != common]
     return wanted
 
 

@@ -1,7 +1,9 @@
 """The processes of a study, how they end, and how much of a GPU each has used."""
 
+import ctypes
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 CLI, HOURS = "qerl_recipes.cli", "hours.jsonl"
+LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1
 
 
 class Shares:
@@ -77,11 +80,13 @@ class Machine:
             if self.stopping.is_set():
                 return None
             stream = log.open("ab")
-            stream.write(f"$ qerl {' '.join(arguments)}\n".encode())
+            stream.write(f"$ qerl {shlex.join(arguments)}\n".encode())
             stream.flush()
             environment = os.environ if gpu is None else {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
             command = [sys.executable, "-m", CLI, *arguments]
-            process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment)
+            process = subprocess.Popen(
+                command, stdout=stream, stderr=subprocess.STDOUT, env=environment, preexec_fn=_end_with_parent
+            )
             self.processes.add(process)
             self.shares.begin(gpu, process)
         try:
@@ -93,6 +98,12 @@ class Machine:
             line = {"command": arguments[0], "device": self.device, "seconds": round(self.shares.end(gpu, process), 3)}
             with (log.parent / HOURS).open("a", encoding="utf-8") as record:
                 record.write(json.dumps(line) + "\n")
+
+
+def _end_with_parent() -> None:
+    """In a new process: the kernel asks it to end once the thread that started it and waits for it is gone, so that a
+    study that was killed leaves nothing behind that holds its runs' folders and its GPUs."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def seconds_of(folder: Path) -> dict[str, float]:

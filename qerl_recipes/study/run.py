@@ -13,18 +13,26 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 import yaml
 from rich.console import Console
 
+from qerl_recipes.files.whole_folder import lock
 from qerl_recipes.machine.gpu import installed_gpu
+from qerl_recipes.study.check import check, with_list
 from qerl_recipes.study.plan import Run, Study, StudyError, best_values, first_runs, flags, later_runs
 from qerl_recipes.study.processes import Machine
 
 RESULT, LOG = "evaluation.json", "log.txt"
+PATIENCE = 120.0  # seconds for a training to end that a killed study has left behind
+
+
+class RunsFailedError(StudyError):
+    """Some runs of a study have failed; the others are there."""
 
 
 def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = None) -> bool:
@@ -34,29 +42,34 @@ def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = No
     several on a GPU want vllm_kv_cache_memory_bytes in the recipe, and kv_cache_memory_bytes in the evaluations.
     After ``minutes`` everything is told to end; the next call goes on. SIGTERM and Ctrl-C do the same.
 
-    Raises StudyError where ``folder`` belongs to another study, and, at the end, where a run has failed, naming each.
+    Raises StudyError for keys that `qerl train` or `qerl evaluate` would refuse and where ``folder`` belongs to another
+    study or one at work, before anything runs, and RunsFailedError, at the end, naming each run that has failed.
     """
     if jobs < 1:
         raise StudyError(f"--jobs is {jobs}; it must be at least 1")
+    check(study)
     _claim(study, folder)
-    gpu = installed_gpu()
-    deadline = None if minutes is None else time.monotonic() + 60 * minutes
-    machine = Machine(deadline, Console(stderr=True), "CPU" if gpu is None else gpu.name)
-    with _ends_in_order(machine):
-        failed = _all(study, folder, first_runs(study), jobs, machine)
-        if study.sweep is not None and not failed and not machine.stopping.is_set():
-            best = best_values(study, sweep_accuracies(study, folder))
-            machine.console.print("best " + study.sweep.key + ": " + ", ".join(f"{a} {v:g}" for a, v in best.items()))
-            failed = _all(study, folder, later_runs(study, best), jobs, machine)
+    try:
+        handle = lock(folder)
+    except BlockingIOError as error:
+        raise StudyError(f"another `qerl study` is at work in {folder}; wait for it, or name another folder") from error
+    try:
+        gpu = installed_gpu()
+        deadline = None if minutes is None else time.monotonic() + 60 * minutes
+        machine = Machine(deadline, Console(stderr=True), "CPU" if gpu is None else gpu.name)
+        with _ends_in_order(machine):
+            failed = _all(study, folder, jobs, machine)
+    finally:
+        os.close(handle)
     if failed:
-        raise StudyError("; ".join(failed))
+        raise RunsFailedError("; ".join(failed))
     return not machine.stopping.is_set()
 
 
 def all_runs(study: Study, folder: Path) -> list[Run]:
     """The runs of a study as far as its results say which they are; one that serves two purposes stands there once."""
     runs = first_runs(study)
-    if study.sweep is not None and all(is_finished(study, run, folder) for run in runs):
+    if study.sweep is not None:
         runs += later_runs(study, best_values(study, sweep_accuracies(study, folder)))
     return list({run.folder: run for run in runs}.values())
 
@@ -85,12 +98,12 @@ def figures(study: Study, run: Run, folder: Path) -> dict[str, float]:
 
 
 def sweep_accuracies(study: Study, folder: Path) -> dict[tuple[str, int, float], float]:
-    """(arm, seed, value) -> the primary accuracy of the sweep's runs, all of which must have finished."""
-    found = {}
-    for run in first_runs(study):
-        assert run.value is not None
-        found[run.arm, run.seed, run.value] = figures(study, run, folder)["accuracy"]
-    return found
+    """(arm, seed, value) -> the primary accuracy of the sweep's runs that have finished."""
+    return {
+        (run.arm, run.seed, run.value): figures(study, run, folder)["accuracy"]
+        for run in first_runs(study)
+        if run.value is not None and is_finished(study, run, folder)
+    }
 
 
 def _claim(study: Study, folder: Path) -> None:
@@ -128,10 +141,12 @@ def _ends_in_order(machine: Machine) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _all(study: Study, folder: Path, runs: Sequence[Run], jobs: int, machine: Machine) -> list[str]:
-    """Finish ``runs`` -> what is to be said of those that failed."""
-    missing = list({run.folder: run for run in runs if not is_finished(study, run, folder)}.values())
-    machine.console.print(f"{len(runs) - len(missing)} of {len(runs)} runs are there")
+def _all(study: Study, folder: Path, jobs: int, machine: Machine) -> list[str]:
+    """Finish what is missing -> what is to be said of the runs that failed. An arm whose sweep is through goes on at
+    its best value while others are still at theirs."""
+    known = all_runs(study, folder)
+    there = sum(is_finished(study, run, folder) for run in known)
+    machine.console.print(f"{there} of {len(known)} runs are there" + (", of those known yet" if study.sweep else ""))
     places: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     for gpu in itertools.islice(itertools.cycle(visible_gpus() or [None]), jobs):
         places.put(gpu)
@@ -143,8 +158,19 @@ def _all(study: Study, folder: Path, runs: Sequence[Run], jobs: int, machine: Ma
         finally:
             places.put(gpu)
 
+    failed: list[str] = []
+    begun: set[str] = set()
+    at_work: set[Future[str | None]] = set()
     with ThreadPoolExecutor(jobs) as pool:
-        return [found for found in pool.map(finish, missing) if found]
+        while True:
+            for run in all_runs(study, folder):
+                if run.folder not in begun and not is_finished(study, run, folder):
+                    at_work.add(pool.submit(finish, run))
+                begun.add(run.folder)
+            if not at_work:
+                return failed
+            done, at_work = wait(at_work, return_when=FIRST_COMPLETED)
+            failed += [reason for each in done if (reason := each.result()) is not None]
 
 
 def visible_gpus() -> list[str]:
@@ -159,28 +185,18 @@ def visible_gpus() -> list[str]:
 
 
 def _one(study: Study, run: Run, root: Path, machine: Machine, gpu: str | None) -> str | None:
-    if machine.stopping.is_set():
-        return None
-    folder = root / run.folder
+    folder, began = root / run.folder, time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
-    recipe = {**yaml.safe_load(study.recipe.read_text(encoding="utf-8")), **run.keys}
     if not (folder / "adapter").is_dir():
+        _wait_for_the_last(folder, machine)
         keys = {**run.keys, "seed": run.seed, "output_dir": str(folder)}
         if any(folder.glob("checkpoint-*")):
             keys["resume_from_checkpoint"] = True
         code = machine.call(["train", "--config", str(study.recipe), *flags(keys)], folder / LOG, gpu)
         if code != 0:
             return _ended(run, folder, code, machine)
-    for name, options in study.evaluations_of(run).items():
-        if (folder / "evaluation" / name / RESULT).is_file():
-            continue
-        arguments = ["evaluate", recipe["model_name_or_path"], "--adapter", str(folder / "adapter")]
-        arguments += ["--quantization", recipe.get("quantization", "qerl_nvfp4")]
-        arguments += ["--output_dir", str(folder / "evaluation" / name), *flags(options)]
-        if not study.judges_base(run):
-            arguments.append("--adapter_only")
-        code = machine.call(arguments, folder / LOG, gpu)
+    if missing := _evaluations(study, run, folder):
+        code = machine.call(["evaluate-each", json.dumps(missing)], folder / LOG, gpu)
         if code != 0:
             return _ended(run, folder, code, machine)
     machine.console.print(
@@ -189,9 +205,43 @@ def _one(study: Study, run: Run, root: Path, machine: Machine, gpu: str | None) 
     return None
 
 
+def _evaluations(study: Study, run: Run, folder: Path) -> list[dict[str, Any]]:
+    """The options of the evaluations of a run that are missing: one process and, where they agree on it, one engine."""
+    recipe = {**yaml.safe_load(study.recipe.read_text(encoding="utf-8")), **run.keys}
+    common = {
+        "base": recipe["model_name_or_path"],
+        "adapter": str(folder / "adapter"),
+        "quantization": recipe.get("quantization", "qerl_nvfp4"),
+        "adapter_only": not study.judges_base(run),
+    }
+    return [
+        {**common, "output_dir": str(folder / "evaluation" / name), **with_list(options)}
+        for name, options in study.evaluations_of(run).items()
+        if not (folder / "evaluation" / name / RESULT).is_file()
+    ]
+
+
+def _wait_for_the_last(folder: Path, machine: Machine) -> None:
+    """A training of a study that was killed saves its state before it ends; wait for it, but not for ever."""
+    until = time.monotonic() + PATIENCE
+    while time.monotonic() < until and not machine.stopping.is_set():
+        try:
+            os.close(lock(folder))
+            return
+        except BlockingIOError:
+            time.sleep(0.2)
+
+
 def _ended(run: Run, folder: Path, code: int | None, machine: Machine) -> str | None:
     if machine.stopping.is_set():
         return None  # told to end; the next call goes on
-    last = (folder / LOG).read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
     machine.console.print(f"{run.folder}: failed")
-    return f"{run.folder} ended with {code}: {' '.join(last)} (all of it in {folder / LOG})"
+    return f"{run.folder} ended with {code}: {_reason(folder / LOG)} (all of it in {folder / LOG})"
+
+
+def _reason(log: Path) -> str:
+    """Why the last command in a log has failed: the refusal, where it is one, else its last line."""
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    begins = max((i for i, line in enumerate(lines) if line.startswith("$ ")), default=-1)
+    said = lines[begins + 1 :]
+    return next((line for line in reversed(said) if line.startswith("qerl: ")), said[-1] if said else "it said nothing")

@@ -11,6 +11,7 @@ from qerl_recipes.evaluate import run as evaluate
 from qerl_recipes.evaluate import tasks as evaluation_tasks
 from qerl_recipes.evaluate.answers import Judged, ask
 from qerl_recipes.evaluate.request import Sampling
+from qerl_recipes.evaluate.settled import EngineSettings
 
 Make = Callable[..., Path]
 pytestmark = pytest.mark.integration
@@ -22,7 +23,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def engine(make_nvfp4: Make) -> Iterator[Any]:
-    llm = evaluate._start(make_nvfp4("qwen2"), "qerl_nvfp4", 8, 64, 1, {"gpu_memory_utilization": 0.9})
+    llm = evaluate._start(EngineSettings(make_nvfp4("qwen2"), "qerl_nvfp4", 8, 64, 1, 0.9, None, "bfloat16"))
     yield llm
     evaluate.close(llm)
 

@@ -20,6 +20,7 @@ from qerl_recipes.evaluate import request as evaluation_request
 from qerl_recipes.evaluate import run as evaluate
 from qerl_recipes.evaluate import tasks as evaluation_tasks
 from qerl_recipes.evaluate.intervals import pass_at_k, several, summary, wilson
+from qerl_recipes.evaluate.settled import EngineSettings, Evaluation
 from qerl_recipes.files import adapter as adapter_folder
 from qerl_recipes.files import run_state as checkpoints
 from qerl_recipes.files.adapter import open_adapter
@@ -86,7 +87,7 @@ def test_the_adapter_alone_gives_the_answers_that_it_gives_beside_the_base(
 ) -> None:
     memory: list[object] = []
     start = evaluate._start
-    monkeypatch.setattr(evaluate, "_start", lambda *given: (memory.append(given[5]), start(*given))[1])
+    monkeypatch.setattr(evaluate, "_start", lambda engine: (memory.append(engine), start(engine))[1])
     tasks = [f"jsonl-exact:{runs['folder']}/second.jsonl"]
     options = {"max_new_tokens": 6, "max_model_length": 64, "quiet": True, "max_samples": 40}
     adapter = str(runs["folder"] / "adapter")
@@ -95,9 +96,57 @@ def test_the_adapter_alone_gives_the_answers_that_it_gives_beside_the_base(
         str(runs["base"]), adapter, tasks, output_dir=tmp_path, adapter_only=True, **cache, **options
     )
     before = json.loads((runs["second"] / "evaluation.json").read_text())["tasks"][tasks[0]]
-    assert result["tasks"][tasks[0]] == {"adapter": before["adapter"]} and memory == [cache]
+    assert result["tasks"][tasks[0]] == {"adapter": before["adapter"]} and len(memory) == 1
+    assert {key: getattr(memory[0], key) for key in cache} == cache
     beside = answers(runs["second"], "adapter")
     assert answers(tmp_path, "adapter").items() <= beside.items() and not answers(tmp_path, "base")
+
+
+@pytest.mark.integration
+def test_several_evaluations_on_one_engine_answer_as_on_engines_of_their_own(
+    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines: list[EngineSettings] = []
+    start = evaluate._start
+    monkeypatch.setattr(evaluate, "_start", lambda engine: (engines.append(engine), start(engine))[1])
+    task = [f"jsonl-exact:{runs['folder']}/second.jsonl"]
+    common = {"base": str(runs["base"]), "adapter": runs["folder"] / "adapter", "tasks": task, "quiet": True}
+    common |= {"max_new_tokens": 6, "max_model_length": 64, "max_samples": 12}
+    kinds = {"greedy": {}, "sampled": {"temperature": 1.0, "num_samples": 3, "adapter_only": True}, "again": {}}
+
+    def asked(where: str) -> list[Evaluation]:
+        return [Evaluation(**common, **options, output_dir=tmp_path / where / name) for name, options in kinds.items()]
+
+    together = evaluate.evaluate_each(asked("one"))
+    assert len(engines) == 1
+    apart = [evaluate.evaluate_each([one])[0] for one in asked("own")]
+    assert len(engines) == 4 and len(together) == 3
+    for name, one, own in zip(kinds, together, apart, strict=True):
+        assert {**one, "date": ""} == {**own, "date": ""} == {**json.loads(_result(tmp_path, "one", name)), "date": ""}
+        written = [(tmp_path / where / name / "answers.jsonl").read_bytes() for where in ("one", "own")]
+        assert written[0] == written[1]
+    assert list(together[1]["tasks"][task[0]]) == ["adapter"]
+    # another engine where one is asked for, and one of its own where no change of policy would come between
+    other = [*asked("x")[:1], asked("y")[0].model_copy(update={"max_model_length": 48})]
+    base = [one.model_copy(update={"adapter": None}) for one in (asked("z")[0], asked("z")[2])]
+    evaluate.evaluate_each([*other, *base])
+    assert len(engines) == 8
+
+
+def _result(folder: Path, *names: str) -> str:
+    return folder.joinpath(*names, "evaluation.json").read_text()
+
+
+def test_all_of_several_evaluations_are_refused_before_the_first_begins(
+    make_nvfp4: Make, no_engine: None, tmp_path: Path
+) -> None:
+    good = {"base": str(make_nvfp4("qwen2")), "adapter": None, "tasks": ["running_sum"], "output_dir": tmp_path / "o"}
+    with pytest.raises(ValueError, match=r"temperature is -1\.0"):
+        evaluate.evaluate_each([Evaluation(**good), Evaluation(**good, temperature=-1.0)])
+    assert not (tmp_path / "o").exists()
+    for change, message in (({"temprature": 1.0}, "temprature"), ({"max_new_tokens": 4.5}, "max_new_tokens")):
+        with pytest.raises(ValueError, match=message):
+            Evaluation(**good, **change)
 
 
 @pytest.mark.integration
@@ -119,7 +168,7 @@ def test_the_engine_of_an_evaluation_has_no_process_of_its_own_unless_asked_for(
     monkeypatch.delenv(name)
     if own is not None:
         monkeypatch.setenv(name, own)
-    evaluate._start(make_nvfp4("qwen2"), "qerl_nvfp4", 8, 64, 1, {})
+    evaluate._start(EngineSettings(make_nvfp4("qwen2"), "qerl_nvfp4", 8, 64, 1, 0.9, None, "bfloat16"))
     assert seen == [own or "0"]
     monkeypatch.setenv(name, "0")  # what the other tests run with
 

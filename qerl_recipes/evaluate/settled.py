@@ -1,0 +1,154 @@
+"""What an evaluation is asked for, and everything that can be settled or refused before vLLM is imported."""
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from qerl_recipes.evaluate.request import Sampling, template_options, template_text
+from qerl_recipes.evaluate.request import check as check_tasks
+from qerl_recipes.files import run_state
+from qerl_recipes.files.adapter import AdapterFolder, engine_rank, open_adapter
+from qerl_recipes.files.base_model import local_folder
+from qerl_recipes.rollout.arms import ENGINE_QUANTIZATION
+from qerl_vllm_plugin.checkpoint import inspect_folder
+
+
+class Evaluation(BaseModel):
+    """One evaluation: of ``base`` alone and, where given, with ``adapter``.
+
+    ``base`` is a checkpoint folder or a model id, ``adapter`` a folder that PEFT or ``qerl train`` has saved or the
+    output folder of a run, ``tasks`` names of ``request``. ``quantization`` is the arm: ``qerl_nvfp4`` (a BF16
+    checkpoint is quantized on the way in), ``bf16`` or ``nf4``; ``dtype`` bfloat16, float16 or float32. ``num_samples``
+    answers a problem need a temperature above 0; ``max_samples`` takes that many problems a task, ``num_fewshot`` shows
+    that many solved ones first. Lengths are in tokens. ``kv_cache_memory_bytes`` is vLLM's: for several engines on one
+    GPU. ``adapter_only`` leaves the base out, where it was judged before. ``quiet`` prints nothing.
+
+    What is None is as in the adapter's training, where its folder says so: arm, dtype, system prompt, chat template and
+    its options, the length of an answer; base and adapter are asked alike. Without an adapter: qerl_nvfp4, bfloat16,
+    the tokenizer's template, no system prompt, each task's own length (GSM8K: 1024 tokens).
+
+    Raises ValueError for an option that there is none of and a value of another type.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    base: str
+    adapter: str | Path | None
+    tasks: list[str]
+    output_dir: Path
+    quantization: str | None = None
+    dtype: str | None = None
+    temperature: float = 0.0
+    top_p: float = 1.0
+    max_new_tokens: int | None = None
+    max_model_length: int | None = None
+    tensor_parallel_size: int = 1
+    num_samples: int = 1
+    max_samples: int | None = None
+    num_fewshot: int = 0
+    seed: int = 0
+    use_chat_template: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: str | Mapping[str, Any] | None = None
+    system_prompt: str | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    adapter_only: bool = False
+    quiet: bool = False
+
+    def sampling(self) -> Sampling:
+        """How to ask and to answer, checked. Raises ValueError for an unknown task and numbers without sense."""
+        check_tasks(self.tasks, self.num_fewshot)
+        sampling = Sampling(
+            self.temperature,
+            self.top_p,
+            self.max_new_tokens,
+            self.seed,
+            self.use_chat_template,
+            self.system_prompt,
+            None if self.chat_template is None else template_text(self.chat_template),
+            template_options(self.chat_template_kwargs),
+        )
+        sampling.check(self.num_samples)
+        if self.max_samples is not None and self.max_samples < 1:
+            raise ValueError(f"max_samples is {self.max_samples}; it must be at least 1")
+        return sampling
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine is started with; evaluations whose settings are equal can share one."""
+
+    folder: Path
+    quantization: str
+    rank: int | None
+    max_model_length: int | None
+    tensor_parallel_size: int
+    gpu_memory_utilization: float
+    kv_cache_memory_bytes: int | None
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Settled:
+    """An evaluation in which nothing is open any more. ``as_in_training``: what the adapter's training settled."""
+
+    asked: Evaluation
+    sampling: Sampling
+    saved: AdapterFolder | None
+    base_hash: str
+    as_in_training: list[str]
+    engine: EngineSettings
+
+
+def settle(asked: Evaluation) -> Settled:
+    """Raises ValueError, before vLLM is imported, for an unknown task, numbers without sense, a missing or damaged
+    checkpoint or adapter, or an adapter trained on another base."""
+    for package in ("lighteval", "vllm"):
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"qerl evaluate needs {package}, which is not installed: pip install 'qerl-vllm[eval]'")
+    sampling = asked.sampling()
+    if asked.adapter_only and asked.adapter is None:
+        raise ValueError("adapter_only leaves the base out, and there is no adapter to judge; name one with --adapter")
+    saved = None if asked.adapter is None else open_adapter(asked.adapter)
+    as_in_training: list[str] = []
+    if saved is not None:
+        sampling, as_in_training = sampling.as_in_training(saved)
+    arm = asked.quantization or (saved.quantization if saved is not None else None) or "qerl_nvfp4"
+    dtype = asked.dtype or (saved.recipe.get("dtype") if saved is not None else None) or "bfloat16"
+    folder = _check_base(asked.base, arm, dtype, saved)
+    base_hash = run_state.base_hash(folder)
+    rank = None
+    if saved is not None:
+        saved.check_base(base_hash)
+        rank = engine_rank(saved.rank)
+    engine = EngineSettings(
+        folder,
+        arm,
+        rank,
+        asked.max_model_length,
+        asked.tensor_parallel_size,
+        asked.gpu_memory_utilization,
+        asked.kv_cache_memory_bytes,
+        dtype,
+    )
+    return Settled(asked, sampling, saved, base_hash, as_in_training, engine)
+
+
+def _check_base(base: str, quantization: str, dtype: str, saved: AdapterFolder | None) -> Path:
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise ValueError(f"dtype is {dtype!r}; it is bfloat16, float16 or float32")
+    if quantization not in ENGINE_QUANTIZATION:
+        raise ValueError(f"quantization is {quantization!r}; it is one of {', '.join(ENGINE_QUANTIZATION)}")
+    folder = local_folder(base)
+    if inspect_folder(folder).scheme is not None and quantization != "qerl_nvfp4":
+        why = f" (what {saved.path} was trained on)" if saved is not None and saved.quantization == quantization else ""
+        raise ValueError(
+            f"{base} is an NVFP4 checkpoint; quantization={quantization}{why} starts from the BF16 checkpoint; name "
+            "that one, or ask for --quantization qerl_nvfp4"
+        )
+    return folder

@@ -1,0 +1,55 @@
+"""What of a study can be refused before anything runs: keys that `qerl train` or `qerl evaluate` would not take."""
+
+from pathlib import Path
+from typing import Any
+
+from qerl_recipes.study.plan import Study, StudyError, first_runs, flags
+
+OF_THE_STUDY = (
+    "base",
+    "adapter",
+    "quantization",
+    "output_dir",
+    "adapter_only",
+    "quiet",
+)  # set by it, in every evaluation
+
+
+def check(study: Study) -> None:
+    """Raises StudyError, naming the arm or the evaluation, for what would be refused as it is read; nothing is loaded.
+
+    What depends on data, model and machine is checked by each run as it starts.
+    """
+    check_evaluations(study)
+    from qerl_recipes.recipe.configs import parse
+    from qerl_recipes.recipe.file import ConfigError
+
+    for run in {run.label: run for run in first_runs(study)}.values():
+        try:
+            parse(["--config", str(study.recipe), *flags({**run.keys, "seed": run.seed})])
+        except ConfigError as error:
+            raise StudyError(f"arms.{run.arm}: {error}") from error
+
+
+def check_evaluations(study: Study) -> None:
+    """Raises StudyError, naming the evaluation, for unknown options, and for values and tasks without sense."""
+    from pydantic import ValidationError
+
+    from qerl_recipes.evaluate.settled import Evaluation
+
+    for name, options in study.evaluations.items():
+        if taken := sorted(set(options) & set(OF_THE_STUDY)):
+            raise StudyError(f"evaluations.{name}: {', '.join(taken)} is set by the study itself; remove it")
+        try:
+            Evaluation(base="", adapter="", output_dir=Path(), **with_list(options)).sampling()
+        except ValidationError as error:
+            lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+            raise StudyError(f"evaluations.{name}: {'; '.join(lines)}") from error
+        except ValueError as error:
+            raise StudyError(f"evaluations.{name}: {error}") from error
+
+
+def with_list(options: dict[str, Any]) -> dict[str, Any]:
+    """The same with the tasks as a list, where they are one text with commas, as on the command line."""
+    tasks = options.get("tasks")
+    return {**options, "tasks": [task.strip() for task in tasks.split(",")]} if isinstance(tasks, str) else options

@@ -1,0 +1,229 @@
+"""The runs of a study: what is done, in which order and where, what is done again, and what a failure leaves."""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from qerl_recipes.files.whole_folder import lock
+from qerl_recipes.study import results
+from qerl_recipes.study import run as runner
+from qerl_recipes.study.conduct import conduct
+from qerl_recipes.study.plan import StudyError, first_runs, later_runs, read
+
+
+def test_a_folder_of_another_study_is_left_alone(study, tmp_path, finish):
+    plan = read(study(sweep=None))
+    for one in first_runs(plan):
+        finish(one, tmp_path / "out", 0.5)
+    with pytest.raises(StudyError, match="is not empty and holds no study"):
+        runner.run(plan, tmp_path / "out")
+    (tmp_path / "out" / "study.json").write_text(plan.model_dump_json())
+    assert runner.run(plan, tmp_path / "out")  # all is there: nothing is started
+    changed = read(study(sweep=None, target_reward=0.7))
+    with pytest.raises(StudyError, match="holds another study: target_reward differ"):
+        runner.run(changed, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tasks": "no_such_task"}, "evaluations.greedy: there is no task 'no_such_task'"),
+        ({"tasks": "running_sum", "num_samples": 8}, "evaluations.greedy: num_samples is 8, but temperature 0"),
+        ({"tasks": "running_sum", "max_new_token": 8}, "evaluations.greedy: max_new_token: Extra inputs"),
+        ({"tasks": "running_sum", "kv_cache_memory_bytes": "4e9"}, "evaluations.greedy: kv_cache_memory_bytes: "),
+        ({"tasks": "running_sum", "adapter_only": True}, "evaluations.greedy: adapter_only is set by the study"),
+    ],
+)
+def test_an_evaluation_that_would_be_refused_is_refused_before_anything_is_trained(options, message, study, tmp_path):
+    with pytest.raises(StudyError, match=re.escape(message)):
+        runner.run(read(study(evaluations={"greedy": options})), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_fails_is_named_with_its_reason_and_the_others_have_their_page(study, tmp_path, finish):
+    file, out = study(sweep=None, seeds=[0, 1]), tmp_path / "out"
+    plan = read(file)
+    for one in first_runs(plan):
+        if one.folder == "a/seed-0":
+            (out / one.folder / "adapter").mkdir(parents=True)  # trained, as it seems: what fails is the evaluation
+        else:
+            finish(one, out, 0.5)
+    (out / "study.json").write_text(plan.model_dump_json())
+    with pytest.raises(StudyError) as error:
+        conduct(file, out, jobs=2)
+    assert re.fullmatch(r"a/seed-0 ended with 2: qerl: .*a/seed-0/adapter is no adapter.*", str(error.value))
+    assert "$ qerl evaluate-each '[{" in (out / "a/seed-0/log.txt").read_text()
+    assert "3 of 4 runs are there" in (out / "README.md").read_text()
+    assert len(results.final(results.read_table(out / results.TABLE))["accuracy"]["b"]) == 2
+
+
+def test_two_studies_never_work_in_one_folder_and_a_killed_one_leaves_no_process_behind(study, tmp_path, monkeypatch):
+    plan, out = read(study(sweep=None, seeds=[0])), tmp_path / "out"
+    out.mkdir()
+    (out / "study.json").write_text(plan.model_dump_json())
+    handle = lock(out)
+    with pytest.raises(StudyError, match="another `qerl study` is at work in"):
+        runner.run(plan, out)
+    os.close(handle)
+    # a process that starts another as a study does, and is killed
+    script = (
+        "import sys, threading; from pathlib import Path; from rich.console import Console;"
+        "from qerl_recipes.study import processes; processes.CLI = 'timeit';"
+        "m = processes.Machine(None, Console(), 'CPU');"
+        f"m.call(['-n', '1', '-r', '1', 'import time; time.sleep(300)'], Path({str(out)!r}) / 'log', None)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script])
+    child = None
+    while child is None or not child.cmdline() or "timeit" not in child.cmdline():
+        child = next(iter(psutil.Process(process.pid).children()), None)
+        time.sleep(0.02)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    child.wait(20)
+
+
+def test_a_training_that_a_killed_study_left_behind_is_waited_for(study, tmp_path, monkeypatch):
+    plan, out = read(study(sweep=None, seeds=[0])), tmp_path / "out"
+    handles = {}
+
+    def call(self, arguments, log, gpu):
+        assert log.parent not in handles or not handles[log.parent]  # by then it has ended
+        return 1
+
+    monkeypatch.setattr(runner.Machine, "call", call)
+    run = out / "a/seed-0"
+    run.mkdir(parents=True)
+    (run / "log.txt").write_text("")
+    (out / "b/seed-0").mkdir(parents=True)
+    (out / "b/seed-0/log.txt").write_text("")
+    (out / "study.json").write_text(plan.model_dump_json())
+    monkeypatch.setattr(runner, "check", lambda study: None)  # takes longer than the training that ends
+    handles[run] = lock(run)
+
+    def end():
+        os.close(handles[run])
+        handles[run] = None
+
+    threading.Timer(0.6, end).start()
+    with pytest.raises(StudyError, match="it said nothing"):
+        runner.run(plan, out)
+    assert handles[run] is None
+
+
+def test_an_arm_goes_on_at_its_best_value_while_another_is_at_its_sweep_or_has_failed(
+    study, tmp_path, monkeypatch, finish
+):
+    plan, out, order = read(study()), tmp_path / "out", []
+
+    def call(self, arguments, log, gpu):
+        if arguments[0] == "train":
+            order.append(f"{log.parent.parent.name}/{log.parent.name}")
+            if order[-1] == "b@0.001/seed-101":
+                log.write_text("")
+                return 3
+        else:
+            finish(next(r for r in runner.all_runs(plan, out) if out / r.folder == log.parent), out, 0.5)
+        return 0
+
+    monkeypatch.setattr(runner.Machine, "call", call)
+    with pytest.raises(StudyError, match=r"b@0\.001/seed-101 ended with 3"):
+        runner.run(plan, out)
+    sweep, later = order[:8], order[8:]
+    assert sweep == [r.folder for r in first_runs(plan)]
+    # both values are equally good: the smaller one, and the common one beside it; b has no best value
+    assert later == [f"a@{value}/seed-{seed}" for value in ("0.0001", "0.001") for seed in (0, 1, 2)]
+    order.clear()
+    monkeypatch.setattr(runner.Machine, "call", lambda *given: order.append(given[2].parent.name) or 3)
+    (out / "b@0.001/seed-101/log.txt").write_text("qerl: no\n")
+    with pytest.raises(StudyError, match="ended with 3: qerl: no"):
+        runner.run(plan, out)
+    assert order == ["seed-101"]  # what is there is not done again
+
+
+def test_the_jobs_are_dealt_out_to_the_gpus_and_the_base_is_judged_once(study, tmp_path, monkeypatch):
+    both = {
+        "greedy": {"tasks": "running_sum"},
+        "sampled": {"tasks": "running_sum", "num_samples": 8, "temperature": 1.0},
+    }
+    plan, out = read(study(evaluations=both)), tmp_path / "out"
+    calls = []
+
+    def call(self, arguments, log, gpu):
+        calls.append((arguments, gpu))
+        time.sleep(0.02)  # as long as the others need to take a GPU each
+        for asked in json.loads(arguments[1]) if arguments[0] == "evaluate-each" else ():
+            folder = Path(asked["output_dir"])
+            folder.mkdir(parents=True)
+            accuracy = {"accuracy": 0.5, "pass_at": {"8": {"value": 0.75}}, "maj_at": {"8": {"value": 0.25}}}
+            arms = {"adapter": accuracy, **({} if asked["adapter_only"] else {"base": {"accuracy": 0.1}})}
+            (folder / "evaluation.json").write_text(json.dumps({"tasks": {"running_sum": arms}}))
+        return 0
+
+    monkeypatch.setattr(runner.Machine, "call", call)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    assert runner.run(plan, out, jobs=4)
+    assert {gpu for _, gpu in calls} == {"2", "5"}
+    assert min(sum(gpu == name for _, gpu in calls) for name in "25") >= len(calls) // 4
+    processes = [json.loads(arguments[1]) for arguments, _ in calls if arguments[0] == "evaluate-each"]
+    of_sweep = [asked for asked in processes if "seed-10" in asked[0]["output_dir"]]
+    assert len(of_sweep) == 8 and all(len(asked) == 1 and asked[0]["adapter_only"] for asked in of_sweep)
+    others = [asked for asked in processes if asked not in of_sweep]
+    assert len(others) == 12 and {len(asked) for asked in others} == {2}  # all evaluations of a run in one process
+    with_base = {one["output_dir"] for asked in others for one in asked if not one["adapter_only"]}
+    labels = [f"{arm}@{value}" for arm in "ab" for value in (0.0001, 0.001)]
+    assert with_base == {str(out / f"{of}/seed-0/evaluation/{name}") for of in labels for name in both}
+    found = runner.figures(plan, later_runs(plan, {"a": 1e-3, "b": 1e-3})[0], out)
+    assert found == {"accuracy": 0.5, "pass@8": 0.75, "maj@8": 0.25, "base_accuracy": 0.1} | {
+        "accuracy/sampled": 0.5, "pass@8/sampled": 0.75, "maj@8/sampled": 0.25, "base_accuracy/sampled": 0.1
+    }  # fmt: skip
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert runner.visible_gpus() == []
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+def test_a_killed_study_goes_on_where_it_was_and_ends_as_one_that_was_not(tmp_path):
+    """Two arms of the demo, one seed; killed by the clock once, the same first steps as a run that was left alone."""
+    root = Path(__file__).parents[3]
+    content = {
+        "recipe": str(root / "recipes/demo/grpo/nvfp4_lora.yaml"),
+        "arms": {
+            arm: {
+                "quantization": quantization,
+                "max_steps": 4,
+                "save_strategy": "steps",
+                "save_steps": 1,
+                "model_name_or_path": str(root / "recipes/demo/starting_model"),
+            }
+            for arm, quantization in (("bf16_lora", "bf16"), ("nvfp4_lora", "qerl_nvfp4"))
+        },
+        "seeds": [0],
+        "evaluations": {"greedy": {"tasks": "running_sum", "max_samples": 8, "gpu_memory_utilization": 0.2}},
+        "primary": "greedy",
+    }
+    file = tmp_path / "study.yaml"
+    file.write_text(yaml.safe_dump(content))
+
+    def call(folder, *options):
+        line = [sys.executable, "-m", "qerl_recipes.cli", "study", str(file), "--output", str(folder), *options]
+        assert subprocess.run(line, timeout=280).returncode == 0
+        return sorted(results.read_table(folder / results.TABLE))
+
+    broken, whole = tmp_path / "broken", tmp_path / "whole"
+    assert not any(metric == "accuracy" for *_, metric, _ in call(broken, "--minutes", "0.4"))
+    again, at_once = call(broken), call(whole)
+    timed = ("seconds", "per_s", "adapter_version")
+    kept = [[row for row in rows if not any(word in row[3] for word in timed)] for rows in (again, at_once)]
+    assert kept[0] == kept[1] and sum(row[3] == "accuracy" for row in again) == 2
+    assert all(math.isfinite(row[4]) for row in again)
