@@ -4,6 +4,7 @@ import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from qerl_recipes.bench import rollout as bench_rollout
 from qerl_recipes.bench import swap as bench_swap
 from qerl_recipes.bench.rollout_cases import Case, make_cases
 from qerl_recipes.recipe.shapes import ATTENTION, config_json
-from qerl_recipes.rollout import arms
+from qerl_recipes.rollout import answers, arms
 
 
 def test_a_swap_is_measured_with_and_without_emptying_the_prefix_cache() -> None:
@@ -86,6 +87,31 @@ def test_an_engine_gets_what_it_is_to_have_beside_what_the_benchmark_sets(monkey
         rollout_arm.begin(request)
     assert given["async_scheduling"] is False and given["kv_cache_memory_bytes"] == 7
     assert given["compilation_config"] == engine["compilation_config"] | {"cudagraph_capture_sizes": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("arm", "asked"),
+    [("bf16_merged", "vLLM"), ("bf16", "vLLM"), ("nf4", "vLLM"), ("stock_nvfp4", "vLLM"), ("qerl_nvfp4", "ours")],
+)
+def test_what_one_would_run_without_this_project_is_asked_in_vllms_way(
+    arm: str, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    class Engine:
+        def generate(self, prompts: list[Any], *_: Any, **__: Any) -> list[Any]:
+            seen.append("vLLM")
+            return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1, 2])]) for _ in prompts]
+
+    def ours(llm: Any, prompts: list[Any], *_: Any) -> list[Any]:
+        seen.append("ours")
+        return [SimpleNamespace(ids=[1, 2]) for _ in prompts]
+
+    monkeypatch.setattr(rollout_arm, "start", lambda request: (Engine(), SimpleNamespace(request=None)))
+    monkeypatch.setattr(answers, "generate", ours)
+    _, work = rollout_arm.begin({"arm": arm, "tensor_parallel": 2, "shape": "tiny"})
+    assert work({"number": 0, "repeat": 1, "batch": 3, "input": 4, "output": 2})["seconds"] >= 0
+    assert seen == [asked]
 
 
 @pytest.mark.parametrize(
