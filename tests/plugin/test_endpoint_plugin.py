@@ -106,6 +106,21 @@ def test_servers_of_which_only_a_part_would_change_are_refused(
         asyncio.run(start)
 
 
+def test_a_cache_outside_that_nobody_can_empty_ends_the_start(environment, make_nvfp4):
+    from vllm.config import KVTransferConfig
+
+    environment(QERL_ADMIN_TOKEN=LONG)
+    app, plugin = FastAPI(), EndpointPlugin()
+    plugin.attach_router(app)
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(data_parallel_size=1, distributed_executor_backend="uni"),
+        kv_transfer_config=KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both"),
+    )
+    start = plugin.init_state(SimpleNamespace(vllm_config=config), app.state, SimpleNamespace(api_server_count=1))
+    with pytest.raises(ValueError, match="ExampleConnector keeps keys and values outside"):
+        asyncio.run(start)
+
+
 def test_an_adapter_of_another_base_under_lora_modules_ends_the_start(environment, make_nvfp4, tmp_path):
     environment(QERL_ADMIN_TOKEN=LONG)
     (tmp_path / "qerl_state.json").write_text(json.dumps({"base": "/models/another", "base_hash": "0" * 64}))

@@ -1,0 +1,117 @@
+"""The order of a change on a server, on an engine client that writes down what it is asked."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from qerl_vllm_plugin.change_log import ChangeLog
+from qerl_vllm_plugin.server import changes
+from qerl_vllm_plugin.server.body import Refused
+from qerl_vllm_plugin.server.changes import PolicyServer
+
+CHANGE = ["pause keep", "empty", "qerl_set_noise", "resume"]
+
+
+class Engine:
+    """``is_paused``: by somebody else; ``empties``: what emptying the caches answers, or raises."""
+
+    def __init__(self, *, is_paused=False, empties=True, drains=True, carrier="resident"):
+        self.asked, self.emptied, self._log = [], [], ChangeLog()
+        self._paused, self._empties, self._drains, self._carrier = is_paused, empties, drains, carrier
+        self.output_processor = SimpleNamespace(add_request=None)
+
+    async def is_paused(self):
+        return self._paused
+
+    async def pause_generation(self, mode, clear_cache):
+        self.asked.append(f"pause {mode}")
+        if mode == "wait" and not self._drains:
+            await asyncio.sleep(60)
+
+    async def reset_prefix_cache(self, **options):
+        self.asked.append("empty")
+        self.emptied.append(options)
+        if isinstance(self._empties, Exception):
+            raise self._empties
+        return self._empties
+
+    async def resume_generation(self):
+        self.asked.append("resume")
+
+    async def collective_rpc(self, method, args):
+        await asyncio.sleep(0.05)
+        if method not in ("qerl_open", "qerl_state"):
+            self.asked.append(method)
+        opened = {"carrier": self._carrier, "max_rank": 8, "max_bytes": 1, "gpus": [], "version": 0, "hash": ""}
+        return [{**opened, "instance": f"order-{id(self)}", "changes": self._log.path}]
+
+
+def with_server(engine, use, *, connector=None):
+    """What ``use(server)`` returns or raises, on a server of that engine."""
+    model = SimpleNamespace(quantization="qerl_nvfp4", dtype="float32", logprobs_mode="", max_model_len=8)
+
+    async def run():
+        server = PolicyServer()
+        await server.open(engine, SimpleNamespace(kv_transfer_config=connector, model_config=model), None, None, 60)
+        return await use(server)
+
+    return asyncio.run(run())
+
+
+def change(server, mode="keep"):
+    return server.set_noise(0.1, 1, 0, [], mode)
+
+
+@pytest.mark.parametrize("connector", [None, object()])
+def test_nothing_runs_from_the_emptying_of_every_cache_to_the_change(connector):
+    engine = Engine()
+    with_server(engine, change, connector=connector)
+    assert engine.asked == CHANGE
+    assert engine.emptied == [{"reset_running_requests": True, "reset_connector": connector is not None}]
+
+
+@pytest.mark.parametrize("empties", [False, RuntimeError("the store does not answer")])
+def test_a_cache_that_is_not_empty_is_a_refusal_and_requests_go_on(empties):
+    engine = Engine(empties=empties)
+    with pytest.raises(Refused, match="could not") as refused:
+        with_server(engine, change)
+    assert (refused.value.status, refused.value.reason) == (503, "cannot_reset")
+    assert engine.asked == ["pause keep", "empty", "resume"]
+
+
+def test_an_engine_that_somebody_else_has_paused_stays_so():
+    engine = Engine(is_paused=True)
+    with_server(engine, change)
+    assert engine.asked == CHANGE[1:3]
+
+
+def test_requests_that_do_not_end_are_waited_for_so_long_and_go_on(monkeypatch):
+    monkeypatch.setattr(changes, "DRAIN", 0.05)
+    engine = Engine(drains=False)
+    with pytest.raises(Refused, match="use requests=keep or abort") as refused:
+        with_server(engine, lambda server: change(server, "wait"))
+    assert (refused.value.status, refused.value.reason) == (503, "still_running")
+    assert engine.asked == ["pause wait", "resume"]
+
+
+@pytest.mark.parametrize("carrier", ["lora", None])
+def test_without_the_resident_adapter_there_is_nothing_to_swap(carrier):
+    engine = Engine(carrier=carrier)
+    with pytest.raises(Refused, match="no resident adapter; start it with") as refused:
+        with_server(engine, lambda server: server.swap(None, {}, "", None, "keep"))
+    assert (refused.value.status, refused.value.reason) == (409, "no_carrier")
+    assert engine.asked == []
+
+
+def test_a_change_ends_though_its_caller_has_gone():
+    engine = Engine()
+
+    async def leave(server):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(change(server), 0.02)
+        assert engine.asked == CHANGE[:2], "it is half-way"
+        await asyncio.sleep(0.2)
+
+    with_server(engine, leave)
+    assert engine.asked == CHANGE
