@@ -5,6 +5,8 @@ import contextlib
 import hashlib
 import json
 import os
+import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -20,6 +22,7 @@ from safetensors.torch import save
 from qerl_vllm_plugin import cuda_ipc, gpu_tensors, shared_file
 from qerl_vllm_plugin.adapter import AdapterError
 from qerl_vllm_plugin.client import AsyncPolicyClient, PolicyClient, PolicyRefusedError, body
+from qerl_vllm_plugin.config import Options
 from qerl_vllm_plugin.gpu_tensors import MEDIA_TYPE
 from qerl_vllm_plugin.policy import Policy
 
@@ -544,29 +547,51 @@ def test_without_the_token_nothing_is_told_and_nothing_changes(server, policy, a
         PolicyClient(server[0], token or "none", API_KEY).state()
 
 
-# the commands of the README's section "Serve and swap", for a server that is already there
-CURL = """
-H="X-QeRL-Admin-Token: $QERL_ADMIN_TOKEN"
-curl -fsS -X PUT -H "$H" "$URL/v1/qerl/policy?folder=second"
-curl -fsS -X PUT -H "$H" -d '{"sigma": 0.01, "seed": 1, "rollout": 7}' "$URL/v1/qerl/noise"
-curl -fsS -H "$H" "$URL/v1/qerl/state"
-curl -fsS -X DELETE -H "$H" "$URL/v1/qerl/noise"
-curl -fsS -X DELETE -H "$H" "$URL/v1/qerl/policy?requests=wait"
-"""
+PAGE = (Path(__file__).parents[2] / "qerl_vllm_plugin" / "README.md").read_text()
+
+
+def block(kind, word):
+    """The first block of this kind of the page that has the word."""
+    return next(found for found in re.findall(rf"```{kind}\n(.*?)```", PAGE, flags=re.S) if word in found)
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
-def test_the_readmes_commands(server, policy, tmp_path):
-    version = policy.state()["version"]
-    (tmp_path / "curlrc").write_text(f'header = "Authorization: Bearer {API_KEY}"\n')
+def test_the_commands_of_the_page(server, policy, tmp_path):
+    """As printed, for a server that is there already."""
+    version, lines = policy.state()["version"], block("bash", "/v1/qerl/policy").replace("\\\n", " ").splitlines()
+    (start,) = [shlex.split(line.removesuffix(" &")) for line in lines if line.startswith("qerl serve")]
+    options = Options.parse(json.loads(start[start.index("--additional-config") + 1]))
+    assert (options.adapter_rank, options.policy_folders) == (32, "RUNS")
+    assert start[:5] == ["qerl", "serve", "BASE", "--host", "127.0.0.1"] and len(start) == 7
+    (names,) = [line for line in lines if line.startswith("URL=")]
+    commands = [names.partition("; ")[2], *(line for line in lines if line.startswith("curl "))]
+    assert len(commands) == 6 and len(lines) == 8, "a line of the page is not tested"
+    (tmp_path / ".curlrc").write_text(f'header = "Authorization: Bearer {API_KEY}"\n')
     environment = {**os.environ, "URL": server[0], "QERL_ADMIN_TOKEN": TOKEN, "CURL_HOME": str(tmp_path)}
-    (tmp_path / "curlrc").rename(tmp_path / ".curlrc")
-    done = subprocess.run(["bash", "-e", "-c", CURL], env=environment, capture_output=True, text=True, timeout=60)
+    line = ["bash", "-e", "-c", "\n".join(commands)]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     answers = [json.loads("{" + text) for text in done.stdout.split("{", 1)[1].replace("}{", "}\n{").split("\n{")]
     assert [answer.get("version") for answer in answers] == [version + 1, None, version + 1, None, version + 2]
     assert answers[2]["noise"]["sigma"] == 0.01
     assert policy.state()["noise"]["sigma"] == 0.0
+
+
+def test_the_program_of_the_page(server, policy, adapters):
+    version = policy.state()["version"] + 1
+    program = block("python", "PolicyClient")
+    for theirs, ours in (
+        ("http://127.0.0.1:8000", server[0]),
+        ('"THE ADMIN TOKEN"', f"{TOKEN!r}, {API_KEY!r}"),
+        ("RUN/adapter", str(adapters[0] / "second")),
+        ("version=7)  #", f"version={version})  #"),
+    ):
+        assert program.count(theirs) == 1, theirs
+        program = program.replace(theirs, ours)
+    exec(compile(program, "README.md", "exec"), {})
+    state = policy.state()
+    assert (state["version"], state["noise"]["sigma"], state["noise"]["rollout"]) == (version, 1e-2, 7)
+    policy.set_noise(0.0, seed=0, rollout=0)
 
 
 def test_the_token_is_in_no_log_no_metric_and_no_text_of_the_client(server, policy):

@@ -2,7 +2,12 @@
 
 import json
 import math
+import os
+import re
+import shutil
+import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -102,6 +107,14 @@ def assert_versions_come_and_go(client, adapter, scores, prompts) -> None:
             post("unload_lora_adapter", lora_name=f"policy-{version - 1}")
     with pytest.raises(openai.NotFoundError):
         ask(client, "policy-1", prompts[0])
+    if shutil.which("curl") is not None:  # as the page has it
+        page = (Path(__file__).parents[2] / "qerl_vllm_plugin" / "README.md").read_text()
+        (line,) = re.findall(r"^curl .*load_lora_adapter.*$", page, flags=re.M)
+        assert "/RUNS/7" in line
+        environment = {**os.environ, "URL": str(client.base_url).removesuffix("/v1/")}
+        line = line.replace("/RUNS/7", str(adapter))
+        subprocess.run(["bash", "-c", line], env=environment, check=True, timeout=60)
+        assert "policy-7" in {model.id for model in client.models.list()}
 
 
 @pytest.mark.integration
