@@ -1,7 +1,8 @@
 """``qerl bench rollout --profile``: where the time of a decode step goes.
 
-Steps are made one by one in the engine's own process, as a rollout makes them (``rollout.answers``): first timed by
-themselves, then under torch's profiler, which slows them down a little, and the CPU more than the GPU.
+Steps are made one by one in the engine's own process, as a rollout makes them (``rollout.answers``; those of stock
+vLLM as ``LLM.generate`` does): first timed by themselves, then under torch's profiler, which slows them down, and the
+CPU more than the GPU.
 """
 
 import functools
@@ -48,7 +49,13 @@ def steps_ahead(batch: int, prompt: int, output: int, budget: int) -> int:
 
 
 def profile(
-    llm: "LLM", prompts: list[list[int]], sampling: "SamplingParams", lora_request: Any, trace: Path
+    llm: "LLM",
+    prompts: list[list[int]],
+    sampling: "SamplingParams",
+    lora_request: Any,
+    trace: Path,
+    *,
+    is_stock: bool = False,
 ) -> dict[str, Any]:
     """A decode step of all ``prompts`` (token ids, equally many), halfway to ``sampling.max_tokens``.
 
@@ -64,7 +71,7 @@ def profile(
     ahead = steps_ahead(batch, length, sampling.max_tokens, budget)
     requests: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
     names = llm.enqueue(requests, sampling, lora_request=lora_request, use_tqdm=False)
-    step = functools.partial(answers.step, engine, answers.expected(names))
+    step = engine.step if is_stock else functools.partial(answers.step, engine, answers.expected(names))
     for _ in range(ahead):
         step()
     began, worked = time.perf_counter(), time.thread_time()

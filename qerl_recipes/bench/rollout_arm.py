@@ -62,12 +62,16 @@ def profile(request: Found, found: Found) -> None:
     for number, case in enumerate(_cases(request)):
         file = Path(f"{request['traces']}_{case.batch}.trace.json.gz")
         rows = prompts(Order(number, 1, *case), vocabulary)
-        found["profile"].append(decode_profile.profile(llm, rows, sampling(case.output), policy.request, file))
+        profiled = decode_profile.profile(
+            llm, rows, sampling(case.output), policy.request, file, is_stock=is_stock(request["arm"])
+        )
+        found["profile"].append(profiled)
 
 
 def start(request: Found) -> "tuple[LLM, Policy]":
     """The arm's engine, with its adapter installed."""
     from qerl_recipes.bench import random_model
+    from qerl_vllm_plugin import scheduler
     from qerl_vllm_plugin.policy import Policy
 
     arm, rank, cases = request["arm"], request["rank"], _cases(request)
@@ -77,7 +81,9 @@ def start(request: Found) -> "tuple[LLM, Policy]":
 
         config["quantization_config"] = quantization_config(random_model.in_bf16(config))
     sizes = {"cudagraph_capture_sizes": sorted({case.batch for case in cases})}
-    more = {**request["engine"], "compilation_config": sizes | request["engine"].get("compilation_config", {})}
+    more: Found = {} if is_stock(arm) else {"scheduler_cls": scheduler.NAME}  # as the trainer's engine has it
+    more |= request["engine"]
+    more["compilation_config"] = sizes | more.get("compilation_config", {})
     llm = random_model.start(
         config,
         length=rollout_cases.length(cases),

@@ -25,7 +25,7 @@ from qerl_recipes.rollout import answers
 from qerl_recipes.rollout.arms import engine_on_cpu, engine_options
 from qerl_recipes.rollout.interface import Completions, Snapshot
 from qerl_recipes.rollout.sampling import Seeds, sampling_parameters
-from qerl_vllm_plugin import compat
+from qerl_vllm_plugin import compat, scheduler
 from qerl_vllm_plugin.frozen_weights import FrozenWeights, frozen_weights
 from qerl_vllm_plugin.kv_cache import KVCacheError
 from qerl_vllm_plugin.policy import Policy
@@ -198,6 +198,7 @@ class VLLMRollouts:
             # the distribution that was sampled from, which importance correction divides by
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
+            "scheduler_cls": scheduler.NAME,  # schedules as vLLM's, in less time
         }
         if is_cpu:
             options |= engine_on_cpu(base)

@@ -18,6 +18,7 @@ from qerl_recipes.bench import swap as bench_swap
 from qerl_recipes.bench.rollout_cases import Case, make_cases
 from qerl_recipes.recipe.shapes import ATTENTION, config_json
 from qerl_recipes.rollout import answers, arms
+from qerl_vllm_plugin import scheduler
 
 
 def test_a_swap_is_measured_with_and_without_emptying_the_prefix_cache() -> None:
@@ -86,7 +87,15 @@ def test_an_engine_gets_what_it_is_to_have_beside_what_the_benchmark_sets(monkey
     with pytest.raises(InterruptedError):
         rollout_arm.begin(request)
     assert given["async_scheduling"] is False and given["kv_cache_memory_bytes"] == 7
+    assert given["scheduler_cls"] == scheduler.NAME
     assert given["compilation_config"] == engine["compilation_config"] | {"cudagraph_capture_sizes": [1, 2]}
+    with pytest.raises(InterruptedError):
+        rollout_arm.begin({**request, "engine": {"scheduler_cls": None}})
+    assert given["scheduler_cls"] is None  # vLLM's own
+    given.clear()
+    with pytest.raises(InterruptedError):
+        rollout_arm.begin({**request, "arm": "bf16_merged"})
+    assert "scheduler_cls" not in given
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ from qerl_recipes.rollout.engine import VLLMRollouts
 from qerl_recipes.rollout.interface import Snapshot
 from qerl_recipes.rollout.sampling import completion_seed
 from qerl_recipes.tasks import running_sum
+from qerl_vllm_plugin.block_room import BlockRoom
 from qerl_vllm_plugin.kv_cache import KVCacheError
+from qerl_vllm_plugin.prefix_cache import scheduler_here
 
 TOKENIZER = running_sum.tokenizer()
 PROMPTS = [TOKENIZER(p.prompt)["input_ids"] for p in running_sum.held_out(4) for _ in range(4)]
@@ -159,6 +161,10 @@ def test_a_stop_string_ends_a_completion_and_without_one_there_is_no_text(start_
         assert ids == longer[: len(ids)]
         assert word not in TOKENIZER.decode(ids[:-1], skip_special_tokens=True)
         assert len(ids) == len(longer) or word in TOKENIZER.decode(ids, skip_special_tokens=True)
+
+
+def test_the_trainer_schedules_as_quickly_as_it_can(engine):
+    assert type(scheduler_here(engine.llm).kv_cache_manager) is BlockRoom
 
 
 def test_promise_08_a_rollout_can_be_repeated_exactly(engine):
