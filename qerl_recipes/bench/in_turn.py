@@ -1,9 +1,12 @@
 """The arms of ``qerl bench rollout`` take turns: each case is repeated arm by arm, so that what changes about the GPU
-while it is measured changes for all of them. One arm works at a time, and the others wait without a processor (the
-workers of an engine on several GPUs do so a second after their last work; until then they look for more).
+while it is measured changes for all of them. One arm works at a time, and the others wait without a processor; the
+workers of an engine on several GPUs do so from a second after their last work on (vLLM's ``SpinCondition``).
 """
 
+import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +15,15 @@ from qerl_recipes.bench.process import Arm, ArmFailedError
 from qerl_recipes.bench.rollout_cases import Case
 
 Found = dict[str, Any]
+BUSY = 1.0  # seconds for which workers of an engine on several GPUs look for more work without sleeping
+
+
+def pause(arms: int, tensor_parallel: int) -> float:
+    """Seconds between two turns: where there is not a processor for every process, the workers of the arm before
+    would take one from those that are measured, for a second each time."""
+    processes = arms * (1 + tensor_parallel)
+    is_crowded = tensor_parallel > 1 and arms > 1 and processes > len(os.sched_getaffinity(0))
+    return 1.2 * BUSY if is_crowded else 0.0
 
 
 def take_turns(
@@ -20,8 +32,10 @@ def take_turns(
     cases: Sequence[Case],
     repeats: int,
     note: Callable[[str, Found], None],
+    rest: float = 0.0,
 ) -> None:
-    """Start the arms, all at once, and measure every case with each of them, ``repeats`` times in turn.
+    """Start the arms, all at once, and measure every case with each of them, ``repeats`` times in turn, with a ``rest``
+    of so many seconds before each turn.
 
     ``requests``: of every arm by its name, what ``module`` is asked. ``note`` is called with an arm's name and what was
     found of it, piece by piece: what it says when it is ready; ``cases`` of one row; ``prefill``; or why it ``failed``.
@@ -43,7 +57,13 @@ def take_turns(
         def seconds(number: int, case: Case) -> dict[str, list[float]]:
             taken: dict[str, list[float]] = {name: [] for name in arms}
             for order in rollout_cases.orders(number, case, repeats):
-                answers = in_turn(lambda arm, order=order: arm.ask(order._asdict()))  # type: ignore[misc]
+                told = order._asdict()
+
+                def turn(arm: Arm, told: Found = told) -> Found:
+                    time.sleep(rest)
+                    return arm.ask(told)
+
+                answers = in_turn(turn)
                 if order.repeat:
                     for name, answer in answers.items():
                         taken[name].append(answer["seconds"])
@@ -69,7 +89,6 @@ def _started(module: str, requests: Mapping[str, Found]) -> Iterator[dict[str, A
             arms[name] = Arm(module, request)
         yield arms
     finally:
-        for arm in arms.values():  # all at once
-            arm.dismiss()
-        for arm in arms.values():
-            arm.end()
+        with ThreadPoolExecutor(len(requests) or 1) as pool:  # all at once: each may take its time
+            for _ in pool.map(Arm.end, arms.values()):
+                pass

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -105,17 +104,12 @@ class Arm:
             self.process.stdin.flush()
         return self.hear()
 
-    def dismiss(self) -> None:
-        """Tell it to end, without waiting for that."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-
     def end(self) -> None:
         """End it, and wait until it and all that it has started have given their memory back."""
-        self.dismiss()
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
         end(self.process)
-        assert self.process.stdout is not None
         self.process.stdout.close()
 
 
@@ -134,10 +128,11 @@ def obey(begin: Callable[[Found], tuple[Found, Callable[[Found], Found]]]) -> No
     def listen() -> None:
         for line in lines:
             orders.put(json.loads(line))
+        signal.alarm(int(PATIENCE))  # which ends it inside a library, too, that does not come back to Python
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(PATIENCE)
-        os._exit(1)  # inside a library that does not come back to Python
 
+    # as ``ended_cleanly`` leaves it: a second one would cut the engine's own way out, on which it ends its workers
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with ended_cleanly(), _own_output() as messages:
         threading.Thread(target=listen, daemon=True).start()
         try:
@@ -186,7 +181,7 @@ def ended_cleanly() -> Iterator[None]:
     """SIGTERM ends the arm, gives the GPU back and removes checkpoints: gigabytes, which nobody else would remove."""
 
     def leave(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_IGN)  # a second one would end the cleaning
+        signal.signal(number, signal.SIG_IGN)  # a second one would cut the cleaning short
         raise SystemExit(128 + number)
 
     before = signal.signal(signal.SIGTERM, leave)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_recipes.bench import decode_profile, rollout_memory
-from qerl_recipes.bench.in_turn import take_turns
+from qerl_recipes.bench.in_turn import pause, take_turns
 from qerl_recipes.bench.process import ArmFailedError, check_gpus, check_shape, ended_cleanly, in_own_process
 from qerl_recipes.bench.rollout_arm import ARMS
 from qerl_recipes.bench.rollout_cases import Case
@@ -111,6 +111,7 @@ def run(
     if interleave:
         for name, memory in rollout_memory.plan(shape, requests, cases).items():
             requests[name]["memory"] = memory
+    rest = pause(len(requests), tensor_parallel_size) if interleave else 0.0
     measured: dict[str, dict[str, Any]] = {name: {} for name in requests}
     result = {
         "shape": shape,
@@ -119,6 +120,7 @@ def run(
         "repeats": repeats,
         "rounds": rounds,
         "interleaved": interleave,
+        "rest_seconds": rest,
         "engine": more,
         "variants": {name: dict(own) for name, own in (variants or {}).items()},
         **conditions(),
@@ -137,7 +139,7 @@ def run(
         for group in [list(requests)] if interleave else [[name] for _ in range(rounds) for name in requests]:
             asked = {name: {**requests[name], "scratch": folder} for name in group if "failed" not in measured[name]}
             if not profile:
-                take_turns(ARM, asked, cases, repeats, note)
+                take_turns(ARM, asked, cases, repeats, note, rest)
                 continue
             for name, request in asked.items():
                 traces = (output or Path(folder, "profile")).with_suffix("").resolve()

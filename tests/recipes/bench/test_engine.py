@@ -208,7 +208,7 @@ def test_arms_alternate_and_one_that_fails_does_not_end_the_others(
     seconds = {"bf16_merged": [2.0, 4.0], "bf16": [4.0, 4.0], "qerl_nvfp4": [1.0]}
     asked: list[str] = []
 
-    def take_turns(module: str, requests: dict[str, Any], cases: Any, repeats: int, note: Any) -> None:
+    def take_turns(module: str, requests: dict[str, Any], cases: Any, repeats: int, note: Any, rest: float) -> None:
         (arm,) = requests
         asked.append(arm)
         if not seconds[arm]:

@@ -15,8 +15,8 @@ import torch
 from typer.testing import CliRunner
 
 from qerl_recipes import cli
+from qerl_recipes.bench import in_turn, rollout_memory
 from qerl_recipes.bench import rollout as bench_rollout
-from qerl_recipes.bench import rollout_memory
 from qerl_recipes.bench.in_turn import take_turns
 from qerl_recipes.bench.rollout_arm import ARMS, prompts
 from qerl_recipes.bench.rollout_cases import Case, Order
@@ -113,6 +113,7 @@ def test_an_arm_that_ends_says_why_keeps_what_it_had_and_the_others_go_on(log: P
 PARENT = """
 from qerl_recipes.machine import server_process
 server_process.PATIENCE = 1  # seconds, for what does not end when it is asked to
+from qerl_recipes.bench import in_turn
 from qerl_recipes.bench.in_turn import take_turns
 from qerl_recipes.bench.process import ended_cleanly
 from qerl_recipes.bench.rollout_cases import Case
@@ -162,6 +163,13 @@ def wait_for(what: Any) -> None:
         time.sleep(0.05)
 
 
+def test_before_each_turn_there_is_a_rest(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(in_turn.time, "sleep", slept.append)
+    take_turns("made_up_arm", {"a": {"name": "a"}}, CASES, 1, lambda name, found: None, 0.0123)
+    assert slept.count(0.0123) == len([line for line in lines(log) if len(line) > 2]) == 10
+
+
 def test_prompts_follow_from_case_and_repeat_alone() -> None:
     first = Order(1, 2, 3, 8, 20)
     ids = prompts(first, 512)
@@ -169,6 +177,13 @@ def test_prompts_follow_from_case_and_repeat_alone() -> None:
     assert prompts(first._replace(output=1), 512) == ids
     assert prompts(first._replace(repeat=1), 512) != ids and prompts(first._replace(number=0), 512) != ids
     assert len(ids) == 3 and {len(row) for row in ids} == {8} and {type(i) for row in ids for i in row} == {int}
+
+
+def test_turns_rest_where_workers_that_still_spin_would_take_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+    assert in_turn.pause(3, 2) > in_turn.BUSY, "9 processes on 8 processors"
+    assert in_turn.pause(2, 2) == 0 and in_turn.pause(1, 8) == 0, "a processor for each; nobody before"
+    assert in_turn.pause(20, 1) == 0, "arms without workers sleep at once"
 
 
 H200 = Gpu(143771 * 2**20, True, "NVIDIA H200")
@@ -236,10 +251,18 @@ def test_what_cannot_be_measured_is_refused_by_name(options: list[str], message:
     assert message in " ".join((done.output + str(done.exception)).replace("│", " ").split())
 
 
-def asked(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[dict[str, dict[str, Any]]]:
-    """The requests of each group of arms that are there at the same time."""
+def asked(
+    monkeypatch: pytest.MonkeyPatch, rests: float | None = 0.0, **options: Any
+) -> list[dict[str, dict[str, Any]]]:
+    """The requests of each group of arms that are there at the same time, which have to rest so long."""
     groups: list[dict[str, dict[str, Any]]] = []
-    monkeypatch.setattr(bench_rollout, "take_turns", lambda module, requests, *rest: groups.append(requests))
+
+    def take(module: str, requests: Any, cases: Any, repeats: int, note: Any, rest: float) -> None:
+        groups.append(requests)
+        assert rest == rests
+
+    monkeypatch.setattr(bench_rollout, "take_turns", take)
+    monkeypatch.setattr(bench_rollout, "pause", lambda arms, parallel: 4.5 if (arms, parallel) == (2, 1) else None)
     bench_rollout.run("tiny", [Case(1, 2, 3)], arms=["bf16", "qerl_nvfp4"], **options)
     return groups
 
@@ -248,7 +271,7 @@ def test_arms_are_there_one_by_one_or_at_once(monkeypatch: pytest.MonkeyPatch) -
     one_by_one = asked(monkeypatch, rounds=2)
     assert [list(group) for group in one_by_one] == [["bf16"], ["qerl_nvfp4"]] * 2
     assert one_by_one[0]["bf16"]["memory"] == {}, "vLLM measures"
-    (at_once,) = asked(monkeypatch, interleave=True)
+    (at_once,) = asked(monkeypatch, 4.5, interleave=True)
     assert list(at_once) == ["bf16", "qerl_nvfp4"]
     assert all(request["memory"]["kv_cache_memory_bytes"] > 0 for request in at_once.values())
 
@@ -259,7 +282,9 @@ def test_a_variant_stands_beside_each_arm_and_above_what_all_have(monkeypatch: p
         "pdl": {"compilation_config": {"inductor_compile_config": {"triton.enable_pdl": True}}},
         "s": {"seed": 2},
     }
-    (group,) = asked(monkeypatch, interleave=True, engine=engine, variants=variants, kv_cache_dtype=["auto", "fp8"])
+    (group,) = asked(
+        monkeypatch, None, interleave=True, engine=engine, variants=variants, kv_cache_dtype=["auto", "fp8"]
+    )
     names = ["bf16", "bf16, fp8 cache", "bf16, pdl", "bf16, pdl, fp8 cache", "bf16, s", "bf16, s, fp8 cache"]
     assert list(group)[:6] == names and len(group) == 12
     assert group["bf16"]["engine"] == engine
