@@ -54,8 +54,9 @@ def summaries(steps: Sequence[Mapping[str, float]], target: float | None) -> dic
 
     ``reward_area``: the mean reward over its steps. ``entropy_start`` and ``entropy_end``: mean of its first and of its
     last steps. ``mismatch`` and ``without_signal``: means over the steps of ``logp_mismatch_mean`` and of
-    ``equal_groups``, the share of groups without signal. ``seconds_a_step``: their median. ``steps_to_target`` and
-    ``seconds_to_target``: until the mean reward of the last five steps reaches ``target``; absent where it never does.
+    ``equal_groups``, the share of groups without signal. ``seconds_a_step`` and ``tokens_per_s`` (of the rollouts):
+    their medians. ``steps_to_target`` and ``seconds_to_target``: until the mean reward of the last five steps reaches
+    ``target``; absent where it never does.
     """
     scored = [step for step in steps if step.get("reward") is not None]  # a rollout for several steps is scored once
     rewards = [step["reward"] for step in scored]
@@ -73,6 +74,8 @@ def summaries(steps: Sequence[Mapping[str, float]], target: float | None) -> dic
     found |= {name: sum(values) / len(values) for name, values in means.items() if values}
     if seconds := of("step_seconds"):
         found["seconds_a_step"] = statistics.median(seconds)
+    if speeds := of("rollout_tokens_per_s"):
+        found["tokens_per_s"] = statistics.median(speeds)
     if target is not None:
         for i, step in enumerate(scored):
             window = rewards[max(0, i + 1 - ENDS) : i + 1]

@@ -180,7 +180,9 @@ def test_what_the_steps_of_a_run_come_to():
     found = results.summaries(steps, 0.5)
     assert found["reward_area"] == pytest.approx(0.5) and found["entropy_start"] == pytest.approx(1.6)
     assert found["steps_to_target"] == 6 and found["seconds_to_target"] == pytest.approx(12.0)
-    assert "steps_to_target" not in results.summaries(steps, 0.9)
+    assert "steps_to_target" not in results.summaries(steps, 0.9) and "tokens_per_s" not in found
+    speeds = [{**step, "rollout_tokens_per_s": 100.0 * step["step"]} for step in steps[:5]]
+    assert results.summaries(speeds, None)["tokens_per_s"] == 300.0
     # a rollout that serves two steps is scored in the first of them; the second takes its time all the same
     between = [{"step": 2 * s["step"], "entropy": 9.0, "step_seconds": 1.0} for s in steps]
     halves = [each for s, b in zip(steps, between, strict=True) for each in ({**s, "step": 2 * s["step"] - 1}, b)]

@@ -142,6 +142,24 @@ def test_the_bf16_arm_trains_through_the_same_trainer(make_trainer, make_bf16, r
     assert records[-1]["touched_norms"] == 4
 
 
+def test_every_arm_of_a_seed_is_asked_the_same_prompts_in_the_same_order(make_trainer, make_nvfp4, make_bf16):
+    def asked(base, **settings):
+        seen = []
+
+        def reward(prompts, completions, **columns):
+            seen.append(list(prompts))
+            return [float(len(completion) % 3) for completion in completions]
+
+        make_trainer(base, reward, **{"max_steps": 3, "seed": 5, **settings}).train()
+        return seen
+
+    first = asked(make_nvfp4("qwen2"))
+    assert len(first) == 3 and len({prompt for prompts in first for prompt in prompts}) > 1
+    assert asked(make_bf16("qwen2"), quantization="bf16", rank=8, learning_rate=1e-2) == first
+    assert asked(make_nvfp4("qwen2"), noise_mode="shared", **{**AQN, "max_steps": 3}) == first
+    assert asked(make_nvfp4("qwen2"), seed=6) != first
+
+
 def test_evaluation_has_no_noise_and_training_gets_it_back(make_trainer, make_nvfp4, read_metrics):
     trainer = make_trainer(
         make_nvfp4("qwen2"), noise_mode="shared", **{**AQN, "max_steps": 2}, eval_strategy="steps", eval_steps=1
