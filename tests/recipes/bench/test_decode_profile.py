@@ -126,12 +126,15 @@ def test_an_engine_makes_the_steps_halfway_through_its_completions(
     try:
         sampling = rollout_arm.sampling(output)
         found = decode_profile.profile(llm, [[5] * 8, [6] * 8], sampling, None, tmp_path / "t.json.gz")
-        assert len(stepped) == FILLING + decode_profile.STEPS + LAST
+        assert stepped == [None] * (FILLING + decode_profile.STEPS + LAST)
         assert (found["batch"], found["context"]) == (2, 8 + output // 2)
         assert found["step_us"] > 100 and 0 < found["worked_us"] < 1.1 * found["step_us"]
         assert found["profiled_step_us"] == pytest.approx(100)
         assert found["cpu_us"] == pytest.approx({"least": 75, "median": 75, "most": 75})
         assert not llm.llm_engine.has_unfinished_requests()
+        stepped.clear()
+        decode_profile.profile(llm, [[5] * 8], sampling, None, tmp_path / "t.json.gz", is_stock=True)
+        assert stepped == [[]] * (FILLING + decode_profile.STEPS + LAST)  # what vLLM's own step returns
         (answer,) = llm.generate({"prompt_token_ids": [7] * 8}, rollout_arm.sampling(3), use_tqdm=False)
         assert len(answer.outputs[0].token_ids) == 3
     finally:
