@@ -20,7 +20,7 @@ from qerl_recipes.bench import decode_profile, rollout_memory
 from qerl_recipes.bench.in_turn import pause, take_turns
 from qerl_recipes.bench.process import ArmFailedError, check_gpus, check_shape, ended_cleanly, in_own_process
 from qerl_recipes.bench.rollout_arm import ARMS
-from qerl_recipes.bench.rollout_cases import Case
+from qerl_recipes.bench.rollout_cases import Case, rows
 from qerl_recipes.bench.train_table import around, spread
 from qerl_recipes.machine.conditions import conditions, save
 from qerl_recipes.recipe.shapes import full_name
@@ -124,6 +124,7 @@ def run(
         "engine": more,
         "variants": {name: dict(own) for name, own in (variants or {}).items()},
         **conditions(),
+        "cached_tokens": max(batch * tokens for batch, tokens in rows(cases)),
         "arms": measured,
     }
 
@@ -174,13 +175,14 @@ def _joined(options: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, A
 
 def _add(measured: dict[str, Any], found: dict[str, Any], cases: Sequence[Case]) -> None:
     """Join a piece of what was found to what is there, and work out the rates anew."""
-    measured |= {name: found[name] for name in ("failed", "weights_gib", "start_seconds") if name in found}
+    alone = ("failed", "weights_gib", "kv_cache_tokens", "start_seconds")
+    measured |= {name: found[name] for name in alone if name in found}
     if "profile" in found:
         measured.setdefault("profile", []).extend(found["profile"])
-    alone = len({case.batch for case in cases}) == len(cases)
+    differ = len({case.batch for case in cases}) == len(cases)
     for row in found.get("cases", []):
         rows = measured.setdefault("batch", {})
-        key = str(row["batch"]) if alone else f"{row['batch']} x {row['input']} + {row['output']}"
+        key = str(row["batch"]) if differ else f"{row['batch']} x {row['input']} + {row['output']}"
         joined = rows.setdefault(key, {**row, "seconds": [], "prefill_seconds": []})
         whole, first = (joined[name] + row[name] for name in ("seconds", "prefill_seconds"))
         batch, first_token = row["batch"], statistics.median(first)
@@ -235,6 +237,9 @@ def _print(result: dict[str, Any]) -> None:
         weights = found["weights_gib"]
         table.add_row(arm, *cells, "" if weights is None else f"{weights:.1f}")
     console.print(table)
+    for arm, found in arms.items():
+        if found["kv_cache_tokens"] < (needed := result["cached_tokens"]):
+            console.print(f"{arm}: its KV cache holds {found['kv_cache_tokens']:,} of {needed:,} tokens, so some wait")
 
 
 def _at(found: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ def begin(request: Found) -> tuple[Found, Callable[[Found], Found]]:
 
     llm, policy = start(request)
     said = {
+        "kv_cache_tokens": _cache_tokens(llm),
         "weights_gib": _weights_gib(llm) if request["tensor_parallel"] == 1 else None,
         "start_seconds": round(time.perf_counter() - began, 1),
     }
@@ -144,6 +145,11 @@ def options(arm: str, rank: int, config: dict[str, Any]) -> dict[str, Any]:
 
 def _cases(request: Found) -> list[Case]:
     return [Case(*numbers) for numbers in request["cases"]]
+
+
+def _cache_tokens(llm: "LLM") -> int:
+    cache = llm.llm_engine.vllm_config.cache_config
+    return (cache.num_gpu_blocks or 0) * cache.block_size
 
 
 def _weights_gib(llm: "LLM") -> float:

@@ -56,6 +56,11 @@ def prefill(cases: Sequence[Case]) -> Case:
     return Case(PREFILLED, length(cases) - 1, 1)
 
 
+def rows(cases: Sequence[Case]) -> list[tuple[int, int]]:
+    """All that is measured, as (sequences at a time, tokens of each)."""
+    return [*((case.batch, case.input + case.output) for case in cases), (PREFILLED, length(cases))]
+
+
 def orders(number: int, case: Case, repeats: int) -> list[Order]:
     """A warm-up of few tokens, and the repeats."""
     warm_up = case._replace(output=min(case.output, WARM_UP_TOKENS))

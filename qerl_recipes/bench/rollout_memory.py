@@ -6,7 +6,7 @@ from typing import Any
 
 from qerl_recipes.bench import rollout_cases
 from qerl_recipes.bench.rollout_arm import options
-from qerl_recipes.bench.rollout_cases import PREFILLED, Case
+from qerl_recipes.bench.rollout_cases import Case
 from qerl_recipes.machine.gpu import GB, Gpu, gigabytes, installed_gpu, used_bytes
 from qerl_recipes.memory import activation_bytes, engine_bytes, weight_bytes
 from qerl_recipes.memory.model_size import ModelSize, measure
@@ -20,30 +20,31 @@ ALLOWANCE = 3 * GB  # of an engine on each GPU: CUDA's context, NCCL, workspaces
 # vLLM refuses to start where less than this share of the GPU is free, and so would one that another engine's start has
 # outrun; whether all of them fit is known before
 LEAST_SHARE = 0.01
-BLOCK = {True: 16, False: 128}  # tokens of vLLM's blocks, on a GPU and on a CPU
+BLOCK = 16  # tokens of vLLM's blocks on a GPU
 LARGE_GPU = 70 * 2**30  # from here on vLLM computes more tokens at once
 TOKENS_AT_ONCE = {True: 16384, False: 8192}  # vLLM's max_num_batched_tokens by that
 
 
 def plan(shape: str, requests: Mapping[str, Mapping[str, Any]], cases: Sequence[Case]) -> dict[str, dict[str, Any]]:
-    """For each arm by its name the arguments of ``vllm.LLM`` that say how much memory it has.
+    """For each arm by its name the arguments of ``vllm.LLM`` that say how much memory it has; none on a CPU, where
+    vLLM's VLLM_CPU_KVCACHE_SPACE says it.
 
     Raises ValueError, with the bytes of each, for arms that do not fit on the GPU together.
     """
     gpu, size = installed_gpu(), measure(config_json(shape))
-    caches = {name: cache(size, request, cases, on_gpu=gpu is not None) for name, request in requests.items()}
-    if gpu is not None:
-        _check(gpu, {name: _parts(size, gpu, request, cases) for name, request in requests.items()}, caches)
+    if gpu is None:
+        return {name: {} for name in requests}
+    caches = {name: cache(size, request, cases) for name, request in requests.items()}
+    _check(gpu, {name: _parts(size, gpu, request, cases) for name, request in requests.items()}, caches)
     return {
         name: {"kv_cache_memory_bytes": held, "gpu_memory_utilization": LEAST_SHARE} for name, held in caches.items()
     }
 
 
-def cache(size: ModelSize, request: Mapping[str, Any], cases: Sequence[Case], *, on_gpu: bool) -> int:
+def cache(size: ModelSize, request: Mapping[str, Any], cases: Sequence[Case]) -> int:
     """Bytes on each GPU of a KV cache in which no sequence of any case waits for another."""
-    block = request["engine"].get("block_size") or BLOCK[on_gpu]
-    rows = [(case.batch, case.input + case.output) for case in cases] + [(PREFILLED, rollout_cases.length(cases))]
-    tokens = max(batch * (-(-length // block) + 1) * block for batch, length in rows)
+    block = request["engine"].get("block_size") or BLOCK
+    tokens = max(batch * (-(-length // block) + 1) * block for batch, length in rollout_cases.rows(cases))
     itemsize = 1 if request["kv_cache_dtype"].startswith("fp8") else ITEMSIZE
     return int(MARGIN * tokens * engine_bytes.cache_of_a_token(size, request["tensor_parallel"], itemsize))
 

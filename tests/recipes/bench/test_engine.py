@@ -60,7 +60,9 @@ def test_each_case_of_an_arm_is_measured_as_a_whole_and_its_decoding_alone(tmp_p
     result = json.loads(file.read_text())
     assert result["engine"] == engine and result["interleaved"] is True
     assert list(result["arms"]) == arms
+    assert result["cached_tokens"] == 64 * 48, "the prefill is the most"
     for found in result["arms"].values():
+        assert found["kv_cache_tokens"] * 2 * 2 * 64 * 2 == 2**30, "VLLM_CPU_KVCACHE_SPACE; keys and values, 2 layers"
         rows = found["batch"]
         assert {key: (row["input"], row["output"]) for key, row in rows.items()} == {"1": (8, 40), "3": (8, 20)}
         for row in (*rows.values(), found["prefill"]):
@@ -118,6 +120,7 @@ def test_what_one_would_run_without_this_project_is_asked_in_vllms_way(
 
     monkeypatch.setattr(rollout_arm, "start", lambda request: (Engine(), SimpleNamespace(request=None)))
     monkeypatch.setattr(answers, "generate", ours)
+    monkeypatch.setattr(rollout_arm, "_cache_tokens", lambda llm: 1)
     _, work = rollout_arm.begin({"arm": arm, "tensor_parallel": 2, "shape": "tiny"})
     assert work({"number": 0, "repeat": 1, "batch": 3, "input": 4, "output": 2})["seconds"] >= 0
     assert seen == [asked]
@@ -215,7 +218,7 @@ def test_arms_alternate_and_one_that_fails_does_not_end_the_others(
             note(arm, {"failed": "its messages are above"})
             return
         one = seconds[arm].pop(0)
-        note(arm, {"weights_gib": 1.0})
+        note(arm, {"weights_gib": 1.0, "kv_cache_tokens": 5000})
         note(arm, {"cases": [{"batch": 4, "input": 10, "output": 21, "seconds": [one], "prefill_seconds": [0.5]}]})
         note(arm, {"prefill": {"tokens": 640, "seconds": [one]}})
 
@@ -259,9 +262,12 @@ def test_ratios_are_to_the_faster_bf16_arm(capsys: pytest.CaptureFixture[str]) -
         return {"batch": {"8": {**row, "batch": 8, "input": 1, "output": 2, "decode": row}}, "prefill": row}
 
     arms = {"qerl_nvfp4": arm(300.0), "bf16": arm(150.0), "bf16_merged": arm(200.0)}
-    arms = {name: {**found, "weights_gib": None} for name, found in arms.items()}
-    bench_rollout._print({"arms": arms, "shape": "7B", "tensor_parallel_size": 2, "rank": 8, "gpu": "x", "date": "y"})
+    arms = {name: {**found, "weights_gib": None, "kv_cache_tokens": 200} for name, found in arms.items()}
+    arms["bf16"]["kv_cache_tokens"] = 199
+    result = {"arms": arms, "shape": "7B", "tensor_parallel_size": 2, "rank": 8, "gpu": "x", "date": "y"}
+    bench_rollout._print({**result, "cached_tokens": 200})
     printed = capsys.readouterr().out
+    assert "bf16: its KV cache holds 199 of 200 tokens, so some wait" in printed and printed.count("some wait") == 1
     assert "300 ±5%" in printed and "(1.50x)" in printed and "(0.75x)" in printed and "tensor parallel 2" in printed
 
 
