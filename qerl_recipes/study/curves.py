@@ -16,8 +16,10 @@ def draw(rows: Sequence[Row], arms: Mapping[str, str], seeds: Sequence[int], pat
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    metrics = {metric for *_, metric, _ in rows}
+    entropy = "sampled_entropy" if "sampled_entropy" in metrics else "entropy"  # of all completions, where it is there
     figure, axes = plt.subplots(1, 2, figsize=(11, 3.8), constrained_layout=True)
-    for axis, metric, title in zip(axes, ("reward", "entropy"), ("reward", "entropy, nats a token"), strict=True):
+    for axis, metric, title in zip(axes, ("reward", entropy), ("reward", "entropy, nats a token"), strict=True):
         for number, (arm, label) in enumerate(arms.items()):
             runs: dict[int, dict[int, float]] = defaultdict(dict)
             for name, seed, step, of, value in rows:

@@ -11,7 +11,15 @@ from qerl_recipes.study.results import TABLE, Final, Row, Verdict, final, labels
 
 NOT_RUN = "not run yet"
 METRICS = (
-    *("base_accuracy", "accuracy", "reward_area", "entropy_start", "mismatch", "without_signal", "seconds_a_step"),
+    *(
+        "base_accuracy",
+        "accuracy",
+        "reward_area",
+        "sampled_entropy_start",
+        "mismatch",
+        "without_signal",
+        "seconds_a_step",
+    ),
     "steps_to_target",
 )
 

@@ -8,7 +8,16 @@ from qerl_recipes.study.results import Final, Row, Verdict, comparisons, counted
 
 # of the training: the second table of a page
 OF_A_RUN = (
-    *("reward_area", "entropy_start", "entropy_end", "mismatch", "without_signal", "seconds_a_step"),
+    *(
+        "reward_area",
+        "entropy_start",
+        "entropy_end",
+        "sampled_entropy_start",
+        "sampled_entropy_end",
+        "mismatch",
+        "without_signal",
+        "seconds_a_step",
+    ),
     "tokens_per_s",
     *("steps_to_target", "seconds_to_target"),
 )

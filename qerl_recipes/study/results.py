@@ -53,10 +53,12 @@ def summaries(steps: Sequence[Mapping[str, float]], target: float | None) -> dic
     """What the steps of a run come to.
 
     ``reward_area``: the mean reward over its steps. ``entropy_start`` and ``entropy_end``: mean of its first and of its
-    last steps. ``mismatch`` and ``without_signal``: means over the steps of ``logp_mismatch_mean`` and of
-    ``equal_groups``, the share of groups without signal. ``seconds_a_step`` and ``tokens_per_s`` (of the rollouts):
-    their medians. ``steps_to_target`` and ``seconds_to_target``: until the mean reward of the last five steps reaches
-    ``target``; absent where it never does.
+    last steps, of the completions that were computed; ``sampled_entropy_start`` and ``..._end`` the same of all, noise
+    of the rollout included, estimated by what was sampled: which completions are computed depends on the rewards, so
+    that arms can be compared by these alone. ``mismatch`` and ``without_signal``: means over the steps of
+    ``logp_mismatch_mean`` and of ``equal_groups``, the share of groups without signal. ``seconds_a_step`` and
+    ``tokens_per_s`` (of the rollouts): their medians. ``steps_to_target`` and ``seconds_to_target``: until the mean
+    reward of the last five steps reaches ``target``; absent where it never does.
     """
     scored = [step for step in steps if step.get("reward") is not None]  # a rollout for several steps is scored once
     rewards = [step["reward"] for step in scored]
@@ -68,6 +70,8 @@ def summaries(steps: Sequence[Mapping[str, float]], target: float | None) -> dic
     means = {
         "entropy_start": of("entropy", slice(ENDS)),
         "entropy_end": of("entropy", slice(-ENDS, None)),
+        "sampled_entropy_start": of("sampled_entropy", slice(ENDS)),
+        "sampled_entropy_end": of("sampled_entropy", slice(-ENDS, None)),
         "mismatch": of("logp_mismatch_mean"),
         "without_signal": of("equal_groups"),
     }

@@ -23,6 +23,7 @@ NAMES = {
     "reward_std": "reward_std",
     "frac_reward_zero_std": "equal_groups",
     "entropy": "entropy",
+    "sampling/entropy": "sampled_entropy",
     "kl": "kl",
     "sampling/sampling_logp_difference/mean": "logp_mismatch_mean",
     "sampling/sampling_logp_difference/max": "logp_mismatch_max",

@@ -235,6 +235,9 @@ class QerlGRPOTrainer(GRPOTrainer):
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if self.model.training:
             inputs = self._learning_from = dict(inputs)
+            # of all rows, whether they are computed or not: an estimate of the entropy of what was sampled from
+            sampled, mask = inputs["sampling_per_token_logps"], importance.mask_of(inputs).bool()
+            self._means.add("sampling/entropy", -torch.where(mask, sampled, 0.0).sum(), mask.sum())
             if self._skips_silent_rows:
                 inputs["left_out"] = silent_rows.silent(inputs)
             if "old_per_token_logps" in inputs:  # a rollout for several steps: from before the first of them

@@ -181,6 +181,9 @@ def test_what_the_steps_of_a_run_come_to():
     assert found["reward_area"] == pytest.approx(0.5) and found["entropy_start"] == pytest.approx(1.6)
     assert found["steps_to_target"] == 6 and found["seconds_to_target"] == pytest.approx(12.0)
     assert "steps_to_target" not in results.summaries(steps, 0.9) and "tokens_per_s" not in found
+    both = results.summaries([{**step, "sampled_entropy": 2.0 * step["step"]} for step in steps], None)
+    assert (both["entropy_start"], both["sampled_entropy_start"]) == (found["entropy_start"], 6.0)
+    assert both["sampled_entropy_end"] == 8.0 and "sampled_entropy_start" not in found
     speeds = [{**step, "rollout_tokens_per_s": 100.0 * step["step"]} for step in steps[:5]]
     assert results.summaries(speeds, None)["tokens_per_s"] == 300.0
     # a rollout that serves two steps is scored in the first of them; the second takes its time all the same

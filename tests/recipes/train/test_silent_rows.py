@@ -96,6 +96,10 @@ def test_what_is_measured_is_of_the_rows_that_are_computed_and_says_their_share(
     some_were_empty = False
     for step, record in enumerate(records):
         rows, tokens, total = 0, 0, 0.0
+        sampled = [mask_of(seen[i]) for i in range(step * micro_batches, (step + 1) * micro_batches)]
+        of_all = [(seen[step * micro_batches + i]["sampling_per_token_logps"] * m).sum() for i, m in enumerate(sampled)]
+        estimate = -float(sum(of_all)) / int(sum(m.sum() for m in sampled))
+        assert record["sampled_entropy"] == pytest.approx(estimate, rel=1e-5)  # silent rows too
         for i in range(step * micro_batches, (step + 1) * micro_batches):
             loud = seen[i]["advantages"] != 0
             if not loud.any():  # one row stays, so that there is something to compare
