@@ -104,14 +104,23 @@ def answers(model, prompts, scales) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("folder", "key"),
+    ("folder", "key", "own_file"),
     [
-        (LLMCOMPRESSOR / "qwen3-mixed-kv", "model.layers.{}.self_attn.{}_scale"),
-        (MODELOPT / "qwen3-w4a16-kv", "model.layers.{}.self_attn.{}_proj.{}_scale"),
+        (LLMCOMPRESSOR / "qwen3-mixed-kv", "model.layers.{}.self_attn.{}_scale", False),
+        (MODELOPT / "qwen3-w4a16-kv", "model.layers.{}.self_attn.{}_proj.{}_scale", False),
+        (MODELOPT / "qwen3-w4a16-kv", "model.layers.{}.self_attn.{}_proj.{}_scale", True),
     ],
-    ids=["llmcompressor", "modelopt"],
+    ids=["llmcompressor", "modelopt", "modelopt, a file of its own"],
 )
-def test_scales_of_an_fp8_cache_are_used(serve, measure, reference, tmp_path, folder, key):
+def test_scales_of_an_fp8_cache_are_used(serve, measure, reference, tmp_path, folder, key, own_file):
+    if own_file:  # as modelopt 0.29 and before: nothing of it is in config.json
+        source, folder = folder, tmp_path / "own"
+        shutil.copytree(source, folder)
+        values = json.loads((folder / "config.json").read_text())
+        del values["quantization_config"]
+        (folder / "config.json").write_text(json.dumps(values))
+        own = folder / "hf_quant_config.json"
+        own.write_text(own.read_text().replace("W4A16_NVFP4", "NVFP4"))  # the one that there was
     llm = serve(folder)
     stored = load_file(folder / "model.safetensors")
     scales = [[stored[key.format(layer, x, x)].float() for x in "kv"] for layer in (0, 1)]
