@@ -28,6 +28,11 @@ class Refused(Exception):
         self.status, self.reason = status, reason
 
 
+def no_room(text: str) -> Refused:
+    """The refusal of an adapter that the memory shared with the workers cannot take."""
+    return Refused(507, "no_room", f"{shared_file.SHARED_MEMORY} {text}; make room there, or give it more (--shm-size)")
+
+
 @dataclass(frozen=True)
 class Upload:
     """A received safetensors file: its ``path``, digest, size, and the adapter's config from its metadata.
@@ -116,14 +121,14 @@ async def received(request: Any, limit: int) -> AsyncIterator[Upload]:
     """The body as a file of this user alone, until the end of the block. Raises Refused."""
     size = declared(request, limit)
     if not shared_file.fits(limit if size is None else size):
-        raise Refused(507, "no_room", f"{shared_file.SHARED_MEMORY} has no room for {size or limit} bytes")
+        raise no_room(f"has no room for {limit if size is None else size} bytes")
     with shared_file.unnamed() as (file, path):
         laps, written = Laps(), 0
         async for chunk in chunks(request, limit):
             try:
                 shared_file.append(file, chunk)
             except OSError as error:  # others have filled it since
-                raise Refused(507, "no_room", f"{shared_file.SHARED_MEMORY}: {error.strerror}") from None
+                raise no_room(f"is full: {error.strerror}") from None
             written += len(chunk)
         laps.end("body")
         config = _config(path, written)

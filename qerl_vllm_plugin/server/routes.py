@@ -73,13 +73,13 @@ async def put_policy(server: PolicyServer, request: Request) -> dict[str, Any]:
     tensors = {**saved.tensors, **(saved.norms or {})}
     size = sum(tensor.nbytes for tensor in tensors.values())
     if not shared_file.fits(size):
-        raise Refused(507, "no_room", f"{shared_file.SHARED_MEMORY} has no room for the adapter")
+        raise body.no_room(f"has no room for {size} bytes")
     metrics.BYTES.inc(size)
     with ExitStack() as stack:
         try:
             path = await asyncio.to_thread(stack.enter_context, shared_file.shared(tensors))
         except OSError as error:  # others have filled it since
-            raise Refused(507, "no_room", f"{shared_file.SHARED_MEMORY}: {error.strerror}") from None
+            raise body.no_room(f"is full: {error.strerror}") from None
         return await server.swap(path, saved.config, digest, version, mode)
 
 

@@ -101,3 +101,37 @@ def test_changes_of_several_clients_are_ordered_and_lose_no_request(server, adap
     assert all(first <= span[0] <= span[-1] <= first + 16 for span in spans)
     assert any(len(span) == 2 for span in spans), "no request ran through a change: this proves nothing"
     assert PolicyClient(server.url, TOKEN).state()["version"] == first + 16
+
+
+def test_each_of_them_counts_for_all(server, adapters):
+    policy = PolicyClient(server.url, TOKEN)
+    before = policy.state()["counters"]
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(httpx.Client(headers={"X-QeRL-Admin-Token": TOKEN})) for _ in range(12)]
+        for client in clients:
+            assert client.put(f"{server.url}/v1/qerl/noise", json={}).status_code == 400  # closes the connection
+            client.delete(f"{server.url}/v1/qerl/noise").raise_for_status()
+        assert len(connected(server)) == 2, "one process has answered all: nothing is tested"
+        counted = [client.get(f"{server.url}/v1/qerl/state").json()["counters"] for client in clients]
+    assert all(found == counted[0] for found in counted)
+    assert counted[0]["swaps"]["noise"] == before["swaps"].get("noise", 0) + 12
+    assert counted[0]["refusals"]["bad_json"] == before["refusals"].get("bad_json", 0) + 12
+
+
+def test_when_one_of_them_is_killed_every_request_and_the_whole_server_end(server):
+    """The last one of ``server``: the one that dies may be the one that has paused the engine."""
+    processes = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
+    question = {"model": "policy", "prompt": [5, 6, 7], "max_tokens": 3000, "stream": True, "ignore_eos": True}
+    with contextlib.ExitStack() as stack:
+        streams = []
+        while len(connected(server)) < 2 and len(streams) < 8:
+            client = stack.enter_context(httpx.Client(timeout=60))
+            answer = stack.enter_context(client.stream("POST", f"{server.url}/v1/completions", json=question))
+            streams.append(answer.iter_bytes())
+            assert next(streams[-1])
+        psutil.Process(min(connected(server))).kill()
+        for stream in streams:
+            with contextlib.suppress(httpx.TransportError):
+                for _ in stream:
+                    pass  # it ends
+    assert psutil.wait_procs(processes, 30)[1] == []

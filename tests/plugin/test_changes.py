@@ -1,15 +1,25 @@
 """The order of a change on a server, on an engine client that writes down what it is asked."""
 
 import asyncio
+import errno
+import re
 from types import SimpleNamespace
 
+import httpx
 import pytest
+import torch
+from fastapi import FastAPI
+from safetensors.torch import save_file
 
+from qerl_vllm_plugin import shared_file
 from qerl_vllm_plugin.change_log import ChangeLog
-from qerl_vllm_plugin.server import changes
+from qerl_vllm_plugin.client import body
+from qerl_vllm_plugin.server import changes, routes
 from qerl_vllm_plugin.server.body import Refused
 from qerl_vllm_plugin.server.changes import PolicyServer
+from qerl_vllm_plugin.server.token import HEADER, read_token
 
+TOKEN = "an-admin-token-of-32-characters!"
 CHANGE = ["pause keep", "empty", "qerl_set_noise", "resume"]
 
 
@@ -115,3 +125,35 @@ def test_a_change_ends_though_its_caller_has_gone():
 
     with_server(engine, leave)
     assert engine.asked == CHANGE
+
+
+@pytest.mark.parametrize("query", [{}, {"folder": "first"}])
+@pytest.mark.parametrize("is_filled_later", [False, True])
+def test_shared_memory_without_room_is_a_refusal_by_name(query, is_filled_later, monkeypatch, tmp_path):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    tensors, folder = {"x": torch.ones(4)}, tmp_path / "first"
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text("{}")
+    if is_filled_later:
+        monkeypatch.setattr(shared_file, "append", full)
+    else:
+        monkeypatch.setattr(shared_file, "fits", lambda size: False)
+    engine, app = Engine(), FastAPI()
+    monkeypatch.setenv("QERL_ADMIN_TOKEN", TOKEN)
+    routes.attach(app, read_token())
+
+    async def put(server):
+        app.state.qerl, server._folders = server, tmp_path
+        options = {"transport": httpx.ASGITransport(app), "base_url": "http://x/v1/qerl/", "headers": {HEADER: TOKEN}}
+        async with httpx.AsyncClient(**options) as client:
+            server.limit = 1 << 20
+            return await client.put("policy", params=query, content=b"" if query else body(tensors, {}))
+
+    answer = with_server(engine, put)
+    assert (answer.status_code, answer.json()["reason"]) == (507, "no_room")
+    said = "is full: No space left on device" if is_filled_later else r"has no room for \d+ bytes"
+    assert re.fullmatch(rf"/dev/shm {said}; make room there, or give it more \(--shm-size\)", answer.json()["error"])
+    assert engine.asked == []

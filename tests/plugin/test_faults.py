@@ -170,7 +170,10 @@ def test_an_adapter_for_which_there_is_no_room_left_is_refused_by_name(server, a
     limits = process.rlimit(resource.RLIMIT_FSIZE)
     process.rlimit(resource.RLIMIT_FSIZE, (4 << 10, limits[1]))  # the kernel refuses the write after so many bytes
     try:
-        with pytest.raises(PolicyRefusedError, match="/dev/shm: File too large") as refused:
+        with pytest.raises(
+            PolicyRefusedError,
+            match=r"/dev/shm is full: File too large; make room there, or give it more \(--shm-size\)",
+        ) as refused:
             policy.swap(*adapter)
     finally:
         process.rlimit(resource.RLIMIT_FSIZE, limits)
