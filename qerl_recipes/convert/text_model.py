@@ -4,7 +4,8 @@
 
 A policy here reads and writes text, and a text checkpoint is what is served, quantized, adapted and trained. No weight
 changes: tensors get the names that the text model has in transformers; the tower for images, its projector and layers
-that predict several tokens are left out. Adapters, noise and trained norms carry the text model's names.
+that predict several tokens are left out. Adapters, noise and trained norms carry the text model's names. Weights in
+NVFP4 stay so; activation scales and other formats go first, with ``qerl quantize``.
 """
 
 import json
@@ -14,12 +15,14 @@ from typing import Any
 
 import torch
 
+from qerl_recipes.convert.quantize import quantization_config
 from qerl_recipes.convert.shard_writer import Entry, ShardWriter, copy_other_files, write_index
 from qerl_recipes.files.base_model import local_folder
 from qerl_recipes.files.whole_folder import whole_folder
 from qerl_vllm_plugin.checkpoint import CONFIG, CheckpointError, CheckpointReport, inspect_folder
 from qerl_vllm_plugin.families import LANGUAGE_MODELS
 from qerl_vllm_plugin.safetensors_header import DTYPES, read_tensor
+from qerl_vllm_plugin.scheme import COMPRESSED, NVFP4
 
 # the language model's names in a checkpoint, by the version of transformers that wrote it -> those of a text model
 RENAMED = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
@@ -32,9 +35,9 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 def write_text_model(source: str | Path, destination: str | Path, *, overwrite: bool = False) -> Path:
     """Write the language model of ``source``, a folder or a model id, to ``destination``.
 
-    Raises CheckpointError for a checkpoint that is damaged, quantized, of another family than
-    ``families.LANGUAGE_MODELS`` has, or whose tensors are not those that transformers' text model has; FileExistsError
-    for a destination that is not empty, unless ``overwrite``.
+    Raises CheckpointError for a checkpoint that is damaged, quantized with more than NVFP4 weights, of another family
+    than ``families.LANGUAGE_MODELS`` has, or whose tensors are not those that transformers' text model has;
+    FileExistsError for a destination that is not empty, unless ``overwrite``.
     """
     folder, target = local_folder(source), Path(destination)
     report = inspect_folder(folder)
@@ -44,11 +47,13 @@ def write_text_model(source: str | Path, destination: str | Path, *, overwrite: 
             f"{folder}: model_type {report.config.get('model_type')!r} has no language model that is known here; known "
             f"are {', '.join(LANGUAGE_MODELS)}"
         )
-    if report.scheme is not None:
-        raise CheckpointError(f"{folder} is quantized; start from the BF16 checkpoint and quantize its language model")
     names = _names(report)
     config = _config(folder, kind, tied=HEAD not in names.values())
     _check(report, names, config)
+    if report.scheme is not None:
+        dense = {names[f"{name}.weight"] for name in report.layers_as(None) if f"{name}.weight" in names}
+        ignore = sorted(name.removesuffix(".weight") for name in (dense | {HEAD}) - {EMBEDDING})
+        config = {**config, "quantization_config": quantization_config(ignore)}
     with whole_folder(target, overwrite=overwrite) as partial:
         _write_shards(report, names, partial)
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -102,7 +107,7 @@ def _check(report: CheckpointReport, names: Mapping[str, str], config: Mapping[s
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **values))
     wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    found = {new: tuple(report.tensors[old].shape) for old, new in names.items()}
+    found = _shapes(report, names)
     for name in sorted(wanted.keys() | found.keys()):
         if wanted.get(name) != found.get(name):
             here, there = found.get(name, "none: it is missing"), wanted.get(name, "no such tensor")
@@ -110,6 +115,20 @@ def _check(report: CheckpointReport, names: Mapping[str, str], config: Mapping[s
                 f"{report.folder}: {name} has shape {here} and {config['model_type']} {there}; this checkpoint's "
                 "layout is not known here"
             )
+
+
+def _shapes(report: CheckpointReport, names: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """Shapes by the text model's names, of packed layers as they would be in BF16."""
+    packed = set(report.layers_as(NVFP4))
+    found: dict[str, tuple[int, ...]] = {}
+    for old, new in names.items():
+        module, _, suffix = old.rpartition(".")
+        shape = tuple(report.tensors[old].shape)
+        if module in packed and suffix == COMPRESSED.codes:
+            found[f"{new.removesuffix(suffix)}weight"] = (shape[0], 2 * shape[1])
+        elif module not in packed or suffix not in (COMPRESSED.block_scales, COMPRESSED.tensor_scale):
+            found[new] = shape
+    return found
 
 
 def _write_shards(report: CheckpointReport, names: Mapping[str, str], folder: Path) -> None:

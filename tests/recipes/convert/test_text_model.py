@@ -13,7 +13,7 @@ from qerl_recipes.convert.text_model import write_text_model
 from qerl_recipes.recipe.configs import parse
 from qerl_recipes.tasks import running_sum
 from qerl_recipes.train.validate import validate
-from qerl_vllm_plugin.checkpoint import CheckpointError
+from qerl_vllm_plugin.checkpoint import CheckpointError, inspect_folder
 from qerl_vllm_plugin.families import FAMILIES, LANGUAGE_MODELS, check_family
 
 SIZES = {
@@ -112,6 +112,58 @@ def test_promise_06_it_is_quantized_served_and_trained_as_any_text_checkpoint(
     assert any(name.endswith("weight_packed") for name in trainer.model.state_dict())
     trainer.train()
     assert read_metrics(trainer)[0]["logp_mismatch_mean"] < 1e-5
+
+
+def packed_whole(kind: str, tmp_path: Path, *, w4a4: bool = False) -> tuple[Path, Path]:
+    """A checkpoint of both halves with the language model's linears in NVFP4, as they are published, and that language
+    model, taken first and quantized then."""
+    whole(kind, tmp_path / "whole")
+    write_text_model(tmp_path / "whole", tmp_path / "text")
+    quantize_checkpoint(tmp_path / "text", tmp_path / "nvfp4", quiet=True)
+    folder = tmp_path / "whole"
+    tensors, packed = load_file(folder / "model.safetensors"), load_file(tmp_path / "nvfp4" / "model.safetensors")
+    (embedding,) = [name for name in tensors if name.endswith("embed_tokens.weight")]
+    prefix = embedding.removesuffix("embed_tokens.weight")
+    for name, tensor in packed.items():
+        module, _, suffix = name.replace("model.", prefix, 1).rpartition(".")
+        if suffix in ("weight_packed", "weight_scale", "weight_global_scale"):
+            tensors.pop(f"{module}.weight", None)
+            tensors[f"{module}.{suffix}"] = tensor
+            if w4a4:
+                tensors[f"{module}.input_global_scale"] = torch.ones(1)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = json.loads((tmp_path / "nvfp4" / "config.json").read_text())["quantization_config"]
+    config["quantization_config"]["ignore"] = [
+        "re:.*lm_head",
+        "re:.*(visual|vision_tower|projector)",
+        "re:.*in_proj_[ab]",
+    ]
+    if w4a4:
+        (group,) = config["quantization_config"]["config_groups"].values()
+        group["input_activations"] = {"num_bits": 4, "type": "float", "group_size": 16, "dynamic": "local"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder, tmp_path / "nvfp4"
+
+
+@pytest.mark.parametrize(("kind", "w4a4"), [*((kind, False) for kind in LANGUAGE_MODELS), ("gemma3", True)])
+def test_of_a_packed_checkpoint_the_language_model_keeps_its_bytes(kind, w4a4, tmp_path):
+    folder, wanted = packed_whole(kind, tmp_path, w4a4=w4a4)
+    if w4a4:
+        with pytest.raises(
+            CheckpointError, match=r"activations of 4 bits.* write its weights alone with `qerl quantize"
+        ):
+            write_text_model(folder, tmp_path / "taken")
+        quantize_checkpoint(folder, tmp_path / "weights", quiet=True)
+        folder = tmp_path / "weights"
+    write_text_model(folder, tmp_path / "taken")
+    ours, theirs = (load_file(path / "model.safetensors") for path in (tmp_path / "taken", wanted))
+    assert ours.keys() == theirs.keys() and sum(name.endswith("weight_packed") for name in ours) >= 10
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+    mine, its = (inspect_folder(path) for path in (tmp_path / "taken", wanted))
+    assert mine.config["model_type"] == LANGUAGE_MODELS[kind] and set(mine.scheme.ignore) == set(its.scheme.ignore)
+    assert mine.complete == its.complete
 
 
 @pytest.mark.parametrize("kind", LANGUAGE_MODELS)
