@@ -144,9 +144,6 @@ def _ends_in_order(machine: Machine) -> Iterator[None]:
 def _all(study: Study, folder: Path, jobs: int, machine: Machine) -> list[str]:
     """Finish what is missing -> what is to be said of the runs that failed. An arm whose sweep is through goes on at
     its best value while others are still at theirs."""
-    known = all_runs(study, folder)
-    there = sum(is_finished(study, run, folder) for run in known)
-    machine.console.print(f"{there} of {len(known)} runs are there" + (", of those known yet" if study.sweep else ""))
     places: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     for gpu in itertools.islice(itertools.cycle(visible_gpus() or [None]), jobs):
         places.put(gpu)
@@ -163,8 +160,12 @@ def _all(study: Study, folder: Path, jobs: int, machine: Machine) -> list[str]:
     at_work: set[Future[str | None]] = set()
     with ThreadPoolExecutor(jobs) as pool:
         while True:
-            for run in all_runs(study, folder):
-                if run.folder not in begun and not is_finished(study, run, folder):
+            known = all_runs(study, folder)
+            there = {run.folder for run in known if is_finished(study, run, folder)}
+            more = ", of those known yet" if study.sweep else ""
+            machine.console.print(f"{len(there)} of {len(known)} runs are there{more}")
+            for run in known:
+                if run.folder not in begun | there:
                     at_work.add(pool.submit(finish, run))
                 begun.add(run.folder)
             if not at_work:

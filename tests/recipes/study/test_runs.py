@@ -192,6 +192,7 @@ def test_the_jobs_are_dealt_out_to_the_gpus_and_the_base_is_judged_once(study, t
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.integration
 def test_a_killed_study_goes_on_where_it_was_and_ends_as_one_that_was_not(tmp_path):
     """Two arms of the demo, one seed; killed by the clock once, the same first steps as a run that was left alone."""
@@ -223,7 +224,8 @@ def test_a_killed_study_goes_on_where_it_was_and_ends_as_one_that_was_not(tmp_pa
     broken, whole = tmp_path / "broken", tmp_path / "whole"
     assert not any(metric == "accuracy" for *_, metric, _ in call(broken, "--minutes", "0.4"))
     again, at_once = call(broken), call(whole)
-    timed = ("seconds", "per_s", "adapter_version")
+    timed = ("seconds", "per_s", "hours/", "adapter_version")
+    assert all(any(row[3] == "hours/CPU" for row in rows) for rows in (again, at_once))
     kept = [[row for row in rows if not any(word in row[3] for word in timed)] for rows in (again, at_once)]
     assert kept[0] == kept[1] and sum(row[3] == "accuracy" for row in again) == 2
     assert all(math.isfinite(row[4]) for row in again)
