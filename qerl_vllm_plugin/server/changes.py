@@ -73,7 +73,8 @@ class PolicyServer:
             "machine": shared_file.machine(),
             "gpus": opened["gpus"],
         }
-        tell_versions(engine)
+        if self.carrier != "lora":  # there a request names the adapter that answers it
+            tell_versions(engine)
 
     async def state(self) -> dict[str, Any]:
         state = await self._rpc("qerl_state")

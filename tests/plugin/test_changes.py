@@ -114,6 +114,17 @@ def test_without_the_resident_adapter_there_is_nothing_to_swap(carrier):
     assert engine.asked == []
 
 
+@pytest.mark.parametrize(("carrier", "is_stamped"), [("resident", True), (None, True), ("lora", False)])
+def test_answers_of_adapters_in_slots_name_no_version(carrier, is_stamped):
+    """They are of the adapter that the request names, whatever the policy is; noise makes others of no adapter's."""
+    engine = Engine(carrier=carrier)
+
+    async def opened(server):
+        return engine.output_processor.add_request
+
+    assert (with_server(engine, opened) is not None) == is_stamped
+
+
 def test_a_change_ends_though_its_caller_has_gone():
     engine = Engine()
 
