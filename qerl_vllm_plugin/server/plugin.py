@@ -4,6 +4,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from vllm import envs
 from vllm.logger import init_logger
 
 from qerl_vllm_plugin import adapter_folder, compat
@@ -61,6 +62,11 @@ class EndpointPlugin:
                 "--distributed-executor-backend mp, on one machine"
             )
         compat.check_kv_connector(vllm_config)
+        if envs.VLLM_SERVER_DEV_MODE:
+            logger.warning(
+                "VLLM_SERVER_DEV_MODE=1: whoever reaches this server changes its policy by /collective_rpc, without a "
+                "token; leave it out wherever others can reach the server"
+            )
         base = checkpoint_folder(vllm_config)
         for module in getattr(args, "lora_modules", None) or []:
             if base is not None and Path(module.path).is_dir():

@@ -8,6 +8,7 @@ import pytest
 from fastapi import FastAPI
 
 from qerl_vllm_plugin.adapter import AdapterError
+from qerl_vllm_plugin.server import plugin as plugin_file
 from qerl_vllm_plugin.server.plugin import EndpointPlugin
 from qerl_vllm_plugin.server.token import matches, read_token
 
@@ -106,7 +107,29 @@ def test_servers_of_which_only_a_part_would_change_are_refused(
         asyncio.run(start)
 
 
-def test_a_cache_outside_that_nobody_can_empty_ends_the_start(environment, make_nvfp4):
+@pytest.mark.parametrize("is_dev", [True, False])
+def test_endpoints_that_ask_for_no_token_are_warned_of(environment, monkeypatch, make_nvfp4, is_dev):
+    environment(QERL_ADMIN_TOKEN=LONG)
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", str(int(is_dev)))
+    said: list[str] = []
+    monkeypatch.setattr(plugin_file.logger, "warning", said.append)
+    app, plugin = FastAPI(), EndpointPlugin()
+    plugin.attach_router(app)
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(data_parallel_size=1, distributed_executor_backend="uni"),
+        kv_transfer_config=None,
+        model_config=SimpleNamespace(model=str(make_nvfp4("qwen2")), revision=None),
+        additional_config={"qerl": {"policy_folders": "/no/such/directory"}},  # as far as that
+    )
+    start = plugin.init_state(
+        SimpleNamespace(vllm_config=config), app.state, SimpleNamespace(api_server_count=1, lora_modules=None)
+    )
+    with pytest.raises(ValueError, match="is no directory"):
+        asyncio.run(start)
+    assert [text.partition(":")[0] for text in said] == ["VLLM_SERVER_DEV_MODE=1"] * is_dev
+
+
+def test_a_cache_outside_that_nobody_can_empty_ends_the_start(environment):
     from vllm.config import KVTransferConfig
 
     environment(QERL_ADMIN_TOKEN=LONG)
