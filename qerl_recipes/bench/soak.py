@@ -68,16 +68,18 @@ def run(
         folder = model or write_model(shape, seed, Path(scratch, "model"))
         with serving(folder, streams, Path(scratch, "log")) as (server, token):
             found, speed, memory = measure(server, token, folder, streams, seconds, seed)
+        result = {
+            "model": model or f"random weights, shape {shape}",
+            "streams": streams,
+            "seed": seed,
+            "rank": RANK,
+            "dtype": dtype(),
+            **conditions(),
+        }
+        unjudged = summary(found, speed, memory, Verdict()) | {"failed": ["the answers have not been judged"]}
+        save(result | unjudged, output)  # judging takes minutes, and may be cut short
         verdict = judge(found.answers, found.changes, reference(folder, seed), TOLERANCE[dtype()])
-    result = {
-        "model": model or f"random weights, shape {shape}",
-        "streams": streams,
-        "seed": seed,
-        "rank": RANK,
-        "dtype": dtype(),
-        **conditions(),
-        **summary(found, speed, memory, verdict),
-    }
+    result |= summary(found, speed, memory, verdict)
     save(result, output)
     print("\n".join(lines(result)))
     return result
@@ -203,11 +205,17 @@ def reference(folder: str, seed: int) -> Replay:
         inputs = [{"prompt_token_ids": [*answer.prompt, *answer.tokens]} for answer in answers]
         outputs = llm.generate(inputs, sampling, use_tqdm=False)
         return [
-            [output.prompt_logprobs[len(answer.prompt) + i][token].logprob for i, token in enumerate(answer.tokens)]
-            for answer, output in zip(answers, outputs, strict=True)
+            of_tokens(answer.tokens, output.prompt_logprobs) for answer, output in zip(answers, outputs, strict=True)
         ]
 
     return replay
+
+
+def of_tokens(tokens: Sequence[int], prompt_logprobs: Sequence[Any]) -> list[float]:
+    """The log-probabilities of the last tokens of a prompt. Counted from the end: of what was in the prefix cache one
+    of vLLM's runners returns whatever there was in memory, and the other (0.26 on CUDA) nothing."""
+    last = prompt_logprobs[len(prompt_logprobs) - len(tokens) :]
+    return [position[token].logprob for token, position in zip(tokens, last, strict=True)]
 
 
 def summary(

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from qerl_vllm_plugin import linear
+
 ARCHITECTURES = {
     "qwen2": ("qwen2", {}),
     "qwen2_tied": ("qwen2", {"tie_word_embeddings": True}),
@@ -102,3 +104,18 @@ def test_dummy_weights_boot_without_a_checkpoint_file(make_nvfp4, boot, measure,
         if file.suffix != ".safetensors":
             (tmp_path / file.name).write_bytes(file.read_bytes())
     measure.engine(boot(tmp_path, load_format="dummy"))  # asserts finite log-probabilities
+
+
+def test_dummy_weights_have_tensor_scales_in_fp32_whatever_the_engines_dtype_is():
+    torch.set_default_dtype(torch.float16)  # as vLLM does while it builds a model
+    try:
+        codes, scales, divisors = linear._empty(64, 18944, 2)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    layer = torch.nn.Module()
+    layer.weight_packed, layer.weight_scale, layer.weight_global_scale = (
+        torch.nn.Parameter(tensor, requires_grad=False) for tensor in (codes, scales, divisors)
+    )
+    linear._fill_dummy(layer)
+    assert layer.weight_global_scale.dtype == torch.float32
+    assert float(layer.weight_global_scale.max()) > torch.finfo(torch.float16).max

@@ -3,6 +3,7 @@
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -60,6 +61,15 @@ def test_a_logprob_that_is_no_number_is_wrong():
     broken.logprobs[1] = math.nan
     assert judge([broken], CHANGES, replay, 1e-3).wrong
     assert difference(answer("1", 0), [[math.nan]], 1e-3) != 0
+
+
+@pytest.mark.parametrize("cached", [0, 2, 3])
+def test_an_answers_log_probabilities_are_found_whether_or_not_those_of_cached_tokens_are_there(cached):
+    prompt, tokens = [5, 6, 7], [8, 9]
+    known = [{token: SimpleNamespace(logprob=-float(token))} for token in (*prompt, *tokens)]
+    assert soak.of_tokens(tokens, [None, *known[1:]][cached:]) == [-8.0, -9.0]
+    with pytest.raises(KeyError):  # an answer's own token is missing: never a figure of another token
+        soak.of_tokens(tokens, known[4:])
 
 
 def test_answers_of_many_policies_are_left_out_and_counted_and_controls_are_told_apart():
