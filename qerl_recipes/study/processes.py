@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,12 +52,13 @@ class Shares:
 class Machine:
     """The processes of a study that run now, and whether it is to stop; threads share it.
 
-    ``device`` is the name of its GPUs, or "CPU".
+    ``device`` is the name of its GPUs, or "CPU"; ``environment`` what its processes get.
     """
 
     deadline: float | None
     console: Console
     device: str
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     processes: set[subprocess.Popen[bytes]] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
     stopping: threading.Event = field(default_factory=threading.Event)
@@ -82,7 +83,7 @@ class Machine:
             stream = log.open("ab")
             stream.write(f"$ qerl {shlex.join(arguments)}\n".encode())
             stream.flush()
-            environment = os.environ if gpu is None else {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+            environment = {**self.environment, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
             command = [sys.executable, "-m", CLI, *arguments]
             process = subprocess.Popen(
                 command, stdout=stream, stderr=subprocess.STDOUT, env=environment, preexec_fn=_end_with_parent

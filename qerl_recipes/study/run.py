@@ -47,6 +47,7 @@ def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = No
     """
     if jobs < 1:
         raise StudyError(f"--jobs is {jobs}; it must be at least 1")
+    environment = dict(os.environ)  # before torch and what it imports have added to it
     check(study)
     _claim(study, folder)
     try:
@@ -56,7 +57,7 @@ def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = No
     try:
         gpu = installed_gpu()
         deadline = None if minutes is None else time.monotonic() + 60 * minutes
-        machine = Machine(deadline, Console(stderr=True), "CPU" if gpu is None else gpu.name)
+        machine = Machine(deadline, Console(stderr=True), "CPU" if gpu is None else gpu.name, environment)
         with _ends_in_order(machine):
             failed = _all(study, folder, jobs, machine)
     finally:

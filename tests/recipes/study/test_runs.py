@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from qerl_recipes.files.whole_folder import lock
-from qerl_recipes.study import results
+from qerl_recipes.study import processes, results
 from qerl_recipes.study import run as runner
 from qerl_recipes.study.conduct import conduct
 from qerl_recipes.study.plan import StudyError, first_runs, later_runs, read
@@ -119,6 +119,24 @@ def test_a_training_that_a_killed_study_left_behind_is_waited_for(study, tmp_pat
     with pytest.raises(StudyError, match="it said nothing"):
         runner.run(plan, out)
     assert handles[run] is None
+
+
+def test_the_processes_get_the_environment_of_the_command_not_what_libraries_add_to_it(study, tmp_path, monkeypatch):
+    plan, out, seen = read(study(sweep=None, seeds=[0])), tmp_path / "out", []
+    monkeypatch.setenv("A_VARIABLE", "of the user's")
+    monkeypatch.setattr(runner, "check", lambda study: monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "of a library"))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    popen = subprocess.Popen
+
+    def start(command, **options):
+        seen.append(options["env"])
+        return popen([sys.executable, "-c", "raise SystemExit(1)"], **options)
+
+    monkeypatch.setattr(processes.subprocess, "Popen", start)
+    with pytest.raises(StudyError, match="ended with 1"):
+        runner.run(plan, out)
+    assert len(seen) == 2 and all(given["A_VARIABLE"] == "of the user's" for given in seen)
+    assert not any("TORCHINDUCTOR_CACHE_DIR" in given for given in seen)
 
 
 def test_an_arm_goes_on_at_its_best_value_while_another_is_at_its_sweep_or_has_failed(
