@@ -279,6 +279,13 @@ class QerlConfig(QuantizationConfig):
                 "vLLM's kernels, and for ours, which are slower at few tokens then, "
                 """--additional-config '{"qerl": {"kernel": "batch_invariant"}}'. Set both or none"""
             )
+        cache = str(vllm_config.cache_config.cache_dtype)
+        if options.adapter_rank and cache.startswith("fp8"):
+            logger.warning(
+                "--kv-cache-dtype %s under a policy adapter: log-probabilities are off by six times as much as with "
+                "the usual cache, and whoever trains on these answers has that difference; it is meant for serving",
+                cache,
+            )
         hf_config = vllm_config.model_config.hf_config
         model_type = hf_config.model_type
         check_family(model_type, options.untested_models)

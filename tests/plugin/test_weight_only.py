@@ -135,6 +135,14 @@ def test_scales_of_an_fp8_cache_are_used(serve, measure, reference, tmp_path, fo
     assert (served - answers(hf, measure.prompts, ones)).abs().mean() > 0.06
 
 
+@pytest.mark.parametrize(("cache", "rank"), [("fp8", 4), ("auto", 4), ("fp8", 0)])
+def test_an_fp8_cache_under_a_policy_adapter_is_warned_of(make_nvfp4, boot, monkeypatch, cache, rank):
+    said: list[str] = []
+    monkeypatch.setattr(config.logger, "warning", lambda text, *values: said.append(text % values))
+    boot(make_nvfp4("qwen2"), kv_cache_dtype=cache, additional_config={"qerl": {"policy_adapter": {"rank": rank}}})
+    assert any("--kv-cache-dtype fp8 under a policy adapter" in text for text in said) == (cache == "fp8" and rank > 0)
+
+
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 @pytest.mark.parametrize("name", ["llmcompressor_w4a4/qwen2-w4a4", "modelopt/qwen3-mixed"])
 def test_without_being_asked_nothing_is_dropped(boot, name, load_format):
