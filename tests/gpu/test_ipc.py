@@ -138,7 +138,7 @@ def test_a_swap_from_gpu_to_gpu_is_bit_equal_to_one_through_memory_and_to_one_in
         pytest.skip(f"{ranks} GPUs are needed")
     (tmp_path / "driver.py").write_text(DRIVER)
     line = [sys.executable, tmp_path / "driver.py", checkpoints[1], str(ranks), tmp_path / "found.json"]
-    spawn = {"VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"}
+    spawn = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     run_process(line, tmp_path / "log", seconds=400, VLLM_ENABLE_V1_MULTIPROCESSING="1", **spawn)
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["ipc"] == found["shared"] == found["auto"] != found["base"]
