@@ -18,7 +18,7 @@ import torch
 
 HANDLE_BYTES = 64
 PAGE = 2 << 20  # what the driver maps at least: a smaller piece would share its page with others
-_LAZY_PEER_ACCESS, _UNIFIED, _OUT_OF_MEMORY = 1, 4, 2
+_LAZY_PEER_ACCESS, _OUT_OF_MEMORY = 1, 2
 
 
 class CudaIPCError(RuntimeError):
@@ -26,14 +26,11 @@ class CudaIPCError(RuntimeError):
 
 
 class Copy(NamedTuple):
-    """``rows`` rows of ``width`` bytes, from ``source`` to ``target``; from one row to the next it is a pitch."""
+    """``size`` bytes, from the address ``source`` to ``target``."""
 
     target: int
     source: int
-    rows: int
-    width: int
-    target_pitch: int
-    source_pitch: int
+    size: int
 
 
 def uuid(device: torch.device) -> str:
@@ -110,25 +107,12 @@ def copy(copies: Iterable[Copy], device: torch.device) -> None:
     with _context(device), torch.cuda.device(device):
         stream = torch.cuda.current_stream()
         for one in copies:
-            if one.rows == 1:
-                code = _driver().cuMemcpyDtoDAsync_v2(
-                    ctypes.c_uint64(one.target),
-                    ctypes.c_uint64(one.source),
-                    ctypes.c_size_t(one.width),
-                    ctypes.c_void_p(stream.cuda_stream),
-                )
-            else:
-                plan = _Copy2D(
-                    source_type=_UNIFIED,
-                    source=one.source,
-                    source_pitch=one.source_pitch,
-                    target_type=_UNIFIED,
-                    target=one.target,
-                    target_pitch=one.target_pitch,
-                    width=one.width,
-                    rows=one.rows,
-                )
-                code = _driver().cuMemcpy2DAsync_v2(ctypes.byref(plan), ctypes.c_void_p(stream.cuda_stream))
+            code = _driver().cuMemcpyDtoDAsync_v2(
+                ctypes.c_uint64(one.target),
+                ctypes.c_uint64(one.source),
+                ctypes.c_size_t(one.size),
+                ctypes.c_void_p(stream.cuda_stream),
+            )
             _check(code, "copying from another process's GPU memory")
         stream.synchronize()
 
@@ -142,29 +126,6 @@ class _Handle(ctypes.Structure):
     """CUipcMemHandle."""
 
     _fields_ = (("content", ctypes.c_ubyte * HANDLE_BYTES),)
-
-
-class _Copy2D(ctypes.Structure):
-    """CUDA_MEMCPY2D."""
-
-    _fields_ = (
-        ("source_x", ctypes.c_size_t),
-        ("source_y", ctypes.c_size_t),
-        ("source_type", ctypes.c_int),
-        ("source_host", ctypes.c_void_p),
-        ("source", ctypes.c_uint64),
-        ("source_array", ctypes.c_void_p),
-        ("source_pitch", ctypes.c_size_t),
-        ("target_x", ctypes.c_size_t),
-        ("target_y", ctypes.c_size_t),
-        ("target_type", ctypes.c_int),
-        ("target_host", ctypes.c_void_p),
-        ("target", ctypes.c_uint64),
-        ("target_array", ctypes.c_void_p),
-        ("target_pitch", ctypes.c_size_t),
-        ("width", ctypes.c_size_t),
-        ("rows", ctypes.c_size_t),
-    )
 
 
 class _Memory:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from qerl_vllm_plugin import cuda_ipc
+from qerl_vllm_plugin import cuda_ipc, spans
 from qerl_vllm_plugin.cuda_ipc import Copy
 from qerl_vllm_plugin.safetensors_header import DTYPE_NAMES, DTYPES
 
@@ -59,52 +59,12 @@ class GpuTensors(Mapping[str, torch.Tensor]):
         return len(self._tensors)
 
     def fetch(self, pieces: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-        """Copies on ``device`` of these tensors, or of rows or columns of them."""
-        if 10 * sum(piece.nbytes for piece in pieces) >= 9 * self._size:
-            return self._fetch_all(pieces, device)  # to find out what goes together would take longer
-        found = list(pieces)
-        copies: list[Copy] = []
-        for dtype in dict.fromkeys(piece.dtype for piece in pieces):
-            places = [i for i, piece in enumerate(pieces) if piece.dtype == dtype]
-            sizes = [pieces[i].numel() for i in places]
-            room = torch.empty(sum(sizes), dtype=dtype, device=device)
-            target = room.data_ptr()
-            for i, size, part in zip(places, sizes, room.split(sizes), strict=True):
-                found[i] = part.view(pieces[i].shape)
-                if size:
-                    _append(copies, self._copy(pieces[i], target))
-                target += size * dtype.itemsize
-        cuda_ipc.copy(copies, device)
-        return found
-
-    def _fetch_all(self, pieces: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-        whole = torch.empty(self._size, dtype=torch.uint8, device=device)
-        cuda_ipc.copy([Copy(whole.data_ptr(), self._address, 1, self._size, 0, 0)], device)
-        typed = {dtype: _typed(whole, dtype) for dtype in {piece.dtype for piece in pieces}}
-        return [typed[one.dtype].as_strided(one.shape, one.stride(), one.storage_offset()) for one in pieces]
-
-    def _copy(self, piece: torch.Tensor, target: int) -> Copy:
-        width = piece.element_size()
-        source = self._address + piece.storage_offset() * width
-        if piece.is_contiguous():
-            return Copy(target, source, 1, piece.numel() * width, 0, 0)
-        rows, columns = piece.shape
-        return Copy(target, source, rows, columns * width, columns * width, piece.stride(0) * width)
-
-
-def _typed(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes as values, from the first one on."""
-    return memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)
-
-
-def _append(copies: list[Copy], new: Copy) -> None:
-    """Together with the last one, where both are one piece that goes on."""
-    if copies and copies[-1].rows == new.rows == 1:
-        last = copies[-1]
-        if (last.source + last.width, last.target + last.width) == (new.source, new.target):
-            copies[-1] = Copy(last.target, last.source, 1, last.width + new.width, 0, 0)
-            return
-    copies.append(new)
+        """Copies on ``device`` of these tensors, or of rows or columns of them; done when it returns."""
+        planned = spans.plan(pieces, self._size)
+        room = torch.empty(planned.size, dtype=torch.uint8, device=device)
+        to, source = room.data_ptr(), self._address
+        cuda_ipc.copy([Copy(to + span.target, source + span.source, span.size) for span in planned.spans], device)
+        return spans.views(pieces, planned.starts, room)
 
 
 def why_not(tensors: Mapping[str, torch.Tensor]) -> str | None:
@@ -205,7 +165,7 @@ def _layout(text: str) -> Layout:
     if widths != sorted(widths, reverse=True):
         raise ValueError("a description of tensors has those of wider types first")
     whole, end = torch.empty(size, dtype=torch.uint8, device="meta"), 0
-    typed = {dtype: _typed(whole, dtype) for _, dtype, _ in tensors}
+    typed = {dtype: spans.as_type(whole, dtype) for _, dtype, _ in tensors}
     found = {}
     for name, dtype, shape in tensors:
         strides = [1] * len(shape)

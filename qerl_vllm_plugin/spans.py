@@ -1,0 +1,75 @@
+"""Pieces of one memory, copied elsewhere in few copies: neighbours go together, with what little lies between them.
+
+A rank of several takes some rows of one tensor and some columns of the next: by themselves hundreds of copies, each of
+which takes longer to start than to make.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+GAP = 128 << 10  # bytes that are sooner copied than left out
+ALIGNED = 16  # of the memory that is copied, and of the copy: a value of any type lies in it as it lay
+MOST = 0.9  # of all bytes; above it the whole goes in one copy, for to find out what goes together takes longer
+
+
+class Span(NamedTuple):
+    """``size`` bytes from byte ``source`` of the memory, to byte ``target`` of its copy."""
+
+    source: int
+    target: int
+    size: int
+
+
+class Plan(NamedTuple):
+    """``spans`` to copy into ``size`` bytes, where piece i then begins at byte ``starts[i]``."""
+
+    spans: list[Span]
+    starts: list[int]
+    size: int
+
+
+def plan(pieces: Sequence[torch.Tensor], size: int) -> Plan:
+    """What to copy of a memory of ``size`` bytes for ``pieces`` of it, tensors that have their offset in it."""
+    begins = [piece.storage_offset() * piece.element_size() for piece in pieces]
+    if sum(piece.nbytes for piece in pieces) >= MOST * size:
+        return Plan([Span(0, 0, size)], begins, size)
+    spans: list[Span] = []
+    starts = [0] * len(pieces)
+    for i in sorted(range(len(pieces)), key=begins.__getitem__):
+        if not (length := _extent(pieces[i])):
+            continue
+        end = begins[i] + length
+        last = spans[-1] if spans else Span(0, 0, 0)
+        if spans and begins[i] <= last.source + last.size + GAP:
+            spans[-1] = last._replace(size=max(last.size, end - last.source))
+        else:
+            source = begins[i] // ALIGNED * ALIGNED
+            spans.append(Span(source, -(-(last.target + last.size) // ALIGNED) * ALIGNED, end - source))
+        starts[i] = spans[-1].target + begins[i] - spans[-1].source
+    return Plan(spans, starts, spans[-1].target + spans[-1].size if spans else 0)
+
+
+def views(pieces: Sequence[torch.Tensor], starts: Sequence[int], room: torch.Tensor) -> list[torch.Tensor]:
+    """The pieces in ``room``, the copy, as uint8: of the shapes and the strides that they had."""
+    typed = {dtype: as_type(room, dtype) for dtype in {piece.dtype for piece in pieces}}
+    return [
+        typed[piece.dtype].as_strided(piece.shape, piece.stride(), start // piece.element_size())
+        for piece, start in zip(pieces, starts, strict=True)
+    ]
+
+
+def as_type(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes as values, from the first one on."""
+    return memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)
+
+
+def _extent(piece: torch.Tensor) -> int:
+    """Bytes from a piece's first to its last."""
+    if piece.is_contiguous():
+        return piece.nbytes
+    if not piece.numel():
+        return 0
+    last = sum((length - 1) * stride for length, stride in zip(piece.shape, piece.stride(), strict=True))
+    return (last + 1) * piece.element_size()
