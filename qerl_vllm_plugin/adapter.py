@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._utils import _unflatten_dense_tensors
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -278,7 +278,8 @@ def converted(
 def _as_one(tensors: Sequence[torch.Tensor], dtype: torch.dtype, scaling: float = 1.0) -> torch.Tensor:
     """New memory with all values of ``tensors``, one behind the other, times ``scaling`` in fp32: three launches, where
     one tensor after the other would take longer to launch than to compute."""
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])  # copies, also one alone
+    # of one alone it would be a view, and the caller's memory
+    flat = _flatten_dense_tensors(tensors) if len(tensors) > 1 else tensors[0].flatten().clone()
     return (flat if scaling == 1 else flat.float().mul_(scaling)).to(dtype)
 
 

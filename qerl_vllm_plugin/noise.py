@@ -30,8 +30,16 @@ def draw(seed: int, rollout: int, name: str, size: int) -> torch.Tensor:
     keyed by all three arguments and lives on the CPU: every tensor-parallel rank and the trainer hold the same bits,
     and a resumed run draws what the unbroken run would have drawn.
     """
-    generator = torch.Generator("cpu").manual_seed(seed_of(seed, rollout, name))
-    return torch.randn(size, generator=generator, dtype=torch.float32)
+    return draw_all(seed, rollout, {name: size})
+
+
+def draw_all(seed: int, rollout: int, sizes: Mapping[str, int]) -> torch.Tensor:
+    """``draw`` for norms of these names and sizes, one behind the other in one piece."""
+    generator, drawn = torch.Generator("cpu"), torch.empty(sum(sizes.values()), dtype=torch.float32, device="cpu")
+    for name, part in zip(sizes, drawn.split(list(sizes.values())), strict=True):
+        generator.manual_seed(seed_of(seed, rollout, name))
+        torch.randn(part.shape, generator=generator, out=part)
+    return drawn
 
 
 def is_target(name: str, targets: Sequence[str] = DEFAULT_TARGETS) -> bool:
@@ -75,8 +83,8 @@ def all_noisy(bases: Mapping[str, torch.Tensor], sigma: float, seed: int, rollou
     """``noisy`` of norms by their names, all of which are on one device: one transfer and two launches for all."""
     if not bases:
         return {}
-    sizes = [base.numel() for base in bases.values()]
-    drawn = torch.cat([draw(seed, rollout, name, size) for name, size in zip(bases, sizes, strict=True)])
-    scaled = torch._foreach_mul(drawn.to(next(iter(bases.values())).device).split(sizes), sigma)
+    sizes = {name: base.numel() for name, base in bases.items()}
+    drawn = draw_all(seed, rollout, sizes).to(next(iter(bases.values())).device)
+    scaled = torch._foreach_mul(drawn.split(list(sizes.values())), sigma)
     sums = torch._foreach_add([base.float() for base in bases.values()], scaled)
     return dict(zip(bases, sums, strict=True))

@@ -38,6 +38,17 @@ def test_every_key_matters_and_nothing_else():
     assert torch.equal(before, torch.get_rng_state()), "the global generator has moved"
 
 
+def test_norms_that_are_drawn_together_have_the_bits_that_each_has_alone():
+    """From a generator of its own each; a size below 16 leaves torch's half of a pair, another is no multiple of it."""
+    sizes = {f"norm.{i}.weight": size for i, size in enumerate([1, 64, 3, 17, 128, 15, 5120, 5, 16])}
+    alone = []
+    for name, size in sizes.items():
+        generator = torch.Generator("cpu").manual_seed(noise.seed_of(4, 5, name))
+        alone.append(torch.randn(size, generator=generator))
+        assert torch.equal(noise.draw(4, 5, name, size), alone[-1])
+    assert torch.equal(noise.draw_all(4, 5, sizes), torch.cat(alone))
+
+
 def test_unit_gaussian():
     values = noise.draw(0, 0, NAME, 100_000).double()
     assert abs(float(values.mean())) < 0.02  # six standard errors
