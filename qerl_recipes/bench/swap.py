@@ -1,8 +1,9 @@
 """``qerl bench swap``: how long a change of policy takes, adapter and noise, by each way to an engine.
 
 Weights and adapter are random and of the real shapes, so nothing is downloaded. The adapter is in fp32, as it is
-trained. Before each change prompts have filled a part of the prefix cache, which the change empties; what vLLM alone
-takes to empty it, block by block, is measured by itself too. Of a server the cache is empty.
+trained. Before each change prompts have filled a part of the prefix cache, which the change empties. Engines elsewhere
+and servers have the plugin's scheduler, as its README tells their users. Beside the engine in this process it is
+measured, too, what vLLM's own takes to empty the cache, block by block. Of a server the cache is empty.
 """
 
 import functools
@@ -104,11 +105,15 @@ def measure(request: dict[str, Any], found: dict[str, Any]) -> None:
     if request["kind"] == "server":
         _measure_server(request, tensors, adapter_config, has_gpu, found)
         return
+    from qerl_vllm_plugin import scheduler
     from qerl_vllm_plugin.policy import Policy
 
     # nothing is generated: graphs would only take time
     options = {**engine_options("qerl_nvfp4", rank, config), "enforce_eager": True, "enable_prefix_caching": True}
     options["tensor_parallel_size"] = request["tensor_parallel"]
+    is_here = request["kind"] == "here"
+    if not is_here:
+        options["scheduler_cls"] = scheduler.NAME
     llm = random_model.start(config, length=LENGTH, sequences=SEQUENCES, **options)
     fill = functools.partial(_fill, llm, config["vocab_size"])
     for name in request["transports"]:
@@ -122,7 +127,7 @@ def measure(request: dict[str, Any], found: dict[str, Any]) -> None:
             "blocks": llm.llm_engine.vllm_config.cache_config.num_gpu_blocks,
             "swap": _spread(functools.partial(policy.swap, sent, adapter_config), fill, parts),
             "noise": _spread(functools.partial(policy.set_noise, 1e-2, seed=0, rollout=1), fill, parts),
-            "prefix_cache": _spread(llm.reset_prefix_cache, fill),
+            "prefix_cache": _spread(llm.reset_prefix_cache, fill) if is_here else None,
         }
 
 
@@ -132,6 +137,7 @@ def _measure_server(
     from qerl_recipes.machine.environment import free_port
     from qerl_recipes.machine.serve import command
     from qerl_recipes.machine.server_process import started
+    from qerl_vllm_plugin import scheduler
     from qerl_vllm_plugin.client import PolicyClient
 
     port, token = free_port(), secrets.token_hex(16)
@@ -139,7 +145,7 @@ def _measure_server(
     line = ["--host", "127.0.0.1", "--port", str(port), "--load-format", "dummy", "--skip-tokenizer-init"]
     line += ["--dtype", "bfloat16", "--max-model-len", str(LENGTH), "--max-num-seqs", str(SEQUENCES)]
     line += ["--enforce-eager", "--tensor-parallel-size", str(request["tensor_parallel"])]
-    line += ["--additional-config", json.dumps(additional)]
+    line += ["--additional-config", json.dumps(additional), "--scheduler-cls", scheduler.NAME]
     environment = {"VLLM_PLUGINS": "qerl", "QERL_ADMIN_TOKEN": token}
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(has_gpu))  # 0: no worker process beside the core's
     with tempfile.TemporaryDirectory() as scratch:
