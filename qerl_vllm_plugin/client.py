@@ -50,7 +50,7 @@ def _pieces(tensors: Mapping[str, torch.Tensor], config: Any) -> Iterator[memory
     layout = ((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
     yield memoryview(header_bytes(layout, {"adapter_config": json.dumps(_plain(config))}))
     for tensor in tensors.values():
-        left = shared_file.content(tensor)
+        left = memoryview(shared_file.content(tensor).numpy())
         while left:
             yield left[:PIECE]
             left = left[PIECE:]

@@ -18,7 +18,7 @@ import torch
 
 HANDLE_BYTES = 64
 PAGE = 2 << 20  # what the driver maps at least: a smaller piece would share its page with others
-_LAZY_PEER_ACCESS, _OUT_OF_MEMORY = 1, 2
+_LAZY_PEER_ACCESS, _PORTABLE, _OUT_OF_MEMORY = 1, 1, 2
 
 
 class CudaIPCError(RuntimeError):
@@ -115,6 +115,20 @@ def copy(copies: Iterable[Copy], device: torch.device) -> None:
             )
             _check(code, "copying from another process's GPU memory")
         stream.synchronize()
+
+
+def register(memory: torch.Tensor, device: torch.device) -> None:
+    """Makes known to the driver pages of this process, which a GPU then reads itself: they stay where they are until
+    ``unregister``. Raises CudaIPCError."""
+    address, size = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes)
+    with _context(device):
+        _check(_driver().cuMemHostRegister_v2(address, size, ctypes.c_uint(_PORTABLE)), "registering shared memory")
+
+
+def unregister(memory: torch.Tensor, device: torch.device) -> None:
+    """Before the pages may go. Raises CudaIPCError."""
+    with _context(device):
+        _check(_driver().cuMemHostUnregister(ctypes.c_void_p(memory.data_ptr())), "letting go of shared memory")
 
 
 def finish(device: torch.device) -> None:

@@ -8,14 +8,16 @@ import torch
 
 from qerl_vllm_plugin import gpu_tensors
 from qerl_vllm_plugin.adapter import PREFIX, AdapterError, Fetch
+from qerl_vllm_plugin.mapped_file import PATH, MappedFile
 
 Tensors = Mapping[str, torch.Tensor]
 Given = tuple[Tensors | None, Tensors | None, Fetch | None]  # adapter, norms, and what reads tensors without memory
 
 
 @contextmanager
-def received(tensors: Any, norms: Any, device: torch.device) -> Iterator[Given]:
-    """Adapter and norms as ``worker.qerl_swap`` takes them, until the end of the block; norms are always read.
+def received(tensors: Any, norms: Any, device: torch.device, file: MappedFile) -> Iterator[Given]:
+    """Adapter and norms as ``worker.qerl_swap`` takes them, until the end of the block; norms are always read. ``file``
+    is what this worker has mapped.
 
     Raises SafetensorError for a file that is none, ValueError for a damaged description of GPU memory, CudaIPCError for
     memory that this worker cannot read, and AdapterError for two descriptions.
@@ -23,8 +25,9 @@ def received(tensors: Any, norms: Any, device: torch.device) -> Iterator[Given]:
     sent = norms if tensors is None else tensors
     if not isinstance(sent, str) or not sent.startswith("{"):
         is_one = tensors is norms or (isinstance(tensors, str | bytes) and tensors == norms)
-        given = _unpack(tensors)
-        yield (*_split(given, given if is_one else _unpack(norms), is_one=is_one), None)
+        given = _unpack(tensors, device, file)
+        fetch = file.fetch if isinstance(tensors, str) and PATH.fullmatch(tensors) and device.type == "cuda" else None
+        yield (*_split(given, given if is_one else _unpack(norms, device, file), is_one=is_one), fetch)
         return
     if tensors is not None and norms is not None and tensors != norms:
         raise AdapterError("an adapter and its norms lie in one piece of GPU memory, and have one description")
@@ -44,9 +47,11 @@ def _split(given: Tensors | None, trained: Tensors | None, *, is_one: bool) -> t
     return {name: tensor for name, tensor in given.items() if name.startswith(PREFIX)}, norms
 
 
-def _unpack(tensors: Any) -> Tensors | None:
+def _unpack(tensors: Any, device: torch.device, file: MappedFile) -> Tensors | None:
     from safetensors.torch import load, load_file
 
+    if isinstance(tensors, str) and PATH.fullmatch(tensors):
+        return file.open(tensors, device)
     if isinstance(tensors, bytes | bytearray | memoryview):
         return load(bytes(tensors))
     return load_file(tensors) if isinstance(tensors, str) else tensors

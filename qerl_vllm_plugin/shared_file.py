@@ -10,20 +10,16 @@ import re
 import secrets
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
-from qerl_vllm_plugin.safetensors_header import header_bytes
-
 SHARED_MEMORY = Path("/dev/shm")
 SEGMENT, READ, THREADS = 16 << 20, 1 << 20, 8
-GROUP, MOST = 8 << 20, 64  # bytes and tensors that are written together
 ROOM = 1 << 20  # left free beside the file: its header, and what others write
 
 
@@ -41,8 +37,16 @@ def unnamed() -> Iterator[tuple[IO[bytes], str]]:
 
     Raises OSError.
     """
-    with tempfile.TemporaryFile(buffering=0, dir=SHARED_MEMORY) as file:  # no buffer: closing it must not fail again
-        yield file, f"/proc/{os.getpid()}/fd/{file.fileno()}"
+    file, path = create()
+    with file:
+        yield file, path
+
+
+def create() -> tuple[IO[bytes], str]:
+    """``unnamed``, until the file is closed. Raises OSError."""
+    # no buffer: closing it must not fail again
+    file = tempfile.TemporaryFile(buffering=0, dir=SHARED_MEMORY)  # noqa: SIM115, the caller's to close
+    return file, f"/proc/{os.getpid()}/fd/{file.fileno()}"
 
 
 def machine() -> str:
@@ -87,65 +91,40 @@ def append(file: IO[bytes], given: Any) -> None:
         left = left[file.write(left) :]
 
 
-def digest(file: IO[bytes], size: int) -> str:
-    """SHA-256 over the SHA-256 of each ``SEGMENT`` of a file of ``size`` bytes, by several threads."""
+class Digest:
+    """SHA-256 over the SHA-256 of each ``SEGMENT`` of a file, by several threads, while the file is being written."""
 
-    def of(start: int) -> bytes:
-        sha, end = hashlib.sha256(), min(start + SEGMENT, size)
+    def __init__(self, file: IO[bytes]) -> None:
+        self._number = file.fileno()
+        self._threads = ThreadPoolExecutor(max_workers=THREADS)
+        self._begun: list[Future[bytes]] = []
+
+    def grow(self, size: int) -> None:
+        """``size`` bytes are written and stay as they are."""
+        while (len(self._begun) + 1) * SEGMENT <= size:
+            self._begin((len(self._begun) + 1) * SEGMENT)
+
+    def finish(self, size: int) -> str:
+        """The digest of the file, which has ``size`` bytes."""
+        self.grow(size)
+        if len(self._begun) * SEGMENT < size:
+            self._begin(size)
+        return hashlib.sha256(b"".join(future.result() for future in self._begun)).hexdigest()
+
+    def close(self) -> None:
+        """Waits for what has begun; the file may be closed then."""
+        self._threads.shutdown(cancel_futures=True)
+
+    def _begin(self, end: int) -> None:
+        self._begun.append(self._threads.submit(self._of, len(self._begun) * SEGMENT, end))
+
+    def _of(self, start: int, end: int) -> bytes:
+        sha = hashlib.sha256()
         for offset in range(start, end, READ):
-            sha.update(os.pread(file.fileno(), min(READ, end - offset), offset))
+            sha.update(os.pread(self._number, min(READ, end - offset), offset))
         return sha.digest()
 
-    with ThreadPoolExecutor(max_workers=THREADS) as threads:
-        return hashlib.sha256(b"".join(threads.map(of, range(0, size, SEGMENT)))).hexdigest()
 
-
-@contextmanager
-def shared(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """The path of a safetensors file with copies of ``tensors``, until the end of the block.
-
-    Raises OSError if there is no room left, ValueError for a dtype that the format has no name for.
-    """
-    with unnamed() as (file, path):
-        header = header_bytes((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
-        append(file, header)
-        groups = list(_groups(tensors.values()))
-        ends = accumulate((sum(tensor.nbytes for tensor in group) for group in groups), initial=len(header))
-
-        def write(group: list[torch.Tensor], start: int) -> None:
-            write_at(file, [content(tensor) for tensor in group], start)
-
-        # a few at a time: those that are on a GPU need not all fit the CPU twice
-        with ThreadPoolExecutor(max_workers=THREADS) as threads:
-            list(threads.map(write, groups, ends))
-        yield path
-
-
-def _groups(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """One behind the other, as many as make up ``GROUP`` bytes, and no more than the kernel writes at once: to write
-    hundreds of small ones takes longer each by itself."""
-    group: list[torch.Tensor] = []
-    for tensor in tensors:
-        if group and (len(group) == MOST or sum(one.nbytes for one in group) + tensor.nbytes > GROUP):
-            yield group
-            group = []
-        group.append(tensor)
-    if group:
-        yield group
-
-
-def write_at(file: IO[bytes], given: Sequence[memoryview], start: int) -> None:
-    """Writes buffers one behind the other from byte ``start`` on. Raises OSError."""
-    left = [one for one in given if one]
-    while left:
-        written = os.pwritev(file.fileno(), left, start)
-        start += written
-        while left and written >= len(left[0]):
-            written -= len(left.pop(0))
-        if written:
-            left[0] = left[0][written:]
-
-
-def content(tensor: torch.Tensor) -> memoryview:
-    """A tensor's bytes, as a file has them; not copied where they lie so in memory."""
-    return memoryview(tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy())
+def content(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes as uint8, as a file has them; not copied where they lie so in memory."""
+    return tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)

@@ -1,7 +1,7 @@
 """How tensors reach the workers of an engine: as they are, as memory of a GPU, as a shared file, or in the message."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 from qerl_vllm_plugin import compat, gpu_tensors, shared_file
 from qerl_vllm_plugin.adapter import AdapterError
 from qerl_vllm_plugin.cuda_ipc import CudaIPCError
+from qerl_vllm_plugin.segment import NoRoomError, Segments
 
 logger = init_logger("vllm.qerl")
 
@@ -36,6 +37,7 @@ class Sender:
         if transport != "auto" and (self.is_here or not self._is_near):
             where = "in this process" if self.is_here else "on other machines, or Ray's"
             raise ValueError(f"transport is {transport!r}, and this engine's workers are {where}; leave it out")
+        self._segments = Segments(AdapterError)
         self._unreachable: str | None = None  # why the workers cannot read a GPU of this process
 
     @contextmanager
@@ -78,19 +80,19 @@ class Sender:
         if self.is_here:
             yield tensors
             return
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        if self._is_near:
-            if shared_file.fits(size):
-                with shared_file.shared(tensors) as path:
-                    yield path
-                return
-            logger.warning_once(
-                "%s has no room for %.1f MB: adapters travel through vLLM's message queue, which is slower",
-                shared_file.SHARED_MEMORY,
-                size / 1e6,
-            )
-        # copies: safetensors refuses tensors that share memory, such as one A under two names
-        yield save({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()})
+        with ExitStack() as stack:
+            sent = None
+            if self._is_near:
+                try:
+                    sent = stack.enter_context(self._segments.filled(tensors))
+                except NoRoomError as error:
+                    logger.warning_once("%s: adapters travel through vLLM's message queue, which is slower", str(error))
+            yield _serialized(tensors) if sent is None else sent
+
+
+def _serialized(tensors: Tensors) -> bytes:
+    # copies: safetensors refuses tensors that share memory, such as one A under two names
+    return save({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()})
 
 
 def joined(tensors: Tensors | None, norms: Tensors | None) -> dict[str, torch.Tensor]:

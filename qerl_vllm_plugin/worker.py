@@ -119,7 +119,7 @@ def qerl_swap(
         if norms:
             check_one_policy(policy, "trained norms", every_request_names_the_policy)
         found = json.loads(config) if isinstance(config, str) else config
-        with received(tensors, norms, self.device) as (given, trained, fetch):
+        with received(tensors, norms, self.device, policy.file) as (given, trained, fetch):
             policy.laps.end("receive")
             return prepare_swap(policy, given, found, trained, version, digest, fetch)
 

@@ -22,6 +22,7 @@ from qerl_vllm_plugin.change_log import ChangeLog
 from qerl_vllm_plugin.cuda_ipc import CudaIPCError
 from qerl_vllm_plugin.laps import Laps
 from qerl_vllm_plugin.lora_slots import LoraSlots
+from qerl_vllm_plugin.mapped_file import MappedFile
 from qerl_vllm_plugin.resident import ResidentAdapter
 
 logger = init_logger("vllm.qerl")
@@ -52,8 +53,8 @@ class WorkerPolicy:
     part. ``checkpoint_norms`` are this rank's norms as loaded, ``base_norms`` those that the noise is added to: the
     same, or trained. ``digest`` is what the caller named the adapter. ``released`` is what brings the memory of the KV
     cache back, None while the cache has it. ``lost`` says why this engine may not serve any more.
-    ``laps`` are those of the last change. ``changes`` is what the processes of a server read, ``instance`` their name
-    for this engine: another one after a restart.
+    ``laps`` are those of the last change, ``file`` is what its tensors came in. ``changes`` is what the processes of a
+    server read, ``instance`` their name for this engine: another one after a restart.
     """
 
     model: torch.nn.Module
@@ -75,6 +76,7 @@ class WorkerPolicy:
     worker: Any = field(default=None, repr=False)
     changes: ChangeLog | None = field(default=None, repr=False)
     laps: Laps = field(default_factory=Laps, repr=False)
+    file: MappedFile = field(default_factory=MappedFile, repr=False)
     instance: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 

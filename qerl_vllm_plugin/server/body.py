@@ -5,12 +5,13 @@ import hashlib
 import json
 import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from qerl_vllm_plugin import gpu_tensors, shared_file
 from qerl_vllm_plugin.laps import Laps
+from qerl_vllm_plugin.segment import Growing, NoRoomError, Segment, Segments
 
 MAX_HEADER = 4 << 20  # names of a 32B model's adapter take 0.2 MB
 MAX_JSON = 64 << 10
@@ -30,7 +31,7 @@ class Refused(Exception):
 
 def no_room(text: str) -> Refused:
     """The refusal of an adapter that the memory shared with the workers cannot take."""
-    return Refused(507, "no_room", f"{shared_file.SHARED_MEMORY} {text}; make room there, or give it more (--shm-size)")
+    return Refused(507, "no_room", f"{text}; make room there, or give it more (--shm-size)")
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ async def chunks(request: Any, limit: int) -> AsyncIterator[bytes]:
     expected = declared(request, limit)
     from starlette.requests import ClientDisconnect
 
+    most, reason = (limit, "can be used") if expected is None else (expected, "it has announced")
     stream, received = request.stream(), 0
     while True:
         try:
@@ -74,8 +76,8 @@ async def chunks(request: Any, limit: int) -> AsyncIterator[bytes]:
         if chunk is None:
             break
         received += len(chunk)
-        if received > limit:
-            raise Refused(413, "too_large", f"the body has more than {limit} bytes, which are all that can be used")
+        if received > most:
+            raise Refused(413, "too_large", f"the body has more than {most} bytes, which are all that {reason}")
         yield chunk
     if expected is not None and received != expected:
         raise Refused(400, "cut_body", f"the body was cut off after {received} of {expected} bytes")
@@ -117,25 +119,37 @@ async def described(request: Any, limit: int) -> Upload:
 
 
 @asynccontextmanager
-async def received(request: Any, limit: int) -> AsyncIterator[Upload]:
+async def received(request: Any, limit: int, segments: Segments) -> AsyncIterator[Upload]:
     """The body as a file of this user alone, until the end of the block. Raises Refused."""
     size = declared(request, limit)
-    if not shared_file.fits(limit if size is None else size):
-        raise no_room(f"has no room for {limit if size is None else size} bytes")
-    with shared_file.unnamed() as (file, path):
-        laps, written = Laps(), 0
+    opened: AbstractContextManager[Segment | Growing] = segments.of(size) if size else segments.growing(limit)
+    with ExitStack() as stack:
+        try:
+            file = await asyncio.to_thread(stack.enter_context, opened)  # to find the room takes a while
+        except NoRoomError as error:
+            raise no_room(str(error)) from None
+        yield await _received(request, limit, file)
+
+
+async def _received(request: Any, limit: int, file: Segment | Growing) -> Upload:
+    laps, written = Laps(), 0
+    digest = shared_file.Digest(file.file)
+    try:
         async for chunk in chunks(request, limit):
             try:
-                shared_file.append(file, chunk)
-            except OSError as error:  # others have filled it since
-                raise no_room(f"is full: {error.strerror}") from None
+                file.write(chunk, written)
+            except NoRoomError as error:
+                raise no_room(str(error)) from None
             written += len(chunk)
+            digest.grow(written)
         laps.end("body")
-        config = _config(path, written)
-        # in threads: requests that are being answered go on meanwhile
-        digest = await asyncio.to_thread(shared_file.digest, file, written)
+        config = _config(file.path, written)
+        # in a thread: requests that are being answered go on meanwhile
+        found = await asyncio.to_thread(digest.finish, written)
         laps.end("digest")
-        yield Upload(path, digest, written, config, laps.seconds)
+        return Upload(file.path, found, written, config, laps.seconds)
+    finally:
+        await asyncio.to_thread(digest.close)
 
 
 def _config(path: str, size: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from qerl_vllm_plugin.change_log import ChangeLog
 from qerl_vllm_plugin.in_time import SILENT
 from qerl_vllm_plugin.laps import Laps
 from qerl_vllm_plugin.policy import PolicyLostError, check_answers
+from qerl_vllm_plugin.segment import Segments
 from qerl_vllm_plugin.server import metrics
 from qerl_vllm_plugin.server.body import Refused
 from qerl_vllm_plugin.server.turn import turn
@@ -36,6 +37,7 @@ class PolicyServer:
     def __init__(self) -> None:
         self.changes: ChangeLog
         self.lost: str | None = None
+        self.segments = Segments(Refused)
         self._is_silent = False
         self._lock = asyncio.Lock()
 

@@ -8,8 +8,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from qerl_vllm_plugin import adapter_folder, compat, gpu_tensors, noise, shared_file
+from qerl_vllm_plugin import adapter_folder, compat, gpu_tensors, noise
 from qerl_vllm_plugin.adapter import AdapterError
+from qerl_vllm_plugin.segment import NoRoomError
 from qerl_vllm_plugin.server import body, metrics
 from qerl_vllm_plugin.server.body import Refused
 from qerl_vllm_plugin.server.changes import MODES, PolicyServer
@@ -59,7 +60,7 @@ async def put_policy(server: PolicyServer, request: Request) -> dict[str, Any]:
         metrics.BYTES.inc(upload.size)
         return await _swap(server, upload, version, mode)
     if "folder" not in query:
-        async with body.received(request, server.limit) as upload:
+        async with body.received(request, server.limit, server.segments) as upload:
             metrics.BYTES.inc(upload.size)
             return await _swap(server, upload, version, mode)
     # in threads: requests that are being answered go on meanwhile
@@ -71,15 +72,12 @@ async def put_policy(server: PolicyServer, request: Request) -> dict[str, Any]:
         raise Refused(422, "refused", str(error)) from error
     body.check_patterns(saved.config)
     tensors = {**saved.tensors, **(saved.norms or {})}
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    if not shared_file.fits(size):
-        raise body.no_room(f"has no room for {size} bytes")
-    metrics.BYTES.inc(size)
+    metrics.BYTES.inc(sum(tensor.nbytes for tensor in tensors.values()))
     with ExitStack() as stack:
         try:
-            path = await asyncio.to_thread(stack.enter_context, shared_file.shared(tensors))
-        except OSError as error:  # others have filled it since
-            raise body.no_room(f"is full: {error.strerror}") from None
+            path = await asyncio.to_thread(stack.enter_context, server.segments.filled(tensors))
+        except NoRoomError as error:
+            raise body.no_room(str(error)) from None
         return await server.swap(path, saved.config, digest, version, mode)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import os
 import re
 from types import SimpleNamespace
 
@@ -138,9 +139,14 @@ def test_a_change_ends_though_its_caller_has_gone():
     assert engine.asked == CHANGE
 
 
-@pytest.mark.parametrize("query", [{}, {"folder": "first"}])
+async def in_pieces(content):
+    yield content[:100]
+    yield content[100:]
+
+
+@pytest.mark.parametrize("query, has_length", [({}, True), ({}, False), ({"folder": "first"}, True)])
 @pytest.mark.parametrize("is_filled_later", [False, True])
-def test_shared_memory_without_room_is_a_refusal_by_name(query, is_filled_later, monkeypatch, tmp_path):
+def test_shared_memory_without_room_is_a_refusal_by_name(query, has_length, is_filled_later, monkeypatch, tmp_path):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -148,11 +154,12 @@ def test_shared_memory_without_room_is_a_refusal_by_name(query, is_filled_later,
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text("{}")
+    engine, app = Engine(), FastAPI()
     if is_filled_later:
+        monkeypatch.setattr(os, "posix_fallocate", full)
         monkeypatch.setattr(shared_file, "append", full)
     else:
         monkeypatch.setattr(shared_file, "fits", lambda size: False)
-    engine, app = Engine(), FastAPI()
     monkeypatch.setenv("QERL_ADMIN_TOKEN", TOKEN)
     routes.attach(app, read_token())
 
@@ -161,7 +168,8 @@ def test_shared_memory_without_room_is_a_refusal_by_name(query, is_filled_later,
         options = {"transport": httpx.ASGITransport(app), "base_url": "http://x/v1/qerl/", "headers": {HEADER: TOKEN}}
         async with httpx.AsyncClient(**options) as client:
             server.limit = 1 << 20
-            return await client.put("policy", params=query, content=b"" if query else body(tensors, {}))
+            content = b"" if query else body(tensors, {})
+            return await client.put("policy", params=query, content=content if has_length else in_pieces(content))
 
     answer = with_server(engine, put)
     assert (answer.status_code, answer.json()["reason"]) == (507, "no_room")

@@ -21,6 +21,7 @@ from qerl_vllm_plugin import adapter, config
 from qerl_vllm_plugin.adapter import AdapterError, Target
 from qerl_vllm_plugin.checkpoint import CheckpointError, inspect_folder
 from qerl_vllm_plugin.safetensors_header import read_header
+from qerl_vllm_plugin.segment import Segments
 from qerl_vllm_plugin.server import body
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "llmcompressor" / "qwen2-nvfp4"
@@ -163,7 +164,7 @@ def test_a_body_is_an_adapter_file_or_refused(content, piece, length):
     request = request_of(pieces, str(len(content)).encode() if length == b"right" else length)
 
     async def receive():
-        async with body.received(request, LIMIT) as upload:
+        async with body.received(request, LIMIT, Segments(body.Refused)) as upload:
             assert upload.size == len(content) <= LIMIT and isinstance(upload.config, dict)
             body.check_patterns(upload.config)
 

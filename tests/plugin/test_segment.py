@@ -1,0 +1,142 @@
+"""Shared memory that is written again: its bits, what is kept and what is not, and when nothing of it is left."""
+
+import contextlib
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from qerl_vllm_plugin import segment, shared_file
+from qerl_vllm_plugin.adapter import AdapterError
+from qerl_vllm_plugin.segment import NoRoomError, Segments
+
+A = torch.arange(12.0).reshape(3, 4)
+TENSORS = {
+    "plain": A,
+    "the_same_memory": A,
+    "a_view": A.t(),
+    "half": A.bfloat16(),
+    "eight_bits": A.to(torch.float8_e4m3fn),
+    "whole": torch.arange(5),
+    "one": torch.tensor(2.5),
+    "none": torch.empty(0, 4),
+    "odd": torch.ones(3, dtype=torch.uint8),
+}
+
+
+def bits(tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("group", [1, 48, 1 << 20])
+def test_it_has_the_bits_of_the_tensors_and_another_process_reads_them(group, monkeypatch):
+    monkeypatch.setattr(segment, "GROUP", group)
+    with Segments(AdapterError).filled(TENSORS) as path:
+        found = {name: tensor.clone() for name, tensor in load_file(path).items()}
+        line = f"from safetensors.torch import load_file; print(load_file({path!r})['a_view'].tolist())"
+        other = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=True)
+        assert str(Path(path).readlink()).startswith(f"{shared_file.SHARED_MEMORY}/")
+        assert os.stat(path).st_nlink == 0
+    assert found.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
+        assert bits(found[name]).equal(bits(tensor))
+    assert other.stdout.strip() == str(A.t().tolist())
+
+
+def test_one_of_the_same_size_is_the_same_file_with_the_new_bits():
+    segments = Segments(AdapterError)
+    with segments.filled({"a": A}) as path:
+        first = os.stat(path)
+    with segments.filled({"a": A + 1}) as path:
+        again = os.stat(path)
+        assert load_file(path)["a"].equal(A + 1)
+    with segments.filled({"a": A[:2]}) as path:
+        assert os.stat(path).st_size < first.st_size and load_file(path)["a"].equal(A[:2])
+    assert (again.st_ino, again.st_size) == (first.st_ino, first.st_size)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_what_workers_may_still_read_is_not_written_again(error):
+    segments = Segments(AdapterError)
+    with contextlib.suppress(error), segments.filled({"a": A}) as path:
+        found = load_file(path)["a"]
+        raise error
+    with segments.filled({"a": A + 1}) as path:
+        assert load_file(path)["a"].equal(A + 1) and found.equal(A)
+
+
+def test_two_at_a_time_have_a_file_each_and_one_is_kept():
+    segments = Segments(AdapterError)
+    with segments.filled({"a": A}) as first, segments.filled({"a": A + 1}) as second:
+        assert load_file(first)["a"].equal(A) and load_file(second)["a"].equal(A + 1)
+        paths = {path: os.stat(path).st_ino for path in (first, second)}
+    left = [path for path, inode in paths.items() if Path(path).exists() and os.stat(path).st_ino == inode]
+    assert left == [first]
+
+
+def free():
+    return os.statvfs(shared_file.SHARED_MEMORY).f_bfree * os.statvfs(shared_file.SHARED_MEMORY).f_frsize
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_what_no_worker_needs_gives_its_memory_back_though_one_has_it_mapped(is_refused):
+    """After another size, and after a refusal: a shared memory that is just large enough takes the next adapter."""
+    segments, large = Segments(AdapterError), torch.ones(64 << 20, dtype=torch.uint8)
+    with contextlib.suppress(AdapterError), segments.filled({"a": large}) as path:
+        mapped = load_file(path)["a"]
+        assert mapped[0] == 1
+        before = free()
+        if is_refused:
+            raise AdapterError
+    with segments.filled({"a": large[:1000]}):
+        assert free() > before + (48 << 20)
+    del mapped
+
+
+def test_one_without_room_is_refused_and_leaves_nothing(monkeypatch):
+    with pytest.raises(NoRoomError, match=f"has no room for {1 << 60} bytes"), Segments(AdapterError).of(1 << 60):
+        pass
+    opened = len(os.listdir("/proc/self/fd"))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(NoRoomError, match="is full: No space left"), Segments(AdapterError).filled({"a": A}):
+        pass
+    assert len(os.listdir("/proc/self/fd")) == opened
+
+
+def test_a_dtype_without_a_name_is_refused():
+    with pytest.raises(ValueError, match="tensor a has dtype"), Segments(AdapterError).filled({"a": A.cfloat()}):
+        pass
+
+
+def test_it_ends_with_its_sender_however_that_ends():
+    segments = Segments(AdapterError)
+    with segments.filled({"a": torch.ones(64 << 20, dtype=torch.uint8)}):
+        pass
+    held = free()
+    del segments
+    assert free() > held + (48 << 20)
+    line = "import torch, time; from qerl_vllm_plugin.segment import Segments; s = Segments(ValueError)\n"
+    line += (
+        "with s.filled({'a': torch.ones(64 << 20, dtype=torch.uint8)}): pass\nprint('kept', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", line], stdout=subprocess.PIPE, text=True) as sender:
+        assert sender.stdout is not None and "kept" in sender.stdout.readline()
+        held = free()
+        sender.send_signal(signal.SIGKILL)
+        sender.wait()
+    until = time.monotonic() + 5
+    while free() < held + (48 << 20) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert free() > held + (48 << 20)
