@@ -49,12 +49,19 @@ def of_images(config: Mapping[str, Any]) -> str:
     return f"{model_type} has a {parts[0]}: models that also read images or sound are not supported" if parts else ""
 
 
+def never_compared(model_type: object) -> str:
+    """Why qerl_nvfp4 refuses to serve a family, and what serves it all the same; "" for one that was compared."""
+    if model_type in LANGUAGE_MODELS:
+        return f"{of_images({'model_type': model_type})}. {ANYWAY} serves all of it untested"
+    if model_type in FAMILIES:
+        return ""
+    return (
+        f"model_type {model_type!r}: qerl_nvfp4 was never compared with transformers on this family; tested are "
+        f"{', '.join(FAMILIES)}. {ANYWAY} serves it all the same: compare its answers before you rely on them"
+    )
+
+
 def check_family(model_type: str, untested_models: bool) -> None:
     """Raises ValueError for a family that was never compared, unless that was allowed."""
-    if model_type in LANGUAGE_MODELS and not untested_models:
-        raise ValueError(f"{of_images({'model_type': model_type})}. {ANYWAY} serves all of it untested")
-    if model_type not in FAMILIES and not untested_models:
-        raise ValueError(
-            f"model_type {model_type!r}: qerl_nvfp4 was never compared with transformers on this family; tested are "
-            f"{', '.join(FAMILIES)}. {ANYWAY} serves it all the same: compare its answers before you rely on them"
-        )
+    if (reason := never_compared(model_type)) and not untested_models:
+        raise ValueError(reason)

@@ -2,6 +2,7 @@
 
 import errno
 import shutil
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from qerl_recipes.convert.shard_writer import copy_other_files, write_config
 from qerl_recipes.files.base_model import local_folder
 from qerl_recipes.files.whole_folder import whole_folder
 from qerl_vllm_plugin.checkpoint import CheckpointError, CheckpointReport, inspect_folder, weights_taken
+from qerl_vllm_plugin.families import never_compared
 
 METHODS, SCALES = ("rtn", "gptq", "awq"), ("amax", "mse")
 
@@ -47,7 +49,7 @@ def quantize_checkpoint(
 
     ``quiet`` prints no table. Everything is checked before anything is written, and the destination appears only when
     it is complete. FP16 and FP32 sources are rounded to BF16 first. Returns the error of each layer, which also stands
-    in quantize_report.json.
+    in quantize_report.json. Warns of a family of models that qerl_nvfp4 serves only when asked to.
     Raises CheckpointError (a ValueError) for a source that cannot be quantized, OSError where the destination cannot be
     written, RuntimeError where llmcompressor fails.
     """
@@ -65,10 +67,12 @@ def quantize_checkpoint(
                 f"{options[0]}: {folder} has NVFP4 weights already, which are written as they are; leave it out, or "
                 "start from the BF16 checkpoint"
             )
+        _warn_of_family(report)
         return _take_over(report, str(source), target, overwrite)
     plan = make_plan(report, ignore)
     if not plan.linears:
         raise CheckpointError(f"{folder}: no linear layer is left to quantize; ignore fewer layers")
+    _warn_of_family(report)
     with whole_folder(target, overwrite=overwrite) as partial:
         _check_space(report, plan, target)
         try:
@@ -90,6 +94,13 @@ def quantize_checkpoint(
     if not quiet:
         result.print()
     return result
+
+
+def _warn_of_family(report: CheckpointReport) -> None:
+    if reason := never_compared(report.config.get("model_type")):
+        warnings.warn(
+            f"{report.folder}: `--quantization qerl_nvfp4` will refuse what is written: {reason}", stacklevel=3
+        )
 
 
 def _take_over(report: CheckpointReport, source: str, target: Path, overwrite: bool) -> QuantizeReport:

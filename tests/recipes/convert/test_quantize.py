@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import (
     LlamaConfig,
     Qwen2Config,
     Qwen3MoeConfig,
+    Starcoder2Config,
 )
 
 from qerl_recipes.convert.quantize import quantization_config, quantize_checkpoint
@@ -251,6 +253,27 @@ def test_a_model_class_that_transformers_lacks_is_refused(dense, tmp_path):
     (source / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="transformers cannot build a causal language model"):
         quantize_checkpoint(source, tmp_path / "nvfp4")
+
+
+def test_a_family_that_is_not_served_is_packed_with_one_warning_before_anything_is_written(tmp_path):
+    config = Starcoder2Config(intermediate_size=48, **SIZES)
+    source, target = save_model(config, tmp_path / "bf16"), tmp_path / "nvfp4"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        with pytest.raises(
+            UserWarning, match=r"model_type 'starcoder2': .*\{\"qerl\": \{\"untested_models\": true\}\}"
+        ):
+            quantize_checkpoint(source, target)
+        assert not target.exists() and not list(tmp_path.glob(".nvfp4*")), "it is said after the work, not before"
+    with pytest.warns(UserWarning, match="`--quantization qerl_nvfp4` will refuse") as said:
+        quantize_checkpoint(source, target)
+    assert len(said) == 1 and inspect_folder(target).scheme is not None
+
+
+def test_a_family_that_is_served_is_packed_without_a_word(dense, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        quantize_checkpoint(dense, tmp_path / "nvfp4")
 
 
 def test_an_architecture_without_linear_layers_is_not_supported(tmp_path):

@@ -33,6 +33,14 @@ def test_w4a4_becomes_the_very_bytes_of_its_w4a16_twin(tmp_path):
     assert report.method == "taken over" and report.layers == [] and report.ignore == ("lm_head",)
 
 
+def test_weights_of_a_family_that_is_not_served_are_taken_over_with_a_warning(tmp_path):
+    source = shutil.copytree(W4A4, tmp_path / "source")
+    config = json.loads((source / "config.json").read_text()) | {"model_type": "starcoder2"}
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.warns(UserWarning, match="model_type 'starcoder2': .*untested_models"):
+        quantize_checkpoint(source, tmp_path / "weights")
+
+
 @pytest.mark.parametrize("name", ["qwen2-nvfp4", "qwen3-mixed", "qwen3-w4a16-kv", "qwen3_moe-nvfp4"])
 def test_modelopt_keeps_its_codes_and_scales(name, tmp_path):
     source = shutil.copytree(MODELOPT / name, tmp_path / "source")
