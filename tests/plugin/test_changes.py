@@ -1,6 +1,7 @@
 """The order of a change on a server, on an engine client that writes down what it is asked."""
 
 import asyncio
+import contextlib
 import errno
 import os
 import re
@@ -137,6 +138,18 @@ def test_a_change_ends_though_its_caller_has_gone():
 
     with_server(engine, leave)
     assert engine.asked == CHANGE
+
+
+def test_a_refused_adapter_gives_its_memory_back_whoever_has_it_open():
+    async def refuse(server):
+        with contextlib.suppress(Refused), server.segments.filled({"x": torch.ones(4)}) as path:
+            number = os.open(path, os.O_RDONLY)  # as a worker that keeps it mapped
+            raise Refused(422, "refused", "it holds NaN")
+        size = os.fstat(number).st_size
+        os.close(number)
+        return size
+
+    assert with_server(Engine(), refuse) == 0
 
 
 async def in_pieces(content):
