@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -279,9 +280,12 @@ def _ratio(of_engine: torch.Tensor, of_trainer: torch.Tensor) -> tuple[float, fl
 
 def table(found: Mismatch, title: str) -> Table:
     """The rows for the terminal."""
-    view = Table(title=f"{title}, {found.tokens} tokens", title_justify="left")
+    # without rules between its columns and with headers of two lines every word fits into 80 columns
+    view = Table(
+        title=f"{title}, {found.tokens} tokens", title_justify="left", box=box.SIMPLE, show_edge=False, padding=0
+    )
     view.add_column("parts on", overflow="fold")
-    for column in ("mean |delta|", "p99", "max", "KL, k3", "it adds: mean", "p99", "max", "engine / trainer"):
+    for column in ("mean\n|delta|", "p99", "max", "KL, k3", "it adds:\nmean", "p99", "max", "engine /\ntrainer"):
         view.add_column(column, justify="right", overflow="fold")
     for i, part in enumerate(found.parts):
         stage, added = part.stage, part.added
