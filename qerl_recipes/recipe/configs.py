@@ -20,6 +20,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 
 from qerl_recipes.recipe.file import ConfigError, RecipeParser, defaults_from_yaml, read_yaml, translate_flags
 from qerl_recipes.recipe.keys import DEFAULTS_OF_TRL_0_18, OF_TRL_0_18, refusals
+from qerl_vllm_plugin.noise import MAX_SIGMA
 
 QUANTIZATIONS = ("qerl_nvfp4", "bf16", "nf4")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -252,6 +253,8 @@ class GRPOConfig(trl.GRPOConfig):
                 raise ConfigError(
                     f"{name} must be a finite number >= 0, not {value}; for no noise use noise_mode: none"
                 )
+            if value is not None and value > MAX_SIGMA:
+                raise ConfigError(f"{name} must be at most {MAX_SIGMA:g}, the most that the engine takes, not {value}")
         if self.noise_mode is None:
             self.noise_mode = DEFAULT_NOISE_MODE if asked else "none"
         if self.noise_mode not in NOISE_MODES:

@@ -18,6 +18,7 @@ from qerl_recipes.recipe import configs
 from qerl_recipes.recipe.configs import parse, tracker_environment
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.keys import HONOURED, REFUSED, WITHOUT_EFFECT, refusals
+from qerl_vllm_plugin.noise import check_sigma
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "data" / "recipes"
 CPU = ["--use_cpu", "true", "--bf16", "false"]
@@ -289,6 +290,14 @@ def test_flags_may_not_be_abbreviated():
 def test_sigma_that_is_negative_or_not_a_number_is_refused(value):
     with pytest.raises(ConfigError, match="sigma_start must be a finite number >= 0"):
         parse([*CPU, f"--sigma_start={value}"])
+
+
+def test_a_sigma_that_the_engine_would_refuse_later_is_refused_with_its_limit():
+    for key, flags in (("sigma_start", ["--sigma_start", "2e6"]), ("sigma_end", ["--sigma_end", "1000001"])):
+        with pytest.raises(ConfigError, match=rf"{key} must be at most 1e\+06, the most that the engine takes"):
+            parse([*CPU, *flags])
+    _, training, _ = parse([*CPU, "--sigma_start", "1e6", "--sigma_end", "1e6"])
+    assert check_sigma(training.sigma_start) == 1e6, "the engine takes the limit itself"
 
 
 @pytest.mark.parametrize(
