@@ -22,7 +22,8 @@ from qerl_recipes.memory.parts import SLEEP, Part, Plan
 from qerl_recipes.model import shared_weights
 from qerl_recipes.model.packed_attention import LARGEST_HEAD
 from qerl_recipes.recipe import server_keys
-from qerl_recipes.recipe.configs import AS_FEW_AS_FIT, GRPOConfig, ModelConfig, ScriptArguments
+from qerl_recipes.recipe.configs import AS_FEW_AS_FIT, GRPOConfig, ModelConfig
+from qerl_recipes.recipe.script_arguments import ScriptArguments
 
 CONTEXT = 900_000_000  # CUDA context and kernels, cuBLAS workspaces
 SHARE_KEY = "vllm_gpu_memory_utilization"

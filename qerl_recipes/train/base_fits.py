@@ -9,8 +9,9 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
 from qerl_recipes.model import families
-from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig, ScriptArguments
+from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig
 from qerl_recipes.recipe.file import ConfigError
+from qerl_recipes.recipe.script_arguments import ScriptArguments
 from qerl_recipes.recipe.shapes import BY_MODEL_ID, as_config
 from qerl_vllm_plugin.checkpoint import read_quantization
 from qerl_vllm_plugin.families import FAMILIES, WITHOUT_SLOTS, of_images

@@ -8,9 +8,10 @@ from qerl_recipes.files.adapter import ENGINE_RANKS, open_adapter
 from qerl_recipes.hooks import find
 from qerl_recipes.model import shared_weights
 from qerl_recipes.recipe import server_keys
-from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig, ScriptArguments
+from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.keys import refusals
+from qerl_recipes.recipe.script_arguments import ScriptArguments
 from qerl_recipes.tasks import prompts as data
 from qerl_recipes.tasks import rewards
 from qerl_recipes.train.base_fits import misfits
