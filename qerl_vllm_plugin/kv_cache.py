@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from qerl_vllm_plugin import compat
+from qerl_vllm_plugin import compat, compat_kv_cache
 from qerl_vllm_plugin.checksum import Checksum, checksums
 from qerl_vllm_plugin.worker import worker_method
 from qerl_vllm_plugin.worker_policy import policy_of
@@ -29,7 +29,7 @@ class KVCacheError(RuntimeError):
 
 
 class Memory(Protocol):
-    """The memory that a KV cache lies in, as ``compat.KVCacheMemory``."""
+    """The memory that a KV cache lies in, as ``compat_kv_cache.KVCacheMemory``."""
 
     def caches(self) -> list[Span]: ...
     def allocations(self) -> list[Span]: ...
@@ -57,7 +57,7 @@ class Released:
 def qerl_release_kv_cache(self: Any) -> dict[str, Any]:
     """Gives the memory of this worker's KV cache back."""
     try:
-        return {"bytes": release(self, compat.KVCacheMemory(self))}
+        return {"bytes": release(self, compat_kv_cache.KVCacheMemory(self))}
     except (KVCacheError, ValueError) as error:
         return {"error": str(error)}
 
