@@ -97,7 +97,7 @@ def test_a_run_is_the_one_with_trls_own_weights(mode, pack_tokens, make_trainer,
     for name, tensor in theirs.items():
         assert (ours[name] - tensor).norm() <= 1e-3 * tensor.norm(), name
     names = [name for name in their_logs[0] if name.startswith(importance.PREFIX)]
-    assert len(names) == 5
+    assert len(names) == 6  # TRL's five, and the entropy of what was sampled
     for one, other in zip(our_logs, their_logs, strict=True):
         assert {n: one[n] for n in names} == pytest.approx({n: other[n] for n in names}, rel=2e-3, abs=1e-5)
     assert max(log["sampling/sampling_logp_difference/mean"] for log in our_logs) > 0.05  # there is something to weigh
