@@ -17,28 +17,24 @@ from qerl_vllm_plugin.prefix_cache import without_empty_blocks
 NAME = "qerl_vllm_plugin.scheduler.scheduler"  # what vLLM's option ``scheduler_cls`` is given
 
 
-class QerlScheduler(Scheduler):
+class _Quicker:
+    """What both have, ahead of vLLM's own."""
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        self.kv_cache_manager: Any = quick_where_there_is_room(self.kv_cache_manager)
+
+    def reset_prefix_cache(self, *args: Any, **keywords: Any) -> bool:
+        with without_empty_blocks(self):
+            return super().reset_prefix_cache(*args, **keywords)  # type: ignore[misc]
+
+
+class QerlScheduler(_Quicker, Scheduler):
     """vLLM's."""
 
-    def __init__(self, *args: Any, **keywords: Any) -> None:
-        super().__init__(*args, **keywords)
-        self.kv_cache_manager: Any = quick_where_there_is_room(self.kv_cache_manager)
 
-    def reset_prefix_cache(self, *args: Any, **keywords: Any) -> bool:
-        with without_empty_blocks(self):
-            return super().reset_prefix_cache(*args, **keywords)
-
-
-class QerlAsyncScheduler(AsyncScheduler):
+class QerlAsyncScheduler(_Quicker, AsyncScheduler):
     """vLLM's for asynchronous scheduling."""
-
-    def __init__(self, *args: Any, **keywords: Any) -> None:
-        super().__init__(*args, **keywords)
-        self.kv_cache_manager: Any = quick_where_there_is_room(self.kv_cache_manager)
-
-    def reset_prefix_cache(self, *args: Any, **keywords: Any) -> bool:
-        with without_empty_blocks(self):
-            return super().reset_prefix_cache(*args, **keywords)
 
 
 def scheduler(vllm_config: Any, **options: Any) -> Scheduler:

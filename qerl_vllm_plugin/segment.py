@@ -100,14 +100,8 @@ class Segments:
             found.free()
             found = None
         found = found or Segment(size)
-        try:
+        with self._until_an_error(found):
             yield found
-        except self._refusal:
-            found.free()
-            raise
-        except BaseException:
-            found.file.close()
-            raise
         if self._kept is not None:  # two were in use
             self._kept.free()
         self._kept = found
@@ -116,15 +110,21 @@ class Segments:
     def growing(self, limit: int) -> Iterator[Growing]:
         """One of at most ``limit`` bytes, as ``of``; it is not kept, for the next one has another size."""
         found = Growing(limit)
-        try:
+        with self._until_an_error(found):
             yield found
+        found.free()
+
+    @contextmanager
+    def _until_an_error(self, found: "Segment | Growing") -> Iterator[None]:
+        """Frees it after a refusal; after another error a worker may still read it, and it is only closed here."""
+        try:
+            yield
         except self._refusal:
             found.free()
             raise
         except BaseException:
             found.file.close()
             raise
-        found.free()
 
     @contextmanager
     def filled(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
