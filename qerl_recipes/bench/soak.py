@@ -194,7 +194,18 @@ def reference(folder: str, seed: int) -> Replay:
         return drawn[number].result()
 
     # of a prompt that is found in the cache there are no log-probabilities; nobody looks at them
-    sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, skip_reading_prefix_cache=False)
+    cached, fresh = (
+        SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, skip_reading_prefix_cache=skip)
+        for skip in (False, True)
+    )
+
+    def outputs_of(answers: Sequence[Answer]) -> list[Any]:
+        inputs = [{"prompt_token_ids": [*answer.prompt, *answer.tokens]} for answer in answers]
+        outputs = llm.generate(inputs, cached, use_tqdm=False)
+        again = [i for i, (answer, output) in enumerate(zip(answers, outputs, strict=True)) if hides(answer, output)]
+        for i, output in zip(again, llm.generate([inputs[i] for i in again], fresh, use_tqdm=False), strict=True):
+            outputs[i] = output
+        return outputs
 
     def replay(change: Change, answers: Sequence[Answer]) -> list[list[float]]:
         policy.swap(*(adapter_of(change.adapter) if change.adapter is not None else (None, None)))
@@ -202,13 +213,18 @@ def reference(folder: str, seed: int) -> Replay:
         policy.set_noise(sigma, seed=noise_seed, rollout=rollout)
         if not llm.reset_prefix_cache():  # vLLM's own way: what a change of policy empties is what is on trial here
             raise RuntimeError("the reference engine keeps its prefix cache, so its answers would be of another policy")
-        inputs = [{"prompt_token_ids": [*answer.prompt, *answer.tokens]} for answer in answers]
-        outputs = llm.generate(inputs, sampling, use_tqdm=False)
+        outputs = outputs_of(answers)
         return [
             of_tokens(answer.tokens, output.prompt_logprobs) for answer, output in zip(answers, outputs, strict=True)
         ]
 
     return replay
+
+
+def hides(answer: Answer, output: Any) -> bool:
+    """Whether the prefix cache reached the last token of the prompt, which computes the answer's first one: a prompt
+    of whole blocks that was asked before, or two answers that begin alike."""
+    return output.num_cached_tokens >= len(answer.prompt)
 
 
 def of_tokens(tokens: Sequence[int], prompt_logprobs: Sequence[Any]) -> list[float]:

@@ -72,6 +72,20 @@ def test_an_answers_log_probabilities_are_found_whether_or_not_those_of_cached_t
         soak.of_tokens(tokens, known[4:])
 
 
+def test_answers_whose_beginning_is_in_the_prefix_cache_are_replayed_without_it(tmp_path):
+    block = 128  # vLLM's on a CPU
+    prompt, other = list(range(1, block + 1)), list(range(2, block))  # the second shares a block with its own answers
+    same = [7] * (block - len(other) + 3)
+    asked = [(prompt, [5, 6, 7]), (prompt, [9, 9]), (other, [*same, 1]), (other, [*same, 2])]
+    answers = [Answer(given, tokens, [0.0] * len(tokens), "1", "stop") for given, tokens in asked]
+    replay = soak.reference(soak.write_model("tiny", 0, tmp_path / "model"), 0)
+    together = replay(CHANGES[0], answers)
+    alone = [replay(CHANGES[0], [answer])[0] for answer in answers]  # each time with an empty cache
+    assert [len(values) for values in together] == [len(answer.tokens) for answer in answers]
+    for found, expected in zip(together, alone, strict=True):
+        assert found == pytest.approx(expected, abs=1e-5)
+
+
 def test_answers_of_many_policies_are_left_out_and_counted_and_controls_are_told_apart():
     many = [Change(i, i, SILENT) for i in range(9)]
     assert named("2-7", many) == [2, 3, 4, 5, 6, 7]
