@@ -1,6 +1,7 @@
 """Noise in verl's rollouts, none in its validations: who starts a batch sets it first, on every engine."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import ray
@@ -23,7 +24,10 @@ class Noise:
 
     @classmethod
     def parse(cls, config: Any) -> "Noise | None":
-        """None where ``rollout.custom.qerl`` is not set. Raises ValueError for an unknown or a missing key."""
+        """None where ``rollout.custom.qerl`` is not set.
+
+        Raises ValueError for an unknown or a missing key, and for a value that no rollout could be given.
+        """
         given = dict((config.actor_rollout_ref.rollout.get("custom") or {}).get(ROLLOUT) or {})
         if not given:
             return None
@@ -39,9 +43,28 @@ class Noise:
                 f"trainer.v1.trainer_mode={mode} lets one rollout begin before another has ended, and the noise is one "
                 f"for all requests of an engine; set it to sync, or leave rollout.custom.{ROLLOUT} out"
             )
-        found = cls(**{**given, "targets": tuple(given.get("targets", noise.DEFAULT_TARGETS))})
-        sigma(0, 1, found.sigma_start, found.sigma_end, found.num_stages)  # raises what it would raise later
-        return found
+        found = cls(**given)
+        if reasons := _impossible(found):
+            raise ValueError("; ".join(reasons))
+        return replace(found, targets=tuple(found.targets))
+
+
+def _impossible(keys: Noise) -> list[str]:
+    """What no rollout could be given, by key; the engine would refuse it only after the rollouts without noise."""
+    found, start, end = [], keys.sigma_start, keys.sigma_end
+    if type(start) not in (int, float) or not 0 < start <= noise.MAX_SIGMA:
+        most = f"{noise.MAX_SIGMA:g}, the most that the engine takes; for no noise leave rollout.custom.{ROLLOUT} out"
+        found.append(f"sigma_start is {start!r}; it must be a number above 0 and at most {most}")
+    elif type(end) not in (int, float) or not 0 < end <= start:
+        found.append(f"sigma_end is {end!r}; it must be a number above 0 and at most sigma_start, which is {start}")
+    if type(keys.num_stages) is not int or keys.num_stages < 1:
+        found.append(f"num_stages is {keys.num_stages!r}; it must be a whole number of at least 1")
+    if type(keys.seed) is not int:
+        found.append(f"seed is {keys.seed!r}; it must be a whole number")
+    is_list = isinstance(keys.targets, Sequence) and not isinstance(keys.targets, str)
+    if not is_list or not keys.targets or not all(isinstance(target, str) for target in keys.targets):
+        found.append(f"targets is {keys.targets!r}; it must be a list of names of norms")
+    return [f"rollout.custom.{ROLLOUT}.{reason}" for reason in found]
 
 
 class NoisyAgentLoopManager(AgentLoopManagerTQ):

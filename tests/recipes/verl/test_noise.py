@@ -29,7 +29,18 @@ def config_of(custom, mode="sync", steps=6):
     [
         ({**KEYS, "sigma": 1}, "sync", "knows .*num_stages"),
         ({"sigma_start": 0.05}, "sync", "it needs sigma_start, sigma_end and"),
-        ({**KEYS, "sigma_end": 0.5}, "sync", "sigma falls from"),
+        ({**KEYS, "sigma_start": 2e6}, "sync", r"qerl\.sigma_start is 2000000\.0; .* at most 1e\+06, the most"),
+        ({**KEYS, "sigma_start": 0.0}, "sync", r"qerl\.sigma_start is 0\.0; .* above 0"),
+        ({**KEYS, "sigma_start": float("nan")}, "sync", r"qerl\.sigma_start is nan"),
+        ({**KEYS, "sigma_start": "much"}, "sync", r"qerl\.sigma_start is 'much'; it must be a number"),
+        ({**KEYS, "sigma_end": 0.5}, "sync", r"qerl\.sigma_end is 0\.5; .* at most sigma_start, which is 0\.05"),
+        ({**KEYS, "sigma_end": -0.01}, "sync", r"qerl\.sigma_end is -0\.01"),
+        ({**KEYS, "sigma_end": None}, "sync", r"qerl\.sigma_end is None"),
+        ({**KEYS, "num_stages": 2.5}, "sync", r"qerl\.num_stages is 2\.5; it must be a whole number of at least 1"),
+        ({**KEYS, "num_stages": 0}, "sync", r"qerl\.num_stages is 0"),
+        ({**KEYS, "seed": "x", "targets": "norm"}, "sync", r"qerl\.seed is 'x'; .*qerl\.targets is 'norm'; .* a list"),
+        ({**KEYS, "targets": None}, "sync", r"qerl\.targets is None"),
+        ({**KEYS, "targets": []}, "sync", r"qerl\.targets is \[\]"),
         (KEYS, "separate_async", "trainer_mode=separate_async"),
     ],
 )
@@ -40,6 +51,8 @@ def test_a_schedule_that_cannot_be_followed_is_refused(custom, mode, reason):
         Noise.parse(config_of({"qerl": custom}, mode))
     assert Noise.parse(config_of(None, "separate_async")) is None
     assert Noise.parse(config_of({"qerl": KEYS})).targets == ("input_layernorm", "post_attention_layernorm")
+    most = Noise.parse(config_of({"qerl": {**KEYS, "sigma_start": 1e6, "sigma_end": 1e6, "targets": ["norm"]}}))
+    assert (most.sigma_start, most.sigma_end, most.targets) == (1e6, 1e6, ("norm",))
 
 
 def test_each_rollout_has_its_noise_and_a_validation_none(monkeypatch):
