@@ -24,6 +24,10 @@ TOKEN_HEADER, VERSION_HEADER = "X-QeRL-Admin-Token", "X-QeRL-Policy-Version"
 
 TRANSPORTS = ("auto", "ipc", "http")
 PIECE = 256 << 10
+NO_ROUTES = (
+    "a server has /v1/qerl only where VLLM_PLUGINS names qerl and QERL_ADMIN_TOKEN or QERL_ADMIN_TOKEN_FILE is set; "
+    "the client's url is the server's, such as http://127.0.0.1:8000"
+)
 UNREACHABLE = "unreachable"  # the reason of a refusal that is only of the GPU
 
 
@@ -209,7 +213,10 @@ class _Calls:
             content = {"error": response.text[:200]}
         if response.status_code != 200:
             found = content if isinstance(content, dict) else {"error": content}
-            raise PolicyRefusedError(response.status_code, str(found.get("error")), str(found.get("reason", "")))
+            text = str(found.get("error", content))
+            if response.status_code == 404 and "reason" not in found:
+                text = f"{text}: {NO_ROUTES}"
+            raise PolicyRefusedError(response.status_code, text, str(found.get("reason", "")))
         self.answered = content
         return content
 

@@ -6,6 +6,7 @@ added to 1 + w: the effective weight gets the same noise as an ordinary norm's.
 """
 
 import hashlib
+import numbers
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -66,12 +67,14 @@ def targeted(norms: Collection[str], targets: Sequence[str], purpose: str = "noi
     return {name for name in norms if is_target(name, targets)}
 
 
-def check_sigma(sigma: float) -> float:
-    """``sigma`` as a float; raises ValueError unless it is from 0 to MAX_SIGMA."""
-    sigma = float(sigma)
-    if not 0 <= sigma <= MAX_SIGMA:
-        raise ValueError(f"noise sigma is {sigma}; it must be a number from 0 to {MAX_SIGMA:g} (0 clears the noise)")
-    return sigma
+def check_sigma(sigma: object) -> float:
+    """``sigma`` as a float; raises ValueError unless it is a number from 0 to MAX_SIGMA.
+
+    No text and no bool: JSON's ``true`` would be noise of 1, as large as the norms themselves.
+    """
+    if isinstance(sigma, bool) or not isinstance(sigma, numbers.Real) or sigma < 0 or not sigma <= MAX_SIGMA:
+        raise ValueError(f"noise sigma is {sigma!r}; it must be a number from 0 to {MAX_SIGMA:g} (0 clears the noise)")
+    return float(sigma)
 
 
 def noisy(base: torch.Tensor, sigma: float, seed: int, rollout: int, name: str) -> torch.Tensor:

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -57,6 +58,11 @@ def declared(request: Any, limit: int) -> int | None:
     if not (text.isascii() and text.isdecimal()) or len(text) > 18 or int(text) > limit:
         raise Refused(413, "too_large", f"the body has {text[:40]} bytes; at most {limit} can be used")
     return int(text)
+
+
+def is_there(request: Any) -> bool:
+    """Whether a request brings a body, be it one whose length it does not say."""
+    return "transfer-encoding" in request.headers or request.headers.get("content-length", "0") != "0"
 
 
 async def chunks(request: Any, limit: int) -> AsyncIterator[bytes]:
@@ -154,6 +160,10 @@ async def _received(request: Any, limit: int, file: Segment | Growing) -> Upload
 
 def _config(path: str, size: int) -> dict[str, Any]:
     """The adapter's config from the header of a safetensors file. Raises Refused."""
+    if size == 0:
+        raise Refused(
+            400, "bad_file", "the body is empty, so no safetensors file: send one, or name a folder with ?folder=NAME"
+        )
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(MAX_HEADER, size - 8):
@@ -188,9 +198,17 @@ def check_patterns(config: dict[str, Any]) -> None:
 
 def _object(what: str, text: bytes | str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise Refused(400, "bad_json", f"{what} is not valid JSON ({type(error).__name__})") from None
     if not isinstance(value, dict):
         raise Refused(400, "bad_json", f"{what} is not a JSON object")
     return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of these pairs. Of two values of a key json would keep the last without a word: raises Refused."""
+    if len(found := dict(pairs)) != len(pairs):
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise Refused(400, "bad_json", f"a JSON object has the key {key[:40]!r} more than once; give it once")
+    return found

@@ -18,6 +18,7 @@ from qerl_vllm_plugin.server.token import HEADER, matches
 
 Handler = Callable[[PolicyServer, Request], Awaitable[dict[str, Any]]]
 NOISE_KEYS = ("sigma", "seed", "rollout", "targets")
+BOTH = "the adapter is in a folder or in the body: give one, not both"
 
 
 def attach(app: Any, token: bytes) -> None:
@@ -55,7 +56,7 @@ async def put_policy(server: PolicyServer, request: Request) -> dict[str, Any]:
     version, mode = _version(query), _mode(query)
     if request.headers.get("content-type") == gpu_tensors.MEDIA_TYPE:
         if "folder" in query:
-            raise Refused(400, "bad_query", "give a folder or tensors, not both")
+            raise Refused(400, "bad_query", BOTH)
         upload = await body.described(request, server.limit)
         metrics.BYTES.inc(upload.size)
         return await _swap(server, upload, version, mode)
@@ -63,6 +64,8 @@ async def put_policy(server: PolicyServer, request: Request) -> dict[str, Any]:
         async with body.received(request, server.limit, server.segments) as upload:
             metrics.BYTES.inc(upload.size)
             return await _swap(server, upload, version, mode)
+    if body.is_there(request):
+        raise Refused(400, "bad_query", BOTH)
     # in threads: requests that are being answered go on meanwhile
     try:
         folder = await asyncio.to_thread(server.folder, query["folder"])
@@ -121,10 +124,12 @@ async def get_state(server: PolicyServer, request: Request) -> dict[str, Any]:
 
 
 def _query(request: Request, *known: str) -> dict[str, str]:
-    query = dict(request.query_params)
-    if unknown := sorted(set(query) - set(known)):
+    given = [name for name, _ in request.query_params.multi_items()]
+    if unknown := sorted(set(given) - set(known)):
         raise Refused(400, "bad_query", f"unknown parameter {unknown[0]!r}; known: {', '.join(known) or 'none'}")
-    return query
+    if repeated := sorted(name for name in set(given) if given.count(name) > 1):
+        raise Refused(400, "bad_query", f"the parameter {repeated[0]!r} is given more than once; give it once")
+    return dict(request.query_params)
 
 
 def _version(query: dict[str, str]) -> int | None:

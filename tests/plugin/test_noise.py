@@ -80,7 +80,9 @@ def test_default_targets(name, is_target):
     assert noise.is_target(name) is is_target
 
 
-@pytest.mark.parametrize("sigma", [-1e-9, math.nan, math.inf, -math.inf, 1e308])
+@pytest.mark.parametrize(
+    "sigma", [-1e-9, math.nan, math.inf, -math.inf, 1e308, 10**400, -(10**400), True, "0.1", None, [0.1]]
+)
 def test_impossible_sigma_is_refused(sigma):
     with pytest.raises(ValueError, match="must be a number from 0 to 1e\\+06"):
         noise.check_sigma(sigma)

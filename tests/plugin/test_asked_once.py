@@ -1,0 +1,90 @@
+"""What a request says twice, or in two ways, is refused by name before anything is asked of the engine."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import httpx
+import pytest
+import torch
+from fastapi import FastAPI
+
+from qerl_vllm_plugin.client import PolicyClient, PolicyRefusedError, body
+from qerl_vllm_plugin.segment import Segments
+from qerl_vllm_plugin.server import routes
+from qerl_vllm_plugin.server.body import Refused
+from qerl_vllm_plugin.server.token import HEADER, read_token
+
+TOKEN = "an-admin-token-of-32-characters!"
+NOISE = '{"sigma": 0.1, "seed": 1, "rollout": 7'
+
+
+@pytest.fixture
+def send(monkeypatch):
+    """send(method, path, **request) -> the answer of routes that have no engine behind them: who asks it fails."""
+    monkeypatch.setenv("QERL_ADMIN_TOKEN", TOKEN)
+    app = FastAPI()
+    app.state.qerl = SimpleNamespace(limit=1 << 20, segments=Segments(Refused), set_noise=None)
+    routes.attach(app, read_token())
+
+    def ask(method, path, headers=None, **request):
+        async def run():
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://x/v1/qerl/") as client:
+                return await client.request(method, path, headers={HEADER: TOKEN, **(headers or {})}, **request)
+
+        return asyncio.run(run())
+
+    return ask
+
+
+async def in_pieces(content):
+    yield content
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "said"),
+    [
+        ("PUT", "policy?folder=a&version=5&version=2", b"", "the parameter 'version' is given more than once"),
+        ("PUT", "policy?requests=wait&requests=wait", b"", "the parameter 'requests' is given more than once"),
+        ("DELETE", "noise?requests=wait&requests=abort", b"", "the parameter 'requests' is given more than once"),
+        ("PUT", "policy?folder=a", b"x", "in a folder or in the body: give one, not both"),
+        ("PUT", "policy?folder=a", in_pieces(b"x"), "in a folder or in the body: give one, not both"),
+        ("PUT", "noise", NOISE + ', "seed": 9}', "a JSON object has the key 'seed' more than once"),
+        (
+            "PUT",
+            "policy",
+            b"",
+            "the body is empty, so no safetensors file: send one, or name a folder with ?folder=NAME",
+        ),
+    ],
+)
+def test_what_is_given_twice_or_not_at_all_is_refused(send, method, path, content, said):
+    answer = send(method, path, content=content)
+    assert answer.status_code == 400
+    assert said in answer.json()["error"]
+
+
+def test_a_config_that_says_one_thing_twice_is_refused_wherever_it_stands(send):
+    file = body({"a": torch.ones(1)}, {"r": 4})
+    twice = file.replace(rb"{\"r\": 4}", rb"{\"r\":4,\"r\":8}")
+    twice = (len(twice) - len(file) + int.from_bytes(file[:8], "little")).to_bytes(8, "little") + twice[8:]
+    assert b"more than once" in send("PUT", "policy", content=twice).content
+    deep = NOISE + ', "targets": ' + '[{"a": 1, "a": 2}]}'
+    assert b"the key 'a' more than once" in send("PUT", "noise", content=deep).content
+    many = json.dumps({str(i): 0 for i in range(5000)})[:-1] + ', "4999": 1}'
+    assert b"the key '4999' more than once" in send("PUT", "noise", content=many).content
+
+
+def test_a_client_of_a_server_without_these_routes_says_what_is_missing():
+    client = PolicyClient("http://127.0.0.1:8000/v1", TOKEN)
+    for content in ({"detail": "Not Found"}, {"error": {"message": "not found", "code": 404}}):
+        with pytest.raises(
+            PolicyRefusedError, match="only where VLLM_PLUGINS names qerl and QERL_ADMIN_TOKEN"
+        ) as error:
+            client._answer(httpx.Response(404, json=content))
+        assert "ot found" in str(error.value).lower() and "None" not in str(error.value)
+    refusal = {"error": "there is no folder 'x' among those that may be installed", "reason": "no_folder"}
+    with pytest.raises(PolicyRefusedError) as error:
+        client._answer(httpx.Response(404, json=refusal))
+    assert str(error.value) == f"{refusal['error']} (HTTP 404)"
