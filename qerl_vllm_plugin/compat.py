@@ -239,17 +239,18 @@ def refuse_requests(engine: Any, reason: str) -> None:
     engine.check_health, engine.generate = check_health, generate
 
 
-def watch_sequences(engine: Any, note: Callable[[Any], None]) -> None:
+def watch_sequences(engine: Any, note: Callable[[Any, Callable[[], bool]], None]) -> None:
     """From now on an engine client calls ``note`` for each sequence that it is asked for, also each of ``n``, in the
-    context of the request: with its ``first_token_ts`` and ``last_token_ts``, which vLLM keeps up to date; None where
-    it keeps no statistics. (An output of several sequences has those of one of them alone.)"""
+    context of the request: with its ``first_token_ts`` and ``last_token_ts``, which vLLM keeps up to date, or None
+    where it keeps no statistics, and with what tells whether it is still being computed. (An output of several
+    sequences has the times of one of them alone.)"""
     processor = engine.output_processor
     add_request = processor.add_request
 
     def noting(request: Any, *args: Any, **keywords: Any) -> None:
         add_request(request, *args, **keywords)
         if (state := processor.request_states.get(request.request_id)) is not None:
-            note(state.stats)
+            note(state.stats, lambda: processor.request_states.get(request.request_id) is state)
 
     processor.add_request = noting
 

@@ -9,6 +9,7 @@ sequences (``n``, several prompts) names the earliest and the latest of all. Whe
 """
 
 import time
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -21,8 +22,8 @@ HEADER = "X-QeRL-Policy-Version"
 class Sequence:
     """One sequence that an HTTP request has the engine compute; ``stamps`` are vLLM's, if it keeps any."""
 
-    def __init__(self, stamps: Any) -> None:
-        self._stamps, self._arrival = stamps, time.monotonic()
+    def __init__(self, stamps: Any, is_running: Callable[[], bool]) -> None:
+        self._stamps, self.is_running, self._arrival = stamps, is_running, time.monotonic()
 
     @property
     def has_begun(self) -> bool:
@@ -41,9 +42,9 @@ _sequences: ContextVar[list[Sequence] | None] = ContextVar("qerl_sequences", def
 def tell_versions(engine: Any) -> None:
     """Makes the engine client note, for the HTTP request that it serves, the sequences that it is asked for."""
 
-    def note(stamps: Any) -> None:
+    def note(stamps: Any, is_running: Callable[[], bool]) -> None:
         if (sequences := _sequences.get()) is not None:
-            sequences.append(Sequence(stamps))
+            sequences.append(Sequence(stamps, is_running))
 
     compat.watch_sequences(engine, note)
 
@@ -73,7 +74,9 @@ class StampVersions:
                 return
             if started:
                 begun = [sequence.span for sequence in sequences if sequence.has_begun]
-                if sequences and started["status"] < 400:
+                # an answer that does not wait for its tokens (background: true) cannot say what will compute them
+                is_known = is_stream or not any(sequence.is_running() for sequence in sequences)
+                if sequences and is_known and started["status"] < 400:
                     # of a stream the first tokens alone are there; an answer without any has the time that it took
                     spans = begun if is_stream and begun else [sequence.span for sequence in sequences]
                     text = self._server.changes.text(spans)

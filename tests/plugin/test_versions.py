@@ -68,6 +68,20 @@ def stamps(first, last):
 def test_an_answer_names_the_policies_of_all_its_sequences(
     history, monkeypatch, sequences, kind, status, header, comment
 ):
+    answer = answered(history, monkeypatch, sequences, kind, status)
+    assert answer.headers.get(HEADER) == header
+    assert answer.text == "data: [DONE]" + (f": {HEADER}: {comment}\n\n" if comment else "")
+
+
+@pytest.mark.parametrize("sequences", [[stamps(31, 32)], [stamps(0, 0)], [None]])
+def test_an_answer_before_its_tokens_names_no_policy(history, monkeypatch, sequences):
+    """As those of /v1/responses with background: true, whose tokens may be of a policy that is still to come."""
+    answer = answered(history, monkeypatch, sequences, "application/json", 200, are_over=False)
+    assert HEADER not in answer.headers
+
+
+def answered(history, monkeypatch, sequences, kind, status, are_over=True):
+    """The answer to a request that has the engine compute ``sequences``, given when these are over, or before."""
     monkeypatch.setattr(time, "monotonic", lambda: 40.0)
     states = {}
     processor = SimpleNamespace(request_states=states, add_request=lambda request: states.update(request.new))
@@ -78,6 +92,8 @@ def test_an_answer_names_the_policies_of_all_its_sequences(
             request = SimpleNamespace(request_id=str(i), new={str(i): SimpleNamespace(stats=found)})
             engine.output_processor.add_request(request)
         engine.output_processor.add_request(SimpleNamespace(request_id="ended already", new={}))
+        if are_over and not kind.startswith("text/event-stream"):
+            states.clear()  # vLLM forgets what has ended
         await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind.encode())]})
         await send({"type": "http.response.body", "body": b"data: [DONE]", "more_body": False})
 
@@ -86,9 +102,7 @@ def test_an_answer_names_the_policies_of_all_its_sequences(
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
             return await client.get("/")
 
-    answer = asyncio.run(ask())
-    assert answer.headers.get(HEADER) == header
-    assert answer.text == "data: [DONE]" + (f": {HEADER}: {comment}\n\n" if comment else "")
+    return asyncio.run(ask())
 
 
 def test_a_log_goes_on_when_it_is_full_and_forgets_the_oldest(monkeypatch):
