@@ -218,22 +218,24 @@ def refuse_to_run(worker: Any, reason: Callable[[], Exception]) -> Callable[[], 
     return allow
 
 
-def weights_are_away() -> bool:
-    """Whether vLLM's sleep mode has taken the memory of this process's weights, and so that of adapter and norms."""
-    if not current_platform.is_cuda():
-        return False
-    from vllm.device_allocator import cumem
-
-    pool = cumem.CuMemAllocator.instance
-    entries = () if pool is None else pool.pointer_to_data.values()
-    return any(entry.tag == "weights" and entry.is_asleep for entry in entries)
-
-
 def is_engine_death(error: BaseException) -> bool:
     """Whether an engine client raised because its engine has died."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     return isinstance(error, EngineDeadError)
+
+
+async def pause(engine: Any, mode: str, *, is_shared: bool) -> None:
+    """Pauses an engine, as its client's ``pause_generation`` does; the caches stay as they are. ``is_shared``: requests
+    may come through other processes, too.
+
+    vLLM's own sleeps for 20 ms at its end, so that the last outputs of requests that it has ended are out. Here it does
+    where there may be such: "keep" ends none, and where no request is under way none ends.
+    """
+    if mode != "keep" and (is_shared or engine.output_processor.request_states):
+        await engine.pause_generation(mode=mode, clear_cache=False)
+    else:
+        await engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
 
 
 def refuse_requests(engine: Any, reason: str) -> None:

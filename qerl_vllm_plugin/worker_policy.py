@@ -38,10 +38,6 @@ SEVERAL_NAMES = (
     "program that alone sends requests, each with the policy's LoRARequest, may pass "
     "every_request_names_the_policy=True"
 )
-ASLEEP = (
-    "this engine sleeps, and the memory of its weights with it: nothing can be written there. Wake it up first, or its "
-    'weights alone: wake_up(tags=["weights"])'
-)
 ANOTHER_RANK = "another rank of this engine has refused the change"
 LOST = "this engine holds half of a policy and serves nothing any more; restart it. While it was changed: "
 
@@ -138,7 +134,7 @@ def install_at_start(model: torch.nn.Module, folder: str, base: Path | None) -> 
         adapter_folder.check_base(folder, base)
     saved = adapter_folder.read(folder)
     policy = model.qerl_policy = _open(model, None)
-    digest = adapter_folder.digest(folder, saved)
+    digest = adapter_folder.digest(folder)
     answer = on_all_ranks(policy, lambda: prepare_swap(policy, saved.tensors, saved.config, saved.norms, 1, digest))
     if "error" in answer:
         raise AdapterError(f"{folder}: {answer['error']}")
@@ -157,8 +153,6 @@ def on_all_ranks(policy: WorkerPolicy, prepare: Callable[[], Callable[[], Answer
     laps = policy.laps = Laps()
     if error is None:
         try:
-            if compat.weights_are_away():
-                raise AdapterError(ASLEEP)
             commit = prepare()
         except Exception as refusal:
             error = _reason(refusal)

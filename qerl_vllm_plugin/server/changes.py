@@ -59,6 +59,7 @@ class PolicyServer:
         self._engine, self._base = engine, base
         self._folders = Path(folders).resolve() if folders is not None else None
         self._has_connector = vllm_config.kv_transfer_config is not None
+        self._is_shared = compat.api_servers(vllm_config) > 1
         opened = await self._rpc("qerl_open", os.getpid())
         self.carrier, self.rank, self.limit = opened["carrier"], opened["max_rank"], opened["max_bytes"]
         self.changes, self._instance = ChangeLog(opened["changes"]), opened["instance"]
@@ -153,7 +154,7 @@ class PolicyServer:
         try:
             if not was_paused:
                 try:
-                    await asyncio.wait_for(self._engine.pause_generation(mode=mode, clear_cache=False), DRAIN)
+                    await asyncio.wait_for(compat.pause(self._engine, mode, is_shared=self._is_shared), DRAIN)
                 except asyncio.TimeoutError:
                     raise Refused(
                         503, "still_running", f"requests still ran after {DRAIN:.0f} s; use requests=keep or abort"

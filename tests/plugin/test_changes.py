@@ -31,12 +31,18 @@ class Engine:
     def __init__(self, *, is_paused=False, empties=True, drains=True, carrier="resident"):
         self.asked, self.emptied, self._log = [], [], ChangeLog()
         self._paused, self._empties, self._drains, self._carrier = is_paused, empties, drains, carrier
-        self.output_processor = SimpleNamespace(add_request=None)
+        self.output_processor = SimpleNamespace(add_request=None, request_states={})
+        self.engine_core = self
 
     async def is_paused(self):
         return self._paused
 
     async def pause_generation(self, mode, clear_cache):
+        await self.pause_scheduler_async(mode, clear_cache)
+        self.asked.append("sleep")
+
+    async def pause_scheduler_async(self, mode, clear_cache):
+        assert not clear_cache, "its own emptying is not checked"
         self.asked.append(f"pause {mode}")
         if mode == "wait" and not self._drains:
             await asyncio.sleep(60)
@@ -59,13 +65,15 @@ class Engine:
         return [{**opened, "instance": f"order-{id(self)}", "changes": self._log.path}]
 
 
-def with_server(engine, use, *, connector=None):
+def with_server(engine, use, *, connector=None, api_servers=1):
     """What ``use(server)`` returns or raises, on a server of that engine."""
+    parallel = SimpleNamespace(_api_process_count=api_servers)
     model = SimpleNamespace(quantization="qerl_nvfp4", dtype="float32", logprobs_mode="", max_model_len=8)
 
     async def run():
         server = PolicyServer()
-        await server.open(engine, SimpleNamespace(kv_transfer_config=connector, model_config=model), None, None, 60)
+        config = SimpleNamespace(kv_transfer_config=connector, model_config=model, parallel_config=parallel)
+        await server.open(engine, config, None, None, 60)
         return await use(server)
 
     return asyncio.run(run())
@@ -90,6 +98,19 @@ def test_a_cache_that_is_not_empty_is_a_refusal_and_requests_go_on(empties):
         with_server(engine, change)
     assert (refused.value.status, refused.value.reason) == (503, "cannot_reset")
     assert engine.asked == ["pause keep", "empty", "resume"]
+
+
+@pytest.mark.parametrize("api_servers", [1, 2])
+@pytest.mark.parametrize("under_way", [{}, {"a": None}])
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_the_last_outputs_of_requests_that_end_come_out_first_and_where_none_ends_nobody_sleeps(
+    mode, under_way, api_servers
+):
+    engine = Engine()
+    engine.output_processor.request_states = under_way
+    with_server(engine, lambda server: change(server, mode), api_servers=api_servers)
+    may_end = mode != "keep" and (bool(under_way) or api_servers > 1)
+    assert engine.asked == [f"pause {mode}", *(["sleep"] if may_end else []), *CHANGE[1:]]
 
 
 def test_an_engine_that_somebody_else_has_paused_stays_so():

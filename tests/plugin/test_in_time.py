@@ -61,7 +61,8 @@ class Engine:
     def __init__(self, silent):
         self._silent, self.asked, self.ended, self.changes = silent, [], [], ChangeLog()
         self.changes.add(0)
-        self.output_processor = SimpleNamespace(propagate_error=self.ended.append, add_request=None)
+        self.output_processor = SimpleNamespace(propagate_error=self.ended.append, add_request=None, request_states={})
+        self.engine_core = self
 
     async def _answer(self, name, value):
         self.asked.append(name)
@@ -72,8 +73,8 @@ class Engine:
     def is_paused(self):
         return self._answer("is_paused", False)
 
-    def pause_generation(self, mode, clear_cache):
-        return self._answer("pause_generation", None)
+    def pause_scheduler_async(self, mode, clear_cache):
+        return self._answer("pause_scheduler_async", None)
 
     def reset_prefix_cache(self, reset_running_requests, reset_connector):
         return self._answer("reset_prefix_cache", True)
@@ -101,7 +102,8 @@ def test_a_server_gives_up_an_engine_that_does_not_answer_and_every_request_ends
     routes.attach(app, read_token())
     app.state.qerl = PolicyServer()
     model = SimpleNamespace(quantization="qerl_nvfp4", dtype="float32", logprobs_mode="", max_model_len=8)
-    config = SimpleNamespace(kv_transfer_config=None, model_config=model)
+    parallel = SimpleNamespace(_api_process_count=1)
+    config = SimpleNamespace(kv_transfer_config=None, model_config=model, parallel_config=parallel)
 
     async def use():
         await app.state.qerl.open(engine, config, None, None, 0.2)

@@ -153,12 +153,13 @@ class Engine:
 
     def __init__(self, state):
         self.state, self.ended = state, []
-        self.output_processor = SimpleNamespace(propagate_error=self.ended.append, add_request=None)
+        self.output_processor = SimpleNamespace(propagate_error=self.ended.append, add_request=None, request_states={})
+        self.engine_core = self
 
     async def is_paused(self):
         return self.state["paused"]
 
-    async def pause_generation(self, mode, clear_cache):
+    async def pause_scheduler_async(self, mode, clear_cache):
         self.state["paused"] = True
 
     async def resume_generation(self):
@@ -180,7 +181,8 @@ class Engine:
 def test_no_api_server_lets_the_engine_run_while_another_changes_it():
     state = {"paused": False, "running": 0, "changes": 0, "asked": 0, "log": ChangeLog()}
     model = SimpleNamespace(quantization="qerl_nvfp4", dtype="float32", logprobs_mode="", max_model_len=8)
-    config = SimpleNamespace(kv_transfer_config=None, model_config=model)
+    parallel = SimpleNamespace(_api_process_count=1)
+    config = SimpleNamespace(kv_transfer_config=None, model_config=model, parallel_config=parallel)
 
     async def use():
         servers = [PolicyServer(), PolicyServer()]
@@ -196,7 +198,9 @@ def test_what_one_api_server_finds_lost_is_lost_for_all_and_their_requests_end(m
     monkeypatch.setattr("qerl_vllm_plugin.server.changes.LOOK", 0.01)
     state = {"paused": False, "running": 0, "changes": 0, "asked": 0, "log": ChangeLog()}
     model = SimpleNamespace(quantization="qerl_nvfp4", dtype="float32", logprobs_mode="", max_model_len=8)
-    config, engine = SimpleNamespace(kv_transfer_config=None, model_config=model), Engine(state)
+    parallel = SimpleNamespace(_api_process_count=2)
+    config = SimpleNamespace(kv_transfer_config=None, model_config=model, parallel_config=parallel)
+    engine = Engine(state)
 
     async def use():
         server = PolicyServer()
