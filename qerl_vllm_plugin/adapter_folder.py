@@ -7,38 +7,75 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from qerl_vllm_plugin.adapter import AdapterError
+from qerl_vllm_plugin.safetensors_header import DOWNLOAD_AGAIN, read_header, read_tensor
+from qerl_vllm_plugin.scheme import CheckpointError
 
 ADAPTER_FILE, CONFIG_FILE, NORMS_FILE = "adapter_model.safetensors", "adapter_config.json", "norms.safetensors"
 STATE_FILE = "qerl_state.json"  # written by `qerl train`, with the hash of the base that was trained on
 
+FILES = (ADAPTER_FILE, CONFIG_FILE, NORMS_FILE)
 BLOCKS, BLOCK = 64, 4096
+
+Stamps = tuple[tuple[int, ...] | None, ...]  # of each of FILES, None where it is not there
 
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """``config`` is the content of ``adapter_config.json``; ``norms`` is None where none were trained."""
+    """``config`` is the content of ``adapter_config.json``; ``norms`` is None where none were trained.
+
+    ``stamps`` tell whether the folder still holds what was read.
+    """
 
     tensors: dict[str, torch.Tensor]
     config: dict[str, Any]
     norms: dict[str, torch.Tensor] | None
+    stamps: Stamps
 
 
 def read(folder: str | Path) -> SavedAdapter:
-    """Raises AdapterError for a folder that lacks a file or holds a damaged one."""
+    """The adapter, in memory of its own: of a file that is mapped, whoever writes it anew would change the tensors, or
+    end this process.
+
+    Raises AdapterError for a folder that lacks a file or holds a damaged one, or is written to meanwhile.
+    """
     folder = Path(folder)
     for name in (ADAPTER_FILE, CONFIG_FILE):
         if not (folder / name).is_file():
             raise AdapterError(f"{folder} holds no {name}; name a folder that PEFT or `qerl train` has saved")
+    stamps = _stamps(folder)
+    tensors = _tensors(folder / ADAPTER_FILE)
+    norms = _tensors(folder / NORMS_FILE) if (folder / NORMS_FILE).exists() else None
+    saved = SavedAdapter(tensors, _json(folder / CONFIG_FILE), norms, stamps)
+    _check_stamps(folder, saved)
+    return saved
+
+
+def _tensors(file: Path) -> dict[str, torch.Tensor]:
     try:
-        tensors = load_file(folder / ADAPTER_FILE)
-        norms = load_file(folder / NORMS_FILE) if (folder / NORMS_FILE).exists() else None
-    except (SafetensorError, OSError) as error:
-        raise AdapterError(f"{folder} is damaged: {error}; save the adapter again") from error
-    return SavedAdapter(tensors, _json(folder / CONFIG_FILE), norms)
+        return {name: read_tensor(header) for name, header in read_header(file).items()}
+    except (CheckpointError, OSError) as error:
+        text = str(error).replace(DOWNLOAD_AGAIN, "save the adapter again")
+        raise AdapterError(f"{file.parent} is damaged: {text}") from error
+
+
+def _stamps(folder: Path) -> Stamps:
+    """What changes when one of the files is written to, or replaced."""
+
+    def stamp(file: Path) -> tuple[int, ...] | None:
+        try:
+            found = file.stat()
+        except FileNotFoundError:
+            return None
+        return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+    return tuple(stamp(folder / name) for name in FILES)
+
+
+def _check_stamps(folder: Path, saved: SavedAdapter) -> None:
+    if _stamps(folder) != saved.stamps:
+        raise AdapterError(f"{folder} is being written to; name it again when it is whole")
 
 
 def check_base(folder: str | Path, base: Path) -> None:
@@ -60,13 +97,17 @@ def trained_on(folder: str | Path) -> str | None:
     return _json(state).get("base_hash") if state.is_file() else None
 
 
-def digest(folder: str | Path) -> str:
-    """SHA-256 of a folder's tensors and config."""
+def digest(folder: str | Path, saved: SavedAdapter) -> str:
+    """SHA-256 of the files that ``saved`` was read from. Raises AdapterError if they are others by now."""
     sha = hashlib.sha256()
-    for name in (ADAPTER_FILE, CONFIG_FILE, NORMS_FILE):
-        file = Path(folder) / name
-        if file.is_file():
-            sha.update(name.encode() + hashlib.sha256(file.read_bytes()).digest())
+    try:
+        for name in FILES:
+            file = Path(folder) / name
+            if file.is_file():
+                sha.update(name.encode() + hashlib.sha256(file.read_bytes()).digest())
+    except OSError as error:
+        raise AdapterError(f"{folder} cannot be read: {error}") from error
+    _check_stamps(Path(folder), saved)
     return sha.hexdigest()
 
 
@@ -99,7 +140,7 @@ def base_hash(folder: str | Path) -> str:
 def _json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
         raise AdapterError(f"{file} is damaged: {error}; save the adapter again") from error
     if not isinstance(content, dict):
         raise AdapterError(f"{file} holds no JSON object; save the adapter again")

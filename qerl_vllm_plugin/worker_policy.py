@@ -134,7 +134,7 @@ def install_at_start(model: torch.nn.Module, folder: str, base: Path | None) -> 
         adapter_folder.check_base(folder, base)
     saved = adapter_folder.read(folder)
     policy = model.qerl_policy = _open(model, None)
-    digest = adapter_folder.digest(folder)
+    digest = adapter_folder.digest(folder, saved)
     answer = on_all_ranks(policy, lambda: prepare_swap(policy, saved.tensors, saved.config, saved.norms, 1, digest))
     if "error" in answer:
         raise AdapterError(f"{folder}: {answer['error']}")

@@ -70,7 +70,7 @@ async def put_policy(server: PolicyServer, request: Request) -> dict[str, Any]:
     try:
         folder = await asyncio.to_thread(server.folder, query["folder"])
         saved = await asyncio.to_thread(adapter_folder.read, folder)
-        digest = await asyncio.to_thread(adapter_folder.digest, folder)
+        digest = await asyncio.to_thread(adapter_folder.digest, folder, saved)
     except AdapterError as error:
         raise Refused(422, "refused", str(error)) from error
     body.check_patterns(saved.config)
