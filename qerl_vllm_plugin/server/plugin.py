@@ -53,8 +53,8 @@ class EndpointPlugin:
         asked = getattr(args, "api_server_count", None) or 1
         if asked > 1 and compat.api_servers(vllm_config) == 1:
             raise ValueError(
-                f"--api-server-count {asked} starts one process here; `vllm serve` starts them, the module "
-                "vllm.entrypoints.openai.api_server and `qerl serve` do not"
+                f"--api-server-count {asked} starts one process here; `vllm serve` and `qerl serve` start them, the "
+                "module vllm.entrypoints.openai.api_server does not"
             )
         if not compat.workers_share_this_machine(vllm_config):
             raise ValueError(

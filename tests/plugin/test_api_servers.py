@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import json
-import sys
 
 import httpx
 import psutil
@@ -15,23 +14,6 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(400
 TOKEN = "an-admin-token-of-32-characters!"
 MODULES = ["q_proj", "v_proj", "up_proj", "down_proj"]
 
-# what `vllm serve` runs; the command itself looks for a distribution named vllm, which the CPU wheel is not
-PROGRAM = """
-from qerl_recipes.machine.environment import prepare
-
-if __name__ in ("__main__", "__mp_main__"):
-    prepare()
-if __name__ == "__main__":
-    from vllm.entrypoints.cli.serve import ServeSubcommand
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    parser, command = FlexibleArgumentParser(), ServeSubcommand()
-    command.subparser_init(parser.add_subparsers(dest="subparser"))
-    args = parser.parse_args()
-    command.validate(args)
-    command.cmd(args)
-"""
-
 
 @pytest.fixture(scope="module")
 def adapters(reference, make_nvfp4, make_adapter):
@@ -41,16 +23,15 @@ def adapters(reference, make_nvfp4, make_adapter):
 
 @pytest.fixture(scope="module")
 def server(make_nvfp4, hold_port, tmp_path_factory):
+    from qerl_recipes.machine.serve import command
     from qerl_recipes.machine.server_process import started
 
     port, folder = hold_port(), tmp_path_factory.mktemp("server")
-    (folder / "server.py").write_text(PROGRAM)
-    model = str(make_nvfp4("qwen2", max_position_embeddings=4096))
-    line = [sys.executable, str(folder / "server.py"), "serve", model, "--quantization", "qerl_nvfp4"]
-    line += ["--api-server-count", "2", "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "policy"]
+    line = ["--api-server-count", "2", "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "policy"]
     line += ["--dtype", "float32", "--max-model-len", "4096", "--max-num-seqs", "8", "--num-gpu-blocks-override", "64"]
-    line += ["--enforce-eager", "--additional-config", json.dumps({"qerl": {"policy_adapter": {"rank": 8}}})]
+    line += ["--additional-config", json.dumps({"qerl": {"policy_adapter": {"rank": 8}}})]
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "qerl", "QERL_ADMIN_TOKEN": TOKEN}
+    line = command(str(make_nvfp4("qwen2", max_position_embeddings=4096)), line)
     with started(line, port, folder / "log", environment) as running:
         yield running
 

@@ -81,7 +81,7 @@ def test_a_token_that_cannot_be_meant_ends_the_start(environment, tmp_path):
     ("replicas", "processes", "folders", "executor", "text"),
     [
         (2, 1, None, "uni", "--data-parallel-size 2"),
-        (1, 2, None, "uni", "--api-server-count 2 starts one process here; `vllm serve` starts them"),
+        (1, 2, None, "uni", "--api-server-count 2 starts one process here; `vllm serve` and `qerl serve` start them"),
         (1, None, "/no/such/directory", "uni", "/no/such/directory is no directory"),
         (1, 1, None, "ray", "--distributed-executor-backend mp"),
     ],

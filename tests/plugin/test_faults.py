@@ -54,17 +54,15 @@ def start_server(make_nvfp4, hold_port, tmp_path_factory):
 
 
 PROGRAM = """
-import runpy
-
 from qerl_recipes.machine.environment import prepare
 
 if __name__ in ("__main__", "__mp_main__"):
     prepare()
     {}
 if __name__ == "__main__":
-    from qerl_recipes.machine.serve import SERVER
+    from qerl_recipes.machine.serve import run
 
-    runpy.run_module(SERVER, run_name="__main__")
+    run()
 """
 
 

@@ -100,21 +100,19 @@ def test_answers_of_many_policies_are_left_out_and_counted_and_controls_are_told
 
 # a server that forgets to empty its caches when the policy changes
 WITHOUT_RESET = """
-import runpy
-
 from qerl_recipes.machine.environment import prepare
 
 if __name__ in ("__main__", "__mp_main__"):
     prepare()
 if __name__ == "__main__":
-    from qerl_recipes.machine.serve import SERVER
+    from qerl_recipes.machine.serve import run
     from qerl_vllm_plugin.server.changes import PolicyServer
 
     async def forget(self):
         pass
 
     PolicyServer._empty_caches = forget
-    runpy.run_module(SERVER, run_name="__main__")
+    run()
 """
 
 
