@@ -218,6 +218,17 @@ def refuse_to_run(worker: Any, reason: Callable[[], Exception]) -> Callable[[], 
     return allow
 
 
+def weights_are_away() -> bool:
+    """Whether vLLM's sleep mode has taken the memory of this process's weights, and so that of adapter and norms."""
+    if not current_platform.is_cuda():
+        return False
+    from vllm.device_allocator import cumem
+
+    pool = cumem.CuMemAllocator.instance
+    entries = () if pool is None else pool.pointer_to_data.values()
+    return any(entry.tag == "weights" and entry.is_asleep for entry in entries)
+
+
 def is_engine_death(error: BaseException) -> bool:
     """Whether an engine client raised because its engine has died."""
     from vllm.v1.engine.exceptions import EngineDeadError

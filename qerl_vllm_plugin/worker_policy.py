@@ -38,6 +38,10 @@ SEVERAL_NAMES = (
     "program that alone sends requests, each with the policy's LoRARequest, may pass "
     "every_request_names_the_policy=True"
 )
+ASLEEP = (
+    "this engine sleeps, and the memory of its weights with it: nothing can be written there. Wake it up first, or its "
+    'weights alone: wake_up(tags=["weights"])'
+)
 ANOTHER_RANK = "another rank of this engine has refused the change"
 LOST = "this engine holds half of a policy and serves nothing any more; restart it. While it was changed: "
 
@@ -153,6 +157,8 @@ def on_all_ranks(policy: WorkerPolicy, prepare: Callable[[], Callable[[], Answer
     laps = policy.laps = Laps()
     if error is None:
         try:
+            if compat.weights_are_away():
+                raise AdapterError(ASLEEP)
             commit = prepare()
         except Exception as refusal:
             error = _reason(refusal)

@@ -1,0 +1,53 @@
+"""A policy is not changed while vLLM's sleep mode has the memory that it lies in."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from qerl_vllm_plugin import compat
+from qerl_vllm_plugin.adapter import AdapterError
+from qerl_vllm_plugin.policy import Policy
+
+
+def entry(tag, is_asleep):
+    return SimpleNamespace(tag=tag, is_asleep=is_asleep)
+
+
+@pytest.mark.parametrize(
+    ("entries", "are_away"),
+    [
+        ([entry("weights", True), entry("kv_cache", True)], True),
+        ([entry("weights", False), entry("kv_cache", True)], False),  # woken with tags=["weights"]
+        ([entry("weights", False), entry("weights", True)], True),
+        ([], False),
+    ],
+)
+def test_only_the_weights_have_to_be_awake(monkeypatch, entries, are_away):
+    from vllm.device_allocator import cumem
+
+    assert not compat.weights_are_away(), "there is no sleep mode here"
+    monkeypatch.setattr(compat, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    assert not compat.weights_are_away(), "an engine without sleep mode has no such pool"
+    pool = SimpleNamespace(pointer_to_data=dict(enumerate(entries)))
+    monkeypatch.setattr(cumem.CuMemAllocator, "instance", pool)
+    assert compat.weights_are_away() is are_away
+
+
+def test_a_sleeping_engine_refuses_every_change_and_takes_it_awake(boot, make_nvfp4, carriers, monkeypatch, measure):
+    policy = Policy(boot(make_nvfp4("qwen2"), **carriers["resident"]))
+    before = measure.engine(policy._llm)
+    monkeypatch.setattr(compat, "weights_are_away", lambda: True)
+    for change in (
+        lambda: policy.swap(None),
+        lambda: policy.set_noise(0.3, seed=1, rollout=1),
+        policy.clear_noise,
+    ):
+        with pytest.raises(AdapterError, match=r"this engine sleeps.*wake_up\(tags=\[\"weights\"\]\)"):
+            change()
+    assert torch.equal(measure.engine(policy._llm), before)
+    monkeypatch.setattr(compat, "weights_are_away", lambda: False)
+    version = policy.swap(None)
+    assert policy.swap(None) == version + 1
+    assert policy.set_noise(0.3, seed=1, rollout=1).touched == 4
+    assert not torch.equal(measure.engine(policy._llm), before)
