@@ -146,13 +146,25 @@ def soak(
     shape: Annotated[str, typer.Option(help=SHAPE)] = "tiny",
     streams: Annotated[int, typer.Option(help="requests under way at a time")] = 64,
     minutes: Annotated[float, typer.Option(help="of load, a fifth of them without swaps; judging comes after")] = 10,
+    api_server_count: Annotated[
+        int,
+        typer.Option("--api-server-count", "--api_server_count", help="processes that take requests"),
+    ] = 1,
     seed: Annotated[int, typer.Option(help="of weights, prompts, adapters and noise")] = 0,
     output: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
 ) -> None:
     """A server under load, its policy swapped every second, and every answer checked against the policy it names."""
     from qerl_recipes.bench.soak import run
 
-    result = run(model=model, shape=shape, streams=streams, minutes=minutes, seed=seed, output=output)
+    result = run(
+        model=model,
+        shape=shape,
+        streams=streams,
+        minutes=minutes,
+        api_servers=api_server_count,
+        seed=seed,
+        output=output,
+    )
     raise typer.Exit(int(bool(result["failed"])))
 
 

@@ -6,7 +6,6 @@ answer's tokens under the policy that the answer names: a log-probability that d
 something else. Weights and adapters are random, unless ``model`` names a checkpoint.
 """
 
-import asyncio
 import json
 import secrets
 import statistics
@@ -23,7 +22,8 @@ import psutil
 from qerl_recipes.bench import random_model
 from qerl_recipes.bench.process import check_shape, ended_cleanly
 from qerl_recipes.bench.soak_judge import Replay, Verdict, judge
-from qerl_recipes.bench.soak_load import LONGEST_ANSWER, LONGEST_PROMPT, Adapter, Answer, Change, Found, load
+from qerl_recipes.bench.soak_load import Adapter, Change, Found, load
+from qerl_recipes.bench.soak_streams import LONGEST_ANSWER, LONGEST_PROMPT, Answer
 from qerl_recipes.machine.conditions import conditions, save
 from qerl_recipes.machine.environment import free_port
 from qerl_recipes.machine.gpu import MIB, installed_gpu
@@ -51,6 +51,7 @@ def run(
     shape: str,
     streams: int = 64,
     minutes: float = 10,
+    api_servers: int = 1,
     seed: int = 0,
     output: Path | None = None,
 ) -> dict[str, Any]:
@@ -61,16 +62,18 @@ def run(
     """
     if model is None:
         check_shape(shape)
-    if streams < 1 or minutes <= 0:
-        raise ValueError(f"streams is {streams} and minutes {minutes:g}; both must be above 0")
+    if streams < 1 or minutes <= 0 or api_servers < 1:
+        given = f"streams is {streams}, minutes {minutes:g} and api-server-count {api_servers}"
+        raise ValueError(f"{given}; all must be above 0")
     seconds = 60 * minutes
     with ended_cleanly(), tempfile.TemporaryDirectory() as scratch:
         folder = model or write_model(shape, seed, Path(scratch, "model"))
-        with serving(folder, streams, Path(scratch, "log")) as (server, token):
+        with serving(folder, streams, Path(scratch, "log"), api_servers=api_servers) as (server, token):
             found, speed, memory = measure(server, token, folder, streams, seconds, seed)
         result = {
             "model": model or f"random weights, shape {shape}",
             "streams": streams,
+            "api_servers": api_servers,
             "seed": seed,
             "rank": RANK,
             "dtype": dtype(),
@@ -98,12 +101,17 @@ def write_model(shape: str, seed: int, folder: Path) -> str:
 
 @contextmanager
 def serving(
-    folder: str, streams: int, log: Path, line: Callable[[str, Sequence[str]], list[str]] = command
+    folder: str,
+    streams: int,
+    log: Path,
+    line: Callable[[str, Sequence[str]], list[str]] = command,
+    api_servers: int = 1,
 ) -> Iterator[tuple[ServerProcess, str]]:
     """A server with the resident adapter and its admin token; ``line`` makes its command line."""
     port, token = free_port(), secrets.token_hex(16)
     options = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", NAME, "--dtype", dtype()]
     options += ["--max-model-len", str(LENGTH), "--max-num-seqs", str(streams), "--disable-uvicorn-access-log"]
+    options += ["--api-server-count", str(api_servers)]
     options += ["--additional-config", json.dumps(engine_options("qerl_nvfp4", RANK, {})["additional_config"])]
     environment = {"VLLM_PLUGINS": "qerl", "QERL_ADMIN_TOKEN": token}
     with started(line(folder, options), port, log, environment) as server:
@@ -122,19 +130,17 @@ def measure(
             memory.setdefault(f"{process.name()} {process.pid}", []).append(process.memory_info().rss)
 
     config = _config(folder)
-    found, speed = asyncio.run(
-        load(
-            server.url,
-            token,
-            NAME,
-            vocabulary=config["vocab_size"],
-            streams=streams,
-            quiet=QUIET * seconds,
-            busy=(1 - QUIET) * seconds,
-            seed=seed,
-            adapter=lambda number: make_adapter(config, seed, number),
-            between=note,
-        )
+    found, speed = load(
+        server.url,
+        token,
+        NAME,
+        vocabulary=config["vocab_size"],
+        streams=streams,
+        quiet=QUIET * seconds,
+        busy=(1 - QUIET) * seconds,
+        seed=seed,
+        adapter=lambda number: make_adapter(config, seed, number),
+        between=note,
     )
     left = running(server.url)
     if left:

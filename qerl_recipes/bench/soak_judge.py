@@ -5,7 +5,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from qerl_recipes.bench.soak_load import Answer, Change
+from qerl_recipes.bench.soak_load import Change
+from qerl_recipes.bench.soak_streams import Answer
 
 MOST_POLICIES = 4  # of an answer that names FIRST-LAST: of more, almost anything could be a mixture
 CONTROL_EVERY = 10  # answers are judged under a policy that they do not name, too

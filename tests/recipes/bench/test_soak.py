@@ -9,11 +9,12 @@ import pytest
 
 from qerl_recipes.bench import soak
 from qerl_recipes.bench.soak_judge import difference, judge, named
-from qerl_recipes.bench.soak_load import Answer, Change
+from qerl_recipes.bench.soak_load import Change, Found, speed
+from qerl_recipes.bench.soak_streams import SILENT, Answer, Heard, Streams, shares
 from qerl_recipes.machine.serve import command
 
-SILENT = (0.0, 0, 0)
-CHANGES = [Change(1, None, SILENT), Change(2, 1, SILENT), Change(2, 1, (0.1, 0, 1)), Change(3, 2, (0.1, 0, 1))]
+STILL = (0.0, 0, 0)  # no noise
+CHANGES = [Change(1, None, STILL), Change(2, 1, STILL), Change(2, 1, (0.1, 0, 1)), Change(3, 2, (0.1, 0, 1))]
 
 
 def value(change, token):
@@ -29,7 +30,7 @@ def answer(policy, *places, reason="length"):
     """An answer whose tokens were computed under the changes at ``places``."""
     tokens = list(range(1, len(places) + 1))
     logprobs = [value(CHANGES[place], token) for place, token in zip(places, tokens, strict=True)]
-    return Answer([5, 6], tokens, logprobs, policy, reason)
+    return Answer([5, 6], tokens, logprobs, policy, reason, len(tokens))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_answers_whose_beginning_is_in_the_prefix_cache_are_replayed_without_it(
     prompt, other = list(range(1, block + 1)), list(range(2, block))  # the second shares a block with its own answers
     same = [7] * (block - len(other) + 3)
     asked = [(prompt, [5, 6, 7]), (prompt, [9, 9]), (other, [*same, 1]), (other, [*same, 2])]
-    answers = [Answer(given, tokens, [0.0] * len(tokens), "1", "stop") for given, tokens in asked]
+    answers = [Answer(given, tokens, [0.0] * len(tokens), "1", "length", len(tokens)) for given, tokens in asked]
     replay = soak.reference(soak.write_model("tiny", 0, tmp_path / "model"), 0)
     together = replay(CHANGES[0], answers)
     alone = [replay(CHANGES[0], [answer])[0] for answer in answers]  # each time with an empty cache
@@ -87,7 +88,7 @@ def test_answers_whose_beginning_is_in_the_prefix_cache_are_replayed_without_it(
 
 
 def test_answers_of_many_policies_are_left_out_and_counted_and_controls_are_told_apart():
-    many = [Change(i, i, SILENT) for i in range(9)]
+    many = [Change(i, i, STILL) for i in range(9)]
     assert named("2-7", many) == [2, 3, 4, 5, 6, 7]
     verdict = judge([answer("1-6", 0), answer("2", 1, 1)], many, lambda change, answers: [[0.0] * 2], 1e-3)
     assert (verdict.left_out, verdict.one, verdict.several) == (1, 1, 0)
@@ -96,6 +97,52 @@ def test_answers_of_many_policies_are_left_out_and_counted_and_controls_are_told
     # a replay that takes no notice of the policy tells nothing apart
     verdict = judge([answer("2", 0, 0)], CHANGES, lambda change, answers: replay(CHANGES[0], answers), 1e-3)
     assert (verdict.controls, verdict.told_apart) == (1, 0)
+
+
+def heard(tokens, length, reason="length", *, logprobs=None, asked=0.0, ended=1.0):
+    scores = [0.0] * (tokens if logprobs is None else logprobs)
+    return Answer([5], [7] * tokens, scores, "1", reason, length, asked, ended)
+
+
+@pytest.mark.parametrize(
+    ("given", "is_lost"),
+    [
+        (heard(3, 3), False),
+        (heard(2, 3), True),
+        (heard(3, 3, "stop"), True),
+        (heard(3, 3, logprobs=2), True),
+        (heard(1, 3, "abort"), False),
+        (heard(0, 3, SILENT, asked=3, ended=4), False),  # while requests were aborted
+        (heard(0, 3, SILENT, asked=1, ended=2), True),
+        (heard(0, 3, SILENT, asked=6, ended=7), True),
+    ],
+)
+def test_an_answer_that_is_not_whole_is_lost_unless_a_swap_has_aborted_it(given, is_lost):
+    found = Found(CHANGES[:1], aborts=[(3.5, 5.0)])
+    found.take(Heard([given], ["no route"], 2))
+    assert len(found.lost) - 1 == is_lost and found.cancelled == 2
+    assert found.answers[0].reason == ("abort" if given.reason == SILENT and not is_lost else given.reason)
+
+
+def test_tokens_are_counted_where_their_answer_ended():
+    answers = [heard(9, 9, ended=0.9), heard(4, 4, ended=1.0), heard(8, 8, ended=2.0), heard(16, 16, ended=3.0)]
+    assert speed(answers, 1.0, 3.0) == 6.0
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(1, [1]), (64, [64]), (65, [64, 1]), (256, [64] * 4)])
+def test_every_stream_is_of_one_process_and_none_has_too_many(count, sizes):
+    assert [len(numbers) for numbers in shares(count)] == sizes
+    assert [number for numbers in shares(count) for number in numbers] == list(range(count))
+
+
+def test_a_process_of_streams_that_dies_is_told_and_not_waited_for():
+    with Streams("http://127.0.0.1:1", "policy", [[1]], 1, 0) as asking:
+        asking._processes[0].kill()
+        asking._processes[0].join()
+        with pytest.raises(RuntimeError, match="ended with code -9"):
+            asking.check()
+        with pytest.raises(RuntimeError, match="has died"):
+            asking.end()
 
 
 # a server that forgets to empty its caches when the policy changes
