@@ -32,7 +32,9 @@ def answers(folder, stages):
     sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
 
     def logprobs():
-        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        # one at a time: in an engine of another process it is chance which requests share a batch, and batches of
+        # other sizes round otherwise
+        outputs = [llm.generate([prompt], sampling, use_tqdm=False)[0] for prompt in prompts]
         return [next(iter(place.values())).logprob for output in outputs for place in output.prompt_logprobs[1:]]
 
     policy = Policy(llm)
