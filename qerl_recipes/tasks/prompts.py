@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from qerl_recipes.hooks import DatasetLoader, collect
 from qerl_recipes.recipe.configs import ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
-from qerl_recipes.tasks import reasoning_gym_task, running_sum
+from qerl_recipes.tasks import pick_number, reasoning_gym_task, running_sum
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,9 @@ def read(script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
             raise ConfigError("dataset_name and dataset_mixture are both given; keep one of them")
         source, (train, held_out) = "dataset_mixture", mixture(script)
     elif script.dataset_name is None:
-        raise ConfigError("dataset_name is missing; offline, reasoning_gym and running_sum need no download")
+        raise ConfigError(
+            "dataset_name is missing; offline, reasoning_gym, running_sum and pick_number need no download"
+        )
     else:
         source = script.dataset_name
         train, held_out = collect("qerl_datasets").get(source, from_name)(script)
@@ -179,7 +181,7 @@ def _read(name: str, config: str | None) -> DatasetDict:
     except Exception as error:  # datasets raises a dozen kinds of error for a place where nothing can be read
         raise ConfigError(
             f"dataset_name {name} is neither a readable file or folder here nor one that the hub gives out "
-            f"({type(error).__name__}: {error}); offline, use reasoning_gym, running_sum or a local JSONL file"
+            f"({type(error).__name__}: {error}); offline, use reasoning_gym, pick_number or a local JSONL file"
         ) from error
 
 
@@ -301,6 +303,14 @@ def _running_sum(script: ScriptArguments) -> tuple[Dataset, Dataset]:
     return running_sum.training_set(size, script.dataset_seed), Dataset.from_dict(columns)
 
 
+def _pick_number(script: ScriptArguments) -> tuple[Dataset, Dataset]:
+    """Largest or smallest of four: ``dataset_size`` (4096) problems from ``dataset_seed``, and the 1000 held out."""
+    options(script, set())
+    refuse_unread(script, "pick_number", "dataset_config", "dataset_train_split", "dataset_test_split")
+    size = script.dataset_size or pick_number.SIZE
+    return pick_number.training_set(size, script.dataset_seed), pick_number.held_out()
+
+
 def _reasoning_gym(script: ScriptArguments) -> tuple[Dataset, Dataset]:
     refuse_unread(script, "reasoning_gym", "dataset_train_split", "dataset_test_split")
     return reasoning_gym_task.load(script)
@@ -313,6 +323,7 @@ _DAPO_MATH = _known("open-r1/DAPO-Math-17k-Processed", "en", ("prompt",), _close
 LOADERS: dict[str, DatasetLoader] = {
     "reasoning_gym": _reasoning_gym,
     "running_sum": _running_sum,
+    "pick_number": _pick_number,
     "gsm8k": _GSM8K,
     "openai/gsm8k": _GSM8K,
     "bigmath": _BIG_MATH,
@@ -320,4 +331,4 @@ LOADERS: dict[str, DatasetLoader] = {
     "dapo_math_17k": _DAPO_MATH,
     "open-r1/DAPO-Math-17k-Processed": _DAPO_MATH,
 }
-GENERATED = ("reasoning_gym", "running_sum")  # make dataset_size problems instead of being cut to it
+GENERATED = ("reasoning_gym", "running_sum", "pick_number")  # make dataset_size problems instead of being cut to it
