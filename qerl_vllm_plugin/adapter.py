@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from qerl_vllm_plugin.spans import Copied
+
 PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 MAX_ALPHA = 1e6  # a hundred thousand times what anyone trains with
@@ -61,7 +63,7 @@ class Target:
 
 
 # copies of tensors without memory in this process, on a device
-Fetch = Callable[[Sequence[torch.Tensor], torch.device], list[torch.Tensor]]
+Fetch = Callable[[Sequence[torch.Tensor], torch.device], Copied]
 
 
 @dataclass(frozen=True)
@@ -257,30 +259,43 @@ def converted(
     """
     if not adapter.pairs:
         return {}
-    a, b = ([pair[half] for pair in adapter.pairs.values()] for half in (0, 1))
-    if adapter.fetch is not None:
-        assert device is not None  # every carrier names its own
-        fetched = adapter.fetch([*a, *b], device)
-        a, b = fetched[: len(a)], fetched[len(a) :]
-    elif device is not None and any(tensor.device != device for tensor in (*a, *b)):
-        a, b = ([tensor.to(device, non_blocking=True) for tensor in half] for half in (a, b))
-    flat_a, flat_b = _as_one(a, dtype), _as_one(b, dtype, adapter.scaling)
-    new_a, new_b = _unflatten_dense_tensors(flat_a, a), _unflatten_dense_tensors(flat_b, b)
+    names = list(adapter.pairs), list(adapter.pairs)
+    if adapter.fetch is not None:  # as they lie in memory, where they then are one piece already
+        for i in (0, 1):
+            names[i].sort(key=lambda name: adapter.pairs[name][i].storage_offset())
+    halves = tuple([adapter.pairs[name][i] for name in names[i]] for i in (0, 1))
+
+    def by_name(*flat: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+        return [
+            dict(zip(own, _unflatten_dense_tensors(values, half), strict=True))
+            for own, values, half in zip(names, flat, halves, strict=True)
+        ]
+
+    a, b = _flat(halves, device, adapter.fetch)
+    a, b = a.to(dtype), (b if adapter.scaling == 1 else b.float().mul_(adapter.scaling)).to(dtype)
+    new = by_name(a, b)
     # one transfer for all that is right; its names are looked for only where something is not
-    if not math.isfinite(_size(flat_a, flat_b)) and (bad := _not_finite(adapter.pairs, new_a, new_b)):
+    if not math.isfinite(_size(a, b)) and (bad := _not_finite(adapter.pairs, *new)):
         was = "holds NaN or infinite values"
-        if bad != _not_finite(adapter.pairs, a, b):
+        if bad != _not_finite(adapter.pairs, *by_name(*_flat(halves, device, adapter.fetch))):
             was = f"holds values too large for the engine's {dtype}"
         raise AdapterError(f"the adapter of {bad[0]} (and {len(bad) - 1} more) {was}")
-    return dict(zip(adapter.pairs, zip(new_a, new_b, strict=True), strict=True))
+    return {name: (new[0][name], new[1][name]) for name in adapter.pairs}
 
 
-def _as_one(tensors: Sequence[torch.Tensor], dtype: torch.dtype, scaling: float = 1.0) -> torch.Tensor:
-    """New memory with all values of ``tensors``, one behind the other, times ``scaling`` in fp32: three launches, where
-    one tensor after the other would take longer to launch than to compute."""
+def _flat(
+    halves: Sequence[Sequence[torch.Tensor]], device: torch.device | None, fetch: Fetch | None
+) -> list[torch.Tensor]:
+    """New memory with all values of A, one behind the other, and such with those of B: few launches, where one tensor
+    after the other would take longer to launch than to compute."""
+    if fetch is not None:
+        assert device is not None  # every carrier names its own
+        copied = fetch([tensor for half in halves for tensor in half], device)
+        return [copied.flat(0, len(halves[0])), copied.flat(len(halves[0]), len(copied.pieces))]
+    if device is not None and any(tensor.device != device for half in halves for tensor in half):
+        halves = [[tensor.to(device, non_blocking=True) for tensor in half] for half in halves]
     # of one alone it would be a view, and the caller's memory
-    flat = _flatten_dense_tensors(tensors) if len(tensors) > 1 else tensors[0].flatten().clone()
-    return (flat if scaling == 1 else flat.float().mul_(scaling)).to(dtype)
+    return [_flatten_dense_tensors(half) if len(half) > 1 else half[0].flatten().clone() for half in halves]
 
 
 def _size(*tensors: torch.Tensor) -> float:
@@ -288,10 +303,12 @@ def _size(*tensors: torch.Tensor) -> float:
     return float(torch.stack([torch.linalg.vector_norm(tensor, 1, dtype=torch.float32) for tensor in tensors]).sum())
 
 
-def _not_finite(names: Iterable[str], a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> list[str]:
+def _not_finite(names: Iterable[str], a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> list[str]:
     """The names whose A or B holds NaN or infinite values, or such whose sum is infinite."""
-    sums = torch.stack(torch._foreach_norm([*a, *b], 1, dtype=torch.float32)).tolist()
-    both = zip(sums[: len(a)], sums[len(a) :], strict=True)
+    names = list(names)
+    tensors = [half[name] for half in (a, b) for name in names]
+    sums = torch.stack(torch._foreach_norm(tensors, 1, dtype=torch.float32)).tolist()
+    both = zip(sums[: len(names)], sums[len(names) :], strict=True)
     return [name for name, pair in zip(names, both, strict=True) if not all(map(math.isfinite, pair))]
 
 

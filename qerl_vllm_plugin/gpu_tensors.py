@@ -13,13 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from qerl_vllm_plugin import cuda_ipc, spans
 from qerl_vllm_plugin.cuda_ipc import Copy
 from qerl_vllm_plugin.safetensors_header import DTYPE_NAMES, DTYPES
+from qerl_vllm_plugin.spans import Copied
 
 MAX_TEXT = 4 << 20  # the names of a 32B model's adapter take 0.1 MB
 MEDIA_TYPE = "application/vnd.qerl.gpu-tensors+json"  # of a request that describes tensors
@@ -43,28 +44,19 @@ class Description:
     layout: Layout
 
 
-class GpuTensors(Mapping[str, torch.Tensor]):
-    """The tensors by name, on the meta device: their memory is another process's, mapped at ``address``."""
+class GpuTensors:
+    """``tensors`` by name, on the meta device: their memory is another process's, mapped at ``address``."""
 
     def __init__(self, layout: Layout, address: int) -> None:
-        self._tensors, self._size, self._address = layout.tensors, layout.size, address
+        self.tensors, self._size, self._address = layout.tensors, layout.size, address
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def fetch(self, pieces: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    def fetch(self, pieces: Sequence[torch.Tensor], device: torch.device) -> Copied:
         """Copies on ``device`` of these tensors, or of rows or columns of them; done when it returns."""
         planned = spans.plan(pieces, self._size)
         room = torch.empty(planned.size, dtype=torch.uint8, device=device)
         to, source = room.data_ptr(), self._address
         cuda_ipc.copy([Copy(to + span.target, source + span.source, span.size) for span in planned.spans], device)
-        return spans.views(pieces, planned.starts, room)
+        return Copied(pieces, planned.starts, room)
 
 
 def why_not(tensors: Mapping[str, torch.Tensor]) -> str | None:
@@ -87,32 +79,57 @@ def described(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.
 
     Raises CudaIPCError, and ValueError for a dtype without a name. ``why_not`` comes first.
     """
-    for name, tensor in tensors.items():
-        if tensor.dtype not in DTYPE_NAMES:
-            raise ValueError(
-                f"tensor {name} has dtype {tensor.dtype}; supported are {', '.join(map(str, DTYPE_NAMES))}"
-            )
-    by_type: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = {}
-    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
-        by_type.setdefault(tensor.dtype, []).append((name, tensor))
-    ordered = [item for same in by_type.values() for item in same]
-    size = sum(tensor.numel() * tensor.element_size() for _, tensor in ordered)
-    device = ordered[0][1].device
-    with cuda_ipc.exported(size, device) as (memory, handle), torch.no_grad():
-        end = 0
-        for dtype, same in by_type.items():
-            flat = [tensor.reshape(-1) for _, tensor in same]
-            begin, end = end, end + sum(map(len, flat)) * dtype.itemsize
-            torch.cat(flat, out=memory[begin:end].view(dtype))
+    table = _table(tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()))
+    device = next(iter(tensors.values())).device
+    with cuda_ipc.exported(table.size, device) as (memory, handle), torch.no_grad():
+        for part in table.parts:
+            if part.begin == part.end:
+                continue
+            out = memory[part.begin : part.end].view(part.dtype).view(-1, *part.row)
+            torch.cat([tensors[name] if tensors[name].dim() else tensors[name].view(1) for name in part.names], out=out)
         cuda_ipc.finish(device)
-        listed = [[name, DTYPE_NAMES[tensor.dtype], list(tensor.shape)] for name, tensor in ordered]
-        description = {
-            "gpu": cuda_ipc.uuid(device),
-            "handle": handle.hex(),
-            "bytes": size,
-            "tensors": json.dumps(listed, separators=(",", ":")),
-        }
-        yield json.dumps(description), memory
+        head = {"gpu": cuda_ipc.uuid(device), "handle": handle.hex(), "bytes": table.size}
+        yield f'{json.dumps(head)[:-1]}, "tensors": {table.text}}}', memory
+
+
+class _Part(NamedTuple):
+    """Tensors that lie from byte ``begin`` to ``end`` as the rows of one: all but their first axes are ``row``."""
+
+    dtype: torch.dtype
+    row: tuple[int, ...]
+    names: list[str]
+    begin: int
+    end: int
+
+
+class _Table(NamedTuple):
+    """Where tensors lie in ``size`` bytes, and ``text``, which says so: JSON in JSON."""
+
+    parts: list[_Part]
+    size: int
+    text: str
+
+
+@functools.lru_cache(maxsize=2)
+def _table(kinds: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> _Table:
+    """The table of tensors of these names, types and shapes; a policy in training sends the same each time. Tensors of
+    equal rows are one behind the other, so that they are copied as one: all B of an adapter, and all A of equal input.
+
+    Raises ValueError for a type without a name.
+    """
+    if unknown := [(name, dtype) for name, dtype, _ in kinds if dtype not in DTYPE_NAMES]:
+        name, dtype = unknown[0]
+        raise ValueError(f"tensor {name} has dtype {dtype}; supported are {', '.join(map(str, DTYPE_NAMES))}")
+    alike: dict[tuple[torch.dtype, tuple[int, ...]], list[tuple[str, torch.Size]]] = {}
+    for name, dtype, shape in sorted(kinds, key=lambda kind: -kind[1].itemsize):
+        alike.setdefault((dtype, tuple(shape[1:])), []).append((name, shape))
+    parts: list[_Part] = []
+    listed, end = [], 0
+    for (dtype, row), members in sorted(alike.items(), key=lambda item: -item[0][0].itemsize):
+        begin, end = end, end + sum(shape.numel() for _, shape in members) * dtype.itemsize
+        parts.append(_Part(dtype, row, [name for name, _ in members], begin, end))
+        listed += [[name, DTYPE_NAMES[dtype], list(shape)] for name, shape in members]
+    return _Table(parts, end, json.dumps(json.dumps(listed, separators=(",", ":"))))
 
 
 @contextmanager

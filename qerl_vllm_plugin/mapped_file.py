@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 from qerl_vllm_plugin import cuda_ipc, spans
 from qerl_vllm_plugin.cuda_ipc import CudaIPCError
 from qerl_vllm_plugin.safetensors_header import DTYPES, read_header
+from qerl_vllm_plugin.spans import Copied
 
 logger = init_logger("vllm.qerl")
 
@@ -87,11 +88,14 @@ class MappedFile:
         if is_aligned:  # a copy is of this time's bytes, and must be made again
             mapped.header = mapped.bytes(8 + int.from_bytes(mapped.bytes(8), "little"))
 
-    def fetch(self, pieces: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    @property
+    def is_whole(self) -> bool:
+        """Whether ``fetch`` can be used: the tensors lie in the file, all of them; some may be copies otherwise."""
+        return self._mapped is not None and bool(self._mapped.header)
+
+    def fetch(self, pieces: Sequence[torch.Tensor], device: torch.device) -> Copied:
         """Copies on ``device`` of these tensors, or of rows or columns of them; done when it returns."""
-        assert self._mapped is not None
-        if not self._mapped.header:  # some are copies, and lie elsewhere
-            return [piece.to(device, copy=True) for piece in pieces]
+        assert self._mapped is not None and self.is_whole
         memory = self._mapped.memory
         planned = spans.plan(pieces, len(memory))
         room = torch.empty(planned.size, dtype=torch.uint8, device=device)
@@ -99,7 +103,7 @@ class MappedFile:
             room[target : target + size].copy_(memory[source : source + size], non_blocking=True)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-        return spans.views(pieces, planned.starts, room)
+        return Copied(pieces, planned.starts, room)
 
     def close(self) -> None:
         """Lets go of the file. Raises CudaIPCError."""

@@ -26,16 +26,17 @@ def received(tensors: Any, norms: Any, device: torch.device, file: MappedFile) -
     if not isinstance(sent, str) or not sent.startswith("{"):
         is_one = tensors is norms or (isinstance(tensors, str | bytes) and tensors == norms)
         given = _unpack(tensors, device, file)
-        fetch = file.fetch if isinstance(tensors, str) and PATH.fullmatch(tensors) and device.type == "cuda" else None
+        is_file = isinstance(tensors, str) and bool(PATH.fullmatch(tensors))
+        fetch = file.fetch if is_file and file.is_whole and device.type == "cuda" else None
         yield (*_split(given, given if is_one else _unpack(norms, device, file), is_one=is_one), fetch)
         return
     if tensors is not None and norms is not None and tensors != norms:
         raise AdapterError("an adapter and its norms lie in one piece of GPU memory, and have one description")
     with gpu_tensors.mapped(sent, device) as found:
-        given, trained = (found if part is not None else None for part in (tensors, norms))
+        given, trained = (found.tensors if part is not None else None for part in (tensors, norms))
         adapter, others = _split(given, trained, is_one=given is trained)
         if others is not None:
-            others = dict(zip(others, found.fetch(list(others.values()), device), strict=True))
+            others = dict(zip(others, found.fetch(list(others.values()), device).tensors(), strict=True))
         yield adapter, others, found.fetch
 
 

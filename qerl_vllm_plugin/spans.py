@@ -51,13 +51,47 @@ def plan(pieces: Sequence[torch.Tensor], size: int) -> Plan:
     return Plan(spans, starts, spans[-1].target + spans[-1].size if spans else 0)
 
 
-def views(pieces: Sequence[torch.Tensor], starts: Sequence[int], room: torch.Tensor) -> list[torch.Tensor]:
-    """The pieces in ``room``, the copy, as uint8: of the shapes and the strides that they had."""
-    typed = {dtype: as_type(room, dtype) for dtype in {piece.dtype for piece in pieces}}
-    return [
-        typed[piece.dtype].as_strided(piece.shape, piece.stride(), start // piece.element_size())
-        for piece, start in zip(pieces, starts, strict=True)
-    ]
+class Copied(NamedTuple):
+    """Copies of ``pieces`` of a memory: piece i begins at byte ``starts[i]`` of ``room``, which is uint8."""
+
+    pieces: Sequence[torch.Tensor]
+    starts: Sequence[int]
+    room: torch.Tensor
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The pieces, of the shapes and the strides that they had."""
+        return self._views(0, len(self.pieces))
+
+    def flat(self, first: int, end: int) -> torch.Tensor:
+        """The values of pieces ``first`` to ``end``, one behind the other: ``room`` itself, or few pieces of it joined,
+        where they lie so in it. A view of each of hundreds takes longer than to copy them all."""
+        flat: list[torch.Tensor] = []
+        dtype, start, reached = None, 0, -1  # of what lies in one piece
+        for i in range(first, end):
+            piece, at = self.pieces[i], self.starts[i]
+            if at == reached and piece.dtype is dtype and piece.is_contiguous():
+                reached += piece.nbytes
+                continue
+            self._add(flat, dtype, start, reached)
+            if piece.is_contiguous():
+                dtype, start, reached = piece.dtype, at, at + piece.nbytes
+            else:
+                flat.append(self._views(i, i + 1)[0].flatten())
+                reached = -1
+        self._add(flat, dtype, start, reached)
+        return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+    def _add(self, flat: list[torch.Tensor], dtype: torch.dtype | None, start: int, end: int) -> None:
+        if dtype is not None and end >= 0:
+            flat.append(as_type(self.room[start:], dtype)[: (end - start) // dtype.itemsize])
+
+    def _views(self, first: int, end: int) -> list[torch.Tensor]:
+        pieces = self.pieces[first:end]
+        typed = {dtype: as_type(self.room, dtype) for dtype in {piece.dtype for piece in pieces}}
+        return [
+            typed[piece.dtype].as_strided(piece.shape, piece.stride(), start // piece.element_size())
+            for piece, start in zip(pieces, self.starts[first:end], strict=True)
+        ]
 
 
 def as_type(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

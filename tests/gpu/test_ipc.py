@@ -188,8 +188,8 @@ if __name__ == "__main__":
         child.send_signal(signal.SIGKILL)
         child.wait()
         time.sleep(1)
-        fetched = found.fetch(list(found.values()), device)
-    assert all(torch.equal(expected[name], tensor) for name, tensor in zip(found, fetched))
+        fetched = found.fetch(list(found.tensors.values()), device).tensors()
+    assert all(torch.equal(expected[name], tensor) for name, tensor in zip(found.tensors, fetched))
     print("survived")
 """
 )

@@ -24,6 +24,7 @@ TENSORS = {
     "a_view": A.t(),
     "one": torch.tensor(2.5),
     "none": torch.empty(0, 4),
+    "no_columns": torch.empty(3, 0),
     "double": A.double() / 3,
 }
 
@@ -70,9 +71,9 @@ def gpu(monkeypatch):
 
 def test_a_worker_copies_the_bits_in_one_piece(gpu):
     with gpu_tensors.described(TENSORS) as (text, _), gpu_tensors.mapped(text, CPU) as found:
-        assert found.keys() == TENSORS.keys()
-        assert all(tensor.is_meta for tensor in found.values())
-        fetched = dict(zip(found, found.fetch(list(found.values()), CPU), strict=True))
+        assert found.tensors.keys() == TENSORS.keys()
+        assert all(tensor.is_meta for tensor in found.tensors.values())
+        fetched = dict(zip(found.tensors, found.fetch(list(found.tensors.values()), CPU).tensors(), strict=True))
     for name, tensor in TENSORS.items():
         assert fetched[name].dtype == tensor.dtype and torch.equal(fetched[name], tensor)
     assert len(gpu.copied) == 1
@@ -82,8 +83,8 @@ def test_a_worker_copies_the_bits_in_one_piece(gpu):
 def test_neighbours_are_copied_together(gpu, monkeypatch):
     monkeypatch.setattr(spans, "GAP", 0)
     with gpu_tensors.described(TENSORS) as (text, _), gpu_tensors.mapped(text, CPU) as found:
-        names = [name for name in found if name not in ("plain", "double")]
-        fetched = found.fetch([found[name] for name in names], CPU)
+        names = [name for name in found.tensors if name not in ("plain", "double")]
+        fetched = found.fetch([found.tensors[name] for name in names], CPU).tensors()
     assert all(torch.equal(tensor, TENSORS[name]) for name, tensor in zip(names, fetched, strict=True))
     assert len(gpu.copied) == 1, "of whatever types they are"
 
@@ -91,8 +92,9 @@ def test_neighbours_are_copied_together(gpu, monkeypatch):
 def test_a_worker_copies_its_share_and_no_more(gpu, monkeypatch):
     monkeypatch.setattr(spans, "GAP", 0)
     with gpu_tensors.described(TENSORS) as (text, _), gpu_tensors.mapped(text, CPU) as found:
-        pieces = [found["plain"][:, 2:4], found["double"][1:3], found["a_view"][5:], found["half"][:, :1]]
-        fetched = found.fetch(pieces, CPU)
+        given = found.tensors
+        pieces = [given["plain"][:, 2:4], given["double"][1:3], given["a_view"][5:], given["half"][:, :1]]
+        fetched = found.fetch(pieces, CPU).tensors()
     for piece, wanted in zip(fetched, (A[:, 2:4], A.double()[1:3] / 3, A.t()[5:], A.bfloat16()[:, :1]), strict=True):
         assert torch.equal(piece, wanted)
     # columns come with what lies between their first and their last value
