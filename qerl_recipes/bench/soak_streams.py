@@ -20,6 +20,7 @@ PROMPTS = 24  # distinct ones, each asked again and again: keys and values of an
 SHORTEST_PROMPT, LONGEST_PROMPT = 130, 260  # tokens, more than a block of vLLM's cache on any device
 LONGEST_ANSWER = 300
 CANCELLED = 16  # one request of so many is given up in the middle of its answer
+SEVERAL, SEQUENCES = 8, 5  # one request of so many asks for several sequences: its answer names the policies of all
 STREAMS_A_PROCESS = 64
 START = 120.0  # seconds that the processes may take to start
 PATIENCE = 180.0  # seconds until the streams have ended that were told to: a request's limit is 120
@@ -60,9 +61,10 @@ def prompts(vocabulary: int, seed: int) -> list[list[int]]:
 
 
 async def ask(
-    client: Any, model: str, prompt: list[int], length: int, *, stream: bool, stop_after: int | None
-) -> Answer | None:
-    """One answer; None if it was given up after ``stop_after`` pieces. Raises RuntimeError for one that is not whole.
+    client: Any, model: str, prompt: list[int], length: int, n: int, *, stream: bool, stop_after: int | None
+) -> list[Answer] | None:
+    """An answer for each of ``n`` sequences; None if they were given up after ``stop_after`` pieces. Raises
+    RuntimeError for a stream that is not whole, and where sequences are missing.
 
     The official client drops comment lines, and with them the last version of a stream: its lines are read here.
     """
@@ -70,6 +72,7 @@ async def ask(
     request: dict[str, Any] = {
         "model": model,
         "prompt": prompt,
+        "n": n,
         "max_tokens": length,
         "temperature": 1.0,
         "logprobs": 0,
@@ -81,19 +84,19 @@ async def ask(
 
     if not stream:
         raw = await client.completions.with_raw_response.create(**request)
-        choice = raw.parse().choices[0]
-        return answer(
-            choice.token_ids, choice.logprobs.token_logprobs, raw.headers[VERSION_HEADER], choice.finish_reason
-        )
-    tokens: list[int] = []
-    logprobs: list[float] = []
-    reason = policy = None
-    is_done = False
+        policy, choices = raw.headers[VERSION_HEADER], raw.parse().choices
+        if len(choices) != n:
+            raise RuntimeError(f"{len(choices)} of {n} sequences were answered")
+        return [answer(one.token_ids, one.logprobs.token_logprobs, policy, one.finish_reason) for one in choices]
+    tokens: list[list[int]] = [[] for _ in range(n)]
+    logprobs: list[list[float]] = [[] for _ in range(n)]
+    reasons: list[str | None] = [None] * n
+    named, is_done = "", False
     async with client.completions.with_streaming_response.create(**request, stream=True) as response:
         pieces = 0
         async for line in response.iter_lines():
             if line.startswith(f": {VERSION_HEADER}: "):
-                policy = line.rsplit(" ", 1)[1]
+                named = line.rsplit(" ", 1)[1]
             elif line == "data: [DONE]":
                 is_done = True
             elif line.startswith("data: {"):
@@ -101,17 +104,21 @@ async def ask(
                 if "error" in piece:
                     raise RuntimeError(f"the stream ended with {piece['error']}")
                 for choice in piece["choices"]:
-                    tokens += choice["token_ids"] or []
-                    logprobs += (choice["logprobs"] or {}).get("token_logprobs", [])
-                    reason = choice["finish_reason"] or reason
+                    i = choice["index"]
+                    tokens[i] += choice["token_ids"] or []
+                    logprobs[i] += (choice["logprobs"] or {}).get("token_logprobs", [])
+                    reasons[i] = choice["finish_reason"] or reasons[i]
                 pieces += 1
                 if stop_after is not None and pieces >= stop_after:
                     return None
-    if is_done and not tokens and reason is None:
-        return answer([], [], policy or "", SILENT)
-    if not is_done or reason is None or policy is None:
-        raise RuntimeError(f"a stream ended after {len(tokens)} tokens without its end")
-    return answer(tokens, logprobs, policy, reason)
+    for found, reason in zip(tokens, reasons, strict=True):
+        is_silent = not found and reason is None
+        if not is_done or (not is_silent and (reason is None or not named)):
+            raise RuntimeError(f"a stream ended after {len(found)} tokens without its end")
+    return [
+        answer(found, scores, named, reason or SILENT)
+        for found, scores, reason in zip(tokens, logprobs, reasons, strict=True)
+    ]
 
 
 async def run_stream(
@@ -124,15 +131,16 @@ async def run_stream(
         length = draw.randint(8, 48) if draw.randrange(8) else draw.randint(200, LONGEST_ANSWER)
         is_stream = bool(draw.randrange(4))
         stop_after = draw.randint(1, length // 2) if is_stream and not draw.randrange(CANCELLED) else None
+        n = 1 if draw.randrange(SEVERAL) else SEQUENCES
         try:
-            answer = await ask(client, model, prompt, length, stream=is_stream, stop_after=stop_after)
+            answers = await ask(client, model, prompt, length, n, stream=is_stream, stop_after=stop_after)
         except Exception as error:  # whatever it is, this question has no answer: that is what is looked for
             heard.lost.append(f"{type(error).__name__}: {error}")
             continue
-        if answer is None:
+        if answers is None:
             heard.cancelled += 1
         else:
-            heard.answers.append(answer)
+            heard.answers += answers
 
 
 async def _run_streams(
