@@ -1,13 +1,13 @@
 """Settings that vLLM needs on a CPU, before anything imports it, and tiny checkpoints that every test may use."""
 
 import contextlib
-import gc
 import importlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -19,9 +19,13 @@ from pathlib import Path
 
 import pytest
 
-from qerl_recipes.machine.environment import prepare
+from qerl_recipes.machine.environment import prepare, runs_on_cuda
 
 prepare()  # before anything imports vllm
+if not runs_on_cuda(os.environ):
+    FIRST = Path(__file__).parent / "fixtures" / "processes" / "sitecustomize.py"
+    runpy.run_path(str(FIRST))  # and in the processes that tests start
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(FIRST.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of a shell; processes would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -49,21 +53,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU: run tests/gpu/run.sh there"))
     count = Counter(item.path for item in items if item.get_closest_marker("integration"))
     items.sort(key=lambda item: -count[item.path])
-
-
-@pytest.fixture(scope="session", autouse=True)
-def no_forced_collections() -> Iterator[None]:
-    """Garbage is collected when Python sees fit, not three times for each engine that starts and stops.
-
-    vLLM and transformers call gc.collect() there to give GPU memory back. On a CPU nothing waits for that, and walking
-    all that torch, vLLM and transformers have imported takes a second each time: half of the time of these tests.
-    """
-    import torch
-
-    with pytest.MonkeyPatch.context() as patch:
-        if not torch.cuda.is_available():
-            patch.setattr(gc, "collect", lambda generation=2: 0)
-        yield
 
 
 @pytest.fixture(scope="session")
