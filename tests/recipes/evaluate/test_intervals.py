@@ -1,8 +1,12 @@
+"""Intervals of a share, of pass@k and of a vote, against published values and against counting."""
+
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qerl_recipes.evaluate.intervals import Z95, disjoint, wilson
+from qerl_recipes.evaluate.intervals import Z95, disjoint, pass_at_k, several, summary, wilson
 
 
 @pytest.mark.parametrize(
@@ -34,3 +38,34 @@ def test_an_impossible_count_is_refused(successes, n):
 def test_intervals_that_share_a_point_are_not_disjoint():
     assert disjoint((0.1, 0.2), (0.3, 0.4)) and disjoint((0.3, 0.4), (0.1, 0.2))
     assert not disjoint((0.1, 0.3), (0.3, 0.4)) and not disjoint((0.0, 1.0), (0.4, 0.5))
+
+
+def test_several_samples_a_problem_are_counted_as_the_clusters_they_are() -> None:
+    independent = summary([0.5] * 50 + [0.25, 0.75] * 25, 4)
+    identical = summary([0.0, 1.0] * 50, 4)  # four equal answers to each: no more than one of each
+    low, high = identical["ci95"]
+    assert (low, high) == pytest.approx(wilson(50, 100), abs=2e-3)
+    assert independent["ci95"][1] - independent["ci95"][0] < high - low
+    assert summary([1.0] * 30, 4)["ci95"] == list(wilson(30, 30))  # not 120 trials
+    assert summary([1.0, 0.0, 1.0])["ci95"] == list(wilson(2, 3))
+
+
+def test_pass_at_k_is_the_share_of_draws_of_k_answers_with_a_right_one_among_them() -> None:
+    for n, right in ((5, 0), (5, 2), (6, 5), (4, 4)):
+        answers = [True] * right + [False] * (n - right)
+        for k in range(1, n + 1):
+            draws = list(itertools.combinations(answers, k))
+            assert pass_at_k(right, n, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+    with pytest.raises(ValueError, match="pass@k needs"):
+        pass_at_k(3, 4, 5)
+
+
+def test_pass_and_vote_have_intervals_over_problems() -> None:
+    right = [[True] + [False] * 5, [False] * 6] * 20
+    found = several(right, [True, False] * 20)
+    assert list(found["pass_at"]) == ["2", "4", "6"] and list(found["maj_at"]) == ["6"]
+    assert found["pass_at"]["2"]["value"] == pytest.approx(1 / 6)  # C(5, 2) / C(6, 2) = 2/3 misses, in half of them
+    assert found["pass_at"]["6"] == {"value": 0.5, "ci95": list(wilson(20, 40))}
+    assert found["maj_at"]["6"] == {"value": 0.5, "ci95": list(wilson(20, 40))}
+    low, high = found["pass_at"]["2"]["ci95"]
+    assert low < 1 / 6 < high and high - low < wilson(40 / 6, 40)[1] - wilson(40 / 6, 40)[0]

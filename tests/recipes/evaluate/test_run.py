@@ -1,6 +1,5 @@
 """``qerl evaluate``: base and adapter through lighteval on one engine, and every refusal before the engine starts."""
 
-import itertools
 import json
 import os
 import shlex
@@ -16,15 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qerl_recipes import cli
-from qerl_recipes.evaluate import request as evaluation_request
 from qerl_recipes.evaluate import run as evaluate
-from qerl_recipes.evaluate import tasks as evaluation_tasks
-from qerl_recipes.evaluate.intervals import pass_at_k, several, summary, wilson
+from qerl_recipes.evaluate.intervals import wilson
 from qerl_recipes.evaluate.settled import EngineSettings, Evaluation
 from qerl_recipes.files import adapter as adapter_folder
 from qerl_recipes.files import run_state as checkpoints
-from qerl_recipes.files.adapter import open_adapter
-from qerl_recipes.tasks import running_sum
 from qerl_vllm_plugin.checkpoint import CheckpointError
 
 Make = Callable[..., Path]
@@ -273,58 +268,6 @@ def test_an_nvfp4_base_is_not_what_a_bf16_adapter_was_trained_on(
         )
 
 
-def test_what_is_left_open_is_settled_as_in_training_and_a_flag_stands_above_it(
-    save_adapter: Make, tmp_path: Path
-) -> None:
-    recipe = {"system_prompt": "S", "chat_template_kwargs": {"enable_thinking": False}, "max_completion_length": 77}
-    adapter = save_adapter(tmp_path / "a", 1, recipe=recipe)
-    (adapter / "chat_template.jinja").write_text("{{ messages }}")
-    found = open_adapter(adapter)
-    sampling, said = evaluation_request.Sampling().as_in_training(found)
-    assert (sampling.system_prompt, sampling.chat_template, sampling.max_new_tokens) == ("S", "{{ messages }}", 77)
-    assert sampling.chat_template_kwargs == {"enable_thinking": False}
-    assert ", ".join(said) == (
-        "system_prompt, max_new_tokens 77, chat_template, chat_template_kwargs {'enable_thinking': False}"
-    )
-    own = evaluation_request.Sampling(
-        system_prompt="", chat_template="{{ x }}", max_new_tokens=5, chat_template_kwargs={}
-    )
-    assert own.as_in_training(found) == (own, [])
-    off, said = evaluation_request.Sampling(use_chat_template=False).as_in_training(found)
-    assert (off.chat_template, off.chat_template_kwargs) == (None, None)
-    assert said == ["system_prompt", "max_new_tokens 77"]
-
-
-@pytest.mark.parametrize(
-    ("dataset", "task"),
-    [("openai/gsm8k", "gsm8k"), ("running_sum", "running_sum"), ("bigmath", "math_500"), ("reasoning_gym", "gsm8k")],
-)
-def test_the_command_that_evaluates_a_run_asks_for_what_it_was_taught(dataset: str, task: str) -> None:
-    state = {"base": "org/base", "quantization": "nf4", "recipe": {"dataset_name": dataset}}
-    assert evaluation_request.command("runs/a b", state) == (
-        f"qerl evaluate org/base --adapter 'runs/a b' --quantization nf4 --tasks {task} --output_dir "
-        "'runs/a b/evaluation'"
-    )
-
-
-def test_the_command_asks_for_a_local_file_and_for_the_held_out_one_in_a_folder(tmp_path: Path) -> None:
-    for name in ("train", "test"):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": "?", "answer": "1"}))
-    state = {"recipe": {"dataset_name": f"{tmp_path}/train.jsonl"}}
-    assert f"--tasks jsonl:{tmp_path}/train.jsonl " in evaluation_request.command("run", state)
-    state = {"recipe": {"dataset_name": str(tmp_path)}}
-    assert f"--tasks jsonl:{tmp_path}/test.jsonl " in evaluation_request.command("run", state)
-
-
-def test_the_command_judges_a_local_file_as_the_reward_did_and_works_from_any_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "mine.jsonl").write_text(json.dumps({"prompt": "?", "answer": "yes"}))
-    monkeypatch.chdir(tmp_path)
-    state = {"recipe": {"dataset_name": "mine.jsonl", "reward_funcs": ["exact_answer"]}}
-    assert f"--tasks jsonl-exact:{tmp_path}/mine.jsonl " in evaluation_request.command("run", state)
-
-
 TEMPLATE = "{% for m in messages %}{{ m['content'] }};{% endfor %}{{ '8' if more else '7' }}="
 
 
@@ -377,160 +320,9 @@ def test_a_truncated_base_is_refused(make_nvfp4: Make, no_engine: None, tmp_path
         evaluate.evaluate(str(base), None, ["running_sum"], output_dir=tmp_path)
 
 
-def test_several_samples_a_problem_are_counted_as_the_clusters_they_are() -> None:
-    independent = summary([0.5] * 50 + [0.25, 0.75] * 25, 4)
-    identical = summary([0.0, 1.0] * 50, 4)  # four equal answers to each: no more than one of each
-    low, high = identical["ci95"]
-    assert (low, high) == pytest.approx(wilson(50, 100), abs=2e-3)
-    assert independent["ci95"][1] - independent["ci95"][0] < high - low
-    assert summary([1.0] * 30, 4)["ci95"] == list(wilson(30, 30))  # not 120 trials
-    assert summary([1.0, 0.0, 1.0])["ci95"] == list(wilson(2, 3))
-
-
-def test_pass_at_k_is_the_share_of_draws_of_k_answers_with_a_right_one_among_them() -> None:
-    for n, right in ((5, 0), (5, 2), (6, 5), (4, 4)):
-        answers = [True] * right + [False] * (n - right)
-        for k in range(1, n + 1):
-            draws = list(itertools.combinations(answers, k))
-            assert pass_at_k(right, n, k) == pytest.approx(sum(map(any, draws)) / len(draws))
-    with pytest.raises(ValueError, match="pass@k needs"):
-        pass_at_k(3, 4, 5)
-
-
-def test_pass_and_vote_have_intervals_over_problems() -> None:
-    right = [[True] + [False] * 5, [False] * 6] * 20
-    found = several(right, [True, False] * 20)
-    assert list(found["pass_at"]) == ["2", "4", "6"] and list(found["maj_at"]) == ["6"]
-    assert found["pass_at"]["2"]["value"] == pytest.approx(1 / 6)  # C(5, 2) / C(6, 2) = 2/3 misses, in half of them
-    assert found["pass_at"]["6"] == {"value": 0.5, "ci95": list(wilson(20, 40))}
-    assert found["maj_at"]["6"] == {"value": 0.5, "ci95": list(wilson(20, 40))}
-    low, high = found["pass_at"]["2"]["ci95"]
-    assert low < 1 / 6 < high and high - low < wilson(40 / 6, 40)[1] - wilson(40 / 6, 40)[0]
-
-
-@pytest.mark.parametrize(
-    ("task", "texts", "elected"),
-    [
-        ("jsonl", ["$\\boxed{3}$", "$\\boxed{1/2}$", "so $\\boxed{0.5}$", "nothing"], 1),
-        ("jsonl", ["<answer>2</answer>", "<answer>4</answer>", "<think>$\\boxed{2}$</think><answer>4</answer>"], 1),
-        ("jsonl", ["nothing", "at all"], None),
-        ("jsonl-exact", ["a", " b", "<answer>b</answer>", "a "], 0),
-    ],
-)
-def test_the_vote_goes_to_the_answer_that_most_samples_give(
-    task: str, texts: list[str], elected: int | None, tmp_path: Path
-) -> None:
-    (tmp_path / "x.jsonl").write_text(json.dumps({"prompt": "?", "answer": "1/2"}))
-    assert evaluation_tasks.load([f"{task}:{tmp_path}/x.jsonl"])[0].majority(texts) == elected
-
-
-def test_solved_problems_of_the_training_split_stand_before_the_one_that_is_asked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    hub_rows(monkeypatch, *({"question": f"{i}+3?", "answer": f"so {i + 3}\n#### {i + 3}"} for i in range(6)))
-    docs = evaluation_tasks.load(["gsm8k"], num_fewshot=2)[0].problems
-    assert [len(doc.fewshot_samples) for doc in docs] == [2] * 6
-    prompt = evaluation_tasks.PromptManager().prepare_prompt(docs[0])
-    assert prompt.count("Question:") == 3 and prompt.count("#### ") == 2 and prompt.endswith("Answer:")
-
-
-def test_running_sum_is_judged_on_the_whole_completion() -> None:
-    benchmark = evaluation_tasks.load(["running_sum"])[0]
-    assert len(benchmark.problems) == running_sum.HELD_OUT
-    assert {doc.query for doc in benchmark.problems} == {p.prompt for p in running_sum.held_out()}
-    doc = benchmark.problems[0]
-    gold = doc.get_golds()[0]
-    right = [f"<answer>{gold}</answer>", f"<think>1+1=2</think><answer>{gold}</answer>"]
-    wrong = [f"<answer>{gold}</answer> ", f"x<answer>{gold}</answer>", gold, f"<answer>{int(gold) + 1}</answer>"]
-    assert [judged(benchmark, doc, text) for text in right + wrong] == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("task", "answer", "text", "right"),
-    [
-        ("jsonl", "1/2", "so the answer is $\\boxed{0.5}$", 1.0),
-        ("jsonl", "1/2", "so the answer is $\\boxed{0.6}$", 0.0),
-        ("jsonl", "9", "<think>\n3+6=9\n</think>\n<answer>9</answer>", 1.0),
-        ("jsonl", "9", "<answer>\nThe answer is $9$.\n</answer>", 1.0),
-        ("jsonl", "9", "<think>so $\\boxed{9}$</think><answer>8</answer>", 0.0),
-        ("jsonl", "9", "<answer>9</answer> no, <answer>8</answer>", 0.0),
-        ("jsonl-exact", "1/2", "<think>1/2</think><answer> 1/2 </answer>", 1.0),
-        ("jsonl-exact", "1/2", "<answer>1/2</answer><answer>1/3</answer>", 0.0),
-        ("jsonl-exact", "1/2", " 1/2\n", 1.0),
-        ("jsonl-exact", "1/2", "0.5", 0.0),
-    ],
-)
-def test_a_local_file_is_judged_as_mathematics_or_as_text(
-    task: str, answer: str, text: str, right: float, tmp_path: Path
-) -> None:
-    (tmp_path / "x.jsonl").write_text(json.dumps({"prompt": "?", "answer": answer}))
-    benchmark = evaluation_tasks.load([f"{task}:{tmp_path}/x.jsonl"])[0]
-    assert judged(benchmark, benchmark.problems[0], text) == right
-
-
-@pytest.mark.parametrize("line", ["{", "[]", '{"prompt": "x"}', '{"prompt": ["x"], "answer": "y"}', ""])
-def test_a_local_file_of_another_shape_is_refused(line: str, tmp_path: Path) -> None:
-    (tmp_path / "x.jsonl").write_text(line)
-    with pytest.raises(ValueError, match=r"x\.jsonl(, line 1|.*holds no problems)"):
-        evaluation_request.check([f"jsonl:{tmp_path}/x.jsonl"])
-
-
-def judged(benchmark: evaluation_tasks.Benchmark, doc: evaluation_tasks.Doc, *texts: str) -> float:
-    return sum(benchmark.is_right(doc, text) for text in texts) / len(texts)
-
-
-def hub_rows(monkeypatch: pytest.MonkeyPatch, *rows: dict) -> None:
-    """The hub's rows, of the hub's schema, in every split."""
-
-    def load(tasks: dict) -> None:
-        for task in tasks.values():
-            task.dataset = {split: [dict(row) for row in rows] for split in task.config.hf_avail_splits}
-
-    monkeypatch.setattr(evaluation_tasks.LightevalTask, "load_datasets", staticmethod(load))
-
-
-@pytest.mark.parametrize(
-    ("name", "row", "right", "wrong"),
-    [
-        ("gsm8k", {"question": "2+3?", "answer": "2+3=5\n#### 5"}, "The answer is 5", "The answer is 6"),
-        ("math_500", {"problem": "2+3?", "solution": "it is $\\boxed{5}$"}, "ANSWER: 5", "ANSWER: 6"),
-        ("aime24", {"problem": "2+3?", "answer": "5"}, "is: $\\boxed{5}$. I hope", "is: $\\boxed{6}$. I hope"),
-        ("aime25", {"problem": "2+3?", "answer": "5"}, "is: $\\boxed{5}$. I hope", "is: $\\boxed{6}$. I hope"),
-        ("amc23", {"question": "2+3?", "answer": "5.0"}, "is: $\\boxed{5}$. I hope", "is: $\\boxed{6}$. I hope"),
-    ],
-)
-def test_hub_tasks_ask_and_judge_as_lighteval_does(
-    name: str, row: dict, right: str, wrong: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub_rows(monkeypatch, row)
-    benchmark = evaluation_tasks.load([name], num_samples=4)[0]
-    doc = benchmark.problems[0]
-    assert "2+3?" in doc.query and doc.num_samples == 4
-    assert judged(benchmark, doc, right, wrong, wrong, wrong) == 0.25
-    assert benchmark.majority([wrong, right, "no answer", right]) == 1
-    least = {"gsm8k": 1024, "math_500": 32768}.get(name)  # lighteval's 256 would cut many an answer to GSM8K
-    assert doc.generation_size == least
-
-
-def test_a_hub_task_without_a_hub_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def offline(tasks: dict) -> None:
-        raise OSError("no network")
-
-    monkeypatch.setattr(evaluation_tasks.LightevalTask, "load_datasets", staticmethod(offline))
-    with pytest.raises(ConnectionError, match="task gsm8k: the data set openai/gsm8k could not be fetched"):
-        evaluation_tasks.load(["gsm8k"])
-
-
 def test_the_adapters_hash_covers_its_norms(tmp_path: Path, save_adapter: Make) -> None:
     adapter = save_adapter(tmp_path / "adapter", 1)
     before = adapter_folder.open_adapter(adapter).sha256()
     save_file({"model.norm.weight": torch.ones(64)}, adapter / "norms.safetensors")
     assert adapter_folder.open_adapter(adapter).sha256() != before
     assert load_file(adapter / "norms.safetensors")
-
-
-def test_importing_lighteval_leaves_gradients_on() -> None:
-    assert torch.is_grad_enabled()
-    evaluation_tasks.task_module("gsm8k")
-    assert torch.is_grad_enabled()
-    assert (2 * torch.ones(1, requires_grad=True)).requires_grad

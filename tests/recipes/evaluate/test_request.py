@@ -1,0 +1,64 @@
+"""What an evaluation asks for where its user says nothing: as in training; and the command that evaluates a run."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from qerl_recipes.evaluate import request as evaluation_request
+from qerl_recipes.files.adapter import open_adapter
+
+Make = Callable[..., Path]
+
+
+def test_what_is_left_open_is_settled_as_in_training_and_a_flag_stands_above_it(
+    save_adapter: Make, tmp_path: Path
+) -> None:
+    recipe = {"system_prompt": "S", "chat_template_kwargs": {"enable_thinking": False}, "max_completion_length": 77}
+    adapter = save_adapter(tmp_path / "a", 1, recipe=recipe)
+    (adapter / "chat_template.jinja").write_text("{{ messages }}")
+    found = open_adapter(adapter)
+    sampling, said = evaluation_request.Sampling().as_in_training(found)
+    assert (sampling.system_prompt, sampling.chat_template, sampling.max_new_tokens) == ("S", "{{ messages }}", 77)
+    assert sampling.chat_template_kwargs == {"enable_thinking": False}
+    assert ", ".join(said) == (
+        "system_prompt, max_new_tokens 77, chat_template, chat_template_kwargs {'enable_thinking': False}"
+    )
+    own = evaluation_request.Sampling(
+        system_prompt="", chat_template="{{ x }}", max_new_tokens=5, chat_template_kwargs={}
+    )
+    assert own.as_in_training(found) == (own, [])
+    off, said = evaluation_request.Sampling(use_chat_template=False).as_in_training(found)
+    assert (off.chat_template, off.chat_template_kwargs) == (None, None)
+    assert said == ["system_prompt", "max_new_tokens 77"]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "task"),
+    [("openai/gsm8k", "gsm8k"), ("running_sum", "running_sum"), ("bigmath", "math_500"), ("reasoning_gym", "gsm8k")],
+)
+def test_the_command_that_evaluates_a_run_asks_for_what_it_was_taught(dataset: str, task: str) -> None:
+    state = {"base": "org/base", "quantization": "nf4", "recipe": {"dataset_name": dataset}}
+    assert evaluation_request.command("runs/a b", state) == (
+        f"qerl evaluate org/base --adapter 'runs/a b' --quantization nf4 --tasks {task} --output_dir "
+        "'runs/a b/evaluation'"
+    )
+
+
+def test_the_command_asks_for_a_local_file_and_for_the_held_out_one_in_a_folder(tmp_path: Path) -> None:
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": "?", "answer": "1"}))
+    state = {"recipe": {"dataset_name": f"{tmp_path}/train.jsonl"}}
+    assert f"--tasks jsonl:{tmp_path}/train.jsonl " in evaluation_request.command("run", state)
+    state = {"recipe": {"dataset_name": str(tmp_path)}}
+    assert f"--tasks jsonl:{tmp_path}/test.jsonl " in evaluation_request.command("run", state)
+
+
+def test_the_command_judges_a_local_file_as_the_reward_did_and_works_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.jsonl").write_text(json.dumps({"prompt": "?", "answer": "yes"}))
+    monkeypatch.chdir(tmp_path)
+    state = {"recipe": {"dataset_name": "mine.jsonl", "reward_funcs": ["exact_answer"]}}
+    assert f"--tasks jsonl-exact:{tmp_path}/mine.jsonl " in evaluation_request.command("run", state)

@@ -1,0 +1,131 @@
+"""The tasks of an evaluation: what they ask, how an answer is judged, and which of several is elected."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from qerl_recipes.evaluate import request as evaluation_request
+from qerl_recipes.evaluate import tasks as evaluation_tasks
+from qerl_recipes.tasks import running_sum
+
+
+@pytest.mark.parametrize(
+    ("task", "texts", "elected"),
+    [
+        ("jsonl", ["$\\boxed{3}$", "$\\boxed{1/2}$", "so $\\boxed{0.5}$", "nothing"], 1),
+        ("jsonl", ["<answer>2</answer>", "<answer>4</answer>", "<think>$\\boxed{2}$</think><answer>4</answer>"], 1),
+        ("jsonl", ["nothing", "at all"], None),
+        ("jsonl-exact", ["a", " b", "<answer>b</answer>", "a "], 0),
+    ],
+)
+def test_the_vote_goes_to_the_answer_that_most_samples_give(
+    task: str, texts: list[str], elected: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "x.jsonl").write_text(json.dumps({"prompt": "?", "answer": "1/2"}))
+    assert evaluation_tasks.load([f"{task}:{tmp_path}/x.jsonl"])[0].majority(texts) == elected
+
+
+def test_solved_problems_of_the_training_split_stand_before_the_one_that_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hub_rows(monkeypatch, *({"question": f"{i}+3?", "answer": f"so {i + 3}\n#### {i + 3}"} for i in range(6)))
+    docs = evaluation_tasks.load(["gsm8k"], num_fewshot=2)[0].problems
+    assert [len(doc.fewshot_samples) for doc in docs] == [2] * 6
+    prompt = evaluation_tasks.PromptManager().prepare_prompt(docs[0])
+    assert prompt.count("Question:") == 3 and prompt.count("#### ") == 2 and prompt.endswith("Answer:")
+
+
+def test_running_sum_is_judged_on_the_whole_completion() -> None:
+    benchmark = evaluation_tasks.load(["running_sum"])[0]
+    assert len(benchmark.problems) == running_sum.HELD_OUT
+    assert {doc.query for doc in benchmark.problems} == {p.prompt for p in running_sum.held_out()}
+    doc = benchmark.problems[0]
+    gold = doc.get_golds()[0]
+    right = [f"<answer>{gold}</answer>", f"<think>1+1=2</think><answer>{gold}</answer>"]
+    wrong = [f"<answer>{gold}</answer> ", f"x<answer>{gold}</answer>", gold, f"<answer>{int(gold) + 1}</answer>"]
+    assert [judged(benchmark, doc, text) for text in right + wrong] == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("task", "answer", "text", "right"),
+    [
+        ("jsonl", "1/2", "so the answer is $\\boxed{0.5}$", 1.0),
+        ("jsonl", "1/2", "so the answer is $\\boxed{0.6}$", 0.0),
+        ("jsonl", "9", "<think>\n3+6=9\n</think>\n<answer>9</answer>", 1.0),
+        ("jsonl", "9", "<answer>\nThe answer is $9$.\n</answer>", 1.0),
+        ("jsonl", "9", "<think>so $\\boxed{9}$</think><answer>8</answer>", 0.0),
+        ("jsonl", "9", "<answer>9</answer> no, <answer>8</answer>", 0.0),
+        ("jsonl-exact", "1/2", "<think>1/2</think><answer> 1/2 </answer>", 1.0),
+        ("jsonl-exact", "1/2", "<answer>1/2</answer><answer>1/3</answer>", 0.0),
+        ("jsonl-exact", "1/2", " 1/2\n", 1.0),
+        ("jsonl-exact", "1/2", "0.5", 0.0),
+    ],
+)
+def test_a_local_file_is_judged_as_mathematics_or_as_text(
+    task: str, answer: str, text: str, right: float, tmp_path: Path
+) -> None:
+    (tmp_path / "x.jsonl").write_text(json.dumps({"prompt": "?", "answer": answer}))
+    benchmark = evaluation_tasks.load([f"{task}:{tmp_path}/x.jsonl"])[0]
+    assert judged(benchmark, benchmark.problems[0], text) == right
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"prompt": "x"}', '{"prompt": ["x"], "answer": "y"}', ""])
+def test_a_local_file_of_another_shape_is_refused(line: str, tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text(line)
+    with pytest.raises(ValueError, match=r"x\.jsonl(, line 1|.*holds no problems)"):
+        evaluation_request.check([f"jsonl:{tmp_path}/x.jsonl"])
+
+
+def judged(benchmark: evaluation_tasks.Benchmark, doc: evaluation_tasks.Doc, *texts: str) -> float:
+    return sum(benchmark.is_right(doc, text) for text in texts) / len(texts)
+
+
+def hub_rows(monkeypatch: pytest.MonkeyPatch, *rows: dict) -> None:
+    """The hub's rows, of the hub's schema, in every split."""
+
+    def load(tasks: dict) -> None:
+        for task in tasks.values():
+            task.dataset = {split: [dict(row) for row in rows] for split in task.config.hf_avail_splits}
+
+    monkeypatch.setattr(evaluation_tasks.LightevalTask, "load_datasets", staticmethod(load))
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "right", "wrong"),
+    [
+        ("gsm8k", {"question": "2+3?", "answer": "2+3=5\n#### 5"}, "The answer is 5", "The answer is 6"),
+        ("math_500", {"problem": "2+3?", "solution": "it is $\\boxed{5}$"}, "ANSWER: 5", "ANSWER: 6"),
+        ("aime24", {"problem": "2+3?", "answer": "5"}, "is: $\\boxed{5}$. I hope", "is: $\\boxed{6}$. I hope"),
+        ("aime25", {"problem": "2+3?", "answer": "5"}, "is: $\\boxed{5}$. I hope", "is: $\\boxed{6}$. I hope"),
+        ("amc23", {"question": "2+3?", "answer": "5.0"}, "is: $\\boxed{5}$. I hope", "is: $\\boxed{6}$. I hope"),
+    ],
+)
+def test_hub_tasks_ask_and_judge_as_lighteval_does(
+    name: str, row: dict, right: str, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub_rows(monkeypatch, row)
+    benchmark = evaluation_tasks.load([name], num_samples=4)[0]
+    doc = benchmark.problems[0]
+    assert "2+3?" in doc.query and doc.num_samples == 4
+    assert judged(benchmark, doc, right, wrong, wrong, wrong) == 0.25
+    assert benchmark.majority([wrong, right, "no answer", right]) == 1
+    least = {"gsm8k": 1024, "math_500": 32768}.get(name)  # lighteval's 256 would cut many an answer to GSM8K
+    assert doc.generation_size == least
+
+
+def test_a_hub_task_without_a_hub_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(tasks: dict) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(evaluation_tasks.LightevalTask, "load_datasets", staticmethod(offline))
+    with pytest.raises(ConnectionError, match="task gsm8k: the data set openai/gsm8k could not be fetched"):
+        evaluation_tasks.load(["gsm8k"])
+
+
+def test_importing_lighteval_leaves_gradients_on() -> None:
+    assert torch.is_grad_enabled()
+    evaluation_tasks.task_module("gsm8k")
+    assert torch.is_grad_enabled()
+    assert (2 * torch.ones(1, requires_grad=True)).requires_grad
