@@ -16,6 +16,7 @@ import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,6 +54,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU: run tests/gpu/run.sh there"))
     count = Counter(item.path for item in items if item.get_closest_marker("integration"))
     items.sort(key=lambda item: -count[item.path])
+
+
+@pytest.hookimpl(optionalhook=True)  # without xdist there is nothing to schedule
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With --dist loadfile, a folder that is a package goes to one worker as a whole: its tests share a server."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class LoadPackageScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            folder = file.rpartition("/")[0]
+            return folder if (config.rootpath / folder / "__init__.py").is_file() else file
+
+    return LoadPackageScheduling(config, log)
 
 
 @pytest.fixture(scope="session")

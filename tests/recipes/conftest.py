@@ -209,7 +209,7 @@ def serve_policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
         line += ["--logprobs-mode", "processed_logprobs"]
         line += ["--additional-config", json.dumps({"qerl": {"policy_adapter": {"rank": rank}}})]
         inherited = {name: value for name, value in os.environ.items() if name not in ENGINES_OWN}
-        # the engine's process computes too: see tests/plugin/test_http.py
+        # the engine's process computes too: see tests/plugin/over_http/conftest.py
         ours = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "qerl", "QERL_ADMIN_TOKEN": TOKEN}
         log = folder / f"{len(started)}.log"
         with log.open("w") as stream:

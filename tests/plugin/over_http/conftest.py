@@ -1,0 +1,88 @@
+"""One real server that the policy is part of, its clients, and what an engine in this process answers."""
+
+import json
+
+import pytest
+from policy_requests import API_KEY, LONG, MODULES, TOKEN
+
+from qerl_vllm_plugin.client import PolicyClient
+from qerl_vllm_plugin.policy import Policy
+
+
+@pytest.fixture(scope="package")
+def hf(reference, make_nvfp4):
+    return reference(make_nvfp4("qwen2", max_position_embeddings=4096))
+
+
+@pytest.fixture(scope="package")
+def adapters(hf, make_adapter, tmp_path_factory):
+    """Folders ``start``, ``second`` and ``third`` under one directory; their tensors and configs by name."""
+    parent = tmp_path_factory.mktemp("adapters")
+    made = {}
+    for seed, name in enumerate(("start", "second", "third")):
+        tensors, _, model = make_adapter(hf, seed=seed, target_modules=MODULES, r=4)
+        model.save_pretrained(parent / name)
+        made[name] = (tensors, json.loads((parent / name / "adapter_config.json").read_text()))
+    (parent / "start" / "qerl_state.json").write_text("{}")
+    return parent, made
+
+
+@pytest.fixture(scope="package")
+def server(make_nvfp4, adapters, hold_port, tmp_path_factory):
+    """The address of a server that has been started with the adapter ``start``; its log, and its process."""
+    from qerl_recipes.machine.serve import command
+    from qerl_recipes.machine.server_process import started
+
+    port, folder = hold_port(), tmp_path_factory.mktemp("server")
+    (folder / "token").write_text(TOKEN + "\n")
+    options = {"policy_adapter": {"rank": 8, "path": str(adapters[0] / "start")}, "policy_folders": str(adapters[0])}
+    line = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "policy", "--dtype", "float32"]
+    line += ["--max-model-len", "4096", "--max-num-seqs", "8", "--num-gpu-blocks-override", "64", "--enforce-eager"]
+    line += ["--api-key", API_KEY, "--additional-config", json.dumps({"qerl": options})]
+    environment = {
+        # the engine's process computes too: a worker process beside it would cost every start 10 s, and engine and
+        # worker wait for each other in loops of sched_yield, which starve all other processes on some Linux kernels
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_PLUGINS": "qerl",
+        "QERL_ADMIN_TOKEN_FILE": str(folder / "token"),
+    }
+    line = command(str(make_nvfp4("qwen2", max_position_embeddings=4096)), line)
+    with started(line, port, folder / "log", environment) as running:
+        yield running.url, running.log, running.process
+
+
+@pytest.fixture(scope="package")
+def policy(server):
+    return PolicyClient(server[0], TOKEN, API_KEY)
+
+
+@pytest.fixture(scope="package")
+def questions(server):
+    import openai
+
+    return openai.OpenAI(base_url=f"{server[0]}/v1", api_key=API_KEY, max_retries=0, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def expected(boot, make_nvfp4, adapters, measure):
+    """expected(name, noise=None) -> log-probability of 6 greedy tokens after each prompt, of an engine in this process
+    with that adapter."""
+    from vllm import SamplingParams
+
+    options = {
+        "additional_config": {"qerl": {"policy_adapter": {"rank": 8}}},
+        "dtype": "float32",
+        "max_model_len": 1024,
+    }
+    engine = boot(make_nvfp4("qwen2", max_position_embeddings=4096), **options)
+    inside = Policy(engine)
+
+    def ask(name, noise=None):
+        inside.swap(*(adapters[1][name] if name else (None, None)))
+        inside.set_noise(**noise) if noise else inside.clear_noise()
+        sampling = SamplingParams(max_tokens=6, temperature=0.0, logprobs=1, ignore_eos=True)
+        prompts = [{"prompt_token_ids": ids} for ids in (*measure.prompts, LONG)]
+        outputs = engine.generate(prompts, sampling, use_tqdm=False)
+        return [output.outputs[0].cumulative_logprob for output in outputs]
+
+    return ask
