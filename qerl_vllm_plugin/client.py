@@ -1,12 +1,13 @@
 """A client of /v1/qerl on a running server, synchronous and asynchronous; it needs torch and httpx."""
 
+import asyncio
 import functools
 import hashlib
 import json
 import ssl
 import warnings
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,18 @@ from qerl_vllm_plugin.adapter import AdapterError
 from qerl_vllm_plugin.checksum import checksums
 from qerl_vllm_plugin.cuda_ipc import CudaIPCError
 from qerl_vllm_plugin.safetensors_header import header_bytes
+from qerl_vllm_plugin.segment import NoRoomError, Segments
 
 TOKEN_HEADER, VERSION_HEADER = "X-QeRL-Admin-Token", "X-QeRL-Policy-Version"
 
 
-TRANSPORTS = ("auto", "ipc", "http")
+TRANSPORTS = ("auto", "ipc", "shared", "http")
 PIECE = 256 << 10
 NO_ROUTES = (
     "a server has /v1/qerl only where VLLM_PLUGINS names qerl and QERL_ADMIN_TOKEN or QERL_ADMIN_TOKEN_FILE is set; "
     "the client's url is the server's, such as http://127.0.0.1:8000"
 )
-UNREACHABLE = "unreachable"  # the reason of a refusal that is only of the GPU
+UNREACHABLE = "unreachable"  # the reason of a refusal that is only of the way
 
 
 class PolicyRefusedError(RuntimeError):
@@ -38,6 +40,10 @@ class PolicyRefusedError(RuntimeError):
     def __init__(self, status: int, text: str, reason: str = "") -> None:
         super().__init__(f"{text} (HTTP {status})")
         self.status, self.reason = status, reason
+
+
+class UnreachableError(Exception):
+    """The server cannot read this process's shared memory."""
 
 
 def body(tensors: Mapping[str, torch.Tensor], config: Any, norms: Mapping[str, torch.Tensor] | None = None) -> bytes:
@@ -52,7 +58,7 @@ def body(tensors: Mapping[str, torch.Tensor], config: Any, norms: Mapping[str, t
 def _pieces(tensors: Mapping[str, torch.Tensor], config: Any) -> Iterator[memoryview]:
     """The body from its beginning to its end. Small ones: httpcore copies what is left of a piece with every write."""
     layout = ((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
-    yield memoryview(header_bytes(layout, {"adapter_config": json.dumps(_plain(config))}))
+    yield memoryview(header_bytes(layout, _metadata(config)))
     for tensor in tensors.values():
         left = memoryview(shared_file.content(tensor).numpy())
         while left:
@@ -80,6 +86,10 @@ async def _one_by_one(pieces: Iterator[memoryview]) -> AsyncIterator[memoryview]
         yield piece
 
 
+def _metadata(config: Any) -> dict[str, str]:
+    return {"adapter_config": json.dumps(_plain(config))}
+
+
 def _plain(config: Any) -> dict[str, Any]:
     given = config.to_dict() if hasattr(config, "to_dict") else dict(config)
     return json.loads(json.dumps(given, default=adapter_folder.plain))
@@ -105,14 +115,18 @@ class _Calls:
     ) -> None:
         """``url`` is the server's, such as http://127.0.0.1:8000; ``api_key`` is that of --api-key.
 
-        ``transport``: tensors on a GPU that the server sees go from GPU to GPU, all others in the request's body
-        (auto); or one of the two alone (ipc, http). Raises ValueError for another one.
+        ``transport``: tensors on a GPU that the server sees go from GPU to GPU, others to a server of this machine
+        through shared memory, and all that is left in the request's body (auto); or one of the three alone (ipc,
+        shared, http). What goes through shared memory stays there, as large as the adapter, for the next swap, and
+        ends with the client. Raises ValueError for another one.
         """
         if transport not in TRANSPORTS:
             raise ValueError(f"transport is {transport!r}; it is one of {', '.join(TRANSPORTS)}")
         self._transport = transport
         self._place: dict[str, Any] | None = None  # the server's machine and its GPUs, once it has been asked
         self._unreachable: str | None = None
+        self._segments = Segments(PolicyRefusedError)
+        self._has_no_memory = False  # that the server could read
         self.answered: dict[str, Any] = {}  # what the server answered last: of a change, its seconds by part, too
         headers = {TOKEN_HEADER: admin_token} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         self._options: dict[str, Any] = {
@@ -162,7 +176,7 @@ class _Calls:
     def _is_for_gpu(self, tensors: Mapping[str, torch.Tensor] | None) -> bool:
         """Whether the tensors are to be read from their GPU, which needs ``_place``. Raises PolicyRefusedError where
         they must and cannot."""
-        if not tensors or self._transport == "http":
+        if not tensors or self._transport in ("http", "shared"):
             return False
         reason = self._unreachable or gpu_tensors.why_not(tensors)
         if reason is not None:
@@ -183,7 +197,44 @@ class _Calls:
             raise PolicyRefusedError(0, f"transport is 'ipc', and {reason}", UNREACHABLE)
         if self._unreachable is None and any(tensor.is_cuda for tensor in tensors.values()):
             self._unreachable = reason
-            warnings.warn(f"adapters travel in the requests' bodies, which is slower: {reason}", stacklevel=4)
+            warnings.warn(f"adapters travel through the CPU, which is slower: {reason}", stacklevel=4)
+
+    def _is_for_memory(self, tensors: Mapping[str, torch.Tensor] | None) -> bool:
+        """Whether the tensors may go through shared memory, if the server is of this machine, as ``_place`` says."""
+        return bool(tensors) and self._transport in ("auto", "shared") and not self._has_no_memory
+
+    def _is_here(self) -> bool:
+        """Whether the server is of this machine. Raises PolicyRefusedError where it must be and is not."""
+        assert self._place is not None
+        is_here = bool(self._place.get("machine") == shared_file.machine())
+        if not is_here:
+            self._has_no_memory = True  # its body is the way then, and no slower than another
+            self._check_way("the server is on another machine")
+        return is_here
+
+    def _without_memory(self, reason: str) -> None:
+        self._check_way(reason)
+        self._has_no_memory = True
+        warnings.warn(f"adapters travel in the requests' bodies, which is slower: {reason}", stacklevel=3)
+
+    def _check_way(self, reason: str) -> None:
+        if self._transport == "shared":
+            raise PolicyRefusedError(0, f"transport is 'shared', and {reason}", UNREACHABLE)
+
+    @contextmanager
+    def _memory_swap(
+        self, tensors: Mapping[str, torch.Tensor], config: Any, version: int | None, requests: str
+    ) -> Iterator[dict[str, Any]]:
+        """Raises NoRoomError, UnreachableError, and what the sending raises."""
+        query = {"requests": requests} | ({} if version is None else {"version": str(version)})
+        call = {"method": "PUT", "url": "policy", "params": query, "headers": {"Content-Type": shared_file.MEDIA_TYPE}}
+        with self._segments.filled(tensors, _metadata(config)) as path:
+            try:
+                yield {**call, "content": json.dumps({"file": path}).encode()}
+            except PolicyRefusedError as error:
+                if error.reason != UNREACHABLE:
+                    raise
+                raise UnreachableError(str(error)) from error
 
     @contextmanager
     def _gpu_swap(
@@ -250,6 +301,14 @@ class PolicyClient(_Calls):
                         return int(self._send(call)["version"])
                 except CudaIPCError as error:
                     self._without_gpu(str(error), given)
+        if given and self._is_for_memory(given):
+            self._place = self._place or self.state()
+            if self._is_here():
+                try:
+                    with self._memory_swap(given, config, version, requests) as call:
+                        return int(self._send(call)["version"])
+                except (NoRoomError, UnreachableError) as error:
+                    self._without_memory(str(error))
         return int(self._send(self._swap(tensors, config, norms, version, requests))["version"])
 
     def swap_folder(self, folder: str | Path, *, version: int | None = None, requests: str = "keep") -> int:
@@ -297,7 +356,23 @@ class AsyncPolicyClient(_Calls):
                         return int((await self._send(call))["version"])
                 except CudaIPCError as error:
                     self._without_gpu(str(error), given)
+        if given and self._is_for_memory(given):
+            self._place = self._place or await self.state()
+            if self._is_here():
+                try:
+                    return await self._swap_through_memory(given, config, version, requests)
+                except (NoRoomError, UnreachableError) as error:
+                    self._without_memory(str(error))
         return int((await self._send(self._swap(tensors, config, norms, version, requests)))["version"])
+
+    async def _swap_through_memory(
+        self, given: Mapping[str, torch.Tensor], config: Any, version: int | None, requests: str
+    ) -> int:
+        with ExitStack() as stack:
+            # in a thread: a large adapter takes a while to be written
+            filled = self._memory_swap(given, config, version, requests)
+            call = await asyncio.to_thread(stack.enter_context, filled)
+            return int((await self._send(call))["version"])
 
     async def swap_folder(self, folder: str | Path, *, version: int | None = None, requests: str = "keep") -> int:
         self._check_base(folder, await self.state())

@@ -127,12 +127,12 @@ class Segments:
             raise
 
     @contextmanager
-    def filled(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    def filled(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> Iterator[str]:
         """The path of a safetensors file with copies of ``tensors``, as ``of``.
 
         Raises NoRoomError, and ValueError for a dtype that the format has no name for.
         """
-        header = header_bytes((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
+        header = header_bytes(((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()), metadata)
         with self.of(len(header) + sum(tensor.nbytes for tensor in tensors.values())) as segment:
             segment.content[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
             _fill(segment.content[len(header) :], tensors.values())

@@ -19,6 +19,7 @@ from typing import IO, Any
 import torch
 
 SHARED_MEMORY = Path("/dev/shm")
+MEDIA_TYPE = "application/vnd.qerl.shared-file+json"  # of a request that names a file
 SEGMENT, READ, THREADS = 16 << 20, 1 << 20, 8
 ROOM = 1 << 20  # left free beside the file: its header, and what others write
 
@@ -63,25 +64,33 @@ def proof(content: bytes) -> Iterator[str]:
 
 
 def is_proof(path: str, content: bytes) -> bool:
-    """Whether ``path`` is such a file of a running process of this user on this machine, and holds ``content``.
+    """Whether ``path`` is one that ``open_ours`` opens, and holds ``content``."""
+    file = open_ours(path)
+    if file is None:
+        return False
+    with file:
+        return secrets.compare_digest(os.pread(file.fileno(), len(content) + 1, 0), content)
+
+
+def open_ours(path: str) -> IO[bytes] | None:
+    """An unnamed file of a running process of this user on this machine, to be read; None for any other path.
 
     Nobody else can make one: the path leads through /proc of this machine, and the file is this user's. Nothing else is
     opened, whatever a caller gives as a path.
     """
     if not re.fullmatch(r"/proc/[0-9]{1,10}/fd/[0-9]{1,10}", path):
-        return False
+        return None
     try:
         if not re.fullmatch(rf"{SHARED_MEMORY}/[^/]+ \(deleted\)", os.readlink(path)):
-            return False
+            return None
         number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        return False
-    try:
-        found = os.fstat(number)
-        is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
-        return is_ours and secrets.compare_digest(os.pread(number, len(content) + 1, 0), content)
-    finally:
+        return None
+    found = os.fstat(number)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
         os.close(number)
+        return None
+    return open(number, "rb", buffering=0)
 
 
 def append(file: IO[bytes], given: Any) -> None:

@@ -153,7 +153,11 @@ def _measure_server(
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(config_json(request["shape"])), encoding="utf-8")
         with started(command(str(folder), line), port, Path(scratch, "log"), environment) as server:
-            for name, transport, device in (("http", "http", "cpu"), ("http, GPU to GPU", "ipc", "cuda")):
+            for name, transport, device in (
+                ("http", "http", "cpu"),
+                ("http, shared memory", "shared", "cpu"),
+                ("http, GPU to GPU", "ipc", "cuda"),
+            ):
                 if device == "cuda" and not has_gpu:
                     continue
                 client = PolicyClient(server.url, token, transport=transport)

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -18,6 +19,7 @@ MAX_HEADER = 4 << 20  # names of a 32B model's adapter take 0.2 MB
 MAX_JSON = 64 << 10
 STALLED = 30.0  # seconds without a byte
 GPU_KEYS = ("memory", "proof", "checksum", "adapter_config")
+NOT_NEAR = "the caller is no process of the server's user on the server's machine"
 CONFIG = "adapter_config"  # where the metadata of the file hold the content of adapter_config.json
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.]+")
 
@@ -112,7 +114,7 @@ async def described(request: Any, limit: int) -> Upload:
         raise Refused(400, "bad_json", f"{CONFIG} is not a JSON object")
     check_patterns(config)
     if not shared_file.is_proof(path, hashlib.sha256(text.encode()).digest()):
-        raise Refused(403, "unreachable", "the caller is no process of the server's user on the server's machine")
+        raise Refused(403, "unreachable", NOT_NEAR)
     try:
         description = gpu_tensors.parse(text)
     except ValueError as error:
@@ -122,6 +124,35 @@ async def described(request: Any, limit: int) -> Upload:
     content = json.dumps([checksum, config], sort_keys=True)
     laps.end("digest")
     return Upload(text, hashlib.sha256(content.encode()).hexdigest(), size, config, laps.seconds)
+
+
+@asynccontextmanager
+async def named(request: Any, limit: int) -> AsyncIterator[Upload]:
+    """The file in shared memory that a body names, as ``client`` fills it: {"file": "/proc/PID/fd/NUMBER"}.
+
+    It stays open here until the end of the block, whatever becomes of the caller. Raises Refused, also for a file of
+    another user or machine, and for one that has a name.
+    """
+    laps = Laps()
+    given = await read_json(request)
+    laps.end("body")
+    if list(given) != ["file"] or not isinstance(given["file"], str):
+        raise Refused(400, "bad_json", "the body must be an object of one text, file")
+    file = shared_file.open_ours(given["file"])
+    if file is None:
+        raise Refused(403, "unreachable", NOT_NEAR)
+    with file:
+        if (size := os.fstat(file.fileno()).st_size) > limit:
+            raise Refused(413, "too_large", f"the file has {size} bytes; at most {limit} can be used")
+        path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        config = _config(path, size)
+        digest = shared_file.Digest(file)
+        try:
+            found = await asyncio.to_thread(digest.finish, size)
+        finally:
+            await asyncio.to_thread(digest.close)
+        laps.end("digest")
+        yield Upload(path, found, size, config, laps.seconds)
 
 
 @asynccontextmanager

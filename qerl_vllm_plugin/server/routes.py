@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from qerl_vllm_plugin import adapter_folder, compat, gpu_tensors, noise
+from qerl_vllm_plugin import adapter_folder, compat, gpu_tensors, noise, shared_file
 from qerl_vllm_plugin.adapter import AdapterError
 from qerl_vllm_plugin.segment import NoRoomError
 from qerl_vllm_plugin.server import body, metrics
@@ -51,17 +51,20 @@ def attach(app: Any, token: bytes) -> None:
 
 
 async def put_policy(server: PolicyServer, request: Request) -> dict[str, Any]:
-    """Installs the adapter in the body, or on the GPU that the body describes, or that of ``?folder=NAME``."""
+    """Installs the adapter in the body, on the GPU or in the file that the body names, or that of ``?folder=NAME``."""
     query = _query(request, "version", "requests", "folder")
     version, mode = _version(query), _mode(query)
-    if request.headers.get("content-type") == gpu_tensors.MEDIA_TYPE:
-        if "folder" in query:
-            raise Refused(400, "bad_query", BOTH)
+    kind = request.headers.get("content-type")
+    if "folder" in query and kind in (gpu_tensors.MEDIA_TYPE, shared_file.MEDIA_TYPE):
+        raise Refused(400, "bad_query", BOTH)
+    if kind == gpu_tensors.MEDIA_TYPE:
         upload = await body.described(request, server.limit)
         metrics.BYTES.inc(upload.size)
         return await _swap(server, upload, version, mode)
     if "folder" not in query:
-        async with body.received(request, server.limit, server.segments) as upload:
+        is_named = kind == shared_file.MEDIA_TYPE
+        way = body.named(request, server.limit) if is_named else body.received(request, server.limit, server.segments)
+        async with way as upload:
             metrics.BYTES.inc(upload.size)
             return await _swap(server, upload, version, mode)
     if body.is_there(request):

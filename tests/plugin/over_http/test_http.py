@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from policy_requests import API_KEY, LONG, TOKEN, VERSION, description, kept, put
+from policy_requests import API_KEY, TOKEN, VERSION, assert_served, description, kept, put
 
 from qerl_vllm_plugin import cuda_ipc, gpu_tensors, shared_file
 from qerl_vllm_plugin.adapter import AdapterError
@@ -22,25 +22,6 @@ from qerl_vllm_plugin.client import AsyncPolicyClient, PolicyClient, PolicyRefus
 from qerl_vllm_plugin.config import Options
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
-TOLERANCE = 1e-3
-
-
-def ask(questions, prompts):
-    """The same from the server, and the versions that its answers name."""
-    scores, versions = [], []
-    for ids in prompts:
-        raw = questions.completions.with_raw_response.create(
-            model="policy", prompt=ids, max_tokens=6, temperature=0.0, logprobs=1, extra_body={"ignore_eos": True}
-        )
-        scores.append(sum(raw.parse().choices[0].logprobs.token_logprobs))
-        versions.append(raw.headers[VERSION])
-    return scores, versions
-
-
-def assert_served(questions, measure, scores, version):
-    found, versions = ask(questions, [*measure.prompts, LONG])
-    assert found == pytest.approx(scores, abs=TOLERANCE)
-    assert versions == [str(version)] * len(versions)
 
 
 def test_the_adapter_named_at_start_is_served_and_swaps_noise_and_removal_are_what_an_engine_in_process_answers(
@@ -250,8 +231,8 @@ def test_a_client_whose_gpu_the_server_cannot_read_sends_the_tensors_and_says_so
         strict._place = place
         with pytest.raises(PolicyRefusedError, match=why):
             strict.swap(*adapters[1]["third"])
-    with pytest.raises(ValueError, match="transport is 'shared'; it is one of auto, ipc, http"):
-        PolicyClient(server[0], TOKEN, transport="shared")
+    with pytest.raises(ValueError, match="transport is 'gpu'; it is one of auto, ipc, shared, http"):
+        PolicyClient(server[0], TOKEN, transport="gpu")
 
 
 @pytest.mark.parametrize("token", [None, "", "wrong", TOKEN[:-1], TOKEN + "!", API_KEY])
