@@ -1,6 +1,8 @@
 """Everything that depends on the insides of vLLM, for 0.26 to 0.32; the KV cache's memory is in compat_kv_cache.py."""
 
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -284,6 +286,24 @@ def end_requests(engine: Any, reason: str) -> None:
     from vllm.v1.engine.exceptions import EngineDeadError
 
     engine.output_processor.propagate_error(EngineDeadError(reason))
+
+
+def asked(llm: Any, method: str, *args: Any) -> Future[Any] | None:
+    """Asks the engine core of a ``vllm.LLM`` in another process -> its answer, which is not waited for: it does what it
+    is asked in that order. None, and nothing is asked, where the core runs in this process.
+
+    What vLLM's own client does for each of its methods (``call_utility``), all of which wait.
+    """
+    from vllm.v1.engine import EngineCoreRequestType
+    from vllm.v1.engine.core_client import SyncMPClient
+
+    client = llm.llm_engine.engine_core
+    if not isinstance(client, SyncMPClient):
+        return None
+    number, answer = uuid.uuid1().int >> 64, Future[Any]()
+    client.utility_results[number] = answer
+    client._send_input(EngineCoreRequestType.UTILITY, (0, number, method, args))
+    return answer
 
 
 def model_in_this_process(llm: Any) -> torch.nn.Module | None:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent import futures
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -10,23 +11,23 @@ PATIENCE = 300.0  # seconds for an engine's answer to a change; one takes less t
 SILENT = "the engine has not answered for {:g} s, and whether it has changed nobody knows; restart it"
 
 
-def in_time(call: Callable[[], T], seconds: float) -> T:
-    """What ``call`` returns or raises, called in a thread of its own. Raises TimeoutError after ``seconds``, when the
-    thread is left to itself: what it waits for cannot be taken back."""
-    returned: list[T] = []
-    raised: list[BaseException] = []
+def begun(call: Callable[[], T]) -> futures.Future[T]:
+    """What ``call`` will return or raise, called in a thread of its own."""
+    answer: futures.Future[T] = futures.Future()
 
     def run() -> None:
         try:
-            returned.append(call())
+            answer.set_result(call())
         except BaseException as error:
-            raised.append(error)
+            answer.set_exception(error)
 
-    thread = threading.Thread(target=run, name="qerl-call", daemon=True)  # the program may end while it waits
-    thread.start()
-    thread.join(seconds)
-    if raised:
-        raise raised[0]
-    if not returned:
+    threading.Thread(target=run, name="qerl-call", daemon=True).start()  # the program may end while it waits
+    return answer
+
+
+def in_time(answer: futures.Future[T], seconds: float) -> T:
+    """What comes. Raises TimeoutError after ``seconds``, and then nobody waits any more: what was asked cannot be taken
+    back."""
+    if not answer.done() and not futures.wait([answer], seconds).done:
         raise TimeoutError(SILENT.format(seconds))
-    return returned[0]
+    return answer.result()

@@ -1,9 +1,11 @@
 """The policy of one vLLM engine, as its driver sees it: swap the adapter, set the noise, know the version."""
 
+import functools
 import hashlib
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +16,7 @@ from vllm.lora.request import LoRARequest
 
 from qerl_vllm_plugin import adapter_folder, compat, noise
 from qerl_vllm_plugin.adapter import AdapterError
-from qerl_vllm_plugin.in_time import PATIENCE, in_time
+from qerl_vllm_plugin.in_time import PATIENCE, begun, in_time
 from qerl_vllm_plugin.kv_cache import RELEASED, KVCacheError
 from qerl_vllm_plugin.laps import Laps
 from qerl_vllm_plugin.loading import checkpoint_folder
@@ -65,8 +67,9 @@ class Policy:
     Every change needs an engine at rest and empties its prefix cache first; as nothing can run until the change is
     made, keys and values that another policy computed are never read again.
 
-    ``parts`` are the seconds of the last change on the host, for a benchmark: emptying the prefix cache, the way to the
-    workers and back, and what the first of them did: receive, check, stage, agree with the others, commit.
+    ``parts`` are the seconds of the last change on the host, for a benchmark: packing what is sent, what emptying the
+    prefix cache took beyond that, the way to the workers and back, freeing what was sent, and what the first worker
+    did: receive, check, stage, agree with the others, commit.
     """
 
     def __init__(self, llm: LLM, name: str = "policy", *, transport: str = "auto", timeout: float = PATIENCE) -> None:
@@ -123,19 +126,27 @@ class Policy:
         if tensors is not None and self.carrier is None:
             raise AdapterError(NO_CARRIER)
         plain, given = plain_config(config), joined(tensors, norms)
-        laps = self._come_to_rest()
-        first = self._swapped(given, plain, tensors is not None, norms is not None)[0]
+        laps, emptied = self._come_to_rest()
+
+        def send(sent: Any) -> list[dict[str, Any]]:
+            laps.end("pack")
+            self._check_empty(emptied)
+            laps.end("empty")
+            pair = (sent if tensors is not None else None, sent if norms is not None else None)
+            results = self._rpc("qerl_swap", pair[0], plain, pair[1], **VOUCHED)
+            laps.end("way")
+            return results
+
+        first = self._sent(given, send)[0]
+        laps.end("free")
         self.parts = _parts(laps, first)
         self.version = int(first["version"])
         return self.version
 
-    def _swapped(
-        self, given: dict[str, torch.Tensor], config: dict[str, Any], has_tensors: bool, has_norms: bool
+    def _sent(
+        self, given: dict[str, torch.Tensor], send: Callable[[Any], list[dict[str, Any]]]
     ) -> list[dict[str, Any]]:
-        def send(sent: Any) -> list[dict[str, Any]]:
-            pair = (sent if has_tensors else None, sent if has_norms else None)
-            return self._rpc("qerl_swap", pair[0], config, pair[1], **VOUCHED)
-
+        """What the workers answer to ``send``, which is called with what reaches them of ``given``."""
         if not given:
             return self._checked(send(given))
         with self._sender.by_gpu(given) as text:
@@ -167,8 +178,11 @@ class Policy:
         Raises ValueError for a negative or non-finite sigma or for targets that name no norm of the model.
         """
         sigma = noise.check_sigma(sigma)
-        laps = self._come_to_rest()
+        laps, emptied = self._come_to_rest()
+        self._check_empty(emptied)
+        laps.end("empty")
         results = self._call("qerl_set_noise", sigma, int(seed), int(rollout), list(targets), **VOUCHED)
+        laps.end("way")
         self.parts = _parts(laps, results[0])
         report = NoiseReport(sigma, results[0]["touched"], results[0]["swallowed"])
         if report.swallowed:
@@ -194,7 +208,7 @@ class Policy:
         ranks = self._llm.llm_engine.vllm_config.parallel_config.world_size
         if ranks > 1:
             raise KVCacheError(f"the KV cache of an engine that is cut over {ranks} GPUs cannot be released; use sleep")
-        self._come_to_rest()
+        self._check_empty(self._come_to_rest()[1])
         released = self._call("qerl_release_kv_cache", refusal=KVCacheError)[0]["bytes"]
         self._is_released = True
         return released
@@ -209,7 +223,7 @@ class Policy:
             raise KVCacheError("requests have come in while the KV cache was released; abort them first")
         self._call("qerl_resume_kv_cache", refusal=KVCacheError)
         self._is_released = False
-        self._empty_prefix_cache()
+        self._check_empty(self._emptied())
 
     def check_unchanged(self) -> None:
         """Raises KVCacheError, which names it, if a weight, the adapter or a norm has changed since the KV cache was
@@ -239,17 +253,25 @@ class Policy:
         return self._checked(self._rpc(method, *args, **keywords), refusal)
 
     def _rpc(self, method: str, *args: Any, **keywords: Any) -> list[dict[str, Any]]:
-        return self._answered(lambda: self._llm.collective_rpc(method, args=args, kwargs=keywords))
+        call = functools.partial(self._llm.collective_rpc, method, args=args, kwargs=keywords)
+        return self._answer(self._asked(call, "collective_rpc", method, None, args, keywords))
 
-    def _answered(self, call: Callable[[], T]) -> T:
-        """What the engine answers. Raises PolicyLostError once it has not: its answers no longer belong to the
-        questions then. An engine in this process is not waited for by anybody."""
+    def _asked(self, call: Callable[[], T], method: str, *args: Any) -> Future[T]:
+        """What the engine will answer to ``call``, which asks its core for ``method``. Workers in this process have
+        answered then, and nobody would wait for them. Raises PolicyLostError once an engine has not answered: its
+        answers no longer belong to the questions."""
         if self._lost is not None:
             raise PolicyLostError(self._lost)
         if self._sender.is_here:
-            return call()
+            answer: Future[T] = Future()
+            answer.set_result(call())
+            return answer
+        return compat.asked(self._llm, method, *args) or begun(call)
+
+    def _answer(self, asked: Future[T]) -> T:
+        """What the engine answers. Raises PolicyLostError if it does not."""
         try:
-            return in_time(call, self._timeout)
+            return in_time(asked, self._timeout)
         except TimeoutError as error:
             self._lost = str(error)
             raise PolicyLostError(self._lost) from error
@@ -262,22 +284,31 @@ class Policy:
             raise
         return results
 
-    def _come_to_rest(self) -> Laps:
+    def _come_to_rest(self) -> tuple[Laps, Future[bool]]:
+        """For a change, which must not be asked for before ``_check_empty`` of the second."""
         laps = Laps()
         if self._is_released:
             raise KVCacheError(RELEASED)
         if self._llm.llm_engine.has_unfinished_requests():
             raise RuntimeError("requests are running; finish or abort them before the policy changes")
-        self._empty_prefix_cache()  # before the change, which a refusal then leaves undone
-        laps.end("empty")
-        return laps
+        return laps, self._emptied()
 
-    def _empty_prefix_cache(self) -> None:
+    def _emptied(self) -> Future[bool]:
+        """Whether the prefix cache is empty: asked of an engine in another process, which empties it while this one
+        goes on; of one in this process known already."""
         # vLLM 0.26 calls it a failure to empty a cache outside the engine where there is none
         has_connector = self._llm.llm_engine.vllm_config.kv_transfer_config is not None
-        with without_empty_blocks(scheduler_here(self._llm)):
-            is_empty = self._answered(lambda: self._llm.reset_prefix_cache(reset_connector=has_connector))
-        if not is_empty:
+        call = functools.partial(self._llm.reset_prefix_cache, reset_connector=has_connector)
+        scheduler = scheduler_here(self._llm)
+        with without_empty_blocks(scheduler):
+            asked = self._asked(call, "reset_prefix_cache", False, has_connector)
+            if scheduler is not None:
+                self._answer(asked)
+        return asked
+
+    def _check_empty(self, emptied: Future[bool]) -> None:
+        """Before a change, which a refusal then leaves undone."""
+        if not self._answer(emptied):
             raise RuntimeError(
                 "vLLM could not empty its prefix cache, so answers of another policy could be reused; "
                 "is a request still running?"
@@ -300,8 +331,7 @@ def check_answers(results: list[dict[str, Any]], refusal: type[Exception] = Adap
 
 
 def _parts(laps: Laps, first: Mapping[str, Any]) -> dict[str, float]:
-    """The parts of a change that has just ended; ``first`` is the first worker's answer."""
-    laps.end("way")
+    """The parts of a change; ``first`` is the first worker's answer."""
     laps.seconds["way"] -= sum(first["parts"].values())
     return {**laps.seconds, **first["parts"]}
 

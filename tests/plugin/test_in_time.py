@@ -12,7 +12,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from qerl_vllm_plugin.change_log import ChangeLog
 from qerl_vllm_plugin.config import Options
-from qerl_vllm_plugin.in_time import in_time
+from qerl_vllm_plugin.in_time import begun, in_time
 from qerl_vllm_plugin.policy import Policy, PolicyLostError
 from qerl_vllm_plugin.server import routes
 from qerl_vllm_plugin.server.changes import PolicyServer
@@ -23,12 +23,12 @@ SILENCE = "the engine has not answered for 0.2 s, and whether it has changed nob
 
 
 def test_a_call_is_waited_for_so_long_and_its_errors_are_its_own():
-    assert in_time(lambda: 7, 5) == 7
+    assert in_time(begun(lambda: 7), 5) == 7
     with pytest.raises(ZeroDivisionError):
-        in_time(lambda: 1 // 0, 5)
+        in_time(begun(lambda: 1 // 0), 5)
     never = threading.Event()
     with pytest.raises(TimeoutError, match=SILENCE):
-        in_time(lambda: never.wait(60), 0.2)
+        in_time(begun(lambda: never.wait(60)), 0.2)
     never.set()
 
 

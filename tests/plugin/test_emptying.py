@@ -1,0 +1,71 @@
+"""A prefix cache in another process: emptied while what is sent is packed, and found empty before a change is sent."""
+
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+import pytest
+
+from qerl_vllm_plugin import compat
+from qerl_vllm_plugin.policy import Policy, PolicyLostError
+
+EMPTY, CHANGE = "reset_prefix_cache", "qerl_swap"
+
+
+@pytest.fixture
+def policy(boot, make_nvfp4, carriers, monkeypatch):
+    """One whose engine is asked as one of another process is: ``asked`` notes what and when, ``emptied`` answers."""
+    policy = Policy(boot(make_nvfp4("qwen2"), **carriers["resident"]), timeout=5)
+    policy.swap(None)
+    policy._sender.is_here, policy.asked, policy.emptied = False, [], Future()
+
+    def note(llm, method, *args):
+        policy.asked.append(args[0] if method == "collective_rpc" else method)
+        return policy.emptied if method == EMPTY else None  # the rest is asked in a thread
+
+    by_memory = policy._sender.by_memory
+
+    @contextmanager
+    def packed(tensors):
+        with by_memory(tensors) as sent:
+            policy.asked.append("packed")
+            if policy.answer is not None:
+                policy.emptied.set_result(policy.answer)
+            yield sent
+
+    monkeypatch.setattr("qerl_vllm_plugin.policy.scheduler_here", lambda llm: None)
+    monkeypatch.setattr(compat, "asked", note)
+    monkeypatch.setattr(policy._sender, "by_memory", packed)
+    return policy
+
+
+@pytest.fixture
+def adapter(reference, make_nvfp4, make_adapter):
+    return make_adapter(reference(make_nvfp4("qwen2")))[:2]
+
+
+def test_it_is_emptied_while_the_adapter_is_packed(policy, adapter):
+    policy.answer = True
+    version = policy.version
+    assert policy.swap(*adapter) == version + 1
+    assert policy.asked == [EMPTY, "packed", CHANGE]
+    assert list(policy.parts) == ["pack", "empty", "way", "free", "receive", "check", "stage", "agree", "commit"]
+    policy.set_noise(0.1, seed=1, rollout=1)
+    assert policy.asked[3:] == [EMPTY, "qerl_set_noise"]
+
+
+def test_without_an_empty_cache_no_change_is_sent(policy, adapter):
+    policy.answer = False
+    before = policy.state(digest=True)
+    policy.asked.clear()
+    for change in (lambda: policy.swap(*adapter), lambda: policy.set_noise(0.1, seed=1, rollout=1)):
+        with pytest.raises(RuntimeError, match="could not empty its prefix cache"):
+            change()
+    assert policy.asked == [EMPTY, "packed", EMPTY]
+    assert policy.state(digest=True) == before
+
+
+def test_a_cache_that_is_not_heard_of_is_an_engine_given_up(policy, adapter):
+    policy.answer, policy._timeout = None, 0.2
+    with pytest.raises(PolicyLostError, match="has not answered"):
+        policy.swap(*adapter)
+    assert policy.asked == [EMPTY, "packed"]
