@@ -25,11 +25,11 @@ def test_a_swap_is_measured_with_and_without_emptying_the_prefix_cache() -> None
     (found,) = bench_swap.run("tiny", rank=4)["ways"].values()
     for what in ("swap", "noise", "prefix_cache"):
         assert 0 < found[what]["least"] <= found[what]["median"] <= found[what]["most"]
-    for what, inside in (("swap", {"receive", "check"}), ("noise", set())):
+    for what, inside in (("swap", {"pack", "receive", "check", "free"}), ("noise", set())):
         parts = found[what]["parts"]
         assert set(parts) == {"empty", "way", "stage", "agree", "commit", "device"} | inside
         assert all(seconds >= 0 for seconds in parts.values())
-        assert 0.5 * found[what]["median"] < sum(parts.values()) < 1.5 * found[what]["median"]
+        assert 0.5 * found[what]["least"] < sum(parts.values()) < 1.5 * found[what]["most"]  # in seconds, too
     assert found["blocks"] > 0 and found["tensors"] == "cpu" and found["bytes"] > 4 * 4 * 128
 
 
