@@ -64,7 +64,7 @@ def test_a_damaged_file_of_the_cache_is_compiled_again(compiled, recwarn):
     (file,) = compiler.cache_folder().iterdir()
     file.write_bytes(file.read_bytes()[:-1])
     assert [compiler.compile_source("one") for _ in range(2)] == [b"one"] * 2 and compiled == ["one"] * 2
-    (warning,) = recwarn
+    (warning,) = [one for one in recwarn if "QERL_CACHE" in str(one.message) or "damaged" in str(one.message)]
     assert "is damaged" in str(warning.message) and "made again" in str(warning.message)
 
 
