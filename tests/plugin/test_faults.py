@@ -163,7 +163,7 @@ def test_a_pusher_that_is_killed_in_the_middle_of_a_body_changes_nothing(server,
 
 
 def test_an_adapter_for_which_there_is_no_room_left_is_refused_by_name(server, adapter):
-    policy = PolicyClient(server.url, TOKEN)
+    policy = PolicyClient(server.url, TOKEN, transport="http")
     before, process = kept(policy), psutil.Process(server.process.pid)
     limits = process.rlimit(resource.RLIMIT_FSIZE)
     process.rlimit(resource.RLIMIT_FSIZE, (4 << 10, limits[1]))  # the kernel refuses the write after so many bytes
