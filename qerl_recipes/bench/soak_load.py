@@ -14,6 +14,7 @@ from qerl_vllm_plugin.client import PolicyClient
 
 # every third swap waits for requests under way, every tenth aborts them: many answers then have one version
 MODES = ("keep", "wait", "keep", "keep", "wait", "keep", "keep", "wait", "keep", "abort")
+TRANSPORTS = ("shared", "shared", "http")  # in turn: through shared memory, as ``auto`` does here, and in a body
 NOISE_EVERY = 5  # swaps
 SIGMA = 0.05
 
@@ -56,13 +57,17 @@ class Found:
                 self.lost.append(f"{counts}, finish_reason {answer.reason}")
 
 
-def push(policy: PolicyClient, adapter: Callable[[int], Adapter], seed: int, seconds: float, found: Found) -> None:
-    """A swap every second for so many ``seconds``, and noise, or none again, after every fifth."""
+def push(
+    policies: Mapping[str, PolicyClient], adapter: Callable[[int], Adapter], seed: int, seconds: float, found: Found
+) -> None:
+    """A swap every second for so many ``seconds``, and noise, or none again, after every fifth. ``policies`` are the
+    clients by their transports."""
     began, number = time.monotonic(), 1
     with ThreadPoolExecutor(1) as pool:
         drawn = pool.submit(adapter, number)
         while time.monotonic() - began < seconds:
-            mode = MODES[(number - 1) % len(MODES)]
+            mode, transport = MODES[(number - 1) % len(MODES)], TRANSPORTS[number % len(TRANSPORTS)]
+            policy = policies[transport]
             now = found.changes[-1]
             tensors, config = drawn.result()
             drawn = pool.submit(adapter, number + 1)  # a large one takes a while
@@ -72,7 +77,7 @@ def push(policy: PolicyClient, adapter: Callable[[int], Adapter], seed: int, sec
             version = policy.swap(tensors, config, version=now.version + 1, requests=mode)
             if mode == "abort":
                 found.aborts[-1] = (start, time.monotonic())
-            found.seconds.setdefault(f"swap, requests={mode}", []).append(time.monotonic() - start)
+            found.seconds.setdefault(f"swap, {transport}, requests={mode}", []).append(time.monotonic() - start)
             found.changes.append(now := Change(version, number, now.noise))
             if number % NOISE_EVERY == 0:
                 noise = (0.0, 0, 0) if now.noise[0] else (SIGMA, seed, number)
@@ -99,15 +104,15 @@ def load(
 ) -> tuple[Found, dict[str, float]]:
     """``quiet`` seconds without a swap, then ``busy`` seconds with one every second -> what was seen, and tokens/s of
     both. ``between`` is called between them, and at the end. Raises what the pusher met, which no server may refuse."""
-    policy = PolicyClient(url, token)
-    found = Found([Change(policy.state()["version"], None, (0.0, 0, 0))])
+    policies = {transport: PolicyClient(url, token, transport=transport) for transport in TRANSPORTS}
+    found = Found([Change(policies["http"].state()["version"], None, (0.0, 0, 0))])
     with Streams(url, model, prompts(vocabulary, seed), streams, seed) as asking:
         start = time.monotonic()
         time.sleep(quiet)
         asking.check()
         between()
         middle = time.monotonic()
-        push(policy, adapter, seed, busy, found)
+        push(policies, adapter, seed, busy, found)
         end = time.monotonic()
         asking.check()
         between()

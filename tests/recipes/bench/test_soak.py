@@ -181,6 +181,8 @@ def test_a_short_soak_finds_nothing_on_a_sound_server_and_the_stale_answers_of_a
         assert result["failed"] == []
         assert verdict.one > 20 and verdict.several > 5
         assert result["change_seconds"]["all"]["p50"] > 0
+        kinds = {kind.split(", ")[1] for kind in result["change_seconds"] if kind.startswith("swap")}
+        assert kinds == {"shared", "http"}
     else:
         assert len(verdict.wrong) > 10
         assert "wrong answers" in result["failed"][0]
