@@ -4,7 +4,7 @@ import time
 
 
 class Laps:
-    """``seconds`` by part, in the order in which they ended.
+    """``seconds`` by part, in the order in which they ended; a part that ends again goes on.
 
     They are the host's: what a GPU has been asked to do and nobody has waited for is in no part, or in a later one.
     """
@@ -14,7 +14,7 @@ class Laps:
         self._last = time.perf_counter()
 
     def end(self, part: str) -> None:
-        """What has passed since the end of the part before is the time of this one."""
+        """What has passed since the end of the part before belongs to this one."""
         now = time.perf_counter()
-        self.seconds[part] = now - self._last
+        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
         self._last = now

@@ -67,9 +67,9 @@ class Policy:
     Every change needs an engine at rest and empties its prefix cache first; as nothing can run until the change is
     made, keys and values that another policy computed are never read again.
 
-    ``parts`` are the seconds of the last change on the host, for a benchmark: packing what is sent, what emptying the
-    prefix cache took beyond that, the way to the workers and back, freeing what was sent, and what the first worker
-    did: receive, check, stage, agree with the others, commit.
+    ``parts`` are the seconds of the last change on the host, for a benchmark: emptying the prefix cache (in another
+    process what it took beyond packing), packing what is sent, the way to the workers and back, freeing what was sent,
+    and what the first worker did: receive, check, stage, agree with the others, commit.
     """
 
     def __init__(self, llm: LLM, name: str = "policy", *, transport: str = "auto", timeout: float = PATIENCE) -> None:
@@ -291,7 +291,9 @@ class Policy:
             raise KVCacheError(RELEASED)
         if self._llm.llm_engine.has_unfinished_requests():
             raise RuntimeError("requests are running; finish or abort them before the policy changes")
-        return laps, self._emptied()
+        emptied = self._emptied()
+        laps.end("empty")
+        return laps, emptied
 
     def _emptied(self) -> Future[bool]:
         """Whether the prefix cache is empty: asked of an engine in another process, which empties it while this one

@@ -1,5 +1,6 @@
 """A prefix cache in another process: emptied while what is sent is packed, and found empty before a change is sent."""
 
+import time
 from concurrent.futures import Future
 from contextlib import contextmanager
 
@@ -48,9 +49,21 @@ def test_it_is_emptied_while_the_adapter_is_packed(policy, adapter):
     version = policy.version
     assert policy.swap(*adapter) == version + 1
     assert policy.asked == [EMPTY, "packed", CHANGE]
-    assert list(policy.parts) == ["pack", "empty", "way", "free", "receive", "check", "stage", "agree", "commit"]
+    assert list(policy.parts) == ["empty", "pack", "way", "free", "receive", "check", "stage", "agree", "commit"]
     policy.set_noise(0.1, seed=1, rollout=1)
     assert policy.asked[3:] == [EMPTY, "qerl_set_noise"]
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_its_time_is_told_apart_from_packing(policy, adapter, monkeypatch, is_here):
+    """An engine in this process has emptied it before; of another's no more is told than has been waited for."""
+    policy.answer = True
+    policy._sender.is_here = is_here
+    reset = policy._llm.reset_prefix_cache
+    monkeypatch.setattr(policy._llm, "reset_prefix_cache", lambda **options: time.sleep(0.1) or reset(**options))
+    policy.swap(*adapter)
+    assert (policy.parts["empty"] > 0.09) == is_here
+    assert policy.parts["pack"] < 0.09
 
 
 def test_without_an_empty_cache_no_change_is_sent(policy, adapter):
