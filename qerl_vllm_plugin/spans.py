@@ -65,25 +65,25 @@ class Copied(NamedTuple):
     def flat(self, first: int, end: int) -> torch.Tensor:
         """The values of pieces ``first`` to ``end``, one behind the other: ``room`` itself, or few pieces of it joined,
         where they lie so in it. A view of each of hundreds takes longer than to copy them all."""
+        typed = {dtype: as_type(self.room, dtype) for dtype in {piece.dtype for piece in self.pieces[first:end]}}
         flat: list[torch.Tensor] = []
-        dtype, start, reached = None, 0, -1  # of what lies in one piece
+        dtype, start, reached = torch.uint8, 0, -1  # of what lies in one piece
+
+        def end_piece() -> None:
+            if reached >= 0:
+                flat.append(typed[dtype][start // dtype.itemsize : reached // dtype.itemsize])
+
         for i in range(first, end):
-            piece, at = self.pieces[i], self.starts[i]
-            if at == reached and piece.dtype is dtype and piece.is_contiguous():
+            piece, at, is_whole = self.pieces[i], self.starts[i], self.pieces[i].is_contiguous()
+            if at == reached and is_whole and piece.dtype is dtype:
                 reached += piece.nbytes
                 continue
-            self._add(flat, dtype, start, reached)
-            if piece.is_contiguous():
-                dtype, start, reached = piece.dtype, at, at + piece.nbytes
-            else:
+            end_piece()
+            dtype, start, reached = piece.dtype, at, at + piece.nbytes if is_whole else -1
+            if not is_whole:
                 flat.append(self._views(i, i + 1)[0].flatten())
-                reached = -1
-        self._add(flat, dtype, start, reached)
+        end_piece()
         return flat[0] if len(flat) == 1 else torch.cat(flat)
-
-    def _add(self, flat: list[torch.Tensor], dtype: torch.dtype | None, start: int, end: int) -> None:
-        if dtype is not None and end >= 0:
-            flat.append(as_type(self.room[start:], dtype)[: (end - start) // dtype.itemsize])
 
     def _views(self, first: int, end: int) -> list[torch.Tensor]:
         pieces = self.pieces[first:end]
