@@ -220,6 +220,11 @@ def refuse_to_run(worker: Any, reason: Callable[[], Exception]) -> Callable[[], 
     return allow
 
 
+def may_sleep(worker: Any) -> bool:
+    """Whether a worker's engine was started with vLLM's sleep mode."""
+    return bool(worker.vllm_config.model_config.enable_sleep_mode)
+
+
 def weights_are_away() -> bool:
     """Whether vLLM's sleep mode has taken the memory of this process's weights, and so that of adapter and norms."""
     if not current_platform.is_cuda():

@@ -22,6 +22,7 @@ from qerl_vllm_plugin.worker_policy import (
     Answer,
     Tensors,
     check_one_policy,
+    check_weights,
     digest_of,
     most_bytes,
     on_all_ranks,
@@ -82,6 +83,8 @@ def qerl_open(self: Any, driver: int | None = None) -> Answer:
         return {"error": policy.lost, "lost": True}
     if policy.carrier is not None:
         policy.carrier.prepare()
+    if not compat.weights_are_away():
+        check_weights(policy)
     kind = {LoraSlots: "lora", ResidentAdapter: "resident"}.get(type(policy.carrier))
     return {
         "carrier": kind,

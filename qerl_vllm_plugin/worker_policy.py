@@ -20,6 +20,7 @@ from qerl_vllm_plugin import adapter, adapter_folder, compat, noise
 from qerl_vllm_plugin.adapter import AdapterError, NoCarrierError, Target
 from qerl_vllm_plugin.change_log import ChangeLog
 from qerl_vllm_plugin.cuda_ipc import CudaIPCError
+from qerl_vllm_plugin.landmarks import GONE, landmarks
 from qerl_vllm_plugin.laps import Laps
 from qerl_vllm_plugin.lora_slots import LoraSlots
 from qerl_vllm_plugin.mapped_file import MappedFile
@@ -58,7 +59,8 @@ class WorkerPolicy:
     same, or trained. ``digest`` is what the caller named the adapter. ``released`` is what brings the memory of the KV
     cache back, None while the cache has it. ``lost`` says why this engine may not serve any more.
     ``laps`` are those of the last change, ``file`` is what its tensors came in. ``changes`` is what the processes of a
-    server read, ``instance`` their name for this engine: another one after a restart.
+    server read, ``instance`` their name for this engine: another one after a restart. ``landmarks`` are words of the
+    frozen weights, of an engine that may sleep.
     """
 
     model: torch.nn.Module
@@ -82,6 +84,7 @@ class WorkerPolicy:
     laps: Laps = field(default_factory=Laps, repr=False)
     file: MappedFile = field(default_factory=MappedFile, repr=False)
     instance: str = field(default_factory=lambda: uuid.uuid4().hex)
+    landmarks: torch.Tensor | None = field(default=None, repr=False)
 
 
 def most_bytes(policy: WorkerPolicy) -> int:
@@ -144,6 +147,18 @@ def install_at_start(model: torch.nn.Module, folder: str, base: Path | None) -> 
         raise AdapterError(f"{folder}: {answer['error']}")
 
 
+def check_weights(policy: WorkerPolicy) -> None:
+    """Raises AdapterError if an engine that may sleep has lost its frozen weights since this was first asked."""
+    if policy.worker is None or not compat.may_sleep(policy.worker):
+        return
+    norms = {name: layer.weight for name, layer in policy.layers.items()}
+    now = landmarks(policy.model.parameters(), norms)
+    if policy.landmarks is None:
+        policy.landmarks = now
+    elif not torch.equal(now, policy.landmarks):
+        raise AdapterError(GONE)
+
+
 @torch.no_grad()
 def on_all_ranks(policy: WorkerPolicy, prepare: Callable[[], Callable[[], Answer]]) -> Answer:
     """Makes a change that ``prepare`` has prepared and returned, if every rank of this model could prepare it.
@@ -159,6 +174,7 @@ def on_all_ranks(policy: WorkerPolicy, prepare: Callable[[], Callable[[], Answer
         try:
             if compat.weights_are_away():
                 raise AdapterError(ASLEEP)
+            check_weights(policy)
             commit = prepare()
         except Exception as refusal:
             error = _reason(refusal)

@@ -45,4 +45,8 @@ def test_a_sleeping_engine_refuses_changes_and_has_its_policy_when_it_wakes(
     policy.clear_noise()
     llm.wake_up(tags=["kv_cache"])
     assert answer(llm) == clean
+    llm.sleep(level=2)
+    llm.wake_up()
+    with pytest.raises(AdapterError, match="sleep at level 1"):
+        policy.swap(None)
     llm.llm_engine.engine_core.shutdown()

@@ -7,6 +7,7 @@ import torch
 
 from qerl_vllm_plugin import compat
 from qerl_vllm_plugin.adapter import AdapterError
+from qerl_vllm_plugin.landmarks import PAGE, landmarks
 from qerl_vllm_plugin.policy import Policy
 
 
@@ -51,3 +52,40 @@ def test_a_sleeping_engine_refuses_every_change_and_takes_it_awake(boot, make_nv
     assert policy.swap(None) == version + 1
     assert policy.set_noise(0.3, seed=1, rollout=1).touched == 4
     assert not torch.equal(measure.engine(policy._llm), before)
+
+
+def test_an_engine_that_has_lost_its_weights_in_its_sleep_says_so(
+    boot, make_nvfp4, make_adapter, reference, carriers, monkeypatch
+):
+    folder = make_nvfp4("qwen2")
+    monkeypatch.setattr(compat, "may_sleep", lambda worker: True)
+    engine = boot(folder, **carriers["resident"])
+    policy = Policy(engine)
+    tensors, config, _ = make_adapter(reference(folder), seed=1)
+    policy.swap(tensors, config)  # what is the policy's own may change
+    policy.set_noise(0.3, seed=1, rollout=1)
+    version = policy.swap(None)
+    model = compat.model_in_this_process(engine)
+    for name in ("embed_tokens", "down_proj", "qkv_proj"):
+        weight = next(parameter for key, parameter in model.named_parameters() if name in key and "weight" in key)
+        kept = weight.data.clone()
+        weight.data.zero_()
+        for change in (lambda: policy.swap(None), lambda: policy.set_noise(0.3, seed=1, rollout=1)):
+            with pytest.raises(AdapterError, match="restart it, and sleep at level 1"):
+                change()
+        with pytest.raises(AdapterError, match="sleep at level 1"):
+            Policy(engine)
+        weight.data.copy_(kept)
+    assert policy.swap(None) == version + 1
+
+
+def test_a_word_of_every_page_is_looked_at():
+    weight, norm = torch.zeros(3 * PAGE // 8 + 5, dtype=torch.int64), torch.zeros(8)
+    before = landmarks([weight, weight[10:], norm], {"norm": norm})
+    assert len(before) == 4, "each storage once, and no norm"
+    for page in range(4):
+        weight[page * PAGE // 8] = 1
+        assert not torch.equal(landmarks([weight, norm], {"norm": norm}), before)
+        weight.zero_()
+    norm += 1
+    assert torch.equal(landmarks([weight, norm], {"norm": norm}), before)
