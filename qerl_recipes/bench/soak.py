@@ -121,13 +121,13 @@ def serving(
 def measure(
     server: ServerProcess, token: str, folder: str, streams: int, seconds: float, seed: int
 ) -> tuple[Found, dict[str, float], dict[str, list[int]]]:
-    """The load, tokens/s, and the resident bytes of each process: before the first swap, and at the end."""
+    """The load, tokens/s, and ``own_bytes`` of each process: before the first swap, and at the end."""
     memory: dict[str, list[int]] = {}
 
     def note() -> None:
         root = psutil.Process(server.process.pid)
         for process in (root, *root.children(recursive=True)):
-            memory.setdefault(f"{process.name()} {process.pid}", []).append(process.memory_info().rss)
+            memory.setdefault(f"{process.name()} {process.pid}", []).append(own_bytes(process))
 
     config = _config(folder)
     found, speed = load(
@@ -146,6 +146,12 @@ def measure(
     if left:
         found.lost.append(f"{left:.0f} requests still run though none waits for them")
     return found, speed, memory
+
+
+def own_bytes(process: psutil.Process) -> int:
+    """What a process has in memory by itself; the file of the last swap, which all of a server map, is no growth."""
+    memory = process.memory_info()
+    return int(memory.rss - memory.shared)
 
 
 def running(url: str) -> float:

@@ -5,13 +5,16 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
+import torch
 
 from qerl_recipes.bench import soak
 from qerl_recipes.bench.soak_judge import difference, judge, named
 from qerl_recipes.bench.soak_load import Change, Found, speed
 from qerl_recipes.bench.soak_streams import SILENT, Answer, Heard, Streams, shares
 from qerl_recipes.machine.serve import command
+from qerl_vllm_plugin import shared_file
 
 STILL = (0.0, 0, 0)  # no noise
 CHANGES = [Change(1, None, STILL), Change(2, 1, STILL), Change(2, 1, (0.1, 0, 1)), Change(3, 2, (0.1, 0, 1))]
@@ -143,6 +146,17 @@ def test_a_process_of_streams_that_dies_is_told_and_not_waited_for():
             asking.check()
         with pytest.raises(RuntimeError, match="has died"):
             asking.end()
+
+
+def test_what_is_mapped_from_shared_memory_is_no_growth_of_a_process():
+    here, size = psutil.Process(), 64 << 20
+    before = soak.own_bytes(here)
+    with shared_file.unnamed() as (file, path):
+        file.truncate(size)
+        mapped = torch.from_file(path, shared=True, size=size, dtype=torch.uint8).fill_(1)
+        assert soak.own_bytes(here) - before < size // 2
+        kept = mapped.clone()
+        assert soak.own_bytes(here) - before > size // 2 and kept[-1] == 1
 
 
 # a server that forgets to empty its caches when the policy changes
