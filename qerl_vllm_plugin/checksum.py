@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from qerl_vllm_plugin.spans import all_bytes
+
 ROW = 2048  # words in a row, where the length allows: the sums then are a thousandth of the tensor
 STEP = 32  # rows that are added up first
 BATCH = 64  # tensors whose sums are mixed at once: few launches, and a few MB
@@ -42,8 +44,7 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[Checksum]:
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     """The storage of a tensor as (rows, C) int64, a view; bytes that do not fill a word are copied and padded."""
-    storage = tensor.untyped_storage()
-    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+    raw = all_bytes(tensor.untyped_storage())
     if missing := -len(raw) % 8:
         raw = torch.nn.functional.pad(raw, (0, missing))
     words = raw.view(torch.int64)

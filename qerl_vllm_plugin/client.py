@@ -95,6 +95,27 @@ def _plain(config: Any) -> dict[str, Any]:
     return json.loads(json.dumps(given, default=adapter_folder.plain))
 
 
+def _query(version: int | None, requests: str) -> dict[str, str]:
+    return {"requests": requests} | ({} if version is None else {"version": str(version)})
+
+
+def _put_named(kind: str, content: bytes, version: int | None, requests: str) -> dict[str, Any]:
+    """The call for an adapter that stays where it is; ``content`` says where."""
+    query, headers = _query(version, requests), {"Content-Type": kind}
+    return {"method": "PUT", "url": "policy", "params": query, "headers": headers, "content": content}
+
+
+@contextmanager
+def _another_way(error: type[Exception]) -> Iterator[None]:
+    """Raises ``error`` in place of a refusal that is only of the way."""
+    try:
+        yield
+    except PolicyRefusedError as refused:
+        if refused.reason != UNREACHABLE:
+            raise
+        raise error(str(refused)) from refused
+
+
 @functools.cache
 def _trusted() -> ssl.SSLContext:
     """The certificates that httpx trusts; it would read them again for every call, which takes longer than a swap."""
@@ -160,7 +181,7 @@ class _Calls:
     def _swap(
         tensors: Mapping[str, torch.Tensor] | None, config: Any, norms: Any, version: int | None, requests: str
     ) -> dict[str, Any]:
-        query = {"requests": requests} | ({} if version is None else {"version": str(version)})
+        query = _query(version, requests)
         if tensors is None:
             return {"method": "DELETE", "url": "policy", "params": query}
         given = {**tensors, **(norms or {})}
@@ -226,30 +247,17 @@ class _Calls:
         self, tensors: Mapping[str, torch.Tensor], config: Any, version: int | None, requests: str
     ) -> Iterator[dict[str, Any]]:
         """Raises NoRoomError, UnreachableError, and what the sending raises."""
-        query = {"requests": requests} | ({} if version is None else {"version": str(version)})
-        call = {"method": "PUT", "url": "policy", "params": query, "headers": {"Content-Type": shared_file.MEDIA_TYPE}}
-        with self._segments.filled(tensors, _metadata(config)) as path:
-            try:
-                yield {**call, "content": json.dumps({"file": path}).encode()}
-            except PolicyRefusedError as error:
-                if error.reason != UNREACHABLE:
-                    raise
-                raise UnreachableError(str(error)) from error
+        with self._segments.filled(tensors, _metadata(config)) as path, _another_way(UnreachableError):
+            content = json.dumps({"file": path}).encode()
+            yield _put_named(shared_file.MEDIA_TYPE, content, version, requests)
 
     @contextmanager
     def _gpu_swap(
         self, tensors: Mapping[str, torch.Tensor], config: Any, version: int | None, requests: str
     ) -> Iterator[dict[str, Any]]:
         """Raises CudaIPCError, and what the sending raises unless it is of the GPU alone."""
-        query = {"requests": requests} | ({} if version is None else {"version": str(version)})
-        call = {"method": "PUT", "url": "policy", "params": query, "headers": {"Content-Type": gpu_tensors.MEDIA_TYPE}}
-        with gpu_body(tensors, config) as content:
-            try:
-                yield {**call, "content": content}
-            except PolicyRefusedError as error:
-                if error.reason != UNREACHABLE:
-                    raise
-                raise CudaIPCError(str(error)) from error
+        with gpu_body(tensors, config) as content, _another_way(CudaIPCError):
+            yield _put_named(gpu_tensors.MEDIA_TYPE, content, version, requests)
 
     @staticmethod
     def _noise(sigma: float, seed: int, rollout: int, targets: Sequence[str] | None, requests: str) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from qerl_vllm_plugin import spans
+
 
 class KVCacheMemory:
     """The GPU memory under a worker's KV cache. Its addresses stay reserved while the memory itself is given back.
@@ -70,7 +72,7 @@ class KVCacheMemory:
     def clear_caches(self) -> None:
         """Zeroes every tensor of the KV cache."""
         for storage in self._storages:
-            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
+            spans.all_bytes(storage).zero_()
 
     def free_bytes(self) -> int:
         """What can be mapped now, all that torch keeps for later given back."""

@@ -5,9 +5,11 @@ such an engine wakes up, and answers by whatever its memory holds. Memory comes 
 of each page tells.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
+
+from qerl_vllm_plugin import spans
 
 PAGE = 2 << 20  # bytes of GPU memory that CUDA maps at least
 GONE = (
@@ -17,18 +19,13 @@ GONE = (
 
 
 @torch.no_grad()
-def landmarks(parameters: Iterable[torch.Tensor], changing: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def landmarks(parameters: Iterable[torch.Tensor], changing: Iterable[torch.Tensor]) -> torch.Tensor:
     """The first word of each page of ``parameters``, on the CPU, but for those among ``changing``: norms."""
-    ours = {tensor.untyped_storage().data_ptr() for tensor in changing.values()}
+    ours = {tensor.untyped_storage().data_ptr() for tensor in changing}
     once = {tensor.untyped_storage().data_ptr(): tensor for tensor in parameters}
     found: dict[torch.device, list[torch.Tensor]] = {}
     for address, tensor in once.items():
         if address not in ours:
-            found.setdefault(tensor.device, []).append(_words(tensor)[:: PAGE // 8])
-    return torch.cat([torch.cat(words).cpu() for words in found.values()])
-
-
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """The storage of a tensor as 64-bit words: ``(n,)``, a view."""
-    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    return raw[: len(raw) // 8 * 8].view(torch.int64)
+            words = spans.as_type(spans.all_bytes(tensor.untyped_storage()), torch.int64)
+            found.setdefault(tensor.device, []).append(words[:: PAGE // 8])
+    return torch.cat([torch.cat(parts).cpu() for parts in found.values()])

@@ -6,7 +6,6 @@ bus; memory that is not goes through a buffer of the driver's.
 """
 
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,6 @@ from qerl_vllm_plugin.spans import Copied
 
 logger = init_logger("vllm.qerl")
 
-PATH = re.compile(r"/proc/[0-9]{1,10}/fd/[0-9]{1,10}")  # of a file without a name, which only its sender writes
 Identity = tuple[int, int, int]  # device, inode, size: of no other file while this one is mapped
 
 

@@ -8,7 +8,8 @@ import torch
 
 from qerl_vllm_plugin import gpu_tensors
 from qerl_vllm_plugin.adapter import PREFIX, AdapterError, Fetch
-from qerl_vllm_plugin.mapped_file import PATH, MappedFile
+from qerl_vllm_plugin.mapped_file import MappedFile
+from qerl_vllm_plugin.shared_file import PATH
 
 Tensors = Mapping[str, torch.Tensor]
 Given = tuple[Tensors | None, Tensors | None, Fetch | None]  # adapter, norms, and what reads tensors without memory

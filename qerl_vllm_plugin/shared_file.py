@@ -19,6 +19,7 @@ from typing import IO, Any
 import torch
 
 SHARED_MEMORY = Path("/dev/shm")
+PATH = re.compile(r"/proc/[0-9]{1,10}/fd/[0-9]{1,10}")  # of a file without a name, which only its sender writes
 MEDIA_TYPE = "application/vnd.qerl.shared-file+json"  # of a request that names a file
 SEGMENT, READ, THREADS = 16 << 20, 1 << 20, 8
 ROOM = 1 << 20  # left free beside the file: its header, and what others write
@@ -78,7 +79,7 @@ def open_ours(path: str) -> IO[bytes] | None:
     Nobody else can make one: the path leads through /proc of this machine, and the file is this user's. Nothing else is
     opened, whatever a caller gives as a path.
     """
-    if not re.fullmatch(r"/proc/[0-9]{1,10}/fd/[0-9]{1,10}", path):
+    if not PATH.fullmatch(path):
         return None
     try:
         if not re.fullmatch(rf"{SHARED_MEMORY}/[^/]+ \(deleted\)", os.readlink(path)):

@@ -94,6 +94,11 @@ class Copied(NamedTuple):
         ]
 
 
+def all_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A storage as bytes: ``(n,)`` uint8, a view."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
 def as_type(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Bytes as values, from the first one on."""
     return memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)

@@ -151,8 +151,7 @@ def check_weights(policy: WorkerPolicy) -> None:
     """Raises AdapterError if an engine that may sleep has lost its frozen weights since this was first asked."""
     if policy.worker is None or not compat.may_sleep(policy.worker):
         return
-    norms = {name: layer.weight for name, layer in policy.layers.items()}
-    now = landmarks(policy.model.parameters(), norms)
+    now = landmarks(policy.model.parameters(), (layer.weight for layer in policy.layers.values()))
     if policy.landmarks is None:
         policy.landmarks = now
     elif not torch.equal(now, policy.landmarks):

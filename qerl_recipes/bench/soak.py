@@ -12,7 +12,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import psutil
 from qerl_recipes.bench import random_model
 from qerl_recipes.bench.process import check_shape, ended_cleanly
 from qerl_recipes.bench.soak_judge import Replay, Verdict, judge
-from qerl_recipes.bench.soak_load import Adapter, Change, Found, load
+from qerl_recipes.bench.soak_load import Adapter, Change, Found, ahead, load
 from qerl_recipes.bench.soak_streams import LONGEST_ANSWER, LONGEST_PROMPT, Answer
 from qerl_recipes.machine.conditions import conditions, save
 from qerl_recipes.machine.environment import free_port
@@ -194,16 +193,7 @@ def reference(folder: str, seed: int) -> Replay:
         **{**engine_options("qerl_nvfp4", RANK, {}), **on_cpu},
     )
     policy, config = Policy(llm), _config(folder)
-    pool, drawn = ThreadPoolExecutor(AHEAD), dict[int, Future[Adapter]]()
-
-    def adapter_of(number: int) -> Adapter:
-        """Policies are judged in their order: the next ones are drawn meanwhile, for 7B's takes half a second."""
-        for later in range(number, number + AHEAD):
-            if later not in drawn:
-                drawn[later] = pool.submit(make_adapter, config, seed, later)
-        for earlier in [known for known in drawn if known < number]:
-            del drawn[earlier]
-        return drawn[number].result()
+    adapter_of = ahead(lambda number: make_adapter(config, seed, number), AHEAD)  # policies are judged in their order
 
     # of a prompt that is found in the cache there are no log-probabilities; nobody looks at them
     cached, fresh = (

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -57,36 +57,50 @@ class Found:
                 self.lost.append(f"{counts}, finish_reason {answer.reason}")
 
 
+def ahead(draw: Callable[[int], Adapter], count: int) -> Callable[[int], Adapter]:
+    """``draw`` for numbers that rise; of ``count`` at a time the later ones are drawn meanwhile, for 7B's takes half a
+    second."""
+    pool, drawn = ThreadPoolExecutor(count), dict[int, Future[Adapter]]()
+
+    def adapter_of(number: int) -> Adapter:
+        for later in range(number, number + count):
+            if later not in drawn:
+                drawn[later] = pool.submit(draw, later)
+        for earlier in [known for known in drawn if known < number]:
+            del drawn[earlier]
+        return drawn[number].result()
+
+    return adapter_of
+
+
 def push(
     policies: Mapping[str, PolicyClient], adapter: Callable[[int], Adapter], seed: int, seconds: float, found: Found
 ) -> None:
     """A swap every second for so many ``seconds``, and noise, or none again, after every fifth. ``policies`` are the
     clients by their transports."""
     began, number = time.monotonic(), 1
-    with ThreadPoolExecutor(1) as pool:
-        drawn = pool.submit(adapter, number)
-        while time.monotonic() - began < seconds:
-            mode, transport = MODES[(number - 1) % len(MODES)], TRANSPORTS[number % len(TRANSPORTS)]
-            policy = policies[transport]
-            now = found.changes[-1]
-            tensors, config = drawn.result()
-            drawn = pool.submit(adapter, number + 1)  # a large one takes a while
+    drawn = ahead(adapter, 2)
+    while time.monotonic() - began < seconds:
+        mode, transport = MODES[(number - 1) % len(MODES)], TRANSPORTS[number % len(TRANSPORTS)]
+        policy = policies[transport]
+        now = found.changes[-1]
+        tensors, config = drawn(number)
+        start = time.monotonic()
+        if mode == "abort":
+            found.aborts.append((start, math.inf))
+        version = policy.swap(tensors, config, version=now.version + 1, requests=mode)
+        if mode == "abort":
+            found.aborts[-1] = (start, time.monotonic())
+        found.seconds.setdefault(f"swap, {transport}, requests={mode}", []).append(time.monotonic() - start)
+        found.changes.append(now := Change(version, number, now.noise))
+        if number % NOISE_EVERY == 0:
+            noise = (0.0, 0, 0) if now.noise[0] else (SIGMA, seed, number)
             start = time.monotonic()
-            if mode == "abort":
-                found.aborts.append((start, math.inf))
-            version = policy.swap(tensors, config, version=now.version + 1, requests=mode)
-            if mode == "abort":
-                found.aborts[-1] = (start, time.monotonic())
-            found.seconds.setdefault(f"swap, {transport}, requests={mode}", []).append(time.monotonic() - start)
-            found.changes.append(now := Change(version, number, now.noise))
-            if number % NOISE_EVERY == 0:
-                noise = (0.0, 0, 0) if now.noise[0] else (SIGMA, seed, number)
-                start = time.monotonic()
-                policy.set_noise(noise[0], seed=noise[1], rollout=noise[2])
-                found.seconds.setdefault("noise", []).append(time.monotonic() - start)
-                found.changes.append(Change(now.version, number, noise))
-            time.sleep(max(0.0, began + number - time.monotonic()))
-            number += 1
+            policy.set_noise(noise[0], seed=noise[1], rollout=noise[2])
+            found.seconds.setdefault("noise", []).append(time.monotonic() - start)
+            found.changes.append(Change(now.version, number, noise))
+        time.sleep(max(0.0, began + number - time.monotonic()))
+        number += 1
 
 
 def load(
