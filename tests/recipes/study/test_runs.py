@@ -15,7 +15,7 @@ import psutil
 import pytest
 import yaml
 
-from qerl_recipes.files.whole_folder import lock
+from qerl_recipes.files.whole_folder import lock, write_text
 from qerl_recipes.study import processes, results
 from qerl_recipes.study import run as runner
 from qerl_recipes.study.conduct import conduct
@@ -185,7 +185,7 @@ def test_the_jobs_are_dealt_out_to_the_gpus_and_the_base_is_judged_once(study, t
             folder.mkdir(parents=True)
             accuracy = {"accuracy": 0.5, "pass_at": {"8": {"value": 0.75}}, "maj_at": {"8": {"value": 0.25}}}
             arms = {"adapter": accuracy, **({} if asked["adapter_only"] else {"base": {"accuracy": 0.1}})}
-            (folder / "evaluation.json").write_text(json.dumps({"tasks": {"running_sum": arms}}))
+            write_text(folder / "evaluation.json", json.dumps({"tasks": {"running_sum": arms}}))  # as it is written
         return 0
 
     monkeypatch.setattr(runner.Machine, "call", call)
