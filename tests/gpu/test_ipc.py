@@ -48,8 +48,8 @@ def swapped(folder, ranks):
     from qerl_vllm_plugin.policy import Policy
 
     llm = LLM(
-        folder, quantization="qerl_nvfp4", dtype="bfloat16", gpu_memory_utilization=0.2, max_model_len=256,
-        max_num_seqs=8, enforce_eager=True, disable_log_stats=True, tensor_parallel_size=ranks,
+        folder, quantization="qerl_nvfp4", dtype="bfloat16", gpu_memory_utilization=0.06, kv_cache_memory_bytes=1 << 30,
+        max_model_len=256, max_num_seqs=8, enforce_eager=True, disable_log_stats=True, tensor_parallel_size=ranks,
         additional_config={"qerl": {"policy_adapter": {"rank": 32}}},
     )
 
