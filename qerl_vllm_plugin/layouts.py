@@ -61,7 +61,8 @@ class Tiled:
         except CompileError as error:
             if self.fixed_order:
                 raise
-            logger.warning_once("our kernel cannot be used here, Marlin runs in its place: %s", error)
+            # as text: vLLM says once what is equal, and no error equals another
+            logger.warning_once("our kernel cannot be used here, Marlin runs in its place: %s", str(error))
             return Marlin().prepare(layer)
         packed = layer.weight_packed.data, layer.weight_scale.data
         weight = tiles.tile_weight(*packed, _row_scale(layer), layer.params_dtype)

@@ -35,10 +35,14 @@ def slab_rows(N: int) -> int:
 def prepare(N: int, K: int, device: torch.device, operand: torch.dtype = torch.bfloat16) -> None:
     """Compile (or fetch from the cache), prove and load every variant; see that a weight of (N, K) has one for any M.
 
-    Raises CompileError where it has none.
+    Raises CompileError where it has none; with one text for all layers where no variant can be used at all.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
-    proven = set(rule.rule().variants) - machine(index, operand).refused
+    variants = rule.rule().variants
+    proven = set(variants) - machine(index, operand).refused
+    if not proven:
+        reason = proof.verdict(next(iter(variants)), index, operand)
+        raise CompileError(f"none of {len(variants)} kernels can be used on this machine: {reason}")
     for M in range(8, 513, 8):
         if not any(rule.fits(c, K, M) for c in proven):
             raise CompileError(f"no variant that is proven on this machine fits {K} columns and {M} tokens")

@@ -34,7 +34,7 @@ class Problem(NamedTuple):
 def usable(
     configurations: Iterable[gemm.Configuration], device: torch.device, operand: torch.dtype
 ) -> list[gemm.Configuration]:
-    """Those that are proven, loaded on ``device``; warns once, naming them, of those that are not."""
+    """Those that are proven, loaded on ``device``; warns once of those that are not, by the first, if others are."""
     index = torch.cuda.current_device() if device.index is None else device.index
     found, failed = [], []
     for configuration in configurations:
@@ -43,10 +43,10 @@ def usable(
             found.append(configuration)
         else:
             failed.append(f"{configuration}: {said}")
-    if failed:
+    if found and failed:  # where all fail the caller has no kernel, and says why
         warnings.warn(
-            f"{len(failed)} of {len(found) + len(failed)} kernels compute wrong numbers on this machine and are not "
-            f"used: {failed[0]}",
+            f"{len(failed)} of {len(found) + len(failed)} kernels do not load or compute wrong numbers on this machine "
+            f"and are not used: {failed[0]}",
             stacklevel=2,
         )
     return found
@@ -54,9 +54,15 @@ def usable(
 
 @functools.cache
 def verdict(configuration: gemm.Configuration, device: int, operand: torch.dtype) -> str | None:
-    """What is wrong with a variant on this GPU; None if it is proven."""
-    gemm.load(configuration, torch.device("cuda", device), operand)
-    code = gemm.machine_code(configuration, operand)
+    """What is wrong with a variant on this GPU; None if it is proven.
+
+    That one does not compile or load is not kept on disk: it may at another time.
+    """
+    try:
+        gemm.load(configuration, torch.device("cuda", device), operand)
+        code = gemm.machine_code(configuration, operand)
+    except compiler.CompileError as error:
+        return f"does not load: {error}"
     name = torch.cuda.get_device_name(device)
     key = hashlib.sha256(b"\0".join([code, name.encode(), __doc__.encode()])).hexdigest()
     known = compiler.kept(f"{key}.verdict")

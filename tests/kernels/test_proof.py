@@ -1,5 +1,7 @@
 """What a variant must show before it is used on a machine; the product itself is played by plain torch."""
 
+import warnings
+
 import pytest
 import torch
 from qerl_kernels import compiler, gemm, linear_tiles, nvrtc, proof, rule, tiles
@@ -89,7 +91,7 @@ def machine(monkeypatch, tmp_path):
 
 def test_a_verdict_is_found_once_for_each_code_and_gpu(machine, monkeypatch):
     gpu = torch.device("cuda", 0)
-    with pytest.warns(UserWarning, match=r"1 of 3 kernels compute wrong numbers .*: weight: 7 of 9"):
+    with pytest.warns(UserWarning, match=r"1 of 3 kernels do not load or compute wrong numbers .*: weight: 7 of 9"):
         assert proof.usable(VARIANTS, gpu, torch.bfloat16) == [VARIANTS[0], VARIANTS[2]]
     assert machine == VARIANTS
     proof.verdict.cache_clear()  # another process
@@ -134,7 +136,36 @@ def test_a_layer_for_which_no_variant_is_left_is_refused_and_marlin_takes_it(mac
     with pytest.warns(UserWarning):
         linear_tiles.prepare(192, 512, gpu, torch.bfloat16)
     assert linear_tiles.machine(0, torch.bfloat16).refused == {VARIANTS[1]}
-    monkeypatch.setattr(proof, "examine", lambda *_: "weight: all differ")
-    with pytest.warns(UserWarning), pytest.raises(compiler.CompileError, match="fits 512 columns and 8 tokens"):
-        linear_tiles.prepare(192, 512, gpu, torch.float16)
+    wrong_in_all_that_fit = {c for c in rule.rule().variants if rule.fits(c, 640, 8)}
+    assert 0 < len(wrong_in_all_that_fit) < len(rule.rule().variants)
+    monkeypatch.setattr(proof, "examine", lambda c, _: "weight: all differ" if c in wrong_in_all_that_fit else None)
+    with pytest.warns(UserWarning), pytest.raises(compiler.CompileError, match="fits 640 columns and 8 tokens"):
+        linear_tiles.prepare(192, 640, gpu, torch.float16)
     linear_tiles.prepare.cache_clear()
+
+
+def test_one_variant_that_does_not_load_leaves_the_others_and_none_is_one_reason_for_every_layer(machine, monkeypatch):
+    """Marlin then stands in with one warning: layouts.py says a text once."""
+    gpu, loads, failing = torch.device("cuda", 0), [], {VARIANTS[0]}
+
+    def load(configuration, *_):
+        loads.append(configuration)
+        if configuration in failing:
+            raise compiler.CompileError("loading nvfp4_gemm: CUDA error 209 (no kernel image)")
+
+    monkeypatch.setattr(gemm, "load", load)
+    with pytest.warns(UserWarning, match=r"2 of 3 kernels do not load or compute wrong numbers .*209"):
+        assert proof.usable(VARIANTS, gpu, torch.bfloat16) == VARIANTS[2:]
+    assert machine == VARIANTS[1:] and len(list(compiler.cache_folder().glob("*.verdict"))) == 2
+    for function in (proof.verdict, linear_tiles.machine, linear_tiles.prepare):
+        function.cache_clear()
+    loads.clear()
+    failing.update(rule.rule().variants)
+    reasons = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the caller says it
+        for N, K in ((192, 512), (192, 1024), (320, 512)):
+            with pytest.raises(compiler.CompileError, match=r"none of \d+ kernels can be used .* CUDA error 209") as error:
+                linear_tiles.prepare(N, K, gpu, torch.bfloat16)
+            reasons.add(str(error.value))
+    assert len(reasons) == 1 and len(loads) == len(rule.rule().variants), "tried once, not once a layer"

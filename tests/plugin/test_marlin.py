@@ -10,8 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from qerl_kernels import nvfp4
+from qerl_kernels.compiler import CompileError
 from qerl_kernels.marlin_layout import MarlinWeight, load_scales, repack, scale_exponent, store_scales
 from safetensors.torch import load_file
+from vllm import logger as vllm_logger
 from vllm.model_executor.layers.quantization.utils import marlin_utils, marlin_utils_fp4
 
 from qerl_vllm_plugin import layouts
@@ -165,6 +167,24 @@ def test_promise_02_a_layer_with_a_scale_that_marlin_has_not_stays_as_it_is_and_
     assert isinstance(layouts.Marlin().prepare(layer), layouts.Canonical)
     assert layer.weight_scale[5, 3] == scale and not hasattr(layer, "marlin_parts")
     assert len(warned) == 1 and warned[0].startswith("a.layer: Marlin would flush 1 block scales to zero")
+
+
+def test_where_our_kernel_cannot_be_used_marlin_takes_every_layer_and_one_warning_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def prepare(*_: Any) -> None:
+        raise CompileError("none of 68 kernels can be used on this machine: does not load: CUDA error 209")
+
+    said: list[str] = []
+    vllm_logger._print_warning_once.cache_clear()
+    monkeypatch.setattr(layouts.linear_tiles, "prepare", prepare)
+    monkeypatch.setattr(layouts.logger, "warning", lambda text, *values, **_: said.append(text % values))
+    for K in (128, 256, 128):
+        layer = bare_layer([64, 64], K, [50.0, 60.0])
+        assert isinstance(layouts.Tiled().prepare(layer), layouts.Marlin) and len(layer.marlin_parts) == 2
+    assert len(said) == 1 and "Marlin runs in its place: none of 68 kernels" in said[0]
+    with pytest.raises(CompileError):  # which promises bits that Marlin has not
+        layouts.Tiled(fixed_order=True).prepare(bare_layer([64], 128, [50.0]))
 
 
 @pytest.fixture
