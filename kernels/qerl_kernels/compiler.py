@@ -34,10 +34,11 @@ PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
 
 def cache_folder() -> Path:
-    """Where machine code is kept."""
-    if "QERL_CACHE" in os.environ:
-        return Path(os.environ["QERL_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "qerl"
+    """Where machine code is kept. A variable that is empty counts as one that is not set."""
+    if own := os.environ.get("QERL_CACHE"):
+        return Path(own)
+    # a user without a home is no error here, as Path.home() makes it
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "qerl"
 
 
 @functools.cache
@@ -104,10 +105,10 @@ def kept(name: str) -> bytes | None:
     if (reason := untrusted(file.parent)) is not None:
         _warn_once(f"{file.parent} is not used as a cache: {reason}")
         return None
-    if not file.exists():
-        return None
     try:
         content = nvrtc.kept(file)
+    except FileNotFoundError:
+        return None
     except OSError as error:
         _warn_once(f"{file.parent} cannot be read ({error.strerror})")
         return None
@@ -160,7 +161,7 @@ def compile_ahead(jobs: Iterable[tuple[str, Defines]], architecture: str = "sm_9
     for source, defines in jobs:
         options = _options(defines, architecture)
         file = _cache_file(source, options)
-        if not file.exists():
+        if not os.path.exists(file):  # no error where the folder cannot be looked into, as Path.exists() has
             missing[file] = json.dumps({"source": source, "options": options, "file": str(file)})
     processes = min(len(missing), os.cpu_count() or 1, MOST_PROCESSES)
     if processes < 2:

@@ -47,11 +47,15 @@ def compile_source(nvrtc: ctypes.CDLL, source: str, options: list[str]) -> bytes
 
 
 def keep(file: Path, code: bytes) -> None:
-    """Write under another name and rename when whole: other processes may compile the same at the same time."""
+    """Write under another name and rename when whole: other processes may compile the same at the same time.
+
+    Raises OSError and leaves nothing where that fails, as on a full disk.
+    """
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as partial:
-        partial.write(hashlib.sha256(code).digest() + code)
+    partial = tempfile.NamedTemporaryFile(dir=file.parent, delete=False)
     try:
+        with partial:
+            partial.write(hashlib.sha256(code).digest() + code)
         os.replace(partial.name, file)
     except OSError:
         os.unlink(partial.name)

@@ -1,5 +1,7 @@
 import ctypes
 import os
+import resource
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,6 +47,18 @@ def test_a_cache_that_cannot_be_written_is_an_os_error_that_the_compiler_survive
         nvrtc.keep(blocked / "x.kernel", b"code")
 
 
+def test_a_full_disk_is_an_error_that_leaves_no_part_of_a_file(tmp_path):
+    nvrtc.keep(tmp_path / "x.kernel", b"first")
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, most[1]))
+    try:
+        with pytest.raises(OSError):
+            nvrtc.keep(tmp_path / "x.kernel", b"second" * 10000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    assert nvrtc.kept(tmp_path / "x.kernel") == b"first" and len(list(tmp_path.iterdir())) == 1
+
+
 @pytest.fixture
 def compiled(monkeypatch, tmp_path):
     """What is compiled, one entry a time, with an empty cache: NVRTC itself comes with torch for CUDA only."""
@@ -88,6 +102,34 @@ def test_a_cache_that_may_be_another_users_is_not_used_and_says_so_once(compiled
         monkeypatch.setattr(compiler.subprocess, "run", lambda *a, **k: pytest.fail("compiled into that folder"))
         compiler.compile_ahead([("two", ()), ("three", ())])
         assert len(list(folder.iterdir())) == 1
+
+
+@pytest.fixture
+def folder_of_no_root(monkeypatch):
+    """A cache that belongs to the user; root, who may read everything, is nobody for the test."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("QERL_CACHE", folder)
+        root = os.geteuid() == 0
+        if root:
+            os.chown(folder, 65534, -1)
+            os.seteuid(65534)
+        try:
+            yield Path(folder)
+        finally:
+            if root:
+                os.seteuid(0)
+
+
+@pytest.mark.parametrize("locked", ["file", "folder"])
+def test_what_may_not_be_read_is_compiled_again_and_is_no_error(compiled, folder_of_no_root, locked, recwarn):
+    compiler.compile_source("one")
+    (file,) = folder_of_no_root.iterdir()
+    (file if locked == "file" else folder_of_no_root).chmod(0)
+    assert compiler.compile_source("one") == b"one" and compiled == ["one"] * 2
+    compiler.compile_ahead([("one", ())])
+    said = {str(warning.message) for warning in recwarn if "QERL_CACHE" in str(warning.message)}
+    assert any("cannot be read (Permission denied)" in text for text in said), said
+    folder_of_no_root.chmod(0o700)
 
 
 class Driver:
@@ -139,6 +181,22 @@ def test_the_cache_folder_is_the_users_choice(monkeypatch, tmp_path):
     monkeypatch.delenv("QERL_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert compiler.cache_folder() == tmp_path / "qerl"
+    for name in ("QERL_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert compiler.cache_folder() == tmp_path / "home" / ".cache" / "qerl"
+
+
+def test_a_user_without_a_home_has_a_folder_all_the_same(monkeypatch):
+    """As a container's that runs as any number."""
+
+    def unknown(user):
+        raise KeyError(user)
+
+    for name in ("QERL_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    assert compiler.cache_folder().name == "qerl"
 
 
 @pytest.fixture
