@@ -131,11 +131,16 @@ def _job(variant: Variant, operand: torch.dtype) -> tuple[str, Defines]:
     return source, (*fields, half(operand))
 
 
+def shrink_jobs(operand: torch.dtype) -> list[tuple[str, Defines]]:
+    """Source and macros of every variant of the small kernel."""
+    return [_job(variant, operand) for variant in VARIANTS]
+
+
 @functools.cache
 def load_shrink(device: torch.device, operand: torch.dtype = torch.bfloat16) -> None:
     """Compile the small kernels, or fetch them from the cache, and load them on a device."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    compile_ahead([_job(variant, operand) for variant in VARIANTS])
+    compile_ahead(shrink_jobs(operand))
     for variant in VARIANTS:
         _kernel(variant, index, operand)
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from qerl_kernels import gemm, proof, rule, tiles
-from qerl_kernels.adapter import COLUMNS, Adapter, load_shrink, shrink
+from qerl_kernels.adapter import COLUMNS, Adapter, shrink
 from qerl_kernels.compiler import CompileError
 from qerl_kernels.cost import Machine
 from qerl_kernels.linear import _matmul_fp32, _scaled_matmul
@@ -46,7 +46,8 @@ def prepare(N: int, K: int, device: torch.device, operand: torch.dtype = torch.b
     for M in range(8, 513, 8):
         if not any(rule.fits(c, K, M) for c in proven):
             raise CompileError(f"no variant that is proven on this machine fits {K} columns and {M} tokens")
-    load_shrink(device, operand)
+    if (reason := proof.verdict_beside(index, operand)) is not None:
+        raise CompileError(f"kernels beside the product compute wrong numbers on this machine: {reason}")
     _warn_untuned(index)
 
 

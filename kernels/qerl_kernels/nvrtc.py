@@ -52,13 +52,13 @@ def keep(file: Path, code: bytes) -> None:
     Raises OSError and leaves nothing where that fails, as on a full disk.
     """
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    partial = tempfile.NamedTemporaryFile(dir=file.parent, delete=False)
+    handle, partial = tempfile.mkstemp(dir=file.parent)
     try:
-        with partial:
-            partial.write(hashlib.sha256(code).digest() + code)
-        os.replace(partial.name, file)
+        with os.fdopen(handle, "wb") as content:
+            content.write(hashlib.sha256(code).digest() + code)
+        os.replace(partial, file)
     except OSError:
-        os.unlink(partial.name)
+        os.unlink(partial)
         raise
 
 

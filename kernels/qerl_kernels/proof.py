@@ -1,21 +1,23 @@
 """A variant of the product is proven on a machine before it is used there: exact outputs, once for each compiled code.
 
 One-hot tokens must give the weight itself, bit for bit, over all 16 codes under every block scale, and a small adapter
-the rounded sum of both. That is a few launches of microseconds a variant. The verdict lies beside the machine code in
-the cache, under the hash of the code and the GPU's name; without a cache it is found anew in each process. What the
-committed gate (``kernels/bench/gate.py``) proves beyond that, it proves on the GPU and the compiler of the results.
+the rounded sum of both. That is a few launches of microseconds a variant. The kernels beside it, the adapter's first
+product and W0 itself, are asked for the same numbers. A verdict lies beside the machine code in the cache, under the
+hash of the code, the GPU's name and this file; without a cache it is found anew in each process. What the committed
+gate (``kernels/bench/gate.py``) proves beyond that, it proves on the GPU and the compiler of the results.
 """
 
 import functools
 import hashlib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from qerl_kernels import compiler, gemm, nvfp4, tiles
-from qerl_kernels.adapter import Adapter, Shrink, Variant, spans
+from qerl_kernels.adapter import VARIANTS, Adapter, Shrink, Variant, load_shrink, shrink, shrink_jobs, spans
 
 ROWS, COLUMNS = 144, 512  # more blocks of 16 than there are scales; off the 64 rows of a tile
 PASSED, FAILED = b"passed", b"failed: "
@@ -63,14 +65,31 @@ def verdict(configuration: gemm.Configuration, device: int, operand: torch.dtype
         code = gemm.machine_code(configuration, operand)
     except compiler.CompileError as error:
         return f"does not load: {error}"
-    name = torch.cuda.get_device_name(device)
-    key = hashlib.sha256(b"\0".join([code, name.encode(), __doc__.encode()])).hexdigest()
+    return _kept_or_found([code], device, lambda: examine(configuration, problem(device, operand)))
+
+
+@functools.cache
+def verdict_beside(device: int, operand: torch.dtype) -> str | None:
+    """What is wrong with the kernels that run beside every variant; None if they are proven. Loads them.
+
+    Raises CompileError where one does not load.
+    """
+    load_shrink(torch.device("cuda", device), operand)
+    codes = [compiler.compile_source(*job) for job in (*shrink_jobs(operand), gemm.dequantize_job(operand))]
+    return _kept_or_found(codes, device, lambda: examine_beside(problem(device, operand)))
+
+
+def _kept_or_found(codes: list[bytes], device: int, find: Callable[[], str | None]) -> str | None:
+    asked = Path(__file__).read_bytes()
+    key = hashlib.sha256(b"\0".join([*codes, torch.cuda.get_device_name(device).encode(), asked])).hexdigest()
     known = compiler.kept(f"{key}.verdict")
     if known is None:
-        said = examine(configuration, problem(device, operand))
+        said = find()
         known = PASSED if said is None else FAILED + said.encode()
         compiler.keep(f"{key}.verdict", known)
-    return None if known == PASSED else known.removeprefix(FAILED).decode()
+    if known == PASSED:
+        return None
+    return f"{known.removeprefix(FAILED).decode()} (to ask again: delete {key}.verdict in {compiler.cache_folder()})"
 
 
 def examine(configuration: gemm.Configuration, given: Problem) -> str | None:
@@ -82,6 +101,21 @@ def examine(configuration: gemm.Configuration, given: Problem) -> str | None:
             y = gemm.product(x, given.weight, configuration, None, adapter, None if adapter is None else how)
             if wrong := int((y != expected[:tokens]).sum()):
                 return f"{what}: {wrong} of {y.numel()} outputs of {tokens} tokens differ"
+    return None
+
+
+def examine_beside(given: Problem) -> str | None:
+    """What the adapter's first product, in any launch, or the expanded weight is wrong in; None if nothing."""
+    operand = given.weight.operand
+    w = given.alone.roll(-3, 0).t() * nvfp4.expanded_factor(operand)  # exact
+    if wrong := int((gemm.dequantize(given.weight) != w).sum()):
+        return f"expanded weight: {wrong} of {w.numel()} numbers differ"
+    a = given.adapter.a
+    for variant in VARIANTS:
+        for tokens in (COLUMNS, 1):
+            s = shrink(given.x[:tokens], a, Shrink(variant, 7))
+            if wrong := int((s != a.roll(3, 1).t()[:tokens]).sum()):
+                return f"adapter's first product, {variant}: {wrong} of {s.numel()} numbers of {tokens} tokens differ"
     return None
 
 

@@ -42,16 +42,20 @@ def test_every_variant_is_proven_and_a_later_start_reads_the_verdicts(operand, m
     from qerl_kernels import linear_tiles, proof, rule
 
     assert linear_tiles.machine(0, operand).refused == frozenset()
-    for function in (proof.verdict, linear_tiles.machine):
+    assert proof.verdict_beside(0, operand) is None
+    for function in (proof.verdict, proof.verdict_beside, linear_tiles.machine):
         function.cache_clear()
-    monkeypatch.setattr(proof, "examine", lambda *_: pytest.fail("the verdict was not kept"))
+    for name in ("examine", "examine_beside"):
+        monkeypatch.setattr(proof, name, lambda *_: pytest.fail("the verdict was not kept"))
     began = time.perf_counter()
     assert linear_tiles.machine(0, operand).refused == frozenset()
+    assert proof.verdict_beside(0, operand) is None
     assert time.perf_counter() - began < 2
     monkeypatch.undo()
     began = time.perf_counter()
     for configuration in rule.rule().variants:
         assert proof.examine(configuration, proof.problem(0, operand)) is None
+    assert proof.examine_beside(proof.problem(0, operand)) is None
     print(f"{len(rule.rule().variants)} variants examined in {time.perf_counter() - began:.2f} s")
 
 

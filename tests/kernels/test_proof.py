@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from qerl_kernels import compiler, gemm, linear_tiles, nvrtc, proof, rule, tiles
+from qerl_kernels import adapter, compiler, gemm, linear_tiles, nvfp4, nvrtc, proof, rule, tiles
 
 VARIANTS = list(rule.rule().variants)[:3]
 
@@ -42,6 +42,29 @@ def test_a_variant_that_computes_something_else_is_found(operand, kernel, said, 
     given = proof.make(torch.device("cpu"), operand)
     found = proof.examine(VARIANTS[0], given)
     assert found is None if said is None else found.startswith(f"{said}: ")
+
+
+def dequantize(weight):
+    """What the kernel gives, by the reference."""
+    w = tiles.dequantize(weight.tiles, weight.N, weight.K, weight.operand)
+    return w * nvfp4.expanded_factor(weight.operand)
+
+
+def one_launch_wrong(x, a, how):
+    """Of the variants of the small kernel one divides its columns wrongly."""
+    s = adapter.shrink(x, a, how)
+    return s if how.variant != adapter.VARIANTS[-1] else s * 2
+
+
+@pytest.mark.parametrize("operand", tiles.ORDERS, ids=str)
+def test_the_kernels_beside_a_variant_are_proven_too(operand, monkeypatch):
+    given = proof.make(torch.device("cpu"), operand)
+    monkeypatch.setattr(gemm, "dequantize", dequantize)
+    assert proof.examine_beside(given) is None
+    monkeypatch.setattr(proof, "shrink", one_launch_wrong)
+    assert proof.examine_beside(given).startswith(f"adapter's first product, {adapter.VARIANTS[-1]}: ")
+    monkeypatch.setattr(gemm, "dequantize", lambda weight: dequantize(weight) * 0.5)
+    assert proof.examine_beside(given).startswith("expanded weight: ")
 
 
 def test_a_model_that_is_loading_has_another_default_type():
@@ -82,10 +105,17 @@ def machine(monkeypatch, tmp_path):
         return "weight: 7 of 9 outputs differ" if configuration == VARIANTS[1] else None
 
     monkeypatch.setattr(proof, "examine", examine)
-    for function in (proof.verdict, linear_tiles.machine):
-        function.cache_clear()
+    monkeypatch.setattr(proof, "load_shrink", lambda *_: None)
+    monkeypatch.setattr(compiler, "compile_source", lambda source, defines: repr(defines).encode())
+    monkeypatch.setattr(proof, "examine_beside", lambda given: None)
+    forget()
     yield examined
-    for function in (proof.verdict, linear_tiles.machine):
+    forget()
+
+
+def forget():
+    """As another process starts."""
+    for function in (proof.verdict, proof.verdict_beside, linear_tiles.machine, linear_tiles.prepare):
         function.cache_clear()
 
 
@@ -129,10 +159,8 @@ def test_the_rule_does_without_a_refused_variant(machine):
 
 
 def test_a_layer_for_which_no_variant_is_left_is_refused_and_marlin_takes_it(machine, monkeypatch):
-    monkeypatch.setattr(linear_tiles, "load_shrink", lambda *_: None)
     monkeypatch.setattr(linear_tiles, "_warn_untuned", lambda *_: None)
     gpu = torch.device("cuda", 0)
-    linear_tiles.prepare.cache_clear()
     with pytest.warns(UserWarning):
         linear_tiles.prepare(192, 512, gpu, torch.bfloat16)
     assert linear_tiles.machine(0, torch.bfloat16).refused == {VARIANTS[1]}
@@ -141,7 +169,27 @@ def test_a_layer_for_which_no_variant_is_left_is_refused_and_marlin_takes_it(mac
     monkeypatch.setattr(proof, "examine", lambda c, _: "weight: all differ" if c in wrong_in_all_that_fit else None)
     with pytest.warns(UserWarning), pytest.raises(compiler.CompileError, match="fits 640 columns and 8 tokens"):
         linear_tiles.prepare(192, 640, gpu, torch.float16)
-    linear_tiles.prepare.cache_clear()
+
+
+def test_a_wrong_kernel_beside_the_product_leaves_none_and_its_verdict_can_be_asked_again(machine, monkeypatch):
+    monkeypatch.setattr(linear_tiles, "_warn_untuned", lambda *_: None)
+    gpu, asked = torch.device("cuda", 0), []
+    monkeypatch.setattr(proof, "examine_beside", lambda given: asked.append(1) or "expanded weight: 7 of 9 differ")
+    for _ in range(2):
+        with (
+            pytest.warns(UserWarning, match="weight: 7 of 9"),
+            pytest.raises(
+                compiler.CompileError, match=r"beside the product .*: expanded weight: 7 of 9.*delete "
+            ) as said,
+        ):
+            linear_tiles.prepare(192, 512, gpu, torch.bfloat16)
+        forget()
+    assert len(asked) == 1, "its verdict was not kept"
+    (file,) = [f for f in compiler.cache_folder().glob("*.verdict") if f.name in str(said.value)]
+    file.unlink()
+    monkeypatch.setattr(proof, "examine_beside", lambda given: None)
+    with pytest.warns(UserWarning):
+        linear_tiles.prepare(192, 512, gpu, torch.bfloat16)
 
 
 def test_one_variant_that_does_not_load_leaves_the_others_and_none_is_one_reason_for_every_layer(machine, monkeypatch):
@@ -157,15 +205,16 @@ def test_one_variant_that_does_not_load_leaves_the_others_and_none_is_one_reason
     with pytest.warns(UserWarning, match=r"2 of 3 kernels do not load or compute wrong numbers .*209"):
         assert proof.usable(VARIANTS, gpu, torch.bfloat16) == VARIANTS[2:]
     assert machine == VARIANTS[1:] and len(list(compiler.cache_folder().glob("*.verdict"))) == 2
-    for function in (proof.verdict, linear_tiles.machine, linear_tiles.prepare):
-        function.cache_clear()
+    forget()
     loads.clear()
     failing.update(rule.rule().variants)
     reasons = set()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the caller says it
         for N, K in ((192, 512), (192, 1024), (320, 512)):
-            with pytest.raises(compiler.CompileError, match=r"none of \d+ kernels can be used .* CUDA error 209") as error:
+            with pytest.raises(
+                compiler.CompileError, match=r"none of \d+ kernels can be used .* CUDA error 209"
+            ) as error:
                 linear_tiles.prepare(N, K, gpu, torch.bfloat16)
             reasons.add(str(error.value))
     assert len(reasons) == 1 and len(loads) == len(rule.rule().variants), "tried once, not once a layer"
