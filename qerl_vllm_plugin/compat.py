@@ -1,5 +1,7 @@
 """Everything that depends on the insides of vLLM, for 0.26 to 0.32; the KV cache's memory is in compat_kv_cache.py."""
 
+import asyncio
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
@@ -16,6 +18,7 @@ from qerl_vllm_plugin import TESTED_VLLM
 logger = init_logger("vllm.qerl")
 
 OLDEST, FIRST_UNSUPPORTED = Version("0.26"), Version("0.33")
+BREATH = 0.2  # seconds; an engine that goes on makes several steps meanwhile
 FIRST_THAT_COUNTS = Version("0.31")  # of the tested ones
 
 
@@ -249,11 +252,33 @@ async def pause(engine: Any, mode: str, *, is_shared: bool) -> None:
 
     vLLM's own sleeps for 20 ms at its end, so that the last outputs of requests that it has ended are out. Here it does
     where there may be such: "keep" ends none, and where no request is under way none ends.
+
+    For vLLM a request that it has put back for lack of room in the KV cache is one that waits, and "wait" does not let
+    it end. Here the engine goes on with those of this process, which come first, and pauses again until none is left.
     """
-    if mode != "keep" and (is_shared or engine.output_processor.request_states):
-        await engine.pause_generation(mode=mode, clear_cache=False)
-    else:
+    if mode == "keep" or not (is_shared or engine.output_processor.request_states):
         await engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
+        return
+    await engine.pause_generation(mode=mode, clear_cache=False)
+    while mode == "wait" and await have_begun(engine):
+        await engine.resume_generation()
+        await asyncio.sleep(BREATH)
+        await engine.pause_generation(mode=mode, clear_cache=False)
+
+
+async def have_begun(engine: Any) -> bool:
+    """Whether requests of this process have tokens already and do not end, in an engine that has come to rest."""
+    end = time.monotonic() + BREATH
+    while any(not state.is_prefilling for state in engine.output_processor.request_states.values()):
+        if time.monotonic() > end:
+            return True
+        await asyncio.sleep(BREATH / 10)  # last outputs may be on their way
+    return False
+
+
+async def is_working(engine: Any) -> bool:
+    """Whether a paused engine computes: it is to let the requests that have begun end ("wait"), and they have not."""
+    return bool(await engine.engine_core.call_utility_async("has_work"))
 
 
 def refuse_requests(engine: Any, reason: str) -> None:

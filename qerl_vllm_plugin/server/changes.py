@@ -29,6 +29,12 @@ MODES = ("keep", "wait", "abort")  # what happens to running requests
 LOOK = 1.0  # seconds between two looks at what other API server processes have found out
 LOST_TO_OTHERS = "the engine was given up, or holds half of a policy: another API server's log says why; restart it"
 DRAIN = 600.0  # seconds that running requests may take under "wait"
+GLANCE = 0.02  # seconds between two looks at an engine that somebody else lets come to rest
+STILL_RUNNING = "requests still ran after {:.0f} s; use requests={}"
+FROZEN = (
+    "somebody else has paused the engine in the middle of requests, which cannot end so; resume it first, or use "
+    "requests=keep or abort"
+)
 
 
 class PolicyServer:
@@ -150,17 +156,15 @@ class PolicyServer:
         nothing runs from the emptying on; a change that is refused costs running requests their cache and no more."""
         start, laps = time.perf_counter(), Laps()
         self._check()
-        was_paused = await self._in_time(self._engine.is_paused())
+        was_paused = await self._is_at_rest(mode)
         try:
-            if not was_paused:
+            if not was_paused or mode == "abort":
                 try:
                     await asyncio.wait_for(compat.pause(self._engine, mode, is_shared=self._is_shared), DRAIN)
                 except asyncio.TimeoutError:
-                    raise Refused(
-                        503, "still_running", f"requests still ran after {DRAIN:.0f} s; use requests=keep or abort"
-                    ) from None
+                    raise Refused(503, "still_running", STILL_RUNNING.format(DRAIN, "keep or abort")) from None
             laps.end("pause")
-            await self._empty_caches()
+            await self._empty_caches(mode)
             laps.end("empty")
             answer = await self._rpc(method, *args)
             laps.end("way")
@@ -175,11 +179,33 @@ class PolicyServer:
         metrics.SECONDS.observe(time.perf_counter() - start)
         return {**answer, "seconds": round(time.perf_counter() - start, 4), "parts": parts}
 
-    async def _empty_caches(self) -> None:
-        """Raises Refused if the engine could not empty them; nothing has changed then."""
+    async def _is_at_rest(self, mode: str) -> bool:
+        """Whether somebody else has paused the engine (vLLM's own ``/pause``, or a sleep that is about to begin).
+
+        One that is to let its requests end does so first: a change waits its turn, unless it aborts them. Raises
+        Refused if that takes too long.
+        """
+        end = time.monotonic() + DRAIN
+        while await self._in_time(self._engine.is_paused()):
+            if mode == "abort" or not await self._in_time(compat.is_working(self._engine)):
+                if mode == "wait" and await compat.have_begun(self._engine):
+                    raise Refused(503, "still_running", FROZEN)
+                return True
+            if time.monotonic() > end:
+                raise Refused(503, "still_running", STILL_RUNNING.format(DRAIN, "abort"))
+            await asyncio.sleep(GLANCE)
+        return False
+
+    async def _empty_caches(self, mode: str) -> None:
+        """Requests under way begin their computing anew under "keep" alone; elsewhere none is left.
+
+        Raises Refused if the engine could not empty them; nothing has changed then.
+        """
         try:
             done = await self._in_time(
-                self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=self._has_connector)
+                self._engine.reset_prefix_cache(
+                    reset_running_requests=mode == "keep", reset_connector=self._has_connector
+                )
             )
         except Refused:
             raise

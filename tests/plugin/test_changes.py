@@ -26,16 +26,23 @@ CHANGE = ["pause keep", "empty", "qerl_set_noise", "resume"]
 
 
 class Engine:
-    """``is_paused``: by somebody else; ``empties``: what emptying the caches answers, or raises."""
+    """``is_paused``: by somebody else, who lets requests end so many looks long; ``empties``: what emptying the caches
+    answers, or raises."""
 
-    def __init__(self, *, is_paused=False, empties=True, drains=True, carrier="resident"):
-        self.asked, self.emptied, self._log = [], [], ChangeLog()
+    def __init__(self, *, is_paused=False, looks=0, empties=True, drains=True, carrier="resident"):
+        self.asked, self.emptied, self._log, self._looks = [], [], ChangeLog(), looks
         self._paused, self._empties, self._drains, self._carrier = is_paused, empties, drains, carrier
         self.output_processor = SimpleNamespace(add_request=None, request_states={})
         self.engine_core = self
 
     async def is_paused(self):
         return self._paused
+
+    async def call_utility_async(self, method):
+        assert method == "has_work"
+        self._looks -= 1
+        self.asked += [method] if self._looks >= 0 else []
+        return self._looks >= 0
 
     async def pause_generation(self, mode, clear_cache):
         await self.pause_scheduler_async(mode, clear_cache)
@@ -101,7 +108,7 @@ def test_a_cache_that_is_not_empty_is_a_refusal_and_requests_go_on(empties):
 
 
 @pytest.mark.parametrize("api_servers", [1, 2])
-@pytest.mark.parametrize("under_way", [{}, {"a": None}])
+@pytest.mark.parametrize("under_way", [{}, {"a": SimpleNamespace(is_prefilling=True)}])
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_the_last_outputs_of_requests_that_end_come_out_first_and_where_none_ends_nobody_sleeps(
     mode, under_way, api_servers
@@ -117,6 +124,44 @@ def test_an_engine_that_somebody_else_has_paused_stays_so():
     engine = Engine(is_paused=True)
     with_server(engine, change)
     assert engine.asked == CHANGE[1:3]
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait"])
+def test_a_change_waits_for_requests_that_somebody_else_lets_end(mode):
+    engine = Engine(is_paused=True, looks=2)
+    with_server(engine, lambda server: change(server, mode))
+    assert engine.asked == ["has_work", "has_work", *CHANGE[1:3]]
+
+
+def test_a_change_that_aborts_requests_waits_for_nobody_and_leaves_the_engine_paused():
+    engine = Engine(is_paused=True, looks=2)
+    with_server(engine, lambda server: change(server, "abort"))
+    assert engine.asked == ["pause abort", *CHANGE[1:3]]
+
+
+def test_requests_that_somebody_else_lets_end_and_that_do_not_are_waited_for_so_long(monkeypatch):
+    monkeypatch.setattr(changes, "DRAIN", 0.05)
+    engine = Engine(is_paused=True, looks=1000)
+    with pytest.raises(Refused, match=r"use requests=abort$") as refused:
+        with_server(engine, change)
+    assert (refused.value.status, refused.value.reason) == (503, "still_running")
+    assert set(engine.asked) == {"has_work"}, "nothing is emptied, and who has paused it resumes it"
+
+
+def test_requests_that_somebody_else_has_stopped_half_way_cannot_be_waited_for():
+    engine = Engine(is_paused=True)
+    engine.output_processor.request_states = {"a": SimpleNamespace(is_prefilling=False)}
+    with pytest.raises(Refused, match="resume it first") as refused:
+        with_server(engine, lambda server: change(server, "wait"))
+    assert (refused.value.status, refused.value.reason) == (503, "still_running")
+    assert engine.asked == []
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_only_a_change_that_keeps_requests_lets_them_begin_anew(mode):
+    engine = Engine()
+    with_server(engine, lambda server: change(server, mode))
+    assert [options["reset_running_requests"] for options in engine.emptied] == [mode == "keep"]
 
 
 def test_requests_that_do_not_end_are_waited_for_so_long_and_go_on(monkeypatch):

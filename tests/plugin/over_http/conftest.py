@@ -45,6 +45,7 @@ def server(make_nvfp4, adapters, hold_port, tmp_path_factory):
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_PLUGINS": "qerl",
         "QERL_ADMIN_TOKEN_FILE": str(folder / "token"),
+        "VLLM_SERVER_DEV_MODE": "1",  # vLLM's own /pause and /resume
     }
     line = command(str(make_nvfp4("qwen2", max_position_embeddings=4096)), line)
     with started(line, port, folder / "log", environment) as running:
