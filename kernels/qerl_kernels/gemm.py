@@ -226,9 +226,9 @@ def counters_for(weight: TiledWeight) -> torch.Tensor:
     """The counters of a launch that is made now: its stream's own, or in a CUDA graph the weight's.
 
     A stream takes one product after the other, whatever the weight, and none touches its counters before the one ahead
-    has ended. So a weight may be used on several streams; two graphs that hold it may not run at one time. No launch
-    finds counters of one that was stopped in its midst: with that error the CUDA context ends, and they with it (CUDA's
-    manual, cudaErrorLaunchFailure).
+    has ended. So a weight may be used on several streams; two graphs that hold it may not run at one time. A block that
+    waits sets its counter back to zero, and no other's is counted. No launch finds counters of one that was stopped in
+    its midst: with that error the CUDA context ends, and they with it (CUDA's manual, cudaErrorLaunchFailure).
     """
     if torch.cuda.is_current_stream_capturing():
         return weight.counters

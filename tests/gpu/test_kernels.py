@@ -1,5 +1,7 @@
 """The kernels on a Hopper GPU: every variant of the rule passes the gate, operators, graphs, formats bit for bit."""
 
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -191,6 +193,42 @@ def test_a_cuda_graph_follows_its_input(M, adapted):
         expected = linear_tiles.linear(x, tiled, None, adapter)
         assert torch.equal(first, expected)
         assert torch.equal(second, linear_tiles.linear(expected, tiled, None, adapter))
+
+
+ABORTED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import gate, sanitize, torch
+from qerl_kernels import gemm, tiles
+source = gemm.source
+gemm.source = lambda kernel: source(kernel).replace("PATIENCE = 60000000000ull", "PATIENCE = 200000000ull")
+configuration, N, tokens = sanitize.KINDS["runs"]
+weight = tiles.tile_weight(*gate.every_product(N, 1024, "cuda"), torch.ones((), device="cuda"))
+x = torch.randn(tokens, 1024, device="cuda").bfloat16()
+gemm.product(x, weight, configuration)
+torch.cuda.synchronize()
+gemm.counters_for(weight).fill_(7)  # as a launch that was stopped in its midst would leave them
+for what in ("stopped", "lost"):
+    try:
+        gemm.product(x, weight, configuration)
+        torch.cuda.synchronize()
+        print("went on", flush=True)
+    except RuntimeError as error:
+        print(what, str(error).splitlines()[0], flush=True)
+"""
+
+
+def test_a_launch_whose_sums_do_not_come_is_stopped_and_its_program_gets_no_numbers_any_more(tmp_path):
+    """Another program, on the same GPU, finds nothing of it."""
+    import sanitize
+
+    line = [sys.executable, "-c", ABORTED, str(Path(__file__).parents[2] / "kernels" / "bench")]
+    environment = {**os.environ, "QERL_CACHE": str(tmp_path)}
+    done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=240)
+    words = [line.split()[0] for line in done.stdout.splitlines()]
+    assert words == ["stopped", "lost"], done.stdout + done.stderr
+    assert "unspecified launch failure" in done.stdout
+    sanitize.product("runs", torch.bfloat16, adapted=True)
 
 
 def test_one_weight_on_two_streams_at_one_time_gives_the_bits_of_one_stream():
