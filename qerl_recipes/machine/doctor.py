@@ -38,7 +38,7 @@ OLDEST_CAPABILITY = (7, 5)  # Turing; BF16 itself needs (8, 0)
 # a part of the name that the driver gives -> what was tested
 GPUS = {
     "H200": "tested with vLLM 0.26.0",
-    "H100": "not tested; the H200, of the same kind, was",
+    "H100": "the kernels were tested; engine and trainer on the H200 alone, which is of the same kind",
     **dict.fromkeys(("A100", "L40S", "RTX 4090", "RTX 5090", "B200"), "not tested"),
 }
 # memory of the GPU in GB that recipes/ are sized for -> the largest recipe of that size
@@ -161,10 +161,12 @@ def add_engine(report: Report, config: Any) -> None:
     why = f"VLLM_USE_V2_MODEL_RUNNER={chosen}" if chosen else ""
     if processors:
         why = f"installed logits processors ({', '.join(processors)}) select vLLM's V1 runner"
-    eager = "TORCHDYNAMO_DISABLE=1" if os.environ.get("TORCHDYNAMO_DISABLE") == "1" else ""
+    # by the first vLLM has no graphs; of the second it knows nothing, but does not start with graphs: see serve.py
+    set_to_1 = [name for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE") if os.environ.get(name) == "1"]
+    has_graphs = config.compilation_config.cudagraph_mode.has_full_cudagraphs() and not set_to_1
     settings = {
         "V2 model runner": (config.use_v2_model_runner, why),
-        "full CUDA graphs": (config.compilation_config.cudagraph_mode.has_full_cudagraphs(), eager),
+        "full CUDA graphs": (has_graphs, " and ".join(f"{name}=1" for name in set_to_1)),
         "async scheduling": (config.scheduler_config.async_scheduling, ""),
     }
     for name, (is_on, reason) in settings.items():

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import qerl_kernels.linear
 import torch
-from vllm.config import CUDAGraphMode
+from vllm.config import CompilationMode, CUDAGraphMode
 
 from qerl_recipes.machine import doctor
 from qerl_recipes.rollout.arms import ENGINE_ON_CPU
@@ -86,7 +86,7 @@ def test_recipes_of_a_size_are_sized_so_in_their_headers(size: int, model: str) 
     ("name", "said"),
     [
         ("NVIDIA H200", "H200: tested"),
-        ("NVIDIA H100 80GB HBM3", "H100: not tested"),
+        ("NVIDIA H100 80GB HBM3", "H100: the kernels were tested"),
         ("NVIDIA A100-SXM4-80GB", "A100: not tested"),
         ("NVIDIA L40S", "L40S: not tested"),
         ("NVIDIA GeForce RTX 4090", "RTX 4090: not tested"),
@@ -120,6 +120,7 @@ def test_what_the_engine_s_speed_relies_on_is_read_from_vllm_and_its_end_explain
     doctor.add_engine(report, config)
     remarks = {name: remark for _, name, remark in report.rows}
     assert remarks["full CUDA graphs"] == "OFF, which is slower: TORCHDYNAMO_DISABLE=1"
+    assert remarks["async scheduling"] == "OFF, which is slower: by vLLM itself"
     assert "logits processors (thinking) select vLLM's V1 runner" in remarks["V2 model runner"]
     fast = SimpleNamespace(
         use_v2_model_runner=True,
@@ -128,7 +129,22 @@ def test_what_the_engine_s_speed_relies_on_is_read_from_vllm_and_its_end_explain
     )
     report = doctor.Report()
     doctor.add_engine(report, fast)
+    assert [remark for *_, remark in report.rows] == ["on", "OFF, which is slower: TORCHDYNAMO_DISABLE=1", "on"]
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+    report = doctor.Report()
+    doctor.add_engine(report, fast)
     assert [remark for *_, remark in report.rows] == ["on"] * 3
+
+
+def test_the_variable_by_which_vllm_has_no_graphs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM reads it itself: without torch.compile it falls back from its usual graphs to none."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    config, report = doctor.engine_config(enable_chunked_prefill=False), doctor.Report()
+    assert config.compilation_config.mode == CompilationMode.NONE and not config.model_config.enforce_eager
+    doctor.add_engine(report, config)
+    remarks = {name: remark for _, name, remark in report.rows}
+    assert remarks["full CUDA graphs"] == "OFF, which is slower: TORCH_COMPILE_DISABLE=1"
 
 
 @pytest.mark.parametrize(
