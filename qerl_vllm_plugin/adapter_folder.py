@@ -111,11 +111,6 @@ def digest(folder: str | Path, saved: SavedAdapter) -> str:
     return sha.hexdigest()
 
 
-def plain(value: Any) -> Any:
-    """JSON for what PEFT keeps in a LoraConfig: sets and enums."""
-    return sorted(value) if isinstance(value, set | frozenset) else getattr(value, "value", str(value))
-
-
 def base_hash(folder: str | Path) -> str:
     """SHA-256 that tells one base checkpoint from another without reading all of it.
 

@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -16,13 +15,14 @@ from vllm.lora.request import LoRARequest
 
 from qerl_vllm_plugin import adapter_folder, compat, noise
 from qerl_vllm_plugin.adapter import AdapterError
+from qerl_vllm_plugin.given_adapter import joined, plain_config
 from qerl_vllm_plugin.in_time import PATIENCE, begun, in_time
 from qerl_vllm_plugin.kv_cache import RELEASED, KVCacheError
 from qerl_vllm_plugin.laps import Laps
 from qerl_vllm_plugin.loading import checkpoint_folder
 from qerl_vllm_plugin.lora_slots import ADAPTER_ID, SCHEME
 from qerl_vllm_plugin.prefix_cache import scheduler_here, without_empty_blocks
-from qerl_vllm_plugin.transport import Sender, joined
+from qerl_vllm_plugin.transport import Sender
 from qerl_vllm_plugin.worker import add_worker_methods
 from qerl_vllm_plugin.worker_policy import ANOTHER_RANK, NO_CARRIER
 
@@ -341,12 +341,3 @@ def _parts(laps: Laps, first: Mapping[str, Any]) -> dict[str, float]:
 def _joined(digests: list[str]) -> str:
     """One digest for the whole model: that of its only stage, or of those of all stages."""
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
-
-
-def plain_config(given: Any) -> dict[str, Any]:
-    """An adapter's config, as JSON has it, from what ``Policy.swap`` takes. Raises AdapterError for anything else."""
-    if given is not None and not isinstance(given, Mapping):
-        if not callable(getattr(given, "to_dict", None)):
-            raise AdapterError(f"the adapter's config is {type(given).__name__}; give a dict or PEFT's LoraConfig")
-        given = given.to_dict()
-    return json.loads(json.dumps(dict(given or {}), default=adapter_folder.plain))

@@ -1,22 +1,21 @@
 """How tensors reach the workers of an engine: as they are, as memory of a GPU, as a shared file, or in the message."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from safetensors.torch import save
 from vllm.logger import init_logger
 
 from qerl_vllm_plugin import compat, gpu_tensors, shared_file
 from qerl_vllm_plugin.adapter import AdapterError
 from qerl_vllm_plugin.cuda_ipc import CudaIPCError
+from qerl_vllm_plugin.given_adapter import Tensors
 from qerl_vllm_plugin.segment import NoRoomError, Segments
 
 logger = init_logger("vllm.qerl")
 
 TRANSPORTS = ("auto", "ipc", "shared")
-Tensors = Mapping[str, torch.Tensor]
 
 
 class Sender:
@@ -93,10 +92,3 @@ class Sender:
 def _serialized(tensors: Tensors) -> bytes:
     # copies: safetensors refuses tensors that share memory, such as one A under two names
     return save({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()})
-
-
-def joined(tensors: Tensors | None, norms: Tensors | None) -> dict[str, torch.Tensor]:
-    """An adapter and trained norms as one. Raises AdapterError for a name that is in both."""
-    if both := sorted((tensors or {}).keys() & (norms or {}).keys()):
-        raise AdapterError(f"{both[0]} is a tensor of the adapter and a trained norm; name it once")
-    return {**(tensors or {}), **(norms or {})}

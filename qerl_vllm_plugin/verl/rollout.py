@@ -15,7 +15,8 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 from vllm.logger import init_logger
 
 from qerl_vllm_plugin import NAME, compat
-from qerl_vllm_plugin.policy import check_answers, plain_config
+from qerl_vllm_plugin.given_adapter import plain_config
+from qerl_vllm_plugin.policy import check_answers
 from qerl_vllm_plugin.verl import ROLLOUT
 
 logger = init_logger("vllm.qerl")

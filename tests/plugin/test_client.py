@@ -39,3 +39,7 @@ def test_what_no_server_would_see_is_refused_before_one_is_asked():
             swap(None, norms=norm)
         with pytest.raises(AdapterError, match="an adapter needs its config"):
             swap(norm)
+        with pytest.raises(AdapterError, match=r"model.norm.weight is a tensor of the adapter and a trained norm"):
+            swap(norm, {"r": 4}, norms=norm)
+        with pytest.raises(AdapterError, match="the adapter's config is int"):
+            swap(norm, 4)
