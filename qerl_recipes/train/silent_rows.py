@@ -2,7 +2,8 @@
 
 In a group whose rewards are all equal every advantage is exactly 0, and each of TRL's losses multiplies by it. Such
 rows are left out before packing; their place in the loss is taken by a constant. The loss, and with it every divisor
-(the tokens of the batch, of a sequence), stays what it was; gradients differ by the order of their sums alone.
+(the tokens of the batch, of a sequence), stays what it was. For the same log-probabilities the loss and its gradient by
+them are equal to the bit; over a model both differ by the order of its sums, in fp32 by less than 1e-4 of them.
 """
 
 from collections.abc import Mapping

@@ -72,6 +72,44 @@ def test_loss_gradient_and_adapter_are_those_of_all_rows(settings, make_trainer,
         torch.testing.assert_close(runs[None][1][name], weight, rtol=0, atol=2e-5, msg=name)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss_type": "dapo"},
+        {"loss_type": "grpo", "num_iterations": 2},
+        {"loss_type": "bnpo", "vllm_importance_sampling_mode": "sequence_mask"},
+        {"loss_type": "dr_grpo", "importance_sampling_level": "sequence", "delta": 2.0},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_given_the_same_log_probabilities_loss_and_gradient_are_equal_to_the_bit(
+    settings, make_trainer, make_nvfp4, monkeypatch, tmp_path
+):
+    """What a row without advantage adds is an exact zero: the rest is the order in which a model adds up."""
+    trainer, seen, _ = run(make_trainer, make_nvfp4("qwen2"), tmp_path, **settings)
+    inputs = next(one for one in seen if 0 < int((one["advantages"] == 0).sum()) < len(one["advantages"]))
+    assert trainer._skips_silent_rows
+    loud = inputs["advantages"] != 0
+    away = 0.3 * torch.randn(inputs["sampling_per_token_logps"].shape, generator=torch.Generator().manual_seed(0))
+    given = inputs["sampling_per_token_logps"].nan_to_num() + away
+    results = []
+    for skip in (False, True):
+        logps = given.clone().requires_grad_()
+        entropies = logps.detach() ** 2
+        monkeypatch.setattr(trainer, "_skips_silent_rows", skip)
+        monkeypatch.setattr(
+            "qerl_recipes.model.logprobs.completion_logprobs", lambda *a, values=(logps, entropies), **k: values
+        )
+        monkeypatch.setattr(trainer.recorder, "add", lambda *a: None)
+        loss = trainer.compute_loss(trainer.model, {**inputs})
+        loss.backward()
+        results.append((loss.detach(), logps.grad))
+    (whole, of_all), (part, of_some) = results
+    assert torch.equal(whole, part) and whole != 0
+    assert torch.equal(of_all, of_some) and bool(of_all[loud].any())
+    assert not of_all[~loud].any()
+
+
 def test_what_is_measured_is_of_the_rows_that_are_computed_and_says_their_share(
     make_trainer, make_nvfp4, read_metrics, monkeypatch, tmp_path
 ):
