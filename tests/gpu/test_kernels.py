@@ -1,5 +1,6 @@
 """The kernels on a Hopper GPU: every variant of the rule passes the gate, operators, graphs, formats bit for bit."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -168,6 +169,29 @@ def test_a_thread_that_has_not_called_cuda_can_launch():
     thread.start()
     thread.join()
     assert torch.equal(results[0], nvfp4.dequantize(packed.codes, packed.block_scales))
+
+
+def test_a_launch_leaves_the_context_that_it_found():
+    """Another library's own, with which torch's kernels could not be launched."""
+    from qerl_kernels import compiler, gemm, nvfp4
+
+    packed, _, tiled = weight(192, 256)
+    kernel, w = gemm._dequantize_kernel(0, torch.bfloat16), torch.zeros(192, 256, dtype=torch.bfloat16, device="cuda")
+    pointers = [ctypes.c_void_p(tiled.tiles.data_ptr()), ctypes.c_void_p(w.data_ptr())]
+    numbers = [ctypes.c_int(number) for number in (192, 256, tiled.tiles.shape[1], 0, 256)]
+    torch.cuda.synchronize()
+    driver, before, another, after = compiler._driver(), *(ctypes.c_void_p() for _ in range(3))
+    driver.cuCtxGetCurrent(ctypes.byref(before))
+    assert driver.cuCtxCreate_v2(ctypes.byref(another), 0, 0) == 0 and another.value != before.value
+    try:
+        kernel((tiled.tiles.shape[1] // 2, 3, 1), *pointers, *numbers)
+        driver.cuCtxGetCurrent(ctypes.byref(after))
+    finally:
+        driver.cuCtxSetCurrent(before)
+        driver.cuCtxDestroy_v2(another)
+    torch.cuda.synchronize()
+    assert after.value == another.value
+    assert torch.equal(w, nvfp4.dequantize(packed.codes, packed.block_scales))
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["base", "adapter"])
