@@ -44,6 +44,8 @@ def scripts(
         raise ValueError("--tune and --random draw layers and tokens themselves: leave out --shapes and --tokens")
     if tune and random is not None:
         raise ValueError("--tune and --random are two benchmarks: choose one")
+    if random is not None and random < 1:
+        raise ValueError(f"--random {random}: how many layers and batch sizes to draw; at least 1")
     if tune:  # the second sweep tries what the first takes for good
         guided = output.with_stem(f"{output.stem}_guided")
         return [

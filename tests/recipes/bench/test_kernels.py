@@ -1,5 +1,8 @@
 """What ``qerl bench kernels`` runs, and its refusals."""
 
+import importlib
+import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,53 @@ def test_random_points_are_drawn_by_the_seed():
     found = bench_kernels.scripts(Path("/r.json"), None, None, tune=False, random=60, seed=7)
     assert found == [["random_points.py", "--out", "/r.json", "--random", "60", "--seed", "7"]]
     assert (bench_kernels.BENCH / found[0][0]).is_file()
+
+
+@pytest.mark.parametrize("count", [0, -3])
+def test_no_points_at_all_are_refused(count):
+    with pytest.raises(ValueError, match=f"--random {count}: .* at least 1"):
+        bench_kernels.scripts(Path("/r.json"), None, None, tune=False, random=count)
+
+
+@pytest.fixture
+def random_points(monkeypatch):
+    """The script as a module; what it imports from beside itself is forgotten afterwards."""
+    monkeypatch.syspath_prepend(str(bench_kernels.BENCH))
+    yield importlib.import_module("random_points")
+    for file in bench_kernels.BENCH.glob("*.py"):
+        sys.modules.pop(file.stem, None)
+
+
+@pytest.mark.parametrize("wrong", [(), (2,)], ids=["right", "one is wrong"])
+def test_a_point_where_ours_is_wrong_is_named_and_is_an_error(wrong, random_points, monkeypatch, tmp_path, capsys):
+    """Its row was missing without a word in the file. A stand-in makes the points, all else is the script."""
+    points, seen = random_points, []
+
+    def point(layer, M, names):
+        seen.append(names)
+        assert len(seen) - 1 not in wrong, "relative error 3.0e-01"
+        us = {"bf16": 9.0, "qerl": 8.0, "qerl_adapter": 9.0} | dict.fromkeys(names, 10.0)
+        return {"layer": layer.name, "N": layer.N, "K": layer.K, "M": M, "us": us}
+
+    for name, stand_in in {
+        "point": point,
+        "warm_humming": lambda points: [],
+        "gate_in_processes": lambda variants, processes: (variants, []),
+        "conditions": lambda: {"gpu": "none"},
+    }.items():
+        monkeypatch.setattr(points, name, stand_in)
+    monkeypatch.setattr(points.gemm, "compile_all", lambda variants: None)
+    out = tmp_path / "random.json"
+    monkeypatch.setattr("sys.argv", ["random_points.py", "--random", "3", "--humming", "1", "--out", str(out)])
+    if wrong:
+        with pytest.raises(SystemExit, match=r"1 of 6 points have no figure.* relative error 3\.0e-01"):
+            points.main()
+    else:
+        points.main()
+    written = json.loads(out.read_text())
+    assert len(written["rows"]) == 6 - len(wrong) and len(written.get("failed", [])) == len(wrong)
+    assert sum("humming" in names for names in seen) == 1
+    assert "3 of 3 at 0.97 or better" in (printed := capsys.readouterr().out) or wrong, printed
 
 
 @pytest.mark.parametrize("choice", [{"tune": True}, {"random": 3}], ids=["tune", "random"])
