@@ -7,7 +7,7 @@ Layout: PEFT. ``config`` is the content of ``adapter_config.json``; tensors are 
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,7 +116,7 @@ def check(
 
     ``targets`` are the engine's linears by their checkpoint names. Raises AdapterError.
     """
-    rank, scaling = _check_config(config, max_rank)
+    rank, scaling = check_config(config, max_rank)
     expected = named_modules(config, targets)
     pairs = _pair_up(tensors)
     if missing := sorted(expected - pairs.keys()):
@@ -187,14 +187,19 @@ def _check_patterns(key: str, value: Any, *, always_regular: bool = False) -> No
             raise AdapterError(f"{key}: {entry!r} is not a regular expression ({error})") from error
 
 
-def _check_config(config: Mapping[str, Any], max_rank: int) -> tuple[int, float]:
+def check_config(config: Mapping[str, Any], max_rank: int, besides: Collection[str] = ()) -> tuple[int, float]:
+    """The rank of an adapter and what its product is multiplied by. ``besides``: keys that may be used all the same.
+
+    Raises AdapterError for what PEFT means by ``config`` and a plain low-rank update cannot express, or a rank above
+    ``max_rank``.
+    """
     kind = config.get("peft_type", "LORA")
     if str(getattr(kind, "value", kind)).upper() != "LORA":
         raise AdapterError(f"peft_type is {kind}; only LORA adapters can be installed")
     if config.get("bias", "none") != "none":
         raise AdapterError(f'bias is {config["bias"]!r}; train with bias="none"')
     for key, way_out in _UNSUPPORTED.items():
-        if config.get(key):
+        if config.get(key) and key not in besides:
             raise AdapterError(f"the adapter uses {key}={config[key]!r}, which is not supported; {way_out}")
     if (init := config.get("init_lora_weights")) not in _PLAIN_INITS:
         raise AdapterError(

@@ -47,9 +47,14 @@ def read(folder: str | Path) -> SavedAdapter:
     stamps = _stamps(folder)
     tensors = _tensors(folder / ADAPTER_FILE)
     norms = _tensors(folder / NORMS_FILE) if (folder / NORMS_FILE).exists() else None
-    saved = SavedAdapter(tensors, _json(folder / CONFIG_FILE), norms, stamps)
+    saved = SavedAdapter(tensors, read_config(folder), norms, stamps)
     _check_stamps(folder, saved)
     return saved
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """The content of ``adapter_config.json``. Raises AdapterError for a damaged file."""
+    return _json(Path(folder) / CONFIG_FILE)
 
 
 def _tensors(file: Path) -> dict[str, torch.Tensor]:

@@ -1,13 +1,12 @@
 """What vLLM's API server loads: entry point ``qerl`` of the group ``vllm.endpoint_plugins``."""
 
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 from vllm import envs
 from vllm.logger import init_logger
 
-from qerl_vllm_plugin import adapter_folder, compat
+from qerl_vllm_plugin import compat
 from qerl_vllm_plugin.config import Options
 from qerl_vllm_plugin.loading import checkpoint_folder
 from qerl_vllm_plugin.server import routes
@@ -38,7 +37,7 @@ class EndpointPlugin:
         app.add_middleware(StampVersions, server=app.state.qerl)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Raises ValueError for a server of which only a part would change, or whose adapters are of another base."""
+        """Raises ValueError for a server of which only a part would change."""
         if self._token is None:
             return
         if engine_client is None:
@@ -68,8 +67,5 @@ class EndpointPlugin:
                 "token; leave it out wherever others can reach the server"
             )
         base = checkpoint_folder(vllm_config)
-        for module in getattr(args, "lora_modules", None) or []:
-            if base is not None and Path(module.path).is_dir():
-                adapter_folder.check_base(module.path, base)
         options = Options.parse(vllm_config.additional_config)
         await state.qerl.open(engine_client, vllm_config, base, options.policy_folders, options.policy_timeout)

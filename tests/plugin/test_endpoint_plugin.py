@@ -1,13 +1,11 @@
 """When the server has routes of ours at all, and which servers refuse to start with them."""
 
 import asyncio
-import json
 from types import SimpleNamespace
 
 import pytest
 from fastapi import FastAPI
 
-from qerl_vllm_plugin.adapter import AdapterError
 from qerl_vllm_plugin.server import plugin as plugin_file
 from qerl_vllm_plugin.server.plugin import EndpointPlugin
 from qerl_vllm_plugin.server.token import matches, read_token
@@ -101,7 +99,7 @@ def test_servers_of_which_only_a_part_would_change_are_refused(
         additional_config={"qerl": {"policy_folders": folders}} if folders else {},
     )
     start = plugin.init_state(
-        SimpleNamespace(vllm_config=config), app.state, SimpleNamespace(api_server_count=processes, lora_modules=None)
+        SimpleNamespace(vllm_config=config), app.state, SimpleNamespace(api_server_count=processes)
     )
     with pytest.raises(ValueError, match=text):
         asyncio.run(start)
@@ -121,9 +119,7 @@ def test_endpoints_that_ask_for_no_token_are_warned_of(environment, monkeypatch,
         model_config=SimpleNamespace(model=str(make_nvfp4("qwen2")), revision=None),
         additional_config={"qerl": {"policy_folders": "/no/such/directory"}},  # as far as that
     )
-    start = plugin.init_state(
-        SimpleNamespace(vllm_config=config), app.state, SimpleNamespace(api_server_count=1, lora_modules=None)
-    )
+    start = plugin.init_state(SimpleNamespace(vllm_config=config), app.state, SimpleNamespace(api_server_count=1))
     with pytest.raises(ValueError, match="is no directory"):
         asyncio.run(start)
     assert [text.partition(":")[0] for text in said] == ["VLLM_SERVER_DEV_MODE=1"] * is_dev
@@ -142,19 +138,3 @@ def test_a_cache_outside_that_nobody_can_empty_ends_the_start(environment):
     start = plugin.init_state(SimpleNamespace(vllm_config=config), app.state, SimpleNamespace(api_server_count=1))
     with pytest.raises(ValueError, match="ExampleConnector keeps keys and values outside"):
         asyncio.run(start)
-
-
-def test_an_adapter_of_another_base_under_lora_modules_ends_the_start(environment, make_nvfp4, tmp_path):
-    environment(QERL_ADMIN_TOKEN=LONG)
-    (tmp_path / "qerl_state.json").write_text(json.dumps({"base": "/models/another", "base_hash": "0" * 64}))
-    app, plugin = FastAPI(), EndpointPlugin()
-    plugin.attach_router(app)
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(data_parallel_size=1, distributed_executor_backend="uni"),
-        kv_transfer_config=None,
-        model_config=SimpleNamespace(model=str(make_nvfp4("qwen2")), revision=None),
-        additional_config={},
-    )
-    modules = SimpleNamespace(api_server_count=1, lora_modules=[SimpleNamespace(name="tuned", path=str(tmp_path))])
-    with pytest.raises(AdapterError, match="/models/another"):
-        asyncio.run(plugin.init_state(SimpleNamespace(vllm_config=config), app.state, modules))
