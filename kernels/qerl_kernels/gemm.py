@@ -236,6 +236,11 @@ def counters_for(weight: TiledWeight) -> torch.Tensor:
     return _counters_of(index, torch.cuda.current_stream(index).cuda_stream)
 
 
+def forget_counters() -> None:
+    """Those of streams are made anew when the next launch needs them."""
+    _counters_of.cache_clear()
+
+
 @functools.cache
 def _counters_of(device: int, stream: int) -> torch.Tensor:
     return torch.zeros(COUNTERS, dtype=torch.int32, device=torch.device("cuda", device))

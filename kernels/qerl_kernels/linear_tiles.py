@@ -46,7 +46,9 @@ def prepare(N: int, K: int, device: torch.device, operand: torch.dtype = torch.b
     for M in range(8, 513, 8):
         if not any(rule.fits(c, K, M) for c in proven):
             raise CompileError(f"no variant that is proven on this machine fits {K} columns and {M} tokens")
-    if (reason := proof.verdict_beside(index, operand)) is not None:
+    reason = proof.verdict_beside(index, operand)
+    proof.forget()
+    if reason is not None:
         raise CompileError(f"kernels beside the product compute wrong numbers on this machine: {reason}")
     _warn_untuned(index)
 
@@ -57,6 +59,7 @@ def machine(device: int, operand: torch.dtype) -> Machine:
     variants = list(rule.rule().variants)
     gemm.compile_all(variants, operand)
     proven = proof.usable(variants, torch.device("cuda", device), operand)
+    proof.forget()
     return replace(rule.machine_of(device), refused=frozenset(variants) - frozenset(proven))
 
 

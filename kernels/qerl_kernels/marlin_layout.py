@@ -51,10 +51,10 @@ class MarlinWeight:
 
 @lru_cache
 def _coordinates() -> tuple[torch.Tensor, torch.Tensor]:
-    """(k, n) within a 16 x 64 block of every nibble: both (128, 8)."""
-    word = torch.arange(128).unsqueeze(1)
+    """(k, n) within a 16 x 64 block of every nibble: both (128, 8), on the CPU as nvfp4's table is."""
+    word = torch.arange(128, device="cpu").unsqueeze(1)
     i, j = word // 4, word % 4
-    e = torch.tensor(_NIBBLE_ORDER)
+    e = torch.tensor(_NIBBLE_ORDER, device="cpu")
     low = 2 * (i % 4)
     k = torch.stack([low, low + 1, low + 8, low + 9], dim=-1).squeeze(1)[:, e % 4]  # (128, 8)
     n = 16 * j + i // 4 + 8 * (e // 4)

@@ -17,6 +17,7 @@ Layout on disk: compressed-tensors ``nvfp4-pack-quantized``
 (``weight_packed``, ``weight_scale``, ``weight_global_scale``).
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -105,7 +106,7 @@ def encode(w: torch.Tensor, block_scales: torch.Tensor, divisor: torch.Tensor) -
 def dequantize(codes: torch.Tensor, block_scales: torch.Tensor) -> torch.Tensor:
     """The exact BF16 operand ``value(code) * block_scale``, without the tensor scale -> (N, K) bfloat16."""
     N, half = codes.shape
-    pairs = _byte_values(codes.device)[codes.int()]  # (N, K/2, 2): the two columns of a byte
+    pairs = _byte_values().to(codes.device)[codes.int()]  # (N, K/2, 2): the two columns of a byte
     blocks = pairs.view(N, 2 * half // GROUP_SIZE, GROUP_SIZE)
     return (blocks * block_scales.to(torch.bfloat16).unsqueeze(-1)).view(N, 2 * half)
 
@@ -120,12 +121,11 @@ def expanded_factor(dtype: torch.dtype) -> float:
     return 2.0**-14 if dtype == torch.float16 else 1.0
 
 
-_BYTE_VALUES: dict[torch.device, torch.Tensor] = {}
+@functools.cache
+def _byte_values() -> torch.Tensor:
+    """Both values of each of the 256 bytes: (256, 2) bfloat16, on the CPU.
 
-
-def _byte_values(device: torch.device) -> torch.Tensor:
-    """Both values of each of the 256 bytes: (256, 2) bfloat16, one small constant a device."""
-    if device not in _BYTE_VALUES:
-        values = torch.tensor(MAGNITUDES + tuple(-m for m in MAGNITUDES), dtype=torch.bfloat16)
-        _BYTE_VALUES[device] = values[unpack(torch.arange(256, dtype=torch.uint8).unsqueeze(-1)).long()].to(device)
-    return _BYTE_VALUES[device]
+    None is kept on a GPU: what is first made while a model loads lies in memory that vLLM's sleep mode takes away.
+    """
+    values = torch.tensor(MAGNITUDES + tuple(-m for m in MAGNITUDES), dtype=torch.bfloat16, device="cpu")
+    return values[unpack(torch.arange(256, dtype=torch.uint8, device="cpu").unsqueeze(-1)).long()]

@@ -92,6 +92,16 @@ def _kept_or_found(codes: list[bytes], device: int, find: Callable[[], str | Non
     return f"{known.removeprefix(FAILED).decode()} (to ask again: delete {key}.verdict in {compiler.cache_folder()})"
 
 
+def forget() -> None:
+    """Keeps nothing on the GPU of what was allocated to ask.
+
+    While vLLM loads a model with sleep mode, all that is allocated lies in memory that it takes away when it sleeps,
+    and at level 2 brings back with other contents; a trainer in the same process launches kernels meanwhile.
+    """
+    problem.cache_clear()
+    gemm.forget_counters()
+
+
 def examine(configuration: gemm.Configuration, given: Problem) -> str | None:
     """What one variant computes wrongly; None if nothing."""
     how = Shrink(Variant(8, 1, 16), 8)

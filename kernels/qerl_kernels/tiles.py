@@ -26,6 +26,7 @@ Order: 8 bytes for each (w, g), in them ``4 (j // 2) + 2 h + j % 2``.
 The integer steps are those of ``decode.cuh``; here they are in plain torch, for the CPU and for the proofs.
 """
 
+import functools
 from dataclasses import dataclass
 from functools import reduce
 from typing import NamedTuple
@@ -150,7 +151,7 @@ def _tiles(codes: torch.Tensor, block_scales: torch.Tensor, operand: torch.dtype
     flip = (scale_bytes >> 7 << 3).repeat_interleave(nvfp4.GROUP_SIZE, dim=1)
     separate = torch.where(zero, torch.zeros_like(separate), separate ^ flip)
     separate = torch.nn.functional.pad(separate, (0, columns - K, 0, rows - N))
-    stored = _stored_scales(codes.device)[scale_bytes.int()]
+    stored = _stored_scales().to(codes.device)[scale_bytes.int()]
     stored = torch.nn.functional.pad(stored, (0, (columns - K) // nvfp4.GROUP_SIZE, 0, rows - N))
 
     blocks, k_tiles = rows // TILE, columns // TILE
@@ -200,21 +201,17 @@ def dequantize(tiles: torch.Tensor, N: int, K: int, operand: torch.dtype = torch
     return w[:N, :K].to(operand)
 
 
-_STORED_SCALES: dict[torch.device, torch.Tensor] = {}
-
-
-def _stored_scales(device: torch.device) -> torch.Tensor:
-    """E4M3 byte -> stored byte, exponent + 10 in the upper five bits: (256,) uint8, one small constant a device."""
-    if device not in _STORED_SCALES:
-        table = []
-        for byte in range(256):
-            exponent, mantissa = (byte & 0x7F) >> 3, byte & 7
-            if exponent:
-                table.append((exponent + 3) << 3 | mantissa)
-            elif mantissa:  # mantissa * 2^-9, made normal
-                shift = mantissa.bit_length() - 1
-                table.append((shift + 1) << 3 | (mantissa << (3 - shift)) & 7)
-            else:
-                table.append(0)
-        _STORED_SCALES[device] = torch.tensor(table, dtype=torch.uint8, device=device)
-    return _STORED_SCALES[device]
+@functools.cache
+def _stored_scales() -> torch.Tensor:
+    """E4M3 byte -> stored byte, exponent + 10 in the upper five bits: (256,) uint8, on the CPU as nvfp4's table is."""
+    table = []
+    for byte in range(256):
+        exponent, mantissa = (byte & 0x7F) >> 3, byte & 7
+        if exponent:
+            table.append((exponent + 3) << 3 | mantissa)
+        elif mantissa:  # mantissa * 2^-9, made normal
+            shift = mantissa.bit_length() - 1
+            table.append((shift + 1) << 3 | (mantissa << (3 - shift)) & 7)
+        else:
+            table.append(0)
+    return torch.tensor(table, dtype=torch.uint8, device="cpu")

@@ -24,11 +24,17 @@ def hopper():
 
 
 def weight(N: int, K: int):
-    from qerl_kernels import nvfp4_triton, tiles
+    from qerl_kernels import nvfp4_triton
 
     packed = nvfp4_triton.quantize(torch.randn(N, K, device="cuda", dtype=torch.bfloat16))
     row_scale = (1 / packed.divisor) * (1 + torch.rand(N, device="cuda"))
-    return packed, row_scale, tiles.tile_weight(packed.codes, packed.block_scales, row_scale)
+    return packed, row_scale, tiles_of(packed, row_scale)
+
+
+def tiles_of(packed, row_scale):
+    from qerl_kernels import tiles
+
+    return tiles.tile_weight(packed.codes, packed.block_scales, row_scale)
 
 
 def test_every_variant_of_the_rule_passes_the_gate():
@@ -169,6 +175,40 @@ def test_a_thread_that_has_not_called_cuda_can_launch():
     thread.start()
     thread.join()
     assert torch.equal(results[0], nvfp4.dequantize(packed.codes, packed.block_scales))
+
+
+def test_variants_proven_while_a_model_loads_run_while_it_sleeps(monkeypatch):
+    """A trainer's own copy, in the engine's process: what the proof has allocated is taken away with the weights."""
+    from qerl_kernels import compiler, gemm, linear_tiles, nvfp4, proof
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    packed, row_scale, tiled = weight(1024, 2048)
+    x, kept = torch.randn(48, 2048, device="cuda").bfloat16(), compiler.kept
+    exact = x.double() @ (nvfp4.dequantize(packed.codes, packed.block_scales).double() * row_scale[:, None]).t()
+    linear_tiles.prepare(1024, 2048, x.device)
+    for function in (
+        proof.verdict,
+        proof.verdict_beside,
+        linear_tiles.machine,
+        linear_tiles.prepare,
+        gemm._counters_of,
+    ):
+        function.cache_clear()
+    monkeypatch.setattr(compiler, "kept", lambda name: None if name.endswith(".verdict") else kept(name))
+    allocator = CuMemAllocator.get_instance()
+    with allocator.use_memory_pool(tag="weights"):
+        linear_tiles.prepare(1024, 2048, x.device)
+        again = tiles_of(packed, row_scale)
+    allocator.sleep(offload_tags=("weights",))
+    try:
+        own = tiles_of(packed, row_scale)
+        assert torch.equal(own.tiles, tiled.tiles)
+        y = linear_tiles.linear(x, own)
+        torch.cuda.synchronize()
+    finally:
+        allocator.wake_up()
+    assert (y.double() - exact).norm() < 2.5e-3 * exact.norm()
+    assert torch.equal(again.tiles, tiled.tiles)
 
 
 def test_a_launch_leaves_the_context_that_it_found():

@@ -1,5 +1,6 @@
 """What a variant must show before it is used on a machine; the product itself is played by plain torch."""
 
+import functools
 import warnings
 
 import pytest
@@ -97,7 +98,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(gemm, "compile_all", lambda *_: None)
     monkeypatch.setattr(gemm, "machine_code", lambda configuration, operand: repr((configuration, operand)).encode())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(proof, "problem", lambda device, operand: None)
+    monkeypatch.setattr(proof, "problem", functools.cache(lambda device, operand: None))
     monkeypatch.setattr(rule, "machine_of", lambda device: rule.rule().machine)
 
     def examine(configuration, given):
@@ -169,6 +170,20 @@ def test_a_layer_for_which_no_variant_is_left_is_refused_and_marlin_takes_it(mac
     monkeypatch.setattr(proof, "examine", lambda c, _: "weight: all differ" if c in wrong_in_all_that_fit else None)
     with pytest.warns(UserWarning), pytest.raises(compiler.CompileError, match="fits 640 columns and 8 tokens"):
         linear_tiles.prepare(192, 640, gpu, torch.float16)
+
+
+def test_nothing_that_was_allocated_to_ask_stays_behind(machine, monkeypatch):
+    """It lies where vLLM's sleep mode takes memory away, if a model is loading."""
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(linear_tiles, "_warn_untuned", lambda *_: None)
+    made = []
+    monkeypatch.setattr(gemm, "_counters_of", functools.cache(lambda device, stream: made.append("counters")))
+    monkeypatch.setattr(proof, "problem", functools.cache(lambda device, operand: made.append("problem")))
+    # as the launches of a proof do
+    monkeypatch.setattr(proof, "examine", lambda configuration, given: gemm._counters_of(0, 0))
+    linear_tiles.prepare(192, 512, gpu, torch.bfloat16)
+    assert made == ["problem", "counters", "problem"]
+    assert gemm._counters_of.cache_info().currsize == proof.problem.cache_info().currsize == 0
 
 
 def test_a_wrong_kernel_beside_the_product_leaves_none_and_its_verdict_can_be_asked_again(machine, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from qerl_kernels import nvfp4, tiles
+from qerl_kernels import marlin_layout, nvfp4, tiles
 
 
 def random_weight(N: int, K: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -15,6 +15,22 @@ def random_weight(N: int, K: int, seed: int) -> tuple[torch.Tensor, torch.Tensor
     codes = torch.randint(0, 256, (N, K // 2), generator=generator, dtype=torch.uint8)
     scales = torch.randint(0, 127, (N, K // 16), generator=generator, dtype=torch.uint8)
     return codes, scales.view(torch.float8_e4m3fn)
+
+
+def test_no_table_is_kept_where_a_model_is_being_loaded():
+    """vLLM loads with a GPU as torch's device, into memory that its sleep mode takes away; other devices stand in."""
+    tables = nvfp4._byte_values, tiles._stored_scales, marlin_layout._coordinates
+    expected = [table() for table in tables]
+    for table in tables:
+        table.cache_clear()
+    codes, scales = (part.to("meta") for part in random_weight(64, 64, 0))
+    with torch.device("meta"):
+        nvfp4.dequantize(codes, scales)
+        tiles._stored_scales()
+        marlin_layout.repack(codes)
+    for table, kept in zip(tables, expected, strict=True):
+        found, kept = (part if isinstance(part, tuple) else (part,) for part in (table(), kept))
+        assert all(map(torch.equal, found, kept)) and found[0].device == torch.device("cpu"), table
 
 
 @pytest.mark.parametrize("operand", tiles.ORDERS, ids=str)
