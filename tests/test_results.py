@@ -1,8 +1,10 @@
 """Committed measurements: every file is named, its command is one, and what the page says of it is in it."""
 
+import importlib
 import json
 import re
 import shlex
+import sys
 from dataclasses import fields
 from pathlib import Path
 from statistics import median
@@ -122,3 +124,11 @@ def test_what_the_pages_say_of_random_points_is_in_their_file(low, high, bar, ot
     assert f"{met} of {len(rows)} meet" in PAGE.replace(f"{len(rows)}\npoints", f"{len(rows)}").replace("points ", "")
     with_humming = sum("humming" in us for us in times)
     assert others or all(f"{words} {with_humming}" in PAGES for words in ("takes part in", "Humming at"))
+
+
+def test_the_table_of_layers_is_what_its_script_prints(monkeypatch):
+    pytest.importorskip("matplotlib")  # for its picture
+    monkeypatch.syspath_prepend(str(ROOT / "kernels" / "bench"))
+    lines = importlib.import_module("report").ratios(FILES["NVIDIA_H200"]).splitlines()
+    sys.modules.pop("report")
+    assert len(lines) == 14 and all(line in PAGES for line in lines)

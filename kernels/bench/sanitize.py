@@ -40,6 +40,9 @@ def product(kind: str, operand: torch.dtype, adapted: bool) -> None:
 
 def main() -> None:
     """The kind that is named."""
+    kinds = *KINDS, "shrink", "dequantize"
+    if len(sys.argv) < 2 or sys.argv[1] not in kinds:
+        sys.exit(f"which kernel: one of {', '.join(kinds)}; then, if you like, float16")
     kind, operand = sys.argv[1], getattr(torch, sys.argv[2] if len(sys.argv) > 2 else "bfloat16")
     torch.manual_seed(0)
     if kind == "shrink":

@@ -96,7 +96,7 @@ def forget() -> None:
     """Keeps nothing on the GPU of what was allocated to ask.
 
     While vLLM loads a model with sleep mode, all that is allocated lies in memory that it takes away when it sleeps,
-    and at level 2 brings back with other contents; a trainer in the same process launches kernels meanwhile.
+    and at level 2 brings back with other contents; another engine in the process may launch kernels meanwhile.
     """
     problem.cache_clear()
     gemm.forget_counters()

@@ -178,7 +178,7 @@ def test_a_thread_that_has_not_called_cuda_can_launch():
 
 
 def test_variants_proven_while_a_model_loads_run_while_it_sleeps(monkeypatch):
-    """A trainer's own copy, in the engine's process: what the proof has allocated is taken away with the weights."""
+    """Another engine in the process: what a proof has allocated is taken away with the sleeping one's weights."""
     from qerl_kernels import compiler, gemm, linear_tiles, nvfp4, proof
     from vllm.device_allocator.cumem import CuMemAllocator
 
