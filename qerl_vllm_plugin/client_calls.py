@@ -24,6 +24,7 @@ NO_ROUTES = (
     "the client's url is the server's, such as http://127.0.0.1:8000"
 )
 UNREACHABLE = "unreachable"  # the reason of a refusal that is only of the way
+NO_OTHER_WAY = "transport is {!r}, and {}; leave it out, and tensors go another way where this one is closed"
 STATE: dict[str, Any] = {"method": "GET", "url": "state"}
 
 Call = dict[str, Any]  # what httpx's ``request`` takes
@@ -31,10 +32,10 @@ Call = dict[str, Any]  # what httpx's ``request`` takes
 
 class PolicyRefusedError(RuntimeError):
     """The server refused a change, and serves what it served before; ``status`` is the HTTP status, ``reason`` the word
-    under which the server counts the refusal."""
+    under which the server counts the refusal. Status 0: the client could not send it in the only way it may."""
 
     def __init__(self, status: int, text: str, reason: str = "") -> None:
-        super().__init__(f"{text} (HTTP {status})")
+        super().__init__(f"{text} (HTTP {status})" if status else text)
         self.status, self.reason = status, reason
 
 
@@ -129,7 +130,7 @@ class Calls:
 
     def _without_gpu(self, reason: str, given: Tensors) -> None:
         if self._transport == "ipc":
-            raise PolicyRefusedError(0, f"transport is 'ipc', and {reason}", UNREACHABLE)
+            raise PolicyRefusedError(0, NO_OTHER_WAY.format("ipc", reason), UNREACHABLE)
         if self._unreachable is None and any(tensor.is_cuda for tensor in given.values()):
             self._unreachable = reason
             warnings.warn(f"adapters travel through the CPU, which is slower: {reason}", stacklevel=5)
@@ -167,7 +168,7 @@ class Calls:
 
     def _check_way(self, reason: str) -> None:
         if self._transport == "shared":
-            raise PolicyRefusedError(0, f"transport is 'shared', and {reason}", UNREACHABLE)
+            raise PolicyRefusedError(0, NO_OTHER_WAY.format("shared", reason), UNREACHABLE)
 
     @staticmethod
     def _swap(given: Tensors | None, config: Any, query: dict[str, str]) -> Call:

@@ -7,6 +7,7 @@ ends with the processes that have it.
 """
 
 import os
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ class Segment:
         except OSError as error:
             self.file.close()
             raise NoRoomError(f"{shared_file.SHARED_MEMORY} is full: {error.strerror}") from error
+        weakref.finalize(self, self.file.close)  # the end of who keeps it is its end, and nobody's neglect
         self.content = torch.from_file(self.path, shared=True, size=size, dtype=torch.uint8)
         self._memory = memoryview(self.content.numpy())
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,17 @@ def test_it_has_the_bits_of_the_tensors_and_another_process_reads_them(group, mo
         assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
         assert bits(found[name]).equal(bits(tensor))
     assert other.stdout.strip() == str(A.t().tolist())
+
+
+def test_the_end_of_who_keeps_one_is_its_end_without_a_warning():
+    segments = Segments(AdapterError)
+    with segments.filled({"a": A}) as path:
+        pass
+    assert Path(path).exists(), "it is kept"
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        del segments
+    assert not Path(path).exists() and not said
 
 
 def test_one_of_the_same_size_is_the_same_file_with_the_new_bits():

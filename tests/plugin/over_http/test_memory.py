@@ -101,8 +101,9 @@ def test_where_there_is_no_such_way_the_body_is_sent_and_that_is_said_once(
         warnings.simplefilter("error")
         version = swap(client, "second")
     assert_served(questions, measure, expected("second"), version)
-    with pytest.raises(PolicyRefusedError, match=f"transport is 'shared', and .*{why}"):
+    with pytest.raises(PolicyRefusedError, match=f"transport is 'shared', and .*{why}.*; leave it out") as refused:
         swap(kind(server[0], TOKEN, API_KEY, transport="shared"), "third")
+    assert refused.value.status == 0 and "HTTP 0" not in str(refused.value), "it was never asked for over HTTP"
 
 
 def test_to_another_machine_they_go_in_the_body_and_nothing_is_said(server, adapters, recwarn):
