@@ -82,6 +82,16 @@ def test_a_damaged_file_of_the_cache_is_compiled_again(compiled, recwarn):
     assert "is damaged" in str(warning.message) and "made again" in str(warning.message)
 
 
+def test_what_another_compiler_or_other_options_make_has_a_file_of_its_own(compiled, monkeypatch):
+    """So a variant is proven anew: its verdict is that of its machine code."""
+    asked = [("one",), ("one", (("ROWS", 2),)), ("one", (("ROWS", 3),)), ("one", (), "sm_100a"), ("two",)]
+    for version in ("13.0", "13.1", "13.0"):
+        monkeypatch.setattr(nvrtc, "version", lambda library, version=version: version)
+        for arguments in asked:
+            compiler.compile_source(*arguments)
+    assert len(compiled) == len(list(compiler.cache_folder().iterdir())) == 2 * len(asked)
+
+
 @pytest.mark.parametrize("fault", ["another_user", "writable", "unreadable"])
 def test_a_cache_that_may_be_another_users_is_not_used_and_says_so_once(compiled, fault, monkeypatch, recwarn):
     compiler.compile_source("one")

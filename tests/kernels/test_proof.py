@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -137,6 +138,16 @@ def test_a_verdict_is_found_once_for_each_code_and_gpu(machine, monkeypatch):
     with pytest.warns(UserWarning):
         proof.usable(VARIANTS, gpu, torch.float16)
     assert machine == VARIANTS * 3
+
+
+def test_a_proof_that_asks_for_something_else_is_not_content_with_a_verdict_of_before(machine, monkeypatch, tmp_path):
+    gpu, changed = torch.device("cuda", 0), tmp_path / "proof.py"
+    changed.write_bytes(Path(proof.__file__).read_bytes() + b"\n")
+    for file in (proof.__file__, str(changed), proof.__file__):
+        monkeypatch.setattr(proof, "__file__", file)
+        proof.usable(VARIANTS[:1], gpu, torch.bfloat16)
+        forget()
+    assert machine == VARIANTS[:1] * 2
 
 
 def test_a_damaged_verdict_is_found_anew(machine):
