@@ -20,28 +20,24 @@ import psutil
 
 from qerl_recipes.bench import random_model
 from qerl_recipes.bench.process import check_shape, ended_cleanly
-from qerl_recipes.bench.soak_judge import Replay, Verdict, judge
-from qerl_recipes.bench.soak_load import Adapter, Change, Found, ahead, load
-from qerl_recipes.bench.soak_streams import LONGEST_ANSWER, LONGEST_PROMPT, Answer
+from qerl_recipes.bench.soak_judge import Verdict, judge
+from qerl_recipes.bench.soak_load import Found, load
+from qerl_recipes.bench.soak_replay import LENGTH, RANK, config_of, dtype, make_adapter, references
 from qerl_recipes.machine.conditions import conditions, save
 from qerl_recipes.machine.environment import free_port
 from qerl_recipes.machine.gpu import MIB, installed_gpu
 from qerl_recipes.machine.serve import command
 from qerl_recipes.machine.server_process import ServerProcess, started
 from qerl_recipes.recipe.shapes import config_json
-from qerl_recipes.rollout.arms import ENGINE_ON_CPU, engine_options
+from qerl_recipes.rollout.arms import engine_options
 
-RANK = 8
-ADAPTER_STD = 0.05  # what an adapter writes is then of the size of what the random weights do
 NAME = "policy"  # the model's, in requests
-AHEAD = 4  # adapters that are drawn at one time
-LENGTH = LONGEST_PROMPT + LONGEST_ANSWER + 16  # --max-model-len
 QUIET = 0.2  # share of the time without swaps
 # of a log-probability; in bfloat16 other batches round otherwise: engine and trainer of 7B's random weights differ by
 # 0.25 at most on 65536 tokens (train_7B_80GB_one_rounding_NVIDIA_H200.json), and a soak has millions
 TOLERANCE = {"float32": 3e-4, "bfloat16": 0.6}
 LEAST_TOLD_APART = 0.99  # of answers judged under another policy; below, "right" would prove nothing
-MOST_GROWTH = 64 * MIB  # of a process, while the policy is swapped
+MOST_GROWTH = 64 * MIB  # of a process, after each kind of swap has come once: what the first ones take is kept
 
 
 def run(
@@ -80,16 +76,12 @@ def run(
         }
         unjudged = summary(found, speed, memory, Verdict()) | {"failed": ["the answers have not been judged"]}
         save(result | unjudged, output)  # judging takes minutes, and may be cut short
-        verdict = judge(found.answers, found.changes, reference(folder, seed), TOLERANCE[dtype()])
+        with references(folder, seed) as replays:
+            verdict = judge(found.answers, found.changes, replays, TOLERANCE[dtype()])
     result |= summary(found, speed, memory, verdict)
     save(result, output)
     print("\n".join(lines(result)))
     return result
-
-
-def dtype() -> str:
-    """What server and reference compute in: float32 where that costs nothing."""
-    return "float32" if installed_gpu() is None else "bfloat16"
 
 
 def write_model(shape: str, seed: int, folder: Path) -> str:
@@ -120,7 +112,8 @@ def serving(
 def measure(
     server: ServerProcess, token: str, folder: str, streams: int, seconds: float, seed: int
 ) -> tuple[Found, dict[str, float], dict[str, list[int]]]:
-    """The load, tokens/s, and ``own_bytes`` of each process: before the first swap, and at the end."""
+    """The load, tokens/s, and ``own_bytes`` of each process: before the first swap, after each ``ROUND`` of swaps, and
+    at the end."""
     memory: dict[str, list[int]] = {}
 
     def note() -> None:
@@ -128,7 +121,7 @@ def measure(
         for process in (root, *root.children(recursive=True)):
             memory.setdefault(f"{process.name()} {process.pid}", []).append(own_bytes(process))
 
-    config = _config(folder)
+    config = config_of(folder)
     found, speed = load(
         server.url,
         token,
@@ -170,72 +163,6 @@ def running(url: str) -> float:
         time.sleep(0.2)
 
 
-def make_adapter(config: Mapping[str, Any], seed: int, number: int) -> Adapter:
-    """The adapter of that number, the same on every call."""
-    return random_model.adapter(config, RANK, std=ADAPTER_STD, seed=seed * 1_000_003 + number)
-
-
-def reference(folder: str, seed: int) -> Replay:
-    """An engine in this process, and how answers are replayed on it."""
-    from vllm import LLM, SamplingParams
-
-    from qerl_vllm_plugin.policy import Policy
-
-    on_cpu = ENGINE_ON_CPU if installed_gpu() is None else {}
-    llm = LLM(
-        model=folder,
-        dtype=dtype(),
-        max_model_len=LENGTH,
-        max_num_seqs=64,
-        enable_prefix_caching=True,  # the prompts are few, each asked again and again
-        skip_tokenizer_init=True,
-        disable_log_stats=True,
-        **{**engine_options("qerl_nvfp4", RANK, {}), **on_cpu},
-    )
-    policy, config = Policy(llm), _config(folder)
-    adapter_of = ahead(lambda number: make_adapter(config, seed, number), AHEAD)  # policies are judged in their order
-
-    # of a prompt that is found in the cache there are no log-probabilities; nobody looks at them
-    cached, fresh = (
-        SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, skip_reading_prefix_cache=skip)
-        for skip in (False, True)
-    )
-
-    def outputs_of(answers: Sequence[Answer]) -> list[Any]:
-        inputs = [{"prompt_token_ids": [*answer.prompt, *answer.tokens]} for answer in answers]
-        outputs = llm.generate(inputs, cached, use_tqdm=False)
-        again = [i for i, (answer, output) in enumerate(zip(answers, outputs, strict=True)) if hides(answer, output)]
-        for i, output in zip(again, llm.generate([inputs[i] for i in again], fresh, use_tqdm=False), strict=True):
-            outputs[i] = output
-        return outputs
-
-    def replay(change: Change, answers: Sequence[Answer]) -> list[list[float]]:
-        policy.swap(*(adapter_of(change.adapter) if change.adapter is not None else (None, None)))
-        sigma, noise_seed, rollout = change.noise
-        policy.set_noise(sigma, seed=noise_seed, rollout=rollout)
-        if not llm.reset_prefix_cache():  # vLLM's own way: what a change of policy empties is what is on trial here
-            raise RuntimeError("the reference engine keeps its prefix cache, so its answers would be of another policy")
-        outputs = outputs_of(answers)
-        return [
-            of_tokens(answer.tokens, output.prompt_logprobs) for answer, output in zip(answers, outputs, strict=True)
-        ]
-
-    return replay
-
-
-def hides(answer: Answer, output: Any) -> bool:
-    """Whether the prefix cache reached the last token of the prompt, which computes the answer's first one: a prompt
-    of whole blocks that was asked before, or two answers that begin alike."""
-    return output.num_cached_tokens >= len(answer.prompt)
-
-
-def of_tokens(tokens: Sequence[int], prompt_logprobs: Sequence[Any]) -> list[float]:
-    """The log-probabilities of the last tokens of a prompt. Counted from the end: of what was in the prefix cache one
-    of vLLM's runners returns whatever there was in memory, and the other (0.26 on CUDA) nothing."""
-    last = prompt_logprobs[len(prompt_logprobs) - len(tokens) :]
-    return [position[token].logprob for token, position in zip(tokens, last, strict=True)]
-
-
 def summary(
     found: Found, speed: Mapping[str, float], memory: Mapping[str, list[int]], verdict: Verdict
 ) -> dict[str, Any]:
@@ -243,7 +170,7 @@ def summary(
     seconds = {kind: values for kind, values in found.seconds.items() if kind != "noise"}
     swaps = {"all": [value for values in seconds.values() for value in values], **found.seconds}
     share = verdict.told_apart / verdict.controls if verdict.controls else 0.0
-    grown = {name: values[-1] - values[0] for name, values in memory.items() if len(values) > 1}
+    grown = {name: values[-1] - values[min(1, len(values) - 2)] for name, values in memory.items() if len(values) > 1}
     failed = []
     failed += [f"{len(found.lost)} requests lost, such as: {found.lost[0]}"] if found.lost else []
     failed += [f"{len(verdict.wrong)} wrong answers, such as: {verdict.wrong[0]}"] if verdict.wrong else []
@@ -294,7 +221,3 @@ def lines(result: Mapping[str, Any]) -> list[str]:
         said.append(f"resident MiB of {name}: {' -> '.join(f'{value:.0f}' for value in values)}")
     said += [f"FAILED: {text}" for text in result["failed"]]
     return said
-
-
-def _config(folder: str) -> dict[str, Any]:
-    return json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))

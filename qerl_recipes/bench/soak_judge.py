@@ -2,7 +2,8 @@
 policy, and every log-probability must come back."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from qerl_recipes.bench.soak_load import Change
@@ -55,8 +56,18 @@ def difference(answer: Answer, replayed: Sequence[Sequence[float]], tolerance: f
     return worst
 
 
-def judge(answers: Sequence[Answer], changes: Sequence[Change], replay: Replay, tolerance: float) -> Verdict:
-    """Every answer with tokens against every policy that it names."""
+def portions(sizes: Mapping[int, int], count: int) -> list[list[int]]:
+    """The keys in their order, cut into ``count`` runs of about equal sizes; some may be empty."""
+    total, before = sum(sizes.values()), 0
+    found: list[list[int]] = [[] for _ in range(count)]
+    for key in sorted(sizes):
+        found[min(count * before // max(total, 1), count - 1)].append(key)
+        before += sizes[key]
+    return found
+
+
+def judge(answers: Sequence[Answer], changes: Sequence[Change], replays: Sequence[Replay], tolerance: float) -> Verdict:
+    """Every answer with tokens against every policy that it names; the policies are shared out among ``replays``."""
     verdict = Verdict()
     places: dict[int, list[int]] = {}
     wanted: dict[int, set[int]] = defaultdict(set)  # change -> answers that are replayed under it
@@ -75,11 +86,20 @@ def judge(answers: Sequence[Answer], changes: Sequence[Change], replay: Replay, 
                 controls[i] = found[0] - 1
             for place in [*found, *([controls[i]] if i in controls else [])]:
                 wanted[place].add(i)
+    work = {place: sorted(members) for place, members in wanted.items()}
+
+    def replayed(replay: Replay, places: Sequence[int]) -> dict[tuple[int, int], list[float]]:
+        found: dict[tuple[int, int], list[float]] = {}
+        for place in places:
+            logprobs = replay(changes[place], [answers[i] for i in work[place]])
+            found |= {(place, i): of_one for i, of_one in zip(work[place], logprobs, strict=True)}
+        return found
+
+    parts = portions({place: sum(len(answers[i].tokens) for i in work[place]) for place in work}, len(replays))
     values: dict[tuple[int, int], list[float]] = {}
-    for place in sorted(wanted):
-        members = sorted(wanted[place])
-        for i, found_values in zip(members, replay(changes[place], [answers[i] for i in members]), strict=True):
-            values[place, i] = found_values
+    with ThreadPoolExecutor(len(replays)) as pool:
+        for part in pool.map(replayed, replays, parts):
+            values |= part
     for i, found in places.items():
         answer = answers[i]
         if "-" in answer.policy:

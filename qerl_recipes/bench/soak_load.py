@@ -16,6 +16,7 @@ from qerl_vllm_plugin.client import PolicyClient
 MODES = ("keep", "wait", "keep", "keep", "wait", "keep", "keep", "wait", "keep", "abort")
 TRANSPORTS = ("shared", "shared", "http")  # in turn: through shared memory, as ``auto`` does here, and in a body
 NOISE_EVERY = 5  # swaps
+ROUND = len(MODES) * len(TRANSPORTS)  # swaps, in which each kind has come
 SIGMA = 0.05
 
 Adapter = tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]
@@ -74,10 +75,15 @@ def ahead(draw: Callable[[int], Adapter], count: int) -> Callable[[int], Adapter
 
 
 def push(
-    policies: Mapping[str, PolicyClient], adapter: Callable[[int], Adapter], seed: int, seconds: float, found: Found
+    policies: Mapping[str, PolicyClient],
+    adapter: Callable[[int], Adapter],
+    seed: int,
+    seconds: float,
+    found: Found,
+    between: Callable[[], None],
 ) -> None:
     """A swap every second for so many ``seconds``, and noise, or none again, after every fifth. ``policies`` are the
-    clients by their transports."""
+    clients by their transports; ``between`` is called after each ``ROUND``."""
     began, number = time.monotonic(), 1
     drawn = ahead(adapter, 2)
     while time.monotonic() - began < seconds:
@@ -99,6 +105,8 @@ def push(
             policy.set_noise(noise[0], seed=noise[1], rollout=noise[2])
             found.seconds.setdefault("noise", []).append(time.monotonic() - start)
             found.changes.append(Change(now.version, number, noise))
+        if number % ROUND == 0:
+            between()
         time.sleep(max(0.0, began + number - time.monotonic()))
         number += 1
 
@@ -117,7 +125,8 @@ def load(
     between: Callable[[], None] = lambda: None,
 ) -> tuple[Found, dict[str, float]]:
     """``quiet`` seconds without a swap, then ``busy`` seconds with one every second -> what was seen, and tokens/s of
-    both. ``between`` is called between them, and at the end. Raises what the pusher met, which no server may refuse."""
+    both. ``between`` is called between them, after each ``ROUND``, and at the end. Raises what the pusher met, which no
+    server may refuse."""
     policies = {transport: PolicyClient(url, token, transport=transport) for transport in TRANSPORTS}
     found = Found([Change(policies["http"].state()["version"], None, (0.0, 0, 0))])
     with Streams(url, model, prompts(vocabulary, seed), streams, seed) as asking:
@@ -126,7 +135,7 @@ def load(
         asking.check()
         between()
         middle = time.monotonic()
-        push(policies, adapter, seed, busy, found)
+        push(policies, adapter, seed, busy, found, between)
         end = time.monotonic()
         asking.check()
         between()

@@ -9,8 +9,8 @@ import psutil
 import pytest
 import torch
 
-from qerl_recipes.bench import soak
-from qerl_recipes.bench.soak_judge import difference, judge, named
+from qerl_recipes.bench import soak, soak_replay
+from qerl_recipes.bench.soak_judge import Verdict, difference, judge, named, portions
 from qerl_recipes.bench.soak_load import Change, Found, speed
 from qerl_recipes.bench.soak_streams import SILENT, Answer, Heard, Streams, shares
 from qerl_recipes.machine.serve import command
@@ -55,7 +55,7 @@ def answer(policy, *places, reason="length"):
     ],
 )
 def test_an_answer_is_right_if_the_policies_that_it_names_compute_it_in_their_order(policy, places, is_right):
-    verdict = judge([answer(policy, *places)], CHANGES, replay, 1e-3)
+    verdict = judge([answer(policy, *places)], CHANGES, [replay], 1e-3)
     assert (not verdict.wrong) == is_right
     assert verdict.left_out == 0
 
@@ -63,7 +63,7 @@ def test_an_answer_is_right_if_the_policies_that_it_names_compute_it_in_their_or
 def test_a_logprob_that_is_no_number_is_wrong():
     broken = answer("1", 0, 0)
     broken.logprobs[1] = math.nan
-    assert judge([broken], CHANGES, replay, 1e-3).wrong
+    assert judge([broken], CHANGES, [replay], 1e-3).wrong
     assert difference(answer("1", 0), [[math.nan]], 1e-3) != 0
 
 
@@ -71,9 +71,9 @@ def test_a_logprob_that_is_no_number_is_wrong():
 def test_an_answers_log_probabilities_are_found_whether_or_not_those_of_cached_tokens_are_there(cached):
     prompt, tokens = [5, 6, 7], [8, 9]
     known = [{token: SimpleNamespace(logprob=-float(token))} for token in (*prompt, *tokens)]
-    assert soak.of_tokens(tokens, [None, *known[1:]][cached:]) == [-8.0, -9.0]
+    assert soak_replay.of_tokens(tokens, [None, *known[1:]][cached:]) == [-8.0, -9.0]
     with pytest.raises(KeyError):  # an answer's own token is missing: never a figure of another token
-        soak.of_tokens(tokens, known[4:])
+        soak_replay.of_tokens(tokens, known[4:])
 
 
 def test_answers_whose_beginning_is_in_the_prefix_cache_are_replayed_without_it(tmp_path):
@@ -82,7 +82,7 @@ def test_answers_whose_beginning_is_in_the_prefix_cache_are_replayed_without_it(
     same = [7] * (block - len(other) + 3)
     asked = [(prompt, [5, 6, 7]), (prompt, [9, 9]), (other, [*same, 1]), (other, [*same, 2])]
     answers = [Answer(given, tokens, [0.0] * len(tokens), "1", "length", len(tokens)) for given, tokens in asked]
-    replay = soak.reference(soak.write_model("tiny", 0, tmp_path / "model"), 0)
+    replay = soak_replay.reference(soak.write_model("tiny", 0, tmp_path / "model"), 0)
     together = replay(CHANGES[0], answers)
     alone = [replay(CHANGES[0], [answer])[0] for answer in answers]  # each time with an empty cache
     assert [len(values) for values in together] == [len(answer.tokens) for answer in answers]
@@ -93,13 +93,23 @@ def test_answers_whose_beginning_is_in_the_prefix_cache_are_replayed_without_it(
 def test_answers_of_many_policies_are_left_out_and_counted_and_controls_are_told_apart():
     many = [Change(i, i, STILL) for i in range(9)]
     assert named("2-7", many) == [2, 3, 4, 5, 6, 7]
-    verdict = judge([answer("1-6", 0), answer("2", 1, 1)], many, lambda change, answers: [[0.0] * 2], 1e-3)
+    verdict = judge([answer("1-6", 0), answer("2", 1, 1)], many, [lambda change, answers: [[0.0] * 2]], 1e-3)
     assert (verdict.left_out, verdict.one, verdict.several) == (1, 1, 0)
-    verdict = judge([answer("2", 1, 1)] * 20, CHANGES, replay, 1e-3)
+    verdict = judge([answer("2", 1, 1)] * 20, CHANGES, [replay], 1e-3)
     assert (verdict.controls, verdict.told_apart, verdict.one) == (2, 2, 20)
     # a replay that takes no notice of the policy tells nothing apart
-    verdict = judge([answer("2", 0, 0)], CHANGES, lambda change, answers: replay(CHANGES[0], answers), 1e-3)
+    verdict = judge([answer("2", 0, 0)], CHANGES, [lambda change, answers: replay(CHANGES[0], answers)], 1e-3)
     assert (verdict.controls, verdict.told_apart) == (1, 0)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 9])
+def test_policies_are_shared_out_in_their_order_and_what_is_found_is_the_same(count):
+    parts = portions({3: 10, 1: 10, 2: 10, 8: 30}, count)
+    assert [place for part in parts for place in part] == [1, 2, 3, 8] and len(parts) == count
+    assert [portions({1: 10, 2: 10, 3: 10, 8: 30}, 2), portions({}, 2)] == [[[1, 2, 3], [8]], [[], []]]
+    answers = [answer("1-3", 0, 1, 3), answer("2", 2, 2), answer("2", 1, 2), answer("3", 3)] * 6
+    verdict = judge(answers, CHANGES, [replay] * count, 1e-3)
+    assert verdict == judge(answers, CHANGES, [replay], 1e-3) and len(verdict.wrong) == 6
 
 
 def heard(tokens, length, reason="length", *, logprobs=None, asked=0.0, ended=1.0):
@@ -159,6 +169,15 @@ def test_what_is_mapped_from_shared_memory_is_no_growth_of_a_process():
         assert soak.own_bytes(here) - before > size // 2 and kept[-1] == 1
 
 
+@pytest.mark.parametrize(
+    ("mib", "grows"), [([100], False), ([100, 200], True), ([100, 200, 210], False), ([100, 200, 240, 270], True)]
+)
+def test_memory_that_the_first_round_of_swaps_takes_is_kept_for_the_next_and_more_is_growth(mib, grows):
+    memory = {"engine": [value << 20 for value in mib]}
+    failed = soak.summary(Found(CHANGES[:1]), {}, memory, Verdict())["failed"]
+    assert ["engine has grown by" in text for text in failed].count(True) == grows
+
+
 # a server that forgets to empty its caches when the policy changes
 WITHOUT_RESET = """
 from qerl_recipes.machine.environment import prepare
@@ -169,7 +188,7 @@ if __name__ == "__main__":
     from qerl_recipes.machine.serve import run
     from qerl_vllm_plugin.server.changes import PolicyServer
 
-    async def forget(self):
+    async def forget(self, mode):
         pass
 
     PolicyServer._empty_caches = forget
@@ -188,7 +207,7 @@ def test_a_short_soak_finds_nothing_on_a_sound_server_and_the_stale_answers_of_a
     with soak.serving(folder, 16, Path(tmp_path, "log"), line) as (server, token):
         found, speed, memory = soak.measure(server, token, folder, 16, 12, 0)
     assert len(found.changes) > 5 and found.cancelled > 0 and min(speed.values()) > 0
-    verdict = judge(found.answers, found.changes, soak.reference(folder, 0), soak.TOLERANCE["float32"])
+    verdict = judge(found.answers, found.changes, [soak_replay.reference(folder, 0)], soak.TOLERANCE["float32"])
     result = soak.summary(found, speed, memory, verdict)
     assert result["lost"] == []
     if is_sound:
@@ -200,3 +219,21 @@ def test_a_short_soak_finds_nothing_on_a_sound_server_and_the_stale_answers_of_a
     else:
         assert len(verdict.wrong) > 10
         assert "wrong answers" in result["failed"][0]
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+def test_engines_that_share_the_policies_replay_as_one_does_and_one_that_dies_is_told(monkeypatch, tmp_path):
+    """As on a GPU, where several fit."""
+    folder = soak.write_model("tiny", 0, tmp_path / "model")
+    answers = [Answer([5, 6, 7, i], [9, i], [0.0, 0.0], "1", "length", 2) for i in range(8, 16)]
+    one = soak_replay.reference(folder, 0)
+    expected = [one(change, answers) for change in CHANGES]
+    monkeypatch.setattr(soak_replay, "engines", lambda _folder: 2)
+    with soak_replay.references(folder, 0) as replays:
+        assert len(replays) == 2
+        for place, change in enumerate(CHANGES):
+            for found, values in zip(replays[place % 2](change, answers), expected[place], strict=True):
+                assert found == pytest.approx(values, abs=1e-5)
+        with pytest.raises(RuntimeError, match="has died"):
+            replays[0](CHANGES[1], [Answer([], [], [], "1", "length", 0)])
