@@ -31,6 +31,7 @@ LOST_TO_OTHERS = "the engine was given up, or holds half of a policy: another AP
 DRAIN = 600.0  # seconds that running requests may take under "wait"
 GLANCE = 0.02  # seconds between two looks at an engine that somebody else lets come to rest
 STILL_RUNNING = "requests still ran after {:.0f} s; use requests={}"
+RESUMED = "somebody resumed the engine in the middle of a change, so that a few tokens may be of both policies"
 FROZEN = (
     "somebody else has paused the engine in the middle of requests, which cannot end so; resume it first, or use "
     "requests=keep or abort"
@@ -168,6 +169,8 @@ class PolicyServer:
             laps.end("empty")
             answer = await self._rpc(method, *args)
             laps.end("way")
+            if not await self._in_time(self._engine.is_paused()):
+                await self._empty_again()
         finally:
             if not was_paused and not self._is_silent:  # a lost engine too: what waits is refused, and waits no longer
                 await self._in_time(self._engine.resume_generation())
@@ -214,6 +217,16 @@ class PolicyServer:
             raise Refused(503, "cannot_reset", f"the caches could not be emptied: {error}") from error
         if not done:
             raise Refused(503, "cannot_reset", "the engine could not empty its caches; nothing has changed")
+
+    async def _empty_again(self) -> None:
+        """After a change in whose middle somebody else has resumed the engine, which has computed since the emptying:
+        nothing of that is read again. Raises Refused if that cannot be, and then nobody is answered any more."""
+        logger.warning("%s", RESUMED)
+        try:
+            await self._empty_caches("keep")
+        except Refused as refused:
+            self._lose(f"{RESUMED}, and {refused}; restart it")
+            raise Refused(503, "lost", str(self.lost)) from refused
 
     async def _rpc(self, method: str, *args: Any) -> dict[str, Any]:
         """The first rank's answer. Raises Refused if a rank refused."""

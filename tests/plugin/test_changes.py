@@ -33,7 +33,7 @@ class Engine:
         self.asked, self.emptied, self._log, self._looks = [], [], ChangeLog(), looks
         self._paused, self._empties, self._drains, self._carrier = is_paused, empties, drains, carrier
         self.output_processor = SimpleNamespace(add_request=None, request_states={})
-        self.engine_core = self
+        self.engine_core, self.is_resumed, self.empties_again = self, False, True
 
     async def is_paused(self):
         return self._paused
@@ -53,6 +53,7 @@ class Engine:
         self.asked.append(f"pause {mode}")
         if mode == "wait" and not self._drains:
             await asyncio.sleep(60)
+        self._paused = True
 
     async def reset_prefix_cache(self, **options):
         self.asked.append("empty")
@@ -62,12 +63,15 @@ class Engine:
         return self._empties
 
     async def resume_generation(self):
+        self._paused = False
         self.asked.append("resume")
 
     async def collective_rpc(self, method, args):
         await asyncio.sleep(0.05)
         if method not in ("qerl_open", "qerl_state"):
             self.asked.append(method)
+            self._paused = self._paused and not self.is_resumed
+            self._empties = self._empties and self.empties_again
         opened = {"carrier": self._carrier, "max_rank": 8, "max_bytes": 1, "gpus": [], "version": 0, "hash": ""}
         return [{**opened, "instance": f"order-{id(self)}", "changes": self._log.path}]
 
@@ -162,6 +166,19 @@ def test_only_a_change_that_keeps_requests_lets_them_begin_anew(mode):
     engine = Engine()
     with_server(engine, lambda server: change(server, mode))
     assert [options["reset_running_requests"] for options in engine.emptied] == [mode == "keep"]
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+@pytest.mark.parametrize("empties_again", [True, False])
+def test_what_an_engine_computes_that_somebody_else_resumes_in_a_change_is_not_read_again(is_paused, empties_again):
+    engine = Engine(is_paused=is_paused)
+    engine.is_resumed, engine.empties_again = True, empties_again
+    refused = pytest.raises(Refused, match=r"resumed the engine.*restart it")
+    with contextlib.nullcontext() if empties_again else refused:
+        with_server(engine, change)
+    changed = ["empty", "qerl_set_noise", "empty"]
+    assert engine.asked == (changed if is_paused else ["pause keep", *changed, "resume"])
+    assert engine.emptied[-1]["reset_running_requests"]
 
 
 def test_requests_that_do_not_end_are_waited_for_so_long_and_go_on(monkeypatch):
