@@ -15,17 +15,22 @@ import triton.language as tl
 from qerl_kernels.nvfp4 import GROUP_SIZE, NVFP4Weight, divisor_from_amax
 
 BLOCKS = 512  # of one program
+BLOCKS_OF_A_ROW = 128  # where rows lie apart: 224 to 1728 of them are a row of 3584 to 27648
 
 
 @triton.jit
-def _dequantize_kernel(codes, scales, w, count, per_row, stride, BLOCKS: tl.constexpr):
+def _dequantize_kernel(codes, scales, w, per_row, stride, BLOCKS: tl.constexpr):
     """8 bytes of codes -> 8 words of two BF16 numbers; the even column is the low half of its word. Rows of ``per_row``
-    blocks lie ``stride`` words apart."""
-    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
+    blocks lie ``stride`` words apart; a program has BLOCKS of one, so that none asks a division for its row."""
+    pieces = tl.cdiv(per_row, BLOCKS)
+    row = (tl.program_id(0) // pieces).to(tl.int64)
+    piece = tl.program_id(0) % pieces
+    first = row * per_row + piece.to(tl.int64) * BLOCKS
+    block = tl.arange(0, BLOCKS)[:, None]
     at = block * 8 + tl.arange(0, 8)[None, :]
-    inside = block < count
-    byte = tl.load(codes + at, mask=inside, other=0).to(tl.int32)
-    scale = (tl.load(scales + block, mask=inside, other=0).to(tl.int32) << 20).to(tl.uint32)
+    inside = block < per_row - piece * BLOCKS
+    byte = tl.load(codes + first * 8 + at, mask=inside, other=0).to(tl.int32)
+    scale = (tl.load(scales + first + block, mask=inside, other=0).to(tl.int32) << 20).to(tl.uint32)
     sign = (scale & 0x08000000) << 4  # a scale is never negative in a good checkpoint; the reference would follow it
     scale = ((scale & 0x07F00000) | sign).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
     scale = scale * 3.32306998946229e35  # 2^118
@@ -33,8 +38,8 @@ def _dequantize_kernel(codes, scales, w, count, per_row, stride, BLOCKS: tl.cons
     odd = (((byte & 0x70) << 18) | ((byte & 0x80) << 24)).to(tl.float32, bitcast=True) * scale * 256.0
     low = even.to(tl.uint32, bitcast=True) >> 16
     high = odd.to(tl.uint32, bitcast=True) & 0xFFFF0000
-    to = block // per_row * stride + block % per_row * 8 + tl.arange(0, 8)[None, :]
-    tl.store(w + to, (low | high).to(tl.int32, bitcast=True), mask=inside)
+    to = w + row * stride + piece.to(tl.int64) * BLOCKS * 8
+    tl.store(to + at, (low | high).to(tl.int32, bitcast=True), mask=inside)
 
 
 def dequantize(codes: torch.Tensor, block_scales: torch.Tensor, room: int = 0) -> torch.Tensor:
@@ -43,12 +48,13 @@ def dequantize(codes: torch.Tensor, block_scales: torch.Tensor, room: int = 0) -
     N, half = codes.shape
     codes, block_scales = codes.contiguous(), block_scales.contiguous()
     w = torch.empty(N, 2 * half + room, dtype=torch.bfloat16, device=codes.device)
-    count = block_scales.numel()
-    if count:
-        grid = (triton.cdiv(count, BLOCKS),)
+    if codes.numel():
+        # without room all blocks are one row
+        rows, per_row, blocks = (N, half // 8, BLOCKS_OF_A_ROW) if room else (1, block_scales.numel(), BLOCKS)
+        grid = (rows * triton.cdiv(per_row, blocks),)
         with torch.cuda.device_of(codes):
             tensors = codes, block_scales.view(torch.uint8), w.view(torch.int32)
-            _dequantize_kernel[grid](*tensors, count, half // 8, half + room // 2, BLOCKS=BLOCKS)
+            _dequantize_kernel[grid](*tensors, per_row, half + room // 2, BLOCKS=blocks)
     return w
 
 

@@ -35,6 +35,7 @@ def turn(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, *, back: boo
     if not x.numel():
         return y
     sizes = {"HALF": D // 2, "HEADS": triton.next_power_of_2(heads), "WIDTH": triton.next_power_of_2(D // 2)}
+    warps = min(4, max(1, sizes["HEADS"] * sizes["WIDTH"] // 256))  # 8 numbers a thread, where there are as many
     with torch.cuda.device_of(x):
-        _kernel[(x.numel() // (heads * D),)](x, cosine, sine, y, heads, **sizes, BACK=back, num_warps=4)
+        _kernel[(x.numel() // (heads * D),)](x, cosine, sine, y, heads, **sizes, BACK=back, num_warps=warps)
     return y

@@ -29,25 +29,28 @@ def _backward_kernel(dy, gate, up, dgate, dup, count, NUMBERS: tl.constexpr):
 
 
 @triton.jit
-def _scaled_forward_kernel(joined, scales, y, count, N, NUMBERS: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
-    inside = at < count
-    row = at // N
-    first = joined + at + row * N  # row * 2 N + column
-    g = tl.load(first, mask=inside, other=0).to(tl.float32) * tl.load(scales + 2 * row, mask=inside, other=0)
-    u = tl.load(first + N, mask=inside, other=0).to(tl.float32) * tl.load(scales + 2 * row + 1, mask=inside, other=0)
-    tl.store(y + at, (g / (1 + tl.exp(-g)) * u).to(y.dtype.element_ty), mask=inside)
+def _scaled_forward_kernel(joined, scales, y, N, NUMBERS: tl.constexpr):
+    """A program has NUMBERS of one row: its two scales are loaded once, and no number asks a division for its row."""
+    blocks = tl.cdiv(N, NUMBERS)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.program_id(0) % blocks * NUMBERS + tl.arange(0, NUMBERS)
+    inside = column < N
+    first = joined + row * 2 * N + column
+    g = tl.load(first, mask=inside, other=0).to(tl.float32) * tl.load(scales + 2 * row)
+    u = tl.load(first + N, mask=inside, other=0).to(tl.float32) * tl.load(scales + 2 * row + 1)
+    tl.store(y + row * N + column, (g / (1 + tl.exp(-g)) * u).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _scaled_backward_kernel(dy, joined, scales, djoined, count, N, NUMBERS: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
-    inside = at < count
-    row = at // N
-    gate_at = at + row * N
-    gate_scale = tl.load(scales + 2 * row, mask=inside, other=0)
-    up_scale = tl.load(scales + 2 * row + 1, mask=inside, other=0)
-    d = tl.load(dy + at, mask=inside, other=0).to(tl.float32)
+def _scaled_backward_kernel(dy, joined, scales, djoined, N, NUMBERS: tl.constexpr):
+    blocks = tl.cdiv(N, NUMBERS)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.program_id(0) % blocks * NUMBERS + tl.arange(0, NUMBERS)
+    inside = column < N
+    gate_at = row * 2 * N + column
+    gate_scale = tl.load(scales + 2 * row)
+    up_scale = tl.load(scales + 2 * row + 1)
+    d = tl.load(dy + row * N + column, mask=inside, other=0).to(tl.float32)
     g = tl.load(joined + gate_at, mask=inside, other=0).to(tl.float32) * gate_scale
     u = tl.load(joined + gate_at + N, mask=inside, other=0).to(tl.float32) * up_scale
     s = 1 / (1 + tl.exp(-g))
@@ -84,18 +87,16 @@ def scaled_forward(joined: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     y = joined.new_empty(rows, N)
     if y.numel():
         with torch.cuda.device_of(joined):
-            grid = (triton.cdiv(y.numel(), NUMBERS),)
-            _scaled_forward_kernel[grid](joined, scales, y, y.numel(), N, NUMBERS=NUMBERS)
+            grid = (rows * triton.cdiv(N, NUMBERS),)
+            _scaled_forward_kernel[grid](joined, scales, y, N, NUMBERS=NUMBERS)
     return y
 
 
 def scaled_backward(dy: torch.Tensor, joined: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """The gradient of ``joined``; all contiguous."""
-    djoined = torch.empty_like(joined)
+    djoined, (rows, N) = torch.empty_like(joined), dy.shape
     if dy.numel():
         with torch.cuda.device_of(dy):
-            grid = (triton.cdiv(dy.numel(), NUMBERS),)
-            _scaled_backward_kernel[grid](
-                dy, joined, scales, djoined, dy.numel(), joined.shape[1] // 2, NUMBERS=NUMBERS
-            )
+            grid = (rows * triton.cdiv(N, NUMBERS),)
+            _scaled_backward_kernel[grid](dy, joined, scales, djoined, N, NUMBERS=NUMBERS)
     return djoined

@@ -9,8 +9,9 @@ ROWS = 16  # of W0 behind which one program writes
 
 
 @triton.jit
-def _silu_mul_kernel(gate, up, wide, K, R, used, stride, NUMBERS: tl.constexpr):
-    blocks = tl.cdiv(K + used, NUMBERS)
+def _silu_mul_kernel(gate, up, wide, K, R, stride, USED: tl.constexpr, NUMBERS: tl.constexpr):
+    # USED, a multiple of 8, is a constant: K + USED is then known to be one too, and 8 numbers are stored at once
+    blocks = tl.cdiv(K + USED, NUMBERS)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * NUMBERS + tl.arange(0, NUMBERS)
     inside = column < K
@@ -18,24 +19,37 @@ def _silu_mul_kernel(gate, up, wide, K, R, used, stride, NUMBERS: tl.constexpr):
     u = tl.load(up + row * K + column, mask=inside, other=0).to(tl.float32)
     behind = tl.where((column >= K + R) & (column < K + R + 2), 1.0, 0.0)
     y = tl.where(inside, g / (1 + tl.exp(-g)) * u, behind)
-    tl.store(wide + row * stride + column, y.to(wide.dtype.element_ty), mask=column < K + used)
+    tl.store(wide + row * stride + column, y.to(wide.dtype.element_ty), mask=column < K + USED)
 
 
 @triton.jit
 def _fill_kernel(
-    w, B, bias, N, R, r, first, used, stride, factor, WITH_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    w,
+    B,
+    bias,
+    N,
+    R,
+    r,
+    first,
+    stride,
+    factor,
+    USED: tl.constexpr,
+    WITH_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """``w``: the first number behind the first row."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
-    inside, by = (row < N) & (column >= 0), tl.zeros([ROWS, COLUMNS], tl.float32) + factor
+    inside, by = row < N, tl.zeros([ROWS, COLUMNS], tl.float32) + factor
     is_b = inside & (column >= first) & (column < first + r)
     values = tl.div_rn(tl.load(B + row * r + column - first, mask=is_b, other=0).to(tl.float32), by)
     if WITH_BIAS:
-        whole = tl.div_rn(tl.load(bias + row + column * 0, mask=inside, other=0).to(tl.float32), by)
+        by_row = tl.zeros([ROWS, 1], tl.float32) + factor
+        whole = tl.div_rn(tl.load(bias + row, mask=inside, other=0).to(tl.float32), by_row)
         rounded = whole.to(w.dtype.element_ty).to(tl.float32)
         values = tl.where(column == R, rounded, tl.where(column == R + 1, whole - rounded, values))
-    tl.store(w + row * stride + column, values.to(w.dtype.element_ty), mask=inside & (column < used))
+    tl.store(w + row * stride + column, values.to(w.dtype.element_ty), mask=inside & (column < USED))
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor, wide: torch.Tensor, R: int) -> None:
@@ -44,7 +58,7 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor, wide: torch.Tensor, R: int) -
     if T:
         with torch.cuda.device_of(gate):
             grid = (T * triton.cdiv(K + used, NUMBERS),)
-            _silu_mul_kernel[grid](gate, up, wide, K, R, used, wide.stride(0), NUMBERS=NUMBERS)
+            _silu_mul_kernel[grid](gate, up, wide, K, R, wide.stride(0), USED=used, NUMBERS=NUMBERS)
 
 
 def fill(
@@ -52,13 +66,14 @@ def fill(
 ) -> None:
     """As ``wide.fill``, ``B`` contiguous."""
     N, used = w.shape[0], w.shape[1] - K
-    sizes = (N, R, B.shape[1], first, used, w.stride(0), factor)
+    sizes = (N, R, B.shape[1], first, w.stride(0), factor)
     with torch.cuda.device_of(w):
         _fill_kernel[(triton.cdiv(N, ROWS),)](
             w[:, K:],
             B,
             B if bias is None else bias,
             *sizes,
+            USED=used,
             WITH_BIAS=bias is not None,
             ROWS=ROWS,
             COLUMNS=triton.next_power_of_2(used),

@@ -36,6 +36,12 @@ def dequantize_is_exact_for_every_code_and_scale():
     codes, scales = codes[:, :3].repeat(1, 8), scales[:, None].repeat(1, 3)  # three blocks a row
     with_room = nvfp4_triton.dequantize(codes, scales, 8)
     assert with_room.shape == (254, 56) and same_bits(with_room[:, :48], nvfp4.dequantize(codes, scales))
+    codes, scales = (
+        codes[:206].reshape(3, 2 * 824)[:, :1640],
+        scales[:206].reshape(3, 206)[:, :205],
+    )  # two programs a row
+    with_room = nvfp4_triton.dequantize(codes, scales, 8)
+    assert same_bits(with_room[:, :-8], nvfp4.dequantize(codes, scales))
 
 
 def quantize_gives_the_bits_of_the_reference():
@@ -111,12 +117,13 @@ def wide_operands_are_those_of_the_reference():
 
 def scaled_silu_mul_agrees_with_the_reference():
     generator = torch.Generator().manual_seed(0)
-    joined, dy = 4 * torch.randn(7, 600, generator=generator), torch.randn(7, 300, generator=generator)
-    scales = torch.rand(7, 2, generator=generator)
-    expected = torch.ops.qerl.scaled_silu_mul(joined, scales)
-    torch.testing.assert_close(silu_mul_triton.scaled_forward(joined, scales), expected)
-    expected = torch.ops.qerl.scaled_silu_mul_backward(dy, joined, scales)
-    torch.testing.assert_close(silu_mul_triton.scaled_backward(dy, joined, scales), expected)
+    for N in (300, silu_mul_triton.NUMBERS + 76):
+        joined, dy = 4 * torch.randn(7, 2 * N, generator=generator), torch.randn(7, N, generator=generator)
+        scales = torch.rand(7, 2, generator=generator)
+        expected = torch.ops.qerl.scaled_silu_mul(joined, scales)
+        torch.testing.assert_close(silu_mul_triton.scaled_forward(joined, scales), expected)
+        expected = torch.ops.qerl.scaled_silu_mul_backward(dy, joined, scales)
+        torch.testing.assert_close(silu_mul_triton.scaled_backward(dy, joined, scales), expected)
 
 
 def rotate_agrees_with_the_reference():
