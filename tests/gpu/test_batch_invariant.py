@@ -57,8 +57,8 @@ def test_a_token_has_the_same_bits_in_every_batch(shape, operand):
             assert torch.equal(linear_tiles.linear(x[:M], fixed, None, given), whole[:M]), M
             first = 2100 - M
             assert torch.equal(linear_tiles.linear(x[first:], fixed, None, given), whole[first:]), M
-    sizes = (1, 8, 64, 256, 1024)
-    ordinary = [linear_tiles.linear(x[:M], free)[:1] for M in sizes]  # the control: without it bits do depend on M
+    # the control: without it bits do depend on M, of a small layer rounded to bfloat16 those of few numbers
+    ordinary = [linear_tiles.linear(x[:M], free)[:8] for M in (8, 64, 256, 1024)]
     assert not all(torch.equal(y, ordinary[0]) for y in ordinary)
 
 

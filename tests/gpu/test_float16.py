@@ -142,6 +142,7 @@ def mismatch(folder: Path, dtype: torch.dtype, start_engine: Callable[..., Any])
         folder,
         dtype=str(dtype).removeprefix("torch."),
         gpu_memory_utilization=0.15,
+        kv_cache_memory_bytes=1 << 30,  # what is left of a share is not to be measured: the trainer's model is in it
         max_model_len=256,
         max_num_seqs=8,
         additional_config={"qerl": {"policy_adapter": {"rank": 16}}},
