@@ -267,7 +267,7 @@ class QerlConfig(QuantizationConfig):
         from vllm import envs
         from vllm.platforms import current_platform
 
-        from qerl_vllm_plugin import compat, loading, lora_requests, norms
+        from qerl_vllm_plugin import compat, compat_lora, loading, norms
         from qerl_vllm_plugin.worker import add_worker_methods
 
         compat.check_vllm_version()
@@ -323,7 +323,7 @@ class QerlConfig(QuantizationConfig):
                 '"qerl.policy_adapter" and --enable-lora exclude each other: the policy adapter is part of every layer '
                 "and on for every request. Use --enable-lora alone for several adapters"
             )
-        lora_requests.watch(vllm_config)
+        compat_lora.watch(vllm_config)
         self.adapter_rank, self.kernel = options.adapter_rank, options.kernel
         norms.install()
         add_worker_methods()

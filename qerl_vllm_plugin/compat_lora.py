@@ -1,0 +1,70 @@
+"""Where vLLM reads the adapters of LoRA requests: what lora_requests.py checks is put in front of that.
+
+vLLM (0.26 to 0.32) has no place to ask before an adapter goes into a slot: the reading is a method of its
+WorkerLoRAManager (``vllm/lora/worker_manager.py``), which a model runner makes after the model. Of this engine alone
+the two methods are wrapped, on the objects themselves, while its model is being built.
+"""
+
+import functools
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qerl_vllm_plugin import adapter_folder
+from qerl_vllm_plugin.lora_requests import check_folder, check_modules
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def watch(vllm_config: "VllmConfig") -> None:
+    """To be called while a model of an engine with LoRA slots is being built: no adapter gets there unchecked."""
+    if vllm_config.lora_config is None:
+        return
+    runner = _runner_above()
+    load = runner.load_lora_model
+    if getattr(load, "is_qerl_watch", False):  # of the model that a drafter is built beside
+        return
+
+    @functools.wraps(load)
+    def load_and_watch(*args: Any, **keywords: Any) -> Any:
+        model = load(*args, **keywords)
+        _check_what_is_read(runner.lora_manager, vllm_config)
+        return model
+
+    load_and_watch.is_qerl_watch = True  # type: ignore[attr-defined]
+    runner.load_lora_model = load_and_watch
+
+
+def _check_what_is_read(manager: Any, vllm_config: "VllmConfig") -> None:
+    """``manager`` is vLLM's WorkerLoRAManager, which reads an adapter once, before the first request is answered."""
+    from vllm.lora.utils import get_adapter_absolute_path
+
+    from qerl_vllm_plugin.loading import checkpoint_folder
+
+    read = manager._load_adapter
+    is_whole = vllm_config.parallel_config.pipeline_parallel_size == 1
+
+    def read_checked(request: Any) -> Any:
+        folder = Path(get_adapter_absolute_path(request.lora_path))
+        if (folder / adapter_folder.CONFIG_FILE).is_file():  # what is missing, vLLM names
+            check_folder(folder, checkpoint_folder(vllm_config), manager.lora_config.max_lora_rank)
+        lora = read(request)
+        if is_whole:  # a rank of a pipeline has no place for the layers of the others
+            slots = manager._adapter_manager
+            parts = [part for module in slots.packed_modules.values() for part in module]
+            check_modules(folder, lora.loras, {*slots.modules, *parts})
+        return lora
+
+    manager._load_adapter = read_checked
+
+
+def _runner_above() -> Any:
+    """vLLM's model runner, in one of whose methods a model is being built."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        owner = frame.f_locals.get("self")
+        if hasattr(owner, "load_lora_model"):
+            return owner
+    raise RuntimeError("qerl_nvfp4: this vLLM gives a model its LoRA slots in a way that is not known here")
