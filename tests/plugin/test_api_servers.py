@@ -53,12 +53,22 @@ def connected(server):
     return found
 
 
+def clients_of_both(stack, server, **options):
+    """Twelve clients that hold their connections, not all of them to the same process."""
+    clients = []
+    while len(clients) < 12 or len(connected(server)) < 2:
+        assert len(clients) < 200, "one process has answered all: nothing is tested"
+        clients.append(stack.enter_context(httpx.Client(verify=False, **options)))
+        clients[-1].get(f"{server.url}/health").raise_for_status()
+    return clients[:6] + clients[-6:]
+
+
 def test_whichever_process_is_asked_knows_the_version_whichever_changed_it(server, adapters):
     policy = PolicyClient(server.url, TOKEN)
     instances, scores = {policy.state()["instance"] for _ in range(10)}, set()
     assert len(instances) == 1, "one engine, whichever process tells of it"
     with contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(httpx.Client()) for _ in range(12)]
+        clients = clients_of_both(stack, server)
         for version in range(1, 7):
             assert policy.swap(*adapters[version % 2]) == version
             answers = {ask(server, client=client) for client in clients}
@@ -88,7 +98,7 @@ def test_each_of_them_counts_for_all(server, adapters):
     policy = PolicyClient(server.url, TOKEN)
     before = policy.state()["counters"]
     with contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(httpx.Client(headers={"X-QeRL-Admin-Token": TOKEN})) for _ in range(12)]
+        clients = clients_of_both(stack, server, headers={"X-QeRL-Admin-Token": TOKEN})
         for client in clients:
             assert client.put(f"{server.url}/v1/qerl/noise", json={}).status_code == 400  # closes the connection
             client.delete(f"{server.url}/v1/qerl/noise").raise_for_status()
