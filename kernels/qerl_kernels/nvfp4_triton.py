@@ -15,6 +15,7 @@ import triton.language as tl
 from qerl_kernels.nvfp4 import GROUP_SIZE, NVFP4Weight, divisor_from_amax
 
 BLOCKS = 512  # of one program
+BLOCKS_TO_QUANTIZE = 256  # of one program: 64 registers a thread on Hopper; 512 take 128
 BLOCKS_OF_A_ROW = 128  # where rows lie apart: 224 to 1728 of them are a row of 3584 to 27648
 
 
@@ -75,6 +76,16 @@ def _e4m3_value(byte):
 
 
 @triton.jit
+def _round_to_code(a):
+    """The index of nvfp4.round_to_codes of ``a`` >= 0: 1.5 * 2^22, 2^23 and 2^24 have steps of 0.5, 1 and 2, so that
+    the bits of a sum count the steps; the least of the three is right."""
+    halves = (a + 6291456.0).to(tl.int32, bitcast=True) - 0x4AC00000
+    ones = (a + 12582912.0).to(tl.int32, bitcast=True) - (0x4B400000 - 2)
+    twos = (a + 25165824.0).to(tl.int32, bitcast=True) - (0x4BC00000 - 4)
+    return tl.minimum(tl.minimum(halves, ones), tl.minimum(twos, 7))
+
+
+@triton.jit
 def _quantize_kernel(w, divisor, codes, scales, count, BLOCKS: tl.constexpr):
     """16 weights -> 8 bytes of codes and one scale."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
@@ -82,8 +93,7 @@ def _quantize_kernel(w, divisor, codes, scales, count, BLOCKS: tl.constexpr):
     at = block[:, None] * 16 + tl.arange(0, 16)[None, :]
     stored = tl.load(w + at, mask=inside[:, None], other=0.0)
     x = stored.to(tl.float32)
-    magnitude = tl.abs(x)
-    amax = tl.max(magnitude, axis=1)
+    amax = tl.max(tl.abs(x), axis=1)
     by_divisor = tl.load(divisor)
     sixth = tl.div_rn(amax, tl.full([BLOCKS], 6.0, tl.float32))
     if stored.dtype == tl.bfloat16:  # in integers: Triton's interpreter cuts off where a GPU rounds
@@ -95,12 +105,8 @@ def _quantize_kernel(w, divisor, codes, scales, count, BLOCKS: tl.constexpr):
     scale = _round_to_e4m3(tl.minimum(sixth * by_divisor, 448.0))
     scale = tl.where(scale == 0, 0x20, scale)  # 0.125: nvfp4.ZERO_BLOCK_SCALE
     step = tl.div_rn(_e4m3_value(scale), tl.zeros([BLOCKS], tl.float32) + by_divisor)
-    ratio = tl.div_rn(magnitude, tl.broadcast_to(step[:, None], [BLOCKS, 16]))
-    # a tie goes to the even code: down at 0.25, 1.25, 2.5 and 5, up at 0.75, 1.75 and 3.5
-    code = (ratio > 0.25).to(tl.int32) + (ratio >= 0.75).to(tl.int32) + (ratio > 1.25).to(tl.int32)
-    code += (ratio >= 1.75).to(tl.int32) + (ratio > 2.5).to(tl.int32) + (ratio >= 3.5).to(tl.int32)
-    code += (ratio > 5.0).to(tl.int32)
-    code |= ((x < 0) & (ratio > 0)).to(tl.int32) << 3
+    ratio = tl.div_rn(x, tl.broadcast_to(step[:, None], [BLOCKS, 16]))
+    code = _round_to_code(tl.abs(ratio)) | tl.where(ratio < 0, 8, 0)
     even, odd = tl.split(tl.reshape(code, [BLOCKS, 8, 2]))
     bytes_at = block[:, None] * 8 + tl.arange(0, 8)[None, :]
     tl.store(codes + bytes_at, (even | (odd << 4)).to(tl.uint8), mask=inside[:, None])
@@ -124,5 +130,6 @@ def quantize(w: torch.Tensor, divisor: torch.Tensor | None = None) -> NVFP4Weigh
     count = scales.numel()
     if count:
         with torch.cuda.device_of(w):
-            _quantize_kernel[(triton.cdiv(count, BLOCKS),)](w, divisor, codes, scales, count, BLOCKS=BLOCKS)
+            grid = (triton.cdiv(count, BLOCKS_TO_QUANTIZE),)
+            _quantize_kernel[grid](w, divisor, codes, scales, count, BLOCKS=BLOCKS_TO_QUANTIZE)
     return NVFP4Weight(codes, scales.view(torch.float8_e4m3fn), divisor)

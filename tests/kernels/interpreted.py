@@ -63,6 +63,13 @@ def quantize_gives_the_bits_of_the_reference():
     assert same_bits(
         nvfp4.quantize(ties, torch.tensor(448.0)).codes, nvfp4_triton.quantize(ties, torch.tensor(448.0)).codes
     )
+    edges = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 0.0, 6.0, 1e-40, 5e30])
+    edges = torch.cat([edges, torch.nextafter(edges, edges * 0), torch.nextafter(edges, edges * 0 + 9)])
+    w = torch.stack([edges, -edges]).flatten()[:, None].repeat(1, 16)
+    w[:, 0] = 6  # scale 448 over divisor 448: each weight is its ratio, and 5e30 is far beyond
+    assert same_bits(nvfp4.quantize(w, torch.tensor(448.0)).codes, nvfp4_triton.quantize(w, torch.tensor(448.0)).codes)
+    w[:, 0], w[:, 1] = 2688, -1e-45  # the ratio of a step of 448 is -0: no sign
+    assert same_bits(nvfp4.quantize(w, torch.tensor(1.0)).codes, nvfp4_triton.quantize(w, torch.tensor(1.0)).codes)
 
 
 def logprob_kernels_agree_with_torch():

@@ -130,7 +130,7 @@ CASES = [
     (dequantize, (3584, 0), {"_dequantize_kernel": ({4, 8}, {16})}),
     (dequantize, (3584, 64), {"_dequantize_kernel": ({1, 8}, {16})}),
     (dequantize, (576, 64), {"_dequantize_kernel": ({1, 8}, {16})}),
-    (quantize, (3584,), {"_quantize_kernel": ({4, 16}, {4, 8})}),
+    (quantize, (3584,), {"_quantize_kernel": ({4, 16}, {2, 8})}),
     (silu_mul, (18944,), BOTH),
     (scaled_silu_mul, (768,), SCALED),
     (fused, (18944,), {"_silu_mul_kernel": ({16}, {16})}),
