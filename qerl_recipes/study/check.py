@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_recipes.study.plan import Study, StudyError, first_runs, flags
+from qerl_recipes.study.taken import taken_rows
 
 OF_THE_STUDY = (
     "base",
@@ -16,11 +17,13 @@ OF_THE_STUDY = (
 
 
 def check(study: Study) -> None:
-    """Raises StudyError, naming the arm or the evaluation, for what would be refused as it is read; nothing is loaded.
+    """Raises StudyError, naming the arm or the evaluation, for what would be refused as it is read, and for arms of
+    another study that would not be the same; nothing is loaded.
 
     What depends on data, model and machine is checked by each run as it starts.
     """
     check_evaluations(study)
+    taken_rows(study)
     from qerl_recipes.recipe.configs import parse
     from qerl_recipes.recipe.file import ConfigError
 

@@ -7,8 +7,9 @@ from qerl_recipes.study.curves import draw
 from qerl_recipes.study.overview import overview, studies
 from qerl_recipes.study.page import page
 from qerl_recipes.study.plan import read
-from qerl_recipes.study.results import TABLE, collect, final, labels, read_table, write_table
+from qerl_recipes.study.results import collect, final, labels
 from qerl_recipes.study.run import RunsFailedError, run
+from qerl_recipes.study.table import TABLE, read_table, write_table
 
 
 def conduct(

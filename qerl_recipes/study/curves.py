@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from qerl_recipes.study.results import Row
+from qerl_recipes.study.table import Row
 
 WIDTH = 5  # steps of the running mean
 

@@ -3,13 +3,14 @@
 import json
 from pathlib import Path
 
+from qerl_recipes.study.page import of_others
 from qerl_recipes.study.plan import Claim, Study
 from qerl_recipes.study.statistics import ALPHA
 
 
 def outline(study: Study, file: Path) -> str:
     """The plan as Markdown. ``file`` is where it was read from."""
-    sweep, arms, seeds = study.sweep, len(study.arms), len(study.seeds)
+    sweep, arms, seeds = study.sweep, len(study.own_arms), len(study.seeds)
     lines = [f"# {file}", "", *([study.about.strip(), ""] if study.about else []), f"Recipe: {study.recipe}", ""]
     lines += ["| arm | keys over the recipe's |", "|---|---|"]
     lines += [
@@ -28,7 +29,16 @@ def outline(study: Study, file: Path) -> str:
             runs.append(
                 f"and at {sweep.key} {sweep.common:g} for all, where that is not the best: up to {arms * seeds}"
             )
-    lines += ["", "Runs:", "", *(f"* {text}" for text in runs), "", "Evaluations, after each run:", ""]
+    lines += [
+        "",
+        "Runs:",
+        "",
+        *(f"* {text}" for text in runs),
+        "",
+        *of_others(study),
+        "Evaluations, after each run:",
+        "",
+    ]
     for name, options in study.evaluations.items():
         told = ", ".join(f"{key}: {value}" for key, value in options.items())
         lines.append(f"* {name}{' (primary: decides)' if name == study.primary else ''}: {told}")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from qerl_recipes.study.page import cell, cost, progress, told
 from qerl_recipes.study.plan import Study, StudyError, read
-from qerl_recipes.study.results import TABLE, Final, Row, Verdict, final, labels, read_table, verdicts
+from qerl_recipes.study.results import Final, Verdict, final, labels, verdicts
+from qerl_recipes.study.table import TABLE, Row, read_table
 
 NOT_RUN = "not run yet"
 METRICS = (

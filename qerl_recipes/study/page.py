@@ -4,7 +4,8 @@ import math
 from collections.abc import Sequence
 
 from qerl_recipes.study.plan import Study
-from qerl_recipes.study.results import Final, Row, Verdict, comparisons, counted, final, hours, labels, verdicts
+from qerl_recipes.study.results import Final, Verdict, comparisons, counted, final, hours, labels, verdicts
+from qerl_recipes.study.table import Row
 
 # of the training: the second table of a page
 OF_A_RUN = (
@@ -27,7 +28,7 @@ def page(study: Study, rows: Sequence[Row], title: str, command: str) -> str:
     """The study as Markdown: one table of arms and one of comparisons. ``command`` is what makes it from the table."""
     lines = [f"# {title}", "", *([study.about.strip(), ""] if study.about else [])]
     values = final(rows)
-    lines += [f"Made by `{command}`. {progress(study, values)}{cost(rows)}", ""]
+    lines += [f"Made by `{command}`. {progress(study, values)}{cost(rows)}", "", *of_others(study)]
     several = sorted((m for m in values if m.startswith(("accuracy/", "pass@", "maj@"))), key=_by_kind)
     tables = [[metric for metric in of if values[metric]] for of in (("accuracy", *several, "base_accuracy"), OF_A_RUN)]
     for kind, names in labels(study, values).items():
@@ -75,6 +76,14 @@ def progress(study: Study, values: Final) -> str:
         return f"All {total} runs are there."
     known = len(labels(study, values)["best"]) == len(study.arms)
     return f"{there} of {total} runs are there." if known else f"{there} of at most {total} runs are there."
+
+
+def of_others(study: Study) -> list[str]:
+    """Which arms are another study's, as a line of their own."""
+    if study.taken is None:
+        return []
+    pairs = ", ".join(f"{arm} is {label}" for arm, label in study.taken.arms.items())
+    return [f"Taken from {study.taken.study}, where the same recipe was run with the same keys and seeds: {pairs}.", ""]
 
 
 def cost(rows: Sequence[Row]) -> str:

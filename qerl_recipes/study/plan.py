@@ -14,7 +14,11 @@
     - {claim: noise adds accuracy, pair: [nvfp4_noise, nvfp4_lora], expect: higher, margin: 0.01}
     target_reward: 0.5
 
-An arm is the recipe with keys of its own; nothing else differs between arms. With ``sweep`` every arm is first trained
+An arm is the recipe with keys of its own; nothing else differs between arms. A study without a sweep may take arms from
+another one's table, whose runs would be the same:
+
+    taken: {study: recipes/studies/other.yaml, arms: {none: nvfp4_lora@0.0001}}
+With ``sweep`` every arm is first trained
 at each value with the sweep's seeds, and judged by the primary evaluation alone. Then each arm runs with all seeds at
 its own best value (by the mean of the primary accuracy), as soon as that is known, and, where ``common`` is given, at
 that one too. The base of an
@@ -70,6 +74,13 @@ class Claim(_Strict):
     metric: str = "accuracy"
 
 
+class Taken(_Strict):
+    """Arms whose runs are there already, in the table of another ``study`` file: arm -> its label in that table."""
+
+    study: Path
+    arms: Annotated[dict[str, str], Field(min_length=1)]
+
+
 class Study(_Strict):
     """A study file; see the module. ``recipe`` is relative to the folder the command is typed in."""
 
@@ -79,6 +90,7 @@ class Study(_Strict):
     evaluations: dict[str, dict[str, Any]]
     primary: str
     sweep: Sweep | None = None
+    taken: Taken | None = None
     comparisons: list[tuple[str, str]] = []
     claims: list[Claim] = []
     target_reward: float | None = None
@@ -105,12 +117,22 @@ class Study(_Strict):
             raise ValueError(f"primary: {self.primary!r} is not one of the evaluations {', '.join(self.evaluations)}")
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError("seeds: each may stand there once")
+        if self.taken:
+            if unknown := sorted(set(self.taken.arms) - set(self.arms)):
+                raise ValueError(f"taken.arms: {', '.join(unknown)} is not one of the arms {', '.join(self.arms)}")
+            if self.sweep:
+                raise ValueError("taken: the arms of a study with a sweep are all run; remove one or the other")
         if self.sweep:
             if set(self.sweep.seeds) & set(self.seeds):
                 raise ValueError("sweep.seeds: the best value must not be chosen on the seeds that are compared")
             if self.sweep.common is not None and self.sweep.common not in self.sweep.values:
                 raise ValueError(f"sweep.common: {self.sweep.common} is not one of the values of the sweep")
         return self
+
+    @property
+    def own_arms(self) -> dict[str, dict[str, Any]]:
+        """Those that are run for this study."""
+        return {arm: keys for arm, keys in self.arms.items() if self.taken is None or arm not in self.taken.arms}
 
     def evaluations_of(self, run: "Run") -> dict[str, dict[str, Any]]:
         """The evaluations that follow a run."""
@@ -160,12 +182,12 @@ def read(path: Path) -> Study:
 
 
 def first_runs(study: Study) -> list[Run]:
-    """The runs that need no result of others: the sweep's, or all of them where there is none."""
+    """The runs that need no result of others: the sweep's, or all of its own arms' where there is none."""
     if study.sweep is None:
         return [
             Run(arm=arm, seed=seed, value=None, kind="best", keys=keys)
             for seed in study.seeds
-            for arm, keys in study.arms.items()
+            for arm, keys in study.own_arms.items()
         ]
     return [
         _swept(study, arm, seed, value, "sweep")

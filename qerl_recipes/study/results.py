@@ -1,14 +1,10 @@
-"""The results of a study as one tidy table, and what follows from the table alone.
+"""The results of a study as the rows of one tidy table, and what follows from the table alone.
 
-``results.csv.gz``: columns arm, seed, step, metric, value. ``arm`` is ``NAME`` or ``NAME@VALUE`` of the sweep's key.
-Metrics of a step are those of ``metrics.jsonl``. Of a finished run, at its last step: what ``run.figures`` reads from
-its evaluations, what ``summaries`` derives from the steps, and ``hours/DEVICE``, what it took of a GPU or of the
-machine, beside other runs only its share.
+``arm`` is ``NAME`` or ``NAME@VALUE`` of the sweep's key. Metrics of a step are those of ``metrics.jsonl``. Of a
+finished run, at its last step: what ``run.figures`` reads from its evaluations, what ``summaries`` derives from the
+steps, and ``hours/DEVICE``, what it took of a GPU or of the machine, beside other runs only its share.
 """
 
-import csv
-import gzip
-import io
 import json
 import statistics
 from collections import defaultdict
@@ -16,21 +12,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qerl_recipes.study.plan import SWEEP_GAIN, Claim, Study, StudyError, best_values, first_runs, later_runs
+from qerl_recipes.study.plan import SWEEP_GAIN, Claim, Study, best_values, first_runs, later_runs
 from qerl_recipes.study.processes import seconds_of
 from qerl_recipes.study.run import all_runs, figures, is_finished
 from qerl_recipes.study.statistics import Comparison, holm, judged, paired
+from qerl_recipes.study.table import HOURS, Row
+from qerl_recipes.study.taken import taken_rows
 
-TABLE, COLUMNS = "results.csv.gz", ("arm", "seed", "step", "metric", "value")
-Row = tuple[str, int, int, str, float]
 Final = Mapping[str, Mapping[str, Mapping[int, float]]]  # metric -> arm's label in the table -> seed -> value
-HOURS = "hours/"  # of a device, which follows
 ENDS = 5  # steps averaged at the start and at the end of a run
 
 
 def collect(study: Study, folder: Path) -> list[Row]:
-    """The rows of all runs that have finished."""
-    rows: list[Row] = []
+    """The rows of all runs that have finished, and of the arms that are taken from another study."""
+    rows = taken_rows(study)
     for one in all_runs(study, folder):
         if not is_finished(study, one, folder):
             continue
@@ -88,28 +83,6 @@ def summaries(steps: Sequence[Mapping[str, float]], target: float | None) -> dic
                 found |= {"steps_to_target": float(step["step"]), "seconds_to_target": until}
                 break
     return found
-
-
-def write_table(rows: Iterable[Row], path: Path) -> None:
-    """Write the rows, the same bytes for the same rows."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for arm, seed, step, metric, value in sorted(rows):
-        writer.writerow((arm, seed, step, metric, f"{value:.6g}"))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(gzip.compress(text.getvalue().encode(), mtime=0))
-
-
-def read_table(path: Path) -> list[Row]:
-    """The rows of a table. Raises StudyError for a file that is none."""
-    try:
-        lines = list(csv.reader(io.StringIO(gzip.decompress(path.read_bytes()).decode())))
-        if tuple(lines[0]) != COLUMNS:
-            raise ValueError(f"its columns are {', '.join(lines[0])}")
-        return [(arm, int(seed), int(step), metric, float(value)) for arm, seed, step, metric, value in lines[1:]]
-    except (OSError, ValueError, IndexError, EOFError) as error:
-        raise StudyError(f"{path} is no table of a study ({error}); qerl study writes one") from error
 
 
 def final(rows: Iterable[Row]) -> Final:

@@ -11,7 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from qerl_recipes.cli import app
-from qerl_recipes.study import processes, results
+from qerl_recipes.study import processes, results, table
 from qerl_recipes.study.conduct import sum_up
 from qerl_recipes.study.overview import overview
 from qerl_recipes.study.page import page
@@ -52,7 +52,7 @@ def of_the_sweep(gain_of_b=(0.2, 0.3)):
 
 
 def put(folder, name, rows):
-    results.write_table(rows, folder / name / results.TABLE)
+    table.write_table(rows, folder / name / table.TABLE)
 
 
 def test_every_claim_has_a_line_with_what_was_measured_and_a_study_that_was_not_run_says_so(folder):
@@ -99,10 +99,10 @@ def test_the_committed_pages_are_those_of_the_committed_tables_and_plans(monkeyp
     monkeypatch.chdir(ROOT)
     studies = Path("recipes/studies")
     assert overview(studies) == (studies / "README.md").read_text(), "run: qerl study recipes/studies"
-    for table in studies.glob(f"*/{results.TABLE}"):
-        file, made = Path(f"{table.parent}.yaml"), (table.parent / "README.md").read_text()
+    for found in studies.glob(f"*/{table.TABLE}"):
+        file, made = Path(f"{found.parent}.yaml"), (found.parent / "README.md").read_text()
         title = f"Study: {file.stem.replace('_', ' ')}"
-        assert made.startswith(page(read(file), results.read_table(table), title, f"qerl study {file} --table {table}"))
+        assert made.startswith(page(read(file), table.read_table(found), title, f"qerl study {file} --table {found}"))
 
 
 def test_the_time_of_a_gpu_is_divided_among_those_on_it_at_every_moment(monkeypatch):

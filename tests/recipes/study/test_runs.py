@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from qerl_recipes.files.whole_folder import lock, write_text
-from qerl_recipes.study import processes, results
+from qerl_recipes.study import processes, results, table
 from qerl_recipes.study import run as runner
 from qerl_recipes.study.conduct import conduct
 from qerl_recipes.study.plan import StudyError, first_runs, later_runs, read
@@ -65,7 +65,7 @@ def test_a_run_that_fails_is_named_with_its_reason_and_the_others_have_their_pag
     assert re.fullmatch(r"a/seed-0 ended with 2: qerl: .*a/seed-0/adapter is no adapter.*", str(error.value))
     assert "$ qerl evaluate-each '[{" in (out / "a/seed-0/log.txt").read_text()
     assert "3 of 4 runs are there" in (out / "README.md").read_text()
-    assert len(results.final(results.read_table(out / results.TABLE))["accuracy"]["b"]) == 2
+    assert len(results.final(table.read_table(out / table.TABLE))["accuracy"]["b"]) == 2
 
 
 def test_two_studies_never_work_in_one_folder_and_a_killed_one_leaves_no_process_behind(study, tmp_path, monkeypatch):
@@ -237,7 +237,7 @@ def test_a_killed_study_goes_on_where_it_was_and_ends_as_one_that_was_not(tmp_pa
     def call(folder, *options):
         line = [sys.executable, "-m", "qerl_recipes.cli", "study", str(file), "--output", str(folder), *options]
         assert subprocess.run(line, timeout=280).returncode == 0
-        return sorted(results.read_table(folder / results.TABLE))
+        return sorted(table.read_table(folder / table.TABLE))
 
     broken, whole = tmp_path / "broken", tmp_path / "whole"
     assert not any(metric == "accuracy" for *_, metric, _ in call(broken, "--minutes", "0.4"))

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from qerl_recipes.cli import app
 from qerl_recipes.evaluate.request import check as check_tasks
-from qerl_recipes.study import outline, results
+from qerl_recipes.study import outline, results, table
 from qerl_recipes.study import run as runner
 from qerl_recipes.study.check import check
 from qerl_recipes.study.conduct import conduct
@@ -166,8 +166,8 @@ def test_claims_are_judged_on_their_own_metric_and_corrected_together(study, tmp
     ]
     c = faster.measured
     assert c.p_holm == pytest.approx(2 * c.p) and c.difference == pytest.approx(0.101)
-    results.write_table(rows, out / results.TABLE)
-    page = conduct(file, table=out / results.TABLE).read_text()
+    table.write_table(rows, out / table.TABLE)
+    page = conduct(file, table=out / table.TABLE).read_text()
     assert "| b learns faster | reward_area: b higher than a, margin 0.01; a - b = +0.101, 95 % (t) +0.0985" in page
     assert "claim: b is as good. Supported where b's accuracy is not lower than a's" in outline.outline(plan, file)
 
@@ -209,12 +209,12 @@ def test_the_page_follows_from_the_table_alone_and_compares_the_seeds_of_the_stu
     for one in later_runs(plan, {"a": 1e-3, "b": 1e-3}):
         finish(one, out, {"a": 0.5, "b": 0.6}[one.arm] + 0.01 * one.seed * (1 if one.arm == "a" else 1.1))
     rows = results.collect(plan, out)
-    results.write_table(rows, out / results.TABLE)
-    written = (out / results.TABLE).read_bytes()
-    again = results.read_table(out / results.TABLE)
-    results.write_table(again, out / results.TABLE)
-    assert (out / results.TABLE).read_bytes() == written
-    page = conduct(file, table=out / results.TABLE).read_text()
+    table.write_table(rows, out / table.TABLE)
+    written = (out / table.TABLE).read_bytes()
+    again = table.read_table(out / table.TABLE)
+    table.write_table(again, out / table.TABLE)
+    assert (out / table.TABLE).read_bytes() == written
+    page = conduct(file, table=out / table.TABLE).read_text()
     (compared,) = results.comparisons(plan, results.final(again))["best"]
     assert (compared.a, compared.b, compared.seeds) == ("b", "a", 3)
     assert compared.difference == pytest.approx(0.101) and "+10.1%" in page
@@ -222,6 +222,6 @@ def test_the_page_follows_from_the_table_alone_and_compares_the_seeds_of_the_stu
     assert "## learning_rate: accuracy over the seeds 100, 101" in page and "| a | 0.1 ± 0 | 0.9 ± 0 |" in page
     assert (out / "curves_best.png").stat().st_size > 5000
     for content in (b"no table", gzip.compress(b"arm,seed,metric,step,value\na,0,1,2,3\n")):
-        (out / results.TABLE).write_bytes(content)
+        (out / table.TABLE).write_bytes(content)
         with pytest.raises(StudyError, match="is no table of a study"):
-            conduct(file, table=out / results.TABLE)
+            conduct(file, table=out / table.TABLE)

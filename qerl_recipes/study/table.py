@@ -1,0 +1,35 @@
+"""A study's results in one file, ``results.csv.gz``: columns arm, seed, step, metric, value."""
+
+import csv
+import gzip
+import io
+from collections.abc import Iterable
+from pathlib import Path
+
+from qerl_recipes.study.plan import StudyError
+
+TABLE, COLUMNS = "results.csv.gz", ("arm", "seed", "step", "metric", "value")
+Row = tuple[str, int, int, str, float]
+HOURS = "hours/"  # a metric that begins so is of a device, which follows
+
+
+def write_table(rows: Iterable[Row], path: Path) -> None:
+    """Write the rows, the same bytes for the same rows."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for arm, seed, step, metric, value in sorted(rows):
+        writer.writerow((arm, seed, step, metric, f"{value:.6g}"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(text.getvalue().encode(), mtime=0))
+
+
+def read_table(path: Path) -> list[Row]:
+    """The rows of a table. Raises StudyError for a file that is none."""
+    try:
+        lines = list(csv.reader(io.StringIO(gzip.decompress(path.read_bytes()).decode())))
+        if tuple(lines[0]) != COLUMNS:
+            raise ValueError(f"its columns are {', '.join(lines[0])}")
+        return [(arm, int(seed), int(step), metric, float(value)) for arm, seed, step, metric, value in lines[1:]]
+    except (OSError, ValueError, IndexError, EOFError) as error:
+        raise StudyError(f"{path} is no table of a study ({error}); qerl study writes one") from error
