@@ -24,7 +24,7 @@ from qerl_vllm_plugin.noise import MAX_SIGMA
 QUANTIZATIONS = ("qerl_nvfp4", "bf16", "nf4")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 NOISE_MODES = ("none", "rollout", "corrected", "shared")
-DEFAULT_NOISE_MODE = "shared"  # where sigmas are given and no mode is
+DEFAULT_NOISE_MODE = "shared"  # where sigmas are given and no mode is: its mismatch is that of no noise
 # Table 4 of the paper (arXiv 2510.11696)
 SIGMA_START, SIGMA_END, NUM_STAGES = 1e-2, 5e-4, 10
 PACK_TOKENS = 16384  # enough that the cost of expanding 4-bit weights is small beside the products
