@@ -1,4 +1,5 @@
-"""The trainer's kernels: dequantize, quantize, the operands of an adapted layer, linear log-probabilities.
+"""The trainer's kernels: dequantize, quantize, the operands of an adapted layer, norms, activations, rotations,
+linear log-probabilities.
 
 ``python trainer.py``
 """
@@ -8,7 +9,9 @@ from functools import partial
 import torch
 from qerl_kernels import nvfp4_triton, wide
 from qerl_kernels.linear_logprob import linear_logprob
-from qerl_kernels.silu_mul import silu_mul
+from qerl_kernels.rms_norm import rms_norm
+from qerl_kernels.rotate import rotate
+from qerl_kernels.silu_mul import scaled_silu_mul, silu_mul
 from timing import interleaved
 
 
@@ -58,8 +61,31 @@ def operands() -> None:
         print(f"{name}: {us:.1f} us")
 
 
+def passes() -> None:
+    """What reads its operands once and writes once, in shapes of 7B and of Qwen3-30B-A3B at 8192 tokens."""
+    T = 8192
+    calls = {}
+    for rows, H in ((T, 3584), (32 * T, 128)):
+        x, w = torch.randn(rows, H, device="cuda", dtype=torch.bfloat16), torch.ones(H, device="cuda")
+        calls[f"RMSNorm ({rows}, {H})"] = partial(rms_norm, x, w, 1e-6), 4 * x.numel()
+    cosine, sine = torch.rand(2, 1, T, 128, device="cuda")
+    for heads in (28, 4):
+        x = torch.randn(1, T, heads, 128, device="cuda", dtype=torch.bfloat16)
+        calls[f"rotation of {heads} heads"] = partial(rotate, x, cosine, sine), 4 * x.numel() + 8 * cosine.numel()
+    N, rows = 768, 8 * T
+    joined = torch.randn(rows, 2 * N, device="cuda", dtype=torch.bfloat16)
+    scales, dy = torch.rand(rows, 2, device="cuda"), torch.randn(rows, N, device="cuda", dtype=torch.bfloat16)
+    calls[f"scaled silu(gate) * up ({rows}, {N})"] = partial(scaled_silu_mul, joined, scales), 6 * dy.numel()
+    backward = partial(torch.ops.qerl.scaled_silu_mul_backward, dy, joined, scales)
+    calls["its gradient"] = backward, 10 * dy.numel()
+    times = interleaved({name: [call] for name, (call, _) in calls.items()})
+    for name, (_, size) in calls.items():
+        print(f"{name}: {times[name]:.1f} us, {size / times[name] / 1e6:.2f} TB/s")
+
+
 def main() -> None:
     operands()
+    passes()
     N, K = 37888, 3584
     weights = [torch.randn(N, K, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     packed = [nvfp4_triton.quantize(w) for w in weights]
@@ -68,11 +94,13 @@ def main() -> None:
         {
             "copy": [partial(target.copy_, w) for target, w in zip(targets, weights, strict=True)],
             "dequantize": [partial(nvfp4_triton.dequantize, p.codes, p.block_scales) for p in packed],
+            "dequantize, rows apart": [partial(nvfp4_triton.dequantize, p.codes, p.block_scales, 64) for p in packed],
             "quantize": [partial(nvfp4_triton.quantize, w, p.divisor) for w, p in zip(weights, packed, strict=True)],
         }
     )
-    for name, bytes_each in (("copy", 4), ("dequantize", 2.5625), ("quantize", 2.5625)):
-        print(f"{name} ({N}, {K}): {times[name]:.1f} us, {N * K * bytes_each / times[name] / 1e6:.2f} TB/s")
+    for name, us in times.items():
+        bytes_each = 4 if name == "copy" else 2.5625
+        print(f"{name} ({N}, {K}): {us:.1f} us, {N * K * bytes_each / us / 1e6:.2f} TB/s")
     del weights, packed, targets
 
     T, H, V = 8192, 3584, 152064
