@@ -211,10 +211,15 @@ def _load_experts(
 
 
 def _group_amax(name: str, tensors: "_Tensors") -> torch.Tensor:
-    """Largest magnitude, in BF16, over the linears that vLLM fuses with this one."""
+    """Largest magnitude, in BF16, over the linears that vLLM fuses with this one.
+
+    Raises CheckpointError where one of them is not finite: NVFP4 cannot hold that, and would not say so.
+    """
     modules = {tensor.removesuffix(".weight") for tensor in tensors.report.tensors}
-    group = fused_with(name, modules)
-    return torch.stack([tensors.get(f"{part}.weight").bfloat16().abs().amax() for part in group]).amax()
+    found = {part: tensors.get(f"{part}.weight").bfloat16().abs().amax() for part in fused_with(name, modules)}
+    if bad := [part for part, amax in found.items() if not torch.isfinite(amax)]:
+        raise CheckpointError(f"{bad[0]}.weight holds NaN or infinite values; the checkpoint is damaged")
+    return torch.stack(list(found.values())).amax()
 
 
 class _Tensors:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 from qerl_kernels import naive, nvfp4
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from qerl_recipes.model import loading as models
 from qerl_recipes.model import norms
@@ -205,3 +205,15 @@ def test_a_damaged_checkpoint_is_refused_before_the_model_is_built(make_nvfp4, t
         file.truncate(30_000)
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         models.load(folder)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_weight_that_nvfp4_cannot_hold_is_refused_by_name(bad, make_bf16, tmp_path):
+    """Rounded, it would be a number like any other."""
+    folder = tmp_path / "bad"
+    shutil.copytree(make_bf16("qwen2"), folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.self_attn.v_proj.weight"][3, 5] = bad
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.v_proj\.weight holds NaN or infinite values"):
+        models.load(folder, quantization="qerl_nvfp4")
