@@ -18,11 +18,11 @@ An arm is the recipe with keys of its own; nothing else differs between arms. A 
 another one's table, whose runs would be the same:
 
     taken: {study: recipes/studies/other.yaml, arms: {none: nvfp4_lora@0.0001}}
-With ``sweep`` every arm is first trained
-at each value with the sweep's seeds, and judged by the primary evaluation alone. Then each arm runs with all seeds at
-its own best value (by the mean of the primary accuracy), as soon as that is known, and, where ``common`` is given, at
-that one too. The base of an
-arm is judged once, with the first seed: it does not depend on the training.
+
+With ``sweep`` every arm is first trained at each value with the sweep's seeds, and judged by the primary evaluation
+alone. Then each arm runs with all seeds at its own best value (by the mean of the primary accuracy), as soon as that is
+known, and, where ``common`` is given, at that one too. The base of an arm is judged once, with the first seed: it does
+not depend on the training.
 """
 
 import itertools

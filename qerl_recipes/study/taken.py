@@ -1,5 +1,6 @@
 """Arms of a study whose runs are those of another study: taken from its table, where they would be run alike."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ def taken_rows(study: Study) -> list[Row]:
     """The rows of the arms that ``study`` takes, by its names for them; what they cost is counted where they ran.
 
     Raises StudyError where a run of the other study is missing, or would not be the same: another recipe, other keys,
-    another primary evaluation.
+    other evaluations, another target of the reward.
     """
     if study.taken is None:
         return []
@@ -23,10 +24,19 @@ def taken_rows(study: Study) -> list[Row]:
         raise StudyError(f"taken: {file} has no table {table} yet; run that study first")
     if other.evaluations[other.primary] != study.evaluations[study.primary]:
         raise StudyError(f"taken: the primary evaluation of {file} is another one")
-    names = {}
+    for name in sorted(study.evaluations.keys() - {study.primary}):
+        if name == other.primary or other.evaluations.get(name) != study.evaluations[name]:
+            raise StudyError(
+                f"taken: {file} has no evaluation {name}, or another of that name; run all arms, or leave it out"
+            )
+    if other.target_reward != study.target_reward:  # steps_to_target is absent where it was not reached
+        raise StudyError(f"taken: target_reward of {file} is {other.target_reward}, and here {study.target_reward}")
+    names: dict[str, str] = {}
     for arm, label in study.taken.arms.items():
-        ours, theirs = _keys(study, arm), _keys(other, *label.split("@"))
-        if differing := sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key)):
+        if label in names:
+            raise StudyError(f"taken.arms: {names[label]} and {arm} are both {label}; one of them is enough")
+        ours, theirs = _keys(study, arm), _keys(other, *label.partition("@")[::2])
+        if differing := sorted(key for key in {*ours, *theirs} if _differs(key, ours, theirs)):
             raise StudyError(f"taken.arms.{arm}: {label} of {file} differs in {', '.join(differing)}")
         names[label] = arm
     rows = [
@@ -41,10 +51,20 @@ def taken_rows(study: Study) -> list[Row]:
     return rows
 
 
-def _keys(study: Study, arm: str, value: str | None = None) -> dict[str, Any]:
+def _differs(key: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    """null is a value too, and need not be what a key means that is absent."""
+    return (key in ours) != (key in theirs) or ours[key] != theirs[key]
+
+
+def _keys(study: Study, arm: str, value: str = "") -> dict[str, Any]:
     """The recipe's and the arm's keys, and that of the sweep."""
-    if arm not in study.arms or (value is None) != (study.sweep is None):
-        label = arm if value is None else f"{arm}@{value}"
+    if arm not in study.arms or (study.sweep is not None) != bool(value):
+        label = f"{arm}@{value}" if value else arm
         raise StudyError(f"taken: the other study has no {label}; with a sweep its arms are NAME@VALUE")
     keys = {**yaml.safe_load(Path(study.recipe).read_text(encoding="utf-8")), **study.arms[arm]}
-    return keys if study.sweep is None else {**keys, study.sweep.key: float(value or "nan")}
+    if study.sweep is None:
+        return keys
+    values = {f"{of:g}": of for of in study.sweep.values}
+    if value not in values:
+        raise StudyError(f"taken: {arm}@{value} is of no value of that study's sweep, which are {', '.join(values)}")
+    return {**keys, study.sweep.key: values[value]}

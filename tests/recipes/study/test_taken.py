@@ -16,6 +16,7 @@ from qerl_recipes.study.taken import taken_rows
 RECIPE = {"model_name_or_path": "base", "quantization": "bf16", "learning_rate": 1e-3, "lora_r": 32}
 TAKEN = {"study": "study.yaml", "arms": {"r32": "b@0.001"}}
 RANKS = {"r8": {"quantization": "qerl_nvfp4", "lora_r": 8}, "r32": {"quantization": "qerl_nvfp4", "lora_r": 32}}
+ALIKE = {"alike": {"tasks": "running_sum"}}  # the primary evaluation of study.yaml under another name
 SMALLER = {"arms": RANKS, "sweep": None, "comparisons": [["r8", "r32"]], "taken": TAKEN}
 
 
@@ -77,7 +78,18 @@ def test_an_arm_that_is_there_already_is_not_run_again_and_stands_in_the_table(s
         ({"taken": {**TAKEN, "arms": {"r32": "b@0.0001"}}}, "b@0.0001 of study.yaml differs in learning_rate"),
         ({"taken": {**TAKEN, "arms": {"r32": "a@0.001"}}}, "differs in quantization"),
         ({"taken": {**TAKEN, "arms": {"r8": "b@0.001"}}}, "differs in lora_r"),
+        ({"taken": {**TAKEN, "arms": {"r32": "b@"}}}, "has no b; with a sweep"),
+        ({"taken": {**TAKEN, "arms": {"r32": "b@0.001@2"}}}, "b@0.001@2 is of no value .* 0.0001, 0.001$"),
+        ({"taken": {**TAKEN, "arms": {"r32": "b@fast"}}}, "b@fast is of no value"),
+        ({"taken": {**TAKEN, "arms": {"r32": "b@0.001", "r8": "b@0.001"}}}, "r32 and r8 are both b@0.001"),
+        ({"arms": {**RANKS, "r32": {**RANKS["r32"], "max_steps": None}}}, "differs in max_steps"),
         ({"evaluations": {"greedy": {"tasks": "other"}}}, "primary evaluation of study.yaml is another"),
+        (
+            {"evaluations": {**ALIKE, "hard": {"tasks": "x"}}, "primary": "alike"},
+            "no evaluation hard, or another of that",
+        ),
+        ({"evaluations": {**ALIKE, "greedy": {"tasks": "x"}}, "primary": "alike"}, "no evaluation greedy, or another"),
+        ({"target_reward": 0.75}, "target_reward of study.yaml is 0.5, and here 0.75"),
         ({"seeds": [0, 1, 7]}, "no accuracy of b@0.001 with seed 7"),
         ({"sweep": {"key": "beta", "values": [0.0, 0.1], "seeds": [100]}}, "with a sweep are all run"),
     ],
@@ -86,6 +98,13 @@ def test_an_arm_that_is_there_already_is_not_run_again_and_stands_in_the_table(s
 def test_an_arm_whose_runs_would_not_be_the_same_is_not_taken(changes, message, smaller):
     with pytest.raises(StudyError, match=message):
         taken_rows(read(smaller(**changes)))
+
+
+def test_the_primary_evaluation_may_have_another_name(smaller, other):
+    rows = taken_rows(read(smaller(evaluations=ALIKE, primary="alike")))
+    assert results.final(rows)["accuracy"]["r32"] == pytest.approx(
+        {seed: other[seed, "accuracy"] for seed in (0, 1, 2)}
+    )
 
 
 def test_a_study_that_has_not_run_has_nothing_to_take(smaller):
