@@ -121,7 +121,7 @@ def half(operand: torch.dtype) -> tuple[str, int]:
 def _kernel(variant: Variant, device: int, operand: torch.dtype) -> Kernel:
     with torch.cuda.device(device):
         memory = 4 * (variant.warps + 1) * 16 * variant.groups * variant.tokens
-        code = compile_source(*_job(variant, operand))
+        code = shrink_code(variant, operand)
         return Kernel(code, "adapter_shrink", 32 * variant.warps, memory, cluster=SPLITS)
 
 
@@ -131,16 +131,17 @@ def _job(variant: Variant, operand: torch.dtype) -> tuple[str, Defines]:
     return source, (*fields, half(operand))
 
 
-def shrink_jobs(operand: torch.dtype) -> list[tuple[str, Defines]]:
-    """Source and macros of every variant of the small kernel."""
-    return [_job(variant, operand) for variant in VARIANTS]
+@functools.cache
+def shrink_code(variant: Variant, operand: torch.dtype) -> bytes:
+    """The machine code of one variant of the small kernel, compiled once where there is no cache, too."""
+    return compile_source(*_job(variant, operand))
 
 
 @functools.cache
 def load_shrink(device: torch.device, operand: torch.dtype = torch.bfloat16) -> None:
     """Compile the small kernels, or fetch them from the cache, and load them on a device."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    compile_ahead(shrink_jobs(operand))
+    compile_ahead([_job(variant, operand) for variant in VARIANTS])
     for variant in VARIANTS:
         _kernel(variant, index, operand)
 

@@ -148,19 +148,25 @@ def _job(configuration: Configuration, operand: torch.dtype) -> tuple[str, Defin
     return wgmma_source(configuration.tokens, operand) + source("nvfp4_tiles"), (*defines, half(operand))
 
 
-def dequantize_job(operand: torch.dtype = torch.bfloat16) -> tuple[str, Defines]:
-    """Source and macros of the kernel that gives W0 itself."""
+def _dequantize_job(operand: torch.dtype) -> tuple[str, Defines]:
     return source("nvfp4_dequantize"), (half(operand),)
 
 
+@functools.cache
 def machine_code(configuration: Configuration, operand: torch.dtype = torch.bfloat16) -> bytes:
-    """Compile the product for one configuration (or read it from the cache)."""
+    """Compile the product for one configuration (or read it from the cache); once, where there is no cache, too."""
     return compile_source(*_job(configuration, operand))
+
+
+@functools.cache
+def dequantize_code(operand: torch.dtype) -> bytes:
+    """The machine code of the kernel that gives W0 itself, as ``machine_code``."""
+    return compile_source(*_dequantize_job(operand))
 
 
 def compile_all(configurations: Iterable[Configuration], operand: torch.dtype = torch.bfloat16) -> None:
     """Fill the cache with many configurations at once."""
-    compile_ahead([dequantize_job(operand), *(_job(configuration, operand) for configuration in configurations)])
+    compile_ahead([_dequantize_job(operand), *(_job(configuration, operand) for configuration in configurations)])
 
 
 @functools.cache
@@ -183,7 +189,7 @@ def load(configuration: Configuration, device: torch.device, operand: torch.dtyp
 @functools.cache
 def _dequantize_kernel(device: int, operand: torch.dtype) -> Kernel:
     with torch.cuda.device(device):
-        return Kernel(compile_source(*dequantize_job(operand)), "nvfp4_dequantize", 256)
+        return Kernel(dequantize_code(operand), "nvfp4_dequantize", 256)
 
 
 class Division(NamedTuple):

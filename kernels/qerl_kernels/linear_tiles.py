@@ -49,7 +49,7 @@ def prepare(N: int, K: int, device: torch.device, operand: torch.dtype = torch.b
     reason = proof.verdict_beside(index, operand)
     proof.forget()
     if reason is not None:
-        raise CompileError(f"kernels beside the product compute wrong numbers on this machine: {reason}")
+        raise CompileError(f"kernels beside the product cannot be used on this machine: {reason}")
     _warn_untuned(index)
 
 

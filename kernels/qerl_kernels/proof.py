@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from qerl_kernels import compiler, gemm, nvfp4, tiles
-from qerl_kernels.adapter import VARIANTS, Adapter, Shrink, Variant, load_shrink, shrink, shrink_jobs, spans
+from qerl_kernels.adapter import VARIANTS, Adapter, Shrink, Variant, load_shrink, shrink, shrink_code, spans
 
 ROWS, COLUMNS = 144, 512  # more blocks of 16 than there are scales; off the 64 rows of a tile
 PASSED, FAILED = b"passed", b"failed: "
@@ -72,10 +72,13 @@ def verdict(configuration: gemm.Configuration, device: int, operand: torch.dtype
 def verdict_beside(device: int, operand: torch.dtype) -> str | None:
     """What is wrong with the kernels that run beside every variant; None if they are proven. Loads them.
 
-    Raises CompileError where one does not load.
+    As ``verdict``: that one does not compile or load holds for this process, which does not try it once a layer.
     """
-    load_shrink(torch.device("cuda", device), operand)
-    codes = [compiler.compile_source(*job) for job in (*shrink_jobs(operand), gemm.dequantize_job(operand))]
+    try:
+        load_shrink(torch.device("cuda", device), operand)
+        codes = [*(shrink_code(variant, operand) for variant in VARIANTS), gemm.dequantize_code(operand)]
+    except compiler.CompileError as error:
+        return f"does not load: {error}"
     return _kept_or_found(codes, device, lambda: examine_beside(problem(device, operand)))
 
 
@@ -136,7 +139,16 @@ def problem(device: int, operand: torch.dtype) -> Problem:
 
 
 def make(device: torch.device, operand: torch.dtype) -> Problem:
-    """All numbers are such that fp32 sums of them are exact: what comes out is one rounding of a known number."""
+    """All numbers are such that fp32 sums of them are exact: what comes out is one rounding of a known number.
+
+    A trainer may ask first in a forward pass, under autocast, which would round in between: a right kernel would be
+    found wrong, and that verdict kept.
+    """
+    with torch.autocast(device.type, enabled=False):
+        return _make(device, operand)
+
+
+def _make(device: torch.device, operand: torch.dtype) -> Problem:
     codes = torch.arange(ROWS * COLUMNS, dtype=torch.int64).mul_(7).remainder_(16).view(ROWS, COLUMNS).to(torch.uint8)
     scales = torch.arange(ROWS * COLUMNS // nvfp4.GROUP_SIZE, dtype=torch.int64).remainder_(254).to(torch.uint8)
     scales = torch.where(scales < 127, scales, scales + 1).view(ROWS, -1)  # 127 and 255 are no numbers

@@ -1,5 +1,6 @@
 """What a variant must show before it is used on a machine; the product itself is played by plain torch."""
 
+import contextlib
 import functools
 import warnings
 from pathlib import Path
@@ -81,6 +82,15 @@ def test_a_model_that_is_loading_has_another_default_type():
     assert found.weight.row_scale.dtype == torch.float32
 
 
+@pytest.mark.parametrize("operand", tiles.ORDERS, ids=str)
+def test_a_forward_pass_that_asks_first_is_under_autocast(operand):
+    expected = proof.make(torch.device("cpu"), operand)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = proof.make(torch.device("cpu"), operand)
+        assert (found.x @ found.x).dtype == torch.bfloat16, "autocast is on"
+    assert torch.equal(found.alone, expected.alone) and torch.equal(found.adapted, expected.adapted)
+
+
 def test_every_code_is_asked_under_every_scale():
     given = proof.make(torch.device("cpu"), torch.bfloat16)
     dense = tiles.dequantize(given.weight.tiles, proof.ROWS, proof.COLUMNS).float()
@@ -108,7 +118,8 @@ def machine(monkeypatch, tmp_path):
 
     monkeypatch.setattr(proof, "examine", examine)
     monkeypatch.setattr(proof, "load_shrink", lambda *_: None)
-    monkeypatch.setattr(compiler, "compile_source", lambda source, defines: repr(defines).encode())
+    monkeypatch.setattr(proof, "shrink_code", lambda variant, operand: repr((variant, operand)).encode())
+    monkeypatch.setattr(gemm, "dequantize_code", lambda operand: repr(operand).encode())
     monkeypatch.setattr(proof, "examine_beside", lambda given: None)
     forget()
     yield examined
@@ -244,3 +255,60 @@ def test_one_variant_that_does_not_load_leaves_the_others_and_none_is_one_reason
                 linear_tiles.prepare(N, K, gpu, torch.bfloat16)
             reasons.add(str(error.value))
     assert len(reasons) == 1 and len(loads) == len(rule.rule().variants), "tried once, not once a layer"
+
+
+def test_a_kernel_beside_the_product_that_does_not_load_is_tried_once_and_not_kept_as_a_verdict(machine, monkeypatch):
+    gpu, loads = torch.device("cuda", 0), []
+
+    def load(*_):
+        loads.append(1)
+        raise compiler.CompileError("loading adapter_shrink: CUDA error 209 (no kernel image)")
+
+    monkeypatch.setattr(proof, "load_shrink", load)
+    monkeypatch.setattr(proof, "examine", lambda configuration, given: None)
+    kept = len(rule.rule().variants)
+    for N, K in ((192, 512), (192, 1024), (320, 512)):
+        with pytest.raises(compiler.CompileError, match=r"beside the product cannot be used .* CUDA error 209"):
+            linear_tiles.prepare(N, K, gpu, torch.bfloat16)
+    assert len(loads) == 1 and len(list(compiler.cache_folder().glob("*.verdict"))) == kept
+
+
+def test_without_a_cache_each_kernel_is_compiled_once(monkeypatch, tmp_path):
+    """Loading and proving both want the machine code."""
+    compiled = []
+
+    class Kernel:
+        def __init__(self, *_, **__): ...
+
+        def clusters_at_once(self):
+            return 1
+
+    cached = (
+        *(gemm._kernel, gemm._dequantize_kernel, gemm.machine_code, gemm.dequantize_code),
+        *(adapter._kernel, adapter.load_shrink, adapter.shrink_code),
+    )
+    folder = tmp_path / "of_others"
+    folder.mkdir()
+    folder.chmod(0o777)
+    monkeypatch.setenv("QERL_CACHE", str(folder))
+    for module in (gemm, adapter):
+        monkeypatch.setattr(module, "compile_source", lambda *job: compiled.append(job) or repr(job).encode())
+        monkeypatch.setattr(module, "Kernel", Kernel)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(rule, "machine_of", lambda device: rule.rule().machine)
+    monkeypatch.setattr(proof, "problem", functools.cache(lambda device, operand: None))
+    monkeypatch.setattr(proof, "examine", lambda *_: None)
+    monkeypatch.setattr(proof, "examine_beside", lambda given: None)
+    monkeypatch.setattr(linear_tiles, "_warn_untuned", lambda *_: None)
+    for function in cached:
+        function.cache_clear()
+    forget()
+    try:
+        with pytest.warns(UserWarning, match="is not used as a cache"):
+            linear_tiles.prepare(192, 512, torch.device("cuda", 0), torch.bfloat16)
+    finally:
+        forget()
+        for function in cached:
+            function.cache_clear()
+    assert len(compiled) == len(set(compiled)) == len(rule.rule().variants) + len(adapter.VARIANTS) + 1
