@@ -39,7 +39,7 @@ from qerl_recipes.model import fused_lora, logprobs, norms
 from qerl_recipes.model.loading import blocks_that_keep
 from qerl_recipes.model.packing import even_micro_batches, pack
 from qerl_recipes.recipe.configs import GRPOConfig
-from qerl_recipes.train import dynamic_sampling, importance, saving, silent_rows
+from qerl_recipes.train import dynamic_sampling, importance, rollout_measures, saving, silent_rows
 from qerl_recipes.train.half_precision import HalfPrecision
 from qerl_recipes.train.step_metrics import QuietProgress, StepMeans, StepRecorder
 from qerl_recipes.train.validate import steps_per_rollout
@@ -134,7 +134,7 @@ class QerlGRPOTrainer(GRPOTrainer):
         self._adapter_config = policy.peft_config[fused_lora.ADAPTER].to_dict()
         self._schedule = find("qerl_noise_schedules", args.noise_schedule) if args.noise_mode != "none" else None
         self._noise: tuple[float, int] | None = None  # sigma and rollout of the noise in the trainer's norms
-        self.judged = torch.empty(0)
+        self.judged, self.equal_groups = torch.empty(0), 0.0
         self.stream = dynamic_sampling.PromptStream(len(train_dataset), args.seed)
         self.generation_seconds: float = 0.0
         self.files = saving.RunFiles(self, base, base_name, recipe)
@@ -220,14 +220,19 @@ class QerlGRPOTrainer(GRPOTrainer):
         # second time; `compute_loss` does it in each step
         self.vllm_importance_sampling_correction = not self.model.training
         try:
-            return super()._generate_and_score_completions(inputs)
+            scored: dict[str, Any] = super()._generate_and_score_completions(inputs)
         finally:
             self.vllm_importance_sampling_correction = True
+        rollout_measures.correct(self, scored)
+        return scored
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         per_function = super()._calculate_rewards(*args, **kwargs)  # (completions of all ranks, reward functions)
         metric, names = self.args.dynamic_sampling_metric, self.reward_func_names
         self.judged = dynamic_sampling.judged_by(per_function, self.reward_weights, names, metric)
+        size = self.num_generations if self.model.training else self.num_generations_eval
+        is_summed = self.multi_objective_aggregation == "sum_then_normalize"
+        self.equal_groups = rollout_measures.equal_groups(per_function, self.reward_weights, size, is_summed)
         return per_function
 
     # 7 to 9: importance, loss, optimizer

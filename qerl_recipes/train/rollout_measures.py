@@ -1,0 +1,55 @@
+"""Two figures of a rollout that TRL 1.16 measures otherwise than their names say, measured anew.
+
+``frac_reward_zero_std``, our ``equal_groups``, is to be the share of groups whose rewards are all equal: those that
+teach nothing. Where ``scale_rewards`` is ``batch``, or each reward is normalized before the sum, TRL looks at the
+deviation of the whole batch, which says 0 as soon as two groups differ. ``completions/clipped_ratio``, our
+``completion_clipped``, is to be the share of completions that were cut off; TRL counts all without an end-of-sequence
+token, those that ended as ``generation_kwargs`` has it (``stop``, ``stop_token_ids``) among them.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from qerl_recipes.train.dynamic_sampling import TOTAL, informative_groups, judged_by
+
+if TYPE_CHECKING:
+    from qerl_recipes.train.trainer import QerlGRPOTrainer
+
+
+def equal_groups(per_reward: torch.Tensor, weights: torch.Tensor, num_generations: int, is_summed: bool) -> float:
+    """The share of groups in which no completion has an advantage over another.
+
+    ``per_reward: (completions, rewards)``, NaN where one has no value; ``weights: (rewards,)``. ``is_summed``: a group
+    is compared by the weighted sum; else by each reward that has a weight.
+    """
+    if is_summed:
+        columns = [judged_by(per_reward, weights, (), TOTAL)]
+    else:
+        columns = [per_reward[:, i] for i, weight in enumerate(weights.tolist()) if weight]
+    teaches = torch.stack([informative_groups(column, num_generations) for column in columns]).any(dim=0)
+    return 1 - teaches.float().mean().item()
+
+
+def is_stopped(ids: Sequence[int], text: str, generation_kwargs: Mapping[str, Any]) -> bool:
+    """Whether a completion ended as ``stop`` or ``stop_token_ids`` of ``generation_kwargs`` have it."""
+    stop = generation_kwargs.get("stop") or ()
+    strings = [stop] if isinstance(stop, str) else stop
+    return ids[-1] in (generation_kwargs.get("stop_token_ids") or ()) or any(string in text for string in strings)
+
+
+def correct(trainer: "QerlGRPOTrainer", batch: Mapping[str, torch.Tensor]) -> None:
+    """Put both figures in the place of TRL's; ``batch`` is what was scored last, of this process."""
+    metrics = trainer._metrics["train" if trainer.model.training else "eval"]
+    metrics["frac_reward_zero_std"][-1] = trainer.equal_groups
+    given = trainer.args.generation_kwargs or {}
+    if not given.get("stop") and not given.get("stop_token_ids"):
+        return
+    ends, tokenizer = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}, trainer._tokenizer
+    # none is masked: mask_truncated_completions and these keys do not go together
+    padded = zip(batch["completion_ids"], batch["completion_mask"], strict=True)
+    rows = [ids[mask.bool()].tolist() for ids, mask in padded]
+    cut = [ids[-1] not in ends and not is_stopped(ids, tokenizer.decode(ids), given) for ids in rows]
+    everywhere = trainer.accelerator.gather(torch.tensor(cut, device=batch["completion_ids"].device))
+    metrics["completions/clipped_ratio"][-1] = everywhere.float().mean().item()
