@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl_vllm_plugin import adapter_folder
+from qerl_vllm_plugin import adapter_folder, compat
 from qerl_vllm_plugin.lora_requests import check_folder, check_modules
 
 if TYPE_CHECKING:
@@ -42,18 +42,17 @@ def _check_what_is_read(manager: Any, vllm_config: "VllmConfig") -> None:
 
     from qerl_vllm_plugin.loading import checkpoint_folder
 
-    read = manager._load_adapter
-    is_whole = vllm_config.parallel_config.pipeline_parallel_size == 1
+    read, layers = manager._load_adapter, manager._adapter_manager
+    parts = [part for module in layers.packed_modules.values() for part in module]
+    # a rank of a pipeline drops the layers of the others from what it has read
+    slots = set().union(*compat.of_all_stages({*layers.modules, *parts}))
 
     def read_checked(request: Any) -> Any:
         folder = Path(get_adapter_absolute_path(request.lora_path))
         if (folder / adapter_folder.CONFIG_FILE).is_file():  # what is missing, vLLM names
             check_folder(folder, checkpoint_folder(vllm_config), manager.lora_config.max_lora_rank)
         lora = read(request)
-        if is_whole:  # a rank of a pipeline has no place for the layers of the others
-            slots = manager._adapter_manager
-            parts = [part for module in slots.packed_modules.values() for part in module]
-            check_modules(folder, lora.loras, {*slots.modules, *parts})
+        check_modules(folder, lora.loras, slots)
         return lora
 
     manager._load_adapter = read_checked

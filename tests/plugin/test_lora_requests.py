@@ -3,12 +3,14 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from vllm.lora.request import LoRARequest
 
+from qerl_vllm_plugin import compat, compat_lora
 from qerl_vllm_plugin.adapter import AdapterError
 from qerl_vllm_plugin.adapter_folder import base_hash
 from qerl_vllm_plugin.lora_requests import check_folder, check_modules
@@ -91,3 +93,44 @@ def test_the_experts_of_an_adapter_have_slots_under_names_of_vllms():
     check_modules(Path("RUN"), ["model.layers.0.mlp.experts.7.up_proj", "a.q_proj"], {"a.q_proj", "a.k_proj"})
     with pytest.raises(AdapterError, match=r"RUN adapts a\.v_proj \(and 0 more\)"):
         check_modules(Path("RUN"), ["a.v_proj", "a.q_proj"], {"a.q_proj"})
+
+
+class Runner:
+    """A model runner as vLLM's: it builds its model, then the slots of its stage, and does both again on a reload."""
+
+    def __init__(self, config, adapted):
+        self.config, self.adapted, self.reads = config, adapted, 0
+
+    def load_model(self):
+        compat_lora.watch(self.config)
+        self.load_lora_model()
+
+    def load_lora_model(self):
+        layer = "model.layers.1.self_attn"
+        packed = {f"{layer}.qkv_proj": [f"{layer}.{name}_proj" for name in "qkv"]}
+        slots = SimpleNamespace(modules={f"{layer}.qkv_proj": None, f"{layer}.o_proj": None}, packed_modules=packed)
+        limits = SimpleNamespace(max_lora_rank=8)
+        self.lora_manager = SimpleNamespace(_adapter_manager=slots, _load_adapter=self.read, lora_config=limits)
+
+    def read(self, request):
+        self.reads += 1
+        return SimpleNamespace(loras=dict.fromkeys(self.adapted))
+
+
+@pytest.mark.parametrize("of_another_stage", [0, 7])
+def test_a_stage_of_a_pipeline_reads_what_a_stage_has_slots_for_and_refuses_the_rest(
+    of_another_stage, monkeypatch, tmp_path
+):
+    other = {f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"}
+    monkeypatch.setattr(compat, "of_all_stages", lambda own: [other, own])
+    names = [f"model.layers.{layer}.self_attn.q_proj" for layer in (of_another_stage, 1)]
+    runner = Runner(SimpleNamespace(lora_config=object()), names)
+    runner.load_model()
+    runner.load_model()  # an engine that reads its weights again makes its slots again
+    request = LoRARequest("a", 1, str(tmp_path))
+    if of_another_stage == 0:
+        assert list(runner.lora_manager._load_adapter(request).loras) == names
+    else:
+        with pytest.raises(AdapterError, match=r"adapts model\.layers\.7\.self_attn\.q_proj \(and 0 more\)"):
+            runner.lora_manager._load_adapter(request)
+    assert runner.reads == 1
