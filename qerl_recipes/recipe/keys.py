@@ -125,6 +125,8 @@ REFUSED: dict[str, Refusal] = {
     "ignore_data_skip": Refusal((False,), "a resumed run goes on where it stopped; to start over use a new output_dir"),
     "dataset_streaming": Refusal((False,), "an exact resume needs a data set of known length; cut it by dataset_size"),
     # evaluation during training
+    "dataloader_drop_last": Refusal((False,), "rollouts are whole, and an evaluation would leave problems out that "
+                                    "it counts; remove the key"),
     "do_predict": Refusal((False,), "use qerl evaluate"),
     "prediction_loss_only": Refusal((False,), _NO_METRICS),
     "eval_do_concat_batches": Refusal((True,), _NO_METRICS),
@@ -207,7 +209,7 @@ _HONOURED = {
     log_completions_hub_repo wandb_entity wandb_project wandb_run_group skip_memory_metrics
     """,
     "processes": """
-    accelerator_config dataloader_drop_last dataloader_num_workers dataloader_pin_memory
+    accelerator_config dataloader_num_workers dataloader_pin_memory
     dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order
     ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout
     local_rank

@@ -5,6 +5,8 @@ from typing import Any
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_vllm_plugin.noise import seed_of
 
+SMALLEST_TEMPERATURE = 0.01  # vLLM's: it samples with this one in place of a smaller, and greedily at 0
+
 
 def completion_seed(run_seed: int, phase: str, rollout: int, call: int, prompt: int, sample: int) -> int:
     """The seed of one completion, different for each and the same in a resumed run.

@@ -12,6 +12,7 @@ from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.keys import refusals
 from qerl_recipes.recipe.script_arguments import ScriptArguments
+from qerl_recipes.rollout.sampling import SMALLEST_TEMPERATURE, sampling_parameters
 from qerl_recipes.tasks import prompts as data
 from qerl_recipes.tasks import rewards
 from qerl_recipes.train.base_fits import misfits
@@ -31,6 +32,7 @@ CHOICES = {
 OURS = {"n", "seed", "logprobs", "flat_logprobs", "max_tokens"}
 KEYS = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
 NARROWING = {"presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens"}
+BY_EVALUATION = ("reduce_lr_on_plateau", "greedy")  # schedulers of the learning rate
 WITHOUT_ADAPTER = {"lm_head", "embed_tokens"}
 
 
@@ -49,6 +51,7 @@ def validate(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) 
         *_lengths(script, training),
         *lacking(training, model),
         *_engine(training),
+        *_sampling(training),
         *server_keys.problems(training),
         *_sharing(training),
         *_precision(training, model),
@@ -99,6 +102,16 @@ def _choices(training: GRPOConfig) -> Iterator[str]:
         yield (
             "do_eval: true evaluates nothing by itself; say when: eval_strategy: steps (with eval_steps) or epoch, or "
             "do_eval: false"
+        )
+    if training.eval_on_start and training.eval_strategy == "no":
+        yield (
+            "eval_on_start: true is the first of the evaluations of a run, and there are none; say when: "
+            "eval_strategy: steps (with eval_steps) or epoch, or eval_on_start: false"
+        )
+    if training.lr_scheduler_type in BY_EVALUATION:
+        yield (
+            f"lr_scheduler_type: {training.lr_scheduler_type.value} goes by the loss of an evaluation, which says "
+            "nothing of a policy that learns from rewards; use linear, cosine or another that goes by the step"
         )
     weighs = training.vllm_importance_sampling_correction
     if training.loss_type == "vespo" and weighs and training.vllm_importance_sampling_mode.startswith("sequence"):
@@ -226,6 +239,25 @@ def _engine(training: GRPOConfig) -> Iterator[str]:
         )
 
 
+def _sampling(training: GRPOConfig) -> Iterator[str]:
+    """What vLLM's SamplingParams would refuse at the first rollout, or change."""
+    if not training.temperature >= SMALLEST_TEMPERATURE:
+        yield (
+            f"temperature must be at least {SMALLEST_TEMPERATURE}, not {training.temperature}: the log-probabilities "
+            "of the trainer are divided by it, and vLLM samples with no smaller one"
+        )
+    elif training.rollout_engine == "vllm":
+        from vllm import SamplingParams
+        from vllm.exceptions import VLLMValidationError
+
+        found = sampling_parameters(training).items()
+        given = {name: value for name, value in found if name not in {*OURS, "structured_outputs"}}
+        try:
+            SamplingParams(**given, max_tokens=training.max_completion_length)
+        except (TypeError, ValueError, VLLMValidationError) as error:
+            yield f"{', '.join(sorted(KEYS))}, generation_kwargs: vLLM takes no such SamplingParams: {error}"
+
+
 def _sharing(training: GRPOConfig) -> Iterator[str]:
     if training.share_weights and (reason := shared_weights.obstacle(training)):
         yield f"share_weights: {reason}; use share_weights: false"
@@ -242,6 +274,11 @@ def _precision(training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
         yield (
             "bf16: true (the default without fp16) with dtype: float16: the engine would compute in float16 and the "
             "trainer in bfloat16; use fp16: true and bf16: false, or dtype: bfloat16"
+        )
+    if training.bf16 and model.dtype == "float32":
+        yield (
+            "bf16: true (the default without fp16) with dtype: float32: the engine would compute in float32 and the "
+            "trainer in bfloat16; use bf16: false, or dtype: bfloat16"
         )
     if training.quantization == "nf4" and model.dtype == "float16":
         yield "dtype: float16 with quantization: nf4 is not supported; use dtype: bfloat16, or another arm"
@@ -284,7 +321,12 @@ def _data_and_rewards(script: ScriptArguments, training: GRPOConfig) -> Iterator
             found[name] = rewards.resolve([name], script)[0]
         except ValueError as error:
             yield str(error)
-    names = [getattr(reward, "__name__", type(reward).__name__) for reward in found.values()]
+    names = [getattr(found[name], "__name__", "") for name in script.reward_funcs if name in found]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        yield (
+            f"reward_funcs: {', '.join(twice)} is the name of several, whose means would be mixed in "
+            f"rewards/{twice[0]}/mean; list each once, and give functions of your own names (__name__) that differ"
+        )
     if (metric := training.dynamic_sampling_metric) not in (None, TOTAL, *names) and len(names) == len(
         script.reward_funcs
     ):
