@@ -190,6 +190,7 @@ class PolicyServer:
         """
         end = time.monotonic() + DRAIN
         while await self._in_time(self._engine.is_paused()):
+            self._check()
             if mode == "abort" or not await self._in_time(compat.is_working(self._engine)):
                 if mode == "wait" and await compat.have_begun(self._engine):
                     raise Refused(503, "still_running", FROZEN)

@@ -152,6 +152,18 @@ def test_requests_that_somebody_else_lets_end_and_that_do_not_are_waited_for_so_
     assert set(engine.asked) == {"has_work"}, "nothing is emptied, and who has paused it resumes it"
 
 
+def test_an_engine_that_another_api_server_gives_up_is_waited_for_no_longer():
+    async def give_up(server):
+        waits = asyncio.create_task(change(server))
+        await asyncio.sleep(0.1)
+        server._lose("half of a policy")
+        await asyncio.wait_for(waits, 5)
+
+    with pytest.raises(Refused, match="half of a policy") as refused:
+        with_server(engine := Engine(is_paused=True, looks=10**9), give_up)
+    assert refused.value.reason == "lost" and set(engine.asked) == {"has_work"}
+
+
 def test_requests_that_somebody_else_has_stopped_half_way_cannot_be_waited_for():
     engine = Engine(is_paused=True)
     engine.output_processor.request_states = {"a": SimpleNamespace(is_prefilling=False)}

@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from qerl_recipes.bench import soak, soak_replay
+from qerl_recipes.bench import soak, soak_load, soak_replay
 from qerl_recipes.bench.soak_judge import Verdict, difference, judge, named, portions
 from qerl_recipes.bench.soak_load import Change, Found, speed
 from qerl_recipes.bench.soak_streams import SILENT, Answer, Heard, Streams, shares
@@ -176,6 +176,30 @@ def test_memory_that_the_first_round_of_swaps_takes_is_kept_for_the_next_and_mor
     memory = {"engine": [value << 20 for value in mib]}
     failed = soak.summary(Found(CHANGES[:1]), {}, memory, Verdict())["failed"]
     assert ["engine has grown by" in text for text in failed].count(True) == grows
+
+
+def test_memory_is_looked_at_after_each_round_in_which_every_kind_of_swap_has_come(monkeypatch):
+    seconds, found, kinds = [0.0], Found(CHANGES[:1]), set()
+    clock = SimpleNamespace(monotonic=lambda: seconds[0], sleep=lambda length: seconds.append(seconds.pop() + length))
+    monkeypatch.setattr(soak_load, "time", clock)
+
+    class Client:
+        def __init__(self, transport):
+            self.transport = transport
+
+        def swap(self, tensors, config, *, version, requests):
+            kinds.add((self.transport, requests))
+            return version
+
+        def set_noise(self, sigma, *, seed, rollout): ...
+
+    looks = []
+    clients = {transport: Client(transport) for transport in soak_load.TRANSPORTS}
+    soak_load.push(
+        clients, lambda _: ({}, {}), 0, 70.0, found, lambda: looks.append((found.changes[-1].adapter, {*kinds}))
+    )
+    assert [number for number, _ in looks] == [30, 60]
+    assert looks[0][1] == looks[1][1] == {(way, mode) for way in clients for mode in soak_load.MODES}
 
 
 # a server that forgets to empty its caches when the policy changes
