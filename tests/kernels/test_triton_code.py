@@ -1,5 +1,6 @@
 """The machine code of the Triton kernels for an H100, as the trainer calls them: how many bytes a thread loads and
-stores at once, and that no number asks a 64-bit division for its place. Compiled on a CPU, not run."""
+stores at once, that no number asks a 64-bit division for its place, and that no place is counted in 32 bits. Compiled
+on a CPU, not run."""
 
 import re
 
@@ -41,20 +42,20 @@ class Hopper:
 
 @pytest.fixture
 def code(monkeypatch):
-    """A function: the PTX of what a call launches, by the kernel's name; nothing is launched."""
+    """A function: the PTX (or another ``stage``) of what a call launches, by the kernel's name; nothing is launched."""
     compiled = {}
     run = JITFunction.run
 
     def compile_only(self, *arguments, grid, warmup, **options):
         kernel = run(self, *arguments, grid=grid, warmup=True, **options)
-        assert compiled.setdefault(self.fn.__name__, kernel.asm["ptx"]) == kernel.asm["ptx"]
+        assert compiled.setdefault(self.fn.__name__, kernel.asm)["ptx"] == kernel.asm["ptx"]
         return kernel
 
-    def of(call, *arguments, **options) -> dict[str, str]:
+    def of(call, *arguments, stage="ptx") -> dict[str, str]:
         compiled.clear()
-        call(*arguments, **options)
+        call(*arguments)
         assert compiled
-        return dict(compiled)
+        return {name: asm[stage] for name, asm in compiled.items()}
 
     monkeypatch.setattr(driver, "_active", Hopper())
     monkeypatch.setattr(JITFunction, "run", compile_only)
@@ -152,6 +153,43 @@ def test_a_thread_loads_and_stores_16_bytes_at_once(code, call, sizes, expected)
     assert {name: bytes_at_once(text) for name, text in ptx.items()} == expected
     for text in ptx.values():
         assert not re.search(r"\b(div|rem)\.[su]64", text)
+
+
+def counted_in_32_bits(ttir: str) -> list[str]:
+    """Where the number of a program, or of its row, is multiplied or added to a pointer before it has 64 bits. (What is
+    left of a division by the programs of a row stays below the row's length.)"""
+    names = set(re.findall(r"(%\S+) = tt\.get_program_id", ttir))
+    assert names
+    found = []
+    for line in ttir.splitlines():
+        read = set(re.findall(r"%[\w#]+", line.partition(" = ")[2]))
+        if names & read and (step := re.search(r"(%\S+) = arith\.divsi", line)):
+            names.add(step[1])
+        elif names & read and re.search(r"= (arith\.(muli|addi)|tt\.(addptr|splat))", line):
+            found.append(line.strip())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("call", "sizes"), [(call, sizes) for call, sizes, _ in CASES if call not in (rms_norm, logprob)]
+)
+def test_a_tensor_may_have_more_numbers_than_32_bits_count(code, call, sizes):
+    """As an embedding of 262144 words by 8192, or 16384 tokens of 152064."""
+    assert [line for text in code(call, *sizes, stage="ttir").values() for line in counted_in_32_bits(text)] == []
+
+
+@triton.jit
+def _narrow(x, N, NUMBERS: triton.language.constexpr):
+    row = triton.language.program_id(0) // 2
+    triton.language.store(x + row * N + triton.language.arange(0, NUMBERS), 0)
+
+
+def narrow() -> None:
+    _narrow[(4,)](numbers(4, 64), 64, NUMBERS=64)
+
+
+def test_a_place_that_is_counted_in_32_bits_is_seen(code):
+    assert "arith.muli" in counted_in_32_bits(code(narrow, stage="ttir")["_narrow"])[0]
 
 
 def test_a_row_that_is_not_a_multiple_of_16_bytes_is_seen(code):
