@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from qerl_recipes.recipe.configs import GRPOConfig
+
 PREFIX = "sampling/"  # of TRL's names for what is measured here
 SEQUENCE_MODES = ("sequence_mask", "sequence_truncate")
 MASK_MODES = ("sequence_mask", "token_mask")
@@ -47,6 +49,23 @@ def weights(
     if largest is not None:
         outside |= ratio > largest
     return ratio.masked_fill(outside, 0.0)
+
+
+def reference_kl(logps: torch.Tensor, inputs: Mapping[str, Any], args: GRPOConfig) -> dict[str, torch.Tensor]:
+    """Under TRL's name the estimate k3 of each token's divergence from the reference of ``beta``: (B, C); or nothing.
+
+    With ``use_bias_correction_kl`` times the ratio to the policy from before the rollout's first step, as in the loss.
+    """
+    if "ref_per_token_logps" not in inputs:
+        return {}
+    difference = inputs["ref_per_token_logps"] - logps
+    estimate = difference.exp() - difference - 1
+    if args.use_bias_correction_kl:
+        change, mask = logps - inputs.get("old_per_token_logps", logps), mask_of(inputs)
+        if args.importance_sampling_level == "sequence":
+            change = (change * mask).sum(dim=-1, keepdim=True) / mask.sum(dim=-1, keepdim=True).clamp(min=1)
+        estimate = estimate * change.exp()
+    return {"kl": estimate}
 
 
 class Differences:

@@ -42,6 +42,7 @@ NAMES = {
 }
 COUNTS = {"adapter_version", "touched_norms", "accepted_groups", "dropped_groups", "filled_groups"}
 COUNTS |= {"extra_tokens", "sampling_rounds"}
+OF_TOKENS = ("entropy", "kl")  # means over tokens, of which there may be none
 IN_THE_BAR = {"reward": "reward", "sampling/sampling_logp_difference/mean": "mismatch", "sigma": "sigma"}
 HF_EVALUATION = "eval_"  # begins the names of what transformers and TRL log of an evaluation
 SILENT_ROLLOUTS = 5  # so many without a group whose rewards differ are not chance
@@ -132,8 +133,10 @@ class StepRecorder(TrainerCallback):
 
     def on_step_end(self, args: GRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         trainer, metrics = self._trainer, self._trainer._metrics["train"]
-        for name, value in trainer.take_measured().items():
-            del metrics[name][self._lengths.get(name, 0) :]  # TRL's own
+        measured = trainer.take_measured()
+        for name in metrics.keys() & {*measured, *OF_TOKENS}:  # TRL's own, which are 0 where no token was computed
+            del metrics[name][self._lengths.get(name, 0) :]
+        for name, value in measured.items():
             metrics[name].append(value)
         own = torch.as_tensor(self._loss, dtype=torch.float32, device=trainer.accelerator.device)
         loss = float(trainer.accelerator.gather(own).mean())
@@ -163,16 +166,18 @@ class StepRecorder(TrainerCallback):
         if "equal_groups" not in record:
             return  # a later step of a rollout
         accepted = record.get("accepted_groups", 1 - record["equal_groups"])
-        self._silent = 0 if accepted > 0 else self._silent + 1
+        all_cut = self._trainer.args.mask_truncated_completions and record["completion_clipped"] == 1
+        self._silent = 0 if accepted > 0 and not all_cut else self._silent + 1
         if self._silent == SILENT_ROLLOUTS and not self._has_warned:
             self._has_warned = True
             means = {name.split("/")[1]: mean for name, mean in record.items() if name.endswith("/mean")}
             given = ", ".join(f"{name} {mean:g}" for name, mean in means.items())
-            warnings.warn(
-                f"nothing is learnt: in {SILENT_ROLLOUTS} rollouts no group had rewards that differ (means of the last "
-                f"rollout: {given}); compare a completion with what these rewards want (log_completions: true)",
-                stacklevel=2,
-            )
+            why = f"no group had rewards that differ (means of the last rollout: {given}); compare a completion with "
+            why += "what these rewards want (log_completions: true)"
+            if all_cut:
+                why = "all completions were cut off, and mask_truncated_completions leaves them out; raise "
+                why += f"max_completion_length ({self._trainer.args.max_completion_length})"
+            warnings.warn(f"nothing is learnt: in {SILENT_ROLLOUTS} rollouts {why}", stacklevel=2)
 
     def on_log(
         self,

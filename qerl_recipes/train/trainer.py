@@ -281,8 +281,9 @@ class QerlGRPOTrainer(GRPOTrainer):
         if inputs is not None and "importance_sampling_ratio" not in inputs:
             inputs["importance_sampling_ratio"] = self._importance(results[0].detach(), inputs)
         if inputs is not None and results[1] is not None:
-            mask = silent_rows.computed(inputs)
-            self._means.add("entropy", torch.where(mask, results[1].detach(), 0.0).sum(), mask.sum())
+            mask, kl = silent_rows.computed(inputs), importance.reference_kl(results[0].detach(), inputs, self.args)
+            for name, values in {"entropy": results[1].detach(), **kl}.items():
+                self._means.add(name, torch.where(mask, values, 0.0).sum(), mask.sum())
         return results
 
     def _logps(

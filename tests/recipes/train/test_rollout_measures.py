@@ -79,3 +79,54 @@ def test_a_completion_that_a_stop_string_has_ended_was_not_cut_off(make_trainer,
         assert step["completion_clipped"] == sum(cut) / len(cut)
         ended += sum(stopped)
     assert ended > 0
+
+
+def cycle(completions, **columns):
+    return [float(i % 3) for i in range(len(completions))]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_kl_is_the_mean_over_the_tokens_of_a_step_and_not_over_its_micro_batches(
+    level, make_trainer, make_nvfp4, read_metrics
+):
+    """One completion a micro-batch, of 1 to 12 tokens, most of them masked; two steps a rollout."""
+    settings = {"beta": 0.1, "use_bias_correction_kl": True, "importance_sampling_level": level}
+    settings |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "steps_per_generation": 16}
+    trainer = make_trainer(make_nvfp4("qwen2"), cycle, max_steps=4, mask_truncated_completions=True, **settings)
+    seen, compute, logps = [], trainer._compute_loss, trainer._get_per_token_logps_and_entropies
+    last = []
+    trainer._get_per_token_logps_and_entropies = lambda *a, **k: last.append(logps(*a, **k)) or last[-1]
+
+    def watch(model, inputs):
+        loss = compute(model, inputs)
+        mask, now, old = inputs["completion_mask"].bool(), last[-1][0].detach(), inputs["old_per_token_logps"]
+        ratio = (now - old).exp()
+        if level == "sequence":
+            ratio = (now - old)[mask].mean().exp() if mask.any() else 1.0
+        x = inputs["ref_per_token_logps"] - now
+        seen.append(((ratio * (x.exp() - 1 - x))[mask].sum().item(), int(mask.sum())))
+        return loss
+
+    trainer._compute_loss = watch
+    trainer.train()
+    steps = [seen[first : first + 8] for first in range(0, 32, 8)]
+    assert any(0 in [tokens for _, tokens in step] for step in steps), "some micro-batch has no token"
+    for record, step in zip(read_metrics(trainer), steps, strict=True):
+        tokens = sum(number for _, number in step)
+        assert ("kl" in record) == ("entropy" in record) == (tokens > 0)
+        if tokens:
+            assert record["kl"] == pytest.approx(sum(total for total, _ in step) / tokens, rel=1e-4, abs=1e-7)
+    assert record["kl"] > 1e-4
+
+
+def test_a_run_whose_completions_are_all_cut_off_and_masked_has_no_entropy_and_says_so(
+    make_trainer, make_nvfp4, read_metrics
+):
+    endless = {"allowed_token_ids": [5, 6, 7, 8]}  # neither the end of a sequence nor padding
+    settings = {"mask_truncated_completions": True, "generation_kwargs": endless}
+    trainer = make_trainer(make_nvfp4("qwen2"), cycle, max_steps=5, **settings)
+    with pytest.warns(UserWarning, match=r"5 rollouts all completions were cut off, .* max_completion_length \(12\)"):
+        trainer.train()
+    for step in read_metrics(trainer):
+        assert (step["completion_clipped"], step["equal_groups"], step["grad_norm"]) == (1.0, 0.0, 0.0)
+        assert not {"entropy", "kl", "logp_mismatch_mean"} & step.keys()
