@@ -1,8 +1,9 @@
 """Compile CUDA C++ with NVRTC at first use, keep the machine code on disk, load and launch it.
 
 Needs no compiler on the machine: NVRTC comes with torch. The cache is ``$QERL_CACHE``, or ``qerl`` in
-``$XDG_CACHE_HOME`` or ``~/.cache``; a file is named by the hash of the source, the options and the NVRTC version. What
-is in it runs on the GPU: a file that is damaged is compiled again, and a folder that others may write to is not used.
+``$XDG_CACHE_HOME`` or ``~/.cache``, or, without a home, ``qerl-UID`` where temporary files are; a file is named by the
+hash of the source, the options and the NVRTC version. What is in it runs on the GPU: a file that is damaged is compiled
+again, and a folder that others may write to is not used.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -37,8 +39,11 @@ def cache_folder() -> Path:
     """Where machine code is kept. A variable that is empty counts as one that is not set."""
     if own := os.environ.get("QERL_CACHE"):
         return Path(own)
-    # a user without a home is no error here, as Path.home() makes it
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "qerl"
+    found = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "qerl"
+    if found.parts[0] != "~":
+        return found
+    # a user without a home, as of a container that runs as any number: no folder that is named ~ where it was started
+    return Path(tempfile.gettempdir()) / f"qerl-{os.geteuid()}"
 
 
 @functools.cache

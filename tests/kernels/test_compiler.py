@@ -198,7 +198,7 @@ def test_the_cache_folder_is_the_users_choice(monkeypatch, tmp_path):
 
 
 def test_a_user_without_a_home_has_a_folder_all_the_same(monkeypatch):
-    """As a container's that runs as any number."""
+    """As a container's that runs as any number; and none named ~ in the folder where it was started."""
 
     def unknown(user):
         raise KeyError(user)
@@ -206,7 +206,8 @@ def test_a_user_without_a_home_has_a_folder_all_the_same(monkeypatch):
     for name in ("QERL_CACHE", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", unknown)
-    assert compiler.cache_folder().name == "qerl"
+    folder = compiler.cache_folder()
+    assert folder.is_absolute() and folder.name == f"qerl-{os.geteuid()}" and "~" not in str(folder)
 
 
 @pytest.fixture
