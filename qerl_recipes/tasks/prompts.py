@@ -85,7 +85,8 @@ def _conversational(data: Dataset, script: ScriptArguments, tokenizer: PreTraine
     return data.map(messages, remove_columns=dropped, desc="prompts")
 
 
-def _tokens(prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> int:
+def tokens(prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> int:
+    """How many a prompt has as the rollout will see it; ``options`` are ``chat_template_kwargs``."""
     if isinstance(prompt, str):
         return len(tokenizer(prompt)["input_ids"])
     text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **options)
@@ -98,7 +99,7 @@ def _fitting(
     limit = script.max_prompt_length
     if limit is None:
         return data
-    kept = [i for i, prompt in enumerate(data["prompt"]) if _tokens(prompt, tokenizer, options) <= limit]
+    kept = [i for i, prompt in enumerate(data["prompt"]) if tokens(prompt, tokenizer, options) <= limit]
     if not kept:
         raise ConfigError(f"no prompt has at most max_prompt_length = {limit} tokens; raise it")
     if len(kept) < len(data):

@@ -5,14 +5,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from datasets import Dataset
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
+from transformers import PreTrainedTokenizerBase
 
 from qerl_recipes.model import families
 from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.script_arguments import ScriptArguments
 from qerl_recipes.recipe.shapes import BY_MODEL_ID, as_config
+from qerl_recipes.tasks import prompts
 from qerl_vllm_plugin.checkpoint import read_quantization
 from qerl_vllm_plugin.families import FAMILIES, WITHOUT_SLOTS, of_images
 
@@ -50,6 +53,37 @@ def refuse_misfit(script: ScriptArguments, training: GRPOConfig, model: ModelCon
         raise ConfigError("\n".join(lines))
 
 
+def refuse_long_prompts(
+    data: Mapping[str, Dataset | None],
+    tokenizer: PreTrainedTokenizerBase,
+    script: ScriptArguments,
+    training: GRPOConfig,
+    folder: Path,
+) -> None:
+    """Raises ConfigError for prompts beside which ``max_completion_length`` tokens do not fit into a sequence.
+
+    vLLM would cut their completions off earlier, and refuses a prompt that leaves no room at all, in mid-run. ``data``
+    are the training and held-out problems by these names. With ``max_prompt_length`` there is nothing to look for.
+    """
+    key, longest = "vllm_max_model_length", training.vllm_max_model_length
+    if longest is None:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        key, longest = "max_position_embeddings of the model", _positions(config)
+    if longest is None or script.max_prompt_length is not None:
+        return
+    room = longest - training.max_completion_length
+    for name, problems in data.items():
+        options = training.chat_template_kwargs or {}
+        counts = [] if problems is None else [prompts.tokens(one, tokenizer, options) for one in problems["prompt"]]
+        if too_long := [count for count in counts if count > room]:
+            raise ConfigError(
+                f"{len(too_long)} of {len(counts)} {name} prompts have more than {room} tokens, the longest "
+                f"{max(too_long)}: beside them max_completion_length ({training.max_completion_length}) does not fit "
+                f"into {key} ({longest}), and completions would be cut off earlier. max_prompt_length: {room} leaves "
+                f"them out; or lower max_completion_length, or raise {key}"
+            )
+
+
 def _in_the_cache(model_id: str, revision: str | None) -> Path | None:
     try:
         found = try_to_load_from_cache(model_id, "config.json", revision=revision)
@@ -74,10 +108,15 @@ def _of_config(
             f"quantization: {training.quantization} starts from a BF16 checkpoint, but {name} is quantized already "
             f"({method}); name the BF16 checkpoint, or use quantization: qerl_nvfp4"
         )
+    if (positions := _positions(config)) is not None:
+        yield from _lengths(script, training, name, positions)
+
+
+def _positions(config: Mapping[str, Any]) -> int | None:
+    """The longest sequence of the model; None where it says none, or stretches them: these the engine counts."""
     positions = config.get("max_position_embeddings")
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if isinstance(positions, int) and not scaling.get("factor"):  # stretched positions are for the engine to count
-        yield from _lengths(script, training, name, positions)
+    return positions if isinstance(positions, int) and not scaling.get("factor") else None
 
 
 def _of_family(training: GRPOConfig, model: ModelConfig, name: str, config: Mapping[str, Any]) -> Iterator[str]:

@@ -180,7 +180,7 @@ def build(
     from qerl_recipes.files.binding import recorded
     from qerl_recipes.recipe.configs import DTYPES
     from qerl_recipes.tasks import prompts, rewards
-    from qerl_recipes.train.base_fits import refuse_misfit
+    from qerl_recipes.train.base_fits import refuse_long_prompts, refuse_misfit
     from qerl_recipes.train.continued import check_settings
     from qerl_recipes.train.validate import uneven_evaluation
 
@@ -204,6 +204,7 @@ def build(
         eval_dataset = None
     elif eval_dataset is not None and (line := uneven_evaluation(training, len(eval_dataset))) is not None:
         warnings.warn(line, stacklevel=2)
+    refuse_long_prompts({"training": train_dataset, "held-out": eval_dataset}, tokenizer, script, training, base)
     return assemble(
         training,
         base,

@@ -194,6 +194,33 @@ def test_chat_template_kwargs_reach_the_rollout_and_the_length_filter(run, write
     assert len(asked) == 8 and all(text.endswith("=0000") and len(text) == 12 for text in asked)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"vllm_max_model_length": 23},
+            r"of 16 training prompts have more than 11 tokens, the longest 12: beside them ",
+        ),
+        (
+            {"vllm_max_model_length": None, "max_completion_length": 249},
+            r"more than 7 .* max_position_embeddings of th",
+        ),
+        ({"vllm_max_model_length": 22, "max_prompt_length": 10}, None),
+        ({"vllm_max_model_length": 24}, None),
+    ],
+    ids=str,
+)
+def test_prompts_beside_which_a_completion_does_not_fit_are_refused_before_an_engine_starts(
+    changes, message, write_recipe, monkeypatch
+):
+    def started(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "assemble", started)  # what goes on after the prompts were looked at
+    with pytest.raises(SystemExit if message is None else ConfigError, match=message):
+        train.main(["--config", write_recipe(**changes)])
+
+
 def test_an_adapter_of_another_base_is_refused_before_the_model_loads(run, write_recipe, monkeypatch, tmp_path):
     folder = tmp_path / "adapter"
     folder.mkdir()
