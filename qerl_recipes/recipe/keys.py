@@ -73,7 +73,7 @@ _NO_METRICS = "evaluation here is reward on held-out prompts, not a metric on lo
 _COMPILE = "the backward of the frozen linear is written by hand and is not traced; remove the key"
 _FULL_EVAL = "evaluation uses the same weights and dtype as training; remove the key"
 _BEST_MODEL = "trained norms and the resume state are not reloaded by it; keep every checkpoint and run qerl evaluate"
-_REFERENCE = "the reference policy of beta is the base model with the adapter off; remove the key"
+_REFERENCE = "the reference policy of beta is the base, or adapter_name_or_path as it was; remove the key"
 
 REFUSED: dict[str, Refusal] = {
     # model
