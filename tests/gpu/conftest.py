@@ -35,6 +35,15 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         Path(path).write_text(json.dumps(ROWS, indent=1))
 
 
+@pytest.fixture(scope="module")
+def hopper() -> None:
+    """Skips what runs on a Hopper GPU alone."""
+    from qerl_kernels import linear_tiles
+
+    if not torch.cuda.is_available() or not linear_tiles.supported(torch.device("cuda")):
+        pytest.skip("needs a Hopper GPU")
+
+
 @pytest.fixture(scope="session")
 def start_engine() -> Callable[..., Any]:
     """start_engine(folder, **options) -> vllm.LLM under qerl_nvfp4, small unless the options say otherwise."""

@@ -14,19 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 sys.path.insert(0, str(Path(__file__).parents[2] / "kernels" / "bench"))
 
 LAYERS = {"7B qkv": (4608, 3584), "7B gate_up": (37888, 3584), "7B down": (3584, 18944)}
 PROMPTS = [[(13 * i + 7 * j) % 500 + 2 for j in range(60)] for i in range(4)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def hopper():
-    from qerl_kernels import linear_tiles
-
-    if not torch.cuda.is_available() or not linear_tiles.supported(torch.device("cuda")):
-        pytest.skip("needs a Hopper GPU")
 
 
 def example(N: int, K: int, operand: torch.dtype):

@@ -10,20 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 sys.path.insert(0, str(Path(__file__).parents[2] / "kernels" / "bench"))
 
 LAYERS = {"7B qkv": (4608, 3584), "7B o": (3584, 3584), "7B gate_up": (37888, 3584), "7B down": (3584, 18944)}
 LAYERS |= {"32B down": (5120, 27648)}
 PROMPTS = [[(13 * i + 7 * j) % 500 + 2 for j in range(60)] for i in range(4)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def hopper():
-    from qerl_kernels import linear_tiles
-
-    if not torch.cuda.is_available() or not linear_tiles.supported(torch.device("cuda")):
-        pytest.skip("needs a Hopper GPU")
 
 
 def test_every_variant_of_the_rule_passes_the_gate():
