@@ -12,7 +12,7 @@ for argument in "$@"; do
   if [[ -e "$argument" ]]; then files+=("$argument"); else options+=("$argument"); fi
 done
 if [[ ${#files[@]} -eq 0 ]]; then # every file with a test of its kind, wherever it lies
-  mapfile -t files < <(grep -rlE '^(pytestmark = .*|@)pytest\.mark\.gpu\b' tests --include='test_*.py' | sort)
+  mapfile -t files < <(grep -rl 'pytest\.mark\.gpu' tests --include='test_*.py' | sort)
 fi
 results="${QERL_GPU_RESULTS:-gpu_results.json}"
 parts="$(mktemp -d)"
