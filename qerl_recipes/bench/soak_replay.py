@@ -5,7 +5,6 @@ of its own.
 """
 
 import json
-import multiprocessing
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_recipes.bench import random_model
+from qerl_recipes.bench.children import child, kill
 from qerl_recipes.bench.rollout_memory import LEAST_SHARE
 from qerl_recipes.bench.soak_judge import Replay
 from qerl_recipes.bench.soak_load import Adapter, Change, ahead
@@ -119,20 +119,11 @@ def references(folder: str, seed: int) -> Iterator[list[Replay]]:
     if count == 1:
         yield [reference(folder, seed)]
         return
-    context = multiprocessing.get_context("spawn")
-    processes, connections = [], []
+    children = [child(_work, folder, seed) for _ in range(count)]
     try:
-        for _ in range(count):
-            mine, theirs = context.Pipe()
-            processes.append(context.Process(target=_work, args=(folder, seed, theirs), daemon=True))
-            processes[-1].start()
-            theirs.close()  # a process that has died is then seen by its end
-            connections.append(mine)
-        yield [partial(_asked, connection) for connection in connections]
+        yield [partial(_asked, connection) for _, connection in children]
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
+        kill(process for process, _ in children)
 
 
 def engines(folder: str) -> int:

@@ -6,7 +6,6 @@ them would wait for its turn.
 
 import asyncio
 import json
-import multiprocessing
 import random
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from qerl_recipes.bench.children import CONTEXT, child, kill
 from qerl_vllm_plugin.client import VERSION_HEADER
 
 PROMPTS = 24  # distinct ones, each asked again and again: keys and values of another policy would be found by them
@@ -172,18 +172,12 @@ class Streams:
     process that does not start."""
 
     def __init__(self, url: str, model: str, pool: list[list[int]], count: int, seed: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._over = context.Event()
+        self._over = CONTEXT.Event()
         self._processes, self._connections = [], []
         for numbers in shares(count):
-            mine, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_work, args=(url, model, numbers, pool, seed, self._over, theirs), daemon=True
-            )
-            process.start()
-            theirs.close()  # a process that has died is then seen by its end
+            process, connection = child(_work, url, model, numbers, pool, seed, self._over)
             self._processes.append(process)
-            self._connections.append(mine)
+            self._connections.append(connection)
         for connection in self._connections:
             _receive(connection, START, "processes that ask the server have not started")
 
@@ -191,9 +185,7 @@ class Streams:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
+        kill(self._processes)
 
     def check(self) -> None:
         """Raises RuntimeError if a process of streams has ended."""
