@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from qerl_recipes.files.whole_folder import write_text
+
 CONTENT = {
     "recipe": "recipe.yaml",
     "arms": {"a": {"quantization": "bf16"}, "b": {"quantization": "qerl_nvfp4"}},
@@ -40,9 +42,10 @@ def finish():
         of = folder / one.folder
         (of / "evaluation" / "greedy").mkdir(parents=True)
         task = {"base": {"accuracy": 0.1}, "adapter": {"accuracy": accuracy}}
-        (of / "evaluation" / "greedy" / "evaluation.json").write_text(json.dumps({"tasks": {"running_sum": task}}))
         lines = [{"step": i + 1, "reward": r, "entropy": 1.0, "step_seconds": 2.0} for i, r in enumerate(rewards)]
         lines.insert(1, {"step": 1, "eval/reward": 9.0})  # an evaluation on held-out problems while training
         (of / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        # last and whole, as `qerl evaluate` does: a study that runs reads it as soon as it is there
+        write_text(of / "evaluation" / "greedy" / "evaluation.json", json.dumps({"tasks": {"running_sum": task}}))
 
     return leave
