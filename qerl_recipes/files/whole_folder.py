@@ -1,4 +1,4 @@
-"""A folder, or a text file, that is written whole or not at all.
+"""A folder, or a file, that is written whole or not at all.
 
 The content is written to a hidden sibling, flushed to disk, and renamed into place in one step. Whatever stops the
 writer (an error, a full disk, SIGKILL), the destination is untouched; what a dead process left is removed by the next
@@ -54,11 +54,16 @@ def whole_folder(destination: str | Path, *, overwrite: bool = False, proof: str
 
 def write_text(file: str | Path, text: str) -> None:
     """Write a UTF-8 file whole or not at all, over one that is there. Raises OSError, naming it, where that fails."""
+    write_bytes(file, text.encode())
+
+
+def write_bytes(file: str | Path, content: bytes) -> None:
+    """As ``write_text``: who reads the file meanwhile reads what was there before, or all of ``content``."""
     file = Path(file)
     partial = file.with_name(f".{file.name}.partial-{secrets.token_hex(4)}")
     try:
-        with partial.open("w", encoding="utf-8") as stream:
-            stream.write(text)
+        with partial.open("wb") as stream:
+            stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
         partial.replace(file)

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+from qerl_recipes.files.whole_folder import write_text
 from qerl_recipes.study.curves import draw
 from qerl_recipes.study.overview import overview, studies
 from qerl_recipes.study.page import page
@@ -38,7 +39,7 @@ def conduct(
     for kind, arms in labels(study, final(rows)).items():
         draw(rows, arms, study.seeds, folder / f"curves_{kind}.png")
         lines.append(f"![reward and entropy over steps, {kind}](curves_{kind}.png)\n")
-    (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
+    write_text(folder / "README.md", "\n".join(lines))
     if failure is not None:
         raise failure
     return folder / "README.md"
@@ -51,5 +52,5 @@ def sum_up(folder: Path) -> Path:
         if table.is_file():
             conduct(file, table=table)
     path = folder / "README.md"
-    path.write_text(overview(folder), encoding="utf-8")
+    write_text(path, overview(folder))
     return path

@@ -1,6 +1,7 @@
 """The processes of a study, how they end, and how much of a GPU each has used."""
 
 import ctypes
+import functools
 import json
 import os
 import shlex
@@ -60,7 +61,7 @@ class Machine:
     device: str
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     processes: set[subprocess.Popen[bytes]] = field(default_factory=set)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.RLock = field(default_factory=threading.RLock)  # a signal may come while one is answered
     stopping: threading.Event = field(default_factory=threading.Event)
     shares: Shares = field(default_factory=Shares)
 
@@ -85,8 +86,9 @@ class Machine:
             stream.flush()
             environment = {**self.environment, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
             command = [sys.executable, "-m", CLI, *arguments]
+            with_us = functools.partial(_end_with, os.getpid())
             process = subprocess.Popen(
-                command, stdout=stream, stderr=subprocess.STDOUT, env=environment, preexec_fn=_end_with_parent
+                command, stdout=stream, stderr=subprocess.STDOUT, env=environment, preexec_fn=with_us
             )
             self.processes.add(process)
             self.shares.begin(gpu, process)
@@ -101,10 +103,12 @@ class Machine:
                 record.write(json.dumps(line) + "\n")
 
 
-def _end_with_parent() -> None:
+def _end_with(parent: int) -> None:
     """In a new process: the kernel asks it to end once the thread that started it and waits for it is gone, so that a
     study that was killed leaves nothing behind that holds its runs' folders and its GPUs."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it was gone before, and the kernel will not ask
+        os._exit(1)
 
 
 def seconds_of(folder: Path) -> dict[str, float]:

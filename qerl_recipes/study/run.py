@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from qerl_recipes.files.whole_folder import lock
+from qerl_recipes.files.whole_folder import lock, write_text
 from qerl_recipes.machine.gpu import installed_gpu
 from qerl_recipes.study.check import check, with_list
 from qerl_recipes.study.plan import Run, Study, StudyError, best_values, first_runs, flags, later_runs
@@ -49,12 +49,13 @@ def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = No
         raise StudyError(f"--jobs is {jobs}; it must be at least 1")
     environment = dict(os.environ)  # before torch and what it imports have added to it
     check(study)
-    _claim(study, folder)
+    folder.mkdir(parents=True, exist_ok=True)
     try:
         handle = lock(folder)
     except BlockingIOError as error:
         raise StudyError(f"another `qerl study` is at work in {folder}; wait for it, or name another folder") from error
     try:
+        _claim(study, folder)
         gpu = installed_gpu()
         deadline = None if minutes is None else time.monotonic() + 60 * minutes
         machine = Machine(deadline, Console(stderr=True), "CPU" if gpu is None else gpu.name, environment)
@@ -108,7 +109,7 @@ def sweep_accuracies(study: Study, folder: Path) -> dict[tuple[str, int, float],
 
 
 def _claim(study: Study, folder: Path) -> None:
-    """Write the study into its folder, or see that it is the one that stands there."""
+    """Write the study into its folder, which is locked, or see that it is the one that stands there."""
     mark, content = folder / "study.json", json.loads(study.model_dump_json())
     if mark.is_file():
         before = json.loads(mark.read_text(encoding="utf-8"))
@@ -117,10 +118,9 @@ def _claim(study: Study, folder: Path) -> None:
                 f"{folder} holds another study: {', '.join(changed)} differ; name another folder with --output"
             )
         return
-    if folder.is_dir() and any(folder.iterdir()):
+    if any(folder.iterdir()):
         raise StudyError(f"{folder} is not empty and holds no study; name another folder with --output")
-    folder.mkdir(parents=True, exist_ok=True)
-    mark.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_text(mark, json.dumps(content, indent=1) + "\n")
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import io
 from collections.abc import Iterable
 from pathlib import Path
 
+from qerl_recipes.files.whole_folder import write_bytes
 from qerl_recipes.study.plan import StudyError
 
 TABLE, COLUMNS = "results.csv.gz", ("arm", "seed", "step", "metric", "value")
@@ -14,14 +15,14 @@ HOURS = "hours/"  # a metric that begins so is of a device, which follows
 
 
 def write_table(rows: Iterable[Row], path: Path) -> None:
-    """Write the rows, the same bytes for the same rows."""
+    """Write the rows, the same bytes for the same rows; whoever reads the table meanwhile reads it whole."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
     for arm, seed, step, metric, value in sorted(rows):
         writer.writerow((arm, seed, step, metric, f"{value:.6g}"))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(gzip.compress(text.getvalue().encode(), mtime=0))
+    write_bytes(path, gzip.compress(text.getvalue().encode(), mtime=0))
 
 
 def read_table(path: Path) -> list[Row]:

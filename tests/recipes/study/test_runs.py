@@ -9,11 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import psutil
 import pytest
 import yaml
+from rich.console import Console
+from waiting import PATIENCE, runs, until
 
 from qerl_recipes.files.whole_folder import lock, write_text
 from qerl_recipes.study import processes, results, table
@@ -84,21 +87,43 @@ def test_two_studies_never_work_in_one_folder_and_a_killed_one_leaves_no_process
         f"m.call(['-n', '1', '-r', '1', 'import time; time.sleep(300)'], Path({str(out)!r}) / 'log', None)"
     )
     process = subprocess.Popen([sys.executable, "-c", script])
-    child = None
-    while child is None or not child.cmdline() or "timeit" not in child.cmdline():
-        child = next(iter(psutil.Process(process.pid).children()), None)
-        time.sleep(0.02)
+
+    def begun():
+        return [child.pid for child in psutil.Process(process.pid).children() if "timeit" in child.cmdline()]
+
+    (child,) = until(begun)
     process.kill()
     assert process.wait() == -signal.SIGKILL
-    child.wait(20)
+    assert until(lambda: not runs(child))
+
+
+def test_a_study_that_is_killed_while_it_starts_a_process_leaves_none_behind(tmp_path):
+    """Before that one can ask the kernel for its end."""
+    script = (
+        "import os, signal, sys, time; from pathlib import Path; from types import SimpleNamespace\n"
+        "from rich.console import Console\n"
+        "from qerl_recipes.study import processes\n"
+        "libc, parent = processes.LIBC, os.getpid()\n"
+        "def prctl(*arguments):\n"
+        f"    Path({str(tmp_path / 'started')!r}).write_text(str(os.getpid()))\n"
+        "    os.kill(parent, signal.SIGKILL)\n"
+        "    while os.getppid() == parent: time.sleep(0.01)\n"
+        "    libc.prctl(*arguments)\n"
+        "processes.LIBC, processes.CLI = SimpleNamespace(prctl=prctl), 'timeit'\n"
+        "machine = processes.Machine(None, Console(), 'CPU')\n"
+        f"machine.call(['import time; time.sleep(300)'], Path({str(tmp_path)!r}) / 'log', None)"
+    )
+    assert subprocess.run([sys.executable, "-c", script]).returncode == -signal.SIGKILL
+    started = int((tmp_path / "started").read_text())
+    assert until(lambda: not runs(started))
 
 
 def test_a_training_that_a_killed_study_left_behind_is_waited_for(study, tmp_path, monkeypatch):
     plan, out = read(study(sweep=None, seeds=[0])), tmp_path / "out"
-    handles = {}
+    refused, called = [], []
 
     def call(self, arguments, log, gpu):
-        assert log.parent not in handles or not handles[log.parent]  # by then it has ended
+        called.append((log.parent, len(refused)))
         return 1
 
     monkeypatch.setattr(runner.Machine, "call", call)
@@ -108,17 +133,55 @@ def test_a_training_that_a_killed_study_left_behind_is_waited_for(study, tmp_pat
     (out / "b/seed-0").mkdir(parents=True)
     (out / "b/seed-0/log.txt").write_text("")
     (out / "study.json").write_text(plan.model_dump_json())
-    monkeypatch.setattr(runner, "check", lambda study: None)  # takes longer than the training that ends
-    handles[run] = lock(run)
+    handle = lock(run)
 
-    def end():
-        os.close(handles[run])
-        handles[run] = None
+    def ask(folder):
+        try:
+            return lock(folder)
+        except BlockingIOError:
+            refused.append(folder)
+            if len(refused) == 2:
+                os.close(handle)  # the training ends
+            raise
 
-    threading.Timer(0.6, end).start()
+    monkeypatch.setattr(runner, "lock", ask)
     with pytest.raises(StudyError, match="it said nothing"):
         runner.run(plan, out)
-    assert handles[run] is None
+    assert refused == [run, run] and called == [(run, 2), (out / "b/seed-0", 2)]
+
+
+def test_what_a_study_leaves_is_there_as_a_whole_or_not_at_all(study, tmp_path, monkeypatch, finish):
+    """Whoever sums up a folder of studies while one is at work, or after a power cut, finds no half of a file."""
+    plan, out = read(study(sweep=None)), tmp_path / "out"
+    for write in ("write_text", "write_bytes"):
+        monkeypatch.setattr(Path, write, lambda *_, **options: pytest.fail("written where it is read"))
+    monkeypatch.setattr(runner.Machine, "call", lambda *given: 1)
+    monkeypatch.setattr(runner, "_reason", lambda log: "no")
+    with pytest.raises(StudyError, match="ended with 1"):
+        runner.run(plan, out)
+    assert runner.Study.model_validate_json((out / "study.json").read_text()) == plan
+    table.write_table([("a", 0, 1, "reward", 0.5)], out / table.TABLE)
+    assert table.read_table(out / table.TABLE) == [("a", 0, 1, "reward", 0.5)]
+    assert "0 of" in conduct(Path("study.yaml"), table=out / table.TABLE).read_text()
+
+
+def test_a_second_ctrl_c_while_the_first_is_answered_is_answered_too():
+    """A signal's handler runs in the very thread that has the lock."""
+    machine = processes.Machine(None, Console(), "CPU")
+
+    class Process:
+        told = 0
+
+        def send_signal(self, number):
+            self.told += 1
+            if self.told == 1:
+                machine.stop()
+
+    machine.processes.add(process := Process())
+    stopping = threading.Thread(target=machine.stop, daemon=True)
+    stopping.start()
+    stopping.join(PATIENCE)
+    assert process.told == 2 and machine.stopping.is_set() and not stopping.is_alive()
 
 
 def test_the_processes_get_the_environment_of_the_command_not_what_libraries_add_to_it(study, tmp_path, monkeypatch):
@@ -175,10 +238,13 @@ def test_the_jobs_are_dealt_out_to_the_gpus_and_the_base_is_judged_once(study, t
         "sampled": {"tasks": "running_sum", "num_samples": 8, "temperature": 1.0},
     }
     plan, out = read(study(evaluations=both)), tmp_path / "out"
-    calls = []
+    calls, at_work, most = [], Counter(), Counter()
 
     def call(self, arguments, log, gpu):
-        calls.append((arguments, gpu))
+        with self.lock:
+            calls.append((arguments, gpu))
+            at_work[gpu] += 1
+            most[gpu] = max(most[gpu], at_work[gpu])
         time.sleep(0.02)  # as long as the others need to take a GPU each
         for asked in json.loads(arguments[1]) if arguments[0] == "evaluate-each" else ():
             folder = Path(asked["output_dir"])
@@ -186,17 +252,18 @@ def test_the_jobs_are_dealt_out_to_the_gpus_and_the_base_is_judged_once(study, t
             accuracy = {"accuracy": 0.5, "pass_at": {"8": {"value": 0.75}}, "maj_at": {"8": {"value": 0.25}}}
             arms = {"adapter": accuracy, **({} if asked["adapter_only"] else {"base": {"accuracy": 0.1}})}
             write_text(folder / "evaluation.json", json.dumps({"tasks": {"running_sum": arms}}))  # as it is written
+        with self.lock:
+            at_work[gpu] -= 1
         return 0
 
     monkeypatch.setattr(runner.Machine, "call", call)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
     assert runner.run(plan, out, jobs=4)
-    assert {gpu for _, gpu in calls} == {"2", "5"}
-    assert min(sum(gpu == name for _, gpu in calls) for name in "25") >= len(calls) // 4
-    processes = [json.loads(arguments[1]) for arguments, _ in calls if arguments[0] == "evaluate-each"]
-    of_sweep = [asked for asked in processes if "seed-10" in asked[0]["output_dir"]]
+    assert most.keys() == {"2", "5"} and max(most.values()) <= 2, "two of four on each"
+    evaluated = [json.loads(arguments[1]) for arguments, _ in calls if arguments[0] == "evaluate-each"]
+    of_sweep = [asked for asked in evaluated if "seed-10" in asked[0]["output_dir"]]
     assert len(of_sweep) == 8 and all(len(asked) == 1 and asked[0]["adapter_only"] for asked in of_sweep)
-    others = [asked for asked in processes if asked not in of_sweep]
+    others = [asked for asked in evaluated if asked not in of_sweep]
     assert len(others) == 12 and {len(asked) for asked in others} == {2}  # all evaluations of a run in one process
     with_base = {one["output_dir"] for asked in others for one in asked if not one["adapter_only"]}
     labels = [f"{arm}@{value}" for arm in "ab" for value in (0.0001, 0.001)]
