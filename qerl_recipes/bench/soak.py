@@ -9,6 +9,7 @@ something else. Weights and adapters are random, unless ``model`` names a checkp
 import json
 import secrets
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ QUIET = 0.2  # share of the time without swaps
 # 0.25 at most on 65536 tokens (train_7B_80GB_one_rounding_NVIDIA_H200.json), and a soak has millions
 TOLERANCE = {"float32": 3e-4, "bfloat16": 0.6}
 LEAST_TOLD_APART = 0.99  # of answers judged under another policy; below, "right" would prove nothing
+TELL_EVERY = 20.0  # seconds
 MOST_GROWTH = 64 * MIB  # of a process, after each kind of swap has come once: what the first ones take is kept
 
 
@@ -74,14 +76,30 @@ def run(
             "dtype": dtype(),
             **conditions(),
         }
-        unjudged = summary(found, speed, memory, Verdict()) | {"failed": ["the answers have not been judged"]}
-        save(result | unjudged, output)  # judging takes minutes, and may be cut short
+        tell = in_turns(lambda verdict: save(result | summary(found, speed, memory, verdict), output))
+        tell(Verdict(waiting=len(found.answers)))
         with references(folder, seed) as replays:
-            verdict = judge(found.answers, found.changes, replays, TOLERANCE[dtype()])
+            verdict = judge(found.answers, found.changes, replays, TOLERANCE[dtype()], tell)
     result |= summary(found, speed, memory, verdict)
     save(result, output)
     print("\n".join(lines(result)))
     return result
+
+
+def in_turns(write: Callable[[Verdict], None], every: float = TELL_EVERY) -> Callable[[Verdict], None]:
+    """Writes what is known at once, and then as seldom as that: judging takes minutes, and may be cut short."""
+    due = 0.0
+
+    def tell(verdict: Verdict) -> None:
+        nonlocal due
+        if time.monotonic() < due:
+            return
+        write(verdict)
+        judged = verdict.one + verdict.several
+        print(f"{judged} answers judged, {verdict.waiting} not yet, {len(verdict.wrong)} wrong", file=sys.stderr)
+        due = time.monotonic() + every
+
+    return tell
 
 
 def write_model(shape: str, seed: int, folder: Path) -> str:
@@ -173,18 +191,25 @@ def summary(
     grown = {name: values[-1] - values[min(1, len(values) - 2)] for name, values in memory.items() if len(values) > 1}
     failed = []
     failed += [f"{len(found.lost)} requests lost, such as: {found.lost[0]}"] if found.lost else []
-    failed += [f"{len(verdict.wrong)} wrong answers, such as: {verdict.wrong[0]}"] if verdict.wrong else []
+    wrong = [verdict.wrong[i] for i in sorted(verdict.wrong)]
+    failed += [f"{len(wrong)} wrong answers, such as: {wrong[0]}"] if wrong else []
+    failed += [f"{verdict.waiting} answers have not been judged"] if verdict.waiting else []
     failed += [f"{name} has grown by {size / MIB:.0f} MiB" for name, size in grown.items() if size > MOST_GROWTH]
-    if not verdict.one:
+    if not verdict.one and not verdict.waiting:
         failed.append("no answer has one policy alone; none was judged sharply")
-    if share < LEAST_TOLD_APART:
+    if share < LEAST_TOLD_APART and (verdict.controls or not verdict.waiting):
         failed.append(f"only {share:.1%} of answers are told from those of another policy: this proves nothing")
     return {
         "tolerance": TOLERANCE[dtype()],
         "answers": len(found.answers),
         "cancelled": found.cancelled,
         "aborted": sum(answer.reason == "abort" for answer in found.answers),
-        "judged": {"one policy": verdict.one, "several policies": verdict.several, "left out": verdict.left_out},
+        "judged": {
+            "one policy": verdict.one,
+            "several policies": verdict.several,
+            "left out": verdict.left_out,
+            "not yet": verdict.waiting,
+        },
         "worst_difference": verdict.worst,
         "controls": {"judged": verdict.controls, "told apart": verdict.told_apart},
         "changes": len(found.changes) - 1,
@@ -192,7 +217,7 @@ def summary(
         "tokens_per_s": {name: round(value, 1) for name, value in speed.items()},
         "resident_mib": {name: [round(value / MIB, 1) for value in values] for name, values in memory.items()},
         "failed": failed,
-        "wrong": verdict.wrong[:20],
+        "wrong": wrong[:20],
         "lost": found.lost[:20],
     }
 

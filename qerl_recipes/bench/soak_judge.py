@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from threading import Event, Lock
 
 from qerl_recipes.bench.soak_load import Change
 from qerl_recipes.bench.soak_streams import Answer
@@ -21,15 +22,17 @@ class Verdict:
     """``one`` answers were judged under the one policy that they name, ``several`` as a sequence of policies that
     changes at some tokens; ``left_out`` name more than ``MOST_POLICIES``. ``worst`` is the largest difference of a
     log-probability of those right under one policy. Of ``controls`` answers judged under a policy that they do not
-    name, ``told_apart`` were found wrong."""
+    name, ``told_apart`` were found wrong. ``wrong`` says why, by the number of the answer; ``waiting`` are not yet
+    judged."""
 
     one: int = 0
     several: int = 0
     left_out: int = 0
     worst: float = 0.0
-    wrong: list[str] = field(default_factory=list)
+    wrong: dict[int, str] = field(default_factory=dict)
     controls: int = 0
     told_apart: int = 0
+    waiting: int = 0
 
 
 def named(policy: str, changes: Sequence[Change]) -> list[int]:
@@ -66,52 +69,88 @@ def portions(sizes: Mapping[int, int], count: int) -> list[list[int]]:
     return found
 
 
-def judge(answers: Sequence[Answer], changes: Sequence[Change], replays: Sequence[Replay], tolerance: float) -> Verdict:
-    """Every answer with tokens against every policy that it names; the policies are shared out among ``replays``."""
-    verdict = Verdict()
-    places: dict[int, list[int]] = {}
-    wanted: dict[int, set[int]] = defaultdict(set)  # change -> answers that are replayed under it
-    controls: dict[int, int] = {}
-    for i, answer in enumerate(answers):
-        if not answer.tokens:
-            continue
-        found = named(answer.policy, changes)
-        if not found:
-            verdict.wrong.append(f"answer {i} names policy {answer.policy}, which was never served")
-        elif "-" in answer.policy and len(found) > MOST_POLICIES:
-            verdict.left_out += 1
-        else:
-            places[i] = found
-            if i % CONTROL_EVERY == 0 and found[0] > 0:
-                controls[i] = found[0] - 1
-            for place in [*found, *([controls[i]] if i in controls else [])]:
-                wanted[place].add(i)
-    work = {place: sorted(members) for place, members in wanted.items()}
+class _Docket:
+    """The answers, the policies that each is replayed under, and what has been found; an answer is judged, and what was
+    replayed for it forgotten, as soon as its last policy is there."""
 
-    def replayed(replay: Replay, places: Sequence[int]) -> dict[tuple[int, int], list[float]]:
-        found: dict[tuple[int, int], list[float]] = {}
-        for place in places:
-            logprobs = replay(changes[place], [answers[i] for i in work[place]])
-            found |= {(place, i): of_one for i, of_one in zip(work[place], logprobs, strict=True)}
-        return found
+    def __init__(self, answers: Sequence[Answer], changes: Sequence[Change], tolerance: float) -> None:
+        self.answers, self.tolerance, self.verdict = answers, tolerance, Verdict()
+        self.places: dict[int, list[int]] = {}  # answer -> the changes that it names
+        self.controls: dict[int, int] = {}  # answer -> a change that it does not name
+        self.values: dict[int, dict[int, list[float]]] = {}  # answer -> change -> log-probabilities
+        wanted: dict[int, list[int]] = defaultdict(list)
+        for i, answer in enumerate(answers):
+            if not answer.tokens:
+                continue
+            found = named(answer.policy, changes)
+            if not found:
+                self.verdict.wrong[i] = f"answer {i} names policy {answer.policy}, which was never served"
+            elif "-" in answer.policy and len(found) > MOST_POLICIES:
+                self.verdict.left_out += 1
+            else:
+                self.places[i], self.values[i] = found, {}
+                if i % CONTROL_EVERY == 0 and found[0] > 0:
+                    self.controls[i] = found[0] - 1
+                for place in self._all_of(i):
+                    wanted[place].append(i)
+        self.work = dict(wanted)  # change -> answers that are replayed under it
+        self.verdict.waiting = len(self.values)
 
-    parts = portions({place: sum(len(answers[i].tokens) for i in work[place]) for place in work}, len(replays))
-    values: dict[tuple[int, int], list[float]] = {}
-    with ThreadPoolExecutor(len(replays)) as pool:
-        for part in pool.map(replayed, replays, parts):
-            values |= part
-    for i, found in places.items():
-        answer = answers[i]
+    def _all_of(self, i: int) -> list[int]:
+        return [*self.places[i], *([self.controls[i]] if i in self.controls else [])]
+
+    def enter(self, place: int, replayed: Sequence[list[float]]) -> None:
+        """What the answers of a change have under it."""
+        for i, logprobs in zip(self.work[place], replayed, strict=True):
+            self.values[i][place] = logprobs
+            if len(self.values[i]) == len(self._all_of(i)):
+                self._judge(i, self.values.pop(i))
+
+    def _judge(self, i: int, values: Mapping[int, list[float]]) -> None:
+        answer, found, verdict = self.answers[i], self.places[i], self.verdict
+        verdict.waiting -= 1
         if "-" in answer.policy:
             verdict.several += 1
-            off = difference(answer, [values[place, i] for place in found], tolerance)
+            off = difference(answer, [values[place] for place in found], self.tolerance)
         else:  # a version may have been served with and without noise, and this is one of the two from end to end
             verdict.one += 1
-            off = min(difference(answer, [values[place, i]], tolerance) for place in found)
-            verdict.worst = max(verdict.worst, off if off <= tolerance else 0.0)
-        if not off <= tolerance:
-            verdict.wrong.append(f"answer {i} of policy {answer.policy}: a log-probability is {off:.3g} off")
-        if i in controls:
+            off = min(difference(answer, [values[place]], self.tolerance) for place in found)
+            verdict.worst = max(verdict.worst, off if off <= self.tolerance else 0.0)
+        if not off <= self.tolerance:
+            verdict.wrong[i] = f"answer {i} of policy {answer.policy}: a log-probability is {off:.3g} off"
+        if i in self.controls:
             verdict.controls += 1
-            verdict.told_apart += difference(answer, [values[controls[i], i]], tolerance) > tolerance
-    return verdict
+            verdict.told_apart += difference(answer, [values[self.controls[i]]], self.tolerance) > self.tolerance
+
+
+def judge(
+    answers: Sequence[Answer],
+    changes: Sequence[Change],
+    replays: Sequence[Replay],
+    tolerance: float,
+    told: Callable[[Verdict], None] = lambda verdict: None,
+) -> Verdict:
+    """Every answer with tokens against every policy that it names; the policies are shared out among ``replays``.
+
+    ``told`` gets what is known so far, after each policy. What one of ``replays`` raises ends the others, too.
+    """
+    docket, turn, ended = _Docket(answers, changes, tolerance), Lock(), Event()
+
+    def work(replay: Replay, places: Sequence[int]) -> None:
+        for place in places:
+            if ended.is_set():
+                return
+            try:
+                replayed = replay(changes[place], [answers[i] for i in docket.work[place]])
+            except BaseException:
+                ended.set()
+                raise
+            with turn:
+                docket.enter(place, replayed)
+                told(docket.verdict)
+
+    sizes = {place: sum(len(answers[i].tokens) for i in members) for place, members in docket.work.items()}
+    with ThreadPoolExecutor(len(replays)) as pool:
+        for done in [pool.submit(work, *share) for share in zip(replays, portions(sizes, len(replays)), strict=True)]:
+            done.result()
+    return docket.verdict

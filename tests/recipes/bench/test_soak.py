@@ -2,6 +2,7 @@
 
 import math
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -110,6 +111,47 @@ def test_policies_are_shared_out_in_their_order_and_what_is_found_is_the_same(co
     answers = [answer("1-3", 0, 1, 3), answer("2", 2, 2), answer("2", 1, 2), answer("3", 3)] * 6
     verdict = judge(answers, CHANGES, [replay] * count, 1e-3)
     assert verdict == judge(answers, CHANGES, [replay], 1e-3) and len(verdict.wrong) == 6
+
+
+def test_an_answer_is_judged_as_soon_as_the_last_policy_that_it_names_has_replayed_it():
+    answers = [answer("1", 0), answer("1-2", 0, 1), answer("3", 3, 3), answer("1", 0, 3)]
+    told = []
+    verdict = judge(answers, CHANGES, [replay], 1e-3, lambda so_far: told.append((so_far.one, so_far.waiting)))
+    # after policy 1, 2 without noise, 2 with it, and 3
+    assert told == [(2, 2), (2, 2), (2, 1), (3, 0)]
+    assert list(verdict.wrong) == [3] and (verdict.several, verdict.waiting) == (1, 0)
+
+
+def test_an_engine_that_dies_ends_the_judging_of_the_others():
+    many, asked = [Change(i, i, STILL) for i in range(80)], []
+
+    def dies(change, answers):
+        raise RuntimeError("a reference engine has died")
+
+    def works(change, answers):
+        asked.append(change)
+        time.sleep(0.1)
+        return [[0.0] for _ in answers]
+
+    with pytest.raises(RuntimeError, match="has died"):
+        judge([Answer([5], [1], [0.0], str(i), "length", 1) for i in range(80)], many, [works, dies], 1e-3)
+    assert len(asked) < 40  # its half of the policies, which take 4 s
+
+
+def test_a_judgement_that_is_cut_short_says_what_has_not_been_judged(monkeypatch):
+    written, clock = [], SimpleNamespace(monotonic=lambda: 100.0)
+    monkeypatch.setattr(soak, "time", clock)
+    tell = soak.in_turns(lambda verdict: written.append(soak.summary(Found(CHANGES), {}, {}, verdict)["failed"]), 20)
+    tell(Verdict(waiting=9))
+    tell(Verdict(one=1, waiting=8))
+    clock.monotonic = lambda: 121.0
+    tell(Verdict(one=5, several=1, waiting=3, controls=4, told_apart=2, wrong={7: "off", 2: "far off"}))
+    apart = "only 50.0% of answers are told from those of another policy: this proves nothing"
+    assert written == [
+        ["9 answers have not been judged"],
+        ["2 wrong answers, such as: far off", "3 answers have not been judged", apart],
+    ]
+    assert len(soak.summary(Found(CHANGES), {}, {}, Verdict())["failed"]) == 2  # nothing to judge proves nothing
 
 
 def heard(tokens, length, reason="length", *, logprobs=None, asked=0.0, ended=1.0):
