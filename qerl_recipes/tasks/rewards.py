@@ -61,7 +61,7 @@ def exact_answer(completions: list[str], answer: list[str], **columns: Any) -> l
 
     Without block and box the whole text has to be the answer. ``qerl evaluate`` judges ``jsonl-exact:`` likewise.
     """
-    return [float(is_exactly(text, str(a))) for text, a in zip(completions, answer, strict=True)]
+    return [float(a is not None and is_exactly(text, str(a))) for text, a in zip(completions, answer, strict=True)]
 
 
 def last_number(completions: list[str], answer: list[Any], **columns: Any) -> list[float]:
@@ -69,7 +69,7 @@ def last_number(completions: list[str], answer: list[Any], **columns: Any) -> li
 
     ``qerl evaluate`` judges ``jsonl-number:`` likewise. An answer without a number is never given.
     """
-    wanted = [answers.last_number(str(a)) for a in answer]
+    wanted = [answers.last_number(answers.written(a)) for a in answer]
     given = [answers.last_number(text) for text in completions]
     return [float(w is not None and w == g) for w, g in zip(wanted, given, strict=True)]
 
@@ -96,26 +96,35 @@ def repetition_penalty(script: ScriptArguments) -> Reward:
 
 
 def code_format(script: ScriptArguments) -> Reward:
-    """1 where the completion has the layout of ``format`` with a code block of ``code_language`` in the answer."""
+    """1 where the completion has the layout of ``format`` with a code block in the answer.
+
+    Its language is that of the column ``language``, where the data have one, else ``code_language``.
+    """
     if script.code_language not in LANGUAGES:
         raise ConfigError(f"code_language cannot be {script.code_language!r}; it is one of {', '.join(LANGUAGES)}")
-    pattern = re.compile(
-        rf"^<think>\n.*?\n</think>\n<answer>\n.*?```{script.code_language}.*?```.*?\n</answer>$",
-        re.DOTALL | re.MULTILINE,
-    )
+    wanted = script.code_language
 
-    def code_format(completions: list[Completion], **columns: Any) -> list[float]:
-        return [float(pattern.match(text_of(completion)) is not None) for completion in completions]
+    def matches(text: str, language: str) -> bool:
+        layout = rf"^<think>\n.*?\n</think>\n<answer>\n.*?```{language}.*?```.*?\n</answer>$"
+        return re.match(layout, text, re.DOTALL | re.MULTILINE) is not None
+
+    def code_format(completions: list[Completion], language: list[str] | None = None, **columns: Any) -> list[float]:
+        languages = [wanted] * len(completions) if language is None else language
+        texts = [text_of(completion) for completion in completions]
+        return [float(matches(text, of)) for text, of in zip(texts, languages, strict=True)]
 
     return code_format
 
 
-def accuracy(completions: list[Completion], solution: list[str], **columns: Any) -> list[float | None]:
-    """1 where the LaTeX answer of the completion equals the solution, else 0; None where the solution is unreadable."""
+def accuracy(completions: list[Completion], solution: list[Any], **columns: Any) -> list[float | None]:
+    """1 where the LaTeX answer of the completion equals the solution, else 0; None where the solution is unreadable.
+
+    A solution may be a number, which math-verify alone, reading texts, would take for unreadable.
+    """
     from trl.rewards import accuracy_reward
 
     messages = [[{"role": "assistant", "content": text_of(completion)}] for completion in completions]
-    return accuracy_reward(messages, solution, log_extra=columns.get("log_extra"))
+    return accuracy_reward(messages, [answers.written(one) for one in solution], log_extra=columns.get("log_extra"))
 
 
 def dapo_score(completions: list[Completion], solution: list[str], **columns: Any) -> list[float | None]:

@@ -1,9 +1,13 @@
 """Expected numbers are worked out by hand from the definitions."""
 
+from decimal import Decimal
+
 import pytest
 
 from qerl_recipes.recipe.configs import ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
+from qerl_recipes.tasks import answers
+from qerl_recipes.tasks.answers import answer_in
 from qerl_recipes.tasks.reasoning_gym_task import load
 from qerl_recipes.tasks.rewards import FACTORIES, required_columns, resolve
 
@@ -52,6 +56,11 @@ def test_accuracy_reads_latex_and_leaves_out_an_unreadable_solution(conversation
     assert reward("dapo_score")(completions=completions, solution=solution) == [1.0, -1.0, -1.0, 1.0, 1.0, None]
 
 
+def test_a_solution_that_is_a_number_is_compared_as_its_text():
+    texts = [r"\boxed{3}", r"\boxed{4}", r"\boxed{0.5}", r"\boxed{10000000000000000000000}", r"\boxed{3}"]
+    assert reward("accuracy")(completions=texts, solution=[3, 3, 0.5, 1e22, None]) == [1.0, 0.0, 1.0, 1.0, None]
+
+
 def test_cosine_bends_accuracy_by_length_and_stays_flat_beyond_the_longest():
     cosine = reward("cosine", cosine_max_len=100)  # right 1.0 to 0.5, wrong 0.0 to -0.5, half way at 50 characters
     texts = [padded(2, 50), padded(2, 100), padded(2, 300), padded(3, 50), padded(3, 100), padded(3, 170), padded(2, 9)]
@@ -85,6 +94,8 @@ def test_code_format_wants_a_block_of_the_language():
     text = "<think>\na\n</think>\n<answer>\n```cpp\nint x;\n```\n</answer>"
     assert reward("code_format", code_language="cpp")(completions=[text]) == [1.0]
     assert reward("code_format", code_language="python")(completions=[text]) == [0.0]
+    languages = reward("code_format", code_language="python")(completions=[text] * 2, language=["cpp", "python"])
+    assert languages == [1.0, 0.0]  # a column of the data stands above the key, as in Open-R1
 
 
 EXACT = {
@@ -96,8 +107,26 @@ EXACT = {
     " 4\n": 1.0,
     "4 or 5": 0.0,
     "4.0": 0.0,
+    "the <answer> block says: <answer>4</answer>": 1.0,  # the tag is mentioned before a block opens
     "": 0.0,
 }
+
+
+def test_a_box_holds_all_between_its_braces():
+    boxes = {
+        r"\boxed{\frac{1}{2}}": r"\frac{1}{2}",
+        r"\boxed{3}, no, \boxed{\frac{1}{2}}": r"\frac{1}{2}",
+        r"\boxed{\{1\}}": r"\{1\}",
+        r"\boxed{\boxed{7}}": "7",
+        r"\boxed{7} or \boxed{\frac{1": "7",  # cut off: the last one that is closed
+        r"{ \boxed{7} }": "7",
+    }
+    assert {text: answer_in(text) for text in boxes} == boxes
+    assert reward("exact_answer")(completions=[r"\boxed{3}, no, \boxed{\frac{1}{2}}"], answer=["3"]) == [0.0]
+
+
+def test_an_answer_that_is_not_there_is_never_given():
+    assert reward("exact_answer")(completions=["None", ""], answer=[None, None]) == [0.0, 0.0]
 
 
 def test_exact_answer_takes_the_last_block_else_the_last_box_else_the_whole_text():
@@ -121,16 +150,40 @@ LAST = {
     "-4": 0.0,
     "4 or 5": 0.0,
     "four": 0.0,
+    "\u22124": 0.0,  # the minus of typography
+    "8\u22124": 1.0,
+    "3,4": 1.0,  # two numbers, not 34
+    "4e0": 1.0,
+    "4e1": 0.0,
+    "12/3": 1.0,
+    r"\frac{8}{2}": 1.0,
+    "3/4": 0.0,
+    "1/3/4": 1.0,  # no fraction
+    r"\frac{3}{4}": 0.0,
+    "2.4": 0.0,
+    " .4": 0.0,
+    "v1.4": 0.0,
+    "...4": 1.0,
     "": 0.0,
 }
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("1,234", "1234"), ("1,234.5", "1234.5"), ("12,27,55,5", "5"), ("1,5", "5"), ("-.5", "-0.5"), ("1E-2", "0.01"),
+     (r"-\frac{1}{2}", "-0.5"), (r"\dfrac{-1}{2}", "-0.5"), ("-3/4", "-0.75"), ("1/0", "0"), ("2e9999", "9999"),
+     ("11/23/2026", "2026"), ("007", "7"), ("1.2.3", "1.2"), ("-", None)],
+)  # fmt: skip
+def test_what_a_number_is(text, number):
+    assert answers.last_number(text) == (None if number is None else Decimal(number))
 
 
 def test_last_number_is_that_of_the_text_and_the_evaluation_judges_likewise(tmp_path):
     from qerl_recipes.evaluate import tasks
 
     assert reward("last_number")(completions=chat(list(LAST)), answer=["4"] * len(LAST)) == list(LAST.values())
-    texts, answers = ["so 1,234.50", "it is -7", "4", "nothing"], ["1234.5", "-7", "none", "none"]
-    assert reward("last_number")(completions=texts, answer=answers) == [1.0, 1.0, 0.0, 0.0]
+    texts, wanted = ["so 1,234.50", "it is -7", "4", "nothing"], ["1234.5", "-7", "none", "none"]
+    assert reward("last_number")(completions=texts, answer=wanted) == [1.0, 1.0, 0.0, 0.0]
     (tmp_path / "x.jsonl").write_text('{"prompt": "2+2=", "answer": "4"}')
     benchmark = tasks.load([f"jsonl-number:{tmp_path}/x.jsonl"])[0]
     assert [benchmark.is_right(benchmark.problems[0], text) for text in LAST] == list(LAST.values())
