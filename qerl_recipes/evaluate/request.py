@@ -151,23 +151,36 @@ def _task_of(recipe: Mapping[str, Any]) -> str:
     return "gsm8k"
 
 
+class _AsWritten(str):
+    """A number with a point or an exponent, letter for letter."""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key stands there twice")
+    return found
+
+
 def read_lines(path: Path) -> list[dict[str, str]]:
     """The problems of a local file. Raises ValueError where there are none, or for a line of another shape."""
     if not path.is_file():
         raise ValueError(f"there is no file {path}; a local task is written jsonl:PATH")
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    # utf-8-sig: some editors put a mark first; split: splitlines would cut a text at U+2028, which JSON leaves as it is
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line, parse_float=_AsWritten, object_pairs_hook=_once)
             prompt, answer = row["prompt"], row["answer"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f'{path}, line {number}: each line must be {{"prompt": TEXT, "answer": TEXT}} ({error!r})'
             ) from error
-        if not isinstance(prompt, str) or not isinstance(answer, str | int | float):
-            raise ValueError(f"{path}, line {number}: prompt must be a text, and answer a text or a number")
+        answers = isinstance(answer, str | int) and not isinstance(answer, bool) and str(answer).strip()
+        if not isinstance(prompt, str) or isinstance(prompt, _AsWritten) or not answers:
+            raise ValueError(f"{path}, line {number}: prompt must be a text, and answer a text or a number, not empty")
         rows.append({"prompt": prompt, "answer": str(answer)})
     if not rows:
         raise ValueError(f"{path} holds no problems")

@@ -126,7 +126,26 @@ def _load(name: str, max_samples: int | None, num_fewshot: int, num_samples: int
             ) from error
     else:
         task.dataset = {"test": rows}
-    return Benchmark(name, task.get_docs(max_samples), judge, vote)
+    benchmark = Benchmark(name, task.get_docs(max_samples), judge, vote)
+    if name.startswith((MATH, NUMBER)):
+        _refuse_unreadable(benchmark)
+    return benchmark
+
+
+def _refuse_unreadable(benchmark: Benchmark) -> None:
+    """Raises ValueError for problems whose own answer, given back, would be judged wrong: no completion could be right.
+
+    lighteval says so in a line of its log for every answer to them.
+    """
+    golds = [doc.get_golds()[0] for doc in benchmark.problems]
+    pairs = zip(benchmark.problems, golds, strict=True)
+    wrong = [g for doc, g in pairs if not any(benchmark.is_right(doc, t) for t in (f"<answer>{g}</answer>", f"${g}$"))]
+    if wrong:
+        kind = "a number" if benchmark.name.startswith(NUMBER) else "mathematics"
+        raise ValueError(
+            f"{benchmark.name}: the answers to {len(wrong)} of {len(golds)} problems ({wrong[0]!r}, for one) cannot be "
+            f"read as {kind}, so that whatever is said would be wrong; {EXACT}PATH compares letters"
+        )
 
 
 def task_module(name: str) -> ModuleType:

@@ -3,11 +3,13 @@
 They come from local files, the Hugging Face hub, a mixture of both, and the data sets that recipes know by name.
 """
 
+import json
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pandas
 from datasets import Dataset, DatasetDict, ReadInstruction, concatenate_datasets, load_dataset, load_from_disk
 from transformers import PreTrainedTokenizerBase
 
@@ -49,7 +51,29 @@ def read(script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
         train = train.shuffle(seed=script.dataset_seed).select(range(script.dataset_size))
     if len(train) == 0:
         raise ConfigError(f"{source} has no problems to train on")
+    keys = set(_keys(train, source))
+    if held_out is not None and (common := sum(key in keys for key in _keys(held_out, source))):
+        logger.warning(
+            "%d of %d held-out problems of %s are among the training problems, word for word: what is measured on them "
+            "is not of unseen problems",
+            common,
+            len(held_out),
+            source,
+        )
     return train, held_out
+
+
+def _keys(data: Dataset, source: str) -> list[str]:
+    """One text a prompt, equal where the prompts are. Raises ConfigError for one that is neither text nor messages."""
+    prompts = data["prompt"][:]
+    if wrong := [i for i, prompt in enumerate(prompts) if not isinstance(prompt, str | list)]:
+        raise ConfigError(
+            f"{source}: the prompt of row {wrong[0] + 1} is {prompts[wrong[0]]!r}, which is neither a text "
+            "nor a list of messages"
+        )
+    return [
+        prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str) for prompt in prompts
+    ]
 
 
 def load(
@@ -170,6 +194,9 @@ def _read(name: str, config: str | None) -> DatasetDict:
         if path.is_file():
             if path.suffix not in READERS:
                 raise ConfigError(f"dataset_name {name}: cannot read {path.suffix} files, only {', '.join(READERS)}")
+            if path.suffix == ".csv":  # texts as they stand: 007 is no 7, and None no missing answer
+                rows = pandas.read_csv(path, dtype=str, keep_default_na=False, na_values=[""])
+                return DatasetDict(train=Dataset.from_pandas(rows, preserve_index=False))
             return load_dataset(READERS[path.suffix], data_files={"train": str(path)})
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             saved = load_from_disk(str(path))

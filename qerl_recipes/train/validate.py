@@ -13,8 +13,8 @@ from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.keys import refusals
 from qerl_recipes.recipe.script_arguments import ScriptArguments
 from qerl_recipes.rollout.sampling import SMALLEST_TEMPERATURE, sampling_parameters
+from qerl_recipes.tasks import answer_columns, rewards
 from qerl_recipes.tasks import prompts as data
-from qerl_recipes.tasks import rewards
 from qerl_recipes.train.base_fits import misfits
 from qerl_recipes.train.dynamic_sampling import TOTAL
 from qerl_recipes.train.requirements import lacking
@@ -346,6 +346,7 @@ def _data_and_rewards(script: ScriptArguments, training: GRPOConfig) -> Iterator
                     f"reward {name} reads the column {', '.join(missing)}, which the {split} data lack; they have "
                     f"{', '.join(sorted(rows.column_names))}. To rename one: --dataset_kwargs '{rename}'"
                 )
+            yield from answer_columns.misfits(name, rows, split)
     prompts = training.generation_batch_size // training.num_generations
     if len(train) < prompts:
         yield (

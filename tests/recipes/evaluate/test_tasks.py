@@ -71,11 +71,37 @@ def test_a_local_file_is_judged_as_mathematics_or_as_text(
     assert judged(benchmark, benchmark.problems[0], text) == right
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"prompt": "x"}', '{"prompt": ["x"], "answer": "y"}', ""])
+BAD_LINES = [
+    "{", "[]", '{"prompt": "x"}', '{"prompt": ["x"], "answer": "y"}', '{"prompt": "x", "answer": true}',
+    '{"prompt": "x", "answer": " "}', '{"prompt": 1.5, "answer": "y"}', '{"prompt": "x", "answer": 1, "answer": 2}', "",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
 def test_a_local_file_of_another_shape_is_refused(line: str, tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text(line)
     with pytest.raises(ValueError, match=r"x\.jsonl(, line 1|.*holds no problems)"):
         evaluation_request.check([f"jsonl:{tmp_path}/x.jsonl"])
+
+
+def test_a_local_file_is_read_letter_for_letter(tmp_path: Path) -> None:
+    lines = [
+        '{"prompt": "a\u2028b", "answer": 1e3}',
+        "",
+        '{"prompt": "c", "answer": 3.0}',
+        '{"prompt": "d", "answer": 3}',
+    ]
+    (tmp_path / "x.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
+    rows = [("a\u2028b", "1e3"), ("c", "3.0"), ("d", "3")]
+    assert evaluation_request.read_lines(tmp_path / "x.jsonl") == [{"prompt": p, "answer": a} for p, a in rows]
+
+
+@pytest.mark.parametrize(("task", "answer"), [("jsonl", "\\$5"), ("jsonl-number", "four")])
+def test_answers_that_no_completion_could_give_are_refused(task: str, answer: str, tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"prompt": "?", "answer": a}) + "\n" for a in ("1", answer)))
+    with pytest.raises(ValueError, match=r"the answers to 1 of 2 problems \(.*, for one\) cannot be read"):
+        evaluation_tasks.load([f"{task}:{tmp_path}/x.jsonl"])
+    assert len(evaluation_tasks.load([f"jsonl-exact:{tmp_path}/x.jsonl"])[0].problems) == 2
 
 
 def judged(benchmark: evaluation_tasks.Benchmark, doc: evaluation_tasks.Doc, *texts: str) -> float:

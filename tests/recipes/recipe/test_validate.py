@@ -222,6 +222,15 @@ def test_all_that_is_wrong_is_said_at_once(stand_ins):
     assert all(f"'{name}'" in str(error.value) for name in "xyz")
 
 
+def test_answers_that_are_not_there_are_refused_in_training_and_held_out_data(stand_ins, tmp_path):
+    for name, answer in (("train", '"3"'), ("test", "null")):
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"prompt": "1+2={name}", "answer": {answer}}}\n' * 8)
+    flags = ["--dataset_name", str(tmp_path), "--reward_funcs", "exact_answer", "--reward_weights", "1.0"]
+    validate(*demo(stand_ins, *flags))  # the held-out ones are not read
+    with pytest.raises(ConfigError, match="column answer, which is empty in 8 of the 8 rows of the held-out"):
+        validate(*demo(stand_ins, *flags, "--eval_strategy", "epoch"))
+
+
 def test_evaluation_during_training_needs_held_out_problems(stand_ins, tmp_path):
     rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(32)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

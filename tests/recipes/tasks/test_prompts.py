@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -6,7 +7,7 @@ from datasets import Dataset
 
 from qerl_recipes.recipe.configs import ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
-from qerl_recipes.tasks import running_sum
+from qerl_recipes.tasks import answer_columns, running_sum
 from qerl_recipes.tasks.prompts import load, read
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "data"
@@ -115,6 +116,60 @@ def test_an_answer_of_zero_is_zero(tmp_path):
     path = jsonl(tmp_path / "mine.jsonl", [{"problem": "1-1?", "answer": 0, "solution": "not this"}])
     train, _ = read(ScriptArguments(dataset_name="bigmath", dataset_kwargs={"path": path}))
     assert train["solution"] == ["$0$"] and str(train[0]["answer"]) == "0"
+
+
+def test_a_csv_file_has_texts_as_they_stand_there(tmp_path):
+    (tmp_path / "mine.csv").write_text('prompt,answer\na,007\nb,1e3\nc,None\nd,"1,234"\ne,True\nf,\n')
+    train, _ = read(ScriptArguments(dataset_name=str(tmp_path / "mine.csv")))
+    assert train["answer"][:] == ["007", "1e3", "None", "1,234", "True", None]
+
+
+def test_problems_that_are_trained_on_and_held_out_are_counted(tmp_path, caplog):
+    """Whether the prompt is a text or messages; the rows of one file are kept apart by their numbers elsewhere."""
+    turns = [{"role": "user", "content": "x"}]
+    for i, of in enumerate([("a", "b", "a"), (turns, turns)]):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        jsonl(folder / "train.jsonl", [{"prompt": prompt} for prompt in of])
+        other = [{"role": "user", "content": "y"}] if i else "c"
+        jsonl(folder / "test.jsonl", [{"prompt": prompt} for prompt in (of[0], other)])
+        read(ScriptArguments(dataset_name=str(folder)))
+        assert "1 of 2 held-out problems" in caplog.text
+        caplog.clear()
+    jsonl(folder / "test.jsonl", [{"prompt": other}])
+    read(ScriptArguments(dataset_name=str(folder)))
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("prompt", ["null", "5", '"2024-01-01"'], ids=["none", "number", "read as a date"])
+def test_a_prompt_that_is_neither_text_nor_messages_is_refused_with_its_row(prompt, tmp_path):
+    (tmp_path / "mine.jsonl").write_text(f'{{"prompt": {prompt}, "answer": "1"}}\n')
+    with pytest.raises(ConfigError, match=r"the prompt of row 1 is .* neither a text nor a list of messages"):
+        read(ScriptArguments(dataset_name=str(tmp_path / "mine.jsonl")))
+
+
+@pytest.mark.parametrize(
+    ("reward", "column", "values", "message"),
+    [
+        ("exact_answer", "answer", '"3" 4', None),
+        ("exact_answer", "answer", "3 4", None),
+        ("exact_answer", "answer", "3 3.5", "holds float"),  # 3 would be compared as 3.0
+        ("last_number", "answer", "3 3.5", None),
+        ("accuracy", "solution", "3 3.5", None),
+        ("exact_answer", "answer", "true false", "holds bool"),
+        ("exact_answer", "answer", '"2024-01-01" "2024-02-01"', "holds datetime"),
+        ("accuracy", "solution", '["1"] ["2"]', "holds list"),
+        ("cosine", "solution", '"1" null', "is empty in 1 of the 2 rows of the training data, the first of them row 2"),
+        ("last_number", "answer", '" " "1"', "empty in 1 of the 2 rows of the training data, the first of them row 1"),
+        ("format", "answer", "true null", None),  # reads no column
+    ],
+)  # fmt: skip
+def test_answers_that_a_built_in_reward_cannot_compare_with_are_named(reward, column, values, message, tmp_path):
+    rows = [f'{{"prompt": "p", "{column}": {value}}}\n' for value in re.findall(r'"[^"]*"|\[.*?\]|\S+', values)]
+    (tmp_path / "mine.jsonl").write_text("".join(rows))
+    train, _ = read(ScriptArguments(dataset_name=str(tmp_path / "mine.jsonl")))
+    found = list(answer_columns.misfits(reward, train, "training"))
+    assert len(found) == (message is not None) and (message or "") in "".join(found)
 
 
 def test_columns_can_be_renamed_and_the_prompt_column_chosen(tmp_path):
