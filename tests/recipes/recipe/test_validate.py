@@ -225,7 +225,8 @@ def test_all_that_is_wrong_is_said_at_once(stand_ins):
 def test_answers_that_are_not_there_are_refused_in_training_and_held_out_data(stand_ins, tmp_path):
     for name, answer in (("train", '"3"'), ("test", "null")):
         (tmp_path / f"{name}.jsonl").write_text(f'{{"prompt": "1+2={name}", "answer": {answer}}}\n' * 8)
-    flags = ["--dataset_name", str(tmp_path), "--reward_funcs", "exact_answer", "--reward_weights", "1.0"]
+    flags = ["--dataset_name", str(tmp_path), "--dataset_size", "8", "--reward_funcs", "exact_answer"]
+    flags += ["--reward_weights", "1.0", "--per_device_train_batch_size", "8", "--num_generations", "2"]
     validate(*demo(stand_ins, *flags))  # the held-out ones are not read
     with pytest.raises(ConfigError, match="column answer, which is empty in 8 of the 8 rows of the held-out"):
         validate(*demo(stand_ins, *flags, "--eval_strategy", "epoch"))
