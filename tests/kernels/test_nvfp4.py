@@ -119,6 +119,14 @@ def test_columns_that_are_no_multiple_of_16_are_refused():
         quantize(torch.zeros(2, 24))
 
 
+def test_a_divisor_of_other_weights_that_is_too_large_cuts_off_at_the_largest_scale():
+    w = torch.tensor([[6.0] * 16 + [0.5] * 16]).bfloat16()
+    weight = quantize(w, torch.tensor(4 * 448.0))  # 448 would do; the first block asks for a scale of 1792
+    assert weight.block_scales.float().tolist() == [[448.0, 144.0]]  # 0.5 / 6 in BF16, 1792 times: 149.6
+    restored = dequantize(weight.codes, weight.block_scales).float() / weight.divisor
+    assert restored[0, :16].tolist() == [1.5] * 16
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("pack_weight", [quantize, quantize_mse])
 def test_a_gpu_packs_the_same_bytes(pack_weight):
@@ -149,3 +157,39 @@ def test_searched_scales_lower_the_error_of_every_block(tails):
     plain, searched = block_errors(quantize(w)), block_errors(quantize_mse(w))
     assert (searched <= plain * (1 + 1e-5)).all()
     assert searched.sum() < 0.95 * plain.sum()
+
+
+def test_a_searched_scale_is_the_best_of_nine_neighbours():
+    """Each block alone, by the definitions above: three E4M3 numbers below amax / 6 and five above are looked at."""
+    seen = set()
+    values = torch.tensor([value_of_code(code) for code in range(16)], dtype=torch.float64)
+    scales = torch.tensor([value_of_scale(byte) for byte in range(127)], dtype=torch.float64)
+    for draw in (torch.rand, torch.randn):
+        w = draw(256, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+        plain, searched = quantize(w), quantize_mse(w)
+        blocks, divisor = w.double().view(-1, 16, 1), plain.divisor.double()
+        first, chosen = (x.block_scales.view(torch.uint8).flatten().long() for x in (plain, searched))
+        errors = torch.full((len(blocks), 9), torch.inf, dtype=torch.float64)  # three below ... five above
+        for i, neighbour in enumerate(range(-3, 6)):
+            there = (first + neighbour >= 1) & (first + neighbour <= 126)
+            steps = scales[(first + neighbour)[there]].view(-1, 1, 1) / divisor
+            errors[there, i] = (blocks[there] - values * steps).square().amin(dim=2).sum(dim=1)
+        of_chosen = errors.gather(1, (chosen - first + 3)[:, None])[:, 0]
+        assert (of_chosen <= errors.amin(dim=1) * (1 + 1e-5)).all()
+        restored = dequantize(searched.codes, searched.block_scales).double() / divisor
+        found = (restored.view(-1, 16, 1) - blocks).square().sum(dim=(1, 2))
+        torch.testing.assert_close(found, of_chosen, rtol=1e-5, atol=0)
+        assert torch.equal(searched.divisor, plain.divisor)
+        seen |= set((chosen - first).tolist())
+    assert seen == set(range(-3, 6)), "a neighbour that no block takes proves nothing"
+
+
+def test_a_searched_scale_changes_only_for_a_smaller_error():
+    w = torch.zeros(1, 48).bfloat16()  # any scale would do for the first block
+    w[0, 16:32] = 2688.0  # whose scale is the largest
+    w[0, 32:] = torch.tensor([6.0, 0.5]).repeat(8) / 512  # the smallest one, exactly
+    plain, searched = quantize(w), quantize_mse(w)
+    assert plain.block_scales.view(torch.uint8).tolist() == [[0x20, 0x7E, 0x01]]
+    assert torch.equal(searched.block_scales.view(torch.uint8), plain.block_scales.view(torch.uint8))
+    assert torch.equal(searched.codes, plain.codes)
+    assert torch.equal(dequantize(searched.codes, searched.block_scales), w)

@@ -27,6 +27,18 @@ def test_the_values_are_those_of_the_definition_bit_for_bit(dtype):
         assert not torch.equal(rms_norm(x, w, 1e-5), rms_norm(x, w, 1e-5, rounded=True)), "the two would be one"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_definition_is_within_one_rounding_of_fp64(dtype):
+    x, w, _ = example(dtype)
+    for size in (1.0, 1e-3):  # the mean square of the smaller one is near epsilon
+        x = (x.float() * size).to(dtype)
+        exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * w.double()
+        y = naive.rms_norm(x, w, 1e-5)
+        assert y.dtype == dtype
+        half_step = torch.finfo(dtype).eps / 2
+        assert ((y.double() - exact).abs() <= (half_step + 3e-7) * exact.abs() + torch.finfo(dtype).tiny).all()
+
+
 @pytest.mark.parametrize("rounded", [False, True], ids=["one rounding", "rounded"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 6e-3)], ids=str)
 def test_the_gradients_are_those_of_the_definition(dtype, tolerance, rounded):

@@ -1,6 +1,7 @@
 """A study: what its file may say, which runs follow, what is done again, and the numbers of its page."""
 
 import gzip
+import itertools
 import math
 from pathlib import Path
 
@@ -117,6 +118,21 @@ def test_a_comparison_is_paired_by_seed_and_agrees_with_scipy_and_a_published_co
     raw = [found.__class__("a", "b", 5, 1.0, 0.5, 1.5, 1.0, p) for p in (0.01, 0.04, 0.03, 0.005)]
     assert [c.p_holm for c in holm(raw)] == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert [c.verdict() for c in holm(raw)] == ["higher", "undecided at this size", "undecided at this size", "higher"]
+    likely = [found.__class__("a", "b", 5, 1.0, 0.5, 1.5, 1.0, p) for p in (0.6, 0.7)]
+    assert [c.p_holm for c in holm(likely)] == [1.0, 1.0]
+    (turned,) = holm([paired("b", "a", b, a)])
+    assert turned.difference == pytest.approx(-found.difference) and turned.verdict() == "lower"
+
+
+def test_the_interval_is_the_percentiles_of_all_resamples_and_the_same_each_time():
+    differences = [0.0, 1.0, 2.0, 4.0, 16.0]  # skewed: other kinds of bootstrap end elsewhere
+    arms = dict(enumerate(differences)), dict.fromkeys(range(5), 0.0)
+    means = [np.mean(resample) for resample in itertools.product(differences, repeat=5)]
+    found = paired("a", "b", *arms)
+    assert (found.low, found.high) == pytest.approx(np.quantile(means, [0.025, 0.975]), abs=0.2)
+    uneven = dict(enumerate(np.random.default_rng(3).normal(size=8))), dict.fromkeys(range(8), 0.0)
+    first, second = (paired("a", "b", *uneven) for _ in range(2))
+    assert (first.low, first.high) == (second.low, second.high), "a page would change each time it is made"
 
 
 @pytest.mark.parametrize(
@@ -146,6 +162,8 @@ def test_equal_differences_over_few_seeds_prove_nothing():
     assert judged(*holm([two]), "higher", 0.001) == "undecided at this size"
     assert judged(*holm([many]), "higher", 0.001) == "supported"
     assert paired("a", "b", {0: 0.1 + 0.2, 1: 0.3}, {0: 0.3, 1: 0.3}).p == 1.0  # equal but for a last bit
+    same = paired("a", "b", {0: 0.25, 1: 0.5}, {0: 0.25, 1: 0.5})
+    assert (same.effect, same.low, same.high) == (0.0, 0.0, 0.0)
 
 
 def test_claims_are_judged_on_their_own_metric_and_corrected_together(study, tmp_path, finish):
