@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from qerl_kernels import cost, gemm, rule
-from qerl_kernels.adapter import SPLITS, VARIANTS
+from qerl_kernels.adapter import SPLITS, VARIANTS, Shrink
 from qerl_kernels.compiler import CompileError
 
 KERNELS = Path(__file__).parents[2] / "kernels"
@@ -144,6 +144,59 @@ def test_costs_are_near_the_times(bench):
     ratios.sort()
     tenth = len(ratios) // 10
     assert ratios[tenth] > 0.85 and ratios[-tenth] < 1.15 and 0.97 < ratios[len(ratios) // 2] < 1.03
+
+
+def test_costs_with_an_adapter_are_near_the_times(bench):
+    """Both where the small kernel has room beside the product and where the product waits for it."""
+    times, by = bench["fit"].Times([json.loads(file.read_text()) for file in TIMES]), rule.rule().shrink
+    ratios = {True: [], False: []}
+    for row in times.adapted:
+        K, M, R = (row[name] for name in "KMR")
+        for (c, listed), us in row["ours"].items():
+            how = Shrink.read(json.loads(listed)) if listed not in ("", "null") else None
+            if how is None or how.beside:
+                continue
+            w, index = times.work(c, row), VARIANTS.index(how.variant)
+            room = how.blocks(M, R) <= H200.multiprocessors - w.streaming
+            small = by.alone(how, index, M, K, R, H200.multiprocessors)
+            ratios[room].append(by.together(row["ours"][c, ""], small, room, c.tokens, R, w.ends) / us)
+    for of in map(sorted, ratios.values()):
+        tenth = len(of) // 10
+        assert of[tenth] > 0.9 and of[-tenth] < 1.12 and 0.98 < of[len(of) // 2] < 1.02
+
+
+def test_the_small_kernel_goes_through_its_tokens_and_columns_in_rounds():
+    """Counted out: 16 clusters of 8 blocks run at one time on 132 multiprocessors; a warp takes 32 columns at a time."""
+    for how, M, K, R in [
+        (Shrink(VARIANTS[0], 1), 8, 3584, 32),
+        (Shrink(VARIANTS[0], 3), 64, 4096, 32),
+        (Shrink(VARIANTS[1], 64), 512, 4097, 96),
+        (Shrink(VARIANTS[2], 33), 528, 18944, 64),
+        (Shrink(VARIANTS[5], 64), 4096, 2048, 64),
+    ]:
+        tokens, groups, warps = how.variant
+        parts, loops = -(-M // tokens), [0] * min(how.most, -(-M // tokens))
+        for part in range(parts):
+            loops[part % len(loops)] += 1
+        waiting, waves = len(loops) * R // (16 * groups), 0  # clusters
+        while waiting > 0:
+            waiting, waves = waiting - 16, waves + 1
+        chunks = [0] * (SPLITS * warps)
+        for chunk in range(0, K, 32):
+            chunks[chunk // 32 % len(chunks)] += 1
+        assert cost.shrink_work(how, M, K, R, 132) == (max(loops) * waves, max(chunks)), how
+
+
+def test_expanding_takes_rounds_of_tiles_of_128_rows_and_256_tokens():
+    """Ten multiprocessors; a row more or a token more is a tile more."""
+    rounds = [cost.expand_features(N, 4000, M, 10)[3] / 4 for N, M in ((1280, 256), (1280, 257), (1281, 256), (1, 1))]
+    assert rounds == [1, 2, 2, 1]
+    assert cost.expand_features(1000, 2000, 500, 10)[1:3] == pytest.approx((5.125, 2.0))  # 0.5625 + 2 bytes; 2 M N K
+
+
+def test_weight_tiles_are_shared_by_as_many_token_tiles_as_the_kernel_runs_one_after_another():
+    text = (Path(cost.__file__).with_name("schedule.cuh")).read_text()
+    assert f"constexpr int RUN_ROWS = {cost.NEIGHBOURS};" in text
 
 
 def within_ten_percent(by, points, work):

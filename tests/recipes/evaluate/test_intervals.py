@@ -48,6 +48,12 @@ def test_several_samples_a_problem_are_counted_as_the_clusters_they_are() -> Non
     assert independent["ci95"][1] - independent["ci95"][0] < high - low
     assert summary([1.0] * 30, 4)["ci95"] == list(wilson(30, 30))  # not 120 trials
     assert summary([1.0, 0.0, 1.0])["ci95"] == list(wilson(2, 3))
+    assert summary([1.0, 0.0, 1.0])["interval"] == "Wilson" and "clustered by problem" in identical["interval"]
+    for n in (1, 2, 20):  # of n pairs of problems, one always right and one never: variance 1 / (4 (2n - 1))
+        ends = summary([0.0, 1.0] * n, 2)["ci95"]
+        assert ends == pytest.approx(wilson((2 * n - 1) / 2, 2 * n - 1))
+    assert summary([0.5], 4)["ci95"] == list(wilson(0.5, 1))
+    assert summary([0.0] * 30, 4)["ci95"] == list(wilson(0, 30))
 
 
 def test_pass_at_k_is_the_share_of_draws_of_k_answers_with_a_right_one_among_them() -> None:

@@ -54,6 +54,9 @@ def test_accuracy_reads_latex_and_leaves_out_an_unreadable_solution(conversation
     completions = chat(texts) if conversational else texts
     assert reward("accuracy")(completions=completions, solution=solution) == [1.0, 0.0, 0.0, 1.0, 1.0, None]
     assert reward("dapo_score")(completions=completions, solution=solution) == [1.0, -1.0, -1.0, 1.0, 1.0, None]
+    columns = {}  # what was read, for the table of completions
+    reward("accuracy")(completions=completions, solution=solution, log_extra=columns.__setitem__)
+    assert any("1/2" in str(column) for column in columns.values())
 
 
 def test_a_solution_that_is_a_number_is_compared_as_its_text():
@@ -75,6 +78,11 @@ def test_length_compares_answers_to_the_same_prompt_only():
     # right: 1/2 - (n - 10) / 10; wrong: the same but at most 0; equally long: 0
     expected = [0.5, -0.5, 0.0, 0.0, 0.0, 0.0]
     assert reward("length")(completions=texts, solution=["2"] * 6, prompts=prompts) == pytest.approx(expected)
+    # what cannot be judged has no value; its length still counts
+    unread = reward("length")(completions=texts[:3], solution=["2", "???", "2"], prompts=["a"] * 3)
+    assert unread == [0.5, None, 0.0]
+    # without prompts all are answers to one
+    assert reward("length")(completions=texts[:2], solution=["2"] * 2) == [0.5, -0.5]
 
 
 def test_repetition_penalty_counts_repeated_word_n_grams():
@@ -82,6 +90,8 @@ def test_repetition_penalty_counts_repeated_word_n_grams():
     # "a b a b a": ab ba ab ba, half of them repeats; one word has no bigram
     assert penalty(completions=["a b a b a", "a b c", "a", ""]) == pytest.approx([-0.5, 0.0, 0.0, 0.0])
     assert penalty(completions=chat(["A b a B a"])) == pytest.approx([-0.5])
+    words = reward("repetition_penalty", repetition_n_grams=1, repetition_max_penalty=-1.0)
+    assert words(completions=["a a b", "a b", ""]) == pytest.approx([-1 / 3, 0.0, 0.0])
 
 
 def test_soft_overlong_punishment_falls_over_the_last_tokens():
@@ -238,8 +248,11 @@ def test_required_columns_are_read_from_the_signature(name, columns):
         ("acuracy", {}, "'acuracy' is not one of the rewards"),
         ("no_such_package.reward", {}, "cannot be imported"),
         ("math.tau", {}, "is not a function"),
-        ("soft_overlong_punishment", {"max_completion_len": 10, "soft_punish_cache": 20}, "soft_punish_cache"),
+        ("binary_code", {}, "binary_code is Open-R1's and runs programs in a sandbox"),
+        ("soft_overlong_punishment", {"max_completion_len": 10, "soft_punish_cache": 10}, "soft_punish_cache"),
+        ("soft_overlong_punishment", {"max_completion_len": 10, "soft_punish_cache": 0}, "soft_punish_cache"),
         ("repetition_penalty", {"repetition_max_penalty": 1.0}, "repetition_max_penalty must be <= 0"),
+        ("repetition_penalty", {"repetition_n_grams": 0}, "repetition_n_grams >= 1"),
         ("cosine", {"cosine_max_len": 0}, "cosine_max_len must be at least 1"),
         ("code_format", {"code_language": "cobol"}, "code_language cannot be 'cobol'"),
     ],
