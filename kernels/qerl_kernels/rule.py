@@ -72,7 +72,7 @@ def machine_of(device: int) -> Machine:
     """The GPU that is there: as many clusters as its multiprocessors hold, weights at its memory's rate."""
     known, there = rule().machine, torch.cuda.get_device_properties(device)
     share = there.multi_processor_count / known.multiprocessors
-    clusters = tuple(max(int(count * share), 1) for count in known.clusters)
+    clusters = tuple(max(int(count * share), 1) if count else 0 for count in known.clusters)
     rate = known.rate * min(memory_rate(there) / H200_MEMORY, 1.0) if memory_rate(there) else known.rate
     if there.name == known.gpu and there.multi_processor_count == known.multiprocessors:
         return known

@@ -115,6 +115,9 @@ def test_the_rule_says_where_it_was_not_fitted(monkeypatch):
     rule.machine_of.cache_clear()
     assert "NVIDIA H200" in (message := rule.untuned()) and "H100 80GB" in message
     assert 0.6 * H200.rate < rule.machine_of(0).rate < 0.8 * H200.rate
+    assert rule.memory_rate(There) == pytest.approx(3.35, abs=0.01), "TB/s of NVIDIA's data sheet"
+    assert rule.memory_rate(object()) == 0 and rule.machine_of(0).clusters == H200.clusters
+    assert rule.choose(4096, 4096, 64, machine=rule.machine_of(0)).shrink is None
     There.name = H200.gpu
     rule.machine_of.cache_clear()
     assert rule.untuned() is None
@@ -165,8 +168,53 @@ def test_costs_with_an_adapter_are_near_the_times(bench):
         assert of[tenth] > 0.9 and of[-tenth] < 1.12 and 0.98 < of[len(of) // 2] < 1.02
 
 
+def test_a_choice_takes_about_as_long_as_the_quickest_that_was_timed(bench):
+    """By itself and with an adapter, of which each choice here is the rule's own: whatever was timed beside it."""
+    times = bench["fit"].Times([json.loads(file.read_text()) for file in TIMES])
+    alone = sorted(
+        min(row["ours"].values()) / rule.choose(row["N"], row["K"], row["M"], may_expand=False).microseconds
+        for row in times.points[::11]
+    )
+    tenth = len(alone) // 10
+    assert alone[tenth] > 0.9 and alone[-tenth] < 1.2 and 0.97 < alone[len(alone) // 2] < 1.06
+    ratios, slower, by_cublas = [], [], set()
+    for row in times.adapted[::8]:
+        N, K, M, R = (row[name] for name in "NKMR")
+        chosen = rule.choose(N, K, M, R, may_expand=False)
+        assert chosen.microseconds > rule.choose(N, K, M, may_expand=False).microseconds
+        timed = {
+            (c, Shrink.read(json.loads(how)) if how != "null" else None): us
+            for (c, how), us in row["ours"].items()
+            if how
+        }
+        ratios.append(min(timed.values()) / chosen.microseconds)
+        if (us := timed.get(chosen[:2])) is not None:
+            slower.append(us / min(timed.values()))
+        if chosen.shrink is None:
+            by_cublas.add(M)
+    ratios.sort()
+    tenth = len(ratios) // 10
+    assert ratios[tenth] > 0.9 and ratios[-tenth] < 1.2 and 0.97 < ratios[len(ratios) // 2] < 1.06
+    assert len(slower) > 15 and sum(slower) / len(slower) < 1.04
+    assert by_cublas and min(by_cublas) > 512
+
+
+def test_the_weight_is_expanded_only_where_no_kernel_is_clearly_quicker(bench):
+    times = bench["fit"].Times([json.loads(file.read_text()) for file in TIMES])
+    rows = [row for row in times.points if "expand" in row["us"]]
+    expanded = [row for row in rows if rule.choose(row["N"], row["K"], row["M"]).configuration is None]
+    assert len(expanded) > 15
+    assert all(row["us"]["expand"] < 1.1 * min(row["ours"].values()) for row in expanded)
+    for row in expanded:
+        kernel = rule.choose(row["N"], row["K"], row["M"], may_expand=False)
+        assert kernel.configuration is not None, "rows with scales of their own cannot be multiplied by cuBLAS"
+        N, K, M = (row[name] for name in "NKM")
+        assert rule._expanded(N, K, M, 32, H200).microseconds > rule._expanded(N, K, M, 0, H200).microseconds + 7
+    assert rule.choose(4096, 4096, 8192, 32, may_expand=False).shrink is None, "not timed with so many tokens"
+
+
 def test_the_small_kernel_goes_through_its_tokens_and_columns_in_rounds():
-    """Counted out: 16 clusters of 8 blocks run at one time on 132 multiprocessors; a warp takes 32 columns at a time."""
+    """Counted out: 16 clusters of 8 blocks run at a time on 132 multiprocessors; a warp takes 32 columns at once."""
     for how, M, K, R in [
         (Shrink(VARIANTS[0], 1), 8, 3584, 32),
         (Shrink(VARIANTS[0], 3), 64, 4096, 32),
