@@ -125,10 +125,10 @@ def _pack_in_chunks(
 
 def _squares(w: torch.Tensor, weight: NVFP4Weight) -> tuple[float, float]:
     """Sums of squares of the error and of the weight."""
-    exact = w.float()
-    restored = dequantize(weight.codes, weight.block_scales).float().div_(weight.divisor)
-    whole = exact.square().sum(dtype=torch.float64)
-    return float(restored.sub_(exact).square_().sum(dtype=torch.float64)), float(whole)
+    exact = w.double()  # in fp32 the square of 1e20 is infinite, and that of 1e-23 is nothing
+    restored = dequantize(weight.codes, weight.block_scales).double().div_(weight.divisor)
+    whole = exact.square().sum()
+    return float(restored.sub_(exact).square_().sum()), float(whole)
 
 
 def _ratio(wrong: float, whole: float) -> float:

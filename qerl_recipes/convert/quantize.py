@@ -48,8 +48,8 @@ def quantize_checkpoint(
     routers, which always are.
 
     ``quiet`` prints no table. Everything is checked before anything is written, and the destination appears only when
-    it is complete. FP16 and FP32 sources are rounded to BF16 first. Returns the error of each layer, which also stands
-    in quantize_report.json. Warns of a family of models that qerl_nvfp4 serves only when asked to.
+    it is complete. FP16 and FP32 sources are rounded to BF16 first. Returns the error of each layer (of ``awq`` none is
+    known), which also stands in quantize_report.json. Warns of a family of models that qerl_nvfp4 refuses.
     Raises CheckpointError (a ValueError) for a source that cannot be quantized, OSError where the destination cannot be
     written, RuntimeError where llmcompressor fails.
     """
@@ -85,7 +85,8 @@ def quantize_checkpoint(
                 from qerl_recipes.convert.llmcompressor_run import run
 
                 run(folder, partial, method=method, ignore=plan.ignore, calibration=Path(str(calibration)))
-                layers = measure(report, inspect_folder(partial), plan)
+                # awq moves a factor from each weight into the one before it: the two are not to be compared
+                layers = [] if method == "awq" else measure(report, inspect_folder(partial), plan)
             copy_other_files(folder, partial)
             result = QuantizeReport(str(source), str(target), method, scales, plan.ignore, layers)
             (partial / "quantize_report.json").write_text(result.to_json(), encoding="utf-8")

@@ -47,6 +47,13 @@ class QuantizeReport:
 
     def print(self, console: Console | None = None) -> None:
         """Print one row a decoder layer, one column a kind of linear layer; of many experts the worst."""
+        console = console or Console()
+        if not self.layers:
+            line = (
+                f"written to {self.destination}; {self.method} scales weights before it rounds them, so that no error"
+            )
+            console.print(f"{line} of a single layer is known", soft_wrap=True)
+            return
         cells: dict[tuple[str, str], float] = {}
         for layer in self.layers:
             cells[layer.place] = max(cells.get(layer.place, 0.0), layer.relative_error)
@@ -58,7 +65,6 @@ class QuantizeReport:
         for row in dict.fromkeys(row for row, _ in cells):
             values = (cells.get((row, column)) for column in columns)
             table.add_row(row, *("" if value is None else f"{value:.4f}" for value in values))
-        console = console or Console()
         console.print(table)
         console.print(
             f"worst: {self.worst.name} {self.worst.relative_error:.4f}; written to {self.destination}", soft_wrap=True

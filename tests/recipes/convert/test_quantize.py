@@ -107,6 +107,32 @@ def test_the_reported_error_is_the_error(dense, tmp_path):
         assert 0.05 < layer.relative_error < 0.15
 
 
+@pytest.mark.parametrize("scales", ["amax", "mse"])
+def test_the_reported_error_is_that_of_weights_of_any_size(dense, scales, tmp_path):
+    """An outlier whose square is infinite in fp32, weights whose squares are 0 there, and such that all become 0."""
+    folder = tmp_path / "bf16"
+    shutil.copytree(dense, folder)
+    name = "model.layers.{}.self_attn.o_proj.weight"
+    for layer in range(2):
+        file = inspect_folder(folder).tensors[name.format(layer)].file
+        tensors = load_file(file)
+        w = tensors[name.format(layer)]
+        if layer:
+            w.mul_(1e-25)
+        else:
+            w[3, 5] = 1e25
+        save_file(tensors, file)
+    name_of_zeros = "model.layers.1.mlp.down_proj.weight"
+    file = inspect_folder(folder).tensors[name_of_zeros].file
+    tensors = load_file(file)
+    tensors[name_of_zeros].copy_(torch.full_like(tensors[name_of_zeros], 1e-39))
+    save_file(tensors, file)
+    found = {x.name: x.relative_error for x in quantize_checkpoint(folder, tmp_path / "nvfp4", scales=scales).layers}
+    assert 0.0 < found["model.layers.0.self_attn.o_proj"] < 0.01  # what is left of it is the outlier
+    assert 0.05 < found["model.layers.1.self_attn.o_proj"] < 0.15
+    assert found["model.layers.1.mlp.down_proj"] == 1.0
+
+
 def test_searched_scales_lower_the_error_of_every_layer(dense, tmp_path):
     plain = {layer.name: layer.relative_error for layer in quantize_checkpoint(dense, tmp_path / "amax").layers}
     searched = {x.name: x.relative_error for x in quantize_checkpoint(dense, tmp_path / "mse", scales="mse").layers}

@@ -62,6 +62,28 @@ def test_gptq_writes_a_checkpoint_of_the_same_format(source, texts, tmp_path):
     assert (tmp_path / "gptq" / "tokenizer.json").is_file()
 
 
+def test_of_awq_no_error_of_a_layer_is_made_up(source, texts, tmp_path, monkeypatch, capsys):
+    """It scales weights and the norms before them, so that the packed weight is not near the source's."""
+
+    def scale_and_pack(folder: Path, partial: Path, **options: object) -> None:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        for layer in model.model.layers:
+            layer.input_layernorm.weight.data /= 2
+            for name in "qkv":
+                getattr(layer.self_attn, f"{name}_proj").weight.data *= 2
+        model.save_pretrained(tmp_path / "scaled")
+        quantize_checkpoint(tmp_path / "scaled", tmp_path / "packed", quiet=True)
+        for file in (tmp_path / "packed").iterdir():
+            file.rename(partial / file.name)
+
+    monkeypatch.setattr(llmcompressor_run, "run", scale_and_pack)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    options = {"calibration": texts, "device": "cuda"}
+    report = quantize_checkpoint(source, tmp_path / "awq", method="awq", **options)
+    assert report.layers == [] and "no error of a single layer is known" in " ".join(capsys.readouterr().out.split())
+    assert len(quantize_checkpoint(source, tmp_path / "rtn").layers) == 14
+
+
 def test_a_failing_llmcompressor_shows_its_last_lines_and_leaves_nothing(source, texts, tmp_path, monkeypatch):
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\necho halfway > /dev/null\necho 'the reason it failed' >&2\nexit 3\n")
