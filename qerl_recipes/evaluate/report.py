@@ -16,7 +16,7 @@ from qerl_recipes.evaluate import plots
 from qerl_recipes.evaluate.plots import Accuracy
 from qerl_recipes.evaluate.report_page import PAGE
 from qerl_recipes.evaluate.request import command
-from qerl_recipes.files.adapter import LAST
+from qerl_recipes.files.adapter import LAST, TENSORS, open_adapter
 from qerl_recipes.files.whole_folder import write_text
 
 METRICS, EVALUATION, SUMMARY, STATE, ADAPTER_CONFIG = (
@@ -276,13 +276,21 @@ def _pictures(metrics: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> 
 
 
 def _first_and_last(metrics: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    """Means over the first and the last steps, of those that have a value; a rollout for several steps has one."""
     table = []
     for key, name, form in SHOWN:
-        values = [v for v in values_of(metrics, key) if math.isfinite(v)]
-        if values:
-            first, last = values[:EDGE], values[-EDGE:]
-            table.append((name, form.format(sum(first) / len(first)), form.format(sum(last) / len(last))))
+        if values := values_of(metrics, key):
+            edges = [[v for v in part if math.isfinite(v)] for part in (values[:EDGE], values[-EDGE:])]
+            first, last = (form.format(sum(edge) / len(edge)) if edge else "" for edge in edges)
+            table.append((name, first, last))
     return table
+
+
+def _other_adapter(folder: Path, evaluation: Mapping[str, Any]) -> bool:
+    """Whether the adapter that was judged is none that lies in the folder now, as after training went on."""
+    judged, there = evaluation.get("adapter_sha256"), [folder, folder / LAST]
+    adapters = [place for place in there if (place / ADAPTER_CONFIG).is_file() and (place / TENSORS).is_file()]
+    return judged is not None and bool(adapters) and judged not in [open_adapter(one).sha256() for one in adapters]
 
 
 def _page(
@@ -305,6 +313,7 @@ def _page(
             edge=min(EDGE, len(metrics)),
             accuracy_plot=Markup(plots.accuracies("Accuracy with 95 % intervals", rows)) if rows else "",
             rows=rows,
+            is_of_another=_other_adapter(folder, evaluation),
             several_tasks=len({row.task for row in rows}) > 1,
             pictures=_pictures(metrics, held_out),
             first_and_last=_first_and_last(metrics),

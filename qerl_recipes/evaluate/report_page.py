@@ -38,6 +38,10 @@ PAGE = """\
 
 <h2>Accuracy</h2>
 {% if rows %}
+{% if is_of_another %}
+<p class="missing">These figures are of another adapter than the one that lies here now. This judges that one:
+<code>{{ how_to_evaluate }}</code></p>
+{% endif %}
 {{ accuracy_plot }}
 <div class="wide"><table>
 <tr>{% if several_tasks %}<th>task</th>{% endif %}<th>model</th><th class="number">accuracy</th>

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qerl_recipes.study.page import cell, cost, progress, told
+from qerl_recipes.study.page import cell, cost, progress, told, wanted
 from qerl_recipes.study.plan import Study, StudyError, read
 from qerl_recipes.study.results import Final, Verdict, final, labels, verdicts
 from qerl_recipes.study.table import TABLE, Row, read_table
@@ -68,7 +68,8 @@ def overview(folder: Path) -> str:
         lines += [
             "## Every arm",
             "",
-            "Mean over the seeds, and its standard deviation; each arm at its best value.",
+            "Mean over the seeds, and its standard deviation; where not all runs have a value, of how many. Each arm "
+            "at its best value.",
             "",
         ]
         lines += [f"| study | arm | seeds | {' | '.join(METRICS)} |", "|---" * (len(METRICS) + 3) + "|"]
@@ -98,6 +99,7 @@ def _arms(one: Found) -> list[str]:
         of = [values[metric].get(label, {}) for metric in METRICS]
         of = [{seed: value for seed, value in seeds.items() if seed in one.study.seeds} for seeds in of]
         count = max(map(len, of))
-        cells = " | ".join(cell(list(seeds.values())) for seeds in of)
+        pairs = zip(METRICS, of, strict=True)
+        cells = " | ".join(cell(list(seeds.values()), wanted(metric, count)) for metric, seeds in pairs)
         lines.append(f"| {one.name} | {label} | {count} | {cells} |")
     return lines

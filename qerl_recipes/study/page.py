@@ -41,11 +41,11 @@ def page(study: Study, rows: Sequence[Row], title: str, command: str) -> str:
             for arm in study.arms:
                 label = names.get(arm)
                 of = {m: [v for s, v in values[m].get(label or "", {}).items() if s in study.seeds] for m in shown}
-                cells = [cell(of[metric]) for metric in shown]
                 count = max((len(found) for found in of.values()), default=0)
+                cells = [cell(of[metric], wanted(metric, count)) for metric in shown]
                 lines.append(f"| {label or arm} | {count} | {' | '.join(cells)} |")
             lines.append("")
-        lines += ["Mean over seeds, and its standard deviation.", ""]
+        lines += ["Mean over seeds, and its standard deviation; where not all runs have a value, of how many.", ""]
         compared = comparisons(study, values).get(kind, [])
         if compared:
             lines += ["| a | b | seeds | a - b | 95 % interval | effect (d_z) | p, Holm | a is |", "|---" * 8 + "|"]
@@ -124,11 +124,21 @@ def _by_kind(metric: str) -> tuple[str, int]:
     return kind, int(count or 0)
 
 
-def cell(values: Sequence[float]) -> str:
-    """Mean and standard deviation, as they stand in a table; nothing for no value."""
+def wanted(metric: str, seeds: int) -> int:
+    """How many of an arm's runs are to have a metric: a base is judged once."""
+    return min(seeds, 1) if metric.startswith("base_") else seeds
+
+
+def cell(values: Sequence[float], wanted: int | None = None) -> str:
+    """Mean and standard deviation, as they stand in a table; nothing for no value.
+
+    Where fewer than ``wanted`` runs have the metric (steps_to_target: those that reached it), it says how many.
+    """
     if not values:
         return ""
-    mean = sum(values) / len(values)
+    mean, few = sum(values) / len(values), ""
+    if wanted is not None and len(values) < wanted:
+        few = f" ({len(values)} of {wanted})"
     if len(values) < 2:
-        return f"{mean:.4g}"
-    return f"{mean:.4g} ± {math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1)):.2g}"
+        return f"{mean:.4g}{few}"
+    return f"{mean:.4g} ± {math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1)):.2g}{few}"

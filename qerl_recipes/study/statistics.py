@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isnan
 
 import numpy as np
 from scipy import stats
@@ -53,6 +54,8 @@ def paired(a: str, b: str, of_a: Mapping[int, float], of_b: Mapping[int, float],
     differences = np.array([of_a[s] - of_b[s] for s in common])
     spread = float(differences.std(ddof=1))
     mean = float(differences.mean())
+    if isnan(mean):  # of a run whose metric is no number: nothing follows
+        return Comparison(a, b, len(common), mean, mean, mean, mean, p=mean)
     if spread < EQUAL:
         spread = 0.0
         low = high = mean
@@ -90,10 +93,15 @@ def judged(found: Comparison, expect: str, margin: float) -> str:
 
 
 def holm(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """The same with ``p_holm``. Source: S. Holm, A simple sequentially rejective multiple test procedure (1979)."""
-    order = sorted(range(len(comparisons)), key=lambda i: comparisons[i].p)
-    corrected, running = [0.0] * len(order), 0.0
+    """The same with ``p_holm``. Source: S. Holm, A simple sequentially rejective multiple test procedure (1979).
+
+    A comparison without a p (nan, of a run whose metric is nan) counts as one and has none.
+    """
+    order = sorted(range(len(comparisons)), key=lambda i: (isnan(comparisons[i].p), comparisons[i].p))
+    corrected, running = [float("nan")] * len(order), 0.0
     for rank, i in enumerate(order):
+        if isnan(comparisons[i].p):
+            break
         running = max(running, min(1.0, comparisons[i].p * (len(order) - rank)))
         corrected[i] = running
     return [replace(comparison, p_holm=p) for comparison, p in zip(comparisons, corrected, strict=True)]

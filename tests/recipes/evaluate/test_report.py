@@ -3,11 +3,13 @@
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from qerl_recipes.evaluate import plots, report
+from qerl_recipes.files.adapter import open_adapter
 
 STEPS = [
     {"step": step, "reward": 0.1 * step, "entropy": 1 / step, "sigma": 1e-2, "logp_mismatch_mean": 1e-3}
@@ -132,6 +134,29 @@ def test_the_page_says_what_was_run_when_and_with_which_settings_in_words(tmp_pa
     ):
         assert text in said, text
     assert not re.search(r"reward_funcs|noise_mode|sigma_start|base_hash", page)
+
+
+def test_first_and_last_steps_are_steps_where_not_each_has_a_value(tmp_path: Path) -> None:
+    """A rollout for four steps is scored once: the first five steps have two rewards, not the first five rewards."""
+    steps = [{"step": i, "entropy": 1.0, **({"reward": i / 10} if i % 4 == 1 else {})} for i in range(1, 21)]
+    steps[-5:] = [{**step, "reward": None} for step in steps[-5:]]
+    said = words(report.write(fill(tmp_path, steps=steps)).read_text())
+    assert "reward 0.300 entropy, nats per token 1.0000 1.0000" in said  # (0.1 + 0.5) / 2, and none at the end
+    steps[-4] = {**steps[-4], "reward": 1.7}
+    assert "reward 0.300 1.700" in words(report.write(fill(tmp_path, steps=steps)).read_text())
+
+
+def test_figures_of_another_adapter_than_the_one_that_lies_there_are_said_to_be_such(
+    save_adapter: Callable[..., Path], tmp_path: Path
+) -> None:
+    judged = open_adapter(save_adapter(tmp_path / "adapter", 1)).sha256()
+    evaluation = {"tasks": {"gsm8k": {"base": RESULT, "adapter": RESULT}}, "adapter_sha256": judged}
+    said = "of another adapter than the one that lies here now"
+    assert said not in report.write(fill(tmp_path, evaluation=evaluation)).read_text()
+    save_adapter(tmp_path / "adapter", 2)  # training went on
+    assert said in report.write(tmp_path).read_text()
+    fill(tmp_path, evaluation={**evaluation, "adapter_sha256": None})  # of the base alone
+    assert said not in report.write(tmp_path).read_text()
 
 
 def test_held_out_rewards_and_parts_of_the_reward_have_pictures_and_absent_noise_has_none(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,8 @@ from qerl_recipes.study import outline, results, table
 from qerl_recipes.study import run as runner
 from qerl_recipes.study.check import check
 from qerl_recipes.study.conduct import conduct
+from qerl_recipes.study.page import cell, wanted
+from qerl_recipes.study.page import page as page_of
 from qerl_recipes.study.plan import StudyError, best_values, first_runs, later_runs, read
 from qerl_recipes.study.statistics import holm, judged, paired
 
@@ -219,6 +222,21 @@ def test_of_each_metric_the_last_step_that_has_it_counts():
     assert found["absent"] == {}
 
 
+def test_a_comparison_of_a_run_without_a_number_leaves_the_correction_of_the_others_as_it_is():
+    undecided = paired("a", "b", {0: float("nan"), 1: 0.2}, {0: 0.1, 1: 0.1})
+    raw = [replace(undecided, p=p, difference=1.0) for p in (0.01, float("nan"), 0.02, 0.001)]
+    found = holm(raw)
+    assert [c.p_holm for c in found] == pytest.approx([0.03, float("nan"), 0.04, 0.004], nan_ok=True)
+    assert [c.verdict() for c in found] == ["higher", "undecided at this size", "higher", "higher"]
+    assert judged(found[1], "higher", 0.1) == judged(found[1], "not lower", 0.1) == "undecided at this size"
+
+
+def test_a_mean_over_fewer_runs_than_there_are_says_so():
+    assert cell([30.0, 34.0], 5) == "32 ± 2.8 (2 of 5)" and cell([30.0], 5) == "30 (1 of 5)"
+    assert cell([30.0, 34.0], 2) == "32 ± 2.8" and cell([], 5) == ""
+    assert (wanted("steps_to_target", 5), wanted("base_accuracy", 5), wanted("base_accuracy", 0)) == (5, 1, 0)
+
+
 def test_the_page_follows_from_the_table_alone_and_compares_the_seeds_of_the_study(study, tmp_path, finish):
     file = study()
     plan, out = read(file), tmp_path / "out"
@@ -238,6 +256,9 @@ def test_the_page_follows_from_the_table_alone_and_compares_the_seeds_of_the_stu
     assert compared.difference == pytest.approx(0.101) and "+10.1%" in page
     assert "| b@0.001 | 3 | 0.611 ± 0.011 |" in page and "0.9" not in page.split("## All arms")[0]
     assert "## learning_rate: accuracy over the seeds 100, 101" in page and "| a | 0.1 ± 0 | 0.9 ± 0 |" in page
+    some = [row for row in again if not (row[0] == "a@0.001" and row[1] == 1 and row[3] == "reward_area")]
+    made = page_of(plan, some, "", "")  # one of three runs lacks it
+    assert " (2 of 3) |" in made and "of 3)" not in page
     assert (out / "curves_best.png").stat().st_size > 5000
     for content in (b"no table", gzip.compress(b"arm,seed,metric,step,value\na,0,1,2,3\n")):
         (out / table.TABLE).write_bytes(content)
