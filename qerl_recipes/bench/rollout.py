@@ -197,7 +197,11 @@ def _add(measured: dict[str, Any], found: dict[str, Any], cases: Sequence[Case])
 
 
 def _rate(tokens: int, seconds: Sequence[float]) -> dict[str, float | None]:
-    """Tokens per second of the median repeat, and how far the repeats lie apart, relative to it."""
+    """Tokens per second of the median repeat, and how far the repeats lie apart, relative to it; None for a decoding of
+    which nothing is left once the prefill is taken off, as where a machine at work on something else prefilled slowly.
+    """
+    if statistics.median(seconds) <= 0:
+        return {"tokens_per_s": None, "spread": None}
     return {"tokens_per_s": tokens / statistics.median(seconds), "spread": spread(seconds)}
 
 
@@ -231,7 +235,7 @@ def _print(result: dict[str, Any]) -> None:
     for column in ("prefill", "weights\nGiB"):
         table.add_column(column, justify="right", overflow="fold")
     paths = [path for key in rows for path in (("batch", key), ("batch", key, "decode"))] + [("prefill",)]
-    best = [max(_at(arms[arm], path)["tokens_per_s"] for arm in others) for path in paths]
+    best = [max(_at(arms[arm], path)["tokens_per_s"] or 0.0 for arm in others) for path in paths]
     for arm, found in arms.items():
         cells = [_cell(_at(found, path), of) for path, of in zip(paths, best, strict=True)]
         weights = found["weights_gib"]
@@ -250,4 +254,6 @@ def _at(found: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
 
 def _cell(row: dict[str, Any], best: float) -> str:
     rate = row["tokens_per_s"]
-    return f"{rate:,.0f} {around(row['spread'])}\n({rate / best:.2f}x)"
+    if rate is None:
+        return "lost in\nthe prefill"
+    return f"{rate:,.0f} {around(row['spread'])}" + (f"\n({rate / best:.2f}x)" if best else "")

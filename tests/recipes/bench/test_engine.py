@@ -70,8 +70,9 @@ def test_each_case_of_an_arm_is_measured_as_a_whole_and_its_decoding_alone(tmp_p
         for key, row in rows.items():
             seconds, first = statistics.median(row["seconds"]), statistics.median(row["prefill_seconds"])
             assert row["tokens_per_s"] == pytest.approx(int(key) * row["output"] / seconds)
-            assert row["decode"]["tokens_per_s"] == pytest.approx(int(key) * (row["output"] - 1) / (seconds - first))
-            assert 0 < first < seconds
+            alone = int(key) * (row["output"] - 1) / (seconds - first) if seconds > first else None
+            assert row["decode"]["tokens_per_s"] == pytest.approx(alone)
+            assert 0 < min(row["prefill_seconds"]) < max(row["seconds"]), "whatever else this machine does"
     assert "3 x" in done.output and "ratios to the faster of bf16_merged" in done.output
 
 
@@ -254,6 +255,20 @@ def test_an_arm_in_float16_is_the_other_but_for_its_type() -> None:
     ours = rollout_arm.options("qerl_nvfp4", 8, config)
     assert rollout_arm.options("qerl_nvfp4_float16", 8, config) == {**ours, "dtype": "float16"}
     assert "dtype" not in ours, "that of all other arms"
+
+
+def test_a_decoding_that_is_lost_in_a_slow_prefill_has_no_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    measured: dict[str, dict[str, Any]] = {"bf16": {}, "qerl_nvfp4": {}}
+    for arm, first in (("bf16", 3.0), ("qerl_nvfp4", 1.0)):
+        case = {"batch": 4, "input": 10, "output": 21, "seconds": [2.0, 3.0], "prefill_seconds": [first]}
+        found = {"cases": [case], "prefill": {"tokens": 640, "seconds": [1.0]}}
+        bench_rollout._add(measured[arm], {**found, "weights_gib": None, "kv_cache_tokens": 200}, [Case(4, 10, 21)])
+    decoding = [found["batch"]["4"]["decode"]["tokens_per_s"] for found in measured.values()]
+    assert decoding == [None, 4 * 20 / 1.5]
+    about = {"shape": "7B", "tensor_parallel_size": 1, "rank": 8, "gpu": "x", "date": "y", "cached_tokens": 0}
+    bench_rollout._print({**about, "arms": measured})
+    printed = capsys.readouterr().out
+    assert "lost in" in printed and "53 ±33%" in printed and printed.count("x)") == 4
 
 
 def test_ratios_are_to_the_faster_bf16_arm(capsys: pytest.CaptureFixture[str]) -> None:
