@@ -12,6 +12,7 @@ import pytest
 import torch
 from fastapi import FastAPI
 from safetensors.torch import save_file
+from waiting import PATIENCE
 
 from qerl_vllm_plugin import shared_file
 from qerl_vllm_plugin.change_log import ChangeLog
@@ -34,6 +35,8 @@ class Engine:
         self._paused, self._empties, self._drains, self._carrier = is_paused, empties, drains, carrier
         self.output_processor = SimpleNamespace(add_request=None, request_states={})
         self.engine_core, self.is_resumed, self.empties_again = self, False, True
+        self.answers = asyncio.Event()
+        self.answers.set()
 
     async def is_paused(self):
         return self._paused
@@ -68,6 +71,7 @@ class Engine:
 
     async def collective_rpc(self, method, args):
         await asyncio.sleep(0.05)
+        await self.answers.wait()
         if method not in ("qerl_open", "qerl_state"):
             self.asked.append(method)
             self._paused = self._paused and not self.is_resumed
@@ -92,6 +96,13 @@ def with_server(engine, use, *, connector=None, api_servers=1):
 
 def change(server, mode="keep"):
     return server.set_noise(0.1, 1, 0, [], mode)
+
+
+async def asked(engine, expected):
+    """Once an engine has been asked for what is ``expected``, and perhaps more."""
+    async with asyncio.timeout(PATIENCE):
+        while engine.asked[: len(expected)] != expected:
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("connector", [None, object()])
@@ -155,9 +166,9 @@ def test_requests_that_somebody_else_lets_end_and_that_do_not_are_waited_for_so_
 def test_an_engine_that_another_api_server_gives_up_is_waited_for_no_longer():
     async def give_up(server):
         waits = asyncio.create_task(change(server))
-        await asyncio.sleep(0.1)
+        await asked(engine, ["has_work"])
         server._lose("half of a policy")
-        await asyncio.wait_for(waits, 5)
+        await asyncio.wait_for(waits, PATIENCE)
 
     with pytest.raises(Refused, match="half of a policy") as refused:
         with_server(engine := Engine(is_paused=True, looks=10**9), give_up)
@@ -226,10 +237,15 @@ def test_a_change_ends_though_its_caller_has_gone():
     engine = Engine()
 
     async def leave(server):
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(change(server), 0.02)
+        engine.answers.clear()
+        caller = asyncio.create_task(change(server))
+        await asked(engine, CHANGE[:2])
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
         assert engine.asked == CHANGE[:2], "it is half-way"
-        await asyncio.sleep(0.2)
+        engine.answers.set()
+        await asked(engine, CHANGE)
 
     with_server(engine, leave)
     assert engine.asked == CHANGE

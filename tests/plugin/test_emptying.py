@@ -1,12 +1,13 @@
 """A prefix cache in another process: emptied while what is sent is packed, and found empty before a change is sent."""
 
-import time
 from concurrent.futures import Future
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
+from waiting import PATIENCE
 
-from qerl_vllm_plugin import compat
+from qerl_vllm_plugin import compat, laps
 from qerl_vllm_plugin.policy import Policy, PolicyLostError
 
 EMPTY, CHANGE = "reset_prefix_cache", "qerl_swap"
@@ -15,7 +16,7 @@ EMPTY, CHANGE = "reset_prefix_cache", "qerl_swap"
 @pytest.fixture
 def policy(boot, make_nvfp4, carriers, monkeypatch):
     """One whose engine is asked as one of another process is: ``asked`` notes what and when, ``emptied`` answers."""
-    policy = Policy(boot(make_nvfp4("qwen2"), **carriers["resident"]), timeout=5)
+    policy = Policy(boot(make_nvfp4("qwen2"), **carriers["resident"]), timeout=PATIENCE)
     policy.swap(None)
     policy._sender.is_here, policy.asked, policy.emptied = False, [], Future()
 
@@ -59,11 +60,16 @@ def test_its_time_is_told_apart_from_packing(policy, adapter, monkeypatch, is_he
     """An engine in this process has emptied it before; of another's no more is told than has been waited for."""
     policy.answer = True
     policy._sender.is_here = is_here
-    reset = policy._llm.reset_prefix_cache
-    monkeypatch.setattr(policy._llm, "reset_prefix_cache", lambda **options: time.sleep(0.1) or reset(**options))
+    reset, clock = policy._llm.reset_prefix_cache, [0.0]
+    monkeypatch.setattr(laps, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    def slowly(**options):
+        clock[0] += 7.0
+        return reset(**options)
+
+    monkeypatch.setattr(policy._llm, "reset_prefix_cache", slowly)
     policy.swap(*adapter)
-    assert (policy.parts["empty"] > 0.09) == is_here
-    assert policy.parts["pack"] < 0.09
+    assert {part: seconds for part, seconds in policy.parts.items() if seconds} == ({"empty": 7.0} if is_here else {})
 
 
 def test_without_an_empty_cache_no_change_is_sent(policy, adapter):

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from vllm.v1.engine.exceptions import EngineDeadError
+from waiting import PATIENCE
 
 from qerl_vllm_plugin.change_log import ChangeLog
 from qerl_vllm_plugin.config import Options
@@ -23,9 +24,9 @@ SILENCE = "the engine has not answered for 0.2 s, and whether it has changed nob
 
 
 def test_a_call_is_waited_for_so_long_and_its_errors_are_its_own():
-    assert in_time(begun(lambda: 7), 5) == 7
+    assert in_time(begun(lambda: 7), PATIENCE) == 7
     with pytest.raises(ZeroDivisionError):
-        in_time(begun(lambda: 1 // 0), 5)
+        in_time(begun(lambda: 1 // 0), PATIENCE)
     never = threading.Event()
     with pytest.raises(TimeoutError, match=SILENCE):
         in_time(begun(lambda: never.wait(60)), 0.2)

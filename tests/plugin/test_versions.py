@@ -1,6 +1,7 @@
 """Which policies an answer names, from the moments of its first and last token."""
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
+from waiting import PATIENCE
 
 from qerl_vllm_plugin import change_log
 from qerl_vllm_plugin.change_log import ChangeLog
@@ -127,25 +129,24 @@ def test_a_lost_engine_is_known_to_every_process():
 
 
 def test_one_process_at_a_time_has_its_turn_and_a_dead_one_gives_it_back():
-    program = "import asyncio, time\nfrom qerl_vllm_plugin.server.turn import turn\n"
-    program += (
-        "async def hold():\n    async with turn('a'):\n        print('held', flush=True)\n        time.sleep(60)\n"
-    )
-    program += "asyncio.run(hold())"
-    holder = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    ours, another = (f"test-{os.getpid()}-{name}" for name in "ab")  # the names are those of the whole machine
+    program = "import asyncio, sys, time\nfrom qerl_vllm_plugin.server.turn import turn\n"
+    program += "async def hold():\n    async with turn(sys.argv[1]):\n        print('held', flush=True)\n"
+    program += "        time.sleep(600)\nasyncio.run(hold())"
+    holder = subprocess.Popen([sys.executable, "-c", program, ours], stdout=subprocess.PIPE)
     assert holder.stdout.readline() == b"held\n"
 
     async def wait(name, seconds):
         async with asyncio.timeout(seconds), turn(name):
             return time.monotonic()
 
-    asyncio.run(wait("another", 5))
+    asyncio.run(wait(another, PATIENCE))
     with pytest.raises(TimeoutError):
-        asyncio.run(wait("a", 0.3))
+        asyncio.run(wait(ours, 0.3))
     holder.kill()
     holder.wait()
-    asyncio.run(wait("a", 5))
-    asyncio.run(wait("a", 5))
+    asyncio.run(wait(ours, PATIENCE))
+    asyncio.run(wait(ours, PATIENCE))
 
 
 class Engine:
@@ -174,8 +175,8 @@ class Engine:
         if method == "qerl_set_noise":
             self.state["running"] += not self.state["paused"]
             self.state["changes"] += 1
-        opened = {"carrier": "resident", "max_rank": 8, "max_bytes": 1, "gpus": [], "version": 0, "instance": "two"}
-        return [{**opened, "changes": self.state["log"].path}]
+        opened = {"carrier": "resident", "max_rank": 8, "max_bytes": 1, "gpus": [], "version": 0}
+        return [{**opened, "instance": f"test-{os.getpid()}", "changes": self.state["log"].path}]
 
 
 def test_no_api_server_lets_the_engine_run_while_another_changes_it():
@@ -207,7 +208,9 @@ def test_what_one_api_server_finds_lost_is_lost_for_all_and_their_requests_end(m
         await server.open(engine, config, None, None, 60)
         await server.set_noise(0.1, 0, 0, [], "keep")
         ChangeLog(state["log"].path).lose()  # by another process
-        await asyncio.sleep(0.2)
+        async with asyncio.timeout(PATIENCE):
+            while not engine.ended:
+                await asyncio.sleep(0.01)
         with pytest.raises(Refused, match="another API server's log says why"):
             await server.set_noise(0.1, 0, 0, [], "keep")
         with pytest.raises(EngineDeadError):

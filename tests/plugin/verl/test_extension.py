@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from waiting import PATIENCE
 
 from qerl_vllm_plugin.adapter import AdapterError
 from qerl_vllm_plugin.given_adapter import plain_config
@@ -52,7 +53,7 @@ def push(engine, monkeypatch) -> Callable[..., list]:
         try:
             return engine.collective_rpc(method, kwargs={"use_shm": True, **kwargs})
         finally:
-            trainer.join(30)
+            trainer.join(PATIENCE)
             assert not trainer.is_alive(), "verl's sender still waits"
 
     return send
