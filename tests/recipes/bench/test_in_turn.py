@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 from typer.testing import CliRunner
+from waiting import PATIENCE, runs, until
 
 from qerl_recipes import cli
 from qerl_recipes.bench import in_turn, rollout_memory
@@ -128,7 +129,7 @@ def test_arms_end_with_the_process_that_started_them(log: Path, number: signal.S
     time for it, with what that one has started."""
     parent = subprocess.Popen([sys.executable, "-c", PARENT])
     try:
-        wait_for(lambda: len(lines(log)) == 2)
+        assert until(lambda: len(lines(log)) == 2)
         there = {line[0]: line[1:] for line in lines(log)}
         (waiting,), (starting, worker) = there["a"], there["starting"]
         before = psutil.Process(waiting).cpu_times().user
@@ -136,31 +137,16 @@ def test_arms_end_with_the_process_that_started_them(log: Path, number: signal.S
         assert psutil.Process(waiting).cpu_times().user - before < 0.1
         assert runs(waiting) and runs(starting) and runs(worker)
         parent.send_signal(number)
-        parent.wait(20)
-        wait_for(lambda: not runs(waiting) and not runs(starting))
+        parent.wait(PATIENCE)
+        assert until(lambda: not runs(waiting) and not runs(starting))
         if number == signal.SIGTERM:
-            assert parent.returncode == 128 + number and not runs(worker)
+            assert parent.returncode == 128 + number and until(lambda: not runs(worker))
     finally:
         parent.kill()
         for line in lines(log):
             for process in line[1:]:
                 if runs(process):
                     os.kill(process, signal.SIGKILL)
-
-
-def runs(process: int) -> bool:
-    """Whether it is there and no zombie, which a container may keep."""
-    try:
-        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def wait_for(what: Any) -> None:
-    deadline = time.monotonic() + 30
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_before_each_turn_there_is_a_rest(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import resource
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 
 import digit_rewards
@@ -15,6 +14,7 @@ import torch
 from digit_rewards import digits_of_some
 from peft import PeftModel
 from safetensors.torch import load_file
+from waiting import until
 
 from qerl_recipes.files import run_state as checkpoints
 from qerl_recipes.files.run_state import CheckpointMismatch
@@ -76,7 +76,8 @@ def test_promise_08_a_run_that_was_stopped_resumes_to_the_same_bits(
         "PAUSED": str(tmp_path / "paused"),
     }
     process = start_process(command, tmp_path / "log", **pause)
-    assert wait_for(lambda: (tmp_path / "paused").exists(), process)
+    assert until(lambda: (tmp_path / "paused").exists() or process.poll() is not None, 250)
+    assert (tmp_path / "paused").exists(), (tmp_path / "log").read_text()[-4000:]
     process.send_signal(stop)
     if stop == signal.SIGTERM:  # which lets it finish its step
         (tmp_path / "paused").unlink()
@@ -102,13 +103,6 @@ def test_promise_08_a_run_that_was_stopped_resumes_to_the_same_bits(
     assert read_metrics(broken) == read_metrics(whole)
     dropped = [record["dropped_groups"] for record in read_metrics(whole)]
     assert sum(dropped[:4]) > 0 < sum(dropped[4:]), "the stream of fresh prompts has to go on where it was"
-
-
-def wait_for(condition, process, seconds=200):
-    deadline = time.monotonic() + seconds
-    while not condition() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()
 
 
 CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod")
