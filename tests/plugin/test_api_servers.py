@@ -7,10 +7,11 @@ import json
 import httpx
 import psutil
 import pytest
+from waiting import PATIENCE
 
 from qerl_vllm_plugin.client import PolicyClient
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]
 TOKEN = "an-admin-token-of-32-characters!"
 MODULES = ["q_proj", "v_proj", "up_proj", "down_proj"]
 
@@ -32,14 +33,14 @@ def server(make_nvfp4, hold_port, tmp_path_factory):
     line += ["--additional-config", json.dumps({"qerl": {"policy_adapter": {"rank": 8}}})]
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "qerl", "QERL_ADMIN_TOKEN": TOKEN}
     line = command(str(make_nvfp4("qwen2", max_position_embeddings=4096)), line)
-    with started(line, port, folder / "log", environment) as running:
+    with started(line, port, folder / "log", environment, seconds=500) as running:
         yield running
 
 
 def ask(server, tokens=6, client=httpx):
     """Of a process by chance with each new connection -> log-probability of the answer, and the version it names."""
     question = {"model": "policy", "prompt": [5, 6, 7], "max_tokens": tokens, "temperature": 0.0, "logprobs": 1}
-    answer = client.post(f"{server.url}/v1/completions", json={**question, "ignore_eos": True}, timeout=120)
+    answer = client.post(f"{server.url}/v1/completions", json={**question, "ignore_eos": True}, timeout=PATIENCE)
     scores = answer.raise_for_status().json()["choices"][0]["logprobs"]["token_logprobs"]
     return round(sum(scores), 3), answer.headers["x-qerl-policy-version"]
 
@@ -58,7 +59,7 @@ def clients_of_both(stack, server, **options):
     clients = []
     while len(clients) < 12 or len(connected(server)) < 2:
         assert len(clients) < 200, "one process has answered all: nothing is tested"
-        clients.append(stack.enter_context(httpx.Client(verify=False, **options)))
+        clients.append(stack.enter_context(httpx.Client(verify=False, timeout=PATIENCE, **options)))
         clients[-1].get(f"{server.url}/health").raise_for_status()
     return clients[:6] + clients[-6:]
 
@@ -116,7 +117,7 @@ def test_when_one_of_them_is_killed_every_request_and_the_whole_server_end(serve
     with contextlib.ExitStack() as stack:
         streams = []
         while len(connected(server)) < 2 and len(streams) < 8:
-            client = stack.enter_context(httpx.Client(timeout=60))
+            client = stack.enter_context(httpx.Client(timeout=PATIENCE))
             answer = stack.enter_context(client.stream("POST", f"{server.url}/v1/completions", json=question))
             streams.append(answer.iter_bytes())
             assert next(streams[-1])
@@ -125,4 +126,4 @@ def test_when_one_of_them_is_killed_every_request_and_the_whole_server_end(serve
             with contextlib.suppress(httpx.TransportError):
                 for _ in stream:
                     pass  # it ends
-    assert psutil.wait_procs(processes, 30)[1] == []
+    assert psutil.wait_procs(processes, PATIENCE)[1] == []

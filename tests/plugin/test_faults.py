@@ -13,13 +13,13 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from waiting import PATIENCE, until
 
 from qerl_vllm_plugin.client import PolicyClient, PolicyRefusedError, body
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 TOKEN = "an-admin-token-of-32-characters!"
 SHARED_MEMORY = Path("/dev/shm")
-SOON = 30  # seconds; vLLM's own watchdog looks every 5
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def start_server(make_nvfp4, hold_port, tmp_path_factory):
                 line[1:3] = [str(folder / "server.py")]
             environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(workers), "VLLM_PLUGINS": "qerl"}
             environment["QERL_ADMIN_TOKEN"] = TOKEN
-            return servers.enter_context(started(line, port, folder / "log", environment))
+            return servers.enter_context(started(line, port, folder / "log", environment, seconds=500))
 
         yield start
 
@@ -79,7 +79,7 @@ def kept(policy):
 
 def ask(server, **changes):
     question = {"model": "policy", "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0.0, "logprobs": 1, **changes}
-    return httpx.post(f"{server.url}/v1/completions", json=question, timeout=60)
+    return httpx.post(f"{server.url}/v1/completions", json=question, timeout=PATIENCE)
 
 
 def send(server, lines="", content=b"", receive=None):
@@ -104,11 +104,8 @@ def begin_stream(server, tokens, receive=None):
     return send(server, "POST /v1/completions HTTP/1.1", lines + content, receive)
 
 
-def until(condition, seconds=SOON):
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return condition()
+def health(server):
+    return httpx.get(f"{server.url}/health", timeout=PATIENCE).status_code
 
 
 def nameless_files(process):
@@ -190,19 +187,19 @@ def test_a_client_that_never_reads_holds_nobody_up(server, adapter):
         assert policy.swap(*adapter, requests="keep") == before + 2
         answer = ask(server)
         assert (answer.status_code, answer.headers["x-qerl-policy-version"]) == (200, str(before + 2))
-    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert health(server) == 200
 
 
 @pytest.mark.slow
 def test_a_body_that_stalls_is_refused_with_its_limit(server, adapter):
     policy = PolicyClient(server.url, TOKEN)
     before = kept(policy)
-    with send(server, "PUT /v1/qerl/policy HTTP/1.1", upload(body(*adapter), 0.5)) as stalled:
-        stalled.settimeout(60)
-        start = time.monotonic()
+    content, start = upload(body(*adapter), 0.5), time.monotonic()
+    with send(server, "PUT /v1/qerl/policy HTTP/1.1", content) as stalled:
+        stalled.settimeout(PATIENCE)
         answer = stalled.recv(4096)
     assert answer.startswith(b"HTTP/1.1 408") and b"the body stalled for 30 s" in answer
-    assert 29 < time.monotonic() - start < 40
+    assert time.monotonic() - start >= 30
     assert kept(policy) == before
 
 
@@ -214,7 +211,7 @@ def test_a_server_that_is_killed_leaves_no_process_and_no_file(server, adapter):
     assert until(lambda: nameless_files(server.process))
     used = named_files(processes)
     server.process.send_signal(signal.SIGKILL)
-    alive = psutil.wait_procs(processes, SOON)[1]
+    alive = psutil.wait_procs(processes, PATIENCE)[1]
     assert alive == []
     assert [file for file in used if file.exists()] == []
     for stream in streams:
@@ -230,16 +227,16 @@ def test_when_the_engine_dies_every_request_ends_the_server_says_so_and_ends(sta
     names = {process.pid: " ".join(process.cmdline()) for process in processes}
     (dies,) = [p for p in processes if ("Worker" if victim == "worker" else "EngineCore") in names[p.pid]]
     with begin_stream(server, 1500) as stream:
-        stream.settimeout(SOON)
+        stream.settimeout(PATIENCE)
         assert stream.recv(12) == b"HTTP/1.1 200"
         dies.kill()
         while stream.recv(1 << 16):
             pass  # it ends
     with contextlib.suppress(httpx.TransportError):  # unless it has ended already
-        assert until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
+        assert until(lambda: health(server) == 503)
         with pytest.raises(PolicyRefusedError, match="the engine has died"):
             PolicyClient(server.url, TOKEN).swap(*adapter)
-    assert psutil.wait_procs(processes, SOON)[1] == []
+    assert psutil.wait_procs(processes, PATIENCE)[1] == []
     assert [file for file in used if file.exists()] == []
 
 
@@ -265,12 +262,12 @@ def test_a_server_that_holds_half_a_policy_serves_nothing_and_says_so(start_serv
     with contextlib.ExitStack() as stack:
         streams = [stack.enter_context(begin_stream(server, 1500)) for _ in range(2 * is_busy)]
         for stream in streams:
-            stream.settimeout(SOON)
+            stream.settimeout(PATIENCE)
             assert stream.recv(12) == b"HTTP/1.1 200"
         with pytest.raises(PolicyRefusedError, match=r"serves nothing any more; restart it.*the device is gone"):
             policy.swap(*adapter)
         if not is_busy:
-            assert httpx.get(f"{server.url}/health").status_code == 503
+            assert health(server) == 503
             assert ask(server).status_code == 500
             for use in (lambda: policy.swap(None), policy.state):
                 with pytest.raises(PolicyRefusedError, match="the device is gone"):
@@ -279,27 +276,27 @@ def test_a_server_that_holds_half_a_policy_serves_nothing_and_says_so(start_serv
         for stream in streams:
             while stream.recv(1 << 16):
                 pass
-    assert psutil.wait_procs(processes, SOON)[1] == []
+    assert psutil.wait_procs(processes, PATIENCE)[1] == []
 
 
 @pytest.mark.slow
 def test_an_engine_that_hangs_is_given_up_and_every_request_ends(start_server, adapter):
-    server = start_server(policy_timeout=3)
+    server = start_server(policy_timeout=10)
     policy = PolicyClient(server.url, TOKEN)
     (hangs,) = [process for process in tree(server) if "EngineCore" in " ".join(process.cmdline())]
     assert policy.swap(*adapter) == 1
     with begin_stream(server, 1500) as stream:
-        stream.settimeout(SOON)
+        stream.settimeout(PATIENCE)
         assert stream.recv(12) == b"HTTP/1.1 200"
         hangs.suspend()
         start = time.monotonic()
-        with pytest.raises(PolicyRefusedError, match="has not answered for 3 s") as refused:
+        with pytest.raises(PolicyRefusedError, match="has not answered for 10 s") as refused:
             policy.swap(*adapter)
-        assert refused.value.status == 503 and 3 <= time.monotonic() - start < 10
+        assert refused.value.status == 503 and 10 <= time.monotonic() - start < PATIENCE, "300 s is the default"
         while stream.recv(1 << 16):
             pass  # it ends
     with contextlib.suppress(httpx.TransportError):  # unless the server has ended
-        assert httpx.get(f"{server.url}/health").status_code == 503
+        assert health(server) == 503
         assert ask(server).status_code == 500
     hangs.kill()
-    assert psutil.wait_procs(tree(server) if server.process.poll() is None else [], SOON)[1] == []
+    assert psutil.wait_procs(tree(server) if server.process.poll() is None else [], PATIENCE)[1] == []

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from policy_requests import API_KEY, LONG, MODULES, TOKEN
+from waiting import PATIENCE
 
 from qerl_vllm_plugin.client import PolicyClient
 from qerl_vllm_plugin.policy import Policy
@@ -48,7 +49,7 @@ def server(make_nvfp4, adapters, hold_port, tmp_path_factory):
         "VLLM_SERVER_DEV_MODE": "1",  # vLLM's own /pause and /resume
     }
     line = command(str(make_nvfp4("qwen2", max_position_embeddings=4096)), line)
-    with started(line, port, folder / "log", environment) as running:
+    with started(line, port, folder / "log", environment, seconds=500) as running:
         yield running.url, running.log, running.process
 
 
@@ -61,7 +62,7 @@ def policy(server):
 def questions(server):
     import openai
 
-    return openai.OpenAI(base_url=f"{server[0]}/v1", api_key=API_KEY, max_retries=0, timeout=120)
+    return openai.OpenAI(base_url=f"{server[0]}/v1", api_key=API_KEY, max_retries=0, timeout=PATIENCE)
 
 
 @pytest.fixture(scope="module")

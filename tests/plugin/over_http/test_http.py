@@ -12,9 +12,11 @@ import warnings
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 import torch
 from policy_requests import API_KEY, TOKEN, VERSION, assert_served, description, kept, put
+from waiting import PATIENCE
 
 from qerl_vllm_plugin import cuda_ipc, gpu_tensors, shared_file
 from qerl_vllm_plugin.adapter import AdapterError
@@ -22,6 +24,7 @@ from qerl_vllm_plugin.client import AsyncPolicyClient, PolicyClient, PolicyRefus
 from qerl_vllm_plugin.config import Options
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+TRIES = 8  # of what a machine that stops in the wrong moment leaves untested
 
 
 def test_the_adapter_named_at_start_is_served_and_swaps_noise_and_removal_are_what_an_engine_in_process_answers(
@@ -100,7 +103,7 @@ def test_requests_run_on_through_swaps_and_each_says_which_versions_computed_it(
     async def load():
         import openai
 
-        questions = openai.AsyncOpenAI(base_url=f"{server[0]}/v1", api_key=API_KEY, max_retries=0, timeout=120)
+        questions = openai.AsyncOpenAI(base_url=f"{server[0]}/v1", api_key=API_KEY, max_retries=0, timeout=PATIENCE)
         pusher = AsyncPolicyClient(server[0], TOKEN, API_KEY)
 
         async def one(i):
@@ -127,12 +130,12 @@ def test_requests_run_on_through_swaps_and_each_says_which_versions_computed_it(
 
 def test_an_answer_of_several_sequences_names_the_policy_of_the_first_of_them(server, policy, adapters):
     """Twice as many as the engine takes at a time: the second half begins under another policy than the first."""
-    first = policy.state()["version"]
+    first_eight = 'vllm:num_requests_running{engine="0",model_name="policy"} 8.0'
 
     async def load():
         import openai
 
-        questions = openai.AsyncOpenAI(base_url=f"{server[0]}/v1", api_key=API_KEY, max_retries=0, timeout=120)
+        questions = openai.AsyncOpenAI(base_url=f"{server[0]}/v1", api_key=API_KEY, max_retries=0, timeout=PATIENCE)
         pusher = AsyncPolicyClient(server[0], TOKEN, API_KEY)
         options = {
             "model": "policy",
@@ -142,29 +145,30 @@ def test_an_answer_of_several_sequences_names_the_policy_of_the_first_of_them(se
             "extra_body": {"ignore_eos": True},
         }
         answer = asyncio.create_task(questions.completions.with_raw_response.create(**options))
-        async with httpx.AsyncClient() as metrics:
-            while (
-                'vllm:num_requests_running{engine="0",model_name="policy"} 8.0'
-                not in (await metrics.get(f"{server[0]}/metrics")).text
-            ):
+        async with httpx.AsyncClient(timeout=PATIENCE) as metrics:
+            while not answer.done() and first_eight not in (await metrics.get(f"{server[0]}/metrics")).text:
                 await asyncio.sleep(0.01)
         while not answer.done():
             await pusher.swap(*adapters[1]["third"])
             await asyncio.sleep(0.2)
         return (await answer).headers[VERSION], (await pusher.state())["version"]
 
-    header, last = asyncio.run(load())
-    ends = [int(end) for end in header.split("-")]
-    assert ends[0] == first and first < ends[1] <= last
+    for _ in range(TRIES):
+        first = policy.state()["version"]
+        header, last = asyncio.run(load())
+        ends = [int(end) for end in header.split("-")]
+        assert ends[0] == first
+        if len(ends) > 1:
+            break  # else it was over before anything could come in between
+    assert first < ends[1] <= last
 
 
 def test_waiting_for_requests_lets_them_end_under_their_version_and_aborting_ends_them(server, policy, adapters):
-    first = policy.state()["version"]
 
     async def run(mode, name, tokens):
         import openai
 
-        questions = openai.AsyncOpenAI(base_url=f"{server[0]}/v1", api_key=API_KEY, max_retries=0, timeout=120)
+        questions = openai.AsyncOpenAI(base_url=f"{server[0]}/v1", api_key=API_KEY, max_retries=0, timeout=PATIENCE)
         stream = await questions.completions.with_raw_response.create(
             model="policy",
             prompt=[9, 4, 5],
@@ -178,21 +182,27 @@ def test_waiting_for_requests_lets_them_end_under_their_version_and_aborting_end
         reasons = [chunk.choices[0].finish_reason async for chunk in stream.parse() if chunk.choices]
         return reasons[-1], await swap
 
+    first = policy.state()["version"]
     reason, version = asyncio.run(run("wait", "second", 200))
     assert (reason, version) == ("length", first + 1)
-    reason, version = asyncio.run(run("abort", "third", 3500))
-    assert (reason, version) == ("abort", first + 2)
+    for _ in range(TRIES):
+        reason, version = asyncio.run(run("abort", "third", 3500))
+        first += 1
+        assert version == first + 1
+        if reason != "length":
+            break  # else it had ended before
+    assert reason == "abort"
 
 
 def test_a_stream_ends_with_the_versions_that_computed_it(server, policy):
     version = policy.state()["version"]
     question = {"model": "policy", "prompt": [5, 6], "max_tokens": 4, "stream": True}
     headers = {"Authorization": f"Bearer {API_KEY}"}
-    answer = httpx.post(f"{server[0]}/v1/completions", json=question, headers=headers, timeout=60)
+    answer = httpx.post(f"{server[0]}/v1/completions", json=question, headers=headers, timeout=PATIENCE)
     assert answer.headers[VERSION] == str(version)
     assert answer.text.rstrip().splitlines()[-1] == f": X-QeRL-Policy-Version: {version}"
     assert "data: [DONE]" in answer.text
-    assert VERSION not in httpx.get(f"{server[0]}/v1/models", headers=headers).headers
+    assert VERSION not in httpx.get(f"{server[0]}/v1/models", headers=headers, timeout=PATIENCE).headers
 
 
 def test_a_client_whose_gpu_the_server_cannot_read_sends_the_tensors_and_says_so_once(
@@ -246,7 +256,7 @@ def test_without_the_token_nothing_is_told_and_nothing_changes(server, policy, a
         ("DELETE", "noise"),
         ("GET", "state"),
     ):
-        answer = httpx.request(method, f"{server[0]}/v1/qerl/{path}", headers=headers, content=b"{}")
+        answer = httpx.request(method, f"{server[0]}/v1/qerl/{path}", headers=headers, content=b"{}", timeout=PATIENCE)
         assert (answer.status_code, "version" in answer.json()) == (401, False)
     assert put(server, body(*adapters[1]["second"]), headers={"X-QeRL-Admin-Token": TOKEN}).status_code == 401
     assert kept(policy) == before
@@ -276,7 +286,7 @@ def test_the_commands_of_the_page(server, policy, tmp_path):
     (tmp_path / ".curlrc").write_text(f'header = "Authorization: Bearer {API_KEY}"\n')
     environment = {**os.environ, "URL": server[0], "QERL_ADMIN_TOKEN": TOKEN, "CURL_HOME": str(tmp_path)}
     line = ["bash", "-e", "-c", "\n".join(commands)]
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     answers = [json.loads("{" + text) for text in done.stdout.split("{", 1)[1].replace("}{", "}\n{").split("\n{")]
     assert [answer.get("version") for answer in answers] == [version + 1, None, version + 1, None, version + 2]
@@ -302,11 +312,13 @@ def test_the_program_of_the_page(server, policy, adapters):
 
 
 def test_the_token_is_in_no_log_no_metric_and_no_text_of_the_client(server, policy):
-    metrics = httpx.get(f"{server[0]}/metrics").text
+    metrics = httpx.get(f"{server[0]}/metrics", timeout=PATIENCE).text
     for text in (server[1].read_text(), metrics, repr(policy)):
         assert TOKEN not in text
-    command_lines = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists()]
-    assert not any(TOKEN.encode() in line for line in command_lines)
+    root = psutil.Process(server[2].pid)
+    command_lines = [" ".join(process.cmdline()) for process in (root, *root.children(recursive=True))]
+    assert any("--additional-config" in line for line in command_lines)
+    assert not any(TOKEN in line for line in command_lines)
     counted = {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in metrics.splitlines() if line[0] != "#"}
     assert counted["qerl:policy_version"] == policy.state()["version"]
     assert counted['qerl:swaps_total{kind="swap"}'] >= 5

@@ -9,6 +9,7 @@ import httpx
 import pandas as pd
 import pytest
 import torch
+from waiting import PATIENCE
 
 from qerl_recipes.train import saving as saving  # makes the devices of several processes on a CPU known to torch
 
@@ -113,5 +114,5 @@ def test_two_processes_push_to_a_server_once_and_end_as_with_an_engine_each(
     inside, outside = (tmp_path / name / "adapter" / "adapter_model.safetensors" for name in ("inside", "server"))
     assert outside.read_bytes() == inside.read_bytes()
     assert read_metrics(tmp_path / "server") == read_metrics(tmp_path / "inside")
-    counted = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+    counted = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE).text
     assert 'qerl:swaps_total{kind="swap"} 2.0' in counted.splitlines()
