@@ -77,7 +77,7 @@ def test_an_answers_log_probabilities_are_found_whether_or_not_those_of_cached_t
         soak_replay.of_tokens(tokens, known[4:])
 
 
-def test_answers_whose_beginning_is_in_the_prefix_cache_are_replayed_without_it(tmp_path):
+def test_answers_whose_beginning_is_in_the_prefix_cache_are_replayed_without_it(classes_looked_at_here, tmp_path):
     block = 128  # vLLM's on a CPU
     prompt, other = list(range(1, block + 1)), list(range(2, block))  # the second shares a block with its own answers
     same = [7] * (block - len(other) + 3)
