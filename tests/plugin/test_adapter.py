@@ -139,6 +139,11 @@ def test_a_known_layout_is_not_looked_at_again_and_its_values_are_the_new_ones(m
     assert len(looks) == 2
     checker.check({name: tensor.bfloat16() for name, tensor in later.items()}, CONFIG)
     assert len(looks) == 3
+    of_a_live_model = {
+        **CONFIG,
+        "target_modules": {"q_proj", "down_proj"},
+    }  # PEFT keeps a set, which JSON does not know
+    assert checker.check(later, of_a_live_model).pairs.keys() == found.pairs.keys()
 
 
 def test_values_that_the_engine_cannot_hold_are_refused():
@@ -158,7 +163,7 @@ def test_values_whose_sum_alone_is_too_large_are_not_refused():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("alpha", [2, 3])  # times 1, times 1.5
+@pytest.mark.parametrize("alpha", [2, 3, 4])  # times 1, 1.5, 2
 def test_promise_07_a_single_linear_is_copied_too(dtype, alpha):
     """What is one behind the other already could be handed on as it is, and scaled in place."""
     config = {**CONFIG, "lora_alpha": alpha, "target_modules": ["model.layers.0.self_attn.q_proj"]}
@@ -195,9 +200,14 @@ BAD_CONFIGS = {
     "broken_expression": ({"target_modules": "(q_proj"}, "not a regular expression"),
     "broken_exclusion": ({"exclude_modules": "*"}, "not a regular expression"),
     "broken_layers_pattern": ({"layers_to_transform": [0], "layers_pattern": "("}, "not a regular expression"),
+    "broken_layers_patterns": (
+        {"layers_to_transform": [0], "layers_pattern": ["layers", "("]},
+        "not a regular expression",
+    ),
     "modules_of_wrong_type": ({"target_modules": [1]}, "list of strings"),
     "modules_a_number": ({"target_modules": 7}, "list of strings"),
     "layers_of_wrong_type": ({"layers_to_transform": ["0"]}, "layers_to_transform"),
+    "layers_of_two_types": ({"layers_to_transform": [0, "1"]}, "layers_to_transform"),
 }
 
 

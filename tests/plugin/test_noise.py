@@ -49,6 +49,19 @@ def test_norms_that_are_drawn_together_have_the_bits_that_each_has_alone():
     assert torch.equal(noise.draw_all(4, 5, sizes), torch.cat(alone))
 
 
+def test_the_bits_do_not_depend_on_the_type_that_new_tensors_have():
+    """vLLM builds and loads a model with the model's type as torch's own."""
+    expected = noise.draw(42, 3, NAME, 64)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        found, noisy = noise.draw(42, 3, NAME, 64), noise.noisy(torch.ones(64), 0.5, 42, 3, NAME)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(found, expected) and found.dtype == noisy.dtype == torch.float32
+    assert torch.equal(noisy, 1 + 0.5 * expected)
+
+
 def test_unit_gaussian():
     values = noise.draw(0, 0, NAME, 100_000).double()
     assert abs(float(values.mean())) < 0.02  # six standard errors
@@ -86,3 +99,31 @@ def test_default_targets(name, is_target):
 def test_impossible_sigma_is_refused(sigma):
     with pytest.raises(ValueError, match="must be a number from 0 to 1e\\+06"):
         noise.check_sigma(sigma)
+
+
+@pytest.mark.parametrize("sigma", [0, 0.0, 1e-9, 0.01, 1, 1e6])
+def test_a_sigma_is_a_number_from_0_to_a_million(sigma):
+    assert noise.check_sigma(sigma) == sigma and isinstance(noise.check_sigma(sigma), float)
+
+
+QWEN = [f"model.layers.{i}.{name}_layernorm.weight" for i in (0, 1) for name in ("input", "post_attention")]
+QWEN += ["model.layers.0.self_attn.q_norm.weight", "model.norm.weight"]
+GEMMA = [*QWEN, "model.layers.0.pre_feedforward_layernorm.weight"]
+
+
+def test_targets_are_all_norms_of_those_names():
+    assert noise.targeted(QWEN, noise.DEFAULT_TARGETS) == set(QWEN[:4])
+    assert noise.targeted(QWEN, ["q_norm", "norm"]) == set(QWEN[4:])
+    assert noise.targeted(GEMMA, ["input_layernorm", "pre_feedforward_layernorm"]) == {QWEN[0], QWEN[2], GEMMA[-1]}
+    assert len(noise.targeted(GEMMA, [*noise.DEFAULT_TARGETS, "pre_feedforward_layernorm"])) == 5  # both, if asked for
+
+
+def test_targets_that_say_nothing_or_miss_the_linears_are_refused():
+    known = r"it has \['input_layernorm', 'norm', 'post_attention_layernorm', 'q_norm'\]"
+    with pytest.raises(ValueError, match=r"noise targets \['k_norm'\] match none of this model's 6 norms; " + known):
+        noise.targeted(QWEN, ["input_layernorm", "k_norm"])
+    with pytest.raises(ValueError, match=r"train targets \[\] match none.* " + known):
+        noise.targeted(QWEN, [], "train")
+    better = r"use \['input_layernorm', 'pre_feedforward_layernorm'\]"
+    with pytest.raises(ValueError, match="post_attention_layernorm feeds no linear.*" + better):
+        noise.targeted(GEMMA, noise.DEFAULT_TARGETS)

@@ -1,6 +1,7 @@
 """Importance weights from the loss's own forward: TRL's numbers, with one forward less."""
 
 import math
+import types
 
 import pytest
 import torch
@@ -56,6 +57,65 @@ def test_differences_of_micro_batches_are_those_of_the_whole_batch():
         }
     )
     assert differences.take(lambda tensor: tensor) == {}
+
+
+def test_a_weight_at_a_limit_is_kept():
+    same, mask = torch.zeros(1, 3), torch.ones(1, 3)
+    for limits in ((1.0, 2.0), (0.5, 1.0)):
+        assert importance.weights(same, same, mask, "token_mask", *limits).tolist() == [[1.0, 1.0, 1.0]]
+
+
+def test_what_tools_have_written_was_not_sampled():
+    inputs = {"completion_mask": torch.tensor([[1, 1, 1, 0]]), "tool_mask": torch.tensor([[1, 0, 1, 1]])}
+    assert importance.mask_of(inputs).tolist() == [[1, 0, 1, 0]]
+    assert importance.mask_of({"completion_mask": inputs["completion_mask"]}).tolist() == [[1, 1, 1, 0]]
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_weights_of_sequences_count_once_and_those_of_tokens_where_one_was_sampled(length):
+    mask = torch.tensor([[1] * length, [0] * length, [1] + [0] * (length - 1)])
+    logps, sampled = torch.full((3, length), -1.0), torch.full((3, length), -1.5)
+    differences = importance.Differences()
+    differences.add(logps, sampled, mask, torch.tensor([[0.5], [1.0], [3.0]]))
+    found = differences.take(lambda tensor: tensor)
+    weights = [found[f"sampling/importance_sampling_ratio/{name}"] for name in ("min", "mean", "max")]
+    # one token a completion: sequence and token are the same, and a masked one has no weight
+    assert weights == ([0.5, 1.75, 3.0] if length == 1 else [0.5, 1.5, 3.0])
+    assert found["sampling/sampling_logp_difference/mean"] == 0.5
+
+
+def test_differences_are_those_of_all_processes():
+    gathered = []
+    for shift, kept in ((0.25, [[1, 1]]), (1.0, [[1, 0]])):
+        one, mask = importance.Differences(), torch.tensor(kept)
+        logps, sampled = torch.full((1, 2), -1.0), torch.full((1, 2), -1.0 - shift)
+        one.add(logps, sampled, mask, importance.weights(logps, sampled, mask, "token_truncate", None, 2.0))
+        found = one.take(lambda own: gathered.append(own) or torch.cat(gathered))
+    assert list(found.values()) == pytest.approx(
+        [(0.25 + 0.25 + 1.0) / 3, 1.0, math.exp(0.25), (2 * math.exp(0.25) + 2.0) / 3, 2.0]
+    )
+    nothing = importance.Differences()
+    nothing.add(logps, sampled, torch.zeros(1, 2), torch.ones(1, 2))
+    assert nothing.take(lambda own: own) == {}, "a difference of 0 would say that they agree"
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_divergence_from_the_reference_is_the_estimate_k3(level):
+    """J. Schulman, Approximating KL divergence (2020): r - 1 - log r, of r = reference over policy."""
+    logps, reference = torch.tensor([[-1.0, -2.0, 5.0]]), torch.tensor([[-1.5, -1.0, 0.0]])
+    inputs = {"ref_per_token_logps": reference, "completion_mask": torch.tensor([[1, 1, 0]])}
+    args = types.SimpleNamespace(use_bias_correction_kl=False, importance_sampling_level=level)
+    k3 = [math.exp(-0.5) - 1 + 0.5, math.exp(1.0) - 1 - 1.0]
+    assert importance.reference_kl(logps, {}, args) == {}
+    assert importance.reference_kl(logps, inputs, args)["kl"][0, :2].tolist() == pytest.approx(k3)
+    args.use_bias_correction_kl = True
+    assert importance.reference_kl(logps, inputs, args)["kl"][0, :2].tolist() == pytest.approx(k3)  # the first step
+    inputs["old_per_token_logps"] = torch.full((1, 3), -1.2)
+    ratios = [math.exp(0.2), math.exp(-0.8)] if level == "token" else [math.exp(-0.3)] * 2
+    found = importance.reference_kl(logps, inputs, args)["kl"][0, :2]
+    assert found.tolist() == pytest.approx([a * b for a, b in zip(k3, ratios, strict=True)])
+    inputs["completion_mask"] = torch.zeros(1, 3)
+    assert importance.reference_kl(logps, inputs, args)["kl"].isfinite().all()
 
 
 def train(make_trainer, base, monkeypatch, *, ours, **settings):
