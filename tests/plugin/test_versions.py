@@ -64,7 +64,10 @@ def stamps(first, last):
         ([stamps(11, 31)], "text/event-stream; charset=utf-8", 200, "4-5", "4-5"),
         ([None], "application/json", 200, "5", None),  # no statistics: from its arrival to now
         ([], "application/json", 200, None, None),
+        ([stamps(11, 12), stamps(0, 0)], "application/json", 200, "4-5", None),  # one has ended without a token, now
+        ([stamps(0, 0)], "text/event-stream", 200, "5", "5"),  # as has the only one of a stream
         ([stamps(0, 0)], "application/json", 500, None, None),
+        ([stamps(31, 32)], "application/json", 400, None, None),
     ],
 )
 def test_an_answer_names_the_policies_of_all_its_sequences(
@@ -78,12 +81,28 @@ def test_an_answer_names_the_policies_of_all_its_sequences(
 @pytest.mark.parametrize("sequences", [[stamps(31, 32)], [stamps(0, 0)], [None]])
 def test_an_answer_before_its_tokens_names_no_policy(history, monkeypatch, sequences):
     """As those of /v1/responses with background: true, whose tokens may be of a policy that is still to come."""
-    answer = answered(history, monkeypatch, sequences, "application/json", 200, are_over=False)
+    answer = answered(history, monkeypatch, sequences, "application/json", 200, over=0)
     assert HEADER not in answer.headers
+    more = [stamps(11, 12), *sequences]
+    assert HEADER not in answered(history, monkeypatch, more, "application/json", 200, over=1).headers
+    assert HEADER in answered(history, monkeypatch, more, "application/json", 200, over=2).headers
 
 
-def answered(history, monkeypatch, sequences, kind, status, are_over=True):
-    """The answer to a request that has the engine compute ``sequences``, given when these are over, or before."""
+def test_what_is_no_request_passes_as_it_is():
+    """The start and the end of the server, and WebSockets."""
+    seen = []
+
+    async def app(*given):
+        seen.append(given)
+
+    given = {"type": "lifespan"}, object(), object()
+    asyncio.run(StampVersions(app, None)(*given))
+    assert seen == [given]
+
+
+def answered(history, monkeypatch, sequences, kind, status, over=None):
+    """The answer to a request that has the engine compute ``sequences``, given when the first ``over`` of them, or all,
+    are over."""
     monkeypatch.setattr(time, "monotonic", lambda: 40.0)
     states = {}
     processor = SimpleNamespace(request_states=states, add_request=lambda request: states.update(request.new))
@@ -94,10 +113,12 @@ def answered(history, monkeypatch, sequences, kind, status, are_over=True):
             request = SimpleNamespace(request_id=str(i), new={str(i): SimpleNamespace(stats=found)})
             engine.output_processor.add_request(request)
         engine.output_processor.add_request(SimpleNamespace(request_id="ended already", new={}))
-        if are_over and not kind.startswith("text/event-stream"):
-            states.clear()  # vLLM forgets what has ended
+        if not kind.startswith("text/event-stream"):
+            for i in range(len(sequences) if over is None else over):
+                del states[str(i)]  # vLLM forgets what has ended
         await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind.encode())]})
-        await send({"type": "http.response.body", "body": b"data: [DONE]", "more_body": False})
+        await send({"type": "http.response.body", "body": b"data: ", "more_body": True})
+        await send({"type": "http.response.body", "body": b"[DONE]", "more_body": False})
 
     async def ask():
         transport = httpx.ASGITransport(StampVersions(app, SimpleNamespace(changes=history)))

@@ -273,6 +273,19 @@ def test_every_completion_token_has_one_place_and_rows_keep_to_their_budget(sequ
         assert all(segment.is_first for row in rows for segment in row.segments)
 
 
+def test_completions_of_one_prompt_fill_rows_the_longest_first():
+    """By hand: a prompt of 2 tokens and 10 for a row. 8 fill one; 5 and 3 share the prompt in the next; 1 is left."""
+    ids = torch.ones(4, P + C, dtype=torch.long)
+    own = torch.tensor([3, 8, 1, 5])
+    places = torch.arange(P + C)
+    mask = ((places >= P - 2) & (places < P + own[:, None])).long()
+    rows = pack(ids, mask, C, 10, share_prompts=True)
+    found = [[(segment.own, segment.is_first) for segment in row.segments] for row in rows]
+    assert found == [[(8, True)], [(5, True), (3, False)], [(1, True)]]
+    alone = pack(ids, mask, C, 10, share_prompts=False)  # 10; 7 and 3; 5
+    assert [[segment.own for segment in row.segments] for row in alone] == [[8], [5, 1], [3]]
+
+
 SETTINGS = {"max_steps": 3, "learning_rate": 1e-3, "per_device_train_batch_size": 8, "max_completion_length": 32}
 CASES = {
     "dapo": {},
