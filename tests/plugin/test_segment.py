@@ -81,7 +81,7 @@ def test_one_of_the_same_size_is_the_same_file_with_the_new_bits():
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_what_workers_may_still_read_is_not_written_again(error):
     segments = Segments(AdapterError)
-    with contextlib.suppress(error), segments.filled({"a": A}) as path:
+    with pytest.raises(error), segments.filled({"a": A}) as path:
         found = load_file(path)["a"]
         raise error
     with segments.filled({"a": A + 1}) as path:
@@ -93,8 +93,54 @@ def test_two_at_a_time_have_a_file_each_and_one_is_kept():
     with segments.filled({"a": A}) as first, segments.filled({"a": A + 1}) as second:
         assert load_file(first)["a"].equal(A) and load_file(second)["a"].equal(A + 1)
         paths = {path: os.stat(path).st_ino for path in (first, second)}
+        of_a_worker = os.open(second, os.O_RDONLY)
     left = [path for path, inode in paths.items() if Path(path).exists() and os.stat(path).st_ino == inode]
     assert left == [first]
+    assert os.fstat(of_a_worker).st_size == 0, "the other's memory is given back, whoever has it"
+    os.close(of_a_worker)
+
+
+@pytest.mark.parametrize("error", [None, AdapterError, RuntimeError])
+def test_a_file_of_unknown_size_grows_and_is_not_kept(error):
+    """After an error that is no refusal a worker may still read it."""
+    segments = Segments(AdapterError)
+    said = pytest.raises(error) if error else contextlib.nullcontext()
+    with said, segments.growing(100) as growing:
+        of_a_worker = os.open(growing.path, os.O_RDONLY)
+        for start, chunk in ((0, b"three"), (5, b" pieces"), (12, b".")):
+            growing.write(chunk, start)
+        with open(growing.path, "rb") as file:
+            assert file.read() == b"three pieces."
+        if error:
+            raise error
+    assert growing.file.closed
+    assert os.fstat(of_a_worker).st_size == (13 if error is RuntimeError else 0)
+    os.close(of_a_worker)
+
+
+def test_a_file_that_grows_beyond_what_is_left_is_refused(monkeypatch):
+    with pytest.raises(NoRoomError, match=f"has no room for {1 << 60} bytes"), Segments(AdapterError).growing(1 << 60):
+        pass
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Segments(AdapterError).growing(100) as growing:
+        monkeypatch.setattr(shared_file, "append", full)
+        with pytest.raises(NoRoomError, match="is full: No space left"):
+            growing.write(b"x", 0)
+
+
+def test_small_tensors_are_copied_together_up_to_the_size_of_a_group(monkeypatch):
+    monkeypatch.setattr(segment, "GROUP", 48)
+    tensors = [torch.zeros(size, dtype=torch.uint8) for size in (16, 32, 8, 100, 4, 44, 1)]
+    assert [[len(tensor) for tensor in group] for group in segment._groups(tensors)] == [
+        [16, 32],
+        [8],
+        [100],
+        [4, 44],
+        [1],
+    ]
 
 
 def holders(link):

@@ -51,3 +51,39 @@ def test_a_prompt_that_was_drawn_twice_does_not_tear_the_others_apart():
     even = even_micro_batches(batches, 3)
     assert sorted(one["prompt_ids"].unique().tolist() for one in even) == [[5], [5], [6]]
     assert sorted(torch.cat([one["completion_ids"][:, 0] for one in even]).tolist()) == list(range(12))
+
+
+def micro_batches(prompts, lengths, sizes, advantages=None):
+    """Micro-batches of so many rows each: prompts of one token, completions of so many."""
+    lengths = torch.tensor(lengths)
+    whole = {
+        "prompt_ids": torch.tensor(prompts)[:, None],
+        "prompt_mask": torch.ones(len(prompts), 1, dtype=torch.long),
+        "completion_ids": torch.arange(len(prompts))[:, None].expand(-1, 12),
+        "completion_mask": (torch.arange(12) < lengths[:, None]).long(),
+        "advantages": torch.ones(len(prompts)) if advantages is None else torch.tensor(advantages),
+    }
+    parts = {key: value.split(sizes) for key, value in whole.items()}
+    return [{key: value[i] for key, value in parts.items()} for i in range(len(sizes))]
+
+
+def rows(batches):
+    return [one["completion_ids"][:, 0].tolist() for one in batches]
+
+
+def test_the_longest_are_dealt_first_and_each_micro_batch_keeps_its_number_of_rows():
+    """By hand, without the prompt's token: 9 + 3 + 2 and 8 + 7 + 1; then 9 + 1 and 1 + 1, though 1 + 1 has fewer."""
+    assert rows(even_micro_batches(micro_batches(range(6), [1, 9, 8, 2, 7, 3], [3, 3]), 2)) == [[1, 3, 5], [0, 2, 4]]
+    assert rows(even_micro_batches(micro_batches(range(4), [1, 1, 1, 9], [2, 2]), 2)) == [[2, 3], [0, 1]]
+
+
+def test_groups_that_do_not_fit_a_micro_batch_are_dealt_row_by_row():
+    """Groups of two, and micro-batches of three."""
+    batches = micro_batches([5, 5, 6, 6, 7, 7], [1, 9, 8, 2, 7, 3], [3, 3])
+    assert rows(even_micro_batches(batches, 2)) == [[1, 3, 5], [0, 2, 4]]
+
+
+def test_rows_without_an_advantage_count_as_empty_where_nothing_is_computed_for_them():
+    batches = micro_batches(range(4), [9, 8, 2, 1], [2, 2], [0.0, 1.0, 0.5, -1.0])
+    assert rows(even_micro_batches(batches, 2)) == [[0, 3], [1, 2]]  # 9 + 1 and 8 + 2
+    assert rows(even_micro_batches(batches, 2, skips_silent_rows=True)) == [[0, 1], [2, 3]]  # 8 and 2 + 1

@@ -26,6 +26,10 @@ def test_one_stage_has_the_first_sigma():
     assert [sigma(r, 4, 0.1, 0.001, 1) for r in range(4)] == [0.0, 0.0, 0.1, 0.1]
 
 
+def test_equal_ends_are_the_same_noise_in_every_stage():
+    assert [sigma(r, 4, 0.1, 0.1, 3) for r in range(4)] == [0.0, 0.1, 0.1, 0.1]
+
+
 @pytest.mark.parametrize(
     "ends", [(0.0, 0.0), (1e-3, 1e-2), (math.nan, 1e-3), (1e-2, math.nan), (-1e-2, -1e-3), (math.inf, 1)]
 )
