@@ -1,5 +1,6 @@
 """A saved adapter as it is read from its folder, which others may write to meanwhile."""
 
+import hashlib
 import json
 import os
 
@@ -82,3 +83,87 @@ def test_a_file_that_is_cut_says_what_to_do(folder, name, size):
     with pytest.raises(AdapterError, match=r"is damaged: .*save the adapter again") as error:
         adapter_folder.read(folder)
     assert "checkpoint" not in str(error.value)
+
+
+def test_a_folder_without_trained_norms_has_none_and_one_without_a_needed_file_is_refused(folder):
+    (folder / "norms.safetensors").unlink()
+    assert adapter_folder.read(folder).norms is None
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (folder / name).unlink()
+        with pytest.raises(AdapterError, match=f"holds no {name}; name a folder that PEFT"):
+            adapter_folder.read(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("[1, 2]", "holds no JSON object"), ("{", "is damaged: .*save the adapter again"), ("\udc80", "is damaged")],
+)
+def test_a_config_that_is_no_json_object_is_refused(folder, content, message):
+    (folder / "adapter_config.json").write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(AdapterError, match=f"adapter_config.json {message}"):
+        adapter_folder.read(folder)
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A checkpoint of two shards: more bytes than are looked at, and fewer."""
+    folder = tmp_path / "base"
+    folder.mkdir()
+    (folder / "b.safetensors").write_bytes(bytes(range(256)) * 4000)
+    (folder / "a.safetensors").write_bytes(b"short")
+    write_config(folder, model_type="qwen2", hidden_size=64)
+    return folder
+
+
+def write_config(folder, **config):
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def expected_hash(folder, config):
+    """From the definition: 64 blocks of 4 KiB from the first to the last, as evenly as whole bytes allow."""
+    sha = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for name in ("a.safetensors", "b.safetensors"):
+        content = (folder / name).read_bytes()
+        last = len(content) - 4096
+        starts = [last * i // 63 for i in range(64)] if last > 0 else [0] * 64
+        sha.update(f"{name}:{len(content)}".encode() + b"".join(content[start : start + 4096] for start in starts))
+    return sha.hexdigest()
+
+
+def test_a_base_is_known_by_its_config_and_its_files_wherever_it_lies(base, tmp_path):
+    found = adapter_folder.base_hash(base)
+    assert found == expected_hash(base, {"model_type": "qwen2", "hidden_size": 64})
+    # run states and cards hold it: another definition would refuse every adapter that was ever saved
+    assert found == "1c11cf3106baa2f79d9aafb5c69c23cf77937f0ee38555074dbe2dd9b14237f9"
+    write_config(base, transformers_version="5.0", hidden_size=64, _name_or_path="/elsewhere", model_type="qwen2")
+    assert adapter_folder.base_hash(base.rename(tmp_path / "moved")) == found
+
+
+@pytest.mark.parametrize("place", [0, 5000, -1])
+def test_a_base_of_other_bytes_names_or_config_is_another(base, place):
+    found = {adapter_folder.base_hash(base)}
+    content = bytearray((base / "b.safetensors").read_bytes())
+    content[place] ^= 1
+    (base / "b.safetensors").write_bytes(content)
+    seen = [adapter_folder.base_hash(base)]
+    (base / "b.safetensors").write_bytes(content + b"x")
+    seen.append(adapter_folder.base_hash(base))
+    (base / "b.safetensors").rename(base / "c.safetensors")
+    seen.append(adapter_folder.base_hash(base))
+    write_config(base, model_type="qwen2", hidden_size=65)
+    seen.append(adapter_folder.base_hash(base))
+    assert len(found.union(seen)) == (5 if place != 5000 else 4), "5000 lies between two blocks"
+
+
+def test_an_adapter_that_was_trained_on_another_base_is_refused_and_one_that_does_not_say_passes(folder, base):
+    assert adapter_folder.trained_on(folder) is None
+    adapter_folder.check_base(folder, base)
+    state = folder / "qerl_state.json"
+    state.write_text(json.dumps({"base": "theirs", "base_hash": adapter_folder.base_hash(base)}))
+    assert adapter_folder.trained_on(folder) == adapter_folder.base_hash(base)
+    adapter_folder.check_base(folder, base)
+    write_config(base, model_type="qwen3")
+    with pytest.raises(AdapterError, match=r"was trained on another base \(theirs\) than the one served here"):
+        adapter_folder.check_base(folder, base)
+    state.write_text("{}")  # of a run that did not hash it
+    adapter_folder.check_base(folder, base)

@@ -1,8 +1,16 @@
+from collections import deque
+
 import pandas as pd
 import pytest
 import torch
 
-from qerl_recipes.train.dynamic_sampling import PromptStream, informative_groups, judged_by, replace_groups
+from qerl_recipes.train.dynamic_sampling import (
+    PromptStream,
+    informative_groups,
+    judged_by,
+    replace_groups,
+    replace_logged,
+)
 
 
 def test_the_stream_is_one_permutation_after_another():
@@ -74,6 +82,23 @@ def test_replaced_groups_are_padded_to_one_width(wide, narrow):
 def test_an_entry_that_is_not_known_is_refused():
     with pytest.raises(ValueError, match="'pixel_values'"):
         replace_groups({**batch(2, 1, 1, 0), "pixel_values": torch.zeros(1)}, batch(2, 1, 1, 0), [(0, 0)], 2, 0)
+
+
+def test_the_table_of_completions_has_those_that_are_trained_on():
+    """By hand: two groups of two, of which the second is replaced by the second of two fresh ones."""
+    before = {
+        "prompt": deque("aabb"),
+        "rewards": {"known": deque([1, 1, 2, 2]), "late": deque(), "short": deque("wxyz")},
+    }
+    after = {
+        "prompt": deque("aabbccdd"),
+        "rewards": {"known": deque([1, 1, 2, 2, 3, 4, 5, 6]), "late": deque([7, 8, 9, 10]), "short": deque("vv")},
+    }
+    replace_logged(before, after, [(1, 1)], 2, 2)
+    assert list(before["prompt"]) == ["a", "a", "d", "d"]
+    rewards = {name: list(column) for name, column in before["rewards"].items()}
+    # columns that a reward has not filled, before or for the fresh ones, stay
+    assert rewards == {"known": [1, 1, 5, 6], "late": [], "short": ["w", "x", "y", "z"]}
 
 
 def equal_below_five(completions, prompts, **columns):
