@@ -15,7 +15,7 @@ from typing import Any
 
 from qerl_recipes.files.adapter import engine_rank, open_adapter
 from qerl_recipes.machine.gpu import Gpu, gigabytes
-from qerl_recipes.memory import activation_bytes, engine_bytes, weight_bytes
+from qerl_recipes.memory import activation_bytes, engine_bytes, optimizer_bytes, weight_bytes
 from qerl_recipes.memory.activation_bytes import MicroBatch
 from qerl_recipes.memory.model_size import LinearSize, ModelSize, measure, read_config
 from qerl_recipes.memory.parts import SLEEP, Part, Plan
@@ -33,8 +33,6 @@ SPARE = 0.03  # of the GPU, that is left free where the plan decides how much is
 # both, plans come within 4 % of what the runs in kernels/results took, most of them within 2 %
 SLACK, MOST_SLACK = 0.4, 1_500_000_000
 FP32, BF16 = 4, 2
-# bytes of optimizer state for each trained number; 8-bit states have an fp32 scale for 256 of them
-STATE_BYTES = {"sgd": 0.0, "adafactor": 0.1, "8bit": 2 + 2 * FP32 / 256, "lion": 4.0, "adam": 8.0}
 
 
 def make(
@@ -217,16 +215,20 @@ class _Run:
         """Adapter in fp32, with copies in BF16 that autocast keeps through a forward; gradients; optimizer's state."""
         count = weight_bytes.adapter_elements(self.targets, self.rank)
         norms = _trained_norms(self.training, self.size)
-        state, name = _state_bytes(self.training)
-        total = count + norms
+        name, total = str(getattr(self.training.optim, "value", self.training.optim)), count + sum(norms)
         detail = f"{count / 1e6:.1f} million numbers in fp32, in training in {self.dtype} too"
         copies = count * BF16 if self.itemsize == BF16 else 0
         knobs = self._lower_rank() if "8bit" in name else ("optim: adamw_8bit", *self._lower_rank())
-        states = int(total * state)
+        pairs = [shape for of in self.targets for shape in ((self.rank, of.K), (of.N, self.rank))]
+        states = optimizer_bytes.state(name, [*pairs, *((norm,) for norm in norms)])
+        # DDP sums gradients in buckets of its own, which stay when the gradients are given back
+        buckets = total * FP32 if self.training.world_size > 1 else 0
+        how = f"fp32, {sum(norms)} of norms" if norms else "fp32"
+        how += ", and buckets in which processes sum them" if buckets else ""
         return (
             Part("trained adapter", count * FP32, count * FP32 + copies, detail, self._lower_rank()),
-            Part("gradients", 0, total * FP32, f"fp32, {norms} of norms" if norms else "fp32", self._lower_rank()),
-            Part("optimizer", states, states, f"{name}: {state:g} bytes each", knobs),
+            Part("gradients", buckets, total * FP32 + buckets, how, self._lower_rank()),
+            Part("optimizer", states, states, f"{name}: {states / total:.3g} bytes each", knobs),
         )
 
     def micro_batch(self) -> MicroBatch:
@@ -353,23 +355,22 @@ def _adapter(script: ScriptArguments, model: ModelConfig, size: ModelSize) -> tu
     if targets in ("all-linear", ["all-linear"]):
         return rank, list(size.linears)
     if isinstance(targets, str):
-        return rank, [linear for linear in size.linears if re.fullmatch(targets, linear.name)]
-    suffixes = tuple(f".{target}" for target in targets)
-    return rank, [linear for linear in size.linears if f".{linear.name}".endswith(suffixes)]
+        found = [linear for linear in size.linears if re.fullmatch(targets, linear.name)]
+    else:
+        suffixes = tuple(f".{target}" for target in targets)
+        found = [linear for linear in size.linears if f".{linear.name}".endswith(suffixes)]
+    if not found:
+        raise ValueError(f"lora_target_modules: {targets} names no linear layer of this model")
+    return rank, found
 
 
-def _trained_norms(training: GRPOConfig, size: ModelSize) -> int:
+def _trained_norms(training: GRPOConfig, size: ModelSize) -> list[int]:
+    """Elements of each."""
     from qerl_vllm_plugin.noise import is_target
 
     if not training.train_norms:
-        return 0
-    return sum(count for name, count in size.norms.items() if is_target(name, tuple(training.noise_targets)))
-
-
-def _state_bytes(training: GRPOConfig) -> tuple[float, str]:
-    name = str(getattr(training.optim, "value", training.optim))
-    kind = next((kind for kind in STATE_BYTES if kind in name), "adam")
-    return STATE_BYTES[kind], name
+        return []
+    return [count for name, count in size.norms.items() if is_target(name, tuple(training.noise_targets))]
 
 
 def _first_block(size: ModelSize) -> str:

@@ -15,8 +15,9 @@ from qerl_recipes.memory.model_size import measure
 from qerl_recipes.memory.parts import Part, Plan
 from qerl_recipes.memory.plan import make
 from qerl_recipes.recipe import shapes
-from qerl_recipes.recipe.configs import parse
+from qerl_recipes.recipe.configs import GRPOConfig, parse
 from qerl_recipes.recipe.file import ConfigError
+from qerl_recipes.study.plan import flags
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 ON_A_GPU = sorted(path for path in RECIPES.glob("*/grpo/*.yaml") if path.parts[-3] != "demo")
@@ -167,6 +168,18 @@ def test_an_adapter_to_continue_from_and_trained_norms_are_counted(tmp_path: Pat
     assert part(planned, "optimizer").rollout == 8 * numbers
     with_norms = plan(NVFP4_32B, "--adapter_name_or_path", str(tmp_path), "--train_norms", "true")
     assert part(with_norms, "gradients").training == 4 * (numbers + 2 * 64 * 5120)
+
+
+def test_an_adapter_on_no_layer_is_refused_and_not_planned_as_nothing() -> None:
+    with pytest.raises(ValueError, match=r"lora_target_modules: .*q_projj.* names no linear layer of this model"):
+        plan(NVFP4_32B, "--lora_target_modules", "q_projj")
+
+
+def test_processes_sum_their_gradients_in_buckets_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = part(plan(NVFP4_32B), "gradients")
+    monkeypatch.setattr(GRPOConfig, "world_size", 2)
+    several = part(plan(NVFP4_32B), "gradients")
+    assert alone.rollout == 0 < alone.training == several.rollout == several.training / 2
 
 
 def test_two_gpus_of_one_engine_hold_half_of_its_weights_each() -> None:
@@ -323,7 +336,7 @@ def test_a_plan_is_what_a_run_took(file: Path) -> None:
     for arm, found in result["arms"].items():
         recipe = {"checkpointed_layers": config["num_hidden_layers"], **found["recipe"], "output_dir": "unused"}
         given = {**recipe, "use_cpu": True, "bf16": False}
-        planned = make(*parse([w for k, v in given.items() for w in (f"--{k}", str(v))]), gpu=gpu, config=config)
+        planned = make(*parse(flags(given)), gpu=gpu, config=config)
         measured = result["summary"][arm]["peak_gb"]["process"] * GB
         if file.stem in AT_ONCE:
             assert planned.peak == pytest.approx(measured, rel=0.035), arm
