@@ -97,6 +97,15 @@ class Straw(types.ModuleType):
         return type(name, (), {})
 
 
+@pytest.fixture(autouse=True)
+def default_dtype() -> Iterator[None]:
+    """vLLM before 0.30 leaves torch's default dtype changed when a model is refused (``set_default_torch_dtype``), and
+    the next engine of the process then rounds its log-probabilities to it."""
+    yield
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.fixture(scope="module")
 def torchvision() -> Iterator[None]:
     """vLLM imports torchvision for the vision half of Qwen3.5, and the text model needs nothing of it."""
