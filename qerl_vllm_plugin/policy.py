@@ -13,7 +13,7 @@ import torch
 from vllm import LLM
 from vllm.lora.request import LoRARequest
 
-from qerl_vllm_plugin import adapter_folder, compat, noise
+from qerl_vllm_plugin import adapter_folder, compat, compat_client, noise
 from qerl_vllm_plugin.adapter import AdapterError
 from qerl_vllm_plugin.given_adapter import joined, plain_config
 from qerl_vllm_plugin.in_time import PATIENCE, begun, in_time
@@ -266,7 +266,7 @@ class Policy:
             answer: Future[T] = Future()
             answer.set_result(call())
             return answer
-        return compat.asked(self._llm, method, *args) or begun(call)
+        return compat_client.asked(self._llm, method, *args) or begun(call)
 
     def _answer(self, asked: Future[T]) -> T:
         """What the engine answers. Raises PolicyLostError if it does not."""

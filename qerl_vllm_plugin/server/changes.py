@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from vllm.logger import init_logger
 
-from qerl_vllm_plugin import adapter_folder, compat, shared_file
+from qerl_vllm_plugin import adapter_folder, compat, compat_client, shared_file
 from qerl_vllm_plugin.adapter import AdapterError
 from qerl_vllm_plugin.change_log import ChangeLog
 from qerl_vllm_plugin.in_time import SILENT
@@ -161,7 +161,7 @@ class PolicyServer:
         try:
             if not was_paused or mode == "abort":
                 try:
-                    await asyncio.wait_for(compat.pause(self._engine, mode, is_shared=self._is_shared), DRAIN)
+                    await asyncio.wait_for(compat_client.pause(self._engine, mode, is_shared=self._is_shared), DRAIN)
                 except asyncio.TimeoutError:
                     raise Refused(503, "still_running", STILL_RUNNING.format(DRAIN, "keep or abort")) from None
             laps.end("pause")
@@ -191,8 +191,8 @@ class PolicyServer:
         end = time.monotonic() + DRAIN
         while await self._in_time(self._engine.is_paused()):
             self._check()
-            if mode == "abort" or not await self._in_time(compat.is_working(self._engine)):
-                if mode == "wait" and await compat.have_begun(self._engine):
+            if mode == "abort" or not await self._in_time(compat_client.is_working(self._engine)):
+                if mode == "wait" and await compat_client.have_begun(self._engine):
                     raise Refused(503, "still_running", FROZEN)
                 return True
             if time.monotonic() > end:
@@ -256,13 +256,13 @@ class PolicyServer:
         except asyncio.TimeoutError:
             self._is_silent = True
             self._lose(SILENT.format(self._patience))
-            compat.end_requests(self._engine, str(self.lost))
+            compat_client.end_requests(self._engine, str(self.lost))
             raise Refused(503, "lost", str(self.lost)) from None
 
     def _lose(self, reason: str) -> None:
         self.lost = reason
         logger.error("%s", reason)
-        compat.refuse_requests(self._engine, reason)
+        compat_client.refuse_requests(self._engine, reason)
         if hasattr(self, "changes"):
             self.changes.lose()
 
@@ -272,7 +272,7 @@ class PolicyServer:
             await asyncio.sleep(LOOK)
             if self.changes.is_lost and self.lost is None:
                 self._lose(LOST_TO_OTHERS)
-                compat.end_requests(self._engine, LOST_TO_OTHERS)
+                compat_client.end_requests(self._engine, LOST_TO_OTHERS)
 
 
 async def _to_the_end(change: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:

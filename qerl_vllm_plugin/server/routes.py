@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from qerl_vllm_plugin import adapter_folder, compat, gpu_tensors, noise, shared_file
+from qerl_vllm_plugin import adapter_folder, compat_client, gpu_tensors, noise, shared_file
 from qerl_vllm_plugin.adapter import AdapterError
 from qerl_vllm_plugin.segment import NoRoomError
 from qerl_vllm_plugin.server import body, metrics
@@ -33,7 +33,7 @@ def attach(app: Any, token: bytes) -> None:
             except Refused as refused:
                 refusal = refused
             except Exception as error:
-                if not compat.is_engine_death(error):
+                if not compat_client.is_engine_death(error):
                     raise
                 refusal = Refused(503, "engine_dead", "the engine has died; restart the server, its log says why")
             metrics.REFUSALS.labels(refusal.reason).inc()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from waiting import PATIENCE
 
-from qerl_vllm_plugin import compat, laps
+from qerl_vllm_plugin import compat_client, laps
 from qerl_vllm_plugin.policy import Policy, PolicyLostError
 
 EMPTY, CHANGE = "reset_prefix_cache", "qerl_swap"
@@ -35,7 +35,7 @@ def policy(boot, make_nvfp4, carriers, monkeypatch):
             yield sent
 
     monkeypatch.setattr("qerl_vllm_plugin.policy.scheduler_here", lambda llm: None)
-    monkeypatch.setattr(compat, "asked", note)
+    monkeypatch.setattr(compat_client, "asked", note)
     monkeypatch.setattr(policy._sender, "by_memory", packed)
     return policy
 
