@@ -13,17 +13,18 @@ import time
 from bisect import bisect_right
 
 KEPT = 10_000  # changes that are remembered
-_HEAD, _ENTRY = struct.Struct("<QQ"), struct.Struct("<dq")  # changes so far, lost or not; moment and version
+_WORD, _ENTRY = struct.Struct("<Q"), struct.Struct("<dq")  # an entry: moment and version
+_COUNT, _LOST, _PAUSED, _HEAD = (_WORD.size * i for i in range(4))  # words of several writers, before the entries
 
 Span = tuple[float, float]  # seconds of time.monotonic()
 
 
 class ChangeLog:
-    """The changes of one engine's policy, and whether the engine was given up."""
+    """The changes of one engine's policy, whether the engine was given up, and whether somebody has paused it."""
 
     def __init__(self, path: str | None = None) -> None:
         """A new log, or that of another process, under the path which that one has. Raises OSError."""
-        size = _HEAD.size + KEPT * _ENTRY.size
+        size = _HEAD + KEPT * _ENTRY.size
         if path is None:
             self._number = os.memfd_create("qerl-changes")
             os.posix_fallocate(self._number, 0, size)
@@ -35,21 +36,30 @@ class ChangeLog:
     def add(self, version: int) -> None:
         """To be called by the worker, while the engine is paused; the version may be the one before, where the noise
         has changed."""
-        count, lost = _HEAD.unpack_from(self._memory)
+        count = self._word(_COUNT)
         _ENTRY.pack_into(self._memory, self._place(count), time.monotonic(), version)
-        _HEAD.pack_into(self._memory, 0, count + 1, lost)
+        _WORD.pack_into(self._memory, _COUNT, count + 1)
 
     def lose(self) -> None:
         """From now on ``is_lost`` is true for every process that has the log."""
-        _HEAD.pack_into(self._memory, 0, _HEAD.unpack_from(self._memory)[0], 1)
+        _WORD.pack_into(self._memory, _LOST, 1)
 
     @property
     def is_lost(self) -> bool:
-        return bool(_HEAD.unpack_from(self._memory)[1])
+        return bool(self._word(_LOST))
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether somebody wants the engine to stand still (vLLM's own /pause or /sleep); no change lets it go on."""
+        return bool(self._word(_PAUSED))
+
+    @is_paused.setter
+    def is_paused(self, is_so: bool) -> None:
+        _WORD.pack_into(self._memory, _PAUSED, is_so)
 
     def text(self, spans: list[Span]) -> str:
         """FIRST, or FIRST-LAST where another policy, or another noise, came into service in between."""
-        count = _HEAD.unpack_from(self._memory)[0]
+        count = self._word(_COUNT)
         numbers = range(max(0, count - KEPT), count)
         ends = (min(span[0] for span in spans), max(span[1] for span in spans))
         found = [numbers[max(bisect_right(numbers, moment, key=self._moment) - 1, 0)] for moment in ends]
@@ -59,6 +69,9 @@ class ChangeLog:
     def _moment(self, number: int) -> float:
         return _ENTRY.unpack_from(self._memory, self._place(number))[0]
 
+    def _word(self, place: int) -> int:
+        return int(_WORD.unpack_from(self._memory, place)[0])
+
     @staticmethod
     def _place(number: int) -> int:
-        return _HEAD.size + number % KEPT * _ENTRY.size
+        return _HEAD + number % KEPT * _ENTRY.size

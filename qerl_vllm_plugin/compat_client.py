@@ -2,13 +2,15 @@
 0.26 to 0.32."""
 
 import asyncio
+import functools
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any
 
 BREATH = 0.2  # seconds; an engine that goes on makes several steps meanwhile
+LAST_OUTPUTS = 0.02  # seconds, in vLLM too
 
 
 def is_engine_death(error: BaseException) -> bool:
@@ -24,18 +26,39 @@ async def pause(engine: Any, mode: str, *, is_shared: bool) -> None:
 
     vLLM's own sleeps for 20 ms at its end, so that the last outputs of requests that it has ended are out. Here it does
     where there may be such: "keep" ends none, and where no request is under way none ends.
-
-    For vLLM a request that it has put back for lack of room in the KV cache is one that waits, and "wait" does not let
-    it end. Here the engine goes on with those of this process, which come first, and pauses again until none is left.
     """
-    if mode == "keep" or not (is_shared or engine.output_processor.request_states):
-        await engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
-        return
-    await engine.pause_generation(mode=mode, clear_cache=False)
-    while mode == "wait" and await have_begun(engine):
-        await engine.resume_generation()
-        await asyncio.sleep(BREATH)
-        await engine.pause_generation(mode=mode, clear_cache=False)
+    may_end = mode != "keep" and (is_shared or bool(engine.output_processor.request_states))
+    await engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
+    if may_end:
+        await asyncio.sleep(LAST_OUTPUTS)
+
+
+async def resume(engine: Any) -> None:
+    """Lets a paused engine go on, as its client's ``resume_generation`` does."""
+    await engine.engine_core.resume_scheduler_async()
+
+
+Around = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
+
+
+def watch_pauses(engine: Any, pausing: Around, resuming: Around) -> None:
+    """From now on whoever pauses or resumes an engine by its client's own methods, as the routes /pause, /resume,
+    /sleep and /wake_up do, gets what ``pausing`` or ``resuming`` makes of the call; ``pause`` and ``resume`` here do
+    not pass there."""
+
+    def watched(call: Callable[..., Awaitable[Any]], around: Around) -> Callable[..., Awaitable[Any]]:
+        async def asked(*args: Any, **keywords: Any) -> Any:
+            return await around(functools.partial(call, *args, **keywords))
+
+        return asked
+
+    for name, around in {
+        "pause_generation": pausing,
+        "sleep": pausing,
+        "resume_generation": resuming,
+        "wake_up": resuming,
+    }.items():
+        setattr(engine, name, watched(getattr(engine, name), around))
 
 
 async def have_begun(engine: Any) -> bool:

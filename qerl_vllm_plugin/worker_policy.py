@@ -46,6 +46,13 @@ ASLEEP = (
 ANOTHER_RANK = "another rank of this engine has refused the change"
 LOST = "this engine holds half of a policy and serves nothing any more; restart it. While it was changed: "
 
+
+class StaleVersionError(AdapterError):
+    """A swap names a version that is served, with another content, or was served."""
+
+
+MARKS: dict[type[Exception], str] = {CudaIPCError: "unreachable", StaleVersionError: "stale"}  # of a refusal
+
 Tensors = Mapping[str, torch.Tensor]
 Answer = dict[str, Any]
 
@@ -163,9 +170,9 @@ def on_all_ranks(policy: WorkerPolicy, prepare: Callable[[], Callable[[], Answer
     """Makes a change that ``prepare`` has prepared and returned, if every rank of this model could prepare it.
 
     Never raises. The answer of a change has its ``parts`` in seconds. A refusal is ``{"error": text}``, with
-    ``"unreachable": True`` if it is only that this rank cannot read the GPU where the tensors lie. A commit that fails
-    on some rank leaves no policy that could be named: ``{"error": text, "lost": True}``, and from then on the model
-    refuses to run on every rank.
+    ``"unreachable": True`` if it is only that this rank cannot read the GPU where the tensors lie, and with
+    ``"stale": True`` if it is of the version. A commit that fails on some rank leaves no policy that could be named:
+    ``{"error": text, "lost": True}``, and from then on the model refuses to run on every rank.
     """
     commit, error, marks = None, policy.lost, {"lost": True} if policy.lost else {}
     laps = policy.laps = Laps()
@@ -177,7 +184,7 @@ def on_all_ranks(policy: WorkerPolicy, prepare: Callable[[], Callable[[], Answer
             commit = prepare()
         except Exception as refusal:
             error = _reason(refusal)
-            marks = {"unreachable": True} if isinstance(refusal, CudaIPCError) else {}
+            marks = {mark: True for kind, mark in MARKS.items() if isinstance(refusal, kind)}
     laps.end("stage")
     if compat.any_rank(commit is None):
         return {"error": error or ANOTHER_RANK, **marks}
@@ -232,7 +239,7 @@ def prepare_swap(
     elif version == policy.version and digest and digest == policy.digest:
         return lambda: {"version": policy.version, "unchanged": True}
     elif version <= policy.version:
-        raise AdapterError(f"version {version} is not newer than {policy.version}, which is served")
+        raise StaleVersionError(f"version {version} is not newer than {policy.version}, which is served")
     checked = None
     if tensors is not None:
         if policy.carrier is None:

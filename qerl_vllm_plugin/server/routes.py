@@ -14,6 +14,7 @@ from qerl_vllm_plugin.segment import NoRoomError
 from qerl_vllm_plugin.server import body, metrics
 from qerl_vllm_plugin.server.body import Refused
 from qerl_vllm_plugin.server.changes import MODES, PolicyServer
+from qerl_vllm_plugin.server.rest import Look
 from qerl_vllm_plugin.server.token import HEADER, matches
 
 Handler = Callable[[PolicyServer, Request], Awaitable[dict[str, Any]]]
@@ -60,13 +61,13 @@ async def put_policy(server: PolicyServer, request: Request) -> dict[str, Any]:
     if kind == gpu_tensors.MEDIA_TYPE:
         upload = await body.described(request, server.limit)
         metrics.BYTES.inc(upload.size)
-        return await _swap(server, upload, version, mode)
+        return await _swap(server, upload, version, mode, request.is_disconnected)
     if "folder" not in query:
         is_named = kind == shared_file.MEDIA_TYPE
         way = body.named(request, server.limit) if is_named else body.received(request, server.limit, server.segments)
         async with way as upload:
             metrics.BYTES.inc(upload.size)
-            return await _swap(server, upload, version, mode)
+            return await _swap(server, upload, version, mode, request.is_disconnected)
     if body.is_there(request):
         raise Refused(400, "bad_query", BOTH)
     # in threads: requests that are being answered go on meanwhile
@@ -84,11 +85,13 @@ async def put_policy(server: PolicyServer, request: Request) -> dict[str, Any]:
             path = await asyncio.to_thread(stack.enter_context, server.segments.filled(tensors))
         except NoRoomError as error:
             raise body.no_room(str(error)) from None
-        return await server.swap(path, saved.config, digest, version, mode)
+        return await server.swap(path, saved.config, digest, version, mode, request.is_disconnected)
 
 
-async def _swap(server: PolicyServer, upload: body.Upload, version: int | None, mode: str) -> dict[str, Any]:
-    answer = await server.swap(upload.path, upload.config, upload.digest, version, mode)
+async def _swap(
+    server: PolicyServer, upload: body.Upload, version: int | None, mode: str, is_gone: Look
+) -> dict[str, Any]:
+    answer = await server.swap(upload.path, upload.config, upload.digest, version, mode, is_gone)
     if "parts" not in answer:  # nothing has changed
         return answer
     of_upload = {part: round(seconds, 4) for part, seconds in upload.parts.items()}
@@ -98,7 +101,7 @@ async def _swap(server: PolicyServer, upload: body.Upload, version: int | None, 
 async def delete_policy(server: PolicyServer, request: Request) -> dict[str, Any]:
     """Serves the base alone."""
     query = _query(request, "version", "requests")
-    return await server.swap(None, {}, "", _version(query), _mode(query))
+    return await server.swap(None, {}, "", _version(query), _mode(query), request.is_disconnected)
 
 
 async def put_noise(server: PolicyServer, request: Request) -> dict[str, Any]:
@@ -113,12 +116,14 @@ async def put_noise(server: PolicyServer, request: Request) -> dict[str, Any]:
         if isinstance(given[key], int) and given[key].bit_length() > 63:  # vLLM's own message format has no others
             raise Refused(400, "bad_json", f"{key} is {str(given[key])[:40]}; whole numbers have at most 64 bits here")
     targets = given.get("targets", list(noise.DEFAULT_TARGETS))
-    return await server.set_noise(given["sigma"], given["seed"], given["rollout"], targets, mode)
+    return await server.set_noise(
+        given["sigma"], given["seed"], given["rollout"], targets, mode, request.is_disconnected
+    )
 
 
 async def delete_noise(server: PolicyServer, request: Request) -> dict[str, Any]:
     """Gives the norms back their bits without noise."""
-    return await server.set_noise(0.0, 0, 0, [], _mode(_query(request, "requests")))
+    return await server.set_noise(0.0, 0, 0, [], _mode(_query(request, "requests")), request.is_disconnected)
 
 
 async def get_state(server: PolicyServer, request: Request) -> dict[str, Any]:

@@ -32,6 +32,7 @@ def server(make_nvfp4, hold_port, tmp_path_factory):
     line += ["--dtype", "float32", "--max-model-len", "4096", "--max-num-seqs", "8", "--num-gpu-blocks-override", "64"]
     line += ["--additional-config", json.dumps({"qerl": {"policy_adapter": {"rank": 8}}})]
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "qerl", "QERL_ADMIN_TOKEN": TOKEN}
+    environment["VLLM_SERVER_DEV_MODE"] = "1"  # vLLM's own /pause and /resume
     line = command(str(make_nvfp4("qwen2", max_position_embeddings=4096)), line)
     with started(line, port, folder / "log", environment, seconds=500) as running:
         yield running
@@ -93,6 +94,27 @@ def test_changes_of_several_clients_are_ordered_and_lose_no_request(server, adap
     assert all(first <= span[0] <= span[-1] <= first + 16 for span in spans)
     assert any(len(span) == 2 for span in spans), "no request ran through a change: this proves nothing"
     assert PolicyClient(server.url, TOKEN).state()["version"] == first + 16
+
+
+def test_an_engine_that_is_paused_by_one_of_them_while_another_changes_it_is_paused_afterwards(server, adapters):
+    """And goes on once it has been resumed, by whichever."""
+    policy = PolicyClient(server.url, TOKEN)
+    with contextlib.ExitStack() as stack:
+        clients = clients_of_both(stack, server)
+        first = policy.state()["version"]
+        with concurrent.futures.ThreadPoolExecutor(8) as threads:
+            for i, client in enumerate(clients):
+                swaps = [threads.submit(policy.swap, *adapters[number % 2]) for number in range(4)]
+                answer = client.post(f"{server.url}/pause", params={"mode": ("keep", "wait", "abort")[i % 3]})
+                answer.raise_for_status()
+                made = [swap.result() for swap in swaps]
+                paused = [other.get(f"{server.url}/is_paused").json()["is_paused"] for other in clients]
+                assert paused == [True] * len(clients), f"resumed by one of {made}"
+                assert policy.state()["paused"]
+                clients[-1 - i].post(f"{server.url}/resume").raise_for_status()
+                assert not policy.state()["paused"]
+        assert policy.state()["version"] == first + 4 * len(clients)
+        assert ask(server)[1] == str(first + 4 * len(clients))
 
 
 def test_each_of_them_counts_for_all(server, adapters):

@@ -10,14 +10,15 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import torch
+from engine_client import EngineClient
 from fastapi import FastAPI
 from safetensors.torch import save_file
 from waiting import PATIENCE
 
-from qerl_vllm_plugin import shared_file
+from qerl_vllm_plugin import compat_client, shared_file
 from qerl_vllm_plugin.change_log import ChangeLog
 from qerl_vllm_plugin.client import body
-from qerl_vllm_plugin.server import changes, routes
+from qerl_vllm_plugin.server import rest, routes
 from qerl_vllm_plugin.server.body import Refused
 from qerl_vllm_plugin.server.changes import PolicyServer
 from qerl_vllm_plugin.server.token import HEADER, read_token
@@ -26,15 +27,15 @@ TOKEN = "an-admin-token-of-32-characters!"
 CHANGE = ["pause keep", "empty", "qerl_set_noise", "resume"]
 
 
-class Engine:
+class Engine(EngineClient):
     """``is_paused``: by somebody else, who lets requests end so many looks long; ``empties``: what emptying the caches
     answers, or raises."""
 
     def __init__(self, *, is_paused=False, looks=0, empties=True, drains=True, carrier="resident"):
+        super().__init__()
         self.asked, self.emptied, self._log, self._looks = [], [], ChangeLog(), looks
         self._paused, self._empties, self._drains, self._carrier = is_paused, empties, drains, carrier
-        self.output_processor = SimpleNamespace(add_request=None, request_states={})
-        self.engine_core, self.is_resumed, self.empties_again = self, False, True
+        self.is_resumed, self.empties_again = False, True
         self.answers = asyncio.Event()
         self.answers.set()
 
@@ -47,16 +48,12 @@ class Engine:
         self.asked += [method] if self._looks >= 0 else []
         return self._looks >= 0
 
-    async def pause_generation(self, mode, clear_cache):
-        await self.pause_scheduler_async(mode, clear_cache)
-        self.asked.append("sleep")
-
     async def pause_scheduler_async(self, mode, clear_cache):
         assert not clear_cache, "its own emptying is not checked"
         self.asked.append(f"pause {mode}")
+        self._paused = True
         if mode == "wait" and not self._drains:
             await asyncio.sleep(60)
-        self._paused = True
 
     async def reset_prefix_cache(self, **options):
         self.asked.append("empty")
@@ -65,7 +62,7 @@ class Engine:
             raise self._empties
         return self._empties
 
-    async def resume_generation(self):
+    async def resume_scheduler_async(self):
         self._paused = False
         self.asked.append("resume")
 
@@ -126,13 +123,15 @@ def test_a_cache_that_is_not_empty_is_a_refusal_and_requests_go_on(empties):
 @pytest.mark.parametrize("under_way", [{}, {"a": SimpleNamespace(is_prefilling=True)}])
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_the_last_outputs_of_requests_that_end_come_out_first_and_where_none_ends_nobody_sleeps(
-    mode, under_way, api_servers
+    mode, under_way, api_servers, monkeypatch
 ):
-    engine = Engine()
+    engine, slept, sleep = Engine(), [], asyncio.sleep
+    monkeypatch.setattr(compat_client, "LAST_OUTPUTS", 0.0217)
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds, *_: slept.append(seconds) or sleep(seconds))
     engine.output_processor.request_states = under_way
     with_server(engine, lambda server: change(server, mode), api_servers=api_servers)
     may_end = mode != "keep" and (bool(under_way) or api_servers > 1)
-    assert engine.asked == [f"pause {mode}", *(["sleep"] if may_end else []), *CHANGE[1:]]
+    assert (slept.count(0.0217), engine.asked) == (int(may_end), [f"pause {mode}", *CHANGE[1:]])
 
 
 def test_an_engine_that_somebody_else_has_paused_stays_so():
@@ -149,17 +148,18 @@ def test_a_change_waits_for_requests_that_somebody_else_lets_end(mode):
 
 
 def test_a_change_that_aborts_requests_waits_for_nobody_and_leaves_the_engine_paused():
-    engine = Engine(is_paused=True, looks=2)
+    engine = Engine(is_paused=True, looks=1)
     with_server(engine, lambda server: change(server, "abort"))
-    assert engine.asked == ["pause abort", *CHANGE[1:3]]
+    assert engine.asked == ["has_work", "pause abort", "pause abort", *CHANGE[1:3]]
 
 
-def test_requests_that_somebody_else_lets_end_and_that_do_not_are_waited_for_so_long(monkeypatch):
-    monkeypatch.setattr(changes, "DRAIN", 0.05)
+@pytest.mark.parametrize(("mode", "limit"), [("keep", "LINE"), ("wait", "DRAIN")])
+def test_requests_that_somebody_else_lets_end_and_that_do_not_are_waited_for_so_long(mode, limit, monkeypatch):
+    monkeypatch.setattr(rest, limit, 0.05)
     engine = Engine(is_paused=True, looks=1000)
-    with pytest.raises(Refused, match=r"use requests=abort$") as refused:
-        with_server(engine, change)
-    assert (refused.value.status, refused.value.reason) == (503, "still_running")
+    with pytest.raises(Refused, match=r"not made after 0 s, and nothing.*or with requests=abort") as refused:
+        with_server(engine, lambda server: change(server, mode))
+    assert (refused.value.status, refused.value.reason) == (503, "busy")
     assert set(engine.asked) == {"has_work"}, "nothing is emptied, and who has paused it resumes it"
 
 
@@ -167,7 +167,7 @@ def test_an_engine_that_another_api_server_gives_up_is_waited_for_no_longer():
     async def give_up(server):
         waits = asyncio.create_task(change(server))
         await asked(engine, ["has_work"])
-        server._lose("half of a policy")
+        server._engine.lose("half of a policy")
         await asyncio.wait_for(waits, PATIENCE)
 
     with pytest.raises(Refused, match="half of a policy") as refused:
@@ -205,7 +205,7 @@ def test_what_an_engine_computes_that_somebody_else_resumes_in_a_change_is_not_r
 
 
 def test_requests_that_do_not_end_are_waited_for_so_long_and_go_on(monkeypatch):
-    monkeypatch.setattr(changes, "DRAIN", 0.05)
+    monkeypatch.setattr(rest, "DRAIN", 0.05)
     engine = Engine(drains=False)
     with pytest.raises(Refused, match="use requests=keep or abort") as refused:
         with_server(engine, lambda server: change(server, "wait"))

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from engine_client import EngineClient
 from fastapi import FastAPI
 from vllm.v1.engine.exceptions import EngineDeadError
 from waiting import PATIENCE
@@ -56,14 +57,14 @@ def test_a_program_gives_up_an_engine_in_other_processes_and_says_so_from_then_o
     never.set()
 
 
-class Engine:
+class Engine(EngineClient):
     """An engine client whose engine stops answering; as vLLM's, it serves ``generate`` and tells of its health."""
 
     def __init__(self, silent):
+        super().__init__()
         self._silent, self.asked, self.ended, self.changes = silent, [], [], ChangeLog()
         self.changes.add(0)
-        self.output_processor = SimpleNamespace(propagate_error=self.ended.append, add_request=None, request_states={})
-        self.engine_core = self
+        self.output_processor.propagate_error = self.ended.append
 
     async def _answer(self, name, value):
         self.asked.append(name)
@@ -80,8 +81,8 @@ class Engine:
     def reset_prefix_cache(self, reset_running_requests, reset_connector):
         return self._answer("reset_prefix_cache", True)
 
-    def resume_generation(self):
-        return self._answer("resume_generation", None)
+    def resume_scheduler_async(self):
+        return self._answer("resume_scheduler_async", None)
 
     def collective_rpc(self, method, args):
         state = {"version": 0, "hash": "", "sigma": 0.0, "seed": 0, "rollout": 0, "targets": []}
@@ -96,7 +97,10 @@ class Engine:
         return None
 
 
-@pytest.mark.parametrize("silent", ["is_paused", "reset_prefix_cache", "qerl_set_noise", "resume_generation"])
+ASKED = ["is_paused", "pause_scheduler_async", "reset_prefix_cache", "qerl_set_noise", "resume_scheduler_async"]
+
+
+@pytest.mark.parametrize("silent", ASKED)
 def test_a_server_gives_up_an_engine_that_does_not_answer_and_every_request_ends(monkeypatch, silent):
     monkeypatch.setenv("QERL_ADMIN_TOKEN", TOKEN)
     engine, app = Engine(silent), FastAPI()

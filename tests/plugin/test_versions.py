@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from engine_client import EngineClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from waiting import PATIENCE
 
@@ -170,13 +171,13 @@ def test_one_process_at_a_time_has_its_turn_and_a_dead_one_gives_it_back():
     asyncio.run(wait(ours, PATIENCE))
 
 
-class Engine:
+class Engine(EngineClient):
     """An engine client, of which several API servers have one each; ``state`` is that of their one engine."""
 
     def __init__(self, state):
+        super().__init__()
         self.state, self.ended = state, []
-        self.output_processor = SimpleNamespace(propagate_error=self.ended.append, add_request=None, request_states={})
-        self.engine_core = self
+        self.output_processor.propagate_error = self.ended.append
 
     async def is_paused(self):
         return self.state["paused"]
@@ -184,7 +185,7 @@ class Engine:
     async def pause_scheduler_async(self, mode, clear_cache):
         self.state["paused"] = True
 
-    async def resume_generation(self):
+    async def resume_scheduler_async(self):
         self.state["paused"] = False
 
     async def reset_prefix_cache(self, reset_running_requests, reset_connector):
@@ -217,7 +218,7 @@ def test_no_api_server_lets_the_engine_run_while_another_changes_it():
 
 
 def test_what_one_api_server_finds_lost_is_lost_for_all_and_their_requests_end(monkeypatch):
-    monkeypatch.setattr("qerl_vllm_plugin.server.changes.LOOK", 0.01)
+    monkeypatch.setattr("qerl_vllm_plugin.server.engine.LOOK", 0.01)
     state = {"paused": False, "running": 0, "changes": 0, "asked": 0, "log": ChangeLog()}
     model = SimpleNamespace(quantization="qerl_nvfp4", dtype="float32", logprobs_mode="", max_model_len=8)
     parallel = SimpleNamespace(_api_process_count=2)

@@ -39,7 +39,13 @@ def server(make_nvfp4, adapters, hold_port, tmp_path_factory):
     options = {"policy_adapter": {"rank": 8, "path": str(adapters[0] / "start")}, "policy_folders": str(adapters[0])}
     line = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "policy", "--dtype", "float32"]
     line += ["--max-model-len", "4096", "--max-num-seqs", "8", "--num-gpu-blocks-override", "64", "--enforce-eager"]
-    line += ["--api-key", API_KEY, "--additional-config", json.dumps({"qerl": options})]
+    line += [
+        "--trust-request-chat-template",
+        "--api-key",
+        API_KEY,
+        "--additional-config",
+        json.dumps({"qerl": options}),
+    ]
     environment = {
         # the engine's process computes too: a worker process beside it would cost every start 10 s, and engine and
         # worker wait for each other in loops of sched_yield, which starve all other processes on some Linux kernels

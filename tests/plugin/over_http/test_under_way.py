@@ -1,5 +1,6 @@
 """Requests that are under way when the policy changes, also in an engine that somebody has paused in vLLM's own way."""
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 
@@ -115,6 +116,39 @@ def test_requests_that_somebody_lets_end_are_aborted_by_a_change_that_says_so(se
             break  # else it had ended before
         resume(server[0])
     assert '"finish_reason":"abort"' in said
+
+
+def test_behind_a_change_that_lets_requests_end_the_state_is_told_and_one_that_aborts_them_is_made(
+    server, policy, adapters, begun
+):
+    for _ in range(TRIES):
+        first, lines = policy.state()["version"], begun(3500)
+        with ThreadPoolExecutor(1) as threads:
+            waits = threads.submit(policy.swap, *adapters[1]["second"], requests="wait")
+            while not (waits.done() or is_paused(server[0])):
+                pass
+            version, is_told = policy.state()["version"], not waits.done()
+            assert policy.swap(*adapters[1]["third"], requests="abort") == first + 2
+            assert waits.result() == first + 1
+        assert not is_paused(server[0])
+        said = "".join(lines).replace(" ", "")
+        if is_told and '"finish_reason":"length"' not in said:
+            break  # else it had ended before
+    assert version == first and '"finish_reason":"abort"' in said
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_an_engine_that_somebody_pauses_while_it_is_changed_is_paused_afterwards(server, policy, adapters, begun, mode):
+    first, lines = policy.state()["version"], begun(600)
+    with ThreadPoolExecutor(3) as threads:
+        changes = [threads.submit(policy.swap, *adapters[1][name]) for name in ("second", "third")]
+        paused = threads.submit(pause, server[0], mode)
+        for change in (*changes, paused):
+            change.result()
+    assert is_paused(server[0]) and policy.state()["version"] == first + 2
+    resume(server[0])
+    ends = "abort|length" if mode == "abort" else "length"  # it may have ended before
+    assert re.search(f'"finish_reason":"({ends})"', "".join(lines).replace(" ", ""))
 
 
 def test_requests_that_found_no_room_in_the_cache_end_before_a_change_that_waits(server, policy, adapters, begun):

@@ -1,0 +1,325 @@
+"""Changes, and what somebody else asks of the engine meanwhile by vLLM's own calls, on a core that pauses as vLLM's."""
+
+import asyncio
+import re
+from types import SimpleNamespace
+
+import pytest
+from engine_client import EngineClient
+from waiting import PATIENCE
+
+from qerl_vllm_plugin.change_log import ChangeLog
+from qerl_vllm_plugin.server import rest
+from qerl_vllm_plugin.server.body import Refused
+from qerl_vllm_plugin.server.changes import PolicyServer
+
+
+class Core:
+    """An engine that computes ``running`` requests until ``end``. What it is asked stands in ``said``; where it
+    computes in the middle of a change, the test fails."""
+
+    def __init__(self):
+        self.said, self.running, self.state, self.log = [], 0, "goes on", ChangeLog()
+        self.version, self.digest, self.seconds = 0, "", 0.05
+        self._idle = asyncio.Condition()
+
+    def computes(self):
+        return bool(self.running) and self.state != "stands still"
+
+    async def pause(self, mode):
+        self.said.append(f"pause {mode}")
+        if mode == "abort":
+            await self.end()
+        self.state = "stands still" if mode == "keep" else "lets requests end"
+        async with self._idle:
+            self._idle.notify_all()
+            await self._idle.wait_for(lambda: not self.computes())
+
+    async def resume(self):
+        self.said.append("resume")
+        self.state = "goes on"
+
+    async def end(self):
+        self.running = 0
+        async with self._idle:
+            self._idle.notify_all()
+
+    async def change(self, method, args):
+        for _ in range(5):
+            assert not self.computes(), "a token of both policies"
+            await asyncio.sleep(self.seconds / 5)
+        if method == "qerl_swap":
+            version, digest = args[-2:]
+            if version is not None and version <= self.version:
+                stale = {"error": f"version {version} is not newer", "stale": True}
+                return {"version": version, "unchanged": True} if digest == self.digest else stale
+            self.version, self.digest = version or self.version + 1, digest
+        self.said.append("change")
+        return {"version": self.version}
+
+
+class Client(EngineClient):
+    """That of one API server."""
+
+    def __init__(self, core):
+        super().__init__()
+        self.core = core
+
+    async def is_paused(self):
+        return self.core.state != "goes on"
+
+    async def call_utility_async(self, method):
+        return self.core.computes()
+
+    async def pause_scheduler_async(self, mode, clear_cache):
+        await self.core.pause(mode)
+        if mode == "abort":
+            self.output_processor.request_states.clear()
+
+    async def resume_scheduler_async(self):
+        await self.core.resume()
+
+    async def reset_prefix_cache(self, **options):
+        return True
+
+    async def collective_rpc(self, method, args):
+        state = {"version": self.core.version, "hash": self.core.digest, "sigma": 0.0, "seed": 0, "rollout": 0}
+        opened = {"carrier": "resident", "max_rank": 8, "max_bytes": 1, "gpus": [], "targets": []}
+        opened |= {"instance": f"rest-{id(self.core)}", "changes": self.core.log.path}
+        return [{**state, **opened} if method in ("qerl_open", "qerl_state") else await self.core.change(method, args)]
+
+
+def with_servers(use, count=2):
+    """What ``use(core, *servers)`` returns or raises, on API servers of one engine."""
+    parallel = SimpleNamespace(_api_process_count=count)
+    model = SimpleNamespace(quantization="qerl_nvfp4", dtype="float32", logprobs_mode="", max_model_len=8)
+    config = SimpleNamespace(kv_transfer_config=None, model_config=model, parallel_config=parallel)
+
+    async def run():
+        core, servers = Core(), [PolicyServer() for _ in range(count)]
+        for server in servers:
+            server.client = Client(core)
+            await server.open(server.client, config, None, None, 60)
+        return await asyncio.wait_for(use(core, *servers), PATIENCE)
+
+    return asyncio.run(run())
+
+
+def noise(server, mode="keep", **keywords):
+    return server.set_noise(0.1, 1, 0, [], mode, **keywords)
+
+
+def begun(core, server, number=1):
+    """So many requests of that server have tokens."""
+    core.running = number
+    server.client.output_processor.request_states.update(
+        {i: SimpleNamespace(is_prefilling=False) for i in range(number)}
+    )
+
+
+async def ended(core, *servers):
+    for server in servers:
+        server.client.output_processor.request_states.clear()
+    await core.end()
+
+
+async def said(core, text):
+    while text not in core.said:
+        await asyncio.sleep(0.001)
+
+
+CALLS = {
+    "keep": lambda client: client.pause_generation(mode="keep", clear_cache=True),
+    "wait": lambda client: client.pause_generation(mode="wait"),
+    "abort": lambda client: client.pause_generation(),
+    "sleep": lambda client: client.sleep(1, "keep"),
+}
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("call", CALLS)
+def test_who_pauses_the_engine_in_the_middle_of_a_change_has_it_paused_when_that_is_made(call, place):
+    async def use(core, *servers):
+        begun(core, servers[0])
+        changed = asyncio.create_task(noise(servers[0]))
+        await said(core, "pause keep")
+        paused = asyncio.create_task(CALLS[call](servers[place].client))
+        await changed
+        if call == "wait":
+            await asyncio.sleep(0.05)
+            assert not paused.done(), "the request goes on until its end, as they asked"
+            await ended(core, servers[0])
+        await paused
+        assert await servers[0].client.is_paused()
+        mode = {"sleep": "keep"}.get(call, call)
+        assert core.said == ["pause keep", "change", "resume", f"pause {mode}"]
+        await ended(core, servers[0])
+        await noise(servers[0])
+        assert await servers[0].client.is_paused() and "resume" not in core.said[4:]
+        await (servers[place].client.wake_up() if call == "sleep" else servers[place].client.resume_generation())
+        await noise(servers[1])
+        assert core.said[-3:] == ["pause keep", "change", "resume"]
+
+    with_servers(use)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("call", CALLS)
+def test_who_pauses_the_engine_while_a_change_lets_requests_end_has_it_paused_as_asked(call, place):
+    async def use(core, *servers):
+        begun(core, servers[0])
+        changed = asyncio.create_task(noise(servers[0], "wait"))
+        await said(core, "pause wait")
+        paused = asyncio.create_task(CALLS[call](servers[place].client))
+        if call == "wait":
+            await asyncio.sleep(0.05)
+            await ended(core, servers[0])
+        elif call == "abort":
+            servers[0].client.output_processor.request_states.clear()
+        await paused
+        if call in ("keep", "sleep"):
+            with pytest.raises(Refused, match="paused the engine in the middle of requests") as refused:
+                await changed
+            assert refused.value.reason == "still_running" and core.state == "stands still"
+        else:
+            await changed
+            assert core.said[-1] == "change"
+        assert await servers[0].client.is_paused() and "resume" not in core.said
+        await servers[place].client.resume_generation()
+        await ended(core, servers[0])
+        await noise(servers[1], "wait")
+        assert core.said[-2:] == ["change", "resume"]
+
+    with_servers(use)
+
+
+def test_who_resumes_the_engine_in_the_middle_of_a_change_waits_for_its_end():
+    async def use(core, *servers):
+        await servers[1].client.pause_generation(mode="keep")
+        core.running, core.said = 1, []
+        changed = asyncio.create_task(noise(servers[0]))
+        await asyncio.sleep(0.02)
+        await servers[1].client.resume_generation()
+        await changed
+        assert core.said == ["change", "resume"]
+
+    with_servers(use)
+
+
+def test_an_engine_that_goes_on_by_itself_is_not_left_paused():
+    """Somebody has resumed it by what is no call of an API server's."""
+
+    async def use(core, *servers):
+        await servers[0].client.pause_generation(mode="keep")
+        await core.resume()
+        await noise(servers[1])
+        assert core.state == "goes on"
+
+    with_servers(use)
+
+
+def test_a_pause_that_fails_leaves_nothing_behind():
+    async def use(core, *servers):
+        async def fail(mode, clear_cache):
+            raise ValueError(f"Invalid pause mode: {mode}")
+
+        servers[0].client.pause_scheduler_async = fail
+        with pytest.raises(ValueError, match="Invalid pause mode"):
+            await servers[0].client.pause_generation(mode="x")
+        assert not core.log.is_paused
+
+    with_servers(use)
+
+
+def test_behind_a_change_that_lets_requests_end_others_are_refused_in_time_and_the_state_is_told_at_once(monkeypatch):
+    monkeypatch.setattr(rest, "LINE", 0.1)
+
+    async def use(core, *servers):
+        begun(core, servers[0])
+        changed = asyncio.create_task(noise(servers[0], "wait"))
+        await said(core, "pause wait")
+        for server, obstacle in zip(
+            servers,
+            (
+                r"another change \(noise, requests=wait\) has been under way for \d+ s",
+                "a change that another API server",
+            ),
+            strict=True,
+        ):
+            assert (await server.state())["version"] == 0 and not changed.done()
+            with pytest.raises(Refused, match=f"not made after 0 s.*{obstacle}.*requests=abort") as refused:
+                await server.swap(None, {}, "", 1, "keep")
+            assert (refused.value.status, refused.value.reason) == (503, "busy")
+        await ended(core, servers[0])
+        await changed
+        assert core.said == ["pause wait", "change", "resume"]
+
+    with_servers(use)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_change_that_aborts_requests_waits_for_none_that_another_lets_end(place):
+    async def use(core, *servers):
+        begun(core, servers[0])
+        changed = asyncio.create_task(noise(servers[0], "wait"))
+        await said(core, "pause wait")
+        servers[0].client.output_processor.request_states.clear()
+        await servers[place].swap(None, {}, "", None, "abort")
+        await changed
+        assert core.said.count("change") == 2 and core.said[-1] == "resume" and core.state == "goes on"
+
+    with_servers(use)
+
+
+def test_a_change_that_waits_for_requests_that_somebody_else_lets_end_keeps_nobody_out():
+    async def use(core, *servers):
+        begun(core, servers[0])
+        drained = asyncio.create_task(servers[0].client.pause_generation(mode="wait"))
+        await said(core, "pause wait")
+        waits = [asyncio.create_task(noise(server)) for server in servers]
+        await asyncio.sleep(0.05)
+        assert not any(wait.done() for wait in waits)
+        servers[0].client.output_processor.request_states.clear()
+        await servers[1].swap(None, {}, "", None, "abort")
+        await asyncio.gather(*waits, drained)
+        assert core.said.count("change") == 3 and "resume" not in core.said
+
+    with_servers(use)
+
+
+@pytest.mark.parametrize("somebody", ["drains", "is in the line", "nobody"])
+def test_a_change_whose_caller_has_gone_while_it_waited_is_not_made(somebody):
+    async def is_gone():
+        return True
+
+    async def use(core, *servers):
+        begun(core, servers[0])
+        if somebody == "drains":
+            other = asyncio.create_task(servers[0].client.pause_generation(mode="wait"))
+        else:
+            other = asyncio.create_task(noise(servers[0], "wait") if somebody == "is in the line" else asyncio.sleep(0))
+        if somebody != "nobody":
+            await said(core, "pause wait")
+        with pytest.raises(Refused, match="the caller has gone") as refused:
+            await noise(servers[1], "wait", is_gone=is_gone)
+        assert refused.value.reason == "gone" and "change" not in core.said
+        await ended(core, servers[0])
+        await other
+        assert (core.state == "goes on") == (somebody != "drains")
+
+    with_servers(use)
+
+
+def test_a_version_that_came_into_service_while_a_change_waited_is_told_as_before():
+    async def use(core, *servers):
+        swaps = [("a", 1), ("a", 1), ("b", 1), ("b", 2)]
+        made = (servers[i % 2].swap(None, {}, digest, version, "keep") for i, (digest, version) in enumerate(swaps))
+        return core, await asyncio.gather(*made, return_exceptions=True)
+
+    core, found = with_servers(use)
+    refused = [answer for answer in found if isinstance(answer, Refused)]
+    assert {(error.status, error.reason) for error in refused} <= {(409, "stale_version")}
+    unchanged = [answer for answer in found if not isinstance(answer, Refused) and answer.get("unchanged")]
+    assert core.said.count("change") + len(refused) + len(unchanged) == 4 and core.version == 2
+    assert refused and all(set(answer) == {"version", "unchanged"} for answer in unchanged)
+    assert all(re.search("is not newer", str(error)) for error in refused)
