@@ -1,0 +1,108 @@
+"""Every kind of request that vLLM answers with tokens names the policy, also one that came in the middle."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from policy_requests import API_KEY, VERSION
+from waiting import PATIENCE
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+TRIES = 8  # of what a machine that stops in the wrong moment leaves untested
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+IDS = [9, 4, 5]
+SAID = {"messages": [{"role": "user", "content": "1+2="}], "chat_template": "{{ messages[0]['content'] }}"}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+BEAMS = {"use_beam_search": True, "n": 2, "temperature": 0.0}
+# path, what is asked for, the key of how many tokens
+KINDS = {
+    "logit_bias": (TEXT, {"prompt": IDS, "logit_bias": {"7": 5, "8": -5.0}}, "max_tokens"),
+    "allowed_token_ids": (TEXT, {"prompt": IDS, "allowed_token_ids": [7, 8]}, "max_tokens"),
+    "logprobs_0": (TEXT, {"prompt": IDS, "logprobs": 0}, "max_tokens"),
+    "echo": (TEXT, {"prompt": IDS, "echo": True, "logprobs": 1}, "max_tokens"),
+    "prompt_logprobs": (TEXT, {"prompt": IDS, "prompt_logprobs": 1}, "max_tokens"),
+    "prompts": (TEXT, {"prompt": [IDS, [7]]}, "max_tokens"),
+    "n": (TEXT, {"prompt": IDS, "n": 3, "temperature": 1.0}, "max_tokens"),
+    "n_stream": (TEXT, {"prompt": IDS, "n": 3, "temperature": 1.0, "stream": True}, "max_tokens"),
+    "prompts_stream": (TEXT, {"prompt": [IDS, [7]], "stream": True}, "max_tokens"),
+    "usage_stream": (
+        TEXT,
+        {"prompt": IDS, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        "max_tokens",
+    ),
+    "beams": (TEXT, {"prompt": IDS, **BEAMS}, "max_tokens"),
+    "chat": (CHAT, {**SAID, "logprobs": True, "top_logprobs": 0}, "max_completion_tokens"),
+    "chat_n_stream": (CHAT, {**SAID, "n": 2, "stream": True}, "max_completion_tokens"),
+    "chat_tools": (CHAT, {**SAID, "tools": [TOOL], "tool_choice": "none"}, "max_completion_tokens"),
+    "chat_beams": (CHAT, {**SAID, **BEAMS}, "max_completion_tokens"),
+    "scores": ("/generative_scoring", {"query": IDS, "items": [[5], [6]], "label_token_ids": [7, 8]}, None),
+}
+
+
+@pytest.fixture(scope="module")
+def http(server):
+    with httpx.Client(base_url=server[0], headers={"Authorization": f"Bearer {API_KEY}"}, timeout=PATIENCE) as client:
+        yield client
+
+
+def asked(http, kind, tokens):
+    path, given, key = KINDS[kind]
+    return http.post(path, json={**given, "model": "policy", **({key: tokens, "ignore_eos": True} if key else {})})
+
+
+def named(answer):
+    """What the header of an answer names, and the last line of a stream."""
+    assert answer.status_code == 200, answer.text
+    is_stream = answer.headers["content-type"].startswith("text/event-stream")
+    assert ("X-QeRL-Policy-Version" in answer.text) == is_stream
+    last = answer.text.strip().rpartition("\n")[2].removeprefix(": X-QeRL-Policy-Version: ") if is_stream else None
+    return answer.headers[VERSION], last
+
+
+def test_its_answer_names_the_policy(http, policy):
+    version = str(policy.state()["version"])
+    found = {kind: named(asked(http, kind, 3)) for kind in KINDS}
+    assert found == {kind: (version, version if given.get("stream") else None) for kind, (_, given, _) in KINDS.items()}
+
+
+def generated(http):
+    lines = http.get("/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total{"))
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_an_answer_that_a_change_came_into_names_both_policies_or_one(mode, http, policy, adapters):
+    for kind in ("prompts", "n_stream", "beams", "chat_n_stream"):
+        change_in_the_middle(kind, mode, http, policy, adapters)
+
+
+def change_in_the_middle(kind, mode, http, policy, adapters):
+    # a beam search asks for each token anew, and lets no change wait for its end
+    both = mode == "keep" or kind == "beams"
+    for _ in range(TRIES):
+        first, before = policy.state()["version"], generated(http)
+        with ThreadPoolExecutor(1) as threads:
+            answered = threads.submit(asked, http, kind, 300 if kind == "beams" else 400)
+            while not answered.done() and generated(http) < before + 8:
+                time.sleep(0.01)
+            assert policy.swap(*adapters[1]["second"], requests=mode) == first + 1
+            went_on = not answered.done()
+        header, last = named(answered.result())
+        was_aborted = "abort" in answered.result().text
+        if went_on if both else was_aborted or mode == "wait":
+            break  # else it had ended before
+    assert (last or header) == (f"{first}-{first + 1}" if both else str(first))
+    assert was_aborted == (mode == "abort" and kind != "beams")
+
+
+def test_an_answer_without_tokens_names_no_policy(http):
+    for path, given in (
+        ("/tokenize", {"prompt": "1+2="}),
+        ("/detokenize", {"tokens": IDS}),
+        ("/v1/embeddings", {"input": "1+2="}),
+        ("/v1/completions/render", {"prompt": IDS}),
+        ("/v1/completions", {"prompt": IDS, "max_tokens": 0, "n": 0}),
+    ):
+        answer = http.post(path, json={"model": "policy", **given})
+        assert VERSION not in answer.headers and "X-QeRL" not in answer.text, path
