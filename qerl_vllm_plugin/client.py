@@ -82,12 +82,12 @@ class PolicyClient(Calls):
         return int(self._send(self._noise(sigma, seed, rollout, targets, requests))["touched"])
 
     def state(self) -> dict[str, Any]:
-        """Version, hash of the adapter, noise, largest rank and size, hash of the base, counters."""
+        """Version, number of changes, hash of the adapter, noise, largest rank and size, hash of the base, counters."""
         return self._send(STATE)
 
     def _send(self, call: Call) -> dict[str, Any]:
         with httpx.Client(**self._options, verify=_trusted()) as client:
-            return self._answer(client.request(**call))
+            return self._answer(client.request(**self._in_time(call)))
 
 
 class AsyncPolicyClient(Calls):
@@ -130,7 +130,7 @@ class AsyncPolicyClient(Calls):
         if isinstance(pieces := call.get("content"), Iterator):
             call = {**call, "content": _one_by_one(pieces)}
         async with httpx.AsyncClient(**self._options, verify=_trusted()) as client:
-            return self._answer(await client.request(**call))
+            return self._answer(await client.request(**self._in_time(call)))
 
 
 @asynccontextmanager

@@ -15,6 +15,7 @@ from qerl_vllm_plugin.adapter import AdapterError
 from qerl_vllm_plugin.client_body import gpu_body, metadata, pieces
 from qerl_vllm_plugin.cuda_ipc import CudaIPCError
 from qerl_vllm_plugin.given_adapter import Tensors, joined, plain_config
+from qerl_vllm_plugin.in_time import DRAIN
 from qerl_vllm_plugin.segment import NoRoomError, Segments
 
 TOKEN_HEADER = "X-QeRL-Admin-Token"
@@ -26,13 +27,15 @@ NO_ROUTES = (
 UNREACHABLE = "unreachable"  # the reason of a refusal that is only of the way
 NO_OTHER_WAY = "transport is {!r}, and {}; leave it out, and tensors go another way where this one is closed"
 STATE: dict[str, Any] = {"method": "GET", "url": "state"}
+KEYS = {"version", "touched"}  # one of them is in every answer
 
 Call = dict[str, Any]  # what httpx's ``request`` takes
 
 
 class PolicyRefusedError(RuntimeError):
     """The server refused a change, and serves what it served before; ``status`` is the HTTP status, ``reason`` the word
-    under which the server counts the refusal. Status 0: the client could not send it in the only way it may."""
+    under which the server counts the refusal. Status 0: the client could not send it in the only way it may. Status 200
+    or one of 300 to 399: what answered, such as a proxy, is no server of a policy."""
 
     def __init__(self, status: int, text: str, reason: str = "") -> None:
         super().__init__(f"{text} (HTTP {status})" if status else text)
@@ -47,7 +50,7 @@ class Calls:
         url: str,
         admin_token: str,
         api_key: str | None = None,
-        timeout: float = 120.0,
+        timeout: float | None = 120.0,
         *,
         transport: str = "auto",
     ) -> None:
@@ -56,8 +59,16 @@ class Calls:
         ``transport``: tensors on a GPU that the server sees go from GPU to GPU, others to a server of this machine
         through shared memory, and all that is left in the request's body (auto); or one of the three alone (ipc,
         shared, http). What goes through shared memory stays there, as large as the adapter, for the next swap, and
-        ends with the client. Raises ValueError for another one.
+        ends with the client. ``timeout``: seconds without an answer (None: for ever), beside those in which the server
+        lets requests end ("wait"). Raises ValueError for another transport, and for a token or key that no header can
+        carry.
         """
+        for name, text in (("admin_token", admin_token), ("api_key", api_key or "")):
+            if not isinstance(text, str) or not all("!" <= character <= "~" for character in text):
+                raise ValueError(
+                    f"{name} is no text that a header can carry: letters, digits and signs of ASCII, no space and no "
+                    "end of a line, which what is read from a file has until it is stripped"
+                )
         if transport not in TRANSPORTS:
             raise ValueError(f"transport is {transport!r}; it is one of {', '.join(TRANSPORTS)}")
         self._transport = transport
@@ -66,6 +77,7 @@ class Calls:
         self._segments = Segments(PolicyRefusedError)
         self._has_no_memory = False  # that the server could read
         self.answered: dict[str, Any] = {}  # what the server answered last: of a change, its seconds by part, too
+        self._timeout = timeout
         headers = {TOKEN_HEADER: admin_token} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         self._options: dict[str, Any] = {
             "base_url": url.rstrip("/").removesuffix("/v1") + "/v1/qerl/",
@@ -185,19 +197,27 @@ class Calls:
         given |= {} if targets is None else {"targets": list(targets)}
         return {"method": "PUT", "url": "noise", "params": {"requests": requests}, "json": given}
 
+    def _in_time(self, call: Call) -> Call:
+        """One that lets requests end may take as long as the server gives them."""
+        if call.get("params", {}).get("requests") != "wait" or self._timeout is None:
+            return call
+        return {**call, "timeout": httpx.Timeout(self._timeout, read=self._timeout + DRAIN)}
+
     def _answer(self, response: httpx.Response) -> dict[str, Any]:
         try:
             content = response.json()
         except ValueError:
-            content = {"error": response.text[:200]}
-        if response.status_code != 200:
-            found = content if isinstance(content, dict) else {"error": content}
-            text = str(found.get("error", content))
-            if response.status_code == 404 and "reason" not in found:
-                text = f"{text}: {NO_ROUTES}"
-            raise PolicyRefusedError(response.status_code, text, str(found.get("reason", "")))
-        self.answered = content
-        return content
+            content = response.text[:200]
+        found = content if isinstance(content, dict) else {"error": content}
+        if response.status_code == 200 and KEYS & found.keys():
+            self.answered = found
+            return found
+        text = str(found.get("error", content))
+        if response.has_redirect_location:
+            text = f"{response.url} points to {response.headers['location']}; give the url of the server itself"
+        elif response.status_code == 200 or (response.status_code == 404 and "reason" not in found):
+            text = f"{text or 'an empty answer'}: {NO_ROUTES}"
+        raise PolicyRefusedError(response.status_code, text, str(found.get("reason", "")))
 
 
 def query(version: int | None, requests: str) -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 PATIENCE = 300.0  # seconds for an engine's answer to a change; one takes less than one second
+DRAIN = 600.0  # seconds that a server waits for running requests where it was asked to ("wait")
 SILENT = "the engine has not answered for {:g} s, and whether it has changed nobody knows; restart it"
 
 

@@ -36,7 +36,8 @@ def address(training: GRPOConfig) -> str:
     """The server's, such as http://127.0.0.1:8000."""
     given = training.vllm_server_base_url
     if given is None:
-        return f"http://{training.vllm_server_host}:{training.vllm_server_port}"
+        host = training.vllm_server_host
+        return f"http://{f'[{host}]' if ':' in host else host}:{training.vllm_server_port}"  # of IPv6 in brackets
     return given.rstrip("/").removesuffix("/v1")
 
 
@@ -84,6 +85,11 @@ def problems(training: GRPOConfig) -> Iterator[str]:
 def _address_problems(training: GRPOConfig) -> Iterator[str]:
     url = training.vllm_server_base_url
     if url is None:
+        if not _is_address(found := address(training)):
+            yield (
+                f"vllm_server_host: {training.vllm_server_host!r} with vllm_server_port: {training.vllm_server_port} "
+                f"gives {found}, which is no address; a host is a name or a number, such as gpu1 or ::1"
+            )
         return
     if not _is_address(url):
         yield f"vllm_server_base_url: {url!r} is no address; it looks like http://127.0.0.1:8000"
@@ -95,7 +101,8 @@ def _address_problems(training: GRPOConfig) -> Iterator[str]:
 def _is_address(url: str) -> bool:
     try:
         parts = urllib.parse.urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_plain = not any(character.isspace() for character in url)
+        return is_plain and parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # a port that is none
         return False
 

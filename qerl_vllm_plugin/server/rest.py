@@ -17,13 +17,13 @@ from typing import Any
 
 from qerl_vllm_plugin import compat_client
 from qerl_vllm_plugin.change_log import ChangeLog
+from qerl_vllm_plugin.in_time import DRAIN
 from qerl_vllm_plugin.laps import Laps
 from qerl_vllm_plugin.server.body import Refused
 from qerl_vllm_plugin.server.engine import Engine
 from qerl_vllm_plugin.server.turn import PAUSE, turn
 
 LINE = 60.0  # seconds that a change waits for those before it, and for requests that somebody else lets end
-DRAIN = 600.0  # seconds that it waits for requests where it was asked to ("wait")
 GLANCE = 0.02  # seconds between two looks at an engine that comes to rest
 BUSY = "not made after {:.0f} s, and nothing has changed: {}. Send it again later"
 ABORT = ", or with requests=abort, which waits for no requests"

@@ -9,7 +9,7 @@ import torch
 
 from qerl_vllm_plugin import client
 from qerl_vllm_plugin.adapter import AdapterError
-from qerl_vllm_plugin.client import AsyncPolicyClient, PolicyClient
+from qerl_vllm_plugin.client import AsyncPolicyClient, PolicyClient, PolicyRefusedError
 
 NOBODY = "http://127.0.0.1:9"
 
@@ -43,3 +43,69 @@ def test_what_no_server_would_see_is_refused_before_one_is_asked():
             swap(norm, {"r": 4}, norms=norm)
         with pytest.raises(AdapterError, match="the adapter's config is int"):
             swap(norm, 4)
+
+
+@pytest.mark.parametrize("kind", [PolicyClient, AsyncPolicyClient])
+@pytest.mark.parametrize(
+    ("token", "key"), [("a-token\n", None), ("a tokén", None), (None, None), ("token", "a key\r\n")]
+)
+def test_what_no_header_can_carry_is_refused_by_name_and_told_nowhere(kind, token, key):
+    with pytest.raises(
+        ValueError, match=r"(admin_token|api_key) is no text that a header can carry.*stripped"
+    ) as refused:
+        kind(NOBODY, token, key)
+    assert str(refused.value).startswith("api_key" if key else "admin_token")
+    assert not token or token.strip() not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (httpx.Response(200, text="<html>Welcome</html>"), r"^<html>Welcome.*a server has /v1/qerl only where"),
+        (httpx.Response(200, json=["ok"]), r"^\['ok'\]: a server has"),
+        (httpx.Response(200, json={"status": "ok"}), r"^\{'status': 'ok'\}: a server has"),
+        (httpx.Response(200), r"^an empty answer: a server has"),
+        (
+            httpx.Response(307, headers={"Location": "https://x/v1/qerl/state"}),
+            r"/v1/qerl/state points to https://x/v1/qer",
+        ),
+        (httpx.Response(502, text="Bad Gateway"), r"^Bad Gateway \(HTTP 502\)$"),
+    ],
+)
+def test_an_answer_that_no_server_of_a_policy_gives_is_a_refusal(answer, text, monkeypatch):
+    answer.request = httpx.Request("GET", f"{NOBODY}/v1/qerl/state")
+    monkeypatch.setattr(httpx.Client, "request", lambda *given, **named: answer)
+    policy = PolicyClient(NOBODY, "token")
+    for call in (policy.state, lambda: policy.swap(None), lambda: policy.set_noise(0.1, seed=0, rollout=0)):
+        with pytest.raises(PolicyRefusedError, match=text) as refused:
+            call()
+        assert refused.value.status == answer.status_code
+    assert policy.answered == {}
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://x:1", "http://x:1/", "http://x:1/v1", "http://x:1/v1/", "http://[::1]:1", "https://x/behind/a/path/"],
+)
+def test_the_url_is_the_servers_however_it_is_written(url):
+    with httpx.Client(**PolicyClient(url, "token")._options) as client:
+        asked = str(client.build_request("GET", "state").url)
+    assert asked == url.rstrip("/").removesuffix("/v1") + "/v1/qerl/state"
+
+
+@pytest.mark.parametrize(("mode", "seconds"), [("keep", 5), ("abort", 5), ("wait", 605)])
+def test_a_change_that_lets_requests_end_may_take_as_long_as_the_server_gives_them(mode, seconds, monkeypatch):
+    asked = []
+
+    def request(client, **call):
+        asked.append(client.build_request(**call).extensions["timeout"])
+        return httpx.Response(200, json={"version": 1, "touched": 4})
+
+    monkeypatch.setattr(httpx.Client, "request", request)
+    policy = PolicyClient(NOBODY, "token", timeout=5, transport="http")
+    policy.swap(None, requests=mode)
+    policy.swap({"x": torch.ones(1)}, {}, requests=mode)
+    policy.set_noise(0.1, seed=0, rollout=0, requests=mode)
+    PolicyClient(NOBODY, "token", timeout=None).set_noise(0.1, seed=0, rollout=0, requests=mode)
+    assert [found["read"] for found in asked] == [seconds] * 3 + [None]
+    assert [found["connect"] for found in asked] == [5] * 3 + [None]

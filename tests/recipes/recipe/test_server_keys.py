@@ -37,6 +37,8 @@ def test_a_server_is_found_under_trls_keys(recipe):
         ("--vllm_server_host", "gpu1", "--vllm_server_port", "9000"): "http://gpu1:9000",
         ("--vllm_server_base_url", "https://gpu1/rollouts/"): "https://gpu1/rollouts",
         ("--vllm_server_base_url", "http://gpu1:9000/v1"): "http://gpu1:9000",
+        ("--vllm_server_base_url", "http://[::1]:9000"): "http://[::1]:9000",
+        ("--vllm_server_host", "::1", "--vllm_server_port", "9000"): "http://[::1]:9000",
     }
     for flags, address in addresses.items():
         parts = recipe(*flags)
@@ -57,6 +59,8 @@ def test_a_server_is_found_under_trls_keys(recipe):
         (["--vllm_server_timeout", "0"], "vllm_server_timeout must be above 0 seconds, not 0"),
         (["--vllm_server_base_url", "gpu1:8000"], "'gpu1:8000' is no address; it looks like http://127.0.0.1:8000"),
         (["--vllm_server_base_url", "http://gpu1:80000"], "'http://gpu1:80000' is no address"),
+        (["--vllm_server_base_url", "http://gpu1:8000\n"], r"'http://gpu1:8000\n' is no address"),
+        (["--vllm_server_host", "http://gpu1"], "gives http://[http://gpu1]:8000, which is no address; a host is a"),
         (
             ["--vllm_server_base_url", "http://gpu1", "--vllm_server_port", "1"],
             "vllm_server_port: 1 would be ignored beside vllm_server_base_url; remove one of the two",
