@@ -36,9 +36,14 @@ class ChangeLog:
     def add(self, version: int) -> None:
         """To be called by the worker, while the engine is paused; the version may be the one before, where the noise
         has changed."""
-        count = self._word(_COUNT)
+        count = self.count
         _ENTRY.pack_into(self._memory, self._place(count), time.monotonic(), version)
         _WORD.pack_into(self._memory, _COUNT, count + 1)
+
+    @property
+    def count(self) -> int:
+        """How many changes there have been; one of the noise counts, too."""
+        return self._word(_COUNT)
 
     def lose(self) -> None:
         """From now on ``is_lost`` is true for every process that has the log."""
@@ -59,7 +64,7 @@ class ChangeLog:
 
     def text(self, spans: list[Span]) -> str:
         """FIRST, or FIRST-LAST where another policy, or another noise, came into service in between."""
-        count = self._word(_COUNT)
+        count = self.count
         numbers = range(max(0, count - KEPT), count)
         ends = (min(span[0] for span in spans), max(span[1] for span in spans))
         found = [numbers[max(bisect_right(numbers, moment, key=self._moment) - 1, 0)] for moment in ends]

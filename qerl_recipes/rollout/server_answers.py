@@ -80,6 +80,8 @@ class Questions:
                 model = (await client.models.list()).data[0].id
             except (openai.APIConnectionError, openai.InternalServerError) as error:
                 return error
+            except openai.APIStatusError as error:
+                raise ServerRefusedError(f"the server at {client.base_url} does not name its model: {error}") from error
             tasks = [asyncio.create_task(one(place, question)) for place, question in questions.items()]
             ends: list[asyncio.Future[Any]] = [asyncio.gather(*tasks), asyncio.ensure_future(watch())]
             try:

@@ -28,6 +28,7 @@ from qerl_vllm_plugin.server.token import TOKEN, TOKEN_FILE, configured_token
 
 T = TypeVar("T")
 PAUSE = 0.5  # seconds between two tries
+PAUSED = "somebody has paused its engine, by /pause or /sleep, and has not resumed it"
 
 
 class ServerLink:
@@ -82,8 +83,8 @@ class ServerLink:
         if state["instance"] == pushed.instance:
             return pushed
         self._say("was restarted: the policy is pushed again")
-        if pushed.is_that_of(state):  # by another process of this run
-            return replace(pushed, instance=state["instance"])
+        if replace(pushed, changes=None).is_that_of(state):  # by another process of this run
+            return replace(pushed, instance=state["instance"], changes=self._count(state, again=True))
         again = self._push(policy, pushed.noise, pushed.version, again=True)
         if again.digest != pushed.digest and self._processes > 1:
             raise AnotherPolicyError(f"the processes of this run hold different policies; {self._kept()}")
@@ -102,7 +103,7 @@ class ServerLink:
                     noise.sigma, seed=noise.seed, rollout=noise.rollout, targets=noise.targets, requests=mode
                 )
             after = client.state()
-            pushed = Pushed(version, after["hash"], noise, touched, after["instance"])
+            pushed = Pushed(version, after["hash"], noise, touched, after["instance"], self._count(after, again=again))
             if pushed.is_that_of(after):
                 return pushed
             if after["instance"] == before["instance"]:
@@ -114,6 +115,9 @@ class ServerLink:
             if pushed is not None:
                 return pushed
 
+    def _count(self, state: Mapping[str, Any], *, again: bool) -> int | None:
+        return None if again and self._processes > 1 else state["changes"]
+
     def _another(self, state: Mapping[str, Any], version: int) -> AnotherPolicyError:
         return AnotherPolicyError(
             f"the server at {self.url} was given another policy (version {state['version']}) or noise since version "
@@ -121,7 +125,8 @@ class ServerLink:
         )
 
     async def watch(self, pushed: Pushed, every: float) -> None:
-        """Ends when the server is no longer the one that got ``pushed``; raises ServerLostError if it is silent."""
+        """Ends when the server is no longer the one that got ``pushed``; raises ServerLostError if it is silent, or
+        stands still."""
         while True:
             await asyncio.sleep(every)
             began = time.monotonic()
@@ -129,6 +134,9 @@ class ServerLink:
                 state = await self._watched.state()
             except (httpx.TransportError, PolicyRefusedError) as error:
                 self._failed(error, began)
+                continue
+            if state["paused"]:
+                self._failed(ConnectionError(PAUSED), began)
                 continue
             self._answered()
             if not pushed.is_that_of(state) or state["instance"] != pushed.instance:
@@ -172,7 +180,7 @@ class ServerLink:
         if error.status == 401:
             return ServerRefusedError(
                 f"the server at {self.url} refuses: {error}. The admin token is that of {TOKEN_FILE} or {TOKEN}, and "
-                f"the key of --api-key that of {server_keys.API_KEY}: the same for server and trainer"
+                f"the key of --api-key that of {server_keys.API_KEY}: the same for server and trainer; {self._kept()}"
             )
         if error.status == 404:
             return ServerRefusedError(

@@ -43,17 +43,20 @@ NO_NOISE = Noise(0.0, 0, 0, ())
 @dataclass(frozen=True)
 class Pushed:
     """What a server serves since it was pushed: the ``digest`` is of the adapter, ``touched`` norms carry the noise,
-    and ``instance`` is another one after a restart."""
+    and ``instance`` is another one after a restart. ``changes`` is how many it has had: noise that somebody else sets
+    and takes back leaves no other trace. None where several processes may have pushed at once."""
 
     version: int
     digest: str
     noise: Noise
     touched: int
     instance: str
+    changes: int | None
 
     def is_that_of(self, state: Mapping[str, Any]) -> bool:
         """Whether a server in this ``state`` still has it."""
         same = (state["version"], state["hash"]) == (self.version, self.digest)
+        same = same and self.changes in (None, state["changes"])
         return same and self.noise.is_that_of(state)
 
 
@@ -69,7 +72,7 @@ class Needs:
 
     def lacking(self, state: Mapping[str, Any]) -> list[str]:
         """One line for each thing that a server in this ``state`` has otherwise, with the way out."""
-        if "logprobs_mode" not in state:
+        if not {"logprobs_mode", "changes", "paused"} <= state.keys():
             return ["it does not say what it computes: its plugin is of an earlier release, or it is something else"]
         found = []
         if state["base_hash"] != self.base_hash:

@@ -71,9 +71,12 @@ class PolicyServer:
             tell_versions(client)
 
     async def state(self) -> dict[str, Any]:
+        count = self.changes.count  # first: what comes in between is then known by it
         state = await self._engine.rpc("qerl_state")
         return {
             "version": state["version"],
+            "changes": count,
+            "paused": self.changes.is_paused,
             "hash": state["hash"] or None,
             "noise": {key: state[key] for key in ("sigma", "seed", "rollout", "targets")},
             "max_rank": self.rank,

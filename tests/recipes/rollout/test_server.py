@@ -8,8 +8,11 @@ import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
+import httpx
 import numpy as np
+import openai
 import pytest
 from digit_rewards import digits_of_some
 from safetensors.torch import load_file
@@ -31,6 +34,7 @@ from qerl_vllm_plugin.client import PolicyClient
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 # one sequence at a time in both engines: products of batches of other sizes round otherwise, now and then
 ALONE = ("--max-num-seqs", "1")
+DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # vLLM's own /pause and /resume
 RUN = {
     "max_steps": 3,
     "max_completion_length": 16,
@@ -48,10 +52,10 @@ RUN = {
 def running(serve_policy, make_nvfp4, hold_port):
     """A server: its ``url``, its ``process``, and ``restart()``, which starts another one in its place."""
     base, port = make_nvfp4("qwen2"), hold_port()
-    found = SimpleNamespace(url=f"http://127.0.0.1:{port}", process=serve_policy(base, port, *ALONE))
+    found = SimpleNamespace(url=f"http://127.0.0.1:{port}", process=serve_policy(base, port, *ALONE, **DEVELOPMENT))
 
     def restart():
-        found.process = serve_policy(base, port, *ALONE)
+        found.process = serve_policy(base, port, *ALONE, **DEVELOPMENT)
 
     found.restart = restart
     return found
@@ -237,6 +241,25 @@ def test_after_a_restart_the_policy_may_come_another_way_where_one_process_pushe
         link.settle(restarted, trainer.vllm_generation._snapshot())
 
 
+def test_a_server_that_is_started_again_as_another_is_refused_by_name(against, monkeypatch):
+    others = {
+        "it serves another base": {"base_hash": "1" * 64},
+        "its adapter has at most rank 2 and this one has 4": {"max_rank": 2},
+        "it holds sequences of 8 tokens": {"max_model_len": 8},
+        "start it with --logprobs-mode processed_logprobs": {"logprobs_mode": "raw_logprobs"},
+    }
+    rollouts = against().vllm_generation
+    rollouts.begin(0, None)
+    link, state = rollouts._link, rollouts._link.state()
+    monkeypatch.setattr(link._policy, "swap", lambda *given, **named: pytest.fail("it was given the policy"))
+    for text, change in others.items():
+        monkeypatch.setattr(link._policy, "state", lambda change=change: {**state, "instance": "another", **change})
+        with pytest.raises(ServerRefusedError, match=f"does not fit this recipe: .*{text}"):
+            rollouts.generate(prompts=[[5, 6, 7]] * 4, images=None, num_generations=4)
+        with pytest.raises(ServerRefusedError, match=f"does not fit this recipe: .*{text}"):
+            rollouts.begin(1, None)
+
+
 FITTING = {
     "base": "/models/a",
     "base_hash": "0" * 64,
@@ -246,6 +269,8 @@ FITTING = {
     "dtype": "bfloat16",
     "logprobs_mode": "processed_logprobs",
     "max_model_len": 64,
+    "changes": 1,
+    "paused": False,
 }
 
 
@@ -316,7 +341,32 @@ def test_nobody_there_is_said_after_the_timeout(hold_port, against):
     assert time.monotonic() - began < PATIENCE
 
 
-@pytest.mark.parametrize("what", ["policy", "noise"])
+def test_a_server_that_somebody_has_paused_is_waited_for_in_time_and_named(running, against, capfd):
+    rollouts = against(vllm_server_timeout=2).vllm_generation
+    rollouts.begin(0, 0.1)
+    httpx.post(f"{running.url}/pause", params={"mode": "keep"}).raise_for_status()
+    try:
+        began = time.monotonic()
+        with pytest.raises(ServerLostError, match=r"has not answered for 2 s \(Conn.*somebody has paused its"):
+            rollouts.generate(prompts=[[5, 6, 7]] * 4, images=None, num_generations=4)
+        assert 2 <= time.monotonic() - began < 8
+        assert "somebody has paused its engine" in capfd.readouterr().err
+    finally:
+        httpx.post(f"{running.url}/resume").raise_for_status()
+    assert len(rollouts.generate(prompts=[[5, 6, 7]] * 4, images=None, num_generations=4)[1]) == 4
+
+
+def test_a_key_that_the_server_no_longer_takes_is_a_refusal_by_name(running, against, monkeypatch):
+    rollouts = against().vllm_generation
+    rollouts.begin(0, 0.1)
+    keyless = httpx.Response(401, json={"error": "Unauthorized"}, request=httpx.Request("GET", running.url))
+    error = openai.AuthenticationError("Unauthorized", response=keyless, body=None)
+    monkeypatch.setattr(openai.resources.AsyncModels, "list", AsyncMock(side_effect=error))
+    with pytest.raises(ServerRefusedError, match="does not name its model: Unauthorized"):
+        rollouts.generate(prompts=[[5, 6, 7]] * 4, images=None, num_generations=4)
+
+
+@pytest.mark.parametrize("what", ["policy", "noise", "noise, which it takes back"])
 def test_a_server_that_another_program_changes_ends_the_run(what, running, against):
     rollouts = against().vllm_generation
     client = PolicyClient(running.url, os.environ["QERL_ADMIN_TOKEN"])
@@ -327,6 +377,9 @@ def test_a_server_that_another_program_changes_ends_the_run(what, running, again
         client.swap(None)
     else:
         client.set_noise(0.1, seed=8, rollout=0)
+    if what == "noise, which it takes back":
+        client.set_noise(0.1, seed=rollouts._noise.seed, rollout=0)
+        assert rollouts._noise.is_that_of(client.state())
     with pytest.raises(AnotherPolicyError, match=r"was given another policy .* or noise since version"):
         rollouts.generate(prompts=prompts, images=None, num_generations=4)
     if what == "policy":
