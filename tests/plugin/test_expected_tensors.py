@@ -7,9 +7,9 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl_vllm_plugin.expected_tensors import expected_tensors, experts, fused_with
-from qerl_vllm_plugin.packed_tensors import check_quantized
+from qerl_vllm_plugin.packed_tensors import cache_scales, check_quantized
 from qerl_vllm_plugin.safetensors_header import TensorHeader
-from qerl_vllm_plugin.scheme import Nvfp4Scheme
+from qerl_vllm_plugin.scheme import COMPRESSED, MODELOPT, CheckpointError, Nvfp4Scheme, PackedNames
 
 LAYER = ["mlp.down_proj", "mlp.up_proj", "mlp.gate_proj", "attn.v_proj", "attn.q_proj", "attn.k_proj", "attn.o_proj"]
 
@@ -59,6 +59,81 @@ def test_a_config_without_a_head_dim_means_what_transformers_takes_it_for(family
     assert tensors is not None
     name = "model.layers.0.self_attn.q_proj.weight"
     assert tensors[name].shape == tuple(model.get_parameter(name).shape) == (4 * head, 64)
+
+
+def refused(scheme: Nvfp4Scheme | None, **tensors: tuple[str, tuple[int, ...]]) -> str:
+    """What is said of a checkpoint with these tensors, "" if nothing; ``__`` in a name stands for a dot."""
+    named = {name.replace("__", "."): what for name, what in tensors.items()}
+    headers = {name: TensorHeader(name, Path("x"), dtype, shape, 0, 0) for name, (dtype, shape) in named.items()}
+    try:
+        check_quantized(headers, scheme)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+CODES, SCALES, FP8_CODES = ("U8", (8, 16)), ("F8_E4M3", (8, 2)), ("F8_E4M3", (8, 32))
+SCALAR, ONE, ROWS, BF16_SCALAR = ("F32", ()), ("F32", (1,)), ("F32", (8, 1)), ("BF16", ())
+OURS, MODELOPTS = Nvfp4Scheme(), Nvfp4Scheme(names=MODELOPT)
+
+
+def test_a_packed_layer_has_the_tensors_of_its_format() -> None:
+    packed = {"a__weight_packed": CODES, "a__weight_scale": SCALES}
+    assert not refused(OURS, **packed, a__weight_global_scale=ONE)
+    assert "a.weight_global_scale is F32 [], but" in refused(OURS, **packed, a__weight_global_scale=SCALAR)
+    theirs = {"a__weight": CODES, "a__weight_scale": SCALES}
+    assert not refused(MODELOPTS, **theirs, a__weight_scale_2=SCALAR)
+    assert not refused(MODELOPTS, **theirs, a__weight_scale_2=ONE)
+    assert "a.weight_scale_2 is F32 [8, 1], but" in refused(MODELOPTS, **theirs, a__weight_scale_2=ROWS)
+
+
+def test_scales_of_activations_belong_to_a_scheme_that_has_them_and_may_be_absent() -> None:
+    packed = {"a__weight_packed": CODES, "a__weight_scale": SCALES, "a__weight_global_scale": ONE}
+    w4a4 = Nvfp4Scheme(activations="4-bit activations")
+    assert not refused(w4a4, **packed) and not refused(w4a4, **packed, a__input_global_scale=ONE)
+    assert "a.input_global_scale belongs to W4A4" in refused(OURS, **packed, a__input_global_scale=ONE)
+
+
+@pytest.mark.parametrize(
+    ("names", "scale", "is_right"),
+    [
+        (COMPRESSED, ROWS, True),
+        (COMPRESSED, ONE, True),
+        (COMPRESSED, BF16_SCALAR, True),
+        (COMPRESSED, ("F32", (8, 2)), False),
+        (COMPRESSED, ("F32", (1, 8)), False),
+        (COMPRESSED, ("F16", (8, 1)), False),
+        (MODELOPT, SCALAR, True),
+        (MODELOPT, ONE, True),
+        (MODELOPT, ROWS, False),
+    ],
+)
+def test_a_layer_in_fp8_has_a_scale_for_all_or_of_compressed_tensors_for_each_row(
+    names: PackedNames, scale: tuple[str, tuple[int, ...]], is_right: bool
+) -> None:
+    scheme = Nvfp4Scheme(fp8=("a",), names=names)
+    said = refused(scheme, a__weight=FP8_CODES, a__weight_scale=scale)
+    assert not said if is_right else "tensor a.weight_scale is" in said
+    assert not refused(scheme, a__weight=FP8_CODES, a__weight_scale=ONE, a__input_scale=SCALAR)
+    assert "a.weight_scale (F32 or BF16" in refused(scheme, a__weight=FP8_CODES)
+
+
+def test_an_fp8_cache_has_both_scales_in_either_place_and_is_declared() -> None:
+    declared = Nvfp4Scheme(kv_cache=True)
+    assert not refused(declared, attn__k_scale=ONE, attn__v_scale=SCALAR)
+    assert not refused(declared, attn__k_proj__k_scale=BF16_SCALAR, attn__v_proj__v_scale=ONE)
+    assert "tensor attn.v_scale (F32 or BF16" in refused(declared, attn__k_scale=ONE)
+    assert "tensor attn.k_scale (F32 or BF16" in refused(declared, attn__v_scale=ONE)
+    assert "tensor attn.v_proj.v_scale (F32" in refused(declared, attn__k_proj__k_scale=ONE)
+    assert "attn.k_scale is F32 [8, 1]" in refused(declared, attn__k_scale=ROWS, attn__v_scale=ONE)
+    assert "a scale of q_scale is not supported" in refused(declared, attn__q_scale=ONE)
+    assert "declares an FP8 KV cache, but no tensor ends with k_scale" in refused(declared, norm__weight=("BF16", (8,)))
+    names = ["attn.k_scale", "attn.k_proj.weight_scale", "attn.v_proj.v_scale", "attn.k_scale.weight"]
+    headers = {name: TensorHeader(name, Path("x"), *ONE, 0, 0) for name in names}
+    assert list(cache_scales(headers)) == ["attn.k_scale", "attn.v_proj.v_scale"]
+    for scheme, way_out in ((OURS, "write its weights alone"), (None, "download or quantize")):
+        said = refused(scheme, attn__k_scale=ONE, attn__v_scale=ONE)
+        assert "belongs to an FP8 KV cache, which config.json does not declare" in said and way_out in said
 
 
 def test_the_experts_of_a_large_mixture_are_checked_in_seconds() -> None:
