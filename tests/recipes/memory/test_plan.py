@@ -104,6 +104,16 @@ def test_the_cache_holds_what_its_bytes_hold() -> None:
     planned = plan(NVFP4_32B)
     tokens = part(planned, "KV cache").rollout // (256 * 1024)
     assert f"{tokens // 2560} of 64 full sequences" in part(planned, "KV cache").detail
+    roomy = plan(NVFP4_32B, gpu=Gpu(200 * GB, is_hopper=True))
+    assert part(roomy, "KV cache").rollout > 64 * 2560 * 256 * 1024
+    assert part(roomy, "KV cache").detail.endswith("; room for all 64 sequences of 2560 tokens")
+
+
+def test_weights_that_cannot_be_lowered_come_without_advice() -> None:
+    """They are read by the trainer, too, so that they stay while the engine sleeps, and are of the smallest arm."""
+    assert part(plan(NVFP4_32B), "engine's weights").knobs == ()
+    own = part(plan(NVFP4_32B, "--quantization", "bf16"), "engine's weights")
+    assert own.knobs == ("vllm_enable_sleep_mode: true", "quantization: qerl_nvfp4")
 
 
 @pytest.mark.parametrize(
@@ -319,6 +329,13 @@ def test_a_limit_below_the_gpus_memory_decides_how_much_is_kept() -> None:
 def test_checkpointed_layers_without_checkpointing_is_refused() -> None:
     with pytest.raises(ValueError, match="has no effect with gradient_checkpointing: false"):
         plan(NVFP4_32B, "--checkpointed_layers", "3", "--gradient_checkpointing", "false")
+    with pytest.raises(ValueError, match="checkpointed_layers is 65, and this model has 64 blocks"):
+        plan(NVFP4_32B, "--checkpointed_layers", "65")
+
+
+def test_the_plan_names_the_type_of_embedding_and_head() -> None:
+    for dtype, named in (("bfloat16", "BF16"), ("float16", "FP16")):
+        assert f"embedding and head in {named}" in part(plan(NVFP4_32B, "--dtype", dtype), "engine's weights").detail
 
 
 MEASURED = sorted((RECIPES.parent / "kernels/results").glob("train_*.json"))

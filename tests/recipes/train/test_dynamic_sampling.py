@@ -1,4 +1,5 @@
-from collections import deque
+from collections import defaultdict, deque
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -8,6 +9,7 @@ from qerl_recipes.train.dynamic_sampling import (
     PromptStream,
     informative_groups,
     judged_by,
+    refill,
     replace_groups,
     replace_logged,
 )
@@ -99,6 +101,38 @@ def test_the_table_of_completions_has_those_that_are_trained_on():
     rewards = {name: list(column) for name, column in before["rewards"].items()}
     # columns that a reward has not filled, before or for the fresh ones, stay
     assert rewards == {"known": [1, 1, 5, 6], "late": [], "short": ["w", "x", "y", "z"]}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_process_fills_its_own_groups_of_those_that_are_left_over(rank):
+    """Four groups of two, two a process: of the first of either process, and of the last, nothing can be learnt."""
+    judged = torch.tensor([1.0, 1.0, 0.0, 1.0, 2.0, 2.0, 0.0, 0.0])
+    elsewhere = torch.tensor(100)
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(
+            num_processes=2,
+            process_index=rank,
+            device="cpu",
+            gather=lambda own: torch.stack([own, 0 * own + elsewhere]),
+        ),
+        num_generations=2,
+        judged=judged,
+        args=SimpleNamespace(dynamic_sampling_max_rounds=0),
+        vllm_generation=SimpleNamespace(tokens=7),
+        _logs={"advantages": deque([0.5] * 8)},
+        _metrics={"train": defaultdict(list)},
+    )
+    given = {"advantages": torch.full((4,), 0.5), "completion_mask": torch.ones(4, 3, dtype=torch.long)}
+    filled = refill(trainer, dict(given), 2)
+    taught = [False, True] if rank == 0 else [False, False]
+    rows = [teaches for teaches in taught for _ in range(2)]
+    assert filled["advantages"].tolist() == [0.5 * teaches for teaches in rows]
+    assert filled["completion_mask"].tolist() == [[int(teaches)] * 3 for teaches in rows]
+    assert filled["num_items_in_batch"] == 3 * sum(rows) + 100
+    assert list(trainer._logs["advantages"]) == [0.0, 0.0, 0.5, 0.5, 0.0, 0.0, 0.0, 0.0]
+    counts = {name: values for name, values in trainer._metrics["train"].items() if "tokens" not in name}
+    expected = {"accepted_groups": 1, "dropped_groups": 3, "filled_groups": 3, "rounds": 0}
+    assert counts == {f"dynamic_sampling/{name}": [count] for name, count in expected.items()}
 
 
 def equal_below_five(completions, prompts, **columns):
