@@ -313,6 +313,7 @@ def _page(
             edge=min(EDGE, len(metrics)),
             accuracy_plot=Markup(plots.accuracies("Accuracy with 95 % intervals", rows)) if rows else "",
             rows=rows,
+            of_training=evaluation.get("of_training") or [],
             is_of_another=_other_adapter(folder, evaluation),
             several_tasks=len({row.task for row in rows}) > 1,
             pictures=_pictures(metrics, held_out),

@@ -42,6 +42,10 @@ PAGE = """\
 <p class="missing">These figures are of another adapter than the one that lies here now. This judges that one:
 <code>{{ how_to_evaluate }}</code></p>
 {% endif %}
+{% if of_training %}
+<p class="missing">{{ of_training | join(", ") }}: what the adapter was trained on, whole or in part, and no unseen
+problems.</p>
+{% endif %}
 {{ accuracy_plot }}
 <div class="wide"><table>
 <tr>{% if several_tasks %}<th>task</th>{% endif %}<th>model</th><th class="number">accuracy</th>

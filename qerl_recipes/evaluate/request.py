@@ -151,6 +151,16 @@ def _task_of(recipe: Mapping[str, Any]) -> str:
     return "gsm8k"
 
 
+def is_of_training(task: str, recipe: Mapping[str, Any]) -> bool:
+    """Whether a local task asks the file that a run was trained on, whole or in part, as far as its recipe says."""
+    if not task.startswith((MATH, EXACT, NUMBER)):
+        return False
+    file = Path(task.partition(":")[2]).resolve()
+    named = [recipe.get("dataset_name"), (recipe.get("dataset_kwargs") or {}).get("path")]
+    places = [Path(place).resolve() for place in named if place is not None]
+    return any(file in (place, place / "train.jsonl") for place in places)
+
+
 class _AsWritten(str):
     """A number with a point or an exponent, letter for letter."""
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qerl_recipes.evaluate.intervals import several, summary
+from qerl_recipes.evaluate.request import is_of_training
 from qerl_recipes.evaluate.settled import EngineSettings, Evaluation, Settled, settle
 from qerl_recipes.files import run_state
 from qerl_recipes.files.adapter import AdapterFolder
@@ -41,8 +42,8 @@ def evaluate(base: str, adapter: str | None, tasks: Sequence[str], **options: An
     ``options`` are those of ``settled.Evaluation``. In the result ``tasks[name]["base" or "adapter"]`` has
     ``accuracy``, ``n`` (problems), ``num_samples``, ``ci95`` (low, high), ``interval``, the kind of interval, ``cut``,
     the share of answers that ended at the limit of length, and for several samples ``pass_at`` and ``maj_at``, each
-    ``{k: {value, ci95}}``; ``as_in_training`` says what the adapter's training settled. Raises ValueError as ``settle``
-    does.
+    ``{k: {value, ci95}}``; ``as_in_training`` says what the adapter's training settled, ``of_training`` which tasks ask
+    problems of the file that it was trained on. Raises ValueError as ``settle`` does.
     """
     return evaluate_each([Evaluation(base=base, adapter=adapter, tasks=list(tasks), **options)])[0]
 
@@ -98,6 +99,7 @@ def _answered(llm: "LLM", one: Settled, benchmarks: "Sequence[Benchmark]") -> di
         "dtype": one.engine.dtype,
         "trained_on": None if saved is None else saved.quantization,
         "as_in_training": one.as_in_training,
+        "of_training": [] if saved is None else [task for task in asked.tasks if is_of_training(task, saved.recipe)],
         "sampling": {
             **asdict(sampling),
             "use_chat_template": uses_template(llm.get_tokenizer(), sampling),
@@ -116,6 +118,9 @@ def _answered(llm: "LLM", one: Settled, benchmarks: "Sequence[Benchmark]") -> di
     write_text(output / RESULT, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     if not asked.quiet:
         Console().print(table(result))
+        for task in result["of_training"]:
+            line = f"{task} is what the adapter was trained on, whole or in part: these are no unseen problems"
+            Console().print(line, markup=False, highlight=False, soft_wrap=True)
         Console().print(f"wrote {output / RESULT} and {ANSWERS} beside it", markup=False, highlight=False)
     return result
 

@@ -199,9 +199,9 @@ def _running_sum_judge(doc: Doc, text: str) -> bool:
     return running_sum.answer_of(text) == doc.get_golds()[0]
 
 
-def _text(text: str) -> str:
+def _text(text: str) -> str | None:
     given = answer_in(text)
-    return text.strip() if given is None else given
+    return (text.strip() if given is None else given) or None
 
 
 def _mathematics(text: str) -> Any:

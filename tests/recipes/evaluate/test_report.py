@@ -159,6 +159,14 @@ def test_figures_of_another_adapter_than_the_one_that_lies_there_are_said_to_be_
     assert said not in report.write(tmp_path).read_text()
 
 
+def test_an_evaluation_on_what_was_trained_on_is_said_to_be_one(tmp_path: Path) -> None:
+    evaluation = {"tasks": {"jsonl:mine.jsonl": {"base": RESULT}}, "of_training": []}
+    assert "no unseen problems" not in words(report.write(fill(tmp_path, evaluation=evaluation)).read_text())
+    fill(tmp_path, evaluation={**evaluation, "of_training": ["jsonl:mine.jsonl"]})
+    said = words(report.write(tmp_path).read_text())
+    assert "jsonl:mine.jsonl: what the adapter was trained on, whole or in part, and no unseen problems." in said
+
+
 def test_held_out_rewards_and_parts_of_the_reward_have_pictures_and_absent_noise_has_none(tmp_path: Path) -> None:
     steps = [{**step, "sigma": 0.0, "rewards/format/mean": 0.5, "rewards/accuracy/mean": 0.1} for step in STEPS]
     held_out = [{"step": step, "eval/problems": 8, "eval/reward": 0.1 * step} for step in (0, 4)]

@@ -62,3 +62,22 @@ def test_the_command_judges_a_local_file_as_the_reward_did_and_works_from_any_fo
     monkeypatch.chdir(tmp_path)
     state = {"recipe": {"dataset_name": "mine.jsonl", "reward_funcs": ["exact_answer"]}}
     assert f"--tasks jsonl-exact:{tmp_path}/mine.jsonl " in evaluation_request.command("run", state)
+
+
+def test_a_task_of_the_file_that_was_trained_on_is_known_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    mine, folder = {"dataset_name": "mine.jsonl"}, {"dataset_name": str(tmp_path / "data")}
+    known = {"dataset_name": "bigmath", "dataset_kwargs": {"path": "mine.jsonl"}}
+    cases = [
+        ("jsonl:mine.jsonl", mine, True),
+        (f"jsonl-exact:{tmp_path}/mine.jsonl", mine, True),
+        (f"jsonl-number:{tmp_path}/data/../mine.jsonl", known, True),
+        ("jsonl:other.jsonl", mine, False),
+        ("jsonl:data/train.jsonl", folder, True),
+        ("jsonl:data/test.jsonl", folder, False),
+        ("gsm8k", {"dataset_name": "gsm8k"}, False),
+        ("jsonl:mine.jsonl", {}, False),
+    ]
+    assert [evaluation_request.is_of_training(task, recipe) for task, recipe, _ in cases] == [x for *_, x in cases]

@@ -43,7 +43,7 @@ def runs(make_nvfp4: Make, tmp_path_factory: pytest.TempPathFactory, save_adapte
     )
     # the second time the right answers are those that the base gave the first time
     given = answers(folder / "first", "base")
-    lines = [{"prompt": prompt, "answer": answer} for prompt, answer in given.items()]
+    lines = [{"prompt": prompt, "answer": answer} for prompt, answer in given.items() if answer.strip()]
     (folder / "second.jsonl").write_text("\n".join(map(json.dumps, lines)))
     save_adapter(adapter, seed=2)
     tasks = [f"jsonl-exact:{folder}/second.jsonl", "running_sum"]
@@ -307,6 +307,8 @@ def test_a_run_of_another_arm_is_judged_on_its_own_weights_with_the_prompts_of_i
     )
     result = json.loads((tmp_path / "run" / "evaluation" / "evaluation.json").read_text())
     assert (result["quantization"], result["trained_on"]) == ("bf16", "bf16")
+    assert result["of_training"] == [f"jsonl:{tmp_path}/x.jsonl"]
+    assert "these are no unseen problems" in " ".join(printed.split())
     lines = [json.loads(line) for line in (tmp_path / "run/evaluation/answers.jsonl").read_text().splitlines()]
     assert {line["prompt"] for line in lines} == {f"4+4;{i}+3;8=" for i in range(8)}
     assert len(lines) == 16

@@ -21,11 +21,12 @@ def test_an_adapters_own_answers_survive_as_far_as_the_merged_checkpoint_gives_t
     state = {"base": str(base), "base_hash": run_state.base_hash(base), "quantization": "qerl_nvfp4", "recipe": recipe}
     adapter = save_adapter(tmp_path / "adapter", seed=1, **state)
     task = tmp_path / "own.jsonl"
-    lines = [{"prompt": f"{a}+{b}=", "answer": "none"} for a in range(1, 5) for b in range(1, 9)]
+    lines = [{"prompt": f"{a}+{b}=", "answer": "none"} for a in range(1, 10) for b in range(1, 9)]
     task.write_text("\n".join(map(json.dumps, lines)))
     evaluation.evaluate(str(base), str(adapter), [f"jsonl-exact:{task}"], output_dir=tmp_path / "own", quiet=True)
     given = [json.loads(line) for line in (tmp_path / "own/answers.jsonl").read_text().splitlines()]
     own = [{"prompt": g["prompt"], "answer": g["answers"][0]} for g in given if g["model"] == "adapter"]
+    own = [line for line in own if line["answer"].strip()]
     task.write_text("\n".join(map(json.dumps, own)))
 
     options = ["--merge", "--measure", f"jsonl-exact:{task}", "--max_samples", "24"]

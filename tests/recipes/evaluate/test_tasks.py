@@ -18,6 +18,7 @@ from qerl_recipes.tasks import running_sum
         ("jsonl", ["<answer>2</answer>", "<answer>4</answer>", "<think>$\\boxed{2}$</think><answer>4</answer>"], 1),
         ("jsonl", ["nothing", "at all"], None),
         ("jsonl-exact", ["a", " b", "<answer>b</answer>", "a "], 0),
+        ("jsonl-exact", ["", " ", "<answer></answer>", "b"], 3),  # who says nothing does not vote
     ],
 )
 def test_the_vote_goes_to_the_answer_that_most_samples_give(
