@@ -174,10 +174,13 @@ def test_an_adapter_to_continue_from_and_trained_norms_are_counted(tmp_path: Pat
     planned = make(*settings, gpu=HOPPER)
     numbers = 64 * 8 * ((5120 + 5120) + (5120 + 1024))
     assert part(planned, "trained adapter").rollout == 4 * numbers
+    assert part(planned, "trained adapter").training == (4 + 2) * numbers  # autocast's copies
     assert part(planned, "gradients").training == 4 * numbers
     assert part(planned, "optimizer").rollout == 8 * numbers
     with_norms = plan(NVFP4_32B, "--adapter_name_or_path", str(tmp_path), "--train_norms", "true")
     assert part(with_norms, "gradients").training == 4 * (numbers + 2 * 64 * 5120)
+    assert part(with_norms, "gradients").detail == f"fp32, {2 * 64 * 5120} of norms"
+    assert part(plan(NVFP4_32B, "--optim", "adamw_8bit"), "optimizer").knobs == ("lora_r below 32",)
 
 
 def test_an_adapter_on_no_layer_is_refused_and_not_planned_as_nothing() -> None:
@@ -199,6 +202,7 @@ def test_two_gpus_of_one_engine_hold_half_of_its_weights_each() -> None:
 
 def test_an_engine_whose_share_is_too_small_is_told_how_large_it_must_be() -> None:
     planned = plan(NVFP4_32B, "--vllm_gpu_memory_utilization", "0.25")
+    assert planned.remark == "", "of an engine that does not start there is no more to say"
     with pytest.raises(ValueError, match=r"use vllm_gpu_memory_utilization: (0\.\d\d) or more") as error:
         planned.check()
     enough = re.search(r"utilization: (0\.\d\d) or more", str(error.value)).group(1)  # type: ignore[union-attr]
@@ -371,6 +375,7 @@ def tokens(*flags: str) -> str:
 def test_a_shared_prompt_is_planned_once_in_each_packed_row() -> None:
     assert "of 8448 tokens, prompts of a group once" in tokens()  # 256 + 8 * 1024
     assert "of 9216 tokens, prompts of a group once" in tokens("--pack_tokens", "2304")  # two completions fit a row
+    assert "of 10240 tokens" in tokens("--pack_tokens", "1280")  # one does
 
 
 @pytest.mark.parametrize(
