@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from qerl_kernels import linear_tiles, nvfp4, tiles
-from qerl_kernels.adapter import COLUMNS, Adapter, padded, shrink, spans
+from qerl_kernels.adapter import COLUMNS, Adapter, Shrink, Variant, padded, quickest, shrink, spans
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=4), st.sampled_from([8, 16, 24, 32, 64, 128]))
@@ -76,3 +76,22 @@ def test_the_operator_with_an_adapter_passes_torch_library_checks():
     w, _, adapter, x = example()
     arguments = (x, w.tiles, w.row_scale, w.counters, w.N, w.K, w.scale, None, adapter.a, adapter.b, adapter.spans)
     torch.library.opcheck(torch.ops.qerl.nvfp4_linear_tiles.default, arguments)
+
+
+def test_the_quickest_launch_by_itself_has_a_block_for_every_tile_of_tokens():
+    found = {M: (tuple(quickest(M).variant), quickest(M).most) for M in (1, 8, 9, 64, 65, 512)}
+    assert found == {
+        1: ((8, 1, 16), 1),
+        8: ((8, 1, 16), 1),
+        9: ((16, 1, 16), 1),
+        64: ((16, 1, 16), 4),
+        65: ((32, 2, 16), 3),
+        512: ((32, 2, 16), 16),
+    }
+
+
+def test_a_product_leaves_multiprocessors_free_only_where_it_is_told_to_and_they_are_few():
+    how = Shrink(Variant(8, 1, 16), 3)  # 8 blocks of columns, 2 of rows for R = 32, 3 of tokens
+    assert how.blocks(64, 32) == 48 and how.left_free(64, 32, 1000) == 0
+    beside = how._replace(beside=True)
+    assert (beside.left_free(64, 32, 240), beside.left_free(64, 32, 239)) == (48, 0)

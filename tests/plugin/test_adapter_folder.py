@@ -106,11 +106,12 @@ def test_a_config_that_is_no_json_object_is_refused(folder, content, message):
 
 @pytest.fixture
 def base(tmp_path):
-    """A checkpoint of two shards: more bytes than are looked at, and fewer."""
+    """A checkpoint of three shards, of more bytes than are looked at and of fewer, written in no order of their names."""
     folder = tmp_path / "base"
     folder.mkdir()
     (folder / "b.safetensors").write_bytes(bytes(range(256)) * 4000)
     (folder / "a.safetensors").write_bytes(b"short")
+    (folder / "c.safetensors").write_bytes(b"")
     write_config(folder, model_type="qwen2", hidden_size=64)
     return folder
 
@@ -122,7 +123,7 @@ def write_config(folder, **config):
 def expected_hash(folder, config):
     """From the definition: 64 blocks of 4 KiB from the first to the last, as evenly as whole bytes allow."""
     sha = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for name in ("a.safetensors", "b.safetensors"):
+    for name in ("a.safetensors", "b.safetensors", "c.safetensors"):
         content = (folder / name).read_bytes()
         last = len(content) - 4096
         starts = [last * i // 63 for i in range(64)] if last > 0 else [0] * 64
@@ -134,7 +135,7 @@ def test_a_base_is_known_by_its_config_and_its_files_wherever_it_lies(base, tmp_
     found = adapter_folder.base_hash(base)
     assert found == expected_hash(base, {"model_type": "qwen2", "hidden_size": 64})
     # run states and cards hold it: another definition would refuse every adapter that was ever saved
-    assert found == "1c11cf3106baa2f79d9aafb5c69c23cf77937f0ee38555074dbe2dd9b14237f9"
+    assert found == "ecce3282a3d51b3613c19cad26275973804c1087acaf2b842f4df7cf0d261218"
     write_config(base, transformers_version="5.0", hidden_size=64, _name_or_path="/elsewhere", model_type="qwen2")
     assert adapter_folder.base_hash(base.rename(tmp_path / "moved")) == found
 
@@ -148,7 +149,7 @@ def test_a_base_of_other_bytes_names_or_config_is_another(base, place):
     seen = [adapter_folder.base_hash(base)]
     (base / "b.safetensors").write_bytes(content + b"x")
     seen.append(adapter_folder.base_hash(base))
-    (base / "b.safetensors").rename(base / "c.safetensors")
+    (base / "b.safetensors").rename(base / "d.safetensors")
     seen.append(adapter_folder.base_hash(base))
     write_config(base, model_type="qwen2", hidden_size=65)
     seen.append(adapter_folder.base_hash(base))
