@@ -106,7 +106,7 @@ def test_a_config_that_is_no_json_object_is_refused(folder, content, message):
 
 @pytest.fixture
 def base(tmp_path):
-    """A checkpoint of three shards, of more bytes than are looked at and of fewer, written in no order of their names."""
+    """Three shards of more bytes than are looked at and of fewer, written in no order of their names."""
     folder = tmp_path / "base"
     folder.mkdir()
     (folder / "b.safetensors").write_bytes(bytes(range(256)) * 4000)
