@@ -78,3 +78,26 @@ def test_what_one_of_an_adapters_halves_is_made_of_lies_in_one_piece_for_each_wi
     ]
     assert [part.begin for part in table.parts] == [0, *(part.end for part in table.parts[:-1])]
     assert table.parts[-1].end == table.size == 4 * sum(shape.numel() for _, _, shape in kinds)
+
+
+def pieces_at(*places):
+    """Bytes from .. to .. of one memory."""
+    memory = torch.zeros(1000, dtype=torch.uint8)
+    return [memory[first:end] for first, end in places]
+
+
+def test_what_is_near_is_copied_together_and_what_is_far_apart_is_left_out(monkeypatch):
+    """By hand: 20 bytes between two pieces are copied, 120 are not; a copy begins as aligned as its memory."""
+    monkeypatch.setattr(spans, "GAP", 32)
+    planned = spans.plan(pieces_at((200, 210), (60, 80), (0, 40), (500, 500)), 1000)
+    assert planned == ([(0, 0, 80), (192, 80, 18)], [88, 60, 0, 0], 98)
+    assert spans.plan(pieces_at((0, 40), (72, 80)), 1000).spans == [(0, 0, 80)]
+    assert spans.plan(pieces_at((0, 40), (73, 80)), 1000).spans == [(0, 0, 40), (64, 48, 16)]
+    assert spans.plan(pieces_at((0, 40), (10, 20)), 1000).spans == [(0, 0, 40)], "one within another"
+    assert spans.plan(pieces_at((7, 7)), 1000) == ([], [0], 0) and spans.plan([], 1000).size == 0
+
+
+def test_nearly_all_of_a_memory_goes_in_one_copy(monkeypatch):
+    monkeypatch.setattr(spans, "GAP", 0)
+    assert spans.plan(pieces_at((0, 450), (550, 1000)), 1000) == ([(0, 0, 1000)], [0, 550], 1000)
+    assert len(spans.plan(pieces_at((0, 450), (551, 1000)), 1000).spans) == 2

@@ -4,12 +4,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save
 
 from qerl_vllm_plugin import compat, noise
-from qerl_vllm_plugin.adapter import AdapterError, Checker
+from qerl_vllm_plugin.adapter import AdapterError, Checker, Target
 from qerl_vllm_plugin.change_log import ChangeLog
 from qerl_vllm_plugin.cuda_ipc import CudaIPCError
-from qerl_vllm_plugin.worker_policy import ANOTHER_RANK, WorkerPolicy, on_all_ranks, prepare_noise, prepare_swap
+from qerl_vllm_plugin.worker_policy import (
+    ANOTHER_RANK,
+    WorkerPolicy,
+    most_bytes,
+    on_all_ranks,
+    prepare_noise,
+    prepare_swap,
+)
 
 NAMES = ("model.layers.0.input_layernorm.weight", "model.layers.0.post_attention_layernorm.weight", "model.norm.weight")
 TARGETS = list(noise.DEFAULT_TARGETS)
@@ -37,7 +45,7 @@ def ranks(monkeypatch):
 
     monkeypatch.setattr(compat, "any_rank", any_rank)
     monkeypatch.setattr(compat, "weights_are_away", lambda: False)
-    monkeypatch.setattr(compat, "may_sleep", lambda worker: False)
+    monkeypatch.setattr(compat, "may_sleep", lambda worker: {"this worker": False}[worker])  # asked of no other
     monkeypatch.setattr(compat, "refuse_to_run", lambda worker, reason: asked.stopped.append((worker, str(reason()))))
     return asked
 
@@ -71,6 +79,67 @@ def test_versions_go_up_and_the_same_adapter_again_is_no_change(policy):
 def test_an_adapter_without_a_place_for_it_is_refused(policy):
     with pytest.raises(AdapterError, match="this engine has no room for an adapter"):
         swap(policy, tensors={}, config={})
+
+
+class Carrier:
+    """Notes what it is asked for."""
+
+    max_rank = 4
+
+    def __init__(self):
+        self.asked = []
+
+    def prepare(self):
+        self.asked.append("prepare")
+
+    def stage(self, checked):
+        self.asked.append("stage")
+        return checked
+
+    def commit(self, staged):
+        self.asked.append(staged)
+
+
+LINEARS = {f"model.layers.{i}.mlp.up_proj": Target("up_proj", 0, 8, 16) for i in (0, 1)}
+CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["up_proj"]}
+
+
+def adapter():
+    return {
+        f"base_model.model.{name}.lora_{half}.weight": torch.ones(shape)
+        for name in LINEARS
+        for half, shape in (("A", (4, 8)), ("B", (16, 4)))
+    }
+
+
+def test_promise_04_an_adapter_is_checked_and_staged_before_it_is_committed(policy):
+    policy.carrier, policy.targets, policy.checker = Carrier(), LINEARS, Checker(LINEARS, 4)
+    tensors = adapter()
+    change = prepare_swap(policy, tensors, CONFIG, None, None, "")
+    assert policy.carrier.asked == ["prepare", "stage"] and policy.version == 0
+    assert change() == {"version": 1, "modules": 2} and policy.carrier.asked[2].pairs.keys() == LINEARS.keys()
+    policy.carrier.asked.clear()
+    swap(policy)
+    assert policy.carrier.asked == ["prepare", "stage", None], "no adapter is staged as such"
+    policy.carrier.asked.clear()
+    with pytest.raises(AdapterError, match="config is list; it must be an object"):
+        swap(policy, tensors=tensors, config=[])
+    tensors.popitem()
+    with pytest.raises(AdapterError, match="is missing"):
+        swap(policy, tensors=tensors, config=CONFIG)
+    assert policy.carrier.asked == [] and policy.version == 2
+
+
+def test_the_largest_adapter_with_all_norms_fits_what_is_said_of_it(policy):
+    norms = {name: torch.ones(size) for name, size in policy.sizes.items()}
+    assert len(save(norms)) <= most_bytes(policy) < len(save(norms)) + (2 << 20)
+    policy.carrier, policy.targets = Carrier(), LINEARS
+    whole = len(save({**adapter(), **norms}))
+    assert whole <= most_bytes(policy) < whole + (2 << 20)
+    policy.sizes = dict.fromkeys(NAMES, 1 << 20)
+    policy.carrier.max_rank = 1 << 16
+    numbers = 3 * (1 << 20) + 2 * (1 << 16) * (8 + 16)
+    assert 4 * numbers + (1 << 16) < most_bytes(policy) < 4 * numbers + (2 << 20)
 
 
 def test_promise_04_trained_norms_are_set_whole_or_not_at_all(policy):
@@ -156,6 +225,7 @@ def test_promise_04_what_any_rank_refuses_none_makes(policy, ranks):
         (AdapterError("no"), {"error": "no"}),
         (CudaIPCError("not here"), {"error": "not here", "unreachable": True}),
         (KeyError("k"), {"error": "KeyError: 'k'"}),
+        (ValueError(), {"error": "ValueError: "}),  # never an error without a word
     ):
 
         def prepare(error=error):

@@ -291,3 +291,30 @@ def test_a_bf16_layer_merges_as_before(make_bf16):
         assert sum(isinstance(module, LoraLayer) for module in adapted.modules()) == 2
         weights.append(adapted.merge_and_unload().model.layers[0].self_attn.q_proj.weight)
     assert torch.equal(*weights)
+
+
+def test_a_merged_adapter_is_not_added_twice():
+    base, w, bias = frozen("BF16")
+    holder = get_peft_model(torch.nn.ModuleDict({"part": base}), LoraConfig(r=4, target_modules=["part"]))
+    fused_lora.install(holder, "default")
+    layer, x = holder.base_model.model["part"], torch.randn(5, K, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert type(layer) is fused_lora.AdaptedLinear
+    layer.lora_B.default.weight.data.normal_(std=500)
+    delta = (layer.lora_B.default.weight @ layer.lora_A.default.weight).detach().double() * layer.scaling["default"]
+    exact = x.double() @ (w + delta).t() + bias.double()
+    assert delta.norm() > 0.1 * w.norm()
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        apart = layer(x)
+        layer.merge()
+        merged = layer(x)
+    for y in (apart, merged):
+        assert (y.double() - exact).norm() < 1e-2 * exact.norm()
+
+
+def test_an_adapter_with_a_bias_stays_with_peft_and_one_that_is_not_there_is_on_no_layer():
+    lora = LoraConfig(r=4, target_modules=["part"], lora_bias=True)
+    holder = get_peft_model(torch.nn.ModuleDict({"part": frozen("BF16")[0]}), lora)
+    assert fused_lora.install(holder, "default") == 0
+    assert type(holder.base_model.model["part"]) is not fused_lora.AdaptedLinear
+    plain = get_peft_model(torch.nn.ModuleDict({"part": frozen("BF16")[0]}), LoraConfig(r=4, target_modules=["part"]))
+    assert fused_lora.install(plain, "another") == 0 and fused_lora.install(plain, "default") == 1
