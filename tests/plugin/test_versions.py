@@ -140,6 +140,14 @@ def test_a_log_goes_on_when_it_is_full_and_forgets_the_oldest(monkeypatch):
     assert reader.text([(3.5, 5.5)]) == "30-50"
 
 
+def test_a_pause_is_known_to_every_process_until_it_ends():
+    log = ChangeLog()
+    reader = ChangeLog(log.path)
+    for is_so in (True, False):
+        log.is_paused = is_so
+        assert reader.is_paused is is_so and not reader.is_lost and reader.count == 0
+
+
 def test_a_lost_engine_is_known_to_every_process():
     log = ChangeLog()
     reader = ChangeLog(log.path)

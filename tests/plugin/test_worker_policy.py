@@ -1,5 +1,6 @@
 """Versions, norms and noise of one worker without an engine, and what becomes of a change that some rank refuses."""
 
+import hashlib
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from qerl_vllm_plugin.cuda_ipc import CudaIPCError
 from qerl_vllm_plugin.worker_policy import (
     ANOTHER_RANK,
     WorkerPolicy,
+    digest_of,
     most_bytes,
     on_all_ranks,
     prepare_noise,
@@ -148,7 +150,7 @@ def test_promise_04_trained_norms_are_set_whole_or_not_at_all(policy):
         ("model.layers.1.input_layernorm.weight", torch.ones(8), "is no norm of this model"),
         (NAMES[1], torch.ones(9), r"has shape \(9,\), not \(8,\)"),
         (NAMES[1], torch.ones(1, 8), r"has shape \(1, 8\)"),
-        (NAMES[1], torch.full((8,), torch.nan), "holds NaN or infinite"),
+        (NAMES[1], torch.tensor([1.0] * 7 + [torch.nan]), "holds NaN or infinite"),
         ("model.layers.9.input_layernorm.weight", torch.ones(7), r"has shape \(7,\)"),
     ):
         with pytest.raises(AdapterError, match=message):
@@ -252,3 +254,11 @@ def test_a_commit_that_fails_on_a_rank_leaves_an_engine_that_serves_nothing(poli
     assert policy.changes.is_lost and policy.changes.count == 0
     later = on_all_ranks(policy, lambda: prepare_swap(policy, None, None, None, None, ""))
     assert later == answer and policy.version == 0, "it is never changed again"
+
+
+def test_a_digest_is_of_bits_in_their_order_however_they_lie():
+    table = torch.arange(12.0).view(3, 4)
+    found = digest_of([table, table.t()])
+    assert found == digest_of([table.clone(), table.t().contiguous()])
+    assert found == hashlib.sha256(b"".join(t.contiguous().numpy().tobytes() for t in (table, table.t()))).hexdigest()
+    assert found != digest_of([table.t(), table]) and found != digest_of([table, table])

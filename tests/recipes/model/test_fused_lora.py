@@ -197,6 +197,9 @@ def test_behind_a_gate_that_needs_no_gradient_the_adapter_still_gets_one():
     with torch.autocast("cpu", torch.bfloat16):
         fused_lora.gated(gate, up.requires_grad_(), layer).sum().backward()
     assert up.grad is not None and layer.lora_B.default.weight.grad.abs().sum() > 0
+    with torch.autocast("cpu", torch.bfloat16):
+        fused_lora.gated(gate.requires_grad_(), up.detach(), layer).sum().backward()
+    assert gate.grad is not None and gate.grad.abs().sum() > 0
 
 
 def test_an_output_that_nobody_uses_adds_nothing():
