@@ -60,8 +60,8 @@ class Calls:
         through shared memory, and all that is left in the request's body (auto); or one of the three alone (ipc,
         shared, http). What goes through shared memory stays there, as large as the adapter, for the next swap, and
         ends with the client. ``timeout``: seconds without an answer (None: for ever), beside those in which the server
-        lets requests end ("wait"). Raises ValueError for another transport, and for a token or key that no header can
-        carry.
+        lets requests end ("wait"). Raises ValueError for another transport, for what is no such url, and for a token or
+        key that no header can carry.
         """
         for name, text in (("admin_token", admin_token), ("api_key", api_key or "")):
             if not isinstance(text, str) or not all("!" <= character <= "~" for character in text):
@@ -80,13 +80,14 @@ class Calls:
         self._timeout = timeout
         headers = {TOKEN_HEADER: admin_token} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         self._options: dict[str, Any] = {
-            "base_url": url.rstrip("/").removesuffix("/v1") + "/v1/qerl/",
+            "base_url": _address(url, api_key).rstrip("/").removesuffix("/v1") + "/v1/qerl/",
             "headers": headers,
             "timeout": timeout,
         }
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._options['base_url']})"  # without the token
+        url = httpx.URL(self._options["base_url"])  # without the token, and whoever the url names
+        return f"{type(self).__name__}({url.copy_with(username='', password='')})"
 
     @staticmethod
     def _given(tensors: Tensors | None, config: Any, norms: Tensors | None) -> tuple[Tensors | None, dict[str, Any]]:
@@ -218,6 +219,19 @@ class Calls:
         elif response.status_code == 200 or (response.status_code == 404 and "reason" not in found):
             text = f"{text or 'an empty answer'}: {NO_ROUTES}"
         raise PolicyRefusedError(response.status_code, text, str(found.get("reason", "")))
+
+
+def _address(url: str, api_key: str | None) -> str:
+    """The url, if it is one of a server. Raises ValueError."""
+    try:
+        found = httpx.URL(url)
+    except (httpx.InvalidURL, TypeError) as error:
+        raise ValueError(f"url is no address ({error}); it looks like http://127.0.0.1:8000") from None
+    if found.scheme not in ("http", "https") or not found.host or found.query or found.fragment:
+        raise ValueError(f"url is {url!r}; it must be the server's, with http or https, such as http://127.0.0.1:8000")
+    if api_key and found.userinfo:
+        raise ValueError("url names a user, who would be sent in place of the api_key; leave one of the two out")
+    return url
 
 
 def query(version: int | None, requests: str) -> dict[str, str]:

@@ -109,3 +109,18 @@ def test_a_change_that_lets_requests_end_may_take_as_long_as_the_server_gives_th
     PolicyClient(NOBODY, "token", timeout=None).set_noise(0.1, seed=0, rollout=0, requests=mode)
     assert [found["read"] for found in asked] == [seconds] * 3 + [None]
     assert [found["connect"] for found in asked] == [5] * 3 + [None]
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8000", "", "ftp://x", "http://", "http://x/?a=1", "http://x/#a", "http://::1:1", None]
+)
+def test_what_is_no_servers_url_is_refused_by_name(url):
+    with pytest.raises(ValueError, match=r"^url is .*http://127.0.0.1:8000"):
+        PolicyClient(url, "token")
+
+
+def test_a_user_in_the_url_is_told_nowhere_and_does_not_take_the_place_of_the_key():
+    with pytest.raises(ValueError, match="in place of the api_key") as refused:
+        PolicyClient("http://user:secret@x:1", "token", "key")
+    assert "secret" not in str(refused.value)
+    assert repr(PolicyClient("http://user:secret@x:1", "token")) == "PolicyClient(http://x:1/v1/qerl/)"
