@@ -64,6 +64,7 @@ class PolicyServer:
             "dtype": str(model.dtype).removeprefix("torch."),
             "logprobs_mode": model.logprobs_mode,
             "max_model_len": model.max_model_len,
+            "speculative": None if (drafts := vllm_config.speculative_config) is None else drafts.method,
             "machine": shared_file.machine(),
             "gpus": opened["gpus"],
         }

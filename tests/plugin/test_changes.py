@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import torch
-from engine_client import EngineClient
+from engine_client import EngineClient, vllm_config
 from fastapi import FastAPI
 from safetensors.torch import save_file
 from waiting import PATIENCE
@@ -79,12 +79,10 @@ class Engine(EngineClient):
 
 def with_server(engine, use, *, connector=None, api_servers=1):
     """What ``use(server)`` returns or raises, on a server of that engine."""
-    parallel = SimpleNamespace(_api_process_count=api_servers)
-    model = SimpleNamespace(quantization="qerl_nvfp4", dtype="float32", logprobs_mode="", max_model_len=8)
 
     async def run():
         server = PolicyServer()
-        config = SimpleNamespace(kv_transfer_config=connector, model_config=model, parallel_config=parallel)
+        config = vllm_config(api_servers, connector)
         await server.open(engine, config, None, None, 60)
         return await use(server)
 

@@ -3,11 +3,10 @@
 import asyncio
 import threading
 import time
-from types import SimpleNamespace
 
 import httpx
 import pytest
-from engine_client import EngineClient
+from engine_client import EngineClient, vllm_config
 from fastapi import FastAPI
 from vllm.v1.engine.exceptions import EngineDeadError
 from waiting import PATIENCE
@@ -106,9 +105,7 @@ def test_a_server_gives_up_an_engine_that_does_not_answer_and_every_request_ends
     engine, app = Engine(silent), FastAPI()
     routes.attach(app, read_token())
     app.state.qerl = PolicyServer()
-    model = SimpleNamespace(quantization="qerl_nvfp4", dtype="float32", logprobs_mode="", max_model_len=8)
-    parallel = SimpleNamespace(_api_process_count=1)
-    config = SimpleNamespace(kv_transfer_config=None, model_config=model, parallel_config=parallel)
+    config = vllm_config()
 
     async def use():
         await app.state.qerl.open(engine, config, None, None, 0.2)

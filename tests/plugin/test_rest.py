@@ -5,7 +5,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from engine_client import EngineClient
+from engine_client import EngineClient, vllm_config
 from waiting import PATIENCE
 
 from qerl_vllm_plugin.change_log import ChangeLog
@@ -89,11 +89,9 @@ class Client(EngineClient):
         return [{**state, **opened} if method in ("qerl_open", "qerl_state") else await self.core.change(method, args)]
 
 
-def with_servers(use, count=2):
+def with_servers(use, count=2, drafts=None):
     """What ``use(core, *servers)`` returns or raises, on API servers of one engine."""
-    parallel = SimpleNamespace(_api_process_count=count)
-    model = SimpleNamespace(quantization="qerl_nvfp4", dtype="float32", logprobs_mode="", max_model_len=8)
-    config = SimpleNamespace(kv_transfer_config=None, model_config=model, parallel_config=parallel)
+    config = vllm_config(count, drafts=drafts)
 
     async def run():
         core, servers = Core(), [PolicyServer() for _ in range(count)]
@@ -103,6 +101,15 @@ def with_servers(use, count=2):
         return await asyncio.wait_for(use(core, *servers), PATIENCE)
 
     return asyncio.run(run())
+
+
+@pytest.mark.parametrize("method", [None, "ngram"])
+def test_the_state_says_how_tokens_are_drafted(method):
+    async def use(core, server):
+        return await server.state()
+
+    drafts = None if method is None else SimpleNamespace(method=method)
+    assert with_servers(use, 1, drafts)["speculative"] == method
 
 
 def noise(server, mode="keep", **keywords):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from engine_client import EngineClient
+from engine_client import EngineClient, vllm_config
 from vllm.v1.engine.exceptions import EngineDeadError
 from waiting import PATIENCE
 
@@ -211,9 +211,7 @@ class Engine(EngineClient):
 
 def test_no_api_server_lets_the_engine_run_while_another_changes_it():
     state = {"paused": False, "running": 0, "changes": 0, "asked": 0, "log": ChangeLog()}
-    model = SimpleNamespace(quantization="qerl_nvfp4", dtype="float32", logprobs_mode="", max_model_len=8)
-    parallel = SimpleNamespace(_api_process_count=1)
-    config = SimpleNamespace(kv_transfer_config=None, model_config=model, parallel_config=parallel)
+    config = vllm_config()
 
     async def use():
         servers = [PolicyServer(), PolicyServer()]
@@ -228,9 +226,7 @@ def test_no_api_server_lets_the_engine_run_while_another_changes_it():
 def test_what_one_api_server_finds_lost_is_lost_for_all_and_their_requests_end(monkeypatch):
     monkeypatch.setattr("qerl_vllm_plugin.server.engine.LOOK", 0.01)
     state = {"paused": False, "running": 0, "changes": 0, "asked": 0, "log": ChangeLog()}
-    model = SimpleNamespace(quantization="qerl_nvfp4", dtype="float32", logprobs_mode="", max_model_len=8)
-    parallel = SimpleNamespace(_api_process_count=2)
-    config = SimpleNamespace(kv_transfer_config=None, model_config=model, parallel_config=parallel)
+    config = vllm_config(api_servers=2)
     engine = Engine(state)
 
     async def use():
