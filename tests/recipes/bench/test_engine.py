@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,31 @@ from qerl_recipes.rollout import answers, arms
 from qerl_vllm_plugin import scheduler
 
 
-def test_a_swap_is_measured_with_and_without_emptying_the_prefix_cache() -> None:
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch, classes_looked_at_here: None) -> Iterator[None]:
+    """A swap is measured here and not in a process of its own, which would import all of vLLM once more; the slow test
+    over HTTP has one."""
+    engines: list[Any] = []
+    start = random_model.start
+
+    def ask(module: str, request: dict[str, Any], *, has_core: bool) -> dict[str, Any]:
+        assert (module, has_core) == (bench_swap.__name__, True)
+        found: dict[str, Any] = {}
+        bench_swap.measure(request, found)
+        return found
+
+    def keep(*given: Any, **options: Any) -> Any:
+        engines.append(start(*given, **options))
+        return engines[-1]
+
+    monkeypatch.setattr(random_model, "start", keep)
+    monkeypatch.setattr(bench_swap, "in_own_process", ask)
+    yield
+    for llm in engines:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def test_a_swap_is_measured_with_and_without_emptying_the_prefix_cache(in_this_process: None) -> None:
     (found,) = bench_swap.run("tiny", rank=4)["ways"].values()
     for what in ("swap", "noise", "prefix_cache"):
         assert 0 < found[what]["least"] <= found[what]["median"] <= found[what]["most"]
@@ -49,6 +73,7 @@ def test_unknown_ways_to_measure_a_swap_are_refused() -> None:
         bench_swap.run("tiny", transports=["ipc"])
 
 
+@pytest.mark.integration
 def test_each_case_of_an_arm_is_measured_as_a_whole_and_its_decoding_alone(tmp_path: Path) -> None:
     """Through the command, so that the way from its options to the engine's completions is the users'."""
     file = tmp_path / "rollout.json"
