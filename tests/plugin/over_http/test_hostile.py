@@ -1,16 +1,15 @@
 """Hostile requests to the server of this folder: each is refused by name, and changes nothing."""
 
-import contextlib
 import json
 import os
 import socket
-from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 import torch
 from policy_requests import API_KEY, TOKEN, description, kept, put
+from raw_requests import uploads
 from safetensors.torch import save
 from waiting import PATIENCE, until
 
@@ -19,16 +18,6 @@ from qerl_vllm_plugin.client import body
 from qerl_vllm_plugin.gpu_tensors import MEDIA_TYPE
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
-
-
-def uploads(server):
-    """The files without a name that the server keeps bodies in: at most that of the last change, for the next."""
-    found = set()
-    for link in Path(f"/proc/{server[2].pid}/fd").iterdir():
-        with contextlib.suppress(OSError):  # a connection, perhaps, that has just been closed
-            if "/dev/shm/" in os.readlink(link):
-                found.add(os.stat(link).st_ino)
-    return found
 
 
 def worked(server):
@@ -94,7 +83,7 @@ BODIES = {
 
 @pytest.mark.parametrize("case", BODIES)
 def test_hostile_bodies_are_refused_within_a_second(server, policy, adapters, case):
-    before, files = kept(policy), uploads(server)
+    before, files = kept(policy), uploads(server[2])
     make, status, text = BODIES[case]
     content, start = make(adapters), worked(server)
     answer = put(server, content)
@@ -102,7 +91,7 @@ def test_hostile_bodies_are_refused_within_a_second(server, policy, adapters, ca
     assert answer.status_code == status
     assert text in answer.json()["error"]
     assert kept(policy) == before
-    assert uploads(server) <= files and len(files) <= 1
+    assert uploads(server[2]) <= files and len(files) <= 1
 
 
 def put_description(server, given):
@@ -138,7 +127,7 @@ def test_memory_of_a_gpu_is_mapped_only_for_a_process_of_this_user_and_machine(s
 
 
 def test_a_body_that_is_promised_and_never_sent_is_refused_at_once_and_one_that_is_cut_changes_nothing(server, policy):
-    before, files, address = kept(policy), uploads(server), server[0].removeprefix("http://").split(":")
+    before, files, address = kept(policy), uploads(server[2]), server[0].removeprefix("http://").split(":")
     lines = f"PUT /v1/qerl/policy HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {API_KEY}\r\n"
     with socket.create_connection((address[0], int(address[1])), timeout=PATIENCE) as promise:
         promise.sendall(f"{lines}X-QeRL-Admin-Token: {TOKEN}\r\nContent-Length: {2 << 30}\r\n\r\n".encode())
@@ -149,7 +138,7 @@ def test_a_body_that_is_promised_and_never_sent_is_refused_at_once_and_one_that_
         stranger.sendall(f"{lines}Content-Length: {2 << 30}\r\n\r\n".encode())
         assert stranger.recv(100).startswith(b"HTTP/1.1 401")
     assert kept(policy) == before
-    assert until(lambda: uploads(server) <= files), "what had arrived of a cut body must go"
+    assert until(lambda: uploads(server[2]) <= files), "what had arrived of a cut body must go"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,95 @@
+"""What dies, stalls or runs out of room beside the server of this folder, and at last the server itself: nothing
+hangs, and nothing is left behind. These come last, for the last of them kills it."""
+
+import resource
+import signal
+import subprocess
+import sys
+
+import httpx
+import psutil
+import pytest
+from policy_requests import API_KEY, MODULES, TOKEN, kept
+from raw_requests import begin_stream, head, named_files, send, tree, upload, uploads
+from waiting import PATIENCE, until
+
+from qerl_vllm_plugin.client import PolicyClient, PolicyRefusedError, body
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def another(hf, make_adapter):
+    """An adapter of another size than those before: its file is not the one that the server has kept."""
+    return make_adapter(hf, r=3, target_modules=MODULES)[:2]
+
+
+def ask(server):
+    question = {"model": "policy", "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0.0, "logprobs": 1}
+    headers = {"Authorization": f"Bearer {API_KEY}"}
+    return httpx.post(f"{server[0]}/v1/completions", json=question, headers=headers, timeout=PATIENCE)
+
+
+def test_a_pusher_that_is_killed_in_the_middle_of_a_body_changes_nothing(server, policy, another):
+    before, files, content = kept(policy), uploads(server[2]), body(*another)
+    program = (
+        "import socket, sys\n"
+        f"connection = socket.create_connection(('127.0.0.1', {server[0].rsplit(':', 1)[1]}))\n"
+        "connection.sendall(sys.stdin.buffer.read())\n"
+        "print('sent', flush=True)\n"
+        "sys.stdin = open('/dev/zero')\n"
+        "sys.stdin.read()\n"
+    )
+    pusher = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    pusher.stdin.write(head("PUT /v1/qerl/policy HTTP/1.1") + upload(content, 0.5))
+    pusher.stdin.close()
+    assert pusher.stdout.readline() == b"sent\n"
+    assert until(lambda: uploads(server[2]) - files), "the body is not received yet: nothing is tested"
+    pusher.kill()
+    pusher.wait()
+    assert until(lambda: uploads(server[2]) <= files)
+    assert kept(policy) == before
+    assert ask(server).status_code == 200
+
+
+def test_an_adapter_for_which_there_is_no_room_left_is_refused_by_name(server, another):
+    policy = PolicyClient(server[0], TOKEN, API_KEY, transport="http")
+    before, process = kept(policy), psutil.Process(server[2].pid)
+    limits = process.rlimit(resource.RLIMIT_FSIZE)
+    process.rlimit(resource.RLIMIT_FSIZE, (4 << 10, limits[1]))  # the kernel refuses the write after so many bytes
+    try:
+        with pytest.raises(
+            PolicyRefusedError,
+            match=r"/dev/shm is full: File too large; make room there, or give it more \(--shm-size\)",
+        ) as refused:
+            policy.swap(*another)
+    finally:
+        process.rlimit(resource.RLIMIT_FSIZE, limits)
+    assert refused.value.status == 507
+    assert kept(policy) == before
+    assert not uploads(server[2])
+    assert policy.swap(*another) == before["version"] + 1
+
+
+def test_a_client_that_never_reads_holds_nobody_up(server, policy, another):
+    before = kept(policy)["version"]
+    with begin_stream(server[0], 1000, receive=4096) as silent:
+        assert silent.recv(12) == b"HTTP/1.1 200"  # and no more
+        assert policy.swap(*another, requests="wait") == before + 1
+        assert policy.swap(*another, requests="keep") == before + 2
+        answer = ask(server)
+        assert (answer.status_code, answer.headers["x-qerl-policy-version"]) == (200, str(before + 2))
+    assert httpx.get(f"{server[0]}/health", timeout=PATIENCE).status_code == 200
+
+
+def test_a_server_that_is_killed_leaves_no_process_and_no_file(server, adapters):
+    processes, files, content = tree(server[2]), uploads(server[2]), body(*adapters[1]["second"])
+    assert len(processes) > 1
+    streams = begin_stream(server[0], 1000), send(server[0], "PUT /v1/qerl/policy HTTP/1.1", upload(content, 0.5))
+    assert until(lambda: uploads(server[2]) - files)
+    used = named_files(processes)
+    server[2].send_signal(signal.SIGKILL)
+    assert psutil.wait_procs(processes, PATIENCE)[1] == []
+    assert [file for file in used if file.exists()] == []
+    for stream in streams:
+        stream.close()
