@@ -89,3 +89,24 @@ def test_a_sigma_of_zero_is_no_noise():
     norms.set_noise(found, 0.1, 5, 6)
     assert norms.set_noise(found, 0, 5, 7) == 2
     assert all(norm.noise is None for _, norm in norms.named_norms(found))
+
+
+def test_saved_norms_are_set_whole_or_not_at_all_and_a_folder_without_any_says_none(tmp_path):
+    found = model(input_layernorm=Norm(32), post_attention_layernorm=Norm(32))
+    norms.replace(found, rounded=False)
+    before = {name: norm.weight.clone() for name, norm in norms.named_norms(found)}
+    assert norms.load_norms(found, tmp_path) == 0
+    first, second = before
+    for name, bad, message in (
+        ("layers.1.input_layernorm.weight", torch.ones(32), "is no norm of this model; was it trained on another base"),
+        (second, torch.ones(33), r"has shape \(33,\), not \(32,\)"),
+        (second, torch.tensor([1.0] * 31 + [torch.inf]), "holds NaN or infinite values"),
+    ):
+        norms.save_norms({first: torch.zeros(32), name: bad}, tmp_path)
+        with pytest.raises(ValueError, match=message):
+            norms.load_norms(found, tmp_path)
+        assert all(torch.equal(norm.weight, before[name]) for name, norm in norms.named_norms(found))
+    norms.save_norms({second: torch.full((32,), 2.0)}, tmp_path)
+    assert norms.load_norms(found, tmp_path) == 1
+    assert norms.trained_norms(norms.named_norms(found)).keys() == {second}
+    assert torch.equal(found["layers"][0]["post_attention_layernorm"].weight, torch.full((32,), 2.0))
