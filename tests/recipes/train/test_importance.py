@@ -102,19 +102,31 @@ def test_differences_are_those_of_all_processes():
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_divergence_from_the_reference_is_the_estimate_k3(level):
     """J. Schulman, Approximating KL divergence (2020): r - 1 - log r, of r = reference over policy."""
-    logps, reference = torch.tensor([[-1.0, -2.0, 5.0]]), torch.tensor([[-1.5, -1.0, 0.0]])
-    inputs = {"ref_per_token_logps": reference, "completion_mask": torch.tensor([[1, 1, 0]])}
+    logps = torch.tensor([[-1.0, -2.0, 5.0], [-1.2, 5.0, 5.0]])
+    reference = torch.tensor([[-1.5, -1.0, 0.0], [-1.2, 0.0, 0.0]])
+    inputs = {"ref_per_token_logps": reference, "completion_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}
     args = types.SimpleNamespace(use_bias_correction_kl=False, importance_sampling_level=level)
-    k3 = [math.exp(-0.5) - 1 + 0.5, math.exp(1.0) - 1 - 1.0]
+
+    def estimates():
+        kl = importance.reference_kl(logps, inputs, args)["kl"]
+        return [*kl[0, :2].tolist(), float(kl[1, 0])]
+
+    k3 = [math.exp(-0.5) - 1 + 0.5, math.exp(1.0) - 1 - 1.0, 0.0]
     assert importance.reference_kl(logps, {}, args) == {}
-    assert importance.reference_kl(logps, inputs, args)["kl"][0, :2].tolist() == pytest.approx(k3)
+    assert estimates() == pytest.approx(k3)
     args.use_bias_correction_kl = True
-    assert importance.reference_kl(logps, inputs, args)["kl"][0, :2].tolist() == pytest.approx(k3)  # the first step
-    inputs["old_per_token_logps"] = torch.full((1, 3), -1.2)
-    ratios = [math.exp(0.2), math.exp(-0.8)] if level == "token" else [math.exp(-0.3)] * 2
-    found = importance.reference_kl(logps, inputs, args)["kl"][0, :2]
-    assert found.tolist() == pytest.approx([a * b for a, b in zip(k3, ratios, strict=True)])
-    inputs["completion_mask"] = torch.zeros(1, 3)
+    assert estimates() == pytest.approx(k3), "the first step"
+    reference[1, 0] = -0.2
+    k3[2] = math.exp(1.0) - 1 - 1.0
+    inputs["old_per_token_logps"] = torch.full((2, 3), -1.4)
+    ratios = [math.exp(0.4), math.exp(-0.6), math.exp(0.2)]
+    if level == "sequence":
+        ratios[:2] = [math.exp(-0.1)] * 2
+    assert estimates() == pytest.approx([estimate * ratio for estimate, ratio in zip(k3, ratios, strict=True)])
+    args.use_bias_correction_kl = False
+    assert estimates() == pytest.approx(k3)
+    args.use_bias_correction_kl = True
+    inputs["completion_mask"] = torch.zeros(2, 3)
     assert importance.reference_kl(logps, inputs, args)["kl"].isfinite().all()
 
 
