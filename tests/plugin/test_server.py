@@ -43,7 +43,7 @@ def start_server(make_nvfp4, start_process, hold_port, tmp_path):
             VLLM_ALLOW_RUNTIME_LORA_UPDATING="1",
         )
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=120)
-        deadline = time.monotonic() + 280
+        deadline = time.monotonic() + 500
         while time.monotonic() < deadline:
             try:
                 client.models.list()

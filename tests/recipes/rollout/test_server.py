@@ -1,5 +1,6 @@
 """Training against a server in another process: the same bits as in process, whatever happens to the server."""
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -16,7 +17,7 @@ import openai
 import pytest
 from digit_rewards import digits_of_some
 from safetensors.torch import load_file
-from waiting import PATIENCE
+from waiting import PATIENCE, until
 
 from qerl_recipes.recipe.server_keys import IN_A_REQUEST
 from qerl_recipes.rollout import engine
@@ -96,8 +97,14 @@ def inside(running, make_module_trainer, watched, tmp_path_factory):
 def against(running, inside, make_trainer, watched, tmp_path):
     """against(**settings) -> a trainer with the server's rollouts."""
 
+    def answers():
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(f"{running.url}/health", timeout=PATIENCE).is_success
+
     def make(**settings):
-        mode = {"vllm_mode": "server", "vllm_server_base_url": running.url}
+        assert until(answers, 500), running.process.log.read_text()[-4000:]
+        # twice as long as the default: it may start once more, beside all other tests
+        mode = {"vllm_mode": "server", "vllm_server_base_url": running.url, "vllm_server_timeout": 500}
         return watched(make_trainer, tmp_path / "run", **{**mode, **settings})
 
     return make
@@ -150,7 +157,7 @@ def test_a_silent_server_ends_the_run_in_time_and_the_run_resumes_to_the_same_bi
     try:
         with pytest.raises(ServerLostError) as lost:
             trainer.train()
-        assert 1 < time.monotonic() - stopped[0] < PATIENCE, "neither at once nor after the default 240 s"
+        assert 1 < time.monotonic() - stopped[0] < PATIENCE, "neither at once nor after 500 s"
     finally:
         os.killpg(running.process.pid, signal.SIGCONT)
     assert running.url in str(lost.value) and "has not answered for 5 s" in str(lost.value)
