@@ -262,6 +262,12 @@ def test_a_reward_that_cannot_be_had_is_refused_with_its_name(name, settings, me
         reward(name, **settings)
 
 
+def test_the_least_settings_that_make_sense_are_taken():
+    punishment = reward("soft_overlong_punishment", max_completion_len=10, soft_punish_cache=1)
+    assert punishment(completions=[""] * 3, completion_ids=[[0] * n for n in (9, 10, 11)]) == [0.0, -1.0, -1.0]
+    assert reward("cosine", cosine_max_len=1)(completions=[r"\boxed{2}"], solution=["2"]) == [pytest.approx(0.5)]
+
+
 def test_a_dotted_path_names_a_function_of_one_s_own(tmp_path, monkeypatch):
     (tmp_path / "own_rewards.py").write_text("def half(completions, **columns):\n    return [0.5] * len(completions)\n")
     monkeypatch.syspath_prepend(tmp_path)
