@@ -152,6 +152,12 @@ def is_attention(layer: torch.nn.Module) -> bool:
     return isinstance(layer, Attention)
 
 
+def attentions(vllm_config: Any) -> list[torch.nn.Module]:
+    """The attention layers of a loaded model, by vLLM's register of them: before 0.30 those of a model that runs by
+    transformers' own classes are no modules of it."""
+    return [layer for layer in vllm_config.compilation_config.static_forward_context.values() if is_attention(layer)]
+
+
 def kv_cache_method(quant_config: Any) -> Any:
     """vLLM's own method for the scales of an FP8 KV cache."""
     from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod

@@ -21,16 +21,16 @@ def forward(model: torch.nn.Module, vllm_config: "VllmConfig", tokens: torch.Ten
     """``tokens: (T,)`` -> the last hidden state, (T, H), eagerly and by this rank's part of the weights."""
     # (3, T) where positions have three parts
     first = tokens.new_zeros((3, len(tokens)) if vllm_config.model_config.uses_mrope else len(tokens))
-    with _attention_to_itself(model, vllm_config):
+    with _attention_to_itself(vllm_config):
         hidden: torch.Tensor = model(input_ids=tokens, positions=first)
     return hidden
 
 
 @contextmanager
-def _attention_to_itself(model: torch.nn.Module, vllm_config: "VllmConfig") -> Iterator[None]:
+def _attention_to_itself(vllm_config: "VllmConfig") -> Iterator[None]:
     from vllm.forward_context import set_forward_context
 
-    attentions: list[Any] = [module for module in model.modules() if compat.is_attention(module)]
+    attentions: list[Any] = compat.attentions(vllm_config)
     for module in attentions:
         module.forward = partial(_own_values, module)  # some models call it by this name, past any hook
     try:
