@@ -6,7 +6,7 @@ vllm serve MODEL --quantization qerl_nvfp4
 import sys
 
 NAME = "qerl_nvfp4"  # what --quantization is given
-TESTED_VLLM = ("0.26.0", "0.31.0")
+TESTED_VLLM = ("0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
 
 
 def register() -> None:

@@ -19,7 +19,7 @@ from qerl_recipes.machine.gpu import HOPPER, MARLIN, REFERENCE, TILED
 from qerl_recipes.recipe.shapes import config_json
 from qerl_vllm_plugin import TESTED_VLLM
 
-# the versions that the tests have run with; the first of vLLM and torch on CUDA, the second on a CPU
+# the versions that the tests have run with: vLLM 0.26.0 and the first torch on CUDA, too, the rest on a CPU
 TESTED = {
     "vllm": TESTED_VLLM,
     "torch": ("2.11.0", "2.13.0"),
@@ -94,14 +94,14 @@ def installed(package: str) -> str | None:
 
 def add_version(report: Report, package: str) -> None:
     """A row for a package; torch missing is a problem, another one only for what needs it."""
-    version, tested = installed(package), " and ".join(TESTED[package])
+    version, tested = installed(package), ", ".join(TESTED[package])
     if version is None:
         report.rows.append((package, "not installed", f"needed for {NEEDED_BY[package]}"))
         if package == "torch":
             report.problems.append("torch is not installed; QeRL runs in an environment that has vLLM, which brings it")
         return
     is_tested = version.split("+")[0] in TESTED[package]
-    report.rows.append((package, version, "tested" if is_tested else f"not tested; {tested} are"))
+    report.rows.append((package, version, "tested" if is_tested else f"not tested; tested: {tested}"))
 
 
 def add_device(report: Report) -> None:

@@ -90,13 +90,13 @@ def warnings_of_qerl(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("version", ["0.26.0", "0.31.0", "0.31.0+cpu"])
+@pytest.mark.parametrize("version", ["0.26.0", "0.28.0", "0.31.0", "0.31.0+cpu", "0.32.0"])
 def test_tested_versions_are_accepted_silently(version, warnings_of_qerl):
     compat.check_vllm_version(version)
     assert warnings_of_qerl == []
 
 
-@pytest.mark.parametrize("version", ["0.27.1", "0.32.9.dev3+gabc", "unknown"])
+@pytest.mark.parametrize("version", ["0.27.0", "0.32.9.dev3+gabc", "unknown"])
 def test_versions_in_between_are_accepted_with_a_warning(version, warnings_of_qerl):
     compat.check_vllm_version(version)
     assert len(warnings_of_qerl) == 1

@@ -58,7 +58,8 @@ def test_a_missing_vllm_is_said_and_is_no_failure(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("version", "remark"), [("0.26.0", "tested"), ("0.31.0+cpu", "tested"), ("0.30.1", "not tested; 0.26.0 and 0.31.0")]
+    ("version", "remark"),
+    [("0.26.0", "tested"), ("0.31.0+cpu", "tested"), ("0.30.1", "not tested; tested: 0.26.0, 0.27.1, ")],
 )
 def test_a_version_is_compared_with_those_that_were_tested(
     version: str, remark: str, monkeypatch: pytest.MonkeyPatch
