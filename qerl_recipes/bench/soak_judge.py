@@ -1,6 +1,7 @@
 """Whether each answer is what the policy it names computes: its tokens are given to a reference engine under that
 policy, and every log-probability must come back."""
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -79,10 +80,11 @@ class _Docket:
         self.controls: dict[int, int] = {}  # answer -> a change that it does not name
         self.values: dict[int, dict[int, list[float]]] = {}  # answer -> change -> log-probabilities
         wanted: dict[int, list[int]] = defaultdict(list)
+        places_of = functools.cache(lambda policy: named(policy, changes))  # many answers name the same
         for i, answer in enumerate(answers):
             if not answer.tokens:
                 continue
-            found = named(answer.policy, changes)
+            found = places_of(answer.policy)
             if not found:
                 self.verdict.wrong[i] = f"answer {i} names policy {answer.policy}, which was never served"
             elif "-" in answer.policy and len(found) > MOST_POLICIES:
