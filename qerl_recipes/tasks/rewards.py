@@ -105,13 +105,13 @@ def code_format(script: ScriptArguments) -> Reward:
     wanted = script.code_language
 
     def matches(text: str, language: str) -> bool:
-        layout = rf"^<think>\n.*?\n</think>\n<answer>\n.*?```{language}.*?```.*?\n</answer>$"
+        layout = rf"^<think>\n.*?\n</think>\n<answer>\n.*?```{re.escape(language)}.*?```.*?\n</answer>$"
         return re.match(layout, text, re.DOTALL | re.MULTILINE) is not None
 
-    def code_format(completions: list[Completion], language: list[str] | None = None, **columns: Any) -> list[float]:
+    def code_format(completions: list[Completion], language: list[Any] | None = None, **columns: Any) -> list[float]:
         languages = [wanted] * len(completions) if language is None else language
         texts = [text_of(completion) for completion in completions]
-        return [float(matches(text, of)) for text, of in zip(texts, languages, strict=True)]
+        return [float(matches(text, of or wanted)) for text, of in zip(texts, languages, strict=True)]
 
     return code_format
 

@@ -106,6 +106,9 @@ def test_code_format_wants_a_block_of_the_language():
     assert reward("code_format", code_language="python")(completions=[text]) == [0.0]
     languages = reward("code_format", code_language="python")(completions=[text] * 2, language=["cpp", "python"])
     assert languages == [1.0, 0.0]  # a column of the data stands above the key, as in Open-R1
+    plus = reward("code_format")(completions=[text, text.replace("cpp", "c++")], language=["c++", "c++"])
+    assert plus == [0.0, 1.0]  # letters, not a pattern
+    assert reward("code_format", code_language="cpp")(completions=[text], language=[None]) == [1.0]  # a row without one
 
 
 EXACT = {
