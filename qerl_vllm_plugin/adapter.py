@@ -135,7 +135,7 @@ def check(
     return CheckedAdapter(rank, scaling, checked)
 
 
-def named_modules(config: Mapping[str, Any], targets: Mapping[str, Target]) -> set[str]:
+def named_modules(config: Mapping[str, Any], targets: Collection[str]) -> set[str]:
     """Which of the engine's linears ``target_modules``, ``exclude_modules`` and ``layers_to_transform`` name.
 
     PEFT's rules: a list matches whole names or their ends, a string is a regular expression for the whole name.
@@ -331,5 +331,5 @@ def _layer(name: str, pattern: str | list[str] | None) -> int | None:
     return None
 
 
-def _endings(targets: Mapping[str, Target]) -> str:
+def _endings(targets: Collection[str]) -> str:
     return ", ".join(sorted({name.rsplit(".", 1)[-1] for name in targets}))

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from qerl_recipes.files.run_state import STATE_FILE, CheckpointMismatch, whole_checkpoints
+from qerl_vllm_plugin.adapter import AdapterError, check_config
 
 CONFIG, TENSORS, NORMS = "adapter_config.json", "adapter_model.safetensors", "norms.safetensors"
 TEMPLATE = "chat_template.jinja"  # where transformers saves the tokenizer's
@@ -53,6 +54,13 @@ class AdapterFolder:
         if type(rank) is not int or rank < 1:
             raise ValueError(f"{self.path / CONFIG}: r is {rank!r}; it must be a whole number of at least 1")
         return rank
+
+    def check_plain(self) -> None:
+        """Raises ValueError for what no engine of ours serves: anything but plain LoRA, of one rank that vLLM takes."""
+        try:
+            check_config(self.config, ENGINE_RANKS[-1])
+        except AdapterError as error:
+            raise ValueError(f"{self.path / CONFIG}: {error}") from error
 
     @property
     def has_norms(self) -> bool:

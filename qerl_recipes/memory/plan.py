@@ -9,15 +9,14 @@ the engine's scratch and CUDA's own memory are estimates for sequences of full l
 """
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from qerl_recipes.files.adapter import engine_rank, open_adapter
+from qerl_recipes.files.adapter import engine_rank
 from qerl_recipes.machine.gpu import Gpu, gigabytes
-from qerl_recipes.memory import activation_bytes, engine_bytes, optimizer_bytes, weight_bytes
+from qerl_recipes.memory import activation_bytes, adapter_size, engine_bytes, optimizer_bytes, weight_bytes
 from qerl_recipes.memory.activation_bytes import MicroBatch
-from qerl_recipes.memory.model_size import LinearSize, ModelSize, measure, read_config
+from qerl_recipes.memory.model_size import ModelSize, measure, read_config
 from qerl_recipes.memory.parts import SLEEP, Part, Plan
 from qerl_recipes.model import shared_weights
 from qerl_recipes.model.packed_attention import LARGEST_HEAD
@@ -99,7 +98,7 @@ class _Run:
         self.engine_length = training.vllm_max_model_length or size.positions
         self.length = self.engine_length if prompt is None else min(prompt + completion, self.engine_length)
         self.completion = min(completion, self.length)
-        self.rank, self.targets = _adapter(script, model, size)
+        self.rank, self.targets = adapter_size.trained(script, model, size)
         self.pack_tokens = training.pack_tokens or 0
         self.is_flash = (model.attn_implementation or "").startswith(("flash", "kernels"))
 
@@ -262,7 +261,7 @@ class _Run:
     def working_parts(self, checkpointed: int) -> tuple[Part, ...]:
         """With so many blocks that compute their activations anew."""
         batch = self.micro_batch()
-        targets = len([target for target in self.targets if target.name.startswith(_first_block(self.size))])
+        targets = adapter_size.most_in_a_block(self.targets)
         padded_to, itemsize = self.length if batch.rows else 0, self.itemsize
         # with use_cpu the recipe is read on a machine without a GPU, where bf16 says nothing about a run on one
         autocast = bool(self.training.bf16 or self.training.fp16) or self.training.use_cpu
@@ -346,24 +345,6 @@ def _how_to_share(training: GRPOConfig) -> tuple[str, ...]:
     return ("share_weights: true",) if is_off else ()
 
 
-def _adapter(script: ScriptArguments, model: ModelConfig, size: ModelSize) -> tuple[int, list[LinearSize]]:
-    """Rank and target layers of the adapter that will be trained: the recipe's, or that of ``adapter_name_or_path``."""
-    rank, targets = model.lora_r, model.lora_target_modules or "all-linear"
-    if script.adapter_name_or_path is not None:
-        saved = open_adapter(script.adapter_name_or_path)
-        rank, targets = saved.rank, saved.config.get("target_modules", targets)
-    if targets in ("all-linear", ["all-linear"]):
-        return rank, list(size.linears)
-    if isinstance(targets, str):
-        found = [linear for linear in size.linears if re.fullmatch(targets, linear.name)]
-    else:
-        suffixes = tuple(f".{target}" for target in targets)
-        found = [linear for linear in size.linears if f".{linear.name}".endswith(suffixes)]
-    if not found:
-        raise ValueError(f"lora_target_modules: {targets} names no linear layer of this model")
-    return rank, found
-
-
 def _trained_norms(training: GRPOConfig, size: ModelSize) -> list[int]:
     """Elements of each."""
     from qerl_vllm_plugin.noise import is_target
@@ -371,8 +352,3 @@ def _trained_norms(training: GRPOConfig, size: ModelSize) -> list[int]:
     if not training.train_norms:
         return []
     return [count for name, count in size.norms.items() if is_target(name, tuple(training.noise_targets))]
-
-
-def _first_block(size: ModelSize) -> str:
-    """The name of the first block with its dot, such as ``model.layers.0.``"""
-    return ".".join(size.linears[0].name.split(".")[:3]) + "."

@@ -297,7 +297,8 @@ def _adapter(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) 
     start = script.adapter_name_or_path
     if start is not None:
         try:
-            has_norms = open_adapter(start).has_norms
+            (saved := open_adapter(start)).check_plain()
+            has_norms = saved.has_norms
         except ValueError as error:
             yield f"adapter_name_or_path: {error}"
             return

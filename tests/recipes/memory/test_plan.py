@@ -169,7 +169,8 @@ def test_sleeping_is_no_advice_for_a_rollout() -> None:
 
 def test_an_adapter_to_continue_from_and_trained_norms_are_counted(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.safetensors").touch()
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 8, "target_modules": ["q_proj", "v_proj"]}))
+    saved = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
     settings = parse(["--config", str(NVFP4_32B), *CPU, "--adapter_name_or_path", str(tmp_path)])
     planned = make(*settings, gpu=HOPPER)
     numbers = 64 * 8 * ((5120 + 5120) + (5120 + 1024))
@@ -184,7 +185,7 @@ def test_an_adapter_to_continue_from_and_trained_norms_are_counted(tmp_path: Pat
 
 
 def test_an_adapter_on_no_layer_is_refused_and_not_planned_as_nothing() -> None:
-    with pytest.raises(ValueError, match=r"lora_target_modules: .*q_projj.* names no linear layer of this model"):
+    with pytest.raises(ValueError, match=r"lora_target_modules: .*'q_projj', which is no linear layer of this"):
         plan(NVFP4_32B, "--lora_target_modules", "q_projj")
 
 

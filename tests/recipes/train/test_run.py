@@ -224,7 +224,7 @@ def test_prompts_beside_which_a_completion_does_not_fit_are_refused_before_an_en
 def test_an_adapter_of_another_base_is_refused_before_the_model_loads(run, write_recipe, monkeypatch, tmp_path):
     folder = tmp_path / "adapter"
     folder.mkdir()
-    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}')
     (folder / "adapter_model.safetensors").touch()
     (folder / "qerl_state.json").write_text(json.dumps({"base": "/models/other", "base_hash": "0" * 64}))
     monkeypatch.setattr(model, "load", lambda *a, **k: pytest.fail("the model was loaded"))

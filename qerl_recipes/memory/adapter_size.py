@@ -1,0 +1,39 @@
+"""Rank and linears of the adapter that a recipe trains: those that PEFT will wrap, before anything loads."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qerl_recipes.files.adapter import open_adapter
+from qerl_recipes.memory.model_size import LinearSize, ModelSize
+from qerl_recipes.recipe.configs import ModelConfig
+from qerl_recipes.recipe.script_arguments import ScriptArguments
+from qerl_vllm_plugin.adapter import AdapterError, named_modules
+
+
+def trained(script: ScriptArguments, model: ModelConfig, size: ModelSize) -> tuple[int, list[LinearSize]]:
+    """Rank and linears of the adapter: the recipe's, or that of ``adapter_name_or_path``, whatever keys of PEFT choose
+    its linears (``target_modules``, ``exclude_modules``, ``layers_to_transform``, ``layers_pattern``).
+
+    Raises ValueError for one that names no linear of this model, or is no plain LoRA adapter.
+    """
+    if script.adapter_name_or_path is not None:
+        saved = open_adapter(script.adapter_name_or_path)
+        saved.check_plain()
+        return saved.rank, _named(f"adapter_name_or_path {saved.path}", saved.config, size)
+    targets = model.lora_target_modules or "all-linear"
+    targets = "all-linear" if targets == ["all-linear"] else targets
+    return model.lora_r, _named("lora_target_modules", {"target_modules": targets}, size)
+
+
+def most_in_a_block(linears: Sequence[LinearSize]) -> int:
+    """How many of ``linears`` the block has that has most; blocks may have different ones, or none."""
+    return max(Counter(".".join(linear.name.split(".")[:3]) for linear in linears).values())
+
+
+def _named(source: str, config: Mapping[str, Any], size: ModelSize) -> list[LinearSize]:
+    try:
+        names = named_modules(config, [linear.name for linear in size.linears])
+    except AdapterError as error:
+        raise ValueError(f"{source}: {error}") from error
+    return [linear for linear in size.linears if linear.name in names]
