@@ -6,21 +6,18 @@ They come from local files, the Hugging Face hub, a mixture of both, and the dat
 import json
 import logging
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
-import pandas
-from datasets import Dataset, DatasetDict, ReadInstruction, concatenate_datasets, load_dataset, load_from_disk
+from datasets import Dataset, DatasetDict, ReadInstruction, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from qerl_recipes.hooks import DatasetLoader, collect
 from qerl_recipes.recipe.configs import ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
-from qerl_recipes.tasks import pick_number, reasoning_gym_task, running_sum
+from qerl_recipes.tasks import pick_number, reasoning_gym_task, running_sum, source_files
 
 logger = logging.getLogger(__name__)
 
-READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 RUNNING_SUM_SIZE = 4096
 
 
@@ -139,7 +136,7 @@ def from_files(script: ScriptArguments, name: str, config: str | None) -> tuple[
     A single file is the split ``train``; a split may be a slice, such as ``train[:90%]``. Raises ConfigError where
     there is nothing to read, no such split, and for held-out problems that would be trained on.
     """
-    splits = _read(name, config)
+    splits = source_files.read(name, config)
     train = _rows(splits, "dataset_train_split", script.dataset_train_split)
     if train is None:
         raise ConfigError(
@@ -186,31 +183,6 @@ def refuse_unread(script: ScriptArguments, source: str, *keys: str) -> None:
     defaults = ScriptArguments()
     if unread := [key for key in keys if getattr(script, key) != getattr(defaults, key)]:
         raise ConfigError(f"{source} does not read {', '.join(unread)}; remove the key")
-
-
-def _read(name: str, config: str | None) -> DatasetDict:
-    path = Path(name).expanduser()
-    try:
-        if path.is_file():
-            if path.suffix not in READERS:
-                raise ConfigError(f"dataset_name {name}: cannot read {path.suffix} files, only {', '.join(READERS)}")
-            if path.suffix == ".csv":  # texts as they stand: 007 is no 7, and None no missing answer
-                rows = pandas.read_csv(path, dtype=str, keep_default_na=False, na_values=[""])
-                return DatasetDict(train=Dataset.from_pandas(rows, preserve_index=False))
-            return load_dataset(READERS[path.suffix], data_files={"train": str(path)})
-        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-            saved = load_from_disk(str(path))
-            return saved if isinstance(saved, DatasetDict) else DatasetDict(train=saved)
-        if path.suffix in READERS and not path.exists():
-            raise ConfigError(f"dataset_name {name}: there is no such file")
-        return load_dataset(str(path) if path.is_dir() else name, name=config)
-    except ConfigError:
-        raise
-    except Exception as error:  # datasets raises a dozen kinds of error for a place where nothing can be read
-        raise ConfigError(
-            f"dataset_name {name} is neither a readable file or folder here nor one that the hub gives out "
-            f"({type(error).__name__}: {error}); offline, use reasoning_gym, pick_number or a local JSONL file"
-        ) from error
 
 
 def rename(data: Dataset, names: dict[str, str], source: str, way_out: str = "") -> Dataset:
@@ -262,7 +234,7 @@ def mixture(script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
     for part in parts:
         if not isinstance(part, dict) or "id" not in part or set(part) - {"id", "config", "split", "columns", "weight"}:
             raise ConfigError(f"dataset_mixture: a part has id, config, split, columns and weight, not {part!r}")
-        splits = _read(part["id"], part.get("config"))
+        splits = source_files.read(part["id"], part.get("config"))
         split = part.get("split", "train")
         if split not in splits:
             raise ConfigError(f"dataset_mixture: {part['id']} has no split {split!r} but {', '.join(sorted(splits))}")

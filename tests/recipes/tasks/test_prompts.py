@@ -118,12 +118,6 @@ def test_an_answer_of_zero_is_zero(tmp_path):
     assert train["solution"] == ["$0$"] and str(train[0]["answer"]) == "0"
 
 
-def test_a_csv_file_has_texts_as_they_stand_there(tmp_path):
-    (tmp_path / "mine.csv").write_text('prompt,answer\na,007\nb,1e3\nc,None\nd,"1,234"\ne,True\nf,\n')
-    train, _ = read(ScriptArguments(dataset_name=str(tmp_path / "mine.csv")))
-    assert train["answer"][:] == ["007", "1e3", "None", "1,234", "True", None]
-
-
 def test_problems_that_are_trained_on_and_held_out_are_counted(tmp_path, caplog):
     """Whether the prompt is a text or messages; the rows of one file are kept apart by their numbers elsewhere."""
     turns = [{"role": "user", "content": "x"}]
