@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from qerl_kernels import gemm, tiles
+from qerl_kernels import gemm, rule, tiles
 from qerl_kernels.compiler import read_source
 
 FOLDER = Path(gemm.__file__).parent
@@ -139,6 +139,35 @@ def walk(program, cases, before=0):
             word, *numbers = line.split()
             found[-1][word].append(tuple(map(int, numbers)))
     return found
+
+
+@pytest.mark.skipif(CXX is None, reason="needs a C++ compiler")
+def test_a_block_is_given_the_shared_memory_that_the_source_lays_out(tmp_path):
+    """Less would be a write beyond its end. The source's own assertions hold for every variant, too."""
+    lines = re.findall(r"^(?:constexpr int|static_assert).*;", read_source(FOLDER / "schedule.cuh"), re.MULTILINE)
+    variants, text, program = [*rule.rule().variants, *KINDS.values()], "#include <cstdio>", tmp_path / "sizes"
+    for i, c in enumerate(variants):
+        macros = dict(gemm._job(c, torch.bfloat16)[1])
+        barriers = "constexpr int END = BARRIER_OFFSET + 16 * STAGES;"  # two of 8 bytes a stage
+        define = [f"#define {name} {value}" for name, value in macros.items()]
+        text = "\n".join([text, *define, f"namespace v{i} {{", *lines, barriers, "}", *(f"#undef {n}" for n in macros)])
+    prints = "".join(f'printf("%d ", v{i}::END);' for i in range(len(variants)))
+    command = [CXX, "-std=c++17", "-w", "-x", "c++", "-", "-o", program]
+    subprocess.run(command, input=f"{text}\nint main() {{ {prints} }}", text=True, check=True)
+    printed = subprocess.run([program], capture_output=True, check=True).stdout
+    assert [c.shared_memory() for c in variants] == [int(size) for size in printed.split()]
+    assert len({(c.cluster > 1, c.kgroups > 1) for c in variants}) == 4
+
+
+def test_a_variant_has_as_many_stages_as_fit_and_fragments_that_take_turns():
+    c = gemm.deepest(64, 4, 2, 1, 4, 4, 0)
+    assert 2 < c.stages < 12 and c.shared_memory() <= 227 * 1024 < replace(c, stages=c.stages + 1).shared_memory()
+    assert gemm.deepest(8, 4, 2, 1, 2, 4, 0, 1).stages == 12
+    with pytest.raises(ValueError, match="more than 232448 bytes"):
+        gemm.deepest(256, 4, 1, 2, 4, 4, 0)
+    with pytest.raises(ValueError, match="must be even; halve group"):  # one decoding a stage
+        gemm.deepest(64, 4, 4, 1, 4, 4, 0)
+    assert gemm.deepest(64, 4, 4, 1, 4, 4, 0, 1).synchronous == 1
 
 
 SHAPES = [(N, K, M) for N in (16, 208, 3584) for K in (64, 1024, 3584) for M in (1, 70, 300)] + [
