@@ -1,5 +1,6 @@
 """The soak: its judge on answers made up here, and the whole of it on a real server, sound and broken on purpose."""
 
+import itertools
 import math
 import sys
 import time
@@ -15,6 +16,7 @@ from qerl_recipes.bench.soak_judge import Verdict, difference, judge, named, por
 from qerl_recipes.bench.soak_load import Change, Found, speed
 from qerl_recipes.bench.soak_streams import SILENT, Answer, Heard, Streams, shares
 from qerl_recipes.machine.serve import command
+from qerl_recipes.recipe.shapes import config_json
 from qerl_vllm_plugin import shared_file
 
 STILL = (0.0, 0, 0)  # no noise
@@ -68,6 +70,46 @@ def test_a_logprob_that_is_no_number_is_wrong():
     assert difference(answer("1", 0), [[math.nan]], 1e-3) != 0
 
 
+def test_the_worst_difference_is_that_of_the_answers_that_are_right_under_one_policy():
+    def off(by, policy="1", place=0):
+        found = answer(policy, place, place, place)
+        found.logprobs[:2] = [found.logprobs[0] + by, found.logprobs[1] - by / 2]
+        return found
+
+    answers = [off(0.25), off(-0.5), off(0.125), off(3.0), off(0.75, "1-2", 1)]
+    verdict = judge(answers, CHANGES, [replay], 1.0)
+    assert (verdict.worst, verdict.one, verdict.several) == (0.5, 4, 1)
+    assert list(verdict.wrong) == [3] and verdict.wrong[3].endswith("a log-probability is 3 off")
+
+
+def test_a_reference_that_leaves_an_answer_out_is_no_judge():
+    with pytest.raises(ValueError, match="shorter"):
+        judge([answer("1", 0), answer("1", 0)], CHANGES, [lambda *asked: replay(*asked)[:1]], 1e-3)
+
+
+def test_the_adapter_of_a_number_is_drawn_again_for_the_reference_and_no_other_is_like_it():
+    config = config_json("tiny")
+    first, again, second, of_another_seed = (
+        soak_replay.make_adapter(config, seed, number)[0] for seed, number in ((0, 1), (0, 1), (0, 2), (1, 1))
+    )
+    assert first.keys() == again.keys() == second.keys() == of_another_seed.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, again[name])
+        assert not torch.equal(tensor, second[name]) and not torch.equal(tensor, of_another_seed[name])
+
+
+@pytest.mark.parametrize(("free", "count"), [(139, 4), (59.9, 3), (29.9, 1), (8, 1)])
+def test_as_many_reference_engines_as_fit_beside_each_other(free, count, monkeypatch, tmp_path):
+    """Of a model of 5 GiB, each with a cache of 4 and 6 at work."""
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(5 << 30)  # with no block of the disk
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(free * 2**30), 140 << 30))
+    for gpu, expected, dtype in ((None, 1, "float32"), ("a GPU", count, "bfloat16")):
+        monkeypatch.setattr(soak_replay, "installed_gpu", lambda there=gpu: there)
+        assert soak_replay.engines(str(tmp_path)) == expected
+        assert soak_replay.dtype() == dtype
+
+
 @pytest.mark.parametrize("cached", [0, 2, 3])
 def test_an_answers_log_probabilities_are_found_whether_or_not_those_of_cached_tokens_are_there(cached):
     prompt, tokens = [5, 6, 7], [8, 9]
@@ -89,6 +131,11 @@ def test_answers_whose_beginning_is_in_the_prefix_cache_are_replayed_without_it(
     assert [len(values) for values in together] == [len(answer.tokens) for answer in answers]
     for found, expected in zip(together, alone, strict=True):
         assert found == pytest.approx(expected, abs=1e-5)
+    # an adapter, its noise, the next adapter under the same noise, and the base again: each is another policy
+    under = [torch.tensor(replay(change, answers[:1])[0]) for change in (*CHANGES[1:], CHANGES[0])]
+    apart = [float((one - other).abs().max()) for one, other in itertools.combinations(under, 2)]
+    assert min(apart) > soak.TOLERANCE["float32"]
+    assert under[-1].tolist() == pytest.approx(alone[0], abs=1e-5)
 
 
 def test_answers_of_many_policies_are_left_out_and_counted_and_controls_are_told_apart():
