@@ -88,7 +88,7 @@ def _linear(
 
 
 @_linear.register_kernel("cuda")
-def _(x, codes, block_scales, row_scale, bias, scale=None):
+def _expanded(x, codes, block_scales, row_scale, bias, scale=None):
     w, factor = expand(codes, block_scales, x.dtype)
     rows = x.reshape(-1, x.shape[-1])
     if scale is not None:
@@ -116,7 +116,7 @@ def _linear_backward(
 
 
 @_linear_backward.register_kernel("cuda")
-def _(dy, codes, block_scales, row_scale, scale=None):
+def _expanded_backward(dy, codes, block_scales, row_scale, scale=None):
     rows = dy.reshape(-1, dy.shape[-1])
     w, factor = expand(codes, block_scales, dy.dtype)
     if scale is not None:

@@ -134,7 +134,7 @@ def _linear(
 
 
 @_linear.register_kernel("cuda")
-def _(x, tiles_, row_scale, counters, N, K, scale, bias, a, b, spans, operand=torch.bfloat16, fixed_order=False):
+def _launch(x, tiles_, row_scale, counters, N, K, scale, bias, a, b, spans, operand=torch.bfloat16, fixed_order=False):
     if not supported(x.device):
         name = torch.cuda.get_device_name(x.device)
         raise ValueError(f"tiled NVFP4 weights run on Hopper GPUs only, not on {name}: use the checkpoint's layout")
@@ -191,7 +191,7 @@ def _backward(
 
 
 @_backward.register_kernel("cuda")
-def _(dy, tiles_, row_scale, N, K, scale=None, operand=torch.bfloat16):
+def _expand_backward(dy, tiles_, row_scale, N, K, scale=None, operand=torch.bfloat16):
     w = gemm.dequantize(TiledWeight(tiles_, row_scale, row_scale, N, K, operand=operand))
     factor = 1 / expanded_factor(operand)
     if scale is not None:

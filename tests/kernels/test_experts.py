@@ -60,6 +60,8 @@ def test_what_does_not_fit_is_refused():
         grouped_linear(x[:, :16], ends, codes, scales)
     with pytest.raises(ValueError, match="do not fit block scales"):
         grouped_linear(x, ends, codes, scales[:-1])
+    with pytest.raises(ValueError, match="do not fit block scales"):  # 8 columns more than whole blocks of 16
+        grouped_linear(x[:, :24], ends, codes[..., :12], scales[..., :1])
     with pytest.raises(ValueError, match=r"ends is torch.int64 \(5,\)"):
         grouped_linear(x, ends.long(), codes, scales)
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from qerl_kernels import linear as of_linear
 from qerl_kernels import naive, nvfp4
 from qerl_kernels.linear import expand, linear, linear_backward
 from qerl_kernels.nvfp4 import dequantize, quantize
@@ -66,6 +67,36 @@ def test_operators_pass_torch_library_checks(bias):
     )
 
 
+@pytest.mark.parametrize("known", [False, True], ids=["scales on the device", "a scale that is known"])
+@pytest.mark.parametrize("rows", [False, True], ids=["one tensor scale", "a scale for each row"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_what_a_gpu_is_given_to_do_is_the_product_of_the_dense_weight_rounded_once(dtype, rows, known, monkeypatch):
+    """The same steps by the CPU's own products, of which only the sum in fp32 has to be asked for otherwise."""
+    asked = []
+    monkeypatch.setattr(
+        of_linear, "_matmul_fp32", lambda a, b: asked.append((a.dtype, b.dtype)) or a.float() @ b.float()
+    )
+    x, codes, block_scales, row_scale, bias = example(7, rows, dtype)
+    row_scale = row_scale * 3
+    if rows and known:
+        row_scale = row_scale.amax().expand(N).clone()
+    w = dequantize(codes, block_scales).double() * row_scale.double().reshape(-1, 1)
+    dy = torch.randn(2, 5, N).to(dtype)
+    scale = float(row_scale.amax()) if known else None
+    step = torch.finfo(dtype).eps
+    for added in (None, bias):
+        y = of_linear._expanded(x, codes, block_scales, row_scale, added, scale)
+        expected = x.double() @ w.t() + (0 if added is None else added.double())
+        assert y.dtype == dtype and y.shape == (2, 5, N)
+        assert ((y.double() - expected).abs() <= step * expected.abs() + 1e-4).all()
+    dx = of_linear._expanded_backward(dy, codes, block_scales, row_scale, scale)
+    expected, terms = dy.double() @ w, dy.double().abs() @ w.abs()
+    assert dx.dtype == dtype and dx.shape == (2, 5, K)
+    rounded_before = step * terms if rows and not known else 0  # dy is rounded once more, before the sum
+    assert ((dx.double() - expected).abs() <= step * expected.abs() + rounded_before + 1e-4).all()
+    assert asked == ([] if known else [(dtype, dtype)] * 3), "operands of the matrix unit"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [False, True], ids=["one tensor scale", "a scale for each row"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -104,6 +135,8 @@ def test_shapes_that_do_not_fit_are_refused():
         linear(x[..., :-1], codes, block_scales, row_scale)
     with pytest.raises(ValueError, match=r"do not fit block scales"):
         linear(x, codes, block_scales[:, :-1], row_scale)
+    with pytest.raises(ValueError, match=r"do not fit block scales"):  # 40 columns are no whole blocks of 16
+        linear(x[..., :40], codes[:, :20], block_scales[:, :2], row_scale)
     with pytest.raises(ValueError, match=r"row_scale is torch\.bfloat16"):
         linear(x, codes, block_scales, row_scale.bfloat16())
     with pytest.raises(ValueError, match="not uint8 and float8_e4m3fn"):

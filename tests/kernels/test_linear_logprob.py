@@ -31,6 +31,16 @@ def test_values_and_gradient_agree_with_fp64(rows, monkeypatch):
     torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 100])
+def test_no_chunk_of_logits_takes_more_memory_than_it_may(rows, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_BYTES", 4 * V * rows)
+    made, inner = [], module._logits
+    monkeypatch.setattr(module, "_logits", lambda *given: made.append(inner(*given)) or made[-1])
+    hidden, w, targets, _ = example()
+    linear_logprob(hidden, w, targets)
+    assert [len(logits) for logits in made] == {1: [1] * 7, 3: [3, 3, 1], 100: [7]}[rows]
+
+
 def test_rounded_logits_are_those_of_an_output_layer_that_writes_bf16():
     hidden, w, targets, upstream = example()
     ours, w = hidden.bfloat16().requires_grad_(), w.bfloat16()
@@ -109,6 +119,8 @@ def test_refusals():
         linear_logprob(hidden, w.clone().requires_grad_(), targets)
     with pytest.raises(ValueError, match="shapes"):
         linear_logprob(hidden, w[:, :-1], targets)
+    with pytest.raises(ValueError, match=r"\(6,\)\); they must be"):
+        linear_logprob(hidden, w, targets[:-1])
     with pytest.raises(ValueError, match="temperature is 0"):
         linear_logprob(hidden, w, targets, 0)
 

@@ -14,6 +14,7 @@ VARIANTS = list(rule.rule().variants)[:3]
 
 def right(x, weight, configuration, bias=None, adapter=None, how=None):
     """What the kernel computes, by the reference: fp32 sums, one rounding, s rounded as it is."""
+    assert (adapter is None) == (how is None), "the small kernel makes s, and cuBLAS is not on trial"
     y = x.float() @ tiles.dequantize(weight.tiles, weight.N, weight.K, weight.operand).float().t()
     if adapter is not None:
         y += (x @ adapter.a.t()).float() @ adapter.b.float().t()
@@ -35,10 +36,21 @@ def one_token_lost(x, weight, configuration, bias=None, adapter=None, how=None):
     return y
 
 
+def wrong_for_one_token(x, weight, configuration, bias=None, adapter=None, how=None):
+    y = right(x, weight, configuration, bias, adapter, how)
+    return y if len(x) > 1 else y + 1
+
+
 @pytest.mark.parametrize("operand", tiles.ORDERS, ids=str)
 @pytest.mark.parametrize(
     ("kernel", "said"),
-    [(right, None), (without_adapter, "adapter"), (one_code_wrong, "weight"), (one_token_lost, "weight")],
+    [
+        (right, None),
+        (without_adapter, "adapter"),
+        (one_code_wrong, "weight"),
+        (one_token_lost, "weight"),
+        (wrong_for_one_token, "weight"),
+    ],
 )
 def test_a_variant_that_computes_something_else_is_found(operand, kernel, said, monkeypatch):
     monkeypatch.setattr(gemm, "product", kernel)
@@ -98,6 +110,10 @@ def test_every_code_is_asked_under_every_scale():
     blocks = dense.reshape(-1, 16).sort(dim=1).values.unique(dim=0)
     assert len(blocks) == 127  # a block of all codes under each scale; that of -s is that of s
     assert (given.adapted.float() - given.alone.float()).abs().max() > 50
+    linear_tiles._check_adapter(given.x, given.weight, given.adapter)
+    assert given.adapter.spans.tolist() == [[0, 32]] * 3, "each block of 64 rows has all 32 columns of s"
+    for part in (given.adapter.a, given.adapter.b):
+        assert bool((part < 0).any()) and bool((part > 0).any())
 
 
 @pytest.fixture
@@ -109,7 +125,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(gemm, "compile_all", lambda *_: None)
     monkeypatch.setattr(gemm, "machine_code", lambda configuration, operand: repr((configuration, operand)).encode())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(proof, "problem", functools.cache(lambda device, operand: None))
+    monkeypatch.setattr(proof, "problem", functools.cache(lambda device, operand: (device + 0, operand.itemsize)))
     monkeypatch.setattr(rule, "machine_of", lambda device: rule.rule().machine)
 
     def examine(configuration, given):

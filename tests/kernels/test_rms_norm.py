@@ -52,6 +52,20 @@ def test_the_gradients_are_those_of_the_definition(dtype, tolerance, rounded):
         assert (got.double() - wanted).norm() < tolerance * wanted.norm()
 
 
+@pytest.mark.parametrize("rounded", [False, True], ids=["one rounding", "rounded"])
+def test_a_gradient_goes_through_what_was_multiplied_rounded_or_not(rounded):
+    x, w, dy = example(torch.bfloat16)
+    rms_norm(x.requires_grad_(), w.requires_grad_(), 1e-5, rounded=rounded).backward(dy)
+    there = x.detach().double()
+    n = there * torch.rsqrt(there.square().mean(-1, keepdim=True) + 1e-5)
+    multiplied = n.bfloat16().double() if rounded else n
+    torch.testing.assert_close(w.grad.double(), (dy.double() * multiplied).sum((0, 1)), rtol=1e-6, atol=1e-5)
+    exact = there.requires_grad_()
+    factor = w.detach().bfloat16().double() if rounded else w.detach().double()
+    (exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + 1e-5) * factor).backward(dy.double())
+    assert (x.grad == exact.grad.bfloat16()).double().mean() > 0.99, "one rounding, of the right number"
+
+
 def test_a_frozen_weight_gets_no_gradient():
     x, w, dy = example(torch.float32)
     rms_norm(x.requires_grad_(), w, 1e-5).backward(dy)
