@@ -72,6 +72,7 @@ def group_with(weights: dict | None = None, **changes) -> dict:
 
 INPUTS = {"num_bits": 4, "type": "float", "group_size": 16}
 FP8_BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
+FP8_ROWS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
 CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 OTHER_QUANTIZATIONS = {
     "GPTQ": ({"quant_method": "gptq", "bits": 4}, "quant_method 'gptq'"),
@@ -103,6 +104,20 @@ OTHER_QUANTIZATIONS = {
         NVFP4 | {"config_groups": NVFP4["config_groups"] | {"b": {"weights": FP8_BLOCKS, "targets": ["re:.*k_proj"]}}},
         "config group b has strategy 'block'",
     ),
+    "FP8 of another format beside NVFP4": (
+        NVFP4 | {"config_groups": NVFP4["config_groups"] | {"b": {"weights": FP8_ROWS, "format": "int-quantized"}}},
+        "format 'int-quantized'",
+    ),
+    "NVFP4 without targets beside FP8": (
+        group_with(targets=[])
+        | {
+            "config_groups": {
+                "a": NVFP4["config_groups"]["group_0"] | {"targets": []},
+                "b": {"weights": FP8_ROWS, "format": "float-quantized", "targets": ["Linear"]},
+            }
+        },
+        "name no targets in NVFP4",
+    ),
     "outputs": (group_with(output_activations=INPUTS), "also quantizes output_activations"),
     "group size 32": (group_with({"group_size": 32}), "has group_size 32"),
     "no group size": (group_with({"group_size": None}), "has group_size None"),
@@ -111,7 +126,7 @@ OTHER_QUANTIZATIONS = {
     "MXFP4 scales": (group_with({"scale_dtype": "torch.uint8"}), r"has scale_dtype 'torch\.uint8'"),
     "other format": (group_with(format="pack-quantized"), "format 'pack-quantized'"),
     "no groups": (NVFP4 | {"config_groups": {}}, "without config_groups"),
-    "no targets": (group_with(targets=[]), "name no targets"),
+    "no targets": (group_with(targets=[]), r"name no targets\."),
     "no weights": (group_with(weights=None) | {"config_groups": {"g": {"weights": None}}}, "g has no weights scheme"),
     "sparse": (NVFP4 | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "with sparsity_config"),
     "transformed": (NVFP4 | {"transform_config": {"R1": {}}}, "with transform_config"),
@@ -162,8 +177,25 @@ def test_ignore_and_targets_follow_compressed_tensors_patterns():
     assert not scheme.is_quantized("model.layers.0.mlp.gate") and not scheme.is_quantized("lm_head")
     only = read_quantization(group_with(targets=[r"re:.*\.mlp\..*"]))
     assert only.is_quantized(UP) and not only.is_quantized("model.layers.1.self_attn.q_proj")
+    del (whole := dict(NVFP4))["ignore"]
+    assert read_quantization(whole).is_quantized("model.embed_out")
     with pytest.raises(CheckpointError, match=r"'re:\*' is not a regular expression"):
         read_quantization(NVFP4 | {"ignore": ["re:*"]})
+
+
+def test_a_layer_of_an_fp8_and_of_an_nvfp4_group_is_refused_and_a_name_goes_before_all_linears():
+    group = NVFP4["config_groups"]["group_0"]
+
+    def scheme(*targets):
+        fp8 = {"weights": FP8_ROWS, "format": "float-quantized", "targets": list(targets)}
+        return read_quantization(NVFP4 | {"config_groups": {"a": group, "b": fp8}}, weight_only=True)
+
+    named = scheme(r"re:.*k_proj")
+    assert [named.kind(name) for name in (UP, "model.layers.0.self_attn.k_proj", "lm_head")] == ["nvfp4", "fp8", None]
+    with pytest.raises(
+        CheckpointError, match=rf"{UP} is among the targets of an NVFP4 and of an FP8 group; start from"
+    ):
+        scheme("Linear").kind(UP)
 
 
 @pytest.mark.parametrize("missing_bytes", [1, 1000, 29000])

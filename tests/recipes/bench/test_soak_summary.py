@@ -16,7 +16,7 @@ from qerl_recipes.bench.soak_streams import Answer
 
 SOUND = Verdict(one=30, several=5, left_out=2, worst=2e-5, controls=100, told_apart=99)
 CHANGES = [Change(1, None, (0.0, 0, 0)), Change(2, 1, (0.0, 0, 0)), Change(2, 1, (0.05, 0, 1))]
-MEMORY = {"engine 7": [100 << 20, 150 << 20, 150 << 20]}
+MEMORY = {"engine 7": [100 << 20, 150 << 20, (150 << 20) + 270_000]}
 
 
 def answer(reason="length"):
@@ -40,12 +40,13 @@ def test_a_soak_that_is_sound_has_no_failure_and_its_figures_are_those_of_its_pa
     assert (result["worst_difference"], result["tolerance"]) == (2e-5, 3e-4)
     assert result["controls"] == {"judged": 100, "told apart": 99}
     assert result["tokens_per_s"] == {"without swaps": 10.0, "with swaps": 8.0}
-    assert result["resident_mib"] == {"engine 7": [100.0, 150.0, 150.0]}
+    assert result["resident_mib"] == {"engine 7": [100.0, 150.0, 150.3]}
     assert result["change_seconds"]["all"] == {"p50": 0.3, "p99": 0.496, "number": 3}, "of swaps, not of noise"
     assert result["change_seconds"]["noise"] == {"p50": 9.0, "p99": 9.0, "number": 1}
     said = "\n".join(soak.lines(result))
     assert "2 answers (1 aborted by a swap), 3 given up, 0 lost; 2 changes" in said
     assert "all: p50 300 ms, p99 496 ms (3)" in said and "FAILED" not in said
+    assert "resident MiB of engine 7: 100 -> 150 -> 150" in said and "tokens/s: 10 without swaps, 8 with swaps" in said
 
 
 @pytest.mark.parametrize(
