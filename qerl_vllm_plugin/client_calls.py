@@ -12,6 +12,7 @@ import httpx
 
 from qerl_vllm_plugin import adapter_folder, cuda_ipc, gpu_tensors, shared_file
 from qerl_vllm_plugin.adapter import AdapterError
+from qerl_vllm_plugin.address import Login, authorization, parted, shown
 from qerl_vllm_plugin.client_body import gpu_body, metadata, pieces
 from qerl_vllm_plugin.cuda_ipc import CudaIPCError
 from qerl_vllm_plugin.given_adapter import Tensors, joined, plain_config
@@ -54,7 +55,8 @@ class Calls:
         *,
         transport: str = "auto",
     ) -> None:
-        """``url`` is the server's, such as http://127.0.0.1:8000; ``api_key`` is that of --api-key.
+        """``url`` is the server's, such as http://127.0.0.1:8000; a user and a password in it are sent (HTTP Basic, for
+        a proxy before the server) and shown nowhere. ``api_key`` is that of --api-key.
 
         ``transport``: tensors on a GPU that the server sees go from GPU to GPU, others to a server of this machine
         through shared memory, and all that is left in the request's body (auto); or one of the three alone (ipc,
@@ -79,15 +81,15 @@ class Calls:
         self.answered: dict[str, Any] = {}  # what the server answered last: of a change, its seconds by part, too
         self._timeout = timeout
         headers = {TOKEN_HEADER: admin_token} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        plain, login = _address(url, api_key)
         self._options: dict[str, Any] = {
-            "base_url": _address(url, api_key).rstrip("/").removesuffix("/v1") + "/v1/qerl/",
-            "headers": headers,
+            "base_url": plain.rstrip("/").removesuffix("/v1") + "/v1/qerl/",
+            "headers": headers | ({"Authorization": authorization(login)} if login else {}),
             "timeout": timeout,
         }
 
     def __repr__(self) -> str:
-        url = httpx.URL(self._options["base_url"])  # without the token, and whoever the url names
-        return f"{type(self).__name__}({url.copy_with(username='', password='')})"
+        return f"{type(self).__name__}({self._options['base_url']})"  # without the token, and whoever the url names
 
     @staticmethod
     def _given(tensors: Tensors | None, config: Any, norms: Tensors | None) -> tuple[Tensors | None, dict[str, Any]]:
@@ -215,23 +217,28 @@ class Calls:
             return found
         text = str(found.get("error", content))
         if response.has_redirect_location:
-            text = f"{response.url} points to {response.headers['location']}; give the url of the server itself"
+            where = shown(response.headers["location"])
+            text = f"{response.url} points to {where}; give the url of the server itself"
         elif response.status_code == 200 or (response.status_code == 404 and "reason" not in found):
             text = f"{text or 'an empty answer'}: {NO_ROUTES}"
         raise PolicyRefusedError(response.status_code, text, str(found.get("reason", "")))
 
 
-def _address(url: str, api_key: str | None) -> str:
-    """The url, if it is one of a server. Raises ValueError."""
+def _address(url: str, api_key: str | None) -> tuple[str, Login | None]:
+    """The url without whom it names, if it is one of a server, and whom. Raises ValueError, which shows nobody."""
     try:
-        found = httpx.URL(url)
-    except (httpx.InvalidURL, TypeError) as error:
-        raise ValueError(f"url is no address ({error}); it looks like http://127.0.0.1:8000") from None
-    if found.scheme not in ("http", "https") or not found.host or found.query or found.fragment:
-        raise ValueError(f"url is {url!r}; it must be the server's, with http or https, such as http://127.0.0.1:8000")
-    if api_key and found.userinfo:
+        plain, login = parted(url)
+        found = httpx.URL(plain)
+    except (httpx.InvalidURL, ValueError, TypeError, AttributeError):
+        raise ValueError(f"url is {shown(url)!r}, no address; it looks like http://127.0.0.1:8000") from None
+    if found.scheme not in ("http", "https") or not found.host or found.query or found.fragment or "@" in plain:
+        raise ValueError(
+            f"url is {shown(url)!r}; it must be the server's, with http or https and without a query, such as "
+            "http://127.0.0.1:8000; in a user's password write / ? # @ as %2F %3F %23 %40"
+        )
+    if api_key and login:
         raise ValueError("url names a user, who would be sent in place of the api_key; leave one of the two out")
-    return url
+    return plain, login
 
 
 def query(version: int | None, requests: str) -> dict[str, str]:

@@ -22,6 +22,7 @@ from qerl_recipes.machine.conditions import conditions, save
 from qerl_recipes.machine.gpu import Gpu, installed_gpu
 from qerl_recipes.recipe.configs import AS_FEW_AS_FIT, PACK_TOKENS, parse
 from qerl_recipes.recipe.shapes import ATTENTION, MIXTURES, config_json
+from qerl_vllm_plugin.address import hidden
 
 ARMS = ("bf16", "nf4", "qerl_nvfp4")
 PARTS = ("all", "step", "training")  # whole steps, forward and backward alone, or both
@@ -191,7 +192,7 @@ def run(
         found = {arm: _recipe(replace(work, steps=steps), arm, gpu, memory) for arm in arms}
         result: dict[str, Any] = {
             **asdict(work),
-            "overrides": dict(work.overrides),
+            "overrides": {key: hidden(value) for key, value in work.overrides},
             "order": "one after the other",
             "rounds": rounds,
             "memory_limit": memory,

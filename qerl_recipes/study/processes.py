@@ -17,6 +17,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from qerl_vllm_plugin.address import hidden
+
 CLI, HOURS = "qerl_recipes.cli", "hours.jsonl"
 LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1
 
@@ -82,7 +84,7 @@ class Machine:
             if self.stopping.is_set():
                 return None
             stream = log.open("ab")
-            stream.write(f"$ qerl {shlex.join(arguments)}\n".encode())
+            stream.write(hidden(f"$ qerl {shlex.join(arguments)}\n").encode())
             stream.flush()
             environment = {**self.environment, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
             command = [sys.executable, "-m", CLI, *arguments]
