@@ -2,6 +2,7 @@
 
 import json
 import platform
+import shlex
 import subprocess
 import sys
 from datetime import date
@@ -30,7 +31,7 @@ def conditions() -> dict[str, Any]:
         "versions": {**installed(PACKAGES), "python": platform.python_version()},
         "commit": commit or None,
         "date": date.today().isoformat(),
-        "command": hidden(" ".join([called, *sys.argv[1:]])),
+        "command": hidden(f"{called} {shlex.join(sys.argv[1:])}".strip()),  # as a shell reads it
     }
 
 
