@@ -14,7 +14,7 @@ from pathlib import Path
 
 from qerl_recipes.study.plan import SWEEP_GAIN, Claim, Study, best_values, first_runs, later_runs
 from qerl_recipes.study.processes import seconds_of
-from qerl_recipes.study.run import all_runs, figures, is_finished
+from qerl_recipes.study.run import METRICS, all_runs, figures, is_finished
 from qerl_recipes.study.statistics import Comparison, holm, judged, paired
 from qerl_recipes.study.table import HOURS, Row
 from qerl_recipes.study.taken import taken_rows
@@ -29,7 +29,7 @@ def collect(study: Study, folder: Path) -> list[Row]:
     for one in all_runs(study, folder):
         if not is_finished(study, one, folder):
             continue
-        lines = (folder / one.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = (folder / one.folder / METRICS).read_text(encoding="utf-8").splitlines()
         steps = [json.loads(line) for line in lines]
         for record in steps:
             for name, value in record.items():

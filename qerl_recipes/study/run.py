@@ -28,6 +28,8 @@ from qerl_recipes.study.plan import Run, Study, StudyError, best_values, first_r
 from qerl_recipes.study.processes import Machine
 
 RESULT, LOG = "evaluation.json", "log.txt"
+METRICS = "metrics.jsonl"
+REFUSED = "qerl: "  # how a line begins in which a command says why it does not do what was asked
 PATIENCE = 120.0  # seconds for a training to end that a killed study has left behind
 
 
@@ -194,17 +196,32 @@ def _one(study: Study, run: Run, root: Path, machine: Machine, gpu: str | None) 
         keys = {**run.keys, "seed": run.seed, "output_dir": str(folder)}
         if any(folder.glob("checkpoint-*")):
             keys["resume_from_checkpoint"] = True
-        code = machine.call(["train", "--config", str(study.recipe), *flags(keys)], folder / LOG, gpu)
+        code = _called(machine, ["train", "--config", str(study.recipe), *flags(keys)], run, folder, gpu)
         if code != 0:
             return _ended(run, folder, code, machine)
     if missing := _evaluations(study, run, folder):
-        code = machine.call(["evaluate-each", json.dumps(missing)], folder / LOG, gpu)
+        code = _called(machine, ["evaluate-each", json.dumps(missing)], run, folder, gpu)
         if code != 0:
             return _ended(run, folder, code, machine)
     machine.console.print(
         f"{run.folder}: done, {time.monotonic() - began:.0f} s, {figures(study, run, root)['accuracy']:.1%}"
     )
     return None
+
+
+def _called(machine: Machine, arguments: list[str], run: Run, folder: Path, gpu: str | None) -> int | None:
+    """The exit code of a command, which is begun once more where its engine failed to start.
+
+    Of engines that start side by side one fails now and then: vLLM chooses a free port before it takes it, and may read
+    a file of its compilation cache while another process writes it. A refusal, a training that has made a step, and
+    what was told to end are left alone.
+    """
+    code = machine.call(arguments, folder / LOG, gpu)
+    steps = arguments[0] == "train" and (folder / METRICS).exists()
+    if code is None or code <= 0 or steps or machine.stopping.is_set() or _reason(folder / LOG).startswith(REFUSED):
+        return code
+    machine.console.print(f"{run.folder}: ended with {code} before it had made anything, and is begun once more")
+    return machine.call(arguments, folder / LOG, gpu)
 
 
 def _evaluations(study: Study, run: Run, folder: Path) -> list[dict[str, Any]]:
@@ -246,4 +263,4 @@ def _reason(log: Path) -> str:
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     begins = max((i for i, line in enumerate(lines) if line.startswith("$ ")), default=-1)
     said = lines[begins + 1 :]
-    return next((line for line in reversed(said) if line.startswith("qerl: ")), said[-1] if said else "it said nothing")
+    return next((line for line in reversed(said) if line.startswith(REFUSED)), said[-1] if said else "it said nothing")

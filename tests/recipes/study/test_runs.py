@@ -129,9 +129,9 @@ def test_a_training_that_a_killed_study_left_behind_is_waited_for(study, tmp_pat
     monkeypatch.setattr(runner.Machine, "call", call)
     run = out / "a/seed-0"
     run.mkdir(parents=True)
-    (run / "log.txt").write_text("")
+    (run / "log.txt").write_text("qerl: no")
     (out / "b/seed-0").mkdir(parents=True)
-    (out / "b/seed-0/log.txt").write_text("")
+    (out / "b/seed-0/log.txt").write_text("qerl: no")
     (out / "study.json").write_text(plan.model_dump_json())
     handle = lock(run)
 
@@ -145,7 +145,7 @@ def test_a_training_that_a_killed_study_left_behind_is_waited_for(study, tmp_pat
             raise
 
     monkeypatch.setattr(runner, "lock", ask)
-    with pytest.raises(StudyError, match="it said nothing"):
+    with pytest.raises(StudyError, match="ended with 1: qerl: no"):
         runner.run(plan, out)
     assert refused == [run, run] and called == [(run, 2), (out / "b/seed-0", 2)]
 
@@ -198,7 +198,7 @@ def test_the_processes_get_the_environment_of_the_command_not_what_libraries_add
     monkeypatch.setattr(processes.subprocess, "Popen", start)
     with pytest.raises(StudyError, match="ended with 1"):
         runner.run(plan, out)
-    assert len(seen) == 2 and all(given["A_VARIABLE"] == "of the user's" for given in seen)
+    assert len(seen) == 4 and all(given["A_VARIABLE"] == "of the user's" for given in seen)
     assert not any("TORCHINDUCTOR_CACHE_DIR" in given for given in seen)
 
 
@@ -211,7 +211,7 @@ def test_an_arm_goes_on_at_its_best_value_while_another_is_at_its_sweep_or_has_f
         if arguments[0] == "train":
             order.append(f"{log.parent.parent.name}/{log.parent.name}")
             if order[-1] == "b@0.001/seed-101":
-                log.write_text("")
+                log.write_text("qerl: not this one")
                 return 3
         else:
             finish(next(r for r in runner.all_runs(plan, out) if out / r.folder == log.parent), out, 0.5)
@@ -230,6 +230,39 @@ def test_an_arm_goes_on_at_its_best_value_while_another_is_at_its_sweep_or_has_f
     with pytest.raises(StudyError, match="ended with 3: qerl: no"):
         runner.run(plan, out)
     assert order == ["seed-101"]  # what is there is not done again
+
+
+def test_what_failed_to_start_is_begun_once_more_and_what_was_refused_or_had_begun_is_not(
+    study, tmp_path, monkeypatch, finish
+):
+    plan, out, called = read(study(sweep=None, seeds=[0, 1, 2, 3])), tmp_path / "out", Counter()
+    ends = {"a/seed-1": "OSError: address already in use", "a/seed-2": "qerl: no such model", "a/seed-3": "died"}
+
+    def call(self, arguments, log, gpu):
+        name = f"{log.parent.parent.name}/{log.parent.name}"
+        called[name, arguments[0]] += 1
+        log.write_text(f"$ qerl {arguments[0]}\n{ends.get(name, '')}\n")
+        if arguments[0] == "train" and name in ends:
+            if name == "a/seed-3":
+                (log.parent / "metrics.jsonl").write_text("{}\n")
+            if name != "a/seed-1" or called[name, "train"] == 1:
+                return 1
+        if arguments[0] == "evaluate-each":
+            if name == "b/seed-0" and called[name, "evaluate-each"] == 1:
+                return -9  # somebody ended it
+            finish(next(r for r in runner.all_runs(plan, out) if r.folder == name), out, 0.5)
+        return 0
+
+    monkeypatch.setattr(runner.Machine, "call", call)
+    with pytest.raises(StudyError) as error:
+        runner.run(plan, out, jobs=2)
+    assert [name for name in ("a/seed-1", "a/seed-2", "a/seed-3", "b/seed-0") if name in str(error.value)] == [
+        "a/seed-2",
+        "a/seed-3",
+        "b/seed-0",
+    ]
+    twice = {key for key, times in called.items() if times == 2}
+    assert twice == {("a/seed-1", "train")} and max(called.values()) == 2
 
 
 def test_the_jobs_are_dealt_out_to_the_gpus_and_the_base_is_judged_once(study, tmp_path, monkeypatch):
