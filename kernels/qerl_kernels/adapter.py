@@ -5,7 +5,6 @@ parts. The tiled kernel adds the second at its end (``nvfp4_tiles.cu``); the fir
 (``adapter_shrink.cu``). s is rounded to the dtype of x, as a product of its own would be.
 """
 
-import ctypes
 import functools
 import math
 from bisect import bisect_right
@@ -15,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from qerl_kernels.compiler import Defines, Kernel, compile_ahead, compile_source
+from qerl_kernels.compiler import Defines, Kernel, compile_ahead, compile_source, stream_of
 
 COLUMNS = 32  # of s and B that the tiled kernel takes at a time: their number is a multiple of it
 SMALL_M = 512  # tokens up to which the small kernel is used where nothing else is said, cuBLAS beyond
@@ -146,7 +145,7 @@ def load_shrink(device: torch.device, operand: torch.dtype = torch.bfloat16) -> 
         _kernel(variant, index, operand)
 
 
-def shrink(x: torch.Tensor, a: torch.Tensor, how: Shrink | None = None) -> torch.Tensor:
+def shrink(x: torch.Tensor, a: torch.Tensor, how: Shrink | None = None, stream: int | None = None) -> torch.Tensor:
     """s = x A^T: ``x: (M, K)``, ``a: (R, K)`` -> ``(M, R)`` in the dtype of x, sums in fp32.
 
     On a GPU x and a are both bfloat16 or both float16, K is a multiple of 16, and the rows of x start at multiples of
@@ -159,8 +158,7 @@ def shrink(x: torch.Tensor, a: torch.Tensor, how: Shrink | None = None) -> torch
         return torch.nn.functional.linear(x, a)
     s = torch.empty(M, R, dtype=x.dtype, device=x.device)
     how = how or quickest(M)
-    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, a, s)]
-    numbers = [ctypes.c_int(number) for number in (M, K, R, x.stride(0))]
-    with torch.cuda.device(x.device):
-        _kernel(how.variant, x.device.index, x.dtype)(how.grid(M, R), *pointers, *numbers, overlap=True)
+    kernel = _kernel(how.variant, x.device.index, x.dtype)
+    stream = stream_of(x.device) if stream is None else stream
+    kernel(how.grid(M, R), x.data_ptr(), a.data_ptr(), s.data_ptr(), M, K, R, x.stride(0), stream=stream, overlap=True)
     return s

@@ -26,7 +26,7 @@ import torch
 from qerl_kernels import nvrtc
 from qerl_kernels.nvrtc import CompileError
 
-Argument: TypeAlias = ctypes._SimpleCData | ctypes.Structure
+Argument: TypeAlias = int | ctypes.Structure
 Defines: TypeAlias = tuple[tuple[str, int], ...]
 MOST_PROCESSES = 16  # that compile at one time
 # of the driver's interface
@@ -62,7 +62,12 @@ def _nvrtc() -> ctypes.CDLL:
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+    """The types of what is called for each product are given: without them ctypes looks for each anew."""
+    library, address, number = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p, ctypes.c_uint
+    library.cuCtxGetCurrent.argtypes = (address,)
+    library.cuLaunchKernelEx.argtypes = (address,) * 4
+    library.cuTensorMapEncodeTiled.argtypes = (address, number, number, *(address,) * 5, *(number,) * 4)
+    return library
 
 
 def _check(code: int, doing: str, error: type[RuntimeError] = RuntimeError) -> None:
@@ -245,16 +250,8 @@ class Kernel:
             _check(driver.cuCtxSetCurrent(before), "making the caller's context current again")
 
     def _launch(self, grid: tuple[int, int, int], stream: int, overlap: bool, clustered: bool) -> "_Launch":
-        attributes = (_Attribute * 2)()
-        count = 0
-        if overlap:
-            attributes[count].id, attributes[count].value[0] = PROGRAMMATIC_STREAM_SERIALIZATION, 1
-            count += 1
-        if clustered:
-            attributes[count].id = CLUSTER_DIMENSION
-            attributes[count].value[:3] = (self.cluster, 1, 1)
-            count += 1
-        return _Launch(*grid, self.threads, 1, 1, self.shared_memory, stream, attributes, count)
+        asked = _attributes(overlap, self.cluster if clustered else 0)
+        return _Launch(*grid, self.threads, 1, 1, self.shared_memory, stream, asked, len(asked))
 
     def clusters_at_once(self) -> int:
         """How many clusters the whole GPU holds at one time."""
@@ -265,13 +262,30 @@ class Kernel:
         _check(code, f"the occupancy of {self.name}")
         return clusters.value
 
-    def __call__(self, grid: tuple[int, int, int], *arguments: Argument, overlap: bool = False) -> None:
-        """Launch on torch's current stream; with ``overlap`` it may begin before the kernel ahead of it has ended."""
-        pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
-        launch = self._launch(grid, torch.cuda.current_stream().cuda_stream, overlap, self.cluster > 1)
-        with self._in_its_context():
-            code = _driver().cuLaunchKernelEx(ctypes.byref(launch), self._function, pointers, None)
+    def __call__(self, grid: tuple[int, int, int], *arguments: Argument, stream: int, overlap: bool = False) -> None:
+        """Launch on a ``stream`` of the kernel's GPU; with ``overlap`` it may begin before the one ahead has ended.
+
+        ``arguments``: pointers and numbers, which are not negative and take at most 8 bytes, and structures. The driver
+        copies them before it returns (CUDA's manual, cuLaunchKernelEx).
+        """
+        values = (ctypes.c_uint64 * len(arguments))(*(one if isinstance(one, int) else 0 for one in arguments))
+        first = ctypes.addressof(values)
+        where = [first + 8 * i if isinstance(one, int) else ctypes.addressof(one) for i, one in enumerate(arguments)]
+        places = (ctypes.c_void_p * len(arguments))(*where)
+        launch, driver, before = self._launch(grid, stream, overlap, self.cluster > 1), _driver(), ctypes.c_void_p()
+        _check(driver.cuCtxGetCurrent(ctypes.byref(before)), "asking for the current context")
+        given = ctypes.byref(launch), self._function, places, None
+        if before.value == self._context.value:
+            code = driver.cuLaunchKernelEx(*given)
+        else:
+            with self._in_its_context():
+                code = driver.cuLaunchKernelEx(*given)
         _check(code, f"launching {self.name}")
+
+
+def stream_of(device: torch.device) -> int:
+    """The driver's handle of torch's current stream on a GPU."""
+    return torch.cuda.current_stream(device).cuda_stream
 
 
 class _Attribute(ctypes.Structure):
@@ -291,6 +305,17 @@ class _Launch(ctypes.Structure):
     )
 
 
+@functools.cache
+def _attributes(overlap: bool, cluster: int) -> "ctypes.Array[_Attribute]":
+    """What a launch asks for beside its sizes, which the driver only reads; no ``cluster`` is 0 blocks."""
+    asked = []
+    if overlap:
+        asked.append(_Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, (1,)))
+    if cluster:
+        asked.append(_Attribute(CLUSTER_DIMENSION, 0, (cluster, 1, 1)))
+    return (_Attribute * len(asked))(*asked)
+
+
 class TensorMap(ctypes.Structure):
     """The copy engine's description of a matrix (CUtensorMap): 128 bytes, aligned to 64."""
 
@@ -300,20 +325,33 @@ class TensorMap(ctypes.Structure):
 def tensor_map(x: torch.Tensor, box_rows: int, box_columns: int) -> TensorMap:
     """Describe ``x: (rows, columns)`` of 16 bits, read in boxes with a 128-byte swizzle; outside are zeros."""
     room = (ctypes.c_uint8 * (128 + 64))()
-    start = -(-ctypes.addressof(room) // 64) * 64
+    here = ctypes.addressof(room)
+    offset = -here % 64
+    kind, *sizes = _map_sizes(x.dtype, *x.shape, x.stride(0), box_rows, box_columns)
     code = _driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(start),
-        {torch.float16: 6, torch.bfloat16: 9}[x.dtype],  # CUtensorMapDataType
+        here + offset,
+        kind,
         2,
-        ctypes.c_void_p(x.data_ptr()),
-        (ctypes.c_uint64 * 2)(x.shape[1], x.shape[0]),
-        (ctypes.c_uint64 * 1)(2 * x.stride(0)),
-        (ctypes.c_uint32 * 2)(box_columns, box_rows),
-        (ctypes.c_uint32 * 2)(1, 1),
+        x.data_ptr(),
+        *sizes,
         0,  # no interleaving
         3,  # 128-byte swizzle
         3,  # fetch 256 bytes into L2
         0,  # zeros outside
     )
     _check(code, f"a tensor map of {tuple(x.shape)} with strides {x.stride()}")
-    return TensorMap.from_buffer_copy(room, start - ctypes.addressof(room))
+    return TensorMap.from_buffer(room, offset)
+
+
+@functools.lru_cache(maxsize=2**12)
+def _map_sizes(
+    dtype: torch.dtype, rows: int, columns: int, stride: int, box_rows: int, box_columns: int
+) -> tuple[int, "ctypes.Array", "ctypes.Array", "ctypes.Array", "ctypes.Array"]:
+    """The CUtensorMapDataType, and what the driver reads: sizes, strides in bytes, box, and steps between elements."""
+    return (
+        {torch.float16: 6, torch.bfloat16: 9}[dtype],
+        (ctypes.c_uint64 * 2)(columns, rows),
+        (ctypes.c_uint64 * 1)(2 * stride),
+        (ctypes.c_uint32 * 2)(box_columns, box_rows),
+        (ctypes.c_uint32 * 2)(1, 1),
+    )

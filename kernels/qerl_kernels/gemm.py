@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from qerl_kernels.adapter import Adapter, Shrink, half, is_small, shrink
-from qerl_kernels.compiler import Defines, Kernel, compile_ahead, compile_source, read_source, tensor_map
+from qerl_kernels.compiler import Defines, Kernel, compile_ahead, compile_source, read_source, stream_of, tensor_map
 from qerl_kernels.tiles import COUNTERS, TILE, TILE_BYTES, TiledWeight
 
 SHARED_MEMORY = 227 * 1024  # bytes that one block may have on Hopper
@@ -228,7 +228,7 @@ def divide(c: Configuration, N: int, K: int, M: int, at_once: int) -> Division:
     return Division(n_tiles, m_tiles, steps, shared, grid)
 
 
-def counters_for(weight: TiledWeight) -> torch.Tensor:
+def counters_for(weight: TiledWeight, stream: int | None = None) -> torch.Tensor:
     """The counters of a launch that is made now: its stream's own, or in a CUDA graph the weight's.
 
     A stream takes one product after the other, whatever the weight, and none touches its counters before the one ahead
@@ -238,8 +238,8 @@ def counters_for(weight: TiledWeight) -> torch.Tensor:
     """
     if torch.cuda.is_current_stream_capturing():
         return weight.counters
-    index = weight.tiles.device.index
-    return _counters_of(index, torch.cuda.current_stream(index).cuda_stream)
+    device = weight.tiles.device
+    return _counters_of(device.index, stream_of(device) if stream is None else stream)
 
 
 def forget_counters() -> None:
@@ -277,25 +277,52 @@ def product(
     y = torch.empty(M, weight.N, dtype=x.dtype, device=x.device)
     if M == 0:
         return y
-    kernel, most = _kernel(replace(configuration, splits=0), x.device.index, weight.operand)
-    free = how.left_free(M, adapter.a.shape[0], most) if adapter is not None and how is not None else 0
-    d = divide(configuration, weight.N, K, M, most - free)
-    sums = TILE * configuration.tile_blocks() * configuration.tokens  # of one tile
-    partials = torch.empty(d.grid * sums if d.shared else 1, dtype=torch.float32, device=x.device)
-    blocks, k_tiles = weight.tiles.shape[:2]
+    device, (blocks, k_tiles) = x.device, weight.tiles.shape[:2]
+    kernel, most = _kernel(_uncut(configuration), device.index, weight.operand)
+    if adapter is not None and how is not None:
+        most -= how.left_free(M, adapter.a.shape[0], most)
     columns = 0 if adapter is None else adapter.b.shape[1]
     tokens_ready = adapter is not None and is_small(M, how)  # cuBLAS does not let this kernel start early
-    sizes = (M, weight.N, blocks, k_tiles, d.n_tiles, d.m_tiles, d.shared, columns, tokens_ready)
-    problem = _Problem(*sizes, *map(Divisor.of, (d.steps, d.shared * d.steps or 1, d.grid)))
-    counters, described = counters_for(weight), tensor_map(x, configuration.tokens, 64)
+    grid, room, problem = _plan(configuration, weight.N, K, M, most, blocks, k_tiles, columns, tokens_ready)
+    partials = torch.empty(room, dtype=torch.float32, device=device)
+    stream = stream_of(device)
+    counters, described = counters_for(weight, stream), tensor_map(x, configuration.tokens, 64)
     # from here on nothing else: with tokens_ready the product reads x as soon as this kernel has seen that it is there
-    shrunk = None if adapter is None else shrink(x, adapter.a, how)  # (M, R)
-    pointers = [weight.tiles, weight.row_scale, bias, y, partials, counters, shrunk]
-    pointers += [None, None] if adapter is None else [adapter.b, adapter.spans]
-    arguments = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in pointers]
-    with torch.cuda.device(x.device):
-        kernel((d.grid, 1, 1), described, *arguments, problem, overlap=overlap)
+    shrunk = None if adapter is None else shrink(x, adapter.a, how, stream)  # (M, R)
+    kernel(
+        (grid, 1, 1),
+        described,
+        weight.tiles.data_ptr(),
+        weight.row_scale.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+        partials.data_ptr(),
+        counters.data_ptr(),
+        0 if shrunk is None else shrunk.data_ptr(),
+        0 if adapter is None else adapter.b.data_ptr(),
+        0 if adapter is None else adapter.spans.data_ptr(),
+        problem,
+        stream=stream,
+        overlap=overlap,
+    )
     return y
+
+
+@functools.cache
+def _uncut(configuration: Configuration) -> Configuration:
+    return replace(configuration, splits=0)
+
+
+@functools.lru_cache(maxsize=2**14)
+def _plan(
+    c: Configuration, N: int, K: int, M: int, most: int, blocks: int, k_tiles: int, columns: int, tokens_ready: bool
+) -> tuple[int, int, _Problem]:
+    """What depends on nothing but sizes: the blocks, the partial sums that are kept, and what the kernel is told."""
+    d = divide(c, N, K, M, most)
+    sums = TILE * c.tile_blocks() * c.tokens  # of one tile
+    sizes = (M, N, blocks, k_tiles, d.n_tiles, d.m_tiles, d.shared, columns, tokens_ready)
+    problem = _Problem(*sizes, *map(Divisor.of, (d.steps, d.shared * d.steps or 1, d.grid)))
+    return d.grid, d.grid * sums if d.shared else 1, problem
 
 
 def dequantize(weight: TiledWeight, first_row: int = 0, rows: int | None = None, room: int = 0) -> torch.Tensor:
@@ -307,8 +334,7 @@ def dequantize(weight: TiledWeight, first_row: int = 0, rows: int | None = None,
     rows = weight.N - first_row if rows is None else rows
     w = torch.empty(rows, weight.K + room, dtype=weight.operand, device=weight.tiles.device)
     k_tiles = weight.tiles.shape[1]
-    pointers = [ctypes.c_void_p(weight.tiles.data_ptr()), ctypes.c_void_p(w.data_ptr())]
-    numbers = [ctypes.c_int(number) for number in (rows, weight.K, k_tiles, first_row, weight.K + room)]
-    with torch.cuda.device(w.device):
-        _dequantize_kernel(w.device.index, weight.operand)((k_tiles // 2, -(-rows // 64), 1), *pointers, *numbers)
+    grid, kernel = (k_tiles // 2, -(-rows // 64), 1), _dequantize_kernel(w.device.index, weight.operand)
+    sizes = rows, weight.K, k_tiles, first_row, weight.K + room
+    kernel(grid, weight.tiles.data_ptr(), w.data_ptr(), *sizes, stream=stream_of(w.device))
     return w

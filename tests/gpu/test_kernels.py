@@ -209,14 +209,13 @@ def test_a_launch_leaves_the_context_that_it_found():
 
     packed, _, tiled = weight(192, 256)
     kernel, w = gemm._dequantize_kernel(0, torch.bfloat16), torch.zeros(192, 256, dtype=torch.bfloat16, device="cuda")
-    pointers = [ctypes.c_void_p(tiled.tiles.data_ptr()), ctypes.c_void_p(w.data_ptr())]
-    numbers = [ctypes.c_int(number) for number in (192, 256, tiled.tiles.shape[1], 0, 256)]
+    numbers, stream = (192, 256, tiled.tiles.shape[1], 0, 256), compiler.stream_of(w.device)
     torch.cuda.synchronize()
     driver, before, another, after = compiler._driver(), *(ctypes.c_void_p() for _ in range(3))
     driver.cuCtxGetCurrent(ctypes.byref(before))
     assert driver.cuCtxCreate_v2(ctypes.byref(another), 0, 0) == 0 and another.value != before.value
     try:
-        kernel((tiled.tiles.shape[1] // 2, 3, 1), *pointers, *numbers)
+        kernel((tiled.tiles.shape[1] // 2, 3, 1), tiled.tiles.data_ptr(), w.data_ptr(), *numbers, stream=stream)
         driver.cuCtxGetCurrent(ctypes.byref(after))
     finally:
         driver.cuCtxSetCurrent(before)

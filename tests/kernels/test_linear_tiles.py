@@ -1,6 +1,5 @@
 """The tiled linear layer on a CPU, and the sources that a GPU would compile."""
 
-import contextlib
 import functools
 from functools import partial
 from types import SimpleNamespace
@@ -243,10 +242,10 @@ def test_the_kernel_is_told_how_its_work_is_divided(monkeypatch):
     """The call as it goes to the driver, without a GPU: grid, tiles, runs, adapter, and who is ahead."""
     calls = []
     c = gemm.deepest(64, 2, 1, 1, 2, 2, 0)
-    monkeypatch.setattr(gemm, "_kernel", lambda *_: (lambda grid, *args, overlap: calls.append((grid, args[-1])), 132))
+    monkeypatch.setattr(gemm, "_kernel", lambda *_: (lambda grid, *args, **_: calls.append((grid, args[-1])), 132))
     monkeypatch.setattr(gemm, "tensor_map", lambda *_: None)
-    monkeypatch.setattr(gemm.torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(gemm, "counters_for", lambda weight: weight.counters)
+    monkeypatch.setattr(gemm, "stream_of", lambda device: 0)
+    monkeypatch.setattr(gemm, "counters_for", lambda weight, stream: weight.counters)
     packed = nvfp4.quantize(torch.randn(192, 512).bfloat16())
     weight = tiles.tile_weight(packed.codes, packed.block_scales, torch.tensor(1.0))
     adapter = Adapter(torch.randn(32, 512).bfloat16(), torch.randn(192, 32).bfloat16(), spans([192], 32))
@@ -266,10 +265,10 @@ def test_the_kernel_is_told_how_its_work_is_divided(monkeypatch):
 
 def test_rows_that_do_not_start_at_16_bytes_are_copied_before_the_kernel_reads_them_and_others_are_not(monkeypatch):
     seen = []
-    monkeypatch.setattr(gemm, "_kernel", lambda *_: (lambda grid, *args, overlap: None, 132))
+    monkeypatch.setattr(gemm, "_kernel", lambda *_: (lambda *_, **__: None, 132))
     monkeypatch.setattr(gemm, "tensor_map", lambda x, *_: seen.append(x))
-    monkeypatch.setattr(gemm.torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(gemm, "counters_for", lambda weight: weight.counters)
+    monkeypatch.setattr(gemm, "stream_of", lambda device: 0)
+    monkeypatch.setattr(gemm, "counters_for", lambda weight, stream: weight.counters)
     packed = nvfp4.quantize(torch.randn(64, 128).bfloat16())
     weight = tiles.tile_weight(packed.codes, packed.block_scales, torch.tensor(1.0))
     c, wide = gemm.deepest(64, 2, 1, 1, 2, 2, 0), torch.randn(20, 144).bfloat16()
@@ -286,13 +285,19 @@ def test_rows_that_do_not_start_at_16_bytes_are_copied_before_the_kernel_reads_t
 
 def test_the_kernel_that_expands_gets_a_block_for_each_128_columns_of_64_rows(monkeypatch):
     calls = []
-    monkeypatch.setattr(gemm, "_dequantize_kernel", lambda *_: lambda grid, *args: calls.append((grid, args[2:])))
-    monkeypatch.setattr(gemm.torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(
+        gemm, "_dequantize_kernel", lambda *_: lambda grid, *args, stream: calls.append((grid, args[2:]))
+    )
+    monkeypatch.setattr(gemm, "stream_of", lambda device: 0)
     packed = nvfp4.quantize(torch.randn(208, 272).bfloat16())
     weight = tiles.tile_weight(packed.codes, packed.block_scales, torch.tensor(1.0))
     shapes = [gemm.dequantize(weight, *given).shape for given in ((), (64,), (128, 70), (0, None, 8))]
     assert shapes == [(208, 272), (144, 272), (70, 272), (208, 280)]
     assert [grid for grid, _ in calls] == [(3, 4, 1), (3, 3, 1), (3, 2, 1), (3, 4, 1)]
     # rows, columns, tiles of 64 columns (an even number), the first row, numbers from a row to the next
-    numbers = [tuple(number.value for number in given) for _, given in calls]
-    assert numbers == [(208, 272, 6, 0, 272), (144, 272, 6, 64, 272), (70, 272, 6, 128, 272), (208, 272, 6, 0, 280)]
+    assert [numbers for _, numbers in calls] == [
+        (208, 272, 6, 0, 272),
+        (144, 272, 6, 64, 272),
+        (70, 272, 6, 128, 272),
+        (208, 272, 6, 0, 280),
+    ]

@@ -5,7 +5,6 @@ blocks count each other's sums become what they do. So a test sees what each blo
 for, with the sizes that ``gemm.product`` gives to the driver.
 """
 
-import contextlib
 import re
 import shutil
 import subprocess
@@ -117,11 +116,11 @@ def launched(monkeypatch, configuration, N, K, M):
     monkeypatch.setattr(
         gemm,
         "_kernel",
-        lambda *_: (lambda grid, *args, overlap: calls.append((args[-1], grid[0])), 132 // configuration.cluster),
+        lambda *_: (lambda grid, *args, **_: calls.append((args[-1], grid[0])), 132 // configuration.cluster),
     )
     monkeypatch.setattr(gemm, "tensor_map", lambda *_: None)
-    monkeypatch.setattr(gemm.torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(gemm, "counters_for", lambda weight: weight.counters)
+    monkeypatch.setattr(gemm, "stream_of", lambda device: 0)
+    monkeypatch.setattr(gemm, "counters_for", lambda weight, stream: weight.counters)
     shape = -(-N // 64), 2 * -(-K // 128), 0
     weight = tiles.TiledWeight(torch.empty(shape), torch.empty(N), torch.empty(0), N, K)
     gemm.product(torch.empty(M, K, dtype=torch.bfloat16), weight, configuration)
