@@ -119,8 +119,8 @@ def evaluate(
     tasks: Annotated[
         str,
         typer.Option(
-            help="gsm8k, math_500, aime24, aime25, amc23, running_sum, jsonl:PATH, jsonl-exact:PATH, "
-            "jsonl-number:PATH; comma-separated"
+            help="gsm8k, math_500, aime24, aime25, amc23, running_sum, jsonl:PATH, jsonl-accuracy:PATH, "
+            "jsonl-exact:PATH, jsonl-number:PATH; comma-separated"
         ),
     ],
     output_dir: Annotated[Path, typer.Option("--output-dir", "--output_dir", help="for evaluation.json and answers")],

@@ -3,7 +3,10 @@
 gsm8k, math_500, aime24, aime25     lighteval's definitions, from the Hugging Face hub
 amc23                               40 problems of AMC 12, 2023 (math-ai/amc23), asked as lighteval asks AIME
 running_sum                         the demo's 512 held-out problems; the whole completion must be right
-jsonl:PATH                          a file of {"prompt", "answer"} lines, answers compared as mathematics
+jsonl:PATH                          a file of {"prompt", "answer"} lines, answers compared as mathematics, marked or
+                                    not: the last answer block, or the last number or formula that is there
+jsonl-accuracy:PATH                 the same, judged as the reward accuracy judges: LaTeX in a box, between dollars in
+                                    an answer block or after "the final answer is"; a 9 by itself is no answer
 jsonl-exact:PATH                    the same, judged as the reward exact_answer judges: letter for letter
 jsonl-number:PATH                   the same, judged as the reward last_number judges: by the last number of the answer
 """
@@ -19,7 +22,14 @@ from qerl_recipes.files.adapter import TEMPLATE, AdapterFolder
 
 LIGHTEVAL = {"gsm8k": "gsm8k", "math_500": "math_500", "aime24": "aime", "aime25": "aime"}  # task -> module
 NAMES = (*LIGHTEVAL, "amc23", "running_sum")
-MATH, EXACT, NUMBER = "jsonl:", "jsonl-exact:", "jsonl-number:"
+MATH, ACCURACY, EXACT, NUMBER = "jsonl:", "jsonl-accuracy:", "jsonl-exact:", "jsonl-number:"
+LOCAL = (MATH, ACCURACY, EXACT, NUMBER)
+# reward of a recipe -> the local task that judges as it does; the first that a recipe has counts
+JUDGED_BY = {
+    "exact_answer": EXACT,
+    "last_number": NUMBER,
+    **dict.fromkeys(("accuracy", "dapo_score", "cosine", "length"), ACCURACY),
+}
 WITH_FEWSHOT = ("gsm8k",)  # the others have no problems besides those that are asked
 # data set of a recipe -> the task that asks for what it teaches; for a local file that is the file itself
 TASK_OF = {
@@ -91,7 +101,7 @@ def check(names: Sequence[str], num_fewshot: int = 0) -> None:
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"task {name} is named twice")
-        if name.startswith((MATH, EXACT, NUMBER)):
+        if name.startswith(LOCAL):
             read_lines(Path(name.split(":", 1)[1]))
         elif name not in NAMES:
             raise ValueError(f"there is no task {name!r}; choose from {_known()}")
@@ -141,7 +151,7 @@ def _task_of(recipe: Mapping[str, Any]) -> str:
     if dataset in TASK_OF:
         return TASK_OF[dataset]
     rewards = recipe.get("reward_funcs") or ()
-    judged = EXACT if "exact_answer" in rewards else NUMBER if "last_number" in rewards else MATH
+    judged = next((task for reward, task in JUDGED_BY.items() if reward in rewards), MATH)
     for path in () if dataset is None else (Path(dataset) / "test.jsonl", Path(dataset)):
         try:
             read_lines(path)
@@ -153,7 +163,7 @@ def _task_of(recipe: Mapping[str, Any]) -> str:
 
 def is_of_training(task: str, recipe: Mapping[str, Any]) -> bool:
     """Whether a local task asks the file that a run was trained on, whole or in part, as far as its recipe says."""
-    if not task.startswith((MATH, EXACT, NUMBER)):
+    if not task.startswith(LOCAL):
         return False
     file = Path(task.partition(":")[2]).resolve()
     named = [recipe.get("dataset_name"), (recipe.get("dataset_kwargs") or {}).get("path")]
@@ -198,4 +208,4 @@ def read_lines(path: Path) -> list[dict[str, str]]:
 
 
 def _known() -> str:
-    return ", ".join((*NAMES, f"{MATH}PATH", f"{EXACT}PATH", f"{NUMBER}PATH"))
+    return ", ".join((*NAMES, *(f"{kind}PATH" for kind in LOCAL)))

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from qerl_recipes.evaluate.request import EXACT, LIGHTEVAL, MATH, NUMBER, check, read_lines
+from qerl_recipes.evaluate.request import ACCURACY, EXACT, LIGHTEVAL, MATH, NUMBER, check, read_lines
 from qerl_recipes.tasks import running_sum
 from qerl_recipes.tasks.answers import answer_block, answer_in, is_exactly, last_number
 
 with torch.set_grad_enabled(torch.is_grad_enabled()):  # the mode before comes back at the end of the block
+    from latex2sympy2_extended import NormalizationConfig
     from lighteval.metrics.metrics import Metrics
     from lighteval.metrics.metrics_sample import PassAtK
     from lighteval.models.model_output import ModelResponse
@@ -26,7 +27,7 @@ with torch.set_grad_enabled(torch.is_grad_enabled()):  # the mode before comes b
     from lighteval.tasks.prompt_manager import PromptManager
     from lighteval.tasks.requests import Doc
     from lighteval.utils.utils import remove_reasoning_tags
-    from math_verify import parse, verify
+    from math_verify import LatexExtractionConfig, parse, verify
 
 __all__ = ["Benchmark", "Doc", "PromptManager", "load", "task_module"]
 
@@ -109,6 +110,8 @@ def _load(name: str, max_samples: int | None, num_fewshot: int, num_samples: int
         config = _local(name, None)
         if name.startswith(NUMBER):
             judge, vote = _number_judge, last_number
+        elif name.startswith(ACCURACY):
+            judge, vote = _accuracy_judge, _marked
         else:
             judge, vote = (_exact_judge, _text) if name.startswith(EXACT) else (_math_judge(), _mathematics)
     config.num_fewshots = num_fewshot
@@ -127,7 +130,7 @@ def _load(name: str, max_samples: int | None, num_fewshot: int, num_samples: int
     else:
         task.dataset = {"test": rows}
     benchmark = Benchmark(name, task.get_docs(max_samples), judge, vote)
-    if name.startswith((MATH, NUMBER)):
+    if name.startswith((MATH, ACCURACY, NUMBER)):
         _refuse_unreadable(benchmark)
     return benchmark
 
@@ -139,7 +142,8 @@ def _refuse_unreadable(benchmark: Benchmark) -> None:
     """
     golds = [doc.get_golds()[0] for doc in benchmark.problems]
     pairs = zip(benchmark.problems, golds, strict=True)
-    wrong = [g for doc, g in pairs if not any(benchmark.is_right(doc, t) for t in (f"<answer>{g}</answer>", f"${g}$"))]
+    ways = ("<answer>{}</answer>", "${}$", "\\boxed{{{}}}")
+    wrong = [gold for doc, gold in pairs if not any(benchmark.is_right(doc, way.format(gold)) for way in ways)]
     if wrong:
         kind = "a number" if benchmark.name.startswith(NUMBER) else "mathematics"
         raise ValueError(
@@ -186,6 +190,12 @@ def _math_judge() -> Judge:
     return judge
 
 
+def _accuracy_judge(doc: Doc, text: str) -> bool:
+    """As the reward ``accuracy``: TRL's accuracy_reward, here without TRL."""
+    given = _marked(text)
+    return given is not None and verify(parse(doc.get_golds()[0]), given.parsed)
+
+
 def _exact_judge(doc: Doc, text: str) -> bool:
     return is_exactly(text, doc.get_golds()[0])
 
@@ -202,6 +212,15 @@ def _running_sum_judge(doc: Doc, text: str) -> bool:
 def _text(text: str) -> str | None:
     given = answer_in(text)
     return (text.strip() if given is None else given) or None
+
+
+def _marked(text: str) -> Any:
+    """What the reward ``accuracy`` reads: LaTeX alone, a box first. Source: trl.rewards.accuracy_reward."""
+    latex = LatexExtractionConfig(
+        normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
+    )
+    parsed = parse(text, extraction_config=[latex], extraction_mode="first_match")
+    return _Mathematics(parsed) if parsed else None
 
 
 def _mathematics(text: str) -> Any:

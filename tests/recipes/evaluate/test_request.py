@@ -62,6 +62,9 @@ def test_the_command_judges_a_local_file_as_the_reward_did_and_works_from_any_fo
     monkeypatch.chdir(tmp_path)
     state = {"recipe": {"dataset_name": "mine.jsonl", "reward_funcs": ["exact_answer"]}}
     assert f"--tasks jsonl-exact:{tmp_path}/mine.jsonl " in evaluation_request.command("run", state)
+    for rewards, task in ((["format", "dapo_score"], "accuracy"), (["accuracy", "last_number"], "number")):
+        state = {"recipe": {"dataset_name": "mine.jsonl", "reward_funcs": rewards}}
+        assert f"--tasks jsonl-{task}:{tmp_path}/mine.jsonl " in evaluation_request.command("run", state)
 
 
 def test_a_task_of_the_file_that_was_trained_on_is_known_as_such(

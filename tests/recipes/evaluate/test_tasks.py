@@ -8,7 +8,7 @@ import torch
 
 from qerl_recipes.evaluate import request as evaluation_request
 from qerl_recipes.evaluate import tasks as evaluation_tasks
-from qerl_recipes.tasks import running_sum
+from qerl_recipes.tasks import rewards, running_sum
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,7 @@ from qerl_recipes.tasks import running_sum
         ("jsonl", ["$\\boxed{3}$", "$\\boxed{1/2}$", "so $\\boxed{0.5}$", "nothing"], 1),
         ("jsonl", ["<answer>2</answer>", "<answer>4</answer>", "<think>$\\boxed{2}$</think><answer>4</answer>"], 1),
         ("jsonl", ["nothing", "at all"], None),
+        ("jsonl-accuracy", ["\\boxed{3}", "$1/2$", "1/2", "\\boxed{1/2}", "so \\boxed{0.5}"], 3),
         ("jsonl-exact", ["a", " b", "<answer>b</answer>", "a "], 0),
         ("jsonl-exact", ["", " ", "<answer></answer>", "b"], 3),  # who says nothing does not vote
     ],
@@ -72,6 +73,32 @@ def test_a_local_file_is_judged_as_mathematics_or_as_text(
     assert judged(benchmark, benchmark.problems[0], text) == right
 
 
+# (text, what the reward accuracy gives it, what jsonl: says): of a problem whose answer is 9
+GIVEN = [
+    ("\\boxed{9}", 1, 1), ("\\boxed{8} no \\boxed{9}", 1, 1), ("\\boxed{9} no \\boxed{8}", 0, 0),
+    ("\\boxed{18/2}", 1, 1),
+    ("The final answer is $9$. I hope it is correct.", 1, 1), ("<answer>$9$</answer>", 1, 1), ("\\boxed{9", 0, 0),
+    ("9", 0, 1), ("$9$", 0, 1), ("first 8, then 9", 0, 1), ("first 9, then 8", 0, 0), ("$8$ so $9$", 0, 1),
+    ("<answer>9</answer>", 0, 1), ("<answer>8</answer><answer>9</answer>", 0, 1), ("#### 9", 0, 1),
+    ("\\boxed{9} <answer>8</answer>", 1, 0), ("\\boxed{8} <answer>9</answer>", 0, 1), ("", 0, 0),
+    ("<think>\\boxed{9}</think>\\boxed{8}", 0, 0), ("<think>\\boxed{8}</think>\\boxed{9}", 1, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("solution", ["9", "$9$", "\\boxed{9}"])
+def test_a_file_is_judged_as_the_reward_accuracy_judges_and_jsonl_is_more_generous(
+    solution: str, tmp_path: Path
+) -> None:
+    (tmp_path / "x.jsonl").write_text(json.dumps({"prompt": "?", "answer": solution}))
+    texts = [text for text, _, _ in GIVEN]
+    found = {}
+    for task in ("jsonl-accuracy", "jsonl"):
+        benchmark = evaluation_tasks.load([f"{task}:{tmp_path}/x.jsonl"])[0]
+        found[task] = [int(benchmark.is_right(benchmark.problems[0], text)) for text in texts]
+    assert found["jsonl-accuracy"] == rewards.accuracy(list(texts), [solution] * len(texts))
+    assert found == {"jsonl-accuracy": [right for _, right, _ in GIVEN], "jsonl": [right for _, _, right in GIVEN]}
+
+
 BAD_LINES = [
     "{", "[]", '{"prompt": "x"}', '{"prompt": ["x"], "answer": "y"}', '{"prompt": "x", "answer": true}',
     '{"prompt": "x", "answer": " "}', '{"prompt": 1.5, "answer": "y"}', '{"prompt": "x", "answer": 1, "answer": 2}', "",
@@ -97,7 +124,9 @@ def test_a_local_file_is_read_letter_for_letter(tmp_path: Path) -> None:
     assert evaluation_request.read_lines(tmp_path / "x.jsonl") == [{"prompt": p, "answer": a} for p, a in rows]
 
 
-@pytest.mark.parametrize(("task", "answer"), [("jsonl", "\\$5"), ("jsonl-number", "four")])
+@pytest.mark.parametrize(
+    ("task", "answer"), [("jsonl", "\\$5"), ("jsonl-accuracy", "\\text"), ("jsonl-number", "four")]
+)
 def test_answers_that_no_completion_could_give_are_refused(task: str, answer: str, tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"prompt": "?", "answer": a}) + "\n" for a in ("1", answer)))
     with pytest.raises(ValueError, match=r"the answers to 1 of 2 problems \(.*, for one\) cannot be read"):
