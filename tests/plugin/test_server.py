@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import time
@@ -92,6 +93,17 @@ def assert_noise_needs_the_callers_word(client, answers, prompts) -> None:
     assert changed() == set()
 
 
+PAGE = (Path(__file__).parents[2] / "qerl_vllm_plugin" / "README.md").read_text()
+
+
+def page_options() -> list[str]:
+    """What the page gives a server with slots, behind ``qerl serve BASE`` or its longer name."""
+    (line,) = re.findall(r"^VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve BASE (.*)$", PAGE, flags=re.M)
+    options = shlex.split(line)
+    assert options[:3] == ["--quantization", "qerl_nvfp4", "--enable-lora"]
+    return options
+
+
 def assert_versions_come_and_go(client, adapter, scores, prompts) -> None:
     """The plain way, as TRL's AsyncGRPO and prime-rl go it: a new name for each version, the last one unloaded."""
     import openai
@@ -108,8 +120,7 @@ def assert_versions_come_and_go(client, adapter, scores, prompts) -> None:
     with pytest.raises(openai.NotFoundError):
         ask(client, "policy-1", prompts[0])
     if shutil.which("curl") is not None:  # as the page has it
-        page = (Path(__file__).parents[2] / "qerl_vllm_plugin" / "README.md").read_text()
-        (line,) = re.findall(r"^curl .*load_lora_adapter.*$", page, flags=re.M)
+        (line,) = re.findall(r"^curl .*load_lora_adapter.*$", PAGE, flags=re.M)
         assert "/RUNS/7" in line
         environment = {**os.environ, "URL": str(client.base_url).removesuffix("/v1/")}
         line = line.replace("/RUNS/7", str(adapter))
@@ -126,7 +137,7 @@ def test_promise_10_server_answers_like_the_engine_and_refuses_noise_for_all(
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
-    client = start_server("--enable-lora", "--lora-modules", f"tuned={adapter}", "--max-lora-rank", "8")
+    client = start_server(*page_options(), "--lora-modules", f"tuned={adapter}")
     assert {model.id for model in client.models.list()} == {"base", "tuned"}
     answers = {(name, i): ask(client, name, ids) for name in ("base", "tuned") for i, ids in enumerate(measure.prompts)}
     with pytest.raises(openai.NotFoundError):

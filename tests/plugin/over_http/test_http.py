@@ -282,7 +282,7 @@ def test_the_commands_of_the_page(server, policy, tmp_path):
     assert start[:5] == ["qerl", "serve", "BASE", "--host", "127.0.0.1"] and len(start) == 7
     (names,) = [line for line in lines if line.startswith("URL=")]
     commands = [names.partition("; ")[2], *(line for line in lines if line.startswith("curl "))]
-    assert len(commands) == 6 and len(lines) == 8, "a line of the page is not tested"
+    assert len(commands) == 6 and len(lines) == 9, "a line of the page is not tested"  # with test_pages.py
     (tmp_path / ".curlrc").write_text(f'header = "Authorization: Bearer {API_KEY}"\n')
     environment = {**os.environ, "URL": server[0], "QERL_ADMIN_TOKEN": TOKEN, "CURL_HOME": str(tmp_path)}
     line = ["bash", "-e", "-c", "\n".join(commands)]

@@ -319,7 +319,8 @@ def test_a_short_soak_finds_nothing_on_a_sound_server_and_the_stale_answers_of_a
     folder = soak.write_model("tiny", 0, tmp_path / "model")
     with soak.serving(folder, 16, Path(tmp_path, "log"), line) as (server, token):
         found, speed, memory = soak.measure(server, token, folder, 16, 12, 0)
-    assert len(found.changes) > 5 and found.cancelled > 0 and min(speed.values()) > 0
+    assert len(found.changes) > 5 and found.cancelled > 0
+    assert speed["with swaps"] > 0  # in the 2 s before them a busy machine may end no answer
     verdict = judge(found.answers, found.changes, [soak_replay.reference(folder, 0)], soak.TOLERANCE["float32"])
     result = soak.summary(found, speed, memory, verdict)
     assert result["lost"] == []
