@@ -68,6 +68,11 @@ def test_a_command_that_is_none_is_found(wrong):
         check_qerl(wrong.split())
 
 
+def test_every_file_says_how_it_is_made_again_and_of_what():
+    lacking = {name: {"command", "commit", "date", "gpu"} - data.keys() for name, data in FILES.items()}
+    assert {name: keys for name, keys in lacking.items() if keys} == {}
+
+
 def test_every_file_is_on_the_page():
     assert {name for name in FILES if f"{name}.json" not in PAGES} <= {"tune_1_NVIDIA_H200", "tune_2_NVIDIA_H200"}
 
@@ -105,6 +110,23 @@ def test_what_the_page_says_of_steps_is_in_their_file(name):
     if said := re.search(r"recomputed in ((?:\d+ and )?\d+) of \d+ blocks", row):
         assert [int(number) for number in said[1].split(" and ")] == blocks
     assert "all activations kept" not in row or not any(blocks)
+
+
+def test_the_bars_that_a_step_misses_stand_beside_it():
+    ours, theirs = (FILES["train_7B_80GB_NVIDIA_H200"]["summary"][arm] for arm in ("qerl_nvfp4", "bf16"))
+    step, rollout, rate = ours["seconds"]["step"], ours["seconds"]["rollout"], ours["rollout_tokens_per_s"]
+    of_bf16 = theirs["seconds"]["step"]
+    (text,) = [part for part in PAGE.split("\n\n") if part.startswith("Bars of the first row: training 3.9 s, met;")]
+    assert ours["seconds"]["training"] <= 3.9 and step > 8 and of_bf16 / step < 1.6
+    wide = FILES["train_14B_NVIDIA_H200"]["summary"]
+    for said in (
+        f"missed at {step:.2f} s and {of_bf16 / step:.2f}x",
+        f"takes {rollout:.2f} of the {step:.2f} s, {rate:,.0f} tokens/s",
+        f"8.0 s want {rate * rollout / (rollout + 8 - step):,.0f}, ",
+        f"{of_bf16:.2f} by it, which 1.6x would have to beat with {of_bf16 / 1.6:.2f}.",
+        f"missed at {wide['bf16']['seconds']['step'] / wide['qerl_nvfp4']['seconds']['step']:.2f}x (",
+    ):
+        assert said in " ".join(text.split())
 
 
 @pytest.mark.parametrize(("low", "high", "bar", "others"), [(1, 256, 0.97, None), (257, 8192, 0.93, ("bf16",))])
