@@ -17,6 +17,8 @@ from dataclasses import replace
 import torch
 from qerl_kernels import gemm, linear_tiles, nvfp4, rule, tiles
 from qerl_kernels.adapter import Adapter, Shrink, Variant, padded, shrink, spans
+from qerl_kernels.counters import counters_for
+from qerl_kernels.driver import current_stream
 
 ROUNDING = {torch.bfloat16: 2.5e-3, torch.float16: 3.2e-4}  # relative error of outputs that are rounded once or twice
 EDGES = (1, 8, 9, 255, 256, 257, 258, 447, 511, 512, 513, 640, 1023, 2049, 8193)  # tokens around which choices change
@@ -121,7 +123,7 @@ def check(configuration: gemm.Configuration, operand: torch.dtype = torch.bfloat
                     y = gemm.product(x, scaled, replace(configuration, splits=splits), bias)
                     error = ((y.double() - exact).norm() / exact.norm()).item()
                     assert error < bar, f"random ({M}, {N}, {K}) in {splits} runs: relative error {error:.1e}"
-        assert not gemm.counters_for(scaled).any(), "counters are not zero after a call"
+        assert not counters_for(scaled.counters, current_stream(0)).any(), "counters are not zero after a call"
 
 
 def agree(y: torch.Tensor, exact: torch.Tensor, what: str) -> None:

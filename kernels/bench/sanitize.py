@@ -11,6 +11,8 @@ import gate
 import torch
 from qerl_kernels import gemm, nvfp4, tiles
 from qerl_kernels.adapter import VARIANTS, Shrink
+from qerl_kernels.counters import counters_for
+from qerl_kernels.driver import current_stream
 
 # (configuration, rows, tokens): rows such that a kind does what it is there for on any number of multiprocessors
 KINDS = {
@@ -35,7 +37,7 @@ def product(kind: str, operand: torch.dtype, adapted: bool) -> None:
     if adapter is not None:
         exact += (x.double() @ adapter.a.double().t()).to(operand).double() @ adapter.b.double().t()
     gate.agree(y, exact, kind)
-    assert not gemm.counters_for(weight).any(), "counters are not zero after a call"
+    assert not counters_for(weight.counters, current_stream(0)).any(), "counters are not zero after a call"
 
 
 def main() -> None:

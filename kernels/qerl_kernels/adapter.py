@@ -5,6 +5,7 @@ parts. The tiled kernel adds the second at its end (``nvfp4_tiles.cu``); the fir
 (``adapter_shrink.cu``). s is rounded to the dtype of x, as a product of its own would be.
 """
 
+import ctypes
 import functools
 import math
 from bisect import bisect_right
@@ -14,7 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from qerl_kernels.compiler import Defines, Kernel, compile_ahead, compile_source, stream_of
+from qerl_kernels.compiler import Defines, compile_ahead, compile_source
+from qerl_kernels.driver import Call, Kernel, addresses, current_stream, launch
 
 COLUMNS = 32  # of s and B that the tiled kernel takes at a time: their number is a multiple of it
 SMALL_M = 512  # tokens up to which the small kernel is used where nothing else is said, cuBLAS beyond
@@ -145,7 +147,20 @@ def load_shrink(device: torch.device, operand: torch.dtype = torch.bfloat16) -> 
         _kernel(variant, index, operand)
 
 
-def shrink(x: torch.Tensor, a: torch.Tensor, how: Shrink | None = None, stream: int | None = None) -> torch.Tensor:
+class Small:
+    """A launch of the small kernel, ``call``, with all but its tensors in place; of one thread."""
+
+    def __init__(self, how: Shrink, M: int, K: int, R: int, device: int, operand: torch.dtype):
+        self._pointers, self._numbers = (ctypes.c_void_p * 3)(), (ctypes.c_int * 4)(M, K, R)
+        arguments = [*addresses(self._pointers), *addresses(self._numbers)]
+        self.call = Call(_kernel(how.variant, device, operand), how.grid(M, R), arguments, overlap=True)
+
+    def write(self, x: int, row_stride: int, a: int, s: int) -> None:
+        """Where the tensors lie, and how many numbers the rows of x are apart."""
+        self._pointers[:], self._numbers[3] = [x, a, s], row_stride
+
+
+def shrink(x: torch.Tensor, a: torch.Tensor, how: Shrink | None = None) -> torch.Tensor:
     """s = x A^T: ``x: (M, K)``, ``a: (R, K)`` -> ``(M, R)`` in the dtype of x, sums in fp32.
 
     On a GPU x and a are both bfloat16 or both float16, K is a multiple of 16, and the rows of x start at multiples of
@@ -157,8 +172,7 @@ def shrink(x: torch.Tensor, a: torch.Tensor, how: Shrink | None = None, stream: 
     if not x.is_cuda or not is_small(M, how):
         return torch.nn.functional.linear(x, a)
     s = torch.empty(M, R, dtype=x.dtype, device=x.device)
-    how = how or quickest(M)
-    kernel = _kernel(how.variant, x.device.index, x.dtype)
-    stream = stream_of(x.device) if stream is None else stream
-    kernel(how.grid(M, R), x.data_ptr(), a.data_ptr(), s.data_ptr(), M, K, R, x.stride(0), stream=stream, overlap=True)
+    small = Small(how or quickest(M), M, K, R, x.device.index, x.dtype)
+    small.write(x.data_ptr(), x.stride(0), a.data_ptr(), s.data_ptr())
+    launch(current_stream(x.device.index), small.call)
     return s

@@ -1,4 +1,4 @@
-"""Compile CUDA C++ with NVRTC at first use, keep the machine code on disk, load and launch it.
+"""Compile CUDA C++ with NVRTC at first use, and keep the machine code on disk; ``driver.py`` loads and launches it.
 
 Needs no compiler on the machine: NVRTC comes with torch. The cache is ``$QERL_CACHE``, or ``qerl`` in
 ``$XDG_CACHE_HOME`` or ``~/.cache``, or, without a home, ``qerl-UID`` where temporary files are; a file is named by the
@@ -6,7 +6,6 @@ hash of the source, the options and the NVRTC version. What is in it runs on the
 again, and a folder that others may write to is not used.
 """
 
-import contextlib
 import ctypes
 import functools
 import hashlib
@@ -16,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeAlias
@@ -26,13 +25,8 @@ import torch
 from qerl_kernels import nvrtc
 from qerl_kernels.nvrtc import CompileError
 
-Argument: TypeAlias = int | ctypes.Structure
 Defines: TypeAlias = tuple[tuple[str, int], ...]
 MOST_PROCESSES = 16  # that compile at one time
-# of the driver's interface
-MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CUfunction_attribute
-CLUSTER_DIMENSION = 4  # CUlaunchAttributeID
-PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
 
 def cache_folder() -> Path:
@@ -58,23 +52,6 @@ def _nvrtc() -> ctypes.CDLL:
         except OSError:
             continue
     raise CompileError(f"{name} is not among {candidates}; install nvidia-cuda-nvrtc for CUDA {torch.version.cuda}")
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    """The types of what is called for each product are given: without them ctypes looks for each anew."""
-    library, address, number = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p, ctypes.c_uint
-    library.cuCtxGetCurrent.argtypes = (address,)
-    library.cuLaunchKernelEx.argtypes = (address,) * 4
-    library.cuTensorMapEncodeTiled.argtypes = (address, number, number, *(address,) * 5, *(number,) * 4)
-    return library
-
-
-def _check(code: int, doing: str, error: type[RuntimeError] = RuntimeError) -> None:
-    if code:
-        text = ctypes.c_char_p()
-        _driver().cuGetErrorString(code, ctypes.byref(text))
-        raise error(f"{doing}: CUDA error {code} ({(text.value or b'unknown').decode()})")
 
 
 def read_source(file: Path) -> str:
@@ -208,150 +185,3 @@ def _path_of(library: ctypes.CDLL) -> str:
     name = Path(library._name).name
     mapped = (line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines())
     return next((path for path in mapped if Path(path).name.startswith(name)), library._name)
-
-
-class Kernel:
-    """One kernel of one device, ready to launch."""
-
-    def __init__(self, machine_code: bytes, name: str, threads: int, shared_memory: int = 0, cluster: int = 1):
-        """Load ``name`` on the current device. Raises CompileError if the driver refuses it.
-
-        ``threads`` of a block, its dynamic ``shared_memory`` in bytes, and the blocks of a ``cluster``.
-        """
-        driver = _driver()
-        module, self._function, self._context = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-        device, number = ctypes.c_int(), torch.cuda.current_device()
-        _check(driver.cuDeviceGet(ctypes.byref(device), number), f"finding GPU {number}")
-        _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), device), f"the context of GPU {number}")
-        with self._in_its_context():
-            _check(driver.cuModuleLoadData(ctypes.byref(module), machine_code), f"loading {name}", CompileError)
-            found = driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode())
-            _check(found, f"finding {name}", CompileError)
-            if shared_memory > 48 * 1024:
-                code = driver.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_memory)
-                _check(code, f"{name} with {shared_memory} bytes of shared memory", CompileError)
-        self.name, self.threads, self.shared_memory, self.cluster = name, threads, shared_memory, cluster
-
-    @contextlib.contextmanager
-    def _in_its_context(self) -> Iterator[None]:
-        """In the context of torch on the kernel's GPU; afterwards the thread has again the one that it had, or none.
-
-        A thread that has not called CUDA yet, as autograd's may not have, has none.
-        """
-        driver, before = _driver(), ctypes.c_void_p()
-        _check(driver.cuCtxGetCurrent(ctypes.byref(before)), "asking for the current context")
-        if before.value == self._context.value:
-            yield
-            return
-        _check(driver.cuCtxSetCurrent(self._context), "making torch's context current")
-        try:
-            yield
-        finally:
-            _check(driver.cuCtxSetCurrent(before), "making the caller's context current again")
-
-    def _launch(self, grid: tuple[int, int, int], stream: int, overlap: bool, clustered: bool) -> "_Launch":
-        asked = _attributes(overlap, self.cluster if clustered else 0)
-        return _Launch(*grid, self.threads, 1, 1, self.shared_memory, stream, asked, len(asked))
-
-    def clusters_at_once(self) -> int:
-        """How many clusters the whole GPU holds at one time."""
-        clusters = ctypes.c_int()
-        launch = self._launch((self.cluster, 1, 1), 0, overlap=False, clustered=True)
-        with self._in_its_context():
-            code = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(clusters), self._function, ctypes.byref(launch))
-        _check(code, f"the occupancy of {self.name}")
-        return clusters.value
-
-    def __call__(self, grid: tuple[int, int, int], *arguments: Argument, stream: int, overlap: bool = False) -> None:
-        """Launch on a ``stream`` of the kernel's GPU; with ``overlap`` it may begin before the one ahead has ended.
-
-        ``arguments``: pointers and numbers, which are not negative and take at most 8 bytes, and structures. The driver
-        copies them before it returns (CUDA's manual, cuLaunchKernelEx).
-        """
-        values = (ctypes.c_uint64 * len(arguments))(*(one if isinstance(one, int) else 0 for one in arguments))
-        first = ctypes.addressof(values)
-        where = [first + 8 * i if isinstance(one, int) else ctypes.addressof(one) for i, one in enumerate(arguments)]
-        places = (ctypes.c_void_p * len(arguments))(*where)
-        launch, driver, before = self._launch(grid, stream, overlap, self.cluster > 1), _driver(), ctypes.c_void_p()
-        _check(driver.cuCtxGetCurrent(ctypes.byref(before)), "asking for the current context")
-        given = ctypes.byref(launch), self._function, places, None
-        if before.value == self._context.value:
-            code = driver.cuLaunchKernelEx(*given)
-        else:
-            with self._in_its_context():
-                code = driver.cuLaunchKernelEx(*given)
-        _check(code, f"launching {self.name}")
-
-
-def stream_of(device: torch.device) -> int:
-    """The driver's handle of torch's current stream on a GPU."""
-    return torch.cuda.current_stream(device).cuda_stream
-
-
-class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute: an id, and a value in a union of 64 bytes."""
-
-    _fields_ = (("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16))
-
-
-class _Launch(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("count", ctypes.c_uint),
-    )
-
-
-@functools.cache
-def _attributes(overlap: bool, cluster: int) -> "ctypes.Array[_Attribute]":
-    """What a launch asks for beside its sizes, which the driver only reads; no ``cluster`` is 0 blocks."""
-    asked = []
-    if overlap:
-        asked.append(_Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, (1,)))
-    if cluster:
-        asked.append(_Attribute(CLUSTER_DIMENSION, 0, (cluster, 1, 1)))
-    return (_Attribute * len(asked))(*asked)
-
-
-class TensorMap(ctypes.Structure):
-    """The copy engine's description of a matrix (CUtensorMap): 128 bytes, aligned to 64."""
-
-    _fields_ = (("words", ctypes.c_uint64 * 16),)
-
-
-def tensor_map(x: torch.Tensor, box_rows: int, box_columns: int) -> TensorMap:
-    """Describe ``x: (rows, columns)`` of 16 bits, read in boxes with a 128-byte swizzle; outside are zeros."""
-    room = (ctypes.c_uint8 * (128 + 64))()
-    here = ctypes.addressof(room)
-    offset = -here % 64
-    kind, *sizes = _map_sizes(x.dtype, *x.shape, x.stride(0), box_rows, box_columns)
-    code = _driver().cuTensorMapEncodeTiled(
-        here + offset,
-        kind,
-        2,
-        x.data_ptr(),
-        *sizes,
-        0,  # no interleaving
-        3,  # 128-byte swizzle
-        3,  # fetch 256 bytes into L2
-        0,  # zeros outside
-    )
-    _check(code, f"a tensor map of {tuple(x.shape)} with strides {x.stride()}")
-    return TensorMap.from_buffer(room, offset)
-
-
-@functools.lru_cache(maxsize=2**12)
-def _map_sizes(
-    dtype: torch.dtype, rows: int, columns: int, stride: int, box_rows: int, box_columns: int
-) -> tuple[int, "ctypes.Array", "ctypes.Array", "ctypes.Array", "ctypes.Array"]:
-    """The CUtensorMapDataType, and what the driver reads: sizes, strides in bytes, box, and steps between elements."""
-    return (
-        {torch.float16: 6, torch.bfloat16: 9}[dtype],
-        (ctypes.c_uint64 * 2)(columns, rows),
-        (ctypes.c_uint64 * 1)(2 * stride),
-        (ctypes.c_uint32 * 2)(box_columns, box_rows),
-        (ctypes.c_uint32 * 2)(1, 1),
-    )

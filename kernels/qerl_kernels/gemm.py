@@ -7,19 +7,23 @@ configuration and on N, K and the number of token tiles, never on timing: the sa
 
 import ctypes
 import functools
+import threading
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from qerl_kernels.adapter import Adapter, Shrink, half, is_small, shrink
-from qerl_kernels.compiler import Defines, Kernel, compile_ahead, compile_source, read_source, stream_of, tensor_map
-from qerl_kernels.tiles import COUNTERS, TILE, TILE_BYTES, TiledWeight
+from qerl_kernels.adapter import Adapter, Shrink, Small, half, is_small, quickest
+from qerl_kernels.compiler import Defines, compile_ahead, compile_source, read_source
+from qerl_kernels.counters import counters_for
+from qerl_kernels.driver import Call, Kernel, TensorMap, addresses, current_stream, launch
+from qerl_kernels.tiles import TILE, TILE_BYTES, TiledWeight
 
 SHARED_MEMORY = 227 * 1024  # bytes that one block may have on Hopper
 TURN_ROW = 144
+PLANS = 1024  # kept, of all threads: of 4 layers for 256 numbers of tokens, some 5 kB each
 WHOLE = -1  # splits of a product whose tiles one block each computes
 
 
@@ -228,30 +232,6 @@ def divide(c: Configuration, N: int, K: int, M: int, at_once: int) -> Division:
     return Division(n_tiles, m_tiles, steps, shared, grid)
 
 
-def counters_for(weight: TiledWeight, stream: int | None = None) -> torch.Tensor:
-    """The counters of a launch that is made now: its stream's own, or in a CUDA graph the weight's.
-
-    A stream takes one product after the other, whatever the weight, and none touches its counters before the one ahead
-    has ended. So a weight may be used on several streams; two graphs that hold it may not run at one time. A block that
-    waits sets its counter back to zero, and no other's is counted. No launch finds counters of one that was stopped in
-    its midst: with that error the CUDA context ends, and they with it (CUDA's manual, cudaErrorLaunchFailure).
-    """
-    if torch.cuda.is_current_stream_capturing():
-        return weight.counters
-    device = weight.tiles.device
-    return _counters_of(device.index, stream_of(device) if stream is None else stream)
-
-
-def forget_counters() -> None:
-    """Those of streams are made anew when the next launch needs them."""
-    _counters_of.cache_clear()
-
-
-@functools.cache
-def _counters_of(device: int, stream: int) -> torch.Tensor:
-    return torch.zeros(COUNTERS, dtype=torch.int32, device=torch.device("cuda", device))
-
-
 def product(
     x: torch.Tensor,
     weight: TiledWeight,
@@ -268,61 +248,113 @@ def product(
     With ``overlap`` the weights are fetched while the kernel ahead in the stream still runs: that kernel must not have
     written them (``tile_weight`` waits until it has).
     """
-    M, K = x.shape
-    if x.dtype != weight.operand or K != weight.K:
-        needs = f"(M, {weight.K}) {weight.operand}"
-        raise ValueError(f"x of shape {tuple(x.shape)} and type {x.dtype}: this weight needs {needs}")
-    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # the copy engine needs rows that start at 16 bytes
-        x = x.clone(memory_format=torch.contiguous_format)
-    y = torch.empty(M, weight.N, dtype=x.dtype, device=x.device)
-    if M == 0:
-        return y
-    device, (blocks, k_tiles) = x.device, weight.tiles.shape[:2]
-    kernel, most = _kernel(_uncut(configuration), device.index, weight.operand)
-    if adapter is not None and how is not None:
-        most -= how.left_free(M, adapter.a.shape[0], most)
+    check(x, weight.K, weight.operand)
     columns = 0 if adapter is None else adapter.b.shape[1]
-    tokens_ready = adapter is not None and is_small(M, how)  # cuBLAS does not let this kernel start early
-    grid, room, problem = _plan(configuration, weight.N, K, M, most, blocks, k_tiles, columns, tokens_ready)
-    partials = torch.empty(room, dtype=torch.float32, device=device)
-    stream = stream_of(device)
-    counters, described = counters_for(weight, stream), tensor_map(x, configuration.tokens, 64)
-    # from here on nothing else: with tokens_ready the product reads x as soon as this kernel has seen that it is there
-    shrunk = None if adapter is None else shrink(x, adapter.a, how, stream)  # (M, R)
-    kernel(
-        (grid, 1, 1),
-        described,
-        weight.tiles.data_ptr(),
-        weight.row_scale.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        y.data_ptr(),
-        partials.data_ptr(),
-        counters.data_ptr(),
-        0 if shrunk is None else shrunk.data_ptr(),
-        0 if adapter is None else adapter.b.data_ptr(),
-        0 if adapter is None else adapter.spans.data_ptr(),
-        problem,
-        stream=stream,
-        overlap=overlap,
-    )
-    return y
+    if not len(x):
+        return x.new_empty((0, weight.N))
+    shape = weight.N, weight.K, len(x), columns, x.device.index, weight.operand
+    run = plan(threading.get_ident(), configuration, how, *shape, overlap)
+    a, b, spans = (None, None, None) if adapter is None else (adapter.a, adapter.b, adapter.spans)
+    return run(x, weight.tiles, weight.row_scale, weight.counters, bias, a, b, spans)
 
 
-@functools.cache
-def _uncut(configuration: Configuration) -> Configuration:
-    return replace(configuration, splits=0)
+def check(x: torch.Tensor, K: int, operand: torch.dtype) -> None:
+    """Raises ValueError where the product cannot read ``x: (M, K)``."""
+    if x.dtype != operand or x.shape[1] != K:
+        raise ValueError(f"x of shape {tuple(x.shape)} and type {x.dtype}: this weight needs (M, {K}) {operand}")
 
 
-@functools.lru_cache(maxsize=2**14)
-def _plan(
-    c: Configuration, N: int, K: int, M: int, most: int, blocks: int, k_tiles: int, columns: int, tokens_ready: bool
-) -> tuple[int, int, _Problem]:
-    """What depends on nothing but sizes: the blocks, the partial sums that are kept, and what the kernel is told."""
-    d = divide(c, N, K, M, most)
-    sums = TILE * c.tile_blocks() * c.tokens  # of one tile
-    sizes = (M, N, blocks, k_tiles, d.n_tiles, d.m_tiles, d.shared, columns, tokens_ready)
-    problem = _Problem(*sizes, *map(Divisor.of, (d.steps, d.shared * d.steps or 1, d.grid)))
-    return d.grid, d.grid * sums if d.shared else 1, problem
+class Plan:
+    """A product of one weight's shape with M tokens, all but its tensors in place; of one thread, as a Call is.
+
+    It keeps no tensor alive, and knows of no stream and no counters.
+    """
+
+    def __init__(
+        self,
+        configuration: Configuration,
+        how: Shrink | None,
+        N: int,
+        K: int,
+        M: int,
+        columns: int,
+        device: int,
+        operand: torch.dtype,
+        overlap: bool,
+    ):
+        """For an adapter of so many ``columns``, 0 for none; the others as ``product`` has them.
+
+        Raises ValueError where the stages do not divide the columns, CompileError where the kernel does not load.
+        """
+        kernel, most = _kernel(replace(configuration, splits=0), device, operand)
+        free = how.left_free(M, columns, most) if columns and how is not None else 0
+        d = divide(configuration, N, K, M, most - free)
+        self.small = None
+        if columns and is_small(M, how):  # cuBLAS does not let this kernel start early
+            self.small = Small(how or quickest(M), M, K, columns, device, operand)
+        blocks, k_tiles = -(-N // TILE), 2 * -(-K // (2 * TILE))
+        sizes = M, N, blocks, k_tiles, d.n_tiles, d.m_tiles, d.shared, columns, self.small is not None
+        self._problem = _Problem(*sizes, *map(Divisor.of, (d.steps, d.shared * d.steps or 1, d.grid)))
+        self._map = TensorMap(operand, M, K, configuration.tokens, 64)
+        self._pointers = (ctypes.c_void_p * 9)()
+        arguments = [self._map.address, *addresses(self._pointers), ctypes.addressof(self._problem)]
+        self._call = Call(kernel, (d.grid, 1, 1), arguments, overlap)
+        self._calls = (self._call,) if self.small is None else (self.small.call, self._call)
+        self.N, self.device = N, device
+        # bytes: the sums that blocks leave for others, fp32, and behind them s, at a multiple of 128 as they all are
+        self.partials = 4 * TILE * configuration.tile_blocks() * configuration.tokens * d.grid if d.shared else 0
+        self.room = self.partials + (2 * M * columns if self.small else 0)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        tiles: torch.Tensor,
+        row_scale: torch.Tensor,
+        counters: torch.Tensor,
+        bias: torch.Tensor | None,
+        a: torch.Tensor | None,
+        b: torch.Tensor | None,
+        spans: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """``x: (M, K)``, which ``check`` has passed, and the parts of a weight and an adapter -> ``(M, N)``."""
+        apart, step = x.stride()
+        at = x.data_ptr()
+        if step != 1 or apart % 8 or at % 16:  # the copy engine needs rows that start at 16 bytes
+            x = x.clone(memory_format=torch.contiguous_format)
+            apart, at = x.shape[1], x.data_ptr()
+        y = x.new_empty((x.shape[0], self.N))
+        # where no block leaves sums for another the kernel does not look at their address
+        room = x.new_empty((self.room,), dtype=torch.uint8) if self.room else y
+        partials = room.data_ptr()
+        stream = current_stream(self.device)
+        of_stream = counters_for(counters, stream)
+        s = b_at = spans_at = None
+        if a is not None and b is not None and spans is not None:
+            b_at, spans_at = b.data_ptr(), spans.data_ptr()
+            if self.small is None:
+                by_cublas = torch.nn.functional.linear(x, a)
+                s = by_cublas.data_ptr()
+            else:
+                s = partials + self.partials
+                self.small.write(at, apart, a.data_ptr(), s)
+        bias_at = None if bias is None else bias.data_ptr()
+        scale_at, y_at = row_scale.data_ptr(), y.data_ptr()
+        weight_at, counters_at = tiles.data_ptr(), of_stream.data_ptr()
+        self._pointers[:] = [weight_at, scale_at, bias_at, y_at, partials, counters_at, s, b_at, spans_at]
+        self._map.describe(at, apart)
+        # nothing between the two: with tokens_ready the product reads x as soon as the small kernel has seen that it is
+        # there
+        launch(stream, *self._calls)
+        return y
+
+
+@functools.lru_cache(maxsize=PLANS)
+def plan(thread: int, *given: Any) -> Plan:
+    """That of a ``thread`` (``threading.get_ident()``), which alone may use it; ``given`` as Plan takes them.
+
+    A thread that ends leaves its own to the next one of that number.
+    """
+    return Plan(*given)
 
 
 def dequantize(weight: TiledWeight, first_row: int = 0, rows: int | None = None, room: int = 0) -> torch.Tensor:
@@ -334,7 +366,7 @@ def dequantize(weight: TiledWeight, first_row: int = 0, rows: int | None = None,
     rows = weight.N - first_row if rows is None else rows
     w = torch.empty(rows, weight.K + room, dtype=weight.operand, device=weight.tiles.device)
     k_tiles = weight.tiles.shape[1]
-    grid, kernel = (k_tiles // 2, -(-rows // 64), 1), _dequantize_kernel(w.device.index, weight.operand)
-    sizes = rows, weight.K, k_tiles, first_row, weight.K + room
-    kernel(grid, weight.tiles.data_ptr(), w.data_ptr(), *sizes, stream=stream_of(w.device))
+    pointers = [ctypes.c_void_p(weight.tiles.data_ptr()), ctypes.c_void_p(w.data_ptr())]
+    numbers = [ctypes.c_int(number) for number in (rows, weight.K, k_tiles, first_row, weight.K + room)]
+    _dequantize_kernel(w.device.index, weight.operand)((k_tiles // 2, -(-rows // 64), 1), *pointers, *numbers)
     return w

@@ -11,6 +11,7 @@ CUDA graph. On a CPU the naive reference runs.
 import functools
 import warnings
 from dataclasses import replace
+from threading import get_ident
 
 import torch
 
@@ -135,26 +136,46 @@ def _linear(
 
 @_linear.register_kernel("cuda")
 def _launch(x, tiles_, row_scale, counters, N, K, scale, bias, a, b, spans, operand=torch.bfloat16, fixed_order=False):
-    if not supported(x.device):
-        name = torch.cuda.get_device_name(x.device)
-        raise ValueError(f"tiled NVFP4 weights run on Hopper GPUs only, not on {name}: use the checkpoint's layout")
-    weight = TiledWeight(tiles_, row_scale, counters, N, K, operand=operand)
-    rows = x.reshape(-1, K)
+    rows = x if x.dim() == 2 else x.reshape(-1, K)
     M, columns = rows.shape[0], 0 if b is None else b.shape[1]
-    here = machine(x.device.index, operand)
-    if fixed_order:
-        chosen = rule.choose_fixed(N, K, rule.rounded(max(M, 1)), columns, here)
-    else:
-        chosen = rule.choose(N, K, max(M, 1), columns, scale is not None, here)
-    if chosen.configuration is None:
+    run = _planned(get_ident(), N, K, max(M, 1), columns, scale is not None, fixed_order, x.device, operand)
+    if run is None:
+        weight = TiledWeight(tiles_, row_scale, counters, N, K, operand=operand)
         y = expand_and_multiply(rows, weight, scale.item(), bias)
         if a is not None:
             y.addmm_(shrink(rows, a), b.t())
     else:
-        adapter = None if a is None else Adapter(a, b, spans)
+        gemm.check(rows, K, operand)
         added = None if bias is None else bias.float()
-        y = gemm.product(rows, weight, chosen.configuration, added, adapter, chosen.shrink)
-    return y.view(*x.shape[:-1], N)
+        y = run(rows, tiles_, row_scale, counters, added, a, b, spans) if M else rows.new_empty((0, N))
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], N)
+
+
+@functools.lru_cache(maxsize=gemm.PLANS)
+def _planned(
+    thread: int,
+    N: int,
+    K: int,
+    M: int,
+    columns: int,
+    may_expand: bool,
+    fixed_order: bool,
+    device: torch.device,
+    operand: torch.dtype,
+) -> gemm.Plan | None:
+    """How M tokens are multiplied on a thread; None: the weight is expanded. Raises ValueError on other GPUs."""
+    if not supported(device):
+        name = torch.cuda.get_device_name(device)
+        raise ValueError(f"tiled NVFP4 weights run on Hopper GPUs only, not on {name}: use the checkpoint's layout")
+    here = machine(device.index, operand)
+    if fixed_order:
+        chosen = rule.choose_fixed(N, K, rule.rounded(M), columns, here)
+    else:
+        chosen = rule.choose(N, K, M, columns, may_expand, here)
+    if chosen.configuration is None:
+        return None
+    shape = N, K, M, columns, device.index, operand
+    return gemm.plan(thread, chosen.configuration, chosen.shrink, *shape, True)
 
 
 @_linear.register_fake

@@ -18,6 +18,7 @@ import torch
 
 from qerl_kernels import compiler, gemm, nvfp4, tiles
 from qerl_kernels.adapter import VARIANTS, Adapter, Shrink, Variant, load_shrink, shrink, shrink_code, spans
+from qerl_kernels.counters import forget_counters
 
 ROWS, COLUMNS = 144, 512  # more blocks of 16 than there are scales; off the 64 rows of a tile
 PASSED, FAILED = b"passed", b"failed: "
@@ -102,7 +103,7 @@ def forget() -> None:
     and at level 2 brings back with other contents; another engine in the process may launch kernels meanwhile.
     """
     problem.cache_clear()
-    gemm.forget_counters()
+    forget_counters()
 
 
 def examine(configuration: gemm.Configuration, given: Problem) -> str | None:

@@ -86,7 +86,7 @@ class TiledWeight:
     """``tiles: (ceil(N/64), 2 ceil(K/128), 2304) uint8``, ``row_scale: (N,) fp32`` and the kernel's ``counters``.
 
     ``counters`` are zero between calls; two CUDA graphs that hold one weight may not run at the same time (see
-    ``gemm.counters_for``). ``scale: () fp32`` on the CPU is the row scale where all rows have the same one, else None;
+    ``counters.py``). ``scale: () fp32`` on the CPU is the row scale where all rows have the same one, else None;
     a tensor and not a number, so that torch.compile takes the layers of a model for the same code. ``operand`` is the
     type, bfloat16 or float16, in whose order the codes lie: that of the activations on a GPU. With ``fixed_order`` a
     token's sums are added up in one order, whatever other tokens there are.

@@ -171,7 +171,7 @@ def test_a_thread_that_has_not_called_cuda_can_launch():
 
 def test_variants_proven_while_a_model_loads_run_while_it_sleeps(monkeypatch):
     """Another engine in the process: what a proof has allocated is taken away with the sleeping one's weights."""
-    from qerl_kernels import compiler, gemm, linear_tiles, nvfp4, proof
+    from qerl_kernels import compiler, counters, linear_tiles, nvfp4, proof
     from vllm.device_allocator.cumem import CuMemAllocator
 
     packed, row_scale, tiled = weight(1024, 2048)
@@ -183,7 +183,7 @@ def test_variants_proven_while_a_model_loads_run_while_it_sleeps(monkeypatch):
         proof.verdict_beside,
         linear_tiles.machine,
         linear_tiles.prepare,
-        gemm._counters_of,
+        counters._of_stream,
     ):
         function.cache_clear()
     monkeypatch.setattr(compiler, "kept", lambda name: None if name.endswith(".verdict") else kept(name))
@@ -205,21 +205,22 @@ def test_variants_proven_while_a_model_loads_run_while_it_sleeps(monkeypatch):
 
 def test_a_launch_leaves_the_context_that_it_found():
     """Another library's own, with which torch's kernels could not be launched."""
-    from qerl_kernels import compiler, gemm, nvfp4
+    from qerl_kernels import driver, gemm, nvfp4
 
     packed, _, tiled = weight(192, 256)
     kernel, w = gemm._dequantize_kernel(0, torch.bfloat16), torch.zeros(192, 256, dtype=torch.bfloat16, device="cuda")
-    numbers, stream = (192, 256, tiled.tiles.shape[1], 0, 256), compiler.stream_of(w.device)
+    pointers = [ctypes.c_void_p(tiled.tiles.data_ptr()), ctypes.c_void_p(w.data_ptr())]
+    numbers = [ctypes.c_int(number) for number in (192, 256, tiled.tiles.shape[1], 0, 256)]
     torch.cuda.synchronize()
-    driver, before, another, after = compiler._driver(), *(ctypes.c_void_p() for _ in range(3))
-    driver.cuCtxGetCurrent(ctypes.byref(before))
-    assert driver.cuCtxCreate_v2(ctypes.byref(another), 0, 0) == 0 and another.value != before.value
+    cuda, before, another, after = driver._driver(), *(ctypes.c_void_p() for _ in range(3))
+    cuda.cuCtxGetCurrent(ctypes.byref(before))
+    assert cuda.cuCtxCreate_v2(ctypes.byref(another), 0, 0) == 0 and another.value != before.value
     try:
-        kernel((tiled.tiles.shape[1] // 2, 3, 1), tiled.tiles.data_ptr(), w.data_ptr(), *numbers, stream=stream)
-        driver.cuCtxGetCurrent(ctypes.byref(after))
+        kernel((tiled.tiles.shape[1] // 2, 3, 1), *pointers, *numbers)
+        cuda.cuCtxGetCurrent(ctypes.byref(after))
     finally:
-        driver.cuCtxSetCurrent(before)
-        driver.cuCtxDestroy_v2(another)
+        cuda.cuCtxSetCurrent(before)
+        cuda.cuCtxDestroy_v2(another)
     torch.cuda.synchronize()
     assert after.value == another.value
     assert torch.equal(w, nvfp4.dequantize(packed.codes, packed.block_scales))
@@ -254,7 +255,7 @@ ABORTED = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import gate, sanitize, torch
-from qerl_kernels import gemm, tiles
+from qerl_kernels import counters, driver, gemm, tiles
 source = gemm.source
 gemm.source = lambda kernel: source(kernel).replace("PATIENCE = 60000000000ull", "PATIENCE = 200000000ull")
 configuration, N, tokens = sanitize.KINDS["runs"]
@@ -262,7 +263,8 @@ weight = tiles.tile_weight(*gate.every_product(N, 1024, "cuda"), torch.ones((), 
 x = torch.randn(tokens, 1024, device="cuda").bfloat16()
 gemm.product(x, weight, configuration)
 torch.cuda.synchronize()
-gemm.counters_for(weight).fill_(7)  # as a launch that was stopped in its midst would leave them
+# as a launch that was stopped in its midst would leave them
+counters.counters_for(weight.counters, driver.current_stream(0)).fill_(7)
 for what in ("stopped", "lost"):
     try:
         gemm.product(x, weight, configuration)

@@ -1,11 +1,9 @@
-import ctypes
 import os
 import resource
 import tempfile
 from pathlib import Path
 
 import pytest
-import torch
 from qerl_kernels import compiler, gemm, nvrtc
 
 
@@ -139,98 +137,6 @@ def test_what_may_not_be_read_is_compiled_again_and_is_no_error(compiled, folder
     said = {str(warning.message) for warning in recwarn if "QERL_CACHE" in str(warning.message)}
     assert any("cannot be read (Permission denied)" in text for text in said), said
     folder_of_no_root.chmod(0o700)
-
-
-class Driver:
-    """The driver's calls in their order; ``context`` is the thread's, ``fails`` the name of a call that fails."""
-
-    def __init__(self, context=None, fails=None):
-        self.context, self.fails, self.calls = context, fails, []
-
-    def __getattr__(self, name):
-        def call(*arguments):
-            self.calls.append((name, self.context))
-            if name == "cuDevicePrimaryCtxRetain":
-                arguments[0]._obj.value = 7
-            elif name == "cuCtxGetCurrent":
-                arguments[0]._obj.value = self.context
-            elif name == "cuCtxSetCurrent":
-                self.context = arguments[0].value
-            return 209 if name == self.fails else 0
-
-        return call
-
-
-@pytest.mark.parametrize("callers", [None, 7, 9])
-def test_a_launch_runs_in_torchs_context_and_leaves_the_caller_its_own(callers, monkeypatch):
-    driver = Driver(callers)
-    monkeypatch.setattr(compiler, "_driver", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    kernel = compiler.Kernel(b"code", "fill", 32, shared_memory=64 * 1024)
-    kernel((1, 1, 1), 1, stream=0)
-    assert driver.context == callers
-    needs = {"cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute", "cuLaunchKernelEx"}
-    assert {name: context for name, context in driver.calls if name in needs} == dict.fromkeys(needs, 7)
-
-
-class Problem(ctypes.Structure):
-    _fields_ = (("rows", ctypes.c_int), ("share", ctypes.c_double))
-
-
-@pytest.mark.parametrize(("overlap", "cluster"), [(False, 1), (True, 1), (False, 4), (True, 4)])
-def test_the_driver_gets_each_argument_the_sizes_and_what_the_launch_asks_for(overlap, cluster, monkeypatch):
-    """As cuLaunchKernelEx reads them (CUDA's manual): kernelParams[i] points to the i-th argument."""
-    driver, found = Driver(7), []
-
-    def launch_kernel(launch, function, places, extra):
-        place = ctypes.cast(places, ctypes.POINTER(ctypes.c_void_p))
-        numbers = [
-            ctypes.cast(place[i], ctypes.POINTER(kind))[0] for i, kind in enumerate((ctypes.c_uint64, ctypes.c_int))
-        ]
-        problem = ctypes.cast(place[2], ctypes.POINTER(Problem))[0]
-        asked = launch._obj
-        attributes = {asked.attributes[i].id: list(asked.attributes[i].value)[:3] for i in range(asked.count)}
-        sizes = asked.grid_x, asked.grid_y, asked.grid_z, asked.block_x, asked.block_y, asked.block_z
-        found.append((numbers, (problem.rows, problem.share), sizes, asked.shared, asked.stream, attributes, extra))
-        return 0
-
-    driver.cuLaunchKernelEx = launch_kernel
-    monkeypatch.setattr(compiler, "_driver", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    kernel = compiler.Kernel(b"code", "fill", 96, shared_memory=1024, cluster=cluster)
-    kernel((8, 3, 2), 2**47 + 5, 2**31 - 1, Problem(6, 0.5), stream=2**40, overlap=overlap)
-    programmatic, dimension = 6, 4  # CUlaunchAttributeID: PROGRAMMATIC_STREAM_SERIALIZATION, CLUSTER_DIMENSION
-    asked = ({programmatic: [1, 0, 0]} if overlap else {}) | ({dimension: [4, 1, 1]} if cluster == 4 else {})
-    assert found == [([2**47 + 5, 2**31 - 1], (6, 0.5), (8, 3, 2, 96, 1, 1), 1024, 2**40, asked, None)]
-
-
-@pytest.mark.parametrize(("dtype", "kind"), [(torch.float16, 6), (torch.bfloat16, 9)])
-def test_a_tensor_map_is_of_the_rows_that_there_are(dtype, kind, monkeypatch):
-    """As cuTensorMapEncodeTiled reads it (CUDA's manual): the fastest dimension first, strides in bytes."""
-    seen, x = [], torch.empty(70, 272, dtype=dtype)[:, :256]
-
-    class Encoder:
-        def cuTensorMapEncodeTiled(self, place, kind, rank, address, sizes, strides, box, steps, *rest):
-            seen.append((kind, rank, address, list(sizes), list(strides), list(box), list(steps), rest))
-            assert place % 64 == 0
-            ctypes.memmove(place, bytes(range(128)), 128)
-            return 0
-
-    monkeypatch.setattr(compiler, "_driver", Encoder)
-    maps = [compiler.tensor_map(part, 64, 32) for part in (x, x[:9])]
-    assert [bytes(one) for one in maps] == [bytes(range(128))] * 2
-    described = [(kind, 2, x.data_ptr(), [256, rows], [544], [32, 64], [1, 1], (0, 3, 3, 0)) for rows in (70, 9)]
-    assert seen == described
-
-
-@pytest.mark.parametrize("call", ["cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute"])
-def test_code_that_the_driver_refuses_is_a_compile_error_for_which_another_kernel_stands_in(call, monkeypatch):
-    driver = Driver(9, fails=call)
-    monkeypatch.setattr(compiler, "_driver", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    with pytest.raises(compiler.CompileError, match="CUDA error 209"):
-        compiler.Kernel(b"code", "fill", 32, shared_memory=64 * 1024)
-    assert driver.context == 9
 
 
 def test_the_cache_folder_is_the_users_choice(monkeypatch, tmp_path):

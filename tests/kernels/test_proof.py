@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from qerl_kernels import adapter, compiler, gemm, linear_tiles, nvfp4, nvrtc, proof, rule, tiles
+from qerl_kernels import adapter, compiler, counters, gemm, linear_tiles, nvfp4, nvrtc, proof, rule, tiles
 
 VARIANTS = list(rule.rule().variants)[:3]
 
@@ -215,13 +215,13 @@ def test_nothing_that_was_allocated_to_ask_stays_behind(machine, monkeypatch):
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(linear_tiles, "_warn_untuned", lambda *_: None)
     made = []
-    monkeypatch.setattr(gemm, "_counters_of", functools.cache(lambda device, stream: made.append("counters")))
+    monkeypatch.setattr(counters, "_of_stream", functools.cache(lambda device, stream: made.append("counters")))
     monkeypatch.setattr(proof, "problem", functools.cache(lambda device, operand: made.append("problem")))
     # as the launches of a proof do
-    monkeypatch.setattr(proof, "examine", lambda configuration, given: gemm._counters_of(0, 0))
+    monkeypatch.setattr(proof, "examine", lambda configuration, given: counters._of_stream(0, 0))
     linear_tiles.prepare(192, 512, gpu, torch.bfloat16)
     assert made == ["problem", "counters", "problem"]
-    assert gemm._counters_of.cache_info().currsize == proof.problem.cache_info().currsize == 0
+    assert counters._of_stream.cache_info().currsize == proof.problem.cache_info().currsize == 0
 
 
 def test_a_wrong_kernel_beside_the_product_leaves_none_and_its_verdict_can_be_asked_again(machine, monkeypatch):

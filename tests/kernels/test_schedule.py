@@ -110,21 +110,12 @@ def kind(request, tmp_path_factory):
     return c, program
 
 
-def launched(monkeypatch, configuration, N, K, M):
+def launched(recorded, configuration, N, K, M):
     """What ``gemm.product`` gives to the driver for a product on 132 multiprocessors: (problem, blocks)."""
-    calls = []
-    monkeypatch.setattr(
-        gemm,
-        "_kernel",
-        lambda *_: (lambda grid, *args, **_: calls.append((args[-1], grid[0])), 132 // configuration.cluster),
-    )
-    monkeypatch.setattr(gemm, "tensor_map", lambda *_: None)
-    monkeypatch.setattr(gemm, "stream_of", lambda device: 0)
-    monkeypatch.setattr(gemm, "counters_for", lambda weight, stream: weight.counters)
     shape = -(-N // 64), 2 * -(-K // 128), 0
     weight = tiles.TiledWeight(torch.empty(shape), torch.empty(N), torch.empty(0), N, K)
     gemm.product(torch.empty(M, K, dtype=torch.bfloat16), weight, configuration)
-    return calls[0]
+    return recorded.launched[-1].problem, recorded.launched[-1].grid[0]
 
 
 def walk(program, cases, before=0):
@@ -175,11 +166,11 @@ SHAPES = [(N, K, M) for N in (16, 208, 3584) for K in (64, 1024, 3584) for M in 
 ]
 
 
-def test_every_stage_is_computed_once_and_every_sum_that_is_waited_for_is_left(kind, monkeypatch):
+def test_every_stage_is_computed_once_and_every_sum_that_is_waited_for_is_left(kind, recorded):
     c, program = kind
     splits = (0,) if c.cluster > 1 else (0, 1, 3, gemm.WHOLE)
     shapes = [shape for shape in SHAPES if 2 * -(-shape[1] // 128) % c.depth == 0]
-    cases = [launched(monkeypatch, replace(c, splits=s), *shape) for s in splits for shape in shapes]
+    cases = [launched(recorded, replace(c, splits=s), *shape) for s in splits for shape in shapes]
     waited = 0
     for (p, blocks), found in zip(cases, walk(program, cases), strict=True):
         steps, of_tile, left_by = p.k_tiles // c.depth, defaultdict(list), defaultdict(int)
@@ -226,10 +217,10 @@ def test_every_stage_is_computed_once_and_every_sum_that_is_waited_for_is_left(k
     assert (waited > 100) == (c.cluster == 1)
 
 
-def test_counters_that_a_launch_did_not_leave_zero_stop_the_next_one_and_never_give_numbers(kind, monkeypatch):
+def test_counters_that_a_launch_did_not_leave_zero_stop_the_next_one_and_never_give_numbers(kind, recorded):
     """What cannot be, but for two launches on the same counters: nothing hangs, and nothing goes on from wrong sums."""
     c, program = kind
-    case = launched(monkeypatch, c, 3584, 3584, 70)
+    case = launched(recorded, c, 3584, 3584, 70)
     (right,), (wrong,) = (walk(program, [case], before) for before in (0, 7))
     finishers = {to for _, to in right["leaves"]}
     assert {block for (block,) in wrong["stopped"]} == finishers and not right["stopped"]
