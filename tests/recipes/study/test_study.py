@@ -3,6 +3,8 @@
 import gzip
 import itertools
 import math
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -88,6 +90,28 @@ def test_every_study_of_the_repository_can_be_planned(file, monkeypatch):
     printed = CliRunner().invoke(app, ["study", str(file), "--dry-run"])
     assert printed.exit_code == 0 and all(f"| {arm} |" in printed.output for arm in plan.arms)
     assert f"x {len(plan.seeds)} seeds" in printed.output and "paired by seed" in printed.output
+
+
+def test_the_run_that_the_page_begins_again_is_the_one_that_it_looks_up_in_the_table(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (block,) = re.findall(r"```bash\n(qerl train[^`]*zcat [^`]*)```", Path("recipes/README.md").read_text())
+    training, lookup, _ = block.replace("\\\n", " ").strip().splitlines()
+    given = dict(itertools.pairwise(shlex.split(training)[2:]))
+    file, pattern = re.fullmatch(r"zcat (\S+) \| grep '(\S+)'", lookup).groups()
+    plan = read(Path(file).parent.with_suffix(".yaml"))
+    rows = [line for line in gzip.decompress(Path(file).read_bytes()).decode().splitlines() if re.match(pattern, line)]
+    assert [row.split(",")[2] for row in rows] == ["1", "2", "3"]
+    label, seed = rows[0].split(",")[:2]
+    (run,) = [
+        run
+        for run in later_runs(plan, dict.fromkeys(plan.arms, plan.sweep.common))
+        if (run.label, run.seed, run.kind) == (label, int(seed), "best")
+    ]
+    keys = {**run.keys, "config": plan.recipe, "seed": seed, "output_dir": "runs/again"}
+    assert {word for word in given if word.startswith("--")} == {f"--{key}" for key in keys}
+    for key, value in keys.items():
+        found = given[f"--{key}"]
+        assert float(found) == value if isinstance(value, float) else found == str(value)
 
 
 def test_the_plan_counts_runs_and_an_arm_that_train_would_refuse_is_named(study):
