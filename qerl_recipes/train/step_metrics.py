@@ -133,7 +133,7 @@ class StepRecorder(TrainerCallback):
 
     def on_step_end(self, args: GRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         trainer, metrics = self._trainer, self._trainer._metrics["train"]
-        measured = trainer.take_measured()
+        measured = trainer.loss_forward.take_measured()
         for name in metrics.keys() & {*measured, *OF_TOKENS}:  # TRL's own, which are 0 where no token was computed
             del metrics[name][self._lengths.get(name, 0) :]
         for name, value in measured.items():

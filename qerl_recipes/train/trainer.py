@@ -8,17 +8,17 @@ One step, in the order in which it happens. What is called TRL's is not written 
  4. rollout     completions and the log-probabilities they were sampled with: TRL's ``_generate``, the engine's own
  5. rewards     TRL's ``_calculate_rewards``, of which the totals are kept
  6. advantages  TRL's ``_generate_and_score_completions``; groups without any are replaced: ``refill``
- 7. importance  weights of trainer over engine, from the loss's own forward where they can be: ``_importance``
- 8. loss        TRL's ``_compute_loss`` on log-probabilities from packed rows: ``_get_per_token_logps_and_entropies``
+ 7. importance  weights of trainer over engine, from the loss's own forward where they can be: ``LossForward``
+ 8. loss        TRL's ``_compute_loss`` on log-probabilities from packed rows: ``LossForward.log_probabilities``
  9. optimizer   transformers' training loop; its gradient norm: ``_get_grad_norm``
 10. record      ``StepRecorder`` writes a line of metrics.jsonl; ``RunFiles`` a checkpoint: ``_save_checkpoint``
 
 Steps 2 to 6 happen once a rollout, in ``_generate_and_score_completions``; a rollout may serve several steps.
 """
 
+import functools
 import math
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -35,13 +35,13 @@ from trl import GRPOTrainer
 from trl.extras.profiling import profiling_decorator
 
 from qerl_recipes.hooks import RolloutEngine, Snapshot, find
-from qerl_recipes.model import fused_lora, logprobs, norms
+from qerl_recipes.model import fused_lora, norms
 from qerl_recipes.model.loading import blocks_that_keep
-from qerl_recipes.model.packing import even_micro_batches, pack
+from qerl_recipes.model.packing import even_micro_batches
 from qerl_recipes.recipe.configs import GRPOConfig
-from qerl_recipes.train import dynamic_sampling, importance, rollout_measures, saving, silent_rows
-from qerl_recipes.train.half_precision import HalfPrecision
-from qerl_recipes.train.step_metrics import QuietProgress, StepMeans, StepRecorder
+from qerl_recipes.train import dynamic_sampling, rollout_measures, saving
+from qerl_recipes.train.loss_forward import LossForward
+from qerl_recipes.train.step_metrics import QuietProgress, StepRecorder
 from qerl_recipes.train.validate import steps_per_rollout
 
 
@@ -100,11 +100,7 @@ class QerlGRPOTrainer(GRPOTrainer):
             args.use_vllm = True
         self.use_vllm, self._last_loaded_step, self.vllm_generation = True, -1, engine
         self.aux_loss_enabled = False  # of routers, by the coefficient in the model's config; here they are frozen
-        # off in the recipe means weights of 1 and not that nothing is measured
-        self._weigh_importance = bool(args.vllm_importance_sampling_correction)
-        self.vllm_importance_sampling_correction = True
-        self._differences, self._means = importance.Differences(), StepMeans()
-        self._learning_from: dict[str, Any] | None = None  # the micro-batch whose loss is being computed
+        self.vllm_importance_sampling_correction = True  # measured always; whether it weighs, LossForward knows
         for name, weight in self.model.named_parameters():
             if weight.requires_grad:  # TRL rounds an adapter on bitsandbytes weights to BF16; masters stay fp32
                 weight.data = masters.get(name, weight.data).to(weight.device, torch.float32)
@@ -117,16 +113,7 @@ class QerlGRPOTrainer(GRPOTrainer):
             # parameters it would write the same bits into what the engine has lent
             frozen = (name for name, weight in self.model.named_parameters() if not weight.requires_grad)
             self.model._ddp_params_and_buffers_to_ignore = [*(name for name, _ in self.model.named_buffers()), *frozen]
-        self._pack_tokens = args.pack_tokens or 0  # of a row; 0 is TRL's padded batch
-        is_half = policy.get_output_embeddings().weight.dtype == torch.float16
-        self._half = HalfPrecision(policy, args) if is_half else None
-        with nullcontext() if self._half is None else self._half.watched():
-            reason = logprobs.prepare(policy) if self._pack_tokens else None
-        if reason is not None:
-            warnings.warn(f"pack_tokens is without effect, the batches stay padded: {reason}", stacklevel=2)
-            self._pack_tokens = 0
-        may_skip = self._pack_tokens > 0 and silent_rows.reason_to_keep(args) is None
-        self._skips_silent_rows = may_skip and args.skip_silent_rows is not False
+        self.loss_forward = LossForward(self, policy)
         self._keeping = blocks_that_keep(policy, args.checkpointed_layers)
         if args.bf16 or args.fp16:  # autocast
             fused_lora.install(policy, fused_lora.ADAPTER)
@@ -167,8 +154,8 @@ class QerlGRPOTrainer(GRPOTrainer):
         # not where a mean or a quantile over the tokens of one micro-batch is in the loss
         per_token_mean = self.loss_type == "bnpo" or self._entropy_bonus_enabled
         is_sum_over_rows = not per_token_mean and self.top_entropy_quantile == 1.0
-        if self._pack_tokens and self._buffered_inputs is not before and is_sum_over_rows:
-            window, skips = self.args.gradient_accumulation_steps, self._skips_silent_rows
+        if self.loss_forward.pack_tokens and self._buffered_inputs is not before and is_sum_over_rows:
+            window, skips = self.args.gradient_accumulation_steps, self.loss_forward.skips_silent_rows
             self._buffered_inputs = even_micro_batches(self._buffered_inputs, window, skips_silent_rows=skips)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return inputs
@@ -238,23 +225,13 @@ class QerlGRPOTrainer(GRPOTrainer):
     # 7 to 9: importance, loss, optimizer
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if self.model.training:
-            inputs = self._learning_from = dict(inputs)
-            # of all rows, whether they are computed or not: an estimate of the entropy of what was sampled from
-            sampled, mask = inputs["sampling_per_token_logps"], importance.mask_of(inputs).bool()
-            self._means.add("sampling/entropy", -torch.where(mask, sampled, 0.0).sum(), mask.sum())
-            if self._skips_silent_rows:
-                inputs["left_out"] = silent_rows.silent(inputs)
-            if "old_per_token_logps" in inputs:  # a rollout for several steps: from before the first of them
-                inputs["importance_sampling_ratio"] = self._importance(inputs["old_per_token_logps"], inputs)
-        for block in self._keeping:  # each rollout and each start turns them all on
-            block.gradient_checkpointing = False
-        try:
-            loss = super().compute_loss(model, inputs, *args, **kwargs)
-        finally:
-            self._learning_from = None
-        if self.model.training:
-            self.recorder.add(loss, inputs)
+        is_training = self.model.training
+        with self.loss_forward.learning_from(inputs) if is_training else nullcontext(inputs) as given:
+            for block in self._keeping:  # each rollout and each start turns them all on
+                block.gradient_checkpointing = False
+            loss = super().compute_loss(model, given, *args, **kwargs)
+        if is_training:
+            self.recorder.add(loss, given)
         return loss
 
     @profiling_decorator
@@ -268,79 +245,15 @@ class QerlGRPOTrainer(GRPOTrainer):
         compute_entropy: bool = False,
         **others: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """TRL's three results, from packed rows; TRL's own way on the padded batch where packing is off.
-
-        ``input_ids`` and ``attention_mask``: (B, P + C) with C = ``logits_to_keep`` -> (B, C) and (B, C) or None.
-        """
-        inputs = self._learning_from  # None where this is not the loss's own forward
-        watched = nullcontext() if self._half is None or inputs is None else self._half.first_watched()
-        with watched:
-            results = self._logps(model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, others)
-        if self._half is not None and inputs is not None:
-            results = *self._half.scaled(results[0], results[1]), results[2]
-        if inputs is not None and "importance_sampling_ratio" not in inputs:
-            inputs["importance_sampling_ratio"] = self._importance(results[0].detach(), inputs)
-        if inputs is not None and results[1] is not None:
-            mask, kl = silent_rows.computed(inputs), importance.reference_kl(results[0].detach(), inputs, self.args)
-            for name, values in {"entropy": results[1].detach(), **kl}.items():
-                self._means.add(name, torch.where(mask, values, 0.0).sum(), mask.sum())
-        return results
-
-    def _logps(
-        self,
-        model: Any,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        logits_to_keep: int,
-        batch_size: int | None,
-        compute_entropy: bool,
-        others: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        entropies: torch.Tensor | None
-        inputs = self._learning_from
-        autocast = self.accelerator.autocast if self._half is None else self._half.autocast
-        left_out = inputs.get("left_out") if inputs is not None else None
-        if self._pack_tokens:
-            unwrapped = self.accelerator.unwrap_model(model)
-            sharing = logprobs.shares_prompts(unwrapped)
-            ids, mask = input_ids.cpu(), attention_mask.cpu()
-            if left_out is not None:
-                mask[left_out.cpu(), -logits_to_keep:] = 0
-            rows = pack(ids, mask, logits_to_keep, self._pack_tokens, share_prompts=sharing)
-            if inputs is not None:
-                computed = sum(row.tokens.shape[1] for row in rows)
-                self._means.add("packing/share", computed, input_ids.numel())
-            shape = (len(input_ids), logits_to_keep)
-            bonus = self._entropy_bonus_enabled
-            logps, entropies = logprobs.completion_logprobs(
-                model, unwrapped, rows, shape, self.temperature, autocast, has_entropy_gradient=bonus
-            )
-            if inputs is not None and left_out is not None:
-                self._means.add("packing/silent_rows", left_out.sum(), len(left_out))
-                logps, entropies = silent_rows.with_constants(logps, entropies, inputs, left_out)
-            return logps, entropies if compute_entropy else None, None
-        with nullcontext() if self._half is None else autocast():  # bfloat16's is part of the prepared model
-            return super()._get_per_token_logps_and_entropies(
-                model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **others
-            )
-
-    def _importance(self, logps: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
-        """Weights of a micro-batch with trainer's log-probabilities ``logps: (B, C)``; they are noted for the log."""
-        sampled, mask = inputs["sampling_per_token_logps"], importance.mask_of(inputs)
-        limits = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
-        ratio = importance.weights(logps, sampled, mask, self.vllm_importance_sampling_mode, *limits)
-        self._differences.add(logps, sampled, silent_rows.computed(inputs), ratio)
-        return ratio if self._weigh_importance else torch.ones_like(ratio)
-
-    def take_measured(self) -> dict[str, float]:
-        """What the step that ends has measured, under TRL's names; for all processes to call."""
-        gather = self.accelerator.gather
-        return {**self._differences.take(gather), **self._means.take(gather, self.accelerator.device)}
+        batch = (model, input_ids, attention_mask, logits_to_keep)
+        theirs = super()._get_per_token_logps_and_entropies
+        padded = functools.partial(theirs, *batch, batch_size, compute_entropy, **others)
+        return self.loss_forward.log_probabilities(*batch, wants_entropy=compute_entropy, padded=padded)
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         self.recorder.grad_norm = super()._get_grad_norm(*args, **kwargs)
-        if self._half is not None:
-            self._half.check_gradients(self.recorder.grad_norm)
+        if self.loss_forward.half is not None:
+            self.loss_forward.half.check_gradients(self.recorder.grad_norm)
         return self.recorder.grad_norm
 
     # before and after the steps

@@ -88,7 +88,7 @@ def test_given_the_same_log_probabilities_loss_and_gradient_are_equal_to_the_bit
     """What a row without advantage adds is an exact zero: the rest is the order in which a model adds up."""
     trainer, seen, _ = run(make_trainer, make_nvfp4("qwen2"), tmp_path, **settings)
     inputs = next(one for one in seen if 0 < int((one["advantages"] == 0).sum()) < len(one["advantages"]))
-    assert trainer._skips_silent_rows
+    assert trainer.loss_forward.skips_silent_rows
     loud = inputs["advantages"] != 0
     away = 0.3 * torch.randn(inputs["sampling_per_token_logps"].shape, generator=torch.Generator().manual_seed(0))
     given = inputs["sampling_per_token_logps"].nan_to_num() + away
@@ -96,7 +96,7 @@ def test_given_the_same_log_probabilities_loss_and_gradient_are_equal_to_the_bit
     for skip in (False, True):
         logps = given.clone().requires_grad_()
         entropies = logps.detach() ** 2
-        monkeypatch.setattr(trainer, "_skips_silent_rows", skip)
+        monkeypatch.setattr(trainer.loss_forward, "skips_silent_rows", skip)
         monkeypatch.setattr(
             "qerl_recipes.model.logprobs.completion_logprobs", lambda *a, values=(logps, entropies), **k: values
         )
@@ -125,7 +125,9 @@ def test_what_is_measured_is_of_the_rows_that_are_computed_and_says_their_share(
         compared.append(int(mask.sum()))
         inner_add(self, logps, sampled, mask, ratio)
 
-    monkeypatch.setattr("qerl_recipes.train.trainer.pack", lambda *a, **k: packed.append(pack(*a, **k)) or packed[-1])
+    monkeypatch.setattr(
+        "qerl_recipes.train.loss_forward.pack", lambda *a, **k: packed.append(pack(*a, **k)) or packed[-1]
+    )
     monkeypatch.setattr(QerlGRPOTrainer, "_get_per_token_logps_and_entropies", logps_and_entropies)
     monkeypatch.setattr(Differences, "add", add)
     trainer, seen, _ = run(make_trainer, make_nvfp4("qwen2"), tmp_path / "run", pack_tokens=4096)

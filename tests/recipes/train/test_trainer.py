@@ -22,14 +22,14 @@ def test_promise_06_rollout_and_trainer_agree_and_the_noise_modes_differ_as_they
 ):
     trainer = make_trainer(make_nvfp4("qwen2"), **({"noise_mode": mode, **AQN} if mode != "none" else {"max_steps": 4}))
     seen = []
-    inner = trainer._importance
+    inner = trainer.loss_forward.importance
 
     def watch(*args):
         noisy = [name for name, norm in norms.named_norms(trainer.model) if norm.noise is not None]
         seen.append((inner(*args), len(noisy)))
         return seen[-1][0]
 
-    trainer._importance = watch
+    trainer.loss_forward.importance = watch
     trainer.train()
     records = read_metrics(trainer)
     assert [record["step"] for record in records] == [1, 2, 3, 4]

@@ -1,0 +1,135 @@
+"""The forward of a loss: log-probabilities of a micro-batch, from packed rows, and what its step measures of them."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft import PeftModel
+
+from qerl_recipes.model import logprobs
+from qerl_recipes.model.packing import pack
+from qerl_recipes.train import importance, silent_rows
+from qerl_recipes.train.half_precision import HalfPrecision
+from qerl_recipes.train.step_metrics import StepMeans
+
+if TYPE_CHECKING:
+    from qerl_recipes.train.trainer import QerlGRPOTrainer
+
+Results = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # TRL's: log-probabilities, entropies, loss
+
+
+class LossForward:
+    """Of one trainer, whose policy is whole.
+
+    ``pack_tokens``: of a row; 0 is TRL's padded batch. ``half``: what a model in float16 needs, None for others.
+    ``skips_silent_rows``: whether completions without an advantage are left out.
+    """
+
+    def __init__(self, trainer: "QerlGRPOTrainer", policy: PeftModel) -> None:
+        self._trainer, args = trainer, trainer.args
+        # off in the recipe means weights of 1 and not that nothing is measured
+        self._weighs = bool(args.vllm_importance_sampling_correction)
+        self._differences, self._means = importance.Differences(), StepMeans()
+        self._inputs: dict[str, Any] | None = None  # the micro-batch whose loss is being computed
+        self.pack_tokens = args.pack_tokens or 0
+        is_half = policy.get_output_embeddings().weight.dtype == torch.float16
+        self.half = HalfPrecision(policy, args) if is_half else None
+        with nullcontext() if self.half is None else self.half.watched():
+            reason = logprobs.prepare(policy) if self.pack_tokens else None
+        if reason is not None:
+            warnings.warn(f"pack_tokens is without effect, the batches stay padded: {reason}", stacklevel=3)
+            self.pack_tokens = 0
+        may_skip = self.pack_tokens > 0 and silent_rows.reason_to_keep(args) is None
+        self.skips_silent_rows = may_skip and args.skip_silent_rows is not False
+
+    @contextmanager
+    def learning_from(self, given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Until the end of the block the loss of the micro-batch ``given`` is computed -> what TRL computes it of, with
+        the importance weights, which ``log_probabilities`` adds where they are not of the rollout."""
+        inputs = self._inputs = dict(given)
+        # of all rows, whether they are computed or not: an estimate of the entropy of what was sampled from
+        sampled, mask = inputs["sampling_per_token_logps"], importance.mask_of(inputs).bool()
+        self._means.add("sampling/entropy", -torch.where(mask, sampled, 0.0).sum(), mask.sum())
+        if self.skips_silent_rows:
+            inputs["left_out"] = silent_rows.silent(inputs)
+        if "old_per_token_logps" in inputs:  # a rollout for several steps: from before the first of them
+            inputs["importance_sampling_ratio"] = self.importance(inputs["old_per_token_logps"], inputs)
+        try:
+            yield inputs
+        finally:
+            self._inputs = None
+
+    def log_probabilities(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        *,
+        wants_entropy: bool,
+        padded: Callable[[], Results],
+    ) -> Results:
+        """TRL's three results, from packed rows; ``padded``, TRL's own way to them, where packing is off.
+
+        ``input_ids`` and ``attention_mask``: (B, P + C) with C = ``logits_to_keep`` -> (B, C) and (B, C) or None.
+        """
+        inputs = self._inputs  # None where this is not the loss's own forward
+        watched = nullcontext() if self.half is None or inputs is None else self.half.first_watched()
+        with watched:
+            if self.pack_tokens:
+                results = self._packed(model, input_ids, attention_mask, logits_to_keep, wants_entropy)
+            else:  # bfloat16's autocast is part of the prepared model
+                with nullcontext() if self.half is None else self.half.autocast():
+                    results = padded()
+        if self.half is not None and inputs is not None:
+            results = *self.half.scaled(results[0], results[1]), results[2]
+        if inputs is not None and "importance_sampling_ratio" not in inputs:
+            inputs["importance_sampling_ratio"] = self.importance(results[0].detach(), inputs)
+        if inputs is not None and results[1] is not None:
+            args, computed = self._trainer.args, silent_rows.computed(inputs)
+            kl = importance.reference_kl(results[0].detach(), inputs, args)
+            for name, values in {"entropy": results[1].detach(), **kl}.items():
+                self._means.add(name, torch.where(computed, values, 0.0).sum(), computed.sum())
+        return results
+
+    def _packed(
+        self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, completion: int, wants_entropy: bool
+    ) -> Results:
+        entropies: torch.Tensor | None
+        trainer, inputs = self._trainer, self._inputs
+        autocast = trainer.accelerator.autocast if self.half is None else self.half.autocast
+        left_out = inputs.get("left_out") if inputs is not None else None
+        unwrapped = trainer.accelerator.unwrap_model(model)
+        sharing = logprobs.shares_prompts(unwrapped)
+        ids, mask = input_ids.cpu(), attention_mask.cpu()
+        if left_out is not None:
+            mask[left_out.cpu(), -completion:] = 0
+        rows = pack(ids, mask, completion, self.pack_tokens, share_prompts=sharing)
+        if inputs is not None:
+            self._means.add("packing/share", sum(row.tokens.shape[1] for row in rows), input_ids.numel())
+        shape, bonus = (len(input_ids), completion), trainer._entropy_bonus_enabled
+        logps, entropies = logprobs.completion_logprobs(
+            model, unwrapped, rows, shape, trainer.temperature, autocast, has_entropy_gradient=bonus
+        )
+        if inputs is not None and left_out is not None:
+            self._means.add("packing/silent_rows", left_out.sum(), len(left_out))
+            logps, entropies = silent_rows.with_constants(logps, entropies, inputs, left_out)
+        return logps, entropies if wants_entropy else None, None
+
+    def importance(self, logps: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+        """Weights of a micro-batch with trainer's log-probabilities ``logps: (B, C)``; they are noted for the log."""
+        trainer, sampled, mask = self._trainer, inputs["sampling_per_token_logps"], importance.mask_of(inputs)
+        limits = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
+        ratio = importance.weights(logps, sampled, mask, trainer.vllm_importance_sampling_mode, *limits)
+        self._differences.add(logps, sampled, silent_rows.computed(inputs), ratio)
+        return ratio if self._weighs else torch.ones_like(ratio)
+
+    def take_measured(self) -> dict[str, float]:
+        """What the step that ends has measured, under TRL's names; for all processes to call."""
+        accelerator = self._trainer.accelerator
+        return {
+            **self._differences.take(accelerator.gather),
+            **self._means.take(accelerator.gather, accelerator.device),
+        }
