@@ -12,6 +12,7 @@ from qerl_vllm_plugin import cuda_ipc, gpu_tensors, spans
 from qerl_vllm_plugin.adapter import AdapterError
 from qerl_vllm_plugin.cuda_ipc import CudaIPCError
 from qerl_vllm_plugin.policy import Policy
+from qerl_vllm_plugin.received import received
 from qerl_vllm_plugin.transport import Sender
 
 CPU = torch.device("cpu")
@@ -100,6 +101,22 @@ def test_a_worker_copies_its_share_and_no_more(gpu, monkeypatch):
     # columns come with what lies between their first and their last value
     between = 2 * (6 - 2) * 4 * 1 + (6 - 2) * 4 + 3 * (6 - 1) * 2
     assert sum(one.size for one in gpu.copied) <= sum(piece.nbytes for piece in fetched) + between + 16 * 4
+
+
+def test_norms_in_gpu_memory_are_always_read_and_an_adapter_as_it_is_needed(gpu):
+    half, norm = "base_model.model.a.lora_A.weight", torch.arange(4.0) + 7
+    with gpu_tensors.described({half: A, "model.norm.weight": norm}) as (text, _):
+        with received(text, text, CPU, None) as (adapter, norms, fetch):
+            assert list(adapter) == [half] and adapter[half].is_meta and list(norms) == ["model.norm.weight"]
+            assert torch.equal(norms["model.norm.weight"], norm)
+            assert torch.equal(fetch([adapter[half]], CPU).tensors()[0], A)
+        with received(text, None, CPU, None) as (adapter, norms, _):
+            assert len(adapter) == 2 and norms is None, "an adapter with a tensor too much is for others to refuse"
+        with received(None, text, CPU, None) as (adapter, norms, _):
+            assert adapter is None and torch.equal(norms[half], A) and torch.equal(norms["model.norm.weight"], norm)
+        with gpu_tensors.described({"model.norm.weight": norm}) as (other, _):
+            with pytest.raises(AdapterError, match="have one description"), received(text, other, CPU, None):
+                pass
 
 
 def spoiled(**changes):
