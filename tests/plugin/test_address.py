@@ -95,7 +95,7 @@ def proxy() -> Iterator[Proxy]:
 def test_a_client_tells_the_server_who_asks_and_the_log_does_not(
     proxy: Proxy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.DEBUG):
+    with caplog.at_level(logging.DEBUG, logger="httpx"):
         policy = PolicyClient(proxy.url, "token")
         later = AsyncPolicyClient(proxy.url, "token")
         assert policy.state() == asyncio.run(later.state()) == {"version": 3}
@@ -106,7 +106,7 @@ def test_a_client_tells_the_server_who_asks_and_the_log_does_not(
 
 
 def test_the_negative_control_httpx_itself_logs_a_password(proxy: Proxy, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="httpx"):
         httpx.get(proxy.url)
     assert "cret" in caplog.text
 
