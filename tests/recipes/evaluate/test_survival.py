@@ -1,6 +1,8 @@
 """What a merge leaves of an adapter's gain: four policies on the same problems, asked as in training."""
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -46,6 +48,52 @@ def test_an_adapters_own_answers_survive_as_far_as_the_merged_checkpoint_gives_t
     assert by_name["merged, BF16"]["survives"] > 0.7 > by_name["merged, NVFP4 again"]["survives"]
     asked = json.loads((tmp_path / "m/survival/bf16/evaluation.json").read_text())
     assert asked["max_new_tokens"] == {f"jsonl-exact:{task}": 5} and asked["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("of_adapter", "shares", "printed"),
+    [(0.75, [0.8, -0.2], ["80%", "-20%"]), (0.25, [None, None], ["no gain"] * 2), (0.2, [None, None], ["no gain"] * 2)],
+)
+def test_what_survives_is_a_share_of_what_was_gained_over_the_base(
+    of_adapter, shares, printed, monkeypatch, tmp_path, capfd
+):
+    """A base that has a quarter right: 0.65 are four fifths of the gain to 0.75, and 0.15 are less than nothing."""
+    asked = []
+    accuracies = {"base": 0.25, "bf16": 0.65, "qerl_nvfp4": 0.15}
+
+    def evaluate(model, adapter, tasks, *, output_dir, **options):
+        asked.append((model, adapter, tasks, output_dir.relative_to(tmp_path), options))
+        of = {"base": accuracies[options.get("quantization", "base")], "adapter": of_adapter}
+        judged = {name: {"accuracy": a, "ci95": [a - 0.1, a + 0.1], "n": 40} for name, a in of.items()}
+        sampling = {"system_prompt": "sum", "chat_template": "t", "chat_template_kwargs": {}, "use_chat_template": True}
+        more = {"max_new_tokens": {"sums": 7}, "max_model_length": 64, "dtype": "float16", "quantization": "the arm"}
+        return {"tasks": {"sums": judged}, "sampling": sampling, **more}
+
+    monkeypatch.setattr(survival, "evaluate", evaluate)
+    monkeypatch.setattr(survival, "open_adapter", lambda folder: SimpleNamespace(base="trained on"))
+    monkeypatch.setenv("COLUMNS", "200")
+    found = survival.measure("adapter", tmp_path, "sums", max_samples=40, seed=3)
+    assert [policy.name for policy in found] == ["base", "adapter", "merged, BF16", "merged, NVFP4 again"]
+    assert [policy.accuracy for policy in found] == [0.25, of_adapter, 0.65, 0.15]
+    assert [found[0].survives, found[1].survives] == [None, None]
+    assert [policy.survives for policy in found[2:]] == pytest.approx(shares)
+    lines = [line for line in capfd.readouterr().out.splitlines() if "merged" in line]
+    assert [said in line for said, line in zip(printed, lines, strict=True)] == [True, True]
+    record = json.loads((tmp_path / "survival.json").read_text())
+    assert (record["task"], record["n"], record["arm"]) == ("sums", 40, "the arm")
+    assert record["policies"][2]["ci95"] == pytest.approx([0.55, 0.75])
+
+    common = {"max_samples": 40, "quiet": True, "seed": 3}
+    of_training = {"system_prompt": "sum", "chat_template": "t", "chat_template_kwargs": {}, "use_chat_template": True}
+    of_training |= {"max_new_tokens": 7, "max_model_length": 64, "dtype": "float16"}
+    folder = Path("survival")
+    assert asked == [
+        ("trained on", "adapter", ["sums"], folder / "adapter", common),
+        (str(tmp_path), None, ["sums"], folder / "bf16", {**common, **of_training, "quantization": "bf16"}),
+        (str(tmp_path), None, ["sums"], folder / "qerl_nvfp4", {**common, **of_training, "quantization": "qerl_nvfp4"}),
+    ]
+    survival.measure("adapter", tmp_path, "sums", base="lies here now")
+    assert asked[3][0] == "lies here now"
 
 
 def test_measuring_needs_a_merge_and_a_task_that_exists_before_anything_is_written(tmp_path):
