@@ -12,7 +12,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from qerl_vllm_plugin.block_room import BlockRoom, quick_where_there_is_room
 from qerl_vllm_plugin.prefix_cache import scheduler_here
@@ -125,3 +125,57 @@ def test_another_kind_of_attention_keeps_vllm_s_manager(engine) -> None:
     parts.block_pool = SimpleNamespace(hash_block_size=BLOCK // 2)
     assert quick_where_there_is_room(of([parts])).coordinator
     assert not isinstance(quick_where_there_is_room(of([parts])), BlockRoom)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_quick"),
+    [
+        ({}, True),
+        ({"lookahead": 11}, True),  # up to the last place of its two blocks
+        ({"lookahead": 12}, False),
+        ({"new": 0}, False),
+        ({"computed": 31, "tokens": 32}, False),  # its second block is full now, and to be found again
+        ({"computed": 31, "tokens": 31}, True),  # a token that is not known yet fills none
+        ({"computed": 31, "tokens": 32, "caching": False}, True),
+        ({"computed": 32, "tokens": 33, "caching": False}, False),
+        ({"status": RequestStatus.PREEMPTED}, False),
+        ({"partial": {"a"}}, False),
+        ({"name": "b"}, False),  # has no blocks
+        ({"more": {"delay_cache_blocks": True}}, False),
+    ],
+    ids=str,
+)
+def test_only_a_running_sequence_with_room_in_its_blocks_is_answered_without_vllm(changes, is_quick) -> None:
+    """Two blocks of 16, of which one is cached, and 20 tokens computed."""
+    given = {"new": 1, "computed": 20, "tokens": 21, "lookahead": 0, "more": {}, "caching": True} | changes
+    asked: list[Any] = []
+    manager = SimpleNamespace(
+        empty_kv_cache_blocks="none", allocate_slots=lambda *a, **more: asked.append((a, more)) or "theirs", other=5
+    )
+    kind = SimpleNamespace(
+        req_to_blocks={"a": [1, 2]},
+        block_size=16,
+        _partial_hit_reqs=given.get("partial", set()),
+        enable_caching=given["caching"],
+        num_cached_block={"a": 1},
+    )
+    request = SimpleNamespace(
+        request_id=given.get("name", "a"),
+        status=given.get("status", RequestStatus.RUNNING),
+        num_computed_tokens=given["computed"],
+        num_tokens=given["tokens"],
+    )
+    room = BlockRoom(manager, kind)
+    found = room.allocate_slots(request, given["new"], num_lookahead_tokens=given["lookahead"], **given["more"])
+    assert found == ("none" if is_quick else "theirs") and room.other == 5
+    as_asked = ((request, given["new"]), {"num_lookahead_tokens": given["lookahead"], **given["more"]})
+    assert asked == ([] if is_quick else [as_asked])
+
+
+def test_blocks_are_cached_when_one_more_is_full() -> None:
+    asked: list[Any] = []
+    manager = SimpleNamespace(empty_kv_cache_blocks=(), cache_blocks=lambda request, tokens: asked.append(tokens))
+    kind = SimpleNamespace(block_size=16, enable_caching=True, num_cached_block={"a": 1})
+    for tokens in (16, 31, 32, 40):
+        BlockRoom(manager, kind).cache_blocks(SimpleNamespace(request_id="a"), tokens)
+    assert asked == [32, 40]

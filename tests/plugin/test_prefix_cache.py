@@ -6,6 +6,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
+from qerl_vllm_plugin import prefix_cache
 from qerl_vllm_plugin.policy import Policy
 from qerl_vllm_plugin.prefix_cache import scheduler_here
 from qerl_vllm_plugin.scheduler import QerlAsyncScheduler, QerlScheduler, scheduler
@@ -189,3 +190,29 @@ def test_the_scheduler_is_of_the_kind_that_vllm_would_have(monkeypatch):
         monkeypatch.setattr(kind, "__init__", lambda self, **options: None)
         config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=kind is QerlAsyncScheduler))
         assert type(scheduler(config, kv_cache_config=None)) is kind
+
+
+def test_the_list_of_blocks_is_short_while_the_cache_is_emptied_and_whole_afterwards():
+    held, twice = object(), object()
+
+    class Pool:
+        pass
+
+    def pool(**more):
+        found = Pool()
+        vars(found).update(blocks=["all", "of", "them"], **more)
+        found.cached_block_hash_to_block = SimpleNamespace(_cache={"a": held, "b": {1: held, 2: twice}})
+        return found
+
+    plain, watched, unwatched = pool(), pool(_reuse_watchers=["another cache"]), pool(_reuse_watchers=[])
+    managers = [SimpleNamespace(block_pool=of) for of in (plain, plain, watched, unwatched)]
+    coordinator = SimpleNamespace(single_type_managers=managers)
+    scheduler = SimpleNamespace(kv_cache_manager=SimpleNamespace(coordinator=coordinator))
+    with pytest.raises(KeyError), prefix_cache.without_empty_blocks(scheduler):
+        assert plain.blocks == unwatched.blocks == [held, held, twice]
+        assert len(watched.blocks) == 3, "those are looked up by their numbers"
+        assert watched.blocks[0] == "all"
+        raise KeyError
+    assert plain.blocks == watched.blocks == unwatched.blocks == ["all", "of", "them"]
+    with prefix_cache.without_empty_blocks(None):
+        pass

@@ -146,3 +146,28 @@ def test_a_linear_is_asked_again_where_it_overflows_or_where_all_ranks_must(on_s
     assert asked == [1.0, 2.0**-10] if on_several_ranks else asked == [1.0]
     with pytest.raises(ActivationOverflow, match="of 80000"), watched(model, "it", on_several_ranks=on_several_ranks):
         model(torch.full((1, 2), 4.0).half())
+
+
+def test_an_error_of_the_model_is_its_own_unless_it_comes_from_an_overflow():
+    class Model(torch.nn.Module):
+        """As norms that are given a residual: two outputs, of which either may be beyond the end."""
+
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.Identity()
+
+        def forward(self, x, then=None):
+            self.norm((x, x * 3e4))
+            if then is not None:
+                raise then
+
+    model = Model()
+    with pytest.raises(KeyError, match="its own"), watched(model, "it"):
+        model(torch.ones(2).half(), KeyError("its own"))
+    with pytest.raises(ActivationOverflow, match=r"^norm: it computes an activation that is infinite") as refused:
+        with watched(model, "it"):
+            model(torch.full((2,), 3.0).half(), KeyError("of an infinity"))
+    assert isinstance(refused.value.__context__, KeyError)
+    with pytest.raises(ActivationOverflow), watched(model, "it"):
+        model(torch.full((2,), 3.0).half())
+    assert not model.norm._forward_hooks

@@ -1,0 +1,150 @@
+"""What is watched while a model loads, on a model that is nothing but its parameters: the order, and each refusal."""
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.model_executor.model_loader.reload import layerwise
+
+from qerl_vllm_plugin import loading
+from qerl_vllm_plugin.checkpoint import CheckpointError
+
+
+@pytest.fixture
+def start(monkeypatch, tmp_path):
+    """start(name, weights, **changes) -> the model as vLLM would leave it, and what happened in what order."""
+    (tmp_path / "folder").mkdir()
+    snapshot = tmp_path / "hub/models--someone--tiny/snapshots" / ("c" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (tmp_path / "hub/models--someone--tiny/refs").mkdir()
+    (tmp_path / "hub/models--someone--tiny/refs/main").write_text("c" * 40)
+    order = []
+    monkeypatch.setattr(loading.worker_policy, "install_at_start", lambda *given: order.append(("install", *given[1:])))
+    monkeypatch.setattr(loading.overflow, "check_engine", lambda model, config: order.append("float16"))
+    monkeypatch.setattr(loading.compat, "is_fused_experts", lambda module: isinstance(module, torch.nn.Bilinear))
+
+    class Model(torch.nn.Module):
+        """An inner module is being built when the plugin first hears of the model."""
+
+        def __init__(self, config, watch):
+            super().__init__()
+            self.norm = torch.nn.LayerNorm(2)
+            self.linear = Inner(watch)
+            self.mlp = torch.nn.Module()
+            self.mlp.experts = torch.nn.Bilinear(2, 2, 2)
+            self.linear.input_scale = torch.nn.Parameter(torch.ones(1))
+
+        def load_weights(self, weights):
+            order.append(("load", [name for name, _ in weights]))
+            return Model.loaded
+
+    class Inner(torch.nn.Linear):
+        def __init__(self, watch):
+            super().__init__(2, 2, bias=False)
+            watch()
+
+    def initialize_model(config, watch):
+        return Model(config, watch)
+
+    def run(name="folder", loaded=("norm.weight", "norm.bias", "linear.weight"), adapter=None, **changes):
+        model_config = SimpleNamespace(
+            model=str(tmp_path / name) if name == "folder" else name,
+            dtype=changes.get("dtype", torch.bfloat16),
+            revision=changes.get("revision"),
+        )
+        config = SimpleNamespace(
+            model_config=model_config,
+            load_config=SimpleNamespace(load_format=changes.get("load_format", "auto"), download_dir=tmp_path / "hub"),
+            parallel_config=SimpleNamespace(pipeline_parallel_size=changes.get("stages", 1)),
+            weight_transfer_config=changes.get("transfer"),
+        )
+        Model.loaded = None if loaded is None else set(loaded)
+        when_built = (lambda: order.append("built")) if changes.get("when_built", True) else None
+        inspect = lambda folder: order.append(("inspect", folder.name))  # noqa: E731
+        model = initialize_model(config, lambda: loading.watch(config, inspect, adapter, when_built))
+        if config.load_config.load_format != "dummy":
+            model.load_weights([("a", torch.ones(1)), ("b", torch.ones(1))])
+        return model.eval(), order
+
+    return run
+
+
+def test_a_folder_is_looked_at_before_anything_is_loaded_and_its_adapter_installed_when_all_is(start, tmp_path):
+    _, order = start(adapter="adapter")
+    folder = tmp_path / "folder"
+    assert order == [("inspect", "folder"), "built", ("load", ["a", "b"]), ("install", "adapter", folder)]
+
+
+def test_a_model_of_the_hub_is_looked_at_where_it_was_put_once_it_is_there(start, tmp_path):
+    _, order = start("someone/tiny", when_built=False, adapter="adapter")
+    there = tmp_path / "hub/models--someone--tiny/snapshots" / ("c" * 40)
+    assert order == [("load", ["a", "b"]), ("inspect", "c" * 40), ("install", "adapter", there)]
+    order.clear()
+    assert start("s3://bucket/model")[1] == ["built", ("load", ["a", "b"])]
+
+
+def test_the_revision_that_was_asked_for_is_looked_at_and_no_other(start, tmp_path):
+    snapshots = tmp_path / "hub/models--someone--tiny/snapshots"
+    shutil.copytree(snapshots / ("c" * 40), snapshots / ("d" * 40))
+    assert ("inspect", "d" * 40) in start("someone/tiny", revision="d" * 40)[1]
+
+
+@pytest.mark.parametrize("lacking", ["norm.bias", "linear.weight"])
+def test_every_parameter_must_come_but_those_of_experts_and_scales_of_activations(start, lacking):
+    all_but = [name for name in ("norm.weight", "norm.bias", "linear.weight") if name != lacking]
+    with pytest.raises(CheckpointError, match=rf"lacks {lacking} \(vLLM's name\), and 0 more"):
+        start(loaded=all_but)
+    with pytest.raises(CheckpointError, match=r"lacks norm\.weight .* and 2 more"):
+        start(loaded=[])
+
+
+def test_an_architecture_that_does_not_say_what_it_has_loaded_can_lack_nothing_and_that_is_said(start, monkeypatch):
+    said = []
+    monkeypatch.setattr(loading.logger, "warning_once", lambda text, *_: said.append(text))
+    start(loaded=None)
+    assert len(said) == 1 and "none can be missed" in said[0]
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_what_was_loaded_is_frozen(start, load_format):
+    model, order = start(load_format=load_format)
+    with pytest.raises(RuntimeError, match="are frozen"):
+        model.load_weights([])
+    record = layerwise.LAYERWISE_INFO[model]
+    for name in ("reset", "load_numel"):
+        with pytest.raises(RuntimeError, match="are frozen"):
+            getattr(record, name)
+    if load_format == "dummy":
+        assert record.can_load() is False and order == []
+    else:
+        with pytest.raises(RuntimeError, match="are frozen"):
+            record.can_load()
+
+
+def test_random_weights_have_no_adapter_to_start_with(start):
+    with pytest.raises(ValueError, match=r"policy_adapter\.path.* has no place beside --load-format dummy"):
+        start(load_format="dummy", adapter="adapter")
+
+
+def test_weight_transfer_has_no_place(start):
+    with pytest.raises(ValueError, match=r"--weight-transfer-config has no place here: the weights .* are frozen"):
+        start(transfer="nccl")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stages", "is_checked"), [(torch.float16, 1, True), (torch.bfloat16, 1, False), (torch.float16, 2, False)]
+)
+def test_float16_is_looked_at_when_all_layers_are_there_and_once(start, monkeypatch, dtype, stages, is_checked):
+    said = []
+    monkeypatch.setattr(loading.logger, "warning_once", lambda text, *_: said.append(text))
+    model, order = start(dtype=dtype, stages=stages)
+    model.eval()
+    assert order.count("float16") == is_checked and (not is_checked or order[-1] == "float16")
+    assert [("pipeline parallelism" in text) for text in said] == [True] * (stages - 1)
+
+
+def test_a_model_that_is_built_in_another_way_is_not_known(start):
+    with pytest.raises(RuntimeError, match="builds its models in a way that is not known here"):
+        loading._model_being_built()
