@@ -41,6 +41,8 @@ def server(make_nvfp4, adapters, hold_port, tmp_path_factory):
     line += ["--max-model-len", "4096", "--max-num-seqs", "8", "--num-gpu-blocks-override", "64", "--enforce-eager"]
     line += [
         "--trust-request-chat-template",
+        "--chat-template",
+        "{{ messages[0]['content'] }}",
         "--api-key",
         API_KEY,
         "--additional-config",

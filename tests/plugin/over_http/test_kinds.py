@@ -10,9 +10,10 @@ from waiting import PATIENCE
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 TRIES = 8  # of what a machine that stops in the wrong moment leaves untested
-TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+TEXT, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 IDS = [9, 4, 5]
-SAID = {"messages": [{"role": "user", "content": "1+2="}], "chat_template": "{{ messages[0]['content'] }}"}
+TURN = [{"role": "user", "content": "1+2="}]
+SAID = {"messages": TURN, "chat_template": "{{ messages[0]['content'] }}"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 BEAMS = {"use_beam_search": True, "n": 2, "temperature": 0.0}
 # path, what is asked for, the key of how many tokens
@@ -36,6 +37,12 @@ KINDS = {
     "chat_n_stream": (CHAT, {**SAID, "n": 2, "stream": True}, "max_completion_tokens"),
     "chat_tools": (CHAT, {**SAID, "tools": [TOOL], "tool_choice": "none"}, "max_completion_tokens"),
     "chat_beams": (CHAT, {**SAID, **BEAMS}, "max_completion_tokens"),
+    "chat_batch": (f"{CHAT}/batch", {"messages": [TURN, TURN]}, "max_tokens"),
+    "responses": (RESPONSES, {"input": "1+2="}, "max_output_tokens"),
+    "responses_stream": (RESPONSES, {"input": "1+2=", "stream": True}, "max_output_tokens"),
+    "messages": ("/v1/messages", {"messages": TURN}, "max_tokens"),
+    "messages_stream": ("/v1/messages", {"messages": TURN, "stream": True}, "max_tokens"),
+    "invocations": ("/invocations", {"prompt": IDS}, "max_tokens"),
     "scores": ("/generative_scoring", {"query": IDS, "items": [[5], [6]], "label_token_ids": [7, 8]}, None),
 }
 
@@ -57,13 +64,15 @@ def named(answer):
     is_stream = answer.headers["content-type"].startswith("text/event-stream")
     assert ("X-QeRL-Policy-Version" in answer.text) == is_stream
     last = answer.text.strip().rpartition("\n")[2].removeprefix(": X-QeRL-Policy-Version: ") if is_stream else None
-    return answer.headers[VERSION], last
+    return answer.headers.get(VERSION), last
 
 
 def test_its_answer_names_the_policy(http, policy):
     version = str(policy.state()["version"])
     found = {kind: named(asked(http, kind, 3)) for kind in KINDS}
-    assert found == {kind: (version, version if given.get("stream") else None) for kind, (_, given, _) in KINDS.items()}
+    expected = {kind: (version, version if given.get("stream") else None) for kind, (_, given, _) in KINDS.items()}
+    # its stream begins before the engine is asked for anything
+    assert found == {**expected, "responses_stream": (None, version)}
 
 
 def generated(http):
