@@ -138,3 +138,16 @@ def test_a_cache_outside_that_nobody_can_empty_ends_the_start(environment):
     start = plugin.init_state(SimpleNamespace(vllm_config=config), app.state, SimpleNamespace(api_server_count=1))
     with pytest.raises(ValueError, match="ExampleConnector keeps keys and values outside"):
         asyncio.run(start)
+
+
+def test_a_server_without_an_engine_has_no_such_routes_and_one_without_a_token_does_not_mind(environment):
+    for variables, is_refused in (({"QERL_ADMIN_TOKEN": LONG}, True), ({}, False)):
+        environment(**variables)
+        plugin = EndpointPlugin()
+        plugin.attach_router(app := FastAPI())
+        start = plugin.init_state(None, app.state, SimpleNamespace())
+        if is_refused:
+            with pytest.raises(ValueError, match="needs an engine; a render server has none"):
+                asyncio.run(start)
+        else:
+            asyncio.run(start)

@@ -200,6 +200,30 @@ def test_who_pauses_the_engine_while_a_change_lets_requests_end_has_it_paused_as
     with_servers(use)
 
 
+def test_requests_that_vllm_has_put_back_are_let_go_on_before_a_change_that_waits_for_them():
+    """The engine has come to rest and one that has begun is still there: it found no room in the KV cache."""
+
+    async def use(core, server):
+        begun(core, server)
+        inner, rounds = core.resume, []
+
+        async def put_back(mode):
+            core.said.append(f"pause {mode}")
+            core.running, core.state = 0, "lets requests end"
+
+        async def resume():
+            rounds.append(len(rounds))
+            await inner()
+            if len(rounds) == 2:  # the second time it has room, and ends
+                server.client.output_processor.request_states.clear()
+
+        core.pause, core.resume = put_back, resume
+        await noise(server, "wait")
+        assert core.said == ["pause wait", "resume", "pause wait", "resume", "pause wait", "change", "resume"]
+
+    with_servers(use, 1)
+
+
 def test_who_resumes_the_engine_in_the_middle_of_a_change_waits_for_its_end():
     async def use(core, *servers):
         await servers[1].client.pause_generation(mode="keep")

@@ -1,0 +1,266 @@
+"""What a server says of its policy, which versions and folders it takes, and what it counts; the engine is played."""
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from engine_client import EngineClient, vllm_config
+from fastapi import FastAPI
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from qerl_vllm_plugin import shared_file
+from qerl_vllm_plugin.adapter import AdapterError
+from qerl_vllm_plugin.adapter_folder import base_hash
+from qerl_vllm_plugin.change_log import ChangeLog
+from qerl_vllm_plugin.server import metrics, routes
+from qerl_vllm_plugin.server.body import Refused
+from qerl_vllm_plugin.server.changes import PolicyServer
+from qerl_vllm_plugin.server.engine import Engine
+from qerl_vllm_plugin.server.token import HEADER, read_token
+
+BASE = Path(__file__).parents[1] / "fixtures/llmcompressor/qwen2-nvfp4"
+TOKEN = "an-admin-token-of-32-characters!"
+OPENED = {"carrier": "resident", "max_rank": 8, "max_bytes": 99, "gpus": ["a-gpu"], "version": 5}
+SERVED = {"version": 5, "hash": "five", "sigma": 0.1, "seed": 2, "rollout": 3, "targets": ["norm"]}
+
+
+class Client(EngineClient):
+    """Serves version 5, whose digest is ``five``; ``changes``: what it was told to change."""
+
+    def __init__(self):
+        super().__init__()
+        self.log, self.changes, self.served = ChangeLog(), [], dict(SERVED)
+
+    async def is_paused(self):
+        return bool(self.changes) and self.changes[-1] == "pause"
+
+    async def call_utility_async(self, method):
+        return False
+
+    async def pause_scheduler_async(self, mode, clear_cache):
+        self.changes.append("pause")
+
+    async def resume_scheduler_async(self):
+        self.changes.append("resume")
+
+    async def reset_prefix_cache(self, **options):
+        return True
+
+    async def collective_rpc(self, method, args):
+        if method == "qerl_open":
+            return [{**OPENED, "instance": f"server-{id(self)}", "changes": self.log.path}]
+        if method == "qerl_state":
+            return [self.served]
+        await asyncio.sleep(0.05)
+        self.changes.append((method, args))
+        self.changes.append("pause")  # as it still is
+        return [{"version": 6, "parts": {"receive": 0.01, "commit": 0.02}}]
+
+
+def with_server(use, base=None, folders=None):
+    async def run():
+        server, client = PolicyServer(), Client()
+        config = vllm_config(drafts=SimpleNamespace(method="ngram"))
+        config.model_config.dtype = "torch.bfloat16"
+        await server.open(client, config, base, folders, 60)
+        return await use(server, client)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("base", [BASE, None])
+def test_the_state_is_what_is_served_and_on_what(base):
+    async def use(server, client):
+        first = await server.state()
+        client.served |= {"hash": "", "version": 0}
+        return first, await server.state()
+
+    state, without = with_server(use, base)
+    instance = state.pop("instance")
+    assert instance.startswith("server-") and state.pop("counters").keys() == {"swaps", "refusals", "seconds", "bytes"}
+    assert state == {
+        "version": 5,
+        "changes": 0,
+        "paused": False,
+        "hash": "five",
+        "noise": {"sigma": 0.1, "seed": 2, "rollout": 3, "targets": ["norm"]},
+        "max_rank": 8,
+        "max_bytes": 99,
+        "base": None if base is None else str(BASE),
+        "base_hash": None if base is None else base_hash(BASE),
+        "carrier": "resident",
+        "quantization": "qerl_nvfp4",
+        "dtype": "bfloat16",
+        "logprobs_mode": "",
+        "max_model_len": 8,
+        "speculative": "ngram",
+        "machine": shared_file.machine(),
+        "gpus": ["a-gpu"],
+    }
+    assert without["hash"] is None and without["version"] == 0
+
+
+@pytest.mark.parametrize(
+    ("version", "digest", "expected"),
+    [
+        (5, "five", "unchanged"),  # sent again, since its answer was lost
+        (5, "other", "stale"),
+        (4, "five", "stale"),
+        (4, "other", "stale"),
+        (6, "five", "changed"),
+        (None, "five", "changed"),
+    ],
+)
+def test_a_version_is_newer_or_the_one_that_is_served_already(version, digest, expected):
+    async def use(server, client):
+        try:
+            answer = await server.swap("/path", {"r": 2**70}, digest, version, "keep")
+        except Refused as refused:
+            answer = refused
+        return answer, client.changes
+
+    answer, changes = with_server(use)
+    if expected == "changed":
+        content = json.dumps({"r": 2**70})
+        assert changes[1] == ("qerl_swap", ("/path", content, "/path", False, version, digest))
+        assert answer["version"] == 6 and "unchanged" not in answer
+        return
+    assert changes == []
+    if expected == "unchanged":
+        assert answer == {"version": 5, "unchanged": True}
+    else:
+        assert (answer.status, answer.reason) == (409, "stale_version")
+        assert str(answer) == f"version {version} is not newer than 5, which is served"
+
+
+def test_the_parts_of_a_change_are_all_of_its_seconds_and_it_is_counted():
+    async def use(server, client):
+        before = metrics.counted()
+        swap = await server.swap(None, {}, "", None, "keep")
+        noise = await server.set_noise(0.1, 1, 2, [], "keep")
+        return before, swap, noise, metrics.counted()
+
+    before, swap, noise, after = with_server(use)
+    for answer in (swap, noise):
+        parts = answer["parts"]
+        assert list(parts) == ["pause", "empty", "way", "resume", "receive", "commit"]
+        assert answer["seconds"] == pytest.approx(sum(parts.values()), abs=4e-4)
+        assert (parts["receive"], parts["commit"]) == (0.01, 0.02)
+        assert 0.01 < parts["way"] < answer["seconds"] - 0.03, "without what the worker says of itself"
+    for kind in ("swap", "noise"):
+        assert after["swaps"][kind] == before["swaps"].get(kind, 0) + 1
+    assert after["seconds"] - before["seconds"] == pytest.approx(swap["seconds"] + noise["seconds"], abs=5e-4)
+    assert metrics.VERSION._value.get() == 6
+
+
+def test_a_folder_is_one_of_the_directory_and_of_this_base(tmp_path):
+    folders = tmp_path / "adapters"
+    for name, hashed in (("plain", None), ("ours", base_hash(BASE)), ("theirs", "0" * 64)):
+        (folders / name).mkdir(parents=True)
+        if hashed is not None:
+            (folders / name / "qerl_state.json").write_text(json.dumps({"base": name, "base_hash": hashed}))
+    (folders / "file").write_text("")
+    (folders / "plain/deeper").mkdir()
+    (tmp_path / "outside").mkdir()
+    (folders / "link").symlink_to(tmp_path / "outside")
+
+    async def use(server, client):
+        found = {}
+        for name in ("plain", "ours", "file", "absent", "plain/deeper", "../outside", "link", "", ".", str(folders)):
+            try:
+                found[name] = server.folder(name)
+            except Refused as refused:
+                found[name] = (refused.status, refused.reason)
+        with pytest.raises(AdapterError, match=r"was trained on another base \(theirs\)"):
+            server.folder("theirs")
+        return found
+
+    found = with_server(use, BASE, str(folders))
+    assert found.pop("plain") == folders / "plain" and found.pop("ours") == folders / "ours"
+    assert set(found.values()) == {(404, "no_folder")} and len(found) == 8
+
+    async def theirs(server, client):
+        return server.folder("theirs")
+
+    assert with_server(theirs, None, str(folders)) == folders / "theirs", "there is nothing to compare with"
+    with pytest.raises(Refused, match=r"was started without \"qerl.policy_folders\"; send the adapter") as refused:
+        with_server(theirs)
+    assert (refused.value.status, refused.value.reason) == (404, "no_folders")
+
+
+RANKS = {"error": "another rank refused", "unreachable": False}
+
+
+@pytest.mark.parametrize(
+    ("answers", "status", "reason"),
+    [
+        ([{"error": "a shape"}, RANKS], 422, "refused"),
+        ([RANKS, {"error": "no GPU", "unreachable": True}], 422, "unreachable"),
+        ([{"error": "older", "stale": True}, RANKS], 409, "stale_version"),
+        ([{"error": "half of it", "lost": True}, {"version": 3}], 503, "lost"),
+    ],
+)
+def test_a_rank_that_refuses_refuses_for_all_and_half_a_policy_is_lost(answers, status, reason):
+    async def run():
+        async def collective_rpc(method, args):
+            return answers
+
+        engine = Engine(SimpleNamespace(collective_rpc=collective_rpc), 60)
+        with pytest.raises(Refused) as refused:
+            await engine.rpc("qerl_swap")
+        assert (refused.value.status, refused.value.reason) == (status, reason)
+        assert (engine.lost is not None) == (reason == "lost") and not engine.is_silent
+        if engine.lost is not None:
+            with pytest.raises(Refused, match="half of it"):
+                await engine.rpc("qerl_state")
+            answers[:] = [{"version": 3}]
+            with pytest.raises(Refused, match="half of it"):
+                engine.check()
+
+    asyncio.run(run())
+
+
+@pytest.fixture
+def ask(monkeypatch):
+    """ask(state) -> the answer of GET /state, where the server's state is, or raises, that."""
+    monkeypatch.setenv("QERL_ADMIN_TOKEN", TOKEN)
+
+    def get(given, token=TOKEN):
+        async def state():
+            if isinstance(given, Exception):
+                raise given
+            return given
+
+        async def run():
+            app = FastAPI()
+            app.state.qerl = SimpleNamespace(state=state)
+            routes.attach(app, read_token())
+            assert not [path for path in app.openapi()["paths"] if "qerl" in path]
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://x/v1/qerl/") as client:
+                return await client.get("state", headers={HEADER: token})
+
+        return asyncio.run(run())
+
+    return get
+
+
+def test_a_refusal_is_counted_by_its_reason_and_ends_the_connection(ask):
+    before = metrics.counted()["refusals"]
+    answers = {
+        "unauthorized": (ask({}, "another-token-of-32-characters!!"), 401),
+        "busy": (ask(Refused(503, "busy", "later")), 503),
+        "engine_dead": (ask(EngineDeadError()), 503),
+    }
+    after = metrics.counted()["refusals"]
+    for reason, (answer, status) in answers.items():
+        assert (answer.status_code, answer.json()["reason"], answer.headers["connection"]) == (status, reason, "close")
+        assert after[reason] == before.get(reason, 0) + 1
+    assert "the engine has died; restart the server" in answers["engine_dead"][0].json()["error"]
+    good = ask({"version": 5})
+    assert (good.status_code, good.json()) == (200, {"version": 5}) and "connection" not in good.headers
+    with pytest.raises(KeyError):  # vLLM's to answer, and to log
+        ask(KeyError("a bug"))
