@@ -6,7 +6,12 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
+try:
+    import typer
+except ModuleNotFoundError:  # vLLM brings it
+    sys.exit(
+        "qerl: the package typer is missing, which vLLM brings: install vLLM 0.26 to 0.32 first, then qerl beside it"
+    )
 
 from qerl_recipes.bench.commands import PASS_THROUGH, bench
 
@@ -16,6 +21,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    # --output_dir, as a recipe spells its keys, is --output-dir, which the help has room for
+    context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},
 )
 app.add_typer(bench, name="bench")
 
@@ -123,7 +130,7 @@ def evaluate(
             "jsonl-exact:PATH, jsonl-number:PATH; comma-separated"
         ),
     ],
-    output_dir: Annotated[Path, typer.Option("--output-dir", "--output_dir", help="for evaluation.json and answers")],
+    output_dir: Annotated[Path, typer.Option(help="for evaluation.json and answers")],
     adapter: Annotated[
         str | None, typer.Option(help="folder of a trained adapter, or of the run that trained it")
     ] = None,
@@ -132,23 +139,19 @@ def evaluate(
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; default: as in training")] = None,
     temperature: Annotated[float, typer.Option(help="0: greedy")] = 0.0,
-    top_p: Annotated[float, typer.Option("--top-p", "--top_p")] = 1.0,
+    top_p: float = 1.0,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option("--max-new-tokens", "--max_new_tokens", help="default: as in training, else each task's own"),
+        typer.Option(help="default: as in training, else each task's own"),
     ] = None,
     max_model_length: Annotated[
         int | None,
-        typer.Option("--max-model-length", "--max_model_length", help="of prompt and answer, default: the model's"),
+        typer.Option(help="of prompt and answer, default: the model's"),
     ] = None,
-    tensor_parallel_size: Annotated[int, typer.Option("--tensor-parallel-size", "--tensor_parallel_size")] = 1,
-    num_samples: Annotated[int, typer.Option("--num-samples", "--num_samples", help="answers to each problem")] = 1,
-    max_samples: Annotated[
-        int | None, typer.Option("--max-samples", "--max_samples", help="problems of each task, default: all")
-    ] = None,
-    num_fewshot: Annotated[
-        int, typer.Option("--num-fewshot", "--num_fewshot", help="solved problems shown before each (gsm8k)")
-    ] = 0,
+    tensor_parallel_size: int = 1,
+    num_samples: Annotated[int, typer.Option(help="answers to each problem")] = 1,
+    max_samples: Annotated[int | None, typer.Option(help="problems of each task, default: all")] = None,
+    num_fewshot: Annotated[int, typer.Option(help="solved problems shown before each (gsm8k)")] = 0,
     seed: Annotated[int, typer.Option(help="of sampling")] = 0,
     use_chat_template: Annotated[
         bool | None,
@@ -156,34 +159,26 @@ def evaluate(
     ] = None,
     chat_template: Annotated[
         str | None,
-        typer.Option("--chat-template", "--chat_template", help="Jinja text or a file; default: as in training"),
+        typer.Option(help="Jinja text or a file; default: as in training"),
     ] = None,
     chat_template_kwargs: Annotated[
         str | None,
         typer.Option(
-            "--chat-template-kwargs",
-            "--chat_template_kwargs",
             help='JSON, such as {"enable_thinking": false}; default: as in training',
         ),
     ] = None,
     system_prompt: Annotated[
         str | None,
-        typer.Option("--system-prompt", "--system_prompt", help='default: as in training; "" is none'),
+        typer.Option(help='default: as in training; "" is none'),
     ] = None,
-    gpu_memory_utilization: Annotated[
-        float, typer.Option("--gpu-memory-utilization", "--gpu_memory_utilization", help="share for vLLM")
-    ] = 0.9,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="share for vLLM")] = 0.9,
     kv_cache_memory_bytes: Annotated[
         int | None,
         typer.Option(
-            "--kv-cache-memory-bytes",
-            "--kv_cache_memory_bytes",
             help="size of vLLM's KV cache, unmeasured: for several engines on one GPU",
         ),
     ] = None,
-    adapter_only: Annotated[
-        bool, typer.Option("--adapter-only", "--adapter_only", help="leave the base out, where it was judged before")
-    ] = False,
+    adapter_only: Annotated[bool, typer.Option(help="leave the base out, where it was judged before")] = False,
 ) -> None:
     """Measure the accuracy of a base, and of the base with an adapter, through lighteval on one engine."""
     from qerl_recipes.evaluate.run import evaluate as run
@@ -226,12 +221,8 @@ def export(
         str | None,
         typer.Option(help="with --merge: how much of the gain on this task of `qerl evaluate` survives the merge"),
     ] = None,
-    max_samples: Annotated[
-        int | None, typer.Option("--max-samples", "--max_samples", help="problems for --measure, default: all")
-    ] = None,
-    gpu_memory_utilization: Annotated[
-        float, typer.Option("--gpu-memory-utilization", "--gpu_memory_utilization", help="share for --measure")
-    ] = 0.9,
+    max_samples: Annotated[int | None, typer.Option(help="problems for --measure, default: all")] = None,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="share for --measure")] = 0.9,
 ) -> None:
     """Write an adapter as a folder that stands by itself, for PEFT and stock vLLM, or merged into its base."""
     from qerl_recipes.convert.export import export as run
@@ -258,9 +249,7 @@ def doctor(
     recipe: Annotated[
         Path | None, typer.Option(help="plan the GPU memory of this recipe; flags of `qerl train` may follow")
     ] = None,
-    gpu_memory: Annotated[
-        float | None, typer.Option("--gpu-memory", "--gpu_memory", help="GB to plan for, default: this machine's GPU")
-    ] = None,
+    gpu_memory: Annotated[float | None, typer.Option(help="GB to plan for, default: this machine's GPU")] = None,
     mismatch: Annotated[
         Path | None,
         typer.Option(
@@ -320,9 +309,7 @@ def study(
     table: Annotated[
         Path | None, typer.Option(help="run nothing: make page and pictures anew from this results.csv.gz")
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", "--dry_run", help="run nothing: check the arms and print the plan")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option(help="run nothing: check the arms and print the plan")] = False,
 ) -> None:
     """Train and evaluate arms x seeds of a recipe, and compare them, paired by seed. Finished runs are not repeated.
 

@@ -41,9 +41,10 @@ def commands():
 def check_qerl(words):
     """Raises where the words are no command, an option is none, or a value is not of its type."""
     command = typer.main.get_command(app)
+    parent = command.context_class(command, **command.context_settings)  # how options may be spelt
     while hasattr(command, "commands"):
         command, words = command.commands[words[0]], words[1:]
-    with command.make_context(command.name, list(words)) as context:
+    with command.make_context(command.name, list(words), parent=parent) as context:
         keys = {word.removeprefix("--") for word in context.args if word.startswith("--")}
     assert keys <= {field.name for field in fields(GRPOConfig)}, "neither an option nor a key of a recipe"
 

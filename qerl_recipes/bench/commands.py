@@ -15,12 +15,8 @@ bench = typer.Typer(help="Measure speed.", no_args_is_help=True)
 def rollout(
     shape: Annotated[str, typer.Option(help=SHAPE)] = "7B",
     batch: Annotated[str, typer.Option(help="numbers of sequences, comma-separated")] = "1,8,64,128",
-    input_len: Annotated[
-        str, typer.Option("--input-len", "--input_len", help="tokens in: one number, or one for each batch")
-    ] = "128",
-    output_len: Annotated[
-        str, typer.Option("--output-len", "--output_len", help="tokens out: one number, or one for each batch")
-    ] = "128",
+    input_len: Annotated[str, typer.Option(help="tokens in: one number, or one for each batch")] = "128",
+    output_len: Annotated[str, typer.Option(help="tokens out: one number, or one for each batch")] = "128",
     arms: Annotated[
         str,
         typer.Option(
@@ -33,10 +29,10 @@ def rollout(
         int | None, typer.Option(help="of each case in a round, after one that warms up; default: 3")
     ] = None,
     rounds: Annotated[int, typer.Option(help="how often all arms are run, one after the other: A B A B")] = 1,
-    tensor_parallel_size: Annotated[int, typer.Option("--tensor-parallel-size", "--tensor_parallel_size")] = 1,
+    tensor_parallel_size: int = 1,
     kv_cache_dtype: Annotated[
         str,
-        typer.Option("--kv-cache-dtype", "--kv_cache_dtype", help="caches to measure each arm with, such as auto,fp8"),
+        typer.Option(help="caches to measure each arm with, such as auto,fp8"),
     ] = "auto",
     profile: Annotated[
         bool, typer.Option(help="instead of rates: the kernels of a decode step halfway through the completions")
@@ -123,7 +119,7 @@ def swap(
             "CPU through shared memory), http (a server, both ways)"
         ),
     ] = "auto",
-    tensor_parallel_size: Annotated[int, typer.Option("--tensor-parallel-size", "--tensor_parallel_size")] = 1,
+    tensor_parallel_size: int = 1,
     output: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
 ) -> None:
     """How long a change of policy takes: an adapter by each way to an engine, and the noise."""
@@ -148,7 +144,7 @@ def soak(
     minutes: Annotated[float, typer.Option(help="of load, a fifth of them without swaps; judging comes after")] = 10,
     api_server_count: Annotated[
         int,
-        typer.Option("--api-server-count", "--api_server_count", help="processes that take requests"),
+        typer.Option(help="processes that take requests"),
     ] = 1,
     seed: Annotated[int, typer.Option(help="of weights, prompts, adapters and noise")] = 0,
     output: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
@@ -210,7 +206,7 @@ def bench_train(
     rounds: Annotated[int, typer.Option(help="how often all arms are run, one after the other: A B A B")] = 1,
     gpu_memory_gb: Annotated[
         float | None,
-        typer.Option("--gpu-memory-gb", "--gpu_memory_gb", help="GB of the GPU that may be used; the rest is blocked"),
+        typer.Option(help="GB of the GPU that may be used; the rest is blocked"),
     ] = None,
     scratch: Annotated[Path | None, typer.Option(help="folder for the random checkpoints, such as /dev/shm")] = None,
     output: Annotated[Path | None, typer.Option(help="JSON file to write, with a picture beside it")] = None,

@@ -1,0 +1,49 @@
+"""The command line itself: how its options are spelt, and what is said where it cannot run at all."""
+
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from qerl_recipes import cli
+from qerl_recipes.memory import table
+
+
+def commands(group, path=()):
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, (*path, name))
+        elif name != "train" or path:  # its help is that of the recipe's keys
+            yield (*path, name), command
+
+
+@pytest.mark.parametrize(("path", "command"), commands(typer.main.get_command(cli.app)), ids=lambda given: str(given))
+def test_the_help_has_every_option_in_full_and_once(path, command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    done = CliRunner().invoke(cli.app, [*path, "--help"], terminal_width=120)
+    assert done.exit_code == 0
+    words = [word for line in done.stdout.splitlines() for word in line.replace("*", " ").strip("│ ").split()[:1]]
+    for option in command.params:
+        if option.param_type_name == "option":
+            assert all("_" not in name for name in option.opts)
+            assert words.count(option.opts[0]) == 1, option.opts
+
+
+@pytest.mark.parametrize("option", ["--gpu-memory", "--gpu_memory"])
+def test_an_option_is_spelt_as_a_recipe_or_as_vllm_does_and_what_follows_stays_as_it_is(option, monkeypatch):
+    seen = []
+    monkeypatch.setattr(table, "run", lambda *given: seen.append(given) or 0)
+    following = ["--max_steps", "4", "--output_dir=runs/a_b"]
+    done = CliRunner().invoke(cli.app, ["doctor", "--recipe", "a_recipe.yaml", option, "24", *following])
+    assert done.exit_code == 0, done.output
+    ((recipe, rest, memory),) = seen
+    assert (str(recipe), rest, memory) == ("a_recipe.yaml", following, 24.0)
+
+
+def test_without_vllm_it_is_said_what_to_install():
+    code = "import sys; sys.modules['typer'] = None; import qerl_recipes.cli"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.strip().startswith("qerl: the package typer is missing") and "vLLM" in done.stderr
