@@ -85,7 +85,7 @@ def unknown(key: str, valid: Iterable[str], where: str) -> ConfigError:
     """The error for a key that nothing knows, naming the closest that something does."""
     if key in BELONGS_ELSEWHERE:
         return ConfigError(f"{where}: {key} is not a key of a recipe; {BELONGS_ELSEWHERE[key]}")
-    close = difflib.get_close_matches(key, [*valid, *RENAMED], n=1, cutoff=0.5)
+    close = difflib.get_close_matches(key, [*valid, *RENAMED], n=1, cutoff=0.6)
     return ConfigError(f"{where}: unknown key {key}" + (f"; did you mean {close[0]}?" if close else ""))
 
 
@@ -208,9 +208,18 @@ def translate_flags(parser: RecipeParser, flags: Sequence[str]) -> tuple[list[st
             translated.append(f"--{name}{equals}{value}")
         elif option not in options:
             raise unknown(key, valid, "command line")
+        elif (text := value if equals else following) in ("None", "null") and _is_optional_text(parser, option):
+            raise ConfigError(
+                f"command line: {option} {text} would be that word; for none write {key}: null in the recipe"
+            )
         else:
             translated.append(flag)
     return translated, dropped
+
+
+def _is_optional_text(parser: RecipeParser, option: str) -> bool:
+    action = parser._option_string_actions[option]
+    return action.type is str and action.choices is None and action.dest in parser.may_be_none()
 
 
 def help_text(parser: RecipeParser) -> str:

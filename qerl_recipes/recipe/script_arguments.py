@@ -39,7 +39,9 @@ class ScriptArguments(trl.ScriptArguments):
     max_prompt_length: int | None = field(
         default=None, metadata={"help": "Prompts with more tokens are left out (TRL no longer truncates them)."}
     )
-    system_prompt: str | None = field(default=None, metadata={"help": "System message before every prompt."})
+    system_prompt: str | None = field(
+        default=None, metadata={"help": 'System message before every prompt; "" is none.'}
+    )
     adapter_name_or_path: str | None = field(
         default=None, metadata={"help": "Folder of an existing adapter to continue from."}
     )
@@ -63,6 +65,7 @@ class ScriptArguments(trl.ScriptArguments):
     def __post_init__(self) -> None:
         self.dataset_mixture = _mapping("dataset_mixture", self.dataset_mixture)
         self.dataset_kwargs = _mapping("dataset_kwargs", self.dataset_kwargs)
+        self.system_prompt = self.system_prompt or None  # so that a flag can take a recipe's back
         for name in ("dataset_size", "max_prompt_length"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}; leave it out for no limit")

@@ -94,7 +94,7 @@ def test_promise_09_an_unknown_key_is_an_error_that_names_the_closest(where, key
         parse(argv)
     valid = {field.name for dataclass in (configs.ScriptArguments, configs.GRPOConfig, configs.ModelConfig)
              for field in dataclasses.fields(dataclass)}  # fmt: skip
-    closest = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
+    closest = difflib.get_close_matches(key, valid, n=1, cutoff=0.6)
     assert not closest or f"did you mean {closest[0]}?" in str(error.value)
 
 
@@ -256,6 +256,35 @@ def test_a_wrong_value_is_an_error_that_names_the_key(text, message, tmp_path):
 def test_a_malformed_command_line_is_refused(argv):
     with pytest.raises(ConfigError):
         parse(argv)
+
+
+@pytest.mark.parametrize("flags", [["--system_prompt", "null"], ["--output_dir=None"], ["--hub-token", "None"]])
+def test_a_word_for_nothing_does_not_become_a_text(flags):
+    with pytest.raises(
+        ConfigError, match=rf"^command line: {flags[0].partition('=')[0]} (None|null) would be that word"
+    ):
+        parse([*CPU, *flags])
+
+
+def test_words_that_only_look_like_nothing_and_values_of_choices_stay():
+    script, training, _ = parse([*CPU, "--system_prompt", "none", "--noise_mode", "none", "--report_to", "none"])
+    assert (script.system_prompt, training.noise_mode, training.report_to) == ("none", "none", [])
+    assert parse([*CPU, "--code_language", "None"])[0].code_language == "None"  # null would be refused there
+    with pytest.raises(ConfigError, match="invalid choice: 'None'"):
+        parse([*CPU, "--noise_mode", "None"])
+
+
+def test_an_empty_system_prompt_takes_a_recipes_back_as_in_evaluation(tmp_path):
+    argv = recipe(tmp_path, "system_prompt: Think first.\n")
+    assert parse(argv)[0].system_prompt == "Think first."
+    assert parse([*argv, "--system_prompt", ""])[0].system_prompt is None
+
+
+@pytest.mark.parametrize("key", ["remote_gen_model_url", "quuxify"])
+def test_a_key_that_is_like_no_other_gets_no_advice(key):
+    with pytest.raises(ConfigError) as error:
+        parse([*CPU, f"--{key}", "1"])
+    assert str(error.value) == f"command line: unknown key {key}"
 
 
 HOSTILE = st.one_of(
