@@ -230,7 +230,7 @@ def _pair_up(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.T
         if not name.startswith(PREFIX) or not name.endswith(half):
             raise AdapterError(
                 f"tensor {name!r} is not part of a plain LoRA adapter; names look like "
-                f"{PREFIX}model.layers.0.self_attn.q_proj{_A}"
+                f"{PREFIX}model.layers.0.self_attn.q_proj{_A}, as peft.get_peft_model_state_dict(model) gives them"
             )
         pairs.setdefault(name[len(PREFIX) : -len(half)], {})[half] = tensor
     return pairs
@@ -284,7 +284,8 @@ def converted(
         was = "holds NaN or infinite values"
         if bad != _not_finite(adapter.pairs, *by_name(*_flat(halves, device, adapter.fetch))):
             was = f"holds values too large for the engine's {dtype}"
-        raise AdapterError(f"the adapter of {bad[0]} (and {len(bad) - 1} more) {was}")
+        others = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+        raise AdapterError(f"the adapter of {bad[0]}{others} {was}")
     return {name: (new[0][name], new[1][name]) for name in adapter.pairs}
 
 

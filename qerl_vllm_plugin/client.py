@@ -81,6 +81,10 @@ class PolicyClient(Calls):
         """Set the noise on the norms -> how many carry it; sigma 0 gives them back their bits."""
         return int(self._send(self._noise(sigma, seed, rollout, targets, requests))["touched"])
 
+    def clear_noise(self, *, requests: str = "keep") -> None:
+        """Give the norms back their bits without noise."""
+        self.set_noise(0.0, seed=0, rollout=0, requests=requests)
+
     def state(self) -> dict[str, Any]:
         """Version, number of changes, hash of the adapter, noise, largest rank and size, hash of the base, counters."""
         return self._send(STATE)
@@ -122,6 +126,9 @@ class AsyncPolicyClient(Calls):
         self, sigma: float, *, seed: int, rollout: int, targets: Sequence[str] | None = None, requests: str = "keep"
     ) -> int:
         return int((await self._send(self._noise(sigma, seed, rollout, targets, requests)))["touched"])
+
+    async def clear_noise(self, *, requests: str = "keep") -> None:
+        await self.set_noise(0.0, seed=0, rollout=0, requests=requests)
 
     async def state(self) -> dict[str, Any]:
         return await self._send(STATE)

@@ -93,12 +93,12 @@ BAD_TENSORS = {
     "transposed": (lambda t: t.update({f"{ANY}A.weight": torch.ones(8, 2)}), r"shape \(8, 2\)"),
     "another_rank": (lambda t: t.update({f"{ANY}A.weight": torch.ones(3, 8)}), r"shape \(3, 8\)"),
     "one_dimension": (lambda t: t.update({f"{ANY}A.weight": torch.ones(16)}), r"shape \(16,\)"),
-    "nan_in_A": (lambda t: t[f"{ANY}A.weight"].view(-1)[3].fill_(float("nan")), "NaN"),
+    "nan_in_A": (lambda t: t[f"{ANY}A.weight"].view(-1)[3].fill_(float("nan")), r"q_proj holds NaN"),
     "infinity_in_B": (lambda t: t[f"{ANY}B.weight"].view(-1)[3].fill_(float("inf")), "NaN or infinite"),
     "integers": (lambda t: t.update({f"{ANY}A.weight": torch.ones(2, 8, dtype=torch.int32)}), "torch.int32"),
     "float8": (lambda t: t.update({f"{ANY}A.weight": torch.ones(2, 8).to(torch.float8_e4m3fn)}), "float8"),
     "nothing": (lambda t: t.clear(), "holds no tensors"),
-    "live_names": (lambda t: t.update({f"{ANY}A.default.weight": torch.ones(2, 8)}), "not part of a plain LoRA"),
+    "live_names": (lambda t: t.update({f"{ANY}A.default.weight": torch.ones(2, 8)}), r"peft.get_peft_model_state_dict"),
     "dora": (lambda t: t.update({f"{ANY}magnitude_vector": torch.ones(8)}), "not part of a plain LoRA"),
     "embedding": (
         lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(2, 8)}),
@@ -149,9 +149,7 @@ def test_a_known_layout_is_not_looked_at_again_and_its_values_are_the_new_ones(m
 def test_values_that_the_engine_cannot_hold_are_refused():
     tensors = tensors_for(CONFIG)
     tensors[f"{ANY}B.weight"].view(-1)[3] = 1e5
-    with pytest.raises(
-        AdapterError, match=r"q_proj \(and 0 more\) holds values too large for the engine's torch.float16"
-    ):
+    with pytest.raises(AdapterError, match=r"q_proj holds values too large for the engine's torch.float16"):
         converted(check(tensors, CONFIG, TARGETS, max_rank=8), torch.float16)
 
 

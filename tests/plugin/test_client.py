@@ -111,6 +111,26 @@ def test_a_change_that_lets_requests_end_may_take_as_long_as_the_server_gives_th
     assert [found["connect"] for found in asked] == [5] * 3 + [None]
 
 
+@pytest.mark.parametrize("kind", [PolicyClient, AsyncPolicyClient])
+def test_noise_is_cleared_by_a_sigma_of_0_whatever_it_was(kind, monkeypatch):
+    asked = []
+
+    def request(client, **call):
+        asked.append(call)
+        return httpx.Response(200, json={"touched": 0})
+
+    async def later(client, **call):
+        return request(client, **call)
+
+    monkeypatch.setattr(httpx.Client, "request", request)
+    monkeypatch.setattr(httpx.AsyncClient, "request", later)
+    cleared = kind(NOBODY, "token").clear_noise(requests="wait")
+    assert (cleared if kind is PolicyClient else asyncio.run(cleared)) is None
+    (call,) = asked
+    assert (call["method"], call["url"], call["params"]) == ("PUT", "noise", {"requests": "wait"})
+    assert call["json"] == {"sigma": 0.0, "seed": 0, "rollout": 0}
+
+
 @pytest.mark.parametrize(
     "url", ["127.0.0.1:8000", "", "ftp://x", "http://", "http://x/?a=1", "http://x/#a", "http://::1:1", None]
 )
