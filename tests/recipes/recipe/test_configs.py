@@ -1,8 +1,6 @@
 import dataclasses
 import difflib
 import re
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -11,9 +9,7 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from qerl_recipes import cli
 from qerl_recipes.recipe import configs
 from qerl_recipes.recipe.configs import parse, tracker_environment
 from qerl_recipes.recipe.file import ConfigError
@@ -355,43 +351,6 @@ def test_noise_keys_are_settled_after_parsing():
     _, paper, _ = parse([*CPU, "--noise_mode", "rollout"])
     assert (paper.sigma_start, paper.sigma_end, paper.num_stages) == (1e-2, 5e-4, 10)
     assert paper.vllm_importance_sampling_correction is False
-
-
-def test_help_lists_every_key_with_its_default_and_qerls_own_first(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "1000")
-    done = CliRunner().invoke(cli.app, ["train", "--help"])
-    assert done.exit_code == 0
-    text = re.sub(r" +\n? +", " ", done.stdout)  # one line for each key
-    parser = configs.parser()
-    for key in sorted(parser.keys()):
-        default = re.escape(f" (default: {parser.get_default(key)})")
-        assert len(re.findall(rf"^ ?--{key} \S.*{default}$", text, re.MULTILINE)) == 1, key
-    headings = [line for line in done.stdout.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert headings[:3] == ["QeRL, weights and adapter:", "QeRL, noise:", "QeRL, dynamic sampling:"]
-    owners = [heading.split(",")[0] for heading in headings[:-1]]
-    assert list(dict.fromkeys(owners)) == ["QeRL", "TRL's GRPOConfig", "TRL's ModelConfig", "TRL's ScriptArguments"]
-    assert "--sigma_start First sigma; 0.01 with noise. (default: None)" in text
-    assert "One of qerl_nvfp4, bf16, nf4. (default: qerl_nvfp4)" in text
-    assert f"--use_dora {REFUSED['use_dora'].way_out}. (default: False)" in text
-
-
-def test_help_shows_the_defaults_of_a_recipe(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        parse([*recipe(tmp_path, "lora_r: 77\n"), "--help"])
-    assert "(default: 77)" in capsys.readouterr().out
-
-
-@pytest.mark.integration
-def test_neither_checking_a_recipe_nor_help_imports_vllm():
-    code = (
-        "import sys; sys.argv = ['qerl', 'train', '--help']\n"
-        "import qerl_recipes.train.validate\n"
-        "from qerl_recipes import cli\n"
-        "try: cli.main()\n"
-        "finally: print('vllm' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "False"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -1,0 +1,51 @@
+"""`qerl train --help`: every key once, with its default, without vLLM."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from qerl_recipes import cli
+from qerl_recipes.recipe import configs
+from qerl_recipes.recipe.configs import parse
+from qerl_recipes.recipe.keys import REFUSED
+
+
+def test_help_lists_every_key_with_its_default_and_qerls_own_first(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    done = CliRunner().invoke(cli.app, ["train", "--help"])
+    assert done.exit_code == 0
+    text = re.sub(r" +\n? +", " ", done.stdout)  # one line for each key
+    parser = configs.parser()
+    for key in sorted(parser.keys()):
+        default = re.escape(f" (default: {parser.get_default(key)})")
+        assert len(re.findall(rf"^ ?--{key} \S.*{default}$", text, re.MULTILINE)) == 1, key
+    headings = [line for line in done.stdout.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert headings[:3] == ["QeRL, weights and adapter:", "QeRL, noise:", "QeRL, dynamic sampling:"]
+    owners = [heading.split(",")[0] for heading in headings[:-1]]
+    assert list(dict.fromkeys(owners)) == ["QeRL", "TRL's GRPOConfig", "TRL's ModelConfig", "TRL's ScriptArguments"]
+    assert "--sigma_start First sigma; 0.01 with noise. (default: None)" in text
+    assert "One of qerl_nvfp4, bf16, nf4. (default: qerl_nvfp4)" in text
+    assert f"--use_dora {REFUSED['use_dora'].way_out}. (default: False)" in text
+
+
+def test_help_shows_the_defaults_of_a_recipe(tmp_path, capsys):
+    (tmp_path / "recipe.yaml").write_text("lora_r: 77\n")
+    with pytest.raises(SystemExit):
+        parse(["--config", str(tmp_path / "recipe.yaml"), "--use_cpu", "true", "--bf16", "false", "--help"])
+    assert "(default: 77)" in capsys.readouterr().out
+
+
+@pytest.mark.integration
+def test_neither_checking_a_recipe_nor_help_imports_vllm():
+    code = (
+        "import sys; sys.argv = ['qerl', 'train', '--help']\n"
+        "import qerl_recipes.train.validate\n"
+        "from qerl_recipes import cli\n"
+        "try: cli.main()\n"
+        "finally: print('vllm' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
