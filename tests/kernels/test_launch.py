@@ -96,13 +96,10 @@ def test_where_no_tile_is_shared_there_is_no_memory_for_sums_and_a_kernel_beside
 
 def test_a_plan_keeps_no_tensor_and_its_next_product_has_none_of_the_last(recorded):
     for overlap in range(2):  # by the rule too, through the operator's own kernel
-        first = problem()
-        x, weights = tokens(100), [weakref.ref(part) for part in (first[0].tiles, first[1].a, first[1].b)]
-        run(x, *first, overlap)
+        left = after_a_product(overlap)
         before = recorded.launched[-1]
-        del first
         gc.collect()
-        assert [part() for part in weights] == [None] * 3
+        assert [part() is None for part in left] == [True] * 3
         second, wide = problem(), torch.randn(100, 520).bfloat16()[:, :512]
         y = run(wide, *second, overlap)
         small, product = recorded.launched[-2:]
@@ -117,6 +114,13 @@ def test_a_plan_keeps_no_tensor_and_its_next_product_has_none_of_the_last(record
         run(wide, weight, adapter, None, overlap)
         assert recorded.launched[-1].pointers["bias"] == 0
     assert gemm.plan.cache_info().currsize == 2 and gemm.plan.cache_info().maxsize == gemm.PLANS
+
+
+def after_a_product(through_operator):
+    """What is left of its tensors: weak references. In a frame of its own, which under coverage keeps them, too."""
+    weight, adapter, bias = problem()
+    run(tokens(100), weight, adapter, bias, through_operator)
+    return [weakref.ref(part) for part in (weight.tiles, adapter.a, adapter.b)]
 
 
 def run(x, weight, adapter, bias, through_operator):

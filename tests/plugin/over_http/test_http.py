@@ -305,10 +305,13 @@ def test_the_program_of_the_page(server, policy, adapters):
     ):
         assert program.count(theirs) == 1, theirs
         program = program.replace(theirs, ours)
-    exec(compile(program, "README.md", "exec"), {})
+    until_then, clears, _ = program.partition("policy.clear_noise()")
+    names: dict = {}
+    exec(compile(until_then, "README.md", "exec"), names)
     state = policy.state()
     assert (state["version"], state["noise"]["sigma"], state["noise"]["rollout"]) == (version, 1e-2, 7)
-    policy.set_noise(0.0, seed=0, rollout=0)
+    exec(clears, names)
+    assert clears and policy.state()["noise"]["sigma"] == 0
 
 
 def test_the_token_is_in_no_log_no_metric_and_no_text_of_the_client(server, policy):
