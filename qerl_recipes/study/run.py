@@ -191,37 +191,44 @@ def visible_gpus() -> list[str]:
 def _one(study: Study, run: Run, root: Path, machine: Machine, gpu: str | None) -> str | None:
     folder, began = root / run.folder, time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "adapter").is_dir():
-        _wait_for_the_last(folder, machine)
-        keys = {**run.keys, "seed": run.seed, "output_dir": str(folder)}
-        if any(folder.glob("checkpoint-*")):
-            keys["resume_from_checkpoint"] = True
-        code = _called(machine, ["train", "--config", str(study.recipe), *flags(keys)], run, folder, gpu)
-        if code != 0:
-            return _ended(run, folder, code, machine)
-    if missing := _evaluations(study, run, folder):
-        code = _called(machine, ["evaluate-each", json.dumps(missing)], run, folder, gpu)
-        if code != 0:
-            return _ended(run, folder, code, machine)
+    code = _attempt(study, run, folder, machine, gpu)
+    if _failed_to_start(code, folder, machine):
+        machine.console.print(f"{run.folder}: ended with {code} before it had made anything, and is begun once more")
+        code = _attempt(study, run, folder, machine, gpu)
+    if code != 0:
+        return _ended(run, folder, code, machine)
     machine.console.print(
         f"{run.folder}: done, {time.monotonic() - began:.0f} s, {figures(study, run, root)['accuracy']:.1%}"
     )
     return None
 
 
-def _called(machine: Machine, arguments: list[str], run: Run, folder: Path, gpu: str | None) -> int | None:
-    """The exit code of a command, which is begun once more where its engine failed to start.
+def _attempt(study: Study, run: Run, folder: Path, machine: Machine, gpu: str | None) -> int | None:
+    """Do what is missing of a run -> the exit code of the command that failed, 0 where everything is there now."""
+    if not (folder / "adapter").is_dir():
+        _wait_for_the_last(folder, machine)
+        keys = {**run.keys, "seed": run.seed, "output_dir": str(folder)}
+        if any(folder.glob("checkpoint-*")):
+            keys["resume_from_checkpoint"] = True
+        code = machine.call(["train", "--config", str(study.recipe), *flags(keys)], folder / LOG, gpu)
+        if code != 0:
+            return code
+    if missing := _evaluations(study, run, folder):
+        return machine.call(["evaluate-each", json.dumps(missing)], folder / LOG, gpu)
+    return 0
+
+
+def _failed_to_start(code: int | None, folder: Path, machine: Machine) -> bool:
+    """Whether a command ended because its engine did not start, and may do better when it is begun again.
 
     Of engines that start side by side one fails now and then: vLLM chooses a free port before it takes it, and may read
     a file of its compilation cache while another process writes it. A refusal, a training that has made a step, and
     what was told to end are left alone.
     """
-    code = machine.call(arguments, folder / LOG, gpu)
-    steps = arguments[0] == "train" and (folder / METRICS).exists()
-    if code is None or code <= 0 or steps or machine.stopping.is_set() or _reason(folder / LOG).startswith(REFUSED):
-        return code
-    machine.console.print(f"{run.folder}: ended with {code} before it had made anything, and is begun once more")
-    return machine.call(arguments, folder / LOG, gpu)
+    if code is None or code <= 0 or machine.stopping.is_set():
+        return False
+    has_steps = not (folder / "adapter").is_dir() and (folder / METRICS).exists()
+    return not has_steps and not _reason(folder / LOG).startswith(REFUSED)
 
 
 def _evaluations(study: Study, run: Run, folder: Path) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import psutil
@@ -263,6 +263,31 @@ def test_what_failed_to_start_is_begun_once_more_and_what_was_refused_or_had_beg
     ]
     twice = {key for key, times in called.items() if times == 2}
     assert twice == {("a/seed-1", "train")} and max(called.values()) == 2
+
+
+def test_what_is_begun_once_more_is_what_is_still_missing(study, tmp_path, monkeypatch):
+    sampled = {"tasks": "running_sum", "num_samples": 8, "temperature": 1}
+    plan = read(study(sweep=None, seeds=[0], evaluations={"greedy": {"tasks": "running_sum"}, "sampled": sampled}))
+    out, asked = tmp_path / "out", defaultdict(list)
+
+    def call(self, arguments, log, gpu):
+        log.write_text("$ qerl\nOSError: address already in use\n")
+        if arguments[0] == "train":
+            (log.parent / "metrics.jsonl").write_text("{}\n")
+            (log.parent / "adapter").mkdir()
+            return 0
+        missing, mine = json.loads(arguments[1]), asked[log.parent.parent.name]
+        mine.append([Path(one["output_dir"]).name for one in missing])
+        for one in missing[: 1 if len(mine) == 1 else None]:
+            folder = Path(one["output_dir"])
+            folder.mkdir(parents=True)
+            result = {"tasks": {"running_sum": {"adapter": {"accuracy": 0.5}}}}
+            write_text(folder / "evaluation.json", json.dumps(result))
+        return 1 if len(mine) == 1 else 0
+
+    monkeypatch.setattr(runner.Machine, "call", call)
+    assert runner.run(plan, out)
+    assert dict(asked) == {arm: [["greedy", "sampled"], ["sampled"]] for arm in "ab"}
 
 
 def test_the_jobs_are_dealt_out_to_the_gpus_and_the_base_is_judged_once(study, tmp_path, monkeypatch):
