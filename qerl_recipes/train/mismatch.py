@@ -157,7 +157,9 @@ def measure(trainer: "QerlGRPOTrainer", saved: AdapterFolder, problems: int) -> 
     parts = []
     for i, name in enumerate(STAGES):
         added = deltas[i] - deltas[i - 1] if i else deltas[i]
-        ratio = _ratio(engine[i] - engine[i - 1], ours[i] - ours[i - 1]) if name in ("adapter", "noise") else ()
+        ratio: tuple[float, float] | tuple[()] = ()
+        if name in ("adapter", "noise"):
+            ratio = _ratio(engine[i] - engine[i - 1], ours[i] - ours[i - 1], sides.lengths())
         parts.append(Part(name, Sizes.of(deltas[i]), Sizes.of(added), *ratio))
     return Mismatch(tuple(parts), len(sampled), sigma, tuple(narrowing(training)))
 
@@ -190,6 +192,10 @@ class _Sides:
             raise ValueError("no prompt has left room for a completion; raise vllm_max_model_length")
         kept = [value for c, of in zip(self._completions, logprobs, strict=True) for (value,) in of[: len(c)]]
         return torch.tensor([float("nan") if value is None else value for value in kept])
+
+    def lengths(self) -> list[int]:
+        """Tokens of each completion, in the order of the results."""
+        return [len(ids) for ids in self._completions]
 
     def engine(self, adapted: bool, sigma: float) -> torch.Tensor:
         engine: Any = self._trainer.vllm_generation
@@ -261,21 +267,33 @@ def _padded(
     return ids.to(device), mask.to(device), completion
 
 
-def _ratio(of_engine: torch.Tensor, of_trainer: torch.Tensor) -> tuple[float, float] | tuple[()]:
+def _ratio(
+    of_engine: torch.Tensor, of_trainer: torch.Tensor, lengths: Sequence[int]
+) -> tuple[float, float] | tuple[()]:
     """The slope of the line through zero from which both sides' errors are least, and its standard error.
 
     Both sides round, in the same type: least squares, which takes the trainer's for exact, would find an adapter that
-    is right a few per cent too weak. The errors may differ in size from token to token.
+    is right a few per cent too weak. The errors may differ in size from token to token, a few tokens may have most of
+    what the part does, and those of one completion (``lengths``) are not independent: so the error is found by leaving
+    out one completion after the other. NaN where there is only one.
     Sources: W. E. Deming, Statistical Adjustment of Data (1943), with errors of one size; for the error of the slope
-    H. White, A heteroskedasticity-consistent covariance matrix estimator (1980), on that fit's equation.
+    B. Efron, The Jackknife, the Bootstrap and Other Resampling Plans (1982), chapter 3.
     """
     y, x = of_engine.double(), of_trainer.double()
-    xx, yy, xy = (float((one * other).sum()) for one, other in ((x, x), (y, y), (x, y)))
-    if not xy:
+    of_tokens = torch.stack((x * x, y * y, x * y), dim=1)
+    sums = torch.stack([of.sum(dim=0) for of in of_tokens.split(list(lengths))])  # (completions, 3)
+    ratio, count = _slope(*sums.sum(dim=0).tolist()), len(sums)
+    if ratio is None:
         return ()
-    ratio = (yy - xx + math.hypot(yy - xx, 2 * xy)) / (2 * xy)
-    of_tokens = (y - ratio * x) * (x + ratio * y)  # their sum is zero at this ratio
-    return ratio, float((of_tokens**2).sum().sqrt()) / abs(yy - xx - 2 * ratio * xy)
+    without = [_slope(*rest) for rest in (sums.sum(dim=0) - sums).tolist()]
+    if count < 2 or None in without:
+        return ratio, math.nan
+    return ratio, (count - 1) / math.sqrt(count) * float(torch.tensor(without, dtype=torch.float64).std())
+
+
+def _slope(xx: float, yy: float, xy: float) -> float | None:
+    """Of the line, from sums of squares and products; None where the two have nothing in common."""
+    return (yy - xx + math.hypot(yy - xx, 2 * xy)) / (2 * xy) if xy else None
 
 
 def table(found: Mismatch, title: str) -> Table:

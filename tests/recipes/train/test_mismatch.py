@@ -99,23 +99,45 @@ def test_no_digit_is_cut_off_in_a_narrow_terminal():
 
 def test_the_ratio_and_its_error_are_those_of_many_draws():
     generator = torch.Generator().manual_seed(0)
-    true = torch.randn(400, generator=generator)
+    true, lengths = torch.randn(400, generator=generator), [20, 0, 30] * 8
 
     def rounded(values):
         """With errors that grow with what they are errors of, as those of rounding do."""
         return values + (0.1 + 0.2 * true.abs()) * torch.randn(400, generator=generator)
 
     draws = [(rounded(1.01 * true), rounded(true)) for _ in range(300)]
-    found = torch.tensor([mismatch._ratio(y, x) for y, x in draws], dtype=torch.float64)
+    found = torch.tensor([mismatch._ratio(y, x, lengths) for y, x in draws], dtype=torch.float64)
     assert float(found[:, 0].mean()) == pytest.approx(1.01, abs=3e-3)
     assert float(found[:, 1].mean()) == pytest.approx(float(found[:, 0].std()), rel=0.15)
     plain = torch.stack([(x * y).sum() / (x * x).sum() for y, x in draws])
     assert float(plain.mean()) < 0.95  # the control: what takes the trainer's side for exact
-    assert mismatch._ratio(true, torch.zeros(400)) == ()
+    assert mismatch._ratio(true, torch.zeros(400), lengths) == ()
+    alone = mismatch._ratio(1.01 * true, true, [0, 400])
+    assert alone[0] == pytest.approx(1.01) and alone[1] != alone[1]  # one completion: its error is not known
 
 
-def test_an_error_of_one_percent_in_the_adapters_scale_stands_in_the_adapters_row(measure):
-    cold, right, wrong = rows(measure(temperature=0.7)), rows(measure()), rows(measure(1.01))
+def test_the_ratios_error_knows_that_tokens_of_a_completion_are_wrong_together():
+    """The true effect is large at few tokens, and rounding moves a whole completion one way: by tokens alone the error
+    would seem less than half as large as it is."""
+    generator = torch.Generator().manual_seed(0)
+    count, length = 24, 40
+    found = []
+    for _ in range(300):
+        true = 0.3 * torch.randn(count, 1, generator=generator) * torch.ones(count, length)
+        x, y = (true + 0.1 * torch.randn(count, 1, generator=generator) for _ in "xy")
+        found.append(mismatch._ratio(y.flatten(), x.flatten(), [length] * count))
+        by_tokens = mismatch._ratio(y.flatten(), x.flatten(), [1] * count * length)
+    ratios, errors = torch.tensor(found, dtype=torch.float64).unbind(1)
+    assert float(errors.mean()) == pytest.approx(float(ratios.std()), rel=0.25)
+    assert by_tokens[1] < 0.5 * found[-1][1]
+
+
+def test_an_error_of_one_percent_in_the_adapters_scale_stands_in_the_adapters_row(measure, monkeypatch):
+    ratio, seen = mismatch._ratio, []
+    monkeypatch.setattr(mismatch, "_ratio", lambda y, x, of: seen.append((len(y), len(of), sum(of))) or ratio(y, x, of))
+    found = measure()
+    assert seen == [(found.tokens, 8, found.tokens)] * 2, "by completions"
+    cold, right, wrong = rows(measure(temperature=0.7)), rows(found), rows(measure(1.01))
     assert tuple(right) == STAGES
     # where all is right every row is rounding, in fp32, and both sides apply adapter and noise alike
     assert all(part.stage.largest < 1e-3 for part in [*right.values(), *cold.values()])
