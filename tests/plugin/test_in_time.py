@@ -12,8 +12,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from waiting import PATIENCE
 
 from qerl_vllm_plugin.change_log import ChangeLog
-from qerl_vllm_plugin.config import Options
 from qerl_vllm_plugin.in_time import begun, in_time
+from qerl_vllm_plugin.options import Options
 from qerl_vllm_plugin.policy import Policy, PolicyLostError
 from qerl_vllm_plugin.server import routes
 from qerl_vllm_plugin.server.changes import PolicyServer

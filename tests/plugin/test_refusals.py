@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from qerl_vllm_plugin.options import Options
+
 WEIGHTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
 
 
@@ -42,7 +44,7 @@ def edit(folder, change) -> None:
         ({"ignore": [1]}, '"qerl.ignore" must be a list'),
         (["ignore"], '"qerl" must be an object'),
         ({"policy_adapter": 8}, '"qerl.policy_adapter" must be {"rank": R}'),
-        ({"policy_adapter": {"rank": 513}}, "at most 512"),
+        ({"policy_adapter": {"rank": 513}}, "from 1 to 512"),
         ({"policy_adapter": {"rank": 8, "alpha": 1}}, '"qerl.policy_adapter" must be {"rank": R}'),
         ({"weight_only": 1}, '"qerl.weight_only" must be true or false'),
         ({"untested_models": "yes"}, '"qerl.untested_models" must be true or false'),
@@ -67,6 +69,19 @@ def edit(folder, change) -> None:
 )
 def test_promise_09_options(boot, make_bf16, options, message):
     assert message in refusal(boot, make_bf16("qwen2"), additional_config={"qerl": options})
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [None, {}, {"rank": 0}, {"rank": -1}, {"rank": True}, {"rank": "8"}, {"rank": 8, "path": 1}],
+    ids=str,
+)
+def test_promise_09_a_policy_adapter_is_one_of_a_rank_or_left_out(adapter):
+    with pytest.raises(ValueError, match=r"from 1 to 512.*for a server without one leave it out"):
+        Options.parse({"qerl": {"policy_adapter": adapter}})
+    assert Options.parse({"qerl": {}}).adapter_rank == 0
+    found = Options.parse({"qerl": {"policy_adapter": {"rank": 512, "path": "x"}}})
+    assert (found.adapter_rank, found.adapter_path) == (512, "x")
 
 
 def test_promise_09_ignore_is_refused_where_it_would_have_no_effect(boot, folder):

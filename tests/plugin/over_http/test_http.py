@@ -21,7 +21,7 @@ from waiting import PATIENCE
 from qerl_vllm_plugin import cuda_ipc, gpu_tensors, shared_file
 from qerl_vllm_plugin.adapter import AdapterError
 from qerl_vllm_plugin.client import AsyncPolicyClient, PolicyClient, PolicyRefusedError, body
-from qerl_vllm_plugin.config import Options
+from qerl_vllm_plugin.options import Options
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 TRIES = 8  # of what a machine that stops in the wrong moment leaves untested

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from qerl_recipes.convert.quantize import quantize_checkpoint
 from qerl_recipes.evaluate.intervals import several
 from qerl_recipes.tasks import running_sum
-from qerl_vllm_plugin.config import Options
+from qerl_vllm_plugin.options import Options
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", ROOT / "recipes" / "README.md"]

@@ -64,6 +64,32 @@ def test_what_has_more_than_weights_is_served_as_the_refusal_says(arguments, is_
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--additional-config", '{"qerl": {"polcy_adapter": {"rank": 8}}}'],
+        ["--port=81", '--additional_config={"qerl": {"policy_adapter": {"rank": 0}}}', "--seed", "1"],
+    ],
+)
+def test_a_mistake_in_our_options_is_told_before_the_server_starts(arguments, tmp_path, monkeypatch):
+    monkeypatch.setattr(serve.os, "execv", lambda *a: pytest.fail("started"))
+    with pytest.raises(ValueError, match=r"--additional-config: (unknown key 'polcy_adapter'|.*from 1 to 512)"):
+        serve.serve("gpt2", arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--additional-config", '{"qerl": {"policy_adapter": {"rank": 8}}, "other": 1}'],
+        ["--additional-config", "{broken"],
+        ["--additional-config"],
+        ["--hf-overrides", '{"qerl": {"polcy_adapter": 1}}'],
+    ],
+)
+def test_the_options_of_others_and_what_is_no_json_are_left_to_vllm(arguments):
+    serve.check("gpt2", arguments)
+
+
+@pytest.mark.parametrize(
     ("arguments", "found", "said"),
     [
         ([], None, "m (quantization qerl_nvfp4, kernel: exact dequantization in fp32) at http://0.0.0.0:8000/v1 (all"),

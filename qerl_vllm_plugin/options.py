@@ -1,0 +1,88 @@
+"""What `--additional-config` may say under "qerl". Needs no vLLM and no torch: a command can look at it at once."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from qerl_vllm_plugin.in_time import PATIENCE
+
+KNOWN_OPTIONS = {"ignore", "policy_adapter", "kernel", "policy_folders", "weight_only", "untested_models"}
+KNOWN_OPTIONS |= {"policy_timeout"}
+KERNELS = ("auto", "tiled", "marlin", "dequantize", "batch_invariant")
+MAX_ADAPTER_RANK = 512  # vLLM's own limit for --max-lora-rank
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``--additional-config '{"qerl": {...}}'`` may set.
+
+    ``ignore``: layers of a BF16 checkpoint that stay in BF16, by name or ``re:`` pattern (compressed-tensors' syntax);
+    None where it is not given.
+    ``policy_adapter``: ``{"rank": R}`` keeps one adapter of up to that rank in the layers themselves, for all requests;
+    with ``"path": FOLDER`` it is installed at start.
+    ``policy_folders``: the directory whose folders a running server may install by name.
+    ``policy_timeout``: seconds after which a running server gives up an engine that does not answer to a change.
+    ``kernel``: ``auto`` (our tiled kernel on Hopper, else Marlin; dequantization on a CPU), or one of them by name;
+    ``batch_invariant``, an experiment beside VLLM_BATCH_INVARIANT=1: tiled, with one order of sums.
+    ``weight_only``: also read what has more than packed weights (ModelOpt's NVFP4, W4A4, FP8 layers), without it.
+    ``untested_models``: also serve a family of models that was never compared with transformers (families.py).
+    """
+
+    ignore: tuple[str, ...] | None = None
+    adapter_rank: int = 0
+    kernel: str = "auto"
+    adapter_path: str | None = None
+    policy_folders: str | None = None
+    weight_only: bool = False
+    untested_models: bool = False
+    policy_timeout: float = PATIENCE
+
+    @classmethod
+    def parse(cls, additional_config: Any) -> "Options":
+        """Raises ValueError for an unknown key or a value of the wrong type."""
+        given = additional_config.get("qerl", {}) if isinstance(additional_config, dict) else {}
+        if not isinstance(given, dict):
+            raise ValueError(f'--additional-config: "qerl" must be an object, not {given!r}')
+        if unknown := sorted(set(given) - KNOWN_OPTIONS):
+            raise ValueError(
+                f'--additional-config: unknown key {unknown[0]!r} under "qerl"; known: {sorted(KNOWN_OPTIONS)}'
+            )
+        ignore, adapter = given.get("ignore"), given.get("policy_adapter")
+        if ignore is not None and (
+            not isinstance(ignore, list | tuple) or not all(isinstance(name, str) for name in ignore)
+        ):
+            raise ValueError(f'--additional-config: "qerl.ignore" must be a list of layer names, not {ignore!r}')
+        rank, path = _adapter(adapter) if "policy_adapter" in given else (0, None)
+        folders = given.get("policy_folders")
+        if not isinstance(folders, str | None):
+            raise ValueError(
+                f'--additional-config: "qerl.policy_folders" must be the path of a directory, not {folders!r}'
+            )
+        kernel = given.get("kernel", "auto")
+        if kernel not in KERNELS:
+            raise ValueError(f'--additional-config: "qerl.kernel" is {kernel!r}; it is one of {", ".join(KERNELS)}')
+        switches = [given.get(key, False) for key in ("weight_only", "untested_models")]
+        for key, value in zip(("weight_only", "untested_models"), switches, strict=True):
+            if not isinstance(value, bool):
+                raise ValueError(f'--additional-config: "qerl.{key}" must be true or false, not {value!r}')
+        timeout = given.get("policy_timeout", PATIENCE)
+        if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout < float("inf"):
+            raise ValueError(
+                f'--additional-config: "qerl.policy_timeout" must be a number of seconds above 0, not {timeout!r}'
+            )
+        weight_only, untested = switches
+        ignored = tuple(ignore) if ignore is not None else None
+        return cls(ignored, rank, kernel, path, folders, weight_only, untested, timeout)
+
+
+def _adapter(given: Any) -> tuple[int, str | None]:
+    """Rank and folder that "policy_adapter" names. Raises ValueError."""
+    found = given if isinstance(given, dict) and {"rank"} <= set(given) <= {"rank", "path"} else {"rank": None}
+    rank, path = found["rank"], found.get("path")
+    is_rank = isinstance(rank, int) and not isinstance(rank, bool) and 0 < rank <= MAX_ADAPTER_RANK
+    if not is_rank or not isinstance(path, str | None):
+        raise ValueError(
+            '--additional-config: "qerl.policy_adapter" must be {"rank": R} with a whole number R from 1 to '
+            f'{MAX_ADAPTER_RANK}, and "path": FOLDER for an adapter that is there at start, not {given!r}; for a '
+            "server without one leave it out"
+        )
+    return rank, path
