@@ -76,7 +76,9 @@ class Options:
 
 def _adapter(given: Any) -> tuple[int, str | None]:
     """Rank and folder that "policy_adapter" names. Raises ValueError."""
-    found = given if isinstance(given, dict) and {"rank"} <= set(given) <= {"rank", "path"} else {"rank": None}
+    found: dict[str, Any] = {"rank": None}
+    if isinstance(given, dict) and {"rank"} <= set(given) <= {"rank", "path"}:
+        found = given
     rank, path = found["rank"], found.get("path")
     is_rank = isinstance(rank, int) and not isinstance(rank, bool) and 0 < rank <= MAX_ADAPTER_RANK
     if not is_rank or not isinstance(path, str | None):
