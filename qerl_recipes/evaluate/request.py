@@ -137,7 +137,7 @@ def template_options(given: str | Mapping[str, Any] | None) -> dict[str, Any] | 
 def command(run: str | Path, state: Mapping[str, Any]) -> str:
     """The command that evaluates the run in the folder ``run``, as it may be typed; ``state`` is its qerl_state.json.
 
-    It asks for what the data set of the run teaches, and for gsm8k where no task does.
+    It asks for what the data set of the run teaches; where no task is known to, TASKS stands in its place.
     """
     words = ["qerl", "evaluate", str(state.get("base", "BASE")), "--adapter", str(run)]
     words += ["--quantization", str(state.get("quantization", "qerl_nvfp4")), "--tasks"]
@@ -158,7 +158,7 @@ def _task_of(recipe: Mapping[str, Any]) -> str:
         except (ValueError, OSError):
             continue
         return f"{judged}{path.absolute()}"
-    return "gsm8k"
+    return "TASKS"
 
 
 def is_of_training(task: str, recipe: Mapping[str, Any]) -> bool:

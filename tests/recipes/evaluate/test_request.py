@@ -36,7 +36,7 @@ def test_what_is_left_open_is_settled_as_in_training_and_a_flag_stands_above_it(
 
 @pytest.mark.parametrize(
     ("dataset", "task"),
-    [("openai/gsm8k", "gsm8k"), ("running_sum", "running_sum"), ("bigmath", "math_500"), ("reasoning_gym", "gsm8k")],
+    [("openai/gsm8k", "gsm8k"), ("running_sum", "running_sum"), ("bigmath", "math_500"), ("reasoning_gym", "TASKS")],
 )
 def test_the_command_that_evaluates_a_run_asks_for_what_it_was_taught(dataset: str, task: str) -> None:
     state = {"base": "org/base", "quantization": "nf4", "recipe": {"dataset_name": dataset}}
@@ -53,6 +53,12 @@ def test_the_command_asks_for_a_local_file_and_for_the_held_out_one_in_a_folder(
     assert f"--tasks jsonl:{tmp_path}/train.jsonl " in evaluation_request.command("run", state)
     state = {"recipe": {"dataset_name": str(tmp_path)}}
     assert f"--tasks jsonl:{tmp_path}/test.jsonl " in evaluation_request.command("run", state)
+
+
+def test_no_task_is_guessed_for_data_that_none_is_known_to_ask_for(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "?", "colour": "red"}))  # for a reward of one's own
+    for dataset in (str(tmp_path), f"{tmp_path}/train.jsonl", "somebody/poems", None):
+        assert " --tasks TASKS " in evaluation_request.command("run", {"recipe": {"dataset_name": dataset}})
 
 
 def test_the_command_judges_a_local_file_as_the_reward_did_and_works_from_any_folder(
