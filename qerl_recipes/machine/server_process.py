@@ -1,9 +1,12 @@
 """A server as a child of this process, for as long as it is needed: started, waited for, ended with all it has started.
 
-What it prints goes to a file, whose end is part of the error where it does not start.
+Where this process is killed, the server is asked to end, too. What it prints goes to a file, whose end is part of the
+error where it does not start.
 """
 
 import contextlib
+import ctypes
+import functools
 import os
 import signal
 import subprocess
@@ -14,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ENGINES_OWN = ("MASTER_PORT", "VLLM_DIST_IDENT")  # variables that hold for the engines of one process alone
+LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1
 PATIENCE = 20.0  # seconds that a server may take to end when it is asked to
 
 
@@ -40,7 +44,12 @@ def started(
     inherited = {name: value for name, value in os.environ.items() if name not in ENGINES_OWN}
     with log.open("w") as stream:
         process = subprocess.Popen(
-            line, stdout=stream, stderr=stream, env={**inherited, **environment}, start_new_session=True
+            line,
+            stdout=stream,
+            stderr=stream,
+            env={**inherited, **environment},
+            start_new_session=True,
+            preexec_fn=functools.partial(end_with, os.getpid()),
         )
     server = ServerProcess(f"http://127.0.0.1:{port}", log, process)
     try:
@@ -69,3 +78,11 @@ def end(process: "subprocess.Popen[bytes]") -> None:
             time.sleep(0.1)
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def end_with(parent: int) -> None:
+    """In a new process: the kernel asks it to end once the thread that started it and waits for it is gone, so that a
+    program that was killed leaves nothing behind that holds files, ports and GPUs."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it was gone before, and the kernel will not ask
+        os._exit(1)

@@ -1,6 +1,5 @@
 """The processes of a study, how they end, and how much of a GPU each has used."""
 
-import ctypes
 import functools
 import json
 import os
@@ -17,10 +16,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from qerl_recipes.machine.server_process import end_with
 from qerl_vllm_plugin.address import hidden
 
 CLI, HOURS = "qerl_recipes.cli", "hours.jsonl"
-LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1
 
 
 class Shares:
@@ -88,7 +87,7 @@ class Machine:
             stream.flush()
             environment = {**self.environment, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
             command = [sys.executable, "-m", CLI, *arguments]
-            with_us = functools.partial(_end_with, os.getpid())
+            with_us = functools.partial(end_with, os.getpid())
             process = subprocess.Popen(
                 command, stdout=stream, stderr=subprocess.STDOUT, env=environment, preexec_fn=with_us
             )
@@ -103,14 +102,6 @@ class Machine:
             line = {"command": arguments[0], "device": self.device, "seconds": round(self.shares.end(gpu, process), 3)}
             with (log.parent / HOURS).open("a", encoding="utf-8") as record:
                 record.write(json.dumps(line) + "\n")
-
-
-def _end_with(parent: int) -> None:
-    """In a new process: the kernel asks it to end once the thread that started it and waits for it is gone, so that a
-    study that was killed leaves nothing behind that holds its runs' folders and its GPUs."""
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it was gone before, and the kernel will not ask
-        os._exit(1)
 
 
 def seconds_of(folder: Path) -> dict[str, float]:
