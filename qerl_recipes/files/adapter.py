@@ -10,12 +10,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from qerl_recipes.files.run_state import STATE_FILE, CheckpointMismatch, whole_checkpoints
+from qerl_recipes.files.run_state import LAST, STATE_FILE, CheckpointMismatch, whole_checkpoints
 from qerl_vllm_plugin.adapter import AdapterError, check_config
 
 CONFIG, TENSORS, NORMS = "adapter_config.json", "adapter_model.safetensors", "norms.safetensors"
 TEMPLATE = "chat_template.jinja"  # where transformers saves the tokenizer's
-LAST = "adapter"  # folder of a run in which its adapter ends
 # vLLM's --max-lora-rank takes one of these
 ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 

