@@ -36,10 +36,19 @@ def test_what_is_left_open_is_settled_as_in_training_and_a_flag_stands_above_it(
 
 @pytest.mark.parametrize(
     ("dataset", "task"),
-    [("openai/gsm8k", "gsm8k"), ("running_sum", "running_sum"), ("bigmath", "math_500"), ("reasoning_gym", "TASKS")],
+    [
+        ("openai/gsm8k", "gsm8k"),
+        ("running_sum", "running_sum"),
+        ("bigmath", "math_500"),
+        ("dapo_math_17k", "math_500"),
+        ("reasoning_gym", "TASKS"),
+    ],
 )
-def test_the_command_that_evaluates_a_run_asks_for_what_it_was_taught(dataset: str, task: str) -> None:
-    state = {"base": "org/base", "quantization": "nf4", "recipe": {"dataset_name": dataset}}
+@pytest.mark.parametrize("rewards", [{}, {"reward_funcs": ["accuracy", "format"]}], ids=["", "rewards"])
+def test_the_command_that_evaluates_a_run_asks_for_what_it_was_taught(
+    dataset: str, task: str, rewards: dict[str, list[str]]
+) -> None:
+    state = {"base": "org/base", "quantization": "nf4", "recipe": {"dataset_name": dataset, **rewards}}
     assert evaluation_request.command("runs/a b", state) == (
         f"qerl evaluate org/base --adapter 'runs/a b' --quantization nf4 --tasks {task} --output_dir "
         "'runs/a b/evaluation'"
@@ -68,7 +77,8 @@ def test_the_command_judges_a_local_file_as_the_reward_did_and_works_from_any_fo
     monkeypatch.chdir(tmp_path)
     state = {"recipe": {"dataset_name": "mine.jsonl", "reward_funcs": ["exact_answer"]}}
     assert f"--tasks jsonl-exact:{tmp_path}/mine.jsonl " in evaluation_request.command("run", state)
-    for rewards, task in ((["format", "dapo_score"], "accuracy"), (["accuracy", "last_number"], "number")):
+    judged = ((["format", "dapo_score"], "accuracy"), (["accuracy", "last_number"], "number"), (["length"], "accuracy"))
+    for rewards, task in judged:
         state = {"recipe": {"dataset_name": "mine.jsonl", "reward_funcs": rewards}}
         assert f"--tasks jsonl-{task}:{tmp_path}/mine.jsonl " in evaluation_request.command("run", state)
 
@@ -90,3 +100,51 @@ def test_a_task_of_the_file_that_was_trained_on_is_known_as_such(
         ("jsonl:mine.jsonl", {}, False),
     ]
     assert [evaluation_request.is_of_training(task, recipe) for task, recipe, _ in cases] == [x for *_, x in cases]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "num_samples", "refused"),
+    [
+        ({"top_p": 1.0, "max_new_tokens": 1}, 1, None),
+        ({"temperature": 0.1}, 2, None),
+        ({}, 2, "num_samples is 2, but temperature 0"),
+        ({}, 0, "num_samples is 0"),
+        ({"top_p": 1.01}, 1, r"top_p is 1\.01"),
+        ({"max_new_tokens": 0}, 1, "max_new_tokens is 0"),  # of which a task's own length would have been made
+        ({"temperature": float("inf")}, 1, "temperature is inf"),
+    ],
+)
+def test_numbers_are_refused_from_where_they_make_no_sense(
+    numbers: dict[str, float], num_samples: int, refused: str | None
+) -> None:
+    sampling = evaluation_request.Sampling(**numbers)
+    if refused is None:
+        sampling.check(num_samples)
+        return
+    with pytest.raises(ValueError, match=refused):
+        sampling.check(num_samples)
+
+
+def test_one_solved_problem_is_refused_as_several_are() -> None:
+    evaluation_request.check(["gsm8k"], num_fewshot=1)
+    with pytest.raises(ValueError, match="num_fewshot is 1, but task math_500 has no solved problems"):
+        evaluation_request.check(["gsm8k", "math_500"], num_fewshot=1)
+
+
+def test_a_template_is_text_or_a_file_and_empty_options_are_not_none(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text("{{ of_the_file }}")
+    for given, read in (
+        ("{% for m in messages %}-{% endfor %}",) * 2,
+        ("{{ messages }}",) * 2,
+        (str(tmp_path / "t.jinja"), "{{ of_the_file }}"),
+    ):
+        assert evaluation_request.template_text(given) == read
+    options = {"enable_thinking": False}
+    for asked, found in (
+        (options, options),
+        ('{"enable_thinking": false}', options),
+        (None, None),
+        ({}, {}),
+        ("{}", {}),
+    ):
+        assert evaluation_request.template_options(asked) == found  # what is not None stands above the training's
