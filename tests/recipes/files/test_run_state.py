@@ -1,0 +1,132 @@
+"""Which folders are checkpoints of a run, which one it goes on from, and what must have stayed the same for that."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from datasets import Dataset
+
+from qerl_recipes.files import run_state
+from qerl_recipes.files.run_state import CheckpointMismatch, State
+
+STATE = State("org/base", "0" * 64, "qerl_nvfp4", False, 1, 2, "rows", 3, 3, 0, 3, recipe={"beta": 0.0}, processes=2)
+
+
+def checkpoint(run: Path, step: int, name: str | None = None) -> Path:
+    folder = run / (name or f"checkpoint-{step}")
+    (folder / "inner").mkdir(parents=True)
+    (folder / "adapter_model.safetensors").write_bytes(b"x" * 10)
+    (folder / "inner" / "weights.bin").write_bytes(b"x" * 10)
+    run_state.write_state(folder, replace(STATE, step=step))
+    return folder
+
+
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "inner/weights.bin"])
+@pytest.mark.parametrize(
+    ("size", "said"), [(9, "has 9 of 10"), (11, "has 11 of 10"), (None, "is missing; it had of 10")]
+)
+def test_a_checkpoint_with_a_file_of_another_size_is_none(
+    file: str, size: int | None, said: str, tmp_path: Path
+) -> None:
+    folder = checkpoint(tmp_path, 2)
+    assert run_state.read_state(folder).step == 2
+    (folder / file).unlink() if size is None else (folder / file).write_bytes(b"x" * size)
+    with pytest.raises(CheckpointMismatch, match=f"{file} {said} bytes"):
+        run_state.starting_point(tmp_path / "another", str(folder))
+    assert run_state.whole_checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize("content", ["[]", "null", '{"step": 1}', "{", '"x"'])
+def test_a_damaged_state_is_named_and_passed_over(content: str, tmp_path: Path) -> None:
+    first, second = checkpoint(tmp_path, 2), checkpoint(tmp_path, 4)
+    (second / "qerl_state.json").write_text(content)
+    with pytest.raises(CheckpointMismatch, match=r"checkpoint-4/qerl_state\.json is damaged"):
+        run_state.read_state(second)
+    assert run_state.starting_point(tmp_path, True) == first
+
+
+def test_a_run_goes_on_from_its_last_step_and_loses_its_first_ones(tmp_path: Path) -> None:
+    """By number: checkpoint-10 is later than checkpoint-9."""
+    checkpoint(tmp_path, 99, "checkpoint-99-of-mine")
+    folders = [checkpoint(tmp_path, step) for step in (10, 9, 8)]
+    for asked in (True, "true", "True"):
+        assert run_state.starting_point(tmp_path, asked) == folders[0]
+    assert run_state.starting_point(tmp_path, str(folders[2])) == folders[2]
+    with pytest.raises(CheckpointMismatch, match="holds checkpoint-10 of an earlier run"):
+        run_state.starting_point(tmp_path, None)
+    assert f"nothing up to {folders[0]} is lost" in run_state.what_is_kept(tmp_path)
+    for keep_all in (None, 0, 3):
+        run_state.rotate(tmp_path, keep_all)
+        assert run_state.whole_checkpoints(tmp_path) == folders[::-1]
+    run_state.rotate(tmp_path, 2)
+    assert run_state.whole_checkpoints(tmp_path) == [folders[1], folders[0]]
+    run_state.rotate(tmp_path, 1)
+    assert run_state.whole_checkpoints(tmp_path) == [folders[0]]
+    assert (tmp_path / "checkpoint-99-of-mine").is_dir()
+
+
+def test_a_new_run_begins_where_none_is(tmp_path: Path) -> None:
+    assert run_state.starting_point(tmp_path, None) is None
+    with pytest.raises(CheckpointMismatch, match="holds no whole checkpoint"):
+        run_state.starting_point(tmp_path, True)
+    assert run_state.what_is_kept(tmp_path) == f"{tmp_path} holds no checkpoint yet: start again"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"base_hash": "1" * 64}, r"another base \(org/base\)"),
+        ({"quantization": "bf16"}, "its run had quantization: qerl_nvfp4"),
+        ({"train_norms": True}, "its run had train_norms: false"),
+        ({"seed": 7}, "its run had seed: 1"),
+        ({"noise_seed": 7}, "its run had noise_seed: 2"),
+        ({"dataset": "others"}, "other training data"),
+        ({"processes": 1}, "its run had 2 trainer processes and this one has 1; .*--num_processes 2"),
+    ],
+)
+def test_another_run_is_not_continued(change: dict[str, object], said: str) -> None:
+    with pytest.raises(CheckpointMismatch, match=f"cannot resume from run: .*{said}.*use adapter_name_or_path"):
+        run_state.check_continues(STATE, replace(STATE, **change), STATE.recipe, "run")
+
+
+def test_the_same_run_is_continued_under_another_name_of_its_base_and_no_other_recipe() -> None:
+    run_state.check_continues(STATE, replace(STATE, base="/moved"), STATE.recipe, "run")
+    run_state.check_continues(replace(STATE, processes=None), STATE, STATE.recipe, "run")
+    with pytest.raises(CheckpointMismatch, match=r"cannot resume from run: beta was 0\.0 and is 0\.5"):
+        run_state.check_continues(STATE, STATE, {"beta": 0.5}, "run")
+
+
+def test_a_run_is_described_by_its_own_keys(tmp_path: Path) -> None:
+    rows = Dataset.from_list([{"prompt": "1"}])
+    training = SimpleNamespace(quantization="bf16", train_norms=True, seed=5, noise_seed=6, world_size=4)
+    (tmp_path / "config.json").write_text("{}")
+    base = tmp_path
+    found = run_state.describe(training, base, rows, "org/base")
+    assert (found.base, found.base_hash, found.quantization) == ("org/base", run_state.base_hash(base), "bf16")
+    assert (found.train_norms, found.seed, found.noise_seed, found.processes) == (True, 5, 6, 4)
+    assert found.dataset == run_state.dataset_hash(rows)
+    assert run_state.describe(training, base, rows).base == str(base)
+
+
+def test_the_hash_of_training_data_is_of_its_rows_in_their_order() -> None:
+    rows = [{"prompt": str(i), "answer": str(-i)} for i in range(1001)]  # more than are read at once
+    expected = run_state.dataset_hash(Dataset.from_list(rows))
+    assert run_state.dataset_hash(Dataset.from_list([*rows, rows[0]]).select(range(1001))) == expected
+    swapped = [*rows[:-2], rows[-1], rows[-2]]
+    renamed = [{"prompt": row["prompt"], "solution": row["answer"]} for row in rows]
+    last = [*rows[:-1], {**rows[-1], "answer": "0"}]
+    for other in (swapped, renamed, last, rows[:-1], rows[::-1]):
+        assert run_state.dataset_hash(Dataset.from_list(other)) != expected
+
+
+def test_what_is_written_is_read_again_with_its_date_and_versions(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, 4)
+    found = run_state.read_state(folder)
+    assert replace(found, date="", versions={}, files={}) == replace(STATE, step=4)
+    assert found.files == {"adapter_model.safetensors": 10, "inner/weights.bin": 10}
+    assert found.versions["torch"] and found.date.endswith("+00:00")
+    content = json.loads((folder / "qerl_state.json").read_text())
+    (folder / "qerl_state.json").write_text(json.dumps({**content, "of_a_later_release": 1}))
+    assert run_state.read_state(folder) == found
