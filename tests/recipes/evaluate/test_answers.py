@@ -1,20 +1,25 @@
 """What is asked of an engine and how: prompts, seeds, sampling, limits of length. One engine serves all tests here."""
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from qerl_recipes.evaluate import run as evaluate
 from qerl_recipes.evaluate import tasks as evaluation_tasks
-from qerl_recipes.evaluate.answers import Judged, ask
+from qerl_recipes.evaluate.answers import Judged, _judged, _Prompt, ask
 from qerl_recipes.evaluate.request import Sampling
 from qerl_recipes.evaluate.settled import EngineSettings
+from qerl_recipes.tasks import running_sum
 
 Make = Callable[..., Path]
 pytestmark = pytest.mark.integration
+REASONS = ("stop", "length", "stop")  # for which answers end
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] }}={{ m['content'] }};{% endfor %}"
     "{% if add_generation_prompt %}={{ '9' if short else '8' }}{% endif %}"
@@ -51,7 +56,7 @@ def test_template_its_options_and_the_system_prompt_make_the_prompt(engine: Any,
     asked = answers(engine, problems, chat_template=TEMPLATE, system_prompt="7", chat_template_kwargs={"short": True})
     assert [p.prompt for p in asked] == [f"s=7;u={p.prompt};=9" for p in plain]
     assert [p.answers for p in asked] != [p.answers for p in plain], "the prompt did not reach the engine"
-    other = answers(engine, problems, chat_template=TEMPLATE)
+    other = answers(engine, problems, chat_template=TEMPLATE, system_prompt="")  # which is none
     assert [p.prompt for p in other] == [f"u={p.prompt};=8" for p in plain]
     assert [p.prompt for p in answers(engine, problems, system_prompt="7")] == [f"7\n\n{p.prompt}" for p in plain]
     off = answers(engine, problems, chat_template=TEMPLATE, use_chat_template=False)
@@ -72,6 +77,9 @@ def test_every_answer_to_every_problem_has_a_seed_of_its_own(engine: Any, proble
     twins = [p.answers for p in drawn if p.prompt == "1+2"]
     assert len(twins) == 2 and twins[0] != twins[1], "two problems share their seeds"
     assert [p.answers for p in answers(engine, problems, num_samples=6, temperature=1.0)] == [p.answers for p in drawn]
+    number = evaluation_tasks.load([f"jsonl-number:{problems}"], num_samples=6)
+    (other,) = ask(engine, None, number, Sampling(max_new_tokens=6, temperature=1.0), "base").values()
+    assert [p.answers for p in other] != [p.answers for p in drawn], "two tasks share their seeds"
     assert [p.answers for p in answers(engine, problems, num_samples=6, temperature=1.0, seed=1)] != [
         p.answers for p in drawn
     ]
@@ -98,6 +106,102 @@ def test_an_answer_ends_at_the_limit_or_where_the_model_has_no_more_room(engine:
     assert answers(engine, problems, max_new_tokens=10_000)[0].cut == [True]  # 64 tokens in all
     with pytest.raises(ValueError, match=r"tokens and max_model_length is 64: there is no room"):
         answers(engine, problems, system_prompt="1" * 64)
+
+
+@pytest.fixture
+def computed(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the engine itself says of its answers, as it gives them."""
+    found: list[Any] = []
+    generate = engine.generate
+
+    def keep(*arguments: Any, **options: Any) -> list[Any]:
+        outputs = generate(*arguments, **options)
+        found[:] = outputs
+        return outputs
+
+    monkeypatch.setattr(engine, "generate", keep)
+    return found
+
+
+def test_a_tasks_own_length_holds_where_none_is_asked_for_and_else_all_the_room(
+    engine: Any, problems: Path, computed: list[Any]
+) -> None:
+    def longest(**settings: Any) -> tuple[int, int]:
+        """Of the answers, and of the prompts with their answers."""
+        ask(engine, None, [benchmark], Sampling(**settings), "base")
+        lengths = [(len(output.prompt_token_ids), len(output.outputs[0].token_ids)) for output in computed]
+        return max(answer for _, answer in lengths), max(map(sum, lengths))
+
+    (benchmark,) = evaluation_tasks.load([f"jsonl-exact:{problems}"])
+    assert longest()[1] == 64  # max_model_length, to the last token
+    for doc in benchmark.problems:
+        doc.generation_size = 3
+    assert [longest()[0], longest(max_new_tokens=5)[0], longest(max_new_tokens=2)[0]] == [3, 5, 2]
+
+
+def test_a_tasks_stop_words_end_an_answer_unless_a_template_ends_it(
+    engine: Any, problems: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def texts(**settings: Any) -> list[Judged]:
+        return ask(engine, None, [benchmark], Sampling(max_new_tokens=6, **settings), "base")[benchmark.name]
+
+    (benchmark,) = evaluation_tasks.load([f"jsonl-exact:{problems}"])
+    free, templated = texts(), texts(chat_template=TEMPLATE)
+    letters = Counter(letter for p in (*free, *templated) for letter in set(p.answers[0][:5]))
+    word = letters.most_common(1)[0][0]
+    assert any(word in p.answers[0] for p in free) and any(word in p.answers[0] for p in templated)
+    for doc in benchmark.problems:
+        doc.stop_sequences = [word]
+    stopped = texts()
+    assert [p.answers[0] for p in stopped] == [p.answers[0].partition(word)[0] for p in free]
+    assert [p.cut[0] for p in stopped] == [word not in p.answers[0] for p in free]
+    assert [p.answers for p in texts(chat_template=TEMPLATE)] == [p.answers for p in templated]
+    tokenizer = running_sum.tokenizer()
+    monkeypatch.setattr(engine, "get_tokenizer", lambda: tokenizer)
+    given = texts(chat_template=TEMPLATE)
+    tokenizer.chat_template = TEMPLATE  # its own
+    assert [p.answers for p in texts()] == [p.answers for p in given]
+    assert any(word in p.answers[0] for p in given)
+
+
+def test_a_template_writes_the_tokenizers_own_first_token_itself(
+    engine: Any, problems: Path, computed: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Llama's does: a second one before it would be another prompt than that of the training."""
+    tokenizer = running_sum.tokenizer()
+    first = tokenizer.convert_ids_to_tokens(9)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{first} $A", special_tokens=[(first, 9)])
+    monkeypatch.setattr(engine, "get_tokenizer", lambda: tokenizer)
+    (plain, *_) = answers(engine, problems)
+    assert computed[0].prompt_token_ids == [9, *running_sum.tokenizer()(plain.prompt)["input_ids"]]
+    (asked, *_) = answers(engine, problems, chat_template=TEMPLATE)
+    assert computed[0].prompt_token_ids == running_sum.tokenizer()(asked.prompt)["input_ids"]
+
+
+def test_the_samples_of_a_problem_are_its_own_and_in_their_order(engine: Any, problems: Path) -> None:
+    alone = answers(engine, problems, temperature=1.0)
+    many = answers(engine, problems, num_samples=3, temperature=1.0)
+    same = [one.answers[0] == several.answers[0] for one, several in zip(alone, many, strict=True)]
+    assert sum(same) >= 8  # products of batches of other sizes round otherwise, now and then
+
+
+@pytest.mark.parametrize(
+    ("texts", "vote", "share"),
+    [
+        (["0"], True, 1.0),
+        (["", "0"], True, 0.5),  # who says nothing does not vote
+        (["0", "1", "1"], False, 1 / 3),
+        (["", " "], False, 0.0),
+    ],
+)
+def test_a_problem_has_the_share_that_is_right_and_the_vote_of_the_most(
+    texts: list[str], vote: bool, share: float, problems: Path
+) -> None:
+    (benchmark,) = evaluation_tasks.load([f"jsonl-exact:{problems}"])
+    outputs = [SimpleNamespace(text=text, finish_reason=reason) for text, reason in zip(texts, REASONS, strict=False)]
+    found = _judged(benchmark, _Prompt(benchmark.problems[0], "1+2", []), outputs)
+    assert (found.vote, found.share, found.right) == (vote, pytest.approx(share), [text == "0" for text in texts])
+    assert found.cut == [False, True, False][: len(texts)]
 
 
 def test_sampled_answers_to_more_prompts_than_are_computed_at_once(engine: Any) -> None:
@@ -136,3 +240,22 @@ def test_promise_03_and_promise_10_the_base_is_evaluated_without_noise_and_witho
     request = evaluate._install(engine, None)
     assert Policy(engine).state().sigma == 0
     assert generate(request) == clean
+
+
+def test_an_adapter_that_is_not_part_of_the_layers_answers_where_it_is_asked_for(
+    make_bf16: Make, save_adapter: Make, problems: Path, tmp_path: Path
+) -> None:
+    """The last here: an engine that is closed takes vLLM's groups of processes with it."""
+    from qerl_recipes.files.adapter import open_adapter
+
+    llm = evaluate._start(EngineSettings(make_bf16("qwen2"), "bf16", 8, 64, 1, 0.9, None, "bfloat16"))
+    try:
+        (benchmark,) = evaluation_tasks.load([f"jsonl-exact:{problems}"])
+        found = []
+        for saved in (None, open_adapter(save_adapter(tmp_path / "adapter", 1))):
+            request = evaluate._install(llm, saved)
+            (asked,) = ask(llm, request, [benchmark], Sampling(max_new_tokens=6), "it").values()
+            found.append([p.answers for p in asked])
+    finally:
+        evaluate.close(llm)
+    assert found[0] != found[1]
