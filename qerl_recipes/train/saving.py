@@ -85,7 +85,7 @@ class RunFiles:
         """Write the adapter as a folder of its own, whole or not at all, in place of an earlier one."""
         self._check_weights()
         if self._trainer.is_world_process_zero():
-            with _explained(f"the adapter {folder}"), self._becomes(Path(folder)):
+            with _explained(f"the adapter {folder}", Path(folder)), self._becomes(Path(folder)):
                 with whole_folder(folder, overwrite=True, proof=run_state.STATE_FILE) as partial:
                     self.write_adapter(partial)
                     run_state.write_state(partial, self.state())
@@ -128,7 +128,7 @@ class RunFiles:
         final, is_main = run_folder / f"checkpoint-{step}", trainer.is_world_process_zero()
         with contextlib.ExitStack() as stack:
             if is_main:
-                stack.enter_context(_explained(str(final)))
+                stack.enter_context(_explained(str(final), final))
                 self._staging = stack.enter_context(whole_folder(final, overwrite=True, proof=run_state.STATE_FILE))
             self._staging = _same_everywhere(self._staging)
             stack.callback(setattr, self, "_staging", None)
@@ -219,12 +219,14 @@ def _same_everywhere(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Says what could not be saved and that nothing is lost, whichever library failed to write."""
+def _explained(what: str, folder: Path) -> Iterator[None]:
+    """Says that ``what``, which goes into ``folder``, could not be saved and that nothing is lost, whichever library
+    failed to write."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
-        free = shutil.disk_usage(Path(what.split()[-1]).parent).free
+        there = next(parent for parent in folder.absolute().parents if parent.is_dir())
+        free = shutil.disk_usage(there).free
         raise OSError(
             f"{what} could not be saved: {error} ({free / 2**20:.0f} MiB free). Earlier checkpoints are untouched; "
             "make room and resume from the last one"

@@ -52,9 +52,9 @@ def unbroken(make_module_trainer, make_nvfp4):
 
 @pytest.fixture
 def finished(unbroken, make_nvfp4, tmp_path):
-    """The unbroken run -> (base, a copy of its folder)."""
-    shutil.copytree(unbroken, tmp_path / "whole")
-    return make_nvfp4("qwen2"), tmp_path / "whole"
+    """The unbroken run -> (base, a copy of its folder, whose name two words make)."""
+    whole = shutil.copytree(unbroken, tmp_path / "the whole")
+    return make_nvfp4("qwen2"), whole
 
 
 @pytest.mark.integration
@@ -258,7 +258,9 @@ def test_a_disk_that_fills_up_while_saving_leaves_what_was_there(largest_file, f
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, hard))  # the kernel refuses to write more
     try:
-        with pytest.raises(OSError, match=r"checkpoint-6 could not be saved.*Earlier checkpoints are untouched"):
+        with pytest.raises(
+            OSError, match=r"checkpoint-6 could not be saved.*MiB free\). Earlier checkpoints are untouched"
+        ):
             trainer.train(resume_from_checkpoint=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
