@@ -1,4 +1,6 @@
+import itertools
 from collections import Counter
+from types import SimpleNamespace
 
 import peft
 import pytest
@@ -179,6 +181,17 @@ def test_promise_08_a_rollout_can_be_repeated_exactly(engine):
     assert len({tuple(ids) for ids in first[1][:4]}) > 1  # samples of one prompt differ
 
 
+def test_rollouts_evaluations_and_processes_draw_apart(engine, monkeypatch):
+    def begun(*rollout):
+        engine.begin(*rollout, None) if rollout else engine.begin_evaluation()
+        return engine.generate(PROMPTS, None, 4)[1]
+
+    drawn = [begun(0), begun(1), begun()]
+    monkeypatch.setattr(engine, "_accelerator", SimpleNamespace(process_index=1))
+    drawn.append(begun(0))  # the same prompts, asked by the second process
+    assert all(one != other for one, other in itertools.combinations(drawn, 2))
+
+
 def test_rollout_and_trainer_agree_only_with_the_same_adapter_and_noise(engine, policy):
     engine.begin(0, None)
     assert mismatch(policy, engine.generate(PROMPTS, None, 4)) < 1e-3
@@ -197,6 +210,17 @@ def test_rollout_and_trainer_agree_only_with_the_same_adapter_and_noise(engine, 
     assert mismatch(policy, engine.generate(PROMPTS, None, 4)) > 0.2  # not yet swapped
     engine.sync_weights()
     assert mismatch(policy, engine.generate(PROMPTS, None, 4)) < 1e-3
+
+
+def test_the_engines_noise_has_the_seed_and_the_targets_of_the_recipe(engine, policy, monkeypatch):
+    monkeypatch.setattr(engine._training, "noise_seed", 9)
+    monkeypatch.setattr(engine._training, "noise_targets", ["input_layernorm"])
+    assert engine.begin(1, 0.2) == 2  # one in each layer
+    noisy = engine.generate(PROMPTS, None, 4)
+    assert norms.set_noise(policy, 0.2, 9, 1, ["input_layernorm"]) == 2
+    with_noise = mismatch(policy, noisy)
+    norms.clear_noise(policy)
+    assert with_noise < 1e-3
 
 
 def test_promise_07_the_trainers_tensors_are_never_modified(engine, policy):
@@ -229,11 +253,12 @@ def test_evaluation_is_without_noise_and_the_same_every_time(engine):
 
 def test_tokens_are_counted_from_the_start_of_a_rollout(engine):
     engine.begin(0, None)
-    assert engine.tokens == 0
+    assert engine.tokens == engine.seconds == 0
     first = engine.generate(PROMPTS, None, 4)
-    second = engine.generate(PROMPTS, None, 4)
+    seconds = engine.seconds
+    second = engine.generate(PROMPTS[:4], None, 4)
     assert engine.tokens == sum(len(ids) for ids in first[1] + second[1])
-    assert engine.seconds > 0
+    assert engine.seconds > seconds > 0
 
 
 def test_images_are_refused(engine):
