@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from qerl_recipes.study.base import check_taken
 from qerl_recipes.study.plan import Study, StudyError, first_runs, flags
 from qerl_recipes.study.taken import taken_rows
 
@@ -23,7 +24,7 @@ def check(study: Study) -> None:
     What depends on data, model and machine is checked by each run as it starts.
     """
     check_evaluations(study)
-    taken_rows(study)
+    check_taken(study, taken_rows(study))
     from qerl_recipes.recipe.configs import parse
     from qerl_recipes.recipe.file import ConfigError
 

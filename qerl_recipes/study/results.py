@@ -2,7 +2,8 @@
 
 ``arm`` is ``NAME`` or ``NAME@VALUE`` of the sweep's key. Metrics of a step are those of ``metrics.jsonl``. Of a
 finished run, at its last step: what ``run.figures`` reads from its evaluations, what ``summaries`` derives from the
-steps, and ``hours/DEVICE``, what it took of a GPU or of the machine, beside other runs only its share.
+steps, ``hours/DEVICE``, what it took of a GPU or of the machine, beside other runs only its share, and
+``base/DIGITS``, always 1, for the weights that it was trained on.
 """
 
 import json
@@ -12,11 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from qerl_recipes.study.base import base_of
 from qerl_recipes.study.plan import SWEEP_GAIN, Claim, Study, best_values, first_runs, later_runs
 from qerl_recipes.study.processes import seconds_of
 from qerl_recipes.study.run import METRICS, all_runs, figures, is_finished
 from qerl_recipes.study.statistics import Comparison, holm, judged, paired
-from qerl_recipes.study.table import HOURS, Row
+from qerl_recipes.study.table import BASE, HOURS, Row
 from qerl_recipes.study.taken import taken_rows
 
 Final = Mapping[str, Mapping[str, Mapping[int, float]]]  # metric -> arm's label in the table -> seed -> value
@@ -40,6 +42,8 @@ def collect(study: Study, folder: Path) -> list[Row]:
         trained = [record for record in steps if "eval/reward" not in record]  # the others are of eval_strategy
         found |= summaries(trained, study.target_reward)
         found |= {f"{HOURS}{device}": seconds / 3600 for device, seconds in seconds_of(folder / one.folder).items()}
+        if base := base_of(folder / one.folder):
+            found[f"{BASE}{base}"] = 1.0
         rows += [(one.label, one.seed, last, name, value) for name, value in found.items()]
     return rows
 

@@ -23,6 +23,7 @@ from rich.console import Console
 
 from qerl_recipes.files.whole_folder import lock, write_text
 from qerl_recipes.machine.gpu import installed_gpu
+from qerl_recipes.study.base import refuse_other_weights
 from qerl_recipes.study.check import check, with_list
 from qerl_recipes.study.plan import Run, Study, StudyError, best_values, first_runs, flags, later_runs
 from qerl_recipes.study.processes import Machine
@@ -44,8 +45,9 @@ def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = No
     several on a GPU want vllm_kv_cache_memory_bytes in the recipe, and kv_cache_memory_bytes in the evaluations.
     After ``minutes`` everything is told to end; the next call goes on. SIGTERM and Ctrl-C do the same.
 
-    Raises StudyError for keys that `qerl train` or `qerl evaluate` would refuse and where ``folder`` belongs to another
-    study or one at work, before anything runs, and RunsFailedError, at the end, naming each run that has failed.
+    Raises StudyError, before anything runs, for keys that `qerl train` or `qerl evaluate` would refuse, where
+    ``folder`` belongs to another study or one at work, and where a base holds other weights than for the runs so far;
+    and RunsFailedError, at the end, naming each run that has failed.
     """
     if jobs < 1:
         raise StudyError(f"--jobs is {jobs}; it must be at least 1")
@@ -58,6 +60,7 @@ def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = No
         raise StudyError(f"another `qerl study` is at work in {folder}; wait for it, or name another folder") from error
     try:
         _claim(study, folder)
+        refuse_other_weights(study, all_runs(study, folder), folder)
         gpu = installed_gpu()
         deadline = None if minutes is None else time.monotonic() + 60 * minutes
         machine = Machine(deadline, Console(stderr=True), "CPU" if gpu is None else gpu.name, environment)

@@ -1,17 +1,23 @@
 """A study that takes arms from another one's table: what it runs, what its table holds, and when it must not."""
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from qerl_recipes.cli import app
+from qerl_recipes.files.whole_folder import write_text
 from qerl_recipes.study import results, table
+from qerl_recipes.study import run as runner
 from qerl_recipes.study.check import check
 from qerl_recipes.study.conduct import conduct
 from qerl_recipes.study.plan import StudyError, first_runs, read
 from qerl_recipes.study.taken import taken_rows
+from qerl_vllm_plugin.adapter_folder import base_hash
 
 RECIPE = {"model_name_or_path": "base", "quantization": "bf16", "learning_rate": 1e-3, "lora_r": 32}
 TAKEN = {"study": "study.yaml", "arms": {"r32": "b@0.001"}}
@@ -113,9 +119,68 @@ def test_a_study_that_has_not_run_has_nothing_to_take(smaller):
         check(read(smaller()))
 
 
-def test_the_committed_studies_take_what_is_the_same(monkeypatch):
-    root = Path(__file__).parents[3]
-    monkeypatch.chdir(root)
-    found = {file.stem: read(file) for file in Path("recipes/studies").glob("*.yaml")}
-    taken = {name: taken_rows(plan) for name, plan in found.items() if plan.taken is not None}
-    assert set(taken) == {"smollm2_noise", "smollm2_rank", "smollm2_scales"} and all(taken.values())
+@pytest.fixture
+def model():
+    """The recipe's base: model(seed) writes other weights into it -> its hash, as far as a table has it."""
+
+    def write(seed):
+        Path("base").mkdir(exist_ok=True)
+        Path("base/config.json").write_text("{}")
+        save_file({"w": torch.full((8,), float(seed))}, "base/model.safetensors")
+        return base_hash("base")[:12]
+
+    return write
+
+
+def test_an_arm_is_taken_where_the_base_is_the_one_that_it_was_trained_on(smaller, other, model):
+    plan, rows = read(smaller()), table.read_table(Path("study") / table.TABLE)
+    check(plan)  # no folder of that name: a model of the hub, known by its name
+    first = model(1)
+    with pytest.raises(StudyError, match=rf"r32: b@0.001 does not say on which base.*now is {first}; take r32 out"):
+        check(plan)
+    told = [("b@0.001", seed, 2, f"{table.BASE}{first}", 1.0) for seed in (0, 1, 2)]
+    table.write_table([*rows, *told], Path("study") / table.TABLE)
+    check(plan)
+    second = model(2)
+    with pytest.raises(
+        StudyError, match=rf"trained on another base \({first}\), and the one that is there now is {second}"
+    ):
+        check(plan)
+    both = [("b@0.001", 0, 2, f"{table.BASE}{second}", 1.0), *told[1:]]
+    table.write_table([*rows, *both], Path("study") / table.TABLE)
+    with pytest.raises(StudyError, match="trained on another base"):
+        check(plan)
+
+
+def test_a_study_does_not_go_on_where_its_base_has_been_made_anew(study, finish, model, tmp_path, monkeypatch):
+    plan, out = read(study(sweep=None, seeds=[0, 1])), tmp_path / "out"
+    began, calls = model(1), []
+
+    def call(self, arguments, log, gpu):
+        calls.append(arguments[0])
+        write_text(log, "$ qerl\nit said this\n")
+        if arguments[0] == "train":
+            write_text(log.parent / "metrics.jsonl", json.dumps({"step": 1, "reward": 1.0}) + "\n")
+            (log.parent / "adapter").mkdir()
+            write_text(log.parent / "adapter/qerl_state.json", json.dumps({"base_hash": base_hash("base")}))
+            return 0
+        if len(calls) > 4:
+            return 1
+        folder = Path(json.loads(arguments[1])[0]["output_dir"])
+        folder.mkdir(parents=True)
+        arms = {"base": {"accuracy": 0.1}, "adapter": {"accuracy": 0.5}}
+        write_text(folder / "evaluation.json", json.dumps({"tasks": {"running_sum": arms}}))
+        return 0
+
+    monkeypatch.setattr(runner.Machine, "call", call)
+    with pytest.raises(StudyError, match="ended with 1"):
+        runner.run(plan, out)
+    told = {(arm, metric) for arm, _, _, metric, value in results.collect(plan, out) if metric.startswith(table.BASE)}
+    assert told == {("a", f"base/{began}"), ("b", f"base/{began}")}
+    calls.clear()
+    now = model(2)
+    with pytest.raises(StudyError, match=rf"a/seed-0 was trained on base while that .*\(base {began}, now {now}\)"):
+        runner.run(plan, out)
+    assert not calls
+    model(1)
+    assert runner.run(plan, out) and calls == ["evaluate-each"] * 2  # what was missing

@@ -1,0 +1,62 @@
+"""Which weights the runs of a study were trained on: runs on a base that was made anew are not to be compared."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qerl_recipes.files.run_state import LAST
+from qerl_recipes.study.plan import Run, Study, StudyError
+from qerl_recipes.study.table import BASE, Row
+from qerl_vllm_plugin.adapter_folder import STATE_FILE, base_hash
+
+DIGITS = 12  # of a hash (`base_hash`)
+
+
+def base_of(folder: Path) -> str | None:
+    """Which base the run in ``folder`` was trained on; None where it has no adapter, or one that does not say it."""
+    file = folder / LAST / STATE_FILE
+    if not file.is_file():
+        return None
+    found = json.loads(file.read_text(encoding="utf-8")).get("base_hash")
+    return None if found is None else found[:DIGITS]
+
+
+def base_there(keys: Mapping[str, Any]) -> str | None:
+    """Which one a recipe's ``keys`` name as it is now; None for one of the hub, or that is not there yet."""
+    folder = Path(keys["model_name_or_path"])
+    return base_hash(folder)[:DIGITS] if (folder / "config.json").is_file() else None
+
+
+def refuse_other_weights(study: Study, runs: Iterable[Run], folder: Path) -> None:
+    """Raises StudyError where a run below ``folder`` was trained on weights that its base has no longer."""
+    recipe = _recipe(study)
+    for one in runs:
+        keys = {**recipe, **one.keys}
+        then, now = base_of(folder / one.folder), base_there(keys)
+        if then is not None and now is not None and then != now:
+            raise StudyError(
+                f"{folder / one.folder} was trained on {keys['model_name_or_path']} while that held other weights "
+                f"(base {then}, now {now}); put those back, or begin anew with another --output"
+            )
+
+
+def check_taken(study: Study, rows: Sequence[Row]) -> None:
+    """Raises StudyError for an arm of another study, ``rows`` as `taken_rows` gives them, whose base is not the one
+    that this study's runs will have, or that does not say which it was. A model of the hub is known by its name."""
+    recipe = _recipe(study)
+    for arm, label in study.taken.arms.items() if study.taken else ():
+        now = base_there({**recipe, **study.arms[arm]})
+        then = {metric.removeprefix(BASE) for of, _, _, metric, _ in rows if of == arm and metric.startswith(BASE)}
+        if now is not None and then != {now}:
+            was = f"was trained on another base ({', '.join(sorted(then))})" if then else "does not say on which base"
+            raise StudyError(
+                f"taken.arms.{arm}: {label} {was}, and the one that is there now is {now}; take {arm} out of "
+                "taken.arms, so that it is run here"
+            )
+
+
+def _recipe(study: Study) -> dict[str, Any]:
+    return yaml.safe_load(study.recipe.read_text(encoding="utf-8"))
