@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import broadcast_object_list
 from peft import PeftModel
-from peft.utils import set_peft_model_state_dict
+from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import TrainerCallback, TrainerState
@@ -182,15 +182,16 @@ def is_finished(folder: str | Path, args: GRPOConfig) -> bool:
 def load_adapter(model: PeftModel, folder: str | Path) -> None:
     """The adapter of a checkpoint into ``model``, by name; transformers looks at subfolders where there is a reference.
 
-    Raises CheckpointMismatch if it has another rank or other modules.
+    Raises CheckpointMismatch, before anything is changed, if it has another rank or other modules.
     """
-    result = set_peft_model_state_dict(model, load_file(Path(folder) / TENSORS), adapter_name=ADAPTER)
-    missing = [name for name in result.missing_keys if ".lora_" in name and f".{ADAPTER}." in name]
-    if missing or result.unexpected_keys:
-        wrong = (missing + list(result.unexpected_keys))[0]
+    tensors = load_file(Path(folder) / TENSORS)
+    own = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
+    found, expected = ({name: tensor.shape for name, tensor in of.items()} for of in (tensors, own))
+    if wrong := [name for name in sorted({**found, **expected}) if found.get(name) != expected.get(name)]:
         raise run_state.CheckpointMismatch(
-            f"{folder}: its adapter does not fit this run ({wrong}); use the same lora_r and lora_target_modules"
+            f"{folder}: its adapter does not fit this run ({wrong[0]}); use the same lora_r and lora_target_modules"
         )
+    set_peft_model_state_dict(model, tensors, adapter_name=ADAPTER)
     norms.load_norms(model, folder)
 
 

@@ -1,0 +1,87 @@
+"""What goes into a run's folder at its edges, and what is taken from there; test_resume.py has whole runs."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+
+from qerl_recipes.files.run_state import CheckpointMismatch, read_state
+from qerl_recipes.model import loading, norms
+from qerl_recipes.train.saving import load_adapter
+
+
+def test_the_last_step_is_saved_even_in_the_middle_of_a_rollout(make_trainer, make_nvfp4):
+    settings = {"steps_per_generation": 2, "per_device_train_batch_size": 4, "max_steps": 3}
+    trainer = make_trainer(make_nvfp4("qwen2"), save_strategy="steps", save_steps=2, **settings)
+    trainer.train()
+    run = Path(trainer.args.output_dir)
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoint-2", "checkpoint-3", "metrics.jsonl"]
+    card = (run / "checkpoint-3" / "README.md").read_text()
+    assert f"policy={run}/checkpoint-3" in card and ".partial" not in card, "its commands name where it lies"
+    assert trainer.files.folder("elsewhere") == "elsewhere", "what is saved next does not go into that checkpoint"
+
+
+def test_a_resumed_run_goes_on_counting_its_adapters_and_seconds_and_is_not_another_one(make_trainer, make_nvfp4):
+    trainer = make_trainer(make_nvfp4("qwen2"), max_steps=2, save_strategy="steps", save_steps=1)
+    trainer.train()
+    first, second = (Path(trainer.args.output_dir) / f"checkpoint-{step}" for step in (1, 2))
+    shutil.rmtree(second)
+
+    def change(**entries):
+        state = json.loads((first / "qerl_state.json").read_text())
+        (first / "qerl_state.json").write_text(json.dumps({**state, **entries}))
+
+    change(seconds=1000.0, seed=1)
+    with pytest.raises(CheckpointMismatch, match="its run had seed: 1"):
+        trainer.train(resume_from_checkpoint=True)
+    change(seed=0)
+    trainer.train(resume_from_checkpoint=True)  # on an engine that has had two adapters already
+    state = read_state(second)
+    assert state.adapter_version == 2 and 1000 < state.seconds < 2000
+
+
+@pytest.fixture
+def make_policy(make_nvfp4):
+    def make(**settings):
+        lora = peft.LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **settings})
+        return peft.get_peft_model(loading.load(make_nvfp4("qwen2"), torch.float32), lora)
+
+    return make
+
+
+def test_a_checkpoints_adapter_is_taken_with_its_norms_or_not_at_all(make_policy, tmp_path):
+    policy, fresh, file = make_policy(), make_policy(), tmp_path / "adapter_model.safetensors"
+    norms.make_trainable(policy)
+    with torch.no_grad():
+        for weight in policy.parameters():
+            if weight.requires_grad:
+                weight += 0.5
+    saved = {name: tensor.clone() for name, tensor in get_peft_model_state_dict(policy).items()}
+    save_file(saved, file)
+    norms.save_norms(norms.trained_norms(norms.named_norms(policy)), tmp_path)
+    load_adapter(fresh, tmp_path)
+    loaded = get_peft_model_state_dict(fresh)
+    assert loaded.keys() == saved.keys() and all(torch.equal(loaded[name], saved[name]) for name in saved)
+    weights = dict(norms.named_norms(fresh))
+    trained = load_file(tmp_path / "norms.safetensors")
+    assert len(trained) == 4 and all(torch.equal(weights[name].weight, trained[name]) for name in trained)
+
+    name = next(iter(saved))
+    others = {
+        "of a smaller rank": (make_policy(r=2), saved),
+        "of fewer modules": (make_policy(target_modules=["q_proj"]), saved),
+        "without a tensor": (make_policy(), {key: tensor for key, tensor in saved.items() if key != name}),
+    }
+    for what, (model, tensors) in others.items():
+        save_file(tensors, file)
+        before = {name: tensor.clone() for name, tensor in get_peft_model_state_dict(model).items()}
+        with pytest.raises(CheckpointMismatch, match=re.escape(f"{tmp_path}: its adapter does not fit this run (")):
+            load_adapter(model, tmp_path)
+        after = get_peft_model_state_dict(model)
+        assert all(torch.equal(after[name], tensor) for name, tensor in before.items()), what
