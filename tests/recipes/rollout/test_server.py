@@ -214,6 +214,22 @@ def test_trained_norms_and_evaluations_against_a_server_have_the_bits_of_those_i
     assert any(not np.array_equal(trained[name].numpy(), start[name].cpu().numpy()) for name in start), "none moved"
 
 
+def test_a_rollout_keeps_to_the_recipes_length_and_counts_all_of_it(against, monkeypatch):
+    rollouts = against(vllm_max_model_length=32).vllm_generation
+    rollouts.begin(0, None)
+    prompts = [[5] * 24] * 8
+    first = rollouts.generate(prompts=prompts, images=None, num_generations=4)[1]
+    assert max(map(len, first)) == 8, "of the 16 of max_completion_length and the 40 that the server has room for"
+    seconds = rollouts.seconds
+    second = rollouts.generate(prompts=prompts[:1], images=None, num_generations=4)[1]
+    assert rollouts.tokens == sum(map(len, first + second)) and rollouts.seconds > seconds > 0
+    rollouts.begin(0, None)
+    assert rollouts.tokens == rollouts.seconds == 0
+    monkeypatch.setattr(rollouts, "_accelerator", SimpleNamespace(process_index=1))
+    others = rollouts.generate(prompts=prompts, images=None, num_generations=4)[1]
+    assert others != first, "the second process draws answers of its own"
+
+
 def test_a_server_that_restarts_again_and_again_ends_the_run(against, monkeypatch):
     rollouts = against().vllm_generation
     pushed, restarts = rollouts._push(NO_NOISE), itertools.count()
