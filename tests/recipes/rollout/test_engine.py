@@ -165,6 +165,39 @@ def test_a_stop_string_ends_a_completion_and_without_one_there_is_no_text(start_
         assert len(ids) == len(longer) or word in TOKENIZER.decode(ids, skip_special_tokens=True)
 
 
+def test_the_engine_has_the_size_that_the_recipe_gives_it(engine):
+    found = engine.llm.llm_engine.vllm_config
+    assert found.scheduler_config.max_num_seqs == 16  # per_device_train_batch_size
+    assert found.model_config.max_model_len == 64
+    assert found.cache_config.gpu_memory_utilization == engine._training.vllm_gpu_memory_utilization == 0.3
+
+
+def test_processes_that_share_an_engine_have_its_seed(engine, make_nvfp4, monkeypatch):
+    """Those of tensor parallelism have to sample alike."""
+    monkeypatch.setattr(engine, "_tensor_parallel", 2)
+
+    def seed(process):
+        monkeypatch.setattr(engine, "_accelerator", SimpleNamespace(process_index=process))
+        return engine._options(str(make_nvfp4("qwen2")), 4, torch.float32)["seed"]
+
+    assert [seed(process) for process in range(4)] == [0, 0, 1, 1]
+
+
+def test_given_tokens_are_scored_with_the_adapter_that_vllm_holds_in_a_slot(engine, monkeypatch):
+    """As in the arms bf16 and nf4, where vLLM computes the base alone for a request that does not name the adapter."""
+    asked, generate = [], engine.llm.generate
+
+    def note(*arguments, lora_request, **options):
+        asked.append(lora_request)
+        return generate(*arguments, **options)
+
+    engine.begin(0, None)
+    monkeypatch.setattr(engine.llm, "generate", note)
+    monkeypatch.setattr(type(engine.policy), "request", "the adapter")
+    assert len(engine.score(PROMPTS[:2], [[5, 6], [7]])[0]) == 2
+    assert asked == ["the adapter"]
+
+
 def test_the_trainer_schedules_as_quickly_as_it_can(engine):
     assert type(scheduler_here(engine.llm).kv_cache_manager) is BlockRoom
 
