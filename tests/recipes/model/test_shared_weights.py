@@ -300,7 +300,10 @@ class FlipsABit(TrainerCallback):
 
 
 def test_a_trainer_that_changes_a_lent_weight_is_stopped_before_it_saves_what_it_computed(run, kv_events, tmp_path):
+    spoiled = []
+
     def prepare(trainer):
+        spoiled.append(trainer)
         trainer.args.vllm_enable_sleep_mode = True
         trainer.add_callback(FlipsABit())
 
@@ -308,6 +311,8 @@ def test_a_trainer_that_changes_a_lent_weight_is_stopped_before_it_saves_what_it
         run("spoiled", before=prepare, save_strategy="steps", save_steps=1)
     assert kv_events == ["release", "resume", "zero", "release"]
     assert [path.name for path in checkpoints.whole_checkpoints(tmp_path / "spoiled")] == ["checkpoint-1"]
+    with pytest.raises(KVCacheError, match="has changed"):  # as where it happens in the last step
+        train.finish(spoiled[0])
     assert not (tmp_path / "spoiled" / "adapter").exists()
 
 
