@@ -73,6 +73,12 @@ class RunFiles:
         if folder is not None:
             found = run_state.read_state(folder)
             run_state.check_continues(found, self.run, self._recipe, folder)
+            if found.step % trainer.steps_per_rollout and not is_finished(folder, trainer.args):
+                raise run_state.CheckpointMismatch(
+                    f"{folder} is of a run that ended in the middle of a rollout, each of which serves "
+                    f"{trainer.steps_per_rollout} steps, and cannot be made longer from there; resume from an earlier "
+                    f"checkpoint. {run_state.ANOTHER_RUN}"
+                )
             step, trainer.stream.position = found.step, found.stream
             self._seconds_before = found.seconds
             self._versions_before = found.adapter_version - trainer.vllm_generation.version

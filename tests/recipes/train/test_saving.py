@@ -25,6 +25,11 @@ def test_the_last_step_is_saved_even_in_the_middle_of_a_rollout(make_trainer, ma
     card = (run / "checkpoint-3" / "README.md").read_text()
     assert f"policy={run}/checkpoint-3" in card and ".partial" not in card, "its commands name where it lies"
     assert trainer.files.folder("elsewhere") == "elsewhere", "what is saved next does not go into that checkpoint"
+    assert trainer.files.go_on_from(True) == f"{run}/checkpoint-3"  # the run has ended, and nothing is left to do
+    trainer.args.max_steps = 6
+    with pytest.raises(CheckpointMismatch, match="checkpoint-3 is of a run that ended in the middle of a rollout"):
+        trainer.files.go_on_from(True)
+    assert trainer.files.go_on_from(run / "checkpoint-2") == f"{run}/checkpoint-2"
 
 
 def test_a_resumed_run_goes_on_counting_its_adapters_and_seconds_and_is_not_another_one(make_trainer, make_nvfp4):
