@@ -139,7 +139,8 @@ def test_scales_of_an_fp8_cache_are_used(serve, measure, reference, tmp_path, fo
 def test_an_fp8_cache_under_a_policy_adapter_is_warned_of(make_nvfp4, boot, monkeypatch, cache, rank):
     said: list[str] = []
     monkeypatch.setattr(config.logger, "warning", lambda text, *values: said.append(text % values))
-    boot(make_nvfp4("qwen2"), kv_cache_dtype=cache, additional_config={"qerl": {"policy_adapter": {"rank": rank}}})
+    options = {"policy_adapter": {"rank": rank}} if rank else {}
+    boot(make_nvfp4("qwen2"), kv_cache_dtype=cache, additional_config={"qerl": options})
     assert any("--kv-cache-dtype fp8 under a policy adapter" in text for text in said) == (cache == "fp8" and rank > 0)
 
 
