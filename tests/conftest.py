@@ -1,6 +1,7 @@
 """Settings that vLLM needs on a CPU, before anything imports it, and tiny checkpoints that every test may use."""
 
 import contextlib
+import functools
 import importlib
 import importlib.machinery
 import importlib.metadata
@@ -21,6 +22,7 @@ from typing import Any
 import pytest
 
 from qerl_recipes.machine.environment import prepare, runs_on_cuda
+from qerl_recipes.machine.server_process import ENGINES_OWN, end_with
 
 prepare()  # before anything imports vllm
 if not runs_on_cuda(os.environ):
@@ -38,7 +40,6 @@ with contextlib.suppress(ImportError):  # a machine with a GPU may do without
     hypothesis.settings.load_profile("any machine")
 
 Make = Callable[..., Path]
-ENGINES_OWN = {"MASTER_PORT", "VLLM_DIST_IDENT"}  # variables that hold for the engines of one process alone
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -267,7 +268,12 @@ def start_process() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
         inherited = {name: value for name, value in os.environ.items() if name not in ENGINES_OWN}
         with log.open("w") as stream:
             process = subprocess.Popen(
-                command, stdout=stream, stderr=stream, env={**inherited, **environment}, start_new_session=True
+                command,
+                stdout=stream,
+                stderr=stream,
+                env={**inherited, **environment},
+                start_new_session=True,
+                preexec_fn=functools.partial(end_with, os.getpid()),
             )
         started.append(process)
         return process

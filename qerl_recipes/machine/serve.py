@@ -10,9 +10,8 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 from qerl_recipes.machine.environment import prepare
 from qerl_recipes.machine.gpu import MARLIN, REFERENCE, TILED, installed_gpu
@@ -36,8 +35,10 @@ def check(model: str, arguments: Sequence[str] = ()) -> None:
     """Raises CheckpointError, within a second, for a folder that is not there, which vLLM would look for on the hub,
     and for one that is damaged, or has more than weights where ``arguments`` do not ask for those alone; ValueError for
     words of ours in --additional-config that the engine would refuse, behind the traceback of two processes."""
-    for words in _additional_config(arguments):
-        Options.parse(words)
+    for flag, text in _given(arguments):
+        if flag == "additional-config":
+            with contextlib.suppress(json.JSONDecodeError):  # what is no JSON, as its dotted form, vLLM reads
+                Options.parse(json.loads(text))
     folder = Path(model).expanduser()
     is_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or ("/" in model and folder.parent.is_dir())
     if is_path and not folder.is_dir():
@@ -48,25 +49,20 @@ def check(model: str, arguments: Sequence[str] = ()) -> None:
         inspect_folder(folder, weight_only=weight_only)
 
 
-def _additional_config(arguments: Sequence[str]) -> list[Any]:
-    """What --additional-config says where it is JSON; its dotted form, and what a file says, the engine reads."""
-    pairs = [argument.partition("=")[::2] for argument in arguments]
-    pairs += [pair for pair in pairwise(arguments) if "=" not in pair[0]]
+def _given(arguments: Sequence[str]) -> list[tuple[str, str]]:
+    """The flags of a command line, in order, and what each is given, or what follows one that is given nothing."""
     found = []
-    for flag, text in pairs:
-        if flag.replace("_", "-") == "--additional-config":
-            with contextlib.suppress(ValueError):  # no JSON: vLLM says so itself
-                found.append(json.loads(text))
+    for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):
+        if argument.startswith("--"):
+            name, equals, value = argument.removeprefix("--").partition("=")
+            found.append((name.replace("_", "-"), value if equals else following))
     return found
 
 
 def announcement(line: Sequence[str]) -> str:
     """What the server of a command line will serve, how, and where it will listen."""
     model = line[line.index("serve") + 1]
-    given = dict(argument.removeprefix("--").partition("=")[::2] for argument in line if argument.startswith("--"))
-    for flag, value in pairwise(line):
-        if flag.startswith("--") and "=" not in flag and not value.startswith("--"):
-            given[flag.removeprefix("--")] = value  # the last one counts, as in argparse
+    given = dict(_given(line))  # the last one counts, as in argparse
     quantization, host = given["quantization"], given.get("host") or "0.0.0.0"
     how = f"quantization {quantization}"
     if quantization == "qerl_nvfp4" and "kernel" not in given.get("additional-config", ""):

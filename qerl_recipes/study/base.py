@@ -1,11 +1,9 @@
 """Which weights the runs of a study were trained on: runs on a base that was made anew are not to be compared."""
 
+import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from qerl_recipes.files.run_state import LAST
 from qerl_recipes.study.plan import Run, Study, StudyError
@@ -24,31 +22,29 @@ def base_of(folder: Path) -> str | None:
     return None if found is None else found[:DIGITS]
 
 
-def base_there(keys: Mapping[str, Any]) -> str | None:
-    """Which one a recipe's ``keys`` name as it is now; None for one of the hub, or that is not there yet."""
-    folder = Path(keys["model_name_or_path"])
+def base_there(model: str) -> str | None:
+    """Which one ``model_name_or_path`` names as it is now; None for one of the hub, or that is not there yet."""
+    folder = Path(model)
     return base_hash(folder)[:DIGITS] if (folder / "config.json").is_file() else None
 
 
 def refuse_other_weights(study: Study, runs: Iterable[Run], folder: Path) -> None:
     """Raises StudyError where a run below ``folder`` was trained on weights that its base has no longer."""
-    recipe = _recipe(study)
+    recipe, now = study.settled({}), functools.cache(base_there)  # most runs have one base, which may be many files
     for one in runs:
-        keys = {**recipe, **one.keys}
-        then, now = base_of(folder / one.folder), base_there(keys)
-        if then is not None and now is not None and then != now:
+        then, model = base_of(folder / one.folder), {**recipe, **one.keys}["model_name_or_path"]
+        if then is not None and now(model) not in (None, then):
             raise StudyError(
-                f"{folder / one.folder} was trained on {keys['model_name_or_path']} while that held other weights "
-                f"(base {then}, now {now}); put those back, or begin anew with another --output"
+                f"{folder / one.folder} was trained on {model} while that held other weights (base {then}, now "
+                f"{now(model)}); put those back, or begin anew with another --output"
             )
 
 
 def check_taken(study: Study, rows: Sequence[Row]) -> None:
     """Raises StudyError for an arm of another study, ``rows`` as `taken_rows` gives them, whose base is not the one
     that this study's runs will have, or that does not say which it was. A model of the hub is known by its name."""
-    recipe = _recipe(study)
     for arm, label in study.taken.arms.items() if study.taken else ():
-        now = base_there({**recipe, **study.arms[arm]})
+        now = base_there(study.settled(study.arms[arm])["model_name_or_path"])
         then = {metric.removeprefix(BASE) for of, _, _, metric, _ in rows if of == arm and metric.startswith(BASE)}
         if now is not None and then != {now}:
             was = f"was trained on another base ({', '.join(sorted(then))})" if then else "does not say on which base"
@@ -56,7 +52,3 @@ def check_taken(study: Study, rows: Sequence[Row]) -> None:
                 f"taken.arms.{arm}: {label} {was}, and the one that is there now is {now}; take {arm} out of "
                 "taken.arms, so that it is run here"
             )
-
-
-def _recipe(study: Study) -> dict[str, Any]:
-    return yaml.safe_load(study.recipe.read_text(encoding="utf-8"))

@@ -138,6 +138,10 @@ class Study(_Strict):
         """The evaluations that follow a run."""
         return {self.primary: self.evaluations[self.primary]} if run.kind == "sweep" else self.evaluations
 
+    def settled(self, keys: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys of a training: those of the recipe's file, and ``keys``, an arm's or a run's, over them."""
+        return {**yaml.safe_load(self.recipe.read_text(encoding="utf-8")), **keys}
+
     def judges_base(self, run: "Run") -> bool:
         """Whether a run's evaluations judge its base too."""
         return run.kind != "sweep" and run.seed == self.seeds[0]

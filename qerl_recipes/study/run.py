@@ -18,7 +18,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 
 from qerl_recipes.files.whole_folder import lock, write_text
@@ -236,7 +235,7 @@ def _failed_to_start(code: int | None, folder: Path, machine: Machine) -> bool:
 
 def _evaluations(study: Study, run: Run, folder: Path) -> list[dict[str, Any]]:
     """The options of the evaluations of a run that are missing: one process and, where they agree on it, one engine."""
-    recipe = {**yaml.safe_load(study.recipe.read_text(encoding="utf-8")), **run.keys}
+    recipe = study.settled(run.keys)
     common = {
         "base": recipe["model_name_or_path"],
         "adapter": str(folder / "adapter"),

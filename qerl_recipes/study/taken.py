@@ -1,10 +1,7 @@
 """Arms of a study whose runs are those of another study: taken from its table, where they would be run alike."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 from qerl_recipes.study.plan import Study, StudyError, read
 from qerl_recipes.study.table import HOURS, TABLE, Row, read_table
@@ -61,7 +58,7 @@ def _keys(study: Study, arm: str, value: str = "") -> dict[str, Any]:
     if arm not in study.arms or (study.sweep is not None) != bool(value):
         label = f"{arm}@{value}" if value else arm
         raise StudyError(f"taken: the other study has no {label}; with a sweep its arms are NAME@VALUE")
-    keys = {**yaml.safe_load(Path(study.recipe).read_text(encoding="utf-8")), **study.arms[arm]}
+    keys = study.settled(study.arms[arm])
     if study.sweep is None:
         return keys
     values = {f"{of:g}": of for of in study.sweep.values}

@@ -282,10 +282,11 @@ def _ratio(
     y, x = of_engine.double(), of_trainer.double()
     of_tokens = torch.stack((x * x, y * y, x * y), dim=1)
     sums = torch.stack([of.sum(dim=0) for of in of_tokens.split(list(lengths))])  # (completions, 3)
-    ratio, count = _slope(*sums.sum(dim=0).tolist()), len(sums)
+    whole, count = sums.sum(dim=0), len(sums)
+    ratio = _slope(*whole.tolist())
     if ratio is None:
         return ()
-    without = [_slope(*rest) for rest in (sums.sum(dim=0) - sums).tolist()]
+    without = [_slope(*rest) for rest in (whole - sums).tolist()]
     if count < 2 or None in without:
         return ratio, math.nan
     return ratio, (count - 1) / math.sqrt(count) * float(torch.tensor(without, dtype=torch.float64).std())

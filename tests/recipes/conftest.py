@@ -193,12 +193,13 @@ def serve_policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
     Its log is at ``process.log``; it ends with the module. Of a trainer that is to use it, the environment must have
     QERL_ADMIN_TOKEN, which this sets.
     """
+    import functools
     import json
     import os
     import subprocess
 
     from qerl_recipes.machine.serve import command
-    from qerl_recipes.machine.server_process import ENGINES_OWN, end
+    from qerl_recipes.machine.server_process import ENGINES_OWN, end, end_with
 
     started: list[subprocess.Popen[bytes]] = []
     folder = tmp_path_factory.mktemp("servers")
@@ -219,6 +220,7 @@ def serve_policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
                 stderr=stream,
                 env={**inherited, **ours, **environment},
                 start_new_session=True,
+                preexec_fn=functools.partial(end_with, os.getpid()),
             )
         process.log = log  # type: ignore[attr-defined]
         started.append(process)
