@@ -22,6 +22,7 @@ from rich.console import Console
 
 from qerl_recipes.files.whole_folder import lock, write_text
 from qerl_recipes.machine.gpu import installed_gpu
+from qerl_recipes.machine.server_process import ENGINES_OWN
 from qerl_recipes.study.base import refuse_other_weights
 from qerl_recipes.study.check import check, with_list
 from qerl_recipes.study.plan import Run, Study, StudyError, best_values, first_runs, flags, later_runs
@@ -50,7 +51,7 @@ def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = No
     """
     if jobs < 1:
         raise StudyError(f"--jobs is {jobs}; it must be at least 1")
-    environment = dict(os.environ)  # before torch and what it imports have added to it
+    environment = _environment(jobs)  # before torch and what it imports have added to it
     check(study)
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -70,6 +71,15 @@ def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = No
     if failed:
         raise RunsFailedError("; ".join(failed))
     return not machine.stopping.is_set()
+
+
+def _environment(jobs: int) -> dict[str, str]:
+    """What the processes of a study get: this one's, but for what holds for its own engines alone, and a share of the
+    processor. Torch takes a thread for each core and lets it spin, which slows everything where each job does so."""
+    found = {name: value for name, value in os.environ.items() if name not in ENGINES_OWN}
+    if jobs > 1:
+        found.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // jobs)))
+    return found
 
 
 def all_runs(study: Study, folder: Path) -> list[Run]:

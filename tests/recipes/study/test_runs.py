@@ -203,6 +203,21 @@ def test_the_processes_get_the_environment_of_the_command_not_what_libraries_add
     assert not any("TORCHINDUCTOR_CACHE_DIR" in given for given in seen)
 
 
+@pytest.mark.parametrize(
+    ("jobs", "own", "threads"), [(1, None, None), (2, None, "4"), (3, None, "2"), (9, None, "1"), (2, "7", "7")]
+)
+def test_each_job_gets_its_share_of_the_cores_and_engines_of_its_own(jobs, own, threads, monkeypatch):
+    """A port that this process has found free for its own engine would be one for the engines of all jobs."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    if own is None:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", own)
+    given = runner._environment(jobs)
+    assert given.get("OMP_NUM_THREADS") == threads and "MASTER_PORT" not in given
+
+
 def test_an_arm_goes_on_at_its_best_value_while_another_is_at_its_sweep_or_has_failed(
     study, tmp_path, monkeypatch, finish
 ):
