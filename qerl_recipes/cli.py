@@ -309,6 +309,9 @@ def study(
     table: Annotated[
         Path | None, typer.Option(help="run nothing: make page and pictures anew from this results.csv.gz")
     ] = None,
+    finished: Annotated[
+        Path | None, typer.Option(help="a results.csv.gz of this study: the runs in it are not made again")
+    ] = None,
     dry_run: Annotated[bool, typer.Option(help="run nothing: check the arms and print the plan")] = False,
 ) -> None:
     """Train and evaluate arms x seeds of a recipe, and compare them, paired by seed. Finished runs are not repeated.
@@ -318,10 +321,12 @@ def study(
     if file.is_dir():
         from qerl_recipes.study.conduct import sum_up
 
-        if output or table or dry_run or minutes is not None or jobs != 1:
+        if output or table or finished or dry_run or minutes is not None or jobs != 1:
             raise typer.BadParameter(f"{file} is a folder of studies: it takes no options; name one of its files")
         typer.echo(sum_up(file))
         return
+    if finished and (table or dry_run):
+        raise typer.BadParameter("--table and --dry-run run nothing: leave --finished out")
     if dry_run:
         from qerl_recipes.study.check import check
         from qerl_recipes.study.outline import outline
@@ -333,7 +338,7 @@ def study(
         return
     from qerl_recipes.study.conduct import conduct
 
-    typer.echo(conduct(file, output, jobs=jobs, minutes=minutes, table=table))
+    typer.echo(conduct(file, output, jobs=jobs, minutes=minutes, table=table, finished=finished))
 
 
 @app.command()

@@ -14,13 +14,19 @@ from qerl_recipes.study.table import TABLE, read_table, write_table
 
 
 def conduct(
-    file: Path, folder: Path | None = None, *, jobs: int = 1, minutes: float | None = None, table: Path | None = None
+    file: Path,
+    folder: Path | None = None,
+    *,
+    jobs: int = 1,
+    minutes: float | None = None,
+    table: Path | None = None,
+    finished: Path | None = None,
 ) -> Path:
     """What `qerl study` does: run what is missing, then write table, picture and page into ``folder`` -> the page.
 
-    With ``table`` nothing runs: the page is made anew from that table, beside it. ``folder`` is by default
-    runs/studies/NAME, NAME being that of the file. Raises StudyError for a study or table that cannot be read, and,
-    once all is written, where runs have failed.
+    With ``table`` nothing runs: the page is made anew from that table, beside it. The runs that the table ``finished``
+    has are not made again. ``folder`` is by default runs/studies/NAME, NAME being that of the file. Raises StudyError
+    for a study or table that cannot be read, and, once all is written, where runs have failed.
     """
     study, failure = read(file), None
     if table is not None:
@@ -28,7 +34,7 @@ def conduct(
     else:
         folder = folder or Path("runs/studies") / file.stem
         try:
-            if not run(study, folder, jobs=jobs, minutes=minutes):
+            if not run(study, folder, jobs=jobs, minutes=minutes, table=finished):
                 print("stopped before the end; the same command goes on", file=sys.stderr)
         except RunsFailedError as error:
             failure = error  # the page is of the runs that have not

@@ -3,7 +3,7 @@
 ``arm`` is ``NAME`` or ``NAME@VALUE`` of the sweep's key. Metrics of a step are those of ``metrics.jsonl``. Of a
 finished run, at its last step: what ``run.figures`` reads from its evaluations, what ``summaries`` derives from the
 steps, ``hours/DEVICE``, what it took of a GPU or of the machine, beside other runs only its share, and
-``base/DIGITS``, always 1, for the weights that it was trained on.
+``base/DIGITS`` and ``plan/DIGITS``, always 1, for the weights that it was trained on, and its keys and evaluations.
 """
 
 import json
@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qerl_recipes.study.base import base_of
+from qerl_recipes.study.finished import kept, plan_of
 from qerl_recipes.study.plan import SWEEP_GAIN, Claim, Study, best_values, first_runs, later_runs
 from qerl_recipes.study.processes import seconds_of
 from qerl_recipes.study.run import METRICS, all_runs, figures, is_finished
 from qerl_recipes.study.statistics import Comparison, holm, judged, paired
-from qerl_recipes.study.table import BASE, HOURS, Row
+from qerl_recipes.study.table import BASE, HOURS, PLAN, Row
 from qerl_recipes.study.taken import taken_rows
 
 Final = Mapping[str, Mapping[str, Mapping[int, float]]]  # metric -> arm's label in the table -> seed -> value
@@ -30,6 +31,9 @@ def collect(study: Study, folder: Path) -> list[Row]:
     rows = taken_rows(study)
     for one in all_runs(study, folder):
         if not is_finished(study, one, folder):
+            continue
+        if known := kept(folder).get((one.label, one.seed)):
+            rows += known
             continue
         lines = (folder / one.folder / METRICS).read_text(encoding="utf-8").splitlines()
         steps = [json.loads(line) for line in lines]
@@ -44,6 +48,7 @@ def collect(study: Study, folder: Path) -> list[Row]:
         found |= {f"{HOURS}{device}": seconds / 3600 for device, seconds in seconds_of(folder / one.folder).items()}
         if base := base_of(folder / one.folder):
             found[f"{BASE}{base}"] = 1.0
+        found[f"{PLAN}{plan_of(study, one)}"] = 1.0
         rows += [(one.label, one.seed, last, name, value) for name, value in found.items()]
     return rows
 

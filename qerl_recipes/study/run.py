@@ -23,6 +23,7 @@ from rich.console import Console
 from qerl_recipes.files.whole_folder import lock, write_text
 from qerl_recipes.machine.gpu import installed_gpu
 from qerl_recipes.machine.server_process import ENGINES_OWN
+from qerl_recipes.study import finished
 from qerl_recipes.study.base import refuse_other_weights
 from qerl_recipes.study.check import check, with_list
 from qerl_recipes.study.plan import Run, Study, StudyError, best_values, first_runs, flags, later_runs
@@ -38,15 +39,17 @@ class RunsFailedError(StudyError):
     """Some runs of a study have failed; the others are there."""
 
 
-def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = None) -> bool:
+def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = None, table: Path | None = None) -> bool:
     """Run what is missing of ``study`` below ``folder`` -> whether all of it is there now.
 
     ``jobs`` trainings or evaluations at a time, each on one of the visible GPUs, as many on each as on any other;
     several on a GPU want vllm_kv_cache_memory_bytes in the recipe, and kv_cache_memory_bytes in the evaluations.
-    After ``minutes`` everything is told to end; the next call goes on. SIGTERM and Ctrl-C do the same.
+    After ``minutes`` everything is told to end; the next call goes on. SIGTERM and Ctrl-C do the same. The runs that
+    ``table`` has are not made again (`finished.keep`), in this call or later.
 
     Raises StudyError, before anything runs, for keys that `qerl train` or `qerl evaluate` would refuse, where
-    ``folder`` belongs to another study or one at work, and where a base holds other weights than for the runs so far;
+    ``folder`` belongs to another study or one at work, where a base holds other weights than for the runs so far, and
+    for a ``table`` that is not this study's;
     and RunsFailedError, at the end, naming each run that has failed.
     """
     if jobs < 1:
@@ -60,6 +63,9 @@ def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = No
         raise StudyError(f"another `qerl study` is at work in {folder}; wait for it, or name another folder") from error
     try:
         _claim(study, folder)
+        if table is not None:
+            finished.keep(study, table, folder)
+        finished.refuse_other_bases(study, finished.kept(folder), str(folder / finished.KEPT))
         refuse_other_weights(study, all_runs(study, folder), folder)
         gpu = installed_gpu()
         deadline = None if minutes is None else time.monotonic() + 60 * minutes
@@ -91,7 +97,9 @@ def all_runs(study: Study, folder: Path) -> list[Run]:
 
 
 def is_finished(study: Study, run: Run, folder: Path) -> bool:
-    """Whether a run is trained and all its evaluations are there."""
+    """Whether a run is trained and all its evaluations are there, or a table has them."""
+    if (run.label, run.seed) in finished.kept(folder):
+        return True
     return all((folder / run.folder / "evaluation" / name / RESULT).is_file() for name in study.evaluations_of(run))
 
 
@@ -116,10 +124,16 @@ def figures(study: Study, run: Run, folder: Path) -> dict[str, float]:
 def sweep_accuracies(study: Study, folder: Path) -> dict[tuple[str, int, float], float]:
     """(arm, seed, value) -> the primary accuracy of the sweep's runs that have finished."""
     return {
-        (run.arm, run.seed, run.value): figures(study, run, folder)["accuracy"]
+        (run.arm, run.seed, run.value): _accuracy(study, run, folder)
         for run in first_runs(study)
         if run.value is not None and is_finished(study, run, folder)
     }
+
+
+def _accuracy(study: Study, run: Run, folder: Path) -> float:
+    rows = finished.kept(folder).get((run.label, run.seed), ())
+    known = [value for *_, metric, value in rows if metric == "accuracy"]
+    return known[0] if known else figures(study, run, folder)["accuracy"]
 
 
 def _claim(study: Study, folder: Path) -> None:

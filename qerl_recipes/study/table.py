@@ -13,6 +13,7 @@ TABLE, COLUMNS = "results.csv.gz", ("arm", "seed", "step", "metric", "value")
 Row = tuple[str, int, int, str, float]
 HOURS = "hours/"  # a metric that begins so is of a device, which follows
 BASE = "base/"  # and one that begins so names the base that a run was trained on: value 1
+PLAN = "plan/"  # and so its keys and evaluations (`finished.plan_of`)
 
 
 def write_table(rows: Iterable[Row], path: Path) -> None:

@@ -1,0 +1,103 @@
+"""``qerl study --finished TABLE``: runs that are not made again because a table has them, wherever their folders are.
+
+So a study goes on on another machine from its published table, or with more seeds. The rows are kept in the study's
+folder; of a run that lies there too, they are what counts.
+"""
+
+import functools
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from qerl_recipes.study.base import DIGITS, base_there
+from qerl_recipes.study.plan import Run, Study, StudyError
+from qerl_recipes.study.table import BASE, PLAN, Row, read_table, write_table
+
+KEPT = "finished.csv.gz"
+Rows = dict[tuple[str, int], list[Row]]  # (an arm's label, a seed) -> the rows of that run
+
+
+def keep(study: Study, table: Path, folder: Path) -> None:
+    """From now on the runs that ``table`` has count as finished in ``folder``, and no others of a table before.
+
+    Raises StudyError, before anything is kept, where the table is none, has a run that the study does not ask for, one
+    of other keys, or one without an evaluation, or does not say by which keys and on which base a run was trained.
+    """
+    taken = set(study.taken.arms) if study.taken else set()
+    found = {key: rows for key, rows in _by_run(read_table(table)).items() if key[0] not in taken}
+    for (label, seed), rows in found.items():
+        where, metrics = f"{table}: {label}/seed-{seed}", {metric for *_, metric, _ in rows}
+        run = _run(study, label, seed)
+        if run is None:
+            raise StudyError(f"{where} is no run of this study; name the table of this one")
+        for name in study.evaluations_of(run):
+            if (metric := "accuracy" if name == study.primary else f"accuracy/{name}") not in metrics:
+                raise StudyError(f"{where} has no {metric}; leave --finished out, so that it is run")
+        for what in (PLAN, BASE):
+            if not any(metric.startswith(what) for metric in metrics):
+                raise StudyError(
+                    f"{where} has no {what}..., which older tables lack; leave --finished out, so that it is run"
+                )
+        if f"{PLAN}{plan_of(study, run)}" not in metrics:
+            raise StudyError(
+                f"{where} was made by other keys of the recipe, the arm or its evaluations than there are now; put "
+                "those back, or leave --finished out, so that it is run"
+            )
+    refuse_other_bases(study, found, str(table))
+    write_table([row for rows in found.values() for row in rows], folder / KEPT)
+
+
+def kept(folder: Path) -> Rows:
+    """The runs that count as finished in ``folder``, whatever lies there of them."""
+    path = folder / KEPT
+    return _read(path, path.stat().st_mtime_ns) if path.is_file() else {}
+
+
+def plan_of(study: Study, run: Run) -> str:
+    """What decides a run but for the weights, in few digits: the keys of its training, and its evaluations."""
+    decides = [study.settled(run.keys), run.seed, study.evaluations_of(run)]
+    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:DIGITS]
+
+
+def refuse_other_bases(study: Study, runs: Rows, where: str) -> None:
+    """Raises StudyError where a run was trained on weights that its base has no longer; ``where`` it stands."""
+    now = functools.cache(base_there)
+    for (label, seed), rows in runs.items():
+        run = _run(study, label, seed)
+        then = {metric.removeprefix(BASE) for *_, metric, _ in rows if metric.startswith(BASE)}
+        model = None if run is None else study.settled(run.keys)["model_name_or_path"]
+        if model is not None and now(model) is not None and then != {now(model)}:
+            raise StudyError(
+                f"{where}: {label}/seed-{seed} was trained on another base ({', '.join(sorted(then))}) than the "
+                f"{model} that is there now ({now(model)}); put those weights back, or leave --finished out and name "
+                "another --output"
+            )
+
+
+def _run(study: Study, label: str, seed: int) -> Run | None:
+    """The run of that name, if the study asks for it or may come to."""
+    swept = study.sweep is not None and seed in study.sweep.seeds
+    if not swept and seed not in study.seeds:
+        return None
+    for arm, keys in study.own_arms.items():
+        for value in (None,) if study.sweep is None else study.sweep.values:
+            own = keys if study.sweep is None else {**keys, study.sweep.key: value}
+            run = Run(arm=arm, seed=seed, value=value, kind="sweep" if swept else "best", keys=own)
+            if run.label == label:
+                return run
+    return None
+
+
+def _by_run(rows: Iterable[Row]) -> Rows:
+    found: Rows = defaultdict(list)
+    for row in rows:
+        found[row[0], row[1]].append(row)
+    return dict(found)
+
+
+@functools.lru_cache(maxsize=1)
+def _read(path: Path, changed: int) -> Rows:
+    """A study looks at all of its runs whenever one has ended; ``changed`` is when the table was."""
+    return _by_run(read_table(path))
