@@ -101,13 +101,19 @@ def _load_nf4(folder: Path, dtype: torch.dtype, attn_implementation: str | None)
     if experts(AutoConfig.from_pretrained(folder).to_dict()):
         raise ValueError("quantization=nf4 leaves experts in BF16; on a mixture of experts use qerl_nvfp4 or bf16")
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
-    return AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=dtype,
-        quantization_config=config,
-        attn_implementation=attn_implementation,
-        device_map={"": torch.cuda.current_device()},
-    )
+    # transformers copies weights to the GPU in threads of its own, which are on the default stream, and quantizes them
+    # in this one, which vLLM has put on another: memory of a weight could be given away before the weight is read
+    default = torch.cuda.default_stream()
+    with torch.cuda.stream(default):
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            quantization_config=config,
+            attn_implementation=attn_implementation,
+            device_map={"": torch.cuda.current_device()},
+        )
+    torch.cuda.current_stream().wait_stream(default)
+    return model
 
 
 def _load_nvfp4(

@@ -1,3 +1,4 @@
+import contextlib
 import shutil
 
 import pytest
@@ -217,3 +218,31 @@ def test_a_weight_that_nvfp4_cannot_hold_is_refused_by_name(bad, make_bf16, tmp_
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.v_proj\.weight holds NaN or infinite values"):
         models.load(folder, quantization="qerl_nvfp4")
+
+
+def test_nf4_weights_are_quantized_on_the_stream_that_they_are_copied_on(make_bf16, monkeypatch):
+    """Whether they then are those of the file, on a GPU that is busy: tests/gpu/test_nf4_loading.py."""
+    order, now = [], ["vLLM's"]
+
+    @contextlib.contextmanager
+    def stream(of):
+        before, now[0] = now[0], of
+        yield
+        now[0] = before
+
+    class Stream(str):
+        def wait_stream(self, other):
+            order.append(f"{self} waits for {other}")
+
+    def quantized(*_, **options):
+        assert options["device_map"] == {"": 0}
+        order.append(f"loaded on {now[0]}")
+        return torch.nn.Linear(1, 1)
+
+    fakes = {"is_available": lambda: True, "current_device": lambda: 0, "stream": stream}
+    fakes |= {"default_stream": lambda: Stream("the default"), "current_stream": lambda: Stream(now[0])}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", quantized)
+    models._load_nf4(make_bf16("qwen2"), torch.bfloat16, None)
+    assert order == ["loaded on the default", "vLLM's waits for the default"]
