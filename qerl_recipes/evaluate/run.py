@@ -4,12 +4,10 @@ Base and adapter answer the same problems with the same seeds; the noise is off.
 accuracy comes with a 95 % interval. The result is ``evaluation.json``, the answers lie beside it in ``answers.jsonl``.
 """
 
-import contextlib
 import datetime
 import importlib.metadata
 import itertools
 import json
-import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -64,7 +62,7 @@ def evaluate_each(asked: Sequence[Evaluation]) -> list[dict[str, Any]]:
     results = []
     # without an adapter no change of policy stands between two evaluations
     for (engine, _), those in itertools.groupby(settled, key=lambda one: (one.engine, 0 if one.saved else id(one))):
-        with _quiet_lighteval():
+        with evaluation_tasks.quietly():
             group = []
             for one in those:
                 one.asked.output_dir.mkdir(parents=True, exist_ok=True)
@@ -225,15 +223,3 @@ def _lines(arms: Mapping[str, Mapping[str, "list[Judged]"]]) -> Iterator[str]:
             for problem in judged:
                 line = {"task": task, "model": label, **asdict(problem)}
                 yield json.dumps(line, ensure_ascii=False) + "\n"
-
-
-@contextlib.contextmanager
-def _quiet_lighteval() -> Iterator[None]:
-    """Errors only: lighteval warns about few-shot splits that are not used here."""
-    logger = logging.getLogger("lighteval")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)

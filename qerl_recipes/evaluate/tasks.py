@@ -4,9 +4,11 @@ The one place that imports lighteval: 0.13 turns torch's gradients off for the w
 training in the same process would fail. Here they are left as they were.
 """
 
+import contextlib
 import copy
 import importlib
-from collections.abc import Callable, Hashable, Sequence
+import logging
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -29,7 +31,7 @@ with torch.set_grad_enabled(torch.is_grad_enabled()):  # the mode before comes b
     from lighteval.utils.utils import remove_reasoning_tags
     from math_verify import LatexExtractionConfig, parse, verify
 
-__all__ = ["Benchmark", "Doc", "PromptManager", "load", "task_module"]
+__all__ = ["Benchmark", "Doc", "PromptManager", "load", "quietly", "task_module"]
 
 REASONING = [("<think>", "</think>")]  # what stands between is no part of an answer
 LEAST_NEW_TOKENS = 1024  # lighteval cuts GSM8K at 256, which is in the middle of many a worked-out answer
@@ -89,6 +91,18 @@ def load(
     """
     check(names, num_fewshot)
     return [_load(name, max_samples, num_fewshot, num_samples) for name in names]
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Errors only: lighteval warns about few-shot splits that are not used here."""
+    logger = logging.getLogger("lighteval")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _load(name: str, max_samples: int | None, num_fewshot: int, num_samples: int) -> Benchmark:

@@ -53,6 +53,24 @@ def check_evaluations(study: Study) -> None:
             raise StudyError(f"evaluations.{name}: {error}") from error
 
 
+def check_tasks(study: Study) -> None:
+    """Load the problems of every evaluation, and what judges their answers: a training that nothing can judge is lost.
+
+    Raises StudyError, naming the evaluation, where a package, a file or a data set is missing.
+    """
+    try:
+        from qerl_recipes.evaluate import tasks
+    except ImportError as error:
+        raise StudyError(f"nothing can be evaluated here, so nothing is trained: {error}") from error
+    for name, options in study.evaluations.items():
+        numbers = {key: options[key] for key in ("max_samples", "num_fewshot", "num_samples") if key in options}
+        try:
+            with tasks.quietly():
+                tasks.load(with_list(options)["tasks"], **numbers)
+        except (ValueError, OSError, ImportError) as error:
+            raise StudyError(f"evaluations.{name} cannot be made here, so nothing is trained: {error}") from error
+
+
 def with_list(options: dict[str, Any]) -> dict[str, Any]:
     """The same with the tasks as a list, where they are one text with commas, as on the command line."""
     tasks = options.get("tasks")

@@ -25,7 +25,7 @@ from qerl_recipes.machine.gpu import installed_gpu
 from qerl_recipes.machine.server_process import ENGINES_OWN
 from qerl_recipes.study import finished
 from qerl_recipes.study.base import refuse_other_weights
-from qerl_recipes.study.check import check, with_list
+from qerl_recipes.study.check import check, check_tasks, with_list
 from qerl_recipes.study.plan import Run, Study, StudyError, best_values, first_runs, flags, later_runs
 from qerl_recipes.study.processes import Machine
 
@@ -47,7 +47,8 @@ def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = No
     After ``minutes`` everything is told to end; the next call goes on. SIGTERM and Ctrl-C do the same. The runs that
     ``table`` has are not made again (`finished.keep`), in this call or later.
 
-    Raises StudyError, before anything runs, for keys that `qerl train` or `qerl evaluate` would refuse, where
+    Raises StudyError, before anything runs, for keys that `qerl train` or `qerl evaluate` would refuse, for evaluations
+    whose problems or judge are not here, where
     ``folder`` belongs to another study or one at work, where a base holds other weights than for the runs so far, and
     for a ``table`` that is not this study's;
     and RunsFailedError, at the end, naming each run that has failed.
@@ -56,6 +57,8 @@ def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = No
         raise StudyError(f"--jobs is {jobs}; it must be at least 1")
     environment = _environment(jobs)  # before torch and what it imports have added to it
     check(study)
+    if not all(is_finished(study, one, folder) for one in all_runs(study, folder)):
+        check_tasks(study)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         handle = lock(folder)

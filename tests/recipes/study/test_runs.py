@@ -38,22 +38,6 @@ def test_a_folder_of_another_study_is_left_alone(study, tmp_path, finish):
         runner.run(changed, tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tasks": "no_such_task"}, "evaluations.greedy: there is no task 'no_such_task'"),
-        ({"tasks": "running_sum", "num_samples": 8}, "evaluations.greedy: num_samples is 8, but temperature 0"),
-        ({"tasks": "running_sum", "max_new_token": 8}, "evaluations.greedy: max_new_token: Extra inputs"),
-        ({"tasks": "running_sum", "kv_cache_memory_bytes": "4e9"}, "evaluations.greedy: kv_cache_memory_bytes: "),
-        ({"tasks": "running_sum", "adapter_only": True}, "evaluations.greedy: adapter_only is set by the study"),
-    ],
-)
-def test_an_evaluation_that_would_be_refused_is_refused_before_anything_is_trained(options, message, study, tmp_path):
-    with pytest.raises(StudyError, match=re.escape(message)):
-        runner.run(read(study(evaluations={"greedy": options})), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_run_that_fails_is_named_with_its_reason_and_the_others_have_their_page(study, tmp_path, finish):
     file, out = study(sweep=None, seeds=[0, 1]), tmp_path / "out"
     plan = read(file)
