@@ -27,7 +27,7 @@ ARMS = {"bf16_lora", "bf16_lora_equal_rate", "nf4_lora", "nvfp4_lora", "nvfp4_lo
 ARM_KEYS = {"quantization", "noise_mode", "sigma_start", "sigma_end", "num_stages", "output_dir"}
 CPU = ["--use_cpu", "true", "--bf16", "false", "--vllm_enable_sleep_mode", "false"]
 PAPER = [("3B", "grpo"), ("7B", "grpo"), ("7B", "dapo"), ("14B", "dapo"), ("32B", "dapo")]  # Tables 1 and 2
-SOURCES = ("arXiv 2510.11696, Table 4", "studies/smollm2_steps.yaml")
+SOURCES = ("arXiv 2510.11696, Table 4", "studies/smollm2_steps.yaml", "studies/smollm2_pick.yaml")
 
 
 def content(path):
