@@ -1,4 +1,5 @@
 import itertools
+import re
 from collections import Counter
 from types import SimpleNamespace
 
@@ -13,7 +14,6 @@ from qerl_recipes.model import norms
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.rollout.engine import VLLMRollouts
 from qerl_recipes.rollout.interface import Snapshot
-from qerl_recipes.rollout.sampling import completion_seed
 from qerl_recipes.tasks import running_sum
 from qerl_vllm_plugin.block_room import BlockRoom
 from qerl_vllm_plugin.kv_cache import KVCacheError
@@ -80,20 +80,6 @@ def mismatch(policy, rollout):
         ours = logits.log_softmax(-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1)
         differences.append((ours - torch.tensor([step[0] for step in logprobs])).abs())
     return float(torch.cat(differences).mean())
-
-
-def test_every_completion_has_a_seed_of_its_own():
-    keys = [
-        (seed, phase, rollout, call, prompt, sample)
-        for seed in range(2)
-        for phase in ("train", "evaluation")
-        for rollout in range(3)
-        for call in range(3)
-        for prompt in range(4)
-        for sample in range(4)
-    ]
-    assert len({completion_seed(*key) for key in keys}) == len(keys)
-    assert completion_seed(0, "train", 1, 0, 2, 3) == 5496574601150059232  # sha256sum of 0:train:1:0:2:3
 
 
 def kept(logits, *, temperature, min_p, top_k, top_p):
@@ -294,6 +280,14 @@ def test_tokens_are_counted_from_the_start_of_a_rollout(engine):
     assert engine.seconds > seconds > 0
 
 
+def test_a_regular_expression_of_the_recipe_binds_every_completion(engine, monkeypatch):
+    monkeypatch.setattr(engine._training, "vllm_structured_outputs_regex", "[0-4]{3,5}")
+    monkeypatch.setattr(engine, "_sampling", engine._sampling_options())
+    engine.begin(0, None)
+    texts = TOKENIZER.batch_decode(engine.generate(PROMPTS, None, 4)[1], skip_special_tokens=True)
+    assert all(re.fullmatch("[0-4]{3,5}", text.replace(" ", "")) for text in texts), texts
+
+
 def test_images_are_refused(engine):
     with pytest.raises(ValueError, match="reads text only"):
         engine.generate(PROMPTS, [None] * len(PROMPTS), 4)
@@ -320,6 +314,7 @@ def sleepy(engine, kv_events, monkeypatch):
     monkeypatch.setattr(engine.llm, "wake_up", lambda: events.append("wake"))
     note(engine, "_snapshot", "swap")
     note(engine.llm, "enqueue", "generate")
+    note(engine.llm, "generate", "score")
     yield engine, events
     engine._wake()
 
@@ -363,3 +358,37 @@ def test_an_engine_that_has_lent_nothing_sleeps_whole(sleepy):
     engine.generate(PROMPTS, None, 4)
     engine.begin(4, None)
     assert events == ["swap", "generate", "sleep 1", "wake", "swap"]
+
+
+@pytest.mark.parametrize("lent", [True, False])
+def test_whatever_is_asked_of_a_sleeping_engine_wakes_it_and_scores_let_it_sleep_again(sleepy, lent):
+    engine, events = sleepy
+    asleep, awake = (["release"], ["resume", "zero"]) if lent else (["sleep 1"], ["wake"])
+    if lent:
+        engine.frozen_weights()
+    engine.begin(3, None)
+    engine.generate(PROMPTS, None, 4)
+    events.clear()
+    engine.score(PROMPTS[:2], [[5, 6], [7]])
+    assert events == [*awake, "score", *asleep]
+    engine.check_weights()
+    events.clear()
+    engine.serve_base()
+    assert events == awake
+    events.clear()
+    engine.score(PROMPTS[:2], [[5, 6], [7]])
+    engine.frozen_weights()
+    assert events == ["score", *asleep, *awake, "release"]
+
+
+@pytest.mark.parametrize("is_changed", [True, False])
+def test_an_engine_is_closed_awake_whatever_was_done_to_the_weights_it_lent(is_changed, start_engine, kv_events):
+    engine = start_engine(16)
+    engine.frozen_weights()
+    engine.check_weights()  # awake, it has nothing to compare with
+    engine._training.vllm_enable_sleep_mode = True
+    weight = next(iter(engine.frozen_weights().linears.values()))
+    weight.weight.codes[3, 5] ^= is_changed
+    engine.close()
+    assert kv_events == (["release"] if is_changed else ["release", "resume", "zero"])
+    engine.close()

@@ -4,6 +4,20 @@ from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.rollout.sampling import Seeds, completion_seed, sampling_parameters
 
 
+def test_every_completion_has_a_seed_of_its_own():
+    keys = [
+        (seed, phase, rollout, call, prompt, sample)
+        for seed in range(2)
+        for phase in ("train", "evaluation")
+        for rollout in range(3)
+        for call in range(3)
+        for prompt in range(4)
+        for sample in range(4)
+    ]
+    assert len({completion_seed(*key) for key in keys}) == len(keys)
+    assert completion_seed(0, "train", 1, 0, 2, 3) == 5496574601150059232  # sha256sum of 0:train:1:0:2:3
+
+
 def test_the_seeds_of_a_batch_name_run_rollout_call_prompt_and_sample():
     seeds = Seeds(5)
     seeds.open("train", 3)
