@@ -29,7 +29,7 @@ def keep(study: Study, table: Path, folder: Path) -> None:
     found = {key: rows for key, rows in _by_run(read_table(table)).items() if key[0] not in taken}
     for (label, seed), rows in found.items():
         where, metrics = f"{table}: {label}/seed-{seed}", {metric for *_, metric, _ in rows}
-        run = _run(study, label, seed)
+        run = run_of(study, label, seed)
         if run is None:
             raise StudyError(f"{where} is no run of this study; name the table of this one")
         for name in study.evaluations_of(run):
@@ -57,15 +57,15 @@ def kept(folder: Path) -> Rows:
 
 def plan_of(study: Study, run: Run) -> str:
     """What decides a run but for the weights, in few digits: the keys of its training, and its evaluations."""
-    decides = [study.settled(run.keys), run.seed, study.evaluations_of(run)]
-    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:DIGITS]
+    decides = [study.decided(run.keys), run.seed, study.evaluations_of(run)]
+    return hashlib.sha256(json.dumps(decides, sort_keys=True, default=str).encode()).hexdigest()[:DIGITS]
 
 
 def refuse_other_bases(study: Study, runs: Rows, where: str) -> None:
     """Raises StudyError where a run was trained on weights that its base has no longer; ``where`` it stands."""
     now = functools.cache(base_there)
     for (label, seed), rows in runs.items():
-        run = _run(study, label, seed)
+        run = run_of(study, label, seed)
         then = {metric.removeprefix(BASE) for *_, metric, _ in rows if metric.startswith(BASE)}
         model = None if run is None else study.settled(run.keys)["model_name_or_path"]
         if model is not None and now(model) is not None and then != {now(model)}:
@@ -76,7 +76,7 @@ def refuse_other_bases(study: Study, runs: Rows, where: str) -> None:
             )
 
 
-def _run(study: Study, label: str, seed: int) -> Run | None:
+def run_of(study: Study, label: str, seed: int) -> Run | None:
     """The run of that name, if the study asks for it or may come to."""
     swept = study.sweep is not None and seed in study.sweep.seeds
     if not swept and seed not in study.seeds:

@@ -142,6 +142,10 @@ class Study(_Strict):
         """The keys of a training: those of the recipe's file, and ``keys``, an arm's or a run's, over them."""
         return {**yaml.safe_load(self.recipe.read_text(encoding="utf-8")), **keys}
 
+    def decided(self, keys: Mapping[str, Any]) -> dict[str, Any]:
+        """Of those keys the ones that the study does not set itself."""
+        return {name: value for name, value in self.settled(keys).items() if name not in OWN_KEYS}
+
     def judges_base(self, run: "Run") -> bool:
         """Whether a run's evaluations judge its base too."""
         return run.kind != "sweep" and run.seed == self.seeds[0]

@@ -31,6 +31,7 @@ from qerl_recipes.study.processes import Machine
 
 RESULT, LOG = "evaluation.json", "log.txt"
 METRICS = "metrics.jsonl"
+RECIPE = "recipe_keys"  # in study.json
 REFUSED = "qerl: "  # how a line begins in which a command says why it does not do what was asked
 PATIENCE = 120.0  # seconds for a training to end that a killed study has left behind
 
@@ -48,10 +49,9 @@ def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = No
     ``table`` has are not made again (`finished.keep`), in this call or later.
 
     Raises StudyError, before anything runs, for keys that `qerl train` or `qerl evaluate` would refuse, for evaluations
-    whose problems or judge are not here, where
-    ``folder`` belongs to another study or one at work, where a base holds other weights than for the runs so far, and
-    for a ``table`` that is not this study's;
-    and RunsFailedError, at the end, naming each run that has failed.
+    whose problems or judge are not here, where ``folder`` belongs to another study, to one at work, or to this one with
+    another recipe, where a base holds other weights than for the runs so far, and for a ``table`` that is not this
+    study's; and RunsFailedError, at the end, naming each run that has failed.
     """
     if jobs < 1:
         raise StudyError(f"--jobs is {jobs}; it must be at least 1")
@@ -140,10 +140,18 @@ def _accuracy(study: Study, run: Run, folder: Path) -> float:
 
 
 def _claim(study: Study, folder: Path) -> None:
-    """Write the study into its folder, which is locked, or see that it is the one that stands there."""
+    """Write the study and its recipe's keys into its folder, which is locked, or see that they are those that stand
+    there. (Folders of before have no keys of the recipe.)"""
     mark, content = folder / "study.json", json.loads(study.model_dump_json())
+    recipe = json.loads(json.dumps(study.decided({}), default=str))
     if mark.is_file():
         before = json.loads(mark.read_text(encoding="utf-8"))
+        begun = before.pop(RECIPE, recipe)
+        if changed := sorted(key for key in {*begun, *recipe} if begun.get(key) != recipe.get(key)):
+            raise StudyError(
+                f"{folder} was begun with another {study.recipe}: {', '.join(changed)} differ; put them back, or begin "
+                "anew with another --output"
+            )
         if changed := sorted(key for key in {*before, *content} if before.get(key) != content.get(key)):
             raise StudyError(
                 f"{folder} holds another study: {', '.join(changed)} differ; name another folder with --output"
@@ -151,7 +159,7 @@ def _claim(study: Study, folder: Path) -> None:
         return
     if any(folder.iterdir()):
         raise StudyError(f"{folder} is not empty and holds no study; name another folder with --output")
-    write_text(mark, json.dumps(content, indent=1) + "\n")
+    write_text(mark, json.dumps({**content, RECIPE: recipe}, indent=1) + "\n")
 
 
 @contextlib.contextmanager

@@ -3,15 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
+from qerl_recipes.study.finished import plan_of, run_of
 from qerl_recipes.study.plan import Study, StudyError, read
-from qerl_recipes.study.table import HOURS, TABLE, Row, read_table
+from qerl_recipes.study.table import HOURS, PLAN, TABLE, Row, read_table
 
 
 def taken_rows(study: Study) -> list[Row]:
     """The rows of the arms that ``study`` takes, by its names for them; what they cost is counted where they ran.
 
-    Raises StudyError where a run of the other study is missing, or would not be the same: another recipe, other keys,
-    other evaluations, another target of the reward.
+    Raises StudyError where a run of the other study is missing, or would not be the same: another recipe, also than the
+    run was made by, other keys, other evaluations, another target of the reward.
     """
     if study.taken is None:
         return []
@@ -36,10 +37,18 @@ def taken_rows(study: Study) -> list[Row]:
         if differing := sorted(key for key in {*ours, *theirs} if _differs(key, ours, theirs)):
             raise StudyError(f"taken.arms.{arm}: {label} of {file} differs in {', '.join(differing)}")
         names[label] = arm
+    of_arms = [row for row in read_table(table) if row[0] in names and row[1] in study.seeds]
+    for label, seed, _, metric, _ in of_arms:
+        run = run_of(other, label, seed)
+        if metric.startswith(PLAN) and (run is None or metric != f"{PLAN}{plan_of(other, run)}"):
+            raise StudyError(
+                f"taken.arms.{names[label]}: {label}/seed-{seed} of {table} was made by other keys than {file} and its "
+                "recipe have now; put those back, or take the arm out of taken.arms, so that it is run here"
+            )
     rows = [
         (names[label], seed, step, metric, value)
-        for label, seed, step, metric, value in read_table(table)
-        if label in names and seed in study.seeds and not metric.startswith(HOURS)
+        for label, seed, step, metric, value in of_arms
+        if not metric.startswith((HOURS, PLAN))
     ]
     judged = {(arm, seed) for arm, seed, _, metric, _ in rows if metric == "accuracy"}
     for arm, label in study.taken.arms.items():

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -53,3 +54,36 @@ def test_what_cannot_be_judged_here_is_not_trained(broken, message, study, finis
         finish(one, out, 0.5)
     (out / "study.json").write_text(plan.model_dump_json())
     assert runner.run(plan, out)  # nothing is left to be judged
+
+
+@pytest.mark.parametrize(
+    ("recipe", "refused"),
+    [
+        ("model_name_or_path: base\nlora_r: 8\n", "lora_r"),
+        ("model_name_or_path: other\nlora_r: 32\n", "model_name_or_path"),
+        ("model_name_or_path: base\n", "lora_r"),
+        ("# said otherwise\nlora_r: 32\nmodel_name_or_path: base\nseed: 7\noutput_dir: elsewhere\n", None),
+    ],
+)
+def test_a_recipe_that_was_changed_since_the_first_runs_is_refused(recipe, refused, study, finish, tmp_path):
+    """Half of the runs would be of one recipe and half of another, and the page would not tell."""
+    plan, out = read(study(sweep=None, seeds=[0])), tmp_path / "out"
+    Path("recipe.yaml").write_text("model_name_or_path: base\nlora_r: 32\n")
+    out.mkdir()
+    runner._claim(plan, out)
+    for one in first_runs(plan):
+        finish(one, out, 0.5)
+    Path("recipe.yaml").write_text(recipe)
+    if refused is None:
+        assert runner.run(plan, out)
+        return
+    with pytest.raises(StudyError, match=f"begun with another recipe.yaml: {refused} differ; put them back"):
+        runner.run(plan, out)
+
+
+def test_a_folder_that_does_not_say_its_recipe_is_gone_on_with(study, finish, tmp_path):
+    plan, out = read(study(sweep=None, seeds=[0])), tmp_path / "out"
+    for one in first_runs(plan):
+        finish(one, out, 0.5)
+    (out / "study.json").write_text(plan.model_dump_json())
+    assert runner.run(plan, out)

@@ -184,3 +184,23 @@ def test_a_study_does_not_go_on_where_its_base_has_been_made_anew(study, finish,
     assert not calls
     model(1)
     assert runner.run(plan, out) and calls == ["evaluate-each"] * 2  # what was missing
+
+
+@pytest.mark.parametrize("edited", ["recipe.yaml", "another recipe", "evaluations"])
+def test_an_arm_whose_table_is_of_other_keys_than_its_study_has_now_is_refused(edited, smaller, other, tmp_path):
+    """Both studies would agree with each other, and with nothing that has run."""
+    file = smaller()
+    assert not any(metric.startswith(table.PLAN) for *_, metric, _ in taken_rows(read(file)))
+    if edited == "recipe.yaml":
+        Path("recipe.yaml").write_text(yaml.safe_dump({**RECIPE, "max_steps": 7}))
+    elif edited == "evaluations":
+        for path in (file, Path("study.yaml")):
+            content = yaml.safe_load(path.read_text())
+            content["evaluations"] = {"greedy": {"tasks": "running_sum", "max_new_tokens": 9}}
+            path.write_text(yaml.safe_dump(content))
+    else:
+        Path("second.yaml").write_text(yaml.safe_dump({**RECIPE, "max_steps": 7}))
+        for path in (file, Path("study.yaml")):
+            path.write_text(path.read_text().replace("recipe: recipe.yaml", "recipe: second.yaml"))
+    with pytest.raises(StudyError, match=r"taken\.arms\.r32: b@0\.001/seed-0 of .* was made by other keys"):
+        taken_rows(read(file))
