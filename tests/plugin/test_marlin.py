@@ -108,6 +108,7 @@ def test_a_part_is_a_view_of_marlins_tensors_with_the_checkpoints_bits(
     codes, scales, bias = (t.data.clone() for t in (layer.weight_packed, layer.weight_scale, layer.bias))
     assert isinstance(layouts.Marlin().prepare(layer), layouts.Marlin)
     assert not hasattr(layer, "weight_packed") and torch.equal(layer.bias, bias)
+    assert layer.weight.device == bias.device, "vLLM's LoRA layers look there for it"
     theirs = {spans(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
     first = 0
     for number, rows in enumerate(widths):
@@ -119,6 +120,28 @@ def test_a_part_is_a_view_of_marlins_tensors_with_the_checkpoints_bits(
         assert torch.equal(ours[1].view(torch.uint8), scales[first : first + rows].view(torch.uint8))
         assert torch.equal(part.scale, 1.0 / torch.tensor(divisors[number]))
         first += rows
+
+
+def test_each_part_with_a_scale_of_its_own_adds_its_own_rows_of_the_bias() -> None:
+    layer = bare_layer([64, 32, 64], 128, [50.0, 60.0, 70.0])
+    bias = layer.bias.data.clone()
+    layouts.Marlin().prepare(layer)
+    for part, expected in zip(layer.marlin_parts, bias.split([64, 32, 64]), strict=True):
+        padded = torch.nn.functional.pad(expected, (0, -len(expected) % 64))
+        assert torch.equal(part.bias, marlin_utils.marlin_permute_bias(padded))
+
+
+@pytest.mark.parametrize("row", [5, 100])
+def test_one_part_with_a_scale_that_marlin_has_not_keeps_the_whole_layer_as_it_is(row: int) -> None:
+    layer = bare_layer([64, 64], 128, [50.0, 60.0])
+    layer.weight_scale.data[row, 3] = 2.0**-9
+    assert isinstance(layouts.Marlin().prepare(layer), layouts.Canonical) and not hasattr(layer, "marlin_parts")
+
+
+def test_rows_that_our_tiles_cannot_hold_are_marlins_and_refused_where_one_order_of_sums_is_promised() -> None:
+    assert isinstance(layouts.Tiled().prepare(bare_layer([72], 128, [50.0])), layouts.Marlin)
+    with pytest.raises(ValueError, match=r"a\.layer has 72 rows on this rank; .* needs a multiple of 16"):
+        layouts.Tiled(fixed_order=True).prepare(bare_layer([72], 128, [50.0]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
