@@ -116,9 +116,8 @@ class Marlin:
             part.weight_global_scale = Parameter(part.tensor_scale, requires_grad=False)
             part.output_size_per_partition, part.input_size_per_partition = width, layer.input_size_per_partition
             part.params_dtype = layer.params_dtype
-            part.has_bias = bias is not None
             if bias is not None:
-                part.bias = Parameter(bias.data[start : start + width].clone(), requires_grad=False)
+                part.bias = Parameter(bias.data[start : start + width], requires_grad=False)
             prepare_fp4_layer_for_marlin(part)  # repacks, and permutes the bias
             flushed += _flushed(scales, part.weight_scale.data)
             part.scale_exponent = _exponent(scales, part.weight_scale.data)
