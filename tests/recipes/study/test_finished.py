@@ -1,6 +1,7 @@
 """A study that goes on from a table: what it runs then, what its own table holds, and which tables it refuses."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from qerl_recipes.cli import app
 from qerl_recipes.study import finished, results, table
 from qerl_recipes.study import run as runner
 from qerl_recipes.study.conduct import conduct
-from qerl_recipes.study.plan import StudyError, read
+from qerl_recipes.study.plan import StudyError, first_runs, later_runs, read
 from qerl_vllm_plugin.adapter_folder import base_hash
 
 RECIPE = {"model_name_or_path": "base", "quantization": "bf16", "learning_rate": 1e-3, "lora_r": 32}
@@ -150,6 +151,34 @@ def test_evaluations_that_were_changed_since_are_refused(published, study, tmp_p
     plan = read(study(evaluations={"greedy": {"tasks": "running_sum", "max_new_tokens": 9}}))
     with pytest.raises(StudyError, match="was made by other keys"):
         finished.keep(plan, file, tmp_path)
+
+
+def test_the_order_of_the_recipes_keys_and_a_base_that_is_not_here_do_not_matter(published, tmp_path):
+    """A base of the hub is never here, and one that is made first is not yet."""
+    plan, file, _ = published
+    Path("recipe.yaml").write_text(yaml.safe_dump(dict(reversed(RECIPE.items())), sort_keys=False))
+    shutil.rmtree("base")
+    finished.keep(plan, file, tmp_path)
+    assert finished.kept(tmp_path)
+
+
+def test_a_run_of_the_table_needs_all_its_evaluations_and_one_of_the_sweep_the_primary_one(study, tmp_path):
+    sampled = {"tasks": "running_sum", "num_samples": 8, "temperature": 1.0}
+    plan, name = read(study(evaluations={"greedy": {"tasks": "running_sum"}, "sampled": sampled})), make_base(1.0)
+    Path("recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+
+    def rows(run, *metrics):
+        of_run = (*metrics, f"plan/{finished.plan_of(plan, run)}", f"base/{name}")
+        return [(run.label, run.seed, 2, metric, 1.0) for metric in of_run]
+
+    swept, best = first_runs(plan)[0], later_runs(plan, {"a": 1e-3})[0]
+    whole, half = tmp_path / "whole.csv.gz", tmp_path / "half.csv.gz"
+    table.write_table([*rows(swept, "accuracy"), *rows(best, "accuracy", "accuracy/sampled")], whole)
+    finished.keep(plan, whole, tmp_path)
+    assert finished.kept(tmp_path).keys() == {(run.label, run.seed) for run in (swept, best)}
+    table.write_table([*rows(swept, "accuracy"), *rows(best, "accuracy")], half)
+    with pytest.raises(StudyError, match=f"{best.folder} has no accuracy/sampled; leave --finished out"):
+        finished.keep(plan, half, tmp_path)
 
 
 def test_a_base_that_is_made_anew_later_is_refused_by_the_next_call(published, finish, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from qerl_recipes.cli import app
 from qerl_recipes.files.whole_folder import write_text
-from qerl_recipes.study import results, table
+from qerl_recipes.study import finished, results, table
 from qerl_recipes.study import run as runner
 from qerl_recipes.study.check import check
 from qerl_recipes.study.conduct import conduct
@@ -71,6 +71,18 @@ def test_an_arm_that_is_there_already_is_not_run_again_and_stands_in_the_table(s
     assert "| r8 | r32 | 3 |" in made
     said = CliRunner().invoke(app, ["study", "smaller.yaml", "--dry-run"])
     assert said.exit_code == 0 and "1 arms x 3 seeds" in said.output and "r32 is b@0.001" in said.output
+
+
+def test_a_study_that_takes_an_arm_goes_on_from_its_own_table(smaller, other, finish, tmp_path):
+    plan = read(smaller())
+    for one in first_runs(plan):
+        finish(one, tmp_path / "small", 0.25)
+    rows = results.collect(plan, tmp_path / "small")
+    rows += [("r8", seed, 2, f"{table.BASE}000000000000", 1.0) for seed in (0, 1, 2)]
+    assert any(arm == "r32" for arm, *_ in rows)
+    table.write_table(rows, tmp_path / "small.csv.gz")
+    finished.keep(plan, tmp_path / "small.csv.gz", tmp_path)
+    assert finished.kept(tmp_path).keys() == {("r8", seed) for seed in (0, 1, 2)}  # r32 is taken from the other again
 
 
 @pytest.mark.parametrize(
