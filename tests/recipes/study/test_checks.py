@@ -1,5 +1,6 @@
 """What a study is refused for before any of its runs begins."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 import qerl_recipes.evaluate
 from qerl_recipes.study import run as runner
+from qerl_recipes.study.check import check_evaluations, check_tasks, with_list
 from qerl_recipes.study.plan import StudyError, first_runs, read
 
 
@@ -27,21 +29,50 @@ def test_an_evaluation_that_would_be_refused_is_refused_before_anything_is_train
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("option", ["base", "adapter", "quantization", "output_dir", "adapter_only", "quiet"])
+def test_what_the_study_sets_in_every_evaluation_cannot_be_set_in_one(option, study):
+    with pytest.raises(StudyError, match=f"evaluations.greedy: {option} is set by the study itself"):
+        check_evaluations(read(study(evaluations={"greedy": {"tasks": "running_sum", option: "x"}})))
+
+
+def test_tasks_may_be_one_text_with_commas_and_spaces():
+    assert with_list({"tasks": "amc23 , running_sum", "seed": 1}) == {"tasks": ["amc23", "running_sum"], "seed": 1}
+
+
+def test_the_problems_of_every_evaluation_are_looked_at_as_far_as_they_will_be_asked(study):
+    # lighteval shuffles them, always alike: the second is the one that is asked
+    lines = [{"prompt": "a colour", "answer": "blue"}, {"prompt": "2 + 2", "answer": "4"}]
+    Path("held_out.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    second = {"tasks": "jsonl-number:held_out.jsonl"}
+    check_tasks(read(study(evaluations={"greedy": {"tasks": "running_sum"}, "second": {**second, "max_samples": 1}})))
+    with pytest.raises(StudyError, match=r"evaluations.second cannot be made here, .*'blue'.* be read as a number"):
+        check_tasks(read(study(evaluations={"greedy": {"tasks": "running_sum"}, "second": second})))
+
+
+def cannot(error):
+    raise error
+
+
 def without_lighteval(patch):
     patch.delattr(qerl_recipes.evaluate, "tasks", raising=False)
     patch.setitem(sys.modules, "qerl_recipes.evaluate.tasks", None)
 
 
 def without_its_data(patch):
-    def load(*_):
-        raise ConnectionError("no such data set")
+    patch.setattr("qerl_recipes.evaluate.tasks._load", lambda *_: cannot(ConnectionError("no such data set")))
 
-    patch.setattr("qerl_recipes.evaluate.tasks._load", load)
+
+def without_a_package_of_its_judge(patch):
+    patch.setattr("qerl_recipes.evaluate.tasks._load", lambda *_: cannot(ImportError("no such package")))
 
 
 @pytest.mark.parametrize(
     ("broken", "message"),
-    [(without_lighteval, "nothing can be evaluated here"), (without_its_data, "evaluations.greedy cannot be made")],
+    [
+        (without_lighteval, "nothing can be evaluated here"),
+        (without_its_data, "evaluations.greedy cannot be made"),
+        (without_a_package_of_its_judge, "evaluations.greedy cannot be made"),
+    ],
 )
 def test_what_cannot_be_judged_here_is_not_trained(broken, message, study, finish, tmp_path, monkeypatch):
     """lighteval looks for its packages only as it is imported, and a training may take hours."""
