@@ -3,6 +3,7 @@
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from rich.console import Console
 
 from qerl_recipes.files.adapter import open_adapter
 from qerl_recipes.rollout.interface import Snapshot
+from qerl_recipes.tasks import running_sum
 from qerl_recipes.train import mismatch
 from qerl_recipes.train.mismatch import STAGES, Sizes
 
@@ -34,7 +36,7 @@ def trained(make_module_trainer, make_nvfp4, tmp_path_factory):
 def measure(trained, make_module_trainer, make_nvfp4, monkeypatch):
     """measure(scale=1, **settings) -> the Mismatch of that adapter; the engine gets it with B times ``scale``."""
 
-    def run(scale=1.0, **settings):
+    def run(scale=1.0, adapter=trained, **settings):
         trainer = make_module_trainer(
             make_nvfp4("qwen2"), reward=digits, dtype=torch.float32, **{**SETTINGS, **settings}
         )
@@ -46,7 +48,7 @@ def measure(trained, make_module_trainer, make_nvfp4, monkeypatch):
             return Snapshot(scaled, found.config, found.norms)
 
         monkeypatch.setattr(trainer, "snapshot", wrong)
-        return mismatch.measure(trainer, open_adapter(trained), 8)
+        return mismatch.measure(trainer, open_adapter(adapter), 8)
 
     return run
 
@@ -150,7 +152,9 @@ def test_an_error_of_one_percent_in_the_adapters_scale_stands_in_the_adapters_ro
     assert wrong["sampling"].stage.kl > 100 * right["sampling"].stage.kl
 
 
-def test_noise_of_the_engine_alone_and_a_cut_distribution_stand_in_their_rows(measure):
+def test_noise_of_the_engine_alone_and_a_cut_distribution_stand_in_their_rows(measure, monkeypatch):
+    of, deltas = Sizes.of, []
+    monkeypatch.setattr(Sizes, "of", staticmethod(lambda delta: deltas.append(delta) or of(delta)))
     paper = measure(noise_mode="rollout", top_p=0.8)
     found = rows(paper)
     assert paper.sigma == 5e-2 and paper.cut == ("top_p: 0.8",)
@@ -158,6 +162,33 @@ def test_noise_of_the_engine_alone_and_a_cut_distribution_stand_in_their_rows(me
     assert found["noise"].added.mean > 1e-2 and found["noise"].ratio is None
     # what is left of the distribution, at least 0.8 of it, is renormalized in the engine
     assert 0.01 < found["sampling"].added.mean < -torch.tensor(0.8).log().item()
+    assert deltas[-1].max() < 1e-3, "log p of the trainer minus that of the engine: what is left is likelier there"
+
+
+def test_trained_norms_are_of_the_adapter_and_the_noise_is_that_of_the_recipe(
+    measure, make_module_trainer, make_nvfp4, tmp_path
+):
+    """Where one of them were another one's, the sides would differ by more than rounding."""
+    settings = {"train_norms": True, "noise_seed": 9, "noise_targets": ["input_layernorm"]}
+    trainer = make_module_trainer(make_nvfp4("qwen2"), dtype=torch.float32, **SETTINGS, **settings)
+    for name, parameter in trainer.model.named_parameters():
+        if parameter.requires_grad and "norm" in name:
+            parameter.data *= 1.3
+    trainer.save_adapter(tmp_path / "adapter")
+    found = measure(adapter=tmp_path / "adapter", **settings)
+    assert all(part.stage.largest < 1e-3 for part in found.parts)
+
+
+def test_a_conversation_is_asked_as_the_recipe_has_it_templated():
+    tokenizer = running_sum.tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}{{ mark }}{% endif %}"
+    )
+    args = SimpleNamespace(chat_template_kwargs={"mark": "7"})
+    trainer = SimpleNamespace(processing_class=tokenizer, args=args)
+    asked = mismatch._ids([{"role": "user", "content": "12"}], trainer)
+    assert tokenizer.decode(asked, skip_special_tokens=True).replace(" ", "") == "127"
+    assert mismatch._ids("12", trainer) == tokenizer("12")["input_ids"]
 
 
 def test_the_command_reads_the_recipe_of_a_run(write_recipe, capfd):
@@ -167,7 +198,7 @@ def test_the_command_reads_the_recipe_of_a_run(write_recipe, capfd):
     main(["--config", recipe])
     folder = Path(recipe).parent / "run"
     before = sorted(folder.rglob("*"))
-    assert mismatch.run(folder, ["--share_weights", "false"], problems=4) == 0
+    assert mismatch.run(folder, ["--share_weights", "false"], problems=99) == 0  # there are 16
     printed = capfd.readouterr().out
     assert "temperature 0.7" in printed and "min_p: 0.02" in printed and "none in this run" in printed
     assert sorted(folder.rglob("*")) == before  # nothing is written
@@ -176,7 +207,20 @@ def test_the_command_reads_the_recipe_of_a_run(write_recipe, capfd):
     assert (training.noise_mode, training.sigma_start, training.temperature) == ("corrected", 0.03, 0.7)
     with pytest.raises(ValueError, match="bf16: vLLM's LoRA slots on a CPU"):
         mismatch.run(folder, ["--quantization", "bf16"])
+    for flags, message in (
+        (["--vllm_mode", "server"], "vllm_mode: server: the parts are switched off in an engine of this process"),
+        (["--rollout_engine", "verl:Engine"], "rollout_engine: verl:Engine: only vllm's parts"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mismatch.run(folder, flags)
+    with pytest.raises(ValueError, match="problems is 0; it must be at least 1"):
+        mismatch.run(folder, problems=0)
     state = folder / "adapter" / "qerl_state.json"
+    content = json.loads(state.read_text())
+    elsewhere = {"vllm_mode": "server", "vllm_server_base_url": "http://there:1", "adapter_name_or_path": "before"}
+    state.write_text(json.dumps({**content, "recipe": {**content["recipe"], **elsewhere}}))
+    script, training, _ = mismatch._recipe(open_adapter(folder), [], Path(recipe).parent)
+    assert training.vllm_mode == "colocate" and "before" not in f"{script} {training}"
     state.write_text(
         json.dumps({key: value for key, value in json.loads(state.read_text()).items() if key != "recipe"})
     )
