@@ -179,6 +179,13 @@ def test_trained_norms_are_of_the_adapter_and_the_noise_is_that_of_the_recipe(
     assert all(part.stage.largest < 1e-3 for part in found.parts)
 
 
+def test_a_completion_that_fills_the_engine_loses_the_token_that_scoring_has_no_room_for(measure):
+    prompts = list(running_sum.training_set(16, 0)["prompt"])
+    longest = max(len(ids) for ids in running_sum.tokenizer()(prompts)["input_ids"])
+    found = measure(vllm_max_model_length=longest + 2)
+    assert found.tokens and all(part.stage.largest < 1e-3 for part in found.parts)
+
+
 def test_a_conversation_is_asked_as_the_recipe_has_it_templated():
     tokenizer = running_sum.tokenizer()
     tokenizer.chat_template = (
