@@ -57,8 +57,6 @@ def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = No
         raise StudyError(f"--jobs is {jobs}; it must be at least 1")
     environment = _environment(jobs)  # before torch and what it imports have added to it
     check(study)
-    if not all(is_finished(study, one, folder) for one in all_runs(study, folder)):
-        check_tasks(study)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         handle = lock(folder)
@@ -70,6 +68,8 @@ def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = No
             finished.keep(study, table, folder)
         finished.refuse_other_bases(study, finished.kept(folder), str(folder / finished.KEPT))
         refuse_other_weights(study, all_runs(study, folder), folder)
+        if not all(is_finished(study, one, folder) for one in all_runs(study, folder)):
+            check_tasks(study)
         gpu = installed_gpu()
         deadline = None if minutes is None else time.monotonic() + 60 * minutes
         machine = Machine(deadline, Console(stderr=True), "CPU" if gpu is None else gpu.name, environment)

@@ -80,10 +80,9 @@ def test_what_cannot_be_judged_here_is_not_trained(broken, message, study, finis
     broken(monkeypatch)
     with pytest.raises(StudyError, match=f"{message}.*, so nothing is trained"):
         runner.run(plan, out)
-    assert not out.exists()
+    assert not [path for path in out.iterdir() if path.is_dir()]
     for one in first_runs(plan):
         finish(one, out, 0.5)
-    (out / "study.json").write_text(plan.model_dump_json())
     assert runner.run(plan, out)  # nothing is left to be judged
 
 

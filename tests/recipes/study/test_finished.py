@@ -28,6 +28,12 @@ def make_base(value):
     return base_hash(Path("base"))[:12]
 
 
+def say_base(folder):
+    """As the adapter of a run does."""
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "qerl_state.json").write_text(json.dumps({"base_hash": base_hash(Path("base"))}))
+
+
 @pytest.fixture
 def published(study, finish, tmp_path):
     """The study, and its table: the sweep, and of the later runs the first three."""
@@ -37,9 +43,7 @@ def published(study, finish, tmp_path):
 
     def run(one, accuracy):
         finish(one, out, accuracy, rewards=(0.1, accuracy))
-        state = out / one.folder / "adapter" / "qerl_state.json"
-        state.parent.mkdir()
-        state.write_text(json.dumps({"base_hash": base_hash(Path("base"))}))
+        say_base(out / one.folder)
 
     for one in runner.first_runs(plan):
         run(one, 0.5 if one.value == (1e-4 if one.arm == "a" else 1e-3) else 0.2)
@@ -60,6 +64,7 @@ def fake(monkeypatch, finish, out):
     def one(study, run, root, machine, gpu):
         trained.append(run.folder)
         finish(run, root, 0.9)
+        say_base(root / run.folder)
 
     monkeypatch.setattr(runner, "_one", one)
     monkeypatch.setattr(runner, "check", lambda study: None)
@@ -88,6 +93,14 @@ def test_what_the_table_says_counts_above_what_lies_in_the_folder(published, fin
     conduct(Path("study.yaml"), out, finished=file)
     finish(runner.first_runs(plan)[0], out, 0.99)
     assert table.read_table(out / table.TABLE) == sorted(results.collect(plan, out))
+
+
+def test_where_a_table_has_every_run_no_evaluation_needs_to_be_possible(published, finish, tmp_path, monkeypatch):
+    _, file, _ = published
+    fake(monkeypatch, finish, tmp_path / "first")
+    conduct(Path("study.yaml"), tmp_path / "first", finished=file)
+    monkeypatch.setattr(runner, "check_tasks", lambda study: pytest.fail("looks for the problems of no evaluation"))
+    conduct(Path("study.yaml"), tmp_path / "second", finished=tmp_path / "first" / table.TABLE)
 
 
 def test_another_table_takes_the_place_of_the_one_before(published, tmp_path):
