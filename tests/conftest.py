@@ -1,7 +1,6 @@
 """Settings that vLLM needs on a CPU, before anything imports it, and tiny checkpoints that every test may use."""
 
 import contextlib
-import functools
 import importlib
 import importlib.machinery
 import importlib.metadata
@@ -21,8 +20,8 @@ from typing import Any
 
 import pytest
 
+from qerl_recipes.machine import server_process
 from qerl_recipes.machine.environment import prepare, runs_on_cuda
-from qerl_recipes.machine.server_process import ENGINES_OWN, end_with
 
 prepare()  # before anything imports vllm
 if not runs_on_cuda(os.environ):
@@ -265,18 +264,8 @@ def start_process() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     started = []
 
     def start(command: Sequence[str | Path], log: Path, **environment: str) -> subprocess.Popen[bytes]:
-        inherited = {name: value for name, value in os.environ.items() if name not in ENGINES_OWN}
-        with log.open("w") as stream:
-            process = subprocess.Popen(
-                command,
-                stdout=stream,
-                stderr=stream,
-                env={**inherited, **environment},
-                start_new_session=True,
-                preexec_fn=functools.partial(end_with, os.getpid()),
-            )
-        started.append(process)
-        return process
+        started.append(server_process.start(command, log, environment))
+        return started[-1]
 
     yield start
     for process in started:

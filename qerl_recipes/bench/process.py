@@ -18,7 +18,7 @@ from types import FrameType
 from typing import IO, Any
 
 from qerl_recipes.machine.gpu import gigabytes, installed_gpu
-from qerl_recipes.machine.server_process import ENGINES_OWN, PATIENCE, end
+from qerl_recipes.machine.server_process import PATIENCE, end, inherited
 from qerl_recipes.recipe.shapes import config_json
 
 Found = dict[str, Any]
@@ -151,7 +151,7 @@ def _line(module: str, request: Found) -> list[str]:
 
 def _environment(*, has_core: bool) -> dict[str, str]:
     # each finds a port of its own; without another process weights can be measured, and adapters need no transport
-    environment = {name: value for name, value in os.environ.items() if name not in ENGINES_OWN}
+    environment = inherited()
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(not has_core))
     if not has_core:  # a fork of a process that has used torch's threads may hang
         environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"

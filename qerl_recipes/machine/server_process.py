@@ -30,6 +30,27 @@ class ServerProcess:
     process: "subprocess.Popen[bytes]"
 
 
+def inherited() -> dict[str, str]:
+    """This process's environment without what holds for its own engines alone."""
+    return {name: value for name, value in os.environ.items() if name not in ENGINES_OWN}
+
+
+def start(line: Sequence[str | Path], log: Path, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    """A process in a session of its own, which is asked to end where this one is killed; its output goes to ``log``.
+
+    ``environment`` is added to ``inherited``.
+    """
+    with log.open("w") as stream:
+        return subprocess.Popen(
+            line,
+            stdout=stream,
+            stderr=stream,
+            env={**inherited(), **environment},
+            start_new_session=True,
+            preexec_fn=functools.partial(end_with, os.getpid()),
+        )
+
+
 @contextmanager
 def started(
     line: Sequence[str], port: int, log: Path, environment: Mapping[str, str], *, seconds: float = 280
@@ -41,16 +62,7 @@ def started(
     """
     import httpx
 
-    inherited = {name: value for name, value in os.environ.items() if name not in ENGINES_OWN}
-    with log.open("w") as stream:
-        process = subprocess.Popen(
-            line,
-            stdout=stream,
-            stderr=stream,
-            env={**inherited, **environment},
-            start_new_session=True,
-            preexec_fn=functools.partial(end_with, os.getpid()),
-        )
+    process = start(line, log, environment)
     server = ServerProcess(f"http://127.0.0.1:{port}", log, process)
     try:
         deadline = time.monotonic() + seconds

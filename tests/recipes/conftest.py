@@ -193,13 +193,11 @@ def serve_policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
     Its log is at ``process.log``; it ends with the module. Of a trainer that is to use it, the environment must have
     QERL_ADMIN_TOKEN, which this sets.
     """
-    import functools
     import json
-    import os
     import subprocess
 
+    from qerl_recipes.machine import server_process
     from qerl_recipes.machine.serve import command
-    from qerl_recipes.machine.server_process import ENGINES_OWN, end, end_with
 
     started: list[subprocess.Popen[bytes]] = []
     folder = tmp_path_factory.mktemp("servers")
@@ -209,19 +207,10 @@ def serve_policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
         line += ["--max-num-seqs", "8", "--num-gpu-blocks-override", "64", "--no-enable-chunked-prefill"]
         line += ["--logprobs-mode", "processed_logprobs"]
         line += ["--additional-config", json.dumps({"qerl": {"policy_adapter": {"rank": rank}}})]
-        inherited = {name: value for name, value in os.environ.items() if name not in ENGINES_OWN}
         # the engine's process computes too: see tests/plugin/over_http/conftest.py
         ours = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "qerl", "QERL_ADMIN_TOKEN": TOKEN}
         log = folder / f"{len(started)}.log"
-        with log.open("w") as stream:
-            process = subprocess.Popen(
-                command(str(model), [*line, *options]),
-                stdout=stream,
-                stderr=stream,
-                env={**inherited, **ours, **environment},
-                start_new_session=True,
-                preexec_fn=functools.partial(end_with, os.getpid()),
-            )
+        process = server_process.start(command(str(model), [*line, *options]), log, {**ours, **environment})
         process.log = log  # type: ignore[attr-defined]
         started.append(process)
         return process
@@ -231,4 +220,4 @@ def serve_policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
         patch.delenv("QERL_ADMIN_TOKEN_FILE", raising=False)
         yield start
     for process in started:
-        end(process)
+        server_process.end(process)
