@@ -66,8 +66,7 @@ def evaluate_each(asked: Sequence[Evaluation]) -> list[dict[str, Any]]:
             group = []
             for one in those:
                 one.asked.output_dir.mkdir(parents=True, exist_ok=True)
-                numbers = {key: getattr(one.asked, key) for key in ("max_samples", "num_fewshot", "num_samples")}
-                group.append((one, evaluation_tasks.load(one.asked.tasks, **numbers)))
+                group.append((one, evaluation_tasks.load_asked(one.asked)))
             llm = _start(engine)
             try:
                 results += [_answered(llm, one, benchmarks) for one, benchmarks in group]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,7 +31,10 @@ with torch.set_grad_enabled(torch.is_grad_enabled()):  # the mode before comes b
     from lighteval.utils.utils import remove_reasoning_tags
     from math_verify import LatexExtractionConfig, parse, verify
 
-__all__ = ["Benchmark", "Doc", "PromptManager", "load", "quietly", "task_module"]
+if TYPE_CHECKING:
+    from qerl_recipes.evaluate.settled import Evaluation
+
+__all__ = ["Benchmark", "Doc", "PromptManager", "load", "load_asked", "quietly", "task_module"]
 
 REASONING = [("<think>", "</think>")]  # what stands between is no part of an answer
 LEAST_NEW_TOKENS = 1024  # lighteval cuts GSM8K at 256, which is in the middle of many a worked-out answer
@@ -91,6 +94,13 @@ def load(
     """
     check(names, num_fewshot)
     return [_load(name, max_samples, num_fewshot, num_samples) for name in names]
+
+
+def load_asked(asked: "Evaluation") -> list[Benchmark]:
+    """Those of one evaluation, as ``load`` does."""
+    return load(
+        asked.tasks, max_samples=asked.max_samples, num_fewshot=asked.num_fewshot, num_samples=asked.num_samples
+    )
 
 
 @contextlib.contextmanager

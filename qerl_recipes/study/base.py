@@ -7,7 +7,7 @@ from pathlib import Path
 
 from qerl_recipes.files.run_state import LAST
 from qerl_recipes.study.plan import Run, Study, StudyError
-from qerl_recipes.study.table import BASE, Row
+from qerl_recipes.study.table import BASE, Row, named
 from qerl_vllm_plugin.adapter_folder import STATE_FILE, base_hash
 
 DIGITS = 12  # of a hash (`base_hash`)
@@ -45,7 +45,7 @@ def check_taken(study: Study, rows: Sequence[Row]) -> None:
     that this study's runs will have, or that does not say which it was. A model of the hub is known by its name."""
     for arm, label in study.taken.arms.items() if study.taken else ():
         now = base_there(study.settled(study.arms[arm])["model_name_or_path"])
-        then = {metric.removeprefix(BASE) for of, _, _, metric, _ in rows if of == arm and metric.startswith(BASE)}
+        then = named(BASE, (row for row in rows if row[0] == arm))
         if now is not None and then != {now}:
             was = f"was trained on another base ({', '.join(sorted(then))})" if then else "does not say on which base"
             raise StudyError(

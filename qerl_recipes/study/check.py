@@ -1,11 +1,14 @@
 """What of a study can be refused before anything runs: keys that `qerl train` or `qerl evaluate` would not take."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qerl_recipes.study.base import check_taken
 from qerl_recipes.study.plan import Study, StudyError, first_runs, flags
 from qerl_recipes.study.taken import taken_rows
+
+if TYPE_CHECKING:
+    from qerl_recipes.evaluate.settled import Evaluation
 
 OF_THE_STUDY = (
     "base",
@@ -39,13 +42,11 @@ def check_evaluations(study: Study) -> None:
     """Raises StudyError, naming the evaluation, for unknown options, and for values and tasks without sense."""
     from pydantic import ValidationError
 
-    from qerl_recipes.evaluate.settled import Evaluation
-
     for name, options in study.evaluations.items():
         if taken := sorted(set(options) & set(OF_THE_STUDY)):
             raise StudyError(f"evaluations.{name}: {', '.join(taken)} is set by the study itself; remove it")
         try:
-            Evaluation(base="", adapter="", output_dir=Path(), **with_list(options)).sampling()
+            _evaluation(options).sampling()
         except ValidationError as error:
             lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
             raise StudyError(f"evaluations.{name}: {'; '.join(lines)}") from error
@@ -63,12 +64,18 @@ def check_tasks(study: Study) -> None:
     except ImportError as error:
         raise StudyError(f"nothing can be evaluated here, so nothing is trained: {error}") from error
     for name, options in study.evaluations.items():
-        numbers = {key: options[key] for key in ("max_samples", "num_fewshot", "num_samples") if key in options}
         try:
             with tasks.quietly():
-                tasks.load(with_list(options)["tasks"], **numbers)
+                tasks.load_asked(_evaluation(options))
         except (ValueError, OSError, ImportError) as error:
             raise StudyError(f"evaluations.{name} cannot be made here, so nothing is trained: {error}") from error
+
+
+def _evaluation(options: dict[str, Any]) -> "Evaluation":
+    """What a run will ask, of no run yet."""
+    from qerl_recipes.evaluate.settled import Evaluation
+
+    return Evaluation(base="", adapter="", output_dir=Path(), **with_list(options))
 
 
 def with_list(options: dict[str, Any]) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from qerl_recipes.study.base import DIGITS, base_there
-from qerl_recipes.study.plan import Run, Study, StudyError
-from qerl_recipes.study.table import BASE, PLAN, Row, read_table, write_table
+from qerl_recipes.study.plan import Run, Study, StudyError, possible_runs
+from qerl_recipes.study.table import BASE, PLAN, Row, named, read_table, write_table
 
 KEPT = "finished.csv.gz"
 Rows = dict[tuple[str, int], list[Row]]  # (an arm's label, a seed) -> the rows of that run
@@ -27,16 +27,17 @@ def keep(study: Study, table: Path, folder: Path) -> None:
     """
     taken = set(study.taken.arms) if study.taken else set()
     found = {key: rows for key, rows in _by_run(read_table(table)).items() if key[0] not in taken}
+    possible = possible_runs(study)
     for (label, seed), rows in found.items():
         where, metrics = f"{table}: {label}/seed-{seed}", {metric for *_, metric, _ in rows}
-        run = run_of(study, label, seed)
+        run = possible.get((label, seed))
         if run is None:
             raise StudyError(f"{where} is no run of this study; name the table of this one")
         for name in study.evaluations_of(run):
             if (metric := "accuracy" if name == study.primary else f"accuracy/{name}") not in metrics:
                 raise StudyError(f"{where} has no {metric}; leave --finished out, so that it is run")
         for what in (PLAN, BASE):
-            if not any(metric.startswith(what) for metric in metrics):
+            if not named(what, rows):
                 raise StudyError(
                     f"{where} has no {what}..., which older tables lack; leave --finished out, so that it is run"
                 )
@@ -63,31 +64,15 @@ def plan_of(study: Study, run: Run) -> str:
 
 def refuse_other_bases(study: Study, runs: Rows, where: str) -> None:
     """Raises StudyError where a run was trained on weights that its base has no longer; ``where`` it stands."""
-    now = functools.cache(base_there)
-    for (label, seed), rows in runs.items():
-        run = run_of(study, label, seed)
-        then = {metric.removeprefix(BASE) for *_, metric, _ in rows if metric.startswith(BASE)}
-        model = None if run is None else study.settled(run.keys)["model_name_or_path"]
-        if model is not None and now(model) is not None and then != {now(model)}:
+    recipe, possible, now = study.settled({}), possible_runs(study), functools.cache(base_there)
+    for key, rows in runs.items():
+        then, model = named(BASE, rows), {**recipe, **possible[key].keys}["model_name_or_path"]
+        if now(model) is not None and then != {now(model)}:
             raise StudyError(
-                f"{where}: {label}/seed-{seed} was trained on another base ({', '.join(sorted(then))}) than the "
+                f"{where}: {possible[key].folder} was trained on another base ({', '.join(sorted(then))}) than the "
                 f"{model} that is there now ({now(model)}); put those weights back, or leave --finished out and name "
                 "another --output"
             )
-
-
-def run_of(study: Study, label: str, seed: int) -> Run | None:
-    """The run of that name, if the study asks for it or may come to."""
-    swept = study.sweep is not None and seed in study.sweep.seeds
-    if not swept and seed not in study.seeds:
-        return None
-    for arm, keys in study.own_arms.items():
-        for value in (None,) if study.sweep is None else study.sweep.values:
-            own = keys if study.sweep is None else {**keys, study.sweep.key: value}
-            run = Run(arm=arm, seed=seed, value=value, kind="sweep" if swept else "best", keys=own)
-            if run.label == label:
-                return run
-    return None
 
 
 def _by_run(rows: Iterable[Row]) -> Rows:

@@ -215,6 +215,15 @@ def later_runs(study: Study, best: Mapping[str, float]) -> list[Run]:
     return wanted
 
 
+def possible_runs(study: Study) -> dict[tuple[str, int], Run]:
+    """(label, seed) -> run, of every run that the study asks for or may come to, whichever values are the best."""
+    runs = first_runs(study)
+    if study.sweep is not None:
+        pairs = itertools.product(study.seeds, study.sweep.values, study.arms)
+        runs += [_swept(study, arm, seed, value, "best") for seed, value, arm in pairs]
+    return {(run.label, run.seed): run for run in runs}
+
+
 def best_values(study: Study, accuracies: Mapping[tuple[str, int, float], float]) -> dict[str, float]:
     """Arm -> the value with the highest mean of the primary accuracy over the sweep's seeds; the smaller one of equals.
 

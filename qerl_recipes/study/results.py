@@ -17,7 +17,7 @@ from qerl_recipes.study.base import base_of
 from qerl_recipes.study.finished import kept, plan_of
 from qerl_recipes.study.plan import SWEEP_GAIN, Claim, Study, best_values, first_runs, later_runs
 from qerl_recipes.study.processes import seconds_of
-from qerl_recipes.study.run import METRICS, all_runs, figures, is_finished
+from qerl_recipes.study.run import METRICS, all_runs, figures, is_finished, says_its_recipe
 from qerl_recipes.study.statistics import Comparison, holm, judged, paired
 from qerl_recipes.study.table import BASE, HOURS, PLAN, Row
 from qerl_recipes.study.taken import taken_rows
@@ -28,7 +28,7 @@ ENDS = 5  # steps averaged at the start and at the end of a run
 
 def collect(study: Study, folder: Path) -> list[Row]:
     """The rows of all runs that have finished, and of the arms that are taken from another study."""
-    rows = taken_rows(study)
+    rows, is_of_recipe = taken_rows(study), says_its_recipe(folder)
     for one in all_runs(study, folder):
         if not is_finished(study, one, folder):
             continue
@@ -48,7 +48,8 @@ def collect(study: Study, folder: Path) -> list[Row]:
         found |= {f"{HOURS}{device}": seconds / 3600 for device, seconds in seconds_of(folder / one.folder).items()}
         if base := base_of(folder / one.folder):
             found[f"{BASE}{base}"] = 1.0
-        found[f"{PLAN}{plan_of(study, one)}"] = 1.0
+        if is_of_recipe:
+            found[f"{PLAN}{plan_of(study, one)}"] = 1.0
         rows += [(one.label, one.seed, last, name, value) for name, value in found.items()]
     return rows
 

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from qerl_recipes.files.whole_folder import lock, write_text
 from qerl_recipes.machine.gpu import installed_gpu
-from qerl_recipes.machine.server_process import ENGINES_OWN
+from qerl_recipes.machine.server_process import inherited
 from qerl_recipes.study import finished
 from qerl_recipes.study.base import refuse_other_weights
 from qerl_recipes.study.check import check, check_tasks, with_list
@@ -31,7 +31,7 @@ from qerl_recipes.study.processes import Machine
 
 RESULT, LOG = "evaluation.json", "log.txt"
 METRICS = "metrics.jsonl"
-RECIPE = "recipe_keys"  # in study.json
+MARK, RECIPE = "study.json", "recipe_keys"  # of a study's folder, and in it what its runs have of the recipe
 REFUSED = "qerl: "  # how a line begins in which a command says why it does not do what was asked
 PATIENCE = 120.0  # seconds for a training to end that a killed study has left behind
 
@@ -66,9 +66,11 @@ def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = No
         _claim(study, folder)
         if table is not None:
             finished.keep(study, table, folder)
-        finished.refuse_other_bases(study, finished.kept(folder), str(folder / finished.KEPT))
-        refuse_other_weights(study, all_runs(study, folder), folder)
-        if not all(is_finished(study, one, folder) for one in all_runs(study, folder)):
+        else:
+            finished.refuse_other_bases(study, finished.kept(folder), str(folder / finished.KEPT))
+        runs = all_runs(study, folder)
+        refuse_other_weights(study, runs, folder)
+        if not all(is_finished(study, one, folder) for one in runs):
             check_tasks(study)
         gpu = installed_gpu()
         deadline = None if minutes is None else time.monotonic() + 60 * minutes
@@ -85,7 +87,7 @@ def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = No
 def _environment(jobs: int) -> dict[str, str]:
     """What the processes of a study get: this one's, but for what holds for its own engines alone, and a share of the
     processor. Torch takes a thread for each core and lets it spin, which slows everything where each job does so."""
-    found = {name: value for name, value in os.environ.items() if name not in ENGINES_OWN}
+    found = inherited()
     if jobs > 1:
         found.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // jobs)))
     return found
@@ -139,10 +141,16 @@ def _accuracy(study: Study, run: Run, folder: Path) -> float:
     return known[0] if known else figures(study, run, folder)["accuracy"]
 
 
+def says_its_recipe(folder: Path) -> bool:
+    """Whether the runs in a study's folder are known to be of the recipe that is there now: `run` refuses another."""
+    mark = folder / MARK
+    return mark.is_file() and RECIPE in json.loads(mark.read_text(encoding="utf-8"))
+
+
 def _claim(study: Study, folder: Path) -> None:
     """Write the study and its recipe's keys into its folder, which is locked, or see that they are those that stand
     there. (Folders of before have no keys of the recipe.)"""
-    mark, content = folder / "study.json", json.loads(study.model_dump_json())
+    mark, content = folder / MARK, json.loads(study.model_dump_json())
     recipe = json.loads(json.dumps(study.decided({}), default=str))
     if mark.is_file():
         before = json.loads(mark.read_text(encoding="utf-8"))

@@ -16,6 +16,11 @@ BASE = "base/"  # and one that begins so names the base that a run was trained o
 PLAN = "plan/"  # and so its keys and evaluations (`finished.plan_of`)
 
 
+def named(what: str, rows: Iterable[Row]) -> set[str]:
+    """What rows say of BASE or PLAN: the digits behind it."""
+    return {metric.removeprefix(what) for *_, metric, _ in rows if metric.startswith(what)}
+
+
 def write_table(rows: Iterable[Row], path: Path) -> None:
     """Write the rows, the same bytes for the same rows; whoever reads the table meanwhile reads it whole."""
     text = io.StringIO()

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from qerl_recipes.study.finished import plan_of, run_of
-from qerl_recipes.study.plan import Study, StudyError, read
+from qerl_recipes.study.finished import plan_of
+from qerl_recipes.study.plan import Study, StudyError, possible_runs, read
 from qerl_recipes.study.table import HOURS, PLAN, TABLE, Row, read_table
 
 
@@ -38,9 +38,12 @@ def taken_rows(study: Study) -> list[Row]:
             raise StudyError(f"taken.arms.{arm}: {label} of {file} differs in {', '.join(differing)}")
         names[label] = arm
     of_arms = [row for row in read_table(table) if row[0] in names and row[1] in study.seeds]
+    possible = possible_runs(other)
     for label, seed, _, metric, _ in of_arms:
-        run = run_of(other, label, seed)
-        if metric.startswith(PLAN) and (run is None or metric != f"{PLAN}{plan_of(other, run)}"):
+        if not metric.startswith(PLAN):
+            continue
+        run = possible.get((label, seed))
+        if run is None or metric != f"{PLAN}{plan_of(other, run)}":
             raise StudyError(
                 f"taken.arms.{names[label]}: {label}/seed-{seed} of {table} was made by other keys than {file} and its "
                 "recipe have now; put those back, or take the arm out of taken.arms, so that it is run here"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import qerl_recipes.evaluate
+from qerl_recipes.study import results, table
 from qerl_recipes.study import run as runner
 from qerl_recipes.study.check import check_evaluations, check_tasks, with_list
 from qerl_recipes.study.plan import StudyError, first_runs, read
@@ -117,3 +118,4 @@ def test_a_folder_that_does_not_say_its_recipe_is_gone_on_with(study, finish, tm
         finish(one, out, 0.5)
     (out / "study.json").write_text(plan.model_dump_json())
     assert runner.run(plan, out)
+    assert not [metric for *_, metric, _ in results.collect(plan, out) if metric.startswith(table.PLAN)]

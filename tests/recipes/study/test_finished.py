@@ -34,12 +34,19 @@ def say_base(folder):
     (folder / "adapter" / "qerl_state.json").write_text(json.dumps({"base_hash": base_hash(Path("base"))}))
 
 
+def claimed(plan, folder):
+    """The folder, as a study that begins in it leaves it."""
+    folder.mkdir()
+    runner._claim(plan, folder)
+    return folder
+
+
 @pytest.fixture
 def published(study, finish, tmp_path):
     """The study, and its table: the sweep, and of the later runs the first three."""
     plan = read(study())
     Path("recipe.yaml").write_text(yaml.safe_dump(RECIPE))
-    name, out = make_base(1.0), tmp_path / "elsewhere"
+    name, out = make_base(1.0), claimed(plan, tmp_path / "elsewhere")
 
     def run(one, accuracy):
         finish(one, out, accuracy, rewards=(0.1, accuracy))
@@ -210,6 +217,7 @@ def test_a_study_without_a_sweep_goes_on_with_more_seeds(study, finish, tmp_path
     plan = read(study(sweep=None, seeds=[0, 1]))
     Path("recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     make_base(1.0)
+    claimed(plan, tmp_path / "first")
     for one in runner.first_runs(plan):
         finish(one, tmp_path / "first", 0.4)
     rows = results.collect(plan, tmp_path / "first")

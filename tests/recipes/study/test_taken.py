@@ -31,6 +31,8 @@ def other(study, finish, tmp_path):
     """study.yaml, whose arms have run at 1e-3 with every seed, and its table beside it."""
     plan = read(study(arms={"a": {}, "b": {"quantization": "qerl_nvfp4"}}))
     Path("recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    tmp_path.joinpath("out").mkdir()
+    runner._claim(plan, tmp_path / "out")
     for one in first_runs(plan):
         finish(one, tmp_path / "out", 0.2 if one.value == 1e-4 else 0.5)
     for i, one in enumerate(r for r in results.all_runs(plan, tmp_path / "out") if r.kind != "sweep"):
@@ -75,6 +77,8 @@ def test_an_arm_that_is_there_already_is_not_run_again_and_stands_in_the_table(s
 
 def test_a_study_that_takes_an_arm_goes_on_from_its_own_table(smaller, other, finish, tmp_path):
     plan = read(smaller())
+    tmp_path.joinpath("small").mkdir()
+    runner._claim(plan, tmp_path / "small")
     for one in first_runs(plan):
         finish(one, tmp_path / "small", 0.25)
     rows = results.collect(plan, tmp_path / "small")
