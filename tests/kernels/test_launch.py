@@ -8,7 +8,6 @@ import pytest
 import torch
 from qerl_kernels import counters, gemm, linear_tiles, nvfp4, rule, tiles
 from qerl_kernels.adapter import VARIANTS, Adapter, Shrink, spans
-from waiting import until
 
 C = gemm.deepest(64, 2, 1, 1, 2, 2, 0)  # tiles of 128 rows and 64 tokens, 2 tiles of 64 columns a stage
 
@@ -97,12 +96,13 @@ def test_where_no_tile_is_shared_there_is_no_memory_for_sums_and_a_kernel_beside
 
 def test_a_plan_keeps_no_tensor_and_its_next_product_has_none_of_the_last(recorded):
     for overlap in range(2):  # by the rule too, through the operator's own kernel
-        left = after_a_product(overlap)
+        for _ in range(3):  # slipcover looks at all frames now and then, and keeps them; a plan would keep each time
+            left = after_a_product(overlap)
+            gc.collect()
+            if all(part() is None for part in left):
+                break
+        assert [part() is None for part in left] == [True] * 3
         before = recorded.launched[-1]
-        # a busy machine has once held them for a moment longer; a plan that keeps them does so for good
-        assert until(lambda left=left: gc.collect() is not None and all(part() is None for part in left), 20), [
-            type(holder) for part in left for holder in gc.get_referrers(part())
-        ]
         second, wide = problem(), torch.randn(100, 520).bfloat16()[:, :512]
         y = run(wide, *second, overlap)
         small, product = recorded.launched[-2:]
