@@ -73,11 +73,12 @@ class Machine:
             for process in self.processes:
                 process.send_signal(signal.SIGTERM)
 
-    def call(self, arguments: Sequence[str], log: Path, gpu: str | None) -> int | None:
+    def call(self, arguments: Sequence[str], log: Path, gpu: str | None, *, beside: Sequence[Path] = ()) -> int | None:
         """Run ``qerl ARGUMENTS`` with its output behind ``log`` -> its exit code, None where it was not started.
 
         ``gpu`` is the one that it may see, None for whatever this process sees. What it took of it is written behind
-        ``hours.jsonl`` beside the log, whether it succeeds or not.
+        ``hours.jsonl`` beside the log, whether it succeeds or not. ``beside`` are the logs of other runs that it works
+        for: they say where its output is, and each has an equal part of what it took.
         """
         with self.lock:
             if self.stopping.is_set():
@@ -85,6 +86,9 @@ class Machine:
             stream = log.open("ab")
             stream.write(hidden(f"$ qerl {shlex.join(arguments)}\n").encode())
             stream.flush()
+            for other in beside:
+                with other.open("a", encoding="utf-8") as lines:
+                    lines.write(f"$ qerl {arguments[0]} for this run and others: see {log}\n")
             environment = {**self.environment, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
             command = [sys.executable, "-m", CLI, *arguments]
             with_us = functools.partial(end_with, os.getpid())
@@ -99,9 +103,11 @@ class Machine:
             with self.lock:
                 self.processes.discard(process)
             stream.close()
-            line = {"command": arguments[0], "device": self.device, "seconds": round(self.shares.end(gpu, process), 3)}
-            with (log.parent / HOURS).open("a", encoding="utf-8") as record:
-                record.write(json.dumps(line) + "\n")
+            seconds = self.shares.end(gpu, process) / (1 + len(beside))
+            line = {"command": arguments[0], "device": self.device, "seconds": round(seconds, 3)}
+            for one in (log, *beside):
+                with (one.parent / HOURS).open("a", encoding="utf-8") as record:
+                    record.write(json.dumps(line) + "\n")
 
 
 def seconds_of(folder: Path) -> dict[str, float]:

@@ -17,10 +17,12 @@ from qerl_recipes.study.base import base_of
 from qerl_recipes.study.finished import kept, plan_of
 from qerl_recipes.study.plan import SWEEP_GAIN, Claim, Study, best_values, first_runs, later_runs
 from qerl_recipes.study.processes import seconds_of
-from qerl_recipes.study.run import METRICS, all_runs, figures, is_finished, says_its_recipe
+from qerl_recipes.study.run import says_its_recipe
 from qerl_recipes.study.statistics import Comparison, holm, judged, paired
 from qerl_recipes.study.table import BASE, HOURS, PLAN, Row
 from qerl_recipes.study.taken import taken_rows
+from qerl_recipes.study.there import all_runs, figures, is_finished
+from qerl_recipes.study.work import METRICS
 
 Final = Mapping[str, Mapping[str, Mapping[int, float]]]  # metric -> arm's label in the table -> seed -> value
 ENDS = 5  # steps averaged at the start and at the end of a run

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from qerl_recipes.cli import app
-from qerl_recipes.study import finished, results, table
+from qerl_recipes.study import finished, results, table, there, work
 from qerl_recipes.study import run as runner
 from qerl_recipes.study.conduct import conduct
 from qerl_recipes.study.plan import StudyError, first_runs, later_runs, read
@@ -52,9 +52,9 @@ def published(study, finish, tmp_path):
         finish(one, out, accuracy, rewards=(0.1, accuracy))
         say_base(out / one.folder)
 
-    for one in runner.first_runs(plan):
+    for one in first_runs(plan):
         run(one, 0.5 if one.value == (1e-4 if one.arm == "a" else 1e-3) else 0.2)
-    later = [one for one in runner.all_runs(plan, out) if one.kind != "sweep"]
+    later = [one for one in there.all_runs(plan, out) if one.kind != "sweep"]
     for i, one in enumerate(later[:3]):
         run(one, 0.3 + i / 100)
     rows = results.collect(plan, out)
@@ -68,12 +68,14 @@ def fake(monkeypatch, finish, out):
     """Trainings and evaluations that leave at once what they make -> the runs that were trained."""
     trained = []
 
-    def one(study, run, root, machine, gpu):
-        trained.append(run.folder)
-        finish(run, root, 0.9)
-        say_base(root / run.folder)
+    def train(study, runs, root, *_):
+        for run in runs:
+            trained.append(run.folder)
+            finish(run, root, 0.9)
+            say_base(root / run.folder)
+        return []
 
-    monkeypatch.setattr(runner, "_one", one)
+    monkeypatch.setattr(work, "_train", train)
     monkeypatch.setattr(runner, "check", lambda study: None)
     return trained
 
@@ -98,7 +100,7 @@ def test_what_the_table_says_counts_above_what_lies_in_the_folder(published, fin
     out = tmp_path / "out"
     fake(monkeypatch, finish, out)
     conduct(Path("study.yaml"), out, finished=file)
-    finish(runner.first_runs(plan)[0], out, 0.99)
+    finish(first_runs(plan)[0], out, 0.99)
     assert table.read_table(out / table.TABLE) == sorted(results.collect(plan, out))
 
 
@@ -218,7 +220,7 @@ def test_a_study_without_a_sweep_goes_on_with_more_seeds(study, finish, tmp_path
     Path("recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     make_base(1.0)
     claimed(plan, tmp_path / "first")
-    for one in runner.first_runs(plan):
+    for one in first_runs(plan):
         finish(one, tmp_path / "first", 0.4)
     rows = results.collect(plan, tmp_path / "first")
     rows += [(arm, seed, 2, f"base/{base_hash(Path('base'))[:12]}", 1.0) for arm in "ab" for seed in (0, 1)]

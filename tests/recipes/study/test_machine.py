@@ -63,3 +63,15 @@ def test_a_stop_reaches_a_process_that_runs(machine, tmp_path):
     machine.stop()
     running.join(PATIENCE)
     assert ended == [-signal.SIGTERM]
+
+
+def test_what_a_process_takes_for_several_runs_is_divided_among_them_and_each_log_says_where_it_is(machine, tmp_path):
+    logs = [tmp_path / name / "log.txt" for name in ("one", "two", "three")]
+    for log in logs:
+        log.parent.mkdir()
+    machine.shares.end = lambda *_: 9.0
+    assert machine.call(["evaluate-each", "[]"], logs[0], None, beside=logs[1:]) == 3
+    assert logs[0].read_text().splitlines()[0] == "$ qerl evaluate-each '[]'"
+    line = f"$ qerl evaluate-each for this run and others: see {logs[0]}\n"
+    assert [log.read_text() for log in logs[1:]] == [line] * 2
+    assert [processes.seconds_of(log.parent) for log in logs] == [{"H200": 3.0}] * 3

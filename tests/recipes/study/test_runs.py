@@ -19,10 +19,10 @@ from rich.console import Console
 from waiting import PATIENCE, runs, until
 
 from qerl_recipes.files.whole_folder import lock, write_text
-from qerl_recipes.study import processes, results, table
+from qerl_recipes.study import processes, results, table, there, work
 from qerl_recipes.study import run as runner
 from qerl_recipes.study.conduct import conduct
-from qerl_recipes.study.plan import StudyError, first_runs, later_runs, read
+from qerl_recipes.study.plan import Study, StudyError, first_runs, later_runs, read
 
 
 def test_a_folder_of_another_study_is_left_alone(study, tmp_path, finish):
@@ -107,11 +107,11 @@ def test_a_training_that_a_killed_study_left_behind_is_waited_for(study, tmp_pat
     plan, out = read(study(sweep=None, seeds=[0])), tmp_path / "out"
     refused, called = [], []
 
-    def call(self, arguments, log, gpu):
+    def call(self, arguments, log, gpu, beside=()):
         called.append((log.parent, len(refused)))
         return 1
 
-    monkeypatch.setattr(runner.Machine, "call", call)
+    monkeypatch.setattr(processes.Machine, "call", call)
     run = out / "a/seed-0"
     run.mkdir(parents=True)
     (run / "log.txt").write_text("qerl: no")
@@ -129,7 +129,7 @@ def test_a_training_that_a_killed_study_left_behind_is_waited_for(study, tmp_pat
                 os.close(handle)  # the training ends
             raise
 
-    monkeypatch.setattr(runner, "lock", ask)
+    monkeypatch.setattr(work, "lock", ask)
     with pytest.raises(StudyError, match="ended with 1: qerl: no"):
         runner.run(plan, out)
     assert refused == [run, run] and called == [(run, 2), (out / "b/seed-0", 2)]
@@ -140,13 +140,13 @@ def test_what_a_study_leaves_is_there_as_a_whole_or_not_at_all(study, tmp_path, 
     plan, out = read(study(sweep=None)), tmp_path / "out"
     for write in ("write_text", "write_bytes"):
         monkeypatch.setattr(Path, write, lambda *_, **options: pytest.fail("written where it is read"))
-    monkeypatch.setattr(runner.Machine, "call", lambda *given: 1)
-    monkeypatch.setattr(runner, "_reason", lambda log: "no")
+    monkeypatch.setattr(processes.Machine, "call", lambda *given, **more: 1)
+    monkeypatch.setattr(work, "_reason", lambda log: "no")
     with pytest.raises(StudyError, match="ended with 1"):
         runner.run(plan, out)
     left = json.loads((out / "study.json").read_text())
     assert left.pop(runner.RECIPE) == {"model_name_or_path": "base"}
-    assert runner.Study.model_validate(left) == plan
+    assert Study.model_validate(left) == plan
     table.write_table([("a", 0, 1, "reward", 0.5)], out / table.TABLE)
     assert table.read_table(out / table.TABLE) == [("a", 0, 1, "reward", 0.5)]
     assert "0 of" in conduct(Path("study.yaml"), table=out / table.TABLE).read_text()
@@ -209,17 +209,17 @@ def test_an_arm_goes_on_at_its_best_value_while_another_is_at_its_sweep_or_has_f
 ):
     plan, out, order = read(study()), tmp_path / "out", []
 
-    def call(self, arguments, log, gpu):
+    def call(self, arguments, log, gpu, beside=()):
         if arguments[0] == "train":
             order.append(f"{log.parent.parent.name}/{log.parent.name}")
             if order[-1] == "b@0.001/seed-101":
                 log.write_text("qerl: not this one")
                 return 3
         else:
-            finish(next(r for r in runner.all_runs(plan, out) if out / r.folder == log.parent), out, 0.5)
+            finish(next(r for r in there.all_runs(plan, out) if out / r.folder == log.parent), out, 0.5)
         return 0
 
-    monkeypatch.setattr(runner.Machine, "call", call)
+    monkeypatch.setattr(processes.Machine, "call", call)
     with pytest.raises(StudyError, match=r"b@0\.001/seed-101 ended with 3"):
         runner.run(plan, out)
     sweep, later = order[:8], order[8:]
@@ -227,7 +227,7 @@ def test_an_arm_goes_on_at_its_best_value_while_another_is_at_its_sweep_or_has_f
     # both values are equally good: the smaller one, and the common one beside it; b has no best value
     assert later == [f"a@{value}/seed-{seed}" for value in ("0.0001", "0.001") for seed in (0, 1, 2)]
     order.clear()
-    monkeypatch.setattr(runner.Machine, "call", lambda *given: order.append(given[2].parent.name) or 3)
+    monkeypatch.setattr(processes.Machine, "call", lambda *given, **more: order.append(given[2].parent.name) or 3)
     (out / "b@0.001/seed-101/log.txt").write_text("qerl: no\n")
     with pytest.raises(StudyError, match="ended with 3: qerl: no"):
         runner.run(plan, out)
@@ -240,7 +240,7 @@ def test_what_failed_to_start_is_begun_once_more_and_what_was_refused_or_had_beg
     plan, out, called = read(study(sweep=None, seeds=[0, 1, 2, 3])), tmp_path / "out", Counter()
     ends = {"a/seed-1": "OSError: address already in use", "a/seed-2": "qerl: no such model", "a/seed-3": "died"}
 
-    def call(self, arguments, log, gpu):
+    def call(self, arguments, log, gpu, beside=()):
         name = f"{log.parent.parent.name}/{log.parent.name}"
         called[name, arguments[0]] += 1
         log.write_text(f"$ qerl {arguments[0]}\n{ends.get(name, '')}\n")
@@ -252,12 +252,12 @@ def test_what_failed_to_start_is_begun_once_more_and_what_was_refused_or_had_beg
         if arguments[0] == "evaluate-each":
             if name == "b/seed-0" and called[name, "evaluate-each"] == 1:
                 return -9  # somebody ended it
-            finish(next(r for r in runner.all_runs(plan, out) if r.folder == name), out, 0.5)
+            finish(next(r for r in there.all_runs(plan, out) if r.folder == name), out, 0.5)
         return 0
 
-    monkeypatch.setattr(runner.Machine, "call", call)
+    monkeypatch.setattr(processes.Machine, "call", call)
     with pytest.raises(StudyError) as error:
-        runner.run(plan, out, jobs=2)
+        runner.run(plan, out)
     assert [name for name in ("a/seed-1", "a/seed-2", "a/seed-3", "b/seed-0") if name in str(error.value)] == [
         "a/seed-2",
         "a/seed-3",
@@ -272,7 +272,7 @@ def test_what_is_begun_once_more_is_what_is_still_missing(study, tmp_path, monke
     plan = read(study(sweep=None, seeds=[0], evaluations={"greedy": {"tasks": "running_sum"}, "sampled": sampled}))
     out, asked = tmp_path / "out", defaultdict(list)
 
-    def call(self, arguments, log, gpu):
+    def call(self, arguments, log, gpu, beside=()):
         log.write_text("$ qerl\nOSError: address already in use\n")
         if arguments[0] == "train":
             (log.parent / "metrics.jsonl").write_text("{}\n")
@@ -287,7 +287,7 @@ def test_what_is_begun_once_more_is_what_is_still_missing(study, tmp_path, monke
             write_text(folder / "evaluation.json", json.dumps(result))
         return 1 if len(mine) == 1 else 0
 
-    monkeypatch.setattr(runner.Machine, "call", call)
+    monkeypatch.setattr(processes.Machine, "call", call)
     assert runner.run(plan, out)
     assert dict(asked) == {arm: [["greedy", "sampled"], ["sampled"]] for arm in "ab"}
 
@@ -300,7 +300,7 @@ def test_the_jobs_are_dealt_out_to_the_gpus_and_the_base_is_judged_once(study, t
     plan, out = read(study(evaluations=both)), tmp_path / "out"
     calls, at_work, most = [], Counter(), Counter()
 
-    def call(self, arguments, log, gpu):
+    def call(self, arguments, log, gpu, beside=()):
         with self.lock:
             calls.append((arguments, gpu))
             at_work[gpu] += 1
@@ -316,24 +316,24 @@ def test_the_jobs_are_dealt_out_to_the_gpus_and_the_base_is_judged_once(study, t
             at_work[gpu] -= 1
         return 0
 
-    monkeypatch.setattr(runner.Machine, "call", call)
+    monkeypatch.setattr(processes.Machine, "call", call)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
     assert runner.run(plan, out, jobs=4)
     assert most.keys() == {"2", "5"} and max(most.values()) <= 2, "two of four on each"
     evaluated = [json.loads(arguments[1]) for arguments, _ in calls if arguments[0] == "evaluate-each"]
-    of_sweep = [asked for asked in evaluated if "seed-10" in asked[0]["output_dir"]]
-    assert len(of_sweep) == 8 and all(len(asked) == 1 and asked[0]["adapter_only"] for asked in of_sweep)
-    others = [asked for asked in evaluated if asked not in of_sweep]
-    assert len(others) == 12 and {len(asked) for asked in others} == {2}  # all evaluations of a run in one process
-    with_base = {one["output_dir"] for asked in others for one in asked if not one["adapter_only"]}
+    folders = Counter(one["output_dir"] for asked in evaluated for one in asked)
+    of_sweep = {folder for folder in folders if "seed-10" in folder}
+    assert len(of_sweep) == 8 and {Path(folder).name for folder in of_sweep} == {"greedy"}
+    assert len(folders.keys() - of_sweep) == 2 * 12 and set(folders.values()) == {1}
+    with_base = {one["output_dir"] for asked in evaluated for one in asked if not one["adapter_only"]}
     labels = [f"{arm}@{value}" for arm in "ab" for value in (0.0001, 0.001)]
     assert with_base == {str(out / f"{of}/seed-0/evaluation/{name}") for of in labels for name in both}
-    found = runner.figures(plan, later_runs(plan, {"a": 1e-3, "b": 1e-3})[0], out)
+    found = there.figures(plan, later_runs(plan, {"a": 1e-3, "b": 1e-3})[0], out)
     assert found == {"accuracy": 0.5, "pass@8": 0.75, "maj@8": 0.25, "base_accuracy": 0.1} | {
         "accuracy/sampled": 0.5, "pass@8/sampled": 0.75, "maj@8/sampled": 0.25, "base_accuracy/sampled": 0.1
     }  # fmt: skip
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert runner.visible_gpus() == []
+    assert work.visible_gpus() == []
 
 
 @pytest.mark.slow
@@ -367,7 +367,7 @@ def test_a_killed_study_goes_on_where_it_was_and_ends_as_one_that_was_not(tmp_pa
         return sorted(table.read_table(folder / table.TABLE))
 
     broken, whole = tmp_path / "broken", tmp_path / "whole"
-    assert not any(metric == "accuracy" for *_, metric, _ in call(broken, "--minutes", "0.4"))
+    assert not any(metric == "accuracy" for *_, metric, _ in call(broken, "--minutes", "0.25"))
     again, at_once = call(broken), call(whole)
     timed = ("seconds", "per_s", "hours/", "adapter_version")
     assert all(any(row[3] == "hours/CPU" for row in rows) for rows in (again, at_once))

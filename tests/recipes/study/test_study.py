@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 
 from qerl_recipes.cli import app
 from qerl_recipes.evaluate.request import check as check_tasks
-from qerl_recipes.study import outline, results, table
-from qerl_recipes.study import run as runner
+from qerl_recipes.study import outline, results, table, there
 from qerl_recipes.study.check import check
 from qerl_recipes.study.conduct import conduct
 from qerl_recipes.study.page import cell, wanted
@@ -63,11 +62,11 @@ def test_the_best_value_is_chosen_by_arm_on_seeds_of_its_own_and_then_compared(s
         (arm, seed, value) for arm in "ab" for seed in (100, 101) for value in (1e-4, 1e-3)
     }
     assert all(r.keys == {**plan.arms[r.arm], "learning_rate": r.value} for r in sweep)
-    assert runner.all_runs(plan, tmp_path) == sweep  # nothing is known yet
+    assert there.all_runs(plan, tmp_path) == sweep  # nothing is known yet
     accuracy = {("a", 100): (0.6, 0.2), ("a", 101): (0.2, 0.3), ("b", 100): (0.1, 0.3), ("b", 101): (0.1, 0.3)}
     for one in sweep:
         finish(one, tmp_path, accuracy[one.arm, one.seed][0 if one.value == 1e-4 else 1])
-    best = best_values(plan, runner.sweep_accuracies(plan, tmp_path))
+    best = best_values(plan, there.sweep_accuracies(plan, tmp_path))
     assert best == {"a": 1e-4, "b": 1e-3}
     later = later_runs(plan, best)
     # b's best is the common value: those runs serve both
@@ -77,7 +76,7 @@ def test_the_best_value_is_chosen_by_arm_on_seeds_of_its_own_and_then_compared(s
         ("a", 1e-3, "common"),
     }
     assert {r.seed for r in later} == {0, 1, 2} and len(later) == 9
-    assert len(runner.all_runs(plan, tmp_path)) == len(sweep) + 9
+    assert len(there.all_runs(plan, tmp_path)) == len(sweep) + 9
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "recipes/studies").glob("*.yaml")), ids=lambda file: file.stem)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from qerl_recipes.cli import app
 from qerl_recipes.files.whole_folder import write_text
-from qerl_recipes.study import finished, results, table
+from qerl_recipes.study import finished, processes, results, table
 from qerl_recipes.study import run as runner
 from qerl_recipes.study.check import check
 from qerl_recipes.study.conduct import conduct
@@ -172,7 +172,7 @@ def test_a_study_does_not_go_on_where_its_base_has_been_made_anew(study, finish,
     plan, out = read(study(sweep=None, seeds=[0, 1])), tmp_path / "out"
     began, calls = model(1), []
 
-    def call(self, arguments, log, gpu):
+    def call(self, arguments, log, gpu, beside=()):
         calls.append(arguments[0])
         write_text(log, "$ qerl\nit said this\n")
         if arguments[0] == "train":
@@ -188,7 +188,7 @@ def test_a_study_does_not_go_on_where_its_base_has_been_made_anew(study, finish,
         write_text(folder / "evaluation.json", json.dumps({"tasks": {"running_sum": arms}}))
         return 0
 
-    monkeypatch.setattr(runner.Machine, "call", call)
+    monkeypatch.setattr(processes.Machine, "call", call)
     with pytest.raises(StudyError, match="ended with 1"):
         runner.run(plan, out)
     told = {(arm, metric) for arm, _, _, metric, value in results.collect(plan, out) if metric.startswith(table.BASE)}

@@ -1,0 +1,163 @@
+"""In which order a study trains and evaluates, and which evaluations share a process."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from waiting import PATIENCE, until
+
+from qerl_recipes.files.whole_folder import write_text
+from qerl_recipes.study import processes, work
+from qerl_recipes.study import run as runner
+from qerl_recipes.study.plan import read
+from qerl_recipes.study.there import all_runs
+
+
+def written(asked):
+    """What `qerl evaluate-each` leaves behind of an evaluation."""
+    folder = Path(asked["output_dir"])
+    folder.mkdir(parents=True)
+    result = {"tasks": {"running_sum": {"adapter": {"accuracy": 0.5}}}}
+    write_text(folder / "evaluation.json", json.dumps(result))
+
+
+def names(asked):
+    """The run and the name of each evaluation that was asked for together."""
+    folders = [Path(one["output_dir"]) for one in asked]
+    return [("/".join(folder.parts[-4:-2]), folder.name) for folder in folders]
+
+
+def test_runs_that_wait_for_their_evaluation_on_the_same_weights_get_it_together(study, tmp_path, monkeypatch):
+    sampled = {"tasks": "running_sum", "num_samples": 8, "temperature": 1}
+    both = {"greedy": {"tasks": "running_sum"}, "sampled": sampled}
+    plan, out = read(study(sweep=None, evaluations=both)), tmp_path / "out"
+    trained, evaluated, logs, lock = [], [], [], threading.Lock()
+
+    def call(self, arguments, log, gpu, beside=()):
+        if arguments[0] == "train":
+            if log.parent.name == "seed-0" and log.parent.parent.name == "b":
+                until(lambda: evaluated)  # the first evaluation begins before it ends
+            elif len(trained) == 5:
+                until(lambda: len(evaluated) >= 2)
+            with lock:
+                trained.append(log.parent)
+            return 0
+        asked = json.loads(arguments[1])
+        with lock:
+            evaluated.append(asked)
+            logs.append((log, list(beside)))
+        if len(evaluated) == 1:
+            until(lambda: len(trained) >= 5)
+        for one in asked:
+            written(one)
+        return 0
+
+    monkeypatch.setattr(processes.Machine, "call", call)
+    assert runner.run(plan, out, jobs=2)
+    first, second, *others = map(names, evaluated)
+    assert first == [("a/seed-0", "greedy"), ("a/seed-0", "sampled")], "none waits for others to come"
+    assert second[:2] == [("b/seed-0", "greedy"), ("b/seed-1", "greedy")], "those of a name behind each other"
+    assert second[2:] == [("b/seed-0", "sampled"), ("b/seed-1", "sampled")]
+    rest = {run for those in others for run, _ in those}
+    assert rest == {"a/seed-1", "a/seed-2", "b/seed-2"} and len([one for those in others for one in those]) == 6
+    assert logs[1] == (out / "b/seed-0/log.txt", [out / "b/seed-1/log.txt"])
+    assert {one["quantization"] for one in evaluated[1]} == {"qerl_nvfp4"}
+
+
+def test_a_quarter_of_the_jobs_evaluates_while_there_is_something_to_train(study, tmp_path, monkeypatch):
+    plan, out = read(study(sweep=None, seeds=list(range(9)))), tmp_path / "out"
+    lock, evaluating, most, begun, trained = threading.Lock(), [0], [0], [], []
+
+    def call(self, arguments, log, gpu, beside=()):
+        if arguments[0] == "train":
+            begun.append(log)
+            if len(begun) == 17:
+                until(lambda: evaluating[0])
+            trained.append(log)
+            return 0
+        with lock:
+            evaluating[0] += 1
+            if len(begun) < 17:  # two more wait
+                most[0] = max(most[0], evaluating[0])
+        until(lambda: len(trained) == 18)  # all others are trained beside these
+        for one in json.loads(arguments[1]):
+            written(one)
+        with lock:
+            evaluating[0] -= 1
+        return 0
+
+    monkeypatch.setattr(processes.Machine, "call", call)
+    assert runner.run(plan, out, jobs=8)
+    assert most == [2]
+
+
+def test_what_is_left_to_evaluate_is_shared_by_the_places(study, tmp_path, monkeypatch):
+    plan, out, evaluated = read(study(sweep=None, arms={"a": {}, "b": {}})), tmp_path / "out", []
+
+    def call(self, arguments, log, gpu, beside=()):
+        asked = json.loads(arguments[1])
+        evaluated.append(names(asked))
+        for one in asked:
+            written(one)
+        return 0
+
+    for run in all_runs(plan, out):
+        (out / run.folder / "adapter").mkdir(parents=True)
+    monkeypatch.setattr(processes.Machine, "call", call)
+    machine = processes.Machine(None, Console(quiet=True), "CPU")
+    assert work.finish_all(plan, out, 3, machine) == []
+    assert sorted(map(len, evaluated)) == [2, 2, 2] and len({one for group in evaluated for one in group}) == 6
+
+
+@pytest.mark.parametrize("weights", [{"lora_r": 8}, {"model_name_or_path": "other"}, {"quantization": "nf4"}])
+def test_other_weights_or_another_rank_are_evaluated_apart(weights, study):
+    plan = read(
+        study(sweep=None, seeds=[0, 1], arms={"a": {"quantization": "bf16"}, "b": {"quantization": "bf16", **weights}})
+    )
+    left = work.Left(plan, jobs=1, trained=all_runs(plan, Path("out")))
+    assert [run.folder for run in left.next(1)[0]] == ["a/seed-0", "a/seed-1"]
+    assert [run.folder for run in left.next(1)[0]] == ["b/seed-0", "b/seed-1"]
+    assert left.next(1) == ([], False)
+
+
+def test_an_evaluation_that_fails_takes_no_other_with_it(study, tmp_path, monkeypatch):
+    plan, out, asked = read(study(sweep=None, arms={"a": {}, "b": {}})), tmp_path / "out", []
+
+    def call(self, arguments, log, gpu, beside=()):
+        those = json.loads(arguments[1])
+        asked.append([name for name, _ in names(those)])
+        for one in those:
+            if "b/seed-1" in one["output_dir"]:
+                log.write_text("$ qerl evaluate-each\nqerl: it holds NaN\n")
+                return 2
+            written(one)
+        return 0
+
+    for run in all_runs(plan, out):
+        (out / run.folder / "adapter").mkdir(parents=True)
+    monkeypatch.setattr(processes.Machine, "call", call)
+    (failed,) = work.finish_all(plan, out, 1, processes.Machine(None, Console(quiet=True), "CPU"))
+    assert failed.startswith("b/seed-1 ended with 2: qerl: it holds NaN")
+    runs = [f"{arm}/seed-{seed}" for seed in (0, 1, 2) for arm in "ab"]
+    assert asked == [runs, ["b/seed-1"], ["a/seed-2"], ["b/seed-2"]], "what is there is not asked again"
+
+
+def test_a_stop_begins_nothing_more_and_names_no_failure(study, tmp_path, monkeypatch):
+    plan, out, called = read(study(sweep=None)), tmp_path / "out", []
+
+    def call(self, arguments, log, gpu, beside=()):
+        called.append(arguments[0])
+        if arguments[0] == "evaluate-each":
+            self.stop()
+            return -15
+        return None if self.stopping.is_set() else 0
+
+    monkeypatch.setattr(processes.Machine, "call", call)
+    result = []
+    asking = threading.Thread(target=lambda: result.append(work.finish_all(plan, out, 1, machine)))
+    machine = processes.Machine(None, Console(quiet=True), "CPU")
+    asking.start()
+    asking.join(PATIENCE)
+    assert result == [[]] and called[:2] == ["train", "evaluate-each"] and "evaluate-each" not in called[2:]
