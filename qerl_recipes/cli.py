@@ -325,8 +325,11 @@ def study(
             raise typer.BadParameter(f"{file} is a folder of studies: it takes no options; name one of its files")
         typer.echo(sum_up(file))
         return
-    if finished and (table or dry_run):
-        raise typer.BadParameter("--table and --dry-run run nothing: leave --finished out")
+    if (table or dry_run) and (finished or output or minutes is not None or jobs != 1 or (table and dry_run)):
+        raise typer.BadParameter(
+            "--table and --dry-run run nothing: leave --finished, --output, --minutes and --jobs out, and the other of "
+            "the two; the page of a --table lies beside it"
+        )
     if dry_run:
         from qerl_recipes.study.check import check
         from qerl_recipes.study.outline import outline

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, get_args, get_type_hints
 import yaml
 from trl import TrlParser
 
+from qerl_recipes.files.unique_keys import UniqueKeyLoader
 from qerl_recipes.recipe.keys import BELONGS_ELSEWHERE, REFUSED, RENAMED, TOPICS, WITHOUT_EFFECT, refused
 from qerl_vllm_plugin.address import HIDDEN, hidden
 
@@ -52,20 +53,6 @@ class RecipeParser(TrlParser):
         return {name for name, hint in hints if type(None) in get_args(hint)}
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """Safe YAML in which a key that stands twice in one mapping is an error instead of the last one winning."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, str) and key in seen:
-                raise ConfigError(f"{key} stands twice (line {key_node.start_mark.line + 1}); keep one of them")
-            if isinstance(key, str):
-                seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a recipe file; raises ConfigError if there is none, or if a key stands twice."""
     try:
@@ -73,8 +60,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"recipe {path} cannot be read: {error}") from error
     try:
-        content = yaml.load(text, Loader=_UniqueKeyLoader)
-    except (yaml.YAMLError, ConfigError) as error:
+        content = yaml.load(text, Loader=UniqueKeyLoader)
+    except yaml.YAMLError as error:
         raise ConfigError(f"recipe {path} is not valid YAML: {error}") from error
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise ConfigError(f"recipe {path} must be a YAML mapping of keys to values")

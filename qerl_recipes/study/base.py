@@ -40,6 +40,17 @@ def refuse_other_weights(study: Study, runs: Iterable[Run], folder: Path) -> Non
             )
 
 
+def refuse_missing_bases(study: Study, runs: Iterable[Run]) -> None:
+    """Raises StudyError for a base that is a folder by its name, and not there: every run on it would fail."""
+    for model in sorted({study.settled(run.keys)["model_name_or_path"] for run in runs}):
+        parts = Path(model).parts
+        if (len(parts) > 2 or parts[0] in ("/", ".", "..", "~")) and not Path(model).is_dir():
+            raise StudyError(
+                f"model_name_or_path: there is no folder {model}; the head of {study.recipe} says how it is made, or "
+                "name another one there"
+            )
+
+
 def check_taken(study: Study, rows: Sequence[Row]) -> None:
     """Raises StudyError for an arm of another study, ``rows`` as `taken_rows` gives them, whose base is not the one
     that this study's runs will have, or that does not say which it was. A model of the hub is known by its name."""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from qerl_recipes.files.whole_folder import write_text
 from qerl_recipes.study.curves import draw
+from qerl_recipes.study.finished import refuse_other_plan
 from qerl_recipes.study.overview import overview, studies
 from qerl_recipes.study.page import page
 from qerl_recipes.study.plan import read
@@ -26,11 +27,13 @@ def conduct(
 
     With ``table`` nothing runs: the page is made anew from that table, beside it. The runs that the table ``finished``
     has are not made again. ``folder`` is by default runs/studies/NAME, NAME being that of the file. Raises StudyError
-    for a study or table that cannot be read, and, once all is written, where runs have failed.
+    for a study or table that cannot be read, for a ``table`` that is not of this study as it is now, and, once all is
+    written, where runs have failed.
     """
     study, failure = read(file), None
     if table is not None:
         folder, rows = table.parent, read_table(table)
+        refuse_other_plan(study, rows, table)
     else:
         folder = folder or Path("runs/studies") / file.stem
         try:

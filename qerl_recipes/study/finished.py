@@ -6,6 +6,7 @@ folder; of a run that lies there too, they are what counts.
 
 import functools
 import hashlib
+import itertools
 import json
 from collections import defaultdict
 from collections.abc import Iterable
@@ -13,9 +14,11 @@ from pathlib import Path
 
 from qerl_recipes.study.base import DIGITS, base_there
 from qerl_recipes.study.plan import Run, Study, StudyError, possible_runs
+from qerl_recipes.study.summaries import summaries
 from qerl_recipes.study.table import BASE, PLAN, Row, named, read_table, write_table
 
 KEPT = "finished.csv.gz"
+ROUNDING = 1e-6  # of a reward in a table, which has six digits
 Rows = dict[tuple[str, int], list[Row]]  # (an arm's label, a seed) -> the rows of that run
 
 
@@ -27,12 +30,11 @@ def keep(study: Study, table: Path, folder: Path) -> None:
     """
     taken = set(study.taken.arms) if study.taken else set()
     found = {key: rows for key, rows in _by_run(read_table(table)).items() if key[0] not in taken}
+    refuse_other_plan(study, itertools.chain(*found.values()), table)
     possible = possible_runs(study)
     for (label, seed), rows in found.items():
         where, metrics = f"{table}: {label}/seed-{seed}", {metric for *_, metric, _ in rows}
-        run = possible.get((label, seed))
-        if run is None:
-            raise StudyError(f"{where} is no run of this study; name the table of this one")
+        run = possible[label, seed]
         for name in study.evaluations_of(run):
             if (metric := "accuracy" if name == study.primary else f"accuracy/{name}") not in metrics:
                 raise StudyError(f"{where} has no {metric}; leave --finished out, so that it is run")
@@ -41,13 +43,43 @@ def keep(study: Study, table: Path, folder: Path) -> None:
                 raise StudyError(
                     f"{where} has no {what}..., which older tables lack; leave --finished out, so that it is run"
                 )
-        if f"{PLAN}{plan_of(study, run)}" not in metrics:
-            raise StudyError(
-                f"{where} was made by other keys of the recipe, the arm or its evaluations than there are now; put "
-                "those back, or leave --finished out, so that it is run"
-            )
     refuse_other_bases(study, found, str(table))
     write_table([row for rows in found.values() for row in rows], folder / KEPT)
+
+
+def refuse_other_plan(study: Study, rows: Iterable[Row], table: Path) -> None:
+    """Raises StudyError where a run of ``table`` is not of this study, or was made by other keys, or for another target
+    of the reward, than there are now. A table of before, which does not say its keys, is believed."""
+    possible, taken = possible_runs(study), set(study.taken.arms) if study.taken else set()
+    for (label, seed), those in _by_run(rows).items():
+        run, where = possible.get((label, seed)), f"{table}: {label}/seed-{seed}"
+        if run is None and label not in taken:
+            raise StudyError(f"{where} is no run of this study; name the table of this one")
+        if run is not None and (plans := named(PLAN, those)) and plans != {plan_of(study, run)}:
+            raise StudyError(
+                f"{where} was made by other keys of the recipe, the arm or its evaluations than there are now; put "
+                "those back, or begin anew without this table"
+            )
+        refuse_other_target(study, those, where)
+
+
+def refuse_other_target(study: Study, rows: Iterable[Row], where: str) -> None:
+    """Raises StudyError where a run's rows say another step, or none, at which it reached ``target_reward``."""
+    steps: dict[int, dict[str, float]] = defaultdict(dict)
+    said = None
+    for _, _, step, metric, value in rows:
+        if metric in ("reward", "step_seconds"):
+            steps[step] |= {"step": step, metric: value}
+        elif metric == "steps_to_target":
+            said = value
+    target = study.target_reward
+    near = (None,) if target is None else (target - ROUNDING, target + ROUNDING)
+    reached = [summaries([steps[step] for step in sorted(steps)], of).get("steps_to_target") for of in near]
+    if steps and said not in reached:
+        raise StudyError(
+            f"{where} reached its target at another step than follows from target_reward {target}; put back the one "
+            "that it was made for, or begin anew without this table"
+        )
 
 
 def kept(folder: Path) -> Rows:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from qerl_recipes.study.plan import Study
 from qerl_recipes.study.results import Final, Verdict, comparisons, counted, final, hours, labels, verdicts
+from qerl_recipes.study.summaries import ENDS
 from qerl_recipes.study.table import Row
 
 # of the training: the second table of a page
@@ -21,6 +22,12 @@ OF_A_RUN = (
     ),
     "tokens_per_s",
     *("steps_to_target", "seconds_to_target"),
+)
+
+# how the table of comparisons was made
+OF_COMPARISONS = (
+    "Paired by seed. p is of the t test, corrected by Holm for all comparisons of the plan; over few seeds the "
+    "bootstrap's interval is too narrow. d_z: the mean difference in standard deviations of the differences."
 )
 
 
@@ -46,15 +53,19 @@ def page(study: Study, rows: Sequence[Row], title: str, command: str) -> str:
                 lines.append(f"| {label or arm} | {count} | {' | '.join(cells)} |")
             lines.append("")
         lines += ["Mean over seeds, and its standard deviation; where not all runs have a value, of how many.", ""]
+        lines += [of_metrics(study), ""] if values["reward_area"] else []
         compared = comparisons(study, values).get(kind, [])
         if compared:
-            lines += ["| a | b | seeds | a - b | 95 % interval | effect (d_z) | p, Holm | a is |", "|---" * 8 + "|"]
             lines += [
-                f"| {c.a} | {c.b} | {c.seeds} | {c.difference:+.1%} | {c.low:+.1%} to {c.high:+.1%} | {c.effect:+.2f} "
-                f"| {c.p_holm:.3f} | {c.verdict()} |"
+                "| a | b | seeds | a - b | 95 % (t) | 95 % (bootstrap) | d_z | p, Holm | a is |",
+                "|---" * 9 + "|",
+            ]
+            lines += [
+                f"| {c.a} | {c.b} | {c.seeds} | {c.difference:+.1%} | {c.t_low:+.1%} to {c.t_high:+.1%} "
+                f"| {c.low:+.1%} to {c.high:+.1%} | {c.effect:+.2f} | {c.p_holm:.3f} | {c.verdict()} |"
                 for c in compared
             ]
-            lines.append("")
+            lines += ["", OF_COMPARISONS, ""]
     lines += _claims(study, values)
     if study.sweep is not None:
         lines += _sweep(study, values)
@@ -89,7 +100,19 @@ def of_others(study: Study) -> list[str]:
 def cost(rows: Sequence[Row]) -> str:
     """What the runs took, as a sentence that follows another; nothing where the table does not say it."""
     taken = [f"{value:.1f} hours of {device}" for device, value in sorted(hours(rows).items())]
-    return f" They took {' and '.join(taken)}." if taken else ""
+    return f" They took {' and '.join(taken)}, whatever other programs ran there counted in." if taken else ""
+
+
+def of_metrics(study: Study) -> str:
+    """What the names in the second table mean (`summaries`)."""
+    text = (
+        "reward_area: mean reward over the steps. entropy: of the completions that the trainer computed, at the first "
+        "and last steps, in nats a token; sampled_entropy: of all, by what was sampled, noise included. mismatch: mean "
+        "|log p| difference of rollout and trainer. without_signal: share of groups whose rewards are all equal."
+    )
+    if study.target_reward is None:
+        return text
+    return f"{text} steps_to_target: until the mean reward of {ENDS} steps was {study.target_reward:g}."
 
 
 def told(found: Verdict) -> str:

@@ -35,6 +35,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from qerl_recipes.files.unique_keys import UniqueKeyLoader
+
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 # what a study sets itself, in every run
 OWN_KEYS = ("seed", "output_dir", "resume_from_checkpoint")
@@ -106,11 +108,20 @@ class Study(_Strict):
         for arm, keys in self.arms.items():
             if taken := sorted(set(keys) & {*OWN_KEYS, *([self.sweep.key] if self.sweep else [])}):
                 raise ValueError(f"arms.{arm}: {', '.join(taken)} is set by the study itself; remove it")
+            if absent := sorted(key for key, value in keys.items() if value is None):
+                raise ValueError(
+                    f"arms.{arm}: {', '.join(absent)} is null, which no flag can say: the recipe's would hold. Take it "
+                    "out of the recipe, and give it to the arms that have it"
+                )
         compared = {"comparisons": self.comparisons, "claims": [claim.pair for claim in self.claims]}
         for key, pairs in compared.items():
             for name in itertools.chain(*pairs):
                 if name not in self.arms:
                     raise ValueError(f"{key}: {name!r} is not one of the arms {', '.join(self.arms)}")
+            if alike := [a for a, b in pairs if a == b]:
+                raise ValueError(f"{key}: {alike[0]} is compared with itself")
+        if len(set(self.comparisons)) < len(self.comparisons):
+            raise ValueError("comparisons: each may stand there once")
         if self.sweep is None and any(claim.metric == SWEEP_GAIN for claim in self.claims):
             raise ValueError(f"claims: the metric {SWEEP_GAIN} needs a sweep")
         if self.primary not in self.evaluations:
@@ -123,6 +134,12 @@ class Study(_Strict):
             if self.sweep:
                 raise ValueError("taken: the arms of a study with a sweep are all run; remove one or the other")
         if self.sweep:
+            if self.sweep.key in OWN_KEYS:
+                raise ValueError(f"sweep.key: {self.sweep.key} is set by the study itself; sweep another key")
+            if len({f"{value:g}" for value in self.sweep.values}) < len(self.sweep.values):
+                raise ValueError("sweep.values: each may stand there once, and they differ in their first six digits")
+            if len(set(self.sweep.seeds)) < len(self.sweep.seeds):
+                raise ValueError("sweep.seeds: each may stand there once")
             if set(self.sweep.seeds) & set(self.seeds):
                 raise ValueError("sweep.seeds: the best value must not be chosen on the seeds that are compared")
             if self.sweep.common is not None and self.sweep.common not in self.sweep.values:
@@ -139,8 +156,12 @@ class Study(_Strict):
         return {self.primary: self.evaluations[self.primary]} if run.kind == "sweep" else self.evaluations
 
     def settled(self, keys: Mapping[str, Any]) -> dict[str, Any]:
-        """The keys of a training: those of the recipe's file, and ``keys``, an arm's or a run's, over them."""
-        return {**yaml.safe_load(self.recipe.read_text(encoding="utf-8")), **keys}
+        """The keys of a training: those of the recipe's file, and ``keys``, an arm's or a run's, over them. Raises
+        StudyError for a file that is no YAML."""
+        try:
+            return {**yaml.load(self.recipe.read_text(encoding="utf-8"), Loader=UniqueKeyLoader), **keys}
+        except yaml.YAMLError as error:
+            raise StudyError(f"recipe {self.recipe} is no YAML: {error}") from error
 
     def decided(self, keys: Mapping[str, Any]) -> dict[str, Any]:
         """Of those keys the ones that the study does not set itself."""
@@ -174,7 +195,7 @@ class Run(_Strict):
 def read(path: Path) -> Study:
     """The study in a YAML file. Raises StudyError for a key that is unknown, missing or does not fit the others."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeyLoader)
     except FileNotFoundError as error:
         raise StudyError(f"there is no study file {path}") from error
     except yaml.YAMLError as error:
@@ -233,7 +254,8 @@ def best_values(study: Study, accuracies: Mapping[tuple[str, int, float], float]
     seeds = study.sweep.seeds
 
     def mean(arm: str, value: float) -> float:
-        return sum(accuracies[arm, seed, value] for seed in seeds) / len(seeds)
+        # equal ones are equal whatever the order of the sum, and in a table of six digits
+        return round(sum(accuracies[arm, seed, value] for seed in seeds) / len(seeds), 5)
 
     whole = [arm for arm in study.arms if all((arm, s, v) in accuracies for s in seeds for v in study.sweep.values)]
     return {arm: max(sorted(study.sweep.values), key=lambda value: mean(arm, value)) for arm in whole}
@@ -251,7 +273,7 @@ def flags(keys: dict[str, Any]) -> list[str]:
         if isinstance(value, bool):
             flags += [f"--{name}", str(value).lower()]
         elif isinstance(value, list):
-            flags += [f"--{name}", *map(str, value)]
+            flags += [f"--{name}", *(json.dumps(one) if isinstance(one, dict | bool) else str(one) for one in value)]
         elif isinstance(value, dict):
             flags += [f"--{name}", json.dumps(value)]
         elif value is not None:

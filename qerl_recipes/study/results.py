@@ -7,9 +7,8 @@ steps, ``hours/DEVICE``, what it took of a GPU or of the machine, beside other r
 """
 
 import json
-import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,13 +18,13 @@ from qerl_recipes.study.plan import SWEEP_GAIN, Claim, Study, best_values, first
 from qerl_recipes.study.processes import seconds_of
 from qerl_recipes.study.run import says_its_recipe
 from qerl_recipes.study.statistics import Comparison, holm, judged, paired
+from qerl_recipes.study.summaries import summaries
 from qerl_recipes.study.table import BASE, HOURS, PLAN, Row
 from qerl_recipes.study.taken import taken_rows
 from qerl_recipes.study.there import all_runs, figures, is_finished
 from qerl_recipes.study.work import METRICS
 
 Final = Mapping[str, Mapping[str, Mapping[int, float]]]  # metric -> arm's label in the table -> seed -> value
-ENDS = 5  # steps averaged at the start and at the end of a run
 
 
 def collect(study: Study, folder: Path) -> list[Row]:
@@ -54,47 +53,6 @@ def collect(study: Study, folder: Path) -> list[Row]:
             found[f"{PLAN}{plan_of(study, one)}"] = 1.0
         rows += [(one.label, one.seed, last, name, value) for name, value in found.items()]
     return rows
-
-
-def summaries(steps: Sequence[Mapping[str, float]], target: float | None) -> dict[str, float]:
-    """What the steps of a run come to.
-
-    ``reward_area``: the mean reward over its steps. ``entropy_start`` and ``entropy_end``: mean of its first and of its
-    last steps, of the completions that were computed; ``sampled_entropy_start`` and ``..._end`` the same of all, noise
-    of the rollout included, estimated by what was sampled: which completions are computed depends on the rewards, so
-    that arms can be compared by these alone. ``mismatch`` and ``without_signal``: means over the steps of
-    ``logp_mismatch_mean`` and of ``equal_groups``, the share of groups without signal. ``seconds_a_step`` and
-    ``tokens_per_s`` (of the rollouts): their medians. ``steps_to_target`` and ``seconds_to_target``: until the mean
-    reward of the last five steps reaches ``target``; absent where it never does.
-    """
-    scored = [step for step in steps if step.get("reward") is not None]  # a rollout for several steps is scored once
-    rewards = [step["reward"] for step in scored]
-    found = {"reward_area": sum(rewards) / len(rewards)} if rewards else {}
-
-    def of(metric: str, part: slice = slice(None)) -> list[float]:
-        return [step[metric] for step in steps[part] if step.get(metric) is not None]
-
-    means = {
-        "entropy_start": of("entropy", slice(ENDS)),
-        "entropy_end": of("entropy", slice(-ENDS, None)),
-        "sampled_entropy_start": of("sampled_entropy", slice(ENDS)),
-        "sampled_entropy_end": of("sampled_entropy", slice(-ENDS, None)),
-        "mismatch": of("logp_mismatch_mean"),
-        "without_signal": of("equal_groups"),
-    }
-    found |= {name: sum(values) / len(values) for name, values in means.items() if values}
-    if seconds := of("step_seconds"):
-        found["seconds_a_step"] = statistics.median(seconds)
-    if speeds := of("rollout_tokens_per_s"):
-        found["tokens_per_s"] = statistics.median(speeds)
-    if target is not None:
-        for i, step in enumerate(scored):
-            window = rewards[max(0, i + 1 - ENDS) : i + 1]
-            if len(window) == ENDS and sum(window) / ENDS >= target:
-                until = sum(s.get("step_seconds") or 0.0 for s in steps if s["step"] <= step["step"])
-                found |= {"steps_to_target": float(step["step"]), "seconds_to_target": until}
-                break
-    return found
 
 
 def final(rows: Iterable[Row]) -> Final:
@@ -129,12 +87,13 @@ def labels(study: Study, values: Final) -> dict[str, dict[str, str]]:
 
 
 def comparisons(study: Study, values: Final, metric: str = "accuracy") -> dict[str, list[Comparison]]:
-    """ "best" and "common" -> the study's comparisons by ``metric`` over its seeds, corrected by Holm within each."""
+    """ "best" and "common" -> the study's comparisons by ``metric`` over its seeds, corrected by Holm within each,
+    for as many as are planned."""
     found = {}
     for kind, names in labels(study, values).items():
         of = {arm: _over(study.seeds, values[metric].get(names.get(arm, ""))) for arm in study.arms}
         made = [_compared(a, b, of[a], of[b]) for a, b in study.comparisons]
-        found[kind] = holm([comparison for comparison in made if comparison is not None])
+        found[kind] = holm([comparison for comparison in made if comparison is not None], len(made))
     return found
 
 
@@ -148,8 +107,10 @@ class Verdict:
 
 
 def verdicts(study: Study, values: Final) -> list[Verdict]:
-    """The study's claims, each arm at its best value of the sweep's key, judged with Holm's correction over those that
-    there are results for. A claim of the metric ``sweep_gain`` is judged over the sweep's seeds."""
+    """The study's claims, each arm at its best value of the sweep's key, judged with Holm's correction over all of
+    them. One of a metric that runs with an accuracy lack (``steps_to_target``, of those that reached it) is undecided:
+    the others would be left out of what is compared. A claim of the metric ``sweep_gain`` is judged over the sweep's
+    seeds."""
     names = labels(study, values)["best"]
     made: list[Comparison | None] = []
     seeds: list[int] = []  # how many both arms of a claim have
@@ -160,7 +121,7 @@ def verdicts(study: Study, values: Final) -> list[Verdict]:
             of = [_over(study.seeds, values[claim.metric].get(names.get(arm, ""))) for arm in claim.pair]
         made.append(_compared(*claim.pair, *of))
         seeds.append(len(set(of[0]) & set(of[1])))
-    corrected = iter(holm([comparison for comparison in made if comparison is not None]))
+    corrected = iter(holm([comparison for comparison in made if comparison is not None], len(made)))
     found = []
     for claim, comparison, count in zip(study.claims, made, seeds, strict=True):
         if comparison is None:
@@ -168,8 +129,18 @@ def verdicts(study: Study, values: Final) -> list[Verdict]:
             found.append(Verdict(claim, None, f"undecided: {many} {claim.metric} of both"))
         else:
             comparison = next(corrected)
-            found.append(Verdict(claim, comparison, judged(comparison, claim.expect, claim.margin)))
+            lacking = max(_lack(study, values, names.get(arm, ""), claim.metric) for arm in claim.pair)
+            verdict = judged(comparison, claim.expect, claim.margin)
+            found.append(Verdict(claim, comparison, f"undecided: {lacking} runs lack it" if lacking else verdict))
     return found
+
+
+def _lack(study: Study, values: Final, label: str, metric: str) -> int:
+    """How many runs of an arm have an accuracy and not ``metric``."""
+    if metric == SWEEP_GAIN:
+        return 0
+    there, has = (_over(study.seeds, values[of].get(label)) for of in ("accuracy", metric))
+    return len(there.keys() - has.keys())
 
 
 def sweep_gain(study: Study, values: Final, arm: str) -> dict[int, float]:

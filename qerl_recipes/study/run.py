@@ -20,12 +20,12 @@ from qerl_recipes.files.whole_folder import lock, write_text
 from qerl_recipes.machine.gpu import installed_gpu
 from qerl_recipes.machine.server_process import inherited
 from qerl_recipes.study import finished
-from qerl_recipes.study.base import refuse_other_weights
+from qerl_recipes.study.base import refuse_missing_bases, refuse_other_weights
 from qerl_recipes.study.check import check, check_tasks
 from qerl_recipes.study.plan import Study, StudyError
 from qerl_recipes.study.processes import Machine
 from qerl_recipes.study.there import all_runs, is_finished
-from qerl_recipes.study.work import finish_all
+from qerl_recipes.study.work import MOST, finish_all
 
 MARK, RECIPE = "study.json", "recipe_keys"  # of a study's folder, and in it what its runs have of the recipe
 
@@ -64,6 +64,7 @@ def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = No
             finished.refuse_other_bases(study, finished.kept(folder), str(folder / finished.KEPT))
         runs = all_runs(study, folder)
         refuse_other_weights(study, runs, folder)
+        refuse_missing_bases(study, runs)
         if not all(is_finished(study, one, folder) for one in runs):
             check_tasks(study)
         gpu = installed_gpu()
@@ -74,7 +75,8 @@ def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = No
     finally:
         os.close(handle)
     if failed:
-        raise RunsFailedError("; ".join(failed))
+        more = [f"and {len(failed) - MOST} more, whose reasons stand above"] if len(failed) > MOST else []
+        raise RunsFailedError("; ".join([*failed[:MOST], *more]))
     return not machine.stopping.is_set()
 
 

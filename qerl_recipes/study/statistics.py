@@ -9,7 +9,7 @@ from scipy import stats
 
 RESAMPLES = 10_000
 ALPHA = 0.05
-EQUAL = 1e-12  # differences nearer than this are equal but for the last bits of their subtraction
+EQUAL = 2e-5  # of the values: differences nearer than this are equal, but for the six digits of a table
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,11 @@ def paired(a: str, b: str, of_a: Mapping[int, float], of_b: Mapping[int, float],
         raise ValueError(f"{a} and {b} have {len(common)} seeds in common; a comparison needs at least 2")
     differences = np.array([of_a[s] - of_b[s] for s in common])
     spread = float(differences.std(ddof=1))
+    equal = EQUAL * max(abs(of[s]) for of in (of_a, of_b) for s in common)
     mean = float(differences.mean())
     if isnan(mean):  # of a run whose metric is no number: nothing follows
         return Comparison(a, b, len(common), mean, mean, mean, mean, p=mean)
-    if spread < EQUAL:
+    if spread <= equal:
         spread = 0.0
         low = high = mean
     else:
@@ -64,9 +65,9 @@ def paired(a: str, b: str, of_a: Mapping[int, float], of_b: Mapping[int, float],
             (differences,), np.mean, n_resamples=RESAMPLES, method="percentile", rng=np.random.default_rng(seed)
         )
         low, high = map(float, found.confidence_interval)
-    effect = mean / spread if spread else float("inf") if mean else 0.0
+    effect = mean / spread if spread else float("inf") if abs(mean) > equal else 0.0
     if not spread:
-        p = 2.0 ** (1 - len(common)) if abs(mean) > EQUAL else 1.0
+        p = 2.0 ** (1 - len(common)) if abs(mean) > equal else 1.0
         return Comparison(a, b, len(common), mean, low, high, effect, p, t_low=mean, t_high=mean)
     tested = stats.ttest_1samp(differences, 0.0)
     t_low, t_high = map(float, tested.confidence_interval(1 - ALPHA))
@@ -92,16 +93,17 @@ def judged(found: Comparison, expect: str, margin: float) -> str:
     return "not supported" if most < margin else "undecided at this size"
 
 
-def holm(comparisons: Sequence[Comparison]) -> list[Comparison]:
+def holm(comparisons: Sequence[Comparison], planned: int | None = None) -> list[Comparison]:
     """The same with ``p_holm``. Source: S. Holm, A simple sequentially rejective multiple test procedure (1979).
 
-    A comparison without a p (nan, of a run whose metric is nan) counts as one and has none.
+    ``planned``: of how many they are the ones that there are results for; without it they are all. A comparison without
+    a p (nan, of a run whose metric is nan) counts as one and has none.
     """
     order = sorted(range(len(comparisons)), key=lambda i: (isnan(comparisons[i].p), comparisons[i].p))
     corrected, running = [float("nan")] * len(order), 0.0
     for rank, i in enumerate(order):
         if isnan(comparisons[i].p):
             break
-        running = max(running, min(1.0, comparisons[i].p * (len(order) - rank)))
+        running = max(running, min(1.0, comparisons[i].p * ((planned or len(order)) - rank)))
         corrected[i] = running
     return [replace(comparison, p_holm=p) for comparison, p in zip(comparisons, corrected, strict=True)]

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import io
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -22,12 +23,19 @@ def named(what: str, rows: Iterable[Row]) -> set[str]:
 
 
 def write_table(rows: Iterable[Row], path: Path) -> None:
-    """Write the rows, the same bytes for the same rows; whoever reads the table meanwhile reads it whole."""
+    """Write the rows, the same bytes for the same rows; whoever reads the table meanwhile reads it whole.
+
+    Figures of each step have six digits. Those that a run has once are as they are: pages made from the table and from
+    the runs are the same.
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
+    rows = list(rows)
+    times = Counter((arm, seed, metric) for arm, seed, _, metric, _ in rows)
     for arm, seed, step, metric, value in sorted(rows):
-        writer.writerow((arm, seed, step, metric, f"{value:.6g}"))
+        whole = times[arm, seed, metric] == 1  # what a run comes to, from which verdicts follow
+        writer.writerow((arm, seed, step, metric, repr(float(value)) if whole else f"{value:.6g}"))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path, gzip.compress(text.getvalue().encode(), mtime=0))
 

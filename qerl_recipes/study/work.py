@@ -23,6 +23,8 @@ from qerl_recipes.study.there import RESULT, all_runs, figures, is_finished
 
 LOG, METRICS = "log.txt", "metrics.jsonl"
 REFUSED = "qerl: "  # how a line begins in which a command says why it does not do what was asked
+HINT = "(QERL_TRACEBACK"  # and the one behind the last of these
+MOST = 5  # failed runs whose reasons are given at the end
 PATIENCE = 120.0  # seconds for a training to end that a killed study has left behind
 EVALUATE = 4  # one in so many jobs evaluates, while there is something to train
 
@@ -208,8 +210,9 @@ def _wait_for_the_last(folder: Path, machine: Machine) -> None:
 def _ended(run: Run, folder: Path, code: int | None, machine: Machine) -> list[str]:
     if machine.stopping.is_set():
         return []  # told to end; the next call goes on
-    machine.console.print(f"{run.folder}: failed")
-    return [f"{run.folder} ended with {code}: {_reason(folder / LOG)} (all of it in {folder / LOG})"]
+    reason = _reason(folder / LOG)
+    machine.console.print(f"{run.folder}: failed: {reason}", markup=False, highlight=False)
+    return [f"{run.folder} ended with {code}: {reason} (all of it in {folder / LOG})"]
 
 
 def _reason(log: Path) -> str:
@@ -217,4 +220,8 @@ def _reason(log: Path) -> str:
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     begins = max((i for i, line in enumerate(lines) if line.startswith("$ ")), default=-1)
     said = lines[begins + 1 :]
-    return next((line for line in reversed(said) if line.startswith(REFUSED)), said[-1] if said else "it said nothing")
+    refusals = [i for i, line in enumerate(said) if line.startswith(REFUSED)]
+    if not refusals:
+        return said[-1] if said else "it said nothing"
+    whole = itertools.takewhile(lambda line: not line.startswith(HINT), said[refusals[-1] :])
+    return " ".join(line.strip() for line in whole)

@@ -153,6 +153,58 @@ def test_a_table_that_is_not_of_this_study_is_refused_and_nothing_is_kept(change
     assert list(out.iterdir()) == []
 
 
+@pytest.mark.parametrize("target", [0.4, 0.95, None])
+def test_runs_that_reached_another_target_are_refused(target, study, finish, tmp_path):
+    """The rewards are 0.1 and 0.9 by turns: of five in a row 0.42 or 0.58 on average, from the fifth on."""
+    Path("recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    make_base(1.0)
+    plan, out = read(study(sweep=None)), claimed(read(study(sweep=None)), tmp_path / "elsewhere")
+    for one in first_runs(plan):
+        finish(one, out, 0.5, rewards=[0.1, 0.9] * 4)
+        say_base(out / one.folder)
+    file, page = tmp_path / "kept" / table.TABLE, tmp_path / "kept" / "README.md"
+    table.write_table(results.collect(plan, out), file)
+    conduct(Path("study.yaml"), table=file)
+    before = page.read_text()
+    assert "steps_to_target: until the mean reward of 5 steps was 0.5." in before and "| 6 ± 0 |" in before
+    changed = study(sweep=None, target_reward=target)
+    for refused in (
+        lambda: finished.keep(read(changed), file, tmp_path),
+        lambda: conduct(changed, table=file),
+    ):
+        with pytest.raises(StudyError, match="reached its target at another step than follows from target_reward"):
+            refused()
+    assert page.read_text() == before
+    finished.keep(read(study(sweep=None, target_reward=0.55)), file, tmp_path)  # reached at the same step
+
+
+def test_a_reward_that_a_table_has_rounded_below_the_target_has_reached_it(study):
+    plan = read(study(sweep=None, target_reward=21 / 256))
+    rows = [("a", 0, step, "reward", float(f"{21 / 256:.6g}")) for step in range(1, 8)]
+    assert rows[0][4] < 21 / 256
+    finished.refuse_other_target(plan, [*rows, ("a", 0, 7, "steps_to_target", 5.0)], "here")
+    with pytest.raises(StudyError, match="here reached its target at another step"):
+        finished.refuse_other_target(plan, [*rows, ("a", 0, 7, "steps_to_target", 6.0)], "here")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arms": {"a": {"quantization": "nf4"}, "b": {"quantization": "qerl_nvfp4"}}}, "made by other keys"),
+        ({"evaluations": {"greedy": {"tasks": "gsm8k"}}}, "made by other keys"),
+        ({"arms": {"a": {"quantization": "bf16"}, "d": {}}, "comparisons": None}, "is no run of this study"),
+        ({"seeds": [5, 6, 7]}, "is no run of this study"),
+    ],
+)
+def test_no_page_is_made_of_a_table_that_another_plan_has_made(changes, message, published, study):
+    _, file, _ = published
+    conduct(study(), table=file)
+    before = (file.parent / "README.md").read_bytes()
+    with pytest.raises(StudyError, match=message):
+        conduct(study(**changes), table=file)
+    assert (file.parent / "README.md").read_bytes() == before
+
+
 @pytest.mark.parametrize(
     "key", [{"lora_r": 16}, {"learning_rate": 2e-3}, {"max_steps": 100}, {"model_name_or_path": "other"}]
 )
@@ -231,7 +283,8 @@ def test_a_study_without_a_sweep_goes_on_with_more_seeds(study, finish, tmp_path
     assert sorted(trained) == ["a/seed-2", "b/seed-2"]
 
 
-@pytest.mark.parametrize("option", [["--dry-run"], ["--table", "t.csv.gz"]])
-def test_where_nothing_runs_the_option_is_refused(option, study, tmp_path):
-    said = CliRunner().invoke(app, ["study", str(study()), "--finished", "t.csv.gz", *option])
-    assert said.exit_code == 2 and "leave --finished out" in " ".join(said.output.split())
+@pytest.mark.parametrize("nothing_runs", [["--dry-run"], ["--table", "t.csv.gz"]], ids=["dry-run", "table"])
+@pytest.mark.parametrize("option", ["--finished t.csv.gz", "--output out", "--minutes 3", "--jobs 2"])
+def test_where_nothing_runs_the_option_is_refused(nothing_runs, option, study, tmp_path):
+    said = CliRunner().invoke(app, ["study", str(study()), *option.split(), *nothing_runs])
+    assert said.exit_code == 2 and "leave --finished," in " ".join(said.output.split())

@@ -34,6 +34,16 @@ LARGER = {"claim": "a larger rate suits b", "expect": "higher", "margin": 0.01, 
         ({"arms": {"a": {"seed": 1}, "b": {}}}, "arms.a: seed is set by the study"),
         ({"arms": {"a": {"learning_rate": 1e-3}, "b": {}}}, "arms.a: learning_rate is set by the study"),
         ({"arms": {"../a": {}, "b": {}}}, "becomes a folder's name"),
+        ({"arms": {"a": {"beta": None}, "b": {}}}, "arms.a: beta is null, which no flag can say"),
+        ({"comparisons": [["a", "a"]]}, "comparisons: a is compared with itself"),
+        ({"comparisons": [["a", "b"], ["a", "b"]]}, "comparisons: each may stand there once"),
+        ({"claims": [{"claim": "x", "pair": ["b", "b"], "expect": "higher", "margin": 1}]}, "claims: b is compared"),
+        ({"sweep": {"key": "seed", "values": [1, 2], "seeds": [100]}}, "sweep.key: seed is set by the study"),
+        ({"sweep": {"key": "beta", "values": [0.1, 0.10000001], "seeds": [100]}}, "differ in their first six digits"),
+        (
+            {"sweep": {"key": "beta", "values": [0.1, 0.2], "seeds": [100, 100]}},
+            "sweep.seeds: each may stand there once",
+        ),
         ({"comparisons": [["a", "c"]]}, "'c' is not one of the arms a, b"),
         ({"claims": [{"claim": "x", "pair": ["a", "c"], "expect": "higher", "margin": 1}]}, "claims: 'c' is not one"),
         ({"claims": [{"claim": "x", "pair": ["a", "b"], "expect": "higher", "margin": 0}]}, "claims.0.margin"),
@@ -53,6 +63,63 @@ LARGER = {"claim": "a larger rate suits b", "expect": "higher", "margin": 0.01, 
 def test_a_study_that_cannot_be_run_is_refused_by_its_key(changes, message, study):
     with pytest.raises(StudyError, match=message):
         read(study(**changes))
+
+
+def test_a_key_that_stands_twice_is_refused_in_the_plan_and_in_its_recipe(study):
+    file = study()
+    file.write_text(file.read_text() + "seeds: [7]\n")
+    with pytest.raises(StudyError, match=r"seeds stands twice \(line \d+\); keep one"):
+        read(file)
+    plan = read(study())
+    Path("recipe.yaml").write_text("beta: 0.0\nmodel_name_or_path: base\nbeta: 0.1\n")
+    with pytest.raises(StudyError, match=r"recipe.yaml is no YAML: beta stands twice \(line 3\)"):
+        plan.settled({})
+
+
+def test_of_equal_values_the_smaller_one_is_the_best_whatever_the_order_of_a_sum(study):
+    plan = read(study(sweep={"key": "beta", "values": [0.2, 0.1], "seeds": [100, 101, 102]}))
+    right = {0.1: (437, 400, 440), 0.2: (417, 385, 475)}  # of 500; the same sum, and not the same sum of floats
+    assert sum(n / 500 for n in right[0.1]) < sum(n / 500 for n in right[0.2])
+    found = {(arm, 100 + i, value): n / 500 for arm in "ab" for value, of in right.items() for i, n in enumerate(of)}
+    assert best_values(plan, found) == {"a": 0.1, "b": 0.1}
+
+
+def test_a_table_holds_what_a_run_comes_to_exactly_so_that_equal_differences_stay_equal(tmp_path):
+    """Of 512 problems: 100 and 102 right, and 101 and 103."""
+    shares = {"a": (100 / 512, 102 / 512), "b": (101 / 512, 103 / 512)}
+    rows = [(arm, seed, 60, "accuracy", of[seed]) for arm, of in shares.items() for seed in (0, 1)]
+    rows += [("a", 0, step, "reward", 1 / 3) for step in (1, 2)]
+    table.write_table(rows, tmp_path / table.TABLE)
+    there = table.read_table(tmp_path / table.TABLE)
+    assert sorted(row for row in there if row[3] == "accuracy") == sorted(rows[:4])
+    assert {value for *_, metric, value in there if metric == "reward"} == {0.333333}
+    exact = paired("b", "a", dict(enumerate(shares["b"])), dict(enumerate(shares["a"])))
+    of_six_digits = [{i: float(f"{v:.6g}") for i, v in enumerate(shares[arm])} for arm in "ba"]
+    assert exact.p == paired("b", "a", *of_six_digits).p == 0.5, "a table of before"
+
+
+def test_holms_correction_counts_the_comparisons_that_have_no_result_yet(study):
+    arms = {"a": {}, "b": {}, "c": {}}
+    plan = read(study(sweep=None, arms=arms, comparisons=[["b", "a"], ["c", "a"], ["c", "b"]]))
+    there = {("a", 0): 0.5, ("a", 1): 0.51, ("a", 2): 0.52, ("b", 0): 0.6, ("b", 1): 0.62, ("b", 2): 0.63}
+    values = results.final([(arm, seed, 9, "accuracy", v) for (arm, seed), v in there.items()])
+    (one,) = results.comparisons(plan, values)["best"]
+    assert one.p_holm == pytest.approx(3 * one.p)
+    claim = {"claim": "x", "pair": ["b", "a"], "expect": "higher", "margin": 0.01}
+    plan = read(study(sweep=None, arms=arms, comparisons=None, claims=[claim, {**claim, "pair": ["c", "a"]}]))
+    assert results.verdicts(plan, values)[0].measured.p_holm == pytest.approx(2 * one.p)
+
+
+def test_a_claim_of_a_metric_that_some_runs_have_not_reached_is_undecided(study):
+    claim = {"claim": "x", "pair": ["b", "a"], "expect": "lower", "margin": 1, "metric": "steps_to_target"}
+    plan = read(study(sweep=None, claims=[claim]))
+    rows = [(arm, seed, 60, "accuracy", 0.5) for arm in "ab" for seed in (0, 1, 2)]
+    rows += [("a", seed, 60, "steps_to_target", 30 + seed) for seed in (0, 1, 2)]
+    rows += [("b", seed, 60, "steps_to_target", 10 + 1.5 * seed) for seed in (0, 1)]
+    (found,) = results.verdicts(plan, results.final(rows))
+    assert found.measured.seeds == 2 and found.verdict == "undecided: 1 runs lack it"
+    (found,) = results.verdicts(plan, results.final([*rows, ("b", 2, 60, "steps_to_target", 12.0)]))
+    assert found.verdict == "supported"
 
 
 def test_the_best_value_is_chosen_by_arm_on_seeds_of_its_own_and_then_compared(study, tmp_path, finish):

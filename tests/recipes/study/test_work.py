@@ -11,7 +11,7 @@ from waiting import PATIENCE, until
 from qerl_recipes.files.whole_folder import write_text
 from qerl_recipes.study import processes, work
 from qerl_recipes.study import run as runner
-from qerl_recipes.study.plan import read
+from qerl_recipes.study.plan import StudyError, read
 from qerl_recipes.study.there import all_runs
 
 
@@ -161,3 +161,29 @@ def test_a_stop_begins_nothing_more_and_names_no_failure(study, tmp_path, monkey
     asking.start()
     asking.join(PATIENCE)
     assert result == [[]] and called[:2] == ["train", "evaluate-each"] and "evaluate-each" not in called[2:]
+
+
+def test_a_refusal_of_several_lines_is_told_whole_when_it_comes_and_at_the_end_the_first_five_are(
+    study, tmp_path, monkeypatch, capsys
+):
+    plan, out = read(study(sweep=None)), tmp_path / "out"
+
+    def call(self, arguments, log, gpu, beside=()):
+        refusal = "qerl: this recipe cannot run:\n  bitsandbytes is missing\n(QERL_TRACEBACK=1 shows the traceback)"
+        log.write_text(f"$ qerl train\na warning\n{refusal}\n")
+        return 2
+
+    monkeypatch.setattr(processes.Machine, "call", call)
+    with pytest.raises(StudyError) as error:
+        runner.run(plan, out)
+    assert "a/seed-0 ended with 2: qerl: this recipe cannot run: bitsandbytes is missing (all" in str(error.value)
+    assert "b/seed-2" not in str(error.value) and str(error.value).endswith("and 1 more, whose reasons stand above")
+    said = " ".join(capsys.readouterr().err.split())
+    assert "b/seed-2: failed: qerl: this recipe cannot run: bitsandbytes is missing" in said
+
+
+def test_a_base_that_is_not_there_is_refused_before_anything_runs(study, tmp_path, monkeypatch):
+    monkeypatch.setattr(processes.Machine, "call", lambda *given, **more: pytest.fail("something runs"))
+    Path("recipe.yaml").write_text("model_name_or_path: runs/models/small\n")
+    with pytest.raises(StudyError, match=r"there is no folder runs/models/small; the head of recipe.yaml says how"):
+        runner.run(read(study()), tmp_path / "out")

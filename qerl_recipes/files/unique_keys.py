@@ -1,0 +1,21 @@
+"""YAML in which a key that stands twice is an error: the last one would win without a word."""
+
+from collections.abc import Hashable
+from typing import Any
+
+import yaml
+
+
+class UniqueKeyLoader(yaml.SafeLoader):
+    """Safe YAML that raises YAMLError, naming key and line, for a key that stands twice in one mapping."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, str) and key in seen:
+                line = key_node.start_mark.line + 1
+                raise yaml.YAMLError(f"{key} stands twice (line {line}); keep one of them")
+            if isinstance(key, str):
+                seen.add(key)
+        return super().construct_mapping(node, deep)
