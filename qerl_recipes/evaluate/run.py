@@ -102,6 +102,7 @@ def _answered(llm: "LLM", one: Settled, benchmarks: "Sequence[Benchmark]") -> di
             "use_chat_template": uses_template(llm.get_tokenizer(), sampling),
             "num_samples": asked.num_samples,
         },
+        "problems_sha256": {b.name: b.digest() for b in benchmarks},
         "max_new_tokens": {b.name: sampling.max_new_tokens or b.problems[0].generation_size for b in benchmarks},
         "max_model_length": llm.llm_engine.model_config.max_model_len,
         "max_samples": asked.max_samples,

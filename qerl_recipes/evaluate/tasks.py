@@ -6,7 +6,9 @@ training in the same process would fail. Here they are left as they were.
 
 import contextlib
 import copy
+import hashlib
 import importlib
+import json
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -54,6 +56,11 @@ class Benchmark:
     problems: list[Doc]
     is_right: Judge
     vote: Vote
+
+    def digest(self) -> str:
+        """A hash of the problems: their texts and right answers, in their order."""
+        asked = [(problem.query, problem.choices, problem.gold_index) for problem in self.problems]
+        return hashlib.sha256(json.dumps(asked, default=str).encode()).hexdigest()
 
     def majority(self, texts: Sequence[str]) -> int | None:
         """Which text gives the answer that most give, the earliest where several do; None where none gives one."""

@@ -3,7 +3,8 @@
 ``arm`` is ``NAME`` or ``NAME@VALUE`` of the sweep's key. Metrics of a step are those of ``metrics.jsonl``. Of a
 finished run, at its last step: what ``run.figures`` reads from its evaluations, what ``summaries`` derives from the
 steps, ``hours/DEVICE``, what it took of a GPU or of the machine, beside other runs only its share, and
-``base/DIGITS`` and ``plan/DIGITS``, always 1, for the weights that it was trained on, and its keys and evaluations.
+``base/DIGITS``, ``plan/DIGITS`` and ``problems/NAME/DIGITS``, always 1, for the weights that it was trained on, its
+keys and evaluations, and the problems of each.
 """
 
 import json
@@ -14,21 +15,22 @@ from pathlib import Path
 
 from qerl_recipes.study.base import base_of
 from qerl_recipes.study.finished import kept, plan_of
-from qerl_recipes.study.plan import SWEEP_GAIN, Claim, Study, best_values, first_runs, later_runs
+from qerl_recipes.study.plan import SWEEP_GAIN, Claim, Study, StudyError, best_values, first_runs, later_runs
 from qerl_recipes.study.processes import seconds_of
 from qerl_recipes.study.run import says_its_recipe
 from qerl_recipes.study.statistics import Comparison, holm, judged, paired
 from qerl_recipes.study.summaries import summaries
-from qerl_recipes.study.table import BASE, HOURS, PLAN, Row
+from qerl_recipes.study.table import BASE, HOURS, PLAN, PROBLEMS, Row
 from qerl_recipes.study.taken import taken_rows
-from qerl_recipes.study.there import all_runs, figures, is_finished
+from qerl_recipes.study.there import all_runs, figures, is_finished, problems
 from qerl_recipes.study.work import METRICS
 
 Final = Mapping[str, Mapping[str, Mapping[int, float]]]  # metric -> arm's label in the table -> seed -> value
 
 
 def collect(study: Study, folder: Path) -> list[Row]:
-    """The rows of all runs that have finished, and of the arms that are taken from another study."""
+    """The rows of all runs that have finished, and of the arms that are taken from another study. Raises StudyError
+    where the runs were not asked the same problems."""
     rows, is_of_recipe = taken_rows(study), says_its_recipe(folder)
     for one in all_runs(study, folder):
         if not is_finished(study, one, folder):
@@ -49,10 +51,29 @@ def collect(study: Study, folder: Path) -> list[Row]:
         found |= {f"{HOURS}{device}": seconds / 3600 for device, seconds in seconds_of(folder / one.folder).items()}
         if base := base_of(folder / one.folder):
             found[f"{BASE}{base}"] = 1.0
+        found |= {f"{PROBLEMS}{said}": 1.0 for said in problems(study, one, folder)}
         if is_of_recipe:
             found[f"{PLAN}{plan_of(study, one)}"] = 1.0
         rows += [(one.label, one.seed, last, name, value) for name, value in found.items()]
+    _refuse_other_problems(study, rows)
     return rows
+
+
+def _refuse_other_problems(study: Study, rows: Iterable[Row]) -> None:
+    """Raises StudyError where runs were asked other problems in the same evaluation; older tables do not say which."""
+    asked: dict[str, dict[str, tuple[str, int]]] = defaultdict(dict)  # evaluation -> its problems -> a run
+    for label, seed, _, metric, _ in rows:
+        if metric.startswith(PROBLEMS):
+            name, _, digits = metric.removeprefix(PROBLEMS).partition("/")
+            asked[name].setdefault(digits, (label, seed))
+    for name, those in asked.items():
+        if len(those) > 1:
+            first, other, *_ = (f"{label}/seed-{seed}" for label, seed in those.values())
+            tasks = study.evaluations.get(name, {}).get("tasks", name)
+            raise StudyError(
+                f"evaluations.{name}: {other} was asked other problems than {first}; put back the file or data set that "
+                f"{tasks} names, and remove evaluation/{name} of the runs that were asked others"
+            )
 
 
 def final(rows: Iterable[Row]) -> Final:

@@ -16,9 +16,11 @@ HOURS = "hours/"  # a metric that begins so is of a device, which follows
 BASE = "base/"  # and one that begins so names the base that a run was trained on: value 1
 PLAN = "plan/"  # and so its keys and evaluations (`finished.plan_of`)
 
+PROBLEMS = "problems/"  # and so, behind NAME/, the problems of an evaluation
+
 
 def named(what: str, rows: Iterable[Row]) -> set[str]:
-    """What rows say of BASE or PLAN: the digits behind it."""
+    """What rows say of BASE, PLAN or PROBLEMS: what stands behind it."""
     return {metric.removeprefix(what) for *_, metric, _ in rows if metric.startswith(what)}
 
 

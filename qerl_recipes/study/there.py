@@ -1,9 +1,11 @@
 """What is there of a study: which runs it has, which of them are finished, and what their evaluations say."""
 
+import hashlib
 import json
 from pathlib import Path
 
 from qerl_recipes.study import finished
+from qerl_recipes.study.base import DIGITS
 from qerl_recipes.study.plan import Run, Study, best_values, first_runs, later_runs
 
 RESULT = "evaluation.json"
@@ -39,6 +41,17 @@ def figures(study: Study, run: Run, folder: Path) -> dict[str, float]:
                 for k in next(iter(tasks))[arm].get(kind, {}):
                     mean = sum(task[arm][kind][k]["value"] for task in tasks) / len(tasks)
                     found[f"{prefix}{label}@{k}{of}"] = mean
+    return found
+
+
+def problems(study: Study, run: Run, folder: Path) -> set[str]:
+    """NAME/DIGITS of each evaluation of a finished run that says which problems were asked."""
+    found = set()
+    for name in study.evaluations_of(run):
+        content = json.loads((folder / run.folder / "evaluation" / name / RESULT).read_text(encoding="utf-8"))
+        if hashes := content.get("problems_sha256"):
+            digest = hashlib.sha256(json.dumps(sorted(hashes.items())).encode()).hexdigest()
+            found.add(f"{name}/{digest[:DIGITS]}")
     return found
 
 

@@ -185,3 +185,17 @@ def test_importing_lighteval_leaves_gradients_on() -> None:
     evaluation_tasks.task_module("gsm8k")
     assert torch.is_grad_enabled()
     assert (2 * torch.ones(1, requires_grad=True)).requires_grad
+
+
+def test_the_digest_of_a_benchmark_is_that_of_its_problems_in_their_order(tmp_path: Path) -> None:
+    lines = [{"prompt": f"{i} + 1 =", "answer": str(i + 1)} for i in range(3)]
+
+    def digest(those: list[dict[str, str]]) -> str:
+        file = tmp_path / "sums.jsonl"
+        file.write_text("".join(json.dumps(line) + "\n" for line in those))
+        return evaluation_tasks.load([f"jsonl:{file}"])[0].digest()
+
+    whole = digest(lines)
+    assert whole == digest(lines) and len(whole) == 64
+    other = [{**lines[0], "answer": "7"}, *lines[1:]]
+    assert len({whole, digest(other), digest([*lines[1:], lines[0]]), digest(lines[:2])}) == 4

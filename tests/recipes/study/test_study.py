@@ -2,6 +2,7 @@
 
 import gzip
 import itertools
+import json
 import math
 import re
 import shlex
@@ -96,6 +97,24 @@ def test_a_table_holds_what_a_run_comes_to_exactly_so_that_equal_differences_sta
     exact = paired("b", "a", dict(enumerate(shares["b"])), dict(enumerate(shares["a"])))
     of_six_digits = [{i: float(f"{v:.6g}") for i, v in enumerate(shares[arm])} for arm in "ba"]
     assert exact.p == paired("b", "a", *of_six_digits).p == 0.5, "a table of before"
+
+
+def test_runs_that_were_asked_other_problems_are_not_compared(study, tmp_path, finish):
+    plan, out = read(study(sweep=None)), tmp_path / "out"
+    for one in first_runs(plan):
+        finish(one, out, 0.5)
+
+    def say(folder, problems):
+        file = out / folder / "evaluation/greedy/evaluation.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "problems_sha256": {"running_sum": problems}}))
+
+    for one in first_runs(plan):
+        say(one.folder, "old")
+    rows = results.collect(plan, out)
+    assert len({metric for *_, metric, _ in rows if metric.startswith("problems/greedy/")}) == 1
+    say("b/seed-1", "new")
+    with pytest.raises(StudyError, match=r"evaluations.greedy: b/seed-1 was asked other problems than a/seed-0; put"):
+        results.collect(plan, out)
 
 
 def test_holms_correction_counts_the_comparisons_that_have_no_result_yet(study):
