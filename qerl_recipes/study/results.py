@@ -71,8 +71,8 @@ def _refuse_other_problems(study: Study, rows: Iterable[Row]) -> None:
             first, other, *_ = (f"{label}/seed-{seed}" for label, seed in those.values())
             tasks = study.evaluations.get(name, {}).get("tasks", name)
             raise StudyError(
-                f"evaluations.{name}: {other} was asked other problems than {first}; put back the file or data set that "
-                f"{tasks} names, and remove evaluation/{name} of the runs that were asked others"
+                f"evaluations.{name}: {other} was asked other problems than {first}; put back the file or data set "
+                f"that {tasks} names, and remove evaluation/{name} of the runs that were asked others"
             )
 
 

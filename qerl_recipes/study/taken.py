@@ -5,7 +5,7 @@ from typing import Any
 
 from qerl_recipes.study.finished import plan_of
 from qerl_recipes.study.plan import Study, StudyError, possible_runs, read
-from qerl_recipes.study.table import HOURS, PLAN, TABLE, Row, read_table
+from qerl_recipes.study.table import HOURS, PLAN, TABLE, Row, named, read_table
 
 
 def taken_rows(study: Study) -> list[Row]:
@@ -39,14 +39,15 @@ def taken_rows(study: Study) -> list[Row]:
         names[label] = arm
     of_arms = [row for row in read_table(table) if row[0] in names and row[1] in study.seeds]
     possible = possible_runs(other)
-    for label, seed, _, metric, _ in of_arms:
-        if not metric.startswith(PLAN):
-            continue
+    for label, seed in sorted({row[:2] for row in of_arms}):
         run = possible.get((label, seed))
-        if run is None or metric != f"{PLAN}{plan_of(other, run)}":
+        plans = named(PLAN, (row for row in of_arms if row[:2] == (label, seed)))
+        if run is None or plans != {plan_of(other, run)}:
+            # an arm that the other study has itself taken says no keys, either
+            was = "was made by other keys than" if plans else "does not say that it was made by the keys that"
             raise StudyError(
-                f"taken.arms.{names[label]}: {label}/seed-{seed} of {table} was made by other keys than {file} and its "
-                "recipe have now; put those back, or take the arm out of taken.arms, so that it is run here"
+                f"taken.arms.{names[label]}: {label}/seed-{seed} of {table} {was} {file} and its recipe have now; put "
+                "those back, or take the arm out of taken.arms, so that it is run here"
             )
     rows = [
         (names[label], seed, step, metric, value)

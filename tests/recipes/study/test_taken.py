@@ -220,3 +220,12 @@ def test_an_arm_whose_table_is_of_other_keys_than_its_study_has_now_is_refused(e
             path.write_text(path.read_text().replace("recipe: recipe.yaml", "recipe: second.yaml"))
     with pytest.raises(StudyError, match=r"taken\.arms\.r32: b@0\.001/seed-0 of .* was made by other keys"):
         taken_rows(read(file))
+
+
+def test_an_arm_is_not_taken_from_a_table_that_does_not_say_its_keys(smaller, other):
+    """One of before, or the table of a study that has taken the arm itself, from a third one."""
+    plan, file = read(smaller()), Path("study") / table.TABLE
+    rows = table.read_table(file)
+    table.write_table([row for row in rows if row[1] != 1 or not row[3].startswith(table.PLAN)], file)
+    with pytest.raises(StudyError, match=r"b@0.001/seed-1 of .* does not say that it was made by the keys"):
+        taken_rows(plan)
