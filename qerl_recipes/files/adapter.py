@@ -69,7 +69,9 @@ class AdapterFolder:
     def check_base(self, base_hash: str) -> None:
         """Raises CheckpointMismatch if the folder says that the adapter was trained on another base."""
         if self.state.get("base_hash", base_hash) != base_hash:
-            raise CheckpointMismatch(f"{self.path} was trained on another base ({self.base}); name that one")
+            raise CheckpointMismatch(
+                f"{self.path} was trained on another base ({self.base}); name that one, as it was then"
+            )
 
     def read(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """(LoRA tensors by PEFT's names, trained norms by the checkpoint's), all of them finite.

@@ -103,11 +103,14 @@ class Mismatch:
 def run(folder: Path, flags: Sequence[str] = (), problems: int = 16) -> int:
     """Measure the run (or adapter) in ``folder`` and print the table -> 0. ``flags`` stand above its recorded recipe.
 
-    Raises ValueError for a folder that records no recipe, or one that this machine cannot run.
+    Raises ValueError for a folder that records no recipe, or one that this machine cannot run, and CheckpointMismatch
+    for a base that is not the one it was trained on; nothing is loaded by then.
     """
     if problems < 1:
         raise ValueError(f"problems is {problems}; it must be at least 1")
     saved = open_adapter(folder)
+    from qerl_recipes.files.base_model import local_folder
+    from qerl_recipes.files.run_state import base_hash
     from qerl_recipes.train import run as training_run
     from qerl_recipes.train.validate import validate
 
@@ -125,14 +128,19 @@ def run(folder: Path, flags: Sequence[str] = (), problems: int = 16) -> int:
                 "log-probabilities of given tokens; measure this arm on a GPU, or qerl_nvfp4 here"
             )
         validate(script, training, model)
+        saved.check_base(base_hash(local_folder(model.model_name_or_path, model.model_revision)))
         trainer = training_run.build(script, training, model)
         try:
             found = measure(trainer, saved, problems)
+            there = len(trainer.train_dataset)
         finally:
             trainer.vllm_generation.close()
     console = Console()
     console.print(table(found, f"{saved.path}: {training.quantization}, noise_mode {training.noise_mode}"))
     console.print(_reading(found, training), markup=False, highlight=False)
+    if there < problems:
+        line = f"The training set has {there} problems, fewer than the {problems} asked for: this is of those {there}."
+        console.print(line, markup=False, highlight=False)
     return 0
 
 

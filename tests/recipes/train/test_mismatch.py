@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,9 +12,12 @@ from digit_rewards import digits
 from rich.console import Console
 
 from qerl_recipes.files.adapter import open_adapter
+from qerl_recipes.files.binding import recorded
+from qerl_recipes.files.run_state import base_hash
+from qerl_recipes.recipe.configs import parse
 from qerl_recipes.rollout.interface import Snapshot
 from qerl_recipes.tasks import running_sum
-from qerl_recipes.train import mismatch
+from qerl_recipes.train import mismatch, run
 from qerl_recipes.train.mismatch import STAGES, Sizes
 
 SETTINGS = {"noise_mode": "shared", "sigma_start": 5e-2, "sigma_end": 5e-2, "num_stages": 1}
@@ -208,6 +212,7 @@ def test_the_command_reads_the_recipe_of_a_run(write_recipe, capfd):
     assert mismatch.run(folder, ["--share_weights", "false"], problems=99) == 0  # there are 16
     printed = capfd.readouterr().out
     assert "temperature 0.7" in printed and "min_p: 0.02" in printed and "none in this run" in printed
+    assert "The training set has 16 problems, fewer than the 99 asked for" in " ".join(printed.split())
     assert sorted(folder.rglob("*")) == before  # nothing is written
     flags = ["--share_weights", "false", "--noise_mode", "corrected", "--sigma_start", "0.03"]
     _, training, _ = mismatch._recipe(open_adapter(folder), flags, Path(recipe).parent)
@@ -232,4 +237,28 @@ def test_the_command_reads_the_recipe_of_a_run(write_recipe, capfd):
         json.dumps({key: value for key, value in json.loads(state.read_text()).items() if key != "recipe"})
     )
     with pytest.raises(ValueError, match="does not say by which recipe"):
+        mismatch.run(folder)
+
+
+def test_a_base_that_has_changed_since_the_training_is_refused_before_anything_is_loaded(
+    trained, write_recipe, make_nvfp4, tmp_path, monkeypatch
+):
+    base = shutil.copytree(make_nvfp4("qwen2"), tmp_path / "base")
+    recipe = recorded(*parse(["--config", write_recipe(model_name_or_path=str(base))]))
+    folder = shutil.copytree(trained, tmp_path / "adapter")
+    state = json.loads((folder / "qerl_state.json").read_text())
+    state |= {"base": str(base), "base_hash": base_hash(base), "recipe": recipe}
+    (folder / "qerl_state.json").write_text(json.dumps(state))
+
+    def build(*parts):
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(run, "build", build)
+    with pytest.raises(AssertionError, match="the model was loaded"):
+        mismatch.run(folder)
+    weights = base / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    with pytest.raises(
+        ValueError, match=rf"adapter was trained on another base \({base}\); name that one, as it was then"
+    ):
         mismatch.run(folder)
