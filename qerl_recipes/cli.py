@@ -139,7 +139,7 @@ def evaluate(
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; default: as in training")] = None,
     temperature: Annotated[float, typer.Option(help="0: greedy")] = 0.0,
-    top_p: float = 1.0,
+    top_p: Annotated[float, typer.Option(help="above temperature 0")] = 1.0,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(help="default: as in training, else each task's own"),
@@ -152,7 +152,7 @@ def evaluate(
     num_samples: Annotated[int, typer.Option(help="answers to each problem")] = 1,
     max_samples: Annotated[int | None, typer.Option(help="problems of each task, default: all")] = None,
     num_fewshot: Annotated[int, typer.Option(help="solved problems shown before each (gsm8k)")] = 0,
-    seed: Annotated[int, typer.Option(help="of sampling")] = 0,
+    seed: Annotated[int | None, typer.Option(help="of sampling above temperature 0, default: 0")] = None,
     use_chat_template: Annotated[
         bool | None,
         typer.Option("--use-chat-template/--no-chat-template", help="default: if there is one"),

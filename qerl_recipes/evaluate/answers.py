@@ -113,15 +113,15 @@ def _prompts(docs: Sequence[Doc], tokenizer: PreTrainedTokenizerBase, sampling: 
 
 def _parameters(prompt: _Prompt, sample: int, sampling: Sampling, length: int, templated: bool) -> SamplingParams:
     doc, room = prompt.doc, length - len(prompt.ids)
-    greedy = sampling.temperature == 0
+    seed = sampling.drawn_with
     return SamplingParams(
         temperature=sampling.temperature,
-        top_p=1.0 if greedy else sampling.top_p,
+        top_p=sampling.top_p,
         max_tokens=min(sampling.max_new_tokens or doc.generation_size or room, room),
         # with a chat template the model ends its turn itself, and a stop word could cut its reasoning
         stop=None if templated else list(doc.stop_sequences or []) or None,
         # the same for base and adapter, different for every sample of every problem
-        seed=None if greedy else seed_of(sampling.seed, doc.task_name, doc.id, sample),
+        seed=None if seed is None else seed_of(seed, doc.task_name, doc.id, sample),
     )
 
 

@@ -219,9 +219,9 @@ def _asked(evaluation: Mapping[str, Any], sampling: Mapping[str, Any]) -> str | 
     if not sampling:
         return None
     warm = sampling.get("temperature")
-    drawn = f"temperature {warm}, top_p {sampling.get('top_p')}" if warm else "greedy"
+    drawn = f"temperature {warm}, top_p {sampling.get('top_p')}, seed {sampling.get('seed')}" if warm else "greedy"
     longest = {str(tokens) for tokens in (evaluation.get("max_new_tokens") or {}).values() if tokens}
-    return f"{drawn}, seed {sampling.get('seed')}" + (f", at most {' or '.join(longest)} tokens" if longest else "")
+    return drawn + (f", at most {' or '.join(longest)} tokens" if longest else "")
 
 
 def _text(value: Any) -> str:

@@ -42,6 +42,8 @@ TASK_OF = {
     "open-r1/DAPO-Math-17k-Processed": "math_500",
 }
 
+DRAW = "set temperature (0.6, say), or leave this out"
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -49,17 +51,22 @@ class Sampling:
 
     ``max_new_tokens``: None takes each task's own limit. ``use_chat_template``: None uses a template if there is one.
     ``chat_template`` is Jinja text in place of the tokenizer's, ``chat_template_kwargs`` what it is rendered with; an
-    empty ``system_prompt`` is none. A temperature of 0 is greedy.
+    empty ``system_prompt`` is none. A temperature of 0 is greedy: nothing is drawn. ``seed``: None is 0.
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
     max_new_tokens: int | None = None
-    seed: int = 0
+    seed: int | None = None
     use_chat_template: bool | None = None
     system_prompt: str | None = None
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
+
+    @property
+    def drawn_with(self) -> int | None:
+        """The seed that the answers are drawn with; None where they are greedy."""
+        return None if self.temperature == 0 else self.seed or 0
 
     def as_in_training(self, adapter: AdapterFolder) -> tuple["Sampling", list[str]]:
         """With what is open settled as in the training of ``adapter``; also what was settled so, in words."""
@@ -76,7 +83,8 @@ class Sampling:
         return replace(self, **taken), words
 
     def check(self, num_samples: int) -> None:
-        """Raises ValueError for numbers that make no sense."""
+        """Raises ValueError for numbers that make no sense, and for what would be ignored: top_p below 1 and a seed at
+        temperature 0, a chat template or its options where none is to be used."""
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number")
         if not 0 < self.top_p <= 1:
@@ -90,6 +98,16 @@ class Sampling:
                 f"num_samples is {num_samples}, but temperature 0 gives the same answer each time; "
                 "set temperature (0.6, say) or num_samples=1"
             )
+        if self.temperature == 0 and self.top_p < 1:
+            raise ValueError(f"top_p is {self.top_p}, but temperature 0 (greedy) draws nothing; {DRAW}")
+        if self.temperature == 0 and self.seed is not None:
+            raise ValueError(f"seed is {self.seed}, but temperature 0 (greedy) draws nothing; {DRAW}")
+        for name in ("chat_template", "chat_template_kwargs"):
+            if self.use_chat_template is False and getattr(self, name):
+                raise ValueError(
+                    f"{name} would be ignored: no chat template is used (use_chat_template is false, which is "
+                    "--no-chat-template); remove one of the two"
+                )
 
 
 def check(names: Sequence[str], num_fewshot: int = 0) -> None:

@@ -99,6 +99,7 @@ def _answered(llm: "LLM", one: Settled, benchmarks: "Sequence[Benchmark]") -> di
         "of_training": [] if saved is None else [task for task in asked.tasks if is_of_training(task, saved.recipe)],
         "sampling": {
             **asdict(sampling),
+            "seed": sampling.drawn_with,
             "use_chat_template": uses_template(llm.get_tokenizer(), sampling),
             "num_samples": asked.num_samples,
         },

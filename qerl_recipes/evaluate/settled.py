@@ -23,9 +23,10 @@ class Evaluation(BaseModel):
     ``base`` is a checkpoint folder or a model id, ``adapter`` a folder that PEFT or ``qerl train`` has saved or the
     output folder of a run, ``tasks`` names of ``request``. ``quantization`` is the arm: ``qerl_nvfp4`` (a BF16
     checkpoint is quantized on the way in), ``bf16`` or ``nf4``; ``dtype`` bfloat16, float16 or float32. ``num_samples``
-    answers a problem need a temperature above 0; ``max_samples`` takes that many problems a task, ``num_fewshot`` shows
-    that many solved ones first. Lengths are in tokens. ``kv_cache_memory_bytes`` is vLLM's: for several engines on one
-    GPU. ``adapter_only`` leaves the base out, where it was judged before. ``quiet`` prints nothing.
+    answers a problem, ``top_p`` below 1 and a ``seed`` (0 where None) need a temperature above 0; ``max_samples`` takes
+    that many problems a task, ``num_fewshot`` shows that many solved ones first. Lengths are in tokens.
+    ``kv_cache_memory_bytes`` is vLLM's: for several engines on one GPU. ``adapter_only`` leaves the base out, where it
+    was judged before. ``quiet`` prints nothing.
 
     What is None is as in the adapter's training, where its folder says so: arm, dtype, system prompt, chat template and
     its options, the length of an answer; base and adapter are asked alike. Without an adapter: qerl_nvfp4, bfloat16,
@@ -50,7 +51,7 @@ class Evaluation(BaseModel):
     num_samples: int = 1
     max_samples: int | None = None
     num_fewshot: int = 0
-    seed: int = 0
+    seed: int | None = None
     use_chat_template: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: str | Mapping[str, Any] | None = None
@@ -61,7 +62,7 @@ class Evaluation(BaseModel):
     quiet: bool = False
 
     def sampling(self) -> Sampling:
-        """How to ask and to answer, checked. Raises ValueError for an unknown task and numbers without sense."""
+        """How to ask and to answer, checked. Raises ValueError for an unknown task and as ``Sampling.check`` does."""
         check_tasks(self.tasks, self.num_fewshot)
         sampling = Sampling(
             self.temperature,
@@ -106,8 +107,8 @@ class Settled:
 
 
 def settle(asked: Evaluation) -> Settled:
-    """Raises ValueError, before vLLM is imported, for an unknown task, numbers without sense, a missing or damaged
-    checkpoint or adapter, or an adapter trained on another base."""
+    """Raises ValueError, before vLLM is imported, for an unknown task, numbers without sense or without effect, a
+    missing or damaged checkpoint or adapter, or an adapter trained on another base."""
     for package in ("lighteval", "vllm"):
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"qerl evaluate needs {package}, which is not installed: pip install 'qerl-vllm[eval]'")

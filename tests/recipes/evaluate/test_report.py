@@ -159,6 +159,16 @@ def test_figures_of_another_adapter_than_the_one_that_lies_there_are_said_to_be_
     assert said not in report.write(tmp_path).read_text()
 
 
+def test_only_answers_that_were_drawn_have_a_seed(tmp_path: Path) -> None:
+    evaluation = {"tasks": {"gsm8k": {"base": RESULT}}, "max_new_tokens": {"gsm8k": 64}}
+    for sampling, said in (
+        ({"temperature": 0.0, "top_p": 1.0, "seed": 7}, "evaluated with greedy, at most 64 tokens"),  # of an older file
+        ({"temperature": 0.6, "top_p": 0.9, "seed": 7}, "with temperature 0.6, top_p 0.9, seed 7, at most 64 tokens"),
+    ):
+        fill(tmp_path, evaluation={**evaluation, "sampling": sampling})
+        assert said in words(report.write(tmp_path).read_text())
+
+
 def test_an_evaluation_on_what_was_trained_on_is_said_to_be_one(tmp_path: Path) -> None:
     evaluation = {"tasks": {"jsonl:mine.jsonl": {"base": RESULT}}, "of_training": []}
     assert "no unseen problems" not in words(report.write(fill(tmp_path, evaluation=evaluation)).read_text())

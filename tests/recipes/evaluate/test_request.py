@@ -107,6 +107,9 @@ def test_a_task_of_the_file_that_was_trained_on_is_known_as_such(
     [
         ({"top_p": 1.0, "max_new_tokens": 1}, 1, None),
         ({"temperature": 0.1}, 2, None),
+        ({"temperature": 0.1, "top_p": 0.9, "seed": 0}, 1, None),
+        ({"use_chat_template": False, "chat_template_kwargs": {}}, 1, None),
+        ({"use_chat_template": True, "chat_template": "{{ x }}"}, 1, None),
         ({}, 2, "num_samples is 2, but temperature 0"),
         ({}, 0, "num_samples is 0"),
         ({"top_p": 1.01}, 1, r"top_p is 1\.01"),

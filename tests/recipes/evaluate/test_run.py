@@ -121,6 +121,7 @@ def test_several_evaluations_on_one_engine_answer_as_on_engines_of_their_own(
         written = [(tmp_path / where / name / "answers.jsonl").read_bytes() for where in ("one", "own")]
         assert written[0] == written[1]
     assert list(together[1]["tasks"][task[0]]) == ["adapter"]
+    assert [one["sampling"]["seed"] for one in together] == [None, 0, None]  # what is greedy draws with none
     # another engine where one is asked for, and one of its own where no change of policy would come between
     other = [*asked("x")[:1], asked("y")[0].model_copy(update={"max_model_length": 48})]
     base = [one.model_copy(update={"adapter": None}) for one in (asked("z")[0], asked("z")[2])]
@@ -188,6 +189,16 @@ REFUSALS = {
     "task-twice": ({"tasks": ["running_sum", "running_sum"]}, "named twice"),
     "missing-file": ({"tasks": ["jsonl:nowhere.jsonl"]}, "there is no file nowhere.jsonl"),
     "greedy-samples": ({"num_samples": 4}, "temperature 0 gives the same answer"),
+    "greedy-top-p": ({"top_p": 0.95}, r"top_p is 0\.95, but temperature 0 \(greedy\) draws nothing; set temperature"),
+    "greedy-seed": ({"seed": 0}, r"seed is 0, but temperature 0 \(greedy\) draws nothing; set temperature"),
+    "template-and-none": (
+        {"use_chat_template": False, "chat_template": "{{ messages }}"},
+        "chat_template would be ignored: no chat template is used .*--no-chat-template.*; remove one of the two",
+    ),
+    "template-options-and-none": (
+        {"use_chat_template": False, "chat_template_kwargs": '{"short": true}'},
+        "chat_template_kwargs would be ignored: no chat template is used",
+    ),
     "negative-temperature": ({"temperature": -1.0}, "temperature is -1.0"),
     "nan-temperature": ({"temperature": float("nan")}, "temperature is nan"),
     "top-p": ({"top_p": 0.0}, "top_p is 0.0"),
