@@ -215,14 +215,18 @@ def export(
     destination: Annotated[Path, typer.Argument(help="folder to write; it appears only when it is complete")],
     merge: Annotated[bool, typer.Option(help="write base + adapter as one BF16 checkpoint")] = False,
     base: Annotated[str | None, typer.Option(help="folder or model id, default: what the adapter says")] = None,
-    name: Annotated[str, typer.Option(help="of the adapter, in the card's commands")] = "policy",
+    name: Annotated[
+        str | None, typer.Option(help="of the adapter, in the card's commands, default: policy; not with --merge")
+    ] = None,
     overwrite: Annotated[bool, typer.Option(help="replace the destination if it exists")] = False,
     measure: Annotated[
         str | None,
         typer.Option(help="with --merge: how much of the gain on this task of `qerl evaluate` survives the merge"),
     ] = None,
     max_samples: Annotated[int | None, typer.Option(help="problems for --measure, default: all")] = None,
-    gpu_memory_utilization: Annotated[float, typer.Option(help="share for --measure")] = 0.9,
+    gpu_memory_utilization: Annotated[
+        float | None, typer.Option(help="vLLM's share for --measure, default: 0.9")
+    ] = None,
 ) -> None:
     """Write an adapter as a folder that stands by itself, for PEFT and stock vLLM, or merged into its base."""
     from qerl_recipes.convert.export import export as run
@@ -233,13 +237,14 @@ def export(
         if not merge:
             raise typer.BadParameter("--measure compares a merged checkpoint with its adapter: add --merge")
         check([measure])  # before the merge, which may take minutes
-    elif max_samples is not None:
-        raise typer.BadParameter("--max_samples is of --measure TASK; name one or remove it")
+    elif max_samples is not None or gpu_memory_utilization is not None:
+        option = "--gpu_memory_utilization" if max_samples is None else "--max_samples"
+        raise typer.BadParameter(f"{option} is of --measure TASK; name one or remove it")
     typer.echo(written(run(adapter, destination, base=base, merge=merge, overwrite=overwrite, name=name)))
     if measure is not None:
         from qerl_recipes.evaluate.survival import measure as survive
 
-        memory = {"gpu_memory_utilization": gpu_memory_utilization}
+        memory = {} if gpu_memory_utilization is None else {"gpu_memory_utilization": gpu_memory_utilization}
         survive(adapter, destination, measure, base=base, max_samples=max_samples, **memory)
 
 

@@ -33,17 +33,21 @@ def export(
     base: str | None = None,
     merge: bool = False,
     overwrite: bool = False,
-    name: str = "policy",
+    name: str | None = None,
 ) -> Path:
     """Write the adapter folder ``adapter`` to ``destination``, whole or not at all -> the destination.
 
     ``base`` is where the base lies now (folder or model id); by default what the adapter was trained on. ``merge``
     writes base + adapter (+ trained norms, rounded to BF16) as one BF16 checkpoint, one tensor at a time. ``name`` is
-    the adapter's name in the card's commands.
+    the adapter's name in the card's commands, ``policy`` by default; a merged checkpoint has none.
 
-    Raises ValueError for an adapter that is damaged, does not fit the base or belongs to another one, and
-    FileExistsError for a destination that is not empty, unless ``overwrite``.
+    Raises ValueError for an adapter that is damaged, does not fit the base or belongs to another one, for a ``name``
+    beside ``merge``, and FileExistsError for a destination that is not empty, unless ``overwrite``.
     """
+    if merge and name is not None:
+        raise ValueError(
+            f"name {name!r} is of an adapter, and a merged checkpoint is served without one; remove --name or --merge"
+        )
     saved = open_adapter(adapter)
     tensors, norms = saved.read()
     named = base or saved.base
@@ -65,7 +69,7 @@ def export(
         trained_norms=bool(norms),
         quantization=arm,
         versions=run_state.versions(),
-        name=name,
+        name="policy" if name is None else name,
         folder=target,
     )
     belongs = {"base": source, "base_hash": base_hash, "quantization": arm, "train_norms": bool(norms)}

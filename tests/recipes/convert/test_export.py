@@ -12,7 +12,7 @@ from peft import PeftModel
 from qerl_kernels.nvfp4 import dequantize
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from qerl_recipes import cli
 from qerl_recipes.convert.export import export
@@ -264,6 +264,22 @@ def test_a_full_destination_is_kept_unless_overwriting(make_nvfp4: Make, tmp_pat
     assert (tmp_path / "out" / "mine.txt").exists()
     export(adapter, tmp_path / "out", overwrite=True)
     assert not (tmp_path / "out" / "mine.txt").exists()
+
+
+def test_a_name_is_of_the_adapter_in_the_cards_commands_and_refused_where_there_is_none(
+    make_nvfp4: Make, tmp_path: Path
+) -> None:
+    adapter = save_adapter(tmp_path / "trained", make_nvfp4("qwen2"))
+
+    def call(destination: str, *options: str) -> Result:
+        return CliRunner().invoke(cli.app, ["export", str(adapter), str(tmp_path / destination), *options])
+
+    for options, named in (((), "policy"), (("--name", "mine"), "mine")):
+        assert call(named, *options).exit_code == 0
+        assert f"--lora-modules {named}={tmp_path / named}" in (tmp_path / named / "README.md").read_text()
+    refused = call("merged", "--merge", "--name", "policy").exception
+    assert isinstance(refused, ValueError) and "name 'policy' is of an adapter" in str(refused)
+    assert call("merged", "--merge").exit_code == 0
 
 
 def test_an_adapter_without_a_base_asks_for_one(make_nvfp4: Make, tmp_path: Path) -> None:

@@ -103,6 +103,7 @@ def test_measuring_needs_a_merge_and_a_task_that_exists_before_anything_is_writt
         )
 
     assert "add --merge" in call("--measure", "running_sum").output
-    assert "is of --measure" in call("--merge", "--max_samples", "3").output
+    assert "--max_samples is of --measure" in call("--merge", "--max_samples", "3").output
+    assert "--gpu_memory_utilization is of --measure" in call("--merge", "--gpu_memory_utilization", "0.9").output
     assert "no task 'sums'" in str(call("--merge", "--measure", "sums").exception)
     assert not (tmp_path / "out").exists()
