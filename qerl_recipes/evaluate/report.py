@@ -16,7 +16,8 @@ from qerl_recipes.evaluate import plots
 from qerl_recipes.evaluate.plots import Accuracy
 from qerl_recipes.evaluate.report_page import PAGE
 from qerl_recipes.evaluate.request import command
-from qerl_recipes.files.adapter import LAST, TENSORS, open_adapter
+from qerl_recipes.evaluate.unlike_training import differences
+from qerl_recipes.files.adapter import LAST, TEMPLATE, TENSORS, open_adapter
 from qerl_recipes.files.whole_folder import write_text
 
 METRICS, EVALUATION, SUMMARY, STATE, ADAPTER_CONFIG = (
@@ -73,9 +74,10 @@ class ReportError(ValueError):
 def write(folder: str | Path) -> Path:
     """Write ``folder/report.html`` from the metrics and evaluations there, and return its path.
 
-    Reads ``metrics.jsonl`` (one JSON object a step or an evaluation), ``evaluation.json``, in the folder or in its
-    ``evaluation/`` (the newer one), and for the settings ``qerl_state.json`` and ``adapter_config.json``, there or in
-    ``adapter/``; each may be missing, but not both of the first two.
+    Reads ``metrics.jsonl`` (one JSON object a step or an evaluation), ``evaluation.json``, in the folder, in its
+    ``evaluation/`` or where a study writes it, in ``evaluation/NAME/`` (the newest one), and for the settings
+    ``qerl_state.json``, ``adapter_config.json`` and ``chat_template.jinja``, there or in ``adapter/``; each may be
+    missing, but not both of the first two.
 
     Raises ReportError if the folder does not exist, holds nothing to show, or a file in it is damaged. The page that
     was there before stays until the new one is whole.
@@ -83,21 +85,25 @@ def write(folder: str | Path) -> Path:
     folder = Path(folder)
     if not folder.is_dir():
         raise ReportError(f"there is no folder {folder}; train into it: {HOW_TO_TRAIN.format(folder=folder)}")
-    metrics, file = read_metrics(folder / METRICS), _newest_evaluation(folder)
+    metrics, (file, *others) = read_metrics(folder / METRICS), _evaluations(folder)
     evaluation, state = read_object(file), read_object(folder / STATE) or read_object(folder / LAST / STATE)
     if not metrics and not evaluation:
         raise ReportError(
             f"{folder} holds neither steps in {METRICS} ({HOW_TO_TRAIN.format(folder=folder)}) "
             f"nor {EVALUATION} ({command(folder, state)}): there is nothing to report"
         )
-    html = _page(folder, metrics, accuracy_rows(file, evaluation), state, evaluation)
+    source = [str(path.relative_to(folder)) for path in (file, *others)]
+    html = _page(folder, metrics, accuracy_rows(file, evaluation), state, evaluation, source)
     write_text(folder / "report.html", html)
     return folder / "report.html"
 
 
-def _newest_evaluation(folder: Path) -> Path:
+def _evaluations(folder: Path) -> list[Path]:
+    """The newest first; where there is none, where one is looked for first."""
     places = [folder / EVALUATION, folder / "evaluation" / EVALUATION]
-    return max(places, key=lambda file: file.stat().st_mtime if file.is_file() else 0.0)
+    places += sorted(folder.glob(f"evaluation/*/{EVALUATION}"))
+    there = [file for file in places if file.is_file()]
+    return sorted(there, key=lambda file: file.stat().st_mtime, reverse=True) or places[:1]
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -293,12 +299,22 @@ def _other_adapter(folder: Path, evaluation: Mapping[str, Any]) -> bool:
     return judged is not None and bool(adapters) and judged not in [open_adapter(one).sha256() for one in adapters]
 
 
+def _unlike_training(folder: Path, state: Mapping[str, Any], evaluation: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    files = [place / TEMPLATE for place in (folder, folder / LAST) if (place / TEMPLATE).is_file()]
+    template = files[0].read_text(encoding="utf-8") if files else None
+    return [
+        (name, *(ARMS.get(value, value) if name == "weights" else value for value in values))
+        for name, *values in differences(evaluation, state, template)
+    ]
+
+
 def _page(
     folder: Path,
     lines: list[dict[str, Any]],
     rows: list[Accuracy],
     state: Mapping[str, Any],
     evaluation: Mapping[str, Any],
+    source: list[str],
 ) -> str:
     metrics = [line for line in lines if not any(key.startswith("eval/") for key in line)]
     held_out = [line for line in lines if any(key.startswith("eval/") for key in line)]
@@ -314,6 +330,8 @@ def _page(
             accuracy_plot=Markup(plots.accuracies("Accuracy with 95 % intervals", rows)) if rows else "",
             rows=rows,
             of_training=evaluation.get("of_training") or [],
+            source=source,
+            unlike_training=_unlike_training(folder, state, evaluation) if rows else [],
             is_of_another=_other_adapter(folder, evaluation),
             several_tasks=len({row.task for row in rows}) > 1,
             pictures=_pictures(metrics, held_out),

@@ -46,6 +46,17 @@ PAGE = """\
 <p class="missing">{{ of_training | join(", ") }}: what the adapter was trained on, whole or in part, and no unseen
 problems.</p>
 {% endif %}
+{% if unlike_training %}
+<p class="missing">These figures were not made as the run was trained:</p>
+<div class="wide"><table>
+<tr><th></th><th>judged with</th><th>trained with</th></tr>
+{% for name, judged, trained in unlike_training %}
+<tr><td>{{ name }}</td><td class="value">{{ judged }}</td><td class="value">{{ trained }}</td></tr>
+{% endfor %}
+</table></div>
+{% endif %}
+<p class="quiet">From <code>{{ source[0] }}</code>{% if source[1:] %}, the newest here; older:
+<code>{{ source[1:] | join(", ") }}</code>{% endif %}.</p>
 {{ accuracy_plot }}
 <div class="wide"><table>
 <tr>{% if several_tasks %}<th>task</th>{% endif %}<th>model</th><th class="number">accuracy</th>

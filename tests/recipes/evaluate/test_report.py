@@ -1,5 +1,6 @@
 """``qerl report``: one page with everything in it, of whatever a folder holds, and clear errors for the rest."""
 
+import html
 import json
 import os
 import re
@@ -201,6 +202,80 @@ def test_an_evaluation_beside_or_below_the_run_is_found_and_the_newer_one_shown(
     assert "45.0 %" in words(report.write(tmp_path).read_text())
     os.utime(tmp_path / "evaluation.json", (0, 0))
     assert "45.0 %" not in words(report.write(tmp_path).read_text())
+
+
+def test_an_evaluation_of_a_study_is_found_and_named_and_so_are_those_beside_it(tmp_path: Path) -> None:
+    fill(tmp_path, steps=STEPS)
+    for age, name in enumerate(("sampled", "greedy", "old")):
+        (tmp_path / "evaluation" / name).mkdir(parents=True)
+        arm = {**RESULT, "accuracy": 0.45 + age / 100}
+        fill(tmp_path / "evaluation" / name, evaluation={"tasks": {"gsm8k": {"adapter": arm}}})
+        os.utime(tmp_path / "evaluation" / name / "evaluation.json", (9 - age, 9 - age))
+    said = words(report.write(tmp_path).read_text())
+    assert "with adapter 45.0 %" in said and "Not evaluated yet" not in said
+    assert (
+        "From evaluation/sampled/evaluation.json , the newest here; older: evaluation/greedy/evaluation.json, " in said
+    )
+    for name in ("greedy", "old"):
+        (tmp_path / "evaluation" / name / "evaluation.json").unlink()
+    said = words(report.write(tmp_path).read_text())
+    assert "From evaluation/sampled/evaluation.json ." in said and "older" not in said
+
+
+AS_TRAINED = {"system_prompt": "sum", "use_chat_template": True, "chat_template": "{{ t }}"}
+AS_TRAINED |= {"chat_template_kwargs": {"short": True}}
+UNLIKE = {
+    "weights": ({"quantization": "bf16"}, {}, "weights BF16, frozen NVFP4, 4 bits, frozen"),
+    "dtype": ({"dtype": "float16"}, {}, "dtype float16 bfloat16"),
+    "base": ({"base_sha256": "2", "base": "/other"}, {}, f"base /other {STATE['base']}"),
+    "base-in-its-place": ({"base_sha256": "2"}, {}, f"base {STATE['base']} {STATE['base']}, as it was then"),
+    "solved-problems": ({"num_fewshot": 4}, {}, "solved problems shown 4 0"),
+    "system-prompt": ({}, {"system_prompt": "x" * 99 + "yz"}, f"system prompt {'x' * 97}... sum"),
+    "no-system-prompt": ({}, {"system_prompt": ""}, "system prompt none sum"),
+    "another-template": ({}, {"chat_template": "{{ u }}"}, "chat template another one the recipe's"),
+    "tokenizers-template": ({}, {"chat_template": None}, "chat template the tokenizer's own the recipe's"),
+    "no-template": ({}, {"use_chat_template": False}, "chat template none the recipe's"),
+    "options": ({}, {"chat_template_kwargs": None}, "its options none {'short': True}"),
+}
+
+
+@pytest.mark.parametrize(("change", "asked", "told"), UNLIKE.values(), ids=list(UNLIKE))
+def test_what_was_judged_otherwise_than_it_was_trained_is_said_by_name(
+    change: dict, asked: dict, told: str, tmp_path: Path
+) -> None:
+    recipe = {
+        "dtype": None,
+        "system_prompt": "sum",
+        "chat_template": "{{ t }}",
+        "chat_template_kwargs": {"short": True},
+    }
+    (tmp_path / "adapter").mkdir()
+    state = {**STATE, "base_hash": "1", "recipe": recipe}
+    (tmp_path / "adapter" / "qerl_state.json").write_text(json.dumps(state))
+    (tmp_path / "adapter" / "chat_template.jinja").write_text("{{ t }}")
+    evaluation = {"tasks": {"gsm8k": {"adapter": RESULT}}, "quantization": "qerl_nvfp4", "dtype": "bfloat16"}
+    evaluation |= {"base": STATE["base"], "base_sha256": "1", "num_fewshot": 0, "sampling": AS_TRAINED}
+    fill(tmp_path, evaluation=evaluation)
+    assert "judged with" not in words(report.write(tmp_path).read_text())
+    fill(tmp_path, evaluation={**evaluation, **change, "sampling": {**AS_TRAINED, **asked}})
+    said = html.unescape(words(report.write(tmp_path).read_text()))
+    heading = "These figures were not made as the run was trained: judged with trained with"
+    assert f"{heading} {told} From evaluation.json" in said
+
+
+def test_of_the_tokenizers_own_template_and_of_what_no_file_states_nothing_is_said(tmp_path: Path) -> None:
+    sampling = {**AS_TRAINED, "chat_template": None}
+    unknown = {"tasks": {"gsm8k": {"adapter": RESULT}}, "quantization": "bf16", "num_fewshot": 2, "sampling": sampling}
+    assert "judged with" not in words(report.write(fill(tmp_path, evaluation=unknown)).read_text())
+    told = "trained with weights BF16, frozen NF4"  # the evaluation itself has it
+    fill(tmp_path, evaluation={**unknown, "trained_on": "nf4"})
+    assert told in words(report.write(tmp_path).read_text())
+    recipe = {"system_prompt": "sum", "chat_template": None, "chat_template_kwargs": {"short": True}}
+    (tmp_path / "qerl_state.json").write_text(json.dumps({"quantization": "bf16", "recipe": recipe}))
+    (tmp_path / "chat_template.jinja").write_text("{{ t }}")
+    for given in (None, "{{ t }}"):  # asked for, or taken over from the run's folder
+        fill(tmp_path, evaluation={**unknown, "num_fewshot": 0, "sampling": {**sampling, "chat_template": given}})
+        assert "judged with" not in words(report.write(tmp_path).read_text())
 
 
 def test_a_colour_means_the_same_in_every_picture() -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from qerl_recipes import cli
 from qerl_recipes.evaluate import run as evaluate
 from qerl_recipes.evaluate.intervals import wilson
+from qerl_recipes.evaluate.report import write as write_report
 from qerl_recipes.evaluate.settled import EngineSettings, Evaluation
 from qerl_recipes.files import adapter as adapter_folder
 from qerl_recipes.files import run_state as checkpoints
@@ -323,6 +324,8 @@ def test_a_run_of_another_arm_is_judged_on_its_own_weights_with_the_prompts_of_i
     lines = [json.loads(line) for line in (tmp_path / "run/evaluation/answers.jsonl").read_text().splitlines()]
     assert {line["prompt"] for line in lines} == {f"4+4;{i}+3;8=" for i in range(8)}
     assert len(lines) == 16
+    page = write_report(tmp_path / "run").read_text()
+    assert "From <code>evaluation/evaluation.json</code>" in page and "judged with" not in page
 
 
 def test_a_truncated_base_is_refused(make_nvfp4: Make, no_engine: None, tmp_path: Path) -> None:

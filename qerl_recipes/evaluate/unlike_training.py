@@ -1,0 +1,59 @@
+"""In what an evaluation was made otherwise than the training of the run whose accuracies it shows."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+TOKENIZERS = "the tokenizer's own"
+OTHER = "another one"
+LONGEST = 100  # characters of a text that are shown
+
+
+def differences(
+    evaluation: Mapping[str, Any], state: Mapping[str, Any], template: str | None
+) -> list[tuple[str, str, str]]:
+    """(what it is, in the evaluation, in the training) for each thing that differs; nothing that no file states.
+
+    ``evaluation`` is the content of evaluation.json, ``state`` that of qerl_state.json, empty where there is none, and
+    ``template`` the chat template that lies beside it.
+    """
+    pairs = [*_of_weights(evaluation, state)]
+    recipe, sampling = state.get("recipe") or {}, evaluation.get("sampling") or {}
+    if state:
+        pairs.append(("solved problems shown", evaluation.get("num_fewshot") or 0, 0))
+    if "system_prompt" in recipe and "system_prompt" in sampling:
+        pairs.append(("system prompt", sampling["system_prompt"] or "none", recipe["system_prompt"] or "none"))
+    if recipe and "use_chat_template" in sampling:
+        pairs.append(("chat template", *_templates(sampling, recipe, template)))
+    if "chat_template_kwargs" in recipe and "chat_template_kwargs" in sampling:
+        options = [of["chat_template_kwargs"] or "none" for of in (sampling, recipe)]
+        pairs.append(("its options", options[0], options[1]))
+    return [(name, _short(judged), _short(trained)) for name, judged, trained in pairs if judged != trained]
+
+
+def _of_weights(evaluation: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    arm, trained = evaluation.get("quantization"), state.get("quantization") or evaluation.get("trained_on")
+    if arm and trained:
+        yield "weights", arm, trained
+    recipe = state.get("recipe") or {}
+    if evaluation.get("dtype") and "dtype" in recipe:
+        yield "dtype", evaluation["dtype"], recipe["dtype"] or "bfloat16"
+    hashes = [evaluation.get("base_sha256"), state.get("base_hash")]
+    if all(hashes) and hashes[0] != hashes[1]:  # the same weights may lie elsewhere, and others in the same place
+        names = [evaluation.get("base"), state.get("base")]
+        yield "base", names[0], names[1] if names[0] != names[1] else f"{names[1]}, as it was then"
+
+
+def _templates(sampling: Mapping[str, Any], recipe: Mapping[str, Any], template: str | None) -> tuple[str, str]:
+    """Of the evaluation and of the training, the same where they are one; a template is too long to be shown."""
+    own = TOKENIZERS if recipe.get("chat_template") is None else "the recipe's"
+    trained = "none" if template is None else own
+    if not sampling["use_chat_template"]:
+        return "none", trained
+    if (given := sampling.get("chat_template")) is not None:
+        return (trained if given == template else OTHER), trained
+    return TOKENIZERS, trained
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
