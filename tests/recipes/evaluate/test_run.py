@@ -326,6 +326,12 @@ def test_a_run_of_another_arm_is_judged_on_its_own_weights_with_the_prompts_of_i
     assert len(lines) == 16
     page = write_report(tmp_path / "run").read_text()
     assert "From <code>evaluation/evaluation.json</code>" in page and "judged with" not in page
+    other = {"system_prompt": None, "chat_template": "x", "chat_template_kwargs": None}
+    unlike = {"quantization": "nf4", "dtype": "float32", "base_sha256": "0", "num_fewshot": 1}
+    unlike["sampling"] = {**result["sampling"], **other}
+    (tmp_path / "run/evaluation/evaluation.json").write_text(json.dumps({**result, **unlike}))
+    page = write_report(tmp_path / "run").read_text().partition("judged with")[2].partition("</table>")[0]
+    assert page.count("<tr>") == len(unlike) - 1 + len(other)  # under the names that both files have for them
 
 
 def test_a_truncated_base_is_refused(make_nvfp4: Make, no_engine: None, tmp_path: Path) -> None:
