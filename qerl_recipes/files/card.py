@@ -63,6 +63,11 @@ def render(
         "",
     ]
     if quantization == "qerl_nvfp4":
+        lines += [
+            "PEFT and transformers, too, compute in BF16, and want a base of BF16 weights: on a folder that "
+            "`qerl quantize` wrote they find no layers, so name the model that it was made from.",
+            "",
+        ]
         lines += ["On the 4-bit weights it was trained on, with QeRL's plugin installed:", "", "```bash"]
         lines += [
             f"vllm serve {model} --quantization qerl_nvfp4 --enable-lora --max-lora-rank {engine_rank(rank)}"

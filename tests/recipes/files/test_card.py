@@ -19,6 +19,9 @@ def test_a_card_names_base_and_hash_and_says_what_stock_vllm_would_serve(trained
     assert "ab" * 32 in card
     assert "--enable-lora --max-lora-rank 32 --lora-modules 'policy=/a b'" in card
     assert ("do not travel in a LoRA request" in card) is trained_norms
+    of_bf16 = model_card.render("base", "ab", CONFIG, trained_norms=trained_norms, quantization="bf16", folder="/a")
+    told = "PEFT and transformers, too, compute in BF16, and want a base of BF16 weights"
+    assert told in card and told not in of_bf16
 
 
 @pytest.mark.parametrize(("rank", "allowed"), [(1, 1), (2, 8), (8, 8), (9, 16), (512, 512)])
