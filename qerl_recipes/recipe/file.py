@@ -13,8 +13,8 @@ from typing import Any, NoReturn, get_args, get_type_hints
 import yaml
 from trl import TrlParser
 
-from qerl_recipes.files.unique_keys import UniqueKeyLoader
 from qerl_recipes.recipe.keys import BELONGS_ELSEWHERE, REFUSED, RENAMED, TOPICS, WITHOUT_EFFECT, refused
+from qerl_recipes.recipe.unique_keys import UniqueKeyLoader
 from qerl_vllm_plugin.address import HIDDEN, hidden
 
 USAGE = "qerl train --config RECIPE.yaml [--KEY VALUE ...]"
