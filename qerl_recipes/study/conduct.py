@@ -8,7 +8,7 @@ from qerl_recipes.study.curves import draw
 from qerl_recipes.study.finished import refuse_other_plan
 from qerl_recipes.study.overview import overview, studies
 from qerl_recipes.study.page import page
-from qerl_recipes.study.plan import read
+from qerl_recipes.study.plan import StudyError, read
 from qerl_recipes.study.results import collect, final, labels
 from qerl_recipes.study.run import RunsFailedError, run
 from qerl_recipes.study.table import TABLE, read_table, write_table
@@ -41,7 +41,10 @@ def conduct(
                 print("stopped before the end; the same command goes on", file=sys.stderr)
         except RunsFailedError as error:
             failure = error  # the page is of the runs that have not
-        rows = collect(study, folder)
+        try:
+            rows = collect(study, folder)
+        except StudyError as error:
+            raise (StudyError(f"{error}; and {failure}") if failure else error) from error
         write_table(rows, folder / TABLE)
     title = f"Study: {file.stem.replace('_', ' ')}"
     lines = [page(study, rows, title, f"qerl study {file} --table {folder / TABLE}")]
@@ -56,7 +59,8 @@ def conduct(
 
 def sum_up(folder: Path) -> Path:
     """What `qerl study FOLDER` does: run nothing, make the page of each study that has a table anew, and one page over
-    all of them -> that page. Raises StudyError for a study or table that cannot be read."""
+    all of them -> that page. Raises StudyError for a study or table that cannot be read, or a table that is not
+    of its study as it is now; the pages before it are made by then."""
     for file, table in studies(folder).items():
         if table.is_file():
             conduct(file, table=table)

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,7 +19,7 @@ from qerl_recipes.study.summaries import summaries
 from qerl_recipes.study.table import BASE, PLAN, Row, named, read_table, write_table
 
 KEPT = "finished.csv.gz"
-ROUNDING = 1e-6  # of a reward in a table, which has six digits
+ROUNDING = 1e-5  # of a reward in a table, which has six digits
 Rows = dict[tuple[str, int], list[Row]]  # (an arm's label, a seed) -> the rows of that run
 
 
@@ -73,9 +74,11 @@ def refuse_other_target(study: Study, rows: Iterable[Row], where: str) -> None:
         elif metric == "steps_to_target":
             said = value
     target = study.target_reward
-    near = (None,) if target is None else (target - ROUNDING, target + ROUNDING)
-    reached = [summaries([steps[step] for step in sorted(steps)], of).get("steps_to_target") for of in near]
-    if steps and said not in reached:
+    within = ROUNDING * max(1.0, abs(target or 0.0))
+    near = (None, None) if target is None else (target - within, target + within)
+    records = [steps[step] for step in sorted(steps)]
+    first, last = (summaries(records, of).get("steps_to_target", math.inf) for of in near)
+    if steps and not first <= (math.inf if said is None else said) <= last:
         raise StudyError(
             f"{where} reached its target at another step than follows from target_reward {target}; put back the one "
             "that it was made for, or begin anew without this table"

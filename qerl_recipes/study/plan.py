@@ -157,11 +157,14 @@ class Study(_Strict):
 
     def settled(self, keys: Mapping[str, Any]) -> dict[str, Any]:
         """The keys of a training: those of the recipe's file, and ``keys``, an arm's or a run's, over them. Raises
-        StudyError for a file that is no YAML."""
+        StudyError for a file that is no YAML, or no mapping."""
         try:
-            return {**yaml.load(self.recipe.read_text(encoding="utf-8"), Loader=UniqueKeyLoader), **keys}
+            content = yaml.load(self.recipe.read_text(encoding="utf-8"), Loader=UniqueKeyLoader)
         except yaml.YAMLError as error:
             raise StudyError(f"recipe {self.recipe} is no YAML: {error}") from error
+        if not isinstance(content, dict):
+            raise StudyError(f"recipe {self.recipe} must be a mapping of keys to values")
+        return {**content, **keys}
 
     def decided(self, keys: Mapping[str, Any]) -> dict[str, Any]:
         """Of those keys the ones that the study does not set itself."""
@@ -207,6 +210,12 @@ def read(path: Path) -> Study:
         raise StudyError(f"{path}: " + "; ".join(lines)) from error
     if not study.recipe.is_file():
         raise StudyError(f"{path}: recipe {study.recipe} does not exist; name it from the folder you are in")
+    for arm, keys in study.arms.items():
+        model = study.settled(keys).get("model_name_or_path")
+        if not (isinstance(model, str) and model):
+            raise StudyError(
+                f"{path}: arms.{arm} has no model_name_or_path, nor has {study.recipe}; name the model there"
+            )
     return study
 
 

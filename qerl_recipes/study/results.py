@@ -1,7 +1,7 @@
 """The results of a study as the rows of one tidy table, and what follows from the table alone.
 
 ``arm`` is ``NAME`` or ``NAME@VALUE`` of the sweep's key. Metrics of a step are those of ``metrics.jsonl``. Of a
-finished run, at its last step: what ``run.figures`` reads from its evaluations, what ``summaries`` derives from the
+finished run, at its last step: what ``there.figures`` reads from its evaluations, what ``summaries`` derives from the
 steps, ``hours/DEVICE``, what it took of a GPU or of the machine, beside other runs only its share, and
 ``base/DIGITS``, ``plan/DIGITS`` and ``problems/NAME/DIGITS``, always 1, for the weights that it was trained on, its
 keys and evaluations, and the problems of each.

@@ -64,8 +64,8 @@ def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = No
             finished.refuse_other_bases(study, finished.kept(folder), str(folder / finished.KEPT))
         runs = all_runs(study, folder)
         refuse_other_weights(study, runs, folder)
-        refuse_missing_bases(study, runs)
-        if not all(is_finished(study, one, folder) for one in runs):
+        if missing := [one for one in runs if not is_finished(study, one, folder)]:
+            refuse_missing_bases(study, missing)
             check_tasks(study)
         gpu = installed_gpu()
         deadline = None if minutes is None else time.monotonic() + 60 * minutes

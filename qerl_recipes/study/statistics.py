@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isnan
+from math import copysign, inf, isnan
 
 import numpy as np
 from scipy import stats
@@ -65,7 +65,7 @@ def paired(a: str, b: str, of_a: Mapping[int, float], of_b: Mapping[int, float],
             (differences,), np.mean, n_resamples=RESAMPLES, method="percentile", rng=np.random.default_rng(seed)
         )
         low, high = map(float, found.confidence_interval)
-    effect = mean / spread if spread else float("inf") if abs(mean) > equal else 0.0
+    effect = mean / spread if spread else copysign(inf, mean) if abs(mean) > equal else 0.0
     if not spread:
         p = 2.0 ** (1 - len(common)) if abs(mean) > equal else 1.0
         return Comparison(a, b, len(common), mean, low, high, effect, p, t_low=mean, t_high=mean)

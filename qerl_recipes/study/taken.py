@@ -5,7 +5,7 @@ from typing import Any
 
 from qerl_recipes.study.finished import plan_of
 from qerl_recipes.study.plan import Study, StudyError, possible_runs, read
-from qerl_recipes.study.table import HOURS, PLAN, TABLE, Row, named, read_table
+from qerl_recipes.study.table import HOURS, PLAN, PROBLEMS, TABLE, Row, named, read_table
 
 
 def taken_rows(study: Study) -> list[Row]:
@@ -49,10 +49,13 @@ def taken_rows(study: Study) -> list[Row]:
                 f"taken.arms.{names[label]}: {label}/seed-{seed} of {table} {was} {file} and its recipe have now; put "
                 "those back, or take the arm out of taken.arms, so that it is run here"
             )
+    # the primary evaluation may have another name there
+    primary, here = (f"{PROBLEMS}{one.primary}/" for one in (other, study))
+    same = tuple(f"{PROBLEMS}{name}/" for name in study.evaluations.keys() - {study.primary})
     rows = [
-        (names[label], seed, step, metric, value)
+        (names[label], seed, step, here + metric.removeprefix(primary) if metric.startswith(primary) else metric, value)
         for label, seed, step, metric, value in of_arms
-        if not metric.startswith((HOURS, PLAN))
+        if not metric.startswith((HOURS, PLAN, PROBLEMS)) or metric.startswith((primary, *same))
     ]
     judged = {(arm, seed) for arm, seed, _, metric, _ in rows if metric == "accuracy"}
     for arm, label in study.taken.arms.items():

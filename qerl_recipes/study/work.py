@@ -26,6 +26,7 @@ REFUSED = "qerl: "  # how a line begins in which a command says why it does not 
 HINT = "(QERL_TRACEBACK"  # and the one behind the last of these
 MOST = 5  # failed runs whose reasons are given at the end
 PATIENCE = 120.0  # seconds for a training to end that a killed study has left behind
+ARGUMENT = 100_000  # bytes; Linux takes an argument of 128 KiB
 EVALUATE = 4  # one in so many jobs evaluates, while there is something to train
 
 
@@ -137,13 +138,18 @@ def _evaluate(
         log, *beside = (root / run.folder / LOG for run in runs)
         return machine.call(["evaluate-each", json.dumps(missing)], log, gpu, beside=beside)
 
+    def apart(*parts: Sequence[Run]) -> list[str]:
+        return [said for part in parts for said in _evaluate(study, part, root, machine, gpu, begun)]
+
+    if len(runs) > 1 and len(json.dumps(_evaluations(study, runs, root))) > ARGUMENT:
+        return apart(runs[: len(runs) // 2], runs[len(runs) // 2 :])
     code = attempt()
-    if code != 0 and len(runs) > 1:
-        return [said for run in runs for said in _evaluate(study, [run], root, machine, gpu, begun)]
     run, folder = runs[0], root / runs[0].folder
     if _failed_to_start(code, folder, machine):
         _say_again(run, code, machine)
         code = attempt()
+    if code != 0 and len(runs) > 1:
+        return apart(*([one] for one in runs))
     if code != 0:
         return _ended(run, folder, code, machine)
     for run in runs:

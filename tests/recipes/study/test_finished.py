@@ -184,7 +184,13 @@ def test_a_reward_that_a_table_has_rounded_below_the_target_has_reached_it(study
     assert rows[0][4] < 21 / 256
     finished.refuse_other_target(plan, [*rows, ("a", 0, 7, "steps_to_target", 5.0)], "here")
     with pytest.raises(StudyError, match="here reached its target at another step"):
-        finished.refuse_other_target(plan, [*rows, ("a", 0, 7, "steps_to_target", 6.0)], "here")
+        finished.refuse_other_target(plan, [*rows, ("a", 0, 7, "steps_to_target", 4.0)], "here")
+    plan = read(study(sweep=None, target_reward=1.2))
+    rewards = [4 / 3, 4 / 3, 4 / 3, 1.0, 1.0, 1.4, 1.4]  # of the first five 6 / 5, of six digits less
+    rows = [("a", 0, i + 1, "reward", float(f"{reward:.6g}")) for i, reward in enumerate(rewards)]
+    finished.refuse_other_target(plan, [*rows, ("a", 0, 7, "steps_to_target", 5.0)], "here")
+    with pytest.raises(StudyError, match="here reached its target at another step"):
+        finished.refuse_other_target(plan, rows, "here")
 
 
 @pytest.mark.parametrize(

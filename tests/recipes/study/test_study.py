@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from scipy import stats
 from typer.testing import CliRunner
 
@@ -75,6 +76,35 @@ def test_a_key_that_stands_twice_is_refused_in_the_plan_and_in_its_recipe(study)
     Path("recipe.yaml").write_text("beta: 0.0\nmodel_name_or_path: base\nbeta: 0.1\n")
     with pytest.raises(StudyError, match=r"recipe.yaml is no YAML: beta stands twice \(line 3\)"):
         plan.settled({})
+
+
+def test_an_arm_may_be_another_one_and_more(study):
+    content = yaml.safe_load(study(sweep=None).read_text())
+    del content["arms"]
+    arms = "arms:\n  a: &a {lora_r: 8, beta: 0.1}\n  b:\n    <<: *a\n    beta: 0.2\n"
+    Path("study.yaml").write_text(arms + yaml.safe_dump(content))
+    assert read(Path("study.yaml")).arms["b"] == {"lora_r": 8, "beta": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("", "recipe recipe.yaml must be a mapping"),
+        ("- a\n", "recipe recipe.yaml must be a mapping"),
+        ("beta: 0.1\n", "arms.a has no model_name_or_path, nor has recipe.yaml"),
+        ("model_name_or_path: null\n", "arms.a has no model_name_or_path"),
+    ],
+)
+def test_a_recipe_of_no_keys_or_no_model_is_refused(recipe, message, study):
+    file = study()
+    Path("recipe.yaml").write_text(recipe)
+    with pytest.raises(StudyError, match=message):
+        read(file)
+
+
+def test_equal_differences_have_the_sign_of_their_effect():
+    below = paired("a", "b", {0: 0.4, 1: 0.4}, {0: 0.5, 1: 0.5})
+    assert (below.effect, paired("b", "a", {0: 0.5, 1: 0.5}, {0: 0.4, 1: 0.4}).effect) == (-math.inf, math.inf)
 
 
 def test_of_equal_values_the_smaller_one_is_the_best_whatever_the_order_of_a_sum(study):

@@ -222,6 +222,24 @@ def test_an_arm_whose_table_is_of_other_keys_than_its_study_has_now_is_refused(e
         taken_rows(read(file))
 
 
+def test_the_problems_of_a_taken_arm_are_those_of_the_primary_evaluation_whatever_it_is_called(
+    smaller, other, finish, tmp_path
+):
+    file = Path("study") / table.TABLE
+    of_both = [("b@0.001", 0, 2, f"problems/{name}", 1.0) for name in ("greedy/first", "alike/second")]
+    table.write_table([*table.read_table(file), *of_both], file)
+    plan, out = read(smaller(evaluations=ALIKE, primary="alike")), tmp_path / "small"
+    assert {row[3] for row in taken_rows(plan) if row[3].startswith(table.PROBLEMS)} == {"problems/alike/first"}
+    for one in first_runs(plan):
+        finish(one, out, 0.25)
+        (out / one.folder / "evaluation/greedy").rename(out / one.folder / "evaluation/alike")
+    results.collect(plan, out)
+    found = out / "r8/seed-1/evaluation/alike/evaluation.json"
+    found.write_text(json.dumps({**json.loads(found.read_text()), "problems_sha256": {"running_sum": "others"}}))
+    with pytest.raises(StudyError, match=r"evaluations.alike: r8/seed-1 was asked other problems than r32/seed-0"):
+        results.collect(plan, out)
+
+
 def test_an_arm_is_not_taken_from_a_table_that_does_not_say_its_keys(smaller, other):
     """One of before, or the table of a study that has taken the arm itself, from a third one."""
     plan, file = read(smaller()), Path("study") / table.TABLE

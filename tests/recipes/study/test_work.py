@@ -66,31 +66,15 @@ def test_runs_that_wait_for_their_evaluation_on_the_same_weights_get_it_together
     assert {one["quantization"] for one in evaluated[1]} == {"qerl_nvfp4"}
 
 
-def test_a_quarter_of_the_jobs_evaluates_while_there_is_something_to_train(study, tmp_path, monkeypatch):
-    plan, out = read(study(sweep=None, seeds=list(range(9)))), tmp_path / "out"
-    lock, evaluating, most, begun, trained = threading.Lock(), [0], [0], [], []
-
-    def call(self, arguments, log, gpu, beside=()):
-        if arguments[0] == "train":
-            begun.append(log)
-            if len(begun) == 17:
-                until(lambda: evaluating[0])
-            trained.append(log)
-            return 0
-        with lock:
-            evaluating[0] += 1
-            if len(begun) < 17:  # two more wait
-                most[0] = max(most[0], evaluating[0])
-        until(lambda: len(trained) == 18)  # all others are trained beside these
-        for one in json.loads(arguments[1]):
-            written(one)
-        with lock:
-            evaluating[0] -= 1
-        return 0
-
-    monkeypatch.setattr(processes.Machine, "call", call)
-    assert runner.run(plan, out, jobs=8)
-    assert most == [2]
+@pytest.mark.parametrize(("jobs", "most"), [(1, 1), (4, 1), (8, 2), (16, 4)])
+def test_a_quarter_of_the_jobs_evaluates_while_there_is_something_to_train(jobs, most, study):
+    runs = all_runs(read(study(sweep=None)), Path("out"))
+    for at_work in range(most + 2):
+        left = work.Left(read(study(sweep=None)), jobs, untrained=runs[:3], trained=runs[3:], evaluations=at_work)
+        those, trained = left.next(jobs)
+        assert trained is (at_work < most) and those == ([runs[3], runs[5]] if trained else [runs[0]])
+        left = work.Left(read(study(sweep=None)), jobs, trained=runs[3:], evaluations=at_work)
+        assert left.next(1) == ([runs[3], runs[5]], True), "there is nothing else to do"
 
 
 def test_what_is_left_to_evaluate_is_shared_by_the_places(study, tmp_path, monkeypatch):
@@ -144,6 +128,43 @@ def test_an_evaluation_that_fails_takes_no_other_with_it(study, tmp_path, monkey
     assert asked == [runs, ["b/seed-1"], ["a/seed-2"], ["b/seed-2"]], "what is there is not asked again"
 
 
+def test_a_group_whose_engine_did_not_start_is_begun_once_more_as_a_group(study, tmp_path, monkeypatch):
+    plan, out, asked = read(study(sweep=None, arms={"a": {}, "b": {}})), tmp_path / "out", []
+
+    def call(self, arguments, log, gpu, beside=()):
+        those = json.loads(arguments[1])
+        asked.append(len(those))
+        log.write_text("$ qerl evaluate-each\nEngine core initialization failed\n")
+        if len(asked) == 1:
+            return 1
+        for one in those:
+            written(one)
+        return 0
+
+    for run in all_runs(plan, out):
+        (out / run.folder / "adapter").mkdir(parents=True)
+    monkeypatch.setattr(processes.Machine, "call", call)
+    assert work.finish_all(plan, out, 1, processes.Machine(None, Console(quiet=True), "CPU")) == []
+    assert asked == [6, 6]
+
+
+def test_a_group_is_no_longer_than_an_argument_may_be(study, tmp_path, monkeypatch):
+    long = {"greedy": {"tasks": "running_sum", "system_prompt": "say it " * 4000}}
+    plan, out, sizes = read(study(sweep=None, arms={"a": {}, "b": {}}, evaluations=long)), tmp_path / "out", []
+
+    def call(self, arguments, log, gpu, beside=()):
+        sizes.append(len(arguments[1]))
+        for one in json.loads(arguments[1]):
+            written(one)
+        return 0
+
+    for run in all_runs(plan, out):
+        (out / run.folder / "adapter").mkdir(parents=True)
+    monkeypatch.setattr(processes.Machine, "call", call)
+    assert work.finish_all(plan, out, 1, processes.Machine(None, Console(quiet=True), "CPU")) == []
+    assert len(sizes) == 2 and max(sizes) < 128 * 1024 < sum(sizes)
+
+
 def test_a_stop_begins_nothing_more_and_names_no_failure(study, tmp_path, monkeypatch):
     plan, out, called = read(study(sweep=None)), tmp_path / "out", []
 
@@ -187,3 +208,13 @@ def test_a_base_that_is_not_there_is_refused_before_anything_runs(study, tmp_pat
     Path("recipe.yaml").write_text("model_name_or_path: runs/models/small\n")
     with pytest.raises(StudyError, match=r"there is no folder runs/models/small; the head of recipe.yaml says how"):
         runner.run(read(study()), tmp_path / "out")
+
+
+def test_where_all_runs_are_there_the_base_need_not_be(study, tmp_path, finish):
+    Path("recipe.yaml").write_text("model_name_or_path: runs/models/small\n")
+    plan = read(study(sweep=None))
+    (tmp_path / "out").mkdir()
+    runner._claim(plan, tmp_path / "out")
+    for one in all_runs(plan, tmp_path / "out"):
+        finish(one, tmp_path / "out", 0.5)
+    assert runner.run(plan, tmp_path / "out")
