@@ -210,11 +210,20 @@ def test_a_base_that_is_not_there_is_refused_before_anything_runs(study, tmp_pat
         runner.run(read(study()), tmp_path / "out")
 
 
-def test_where_all_runs_are_there_the_base_need_not_be(study, tmp_path, finish):
-    Path("recipe.yaml").write_text("model_name_or_path: runs/models/small\n")
-    plan = read(study(sweep=None))
-    (tmp_path / "out").mkdir()
-    runner._claim(plan, tmp_path / "out")
-    for one in all_runs(plan, tmp_path / "out"):
-        finish(one, tmp_path / "out", 0.5)
-    assert runner.run(plan, tmp_path / "out")
+def test_only_the_bases_of_what_is_to_be_run_need_to_be_there(study, tmp_path, monkeypatch, finish):
+    arms = {"a": {"model_name_or_path": "runs/models/gone"}, "b": {}}
+    plan, out = read(study(sweep=None, arms=arms)), tmp_path / "out"
+    out.mkdir()
+    runner._claim(plan, out)
+    for one in all_runs(plan, out):
+        if one.arm == "a":
+            finish(one, out, 0.5)
+
+    def call(self, arguments, log, gpu, beside=()):
+        finish(next(one for one in all_runs(plan, out) if out / one.folder == log.parent), out, 0.5)
+        return 0
+
+    monkeypatch.setattr(processes.Machine, "call", call)
+    assert runner.run(plan, out)  # those of b
+    monkeypatch.setattr(processes.Machine, "call", lambda *given, **more: pytest.fail("something runs"))
+    assert runner.run(plan, out)  # none
