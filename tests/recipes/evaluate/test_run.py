@@ -100,7 +100,7 @@ def test_the_adapter_alone_gives_the_answers_that_it_gives_beside_the_base(
 
 @pytest.mark.integration
 def test_several_evaluations_on_one_engine_answer_as_on_engines_of_their_own(
-    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_adapter: Make
 ) -> None:
     engines: list[EngineSettings] = []
     start = evaluate._start
@@ -108,26 +108,31 @@ def test_several_evaluations_on_one_engine_answer_as_on_engines_of_their_own(
     task = [f"jsonl-exact:{runs['folder']}/second.jsonl"]
     common = {"base": str(runs["base"]), "adapter": runs["folder"] / "adapter", "tasks": task, "quiet": True}
     common |= {"max_new_tokens": 6, "max_model_length": 64, "max_samples": 12}
-    kinds = {"greedy": {}, "sampled": {"temperature": 1.0, "num_samples": 3, "adapter_only": True}, "again": {}}
+    sampled = {"temperature": 1.0, "num_samples": 3, "adapter_only": True}
+    other_run = {"adapter": save_adapter(runs["folder"] / "other", seed=3), "adapter_only": True}
+    kinds: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": sampled, "other": other_run, "again": {}}
 
     def asked(where: str) -> list[Evaluation]:
-        return [Evaluation(**common, **options, output_dir=tmp_path / where / name) for name, options in kinds.items()]
+        where_to = {name: {"output_dir": tmp_path / where / name} for name in kinds}
+        return [Evaluation(**{**common, **options, **where_to[name]}) for name, options in kinds.items()]
 
     together = evaluate.evaluate_each(asked("one"))
     assert len(engines) == 1
     apart = [evaluate.evaluate_each([one])[0] for one in asked("own")]
-    assert len(engines) == 4 and len(together) == 3
+    assert len(engines) == 5 and len(together) == 4
     for name, one, own in zip(kinds, together, apart, strict=True):
         assert {**one, "date": ""} == {**own, "date": ""} == {**json.loads(_result(tmp_path, "one", name)), "date": ""}
         written = [(tmp_path / where / name / "answers.jsonl").read_bytes() for where in ("one", "own")]
         assert written[0] == written[1]
     assert list(together[1]["tasks"][task[0]]) == ["adapter"]
-    assert [one["sampling"]["seed"] for one in together] == [None, 0, None]  # what is greedy draws with none
+    assert [one["sampling"]["seed"] for one in together] == [None, 0, None, None]  # what is greedy draws with none
+    given = {name: answers(tmp_path / "one" / name, "adapter") for name in ("greedy", "other", "again")}
+    assert given["greedy"] == given["again"] != given["other"]
     # another engine where one is asked for, and one of its own where no change of policy would come between
     other = [*asked("x")[:1], asked("y")[0].model_copy(update={"max_model_length": 48})]
-    base = [one.model_copy(update={"adapter": None}) for one in (asked("z")[0], asked("z")[2])]
+    base = [one.model_copy(update={"adapter": None}) for one in (asked("z")[0], asked("z")[3])]
     evaluate.evaluate_each([*other, *base])
-    assert len(engines) == 8
+    assert len(engines) == 9
 
 
 def _result(folder: Path, *names: str) -> str:
