@@ -54,7 +54,7 @@ def refuse_missing_bases(study: Study, runs: Iterable[Run]) -> None:
 def check_taken(study: Study, rows: Sequence[Row]) -> None:
     """Raises StudyError for an arm of another study, ``rows`` as `taken_rows` gives them, whose base is not the one
     that this study's runs will have, or that does not say which it was. A model of the hub is known by its name."""
-    for arm, label in study.taken.arms.items() if study.taken else ():
+    for arm, label in study.taken_arms.items():
         now = base_there(study.settled(study.arms[arm])["model_name_or_path"])
         then = named(BASE, (row for row in rows if row[0] == arm))
         if now is not None and then != {now}:

@@ -44,7 +44,9 @@ def conduct(
         try:
             rows = collect(study, folder)
         except StudyError as error:
-            raise (StudyError(f"{error}; and {failure}") if failure else error) from error
+            if failure is None:
+                raise
+            raise StudyError(f"{error}; and {failure}") from error
         write_table(rows, folder / TABLE)
     title = f"Study: {file.stem.replace('_', ' ')}"
     lines = [page(study, rows, title, f"qerl study {file} --table {folder / TABLE}")]

@@ -29,8 +29,7 @@ def keep(study: Study, table: Path, folder: Path) -> None:
     Raises StudyError, before anything is kept, where the table is none, has a run that the study does not ask for, one
     of other keys, or one without an evaluation, or does not say by which keys and on which base a run was trained.
     """
-    taken = set(study.taken.arms) if study.taken else set()
-    found = {key: rows for key, rows in _by_run(read_table(table)).items() if key[0] not in taken}
+    found = {key: rows for key, rows in _by_run(read_table(table)).items() if key[0] not in study.taken_arms}
     refuse_other_plan(study, itertools.chain(*found.values()), table)
     possible = possible_runs(study)
     for (label, seed), rows in found.items():
@@ -51,10 +50,10 @@ def keep(study: Study, table: Path, folder: Path) -> None:
 def refuse_other_plan(study: Study, rows: Iterable[Row], table: Path) -> None:
     """Raises StudyError where a run of ``table`` is not of this study, or was made by other keys, or for another target
     of the reward, than there are now. A table of before, which does not say its keys, is believed."""
-    possible, taken = possible_runs(study), set(study.taken.arms) if study.taken else set()
+    possible = possible_runs(study)
     for (label, seed), those in _by_run(rows).items():
         run, where = possible.get((label, seed)), f"{table}: {label}/seed-{seed}"
-        if run is None and label not in taken:
+        if run is None and label not in study.taken_arms:
             raise StudyError(f"{where} is no run of this study; name the table of this one")
         if run is not None and (plans := named(PLAN, those)) and plans != {plan_of(study, run)}:
             raise StudyError(

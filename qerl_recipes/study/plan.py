@@ -25,6 +25,7 @@ known, and, where ``common`` is given, at that one too. The base of an arm is ju
 not depend on the training.
 """
 
+import functools
 import itertools
 import json
 import re
@@ -147,9 +148,14 @@ class Study(_Strict):
         return self
 
     @property
+    def taken_arms(self) -> dict[str, str]:
+        """Those that are another study's -> their labels there."""
+        return self.taken.arms if self.taken else {}
+
+    @property
     def own_arms(self) -> dict[str, dict[str, Any]]:
         """Those that are run for this study."""
-        return {arm: keys for arm, keys in self.arms.items() if self.taken is None or arm not in self.taken.arms}
+        return {arm: keys for arm, keys in self.arms.items() if arm not in self.taken_arms}
 
     def evaluations_of(self, run: "Run") -> dict[str, dict[str, Any]]:
         """The evaluations that follow a run."""
@@ -159,7 +165,7 @@ class Study(_Strict):
         """The keys of a training: those of the recipe's file, and ``keys``, an arm's or a run's, over them. Raises
         StudyError for a file that is no YAML, or no mapping."""
         try:
-            content = yaml.load(self.recipe.read_text(encoding="utf-8"), Loader=UniqueKeyLoader)
+            content = _parsed(self.recipe.read_text(encoding="utf-8"))
         except yaml.YAMLError as error:
             raise StudyError(f"recipe {self.recipe} is no YAML: {error}") from error
         if not isinstance(content, dict):
@@ -193,6 +199,12 @@ class Run(_Strict):
     def folder(self) -> str:
         """Where it lies, below the study's own folder. A run that serves two purposes is one run."""
         return f"{self.label}/seed-{self.seed}"
+
+
+@functools.lru_cache(maxsize=4)
+def _parsed(text: str) -> Any:
+    """A recipe's content. A study asks for it once a run and more, and to parse it takes far longer than to read it."""
+    return yaml.load(text, Loader=UniqueKeyLoader)
 
 
 def read(path: Path) -> Study:

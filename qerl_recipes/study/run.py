@@ -25,9 +25,10 @@ from qerl_recipes.study.check import check, check_tasks
 from qerl_recipes.study.plan import Study, StudyError
 from qerl_recipes.study.processes import Machine
 from qerl_recipes.study.there import all_runs, is_finished
-from qerl_recipes.study.work import MOST, finish_all
+from qerl_recipes.study.work import finish_all
 
 MARK, RECIPE = "study.json", "recipe_keys"  # of a study's folder, and in it what its runs have of the recipe
+MOST = 5  # failed runs whose reasons are given at the end
 
 
 class RunsFailedError(StudyError):
@@ -44,8 +45,8 @@ def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = No
 
     Raises StudyError, before anything runs, for keys that `qerl train` or `qerl evaluate` would refuse, for evaluations
     whose problems or judge are not here, where ``folder`` belongs to another study, to one at work, or to this one with
-    another recipe, where a base holds other weights than for the runs so far, and for a ``table`` that is not this
-    study's; and RunsFailedError, at the end, naming each run that has failed.
+    another recipe, where a base is not there, or holds other weights than for the runs so far, and for a ``table`` that
+    is not this study's; and RunsFailedError, at the end, naming each run that has failed.
     """
     if jobs < 1:
         raise StudyError(f"--jobs is {jobs}; it must be at least 1")

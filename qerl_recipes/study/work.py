@@ -24,7 +24,6 @@ from qerl_recipes.study.there import RESULT, all_runs, figures, is_finished
 LOG, METRICS = "log.txt", "metrics.jsonl"
 REFUSED = "qerl: "  # how a line begins in which a command says why it does not do what was asked
 HINT = "(QERL_TRACEBACK"  # and the one behind the last of these
-MOST = 5  # failed runs whose reasons are given at the end
 PATIENCE = 120.0  # seconds for a training to end that a killed study has left behind
 ARGUMENT = 100_000  # bytes; Linux takes an argument of 128 KiB
 EVALUATE = 4  # one in so many jobs evaluates, while there is something to train

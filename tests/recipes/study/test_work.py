@@ -15,12 +15,29 @@ from qerl_recipes.study.plan import StudyError, read
 from qerl_recipes.study.there import all_runs
 
 
-def written(asked):
-    """What `qerl evaluate-each` leaves behind of an evaluation."""
-    folder = Path(asked["output_dir"])
-    folder.mkdir(parents=True)
-    result = {"tasks": {"running_sum": {"adapter": {"accuracy": 0.5}}}}
-    write_text(folder / "evaluation.json", json.dumps(result))
+def written(*asked):
+    """What `qerl evaluate-each` leaves behind."""
+    for one in asked:
+        folder = Path(one["output_dir"])
+        folder.mkdir(parents=True)
+        result = {"tasks": {"running_sum": {"adapter": {"accuracy": 0.5}}}}
+        write_text(folder / "evaluation.json", json.dumps(result))
+
+
+@pytest.fixture
+def evaluated(tmp_path, monkeypatch):
+    """evaluated(plan, evaluate, jobs) -> what is said of failures, where all runs of a plan are trained and
+    ``evaluate(asked, log)``, which gives its exit code, is the command."""
+
+    def finish(plan, evaluate, jobs=1):
+        for run in all_runs(plan, tmp_path / "out"):
+            (tmp_path / "out" / run.folder / "adapter").mkdir(parents=True)
+        monkeypatch.setattr(
+            processes.Machine, "call", lambda self, line, log, gpu, beside=(): evaluate(json.loads(line[1]), log)
+        )
+        return work.finish_all(plan, tmp_path / "out", jobs, processes.Machine(None, Console(quiet=True), "CPU"))
+
+    return finish
 
 
 def names(asked):
@@ -33,37 +50,36 @@ def test_runs_that_wait_for_their_evaluation_on_the_same_weights_get_it_together
     sampled = {"tasks": "running_sum", "num_samples": 8, "temperature": 1}
     both = {"greedy": {"tasks": "running_sum"}, "sampled": sampled}
     plan, out = read(study(sweep=None, evaluations=both)), tmp_path / "out"
-    trained, evaluated, logs, lock = [], [], [], threading.Lock()
+    trained, asked_together, logs, lock = [], [], [], threading.Lock()
 
     def call(self, arguments, log, gpu, beside=()):
         if arguments[0] == "train":
             if log.parent.name == "seed-0" and log.parent.parent.name == "b":
-                until(lambda: evaluated)  # the first evaluation begins before it ends
+                until(lambda: asked_together)  # the first evaluation begins before it ends
             elif len(trained) == 5:
-                until(lambda: len(evaluated) >= 2)
+                until(lambda: len(asked_together) >= 2)
             with lock:
                 trained.append(log.parent)
             return 0
         asked = json.loads(arguments[1])
         with lock:
-            evaluated.append(asked)
+            asked_together.append(asked)
             logs.append((log, list(beside)))
-        if len(evaluated) == 1:
+        if len(asked_together) == 1:
             until(lambda: len(trained) >= 5)
-        for one in asked:
-            written(one)
+        written(*asked)
         return 0
 
     monkeypatch.setattr(processes.Machine, "call", call)
     assert runner.run(plan, out, jobs=2)
-    first, second, *others = map(names, evaluated)
+    first, second, *others = map(names, asked_together)
     assert first == [("a/seed-0", "greedy"), ("a/seed-0", "sampled")], "none waits for others to come"
     assert second[:2] == [("b/seed-0", "greedy"), ("b/seed-1", "greedy")], "those of a name behind each other"
     assert second[2:] == [("b/seed-0", "sampled"), ("b/seed-1", "sampled")]
     rest = {run for those in others for run, _ in those}
     assert rest == {"a/seed-1", "a/seed-2", "b/seed-2"} and len([one for those in others for one in those]) == 6
     assert logs[1] == (out / "b/seed-0/log.txt", [out / "b/seed-1/log.txt"])
-    assert {one["quantization"] for one in evaluated[1]} == {"qerl_nvfp4"}
+    assert {one["quantization"] for one in asked_together[1]} == {"qerl_nvfp4"}
 
 
 @pytest.mark.parametrize(("jobs", "most"), [(1, 1), (4, 1), (8, 2), (16, 4)])
@@ -77,22 +93,16 @@ def test_a_quarter_of_the_jobs_evaluates_while_there_is_something_to_train(jobs,
         assert left.next(1) == ([runs[3], runs[5]], True), "there is nothing else to do"
 
 
-def test_what_is_left_to_evaluate_is_shared_by_the_places(study, tmp_path, monkeypatch):
-    plan, out, evaluated = read(study(sweep=None, arms={"a": {}, "b": {}})), tmp_path / "out", []
+def test_what_is_left_to_evaluate_is_shared_by_the_places(study, evaluated):
+    groups = []
 
-    def call(self, arguments, log, gpu, beside=()):
-        asked = json.loads(arguments[1])
-        evaluated.append(names(asked))
-        for one in asked:
-            written(one)
+    def evaluate(asked, log):
+        groups.append(names(asked))
+        written(*asked)
         return 0
 
-    for run in all_runs(plan, out):
-        (out / run.folder / "adapter").mkdir(parents=True)
-    monkeypatch.setattr(processes.Machine, "call", call)
-    machine = processes.Machine(None, Console(quiet=True), "CPU")
-    assert work.finish_all(plan, out, 3, machine) == []
-    assert sorted(map(len, evaluated)) == [2, 2, 2] and len({one for group in evaluated for one in group}) == 6
+    assert evaluated(read(study(sweep=None, arms={"a": {}, "b": {}})), evaluate, jobs=3) == []
+    assert sorted(map(len, groups)) == [2, 2, 2] and len({one for group in groups for one in group}) == 6
 
 
 @pytest.mark.parametrize("weights", [{"lora_r": 8}, {"model_name_or_path": "other"}, {"quantization": "nf4"}])
@@ -106,62 +116,48 @@ def test_other_weights_or_another_rank_are_evaluated_apart(weights, study):
     assert left.next(1) == ([], False)
 
 
-def test_an_evaluation_that_fails_takes_no_other_with_it(study, tmp_path, monkeypatch):
-    plan, out, asked = read(study(sweep=None, arms={"a": {}, "b": {}})), tmp_path / "out", []
+def test_an_evaluation_that_fails_takes_no_other_with_it(study, evaluated):
+    groups = []
 
-    def call(self, arguments, log, gpu, beside=()):
-        those = json.loads(arguments[1])
-        asked.append([name for name, _ in names(those)])
-        for one in those:
+    def evaluate(asked, log):
+        groups.append([name for name, _ in names(asked)])
+        for one in asked:
             if "b/seed-1" in one["output_dir"]:
                 log.write_text("$ qerl evaluate-each\nqerl: it holds NaN\n")
                 return 2
             written(one)
         return 0
 
-    for run in all_runs(plan, out):
-        (out / run.folder / "adapter").mkdir(parents=True)
-    monkeypatch.setattr(processes.Machine, "call", call)
-    (failed,) = work.finish_all(plan, out, 1, processes.Machine(None, Console(quiet=True), "CPU"))
+    (failed,) = evaluated(read(study(sweep=None, arms={"a": {}, "b": {}})), evaluate)
     assert failed.startswith("b/seed-1 ended with 2: qerl: it holds NaN")
     runs = [f"{arm}/seed-{seed}" for seed in (0, 1, 2) for arm in "ab"]
-    assert asked == [runs, ["b/seed-1"], ["a/seed-2"], ["b/seed-2"]], "what is there is not asked again"
+    assert groups == [runs, ["b/seed-1"], ["a/seed-2"], ["b/seed-2"]], "what is there is not asked again"
 
 
-def test_a_group_whose_engine_did_not_start_is_begun_once_more_as_a_group(study, tmp_path, monkeypatch):
-    plan, out, asked = read(study(sweep=None, arms={"a": {}, "b": {}})), tmp_path / "out", []
+def test_a_group_whose_engine_did_not_start_is_begun_once_more_as_a_group(study, evaluated):
+    sizes = []
 
-    def call(self, arguments, log, gpu, beside=()):
-        those = json.loads(arguments[1])
-        asked.append(len(those))
+    def evaluate(asked, log):
+        sizes.append(len(asked))
         log.write_text("$ qerl evaluate-each\nEngine core initialization failed\n")
-        if len(asked) == 1:
+        if len(sizes) == 1:
             return 1
-        for one in those:
-            written(one)
+        written(*asked)
         return 0
 
-    for run in all_runs(plan, out):
-        (out / run.folder / "adapter").mkdir(parents=True)
-    monkeypatch.setattr(processes.Machine, "call", call)
-    assert work.finish_all(plan, out, 1, processes.Machine(None, Console(quiet=True), "CPU")) == []
-    assert asked == [6, 6]
+    assert evaluated(read(study(sweep=None, arms={"a": {}, "b": {}})), evaluate) == []
+    assert sizes == [6, 6]
 
 
-def test_a_group_is_no_longer_than_an_argument_may_be(study, tmp_path, monkeypatch):
-    long = {"greedy": {"tasks": "running_sum", "system_prompt": "say it " * 4000}}
-    plan, out, sizes = read(study(sweep=None, arms={"a": {}, "b": {}}, evaluations=long)), tmp_path / "out", []
+def test_a_group_is_no_longer_than_an_argument_may_be(study, evaluated):
+    long, sizes = {"greedy": {"tasks": "running_sum", "system_prompt": "say it " * 4000}}, []
 
-    def call(self, arguments, log, gpu, beside=()):
-        sizes.append(len(arguments[1]))
-        for one in json.loads(arguments[1]):
-            written(one)
+    def evaluate(asked, log):
+        sizes.append(len(json.dumps(asked)))
+        written(*asked)
         return 0
 
-    for run in all_runs(plan, out):
-        (out / run.folder / "adapter").mkdir(parents=True)
-    monkeypatch.setattr(processes.Machine, "call", call)
-    assert work.finish_all(plan, out, 1, processes.Machine(None, Console(quiet=True), "CPU")) == []
+    assert evaluated(read(study(sweep=None, arms={"a": {}, "b": {}}, evaluations=long)), evaluate) == []
     assert len(sizes) == 2 and max(sizes) < 128 * 1024 < sum(sizes)
 
 
