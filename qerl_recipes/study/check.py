@@ -30,12 +30,15 @@ def check(study: Study) -> None:
     check_taken(study, taken_rows(study))
     from qerl_recipes.recipe.configs import parse
     from qerl_recipes.recipe.file import ConfigError
+    from qerl_recipes.train.validate import problems_of_keys
 
     for run in {run.label: run for run in first_runs(study)}.values():
         try:
-            parse(["--config", str(study.recipe), *flags({**run.keys, "seed": run.seed})])
+            found = parse(["--config", str(study.recipe), *flags({**run.keys, "seed": run.seed})])
         except ConfigError as error:
             raise StudyError(f"arms.{run.arm}: {error}") from error
+        if problems := problems_of_keys(*found):
+            raise StudyError(f"arms.{run.arm}: this recipe cannot run: {'; '.join(problems)}")
 
 
 def check_evaluations(study: Study) -> None:

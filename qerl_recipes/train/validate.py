@@ -44,18 +44,11 @@ def validate(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) 
     not fit the arm. Reading the data set may download it.
     """
     problems = [
-        *refusals(script, training, model),
-        *_choices(training),
-        *_names(training),
-        *_boundaries(training),
-        *_lengths(script, training),
+        *problems_of_keys(script, training, model),
         *lacking(training, model),
         *_engine(training),
-        *_sampling(training),
         *server_keys.problems(training),
         *_sharing(training),
-        *_precision(training, model),
-        *_adapter(script, training, model),
         *misfits(script, training, model),
         *_data_and_rewards(script, training),
     ]
@@ -78,6 +71,20 @@ def validate(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) 
             f"then tells less of rounding, and importance weights, which fall below 1 by it, {weights}",
             stacklevel=2,
         )
+
+
+def problems_of_keys(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> list[str]:
+    """One line for each thing that is wrong with the keys themselves, whatever machine, model and data are."""
+    return [
+        *refusals(script, training, model),
+        *_choices(training),
+        *_names(training),
+        *_boundaries(training),
+        *_lengths(script, training),
+        *_sampling(training),
+        *_precision(training, model),
+        *_adapter(script, training, model),
+    ]
 
 
 def narrowing(training: GRPOConfig) -> Iterator[str]:

@@ -30,6 +30,23 @@ def test_an_evaluation_that_would_be_refused_is_refused_before_anything_is_train
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"steps_per_generation": 4, "gradient_accumulation_steps": 1, "save_steps": 30}, "save_steps: 30 does not"),
+        ({"noise_mode": "rollout", "sigma_start": 0.01, "sigma_end": 0, "noise_schedule": "up"}, "noise_schedule: "),
+        ({"temperature": 0.0}, "temperature must be at least"),
+        ({"top_p": 1.5}, "vLLM takes no such SamplingParams"),
+        ({"use_peft": False}, "use_peft"),
+    ],
+)
+def test_an_arm_that_its_training_would_refuse_is_refused_before_any_other_is_trained(keys, message, study, tmp_path):
+    arms = {"a": {"quantization": "bf16"}, "b": {"quantization": "qerl_nvfp4", **keys}}
+    with pytest.raises(StudyError, match=f"arms.b: this recipe cannot run: .*{message}"):
+        runner.run(read(study(arms=arms)), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("option", ["base", "adapter", "quantization", "output_dir", "adapter_only", "quiet"])
 def test_what_the_study_sets_in_every_evaluation_cannot_be_set_in_one(option, study):
     with pytest.raises(StudyError, match=f"evaluations.greedy: {option} is set by the study itself"):
