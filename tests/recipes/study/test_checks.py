@@ -34,7 +34,7 @@ def test_an_evaluation_that_would_be_refused_is_refused_before_anything_is_train
     ("keys", "message"),
     [
         ({"steps_per_generation": 4, "gradient_accumulation_steps": 1, "save_steps": 30}, "save_steps: 30 does not"),
-        ({"noise_mode": "rollout", "sigma_start": 0.01, "sigma_end": 0, "noise_schedule": "up"}, "noise_schedule: "),
+        ({"noise_mode": "rollout", "sigma_start": 0.1, "sigma_end": 1e-3, "noise_schedule": "up"}, "noise_schedule: "),
         ({"temperature": 0.0}, "temperature must be at least"),
         ({"top_p": 1.5}, "vLLM takes no such SamplingParams"),
         ({"use_peft": False}, "use_peft"),
