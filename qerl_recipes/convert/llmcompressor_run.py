@@ -10,8 +10,10 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -21,21 +23,30 @@ SCRIPT = Path(__file__).with_name("llmcompressor_script.py")
 TAIL_LINES = 15
 
 
-def run(source: Path, destination: Path, *, method: str, ignore: Sequence[str], calibration: Path) -> None:
+def run(
+    source: Path, destination: Path, *, method: str, ignore: Sequence[str], calibration: Path, samples: int
+) -> dict[str, Any]:
     """Quantize the folder ``source`` into the existing, empty folder ``destination`` with ``gptq`` or ``awq``.
 
-    ``calibration``: JSON lines with a key "text". Raises RuntimeError with the program's last lines where it fails.
+    ``calibration``: JSON lines with a key "text" and, where its tokens are known, "input_ids", of which the first
+    ``samples`` are used -> how many ``texts`` those are, ``of`` how many there, with how many ``tokens``, and how many
+    were ``cut`` at the ``longest``. Raises RuntimeError with the program's last lines where it fails.
     """
-    job = {
-        "source": str(source.absolute()),
-        "destination": str(destination.absolute()),
-        "method": method,
-        "ignore": list(ignore),
-        "calibration": str(calibration.absolute()),
-    }
     python = environment()
-    # -I: the script's own folder (this package) must not stand in the import path of the other environment
-    _call([str(python), "-I", str(SCRIPT), json.dumps(job)], f"llmcompressor ({method}) failed")
+    with tempfile.TemporaryDirectory() as scratch:
+        used = Path(scratch) / "used.json"
+        job = {
+            "source": str(source.absolute()),
+            "destination": str(destination.absolute()),
+            "method": method,
+            "ignore": list(ignore),
+            "calibration": str(calibration.absolute()),
+            "samples": samples,
+            "used": str(used),
+        }
+        # -I: the script's own folder (this package) must not stand in the import path of the other environment
+        _call([str(python), "-I", str(SCRIPT), json.dumps(job)], f"llmcompressor ({method}) failed")
+        return json.loads(used.read_text(encoding="utf-8"))
 
 
 def environment() -> Path:

@@ -3,23 +3,27 @@
 import json
 import sys
 
-SAMPLES, LENGTH = 256, 2048  # the paper's calibration set: 256 texts of 2048 tokens
+LENGTH = 2048  # tokens of a text, as in the paper's calibration set
 
 
 def main(job: dict) -> None:
-    """Calibrate and write ``job["destination"]``."""
+    """Calibrate and write ``job["destination"]``; ``job["used"]`` becomes a file that says on what."""
     import torch
     from datasets import Dataset
     from llmcompressor import oneshot
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with open(job["calibration"], encoding="utf-8") as stream:
-        texts = [json.loads(line)["text"] for line in stream if line.strip()][:SAMPLES]
+        texts = [json.loads(line) for line in stream if line.strip()]
     tokenizer = AutoTokenizer.from_pretrained(job["source"])
-    rows = [tokenizer(text, truncation=True, max_length=LENGTH)["input_ids"] for text in texts]
-    rows = [row for row in rows if row]
+    whole = [tokens_of(text, tokenizer) for text in texts[: job["samples"]]]
+    rows = [row[:LENGTH] for row in whole if row]
     if not rows:
         raise ValueError(f"{job['calibration']}: holds no text")
+    used = {"texts": len(rows), "of": len(texts), "tokens": sum(map(len, rows)), "longest": LENGTH}
+    used["cut"] = sum(len(row) > LENGTH for row in whole)
+    with open(job["used"], "w", encoding="utf-8") as stream:
+        json.dump(used, stream)
     data = Dataset.from_list([{"input_ids": row, "attention_mask": [1] * len(row)} for row in rows])
     model = AutoModelForCausalLM.from_pretrained(job["source"], dtype=torch.bfloat16)
     oneshot(
@@ -31,6 +35,16 @@ def main(job: dict) -> None:
         max_seq_length=LENGTH,
     )
     model.save_pretrained(job["destination"], save_compressed=True)
+
+
+def tokens_of(text: dict, tokenizer) -> list:
+    """The tokens of a line of the file: its own, where it has them and they are this model's."""
+    ids = text.get("input_ids")
+    if ids is None:
+        return tokenizer(text["text"])["input_ids"]
+    if tokenizer.decode(ids, clean_up_tokenization_spaces=False) != text["text"]:
+        raise ValueError("input_ids are not the tokens of their text in this model: the file was made with another one")
+    return ids
 
 
 def recipe(method: str, ignore: list[str]) -> list:

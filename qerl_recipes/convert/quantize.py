@@ -23,6 +23,7 @@ from qerl_vllm_plugin.checkpoint import CheckpointError, CheckpointReport, inspe
 from qerl_vllm_plugin.families import never_compared
 
 METHODS, SCALES = ("rtn", "gptq", "awq"), ("amax", "mse")
+SAMPLES = 256  # texts, as in the paper's calibration set
 
 
 def quantize_checkpoint(
@@ -35,6 +36,7 @@ def quantize_checkpoint(
     ignore: Sequence[str] = ("lm_head",),
     overwrite: bool = False,
     calibration: str | Path | None = None,
+    calibration_samples: int | None = None,
     quiet: bool = False,
 ) -> QuantizeReport:
     """Write the NVFP4 checkpoint of ``source``: stock vLLM loads it too (compressed-tensors nvfp4-pack-quantized).
@@ -43,9 +45,10 @@ def quantize_checkpoint(
     FP8) is written anew with the same codes and scales, FP8 layers in BF16; of it no error is known.
 
     ``method``: ``rtn`` rounds to nearest, ``gptq`` and ``awq`` run llmcompressor on the texts of ``calibration`` (JSON
-    lines with a key "text"). ``scales``: ``amax`` gives llmcompressor's bits, ``mse`` searches each block's scale (rtn
-    only). ``ignore``: module names or ``re:`` patterns kept in BF16, besides embeddings, norms, output head and
-    routers, which always are.
+    lines with a key "text"; where they have "input_ids", those are its tokens), the first 256 of them or as many as
+    ``calibration_samples`` says, each up to 2048 tokens; the report says how many those were.
+    ``scales``: ``amax`` gives llmcompressor's bits, ``mse`` searches each block's scale (rtn only). ``ignore``: module
+    names or ``re:`` patterns kept in BF16, besides embeddings, norms, output head and routers, which always are.
 
     ``quiet`` prints no table. Everything is checked before anything is written, and the destination appears only when
     it is complete. FP16 and FP32 sources are rounded to BF16 first. Returns the error of each layer (of ``awq`` none is
@@ -53,7 +56,7 @@ def quantize_checkpoint(
     Raises CheckpointError (a ValueError) for a source that cannot be quantized, OSError where the destination cannot be
     written, RuntimeError where llmcompressor fails.
     """
-    _check_options(method, scales, device, calibration)
+    _check_options(method, scales, device, calibration, calibration_samples)
     folder, target = local_folder(source), Path(destination).absolute()
     if target == folder.resolve() or folder.resolve() in target.parents or target in folder.resolve().parents:
         raise CheckpointError(f"destination {target} and source {folder} overlap; name another destination")
@@ -75,6 +78,7 @@ def quantize_checkpoint(
     _warn_of_family(report)
     with whole_folder(target, overwrite=overwrite) as partial:
         _check_space(report, plan, target)
+        used = None
         try:
             if method == "rtn":
                 divisors = find_divisors(report, plan, device)
@@ -84,11 +88,12 @@ def quantize_checkpoint(
             else:
                 from qerl_recipes.convert.llmcompressor_run import run
 
-                run(folder, partial, method=method, ignore=plan.ignore, calibration=Path(str(calibration)))
+                texts, samples = Path(str(calibration)), calibration_samples or SAMPLES
+                used = run(folder, partial, method=method, ignore=plan.ignore, calibration=texts, samples=samples)
                 # awq moves a factor from each weight into the one before it: the two are not to be compared
                 layers = [] if method == "awq" else measure(report, inspect_folder(partial), plan)
             copy_other_files(folder, partial)
-            result = QuantizeReport(str(source), str(target), method, scales, plan.ignore, layers)
+            result = QuantizeReport(str(source), str(target), method, scales, plan.ignore, layers, used)
             (partial / "quantize_report.json").write_text(result.to_json(), encoding="utf-8")
         except OSError as error:
             raise OSError(error.errno, f"{target} could not be written ({error}); nothing was changed") from error
@@ -120,7 +125,7 @@ def _take_over(report: CheckpointReport, source: str, target: Path, overwrite: b
     return result
 
 
-def _check_options(method: str, scales: str, device: str, calibration: str | Path | None) -> None:
+def _check_options(method: str, scales: str, device: str, calibration: str | Path | None, samples: int | None) -> None:
     for name, value, values in (("method", method, METHODS), ("scales", scales, SCALES)):
         if value not in values:
             raise ValueError(f"{name}: {value!r} is unknown; choose one of {', '.join(values)}")
@@ -129,9 +134,12 @@ def _check_options(method: str, scales: str, device: str, calibration: str | Pat
     if device != "cpu" and not torch.cuda.is_available():
         raise ValueError(f"device: {device!r} was asked for, but torch sees no CUDA device here; use --device cpu")
     if method == "rtn":
-        if calibration is not None:
-            raise ValueError("calibration: rtn uses no texts; choose --method gptq or leave it out")
+        given = {"calibration": calibration is not None, "calibration_samples": samples is not None}
+        for name in (name for name, is_given in given.items() if is_given):
+            raise ValueError(f"{name}: rtn uses no texts; choose --method gptq or leave it out")
         return
+    if samples is not None and samples < 1:
+        raise ValueError(f"calibration_samples is {samples}; it must be at least 1")
     if scales != "amax":
         raise ValueError(f"scales: {scales!r} goes with --method rtn only; {method} chooses its own")
     if method == "awq" and device == "cpu":

@@ -35,6 +35,7 @@ class QuantizeReport:
     scales: str
     ignore: tuple[str, ...]
     layers: list[LayerError] = field(default_factory=list)
+    calibration: dict[str, int] | None = None  # of gptq and awq: what `llmcompressor_run.run` returns
 
     @property
     def worst(self) -> LayerError:
@@ -48,6 +49,12 @@ class QuantizeReport:
     def print(self, console: Console | None = None) -> None:
         """Print one row a decoder layer, one column a kind of linear layer; of many experts the worst."""
         console = console or Console()
+        if (used := self.calibration) is not None:
+            console.print(
+                f"calibrated on {used['texts']} of {used['of']} texts, {used['tokens']} tokens; {used['cut']} texts "
+                f"were cut at {used['longest']} tokens",
+                soft_wrap=True,
+            )
         if not self.layers:
             line = (
                 f"written to {self.destination}; {self.method} scales weights before it rounds them, so that no error"

@@ -106,12 +106,19 @@ def _conversational(data: Dataset, script: ScriptArguments, tokenizer: PreTraine
     return data.map(messages, remove_columns=dropped, desc="prompts")
 
 
+def ids(
+    prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
+) -> list[int]:
+    """The tokens of a prompt as the rollout will see it; ``options`` are ``chat_template_kwargs``."""
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **options)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
 def tokens(prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> int:
     """How many a prompt has as the rollout will see it; ``options`` are ``chat_template_kwargs``."""
-    if isinstance(prompt, str):
-        return len(tokenizer(prompt)["input_ids"])
-    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **options)
-    return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return len(ids(prompt, tokenizer, options))
 
 
 def _fitting(

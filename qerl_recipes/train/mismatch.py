@@ -34,6 +34,7 @@ from qerl_recipes.recipe import server_keys
 from qerl_recipes.recipe.configs import GRPOConfig, parse
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.keys import TOPICS
+from qerl_recipes.tasks import prompts
 
 if TYPE_CHECKING:
     from qerl_recipes.train.trainer import QerlGRPOTrainer
@@ -185,7 +186,9 @@ class _Sides:
         load_adapter(self._policy, saved.path)
         self._trained = {name: norm.weight.detach().clone() for name, norm in norms.named_norms(self._policy)}
         rows = trainer.train_dataset.select(range(min(problems, len(trainer.train_dataset))))
-        self._prompts = [_ids(prompt, trainer) for prompt in rows["prompt"]]
+        tokenizer: Any = trainer.processing_class
+        options = trainer.args.chat_template_kwargs or {}
+        self._prompts = [prompts.ids(prompt, tokenizer, options) for prompt in rows["prompt"]]
         self._completions: list[list[int]] = []
 
     def sample(self, sigma: float) -> torch.Tensor:
@@ -251,14 +254,6 @@ def _recipe(saved: AdapterFolder, flags: Sequence[str], scratch: Path) -> tuple[
     file = scratch / "recipe.yaml"
     file.write_text(yaml.safe_dump(content), encoding="utf-8")
     return parse(["--config", str(file), *flags])
-
-
-def _ids(prompt: Any, trainer: "QerlGRPOTrainer") -> list[int]:
-    tokenizer: Any = trainer.processing_class
-    if isinstance(prompt, str):
-        return tokenizer(prompt)["input_ids"]
-    options = {"add_generation_prompt": True, "return_dict": True, **(trainer.args.chat_template_kwargs or {})}
-    return tokenizer.apply_chat_template(prompt, tokenize=True, **options)["input_ids"]
 
 
 def _padded(

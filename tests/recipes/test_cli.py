@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from qerl_recipes import cli
+from qerl_recipes.convert import calibration
 from qerl_recipes.memory import table
 
 
@@ -40,6 +42,15 @@ def test_an_option_is_spelt_as_a_recipe_or_as_vllm_does_and_what_follows_stays_a
     assert done.exit_code == 0, done.output
     ((recipe, rest, memory),) = seen
     assert (str(recipe), rest, memory) == ("a_recipe.yaml", following, 24.0)
+
+
+def test_keys_of_the_recipe_may_follow_the_options_of_calibration_texts(monkeypatch):
+    seen = []
+    monkeypatch.setattr(calibration, "write_own_answers", lambda *given: seen.append(given) or "written")
+    options = ["--config", "a_recipe.yaml", "--output", "texts.jsonl", "--samples", "8", "--model_name_or_path", "a_b"]
+    done = CliRunner().invoke(cli.app, ["calibration-texts", *options])
+    assert done.stdout == "written\n", done.output
+    assert seen == [(["--config", "a_recipe.yaml", "--model_name_or_path", "a_b"], Path("texts.jsonl"), 8)]
 
 
 def test_without_vllm_it_is_said_what_to_install():

@@ -246,9 +246,11 @@ def test_a_quantized_source_is_refused(dense, tmp_path):
         ({"method": "awq"}, "awq needs a CUDA device"),
         ({"method": "gptq"}, 'needs a file of JSON lines with a key "text"'),
         ({"method": "gptq", "scales": "mse"}, "scales: 'mse' goes with --method rtn only"),
-        ({"calibration": "texts.jsonl"}, "rtn uses no texts"),
+        ({"calibration": "texts.jsonl"}, "calibration: rtn uses no texts"),
+        ({"calibration_samples": 1}, "calibration_samples: rtn uses no texts"),
+        ({"method": "gptq", "calibration_samples": 0}, "calibration_samples is 0; it must be at least 1"),
     ],
-    ids=lambda v: "-".join(v.values()) if isinstance(v, dict) else "",
+    ids=lambda v: "-".join(map(str, v.values())) if isinstance(v, dict) else "",
 )
 def test_an_option_that_cannot_be_honoured_is_refused_by_name(dense, tmp_path, options, message):
     with pytest.raises(ValueError, match=message):

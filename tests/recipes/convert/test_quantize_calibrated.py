@@ -2,12 +2,13 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
 
 from qerl_recipes.convert import llmcompressor_run
 from qerl_recipes.convert.quantize import quantize_checkpoint
@@ -43,11 +44,18 @@ def texts(tmp_path) -> Path:
     return file
 
 
-@pytest.mark.integration
-def test_gptq_writes_a_checkpoint_of_the_same_format(source, texts, tmp_path):
+@pytest.fixture
+def llmcompressor() -> None:
     if "QERL_LLMCOMPRESSOR_PYTHON" not in os.environ and not llmcompressor_run.is_ready():
         pytest.skip("llmcompressor's own environment is not made here; `qerl quantize --method gptq` makes it")
+
+
+@pytest.mark.integration
+def test_gptq_writes_a_checkpoint_of_the_same_format(source, texts, tmp_path, llmcompressor):
     report = quantize_checkpoint(source, tmp_path / "gptq", method="gptq", calibration=texts)
+    count = len(AutoTokenizer.from_pretrained(source)(texts.read_text())["input_ids"])
+    assert report.calibration["texts"] == report.calibration["of"] == 8 and report.calibration["cut"] == 0
+    assert 0.8 * count < report.calibration["tokens"] < count  # without the file's braces and quotes
     plain = quantize_checkpoint(source, tmp_path / "rtn")
     inspected = inspect_folder(tmp_path / "gptq")
     assert inspected.complete and inspected.scheme == inspect_folder(tmp_path / "rtn").scheme
@@ -60,6 +68,50 @@ def test_gptq_writes_a_checkpoint_of_the_same_format(source, texts, tmp_path):
     differ = [n for n in tensors if n.endswith("packed") and not torch.equal(tensors[n], rounded[n])]
     assert differ, "GPTQ rounds some weights away from the nearest code"
     assert (tmp_path / "gptq" / "tokenizer.json").is_file()
+
+
+@pytest.mark.integration
+def test_gptq_is_calibrated_on_the_tokens_of_a_line_unless_they_are_of_another_model(
+    source, texts, tmp_path, llmcompressor
+):
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    lines = [json.loads(line)["text"] for line in texts.read_text().splitlines()]
+    rows = [{"text": tokenizer.decode(ids), "input_ids": ids} for ids in tokenizer(lines)["input_ids"]]
+    texts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"method": "gptq", "calibration": texts, "quiet": True}
+    report = quantize_checkpoint(source, tmp_path / "gptq", calibration_samples=3, **options)
+    tokens = sum(len(row["input_ids"]) for row in rows[:3])
+    assert report.calibration == {"texts": 3, "of": 8, "tokens": tokens, "longest": 2048, "cut": 0}
+    rows[1]["input_ids"][0] += 1
+    texts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(RuntimeError, match="input_ids are not the tokens of their text in this model"):
+        quantize_checkpoint(source, tmp_path / "other", **options)
+    assert not (tmp_path / "other").exists()
+
+
+PROGRAM = """#!{python}
+import json, shutil, sys
+job = json.loads(sys.argv[-1])
+json.dump(job, open({job!r}, "w"))
+json.dump({{"texts": 2, "of": 8, "tokens": 50, "longest": 2048, "cut": 1}}, open(job["used"], "w"))
+shutil.copytree({packed!r}, job["destination"], dirs_exist_ok=True)
+"""
+
+
+@pytest.mark.parametrize(("asked", "samples"), [({}, 256), ({"calibration_samples": 2}, 2)])
+def test_the_report_says_on_what_it_was_calibrated(asked, samples, source, texts, tmp_path, monkeypatch, capsys):
+    quantize_checkpoint(source, tmp_path / "rtn", quiet=True)
+    program, job = tmp_path / "python", tmp_path / "job.json"
+    program.write_text(PROGRAM.format(python=sys.executable, job=str(job), packed=str(tmp_path / "rtn")))
+    program.chmod(0o755)
+    monkeypatch.setenv("QERL_LLMCOMPRESSOR_PYTHON", str(program))
+    quantize_checkpoint(source, tmp_path / "gptq", method="gptq", calibration=texts, **asked)
+    assert json.loads(job.read_text())["samples"] == samples
+    said = " ".join(capsys.readouterr().out.split())
+    assert "calibrated on 2 of 8 texts, 50 tokens; 1 texts were cut at 2048 tokens" in said
+    saved = json.loads((tmp_path / "gptq" / "quantize_report.json").read_text())
+    assert saved["calibration"]["texts"] == 2
+    assert json.loads((tmp_path / "rtn" / "quantize_report.json").read_text())["calibration"] is None
 
 
 def test_of_awq_no_error_of_a_layer_is_made_up(source, texts, tmp_path, monkeypatch, capsys):

@@ -8,7 +8,7 @@ from datasets import Dataset
 from qerl_recipes.recipe.configs import ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.tasks import answer_columns, running_sum
-from qerl_recipes.tasks.prompts import load, read
+from qerl_recipes.tasks.prompts import ids, load, read
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "data"
 CHATML = (
@@ -243,6 +243,16 @@ def test_prompts_are_counted_as_the_template_s_options_make_them(tmp_path):
     script = ScriptArguments(dataset_name=path, max_prompt_length=8)
     assert len(load(script, padded)[0]) == len(load(script, padded, {"pad": False})[0]) == 2
     assert len(load(script, padded, {"pad": True})[0]) == 1
+
+
+def test_a_conversation_is_asked_as_the_recipe_has_it_templated():
+    tokenizer = running_sum.tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}{{ mark }}{% endif %}"
+    )
+    asked = ids([{"role": "user", "content": "12"}], tokenizer, {"mark": "7"})
+    assert tokenizer.decode(asked, skip_special_tokens=True).replace(" ", "") == "127"
+    assert ids("12", tokenizer, {"mark": "7"}) == tokenizer("12")["input_ids"]
 
 
 def test_a_prompt_of_messages_keeps_its_turns(tmp_path):

@@ -4,7 +4,6 @@ import io
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -188,18 +187,6 @@ def test_a_completion_that_fills_the_engine_loses_the_token_that_scoring_has_no_
     longest = max(len(ids) for ids in running_sum.tokenizer()(prompts)["input_ids"])
     found = measure(vllm_max_model_length=longest + 2)
     assert found.tokens and all(part.stage.largest < 1e-3 for part in found.parts)
-
-
-def test_a_conversation_is_asked_as_the_recipe_has_it_templated():
-    tokenizer = running_sum.tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}{{ mark }}{% endif %}"
-    )
-    args = SimpleNamespace(chat_template_kwargs={"mark": "7"})
-    trainer = SimpleNamespace(processing_class=tokenizer, args=args)
-    asked = mismatch._ids([{"role": "user", "content": "12"}], trainer)
-    assert tokenizer.decode(asked, skip_special_tokens=True).replace(" ", "") == "127"
-    assert mismatch._ids("12", trainer) == tokenizer("12")["input_ids"]
 
 
 def test_the_command_reads_the_recipe_of_a_run(write_recipe, capfd):
