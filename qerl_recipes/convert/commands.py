@@ -14,7 +14,9 @@ def quantize(
     destination: Annotated[Path, typer.Argument(help="folder to write; it appears only when it is complete")],
     method: Annotated[str, typer.Option(help="rtn, gptq or awq (the last two run llmcompressor by itself)")] = "rtn",
     scales: Annotated[str, typer.Option(help="amax: llmcompressor's bits; mse: search each block's scale")] = "amax",
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or cuda:N; default: cpu, for gptq and awq cuda where there is one")
+    ] = None,
     ignore: Annotated[
         list[str] | None, typer.Option(help="layer kept in BF16; may be repeated; default: lm_head")
     ] = None,

@@ -11,8 +11,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,17 +22,27 @@ from rich.console import Console
 REQUIREMENTS = ("llmcompressor==0.14.0.1", "compressed-tensors==0.19.0", "transformers==5.17.0")
 SCRIPT = Path(__file__).with_name("llmcompressor_script.py")
 TAIL_LINES = 15
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def run(
-    source: Path, destination: Path, *, method: str, ignore: Sequence[str], calibration: Path, samples: int
+    source: Path,
+    destination: Path,
+    *,
+    method: str,
+    ignore: Sequence[str],
+    calibration: Path,
+    samples: int,
+    device: str,
 ) -> dict[str, Any]:
     """Quantize the folder ``source`` into the existing, empty folder ``destination`` with ``gptq`` or ``awq``.
 
     ``calibration``: JSON lines with a key "text" and, where its tokens are known, "input_ids", of which the first
     ``samples`` are used -> how many ``texts`` those are, ``of`` how many there, with how many ``tokens``, and how many
-    were ``cut`` at the ``longest``. Raises RuntimeError with the program's last lines where it fails.
+    were ``cut`` at the ``longest``. It computes on ``device``. Raises ValueError for a GPU that is not there, and
+    RuntimeError with the program's last lines where it fails.
     """
+    visible = _visible(device)
     python = environment()
     with tempfile.TemporaryDirectory() as scratch:
         used = Path(scratch) / "used.json"
@@ -45,7 +56,7 @@ def run(
             "used": str(used),
         }
         # -I: the script's own folder (this package) must not stand in the import path of the other environment
-        _call([str(python), "-I", str(SCRIPT), json.dumps(job)], f"llmcompressor ({method}) failed")
+        _call([str(python), "-I", str(SCRIPT), json.dumps(job)], f"llmcompressor ({method}) failed", visible)
         return json.loads(used.read_text(encoding="utf-8"))
 
 
@@ -91,8 +102,22 @@ def _torch_pin() -> str:
     return f"torch=={torch.__version__.partition('+')[0]}"
 
 
-def _call(command: list[str], failure: str) -> None:
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+def _visible(device: str) -> dict[str, str]:
+    """The environment in which llmcompressor, which takes the first GPU that it sees, sees ``device`` alone."""
+    kind, _, number = device.partition(":")
+    if kind == "cpu":
+        return {VISIBLE: ""}
+    if not number:
+        return {}
+    given = os.environ.get(VISIBLE)
+    names = [str(i) for i in range(torch.cuda.device_count())] if given is None else given.split(",")
+    if not number.isdigit() or int(number) >= len(names):
+        raise ValueError(f"device: {device!r} is none of the {len(names)} GPUs here; they are numbered from 0")
+    return {VISIBLE: names[int(number)].strip()}
+
+
+def _call(command: list[str], failure: str, more: Mapping[str, str] = MappingProxyType({})) -> None:
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | dict(more)
     result = subprocess.run(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if result.returncode:
         tail = "\n".join(result.stdout.splitlines()[-TAIL_LINES:])

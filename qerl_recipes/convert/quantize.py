@@ -32,7 +32,7 @@ def quantize_checkpoint(
     *,
     method: str = "rtn",
     scales: str = "amax",
-    device: str = "cpu",
+    device: str | None = None,
     ignore: Sequence[str] = ("lm_head",),
     overwrite: bool = False,
     calibration: str | Path | None = None,
@@ -50,12 +50,16 @@ def quantize_checkpoint(
     ``scales``: ``amax`` gives llmcompressor's bits, ``mse`` searches each block's scale (rtn only). ``ignore``: module
     names or ``re:`` patterns kept in BF16, besides embeddings, norms, output head and routers, which always are.
 
+    ``device``: ``cpu``, ``cuda`` or ``cuda:N``; by default the CPU, and for gptq and awq a GPU where there is one.
+
     ``quiet`` prints no table. Everything is checked before anything is written, and the destination appears only when
     it is complete. FP16 and FP32 sources are rounded to BF16 first. Returns the error of each layer (of ``awq`` none is
     known), which also stands in quantize_report.json. Warns of a family of models that qerl_nvfp4 refuses.
     Raises CheckpointError (a ValueError) for a source that cannot be quantized, OSError where the destination cannot be
     written, RuntimeError where llmcompressor fails.
     """
+    if device is None:
+        device = "cuda" if method != "rtn" and torch.cuda.is_available() else "cpu"
     _check_options(method, scales, device, calibration, calibration_samples)
     folder, target = local_folder(source), Path(destination).absolute()
     if target == folder.resolve() or folder.resolve() in target.parents or target in folder.resolve().parents:
@@ -89,7 +93,15 @@ def quantize_checkpoint(
                 from qerl_recipes.convert.llmcompressor_run import run
 
                 texts, samples = Path(str(calibration)), calibration_samples or SAMPLES
-                used = run(folder, partial, method=method, ignore=plan.ignore, calibration=texts, samples=samples)
+                used = run(
+                    folder,
+                    partial,
+                    method=method,
+                    ignore=plan.ignore,
+                    calibration=texts,
+                    samples=samples,
+                    device=device,
+                )
                 # awq moves a factor from each weight into the one before it: the two are not to be compared
                 layers = [] if method == "awq" else measure(report, inspect_folder(partial), plan)
             copy_other_files(folder, partial)

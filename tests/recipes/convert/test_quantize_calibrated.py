@@ -90,21 +90,57 @@ def test_gptq_is_calibrated_on_the_tokens_of_a_line_unless_they_are_of_another_m
 
 
 PROGRAM = """#!{python}
-import json, shutil, sys
+import json, os, shutil, sys
 job = json.loads(sys.argv[-1])
-json.dump(job, open({job!r}, "w"))
+json.dump(job | {{"visible": os.environ.get("CUDA_VISIBLE_DEVICES")}}, open({job!r}, "w"))
 json.dump({{"texts": 2, "of": 8, "tokens": 50, "longest": 2048, "cut": 1}}, open(job["used"], "w"))
 shutil.copytree({packed!r}, job["destination"], dirs_exist_ok=True)
 """
 
 
-@pytest.mark.parametrize(("asked", "samples"), [({}, 256), ({"calibration_samples": 2}, 2)])
-def test_the_report_says_on_what_it_was_calibrated(asked, samples, source, texts, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def job(source, tmp_path, monkeypatch) -> Path:
+    """The file where a program that stands in for llmcompressor leaves the job that it was given."""
     quantize_checkpoint(source, tmp_path / "rtn", quiet=True)
     program, job = tmp_path / "python", tmp_path / "job.json"
     program.write_text(PROGRAM.format(python=sys.executable, job=str(job), packed=str(tmp_path / "rtn")))
     program.chmod(0o755)
     monkeypatch.setenv("QERL_LLMCOMPRESSOR_PYTHON", str(program))
+    return job
+
+
+@pytest.mark.parametrize(
+    ("device", "here", "visible"),
+    [
+        (None, None, ""),
+        ("cpu", "4,6", ""),
+        ("cuda", "4,6", "4,6"),
+        ("cuda:1", "4,6", "6"),
+        ("cuda:1", None, "1"),
+    ],
+)
+def test_llmcompressor_sees_the_device_that_was_asked_for(device, here, visible, job, source, texts, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device not in (None, "cpu"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if here is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", here)
+    quantize_checkpoint(source, job.parent / "gptq", method="gptq", calibration=texts, device=device)
+    assert json.loads(job.read_text())["visible"] == visible
+    if device == "cuda:1":
+        with pytest.raises(ValueError, match="device: 'cuda:2' is none of the 2 GPUs here"):
+            quantize_checkpoint(source, job.parent / "more", method="gptq", calibration=texts, device="cuda:2")
+
+
+def test_gptq_takes_a_gpu_where_there_is_one(job, source, texts, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    quantize_checkpoint(source, job.parent / "gptq", method="gptq", calibration=texts)
+    assert json.loads(job.read_text())["visible"] is None
+
+
+@pytest.mark.parametrize(("asked", "samples"), [({}, 256), ({"calibration_samples": 2}, 2)])
+def test_the_report_says_on_what_it_was_calibrated(asked, samples, job, source, texts, tmp_path, capsys):
     quantize_checkpoint(source, tmp_path / "gptq", method="gptq", calibration=texts, **asked)
     assert json.loads(job.read_text())["samples"] == samples
     said = " ".join(capsys.readouterr().out.split())
