@@ -39,6 +39,8 @@ def main(job: dict) -> None:
 
 def tokens_of(text: dict, tokenizer) -> list:
     """The tokens of a line of the file: its own, where it has them and they are this model's."""
+    if not isinstance(text, dict) or not isinstance(text.get("text"), str):
+        raise ValueError(f'each line must be a JSON object with a text under the key "text", not {str(text)[:80]}')
     ids = text.get("input_ids")
     if ids is None:
         return tokenizer(text["text"])["input_ids"]

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
 
-from qerl_recipes.convert import llmcompressor_run
+from qerl_recipes.convert import llmcompressor_run, llmcompressor_script
 from qerl_recipes.convert.quantize import quantize_checkpoint
 from qerl_vllm_plugin.checkpoint import check_tensors, inspect_folder
 from qerl_vllm_plugin.safetensors_header import read_tensor
@@ -87,6 +87,12 @@ def test_gptq_is_calibrated_on_the_tokens_of_a_line_unless_they_are_of_another_m
     with pytest.raises(RuntimeError, match="input_ids are not the tokens of their text in this model"):
         quantize_checkpoint(source, tmp_path / "other", **options)
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("line", [{"prompt": "2 + 2"}, {"text": ["2"], "input_ids": [1]}, ["2 + 2"], 4])
+def test_a_line_without_a_text_is_named(line):
+    with pytest.raises(ValueError, match=r'must be a JSON object with a text under the key "text", not .*[24]'):
+        llmcompressor_script.tokens_of(line, None)
 
 
 PROGRAM = """#!{python}
