@@ -23,6 +23,7 @@ from qerl_recipes.study.there import RESULT, all_runs, figures, is_finished
 
 LOG, METRICS = "log.txt", "metrics.jsonl"
 REFUSED = "qerl: "  # how a line begins in which a command says why it does not do what was asked
+REFUSED_KEYS = f"{REFUSED}this recipe cannot run"  # and where it would say the same with another seed
 HINT = "(QERL_TRACEBACK"  # and the one behind the last of these
 PATIENCE = 120.0  # seconds for a training to end that a killed study has left behind
 ARGUMENT = 100_000  # bytes; Linux takes an argument of 128 KiB
@@ -53,6 +54,12 @@ class Left:
             self.trained = [run for run in self.trained if run not in together]
             return together, True
         return ([self.untrained.pop(0)] if self.untrained else []), False
+
+    def give_up(self, label: str) -> list[str]:
+        """Leave out what is left to train of an arm, which would be refused like the first -> what is to be said."""
+        others = [run for run in self.untrained if run.label != label]
+        count, self.untrained = len(self.untrained) - len(others), others
+        return [f"{count} more of {label} were not begun, which differ in their seeds alone"] if count else []
 
 
 def finish_all(study: Study, folder: Path, jobs: int, machine: Machine) -> list[str]:
@@ -85,6 +92,8 @@ def finish_all(study: Study, folder: Path, jobs: int, machine: Machine) -> list[
                 free.append(gpu)
                 left.evaluations -= trained
                 failed += (reasons := each.result())
+                if not trained and reasons and _reason(folder / runs[0].folder / LOG).startswith(REFUSED_KEYS):
+                    failed += left.give_up(runs[0].label)
                 if not trained and not reasons and not machine.stopping.is_set():
                     left.trained = sorted([*left.trained, *runs], key=lambda run: list(begun).index(run.folder))
 

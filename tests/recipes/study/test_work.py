@@ -116,6 +116,37 @@ def test_other_weights_or_another_rank_are_evaluated_apart(weights, study):
     assert left.next(1) == ([], False)
 
 
+@pytest.mark.parametrize(
+    ("said", "begun"),
+    [
+        (
+            "qerl: this recipe cannot run:\n  - dataset_name is missing\n",
+            ["a/seed-0", "b/seed-0", "b/seed-1", "b/seed-2"],
+        ),
+        ("qerl: the engine has no room\n", ["a/seed-0", "b/seed-0", "a/seed-1", "b/seed-1", "a/seed-2", "b/seed-2"]),
+    ],
+)
+def test_a_recipe_that_is_refused_is_not_begun_with_every_seed(said, begun, study, tmp_path, monkeypatch):
+    plan, seen = read(study(sweep=None)), []
+
+    def call(self, arguments, log, gpu, beside=()):
+        if arguments[0] == "evaluate-each":
+            written(*json.loads(arguments[1]))
+            return 0
+        seen.append("/".join(log.parent.parts[-2:]))
+        if seen[-1].startswith("b"):
+            return 0
+        log.write_text(f"$ qerl train\n{said}")
+        return 2
+
+    monkeypatch.setattr(processes.Machine, "call", call)
+    with pytest.raises(runner.RunsFailedError) as raised:
+        runner.run(plan, tmp_path / "out")
+    assert seen == begun
+    told = "2 more of a were not begun, which differ in their seeds alone"
+    assert (told in str(raised.value)) is (len(begun) == 4) and "a/seed-0 ended with 2: qerl: " in str(raised.value)
+
+
 def test_an_evaluation_that_fails_takes_no_other_with_it(study, evaluated):
     groups = []
 
@@ -186,17 +217,17 @@ def test_a_refusal_of_several_lines_is_told_whole_when_it_comes_and_at_the_end_t
     plan, out = read(study(sweep=None)), tmp_path / "out"
 
     def call(self, arguments, log, gpu, beside=()):
-        refusal = "qerl: this recipe cannot run:\n  bitsandbytes is missing\n(QERL_TRACEBACK=1 shows the traceback)"
+        refusal = "qerl: no room for the engine:\n  3 GB are free\n(QERL_TRACEBACK=1 shows the traceback)"
         log.write_text(f"$ qerl train\na warning\n{refusal}\n")
         return 2
 
     monkeypatch.setattr(processes.Machine, "call", call)
     with pytest.raises(StudyError) as error:
         runner.run(plan, out)
-    assert "a/seed-0 ended with 2: qerl: this recipe cannot run: bitsandbytes is missing (all" in str(error.value)
+    assert "a/seed-0 ended with 2: qerl: no room for the engine: 3 GB are free (all" in str(error.value)
     assert "b/seed-2" not in str(error.value) and str(error.value).endswith("and 1 more, whose reasons stand above")
     said = " ".join(capsys.readouterr().err.split())
-    assert "b/seed-2: failed: qerl: this recipe cannot run: bitsandbytes is missing" in said
+    assert "b/seed-2: failed: qerl: no room for the engine: 3 GB are free" in said
 
 
 def test_a_base_that_is_not_there_is_refused_before_anything_runs(study, tmp_path, monkeypatch):
