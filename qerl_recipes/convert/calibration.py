@@ -5,44 +5,51 @@ them, and what the model in BF16 answers to them.
 """
 
 import json
-import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl_recipes.evaluate.run import close
+from qerl_recipes.convert.calibration_file import SAMPLES
+from qerl_recipes.evaluate.run import close, start
+from qerl_recipes.evaluate.settled import EngineSettings
 from qerl_recipes.files.base_model import local_folder
 from qerl_recipes.files.whole_folder import write_text
-from qerl_recipes.memory.model_size import read_config
-from qerl_recipes.recipe.configs import GRPOConfig, parse
+from qerl_recipes.recipe import server_keys
+from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig, ScriptArguments, parse
 from qerl_recipes.recipe.file import ConfigError
-from qerl_recipes.rollout.arms import engine_on_cpu, engine_options
 from qerl_recipes.rollout.sampling import completion_seed, sampling_parameters
 from qerl_recipes.tasks import prompts
+from qerl_recipes.train.base_fits import refuse_long_prompts
+from qerl_recipes.train.validate import problems_of_keys
 from qerl_vllm_plugin.checkpoint import inspect_folder
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-SAMPLES = 256  # texts, as in the paper and in `qerl quantize`
 
-
-def write_own_answers(recipe: Sequence[str], output: Path, samples: int = SAMPLES) -> str:
+def write_own_answers(
+    recipe: Sequence[str], output: Path, samples: int = SAMPLES, *, gpu_memory_utilization: float = 0.9
+) -> str:
     """Let the model of a recipe answer its first ``samples`` training problems -> what was written, as one line.
 
     ``recipe``: ``["--config", "recipe.yaml", "--key", "value", ...]``. The model is taken in BF16 (or the recipe's
-    dtype), whatever the arm, and samples as the rollouts do. ``output`` has a JSON line for each problem: ``text``,
-    prompt and answer as the model sees them, and ``input_ids``, their tokens. Raises ValueError, before the engine
-    starts, where ``output`` exists, for a model that is NVFP4 already and for fewer problems than ``samples``.
+    dtype), whatever the arm, without an adapter, and samples as the rollouts do, in an engine that has
+    ``gpu_memory_utilization`` of the GPU: no trainer is beside it. ``output`` gets a JSON line for each problem:
+    ``text``, prompt and answer as the model sees them, and ``input_ids``, their tokens.
+
+    Raises ValueError or OSError, before the engine starts, where ``output`` exists or cannot be written, for a recipe
+    that cannot be asked so, for a model that is NVFP4 already and for fewer problems than ``samples``.
     """
     if samples < 1:
         raise ValueError(f"--samples is {samples}; it must be at least 1")
     if output.exists():
         raise FileExistsError(f"{output} exists; name another file, or remove it")
+    if not output.absolute().parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {output.absolute().parent} for {output.name}; make it first")
     script, training, model = parse(list(recipe))
-    if not model.model_name_or_path:
-        raise ConfigError("model_name_or_path is missing; name the BF16 model that is to be quantized")
-    folder = local_folder(model.model_name_or_path, model.model_revision)
+    if problems := [*problems_of_keys(script, training, model), *_of_an_answer(script, training, model)]:
+        raise ConfigError("this recipe cannot be asked:\n" + "\n".join(f"  - {problem}" for problem in problems))
+    folder = local_folder(str(model.model_name_or_path), model.model_revision)
     if inspect_folder(folder, weight_only=True).scheme is not None:
         raise ValueError(f"{folder} has NVFP4 weights already; name the BF16 model as --model_name_or_path")
     from transformers import AutoTokenizer
@@ -50,41 +57,45 @@ def write_own_answers(recipe: Sequence[str], output: Path, samples: int = SAMPLE
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if training.chat_template is not None:
         tokenizer.chat_template = training.chat_template
-    problems, _ = prompts.load(script, tokenizer, training.chat_template_kwargs)
-    if len(problems) < samples:
-        raise ValueError(f"--samples is {samples}, and the recipe has {len(problems)} training problems; lower it")
-    asked = [
-        prompts.ids(prompt, tokenizer, training.chat_template_kwargs or {}) for prompt in problems[:samples]["prompt"]
-    ]
-    llm = _engine(folder, training, model.dtype or "bfloat16")
+    rows, _ = prompts.load(script, tokenizer, training.chat_template_kwargs)
+    if len(rows) < samples:
+        raise ValueError(f"--samples is {samples}, and the recipe has {len(rows)} training problems; lower it")
+    rows = rows.select(range(samples))
+    refuse_long_prompts({"training": rows}, tokenizer, script, training, folder)
+    asked = [prompts.ids(prompt, tokenizer, training.chat_template_kwargs or {}) for prompt in rows["prompt"]]
+    engine = EngineSettings(
+        folder=folder,
+        quantization="bf16",
+        rank=None,
+        max_model_length=training.vllm_max_model_length,
+        tensor_parallel_size=training.vllm_tensor_parallel_size,
+        gpu_memory_utilization=gpu_memory_utilization,
+        kv_cache_memory_bytes=None,
+        dtype=model.dtype or "bfloat16",
+    )
+    llm = start(engine)
     try:
         answered, cut = _answers(llm, asked, training)
     finally:
         close(llm)
-    rows = [[*prompt, *answer] for prompt, answer in zip(asked, answered, strict=True)]
-    texts = tokenizer.batch_decode(rows, clean_up_tokenization_spaces=False)
-    lines = [{"text": text, "input_ids": ids} for text, ids in zip(texts, rows, strict=True)]
+    whole = [[*prompt, *answer] for prompt, answer in zip(asked, answered, strict=True)]
+    texts = tokenizer.batch_decode(whole, clean_up_tokenization_spaces=False)
+    lines = [{"text": text, "input_ids": ids} for text, ids in zip(texts, whole, strict=True)]
     write_text(output, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-    total = sum(len(ids) for ids in rows)
+    total = sum(map(len, whole))
     return f"{output}: {samples} problems with an answer each, {total} tokens; {cut} answers end at the limit of length"
 
 
-def _engine(folder: Path, training: GRPOConfig, dtype: str) -> "LLM":
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the same batches, and so the same bits, in each run
-    from vllm import LLM
-    from vllm.platforms import current_platform
-
-    return LLM(
-        model=str(folder),
-        dtype=dtype,
-        max_model_len=training.vllm_max_model_length,
-        gpu_memory_utilization=training.vllm_gpu_memory_utilization,
-        kv_cache_memory_bytes=training.vllm_kv_cache_memory_bytes,
-        disable_log_stats=True,
-        seed=0,
-        **({} if current_platform.is_cuda() else engine_on_cpu(str(folder))),
-        **engine_options("bf16", None, read_config(folder)),
-    )
+def _of_an_answer(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
+    """What a training may have and these answers have not."""
+    if not model.model_name_or_path:
+        yield "model_name_or_path is missing; name the BF16 model that is to be quantized"
+    if script.adapter_name_or_path is not None:
+        yield "adapter_name_or_path: the model answers without an adapter; leave it out"
+    if training.rollout_engine != "vllm":
+        yield f"rollout_engine: {training.rollout_engine}: vLLM answers here; leave it out"
+    if server_keys.is_wanted(training):
+        yield "vllm_mode: server: an engine of this process answers; use vllm_mode: colocate"
 
 
 def _answers(llm: "LLM", asked: list[list[int]], training: GRPOConfig) -> tuple[list[list[int]], int]:

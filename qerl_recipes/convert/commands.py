@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from qerl_recipes.convert.calibration_file import SAMPLES
+
 
 def quantize(
     source: Annotated[str, typer.Argument(help="a Hugging Face checkpoint: a folder, or a model id of the hub")],
@@ -24,7 +26,7 @@ def quantize(
         Path | None, typer.Option(help='for gptq, awq: JSONL file of texts under the key "text" (calibration-texts)')
     ] = None,
     calibration_samples: Annotated[
-        int | None, typer.Option(help="so many of them, from the first on; default: 256")
+        int | None, typer.Option(help=f"so many of them, from the first on; default: {SAMPLES}")
     ] = None,
     overwrite: Annotated[bool, typer.Option(help="replace the destination if it exists")] = False,
 ) -> None:
@@ -48,12 +50,14 @@ def calibration_texts(
     context: typer.Context,
     config: Annotated[Path, typer.Option(help="recipe with the model and its problems; its keys may follow as flags")],
     output: Annotated[Path, typer.Option(help="JSONL file to write")],
-    samples: Annotated[int, typer.Option(help="problems, from the first on")] = 256,
+    samples: Annotated[int, typer.Option(help="problems, from the first on")] = SAMPLES,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="share for vLLM, in place of the recipe's")] = 0.9,
 ) -> None:
     """Write a BF16 model's own answers to a recipe's training problems, for `qerl quantize --calibration`."""
     from qerl_recipes.convert.calibration import write_own_answers
 
-    typer.echo(write_own_answers(["--config", str(config), *context.args], output, samples))
+    recipe = ["--config", str(config), *context.args]
+    typer.echo(write_own_answers(recipe, output, samples, gpu_memory_utilization=gpu_memory_utilization))
 
 
 def import_smollm2(

@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -26,38 +25,27 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def run(
-    source: Path,
-    destination: Path,
-    *,
-    method: str,
-    ignore: Sequence[str],
-    calibration: Path,
-    samples: int,
-    device: str,
-) -> dict[str, Any]:
+    source: Path, destination: Path, *, method: str, ignore: Sequence[str], rows: Sequence[Sequence[int]], device: str
+) -> None:
     """Quantize the folder ``source`` into the existing, empty folder ``destination`` with ``gptq`` or ``awq``.
 
-    ``calibration``: JSON lines with a key "text" and, where its tokens are known, "input_ids", of which the first
-    ``samples`` are used -> how many ``texts`` those are, ``of`` how many there, with how many ``tokens``, and how many
-    were ``cut`` at the ``longest``. It computes on ``device``. Raises ValueError for a GPU that is not there, and
-    RuntimeError with the program's last lines where it fails.
+    ``rows``: the token ids of each text to calibrate on. It computes on ``device``: cpu, cuda or cuda:N. Raises
+    ValueError for a GPU that is not there, and RuntimeError with the program's last lines where it fails.
     """
     visible = _visible(device)
     python = environment()
     with tempfile.TemporaryDirectory() as scratch:
-        used = Path(scratch) / "used.json"
+        tokens = Path(scratch) / "rows.json"
+        tokens.write_text(json.dumps(list(rows)), encoding="utf-8")
         job = {
             "source": str(source.absolute()),
             "destination": str(destination.absolute()),
             "method": method,
             "ignore": list(ignore),
-            "calibration": str(calibration.absolute()),
-            "samples": samples,
-            "used": str(used),
+            "rows": str(tokens),
         }
         # -I: the script's own folder (this package) must not stand in the import path of the other environment
         _call([str(python), "-I", str(SCRIPT), json.dumps(job)], f"llmcompressor ({method}) failed", visible)
-        return json.loads(used.read_text(encoding="utf-8"))
 
 
 def environment() -> Path:

@@ -12,6 +12,7 @@ from qerl_kernels.nvfp4 import GROUP_SIZE, quantize
 from qerl_kernels.scale_search import quantize_mse
 from rich.console import Console
 
+from qerl_recipes.convert import calibration_file
 from qerl_recipes.convert.pack_shards import find_divisors, measure, packed_entries, write_shards
 from qerl_recipes.convert.plan import Plan, make_plan
 from qerl_recipes.convert.repack import repack
@@ -23,7 +24,6 @@ from qerl_vllm_plugin.checkpoint import CheckpointError, CheckpointReport, inspe
 from qerl_vllm_plugin.families import never_compared
 
 METHODS, SCALES = ("rtn", "gptq", "awq"), ("amax", "mse")
-SAMPLES = 256  # texts, as in the paper's calibration set
 
 
 def quantize_checkpoint(
@@ -80,9 +80,9 @@ def quantize_checkpoint(
     if not plan.linears:
         raise CheckpointError(f"{folder}: no linear layer is left to quantize; ignore fewer layers")
     _warn_of_family(report)
+    rows, used = ([], None) if method == "rtn" else _texts(folder, Path(str(calibration)), calibration_samples)
     with whole_folder(target, overwrite=overwrite) as partial:
         _check_space(report, plan, target)
-        used = None
         try:
             if method == "rtn":
                 divisors = find_divisors(report, plan, device)
@@ -92,16 +92,7 @@ def quantize_checkpoint(
             else:
                 from qerl_recipes.convert.llmcompressor_run import run
 
-                texts, samples = Path(str(calibration)), calibration_samples or SAMPLES
-                used = run(
-                    folder,
-                    partial,
-                    method=method,
-                    ignore=plan.ignore,
-                    calibration=texts,
-                    samples=samples,
-                    device=device,
-                )
+                run(folder, partial, method=method, ignore=plan.ignore, rows=rows, device=device)
                 # awq moves a factor from each weight into the one before it: the two are not to be compared
                 layers = [] if method == "awq" else measure(report, inspect_folder(partial), plan)
             copy_other_files(folder, partial)
@@ -112,6 +103,13 @@ def quantize_checkpoint(
     if not quiet:
         result.print()
     return result
+
+
+def _texts(folder: Path, calibration: Path, samples: int | None) -> tuple[list[list[int]], dict[str, int] | None]:
+    """What `calibration_file.read` finds, with the tokenizer of the model in ``folder``."""
+    from transformers import AutoTokenizer
+
+    return calibration_file.read(calibration, samples, AutoTokenizer.from_pretrained(folder))
 
 
 def _warn_of_family(report: CheckpointReport) -> None:
@@ -146,9 +144,10 @@ def _check_options(method: str, scales: str, device: str, calibration: str | Pat
     if device != "cpu" and not torch.cuda.is_available():
         raise ValueError(f"device: {device!r} was asked for, but torch sees no CUDA device here; use --device cpu")
     if method == "rtn":
-        given = {"calibration": calibration is not None, "calibration_samples": samples is not None}
-        for name in (name for name, is_given in given.items() if is_given):
-            raise ValueError(f"{name}: rtn uses no texts; choose --method gptq or leave it out")
+        if calibration is not None:
+            raise ValueError("calibration: rtn uses no texts; choose --method gptq or leave it out")
+        if samples is not None:
+            raise ValueError("calibration_samples: rtn uses no texts; choose --method gptq or leave it out")
         return
     if samples is not None and samples < 1:
         raise ValueError(f"calibration_samples is {samples}; it must be at least 1")

@@ -35,7 +35,7 @@ class QuantizeReport:
     scales: str
     ignore: tuple[str, ...]
     layers: list[LayerError] = field(default_factory=list)
-    calibration: dict[str, int] | None = None  # of gptq and awq: what `llmcompressor_run.run` returns
+    calibration: dict[str, int] | None = None  # of gptq and awq: what `calibration_file.read` returns
 
     @property
     def worst(self) -> LayerError:

@@ -67,7 +67,7 @@ def evaluate_each(asked: Sequence[Evaluation]) -> list[dict[str, Any]]:
             for one in those:
                 one.asked.output_dir.mkdir(parents=True, exist_ok=True)
                 group.append((one, evaluation_tasks.load_asked(one.asked)))
-            llm = _start(engine)
+            llm = start(engine)
             try:
                 results += [_answered(llm, one, benchmarks) for one, benchmarks in group]
             finally:
@@ -181,7 +181,7 @@ def close(llm: "LLM") -> None:
     cleanup_dist_env_and_memory()
 
 
-def _start(engine: EngineSettings) -> "LLM":
+def start(engine: EngineSettings) -> "LLM":
     # requests that arrive from another process fall into other batches in every run, and the last bits with them
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM

@@ -11,8 +11,9 @@ SMALLEST_TEMPERATURE = 0.01  # vLLM's: it samples with this one in place of a sm
 def completion_seed(run_seed: int, phase: str, rollout: int, call: int, prompt: int, sample: int) -> int:
     """The seed of one completion, different for each and the same in a resumed run.
 
-    ``phase`` is ``train`` or ``evaluation``; ``call`` counts the batches of this rollout (dynamic sampling draws
-    several), ``prompt`` is the place of the prompt in its batch over all ranks, ``sample`` that of the completion.
+    ``phase`` is ``train``, ``evaluation`` or ``calibration``; ``call`` counts the batches of this rollout (dynamic
+    sampling draws several), ``prompt`` is the place of the prompt in its batch over all ranks, ``sample`` that of the
+    completion.
     """
     return seed_of(run_seed, phase, rollout, call, prompt, sample)
 

@@ -23,7 +23,7 @@ from qerl_recipes.study.there import RESULT, all_runs, figures, is_finished
 
 LOG, METRICS = "log.txt", "metrics.jsonl"
 REFUSED = "qerl: "  # how a line begins in which a command says why it does not do what was asked
-REFUSED_KEYS = f"{REFUSED}this recipe cannot run"  # and where it would say the same with another seed
+REFUSED_RECIPE = f"{REFUSED}this recipe cannot run"  # and where that is for what stands in the recipe
 HINT = "(QERL_TRACEBACK"  # and the one behind the last of these
 PATIENCE = 120.0  # seconds for a training to end that a killed study has left behind
 ARGUMENT = 100_000  # bytes; Linux takes an argument of 128 KiB
@@ -39,6 +39,7 @@ class Left:
     untrained: list[Run] = field(default_factory=list)
     trained: list[Run] = field(default_factory=list)
     evaluations: int = 0
+    reasons: dict[str, str] = field(default_factory=dict)
 
     def next(self, places: int) -> tuple[list[Run], bool]:
         """What to begin on one of ``places`` free ones -> (runs, whether they are trained); no runs where none waits.
@@ -55,11 +56,16 @@ class Left:
             return together, True
         return ([self.untrained.pop(0)] if self.untrained else []), False
 
-    def give_up(self, label: str) -> list[str]:
-        """Leave out what is left to train of an arm, which would be refused like the first -> what is to be said."""
-        others = [run for run in self.untrained if run.label != label]
-        count, self.untrained = len(self.untrained) - len(others), others
-        return [f"{count} more of {label} were not begun, which differ in their seeds alone"] if count else []
+    def refused(self, run: Run, reason: str) -> str | None:
+        """Note why a training has failed. Where two of an arm were refused for the same, leave the others of it out,
+        which differ in their seeds alone -> what is to be said of that."""
+        known, self.reasons[run.label] = self.reasons.get(run.label), reason
+        others = [one for one in self.untrained if one.label != run.label]
+        count = len(self.untrained) - len(others)
+        if reason != known or not reason.startswith(REFUSED_RECIPE) or not count:
+            return None
+        self.untrained = others
+        return f"{count} more of {run.label} are not begun: two were refused for the same, and only seeds differ"
 
 
 def finish_all(study: Study, folder: Path, jobs: int, machine: Machine) -> list[str]:
@@ -92,8 +98,9 @@ def finish_all(study: Study, folder: Path, jobs: int, machine: Machine) -> list[
                 free.append(gpu)
                 left.evaluations -= trained
                 failed += (reasons := each.result())
-                if not trained and reasons and _reason(folder / runs[0].folder / LOG).startswith(REFUSED_KEYS):
-                    failed += left.give_up(runs[0].label)
+                if not trained and reasons and (line := left.refused(runs[0], _reason(folder / runs[0].folder / LOG))):
+                    machine.console.print(line, markup=False, highlight=False)
+                    failed.append(line)
                 if not trained and not reasons and not machine.stopping.is_set():
                     left.trained = sorted([*left.trained, *runs], key=lambda run: list(begun).index(run.folder))
 

@@ -47,6 +47,7 @@ def validate(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) 
         *problems_of_keys(script, training, model),
         *lacking(training, model),
         *_engine(training),
+        *_start(script, training),
         *server_keys.problems(training),
         *_sharing(training),
         *misfits(script, training, model),
@@ -81,9 +82,10 @@ def problems_of_keys(script: ScriptArguments, training: GRPOConfig, model: Model
         *_names(training),
         *_boundaries(training),
         *_lengths(script, training),
+        *_generation(training),
         *_sampling(training),
         *_precision(training, model),
-        *_adapter(script, training, model),
+        *_adapter(training, model),
     ]
 
 
@@ -224,7 +226,7 @@ def _lengths(script: ScriptArguments, training: GRPOConfig) -> Iterator[str]:
         )
 
 
-def _engine(training: GRPOConfig) -> Iterator[str]:
+def _generation(training: GRPOConfig) -> Iterator[str]:
     if wrong := sorted(OURS & (training.generation_kwargs or {}).keys()):
         yield (
             f"generation_kwargs cannot set {', '.join(wrong)}: each completion has a seed of its own and its "
@@ -235,6 +237,9 @@ def _engine(training: GRPOConfig) -> Iterator[str]:
             f"generation_kwargs cannot set {', '.join(twice)}: the engine would sample with one value and the trainer "
             f"compute log-probabilities with another; use the key {twice[0]} itself"
         )
+
+
+def _engine(training: GRPOConfig) -> Iterator[str]:
     if server_keys.is_wanted(training):
         return
     if training.vllm_enable_sleep_mode and training.device.type != "cuda":
@@ -291,7 +296,7 @@ def _precision(training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
         yield "dtype: float16 with quantization: nf4 is not supported; use dtype: bfloat16, or another arm"
 
 
-def _adapter(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
+def _adapter(training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
     if not 1 <= model.lora_r <= ENGINE_RANKS[-1]:
         yield f"lora_r must be 1 to {ENGINE_RANKS[-1]}, which is what vLLM serves, not {model.lora_r}"
     targets = model.lora_target_modules or []
@@ -301,6 +306,10 @@ def _adapter(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) 
         yield "lora_target_modules is empty; name linear layers of the blocks, or all-linear"
     if training.train_norms and training.beta:
         yield "beta needs a reference without trained norms; with train_norms use beta: 0"
+
+
+def _start(script: ScriptArguments, training: GRPOConfig) -> Iterator[str]:
+    """The adapter that the training starts from."""
     start = script.adapter_name_or_path
     if start is not None:
         try:

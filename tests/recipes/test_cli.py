@@ -46,11 +46,16 @@ def test_an_option_is_spelt_as_a_recipe_or_as_vllm_does_and_what_follows_stays_a
 
 def test_keys_of_the_recipe_may_follow_the_options_of_calibration_texts(monkeypatch):
     seen = []
-    monkeypatch.setattr(calibration, "write_own_answers", lambda *given: seen.append(given) or "written")
-    options = ["--config", "a_recipe.yaml", "--output", "texts.jsonl", "--samples", "8", "--model_name_or_path", "a_b"]
-    done = CliRunner().invoke(cli.app, ["calibration-texts", *options])
-    assert done.stdout == "written\n", done.output
-    assert seen == [(["--config", "a_recipe.yaml", "--model_name_or_path", "a_b"], Path("texts.jsonl"), 8)]
+    monkeypatch.setattr(
+        calibration, "write_own_answers", lambda *given, **more: seen.append((*given, more)) or "written"
+    )
+    following = ["--model_name_or_path=a_b"]
+    options = ["--config", "a_recipe.yaml", "--output", "texts.jsonl", "--samples", "8", "--seed", "4"]
+    done = CliRunner().invoke(cli.app, ["calibration-texts", *options, "--gpu_memory_utilization", "0.4", *following])
+    assert done.exit_code == 0, done.output
+    assert done.stdout == "written\n"
+    recipe = ["--config", "a_recipe.yaml", "--seed", "4", "--model_name_or_path=a_b"]
+    assert seen == [(recipe, Path("texts.jsonl"), 8, {"gpu_memory_utilization": 0.4})]
 
 
 def test_without_vllm_it_is_said_what_to_install():

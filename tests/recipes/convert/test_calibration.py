@@ -72,21 +72,50 @@ def test_answers_are_drawn_as_the_recipe_says_and_the_same_each_time(written):
         (0, {}, "--samples is 0; it must be at least 1"),
         (17, {}, "--samples is 17, and the recipe has 16 training problems; lower it"),
         (4, {"model_name_or_path": None}, "model_name_or_path is missing"),
+        (4, {"adapter_name_or_path": "an_adapter"}, "adapter_name_or_path: the model answers without an adapter"),
+        (4, {"rollout_engine": "mine"}, "rollout_engine: mine: vLLM answers here"),
+        (4, {"vllm_mode": "server"}, "vllm_mode: server: an engine of this process answers"),
+        (4, {"temperature": 0.0}, "temperature must be at least"),
+        (4, {"generation_kwargs": {"seed": 3}}, "generation_kwargs cannot set seed"),
+        (4, {"generation_kwargs": {"max_tokens": 3}}, "generation_kwargs cannot set max_tokens"),
+        (4, {"use_peft": False}, "use_peft"),
+        (4, {"vllm_max_model_length": 13}, "4 of 4 training prompts have more than 1 tokens"),
     ],
 )
-def test_what_cannot_be_written_is_refused_before_an_engine_starts(
+def test_what_cannot_be_asked_is_refused_before_an_engine_starts(
     samples, changes, message, recipe, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(calibration, "_engine", None)
+    monkeypatch.setattr(calibration, "start", None)
     with pytest.raises(ValueError, match=message):
         write_own_answers(recipe(**changes), tmp_path / "texts.jsonl", samples)
 
 
-def test_a_model_in_nvfp4_and_a_file_that_exists_are_refused(recipe, make_nvfp4, tmp_path, monkeypatch):
-    monkeypatch.setattr(calibration, "_engine", None)
+def test_a_model_in_nvfp4_and_a_file_that_cannot_be_written_are_refused(recipe, make_nvfp4, tmp_path, monkeypatch):
+    monkeypatch.setattr(calibration, "start", None)
     with pytest.raises(ValueError, match="has NVFP4 weights already; name the BF16 model"):
         write_own_answers(recipe(model_name_or_path=str(make_nvfp4("qwen2"))), tmp_path / "texts.jsonl", 4)
     (tmp_path / "there.jsonl").write_text("mine\n")
     with pytest.raises(FileExistsError, match=r"there\.jsonl exists; name another file"):
         write_own_answers(recipe(), tmp_path / "there.jsonl", 4)
     assert (tmp_path / "there.jsonl").read_text() == "mine\n"
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*/no for texts\.jsonl; make it first"):
+        write_own_answers(recipe(), tmp_path / "no" / "texts.jsonl", 4)
+
+
+def test_the_engine_has_the_gpus_of_the_recipe_and_a_share_of_its_own(recipe, tmp_path, monkeypatch):
+    class Stopped(Exception):
+        pass
+
+    def start(engine):
+        raise Stopped(engine)
+
+    monkeypatch.setattr(calibration, "start", start)
+    flags = recipe(vllm_gpu_memory_utilization=0.3, vllm_kv_cache_memory_bytes=10**9, dtype="float32")
+    with pytest.raises(Stopped) as stopped:
+        write_own_answers([*flags, "--vllm_tensor_parallel_size", "2"], tmp_path / "texts.jsonl", 4)
+    (engine,) = stopped.value.args
+    assert (engine.tensor_parallel_size, engine.gpu_memory_utilization, engine.dtype) == (2, 0.9, "float32")
+    assert engine.kv_cache_memory_bytes is None and engine.max_model_length == 64
+    with pytest.raises(Stopped) as stopped:
+        write_own_answers(flags, tmp_path / "texts.jsonl", 4, gpu_memory_utilization=0.5)
+    assert stopped.value.args[0].gpu_memory_utilization == 0.5

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
 
-from qerl_recipes.convert import llmcompressor_run, llmcompressor_script
+from qerl_recipes.convert import llmcompressor_run
 from qerl_recipes.convert.quantize import quantize_checkpoint
 from qerl_vllm_plugin.checkpoint import check_tensors, inspect_folder
 from qerl_vllm_plugin.safetensors_header import read_tensor
@@ -70,36 +70,11 @@ def test_gptq_writes_a_checkpoint_of_the_same_format(source, texts, tmp_path, ll
     assert (tmp_path / "gptq" / "tokenizer.json").is_file()
 
 
-@pytest.mark.integration
-def test_gptq_is_calibrated_on_the_tokens_of_a_line_unless_they_are_of_another_model(
-    source, texts, tmp_path, llmcompressor
-):
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    lines = [json.loads(line)["text"] for line in texts.read_text().splitlines()]
-    rows = [{"text": tokenizer.decode(ids), "input_ids": ids} for ids in tokenizer(lines)["input_ids"]]
-    texts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = {"method": "gptq", "calibration": texts, "quiet": True}
-    report = quantize_checkpoint(source, tmp_path / "gptq", calibration_samples=3, **options)
-    tokens = sum(len(row["input_ids"]) for row in rows[:3])
-    assert report.calibration == {"texts": 3, "of": 8, "tokens": tokens, "longest": 2048, "cut": 0}
-    rows[1]["input_ids"][0] += 1
-    texts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(RuntimeError, match="input_ids are not the tokens of their text in this model"):
-        quantize_checkpoint(source, tmp_path / "other", **options)
-    assert not (tmp_path / "other").exists()
-
-
-@pytest.mark.parametrize("line", [{"prompt": "2 + 2"}, {"text": ["2"], "input_ids": [1]}, ["2 + 2"], 4])
-def test_a_line_without_a_text_is_named(line):
-    with pytest.raises(ValueError, match=r'must be a JSON object with a text under the key "text", not .*[24]'):
-        llmcompressor_script.tokens_of(line, None)
-
-
 PROGRAM = """#!{python}
 import json, os, shutil, sys
 job = json.loads(sys.argv[-1])
+job["rows"] = json.load(open(job["rows"]))
 json.dump(job | {{"visible": os.environ.get("CUDA_VISIBLE_DEVICES")}}, open({job!r}, "w"))
-json.dump({{"texts": 2, "of": 8, "tokens": 50, "longest": 2048, "cut": 1}}, open(job["used"], "w"))
 shutil.copytree({packed!r}, job["destination"], dirs_exist_ok=True)
 """
 
@@ -145,15 +120,24 @@ def test_gptq_takes_a_gpu_where_there_is_one(job, source, texts, monkeypatch):
     assert json.loads(job.read_text())["visible"] is None
 
 
-@pytest.mark.parametrize(("asked", "samples"), [({}, 256), ({"calibration_samples": 2}, 2)])
-def test_the_report_says_on_what_it_was_calibrated(asked, samples, job, source, texts, tmp_path, capsys):
+@pytest.mark.parametrize(("asked", "count"), [({}, 8), ({"calibration_samples": 3}, 3)])
+def test_the_report_says_on_what_it_was_calibrated(asked, count, job, source, texts, tmp_path, capsys):
     quantize_checkpoint(source, tmp_path / "gptq", method="gptq", calibration=texts, **asked)
-    assert json.loads(job.read_text())["samples"] == samples
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    rows = [tokenizer(json.loads(line)["text"])["input_ids"] for line in texts.read_text().splitlines()[:count]]
+    assert json.loads(job.read_text())["rows"] == rows
+    tokens = sum(map(len, rows))
     said = " ".join(capsys.readouterr().out.split())
-    assert "calibrated on 2 of 8 texts, 50 tokens; 1 texts were cut at 2048 tokens" in said
-    saved = json.loads((tmp_path / "gptq" / "quantize_report.json").read_text())
-    assert saved["calibration"]["texts"] == 2
+    assert f"calibrated on {count} of 8 texts, {tokens} tokens; 0 texts were cut at 2048 tokens" in said
+    saved = json.loads((tmp_path / "gptq" / "quantize_report.json").read_text())["calibration"]
+    assert saved == {"texts": count, "of": 8, "tokens": tokens, "longest": 2048, "cut": 0}
     assert json.loads((tmp_path / "rtn" / "quantize_report.json").read_text())["calibration"] is None
+
+
+def test_a_file_of_texts_that_cannot_be_used_is_refused_before_anything_is_written(job, source, texts, tmp_path):
+    with pytest.raises(ValueError, match=r"calibration_samples is 9, and .*texts.jsonl has 8 texts; lower it"):
+        quantize_checkpoint(source, tmp_path / "gptq", method="gptq", calibration=texts, calibration_samples=9)
+    assert not job.exists() and not list(tmp_path.glob(".gptq*"))
 
 
 def test_of_awq_no_error_of_a_layer_is_made_up(source, texts, tmp_path, monkeypatch, capsys):

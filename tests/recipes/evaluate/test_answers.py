@@ -28,7 +28,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def engine(make_nvfp4: Make) -> Iterator[Any]:
-    llm = evaluate._start(EngineSettings(make_nvfp4("qwen2"), "qerl_nvfp4", 8, 64, 1, 0.9, None, "bfloat16"))
+    llm = evaluate.start(EngineSettings(make_nvfp4("qwen2"), "qerl_nvfp4", 8, 64, 1, 0.9, None, "bfloat16"))
     yield llm
     evaluate.close(llm)
 
@@ -248,7 +248,7 @@ def test_an_adapter_that_is_not_part_of_the_layers_answers_where_it_is_asked_for
     """The last here: an engine that is closed takes vLLM's groups of processes with it."""
     from qerl_recipes.files.adapter import open_adapter
 
-    llm = evaluate._start(EngineSettings(make_bf16("qwen2"), "bf16", 8, 64, 1, 0.9, None, "bfloat16"))
+    llm = evaluate.start(EngineSettings(make_bf16("qwen2"), "bf16", 8, 64, 1, 0.9, None, "bfloat16"))
     try:
         (benchmark,) = evaluation_tasks.load([f"jsonl-exact:{problems}"])
         found = []

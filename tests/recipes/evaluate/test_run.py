@@ -82,8 +82,8 @@ def test_the_adapter_alone_gives_the_answers_that_it_gives_beside_the_base(
     runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory: list[object] = []
-    start = evaluate._start
-    monkeypatch.setattr(evaluate, "_start", lambda engine: (memory.append(engine), start(engine))[1])
+    start = evaluate.start
+    monkeypatch.setattr(evaluate, "start", lambda engine: (memory.append(engine), start(engine))[1])
     tasks = [f"jsonl-exact:{runs['folder']}/second.jsonl"]
     options = {"max_new_tokens": 6, "max_model_length": 64, "quiet": True, "max_samples": 40}
     adapter = str(runs["folder"] / "adapter")
@@ -103,8 +103,8 @@ def test_several_evaluations_on_one_engine_answer_as_on_engines_of_their_own(
     runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_adapter: Make
 ) -> None:
     engines: list[EngineSettings] = []
-    start = evaluate._start
-    monkeypatch.setattr(evaluate, "_start", lambda engine: (engines.append(engine), start(engine))[1])
+    start = evaluate.start
+    monkeypatch.setattr(evaluate, "start", lambda engine: (engines.append(engine), start(engine))[1])
     task = [f"jsonl-exact:{runs['folder']}/second.jsonl"]
     common = {"base": str(runs["base"]), "adapter": runs["folder"] / "adapter", "tasks": task, "quiet": True}
     common |= {"max_new_tokens": 6, "max_model_length": 64, "max_samples": 12}
@@ -170,7 +170,7 @@ def test_the_engine_of_an_evaluation_has_no_process_of_its_own_unless_asked_for(
     monkeypatch.delenv(name)
     if own is not None:
         monkeypatch.setenv(name, own)
-    evaluate._start(EngineSettings(make_nvfp4("qwen2"), "qerl_nvfp4", 8, 64, 1, 0.9, None, "bfloat16"))
+    evaluate.start(EngineSettings(make_nvfp4("qwen2"), "qerl_nvfp4", 8, 64, 1, 0.9, None, "bfloat16"))
     assert seen == [own or "0"]
     monkeypatch.setenv(name, "0")  # what the other tests run with
 
@@ -181,7 +181,7 @@ def started(*args: object, **kwargs: object) -> None:
 
 @pytest.fixture
 def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "_start", started)
+    monkeypatch.setattr(evaluate, "start", started)
 
 
 REFUSALS = {

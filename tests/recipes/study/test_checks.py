@@ -38,6 +38,7 @@ def test_an_evaluation_that_would_be_refused_is_refused_before_anything_is_train
         ({"temperature": 0.0}, "temperature must be at least"),
         ({"top_p": 1.5}, "vLLM takes no such SamplingParams"),
         ({"use_peft": False}, "use_peft"),
+        ({"generation_kwargs": {"seed": 1}}, "generation_kwargs cannot set seed"),
     ],
 )
 def test_an_arm_that_its_training_would_refuse_is_refused_before_any_other_is_trained(keys, message, study, tmp_path):

@@ -117,17 +117,17 @@ def test_other_weights_or_another_rank_are_evaluated_apart(weights, study):
 
 
 @pytest.mark.parametrize(
-    ("said", "begun"),
+    ("reasons", "left_out"),
     [
-        (
-            "qerl: this recipe cannot run:\n  - dataset_name is missing\n",
-            ["a/seed-0", "b/seed-0", "b/seed-1", "b/seed-2"],
-        ),
-        ("qerl: the engine has no room\n", ["a/seed-0", "b/seed-0", "a/seed-1", "b/seed-1", "a/seed-2", "b/seed-2"]),
+        (["this recipe cannot run:\n  - no data"] * 4, True),
+        (["this recipe cannot run:\n  - no data", "this recipe cannot run:\n  - no hub"] * 2, False),
+        (["the engine has no room"] * 4, False),
     ],
 )
-def test_a_recipe_that_is_refused_is_not_begun_with_every_seed(said, begun, study, tmp_path, monkeypatch):
-    plan, seen = read(study(sweep=None)), []
+def test_of_a_recipe_that_was_refused_twice_for_the_same_no_other_seed_is_begun(
+    reasons, left_out, study, tmp_path, monkeypatch, capsys
+):
+    plan, seen = read(study(sweep=None, seeds=[0, 1, 2, 3])), []
 
     def call(self, arguments, log, gpu, beside=()):
         if arguments[0] == "evaluate-each":
@@ -136,15 +136,17 @@ def test_a_recipe_that_is_refused_is_not_begun_with_every_seed(said, begun, stud
         seen.append("/".join(log.parent.parts[-2:]))
         if seen[-1].startswith("b"):
             return 0
-        log.write_text(f"$ qerl train\n{said}")
+        log.write_text(f"$ qerl train\nqerl: {reasons[int(seen[-1][-1])]}\n")
         return 2
 
     monkeypatch.setattr(processes.Machine, "call", call)
     with pytest.raises(runner.RunsFailedError) as raised:
         runner.run(plan, tmp_path / "out")
-    assert seen == begun
-    told = "2 more of a were not begun, which differ in their seeds alone"
-    assert (told in str(raised.value)) is (len(begun) == 4) and "a/seed-0 ended with 2: qerl: " in str(raised.value)
+    assert [run for run in seen if run.startswith("b")] == [f"b/seed-{i}" for i in range(4)]
+    assert [run for run in seen if run.startswith("a")] == [f"a/seed-{i}" for i in range(2 if left_out else 4)]
+    told = "2 more of a are not begun: two were refused for the same, and only seeds differ"
+    assert (told in str(raised.value)) is (told in " ".join(capsys.readouterr().err.split())) is left_out
+    assert "a/seed-0 ended with 2: qerl: " in str(raised.value)
 
 
 def test_an_evaluation_that_fails_takes_no_other_with_it(study, evaluated):
