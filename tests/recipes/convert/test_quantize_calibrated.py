@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
 
-from qerl_recipes.convert import llmcompressor_run
+from qerl_recipes.convert import llmcompressor_run, llmcompressor_script
 from qerl_recipes.convert.quantize import quantize_checkpoint
 from qerl_vllm_plugin.checkpoint import check_tensors, inspect_folder
 from qerl_vllm_plugin.safetensors_header import read_tensor
@@ -68,6 +69,25 @@ def test_gptq_writes_a_checkpoint_of_the_same_format(source, texts, tmp_path, ll
     differ = [n for n in tensors if n.endswith("packed") and not torch.equal(tensors[n], rounded[n])]
     assert differ, "GPTQ rounds some weights away from the nearest code"
     assert (tmp_path / "gptq" / "tokenizer.json").is_file()
+
+
+def test_llmcompressor_gets_the_texts_in_their_order_and_shuffles_none(source, tmp_path, monkeypatch):
+    seen = {}
+    names = ("llmcompressor", "llmcompressor.modifiers", "llmcompressor.modifiers.quantization")
+    stubs = {name: types.ModuleType(name) for name in names}
+    stubs[names[0]].oneshot = lambda **given: seen.update(given)
+    stubs[names[2]].GPTQModifier = dict
+    for name, stub in stubs.items():
+        monkeypatch.setitem(sys.modules, name, stub)
+    rows = [[5, 6, 7], [8], [9, 10]]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    job = {"source": str(source), "destination": str(tmp_path / "out"), "method": "gptq", "ignore": ["lm_head"]}
+    llmcompressor_script.main({**job, "rows": str(tmp_path / "rows.json")})
+    assert list(seen["dataset"]["input_ids"]) == rows and seen["num_calibration_samples"] == 3
+    assert list(seen["dataset"]["attention_mask"]) == [[1, 1, 1], [1], [1, 1]] and seen["max_seq_length"] == 3
+    assert seen["shuffle_calibration_samples"] is False, "it shuffles by no seed, and the bits would differ each time"
+    assert seen["recipe"] == [{"targets": "Linear", "scheme": "NVFP4A16", "ignore": ["lm_head"]}]
+    assert seen["model"].dtype == torch.bfloat16 and (tmp_path / "out" / "model.safetensors").is_file()
 
 
 PROGRAM = """#!{python}
