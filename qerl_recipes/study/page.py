@@ -100,7 +100,9 @@ def of_others(study: Study) -> list[str]:
 def cost(rows: Sequence[Row]) -> str:
     """What the runs took, as a sentence that follows another; nothing where the table does not say it."""
     taken = [f"{value:.1f} hours of {device}" for device, value in sorted(hours(rows).items())]
-    return f" They took {' and '.join(taken)}, whatever other programs ran there counted in." if taken else ""
+    if not taken:
+        return ""
+    return f" They took {' and '.join(taken)}: other programs that ran there are counted in, what was killed is not."
 
 
 def of_metrics(study: Study) -> str:

@@ -69,8 +69,8 @@ def test_every_claim_has_a_line_with_what_was_measured_and_a_study_that_was_not_
     assert "| noise helps | two | | not run yet |" in text and "| what two is of | not run yet |" in text
     # 12 of the sweep and 6 at the best value of 12 + 12: those at the common one are missing
     assert (
-        "| what one is of | 18 of 24 runs are there. They took 0.8 hours of NVIDIA H200, whatever other programs ran "
-        "there counted in. |" in text
+        "| what one is of | 18 of 24 runs are there. They took 0.8 hours of NVIDIA H200: other programs that "
+        "ran there are counted in, what was killed is not. |" in text
     )
     assert "| one | b@0.0003 | 3 |  | 0.601 ± 0.001 |" in text and "| two | " not in text.split("## Every arm")[1]
     assert "one/curves_best.png" in text and "two/curves_best.png" not in text
