@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from qerl_recipes.files.json_lines import numbered
+
 SAMPLES = 256  # texts, as in the paper's calibration set
 LENGTH = 2048  # tokens of a text, likewise
 
@@ -16,7 +18,7 @@ def read(path: Path, samples: int | None, tokenizer: Any) -> tuple[list[list[int
     ValueError, naming file and line, for what is no text, for tokens that are not those of their text, and for fewer
     texts than ``samples``.
     """
-    lines = [line for line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if line[1].strip()]
+    lines = list(numbered(path))
     if samples is not None and samples > len(lines):
         raise ValueError(f"calibration_samples is {samples}, and {path} has {len(lines)} texts; lower it")
     whole = [_tokens(line, f"{path}: line {number}", tokenizer) for number, line in lines[: samples or SAMPLES]]

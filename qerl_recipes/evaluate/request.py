@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_recipes.files.adapter import TEMPLATE, AdapterFolder
+from qerl_recipes.files.json_lines import numbered
 
 LIGHTEVAL = {"gsm8k": "gsm8k", "math_500": "math_500", "aime24": "aime", "aime25": "aime"}  # task -> module
 NAMES = (*LIGHTEVAL, "amc23", "running_sum")
@@ -205,10 +206,7 @@ def read_lines(path: Path) -> list[dict[str, str]]:
     if not path.is_file():
         raise ValueError(f"there is no file {path}; a local task is written jsonl:PATH")
     rows = []
-    # utf-8-sig: some editors put a mark first; split: splitlines would cut a text at U+2028, which JSON leaves as it is
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
-        if not line.strip():
-            continue
+    for number, line in numbered(path):
         try:
             row = json.loads(line, parse_float=_AsWritten, object_pairs_hook=_once)
             prompt, answer = row["prompt"], row["answer"]

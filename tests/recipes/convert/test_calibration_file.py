@@ -36,6 +36,11 @@ def test_a_line_s_own_tokens_are_used_and_other_texts_are_tokenized(file):
     assert used == {"texts": 2, "of": 2, "tokens": 5, "longest": LENGTH, "cut": 0}
 
 
+def test_a_line_ends_where_the_file_has_one_and_a_mark_of_the_editor_is_none(file):
+    path = file("\ufeff" + json.dumps({"text": "1\u20282\x853"}, ensure_ascii=False), {"text": "4"})
+    assert read(path, None, Words())[0] == [[2, 3, 4], [5]]
+
+
 def test_what_is_too_long_is_cut_and_counted(file):
     long = " ".join(["1"] * (LENGTH + 1))
     rows, used = read(file({"text": long}, {"text": "1"}, {"text": long.removesuffix(" 1")}), None, Words())
