@@ -7,7 +7,7 @@ them, and what the model in BF16 answers to them.
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from qerl_recipes.convert.calibration_file import SAMPLES
 from qerl_recipes.evaluate.run import close, start
@@ -17,7 +17,7 @@ from qerl_recipes.files.whole_folder import write_text
 from qerl_recipes.recipe import server_keys
 from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig, ScriptArguments, parse
 from qerl_recipes.recipe.file import ConfigError
-from qerl_recipes.rollout.sampling import completion_seed, sampling_parameters
+from qerl_recipes.rollout.sampling import completion_seed, for_sampling_params
 from qerl_recipes.tasks import prompts
 from qerl_recipes.train.base_fits import refuse_long_prompts
 from qerl_recipes.train.validate import problems_of_keys
@@ -52,11 +52,7 @@ def write_own_answers(
     folder = local_folder(str(model.model_name_or_path), model.model_revision)
     if inspect_folder(folder, weight_only=True).scheme is not None:
         raise ValueError(f"{folder} has NVFP4 weights already; name the BF16 model as --model_name_or_path")
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    if training.chat_template is not None:
-        tokenizer.chat_template = training.chat_template
+    tokenizer = prompts.tokenizer(folder, training)
     rows, _ = prompts.load(script, tokenizer, training.chat_template_kwargs)
     if len(rows) < samples:
         raise ValueError(f"--samples is {samples}, and the recipe has {len(rows)} training problems; lower it")
@@ -102,11 +98,8 @@ def _answers(llm: "LLM", asked: list[list[int]], training: GRPOConfig) -> tuple[
     """An answer to each prompt, as token ids with what ends them, and how many end at the limit of length."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
-    from vllm.sampling_params import StructuredOutputsParams
 
-    options: dict[str, Any] = {**sampling_parameters(training), "logprobs": None}
-    if isinstance(options.get("structured_outputs"), dict):
-        options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
+    options = {**for_sampling_params(training), "logprobs": None}
     assert training.seed is not None
     seeds = [completion_seed(training.seed, "calibration", 0, 0, place, 0) for place in range(len(asked))]
     requests = [TokensPrompt(prompt_token_ids=ids) for ids in asked]

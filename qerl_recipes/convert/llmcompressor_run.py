@@ -13,15 +13,15 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from rich.console import Console
 
+from qerl_recipes.machine.gpu import VISIBLE, visible_names
+
 REQUIREMENTS = ("llmcompressor==0.14.0.1", "compressed-tensors==0.19.0", "transformers==5.17.0")
 SCRIPT = Path(__file__).with_name("llmcompressor_script.py")
 TAIL_LINES = 15
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def run(
@@ -97,15 +97,14 @@ def _visible(device: str) -> dict[str, str]:
         return {VISIBLE: ""}
     if not number:
         return {}
-    given = os.environ.get(VISIBLE)
-    names = [str(i) for i in range(torch.cuda.device_count())] if given is None else given.split(",")
+    names = visible_names()
     if not number.isdigit() or int(number) >= len(names):
         raise ValueError(f"device: {device!r} is none of the {len(names)} GPUs here; they are numbered from 0")
-    return {VISIBLE: names[int(number)].strip()}
+    return {VISIBLE: names[int(number)]}
 
 
-def _call(command: list[str], failure: str, more: Mapping[str, str] = MappingProxyType({})) -> None:
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | dict(more)
+def _call(command: list[str], failure: str, more: Mapping[str, str] | None = None) -> None:
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | dict(more or {})
     result = subprocess.run(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if result.returncode:
         tail = "\n".join(result.stdout.splitlines()[-TAIL_LINES:])

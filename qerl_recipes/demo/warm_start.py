@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 from trl import SFTConfig, SFTTrainer
 
 from qerl_recipes.files.base_model import local_folder
 from qerl_recipes.files.whole_folder import whole_folder
 from qerl_recipes.recipe.configs import ScriptArguments, parse
 from qerl_recipes.recipe.file import ConfigError
-from qerl_recipes.tasks import reasoning_gym_task
+from qerl_recipes.tasks import prompts, reasoning_gym_task
 
 STEPS, BATCH, LEARNING_RATE = 60, 8, 2e-4
 TASK = "chain_sum"  # the one whose answers are worked out here
@@ -87,9 +87,7 @@ def make(recipe: str | Path, base: str, out: Path, *, steps: int = STEPS, seed: 
     script, training, _ = parse(["--config", str(recipe)])
     data = examples(script, steps * BATCH)
     folder = local_folder(base)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    if training.chat_template is not None:
-        tokenizer.chat_template = training.chat_template
+    tokenizer = prompts.tokenizer(folder, training)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     is_cpu = not torch.cuda.is_available()
     with whole_folder(out, overwrite=False, proof="config.json") as partial, tempfile.TemporaryDirectory() as scratch:

@@ -8,6 +8,7 @@ from qerl_recipes.machine.environment import runs_on_cuda
 
 MIB = 2**20
 GB = 1_000_000_000
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 HOPPER = (9, 0)  # compute capability
 # what multiplies by NVFP4 weights on a GPU, on a Hopper GPU, and on a CPU
 MARLIN, TILED, REFERENCE = "Marlin FP4 of vLLM", "our own on tiles (kernels/)", "exact dequantization in fp32"
@@ -21,6 +22,15 @@ class Gpu:
     is_hopper: bool
     name: str = "GPU"
     driver: str | None = None
+
+
+def visible_names() -> list[str]:
+    """The GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them; takes memory on none."""
+    if (given := os.environ.get(VISIBLE)) is not None:
+        return [name.strip() for name in given.split(",") if name.strip()]
+    import torch
+
+    return [str(i) for i in range(torch.cuda.device_count())]
 
 
 def this_gpu() -> Gpu | None:
@@ -48,7 +58,7 @@ def used_bytes() -> int:
 
 def _ask_driver(what: str) -> list[str]:
     """Raises OSError or CalledProcessError where there is no nvidia-smi or it fails."""
-    index = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    index = os.environ.get(VISIBLE, "0").split(",")[0]
     line = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits", "-i", index]
     answer = subprocess.run(line, capture_output=True, text=True, check=True).stdout
     return [value.strip() for value in answer.splitlines()[0].split(",")]

@@ -9,6 +9,8 @@ three dataclasses stands either in ``TOPICS`` or in ``REFUSED``; a test fails wh
 from dataclasses import dataclass
 from typing import Any
 
+CANNOT_RUN = "this recipe cannot run"  # how `qerl train` refuses one, and a study knows it again
+
 
 @dataclass(frozen=True)
 class Refusal:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator, PartialState
 from vllm import LLM, SamplingParams
-from vllm.sampling_params import StructuredOutputsParams
 
 from qerl_recipes.machine.gpu import this_gpu
 from qerl_recipes.memory import engine_bytes
@@ -24,7 +23,7 @@ from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.rollout import answers
 from qerl_recipes.rollout.arms import engine_on_cpu, engine_options
 from qerl_recipes.rollout.interface import Completions, Snapshot
-from qerl_recipes.rollout.sampling import Seeds, sampling_parameters
+from qerl_recipes.rollout.sampling import Seeds, for_sampling_params
 from qerl_vllm_plugin import compat, scheduler
 from qerl_vllm_plugin.frozen_weights import FrozenWeights, frozen_weights
 from qerl_vllm_plugin.kv_cache import KVCacheError
@@ -228,11 +227,9 @@ class VLLMRollouts:
 
     def _sampling_options(self) -> dict[str, Any]:
         # one list of log-probabilities, and not an object for each token
-        options = {"flat_logprobs": True, **sampling_parameters(self._training)}
+        options = {"flat_logprobs": True, **for_sampling_params(self._training)}
         # vLLM would decode every token twice, which only stop strings need: the trainer does its own decoding
         options.setdefault("detokenize", bool(options.get("stop")))
-        if isinstance(options.get("structured_outputs"), dict):
-            options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
         return options
 
     def _new_groups(self) -> Any:

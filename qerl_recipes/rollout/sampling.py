@@ -52,3 +52,13 @@ def sampling_parameters(training: GRPOConfig) -> dict[str, Any]:
     if training.vllm_structured_outputs_regex is not None:
         found["structured_outputs"] = {"regex": training.vllm_structured_outputs_regex}
     return found
+
+
+def for_sampling_params(training: GRPOConfig) -> dict[str, Any]:
+    """The same for ``vllm.SamplingParams``, which takes structured outputs as an object; a request has them as JSON."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    found = sampling_parameters(training)
+    if isinstance(found.get("structured_outputs"), dict):
+        found["structured_outputs"] = StructuredOutputsParams(**found["structured_outputs"])
+    return found

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qerl_recipes.recipe.keys import CANNOT_RUN
 from qerl_recipes.study.base import check_taken
 from qerl_recipes.study.plan import Study, StudyError, first_runs, flags
 from qerl_recipes.study.taken import taken_rows
@@ -38,7 +39,7 @@ def check(study: Study) -> None:
         except ConfigError as error:
             raise StudyError(f"arms.{run.arm}: {error}") from error
         if problems := problems_of_keys(*found):
-            raise StudyError(f"arms.{run.arm}: this recipe cannot run: {'; '.join(problems)}")
+            raise StudyError(f"arms.{run.arm}: {CANNOT_RUN}: {'; '.join(problems)}")
 
 
 def check_evaluations(study: Study) -> None:

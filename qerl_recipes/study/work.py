@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from qerl_recipes.files.whole_folder import lock
+from qerl_recipes.machine.gpu import visible_names
+from qerl_recipes.recipe.keys import CANNOT_RUN
 from qerl_recipes.study.check import with_list
 from qerl_recipes.study.plan import Run, Study, flags
 from qerl_recipes.study.processes import Machine
@@ -23,7 +25,7 @@ from qerl_recipes.study.there import RESULT, all_runs, figures, is_finished
 
 LOG, METRICS = "log.txt", "metrics.jsonl"
 REFUSED = "qerl: "  # how a line begins in which a command says why it does not do what was asked
-REFUSED_RECIPE = f"{REFUSED}this recipe cannot run"  # and where that is for what stands in the recipe
+REFUSED_RECIPE = f"{REFUSED}{CANNOT_RUN}"  # and where that is for what stands in the recipe
 HINT = "(QERL_TRACEBACK"  # and the one behind the last of these
 PATIENCE = 120.0  # seconds for a training to end that a killed study has left behind
 ARGUMENT = 100_000  # bytes; Linux takes an argument of 128 KiB
@@ -107,12 +109,7 @@ def finish_all(study: Study, folder: Path, jobs: int, machine: Machine) -> list[
 
 def visible_gpus() -> list[str]:
     """The GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them; none of one alone, which needs no name."""
-    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        found = [name.strip() for name in given.split(",") if name.strip()]
-    else:
-        import torch  # counts them without taking memory on any
-
-        found = [str(i) for i in range(torch.cuda.device_count())]
+    found = visible_names()
     return found if len(found) > 1 else []
 
 

@@ -6,13 +6,14 @@ They come from local files, the Hugging Face hub, a mixture of both, and the dat
 import json
 import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict, ReadInstruction, concatenate_datasets
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_recipes.hooks import DatasetLoader, collect
-from qerl_recipes.recipe.configs import ScriptArguments
+from qerl_recipes.recipe.configs import GRPOConfig, ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.tasks import pick_number, reasoning_gym_task, running_sum, source_files
 
@@ -71,6 +72,14 @@ def _keys(data: Dataset, source: str) -> list[str]:
     return [
         prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str) for prompt in prompts
     ]
+
+
+def tokenizer(folder: Path, training: GRPOConfig, **options: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model in ``folder``, with the recipe's chat template where it has one."""
+    found = AutoTokenizer.from_pretrained(folder, **options)
+    if training.chat_template is not None:
+        found.chat_template = training.chat_template
+    return found
 
 
 def load(

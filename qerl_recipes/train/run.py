@@ -171,7 +171,6 @@ def build(
 
     Raises CheckpointMismatch, before anything loads, if ``resumed``, the checkpoint to go on from, is of another run.
     """
-    from transformers import AutoTokenizer
     from trl import get_peft_config
 
     from qerl_recipes.files import run_state
@@ -193,9 +192,7 @@ def build(
     peft_config = get_peft_config(model_config)
     if start is not None and model_config.names_adapter:
         check_settings(start, peft_config, base)
-    tokenizer = AutoTokenizer.from_pretrained(base, padding_side="left", truncation_side="left")
-    if training.chat_template is not None:
-        tokenizer.chat_template = training.chat_template
+    tokenizer = prompts.tokenizer(base, training, padding_side="left", truncation_side="left")
     train_dataset, eval_dataset = prompts.load(script, tokenizer, training.chat_template_kwargs)
     if resumed is not None:
         expected = run_state.describe(training, base, train_dataset)

@@ -10,7 +10,7 @@ from qerl_recipes.model import shared_weights
 from qerl_recipes.recipe import server_keys
 from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig
 from qerl_recipes.recipe.file import ConfigError
-from qerl_recipes.recipe.keys import refusals
+from qerl_recipes.recipe.keys import CANNOT_RUN, refusals
 from qerl_recipes.recipe.script_arguments import ScriptArguments
 from qerl_recipes.rollout.sampling import SMALLEST_TEMPERATURE, sampling_parameters
 from qerl_recipes.tasks import answer_columns, rewards
@@ -54,7 +54,7 @@ def validate(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) 
         *_data_and_rewards(script, training),
     ]
     if problems:
-        raise ConfigError("this recipe cannot run:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        raise ConfigError(f"{CANNOT_RUN}:\n" + "\n".join(f"  - {problem}" for problem in problems))
     if "wandb" not in (training.report_to or ()):
         keys = ("wandb_entity", "wandb_project", "wandb_run_group")
         if unheard := [key for key in keys if getattr(training, key) is not None]:
