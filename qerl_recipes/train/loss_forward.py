@@ -10,7 +10,7 @@ from peft import PeftModel
 
 from qerl_recipes.model import logprobs
 from qerl_recipes.model.packing import pack
-from qerl_recipes.train import importance, silent_rows
+from qerl_recipes.train import importance, silent_rows, staleness
 from qerl_recipes.train.half_precision import HalfPrecision
 from qerl_recipes.train.step_metrics import StepMeans
 
@@ -87,6 +87,9 @@ class LossForward:
             results = *self.half.scaled(results[0], results[1]), results[2]
         if inputs is not None and "importance_sampling_ratio" not in inputs:
             inputs["importance_sampling_ratio"] = self.importance(results[0].detach(), inputs)
+        if inputs is not None:
+            for name, (total, number) in staleness.measured(results[0].detach(), inputs, self._trainer.args).items():
+                self._means.add(name, total, number)
         if inputs is not None and results[1] is not None:
             args, computed = self._trainer.args, silent_rows.computed(inputs)
             kl = importance.reference_kl(results[0].detach(), inputs, args)

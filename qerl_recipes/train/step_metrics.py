@@ -12,6 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ProgressCallback
 
 from qerl_recipes.recipe.configs import GRPOConfig
+from qerl_recipes.train import staleness
 from qerl_recipes.train.metrics_file import EVALUATION, MetricsFile
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ NAMES = {
     "kl": "kl",
     "sampling/sampling_logp_difference/mean": "logp_mismatch_mean",
     "sampling/sampling_logp_difference/max": "logp_mismatch_max",
+    staleness.DIFFERENCE: "logp_staleness_mean",
+    staleness.CLIPPED: "clip_ratio",
     "completions/mean_length": "completion_length",
     "completions/clipped_ratio": "completion_clipped",
     "sigma": "sigma",

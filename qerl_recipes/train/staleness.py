@@ -1,0 +1,40 @@
+"""How far the policy has gone since the first of the optimizer steps that one rollout serves."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from qerl_recipes.recipe.configs import GRPOConfig
+from qerl_recipes.train.importance import mask_of
+from qerl_recipes.train.silent_rows import computed
+
+DIFFERENCE, CLIPPED = "staleness/logp_difference/mean", "clip_ratio/region_mean"  # the second is TRL's name
+CLIPPING_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # at 1 - epsilon and at 1 + epsilon_high
+
+
+def measured(
+    logps: torch.Tensor, inputs: Mapping[str, Any], args: GRPOConfig
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Of one micro-batch each name's sum, and the number of what was summed; nothing where a rollout serves one step.
+
+    ``logps: (B, C)`` are the trainer's now. Their difference, in nats, to those before the first step is over the
+    tokens that are computed; in that step it is what two passes of one policy differ by. The share that the loss clips
+    is of all sampled tokens, or of all sequences, as TRL has it; a loss that clips otherwise, or not, has none.
+    """
+    if "old_per_token_logps" not in inputs:
+        return {}
+    mask, advantages = mask_of(inputs), inputs["advantages"][:, None]  # (B, C), (B, 1)
+    change, counted = (logps - inputs["old_per_token_logps"]) * mask, mask
+    here = computed(inputs)
+    found = {DIFFERENCE: (torch.where(here, change.abs(), 0.0).sum(), here.sum())}
+    if args.loss_type not in CLIPPING_LOSSES:
+        return found
+    if args.importance_sampling_level == "sequence":
+        change = change.sum(dim=-1, keepdim=True) / mask.sum(dim=-1, keepdim=True).clamp(min=1)
+        counted = torch.ones_like(change)
+    ratio, above = change.exp(), args.epsilon if args.epsilon_high is None else args.epsilon_high
+    if args.delta is not None:
+        ratio = ratio.clamp(max=args.delta)
+    clipped = ((ratio < 1 - args.epsilon) & (advantages < 0)) | ((ratio > 1 + above) & (advantages > 0))
+    return {**found, CLIPPED: ((clipped * counted).sum(), counted.sum())}
