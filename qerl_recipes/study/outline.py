@@ -49,8 +49,17 @@ def outline(study: Study, file: Path) -> str:
         f"test, corrected by Holm over the comparisons; below {ALPHA:.0%} one arm is called higher, else the pair is "
         "undecided at this size.",
     ]
-    lines += ["", *(_of_claim(claim) for claim in study.claims)] if study.claims else []
+    if study.claims:
+        lines += ["", *map(_of_claim, study.claims), "", OF_CLAIMS]
     return "\n".join(lines)
+
+
+OF_CLAIMS = (
+    "A claim of more or less is supported where the t test, corrected by Holm over these claims, is below "
+    f"{ALPHA:.0%} in that direction, and not supported where the 95 % interval holds no effect that matters. "
+    '"not lower" is supported where the interval, which is not corrected, ends above minus the margin, and not '
+    "supported where it is all below."
+)
 
 
 def _of_claim(claim: Claim) -> str:

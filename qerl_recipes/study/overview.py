@@ -7,10 +7,11 @@ from pathlib import Path
 
 from qerl_recipes.study.page import cell, cost, progress, told, wanted
 from qerl_recipes.study.plan import Study, StudyError, read
-from qerl_recipes.study.results import Final, Verdict, final, labels, verdicts
+from qerl_recipes.study.results import Final, Verdict, comparisons, final, labels, verdicts
 from qerl_recipes.study.table import TABLE, Row, read_table
 
 NOT_RUN = "not run yet"
+VERDICTS = ("supported", "not supported", "undecided")  # how those of `statistics.judged` begin
 METRICS = (
     *(
         "base_accuracy",
@@ -35,6 +36,9 @@ class Found:
     values: Final
 
 
+Said = dict[str, list[tuple[Found, Verdict]]]  # claim -> what each study that has it says
+
+
 def studies(folder: Path) -> dict[Path, Path]:
     """The study files of a folder -> where the table of each is, or is to be. Raises StudyError where there is none."""
     found = {file: folder / file.stem / TABLE for file in sorted(folder.glob("*.yaml"))}
@@ -44,7 +48,7 @@ def studies(folder: Path) -> dict[Path, Path]:
 
 
 def overview(folder: Path) -> str:
-    """The page as Markdown: every study, every claim with its verdict, every arm."""
+    """The page as Markdown: every study and what they cost, every claim in a line and by study, every arm."""
     found = []
     for file, table in studies(folder).items():
         rows = read_table(table) if table.is_file() else []
@@ -61,8 +65,16 @@ def overview(folder: Path) -> str:
         name = f"[{one.name}]({one.name}/README.md)" if one.rows else f"[{one.name}]({one.name}.yaml)"
         runs = progress(one.study, one.values) + cost(one.rows) if one.rows else NOT_RUN
         lines.append(f"| {name} | {' '.join(one.study.about.split())} | {runs} |")
-    lines += ["", "## What is said, and what was measured", "", "| claim | study | measured | verdict |"]
-    lines += ["|---" * 4 + "|", *_claims(found), ""]
+    if together := cost([row for one in found for row in one.rows]):
+        lines += ["", f"All of them together.{together}"]
+    said = _said(found)
+    lines += ["", "## What is said, in a line each", "", f"| claim | {' | '.join(VERDICTS)} |"]
+    lines += ["|---" * (len(VERDICTS) + 1) + "|", *(_in_one_line(claim, those) for claim, those in said.items())]
+    lines += ["", "## What was measured", "", "| claim | study | measured | verdict |"]
+    lines += ["|---" * 4 + "|", *_by_study(said), ""]
+    if decided := [line for one in found for line in _decided(one)]:
+        lines += ["## Planned comparisons of accuracy that are decided", ""]
+        lines += ["| study | a | b | a - b | 95 % (t) | p, Holm | a is |", "|---" * 7 + "|", *decided, ""]
     shown = [one for one in found if one.rows]
     if shown:
         lines += [
@@ -79,18 +91,40 @@ def overview(folder: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _claims(found: Sequence[Found]) -> list[str]:
-    """Each claim once, with a line for every study that has runs, and one line for those that have none."""
-    said: dict[str, list[tuple[Found, Verdict]]] = {}
+def _said(found: Sequence[Found]) -> Said:
+    said: Said = {}
     for one in found:
         for verdict in verdicts(one.study, one.values):
             said.setdefault(verdict.claim.claim, []).append((one, verdict))
+    return said
+
+
+def _in_one_line(claim: str, those: Sequence[tuple[Found, Verdict]]) -> str:
+    """Which studies say what of a claim; "undecided" is said in several ways."""
+    run = [(one.name, verdict.verdict) for one, verdict in those if one.rows]
+    cells = [", ".join(name for name, verdict in run if verdict.startswith(kind)) for kind in VERDICTS]
+    return f"| {claim} | {' | '.join(cells)} |"
+
+
+def _by_study(said: Said) -> list[str]:
+    """Of each claim a line for every study that has runs, and one line for those that have none."""
     lines = []
     for claim, those in said.items():
         lines += [f"| {claim} | {one.name} | {told(v)} | {v.verdict} |" for one, v in those if one.rows]
         if waiting := [one.name for one, _ in those if not one.rows]:
             lines.append(f"| {claim} | {', '.join(waiting)} | | {NOT_RUN} |")
     return lines
+
+
+def _decided(one: Found) -> list[str]:
+    """Those with each arm at its best value; the others stand on the study's page."""
+    compared = comparisons(one.study, one.values).get("best", [])
+    return [
+        f"| {one.name} | {c.a} | {c.b} | {c.difference:+.1%} | {c.t_low:+.1%} to {c.t_high:+.1%} | {c.p_holm:.3f} "
+        f"| {c.verdict()} |"
+        for c in compared
+        if c.is_decided
+    ]
 
 
 def _arms(one: Found) -> list[str]:

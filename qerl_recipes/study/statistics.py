@@ -33,9 +33,14 @@ class Comparison:
     t_low: float = float("nan")
     t_high: float = float("nan")
 
+    @property
+    def is_decided(self) -> bool:
+        """Whether the corrected test is below 5 %."""
+        return self.p_holm < ALPHA
+
     def verdict(self) -> str:
         """ "higher" or "lower" where the corrected test is below 5 %, else undecided."""
-        if self.p_holm < ALPHA:
+        if self.is_decided:
             return "higher" if self.difference > 0 else "lower"
         return "undecided at this size"
 

@@ -29,6 +29,7 @@ PLAN = {
     "sweep": {"key": "learning_rate", "values": [1e-4, 3e-4, 1e-3], "seeds": [100, 101], "common": 1e-4},
     "evaluations": {"greedy": {"tasks": "running_sum"}},
     "primary": "greedy",
+    "comparisons": [["b", "a"]],
     "claims": CLAIMS,
 }
 
@@ -66,6 +67,10 @@ def test_every_claim_has_a_line_with_what_was_measured_and_a_study_that_was_not_
     assert "3 seeds | supported |" in text
     # a gains 0.1, b 0.2 and 0.3: over two seeds that may be chance
     assert "a - b = +0.15, 95 % (t) -0.485 to +0.785, 2 seeds | undecided at this size |" in text
+    assert "| claim | supported | not supported | undecided |\n|---|---|---|---|\n| noise helps | one |  |  |\n" in text
+    assert "| larger rates suit b |  |  | one |" in text
+    assert "All of them together. They took 0.8 hours of NVIDIA H200: " in text
+    assert "| one | b | a | +10.1% | +9.9% to +10.3% | 0.000 | higher |" in text
     assert "| noise helps | two | | not run yet |" in text and "| what two is of | not run yet |" in text
     # 12 of the sweep and 6 at the best value of 12 + 12: those at the common one are missing
     assert (
