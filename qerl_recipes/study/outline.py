@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from qerl_recipes.study.page import of_others
+from qerl_recipes.study.page import OF_CLAIMS, of_others
 from qerl_recipes.study.plan import Claim, Study
 from qerl_recipes.study.statistics import ALPHA
 
@@ -52,14 +52,6 @@ def outline(study: Study, file: Path) -> str:
     if study.claims:
         lines += ["", *map(_of_claim, study.claims), "", OF_CLAIMS]
     return "\n".join(lines)
-
-
-OF_CLAIMS = (
-    "A claim of more or less is supported where the t test, corrected by Holm over these claims, is below "
-    f"{ALPHA:.0%} in that direction, and not supported where the 95 % interval holds no effect that matters. "
-    '"not lower" is supported where the interval, which is not corrected, ends above minus the margin, and not '
-    "supported where it is all below."
-)
 
 
 def _of_claim(claim: Claim) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qerl_recipes.study.page import cell, cost, progress, told, wanted
+from qerl_recipes.study.page import OF_CLAIMS, cell, cost, progress, told, wanted
 from qerl_recipes.study.plan import Study, StudyError, read
 from qerl_recipes.study.results import Final, Verdict, comparisons, final, labels, verdicts
 from qerl_recipes.study.table import TABLE, Row, read_table
@@ -66,16 +66,19 @@ def overview(folder: Path) -> str:
         runs = progress(one.study, one.values) + cost(one.rows) if one.rows else NOT_RUN
         lines.append(f"| {name} | {' '.join(one.study.about.split())} | {runs} |")
     if together := cost([row for one in found for row in one.rows]):
-        lines += ["", f"All of them together.{together}"]
+        lines += ["", f"All of them together:{together}"]
     said = _said(found)
     lines += ["", "## What is said, in a line each", "", f"| claim | {' | '.join(VERDICTS)} |"]
     lines += ["|---" * (len(VERDICTS) + 1) + "|", *(_in_one_line(claim, those) for claim, those in said.items())]
+    lines += ["", OF_CLAIMS]
     lines += ["", "## What was measured", "", "| claim | study | measured | verdict |"]
     lines += ["|---" * 4 + "|", *_by_study(said), ""]
-    if decided := [line for one in found for line in _decided(one)]:
-        lines += ["## Planned comparisons of accuracy that are decided", ""]
-        lines += ["| study | a | b | a - b | 95 % (t) | p, Holm | a is |", "|---" * 7 + "|", *decided, ""]
     shown = [one for one in found if one.rows]
+    if decided := [line for one in found for line in _decided(one)]:
+        planned = sum(len(one.study.comparisons) for one in shown)
+        lines += [f"## The {len(decided)} of {planned} planned comparisons of accuracy that are decided", ""]
+        lines += ["Corrected within each study, not over all.", ""]
+        lines += ["| study | a | b | seeds | a - b | 95 % (t) | p, Holm | a is |", "|---" * 8 + "|", *decided, ""]
     if shown:
         lines += [
             "## Every arm",
@@ -120,8 +123,8 @@ def _decided(one: Found) -> list[str]:
     """Those with each arm at its best value; the others stand on the study's page."""
     compared = comparisons(one.study, one.values).get("best", [])
     return [
-        f"| {one.name} | {c.a} | {c.b} | {c.difference:+.1%} | {c.t_low:+.1%} to {c.t_high:+.1%} | {c.p_holm:.3f} "
-        f"| {c.verdict()} |"
+        f"| {one.name} | {c.a} | {c.b} | {c.seeds} | {c.difference:+.1%} | {c.t_low:+.1%} to {c.t_high:+.1%} "
+        f"| {c.p_holm:.3f} | {c.verdict()} |"
         for c in compared
         if c.is_decided
     ]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from qerl_recipes.study.plan import Study
 from qerl_recipes.study.results import Final, Verdict, comparisons, counted, final, hours, labels, verdicts
+from qerl_recipes.study.statistics import ALPHA
 from qerl_recipes.study.summaries import ENDS
 from qerl_recipes.study.table import Row
 
@@ -28,6 +29,15 @@ OF_A_RUN = (
 OF_COMPARISONS = (
     "Paired by seed. p is of the t test, corrected by Holm for all comparisons of the plan; over few seeds the "
     "bootstrap's interval is too narrow. d_z: the mean difference in standard deviations of the differences."
+)
+
+
+# how claims are judged (`statistics.judged`)
+OF_CLAIMS = (
+    "A claim of more or less is supported where the t test, corrected by Holm over the claims of the study, is below "
+    f"{ALPHA:.0%} in that direction, and not supported where the 95 % interval holds no difference of the margin or "
+    'more in it. "not lower" is supported where the lower end of the interval, which is not corrected, is above minus '
+    "the margin, and not supported where its upper end is below."
 )
 
 
@@ -77,7 +87,7 @@ def _claims(study: Study, values: Final) -> list[str]:
         return []
     lines = ["## What is said, and what was measured", "", "| claim | measured | verdict |", "|---" * 3 + "|"]
     lines += [f"| {found.claim.claim} | {told(found)} | {found.verdict} |" for found in verdicts(study, values)]
-    return [*lines, ""]
+    return [*lines, "", OF_CLAIMS, ""]
 
 
 def progress(study: Study, values: Final) -> str:

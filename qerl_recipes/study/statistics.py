@@ -84,8 +84,8 @@ def judged(found: Comparison, expect: str, margin: float) -> str:
     """What a comparison says of a claim: "supported", "not supported" or "undecided at this size".
 
     ``expect`` "higher" or "lower": supported where the corrected test is below 5 % in that direction; not supported
-    where the interval holds no effect of ``margin`` or more in it. "not lower": supported where the interval ends above
-    -margin, not supported where all of it is below.
+    where the interval holds no effect of ``margin`` or more in it. "not lower": supported where the interval's lower
+    end is above -margin, not supported where its upper end is below.
     """
     if expect == "not lower":
         if found.t_low > -margin:

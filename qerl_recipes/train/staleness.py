@@ -9,7 +9,7 @@ from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.train.importance import mask_of
 from qerl_recipes.train.silent_rows import computed
 
-DIFFERENCE, CLIPPED = "staleness/logp_difference/mean", "clip_ratio/region_mean"  # the second is TRL's name
+DIFFERENCE, CLIPPED = "staleness/logp_difference/mean", "staleness/clip_ratio"  # TRL logs one of its own, too
 CLIPPING_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # at 1 - epsilon and at 1 + epsilon_high
 
 
@@ -20,7 +20,8 @@ def measured(
 
     ``logps: (B, C)`` are the trainer's now. Their difference, in nats, to those before the first step is over the
     tokens that are computed; in that step it is what two passes of one policy differ by. The share that the loss clips
-    is of all sampled tokens, or of all sequences, as TRL has it; a loss that clips otherwise, or not, has none.
+    at 1 - epsilon and 1 + epsilon_high is of all sampled tokens, or of all sequences, as in TRL's
+    ``clip_ratio/region_mean``, which is a mean over micro-batches; a loss that clips otherwise, or not, has none.
     """
     if "old_per_token_logps" not in inputs:
         return {}

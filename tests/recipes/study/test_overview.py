@@ -69,8 +69,9 @@ def test_every_claim_has_a_line_with_what_was_measured_and_a_study_that_was_not_
     assert "a - b = +0.15, 95 % (t) -0.485 to +0.785, 2 seeds | undecided at this size |" in text
     assert "| claim | supported | not supported | undecided |\n|---|---|---|---|\n| noise helps | one |  |  |\n" in text
     assert "| larger rates suit b |  |  | one |" in text
-    assert "All of them together. They took 0.8 hours of NVIDIA H200: " in text
-    assert "| one | b | a | +10.1% | +9.9% to +10.3% | 0.000 | higher |" in text
+    assert "All of them together: They took 0.8 hours of NVIDIA H200: " in text
+    assert "| one | b | a | 3 | +10.1% | +9.9% to +10.3% | 0.000 | higher |" in text
+    assert "## The 1 of 1 planned comparisons" in text and text.count("below 5% in that direction") == 1
     assert "| noise helps | two | | not run yet |" in text and "| what two is of | not run yet |" in text
     # 12 of the sweep and 6 at the best value of 12 + 12: those at the common one are missing
     assert (

@@ -146,7 +146,7 @@ def test_claims_are_judged_on_their_own_metric_and_corrected_together(study, tmp
     assert "| b learns faster | reward_area: b higher than a, margin 0.01; a - b = +0.101, 95 % (t) +0.0985" in page
     told = outline.outline(plan, file)
     assert "claim: b is as good. Supported where b's accuracy is not lower than a's" in told
-    assert "Holm over these claims, is below 5% in" in told and "ends above minus the margin" in told
+    assert "over the claims of the study, is below 5% in" in told and "is above minus the margin" in told
 
 
 def test_a_comparison_of_a_run_without_a_number_leaves_the_correction_of_the_others_as_it_is():
