@@ -303,6 +303,21 @@ def study(
 
 
 @app.command()
+def compare(
+    file: Annotated[Path, typer.Argument(help="study file, such as recipes/studies/smollm2_rank.yaml")],
+    a: Annotated[str, typer.Argument(help="an arm as the table names it; ARM@VALUE in a study with a sweep")],
+    b: Annotated[str, typer.Argument(help="another")],
+    metric: Annotated[str, typer.Option(help="of the table, such as reward_area, mismatch, reward")] = "accuracy",
+    steps: Annotated[str | None, typer.Option(help="FIRST-LAST: its mean over these, not its last value")] = None,
+    table: Annotated[Path | None, typer.Option(help="default: NAME/results.csv.gz beside the study file")] = None,
+) -> None:
+    """Print A - B of a study's table, paired by seed, for a look beyond the comparisons that were planned."""
+    from qerl_recipes.study.compare import compare as compared
+
+    typer.echo(compared(file, a, b, metric, steps, table))
+
+
+@app.command()
 def demo(
     output: Annotated[Path, typer.Option(help="folder for everything the demo makes")] = Path("runs/demo"),
     seed: Annotated[int, typer.Option(help="of training; the same seed gives the same numbers")] = 0,
