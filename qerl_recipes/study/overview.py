@@ -8,7 +8,7 @@ from pathlib import Path
 from qerl_recipes.study.page import OF_CLAIMS, cell, cost, progress, told, wanted
 from qerl_recipes.study.plan import Study, StudyError, read
 from qerl_recipes.study.results import Final, Verdict, comparisons, final, labels, verdicts
-from qerl_recipes.study.table import TABLE, Row, read_table
+from qerl_recipes.study.table import TABLE, Row, beside, read_table
 
 NOT_RUN = "not run yet"
 VERDICTS = ("supported", "not supported", "undecided")  # how those of `statistics.judged` begin
@@ -41,7 +41,7 @@ Said = dict[str, list[tuple[Found, Verdict]]]  # claim -> what each study that h
 
 def studies(folder: Path) -> dict[Path, Path]:
     """The study files of a folder -> where the table of each is, or is to be. Raises StudyError where there is none."""
-    found = {file: folder / file.stem / TABLE for file in sorted(folder.glob("*.yaml"))}
+    found = {file: beside(file) for file in sorted(folder.glob("*.yaml"))}
     if not found:
         raise StudyError(f"{folder} has no study file, NAME.yaml")
     return found

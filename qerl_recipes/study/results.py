@@ -112,7 +112,7 @@ def comparisons(study: Study, values: Final, metric: str = "accuracy") -> dict[s
     for as many as are planned."""
     found = {}
     for kind, names in labels(study, values).items():
-        of = {arm: _over(study.seeds, values[metric].get(names.get(arm, ""))) for arm in study.arms}
+        of = {arm: of_seeds(study.seeds, values[metric].get(names.get(arm, ""))) for arm in study.arms}
         made = [_compared(a, b, of[a], of[b]) for a, b in study.comparisons]
         found[kind] = holm([comparison for comparison in made if comparison is not None], len(made))
     return found
@@ -139,7 +139,7 @@ def verdicts(study: Study, values: Final) -> list[Verdict]:
         if claim.metric == SWEEP_GAIN:
             of = [sweep_gain(study, values, arm) for arm in claim.pair]
         else:
-            of = [_over(study.seeds, values[claim.metric].get(names.get(arm, ""))) for arm in claim.pair]
+            of = [of_seeds(study.seeds, values[claim.metric].get(names.get(arm, ""))) for arm in claim.pair]
         made.append(_compared(*claim.pair, *of))
         seeds.append(len(set(of[0]) & set(of[1])))
     corrected = iter(holm([comparison for comparison in made if comparison is not None], len(made)))
@@ -160,7 +160,7 @@ def _lack(study: Study, values: Final, label: str, metric: str) -> int:
     """How many runs of an arm have an accuracy and not ``metric``."""
     if metric == SWEEP_GAIN:
         return 0
-    there, has = (_over(study.seeds, values[of].get(label)) for of in ("accuracy", metric))
+    there, has = (of_seeds(study.seeds, values[of].get(label)) for of in ("accuracy", metric))
     return len(there.keys() - has.keys())
 
 
@@ -168,7 +168,7 @@ def sweep_gain(study: Study, values: Final, arm: str) -> dict[int, float]:
     """Seed of the sweep -> an arm's primary accuracy at the largest value of its key, less that at the smallest."""
     assert study.sweep is not None
     largest, smallest = (
-        _over(study.sweep.seeds, values["accuracy"].get(f"{arm}@{value:g}"))
+        of_seeds(study.sweep.seeds, values["accuracy"].get(f"{arm}@{value:g}"))
         for value in (max(study.sweep.values), min(study.sweep.values))
     )
     return {seed: largest[seed] - smallest[seed] for seed in largest if seed in smallest}
@@ -198,7 +198,8 @@ def hours(rows: Iterable[Row]) -> dict[str, float]:
     return dict(found)
 
 
-def _over(seeds: Iterable[int], values: Mapping[int, float] | None) -> dict[int, float]:
+def of_seeds(seeds: Iterable[int], values: Mapping[int, float] | None) -> dict[int, float]:
+    """An arm's values, seed -> value, of those seeds that have one."""
     return {seed: values[seed] for seed in seeds if values is not None and seed in values}
 
 

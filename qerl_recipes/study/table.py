@@ -19,6 +19,11 @@ PLAN = "plan/"  # and so its keys and evaluations (`finished.plan_of`)
 PROBLEMS = "problems/"  # and so, behind NAME/, the problems of an evaluation
 
 
+def beside(file: Path) -> Path:
+    """Where the published table of the study in ``file``, NAME.yaml, is or is to be: NAME/results.csv.gz."""
+    return file.parent / file.stem / TABLE
+
+
 def named(what: str, rows: Iterable[Row]) -> set[str]:
     """What rows say of BASE, PLAN or PROBLEMS: what stands behind it."""
     return {metric.removeprefix(what) for *_, metric, _ in rows if metric.startswith(what)}

@@ -61,11 +61,17 @@ def reference_kl(logps: torch.Tensor, inputs: Mapping[str, Any], args: GRPOConfi
     difference = inputs["ref_per_token_logps"] - logps
     estimate = difference.exp() - difference - 1
     if args.use_bias_correction_kl:
-        change, mask = logps - inputs.get("old_per_token_logps", logps), mask_of(inputs)
-        if args.importance_sampling_level == "sequence":
-            change = (change * mask).sum(dim=-1, keepdim=True) / mask.sum(dim=-1, keepdim=True).clamp(min=1)
-        estimate = estimate * change.exp()
+        estimate = estimate * log_ratio(logps, inputs, args).exp()
     return {"kl": estimate}
+
+
+def log_ratio(logps: torch.Tensor, inputs: Mapping[str, Any], args: GRPOConfig) -> torch.Tensor:
+    """Of ``logps: (B, C)`` to the policy from before the rollout's first step, as in the loss: (B, C), or (B, 1) by
+    sequence, whose mean it is then."""
+    change, mask = logps - inputs.get("old_per_token_logps", logps), mask_of(inputs)
+    if args.importance_sampling_level == "sequence":
+        change = (change * mask).sum(dim=-1, keepdim=True) / mask.sum(dim=-1, keepdim=True).clamp(min=1)
+    return change
 
 
 class Differences:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from qerl_recipes.recipe.configs import GRPOConfig
-from qerl_recipes.train.importance import mask_of
+from qerl_recipes.train.importance import log_ratio, mask_of
 from qerl_recipes.train.silent_rows import computed
 
 DIFFERENCE, CLIPPED = "staleness/logp_difference/mean", "staleness/clip_ratio"  # TRL logs one of its own, too
@@ -25,16 +25,13 @@ def measured(
     """
     if "old_per_token_logps" not in inputs:
         return {}
-    mask, advantages = mask_of(inputs), inputs["advantages"][:, None]  # (B, C), (B, 1)
-    change, counted = (logps - inputs["old_per_token_logps"]) * mask, mask
-    here = computed(inputs)
-    found = {DIFFERENCE: (torch.where(here, change.abs(), 0.0).sum(), here.sum())}
+    change, here = (logps - inputs["old_per_token_logps"]).abs(), computed(inputs)
+    found = {DIFFERENCE: (torch.where(here, change, 0.0).sum(), here.sum())}
     if args.loss_type not in CLIPPING_LOSSES:
         return found
-    if args.importance_sampling_level == "sequence":
-        change = change.sum(dim=-1, keepdim=True) / mask.sum(dim=-1, keepdim=True).clamp(min=1)
-        counted = torch.ones_like(change)
-    ratio, above = change.exp(), args.epsilon if args.epsilon_high is None else args.epsilon_high
+    ratio, advantages = log_ratio(logps, inputs, args).exp(), inputs["advantages"][:, None]  # (B, C or 1), (B, 1)
+    counted = torch.ones_like(ratio) if args.importance_sampling_level == "sequence" else mask_of(inputs)
+    above = args.epsilon if args.epsilon_high is None else args.epsilon_high
     if args.delta is not None:
         ratio = ratio.clamp(max=args.delta)
     clipped = ((ratio < 1 - args.epsilon) & (advantages < 0)) | ((ratio > 1 + above) & (advantages > 0))
