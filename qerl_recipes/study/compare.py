@@ -5,9 +5,9 @@ from pathlib import Path
 
 from qerl_recipes.study.finished import refuse_other_plan
 from qerl_recipes.study.plan import StudyError, read
-from qerl_recipes.study.results import final
+from qerl_recipes.study.results import final, of_seeds
 from qerl_recipes.study.statistics import paired
-from qerl_recipes.study.table import TABLE, Row, read_table
+from qerl_recipes.study.table import Row, beside, read_table
 
 
 def compare(file: Path, a: str, b: str, metric: str, steps: str | None = None, table: Path | None = None) -> str:
@@ -17,14 +17,14 @@ def compare(file: Path, a: str, b: str, metric: str, steps: str | None = None, t
     ``metric``, or its mean over ``steps``, "FIRST-LAST". ``table``: by default NAME/results.csv.gz beside the plan.
     Raises StudyError for a table that is not of the study, and for an arm, a metric or steps that it does not have.
     """
-    study, table = read(file), table or file.parent / file.stem / TABLE
+    study, table = read(file), table or beside(file)
     rows = read_table(table)
     refuse_other_plan(study, rows, table)
     _refuse_unknown("arm", (a, b), {arm for arm, *_ in rows}, table)
     rows = [row for row in rows if row[0] in (a, b)]
     _refuse_unknown("metric", (metric,), {name for *_, name, _ in rows}, table)
     values = final(rows)[metric] if steps is None else _means(rows, metric, *_ends(steps))
-    of_a, of_b = ({s: v for s, v in values.get(arm, {}).items() if s in study.seeds} for arm in (a, b))
+    of_a, of_b = (of_seeds(study.seeds, values.get(arm)) for arm in (a, b))
     if len(both := sorted(set(of_a) & set(of_b))) < 2:
         raise StudyError(
             f"{table}: {len(both)} seeds have {metric} of both {a} and {b}{'' if steps is None else f' in {steps}'}; a "
@@ -33,15 +33,22 @@ def compare(file: Path, a: str, b: str, metric: str, steps: str | None = None, t
     found, where = paired(a, b, of_a, of_b), "" if steps is None else f" over steps {steps}"
     of = [sum(values[s] for s in both) / len(both) for values in (of_a, of_b)]
     each = ", ".join(f"{of_a[s] - of_b[s]:+.4g}" for s in both)
+    lacking = [str(s) for s in study.seeds if s not in both]  # of steps_to_target those that did not reach it
+    left_out = f"; left out, since one of the two lacks it: {', '.join(lacking)}" if lacking else ""
     return (
         f"{metric}{where}: {a} {of[0]:.4g}, {b} {of[1]:.4g}; a - b = {found.difference:+.4g}, 95 % (t) "
         f"{found.t_low:+.4g} to {found.t_high:+.4g}, p = {found.p:.2g}, not corrected; seeds "
-        f"{', '.join(map(str, both))}: {each}"
+        f"{', '.join(map(str, both))}: {each}{left_out}"
     )
 
 
 def _means(rows: Sequence[Row], metric: str, first: int, last: int) -> dict[str, dict[int, float]]:
-    """Arm -> seed -> the mean over the steps from ``first`` to ``last`` that have the metric."""
+    """Arm -> seed -> the mean over the steps from ``first`` to ``last`` that have the metric.
+
+    Raises StudyError where the runs end between the two.
+    """
+    if first <= (end := max(step for _, _, step, name, _ in rows if name == metric)) < last:
+        raise StudyError(f"--steps {first}-{last}: the last step with {metric} is {end}; end there")
     found: dict[str, dict[int, list[float]]] = {}
     for arm, seed, step, name, value in rows:
         if name == metric and first <= step <= last:

@@ -41,6 +41,17 @@ def test_the_last_values_are_paired_by_seed(file):
     )
 
 
+def test_a_seed_without_the_metric_in_both_is_named(file):
+    rows = table.read_table(Path("plan") / table.TABLE)
+    rows += [("a", s, 4, "seconds_to_target", 10.0) for s in (0, 1, 2)]
+    rows += [("b", s, 4, "seconds_to_target", 12.0 + s) for s in (0, 2)]
+    table.write_table(rows, Path("plan") / table.TABLE)
+    assert compare(file, "b", "a", "seconds_to_target").endswith(
+        "seeds 0, 2: +2, +4; left out, since one of the two lacks it: 1"
+    )
+    assert "left out" not in compare(file, "b", "a", "accuracy")
+
+
 def test_a_mean_over_steps_is_of_these_steps_alone(file):
     assert "reward over steps 1-2: b 0.15, a 0.15; a - b = +0," in compare(file, "b", "a", "reward", "1-2")
     assert "reward over steps 2-3: b 0.3, a 0.25; a - b = +0.05," in compare(file, "b", "a", "reward", "2-3")
@@ -69,6 +80,7 @@ def test_the_seeds_of_a_sweep_are_not_those_of_the_comparison(file):
         (("b", "a", "entropy"), "has no metric entropy; it has accuracy, reward"),
         (("b", "a", "reward", "3"), "it is FIRST-LAST, such as 7-12"),
         (("b", "a", "reward", "4-3"), "it is FIRST-LAST, such as 7-12"),
+        (("b", "a", "reward", "3-5"), "--steps 3-5: the last step with reward is 4; end there"),
         (("b", "a", "reward", "9-12"), "0 seeds have reward of both b and a in 9-12; a comparison needs at least 2"),
     ],
 )
