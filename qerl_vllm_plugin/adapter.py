@@ -19,7 +19,7 @@ from qerl_vllm_plugin.spans import Copied
 PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 MAX_ALPHA = 1e6  # a hundred thousand times what anyone trains with
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # what PEFT can write into adapter_config.json and a plain low-rank update cannot express; the value is the way out
 _UNSUPPORTED = {
@@ -248,22 +248,27 @@ def _check_pair(
                 f"{name}{half} has shape {tuple(tensor.shape)}, this model and rank {rank} need {shape}; "
                 "was the adapter trained on another base or with another rank?"
             )
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in DTYPES:
             raise AdapterError(f"{name}{half} is {tensor.dtype}; use float32, bfloat16 or float16")
     return pair[_A], pair[_B]
 
 
+class Converted(dict[str, tuple[torch.Tensor, torch.Tensor]]):
+    """Pairs (A, B) by the names of their linears. ``strength`` is |A| |B|, each the Euclidean norm over all linears:
+    no linear's B A stretches an input by more."""
+
+    strength = 0.0
+
+
 @torch.no_grad()
-def converted(
-    adapter: CheckedAdapter, dtype: torch.dtype, device: torch.device | None = None
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def converted(adapter: CheckedAdapter, dtype: torch.dtype, device: torch.device | None = None) -> Converted:
     """The adapter's pairs in new tensors of ``dtype``, B times the scaling in fp32; the caller's stay as they are.
 
     They lie on ``device``, None being where they are. Raises AdapterError for NaN, infinite values, and such that are
     infinite in ``dtype``.
     """
     if not adapter.pairs:
-        return {}
+        return Converted()
     names = list(adapter.pairs), list(adapter.pairs)
     if adapter.fetch is not None:  # as they lie in memory, where they then are one piece already
         for i in (0, 1):
@@ -280,13 +285,16 @@ def converted(
     a, b = a.to(dtype), (b if adapter.scaling == 1 else b.float().mul_(adapter.scaling)).to(dtype)
     new = by_name(a, b)
     # one transfer for all that is right; its names are looked for only where something is not
-    if not math.isfinite(_size(a, b)) and (bad := _not_finite(adapter.pairs, *new)):
+    strength = _strength(a, b)
+    if not math.isfinite(strength) and (bad := _not_finite(adapter.pairs, *new)):
         was = "holds NaN or infinite values"
         if bad != _not_finite(adapter.pairs, *by_name(*_flat(halves, device, adapter.fetch))):
             was = f"holds values too large for the engine's {dtype}"
         others = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
         raise AdapterError(f"the adapter of {bad[0]}{others} {was}")
-    return {name: (new[0][name], new[1][name]) for name in adapter.pairs}
+    pairs = Converted({name: (new[0][name], new[1][name]) for name in adapter.pairs})
+    pairs.strength = strength
+    return pairs
 
 
 def _flat(
@@ -304,9 +312,10 @@ def _flat(
     return [_flatten_dense_tensors(half) if len(half) > 1 else half[0].flatten().clone() for half in halves]
 
 
-def _size(*tensors: torch.Tensor) -> float:
-    """The sum of all absolute values, which is finite only where they all are."""
-    return float(torch.stack([torch.linalg.vector_norm(tensor, 1, dtype=torch.float32) for tensor in tensors]).sum())
+def _strength(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return |a| |b|, Euclidean norms, which is finite only where all values are."""
+    one, other = torch.stack([torch.linalg.vector_norm(half, dtype=torch.float32) for half in (a, b)]).tolist()
+    return float(one * other)
 
 
 def _not_finite(names: Iterable[str], a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> list[str]:

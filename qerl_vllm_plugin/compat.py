@@ -51,15 +51,15 @@ def _release(version: str) -> Version | None:
         return None
 
 
-def any_rank(here: bool) -> bool:
-    """Whether something is so on any of the ranks that share this model; all of them must ask."""
+def highest(here: int) -> int:
+    """Return the highest number that any of the ranks that share this model gives; all of them must ask."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-    flag = torch.tensor([int(here)])
+    flag = torch.tensor([here])
     for group in (get_tp_group(), get_pp_group()):
         if group.world_size > 1:
             torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=group.cpu_group)
-    return bool(flag.item())
+    return int(flag.item())
 
 
 def of_all_stages(value: Any) -> list[Any]:

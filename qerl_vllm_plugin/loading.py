@@ -67,7 +67,7 @@ def watch(
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
         raise ValueError(f"--weight-transfer-config has no place here: {FROZEN}")
     model = _model_being_built()
-    if vllm_config.model_config.dtype == torch.float16:
+    if vllm_config.model_config.dtype == torch.float16 or adapter is not None:
         _check_when_loaded(model, vllm_config)
     layerwise.LAYERWISE_INFO[model] = _Frozen()  # type: ignore[assignment]
     if vllm_config.load_config.load_format == "dummy":
@@ -116,12 +116,15 @@ def watch(
 def _check_when_loaded(model: torch.nn.Module, vllm_config: "VllmConfig") -> None:
     """vLLM's loaders end by putting the model into evaluation, when all layers have been brought into their layouts."""
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        logger.warning_once("--dtype float16 with pipeline parallelism: activations beyond 65504 are not looked for")
+        logger.warning_once("pipeline parallelism: activations too large for the engine's dtype are not looked for")
         return
 
     def eval_and_check() -> torch.nn.Module:
         del model.eval
-        overflow.check_engine(model.eval(), vllm_config)
+        dtype = vllm_config.model_config.dtype
+        way_out = overflow.NEEDS_BFLOAT16 if dtype == torch.float16 else worker_policy.TOO_LARGE
+        name, value = overflow.check_engine(model.eval(), vllm_config, way_out).largest()
+        logger.info("%s: the largest activation of first tokens is %.3g (%s)", dtype, value, name)
         return model
 
     model.eval = eval_and_check  # type: ignore[assignment]

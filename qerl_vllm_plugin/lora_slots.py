@@ -1,6 +1,8 @@
 """The policy adapter in vLLM's LoRA slots (``--enable-lora``): everything that depends on that part of vLLM."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -8,12 +10,17 @@ import torch
 from qerl_vllm_plugin import compat
 from qerl_vllm_plugin.adapter import AdapterError, CheckedAdapter, NoCarrierError, Target, converted
 
-# engine module -> part -> (A, B), B scaled
-Staged = dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]]
-
 # the LoRA id of the policy in every engine: the largest that vLLM can hold; its own count begins at 1
 ADAPTER_ID = 2**31 - 1
 SCHEME = "qerl://"  # begins the path of the policy's LoRARequest, which is never opened
+
+
+@dataclass
+class Staged:
+    """A staged change: engine module -> part -> (A, B), B scaled; ``strength`` as ``Converted`` has it."""
+
+    parts: dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
+    strength: float = 0.0
 
 
 class LoraSlots:
@@ -93,21 +100,22 @@ class LoraSlots:
     def stage(self, adapter: CheckedAdapter | None) -> Staged:
         """What ``commit`` copies, on the device: whole (A, B), as vLLM's own setter cuts out this rank's share."""
         self._slot()
-        staged: Staged = {}
+        staged = Staged()
         if adapter is not None:
             targets = self.targets()
             own = {name: pair for name, pair in adapter.pairs.items() if name in targets}
             device = next(iter(self._linears().values())).lora_a_stacked[0].device
             new = converted(CheckedAdapter(adapter.rank, adapter.scaling, own, adapter.fetch), self.dtype, device)
+            staged.strength = new.strength
             for name, pair in new.items():
-                staged.setdefault(targets[name].module, {})[targets[name].part] = pair
+                staged.parts.setdefault(targets[name].module, {})[targets[name].part] = pair
         return staged
 
     def commit(self, staged: Staged) -> None:
         """Copies staged (A, B) into the slot of every layer, in place; layers that are not staged become zero."""
         slot = self._slot()
         for name, layer in self._linears().items():
-            parts = staged.get(name)
+            parts = staged.parts.get(name)
             if parts is None:
                 layer.reset_lora(slot)
             elif layer.n_slices == 1:
@@ -115,6 +123,15 @@ class LoraSlots:
             else:
                 pairs = [parts.get(i, (None, None)) for i in range(layer.n_slices)]
                 layer.set_lora(slot, [a for a, _ in pairs], [b for _, b in pairs])
+
+    @contextmanager
+    def answering(self, tokens: int) -> Iterator[None]:
+        """Let the policy answer a forward of ``tokens`` tokens, which vLLM has scheduled nowhere."""
+        from vllm.lora.layers import LoRAMapping
+
+        mapping = LoRAMapping((ADAPTER_ID,) * tokens, (ADAPTER_ID,) * tokens, is_prefill=True)
+        self._manager.set_adapter_mapping(mapping)
+        yield
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """This rank's A and B of the slot, in a fixed order."""

@@ -13,6 +13,7 @@ swap.
 """
 
 from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,10 +57,11 @@ class Room:
 
 @dataclass(frozen=True)
 class Copies:
-    """A staged change: ``sources`` go into ``room``."""
+    """A staged change: ``sources`` go into ``room``; ``strength`` as ``Converted`` has it."""
 
     room: Room
     sources: list[torch.Tensor]
+    strength: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ class ResidentAdapter:
             return Copies(room, [])
         cut = {place.key: place.cut(pairs[place.name]) for place in room.places}
         new = converted(CheckedAdapter(rank, adapter.scaling, cut, adapter.fetch), self.dtype, self.device)
-        return Copies(room, [half for place in room.places for half in new[place.key]])
+        return Copies(room, [half for place in room.places for half in new[place.key]], new.strength)
 
     def _room(self, rank: int, names: Collection[str]) -> Room:
         room = Room([], [], [], [])
@@ -179,6 +181,10 @@ class ResidentAdapter:
         for numbered in (copies.room.whole, copies.room.rows):
             if numbered:
                 torch._foreach_copy_([target for _, target in numbered], [copies.sources[i] for i, _ in numbered])
+
+    def answering(self, tokens: int) -> AbstractContextManager[None]:
+        """Nothing to do: the adapter is part of the layers, whatever is computed."""
+        return nullcontext()
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """All A and B, in a fixed order."""

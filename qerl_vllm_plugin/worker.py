@@ -20,6 +20,7 @@ from qerl_vllm_plugin.received import received
 from qerl_vllm_plugin.resident import ResidentAdapter
 from qerl_vllm_plugin.worker_policy import (
     Answer,
+    Change,
     Tensors,
     check_one_policy,
     check_weights,
@@ -118,7 +119,7 @@ def qerl_swap(
     """
     policy = policy_of(self)
 
-    def prepare() -> Callable[[], Answer]:
+    def prepare() -> Change:
         if norms:
             check_one_policy(policy, "trained norms", every_request_names_the_policy)
         found = json.loads(config) if isinstance(config, str) else config
@@ -144,11 +145,11 @@ def qerl_set_noise(
     """
     policy = policy_of(self)
 
-    def prepare() -> Callable[[], Answer]:
-        commit = prepare_noise(policy, sigma, seed, rollout, targets)
+    def prepare() -> Change:
+        change = prepare_noise(policy, sigma, seed, rollout, targets)
         if float(sigma):
             check_one_policy(policy, f"noise of sigma {float(sigma):g}", every_request_names_the_policy)
-        return commit
+        return change
 
     return on_all_ranks(policy, prepare)
 

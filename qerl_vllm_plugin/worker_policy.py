@@ -7,6 +7,7 @@ each of them is prepared, in one call of the driver: no rank commits what anothe
 
 import contextlib
 import hashlib
+import math
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
-from qerl_vllm_plugin import adapter, adapter_folder, compat, noise
+from qerl_vllm_plugin import adapter, adapter_folder, compat, noise, overflow
 from qerl_vllm_plugin.adapter import AdapterError, NoCarrierError, Target
 from qerl_vllm_plugin.change_log import ChangeLog
 from qerl_vllm_plugin.cuda_ipc import CudaIPCError
@@ -55,6 +56,27 @@ MARKS: dict[type[Exception], str] = {CudaIPCError: "unreachable", StaleVersionEr
 
 Tensors = Mapping[str, torch.Tensor]
 Answer = dict[str, Any]
+
+# What cannot overflow. An MLP multiplies gate by up and then by down: three linears, each of which stretches its input
+# by STRENGTH at most, turn a norm's output of size 1e3 into 1e18 at worst, and the next norm can square that in fp32.
+# Adapters in training have a strength of 10 to 1000, and norms weights of 0.1 to 50.
+STRENGTH, LARGEST_NORM = 1e4, 100.0
+TRIED_TOKENS = 16
+TOO_LARGE = (
+    "The adapter, the norms or the noise are too large to serve; nothing has changed. Was the learning rate too high? "
+    "Use an earlier checkpoint"
+)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change that has been prepared. ``commit`` makes it and returns the answer.
+
+    ``is_doubtful``: activations may come out too large under it, so some tokens are computed before it is made.
+    """
+
+    commit: Callable[[], Answer]
+    is_doubtful: bool = False
 
 
 @dataclass
@@ -166,7 +188,7 @@ def check_weights(policy: WorkerPolicy) -> None:
 
 
 @torch.no_grad()
-def on_all_ranks(policy: WorkerPolicy, prepare: Callable[[], Callable[[], Answer]]) -> Answer:
+def on_all_ranks(policy: WorkerPolicy, prepare: Callable[[], Change]) -> Answer:
     """Makes a change that ``prepare`` has prepared and returned, if every rank of this model could prepare it.
 
     Never raises. The answer of a change has its ``parts`` in seconds. A refusal is ``{"error": text}``, with
@@ -174,35 +196,70 @@ def on_all_ranks(policy: WorkerPolicy, prepare: Callable[[], Callable[[], Answer
     ``"stale": True`` if it is of the version. A commit that fails on some rank leaves no policy that could be named:
     ``{"error": text, "lost": True}``, and from then on the model refuses to run on every rank.
     """
-    commit, error, marks = None, policy.lost, {"lost": True} if policy.lost else {}
+    change, error, marks = None, policy.lost, {"lost": True} if policy.lost else {}
     laps = policy.laps = Laps()
     if error is None:
         try:
             if compat.weights_are_away():
                 raise AdapterError(ASLEEP)
             check_weights(policy)
-            commit = prepare()
+            change = prepare()
         except Exception as refusal:
             error = _reason(refusal)
             marks = {mark: True for kind, mark in MARKS.items() if isinstance(refusal, kind)}
     laps.end("stage")
-    if compat.any_rank(commit is None):
+    refused, doubtful = 2, 1
+    state = compat.highest(refused if change is None else doubtful if change.is_doubtful else 0)
+    if state == refused:
         return {"error": error or ANOTHER_RANK, **marks}
-    assert commit is not None
+    assert change is not None
     laps.end("agree")
     answer, failed = {}, None
     try:
-        answer = commit()
+        error = _why_not(policy, change.commit) if state == doubtful else None
+        if state == doubtful:
+            laps.end("try")
+            if compat.highest(error is not None):
+                return {"error": error or ANOTHER_RANK}
+        answer = change.commit()
     except Exception as failure:
         logger.exception("the policy could not be changed")
         failed = f"{type(failure).__name__}: {failure}"
-    if compat.any_rank(failed is not None):
+    if compat.highest(failed is not None):
         lose(policy, failed or ANOTHER_RANK)
         return {"error": policy.lost, "lost": True}
     if policy.changes is not None and not answer.get("unchanged"):
         policy.changes.add(policy.version)
     laps.end("commit")
     return {**answer, "parts": laps.seconds}
+
+
+def _why_not(policy: WorkerPolicy, commit: Callable[[], Answer]) -> str | None:
+    """Make a change, compute some tokens under it, and take it back -> why it must not be made, or None.
+
+    No request is computed meanwhile: none is, while a policy changes. Raises only where it cannot be taken back.
+    """
+    if policy.worker is None:  # the model is being loaded, and looked at when it is whole
+        return None
+    vllm_config = policy.worker.vllm_config
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        logger.warning_once("pipeline parallelism: activations too large for the engine's dtype are not looked for")
+        return None
+    written = [layer.weight.data for layer in policy.layers.values()]
+    written += list(policy.carrier.buffers()) if policy.carrier is not None else []
+    before, state = [], dict(vars(policy))
+    try:
+        before = [tensor.clone() for tensor in written]
+        commit()
+        with policy.carrier.answering(TRIED_TOKENS) if policy.carrier is not None else contextlib.nullcontext():
+            overflow.check_engine(policy.model, vllm_config, TOO_LARGE, TRIED_TOKENS)
+    except Exception as error:
+        return _reason(error)
+    finally:
+        if before:
+            torch._foreach_copy_(written, before)
+            vars(policy).update(state)
+    return None
 
 
 def lose(policy: WorkerPolicy, reason: str) -> None:
@@ -231,13 +288,13 @@ def prepare_swap(
     version: int | None,
     digest: str,
     fetch: adapter.Fetch | None = None,
-) -> Callable[[], Answer]:
+) -> Change:
     """Installs an adapter and norms; see ``worker.qerl_swap``. ``fetch`` reads the tensors where they have no memory
     here."""
     if version is None:
         version = policy.version + 1
     elif version == policy.version and digest and digest == policy.digest:
-        return lambda: {"version": policy.version, "unchanged": True}
+        return Change(lambda: {"version": policy.version, "unchanged": True})
     elif version <= policy.version:
         raise StaleVersionError(f"version {version} is not newer than {policy.version}, which is served")
     checked = None
@@ -249,10 +306,14 @@ def prepare_swap(
         checked = policy.checker.check(tensors, config, fetch)
         policy.laps.end("check")
     staged: Any = None
+    is_doubtful = False
     if policy.carrier is not None:
         policy.carrier.prepare()
         staged = policy.carrier.stage(checked)
-    base = _trained(policy, norms)
+        # FP16 ends so early that an adapter of any size may lead there
+        is_half = checked is not None and policy.carrier.dtype == torch.float16
+        is_doubtful = is_half or not staged.strength <= STRENGTH
+    base, largest = _trained(policy, norms)
     values = None
     if any(norm is not policy.base_norms[name] for name, norm in base.items()):
         values = _norm_values(base, policy.sigma, policy.seed, policy.rollout, policy.noise_targets)
@@ -266,12 +327,10 @@ def prepare_swap(
         policy.version, policy.digest = version, digest
         return {"version": version, "modules": len(checked.pairs) if checked else 0}
 
-    return commit
+    return Change(commit, is_doubtful or largest > LARGEST_NORM)
 
 
-def prepare_noise(
-    policy: WorkerPolicy, sigma: Any, seed: Any, rollout: Any, targets: list[str]
-) -> Callable[[], Answer]:
+def prepare_noise(policy: WorkerPolicy, sigma: Any, seed: Any, rollout: Any, targets: list[str]) -> Change:
     """Sets the noise; see ``worker.qerl_set_noise``."""
     sigma = noise.check_sigma(sigma)
     for name, value in (("seed", seed), ("rollout", rollout)):
@@ -289,7 +348,7 @@ def prepare_noise(
         own = [name for name in names if name in policy.layers]
         return {"touched": len(names) if sigma else 0, "swallowed": _swallowed(policy, own)}
 
-    return commit
+    return Change(commit, sigma > LARGEST_NORM)
 
 
 def check_one_policy(policy: WorkerPolicy, change: str, every_request_names_the_policy: bool) -> None:
@@ -299,20 +358,27 @@ def check_one_policy(policy: WorkerPolicy, change: str, every_request_names_the_
         raise AdapterError(change + SEVERAL_NAMES)
 
 
-def _trained(policy: WorkerPolicy, given: Tensors | None) -> dict[str, torch.Tensor]:
-    """The norms that the noise will be added to: the checkpoint's, with the trained ones in their place."""
-    norms = dict(policy.checkpoint_norms)
+def _trained(policy: WorkerPolicy, given: Tensors | None) -> tuple[dict[str, torch.Tensor], float]:
+    """Return the norms that the noise will be added to, the checkpoint's with the trained ones in their place, and the
+    largest size of a weight among the trained."""
+    norms, sizes = dict(policy.checkpoint_norms), []
     for name, tensor in (given or {}).items():
         size = policy.sizes.get(name)
         if size is None:
             raise AdapterError(f"trained norm {name} is no norm of this model; was it trained on another base?")
         if tuple(tensor.shape) != (size,):
             raise AdapterError(f"trained norm {name} has shape {tuple(tensor.shape)}, not {(size,)}")
-        if not bool(torch.isfinite(tensor).all()):
-            raise AdapterError(f"trained norm {name} holds NaN or infinite values")
+        if tensor.dtype not in adapter.DTYPES:
+            raise AdapterError(f"trained norm {name} is {tensor.dtype}; use float32, bfloat16 or float16")
         if (present := norms.get(name)) is not None:
             norms[name] = tensor.to(present, copy=True)
-    return norms
+            sizes.append((name, norms[name].abs().amax()))
+    largest = torch.stack([size for _, size in sizes]).tolist() if sizes else []
+    for (name, _), size in zip(sizes, largest, strict=True):
+        if not math.isfinite(size):
+            dtype = norms[name].dtype
+            raise AdapterError(f"trained norm {name} holds NaN or infinite values, or values too large for {dtype}")
+    return norms, max(largest, default=0.0)
 
 
 def _norm_values(

@@ -80,9 +80,9 @@ def test_a_commit_only_copies(policy, hf, make_adapter):
             prepare_swap(inside, None, {}, None, None, ""),
             prepare_noise(inside, 0.1, 1, 1, ["input_layernorm"]),
         ]
-        for commit in changes:
+        for change in changes:
             with Recorder() as recorder:
-                commit()
+                change.commit()
             assert recorder.allocating == set()
         with Recorder() as control:
             prepare_swap(inside, tensors, config, None, None, "")
@@ -108,12 +108,68 @@ def test_whatever_fails_before_the_commit_changes_nothing(policy, hf, make_adapt
 
 def test_no_rank_commits_what_another_has_refused(policy, hf, make_adapter, measure, monkeypatch):
     before = policy.state(digest=True)
-    monkeypatch.setattr(compat, "any_rank", lambda here: True)  # another rank of this model has refused
+    monkeypatch.setattr(compat, "highest", lambda here: 2)  # another rank of this model has refused
     with pytest.raises(AdapterError, match="another rank"):
         policy.swap(*make_adapter(hf)[:2])
     with pytest.raises(AdapterError, match="another rank"):
         policy.set_noise(0.1, seed=1, rollout=1)
     assert policy.state(digest=True) == before
+
+
+def scaled(adapter, size):
+    """The adapter with its A and B ``size`` times as large, of which one is in its config."""
+    tensors, config, _ = adapter
+    return {name: tensor * size for name, tensor in tensors.items()}, config
+
+
+@pytest.mark.parametrize(
+    ("size", "norms", "named"),
+    [
+        (1e15, None, r"^model\.layers\.0\.\S+: the engine computes an activation of [0-9.e+]{7}; beyond 1e\+17"),
+        (1e19, None, "that is infinite or no number"),
+        (1.0, {"model.layers.0.post_attention_layernorm.weight": torch.full((64,), 1e12)}, r"^model\.layers\.0\.mlp"),
+    ],
+)
+def test_promise_04_finite_numbers_too_large_to_compute_with_are_refused(
+    policy, hf, make_adapter, measure, size, norms, named
+):
+    adapter = make_adapter(hf, seed=1)
+    policy.swap(*adapter[:2], norms=NORMS)
+    policy.set_noise(0.05, seed=1, rollout=1)
+    before, answers = policy.state(digest=True), served(policy, measure)
+    for _ in range(2):  # a refusal leaves no trace in what knows adapters again, either
+        with pytest.raises(AdapterError, match=named) as refused:
+            policy.swap(*scaled(adapter, size), norms=norms)
+        assert "nothing has changed. Was the learning rate too high?" in str(refused.value)
+    assert policy.state(digest=True) == before
+    assert torch.equal(served(policy, measure), answers)
+
+
+def test_a_large_adapter_that_the_engine_can_compute_is_tried_and_served(
+    policy, hf, make_adapter, measure, monkeypatch
+):
+    from qerl_vllm_plugin import overflow
+
+    tried, check = [], overflow.check_engine
+    monkeypatch.setattr(overflow, "check_engine", lambda *args: tried.append(check(*args)))
+    adapter = make_adapter(hf, seed=1)
+    policy.swap(*adapter[:2])
+    assert not tried, "an adapter of usual size waits for nothing"
+    model = adapter[2]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.mul_(30)
+    policy.swap(*scaled(adapter, 30))
+    assert len(tried) == 1 and tried[0].largest()[1] > 100, "the adapter itself is in what was tried"
+    assert measure.difference(served(policy, measure), measure.hf(model)) < 0.01
+    monkeypatch.setattr(overflow, "check_engine", lambda *args: tried.append(float(policy_norms(policy).max())))
+    policy.set_noise(1000, seed=1, rollout=1)
+    assert len(tried) == 2 and tried[1] > 500, "noise is tried where it lies"
+
+
+def policy_norms(policy):
+    return worker_policy(policy).layers["model.layers.0.input_layernorm.weight"].weight.data
 
 
 GOOD = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}

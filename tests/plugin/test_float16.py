@@ -43,6 +43,38 @@ def test_a_model_whose_activations_are_beyond_float16_does_not_start(make_nvfp4,
     boot(folder, dtype="bfloat16")  # the way out
 
 
+def test_an_adapter_that_leads_beyond_float16_is_refused_whatever_its_own_size(
+    make_nvfp4, reference, boot, measure, make_adapter
+):
+    from qerl_vllm_plugin.adapter import AdapterError
+    from qerl_vllm_plugin.policy import Policy
+    from qerl_vllm_plugin.worker_policy import policy_of
+
+    folder = make_nvfp4("qwen2")
+    policy = Policy(boot(folder, dtype="float16", additional_config={"qerl": {"policy_adapter": {"rank": 8}}}))
+    tensors, config, _ = make_adapter(reference(folder), size=0.5, target_modules=["up_proj", "down_proj"])
+    policy.swap(tensors, config)
+    before, answers = policy.state(digest=True), measure.engine(policy._llm)
+    large = {name: tensor * 3 for name, tensor in tensors.items()}
+    norms = {f"model.layers.{i}.post_attention_layernorm.weight": torch.full((64,), 90.0) for i in range(2)}
+    inside = policy_of(policy._llm.llm_engine.model_executor.driver_worker.worker)
+    assert inside.carrier.stage(inside.checker.check(large, config)).strength < 1e4
+    with pytest.raises(
+        AdapterError, match=r"mlp\.act_fn: the engine computes .* float16 ends at 65504\. The adapter, the"
+    ):
+        policy.swap(large, config, norms=norms)
+    assert policy.state(digest=True) == before and torch.equal(measure.engine(policy._llm), answers)
+
+
+def test_an_adapter_too_large_to_compute_with_is_no_start(make_nvfp4, reference, boot, make_adapter, tmp_path):
+    folder = make_nvfp4("qwen2")
+    tensors, _, model = make_adapter(reference(folder))
+    model.save_pretrained(tmp_path)
+    save_file({name: tensor * 1e15 for name, tensor in tensors.items()}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"beyond 1e\+17 .* Use an earlier checkpoint"):
+        boot(folder, additional_config={"qerl": {"policy_adapter": {"rank": 8, "path": str(tmp_path)}}})
+
+
 def test_the_check_leaves_the_model_as_it_was(make_nvfp4, boot, measure):
     llm = boot(make_nvfp4("qwen2"), dtype="float16")
     model = measure.model(llm)

@@ -22,7 +22,12 @@ def start(monkeypatch, tmp_path):
     (tmp_path / "hub/models--someone--tiny/refs/main").write_text("c" * 40)
     order = []
     monkeypatch.setattr(loading.worker_policy, "install_at_start", lambda *given: order.append(("install", *given[1:])))
-    monkeypatch.setattr(loading.overflow, "check_engine", lambda model, config: order.append("float16"))
+
+    def check_engine(model, config, way_out):
+        order.append(("computed", way_out))
+        return loading.overflow.Calls()
+
+    monkeypatch.setattr(loading.overflow, "check_engine", check_engine)
     monkeypatch.setattr(loading.compat, "is_fused_experts", lambda module: isinstance(module, torch.nn.Bilinear))
 
     class Model(torch.nn.Module):
@@ -73,14 +78,15 @@ def start(monkeypatch, tmp_path):
 
 def test_a_folder_is_looked_at_before_anything_is_loaded_and_its_adapter_installed_when_all_is(start, tmp_path):
     _, order = start(adapter="adapter")
+    computed = ("computed", loading.worker_policy.TOO_LARGE)
     folder = tmp_path / "folder"
-    assert order == [("inspect", "folder"), "built", ("load", ["a", "b"]), ("install", "adapter", folder)]
+    assert order == [("inspect", "folder"), "built", ("load", ["a", "b"]), ("install", "adapter", folder), computed]
 
 
 def test_a_model_of_the_hub_is_looked_at_where_it_was_put_once_it_is_there(start, tmp_path):
     _, order = start("someone/tiny", when_built=False, adapter="adapter")
     there = tmp_path / "hub/models--someone--tiny/snapshots" / ("c" * 40)
-    assert order == [("load", ["a", "b"]), ("inspect", "c" * 40), ("install", "adapter", there)]
+    assert order == [("load", ["a", "b"]), ("inspect", "c" * 40), ("install", "adapter", there), order[3]]
     order.clear()
     assert start("s3://bucket/model")[1] == ["built", ("load", ["a", "b"])]
 
@@ -134,14 +140,24 @@ def test_weight_transfer_has_no_place(start):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "stages", "is_checked"), [(torch.float16, 1, True), (torch.bfloat16, 1, False), (torch.float16, 2, False)]
+    ("dtype", "stages", "adapter", "way_out"),
+    [
+        (torch.float16, 1, None, loading.overflow.NEEDS_BFLOAT16),
+        (torch.float16, 1, "adapter", loading.overflow.NEEDS_BFLOAT16),
+        (torch.bfloat16, 1, "adapter", loading.worker_policy.TOO_LARGE),
+        (torch.bfloat16, 1, None, None),
+        (torch.float16, 2, None, None),
+    ],
 )
-def test_float16_is_looked_at_when_all_layers_are_there_and_once(start, monkeypatch, dtype, stages, is_checked):
+def test_activations_are_looked_at_when_all_layers_are_there_and_once(
+    start, monkeypatch, dtype, stages, adapter, way_out
+):
     said = []
     monkeypatch.setattr(loading.logger, "warning_once", lambda text, *_: said.append(text))
-    model, order = start(dtype=dtype, stages=stages)
+    model, order = start(dtype=dtype, stages=stages, adapter=adapter)
     model.eval()
-    assert order.count("float16") == is_checked and (not is_checked or order[-1] == "float16")
+    computed = [("computed", way_out)] if way_out else []
+    assert [event for event in order if event[0] == "computed"] == computed == order[len(order) - len(computed) :]
     assert [("pipeline parallelism" in text) for text in said] == [True] * (stages - 1)
 
 

@@ -13,6 +13,8 @@ from qerl_vllm_plugin.change_log import ChangeLog
 from qerl_vllm_plugin.cuda_ipc import CudaIPCError
 from qerl_vllm_plugin.worker_policy import (
     ANOTHER_RANK,
+    STRENGTH,
+    Change,
     WorkerPolicy,
     digest_of,
     most_bytes,
@@ -41,11 +43,11 @@ def ranks(monkeypatch):
     """ranks.refuse: some other rank says no, when it is asked for the first or the second time of a change."""
     asked = SimpleNamespace(refuse=None, count=0, stopped=[])
 
-    def any_rank(here):
+    def highest(here):
         asked.count += 1
-        return here or asked.count == asked.refuse
+        return 2 if asked.count == asked.refuse else here
 
-    monkeypatch.setattr(compat, "any_rank", any_rank)
+    monkeypatch.setattr(compat, "highest", highest)
     monkeypatch.setattr(compat, "weights_are_away", lambda: False)
     monkeypatch.setattr(compat, "may_sleep", lambda worker: {"this worker": False}[worker])  # asked of no other
     monkeypatch.setattr(compat, "refuse_to_run", lambda worker, reason: asked.stopped.append((worker, str(reason()))))
@@ -61,7 +63,7 @@ def same(one, other):
 
 
 def swap(policy, version=None, digest="", norms=None, tensors=None, config=None):
-    return prepare_swap(policy, tensors, config, norms, version, digest)()
+    return prepare_swap(policy, tensors, config, norms, version, digest).commit()
 
 
 def test_versions_go_up_and_the_same_adapter_again_is_no_change(policy):
@@ -86,7 +88,7 @@ def test_an_adapter_without_a_place_for_it_is_refused(policy):
 class Carrier:
     """Notes what it is asked for."""
 
-    max_rank = 4
+    max_rank, dtype, strength = 4, torch.bfloat16, 1.0
 
     def __init__(self):
         self.asked = []
@@ -96,10 +98,10 @@ class Carrier:
 
     def stage(self, checked):
         self.asked.append("stage")
-        return checked
+        return SimpleNamespace(checked=checked, strength=self.strength)
 
     def commit(self, staged):
-        self.asked.append(staged)
+        self.asked.append(staged.checked)
 
 
 LINEARS = {f"model.layers.{i}.mlp.up_proj": Target("up_proj", 0, 8, 16) for i in (0, 1)}
@@ -119,7 +121,7 @@ def test_promise_04_an_adapter_is_checked_and_staged_before_it_is_committed(poli
     tensors = adapter()
     change = prepare_swap(policy, tensors, CONFIG, None, None, "")
     assert policy.carrier.asked == ["prepare", "stage"] and policy.version == 0
-    assert change() == {"version": 1, "modules": 2} and policy.carrier.asked[2].pairs.keys() == LINEARS.keys()
+    assert change.commit() == {"version": 1, "modules": 2} and policy.carrier.asked[2].pairs.keys() == LINEARS.keys()
     policy.carrier.asked.clear()
     swap(policy)
     assert policy.carrier.asked == ["prepare", "stage", None], "no adapter is staged as such"
@@ -151,6 +153,10 @@ def test_promise_04_trained_norms_are_set_whole_or_not_at_all(policy):
         (NAMES[1], torch.ones(9), r"has shape \(9,\), not \(8,\)"),
         (NAMES[1], torch.ones(1, 8), r"has shape \(1, 8\)"),
         (NAMES[1], torch.tensor([1.0] * 7 + [torch.nan]), "holds NaN or infinite"),
+        (NAMES[1], torch.tensor([1.0] * 7 + [-torch.inf]), "holds NaN or infinite"),
+        (NAMES[1], torch.full((8,), 1e300, dtype=torch.float64), "is torch.float64; use float32, bfloat16 or float16"),
+        (NAMES[1], torch.ones(8, dtype=torch.int32), r"is torch\.int32"),
+        (NAMES[1], torch.ones(8, dtype=torch.bool), r"is torch\.bool"),
         ("model.layers.9.input_layernorm.weight", torch.ones(7), r"has shape \(7,\)"),
     ):
         with pytest.raises(AdapterError, match=message):
@@ -164,6 +170,33 @@ def test_promise_04_trained_norms_are_set_whole_or_not_at_all(policy):
     assert same(served(policy), loaded), "a policy without trained norms has those of the checkpoint"
 
 
+def test_trained_norms_are_finite_in_the_dtype_that_the_engine_keeps_them_in(policy):
+    policy.checkpoint_norms = {name: norm.half() for name, norm in policy.checkpoint_norms.items()}
+    with pytest.raises(AdapterError, match=r"or values too large for torch\.float16"):
+        swap(policy, norms={NAMES[1]: torch.full((8,), 1e5)})
+    swap(policy, norms={NAMES[1]: torch.full((8,), 6e4)})
+
+
+def test_what_may_lead_to_activations_too_large_is_doubted(policy):
+    policy.carrier, policy.targets, policy.checker = Carrier(), LINEARS, Checker(LINEARS, 4)
+
+    def is_doubted(norms=None, tensors=None):
+        return prepare_swap(policy, tensors, CONFIG, norms, None, "").is_doubtful
+
+    assert not is_doubted() and not is_doubted(TRAINED) and not is_doubted(tensors=adapter())
+    assert is_doubted({NAMES[1]: torch.tensor([1.0] * 7 + [-101.0])}) and not is_doubted(
+        {NAMES[1]: torch.full((8,), 99.0)}
+    )
+    policy.carrier.strength = 1.01 * STRENGTH
+    assert is_doubted(tensors=adapter())
+    policy.carrier.strength, policy.carrier.dtype = 0.0, torch.float16
+    assert is_doubted(tensors=adapter()) and not is_doubted()  # no adapter leads nowhere
+    assert (
+        prepare_noise(policy, 101, 5, 1, TARGETS).is_doubtful
+        and not prepare_noise(policy, 9, 5, 1, TARGETS).is_doubtful
+    )
+
+
 def test_promise_03_noise_is_set_on_the_norms_of_the_policy_and_cleared_to_their_bits(policy):
     loaded = served(policy)
     swap(policy, norms=TRAINED)
@@ -174,14 +207,14 @@ def test_promise_03_noise_is_set_on_the_norms_of_the_policy_and_cleared_to_their
         return {name: norm + sigma * drawn[name] if name in drawn else norm for name, norm in base.items()}
 
     for sigma, rollout in ((0.5, 1), (0.25, 2)):  # never on top of the noise before
-        answer = prepare_noise(policy, sigma, 5, rollout, TARGETS)()
+        answer = prepare_noise(policy, sigma, 5, rollout, TARGETS).commit()
         assert answer == {"touched": 3, "swallowed": 0.0}  # the model's, of which one is elsewhere
         assert same(served(policy), noisy(trained, sigma, rollout, NAMES[:2]))
     swap(policy)
     assert same(served(policy), noisy(loaded, 0.25, 2, NAMES[:2])), "the noise stays under the next policy"
-    assert prepare_noise(policy, 0.25, 5, 2, ["norm"])()["touched"] == 1
+    assert prepare_noise(policy, 0.25, 5, 2, ["norm"]).commit()["touched"] == 1
     assert same(served(policy), noisy(loaded, 0.25, 2, NAMES[2:]))
-    assert prepare_noise(policy, 0, 0, 0, [])() == {"touched": 0, "swallowed": 0.0}
+    assert prepare_noise(policy, 0, 0, 0, []).commit() == {"touched": 0, "swallowed": 0.0}
     assert same(served(policy), loaded) and policy.sigma == 0
 
 
@@ -206,9 +239,9 @@ def test_norms_in_bf16_say_how_much_of_the_noise_they_have_lost(policy):
     for layer in policy.layers.values():
         layer.weight.data = torch.ones(8, dtype=torch.bfloat16)
     policy.base_norms = {name: torch.ones(8, dtype=torch.bfloat16) for name in NAMES}
-    assert prepare_noise(policy, 1e-6, 5, 1, TARGETS)()["swallowed"] == 1.0
-    assert prepare_noise(policy, 1.0, 5, 1, TARGETS)()["swallowed"] < 0.2
-    assert prepare_noise(policy, 0, 5, 1, TARGETS)() == {"touched": 0, "swallowed": 0.0}
+    assert prepare_noise(policy, 1e-6, 5, 1, TARGETS).commit()["swallowed"] == 1.0
+    assert prepare_noise(policy, 1.0, 5, 1, TARGETS).commit()["swallowed"] < 0.2
+    assert prepare_noise(policy, 0, 5, 1, TARGETS).commit() == {"touched": 0, "swallowed": 0.0}
 
 
 def test_a_change_that_all_ranks_take_is_made_and_written_down(policy, ranks):
@@ -248,7 +281,7 @@ def test_a_commit_that_fails_on_a_rank_leaves_an_engine_that_serves_nothing(poli
 
     ranks.refuse = None if here else 2
     reason = "RuntimeError: a copy failed" if here else ANOTHER_RANK
-    answer = on_all_ranks(policy, lambda: commit)
+    answer = on_all_ranks(policy, lambda: Change(commit))
     assert answer == {"error": policy.lost, "lost": True} and answer["error"].endswith(reason)
     assert ranks.stopped == [("this worker", policy.lost)]
     assert policy.changes.is_lost and policy.changes.count == 0
