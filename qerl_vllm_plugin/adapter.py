@@ -6,6 +6,7 @@ Layout: PEFT. ``config`` is the content of ``adapter_config.json``; tensors are 
 
 import json
 import math
+import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,10 @@ PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 MAX_ALPHA = 1e6  # a hundred thousand times what anyone trains with
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# An adapter of at most this strength cannot overflow: an MLP multiplies gate by up and then by down, and three linears
+# that stretch their inputs so much turn a norm's output of size 1e3 into 1e18 at worst, which the next norm can square
+# in fp32. Adapters in training have a strength of 1 to 1000.
+STRENGTH = 1e4
 
 # what PEFT can write into adapter_config.json and a plain low-rank update cannot express; the value is the way out
 _UNSUPPORTED = {
@@ -254,8 +259,10 @@ def _check_pair(
 
 
 class Converted(dict[str, tuple[torch.Tensor, torch.Tensor]]):
-    """Pairs (A, B) by the names of their linears. ``strength`` is |A| |B|, each the Euclidean norm over all linears:
-    no linear's B A stretches an input by more."""
+    """Pairs (A, B) by the names of their linears, and their ``strength``: no linear's B A stretches an input by more.
+
+    Above STRENGTH it is the largest |A| |B| of a linear, in Frobenius norms; below, a bound of that.
+    """
 
     strength = 0.0
 
@@ -285,15 +292,17 @@ def converted(adapter: CheckedAdapter, dtype: torch.dtype, device: torch.device 
     a, b = a.to(dtype), (b if adapter.scaling == 1 else b.float().mul_(adapter.scaling)).to(dtype)
     new = by_name(a, b)
     # one transfer for all that is right; its names are looked for only where something is not
-    strength = _strength(a, b)
-    if not math.isfinite(strength) and (bad := _not_finite(adapter.pairs, *new)):
+    pairs = Converted({name: (new[0][name], new[1][name]) for name in adapter.pairs})
+    pairs.strength = _bound(pairs, a, b)
+    if not math.isfinite(pairs.strength) and (bad := _not_finite(adapter.pairs, *new)):
         was = "holds NaN or infinite values"
         if bad != _not_finite(adapter.pairs, *by_name(*_flat(halves, device, adapter.fetch))):
             was = f"holds values too large for the engine's {dtype}"
         others = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
         raise AdapterError(f"the adapter of {bad[0]}{others} {was}")
-    pairs = Converted({name: (new[0][name], new[1][name]) for name in adapter.pairs})
-    pairs.strength = strength
+    if pairs.strength > STRENGTH:
+        one, other = _norms(adapter.pairs, *new)
+        pairs.strength = max(map(operator.mul, one, other))
     return pairs
 
 
@@ -312,19 +321,27 @@ def _flat(
     return [_flatten_dense_tensors(half) if len(half) > 1 else half[0].flatten().clone() for half in halves]
 
 
-def _strength(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return |a| |b|, Euclidean norms, which is finite only where all values are."""
-    one, other = torch.stack([torch.linalg.vector_norm(half, dtype=torch.float32) for half in (a, b)]).tolist()
-    return float(one * other)
+def _bound(pairs: Converted, a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return what no pair's |A| |B| is above, from the largest value of each half; it is finite only where all values
+    are. ``a`` and ``b`` are all values of A and of B."""
+    sizes = max(math.sqrt(one.numel() * other.numel()) for one, other in pairs.values())
+    largest = [torch.linalg.vector_norm(half, math.inf) for half in (a, b)]
+    return sizes * math.prod(torch.stack(largest).tolist())
+
+
+def _norms(
+    names: Iterable[str], a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]
+) -> tuple[list[float], list[float]]:
+    """Return the Frobenius norms of A and of B by their names, in fp32."""
+    names = list(names)
+    tensors = [half[name] for half in (a, b) for name in names]
+    norms = torch.stack(torch._foreach_norm(tensors, dtype=torch.float32)).tolist()
+    return norms[: len(names)], norms[len(names) :]
 
 
 def _not_finite(names: Iterable[str], a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names whose A or B holds NaN or infinite values, or such whose sum is infinite."""
-    names = list(names)
-    tensors = [half[name] for half in (a, b) for name in names]
-    sums = torch.stack(torch._foreach_norm(tensors, 1, dtype=torch.float32)).tolist()
-    both = zip(sums[: len(names)], sums[len(names) :], strict=True)
-    return [name for name, pair in zip(names, both, strict=True) if not all(map(math.isfinite, pair))]
+    """Return the names whose A or B holds NaN or infinite values."""
+    return [name for name in names if not all(bool(torch.isfinite(half[name]).all()) for half in (a, b))]
 
 
 def _matches(name: str, patterns: str | list[str]) -> bool:

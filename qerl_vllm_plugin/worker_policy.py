@@ -57,10 +57,7 @@ MARKS: dict[type[Exception], str] = {CudaIPCError: "unreachable", StaleVersionEr
 Tensors = Mapping[str, torch.Tensor]
 Answer = dict[str, Any]
 
-# What cannot overflow. An MLP multiplies gate by up and then by down: three linears, each of which stretches its input
-# by STRENGTH at most, turn a norm's output of size 1e3 into 1e18 at worst, and the next norm can square that in fp32.
-# Adapters in training have a strength of 10 to 1000, and norms weights of 0.1 to 50.
-STRENGTH, LARGEST_NORM = 1e4, 100.0
+LARGEST_NORM = 100.0  # of a norm's weights that are not tried before they serve; models have weights of 0.1 to 50
 TRIED_TOKENS = 16
 TOO_LARGE = (
     "The adapter, the norms or the noise are too large to serve; nothing has changed. Was the learning rate too high? "
@@ -312,7 +309,7 @@ def prepare_swap(
         staged = policy.carrier.stage(checked)
         # FP16 ends so early that an adapter of any size may lead there
         is_half = checked is not None and policy.carrier.dtype == torch.float16
-        is_doubtful = is_half or not staged.strength <= STRENGTH
+        is_doubtful = is_half or staged.strength > adapter.STRENGTH
     base, largest = _trained(policy, norms)
     values = None
     if any(norm is not policy.base_norms[name] for name, norm in base.items()):

@@ -1,6 +1,7 @@
 """Which adapters are accepted, and which modules they name: the rules are PEFT's, and PEFT is asked."""
 
 import copy
+import math
 import re
 from typing import Any
 
@@ -158,6 +159,21 @@ def test_values_whose_sum_alone_is_too_large_are_not_refused():
     assert sum(tensor.numel() for tensor in tensors.values()) * 1e37 > torch.finfo(torch.float32).max
     new = converted(check(tensors, {**CONFIG, "lora_alpha": 2}, TARGETS, max_rank=8), torch.float32)
     assert all(bool((half == 1e37).all()) for pair in new.values() for half in pair)
+
+
+@pytest.mark.parametrize("size", [1.0, 100.0, 1e30])
+def test_the_strength_of_an_adapter_is_never_below_what_a_linear_stretches_by(size):
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: size * torch.randn(t.shape, generator=generator) for name, t in tensors_for(CONFIG).items()}
+    new = converted(check(tensors, CONFIG, TARGETS, max_rank=8), torch.float32)
+    stretched = max(float(torch.linalg.matrix_norm(b.double() @ a.double(), 2)) for a, b in new.values())
+    norms = max(float(a.double().norm() * b.double().norm()) for a, b in new.values())
+    assert stretched <= norms <= new.strength * (1 + 1e-6)
+    if size == 1.0:  # a bound is enough
+        assert new.strength < adapters.STRENGTH
+    else:
+        assert new.strength > adapters.STRENGTH
+        assert new.strength in (pytest.approx(norms, rel=1e-5), math.inf)  # squares of 1e30 are infinite in fp32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

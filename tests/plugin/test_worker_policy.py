@@ -8,12 +8,11 @@ import torch
 from safetensors.torch import save
 
 from qerl_vllm_plugin import compat, noise
-from qerl_vllm_plugin.adapter import AdapterError, Checker, Target
+from qerl_vllm_plugin.adapter import STRENGTH, AdapterError, Checker, Target
 from qerl_vllm_plugin.change_log import ChangeLog
 from qerl_vllm_plugin.cuda_ipc import CudaIPCError
 from qerl_vllm_plugin.worker_policy import (
     ANOTHER_RANK,
-    STRENGTH,
     Change,
     WorkerPolicy,
     digest_of,
