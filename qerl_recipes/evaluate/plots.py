@@ -53,7 +53,10 @@ _STYLE = {
 
 @dataclass(frozen=True)
 class Accuracy:
-    """One bar of the accuracy plot: ``accuracy`` of ``n`` problems with its 95 % interval, all as shares of 1."""
+    """One bar of the accuracy plot: ``accuracy`` of ``n`` problems with its 95 % interval, all as shares of 1.
+
+    ``ended`` is the share of the answers that ended by themselves, None where the file does not say it.
+    """
 
     task: str
     label: str
@@ -61,6 +64,7 @@ class Accuracy:
     low: float
     high: float
     n: int
+    ended: float | None = None
 
 
 def colours(labels: Iterable[str]) -> list[str]:

@@ -13,6 +13,7 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from qerl_recipes.evaluate import plots
+from qerl_recipes.evaluate.ended import MOST_CUT, share, too_many_cut
 from qerl_recipes.evaluate.plots import Accuracy
 from qerl_recipes.evaluate.report_page import PAGE
 from qerl_recipes.evaluate.request import command
@@ -55,12 +56,14 @@ WORDS = {
     "system_prompt": "system prompt",
 }
 
+CLIPPED = "completion_clipped"
 # in the table: key of metrics.jsonl, what a person calls it, how to write it
 SHOWN = (
     ("reward", "reward", "{:.3f}"),
     ("entropy", "entropy, nats per token", "{:.4f}"),
     ("sigma", "noise sigma", "{:.2e}"),
     ("logp_mismatch_mean", "mean |log p trainer - log p engine|", "{:.5f}"),
+    (CLIPPED, "completions cut at the limit of length", "{:.1%}"),
     ("rollout_tokens_per_s", "rollout, tokens/s", "{:,.0f}"),
     ("train_tokens_per_s", "training, tokens/s", "{:,.0f}"),
 )
@@ -146,7 +149,7 @@ def accuracy_rows(path: Path, evaluation: Mapping[str, Any]) -> list[Accuracy]:
     """The rows of the accuracy table, task by task, in the order of ``evaluation.json``."""
     try:
         return [
-            Accuracy(task, MODELS.get(label, label) + kind, value, *_interval(ci95), result["n"])
+            Accuracy(task, MODELS.get(label, label) + kind, value, *_interval(ci95), result["n"], share(result))
             for task, results in evaluation.get("tasks", {}).items()
             for label, result in results.items()
             for kind, value, ci95 in _figures(result)
@@ -281,6 +284,16 @@ def _pictures(metrics: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> 
     return [Markup(plots.curves(title, at, found, **how)) for title, at, found, how in drawn]
 
 
+def _clipped(metrics: list[dict[str, Any]], recipe: Mapping[str, Any]) -> str | None:
+    """Say that more than a tenth of the completions were cut in the last steps; None where they were not."""
+    last = [value for value in values_of(metrics, CLIPPED)[-EDGE:] if math.isfinite(value)]
+    if not last or (cut := sum(last) / len(last)) <= MOST_CUT:
+        return None
+    longest = recipe.get("max_completion_length")
+    limit = "max_completion_length" if longest is None else f"max_completion_length={longest}"
+    return f"In the last steps {cut:.0%} of the completions were cut at {limit}; rewards are of what they had written."
+
+
 def _first_and_last(metrics: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
     """Means over the first and the last steps, of those that have a value; a rollout for several steps has one."""
     table = []
@@ -336,6 +349,8 @@ def _page(
             several_tasks=len({row.task for row in rows}) > 1,
             pictures=_pictures(metrics, held_out),
             first_and_last=_first_and_last(metrics),
+            too_many_cut=too_many_cut(evaluation),
+            clipped=_clipped(metrics, state.get("recipe") or {}),
             settings=settings(folder, state, evaluation),
             how_to_train=HOW_TO_TRAIN.format(folder=folder),
             how_to_evaluate=command(folder, state),

@@ -46,6 +46,9 @@ PAGE = """\
 <p class="missing">{{ of_training | join(", ") }}: what the adapter was trained on, whole or in part, and no unseen
 problems.</p>
 {% endif %}
+{% for line in too_many_cut %}
+<p class="missing">{{ line }}.</p>
+{% endfor %}
 {% if unlike_training %}
 <p class="missing">These figures were not made as the run was trained:</p>
 <div class="wide"><table>
@@ -60,12 +63,13 @@ problems.</p>
 {{ accuracy_plot }}
 <div class="wide"><table>
 <tr>{% if several_tasks %}<th>task</th>{% endif %}<th>model</th><th class="number">accuracy</th>
-<th class="number">95 % interval</th><th class="number">problems</th></tr>
+<th class="number">95 % interval</th><th class="number">problems</th><th class="number">ended</th></tr>
 {% for row in rows %}
 <tr>{% if several_tasks %}<td>{{ row.task }}</td>{% endif %}<td>{{ row.label }}</td>
 <td class="number">{{ "%.1f" | format(100 * row.accuracy) }} %</td>
 <td class="number">{{ "%.1f" | format(100 * row.low) }} to {{ "%.1f" | format(100 * row.high) }} %</td>
-<td class="number">{{ row.n }}</td></tr>
+<td class="number">{{ row.n }}</td>
+<td class="number">{% if row.ended is not none %}{{ "%.0f" | format(100 * row.ended) }} %{% endif %}</td></tr>
 {% endfor %}
 </table></div>
 {% else %}
@@ -82,6 +86,9 @@ the dark line over it the mean of {{ smoothing }} steps.</p>
 <div>{{ picture }}</div>
 {% endfor %}
 </div>
+{% if clipped %}
+<p class="missing">{{ clipped }}</p>
+{% endif %}
 <div class="wide"><table>
 <tr><th></th><th class="number">first {{ edge }} steps</th><th class="number">last {{ edge }} steps</th></tr>
 {% for name, first, last in first_and_last %}

@@ -1,7 +1,8 @@
 """``qerl evaluate``: the accuracy of a base and of its trained adapter, through one harness, on one engine.
 
 Base and adapter answer the same problems with the same seeds; the noise is off. lighteval asks and judges; every
-accuracy comes with a 95 % interval. The result is ``evaluation.json``, the answers lie beside it in ``answers.jsonl``.
+accuracy comes with a 95 % interval and the share of answers that ended. The result is ``evaluation.json``, the answers
+lie beside it in ``answers.jsonl``.
 """
 
 import datetime
@@ -9,6 +10,7 @@ import importlib.metadata
 import itertools
 import json
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from qerl_recipes.evaluate.ended import too_many_cut
 from qerl_recipes.evaluate.intervals import several, summary
 from qerl_recipes.evaluate.request import is_of_training
 from qerl_recipes.evaluate.settled import EngineSettings, Evaluation, Settled, settle
@@ -38,10 +41,12 @@ def evaluate(base: str, adapter: str | None, tasks: Sequence[str], **options: An
     """Evaluate ``base`` alone and, where given, with ``adapter`` -> the content of ``output_dir/evaluation.json``.
 
     ``options`` are those of ``settled.Evaluation``. In the result ``tasks[name]["base" or "adapter"]`` has
-    ``accuracy``, ``n`` (problems), ``num_samples``, ``ci95`` (low, high), ``interval``, the kind of interval, ``cut``,
-    the share of answers that ended at the limit of length, and for several samples ``pass_at`` and ``maj_at``, each
-    ``{k: {value, ci95}}``; ``as_in_training`` says what the adapter's training settled, ``of_training`` which tasks ask
-    problems of the file that it was trained on. Raises ValueError as ``settle`` does.
+    ``accuracy``, ``n`` (problems), ``num_samples``, ``ci95`` (low, high), ``interval``, the kind of interval,
+    ``ended``, the share of answers that ended by themselves, ``cut``, the share of those that the limit of length
+    ended, and for several samples ``pass_at`` and ``maj_at``, each ``{k: {value, ci95}}``. All of these count a cut
+    answer by what it had written; a warning names the tasks of which more than a tenth were cut. ``as_in_training``
+    says what the adapter's training settled, ``of_training`` which tasks ask problems of the file that it was trained
+    on. Raises ValueError as ``settle`` does.
     """
     return evaluate_each([Evaluation(base=base, adapter=adapter, tasks=list(tasks), **options)])[0]
 
@@ -115,6 +120,8 @@ def _answered(llm: "LLM", one: Settled, benchmarks: "Sequence[Benchmark]") -> di
     output = asked.output_dir
     write_text(output / ANSWERS, "".join(_lines(arms)))
     write_text(output / RESULT, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+    for line in too_many_cut(result):
+        warnings.warn(line, stacklevel=4)
     if not asked.quiet:
         Console().print(table(result))
         for task in result["of_training"]:
@@ -127,7 +134,8 @@ def _answered(llm: "LLM", one: Settled, benchmarks: "Sequence[Benchmark]") -> di
 def summarize(judged: "Sequence[Judged]", num_samples: int) -> dict[str, Any]:
     """The figures of one policy on one task."""
     cut = [cut for problem in judged for cut in problem.cut]
-    found = {**summary([problem.share for problem in judged], num_samples), "cut": sum(cut) / len(cut)}
+    found = summary([problem.share for problem in judged], num_samples)
+    found |= {"ended": cut.count(False) / len(cut), "cut": cut.count(True) / len(cut)}
     if num_samples > 1:
         found |= several([problem.right for problem in judged], [problem.vote for problem in judged])
     return found
@@ -144,15 +152,16 @@ def table(result: Mapping[str, Any]) -> Table:
         view.add_column(label, justify="right", overflow="fold")
     view.add_column("problems", justify="right", overflow="fold")
     view.add_column("longest answer", justify="right", overflow="fold")
-    view.add_column("cut there", justify="right", overflow="fold")
+    view.add_column("ended", justify="right", overflow="fold")
     for task, arms in result["tasks"].items():
         longest = result["max_new_tokens"][task]
-        cut = " / ".join(f"{arms[label]['cut']:.0%}" for label in labels)
+        ended = " / ".join(f"{arms[label]['ended']:.0%}" for label in labels)
         cells = [_with_interval(arms[label], "accuracy") for label in labels]
-        view.add_row(task, *cells, str(arms[labels[0]]["n"]), f"{longest or result['max_model_length']} tokens", cut)
+        view.add_row(task, *cells, str(arms[labels[0]]["n"]), f"{longest or result['max_model_length']} tokens", ended)
         for kind, name in (("pass_at", "pass@"), ("maj_at", "maj@")):
             for k in arms[labels[0]].get(kind, {}):
-                view.add_row(f"  {name}{k}", *(_with_interval(arms[label][kind][k], "value") for label in labels))
+                values = [_with_interval(arms[label][kind][k], "value") for label in labels]
+                view.add_row(f"  {name}{k}", *values, "", "", ended)
     return view
 
 

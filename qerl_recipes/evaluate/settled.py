@@ -26,7 +26,7 @@ class Evaluation(BaseModel):
     answers a problem, ``top_p`` below 1 and a ``seed`` (0 where None) need a temperature above 0; ``max_samples`` takes
     that many problems a task, ``num_fewshot`` shows that many solved ones first. Lengths are in tokens.
     ``kv_cache_memory_bytes`` is vLLM's: for several engines on one GPU. ``adapter_only`` leaves the base out, where it
-    was judged before. ``quiet`` prints nothing.
+    was judged before. ``quiet`` prints nothing but warnings.
 
     What is None is as in the adapter's training, where its folder says so: arm, dtype, system prompt, chat template and
     its options, the length of an answer; base and adapter are asked alike. Without an adapter: qerl_nvfp4, bfloat16,

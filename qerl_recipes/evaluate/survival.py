@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from qerl_recipes.evaluate.ended import share
 from qerl_recipes.evaluate.run import evaluate
 from qerl_recipes.files.adapter import open_adapter
 from qerl_recipes.files.whole_folder import write_text
@@ -24,13 +25,15 @@ RESULT = "survival.json"
 class Policy:
     """``accuracy`` with its 95 % interval; ``survives`` is its gain over the base by that of the adapter.
 
-    None for base and adapter, and where the adapter has gained nothing that could survive.
+    ``survives`` is None for base and adapter, and where the adapter has gained nothing that could survive. ``ended`` is
+    the share of answers that ended by themselves.
     """
 
     name: str
     accuracy: float
     ci95: tuple[float, float]
     survives: float | None = None
+    ended: float | None = None
 
 
 def measure(
@@ -66,9 +69,12 @@ def measure(
             str(folder), None, [task], output_dir=folder / "survival" / arm, quantization=arm, **{**asked, **same}
         )
         accuracy = again["tasks"][task]["base"]["accuracy"]
-        share = (accuracy - found[0].accuracy) / gain if gain > 0 else None
-        found.append(_policy(again, task, "base", name, share))
-    content = [{"policy": p.name, "accuracy": p.accuracy, "ci95": p.ci95, "survives": p.survives} for p in found]
+        survives = (accuracy - found[0].accuracy) / gain if gain > 0 else None
+        found.append(_policy(again, task, "base", name, survives))
+    content = [
+        {"policy": p.name, "accuracy": p.accuracy, "ci95": p.ci95, "ended": p.ended, "survives": p.survives}
+        for p in found
+    ]
     record = {"task": task, "n": first["tasks"][task]["base"]["n"], "arm": first["quantization"], "policies": content}
     write_text(folder / RESULT, json.dumps(record, indent=2) + "\n")
     Console().print(table(found, task, record["n"], first["quantization"]))
@@ -79,18 +85,19 @@ def _policy(
     result: dict[str, Any], task: str, label: str, name: str | None = None, survives: float | None = None
 ) -> Policy:
     of = result["tasks"][task][label]
-    return Policy(name or label, of["accuracy"], (of["ci95"][0], of["ci95"][1]), survives)
+    return Policy(name or label, of["accuracy"], (of["ci95"][0], of["ci95"][1]), survives, share(of))
 
 
 def table(found: list[Policy], task: str, problems: int, arm: str) -> Table:
     """The four as a table for the terminal."""
     view = Table(title=f"{task}, {problems} problems; base and adapter in {arm}", title_justify="left")
     view.add_column("policy")
-    for column in ("accuracy", "95 % interval", "of the adapter's gain"):
+    for column in ("accuracy", "95 % interval", "ended", "of the adapter's gain"):
         view.add_column(column, justify="right", overflow="fold")
     for policy in found:
         low, high = policy.ci95
         is_merged = policy.name not in ("base", "adapter")
         left = "" if not is_merged else "no gain" if policy.survives is None else f"{policy.survives:.0%}"
-        view.add_row(policy.name, f"{policy.accuracy:.1%}", f"{low:.1%} to {high:.1%}", left)
+        ended = "" if policy.ended is None else f"{policy.ended:.0%}"
+        view.add_row(policy.name, f"{policy.accuracy:.1%}", f"{low:.1%} to {high:.1%}", ended, left)
     return view

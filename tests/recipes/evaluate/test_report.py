@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from qerl_recipes.evaluate import plots, report
+from qerl_recipes.evaluate.ended import too_many_cut
 from qerl_recipes.files.adapter import open_adapter
 
 STEPS = [
@@ -220,6 +221,55 @@ def test_an_evaluation_of_a_study_is_found_and_named_and_so_are_those_beside_it(
         (tmp_path / "evaluation" / name / "evaluation.json").unlink()
     said = words(report.write(tmp_path).read_text())
     assert "From evaluation/sampled/evaluation.json ." in said and "older" not in said
+
+
+def test_the_share_of_answers_that_ended_stands_beside_each_accuracy(tmp_path: Path) -> None:
+    many = {"maj_at": {"4": {"value": 0.75, "ci95": [0.6, 0.8]}}}
+    arms = {"base": {**RESULT, "ended": 0.85}, "adapter": {**RESULT, **many, "ended": 0.97}}
+    evaluation = {"tasks": {"gsm8k": arms}, "max_new_tokens": {"gsm8k": 64}, "max_model_length": 512}
+    said = words(report.write(fill(tmp_path, evaluation=evaluation)).read_text())
+    row = "40.4 to 59.6 % 100"
+    assert (
+        f"base 50.0 % {row} 85 % with adapter 50.0 % {row} 97 % with adapter, maj@4 75.0 % 60.0 to 80.0 % 100 97 %"
+        in (said)
+    )
+    assert "gsm8k: 15% (base) and 3% (adapter) of the answers were cut at max_new_tokens=64; accuracy counts" in said
+    older = {"base": {**RESULT, "cut": 0.25}, "adapter": RESULT}  # of before: one says what was cut, one nothing
+    said = words(report.write(fill(tmp_path, evaluation={"tasks": {"gsm8k": older}})).read_text())
+    assert f"base 50.0 % {row} 75 % with adapter 50.0 % {row} " in said and "25% (base) of the answers were cut" in said
+
+
+@pytest.mark.parametrize(
+    ("ended", "longest", "told"),
+    [
+        ({"base": 0.9, "adapter": 0.95}, 64, None),  # a tenth is not more than a tenth
+        (
+            {"base": 1.0, "adapter": 0.21},
+            64,
+            "0% (base) and 79% (adapter) of the answers were cut at max_new_tokens=64",
+        ),
+        ({"adapter": 0.21}, None, "79% (adapter) of the answers were cut at max_model_length=128; "),
+        ({"adapter": 0.21}, 128, "raise max_model_length, or give the share that ended beside the accuracy"),
+    ],
+)
+def test_more_than_a_tenth_of_cut_answers_is_named_with_the_limit(ended, longest, told) -> None:
+    tasks = {"x": {label: {"ended": share} for label, share in ended.items()}, "y": {"base": {"ended": 1.0}}}
+    found = too_many_cut({"tasks": tasks, "max_new_tokens": {"x": longest, "y": 1}, "max_model_length": 128})
+    assert found == [] if told is None else (len(found) == 1 and found[0].startswith("x: ") and told in found[0])
+
+
+def test_a_run_whose_last_completions_were_cut_says_so(tmp_path: Path) -> None:
+    def said(*clipped: float | None) -> str:
+        steps = [{"step": i, "reward": 0.5, "completion_clipped": share} for i, share in enumerate(clipped, start=1)]
+        return words(report.write(fill(tmp_path, steps=steps)).read_text())
+
+    (tmp_path / "qerl_state.json").write_text(json.dumps({**STATE, "recipe": {"max_completion_length": 112}}))
+    shown = said(1.0, 1.0, 0.0, 0.1, None, 0.2, 0.1, 0.1)
+    assert "completions cut at the limit of length 52.5% 12.5%" in shown
+    assert (
+        "In the last steps 12% of the completions were cut at max_completion_length=112; rewards are of what" in shown
+    )
+    assert "In the last steps" not in said(1.0, 1.0, 0.1, 0.1, 0.1, 0.1, 0.1), "a tenth is not more than a tenth"
 
 
 AS_TRAINED = {"system_prompt": "sum", "use_chat_template": True, "chat_template": "{{ t }}"}

@@ -39,9 +39,12 @@ def runs(make_nvfp4: Make, tmp_path_factory: pytest.TempPathFactory, save_adapte
     (folder / "first.jsonl").write_text("\n".join(map(json.dumps, problems)))
     options = {"max_new_tokens": 6, "max_model_length": 64, "quiet": True}
     adapter = save_adapter(folder / "adapter", seed=1)
-    evaluate.evaluate(
-        str(base), str(adapter), [f"jsonl-exact:{folder}/first.jsonl"], output_dir=folder / "first", **options
-    )
+    with pytest.warns(
+        UserWarning, match=r"first\.jsonl: .* were cut at max_new_tokens=6; accuracy counts what they had"
+    ):
+        evaluate.evaluate(
+            str(base), str(adapter), [f"jsonl-exact:{folder}/first.jsonl"], output_dir=folder / "first", **options
+        )
     # the second time the right answers are those that the base gave the first time
     given = answers(folder / "first", "base")
     lines = [{"prompt": prompt, "answer": answer} for prompt, answer in given.items() if answer.strip()]
@@ -62,6 +65,26 @@ def test_the_bases_own_answers_are_all_right_for_the_base_and_not_for_the_adapte
     assert result["tasks"]["running_sum"]["base"]["n"] == 40
     assert result["base_sha256"] == checkpoints.base_hash(runs["base"])
     assert result["sampling"]["temperature"] == 0.0 and result["max_model_length"] == 64
+
+
+@pytest.mark.integration
+def test_beside_an_accuracy_stands_the_share_of_the_answers_that_ended(
+    runs: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    result = json.loads((runs["first"] / "evaluation.json").read_text())
+    ((task, arms),) = result["tasks"].items()
+    lines = [json.loads(line) for line in (runs["first"] / "answers.jsonl").read_text().splitlines()]
+    for model in ("base", "adapter"):
+        cut = [line["cut"][0] for line in lines if line["model"] == model]
+        assert arms[model]["cut"] == sum(cut) / 64 and arms[model]["ended"] == 1 - sum(cut) / 64
+    # a random model seldom ends its turn, so other shares are written by hand
+    many = {"pass_at": {"2": {"value": 0.5, "ci95": [0.4, 0.6]}}, "maj_at": {}}
+    of = {"base": {**arms["base"], **many, "ended": 0.75}, "adapter": {**arms["adapter"], **many, "ended": 1.0}}
+    evaluate.Console().print(evaluate.table({**result, "tasks": {task: of}}))
+    printed = capsys.readouterr().out.splitlines()
+    assert "ended" in printed[2]
+    assert ["75% / 100%" in line for line in printed if "first.jsonl" in line or "pass@2" in line] == [True, True]
 
 
 @pytest.mark.integration

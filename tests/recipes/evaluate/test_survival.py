@@ -64,7 +64,7 @@ def test_what_survives_is_a_share_of_what_was_gained_over_the_base(
     def evaluate(model, adapter, tasks, *, output_dir, **options):
         asked.append((model, adapter, tasks, output_dir.relative_to(tmp_path), options))
         of = {"base": accuracies[options.get("quantization", "base")], "adapter": of_adapter}
-        judged = {name: {"accuracy": a, "ci95": [a - 0.1, a + 0.1], "n": 40} for name, a in of.items()}
+        judged = {name: {"accuracy": a, "ci95": [a - 0.1, a + 0.1], "n": 40, "ended": 1 - a} for name, a in of.items()}
         sampling = {"system_prompt": "sum", "chat_template": "t", "chat_template_kwargs": {}, "use_chat_template": True}
         more = {"max_new_tokens": {"sums": 7}, "max_model_length": 64, "dtype": "float16", "quantization": "the arm"}
         return {"tasks": {"sums": judged}, "sampling": sampling, **more}
@@ -82,6 +82,8 @@ def test_what_survives_is_a_share_of_what_was_gained_over_the_base(
     record = json.loads((tmp_path / "survival.json").read_text())
     assert (record["task"], record["n"], record["arm"]) == ("sums", 40, "the arm")
     assert record["policies"][2]["ci95"] == pytest.approx([0.55, 0.75])
+    assert [policy["ended"] for policy in record["policies"]] == pytest.approx([0.75, 1 - of_adapter, 0.35, 0.85])
+    assert "35%" in lines[0] and "85%" in lines[1]
 
     common = {"max_samples": 40, "quiet": True, "seed": 3}
     of_training = {"system_prompt": "sum", "chat_template": "t", "chat_template_kwargs": {}, "use_chat_template": True}
