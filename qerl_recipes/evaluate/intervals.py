@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from math import comb, sqrt
 from typing import Any
 
+import numpy as np
+
 Z95 = 1.959963984540054  # the 97.5 % point of the standard normal distribution
 
 
@@ -54,6 +56,46 @@ def summary(shares: Sequence[float], num_samples: int = 1) -> dict[str, Any]:
         "ci95": list(wilson(min(accuracy, 1.0) * size, size)),
         "interval": "Wilson" if num_samples == 1 else "Wilson, effective sample size, clustered by problem",
     }
+
+
+def over_seeds_and_problems(differences: Sequence[np.ndarray]) -> tuple[float, float, float]:
+    """Return the mean difference of two arms and its 95 % interval (low, high), over seeds and problems alike.
+
+    ``differences[t][s, p]``: the share of right answers of one arm less that of the other, to problem p of task t by
+    the runs with seed s. The mean is over the tasks' means. Seeds and problems are crossed random factors without
+    replication, for which the analysis of variance estimates the variance of the mean without bias: that over the
+    seeds' means, plus (MS_problems - MS_rest) / (seeds * problems) of each task, where that is above zero. Degrees of
+    freedom are Satterthwaite's. Over few seeds such an interval may come out below that over seeds alone, for these
+    problems; the wider one of the two is returned.
+    Sources: S. R. Searle, G. Casella and C. E. McCulloch, Variance Components (1992), chapter 4; F. E. Satterthwaite,
+    An approximate distribution of estimates of variance components, Biometrics Bulletin 2 (1946).
+
+    Raises ValueError for fewer than two seeds or two problems of a task.
+    """
+    from scipy import stats
+
+    shapes = [of.shape for of in differences]
+    if any(seeds < 2 or problems < 2 for seeds, problems in shapes) or len({seeds for seeds, _ in shapes}) != 1:
+        raise ValueError(f"an interval needs the same seeds of each task, two or more, and two problems; got {shapes}")
+    seeds = shapes[0][0]
+    means = np.mean([of.mean(axis=1) for of in differences], axis=0)  # a seed's, over the tasks
+    mean, of_seeds = float(means.mean()), float(means.var(ddof=1)) / seeds
+    variance, fluctuation = of_seeds, of_seeds**2 / (seeds - 1)  # the second gives the degrees of freedom
+    for of in differences:
+        problems = of.shape[1]
+        parts = of.mean(axis=0)  # a problem's, over the seeds
+        rest = of - of.mean(axis=1, keepdims=True) - parts + of.mean()
+        freedom = (seeds - 1) * (problems - 1)
+        scale = seeds * problems * len(differences) ** 2
+        of_problems, of_rest = seeds * float(parts.var(ddof=1)) / scale, float((rest**2).sum()) / freedom / scale
+        if of_problems > of_rest:
+            variance += of_problems - of_rest
+            fluctuation += of_problems**2 / (problems - 1) + of_rest**2 / freedom
+    if variance == 0:
+        return mean, mean, mean
+    half = stats.t.ppf(0.975, variance**2 / fluctuation) * sqrt(variance)
+    half = float(max(half, stats.t.ppf(0.975, seeds - 1) * sqrt(of_seeds)))
+    return mean, mean - half, mean + half
 
 
 def pass_at_k(right: int, n: int, k: int) -> float:

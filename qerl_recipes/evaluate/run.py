@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from qerl_recipes.evaluate.by_problem import packed
 from qerl_recipes.evaluate.ended import too_many_cut
 from qerl_recipes.evaluate.intervals import several, summary
 from qerl_recipes.evaluate.request import is_of_training
@@ -44,9 +45,10 @@ def evaluate(base: str, adapter: str | None, tasks: Sequence[str], **options: An
     ``accuracy``, ``n`` (problems), ``num_samples``, ``ci95`` (low, high), ``interval``, the kind of interval,
     ``ended``, the share of answers that ended by themselves, ``cut``, the share of those that the limit of length
     ended, and for several samples ``pass_at`` and ``maj_at``, each ``{k: {value, ci95}}``. All of these count a cut
-    answer by what it had written; a warning names the tasks of which more than a tenth were cut. ``as_in_training``
-    says what the adapter's training settled, ``of_training`` which tasks ask problems of the file that it was trained
-    on. Raises ValueError as ``settle`` does.
+    answer by what it had written; a warning names the tasks of which more than a tenth were cut. ``by_problem`` has a
+    bit for each answer to each problem, ``right`` and ``ended`` (`by_problem.packed`), in the order of
+    ``problems_sha256`` and of ``answers.jsonl``. ``as_in_training`` says what the adapter's training settled,
+    ``of_training`` which tasks ask problems of the file that it was trained on. Raises ValueError as ``settle`` does.
     """
     return evaluate_each([Evaluation(base=base, adapter=adapter, tasks=list(tasks), **options)])[0]
 
@@ -133,9 +135,11 @@ def _answered(llm: "LLM", one: Settled, benchmarks: "Sequence[Benchmark]") -> di
 
 def summarize(judged: "Sequence[Judged]", num_samples: int) -> dict[str, Any]:
     """The figures of one policy on one task."""
-    cut = [cut for problem in judged for cut in problem.cut]
+    ended = [[not cut for cut in problem.cut] for problem in judged]
     found = summary([problem.share for problem in judged], num_samples)
-    found |= {"ended": cut.count(False) / len(cut), "cut": cut.count(True) / len(cut)}
+    count = sum(map(sum, ended))
+    found |= {"ended": count / (len(judged) * num_samples), "cut": 1 - count / (len(judged) * num_samples)}
+    found["by_problem"] = {"right": packed([problem.right for problem in judged]), "ended": packed(ended)}
     if num_samples > 1:
         found |= several([problem.right for problem in judged], [problem.vote for problem in judged])
     return found

@@ -2,11 +2,22 @@
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
-from qerl_recipes.evaluate.intervals import Z95, disjoint, pass_at_k, several, summary, wilson
+from qerl_recipes.evaluate.by_problem import packed, unpacked
+from qerl_recipes.evaluate.intervals import (
+    Z95,
+    disjoint,
+    over_seeds_and_problems,
+    pass_at_k,
+    several,
+    summary,
+    wilson,
+)
 
 
 @pytest.mark.parametrize(
@@ -75,3 +86,95 @@ def test_pass_and_vote_have_intervals_over_problems() -> None:
     assert found["maj_at"]["6"] == {"value": 0.5, "ci95": list(wilson(20, 40))}
     low, high = found["pass_at"]["2"]["ci95"]
     assert low < 1 / 6 < high and high - low < wilson(40 / 6, 40)[1] - wilson(40 / 6, 40)[0]
+
+
+def drawn(
+    rng: np.random.Generator, seeds: int, problems: int, of_seeds: float, of_problems: float, rest: float
+) -> np.ndarray:
+    """Differences of mean zero whose three parts have these standard deviations."""
+    parts = rng.normal(0, of_seeds, (seeds, 1)), rng.normal(0, of_problems, (1, problems))
+    return parts[0] + parts[1] + rng.normal(0, rest, (seeds, problems))
+
+
+@pytest.mark.parametrize(
+    ("seeds", "of_seeds", "of_problems"),
+    [(5, 0.03, 0.4), (5, 0.0, 0.4), (3, 0.05, 0.3), (9, 0.02, 0.3), (5, 0.05, 0.0)],
+    ids=["both", "problems", "three-seeds", "nine-seeds", "seeds"],
+)
+def test_an_interval_over_seeds_and_problems_holds_the_mean_as_often_as_it_says(seeds, of_seeds, of_problems) -> None:
+    rng = np.random.default_rng(1)
+    held = alone = 0
+    for _ in range(1000):
+        differences = drawn(rng, seeds, 100, of_seeds, of_problems, 0.5)
+        mean, low, high = over_seeds_and_problems([differences])
+        held += low <= 0 <= high
+        half = stats.t.ppf(0.975, seeds - 1) * differences.mean(axis=1).std(ddof=1) / seeds**0.5
+        alone += abs(mean) <= half
+    assert 930 <= held <= 985
+    if of_problems > of_seeds * 10:  # the control: an interval over seeds alone misses what the problems add
+        assert alone < 900
+
+
+def test_of_zeros_and_ones_it_holds_the_difference_of_other_seeds_and_other_problems() -> None:
+    """Two arms, the second better at some problems and worse at others, each run with a skill of its own."""
+    rng = np.random.default_rng(2)
+
+    def right(skills: np.ndarray, ease: np.ndarray) -> np.ndarray:
+        return rng.random((len(skills), len(ease))) < 1 / (1 + np.exp(-(skills[:, None] + ease)))
+
+    def difference(seeds: int, problems: int) -> np.ndarray:
+        ease, change = rng.normal(-1, 2, problems), rng.normal(0.4, 1.5, problems)
+        first, second = (rng.normal(0, 0.1, seeds) for _ in range(2))
+        return right(first, ease + change).astype(float) - right(second, ease)
+
+    truth = difference(400, 4000).mean()
+    found = [over_seeds_and_problems([difference(5, 120)]) for _ in range(600)]
+    assert 0.92 <= np.mean([low <= truth <= high for _, low, high in found]) <= 0.985
+
+
+def test_the_interval_is_that_over_seeds_where_all_problems_are_alike_and_never_narrower() -> None:
+    rng = np.random.default_rng(3)
+    rows = rng.normal(0.1, 0.05, 5)
+    found = over_seeds_and_problems([np.repeat(rows[:, None], 40, axis=1)])
+    assert found == pytest.approx((rows.mean(), *stats.ttest_1samp(rows, 0).confidence_interval(0.95)))
+    assert over_seeds_and_problems([np.full((3, 4), 0.25)]) == (0.25, 0.25, 0.25)
+    for _ in range(50):  # over two seeds t is 12.7, and Satterthwaite's degrees of freedom make less of it
+        differences = drawn(rng, 2, 60, 0.02, 0.5, 0.3)
+        mean, low, high = over_seeds_and_problems([differences])
+        ends = stats.ttest_1samp(differences.mean(axis=1), 0).confidence_interval(0.95)
+        assert low <= ends.low + 1e-12 and high >= ends.high - 1e-12 and mean == pytest.approx(differences.mean())
+
+
+def test_tasks_count_alike_whatever_their_size_and_the_smaller_one_makes_it_wide() -> None:
+    rng = np.random.default_rng(4)
+    large, small = drawn(rng, 5, 900, 0.0, 0.3, 0.3) + 0.2, drawn(rng, 5, 30, 0.0, 0.3, 0.3)
+    mean, low, high = over_seeds_and_problems([large, small])
+    assert mean == pytest.approx((large.mean() + small.mean()) / 2)
+    # two independent parts, each weighed by a half: the variance of the small one is thirty times that of the other
+    assert (high - low) / 2 == pytest.approx(1.96 * 0.3 / 2 * (1 / 900 + 1 / 30) ** 0.5, rel=0.3)
+    held = 0
+    for _ in range(600):
+        _, low, high = over_seeds_and_problems([drawn(rng, 5, n, 0.03, 0.4, 0.5) for n in (80, 20)])
+        held += low <= 0 <= high
+    assert 555 <= held <= 592
+
+
+@pytest.mark.parametrize("shapes", [[(1, 9)], [(3, 1)], [(3, 9), (2, 9)]])
+def test_one_seed_or_one_problem_has_no_interval(shapes) -> None:
+    with pytest.raises(ValueError, match="the same seeds of each task, two or more, and two problems"):
+        over_seeds_and_problems([np.zeros(shape) for shape in shapes])
+
+
+@given(st.integers(1, 9).flatmap(lambda k: st.lists(st.lists(st.booleans(), min_size=k, max_size=k), min_size=1)))
+def test_judgements_come_back_from_their_digits(judged) -> None:
+    digits = packed(judged)
+    assert len(digits) <= len(judged) * len(judged[0]) / 4 + 2
+    assert unpacked(digits, len(judged), len(judged[0])).tolist() == judged
+
+
+@pytest.mark.parametrize(
+    ("digits", "problems", "num_samples"), [("ff", 9, 1), ("ff", 7, 1), ("ffff", 4, 2), ("fe", 2, 3)]
+)
+def test_digits_of_another_number_of_answers_are_refused(digits, problems, num_samples) -> None:
+    with pytest.raises(ValueError, match=f"are not {num_samples} answers to each of {problems} problems"):
+        unpacked(digits, problems, num_samples)

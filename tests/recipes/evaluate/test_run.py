@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from qerl_recipes import cli
 from qerl_recipes.evaluate import run as evaluate
+from qerl_recipes.evaluate.by_problem import unpacked
 from qerl_recipes.evaluate.intervals import wilson
 from qerl_recipes.evaluate.report import write as write_report
 from qerl_recipes.evaluate.settled import EngineSettings, Evaluation
@@ -62,6 +63,11 @@ def test_the_bases_own_answers_are_all_right_for_the_base_and_not_for_the_adapte
     assert arms["base"]["accuracy"] == 1.0 and arms["base"]["n"] == 40
     assert arms["base"]["ci95"] == list(wilson(40, 40))
     assert arms["adapter"]["accuracy"] < 1.0
+    lines = [json.loads(line) for line in (runs["second"] / "answers.jsonl").read_text().splitlines()]
+    for task, of in result["tasks"].items():
+        for model in ("base", "adapter"):
+            right = [line["right"] for line in lines if (line["task"], line["model"]) == (task, model)]
+            assert unpacked(of[model]["by_problem"]["right"], 40, 1).tolist() == right
     assert result["tasks"]["running_sum"]["base"]["n"] == 40
     assert result["base_sha256"] == checkpoints.base_hash(runs["base"])
     assert result["sampling"]["temperature"] == 0.0 and result["max_model_length"] == 64
@@ -78,6 +84,7 @@ def test_beside_an_accuracy_stands_the_share_of_the_answers_that_ended(
     for model in ("base", "adapter"):
         cut = [line["cut"][0] for line in lines if line["model"] == model]
         assert arms[model]["cut"] == sum(cut) / 64 and arms[model]["ended"] == 1 - sum(cut) / 64
+        assert unpacked(arms[model]["by_problem"]["ended"], 64, 1)[:, 0].tolist() == [not one for one in cut]
     # a random model seldom ends its turn, so other shares are written by hand
     many = {"pass_at": {"2": {"value": 0.5, "ci95": [0.4, 0.6]}}, "maj_at": {}}
     of = {"base": {**arms["base"], **many, "ended": 0.75}, "adapter": {**arms["adapter"], **many, "ended": 1.0}}
@@ -141,6 +148,10 @@ def test_several_evaluations_on_one_engine_answer_as_on_engines_of_their_own(
 
     together = evaluate.evaluate_each(asked("one"))
     assert len(engines) == 1
+    several = [json.loads(line) for line in (tmp_path / "one/sampled/answers.jsonl").read_text().splitlines()]
+    kept = together[1]["tasks"][task[0]]["adapter"]["by_problem"]
+    assert unpacked(kept["right"], 12, 3).tolist() == [line["right"] for line in several]
+    assert unpacked(kept["ended"], 12, 3).tolist() == [[not cut for cut in line["cut"]] for line in several]
     apart = [evaluate.evaluate_each([one])[0] for one in asked("own")]
     assert len(engines) == 5 and len(together) == 4
     for name, one, own in zip(kinds, together, apart, strict=True):
