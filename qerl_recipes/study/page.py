@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from qerl_recipes.study import by_problem
 from qerl_recipes.study.plan import Study
 from qerl_recipes.study.results import Final, Verdict, comparisons, counted, final, hours, labels, verdicts
 from qerl_recipes.study.statistics import ALPHA
@@ -25,6 +26,9 @@ OF_A_RUN = (
     *("steps_to_target", "seconds_to_target"),
 )
 
+# what stands beside an accuracy
+OF_ENDED = "ended: the share of answers that ended by themselves; accuracy counts the others by what they had written."
+
 # how the table of comparisons was made
 OF_COMPARISONS = (
     "Paired by seed. p is of the t test, corrected by Holm for all comparisons of the plan; over few seeds the "
@@ -46,8 +50,11 @@ def page(study: Study, rows: Sequence[Row], title: str, command: str) -> str:
     lines = [f"# {title}", "", *([study.about.strip(), ""] if study.about else [])]
     values = final(rows)
     lines += [f"Made by `{command}`. {progress(study, values)}{cost(rows)}", "", *of_others(study)]
-    several = sorted((m for m in values if m.startswith(("accuracy/", "pass@", "maj@"))), key=_by_kind)
-    tables = [[metric for metric in of if values[metric]] for of in (("accuracy", *several, "base_accuracy"), OF_A_RUN)]
+    several = sorted((m for m in values if m.startswith(("accuracy/", "ended/", "pass@", "maj@"))), key=_by_kind)
+    tables = [
+        [metric for metric in of if values[metric]]
+        for of in (("accuracy", "ended", *several, "base_accuracy"), OF_A_RUN)
+    ]
     for kind, names in labels(study, values).items():
         if kind == "best" and study.sweep is not None:
             lines += [f"## Each arm at its best {study.sweep.key}", ""]
@@ -63,6 +70,7 @@ def page(study: Study, rows: Sequence[Row], title: str, command: str) -> str:
                 lines.append(f"| {label or arm} | {count} | {' | '.join(cells)} |")
             lines.append("")
         lines += ["Mean over seeds, and its standard deviation; where not all runs have a value, of how many.", ""]
+        lines += [OF_ENDED, ""] if values["ended"] else []
         lines += [of_metrics(study), ""] if values["reward_area"] else []
         compared = comparisons(study, values).get(kind, [])
         if compared:
@@ -76,6 +84,7 @@ def page(study: Study, rows: Sequence[Row], title: str, command: str) -> str:
                 for c in compared
             ]
             lines += ["", OF_COMPARISONS, ""]
+            lines += by_problem.lines(values, study.primary, [(c.a, c.b) for c in compared], names, study.seeds)
     lines += _claims(study, values)
     if study.sweep is not None:
         lines += _sweep(study, values)

@@ -4,7 +4,7 @@
 finished run, at its last step: what ``there.figures`` reads from its evaluations, what ``summaries`` derives from the
 steps, ``hours/DEVICE``, what it took of a GPU or of the machine, beside other runs only its share, and
 ``base/DIGITS``, ``plan/DIGITS`` and ``problems/NAME/DIGITS``, always 1, for the weights that it was trained on, its
-keys and evaluations, and the problems of each.
+keys and evaluations, and the problems of each; and the judgements of its answers, problem by problem (`by_problem`).
 """
 
 import json
@@ -22,7 +22,7 @@ from qerl_recipes.study.statistics import Comparison, holm, judged, paired
 from qerl_recipes.study.summaries import summaries
 from qerl_recipes.study.table import BASE, HOURS, PLAN, PROBLEMS, Row
 from qerl_recipes.study.taken import taken_rows
-from qerl_recipes.study.there import all_runs, figures, is_finished, problems
+from qerl_recipes.study.there import all_runs, asked_and_judged, figures, is_finished
 from qerl_recipes.study.work import METRICS
 
 Final = Mapping[str, Mapping[str, Mapping[int, float]]]  # metric -> arm's label in the table -> seed -> value
@@ -51,7 +51,7 @@ def collect(study: Study, folder: Path) -> list[Row]:
         found |= {f"{HOURS}{device}": seconds / 3600 for device, seconds in seconds_of(folder / one.folder).items()}
         if base := base_of(folder / one.folder):
             found[f"{BASE}{base}"] = 1.0
-        found |= {f"{PROBLEMS}{said}": 1.0 for said in problems(study, one, folder)}
+        found |= asked_and_judged(study, one, folder)
         if is_of_recipe:
             found[f"{PLAN}{plan_of(study, one)}"] = 1.0
         rows += [(one.label, one.seed, last, name, value) for name, value in found.items()]

@@ -15,8 +15,9 @@ Row = tuple[str, int, int, str, float]
 HOURS = "hours/"  # a metric that begins so is of a device, which follows
 BASE = "base/"  # and one that begins so names the base that a run was trained on: value 1
 PLAN = "plan/"  # and so its keys and evaluations (`finished.plan_of`)
-
 PROBLEMS = "problems/"  # and so, behind NAME/, the problems of an evaluation
+BY_PROBLEM = "by_problem/"  # and so, behind NAME/, the judgements of its answers (`by_problem`): value problems
+NAMES = (HOURS, BASE, PLAN, PROBLEMS, BY_PROBLEM)  # how metrics begin that say something by their name
 
 
 def beside(file: Path) -> Path:

@@ -5,7 +5,7 @@ from typing import Any
 
 from qerl_recipes.study.finished import plan_of
 from qerl_recipes.study.plan import Study, StudyError, possible_runs, read
-from qerl_recipes.study.table import HOURS, PLAN, PROBLEMS, TABLE, Row, named, read_table
+from qerl_recipes.study.table import BY_PROBLEM, HOURS, PLAN, PROBLEMS, TABLE, Row, named, read_table
 
 
 def taken_rows(study: Study) -> list[Row]:
@@ -49,19 +49,28 @@ def taken_rows(study: Study) -> list[Row]:
                 f"taken.arms.{names[label]}: {label}/seed-{seed} of {table} {was} {file} and its recipe have now; put "
                 "those back, or take the arm out of taken.arms, so that it is run here"
             )
-    # the primary evaluation may have another name there
-    primary, here = (f"{PROBLEMS}{one.primary}/" for one in (other, study))
-    same = tuple(f"{PROBLEMS}{name}/" for name in study.evaluations.keys() - {study.primary})
     rows = [
-        (names[label], seed, step, here + metric.removeprefix(primary) if metric.startswith(primary) else metric, value)
+        (names[label], seed, step, here, value)
         for label, seed, step, metric, value in of_arms
-        if not metric.startswith((HOURS, PLAN, PROBLEMS)) or metric.startswith((primary, *same))
+        if (here := _named_here(metric, study, other)) is not None
     ]
     judged = {(arm, seed) for arm, seed, _, metric, _ in rows if metric == "accuracy"}
     for arm, label in study.taken.arms.items():
         if missing := [seed for seed in study.seeds if (arm, seed) not in judged]:
             raise StudyError(f"taken.arms.{arm}: {table} has no accuracy of {label} with seed {missing[0]}")
     return rows
+
+
+def _named_here(metric: str, study: Study, other: Study) -> str | None:
+    """A metric of ``other`` as ``study`` names it; None for one that says something of ``other`` alone."""
+    if metric.startswith((HOURS, PLAN)):
+        return None
+    if not metric.startswith((PROBLEMS, BY_PROBLEM)):
+        return metric
+    what, name, rest = metric.split("/", 2)
+    if name == other.primary:  # it may have another name there
+        return f"{what}/{study.primary}/{rest}"
+    return metric if name in study.evaluations.keys() - {study.primary} else None
 
 
 def _differs(key: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:

@@ -4,9 +4,10 @@ import hashlib
 import json
 from pathlib import Path
 
-from qerl_recipes.study import finished
+from qerl_recipes.study import by_problem, finished
 from qerl_recipes.study.base import DIGITS
 from qerl_recipes.study.plan import Run, Study, best_values, first_runs, later_runs
+from qerl_recipes.study.table import PROBLEMS
 
 RESULT = "evaluation.json"
 
@@ -27,8 +28,9 @@ def is_finished(study: Study, run: Run, folder: Path) -> bool:
 
 
 def figures(study: Study, run: Run, folder: Path) -> dict[str, float]:
-    """What the evaluations of a finished run say: ``accuracy`` (the primary one), ``accuracy/NAME``, ``pass@K/NAME``
-    and ``maj@K/NAME`` for several answers a problem, and the same of the base, where it was judged, as ``base_...``."""
+    """What the evaluations of a finished run say: ``accuracy`` (the primary one) and ``ended``, the share of answers
+    that ended by themselves, ``accuracy/NAME`` and ``ended/NAME``, ``pass@K/NAME`` and ``maj@K/NAME`` for several
+    answers a problem, and the same of the base, where it was judged, as ``base_...``."""
     found: dict[str, float] = {}
     for name in study.evaluations_of(run):
         path = folder / run.folder / "evaluation" / name / RESULT
@@ -37,6 +39,8 @@ def figures(study: Study, run: Run, folder: Path) -> dict[str, float]:
         for arm in next(iter(tasks)):
             prefix = "base_" if arm == "base" else ""
             found[f"{prefix}accuracy{of}"] = sum(task[arm]["accuracy"] for task in tasks) / len(tasks)
+            if all("ended" in task[arm] for task in tasks):  # an older evaluation does not say it
+                found[f"{prefix}ended{of}"] = sum(task[arm]["ended"] for task in tasks) / len(tasks)
             for kind, label in (("pass_at", "pass"), ("maj_at", "maj")):
                 for k in next(iter(tasks))[arm].get(kind, {}):
                     mean = sum(task[arm][kind][k]["value"] for task in tasks) / len(tasks)
@@ -44,14 +48,16 @@ def figures(study: Study, run: Run, folder: Path) -> dict[str, float]:
     return found
 
 
-def problems(study: Study, run: Run, folder: Path) -> set[str]:
-    """NAME/DIGITS of each evaluation of a finished run that says which problems were asked."""
-    found = set()
+def asked_and_judged(study: Study, run: Run, folder: Path) -> dict[str, float]:
+    """What a table says by the names of metrics of a finished run's evaluations, as far as these say it:
+    problems/NAME/DIGITS, which problems were asked, and how each answer was judged (`by_problem`)."""
+    found: dict[str, float] = {}
     for name in study.evaluations_of(run):
         content = json.loads((folder / run.folder / "evaluation" / name / RESULT).read_text(encoding="utf-8"))
         if hashes := content.get("problems_sha256"):
             digest = hashlib.sha256(json.dumps(sorted(hashes.items())).encode()).hexdigest()
-            found.add(f"{name}/{digest[:DIGITS]}")
+            found[f"{PROBLEMS}{name}/{digest[:DIGITS]}"] = 1.0
+        found |= by_problem.metrics(name, content)
     return found
 
 

@@ -226,10 +226,12 @@ def test_the_problems_of_a_taken_arm_are_those_of_the_primary_evaluation_whateve
     smaller, other, finish, tmp_path
 ):
     file = Path("study") / table.TABLE
-    of_both = [("b@0.001", 0, 2, f"problems/{name}", 1.0) for name in ("greedy/first", "alike/second")]
+    names = ("greedy/first", "alike/second")
+    of_both = [("b@0.001", 0, 2, f"{what}/{name}", 1.0) for what in ("problems", "by_problem") for name in names]
     table.write_table([*table.read_table(file), *of_both], file)
     plan, out = read(smaller(evaluations=ALIKE, primary="alike")), tmp_path / "small"
-    assert {row[3] for row in taken_rows(plan) if row[3].startswith(table.PROBLEMS)} == {"problems/alike/first"}
+    taken = {row[3] for row in taken_rows(plan) if row[3].startswith((table.PROBLEMS, table.BY_PROBLEM))}
+    assert taken == {"problems/alike/first", "by_problem/alike/first"}
     for one in first_runs(plan):
         finish(one, out, 0.25)
         (out / one.folder / "evaluation/greedy").rename(out / one.folder / "evaluation/alike")
