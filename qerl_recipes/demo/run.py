@@ -133,12 +133,13 @@ def _join(folder: Path) -> dict[str, dict[str, Any]]:
 
 def _conclude(console: Console, results: dict[str, dict[str, Any]], page: Path, seconds: float) -> int:
     table = Table(title="running sums: exact answers, greedy")
-    for column in ("weights", "accuracy", "95 % interval", "problems"):
+    for column in ("weights", "accuracy", "95 % interval", "problems", "ended"):
         table.add_column(column, justify="left" if column == "weights" else "right", overflow="fold")
     names = {"bf16_base": "BF16 base", "nvfp4_base": "NVFP4 base", "nvfp4_adapter": "NVFP4 + trained adapter"}
     for label, result in results.items():
         low, high = result["ci95"]
-        table.add_row(names[label], f"{result['accuracy']:.1%}", f"{low:.1%} to {high:.1%}", str(result["n"]))
+        figures = f"{result['accuracy']:.1%}", f"{low:.1%} to {high:.1%}", str(result["n"]), f"{result['ended']:.0%}"
+        table.add_row(names[label], *figures)
     console.print(table)
     console.print(f"{page}   ({seconds:.0f} s)")
     base, adapter = results["nvfp4_base"], results["nvfp4_adapter"]

@@ -5,13 +5,14 @@ in the order of the evaluation, POLICY is adapter or base, WHAT right or ended, 
 problem, and DIGITS are `packed`. The problems are those of problems/EVALUATION/..., in their order.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from qerl_recipes.evaluate.by_problem import unpacked
 from qerl_recipes.evaluate.intervals import over_seeds_and_problems
+from qerl_recipes.study.plan import Study
 from qerl_recipes.study.table import BY_PROBLEM
 
 if TYPE_CHECKING:
@@ -49,14 +50,14 @@ def right(values: "Final", name: str, label: str) -> dict[int, list[np.ndarray]]
 
 
 def interval(
-    values: "Final", name: str, labels: tuple[str, str], seeds: Sequence[int]
+    study: Study, values: "Final", labels: tuple[str, str]
 ) -> tuple[int, int, tuple[float, float, float]] | None:
-    """Return seeds, problems and the mean difference of two arms with its ends, over ``seeds`` and problems.
+    """Return how many seeds and problems, and of two arms the mean difference of the primary accuracy and its ends.
 
-    None where fewer than two of the seeds have judgements of both arms, or there are fewer than two problems.
+    None where fewer than two seeds of the study have judgements of both arms, or there are fewer than two problems.
     """
-    a, b = (right(values, name, label) for label in labels)
-    both = [seed for seed in seeds if seed in a and seed in b]
+    a, b = (right(values, study.primary, label) for label in labels)
+    both = [seed for seed in study.seeds if seed in a and seed in b]
     if len(both) < 2 or min(map(len, a[both[0]])) < 2:
         return None
     tasks = range(len(a[both[0]]))
@@ -64,13 +65,14 @@ def interval(
     return len(both), sum(of.shape[1] for of in differences), over_seeds_and_problems(differences)
 
 
-def lines(
-    values: "Final", name: str, pairs: Sequence[tuple[str, str]], labels: Mapping[str, str], seeds: Sequence[int]
-) -> list[str]:
-    """Return a page's table of the compared ``pairs`` of arms, as far as judgements by problem are there."""
+def lines(study: Study, values: "Final", labels: Mapping[str, str]) -> list[str]:
+    """Return a page's table of the planned comparisons, as far as judgements by problem are there.
+
+    ``labels``: arm -> its label in the table.
+    """
     rows = []
-    for a, b in pairs:
-        if (found := interval(values, name, (labels[a], labels[b]), seeds)) is not None:
+    for a, b in study.comparisons:
+        if (found := interval(study, values, (labels.get(a, ""), labels.get(b, "")))) is not None:
             count, problems, (mean, low, high) = found
             rows.append(f"| {a} | {b} | {count} | {problems} | {mean:+.1%} | {low:+.1%} to {high:+.1%} |")
     head = ["| a | b | seeds | problems | a - b | 95 % over seeds and problems |", "|---" * 6 + "|"]

@@ -35,7 +35,7 @@ def compare(file: Path, a: str, b: str, metric: str, steps: str | None = None, t
         )
     found, where = paired(a, b, of_a, of_b), "" if steps is None else f" over steps {steps}"
     of = [sum(values[s] for s in both) / len(both) for values in (of_a, of_b)]
-    judged = by_problem.interval(last, study.primary, (a, b), study.seeds) if metric == "accuracy" else None
+    judged = by_problem.interval(study, last, (a, b)) if (metric, steps) == ("accuracy", None) else None
     more = f", over seeds and {judged[1]} problems {judged[2][1]:+.4g} to {judged[2][2]:+.4g}" if judged else ""
     each = ", ".join(f"{of_a[s] - of_b[s]:+.4g}" for s in both)
     lacking = [str(s) for s in study.seeds if s not in both]  # of steps_to_target those that did not reach it

@@ -84,7 +84,7 @@ def page(study: Study, rows: Sequence[Row], title: str, command: str) -> str:
                 for c in compared
             ]
             lines += ["", OF_COMPARISONS, ""]
-            lines += by_problem.lines(values, study.primary, [(c.a, c.b) for c in compared], names, study.seeds)
+        lines += by_problem.lines(study, values, names)
     lines += _claims(study, values)
     if study.sweep is not None:
         lines += _sweep(study, values)

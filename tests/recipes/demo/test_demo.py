@@ -1,5 +1,6 @@
 """The demo's own checks, and the shipped starting model. The whole demo is what ``make demo`` runs."""
 
+import io
 import json
 import random
 import subprocess
@@ -20,7 +21,7 @@ SHIPPED = demo.RECIPES / "starting_model"
 
 def results(base: float, adapter: float, width: float = 0.02) -> dict:
     def result(accuracy: float) -> dict:
-        return {"accuracy": accuracy, "n": 512, "ci95": [accuracy - width, accuracy + width]}
+        return {"accuracy": accuracy, "n": 512, "ci95": [accuracy - width, accuracy + width], "ended": 0.75}
 
     return {"bf16_base": result(base), "nvfp4_base": result(base), "nvfp4_adapter": result(adapter)}
 
@@ -33,7 +34,10 @@ def results(base: float, adapter: float, width: float = 0.02) -> dict:
 def test_the_exit_code_says_whether_the_adapter_learned(
     base: float, adapter: float, width: float, code: int, tmp_path: Path
 ) -> None:
-    assert demo._conclude(Console(quiet=True), results(base, adapter, width), tmp_path, 1.0) == code
+    console = Console(record=True, file=io.StringIO(), width=200)
+    assert demo._conclude(console, results(base, adapter, width), tmp_path, 1.0) == code
+    said = console.export_text()
+    assert "ended" in said and said.count("75%") == 3
 
 
 def test_only_an_earlier_demo_is_replaced(tmp_path: Path) -> None:

@@ -115,6 +115,20 @@ def test_an_interval_over_seeds_and_problems_holds_the_mean_as_often_as_it_says(
         assert alone < 900
 
 
+def test_the_interval_is_that_of_the_textbooks_table_of_squares() -> None:
+    table = [[3.0, 1.0, 4.0, 0.5], [2.0, 1.5, 5.0, 0.0], [2.5, 0.5, 4.0, 1.0]]
+    seeds, problems = 3, 4
+    grand = sum(map(sum, table)) / 12
+    rows, columns = [sum(row) / 4 for row in table], [sum(column) / 3 for column in zip(*table, strict=True)]
+    of_seeds = problems * sum((row - grand) ** 2 for row in rows) / (seeds - 1)
+    of_problems = seeds * sum((column - grand) ** 2 for column in columns) / (problems - 1)
+    rest = sum((table[s][p] - rows[s] - columns[p] + grand) ** 2 for s in range(3) for p in range(4)) / 6
+    square = of_seeds + of_problems - rest
+    freedom = square**2 / (of_seeds**2 / 2 + of_problems**2 / 3 + rest**2 / 6)
+    half = stats.t.ppf(0.975, freedom) * (square / 12) ** 0.5
+    assert over_seeds_and_problems([np.array(table)]) == pytest.approx((grand, grand - half, grand + half))
+
+
 def test_of_zeros_and_ones_it_holds_the_difference_of_other_seeds_and_other_problems() -> None:
     """Two arms, the second better at some problems and worse at others, each run with a skill of its own."""
     rng = np.random.default_rng(2)

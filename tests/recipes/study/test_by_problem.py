@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from qerl_recipes.evaluate.by_problem import unpacked
 from qerl_recipes.evaluate.intervals import over_seeds_and_problems
 from qerl_recipes.evaluate.run import summarize
 from qerl_recipes.study import by_problem, finished, results, table
@@ -47,8 +48,9 @@ def judged(study, finish, tmp_path):
             finish(one, out, 0.5)
             for name, tasks in (("greedy", {"x": (problems, 1)}), ("two", {"y": (problems, 3), "z": (7, 3)})):
                 made = {task: judge(rng, SHARES[one.arm], *size) for task, size in tasks.items()}
+                base = {task: judge(rng, 0.1, *size)[0] for task, size in tasks.items()}
                 known[name, one.arm, one.seed] = [right for _, right in made.values()]
-                policies = {task: {"base": made[task][0], "adapter": made[task][0]} for task in made}
+                policies = {task: {"base": base[task], "adapter": made[task][0]} for task in made}
                 folder = out / one.folder / "evaluation" / name
                 folder.mkdir(exist_ok=True)
                 content = {"tasks": policies, "problems_sha256": dict.fromkeys(made, "0")}
@@ -69,6 +71,8 @@ def test_a_table_has_what_was_judged_of_each_answer_in_a_few_bytes(judged):
     for (name, arm, seed), tasks in known.items():
         found = by_problem.right(values, name, arm)[seed]
         assert [of.tolist() for of in found] == [of.mean(axis=1).tolist() for of in tasks]
+    (of_two,) = [row for row in there if row[:2] == ("a", 0) and row[3].startswith("by_problem/two/0/adapter/right/3/")]
+    assert unpacked(of_two[3].rpartition("/")[2], 1000, 3).tolist() == known["two", "a", 0][0].tolist()
     kinds = {tuple(name.split("/")[1:6]) for *_, name, _ in there if name.startswith(table.BY_PROBLEM)}
     assert ("greedy", "0", "base", "ended", "1") in kinds and ("two", "1", "adapter", "right", "3") in kinds
     greedy = [row for row in there if row[3].startswith(f"{table.BY_PROBLEM}greedy/0/adapter/")]
@@ -93,7 +97,10 @@ def test_an_interval_over_seeds_and_problems_stands_on_the_page_and_in_a_compari
     with pytest.raises(ValueError, match=r"has no metric x; it has accuracy, accuracy/two, .*") as refused:
         compare(file, "b", "a", "x", table=out / table.TABLE)
     assert "by_problem/" not in str(refused.value) and "problems/" not in str(refused.value)
-    two = by_problem.interval(results.final(rows), "two", ("b", "a"), [0, 1, 2])
+    of_a_sweep = [(arm, 100, *rest) for arm, seed, *rest in rows if seed == 0]  # whose seeds are not compared
+    assert by_problem.lines(read(file), results.final([*rows, *of_a_sweep]), {"a": "a", "b": "b"})[2] in page
+    of_other = read(file).model_copy(update={"primary": "two"})
+    two = by_problem.interval(of_other, results.final(rows), ("b", "a"))
     assert two is not None and two[:2] == (3, 47)
     of_two = [sum(known["two", arm, s][t].mean() for s in range(3) for t in (0, 1)) / 6 for arm in "ba"]
     assert two[2][0] == pytest.approx(of_two[0] - of_two[1])
@@ -103,7 +110,10 @@ def test_the_page_says_how_many_answers_ended(judged):
     file, out, _ = judged()
     rows = results.collect(read(file), out)
     ended = results.final(rows)["ended"]
-    assert set(ended) == {"a", "b"} and all(0.5 < share < 0.95 for share in ended["a"].values())
+    contents = [json.loads((out / f"b/seed-{s}/evaluation/greedy/evaluation.json").read_text()) for s in range(3)]
+    assert ended["b"] == {s: content["tasks"]["x"]["adapter"]["ended"] for s, content in enumerate(contents)}
+    of_base = results.final(rows)["base_ended"]["b"]
+    assert of_base == {s: content["tasks"]["x"]["base"]["ended"] for s, content in enumerate(contents)}
     table.write_table(rows, out / table.TABLE)
     page = conduct(file, table=out / table.TABLE).read_text()
     assert "| arm | seeds | accuracy | ended | accuracy/two | ended/two |" in page
