@@ -1,29 +1,19 @@
 """``qerl study FOLDER``: one page over all studies of a folder, from their plans and committed tables alone."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qerl_recipes.study.page import OF_CLAIMS, cell, cost, progress, told, wanted
+from qerl_recipes.study.page import OF_CLAIMS, cell, cost, figures, progress, wanted
 from qerl_recipes.study.plan import Study, StudyError, read
-from qerl_recipes.study.results import Final, Verdict, comparisons, final, labels, verdicts
+from qerl_recipes.study.results import Final, Verdict, comparisons, cut, final, labels, looks, verdicts
+from qerl_recipes.study.statistics import ALPHA, IF_NORMAL, Comparison, holm
 from qerl_recipes.study.table import TABLE, Row, beside, read_table
 
 NOT_RUN = "not run yet"
 VERDICTS = ("supported", "not supported", "undecided")  # how those of `statistics.judged` begin
-METRICS = (
-    *(
-        "base_accuracy",
-        "accuracy",
-        "reward_area",
-        "sampled_entropy_start",
-        "mismatch",
-        "without_signal",
-        "seconds_a_step",
-    ),
-    "steps_to_target",
-)
+METRICS = ("base_accuracy", "accuracy", "reward_gain", "clipped_end")
 
 
 @dataclass(frozen=True)
@@ -61,24 +51,30 @@ def overview(folder: Path) -> str:
         "| study | what it is of | runs |",
         "|---|---|---|",
     ]
+    before: dict[str, str] = {}  # what a study is of -> the first one that says so
     for one in found:
         name = f"[{one.name}]({one.name}/README.md)" if one.rows else f"[{one.name}]({one.name}.yaml)"
         runs = progress(one.study, one.values) + cost(one.rows) if one.rows else NOT_RUN
-        lines.append(f"| {name} | {' '.join(one.study.about.split())} | {runs} |")
+        about = " ".join(one.study.about.split())
+        first = before.setdefault(about, one.name)
+        lines.append(f"| {name} | {about if first == one.name else f'as {first}'} | {runs} |")
     if together := cost([row for one in found for row in one.rows]):
         lines += ["", f"All of them together:{together}"]
-    said = _said(found)
-    lines += ["", "## What is said, in a line each", "", f"| claim | {' | '.join(VERDICTS)} |"]
-    lines += ["|---" * (len(VERDICTS) + 1) + "|", *(_in_one_line(claim, those) for claim, those in said.items())]
-    lines += ["", OF_CLAIMS]
-    lines += ["", "## What was measured", "", "| claim | study | measured | verdict |"]
-    lines += ["|---" * 4 + "|", *_by_study(said), ""]
+    of_plans, afterwards = (_said(found, of) for of in (verdicts, looks))
+    head = [f"| {' | '.join(('claim', *VERDICTS, 'not tested'))} |", "|---" * (len(VERDICTS) + 2) + "|"]
+    lines += ["", "## What is said, in a line each", "", *head]
+    lines += [_in_one_line(claim, those) for claim, those in of_plans.items()]
+    lines += [f"| {claim} |  |  |  | {why} |" for one in found for claim, why in one.study.afterwards.untested.items()]
+    lines += ["", f"The difference and its 95 % interval by t. {OF_CLAIMS}", ""]
+    if afterwards:
+        lines += ["## Looked at afterwards", "", "Added once the results were known.", "", *head]
+        lines += [*(_in_one_line(claim, those) for claim, those in afterwards.items()), ""]
     shown = [one for one in found if one.rows]
-    if decided := [line for one in found for line in _decided(one)]:
-        planned = sum(len(one.study.comparisons) for one in shown)
-        lines += [f"## The {len(decided)} of {planned} planned comparisons of accuracy that are decided", ""]
-        lines += ["Corrected within each study, not over all.", ""]
-        lines += ["| study | a | b | seeds | a - b | 95 % (t) | p, Holm | a is |", "|---" * 8 + "|", *decided, ""]
+    lines += _decided(shown)
+    if named := [(one, run, share) for one in shown for run, share in cut(one.values).items()]:
+        lines += ["## Runs that end with more than a tenth of their completions cut", ""]
+        lines += ["What follows without them stands on the page of the study.", "", "| study | arm | seed | cut |"]
+        lines += ["|---" * 4 + "|", *(f"| {one.name} | {arm} | {s} | {c:.0%} |" for one, (arm, s), c in named), ""]
     if shown:
         lines += [
             "## Every arm",
@@ -94,40 +90,63 @@ def overview(folder: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _said(found: Sequence[Found]) -> Said:
+def _said(found: Sequence[Found], judge: Callable[[Study, Final], list[Verdict]]) -> Said:
     said: Said = {}
     for one in found:
-        for verdict in verdicts(one.study, one.values):
+        for verdict in judge(one.study, one.values):
             said.setdefault(verdict.claim.claim, []).append((one, verdict))
     return said
 
 
 def _in_one_line(claim: str, those: Sequence[tuple[Found, Verdict]]) -> str:
-    """Which studies say what of a claim; "undecided" is said in several ways."""
-    run = [(one.name, verdict.verdict) for one, verdict in those if one.rows]
-    cells = [", ".join(name for name, verdict in run if verdict.startswith(kind)) for kind in VERDICTS]
-    return f"| {claim} | {' | '.join(cells)} |"
+    """Which studies say what of a claim, on what figures; "undecided" is said in several ways."""
+    cells = []
+    for kind in VERDICTS:
+        of = [(one.name, v) for one, v in those if one.rows and v.verdict.startswith(kind)]
+        cells.append("; ".join(f"{name} {figures(v)}{_rest(v)}" for name, v in of))
+    waiting = ", ".join(one.name for one, _ in those if not one.rows)
+    return f"| {claim} | {' | '.join(cells)} | {waiting} |"
 
 
-def _by_study(said: Said) -> list[str]:
-    """Of each claim a line for every study that has runs, and one line for those that have none."""
-    lines = []
-    for claim, those in said.items():
-        lines += [f"| {claim} | {one.name} | {told(v)} | {v.verdict} |" for one, v in those if one.rows]
-        if waiting := [one.name for one, _ in those if not one.rows]:
-            lines.append(f"| {claim} | {', '.join(waiting)} | | {NOT_RUN} |")
-    return lines
+def _rest(found: Verdict) -> str:
+    """What a verdict says beside its kind."""
+    _, colon, why = found.verdict.partition(": ")
+    return f"({why})" if colon else IF_NORMAL if found.verdict.endswith(IF_NORMAL) else ""
 
 
-def _decided(one: Found) -> list[str]:
-    """Those with each arm at its best value; the others stand on the study's page."""
-    compared = comparisons(one.study, one.values).get("best", [])
-    return [
-        f"| {one.name} | {c.a} | {c.b} | {c.seeds} | {c.difference:+.1%} | {c.t_low:+.1%} to {c.t_high:+.1%} "
-        f"| {c.p_holm:.3f} | {c.verdict()} |"
-        for c in compared
-        if c.is_decided
+def _decided(shown: Sequence[Found]) -> list[str]:
+    """The comparisons that are decided within their study, each arm at its best value; the others stand on its page.
+    Beside them Holm's correction over those of all studies, which share seeds and runs."""
+    planned = sum(len(one.study.comparisons) for one in shown)
+    made = [(one, c) for one in shown for c in comparisons(one.study, one.values).get("best", [])]
+    over_all = holm([c for _, c in made], planned)
+    decided = [(one, c, of_all) for (one, c), of_all in zip(made, over_all, strict=True) if c.is_decided]
+    if not decided:
+        return []
+    question = "lower or higher in qerl_nvfp4 than in bf16, all other keys equal"
+    alike = sum(_differ_in_weights(one.study, c) for one, c, _ in decided)
+    still = [f"{c.a} - {c.b} of {one.name}" for one, c, of_all in decided if of_all.p_holm < ALPHA]
+    lines = [f"## The {len(decided)} of {planned} planned comparisons of accuracy that are decided", ""]
+    lines += [
+        f"Corrected within each study. Corrected over all {planned}, {len(still)} are left"
+        f"{': ' if still else ''}{', '.join(still)}. {alike} of the {len(decided)} ask one question: {question}.",
+        "",
+        "| study | a | b | seeds | a - b | 95 % (t) | p, Holm | over all | p, exact | a is |",
+        "|---" * 10 + "|",
     ]
+    lines += [
+        f"| {one.name} | {c.a} | {c.b} | {c.seeds} | {c.difference:+.1%} | {c.t_low:+.1%} to {c.t_high:+.1%} "
+        f"| {c.p_holm:.3f} | {of_all.p_holm:.3f} | {c.p_exact:.2g} | {c.verdict()} |"
+        for one, c, of_all in decided
+    ]
+    return [*lines, ""]
+
+
+def _differ_in_weights(study: Study, c: Comparison) -> bool:
+    """Whether the two arms are one recipe on NVFP4 weights and on BF16 weights."""
+    of = [study.settled(study.arms[arm]) for arm in (c.a, c.b)]
+    weights = [keys.pop("quantization", None) for keys in of]
+    return of[0] == of[1] and sorted(map(str, weights)) == ["bf16", "qerl_nvfp4"]
 
 
 def _arms(one: Found) -> list[str]:

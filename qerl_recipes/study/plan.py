@@ -14,6 +14,9 @@
     - {claim: noise adds accuracy, pair: [nvfp4_noise, nvfp4_lora], expect: higher, margin: 0.01}
     target_reward: 0.5
 
+    afterwards: {two_states: 0.75}
+
+What stands under ``afterwards`` was added once the results were known, and is shown as such; the rest is the plan.
 An arm is the recipe with keys of its own; nothing else differs between arms. A study without a sweep may take arms from
 another one's table, whose runs would be the same:
 
@@ -77,6 +80,25 @@ class Claim(_Strict):
     metric: str = "accuracy"
 
 
+class Look(Claim):
+    """A claim made once the results were known. ``also``: an arm -> {another study's file: its label in that table},
+    whose runs count as this arm's, too: by seed their mean, and further seeds beside those of the study."""
+
+    also: dict[str, dict[Path, str]] = {}
+
+
+class Afterwards(_Strict):
+    """What was added once the results were known. It is shown as such, and decides no run.
+
+    ``two_states``: an accuracy that lies between two states in which runs end; arms are then compared by how many of
+    their runs end above it. ``untested``: what is said elsewhere -> why no run of the study tests it.
+    """
+
+    claims: list[Look] = []
+    two_states: float | None = None
+    untested: dict[str, str] = {}
+
+
 class Taken(_Strict):
     """Arms whose runs are there already, in the table of another ``study`` file: arm -> its label in that table."""
 
@@ -98,6 +120,7 @@ class Study(_Strict):
     claims: list[Claim] = []
     target_reward: float | None = None
     about: str = ""
+    afterwards: Afterwards = Afterwards()
 
     @model_validator(mode="after")
     def _fits_together(self) -> "Study":
@@ -114,16 +137,23 @@ class Study(_Strict):
                     f"arms.{arm}: {', '.join(absent)} is null, which no flag can say: the recipe's would hold. Take it "
                     "out of the recipe, and give it to the arms that have it"
                 )
-        compared = {"comparisons": self.comparisons, "claims": [claim.pair for claim in self.claims]}
+        compared = {
+            "comparisons": self.comparisons,
+            "claims": [claim.pair for claim in self.claims],
+            "afterwards": [look.pair for look in self.afterwards.claims],
+        }
         for key, pairs in compared.items():
             for name in itertools.chain(*pairs):
                 if name not in self.arms:
                     raise ValueError(f"{key}: {name!r} is not one of the arms {', '.join(self.arms)}")
             if alike := [a for a, b in pairs if a == b]:
                 raise ValueError(f"{key}: {alike[0]} is compared with itself")
+        for look in self.afterwards.claims:
+            if strange := sorted(look.also.keys() - set(look.pair)):
+                raise ValueError(f"afterwards.claims: also names {', '.join(strange)}, which its pair has not")
         if len(set(self.comparisons)) < len(self.comparisons):
             raise ValueError("comparisons: each may stand there once")
-        if self.sweep is None and any(claim.metric == SWEEP_GAIN for claim in self.claims):
+        if self.sweep is None and any(claim.metric == SWEEP_GAIN for claim in (*self.claims, *self.afterwards.claims)):
             raise ValueError(f"claims: the metric {SWEEP_GAIN} needs a sweep")
         if self.primary not in self.evaluations:
             raise ValueError(f"primary: {self.primary!r} is not one of the evaluations {', '.join(self.evaluations)}")

@@ -7,25 +7,30 @@ steps, ``hours/DEVICE``, what it took of a GPU or of the machine, beside other r
 keys and evaluations, and the problems of each; and the judgements of its answers, problem by problem (`by_problem`).
 """
 
+import functools
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from qerl_recipes.study.base import base_of
 from qerl_recipes.study.finished import kept, plan_of
-from qerl_recipes.study.plan import SWEEP_GAIN, Claim, Study, StudyError, best_values, first_runs, later_runs
+from qerl_recipes.study.plan import SWEEP_GAIN, Claim, Look, Study, StudyError, best_values, first_runs, later_runs
 from qerl_recipes.study.processes import seconds_of
 from qerl_recipes.study.run import says_its_recipe
-from qerl_recipes.study.statistics import Comparison, holm, judged, paired
+from qerl_recipes.study.statistics import Comparison, by_state, differ, holm, if_normal, judged, paired
 from qerl_recipes.study.summaries import summaries
-from qerl_recipes.study.table import BASE, HOURS, PLAN, PROBLEMS, Row
+from qerl_recipes.study.table import BASE, HOURS, PLAN, PROBLEMS, Row, beside, read_table
 from qerl_recipes.study.taken import taken_rows
 from qerl_recipes.study.there import all_runs, asked_and_judged, figures, is_finished
 from qerl_recipes.study.work import METRICS
 
 Final = Mapping[str, Mapping[str, Mapping[int, float]]]  # metric -> arm's label in the table -> seed -> value
+CUT = 0.1  # a run that ends with more than this share of its completions cut is named, and comparisons made without it
+NEWER = ("reward_gain", "clipped_end")  # summaries that older tables lack, though their steps have them
+# a claim's metric: `steps_to_target`, and the last step of a run that never reached it
+STEPS_WITHIN = "steps_within"
 
 
 def collect(study: Study, folder: Path) -> list[Row]:
@@ -77,12 +82,27 @@ def _refuse_other_problems(study: Study, rows: Iterable[Row]) -> None:
 
 
 def final(rows: Iterable[Row]) -> Final:
-    """metric -> arm -> seed -> the value at the run's last step that has it; empty for a metric that no run has."""
+    """metric -> arm -> seed -> the value at the run's last step that has it; empty for a metric that no run has.
+
+    Added are the summaries that older tables lack, from the steps, and STEPS_WITHIN where a run reached its target.
+    """
     found: dict[str, dict[str, dict[int, tuple[int, float]]]] = defaultdict(lambda: defaultdict(dict))
+    steps: dict[tuple[str, int], dict[int, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for arm, seed, step, metric, value in rows:
         of = found[metric][arm]
         if step >= of.get(seed, (-1, 0.0))[0]:
             of[seed] = (step, value)
+        if metric in ("reward", "completion_clipped"):
+            steps[arm, seed][step][metric] = value
+    for (arm, seed), of_run in steps.items():
+        last = max(of_run)
+        come = summaries([of_run[step] for step in sorted(of_run)], None)
+        for metric in NEWER:
+            if metric in come:
+                found[metric][arm].setdefault(seed, (last, come[metric]))
+        if "steps_to_target" in found:
+            reached = found["steps_to_target"].get(arm, {}).get(seed, (last, float(last)))
+            found[STEPS_WITHIN][arm][seed] = reached
     values = {
         metric: {arm: {seed: value for seed, (_, value) in seeds.items()} for arm, seeds in arms.items()}
         for metric, arms in found.items()
@@ -107,53 +127,136 @@ def labels(study: Study, values: Final) -> dict[str, dict[str, str]]:
     return found
 
 
-def comparisons(study: Study, values: Final, metric: str = "accuracy") -> dict[str, list[Comparison]]:
+def comparisons(
+    study: Study, values: Final, metric: str = "accuracy", *, as_planned: bool = False
+) -> dict[str, list[Comparison]]:
     """ "best" and "common" -> the study's comparisons by ``metric`` over its seeds, corrected by Holm within each,
-    for as many as are planned."""
+    for as many as are planned. Accuracies of two states are compared by their counts, unless ``as_planned``."""
     found = {}
+    bound = None if as_planned else _bound(study, metric)
     for kind, names in labels(study, values).items():
         of = {arm: of_seeds(study.seeds, values[metric].get(names.get(arm, ""))) for arm in study.arms}
-        made = [_compared(a, b, of[a], of[b]) for a, b in study.comparisons]
+        made = [_compared(a, b, of[a], of[b], bound) for a, b in study.comparisons]
         found[kind] = holm([comparison for comparison in made if comparison is not None], len(made))
     return found
 
 
+def cut(values: Final) -> dict[tuple[str, int], float]:
+    """(an arm's label, a seed) -> the share of completions cut at the end, of the runs where it is above a tenth."""
+    runs = ((label, seed, share) for label, seeds in values["clipped_end"].items() for seed, share in seeds.items())
+    return {(label, seed): share for label, seed, share in sorted(runs) if share > CUT}
+
+
+def without_cut(study: Study, values: Final) -> dict[tuple[str, str], tuple[Comparison, Comparison]]:
+    """The labels of two arms that are compared, of which a run is in `cut` -> what the plan's test says of them with
+    all runs, and without those."""
+    named = cut(values)
+    touched = {label for label, seed in named if seed in study.seeds}
+    accuracies = {
+        label: {seed: value for seed, value in seeds.items() if (label, seed) not in named}
+        for label, seeds in values["accuracy"].items()
+    }
+    whole = comparisons(study, values, as_planned=True)
+    kept = comparisons(study, defaultdict(dict, {**values, "accuracy": accuracies}), as_planned=True)
+    found = {}
+    for kind, names in labels(study, values).items():
+        after = {(c.a, c.b): c for c in kept.get(kind, [])}
+        for c in whole.get(kind, []):
+            pair = names[c.a], names[c.b]
+            if touched & set(pair) and (c.a, c.b) in after:
+                found[pair] = c, after[c.a, c.b]
+    return found
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the seeds of a study show alone, what those of others show, and the p that both show one difference."""
+
+    own: int
+    difference: float
+    others: int
+    of_others: float
+    p: float
+
+
 @dataclass(frozen=True)
 class Verdict:
-    """A claim of a study, what was measured, and what follows; ``measured`` is None for less than two seeds."""
+    """A claim of a study, what was measured, and what follows; ``measured`` is None for less than two seeds. ``parts``
+    are there where seeds of other studies count too."""
 
     claim: Claim
     measured: Comparison | None
     verdict: str
+    parts: Parts | None = None
 
 
-def verdicts(study: Study, values: Final) -> list[Verdict]:
-    """The study's claims, each arm at its best value of the sweep's key, judged with Holm's correction over all of
-    them. One of a metric that runs with an accuracy lack (``steps_to_target``, of those that reached it) is undecided:
-    the others would be left out of what is compared. A claim of the metric ``sweep_gain`` is judged over the sweep's
-    seeds."""
+def verdicts(study: Study, values: Final, claims: Sequence[Claim] | None = None) -> list[Verdict]:
+    """The study's planned claims, or ``claims``, each arm at its best value of the sweep's key, judged with Holm's
+    correction over all of them. One of a metric that runs with an accuracy lack is undecided: the others would be left
+    out of what is compared. A claim of the metric ``sweep_gain`` is judged over the sweep's seeds, and one of
+    accuracies of two states by how many runs end in the upper one."""
+    claims = study.claims if claims is None else claims
     names = labels(study, values)["best"]
-    made: list[Comparison | None] = []
-    seeds: list[int] = []  # how many both arms of a claim have
-    for claim in study.claims:
-        if claim.metric == SWEEP_GAIN:
-            of = [sweep_gain(study, values, arm) for arm in claim.pair]
-        else:
-            of = [of_seeds(study.seeds, values[claim.metric].get(names.get(arm, ""))) for arm in claim.pair]
-        made.append(_compared(*claim.pair, *of))
-        seeds.append(len(set(of[0]) & set(of[1])))
+    arms = [[_values_of(study, values, claim, arm, names.get(arm, "")) for arm in claim.pair] for claim in claims]
+    made = [
+        _compared(*claim.pair, of_a, of_b, _bound(study, claim.metric))
+        for claim, (of_a, of_b) in zip(claims, arms, strict=True)
+    ]
     corrected = iter(holm([comparison for comparison in made if comparison is not None], len(made)))
     found = []
-    for claim, comparison, count in zip(study.claims, made, seeds, strict=True):
+    for claim, comparison, (of_a, of_b) in zip(claims, made, arms, strict=True):
         if comparison is None:
-            many = "no seed has" if count == 0 else "only one seed has"
+            many = "only one seed has" if of_a.keys() & of_b.keys() else "no seed has"
             found.append(Verdict(claim, None, f"undecided: {many} {claim.metric} of both"))
-        else:
-            comparison = next(corrected)
-            lacking = max(_lack(study, values, names.get(arm, ""), claim.metric) for arm in claim.pair)
+            continue
+        comparison = next(corrected)
+        lacking = max(_lack(study, values, names.get(arm, ""), claim.metric) for arm in claim.pair)
+        verdict = f"undecided: {lacking} runs lack it"
+        if not lacking:
             verdict = judged(comparison, claim.expect, claim.margin)
-            found.append(Verdict(claim, comparison, f"undecided: {lacking} runs lack it" if lacking else verdict))
+            verdict = if_normal(comparison, claim.expect, claim.margin, verdict)
+        found.append(Verdict(claim, comparison, verdict, _parts(study, of_a, of_b)))
     return found
+
+
+def looks(study: Study, values: Final) -> list[Verdict]:
+    """What was asked of a study once its results were known, corrected over all of that."""
+    return verdicts(study, values, study.afterwards.claims)
+
+
+def _bound(study: Study, metric: str) -> float | None:
+    return study.afterwards.two_states if metric == "accuracy" else None
+
+
+def _values_of(study: Study, values: Final, claim: Claim, arm: str, label: str) -> dict[int, float]:
+    """Seed -> what a claim compares of an arm: the mean over the tables that have the seed, where it names others."""
+    if claim.metric == SWEEP_GAIN:
+        return sweep_gain(study, values, arm)
+    found = {seed: [value] for seed, value in of_seeds(study.seeds, values[claim.metric].get(label)).items()}
+    for file, other in claim.also.get(arm, {}).items() if isinstance(claim, Look) else ():
+        path = beside(file)
+        there = _of_table(path, path.stat().st_mtime_ns if path.is_file() else 0)[claim.metric].get(other)
+        if not there:
+            raise StudyError(f"afterwards: {path} has no {claim.metric} of {other}; name an arm that has")
+        for seed, value in there.items():
+            found.setdefault(seed, []).append(value)
+    return {seed: sum(of) / len(of) for seed, of in sorted(found.items())}
+
+
+@functools.lru_cache(maxsize=8)
+def _of_table(path: Path, changed: int) -> Final:
+    """Several claims look at one table; ``changed`` is when it was."""
+    return final(read_table(path))
+
+
+def _parts(study: Study, of_a: Mapping[int, float], of_b: Mapping[int, float]) -> Parts | None:
+    """None where all seeds are the study's own, or its sweep's."""
+    own = {*study.seeds, *(study.sweep.seeds if study.sweep else ())}
+    both = sorted(of_a.keys() & of_b.keys())
+    here, there = ([of_a[seed] - of_b[seed] for seed in both if (seed in own) == mine] for mine in (True, False))
+    if not here or not there:
+        return None
+    return Parts(len(here), sum(here) / len(here), len(there), sum(there) / len(there), differ(here, there))
 
 
 def _lack(study: Study, values: Final, label: str, metric: str) -> int:
@@ -203,6 +306,10 @@ def of_seeds(seeds: Iterable[int], values: Mapping[int, float] | None) -> dict[i
     return {seed: values[seed] for seed in seeds if values is not None and seed in values}
 
 
-def _compared(a: str, b: str, of_a: Mapping[int, float], of_b: Mapping[int, float]) -> Comparison | None:
-    """Two arms over the seeds that both have; None for less than two."""
-    return paired(a, b, of_a, of_b) if len(set(of_a) & set(of_b)) >= 2 else None
+def _compared(
+    a: str, b: str, of_a: Mapping[int, float], of_b: Mapping[int, float], bound: float | None = None
+) -> Comparison | None:
+    """Two arms over the seeds that both have; None for less than two. With ``bound`` their counts above it."""
+    if len(set(of_a) & set(of_b)) < 2:
+        return None
+    return paired(a, b, of_a, of_b) if bound is None else by_state(a, b, of_a, of_b, bound)

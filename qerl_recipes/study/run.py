@@ -99,11 +99,11 @@ def says_its_recipe(folder: Path) -> bool:
 def _claim(study: Study, folder: Path) -> None:
     """Write the study and its recipe's keys into its folder, which is locked, or see that they are those that stand
     there. (Folders of before have no keys of the recipe.)"""
-    mark, content = folder / MARK, json.loads(study.model_dump_json())
+    mark, content = folder / MARK, json.loads(study.model_dump_json(exclude={"afterwards"}))
     recipe = json.loads(json.dumps(study.decided({}), default=str))
     if mark.is_file():
         before = json.loads(mark.read_text(encoding="utf-8"))
-        begun = before.pop(RECIPE, recipe)
+        begun, _ = before.pop(RECIPE, recipe), before.pop("afterwards", None)
         if changed := sorted(key for key in {*begun, *recipe} if begun.get(key) != recipe.get(key)):
             raise StudyError(
                 f"{folder} was begun with another {study.recipe}: {', '.join(changed)} differ; put them back, or begin "

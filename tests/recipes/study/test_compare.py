@@ -36,8 +36,8 @@ def test_the_last_values_are_paired_by_seed(file):
     said = CliRunner().invoke(app, ["compare", "plan.yaml", "b", "a"])
     # differences 0.10, 0.11, 0.12: mean 0.11, standard error 0.01 / sqrt 3, times 4.303 of two degrees of freedom
     assert said.output.strip() == (
-        "accuracy: b 0.61, a 0.5; a - b = +0.11, 95 % (t) +0.08516 to +0.1348, p = 0.0027, not corrected; seeds "
-        "0, 1, 2: +0.1, +0.11, +0.12"
+        "accuracy: b 0.61, a 0.5; a - b = +0.11, 95 % (t) +0.08516 to +0.1348, p = 0.0027, exact 0.25, not corrected; "
+        "unpaired +0.08516 to +0.1348; seeds 0, 1, 2: +0.1, +0.11, +0.12"
     )
 
 
@@ -56,6 +56,13 @@ def test_a_mean_over_steps_is_of_these_steps_alone(file):
     assert "reward over steps 1-2: b 0.15, a 0.15; a - b = +0," in compare(file, "b", "a", "reward", "1-2")
     assert "reward over steps 2-3: b 0.3, a 0.25; a - b = +0.05," in compare(file, "b", "a", "reward", "2-3")
     assert "reward: b 0.5, a 0.4; a - b = +0.1," in compare(file, "b", "a", "reward")
+
+
+def test_a_summary_that_an_older_table_lacks_is_made_from_its_steps(file):
+    rows = table.read_table(Path("plan") / table.TABLE)
+    rows += [(arm, s, 4, "completion_clipped", 0.1 * s + (arm == "b")) for arm in "ab" for s in (0, 1, 2)]
+    table.write_table(rows, Path("plan") / table.TABLE)
+    assert "clipped_end: b 1.1, a 0.1; a - b = +1, " in compare(file, "b", "a", "clipped_end")
 
 
 def test_another_table_counts_where_it_is_named(file):

@@ -31,6 +31,10 @@ PLAN = {
     "primary": "greedy",
     "comparisons": [["b", "a"]],
     "claims": CLAIMS,
+    "afterwards": {
+        "claims": [{**CLAIMS[0], "claim": "b gains more"}],
+        "untested": {"more steps help": "no run has them"},
+    },
 }
 
 
@@ -63,20 +67,23 @@ def test_every_claim_has_a_line_with_what_was_measured_and_a_study_that_was_not_
     put(folder, "one", [*of_the_sweep(), *compared, *took])
     text = sum_up(folder).read_text()
     assert text == (folder / "README.md").read_text() == overview(folder)
-    assert "| noise helps | one | accuracy: b higher than a, margin 0.01; a - b = +0.101, " in text
-    assert "3 seeds | supported |" in text
+    of_claims = text.partition(
+        "| claim | supported | not supported | undecided | not tested |\n|---|---|---|---|---|\n"
+    )[2]
+    assert of_claims.startswith("| noise helps | one +0.101 (+0.0985 to +0.103), if normal |  |  | two |\n")
     # a gains 0.1, b 0.2 and 0.3: over two seeds that may be chance
-    assert "a - b = +0.15, 95 % (t) -0.485 to +0.785, 2 seeds | undecided at this size |" in text
-    assert "| claim | supported | not supported | undecided |\n|---|---|---|---|\n| noise helps | one |  |  |\n" in text
-    assert "| larger rates suit b |  |  | one |" in text
-    assert "All of them together: They took 0.8 hours of NVIDIA H200: " in text
-    assert "| one | b | a | 3 | +10.1% | +9.9% to +10.3% | 0.000 | higher |" in text
+    assert "| larger rates suit b |  |  | one +0.15 (-0.485 to +0.785) | two |" in text
+    assert "| more steps help |  |  |  | no run has them |" in text
+    assert "All of them together: They took 0.8 hours of NVIDIA H200, " in text
+    assert "| one | b | a | 3 | +10.1% | +9.9% to +10.3% | 0.000 | 0.000 | 0.25 | higher, if normal |" in text
+    assert "Corrected over all 1, 1 are left: b - a of one. 1 of the 1 ask one question" in text
+    assert "## Looked at afterwards" in text and "| b gains more | one +0.101 (" in text.partition("Looked at")[2]
     assert "## The 1 of 1 planned comparisons" in text and text.count("below 5% in that direction") == 1
-    assert "| noise helps | two | | not run yet |" in text and "| what two is of | not run yet |" in text
+    assert "| what two is of | not run yet |" in text
     # 12 of the sweep and 6 at the best value of 12 + 12: those at the common one are missing
     assert (
-        "| what one is of | 18 of 24 runs are there. They took 0.8 hours of NVIDIA H200: other programs that "
-        "ran there are counted in, what was killed is not. |" in text
+        "| what one is of | 18 of 24 runs are there. They took 0.8 hours of NVIDIA H200, other programs there counted "
+        "in. |" in text
     )
     assert "| one | b@0.0003 | 3 |  | 0.601 ± 0.001 |" in text and "| two | " not in text.split("## Every arm")[1]
     assert "one/curves_best.png" in text and "two/curves_best.png" not in text
@@ -84,13 +91,24 @@ def test_every_claim_has_a_line_with_what_was_measured_and_a_study_that_was_not_
     assert "18 of 24 runs are there" in (folder / "one/README.md").read_text()
 
 
+def test_what_is_decided_in_its_study_is_corrected_over_all_planned_comparisons_too(folder):
+    """p is 0.034 in either: decided alone, and not among two."""
+    for name in ("one", "two"):
+        made = [(f"{arm}@0.0003", s, 60, "accuracy", 0.5 + (arm == "b") * (0.1, 0.06, 0.12)[s]) for s in (0, 1, 2)
+                for arm in "ab"]  # fmt: skip
+        put(folder, name, [*of_the_sweep(), *made])
+    text = overview(folder)
+    assert "## The 2 of 2 planned" in text and "Corrected over all 2, 0 are left. 2 of the 2 ask one question" in text
+    assert "| 0.034 | 0.068 | 0.25 | higher, if normal |" in text
+
+
 def test_a_study_in_the_middle_says_how_far_it_is_and_judges_nothing(folder):
     put(folder, "one", [("a@0.0001", 100, 60, "accuracy", 0.5)])
     text = overview(folder)
     assert "| 1 of at most 24 runs are there. |" in text
-    assert "| undecided: no seed has accuracy of both |" in text
+    assert "|  |  | one (no seed has accuracy of both) | two |" in text
     put(folder, "one", [*of_the_sweep(), *((f"{arm}@0.0003", 0, 60, "accuracy", 0.5) for arm in "ab")])
-    assert "| undecided: only one seed has accuracy of both |" in overview(folder)
+    assert "|  |  | one (only one seed has accuracy of both) | two |" in overview(folder)
 
 
 def test_a_folder_takes_no_options_and_holds_studies(folder, tmp_path):

@@ -33,6 +33,8 @@ def test_a_folder_of_another_study_is_left_alone(study, tmp_path, finish):
         runner.run(plan, tmp_path / "out")
     (tmp_path / "out" / "study.json").write_text(plan.model_dump_json())
     assert runner.run(plan, tmp_path / "out")  # all is there: nothing is started
+    look = {"claim": "x", "pair": ["b", "a"], "expect": "higher", "margin": 0.01}
+    assert runner.run(read(study(sweep=None, afterwards={"claims": [look]})), tmp_path / "out")  # which is no plan
     changed = read(study(sweep=None, target_reward=0.7))
     with pytest.raises(StudyError, match="holds another study: target_reward differ"):
         runner.run(changed, tmp_path / "out")

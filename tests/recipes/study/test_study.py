@@ -45,6 +45,12 @@ LARGER = {"claim": "a larger rate suits b", "expect": "higher", "margin": 0.01, 
         ({"claims": [{"claim": "x", "pair": ["a", "c"], "expect": "higher", "margin": 1}]}, "claims: 'c' is not one"),
         ({"claims": [{"claim": "x", "pair": ["a", "b"], "expect": "higher", "margin": 0}]}, "claims.0.margin"),
         ({"sweep": None, "claims": [{**LARGER, "pair": ["b", "a"]}]}, "the metric sweep_gain needs a sweep"),
+        ({"sweep": None, "afterwards": {"claims": [{**LARGER, "pair": ["b", "a"]}]}}, "sweep_gain needs a sweep"),
+        ({"afterwards": {"claims": [{**LARGER, "pair": ["a", "c"]}]}}, "afterwards: 'c' is not one of the arms"),
+        (
+            {"afterwards": {"claims": [{**LARGER, "pair": ["b", "a"], "also": {"c": {"other.yaml": "c"}}}]}},
+            "afterwards.claims: also names c, which its pair has not",
+        ),
         ({"primary": "sampled"}, "'sampled' is not one of the evaluations greedy"),
         ({"seeds": [0, 0]}, "each may stand there once"),
         ({"seeds": [0, 100]}, "not be chosen on the seeds that are compared"),
@@ -198,6 +204,11 @@ def test_what_the_steps_of_a_run_come_to():
     ]
     found = results.summaries(steps, 0.5)
     assert found["reward_area"] == pytest.approx(0.5) and found["entropy_start"] == pytest.approx(1.6)
+    assert "reward_gain" not in found and "clipped_end" not in found  # too few steps, and none of the metric
+    grown = [{"step": i, "reward": i / 100, "completion_clipped": i / 100} for i in range(1, 21)]
+    grown = [each for step in grown for each in (step, {"step": step["step"] + 0.5, "completion_clipped": 9.0})]
+    come = results.summaries(grown, None)  # 0.11 to 0.20 less 0.01 to 0.05, of the steps that a rollout was scored in
+    assert (come["reward_gain"], come["clipped_end"]) == (pytest.approx(0.155 - 0.03), pytest.approx(0.18))
     assert found["steps_to_target"] == 6 and found["seconds_to_target"] == pytest.approx(12.0)
     assert "steps_to_target" not in results.summaries(steps, 0.9) and "tokens_per_s" not in found
     both = results.summaries([{**step, "sampled_entropy": 2.0 * step["step"]} for step in steps], None)
@@ -245,6 +256,9 @@ def test_the_page_follows_from_the_table_alone_and_compares_the_seeds_of_the_stu
     assert compared.difference == pytest.approx(0.101) and "+10.1%" in page
     assert "| b@0.001 | 3 | 0.611 ± 0.011 |" in page and "0.9" not in page.split("## All arms")[0]
     assert "## learning_rate: accuracy over the seeds 100, 101" in page and "| a | 0.1 ± 0 | 0.9 ± 0 |" in page
+    assert "over 3 seeds at least 0.25." in page and "read the unpaired interval" in page
+    without_bf16 = read(study(arms={"a": {"quantization": "nf4"}, "b": {"quantization": "qerl_nvfp4"}}))
+    assert "read the unpaired interval" not in page_of(without_bf16, again, "", "")
     some = [row for row in again if not (row[0] == "a@0.001" and row[1] == 1 and row[3] == "reward_area")]
     made = page_of(plan, some, "", "")  # one of three runs lacks it
     assert " (2 of 3) |" in made and "of 3)" not in page
