@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import gather_object
 
+from qerl_recipes.train.importance import mask_of
 from qerl_vllm_plugin.noise import seed_of
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ def refill(trainer: "QerlGRPOTrainer", batch: dict[str, Any], groups: int) -> di
         trainer._metrics["train"][f"dynamic_sampling/{name}"].append(count)
     if counts["accepted_groups"] > 0:  # without any group that teaches there is no loss, whatever it is divided by
         batch["completion_mask"][filled] = 0
-    batch["num_items_in_batch"] = accelerator.gather(batch["completion_mask"].sum()).sum()
+    batch["num_items_in_batch"] = accelerator.gather(mask_of(batch).sum()).sum()
     return batch
 
 

@@ -243,3 +243,49 @@ def test_if_all_rewards_are_equal_the_batch_is_filled_and_teaches_nothing(make_t
     assert {name: record[name] for name in counts} == counts
     assert record["grad_norm"] == 0
     assert trainer.stream.position == 4
+
+
+@pytest.mark.parametrize("pack_tokens", [0, 16384])
+def test_loss_and_gradient_are_of_the_sampled_tokens_alone(pack_tokens, make_trainer, make_nvfp4, read_metrics):
+    """A tool's answer of five tokens stands in each completion; expected values are computed from plain logits."""
+    keys = {"dynamic_sampling": True, "loss_type": "dapo", "dtype": torch.float32, "max_steps": 1}
+    trainer = make_trainer(make_nvfp4("qwen2"), tags, max_grad_norm=0.0, pack_tokens=pack_tokens, **keys)
+    of_tool, expected = [5, 6, 7, 8, 9], {}
+
+    def rollout(prompts, trainer):
+        ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+        _, sampled, logprobs, _ = trainer.vllm_generation.generate(ids, None, trainer.num_generations)
+        flat = [[each[0] for each in row] for row in logprobs]
+        return {
+            "prompt_ids": ids,
+            "completion_ids": [[*row[:1], *of_tool, *row[1:]] for row in sampled],
+            "logprobs": [[*row[:1], *[0.0] * len(of_tool), *row[1:]] for row in flat],
+            "env_mask": [[1] + [0] * len(of_tool) + [1] * (len(row) - 1) for row in sampled],
+        }
+
+    def watch(model, inputs, *args, **kwargs):
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        masks = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        width = inputs["completion_ids"].shape[1]
+        logits = model(input_ids=ids, attention_mask=masks).logits[:, -width - 1 : -1].log_softmax(dim=-1)
+        logps = logits.gather(2, inputs["completion_ids"][:, :, None])[:, :, 0]
+        is_sampled = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
+        weight = (logps.detach() - inputs["sampling_per_token_logps"]).exp().clamp(max=2.0)
+        each = -(logps - logps.detach()).exp() * weight * inputs["advantages"][:, None]
+        loss = each[is_sampled].sum() / is_sampled.sum()
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        gradients = torch.autograd.grad(loss, trained)
+        expected["loss"] = loss.item()
+        expected["grad_norm"] = torch.stack([gradient.norm() for gradient in gradients]).norm().item()
+        expected["tokens"] = int(is_sampled.sum())
+        return inner(model, inputs, *args, **kwargs)
+
+    inner = trainer.compute_loss
+    trainer.rollout_func, trainer.compute_loss = rollout, watch
+    trainer.train()
+    (record,) = read_metrics(trainer)
+    assert record["dropped_groups"] == 0 and expected["tokens"] < 8 * 12
+    assert {name: record[name] for name in ("loss", "grad_norm")} == pytest.approx(
+        {name: expected[name] for name in ("loss", "grad_norm")}, rel=1e-4
+    )
+    assert record["grad_norm"] > 1e-3
