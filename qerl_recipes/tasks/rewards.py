@@ -14,8 +14,8 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from qerl_recipes.hooks import Reward, RewardFactory, find
 from qerl_recipes.recipe.configs import ScriptArguments
@@ -24,11 +24,15 @@ from qerl_recipes.recipe.keys import CODE_REWARDS
 from qerl_recipes.tasks import answers, reasoning_gym_task, running_sum
 from qerl_recipes.tasks.answers import Completion, is_exactly, text_of
 
+if TYPE_CHECKING:
+    import torch
+
 THINK_THEN_ANSWER = re.compile(r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$", re.DOTALL | re.MULTILINE)
 SOFT_THINK_THEN_ANSWER = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>", re.DOTALL)
 TAGS = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 STEP = re.compile(r"(Step \d+:|^\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,)")
 STEPS_WANTED = 3
+LARGEST = 1e16  # beyond it the squares of a batch's rewards leave fp32, in which advantages are computed
 LANGUAGES = ("python", "javascript", "r", "java", "bash", "cpp")
 # what GRPOTrainer passes to every reward besides the columns of the data set
 PASSED_BY_TRL = {
@@ -272,3 +276,20 @@ def required_columns(reward: Reward) -> set[str]:
         for name, parameter in inspect.signature(reward).parameters.items()
         if parameter.default is inspect.Parameter.empty and parameter.kind not in variable
     } - PASSED_BY_TRL
+
+
+def refuse_infinite(values: "torch.Tensor", names: Sequence[str], prompts: Callable[[], Sequence[Any]]) -> None:
+    """Raise ValueError for a reward that is infinite or beyond ``LARGEST``, naming function, value and prompt.
+
+    ``values: (completions, rewards)`` are those of the functions ``names``, ``prompts`` gives the completions' prompts.
+    TRL would set every advantage of such a group to 0. NaN, which None becomes, says that a reward does not apply.
+    """
+    wrong = (values.abs() > LARGEST).nonzero().tolist()
+    if wrong:
+        row, column = wrong[0]
+        number, prompt = sum(where == column for _, where in wrong), str(prompts()[row])[:200]
+        raise ValueError(
+            f"the reward {names[column]} gave {float(values[row, column]):g} to {number} of {len(values)} completions, "
+            f"the first of them of the prompt {prompt!r}; rewards must be finite and at most {LARGEST:g} in size. "
+            "Return a finite number, or None where the reward does not apply"
+        )

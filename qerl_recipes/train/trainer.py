@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import set_seed
+from accelerate.utils import gather_object, set_seed
 from datasets import Dataset
 from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
@@ -39,6 +39,7 @@ from qerl_recipes.model import fused_lora, norms
 from qerl_recipes.model.loading import blocks_that_keep
 from qerl_recipes.model.packing import even_micro_batches
 from qerl_recipes.recipe.configs import GRPOConfig
+from qerl_recipes.tasks import rewards
 from qerl_recipes.train import dynamic_sampling, rollout_measures, saving
 from qerl_recipes.train.loss_forward import LossForward
 from qerl_recipes.train.step_metrics import QuietProgress, StepRecorder
@@ -213,9 +214,10 @@ class QerlGRPOTrainer(GRPOTrainer):
         rollout_measures.correct(self, scored)
         return scored
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        per_function = super()._calculate_rewards(*args, **kwargs)  # (completions of all ranks, reward functions)
+    def _calculate_rewards(self, inputs: Any, prompts: Any, *others: Any) -> torch.Tensor:
+        per_function = super()._calculate_rewards(inputs, prompts, *others)  # (completions of all ranks, functions)
         metric, names = self.args.dynamic_sampling_metric, self.reward_func_names
+        rewards.refuse_infinite(per_function, names, lambda: gather_object(list(prompts)))
         self.judged = dynamic_sampling.judged_by(per_function, self.reward_weights, names, metric)
         size = self.num_generations if self.model.training else self.num_generations_eval
         is_summed = self.multi_objective_aggregation == "sum_then_normalize"

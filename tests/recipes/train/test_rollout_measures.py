@@ -1,4 +1,11 @@
-"""equal_groups and completion_clipped are what their names say, under every key that TRL measures them otherwise by."""
+"""equal_groups and completion_clipped are what their names say, under every key that TRL measures them otherwise by.
+
+Rewards of which no advantage can be computed are refused.
+"""
+
+import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,6 +90,25 @@ def test_a_completion_that_a_stop_string_has_ended_was_not_cut_off(make_trainer,
 
 def cycle(completions, **columns):
     return [float(i % 3) for i in range(len(completions))]
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, 1e17])
+def test_a_reward_that_is_infinite_ends_the_run_before_the_step_and_is_named(value, make_trainer, make_nvfp4):
+    """What an advantage cannot be computed of; None and NaN say that a reward does not apply, and go on."""
+
+    def broken(completions, prompts, trainer_state, **columns):
+        asked.append(prompts)
+        of_one = [value, 0.5] if trainer_state.global_step == 1 else [None, math.nan]
+        return [*of_one, *cycle(completions[2:])]
+
+    asked, settings = [], {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    trainer = make_trainer(make_nvfp4("qwen2"), [cycle, broken], **settings)
+    message = rf"the reward broken gave {value:g} to 1 of 8 completions, the first of them of the prompt "
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        trainer.train()
+    assert repr(asked[-1][0]) in str(error.value) and "None where the reward does not apply" in str(error.value)
+    assert trainer.state.global_step == 1
+    assert [path.name for path in Path(trainer.args.output_dir).glob("checkpoint*")] == ["checkpoint-1"]
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
