@@ -295,14 +295,21 @@ def _clipped(metrics: list[dict[str, Any]], recipe: Mapping[str, Any]) -> str | 
 
 
 def _first_and_last(metrics: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
-    """Means over the first and the last steps, of those that have a value; a rollout for several steps has one."""
-    table = []
-    for key, name, form in SHOWN:
-        if values := values_of(metrics, key):
-            edges = [[v for v in part if math.isfinite(v)] for part in (values[:EDGE], values[-EDGE:])]
-            first, last = (form.format(sum(edge) / len(edge)) if edge else "" for edge in edges)
-            table.append((name, first, last))
-    return table
+    """Give the rows of the table: name, mean over the first steps, mean over the last."""
+    edges = metrics[:EDGE], metrics[-EDGE:]
+    there = [row for row in SHOWN if any(row[0] in step for step in metrics)]
+    return [(name, _mean(edges[0], key, form), _mean(edges[1], key, form)) for key, name, form in there]
+
+
+def _mean(steps: list[dict[str, Any]], key: str, form: str) -> str:
+    """Write the mean over the steps that have a number, and count those whose number was NaN or infinite.
+
+    A rollout for several steps has one value, and its other steps have no such key.
+    """
+    numbers = [value for value in values_of(steps, key) if math.isfinite(value)]
+    lost = sum(key in step for step in steps) - len(numbers)
+    written = [form.format(sum(numbers) / len(numbers))] if numbers else []
+    return " ".join(written + ([f"({lost} not finite)"] if lost else []))
 
 
 def _other_adapter(folder: Path, evaluation: Mapping[str, Any]) -> bool:

@@ -2,10 +2,9 @@
 
 Autocast is to float16 (``fp16: true``), without accelerate, whose loss scale would skip steps. Gradients of activations
 are scaled (``model/gradient_scale.py``), the masters of adapter and norms stay fp32. The first micro-batch is looked at
-for activations that float16 cannot hold; later ones show in the gradient norm.
+for activations that float16 cannot hold; later ones show in the gradient norm (``train/divergence.py``).
 """
 
-import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -50,12 +49,3 @@ class HalfPrecision:
             return self._scale(logps)[0], None
         logps, entropies = self._scale(logps, entropies)
         return logps, entropies
-
-    def check_gradients(self, norm: Any) -> None:
-        """Raises ActivationOverflow, before the step is taken, for a gradient norm that is no finite number."""
-        if not math.isfinite(float(norm)):
-            raise overflow.ActivationOverflow(
-                f"the gradient norm is {float(norm)}: activations or their gradients are beyond the end of float16, "
-                f"{overflow.LARGEST:.0f}. The last checkpoint is whole; go on from it with --dtype bfloat16 --fp16 "
-                "false --bf16 true in a new output_dir (adapter_name_or_path)"
-            )

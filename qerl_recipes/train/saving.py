@@ -26,6 +26,7 @@ from qerl_recipes.model import norms
 from qerl_recipes.model.fused_lora import ADAPTER
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.rollout.interface import LendsWeights
+from qerl_recipes.train import divergence
 
 if TYPE_CHECKING:
     from qerl_recipes.train.trainer import QerlGRPOTrainer
@@ -172,9 +173,13 @@ class RunFiles:
             self._destination = None
 
     def _check_weights(self) -> None:
-        """Nothing is saved that was computed with weights that have changed under way."""
-        if isinstance(self._trainer.vllm_generation, LendsWeights):
-            self._trainer.vllm_generation.check_weights()
+        """Nothing is saved that is not finite, or was computed with weights that have changed under way."""
+        trainer = self._trainer
+        trained = ((name, weight) for name, weight in trainer.model.named_parameters() if weight.requires_grad)
+        is_half = trainer.loss_forward.half is not None
+        divergence.check_weights(trainer.state.global_step, trained, trainer.args, is_half=is_half)
+        if isinstance(trainer.vllm_generation, LendsWeights):
+            trainer.vllm_generation.check_weights()
 
 
 def is_finished(folder: str | Path, args: GRPOConfig) -> bool:

@@ -93,13 +93,13 @@ class StepRecorder(TrainerCallback):
         self._trainer = trainer
         self._learning_rate = 0.0
         self.file = MetricsFile(trainer.args.output_dir)
-        self.grad_norm: Any = None
+        self.loss = self.grad_norm = 0.0  # of the step, over all processes
         self._last: dict[str, Any] = {}
         self._silent, self._has_warned = 0, False  # rollouts in a row; whether it was said
         self._reset()
 
     def _reset(self) -> None:
-        self._loss: torch.Tensor | float = 0.0
+        self._own_loss: torch.Tensor | float = 0.0
         self._tokens: torch.Tensor | int = 0
         self._began = time.perf_counter()
         self._generation_before = self._trainer.generation_seconds
@@ -107,11 +107,16 @@ class StepRecorder(TrainerCallback):
 
     def add(self, loss: torch.Tensor, inputs: Mapping[str, Any]) -> None:
         """One micro-batch. TRL's loss is already divided by the number of micro-batches where that is needed."""
-        self._loss = self._loss + loss.detach()
+        self._own_loss = self._own_loss + loss.detach()
         tokens = inputs["prompt_mask"].sum(dim=1) + inputs["completion_mask"].sum(dim=1)  # (B,)
         if "left_out" in inputs:
             tokens = tokens * ~inputs["left_out"]
         self._tokens = self._tokens + tokens.sum()
+
+    def take_gradients(self, grad_norm: float) -> None:
+        """Settle loss and gradient norm of the step once its micro-batches are done; for all processes to call."""
+        own = torch.as_tensor(self._own_loss, dtype=torch.float32, device=self._trainer.accelerator.device)
+        self.loss, self.grad_norm = float(self._trainer.accelerator.gather(own).mean()), grad_norm
 
     def on_train_begin(self, args: GRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if args.save_steps < 1:  # a share of all steps, which transformers has made a number that may be in mid-rollout
@@ -141,8 +146,6 @@ class StepRecorder(TrainerCallback):
             del metrics[name][self._lengths.get(name, 0) :]
         for name, value in measured.items():
             metrics[name].append(value)
-        own = torch.as_tensor(self._loss, dtype=torch.float32, device=trainer.accelerator.device)
-        loss = float(trainer.accelerator.gather(own).mean())
         tokens = int(self._tokens)  # waits for the GPU, so that the time is the step's
         generation = trainer.generation_seconds - self._generation_before
         seconds = time.perf_counter() - self._began - generation
@@ -150,8 +153,8 @@ class StepRecorder(TrainerCallback):
         if generation:
             metrics["rollout_tokens_per_s"].append(engine.tokens / max(engine.seconds, 1e-9))
         metrics["train_tokens_per_s"].append(tokens / seconds)
-        record: dict[str, Any] = {"step": state.global_step, "epoch": state.epoch, "loss": loss}
-        record |= {"grad_norm": float(self.grad_norm), "learning_rate": self._learning_rate}
+        record: dict[str, Any] = {"step": state.global_step, "epoch": state.epoch, "loss": self.loss}
+        record |= {"grad_norm": self.grad_norm, "learning_rate": self._learning_rate}
         record["step_seconds"] = seconds + generation
         for name, values in metrics.items():
             added = values[self._lengths.get(name, 0) :]

@@ -40,7 +40,7 @@ from qerl_recipes.model.loading import blocks_that_keep
 from qerl_recipes.model.packing import even_micro_batches
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.tasks import rewards
-from qerl_recipes.train import dynamic_sampling, rollout_measures, saving
+from qerl_recipes.train import divergence, dynamic_sampling, rollout_measures, saving
 from qerl_recipes.train.loss_forward import LossForward
 from qerl_recipes.train.step_metrics import QuietProgress, StepRecorder
 from qerl_recipes.train.validate import steps_per_rollout
@@ -253,10 +253,11 @@ class QerlGRPOTrainer(GRPOTrainer):
         return self.loss_forward.log_probabilities(*batch, wants_entropy=compute_entropy, padded=padded)
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
-        self.recorder.grad_norm = super()._get_grad_norm(*args, **kwargs)
-        if self.loss_forward.half is not None:
-            self.loss_forward.half.check_gradients(self.recorder.grad_norm)
-        return self.recorder.grad_norm
+        norm = super()._get_grad_norm(*args, **kwargs)
+        self.recorder.take_gradients(float(norm))
+        step, is_half = self.state.global_step + 1, self.loss_forward.half is not None
+        divergence.check_step(step, self.recorder.loss, self.recorder.grad_norm, self.args, is_half=is_half)
+        return norm
 
     # before and after the steps
 

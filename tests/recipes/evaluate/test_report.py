@@ -141,11 +141,19 @@ def test_the_page_says_what_was_run_when_and_with_which_settings_in_words(tmp_pa
 def test_first_and_last_steps_are_steps_where_not_each_has_a_value(tmp_path: Path) -> None:
     """A rollout for four steps is scored once: the first five steps have two rewards, not the first five rewards."""
     steps = [{"step": i, "entropy": 1.0, **({"reward": i / 10} if i % 4 == 1 else {})} for i in range(1, 21)]
-    steps[-5:] = [{**step, "reward": None} for step in steps[-5:]]
+    del steps[-4]["reward"]
     said = words(report.write(fill(tmp_path, steps=steps)).read_text())
     assert "reward 0.300 entropy, nats per token 1.0000 1.0000" in said  # (0.1 + 0.5) / 2, and none at the end
     steps[-4] = {**steps[-4], "reward": 1.7}
     assert "reward 0.300 1.700" in words(report.write(fill(tmp_path, steps=steps)).read_text())
+
+
+def test_a_step_without_a_finite_number_is_counted_beside_the_mean(tmp_path: Path) -> None:
+    steps = [{"step": i, "reward": None if i > 6 else 0.5, "entropy": 1.0} for i in range(1, 10)]
+    said = words(report.write(fill(tmp_path, steps=steps)).read_text())
+    assert "reward 0.500 0.500 (3 not finite) entropy" in said
+    steps = [{**step, "reward": None} for step in steps]
+    assert "reward (5 not finite) (5 not finite)" in words(report.write(fill(tmp_path, steps=steps)).read_text())
 
 
 def test_figures_of_another_adapter_than_the_one_that_lies_there_are_said_to_be_such(
@@ -261,6 +269,9 @@ def test_more_than_a_tenth_of_cut_answers_is_named_with_the_limit(ended, longest
 def test_a_run_whose_last_completions_were_cut_says_so(tmp_path: Path) -> None:
     def said(*clipped: float | None) -> str:
         steps = [{"step": i, "reward": 0.5, "completion_clipped": share} for i, share in enumerate(clipped, start=1)]
+        for step in steps:  # a rollout for two steps has one share
+            if step["completion_clipped"] is None:
+                del step["completion_clipped"]
         return words(report.write(fill(tmp_path, steps=steps)).read_text())
 
     (tmp_path / "qerl_state.json").write_text(json.dumps({**STATE, "recipe": {"max_completion_length": 112}}))

@@ -1,6 +1,8 @@
 """What goes into a run's folder at its edges, and what is taken from there; test_resume.py has whole runs."""
 
+import contextlib
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -13,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from qerl_recipes.files.run_state import CheckpointMismatch, read_state
 from qerl_recipes.model import loading, norms
+from qerl_recipes.train.divergence import Diverged
 from qerl_recipes.train.saving import load_adapter
 
 
@@ -49,6 +52,88 @@ def test_a_resumed_run_goes_on_counting_its_adapters_and_seconds_and_is_not_anot
     trainer.train(resume_from_checkpoint=True)  # on an engine that has had two adapters already
     state = read_state(second)
     assert state.adapter_version == 2 and 1000 < state.seconds < 2000
+
+
+def trained_to_nothing(trainer, read_metrics, message):
+    """Train until it is refused -> the names in the run's folder; all that is there must be finite."""
+    with pytest.raises(Diverged, match=message):
+        trainer.train()
+    run = Path(trainer.args.output_dir)
+    with pytest.raises(Diverged) if "nothing is saved" in message else contextlib.nullcontext():
+        trainer.save_adapter(run / "adapter")
+    for file in run.glob("*/adapter_model.safetensors"):
+        assert all(tensor.isfinite().all() for tensor in load_file(file).values()), file
+    assert all(math.isfinite(record[key]) for record in read_metrics(run) for key in ("loss", "grad_norm"))
+    return sorted(path.name for path in run.iterdir())
+
+
+EACH_STEP = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "lr_scheduler_type": "constant"}
+
+
+def nan_loss(loss, weight):
+    return loss + torch.nan
+
+
+def nan_in_both(loss, weight):
+    return loss * torch.nan
+
+
+def infinite_gradient(loss, weight):
+    weight.register_hook(lambda gradient: gradient + torch.inf)
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (nan_loss, r"loss is nan and the gradient norm is \d\.\d+"),
+        (nan_in_both, "loss is nan and the gradient norm is nan"),
+        (infinite_gradient, r"loss is -?\d\.\S+ and the gradient norm is inf"),
+    ],
+)
+def test_a_run_stops_before_a_step_that_is_not_finite_and_keeps_its_checkpoint(
+    spoil, said, make_trainer, make_nvfp4, read_metrics
+):
+    trainer = make_trainer(make_nvfp4("qwen2"), max_steps=6, **EACH_STEP)
+    compute = trainer._compute_loss
+    trained = next(iter(trainer.snapshot().tensors.values()))
+
+    def spoilt(model, inputs):
+        loss = compute(model, inputs)
+        return spoil(loss, trained) if trainer.state.global_step == 1 else loss
+
+    trainer._compute_loss = spoilt
+    message = rf"step 2 is not taken: its {said}\. The last .*checkpoint-1\) with a smaller learning_rate \(now 0\.01\)"
+    assert trained_to_nothing(trainer, read_metrics, message) == ["adapter", "checkpoint-1", "metrics.jsonl"]
+    before, now = (
+        load_file(Path(trainer.args.output_dir) / of / "adapter_model.safetensors")
+        for of in ("adapter", "checkpoint-1")
+    )
+    assert all(torch.equal(now[name], tensor) for name, tensor in before.items()), "the step was taken"
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_an_adapter_that_is_not_finite_takes_no_checkpoints_place(kept, make_trainer, make_nvfp4, read_metrics):
+    """The step itself goes beyond the end of fp32, with a finite gradient."""
+    trainer = make_trainer(make_nvfp4("qwen2"), max_steps=3, train_norms=True, **EACH_STEP)
+    step = trainer._save_checkpoint
+
+    def broken_in_the_second(*args):
+        if not kept or trainer.state.global_step == 2:
+            with torch.no_grad():
+                next(norm.weight for _, norm in norms.named_norms(trainer.model) if norm.weight.requires_grad)[
+                    3
+                ] = -torch.inf
+        step(*args)
+
+    trainer._save_checkpoint = broken_in_the_second
+    steps = 2 if kept else 1
+    ending = "adapter_name_or_path .*checkpoint-1" if kept else "There is no checkpoint to go on from; start again"
+    message = (
+        rf"nothing is saved of step {steps}: 1 of \d+ trained tensors .* first of them .*norm.*weight\. .*{ending}"
+    )
+    names = trained_to_nothing(trainer, read_metrics, message)
+    assert names == (["checkpoint-1", "metrics.jsonl"] if kept else ["metrics.jsonl"])
 
 
 @pytest.fixture
