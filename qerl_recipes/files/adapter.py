@@ -17,6 +17,7 @@ CONFIG, TENSORS, NORMS = "adapter_config.json", "adapter_model.safetensors", "no
 TEMPLATE = "chat_template.jinja"  # where transformers saves the tokenizer's
 # vLLM's --max-lora-rank takes one of these
 ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+WITHOUT_ADAPTER = {"lm_head", "embed_tokens"}
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,15 @@ class AdapterFolder:
             check_config(self.config, ENGINE_RANKS[-1])
         except AdapterError as error:
             raise ValueError(f"{self.path / CONFIG}: {error}") from error
+
+    def check_tensors(self) -> None:
+        """Raise ValueError as ``read`` does, and for an adapter of the embeddings or the output layer."""
+        for name in self.read()[0]:
+            if not name.endswith((".lora_A.weight", ".lora_B.weight")) or WITHOUT_ADAPTER & set(name.split(".")):
+                raise ValueError(
+                    f"{self.path / TENSORS}: {name} is not of a linear layer of the blocks, and nothing else carries "
+                    "an adapter here (embeddings and lm_head cannot); train one without it"
+                )
 
     @property
     def has_norms(self) -> bool:

@@ -16,7 +16,8 @@ MAY_CHANGE = {
     *TOPICS["logging"],
     *TOPICS["processes"],
     "num_generations_eval",
-    # what they lead to must be the same: the base's hash, that of the training data, the completions of a step
+    # what they lead to must be the same: the hashes of base, reference and training data, the adapter's settings, the
+    # completions of a step
     *("model_name_or_path", "model_revision", "adapter_name_or_path", "max_prompt_length", "system_prompt"),
     *(key for key in TOPICS["data"] if key.startswith("dataset_")),
     *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"),

@@ -42,6 +42,8 @@ class Run:
 
     base: str
     base_hash: str
+    ``reference`` is the ``AdapterFolder.sha256()`` of the adapter that ``beta`` compares with, "" where that is the
+    base, None without ``beta``.
     quantization: str
     train_norms: bool
     seed: int
@@ -52,6 +54,7 @@ class Run:
 
 @dataclass(frozen=True)
 class State(Run):
+    reference: str | None = field(default=None, kw_only=True)
     """What a run was and how far it got.
 
     ``rollout`` is the number of rollouts finished, ``stream`` the position of the dynamic-sampling stream, ``recipe``
@@ -82,8 +85,13 @@ def dataset_hash(dataset: Dataset) -> str:
     return sha.hexdigest()
 
 
-def describe(training: Any, base: str | Path, dataset: Dataset, base_name: str | None = None) -> Run:
-    """The run of a GRPOConfig on the checkpoint folder ``base``, called ``base_name``, with these training data."""
+def describe(
+    training: Any, base: str | Path, dataset: Dataset, base_name: str | None = None, start: str | None = None
+) -> Run:
+    """The run of a GRPOConfig on the checkpoint folder ``base``, called ``base_name``, with these training data.
+
+    ``start`` is the hash of the adapter that it begins from, None where it begins with a new one.
+    """
     return Run(
         base=base_name or written_name(base),
         base_hash=base_hash(base),
@@ -97,6 +105,7 @@ def describe(training: Any, base: str | Path, dataset: Dataset, base_name: str |
 
 
 def write_state(folder: Path, state: State) -> None:
+        reference=(start or "") if training.beta else None,
     """Write ``qerl_state.json`` into a folder that is otherwise complete; it records the other files' sizes."""
     files = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
@@ -212,3 +221,12 @@ def check_continues(found: State, expected: Run, recipe: Mapping[str, Any], fold
             f"{expected.processes}; use accelerate launch --num_processes {found.processes}. {ANOTHER_RUN}"
         )
     check_recipe(found, recipe, folder)
+    if None not in (found.reference, expected.reference) and found.reference != expected.reference:
+        was, now = (
+            f"the adapter of SHA-256 {of[:12]}" if of else "the base" for of in (found.reference, expected.reference)
+        )
+        change = "name that one as adapter_name_or_path" if found.reference else "leave adapter_name_or_path out"
+        raise CheckpointMismatch(
+            f"cannot resume from {folder}: beta compared its policy with {was}, and would with {now}; {change}. "
+            f"{ANOTHER_RUN}"
+        )

@@ -1,10 +1,10 @@
-"""An adapter to continue from has its own rank, scaling and modules: a recipe that says others is refused."""
+"""An adapter or a checkpoint to go on from has its rank, scaling and modules: a recipe that says others is refused."""
 
 from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
-from peft import LoraConfig
+from peft import LoraConfig, PeftConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -15,8 +15,11 @@ KEYS = {"lora_r": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout
 ALL_LINEAR = "all-linear"
 
 
-def check_settings(adapter: AdapterFolder, recipe: LoraConfig, base: Path) -> None:
-    """Raises ConfigError, naming each key, if ``recipe`` asks for another adapter than the one to continue from."""
+def check_settings(adapter: AdapterFolder, recipe: PeftConfig, base: Path, what: str) -> None:
+    """Raises ConfigError, naming each key, if ``recipe`` asks for another adapter than the one to go on from.
+
+    ``what`` begins the message, and says where that one comes from.
+    """
     found = LoraConfig.from_pretrained(str(adapter.path))
     wrong = [
         f"{key} is {getattr(recipe, name)} and the adapter's {getattr(found, name)}"
@@ -29,12 +32,12 @@ def check_settings(adapter: AdapterFolder, recipe: LoraConfig, base: Path) -> No
         wrong.append(f"lora_target_modules has {len(ours)} layers and the adapter {len(theirs)} ({', '.join(kinds)})")
     if wrong:
         raise ConfigError(
-            f"adapter_name_or_path {adapter.path}: {'; '.join(wrong)}. Give these keys the adapter's values, or train "
-            "a new adapter"
+            f"{what}: {'; '.join(wrong)}. Give these keys the adapter's values, name an adapter that has them as "
+            "adapter_name_or_path, or train a new one"
         )
 
 
-def _targeted(config: LoraConfig, base: Path) -> set[str]:
+def _targeted(config: PeftConfig, base: Path) -> set[str]:
     """The linear layers of the model in the folder ``base`` that ``config`` names."""
     described = AutoConfig.from_pretrained(base)
     if hasattr(described, "quantization_config"):

@@ -171,6 +171,7 @@ def build(
 
     Raises CheckpointMismatch, before anything loads, if ``resumed``, the checkpoint to go on from, is of another run.
     """
+    from peft import PeftConfig
     from trl import get_peft_config
 
     from qerl_recipes.files import run_state
@@ -191,12 +192,16 @@ def build(
         start.check_base(run_state.base_hash(base))
     peft_config = get_peft_config(model_config)
     if start is not None and model_config.names_adapter:
-        check_settings(start, peft_config, base)
+        check_settings(start, peft_config, base, f"adapter_name_or_path {start.path}")
     tokenizer = prompts.tokenizer(base, training, padding_side="left", truncation_side="left")
     train_dataset, eval_dataset = prompts.load(script, tokenizer, training.chat_template_kwargs)
     if resumed is not None:
-        expected = run_state.describe(training, base, train_dataset)
+        expected = run_state.describe(training, base, train_dataset, start=None if start is None else start.sha256())
         run_state.check_continues(run_state.read_state(resumed), expected, recipe, resumed)
+        as_now = peft_config if start is None else PeftConfig.from_pretrained(str(start.path))
+        saved = open_adapter(resumed)
+        saved.check_tensors()
+        check_settings(saved, as_now, base, f"cannot resume from {resumed}")
     if training.eval_strategy == "no":
         eval_dataset = None
     elif eval_dataset is not None and (line := uneven_evaluation(training, len(eval_dataset))) is not None:
@@ -233,11 +238,13 @@ def assemble(
     """
     from peft import PeftConfig, PeftModel
 
+    from qerl_recipes.files.adapter import open_adapter
     from qerl_recipes.hooks import find
     from qerl_recipes.model import loading, norms, shared_weights
     from qerl_recipes.train.trainer import QerlGRPOTrainer
 
     config = adapter if isinstance(adapter, PeftConfig) else PeftConfig.from_pretrained(str(adapter))
+    begins_from = None if config is adapter else open_adapter(adapter).sha256()
     start: StartEngine = find("qerl_rollout_engines", training.rollout_engine)
     made: list[QerlGRPOTrainer] = []
     with contextlib.ExitStack() as on_failure:
@@ -261,8 +268,8 @@ def assemble(
         if config is not adapter:
             policy = PeftModel.from_pretrained(policy, str(adapter), is_trainable=True)
             norms.load_norms(policy, adapter)
-        new = config if config is adapter else None
-        made.append(QerlGRPOTrainer(policy, args=training, engine=engine, base=base, peft_config=new, **of_the_trainer))
+        of_the_trainer |= {"peft_config": config if config is adapter else None, "start": begins_from}
+        made.append(QerlGRPOTrainer(policy, args=training, engine=engine, base=base, **of_the_trainer))
         on_failure.pop_all()
     return made[0]
 

@@ -70,6 +70,7 @@ class QerlGRPOTrainer(GRPOTrainer):
         base: str | Path,
         base_name: str | None = None,
         recipe: Mapping[str, Any] | None = None,
+        start: str | None = None,
         processing_class: PreTrainedTokenizerBase,
         eval_dataset: Dataset | None = None,
         peft_config: PeftConfig | None = None,
@@ -77,7 +78,7 @@ class QerlGRPOTrainer(GRPOTrainer):
     ) -> None:
         """``base`` is the checkpoint folder that ``model`` was loaded from and that ``engine`` serves;
         ``base_name`` is what checkpoints and card call it, by default its folder; ``recipe`` what is written down of
-        the recipe (``binding.recorded``), by default of ``args``.
+        the recipe (``binding.recorded``), by default of ``args``; ``start`` the hash of the adapter it begins from.
 
         ``model`` is the base with ``peft_config``, or a PeftModel to continue from. What ``args`` cannot have together
         ``train.validate`` refuses before anything is loaded.
@@ -125,7 +126,7 @@ class QerlGRPOTrainer(GRPOTrainer):
         self.judged, self.equal_groups = torch.empty(0), 0.0
         self.stream = dynamic_sampling.PromptStream(len(train_dataset), args.seed)
         self.generation_seconds: float = 0.0
-        self.files = saving.RunFiles(self, base, base_name, recipe)
+        self.files = saving.RunFiles(self, base, base_name, recipe, start)
         self._order, self.recorder = saving.EpochOrder(), StepRecorder(self)
         self.add_callback(self._order)
         self.add_callback(self.recorder)

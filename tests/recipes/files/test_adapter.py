@@ -1,5 +1,6 @@
 """The one reader of adapter folders: which folder is meant, whose it is, and every way in which it can be damaged."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -47,6 +48,29 @@ def test_a_run_that_has_not_ended_names_its_last_whole_checkpoint(tmp_path: Path
         save(tmp_path / "run" / f"checkpoint-{step}", base="b", quantization="bf16", **state)
     with pytest.raises(ValueError, match=r"run is no adapter: .* its run has not ended; name .*run/checkpoint-10$"):
         open_adapter(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("layers.0.q_proj.lora_B.weight", 1.0, None),
+        ("layers.0.q_proj.lora_B.weight", torch.nan, "q_proj.lora_B.weight holds NaN or infinite values"),
+        ("layers.0.q_proj.lora_B.weight", -torch.inf, "q_proj.lora_B.weight holds NaN or infinite values"),
+        (
+            "embed_tokens.lora_embedding_A",
+            1.0,
+            r"embed_tokens\.lora_embedding_A is not of a linear layer of the blocks",
+        ),
+        ("lm_head.lora_A.weight", 1.0, r"lm_head\.lora_A\.weight is not of a linear layer of the blocks"),
+    ],
+)
+def test_tensors_that_nothing_serves_are_refused_by_name(
+    name: str, value: float, message: str | None, tmp_path: Path
+) -> None:
+    folder = save(tmp_path / "adapter")
+    save_file({f"base_model.model.{name}": torch.full((4, 8), value)}, folder / "adapter_model.safetensors")
+    with contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        open_adapter(folder).check_tensors()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Which folders are checkpoints of a run, which one it goes on from, and what must have stayed the same for that."""
 
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -100,7 +101,7 @@ def test_the_same_run_is_continued_under_another_name_of_its_base_and_no_other_r
 
 def test_a_run_is_described_by_its_own_keys(tmp_path: Path) -> None:
     rows = Dataset.from_list([{"prompt": "1"}])
-    training = SimpleNamespace(quantization="bf16", train_norms=True, seed=5, noise_seed=6, world_size=4)
+    training = SimpleNamespace(quantization="bf16", train_norms=True, seed=5, noise_seed=6, world_size=4, beta=0.0)
     (tmp_path / "config.json").write_text("{}")
     base = tmp_path
     found = run_state.describe(training, base, rows, "org/base")
@@ -130,3 +131,32 @@ def test_what_is_written_is_read_again_with_its_date_and_versions(tmp_path: Path
     content = json.loads((folder / "qerl_state.json").read_text())
     (folder / "qerl_state.json").write_text(json.dumps({**content, "of_a_later_release": 1}))
     assert run_state.read_state(folder) == found
+@pytest.mark.parametrize(
+    ("was", "now", "said"),
+    [
+        (
+            "a" * 64,
+            "",
+            "the adapter of SHA-256 aaaaaaaaaaaa, and would with the base; name that one as adapter_name_or",
+        ),
+        (
+            "a" * 64,
+            "b" * 64,
+            "the adapter of SHA-256 aaaaaaaaaaaa, and would with the adapter of SHA-256 bbbbbbbbbbbb; name",
+        ),
+        ("", "b" * 64, "the base, and would with the adapter of SHA-256 bbbbbbbbbbbb; leave adapter_name_or_path out"),
+        ("a" * 64, "a" * 64, None),
+        (None, "a" * 64, None),
+    ],
+    ids=str,
+)
+def test_a_run_goes_on_with_the_reference_that_it_had(was: str | None, now: str, said: str | None) -> None:
+    before, after = replace(STATE, reference=was), replace(STATE, reference=now)
+    with contextlib.nullcontext() if said is None else pytest.raises(CheckpointMismatch, match=f"policy with {said}"):
+        run_state.check_continues(before, after, STATE.recipe, "run")
+
+
+    assert run_state.describe(training, base, rows, start="hash").reference is None
+    training.beta = 0.1
+    assert run_state.describe(training, base, rows).reference == ""
+    assert run_state.describe(training, base, rows, start="hash").reference == "hash"

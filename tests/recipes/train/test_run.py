@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
-from safetensors.torch import load_file
+import yaml
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 
 from qerl_recipes import hooks
 from qerl_recipes.files import base_model
 from qerl_recipes.files.adapter import open_adapter
-from qerl_recipes.files.run_state import CheckpointMismatch, starting_point
+from qerl_recipes.files.run_state import CheckpointMismatch, read_state, starting_point
 from qerl_recipes.model import loading as model
 from qerl_recipes.recipe import configs
 from qerl_recipes.recipe.file import ConfigError
@@ -167,8 +168,6 @@ def test_a_recipe_ends_in_an_adapter_and_another_run_continues_from_it(
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
     for name in list(tensors):
         tensors[name] += 1.0  # so that it can be told from a fresh adapter
-    from safetensors.torch import save_file
-
     save_file(tensors, first / "adapter_model.safetensors", metadata={"format": "pt"})
     other = str(tmp_path / "other")
     with monkeypatch.context() as patch:
@@ -186,6 +185,45 @@ def test_a_recipe_ends_in_an_adapter_and_another_run_continues_from_it(
     wrapped = PeftModel.from_pretrained(model.load(make_nvfp4("qwen2")), tmp_path / "other" / "adapter")
     after = {name.replace(".default", ""): tensor for name, tensor in wrapped.state_dict().items()}
     assert all((after[name] - tensor).abs().max() < 0.1 for name, tensor in tensors.items())
+
+
+def test_a_resume_has_the_reference_and_the_scaling_of_the_adapter_that_its_run_began_from(
+    run, write_recipe, make_nvfp4, monkeypatch, tmp_path
+):
+    """Their path may change, and what lies there may not: the policy would be another, or beta pull elsewhere."""
+    for name in ("first", "other"):
+        lora = LoraConfig(
+            r=16, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False
+        )
+        get_peft_model(model.load(make_nvfp4("qwen2"), torch.float32), lora).save_pretrained(tmp_path / name)
+    recipe = yaml.safe_load(Path(write_recipe(max_steps=1, save_strategy="steps", save_steps=1, beta=0.5)).read_text())
+    recipe = {key: value for key, value in recipe.items() if not key.startswith("lora_")}  # of which alpha is 32
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "lr_scheduler_type": "constant"}))
+    settings = ["--config", str(tmp_path / "recipe.yaml")]
+    run(*settings, "--adapter_name_or_path", str(tmp_path / "first"))
+    shutil.move(tmp_path / "first", tmp_path / "moved")
+    resume, checkpoint = (
+        [*settings, "--max_steps", "2", "--resume_from_checkpoint", "true"],
+        tmp_path / "run/checkpoint-1",
+    )
+    began = open_adapter(tmp_path / "moved").sha256()
+    assert read_state(checkpoint).reference == began
+
+    def assembled(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "assemble", assembled)
+    compared = f"beta compared its policy with the adapter of SHA-256 {began[:12]}, and would with the "
+    with pytest.raises(CheckpointMismatch, match=f"{compared}base; name that one as adapter_name_or_path"):
+        train.main(resume)
+    with pytest.raises(CheckpointMismatch, match=f"{compared}adapter of SHA-256"):
+        train.main([*resume, "--adapter_name_or_path", str(tmp_path / "other")])
+    with pytest.raises(SystemExit):
+        train.main([*resume, "--adapter_name_or_path", str(tmp_path / "moved")])
+    state = json.loads((checkpoint / "qerl_state.json").read_text())
+    (checkpoint / "qerl_state.json").write_text(json.dumps({**state, "reference": None}))  # as without beta
+    with pytest.raises(ConfigError, match=r"resume from .*checkpoint-1: lora_alpha is 32 and the adapter's 64\. Give"):
+        train.main(resume)
 
 
 def test_chat_template_kwargs_reach_the_rollout_and_the_length_filter(run, write_recipe, monkeypatch):
@@ -237,7 +275,7 @@ def test_an_adapter_of_another_base_is_refused_before_the_model_loads(run, write
     folder = tmp_path / "adapter"
     folder.mkdir()
     (folder / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}')
-    (folder / "adapter_model.safetensors").touch()
+    save_file({"q_proj.lora_A.weight": torch.ones(4, 64)}, folder / "adapter_model.safetensors")
     (folder / "qerl_state.json").write_text(json.dumps({"base": "/models/other", "base_hash": "0" * 64}))
     monkeypatch.setattr(model, "load", lambda *a, **k: pytest.fail("the model was loaded"))
     with pytest.raises(CheckpointMismatch, match="trained on another base \\(/models/other\\)"):
