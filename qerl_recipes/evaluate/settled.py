@@ -108,7 +108,7 @@ class Settled:
 
 def settle(asked: Evaluation) -> Settled:
     """Raises ValueError, before vLLM is imported, for an unknown task, numbers without sense or without effect, a
-    missing or damaged checkpoint or adapter, or an adapter trained on another base."""
+    missing or damaged checkpoint or adapter, or an adapter that is not finite, not served or of another base."""
     for package in ("lighteval", "vllm"):
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"qerl evaluate needs {package}, which is not installed: pip install 'qerl-vllm[eval]'")
@@ -127,6 +127,8 @@ def settle(asked: Evaluation) -> Settled:
     if saved is not None:
         saved.check_base(base_hash)
         rank = engine_rank(saved.rank)
+        saved.check_plain()
+        saved.check_tensors()
     engine = EngineSettings(
         folder,
         arm,

@@ -260,7 +260,7 @@ class ModelConfig(trl.ModelConfig):
         metadata={"help": "Linear layers that carry the adapter; all-linear is all in the blocks (PEFT's own default "
                   "is q_proj and v_proj alone)."},
     )  # fmt: skip
-    lora_dropout: float = field(default=0.0, metadata={"help": "LoRA dropout; the engine has none."})
+    lora_dropout: float = field(default=0.0, metadata={"help": "0: the engine has no dropout."})
     names_adapter: bool = field(default=True, init=False)  # whether the recipe has a key about the adapter, by parse
 
     def __post_init__(self) -> None:

@@ -88,6 +88,8 @@ REFUSED: dict[str, Refusal] = {
     "lora_target_parameters": Refusal((None,), "only linear layers carry an adapter; use lora_target_modules"),
     "lora_modules_to_save": Refusal((None, []), "checkpoints hold LoRA tensors only; to train norms use train_norms"),
     "lora_task_type": Refusal(("CAUSAL_LM",), "the policy is a causal language model; remove the key"),
+    "lora_dropout": Refusal((0.0,), "it drops activations in the trainer only, while the engine samples with all of "
+                            "them, so that every update would be off-policy; use 0"),
     "use_dora": Refusal((False,), "vLLM serves no DoRA adapter; remove the key"),
     "load_in_8bit": Refusal((False,), "name the arm instead: quantization: qerl_nvfp4, nf4 or bf16"),
     "load_in_4bit": Refusal((False,), "name the arm instead: quantization: qerl_nvfp4, nf4 or bf16"),
@@ -159,7 +161,7 @@ REFUSED: dict[str, Refusal] = {
 _HONOURED = {
     "weights and adapter": """
     quantization share_weights train_norms model_name_or_path model_revision adapter_name_or_path chat_template dtype
-    attn_implementation lora_r lora_alpha lora_dropout lora_target_modules use_rslora disable_dropout
+    attn_implementation lora_r lora_alpha lora_target_modules use_rslora disable_dropout
     """,
     "noise": """
     noise_mode sigma_start sigma_end num_stages noise_schedule noise_seed noise_targets

@@ -4,7 +4,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator
 
-from qerl_recipes.files.adapter import ENGINE_RANKS, open_adapter
+from qerl_recipes.files.adapter import CONFIG, ENGINE_RANKS, WITHOUT_ADAPTER, open_adapter
 from qerl_recipes.hooks import find
 from qerl_recipes.model import shared_weights
 from qerl_recipes.recipe import server_keys
@@ -32,8 +32,8 @@ CHOICES = {
 OURS = {"n", "seed", "logprobs", "flat_logprobs", "max_tokens"}
 KEYS = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
 NARROWING = {"presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens"}
+WITHOUT_SCALE = "multiplies the adapter by 0, so that nothing would be trained"
 BY_EVALUATION = ("reduce_lr_on_plateau", "greedy")  # schedulers of the learning rate
-WITHOUT_ADAPTER = {"lm_head", "embed_tokens"}
 
 
 def validate(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> None:
@@ -299,6 +299,8 @@ def _precision(training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
 def _adapter(training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
     if not 1 <= model.lora_r <= ENGINE_RANKS[-1]:
         yield f"lora_r must be 1 to {ENGINE_RANKS[-1]}, which is what vLLM serves, not {model.lora_r}"
+    if model.lora_alpha == 0:
+        yield f"lora_alpha: 0 {WITHOUT_SCALE}; use {2 * model.lora_r}, twice lora_r, for a start"
     targets = model.lora_target_modules or []
     if wrong := WITHOUT_ADAPTER & set([targets] if isinstance(targets, str) else targets):
         yield f"lora_target_modules: {', '.join(sorted(wrong))} takes no adapter; name linear layers of the blocks"
@@ -314,11 +316,19 @@ def _start(script: ScriptArguments, training: GRPOConfig) -> Iterator[str]:
     if start is not None:
         try:
             (saved := open_adapter(start)).check_plain()
-            has_norms = saved.has_norms
+            saved.check_tensors()
         except ValueError as error:
             yield f"adapter_name_or_path: {error}"
             return
-        if training.beta and has_norms:
+        file = saved.path / CONFIG
+        if saved.config.get("lora_dropout"):
+            yield (
+                f"adapter_name_or_path: {file} has lora_dropout: {saved.config['lora_dropout']}, which would drop "
+                "activations in the trainer only; set it to 0 there, which leaves the weights as they are"
+            )
+        if saved.config["lora_alpha"] == 0:
+            yield f"adapter_name_or_path: {file}: lora_alpha: 0 {WITHOUT_SCALE}; begin from another adapter"
+        if training.beta and saved.has_norms:
             yield f"beta needs a reference without trained norms, and {start} has some; use beta: 0"
 
 

@@ -296,6 +296,35 @@ def test_an_adapter_for_another_base_is_refused(
     adapter_folder.open_adapter(adapter).check_base(own)
 
 
+@pytest.mark.parametrize(
+    ("config", "name", "value", "message"),
+    [
+        ({}, "lora_A.weight", torch.nan, r"q_proj\.lora_A\.weight holds NaN or infinite values"),
+        ({}, "lora_embedding_A", 1.0, r"q_proj\.lora_embedding_A is not of a linear layer"),
+        ({"use_dora": True}, "lora_A.weight", 1.0, "the adapter uses use_dora=True"),
+    ],
+    ids=["nan", "embedding", "dora"],
+)
+def test_an_adapter_that_cannot_be_served_is_refused_before_the_base_is_judged(
+    config: dict,
+    name: str,
+    value: float,
+    message: str,
+    make_nvfp4: Make,
+    no_engine: None,
+    tmp_path: Path,
+    save_adapter: Make,
+) -> None:
+    adapter = save_adapter(tmp_path / "adapter", 1)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    tensors[f"base_model.model.model.layers.0.self_attn.q_proj.{name}"] = torch.full((4, 64), value)
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    saved = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**saved, **config}))
+    with pytest.raises(ValueError, match=message):
+        evaluate.evaluate(str(make_nvfp4("qwen2")), str(adapter), ["running_sum"], output_dir=tmp_path / "o")
+
+
 @pytest.mark.parametrize("content", ["{", "{}", '{"r": "four"}', '{"r": 0}', '{"r": 1000}'])
 def test_a_damaged_adapter_config_is_refused(content: str, tmp_path: Path, save_adapter: Make) -> None:
     adapter = save_adapter(tmp_path / "adapter", 1)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from qerl_recipes.recipe.configs import parse
 from qerl_recipes.recipe.file import ConfigError
@@ -40,6 +42,8 @@ def demo(stand_ins, *flags):
         (["--adapter_name_or_path", "/no/such/adapter"], "adapter_config.json"),
         (["--lora_target_modules", "q_proj", "lm_head"], "lm_head takes no adapter"),
         (["--lora_r", "1024"], "lora_r must be 1 to 512"),
+        (["--lora_alpha", "0"], "lora_alpha: 0 multiplies the adapter by 0, so that nothing would be trained; use 32"),
+        (["--lora_dropout", "0.3"], "lora_dropout: 0.3 cannot be honoured; it drops activations in the trainer only"),
         (["--train_norms", "true", "--beta", "0.1"], "use beta: 0"),
         (["--steps_per_generation", "4", "--save_steps", "10"], "use a multiple of 4"),
         (["--gradient_accumulation_steps", "4", "--steps_per_generation", "2"], "whole optimizer steps"),
@@ -106,6 +110,34 @@ def test_what_cannot_run_is_refused_before_a_model_loads(flags, message, stand_i
     with pytest.raises(ConfigError) as error:
         validate(*demo(stand_ins, *flags))
     assert message.replace("MODEL", str(stand_ins["model"])) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "value", "message"),
+    [
+        ({}, "q_proj.lora_A.weight", 1.0, None),
+        ({}, "q_proj.lora_A.weight", torch.inf, "q_proj.lora_A.weight holds NaN or infinite values; use an earlier ch"),
+        ({}, "embed_tokens.lora_embedding_A", 1.0, "embed_tokens.lora_embedding_A is not of a linear layer of the bl"),
+        (
+            {"lora_dropout": 0.1},
+            "q_proj.lora_A.weight",
+            1.0,
+            "adapter_config.json has lora_dropout: 0.1, which would d",
+        ),
+        ({"lora_alpha": 0}, "q_proj.lora_A.weight", 1.0, "adapter_config.json: lora_alpha: 0 multiplies the adapter"),
+    ],
+    ids=["plain", "infinite", "embedding", "dropout", "alpha"],
+)
+def test_an_adapter_to_begin_from_is_refused_before_a_model_loads(config, name, value, message, stand_ins, tmp_path):
+    plain = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**plain, **config}))
+    save_file({f"base_model.model.{name}": torch.full((4, 8), value)}, tmp_path / "adapter_model.safetensors")
+    settings = demo(stand_ins, "--adapter_name_or_path", str(tmp_path))
+    if message is None:
+        return validate(*settings)
+    with pytest.raises(ConfigError, match="adapter_name_or_path: ") as error:
+        validate(*settings)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -172,10 +172,10 @@ def test_a_recipe_ends_in_an_adapter_and_another_run_continues_from_it(
     other = str(tmp_path / "other")
     with monkeypatch.context() as patch:
         patch.setattr(hooks, "find", lambda *arguments: pytest.fail("an engine was started"))
-        wrong = "--lora_r 8 --lora_alpha 64 --use_rslora true --lora_dropout 0.1 --lora_target_modules q_proj v_proj"
+        wrong = "--lora_r 8 --lora_alpha 64 --use_rslora true --lora_target_modules q_proj v_proj"
         message = (
-            r"lora_r is 8 and the adapter's 4; lora_alpha is 64 and the adapter's 8; lora_dropout is 0\.1 and the "
-            r"adapter's 0\.0; use_rslora is True and the adapter's False; lora_target_modules has 4 layers and the "
+            r"lora_r is 8 and the adapter's 4; lora_alpha is 64 and the adapter's 8; "
+            r"use_rslora is True and the adapter's False; lora_target_modules has 4 layers and the "
             r"adapter 14 \(down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj\)\. Give these keys"
         )
         with pytest.raises(ConfigError, match=message):
