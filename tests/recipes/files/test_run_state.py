@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,6 +70,67 @@ def test_a_run_goes_on_from_its_last_step_and_loses_its_first_ones(tmp_path: Pat
     assert (tmp_path / "checkpoint-99-of-mine").is_dir()
 
 
+def contents(run: Path) -> list[str]:
+    return sorted(str(path.relative_to(run)) for path in [*run.glob("[!.]*"), *run.glob("_left-*/*")])
+
+
+def test_what_is_later_than_the_checkpoint_that_a_run_goes_back_to_is_moved_away(tmp_path: Path) -> None:
+    for step in (2, 4, 6, 10):
+        checkpoint(tmp_path, step)
+    checkpoint(tmp_path, 10, "adapter")
+    (tmp_path / "metrics.jsonl").write_text("of ten steps")
+    history = tmp_path / "metrics.jsonl"
+    assert run_state.leave_later(tmp_path, 10, history) is None
+    assert run_state.leave_later(tmp_path, 4, history) == tmp_path / "_left-1"
+    assert run_state.starting_point(tmp_path, True) == tmp_path / "checkpoint-4"
+    left = [f"_left-1/{name}" for name in ("adapter", "checkpoint-10", "checkpoint-6", "metrics.jsonl")]
+    assert contents(tmp_path) == ["_left-1", *left, "checkpoint-2", "checkpoint-4", "metrics.jsonl"]
+    assert run_state.read_state(tmp_path / "_left-1" / "checkpoint-10").step == 10
+    assert (tmp_path / "_left-1" / "metrics.jsonl").read_text() == history.read_text() == "of ten steps"
+    assert run_state.leave_later(tmp_path, 2) == tmp_path / "_left-2"
+    assert run_state.whole_checkpoints(tmp_path) == [tmp_path / "checkpoint-2"]
+
+
+@pytest.mark.parametrize("kill", range(10))
+def test_going_back_is_done_or_not_wherever_it_is_killed(
+    kill: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (2, 4, 6):
+        checkpoint(tmp_path, step)
+    checkpoint(tmp_path, 6, "adapter")
+    changes = iter(range(kill))
+
+    def until_killed(change: Callable[..., None]) -> Callable[..., None]:
+        def or_killed(*arguments: object, **options: object) -> None:
+            if next(changes, None) is None:
+                raise KeyboardInterrupt
+            change(*arguments, **options)
+
+        return or_killed
+
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        for name in ("mkdir", "rename", "unlink", "rmdir"):
+            patch.setattr(os, name, until_killed(getattr(os, name)))
+        run_state.leave_later(tmp_path, 2)
+    is_done = (tmp_path / "_left-1").exists()
+    before = [tmp_path / f"checkpoint-{step}" for step in ((2,) if is_done else (2, 4, 6))]
+    assert is_done == (kill > 2) and run_state.whole_checkpoints(tmp_path) == before
+    assert run_state.starting_point(tmp_path, True) == before[-1]
+    run_state.leave_later(tmp_path, 2)  # as the next start does
+    left = [f"_left-1/{name}" for name in ("adapter", "checkpoint-4", "checkpoint-6")]
+    assert contents(tmp_path) == ["_left-1", *left, "checkpoint-2"]
+
+
+def test_a_checkpoint_from_elsewhere_is_not_mixed_with_those_that_are_there(tmp_path: Path) -> None:
+    run, other = tmp_path / "run", checkpoint(tmp_path / "other", 2)
+    assert run_state.starting_point(run, str(other)) == other
+    checkpoint(run, 8)
+    with pytest.raises(
+        CheckpointMismatch, match=r"other/checkpoint-2 lies elsewhere, and .*run holds checkpoint-8 of a"
+    ):
+        run_state.starting_point(run, str(other))
+
+
 def test_a_new_run_begins_where_none_is(tmp_path: Path) -> None:
     assert run_state.starting_point(tmp_path, None) is None
     with pytest.raises(CheckpointMismatch, match="holds no whole checkpoint"):
@@ -92,45 +155,6 @@ def test_another_run_is_not_continued(change: dict[str, object], said: str) -> N
         run_state.check_continues(STATE, replace(STATE, **change), STATE.recipe, "run")
 
 
-def test_the_same_run_is_continued_under_another_name_of_its_base_and_no_other_recipe() -> None:
-    run_state.check_continues(STATE, replace(STATE, base="/moved"), STATE.recipe, "run")
-    run_state.check_continues(replace(STATE, processes=None), STATE, STATE.recipe, "run")
-    with pytest.raises(CheckpointMismatch, match=r"cannot resume from run: beta was 0\.0 and is 0\.5"):
-        run_state.check_continues(STATE, STATE, {"beta": 0.5}, "run")
-
-
-def test_a_run_is_described_by_its_own_keys(tmp_path: Path) -> None:
-    rows = Dataset.from_list([{"prompt": "1"}])
-    training = SimpleNamespace(quantization="bf16", train_norms=True, seed=5, noise_seed=6, world_size=4, beta=0.0)
-    (tmp_path / "config.json").write_text("{}")
-    base = tmp_path
-    found = run_state.describe(training, base, rows, "org/base")
-    assert (found.base, found.base_hash, found.quantization) == ("org/base", run_state.base_hash(base), "bf16")
-    assert (found.train_norms, found.seed, found.noise_seed, found.processes) == (True, 5, 6, 4)
-    assert found.dataset == run_state.dataset_hash(rows)
-    assert run_state.describe(training, base, rows).base == str(base)
-
-
-def test_the_hash_of_training_data_is_of_its_rows_in_their_order() -> None:
-    rows = [{"prompt": str(i), "answer": str(-i)} for i in range(1001)]  # more than are read at once
-    expected = run_state.dataset_hash(Dataset.from_list(rows))
-    assert run_state.dataset_hash(Dataset.from_list([*rows, rows[0]]).select(range(1001))) == expected
-    swapped = [*rows[:-2], rows[-1], rows[-2]]
-    renamed = [{"prompt": row["prompt"], "solution": row["answer"]} for row in rows]
-    last = [*rows[:-1], {**rows[-1], "answer": "0"}]
-    for other in (swapped, renamed, last, rows[:-1], rows[::-1]):
-        assert run_state.dataset_hash(Dataset.from_list(other)) != expected
-
-
-def test_what_is_written_is_read_again_with_its_date_and_versions(tmp_path: Path) -> None:
-    folder = checkpoint(tmp_path, 4)
-    found = run_state.read_state(folder)
-    assert replace(found, date="", versions={}, files={}) == replace(STATE, step=4)
-    assert found.files == {"adapter_model.safetensors": 10, "inner/weights.bin": 10}
-    assert found.versions["torch"] and found.date.endswith("+00:00")
-    content = json.loads((folder / "qerl_state.json").read_text())
-    (folder / "qerl_state.json").write_text(json.dumps({**content, "of_a_later_release": 1}))
-    assert run_state.read_state(folder) == found
 @pytest.mark.parametrize(
     ("was", "now", "said"),
     [
@@ -156,7 +180,46 @@ def test_a_run_goes_on_with_the_reference_that_it_had(was: str | None, now: str,
         run_state.check_continues(before, after, STATE.recipe, "run")
 
 
+def test_the_same_run_is_continued_under_another_name_of_its_base_and_no_other_recipe() -> None:
+    run_state.check_continues(STATE, replace(STATE, base="/moved"), STATE.recipe, "run")
+    run_state.check_continues(replace(STATE, processes=None), STATE, STATE.recipe, "run")
+    with pytest.raises(CheckpointMismatch, match=r"cannot resume from run: beta was 0\.0 and is 0\.5"):
+        run_state.check_continues(STATE, STATE, {"beta": 0.5}, "run")
+
+
+def test_a_run_is_described_by_its_own_keys(tmp_path: Path) -> None:
+    rows = Dataset.from_list([{"prompt": "1"}])
+    training = SimpleNamespace(quantization="bf16", train_norms=True, seed=5, noise_seed=6, world_size=4, beta=0.0)
+    (tmp_path / "config.json").write_text("{}")
+    base = tmp_path
+    found = run_state.describe(training, base, rows, "org/base")
+    assert (found.base, found.base_hash, found.quantization) == ("org/base", run_state.base_hash(base), "bf16")
+    assert (found.train_norms, found.seed, found.noise_seed, found.processes) == (True, 5, 6, 4)
+    assert found.dataset == run_state.dataset_hash(rows)
+    assert run_state.describe(training, base, rows).base == str(base)
     assert run_state.describe(training, base, rows, start="hash").reference is None
     training.beta = 0.1
     assert run_state.describe(training, base, rows).reference == ""
     assert run_state.describe(training, base, rows, start="hash").reference == "hash"
+
+
+def test_the_hash_of_training_data_is_of_its_rows_in_their_order() -> None:
+    rows = [{"prompt": str(i), "answer": str(-i)} for i in range(1001)]  # more than are read at once
+    expected = run_state.dataset_hash(Dataset.from_list(rows))
+    assert run_state.dataset_hash(Dataset.from_list([*rows, rows[0]]).select(range(1001))) == expected
+    swapped = [*rows[:-2], rows[-1], rows[-2]]
+    renamed = [{"prompt": row["prompt"], "solution": row["answer"]} for row in rows]
+    last = [*rows[:-1], {**rows[-1], "answer": "0"}]
+    for other in (swapped, renamed, last, rows[:-1], rows[::-1]):
+        assert run_state.dataset_hash(Dataset.from_list(other)) != expected
+
+
+def test_what_is_written_is_read_again_with_its_date_and_versions(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, 4)
+    found = run_state.read_state(folder)
+    assert replace(found, date="", versions={}, files={}) == replace(STATE, step=4)
+    assert found.files == {"adapter_model.safetensors": 10, "inner/weights.bin": 10}
+    assert found.versions["torch"] and found.date.endswith("+00:00")
+    content = json.loads((folder / "qerl_state.json").read_text())
+    (folder / "qerl_state.json").write_text(json.dumps({**content, "of_a_later_release": 1}))
+    assert run_state.read_state(folder) == found

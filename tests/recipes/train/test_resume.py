@@ -240,6 +240,31 @@ def test_a_run_goes_on_with_smaller_micro_batches_and_the_same_completions(finis
     }
 
 
+def test_a_run_that_went_back_never_goes_on_from_what_it_left(finished, make_trainer, read_metrics, capfd):
+    """Stopped before its first own checkpoint; what it left stays whole, and is named."""
+    base, whole = finished
+    settings = {"rows": 6, "output_dir": str(whole), **RUN}
+
+    def until_the_third(completions, trainer_state, **columns):
+        if trainer_state.global_step == 3:
+            raise KeyboardInterrupt
+        return digits_of_some(completions, **columns)
+
+    before = read_metrics(whole)
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(base, until_the_third, **settings).train(str(whole / "checkpoint-2"))
+    assert f"what was saved later, with its metrics, lies in {whole}/_left-1 now" in capfd.readouterr().err
+    assert [path.name for path in checkpoints.whole_checkpoints(whole)] == ["checkpoint-2"]
+    trainer = make_trainer(base, digits_of_some, **settings, save_total_limit=1)
+    trainer.train(resume_from_checkpoint=True)
+    assert [record["step"] for record in read_metrics(trainer)] == [1, 2, 3, 4, 5, 6]
+    assert [path.name for path in checkpoints.whole_checkpoints(whole)] == ["checkpoint-6"]
+    assert read_metrics(whole) == before == read_metrics(whole / "_left-1")
+    left = checkpoints.whole_checkpoints(whole / "_left-1")
+    assert [path.name for path in left] == ["checkpoint-4", "checkpoint-6"]
+    assert same_bits(left[1], whole / "checkpoint-6")
+
+
 def test_a_run_of_whole_epochs_that_has_ended_trains_no_step_more(make_trainer, make_nvfp4, read_metrics):
     settings = {"rows": 5, "max_steps": -1, "num_train_epochs": 0.5, "save_strategy": "steps", "save_steps": 1}
     trainer = make_trainer(make_nvfp4("qwen2"), **settings)
