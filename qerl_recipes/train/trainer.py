@@ -269,6 +269,7 @@ class QerlGRPOTrainer(GRPOTrainer):
         CheckpointMismatch as ``RunFiles.go_on_from`` does.
         """
         folder = self.files.go_on_from(resume_from_checkpoint)
+        self.args.eval_on_start = self.args.eval_on_start and folder is None  # of the run, which has begun already
         if folder is not None and saving.is_finished(folder, self.args):
             self._load_from_checkpoint(folder)
             self.state = TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME))

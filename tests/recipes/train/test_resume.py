@@ -265,6 +265,20 @@ def test_a_run_that_went_back_never_goes_on_from_what_it_left(finished, make_tra
     assert same_bits(left[1], whole / "checkpoint-6")
 
 
+def test_an_evaluation_at_the_start_is_of_the_run_and_not_of_a_resume(make_trainer, make_nvfp4, read_metrics):
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    trainer = make_trainer(make_nvfp4("qwen2"), max_steps=2, eval_on_start=True, **settings)
+    trainer.train()
+    whole = read_metrics(trainer)
+    assert [(record["step"], "eval/reward" in record) for record in whole] == [
+        (0, True), (1, False), (1, True), (2, False), (2, True),
+    ]  # fmt: skip
+    shutil.rmtree(Path(trainer.args.output_dir) / "checkpoint-2")
+    again = make_trainer(make_nvfp4("qwen2"), max_steps=2, eval_on_start=True, **settings)
+    again.train(resume_from_checkpoint=True)
+    assert read_metrics(again) == whole
+
+
 def test_a_run_of_whole_epochs_that_has_ended_trains_no_step_more(make_trainer, make_nvfp4, read_metrics):
     settings = {"rows": 5, "max_steps": -1, "num_train_epochs": 0.5, "save_strategy": "steps", "save_steps": 1}
     trainer = make_trainer(make_nvfp4("qwen2"), **settings)
