@@ -48,6 +48,16 @@ def test_promise_06_rollout_and_trainer_agree_and_the_noise_modes_differ_as_they
     assert [count for _, count in seen] == ([0, 0, 4, 4] if mode == "shared" else [0] * 4)
 
 
+def test_beta_compares_with_a_reference_under_the_same_noise(make_trainer, make_nvfp4, read_metrics):
+    """So the divergence is what the adapter has learnt: 0 where nothing is learnt, however large the noise."""
+    keys = {"noise_mode": "shared", "beta": 0.1, "dtype": torch.float32, **AQN}
+    trainer = make_trainer(make_nvfp4("qwen2"), learning_rate=0.0, **keys)
+    trainer.train()
+    records = read_metrics(trainer)
+    assert [record["touched_norms"] for record in records] == [0, 0, 4, 4]
+    assert all(abs(record["kl"]) < 1e-9 for record in records)
+
+
 def test_temperature_noise_seed_and_noise_targets_are_the_trainer_s_and_the_engine_s(
     make_trainer, make_bf16, read_metrics
 ):
