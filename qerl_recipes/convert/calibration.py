@@ -17,7 +17,7 @@ from qerl_recipes.files.whole_folder import write_text
 from qerl_recipes.recipe import server_keys
 from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig, ScriptArguments, parse
 from qerl_recipes.recipe.file import ConfigError
-from qerl_recipes.rollout.sampling import completion_seed, for_sampling_params
+from qerl_recipes.rollout.sampling import completion_seed, for_sampling_params, sampling_parameters
 from qerl_recipes.tasks import prompts
 from qerl_recipes.train.base_fits import refuse_long_prompts
 from qerl_recipes.train.validate import problems_of_keys
@@ -99,7 +99,7 @@ def _answers(llm: "LLM", asked: list[list[int]], training: GRPOConfig) -> tuple[
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
-    options = {**for_sampling_params(training), "logprobs": None}
+    options = {**for_sampling_params(sampling_parameters(training)), "logprobs": None}
     assert training.seed is not None
     seeds = [completion_seed(training.seed, "calibration", 0, 0, place, 0) for place in range(len(asked))]
     requests = [TokensPrompt(prompt_token_ids=ids) for ids in asked]

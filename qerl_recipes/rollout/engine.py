@@ -23,7 +23,7 @@ from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.rollout import answers
 from qerl_recipes.rollout.arms import engine_on_cpu, engine_options
 from qerl_recipes.rollout.interface import Completions, Snapshot
-from qerl_recipes.rollout.sampling import Seeds, for_sampling_params
+from qerl_recipes.rollout.sampling import Seeds, for_sampling_params, sampling_parameters
 from qerl_vllm_plugin import compat, scheduler
 from qerl_vllm_plugin.frozen_weights import FrozenWeights, frozen_weights
 from qerl_vllm_plugin.kv_cache import KVCacheError
@@ -227,7 +227,7 @@ class VLLMRollouts:
 
     def _sampling_options(self) -> dict[str, Any]:
         # one list of log-probabilities, and not an object for each token
-        options = {"flat_logprobs": True, **for_sampling_params(self._training)}
+        options = {"flat_logprobs": True, **for_sampling_params(sampling_parameters(self._training))}
         # vLLM would decode every token twice, which only stop strings need: the trainer does its own decoding
         options.setdefault("detokenize", bool(options.get("stop")))
         return options

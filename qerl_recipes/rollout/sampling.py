@@ -1,10 +1,14 @@
 """How every engine draws completions, wherever it runs: their seeds, and the sampling parameters of the recipe."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_vllm_plugin.noise import seed_of
 
+if TYPE_CHECKING:  # it imports TRL, which an evaluation does without
+    from qerl_recipes.recipe.configs import GRPOConfig
+
+MOST_BIAS = 100  # vLLM's: a server cuts a larger one to this
 SMALLEST_TEMPERATURE = 0.01  # vLLM's: it samples with this one in place of a smaller, and greedily at 0
 
 
@@ -37,7 +41,7 @@ class Seeds:
         return [completion_seed(*key, place // num_generations, place % num_generations) for place in places]
 
 
-def sampling_parameters(training: GRPOConfig) -> dict[str, Any]:
+def sampling_parameters(training: "GRPOConfig") -> dict[str, Any]:
     """Those of a recipe under vLLM's names, without the seed; of each token the log-probability is wanted."""
     found: dict[str, Any] = {
         "temperature": training.temperature,
@@ -54,11 +58,30 @@ def sampling_parameters(training: GRPOConfig) -> dict[str, Any]:
     return found
 
 
-def for_sampling_params(training: GRPOConfig) -> dict[str, Any]:
-    """The same for ``vllm.SamplingParams``, which takes structured outputs as an object; a request has them as JSON."""
+def for_sampling_params(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert parameters as JSON has them to what ``vllm.SamplingParams`` takes: structured outputs as an object, and
+    the tokens of ``logit_bias`` as numbers. A request to a server carries them as JSON."""
     from vllm.sampling_params import StructuredOutputsParams
 
-    found = sampling_parameters(training)
+    found = dict(parameters)
     if isinstance(found.get("structured_outputs"), dict):
         found["structured_outputs"] = StructuredOutputsParams(**found["structured_outputs"])
+    if found.get("logit_bias"):
+        found["logit_bias"] = {int(token): bias for token, bias in found["logit_bias"].items()}
     return found
+
+
+def wrong_bias(given: Mapping[str, Any]) -> str | None:
+    """Say what is wrong with the ``logit_bias`` of some sampling parameters, with the way out; None if nothing is."""
+    bias = given.get("logit_bias")
+    if bias is None:
+        return None
+    way_out = f'write it as {{TOKEN: BIAS}}, such as {{"9": 5.0}}, with a bias from -{MOST_BIAS} to {MOST_BIAS}'
+    if not isinstance(bias, Mapping):
+        return f"logit_bias is {bias!r}; {way_out}"
+    for token, value in bias.items():
+        if not str(token).isdecimal():
+            return f"logit_bias has the key {token!r}, which is no token id; {way_out}"
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MOST_BIAS:
+            return f"logit_bias of token {token} is {value!r}; {way_out}"
+    return None

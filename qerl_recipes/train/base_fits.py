@@ -15,6 +15,7 @@ from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.script_arguments import ScriptArguments
 from qerl_recipes.recipe.shapes import BY_MODEL_ID, as_config
+from qerl_recipes.rollout.sampling import wrong_bias
 from qerl_recipes.tasks import prompts
 from qerl_vllm_plugin.checkpoint import read_quantization
 from qerl_vllm_plugin.families import FAMILIES, WITHOUT_SLOTS, of_images
@@ -110,6 +111,13 @@ def _of_config(
         )
     if (positions := _positions(config)) is not None:
         yield from _lengths(script, training, name, positions)
+    if isinstance(tokens := config.get("vocab_size"), int) and wrong_bias(training.generation_kwargs or {}) is None:
+        biased = map(int, (training.generation_kwargs or {}).get("logit_bias") or ())
+        if (largest := max(biased, default=0)) >= tokens:
+            yield (
+                f"generation_kwargs: logit_bias has the token {largest}, and {name} has {tokens} (0 to {tokens - 1}); "
+                "remove it"
+            )
 
 
 def _positions(config: Mapping[str, Any]) -> int | None:

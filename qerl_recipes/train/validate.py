@@ -12,7 +12,7 @@ from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.keys import CANNOT_RUN, refusals
 from qerl_recipes.recipe.script_arguments import ScriptArguments
-from qerl_recipes.rollout.sampling import SMALLEST_TEMPERATURE, sampling_parameters
+from qerl_recipes.rollout.sampling import SMALLEST_TEMPERATURE, sampling_parameters, wrong_bias
 from qerl_recipes.tasks import answer_columns, rewards
 from qerl_recipes.tasks import prompts as data
 from qerl_recipes.train.base_fits import misfits
@@ -237,6 +237,12 @@ def _generation(training: GRPOConfig) -> Iterator[str]:
             f"generation_kwargs cannot set {', '.join(twice)}: the engine would sample with one value and the trainer "
             f"compute log-probabilities with another; use the key {twice[0]} itself"
         )
+    if (wrong_one := wrong_bias(training.generation_kwargs or {})) is not None:
+        yield f"generation_kwargs: {wrong_one}"
+    if training.vllm_structured_outputs_regex is not None and "structured_outputs" in (
+        training.generation_kwargs or {}
+    ):
+        yield "generation_kwargs: structured_outputs beside vllm_structured_outputs_regex would be ignored; remove one"
 
 
 def _engine(training: GRPOConfig) -> Iterator[str]:

@@ -89,6 +89,17 @@ def demo(stand_ins, *flags):
         (["--min_p", "2"], "vLLM takes no such SamplingParams: min_p must be in [0, 1]"),
         (["--generation_kwargs", '{"truncate_prompt_tokens": 3}'], "Unexpected keyword argument 'truncate_prompt_tok"),
         (["--generation_kwargs", '{"min_tokens": 57}'], "min_tokens must be less than or equal to max_tokens=56"),
+        (
+            ["--generation_kwargs", '{"logit_bias": {"nine": 5.0}}'],
+            "logit_bias has the key 'nine', which is no token id; write it as {TOKEN: BIAS}",
+        ),
+        (["--generation_kwargs", '{"logit_bias": {"9": 101}}'], "logit_bias of token 9 is 101; write it as"),
+        (["--generation_kwargs", '{"logit_bias": {"9": NaN}}'], "logit_bias of token 9 is nan; write it as"),
+        (["--generation_kwargs", '{"logit_bias": [9]}'], "logit_bias is [9]; write it as"),
+        (
+            ["--generation_kwargs", '{"structured_outputs": {"regex": "a"}}', "--vllm_structured_outputs_regex", "b"],
+            "structured_outputs beside vllm_structured_outputs_regex would be ignored; remove one",
+        ),
         (["--eval_on_start", "true"], "eval_on_start: true is the first of the evaluations of a run, and there are n"),
         (
             ["--lr_scheduler_type", "reduce_lr_on_plateau", "--eval_strategy", "epoch"],
@@ -147,6 +158,7 @@ def test_an_adapter_to_begin_from_is_refused_before_a_model_loads(config, name, 
         ["--vllm_max_model_length", "256"],
         ["--loss_type", "vespo"],
         ["--temperature", "0.01", "--generation_kwargs", '{"stop": ["</answer>"]}'],
+        ["--generation_kwargs", '{"logit_bias": {"9": 100, "10": -100.0}}'],
         ["--dtype", "float32"],
         ["--eval_on_start", "true", "--eval_strategy", "epoch"],
         ["--report_to", "all"],  # that are installed
@@ -285,15 +297,17 @@ def test_evaluation_during_training_needs_held_out_problems(stand_ins, tmp_path)
         ("nf4", {"quantization_config": {"quant_method": "gptq"}}, "quantized already (gptq)"),
         ("qerl_nvfp4", {"quantization_config": {"quant_method": "awq"}}, "awq"),
         ("qerl_nvfp4", None, "no readable config.json"),
+        ("qerl_nvfp4", {"vocab_size": 9}, "generation_kwargs: logit_bias has the token 9, and MODEL has 9 (0 to 8)"),
     ],
-    ids=["experts", "bf16 of a quantized", "nf4 of a quantized", "awq", "no config"],
+    ids=["experts", "bf16 of a quantized", "nf4 of a quantized", "awq", "no config", "tokens"],
 )
 def test_a_checkpoint_that_does_not_fit_the_arm_is_refused(arm, config, message, stand_ins, tmp_path):
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError) as error:
-        validate(*demo(stand_ins, "--model_name_or_path", str(tmp_path), "--quantization", arm))
-    assert message in str(error.value)
+        flags = ["--quantization", arm, "--generation_kwargs", '{"logit_bias": {"9": 5.0, "8": 5.0}}']
+        validate(*demo(stand_ins, "--model_name_or_path", str(tmp_path), *flags))
+    assert message.replace("MODEL", str(tmp_path)) in str(error.value)
 
 
 def test_keys_of_a_tracker_that_is_not_asked_for_are_said_to_be_without_effect(stand_ins, recwarn):

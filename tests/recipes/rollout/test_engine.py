@@ -151,6 +151,16 @@ def test_a_stop_string_ends_a_completion_and_without_one_there_is_no_text(start_
         assert len(ids) == len(longer) or word in TOKENIZER.decode(ids, skip_special_tokens=True)
 
 
+def test_a_logit_bias_from_json_reaches_the_engine(start_engine):
+    """The keys of a JSON object are texts, and vLLM compares tokens."""
+    engine = start_engine(16, generation_kwargs={"logit_bias": {"9": 100.0}})
+    try:
+        engine.begin(0, None)
+        assert {token for ids in engine.generate(PROMPTS, None, 4)[1] for token in ids} == {9}
+    finally:
+        engine.close()
+
+
 def test_the_engine_has_the_size_that_the_recipe_gives_it(engine):
     found = engine.llm.llm_engine.vllm_config
     assert found.scheduler_config.max_num_seqs == 16  # per_device_train_batch_size
