@@ -131,15 +131,6 @@ def check(names: Sequence[str], num_fewshot: int = 0) -> None:
             )
 
 
-def template_text(given: str) -> str:
-    """A chat template that is given as Jinja text, as the recipe's key is, or as the path of a file with it."""
-    if "{{" in given or "{%" in given:
-        return given
-    if not Path(given).is_file():
-        raise ValueError(f"chat_template: {given!r} is neither Jinja text nor a file with it")
-    return Path(given).read_text(encoding="utf-8")
-
-
 def template_options(given: str | Mapping[str, Any] | None) -> dict[str, Any] | None:
     """``chat_template_kwargs`` from the command line or the API. Raises ValueError for what is no JSON object."""
     if given is None or isinstance(given, Mapping):
@@ -215,8 +206,10 @@ def read_lines(path: Path) -> list[dict[str, str]]:
                 f'{path}, line {number}: each line must be {{"prompt": TEXT, "answer": TEXT}} ({error!r})'
             ) from error
         answers = isinstance(answer, str | int) and not isinstance(answer, bool) and str(answer).strip()
-        if not isinstance(prompt, str) or isinstance(prompt, _AsWritten) or not answers:
-            raise ValueError(f"{path}, line {number}: prompt must be a text, and answer a text or a number, not empty")
+        if not isinstance(prompt, str) or isinstance(prompt, _AsWritten) or not prompt.strip() or not answers:
+            raise ValueError(
+                f"{path}, line {number}: prompt must be a text, and answer a text or a number, none of them empty"
+            )
         rows.append({"prompt": prompt, "answer": str(answer)})
     if not rows:
         raise ValueError(f"{path} holds no problems")

@@ -17,6 +17,7 @@ import torch
 import trl
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
+from qerl_recipes.recipe.chat_template import template_text
 from qerl_recipes.recipe.file import ConfigError, RecipeParser, defaults_from_yaml, read_yaml, translate_flags
 from qerl_recipes.recipe.keys import DEFAULTS_OF_TRL_0_18, OF_TRL_0_18, refusals
 from qerl_recipes.recipe.script_arguments import ScriptArguments
@@ -118,7 +119,9 @@ class GRPOConfig(trl.GRPOConfig):
         },
     )
     rollout_engine: str = field(default="vllm", metadata={"help": "Rollout engine by name, from a plugin or built in."})
-    chat_template: str | None = field(default=None, metadata={"help": "Jinja chat template in place of the model's."})
+    chat_template: str | None = field(
+        default=None, metadata={"help": "Chat template in place of the model's: Jinja text or a file."}
+    )
     wandb_entity: str | None = field(default=None, metadata={"help": "Weights & Biases entity."})
     wandb_project: str | None = field(default=None, metadata={"help": "Weights & Biases project."})
     wandb_run_group: str | None = field(default=None, metadata={"help": "Weights & Biases group."})
@@ -150,6 +153,11 @@ class GRPOConfig(trl.GRPOConfig):
         if (cache := self.vllm_kv_cache_memory_bytes) is not None and cache < 1:
             raise ConfigError(f"vllm_kv_cache_memory_bytes must be at least 1, not {cache}; leave it out to measure")
         self._check_checkpointing()
+        if self.chat_template is not None:
+            try:
+                self.chat_template = template_text(self.chat_template)
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
         try:
             super().__post_init__()
         except ValueError as error:

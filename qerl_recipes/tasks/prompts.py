@@ -5,7 +5,7 @@ They come from local files, the Hugging Face hub, a mixture of both, and the dat
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from datasets import Dataset, DatasetDict, ReadInstruction, concatenate_datasets
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_recipes.hooks import DatasetLoader, collect
+from qerl_recipes.recipe.chat_template import blindness, problem_turn
 from qerl_recipes.recipe.configs import GRPOConfig, ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.tasks import pick_number, reasoning_gym_task, running_sum, source_files
@@ -46,11 +47,19 @@ def read(script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
             raise ConfigError(
                 f"dataset_size is {script.dataset_size}, but {source} has {len(train)} problems; lower it"
             )
-        train = train.shuffle(seed=script.dataset_seed).select(range(script.dataset_size))
+        train, numbers = (
+            data.shuffle(seed=script.dataset_seed).select(range(script.dataset_size))
+            for data in (train, Dataset.from_dict({"row": range(1, len(train) + 1)}))
+        )
+        rows = numbers["row"][:]
+    else:
+        rows = range(1, len(train) + 1)
     if len(train) == 0:
         raise ConfigError(f"{source} has no problems to train on")
-    keys = set(_keys(train, source))
-    if held_out is not None and (common := sum(key in keys for key in _keys(held_out, source))):
+    keys = set(_keys(train, script, _part(source, script.dataset_train_split), rows))
+    if held_out is not None and (
+        common := sum(key in keys for key in _keys(held_out, script, _part(source, script.dataset_test_split)))
+    ):
         logger.warning(
             "%d of %d held-out problems of %s are among the training problems, word for word: what is measured on them "
             "is not of unseen problems",
@@ -61,17 +70,51 @@ def read(script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
     return train, held_out
 
 
-def _keys(data: Dataset, source: str) -> list[str]:
-    """One text a prompt, equal where the prompts are. Raises ConfigError for one that is neither text nor messages."""
+def _part(source: str, split: str) -> str:
+    """Name the part of a data set in which rows are counted."""
+    return source if split == ScriptArguments.dataset_train_split else f"{source}, {split}"
+
+
+def _keys(data: Dataset, script: ScriptArguments, part: str, rows: Sequence[int] | None = None) -> list[str]:
+    """Return a text for each prompt, equal where the prompts are.
+
+    ``part`` names the data and ``rows`` their numbers there. Raises ConfigError, with the row, for a prompt that is no
+    problem: neither text nor messages, empty, or with a system turn beside the recipe's ``system_prompt``.
+    """
     prompts = data["prompt"][:]
-    if wrong := [i for i, prompt in enumerate(prompts) if not isinstance(prompt, str | list)]:
-        raise ConfigError(
-            f"{source}: the prompt of row {wrong[0] + 1} is {prompts[wrong[0]]!r}, which is neither a text "
-            "nor a list of messages"
-        )
+    for number, prompt in zip(rows or range(1, len(prompts) + 1), prompts, strict=True):
+        if (flaw := _flaw(prompt, script.system_prompt)) is not None:
+            raise ConfigError(f"{part}: the prompt of row {number} {flaw}")
     return [
         prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str) for prompt in prompts
     ]
+
+
+def _flaw(prompt: Any, system_prompt: str | None) -> str | None:
+    """Say what is wrong with a prompt, with the way out; None if nothing is."""
+    if isinstance(prompt, str):
+        return None if prompt.strip() else "is empty; leave this problem out"
+    if not isinstance(prompt, list):
+        return f"is {prompt!r}, which is neither a text nor a list of messages"
+    if not prompt:
+        return "is a list without a message; leave this problem out"
+    for turn in prompt:
+        if not isinstance(turn, dict) or not isinstance(turn.get("role"), str) or "content" not in turn:
+            return f'has the message {turn!r}; write each as {{"role": "user", "content": TEXT}}'
+        if system_prompt is not None and turn["role"] == "system":
+            return (
+                f"has a system turn ({str(turn['content'])[:40]!r}), and system_prompt would be a second one; remove "
+                "system_prompt, or the turn from the data"
+            )
+        if system_prompt is not None and isinstance(turn["content"], list):
+            return (
+                "has a message whose content is a list of parts, beside which system_prompt, a text, cannot stand; "
+                "write each content as one text, or the system turn into the data and remove system_prompt"
+            )
+    problem = prompt[problem_turn(prompt)]["content"]
+    if not (problem.strip() if isinstance(problem, str) else problem):
+        return "is empty in the message that asks the problem; leave this problem out"
+    return None
 
 
 def tokenizer(folder: Path, training: GRPOConfig, **options: Any) -> PreTrainedTokenizerBase:
@@ -87,22 +130,32 @@ def load(
 ) -> tuple[Dataset, Dataset | None]:
     """(train, held-out or None) for the trainer: ``prompt`` is a list of messages where the tokenizer has a template.
 
-    A text prompt becomes the user's message after ``system_prompt``; without a chat template it stays a text, to which
-    a ``system_prompt`` cannot be added (ConfigError). Prompts with more than ``max_prompt_length`` tokens are left out,
-    counted as the rollout will see them: with ``template_options``, the recipe's ``chat_template_kwargs``.
+    A text prompt becomes the user's message after ``system_prompt``; without a chat template it stays a text. Prompts
+    with more than ``max_prompt_length`` tokens are left out, counted as the rollout will see them: with
+    ``template_options``, the recipe's ``chat_template_kwargs``.
+
+    Raises ConfigError for messages or a ``system_prompt`` without a chat template, and for a template that leaves the
+    problem out.
     """
     options = template_options or {}
     train, held_out = read(script)
-    train = _fitting(_conversational(train, script, tokenizer), script, tokenizer, options)
+    train = _fitting(_conversational(train, script, tokenizer, options), script, tokenizer, options)
     if held_out is not None:
-        held_out = _fitting(_conversational(held_out, script, tokenizer), script, tokenizer, options)
+        held_out = _fitting(_conversational(held_out, script, tokenizer, options), script, tokenizer, options)
     return train, held_out
 
 
-def _conversational(data: Dataset, script: ScriptArguments, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+def _conversational(
+    data: Dataset, script: ScriptArguments, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
+) -> Dataset:
     if tokenizer.chat_template is None:
         if script.system_prompt is not None:
             raise ConfigError("system_prompt needs a chat template, and the model has none; give it as chat_template")
+        if not all(isinstance(prompt, str) for prompt in data["prompt"]):
+            raise ConfigError(
+                f"{script.dataset_name or 'dataset_mixture'}: prompts that are lists of messages need a chat template, "
+                "and the model has none; give it as chat_template, or write each prompt as one text"
+            )
         return data
     system = [] if script.system_prompt is None else [{"role": "system", "content": script.system_prompt}]
 
@@ -112,7 +165,12 @@ def _conversational(data: Dataset, script: ScriptArguments, tokenizer: PreTraine
         return {"prompt": [*system, *turns]}
 
     dropped = [name for name in ("prompt", "messages") if name in data.column_names]
-    return data.map(messages, remove_columns=dropped, desc="prompts")
+    asked = data.map(messages, remove_columns=dropped, desc="prompts")
+    kinds = {tuple((turn["role"], type(turn["content"])) for turn in turns): turns for turns in asked["prompt"]}
+    for turns in kinds.values():
+        if (reason := blindness(tokenizer, turns, options)) is not None:
+            raise ConfigError(reason)
+    return asked
 
 
 def ids(

@@ -1,5 +1,6 @@
 """Data as they lie somewhere: a local file, a local folder or a data set of the Hugging Face hub, in all its splits."""
 
+import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -7,8 +8,11 @@ from typing import Any
 import pandas
 from datasets import DatasetDict, Features, Value, load_dataset, load_dataset_builder, load_from_disk
 from datasets.packaged_modules.csv.csv import Csv
+from pandas.errors import EmptyDataError
 
+from qerl_recipes.files.json_lines import numbered
 from qerl_recipes.recipe.file import ConfigError
+from qerl_recipes.tasks.answer_columns import LINE
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
@@ -23,6 +27,8 @@ def read(name: str, config: str | None) -> DatasetDict:
         if path.is_file():
             if path.suffix not in READERS:
                 raise ConfigError(f"dataset_name {name}: cannot read {path.suffix} files, only {', '.join(READERS)}")
+            if READERS[path.suffix] == "json" and (flaw := _encoding_flaw(path)) is not None:
+                raise ConfigError(f"dataset_name {flaw}")  # it would only be found where the row is used
             files = {"data_files": {"train": str(path)}}
             return load_dataset(READERS[path.suffix], **files, **_as_texts(READERS[path.suffix], **files))
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
@@ -36,10 +42,54 @@ def read(name: str, config: str | None) -> DatasetDict:
     except ConfigError:
         raise
     except Exception as error:  # datasets raises a dozen kinds of error for a place where nothing can be read
+        if path.exists():
+            raise ConfigError(f"dataset_name {_flaw(path) or _reason(path, error)}") from error
         raise ConfigError(
             f"dataset_name {name} is neither a readable file or folder here nor one that the hub gives out "
             f"({type(error).__name__}: {error}); offline, use reasoning_gym, pick_number or a local JSONL file"
         ) from error
+
+
+def _encoding_flaw(file: Path) -> str | None:
+    """Name the first line of a file that is not UTF-8, with the way out; None if all lines are."""
+    try:
+        file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        return f"{file}, line {line} is not UTF-8; save the file as UTF-8"
+    return None
+
+
+def _flaw(path: Path) -> str | None:
+    """Name what no reader of JSON can take in a file or in those of a folder: the file, its line and the way out."""
+    files = [path] if path.is_file() else sorted(path.rglob("*"))
+    for file in (file for file in files if file.is_file() and READERS.get(file.suffix) == "json"):
+        if (flaw := _encoding_flaw(file)) is not None:
+            return flaw
+        lines = list(numbered(file))
+        if not lines:
+            return f"{file} is empty; write a JSON object for each problem, or remove the file"
+        if lines[0][1].lstrip().startswith("[") and file.suffix == ".json":
+            lines = [(1, file.read_text(encoding="utf-8-sig"))]  # one list of all problems
+        for number, line in lines:
+            try:
+                found = json.loads(line)
+            except json.JSONDecodeError as error:
+                at = f"line {number + error.lineno - 1}"
+                return f"{file}, {at} is no JSON ({error.msg}, column {error.colno}); mend the line or remove it"
+            if not all(isinstance(row, dict) for row in (found if isinstance(found, list) else [found])):
+                return f"{file}, line {number} is no JSON object; each problem is one, such as {LINE}"
+    return None
+
+
+def _reason(path: Path, error: BaseException) -> str:
+    """Say why ``datasets`` cannot read a place that is there: the first cause, whose text names row or column."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    nothing = isinstance(error, StopIteration | EmptyDataError) or "corresponds to no data" in str(error)
+    if nothing or (path.is_file() and not path.stat().st_size):
+        return f"{path}, or one of its splits, holds no problems; write some, or remove the file"
+    return f"{path} cannot be read ({type(error).__name__}: {str(error).strip()}); mend the file, or name another"
 
 
 def _as_texts(place: str, **named: Any) -> dict[str, Any]:

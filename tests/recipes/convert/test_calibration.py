@@ -79,6 +79,7 @@ def test_answers_are_drawn_as_the_recipe_says_and_the_same_each_time(written):
         (4, {"generation_kwargs": {"seed": 3}}, "generation_kwargs cannot set seed"),
         (4, {"generation_kwargs": {"max_tokens": 3}}, "generation_kwargs cannot set max_tokens"),
         (4, {"use_peft": False}, "use_peft"),
+        (4, {"chat_template": "7+1={# {{ #}"}, "does not contain the problem's text"),
         (4, {"vllm_max_model_length": 13}, "4 of 4 training prompts have more than 1 tokens"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 
 from qerl_recipes.evaluate import request as evaluation_request
 from qerl_recipes.files.adapter import open_adapter
+from qerl_recipes.recipe.chat_template import template_text
 
 Make = Callable[..., Path]
 
@@ -141,7 +142,7 @@ def test_a_template_is_text_or_a_file_and_empty_options_are_not_none(tmp_path: P
         ("{{ messages }}",) * 2,
         (str(tmp_path / "t.jinja"), "{{ of_the_file }}"),
     ):
-        assert evaluation_request.template_text(given) == read
+        assert template_text(given) == read
     options = {"enable_thinking": False}
     for asked, found in (
         (options, options),

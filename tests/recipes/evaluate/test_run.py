@@ -228,6 +228,7 @@ REFUSALS = {
     "no-task": ({"tasks": []}, "name at least one task"),
     "task-twice": ({"tasks": ["running_sum", "running_sum"]}, "named twice"),
     "missing-file": ({"tasks": ["jsonl:nowhere.jsonl"]}, "there is no file nowhere.jsonl"),
+    "empty-prompt": ({"tasks": ["jsonl-exact:FOLDER/x.jsonl"]}, r"x\.jsonl, line 2: prompt must be a text, and answer"),
     "greedy-samples": ({"num_samples": 4}, "temperature 0 gives the same answer"),
     "greedy-top-p": ({"top_p": 0.95}, r"top_p is 0\.95, but temperature 0 \(greedy\) draws nothing; set temperature"),
     "greedy-seed": ({"seed": 0}, r"seed is 0, but temperature 0 \(greedy\) draws nothing; set temperature"),
@@ -261,6 +262,9 @@ def test_refused_before_the_engine_starts(
         "tasks": ["running_sum"],
         "output_dir": tmp_path / "o",
     }
+    (tmp_path / "x.jsonl").write_text('{"prompt": "1=", "answer": "1"}\n{"prompt": " ", "answer": "1"}\n')
+    if "tasks" in change:
+        change = {"tasks": [task.replace("FOLDER", str(tmp_path)) for task in change["tasks"]]}
     with pytest.raises(ValueError, match=message):
         evaluate.evaluate(**{**arguments, **change})
     assert not (tmp_path / "o").exists()

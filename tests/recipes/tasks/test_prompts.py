@@ -65,12 +65,15 @@ def test_the_mapped_solution_is_one_that_the_accuracy_reward_can_read():
     assert accuracy(completions=[r"\boxed{1/3}", r"\boxed{3}"], solution=train["solution"]) == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "csv"])
+@pytest.mark.parametrize("suffix", ["jsonl", "windows.jsonl", "json", "parquet", "csv"])
 def test_a_local_file_of_any_kind_is_training_data(suffix, tmp_path):
     rows = [{"prompt": f"p{i}", "solution": str(i)} for i in range(3)]
     path = tmp_path / f"mine.{suffix}"
     if suffix == "jsonl":
         jsonl(path, rows)
+    elif suffix == "windows.jsonl":
+        jsonl(path, rows)
+        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
     elif suffix == "json":
         path.write_text(json.dumps(rows))
     elif suffix == "parquet":
@@ -135,11 +138,82 @@ def test_problems_that_are_trained_on_and_held_out_are_counted(tmp_path, caplog)
     assert not caplog.text
 
 
-@pytest.mark.parametrize("prompt", ["null", "5", '"2024-01-01"'], ids=["none", "number", "read as a date"])
-def test_a_prompt_that_is_neither_text_nor_messages_is_refused_with_its_row(prompt, tmp_path):
-    (tmp_path / "mine.jsonl").write_text(f'{{"prompt": {prompt}, "answer": "1"}}\n')
-    with pytest.raises(ConfigError, match=r"the prompt of row 1 is .* neither a text nor a list of messages"):
-        read(ScriptArguments(dataset_name=str(tmp_path / "mine.jsonl")))
+SYSTEM, USER = {"role": "system", "content": "Be short."}, {"role": "user", "content": "1+1="}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "1+1="}]}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "system_prompt", "message"),
+    [
+        (None, None, "is None, which is neither a text nor a list of messages"),
+        (5, None, "is 5, which is neither a text nor a list of messages"),
+        ("", None, "is empty; leave this problem out"),
+        (" \n", None, "is empty; leave this problem out"),
+        ([], None, "is a list without a message; leave this problem out"),
+        (["1+1="], None, "has the message '1+1='; write each as"),
+        ([{"role": "user"}], None, "has the message {'role': 'user'"),
+        ([SYSTEM, {**USER, "content": ""}], None, "is empty in the message that asks the problem"),
+        ([{**USER, "content": ""}, {**SYSTEM, "role": "assistant"}], None, "is empty in the message that asks the p"),
+        ([SYSTEM, USER], "Think.", "has a system turn ('Be short.'), and system_prompt would be a second one; remove"),
+        ([PARTS], "Think.", "has a message whose content is a list of parts, beside which system_prompt, a text,"),
+    ],
+    ids=lambda value: json.dumps(value)[:40],
+)
+def test_a_prompt_that_is_no_problem_is_refused_with_its_row(prompt, system_prompt, message, tmp_path):
+    good = [USER] if isinstance(prompt, list) else "1+1="
+    path = jsonl(tmp_path / "mine.jsonl", [{"prompt": good}, {"prompt": prompt}])
+    script = ScriptArguments(dataset_name=path, system_prompt=system_prompt)
+    with pytest.raises(ConfigError) as error:
+        read(script)
+    assert f"mine.jsonl: the prompt of row 2 {message}" in str(error.value)
+
+
+def test_a_text_that_looks_like_a_date_is_refused_as_a_prompt(tmp_path):
+    path = jsonl(tmp_path / "mine.jsonl", [{"prompt": "2024-01-01"}])
+    with pytest.raises(ConfigError, match=r"row 1 is datetime.* neither a text nor a list of messages"):
+        read(ScriptArguments(dataset_name=path))
+
+
+def test_the_row_of_a_refused_prompt_is_that_of_the_file_and_names_its_split(tmp_path):
+    rows = [{"prompt": "" if i == 4 else f"{i}+1="} for i in range(9)]
+    path = jsonl(tmp_path / "test.jsonl", rows)
+    for seed in range(3):  # dataset_size takes the rows in another order each time
+        with pytest.raises(ConfigError, match="the prompt of row 5 is empty"):
+            read(ScriptArguments(dataset_name=path, dataset_size=9, dataset_seed=seed))
+    jsonl(tmp_path / "train.jsonl", [{"prompt": "1+1="}])
+    with pytest.raises(ConfigError, match=rf"{tmp_path}, test: the prompt of row 5 is empty"):
+        read(ScriptArguments(dataset_name=str(tmp_path)))
+
+
+def test_messages_with_a_system_turn_and_with_parts_are_taken_without_a_system_prompt(tmp_path):
+    for turns in ([SYSTEM, USER], [PARTS]):
+        path = jsonl(tmp_path / "mine.jsonl", [{"prompt": turns}])
+        made = tokenizer()
+        made.chat_template = "{% for m in messages %}{{ m.content | tojson }}{% endfor %}"
+        assert load(ScriptArguments(dataset_name=path), made)[0]["prompt"] == [turns]
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("7+1={# {{ #}", "what it makes of messages of user does not contain the problem's text; correct it"),
+        ("{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}", "does not contain"),
+        ("{% for m in messages %}{{ m.content.text }}{% endfor %}", "does not contain the problem's text"),
+        ("{{ raise_exception('no users') }}", "it cannot render messages of user (TemplateError: no users)"),
+        ("{% if short %}{{ messages[0].content }}{% endif %}", "does not contain the problem's text"),
+        (None, "mine.jsonl: prompts that are lists of messages need a chat template, and the model has none"),
+    ],
+    ids=["constant", "parts", "attribute", "raises", "options", "none"],
+)
+def test_a_template_that_leaves_the_problem_out_is_refused(template, message, tmp_path):
+    path = jsonl(tmp_path / "mine.jsonl", [{"prompt": [USER]}])
+    made = tokenizer()
+    made.chat_template = template
+    with pytest.raises(ConfigError) as error:
+        load(ScriptArguments(dataset_name=path), made)
+    assert message in str(error.value)
+    if template and "short" in template:
+        assert len(load(ScriptArguments(dataset_name=path), made, {"short": True})[0]) == 1
 
 
 @pytest.mark.parametrize(
@@ -280,8 +354,13 @@ MIXTURE = {"datasets": [{"id": "FOLDER/mine.jsonl"}]}
         ({}, "dataset_name is missing"),
         ({"dataset_name": "/no/such/folder"}, "neither a readable file or folder"),
         ({"dataset_name": "/no/such/file.jsonl"}, "there is no such file"),
-        ({"dataset_name": "FOLDER/empty.jsonl"}, "empty.jsonl"),
-        ({"dataset_name": "FOLDER/broken.jsonl"}, "broken.jsonl"),
+        ({"dataset_name": "FOLDER/empty.jsonl"}, "empty.jsonl is empty; write a JSON object for each problem, or"),
+        ({"dataset_name": "FOLDER/empty.csv"}, "empty.csv, or one of its splits, holds no problems; write some, or"),
+        ({"dataset_name": "FOLDER/broken.jsonl"}, "broken.jsonl, line 3 is no JSON (Expecting value, column 12); m"),
+        ({"dataset_name": "FOLDER/broken.json"}, "broken.json, line 2 is no JSON (Expecting value, column 12); mend"),
+        ({"dataset_name": "FOLDER/folder"}, "folder/train.jsonl, line 2 is no JSON object; each problem is one, su"),
+        ({"dataset_name": "FOLDER/latin.jsonl"}, "latin.jsonl, line 2 is not UTF-8; save the file as UTF-8"),
+        ({"dataset_name": "FOLDER/twice.jsonl"}, "cannot be read (ArrowInvalid: JSON parse error: Column(/prompt) w"),
         ({"dataset_name": "FOLDER/notes.txt"}, "cannot read .txt files"),
         ({"dataset_name": "FOLDER/mine.jsonl", "dataset_prompt_column": "problm"}, "has no column problm; it has"),
         ({"dataset_name": "FOLDER/mine.jsonl", "dataset_train_split": "tran"}, "has no split 'tran' but train"),
@@ -318,7 +397,13 @@ def test_data_that_cannot_be_had_are_refused_by_name(settings, message, tmp_path
     jsonl(tmp_path / "mine.jsonl", [{"prompt": "p", "text": "t"}])
     jsonl(tmp_path / "four.jsonl", [{"prompt": "p"}] * 4)
     (tmp_path / "empty.jsonl").touch()
-    (tmp_path / "broken.jsonl").write_text('{"prompt": \n')
+    (tmp_path / "empty.csv").touch()
+    (tmp_path / "broken.jsonl").write_text('{"prompt": "p"}\n\n{"prompt": \n')
+    (tmp_path / "broken.json").write_text('[{"prompt": "p"},\n{"prompt": }]')
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "train.jsonl").write_text('{"prompt": "p"}\n5\n')
+    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "p"}\n{"prompt": "é"}\n'.encode("latin-1"))
+    (tmp_path / "twice.jsonl").write_text('{"prompt": "p", "prompt": "q"}\n')
     (tmp_path / "notes.txt").write_text("x")
     settings = json.loads(json.dumps(settings).replace("FOLDER", str(tmp_path)))
     with pytest.raises(ConfigError) as error:

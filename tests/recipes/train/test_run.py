@@ -271,6 +271,21 @@ def test_prompts_beside_which_a_completion_does_not_fit_are_refused_before_an_en
         train.main(["--config", write_recipe(**changes)])
 
 
+def test_a_template_is_read_from_its_file_and_refused_before_an_engine_starts(write_recipe, monkeypatch, tmp_path):
+    made = []
+    monkeypatch.setattr(train, "assemble", lambda *arguments, **options: made.append(options))
+    file = tmp_path / "7+1="
+    file.write_text("{{ messages[-1].content }}8")
+    script, training, model_config = configs.parse(["--config", write_recipe(), "--chat_template", str(file)])
+    train.build(script, training, model_config)
+    text = made[0]["processing_class"].apply_chat_template(made[0]["train_dataset"][0]["prompt"], tokenize=False)
+    assert text == f"{made[0]['train_dataset'][0]['prompt'][0]['content']}8"
+    assert made[0]["recipe"]["chat_template"] == file.read_text()  # a resume is bound to the text, not to the name
+    file.write_text("7+1={# {{ #}")
+    with pytest.raises(ConfigError, match="chat_template: what it makes of messages of user does not contain the prob"):
+        train.main(["--config", write_recipe(), "--chat_template", str(file)])
+
+
 def test_an_adapter_of_another_base_is_refused_before_the_model_loads(run, write_recipe, monkeypatch, tmp_path):
     folder = tmp_path / "adapter"
     folder.mkdir()
