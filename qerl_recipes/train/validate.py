@@ -4,6 +4,8 @@ import json
 import warnings
 from collections.abc import Callable, Iterator
 
+from datasets import Dataset
+
 from qerl_recipes.files.adapter import CONFIG, ENGINE_RANKS, WITHOUT_ADAPTER, open_adapter
 from qerl_recipes.hooks import find
 from qerl_recipes.model import shared_weights
@@ -34,6 +36,7 @@ KEYS = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
 NARROWING = {"presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens"}
 WITHOUT_SCALE = "multiplies the adapter by 0, so that nothing would be trained"
 BY_EVALUATION = ("reduce_lr_on_plateau", "greedy")  # schedulers of the learning rate
+IMAGES = {"image", "images"}  # columns from which TRL takes pictures
 
 
 def validate(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> None:
@@ -369,10 +372,13 @@ def _data_and_rewards(script: ScriptArguments, training: GRPOConfig) -> Iterator
     except ConfigError as error:
         yield str(error)
         return
+    splits = {"training": train}
+    if held_out is not None and training.eval_strategy != "no":
+        splits["held-out"] = held_out
+    for split, rows in splits.items():
+        yield from _unusable_columns(split, rows)
     for name, reward in found.items():
-        for split, rows in (("training", train), ("held-out", held_out)):
-            if rows is None or (split == "held-out" and training.eval_strategy == "no"):
-                continue
+        for split, rows in splits.items():
             if missing := sorted(rewards.required_columns(reward) - set(rows.column_names)):
                 rename = json.dumps({"columns": {"OLD": missing[0]}})
                 yield (
@@ -393,4 +399,15 @@ def _data_and_rewards(script: ScriptArguments, training: GRPOConfig) -> Iterator
             f"{script.dataset_test_split!r}; give a folder with train.jsonl and test.jsonl as dataset_name, name "
             "another dataset_test_split, or cut one split in two: dataset_train_split: 'train[:90%]' and "
             "dataset_test_split: 'train[90%:]'. Without evaluation: eval_strategy: 'no'"
+        )
+
+
+def _unusable_columns(split: str, rows: Dataset) -> Iterator[str]:
+    """Name the columns that TRL cannot hand to a reward, and those that it takes for pictures."""
+    for name in sorted(set(rows.column_names) & (rewards.PASSED_BY_TRL | IMAGES)):
+        why = "is read as pictures, and a policy here reads text" if name in IMAGES else "is what TRL calls its own"
+        rename = json.dumps({"columns": {name: f"my_{name}"}})
+        yield (
+            f"the column {name} of the {split} data {why}; remove it, or rename it (a file of your own: "
+            f"--dataset_kwargs '{rename}')"
         )

@@ -34,6 +34,10 @@ def demo(stand_ins, *flags):
             ["--mask_truncated_completions", "true", "--generation_kwargs", '{"stop": ["</answer>"]}'],
             "generation_kwargs: stop ends it so, which would mask them all",
         ),
+        (
+            ["--chat_template", "/no/such.jinja"],
+            "chat_template: '/no/such.jinja' is neither Jinja text nor a file with",
+        ),
         (["--dataset_name", "/no/such.jsonl"], "dataset_name /no/such.jsonl: there is no such file"),
         (["--noise_schedule", "linear"], "noise_schedule: 'linear' is not one of the noise schedules: exponential"),
         (["--rollout_engine", "sglang"], "rollout_engine: 'sglang' is not one of the rollout engines: vllm"),
@@ -274,6 +278,21 @@ def test_answers_that_are_not_there_are_refused_in_training_and_held_out_data(st
     validate(*demo(stand_ins, *flags))  # the held-out ones are not read
     with pytest.raises(ConfigError, match="column answer, which is empty in 8 of the 8 rows of the held-out"):
         validate(*demo(stand_ins, *flags, "--eval_strategy", "epoch"))
+
+
+def test_columns_that_cannot_reach_a_reward_are_refused(stand_ins, tmp_path):
+    rows = [{"prompt": f"{i}+1=", "answer": "1", "prompts": "a", "completions": "b", "image": None} for i in range(16)]
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ("--dataset_name", str(mine), "--dataset_size", "16")
+    with pytest.raises(ConfigError) as error:
+        validate(*demo(stand_ins, *flags))
+    for name in ("prompts", "completions"):
+        assert f"the column {name} of the training data is what TRL calls its own; remove it, or" in str(error.value)
+    assert "the column image of the training data is read as pictures, and a policy here reads" in str(error.value)
+    renamed = {name: f"my_{name}" for name in ("prompts", "completions", "image")}
+    assert json.dumps({"columns": {"image": "my_image"}}) in str(error.value)
+    validate(*demo(stand_ins, *flags, "--dataset_kwargs", json.dumps({"columns": renamed})))
 
 
 def test_evaluation_during_training_needs_held_out_problems(stand_ins, tmp_path):
