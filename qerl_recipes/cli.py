@@ -124,6 +124,10 @@ def evaluate(
         str | None,
         typer.Option(help='default: as in training; "" is none'),
     ] = None,
+    generation_kwargs: Annotated[
+        str | None,
+        typer.Option(help='JSON of SamplingParams, such as {"stop": ["</answer>"]}; default: as in training'),
+    ] = None,
     gpu_memory_utilization: Annotated[float, typer.Option(help="share for vLLM")] = 0.9,
     kv_cache_memory_bytes: Annotated[
         int | None,
@@ -156,6 +160,7 @@ def evaluate(
         chat_template=chat_template,
         chat_template_kwargs=chat_template_kwargs,
         system_prompt=system_prompt,
+        generation_kwargs=generation_kwargs,
         gpu_memory_utilization=gpu_memory_utilization,
         kv_cache_memory_bytes=kv_cache_memory_bytes,
         adapter_only=adapter_only,

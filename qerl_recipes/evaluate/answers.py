@@ -11,10 +11,13 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 from vllm import LLM, SamplingParams
+from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 
 from qerl_recipes.evaluate.request import Sampling
 from qerl_recipes.evaluate.tasks import Benchmark, Doc, PromptManager
+from qerl_recipes.recipe.chat_template import blindness
+from qerl_recipes.rollout.sampling import for_sampling_params, wrong_bias
 from qerl_vllm_plugin.noise import seed_of
 
 
@@ -76,6 +79,24 @@ def ask(
     }
 
 
+def check(tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> None:
+    """Raise ValueError for a chat template that is not there or leaves the problem out, and for sampling parameters
+    that vLLM does not take."""
+    if uses_template(tokenizer, sampling):
+        system = [{"role": "system", "content": sampling.system_prompt}] if sampling.system_prompt else []
+        turns = [*system, {"role": "user", "content": ""}]
+        reason = blindness(tokenizer, turns, sampling.chat_template_kwargs or {}, sampling.chat_template)
+        if reason is not None:
+            raise ValueError(reason)
+    given = sampling.generation_kwargs or {}
+    if (wrong := wrong_bias(given)) is not None:
+        raise ValueError(f"generation_kwargs: {wrong}")
+    try:
+        SamplingParams(max_tokens=sampling.max_new_tokens, **for_sampling_params(given))
+    except (TypeError, ValueError, VLLMValidationError) as error:
+        raise ValueError(f"generation_kwargs: vLLM takes no such SamplingParams: {error}") from error
+
+
 def uses_template(tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> bool:
     """Whether problems are asked through a chat template. Raises ValueError for one that is asked for and not there."""
     there = sampling.chat_template is not None or tokenizer.chat_template is not None
@@ -113,15 +134,16 @@ def _prompts(docs: Sequence[Doc], tokenizer: PreTrainedTokenizerBase, sampling: 
 
 def _parameters(prompt: _Prompt, sample: int, sampling: Sampling, length: int, templated: bool) -> SamplingParams:
     doc, room = prompt.doc, length - len(prompt.ids)
-    seed = sampling.drawn_with
+    seed, others = sampling.drawn_with, for_sampling_params(sampling.generation_kwargs or {})
+    # with a chat template the model ends its turn itself, and a stop word could cut its reasoning
+    others.setdefault("stop", None if templated else list(doc.stop_sequences or []) or None)
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         max_tokens=min(sampling.max_new_tokens or doc.generation_size or room, room),
-        # with a chat template the model ends its turn itself, and a stop word could cut its reasoning
-        stop=None if templated else list(doc.stop_sequences or []) or None,
         # the same for base and adapter, different for every sample of every problem
         seed=None if seed is None else seed_of(seed, doc.task_name, doc.id, sample),
+        **others,
     )
 
 

@@ -43,6 +43,14 @@ TASK_OF = {
     "open-r1/DAPO-Math-17k-Processed": "math_500",
 }
 
+# of vLLM's SamplingParams what other options say, and what an answer cannot be read without
+FIXED = {
+    *("n", "seed", "temperature", "top_p", "max_tokens"),
+    *("logprobs", "flat_logprobs", "prompt_logprobs", "detokenize", "output_kind"),
+}
+# what makes another text of the same tokens: a trainer decodes them itself
+OF_TEXT = {*FIXED, "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"}
+
 DRAW = "set temperature (0.6, say), or leave this out"
 
 
@@ -53,6 +61,7 @@ class Sampling:
     ``max_new_tokens``: None takes each task's own limit. ``use_chat_template``: None uses a template if there is one.
     ``chat_template`` is Jinja text in place of the tokenizer's, ``chat_template_kwargs`` what it is rendered with; an
     empty ``system_prompt`` is none. A temperature of 0 is greedy: nothing is drawn. ``seed``: None is 0.
+    ``generation_kwargs`` are further ones of vLLM's SamplingParams, by name: where an answer ends, what it may hold.
     """
 
     temperature: float = 0.0
@@ -63,6 +72,7 @@ class Sampling:
     system_prompt: str | None = None
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
+    generation_kwargs: Mapping[str, Any] | None = None
 
     @property
     def drawn_with(self) -> int | None:
@@ -79,9 +89,16 @@ class Sampling:
         if self.use_chat_template is not False:
             found["chat_template"] = template.read_text(encoding="utf-8") if template.is_file() else None
             found["chat_template_kwargs"] = recipe.get("chat_template_kwargs") or None
+        found["generation_kwargs"] = narrowed_in(recipe, self.temperature) or None
         taken = {key: value for key, value in found.items() if value is not None and getattr(self, key) is None}
         words = [key if key in ("system_prompt", "chat_template") else f"{key} {taken[key]}" for key in taken]
         return replace(self, **taken), words
+
+    def unlike(self, recipe: Mapping[str, Any]) -> list[str]:
+        """Name what training has otherwise and an evaluation does not take over: how answers are drawn."""
+        keys = ("temperature",) if self.temperature == 0 else ("temperature", "top_p")
+        pairs = [(key, getattr(self, key), recipe.get(key)) for key in keys]
+        return [f"{key} {mine:g}, there {theirs:g}" for key, mine, theirs in pairs if theirs not in (None, mine)]
 
     def check(self, num_samples: int) -> None:
         """Raises ValueError for numbers that make no sense, and for what would be ignored: top_p below 1 and a seed at
@@ -103,6 +120,11 @@ class Sampling:
             raise ValueError(f"top_p is {self.top_p}, but temperature 0 (greedy) draws nothing; {DRAW}")
         if self.temperature == 0 and self.seed is not None:
             raise ValueError(f"seed is {self.seed}, but temperature 0 (greedy) draws nothing; {DRAW}")
+        if wrong := sorted(FIXED & (self.generation_kwargs or {}).keys()):
+            raise ValueError(
+                f"generation_kwargs cannot set {', '.join(wrong)}: temperature, top_p, seed, num_samples and "
+                "max_new_tokens are options of their own, and answers are judged as texts; remove it"
+            )
         for name in ("chat_template", "chat_template_kwargs"):
             if self.use_chat_template is False and getattr(self, name):
                 raise ValueError(
@@ -131,8 +153,26 @@ def check(names: Sequence[str], num_fewshot: int = 0) -> None:
             )
 
 
-def template_options(given: str | Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """``chat_template_kwargs`` from the command line or the API. Raises ValueError for what is no JSON object."""
+def narrowed_in(recipe: Mapping[str, Any], temperature: float) -> dict[str, Any]:
+    """Return what else a recipe had its completions sampled with, as ``generation_kwargs`` of an evaluation.
+
+    ``top_k`` and ``min_p`` change nothing at ``temperature`` 0.
+    """
+    given = recipe.get("generation_kwargs") or {}
+    found = {key: value for key, value in given.items() if key not in OF_TEXT}
+    if found.keys() & {"stop", "stop_token_ids"}:
+        found["include_stop_str_in_output"] = True  # rewards have read what ended the completion
+    if recipe.get("repetition_penalty") not in (None, 1):
+        found["repetition_penalty"] = recipe["repetition_penalty"]
+    if temperature > 0:
+        found |= {key: value for key in ("top_k", "min_p") if (value := recipe.get(key) or 0) > 0}
+    if (regex := recipe.get("vllm_structured_outputs_regex")) is not None:
+        found["structured_outputs"] = {"regex": regex}
+    return found
+
+
+def json_object(name: str, given: str | Mapping[str, Any] | None, example: str) -> dict[str, Any] | None:
+    """An option from the command line or the API. Raises ValueError for what is no JSON object."""
     if given is None or isinstance(given, Mapping):
         return None if given is None else dict(given)
     try:
@@ -140,7 +180,7 @@ def template_options(given: str | Mapping[str, Any] | None) -> dict[str, Any] | 
     except json.JSONDecodeError:
         found = None
     if not isinstance(found, dict):
-        raise ValueError(f"chat_template_kwargs: {given!r} is no JSON object such as '{{\"enable_thinking\": false}}'")
+        raise ValueError(f"{name}: {given!r} is no JSON object such as '{example}'")
     return found
 
 

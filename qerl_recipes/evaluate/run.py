@@ -63,9 +63,15 @@ def evaluate_each(asked: Sequence[Evaluation]) -> list[dict[str, Any]]:
     for one in settled:
         if one.saved is not None and not one.asked.quiet:
             Console().print(_as_trained(one), markup=False, highlight=False)
-    # it imports vLLM, for which nobody should wait who has mistyped a name
+    # they import vLLM, for which nobody should wait who has mistyped a name
+    from transformers import AutoTokenizer
+
+    from qerl_recipes.evaluate import answers
     from qerl_recipes.evaluate import tasks as evaluation_tasks
 
+    tokenizers = {folder: AutoTokenizer.from_pretrained(folder) for folder in {one.engine.folder for one in settled}}
+    for one in settled:
+        answers.check(tokenizers[one.engine.folder], one.sampling)
     results = []
     # without an adapter no change of policy stands between two evaluations
     for (engine, _), those in itertools.groupby(settled, key=lambda one: (one.engine, 0 if one.saved else id(one))):
@@ -82,13 +88,18 @@ def evaluate_each(asked: Sequence[Evaluation]) -> list[dict[str, Any]]:
     return results
 
 
+def _labels(one: Settled) -> list[str]:
+    """Name the policies that an evaluation judges, in their order."""
+    return ["base"] if one.saved is None else ["adapter"] if one.asked.adapter_only else ["base", "adapter"]
+
+
 def _answered(llm: "LLM", one: Settled, benchmarks: "Sequence[Benchmark]") -> dict[str, Any]:
     """Ask and judge, and write the result -> that result."""
     from qerl_recipes.evaluate.answers import ask, uses_template
 
     asked, saved, sampling = one.asked, one.saved, one.sampling
     arms: dict[str, dict[str, list[Judged]]] = {}
-    for label in ("base",) if saved is None else ("adapter",) if asked.adapter_only else ("base", "adapter"):
+    for label in _labels(one):
         request = None if saved is None else _install(llm, saved if label == "adapter" else None)
         arms[label] = ask(llm, request, benchmarks, sampling, label)
     result = {
@@ -183,7 +194,9 @@ def _as_trained(one: Settled) -> str:
         line += f"trained on {saved.quantization} weights, judged on {arm} ones as --quantization asks; "
     elif saved.quantization is not None:
         settled = [f"{arm} weights", *settled]
-    return line + (f"as in training: {', '.join(settled)}" if settled else "says nothing of its training's prompts")
+    line += f"as in training: {', '.join(settled)}" if settled else "says nothing of its training's prompts"
+    unlike = one.sampling.unlike(saved.recipe)
+    return line + (f"; not as in training: {'; '.join(unlike)}" if unlike else "")
 
 
 def close(llm: "LLM") -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from qerl_recipes.evaluate.request import Sampling, template_options
+from qerl_recipes.evaluate.request import Sampling, json_object
 from qerl_recipes.evaluate.request import check as check_tasks
 from qerl_recipes.files import run_state
 from qerl_recipes.files.adapter import AdapterFolder, engine_rank, open_adapter
@@ -30,8 +30,9 @@ class Evaluation(BaseModel):
     was judged before. ``quiet`` prints nothing but warnings.
 
     What is None is as in the adapter's training, where its folder says so: arm, dtype, system prompt, chat template and
-    its options, the length of an answer; base and adapter are asked alike. Without an adapter: qerl_nvfp4, bfloat16,
-    the tokenizer's template, no system prompt, each task's own length (GSM8K: 1024 tokens).
+    its options, the length of an answer, and ``generation_kwargs`` (SamplingParams of vLLM: stop strings, a regex and
+    the like; {} is none); base and adapter are asked alike. Without an adapter: qerl_nvfp4, bfloat16, the tokenizer's
+    template, no system prompt, each task's own length (GSM8K: 1024 tokens).
 
     Raises ValueError for an option that there is none of and a value of another type.
     """
@@ -57,6 +58,7 @@ class Evaluation(BaseModel):
     chat_template: str | None = None
     chat_template_kwargs: str | Mapping[str, Any] | None = None
     system_prompt: str | None = None
+    generation_kwargs: str | Mapping[str, Any] | None = None
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
     adapter_only: bool = False
@@ -73,7 +75,8 @@ class Evaluation(BaseModel):
             self.use_chat_template,
             self.system_prompt,
             None if self.chat_template is None else template_text(self.chat_template),
-            template_options(self.chat_template_kwargs),
+            json_object("chat_template_kwargs", self.chat_template_kwargs, '{"enable_thinking": false}'),
+            json_object("generation_kwargs", self.generation_kwargs, '{"stop": ["</answer>"]}'),
         )
         sampling.check(self.num_samples)
         if self.max_samples is not None and self.max_samples < 1:

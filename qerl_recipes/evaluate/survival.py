@@ -19,6 +19,7 @@ from qerl_recipes.files.adapter import open_adapter
 from qerl_recipes.files.whole_folder import write_text
 
 RESULT = "survival.json"
+AS_ASKED = ("system_prompt", "chat_template", "chat_template_kwargs", "generation_kwargs")
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def measure(
     asked = {"max_samples": max_samples, "quiet": True, **options}
     first = evaluate(there, str(adapter), [task], output_dir=folder / "survival/adapter", **asked)
     # the merged checkpoint has no adapter folder that says how its training asked
-    same = {key: first["sampling"][key] for key in ("system_prompt", "chat_template", "chat_template_kwargs")}
+    same = {key: first["sampling"][key] for key in AS_ASKED}
     same |= {
         "max_new_tokens": first["max_new_tokens"][task],
         "use_chat_template": first["sampling"]["use_chat_template"],

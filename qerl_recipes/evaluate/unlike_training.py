@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from qerl_recipes.evaluate.request import narrowed_in
+
 TOKENIZERS = "the tokenizer's own"
 OTHER = "another one"
 LONGEST = 100  # characters of a text that are shown
@@ -27,7 +29,10 @@ def differences(
     if "chat_template_kwargs" in recipe and "chat_template_kwargs" in sampling:
         options = [of["chat_template_kwargs"] or "none" for of in (sampling, recipe)]
         pairs.append(("its options", options[0], options[1]))
-    return [(name, _short(judged), _short(trained)) for name, judged, trained in pairs if judged != trained]
+    if recipe and sampling:  # of an evaluation whose file does not name them, there were none
+        trained = narrowed_in(recipe, sampling.get("temperature") or 0)
+        pairs.append(("sampling parameters", sampling.get("generation_kwargs") or "none", trained or "none"))
+    return [(name, shown(judged), shown(trained)) for name, judged, trained in pairs if judged != trained]
 
 
 def _of_weights(evaluation: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -54,6 +59,6 @@ def _templates(sampling: Mapping[str, Any], recipe: Mapping[str, Any], template:
     return TOKENIZERS, trained
 
 
-def _short(value: Any) -> str:
+def shown(value: Any) -> str:
     text = str(value)
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."

@@ -26,6 +26,10 @@ def test_what_is_left_open_is_settled_as_in_training_and_a_flag_stands_above_it(
     assert ", ".join(said) == (
         "system_prompt, max_new_tokens 77, chat_template, chat_template_kwargs {'enable_thinking': False}"
     )
+    assert sampling.unlike({"temperature": 1.0, "top_p": 0.9}) == ["temperature 0, there 1"]
+    drawn = evaluation_request.Sampling(temperature=0.6, top_p=0.9)
+    assert drawn.unlike({"temperature": 0.6, "top_p": 0.8}) == ["top_p 0.9, there 0.8"]
+    assert drawn.unlike({}) == []
     own = evaluation_request.Sampling(
         system_prompt="", chat_template="{{ x }}", max_new_tokens=5, chat_template_kwargs={}
     )
@@ -33,6 +37,33 @@ def test_what_is_left_open_is_settled_as_in_training_and_a_flag_stands_above_it(
     off, said = evaluation_request.Sampling(use_chat_template=False).as_in_training(found)
     assert (off.chat_template, off.chat_template_kwargs) == (None, None)
     assert said == ["system_prompt", "max_new_tokens 77"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "greedy", "drawn"),
+    [
+        ({"temperature": 1.0, "repetition_penalty": 1.0, "top_k": 0, "min_p": None, "generation_kwargs": None}, {}, {}),
+        (
+            {"top_k": 20, "min_p": 0.1, "repetition_penalty": 1.2},
+            {"repetition_penalty": 1.2},
+            {"top_k": 20, "min_p": 0.1},
+        ),
+        ({"vllm_structured_outputs_regex": "[0-9]"}, {"structured_outputs": {"regex": "[0-9]"}}, {}),
+        ({"generation_kwargs": {"stop": ["x"]}}, {"stop": ["x"], "include_stop_str_in_output": True}, {}),
+        ({"generation_kwargs": {"bad_words": ["x"], "detokenize": True}}, {"bad_words": ["x"]}, {}),
+    ],
+    ids=["nothing", "probabilities", "regex", "stop", "words"],
+)
+def test_what_training_sampled_with_is_taken_over_and_can_be_taken_back(
+    recipe: dict[str, object], greedy: dict[str, object], drawn: dict[str, object], save_adapter: Make, tmp_path: Path
+) -> None:
+    found = open_adapter(save_adapter(tmp_path / "a", 1, recipe=recipe))
+    for temperature, expected in ((0.0, greedy), (0.6, {**greedy, **drawn})):
+        sampling, said = evaluation_request.Sampling(temperature).as_in_training(found)
+        assert (sampling.generation_kwargs or {}) == expected
+        assert said == ([f"generation_kwargs {expected}"] if expected else [])
+        off = evaluation_request.Sampling(temperature, generation_kwargs={})
+        assert off.as_in_training(found) == (off, [])
 
 
 @pytest.mark.parametrize(
@@ -151,4 +182,4 @@ def test_a_template_is_text_or_a_file_and_empty_options_are_not_none(tmp_path: P
         ({}, {}),
         ("{}", {}),
     ):
-        assert evaluation_request.template_options(asked) == found  # what is not None stands above the training's
+        assert evaluation_request.json_object("x", asked, "{}") == found  # what is not None stands above the training's

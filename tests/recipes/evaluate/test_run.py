@@ -223,6 +223,15 @@ REFUSALS = {
     "fewshot": ({"num_fewshot": 2}, "task running_sum has no solved problems besides those that are asked"),
     "template": ({"chat_template": "nowhere.jinja"}, "neither Jinja text nor a file"),
     "template-options": ({"chat_template_kwargs": "[1]"}, "is no JSON object such as"),
+    "blind-template": ({"chat_template": "7+1={# {{ #}"}, "messages of user does not contain the problem's text"),
+    "no-template": (
+        {"use_chat_template": True},
+        "use_chat_template was asked for, but this model's tokenizer has none",
+    ),
+    "generation": ({"generation_kwargs": "[1]"}, "generation_kwargs: .* is no JSON object such as"),
+    "generation-fixed": ({"generation_kwargs": {"max_tokens": 4}}, "generation_kwargs cannot set max_tokens: temp"),
+    "generation-unknown": ({"generation_kwargs": {"stopp": 4}}, "takes no such SamplingParams: .*stopp"),
+    "generation-bias": ({"generation_kwargs": {"logit_bias": {"x": 1}}}, "logit_bias has the key 'x', which is no"),
     "dtype": ({"dtype": "float64"}, "dtype is 'float64'; it is bfloat16, float16 or float32"),
     "unknown-task": ({"tasks": ["gsm9k"]}, "there is no task 'gsm9k'; choose from gsm8k"),
     "no-task": ({"tasks": []}, "name at least one task"),
@@ -373,6 +382,8 @@ def test_a_run_of_another_arm_is_judged_on_its_own_weights_with_the_prompts_of_i
         system_prompt="4+4",
         chat_template=TEMPLATE,
         chat_template_kwargs={"more": True},
+        generation_kwargs={"stop": ["3"], "logit_bias": {"8": 100.0}},
+        vllm_structured_outputs_regex="23333",
     )
     built, build = [], train.build
     monkeypatch.setattr(train, "build", lambda *arguments: built.append(build(*arguments)) or built[-1])
@@ -389,16 +400,19 @@ def test_a_run_of_another_arm_is_judged_on_its_own_weights_with_the_prompts_of_i
     assert "as in training: bf16 weights, system_prompt, max_new_tokens 12, chat_template, chat_template_kwargs" in (
         " ".join(printed.split())
     )
+    assert "{'regex': '23333'}" in " ".join(printed.split())
     result = json.loads((tmp_path / "run" / "evaluation" / "evaluation.json").read_text())
     assert (result["quantization"], result["trained_on"]) == ("bf16", "bf16")
     assert result["of_training"] == [f"jsonl:{tmp_path}/x.jsonl"]
     assert "these are no unseen problems" in " ".join(printed.split())
     lines = [json.loads(line) for line in (tmp_path / "run/evaluation/answers.jsonl").read_text().splitlines()]
+    assert {answer for line in lines for answer in line["answers"]} == {"23"}  # by the regex, to the stop
+    assert "not as in training: temperature 0, there 1" in " ".join(printed.split())
     assert {line["prompt"] for line in lines} == {f"4+4;{i}+3;8=" for i in range(8)}
     assert len(lines) == 16
     page = write_report(tmp_path / "run").read_text()
     assert "From <code>evaluation/evaluation.json</code>" in page and "judged with" not in page
-    other = {"system_prompt": None, "chat_template": "x", "chat_template_kwargs": None}
+    other = {"system_prompt": None, "chat_template": "x", "chat_template_kwargs": None, "generation_kwargs": None}
     unlike = {"quantization": "nf4", "dtype": "float32", "base_sha256": "0", "num_fewshot": 1}
     unlike["sampling"] = {**result["sampling"], **other}
     (tmp_path / "run/evaluation/evaluation.json").write_text(json.dumps({**result, **unlike}))

@@ -66,6 +66,7 @@ def test_what_survives_is_a_share_of_what_was_gained_over_the_base(
         of = {"base": accuracies[options.get("quantization", "base")], "adapter": of_adapter}
         judged = {name: {"accuracy": a, "ci95": [a - 0.1, a + 0.1], "n": 40, "ended": 1 - a} for name, a in of.items()}
         sampling = {"system_prompt": "sum", "chat_template": "t", "chat_template_kwargs": {}, "use_chat_template": True}
+        sampling["generation_kwargs"] = {"stop": ["8"]}
         more = {"max_new_tokens": {"sums": 7}, "max_model_length": 64, "dtype": "float16", "quantization": "the arm"}
         return {"tasks": {"sums": judged}, "sampling": sampling, **more}
 
@@ -87,7 +88,12 @@ def test_what_survives_is_a_share_of_what_was_gained_over_the_base(
 
     common = {"max_samples": 40, "quiet": True, "seed": 3}
     of_training = {"system_prompt": "sum", "chat_template": "t", "chat_template_kwargs": {}, "use_chat_template": True}
-    of_training |= {"max_new_tokens": 7, "max_model_length": 64, "dtype": "float16"}
+    of_training |= {
+        "generation_kwargs": {"stop": ["8"]},
+        "max_new_tokens": 7,
+        "max_model_length": 64,
+        "dtype": "float16",
+    }
     folder = Path("survival")
     assert asked == [
         ("trained on", "adapter", ["sums"], folder / "adapter", common),
