@@ -23,6 +23,7 @@ from qerl_recipes.evaluate.ended import too_many_cut
 from qerl_recipes.evaluate.intervals import several, summary
 from qerl_recipes.evaluate.request import is_of_training
 from qerl_recipes.evaluate.settled import EngineSettings, Evaluation, Settled, settle
+from qerl_recipes.evaluate.unlike_training import shown
 from qerl_recipes.files import run_state
 from qerl_recipes.files.adapter import AdapterFolder
 from qerl_recipes.files.whole_folder import write_text
@@ -61,6 +62,8 @@ def evaluate_each(asked: Sequence[Evaluation]) -> list[dict[str, Any]]:
     """
     settled = [settle(one) for one in asked]
     for one in settled:
+        _refuse_another(one)
+    for one in settled:
         if one.saved is not None and not one.asked.quiet:
             Console().print(_as_trained(one), markup=False, highlight=False)
     # they import vLLM, for which nobody should wait who has mistyped a name
@@ -80,12 +83,53 @@ def evaluate_each(asked: Sequence[Evaluation]) -> list[dict[str, Any]]:
             for one in those:
                 one.asked.output_dir.mkdir(parents=True, exist_ok=True)
                 group.append((one, evaluation_tasks.load_asked(one.asked)))
+                _refuse_another(one, group[-1][1])
             llm = start(engine)
             try:
                 results += [_answered(llm, one, benchmarks) for one, benchmarks in group]
             finally:
                 close(llm)
     return results
+
+
+def _refuse_another(one: Settled, benchmarks: "Sequence[Benchmark] | None" = None) -> None:
+    """Raise ValueError if the output folder holds the result of another evaluation, which would be lost.
+
+    Compared are the models, what they are asked and how they answer; the problems too, where ``benchmarks`` has them.
+    """
+    asked, sampling, file = one.asked, one.sampling, one.asked.output_dir / RESULT
+    if not file.is_file():
+        return
+    wanted: dict[str, Any] = {
+        "tasks": sorted(asked.tasks),
+        "models": _labels(one),
+        "base_sha256": one.base_hash,
+        "adapter_sha256": None if one.saved is None else one.saved.sha256(),
+        "quantization": one.engine.quantization,
+        "dtype": one.engine.dtype,
+        "max_samples": asked.max_samples,
+        "num_fewshot": asked.num_fewshot,
+        "max_model_length": one.engine.max_model_length,
+        **asdict(sampling),
+        "seed": sampling.drawn_with,
+        "num_samples": asked.num_samples,
+    }
+    if benchmarks is not None:
+        wanted["problems_sha256"] = {benchmark.name: benchmark.digest() for benchmark in benchmarks}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        models = list(next(iter(found["tasks"].values())))
+        found = {"generation_kwargs": None, **found, **found["sampling"], "tasks": sorted(found["tasks"])}
+    except (ValueError, LookupError, TypeError, AttributeError, StopIteration) as error:
+        raise ValueError(f"{file} is no evaluation that can be read; name another output_dir, or remove it") from error
+    found["models"] = models
+    for key, value in json.loads(json.dumps(wanted)).items():
+        is_open = value is None and key in ("use_chat_template", "max_model_length")  # until the engine is there
+        if key in found and not is_open and (value or None) != (found[key] or None):
+            raise ValueError(
+                f"{file} is of another evaluation, which would be lost: its {key} is {shown(found[key])}, and here it "
+                f"is {shown(value)}; name another output_dir, or remove the file"
+            )
 
 
 def _labels(one: Settled) -> list[str]:

@@ -169,6 +169,51 @@ def test_several_evaluations_on_one_engine_answer_as_on_engines_of_their_own(
     assert len(engines) == 9
 
 
+@pytest.mark.integration
+def test_another_evaluation_is_not_written_over_and_the_same_is_made_again(
+    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_adapter: Make
+) -> None:
+    (tmp_path / "x.jsonl").write_text('{"prompt": "1=", "answer": "1"}\n')
+    asked = {
+        "base": str(runs["base"]),
+        "adapter": runs["folder"] / "adapter",
+        "tasks": [f"jsonl-exact:{tmp_path}/x.jsonl"],
+    }
+    asked |= {"output_dir": tmp_path / "out", "max_new_tokens": 6, "max_model_length": 64, "quiet": True}
+    asked |= {"generation_kwargs": {"logit_bias": {9: 1.0}}}
+    first = evaluate.evaluate(**asked)
+    before = [(tmp_path / "out" / name).read_bytes() for name in ("evaluation.json", "answers.jsonl")]
+    assert {**evaluate.evaluate(**asked), "date": ""} == {**first, "date": ""}
+    monkeypatch.setattr(evaluate, "start", started)
+    before = [(tmp_path / "out" / name).read_bytes() for name in ("evaluation.json", "answers.jsonl")]
+    other = save_adapter(tmp_path / "other", seed=5)
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"tasks": ["running_sum"]}, "its tasks is .* and here it is .'running_sum'.; name another output_dir, or rem"),
+        ({"adapter": other}, "its adapter_sha256 is"),
+        ({"adapter_only": True}, "its models is .'base', 'adapter'., and here it is .'adapter'."),
+        ({"adapter": None}, "its models is"),
+        ({"max_samples": 1}, "its max_samples is None, and here it is 1"),
+        ({"max_new_tokens": 5}, "its max_new_tokens is 6, and here it is 5"),
+        ({"max_model_length": 48}, "its max_model_length is 64, and here it is 48"),
+        ({"temperature": 0.5}, r"its temperature is 0\.0, and here it is 0\.5"),
+        ({"system_prompt": "1"}, "its system_prompt is"),
+        ({"generation_kwargs": None}, "its generation_kwargs is"),
+        ({"dtype": "float32"}, "its dtype is bfloat16, and here it is float32"),
+    ]
+    for change, message in changes:
+        with pytest.raises(ValueError, match=message):
+            evaluate.evaluate(**{**asked, **change})
+    (tmp_path / "x.jsonl").write_text('{"prompt": "2=", "answer": "1"}\n')
+    with pytest.raises(ValueError, match="its problems_sha256 is"):
+        evaluate.evaluate(**asked)
+    assert before == [(tmp_path / "out" / name).read_bytes() for name in ("evaluation.json", "answers.jsonl")]
+    (tmp_path / "out" / "evaluation.json").write_text("{}")
+    with pytest.raises(
+        ValueError, match=r"evaluation\.json is no evaluation that can be read; name another output_dir"
+    ):
+        evaluate.evaluate(**asked)
+
+
 def _result(folder: Path, *names: str) -> str:
     return folder.joinpath(*names, "evaluation.json").read_text()
 
