@@ -1,10 +1,9 @@
 """A client of /v1/qerl on a running server, synchronous and asynchronous; it needs torch and httpx."""
 
-import asyncio
 import functools
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from qerl_vllm_plugin import adapter_folder
 from qerl_vllm_plugin.client_body import body, gpu_body
 from qerl_vllm_plugin.client_calls import STATE, TOKEN_HEADER, TRANSPORTS, Call, Calls, PolicyRefusedError, query
+from qerl_vllm_plugin.segment import enter
 
 VERSION_HEADER = "X-QeRL-Policy-Version"  # of every answer
 
@@ -112,7 +112,8 @@ class AsyncPolicyClient(Calls):
         with self._by_gpu(given, config, said) as call:  # in this thread, whose stream computes the tensors
             if call is not None:
                 return int((await self._send(call))["version"])
-        async with _entered(self._by_memory(given, config, said)) as call:
+        with ExitStack() as held:
+            call = await enter(self._by_memory(given, config, said), held)
             if call is not None:
                 return int((await self._send(call))["version"])
         return int((await self._send(self._swap(given, config, said)))["version"])
@@ -138,13 +139,6 @@ class AsyncPolicyClient(Calls):
             call = {**call, "content": _one_by_one(pieces)}
         async with httpx.AsyncClient(**self._options, verify=_trusted()) as client:
             return self._answer(await client.request(**self._in_time(call)))
-
-
-@asynccontextmanager
-async def _entered(way: AbstractContextManager[Call | None]) -> AsyncIterator[Call | None]:
-    """A way that is begun in a thread: a large adapter takes a while to be written."""
-    with ExitStack() as stack:
-        yield await asyncio.to_thread(stack.enter_context, way)
 
 
 async def _one_by_one(pieces: Iterator[memoryview]) -> AsyncIterator[memoryview]:

@@ -6,12 +6,15 @@ threads at a time, which the kernel does not let them do but through a mapping. 
 ends with the processes that have it.
 """
 
+import asyncio
 import os
+import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import accumulate
+from typing import IO, TypeVar
 
 import torch
 
@@ -20,6 +23,10 @@ from qerl_vllm_plugin.safetensors_header import header_bytes
 
 THREADS = 8
 GROUP = 8 << 20  # bytes that are copied together
+UNSURE = ("", "lost", "engine_dead")  # reasons of a refusal after which a worker may still read; a proxy gives none
+
+T = TypeVar("T")
+Create = Callable[[], tuple[IO[bytes], str]]  # a file and its path, as ``shared_file.create``
 
 
 class NoRoomError(OSError):
@@ -29,10 +36,10 @@ class NoRoomError(OSError):
 class Segment:
     """A file of ``size`` bytes: ``content: (size,)`` is its memory here, as uint8, ``path`` where workers open it."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, create: Create = shared_file.create) -> None:
         """Raises NoRoomError."""
         check_room(size)
-        self.file, self.path = shared_file.create()
+        self.file, self.path = create()
         try:
             # here, where it is an error: to write to a mapping for which there is no room ends the process
             os.posix_fallocate(self.file.fileno(), 0, size)
@@ -83,12 +90,17 @@ def check_room(size: int) -> None:
 class Segments:
     """Those of one sender; at most one is kept, and gone with the sender once no worker has it mapped any more.
 
-    ``refusal`` is the error by which the sender learns that its workers have answered, and which says no.
+    Any number of threads and tasks may send at a time. Each has a segment of its own: whoever takes the kept one is its
+    only holder until it is put back, and only its holder frees one.
+
+    ``refusal`` is the error by which the sender learns that its workers have answered, and which says no; ``create``
+    makes the files.
     """
 
-    def __init__(self, refusal: type[Exception]) -> None:
-        self._refusal = refusal
+    def __init__(self, refusal: type[Exception], create: Create = shared_file.create) -> None:
+        self._refusal, self._create = refusal, create
         self._kept: Segment | None = None
+        self._lock = threading.Lock()  # of ``_kept``: senders are in several threads
 
     @contextmanager
     def of(self, size: int) -> Iterator[Segment]:
@@ -97,16 +109,21 @@ class Segments:
         At its end all workers must have answered, and it is kept. After an error it is not: after one that is no
         refusal nobody knows whether a worker still reads. Raises NoRoomError.
         """
-        found, self._kept = self._kept, None
+        found = self._keep(None)
         if found is not None and len(found.content) != size:
             found.free()
             found = None
-        found = found or Segment(size)
+        found = found or Segment(size, self._create)
         with self._until_an_error(found):
             yield found
-        if self._kept is not None:  # two were in use
-            self._kept.free()
-        self._kept = found
+        if (surplus := self._keep(found)) is not None:  # two were in use
+            surplus.free()
+
+    def _keep(self, segment: Segment | None) -> Segment | None:
+        """Keeps this one from now on, and gives the one that was kept to the caller, who is then its only holder."""
+        with self._lock:
+            kept, self._kept = self._kept, segment
+        return kept
 
     @contextmanager
     def growing(self, limit: int) -> Iterator[Growing]:
@@ -118,14 +135,15 @@ class Segments:
 
     @contextmanager
     def _until_an_error(self, found: "Segment | Growing") -> Iterator[None]:
-        """Frees it after a refusal; after another error a worker may still read it, and it is only closed here."""
+        """Frees it after a refusal. After another error, or a refusal whose reason is ``UNSURE``, a worker may still
+        read it, and it is only closed here."""
         try:
             yield
-        except self._refusal:
-            found.free()
-            raise
-        except BaseException:
-            found.file.close()
+        except BaseException as error:
+            if isinstance(error, self._refusal) and getattr(error, "reason", "refused") not in UNSURE:
+                found.free()
+            else:
+                found.file.close()
             raise
 
     @contextmanager
@@ -139,6 +157,22 @@ class Segments:
             segment.content[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
             _fill(segment.content[len(header) :], tensors.values())
             yield segment.path
+
+
+async def enter(block: AbstractContextManager[T], held: ExitStack) -> T:
+    """Enters a block in a thread, for the beginning of one like ``filled`` takes a while; ``held`` leaves it.
+
+    A thread cannot be cancelled: it ends what it has begun for a task that was, and the block is left after it.
+    """
+    own = ExitStack()
+    begun = asyncio.ensure_future(asyncio.to_thread(own.enter_context, block))
+    try:
+        found = await asyncio.shield(begun)
+    except asyncio.CancelledError:
+        begun.add_done_callback(lambda _: own.close())
+        raise
+    held.enter_context(own)
+    return found
 
 
 def _fill(memory: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:

@@ -1,17 +1,20 @@
 """Shared memory that is written again: its bits, what is kept and what is not, and when nothing of it is left."""
 
+import asyncio
 import contextlib
 import errno
 import os
 import signal
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from waiting import PATIENCE
 
 from qerl_vllm_plugin import segment, shared_file
 from qerl_vllm_plugin.adapter import AdapterError
@@ -78,12 +81,19 @@ def test_one_of_the_same_size_is_the_same_file_with_the_new_bits():
     assert (again.st_ino, again.st_size) == (first.st_ino, first.st_size)
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+class Refused(Exception):
+    def __init__(self, reason):
+        self.reason = reason
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, *map(Refused, ("", "lost", "engine_dead"))])
 def test_what_workers_may_still_read_is_not_written_again(error):
-    segments = Segments(AdapterError)
-    with pytest.raises(error), segments.filled({"a": A}) as path:
-        found = load_file(path)["a"]
-        raise error
+    """Nor after a refusal of a proxy, or of a server whose engine has not answered."""
+    segments = Segments(Refused)
+    with pytest.raises(Refused if isinstance(error, Refused) else error):
+        with segments.filled({"a": A}) as path:
+            found = load_file(path)["a"]
+            raise error
     with segments.filled({"a": A + 1}) as path:
         assert load_file(path)["a"].equal(A + 1) and found.equal(A)
 
@@ -98,6 +108,112 @@ def test_two_at_a_time_have_a_file_each_and_one_is_kept():
     assert left == [first]
     assert os.fstat(of_a_worker).st_size == 0, "the other's memory is given back, whoever has it"
     os.close(of_a_worker)
+
+
+# Eight tasks send adapters of two sizes at once, as a server and an asynchronous client do: a segment is entered in a
+# thread and left in the loop's. A process of its own: memory that is gone ends it (SIGBUS).
+STRESS = """
+import asyncio, contextlib, hashlib, os, random, sys, time
+import torch
+from qerl_vllm_plugin.safetensors_header import header_bytes
+from qerl_vllm_plugin.segment import Segments
+
+torch.set_num_threads(1)
+truncate, end, swaps = os.ftruncate, time.monotonic() + float(sys.argv[1]), 0
+
+class Refused(Exception):
+    pass
+
+class Slow(Segments):
+    @property
+    def _kept(self):
+        kept = self.__dict__.get("kept")
+        time.sleep(0.0001)
+        return kept
+
+    @_kept.setter
+    def _kept(self, kept):
+        self.__dict__["kept"] = kept
+
+def slowly(*given):
+    truncate(*given)
+    time.sleep(0.01)  # others have the interpreter meanwhile, as they may have while the kernel frees pages
+
+os.ftruncate, segments, opened = slowly, Slow(Refused), len(os.listdir("/proc/self/fd"))
+
+def digest(path):
+    with open(path, "rb") as file:
+        return hashlib.sha256(file.read()).digest()
+
+async def send(number):
+    global swaps
+    chance = random.Random(number)
+    while time.monotonic() < end:
+        tensor = torch.full((chance.choice([50_000, 60_000]),), float(swaps * 8 + number))
+        content = header_bytes([("a", tensor.dtype, tensor.shape)]) + tensor.numpy().tobytes()
+        with contextlib.suppress(Refused), contextlib.ExitStack() as stack:
+            if number % 2:
+                path = await asyncio.to_thread(stack.enter_context, segments.filled({"a": tensor}))
+            else:
+                segment = await asyncio.to_thread(stack.enter_context, segments.of(len(content)))
+                for start in range(0, len(content), 65536):
+                    segment.write(content[start : start + 65536], start)
+                    await asyncio.sleep(0)
+                path = segment.path
+            expected = hashlib.sha256(content).digest()
+            for _ in range(chance.randrange(4)):
+                assert await asyncio.to_thread(digest, path) == expected
+            swaps += 1
+            if chance.random() < 0.1:
+                raise Refused
+
+async def main():
+    await asyncio.gather(*map(send, range(8)))
+
+asyncio.run(main())
+print(swaps, len(os.listdir("/proc/self/fd")) - opened)
+"""
+
+
+@pytest.mark.parametrize("seconds", [2, pytest.param(30, marks=pytest.mark.slow)])
+def test_overlapping_senders_never_touch_memory_that_is_gone(seconds):
+    done = subprocess.run([sys.executable, "-c", STRESS, str(seconds)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, f"ended by {done.returncode}: {done.stderr[-2000:]}"
+    swaps, left = map(int, done.stdout.split())
+    assert swaps > 8 * seconds and left <= 1, "what is not kept is closed"
+
+
+def test_a_task_that_is_cancelled_while_a_thread_fills_a_segment_leaves_it_to_the_next(monkeypatch):
+    fill, is_writing, may_end = segment._fill, threading.Event(), threading.Event()
+
+    def slow(*given):
+        is_writing.set()
+        assert may_end.wait(PATIENCE)
+        fill(*given)
+
+    async def run():
+        segments = Segments(AdapterError)
+        with contextlib.ExitStack() as held:
+            path = await segment.enter(segments.filled({"a": A}), held)
+            first = os.stat(path).st_ino
+        monkeypatch.setattr(segment, "_fill", slow)
+        with contextlib.ExitStack() as held:
+            task = asyncio.create_task(segment.enter(segments.filled({"a": A}), held))
+            await asyncio.to_thread(is_writing.wait, PATIENCE)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        monkeypatch.setattr(segment, "_fill", fill)
+        with segments.filled({"a": A + 1}) as path:
+            other = os.stat(path).st_ino
+            may_end.set()  # the thread writes on, into what it alone has
+            async with asyncio.timeout(PATIENCE):
+                while segments._kept is None:
+                    await asyncio.sleep(0.01)
+            assert os.stat(segments._kept.path).st_ino == first != other
+            assert load_file(path)["a"].equal(A + 1)
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("error", [None, AdapterError, RuntimeError])
