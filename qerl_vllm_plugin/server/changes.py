@@ -137,9 +137,13 @@ class PolicyServer:
             raise Refused(
                 404, "no_folders", 'this server was started without "qerl.policy_folders"; send the adapter itself'
             )
-        folder = (self._folders / name).resolve()
-        if folder.parent != self._folders or not folder.is_dir():
-            raise Refused(404, "no_folder", f"there is no folder {name!r} among those that may be installed")
+        try:
+            folder = (self._folders / name).resolve()
+            is_known = folder.parent == self._folders and folder.is_dir()
+        except (OSError, ValueError, RuntimeError):  # no file can have this name, or it is a link to itself
+            is_known = False
+        if not is_known:
+            raise Refused(404, "no_folder", f"there is no folder {name[:80]!r} among those that may be installed")
         if self._base is not None:
             adapter_folder.check_base(folder, self._base)
         return folder
