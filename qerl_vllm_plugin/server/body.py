@@ -7,19 +7,22 @@ import os
 import re
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from qerl_vllm_plugin import gpu_tensors, shared_file
 from qerl_vllm_plugin.laps import Laps
-from qerl_vllm_plugin.segment import Growing, NoRoomError, Segment, Segments
+from qerl_vllm_plugin.segment import Growing, NoRoomError, Segment, Segments, enter
 
 MAX_HEADER = 4 << 20  # names of a 32B model's adapter take 0.2 MB
 MAX_JSON = 64 << 10
 STALLED = 30.0  # seconds without a byte
 GPU_KEYS = ("memory", "proof", "checksum", "adapter_config")
-NOT_NEAR = "the caller is no process of the server's user on the server's machine"
+NOT_NEAR = (
+    "the caller is no process of the server's user on the server's machine, or its client and the server are of two "
+    "releases of this package"
+)
 CONFIG = "adapter_config"  # where the metadata of the file hold the content of adapter_config.json
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.]+")
 
@@ -39,7 +42,7 @@ def no_room(text: str) -> Refused:
 
 @dataclass(frozen=True)
 class Upload:
-    """A received safetensors file: its ``path``, digest, size, and the adapter's config from its metadata.
+    """A safetensors file for the workers: its ``path``, digest and size, and the adapter's config.
 
     Or tensors on a GPU: their description in place of the path, and a digest of the caller's checksum and the config.
     ``parts`` are the seconds that receiving it took, and its digest.
@@ -126,12 +129,11 @@ async def described(request: Any, limit: int) -> Upload:
     return Upload(text, hashlib.sha256(content.encode()).hexdigest(), size, config, laps.seconds)
 
 
-@asynccontextmanager
-async def named(request: Any, limit: int) -> AsyncIterator[Upload]:
-    """The file in shared memory that a body names, as ``client`` fills it: {"file": "/proc/PID/fd/NUMBER"}.
+async def named(request: Any, limit: int, held: ExitStack) -> Upload:
+    """The file in shared memory whose ticket is the body, as ``client`` fills it: {"file": "/proc/PID/fd/NUMBER/NAME"}.
 
-    It stays open here until the end of the block, whatever becomes of the caller. Raises Refused, also for a file of
-    another user or machine, and for one that has a name.
+    It stays open here until ``held`` is left, whatever becomes of the caller. Raises Refused, also for a file that the
+    caller does not prove to have made for a server (shared_file.py).
     """
     laps = Laps()
     given = await read_json(request)
@@ -141,31 +143,29 @@ async def named(request: Any, limit: int) -> AsyncIterator[Upload]:
     file = shared_file.open_ours(given["file"])
     if file is None:
         raise Refused(403, "unreachable", NOT_NEAR)
-    with file:
-        if (size := os.fstat(file.fileno()).st_size) > limit:
-            raise Refused(413, "too_large", f"the file has {size} bytes; at most {limit} can be used")
-        path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-        config = _config(path, size)
-        digest = shared_file.Digest(file)
-        try:
-            found = await asyncio.to_thread(digest.finish, size)
-        finally:
-            await asyncio.to_thread(digest.close)
-        laps.end("digest")
-        yield Upload(path, found, size, config, laps.seconds)
+    held.enter_context(file)
+    if (size := os.fstat(file.fileno()).st_size) > limit:
+        raise Refused(413, "too_large", f"the file has {size} bytes; at most {limit} can be used")
+    path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+    config = _config(path, size)
+    digest = shared_file.Digest(file)
+    try:
+        found = await asyncio.to_thread(digest.finish, size)
+    finally:
+        await asyncio.to_thread(digest.close)
+    laps.end("digest")
+    return Upload(path, found, size, config, laps.seconds)
 
 
-@asynccontextmanager
-async def received(request: Any, limit: int, segments: Segments) -> AsyncIterator[Upload]:
-    """The body as a file of this user alone, until the end of the block. Raises Refused."""
+async def received(request: Any, limit: int, segments: Segments, held: ExitStack) -> Upload:
+    """The body as a file of this user alone, until ``held`` is left. Raises Refused."""
     size = declared(request, limit)
     opened: AbstractContextManager[Segment | Growing] = segments.of(size) if size else segments.growing(limit)
-    with ExitStack() as stack:
-        try:
-            file = await asyncio.to_thread(stack.enter_context, opened)  # to find the room takes a while
-        except NoRoomError as error:
-            raise no_room(str(error)) from None
-        yield await _received(request, limit, file)
+    try:
+        file = await enter(opened, held)  # to find the room takes a while
+    except NoRoomError as error:
+        raise no_room(str(error)) from None
+    return await _received(request, limit, file)
 
 
 async def _received(request: Any, limit: int, file: Segment | Growing) -> Upload:
@@ -198,7 +198,7 @@ def _config(path: str, size: int) -> dict[str, Any]:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(MAX_HEADER, size - 8):
-            raise Refused(400, "bad_file", f"the body is no safetensors file: its header claims {length} bytes")
+            raise Refused(400, "bad_file", "this is no safetensors file: it does not begin with its header's length")
         header = _object("the header of the safetensors file", file.read(length))
     metadata = header.get("__metadata__")
     text = metadata.get(CONFIG) if isinstance(metadata, dict) else None

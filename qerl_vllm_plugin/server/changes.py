@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 from collections.abc import Coroutine
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +98,12 @@ class PolicyServer:
         version: int | None,
         mode: str,
         is_gone: Look = is_there,
+        held: ExitStack | None = None,
     ) -> dict[str, Any]:
         """Installs the safetensors file ``path``, or what a description says, or no adapter, as ``version`` -> version
-        and seconds. ``is_gone``: whether the caller no longer waits; a change that has not begun is not made then."""
-        return await _to_the_end(self._swap(path, config, digest, version, mode, is_gone))
+        and seconds. ``is_gone``: whether the caller no longer waits; a change that has not begun is not made then.
+        ``held`` is left when the change has ended."""
+        return await _to_the_end(self._swap(path, config, digest, version, mode, is_gone), held)
 
     async def _swap(
         self, path: str | None, config: dict[str, Any], digest: str, version: int | None, mode: str, is_gone: Look
@@ -200,6 +203,12 @@ class PolicyServer:
             raise Refused(503, "lost", str(self._engine.lost)) from refused
 
 
-async def _to_the_end(change: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
-    """Lets a change end though its caller has gone: half-way the engine is paused."""
-    return await asyncio.shield(asyncio.create_task(change))
+async def _to_the_end(change: Coroutine[Any, Any, dict[str, Any]], held: ExitStack | None = None) -> dict[str, Any]:
+    """Lets a change end though its caller has gone: half-way the engine is paused. ``held``, which has what the change
+    reads, is left after it."""
+
+    async def run() -> dict[str, Any]:
+        with held or nullcontext():
+            return await change
+
+    return await asyncio.shield(asyncio.create_task(run()))

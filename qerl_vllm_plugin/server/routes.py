@@ -10,11 +10,10 @@ from starlette.responses import JSONResponse
 
 from qerl_vllm_plugin import adapter_folder, compat_client, gpu_tensors, noise, shared_file
 from qerl_vllm_plugin.adapter import AdapterError
-from qerl_vllm_plugin.segment import NoRoomError
+from qerl_vllm_plugin.segment import NoRoomError, enter
 from qerl_vllm_plugin.server import body, metrics
 from qerl_vllm_plugin.server.body import Refused
 from qerl_vllm_plugin.server.changes import MODES, PolicyServer
-from qerl_vllm_plugin.server.rest import Look
 from qerl_vllm_plugin.server.token import HEADER, matches
 
 Handler = Callable[[PolicyServer, Request], Awaitable[dict[str, Any]]]
@@ -56,46 +55,42 @@ async def put_policy(server: PolicyServer, request: Request) -> dict[str, Any]:
     query = _query(request, "version", "requests", "folder")
     version, mode = _version(query), _mode(query)
     kind = request.headers.get("content-type")
-    if "folder" in query and kind in (gpu_tensors.MEDIA_TYPE, shared_file.MEDIA_TYPE):
+    if "folder" in query and (kind in (gpu_tensors.MEDIA_TYPE, shared_file.MEDIA_TYPE) or body.is_there(request)):
         raise Refused(400, "bad_query", BOTH)
-    if kind == gpu_tensors.MEDIA_TYPE:
-        upload = await body.described(request, server.limit)
+    with ExitStack() as held:
+        if "folder" in query:
+            upload = await _from_folder(server, query["folder"], held)
+        elif kind == gpu_tensors.MEDIA_TYPE:
+            upload = await body.described(request, server.limit)
+        elif kind == shared_file.MEDIA_TYPE:
+            upload = await body.named(request, server.limit, held)
+        else:
+            upload = await body.received(request, server.limit, server.segments, held)
         metrics.BYTES.inc(upload.size)
-        return await _swap(server, upload, version, mode, request.is_disconnected)
-    if "folder" not in query:
-        is_named = kind == shared_file.MEDIA_TYPE
-        way = body.named(request, server.limit) if is_named else body.received(request, server.limit, server.segments)
-        async with way as upload:
-            metrics.BYTES.inc(upload.size)
-            return await _swap(server, upload, version, mode, request.is_disconnected)
-    if body.is_there(request):
-        raise Refused(400, "bad_query", BOTH)
+        given = (upload.path, upload.config, upload.digest, version, mode, request.is_disconnected)
+        answer = await server.swap(*given, held.pop_all())
+    if "parts" not in answer:  # nothing has changed
+        return answer
+    of_upload = {part: round(seconds, 4) for part, seconds in upload.parts.items()}
+    return {**answer, "parts": {**of_upload, **answer["parts"]}}
+
+
+async def _from_folder(server: PolicyServer, name: str, held: ExitStack) -> body.Upload:
+    """A folder's adapter as a file for the workers, until ``held`` is left. Raises Refused."""
     # in threads: requests that are being answered go on meanwhile
     try:
-        folder = await asyncio.to_thread(server.folder, query["folder"])
+        folder = await asyncio.to_thread(server.folder, name)
         saved = await asyncio.to_thread(adapter_folder.read, folder)
         digest = await asyncio.to_thread(adapter_folder.digest, folder, saved)
     except AdapterError as error:
         raise Refused(422, "refused", str(error)) from error
     body.check_patterns(saved.config)
     tensors = {**saved.tensors, **(saved.norms or {})}
-    metrics.BYTES.inc(sum(tensor.nbytes for tensor in tensors.values()))
-    with ExitStack() as stack:
-        try:
-            path = await asyncio.to_thread(stack.enter_context, server.segments.filled(tensors))
-        except NoRoomError as error:
-            raise body.no_room(str(error)) from None
-        return await server.swap(path, saved.config, digest, version, mode, request.is_disconnected)
-
-
-async def _swap(
-    server: PolicyServer, upload: body.Upload, version: int | None, mode: str, is_gone: Look
-) -> dict[str, Any]:
-    answer = await server.swap(upload.path, upload.config, upload.digest, version, mode, is_gone)
-    if "parts" not in answer:  # nothing has changed
-        return answer
-    of_upload = {part: round(seconds, 4) for part, seconds in upload.parts.items()}
-    return {**answer, "parts": {**of_upload, **answer["parts"]}}
+    try:
+        path = await enter(server.segments.filled(tensors), held)
+    except NoRoomError as error:
+        raise body.no_room(str(error)) from None
+    return body.Upload(path, digest, sum(tensor.nbytes for tensor in tensors.values()), saved.config, {})
 
 
 async def delete_policy(server: PolicyServer, request: Request) -> dict[str, Any]:

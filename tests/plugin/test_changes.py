@@ -12,12 +12,12 @@ import pytest
 import torch
 from engine_client import EngineClient, vllm_config
 from fastapi import FastAPI
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from waiting import PATIENCE
 
 from qerl_vllm_plugin import compat_client, shared_file
 from qerl_vllm_plugin.change_log import ChangeLog
-from qerl_vllm_plugin.client import body
+from qerl_vllm_plugin.client import PolicyClient, body
 from qerl_vllm_plugin.server import rest, routes
 from qerl_vllm_plugin.server.body import Refused
 from qerl_vllm_plugin.server.changes import PolicyServer
@@ -35,7 +35,7 @@ class Engine(EngineClient):
         super().__init__()
         self.asked, self.emptied, self._log, self._looks = [], [], ChangeLog(), looks
         self._paused, self._empties, self._drains, self._carrier = is_paused, empties, drains, carrier
-        self.is_resumed, self.empties_again = False, True
+        self.is_resumed, self.empties_again, self.path = False, True, None
         self.answers = asyncio.Event()
         self.answers.set()
 
@@ -67,6 +67,8 @@ class Engine(EngineClient):
         self.asked.append("resume")
 
     async def collective_rpc(self, method, args):
+        if method == "qerl_swap":
+            self.path = args[0]
         await asyncio.sleep(0.05)
         await self.answers.wait()
         if method not in ("qerl_open", "qerl_state"):
@@ -93,11 +95,15 @@ def change(server, mode="keep"):
     return server.set_noise(0.1, 1, 0, [], mode)
 
 
+async def until(holds):
+    async with asyncio.timeout(PATIENCE):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
 async def asked(engine, expected):
     """Once an engine has been asked for what is ``expected``, and perhaps more."""
-    async with asyncio.timeout(PATIENCE):
-        while engine.asked[: len(expected)] != expected:
-            await asyncio.sleep(0.01)
+    await until(lambda: engine.asked[: len(expected)] == expected)
 
 
 @pytest.mark.parametrize("connector", [None, object()])
@@ -249,16 +255,19 @@ def test_a_change_ends_though_its_caller_has_gone():
     assert engine.asked == CHANGE
 
 
-def test_a_refused_adapter_gives_its_memory_back_whoever_has_it_open():
+@pytest.mark.parametrize(("reason", "is_given_back"), [("refused", True), ("lost", False)])
+def test_a_refused_adapter_gives_its_memory_back_whoever_has_it_open(reason, is_given_back):
+    """Not where the engine has not answered: a worker that still reads would end."""
+
     async def refuse(server):
         with contextlib.suppress(Refused), server.segments.filled({"x": torch.ones(4)}) as path:
             number = os.open(path, os.O_RDONLY)  # as a worker that keeps it mapped
-            raise Refused(422, "refused", "it holds NaN")
+            raise Refused(422, reason, "it holds NaN")
         size = os.fstat(number).st_size
         os.close(number)
         return size
 
-    assert with_server(Engine(), refuse) == 0
+    assert (with_server(Engine(), refuse) == 0) == is_given_back
 
 
 async def in_pieces(content):
@@ -266,34 +275,84 @@ async def in_pieces(content):
     yield content[100:]
 
 
-@pytest.mark.parametrize("query, has_length", [({}, True), ({}, False), ({"folder": "first"}, True)])
+@pytest.fixture
+def with_routes(monkeypatch, tmp_path):
+    """with_routes(engine, use): what ``use(server, client)`` returns, the client being one of the server's routes. The
+    folder ``first`` may be installed, whose tensor is ``x``."""
+    monkeypatch.setenv("QERL_ADMIN_TOKEN", TOKEN)
+    (tmp_path / "first").mkdir()
+    save_file({"x": torch.ones(4)}, tmp_path / "first" / "adapter_model.safetensors")
+    (tmp_path / "first" / "adapter_config.json").write_text("{}")
+
+    def run(engine, use):
+        app = FastAPI()
+        routes.attach(app, read_token())
+
+        async def with_client(server):
+            app.state.qerl, server._folders, server.limit = server, tmp_path, 1 << 20
+            transport, headers = httpx.ASGITransport(app), {HEADER: TOKEN}
+            async with httpx.AsyncClient(
+                transport=transport, base_url="http://x/v1/qerl/", headers=headers, timeout=PATIENCE
+            ) as client:
+                return await use(server, client)
+
+        return with_server(engine, with_client)
+
+    return run
+
+
+def sent(way):
+    """The request for the tensor ``x`` of ones by this way, until the end of the block."""
+    tensors = {"x": torch.ones(4)}
+    if way == "folder":
+        return contextlib.nullcontext({"params": {"folder": "first"}})
+    if way == "file":
+        client = PolicyClient("http://x", TOKEN)
+        client._place = {"machine": shared_file.machine()}
+        return client._by_memory(tensors, {}, {})
+    return contextlib.nullcontext({"content": body(tensors, {}) if way == "body" else in_pieces(body(tensors, {}))})
+
+
+@pytest.mark.parametrize("way", ["folder", "body", "pieces", "file"])
+def test_what_a_change_reads_stays_until_its_end_though_its_caller_has_gone(way, with_routes):
+    """Else the number of its file would be that of the next one."""
+    engine = Engine()
+
+    async def leave(server, client):
+        engine.answers.clear()
+        with sent(way) as call:
+            call = {key: value for key, value in call.items() if key not in ("method", "url")}
+            caller = asyncio.create_task(client.put("policy", **call))
+            await until(lambda: engine.path)
+            caller.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await caller
+        assert load_file(engine.path)["x"].equal(torch.ones(4))
+        engine.answers.set()
+        await asked(engine, ["pause keep", "empty", "qerl_swap", "resume"])
+        await until(lambda: way in ("folder", "body") or not os.path.exists(engine.path))
+
+    with_routes(engine, leave)
+
+
+@pytest.mark.parametrize("way", ["body", "pieces", "folder"])
 @pytest.mark.parametrize("is_filled_later", [False, True])
-def test_shared_memory_without_room_is_a_refusal_by_name(query, has_length, is_filled_later, monkeypatch, tmp_path):
+def test_shared_memory_without_room_is_a_refusal_by_name(way, is_filled_later, monkeypatch, with_routes):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    tensors, folder = {"x": torch.ones(4)}, tmp_path / "first"
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text("{}")
-    engine, app = Engine(), FastAPI()
+    engine = Engine()
     if is_filled_later:
         monkeypatch.setattr(os, "posix_fallocate", full)
         monkeypatch.setattr(shared_file, "append", full)
     else:
         monkeypatch.setattr(shared_file, "fits", lambda size: False)
-    monkeypatch.setenv("QERL_ADMIN_TOKEN", TOKEN)
-    routes.attach(app, read_token())
 
-    async def put(server):
-        app.state.qerl, server._folders = server, tmp_path
-        options = {"transport": httpx.ASGITransport(app), "base_url": "http://x/v1/qerl/", "headers": {HEADER: TOKEN}}
-        async with httpx.AsyncClient(**options) as client:
-            server.limit = 1 << 20
-            content = b"" if query else body(tensors, {})
-            return await client.put("policy", params=query, content=content if has_length else in_pieces(content))
+    async def put(server, client):
+        with sent(way) as call:
+            return await client.put("policy", **call)
 
-    answer = with_server(engine, put)
+    answer = with_routes(engine, put)
     assert (answer.status_code, answer.json()["reason"]) == (507, "no_room")
     said = "is full: No space left on device" if is_filled_later else r"has no room for \d+ bytes"
     assert re.fullmatch(rf"/dev/shm {said}; make room there, or give it more \(--shm-size\)", answer.json()["error"])

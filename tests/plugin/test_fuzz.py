@@ -167,7 +167,8 @@ def test_a_body_is_an_adapter_file_or_refused(content, piece, length):
     request = request_of(pieces, str(len(content)).encode() if length == b"right" else length)
 
     async def receive():
-        async with body.received(request, LIMIT, Segments(body.Refused)) as upload:
+        with contextlib.ExitStack() as held:
+            upload = await body.received(request, LIMIT, Segments(body.Refused), held)
             assert upload.size == len(content) <= LIMIT and isinstance(upload.config, dict)
             body.check_patterns(upload.config)
 
