@@ -39,14 +39,14 @@ def pieces(tensors: Tensors, config: Any) -> Iterator[memoryview]:
 def gpu_body(tensors: Tensors, config: Any) -> Iterator[bytes]:
     """What is sent for tensors on a GPU of the server's machine, which it may read until the end of the block.
 
-    The file that is named as proof shows that the caller is a process of the server's user on its machine. Raises
+    The file whose ticket is the proof shows that the caller is a process of the server's user on its machine. Raises
     CudaIPCError.
     """
     with gpu_tensors.described(tensors) as (text, memory):
         listed = [json.loads(text)["tensors"], checksums([memory])]
         given = {"memory": text, "checksum": hashlib.sha256(json.dumps(listed).encode()).hexdigest()}
-        with shared_file.proof(hashlib.sha256(text.encode()).digest()) as path:
-            yield json.dumps({**given, "proof": path, "adapter_config": plain_config(config)}).encode()
+        with shared_file.proof(hashlib.sha256(text.encode()).digest()) as ticket:
+            yield json.dumps({**given, "proof": ticket, "adapter_config": plain_config(config)}).encode()
 
 
 def metadata(config: Any) -> dict[str, str]:

@@ -76,7 +76,7 @@ class Calls:
         self._transport = transport
         self._place: dict[str, Any] | None = None  # the server's machine and its GPUs, once it has been asked
         self._unreachable: str | None = None
-        self._segments = Segments(PolicyRefusedError)
+        self._segments = Segments(PolicyRefusedError, shared_file.create_for_server)
         self._has_no_memory = False  # that the server could read
         self.answered: dict[str, Any] = {}  # what the server answered last: of a change, its seconds by part, too
         self._timeout = timeout
@@ -158,7 +158,8 @@ class Calls:
             return
         try:
             with self._segments.filled(given, metadata(config)) as path:
-                yield _put_named(shared_file.MEDIA_TYPE, json.dumps({"file": path}).encode(), query)
+                content = json.dumps({"file": shared_file.ticket(path)}).encode()
+                yield _put_named(shared_file.MEDIA_TYPE, content, query)
             return
         except PolicyRefusedError as refused:
             self._without_memory(_of_the_way(refused))

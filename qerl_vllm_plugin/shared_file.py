@@ -2,6 +2,13 @@
 
 The file has no name. Whatever dies, and whenever, nothing of it is left: the kernel frees it with the last process that
 has it open or mapped. Others open it as /proc/PID/fd/NUMBER, which takes the same user on the same machine.
+
+A server opens such a path for a caller only where the caller has made the file. Content does not show that: whoever
+may send a body chooses the content of a file of the server's, and process and file numbers can be guessed. So a client
+creates its files under a random name, removes the name at once, and tells it with the path (a ticket). The kernel
+goes on showing the name that a file was created under, next to the path. A caller over HTTP cannot choose it, for the
+server's own files are created without one, and cannot guess that of another process's file. Neither an old path, whose
+number is another file's by now, nor a file meant for another server is opened in its place.
 """
 
 import hashlib
@@ -20,6 +27,7 @@ import torch
 
 SHARED_MEMORY = Path("/dev/shm")
 PATH = re.compile(r"/proc/[0-9]{1,10}/fd/[0-9]{1,10}")  # of a file without a name, which only its sender writes
+TICKET = re.compile(rf"({PATH.pattern})/(qerl-[0-9a-f]{{32}})")  # a path, and the name that its file was created under
 MEDIA_TYPE = "application/vnd.qerl.shared-file+json"  # of a request that names a file
 SEGMENT, READ, THREADS = 16 << 20, 1 << 20, 8
 ROOM = 1 << 20  # left free beside the file: its header, and what others write
@@ -33,22 +41,27 @@ def fits(size: int) -> bool:
     return False
 
 
-@contextmanager
-def unnamed() -> Iterator[tuple[IO[bytes], str]]:
-    """An empty file for ``append`` and the path under which workers can open it, until the end of the block.
-
-    Raises OSError.
-    """
-    file, path = create()
-    with file:
-        yield file, path
-
-
 def create() -> tuple[IO[bytes], str]:
-    """``unnamed``, until the file is closed. Raises OSError."""
+    """An empty file for ``append``, and the path under which workers can open it until it is closed. Raises OSError."""
     # no buffer: closing it must not fail again
     file = tempfile.TemporaryFile(buffering=0, dir=SHARED_MEMORY)  # noqa: SIM115, the caller's to close
     return file, f"/proc/{os.getpid()}/fd/{file.fileno()}"
+
+
+def create_for_server() -> tuple[IO[bytes], str]:
+    """``create`` for a file of which ``ticket`` tells a server that it was made for it. Raises OSError.
+
+    It has its name for a moment: an empty file is left of a process that is killed just then.
+    """
+    name = f"{SHARED_MEMORY}/qerl-{secrets.token_hex(16)}"
+    number = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    os.unlink(name)
+    return open(number, "r+b", buffering=0), f"/proc/{os.getpid()}/fd/{number}"
+
+
+def ticket(path: str) -> str:
+    """What opens the file ``path`` of ``create_for_server`` to a server of this user and machine. Raises OSError."""
+    return f"{path}/{Path(os.readlink(path)).name.removesuffix(' (deleted)')}"
 
 
 def machine() -> str:
@@ -58,40 +71,43 @@ def machine() -> str:
 
 @contextmanager
 def proof(content: bytes) -> Iterator[str]:
-    """The path of an unnamed file that holds ``content``: for ``is_proof``, until the end of the block."""
-    with unnamed() as (file, path):
+    """The ticket of a file that holds ``content``: for ``is_proof``, until the end of the block. Raises OSError."""
+    file, path = create_for_server()
+    with file:
         append(file, content)
-        yield path
+        yield ticket(path)
 
 
-def is_proof(path: str, content: bytes) -> bool:
-    """Whether ``path`` is one that ``open_ours`` opens, and holds ``content``."""
-    file = open_ours(path)
+def is_proof(given: str, content: bytes) -> bool:
+    """Whether ``open_ticket`` opens the file of this ticket, and it holds ``content``."""
+    file = open_ticket(given)
     if file is None:
         return False
     with file:
         return secrets.compare_digest(os.pread(file.fileno(), len(content) + 1, 0), content)
 
 
-def open_ours(path: str) -> IO[bytes] | None:
-    """An unnamed file of a running process of this user on this machine, to be read; None for any other path.
+def open_ticket(given: str) -> IO[bytes] | None:
+    """The file of a ticket, to be read; None for any other text.
 
-    Nobody else can make one: the path leads through /proc of this machine, and the file is this user's. Nothing else is
-    opened, whatever a caller gives as a path.
+    Its maker is a process of this user on this machine, for the file is this user's and the path leads through /proc
+    of this machine; it has told the caller the ticket, or is the caller. Any other file is looked at, and not opened.
     """
-    if not PATH.fullmatch(path):
+    if not (parts := TICKET.fullmatch(given)):
         return None
+    path, name = parts.groups()
     try:
-        if not re.fullmatch(rf"{SHARED_MEMORY}/[^/]+ \(deleted\)", os.readlink(path)):
-            return None
-        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        number = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
         return None
-    found = os.fstat(number)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+    try:
+        here, found = f"/proc/self/fd/{number}", os.fstat(number)
+        is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink == 0
+        expected = f"{SHARED_MEMORY}/{name} (deleted)".encode()
+        is_so_named = secrets.compare_digest(os.fsencode(os.readlink(here)), expected)
+        return open(here, "rb", buffering=0) if is_ours and is_so_named else None
+    finally:
         os.close(number)
-        return None
-    return open(number, "rb", buffering=0)
 
 
 def append(file: IO[bytes], given: Any) -> None:

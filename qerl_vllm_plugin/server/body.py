@@ -140,7 +140,7 @@ async def named(request: Any, limit: int, held: ExitStack) -> Upload:
     laps.end("body")
     if list(given) != ["file"] or not isinstance(given["file"], str):
         raise Refused(400, "bad_json", "the body must be an object of one text, file")
-    file = shared_file.open_ours(given["file"])
+    file = shared_file.open_ticket(given["file"])
     if file is None:
         raise Refused(403, "unreachable", NOT_NEAR)
     held.enter_context(file)

@@ -21,7 +21,8 @@ TENSORS = {"plain": A, "a_view": A.t(), "half": A.bfloat16(), "none": torch.empt
 
 
 def opened(content, file):
-    with shared_file.unnamed() as (sent, path):
+    sent, path = shared_file.create()
+    with sent:
         shared_file.append(sent, content)
         return file.open(path, CPU)
 
@@ -167,7 +168,8 @@ def resident_bytes(path: str) -> int:
 
 def test_a_worker_reads_its_share_of_it_and_no_more():
     file, whole = MappedFile(), torch.zeros(4 << 20, dtype=torch.uint8)
-    with shared_file.unnamed() as (sent, path):  # which its sender has not mapped
+    sent, path = shared_file.create()  # which its sender has not mapped
+    with sent:
         shared_file.append(sent, save({str(i): whole.clone() for i in range(4)}))
         tensors = file.open(path, CPU)
         assert resident_bytes(path) < 1 << 20

@@ -36,15 +36,15 @@ def sent(request, tmp_path):
             save_file(tensors, tmp_path / f"{len(list(tmp_path.iterdir()))}.safetensors")
             return str(max(tmp_path.iterdir(), key=lambda file: int(file.stem)))
         if request.param == "shared file":
-            opened.append(shared_file.unnamed())
-            file, path = opened[-1].__enter__()
+            file, path = shared_file.create()
+            opened.append(file)
             shared_file.append(file, save(tensors))
             return path
         return {"bytes": bytes, "bytearray": bytearray, "memoryview": memoryview}[request.param](save(tensors))
 
     yield send
     for file in opened:
-        file.__exit__(None, None, None)
+        file.close()
 
 
 def test_one_alone_is_what_it_is_whole(sent):

@@ -1,15 +1,17 @@
 """Hostile requests to the server of this folder: each is refused by name, and changes nothing."""
 
+import contextlib
 import json
 import os
 import socket
+from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 import torch
 from policy_requests import API_KEY, TOKEN, description, kept, put
-from raw_requests import uploads
+from raw_requests import send, tickets, uploads
 from safetensors.torch import save
 from waiting import PATIENCE, until
 
@@ -94,6 +96,16 @@ def test_hostile_bodies_are_refused_within_a_second(server, policy, adapters, ca
     assert uploads(server[2]) <= files and len(files) <= 1
 
 
+def uploads_with(process, content):
+    """The paths of the server's files in shared memory that begin so."""
+    found = []
+    for path in Path(f"/proc/{process.pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if os.readlink(path).startswith("/dev/shm/") and path.read_bytes()[: len(content)] == content:
+                found.append(str(path))
+    return found
+
+
 def put_description(server, given):
     content = given if isinstance(given, bytes) else json.dumps(given).encode()
     headers = {"X-QeRL-Admin-Token": TOKEN, "Authorization": f"Bearer {API_KEY}", "Content-Type": MEDIA_TYPE}
@@ -110,7 +122,8 @@ def test_memory_of_a_gpu_is_mapped_only_for_a_process_of_this_user_and_machine(s
         open(tmp_path / "named", "rb") as named,
     ):
         here = f"/proc/{os.getpid()}/fd/{named.fileno()}"
-        for path in (longer, other, here, str(tmp_path / "named"), "/dev/shm/x", "/proc/self/fd/0", "", "/proc/1/fd/1"):
+        without = good.rpartition("/")[0]
+        for path in (longer, other, without, here, str(tmp_path / "named"), "/dev/shm/x", "/proc/self/fd/0", ""):
             answer = put_description(server, {**given, "proof": path})
             assert (answer.status_code, answer.json()["reason"]) == (403, "unreachable"), path
         answer = put_description(server, {**given, "proof": good})
@@ -123,6 +136,23 @@ def test_memory_of_a_gpu_is_mapped_only_for_a_process_of_this_user_and_machine(s
         given, content = description(adapters, change)
         with shared_file.proof(content) as path:
             assert put_description(server, {**given, "proof": path}).status_code == status
+    assert kept(policy) == before
+
+
+@pytest.mark.parametrize(
+    "lines",
+    ["Content-Length: 64\r\n\r\n", "Transfer-Encoding: chunked\r\n\r\n20\r\n"],
+    ids=["of a length", "in pieces"],
+)
+def test_a_proof_cannot_be_made_over_http(server, policy, adapters, lines):
+    """A body that stalls lies in an unnamed file of the server's user, and holds whatever its sender likes."""
+    before, (given, content) = kept(policy), description(adapters)
+    with send(server[0], "PUT /v1/qerl/policy HTTP/1.1", lines.encode() + content):
+        found = until(lambda: uploads_with(server[2], content))
+        assert found, "the server has it in a file"
+        for ticket in tickets(found[0]):
+            answer = put_description(server, {**given, "proof": ticket})
+            assert (answer.status_code, answer.json()["reason"]) == (403, "unreachable"), ticket
     assert kept(policy) == before
 
 

@@ -4,16 +4,30 @@ import asyncio
 import contextlib
 import json
 import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import httpx
 import pytest
 from policy_requests import API_KEY, TOKEN, assert_served, kept, put
+from raw_requests import tickets
+from safetensors.torch import save_file
+from waiting import PATIENCE
 
 from qerl_vllm_plugin import shared_file
 from qerl_vllm_plugin.client import AsyncPolicyClient, PolicyClient, PolicyRefusedError, body
 from qerl_vllm_plugin.segment import Segments
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+HEADERS = {"X-QeRL-Admin-Token": TOKEN, "Authorization": f"Bearer {API_KEY}"}
 
 
 @pytest.mark.parametrize("kind", [PolicyClient, AsyncPolicyClient])
@@ -43,36 +57,73 @@ def test_a_swap_is_known_again_whichever_way_it_came(server, adapters):
 
 
 def name_file(server, given):
-    headers = {"X-QeRL-Admin-Token": TOKEN, "Authorization": f"Bearer {API_KEY}"}
     content = given if isinstance(given, bytes) else json.dumps(given).encode()
-    return put(server, content, {**headers, "Content-Type": shared_file.MEDIA_TYPE})
+    return put(server, content, {**HEADERS, "Content-Type": shared_file.MEDIA_TYPE})
 
 
-def test_only_an_unnamed_file_of_this_user_is_opened_and_only_an_adapter_is_installed(
-    server, policy, adapters, tmp_path
-):
+def test_only_a_file_made_for_a_server_is_opened_and_only_an_adapter_is_installed(server, policy, adapters, tmp_path):
     before, good = kept(policy), body(*adapters[1]["third"])
     (tmp_path / "named").write_bytes(good)
-    with open(tmp_path / "named", "rb") as named, shared_file.unnamed() as (file, path):
-        here = f"/proc/{os.getpid()}/fd/{named.fileno()}"
-        for other in (here, str(tmp_path / "named"), "/dev/shm/x", "/proc/self/fd/0", "", "/proc/1/fd/1", path + "0"):
+    file, path = shared_file.create_for_server()
+    with open(tmp_path / "named", "rb") as named, file:
+        here, ticket = f"/proc/{os.getpid()}/fd/{named.fileno()}", shared_file.ticket(path)
+        for other in (here, path, str(tmp_path / "named"), "/dev/shm/x", "/proc/self/fd/0", "", ticket + "0"):
             answer = name_file(server, {"file": other})
             assert (answer.status_code, answer.json()["reason"]) == (403, "unreachable"), other
-        for broken in ({"file": 7}, {"file": path, "more": 1}, {}, [], b"{"):
+        for broken in ({"file": 7}, {"file": ticket, "more": 1}, {}, [], b"{"):
             assert name_file(server, broken).status_code == 400, broken
-        answer = name_file(server, {"file": path})
+        answer = name_file(server, {"file": ticket})
         assert (answer.status_code, answer.json()["reason"]) == (400, "bad_file"), "it is empty"
         file.write(good[: len(good) // 2])
-        assert name_file(server, {"file": path}).status_code == 422, "half of it is missing"
+        assert name_file(server, {"file": ticket}).status_code == 422, "half of it is missing"
+        os.ftruncate(file.fileno(), 0)
+        os.pwrite(file.fileno(), b"a secret that is no adapter", 0)
+        answer = name_file(server, {"file": ticket})
+        assert (answer.status_code, answer.json()["reason"]) == (400, "bad_file")
+        assert not re.search(r"secret|\d{3}", answer.text), "no content of it, as text or as a number"
         os.ftruncate(file.fileno(), 1 << 40)
-        assert name_file(server, {"file": path}).status_code == 413
+        assert name_file(server, {"file": ticket}).status_code == 413
+    assert kept(policy) == before
+
+
+def in_shared_memory(content, how):
+    """A file of this user there with this content, and its path for others."""
+    if how == "deleted":  # literally so
+        file = tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="x-", suffix=" (deleted)", buffering=0)  # noqa: SIM115
+        path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+    else:
+        file, path = shared_file.create_for_server() if how == "for another server" else shared_file.create()
+    file.write(content)
+    return file, path
+
+
+@pytest.mark.parametrize("how", ["the server's own", "another program's", "deleted", "for another server"])
+def test_a_file_that_its_caller_has_not_made_is_not_opened_though_it_holds_an_adapter(server, policy, adapters, how):
+    policy.swap(*adapters[1]["second"])
+    PolicyClient(server[0], TOKEN, API_KEY, transport="http").swap(*adapters[1]["third"])
+    before = kept(policy)
+    with contextlib.ExitStack() as opened:
+        if how == "the server's own":
+            links = Path(f"/proc/{server[2].pid}/fd").iterdir()
+            paths = [str(link) for link in links if os.readlink(link).startswith("/dev/shm/")]
+            assert len(paths) == 1, "of the last body, for the next"
+        else:
+            file, path = in_shared_memory(body(*adapters[1]["second"]), how)
+            opened.enter_context(file)
+            paths = [path]
+        told = [ticket for ticket in tickets(paths[0]) if not shared_file.TICKET.fullmatch(ticket)]
+        for ticket in (*told, f"{paths[0]}/qerl-{'0' * 32}"):
+            answer = name_file(server, {"file": ticket})
+            assert (answer.status_code, answer.json()["reason"]) == (403, "unreachable"), ticket
     assert kept(policy) == before
 
 
 def refuse_the_file(monkeypatch):
     @contextlib.contextmanager
     def filled(*given):
-        yield "/proc/1/fd/1"
+        file, path = shared_file.create()  # none that was made for a server
+        with file:
+            yield path
 
     monkeypatch.setattr(Segments, "filled", filled)
     return "no process of the server's user"
@@ -116,3 +167,119 @@ def test_to_another_machine_they_go_in_the_body_and_nothing_is_said(server, adap
             client.swap(*adapters[1]["third"])
         assert client._segments._kept is None
     assert not recwarn.list
+
+
+@pytest.fixture(scope="module")
+def several(adapters, tmp_path_factory):
+    """Adapters of two sizes by the names of their folders in one directory; two may be installed by name."""
+    given = {name: adapters[1][name] for name in ("second", "third")}
+    for name in ("second", "third"):
+        tensors, config = given[name]
+        modules = config["target_modules"][:2]
+        part = {key: tensor for key, tensor in tensors.items() if any(module in key for module in modules)}
+        given[f"part of {name}"] = part, {**config, "target_modules": modules}
+    folder = tmp_path_factory.mktemp("several")
+    for name, (tensors, config) in given.items():
+        (folder / name).mkdir()
+        save_file(tensors, folder / name / "adapter_model.safetensors")
+        (folder / name / "adapter_config.json").write_text(json.dumps(config))
+    return folder, given
+
+
+def installed(server):
+    """(version, digest of the workers' buffers) as they are now."""
+    asked = {"method": "qerl_state", "args": [True]}
+    answer = httpx.post(f"{server[0]}/collective_rpc", json=asked, headers=HEADERS, timeout=PATIENCE)
+    (state,) = answer.json()["results"]
+    return state["version"], state["adapter"]
+
+
+@contextlib.contextmanager
+def each_is_what_was_sent(server, several):
+    """Yields a list for (version, name) of all swaps of the block, one list a sender: versions have been given once, in
+    order to each, and under each the workers hold what was sent."""
+    client, digests, seen, ended, senders = PolicyClient(server[0], TOKEN, API_KEY), {}, set(), threading.Event(), []
+    for name, given in several[1].items():
+        first = client.swap(*given)
+        digests[name] = installed(server)[1]
+    assert len(set(digests.values())) == len(digests)
+
+    def look():
+        while not ended.is_set():
+            seen.add(installed(server))
+        seen.add(installed(server))
+
+    with ThreadPoolExecutor(1) as threads:
+        looking = threads.submit(look)
+        try:
+            yield senders
+        finally:
+            ended.set()
+        looking.result()
+    assert all(sent == sorted(sent) for sent in senders)
+    names = dict(one for sent in senders for one in sent)
+    assert sorted(names) == list(range(first + 1, first + 1 + sum(map(len, senders)))) and len(names) >= 8
+    found = {version: digest for version, digest in seen if version > first}
+    assert found and found == {version: digests[names[version]] for version in found}
+
+
+SECONDS = pytest.mark.parametrize("seconds", [2, pytest.param(30, marks=pytest.mark.slow)])
+
+
+@SECONDS
+def test_folders_and_bodies_of_many_clients_at_once_are_installed_one_after_the_other(server, several, seconds):
+    def send(number):
+        sent, chance, end = [], random.Random(number), time.monotonic() + seconds
+        while time.monotonic() < end:
+            name = chance.choice(list(several[1]))
+            if is_folder := name in ("second", "third") and chance.random() < 0.7:
+                answer = put(server, b"", folder=name)
+            else:
+                content = body(*several[1][name])
+                answer = put(server, content if chance.random() < 0.7 else iter([content[:1000], content[1000:]]))
+            assert answer.status_code == 200, (is_folder, answer.text)
+            sent.append((answer.json()["version"], name))
+        return sent
+
+    with each_is_what_was_sent(server, several) as senders, ThreadPoolExecutor(8) as threads:
+        senders += threads.map(send, range(8))
+
+
+# Tasks of one client, in a process of its own: memory that is gone ends it (SIGBUS).
+TASKS = """
+import asyncio, json, os, random, sys, time
+from pathlib import Path
+from qerl_vllm_plugin import adapter_folder
+from qerl_vllm_plugin.client import AsyncPolicyClient
+
+url, token, key, folder, seconds = sys.argv[1:]
+client, truncate = AsyncPolicyClient(url, token, key, transport="shared"), os.ftruncate
+given = {path.name: adapter_folder.read(path) for path in Path(folder).iterdir()}
+
+def slowly(*given):
+    truncate(*given)
+    time.sleep(0.01)  # others have the interpreter meanwhile, as they may have while the kernel frees pages
+
+os.ftruncate = slowly
+
+async def send(number):
+    sent, chance, end = [], random.Random(number), time.monotonic() + float(seconds)
+    while time.monotonic() < end:
+        name = chance.choice(list(given))
+        sent.append((await client.swap(given[name].tensors, given[name].config), name))
+    return sent
+
+async def main():
+    print(json.dumps(await asyncio.gather(*map(send, range(8)))))
+
+asyncio.run(main())
+"""
+
+
+@SECONDS
+def test_many_tasks_of_a_client_swap_at_once(server, several, seconds):
+    command = [sys.executable, "-c", TASKS, server[0], TOKEN, API_KEY, str(several[0]), str(seconds)]
+    with each_is_what_was_sent(server, several) as senders:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE + seconds)
+        assert done.returncode == 0, f"ended by {done.returncode}: {done.stderr[-2000:]}"
+        senders += [[tuple(one) for one in sent] for sent in json.loads(done.stdout)]

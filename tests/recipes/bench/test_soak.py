@@ -250,7 +250,8 @@ def test_a_process_of_streams_that_dies_is_told_and_not_waited_for():
 def test_what_is_mapped_from_shared_memory_is_no_growth_of_a_process():
     here, size = psutil.Process(), 64 << 20
     before = soak.own_bytes(here)
-    with shared_file.unnamed() as (file, path):
+    file, path = shared_file.create()
+    with file:
         file.truncate(size)
         mapped = torch.from_file(path, shared=True, size=size, dtype=torch.uint8).fill_(1)
         assert soak.own_bytes(here) - before < size // 2
