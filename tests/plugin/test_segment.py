@@ -92,8 +92,10 @@ def test_what_workers_may_still_read_is_not_written_again(error):
     segments = Segments(Refused)
     with pytest.raises(Refused if isinstance(error, Refused) else error):
         with segments.filled({"a": A}) as path:
-            found = load_file(path)["a"]
+            found, number = load_file(path)["a"], os.open(path, os.O_RDONLY)
             raise error
+    assert os.fstat(number).st_size, "to read what is given back would end this process"
+    os.close(number)
     with segments.filled({"a": A + 1}) as path:
         assert load_file(path)["a"].equal(A + 1) and found.equal(A)
 
