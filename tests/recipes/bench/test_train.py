@@ -5,6 +5,7 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -205,6 +206,70 @@ def test_rewards_are_spread_and_depend_on_the_completion_alone() -> None:
     assert 0.4 < sum(rewards) / 500 < 0.6
 
 
+def test_the_parts_of_a_step_are_told_apart_and_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from qerl_recipes.bench import train_arm
+    from qerl_recipes.rollout.engine import VLLMRollouts
+
+    clock, model = [100.0], torch.nn.Linear(1, 1)
+
+    def takes(seconds: float) -> None:
+        clock[0] += seconds
+
+    def sync(engine: Any) -> None:
+        engine._wake()
+        takes(3)
+
+    monkeypatch.setattr(train_arm, "now", lambda: clock[0])
+    monkeypatch.setattr(VLLMRollouts, "_wake", lambda engine: takes(2))
+    monkeypatch.setattr(VLLMRollouts, "_sleep", lambda engine: takes(4))
+    monkeypatch.setattr(VLLMRollouts, "sync_weights", sync)
+    engine = train_arm.TimedRollouts.__new__(train_arm.TimedRollouts)
+    engine.memory, engine.tokens, engine.seconds = train_arm.Memory(), 32, 10.0
+    trainer = SimpleNamespace(vllm_generation=engine, model=model, generation_seconds=50.0)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.1}\n{"step": 2, "reward": 0.5, "kl": 1}\n')
+    answers: list[dict[str, Any]] = []
+    steps, args = train_arm.TimedSteps(trainer, 32, answers), (SimpleNamespace(output_dir=tmp_path), None, None)
+    for _ in range(2):
+        steps.on_step_begin(*args)
+        engine.sync_weights()
+        takes(10)
+        engine._sleep()
+        takes(5)  # rewards and advantages
+        trainer.generation_seconds += 3 + 2 + 10 + 4 + 5
+        with torch.no_grad():
+            model(torch.ones(1))
+        takes(1)  # that was no forward of the training
+        model(torch.ones(1))
+        takes(6)
+        model(torch.ones(1))  # of the next micro-batch
+        takes(7)
+        steps.on_optimizer_step(*args)
+        takes(0.5)
+        steps.on_step_end(*args)
+    parts = {"rollout": 10, "scoring": 5, "training": 13, "swap": 3, "sleep": 6, "rest": 1.5}
+    assert [answer["seconds"] for answer in answers] == [{"step": 38.5, **parts}] * 2
+    assert parts.keys() == set(PARTS) and answers[0]["metrics"] == {"reward": 0.5}
+    engine.tokens = 31
+    with pytest.raises(RuntimeError, match="generated 31 tokens and not 32"):
+        steps.on_step_end(*args)
+
+
+@pytest.mark.parametrize(
+    ("pack_tokens", "micro_batch", "tokens"), [(48, 4, 48), (63, 4, 48), (48, 2, 32), (0, 4, 64), (8, 4, 16)]
+)
+def test_a_row_of_the_training_part_is_no_longer_than_those_of_a_step(
+    pack_tokens: int, micro_batch: int, tokens: int
+) -> None:
+    from qerl_recipes.bench.train_arm import TrainingPart
+
+    sizes = {"max_completion_length": 6, "vllm_max_model_length": 16, "seed": 0}
+    args = SimpleNamespace(pack_tokens=pack_tokens, per_device_train_batch_size=micro_batch, **sizes)
+    model = SimpleNamespace(config=SimpleNamespace(vocab_size=9), device="cpu")
+    part = TrainingPart(SimpleNamespace(args=args, model=model))
+    shapes = [tuple(part.inputs[name].shape) for name in ("prompt_ids", "completion_ids")]
+    assert part.tokens == tokens and shapes == [(tokens // 16, 10), (tokens // 16, 6)]
+
+
 def step(seconds: float, number: int = 0, process: int = 0) -> dict[str, Any]:
     parts = {"step": seconds, **dict.fromkeys(PARTS, seconds / 8)}
     memory = {"allocated": 10, "reserved": 10, "process": process}
@@ -245,6 +310,8 @@ def work(request, found):
     log = Path(__file__).with_name("log")
     log.write_text(log.read_text() + request["flags"][1] + " " if log.exists() else request["flags"][1] + " ")
     found["kv_cache_tokens"] = 5
+    base = request["flags"][request["flags"].index("--model_name_or_path") + 1]
+    found["model"] = [Path(base).name, Path(request["base"]).name, request["packed"]]
     found["steps"] = []
     for seconds in (9, 1):
         found["steps"].append(STEP)
@@ -272,6 +339,7 @@ def test_arms_alternate_and_one_that_fails_says_why_while_the_others_go_on(made_
     assert made_up_arms.read_text().split() == ["bf16", "nf4", "qerl_nvfp4", "bf16"]
     bf16, nf4, ours = (result["arms"][arm] for arm in bench_train.ARMS)
     assert [one["round"] for one in bf16["steps"]] == [0, 0, 1, 1] and "failed" not in bf16
+    assert bf16["model"] == ["bf16", "bf16", False] and ours["model"] == ["nvfp4", "nvfp4", True]
     assert nf4["failed"] == "its process ended with code 3; its messages are above"
     assert ours["failed"] == "MemoryError: too little" and len(ours["steps"]) == 1 and ours["kv_cache_tokens"] == 5
     assert list(result["summary"]) == ["bf16"]

@@ -151,7 +151,7 @@ def test_the_variable_by_which_vllm_has_no_graphs_is_named(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("name", "said"), [("NVIDIA H200", "fitted on this GPU"), ("NVIDIA H100 80GB HBM3", "carried over")]
 )
-def test_a_hopper_gpu_is_told_whether_the_choice_of_kernels_was_fitted_on_it(
+def test_a_hopper_gpu_is_told_what_was_tested_and_whether_the_choice_of_kernels_was_fitted_on_it(
     name: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is no GPU here: what torch says of one stands in."""
@@ -175,5 +175,9 @@ def test_a_hopper_gpu_is_told_whether_the_choice_of_kernels_was_fitted_on_it(
     report = doctor.Report()
     doctor.add_device(report)
     rule.machine_of.cache_clear()
-    (row,) = [row for row in report.rows if row[0] == "choice of kernels"]
-    assert row[1] == said and ("was not measured" in row[2]) == (said == "carried over")
+    *rows, (what, choice, remark), largest = report.rows
+    assert (what, choice) == ("choice of kernels", said)
+    assert ("was not measured" in remark) == (said == "carried over")
+    assert largest == ("largest recipe", "Qwen2.5-32B-Instruct", "sized for, not measured")
+    gpu = ("GPU 0", name, "compute capability 9.0, 141 GB"), ("", "", doctor.tested_as(name))
+    assert rows[1:3] == [*gpu] and (rows[0][:2], rows[3][0], len(rows)) == (("driver", "1"), "kernel", 4)
