@@ -79,6 +79,7 @@ def test_the_language_model_alone_answers_as_the_whole(kind, tied, tmp_path):
     assert "vision_config" not in config and not (tmp_path / "text" / "preprocessor_config.json").exists()
     assert (tmp_path / "text" / "tokenizer_config.json").exists()
     text = AutoModelForCausalLM.from_pretrained(tmp_path / "text", dtype=torch.float32).eval()
+    assert (text.config.eos_token_id, text.config.pad_token_id) == (1, 0)
     torch.testing.assert_close(logits(text), logits(model), rtol=1e-4, atol=1e-4)
 
 
