@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -177,6 +178,8 @@ def test_a_server_that_is_killed_and_started_again_ends_the_run_in_the_same_bits
     trainer.train()
     assert killed and before.poll() == -signal.SIGKILL
     said = capfd.readouterr().err
+    waited = [float(seconds) for seconds in re.findall(r"answers, after ([\d.]+) s", said)]
+    assert waited and 0 <= sum(waited) <= time.monotonic() - killed[0] + 0.1
     assert "does not answer" in said and "was restarted: the policy is pushed again" in said
     same(trainer.args.output_dir)
 
@@ -217,12 +220,13 @@ def test_trained_norms_and_evaluations_against_a_server_have_the_bits_of_those_i
 def test_a_rollout_keeps_to_the_recipes_length_and_counts_all_of_it(against, monkeypatch):
     rollouts = against(vllm_max_model_length=32).vllm_generation
     rollouts.begin(0, None)
-    prompts = [[5] * 24] * 8
+    prompts, began = [[5] * 24] * 8, time.perf_counter()
     first = rollouts.generate(prompts=prompts, images=None, num_generations=4)[1]
     assert max(map(len, first)) == 8, "of the 16 of max_completion_length and the 40 that the server has room for"
     seconds = rollouts.seconds
     second = rollouts.generate(prompts=prompts[:1], images=None, num_generations=4)[1]
-    assert rollouts.tokens == sum(map(len, first + second)) and rollouts.seconds > seconds > 0
+    assert rollouts.tokens == sum(map(len, first + second))
+    assert 0 < seconds < rollouts.seconds < time.perf_counter() - began
     rollouts.begin(0, None)
     assert rollouts.tokens == rollouts.seconds == 0
     monkeypatch.setattr(rollouts, "_accelerator", SimpleNamespace(process_index=1))
@@ -290,6 +294,11 @@ OTHERS = {
         {"vllm_max_model_length": 128},
         "qwen2",
         "tokens and the recipe's have 128; start it with --max-model-l",
+    ),
+    "length of a token and an answer": (
+        {"vllm_max_model_length": None, "max_completion_length": 64},
+        "qwen2",
+        "tokens and the recipe's have 65; start it with --max-model-l",
     ),
     "routes": ({"vllm_server_base_url": "{url}/elsewhere"}, "qwen2", "has no /v1/qerl: start it, with the plugin inst"),
 }
