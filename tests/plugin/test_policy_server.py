@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,16 +10,19 @@ import httpx
 import pytest
 from engine_client import EngineClient, vllm_config
 from fastapi import FastAPI
+from starlette.requests import Request
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from qerl_vllm_plugin import shared_file
 from qerl_vllm_plugin.adapter import AdapterError
 from qerl_vllm_plugin.adapter_folder import base_hash
 from qerl_vllm_plugin.change_log import ChangeLog
-from qerl_vllm_plugin.server import metrics, routes
+from qerl_vllm_plugin.gpu_tensors import MEDIA_TYPE
+from qerl_vllm_plugin.server import body, metrics, routes
 from qerl_vllm_plugin.server.body import Refused
 from qerl_vllm_plugin.server.changes import PolicyServer
 from qerl_vllm_plugin.server.engine import Engine
+from qerl_vllm_plugin.server.rest import is_there
 from qerl_vllm_plugin.server.token import HEADER, read_token
 
 BASE = Path(__file__).parents[1] / "fixtures/llmcompressor/qwen2-nvfp4"
@@ -75,6 +79,7 @@ def with_server(use, base=None, folders=None):
 def test_the_state_is_what_is_served_and_on_what(base):
     async def use(server, client):
         first = await server.state()
+        assert metrics.VERSION._value.get() == 5, "before the first change, too"
         client.served |= {"hash": "", "version": 0}
         return first, await server.state()
 
@@ -138,12 +143,13 @@ def test_a_version_is_newer_or_the_one_that_is_served_already(version, digest, e
 
 def test_the_parts_of_a_change_are_all_of_its_seconds_and_it_is_counted():
     async def use(server, client):
-        before = metrics.counted()
+        before, began = metrics.counted(), time.perf_counter()
         swap = await server.swap(None, {}, "", None, "keep")
         noise = await server.set_noise(0.1, 1, 2, [], "keep")
-        return before, swap, noise, metrics.counted()
+        return before, swap, noise, metrics.counted(), time.perf_counter() - began
 
-    before, swap, noise, after = with_server(use)
+    before, swap, noise, after, seconds = with_server(use)
+    assert 0.1 < swap["seconds"] + noise["seconds"] < seconds + 1e-4, "each part is counted once"
     for answer in (swap, noise):
         parts = answer["parts"]
         assert list(parts) == ["pause", "empty", "way", "resume", "receive", "commit"]
@@ -154,6 +160,21 @@ def test_the_parts_of_a_change_are_all_of_its_seconds_and_it_is_counted():
         assert after["swaps"][kind] == before["swaps"].get(kind, 0) + 1
     assert after["seconds"] - before["seconds"] == pytest.approx(swap["seconds"] + noise["seconds"], abs=5e-4)
     assert metrics.VERSION._value.get() == 6
+
+
+def test_an_adapter_that_stays_on_its_gpu_is_counted_by_its_size(monkeypatch):
+    async def described(request, limit):
+        return body.Upload("where it lies", "digest", 7_000, {}, {})
+
+    async def use(server, client):
+        before = metrics.counted()["bytes"]
+        request = Request({"type": "http", "query_string": b"", "headers": [(b"content-type", MEDIA_TYPE.encode())]})
+        monkeypatch.setattr(request, "is_disconnected", is_there)
+        answer = await routes.put_policy(server, request)
+        return answer["version"], metrics.counted()["bytes"] - before
+
+    monkeypatch.setattr(body, "described", described)
+    assert with_server(use) == (6, 7_000)
 
 
 def test_a_folder_is_one_of_the_directory_and_of_this_base(tmp_path):

@@ -240,6 +240,8 @@ def test_norms_in_bf16_say_how_much_of_the_noise_they_have_lost(policy):
     policy.base_norms = {name: torch.ones(8, dtype=torch.bfloat16) for name in NAMES}
     assert prepare_noise(policy, 1e-6, 5, 1, TARGETS).commit()["swallowed"] == 1.0
     assert prepare_noise(policy, 1.0, 5, 1, TARGETS).commit()["swallowed"] < 0.2
+    policy.layers[NAMES[0]].weight.data, policy.base_norms[NAMES[0]] = torch.ones(8), torch.ones(8)
+    assert 0.5 <= prepare_noise(policy, 1e-6, 5, 1, TARGETS).commit()["swallowed"] < 1, "one of both is in fp32"
     assert prepare_noise(policy, 0, 5, 1, TARGETS).commit() == {"touched": 0, "swallowed": 0.0}
 
 

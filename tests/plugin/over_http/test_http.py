@@ -33,14 +33,16 @@ def test_the_adapter_named_at_start_is_served_and_swaps_noise_and_removal_are_wh
     distinct = {name: expected(name) for name in ("start", "second", None)}
     assert len({round(scores[0], 2) for scores in distinct.values()}) == 3, "these adapters prove nothing"
     state = policy.state()
-    assert (state["version"], state["noise"]["sigma"], state["max_rank"]) == (1, 0.0, 8)
+    assert (state["version"], state["max_rank"]) == (1, 8)
+    targets = ["input_layernorm", "post_attention_layernorm"]
+    assert state["noise"] == {"sigma": 0.0, "seed": 0, "rollout": 0, "targets": targets}
     assert len(state["hash"]) == len(state["base_hash"]) == 64
     assert_served(questions, measure, distinct["start"], 1)
     assert policy.swap(*adapters[1]["second"]) == 2
     assert_served(questions, measure, distinct["second"], 2)
     noise = {"sigma": 0.1, "seed": 3, "rollout": 4}
     assert policy.set_noise(**noise) == 4
-    assert policy.state()["noise"] == {**noise, "targets": ["input_layernorm", "post_attention_layernorm"]}
+    assert policy.state()["noise"] == {**noise, "targets": targets}
     assert_served(questions, measure, expected("second", noise), 2)
     assert policy.set_noise(0.0, seed=0, rollout=0) == 0
     assert_served(questions, measure, distinct["second"], 2)
@@ -327,7 +329,6 @@ def test_the_token_is_in_no_log_no_metric_and_no_text_of_the_client(server, poli
     assert counted['qerl:swaps_total{kind="swap"}'] >= 5
     assert counted['qerl:refusals_total{reason="unauthorized"}'] > 0
     assert counted["qerl:swap_seconds_count"] > 0
-    assert counted["qerl:swap_bytes_total"] > 0
     counters = policy.state()["counters"]
     assert counters["swaps"]["swap"] == counted['qerl:swaps_total{kind="swap"}']
     assert counters["refusals"]["unauthorized"] == counted['qerl:refusals_total{reason="unauthorized"}']
@@ -335,9 +336,15 @@ def test_the_token_is_in_no_log_no_metric_and_no_text_of_the_client(server, poli
     assert counters["seconds"] == pytest.approx(counted["qerl:swap_seconds_sum"], abs=1e-3)
 
 
-def test_what_is_installed_from_a_folder_is_counted_too(server, policy, adapters):
-    before = policy.state()["counters"]
-    assert put(server, b"", folder="third").status_code == 200
-    after, size = policy.state()["counters"], sum(tensor.nbytes for tensor in adapters[1]["third"][0].values())
+@pytest.mark.parametrize("way", ["http", "shared", "folder"])
+def test_what_is_installed_is_counted_whichever_way_it_came(way, server, policy, adapters):
+    before, third = policy.state()["counters"], adapters[1]["third"]
+    if way == "folder":
+        size, answered = sum(tensor.nbytes for tensor in third[0].values()), put(server, b"", folder="third").json()
+    else:
+        size, client = len(body(*third)), PolicyClient(server[0], TOKEN, API_KEY, transport=way)
+        client.swap(*third)
+        answered = client.answered
+    after = policy.state()["counters"]
     assert (after["swaps"]["swap"], after["bytes"]) == (before["swaps"]["swap"] + 1, before["bytes"] + size)
-    assert after["seconds"] > before["seconds"]
+    assert after["seconds"] - before["seconds"] == pytest.approx(answered["seconds"], abs=3e-4)
