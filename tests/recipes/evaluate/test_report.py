@@ -339,6 +339,27 @@ def test_of_the_tokenizers_own_template_and_of_what_no_file_states_nothing_is_sa
         assert "judged with" not in words(report.write(tmp_path).read_text())
 
 
+def places(picture: str) -> list[int]:
+    """How many places each curve of a picture goes through; the lines of its grid have two."""
+    curves = re.findall(r'<path d="([^"]*)" clip-path[^>]*style="fill: none', picture)
+    return [curve.count("L") + 1 for curve in curves if curve.count("L") > 1]
+
+
+def test_sigma_alone_keeps_its_value_until_the_next_step(tmp_path: Path) -> None:
+    metrics = [{**step, "rollout_tokens_per_s": 10.0 * step["step"]} for step in STEPS]
+    held_out = [{"step": step, "eval/reward": 0.1 * step} for step in range(4)]
+    page = report.write(fill(tmp_path, steps=[*metrics, *held_out])).read_text()
+    found = {re.findall(r">([^<]+)</text>", picture)[-1]: places(picture) for picture in page.split("<svg")[1:]}
+    assert found == {
+        "Reward": [7, 7],  # each step, and their running mean
+        "Reward on held-out problems": [4],
+        "Entropy (nats per token)": [7, 7],
+        "Noise: sigma on the norm weights": [13],
+        "Trainer and engine: mean |log p difference|": [7],
+        "Tokens per second": [7],
+    }
+
+
 def test_a_colour_means_the_same_in_every_picture() -> None:
     assert plots.colours(["base", "with adapter"]) == plots.colours(["NVFP4 base", "NVFP4 with adapter"])
     assert plots.colours(["with adapter", "base"]) == plots.colours(["base", "with adapter"])[::-1]
