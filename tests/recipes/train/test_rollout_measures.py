@@ -53,14 +53,28 @@ def by_prompt(completions, prompts, **columns):
     return [float(sum(map(ord, prompt))) for prompt in prompts]
 
 
+def up(completions, **columns):
+    """Another for each answer; with ``down`` it comes to nothing."""
+    return [float(i) for i in range(len(completions))]
+
+
+def down(completions, **columns):
+    return [-value for value in up(completions)]
+
+
 @pytest.mark.parametrize(
-    "settings", [{"scale_rewards": "batch"}, {"multi_objective_aggregation": "normalize_then_sum"}], ids=str
+    ("settings", "rewards"),
+    [
+        ({"scale_rewards": "batch"}, [by_prompt, up, down]),  # a group has equal sums
+        ({"multi_objective_aggregation": "normalize_then_sum"}, [by_prompt]),
+    ],
+    ids=["sums", "each"],
 )
 def test_a_run_whose_groups_are_all_equal_says_so_however_rewards_are_scaled(
-    settings, make_trainer, make_nvfp4, read_metrics
+    settings, rewards, make_trainer, make_nvfp4, read_metrics
 ):
     settings = {**settings, "max_steps": ROLLOUTS, "eval_strategy": "steps", "eval_steps": ROLLOUTS}
-    trainer = make_trainer(make_nvfp4("qwen2"), by_prompt, **settings)
+    trainer = make_trainer(make_nvfp4("qwen2"), rewards, **settings)
     with pytest.warns(UserWarning, match=r"nothing is learnt: in 5 rollouts .*rewards that differ"):
         trainer.train()
     *steps, evaluation = read_metrics(trainer)

@@ -3,8 +3,13 @@
 import json
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from qerl_recipes.rollout import answers, engine
+from qerl_recipes.train import step_metrics
+from qerl_recipes.train import trainer as training
 
 
 def half(completions, **columns):
@@ -80,3 +85,42 @@ def test_a_share_of_all_steps_as_save_steps_is_rounded_up_to_whole_rollouts(sile
     trainer, _ = silent_run  # 0.1 of 10 is every step, and a rollout serves 2
     saved = sorted(int(folder.name.partition("-")[2]) for folder in Path(trainer.args.output_dir).glob("checkpoint-*"))
     assert saved == [2, 4, 6, 8, 10]
+
+
+def test_seconds_and_speeds_are_of_their_own_part_of_a_step(make_trainer, make_nvfp4, monkeypatch):
+    """Two rollouts of two steps each, of a clock that goes on where the engine, the rewards and the loss are at work:
+    for 4, 2 and 3 seconds."""
+    clock, generate = SimpleNamespace(now=100.0), answers.generate
+    clock.perf_counter = lambda: clock.now
+    sampled, learnt = [], []
+
+    def rewards(completion_ids, **columns):
+        clock.now += 2
+        sampled.append(sum(map(len, completion_ids)))
+        return [float(i) if i < 4 else 0.5 for i in range(8)]  # there is nothing to learn from the second group
+
+    def ask(*given):
+        clock.now += 4
+        return generate(*given)
+
+    for module in (engine, training, step_metrics):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(answers, "generate", ask)
+    settings = {"steps_per_generation": 2, "per_device_train_batch_size": 4, "max_steps": 4}
+    trainer = make_trainer(make_nvfp4("qwen2"), rewards, **settings)
+    compute = trainer.compute_loss
+
+    def learn(model, inputs, *args, **options):
+        clock.now += 3
+        rows = inputs["prompt_mask"].sum(dim=1) + inputs["completion_mask"].sum(dim=1)
+        learnt.append(int(rows[inputs["advantages"] != 0].sum()))
+        return compute(model, inputs, *args, **options)
+
+    trainer.compute_loss = learn
+    trainer.train()
+    found = records(trainer)
+    assert [step["step_seconds"] for step in found] == [9, 3, 9, 3]
+    assert [step.get("rollout_tokens_per_s") for step in found] == [sampled[0] / 4, None, sampled[1] / 4, None]
+    assert [step["train_tokens_per_s"] for step in found] == pytest.approx([tokens / 3 for tokens in learnt])
+    assert 0 < sum(step["silent_rows"] for step in found) < 4 and sum(learnt) > 0
+    assert [step["learning_rate"] for step in found] == pytest.approx([1e-2, 0.75e-2, 0.5e-2, 0.25e-2])
