@@ -14,6 +14,8 @@ from qerl_recipes.study import run as runner
 from qerl_recipes.study.plan import StudyError, read
 from qerl_recipes.study.there import all_runs
 
+pytestmark = pytest.mark.timeout(60)  # all take 10 s, and a study that begins the same again and again never ends
+
 
 def written(*asked):
     """What `qerl evaluate-each` leaves behind."""
