@@ -44,7 +44,8 @@ def test_a_folder_with_only_one_half_has_a_report(part: str, tmp_path: Path) -> 
         fill(tmp_path, steps=STEPS[:1])
     else:
         fill(tmp_path, evaluation={"tasks": {"gsm8k": {"base": RESULT}}})
-    assert "<svg" in report.write(tmp_path).read_text()
+    page = report.write(tmp_path).read_text()
+    assert "<svg" in page and ("first 1 steps last 1 steps" in words(page)) == (part == "metrics")
 
 
 def test_texts_are_escaped_and_missing_numbers_are_gaps(tmp_path: Path) -> None:
@@ -140,10 +141,10 @@ def test_the_page_says_what_was_run_when_and_with_which_settings_in_words(tmp_pa
 
 def test_first_and_last_steps_are_steps_where_not_each_has_a_value(tmp_path: Path) -> None:
     """A rollout for four steps is scored once: the first five steps have two rewards, not the first five rewards."""
-    steps = [{"step": i, "entropy": 1.0, **({"reward": i / 10} if i % 4 == 1 else {})} for i in range(1, 21)]
+    steps = [{"step": i, "entropy": i, **({"reward": i / 10} if i % 4 == 1 else {})} for i in range(1, 21)]
     del steps[-4]["reward"]
     said = words(report.write(fill(tmp_path, steps=steps)).read_text())
-    assert "reward 0.300 entropy, nats per token 1.0000 1.0000" in said  # (0.1 + 0.5) / 2, and none at the end
+    assert "reward 0.300 entropy, nats per token 3.0000 18.0000" in said  # (0.1 + 0.5) / 2, and none at the end
     steps[-4] = {**steps[-4], "reward": 1.7}
     assert "reward 0.300 1.700" in words(report.write(fill(tmp_path, steps=steps)).read_text())
 
@@ -345,19 +346,35 @@ def places(picture: str) -> list[int]:
     return [curve.count("L") + 1 for curve in curves if curve.count("L") > 1]
 
 
-def test_sigma_alone_keeps_its_value_until_the_next_step(tmp_path: Path) -> None:
-    metrics = [{**step, "rollout_tokens_per_s": 10.0 * step["step"]} for step in STEPS]
+def test_each_picture_has_the_values_of_its_steps(tmp_path: Path) -> None:
+    """Sigma alone keeps its value until the next step, and held-out rewards alone are marked."""
+    metrics = [{**step, "rollout_tokens_per_s": 10.0 * step["step"], "train_tokens_per_s": None} for step in STEPS]
+    metrics[:5] = [{**step, "train_tokens_per_s": 5.0} for step in metrics[:5]]
     held_out = [{"step": step, "eval/reward": 0.1 * step} for step in range(4)]
     page = report.write(fill(tmp_path, steps=[*metrics, *held_out])).read_text()
-    found = {re.findall(r">([^<]+)</text>", picture)[-1]: places(picture) for picture in page.split("<svg")[1:]}
-    assert found == {
+    pictures = {re.findall(r">([A-Z][^<]+)</text>", picture)[-1]: picture for picture in page.split("<svg")[1:]}
+    assert [title for title in pictures if "<g clip-path" in pictures[title]] == ["Reward on held-out problems"]
+    assert {title: places(picture) for title, picture in pictures.items()} == {
         "Reward": [7, 7],  # each step, and their running mean
         "Reward on held-out problems": [4],
         "Entropy (nats per token)": [7, 7],
         "Noise: sigma on the norm weights": [13],
         "Trainer and engine: mean |log p difference|": [7],
-        "Tokens per second": [7],
+        "Tokens per second": [7, 5],  # of rollout and training
     }
+    assert plots.running_mean([1, 2, 3, 4, 5, 6, 16], 5) == [1, 1.5, 2, 2.5, 3, 4, 6.8]
+
+
+def test_an_interval_is_drawn_from_its_low_to_its_high_end() -> None:
+    picture = plots.accuracies("of one", [plots.Accuracy("gsm8k", "base", 0.5, 0.45, 0.8, 10)])
+
+    def lines(colour: str) -> list[list[float]]:
+        found = re.findall(rf'd="M (\S+) \S+ \nL (\S+) \S+ \n" clip-path[^>]*stroke: {colour}', picture)
+        return [[float(end) for end in ends] for ends in found]
+
+    zero, *_, one = [place for place, _ in lines(plots.GRID)]
+    ((low, high),) = lines(plots.INK)
+    assert [(end - zero) / (one - zero) for end in (low, high)] == pytest.approx([0.45, 0.8], abs=1e-4)
 
 
 def test_a_colour_means_the_same_in_every_picture() -> None:
