@@ -25,7 +25,9 @@ def answer(reason="length"):
 
 def found(**changed):
     seconds = {"swap, http, requests=keep": [0.3, 0.1], "swap, shared, requests=abort": [0.5], "noise": [9.0]}
-    return Found(CHANGES, **{"answers": [answer(), answer("abort")], "cancelled": 3, "seconds": seconds} | changed)
+    return Found(
+        CHANGES, **{"answers": [answer(), answer("abort"), answer()], "cancelled": 3, "seconds": seconds} | changed
+    )
 
 
 def summary(verdict=SOUND, memory=MEMORY, **changed):
@@ -35,7 +37,7 @@ def summary(verdict=SOUND, memory=MEMORY, **changed):
 def test_a_soak_that_is_sound_has_no_failure_and_its_figures_are_those_of_its_parts():
     result = summary()
     assert result["failed"] == result["wrong"] == result["lost"] == []
-    assert (result["answers"], result["aborted"], result["cancelled"], result["changes"]) == (2, 1, 3, 2)
+    assert (result["answers"], result["aborted"], result["cancelled"], result["changes"]) == (3, 1, 3, 2)
     assert result["judged"] == {"one policy": 30, "several policies": 5, "left out": 2, "not yet": 0}
     assert (result["worst_difference"], result["tolerance"]) == (2e-5, 3e-4)
     assert result["controls"] == {"judged": 100, "told apart": 99}
@@ -44,7 +46,7 @@ def test_a_soak_that_is_sound_has_no_failure_and_its_figures_are_those_of_its_pa
     assert result["change_seconds"]["all"] == {"p50": 0.3, "p99": 0.496, "number": 3}, "of swaps, not of noise"
     assert result["change_seconds"]["noise"] == {"p50": 9.0, "p99": 9.0, "number": 1}
     said = "\n".join(soak.lines(result))
-    assert "2 answers (1 aborted by a swap), 3 given up, 0 lost; 2 changes" in said
+    assert "3 answers (1 aborted by a swap), 3 given up, 0 lost; 2 changes" in said
     assert "all: p50 300 ms, p99 496 ms (3)" in said and "FAILED" not in said
     assert "resident MiB of engine 7: 100 -> 150 -> 150" in said and "tokens/s: 10 without swaps, 8 with swaps" in said
 

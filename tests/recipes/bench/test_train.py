@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,10 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from qerl_recipes import cli
-from qerl_recipes.bench import process, random_model
+from qerl_recipes.bench import process, random_model, train_table
 from qerl_recipes.bench import train as bench_train
 from qerl_recipes.bench.train import Workload, parse_overrides
-from qerl_recipes.bench.train_table import PARTS, summarize
+from qerl_recipes.bench.train_table import GB, PARTS, summarize
 from qerl_recipes.machine.gpu import Gpu
 from qerl_recipes.model import loading as model
 from qerl_recipes.recipe.shapes import config_json
@@ -278,7 +279,9 @@ def step(seconds: float, number: int = 0, process: int = 0) -> dict[str, Any]:
 
 def made_up(steps: list[dict[str, Any]], pieces: list[float]) -> dict[str, Any]:
     """The summary of an arm with these steps and seconds of the training part."""
-    parts = [{"seconds": s, "memory": {"allocated": 7}, "tokens": 100, "round": 0} for s in pieces]
+    parts = [
+        {"seconds": s, "memory": {"allocated": (9 - i) * GB}, "tokens": 100, "round": 0} for i, s in enumerate(pieces)
+    ]
     found = {"steps": steps, "training_part": parts}
     return summarize({"groups": 2, "generations": 4, "prompt": 10, "completion": 30, "arms": {"bf16": found}})["bf16"]
 
@@ -290,7 +293,9 @@ def test_the_first_step_is_not_counted_and_the_others_give_median_and_spread() -
     assert (summary["repeats"], summary["spread"]) == (3, pytest.approx(4 / 9))
     assert summary["rollout_tokens_per_s"] == pytest.approx(2 * 4 * 30 / (9 / 8))
     assert summary["training_tokens_per_s"] == pytest.approx(2 * 4 * 40 / (9 / 8))
-    assert summary["training_part"]["seconds"] == 3.0
+    assert summary["swap_ms"] == 1e3 * 9 / 8
+    part = summary["training_part"]
+    assert (part["seconds"], part["tokens_per_s"], part["peak_gb"]) == (3.0, pytest.approx(100 / 3), 9.0)
     assert summary["peak_gb"]["process"] == pytest.approx(5.000000003)
 
 
@@ -299,6 +304,28 @@ def test_each_round_warms_up_and_one_step_has_no_spread() -> None:
     assert both["seconds"]["step"] == 9.0 and both["spread"] == pytest.approx(2 / 9)
     once = made_up([step(900.0), step(8.0)], [])
     assert (once["repeats"], once["spread"]) == (1, None)
+
+
+def test_table_and_picture_compare_each_arm_to_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 12 s and 8 s a step, and of 3 s and 4 s for forward and backward."""
+    result = {"groups": 2, "generations": 4, "prompt": 10, "completion": 30, "shape": "7B", "rank": 8}
+    result |= {"gpu": "a GPU", "date": "today", "order": "one after the other"}
+    piece = {"memory": {"allocated": 7}, "tokens": 100, "round": 0}
+    result["arms"] = {
+        arm: {
+            "steps": [step(900.0), step(seconds)],
+            "training_part": [{**piece, "seconds": part} for part in (900.0, part)],
+            "kv_cache_tokens": tokens,
+        }
+        for arm, seconds, part, tokens in (("bf16", 12.0, 3.0, 319), ("qerl_nvfp4", 8.0, 4.0, 320))
+    }
+    result["summary"] = summarize(result)
+    train_table.show(result)
+    printed = capsys.readouterr().out
+    assert re.findall(r"[\d.]+x", printed) == ["1.00x", "1.50x", "1.00x", "0.75x"]
+    assert "bf16: its KV cache holds 319 of 320 tokens" in printed and printed.count("some wait") == 1
+    assert train_table.picture(result, tmp_path / "picture.svg")
+    assert " 8 s, 1.50x" in (tmp_path / "picture.svg").read_text()
 
 
 ARM = """
