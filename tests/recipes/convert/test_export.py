@@ -145,7 +145,10 @@ def test_a_sharded_base_keeps_its_shards(make_bf16: Make, tmp_path: Path) -> Non
     AutoModelForCausalLM.from_pretrained(make_bf16("qwen2")).save_pretrained(base, max_shard_size="60KB")
     adapter = save_adapter(tmp_path / "trained", base, quantization="bf16")
     merged = export(adapter, tmp_path / "merged", merge=True)
-    assert len(inspect_folder(merged).files) == len(inspect_folder(base).files) > 1
+    found = inspect_folder(merged)
+    assert len(found.files) == len(inspect_folder(base).files) > 1
+    index = json.loads((merged / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.tensors.values())
 
 
 def test_a_merge_copies_tokenizer_and_licence_and_none_of_the_bases_other_weights(

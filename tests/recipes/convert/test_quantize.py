@@ -1,5 +1,6 @@
 """The quantizer: llmcompressor's bytes, the files it writes, every kind of source, and what it refuses."""
 
+import io
 import json
 import shutil
 import warnings
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from qerl_kernels.nvfp4 import dequantize, quantize
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -65,6 +67,8 @@ def test_the_folder_is_a_checkpoint_that_other_readers_accept(dense, tmp_path):
     inspected = inspect_folder(tmp_path / "nvfp4")
     assert inspected.complete and inspected.scheme == read_quantization(quantization_config(["lm_head"]))
     assert {f.name for f in inspected.files} == {f.name for f in inspect_folder(dense).files}
+    index = json.loads((tmp_path / "nvfp4" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in inspected.tensors.values())
     for file in inspected.files:  # the safetensors library itself reads each shard
         for name, tensor in load_file(file).items():
             assert torch.equal(tensor.view(torch.uint8), read_tensor(inspected.tensors[name]).view(torch.uint8))
@@ -170,6 +174,11 @@ def test_a_mixture_of_experts_packs_its_experts_and_keeps_its_routers(tmp_path):
     divisors = [float(tensors[f"{e}.gate_proj.weight_global_scale"]) for e in experts]
     assert divisors == [float(tensors[f"{e}.up_proj.weight_global_scale"]) for e in experts]
     assert len(set(divisors)) > 1, "experts do not share a scale with one another"
+    report.print(Console(file=(printed := io.StringIO()), width=300))
+    (row,) = [line for line in printed.getvalue().splitlines() if line.replace(" ", "").startswith("│0│")]
+    for kind in ("gate_proj", "up_proj", "down_proj"):
+        errors = [layer.relative_error for layer in report.layers if layer.name in [f"{e}.{kind}" for e in experts]]
+        assert f" {max(errors):.4f} " in row, "that of the worst"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
