@@ -1,8 +1,11 @@
 """In which order a study trains and evaluates, and which evaluations share a process."""
 
 import json
+import re
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -93,6 +96,8 @@ def test_a_quarter_of_the_jobs_evaluates_while_there_is_something_to_train(jobs,
         assert trained is (at_work < most) and those == ([runs[3], runs[5]] if trained else [runs[0]])
         left = work.Left(read(study(sweep=None)), jobs, trained=runs[3:], evaluations=at_work)
         assert left.next(1) == ([runs[3], runs[5]], True), "there is nothing else to do"
+        left.trained = runs[3:4]
+        assert left.next(2) == ([runs[3]], True), "of fewer than there are places, too"
 
 
 def test_what_is_left_to_evaluate_is_shared_by_the_places(study, evaluated):
@@ -241,7 +246,7 @@ def test_a_base_that_is_not_there_is_refused_before_anything_runs(study, tmp_pat
         runner.run(read(study()), tmp_path / "out")
 
 
-def test_only_the_bases_of_what_is_to_be_run_need_to_be_there(study, tmp_path, monkeypatch, finish):
+def test_only_the_bases_of_what_is_to_be_run_need_to_be_there(study, tmp_path, monkeypatch, finish, capsys):
     arms = {"a": {"model_name_or_path": "runs/models/gone"}, "b": {}}
     plan, out = read(study(sweep=None, arms=arms)), tmp_path / "out"
     out.mkdir()
@@ -249,12 +254,20 @@ def test_only_the_bases_of_what_is_to_be_run_need_to_be_there(study, tmp_path, m
     for one in all_runs(plan, out):
         if one.arm == "a":
             finish(one, out, 0.5)
+    clock = SimpleNamespace(now=100.0, sleep=time.sleep)
+    clock.monotonic = lambda: clock.now
 
     def call(self, arguments, log, gpu, beside=()):
         finish(next(one for one in all_runs(plan, out) if out / one.folder == log.parent), out, 0.5)
+        clock.now += 7
         return 0
 
     monkeypatch.setattr(processes.Machine, "call", call)
+    monkeypatch.setattr(work, "time", clock)
     assert runner.run(plan, out)  # those of b
+    said = capsys.readouterr().err
+    first, *_, last = re.findall(r"(\d of 6) runs are there", said)
+    assert (first, last) == ("3 of 6", "6 of 6")
+    assert re.findall(r"b/seed-(\d): done, (.*)", said) == [(seed, "7 s, 50.0%") for seed in "012"]
     monkeypatch.setattr(processes.Machine, "call", lambda *given, **more: pytest.fail("something runs"))
     assert runner.run(plan, out)  # none
