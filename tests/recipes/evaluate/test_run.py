@@ -299,7 +299,7 @@ REFUSALS = {
     "top-p": ({"top_p": 0.0}, "top_p is 0.0"),
     "max-samples": ({"max_samples": 0}, "max_samples is 0"),
     "adapter-only": ({"adapter_only": True}, "adapter_only leaves the base out, and there is no adapter"),
-    "arm": ({"quantization": "fp8"}, "quantization is 'fp8'"),
+    "arm": ({"quantization": "fp8", "max_samples": 1}, "quantization is 'fp8'"),
     "nf4-of-nvfp4": ({"quantization": "nf4"}, "starts from the BF16 checkpoint"),
     "missing-adapter": ({"adapter": "/nowhere"}, "/nowhere is no adapter"),
     "missing-base": ({"base": "/nowhere"}, "there is no such folder"),
