@@ -185,6 +185,14 @@ def test_the_samples_of_a_problem_are_its_own_and_in_their_order(engine: Any, pr
     assert sum(same) >= 8  # products of batches of other sizes round otherwise, now and then
 
 
+def test_the_share_that_ended_is_of_all_answers_to_all_problems() -> None:
+    problem = Judged(
+        "1", "1+1=", "2", ["2", "3", "2", "2"], [True, False, True, True], [True] + [False] * 3, True, 0.75
+    )
+    found = evaluate.summarize([problem] * 6, num_samples=4)
+    assert (found["n"], found["accuracy"], found["ended"], found["cut"]) == (6, 0.75, 0.75, 0.25)
+
+
 @pytest.mark.parametrize(
     ("texts", "vote", "share"),
     [
