@@ -20,6 +20,18 @@ def is_engine_death(error: BaseException) -> bool:
     return isinstance(error, EngineDeadError)
 
 
+def end_calls(engine: Any) -> None:
+    """Ends with an error every call that an engine client has sent to a core that has died.
+
+    vLLM ends the requests under way then, and refuses what comes later; it leaves the calls waiting for ever.
+    """
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    for answer in list(engine.engine_core.utility_results.values()):
+        if not answer.done():
+            answer.set_exception(EngineDeadError())
+
+
 async def pause(engine: Any, mode: str, *, is_shared: bool) -> None:
     """Pauses an engine, as its client's ``pause_generation`` does; the caches stay as they are. ``is_shared``: requests
     may come through other processes, too.

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from qerl_vllm_plugin import adapter_folder, compat, shared_file
+from qerl_vllm_plugin import adapter_folder, compat, compat_client, shared_file
 from qerl_vllm_plugin.change_log import ChangeLog
 from qerl_vllm_plugin.segment import Segments
 from qerl_vllm_plugin.server import metrics
@@ -48,6 +48,7 @@ class PolicyServer:
         if folders is not None and not Path(folders).is_dir():
             raise ValueError(f'--additional-config: "qerl.policy_folders": {folders} is no directory')
         self._engine, self._base = Engine(client, patience), base
+        self._watch = self._engine.watch()
         self._folders = Path(folders).resolve() if folders is not None else None
         self._has_connector = vllm_config.kv_transfer_config is not None
         opened = await self._engine.rpc("qerl_open", os.getpid())
@@ -55,7 +56,6 @@ class PolicyServer:
         self.changes = self._engine.changes = ChangeLog(opened["changes"])
         is_shared = compat.api_servers(vllm_config) > 1
         self._rest = Rest(self._engine, self.changes, opened["instance"], is_shared=is_shared)
-        self._watch = self._engine.watch_others()
         metrics.VERSION.set(opened["version"])
         self.base_hash = adapter_folder.base_hash(base) if base is not None else None
         model = vllm_config.model_config
@@ -187,6 +187,8 @@ class PolicyServer:
         except Refused:
             raise
         except Exception as error:
+            if compat_client.is_engine_death(error):
+                raise
             logger.exception("the caches could not be emptied")
             raise Refused(503, "cannot_reset", f"the caches could not be emptied: {error}") from error
         if not done:

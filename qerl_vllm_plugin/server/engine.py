@@ -16,7 +16,7 @@ from qerl_vllm_plugin.server.body import Refused
 logger = init_logger("vllm.qerl")
 T = TypeVar("T")
 
-LOOK = 1.0  # seconds between two looks at what other API server processes have found out
+LOOK = 1.0  # seconds between two looks at the engine core, and at what other API server processes have found out
 LOST_TO_OTHERS = "the engine was given up, or holds half of a policy: another API server's log says why; restart it"
 
 
@@ -32,9 +32,10 @@ class Engine:
         self.lost: str | None = None
         self.is_silent = False
 
-    def watch_others(self) -> asyncio.Task[None]:
-        """What another API server process of this engine finds out holds for this one, as long as the task goes on."""
-        return asyncio.create_task(self._watch_others())
+    def watch(self) -> asyncio.Task[None]:
+        """As long as the task goes on, calls end when the engine core dies, and what another API server process of this
+        engine finds out holds for this one."""
+        return asyncio.create_task(self._watch())
 
     async def rpc(self, method: str, *args: Any) -> dict[str, Any]:
         """The first rank's answer. Raises Refused if a rank refused."""
@@ -76,9 +77,11 @@ class Engine:
         if self.changes is not None:
             self.changes.lose()
 
-    async def _watch_others(self) -> None:
-        while self.lost is None:
+    async def _watch(self) -> None:
+        while True:
             await asyncio.sleep(LOOK)
+            if self.client.errored:
+                compat_client.end_calls(self.client)
             if self.changes is not None and self.changes.is_lost and self.lost is None:
                 self.lose(LOST_TO_OTHERS)
                 compat_client.end_requests(self.client, LOST_TO_OTHERS)

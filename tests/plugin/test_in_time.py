@@ -15,6 +15,7 @@ from qerl_vllm_plugin.change_log import ChangeLog
 from qerl_vllm_plugin.in_time import begun, in_time
 from qerl_vllm_plugin.options import Options
 from qerl_vllm_plugin.policy import Policy, PolicyLostError
+from qerl_vllm_plugin.server import engine as server_engine
 from qerl_vllm_plugin.server import routes
 from qerl_vllm_plugin.server.changes import PolicyServer
 from qerl_vllm_plugin.server.token import HEADER, read_token
@@ -57,22 +58,31 @@ def test_a_program_gives_up_an_engine_in_other_processes_and_says_so_from_then_o
 
 
 class Engine(EngineClient):
-    """An engine client whose engine stops answering; as vLLM's, it serves ``generate`` and tells of its health."""
+    """An engine client whose engine stops answering, or ``dies``; as vLLM's, it serves ``generate`` and tells of its
+    health."""
 
-    def __init__(self, silent):
+    def __init__(self, silent, *, dies=False):
         super().__init__()
+        self._dies, self.is_left_paused = dies, False
         self._silent, self.asked, self.ended, self.changes = silent, [], [], ChangeLog()
         self.changes.add(0)
         self.output_processor.propagate_error = self.ended.append
 
     async def _answer(self, name, value):
+        if self.errored:
+            raise EngineDeadError
         self.asked.append(name)
         if name == self._silent:
-            await asyncio.sleep(60)
+            answer = self.utility_results[name] = asyncio.get_running_loop().create_future()
+            self.errored = self._dies
+            await answer  # nobody gives it one, as in vLLM's client
         return value
 
     def is_paused(self):
-        return self._answer("is_paused", False)
+        return self._answer("is_paused", self.is_left_paused)
+
+    def call_utility_async(self, method):
+        return self._answer(method, False)
 
     def pause_scheduler_async(self, mode, clear_cache):
         return self._answer("pause_scheduler_async", None)
@@ -126,6 +136,30 @@ def test_a_server_gives_up_an_engine_that_does_not_answer_and_every_request_ends
     assert engine.changes.is_lost, "other processes must know"
     assert engine.asked[-1] == silent, "an engine that is silent is not asked again, not even to go on"
     assert [str(error) for error in engine.ended] == [str(EngineDeadError(SILENCE))], "requests under way end"
+
+
+# one that somebody else has paused is not asked to go on, which fails too
+@pytest.mark.parametrize(("call", "paused"), [*((call, False) for call in ASKED), ("reset_prefix_cache", True)])
+def test_a_call_that_an_engine_dies_in_is_answered_at_once(monkeypatch, call, paused):
+    monkeypatch.setenv("QERL_ADMIN_TOKEN", TOKEN)
+    monkeypatch.setattr(server_engine, "LOOK", 0.01)
+    app = FastAPI()
+    routes.attach(app, read_token())
+    app.state.qerl = PolicyServer()
+    engine = Engine(call, dies=True)
+    engine.is_left_paused = paused
+
+    async def use():
+        await app.state.qerl.open(engine, vllm_config(), None, None, PATIENCE)
+        options = {"transport": httpx.ASGITransport(app), "base_url": "http://x/v1/qerl/", "headers": {HEADER: TOKEN}}
+        async with httpx.AsyncClient(**options) as client:
+            asked = [client.delete("noise"), client.delete("policy"), client.get("state")]
+            return await asyncio.wait_for(asyncio.gather(*asked), PATIENCE / 4)
+
+    answers = asyncio.run(use())
+    assert (answers[0].status_code, answers[0].json()["reason"]) == (503, "engine_dead")
+    # what was answered before the engine died may be right
+    assert {answer.json().get("reason") for answer in answers} <= {"engine_dead", None}
 
 
 def test_the_time_limit_is_a_number_of_seconds():

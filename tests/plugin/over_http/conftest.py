@@ -29,15 +29,22 @@ def adapters(hf, make_adapter, tmp_path_factory):
 
 
 @pytest.fixture(scope="package")
-def server(make_nvfp4, adapters, hold_port, tmp_path_factory):
+def server(start_server):
     """The address of a server that has been started with the adapter ``start``; its log, and its process."""
+    with start_server() as running:
+        yield running.url, running.log, running.process
+
+
+@pytest.fixture(scope="package")
+def start_server(make_nvfp4, adapters, hold_port, tmp_path_factory):
+    """start_server() -> a context with one more such server."""
     from qerl_recipes.machine.serve import command
     from qerl_recipes.machine.server_process import started
 
-    port, folder = hold_port(), tmp_path_factory.mktemp("server")
+    folder = tmp_path_factory.mktemp("server")
     (folder / "token").write_text(TOKEN + "\n")
     options = {"policy_adapter": {"rank": 8, "path": str(adapters[0] / "start")}, "policy_folders": str(adapters[0])}
-    line = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "policy", "--dtype", "float32"]
+    line = ["--host", "127.0.0.1", "--served-model-name", "policy", "--dtype", "float32"]
     line += ["--max-model-len", "4096", "--max-num-seqs", "8", "--num-gpu-blocks-override", "64", "--enforce-eager"]
     line += [
         "--trust-request-chat-template",
@@ -56,9 +63,14 @@ def server(make_nvfp4, adapters, hold_port, tmp_path_factory):
         "QERL_ADMIN_TOKEN_FILE": str(folder / "token"),
         "VLLM_SERVER_DEV_MODE": "1",  # vLLM's own /pause and /resume
     }
-    line = command(str(make_nvfp4("qwen2", max_position_embeddings=4096)), line)
-    with started(line, port, folder / "log", environment, seconds=500) as running:
-        yield running.url, running.log, running.process
+    checkpoint = str(make_nvfp4("qwen2", max_position_embeddings=4096))
+
+    def start():
+        port = hold_port()
+        asked = command(checkpoint, [*line, "--port", str(port)])
+        return started(asked, port, folder / f"log-{port}", environment, seconds=500)
+
+    return start
 
 
 @pytest.fixture(scope="package")

@@ -5,6 +5,8 @@ import resource
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import psutil
@@ -14,6 +16,7 @@ from raw_requests import begin_stream, head, named_files, send, tree, upload, up
 from waiting import PATIENCE, until
 
 from qerl_vllm_plugin.client import PolicyClient, PolicyRefusedError, body
+from qerl_vllm_plugin.server.token import HEADER
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -93,3 +96,37 @@ def test_a_server_that_is_killed_leaves_no_process_and_no_file(server, adapters)
     assert [file for file in used if file.exists()] == []
     for stream in streams:
         stream.close()
+
+
+@pytest.mark.slow
+def test_a_server_whose_engine_core_is_killed_answers_every_change_at_once_and_ends(start_server):
+    asked = {
+        "wait": ("DELETE", "/v1/qerl/policy?requests=wait"),  # while a stream ends, which takes longer than the test
+        "keep": ("DELETE", "/v1/qerl/policy?requests=keep"),
+        "abort": ("DELETE", "/v1/qerl/policy?requests=abort&version=9"),
+        "noise": ("DELETE", "/v1/qerl/noise"),
+        "state": ("GET", "/v1/qerl/state"),
+        "vLLM's own": ("POST", "/pause?mode=keep"),
+    }
+    headers = {"Authorization": f"Bearer {API_KEY}", HEADER: TOKEN}
+    with start_server() as running, ThreadPoolExecutor() as threads:
+
+        def call(name):
+            method, path = asked[name]
+            return threads.submit(httpx.request, method, running.url + path, headers=headers, timeout=PATIENCE)
+
+        with begin_stream(running.url, 4000) as stream:
+            assert stream.recv(12) == b"HTTP/1.1 200"
+            core = next(process for process in tree(running.process) if "EngineCore" in " ".join(process.cmdline()))
+            answers = {"wait": call("wait")}
+            assert not until(answers["wait"].done, 1), "nothing is drained, nothing is tested"
+            core.suspend()
+            answers |= {name: call(name) for name in asked if name != "wait"}
+            assert not until(lambda: any(answer.done() for answer in answers.values()), 1)
+            core.kill()
+            killed = time.monotonic()
+            found = {name: answer.result() for name, answer in answers.items()}
+            assert time.monotonic() - killed < 5
+            running.process.wait(PATIENCE)
+    assert found.pop("vLLM's own").status_code == 500
+    assert {(answer.status_code, answer.json()["reason"]) for answer in found.values()} == {(503, "engine_dead")}
