@@ -1,6 +1,8 @@
 """Everything that depends on the insides of vLLM, for 0.26 to 0.32; beside it compat_client.py has what is asked of an
-engine from another process, compat_kv_cache.py the memory of the KV cache, compat_lora.py adapters that vLLM reads."""
+engine from another process, compat_kv_cache.py the memory of the KV cache, compat_lora.py adapters that vLLM reads,
+compat_seeds.py seeded requests on a CPU."""
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -200,6 +202,17 @@ def is_vocabulary(layer: torch.nn.Module) -> bool:
 
 def model_of(worker: Any) -> torch.nn.Module:
     return worker.model_runner.get_model()
+
+
+def runner_above() -> Any:
+    """vLLM's model runner, in one of whose methods a model is being built."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        owner = frame.f_locals.get("self")
+        if hasattr(owner, "load_lora_model"):
+            return owner
+    raise RuntimeError("qerl_nvfp4: this vLLM builds its models in a way that is not known here")
 
 
 def refuse_to_run(worker: Any, reason: Callable[[], Exception]) -> Callable[[], None]:

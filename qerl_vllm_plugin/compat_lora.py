@@ -6,7 +6,6 @@ the two methods are wrapped, on the objects themselves, while its model is being
 """
 
 import functools
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ def watch(vllm_config: "VllmConfig") -> None:
     """To be called while a model of an engine with LoRA slots is being built: no adapter gets there unchecked."""
     if vllm_config.lora_config is None:
         return
-    runner = _runner_above()
+    runner = compat.runner_above()
     load = runner.load_lora_model
     if getattr(load, "is_qerl_watch", False):  # of the model that a drafter is built beside
         return
@@ -56,14 +55,3 @@ def _check_what_is_read(manager: Any, vllm_config: "VllmConfig") -> None:
         return lora
 
     manager._load_adapter = read_checked
-
-
-def _runner_above() -> Any:
-    """vLLM's model runner, in one of whose methods a model is being built."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
-        owner = frame.f_locals.get("self")
-        if hasattr(owner, "load_lora_model"):
-            return owner
-    raise RuntimeError("qerl_nvfp4: this vLLM gives a model its LoRA slots in a way that is not known here")

@@ -193,7 +193,7 @@ class QerlConfig(QuantizationConfig):
         from vllm import envs
         from vllm.platforms import current_platform
 
-        from qerl_vllm_plugin import compat, compat_lora, loading, norms
+        from qerl_vllm_plugin import compat, compat_lora, compat_seeds, loading, norms
         from qerl_vllm_plugin.worker import add_worker_methods
 
         compat.check_vllm_version()
@@ -250,6 +250,7 @@ class QerlConfig(QuantizationConfig):
                 "and on for every request. Use --enable-lora alone for several adapters"
             )
         compat_lora.watch(vllm_config)
+        compat_seeds.draw_with_whole_prompts_alone()
         self.adapter_rank, self.kernel = options.adapter_rank, options.kernel
         norms.install()
         add_worker_methods()
