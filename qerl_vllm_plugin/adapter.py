@@ -45,6 +45,18 @@ _UNSUPPORTED = {
     "use_bdlora": "train a plain LoRA adapter",
     "kasa_config": "train a plain LoRA adapter",
 }
+# what a plain low-rank update needs, and below what says where it comes from or how it was started and trained
+_KNOWN = {
+    *("peft_type", "bias", "init_lora_weights", "r", "lora_alpha", "use_rslora"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("task_type", "auto_mapping", "base_model_name_or_path", "revision", "peft_version", "inference_mode"),
+    *("lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config"),
+    *("runtime_config", "megatron_core", "qalora_group_size", "ensure_weight_tying", "merge_weights"),
+}
+_UNKNOWN = (
+    "what it does to the product is not known here: train without it, or delete it from adapter_config.json if it does "
+    "nothing"
+)
 # the ways to start an adapter that leave the base weights as they are; others (pissa, olora, corda, loftq) change them
 _PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
@@ -195,17 +207,18 @@ def _check_patterns(key: str, value: Any, *, always_regular: bool = False) -> No
 def check_config(config: Mapping[str, Any], max_rank: int, besides: Collection[str] = ()) -> tuple[int, float]:
     """The rank of an adapter and what its product is multiplied by. ``besides``: keys that may be used all the same.
 
-    Raises AdapterError for what PEFT means by ``config`` and a plain low-rank update cannot express, or a rank above
-    ``max_rank``.
+    Raises AdapterError for what PEFT means by ``config`` and a plain low-rank update cannot express, a key that is set
+    and that nobody here knows, or a rank above ``max_rank``.
     """
     kind = config.get("peft_type", "LORA")
     if str(getattr(kind, "value", kind)).upper() != "LORA":
         raise AdapterError(f"peft_type is {kind}; only LORA adapters can be installed")
     if config.get("bias", "none") != "none":
         raise AdapterError(f'bias is {config["bias"]!r}; train with bias="none"')
-    for key, way_out in _UNSUPPORTED.items():
-        if config.get(key) and key not in besides:
-            raise AdapterError(f"the adapter uses {key}={config[key]!r}, which is not supported; {way_out}")
+    for key, value in config.items():
+        if value and key not in _KNOWN and key not in besides:
+            way_out = _UNSUPPORTED.get(key, _UNKNOWN)
+            raise AdapterError(f"the adapter uses {key}={str(value)[:80]}, which is not supported; {way_out}")
     if (init := config.get("init_lora_weights")) not in _PLAIN_INITS:
         raise AdapterError(
             f"init_lora_weights is {init!r}, which changes the base weights too; save the adapter with PEFT's "

@@ -1,6 +1,8 @@
 """Which adapters are accepted, and which modules they name: the rules are PEFT's, and PEFT is asked."""
 
 import copy
+import dataclasses
+import json
 import math
 import re
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 from peft.tuners.tuners_utils import check_target_module_exists
 
 from qerl_vllm_plugin import adapter as adapters
-from qerl_vllm_plugin.adapter import AdapterError, Checker, Target, check, converted, named_modules
+from qerl_vllm_plugin.adapter import AdapterError, Checker, Target, check, check_config, converted, named_modules
 
 SHAPES = {"q_proj": (8, 8), "k_proj": (8, 4), "v_proj": (8, 4), "o_proj": (8, 8)} | {
     "gate_proj": (8, 16),
@@ -202,6 +204,9 @@ BAD_CONFIGS = {
     "modules_to_save": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     "rank_pattern": ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
     "alpha_pattern": ({"alpha_pattern": {"q_proj": 4}}, "alpha_pattern"),
+    "unknown_flag": ({"use_new_peft_trick": True}, r"use_new_peft_trick=True.*train without it, or delete it"),
+    "unknown_number": ({"scaling": 3}, "uses scaling=3, which is not supported"),
+    "one_matrix_of_three": ({"enable_lora": [True, False, True]}, "enable_lora"),  # of PEFT 0.2
     "pissa": ({"init_lora_weights": "pissa"}, "changes the base"),
     "pissa_niter": ({"init_lora_weights": "pissa_niter_16"}, "changes the base"),
     "loftq": ({"init_lora_weights": "loftq"}, "changes the base"),
@@ -233,6 +238,36 @@ def test_configs_are_refused(case):
     with pytest.raises(AdapterError, match=message):
         check(tensors, {**CONFIG, **changes}, TARGETS, max_rank=8)
     assert all(torch.equal(tensors[name], before[name]) for name in before)
+
+
+def test_every_key_that_peft_saves_is_known(tmp_path):
+    peft.LoraConfig(r=2, lora_alpha=4, target_modules=CONFIG["target_modules"]).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert {field.name for field in dataclasses.fields(peft.LoraConfig)} - saved.keys() == {"runtime_config"}
+    # a key of PEFT's next release is looked at before it is known here, whatever its default
+    assert not saved.keys() - adapters._KNOWN - adapters._UNSUPPORTED.keys()
+    assert check_config(saved, 8) == (2, 2.0)
+
+
+def test_what_says_where_an_adapter_comes_from_is_no_reason_to_refuse_it():
+    told = {
+        "task_type": "CAUSAL_LM",
+        "auto_mapping": {"base_model_class": "Qwen2ForCausalLM", "parent_library": "transformers"},
+        "base_model_name_or_path": "Qwen/Qwen2.5-7B",
+        "revision": "main",
+        "peft_version": "0.19.0",
+        "inference_mode": True,
+        "lora_dropout": 0.05,
+        "runtime_config": {"ephemeral_gpu_offload": False},
+        "loftq_config": {"loftq_bits": 4},
+        "eva_config": {"rho": 2.0},
+        "corda_config": {"corda_method": "ipm"},
+        "ensure_weight_tying": True,
+        "merge_weights": True,  # of PEFT 0.2, as the next
+        "enable_lora": None,
+        "a_later_key": False,
+    }
+    assert check_config({**CONFIG, **told}, 8) == (2, 2.0)
 
 
 def test_rank_below_the_largest_and_equal_to_it():
