@@ -114,7 +114,7 @@ def qerl_swap(
     Both are tensors by name, or a safetensors file: its bytes, or its path on this machine, or the description of GPU
     memory (``gpu_tensors``); of the latter two a rank reads what it needs. Where both are one, what is no part of an
     adapter is a norm. ``config`` may be JSON. ``version`` must be above the one that is served, None is the next; the
-    same one again, with the same ``digest``, changes nothing.
+    same one again, with the same ``digest`` or with the base alone, changes nothing.
     Trained norms for LoRA slots are refused unless the caller vouches that ``every_request_names_the_policy``.
     """
     policy = policy_of(self)

@@ -290,7 +290,7 @@ def prepare_swap(
     here."""
     if version is None:
         version = policy.version + 1
-    elif version == policy.version and digest and digest == policy.digest:
+    elif version == policy.version and digest == policy.digest and (digest or tensors is norms is None):
         return Change(lambda: {"version": policy.version, "unchanged": True})
     elif version <= policy.version:
         raise StaleVersionError(f"version {version} is not newer than {policy.version}, which is served")

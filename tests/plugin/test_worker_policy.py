@@ -75,8 +75,9 @@ def test_versions_go_up_and_the_same_adapter_again_is_no_change(policy):
             swap(policy, version, digest, TRAINED)
     assert same(served(policy), before) and (policy.version, policy.digest) == (7, "a")
     assert swap(policy)["version"] == 8 and policy.digest == ""
+    assert swap(policy, 8) == {"version": 8, "unchanged": True}  # the base alone
     with pytest.raises(AdapterError, match="version 8 is not newer"):
-        swap(policy, 8)  # two without a name are not the same
+        swap(policy, 8, norms=TRAINED)  # two without a name are not the same
 
 
 def test_an_adapter_without_a_place_for_it_is_refused(policy):

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -97,6 +98,20 @@ def test_swaps_are_ordered_and_a_repeated_one_changes_nothing(server, policy, ad
         assert f"version {given} is not newer than {version}" in refused.json()["error"]
     assert policy.state()["version"] == version
     assert policy.state()["hash"] == hashes["third"] != hashes["second"]
+
+
+def test_equal_deletes_at_once_are_one_change(server, policy):
+    def delete(version):
+        headers = {"X-QeRL-Admin-Token": TOKEN, "Authorization": f"Bearer {API_KEY}"}
+        address = f"{server[0]}/v1/qerl/policy?version={version}"
+        return httpx.delete(address, headers=headers, timeout=PATIENCE)
+
+    first = policy.state()["version"] + 1
+    with ThreadPoolExecutor(8) as threads:
+        for version in range(first, first + 5):
+            answers = list(threads.map(delete, [version] * 8))
+            assert [answer.status_code for answer in answers] == [200] * 8
+            assert sum("unchanged" in answer.json() for answer in answers) == 7
 
 
 def test_requests_run_on_through_swaps_and_each_says_which_versions_computed_it(server, policy, adapters):
