@@ -21,6 +21,7 @@ from qerl_vllm_plugin.scheme import FP8, GROUP_SIZE, NVFP4, WAY_OUT, CheckpointE
 __all__ = ["CheckpointError", "CheckpointReport", "Nvfp4Scheme", "check_tensors", "inspect_folder", "read_quantization"]
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SHARDED = "model-rank-*-part-*.safetensors"
 FLOATS = ("BF16", "F16", "F32")
 IGNORED_SUFFIX = ".self_attn.rotary_emb.inv_freq"  # old Llama checkpoints store this constant
 
@@ -195,6 +196,11 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _read_tensors(folder: Path) -> dict[str, TensorHeader]:
     index, single = folder / INDEX, folder / SINGLE
+    if saved := sorted(folder.glob(SHARDED)):
+        raise CheckpointError(
+            f"{saved[0]}: what vLLM's save_sharded_state writes is the memory of one engine, and no checkpoint; serve "
+            "the checkpoint that it was made from, and keep such files in a folder of their own"
+        )
     if not index.is_file():
         if not single.is_file():
             raise CheckpointError(

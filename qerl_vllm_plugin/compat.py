@@ -147,6 +147,13 @@ def is_fused_experts(layer: torch.nn.Module) -> bool:
     return isinstance(layer, RoutedExperts)
 
 
+def is_of_another_stage(layer: torch.nn.Module) -> bool:
+    """Whether a layer stands for one that another rank of the pipeline has."""
+    from vllm.model_executor.models.utils import PPMissingLayer
+
+    return isinstance(layer, PPMissingLayer)
+
+
 def is_attention(layer: torch.nn.Module) -> bool:
     """Whether a layer is vLLM's attention, which has the scales of the KV cache."""
     from vllm.model_executor.layers.attention import Attention

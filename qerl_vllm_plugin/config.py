@@ -1,5 +1,6 @@
 """``--quantization qerl_nvfp4``: which checkpoints are accepted and which layers are quantized."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,9 @@ from qerl_vllm_plugin.checkpoint import (
     weights_taken,
 )
 from qerl_vllm_plugin.expected_tensors import experts
-from qerl_vllm_plugin.families import WITHOUT_SLOTS, check_family, kept_in_bf16
+from qerl_vllm_plugin.families import WITHOUT_SLOTS, check_family, kept_in_bf16, never_compared
 from qerl_vllm_plugin.options import Options
+from qerl_vllm_plugin.packed_tensors import CONFIG
 from qerl_vllm_plugin.scheme import COMPRESSED, FP8, check_weight_only, matches, read_quantization
 
 if TYPE_CHECKING:
@@ -35,6 +37,25 @@ def is_registered() -> bool:
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
 
     return NAME in QUANTIZATION_METHODS
+
+
+def check_load_format(load_format: str) -> None:
+    """Raises ValueError for a format that is no checkpoint's: what one engine has made of its weights."""
+    if "sharded" in load_format:
+        raise ValueError(
+            f"--load-format {load_format}: what save_sharded_state has written is the memory of one engine, in a "
+            "layout that others may not have; serve the checkpoint that it was made from, with --load-format auto"
+        )
+
+
+def check_overrides(overrides: Mapping[str, Any]) -> None:
+    """Raises ValueError for --hf-overrides that say how a checkpoint is quantized."""
+    parts = [overrides, overrides.get("text_config")]
+    if any(isinstance(part, Mapping) and "quantization_config" in part for part in parts):
+        raise ValueError(
+            "--hf-overrides: quantization_config says how the bytes of the checkpoint are to be read, and nothing else "
+            "would fit them; leave it out, and put another format into NVFP4 with `qerl quantize SOURCE DESTINATION`"
+        )
 
 
 class QerlConfig(QuantizationConfig):
@@ -174,6 +195,37 @@ class QerlConfig(QuantizationConfig):
         self.ignore = (DEFAULT_IGNORE if given is None else given) + kept_in_bf16(model_type)
         self._expected = given or ()
 
+    def check_built(self, model: torch.nn.Module, *, is_tied_by_user: bool) -> Callable[[str], None]:
+        """What raises CheckpointError for the name of a checkpoint's tensor that has no place in the model: vLLM's
+        classes leave out a bias that they have no parameter for, and a head where it is tied to the embedding.
+
+        ``is_tied_by_user``: whether --hf-overrides ties them, whatever the checkpoint has.
+        """
+        from qerl_vllm_plugin import compat
+
+        modules, with_bias, wholes = set(), set(), ["mtp."]  # drafts of several tokens, which this model does not make
+        for name, module in model.named_modules(remove_duplicate=False):
+            parts = (name, *self.part_names(name))
+            found = {given for part in parts for given in compat.checkpoint_names(self.mappers, part)}
+            modules |= found
+            if getattr(module, "bias", None) is not None:
+                with_bias |= found
+            if compat.is_fused_experts(module):
+                wholes += [given.partition(".experts")[0] + ".experts." for given in found]
+            if compat.is_of_another_stage(module):
+                wholes += [f"{given}." for given in found]
+
+        def check(name: str) -> None:
+            module, _, leaf = name.rpartition(".")
+            has_place = module in (with_bias if leaf == "bias" else modules) or name.startswith(tuple(wholes))
+            if not has_place or (is_tied_by_user and module == "lm_head"):
+                raise CheckpointError(
+                    f"the checkpoint's {name} has no place in the model that was built ({type(model).__name__}) and "
+                    f"would be left out; serve it as its own {CONFIG} says, without --hf-overrides"
+                )
+
+        return check
+
     def check_ignore(self) -> None:
         """Raises ValueError for an entry of "qerl.ignore" that is no layer of the model that has been built."""
         from qerl_vllm_plugin import compat
@@ -212,6 +264,10 @@ class QerlConfig(QuantizationConfig):
                 "the usual cache, and whoever trains on these answers has that difference; it is meant for serving",
                 cache,
             )
+        check_load_format(vllm_config.load_config.load_format)
+        given = vllm_config.model_config.hf_overrides
+        overrides = given if isinstance(given, dict) else {}
+        check_overrides(overrides)
         hf_config = vllm_config.model_config.hf_config
         model_type = hf_config.model_type
         check_family(model_type, options.untested_models)
@@ -232,8 +288,14 @@ class QerlConfig(QuantizationConfig):
                 # no less than a warning: something is dropped, and `qerl serve` shows nothing below
                 logger.warning("%s", weights_taken(report, CACHE_SCALES))
 
-        is_whole = vllm_config.parallel_config.pipeline_parallel_size == 1
-        loading.watch(vllm_config, inspect, options.adapter_path, self.check_ignore if is_whole else None)
+        def when_built(model: torch.nn.Module) -> Callable[[str], None]:
+            if vllm_config.parallel_config.pipeline_parallel_size == 1:
+                self.check_ignore()
+            if never_compared(model_type):  # what such a class may leave out is not known
+                return lambda name: None
+            return self.check_built(model, is_tied_by_user=bool(overrides.get("tie_word_embeddings")))
+
+        loading.watch(vllm_config, inspect, options.adapter_path, when_built)
         if vllm_config.lora_config is not None and model_type in WITHOUT_SLOTS:
             raise ValueError(
                 f"{model_type}: --enable-lora has no slots that fit every linear of this family; leave it out and use "

@@ -50,10 +50,11 @@ def watch(
     vllm_config: "VllmConfig",
     inspect: Callable[[Path], None],
     adapter: str | None,
-    when_built: Callable[[], None] | None,
+    when_built: Callable[[torch.nn.Module], Callable[[str], None]],
 ) -> None:
-    """To be called while a model is being built: ``when_built`` is called before anything is loaded; then the model is
-    checked, locked, and gets the adapter of the folder ``adapter``.
+    """To be called while a model is being built: ``when_built`` is called before anything is loaded, and what it
+    returns with the name of each tensor before that is; then the model is checked, locked, and gets the adapter of the
+    folder ``adapter``.
 
     ``inspect`` is called with the checkpoint's folder: before anything is loaded, but for a model named by its id.
 
@@ -84,13 +85,13 @@ def watch(
     load: Callable[..., set[str] | None] = model.load_weights  # type: ignore[assignment]
 
     def load_and_check(weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
-        if when_built is not None:
-            when_built()
+        check_place = when_built(model)
         needed = _needed(model)
         names: list[str] = []
 
         def noted() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in weights:
+                check_place(name)
                 names.append(name)
                 yield name, tensor
 

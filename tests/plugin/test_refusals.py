@@ -1,6 +1,7 @@
 """What the plugin cannot serve is refused while the engine starts, by name, with a way out."""
 
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -203,6 +204,36 @@ def test_promise_09_other_quantizations_by_name(boot, folder, quantization, mess
     text = refusal(boot, folder)
     assert message in text
     assert "qerl quantize" in text
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "bf16"])
+@pytest.mark.parametrize(
+    ("family", "overrides", "message"),
+    [
+        (
+            "qwen2",
+            {"architectures": ["LlamaForCausalLM"]},
+            r"[qkv]_proj\.bias has no place .*LlamaForCausalLM",
+        ),
+        ("llama", {"architectures": ["Qwen2ForCausalLM"]}, r"lacks model\.layers\.0\.self_attn\.qkv_proj\.bias"),
+        ("llama", {"tie_word_embeddings": True}, r"lm_head\.weight has no place"),
+        ("qwen2", {"num_hidden_layers": 1}, r"model\.layers\.1\..* has no place"),
+        ("qwen2", {"quantization_config": None}, "leave it out, and put another format into NVFP4"),
+    ],
+    ids=["biases_left_out", "biases_missing", "head_left_out", "layers_left_out", "another_quantization"],
+)
+def test_promise_09_what_is_built_is_what_the_checkpoint_holds(
+    boot, make_nvfp4, make_bf16, packed, family, overrides, message
+):
+    text = refusal(boot, (make_nvfp4 if packed else make_bf16)(family), hf_overrides=overrides)
+    assert re.search(message, text), text
+
+
+def test_promise_09_the_saved_state_of_an_engine_is_no_checkpoint(boot, folder):
+    assert "serve the checkpoint that it was made from" in refusal(boot, folder, load_format="sharded_state")
+    shutil.copy(folder / "model.safetensors", folder / "model-rank-0-part-0.safetensors")
+    text = refusal(boot, folder)
+    assert "model-rank-0-part-0.safetensors: what vLLM's save_sharded_state writes" in text
 
 
 def test_columns_that_are_no_multiple_of_16(boot, make_bf16):
