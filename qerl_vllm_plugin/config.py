@@ -1,6 +1,6 @@
 """``--quantization qerl_nvfp4``: which checkpoints are accepted and which layers are quantized."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from qerl_vllm_plugin.expected_tensors import experts
 from qerl_vllm_plugin.families import WITHOUT_SLOTS, check_family, kept_in_bf16, never_compared
 from qerl_vllm_plugin.options import Options
 from qerl_vllm_plugin.packed_tensors import CONFIG
-from qerl_vllm_plugin.scheme import COMPRESSED, FP8, check_weight_only, matches, read_quantization
+from qerl_vllm_plugin.scheme import COMPRESSED, FP8, check_overrides, check_weight_only, matches, read_quantization
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -45,16 +45,6 @@ def check_load_format(load_format: str) -> None:
         raise ValueError(
             f"--load-format {load_format}: what save_sharded_state has written is the memory of one engine, in a "
             "layout that others may not have; serve the checkpoint that it was made from, with --load-format auto"
-        )
-
-
-def check_overrides(overrides: Mapping[str, Any]) -> None:
-    """Raises ValueError for --hf-overrides that say how a checkpoint is quantized."""
-    parts = [overrides, overrides.get("text_config")]
-    if any(isinstance(part, Mapping) and "quantization_config" in part for part in parts):
-        raise ValueError(
-            "--hf-overrides: quantization_config says how the bytes of the checkpoint are to be read, and nothing else "
-            "would fit them; leave it out, and put another format into NVFP4 with `qerl quantize SOURCE DESTINATION`"
         )
 
 

@@ -94,6 +94,16 @@ class Nvfp4Scheme:
         return ", ".join(text for text in found if text)
 
 
+def check_overrides(overrides: Any) -> None:
+    """Raises ValueError for --hf-overrides that say how a checkpoint is quantized."""
+    parts = [overrides, overrides.get("text_config")] if isinstance(overrides, Mapping) else []
+    if any(isinstance(part, Mapping) and "quantization_config" in part for part in parts):
+        raise ValueError(
+            "--hf-overrides: quantization_config says how the bytes of the checkpoint are to be read, and nothing else "
+            "would fit them; leave it out, and put another format into NVFP4 with `qerl quantize SOURCE DESTINATION`"
+        )
+
+
 def read_quantization(config: Mapping[str, Any], *, weight_only: bool = False) -> Nvfp4Scheme:
     """Check the ``quantization_config`` of a config.json (or ModelOpt's hf_quant_config.json) and return its scheme.
 

@@ -17,6 +17,7 @@ from qerl_recipes.machine.environment import prepare
 from qerl_recipes.machine.gpu import MARLIN, REFERENCE, TILED, installed_gpu
 from qerl_vllm_plugin.checkpoint import CheckpointError, inspect_folder
 from qerl_vllm_plugin.options import Options
+from qerl_vllm_plugin.scheme import check_overrides
 
 PORT = 8000  # vLLM's
 
@@ -34,11 +35,13 @@ def command(model: str, arguments: Sequence[str]) -> list[str]:
 def check(model: str, arguments: Sequence[str] = ()) -> None:
     """Raises CheckpointError, within a second, for a folder that is not there, which vLLM would look for on the hub,
     and for one that is damaged, or has more than weights where ``arguments`` do not ask for those alone; ValueError for
-    words of ours in --additional-config that the engine would refuse, behind the traceback of two processes."""
+    words in --additional-config and --hf-overrides that the engine would refuse, behind the traceback of two
+    processes."""
+    checks = {"additional-config": Options.parse, "hf-overrides": check_overrides}
     for flag, text in _given(arguments):
-        if flag == "additional-config":
+        if flag in checks:
             with contextlib.suppress(json.JSONDecodeError):  # what is no JSON, as its dotted form, vLLM reads
-                Options.parse(json.loads(text))
+                checks[flag](json.loads(text))
     folder = Path(model).expanduser()
     is_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or ("/" in model and folder.parent.is_dir())
     if is_path and not folder.is_dir():

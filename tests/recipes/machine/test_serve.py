@@ -68,11 +68,15 @@ def test_what_has_more_than_weights_is_served_as_the_refusal_says(arguments, is_
     [
         ["--additional-config", '{"qerl": {"polcy_adapter": {"rank": 8}}}'],
         ["--port=81", '--additional_config={"qerl": {"policy_adapter": {"rank": 0}}}', "--seed", "1"],
+        ["--hf-overrides", '{"quantization_config": "nvfp4"}'],
+        ["--hf_overrides", '{"text_config": {"quantization_config": {}}}'],
     ],
 )
 def test_a_mistake_in_our_options_is_told_before_the_server_starts(arguments, tmp_path, monkeypatch):
     monkeypatch.setattr(serve.os, "execv", lambda *a: pytest.fail("started"))
-    with pytest.raises(ValueError, match=r"--additional-config: (unknown key 'polcy_adapter'|.*from 1 to 512)"):
+    with pytest.raises(
+        ValueError, match=r"--additional-config: (unknown key 'polcy_adapter'|.*from 1 to 512)|--hf-overrides: quant"
+    ):
         serve.serve("gpt2", arguments)
 
 
@@ -83,6 +87,7 @@ def test_a_mistake_in_our_options_is_told_before_the_server_starts(arguments, tm
         ["--additional-config", "{broken"],
         ["--additional-config"],
         ["--hf-overrides", '{"qerl": {"polcy_adapter": 1}}'],
+        ["--hf-overrides", '["quantization_config"]'],
     ],
 )
 def test_the_options_of_others_and_what_is_no_json_are_left_to_vllm(arguments):
