@@ -2,7 +2,10 @@
 0.26 to 0.32."""
 
 import asyncio
+import atexit
 import functools
+import os
+import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,6 +21,25 @@ def is_engine_death(error: BaseException) -> bool:
     from vllm.v1.engine.exceptions import EngineDeadError
 
     return isinstance(error, EngineDeadError)
+
+
+def has_died(llm: Any) -> bool:
+    """Whether the engine core of a ``vllm.LLM``, in another process, has died."""
+    resources = getattr(llm.llm_engine.engine_core, "resources", None)
+    return bool(getattr(resources, "engine_dead", False))
+
+
+def fail_at_exit() -> None:
+    """Let this process end with code 1 whenever it ends: vLLM's server ends with 0 when its engine core has died."""
+
+    def fail() -> None:
+        atexit.unregister(fail)
+        atexit._run_exitfuncs()  # all others, which os._exit would leave out
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+    atexit.register(fail)
 
 
 def end_calls(engine: Any) -> None:

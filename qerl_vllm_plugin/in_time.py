@@ -1,6 +1,7 @@
 """A limit for what may never end: an engine whose worker hangs does not answer, and vLLM waits for ever."""
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent import futures
 from typing import TypeVar
@@ -9,6 +10,8 @@ T = TypeVar("T")
 
 PATIENCE = 300.0  # seconds for an engine's answer to a change; one takes less than one second
 DRAIN = 600.0  # seconds that a server waits for running requests where it was asked to ("wait")
+LOOK = 1.0  # seconds between two looks at whether an engine core lives
+DEAD = "the engine core has died, and its policy with it; start the engine again, its log says why"
 SILENT = "the engine has not answered for {:g} s, and whether it has changed nobody knows; restart it"
 
 
@@ -26,9 +29,14 @@ def begun(call: Callable[[], T]) -> futures.Future[T]:
     return answer
 
 
-def in_time(answer: futures.Future[T], seconds: float) -> T:
-    """What comes. Raises TimeoutError after ``seconds``, and then nobody waits any more: what was asked cannot be taken
+def in_time(answer: futures.Future[T], seconds: float, is_dead: Callable[[], bool] = lambda: False) -> T:
+    """Return what comes. Raises TimeoutError after ``seconds``, or once ``is_dead``: what was asked cannot be taken
     back."""
-    if not answer.done() and not futures.wait([answer], seconds).done:
-        raise TimeoutError(SILENT.format(seconds))
+    end = time.monotonic() + seconds
+    while not answer.done():
+        if is_dead():
+            raise TimeoutError(DEAD)
+        if (left := end - time.monotonic()) <= 0:
+            raise TimeoutError(SILENT.format(seconds))
+        futures.wait([answer], min(left, LOOK))
     return answer.result()

@@ -271,7 +271,7 @@ class Policy:
     def _answer(self, asked: Future[T]) -> T:
         """What the engine answers. Raises PolicyLostError if it does not."""
         try:
-            return in_time(asked, self._timeout)
+            return in_time(asked, self._timeout, functools.partial(compat_client.has_died, self._llm))
         except TimeoutError as error:
             self._lost = str(error)
             raise PolicyLostError(self._lost) from error

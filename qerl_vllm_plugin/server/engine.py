@@ -78,9 +78,13 @@ class Engine:
             self.changes.lose()
 
     async def _watch(self) -> None:
+        is_dead = False
         while True:
             await asyncio.sleep(LOOK)
             if self.client.errored:
+                if not is_dead:
+                    compat_client.fail_at_exit()
+                is_dead = True
                 compat_client.end_calls(self.client)
             if self.changes is not None and self.changes.is_lost and self.lost is None:
                 self.lose(LOST_TO_OTHERS)

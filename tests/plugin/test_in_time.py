@@ -34,6 +34,15 @@ def test_a_call_is_waited_for_so_long_and_its_errors_are_its_own():
     never.set()
 
 
+def test_a_call_to_an_engine_core_that_dies_is_not_waited_for():
+    never, began = threading.Event(), time.monotonic()
+    with pytest.raises(TimeoutError, match="the engine core has died"):
+        in_time(begun(lambda: never.wait(60)), PATIENCE, lambda: time.monotonic() > began + 0.1)
+    assert time.monotonic() < began + 5
+    assert in_time(begun(lambda: 7), PATIENCE, lambda: False) == 7
+    never.set()
+
+
 def test_a_program_gives_up_an_engine_in_other_processes_and_says_so_from_then_on(
     boot, make_nvfp4, carriers, monkeypatch
 ):
@@ -146,6 +155,8 @@ def test_a_call_that_an_engine_dies_in_is_answered_at_once(monkeypatch, call, pa
     app = FastAPI()
     routes.attach(app, read_token())
     app.state.qerl = PolicyServer()
+    failed = []
+    monkeypatch.setattr(server_engine.compat_client, "fail_at_exit", lambda: failed.append(1))
     engine = Engine(call, dies=True)
     engine.is_left_paused = paused
 
@@ -158,6 +169,7 @@ def test_a_call_that_an_engine_dies_in_is_answered_at_once(monkeypatch, call, pa
 
     answers = asyncio.run(use())
     assert (answers[0].status_code, answers[0].json()["reason"]) == (503, "engine_dead")
+    assert failed == [1], "once, though it is looked at again and again"
     # what was answered before the engine died may be right
     assert {answer.json().get("reason") for answer in answers} <= {"engine_dead", None}
 
