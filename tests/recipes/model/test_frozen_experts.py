@@ -98,10 +98,11 @@ def test_another_dtype_leaves_the_packed_weights_alone(both):
         assert torch.equal(buffer.view(torch.uint8), before[name].view(torch.uint8))
 
 
+@pytest.mark.parametrize("size", [0.01, 1.0])  # the larger leaves next to nothing to the experts that are not chosen
 @pytest.mark.parametrize("normalized", [True, False])
-def test_a_router_gives_its_own_weights_without_the_last_rounding(normalized):
+def test_a_router_gives_its_own_weights_without_the_last_rounding(normalized, size):
     router = Qwen3MoeTopKRouter(Qwen3MoeConfig(**SIZES, norm_topk_prob=normalized))
-    torch.nn.init.normal_(router.weight)
+    torch.nn.init.normal_(router.weight, std=size, generator=torch.Generator().manual_seed(13))
     exact = UnroundedRouter("gate", router)
     x = torch.randn(T, H, generator=torch.Generator().manual_seed(2))
     for ours, theirs in zip(exact(x), router(x), strict=True):
