@@ -1,1 +1,1 @@
-"""A recipe: its keys, its YAML file, the flags that stand above it."""
+"""Define the keys of a recipe, and read them from its YAML file and from command-line flags."""

@@ -1,19 +1,22 @@
-"""A chat template that a user gives, as Jinja text or as a file; and whether it shows the model the problem."""
+"""Read the chat template that a user gives, and check that it shows the model the problem."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-PROBE = "4815162342"  # stands in the place of a problem; no template has it, and no filter for letters changes it
+PROBE = "4815162342"  # replaces the problem; no template contains it, and no filter such as upper changes it
 
 
 def template_text(given: str) -> str:
-    """Return a chat template that is given as Jinja text or as the path of a file. Raises ValueError for neither."""
+    """Return the Jinja text of a chat template.
+
+    ``given`` is that text itself or the path of a file. Raises ValueError where it is neither.
+    """
     if "{{" in given or "{%" in given:
         return given
     try:
         return Path(given).expanduser().read_text(encoding="utf-8")
-    except (OSError, RuntimeError, ValueError) as error:  # a name that is none, an unknown ~user, other letters
+    except (OSError, RuntimeError, ValueError) as error:  # an impossible file name, an unknown ~user, no UTF-8
         shown = given if len(given) <= 80 else f"{given[:77]}..."
         raise ValueError(
             f"chat_template: {shown!r} is neither Jinja text nor a file with it ({error}); give one of the two"
@@ -21,16 +24,20 @@ def template_text(given: str) -> str:
 
 
 def problem_turn(turns: Sequence[Mapping[str, Any]]) -> int:
-    """Return the place of the message that asks the problem: the last of a user, else the last."""
+    """Return the index of the message that asks the problem.
+
+    It is the user's last message, or the last message if no user speaks.
+    """
     return max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=len(turns) - 1)
 
 
 def blindness(
     tokenizer: Any, turns: Sequence[Mapping[str, Any]], options: Mapping[str, Any], template: str | None = None
 ) -> str | None:
-    """Say why a conversation like ``turns`` would not show its problem to the model; None if it would.
+    """Explain why conversations like ``turns`` would not show the problem to the model; return None if they would.
 
-    ``template`` stands in place of the tokenizer's, ``options`` are ``chat_template_kwargs``.
+    The conversation is rendered with a probe text in place of its problem. ``template`` replaces the tokenizer's own
+    chat template. ``options`` are the recipe's ``chat_template_kwargs``.
     """
     asked, place = [dict(turn) for turn in turns], problem_turn(turns)
     asked[place]["content"] = [{"type": "text", "text": PROBE}] if isinstance(turns[place]["content"], list) else PROBE
@@ -39,7 +46,7 @@ def blindness(
     try:
         if PROBE in tokenizer.apply_chat_template(asked, **given):
             return None
-    except Exception as error:  # whatever a template raises, of Jinja or its own
+    except Exception as error:  # Jinja's errors, or those that the template itself raises
         why = f"it cannot render messages of {roles} ({type(error).__name__}: {error})"
     else:
         why = f"what it makes of messages of {roles} does not contain the problem's text"

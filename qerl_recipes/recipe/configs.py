@@ -1,10 +1,10 @@
-"""The keys of a recipe: Open-R1's and TRL's under their own names, and QeRL's.
+"""Define the keys of a recipe: Open-R1's and TRL's under their own names, and QeRL's additions.
 
     script, training, model = parse(["--config", "recipes/demo/grpo/nvfp4_lora_aqn.yaml", "--learning_rate", "3e-4"])
 
-Defaults that differ from TRL 1.16, because an adapter on frozen weights is trained and nothing else is:
-``use_vllm`` and ``use_peft`` are on, ``dtype`` is bfloat16, ``lora_dropout`` is 0 (dropout would make the trainer's log
-probabilities differ from the engine's), and importance correction truncates per token at 2.
+Some defaults differ from TRL 1.16, because only an adapter on frozen weights is trained. ``use_vllm`` and ``use_peft``
+are on, ``dtype`` is bfloat16, and ``lora_target_modules`` is all-linear. ``lora_dropout`` is 0: dropout would make the
+trainer's log-probabilities differ from the engine's. Importance correction truncates per token at 2.
 """
 
 import math
@@ -27,17 +27,17 @@ from qerl_vllm_plugin.noise import MAX_SIGMA
 QUANTIZATIONS = ("qerl_nvfp4", "bf16", "nf4")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 NOISE_MODES = ("none", "rollout", "corrected", "shared")
-DEFAULT_NOISE_MODE = "shared"  # where sigmas are given and no mode is: its mismatch is that of no noise
-# Table 4 of the paper (arXiv 2510.11696)
+DEFAULT_NOISE_MODE = "shared"  # if only sigmas are set; engine and trainer then differ as they do without noise
+# Source: the paper (arXiv 2510.11696), table 4.
 SIGMA_START, SIGMA_END, NUM_STAGES = 1e-2, 5e-4, 10
-PACK_TOKENS = 16384  # enough that the cost of expanding 4-bit weights is small beside the products
-AS_FEW_AS_FIT = -1  # checkpointed_layers
+PACK_TOKENS = 16384  # at this size, expanding the 4-bit weights costs little beside the matrix products
+AS_FEW_AS_FIT = -1  # a value of checkpointed_layers
 _CONSTRUCTION_ERRORS = (ValueError, TypeError, AttributeError, KeyError, OverflowError, OSError, ImportError)
 
 
 @dataclass
 class GRPOConfig(trl.GRPOConfig):
-    """TRL's configuration of GRPO and DAPO with the arm, the noise and dynamic sampling."""
+    """Extend TRL's configuration of GRPO and DAPO by the weight format, the noise, dynamic sampling and packed rows."""
 
     _VALID_DICT_FIELDS = trl.GRPOConfig._VALID_DICT_FIELDS
 
@@ -163,28 +163,34 @@ class GRPOConfig(trl.GRPOConfig):
         except ValueError as error:
             raise ConfigError(self._not_whole_groups() or str(error)) from error
         if self.fp16:
-            self.mixed_precision = "no"  # of accelerate, whose loss scale skips steps: the trainer has its own
+            self.mixed_precision = "no"  # accelerate's loss scaler would skip steps; the trainer has its own
 
     def to_dict(self) -> dict[str, Any]:
-        """TRL's, as trackers record it: of the server's address without user and password."""
+        """Return TRL's dictionary, which experiment trackers record.
+
+        The server's address in it has neither user nor password.
+        """
         found: dict[str, Any] = super().to_dict()
         url = self.vllm_server_base_url
         return {**found, "vllm_server_base_url": url if url is None else shown(url)}
 
     def __str__(self) -> str:
-        """TRL's, without tokens, and without user and password of the server's address."""
+        """Return TRL's text, which omits tokens; the server's address in it has neither user nor password."""
         text, url = str(super().__str__()), self.vllm_server_base_url
         return text if url is None else text.replace(url, shown(url))
 
-    __repr__ = __str__  # that of a dataclass would show them all
+    __repr__ = __str__  # a dataclass's own would show tokens and passwords
 
     def _not_whole_groups(self) -> str | None:
-        """What to change where a rollout is not a whole number of groups; TRL only says that it is not."""
+        """Say what to change where a rollout is not a whole number of groups; return None where it is.
+
+        TRL only says that it is not.
+        """
         size, group = self.generation_batch_size, self.num_generations
         if not isinstance(size, int) or group < 1 or size % group == 0:
             return None
         batch, steps, processes = self.per_device_train_batch_size, self.steps_per_generation, self.world_size
-        whole = group // math.gcd(group, steps * processes)  # batches of whole groups are multiples of this
+        whole = group // math.gcd(group, steps * processes)  # whole groups need a multiple of this
         launched = group // math.gcd(group, batch * steps)
         return (
             f"a rollout of {size} completions (per_device_train_batch_size {batch} x steps_per_generation {steps} x "
@@ -208,7 +214,10 @@ class GRPOConfig(trl.GRPOConfig):
             )
 
     def _fill_in_noise(self) -> None:
-        """Settle the noise keys: after this, no one of them is None."""
+        """Fill in the noise keys that are None, importance correction among them.
+
+        Raises ConfigError for values out of range and for keys that contradict each other.
+        """
         sigmas = {"sigma_start": self.sigma_start, "sigma_end": self.sigma_end}
         asked = [name for name, value in {**sigmas, "num_stages": self.num_stages}.items() if value]
         for name, value in sigmas.items():
@@ -253,7 +262,7 @@ class GRPOConfig(trl.GRPOConfig):
 
 @dataclass
 class ModelConfig(trl.ModelConfig):
-    """The policy: a base checkpoint, frozen, and a LoRA adapter on it."""
+    """Describe the policy: a frozen base checkpoint and the LoRA adapter on it."""
 
     dtype: str | None = field(
         default="bfloat16",
@@ -269,14 +278,14 @@ class ModelConfig(trl.ModelConfig):
                   "is q_proj and v_proj alone)."},
     )  # fmt: skip
     lora_dropout: float = field(default=0.0, metadata={"help": "0: the engine has no dropout."})
-    names_adapter: bool = field(default=True, init=False)  # whether the recipe has a key about the adapter, by parse
+    names_adapter: bool = field(default=True, init=False)  # set by parse: is there a key about the adapter?
 
     def __post_init__(self) -> None:
         if self.lora_target_modules is None:
             self.lora_target_modules = ["all-linear"]
         super().__post_init__()
         if isinstance(self.lora_target_modules, str) and self.lora_target_modules != "all-linear":
-            # TRL makes a text of a list of one, which PEFT reads as a pattern for whole names: it would match nothing
+            # TRL turns a list of one into a text, which PEFT would read as a pattern for whole names: no match
             self.lora_target_modules = [self.lora_target_modules]
         if _is_missing_flash(self.attn_implementation):
             warnings.warn(
@@ -293,17 +302,19 @@ def _is_missing_flash(attention: str | None) -> bool:
 
 
 def parser() -> RecipeParser:
-    """The parser of ``qerl train``: every key of the three dataclasses is a flag."""
+    """Return the parser of ``qerl train``, which has a flag for every key of the three dataclasses."""
     return RecipeParser((ScriptArguments, GRPOConfig, ModelConfig))
 
 
 def parse(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig]:
-    """Recipe and flags -> (script, training, model); a flag stands above the recipe.
+    """Read a recipe and flags -> (script, training, model); a flag overrides the recipe.
 
     ``argv`` is ``["--config", "recipe.yaml", "--key", "value", ...]``; ``--config`` may be left out. Raises ConfigError
-    (a ValueError) for an unknown key, naming the closest one, and for a value of the wrong type. What can be parsed but
-    not done is for ``qerl_recipes.train.validate``. On a machine without a CUDA GPU ``use_cpu`` is true and ``bf16``
-    false, unless the recipe or a flag says something of ``use_cpu``.
+    (a ValueError) for an unknown key, naming the closest one, and for a value of the wrong type. Values that can be
+    parsed but not honoured are left to ``qerl_recipes.train.validate``.
+
+    On a machine without a CUDA GPU, ``use_cpu`` becomes true and ``bf16`` false, unless the recipe or a flag sets
+    ``use_cpu``.
     """
     flags, path = _split_config(list(argv))
     recipe, content, dropped = parser(), {}, {}
@@ -321,9 +332,9 @@ def parse(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig
         raise ConfigError(f"command line: {' '.join(stray)} belongs to no flag")
     try:
         script, training, model = recipe.parse_args_into_dataclasses(arguments, look_for_args_file=False)
-    except _CONSTRUCTION_ERRORS as error:  # TRL and transformers check how their keys go together
+    except _CONSTRUCTION_ERRORS as error:  # TRL and transformers check how their keys combine
         lines = [*refused, *refusals(values)]
-        if isinstance(error, ConfigError) or not lines:  # else what is refused is the reason
+        if isinstance(error, ConfigError) or not lines:  # otherwise the refused keys are the cause
             lines.append(str(error))
         raise ConfigError("\n".join(lines)) from error
     script.refused, script.is_without_gpu = refused, is_without_gpu
@@ -354,7 +365,10 @@ def _split_config(flags: list[str]) -> tuple[list[str], str | None]:
 
 
 def adapter_line(script: ScriptArguments, model: ModelConfig) -> str:
-    """What is trained, as one line: nobody should take an adapter for full fine-tuning, or for one of other layers."""
+    """Say in one line what is trained.
+
+    Nobody should mistake the run for full fine-tuning, or the adapter for one on other layers.
+    """
     if script.adapter_name_or_path is not None:
         return f"adapter: goes on from {script.adapter_name_or_path}; the base stays as it is"
     targets = model.lora_target_modules
@@ -366,7 +380,10 @@ def adapter_line(script: ScriptArguments, model: ModelConfig) -> str:
 
 
 def tracker_environment(training: GRPOConfig) -> dict[str, str]:
-    """Environment variables by which Weights & Biases takes the wandb_* keys; set them before the trainer starts."""
+    """Return the environment variables through which Weights & Biases takes the wandb_* keys.
+
+    Set them before the trainer starts.
+    """
     named = {
         "WANDB_ENTITY": training.wandb_entity,
         "WANDB_PROJECT": training.wandb_project,

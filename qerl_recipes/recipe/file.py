@@ -1,4 +1,7 @@
-"""Reading a recipe: YAML and flags into the defaults and arguments of a parser, with no key left over; and its help."""
+"""Read a recipe's YAML file and flags into a parser, and format the parser's help.
+
+Every key must be known: an unknown one is an error.
+"""
 
 import argparse
 import dataclasses
@@ -20,20 +23,25 @@ from qerl_vllm_plugin.address import HIDDEN, hidden
 USAGE = "qerl train --config RECIPE.yaml [--KEY VALUE ...]"
 DESCRIPTION = "Every key of a recipe is also a flag, which wins over the recipe."
 OWNERS = {"QeRL": "QeRL"} | {name: f"TRL's {name}" for name in ("GRPOConfig", "ModelConfig", "ScriptArguments")}
-MOST_CHOICES = 8  # transformers has fifty optimizers
+MOST_CHOICES = 8  # the help omits longer lists: transformers has fifty optimizers
 SENTENCE_END = re.compile(r"(?<!e\.g)(?<!i\.e)(?<!vs)[.!?]\s+(?=[A-Z`(])")
 
 
 class ConfigError(ValueError):
-    """A recipe or a flag that cannot be used; the message names the key, the limit and the way out, and of an address
-    neither user nor password."""
+    """Report a recipe or a flag that cannot be used.
+
+    The message names the key, the limit and the way out. Addresses in it show neither user nor password.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__(hidden(text))
 
 
 class RecipeParser(TrlParser):
-    """TRL's parser, where a mistake is a ConfigError instead of an exit and no flag may be abbreviated."""
+    """Extend TRL's parser: a mistake raises ConfigError instead of exiting the program.
+
+    No flag may be abbreviated.
+    """
 
     def __init__(self, dataclass_types: Iterable[Any]) -> None:
         super().__init__(dataclass_types, allow_abbrev=False, prog="qerl train")
@@ -48,13 +56,16 @@ class RecipeParser(TrlParser):
         return {action.dest for action in self._actions if action.dest != "help"}
 
     def may_be_none(self) -> set[str]:
-        """Keys whose type has None in it."""
+        """Return the keys whose type admits None."""
         hints = [hint for dataclass in self.dataclass_types for hint in get_type_hints(dataclass).items()]
         return {name for name, hint in hints if type(None) in get_args(hint)}
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping in a recipe file; raises ConfigError if there is none, or if a key stands twice."""
+    """Return the mapping in a recipe file.
+
+    Raises ConfigError for a file that cannot be read or holds no mapping, and for a key that occurs twice.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -69,7 +80,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def unknown(key: str, valid: Iterable[str], where: str) -> ConfigError:
-    """The error for a key that nothing knows, naming the closest that something does."""
+    """Return the error for an unknown key, which names the closest known one."""
     if key in BELONGS_ELSEWHERE:
         return ConfigError(f"{where}: {key} is not a key of a recipe; {BELONGS_ELSEWHERE[key]}")
     close = difflib.get_close_matches(key, [*valid, *RENAMED], n=1, cutoff=0.6)
@@ -77,9 +88,12 @@ def unknown(key: str, valid: Iterable[str], where: str) -> ConfigError:
 
 
 def _drop(key: str, value: object, where: str) -> str | None:
-    """Warn that a key has no effect -> None, or the refusal of a value that asks for something else."""
+    """Warn that a key has no effect -> None.
+
+    A value that asks for something else is refused: returns the refusal, without a warning.
+    """
     dropped = WITHOUT_EFFECT[key]
-    if str(value).lower() not in {str(allowed).lower() for allowed in dropped.allowed}:  # a flag's value is a text
+    if str(value).lower() not in {str(allowed).lower() for allowed in dropped.allowed}:  # a flag's value is always text
         return refused(key, dropped, value)
     warnings.warn(f"{where}: {key} has no effect: {dropped.way_out}", stacklevel=3)
     return None
@@ -105,8 +119,8 @@ def _rename(key: str, value: Any, where: str) -> tuple[str, Any]:
 def defaults_from_yaml(parser: RecipeParser, content: Mapping[str, Any], where: str) -> dict[str, str | None]:
     """Make the values of a recipe the defaults of ``parser``, checked as if they had been typed as flags.
 
-    Returns each key of WITHOUT_EFFECT with its refusal, None where it just has no effect. Raises ConfigError for an
-    unknown key, a key that stands twice under two names, or a value of the wrong type.
+    Returns, for each key of WITHOUT_EFFECT in the recipe, its refusal, or None if it merely has no effect. Raises
+    ConfigError for an unknown key, a key that occurs under two names, or a value of the wrong type.
     """
     valid, given = parser.keys(), {}
     dropped: dict[str, str | None] = {}
@@ -133,17 +147,20 @@ def defaults_from_yaml(parser: RecipeParser, content: Mapping[str, Any], where: 
 
 
 def _checked(action: argparse.Action, value: object, where: str) -> Any:
-    """A YAML value in the type of its flag: YAML reads 1e-5 as text, ``no`` as false, and checks nothing."""
+    """Convert a YAML value to the type of its flag.
+
+    YAML itself reads 1e-5 as text and ``no`` as false, and checks nothing.
+    """
     takes_list = action.nargs == "+"
     if value is None or (isinstance(value, dict) and action.type is str and not takes_list):
         return value
-    if isinstance(value, list) and action.dest == "report_to":  # transformers takes a name or a list of names
+    if isinstance(value, list) and action.dest == "report_to":  # transformers accepts a name or a list of names
         return value
     if isinstance(value, dict) or (isinstance(value, list) and not takes_list):
         raise ConfigError(f"{where}: {action.dest} cannot be a {type(value).__name__}: {value!r}")
     if isinstance(value, bool) and action.choices and "no" in action.choices:
         value = "yes" if value else "no"  # YAML 1.1 reads a bare no as false
-    if isinstance(value, bool) and action.dest == "scale_rewards":  # TRL takes true and false besides the names
+    if isinstance(value, bool) and action.dest == "scale_rewards":  # TRL accepts true and false besides the names
         return value
     items = value if isinstance(value, list) else [value]
     converted = [_converted(action, item, where) for item in items]
@@ -163,9 +180,10 @@ def _converted(action: argparse.Action, item: object, where: str) -> Any:
 
 
 def translate_flags(parser: RecipeParser, flags: Sequence[str]) -> tuple[list[str], dict[str, str | None]]:
-    """Command-line flags under today's names, and those of WITHOUT_EFFECT as ``defaults_from_yaml`` returns them.
+    """Translate command-line flags to today's names.
 
-    Raises ConfigError for an unknown one.
+    Returns them, and what became of the flags of WITHOUT_EFFECT, as ``defaults_from_yaml`` does. Raises ConfigError for
+    an unknown flag.
     """
     valid = parser.keys()
     options = set(parser._option_string_actions)
@@ -210,11 +228,11 @@ def _is_optional_text(parser: RecipeParser, option: str) -> bool:
 
 
 def help_text(parser: RecipeParser) -> str:
-    """The help of a ``RecipeParser``: QeRL's keys by topic, then TRL's, then those with which nothing can be done.
+    """Format the help of a ``RecipeParser``: QeRL's keys by topic, then TRL's, then the refused ones.
 
-    Defaults are those of ``parser``, hence a recipe's own where it has been read.
+    Defaults are those of ``parser``: where a recipe has been read, the recipe's.
     """
-    actions = {action.dest: action for action in reversed(parser._actions)}  # of --key and --no_key the first
+    actions = {action.dest: action for action in reversed(parser._actions)}  # --key, not --no_key
     page = argparse.ArgumentParser(
         usage=USAGE,
         description=DESCRIPTION,
@@ -231,7 +249,7 @@ def help_text(parser: RecipeParser) -> str:
 
 
 def _owners(dataclass_types: Iterable[Any]) -> dict[str, str]:
-    """Key -> the dataclass of TRL that brings it, or QeRL for what our own adds."""
+    """Map each key to the TRL dataclass that defines it, or to QeRL for a key that our dataclass adds."""
     found = {}
     for dataclass in dataclass_types:
         theirs = {field.name for field in dataclasses.fields(dataclass.__base__)}
@@ -247,14 +265,17 @@ def _add(page: argparse.ArgumentParser, title: str, actions: Iterable[argparse.A
 
 
 def _default(action: argparse.Action) -> Any:
-    """That of a key, or its value in a recipe, for people to read."""
+    """Return a key's default, or its value in a recipe, with secrets hidden."""
     if action.dest == "hub_token" and action.default is not None:
         return HIDDEN
     return hidden(action.default) if isinstance(action.default, str) else action.default
 
 
 def _summary(action: argparse.Action) -> str:
-    """The first sentence of a key's help and its choices, where they are few; of a refused key the way out."""
+    """Return the first sentence of a key's help, and its choices if they are few.
+
+    For a refused key, return the way out.
+    """
     if action.dest in REFUSED:
         return REFUSED[action.dest].way_out.replace("%", "%%") + "."
     sentence = SENTENCE_END.split(" ".join((action.help or "").split()))[0].rstrip(".") + "."

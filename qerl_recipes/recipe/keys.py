@@ -1,29 +1,29 @@
-"""What becomes of every key of a recipe: honoured, renamed, without effect, or refused with the way out.
+"""Classify every key of a recipe: honoured, renamed, without effect, or refused with the way out.
 
-TRL 1.16 and transformers 5.17 define the keys; ``WITHOUT_EFFECT`` holds those of Open-R1's recipes and of earlier
-versions that they no longer have. A key that QeRL's trainer cannot honour is refused by name, never
-ignored: ``REFUSED`` holds, for each such key, the values that are harmless and what to do instead. Every field of the
-three dataclasses stands either in ``TOPICS`` or in ``REFUSED``; a test fails when a new TRL adds one.
+TRL 1.16 and transformers 5.17 define the keys. ``WITHOUT_EFFECT`` holds keys of Open-R1's recipes and of earlier
+versions that no longer exist. A key that QeRL's trainer cannot honour is refused by name, never ignored. ``REFUSED``
+holds, for each such key, the values that are harmless and what to do instead. Every field of the three dataclasses is
+either in ``TOPICS`` or in ``REFUSED``; a test fails when a new TRL adds one.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-CANNOT_RUN = "this recipe cannot run"  # how `qerl train` refuses one, and a study knows it again
+CANNOT_RUN = "this recipe cannot run"  # begins a refusal by `qerl train`; a study recognizes it
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Values of a key that may stand in a recipe, and what a person does instead of any other value."""
+    """Hold the values of a key that a recipe may have, and what to do instead of any other value."""
 
     allowed: tuple[Any, ...]
     way_out: str
 
 
-# keys of Open-R1 (TRL 0.18, transformers 4.52) that go by another name now
+# keys of Open-R1 (TRL 0.18, transformers 4.52) that have another name now
 RENAMED = {
     "torch_dtype": "dtype",
-    "warmup_ratio": "warmup_steps",  # transformers 5: a number of warm-up steps below 1 is a share of all steps
+    "warmup_ratio": "warmup_steps",  # transformers 5 reads warmup_steps below 1 as a share of all steps
     "vllm_max_model_len": "vllm_max_model_length",
     "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
     "dataset_configs": "dataset_config",
@@ -33,7 +33,7 @@ RENAMED = {
 
 _SANDBOX = "rewards that execute code are not built in; add them with the qerl_rewards hook, and remove the key"
 
-# keys of Open-R1 and of earlier TRLs: the allowed values ask for what happens anyway, others are refused
+# keys of Open-R1 and of earlier TRLs: allowed values ask for what happens anyway; others are refused
 WITHOUT_EFFECT = {
     "vllm_device": Refusal(("auto",), "the engine shares the trainer's GPU; remove the key"),
     "overwrite_output_dir": Refusal(
@@ -42,7 +42,7 @@ WITHOUT_EFFECT = {
     "overwrite_hub_revision": Refusal((False,), "a push always adds a commit to hub_revision; remove the key"),
     "push_to_hub_revision": Refusal((False,), "use push_to_hub with hub_revision"),
     "use_liger_loss": Refusal((False,), "Liger's loss multiplies by a BF16 weight that a 4-bit policy does not have"),
-    # of Liger's kernels; the key is TRL's too, so that it stands in REFUSED for a GRPOConfig made in Python
+    # this key is TRL's too, so REFUSED also has it, for a GRPOConfig built in Python
     "use_liger_kernel": Refusal((True, False), "QeRL's own kernels stand where Liger's would; remove the key"),
     "callbacks": Refusal(([],), "push_to_hub: true with hub_strategy: every_save pushes each checkpoint to "
                          "hub_revision, without Open-R1's Slurm jobs; remove the key"),
@@ -56,12 +56,12 @@ WITHOUT_EFFECT = {
     "code_provider": Refusal(("e2b",), _SANDBOX),
     "ioi_provider": Refusal(("piston",), _SANDBOX),
 }  # fmt: skip
-# a recipe with one of these keys is of TRL 0.18, which had other defaults than TRL 1.16 for these
+# A recipe with one of these keys was written for TRL 0.18. Its defaults below differ from those of TRL 1.16.
 OF_TRL_0_18 = {"torch_dtype", "overwrite_output_dir"}
 DEFAULTS_OF_TRL_0_18 = {"beta": "0.04", "loss_type": "bnpo", "max_completion_length": "256"}
-CODE_REWARDS = ("code", "binary_code", "ioi_code", "cf_code")  # Open-R1's, which need a sandbox to run programs in
+CODE_REWARDS = ("code", "binary_code", "ioi_code", "cf_code")  # Open-R1's rewards that run programs in a sandbox
 
-# keys of the same recipes that belong elsewhere
+# keys that are not a recipe's, and where to set them instead
 BELONGS_ELSEWHERE = {
     "num_processes": "it is an option of accelerate: accelerate launch --num_processes N -m qerl_recipes.cli train ...",
     "vllm_dtype": "the engine runs in the dtype of the model; use dtype",
@@ -224,14 +224,15 @@ HONOURED = frozenset(key for keys in TOPICS.values() for key in keys)
 
 
 def refused(key: str, refusal: Refusal, value: Any) -> str:
-    """The line that refuses a value of a key."""
+    """Return the line that refuses a value of a key."""
     return f"{key}: {value!r} cannot be honoured; {refusal.way_out}"
 
 
 def refusals(*configs: Any) -> list[str]:
-    """One line for each key of the given dataclass instances whose value cannot be honoured; empty when all can.
+    """Return one line for each key of the dataclass instances whose value cannot be honoured.
 
-    Keys of a recipe that are no fields of theirs stand in ``refused`` of the ScriptArguments, put there by ``parse``.
+    The list is empty if all can. ``parse`` stores lines about keys that are no fields of theirs in
+    ``ScriptArguments.refused``; they are included.
     """
     found: list[str] = []
     for config in configs:

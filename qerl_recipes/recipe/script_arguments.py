@@ -1,4 +1,4 @@
-"""The keys of a recipe about data, rewards and where to start."""
+"""Define the recipe keys for data, rewards and the adapter to start from."""
 
 import json
 from dataclasses import dataclass, field
@@ -10,7 +10,10 @@ from qerl_recipes.recipe.file import ConfigError
 
 
 def _mapping(name: str, value: Any) -> dict[str, Any] | None:
-    """A mapping from YAML, or from the JSON text of a flag."""
+    """Return a mapping given by YAML or as the JSON text of a flag; None stays None.
+
+    Raises ConfigError for anything else.
+    """
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -23,7 +26,9 @@ def _mapping(name: str, value: Any) -> dict[str, Any] | None:
 
 @dataclass
 class ScriptArguments(trl.ScriptArguments):
-    """Data, rewards and where to start; the names and defaults are Open-R1's where it has them."""
+    """Hold the keys for data, rewards and the adapter to start from, with Open-R1's names and defaults where it has
+    them.
+    """
 
     dataset_mixture: dict | str | None = field(
         default=None, metadata={"help": "Open-R1's mixture: {datasets: [{id, config, split, columns, weight}], seed}."}
@@ -59,13 +64,13 @@ class ScriptArguments(trl.ScriptArguments):
     max_completion_len: int = field(default=16384, metadata={"help": "soft_overlong_punishment: tokens allowed."})
     soft_punish_cache: int = field(default=4096, metadata={"help": "soft_overlong_punishment: tokens of the slope."})
     code_language: str = field(default="python", metadata={"help": "code_format: language of the code block."})
-    refused: list[str] = field(default_factory=list, init=False)  # keys of the recipe that are none of these, by parse
-    is_without_gpu: bool = field(default=False, init=False)  # whether use_cpu was settled by the machine, by parse
+    refused: list[str] = field(default_factory=list, init=False)  # set by parse: refusals of keys that are no fields
+    is_without_gpu: bool = field(default=False, init=False)  # set by parse: did the machine decide use_cpu?
 
     def __post_init__(self) -> None:
         self.dataset_mixture = _mapping("dataset_mixture", self.dataset_mixture)
         self.dataset_kwargs = _mapping("dataset_kwargs", self.dataset_kwargs)
-        self.system_prompt = self.system_prompt or None  # so that a flag can take a recipe's back
+        self.system_prompt = self.system_prompt or None  # so that the flag --system_prompt "" removes a recipe's
         for name in ("dataset_size", "max_prompt_length"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}; leave it out for no limit")

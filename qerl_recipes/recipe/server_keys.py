@@ -1,4 +1,7 @@
-"""The keys of ``vllm_mode: server``: where the server is, what goes together, and what has no effect there."""
+"""Check the keys of ``vllm_mode: server``.
+
+They say where the server is. Some keys exclude each other, and some have no effect on a server.
+"""
 
 import dataclasses
 import os
@@ -11,16 +14,16 @@ from qerl_vllm_plugin.address import parted, shown
 from qerl_vllm_plugin.server.token import TOKEN, TOKEN_FILE, configured_token
 
 SERVER = "server"  # the value of vllm_mode
-API_KEY = "VLLM_API_KEY"  # of the environment; the server reads the same
+API_KEY = "VLLM_API_KEY"  # environment variable, which the server reads too
 ADDRESS = ("vllm_server_host", "vllm_server_port")
 OF_A_SERVER = ("vllm_server_base_url", *ADDRESS, "vllm_server_timeout")
-# keys of an engine of our own -> what says the same to a server
+# keys of an engine in the trainer's process -> what to set on a server instead
 OF_AN_ENGINE = {
     "vllm_gpu_memory_utilization": "--gpu-memory-utilization of the server",
     "vllm_kv_cache_memory_bytes": "--kv-cache-memory-bytes of the server",
     "vllm_enable_sleep_mode": "the server keeps its memory while the trainer works",
 }
-# SamplingParams of vLLM that a request to /v1/completions carries under the same name
+# fields of vLLM's SamplingParams that a request to /v1/completions accepts under the same name
 IN_A_REQUEST = {
     *("presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "allowed_token_ids", "structured_outputs"),
     *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens"),
@@ -30,21 +33,24 @@ _DEFAULTS = {field.name: field.default for field in dataclasses.fields(GRPOConfi
 
 
 def is_wanted(training: GRPOConfig) -> bool:
-    """Whether rollouts come from a server."""
+    """Return True if rollouts come from a server."""
     return training.vllm_mode == SERVER
 
 
 def address(training: GRPOConfig) -> str:
-    """The server's, such as http://127.0.0.1:8000, with whomever it names: for requests, not to be shown."""
+    """Return the server's address, such as http://127.0.0.1:8000, without /v1.
+
+    It may contain user and password: use it for requests, do not show it.
+    """
     given = training.vllm_server_base_url
     if given is None:
         host = training.vllm_server_host
-        return f"http://{f'[{host}]' if ':' in host else host}:{training.vllm_server_port}"  # of IPv6 in brackets
+        return f"http://{f'[{host}]' if ':' in host else host}:{training.vllm_server_port}"  # IPv6 needs brackets
     return given.rstrip("/").removesuffix("/v1")
 
 
 def problems(training: GRPOConfig) -> Iterator[str]:
-    """One line for each key that cannot be honoured in the mode of the recipe."""
+    """Yield one line for each key that cannot be honoured in the recipe's ``vllm_mode``."""
     if not is_wanted(training):
         for key in OF_A_SERVER:
             if (value := getattr(training, key)) != _DEFAULTS[key]:
@@ -115,7 +121,7 @@ def _is_address(url: str) -> bool:
         parts = urllib.parse.urlsplit(plain)
         is_plain = not any(character.isspace() or character in "@?#" for character in plain)
         return is_plain and parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is none
+    except ValueError:  # an invalid port
         return False
 
 
@@ -124,7 +130,10 @@ def _for_people(value: object) -> object:
 
 
 def without_effect(training: GRPOConfig) -> Iterator[str]:
-    """Keys, with their values, of which a server knows nothing, and what says the same to it."""
+    """Yield one line for each key that has no effect with a server.
+
+    It says what to set on the server instead.
+    """
     if is_wanted(training):
         for key, instead in OF_AN_ENGINE.items():
             if (value := getattr(training, key)) != _DEFAULTS[key]:

@@ -1,11 +1,14 @@
-"""The sizes of the models that recipes/ name, so that they can be planned and timed without their checkpoints."""
+"""List the sizes of the models that recipes/ name, so that runs can be planned and timed without their checkpoints."""
 
 from typing import Any, NamedTuple
 
 
 class Shape(NamedTuple):
-    """The numbers of a config.json that decide how much memory a model takes; ``experts`` of which each token goes
-    through ``used``, of inner size ``expert_intermediate``."""
+    """Hold the numbers of a config.json that decide how much memory a model takes.
+
+    In a mixture of experts, each token passes through ``used`` of the ``experts``, whose inner size is
+    ``expert_intermediate``.
+    """
 
     hidden: int
     intermediate: int
@@ -59,13 +62,15 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")  # the linears of a mixture that carry an adapter
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")  # in a mixture of experts, only these linears carry an adapter
 
 
 def config_json(size: str) -> dict[str, Any]:
-    """A Hugging Face config of Qwen2.5 in that size, of Qwen3-30B-A3B, or of a tiny one of either kind.
+    """Return the Hugging Face config of a model by size.
 
-    Raises ValueError for an unknown one."""
+    ``size`` names a Qwen2.5 (7B), Qwen3-30B-A3B (30B-A3B), or a tiny model of either kind (tiny, tiny-moe). Raises
+    ValueError for an unknown one.
+    """
     known = {**SHAPES, **MIXTURES, "tiny": TINY}
     if size not in known:
         raise ValueError(f"unknown shape {size!r}; known: {', '.join(known)}")
@@ -73,7 +78,7 @@ def config_json(size: str) -> dict[str, Any]:
 
 
 def as_config(shape: Shape) -> dict[str, Any]:
-    """What config.json says of a model of that shape."""
+    """Return the content of config.json for a model of that shape."""
     config = {
         "architectures": [ARCHITECTURES[shape.model_type]],
         "model_type": shape.model_type,
@@ -107,5 +112,5 @@ def as_config(shape: Shape) -> dict[str, Any]:
 
 
 def full_name(size: str) -> str:
-    """What the tables call a shape: Qwen2.5-7B, Qwen3-30B-A3B."""
+    """Return the name that tables give to a size: Qwen2.5-7B, Qwen3-30B-A3B."""
     return size if size.startswith("tiny") else f"Qwen3-{size}" if size in MIXTURES else f"Qwen2.5-{size}"

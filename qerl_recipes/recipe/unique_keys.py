@@ -1,4 +1,7 @@
-"""YAML in which a key that stands twice is an error: the last one would win without a word."""
+"""Load YAML in which a key that occurs twice is an error.
+
+PyYAML would silently keep the last one.
+"""
 
 from collections.abc import Hashable
 from typing import Any
@@ -7,7 +10,7 @@ import yaml
 
 
 class UniqueKeyLoader(yaml.SafeLoader):
-    """Safe YAML that raises YAMLError, naming key and line, for a key that stands twice in one mapping."""
+    """Load safe YAML; raise YAMLError, with key and line, for a key that occurs twice in one mapping."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
