@@ -1,1 +1,1 @@
-"""Problems and rewards."""
+"""Provide the training problems, and the rewards that score completions."""

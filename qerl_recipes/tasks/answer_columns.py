@@ -1,10 +1,13 @@
-"""Whether the data hold what a built-in reward compares completions with: answers as they were written, in each row."""
+"""Check that the data hold the answers that a built-in reward compares with completions.
+
+Every row needs one, as it was written.
+"""
 
 from collections.abc import Iterator
 
 from datasets import Dataset
 
-# what a value may be: a float has lost the letters that were written (3.0 or 3, 1e3 or 1000), not its value
+# Types that a value may have. A float keeps its value, but not how it was written (3.0 or 3, 1e3 or 1000).
 LINE = '{"prompt": "1+2=", "answer": "3"}'
 LETTERS, VALUES = (str, int), (str, int, float)
 COMPARED = {
@@ -16,7 +19,10 @@ COMPARED = {
 
 
 def misfits(reward: str, rows: Dataset, split: str) -> Iterator[str]:
-    """One line for what the built-in ``reward`` cannot compare with; ``split`` is what the ``rows`` are called."""
+    """Yield one line for each reason why the built-in ``reward`` cannot compare with the column it reads.
+
+    Other rewards are not checked, nor is a missing column. ``split`` is the name of the ``rows`` in the message.
+    """
     column, kinds = COMPARED.get(reward, ("", ()))
     if column not in rows.column_names:
         return

@@ -1,4 +1,4 @@
-"""Writes the held-out problems of a recipe to a file that `qerl evaluate --tasks jsonl-number:FILE` asks:
+"""Write the held-out problems of a recipe to a file for `qerl evaluate --tasks jsonl-number:FILE`.
 
 python -m qerl_recipes.tasks.held_out --config RECIPE.yaml OUT.jsonl
 """
@@ -14,7 +14,10 @@ from qerl_recipes.tasks.prompts import read
 
 
 def lines(recipe: str | Path) -> str:
-    """The problems as JSON lines, ``{"prompt", "answer"}``. Raises ConfigError where the data hold none out."""
+    """Return the held-out problems as JSON lines, ``{"prompt", "answer"}``.
+
+    Raises ConfigError for a recipe whose data hold out no problems with an answer.
+    """
     script, _, _ = parse(["--config", str(recipe)])
     _, held_out = read(script)
     if held_out is None or "answer" not in held_out.column_names:

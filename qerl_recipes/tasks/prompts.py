@@ -1,6 +1,6 @@
-"""The training problems of a recipe: found, renamed, cut, and put into the form that the trainer wants.
+"""Load the training problems of a recipe, and put them into the form that the trainer expects.
 
-They come from local files, the Hugging Face hub, a mixture of both, and the data sets that recipes know by name.
+They come from local files, the Hugging Face hub, a mixture of both, or the data sets that recipes know by name.
 """
 
 import json
@@ -24,9 +24,10 @@ RUNNING_SUM_SIZE = 4096
 
 
 def read(script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
-    """(train, held-out or None) with the column ``prompt``, before any tokenizer is needed.
+    """Return (train, held-out or None) with the column ``prompt``; no tokenizer is needed yet.
 
-    Raises ConfigError (a ValueError) for a data set, split or column that is not there, and for an empty data set.
+    Raises ConfigError (a ValueError) for a data set, split or column that does not exist, an empty data set, and a
+    malformed prompt. Warns if held-out problems are among the training problems.
     """
     if script.dataset_mixture is not None:
         if script.dataset_name is not None:
@@ -76,10 +77,10 @@ def _part(source: str, split: str) -> str:
 
 
 def _keys(data: Dataset, script: ScriptArguments, part: str, rows: Sequence[int] | None = None) -> list[str]:
-    """Return a text for each prompt, equal where the prompts are.
+    """Return a text for each prompt; two texts are equal where the prompts are.
 
-    ``part`` names the data and ``rows`` their numbers there. Raises ConfigError, with the row, for a prompt that is no
-    problem: neither text nor messages, empty, or with a system turn beside the recipe's ``system_prompt``.
+    ``part`` names the data, ``rows`` their row numbers in it. Raises ConfigError, with the row, for a prompt that is
+    neither text nor messages, or is empty. The same holds for a system message beside the recipe's ``system_prompt``.
     """
     prompts = data["prompt"][:]
     for number, prompt in zip(rows or range(1, len(prompts) + 1), prompts, strict=True):
@@ -91,7 +92,7 @@ def _keys(data: Dataset, script: ScriptArguments, part: str, rows: Sequence[int]
 
 
 def _flaw(prompt: Any, system_prompt: str | None) -> str | None:
-    """Say what is wrong with a prompt, with the way out; None if nothing is."""
+    """Say what is wrong with a prompt, and the way out; return None if nothing is."""
     if isinstance(prompt, str):
         return None if prompt.strip() else "is empty; leave this problem out"
     if not isinstance(prompt, list):
@@ -118,7 +119,7 @@ def _flaw(prompt: Any, system_prompt: str | None) -> str | None:
 
 
 def tokenizer(folder: Path, training: GRPOConfig, **options: Any) -> PreTrainedTokenizerBase:
-    """The tokenizer of the model in ``folder``, with the recipe's chat template where it has one."""
+    """Return the tokenizer of the model in ``folder``, with the recipe's chat template if it sets one."""
     found = AutoTokenizer.from_pretrained(folder, **options)
     if training.chat_template is not None:
         found.chat_template = training.chat_template
@@ -128,14 +129,14 @@ def tokenizer(folder: Path, training: GRPOConfig, **options: Any) -> PreTrainedT
 def load(
     script: ScriptArguments, tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any] | None = None
 ) -> tuple[Dataset, Dataset | None]:
-    """(train, held-out or None) for the trainer: ``prompt`` is a list of messages where the tokenizer has a template.
+    """Return (train, held-out or None) for the trainer, with ``prompt`` as a list of messages.
 
-    A text prompt becomes the user's message after ``system_prompt``; without a chat template it stays a text. Prompts
-    with more than ``max_prompt_length`` tokens are left out, counted as the rollout will see them: with
-    ``template_options``, the recipe's ``chat_template_kwargs``.
+    A text prompt becomes the user's message after ``system_prompt``. It stays a text if the tokenizer has no chat
+    template. Prompts with more than ``max_prompt_length`` tokens are left out. Tokens are counted as the rollout will
+    see them, with ``template_options``, the recipe's ``chat_template_kwargs``.
 
-    Raises ConfigError for messages or a ``system_prompt`` without a chat template, and for a template that leaves the
-    problem out.
+    Raises ConfigError for messages or a ``system_prompt`` without a chat template, and for a template that leaves out
+    the problem.
     """
     options = template_options or {}
     train, held_out = read(script)
@@ -176,7 +177,10 @@ def _conversational(
 def ids(
     prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
 ) -> list[int]:
-    """The tokens of a prompt as the rollout will see it; ``options`` are ``chat_template_kwargs``."""
+    """Return the token ids of a prompt as the rollout will see it.
+
+    ``options`` are the recipe's ``chat_template_kwargs``.
+    """
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
     text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **options)
@@ -184,7 +188,10 @@ def ids(
 
 
 def tokens(prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> int:
-    """How many a prompt has as the rollout will see it; ``options`` are ``chat_template_kwargs``."""
+    """Return the number of tokens of a prompt as the rollout will see it.
+
+    ``options`` are the recipe's ``chat_template_kwargs``.
+    """
     return len(ids(prompt, tokenizer, options))
 
 
@@ -205,10 +212,14 @@ def _fitting(
 
 
 def from_files(script: ScriptArguments, name: str, config: str | None) -> tuple[Dataset, Dataset | None]:
-    """The splits ``dataset_train_split`` and ``dataset_test_split`` of a local file, a local folder or a hub id.
+    """Return the training and held-out splits of a local file, a local folder or a hub id.
 
-    A single file is the split ``train``; a split may be a slice, such as ``train[:90%]``. Raises ConfigError where
-    there is nothing to read, no such split, and for held-out problems that would be trained on.
+    The splits are ``dataset_train_split`` and ``dataset_test_split``; each may be a slice, such as ``train[:90%]``. A
+    single file is the split ``train``. The second result is None if there is no such test split. It is also None if the
+    default test split shares rows with the training split.
+
+    Raises ConfigError if nothing can be read, if the training split does not exist, and if a ``dataset_test_split``
+    that was chosen overlaps with it.
     """
     splits = source_files.read(name, config)
     train = _rows(splits, "dataset_train_split", script.dataset_train_split)
@@ -221,7 +232,7 @@ def from_files(script: ScriptArguments, name: str, config: str | None) -> tuple[
     if held_out is None:
         return _select(splits, train), None
     if common := sum(len(set(rows) & set(held_out.get(split, ()))) for split, rows in train.items()):
-        if script.dataset_test_split == ScriptArguments.dataset_test_split:  # nobody has asked for it
+        if script.dataset_test_split == ScriptArguments.dataset_test_split:  # the default, which nobody asked for
             return _select(splits, train), None
         raise ConfigError(
             f"dataset_test_split {script.dataset_test_split} and dataset_train_split {script.dataset_train_split} have "
@@ -231,7 +242,10 @@ def from_files(script: ScriptArguments, name: str, config: str | None) -> tuple[
 
 
 def _rows(splits: DatasetDict, key: str, wanted: str) -> dict[str, range] | None:
-    """Split -> its rows that ``wanted`` (``train``, ``train[:80%]``) names; None if there is no such split."""
+    """Return the rows that a split such as ``train`` or ``train[:80%]`` names, by the split they are in.
+
+    Returns None if there is no such split.
+    """
     if wanted in splits:
         return {wanted: range(len(splits[wanted]))}
     if {part.partition("[")[0].strip() for part in wanted.split("+")} - set(splits):
@@ -253,14 +267,17 @@ def _select(splits: DatasetDict, rows: dict[str, range]) -> Dataset:
 
 
 def refuse_unread(script: ScriptArguments, source: str, *keys: str) -> None:
-    """Raises ConfigError if one of ``keys`` is set, because ``source`` does not read it."""
+    """Raise ConfigError if one of ``keys`` is set, because ``source`` does not read it."""
     defaults = ScriptArguments()
     if unread := [key for key in keys if getattr(script, key) != getattr(defaults, key)]:
         raise ConfigError(f"{source} does not read {', '.join(unread)}; remove the key")
 
 
 def rename(data: Dataset, names: dict[str, str], source: str, way_out: str = "") -> Dataset:
-    """``data`` with columns renamed; one that has the new name already gives way. ConfigError for a missing column."""
+    """Return ``data`` with renamed columns.
+
+    An existing column that has a new name is dropped. Raises ConfigError for a missing column.
+    """
     missing = sorted(set(names) - set(data.column_names))
     if missing:
         has = f"{source} has no column {', '.join(missing)}; it has {', '.join(data.column_names)}"
@@ -271,7 +288,7 @@ def rename(data: Dataset, names: dict[str, str], source: str, way_out: str = "")
 
 
 def options(script: ScriptArguments, allowed: set[str]) -> dict[str, Any]:
-    """``dataset_kwargs`` without anything that the data set does not know; raises ConfigError for the rest."""
+    """Return ``dataset_kwargs``; raise ConfigError for an option that is not ``allowed``."""
     given = dict(script.dataset_kwargs or {})  # type: ignore[arg-type]
     if unknown := sorted(set(given) - allowed):
         raise ConfigError(
@@ -282,7 +299,10 @@ def options(script: ScriptArguments, allowed: set[str]) -> dict[str, Any]:
 
 
 def from_name(script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
-    """Any local file or folder, or a hub id, with ``dataset_kwargs.columns`` {old: new} renamed."""
+    """Load a local file, a local folder or a hub id.
+
+    ``dataset_kwargs.columns`` renames columns, {old: new}.
+    """
     given = options(script, {"columns"})
     train, held_out = from_files(script, str(script.dataset_name), script.dataset_config)
     names = given.get("columns", {})
@@ -292,9 +312,10 @@ def from_name(script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
 
 
 def mixture(script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
-    """Open-R1's ``dataset_mixture``: parts of several data sets, cut to the same columns, shuffled by its seed.
+    """Load Open-R1's ``dataset_mixture``: parts of several data sets with the same columns, shuffled by its seed.
 
-    ``{datasets: [{id, config, split, columns, weight}], seed, test_split_size}``; ``weight`` is the share to take.
+    Its form is ``{datasets: [{id, config, split, columns, weight}], seed, test_split_size}``. ``weight`` is the share
+    of a part to take.
     """
     given = dict(script.dataset_mixture or {})  # type: ignore[arg-type]
     names = ("dataset_kwargs", "dataset_config", "dataset_train_split", "dataset_test_split")
@@ -314,7 +335,7 @@ def mixture(script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
             raise ConfigError(f"dataset_mixture: {part['id']} has no split {split!r} but {', '.join(sorted(splits))}")
         data = splits[split]
         if columns := part.get("columns"):
-            rename(data, {column: column for column in columns}, part["id"])  # each must be there
+            rename(data, {column: column for column in columns}, part["id"])  # raises for a missing one
             data = data.select_columns(columns)
         weight = part.get("weight", 1.0)
         if not 0 < weight <= 1:
@@ -332,7 +353,10 @@ def mixture(script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
 def _known(
     hub_id: str, config: str | None, questions: tuple[str, ...], to_row: Callable[[dict[str, Any]], dict[str, str]]
 ) -> DatasetLoader:
-    """A loader of a data set with a known schema: the hub's, or a file like it at ``dataset_kwargs.path``."""
+    """Return a loader for a data set with a known schema.
+
+    It reads the data set of the hub, or a file with the same columns at ``dataset_kwargs.path``.
+    """
 
     def load(script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
         place = options(script, {"path"}).get("path")
@@ -354,13 +378,16 @@ def _known(
 
 
 def _final_number(row: dict[str, Any]) -> dict[str, str]:
-    """GSM8K: the answer after ####, without thousands separators."""
+    """Convert a row of GSM8K: its answer follows ####, and loses its thousands separators."""
     answer = str(row["answer"]).rpartition("####")[2].strip().replace(",", "")
     return {"answer": answer, "solution": f"${answer}$"}
 
 
 def _closed_form(row: dict[str, Any]) -> dict[str, str]:
-    r"""A closed-form answer, from whichever column holds it; math-verify reads LaTeX between dollars."""
+    """Convert a row with a closed-form answer, from whichever column holds it.
+
+    The solution gets dollars around it unless it is marked as LaTeX: math-verify reads LaTeX between dollars.
+    """
     places = row.get("answer"), row.get("solution"), (row.get("reward_model") or {}).get("ground_truth")
     answer = next((text for place in places if place is not None and (text := str(place).strip())), "")
     marked = "$" in answer or "\\boxed" in answer or "\\(" in answer
@@ -368,7 +395,7 @@ def _closed_form(row: dict[str, Any]) -> dict[str, str]:
 
 
 def _running_sum(script: ScriptArguments) -> tuple[Dataset, Dataset]:
-    """The demo's sums: ``dataset_size`` (4096) problems from ``dataset_seed``, and the 512 held-out ones."""
+    """Generate ``dataset_size`` (4096) of the demo's sums from ``dataset_seed``, and the 512 held-out ones."""
     options(script, set())
     refuse_unread(script, "running_sum", "dataset_config", "dataset_train_split", "dataset_test_split")
     held_out = running_sum.held_out()
@@ -378,7 +405,10 @@ def _running_sum(script: ScriptArguments) -> tuple[Dataset, Dataset]:
 
 
 def _pick_number(script: ScriptArguments) -> tuple[Dataset, Dataset]:
-    """Largest or smallest of four: ``dataset_size`` (4096) problems from ``dataset_seed``, and the 1000 held out."""
+    """Generate ``dataset_size`` (4096) problems of ``pick_number`` from ``dataset_seed``.
+
+    Also return the 1000 held-out ones.
+    """
     options(script, set())
     refuse_unread(script, "pick_number", "dataset_config", "dataset_train_split", "dataset_test_split")
     size = script.dataset_size or pick_number.SIZE
@@ -405,4 +435,4 @@ LOADERS: dict[str, DatasetLoader] = {
     "dapo_math_17k": _DAPO_MATH,
     "open-r1/DAPO-Math-17k-Processed": _DAPO_MATH,
 }
-GENERATED = ("reasoning_gym", "running_sum", "pick_number")  # make dataset_size problems instead of being cut to it
+GENERATED = ("reasoning_gym", "running_sum", "pick_number")  # generate dataset_size problems; others are cut to it

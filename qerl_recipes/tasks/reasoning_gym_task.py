@@ -1,4 +1,7 @@
-"""reasoning-gym: generated problems of a hundred tasks, each scored by the task's own verifier; needs no network."""
+"""Generate problems of reasoning-gym's hundred tasks; each task's own verifier scores the answers.
+
+No network is needed.
+"""
 
 import functools
 import json
@@ -12,13 +15,13 @@ from qerl_recipes.tasks.answers import answer_in
 
 DEFAULT_TASK = "chain_sum"
 DEFAULT_SIZE = 1000
-HELD_OUT, MOST_TRIES = 1000, 4000  # different problems, and how many are generated at most to find them
-HELD_OUT_SEED_DISTANCE = 1_000_003  # held-out problems come from a seed of their own
+HELD_OUT, MOST_TRIES = 1000, 4000  # different problems to hold out; how many to generate at most
+HELD_OUT_SEED_DISTANCE = 1_000_003  # added to dataset_seed for the held-out problems
 
 
 @functools.lru_cache(maxsize=8)
 def _task(specification: str) -> Any:
-    """The generator that a specification (JSON) describes."""
+    """Return the generator that a specification (JSON) describes."""
     import reasoning_gym
 
     spec = json.loads(specification)
@@ -32,7 +35,10 @@ def _task(specification: str) -> Any:
 
 
 def problems(task: str, size: int, seed: int, options: Any = None) -> Any:
-    """reasoning-gym's own data set: a sequence of ``{"question", "answer", "metadata"}``. Raises ConfigError."""
+    """Return reasoning-gym's own data set: a sequence of ``{"question", "answer", "metadata"}``.
+
+    Raises ConfigError for a task or options that reasoning-gym refuses.
+    """
     return _task(_specification(task, size, seed, options))
 
 
@@ -46,7 +52,7 @@ def _entry(specification: str, index: int) -> dict[str, Any]:
 
 
 def _table(specification: str, entries: dict[int, dict[str, Any]]) -> Dataset:
-    """``entries`` by their index in the task."""
+    """Return a data set of ``entries``, which are keyed by their index in the task."""
     return Dataset.from_dict(
         {
             "prompt": [entry["question"] for entry in entries.values()],
@@ -61,7 +67,10 @@ def _generate(specification: str) -> Dataset:
 
 
 def _different(specification: str, count: int) -> Dataset:
-    """The first ``count`` problems that differ; of fewer, a quarter: the rest is to be trained on."""
+    """Return the first ``count`` different problems.
+
+    If there are fewer, return only a quarter of them, so that the rest can be trained on.
+    """
     found: dict[str, int] = {}  # question -> index
     for i in range(len(_task(specification))):
         found.setdefault(_entry(specification, i)["question"], i)
@@ -72,11 +81,13 @@ def _different(specification: str, count: int) -> Dataset:
 
 
 def load(script: ScriptArguments) -> tuple[Dataset, Dataset]:
-    """``dataset_size`` problems of the task ``dataset_config`` from ``dataset_seed``, and 1000 held-out ones,
-    all different; fewer where the task has not so many.
+    """Return (train, held-out) problems of the task ``dataset_config``; ``dataset_kwargs`` are its own options.
 
-    ``dataset_kwargs`` are the task's own options. Columns: ``prompt``, ``answer`` and ``reasoning_gym``, from which the
-    reward of that name finds the problem again. A held-out prompt never appears in training.
+    Training has ``dataset_size`` problems from ``dataset_seed``, less those that are held out. Held out are 1000
+    different problems. If 4000 tries find fewer than 1000, a quarter of those found are held out.
+
+    Columns: ``prompt``, ``answer`` and ``reasoning_gym``. From the last, the reward of that name finds the problem
+    again.
     """
     task, options = script.dataset_config or DEFAULT_TASK, script.dataset_kwargs
     train = _generate(_specification(task, script.dataset_size or DEFAULT_SIZE, script.dataset_seed, options))
@@ -87,7 +98,10 @@ def load(script: ScriptArguments) -> tuple[Dataset, Dataset]:
 
 
 def scores(completions: list[str], reasoning_gym: list[str], **columns: Any) -> list[float]:
-    """The task's own score (0 to 1) of what stands in the last answer block or box; 0 without one."""
+    """Return the task's own score, 0 to 1, of the answer in each completion's last block or box.
+
+    A completion without an answer scores 0.
+    """
     found = []
     for text, reference in zip(completions, reasoning_gym, strict=True):
         problem = json.loads(reference)

@@ -1,12 +1,12 @@
-"""Rewards by name: Open-R1's, the demo's, reasoning-gym's, and whatever plugins add.
+"""Define the rewards by name: Open-R1's, the demo's and reasoning-gym's. Plugins may add others.
 
 A factory takes the script arguments and returns ``reward(completions, *, <columns>, **rest) -> list[float | None]``.
 Completions are texts or, for conversational prompts, lists of messages. A parameter without a default that TRL does not
-pass itself is a column which the data set must have.
+pass itself is a column that the data set must have.
 
 Names and definitions are Open-R1's where it has them. Rewards that compare a mathematical answer with the column
-``solution`` do so by math-verify through TRL; a solution that it cannot read gives None, and TRL leaves such a
-completion out of the reward's mean.
+``solution`` use math-verify through TRL. A solution that it cannot read gives None, and TRL leaves such a completion
+out of the reward's mean.
 """
 
 import importlib
@@ -32,46 +32,51 @@ SOFT_THINK_THEN_ANSWER = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>"
 TAGS = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 STEP = re.compile(r"(Step \d+:|^\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,)")
 STEPS_WANTED = 3
-LARGEST = 1e16  # beyond it the squares of a batch's rewards leave fp32, in which advantages are computed
+LARGEST = 1e16  # beyond it, squared rewards of a batch overflow fp32, in which advantages are computed
 LANGUAGES = ("python", "javascript", "r", "java", "bash", "cpp")
-# what GRPOTrainer passes to every reward besides the columns of the data set
+# arguments that GRPOTrainer passes to every reward, besides the columns of the data set
 PASSED_BY_TRL = {
     "prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"
 }  # fmt: skip
 
 
 def format(completions: list[str], **columns: Any) -> list[float]:
-    r"""1 where the completion is ``<think>\n...\n</think>\n<answer>\n...\n</answer>``, each tag on a line; else 0."""
+    r"""Give 1 for ``<think>\n...\n</think>\n<answer>\n...\n</answer>``, with each tag on a line of its own; else 0."""
     return [float(THINK_THEN_ANSWER.match(text) is not None) for text in completions]
 
 
 def soft_format(completions: list[str], **columns: Any) -> list[float]:
-    """1 where a think block followed by an answer block stands anywhere, whatever the white space; else 0."""
+    """Give 1 for a think block followed by an answer block; else 0.
+
+    They may be anywhere in the completion, with any white space between them.
+    """
     return [float(SOFT_THINK_THEN_ANSWER.search(text) is not None) for text in completions]
 
 
 def tag_count(completions: list[str], **columns: Any) -> list[float]:
-    """A quarter for each of the four tags of ``format`` that stands exactly once, with its line breaks."""
+    """Give a quarter for each of the four tags of ``format`` that occurs exactly once, with its line breaks."""
     return [sum((text.count(tag) == 1) / len(TAGS) for tag in TAGS) for text in completions]
 
 
 def reasoning_steps(completions: list[str], **columns: Any) -> list[float]:
-    """A third for each visible step ("Step 1:", "First,", a bullet, a leading number), at most 1."""
+    """Give a third for each visible step ("Step 1:", "First,", a bullet, a leading number), at most 1."""
     return [min(1.0, len(STEP.findall(text)) / STEPS_WANTED) for text in completions]
 
 
 def exact_answer(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
-    """1 where the last answer block (or box) holds the column ``answer``, letter for letter; else 0.
+    """Give 1 if the last answer block (or box) holds the column ``answer``, letter for letter; else 0.
 
-    Without block and box the whole text has to be the answer. ``qerl evaluate`` judges ``jsonl-exact:`` likewise.
+    Without block and box, the whole text must be the answer. ``qerl evaluate`` judges ``jsonl-exact:`` by the same
+    rule.
     """
     return [float(a is not None and is_exactly(text, str(a))) for text, a in zip(completions, answer, strict=True)]
 
 
 def last_number(completions: list[str], answer: list[Any], **columns: Any) -> list[float]:
-    """1 where the last number of the completion is that of the column ``answer``, whatever stands around it; else 0.
+    """Give 1 if the last number in the completion equals the last one in the column ``answer``; else 0.
 
-    ``qerl evaluate`` judges ``jsonl-number:`` likewise. An answer without a number is never given.
+    Other text around the numbers does not matter. If ``answer`` has no number, every completion gets 0. ``qerl
+    evaluate`` judges ``jsonl-number:`` by the same rule.
     """
     wanted = [answers.last_number(answers.written(a)) for a in answer]
     given = [answers.last_number(text) for text in completions]
@@ -79,10 +84,10 @@ def last_number(completions: list[str], answer: list[Any], **columns: Any) -> li
 
 
 def repetition_penalty(script: ScriptArguments) -> Reward:
-    """``repetition_max_penalty`` times the share of word n-grams that are repeats; fewer words than n score 0.
+    """Return a reward: ``repetition_max_penalty`` times the share of word n-grams that are repeats.
 
-    Source: appendix C.2 of arXiv 2502.03373; words, not tokens, as in Open-R1. Raises ConfigError for a positive
-    penalty or an n below 1.
+    A completion of fewer than n words scores 0. N-grams are of words, not tokens, as in Open-R1. Raises ConfigError for
+    a positive penalty or an n below 1. Source: appendix C.2 of arXiv 2502.03373.
     """
     n, worst = script.repetition_n_grams, script.repetition_max_penalty
     if worst > 0 or n < 1:
@@ -100,9 +105,10 @@ def repetition_penalty(script: ScriptArguments) -> Reward:
 
 
 def code_format(script: ScriptArguments) -> Reward:
-    """1 where the completion has the layout of ``format`` with a code block in the answer.
+    """Return a reward: 1 for the layout of ``format`` with a code block in the answer; else 0.
 
-    Its language is that of the column ``language``, where the data have one, else ``code_language``.
+    The block must have the language of the column ``language`` if the data have one, else ``code_language``. Raises
+    ConfigError for a ``code_language`` that is not in ``LANGUAGES``.
     """
     if script.code_language not in LANGUAGES:
         raise ConfigError(f"code_language cannot be {script.code_language!r}; it is one of {', '.join(LANGUAGES)}")
@@ -121,9 +127,9 @@ def code_format(script: ScriptArguments) -> Reward:
 
 
 def accuracy(completions: list[Completion], solution: list[Any], **columns: Any) -> list[float | None]:
-    """1 where the LaTeX answer of the completion equals the solution, else 0; None where the solution is unreadable.
+    """Give 1 if the LaTeX answer of the completion equals the solution, else 0; None for an unreadable solution.
 
-    A solution may be a number, which math-verify alone, reading texts, would take for unreadable.
+    A solution may be a number. It is converted to text, since math-verify reads only text.
     """
     from trl.rewards import accuracy_reward
 
@@ -132,17 +138,21 @@ def accuracy(completions: list[Completion], solution: list[Any], **columns: Any)
 
 
 def dapo_score(completions: list[Completion], solution: list[str], **columns: Any) -> list[float | None]:
-    """1 where the answer equals the solution, else -1. Source: DAPO (arXiv 2503.14476), equation 7."""
+    """Give 1 if the answer equals the solution, else -1; None for an unreadable solution.
+
+    Source: DAPO (arXiv 2503.14476), equation 7.
+    """
     return [None if right is None else 2 * right - 1 for right in accuracy(completions, solution)]
 
 
 def length(
     completions: list[Completion], solution: list[str], prompts: list[Completion] | None = None, **columns: Any
 ) -> list[float | None]:
-    """Shorter is better: 1/2 for the shortest answer to a prompt down to -1/2 for the longest; wrong ones at most 0.
+    """Reward short answers: from 1/2 for the shortest answer to a prompt down to -1/2 for the longest.
 
-    Lengths are characters; answers to one prompt are compared with each other, all 0 where they are equally long.
-    Source: Kimi k1.5 (arXiv 2501.12599), section 2.3.3. Open-R1 compares with the whole batch, whatever the prompt.
+    Wrong answers get at most 0. Lengths are in characters. Answers to one prompt are compared with each other; all get
+    0 if they are equally long. An unreadable solution gives None. Source: Kimi k1.5 (arXiv 2501.12599), section 2.3.3.
+    Open-R1 instead compares with the whole batch, whatever the prompt.
     """
     correct = accuracy(completions, solution)
     lengths = [len(text_of(completion)) for completion in completions]
@@ -162,9 +172,10 @@ def length(
 
 
 def cosine(script: ScriptArguments) -> Reward:
-    """Accuracy bent by length: right and short is best, wrong and short is worst or best as the four bounds say.
+    """Return a reward: accuracy, scaled by length along a half cosine between two bounds.
 
-    Lengths are characters, as in Open-R1, and everything beyond ``cosine_max_len`` counts as that long, where Open-R1's
+    The ``cosine_*_value_*`` keys are the values of the shortest and the longest answer, for correct and for wrong ones.
+    Lengths are in characters, as in Open-R1. A longer answer than ``cosine_max_len`` counts as that long; Open-R1's
     cosine would rise again. Source: appendix C.1 of arXiv 2502.03373.
     """
     if script.cosine_max_len < 1:
@@ -189,7 +200,10 @@ def cosine(script: ScriptArguments) -> Reward:
 
 
 def soft_overlong_punishment(script: ScriptArguments) -> Reward:
-    """0 up to ``max_completion_len - soft_punish_cache`` tokens, then falling to -1. Source: DAPO, equation 13."""
+    """Return a reward: 0 up to ``max_completion_len - soft_punish_cache`` tokens, then a slope to -1.
+
+    Source: DAPO (arXiv 2503.14476), equation 13.
+    """
     from trl.rewards import get_soft_overlong_punishment
 
     if not 0 < script.soft_punish_cache < script.max_completion_len:
@@ -206,7 +220,10 @@ def soft_overlong_punishment(script: ScriptArguments) -> Reward:
 
 
 def _plain(reward: Callable[..., list[float]], name: str | None = None) -> RewardFactory:
-    """A factory for a reward of plain texts without settings; metrics call it ``name``, by default the function's."""
+    """Return a factory for a reward that takes plain texts and has no settings.
+
+    Metrics call it ``name``; the default is the function's own name.
+    """
 
     def accept_messages(completions: list[Completion], **columns: Any) -> list[float]:
         return reward([text_of(completion) for completion in completions], **columns)
@@ -236,9 +253,10 @@ FACTORIES: dict[str, RewardFactory] = {
 
 
 def resolve(names: Iterable[str], script: ScriptArguments) -> list[Reward]:
-    """The rewards of those names, in order: built in, from a plugin, or by dotted path (``my_package.my_reward``).
+    """Return the rewards of those names, in order.
 
-    Raises ConfigError (a ValueError) for a name that nothing defines, and for settings that a reward refuses.
+    A name is built in, from a plugin, or a dotted path (``my_package.my_reward``). Raises ConfigError (a ValueError)
+    for a name that nothing defines, and for settings that a reward refuses.
     """
     return [_resolve(name, script) for name in names]
 
@@ -269,7 +287,10 @@ def _resolve(name: str, script: ScriptArguments) -> Reward:
 
 
 def required_columns(reward: Reward) -> set[str]:
-    """Columns that a reward cannot do without: its parameters without a default that TRL does not pass itself."""
+    """Return the columns that a reward needs.
+
+    They are its parameters without a default, except those that TRL passes itself.
+    """
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     return {
         name
@@ -281,8 +302,9 @@ def required_columns(reward: Reward) -> set[str]:
 def refuse_infinite(values: "torch.Tensor", names: Sequence[str], prompts: Callable[[], Sequence[Any]]) -> None:
     """Raise ValueError for a reward that is infinite or beyond ``LARGEST``, naming function, value and prompt.
 
-    ``values: (completions, rewards)`` are those of the functions ``names``, ``prompts`` gives the completions' prompts.
-    TRL would set every advantage of such a group to 0. NaN, which None becomes, says that a reward does not apply.
+    TRL would set every advantage of such a group to 0. NaN is accepted: None becomes NaN and means that a reward does
+    not apply. ``values: (completions, rewards)`` are the rewards by the functions ``names``. ``prompts`` returns the
+    completions' prompts.
     """
     wrong = (values.abs() > LARGEST).nonzero().tolist()
     if wrong:

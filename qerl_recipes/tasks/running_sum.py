@@ -1,11 +1,12 @@
-"""The task of the demo: a sum of single digits, answered at once or worked out step by step.
+"""Define the demo's task: a sum of single digits, answered at once or step by step.
 
     prompt         7+5-3+8=
     terse          <answer>17</answer>
     step by step   <think>7+5=12;12-3=9;9+8=17</think><answer>17</answer>
 
-Four to six terms, and no partial sum is negative. A model of a few hundred thousand weights learns the second style
-almost without a mistake and guesses with the first, so that a policy which mixes the two has something to find out.
+A sum has four to six terms, and no partial sum is negative. A model of a few hundred thousand weights learns the second
+style almost without a mistake, but only guesses with the first. A policy that mixes the two can therefore improve by
+reinforcement learning.
 """
 
 import random
@@ -21,20 +22,23 @@ TERMS = (4, 5, 6)
 LARGEST_DIGIT = 9
 HELD_OUT = 512
 HELD_OUT_SEED = 999
-LONGEST_COMPLETION = 56  # tokens; a step-by-step answer of six terms has at most 49
+LONGEST_COMPLETION = 56  # tokens; a step-by-step answer of six terms has at most 44, and <eos>
 
 THINK, END_THINK, ANSWER, END_ANSWER = "<think>", "</think>", "<answer>", "</answer>"
-# the order is the token id, which the shipped starting model depends on
+# the position is the token id, on which the shipped starting model depends
 VOCABULARY = ("<pad>", "<eos>", "<unk>", *"0123456789+-=;", THINK, END_THINK, ANSWER, END_ANSWER, "\n", " ")
 TOKEN = r"</?think>|</?answer>|[\s\S]"
 
-# the whole completion, so that neither a second answer nor text around it counts
+# matches the whole completion: neither a second answer nor text around it is allowed
 COMPLETION = re.compile(r"(?:<think>[^<]+</think>)?<answer>([0-9]{1,3})</answer>")
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One sum: ``prompt`` ends with "=", ``steps`` are the partial sums in writing, ``answer`` is a decimal number."""
+    """Hold one sum.
+
+    ``prompt`` ends with "=". ``steps`` are the partial sums as text. ``answer`` is a decimal number.
+    """
 
     prompt: str
     steps: tuple[str, ...]
@@ -50,7 +54,7 @@ class Problem:
 
 
 def draw(rng: random.Random) -> Problem:
-    """One random problem; each call moves ``rng`` on."""
+    """Draw one random problem; each call advances ``rng``."""
     terms = rng.choice(TERMS)
     value = rng.randint(1, LARGEST_DIGIT)
     expression, steps = str(value), []
@@ -65,7 +69,10 @@ def draw(rng: random.Random) -> Problem:
 
 
 def problems(count: int, seed: int, exclude: Collection[str] = ()) -> list[Problem]:
-    """``count`` different problems, always the same for the same seed, none with a prompt of ``exclude``."""
+    """Return ``count`` different problems, none with a prompt of ``exclude``.
+
+    The same seed always gives the same problems.
+    """
     rng, seen = random.Random(seed), set(exclude)
     found: list[Problem] = []
     while len(found) < count:
@@ -77,7 +84,7 @@ def problems(count: int, seed: int, exclude: Collection[str] = ()) -> list[Probl
 
 
 def held_out(count: int = HELD_OUT) -> list[Problem]:
-    """The first ``count`` of the 512 problems that evaluation alone uses, whatever the seed of a run.
+    """Return the first ``count`` of the 512 problems that only evaluation uses, whatever the seed of a run.
 
     Raises ValueError if ``count`` is not between 1 and 512.
     """
@@ -87,13 +94,16 @@ def held_out(count: int = HELD_OUT) -> list[Problem]:
 
 
 def training_set(count: int, seed: int) -> Dataset:
-    """``count`` problems for reinforcement learning, columns ``prompt`` and ``answer``; never a held-out one."""
+    """Return ``count`` problems for reinforcement learning, with the columns ``prompt`` and ``answer``.
+
+    None is held out.
+    """
     drawn = problems(count, 7000 + seed, exclude={problem.prompt for problem in held_out()})
     return Dataset.from_dict({"prompt": [p.prompt for p in drawn], "answer": [p.answer for p in drawn]})
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character and one a tag: 27 tokens, padded on the left."""
+    """Return a tokenizer with one token per character and per tag: 23 tokens, padded on the left."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     words = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="<unk>"))
@@ -110,18 +120,18 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def answer_of(completion: str) -> str | None:
-    """The number in a well-formed completion, as written; None where the completion is anything else."""
+    """Return the number in a well-formed completion, as written; None if the completion is malformed."""
     match = COMPLETION.fullmatch(completion)
     return match.group(1) if match else None
 
 
 def running_sum_correct(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
-    """1 where the whole completion is well formed and its number is the answer, digit for digit; else 0."""
+    """Give 1 if the whole completion is well formed and its number equals the answer, digit for digit; else 0."""
     return [float(answer_of(c) == a) for c, a in zip(completions, answer, strict=True)]
 
 
 def running_sum_format(completions: list[str], **columns: Any) -> list[float]:
-    """1 where the whole completion is one answer, with or without steps before it; else 0."""
+    """Give 1 if the whole completion is one answer, with or without steps before it; else 0."""
     return [float(answer_of(c) is not None) for c in completions]
 
 

@@ -1,4 +1,4 @@
-"""Data as they lie somewhere: a local file, a local folder or a data set of the Hugging Face hub, in all its splits."""
+"""Read all splits of a local file, a local folder or a data set of the Hugging Face hub."""
 
 import json
 from pathlib import Path
@@ -18,9 +18,10 @@ READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "cs
 
 
 def read(name: str, config: str | None) -> DatasetDict:
-    """The splits of a file (its split is ``train``), a folder or a hub id, ``config`` being that of the latter two.
+    """Return the splits of a file, a folder or a hub id.
 
-    Local CSV files are read as texts, letter for letter. Raises ConfigError where there is nothing to read.
+    A file has the split ``train``. ``config`` is the configuration of a folder or hub id. Local CSV files are read as
+    texts, letter for letter. Raises ConfigError if nothing can be read.
     """
     path = Path(name).expanduser()
     try:
@@ -28,7 +29,7 @@ def read(name: str, config: str | None) -> DatasetDict:
             if path.suffix not in READERS:
                 raise ConfigError(f"dataset_name {name}: cannot read {path.suffix} files, only {', '.join(READERS)}")
             if READERS[path.suffix] == "json" and (flaw := _encoding_flaw(path)) is not None:
-                raise ConfigError(f"dataset_name {flaw}")  # it would only be found where the row is used
+                raise ConfigError(f"dataset_name {flaw}")  # otherwise it would be found only when the row is used
             files = {"data_files": {"train": str(path)}}
             return load_dataset(READERS[path.suffix], **files, **_as_texts(READERS[path.suffix], **files))
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
@@ -41,7 +42,7 @@ def read(name: str, config: str | None) -> DatasetDict:
         return load_dataset(name, name=config)
     except ConfigError:
         raise
-    except Exception as error:  # datasets raises a dozen kinds of error for a place where nothing can be read
+    except Exception as error:  # datasets raises a dozen kinds of error if it cannot read
         if path.exists():
             raise ConfigError(f"dataset_name {_flaw(path) or _reason(path, error)}") from error
         raise ConfigError(
@@ -51,7 +52,7 @@ def read(name: str, config: str | None) -> DatasetDict:
 
 
 def _encoding_flaw(file: Path) -> str | None:
-    """Name the first line of a file that is not UTF-8, with the way out; None if all lines are."""
+    """Name the first line of a file that is not UTF-8, and the way out; return None if all lines are."""
     try:
         file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -61,7 +62,10 @@ def _encoding_flaw(file: Path) -> str | None:
 
 
 def _flaw(path: Path) -> str | None:
-    """Name what no reader of JSON can take in a file or in those of a folder: the file, its line and the way out."""
+    """Name the first flaw in a JSON file, or in those of a folder, that no reader accepts; None if there is none.
+
+    The text names the file, the line and the way out.
+    """
     files = [path] if path.is_file() else sorted(path.rglob("*"))
     for file in (file for file in files if file.is_file() and READERS.get(file.suffix) == "json"):
         if (flaw := _encoding_flaw(file)) is not None:
@@ -70,7 +74,7 @@ def _flaw(path: Path) -> str | None:
         if not lines:
             return f"{file} is empty; write a JSON object for each problem, or remove the file"
         if lines[0][1].lstrip().startswith("[") and file.suffix == ".json":
-            lines = [(1, file.read_text(encoding="utf-8-sig"))]  # one list of all problems
+            lines = [(1, file.read_text(encoding="utf-8-sig"))]  # one list holds all problems
         for number, line in lines:
             try:
                 found = json.loads(line)
@@ -83,7 +87,10 @@ def _flaw(path: Path) -> str | None:
 
 
 def _reason(path: Path, error: BaseException) -> str:
-    """Say why ``datasets`` cannot read a place that is there: the first cause, whose text names row or column."""
+    """Say why ``datasets`` cannot read an existing path.
+
+    The text is that of the first cause, which names row or column.
+    """
     while error.__cause__ is not None:
         error = error.__cause__
     nothing = isinstance(error, StopIteration | EmptyDataError) or "corresponds to no data" in str(error)
@@ -93,12 +100,14 @@ def _reason(path: Path, error: BaseException) -> str:
 
 
 def _as_texts(place: str, **named: Any) -> dict[str, Any]:
-    """What ``load_dataset`` needs beside ``named`` to read CSV files as they stand, where 007 is no 7 and NA no missing
-    answer; nothing for other files, and for columns of which the folder's README says what they are.
+    """Return the options with which ``load_dataset`` reads CSV files as text.
 
-    Raises ConfigError for files of different columns: those that the first lacks would be lost.
+    007 is then not read as 7, nor NA as a missing answer. ``named`` are the other options. The result is empty for
+    other files, and for a folder whose README defines the columns.
+
+    Raises ConfigError if the files have different columns: those that the first file lacks would be lost.
     """
-    with TemporaryDirectory() as nothing:  # in its cache are the columns as somebody has read them before
+    with TemporaryDirectory() as nothing:  # the usual cache may hold columns from an earlier reading
         builder = load_dataset_builder(place, cache_dir=nothing, **named)
     if not isinstance(builder, Csv) or builder.info.features is not None:
         return {}
