@@ -1,1 +1,1 @@
-"""Folders on disk: written whole or not at all, base model, run state, adapter folder, card."""
+"""Read and write folders on disk: checkpoints, saved adapters and their model cards, base models."""

@@ -1,4 +1,4 @@
-"""The folder of a saved adapter: PEFT's two files, the trained norms beside them, and whose they are."""
+"""Open the folder of a saved adapter: PEFT's two files, the trained norms, and the state of the run that trained it."""
 
 import hashlib
 import json
@@ -14,18 +14,18 @@ from qerl_recipes.files.run_state import LAST, STATE_FILE, CheckpointMismatch, w
 from qerl_vllm_plugin.adapter import AdapterError, check_config
 
 CONFIG, TENSORS, NORMS = "adapter_config.json", "adapter_model.safetensors", "norms.safetensors"
-TEMPLATE = "chat_template.jinja"  # where transformers saves the tokenizer's
-# vLLM's --max-lora-rank takes one of these
+TEMPLATE = "chat_template.jinja"  # transformers saves the tokenizer's template under this name
+# the values that vLLM's --max-lora-rank accepts
 ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 WITHOUT_ADAPTER = {"lm_head", "embed_tokens"}
 
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """A folder with an adapter, its tensors unread.
+    """Describe a folder with an adapter, whose tensors are not read yet.
 
-    ``config`` is the content of adapter_config.json, ``state`` that of qerl_state.json, empty where PEFT alone has
-    written the folder.
+    ``config`` is the content of adapter_config.json, ``state`` that of qerl_state.json. ``state`` is empty for a folder
+    that PEFT alone has written.
     """
 
     path: Path
@@ -34,29 +34,32 @@ class AdapterFolder:
 
     @property
     def base(self) -> str | None:
-        """The checkpoint it was trained on, by folder or model id; None where nothing says."""
+        """Return the base checkpoint it was trained on, as a folder or model id; None if no file names it."""
         return self.state.get("base") or self.config.get("base_model_name_or_path")
 
     @property
     def quantization(self) -> str | None:
-        """The arm it was trained on, None where nothing says."""
+        """Return the base-weight format in training (qerl_nvfp4, bf16 or nf4); None if no file names it."""
         return self.state.get("quantization")
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """``binding.recorded`` of the run that trained it; empty where nothing says."""
+        """Return the ``binding.recorded`` keys of the run that trained it; empty if no file has them."""
         return self.state.get("recipe") or {}
 
     @property
     def rank(self) -> int:
-        """Raises ValueError for an adapter_config.json without a usable rank."""
+        """Return the LoRA rank; raise ValueError if adapter_config.json has no usable one."""
         rank = self.config.get("r")
         if type(rank) is not int or rank < 1:
             raise ValueError(f"{self.path / CONFIG}: r is {rank!r}; it must be a whole number of at least 1")
         return rank
 
     def check_plain(self) -> None:
-        """Raises ValueError for what no engine of ours serves: anything but plain LoRA, of one rank that vLLM takes."""
+        """Raise ValueError for an adapter that our engines cannot serve.
+
+        They serve plain LoRA, of one rank of at most 512.
+        """
         try:
             check_config(self.config, ENGINE_RANKS[-1])
         except AdapterError as error:
@@ -73,20 +76,20 @@ class AdapterFolder:
 
     @property
     def has_norms(self) -> bool:
-        """Whether norms were trained with it."""
+        """Return True if norms were trained with the adapter."""
         return (self.path / NORMS).is_file()
 
     def check_base(self, base_hash: str) -> None:
-        """Raises CheckpointMismatch if the folder says that the adapter was trained on another base."""
+        """Raise CheckpointMismatch if ``state`` says that the adapter was trained on another base."""
         if self.state.get("base_hash", base_hash) != base_hash:
             raise CheckpointMismatch(
                 f"{self.path} was trained on another base ({self.base}); name that one, as it was then"
             )
 
     def read(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """(LoRA tensors by PEFT's names, trained norms by the checkpoint's), all of them finite.
+        """Return (LoRA tensors by PEFT's names, trained norms by the checkpoint's names).
 
-        Raises ValueError for a file that is damaged or empty.
+        Raises ValueError for a file that is damaged or empty, and for a tensor with NaN or infinite values.
         """
         try:
             tensors = load_file(self.path / TENSORS)
@@ -101,7 +104,10 @@ class AdapterFolder:
         return tensors, norms
 
     def sha256(self) -> str:
-        """Of the tensors: adapter_model.safetensors, then norms.safetensors where there is one."""
+        """Return the SHA-256 of the tensor files, names included.
+
+        They are adapter_model.safetensors, then norms.safetensors if it exists.
+        """
         sha = hashlib.sha256()
         for name in (TENSORS, NORMS):
             file = self.path / name
@@ -111,10 +117,10 @@ class AdapterFolder:
 
 
 def open_adapter(folder: str | Path) -> AdapterFolder:
-    """The adapter in ``folder``, or the one in which the run with this output folder has ended.
+    """Open the adapter in ``folder``, or the final adapter of the run whose output folder it is.
 
-    Raises ValueError for a folder without one, naming a checkpoint of the run where there is one, and for a config or
-    state that is damaged.
+    Raises ValueError for a damaged config or state, and for a folder without an adapter. In the latter case it names
+    the run's last checkpoint, if there is one.
     """
     folder = Path(folder)
     if not (folder / CONFIG).is_file() and (folder / LAST / CONFIG).is_file():
@@ -128,7 +134,7 @@ def open_adapter(folder: str | Path) -> AdapterFolder:
 
 
 def _object(file: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is no such file."""
+    """Return the JSON object in a file, {} if the file does not exist; raise ValueError if it is damaged."""
     if not file.is_file():
         return {}
     try:
@@ -141,7 +147,10 @@ def _object(file: Path) -> dict[str, Any]:
 
 
 def engine_rank(rank: int) -> int:
-    """The smallest ``max_lora_rank`` of vLLM that holds an adapter of ``rank``. Raises ValueError above 512."""
+    """Return vLLM's smallest ``max_lora_rank`` that holds an adapter of ``rank``.
+
+    Raises ValueError above 512.
+    """
     for allowed in ENGINE_RANKS:
         if rank <= allowed:
             return allowed

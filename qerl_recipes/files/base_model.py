@@ -1,4 +1,4 @@
-"""Where the checkpoint lies that a command names by folder or by model id."""
+"""Find the checkpoint that a command names by folder or by model id."""
 
 from pathlib import Path
 
@@ -8,11 +8,10 @@ WANTED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 
 
 def local_folder(base: str | Path, revision: str | None = None) -> Path:
-    """The absolute folder of a checkpoint: ``base`` itself, or where the hub's model of that id has been downloaded to.
+    """Return the absolute folder of a checkpoint.
 
-    ``revision`` is a branch, tag or commit of the hub; None is its main branch.
-
-    Raises CheckpointError if there is neither.
+    It is ``base`` itself, or the folder to which the hub's model of that id is downloaded. ``revision`` is a branch,
+    tag or commit of the hub; None is its main branch. Raises CheckpointError if there is neither.
     """
     folder = Path(base)
     if folder.is_dir():
@@ -30,9 +29,10 @@ def local_folder(base: str | Path, revision: str | None = None) -> Path:
 
 
 def written_name(base: str | Path, revision: str | None = None) -> str:
-    """``base`` as it may be written down for another day and place: a folder's absolute path, a model id as it is.
+    """Return a name for ``base`` that stays valid when it is written down.
 
-    A model id alone names its main branch: where ``revision`` is another one, the folder it was downloaded to.
+    It is a folder's absolute path, or the model id. A model id alone means its main branch; for another ``revision``,
+    the name is the folder of the download.
     """
     if Path(base).is_dir() or revision not in (None, "main"):
         return str(local_folder(base, revision))

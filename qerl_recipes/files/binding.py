@@ -1,4 +1,7 @@
-"""What of its recipe a run is bound to: a resumed run trains on as it began, or says what has changed."""
+"""Define which recipe keys a run is bound to.
+
+A resumed run must train on as it began, or say which keys have changed.
+"""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -6,22 +9,22 @@ from typing import Any
 
 from qerl_recipes.recipe.keys import HONOURED, TOPICS
 
-SECRET = {"hub_token", "vllm_server_base_url", "vllm_server_host"}  # addresses are nobody else's concern
+SECRET = {"hub_token", "vllm_server_base_url", "vllm_server_host"}  # server addresses are private
 LENGTH = ("max_steps", "num_train_epochs")
-WITHOUT_END = ("constant", "constant_with_warmup")  # schedules of the learning rate that know no last step
-# Keys that a resumed run may have otherwise; every other honoured key must be as it was.
+WITHOUT_END = ("constant", "constant_with_warmup")  # learning-rate schedules that do not depend on the last step
+# keys that may change when a run is resumed; every other honoured key must stay
 MAY_CHANGE = {
     *TOPICS["evaluation while training"],
     *TOPICS["checkpoints and hub"],
     *TOPICS["logging"],
     *TOPICS["processes"],
     "num_generations_eval",
-    # what they lead to must be the same: the hashes of base, reference and training data, the adapter's settings, the
-    # completions of a step
+    # These may change as long as their results do not, which are compared instead: the hashes of base, reference and
+    # training data, the adapter's settings, and the completions per step.
     *("model_name_or_path", "model_revision", "adapter_name_or_path", "max_prompt_length", "system_prompt"),
     *(key for key in TOPICS["data"] if key.startswith("dataset_")),
     *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"),
-    # where and how fast the same is computed
+    # only where and how fast the same is computed
     *("share_weights", "attn_implementation", "pack_tokens", "pad_to_multiple_of", "use_cpu", "tf32"),
     *("gradient_checkpointing", "gradient_checkpointing_kwargs", "checkpointed_layers", "torch_empty_cache_steps"),
     *("vllm_mode", "vllm_server_port", "vllm_server_timeout", "vllm_gpu_memory_utilization"),
@@ -31,16 +34,20 @@ MAY_CHANGE = {
 
 
 def recorded(*parts: Any) -> dict[str, Any]:
-    """The honoured keys of a recipe, as JSON has them; ``parts`` are its dataclasses (script, training, model)."""
+    """Return the honoured keys of a recipe as JSON values, without the secret ones.
+
+    ``parts`` are the recipe's dataclasses (script, training, model).
+    """
     keys = sorted(HONOURED - SECRET)
     found = {key: getattr(part, key) for part in parts for key in keys if hasattr(part, key)}
     return json.loads(json.dumps(found, default=lambda value: getattr(value, "value", str(value))))
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """One line for each key that a run is bound to and that has another value now; both as ``recorded`` gives them.
+    """Yield one line for each key that a run is bound to and whose value has changed.
 
-    Of keys that only one of the two has nothing is known. The length of a run may change where nothing follows it.
+    Both arguments are as ``recorded`` returns them. Keys that only one of them has are not compared. The length of a
+    run may change if neither learning rate nor noise depends on it.
     """
     common = before.keys() & now.keys()
     for key in sorted(common - MAY_CHANGE - set(LENGTH)):

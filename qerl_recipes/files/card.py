@@ -1,4 +1,4 @@
-"""The README.md of every saved adapter: which base it belongs to, and how to serve it."""
+"""Write the README.md of a saved adapter or merged checkpoint, which says its base and how to serve it."""
 
 import shlex
 from collections.abc import Mapping
@@ -19,12 +19,13 @@ def render(
     name: str = "policy",
     folder: str | Path,
 ) -> str:
-    """The card, Markdown with the hub's metadata on top.
+    """Return the model card of an adapter as Markdown, with the hub's metadata on top.
 
-    ``base`` is the absolute folder or model id that was trained on, ``base_hash`` its ``checkpoints.base_hash``,
-    ``adapter_config`` the content of adapter_config.json, ``quantization`` the arm (qerl_nvfp4, bf16 or nf4),
-    ``versions`` package -> version, ``folder`` the absolute one where the adapter lies: the commands name both, and are
-    to work wherever they are typed; nothing else in the card says where they lie.
+    ``base`` is the absolute folder or model id that was trained on, ``base_hash`` its ``base_hash()``.
+    ``adapter_config`` is the content of adapter_config.json. ``quantization`` is the base-weight format (qerl_nvfp4,
+    bf16 or nf4), ``versions`` maps package -> version, and ``folder`` is the adapter's absolute folder.
+
+    Only the commands contain the paths of ``base`` and ``folder``, so that they work from any directory.
     """
     targets = adapter_config.get("target_modules")
     named = targets if isinstance(targets, str) else ", ".join(sorted(targets or []))
@@ -81,7 +82,7 @@ def render(
 def render_merged(
     base: str, base_hash: str, adapter_hash: str, *, trained_norms: bool, quantization: str, folder: str | Path
 ) -> str:
-    """The card of a checkpoint in which an adapter is merged; ``folder`` is the absolute one where it lies."""
+    """Return the model card of a checkpoint with a merged adapter; ``folder`` is its absolute path."""
     norms = " and its trained norms" if trained_norms else ""
     lines = [
         "---",
@@ -110,12 +111,12 @@ def render_merged(
 
 
 def _short(base: str) -> str:
-    """A model id, or the name of a folder: where it lies is this machine's affair, and stands in the commands alone."""
+    """Return the model id, or only the name of a folder: its path is private to this machine."""
     return Path(base).name if Path(base).is_absolute() else base
 
 
 def _base_model(base: str) -> list[str]:
-    """The hub's metadata, which knows models of the hub only."""
+    """Return the hub's metadata line for the base; it can name only models of the hub."""
     return [] if Path(base).is_absolute() else [f"base_model: {base}"]
 
 

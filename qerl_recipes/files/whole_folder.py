@@ -1,8 +1,9 @@
-"""A folder, or a file, that is written whole or not at all.
+"""Write a folder, or a file, whole or not at all.
 
-The content is written to a hidden sibling, flushed to disk, and renamed into place in one step. Whatever stops the
-writer (an error, a full disk, SIGKILL), the destination is untouched; what a dead process left is removed by the next
-one. A writer that is alive holds a lock on its folder.
+The content is written to a hidden sibling, flushed to disk, and renamed into place in one step. If anything stops the
+writer (an error, a full disk, SIGKILL), the destination is untouched. The next writer removes what a dead process left.
+A live writer holds a lock on its folder. A file system that cannot exchange folders needs two steps:
+see ``_move``.
 """
 
 import ctypes
@@ -20,11 +21,11 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 @contextmanager
 def whole_folder(destination: str | Path, *, overwrite: bool = False, proof: str = "config.json") -> Iterator[Path]:
-    """Give an empty folder to write into; it becomes ``destination`` when the block ends without an error.
+    """Yield an empty folder to write into; it becomes ``destination`` when the block ends without an error.
 
-    ``overwrite`` permits replacing an existing folder, if it holds a file named ``proof``: a home folder named by
-    mistake is not a checkpoint. Raises FileExistsError otherwise, and BlockingIOError while another process is writing
-    the same destination.
+    ``overwrite`` permits replacing a folder that is not empty, if it holds a file named ``proof``: a home folder named
+    by mistake is not a checkpoint. Raises FileExistsError if it must not be replaced, and BlockingIOError while another
+    process is writing the same destination.
     """
     destination = Path(destination).absolute()
     _check_replaceable(destination, overwrite, proof)
@@ -40,25 +41,28 @@ def whole_folder(destination: str | Path, *, overwrite: bool = False, proof: str
             yield partial
             mask = _umask()
             for path in [*partial.rglob("*"), partial]:
-                # safetensors writes files that only their owner can read
+                # safetensors makes its files readable by their owner alone
                 path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
                 _flush(path)
             _check_replaceable(destination, overwrite, proof)
             _move(partial, destination)
         finally:
-            shutil.rmtree(partial, ignore_errors=True)  # the failed attempt, or the folder that was replaced
+            shutil.rmtree(partial, ignore_errors=True)  # a failed attempt, or the folder that was replaced
         _flush(destination.parent)
     finally:
         os.close(handle)
 
 
 def write_text(file: str | Path, text: str) -> None:
-    """Write a UTF-8 file whole or not at all, over one that is there. Raises OSError, naming it, where that fails."""
+    """Write a UTF-8 file whole or not at all, over an existing one; raise OSError, naming the file, on failure."""
     write_bytes(file, text.encode())
 
 
 def write_bytes(file: str | Path, content: bytes) -> None:
-    """As ``write_text``: who reads the file meanwhile reads what was there before, or all of ``content``."""
+    """Write a file whole or not at all, over an existing one; raise OSError, naming the file, on failure.
+
+    A concurrent reader gets the old content or all of the new.
+    """
     file = Path(file)
     partial = file.with_name(f".{file.name}.partial-{secrets.token_hex(4)}")
     try:
@@ -74,10 +78,10 @@ def write_bytes(file: str | Path, content: bytes) -> None:
 
 
 def lock(folder: Path, *, wait: bool = False) -> int:
-    """Lock a folder for this process -> the handle that holds the lock until it is closed.
+    """Lock a folder for this process -> the file descriptor, which holds the lock until it is closed.
 
-    Raises BlockingIOError if another process holds it, unless it is to ``wait``, and FileNotFoundError if there is no
-    such folder.
+    Raises BlockingIOError if another process holds the lock, unless ``wait`` is True. Raises FileNotFoundError if there
+    is no such folder.
     """
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -103,14 +107,18 @@ def _remove_if_dead(leftover: Path, destination: Path) -> None:
     try:
         os.close(lock(leftover))
     except FileNotFoundError:
-        return  # its writer has just finished
+        return  # its writer finished just now
     except BlockingIOError as error:
         raise BlockingIOError(f"{destination}: another process is writing it ({leftover}); wait for it") from error
     shutil.rmtree(leftover)
 
 
 def _move(partial: Path, destination: Path) -> None:
-    """Rename, or exchange the two names where the destination has content: there is no moment without one of them."""
+    """Rename ``partial`` to ``destination``, or exchange the two if the destination has content.
+
+    After an exchange, ``partial`` holds the old content. Both leave no moment without a destination. A file system that
+    cannot exchange gets two renames, with such a moment between them, and a warning.
+    """
     if not destination.exists() or not any(destination.iterdir()):
         os.rename(partial, destination)
         return
@@ -128,7 +136,7 @@ def _move(partial: Path, destination: Path) -> None:
 
 
 def _umask() -> int:
-    """This process's; asking ``os.umask`` would change it, for other threads too."""
+    """Return this process's umask. Calling ``os.umask`` would change it, for other threads too."""
     return int(Path("/proc/self/status").read_text().partition("Umask:")[2].split()[0], 8)
 
 
