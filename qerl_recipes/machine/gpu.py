@@ -1,4 +1,4 @@
-"""The GPU of this machine, as torch sees it in this process or as the driver tells without one."""
+"""Describe the GPU of this machine, through torch in this process or through the driver."""
 
 import os
 import subprocess
@@ -10,13 +10,16 @@ MIB = 2**20
 GB = 1_000_000_000
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 HOPPER = (9, 0)  # compute capability
-# what multiplies by NVFP4 weights on a GPU, on a Hopper GPU, and on a CPU
+# the kernels that multiply by NVFP4 weights on most GPUs, on a Hopper GPU, and on a CPU
 MARLIN, TILED, REFERENCE = "Marlin FP4 of vLLM", "our own on tiles (kernels/)", "exact dequantization in fp32"
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """``memory`` in bytes; a Hopper GPU (H100, H200) keeps NVFP4 weights in tiles, others in Marlin's layout."""
+    """Describe a GPU with ``memory`` in bytes.
+
+    A Hopper GPU (H100, H200) stores NVFP4 weights in tiles, others in Marlin's layout.
+    """
 
     memory: int
     is_hopper: bool
@@ -25,7 +28,10 @@ class Gpu:
 
 
 def visible_names() -> list[str]:
-    """The GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them; takes memory on none."""
+    """Return the GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them.
+
+    This takes no GPU memory.
+    """
     if (given := os.environ.get(VISIBLE)) is not None:
         return [name.strip() for name in given.split(",") if name.strip()]
     import torch
@@ -34,7 +40,10 @@ def visible_names() -> list[str]:
 
 
 def this_gpu() -> Gpu | None:
-    """The GPU of this process, which takes some memory on it from then on; None without one."""
+    """Return the GPU of this process, or None.
+
+    From then on this process holds some memory on it.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -44,7 +53,11 @@ def this_gpu() -> Gpu | None:
 
 
 def installed_gpu() -> Gpu | None:
-    """The first GPU that torch will see, asked of the driver, so that this process takes no memory on it; or None."""
+    """Return the first GPU that torch will see, or None.
+
+    The driver is asked through nvidia-smi, so that this process takes no memory on the GPU. Raises OSError or
+    CalledProcessError if nvidia-smi is missing or fails.
+    """
     if not runs_on_cuda(os.environ):
         return None
     name, driver, memory, capability = _ask_driver("name,driver_version,memory.total,compute_cap")
@@ -52,12 +65,15 @@ def installed_gpu() -> Gpu | None:
 
 
 def used_bytes() -> int:
-    """Memory in use on that GPU, by all processes."""
+    """Return the memory in use on the GPU of ``installed_gpu``, by all processes."""
     return int(_ask_driver("memory.used")[0]) * MIB
 
 
 def _ask_driver(what: str) -> list[str]:
-    """Raises OSError or CalledProcessError where there is no nvidia-smi or it fails."""
+    """Return the values that nvidia-smi reports for a comma-separated list of fields.
+
+    Raises OSError or CalledProcessError if nvidia-smi is missing or fails.
+    """
     index = os.environ.get(VISIBLE, "0").split(",")[0]
     line = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits", "-i", index]
     answer = subprocess.run(line, capture_output=True, text=True, check=True).stdout
@@ -65,5 +81,5 @@ def _ask_driver(what: str) -> list[str]:
 
 
 def gigabytes(count: float) -> str:
-    """Bytes as decimal GB, in which GPUs are sold."""
+    """Format bytes as decimal GB, the unit in which GPUs are sold."""
     return f"{count / GB:.1f} GB"

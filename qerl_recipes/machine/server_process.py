@@ -1,7 +1,7 @@
-"""A server as a child of this process, for as long as it is needed: started, waited for, ended with all it has started.
+"""Run a server as a child process: start it, wait until it is ready, and end it with all processes it has started.
 
-Where this process is killed, the server is asked to end, too. What it prints goes to a file, whose end is part of the
-error where it does not start.
+If this process is killed, the server is asked to end too. Its output goes to a file, whose end becomes part of the
+error if it does not start.
 """
 
 import contextlib
@@ -16,14 +16,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-ENGINES_OWN = ("MASTER_PORT", "VLLM_DIST_IDENT")  # variables that hold for the engines of one process alone
+ENGINES_OWN = ("MASTER_PORT", "VLLM_DIST_IDENT")  # variables that only apply to engines of one process
 LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1
-PATIENCE = 20.0  # seconds that a server may take to end when it is asked to
+PATIENCE = 20.0  # seconds in which a server may end when asked to
 
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """``url`` is its address, without /v1."""
+    """Describe a running server; ``url`` is its address without /v1."""
 
     url: str
     log: Path
@@ -31,12 +31,12 @@ class ServerProcess:
 
 
 def inherited() -> dict[str, str]:
-    """This process's environment without what holds for its own engines alone."""
+    """Return this process's environment without the variables that only apply to its own engines."""
     return {name: value for name, value in os.environ.items() if name not in ENGINES_OWN}
 
 
 def start(line: Sequence[str | Path], log: Path, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-    """A process in a session of its own, which is asked to end where this one is killed; its output goes to ``log``.
+    """Start a process in a new session, with its output in ``log``; it is asked to end if this process is killed.
 
     ``environment`` is added to ``inherited``.
     """
@@ -55,9 +55,9 @@ def start(line: Sequence[str | Path], log: Path, environment: Mapping[str, str])
 def started(
     line: Sequence[str], port: int, log: Path, environment: Mapping[str, str], *, seconds: float = 280
 ) -> Iterator[ServerProcess]:
-    """The server of a command line, ready to answer, until the end of the block.
+    """Start a server, wait until it is ready to answer, and yield it; end it when the block ends.
 
-    ``environment`` is added to this process's. Raises RuntimeError, with the end of ``log``, for a server that ends or
+    ``environment`` is added to ``inherited``. Raises RuntimeError, with the end of ``log``, for a server that ends or
     is not ready after ``seconds``.
     """
     import httpx
@@ -80,10 +80,13 @@ def started(
 
 
 def end(process: "subprocess.Popen[bytes]") -> None:
-    """Asks a process that leads a session to end, and kills what is left of the session after a while."""
+    """Ask a process that leads a session to end, and wait for it.
+
+    Kill what is left of its process group after ``PATIENCE`` seconds.
+    """
     deadline = time.monotonic() + PATIENCE
     process.terminate()
-    with contextlib.suppress(ProcessLookupError):  # raised once none of them is left
+    with contextlib.suppress(ProcessLookupError):  # raised when no process is left
         while time.monotonic() < deadline:
             process.poll()
             os.killpg(process.pid, 0)
@@ -93,8 +96,11 @@ def end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def end_with(parent: int) -> None:
-    """In a new process: the kernel asks it to end once the thread that started it and waits for it is gone, so that a
-    program that was killed leaves nothing behind that holds files, ports and GPUs."""
+    """Let the kernel ask this new process to end when the thread that started it is gone.
+
+    A program that was killed then leaves nothing behind that holds files, ports and GPUs. Call it in the child;
+    ``parent`` is the starter's process id.
+    """
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it was gone before, and the kernel will not ask
+    if os.getppid() != parent:  # the parent was gone already, so the kernel will not ask
         os._exit(1)
