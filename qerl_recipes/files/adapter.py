@@ -138,12 +138,12 @@ def _object(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise TypeError(f"{type(found).__name__} instead of an object")
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise TypeError(f"{type(content).__name__} instead of an object")
     except (ValueError, TypeError) as error:
         raise ValueError(f"{file} is damaged ({error!r}); save the adapter again") from error
-    return found
+    return content
 
 
 def engine_rank(rank: int) -> int:

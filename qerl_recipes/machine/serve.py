@@ -43,7 +43,7 @@ def check(model: str, arguments: Sequence[str] = ()) -> None:
     Raises ValueError for contents of --additional-config and --hf-overrides that the engine refuses.
     """
     checks = {"additional-config": Options.parse, "hf-overrides": check_overrides}
-    for flag, text in _given(arguments):
+    for flag, text in _flags(arguments):
         if flag in checks:
             with contextlib.suppress(json.JSONDecodeError):  # vLLM itself reads other forms, such as dotted keys
                 checks[flag](json.loads(text))
@@ -57,31 +57,31 @@ def check(model: str, arguments: Sequence[str] = ()) -> None:
         inspect_folder(folder, weight_only=weight_only)
 
 
-def _given(arguments: Sequence[str]) -> list[tuple[str, str]]:
+def _flags(arguments: Sequence[str]) -> list[tuple[str, str]]:
     """Return the flags of a command line, in order, each with its value.
 
     For a flag without a value, the word that follows it is returned as one.
     """
-    found = []
+    flags = []
     for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):
         if argument.startswith("--"):
             name, equals, value = argument.removeprefix("--").partition("=")
-            found.append((name.replace("_", "-"), value if equals else following))
-    return found
+            flags.append((name.replace("_", "-"), value if equals else following))
+    return flags
 
 
 def announcement(line: Sequence[str]) -> str:
     """Say what a server with that command line will serve, with which kernel, and where it will listen."""
     model = line[line.index("serve") + 1]
-    given = dict(_given(line))  # the last value counts, as in argparse
-    quantization, host = given["quantization"], given.get("host") or "0.0.0.0"
-    how = f"quantization {quantization}"
-    if quantization == "qerl_nvfp4" and "kernel" not in given.get("additional-config", ""):
+    flags = dict(_flags(line))  # the last value counts, as in argparse
+    quantization, host = flags["quantization"], flags.get("host") or "0.0.0.0"
+    format_and_kernel = f"quantization {quantization}"
+    if quantization == "qerl_nvfp4" and "kernel" not in flags.get("additional-config", ""):
         gpu = installed_gpu()
-        how += f", kernel: {MARLIN if gpu and not gpu.is_hopper else TILED if gpu else REFERENCE}"
-    everyone = " (all addresses of this machine; --host 127.0.0.1 for this machine alone)"
-    where = f"http://{host}:{given.get('port', PORT)}/v1{everyone if host == '0.0.0.0' else ''}"
-    return f"serving {given.get('served-model-name', model)} ({how}) at {where}"
+        format_and_kernel += f", kernel: {MARLIN if gpu and not gpu.is_hopper else TILED if gpu else REFERENCE}"
+    remark = " (all addresses of this machine; --host 127.0.0.1 for this machine alone)"
+    url = f"http://{host}:{flags.get('port', PORT)}/v1{remark if host == '0.0.0.0' else ''}"
+    return f"serving {flags.get('served-model-name', model)} ({format_and_kernel}) at {url}"
 
 
 def serve(model: str, arguments: Sequence[str]) -> None:

@@ -170,9 +170,9 @@ class GRPOConfig(trl.GRPOConfig):
 
         The server's address in it has neither user nor password.
         """
-        found: dict[str, Any] = super().to_dict()
+        content: dict[str, Any] = super().to_dict()
         url = self.vllm_server_base_url
-        return {**found, "vllm_server_base_url": url if url is None else shown(url)}
+        return {**content, "vllm_server_base_url": url if url is None else shown(url)}
 
     def __str__(self) -> str:
         """Return TRL's text, which omits tokens; the server's address in it has neither user nor password."""
@@ -219,7 +219,7 @@ class GRPOConfig(trl.GRPOConfig):
         Raises ConfigError for values out of range and for keys that contradict each other.
         """
         sigmas = {"sigma_start": self.sigma_start, "sigma_end": self.sigma_end}
-        asked = [name for name, value in {**sigmas, "num_stages": self.num_stages}.items() if value]
+        set_keys = [name for name, value in {**sigmas, "num_stages": self.num_stages}.items() if value]
         for name, value in sigmas.items():
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ConfigError(
@@ -228,12 +228,14 @@ class GRPOConfig(trl.GRPOConfig):
             if value is not None and value > MAX_SIGMA:
                 raise ConfigError(f"{name} must be at most {MAX_SIGMA:g}, the most that the engine takes, not {value}")
         if self.noise_mode is None:
-            self.noise_mode = DEFAULT_NOISE_MODE if asked else "none"
+            self.noise_mode = DEFAULT_NOISE_MODE if set_keys else "none"
         if self.noise_mode not in NOISE_MODES:
             raise ConfigError(f"noise_mode cannot be {self.noise_mode!r}; it is one of {', '.join(NOISE_MODES)}")
         if self.noise_mode == "none":
-            if asked:
-                raise ConfigError(f"{', '.join(asked)} would be ignored with noise_mode: none; remove one or the other")
+            if set_keys:
+                raise ConfigError(
+                    f"{', '.join(set_keys)} would be ignored with noise_mode: none; remove one or the other"
+                )
             self.sigma_start, self.sigma_end, self.num_stages = 0.0, 0.0, 0
         else:
             self.sigma_start = SIGMA_START if self.sigma_start is None else self.sigma_start
@@ -321,15 +323,15 @@ def parse(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig
     if path is not None:
         content = read_yaml(path)
         dropped = defaults_from_yaml(recipe, content, path)
-    given = {*content, *(flag.partition("=")[0][2:].replace("-", "_") for flag in flags if flag.startswith("--"))}
-    is_without_gpu = "use_cpu" not in given and not torch.cuda.is_available()
+    set_keys = {*content, *(flag.partition("=")[0][2:].replace("-", "_") for flag in flags if flag.startswith("--"))}
+    is_without_gpu = "use_cpu" not in set_keys and not torch.cuda.is_available()
     if is_without_gpu:
         flags += ["--use_cpu", "true", "--bf16", "false"]
-    arguments, instead = translate_flags(recipe, flags)
-    refused = [line for line in {**dropped, **instead}.values() if line is not None]
-    values, stray = recipe.parse_known_args(arguments)
-    if stray:
-        raise ConfigError(f"command line: {' '.join(stray)} belongs to no flag")
+    arguments, dropped_flags = translate_flags(recipe, flags)
+    refused = [line for line in {**dropped, **dropped_flags}.values() if line is not None]
+    values, unparsed = recipe.parse_known_args(arguments)
+    if unparsed:
+        raise ConfigError(f"command line: {' '.join(unparsed)} belongs to no flag")
     try:
         script, training, model = recipe.parse_args_into_dataclasses(arguments, look_for_args_file=False)
     except _CONSTRUCTION_ERRORS as error:  # TRL and transformers check how their keys combine
@@ -338,11 +340,11 @@ def parse(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig
             lines.append(str(error))
         raise ConfigError("\n".join(lines)) from error
     script.refused, script.is_without_gpu = refused, is_without_gpu
-    changed = {key: old for key, old in DEFAULTS_OF_TRL_0_18.items() if key not in given}
+    changed = {key: old for key, old in DEFAULTS_OF_TRL_0_18.items() if key not in set_keys}
     if changed and OF_TRL_0_18 & set(content):
         listed = ", ".join(f"{key} was {old}, is {getattr(training, key)}" for key, old in changed.items())
         warnings.warn(f"{path} is of an earlier TRL, and defaults have changed since: {listed}", stacklevel=2)
-    model.names_adapter = any(key.startswith(("lora_", "use_peft", "use_rslora")) for key in given)
+    model.names_adapter = any(key.startswith(("lora_", "use_peft", "use_rslora")) for key in set_keys)
     if training.vllm_max_model_length is None and script.max_prompt_length is not None:
         training.vllm_max_model_length = script.max_prompt_length + training.max_completion_length
     return script, training, model

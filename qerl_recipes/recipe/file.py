@@ -122,7 +122,7 @@ def defaults_from_yaml(parser: RecipeParser, content: Mapping[str, Any], where: 
     Returns, for each key of WITHOUT_EFFECT in the recipe, its refusal, or None if it merely has no effect. Raises
     ConfigError for an unknown key, a key that occurs under two names, or a value of the wrong type.
     """
-    valid, given = parser.keys(), {}
+    valid, defaults = parser.keys(), {}
     dropped: dict[str, str | None] = {}
     for key, value in content.items():
         name = key
@@ -133,16 +133,16 @@ def defaults_from_yaml(parser: RecipeParser, content: Mapping[str, Any], where: 
             name, value = _rename(key, value, where)
         if name not in valid:
             raise unknown(key, valid, where)
-        if name in given:
+        if name in defaults:
             raise ConfigError(f"{where}: {key} and {name} are the same key; keep one of them")
-        given[name] = value
-    actions = {action.dest: action for action in reversed(parser._actions) if action.dest in given}
+        defaults[name] = value
+    actions = {action.dest: action for action in reversed(parser._actions) if action.dest in defaults}
     may_be_none = parser.may_be_none()
-    for name, value in given.items():
+    for name, value in defaults.items():
         if value is None and name not in may_be_none:
             raise ConfigError(f"{where}: {name} has no value; give it one, or remove it for the default")
-        given[name] = _checked(actions[name], value, where)
-    parser.set_defaults_with_config(**given)
+        defaults[name] = _checked(actions[name], value, where)
+    parser.set_defaults_with_config(**defaults)
     return dropped
 
 
@@ -250,12 +250,12 @@ def help_text(parser: RecipeParser) -> str:
 
 def _owners(dataclass_types: Iterable[Any]) -> dict[str, str]:
     """Map each key to the TRL dataclass that defines it, or to QeRL for a key that our dataclass adds."""
-    found = {}
+    owners = {}
     for dataclass in dataclass_types:
         theirs = {field.name for field in dataclasses.fields(dataclass.__base__)}
         for field in dataclasses.fields(dataclass):
-            found[field.name] = dataclass.__name__ if field.name in theirs else "QeRL"
-    return found
+            owners[field.name] = dataclass.__name__ if field.name in theirs else "QeRL"
+    return owners
 
 
 def _add(page: argparse.ArgumentParser, title: str, actions: Iterable[argparse.Action]) -> None:

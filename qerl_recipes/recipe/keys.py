@@ -234,10 +234,10 @@ def refusals(*configs: Any) -> list[str]:
     The list is empty if all can. ``parse`` stores lines about keys that are no fields of theirs in
     ``ScriptArguments.refused``; they are included.
     """
-    found: list[str] = []
+    lines: list[str] = []
     for config in configs:
-        found += getattr(config, "refused", [])
+        lines += getattr(config, "refused", [])
         for key, refusal in REFUSED.items():
             if hasattr(config, key) and (value := getattr(config, key)) not in refusal.allowed:
-                found.append(refused(key, refusal, value))
-    return found
+                lines.append(refused(key, refusal, value))
+    return lines

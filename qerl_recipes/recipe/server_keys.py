@@ -42,11 +42,11 @@ def address(training: GRPOConfig) -> str:
 
     It may contain user and password: use it for requests, do not show it.
     """
-    given = training.vllm_server_base_url
-    if given is None:
+    url = training.vllm_server_base_url
+    if url is None:
         host = training.vllm_server_host
         return f"http://{f'[{host}]' if ':' in host else host}:{training.vllm_server_port}"  # IPv6 needs brackets
-    return given.rstrip("/").removesuffix("/v1")
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def problems(training: GRPOConfig) -> Iterator[str]:
@@ -93,11 +93,11 @@ def problems(training: GRPOConfig) -> Iterator[str]:
 def _address_problems(training: GRPOConfig) -> Iterator[str]:
     url = training.vllm_server_base_url
     if url is None:
-        if not _is_address(found := address(training)) or "@" in found:
+        if not _is_address(assembled := address(training)) or "@" in assembled:
             yield (
                 f"vllm_server_host: {shown(training.vllm_server_host)!r} with vllm_server_port: "
-                f"{training.vllm_server_port} gives {shown(found)}, which is no address; a host is a name or a number, "
-                "such as gpu1 or ::1"
+                f"{training.vllm_server_port} gives {shown(assembled)}, which is no address; a host is a name or a "
+                "number, such as gpu1 or ::1"
             )
         return
     if not _is_address(url):

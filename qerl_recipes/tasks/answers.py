@@ -26,22 +26,22 @@ def text_of(completion: Completion) -> str:
 
 def answer_block(text: str) -> str | None:
     """Return the content of the last ``<answer>`` block, or None."""
-    found = ANSWER.findall(text)
-    return found[-1].strip() if found else None
+    blocks = ANSWER.findall(text)
+    return blocks[-1].strip() if blocks else None
 
 
 def last_box(text: str) -> str | None:
     r"""Return the content of the last closed ``\boxed{}``, nested braces included, or None."""
     opened: list[int | None] = []  # start of each open box's content; None for another brace
-    last, found = -1, None
+    last_begin, content = -1, None
     for brace in BRACE.finditer(text):
         if brace.group() == "}":
             begin = opened.pop() if opened else None
-            if begin is not None and begin > last:
-                last, found = begin, text[begin : brace.start()].strip()
+            if begin is not None and begin > last_begin:
+                last_begin, content = begin, text[begin : brace.start()].strip()
         elif brace.group() == "{" or brace.group().startswith("\\boxed"):
             opened.append(None if brace.group() == "{" else brace.end())
-    return found
+    return content
 
 
 def answer_in(text: str) -> str | None:
@@ -66,8 +66,8 @@ def is_exactly(text: str, answer: str) -> bool:
     The answer is the last block or box; without one it is the whole text. The reward ``exact_answer`` and the
     evaluation ``jsonl-exact:`` both use this rule.
     """
-    given = answer_in(text)
-    return answer.strip() == (text.strip() if given is None else given)
+    extracted = answer_in(text)
+    return answer.strip() == (text.strip() if extracted is None else extracted)
 
 
 def last_number(text: str) -> Decimal | None:
@@ -76,10 +76,10 @@ def last_number(text: str) -> Decimal | None:
     A fraction of whole numbers is one number, to Decimal's 28 digits. The reward ``last_number`` and the evaluation
     ``jsonl-number:`` both use this rule.
     """
-    found = list(NUMBER.finditer(text.replace("\N{MINUS SIGN}", "-")))
-    if not found:
+    matches = list(NUMBER.finditer(text.replace("\N{MINUS SIGN}", "-")))
+    if not matches:
         return None
-    last = found[-1]
+    last = matches[-1]
     if last["plain"] is not None:
         return Decimal(last["plain"].replace(",", ""))
     if last["top"] is not None:

@@ -36,12 +36,12 @@ def problems(count: int, seed: int, exclude: Collection[str] = ()) -> Dataset:
 
     None has a prompt of ``exclude``. The same seed always gives the same problems.
     """
-    rng, excluded, found = random.Random(seed), set(exclude), dict[str, str]()
-    while len(found) < count:
+    rng, excluded, answers = random.Random(seed), set(exclude), dict[str, str]()
+    while len(answers) < count:
         prompt, answer = draw(rng)
         if prompt not in excluded:
-            found[prompt] = answer
-    return Dataset.from_dict({"prompt": list(found), "answer": list(found.values())})
+            answers[prompt] = answer
+    return Dataset.from_dict({"prompt": list(answers), "answer": list(answers.values())})
 
 
 def held_out() -> Dataset:

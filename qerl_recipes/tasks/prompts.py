@@ -99,15 +99,15 @@ def _flaw(prompt: Any, system_prompt: str | None) -> str | None:
         return f"is {prompt!r}, which is neither a text nor a list of messages"
     if not prompt:
         return "is a list without a message; leave this problem out"
-    for turn in prompt:
-        if not isinstance(turn, dict) or not isinstance(turn.get("role"), str) or "content" not in turn:
-            return f'has the message {turn!r}; write each as {{"role": "user", "content": TEXT}}'
-        if system_prompt is not None and turn["role"] == "system":
+    for message in prompt:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            return f'has the message {message!r}; write each as {{"role": "user", "content": TEXT}}'
+        if system_prompt is not None and message["role"] == "system":
             return (
-                f"has a system turn ({str(turn['content'])[:40]!r}), and system_prompt would be a second one; remove "
-                "system_prompt, or the turn from the data"
+                f"has a system turn ({str(message['content'])[:40]!r}), and system_prompt would be a second one; "
+                "remove system_prompt, or the turn from the data"
             )
-        if system_prompt is not None and isinstance(turn["content"], list):
+        if system_prompt is not None and isinstance(message["content"], list):
             return (
                 "has a message whose content is a list of parts, beside which system_prompt, a text, cannot stand; "
                 "write each content as one text, or the system turn into the data and remove system_prompt"
@@ -120,10 +120,10 @@ def _flaw(prompt: Any, system_prompt: str | None) -> str | None:
 
 def tokenizer(folder: Path, training: GRPOConfig, **options: Any) -> PreTrainedTokenizerBase:
     """Return the tokenizer of the model in ``folder``, with the recipe's chat template if it sets one."""
-    found = AutoTokenizer.from_pretrained(folder, **options)
+    loaded = AutoTokenizer.from_pretrained(folder, **options)
     if training.chat_template is not None:
-        found.chat_template = training.chat_template
-    return found
+        loaded.chat_template = training.chat_template
+    return loaded
 
 
 def load(
@@ -160,18 +160,21 @@ def _conversational(
         return data
     system = [] if script.system_prompt is None else [{"role": "system", "content": script.system_prompt}]
 
-    def messages(row: dict[str, Any]) -> dict[str, Any]:
+    def to_conversation(row: dict[str, Any]) -> dict[str, Any]:
         prompt = row["prompt"]
-        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return {"prompt": [*system, *turns]}
+        conversation = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return {"prompt": [*system, *conversation]}
 
     dropped = [name for name in ("prompt", "messages") if name in data.column_names]
-    asked = data.map(messages, remove_columns=dropped, desc="prompts")
-    kinds = {tuple((turn["role"], type(turn["content"])) for turn in turns): turns for turns in asked["prompt"]}
-    for turns in kinds.values():
-        if (reason := blindness(tokenizer, turns, options)) is not None:
+    conversational = data.map(to_conversation, remove_columns=dropped, desc="prompts")
+    examples = {
+        tuple((message["role"], type(message["content"])) for message in conversation): conversation
+        for conversation in conversational["prompt"]
+    }
+    for conversation in examples.values():
+        if (reason := blindness(tokenizer, conversation, options)) is not None:
             raise ConfigError(reason)
-    return asked
+    return conversational
 
 
 def ids(
@@ -201,14 +204,14 @@ def _fitting(
     limit = script.max_prompt_length
     if limit is None:
         return data
-    kept = [i for i, prompt in enumerate(data["prompt"]) if tokens(prompt, tokenizer, options) <= limit]
-    if not kept:
+    fitting = [i for i, prompt in enumerate(data["prompt"]) if tokens(prompt, tokenizer, options) <= limit]
+    if not fitting:
         raise ConfigError(f"no prompt has at most max_prompt_length = {limit} tokens; raise it")
-    if len(kept) < len(data):
+    if len(fitting) < len(data):
         logger.warning(
-            "%d of %d prompts have more than %d tokens and are left out", len(data) - len(kept), len(data), limit
+            "%d of %d prompts have more than %d tokens and are left out", len(data) - len(fitting), len(data), limit
         )
-    return data.select(kept)
+    return data.select(fitting)
 
 
 def from_files(script: ScriptArguments, name: str, config: str | None) -> tuple[Dataset, Dataset | None]:
@@ -241,23 +244,23 @@ def from_files(script: ScriptArguments, name: str, config: str | None) -> tuple[
     return _select(splits, train), _select(splits, held_out)
 
 
-def _rows(splits: DatasetDict, key: str, wanted: str) -> dict[str, range] | None:
+def _rows(splits: DatasetDict, key: str, spec: str) -> dict[str, range] | None:
     """Return the rows that a split such as ``train`` or ``train[:80%]`` names, by the split they are in.
 
     Returns None if there is no such split.
     """
-    if wanted in splits:
-        return {wanted: range(len(splits[wanted]))}
-    if {part.partition("[")[0].strip() for part in wanted.split("+")} - set(splits):
+    if spec in splits:
+        return {spec: range(len(splits[spec]))}
+    if {part.partition("[")[0].strip() for part in spec.split("+")} - set(splits):
         return None
     try:
-        absolute = ReadInstruction.from_spec(wanted).to_absolute({name: len(data) for name, data in splits.items()})
+        absolute = ReadInstruction.from_spec(spec).to_absolute({name: len(data) for name, data in splits.items()})
     except (ValueError, AssertionError) as error:
-        raise ConfigError(f"{key} cannot be {wanted!r}: {error}; write it as train[:90%] or train[100:200]") from error
-    found = {part.splitname: range(part.from_ or 0, part.to) for part in absolute}
-    if len(found) < len(absolute):
-        raise ConfigError(f"{key} cannot be {wanted!r}: it takes two parts of one split; name one part")
-    return found
+        raise ConfigError(f"{key} cannot be {spec!r}: {error}; write it as train[:90%] or train[100:200]") from error
+    ranges = {part.splitname: range(part.from_ or 0, part.to) for part in absolute}
+    if len(ranges) < len(absolute):
+        raise ConfigError(f"{key} cannot be {spec!r}: it takes two parts of one split; name one part")
+    return ranges
 
 
 def _select(splits: DatasetDict, rows: dict[str, range]) -> Dataset:
@@ -289,13 +292,13 @@ def rename(data: Dataset, names: dict[str, str], source: str, way_out: str = "")
 
 def options(script: ScriptArguments, allowed: set[str]) -> dict[str, Any]:
     """Return ``dataset_kwargs``; raise ConfigError for an option that is not ``allowed``."""
-    given = dict(script.dataset_kwargs or {})  # type: ignore[arg-type]
-    if unknown := sorted(set(given) - allowed):
+    kwargs = dict(script.dataset_kwargs or {})  # type: ignore[arg-type]
+    if unknown := sorted(set(kwargs) - allowed):
         raise ConfigError(
             f"dataset_kwargs: {script.dataset_name} knows no {', '.join(unknown)}; it knows "
             f"{', '.join(sorted(allowed)) or 'no options'}"
         )
-    return given
+    return kwargs
 
 
 def from_name(script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
@@ -303,9 +306,9 @@ def from_name(script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
 
     ``dataset_kwargs.columns`` renames columns, {old: new}.
     """
-    given = options(script, {"columns"})
+    kwargs = options(script, {"columns"})
     train, held_out = from_files(script, str(script.dataset_name), script.dataset_config)
-    names = given.get("columns", {})
+    names = kwargs.get("columns", {})
     return rename(train, names, str(script.dataset_name)), (
         None if held_out is None else rename(held_out, names, str(script.dataset_name))
     )
@@ -317,15 +320,15 @@ def mixture(script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
     Its form is ``{datasets: [{id, config, split, columns, weight}], seed, test_split_size}``. ``weight`` is the share
     of a part to take.
     """
-    given = dict(script.dataset_mixture or {})  # type: ignore[arg-type]
+    settings = dict(script.dataset_mixture or {})  # type: ignore[arg-type]
     names = ("dataset_kwargs", "dataset_config", "dataset_train_split", "dataset_test_split")
     refuse_unread(script, "dataset_mixture (its parts have a config and a split each, and test_split_size)", *names)
-    seed, parts = given.get("seed", 0), given.get("datasets")
-    if unknown := sorted(set(given) - {"datasets", "seed", "test_split_size"}):
+    seed, parts = settings.get("seed", 0), settings.get("datasets")
+    if unknown := sorted(set(settings) - {"datasets", "seed", "test_split_size"}):
         raise ConfigError(f"dataset_mixture: unknown {', '.join(unknown)}; it has datasets, seed and test_split_size")
     if not isinstance(parts, list) or not parts:
         raise ConfigError("dataset_mixture: datasets must list at least one data set with an id")
-    taken = []
+    samples = []
     for part in parts:
         if not isinstance(part, dict) or "id" not in part or set(part) - {"id", "config", "split", "columns", "weight"}:
             raise ConfigError(f"dataset_mixture: a part has id, config, split, columns and weight, not {part!r}")
@@ -340,13 +343,13 @@ def mixture(script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
         weight = part.get("weight", 1.0)
         if not 0 < weight <= 1:
             raise ConfigError(f"dataset_mixture: weight is the share of {part['id']} to take, not {weight}")
-        taken.append(data.shuffle(seed=seed).select(range(int(len(data) * weight))) if weight < 1 else data)
-    if any(set(data.column_names) != set(taken[0].column_names) for data in taken):
+        samples.append(data.shuffle(seed=seed).select(range(int(len(data) * weight))) if weight < 1 else data)
+    if any(set(data.column_names) != set(samples[0].column_names) for data in samples):
         raise ConfigError("dataset_mixture: the parts have different columns; cut them with columns: [...]")
-    together = concatenate_datasets(taken).shuffle(seed=seed)
-    if (size := given.get("test_split_size")) is None:
-        return together, None
-    halves = together.train_test_split(test_size=size, seed=seed)
+    shuffled = concatenate_datasets(samples).shuffle(seed=seed)
+    if (size := settings.get("test_split_size")) is None:
+        return shuffled, None
+    halves = shuffled.train_test_split(test_size=size, seed=seed)
     return halves["train"], halves["test"]
 
 
@@ -359,10 +362,10 @@ def _known(
     """
 
     def load(script: ScriptArguments) -> tuple[Dataset, Dataset | None]:
-        place = options(script, {"path"}).get("path")
-        configuration = script.dataset_config or (None if place else config)
-        train, held_out = from_files(script, place or hub_id, configuration)
-        return convert(train, place or hub_id), None if held_out is None else convert(held_out, place or hub_id)
+        path = options(script, {"path"}).get("path")
+        configuration = script.dataset_config or (None if path else config)
+        train, held_out = from_files(script, path or hub_id, configuration)
+        return convert(train, path or hub_id), None if held_out is None else convert(held_out, path or hub_id)
 
     def convert(data: Dataset, source: str) -> Dataset:
         question = next((name for name in questions if name in data.column_names), None)
@@ -388,8 +391,8 @@ def _closed_form(row: dict[str, Any]) -> dict[str, str]:
 
     The solution gets dollars around it unless it is marked as LaTeX: math-verify reads LaTeX between dollars.
     """
-    places = row.get("answer"), row.get("solution"), (row.get("reward_model") or {}).get("ground_truth")
-    answer = next((text for place in places if place is not None and (text := str(place).strip())), "")
+    candidates = row.get("answer"), row.get("solution"), (row.get("reward_model") or {}).get("ground_truth")
+    answer = next((text for candidate in candidates if candidate is not None and (text := str(candidate).strip())), "")
     marked = "$" in answer or "\\boxed" in answer or "\\(" in answer
     return {"answer": answer, "solution": answer if marked else f"${answer}$"}
 

@@ -71,13 +71,13 @@ def _different(specification: str, count: int) -> Dataset:
 
     If there are fewer, return only a quarter of them, so that the rest can be trained on.
     """
-    found: dict[str, int] = {}  # question -> index
+    indices: dict[str, int] = {}  # question -> index
     for i in range(len(_task(specification))):
-        found.setdefault(_entry(specification, i)["question"], i)
-        if len(found) == count:
+        indices.setdefault(_entry(specification, i)["question"], i)
+        if len(indices) == count:
             break
-    kept = list(found.values())[: count if len(found) == count else len(found) // 4]
-    return _table(specification, {i: _entry(specification, i) for i in kept})
+    held_out = list(indices.values())[: count if len(indices) == count else len(indices) // 4]
+    return _table(specification, {i: _entry(specification, i) for i in held_out})
 
 
 def load(script: ScriptArguments) -> tuple[Dataset, Dataset]:
@@ -102,10 +102,10 @@ def scores(completions: list[str], reasoning_gym: list[str], **columns: Any) -> 
 
     A completion without an answer scores 0.
     """
-    found = []
+    results = []
     for text, reference in zip(completions, reasoning_gym, strict=True):
         problem = json.loads(reference)
         task, entry = _task(problem["specification"]), _entry(problem["specification"], problem["index"])
         answer = answer_in(text)
-        found.append(0.0 if answer is None else float(task.score_answer(answer, entry)))
-    return found
+        results.append(0.0 if answer is None else float(task.score_answer(answer, entry)))
+    return results

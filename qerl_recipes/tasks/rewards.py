@@ -78,9 +78,9 @@ def last_number(completions: list[str], answer: list[Any], **columns: Any) -> li
     Other text around the numbers does not matter. If ``answer`` has no number, every completion gets 0. ``qerl
     evaluate`` judges ``jsonl-number:`` by the same rule.
     """
-    wanted = [answers.last_number(answers.written(a)) for a in answer]
-    given = [answers.last_number(text) for text in completions]
-    return [float(w is not None and w == g) for w, g in zip(wanted, given, strict=True)]
+    expected = [answers.last_number(answers.written(a)) for a in answer]
+    stated = [answers.last_number(text) for text in completions]
+    return [float(right is not None and right == number) for right, number in zip(expected, stated, strict=True)]
 
 
 def repetition_penalty(script: ScriptArguments) -> Reward:
@@ -112,16 +112,16 @@ def code_format(script: ScriptArguments) -> Reward:
     """
     if script.code_language not in LANGUAGES:
         raise ConfigError(f"code_language cannot be {script.code_language!r}; it is one of {', '.join(LANGUAGES)}")
-    wanted = script.code_language
+    default = script.code_language
 
     def matches(text: str, language: str) -> bool:
         layout = rf"^<think>\n.*?\n</think>\n<answer>\n.*?```{re.escape(language)}.*?```.*?\n</answer>$"
         return re.match(layout, text, re.DOTALL | re.MULTILINE) is not None
 
     def code_format(completions: list[Completion], language: list[Any] | None = None, **columns: Any) -> list[float]:
-        languages = [wanted] * len(completions) if language is None else language
+        languages = [default] * len(completions) if language is None else language
         texts = [text_of(completion) for completion in completions]
-        return [float(matches(text, of or wanted)) for text, of in zip(texts, languages, strict=True)]
+        return [float(matches(text, own or default)) for text, own in zip(texts, languages, strict=True)]
 
     return code_format
 
@@ -134,7 +134,7 @@ def accuracy(completions: list[Completion], solution: list[Any], **columns: Any)
     from trl.rewards import accuracy_reward
 
     messages = [[{"role": "assistant", "content": text_of(completion)}] for completion in completions]
-    return accuracy_reward(messages, [answers.written(one) for one in solution], log_extra=columns.get("log_extra"))
+    return accuracy_reward(messages, [answers.written(value) for value in solution], log_extra=columns.get("log_extra"))
 
 
 def dapo_score(completions: list[Completion], solution: list[str], **columns: Any) -> list[float | None]:

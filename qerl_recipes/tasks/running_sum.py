@@ -74,13 +74,13 @@ def problems(count: int, seed: int, exclude: Collection[str] = ()) -> list[Probl
     The same seed always gives the same problems.
     """
     rng, seen = random.Random(seed), set(exclude)
-    found: list[Problem] = []
-    while len(found) < count:
+    drawn: list[Problem] = []
+    while len(drawn) < count:
         problem = draw(rng)
         if problem.prompt not in seen:
             seen.add(problem.prompt)
-            found.append(problem)
-    return found
+            drawn.append(problem)
+    return drawn
 
 
 def held_out(count: int = HELD_OUT) -> list[Problem]:

@@ -77,11 +77,11 @@ def _flaw(path: Path) -> str | None:
             lines = [(1, file.read_text(encoding="utf-8-sig"))]  # one list holds all problems
         for number, line in lines:
             try:
-                found = json.loads(line)
+                value = json.loads(line)
             except json.JSONDecodeError as error:
-                at = f"line {number + error.lineno - 1}"
-                return f"{file}, {at} is no JSON ({error.msg}, column {error.colno}); mend the line or remove it"
-            if not all(isinstance(row, dict) for row in (found if isinstance(found, list) else [found])):
+                position = f"line {number + error.lineno - 1}"
+                return f"{file}, {position} is no JSON ({error.msg}, column {error.colno}); mend the line or remove it"
+            if not all(isinstance(row, dict) for row in (value if isinstance(value, list) else [value])):
                 return f"{file}, line {number} is no JSON object; each problem is one, such as {LINE}"
     return None
 
@@ -99,25 +99,25 @@ def _reason(path: Path, error: BaseException) -> str:
     return f"{path} cannot be read ({type(error).__name__}: {str(error).strip()}); mend the file, or name another"
 
 
-def _as_texts(place: str, **named: Any) -> dict[str, Any]:
+def _as_texts(place: str, **options: Any) -> dict[str, Any]:
     """Return the options with which ``load_dataset`` reads CSV files as text.
 
-    007 is then not read as 7, nor NA as a missing answer. ``named`` are the other options. The result is empty for
+    007 is then not read as 7, nor NA as a missing answer. ``options`` are the other options. The result is empty for
     other files, and for a folder whose README defines the columns.
 
     Raises ConfigError if the files have different columns: those that the first file lacks would be lost.
     """
-    with TemporaryDirectory() as nothing:  # the usual cache may hold columns from an earlier reading
-        builder = load_dataset_builder(place, cache_dir=nothing, **named)
+    with TemporaryDirectory() as cache:  # the usual cache may hold columns from an earlier reading
+        builder = load_dataset_builder(place, cache_dir=cache, **options)
     if not isinstance(builder, Csv) or builder.info.features is not None:
         return {}
     header = {**builder.config.pd_read_csv_kwargs, "nrows": 0, "chunksize": None}
-    files = [file for of_split in builder.config.data_files.values() for file in of_split]
+    files = [file for split_files in builder.config.data_files.values() for file in split_files]
     columns = [list(pandas.read_csv(file, **header).columns) for file in files]
-    for file, found in zip(files, columns, strict=True):
-        if set(found) != set(columns[0]):
+    for file, names in zip(files, columns, strict=True):
+        if set(names) != set(columns[0]):
             raise ConfigError(
-                f"{file} has the columns {', '.join(found)}, and {files[0]} has {', '.join(columns[0])}; give all CSV "
+                f"{file} has the columns {', '.join(names)}, and {files[0]} has {', '.join(columns[0])}; give all CSV "
                 "files of a folder the same"
             )
     texts = Features({name: Value("string") for name in columns[0]})
