@@ -1,1 +1,1 @@
-"""The engine as the trainer sees it."""
+"""Run rollout engines for the trainer: vLLM in its process, or a running server."""

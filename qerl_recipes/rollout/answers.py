@@ -1,9 +1,9 @@
-"""Completions as a trainer needs them: token ids, and the log-probability that each was sampled with.
+"""Generate completions for a trainer: token ids, and the log-probability that each token was sampled with.
 
-``LLM.generate`` hands every token of every sequence to code that could decode it, keeps ranks and ends of lists beside
-it, and makes no use of either before the sequence ends. A decode step on a GPU waits for that code. So the answers of
-vLLM's engine core are taken from it step by step, and its processing of outputs sees a sequence when it ends, to forget
-it. Where text is asked for, as for stop strings, nothing else than ``LLM.generate`` will do.
+``LLM.generate`` processes every token of every sequence in Python, for decoding and lists of log-probabilities, and a
+decode step on a GPU waits for it. This module reads the outputs of vLLM's engine core step by step instead. vLLM's
+output processor sees a sequence only when it ends, to drop it. Requests that need text, as for stop strings, still go
+through ``LLM.generate``.
 
 Source: ``vllm.v1.engine.llm_engine.LLMEngine.step``, 0.26 to 0.32.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Answer(NamedTuple):
-    """One completion; of each token its id and, one for each, its log-probability (natural; nan: none is known)."""
+    """Hold one completion: the id and the natural log-probability of each token (NaN: not known)."""
 
     ids: list[int]
     logprobs: list[float]
@@ -28,9 +28,10 @@ class Answer(NamedTuple):
 def generate(
     llm: "LLM", prompts: Sequence[list[int]], sampling: "Sequence[SamplingParams]", lora_request: Any
 ) -> list[Answer]:
-    """One answer for each of ``prompts`` (token ids), sampled as its ``sampling`` says, with ``logprobs`` 0.
+    """Return one answer for each of ``prompts`` (token ids), sampled by its entry of ``sampling``.
 
-    Raises RuntimeError where vLLM gives up a sequence, or has not one log-probability for each token.
+    Each entry must have ``logprobs=0``; if any entry needs text, all must have ``flat_logprobs``. Raises RuntimeError
+    if vLLM aborts a sequence, or returns other than one log-probability a token.
     """
     requests: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
     if any(one.detokenize for one in sampling):
@@ -50,15 +51,15 @@ def generate(
 
 
 def expected(names: Sequence[str]) -> dict[str, Answer]:
-    """An empty answer for each request, in their order, by the names that ``LLM.enqueue`` gave them."""
+    """Return an empty answer for each request id from ``LLM.enqueue``, in their order."""
     return {name: Answer([], []) for name in names}
 
 
 def step(engine: "LLMEngine", answers: Mapping[str, Answer]) -> None:
-    """One step of the engine; its tokens join ``answers`` (``expected``), which has all sequences that it works on.
+    """Run one step of the engine and append its tokens to ``answers``.
 
-    None of them may want text (``detokenize``), and the engine keeps no statistics of the step.
-    Raises RuntimeError for a sequence that vLLM gives up.
+    ``answers`` (``expected``) must hold every request that the engine works on. None of them may need text
+    (``detokenize``). The engine records no statistics of the step. Raises RuntimeError if vLLM aborts a sequence.
     """
     outputs = engine.engine_core.get_output().outputs
     ended = []

@@ -1,4 +1,7 @@
-"""The three arms of an experiment: in what form the engine keeps the frozen weights, and where it keeps the adapter."""
+"""Give vLLM's options for each of the three arms (variants) of an experiment.
+
+An arm says in what format the engine holds the frozen weights, and where it holds the adapter.
+"""
 
 import os
 from collections.abc import Mapping
@@ -10,26 +13,30 @@ from qerl_recipes.memory.model_size import read_config
 from qerl_recipes.recipe.shapes import ATTENTION
 from qerl_vllm_plugin.expected_tensors import experts
 
-# the recipe's ``quantization`` -> vLLM's
+# the recipe's ``quantization`` -> vLLM's ``quantization``
 ENGINE_QUANTIZATION: dict[str, str | None] = {"qerl_nvfp4": "qerl_nvfp4", "bf16": None, "nf4": "bitsandbytes"}
-# What every engine needs on a CPU: a prompt that is computed in parts sets the generator of a seeded request back,
-# which torch's cannot do there.
+# Options of every engine on a CPU. With chunked prefill vLLM sets back the generator of a seeded request, which torch's
+# CPU generator cannot do.
 ENGINE_ON_CPU = {"enforce_eager": True, "enable_chunked_prefill": False}
 
 
 def engine_on_cpu(base: str) -> dict[str, Any]:
-    """ENGINE_ON_CPU for the checkpoint ``base``; vLLM caches no prefixes of linear attention without such parts."""
+    """Return ENGINE_ON_CPU for the checkpoint ``base``.
+
+    A model with linear attention also goes without a prefix cache: there vLLM supports one only with chunked prefill.
+    """
     is_hybrid = "linear_attention" in (read_config(base).get("layer_types") or ())
     return {**ENGINE_ON_CPU, **({"enable_prefix_caching": False} if is_hybrid else {})}
 
 
 def engine_options(arm: str, rank: int | None, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``vllm.LLM`` needs to serve an arm with an adapter of up to ``rank`` (None: without one).
+    """Return the options with which ``vllm.LLM`` serves an arm with an adapter of up to ``rank`` (None: without one).
 
-    The NVFP4 arm keeps the adapter in its layers, where it costs least; stock vLLM has its LoRA slots for it: in a
-    mixture of experts, as the ``config`` of the base tells, for attention alone, or it would give every expert some.
+    The NVFP4 arm holds the adapter in its layers, where it costs least. The other arms use vLLM's LoRA slots. If
+    ``config`` of the base describes a mixture of experts, the slots cover attention alone: otherwise vLLM would give
+    slots to every expert.
 
-    Raises ValueError for an unknown arm, a rank above vLLM's largest, and slots in a mixture of experts on a CPU.
+    Raises ValueError for an unknown arm, a rank above vLLM's largest, and LoRA slots in a mixture of experts on a CPU.
     """
     if arm not in ENGINE_QUANTIZATION:
         raise ValueError(f"quantization is {arm!r}; it is one of {', '.join(ENGINE_QUANTIZATION)}")

@@ -1,6 +1,6 @@
-"""The built-in rollout engine: one vLLM in the trainer's process that samples from the current policy.
+"""Sample from the current policy with a vLLM in the trainer's process: the built-in rollout engine.
 
-It is a ``RolloutEngine`` that lends its weights (``rollout.interface``).
+It is a ``RolloutEngine`` that also lends its weights (``rollout.interface.LendsWeights``).
 """
 
 import contextlib
@@ -31,9 +31,9 @@ from qerl_vllm_plugin.policy import Policy
 
 
 class VLLMRollouts:
-    """vLLM with the frozen weights of one arm, the policy's adapter unmerged, and its noise.
+    """Run vLLM with the frozen weights of one arm, the unmerged adapter of the policy, and its noise.
 
-    Started as ``rollout.interface.StartEngine`` says.
+    ``rollout.interface.StartEngine`` describes the arguments.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class VLLMRollouts:
         self._training, self._snapshot, self._accelerator = training, snapshot, accelerator
         self._processes, self._tensor_parallel = accelerator.num_processes, training.vllm_tensor_parallel_size
         self._seeds = Seeds(training.seed)
-        self.tokens, self.seconds = 0, 0.0  # since the last begin
+        self.tokens, self.seconds = 0, 0.0  # both since the last begin
         self._is_noisy = self._is_closed = self._is_asleep = self._is_lent = False
         self._tensor_parallel_group = self._new_groups()
-        # in the trainer's process: adapters are handed over as tensors, and a sleeping engine frees this process's GPU
+        # run the engine in the trainer's process: adapters are passed as tensors, and sleep frees this process's GPU
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         self.llm = LLM(**self._options(base, rank, dtype))
         self.policy = Policy(self.llm)
@@ -61,11 +61,11 @@ class VLLMRollouts:
 
     @property
     def version(self) -> int:
-        """Swaps so far."""
+        """Return the number of adapter swaps so far."""
         return self.policy.version
 
     def begin(self, rollout: int, sigma: float | None) -> int:
-        """Open a rollout: the adapter as it is now, and noise of ``sigma`` drawn for it (None: none) -> noisy norms."""
+        """Open a rollout: install the current adapter, set its noise (None: none), return the number of noisy norms."""
         self._seeds.open("train", rollout)
         self.tokens, self.seconds = 0, 0.0
         self.sync_weights()
@@ -79,7 +79,7 @@ class VLLMRollouts:
         return report.touched
 
     def begin_evaluation(self) -> None:
-        """Open an evaluation: the adapter as it is now, no noise, and the same seeds every time."""
+        """Open an evaluation: install the current adapter, clear the noise, and use the same seeds every time."""
         self._seeds.open("evaluation", 0)
         self.sync_weights()
         self._clear_noise()
@@ -102,7 +102,11 @@ class VLLMRollouts:
         num_generations: int,
         profiler: AbstractContextManager[Any] | None = None,
     ) -> Completions:
-        """One completion for each of ``prompts``; log probabilities after temperature and every other processing."""
+        """Return one completion for each of ``prompts``.
+
+        The log-probabilities are taken after temperature and all other processing of the logits. Raises ValueError for
+        images.
+        """
         if images is not None:
             raise ValueError("this policy reads text only; remove the image columns from the data set")
         first = self._accelerator.process_index * len(prompts)
@@ -110,8 +114,8 @@ class VLLMRollouts:
         requests, own = self._over_tensor_parallel(list(zip(prompts, seeds, strict=True)))
         self._wake()
         began = time.perf_counter()
-        # vLLM draws from this process's generators, though every request has a seed of its own; what the trainer draws
-        # must not depend on which engine it has
+        # vLLM draws from this process's generators, though every request has its own seed. The trainer's draws must not
+        # depend on the engine.
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with profiler or contextlib.nullcontext(), torch.random.fork_rng(devices):
             found = answers.generate(
@@ -127,15 +131,16 @@ class VLLMRollouts:
         return [list(prompt) for prompt in prompts], ids, [_as_trl_has_them(answer.logprobs) for answer in found], None
 
     def serve_base(self) -> None:
-        """Serve the base alone, without adapter, trained norms and noise, until something is begun again."""
+        """Serve the base without adapter, trained norms and noise, until the next ``begin`` or ``sync_weights``."""
         self._wake()
         self.policy.swap(None)
         self._clear_noise()
 
     def score(self, prompts: list[list[int]], completions: list[list[int]]) -> list[list[float]]:
-        """Log-probabilities of the tokens of ``completions``, all of them in one pass, at temperature 1 and uncut.
+        """Return the log-probability of each token of ``completions``, computed in one call of vLLM.
 
-        A prompt and its completion together must leave room for one token more.
+        The temperature is 1 and the distribution is not truncated. A prompt with its completion must leave room for one
+        more token, since vLLM always generates one.
         """
         self._wake()
         outputs = self.llm.generate(
@@ -152,9 +157,9 @@ class VLLMRollouts:
         return found
 
     def frozen_weights(self) -> FrozenWeights:
-        """Views of the frozen weights; raises NotShareableError where there can be none.
+        """Return views of the frozen weights. Raises NotShareableError if there can be none.
 
-        An engine that may sleep gives the memory of its KV cache to the trainer from here on, and keeps its weights.
+        From now on, an engine with sleep mode frees only the memory of its KV cache and keeps its weights.
         """
         self._wake()
         weights = frozen_weights(self.llm)
@@ -163,17 +168,20 @@ class VLLMRollouts:
         return weights
 
     def check_weights(self) -> None:
-        """Raises KVCacheError if the trainer has changed a weight that it was lent; before anything is saved."""
+        """Raise KVCacheError if the trainer has changed a lent weight, an adapter or a norm of the engine.
+
+        Call it before anything is saved. An engine that is not asleep is not checked.
+        """
         if self._is_lent and self._is_asleep:
             self.policy.check_unchanged()
 
     def close(self) -> None:
-        """Shut the engine down, once; nothing can be generated afterwards."""
+        """Shut the engine down. Nothing can be generated afterwards; a second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
         if self._is_lent:
-            with contextlib.suppress(KVCacheError):  # vLLM frees the cache, and reports an error if it has no memory
+            with contextlib.suppress(KVCacheError):  # vLLM frees the cache, and fails if that has no memory
                 self._wake()
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
@@ -192,17 +200,17 @@ class VLLMRollouts:
             "max_model_len": training.vllm_max_model_length,
             "max_num_seqs": engine_bytes.sequences(training),
             "enable_sleep_mode": training.vllm_enable_sleep_mode,
-            # the same on all ranks of one engine, so that they sample alike
+            # the same on all tensor-parallel ranks of one engine, so that they sample alike
             "seed": self._accelerator.process_index // self._tensor_parallel,
-            # the distribution that was sampled from, which importance correction divides by
+            # of the distribution that was sampled from, by which importance correction divides
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
-            "scheduler_cls": scheduler.NAME,  # schedules as vLLM's, in less time
+            "scheduler_cls": scheduler.NAME,  # schedules the same as vLLM's, in less time
         }
         if is_cpu:
             options |= engine_on_cpu(base)
         else:
-            options["max_num_batched_tokens"] = ENGINE_TOKENS  # vLLM's profiler reserves memory for a whole batch
+            options["max_num_batched_tokens"] = ENGINE_TOKENS  # vLLM reserves memory for a batch of so many
             counts_twice = training.vllm_enable_sleep_mode and not compat.counts_released_memory()
             if counts_twice or training.vllm_kv_cache_memory_bytes is not None:
                 options |= self._planned_cache(base, rank, dtype)
@@ -211,10 +219,11 @@ class VLLMRollouts:
         return options
 
     def _planned_cache(self, base: str, rank: int, dtype: torch.dtype) -> dict[str, Any]:
-        """The KV cache's size as the recipe or the memory plan has it; None where nothing is left, which vLLM will say.
+        """Return vLLM's options for the KV cache size that the recipe or the memory plan sets.
 
-        With a size of the recipe's own the engine's share is what all of it is planned to take: so much must be free as
-        it starts, says vLLM.
+        The size is None if the plan leaves nothing; vLLM reports that itself. If the recipe sets the size,
+        ``gpu_memory_utilization`` becomes the planned share of the whole engine, because vLLM requires that much to be
+        free at its start.
         """
         gpu, size = this_gpu(), measure(read_config(base))
         assert gpu is not None
@@ -226,14 +235,14 @@ class VLLMRollouts:
         return options
 
     def _sampling_options(self) -> dict[str, Any]:
-        # one list of log-probabilities, and not an object for each token
+        # one flat list of log-probabilities instead of an object for each token
         options = {"flat_logprobs": True, **for_sampling_params(sampling_parameters(self._training))}
-        # vLLM would decode every token twice, which only stop strings need: the trainer does its own decoding
+        # only stop strings need vLLM to decode tokens to text: the trainer decodes them itself
         options.setdefault("detokenize", bool(options.get("stop")))
         return options
 
     def _new_groups(self) -> Any:
-        """The trainer processes that share one engine; None where each has its own."""
+        """Return the process group of the trainer processes that share one engine; None if each has its own."""
         if self._tensor_parallel == 1:
             return None
         size = self._tensor_parallel
@@ -242,21 +251,21 @@ class VLLMRollouts:
         return group
 
     def _over_tensor_parallel(self, requests: list[Any]) -> tuple[list[Any], slice]:
-        """All requests of the ranks that share this engine, and which of them are this rank's."""
+        """Return the requests of all ranks that share this engine, and the slice of them that is this rank's."""
         if self._tensor_parallel_group is None:
             return requests, slice(None)
         gathered: list[Any] = [None] * self._tensor_parallel
         torch.distributed.all_gather_object(gathered, requests, group=self._tensor_parallel_group)
-        # adapters make gradient all-reduces tiny: without this barrier their clean-up can race with vLLM's collectives
+        # an adapter's gradient all-reduces are tiny: without a barrier their clean-up can race with vLLM's collectives
         torch.distributed.barrier(device_ids=[self._accelerator.local_process_index])
         place = torch.distributed.get_rank(group=self._tensor_parallel_group) * len(requests)
         return [request for part in gathered for request in part], slice(place, place + len(requests))
 
     def _sleep(self) -> None:
-        """Make room for the trainer until the next rollout.
+        """Free GPU memory for the trainer until the next rollout.
 
-        An engine that has lent its weights keeps them, and gives the KV cache alone. Level 1 keeps weights in CPU
-        memory; level 2 would discard them, and only the checkpoint has them.
+        An engine that has lent its weights keeps them and frees the KV cache alone. Otherwise sleep level 1 moves the
+        weights to CPU memory. Level 2 would discard them, and only the checkpoint holds them.
         """
         if not self._training.vllm_enable_sleep_mode:
             return
@@ -278,5 +287,5 @@ class VLLMRollouts:
 
 
 def _as_trl_has_them(logprobs: list[float]) -> list[list[float | None]]:
-    """Each in a list of its own; None where vLLM has none to give (TRL leaves such tokens out)."""
+    """Wrap each value in a list of its own, with None in place of NaN (unknown to vLLM; TRL leaves such tokens out)."""
     return [[None if math.isnan(value) else value] for value in logprobs]

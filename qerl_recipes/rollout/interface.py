@@ -1,4 +1,4 @@
-"""What the trainer needs of a rollout engine, whoever makes it."""
+"""Define what the trainer needs of a rollout engine, built in or from a plugin."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-if TYPE_CHECKING:  # whoever writes a plugin for rewards alone need not wait for torch, TRL and vLLM
+if TYPE_CHECKING:  # a plugin that adds only rewards need not load torch, TRL and vLLM
     import torch
     from accelerate import Accelerator, PartialState
 
     from qerl_recipes.recipe.configs import GRPOConfig
     from qerl_vllm_plugin.frozen_weights import FrozenWeights
 
-# prompt ids, completion ids, the log probability of each sampled token as [[[lp], ...], ...] or None for it, nothing
+# Prompt ids, completion ids, log-probabilities of the sampled tokens as [[[lp], ...], ...], and None for extra fields.
+# A log-probability that is not known is None.
 Completions = tuple[list[list[int]], list[list[int]], list[list[list[float | None]]], None]
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The policy as trained so far: PEFT's LoRA tensors in fp32, the adapter's config, and trained norms or None."""
+    """Hold the current policy: PEFT's LoRA tensors in fp32, the adapter's config, and the trained norms or None."""
 
     tensors: Mapping[str, torch.Tensor]
     config: Mapping[str, Any]
@@ -28,10 +29,10 @@ class Snapshot:
 
 
 class RolloutEngine(Protocol):
-    """Samples completions from the policy that the trainer has trained so far.
+    """Sample completions from the trainer's current policy.
 
-    ``begin`` or ``begin_evaluation`` comes first, then ``generate`` once or, where dynamic sampling asks again, several
-    times. ``tokens`` and ``seconds`` are those of this process since ``begin``.
+    The trainer calls ``begin`` or ``begin_evaluation`` first. Then it calls ``generate`` once, or several times with
+    dynamic sampling. ``tokens`` and ``seconds`` count what this process has generated since ``begin``.
     """
 
     tokens: int
@@ -39,20 +40,21 @@ class RolloutEngine(Protocol):
 
     @property
     def version(self) -> int:
-        """Policies taken over so far; the first ``begin`` makes it 1."""
+        """Return how many times the engine has taken over a policy; the first ``begin`` makes it 1."""
 
     def begin(self, rollout: int, sigma: float | None) -> int:
-        """Open a rollout: take over the policy as it is now, and noise of ``sigma`` (None: none) -> noisy norms.
+        """Open a rollout: take over the current policy, set noise, and return the number of noisy norms.
 
-        The noise is sigma * z(noise_seed, rollout, name) on ``noise_targets``, as ``qerl_vllm_plugin.noise`` draws it:
-        in noise mode ``shared`` the trainer has the same.
+        ``sigma`` is the noise's standard deviation; None means no noise. The noise on ``noise_targets`` is
+        sigma * z(noise_seed, rollout, name), drawn by ``qerl_vllm_plugin.noise``. In noise mode ``shared`` the trainer
+        applies the same noise.
         """
 
     def begin_evaluation(self) -> None:
-        """Open an evaluation: the policy as it is now, without noise, and the same samples every time."""
+        """Open an evaluation: take over the current policy, clear the noise, and use the same seeds every time."""
 
     def sync_weights(self) -> None:
-        """Take over the policy as it is now; TRL calls this where nothing was begun since the last step."""
+        """Take over the current policy; TRL calls this if nothing was begun since the last step."""
 
     def generate(
         self,
@@ -61,29 +63,30 @@ class RolloutEngine(Protocol):
         num_generations: int,
         profiler: AbstractContextManager[Any] | None = None,
     ) -> Completions:
-        """One completion for each of ``prompts`` (token ids; each stands ``num_generations`` times in a row).
+        """Return one completion for each of ``prompts``, which are token ids.
 
-        The log probabilities are those of the distribution that was sampled from; importance weights divide by it.
-        ``images`` are None for text. ``profiler`` is to be entered while the engine is at work.
+        Each prompt is repeated ``num_generations`` times in a row. The log-probabilities are those of the distribution
+        that was sampled from, by which importance weights divide. ``images`` is None for text. The engine enters
+        ``profiler`` while it generates.
         """
 
     def close(self) -> None:
-        """Give memory and processes back; nothing is asked of the engine afterwards but, perhaps, to close again."""
+        """Release memory and processes. Afterwards nothing but another ``close`` may be called."""
 
 
 @runtime_checkable
 class LendsWeights(Protocol):
-    """What an engine has besides whose frozen weights the trainer's model may read in place."""
+    """Define what an engine offers besides, if the trainer's model may read its frozen weights in place."""
 
     def frozen_weights(self) -> FrozenWeights:
-        """Views of them; raises NotShareableError where there can be none."""
+        """Return views of the frozen weights. Raises NotShareableError if there can be none."""
 
     def check_weights(self) -> None:
-        """Raises an error if the trainer has changed a weight that it was lent; called before anything is saved."""
+        """Raise an error if the trainer has changed a lent weight; called before anything is saved."""
 
 
 class StartEngine(Protocol):
-    """What the hook ``qerl_rollout_engines`` offers by name: it starts an engine on the checkpoint folder ``base``."""
+    """Define the function that starts an engine; the hook ``qerl_rollout_engines`` offers such functions by name."""
 
     def __call__(
         self,
@@ -95,7 +98,9 @@ class StartEngine(Protocol):
         snapshot: Callable[[], Snapshot],
         accelerator: Accelerator | PartialState,
     ) -> RolloutEngine:
-        """``rank`` is the adapter's, ``dtype`` that of the activations; ``accelerator`` knows the trainer's processes.
+        """Start an engine on the checkpoint folder ``base``.
 
-        ``snapshot`` gives the current policy. It is not called before ``begin``: the engine starts before the trainer.
+        ``rank`` is the adapter's rank and ``dtype`` that of the activations. ``accelerator`` describes the trainer's
+        processes. ``snapshot`` returns the current policy. Do not call it before ``begin``: the engine starts before
+        the trainer.
         """

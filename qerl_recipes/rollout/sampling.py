@@ -1,40 +1,40 @@
-"""How every engine draws completions, wherever it runs: their seeds, and the sampling parameters of the recipe."""
+"""Give every rollout engine the same seeds and sampling parameters, in the trainer's process or on a server."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from qerl_vllm_plugin.noise import seed_of
 
-if TYPE_CHECKING:  # it imports TRL, which an evaluation does without
+if TYPE_CHECKING:  # it imports TRL, which an evaluation does not need
     from qerl_recipes.recipe.configs import GRPOConfig
 
-MOST_BIAS = 100  # vLLM's: a server cuts a larger one to this
-SMALLEST_TEMPERATURE = 0.01  # vLLM's: it samples with this one in place of a smaller, and greedily at 0
+MOST_BIAS = 100  # vLLM's limit: its server clips a larger bias to this
+SMALLEST_TEMPERATURE = 0.01  # vLLM's limit: it raises a smaller temperature to this one, and samples greedily at 0
 
 
 def completion_seed(run_seed: int, phase: str, rollout: int, call: int, prompt: int, sample: int) -> int:
-    """The seed of one completion, different for each and the same in a resumed run.
+    """Return the seed of one completion: different for each, and the same in a resumed run.
 
-    ``phase`` is ``train``, ``evaluation`` or ``calibration``; ``call`` counts the batches of this rollout (dynamic
-    sampling draws several), ``prompt`` is the place of the prompt in its batch over all ranks, ``sample`` that of the
-    completion.
+    ``phase`` is ``train``, ``evaluation`` or ``calibration``. ``call`` counts the batches of this rollout, since
+    dynamic sampling draws several. ``prompt`` is the prompt's index in its batch over all ranks, and ``sample`` is the
+    completion's index among those of its prompt.
     """
     return seed_of(run_seed, phase, rollout, call, prompt, sample)
 
 
 class Seeds:
-    """The seeds of the rollout or evaluation that is open."""
+    """Draw the seeds of the rollout or evaluation that is open."""
 
     def __init__(self, run_seed: int) -> None:
         self._run_seed = run_seed
         self.open("train", 0)
 
     def open(self, phase: str, rollout: int) -> None:
-        """From here on those of this rollout, or of an evaluation, which is rollout 0 each time."""
+        """Start the seeds of this rollout anew. An evaluation is always rollout 0."""
         self._phase, self._rollout, self._call = phase, rollout, 0
 
     def draw(self, first: int, count: int, num_generations: int) -> list[int]:
-        """Those of the next batch, of which this process has ``count`` completions from place ``first`` on."""
+        """Return this process's seeds of the next batch: its ``count`` completions start at index ``first``."""
         key = (self._run_seed, self._phase, self._rollout, self._call)
         self._call += 1
         places = range(first, first + count)
@@ -42,7 +42,7 @@ class Seeds:
 
 
 def sampling_parameters(training: "GRPOConfig") -> dict[str, Any]:
-    """Those of a recipe under vLLM's names, without the seed; of each token the log-probability is wanted."""
+    """Return the recipe's sampling parameters by vLLM's names, without a seed; they request log-probabilities."""
     found: dict[str, Any] = {
         "temperature": training.temperature,
         "top_p": training.top_p,
@@ -59,8 +59,11 @@ def sampling_parameters(training: "GRPOConfig") -> dict[str, Any]:
 
 
 def for_sampling_params(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert parameters as JSON has them to what ``vllm.SamplingParams`` takes: structured outputs as an object, and
-    the tokens of ``logit_bias`` as numbers. A request to a server carries them as JSON."""
+    """Convert JSON parameters to arguments of ``vllm.SamplingParams``.
+
+    Structured outputs become an object, and the tokens of ``logit_bias`` become numbers. A request to a server carries
+    the parameters as JSON.
+    """
     from vllm.sampling_params import StructuredOutputsParams
 
     found = dict(parameters)
@@ -72,7 +75,7 @@ def for_sampling_params(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def wrong_bias(given: Mapping[str, Any]) -> str | None:
-    """Say what is wrong with the ``logit_bias`` of some sampling parameters, with the way out; None if nothing is."""
+    """Say what is wrong with ``logit_bias`` in sampling parameters and how to mend it; return None if nothing is."""
     bias = given.get("logit_bias")
     if bias is None:
         return None

@@ -1,8 +1,8 @@
-"""The rollout engine of ``vllm_mode: server``: a running vLLM server that samples from the current policy.
+"""Sample from the current policy with a running vLLM server: the rollout engine of ``vllm_mode: server``.
 
 It is a ``RolloutEngine`` (``rollout.interface``). The first trainer process pushes adapter, trained norms and noise
-once a rollout; each process asks for its own completions. Where the server is lost or restarted, the run waits, the
-same policy is pushed again, and the same completions are asked for again: each has its own seed.
+once a rollout, and each process requests its own completions. If the server is lost or restarted, the run waits and
+pushes the same policy again. Then it requests the same completions again: each has its own seed.
 """
 
 import contextlib
@@ -23,14 +23,15 @@ from qerl_recipes.rollout.server_answers import Answer, Question, Questions
 from qerl_recipes.rollout.server_link import ServerLink
 from qerl_recipes.rollout.server_state import NO_NOISE, AnotherPolicyError, Noise, Pushed
 
-MOST_RESTARTS = 3  # while it computes one batch; more are no accident
-WATCH = 5.0  # seconds between two looks at a server that is at work
+MOST_RESTARTS = 3  # while it computes one batch; more are taken for a fault of the server
+WATCH = 5.0  # seconds between two checks of a server that is generating
 
 
 class ServerRollouts:
-    """A server with the frozen weights of the recipe's model and the policy's adapter in its layers.
+    """Use a server that holds the frozen weights of the recipe's model and the policy's adapter.
 
-    Started as ``rollout.interface.StartEngine`` says; the server must be up within ``vllm_server_timeout`` seconds.
+    ``rollout.interface.StartEngine`` describes the arguments. The server must be up within ``vllm_server_timeout``
+    seconds.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class ServerRollouts:
         snapshot: Callable[[], Snapshot],
         accelerator: Accelerator | PartialState,
     ) -> None:
-        """Raises ServerLostError without a server, and ServerRefusedError for one that is not what the recipe needs."""
+        """Raise ServerLostError if there is no server, and ServerRefusedError if it does not fit the recipe."""
         self._training, self._snapshot, self._accelerator = training, snapshot, accelerator
         self.tokens, self.seconds, self.version = 0, 0.0, 0
         self._seeds = Seeds(training.seed)
@@ -56,7 +57,7 @@ class ServerRollouts:
         self._questions = Questions(link.url, link.api_key, parameters, link.timeout, link.login)
 
     def begin(self, rollout: int, sigma: float | None) -> int:
-        """Open a rollout: the adapter as it is now, and noise of ``sigma`` drawn for it (None: none) -> noisy norms."""
+        """Open a rollout: push the current adapter and its noise (None: none), and return the number of noisy norms."""
         training = self._training
         self._seeds.open("train", rollout)
         self.tokens, self.seconds = 0, 0.0
@@ -65,12 +66,12 @@ class ServerRollouts:
         return self._push(noise if sigma else NO_NOISE).touched
 
     def begin_evaluation(self) -> None:
-        """Open an evaluation: the adapter as it is now, no noise, and the same seeds every time."""
+        """Open an evaluation: push the current adapter without noise, and use the same seeds every time."""
         self._seeds.open("evaluation", 0)
         self._push(NO_NOISE)
 
     def sync_weights(self) -> None:
-        """Push the trainer's adapter (and trained norms) as it is now; the noise stays."""
+        """Push the trainer's current adapter (and trained norms); the noise stays."""
         self._push(self._noise)
 
     def generate(
@@ -80,10 +81,12 @@ class ServerRollouts:
         num_generations: int,
         profiler: AbstractContextManager[Any] | None = None,
     ) -> Completions:
-        """One completion for each of ``prompts``; log probabilities after temperature and every other processing.
+        """Return one completion for each of ``prompts``.
 
-        Raises AnotherPolicyError for an answer of another policy than the last that was pushed, ServerRefusedError for
-        a prompt that the server does not take, and ServerLostError.
+        The log-probabilities are taken after temperature and all other processing of the logits. Raises
+        AnotherPolicyError if a completion is not from the policy that was pushed last, and ServerRefusedError if the
+        server refuses a prompt. Raises ServerLostError if the server stays silent, and ValueError for images or a
+        prompt that leaves no room for a completion.
         """
         if images is not None:
             raise ValueError("this policy reads text only; remove the image columns from the data set")
@@ -99,10 +102,10 @@ class ServerRollouts:
         return prompts, ids, [[[value] for value in answers[i].logprobs] for i in questions], None
 
     def close(self) -> None:
-        """The server goes on, with the policy of the last rollout."""
+        """Do nothing: the server keeps running, with the policy that was pushed last."""
 
     def _push(self, noise: Noise) -> Pushed:
-        """Push from the first process; what became of it, an error too, is the same in all."""
+        """Push from the first process; all processes return the same result or raise the same error."""
         self.version += 1
         self._noise = noise
         outcome: list[Any] = [None]
@@ -145,13 +148,13 @@ class ServerRollouts:
                 if restarts > MOST_RESTARTS:
                     raise self._link.lost(f"was restarted {restarts} times while it computed one rollout")
                 self._pushed, failing_since = settled, None
-                answers.clear()  # whatever answered in between need not have had the noise
+                answers.clear()  # completions of the restarted server may lack the noise
                 continue
             if isinstance(failure, AnotherPolicyError):
                 raise failure
             if len(answers) == len(questions):
                 return answers
-            # the server is there, and yet answers are missing: a connection broke, or it cannot compute them
+            # the server is up, and yet completions are missing: a connection broke, or it cannot compute them
             if len(answers) > before or failing_since is None:
                 failing_since = time.monotonic()
             elif time.monotonic() - failing_since > self._link.timeout:

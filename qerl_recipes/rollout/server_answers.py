@@ -1,4 +1,4 @@
-"""Completions of a server, asked for by the official client: token ids there and back, with their log-probabilities."""
+"""Request completions from a server by OpenAI's client, as token ids in both directions, with log-probabilities."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -11,12 +11,12 @@ from qerl_recipes.rollout.server_state import AnotherPolicyError, ServerRefusedE
 from qerl_vllm_plugin.address import Login, authorization
 from qerl_vllm_plugin.client import VERSION_HEADER
 
-CUT = ("length", "stop")  # how a completion may end; vLLM has other words for those that were broken off
+CUT = ("length", "stop")  # finish reasons of a complete completion; vLLM has others for one that was aborted
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, the seed of its completion, and how many tokens that may have."""
+    """Hold a prompt, the seed of its completion, and the most tokens that the completion may have."""
 
     prompt: list[int]
     seed: int
@@ -25,15 +25,18 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """A completion and the log-probability of each of its tokens, None where vLLM has none to give."""
+    """Hold a completion's token ids and their log-probabilities, None where vLLM knows none."""
 
     ids: list[int]
     logprobs: list[float | None]
 
 
 class Questions:
-    """Asks one server; ``parameters`` are vLLM's sampling parameters, the same for all questions; ``login`` is for a
-    proxy before it."""
+    """Request completions from one server.
+
+    ``parameters`` are vLLM's sampling parameters, the same for all questions. ``login`` is for a proxy before the
+    server. ``timeout``, in seconds, limits connecting alone.
+    """
 
     def __init__(
         self,
@@ -46,11 +49,11 @@ class Questions:
         self._options: dict[str, Any] = {
             "base_url": f"{url}/v1",
             "api_key": api_key or "none",
-            "max_retries": 0,  # the caller knows whether the server is still the same
-            "timeout": openai.Timeout(None, connect=timeout),  # a long completion is not a lost one
+            "max_retries": 0,  # the caller retries: it knows whether the server is still the same
+            "timeout": openai.Timeout(None, connect=timeout),  # a completion may take long
             "default_headers": {"Authorization": authorization(login)} if login else None,
         }
-        # the text of a token is not needed, and may be no text at all
+        # the text of a token is not needed, and its bytes need not be text
         ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
         self._body = {**{key: value for key, value in parameters.items() if key != "max_tokens"}, **ids}
 
@@ -61,10 +64,11 @@ class Questions:
         version: int,
         watch: Callable[[], Awaitable[None]],
     ) -> Exception | None:
-        """Put the answers to ``questions`` into ``answers`` -> why some are missing, None if none are.
+        """Put the answers to ``questions`` into ``answers``; return the first error that left some out, or None.
 
-        It ends early when ``watch`` does. An answer of another policy ``version`` is an AnotherPolicyError and is not
-        taken. Raises ServerRefusedError for a question that the server refuses.
+        The call ends early when ``watch`` ends; then answers may be missing without an error. An answer of another
+        policy ``version`` is left out, and its AnotherPolicyError goes before other errors. Raises ServerRefusedError
+        if the server refuses a question, and whatever ``watch`` raises.
         """
         return asyncio.run(self._ask(questions, answers, version, watch))
 
@@ -98,12 +102,12 @@ class Questions:
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 for end in ends:
                     if end.done():
-                        end.result()  # raises what it raised
+                        end.result()  # raises its error
             finally:
                 for task in (*tasks, ends[1]):
                     task.cancel()
                 await asyncio.gather(*tasks, *ends, return_exceptions=True)
-        # an answer of another policy says more than a connection that broke
+        # another policy is a better reason than a broken connection
         failures.sort(key=lambda error: not isinstance(error, AnotherPolicyError))
         return failures[0] if failures else None
 
@@ -115,16 +119,17 @@ class Questions:
             max_tokens=question.max_tokens,
             extra_body=self._body,
         )
-        # not the client's own types: it would look at each of the millions of numbers of a rollout one by one
+        # read the JSON itself: the client's types would check each of the millions of numbers of a rollout one by one
         (choice,) = raw.http_response.json()["choices"]
         return read(choice, raw.headers.get(VERSION_HEADER), question, version)
 
 
 def read(choice: Mapping[str, Any], served: str | None, question: Question, version: int) -> Answer:
-    """The answer in a ``choice`` of a completion, which says that the policy ``served`` computed it.
+    """Return the answer in ``choice`` of a completion that the policy version ``served`` computed.
 
-    Raises AnotherPolicyError if that is not ``version`` from the first to the last token, and ServerRefusedError for a
-    completion that the server has cut short, or that lacks token ids or log-probabilities.
+    Raises AnotherPolicyError if ``served`` is not ``version``, or if the server has aborted the completion. Raises
+    ServerRefusedError if the server has cut the completion short, has changed its prompt, or has left out token ids or
+    log-probabilities.
     """
     if served != str(version):
         raise AnotherPolicyError(

@@ -1,4 +1,4 @@
-"""The line to a running server: it is waited for, looked at, and given policy and noise, again after a restart."""
+"""Connect the trainer to a running server: wait for it, check it, and push policy and noise, again after a restart."""
 
 import asyncio
 import os
@@ -28,37 +28,38 @@ from qerl_vllm_plugin.client import AsyncPolicyClient, PolicyClient, PolicyRefus
 from qerl_vllm_plugin.server.token import TOKEN, TOKEN_FILE, configured_token
 
 T = TypeVar("T")
-PAUSE = 0.5  # seconds between two tries
+PAUSE = 0.5  # seconds between two attempts
 PAUSED = "somebody has paused its engine, by /pause or /sleep, and has not resumed it"
 
 
 class ServerLink:
-    """One server, waited for as long as the recipe says whenever it does not answer."""
+    """Talk to one server. A call waits up to ``vllm_server_timeout`` seconds for a server that does not answer."""
 
     def __init__(self, base: str, training: GRPOConfig, *, rank: int, dtype: str, processes: int = 1) -> None:
-        """Waits for the server and looks at it. Raises ServerLostError and ServerRefusedError.
+        """Wait for the server and check that it fits. Raises ServerLostError and ServerRefusedError.
 
-        ``processes`` of this run have such a line each; after a restart any of them may be the one that pushes.
+        ``processes`` is the number of trainer processes in this run. Each has its own link, and after a restart any of
+        them may push.
         """
         address, self.timeout = server_keys.address(training), training.vllm_server_timeout
-        self.url, self.login = parted(address)  # what is said of the server names nobody
+        self.url, self.login = parted(address)  # messages name the URL without the login
         self.api_key = os.environ.get(server_keys.API_KEY)
         self._output_dir = training.output_dir
         self._silent_since: float | None = None
         token = configured_token()
         assert token is not None  # server_keys.problems
         options = (address, token, self.api_key, self.timeout)
-        # the hashes of one policy differ by the way that it took, and those of several processes are compared
+        # the hash of a policy depends on its transport, and several processes compare their hashes
         self._policy = PolicyClient(*options, transport="auto" if processes == 1 else "http")
         self._watched, self._processes = AsyncPolicyClient(*options), processes
         longest = training.vllm_max_model_length or 1 + (training.max_completion_length or 0)
         self._needs = Needs(base, base_hash(base), rank, dtype, longest)
         state = self.state()
-        # a server that has just started is at 0, or at 1 with an adapter of its own: never at ours again
+        # a fresh server is at version 0, or 1 with an adapter of its own; ours start at 2, so a restart always shows
         self.version, self.tokens = max(state["version"], 1), int(state["max_model_len"])
 
     def state(self) -> dict[str, Any]:
-        """Who the server is and what it serves. Raises as ``__init__``."""
+        """Return who the server is and what it serves. Waits and raises as ``__init__`` does."""
         return self._fitting(self._until_answered(self._policy.state))
 
     def _fitting(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -67,17 +68,18 @@ class ServerLink:
         return state
 
     def push(self, policy: Snapshot, noise: Noise) -> Pushed:
-        """Make the server serve a new policy, of the next version, with this noise.
+        """Make the server serve a new policy, with the next version and this noise.
 
-        Raises ServerLostError, ServerRefusedError and, where another program pushes too, AnotherPolicyError.
+        Raises ServerLostError, ServerRefusedError and, if another program pushes too, AnotherPolicyError.
         """
         self.version += 1
         return self._push(policy, noise, self.version)
 
     def settle(self, pushed: Pushed, policy: Snapshot) -> Pushed:
-        """Wait until the server answers -> what it serves: ``pushed``, or, restarted since, the same pushed again.
+        """Wait until the server answers, and return what it serves.
 
-        Raises as ``push`` does.
+        That is ``pushed``, or, if the server was restarted since, the same policy pushed again. Raises as ``push``
+        does, and AnotherPolicyError if the processes of this run hold different policies.
         """
         state = self.state()
         if state["instance"] == pushed.instance and not pushed.is_that_of(state):
@@ -93,7 +95,11 @@ class ServerLink:
         return replace(again, touched=pushed.touched)
 
     def _push(self, policy: Snapshot, noise: Noise, version: int, again: bool = False) -> Pushed:
-        """``again``: after a restart, perhaps by several processes of this run at once, some of which ask already."""
+        """Push until the server holds ``policy``, ``noise`` and ``version``.
+
+        ``again`` says that this is after a restart. Then several processes of this run may push at once, while others
+        already request completions.
+        """
         mode = "wait" if again else "keep"
 
         def change() -> Pushed | None:
@@ -110,7 +116,7 @@ class ServerLink:
                 return pushed
             if after["instance"] == before["instance"]:
                 raise self._another(after, version)
-            return None  # it was restarted in between
+            return None  # the server was restarted in between
 
         while True:
             pushed = self._until_answered(change)
@@ -127,8 +133,10 @@ class ServerLink:
         )
 
     async def watch(self, pushed: Pushed, every: float) -> None:
-        """Ends when the server is no longer the one that got ``pushed``; raises ServerLostError if it is silent, or
-        stands still."""
+        """Check the server ``every`` so many seconds, and return when it no longer serves ``pushed``.
+
+        Raises ServerLostError if it stays silent or paused for too long, and an error if it refuses the check.
+        """
         while True:
             await asyncio.sleep(every)
             began = time.monotonic()
@@ -145,7 +153,7 @@ class ServerLink:
                 return
 
     def lost(self, reason: object) -> ServerLostError:
-        """The error that ends a run."""
+        """Return the error that ends a run whose server is lost."""
         return ServerLostError(
             f"the server at {self.url} {reason}. Start it again, with the same settings; {self._kept()}. To wait for "
             "longer: vllm_server_timeout"
@@ -164,7 +172,11 @@ class ServerLink:
             time.sleep(PAUSE)
 
     def _failed(self, error: Exception, began: float) -> None:
-        """A call that ``began`` then was not answered, or refused, which ends it."""
+        """Note that a call which ``began`` at that time has failed; the caller tries again unless this raises.
+
+        Raises ServerLostError once the server was silent for the timeout. A refusal (HTTP status below 500) raises
+        ServerRefusedError or AnotherPolicyError at once.
+        """
         if isinstance(error, PolicyRefusedError) and error.status < 500:
             raise self._refusal(error) from error
         if self._silent_since is None:
@@ -204,5 +216,5 @@ class ServerLink:
 
 
 def _named(error: Exception) -> str:
-    """Some of httpx's errors have no text."""
+    """Return the error's type and its text, which some of httpx's errors lack."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,27 +1,27 @@
-"""What a server of the policy says of itself (``GET /v1/qerl/state``): whether it fits a recipe, and what it serves."""
+"""Judge a policy server by its state (``GET /v1/qerl/state``): if it fits a recipe and serves what was pushed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-LOGPROBS = "processed_logprobs"  # of the distribution that was sampled from, which importance correction divides by
+LOGPROBS = "processed_logprobs"  # of the distribution that was sampled from, by which importance correction divides
 
 
 class ServerLostError(ConnectionError):
-    """The server did not answer for ``vllm_server_timeout`` seconds; the message says how the run goes on."""
+    """Report that the server was lost or stayed silent for ``vllm_server_timeout`` s; says how to resume the run."""
 
 
 class ServerRefusedError(ValueError):
-    """The server is not the one that this recipe needs; the message says what differs and how to start it."""
+    """Report that the server does not fit the recipe or refuses a request; the message says why and what to do."""
 
 
 class AnotherPolicyError(ValueError):
-    """The server serves, or has answered with, another policy than the one that was pushed."""
+    """Report that the server serves, or has answered with, another policy than the one that was pushed."""
 
 
 @dataclass(frozen=True)
 class Noise:
-    """What ``PUT /v1/qerl/noise`` takes; sigma 0 is none."""
+    """Hold the arguments of ``PUT /v1/qerl/noise``; sigma 0 means no noise."""
 
     sigma: float
     seed: int
@@ -29,7 +29,7 @@ class Noise:
     targets: tuple[str, ...]
 
     def is_that_of(self, state: Mapping[str, Any]) -> bool:
-        """Whether a server in this ``state`` has it."""
+        """Return True if a server in this ``state`` has this noise."""
         found = state["noise"]
         if self.sigma == 0:
             return found["sigma"] == 0
@@ -42,9 +42,12 @@ NO_NOISE = Noise(0.0, 0, 0, ())
 
 @dataclass(frozen=True)
 class Pushed:
-    """What a server serves since it was pushed: the ``digest`` is of the adapter, ``touched`` norms carry the noise,
-    and ``instance`` is another one after a restart. ``changes`` is how many it has had: noise that somebody else sets
-    and takes back leaves no other trace. None where several processes may have pushed at once."""
+    """Describe what a server serves since the last push.
+
+    ``digest`` is the hash of the adapter, and ``touched`` the number of norms with noise. ``instance`` differs after a
+    restart. ``changes`` counts the server's changes: noise that another client sets and clears again leaves no other
+    trace. It is None if several processes may have pushed at once.
+    """
 
     version: int
     digest: str
@@ -54,7 +57,7 @@ class Pushed:
     changes: int | None
 
     def is_that_of(self, state: Mapping[str, Any]) -> bool:
-        """Whether a server in this ``state`` still has it."""
+        """Return True if a server in this ``state`` still serves this policy and noise, unchanged since."""
         same = (state["version"], state["hash"]) == (self.version, self.digest)
         same = same and self.changes in (None, state["changes"])
         return same and self.noise.is_that_of(state)
@@ -62,7 +65,10 @@ class Pushed:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a recipe needs of a server: its base, as hash and as a name, the adapter's rank, dtype, and tokens."""
+    """Hold what a recipe needs of a server.
+
+    These are the base checkpoint by name and hash, the adapter's rank, the dtype, and the tokens of a sequence.
+    """
 
     base: str
     base_hash: str
@@ -71,7 +77,7 @@ class Needs:
     tokens: int
 
     def lacking(self, state: Mapping[str, Any]) -> list[str]:
-        """One line for each thing that a server in this ``state`` has otherwise, with the way out."""
+        """Return one line for each way in which a server in this ``state`` does not fit, with the way out."""
         if not {"logprobs_mode", "changes", "paused", "speculative"} <= state.keys():
             return ["it does not say what it computes: its plugin is of an earlier release, or it is something else"]
         found = []
