@@ -1,1 +1,1 @@
-"""The trainer's model and its log-probabilities."""
+"""Build the trainer's model and compute its log-probabilities."""

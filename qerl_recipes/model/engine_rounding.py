@@ -1,8 +1,8 @@
-"""Where the engine rounds once and transformers several times, the trainer's model does as the engine.
+"""Make the trainer's model round where the engine does: once, where transformers rounds several times.
 
-A fused kernel computes in fp32 and rounds what it writes. vLLM's rotation of queries and keys is one everywhere, and
-silu(gate) * up where the engine is compiled, as it is on a GPU. Done operation by operation in BF16 both round on the
-way, and the policy that learns differs from the one that samples.
+A fused kernel computes in fp32 and rounds what it writes. vLLM rotates queries and keys in one kernel everywhere, and
+computes silu(gate) * up in one where the engine is compiled, as on a GPU. transformers computes both operation by
+operation and rounds to BF16 in between. Then the policy that learns would differ from the one that samples.
 """
 
 import copy
@@ -18,14 +18,17 @@ PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
 class GatedMLP(torch.nn.Module):
-    """down(silu(gate(x)) * up(x)), on a GPU with one rounding before the last product; its parts keep their names."""
+    """Compute down(silu(gate(x)) * up(x)), on a GPU with one rounding before the last product.
+
+    The three linears keep the names that the model gives them.
+    """
 
     def __init__(self, gate_proj: torch.nn.Module, up_proj: torch.nn.Module, down_proj: torch.nn.Module) -> None:
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x: (..., H)`` -> ``(..., H)``."""
+        """Map ``x: (..., H)`` to (..., H)."""
         gate, up = together(x, self.gate_proj, self.up_proj)
         if x.is_cuda:
             return gated(gate, up, self.down_proj)
@@ -33,9 +36,9 @@ class GatedMLP(torch.nn.Module):
 
 
 class UnroundedRotation(torch.nn.Module):
-    """A model's rotary embedding whose cosines and sines, rounded as ever, are fp32 numbers.
+    """Wrap a model's rotary embedding: its cosines and sines, rounded as before, are returned in fp32.
 
-    So the rotated queries and keys are fp32, and are rounded where the attention takes them.
+    So the rotated queries and keys are fp32 too, until the attention rounds them.
     """
 
     def __init__(self, rotary: torch.nn.Module) -> None:
@@ -43,16 +46,16 @@ class UnroundedRotation(torch.nn.Module):
         self.rotary = rotary
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The model's own, (B, T, D) fp32 each; Gemma 3 also names the kind of layer that it asks for."""
+        """Return the model's cosines and sines, (B, T, D) fp32 each; Gemma 3 also passes the type of layer."""
         cosine, sine = self.rotary(*args, **kwargs)
         return cosine.float(), sine.float()
 
 
 def replace_mlps(model: PreTrainedModel) -> int:
-    """Put a GatedMLP in the place of every gated MLP of ``model`` -> how many.
+    """Replace every gated MLP of ``model`` by a GatedMLP, and return the number of replaced modules.
 
-    What one is, is found by what a small one of its class computes; warns, once, where a module of that form computes
-    something else and is left as it is.
+    A gated MLP is recognized by what a small instance of its class computes. A module of that form that computes
+    something else stays as it is, with one warning for its class.
     """
     verdicts: dict[type, bool] = {}
     found = []
@@ -76,9 +79,9 @@ def replace_mlps(model: PreTrainedModel) -> int:
 
 
 def replace_rotations(model: PreTrainedModel) -> int:
-    """Put an UnroundedRotation around every rotary embedding of ``model`` -> how many.
+    """Wrap every rotary embedding of ``model`` in an UnroundedRotation, and return the number of new wrappers.
 
-    The attention must round queries and keys to the dtype of the values.
+    The model's attention must round queries and keys to the dtype of the values.
     """
     done = {id(module.rotary) for module in model.modules() if isinstance(module, UnroundedRotation)}
     found = [
@@ -92,7 +95,7 @@ def replace_rotations(model: PreTrainedModel) -> int:
 
 
 def _is_gated_by_silu(kind: type, config: object) -> bool:
-    """Whether a small module of that class computes what GatedMLP does."""
+    """Return True if a small module of class ``kind`` computes what GatedMLP does."""
     small = copy.deepcopy(config)
     small.hidden_size, small.intermediate_size = 8, 24  # type: ignore[attr-defined]
     generator = torch.Generator().manual_seed(0)
@@ -100,7 +103,7 @@ def _is_gated_by_silu(kind: type, config: object) -> bool:
         with torch.device("cpu"):
             module = kind(small).float()
     except (AttributeError, TypeError):
-        return False  # made from other arguments than a config: nothing is known about it
+        return False  # built from other arguments than a config: nothing is known about it
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))

@@ -1,6 +1,6 @@
-"""What the trainer cannot do with a family of models, told from its config before anything is built.
+"""Say what the trainer cannot do with a model family, from the model's config and before anything is built.
 
-The table of qerl_vllm_plugin/README.md says what holds; tests/recipes/train/test_families.py shows it.
+The table of qerl_vllm_plugin/README.md lists what is supported; tests/recipes/train/test_families.py checks it.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -8,7 +8,7 @@ from typing import Any
 
 from qerl_vllm_plugin.expected_tensors import experts
 
-# vLLM 0.31 runs them by transformers' own classes, which it changes for the whole process
+# vLLM 0.31 runs these by transformers' own classes, and changes those classes for the whole process
 SHARED_CLASSES = ("olmo2", "smollm3")
 MIXTURES = ("qwen3_moe",)
 EXPERTS_FIRST = (
@@ -21,9 +21,9 @@ NOISE_TARGETS = dict.fromkeys(("gemma2", "gemma3_text"), ("post_attention_layern
 
 
 def obstacles(config: Mapping[str, Any], attention: str | None) -> Iterator[str]:
-    """One line for each thing that stands against training a model with this config.json at all.
+    """Yield one line for each reason why a model with this config.json cannot be trained at all.
 
-    ``attention`` is the attn_implementation, None for transformers' choice.
+    ``attention`` is the attn_implementation; None means transformers' choice.
     """
     kind = config.get("model_type")
     if (count := experts(config)) and kind not in MIXTURES:
@@ -47,9 +47,9 @@ def obstacles(config: Mapping[str, Any], attention: str | None) -> Iterator[str]
 def misfits(
     config: Mapping[str, Any], adapted: Collection[str], noisy: Collection[str], arm: str = "qerl_nvfp4"
 ) -> Iterator[str]:
-    """One line for each key of a recipe that this family cannot honour.
+    """Yield one line for each key of a recipe that this family cannot honour.
 
-    ``adapted`` are the lora_target_modules, ``noisy`` the noise_targets of a run with noise or trained norms.
+    ``adapted`` holds the lora_target_modules, and ``noisy`` the noise_targets of a run with noise or trained norms.
     """
     kind = str(config.get("model_type"))
     if experts(config):

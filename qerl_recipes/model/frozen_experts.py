@@ -1,8 +1,8 @@
-"""The frozen experts of a mixture on packed NVFP4 weights, in the place of transformers' module of dense ones.
+"""Compute the frozen experts of a mixture on packed NVFP4 weights, in place of transformers' dense experts.
 
-Rows are sorted by expert, so that one product does all of a layer; tensor scales go into the activation and into the
-routing weights, which are fp32 numbers anyway. Kept for the backward are activations and the packed weights. The router
-stays transformers' own, but for its last rounding.
+Rows are sorted by expert, so that one grouped product computes a linear of all experts. Tensor scales go into the
+activation and the routing weights, which are fp32 anyway. The backward keeps the activations and the packed weights.
+The router stays transformers' own, but for its last rounding.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,10 @@ from transformers import PreTrainedModel
 
 
 class PackedExperts(NamedTuple):
-    """One linear of every expert: ``codes: (E, N, K/2)``, ``block_scales: (E, N, K/16)``, ``divisors: (E, parts)``."""
+    """Hold one linear of all experts.
+
+    ``codes`` is (E, N, K/2), ``block_scales`` (E, N, K/16) and ``divisors`` (E, parts).
+    """
 
     codes: torch.Tensor
     block_scales: torch.Tensor
@@ -23,11 +26,13 @@ class PackedExperts(NamedTuple):
 
 
 class FrozenNVFP4Experts(torch.nn.Module):
-    """sum over the chosen experts e of weight_e * down_e(silu(gate_e(x)) * up_e(x)); only ``x`` and the weights receive
-    a gradient. No PEFT adapter fits it, and none is looked for: it has no ``nn.Linear``."""
+    """Sum weight_e * down_e(silu(gate_e(x)) * up_e(x)) over the chosen experts e of each row.
+
+    Only ``x`` and the routing weights receive a gradient. It has no ``nn.Linear``, so PEFT finds nothing to adapt.
+    """
 
     def __init__(self, gate_up: PackedExperts, down: PackedExperts) -> None:
-        """``gate_up``: gate above up, (E, 2 I, H) with a divisor for each of the two; ``down``: (E, H, I)."""
+        """Take ``gate_up``: (E, 2 I, H), gate above up, with a divisor for each of the two, and ``down``: (E, H, I)."""
         super().__init__()
         self.num_experts = len(gate_up.codes)
         for name, packed in (("gate_up", gate_up), ("down", down)):
@@ -36,8 +41,10 @@ class FrozenNVFP4Experts(torch.nn.Module):
             self.register_buffer(f"{name}_tensor_scales", 1.0 / packed.divisors.float())
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """``x: (T, H)``, ``chosen: (T, k)`` numbers of experts, ``weights: (T, k)`` -> ``(T, H)``, in the autocast
-        dtype where autocast is on."""
+        """Map ``x: (T, H)`` to (T, H), with ``chosen: (T, k)`` expert indices and ``weights: (T, k)``.
+
+        The result has the autocast dtype if autocast is on.
+        """
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         experts, order = chosen.reshape(-1).sort(stable=True)
@@ -52,7 +59,7 @@ class FrozenNVFP4Experts(torch.nn.Module):
         return _Combine.apply(out, factors, inverse)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "FrozenNVFP4Experts":
-        """Moves between devices; ``.to(dtype)`` leaves the packed weights and their scales alone."""
+        """Move between devices; ``.to(dtype)`` leaves the packed weights and their scales alone."""
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             moved = fn(tensor)
@@ -67,11 +74,13 @@ class FrozenNVFP4Experts(torch.nn.Module):
 
 
 class UnroundedRouter(torch.nn.Module):
-    """A router whose weights of the chosen experts are fp32 numbers, as in the engine; transformers rounds them to the
-    dtype of the logits."""
+    """Wrap a router so that the weights of the chosen experts are fp32, as in the engine.
+
+    transformers rounds them to the dtype of the logits.
+    """
 
     def __init__(self, name: str, router: torch.nn.Module) -> None:
-        """Raises ValueError for one whose weights are neither a softmax's largest values nor those over their sum."""
+        """Raise ValueError if its weights are neither softmax values of the chosen experts nor those over their sum."""
         super().__init__()
         self.router = router
         weight = router.weight
@@ -89,7 +98,7 @@ class UnroundedRouter(torch.nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``x: (..., H)`` -> logits (T, E), weights (T, k) fp32 and numbers (T, k) of the chosen experts."""
+        """Map ``x: (..., H)`` to logits (T, E), and fp32 weights and indices, (T, k) each, of the chosen experts."""
         logits, _, chosen = self.router(x)
         return logits, _weights(logits, chosen, self.is_normalized), chosen
 
@@ -100,7 +109,7 @@ def _weights(logits: torch.Tensor, chosen: torch.Tensor, is_normalized: bool) ->
 
 
 class _Spread(torch.autograd.Function):
-    """Each row for each of its experts, sorted by expert: (T, H) -> (T k, H)."""
+    """Copy each row for each of its k experts, sorted by expert: (T, H) -> (T k, H)."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, k: int) -> torch.Tensor:
@@ -119,9 +128,9 @@ class _Spread(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """The weighted sum over each row's experts, in fp32 and rounded once: (T k, H) sorted by expert -> (T, H).
+    """Compute the weighted sum over each row's experts, in fp32 and rounded once: (T k, H) sorted by expert -> (T, H).
 
-    Column by column of ``factors: (T, k)``, so that nothing of the sorted rows' size is held in fp32.
+    It goes through the k columns of ``factors: (T, k)``, so that no fp32 tensor has the size of all sorted rows.
     """
 
     @staticmethod
@@ -144,9 +153,9 @@ class _Combine(torch.autograd.Function):
 
 
 def dense_experts(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """Name and module of each layer of experts as transformers holds it: ``gate_up_proj (E, 2 I, H)``, ``down_proj``.
+    """Return name and module of each of transformers' expert layers, which hold 3-D ``gate_up_proj`` and ``down_proj``.
 
-    Raises ValueError for one that computes something else than ``FrozenNVFP4Experts``.
+    ``gate_up_proj`` is (E, 2 I, H). Raises ValueError if one computes something else than ``FrozenNVFP4Experts``.
     """
     found = [
         (name, module)
@@ -165,7 +174,7 @@ def dense_experts(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
 
 
 def replace_routers(model: PreTrainedModel) -> int:
-    """Put an UnroundedRouter around the router of every layer of experts -> how many."""
+    """Wrap the router of every expert layer in an UnroundedRouter, and return the number of routers."""
     found = []
     for parent in [name for name, module in model.named_modules() if hasattr(module, "experts")]:
         for child, module in model.get_submodule(parent).named_children():

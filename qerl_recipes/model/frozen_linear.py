@@ -1,6 +1,6 @@
-"""A frozen linear layer on packed NVFP4 weights that PEFT takes for ``nn.Linear``.
+"""Compute frozen linear layers on packed NVFP4 weights, as modules that PEFT treats as ``nn.Linear``.
 
-Its backward keeps the packed weight (4.5 bits a weight) and nothing else. The dense weight never exists for longer than
+The backward keeps the packed weight (4.5 bits a weight) and nothing else. The dense weight never exists for longer than
 one call.
 """
 
@@ -16,11 +16,11 @@ from qerl_vllm_plugin.checkpoint import check_tensors
 
 
 class FrozenNVFP4Linear(torch.nn.Linear):
-    """y = x W^T + bias with W = code * block scale / divisor; only ``x`` receives a gradient.
+    """Compute y = x W^T + bias with W = code * block scale / divisor; only ``x`` receives a gradient.
 
-    A subclass of ``nn.Linear``, so that LoRA finds and wraps it. ``weight`` is a placeholder of NaN that takes no
-    memory: it gives PEFT shape, dtype and device, and makes every attempt to merge an adapter fail instead of being
-    lost.
+    It is a subclass of ``nn.Linear``, so that PEFT's LoRA finds and wraps it. ``weight`` is a placeholder of NaN that
+    takes no memory. It gives PEFT shape, dtype and device, and makes every attempt to merge an adapter fail instead of
+    losing the adapter.
     """
 
     def __init__(
@@ -31,9 +31,10 @@ class FrozenNVFP4Linear(torch.nn.Linear):
         bias: torch.Tensor | None,
         dtype: torch.dtype,
     ) -> None:
-        """``codes: (N, K/2)``, ``block_scales: (N, K/16)``, ``divisor: ()`` or ``(1,)``, ``bias: (N,)``.
+        """Take ``codes: (N, K/2)``, ``block_scales: (N, K/16)``, ``divisor: ()`` or ``(1,)``, and ``bias: (N,)``.
 
-        ``dtype`` is that of the activations. Raises CheckpointError if the three do not fit or hold unusable values.
+        ``dtype`` is that of the activations. Raises CheckpointError if the first three do not fit together or hold
+        unusable values.
         """
         check_tensors(type(self).__name__, codes, block_scales, divisor)
         self._describe(codes.shape[0], 2 * codes.shape[1], bias, dtype)
@@ -50,25 +51,26 @@ class FrozenNVFP4Linear(torch.nn.Linear):
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
-        """NaN of the layer's shape ``(N, K)``, dtype and device, in the memory of one number."""
+        """Return NaN in the layer's shape ``(N, K)``, dtype and device, in the memory of one number."""
         placeholder = torch.full((1, 1), float("nan"), dtype=self.dtype, device=self.row_scale.device)
         return placeholder.expand(self.out_features, self.in_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x: (..., K)`` -> ``(..., N)``, in the autocast dtype where autocast is on."""
+        """Map ``x: (..., K)`` to (..., N), in the autocast dtype if autocast is on."""
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         return self._multiply(x)
 
     @property
     def factor(self) -> float | None:
-        """The tensor scale, where all rows have the same one."""
+        """Return the tensor scale if all rows have the same one, else None."""
         return self._factor
 
     def operand(self, dtype: torch.dtype, room: int = 0) -> tuple[torch.Tensor, float]:
-        """(N, K) in ``dtype``, and the factor of its products that makes it code * block scale, exactly.
+        """Return a dense (N, K) tensor in ``dtype``, and the factor that makes it exactly code * block scale.
 
-        ``room``: a multiple of 8, of columns behind the others that the caller has to write: (N, K + room).
+        The caller multiplies its products by the factor. ``room`` is a multiple of 8: the tensor then has ``room`` more
+        columns behind the others, (N, K + room), which the caller must write.
         """
         return expand(self.weight_packed, self.weight_scale, dtype, room)
 
@@ -76,7 +78,7 @@ class FrozenNVFP4Linear(torch.nn.Linear):
         return linear(x, self.weight_packed, self.weight_scale, self.row_scale, self.bias, self._factor)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "FrozenNVFP4Linear":
-        """Moves to another device as any module does; ``.to(dtype)`` leaves the packed weight's own dtypes alone."""
+        """Move to another device as any module does; ``.to(dtype)`` leaves the packed weight's own dtypes alone."""
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             moved = fn(tensor)
@@ -93,14 +95,14 @@ class FrozenNVFP4Linear(torch.nn.Linear):
 
 
 class FrozenTiledLinear(FrozenNVFP4Linear):
-    """The same layer on tiles, the layout in which the engine keeps its weights on a Hopper GPU."""
+    """Compute the same layer on tiles, the layout in which the engine holds its weights on a Hopper GPU."""
 
     def __init__(self, weight: TiledWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
-        """``bias: (N,)``; ``dtype`` is that of the activations."""
+        """Take a tiled ``weight`` and ``bias: (N,)``; ``dtype`` is that of the activations."""
         self._describe(weight.N, weight.K, bias, dtype)
         if linear_tiles.supported(weight.tiles.device):
             linear_tiles.prepare(weight.N, weight.K, weight.tiles.device, weight.operand)
-        self.scale = weight.scale  # no buffer: it stays on the CPU
+        self.scale = weight.scale  # not a buffer: it stays on the CPU
         self._operand_type, self._fixed_order = weight.operand, weight.fixed_order
         self.register_buffer("tiles", weight.tiles)
         self.register_buffer("row_scale", weight.row_scale)
@@ -108,11 +110,14 @@ class FrozenTiledLinear(FrozenNVFP4Linear):
 
     @property
     def factor(self) -> float | None:
-        """The tensor scale, where all rows have the same one and a library may multiply."""
+        """Return the tensor scale, or None if rows differ in it or the order of summation is fixed.
+
+        A fixed order rules out a product by a library.
+        """
         return None if self.scale is None or self._fixed_order else float(self.scale)
 
     def operand(self, dtype: torch.dtype, room: int = 0) -> tuple[torch.Tensor, float]:
-        """As above."""
+        """Return the weight as ``FrozenNVFP4Linear.operand`` does."""
         weight, by = self._weight(), nvfp4.expanded_factor(self._operand_type)
         if self.tiles.is_cuda:
             return gemm.dequantize(weight, room=room).to(dtype), 1 / by
@@ -129,10 +134,10 @@ class FrozenTiledLinear(FrozenNVFP4Linear):
 
 
 class FrozenMarlinLinear(FrozenNVFP4Linear):
-    """The same layer on Marlin's tensors, the layout in which the engine keeps its weights on other GPUs."""
+    """Compute the same layer on Marlin's tensors, the layout in which the engine holds its weights on other GPUs."""
 
     def __init__(self, weight: MarlinWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
-        """``bias: (N,)`` in the order of the rows; ``dtype`` is that of the activations."""
+        """Take Marlin's ``weight`` and ``bias: (N,)`` in the rows' order; ``dtype`` is that of the activations."""
         self._describe(weight.N, weight.K, bias, dtype)
         self.exponent = weight.exponent
         self.register_buffer("words", weight.words)
@@ -141,7 +146,7 @@ class FrozenMarlinLinear(FrozenNVFP4Linear):
         self._factor = float(weight.scale)
 
     def operand(self, dtype: torch.dtype, room: int = 0) -> tuple[torch.Tensor, float]:
-        """As above."""
+        """Return the weight as ``FrozenNVFP4Linear.operand`` does."""
         return expand(*self._weight().canonical(), dtype, room)
 
     def _weight(self) -> MarlinWeight:

@@ -1,18 +1,19 @@
-"""The adapter in the trainer's model: its parameters, and its arithmetic under autocast.
+"""Compute the adapter in the trainer's model with fewer operations under autocast, and list its parameters.
 
-PEFT writes y = W x + scaling * (x A^T) B^T as a cast of x to the fp32 of A (which autocast takes back), three products,
-a multiplication and two sums, and its gradient of x as two products and a sum. On a frozen weight of ours or of torch's
-``AdaptedLinear`` needs fewer, with s = scaling * x A^T and ds = scaling * dy B:
+PEFT computes y = W x + scaling * (x A^T) B^T by three products, a multiplication and two sums. Before, it casts x to
+the fp32 of A, which autocast undoes. Its gradient of x takes two products and a sum. On a FrozenNVFP4Linear or a plain
+``nn.Linear``, ``AdaptedLinear`` needs fewer, with s = scaling * x A^T and ds = scaling * dy B:
 
     y = [x s] [W B]^T + bias        dx = ds A + dy W        dA = ds^T x        dB = dy^T s
 
-y of a 4-bit weight is one product, rounded once as in the engine: its weight is expanded anyhow, with room for B and
-the bias behind each row. A dense weight stays where it is, and its y is rounded before the adapter's part is added, as
-in vLLM's slots for adapters. dy W adds itself to ds A in cuBLAS's epilogue, which rounds once more: a gradient bears
-that, but log-probabilities do not (a third more of error variance on 8 layers of a 7B model). dA and dB are fp32.
-Layers that share x are computed ``together``: one product for all A, one dx. Behind a gate, silu(gate) * up is written
-where the product of a 4-bit down_proj reads it (``gated``). Elsewhere (bitsandbytes, unequal tensor scales)
-``FusedLora`` saves two of the sums.
+* For a 4-bit weight y is one product, rounded once as in the engine. The weight is expanded anyhow, with room for B and
+  the bias behind each row.
+* A dense weight stays where it is. Its y is rounded before the adapter's part is added, as in vLLM's LoRA slots.
+* cuBLAS adds dy W to ds A in its epilogue, which rounds once more. A gradient tolerates that, but log-probabilities do
+  not (a third more error variance on 8 layers of a 7B model). dA and dB are fp32.
+* Layers that share x are computed ``together``: one product for all A, and one dx.
+* Behind a gate, silu(gate) * up is written where the product of a 4-bit down_proj reads it (``gated``).
+* On other layers (bitsandbytes, unequal tensor scales) ``FusedLora`` saves two of the sums.
 """
 
 from collections.abc import Sequence
@@ -32,23 +33,26 @@ ADAPTER = "default"  # PEFT's name of the adapter that is trained
 
 
 class AdaptedLinear(peft_layer.Linear):
-    """PEFT's linear layer on a frozen weight: under autocast, with the trained adapter alone, one function."""
+    """Replace PEFT's linear layer: under autocast, frozen weight and trained adapter are one autograd function."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """``x: (..., K)`` -> ``(..., N)``; PEFT's own wherever more is asked for than the trained adapter."""
+        """Map ``x: (..., K)`` to (..., N). PEFT's own ``forward`` runs unless the layer ``is_plain``."""
         if args or kwargs or not self.is_plain(x):
             return super().forward(x, *args, **kwargs)
         return _adapted(x, [self])[0]
 
     def is_plain(self, x: torch.Tensor) -> bool:
-        """Whether the frozen weight and the trained adapter are all that there is to compute."""
+        """Return True under autocast if the trained adapter is the only active one, and not merged."""
         alone = not (self.disable_adapters or self.merged) and self.active_adapters == [ADAPTER]
         return alone and torch.is_autocast_enabled(x.device.type)
 
 
 def together(x: torch.Tensor, *layers: torch.nn.Module) -> tuple[torch.Tensor, ...]:
-    """The outputs of ``layers`` for one ``x: (..., K)``; where all are plain, one function reads x once for all of
-    their A, and adds up their gradients of x in place."""
+    """Return the outputs of ``layers`` for one ``x: (..., K)``.
+
+    If all are plain, of one kind of weight and of one scaling, a single function computes them. It reads x once for all
+    A, and adds up the gradients of x in place.
+    """
     adapted = [layer for layer in layers if isinstance(layer, AdaptedLinear) and layer.is_plain(x)]
     alike = {(layer.scaling[ADAPTER], isinstance(layer.get_base_layer(), FrozenNVFP4Linear)) for layer in adapted}
     if len(adapted) == len(layers) and len(alike) == 1:
@@ -57,7 +61,7 @@ def together(x: torch.Tensor, *layers: torch.nn.Module) -> tuple[torch.Tensor, .
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, down: torch.nn.Module) -> torch.Tensor:
-    """down(silu(gate) * up), the product rounded once: ``gate``, ``up``: (..., K) -> (..., N)."""
+    """Return down(silu(gate) * up), (..., N), for ``gate`` and ``up``: (..., K); silu(gate) * up is rounded once."""
     dtype = torch.get_autocast_dtype(gate.device.type)
     if isinstance(down, AdaptedLinear) and down.is_plain(gate) and gate.dtype == up.dtype == dtype:
         base, A, B = down.get_base_layer(), down.lora_A[ADAPTER].weight, down.lora_B[ADAPTER].weight
@@ -75,7 +79,10 @@ def _adapted(x: torch.Tensor, layers: Sequence[AdaptedLinear]) -> tuple[torch.Te
 
 
 class _Adapted(torch.autograd.Function):
-    """Layers i with weights (N_i, K), all 4-bit or all dense, A_i (r_i, K) and B_i (N_i, r_i); R is the sum of r_i."""
+    """Compute layers i with frozen weights (N_i, K), all 4-bit or all dense, for one x.
+
+    A_i is (r_i, K) and B_i is (N_i, r_i). R is the sum of r_i, and T the number of tokens.
+    """
 
     @staticmethod
     def forward(
@@ -106,7 +113,10 @@ class _Adapted(torch.autograd.Function):
 
 
 class _Gated(torch.autograd.Function):
-    """y = W z + scaling * B A z with z = silu(gate) * up, of a 4-bit W (N, K); z stands where the product reads it."""
+    """Compute y = W z + scaling * B A z with z = silu(gate) * up, for a 4-bit W (N, K).
+
+    z is written where the product reads it.
+    """
 
     @staticmethod
     def forward(
@@ -145,9 +155,9 @@ class _Gated(torch.autograd.Function):
 def _outputs(
     x: torch.Tensor, s: torch.Tensor, bases: Sequence[torch.nn.Linear], Bs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """``x: (T, K)`` and ``s: (T, R)`` -> (T, N_i) each."""
+    """Return the outputs, (T, N_i) each, of ``x: (T, K)`` and ``s: (T, R)``."""
     parts = s.split([B.shape[1] for B in Bs], dim=1)
-    if not isinstance(bases[0], FrozenNVFP4Linear):  # a rounding for each, as in vLLM's LoRA slots
+    if not isinstance(bases[0], FrozenNVFP4Linear):  # two roundings, as in vLLM's LoRA slots
         dense = [torch.nn.functional.linear(x, base.weight.to(x.dtype), _bias(base, x.dtype)) for base in bases]
         return [y.addmm_(part, B.to(x.dtype).t()) for y, part, B in zip(dense, parts, Bs, strict=True)]
     K, R = x.shape[1], s.shape[1]
@@ -159,7 +169,7 @@ def _outputs(
 def _wide_outputs(
     x: torch.Tensor, K: int, R: int, bases: Sequence[torch.nn.Linear], Bs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """``x: (T, K + used)`` as wide.py has it, for 4-bit ``bases`` -> (T, N_i) each, rounded once."""
+    """Return the outputs of 4-bit ``bases``, (T, N_i) each, rounded once; wide.py describes ``x: (T, K + used)``."""
     ys, first, (used, room) = [], 0, wide.columns(R)
     for base, B in zip(bases, Bs, strict=True):
         w, factor = _operand(base, x.dtype, room)  # (N_i, K + room)
@@ -173,7 +183,7 @@ def _wide_outputs(
 def _input_gradient(
     dys: Sequence[torch.Tensor], ds: torch.Tensor, a: torch.Tensor, bases: Sequence[torch.nn.Linear]
 ) -> torch.Tensor:
-    """ds A and the frozen weights' parts: ``dys: (T, N_i)``, ``ds: (T, R)``, ``a: (R, K)`` -> (T, K)."""
+    """Return ds A plus all dy_i W_i, (T, K), for ``dys: (T, N_i)``, ``ds: (T, R)`` and ``a: (R, K)``."""
     dx = ds @ a
     for base, dy in zip(bases, dys, strict=True):
         w, factor = _operand(base, dx.dtype)
@@ -186,7 +196,7 @@ def _bias(base: torch.nn.Linear, dtype: torch.dtype) -> torch.Tensor | None:
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, factor: float, out: torch.Tensor | None = None) -> torch.Tensor:
-    """``factor * (a @ b)``, rounded once, into ``out`` if there is one: (M, K), (K, N) -> (M, N)."""
+    """Return ``factor * (a @ b)``, rounded once, written to ``out`` if given: (M, K), (K, N) -> (M, N)."""
     out = a.new_empty(a.shape[0], b.shape[1]) if out is None else out
     if not a.is_cuda:
         return out.copy_(factor * (a.float() @ b.float()))
@@ -194,14 +204,14 @@ def _product(a: torch.Tensor, b: torch.Tensor, factor: float, out: torch.Tensor 
 
 
 def _sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``a^T b`` over all tokens, in fp32: (T, N), (T, K) -> (N, K)."""
+    """Return ``a^T b``, summed over all tokens in fp32: (T, N), (T, K) -> (N, K)."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a.t(), b, out_dtype=torch.float32)
     return a.t().float() @ b.float()
 
 
 def _operand(base: torch.nn.Module, dtype: torch.dtype, room: int = 0) -> tuple[torch.Tensor, float]:
-    """The frozen weight (N, K), with ``room`` more columns where it is ours, and the factor of its products."""
+    """Return the frozen weight (N, K) and the factor of its products; a 4-bit one has ``room`` more columns."""
     if isinstance(base, FrozenNVFP4Linear):
         assert base.factor is not None
         w, by = base.operand(dtype, room)
@@ -217,32 +227,32 @@ def _has_operand(base: torch.nn.Module) -> bool:
 
 
 class FusedLora(LoraVariant):
-    """How PEFT's linear layers apply a plain LoRA adapter, where activations are what autocast makes them."""
+    """Apply a plain LoRA adapter in PEFT's linear layers, with activations in the dtype that autocast gives them."""
 
     @staticmethod
     def init(module: LoraLayer, adapter_name: str) -> None:
-        """Nothing to add to a plain adapter."""
+        """Do nothing: a plain adapter needs no setup."""
 
     @staticmethod
     def merge_safe(module: LoraLayer, active_adapter: str, orig_weight: torch.Tensor) -> torch.Tensor:
-        """As PEFT merges a plain adapter."""
+        """Return the weight with the adapter added, as PEFT merges a plain one."""
         return orig_weight.clone().add_(module.get_delta_weight(active_adapter))
 
     @staticmethod
     def merge_unsafe(module: LoraLayer, active_adapter: str, orig_weight: torch.Tensor) -> None:
-        """As PEFT merges a plain adapter, in place."""
+        """Add the adapter to the weight in place, as PEFT merges a plain one."""
         orig_weight.data += module.get_delta_weight(active_adapter)
 
     @staticmethod
     def unmerge(module: LoraLayer, active_adapter: str, orig_weight: torch.Tensor) -> torch.Tensor:
-        """What is left without the adapter."""
+        """Return the weight without the adapter."""
         return orig_weight.clone().sub_(module.get_delta_weight(active_adapter))
 
     @staticmethod
     def forward(
         module: LoraLayer, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **kwargs: object
     ) -> torch.Tensor:
-        """``x: (..., K)``, ``result: (..., N)`` of the frozen layer -> ``result`` + scaling * (x A^T) B^T."""
+        """Return ``result: (..., N)`` of the frozen layer plus scaling * (x A^T) B^T, for ``x: (..., K)``."""
         lora_A, lora_B = module.lora_A[active_adapter], module.lora_B[active_adapter]
         if not torch.is_autocast_enabled(x.device.type):
             x = x.to(lora_A.weight.dtype)
@@ -254,10 +264,10 @@ class FusedLora(LoraVariant):
 
 
 def install(model: torch.nn.Module, adapter: str) -> int:
-    """Let every plain LoRA layer of ``model`` compute ``adapter`` this way from now on -> how many layers.
+    """Make every plain LoRA layer of ``model`` compute ``adapter`` by this module, and return the number of layers.
 
-    Without autocast the activations are cast to the dtype of the adapter, as by PEFT. Layers with DoRA, a bias or any
-    other variant of PEFT's stay as they are.
+    Without autocast the activations are cast to the dtype of the adapter, as by PEFT. Layers with DoRA, a LoRA bias or
+    another of PEFT's variants stay as they are.
     """
     found = 0
     for module in model.modules():
@@ -269,16 +279,16 @@ def install(model: torch.nn.Module, adapter: str) -> int:
         module.cast_input_dtype_enabled = False
         is_plain = type(module) is peft_layer.Linear and isinstance(module.lora_dropout[adapter], torch.nn.Identity)
         if is_plain and adapter == ADAPTER and _has_operand(module.get_base_layer()):
-            module.__class__ = AdaptedLinear  # PEFT asks for a class of ours only where it builds, which TRL does
+            module.__class__ = AdaptedLinear  # PEFT takes a custom class only while it builds, and TRL builds
         found += 1
     return found
 
 
 def parameters(model: PeftModel) -> dict[str, torch.nn.Parameter]:
-    """The trained adapter's parameters, by PEFT's names of them in a state dict.
+    """Return the trained adapter's parameters by PEFT's names in a state dict.
 
-    They are the same objects for the whole training: to ask PEFT anew for each swap takes it several walks through the
-    model, 50 ms for one of 28 layers.
+    They stay the same objects for the whole training. So call it once: PEFT goes through the model several times, which
+    takes 50 ms for a model of 28 layers.
     """
     named = dict(model.named_parameters())
     names = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)

@@ -1,13 +1,15 @@
-"""Gradients of activations in FP16: what the loss sends back is scaled, and the gradients of parameters are not.
+"""Scale the gradients of FP16 activations, so that they do not underflow; parameters get unscaled gradients.
 
-The loss is a mean over all tokens of a batch, so that d loss / d log p of one is 1e-5 and less, and what it leaves on
-the activations of a layer thousands of times smaller: FP16, whose steps end at 2^-24, would lose it. The backward is
-linear in what it gets. So where it leaves the log-probabilities, the power of two that brings the largest gradient of
-the micro-batch to 4 or more, and below 8, multiplies all of them, and divides the gradient of each parameter, in fp32,
-as it arrives. Both are exact. There is no state: nothing is tuned from step to step, and no step is skipped.
+The loss is a mean over all tokens of a batch, so d loss / d log p of one token is 1e-5 or less. The gradients of a
+layer's activations are thousands of times smaller. FP16, whose smallest step is 2^-24, would lose them.
 
-Measured with SmolLM2-135M and an adapter on all linears, where the largest gradient of a log-probability is 1: the
-largest of an activation is 190, the median of a layer 1e-3 to 5e-2, that of what an adapter's B sends back 1e-5.
+The backward is linear in its input. So a power of two multiplies all gradients of the log-probabilities of a
+micro-batch, and brings the largest to 4 or more and below 8. The same power divides the gradient of each parameter, in
+fp32, as it arrives. Both are exact. There is no state: nothing is tuned from step to step, and no step is skipped.
+
+Measured with SmolLM2-135M and an adapter on all linears, if the largest gradient of a log-probability is 1: the largest
+gradient of an activation is 190. The median of a layer is 1e-3 to 5e-2, and that of what an adapter's B sends back is
+1e-5.
 """
 
 from collections.abc import Iterable
@@ -15,19 +17,19 @@ from typing import Any
 
 import torch
 
-LARGEST = 3  # the exponent of two below which the largest gradient of a log-probability is brought
+LARGEST = 3  # the largest gradient of a log-probability is scaled to below two to this power
 
 
 class GradientScale:
-    """Of the parameters of one model."""
+    """Scale the gradients of one model. Create it after its trainable ``parameters`` are settled."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        self.inverse: torch.Tensor | None = None  # of the factor of the backward in progress, () fp32
+        self.inverse: torch.Tensor | None = None  # 1 / factor of the current backward, () fp32
         for parameter in parameters:
             parameter.register_hook(self._as_they_are)
 
     def __call__(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The fp32 ``values`` of one micro-batch, of any shape, whose gradients are scaled on their way back."""
+        """Return the fp32 ``values`` of one micro-batch, of any shape, unchanged; their gradients are scaled."""
         return _Scaled.apply(self, *values)
 
     def _as_they_are(self, gradient: torch.Tensor) -> torch.Tensor:

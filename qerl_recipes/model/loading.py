@@ -1,4 +1,4 @@
-"""The trainer's model: a Hugging Face causal language model whose frozen linears are NVFP4, BF16 or NF4."""
+"""Load the trainer's model: a Hugging Face causal language model whose frozen linears are NVFP4, BF16 or NF4."""
 
 import warnings
 from pathlib import Path
@@ -20,10 +20,10 @@ from qerl_vllm_plugin.expected_tensors import experts, fused_with
 from qerl_vllm_plugin.families import kept_in_bf16
 from qerl_vllm_plugin.scheme import matches
 
-if TYPE_CHECKING:  # the plugin's module imports vllm
+if TYPE_CHECKING:  # frozen_weights imports vllm
     from qerl_vllm_plugin.frozen_weights import FrozenWeights
 
-HEAD = "lm_head"  # stays in BF16: the loss multiplies by its weight directly
+HEAD = "lm_head"  # is not quantized while loading: the loss multiplies by its weight directly
 
 
 def load(
@@ -34,17 +34,18 @@ def load(
     attn_implementation: str | None = None,
     weights: "FrozenWeights | None" = None,
 ) -> PreTrainedModel:
-    """A causal language model from a checkpoint folder, every parameter frozen, on the CPU (nf4: on the GPU).
+    """Load a causal language model from a checkpoint folder, with every parameter frozen.
 
-    ``weights`` are those of an engine that serves the same checkpoint under qerl_nvfp4: the model reads them in place,
-    on the engine's device, and has no copy of its own but of the norms and of what the engine cannot lend.
+    The model is on the CPU, for nf4 on the GPU, and with ``weights`` on the engine's device. ``weights`` belong to an
+    engine that serves the same checkpoint under qerl_nvfp4. The model reads them in place and copies only the norms and
+    what the engine cannot lend.
 
-    ``quantization`` is the arm: ``qerl_nvfp4`` (an NVFP4 checkpoint, or a BF16 one quantized on the way in, one layer
-    at a time), ``bf16`` or ``nf4`` (bitsandbytes); None takes the weights as the checkpoint has them. Norms round as
-    the engine's of that arm: once under qerl_nvfp4, twice in stock vLLM.
+    ``quantization`` is the arm: ``qerl_nvfp4``, ``bf16`` or ``nf4`` (bitsandbytes). ``qerl_nvfp4`` takes an NVFP4
+    checkpoint, or quantizes a BF16 one while loading, one layer at a time. None takes the weights as the checkpoint has
+    them. Norms round like those of the arm's engine: once under qerl_nvfp4, twice in stock vLLM.
 
-    Raises CheckpointError for a checkpoint that is damaged or of another format, ValueError for a family that is not
-    trained (families.py) or an arm that this machine or this checkpoint cannot have.
+    Raises CheckpointError for a checkpoint that is damaged or of another format. Raises ValueError for a family that
+    cannot be trained (families.py), or an arm that this machine or this checkpoint does not support.
     """
     folder = Path(path)
     if (folder / "config.json").is_file():
@@ -72,15 +73,15 @@ def load(
 
 
 def blocks_that_keep(model: torch.nn.Module, checkpointed: int | None) -> list[GradientCheckpointingLayer]:
-    """The blocks behind the first ``checkpointed``, whose activations are kept; none of them for None.
+    """Return the blocks that keep their activations: all after the first ``checkpointed``, or none for None.
 
-    The last ones: their memory is free again when the first ones compute theirs anew. -1, as few as fit, is what the
-    memory plan of `qerl train` makes a number of; without a plan nothing is known of the memory, so that none keeps
-    them, with a warning. Raises ValueError if the model has fewer blocks.
+    The last blocks keep them, because their memory is free again when the first ones recompute theirs. The memory plan
+    of `qerl train` turns -1 ("as few as fit") into a number. Without a plan, -1 gives no blocks and a warning. Raises
+    ValueError if the model has fewer blocks.
     """
     if checkpointed is None:
         return []
-    from qerl_recipes.recipe.configs import AS_FEW_AS_FIT  # imports TRL, which another stack's trainer does without
+    from qerl_recipes.recipe.configs import AS_FEW_AS_FIT  # imports TRL, which a trainer of another stack does not need
 
     if checkpointed == AS_FEW_AS_FIT:
         warnings.warn(
@@ -101,8 +102,8 @@ def _load_nf4(folder: Path, dtype: torch.dtype, attn_implementation: str | None)
     if experts(AutoConfig.from_pretrained(folder).to_dict()):
         raise ValueError("quantization=nf4 leaves experts in BF16; on a mixture of experts use qerl_nvfp4 or bf16")
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
-    # transformers copies weights to the GPU in threads of its own, which are on the default stream, and quantizes them
-    # in this one, which vLLM has put on another: memory of a weight could be given away before the weight is read
+    # transformers copies weights to the GPU in other threads, on the default stream, and quantizes them in this thread,
+    # which vLLM has put on another stream. On two streams a weight's memory could be reused before the weight is read.
     default = torch.cuda.default_stream()
     with torch.cuda.stream(default):
         model = AutoModelForCausalLM.from_pretrained(
@@ -121,7 +122,7 @@ def _load_nvfp4(
 ) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(report.folder)
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # the linears below are ours: transformers must not look for a quantizer
+        del config.quantization_config  # the linears below are built here: transformers must not look for a quantizer
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
     with _Tensors(report) as tensors:
@@ -167,10 +168,10 @@ def _replace_linear(
             )
         return
     if f"{name}.weight_packed" not in tensors.report.tensors and scheme is not None:
-        return  # a tied head, or a tensor that is missing: reported when all are loaded
+        return  # a tied head, or a missing tensor, which _load_nvfp4 reports at its end
     bias = tensors.get(f"{name}.bias") if module.bias is not None else None
     if scheme is None:
-        # BF16 whatever the model's dtype is: the engine and `qerl quantize` round the source and its amax to it, too
+        # BF16 whatever the model's dtype: the engine and `qerl quantize` round the source and its amax to BF16, too
         weight = tensors.get(f"{name}.weight").bfloat16()
         packed = nvfp4.quantize(weight, nvfp4.divisor_from_amax(_group_amax(name, tensors)))
         parts = (packed.codes, packed.block_scales, packed.divisor)
@@ -182,10 +183,10 @@ def _replace_linear(
 def _load_experts(
     model: PreTrainedModel, name: str, module: torch.nn.Module, tensors: "_Tensors", dtype: torch.dtype
 ) -> None:
-    """Frozen NVFP4 experts in the place of ``module``, or its dense weights where the checkpoint keeps these in BF16.
+    """Replace ``module`` by frozen NVFP4 experts, or fill it with dense weights if the checkpoint keeps them in BF16.
 
-    Raises CheckpointError where a part is missing or some experts are stored otherwise than the others, ValueError for
-    experts that are not quantized and should be, and for activations of float16.
+    Raises CheckpointError if a part is missing, or if only some parts are quantized. Raises ValueError for an
+    unquantized checkpoint, and for packed experts with ``dtype`` float16.
     """
     count, linears = module.gate_up_proj.shape[0], ("gate_proj", "up_proj", "down_proj")
     if tensors.report.scheme is None:
@@ -217,9 +218,9 @@ def _load_experts(
 
 
 def _group_amax(name: str, tensors: "_Tensors") -> torch.Tensor:
-    """Largest magnitude, in BF16, over the linears that vLLM fuses with this one.
+    """Return the largest magnitude, in BF16, over the linears that vLLM fuses with this one.
 
-    Raises CheckpointError where one of them is not finite: NVFP4 cannot hold that, and would not say so.
+    Raises CheckpointError if a value is not finite: NVFP4 cannot hold that, and would not report it.
     """
     modules = {tensor.removesuffix(".weight") for tensor in tensors.report.tensors}
     found = {part: tensors.get(f"{part}.weight").bfloat16().abs().amax() for part in fused_with(name, modules)}
@@ -229,7 +230,7 @@ def _group_amax(name: str, tensors: "_Tensors") -> torch.Tensor:
 
 
 class _Tensors:
-    """The tensors of a checkpoint by name, read from their shards when asked for."""
+    """Read the tensors of a checkpoint by name, each from its shard when requested; ``used`` holds their names."""
 
     def __init__(self, report: CheckpointReport) -> None:
         self.report = report

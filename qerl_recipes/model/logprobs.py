@@ -1,8 +1,8 @@
-"""Log-probabilities and entropies of completions, from packed rows and without logits.
+"""Compute log-probabilities and entropies of completions from packed rows, without storing logits.
 
-The model gives its last hidden state; of it, the states that predict a completion token, and no others, are multiplied
-by the output layer inside ``qerl_kernels.linear_logprob``, which never holds more than a chunk of logits. Logits are
-rounded to the dtype of the weights, as in the engine that has sampled from them.
+The model returns its last hidden state. ``qerl_kernels.linear_logprob`` multiplies by the output layer only the states
+that predict a completion token, and holds no more than a chunk of logits. Logits are rounded to the dtype of the
+weights, as in the engine that sampled from them.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,14 +17,15 @@ from transformers import PreTrainedModel
 from qerl_recipes.model import engine_rounding, packed_attention, rotated_attention
 from qerl_recipes.model.packing import PackedRow
 
-# of transformers; each keeps packed sequences apart by what `_arguments` gives it
+# transformers' attentions, which keep packed sequences apart by what `_arguments` passes
 FLASH, BY_POSITIONS = "flash_attention_", ("sdpa", "eager", "flex_attention")
 
 
 def prepare(model: PreTrainedModel | PeftModel) -> str | None:
-    """Let ``model`` take packed rows -> why it cannot, or None.
+    """Prepare ``model`` for packed rows; return the reason if it cannot take them, else None.
 
-    Where its attention is transformers' ``sdpa``, it becomes the same one sequence at a time.
+    A model with transformers' attention ``sdpa`` gets ``packed_attention`` instead, which keeps the sequences of a row
+    apart. Its queries and keys are then rotated in fp32 and rounded once, as in the engine.
     """
     base = _base(model)
     reason = _head_obstacle(base)
@@ -41,7 +42,7 @@ def prepare(model: PreTrainedModel | PeftModel) -> str | None:
 
 
 def shares_prompts(model: PreTrainedModel | PeftModel) -> bool:
-    """Whether the attention of a prepared model lets several completions see one prompt."""
+    """Return True if several completions can share one prompt in the attention of a prepared model."""
     return _base(model).config._attn_implementation == packed_attention.NAME
 
 
@@ -55,11 +56,11 @@ def completion_logprobs(
     *,
     has_entropy_gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability and entropy of every completion token, (B, C) fp32 each, 0 where there is none.
+    """Return log-probability and entropy of every completion token, (B, C) fp32 each, 0 where there is no token.
 
-    ``model`` is called, once a row and under ``autocast``; ``unwrapped`` is the same without what a launcher has put
-    around it. ``rows`` hold the sequences of a batch whose completions have ``shape`` (B, C). Both results have a
-    gradient; ``has_entropy_gradient`` says that the second's is needed, which changes the speed alone.
+    ``model`` is called once for each row, under ``autocast``. ``unwrapped`` is the same model without a launcher's
+    wrapper. ``rows`` hold the sequences of a batch whose completions have ``shape`` (B, C). Both results have a
+    gradient. ``has_entropy_gradient`` says that the entropy's gradient is needed; it changes the speed alone.
     """
     base = _base(unwrapped)
     weight = base.get_output_embeddings().weight
@@ -84,7 +85,7 @@ def _base(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
 
 
 def _arguments(base: PreTrainedModel, row: PackedRow) -> dict[str, Any]:
-    """What the model is called with: no logits, no cache, and what its attention needs to keep sequences apart."""
+    """Return the model's arguments: no logits, no cache, and what its attention needs to keep sequences apart."""
     nothing = torch.empty(0, dtype=torch.long, device=row.tokens.device)
     arguments = {
         "input_ids": row.tokens,
@@ -94,7 +95,7 @@ def _arguments(base: PreTrainedModel, row: PackedRow) -> dict[str, Any]:
     }
     name = base.config._attn_implementation
     if name == packed_attention.NAME:
-        # a mask of four dimensions is taken as it is, so that none of T x T is built for the attention to ignore
+        # transformers passes a mask of four dimensions on; otherwise it would build one of T x T that is not used
         whole = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.tokens.device)
         spans = packed_attention.Spans.of(row.segments, row.tokens.device) if row.tokens.is_cuda else None
         arguments |= {"attention_mask": whole, "segments": row.segments, "spans": spans}
@@ -102,12 +103,12 @@ def _arguments(base: PreTrainedModel, row: PackedRow) -> dict[str, Any]:
         starts, longest = row.starts().to(row.tokens.device), max(s.prompt + s.own for s in row.segments)
         arguments |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
         arguments |= {"max_length_q": longest, "max_length_k": longest}
-    return arguments  # any other builds its mask from positions that start again
+    return arguments  # any other attention builds its mask from positions that restart
 
 
 @contextmanager
 def _last_hidden(base: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
-    """The last hidden state of every forward that is made while this lasts, (1, T, H) each."""
+    """Collect the last hidden state, (1, T, H), of every forward within the ``with`` block."""
     found: list[torch.Tensor] = []
     hook = base.base_model.register_forward_hook(lambda module, inputs, out: found.append(out.last_hidden_state))
     try:
@@ -118,7 +119,7 @@ def _last_hidden(base: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
 
 @torch.no_grad()
 def _head_obstacle(base: PreTrainedModel) -> str | None:
-    """Why the logits of ``base`` are not just the last hidden state times a frozen matrix, or None."""
+    """Say why the logits of ``base`` are not just the last hidden state times a frozen matrix; None if they are."""
     head = base.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear) or not head.weight.is_floating_point():
         return f"the output layer is {type(head).__name__}, not a plain linear layer"

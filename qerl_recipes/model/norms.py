@@ -1,4 +1,4 @@
-"""RMSNorm in the trainer: fp32 weights, the engine's arithmetic, and noise that never touches the weight."""
+"""Replace the model's RMSNorms in the trainer: fp32 weights, the engine's arithmetic, and noise beside the weight."""
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,12 +14,12 @@ from qerl_vllm_plugin import noise
 
 
 class TrainerRMSNorm(torch.nn.Module):
-    """RMSNorm times ``offset + (weight + noise)``; the noise is set and cleared, never added to the weight.
+    """Multiply the normalized input by ``offset + (weight + noise)``; the noise never changes the stored weight.
 
-    ``weight: (H,)`` fp32 as the checkpoint has it, trainable if asked. ``offset`` is 0, or 1 for a norm that is stored
-    as w and used as 1 + w. With ``rounded`` the effective weight and the normalized input are each
-    rounded to the activations' dtype before the product, as stock vLLM and transformers do (the bf16 and nf4 arms);
-    without it there is one rounding at the end (the NVFP4 arm, as in the engine).
+    ``weight: (H,)`` is the checkpoint's in fp32; ``make_trainable`` makes it trainable. ``offset`` is 0, or 1 for a
+    norm that is stored as w and used as 1 + w. With ``rounded`` the effective weight and the normalized input are each
+    rounded to the activations' dtype before the product, as in stock vLLM and transformers (the bf16 and nf4 arms).
+    Without it there is one rounding at the end, as in the engine of the NVFP4 arm.
     """
 
     def __init__(self, weight: torch.Tensor, epsilon: float, *, rounded: bool = False, offset: float = 0.0) -> None:
@@ -27,18 +27,18 @@ class TrainerRMSNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(weight.detach().float(), requires_grad=False)
         self.epsilon = epsilon
         self.rounded, self.offset = rounded, offset
-        self.is_policys = False  # trained, now or by an earlier run, and no longer the checkpoint's
+        self.is_policys = False  # True if the weight is trained, now or by an earlier run
         self.register_buffer("noise", None, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x: (..., H)`` -> ``(..., H)`` in the dtype of ``x``."""
+        """Map ``x: (..., H)`` to (..., H), in the dtype of ``x``."""
         weight = self.weight if self.noise is None else self.weight + self.noise
         if self.offset:
             weight = self.offset + weight
         return rms_norm(x, weight, self.epsilon, rounded=self.rounded)
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
-        """Moves between devices; ``.to(dtype)`` leaves weight and noise in fp32, or the noise would be lost."""
+        """Move between devices; ``.to(dtype)`` leaves weight and noise in fp32, or rounding would lose the noise."""
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             moved = fn(tensor)
@@ -51,12 +51,11 @@ class TrainerRMSNorm(torch.nn.Module):
 
 
 def replace(model: torch.nn.Module, *, rounded: bool) -> int:
-    """Put a TrainerRMSNorm in the place of every RMSNorm of ``model`` -> how many.
+    """Replace every RMSNorm of ``model`` by a TrainerRMSNorm, and return the number of replaced norms.
 
-    What an RMSNorm is, is found by what it computes: a module with a vector ``weight``, no bias, and an epsilon, whose
-    output on random input is that of the definition, with its weight or with 1 + weight (Gemma). The second kind rounds
-    once in transformers and in stock vLLM, too. Raises ValueError for a module of that form that computes something
-    else.
+    An RMSNorm is recognized by what it computes. It has a vector ``weight``, no bias and an epsilon, and its output on
+    random input follows the definition, with its weight or with 1 + weight (Gemma). The second kind rounds once in
+    transformers and in stock vLLM, too. Raises ValueError if a module of that form computes something else.
     """
     found = []
     for name, module in model.named_modules():
@@ -70,7 +69,7 @@ def replace(model: torch.nn.Module, *, rounded: bool) -> int:
 
 
 def _epsilon(module: torch.nn.Module) -> float | None:
-    """What a module without a bias, and without a gate, calls its epsilon in transformers; None if it has none."""
+    """Return the epsilon of a module without a bias and without a gate, by transformers' names for it, or None."""
     if getattr(module, "bias", None) is not None or "gate" in inspect.signature(module.forward).parameters:
         return None
     found = (getattr(module, name, None) for name in ("variance_epsilon", "eps"))
@@ -79,7 +78,7 @@ def _epsilon(module: torch.nn.Module) -> float | None:
 
 @torch.no_grad()
 def _offset(name: str, module: torch.nn.Module, weight: torch.Tensor, epsilon: float) -> float:
-    """What the norm adds to its weight."""
+    """Return what the norm adds to its weight, 0 or 1. Raises ValueError if it is no RMSNorm."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, weight.numel(), generator=generator).to(weight)
     found = module(x).float()
@@ -95,7 +94,7 @@ def _offset(name: str, module: torch.nn.Module, weight: torch.Tensor, epsilon: f
 
 
 def named_norms(model: torch.nn.Module) -> Iterator[tuple[str, TrainerRMSNorm]]:
-    """Every TrainerRMSNorm by the name of its weight in the checkpoint, whether or not PEFT wraps the model."""
+    """Yield every TrainerRMSNorm with its weight's name in the checkpoint, whether or not PEFT wraps the model."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     for name, module in base.named_modules():
         if isinstance(module, TrainerRMSNorm):
@@ -109,10 +108,10 @@ def set_noise(
     rollout: int,
     targets: Sequence[str] = noise.DEFAULT_TARGETS,
 ) -> int:
-    """Set the noise of the target norms to sigma * z(seed, rollout, name), in place of any before -> how many norms.
+    """Set the noise of the target norms to sigma * z(seed, rollout, name), and return the number of target norms.
 
-    The same bits as in the engine. Raises ValueError for a negative or non-finite sigma, and for a target that names
-    none of the norms; the noise then stays as it was.
+    It replaces all earlier noise, and has the same bits as in the engine. Raises ValueError for a negative or
+    non-finite sigma, and for a target that names none of the norms; the noise then stays as it was.
     """
     sigma = noise.check_sigma(sigma)
     norms = dict(named_norms(model))
@@ -126,13 +125,13 @@ def set_noise(
 
 
 def clear_noise(model: torch.nn.Module) -> None:
-    """Back to the weights alone."""
+    """Clear the noise of all norms."""
     for _, norm in named_norms(model):
         norm.noise = None
 
 
 def make_trainable(model: torch.nn.Module, targets: Sequence[str] = noise.DEFAULT_TARGETS) -> int:
-    """Let the target norms receive gradients -> how many. Raises ValueError as ``set_noise`` does."""
+    """Make the target norms trainable, and return their number. Raises ValueError for a target that names none."""
     norms = dict(named_norms(model))
     chosen = noise.targeted(norms, targets, "train_norms")
     for name in chosen:
@@ -142,20 +141,20 @@ def make_trainable(model: torch.nn.Module, targets: Sequence[str] = noise.DEFAUL
 
 
 def trained_norms(norms: Iterable[tuple[str, TrainerRMSNorm]]) -> dict[str, torch.Tensor] | None:
-    """Copies, on the CPU, of the weights among ``named_norms`` that are trained or were loaded; None if none is."""
+    """Return CPU copies of the weights of ``norms`` (``named_norms``) that are trained or were loaded; None if none."""
     return {name: norm.weight.detach().cpu().clone() for name, norm in norms if norm.is_policys} or None
 
 
 def save_norms(norms: Mapping[str, torch.Tensor], folder: str | Path) -> None:
-    """Write ``norms.safetensors``: fp32 weights by checkpoint name."""
+    """Write ``norms.safetensors``, the fp32 weights by their names in the checkpoint."""
     save_file(dict(norms), Path(folder) / NORMS)
 
 
 @torch.no_grad()
 def load_norms(model: torch.nn.Module, folder: str | Path) -> int:
-    """Set the norms of ``model`` to those that a training run has saved in ``folder`` -> how many (0: it has none).
+    """Load the norms that a training run saved in ``folder`` into ``model``, and return their number (0: no file).
 
-    Raises ValueError, before any weight changes, if a name or a shape is not this model's or a value is not finite.
+    Raises ValueError, before any weight changes, if a name or shape is not this model's or a value is not finite.
     """
     file = Path(folder) / NORMS
     if not file.exists():

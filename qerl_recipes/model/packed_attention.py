@@ -1,9 +1,9 @@
-"""Attention over a packed row: PyTorch's own, by sequence, so that none sees another.
+"""Compute attention over a packed row with PyTorch's own kernels, so that no sequence sees another.
 
-It is registered with transformers under ``NAME`` beside ``sdpa`` and is ``sdpa`` wherever no ``segments`` are given. A
+It is registered with transformers under ``NAME`` beside ``sdpa``, and equals ``sdpa`` if no ``segments`` are given. A
 mask over the whole row would cost its length squared. On a GPU one call of PyTorch's flash attention takes all
-sequences, each query once, with the keys of a shared prompt copied before those of each completion; elsewhere, and in
-fp32, each sequence is a causal product of its own.
+sequences and each query once; the keys of a shared prompt are copied before those of each completion. Elsewhere, and
+in fp32, each sequence has a causal attention call of its own.
 """
 
 import inspect
@@ -20,16 +20,18 @@ from transformers.masking_utils import sdpa_mask
 from qerl_recipes.model.packing import Segment
 
 NAME = "qerl_packed_sdpa"
-# not cuDNN's, which plans anew for every length that it has not seen: in a rollout all lengths are new
+# without cuDNN, which makes a new plan for every new length: in a rollout all lengths are new
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-# torch 2.11 takes fewer heads of keys than of queries as they are, later versions when told so
+# torch 2.11 accepts fewer key heads than query heads as they are; later versions need a flag
 GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-LARGEST_HEAD = 256  # of flash attention
+LARGEST_HEAD = 256  # the largest head dimension of flash attention
 
 
 class Spans(NamedTuple):
-    """Where the queries, and the keys that they see, of each sequence start and the last one ends: (sequences + 1,)
-    int32 each; and the longest of both. Queries lie as in the row."""
+    """Hold where the queries and the keys of each sequence start and the last ends, (sequences + 1,) int32 each.
+
+    ``most_queries`` and ``most_keys`` are the longest of both. Queries lie as in the row; keys include the prompt.
+    """
 
     queries: torch.Tensor
     keys: torch.Tensor
@@ -38,7 +40,7 @@ class Spans(NamedTuple):
 
     @classmethod
     def of(cls, segments: Sequence[Segment], device: torch.device) -> "Spans":
-        """Built on the CPU and copied without waiting for the GPU."""
+        """Compute the spans of ``segments`` on the CPU, and copy them without waiting for the GPU."""
         keys = torch.tensor([s.prompt + s.own for s in segments])
         queries = torch.tensor([s.prompt + s.own if s.is_first else s.own for s in segments])
         of_queries, of_keys = (
@@ -60,11 +62,14 @@ def attention(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """``query: (1, heads, T, D)``, ``key`` and ``value``: (1, key heads, T, D) -> (1, T, heads, D) and no weights.
+    """Return the attention's output, (1, T, heads, D), and None in place of weights.
 
-    Each of the ``segments`` attends to its prompt and to itself, causally, and no further back than
-    ``sliding_window`` tokens; ``attention_mask`` counts only without segments. Queries and keys may come in fp32 and
-    are rounded to the dtype of the values. With ``spans`` of the segments one call takes all, where it can.
+    ``query`` is (1, heads, T, D), ``key`` and ``value`` are (1, key heads, T, D). Each of the ``segments`` attends to
+    its prompt and to itself, causally, and no further back than ``sliding_window`` tokens. ``attention_mask`` counts
+    only without segments. Queries and keys may be fp32; they are rounded to the dtype of the values.
+
+    With ``spans`` of the segments one call of flash attention takes all of them. That needs FP16 or BF16, no dropout,
+    and a head dimension that is a multiple of 8 and at most LARGEST_HEAD.
     """
     query, key = query.to(value.dtype), key.to(value.dtype)
     if segments is None:
@@ -95,9 +100,12 @@ def _all_at_once(
     sliding_window: int | None,
     scale: float | None,
 ) -> torch.Tensor:
-    """As ``attention``. Flash attention aligns a causal mask with the last key: the queries of a later completion are
-    the last of its keys."""
-    if not all(segment.is_first for segment in segments):  # else the keys lie as in the row
+    """Compute ``attention`` of all ``segments`` in one call of flash attention.
+
+    It aligns the causal mask with the last key. That suits a later completion of a prompt, whose queries belong to the
+    last of its keys.
+    """
+    if not all(segment.is_first for segment in segments):  # otherwise the keys lie as in the row
         key, value = (
             torch.cat([part for parts in _parts(states, segments) for part in parts], dim=2) for states in (key, value)
         )
@@ -109,9 +117,10 @@ def _all_at_once(
 
 
 def _parts(states: torch.Tensor, segments: Sequence[Segment]) -> list[list[torch.Tensor]]:
-    """Prompt and own tokens of each sequence, (1, heads, T, D), in one piece or in two.
+    """Cut ``states``, (1, heads, T, D), into the prompt and own tokens of each sequence, in one piece or two.
 
-    Cut by one ``split``, whose gradient is one concatenation; slices would each have one of the whole row.
+    One ``split`` cuts all of them, and its gradient is one concatenation. Each slice would have a gradient of the
+    whole row.
     """
     alone = [s.is_first and not (t and not t.is_first) for s, t in zip(segments, (*segments[1:], None), strict=True)]
     sizes: list[int] = []
@@ -132,7 +141,7 @@ def _parts(states: torch.Tensor, segments: Sequence[Segment]) -> list[list[torch
 
 
 def _window(length: int, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:
-    """What is seen through a sliding window, (1, 1, length, length) bool; None where a causal mask is all there is."""
+    """Return the sliding window's mask, (1, 1, length, length) bool, or None if a causal mask is enough."""
     if sliding_window is None or length <= sliding_window:
         return None
     position = torch.arange(length, device=device)

@@ -1,8 +1,9 @@
-"""Sequences of a padded batch as rows of real tokens: nothing is computed for padding, nor twice for a shared prompt.
+"""Pack the sequences of a padded batch into rows of real tokens.
 
-A packed row is a row of trees, one for each prompt: the prompt's tokens, then those of its completions, one after the
-other. Positions go on from the prompt in each completion, and a completion sees its prompt and itself. Without sharing
-every completion has a prompt of its own. All of this is worked out on the CPU, from one copy of the batch.
+So nothing is computed for padding, nor twice for a shared prompt. A packed row is a sequence of trees, one for each
+prompt: the prompt's tokens, then those of its completions, one after the other. In each completion positions continue
+from the prompt, and a completion sees its prompt and itself. Without sharing every completion has its own prompt. All
+of this is computed on the CPU, from one copy of the batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,9 +15,9 @@ import torch
 
 
 class Segment(NamedTuple):
-    """One sequence in a packed row: ``prompt`` tokens from ``prompt_start`` on, then ``own`` tokens from ``start``.
+    """Locate one sequence in a packed row: ``prompt`` tokens from ``prompt_start`` on, and ``own`` from ``start`` on.
 
-    ``start`` follows the prompt directly in the first sequence of a tree, which is the one that computes the prompt.
+    In the first sequence of a tree, which computes the prompt, ``start`` follows the prompt directly.
     """
 
     prompt_start: int
@@ -26,16 +27,17 @@ class Segment(NamedTuple):
 
     @property
     def is_first(self) -> bool:
-        """Whether the prompt is this sequence's, not that of an earlier one."""
+        """Return True if this sequence computes the prompt, False if an earlier one of its tree does."""
         return self.prompt_start + self.prompt == self.start
 
 
 @dataclass(frozen=True)
 class PackedRow:
-    """``tokens`` and ``positions``: (1, T) int64. The three others, (S,) int64, describe the S completion tokens:
+    """Hold one packed row: its ``segments``, and ``tokens`` and ``positions``, (1, T) int64 each.
 
-    ``sources`` are the places in the row whose hidden state predicts each, ``targets`` the tokens themselves, and
-    ``places`` where each stands in the flattened (B, C) completions of the batch.
+    The three others, (S,) int64 each, describe the S completion tokens. ``sources`` are the indices in the row whose
+    hidden state predicts each token. ``targets`` are the tokens themselves. ``places`` are their indices in the
+    flattened (B, C) completions of the batch.
     """
 
     segments: tuple[Segment, ...]
@@ -46,17 +48,17 @@ class PackedRow:
     places: torch.Tensor
 
     def to(self, device: torch.device) -> "PackedRow":
-        """The same on another device."""
+        """Copy the row's tensors to another device, without waiting for it."""
         tensors = (self.tokens, self.positions, self.sources, self.targets, self.places)
         return PackedRow(self.segments, *(tensor.to(device, non_blocking=True) for tensor in tensors))
 
     def starts(self) -> torch.Tensor:
-        """Where each sequence starts and the last one ends, (sequences + 1,) int32; for rows without shared prompts."""
+        """Return where each sequence starts and the last ends, (sequences + 1,) int32; for unshared prompts."""
         return torch.tensor([s.prompt_start for s in self.segments] + [self.tokens.shape[1]], dtype=torch.int32)
 
 
 class _Tree(NamedTuple):
-    """Rows of the batch with the same prompt; ``size`` in tokens."""
+    """Hold rows of the batch that share a prompt; ``size`` counts their tokens, the prompt's once."""
 
     rows: tuple[int, ...]
     size: int
@@ -65,11 +67,11 @@ class _Tree(NamedTuple):
 def pack(
     input_ids: torch.Tensor, attention_mask: torch.Tensor, completion: int, pack_tokens: int, *, share_prompts: bool
 ) -> list[PackedRow]:
-    """Rows of at most ``pack_tokens`` tokens that hold every sequence of a batch; a longer sequence has its own row.
+    """Pack the sequences of a batch into rows of at most ``pack_tokens`` tokens; a longer sequence has its own row.
 
-    ``input_ids: (B, P + C)`` and ``attention_mask: (B, P + C)`` on the CPU, with C = ``completion``. Sequences whose
-    completion is masked out are left out; if all are, one is kept, so that there is something to differentiate.
-    ``share_prompts`` computes equal prompts in one packed row once.
+    ``input_ids`` and ``attention_mask`` are (B, P + C) on the CPU, with C = ``completion``. Sequences whose completion
+    is masked out are left out. If all are, the first one is kept, so that there is something to differentiate. With
+    ``share_prompts`` equal prompts in one packed row are computed once.
 
     Raises ValueError for a completion without a prompt: no hidden state predicts its first token.
     """
@@ -89,7 +91,10 @@ def pack(
 
 
 def _trees(group: list[int], prompts: list[int], completions: list[int], pack_tokens: int) -> list[_Tree]:
-    """One tree for the rows of one prompt, or several of at most ``pack_tokens`` tokens; the longest rows first."""
+    """Split the rows of one prompt into trees of at most ``pack_tokens`` tokens, the longest rows first.
+
+    A row that is longer by itself makes a tree of its own.
+    """
     trees: list[_Tree] = []
     for row in sorted(group, key=lambda row: -completions[row]):
         if trees and trees[-1].size + completions[row] <= pack_tokens:
@@ -100,7 +105,7 @@ def _trees(group: list[int], prompts: list[int], completions: list[int], pack_to
 
 
 def _bins(trees: list[_Tree], pack_tokens: int) -> list[list[_Tree]]:
-    """The largest first, each into the first bin that has room for it."""
+    """Distribute the trees over bins of ``pack_tokens``: the largest first, each into the first bin with room."""
     bins: list[list[_Tree]] = []
     sizes: list[int] = []
     for tree in sorted(trees, key=lambda tree: -tree.size):
@@ -146,11 +151,11 @@ def _packed_row(trees: Sequence[_Tree], input_ids: torch.Tensor, is_real: torch.
 def even_micro_batches(
     batches: Sequence[Mapping[str, Any]], window: int, *, skips_silent_rows: bool = False
 ) -> list[dict[str, Any]]:
-    """The micro-batches of a rollout with the rows of each ``window`` of them dealt anew, so that all are as long.
+    """Redistribute the rows of a rollout's micro-batches, so that each has about as many tokens.
 
-    ``window`` is the number of micro-batches whose gradients are added up to one step: rows stay in their step. Equal
-    prompts stay together where a micro-batch holds whole groups of them. Each micro-batch keeps its number of rows.
-    With ``skips_silent_rows`` those whose advantage is 0 count as empty, since nothing is computed for them.
+    ``window`` is the number of micro-batches whose gradients are accumulated for one step. Rows stay in their step, and
+    each micro-batch keeps its number of rows. Equal prompts stay together if micro-batches hold whole groups of them.
+    With ``skips_silent_rows`` rows whose advantage is 0 count as empty, since nothing is computed for them.
     """
     even: list[dict[str, Any]] = []
     for first in range(0, len(batches), window):
@@ -171,7 +176,10 @@ def _joined(values: list[Any]) -> Any:
 
 
 def _deal(batch: Mapping[str, Any], sizes: list[int], skips_silent_rows: bool) -> list[torch.Tensor]:
-    """Rows of each micro-batch: the longest unit first, to the micro-batch with the fewest tokens that has room."""
+    """Return the rows of each micro-batch: the longest unit goes first, to the one with the fewest tokens and room.
+
+    A unit is a group of rows with the same prompt that must stay together.
+    """
     prompt_ids, prompt_mask = batch["prompt_ids"].cpu(), batch["prompt_mask"].cpu().bool()
     lengths = prompt_mask.sum(dim=1) + batch["completion_mask"].cpu().sum(dim=1)
     if skips_silent_rows:
@@ -180,7 +188,7 @@ def _deal(batch: Mapping[str, Any], sizes: list[int], skips_silent_rows: bool) -
     groups: dict[bytes, list[int]] = {}
     for row in range(len(tokens)):
         groups.setdefault(prompt_ids[row][prompt_mask[row]].numpy().tobytes(), []).append(row)
-    together = min(len(group) for group in groups.values())  # a prompt that was drawn twice has twice as many rows
+    together = min(len(group) for group in groups.values())  # a prompt drawn twice has twice as many rows
     if any(size % together for size in (*sizes, *map(len, groups.values()))):
         together = 1
     units = [group[i : i + together] for group in groups.values() for i in range(0, len(group), together)]

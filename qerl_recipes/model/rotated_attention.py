@@ -1,7 +1,7 @@
-"""A model's attention with queries and keys rotated by one kernel, where its class computes what most do.
+"""Rotate the queries and keys of a model's attention by one kernel, if its class computes what most classes do.
 
-transformers rotates in a function of each model's file, operation by operation: in fp32, which one rounding takes, that
-is a sixth of the memory traffic of a block. What a layer computes is found by asking a small one of its class.
+transformers rotates in a function of each model's file, operation by operation. In fp32, which a single rounding
+requires, that is a sixth of a block's memory traffic. A small layer of the same class shows what a layer computes.
 """
 
 import copy
@@ -19,11 +19,11 @@ from qerl_recipes.model.fused_lora import together
 from qerl_recipes.model.packing import Segment
 
 PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
-PROBE = f"{packed_attention.NAME}_probe"  # the same attention, which answers with its options instead of weights
+PROBE = f"{packed_attention.NAME}_probe"  # the same attention, which returns its options in place of attention weights
 
 
 class RotatedAttention(torch.nn.Module):
-    """Mixed into a model's own class of attention, whose parts, names and other paths it keeps."""
+    """Override ``forward`` of a model's own attention class; the layer keeps its parts, names and other paths."""
 
     def forward(
         self,
@@ -33,8 +33,11 @@ class RotatedAttention(torch.nn.Module):
         past_key_values: Any = None,
         **options: Any,
     ) -> tuple[torch.Tensor, Any]:
-        """``hidden_states: (B, T, H)``, cosines and sines (B or 1, T, D) fp32 -> (B, T, H); with a cache the model's
-        own way."""
+        """Map ``hidden_states: (B, T, H)`` to (B, T, H), with cosines and sines (B or 1, T, D) in fp32.
+
+        The second result is what the attention function returns beside its output. With a cache, another attention
+        implementation or no ``position_embeddings``, the model's own ``forward`` runs.
+        """
         name = self.config._attn_implementation
         if name not in (packed_attention.NAME, PROBE) or past_key_values is not None or position_embeddings is None:
             arguments = (hidden_states, position_embeddings, attention_mask, past_key_values)
@@ -54,10 +57,10 @@ class RotatedAttention(torch.nn.Module):
 
 
 def replace_attentions(model: PreTrainedModel) -> int:
-    """Let every layer of attention of ``model`` that computes this rotate in one pass -> how many.
+    """Make every suitable attention layer of ``model`` rotate by the kernel, and return the number of these layers.
 
-    Its rotary embedding must give fp32 (engine_rounding.replace_rotations). Others stay as they are: they compute the
-    same, slower.
+    The rotary embedding must return fp32 (engine_rounding.replace_rotations). Other layers stay as they are: their
+    rotation is only slower.
     """
     found = 0
     for module in model.modules():
@@ -78,7 +81,10 @@ def _rotated(kind: Any) -> Any:
 
 
 def _rotates(kind: type, config: Any, layer: int) -> bool:
-    """Whether a small layer of that class gives the same attention the same options, and computes the same with it."""
+    """Return True if RotatedAttention computes the same as a small layer of class ``kind``.
+
+    Both must also call the attention with the same options.
+    """
     small = copy.deepcopy(config)
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 3}
     for name, size in sizes.items():
@@ -90,7 +96,7 @@ def _rotates(kind: type, config: Any, layer: int) -> bool:
         with torch.device("cpu"):
             theirs = kind(small, layer).float().eval()
     except (AttributeError, TypeError):
-        return False  # made from other arguments: nothing is known about it
+        return False  # built from other arguments: nothing is known about it
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
@@ -102,7 +108,7 @@ def _rotates(kind: type, config: Any, layer: int) -> bool:
         try:
             (expected, asked), (out, options) = theirs(x, **given), ours(x, **given)
         except (AttributeError, RuntimeError, TypeError, ValueError):
-            return False  # angles of another form, norms of another width, called another way
+            return False  # angles or norms of other shapes, or another signature
         return options == asked and torch.allclose(out, expected, rtol=1e-4, atol=1e-4)
 
 

@@ -1,7 +1,8 @@
-"""One copy of the frozen weights: the trainer's model reads those of the engine in its process.
+"""Share one copy of the frozen weights: the trainer's model reads those of the engine in its process.
 
-The trainer keeps of its own only what cannot be read there: the adapter, the norms (the engine's hold the noise), four
-bytes or a few kilobytes a linear, and, with a warning, linears that the engine keeps in a form that it cannot cut.
+The trainer keeps its own copy only of what it cannot read there. That is the adapter, the norms (the engine's hold the
+noise), and four bytes or a few kilobytes a linear. With a warning it also copies linears that the engine holds in a
+form that cannot be cut into views.
 """
 
 import warnings
@@ -14,17 +15,17 @@ from transformers import PreTrainedModel
 
 from qerl_recipes.model.frozen_linear import FrozenMarlinLinear, FrozenNVFP4Linear, FrozenTiledLinear
 
-if TYPE_CHECKING:  # the recipe's module imports TRL, which the model does without; the plugin's imports vllm
+if TYPE_CHECKING:  # recipe.configs imports TRL, which the model does not need; frozen_weights imports vllm
     from qerl_recipes.recipe.configs import GRPOConfig
     from qerl_vllm_plugin.frozen_weights import FrozenWeight, FrozenWeights
 
 ARM = "qerl_nvfp4"
-LEAVES = ("weight", "bias", "weight_packed", "weight_scale", "weight_global_scale")  # of a linear in a checkpoint
+LEAVES = ("weight", "bias", "weight_packed", "weight_scale", "weight_global_scale")  # of a linear, in a checkpoint
 OWN_COPY = "the trainer keeps its own copy of the frozen weights"
 
 
 def obstacle(training: "GRPOConfig") -> str | None:
-    """Why this configuration cannot share the weights; None if nothing in it stands against that."""
+    """Say why this configuration cannot share the weights; None if it can."""
     from qerl_recipes.recipe import server_keys
 
     if training.quantization != ARM:
@@ -40,9 +41,10 @@ def obstacle(training: "GRPOConfig") -> str | None:
 
 
 def is_wanted(training: "GRPOConfig") -> bool:
-    """Whether to start the engine first, for the trainer to read its weights.
+    """Return True if the engine must start first, so that the trainer can read its weights.
 
-    Raises ValueError where ``share_weights: true`` cannot be honoured; warns where it was left open.
+    Raises ValueError if ``share_weights: true`` cannot be honoured. Warns if ``share_weights`` was left open and the
+    weights of the NVFP4 arm cannot be shared; vllm_mode: server gives no warning.
     """
     if training.share_weights is False:
         return False
@@ -52,15 +54,15 @@ def is_wanted(training: "GRPOConfig") -> bool:
     if reason is not None:
         if training.share_weights:
             raise ValueError(f"share_weights: {reason}; use share_weights: false")
-        if training.quantization == ARM and not server_keys.is_wanted(training):  # which means just that
+        if training.quantization == ARM and not server_keys.is_wanted(training):  # it implies a copy
             warnings.warn(f"{OWN_COPY}: {reason}", stacklevel=2)
     return reason is None
 
 
 def borrow(engine: object, training: "GRPOConfig") -> "FrozenWeights | None":
-    """The weights of a running rollout engine; None, with a warning, where it cannot lend them.
+    """Return the weights of a running rollout engine, or None, with a warning, if it cannot lend them.
 
-    Raises ValueError instead if the recipe says ``share_weights: true``.
+    With ``share_weights: true`` in the recipe it raises ValueError instead.
     """
     from qerl_vllm_plugin.frozen_weights import NotShareableError
 
@@ -79,10 +81,10 @@ def borrow(engine: object, training: "GRPOConfig") -> "FrozenWeights | None":
 
 
 def install(model: PreTrainedModel, weights: "FrozenWeights", dtype: torch.dtype) -> set[str]:
-    """Fill a model on the meta device with views of ``weights`` -> the checkpoint's tensors that need not be read.
+    """Fill a model on the meta device with views of ``weights``; return the checkpoint tensors that need no reading.
 
-    ``dtype`` is that of embedding, head and activations. What the engine does not lend stays on the meta device; a
-    warning names its linears. Raises ValueError if a linear has another shape in the engine.
+    ``dtype`` is that of embedding, head and activations. What the engine does not lend stays on the meta device, and a
+    warning counts such linears and names the first. Raises ValueError if a linear has another shape in the engine.
     """
     read: set[str] = set()
     for name, module in list(model.named_modules()):

@@ -74,7 +74,7 @@ class VLLMRollouts:
             return 0
         self._is_noisy = True
         training = self._training
-        assert training.noise_seed is not None  # GRPOConfig settles it
+        assert training.noise_seed is not None  # GRPOConfig sets it
         report = self.policy.set_noise(sigma, seed=training.noise_seed, rollout=rollout, targets=training.noise_targets)
         return report.touched
 

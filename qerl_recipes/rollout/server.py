@@ -61,7 +61,7 @@ class ServerRollouts:
         training = self._training
         self._seeds.open("train", rollout)
         self.tokens, self.seconds = 0, 0.0
-        assert training.noise_seed is not None  # GRPOConfig settles it
+        assert training.noise_seed is not None  # GRPOConfig sets it
         noise = Noise(sigma or 0.0, training.noise_seed, rollout, tuple(training.noise_targets))
         return self._push(noise if sigma else NO_NOISE).touched
 
@@ -137,7 +137,7 @@ class ServerRollouts:
         answers: dict[int, Answer] = {}
         restarts, failing_since = 0, None
         while True:
-            assert self._pushed is not None  # begin
+            assert self._pushed is not None  # begin has set it
             watch = functools.partial(self._link.watch, self._pushed, min(WATCH, self._link.timeout / 4))
             open_ones = {i: question for i, question in questions.items() if i not in answers}
             before = len(answers)

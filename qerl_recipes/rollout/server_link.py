@@ -47,7 +47,7 @@ class ServerLink:
         self._output_dir = training.output_dir
         self._silent_since: float | None = None
         token = configured_token()
-        assert token is not None  # server_keys.problems
+        assert token is not None  # server_keys.problems refuses a run without one
         options = (address, token, self.api_key, self.timeout)
         # the hash of a policy depends on its transport, and several processes compare their hashes
         self._policy = PolicyClient(*options, transport="auto" if processes == 1 else "http")
@@ -55,7 +55,7 @@ class ServerLink:
         longest = training.vllm_max_model_length or 1 + (training.max_completion_length or 0)
         self._needs = Needs(base, base_hash(base), rank, dtype, longest)
         state = self.state()
-        # a fresh server is at version 0, or 1 with an adapter of its own; ours start at 2, so a restart always shows
+        # a fresh server is at version 0, or 1 with its own adapter; ours start at 2, so it is never at one of ours
         self.version, self.tokens = max(state["version"], 1), int(state["max_model_len"])
 
     def state(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class ServerLink:
         if state["instance"] == pushed.instance:
             return pushed
         self._say("was restarted: the policy is pushed again")
-        if replace(pushed, changes=None).is_that_of(state):  # by another process of this run
+        if replace(pushed, changes=None).is_that_of(state):  # another process of this run has pushed it
             return replace(pushed, instance=state["instance"], changes=self._count(state, again=True))
         again = self._push(policy, pushed.noise, pushed.version, again=True)
         if again.digest != pushed.digest and self._processes > 1:
