@@ -58,7 +58,7 @@ def replace_mlps(model: PreTrainedModel) -> int:
     something else stays as it is, with one warning for its class.
     """
     verdicts: dict[type, bool] = {}
-    found = []
+    replacements = []
     for name, module in model.named_modules():
         if not isinstance(module, GatedMLP) and all(
             isinstance(getattr(module, p, None), torch.nn.Linear) for p in PARTS
@@ -67,15 +67,15 @@ def replace_mlps(model: PreTrainedModel) -> int:
             if kind not in verdicts:
                 verdicts[kind] = _is_gated_by_silu(kind, model.config)
             if verdicts[kind]:
-                found.append((name, GatedMLP(module.gate_proj, module.up_proj, module.down_proj)))
-    for name, mlp in found:
+                replacements.append((name, GatedMLP(module.gate_proj, module.up_proj, module.down_proj)))
+    for name, mlp in replacements:
         model.set_submodule(name, mlp)
     for kind in (kind for kind, is_gated in verdicts.items() if not is_gated):
         warnings.warn(
             f"{kind.__name__} is not down(silu(gate) * up): it rounds as transformers does, not as the engine",
             stacklevel=2,
         )
-    return len(found)
+    return len(replacements)
 
 
 def replace_rotations(model: PreTrainedModel) -> int:
@@ -83,15 +83,16 @@ def replace_rotations(model: PreTrainedModel) -> int:
 
     The model's attention must round queries and keys to the dtype of the values.
     """
-    done = {id(module.rotary) for module in model.modules() if isinstance(module, UnroundedRotation)}
-    found = [
+    wrapped = {id(module.rotary) for module in model.modules() if isinstance(module, UnroundedRotation)}
+    rotaries = [
         (name, module)
         for name, module in model.named_modules()
-        if any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)) and id(module) not in done
+        if any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False))
+        and id(module) not in wrapped
     ]
-    for name, module in found:
+    for name, module in rotaries:
         model.set_submodule(name, UnroundedRotation(module))
-    return len(found)
+    return len(rotaries)
 
 
 def _is_gated_by_silu(kind: type, config: object) -> bool:

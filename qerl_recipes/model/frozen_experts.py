@@ -49,12 +49,12 @@ class FrozenNVFP4Experts(torch.nn.Module):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         experts, order = chosen.reshape(-1).sort(stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        numbers = torch.arange(self.num_experts, device=experts.device)
-        ends = torch.searchsorted(experts, numbers, right=True).to(torch.int32)
-        rows = _Spread.apply(x, order, inverse, chosen.shape[1])
-        joined = grouped_linear(rows, ends, self.gate_up_packed, self.gate_up_scale)
-        inner = scaled_silu_mul(joined, self.gate_up_tensor_scales[experts])
-        out = grouped_linear(inner, ends, self.down_packed, self.down_scale)
+        expert_ids = torch.arange(self.num_experts, device=experts.device)
+        ends = torch.searchsorted(experts, expert_ids, right=True).to(torch.int32)
+        rows = _Dispatch.apply(x, order, inverse, chosen.shape[1])
+        gate_up_out = grouped_linear(rows, ends, self.gate_up_packed, self.gate_up_scale)
+        activation = scaled_silu_mul(gate_up_out, self.gate_up_tensor_scales[experts])
+        out = grouped_linear(activation, ends, self.down_packed, self.down_scale)
         factors = weights.float() * self.down_tensor_scales[chosen].squeeze(-1)
         return _Combine.apply(out, factors, inverse)
 
@@ -108,7 +108,7 @@ def _weights(logits: torch.Tensor, chosen: torch.Tensor, is_normalized: bool) ->
     return weights / weights.sum(dim=-1, keepdim=True) if is_normalized else weights
 
 
-class _Spread(torch.autograd.Function):
+class _Dispatch(torch.autograd.Function):
     """Copy each row for each of its k experts, sorted by expert: (T, H) -> (T k, H)."""
 
     @staticmethod
@@ -145,10 +145,10 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (y, factors, inverse), (dout,) = ctx.saved_tensors, gradients
         dy, dfactors = torch.empty_like(y), torch.empty_like(factors)
-        wide = dout.float()
+        dout_fp32 = dout.float()
         for k, column in enumerate(inverse.view(factors.shape).unbind(1)):
-            dy[column] = (wide * factors[:, k, None]).to(y.dtype)
-            dfactors[:, k] = (wide * y[column]).sum(dim=1)
+            dy[column] = (dout_fp32 * factors[:, k, None]).to(y.dtype)
+            dfactors[:, k] = (dout_fp32 * y[column]).sum(dim=1)
         return dy, dfactors, None
 
 
@@ -157,12 +157,12 @@ def dense_experts(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
 
     ``gate_up_proj`` is (E, 2 I, H). Raises ValueError if one computes something else than ``FrozenNVFP4Experts``.
     """
-    found = [
+    layers = [
         (name, module)
         for name, module in model.named_modules()
         if all(getattr(getattr(module, part, None), "ndim", 0) == 3 for part in ("gate_up_proj", "down_proj"))
     ]
-    for name, module in found:
+    for name, module in layers:
         flags = [getattr(module, flag, None) for flag in ("is_concatenated", "is_transposed", "has_bias", "has_gate")]
         activation = type(getattr(module, "act_fn", None)).__name__
         if flags != [True, False, False, True] or activation not in ("SiLU", "SiLUActivation"):
@@ -170,17 +170,17 @@ def dense_experts(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
                 f"{name} ({type(module).__name__}) is not down(silu(gate) * up) with gate above up and without biases; "
                 "such experts are served, not trained"
             )
-    return found
+    return layers
 
 
 def replace_routers(model: PreTrainedModel) -> int:
     """Wrap the router of every expert layer in an UnroundedRouter, and return the number of routers."""
-    found = []
+    routers = []
     for parent in [name for name, module in model.named_modules() if hasattr(module, "experts")]:
         for child, module in model.get_submodule(parent).named_children():
             weight = getattr(module, "weight", None)
             if hasattr(module, "top_k") and isinstance(weight, torch.Tensor) and weight.ndim == 2:
-                found.append((f"{parent}.{child}", module))
-    for name, router in found:
+                routers.append((f"{parent}.{child}", module))
+    for name, router in routers:
         model.set_submodule(name, UnroundedRouter(name, router))
-    return len(found)
+    return len(routers)

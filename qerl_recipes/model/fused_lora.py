@@ -269,7 +269,7 @@ def install(model: torch.nn.Module, adapter: str) -> int:
     Without autocast the activations are cast to the dtype of the adapter, as by PEFT. Layers with DoRA, a LoRA bias or
     another of PEFT's variants stay as they are.
     """
-    found = 0
+    count = 0
     for module in model.modules():
         if not isinstance(module, LoraLayer) or adapter not in module.lora_A:
             continue
@@ -280,8 +280,8 @@ def install(model: torch.nn.Module, adapter: str) -> int:
         is_plain = type(module) is peft_layer.Linear and isinstance(module.lora_dropout[adapter], torch.nn.Identity)
         if is_plain and adapter == ADAPTER and _has_operand(module.get_base_layer()):
             module.__class__ = AdaptedLinear  # PEFT takes a custom class only while it builds, and TRL builds
-        found += 1
-    return found
+        count += 1
+    return count
 
 
 def parameters(model: PeftModel) -> dict[str, torch.nn.Parameter]:

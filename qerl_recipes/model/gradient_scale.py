@@ -26,13 +26,13 @@ class GradientScale:
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self.inverse: torch.Tensor | None = None  # 1 / factor of the current backward, () fp32
         for parameter in parameters:
-            parameter.register_hook(self._as_they_are)
+            parameter.register_hook(self._unscaled)
 
     def __call__(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the fp32 ``values`` of one micro-batch, of any shape, unchanged; their gradients are scaled."""
         return _Scaled.apply(self, *values)
 
-    def _as_they_are(self, gradient: torch.Tensor) -> torch.Tensor:
+    def _unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
         return gradient if self.inverse is None else gradient * self.inverse.to(gradient.dtype)
 
 
@@ -45,10 +45,10 @@ class _Scaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        there = [gradient for gradient in gradients if gradient is not None and gradient.numel()]
-        if not there:
+        present = [gradient for gradient in gradients if gradient is not None and gradient.numel()]
+        if not present:
             return None, *gradients
-        largest = torch.stack([gradient.abs().amax().float() for gradient in there]).amax()
+        largest = torch.stack([gradient.abs().amax().float() for gradient in present]).amax()
         exponent = torch.frexp(torch.where(largest > 0, largest, 1.0)).exponent
         ctx.scale.inverse = torch.ldexp(torch.ones_like(largest), exponent - LARGEST)
         factor = torch.ldexp(torch.ones_like(largest), LARGEST - exponent)

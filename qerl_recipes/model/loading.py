@@ -223,10 +223,10 @@ def _group_amax(name: str, tensors: "_Tensors") -> torch.Tensor:
     Raises CheckpointError if a value is not finite: NVFP4 cannot hold that, and would not report it.
     """
     modules = {tensor.removesuffix(".weight") for tensor in tensors.report.tensors}
-    found = {part: tensors.get(f"{part}.weight").bfloat16().abs().amax() for part in fused_with(name, modules)}
-    if bad := [part for part, amax in found.items() if not torch.isfinite(amax)]:
-        raise CheckpointError(f"{bad[0]}.weight holds NaN or infinite values; the checkpoint is damaged")
-    return torch.stack(list(found.values())).amax()
+    amaxes = {part: tensors.get(f"{part}.weight").bfloat16().abs().amax() for part in fused_with(name, modules)}
+    if damaged := [part for part, amax in amaxes.items() if not torch.isfinite(amax)]:
+        raise CheckpointError(f"{damaged[0]}.weight holds NaN or infinite values; the checkpoint is damaged")
+    return torch.stack(list(amaxes.values())).amax()
 
 
 class _Tensors:

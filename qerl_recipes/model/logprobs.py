@@ -109,10 +109,10 @@ def _arguments(base: PreTrainedModel, row: PackedRow) -> dict[str, Any]:
 @contextmanager
 def _last_hidden(base: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
     """Collect the last hidden state, (1, T, H), of every forward within the ``with`` block."""
-    found: list[torch.Tensor] = []
-    hook = base.base_model.register_forward_hook(lambda module, inputs, out: found.append(out.last_hidden_state))
+    states: list[torch.Tensor] = []
+    hook = base.base_model.register_forward_hook(lambda module, inputs, out: states.append(out.last_hidden_state))
     try:
-        yield found
+        yield states
     finally:
         hook.remove()
 

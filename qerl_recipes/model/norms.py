@@ -57,23 +57,23 @@ def replace(model: torch.nn.Module, *, rounded: bool) -> int:
     random input follows the definition, with its weight or with 1 + weight (Gemma). The second kind rounds once in
     transformers and in stock vLLM, too. Raises ValueError if a module of that form computes something else.
     """
-    found = []
+    replacements = []
     for name, module in model.named_modules():
         weight, epsilon = getattr(module, "weight", None), _epsilon(module)
         if isinstance(weight, torch.Tensor) and weight.dim() == 1 and epsilon is not None:
             offset = _offset(name, module, weight, epsilon)
-            found.append((name, TrainerRMSNorm(weight, epsilon, rounded=rounded and not offset, offset=offset)))
-    for name, norm in found:
+            replacements.append((name, TrainerRMSNorm(weight, epsilon, rounded=rounded and not offset, offset=offset)))
+    for name, norm in replacements:
         model.set_submodule(name, norm)
-    return len(found)
+    return len(replacements)
 
 
 def _epsilon(module: torch.nn.Module) -> float | None:
     """Return the epsilon of a module without a bias and without a gate, by transformers' names for it, or None."""
     if getattr(module, "bias", None) is not None or "gate" in inspect.signature(module.forward).parameters:
         return None
-    found = (getattr(module, name, None) for name in ("variance_epsilon", "eps"))
-    return next((epsilon for epsilon in found if isinstance(epsilon, float)), None)
+    candidates = (getattr(module, name, None) for name in ("variance_epsilon", "eps"))
+    return next((epsilon for epsilon in candidates if isinstance(epsilon, float)), None)
 
 
 @torch.no_grad()
@@ -81,11 +81,11 @@ def _offset(name: str, module: torch.nn.Module, weight: torch.Tensor, epsilon: f
     """Return what the norm adds to its weight, 0 or 1. Raises ValueError if it is no RMSNorm."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, weight.numel(), generator=generator).to(weight)
-    found = module(x).float()
+    output = module(x).float()
     for offset in (0.0, 1.0):
         effective = offset + weight.float()
         expected = naive.rms_norm(x, effective, epsilon).float()
-        if torch.allclose(found, expected, rtol=2**-6, atol=2**-6 * float(effective.abs().max())):
+        if torch.allclose(output, expected, rtol=2**-6, atol=2**-6 * float(effective.abs().max())):
             return offset
     raise ValueError(
         f"{name} ({type(module).__name__}) is not x / rms(x) * weight, nor * (1 + weight), so noise and training of it "

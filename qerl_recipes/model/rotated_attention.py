@@ -62,7 +62,7 @@ def replace_attentions(model: PreTrainedModel) -> int:
     The rotary embedding must return fp32 (engine_rounding.replace_rotations). Other layers stay as they are: their
     rotation is only slower.
     """
-    found = 0
+    count = 0
     for module in model.modules():
         if isinstance(module, RotatedAttention) or not all(
             isinstance(getattr(module, part, None), torch.nn.Module) for part in PARTS
@@ -71,8 +71,8 @@ def replace_attentions(model: PreTrainedModel) -> int:
         kind: type = type(module)
         if _rotates(kind, model.config, getattr(module, "layer_idx", 0)):
             module.__class__ = _rotated(kind)
-            found += 1
-    return found
+            count += 1
+    return count
 
 
 @functools.cache
@@ -104,12 +104,12 @@ def _rotates(kind: type, config: Any, layer: int) -> bool:
         ours.__class__ = _rotated(kind)
         x, angles = torch.randn(1, 9, 32, generator=generator), torch.randn(2, 1, 9, 8, generator=generator)
         segments = (Segment(0, 2, 2, 3), Segment(0, 2, 5, 4))
-        given = {"position_embeddings": tuple(angles), "attention_mask": None, "segments": segments}
+        inputs = {"position_embeddings": tuple(angles), "attention_mask": None, "segments": segments}
         try:
-            (expected, asked), (out, options) = theirs(x, **given), ours(x, **given)
+            (expected, expected_options), (out, options) = theirs(x, **inputs), ours(x, **inputs)
         except (AttributeError, RuntimeError, TypeError, ValueError):
             return False  # angles or norms of other shapes, or another signature
-        return options == asked and torch.allclose(out, expected, rtol=1e-4, atol=1e-4)
+        return options == expected_options and torch.allclose(out, expected, rtol=1e-4, atol=1e-4)
 
 
 def _probe(*arguments: Any, **options: Any) -> tuple[torch.Tensor, dict[str, Any]]:

@@ -36,23 +36,25 @@ def generate(
     requests: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
     if any(one.detokenize for one in sampling):
         outputs = llm.generate(requests, list(sampling), lora_request=lora_request, use_tqdm=False)
-        found = [Answer(list(of.outputs[0].token_ids), list(of.outputs[0].logprobs.logprobs)) for of in outputs]
+        answers = [
+            Answer(list(output.outputs[0].token_ids), list(output.outputs[0].logprobs.logprobs)) for output in outputs
+        ]
     else:
         engine = llm.llm_engine
-        names = llm.enqueue(requests, list(sampling), lora_request=lora_request, use_tqdm=False)
-        answers = expected(names)
+        request_ids = llm.enqueue(requests, list(sampling), lora_request=lora_request, use_tqdm=False)
+        by_request = expected(request_ids)
         while engine.has_unfinished_requests():
-            step(engine, answers)
-        found = list(answers.values())
-    for answer in found:
+            step(engine, by_request)
+        answers = list(by_request.values())
+    for answer in answers:
         if len(answer.logprobs) != len(answer.ids):
             raise RuntimeError(f"vLLM gave {len(answer.logprobs)} log probabilities for {len(answer.ids)} tokens")
-    return found
+    return answers
 
 
-def expected(names: Sequence[str]) -> dict[str, Answer]:
+def expected(request_ids: Sequence[str]) -> dict[str, Answer]:
     """Return an empty answer for each request id from ``LLM.enqueue``, in their order."""
-    return {name: Answer([], []) for name in names}
+    return {request_id: Answer([], []) for request_id in request_ids}
 
 
 def step(engine: "LLMEngine", answers: Mapping[str, Answer]) -> None:

@@ -118,7 +118,7 @@ class VLLMRollouts:
         # depend on the engine.
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with profiler or contextlib.nullcontext(), torch.random.fork_rng(devices):
-            found = answers.generate(
+            completions = answers.generate(
                 self.llm,
                 [ids for ids, _ in requests],
                 [SamplingParams(**self._sampling, seed=seed) for _, seed in requests],
@@ -126,9 +126,9 @@ class VLLMRollouts:
             )[own]
         self.seconds += time.perf_counter() - began
         self._sleep()
-        self.tokens += sum(len(answer.ids) for answer in found)
-        ids = [answer.ids for answer in found]
-        return [list(prompt) for prompt in prompts], ids, [_as_trl_has_them(answer.logprobs) for answer in found], None
+        self.tokens += sum(len(answer.ids) for answer in completions)
+        ids = [answer.ids for answer in completions]
+        return [list(prompt) for prompt in prompts], ids, [_for_trl(answer.logprobs) for answer in completions], None
 
     def serve_base(self) -> None:
         """Serve the base without adapter, trained norms and noise, until the next ``begin`` or ``sync_weights``."""
@@ -150,11 +150,11 @@ class VLLMRollouts:
             use_tqdm=False,
         )
         self._sleep()
-        found = []
+        logprobs = []
         for prompt, completion, output in zip(prompts, completions, outputs, strict=True):
-            of_tokens = output.prompt_logprobs[len(prompt) :]
-            found.append([at[token].logprob for at, token in zip(of_tokens, completion, strict=True)])
-        return found
+            candidates = output.prompt_logprobs[len(prompt) :]
+            logprobs.append([at[token].logprob for at, token in zip(candidates, completion, strict=True)])
+        return logprobs
 
     def frozen_weights(self) -> FrozenWeights:
         """Return views of the frozen weights. Raises NotShareableError if there can be none.
@@ -258,8 +258,8 @@ class VLLMRollouts:
         torch.distributed.all_gather_object(gathered, requests, group=self._tensor_parallel_group)
         # an adapter's gradient all-reduces are tiny: without a barrier their clean-up can race with vLLM's collectives
         torch.distributed.barrier(device_ids=[self._accelerator.local_process_index])
-        place = torch.distributed.get_rank(group=self._tensor_parallel_group) * len(requests)
-        return [request for part in gathered for request in part], slice(place, place + len(requests))
+        start = torch.distributed.get_rank(group=self._tensor_parallel_group) * len(requests)
+        return [request for part in gathered for request in part], slice(start, start + len(requests))
 
     def _sleep(self) -> None:
         """Free GPU memory for the trainer until the next rollout.
@@ -286,6 +286,6 @@ class VLLMRollouts:
         self._is_asleep = False
 
 
-def _as_trl_has_them(logprobs: list[float]) -> list[list[float | None]]:
+def _for_trl(logprobs: list[float]) -> list[list[float | None]]:
     """Wrap each value in a list of its own, with None in place of NaN (unknown to vLLM; TRL leaves such tokens out)."""
     return [[None if math.isnan(value) else value] for value in logprobs]

@@ -43,7 +43,7 @@ class Seeds:
 
 def sampling_parameters(training: "GRPOConfig") -> dict[str, Any]:
     """Return the recipe's sampling parameters by vLLM's names, without a seed; they request log-probabilities."""
-    found: dict[str, Any] = {
+    parameters: dict[str, Any] = {
         "temperature": training.temperature,
         "top_p": training.top_p,
         "top_k": training.top_k,
@@ -54,8 +54,8 @@ def sampling_parameters(training: "GRPOConfig") -> dict[str, Any]:
         **(training.generation_kwargs or {}),
     }
     if training.vllm_structured_outputs_regex is not None:
-        found["structured_outputs"] = {"regex": training.vllm_structured_outputs_regex}
-    return found
+        parameters["structured_outputs"] = {"regex": training.vllm_structured_outputs_regex}
+    return parameters
 
 
 def for_sampling_params(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,17 +66,17 @@ def for_sampling_params(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """
     from vllm.sampling_params import StructuredOutputsParams
 
-    found = dict(parameters)
-    if isinstance(found.get("structured_outputs"), dict):
-        found["structured_outputs"] = StructuredOutputsParams(**found["structured_outputs"])
-    if found.get("logit_bias"):
-        found["logit_bias"] = {int(token): bias for token, bias in found["logit_bias"].items()}
-    return found
+    converted = dict(parameters)
+    if isinstance(converted.get("structured_outputs"), dict):
+        converted["structured_outputs"] = StructuredOutputsParams(**converted["structured_outputs"])
+    if converted.get("logit_bias"):
+        converted["logit_bias"] = {int(token): bias for token, bias in converted["logit_bias"].items()}
+    return converted
 
 
-def wrong_bias(given: Mapping[str, Any]) -> str | None:
+def wrong_bias(parameters: Mapping[str, Any]) -> str | None:
     """Say what is wrong with ``logit_bias`` in sampling parameters and how to mend it; return None if nothing is."""
-    bias = given.get("logit_bias")
+    bias = parameters.get("logit_bias")
     if bias is None:
         return None
     way_out = f'write it as {{TOKEN: BIAS}}, such as {{"9": 5.0}}, with a bias from -{MOST_BIAS} to {MOST_BIAS}'

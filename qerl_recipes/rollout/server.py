@@ -139,9 +139,9 @@ class ServerRollouts:
         while True:
             assert self._pushed is not None  # begin has set it
             watch = functools.partial(self._link.watch, self._pushed, min(WATCH, self._link.timeout / 4))
-            open_ones = {i: question for i, question in questions.items() if i not in answers}
+            pending = {i: question for i, question in questions.items() if i not in answers}
             before = len(answers)
-            failure = self._questions.ask(open_ones, answers, self._pushed.version, watch)
+            failure = self._questions.ask(pending, answers, self._pushed.version, watch)
             settled = self._link.settle(self._pushed, self._snapshot())
             if settled.instance != self._pushed.instance:
                 restarts += 1

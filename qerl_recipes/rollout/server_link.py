@@ -51,7 +51,7 @@ class ServerLink:
         options = (address, token, self.api_key, self.timeout)
         # the hash of a policy depends on its transport, and several processes compare their hashes
         self._policy = PolicyClient(*options, transport="auto" if processes == 1 else "http")
-        self._watched, self._processes = AsyncPolicyClient(*options), processes
+        self._async_policy, self._processes = AsyncPolicyClient(*options), processes
         longest = training.vllm_max_model_length or 1 + (training.max_completion_length or 0)
         self._needs = Needs(base, base_hash(base), rank, dtype, longest)
         state = self.state()
@@ -60,9 +60,9 @@ class ServerLink:
 
     def state(self) -> dict[str, Any]:
         """Return who the server is and what it serves. Waits and raises as ``__init__`` does."""
-        return self._fitting(self._until_answered(self._policy.state))
+        return self._checked(self._until_answered(self._policy.state))
 
-    def _fitting(self, state: dict[str, Any]) -> dict[str, Any]:
+    def _checked(self, state: dict[str, Any]) -> dict[str, Any]:
         if lacking := self._needs.lacking(state):
             raise ServerRefusedError(f"the server at {self.url} does not fit this recipe: {'; '.join(lacking)}")
         return state
@@ -83,7 +83,7 @@ class ServerLink:
         """
         state = self.state()
         if state["instance"] == pushed.instance and not pushed.is_that_of(state):
-            raise self._another(state, pushed.version)
+            raise self._another_policy(state, pushed.version)
         if state["instance"] == pushed.instance:
             return pushed
         self._say("was restarted: the policy is pushed again")
@@ -91,7 +91,7 @@ class ServerLink:
             return replace(pushed, instance=state["instance"], changes=self._count(state, again=True))
         again = self._push(policy, pushed.noise, pushed.version, again=True)
         if again.digest != pushed.digest and self._processes > 1:
-            raise AnotherPolicyError(f"the processes of this run hold different policies; {self._kept()}")
+            raise AnotherPolicyError(f"the processes of this run hold different policies; {self._hint()}")
         return replace(again, touched=pushed.touched)
 
     def _push(self, policy: Snapshot, noise: Noise, version: int, again: bool = False) -> Pushed:
@@ -104,7 +104,7 @@ class ServerLink:
 
         def change() -> Pushed | None:
             client, touched = self._policy, 0
-            before = self._fitting(client.state())
+            before = self._checked(client.state())
             client.swap(policy.tensors, policy.config, norms=policy.norms, version=version, requests=mode)
             if (noise.sigma > 0 and not again) or not noise.is_that_of(client.state()):
                 touched = client.set_noise(
@@ -115,7 +115,7 @@ class ServerLink:
             if pushed.is_that_of(after):
                 return pushed
             if after["instance"] == before["instance"]:
-                raise self._another(after, version)
+                raise self._another_policy(after, version)
             return None  # the server was restarted in between
 
         while True:
@@ -126,10 +126,10 @@ class ServerLink:
     def _count(self, state: Mapping[str, Any], *, again: bool) -> int | None:
         return None if again and self._processes > 1 else state["changes"]
 
-    def _another(self, state: Mapping[str, Any], version: int) -> AnotherPolicyError:
+    def _another_policy(self, state: Mapping[str, Any], version: int) -> AnotherPolicyError:
         return AnotherPolicyError(
             f"the server at {self.url} was given another policy (version {state['version']}) or noise since version "
-            f"{version} was pushed: another program uses it. Use one server a run; {self._kept()}"
+            f"{version} was pushed: another program uses it. Use one server a run; {self._hint()}"
         )
 
     async def watch(self, pushed: Pushed, every: float) -> None:
@@ -141,7 +141,7 @@ class ServerLink:
             await asyncio.sleep(every)
             began = time.monotonic()
             try:
-                state = await self._watched.state()
+                state = await self._async_policy.state()
             except (httpx.TransportError, PolicyRefusedError) as error:
                 self._failed(error, began)
                 continue
@@ -155,7 +155,7 @@ class ServerLink:
     def lost(self, reason: object) -> ServerLostError:
         """Return the error that ends a run whose server is lost."""
         return ServerLostError(
-            f"the server at {self.url} {reason}. Start it again, with the same settings; {self._kept()}. To wait for "
+            f"the server at {self.url} {reason}. Start it again, with the same settings; {self._hint()}. To wait for "
             "longer: vllm_server_timeout"
         )
 
@@ -181,9 +181,9 @@ class ServerLink:
             raise self._refusal(error) from error
         if self._silent_since is None:
             self._silent_since = began
-            self._say(f"does not answer ({_named(error)}); waiting for it for up to {self.timeout:g} s")
+            self._say(f"does not answer ({_described(error)}); waiting for it for up to {self.timeout:g} s")
         if time.monotonic() - self._silent_since >= self.timeout:
-            raise self.lost(f"has not answered for {self.timeout:g} s ({_named(error)})") from error
+            raise self.lost(f"has not answered for {self.timeout:g} s ({_described(error)})") from error
 
     def _answered(self) -> None:
         if self._silent_since is not None:
@@ -194,7 +194,7 @@ class ServerLink:
         if error.status == 401:
             return ServerRefusedError(
                 f"the server at {self.url} refuses: {error}. The admin token is that of {TOKEN_FILE} or {TOKEN}, and "
-                f"the key of --api-key that of {server_keys.API_KEY}: the same for server and trainer; {self._kept()}"
+                f"the key of --api-key that of {server_keys.API_KEY}: the same for server and trainer; {self._hint()}"
             )
         if error.status == 404:
             return ServerRefusedError(
@@ -204,17 +204,17 @@ class ServerLink:
         if error.status == 409:
             return AnotherPolicyError(
                 f"the server at {self.url} refuses: {error}: another program pushes policies there. Use one server a "
-                f"run; {self._kept()}"
+                f"run; {self._hint()}"
             )
-        return ServerRefusedError(f"the server at {self.url} refuses: {error}; {self._kept()}")
+        return ServerRefusedError(f"the server at {self.url} refuses: {error}; {self._hint()}")
 
-    def _kept(self) -> str:
+    def _hint(self) -> str:
         return what_is_kept(self._output_dir)
 
     def _say(self, text: str) -> None:
         print(f"the server at {self.url} {text}", file=sys.stderr, flush=True)
 
 
-def _named(error: Exception) -> str:
+def _described(error: Exception) -> str:
     """Return the error's type and its text, which some of httpx's errors lack."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

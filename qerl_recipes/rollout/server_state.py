@@ -30,11 +30,11 @@ class Noise:
 
     def is_that_of(self, state: Mapping[str, Any]) -> bool:
         """Return True if a server in this ``state`` has this noise."""
-        found = state["noise"]
+        noise = state["noise"]
         if self.sigma == 0:
-            return found["sigma"] == 0
-        given = (found["sigma"], found["seed"], found["rollout"], tuple(found["targets"]))
-        return given == (self.sigma, self.seed, self.rollout, self.targets)
+            return noise["sigma"] == 0
+        served = (noise["sigma"], noise["seed"], noise["rollout"], tuple(noise["targets"]))
+        return served == (self.sigma, self.seed, self.rollout, self.targets)
 
 
 NO_NOISE = Noise(0.0, 0, 0, ())
@@ -80,37 +80,37 @@ class Needs:
         """Return one line for each way in which a server in this ``state`` does not fit, with the way out."""
         if not {"logprobs_mode", "changes", "paused", "speculative"} <= state.keys():
             return ["it does not say what it computes: its plugin is of an earlier release, or it is something else"]
-        found = []
+        misfits = []
         if state["base_hash"] != self.base_hash:
-            found.append(f"it serves another base, {state['base']}, than {self.base}; start it with that checkpoint")
+            misfits.append(f"it serves another base, {state['base']}, than {self.base}; start it with that checkpoint")
         if state["carrier"] != "resident":
-            found.append(f"it has no resident adapter; start it with {self._adapter_option()}")
+            misfits.append(f"it has no resident adapter; start it with {self._adapter_option()}")
         elif state["max_rank"] < self.rank:
-            found.append(
+            misfits.append(
                 f"its adapter has at most rank {state['max_rank']} and this one has {self.rank}; start it with "
                 f"{self._adapter_option()}"
             )
         if state["quantization"] != "qerl_nvfp4":
-            found.append(f"its quantization is {state['quantization']}; start it with --quantization qerl_nvfp4")
+            misfits.append(f"its quantization is {state['quantization']}; start it with --quantization qerl_nvfp4")
         if state["dtype"] != self.dtype:
-            found.append(f"it computes in {state['dtype']}, not in {self.dtype}; start it with --dtype {self.dtype}")
+            misfits.append(f"it computes in {state['dtype']}, not in {self.dtype}; start it with --dtype {self.dtype}")
         if state["logprobs_mode"] != LOGPROBS:
-            found.append(
+            misfits.append(
                 f"its log-probabilities are {state['logprobs_mode']}, not of what was sampled from; start it with "
                 f"--logprobs-mode {LOGPROBS}"
             )
         if state["speculative"] is not None:
-            found.append(
+            misfits.append(
                 f"it decodes speculatively ({state['speculative']}), and with {LOGPROBS} vLLM then gives other "
                 "log-probabilities than those of what was sampled (0.31 on a CPU: a third of them, by up to 8); start "
                 "it without --speculative-config"
             )
         if state["max_model_len"] < self.tokens:
-            found.append(
+            misfits.append(
                 f"it holds sequences of {state['max_model_len']} tokens and the recipe's have {self.tokens}; start it "
                 f"with --max-model-len {self.tokens}"
             )
-        return found
+        return misfits
 
     def _adapter_option(self) -> str:
         return f"""--additional-config '{{"qerl": {{"policy_adapter": {{"rank": {self.rank}}}}}}}'"""
