@@ -1,9 +1,9 @@
 """Generate completions for a trainer: token ids, and the log-probability that each token was sampled with.
 
-``LLM.generate`` processes every token of every sequence in Python, for decoding and lists of log-probabilities, and a
-decode step on a GPU waits for it. This module reads the outputs of vLLM's engine core step by step instead. vLLM's
-output processor sees a sequence only when it ends, to drop it. Requests that need text, as for stop strings, still go
-through ``LLM.generate``.
+``LLM.generate`` processes every token of every sequence in Python, for decoding and for ranks and ends of lists. None
+of that is used before the sequence ends, and a decode step on a GPU waits for it. This module reads the outputs of
+vLLM's engine core step by step instead. vLLM's output processor sees a sequence only when it ends, to drop it. Requests
+that need text, as for stop strings, still go through ``LLM.generate``.
 
 Source: ``vllm.v1.engine.llm_engine.LLMEngine.step``, 0.26 to 0.32.
 """
