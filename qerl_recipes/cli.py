@@ -1,4 +1,4 @@
-"""The command ``qerl``. Each subcommand only calls the function that owns the work."""
+"""Define the command ``qerl``. Each subcommand only calls the function that does the work."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from typing import Annotated
 
 try:
     import typer
-except ModuleNotFoundError:  # vLLM brings it
+except ModuleNotFoundError:
     sys.exit(
         "qerl: the package typer is missing, which vLLM brings: install vLLM 0.26 to 0.32 first, then qerl beside it"
     )
@@ -22,7 +22,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    # --output_dir, as a recipe spells its keys, is --output-dir, which the help has room for
+    # the help shows --output-dir; --output_dir, as recipes spell their keys, is accepted too
     context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},
 )
 app.add_typer(bench, name="bench")
@@ -54,7 +54,7 @@ app.command("import-smollm2")(commands.import_smollm2)
 app.command("text-model")(commands.text_model)
 
 
-@app.command(context_settings=PASS_THROUGH, add_help_option=False)  # its --help is that of the recipe's parser
+@app.command(context_settings=PASS_THROUGH, add_help_option=False)  # the recipe's parser answers --help
 def train(context: typer.Context) -> None:
     """Train an adapter: qerl train --config RECIPE.yaml [--any_key value ...]"""
     from qerl_recipes.train.run import main as run
@@ -186,7 +186,7 @@ def export(
         float | None, typer.Option(help="vLLM's share for --measure, default: 0.9")
     ] = None,
 ) -> None:
-    """Write an adapter as a folder that stands by itself, for PEFT and stock vLLM, or merged into its base."""
+    """Write an adapter as a self-contained folder for PEFT and stock vLLM, or merge it into its base."""
     from qerl_recipes.convert.export import export as run
     from qerl_recipes.convert.export import written
     from qerl_recipes.evaluate.request import check
@@ -194,7 +194,7 @@ def export(
     if measure is not None:
         if not merge:
             raise typer.BadParameter("--measure compares a merged checkpoint with its adapter: add --merge")
-        check([measure])  # before the merge, which may take minutes
+        check([measure])  # the merge, which may take minutes, comes after this
     elif max_samples is not None or gpu_memory_utilization is not None:
         option = "--gpu_memory_utilization" if max_samples is None else "--max_samples"
         raise typer.BadParameter(f"{option} is of --measure TASK; name one or remove it")
@@ -246,7 +246,7 @@ def doctor(
 def evaluate_each(
     evaluations: Annotated[str, typer.Argument(help="JSON: a list of objects with the options of qerl evaluate")],
 ) -> None:
-    """Several evaluations one after the other, on one engine where they can share one: what `qerl study` runs."""
+    """Run several evaluations one after the other, on one engine where they can share it. `qerl study` calls this."""
     from qerl_recipes.evaluate.run import evaluate_each as run
     from qerl_recipes.evaluate.settled import Evaluation
 
@@ -277,9 +277,9 @@ def study(
     ] = None,
     dry_run: Annotated[bool, typer.Option(help="run nothing: check the arms and print the plan")] = False,
 ) -> None:
-    """Train and evaluate arms x seeds of a recipe, and compare them, paired by seed. Finished runs are not repeated.
+    """Train and evaluate arms x seeds of a recipe, and compare arms, paired by seed. Finished runs are not repeated.
 
-    Of a FOLDER nothing runs: the page of each of its studies is made anew from NAME/results.csv.gz, and one over all.
+    Given a FOLDER, run nothing: rewrite the page of each study from its NAME/results.csv.gz, and one page over all.
     """
     if file.is_dir():
         from qerl_recipes.study.conduct import sum_up
@@ -316,7 +316,7 @@ def compare(
     steps: Annotated[str | None, typer.Option(help="FIRST-LAST: its mean over these, not its last value")] = None,
     table: Annotated[Path | None, typer.Option(help="default: NAME/results.csv.gz beside the study file")] = None,
 ) -> None:
-    """Print A - B of a study's table, paired by seed, for a look beyond the comparisons that were planned."""
+    """Print A - B from a study's table, paired by seed: for comparisons that the study file did not plan."""
     from qerl_recipes.study.compare import compare as compared
 
     typer.echo(compared(file, a, b, metric, steps, table))
@@ -339,13 +339,13 @@ def demo(
 
 
 def main() -> None:
-    """Entry point. A refusal is printed as one message; QERL_TRACEBACK=1 shows where it came from."""
+    """Run the command line; print a refusal as one message and exit with 2. QERL_TRACEBACK=1 shows the traceback."""
     from qerl_recipes.machine.environment import prepare
 
     prepare()  # before anything imports vllm or torch
     try:
         app()
-    except (ValueError, OSError, MemoryError) as error:  # what the whole project raises for bad input, or too much
+    except (ValueError, OSError, MemoryError) as error:  # the project raises these for bad input, or for too much
         if os.environ.get("QERL_TRACEBACK"):
             raise
         print(f"qerl: {error}\n(QERL_TRACEBACK=1 shows the traceback)", file=sys.stderr)

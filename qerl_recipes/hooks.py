@@ -1,4 +1,4 @@
-"""What a third party can add to QeRL: rewards, data sets, noise schedules and rollout engines.
+"""Let other packages add rewards, data sets, noise schedules and rollout engines to QeRL.
 
 A plugin is a module (or object) with functions of these names, marked ``@qerl_recipes.hooks.implementation``, and a
 setuptools entry point in the group ``qerl``:
@@ -6,8 +6,8 @@ setuptools entry point in the group ``qerl``:
     [project.entry-points.qerl]
     my_rewards = "my_package.rewards"
 
-Every function returns a mapping from the name that recipes use to the thing itself. Two plugins that use the same name
-are an error, so that installing a package never changes what a recipe means.
+Every function returns a mapping from the names that recipes use to the objects. Two plugins that use the same name are
+an error, so that installing a package never changes what a recipe means.
 """
 
 import functools
@@ -39,41 +39,45 @@ NoiseSchedule = Callable[[int, int, float, float, int], float]
 
 
 class Specifications:
-    """The four hooks. A plugin implements those it needs."""
+    """The specifications of the four hooks. A plugin implements those that it needs."""
 
     @specification
     def qerl_rewards(self) -> Mapping[str, RewardFactory]:  # type: ignore[empty-body]
-        """Rewards by name: ``factory(script) -> reward``.
+        """Return reward factories by name: ``factory(script) -> reward``.
 
-        ``reward(completions, *, <columns>, **rest) -> list[float | None]`` scores a batch: ``completions`` holds texts
-        or, for conversational prompts, lists of messages; every other parameter without a default (``solution``, say)
-        is a column that the data set must have; None leaves a completion out. TRL also passes ``prompts``,
+        ``reward(completions, *, <columns>, **rest) -> list[float | None]`` scores a batch. ``completions`` holds texts
+        or, for conversational prompts, lists of messages. Every other parameter without a default (``solution``, say)
+        is a column that the data set must have. A score of None leaves a completion out. TRL also passes ``prompts``,
         ``completion_ids``, ``trainer_state``, ``log_extra`` and ``log_metric``.
         """
 
     @specification
     def qerl_datasets(self) -> Mapping[str, DatasetLoader]:  # type: ignore[empty-body]
-        """Data sets by name: ``loader(script) -> (train, held_out or None)``.
+        """Return data set loaders by name: ``loader(script) -> (train, held_out or None)``.
 
-        Both are ``datasets.Dataset`` with a text (or list of messages) in the column that ``dataset_prompt_column``
-        names, ``prompt`` by default, and the columns that rewards read.
+        Both are ``datasets.Dataset`` with the columns that rewards read. The column that ``dataset_prompt_column``
+        names, ``prompt`` by default, holds a text or a list of messages.
         """
 
     @specification
     def qerl_noise_schedules(self) -> Mapping[str, NoiseSchedule]:  # type: ignore[empty-body]
-        """Schedules by name: ``schedule(rollout, rollouts, sigma_start, sigma_end, num_stages) -> sigma``, pure."""
+        """Return noise schedules by name.
+
+        ``schedule(rollout, rollouts, sigma_start, sigma_end, num_stages) -> sigma`` must be a pure function.
+        """
 
     @specification
     def qerl_rollout_engines(self) -> Mapping[str, StartEngine]:  # type: ignore[empty-body]
-        """Rollout engines by name: ``start(base, training, *, rank, dtype, snapshot, accelerator) -> RolloutEngine``.
+        """Return functions that start a rollout engine, by name.
 
-        ``StartEngine`` says what these are, ``RolloutEngine`` what the trainer asks of an engine.
+        ``start(base, training, *, rank, dtype, snapshot, accelerator) -> RolloutEngine``: ``StartEngine`` describes
+        the parameters, ``RolloutEngine`` the methods that the trainer calls.
         """
 
 
 @functools.cache
 def get_plugin_manager() -> pluggy.PluginManager:
-    """The manager with QeRL's own plugin and every installed entry point of the group ``qerl``."""
+    """Return the manager that holds QeRL's own plugin and every installed entry point of the group ``qerl``."""
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(Specifications)
     manager.load_setuptools_entrypoints(PROJECT)
@@ -86,9 +90,9 @@ def get_plugin_manager() -> pluggy.PluginManager:
 
 
 def collect(hook: str, manager: pluggy.PluginManager | None = None) -> dict[str, Any]:
-    """Everything that the plugins offer through one hook, by name.
+    """Return all that the plugins offer through one hook, by name.
 
-    Raises ValueError if two plugins use one name, naming both, or if a plugin returns something else than a mapping.
+    Raise ValueError, naming both plugins, if two use the same name; also if a plugin returns anything but a mapping.
     """
     manager = manager or get_plugin_manager()
     found: dict[str, Any] = {}
@@ -107,7 +111,7 @@ def collect(hook: str, manager: pluggy.PluginManager | None = None) -> dict[str,
 
 
 def find(hook: str, name: str, manager: pluggy.PluginManager | None = None) -> Any:
-    """The thing of that name; raises ValueError listing the names that there are."""
+    """Return what a plugin offers through ``hook`` as ``name``; raise ValueError with the known names if none does."""
     found = collect(hook, manager)
     if name not in found:
         kind = hook.removeprefix("qerl_").replace("_", " ")
