@@ -1,1 +1,1 @@
-"""verl 0.9 trains the adapter on the frozen NVFP4 model: engine and noise. Nothing else imports this room."""
+"""Train the adapter on the frozen NVFP4 model with verl 0.9: its engine and its noise. No other room imports this."""

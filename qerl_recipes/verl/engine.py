@@ -1,4 +1,4 @@
-"""verl's FSDP2 engine on the frozen NVFP4 model: the same bytes that the rollout multiplies by."""
+"""Run verl's FSDP2 engine on the frozen NVFP4 model, with the same bytes as the weights of the rollout engine."""
 
 import torch
 from qerl_kernels.linear import expand, linear
@@ -10,12 +10,14 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from qerl_recipes.model import fused_lora, loading, norms
 from qerl_recipes.model.frozen_linear import FrozenNVFP4Linear
 
-DTYPE = torch.bfloat16  # of the activations, the embedding and the head; trained values have model_dtype
+DTYPE = torch.bfloat16  # of activations, embedding and head; the adapter has model_dtype
 
 
 class SentLinear(FrozenNVFP4Linear):
-    """The same layer with its block scales as bytes: verl sends all buffers from the first rank to the others, and gloo
-    knows no float8."""
+    """A FrozenNVFP4Linear whose block scales are stored as uint8.
+
+    verl broadcasts all buffers from the first rank to the others, and gloo does not support float8.
+    """
 
     def __init__(self, frozen: FrozenNVFP4Linear) -> None:
         parts = (frozen.weight_packed, frozen.weight_scale, frozen.weight_global_scale)
@@ -27,7 +29,7 @@ class SentLinear(FrozenNVFP4Linear):
         return self.weight_scale.view(torch.float8_e4m3fn)
 
     def operand(self, dtype: torch.dtype, room: int = 0) -> tuple[torch.Tensor, float]:
-        """As of any FrozenNVFP4Linear."""
+        """Return the weight in ``dtype`` and the factor of its products; see ``FrozenNVFP4Linear.operand``."""
         return expand(self.weight_packed, self._block_scales, dtype, room)
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
@@ -35,20 +37,26 @@ class SentLinear(FrozenNVFP4Linear):
 
 
 def _in_float32(head: torch.nn.Module, inputs: tuple[torch.Tensor, ...], logits: torch.Tensor) -> torch.Tensor:
-    """As the rollout takes them before temperature and log-softmax. verl divides bf16 ones in bf16 and, without
-    flash-attn, rounds their log-probabilities to it, too: by up to 0.03 at -10."""
+    """Return the logits in fp32, as the rollout engine has them before temperature and log-softmax.
+
+    verl divides bf16 logits by the temperature in bf16. Without flash-attn it also rounds their log-probabilities to
+    bf16, which is an error of up to 0.03 at -10.
+    """
     return logits.float()
 
 
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device=["cuda"], vendor=["nvidia"])
 class FrozenEngine(FSDPEngineWithLMHead):
-    """A LoRA adapter in ``fsdp_config.model_dtype`` on frozen weights in NVFP4, which every rank holds whole.
+    """verl's engine for a LoRA adapter in ``fsdp_config.model_dtype`` on frozen NVFP4 weights.
 
-    FSDP2 shards parameters alone; packed weights and norms are buffers.
+    FSDP2 shards only parameters. Packed weights and norms are buffers, so every rank holds them whole.
     """
 
     def _build_module(self) -> torch.nn.Module:
-        """Raises ValueError for what the frozen model cannot honour, and as ``loading.load`` does."""
+        """Load the frozen model.
+
+        Raise ValueError for settings that it cannot honour, and whatever ``loading.load`` raises.
+        """
         if reasons := self._refusals():
             raise ValueError("; ".join(reasons))
         model = self.model_config
@@ -59,7 +67,7 @@ class FrozenEngine(FSDPEngineWithLMHead):
             if isinstance(frozen, FrozenNVFP4Linear):
                 module.set_submodule(name, SentLinear(frozen))
         for _, norm in norms.named_norms(module):
-            # FSDP2 would cast a parameter to bf16, and the rollout multiplies by fp32
+            # FSDP2 would cast a parameter to bf16, but the rollout engine's norms are in fp32
             weight = norm.weight.detach()
             del norm.weight
             norm.register_buffer("weight", weight)
@@ -74,9 +82,9 @@ class FrozenEngine(FSDPEngineWithLMHead):
         return module
 
     def _build_lora_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """verl rounds a new adapter to the dtype of the frozen weights; it is trained in ``model_dtype``.
+        """Add the adapter in ``model_dtype``; verl would round a new one to the dtype of the frozen weights.
 
-        Its product is one with the frozen layer's, rounded once as the rollout's.
+        The product of adapter and frozen layer is computed as one and rounded once, as in the rollout engine.
         """
         wrapped = super()._build_lora_module(module)
         for parameter in wrapped.parameters():

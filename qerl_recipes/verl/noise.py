@@ -1,4 +1,7 @@
-"""Noise in verl's rollouts, none in its validations: who starts a batch sets it first, on every engine."""
+"""Add noise to verl's rollouts, but not to its validations.
+
+The agent loop manager sets the noise on every engine before it starts a batch.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -14,7 +17,11 @@ from qerl_vllm_plugin.verl import ROLLOUT, server_name
 
 @dataclass(frozen=True)
 class Noise:
-    """``rollout.custom.qerl``: the keys of a recipe. The seed is that of the run; 0 steps have a sigma of 0."""
+    """The keys under ``rollout.custom.qerl``.
+
+    ``sigma_start``, ``sigma_end`` and ``num_stages`` are those of a recipe; the first stage has no noise. ``targets``
+    are a recipe's ``noise_targets``. ``seed`` is its ``noise_seed``, but does not follow the run's seed where unset.
+    """
 
     sigma_start: float
     sigma_end: float
@@ -24,9 +31,10 @@ class Noise:
 
     @classmethod
     def parse(cls, config: Any) -> "Noise | None":
-        """None where ``rollout.custom.qerl`` is not set.
+        """Read verl's configuration; return None where ``rollout.custom.qerl`` is not set.
 
-        Raises ValueError for an unknown or a missing key, and for a value that no rollout could be given.
+        Raise ValueError for an unknown or missing key, for a value that no rollout can use, and for a trainer mode
+        other than ``sync``.
         """
         given = dict((config.actor_rollout_ref.rollout.get("custom") or {}).get(ROLLOUT) or {})
         if not given:
@@ -50,7 +58,10 @@ class Noise:
 
 
 def _impossible(keys: Noise) -> list[str]:
-    """What no rollout could be given, by key; the engine would refuse it only after the rollouts without noise."""
+    """Return a message for each value that no rollout can use.
+
+    The engine would refuse it only at the first rollout with noise, after those of the first stage.
+    """
     found, start, end = [], keys.sigma_start, keys.sigma_end
     if type(start) not in (int, float) or not 0 < start <= noise.MAX_SIGMA:
         most = f"{noise.MAX_SIGMA:g}, the most that the engine takes; for no noise leave rollout.custom.{ROLLOUT} out"
@@ -68,19 +79,22 @@ def _impossible(keys: Noise) -> list[str]:
 
 
 class NoisyAgentLoopManager(AgentLoopManagerTQ):
-    """verl's manager of a synchronous run, which sets the noise of a rollout before its first request."""
+    """verl's agent loop manager for synchronous runs, which sets the noise of a rollout before its first request."""
 
     def __init__(self, config: Any, llm_client: Any, *args: Any, **keywords: Any) -> None:
         super().__init__(config, llm_client, *args, **keywords)
         self._noise = Noise.parse(config)
-        # what verl's trainer has just computed from the data
+        # verl's trainer has computed it from the data by now
         self._rollouts = int(config.actor_rollout_ref.actor.optim.total_training_steps)
         balancer = llm_client._load_balancer
         count = len(ray.get(balancer.get_all_servers.remote()))
         self._servers = [ray.get_actor(server_name(replica)) for replica in range(count)]
 
     def generate_sequences(self, prompts: Any) -> None:
-        """verl's. Batches of one step have the same noise, those of a validation none."""
+        """Set the noise on every engine, then start the batch.
+
+        All batches of a step have the same noise; those of a validation have none.
+        """
         if self._noise is not None:
             is_validation = "validate" in prompts and bool(prompts["validate"])
             step = int(prompts["global_steps"]) - 1  # verl counts from 1
@@ -90,6 +104,6 @@ class NoisyAgentLoopManager(AgentLoopManagerTQ):
         super().generate_sequences(prompts)
 
     def sigma(self, step: int) -> float:
-        """The noise of the rollout of ``step``, counted from 0."""
+        """Return the standard deviation of the noise in the rollout of ``step``, counted from 0."""
         assert self._noise is not None
         return sigma(step, self._rollouts, self._noise.sigma_start, self._noise.sigma_end, self._noise.num_stages)

@@ -1,7 +1,7 @@
-"""``actor_rollout_ref.model.external_lib=qerl_recipes.verl.register`` makes verl know of this package.
+"""Register this package with verl: ``actor_rollout_ref.model.external_lib=qerl_recipes.verl.register``.
 
-verl imports it in each of its processes that reads the model's configuration. From then on ``rollout.name=qerl`` is the
-resident policy, and fsdp2 on NVIDIA GPUs is the frozen NVFP4 model.
+verl imports this module in each process that reads the model's configuration. From then on ``rollout.name=qerl``
+selects the resident policy, and the strategy fsdp2 on NVIDIA GPUs trains on the frozen NVFP4 model.
 """
 
 from verl.workers.rollout import base
@@ -18,5 +18,5 @@ def _replica() -> type[RolloutReplica]:
 
 
 RolloutReplicaRegistry.register(ROLLOUT, _replica)
-# verl has no function for this one; its ServerAdapter finds the servers by rollout.name
+# verl has no function to register a ServerAdapter; its own finds the servers by rollout.name
 base._ROLLOUT_REGISTRY[ROLLOUT, "async"] = base._ROLLOUT_REGISTRY["vllm", "async"]
