@@ -1,1 +1,1 @@
-"""What `make demo` runs."""
+"""Run `qerl demo`, and make the starting models of the demo and of the SmolLM2 recipes."""

@@ -1,7 +1,7 @@
-"""``qerl demo``: the whole loop on a CPU, in minutes: quantize, train with GRPO and noise, evaluate, report.
+"""``qerl demo``: run the whole loop on a CPU in minutes: quantize, train with GRPO and noise, evaluate, report.
 
-The model has 0.3 million weights and adds single digits. It shows that the parts are wired together and proves nothing
-about the method: what its policy learns is to work a sum out step by step, which it already could, instead of guessing.
+The model has 0.3 million weights and adds single digits. The demo shows that the parts are wired together, and proves
+nothing about the method. The policy learns to work a sum out step by step, which it already could, instead of guessing.
 """
 
 import json
@@ -20,11 +20,12 @@ from qerl_recipes.evaluate import report
 from qerl_recipes.evaluate.intervals import disjoint
 
 RECIPES = Path(__file__).parents[2] / "recipes/demo"
-MARK = "demo.json"  # first file of a demo's folder: what may be replaced by the next one
+MARK = "demo.json"  # marks the folder of a demo, which the next demo may replace
 TASK = "running_sum"
 LEAST_PROBLEMS, LEAST_GAIN = 300, 0.10
-# the label of each row: (folder of the evaluation, arm in its evaluation.json)
+# quantization -> folder of its evaluation
 EVALUATIONS = {"bf16": "evaluation/bf16", "qerl_nvfp4": "evaluation/nvfp4"}
+# label in the report -> (folder of the evaluation, policy in its evaluation.json)
 ROWS = {
     "bf16_base": (EVALUATIONS["bf16"], "base"),
     "nvfp4_base": (EVALUATIONS["qerl_nvfp4"], "base"),
@@ -39,12 +40,14 @@ def run(
     problems: int = 512,
     from_scratch: bool = False,
 ) -> int:
-    """Run it all and write ``report.html``, ``adapter/`` and ``summary.json`` into ``output`` -> the exit code.
+    """Run the demo; write ``report.html``, ``adapter/`` and ``summary.json`` into ``output``; return the exit code.
 
-    ``problems`` of the 512 held-out ones are evaluated. 0 if the adapter is at least ten points more accurate than its
-    base and their 95 % intervals do not meet, else 1. The same seed gives the same numbers on the same machine.
+    The code is 0 if the adapter is at least ten points more accurate than its base and their 95 % intervals do not
+    overlap, else 1. ``problems`` is how many of the 512 held-out problems are evaluated. The same seed gives the same
+    numbers on the same machine.
 
-    Raises ValueError for numbers without sense, FileExistsError if ``output`` holds something else.
+    Raise ValueError for ``steps`` below 1 or ``problems`` outside 300 to 512. Raise FileExistsError if ``output`` holds
+    anything but an earlier demo, which is replaced. Raise RuntimeError if a stage fails.
     """
     began, console = time.monotonic(), Console()
     if not LEAST_PROBLEMS <= problems <= 512:
@@ -86,7 +89,7 @@ def run(
 
 
 def _empty(folder: Path, settings: dict[str, Any]) -> Path:
-    """A fresh folder; only an earlier demo is replaced."""
+    """Make the folder anew, with its mark, and return it; raise FileExistsError where it holds anything but a demo."""
     if folder.exists() and any(folder.iterdir()) and not (folder / MARK).is_file():
         raise FileExistsError(f"{folder} exists and holds no demo; name another folder with --output")
     shutil.rmtree(folder, ignore_errors=True)
@@ -96,7 +99,10 @@ def _empty(folder: Path, settings: dict[str, Any]) -> Path:
 
 
 def _evaluate(folder: Path, base: Path, packed: Path, problems: int) -> None:
-    """BF16 base, then NVFP4 base and adapter, in this process: importing lighteval takes longer than the answers."""
+    """Evaluate the BF16 base, then the NVFP4 base and its adapter.
+
+    Both evaluations run in this process, because importing lighteval takes longer than the completions.
+    """
     from qerl_recipes.evaluate.run import evaluate
 
     for name, checkpoint, adapter in (("bf16", base, None), ("qerl_nvfp4", packed, folder / "adapter")):
@@ -113,9 +119,9 @@ def _evaluate(folder: Path, base: Path, packed: Path, problems: int) -> None:
 
 
 def _python(module: str, *arguments: object) -> None:
-    """One stage in a process of its own, which takes its engine with it when it ends.
+    """Run a module in a process of its own, so that its engine ends with it.
 
-    Raises RuntimeError if it fails; its messages are on the terminal by then.
+    Raise RuntimeError if it fails; its messages are on the terminal by then.
     """
     line = [sys.executable, "-m", module, *map(str, arguments)]
     if subprocess.run(line).returncode:
@@ -123,7 +129,7 @@ def _python(module: str, *arguments: object) -> None:
 
 
 def _join(folder: Path) -> dict[str, dict[str, Any]]:
-    """The three results by label, written as one ``evaluation.json`` for the report."""
+    """Write the three results into one ``evaluation.json`` for the report, and return them by label."""
     found = {name: json.loads((folder / name / report.EVALUATION).read_text()) for name, _ in ROWS.values()}
     results = {label: found[name]["tasks"][TASK][arm] for label, (name, arm) in ROWS.items()}
     joined = {**found[EVALUATIONS["qerl_nvfp4"]], "tasks": {TASK: results}}

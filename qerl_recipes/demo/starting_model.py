@@ -1,10 +1,10 @@
-"""Makes the starting model of the demo: a Qwen2 of 304 thousand weights, taught running sums by supervised training.
+"""Make the starting model of the demo: a Qwen2 of 304 thousand weights, taught running sums by supervised training.
 
     python -m qerl_recipes.demo.starting_model OUT --seed 1
 
-First it sees step-by-step answers only, until it gets most of them right; then mostly terse ones. It ends up
-preferring the terse style, in which it guesses, while it still knows the other, in which it is right most of the time.
-Reinforcement learning on exact match then has a better habit to discover.
+The model first trains on step-by-step answers alone, until it gets most of them right, then on mostly terse ones. It
+ends up preferring the terse style, in which it guesses. It still knows the other style, in which it is mostly right, so
+reinforcement learning on exact match has something better to discover.
 """
 
 import argparse
@@ -25,12 +25,12 @@ from qerl_recipes.tasks.running_sum import LONGEST_COMPLETION, THINK, VOCABULARY
 BATCH = 64
 LEARNING_RATE = 3e-3
 WARMUP_STEPS = 50
-MASTERED = 0.9  # step-by-step accuracy that ends the first stage; it comes suddenly, after 500 to 1500 steps
+MASTERED = 0.9  # step-by-step accuracy that ends the first stage; reached suddenly, after 500 to 1500 steps
 CHECK_EVERY, CHECK_PROBLEMS, CHECK_SEED = 50, 128, 555
 MOST_STEPS = 3000  # of the first stage
 TERSE_STEPS = 250  # of the second stage
 STEP_BY_STEP_SHARE = 0.2  # of the answers in the second stage
-LEAST_GAP = 0.2  # accuracy that thinking must be ahead by, or there is nothing for the policy to find out
+LEAST_GAP = 0.2  # accuracy by which step-by-step answers must lead; else RL has nothing to discover
 
 _TOKEN_ID = {token: i for i, token in enumerate(VOCABULARY)}
 _TOKENS = re.compile(running_sum.TOKEN)
@@ -39,11 +39,11 @@ Batch = tuple[torch.Tensor, torch.Tensor]  # token ids and labels
 
 
 def new_model(seed: int) -> Qwen2ForCausalLM:
-    """An untrained Qwen2, hidden 128, 2 layers; every linear has columns in multiples of 16, as NVFP4 needs."""
+    """Return an untrained Qwen2 with 2 layers; the columns of every linear are a multiple of 16, as NVFP4 needs."""
     torch.manual_seed(seed)
     return Qwen2ForCausalLM(
         Qwen2Config(
-            vocab_size=64,  # 27 tokens, filled up to the width that embeddings are padded to anyway
+            vocab_size=64,  # 27 tokens, padded to the width to which embeddings are padded anyway
             hidden_size=128,
             intermediate_size=256,
             num_hidden_layers=2,
@@ -61,20 +61,21 @@ def new_model(seed: int) -> Qwen2ForCausalLM:
 
 
 def encode(text: str) -> list[int]:
-    """Token ids; the same as the tokenizer's, without its cost in a training loop."""
+    """Return the token ids of ``text``: the tokenizer's, without its cost in a training loop."""
     return [_TOKEN_ID[token] for token in _TOKENS.findall(text)]
 
 
 def learning_rate(step: int, terse_step: int) -> float:
-    """Linear warm-up, constant while the steps are learnt, then a cosine down to a tenth over the terse stage."""
+    """Return the learning rate: linear warm-up, constant in the first stage, then a cosine to a tenth in the second."""
     cosine = 0.5 * (1 + math.cos(math.pi * terse_step / TERSE_STEPS))
     return LEARNING_RATE * min(1.0, (step + 1) / WARMUP_STEPS) * (0.1 + 0.9 * cosine)
 
 
 def draw_batch(rng: random.Random, share: float, held_out: set[str]) -> Batch:
-    """Token ids and labels, both ``(BATCH, longest)``, padded on the right; prompts and padding carry label -100.
+    """Draw token ids and labels, both ``(BATCH, longest)``, padded on the right; prompts and padding have label -100.
 
-    Causal attention keeps padding on the right out of every real position, so no attention mask is needed.
+    ``share`` is the probability of a step-by-step answer. Prompts in ``held_out`` are left out. Under causal attention
+    no real position sees padding on its right, so no attention mask is needed.
     """
     rows: list[tuple[list[int], list[int]]] = []
     while len(rows) < BATCH:
@@ -94,9 +95,9 @@ def draw_batch(rng: random.Random, share: float, held_out: set[str]) -> Batch:
 
 
 def train(model: PreTrainedModel, seed: int, most_steps: int = MOST_STEPS) -> int:
-    """Supervised training in place, both stages; held-out prompts are never drawn. Returns the number of steps.
+    """Train ``model`` in place through both stages and return the number of steps; held-out prompts are never drawn.
 
-    Raises ValueError if the first stage has not mastered step-by-step answers after ``most_steps``.
+    Raise ValueError if step-by-step answers are not mastered after ``most_steps`` of the first stage.
     """
     rng = random.Random(1000 + seed)
     held_out = {problem.prompt for problem in running_sum.held_out()}
@@ -124,7 +125,7 @@ def train(model: PreTrainedModel, seed: int, most_steps: int = MOST_STEPS) -> in
 
 
 def update(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: Batch, rate: float) -> None:
-    """One step of AdamW on the mean cross-entropy of the answers."""
+    """Take one optimizer step on the mean cross-entropy of the answers, with gradients clipped to a norm of 1."""
     ids, labels = batch
     for group in optimizer.param_groups:
         group["lr"] = rate
@@ -138,7 +139,7 @@ def update(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: Batc
 
 @torch.no_grad()
 def accuracy(model: PreTrainedModel, asked: Sequence[Problem], *, think: bool = False) -> float:
-    """Greedy exact-match accuracy through Hugging Face generation; ``think`` begins every answer with ``<think>``."""
+    """Return the exact-match accuracy of greedy answers; ``think`` begins every answer with ``<think>``."""
     model.eval()
     tokenizer = running_sum.tokenizer()
     start = THINK if think else ""
@@ -155,9 +156,10 @@ def accuracy(model: PreTrainedModel, asked: Sequence[Problem], *, think: bool = 
 
 
 def check_worth_learning(model: PreTrainedModel, asked: Sequence[Problem]) -> dict[str, float]:
-    """Accuracy of both styles; a starting point from which reinforcement learning has nothing to find is refused.
+    """Return the greedy accuracy of the model's own style and of step-by-step answers.
 
-    Raises ValueError if step-by-step answers are not at least 0.2 better than what the model does of itself.
+    Raise ValueError if step-by-step answers do not lead by at least 0.2: reinforcement learning would have nothing to
+    discover.
     """
     of_itself, thinking = accuracy(model, asked), accuracy(model, asked, think=True)
     if thinking < of_itself + LEAST_GAP:
@@ -170,9 +172,9 @@ def check_worth_learning(model: PreTrainedModel, asked: Sequence[Problem]) -> di
 
 
 def make(out: str | Path, seed: int = 1, most_steps: int = MOST_STEPS) -> dict[str, float]:
-    """Train a starting model and save it in BF16 with its tokenizer; returns steps and accuracies (held-out problems).
+    """Train a starting model and save it in BF16 with its tokenizer; return its steps and held-out accuracies.
 
-    Raises ValueError, and writes nothing, if the model is not worth learning from.
+    Raise ValueError, and write nothing, if training does not converge or the model is not worth learning from.
     """
     model = new_model(seed)
     steps = train(model, seed, most_steps)

@@ -1,10 +1,10 @@
-"""Teaches a model to write chain sums out, so that reinforcement learning has something to begin with:
+"""Teach a model to write chain sums out, so that reinforcement learning has something to reinforce:
 
     python -m qerl_recipes.demo.warm_start --config recipes/SmolLM2-135M-Instruct/grpo/steps_nvfp4_lora.yaml BASE OUT
 
-A short supervised training of all weights on worked answers to problems of the recipe's task, asked as the recipe asks
-them. It comes before quantization and is the same for every arm. Neither the recipe's held-out problems nor those it
-trains on are among the worked ones.
+This is a short supervised training of all weights on worked answers to problems of the recipe's task, with the recipe's
+system prompt and chat template. It comes before quantization and is the same for every arm. The worked problems include
+neither the recipe's training problems nor its held-out ones.
 """
 
 import argparse
@@ -26,15 +26,15 @@ from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.tasks import prompts, reasoning_gym_task
 
 STEPS, BATCH, LEARNING_RATE = 60, 8, 2e-4
-TASK = "chain_sum"  # the one whose answers are worked out here
+TASK = "chain_sum"  # the only task whose answers can be worked out here
 TEXTS = "worked_answers.jsonl"
-SEED_DISTANCE = 2_000_003  # worked problems come from a seed of their own
+SEED_DISTANCE = 2_000_003  # added to dataset_seed, so that worked problems have a seed of their own
 
 
 def worked(expression: str) -> str:
-    """``12 + 7 - 4`` worked out from left to right, a line for each operation, and the answer in the last one.
+    """Work ``12 + 7 - 4`` out from left to right: one line per operation, then a line with the answer.
 
-    Raises ValueError for anything but a chain of sums and differences of whole numbers.
+    Raise ValueError for anything but a chain of sums and differences of whole numbers.
     """
     value, *rest = expression.split()
     total, lines = int(value), []
@@ -48,9 +48,10 @@ def worked(expression: str) -> str:
 
 
 def examples(script: ScriptArguments, count: int) -> Dataset:
-    """``count`` conversations with a worked answer: ``prompt`` and ``completion``, lists of messages.
+    """Return ``count`` conversations with a worked answer; ``prompt`` and ``completion`` are lists of messages.
 
-    Raises ConfigError for a recipe of another task than chain_sum of reasoning_gym.
+    Raise ConfigError if the recipe's task is not chain_sum of reasoning_gym, or if too few problems are left besides
+    the recipe's own.
     """
     if script.dataset_name != "reasoning_gym" or script.dataset_config != TASK:
         raise ConfigError(f"only {TASK} of reasoning_gym is worked out here; set dataset_config: {TASK}")
@@ -71,18 +72,18 @@ def examples(script: ScriptArguments, count: int) -> Dataset:
 
 
 def texts(data: Dataset, tokenizer: Any) -> str:
-    """The conversations of ``examples`` as JSON lines with a key "text", for `qerl quantize --calibration`."""
+    """Return the conversations of ``examples`` as JSON lines with a key "text", for `qerl quantize --calibration`."""
     rows = zip(data["prompt"], data["completion"], strict=True)
     whole = (tokenizer.apply_chat_template([*asked, *answered], tokenize=False) for asked, answered in rows)
     return "".join(json.dumps({"text": text}) + "\n" for text in whole)
 
 
 def make(recipe: str | Path, base: str, out: Path, *, steps: int = STEPS, seed: int = 0) -> dict[str, float]:
-    """Train ``base`` and save it in BF16 with its tokenizer in ``out`` -> number of steps and the last loss.
+    """Train ``base``, save it in BF16 with its tokenizer in ``out``, and return the number of steps and the last loss.
 
-    The worked answers lie beside it in ``worked_answers.jsonl``.
+    ``out`` also gets the worked conversations, as ``worked_answers.jsonl``.
 
-    Raises FileExistsError for a destination that is not empty, ConfigError as ``examples`` does.
+    Raise FileExistsError if ``out`` is not empty, and ConfigError as ``examples`` does.
     """
     script, training, _ = parse(["--config", str(recipe)])
     data = examples(script, steps * BATCH)
