@@ -1,1 +1,1 @@
-"""Checkpoint in, checkpoint out: quantize, export, merge."""
+"""Write checkpoints from checkpoints: quantize them, export and merge adapters, extract text models."""

@@ -1,7 +1,7 @@
-"""``qerl calibration-texts``: what GPTQ is calibrated on where nothing better is at hand, the model's own answers.
+"""``qerl calibration-texts``: make calibration texts for GPTQ from the model's own answers.
 
-The weights are rounded for the inputs that they will see: the recipe's training problems, asked as the training asks
-them, and what the model in BF16 answers to them.
+They serve where nothing better is at hand. GPTQ then rounds the weights for the inputs that training will give them:
+the recipe's prompts, and the BF16 model's answers to them.
 """
 
 import json
@@ -30,15 +30,22 @@ if TYPE_CHECKING:
 def write_own_answers(
     recipe: Sequence[str], output: Path, samples: int = SAMPLES, *, gpu_memory_utilization: float = 0.9
 ) -> str:
-    """Let the model of a recipe answer its first ``samples`` training problems -> what was written, as one line.
+    """Write a model's answers to the first ``samples`` training problems of a recipe; return a summary in one line.
 
-    ``recipe``: ``["--config", "recipe.yaml", "--key", "value", ...]``. The model is taken in BF16 (or the recipe's
-    dtype), whatever the arm, without an adapter, and samples as the rollouts do, in an engine that has
-    ``gpu_memory_utilization`` of the GPU: no trainer is beside it. ``output`` gets a JSON line for each problem:
-    ``text``, prompt and answer as the model sees them, and ``input_ids``, their tokens.
+    ``recipe`` is ``["--config", "recipe.yaml", "--key", "value", ...]``. The model runs without an adapter, in BF16 or
+    the recipe's dtype, whatever ``quantization`` the recipe sets. It samples as the rollouts do. The engine takes
+    ``gpu_memory_utilization`` of the GPU, which it shares with no trainer.
 
-    Raises ValueError or OSError, before the engine starts, where ``output`` exists or cannot be written, for a recipe
-    that cannot be asked so, for a model that is NVFP4 already and for fewer problems than ``samples``.
+    ``output`` gets a JSON line for each problem: ``text`` is prompt and answer as the model sees them, ``input_ids``
+    are their tokens.
+
+    Raise ValueError or OSError before the engine starts if
+
+    * ``output`` exists, or its folder does not,
+    * the recipe sets a key that this command does not support,
+    * the model has NVFP4 weights already,
+    * there are fewer problems than ``samples``, or
+    * a prompt leaves no room for its completion.
     """
     if samples < 1:
         raise ValueError(f"--samples is {samples}; it must be at least 1")
@@ -83,7 +90,7 @@ def write_own_answers(
 
 
 def _of_an_answer(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
-    """What a training may have and these answers have not."""
+    """Yield a message for each key of the recipe that training supports and this command does not."""
     if not model.model_name_or_path:
         yield "model_name_or_path is missing; name the BF16 model that is to be quantized"
     if script.adapter_name_or_path is not None:
@@ -95,7 +102,7 @@ def _of_an_answer(script: ScriptArguments, training: GRPOConfig, model: ModelCon
 
 
 def _answers(llm: "LLM", asked: list[list[int]], training: GRPOConfig) -> tuple[list[list[int]], int]:
-    """An answer to each prompt, as token ids with what ends them, and how many end at the limit of length."""
+    """Return each prompt's completion, as token ids with the end token, and how many were cut at the length limit."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 

@@ -1,4 +1,4 @@
-"""The file of texts that GPTQ and AWQ are calibrated on: JSON lines with a key "text", whose tokens may stand there."""
+"""Read the texts on which GPTQ and AWQ are calibrated: JSON lines with a key "text" and, if known, "input_ids"."""
 
 import json
 from pathlib import Path
@@ -6,17 +6,19 @@ from typing import Any
 
 from qerl_recipes.files.json_lines import numbered
 
-SAMPLES = 256  # texts, as in the paper's calibration set
-LENGTH = 2048  # tokens of a text, likewise
+SAMPLES = 256  # texts, as in the calibration set of the QeRL paper
+LENGTH = 2048  # most tokens of a text, as in the paper
 
 
 def read(path: Path, samples: int | None, tokenizer: Any) -> tuple[list[list[int]], dict[str, int]]:
-    """The tokens of the first ``samples`` texts (None: up to 256) -> (rows of token ids, what they are).
+    """Read the first ``samples`` texts (None: up to 256) -> (rows of token ids, counts).
 
-    A line's "input_ids" are its tokens, where it has them, else ``tokenizer`` makes them. What they are: how many
-    ``texts``, ``of`` how many there, with how many ``tokens``, and how many were ``cut`` at the ``longest``. Raises
-    ValueError, naming file and line, for what is no text, for tokens that are not those of their text, and for fewer
-    texts than ``samples``.
+    A line's "input_ids" are its tokens; ``tokenizer`` makes them where that key is missing. Empty texts are dropped,
+    and the others cut to 2048 tokens. The counts are ``texts`` and ``tokens`` in the rows, lines in the file (``of``),
+    the limit (``longest``) and the number of ``cut`` texts.
+
+    Raise ValueError, naming file and line, if a line holds no text, or "input_ids" that are not the tokens of its text.
+    Also raise it if the file has fewer texts than ``samples``, or only empty ones.
     """
     lines = list(numbered(path))
     if samples is not None and samples > len(lines):

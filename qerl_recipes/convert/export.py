@@ -1,8 +1,8 @@
-"""``qerl export``: a trained adapter as a folder that stands by itself, or merged into its base.
+"""``qerl export``: write a trained adapter as a self-contained folder, or merge it into its base.
 
-Without ``merge``: what PEFT and stock vLLM read (adapter_model.safetensors, adapter_config.json), norms.safetensors
-where norms were trained, its chat template, a card, and which base it belongs to. With ``merge``: an ordinary
-BF16 checkpoint.
+Without ``merge`` the folder holds what PEFT and stock vLLM read (adapter_model.safetensors, adapter_config.json). It
+also holds trained norms (norms.safetensors), the chat template, a card, and a state file that names the base. With
+``merge`` it is an ordinary BF16 checkpoint.
 """
 
 import contextlib
@@ -35,14 +35,15 @@ def export(
     overwrite: bool = False,
     name: str | None = None,
 ) -> Path:
-    """Write the adapter folder ``adapter`` to ``destination``, whole or not at all -> the destination.
+    """Write the adapter folder ``adapter`` to ``destination``, whole or not at all, and return the destination.
 
-    ``base`` is where the base lies now (folder or model id); by default what the adapter was trained on. ``merge``
-    writes base + adapter (+ trained norms, rounded to BF16) as one BF16 checkpoint, one tensor at a time. ``name`` is
-    the adapter's name in the card's commands, ``policy`` by default; a merged checkpoint has none.
+    ``base`` is the base's present folder or model id; by default the one that the adapter was trained on. ``merge``
+    writes base, adapter and trained norms as one BF16 checkpoint, one tensor at a time; norms are rounded to BF16.
+    ``name`` is the adapter's name in the card's commands, ``policy`` by default; a merged checkpoint has none.
 
-    Raises ValueError for an adapter that is damaged, does not fit the base or belongs to another one, for a ``name``
-    beside ``merge``, and FileExistsError for a destination that is not empty, unless ``overwrite``.
+    Raise ValueError for an adapter that is damaged, names no base, does not fit the base or belongs to another one.
+    Raise it also for ``merge`` of an adapter trained on NF4, or with a ``name``. Raise FileExistsError for a
+    destination that is not empty, unless ``overwrite``.
     """
     if merge and name is not None:
         raise ValueError(
@@ -73,7 +74,7 @@ def export(
         folder=target,
     )
     belongs = {"base": source, "base_hash": base_hash, "quantization": arm, "train_norms": bool(norms)}
-    belongs["recipe"] = saved.recipe  # how its prompts were made, for evaluation
+    belongs["recipe"] = saved.recipe  # evaluation makes its prompts the same way
     config = {**saved.config, "base_model_name_or_path": source, "inference_mode": True}
     with whole_folder(target, overwrite=overwrite, proof=CONFIG) as folder, _named(target):
         for file in (TENSORS, NORMS, TEMPLATE):
@@ -86,7 +87,7 @@ def export(
 
 
 def written(folder: Path) -> str:
-    """What lies in a folder that has just been written, as one line."""
+    """Return one line that names the files of a folder and their size."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     size = sum(path.stat().st_size for path in files)
     return f"wrote {folder}: {', '.join(path.name for path in files)} ({size / 1e6:,.1f} MB)"
@@ -94,7 +95,10 @@ def written(folder: Path) -> str:
 
 @contextlib.contextmanager
 def _named(target: Path) -> Iterator[None]:
-    """A disk that is full, or lost, is named; safetensors and shutil name a hidden folder or nothing."""
+    """Add the destination and the free space to an OSError, such as that of a full disk.
+
+    safetensors and shutil name the hidden folder, or nothing.
+    """
     try:
         yield
     except OSError as error:
@@ -124,7 +128,7 @@ def _merge(
     target, arm = destination.absolute(), saved.quantization or "bf16"
     with whole_folder(target, overwrite=overwrite) as partial, _named(target):
         if report.scheme is None and saved.quantization == "qerl_nvfp4":
-            # the adapter was trained on the quantized weights: on the BF16 ones it would be another policy
+            # the adapter was trained on quantized weights: added to the BF16 ones, it would be another policy
             from qerl_recipes.convert.quantize import quantize_checkpoint
 
             quantize_checkpoint(folder, partial / "packed", quiet=True)

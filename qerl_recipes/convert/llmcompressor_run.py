@@ -1,7 +1,7 @@
 """Run llmcompressor's calibrated methods in a Python environment of their own.
 
-llmcompressor 0.14 pins another compressed-tensors than vLLM does, so the two cannot share one. The environment is made
-once, under the user's cache folder, with pip; nothing of the current environment is touched.
+llmcompressor 0.14 pins another compressed-tensors than vLLM does, so the two cannot share an environment. pip makes the
+other one once, in the user's cache folder; the current environment stays as it is.
 """
 
 import fcntl
@@ -29,8 +29,9 @@ def run(
 ) -> None:
     """Quantize the folder ``source`` into the existing, empty folder ``destination`` with ``gptq`` or ``awq``.
 
-    ``rows``: the token ids of each text to calibrate on. It computes on ``device``: cpu, cuda or cuda:N. Raises
-    ValueError for a GPU that is not there, and RuntimeError with the program's last lines where it fails.
+    ``rows`` are the token ids of each calibration text. ``device`` is cpu, cuda or cuda:N.
+
+    Raise ValueError if there is no such GPU, and RuntimeError with the program's last lines if it fails.
     """
     visible = _visible(device)
     python = environment()
@@ -44,14 +45,15 @@ def run(
             "ignore": list(ignore),
             "rows": str(tokens),
         }
-        # -I: the script's own folder (this package) must not stand in the import path of the other environment
+        # -I keeps the script's own folder (this package) out of the other environment's import path
         _call([str(python), "-I", str(SCRIPT), json.dumps(job)], f"llmcompressor ({method}) failed", visible)
 
 
 def environment() -> Path:
-    """The Python of the environment, made on first use; where QERL_LLMCOMPRESSOR_PYTHON names one, that is used.
+    """Return the Python executable of the environment, which the first call makes.
 
-    Raises RuntimeError with the commands to run by hand where it cannot be made, as without a network.
+    The variable QERL_LLMCOMPRESSOR_PYTHON can name another one. Raise RuntimeError if that file is missing, or, with
+    the commands to run by hand, if the environment cannot be made, as without a network.
     """
     if given := os.environ.get("QERL_LLMCOMPRESSOR_PYTHON"):
         if not Path(given).is_file():
@@ -63,7 +65,7 @@ def environment() -> Path:
     with (folder.parent / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # a second `qerl quantize` waits for the first
         if not is_ready():
-            shutil.rmtree(folder, ignore_errors=True)  # a half-made one
+            shutil.rmtree(folder, ignore_errors=True)  # what an interrupted call left
             commands = [
                 [sys.executable, "-m", "venv", str(folder)],
                 [str(python), "-m", "pip", "install", "--quiet", *REQUIREMENTS, _torch_pin()],
@@ -76,7 +78,7 @@ def environment() -> Path:
 
 
 def is_ready() -> bool:
-    """Whether the environment has been made."""
+    """Return True if the environment has been made."""
     return (_folder() / ".ready").is_file()
 
 
@@ -86,12 +88,15 @@ def _folder() -> Path:
 
 
 def _torch_pin() -> str:
-    """The running torch's release: pip takes a local build of it (such as +cpu) where it is offered one."""
+    """Return a requirement of the running torch's release, which a local build (such as +cpu) meets as well."""
     return f"torch=={torch.__version__.partition('+')[0]}"
 
 
 def _visible(device: str) -> dict[str, str]:
-    """The environment in which llmcompressor, which takes the first GPU that it sees, sees ``device`` alone."""
+    """Return the environment variables under which llmcompressor sees only ``device``.
+
+    llmcompressor takes the first GPU that it sees. Raise ValueError if there is no such GPU.
+    """
     kind, _, number = device.partition(":")
     if kind == "cpu":
         return {VISIBLE: ""}

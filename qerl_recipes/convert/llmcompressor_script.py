@@ -1,11 +1,11 @@
-"""Runs in llmcompressor's own environment, as a script whose one argument is the job as JSON."""
+"""Quantize with llmcompressor. This script runs in llmcompressor's own environment; its argument is a job as JSON."""
 
 import json
 import sys
 
 
 def main(job: dict) -> None:
-    """Calibrate on the tokens in ``job["rows"]`` and write ``job["destination"]``."""
+    """Calibrate on the token ids in the file ``job["rows"]``, quantize, and write ``job["destination"]``."""
     import torch
     from datasets import Dataset
     from llmcompressor import oneshot
@@ -22,13 +22,13 @@ def main(job: dict) -> None:
         recipe=recipe(job["method"], job["ignore"]),
         num_calibration_samples=len(rows),
         max_seq_length=max(map(len, rows)),
-        shuffle_calibration_samples=False,  # by no seed: other bits in every run
+        shuffle_calibration_samples=False,  # shuffling has no seed: the bits would differ between runs
     )
     model.save_pretrained(job["destination"], save_compressed=True)
 
 
 def recipe(method: str, ignore: list[str]) -> list:
-    """llmcompressor's modifiers."""
+    """Return llmcompressor's modifiers for ``gptq`` or ``awq``."""
     if method == "gptq":
         from llmcompressor.modifiers.quantization import GPTQModifier
 

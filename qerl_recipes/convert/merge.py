@@ -1,7 +1,7 @@
-"""Base + adapter as one BF16 checkpoint: w = bf16(code * block scale / divisor + alpha / r * B A), in fp32 before that.
+"""Merge base and adapter into one BF16 checkpoint: w = bf16(code * block scale / divisor + alpha / r * B A).
 
-One tensor is in memory at a time. The shards keep the base's names. Merging rounds each weight to BF16 once more: by
-that the merged policy differs from the one that was trained.
+The sum is computed in fp32, with one tensor in memory at a time. The shards keep the base's names. Merging rounds each
+weight to BF16 once more, so the merged policy differs from the trained one by that rounding.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ NOT_LINEAR = ("embed_tokens", "lm_head")
 
 
 def targets(report: CheckpointReport) -> dict[str, Target]:
-    """The linear layers of a checkpoint that an adapter may change, by name."""
+    """Return the linear layers of a checkpoint that an adapter may change, by module name."""
     found = {}
     for name, tensor in report.tensors.items():
         module, _, kind = name.rpartition(".")
@@ -33,7 +33,7 @@ def targets(report: CheckpointReport) -> dict[str, Target]:
 
 
 def check_norms(report: CheckpointReport, norms: Mapping[str, torch.Tensor]) -> None:
-    """Raises AdapterError where a trained norm is none of the checkpoint's."""
+    """Raise AdapterError if the checkpoint has no tensor of the name and shape of a trained norm."""
     for name, weight in norms.items():
         there = report.tensors.get(name)
         if there is None or there.shape != tuple(weight.shape):
@@ -42,7 +42,7 @@ def check_norms(report: CheckpointReport, norms: Mapping[str, torch.Tensor]) -> 
 
 
 def write(report: CheckpointReport, adapter: CheckedAdapter, norms: Mapping[str, torch.Tensor], partial: Path) -> None:
-    """Write the merged checkpoint into the folder ``partial``; tokenizer and other small files are copied."""
+    """Write the merged checkpoint into the folder ``partial``; copy the tokenizer and other small files."""
     places: dict[str, str] = {}
     total = 0
     for file in track(report.files, description="merging", transient=True):
@@ -59,7 +59,7 @@ def write(report: CheckpointReport, adapter: CheckedAdapter, norms: Mapping[str,
 
 
 def _entries(report: CheckpointReport, file: Path, norms: Mapping[str, torch.Tensor]) -> Iterator[Entry]:
-    """What the merged copy of one shard holds; a packed weight stands where its codes stood."""
+    """Return the tensors of the merged copy of one shard; a packed layer's weight is where its codes were."""
     plain = []
     for name, tensor in report.tensors.items():
         if tensor.file != file or name.endswith((SCALES, DIVISOR)):
@@ -70,7 +70,7 @@ def _entries(report: CheckpointReport, file: Path, norms: Mapping[str, torch.Ten
         else:
             dtype = torch.bfloat16 if tensor.dtype in ("F16", "F32") or name in norms else DTYPES[tensor.dtype]
             plain.append(Entry(name, dtype, tensor.shape))
-    return iter(sorted(plain, key=lambda entry: -entry.dtype.itemsize))  # wider first, so that all are aligned
+    return iter(sorted(plain, key=lambda entry: -entry.dtype.itemsize))  # wider first keeps all aligned
 
 
 def _tensor(

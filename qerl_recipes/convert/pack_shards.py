@@ -1,8 +1,8 @@
-"""The two passes over a checkpoint that pack it, one tensor in memory at a time.
+"""Pack a checkpoint in two passes, with one tensor in memory at a time.
 
-The first finds the largest magnitude of each weight: the tensor scale is shared by q/k/v and by gate/up, whose parts
-may lie in different shards. The second packs and writes. FP16 and FP32 tensors of the model become BF16 first: the
-bytes are those of quantizing the same model while it is loaded.
+The first pass finds the largest magnitude of each weight. It is needed because q/k/v share a tensor scale, as do
+gate/up, and their parts may lie in different shards. The second pass packs and writes. FP16 and FP32 tensors of the
+model become BF16 first, so the bytes are those of quantizing the same model while it is loaded.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,12 +19,15 @@ from qerl_recipes.convert.shard_writer import Entry, ShardWriter, write_index
 from qerl_vllm_plugin.checkpoint import CheckpointError, CheckpointReport
 from qerl_vllm_plugin.safetensors_header import DTYPES, TensorHeader, read_tensor
 
-CHUNK_ELEMENTS = 1 << 20  # packed at once: bounds the memory of the fp32 intermediates
+CHUNK_ELEMENTS = 1 << 20  # packed at once; this bounds the memory of the fp32 intermediates
 HALF_OR_FULL = ("F16", "F32")
 
 
 def _load(tensor: TensorHeader, plan: Plan) -> torch.Tensor:
-    """A tensor as it is used: the model's own in BF16, others (constants that some checkpoints carry) as they are."""
+    """Read a tensor, in BF16 if it is an FP16 or FP32 tensor of the model.
+
+    Others, such as the constants that some checkpoints carry, stay as they are.
+    """
     value = read_tensor(tensor)
     return value.bfloat16() if _becomes_bf16(tensor, plan) else value
 
@@ -35,7 +38,10 @@ def _becomes_bf16(tensor: TensorHeader, plan: Plan) -> bool:
 
 
 def find_divisors(report: CheckpointReport, plan: Plan, device: str) -> dict[str, torch.Tensor]:
-    """The first pass: the divisor of each group; a NaN or an infinity anywhere is refused by name."""
+    """Run the first pass and return the divisor of each packed layer, which the layers of a group share.
+
+    Raise CheckpointError for a tensor with a NaN, an infinity or a value too large for BF16.
+    """
     largest: dict[str, torch.Tensor] = {}
     for name, tensor in _progress(report.tensors.items(), "reading"):
         value = _load(tensor, plan).to(device)
@@ -55,7 +61,7 @@ def find_divisors(report: CheckpointReport, plan: Plan, device: str) -> dict[str
 
 
 def packed_entries(report: CheckpointReport, plan: Plan, file: Path) -> list[Entry]:
-    """What the packed copy of one shard holds, the wider dtypes first so that every tensor is aligned."""
+    """Return the tensors of the packed copy of one shard, the wider dtypes first so that every tensor is aligned."""
     scales, plain, packed = [], [], []
     for name, tensor in report.tensors.items():
         module = name.removesuffix(".weight")
@@ -80,7 +86,7 @@ def write_shards(
     pack: Callable[[torch.Tensor, torch.Tensor], NVFP4Weight],
     device: str,
 ) -> list[LayerError]:
-    """The second pass."""
+    """Run the second pass: write the shards and their index into ``partial``, and return each layer's error."""
     layers: dict[str, LayerError] = {}
     places: dict[str, str] = {}
     total = 0
@@ -99,7 +105,7 @@ def write_shards(
                     layers[module] = LayerError(module, tuple(w.shape), error)
                     writer.write(entry.name, weight.codes)
                     writer.write(f"{module}.weight_scale", weight.block_scales)
-                elif not (kind == "weight_scale" and module in divisors):  # that one went with its codes
+                elif not (kind == "weight_scale" and module in divisors):  # written with its codes
                     writer.write(entry.name, _load(report.tensors[entry.name], plan))
     write_index(partial, places, total)
     return [layers[module] for module in plan.linears]  # in the model's order, whatever the order of the files
@@ -111,7 +117,7 @@ def _pack_in_chunks(
     pack: Callable[[torch.Tensor, torch.Tensor], NVFP4Weight],
     device: str,
 ) -> tuple[NVFP4Weight, float]:
-    """Pack ``w: (N, K)`` some rows at a time, which changes no bit; also the relative error |w - packed| / |w|."""
+    """Pack ``w: (N, K)`` some rows at a time, which changes no bit; also return the error |w - packed| / |w|."""
     codes, scales, wrong, whole = [], [], 0.0, 0.0
     for rows in w.split(max(1, CHUNK_ELEMENTS // w.shape[1])):
         rows = rows.to(device)
@@ -124,8 +130,8 @@ def _pack_in_chunks(
 
 
 def _squares(w: torch.Tensor, weight: NVFP4Weight) -> tuple[float, float]:
-    """Sums of squares of the error and of the weight."""
-    exact = w.double()  # in fp32 the square of 1e20 is infinite, and that of 1e-23 is nothing
+    """Return the sums of squares of the error and of the weight."""
+    exact = w.double()  # in fp32 the square of 1e20 is infinite, and that of 1e-23 is 0
     restored = dequantize(weight.codes, weight.block_scales).double().div_(weight.divisor)
     whole = exact.square().sum()
     return float(restored.sub_(exact).square_().sum()), float(whole)
@@ -136,7 +142,7 @@ def _ratio(wrong: float, whole: float) -> float:
 
 
 def measure(source: CheckpointReport, packed: CheckpointReport, plan: Plan) -> list[LayerError]:
-    """The error of each layer of a checkpoint that another program packed."""
+    """Return the error of each layer of ``packed``, a checkpoint that another program made from ``source``."""
     layers = []
     for name in _progress(plan.linears, "measuring"):
         w = _load(source.tensors[f"{name}.weight"], plan)

@@ -1,10 +1,13 @@
-"""Which tensors of a checkpoint become NVFP4, decided from the model itself.
+"""Choose the tensors of a checkpoint that become NVFP4, from the model class that config.json names.
 
-The model class that config.json names is built on the meta device (no memory). Packed are its ``nn.Linear`` modules,
-but the output head and the routers of a mixture of experts; and the experts, which transformers holds in two
-three-dimensional parameters, ``experts.gate_up_proj (E, 2I, H)`` and ``experts.down_proj (E, H, I)``, and checkpoints
-in one tensor each, ``experts.<e>.gate_proj.weight`` and so on. Each such name must be in the checkpoint with the shape
-that the model class has. Everything else stays in BF16.
+The model is built on the meta device, which takes no memory. Its ``nn.Linear`` modules are packed, except the output
+head, the routers of a mixture of experts, and those that the family keeps in BF16 (``families.KEPT``).
+
+Experts are packed, too. transformers holds them in two three-dimensional parameters, ``experts.gate_up_proj
+(E, 2I, H)`` and ``experts.down_proj (E, H, I)``. Checkpoints hold one tensor for each matrix,
+``experts.<e>.gate_proj.weight`` and so on.
+
+The checkpoint must have each of these names, with the shape of the model class. Everything else stays in BF16.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,8 +24,11 @@ from qerl_vllm_plugin.scheme import matches
 
 @dataclass(frozen=True)
 class Plan:
-    """``linears``: the packed modules, each with the name of the group whose tensor scale it shares; ``ignore``: linear
-    layers that stay in BF16; ``parameters``: the names of the model's tensors as its class has them."""
+    """The tensors of a checkpoint that become NVFP4, and those that do not.
+
+    ``linears`` maps each packed module to the name of the group whose tensor scale it shares. ``ignore`` names the
+    linear layers that stay in BF16. ``parameters`` are the names of the model class's parameters.
+    """
 
     linears: Mapping[str, str]
     ignore: tuple[str, ...]
@@ -30,11 +36,11 @@ class Plan:
 
 
 def make_plan(report: CheckpointReport, ignore: Sequence[str]) -> Plan:
-    """Decide for a checked, unquantized checkpoint; ``ignore`` holds module names and ``re:`` patterns.
+    """Plan a checked, unquantized checkpoint; ``ignore`` holds module names and ``re:`` patterns.
 
-    Raises CheckpointError where transformers does not know the model, or it reads more than text, where its names are
-    not the checkpoint's, where a pattern matches no linear layer or splits a fused group, and where a layer's columns
-    are not a multiple of 16.
+    Raise CheckpointError for a model that transformers does not know, that reads more than text, or that has no linear
+    layer to pack. Also raise it if a layer's name or shape is not the checkpoint's, or a pattern matches no linear
+    layer or splits a fused group. A packed layer must be BF16, FP16 or FP32, with a multiple of 16 columns.
     """
     if reason := of_images(report.config):
         raise CheckpointError(f"{report.folder}: {reason}")
@@ -79,7 +85,10 @@ def _meta_model(report: CheckpointReport) -> torch.nn.Module:
 
 
 def _is_router(name: str, module: torch.nn.Module, model: torch.nn.Module) -> bool:
-    """A direct child of a mixture-of-experts block (a module with a child ``experts``) that has a matrix of its own."""
+    """Return True for a direct child of a mixture-of-experts block that has a matrix of its own.
+
+    Such a block is a module with a child ``experts``.
+    """
     parent, _, _ = name.rpartition(".")
     weight = getattr(module, "weight", None)
     is_matrix = isinstance(weight, torch.nn.Parameter) and weight.dim() == 2
@@ -87,7 +96,7 @@ def _is_router(name: str, module: torch.nn.Module, model: torch.nn.Module) -> bo
 
 
 def _packable(model: torch.nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Name and shape (N, K) of every linear layer to pack, under the name that a checkpoint gives it."""
+    """Yield name and shape (N, K) of every linear layer that can be packed; checkpoints use the same names."""
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
@@ -102,7 +111,7 @@ def _packable(model: torch.nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def _kept(model: torch.nn.Module) -> Iterator[str]:
-    """Linear layers that always stay in BF16: the output head and the routers."""
+    """Yield the linear layers that stay in BF16 in every family: the output head and the routers."""
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
         if module is head or _is_router(name, module, model):

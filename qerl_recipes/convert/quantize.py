@@ -1,4 +1,4 @@
-"""BF16 checkpoint -> NVFP4 checkpoint: checks, then shard by shard into a folder that appears whole."""
+"""Write the NVFP4 checkpoint of a BF16 one: check it, then pack shard by shard into a folder that appears whole."""
 
 import errno
 import shutil
@@ -39,24 +39,29 @@ def quantize_checkpoint(
     calibration_samples: int | None = None,
     quiet: bool = False,
 ) -> QuantizeReport:
-    """Write the NVFP4 checkpoint of ``source``: stock vLLM loads it too (compressed-tensors nvfp4-pack-quantized).
+    """Write the NVFP4 checkpoint of ``source``, which stock vLLM loads too (compressed-tensors nvfp4-pack-quantized).
 
-    ``source`` is a folder or a model id of the hub. One with NVFP4 weights in another form (ModelOpt, W4A4, mixed with
-    FP8) is written anew with the same codes and scales, FP8 layers in BF16; of it no error is known.
+    ``source`` is a folder or a model id of the hub. FP16 and FP32 weights are rounded to BF16 first. A source with
+    NVFP4 weights in another form (ModelOpt, W4A4, mixed with FP8) is rewritten with the same codes and scales. Its FP8
+    layers become BF16, and the report has no errors.
 
-    ``method``: ``rtn`` rounds to nearest, ``gptq`` and ``awq`` run llmcompressor on the texts of ``calibration`` (JSON
-    lines with a key "text"; where they have "input_ids", those are its tokens), the first 256 of them or as many as
-    ``calibration_samples`` says, each up to 2048 tokens; the report says how many those were.
-    ``scales``: ``amax`` gives llmcompressor's bits, ``mse`` searches each block's scale (rtn only). ``ignore``: module
-    names or ``re:`` patterns kept in BF16, besides embeddings, norms, output head and routers, which always are.
+    ``method``: ``rtn`` rounds to nearest; ``gptq`` and ``awq`` run llmcompressor on the texts of ``calibration``. These
+    are JSON lines with a key "text" and, if known, its tokens as "input_ids". The first ``calibration_samples`` texts
+    are used (256 by default), each up to 2048 tokens; the report counts them.
 
-    ``device``: ``cpu``, ``cuda`` or ``cuda:N``; by default the CPU, and for gptq and awq a GPU where there is one.
+    ``scales``: ``amax`` gives llmcompressor's bits, ``mse`` searches each block's scale (rtn only).
 
-    ``quiet`` prints no table. Everything is checked before anything is written, and the destination appears only when
-    it is complete. FP16 and FP32 sources are rounded to BF16 first. Returns the error of each layer (of ``awq`` none is
-    known), which also stands in quantize_report.json. Warns of a family of models that qerl_nvfp4 refuses.
-    Raises CheckpointError (a ValueError) for a source that cannot be quantized, OSError where the destination cannot be
-    written, RuntimeError where llmcompressor fails.
+    ``device``: ``cpu``, ``cuda`` or ``cuda:N``. By default it is the CPU, but a GPU for gptq and awq if there is one.
+
+    ``ignore``: module names or ``re:`` patterns to keep in BF16. Embeddings, norms, output head, routers and the
+    layers in ``families.KEPT`` always stay in BF16.
+
+    ``quiet`` prints no table. Return the report with the error of each layer (awq has none), which is also written to
+    quantize_report.json. Options, names and shapes are checked before anything is written, and the destination appears
+    only when it is complete. Warn if qerl_nvfp4 refuses the model's family.
+
+    Raise CheckpointError (a ValueError) for a source that cannot be quantized, and ValueError for options that do not
+    fit. Raise OSError if the destination cannot be written, and RuntimeError if llmcompressor fails.
     """
     if device is None:
         device = "cuda" if method != "rtn" and torch.cuda.is_available() else "cpu"
@@ -93,7 +98,7 @@ def quantize_checkpoint(
                 from qerl_recipes.convert.llmcompressor_run import run
 
                 run(folder, partial, method=method, ignore=plan.ignore, rows=rows, device=device)
-                # awq moves a factor from each weight into the one before it: the two are not to be compared
+                # awq moves a factor from each weight into the layer before: source and result cannot be compared
                 layers = [] if method == "awq" else measure(report, inspect_folder(partial), plan)
             copy_other_files(folder, partial)
             result = QuantizeReport(str(source), str(target), method, scales, plan.ignore, layers, used)
@@ -106,7 +111,7 @@ def quantize_checkpoint(
 
 
 def _texts(folder: Path, calibration: Path, samples: int | None) -> tuple[list[list[int]], dict[str, int] | None]:
-    """What `calibration_file.read` finds, with the tokenizer of the model in ``folder``."""
+    """Return what `calibration_file.read` does, with the tokenizer of the model in ``folder``."""
     from transformers import AutoTokenizer
 
     return calibration_file.read(calibration, samples, AutoTokenizer.from_pretrained(folder))
@@ -120,7 +125,7 @@ def _warn_of_family(report: CheckpointReport) -> None:
 
 
 def _take_over(report: CheckpointReport, source: str, target: Path, overwrite: bool) -> QuantizeReport:
-    """Write the weights of a checkpoint that has them in NVFP4 already."""
+    """Rewrite a checkpoint that has NVFP4 weights already, in another form."""
     with whole_folder(target, overwrite=overwrite) as partial:
         try:
             _check_free(sum(tensor.nbytes for tensor in report.tensors.values()) * 2, target)
@@ -174,7 +179,7 @@ def _check_free(needed: int, target: Path) -> None:
 
 
 def quantization_config(ignore: Sequence[str]) -> dict[str, Any]:
-    """The ``quantization_config`` of config.json, as compressed-tensors 0.19 writes it for NVFP4A16."""
+    """Return the ``quantization_config`` that compressed-tensors 0.19 writes into config.json for NVFP4A16."""
     weights: dict[str, Any] = {
         "actorder": None,
         "block_structure": None,

@@ -1,7 +1,7 @@
-"""A checkpoint that has NVFP4 weights already, in another form, written as compressed-tensors W4A16: no code changes.
+"""Rewrite a checkpoint that has NVFP4 weights in another form as compressed-tensors W4A16.
 
-Codes and block scales are copied byte by byte; ModelOpt's tensor scales become divisors. FP8 layers become BF16. The
-scales of activations and of the KV cache are left out.
+Codes and block scales are copied byte by byte, and ModelOpt's tensor scales become divisors. FP8 layers become BF16.
+The scales of activations and of the KV cache are left out.
 """
 
 from pathlib import Path
@@ -17,9 +17,9 @@ LEFT_OUT = ("input_scale", "input_global_scale", "k_scale", "v_scale")
 
 
 def repack(report: CheckpointReport, partial: Path) -> tuple[str, ...]:
-    """Write the shards; returns the layers that are not packed, for ``ignore``.
+    """Write the shards and their index into ``partial``, and return the layers that are not packed, for ``ignore``.
 
-    Raises CheckpointError for a tensor whose values cannot be used.
+    Raise CheckpointError for a packed layer with unusable values; they are checked when the shards are written.
     """
     assert report.scheme is not None
     places: dict[str, str] = {}
@@ -27,7 +27,7 @@ def repack(report: CheckpointReport, partial: Path) -> tuple[str, ...]:
     for file in report.files:
         tensors = {_new_name(t, report.scheme): t for t in report.tensors.values() if t.file == file}
         entries = [_entry(name, tensor) for name, tensor in tensors.items() if name is not None]
-        entries.sort(key=lambda entry: -entry.dtype.itemsize)  # every tensor is aligned
+        entries.sort(key=lambda entry: -entry.dtype.itemsize)  # this keeps every tensor aligned
         if not entries:
             continue
         with ShardWriter(partial / file.name, entries) as writer:
@@ -43,7 +43,7 @@ def repack(report: CheckpointReport, partial: Path) -> tuple[str, ...]:
 
 
 def _new_name(tensor: TensorHeader, scheme: Nvfp4Scheme) -> str | None:
-    """The name of a tensor in the new files, None for one that is left out."""
+    """Return the name of a tensor in the new files, or None if it is left out."""
     module, _, suffix = tensor.name.rpartition(".")
     if suffix in LEFT_OUT:
         return None

@@ -1,4 +1,4 @@
-"""What quantizing did to each layer: a JSON file and a printed table."""
+"""Report the error of each quantized layer, as a JSON file and a printed table."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -17,7 +17,10 @@ class LayerError:
 
     @property
     def place(self) -> tuple[str, str]:
-        """Row and column of the table: ``model.layers.3.mlp.experts.7.up_proj`` -> ``3``, ``mlp.experts.*.up_proj``."""
+        """Return row and column in the table.
+
+        ``model.layers.3.mlp.experts.7.up_proj`` gives ``3`` and ``mlp.experts.*.up_proj``.
+        """
         parts = self.name.split(".")
         first = next((i for i, part in enumerate(parts) if part.isdigit()), None)
         if first is None:
@@ -27,7 +30,7 @@ class LayerError:
 
 @dataclass(frozen=True)
 class QuantizeReport:
-    """The result of ``quantize_checkpoint``."""
+    """The result of ``quantize_checkpoint``; ``layers`` is empty where no errors are known."""
 
     source: str
     destination: str
@@ -35,19 +38,22 @@ class QuantizeReport:
     scales: str
     ignore: tuple[str, ...]
     layers: list[LayerError] = field(default_factory=list)
-    calibration: dict[str, int] | None = None  # of gptq and awq: what `calibration_file.read` returns
+    calibration: dict[str, int] | None = None  # for gptq and awq: the counts that `calibration_file.read` returns
 
     @property
     def worst(self) -> LayerError:
-        """The layer with the largest relative error."""
+        """Return the layer with the largest relative error."""
         return max(self.layers, key=lambda layer: layer.relative_error)
 
     def to_json(self) -> str:
-        """The whole report, each layer by name."""
+        """Return the whole report as JSON."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     def print(self, console: Console | None = None) -> None:
-        """Print one row a decoder layer, one column a kind of linear layer; of many experts the worst."""
+        """Print a table with one row per decoder layer and one column per kind of linear layer.
+
+        Of several experts it shows the worst error.
+        """
         console = console or Console()
         if (used := self.calibration) is not None:
             console.print(

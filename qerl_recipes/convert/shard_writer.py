@@ -1,4 +1,4 @@
-"""The files of a checkpoint: shards, written one tensor at a time, their index, the config, what holds no weights."""
+"""Write the files of a checkpoint: shards (one tensor at a time), their index, the config, and copies of the rest."""
 
 import json
 import shutil
@@ -16,12 +16,12 @@ from qerl_vllm_plugin.modelopt import OWN_FILE
 from qerl_vllm_plugin.safetensors_header import header_bytes
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
-OWN = (CONFIG, OWN_FILE, "README.md", "quantize_report.json")  # of one checkpoint alone
+OWN = (CONFIG, OWN_FILE, "README.md", "quantize_report.json")  # describe one checkpoint, so they are not copied
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor to come: its name, dtype and shape."""
+    """Name, dtype and shape of a tensor to be written."""
 
     name: str
     dtype: torch.dtype
@@ -29,14 +29,14 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """Return the size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 class ShardWriter:
-    """Writes the header for ``entries``, then takes the tensors in that order.
+    """A safetensors file that is being written: first the header for ``entries``, then their tensors in that order.
 
-    Raises ValueError where a tensor is not the next entry, or at the end where entries are missing.
+    ``write`` raises ValueError if a tensor is not the next entry; the end of the block does if entries are missing.
     """
 
     def __init__(self, file: Path, entries: Sequence[Entry]) -> None:
@@ -67,21 +67,27 @@ class ShardWriter:
 
 
 def write_index(folder: Path, places: Mapping[str, str], total: int) -> None:
-    """Write the index of shards where there is more than one: tensor -> file, and the bytes of all tensors."""
+    """Write the index of the shards, unless there is a single file.
+
+    ``places`` maps each tensor to its file; ``total`` is the size of all tensors in bytes.
+    """
     if set(places.values()) != {SINGLE}:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def write_config(folder: Path, source: Mapping[str, Any], quantization: Mapping[str, Any] | None) -> None:
-    """Write the config.json of BF16 weights, or, with ``quantization``, of packed ones, from that of their source."""
+    """Write config.json from the source's, for BF16 weights or, with its ``quantization`` config, for packed ones."""
     config = {key: value for key, value in source.items() if key not in ("torch_dtype", "quantization_config")}
     config |= {"dtype": "bfloat16"} | ({} if quantization is None else {"quantization_config": quantization})
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def copy_other_files(source: Path, folder: Path) -> None:
-    """Tokenizer, generation config, chat template, licence: every top-level file that holds no weights."""
+    """Copy the top-level files that hold no weights: tokenizer, generation config, chat template, licence and so on.
+
+    Hidden files stay behind, and those that describe the source alone (``OWN``).
+    """
     for file in sorted(source.iterdir()):
         is_weights = file.suffix in WEIGHT_SUFFIXES or file.name.endswith(".index.json")
         if file.is_file() and not is_weights and not file.name.startswith(".") and file.name not in OWN:

