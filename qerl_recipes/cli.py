@@ -28,8 +28,8 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(show: bool) -> None:
+    if show:
         from importlib.metadata import PackageNotFoundError, version
 
         try:
@@ -235,8 +235,8 @@ def doctor(
 
         raise typer.Exit(plan(recipe, context.args, gpu_memory))
     if context.args or gpu_memory is not None:
-        given = [*(["--gpu_memory"] if gpu_memory is not None else []), *context.args]
-        raise typer.BadParameter(f"{' '.join(given)} needs a recipe to plan for: add --recipe FILE.yaml")
+        flags = [*(["--gpu_memory"] if gpu_memory is not None else []), *context.args]
+        raise typer.BadParameter(f"{' '.join(flags)} needs a recipe to plan for: add --recipe FILE.yaml")
     from qerl_recipes.machine.doctor import run
 
     raise typer.Exit(run())

@@ -95,25 +95,25 @@ def collect(hook: str, manager: pluggy.PluginManager | None = None) -> dict[str,
     Raise ValueError, naming both plugins, if two use the same name; also if a plugin returns anything but a mapping.
     """
     manager = manager or get_plugin_manager()
-    found: dict[str, Any] = {}
+    offers: dict[str, Any] = {}
     owner: dict[str, str] = {}
     for call in getattr(manager.hook, hook).get_hookimpls():
         offered = call.function()
         if not isinstance(offered, Mapping):
             raise ValueError(f"plugin {call.plugin_name}: {hook} must return a mapping of names, not {offered!r}")
-        for name, thing in offered.items():
+        for name, offer in offered.items():
             if name in owner:
                 raise ValueError(
                     f"{hook}: plugins {owner[name]} and {call.plugin_name} both define {name!r}; rename one of them"
                 )
-            found[name], owner[name] = thing, call.plugin_name
-    return found
+            offers[name], owner[name] = offer, call.plugin_name
+    return offers
 
 
 def find(hook: str, name: str, manager: pluggy.PluginManager | None = None) -> Any:
     """Return what a plugin offers through ``hook`` as ``name``; raise ValueError with the known names if none does."""
-    found = collect(hook, manager)
-    if name not in found:
+    offers = collect(hook, manager)
+    if name not in offers:
         kind = hook.removeprefix("qerl_").replace("_", " ")
-        raise ValueError(f"{name!r} is not one of the {kind}: {', '.join(sorted(found))}; plugins can add to them")
-    return found[name]
+        raise ValueError(f"{name!r} is not one of the {kind}: {', '.join(sorted(offers))}; plugins can add to them")
+    return offers[name]
