@@ -54,7 +54,7 @@ def write_own_answers(
     if not output.absolute().parent.is_dir():
         raise FileNotFoundError(f"there is no folder {output.absolute().parent} for {output.name}; make it first")
     script, training, model = parse(list(recipe))
-    if problems := [*problems_of_keys(script, training, model), *_of_an_answer(script, training, model)]:
+    if problems := [*problems_of_keys(script, training, model), *_unsupported_keys(script, training, model)]:
         raise ConfigError("this recipe cannot be asked:\n" + "\n".join(f"  - {problem}" for problem in problems))
     folder = local_folder(str(model.model_name_or_path), model.model_revision)
     if inspect_folder(folder, weight_only=True).scheme is not None:
@@ -65,7 +65,7 @@ def write_own_answers(
         raise ValueError(f"--samples is {samples}, and the recipe has {len(rows)} training problems; lower it")
     rows = rows.select(range(samples))
     refuse_long_prompts({"training": rows}, tokenizer, script, training, folder)
-    asked = [prompts.ids(prompt, tokenizer, training.chat_template_kwargs or {}) for prompt in rows["prompt"]]
+    prompt_ids = [prompts.ids(prompt, tokenizer, training.chat_template_kwargs or {}) for prompt in rows["prompt"]]
     engine = EngineSettings(
         folder=folder,
         quantization="bf16",
@@ -78,18 +78,18 @@ def write_own_answers(
     )
     llm = start(engine)
     try:
-        answered, cut = _answers(llm, asked, training)
+        completion_ids, cut = _completions(llm, prompt_ids, training)
     finally:
         close(llm)
-    whole = [[*prompt, *answer] for prompt, answer in zip(asked, answered, strict=True)]
-    texts = tokenizer.batch_decode(whole, clean_up_tokenization_spaces=False)
-    lines = [{"text": text, "input_ids": ids} for text, ids in zip(texts, whole, strict=True)]
+    sequences = [[*prompt, *answer] for prompt, answer in zip(prompt_ids, completion_ids, strict=True)]
+    texts = tokenizer.batch_decode(sequences, clean_up_tokenization_spaces=False)
+    lines = [{"text": text, "input_ids": ids} for text, ids in zip(texts, sequences, strict=True)]
     write_text(output, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-    total = sum(map(len, whole))
+    total = sum(map(len, sequences))
     return f"{output}: {samples} problems with an answer each, {total} tokens; {cut} answers end at the limit of length"
 
 
-def _of_an_answer(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
+def _unsupported_keys(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
     """Yield a message for each key of the recipe that training supports and this command does not."""
     if not model.model_name_or_path:
         yield "model_name_or_path is missing; name the BF16 model that is to be quantized"
@@ -101,15 +101,15 @@ def _of_an_answer(script: ScriptArguments, training: GRPOConfig, model: ModelCon
         yield "vllm_mode: server: an engine of this process answers; use vllm_mode: colocate"
 
 
-def _answers(llm: "LLM", asked: list[list[int]], training: GRPOConfig) -> tuple[list[list[int]], int]:
+def _completions(llm: "LLM", prompt_ids: list[list[int]], training: GRPOConfig) -> tuple[list[list[int]], int]:
     """Return each prompt's completion, as token ids with the end token, and how many were cut at the length limit."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
     options = {**for_sampling_params(sampling_parameters(training)), "logprobs": None}
     assert training.seed is not None
-    seeds = [completion_seed(training.seed, "calibration", 0, 0, place, 0) for place in range(len(asked))]
-    requests = [TokensPrompt(prompt_token_ids=ids) for ids in asked]
-    drawn = llm.generate(requests, [SamplingParams(**options, seed=seed) for seed in seeds])
-    found = [request.outputs[0] for request in drawn]
-    return [list(one.token_ids) for one in found], sum(one.finish_reason == "length" for one in found)
+    seeds = [completion_seed(training.seed, "calibration", 0, 0, index, 0) for index in range(len(prompt_ids))]
+    requests = [TokensPrompt(prompt_token_ids=ids) for ids in prompt_ids]
+    outputs = llm.generate(requests, [SamplingParams(**options, seed=seed) for seed in seeds])
+    completions = [request.outputs[0] for request in outputs]
+    return [list(one.token_ids) for one in completions], sum(one.finish_reason == "length" for one in completions)

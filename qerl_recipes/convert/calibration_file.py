@@ -23,27 +23,27 @@ def read(path: Path, samples: int | None, tokenizer: Any) -> tuple[list[list[int
     lines = list(numbered(path))
     if samples is not None and samples > len(lines):
         raise ValueError(f"calibration_samples is {samples}, and {path} has {len(lines)} texts; lower it")
-    whole = [_tokens(line, f"{path}: line {number}", tokenizer) for number, line in lines[: samples or SAMPLES]]
-    if not any(whole):
+    token_rows = [_tokens(line, f"{path}: line {number}", tokenizer) for number, line in lines[: samples or SAMPLES]]
+    if not any(token_rows):
         raise ValueError(f'{path}: holds no text; write a JSON object with a key "text" in each line')
-    rows = [row[:LENGTH] for row in whole if row]
-    used = {"texts": len(rows), "of": len(lines), "tokens": sum(map(len, rows)), "longest": LENGTH}
-    return rows, {**used, "cut": sum(len(row) > LENGTH for row in whole)}
+    rows = [row[:LENGTH] for row in token_rows if row]
+    counts = {"texts": len(rows), "of": len(lines), "tokens": sum(map(len, rows)), "longest": LENGTH}
+    return rows, {**counts, "cut": sum(len(row) > LENGTH for row in token_rows)}
 
 
 def _tokens(line: str, place: str, tokenizer: Any) -> list[int]:
     try:
-        found = json.loads(line)
+        record = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{place} is no JSON: {error}") from error
-    if not isinstance(found, dict) or not isinstance(found.get("text"), str):
+    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
         raise ValueError(f'{place} must be a JSON object with a text under the key "text", not {line[:80]}')
-    if "input_ids" not in found:
-        return list(tokenizer(found["text"])["input_ids"])
-    ids = found["input_ids"]
-    if not isinstance(ids, list) or not all(type(one) is int for one in ids):
+    if "input_ids" not in record:
+        return list(tokenizer(record["text"])["input_ids"])
+    ids = record["input_ids"]
+    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
         raise ValueError(f"{place}: input_ids must be a list of whole numbers; remove the key, or give them")
-    if tokenizer.decode(ids, clean_up_tokenization_spaces=False) != found["text"]:
+    if tokenizer.decode(ids, clean_up_tokenization_spaces=False) != record["text"]:
         raise ValueError(
             f"{place}: input_ids are not the tokens of the text in this model; make the file with this model, or "
             "remove the key"

@@ -51,10 +51,10 @@ def export(
         )
     saved = open_adapter(adapter)
     tensors, norms = saved.read()
-    named = base or saved.base
-    if named is None:
+    base_name = base or saved.base
+    if base_name is None:
         raise ValueError(f"{adapter} does not say which base it was trained on; name it with --base")
-    source = written_name(named)
+    source = written_name(base_name)
     if merge:
         return _merge(saved, tensors, norms, source, Path(destination), overwrite)
     target = Path(destination).absolute()
@@ -73,15 +73,15 @@ def export(
         name="policy" if name is None else name,
         folder=target,
     )
-    belongs = {"base": source, "base_hash": base_hash, "quantization": arm, "train_norms": bool(norms)}
-    belongs["recipe"] = saved.recipe  # evaluation makes its prompts the same way
+    state = {"base": source, "base_hash": base_hash, "quantization": arm, "train_norms": bool(norms)}
+    state["recipe"] = saved.recipe  # evaluation makes its prompts the same way
     config = {**saved.config, "base_model_name_or_path": source, "inference_mode": True}
-    with whole_folder(target, overwrite=overwrite, proof=CONFIG) as folder, _named(target):
+    with whole_folder(target, overwrite=overwrite, proof=CONFIG) as folder, _naming_target(target):
         for file in (TENSORS, NORMS, TEMPLATE):
             if (saved.path / file).is_file():
                 shutil.copyfile(saved.path / file, folder / file)
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        (folder / run_state.STATE_FILE).write_text(json.dumps(belongs, indent=2) + "\n", encoding="utf-8")
+        (folder / run_state.STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
         (folder / README).write_text(card, encoding="utf-8")
     return Path(destination)
 
@@ -94,7 +94,7 @@ def written(folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def _named(target: Path) -> Iterator[None]:
+def _naming_target(target: Path) -> Iterator[None]:
     """Add the destination and the free space to an OSError, such as that of a full disk.
 
     safetensors and shutil name the hidden folder, or nothing.
@@ -126,7 +126,7 @@ def _merge(
     except AdapterError as error:
         raise ValueError(f"{saved.path} does not fit {source}: {error}") from error
     target, arm = destination.absolute(), saved.quantization or "bf16"
-    with whole_folder(target, overwrite=overwrite) as partial, _named(target):
+    with whole_folder(target, overwrite=overwrite) as partial, _naming_target(target):
         if report.scheme is None and saved.quantization == "qerl_nvfp4":
             # the adapter was trained on quantized weights: added to the BF16 ones, it would be another policy
             from qerl_recipes.convert.quantize import quantize_checkpoint

@@ -55,10 +55,10 @@ def environment() -> Path:
     The variable QERL_LLMCOMPRESSOR_PYTHON can name another one. Raise RuntimeError if that file is missing, or, with
     the commands to run by hand, if the environment cannot be made, as without a network.
     """
-    if given := os.environ.get("QERL_LLMCOMPRESSOR_PYTHON"):
-        if not Path(given).is_file():
-            raise RuntimeError(f"QERL_LLMCOMPRESSOR_PYTHON={given}: no such file; name a Python that has llmcompressor")
-        return Path(given)
+    if path := os.environ.get("QERL_LLMCOMPRESSOR_PYTHON"):
+        if not Path(path).is_file():
+            raise RuntimeError(f"QERL_LLMCOMPRESSOR_PYTHON={path}: no such file; name a Python that has llmcompressor")
+        return Path(path)
     folder = _folder()
     folder.parent.mkdir(parents=True, exist_ok=True)
     python = folder / "bin" / "python"
@@ -108,8 +108,8 @@ def _visible(device: str) -> dict[str, str]:
     return {VISIBLE: names[int(number)]}
 
 
-def _call(command: list[str], failure: str, more: Mapping[str, str] | None = None) -> None:
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | dict(more or {})
+def _call(command: list[str], failure: str, extra: Mapping[str, str] | None = None) -> None:
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | dict(extra or {})
     result = subprocess.run(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if result.returncode:
         tail = "\n".join(result.stdout.splitlines()[-TAIL_LINES:])

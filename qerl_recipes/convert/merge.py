@@ -22,28 +22,28 @@ NOT_LINEAR = ("embed_tokens", "lm_head")
 
 def targets(report: CheckpointReport) -> dict[str, Target]:
     """Return the linear layers of a checkpoint that an adapter may change, by module name."""
-    found = {}
+    layers = {}
     for name, tensor in report.tensors.items():
         module, _, kind = name.rpartition(".")
         is_matrix = len(tensor.shape) == 2 and module.rpartition(".")[2] not in NOT_LINEAR
         if is_matrix and kind in ("weight", "weight_packed"):
             columns = tensor.shape[1] * (2 if kind == "weight_packed" else 1)
-            found[module] = Target(module, 0, columns, tensor.shape[0])
-    return found
+            layers[module] = Target(module, 0, columns, tensor.shape[0])
+    return layers
 
 
 def check_norms(report: CheckpointReport, norms: Mapping[str, torch.Tensor]) -> None:
     """Raise AdapterError if the checkpoint has no tensor of the name and shape of a trained norm."""
     for name, weight in norms.items():
-        there = report.tensors.get(name)
-        if there is None or there.shape != tuple(weight.shape):
-            shape = "no such tensor" if there is None else f"shape {list(there.shape)}"
+        tensor = report.tensors.get(name)
+        if tensor is None or tensor.shape != tuple(weight.shape):
+            shape = "no such tensor" if tensor is None else f"shape {list(tensor.shape)}"
             raise AdapterError(f"trained norm {name} {list(weight.shape)}: the base has {shape}")
 
 
 def write(report: CheckpointReport, adapter: CheckedAdapter, norms: Mapping[str, torch.Tensor], partial: Path) -> None:
     """Write the merged checkpoint into the folder ``partial``; copy the tokenizer and other small files."""
-    places: dict[str, str] = {}
+    files: dict[str, str] = {}
     total = 0
     for file in track(report.files, description="merging", transient=True):
         entries = list(_entries(report, file, norms))
@@ -52,8 +52,8 @@ def write(report: CheckpointReport, adapter: CheckedAdapter, norms: Mapping[str,
         with ShardWriter(partial / file.name, entries) as writer:
             for entry in entries:
                 writer.write(entry.name, _tensor(report, entry, adapter, norms))
-                places[entry.name], total = file.name, total + entry.nbytes
-    write_index(partial, places, total)
+                files[entry.name], total = file.name, total + entry.nbytes
+    write_index(partial, files, total)
     write_config(partial, report.config, None)
     copy_other_files(report.folder, partial)
 

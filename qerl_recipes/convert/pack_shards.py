@@ -118,27 +118,27 @@ def _pack_in_chunks(
     device: str,
 ) -> tuple[NVFP4Weight, float]:
     """Pack ``w: (N, K)`` some rows at a time, which changes no bit; also return the error |w - packed| / |w|."""
-    codes, scales, wrong, whole = [], [], 0.0, 0.0
+    codes, scales, error_squares, weight_squares = [], [], 0.0, 0.0
     for rows in w.split(max(1, CHUNK_ELEMENTS // w.shape[1])):
         rows = rows.to(device)
         part = pack(rows, divisor.to(device))
         codes.append(part.codes.cpu())
         scales.append(part.block_scales.cpu())
-        chunk_wrong, chunk_whole = _squares(rows, part)
-        wrong, whole = wrong + chunk_wrong, whole + chunk_whole
-    return NVFP4Weight(torch.cat(codes), torch.cat(scales), divisor), _ratio(wrong, whole)
+        chunk_error, chunk_weight = _squares(rows, part)
+        error_squares, weight_squares = error_squares + chunk_error, weight_squares + chunk_weight
+    return NVFP4Weight(torch.cat(codes), torch.cat(scales), divisor), _ratio(error_squares, weight_squares)
 
 
 def _squares(w: torch.Tensor, weight: NVFP4Weight) -> tuple[float, float]:
     """Return the sums of squares of the error and of the weight."""
     exact = w.double()  # in fp32 the square of 1e20 is infinite, and that of 1e-23 is 0
     restored = dequantize(weight.codes, weight.block_scales).double().div_(weight.divisor)
-    whole = exact.square().sum()
-    return float(restored.sub_(exact).square_().sum()), float(whole)
+    weight_squares = exact.square().sum()
+    return float(restored.sub_(exact).square_().sum()), float(weight_squares)
 
 
-def _ratio(wrong: float, whole: float) -> float:
-    return (wrong / whole) ** 0.5 if whole > 0 else 0.0
+def _ratio(error_squares: float, weight_squares: float) -> float:
+    return (error_squares / weight_squares) ** 0.5 if weight_squares > 0 else 0.0
 
 
 def measure(source: CheckpointReport, packed: CheckpointReport, plan: Plan) -> list[LayerError]:

@@ -55,8 +55,8 @@ def make_plan(report: CheckpointReport, ignore: Sequence[str]) -> Plan:
             f"is not supported; known to work are {', '.join(MODEL_TYPES)}"
         )
     for pattern in ignore:
-        one = Nvfp4Scheme(ignore=(pattern,))
-        if pattern != "lm_head" and all(one.is_quantized(name) for name in (*shapes, *kept)):
+        alone = Nvfp4Scheme(ignore=(pattern,))
+        if pattern != "lm_head" and all(alone.is_quantized(name) for name in (*shapes, *kept)):
             raise CheckpointError(f"ignore: {pattern!r} matches no linear layer of {report.folder}; leave it out")
     scheme = Nvfp4Scheme(ignore=tuple(ignore))
     groups = {name: fused_with(name, shapes)[0] for name in shapes}

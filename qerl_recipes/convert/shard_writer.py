@@ -47,10 +47,10 @@ class ShardWriter:
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Append the next tensor."""
-        given = Entry(name, tensor.dtype, tuple(tensor.shape))
+        entry = Entry(name, tensor.dtype, tuple(tensor.shape))
         expected = self._entries[self._next] if self._next < len(self._entries) else None
-        if given != expected:
-            raise ValueError(f"the next tensor of {self._stream.name} is {expected}, not {given}")
+        if entry != expected:
+            raise ValueError(f"the next tensor of {self._stream.name} is {expected}, not {entry}")
         flat = tensor.detach().to("cpu").contiguous().view(-1)
         self._stream.write(memoryview(flat.view(torch.uint8).numpy()))
         self._next += 1

@@ -68,17 +68,17 @@ def _names(report: CheckpointReport) -> dict[str, str]:
 
     Raise CheckpointError for a tensor that belongs neither to the language model nor to the parts that are left out.
     """
-    taken = {}
+    renamed = {}
     for name in report.tensors:
         new = next((to + name.removeprefix(old) for old, to in RENAMED.items() if name.startswith(old)), name)
         if new.startswith(TEXT):
-            taken[name] = new
+            renamed[name] = new
         elif not set(LEFT_OUT) & set(name.split(".")[:2]):
             raise CheckpointError(
                 f"{report.folder}: {name} is neither of the language model nor of {', '.join(LEFT_OUT)}; this "
                 "checkpoint's layout is not known here"
             )
-    return taken
+    return renamed
 
 
 def _config(folder: Path, kind: str, *, tied: bool) -> dict[str, Any]:
@@ -106,13 +106,13 @@ def _check(report: CheckpointReport, names: Mapping[str, str], config: Mapping[s
     values = {key: value for key, value in config.items() if key != "model_type"}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **values))
-    wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    found = _shapes(report, names)
-    for name in sorted(wanted.keys() | found.keys()):
-        if wanted.get(name) != found.get(name):
-            here, there = found.get(name, "none: it is missing"), wanted.get(name, "no such tensor")
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    shapes = _shapes(report, names)
+    for name in sorted(expected.keys() | shapes.keys()):
+        if expected.get(name) != shapes.get(name):
+            shape, target = shapes.get(name, "none: it is missing"), expected.get(name, "no such tensor")
             raise CheckpointError(
-                f"{report.folder}: {name} has shape {here} and {config['model_type']} {there}; this checkpoint's "
+                f"{report.folder}: {name} has shape {shape} and {config['model_type']} {target}; this checkpoint's "
                 "layout is not known here"
             )
 
@@ -120,15 +120,15 @@ def _check(report: CheckpointReport, names: Mapping[str, str], config: Mapping[s
 def _shapes(report: CheckpointReport, names: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     """Return the shapes by the text model's names; a packed layer has the shape of its BF16 weight."""
     packed = set(report.layers_as(NVFP4))
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for old, new in names.items():
         module, _, suffix = old.rpartition(".")
         shape = tuple(report.tensors[old].shape)
         if module in packed and suffix == COMPRESSED.codes:
-            found[f"{new.removesuffix(suffix)}weight"] = (shape[0], 2 * shape[1])
+            shapes[f"{new.removesuffix(suffix)}weight"] = (shape[0], 2 * shape[1])
         elif module not in packed or suffix not in (COMPRESSED.block_scales, COMPRESSED.tensor_scale):
-            found[new] = shape
-    return found
+            shapes[new] = shape
+    return shapes
 
 
 def _write_shards(report: CheckpointReport, names: Mapping[str, str], folder: Path) -> None:
@@ -139,11 +139,11 @@ def _write_shards(report: CheckpointReport, names: Mapping[str, str], folder: Pa
     for number, file in enumerate(files, start=1):
         many = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         target = "model.safetensors" if len(files) == 1 else many
-        taken = [name for name in names if report.tensors[name].file == file]
-        taken.sort(key=lambda name: -DTYPES[report.tensors[name].dtype].itemsize)
-        entries = [Entry(names[n], DTYPES[report.tensors[n].dtype], tuple(report.tensors[n].shape)) for n in taken]
+        names_here = [name for name in names if report.tensors[name].file == file]
+        names_here.sort(key=lambda name: -DTYPES[report.tensors[name].dtype].itemsize)
+        entries = [Entry(names[n], DTYPES[report.tensors[n].dtype], tuple(report.tensors[n].shape)) for n in names_here]
         with ShardWriter(folder / target, entries) as writer:
-            for name, entry in zip(taken, entries, strict=True):
+            for name, entry in zip(names_here, entries, strict=True):
                 writer.write(entry.name, read_tensor(report.tensors[name]))
                 places[entry.name] = target
                 total += entry.nbytes

@@ -130,9 +130,9 @@ def _python(module: str, *arguments: object) -> None:
 
 def _join(folder: Path) -> dict[str, dict[str, Any]]:
     """Write the three results into one ``evaluation.json`` for the report, and return them by label."""
-    found = {name: json.loads((folder / name / report.EVALUATION).read_text()) for name, _ in ROWS.values()}
-    results = {label: found[name]["tasks"][TASK][arm] for label, (name, arm) in ROWS.items()}
-    joined = {**found[EVALUATIONS["qerl_nvfp4"]], "tasks": {TASK: results}}
+    evaluations = {name: json.loads((folder / name / report.EVALUATION).read_text()) for name, _ in ROWS.values()}
+    results = {label: evaluations[name]["tasks"][TASK][arm] for label, (name, arm) in ROWS.items()}
+    joined = {**evaluations[EVALUATIONS["qerl_nvfp4"]], "tasks": {TASK: results}}
     (folder / report.EVALUATION).write_text(json.dumps(joined, indent=1) + "\n")
     return results
 

@@ -138,12 +138,12 @@ def update(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: Batc
 
 
 @torch.no_grad()
-def accuracy(model: PreTrainedModel, asked: Sequence[Problem], *, think: bool = False) -> float:
+def accuracy(model: PreTrainedModel, problems: Sequence[Problem], *, think: bool = False) -> float:
     """Return the exact-match accuracy of greedy answers; ``think`` begins every answer with ``<think>``."""
     model.eval()
     tokenizer = running_sum.tokenizer()
     start = THINK if think else ""
-    batch = tokenizer([p.prompt + start for p in asked], padding=True, return_tensors="pt")
+    batch = tokenizer([p.prompt + start for p in problems], padding=True, return_tensors="pt")
     generated = model.generate(
         input_ids=batch["input_ids"],
         attention_mask=batch["attention_mask"],
@@ -152,16 +152,16 @@ def accuracy(model: PreTrainedModel, asked: Sequence[Problem], *, think: bool = 
     )
     texts = tokenizer.batch_decode(generated[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
     answers = [running_sum.answer_of(start + text) for text in texts]
-    return sum(a == p.answer for a, p in zip(answers, asked, strict=True)) / len(asked)
+    return sum(a == p.answer for a, p in zip(answers, problems, strict=True)) / len(problems)
 
 
-def check_worth_learning(model: PreTrainedModel, asked: Sequence[Problem]) -> dict[str, float]:
+def check_worth_learning(model: PreTrainedModel, problems: Sequence[Problem]) -> dict[str, float]:
     """Return the greedy accuracy of the model's own style and of step-by-step answers.
 
     Raise ValueError if step-by-step answers do not lead by at least 0.2: reinforcement learning would have nothing to
     discover.
     """
-    of_itself, thinking = accuracy(model, asked), accuracy(model, asked, think=True)
+    of_itself, thinking = accuracy(model, problems), accuracy(model, problems, think=True)
     if thinking < of_itself + LEAST_GAP:
         raise ValueError(
             f"this starting model answers {of_itself:.1%} right of itself and {thinking:.1%} step by step; it must be "

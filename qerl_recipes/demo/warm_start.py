@@ -74,8 +74,8 @@ def examples(script: ScriptArguments, count: int) -> Dataset:
 def texts(data: Dataset, tokenizer: Any) -> str:
     """Return the conversations of ``examples`` as JSON lines with a key "text", for `qerl quantize --calibration`."""
     rows = zip(data["prompt"], data["completion"], strict=True)
-    whole = (tokenizer.apply_chat_template([*asked, *answered], tokenize=False) for asked, answered in rows)
-    return "".join(json.dumps({"text": text}) + "\n" for text in whole)
+    conversations = (tokenizer.apply_chat_template([*asked, *answered], tokenize=False) for asked, answered in rows)
+    return "".join(json.dumps({"text": text}) + "\n" for text in conversations)
 
 
 def make(recipe: str | Path, base: str, out: Path, *, steps: int = STEPS, seed: int = 0) -> dict[str, float]:

@@ -36,13 +36,13 @@ class Noise:
         Raise ValueError for an unknown or missing key, for a value that no rollout can use, and for a trainer mode
         other than ``sync``.
         """
-        given = dict((config.actor_rollout_ref.rollout.get("custom") or {}).get(ROLLOUT) or {})
-        if not given:
+        keys = dict((config.actor_rollout_ref.rollout.get("custom") or {}).get(ROLLOUT) or {})
+        if not keys:
             return None
         known = {field.name for field in fields(cls)}
-        if set(given) - known or {"sigma_start", "sigma_end", "num_stages"} - set(given):
+        if set(keys) - known or {"sigma_start", "sigma_end", "num_stages"} - set(keys):
             raise ValueError(
-                f"rollout.custom.{ROLLOUT} has the keys {sorted(given)}; it needs sigma_start, sigma_end and "
+                f"rollout.custom.{ROLLOUT} has the keys {sorted(keys)}; it needs sigma_start, sigma_end and "
                 f"num_stages, and knows {sorted(known)}"
             )
         mode = config.trainer.v1.trainer_mode
@@ -51,31 +51,31 @@ class Noise:
                 f"trainer.v1.trainer_mode={mode} lets one rollout begin before another has ended, and the noise is one "
                 f"for all requests of an engine; set it to sync, or leave rollout.custom.{ROLLOUT} out"
             )
-        found = cls(**given)
-        if reasons := _impossible(found):
+        settings = cls(**keys)
+        if reasons := _unusable_values(settings):
             raise ValueError("; ".join(reasons))
-        return replace(found, targets=tuple(found.targets))
+        return replace(settings, targets=tuple(settings.targets))
 
 
-def _impossible(keys: Noise) -> list[str]:
+def _unusable_values(keys: Noise) -> list[str]:
     """Return a message for each value that no rollout can use.
 
     The engine would refuse it only at the first rollout with noise, after those of the first stage.
     """
-    found, start, end = [], keys.sigma_start, keys.sigma_end
+    reasons, start, end = [], keys.sigma_start, keys.sigma_end
     if type(start) not in (int, float) or not 0 < start <= noise.MAX_SIGMA:
         most = f"{noise.MAX_SIGMA:g}, the most that the engine takes; for no noise leave rollout.custom.{ROLLOUT} out"
-        found.append(f"sigma_start is {start!r}; it must be a number above 0 and at most {most}")
+        reasons.append(f"sigma_start is {start!r}; it must be a number above 0 and at most {most}")
     elif type(end) not in (int, float) or not 0 < end <= start:
-        found.append(f"sigma_end is {end!r}; it must be a number above 0 and at most sigma_start, which is {start}")
+        reasons.append(f"sigma_end is {end!r}; it must be a number above 0 and at most sigma_start, which is {start}")
     if type(keys.num_stages) is not int or keys.num_stages < 1:
-        found.append(f"num_stages is {keys.num_stages!r}; it must be a whole number of at least 1")
+        reasons.append(f"num_stages is {keys.num_stages!r}; it must be a whole number of at least 1")
     if type(keys.seed) is not int:
-        found.append(f"seed is {keys.seed!r}; it must be a whole number")
+        reasons.append(f"seed is {keys.seed!r}; it must be a whole number")
     is_list = isinstance(keys.targets, Sequence) and not isinstance(keys.targets, str)
     if not is_list or not keys.targets or not all(isinstance(target, str) for target in keys.targets):
-        found.append(f"targets is {keys.targets!r}; it must be a list of names of norms")
-    return [f"rollout.custom.{ROLLOUT}.{reason}" for reason in found]
+        reasons.append(f"targets is {keys.targets!r}; it must be a list of names of norms")
+    return [f"rollout.custom.{ROLLOUT}.{reason}" for reason in reasons]
 
 
 class NoisyAgentLoopManager(AgentLoopManagerTQ):
