@@ -1,15 +1,15 @@
-"""Dynamic sampling (DAPO): groups that teach nothing are replaced by fresh prompts.
+"""Dynamic sampling (DAPO): groups without signal are replaced by completions of fresh prompts.
 
 Source: DAPO (arXiv 2503.14476), section 3.2: the objective has only groups with 0 < right answers < group size. With a
-reward of 0 or 1, such as ``accuracy``, these are the groups whose values of that reward differ; other rewards (format,
-length) do not count, or a group without a right answer would stay for its tags. A recipe without ``accuracy`` goes by
-the weighted sum, unless ``dynamic_sampling_metric`` names another.
+reward of 0 or 1, such as ``accuracy``, these are the groups in which that reward differs. Other rewards (format,
+length) do not count: they would keep a group without a right answer. A recipe without ``accuracy`` compares the
+weighted sum, unless ``dynamic_sampling_metric`` names another reward.
 
 The fresh prompts come from a second seeded stream of the training set, whose position is part of the checkpoint. DAPO
-samples until the batch is full; here the rounds are limited, and the shape of the batch does not change: a group that
-could not be replaced is filled up with itself, with a completion mask of 0. Its tokens are then neither in the loss nor
-in the number that the loss is divided by, as in DAPO (``loss_type: grpo`` and others that average over sequences still
-count the sequence).
+samples until the batch is full. Here the number of rounds is limited, and the shape of the batch does not change. A
+group that could not be replaced stays, with advantages and a completion mask of 0. Its tokens then count neither in
+the loss nor in the loss's divisor, as in DAPO; losses that average over sequences (``loss_type: grpo``) still count
+its sequences. If no group of any process has a signal, the masks stay as they are.
 """
 
 import contextlib
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from qerl_recipes.train.trainer import QerlGRPOTrainer
 
 DEFAULT_METRIC, TOTAL = "accuracy", "total"
-SPREAD = 1e-6  # rewards of one group that differ by less are equal
+SPREAD = 1e-6  # rewards of one group that differ by no more than this count as equal
 
-# what TRL's batch of completions holds, by how its rows are padded to one width
+# the entries of TRL's batch of completions, by the side on which their rows are padded
 PADDED_LEFT = ("prompt_ids", "prompt_mask")
 PADDED_RIGHT = (
     "completion_ids",
@@ -46,14 +46,14 @@ SCALARS = ("num_items_in_batch",)
 
 
 class PromptStream:
-    """Row numbers of the training set in an endless order of its own: one permutation after another."""
+    """An endless stream of row numbers of the training set: one seeded permutation after another."""
 
     def __init__(self, rows: int, seed: int, position: int = 0) -> None:
         self.rows, self.seed, self.position = rows, seed, position
         self._round, self._order = -1, torch.empty(0)
 
     def take(self, count: int) -> list[int]:
-        """The next ``count`` row numbers."""
+        """Return the next ``count`` row numbers."""
         taken = [self._at(self.position + i) for i in range(count)]
         self.position += count
         return taken
@@ -69,10 +69,11 @@ class PromptStream:
 def judged_by(
     per_reward: torch.Tensor, weights: torch.Tensor, names: Sequence[str], metric: str | None
 ) -> torch.Tensor:
-    """What tells groups apart: ``per_reward: (completions, rewards)``, ``weights: (rewards,)`` -> (completions,).
+    """Return the value by which dynamic sampling compares the completions of a group: (completions,).
 
-    The reward called ``metric``, or the weighted sum for ``total``; None is accuracy where ``names`` have it, else the
-    sum. NaN marks a completion without a value.
+    This is the column of ``per_reward: (completions, rewards)`` that ``metric`` names. For ``total`` it is the sum
+    weighted by ``weights: (rewards,)``. None means accuracy if ``names`` have it, else the sum. NaN marks a completion
+    without a value.
     """
     if metric is None:
         metric = DEFAULT_METRIC if DEFAULT_METRIC in names else TOTAL
@@ -83,9 +84,9 @@ def judged_by(
 
 
 def informative_groups(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
-    """Which groups have rewards that differ: ``rewards: (groups * num_generations,)`` -> bool ``(groups,)``.
+    """Mark the groups whose rewards differ: ``rewards: (groups * num_generations,)`` -> bool ``(groups,)``.
 
-    NaN marks a completion that no reward function could score; it is left out.
+    NaN marks a completion without a value; it is left out.
     """
     grouped = rewards.view(-1, num_generations)
     largest = grouped.nan_to_num(nan=-torch.inf).amax(dim=1)
@@ -100,10 +101,10 @@ def replace_groups(
     num_generations: int,
     pad_token_id: int,
 ) -> dict[str, Any]:
-    """``batch`` with group i overwritten by group j of ``fresh`` for each (i, j) of ``pairs``.
+    """Return ``batch`` with group i overwritten by group j of ``fresh`` for each (i, j) of ``pairs``.
 
-    Both are what ``GRPOTrainer._generate_and_score_completions`` returns; rows are padded to the wider of the two.
-    Raises ValueError for an entry that this function does not know.
+    Both batches are what ``GRPOTrainer._generate_and_score_completions`` returns. Rows are padded to the wider of the
+    two. Raises ValueError for an entry of ``batch`` that this function does not know.
     """
     if unknown := sorted(set(batch) - {*PADDED_LEFT, *PADDED_RIGHT, *ROWS, *SCALARS}):
         raise ValueError(f"dynamic_sampling does not know what to do with {unknown[0]!r} of the batch; turn it off")
@@ -129,15 +130,16 @@ def replace_logged(
     fresh_groups: int,
     num_generations: int,
 ) -> None:
-    """TRL's table of completions as they are trained on: rows of ``before`` become those that ``after`` ends with.
+    """Update TRL's table of completions in place, so that ``before`` shows the completions that are trained on.
 
-    Both are a trainer's ``_logs`` (columns, or mappings of columns): before and after ``fresh_groups`` groups, of all
-    processes, were scored. ``pairs`` are as in ``replace_groups``, over all processes.
+    Both tables are a trainer's ``_logs`` (columns, or mappings of columns), before and after ``fresh_groups`` groups of
+    all processes were scored. The fresh rows are the last ones of ``after``. ``pairs`` are as in ``replace_groups``,
+    numbered over all processes.
     """
     for ours, theirs in _columns(before, after):
         fresh = list(theirs)[-fresh_groups * num_generations :]
         if len(fresh) < fresh_groups * num_generations or len(ours) < len(fresh):
-            continue  # a column that a reward has not filled
+            continue  # no reward has filled this column
         for i, j in pairs:
             for k in range(num_generations):
                 ours[i * num_generations + k] = fresh[j * num_generations + k]
@@ -157,10 +159,11 @@ def _pad(x: torch.Tensor, width: int, left: bool, value: int) -> torch.Tensor:
 
 
 def refill(trainer: "QerlGRPOTrainer", batch: dict[str, Any], groups: int) -> dict[str, Any]:
-    """``batch`` of ``groups`` groups with fresh prompts for those that teach nothing, as often as the recipe allows.
+    """Return ``batch`` with its groups without signal replaced, in as many rounds as the recipe allows.
 
-    Groups are counted over all processes, whose batches lie one behind the other: the fresh prompts are those that one
-    process with the whole batch would draw, and each process scores an equal share of them, whoever needs them.
+    ``batch`` holds ``groups`` groups of this process. Groups are numbered over all processes, rank after rank, so the
+    fresh prompts do not depend on the number of processes. Each process scores an equal share of the fresh prompts,
+    whichever process needs them.
     """
     accelerator, size = trainer.accelerator, trainer.num_generations
     ranks, first = accelerator.num_processes, accelerator.process_index * groups
@@ -170,7 +173,7 @@ def refill(trainer: "QerlGRPOTrainer", batch: dict[str, Any], groups: int) -> di
         rounds += 1
         needed, share = len(equal), -(-len(equal) // ranks)
         rows = trainer.stream.take(needed)
-        rows += rows[-1:] * (share * ranks - needed)  # batches are gathered, so all are as large; these are not used
+        rows += rows[-1:] * (share * ranks - needed)  # gathering needs equal sizes; these extra rows are not used
         own = rows[accelerator.process_index * share :][:share]
         inputs = [dict(trainer.train_dataset[row]) for row in own for _ in range(size)]
         with _apart_from_logs(trainer) as fresh_logs:
@@ -200,7 +203,7 @@ def refill(trainer: "QerlGRPOTrainer", batch: dict[str, Any], groups: int) -> di
     }
     for name, count in counts.items():
         trainer._metrics["train"][f"dynamic_sampling/{name}"].append(count)
-    if counts["accepted_groups"] > 0:  # without any group that teaches there is no loss, whatever it is divided by
+    if counts["accepted_groups"] > 0:  # without any signal the loss is 0 whatever its divisor, so the masks may stay
         batch["completion_mask"][filled] = 0
     batch["num_items_in_batch"] = accelerator.gather(mask_of(batch).sum()).sum()
     return batch
@@ -211,7 +214,7 @@ def _rows(group: int, size: int) -> range:
 
 
 def _of_all(fresh: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
-    """The fresh batches of all processes, in their order."""
+    """Return the fresh batches of all processes, in the order of their ranks."""
     if ranks == 1:
         return [fresh]
     device = fresh["prompt_ids"].device
@@ -221,10 +224,10 @@ def _of_all(fresh: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _apart_from_logs(trainer: "QerlGRPOTrainer") -> Iterator[dict[str, Any]]:
-    """Metrics describe the prompts of the data set's own order, not those picked for being uneven.
+    """Keep what is scored inside the block out of the trainer's metrics and its table of completions.
 
-    The table of completions shows what is trained on: with what is scored inside it is given for
-    ``replace_logged``, and stays as it was before.
+    Metrics describe the prompts in the data set's order, without the bias of groups picked because their rewards
+    differ. Yields a copy of the table to which the block's completions are added, for ``replace_logged``.
     """
     metrics, logs = trainer._metrics["train"], trainer._logs
     trainer._metrics["train"] = defaultdict(list)

@@ -1,4 +1,7 @@
-"""The forward of a loss: log-probabilities of a micro-batch, from packed rows, and what its step measures of them."""
+"""The forward pass of the loss: it computes a micro-batch's log-probabilities from packed rows.
+
+The step's metrics of these log-probabilities are collected on the way.
+"""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -17,19 +20,20 @@ from qerl_recipes.train.step_metrics import StepMeans
 if TYPE_CHECKING:
     from qerl_recipes.train.trainer import QerlGRPOTrainer
 
-Results = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # TRL's: log-probabilities, entropies, loss
+Results = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # as TRL: log-probabilities, entropies, loss
 
 
 class LossForward:
-    """Of one trainer, whose policy is whole.
+    """The loss's forward pass for one trainer; create it once the policy has its adapter and trainable norms.
 
-    ``pack_tokens``: of a row; 0 is TRL's padded batch. ``half``: what a model in float16 needs, None for others.
-    ``skips_silent_rows``: whether completions without an advantage are left out.
+    ``pack_tokens`` is the number of tokens of a packed row; 0 keeps TRL's padded batch. ``half`` holds what a float16
+    model needs, and is None for others. ``skips_silent_rows`` says whether completions with an advantage of 0 are left
+    out.
     """
 
     def __init__(self, trainer: "QerlGRPOTrainer", policy: PeftModel) -> None:
         self._trainer, args = trainer, trainer.args
-        # off in the recipe means weights of 1 and not that nothing is measured
+        # with the correction off in the recipe the weights are 1, and the difference is measured all the same
         self._weighs = bool(args.vllm_importance_sampling_correction)
         self._differences, self._means = importance.Differences(), StepMeans()
         self._inputs: dict[str, Any] | None = None  # the micro-batch whose loss is being computed
@@ -46,15 +50,18 @@ class LossForward:
 
     @contextmanager
     def learning_from(self, given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Until the end of the block the loss of the micro-batch ``given`` is computed -> what TRL computes it of, with
-        the importance weights, which ``log_probabilities`` adds where they are not of the rollout."""
+        """Open the block in which the loss of the micro-batch ``given`` is computed; yield the inputs that TRL gets.
+
+        They hold the importance weights. Where a rollout serves one step, ``log_probabilities`` adds these later, from
+        the loss's own forward.
+        """
         inputs = self._inputs = dict(given)
-        # of all rows, whether they are computed or not: an estimate of the entropy of what was sampled from
+        # estimates the entropy of the sampling distribution, from all rows, also those that are left out
         sampled, mask = inputs["sampling_per_token_logps"], importance.mask_of(inputs).bool()
         self._means.add("sampling/entropy", -torch.where(mask, sampled, 0.0).sum(), mask.sum())
         if self.skips_silent_rows:
             inputs["left_out"] = silent_rows.silent(inputs)
-        if "old_per_token_logps" in inputs:  # a rollout for several steps: from before the first of them
+        if "old_per_token_logps" in inputs:  # the rollout serves several steps; these are from before the first
             inputs["importance_sampling_ratio"] = self.importance(inputs["old_per_token_logps"], inputs)
         try:
             yield inputs
@@ -71,16 +78,17 @@ class LossForward:
         wants_entropy: bool,
         padded: Callable[[], Results],
     ) -> Results:
-        """TRL's three results, from packed rows; ``padded``, TRL's own way to them, where packing is off.
+        """Return TRL's three results from packed rows, or from ``padded``, TRL's own forward, where packing is off.
 
-        ``input_ids`` and ``attention_mask``: (B, P + C) with C = ``logits_to_keep`` -> (B, C) and (B, C) or None.
+        ``input_ids`` and ``attention_mask`` are (B, P + C), with C = ``logits_to_keep``. The log-probabilities are
+        (B, C), the entropies (B, C) or None.
         """
-        inputs = self._inputs  # None where this is not the loss's own forward
+        inputs = self._inputs  # None if this is not the loss's own forward
         watched = nullcontext() if self.half is None or inputs is None else self.half.first_watched()
         with watched:
             if self.pack_tokens:
                 results = self._packed(model, input_ids, attention_mask, logits_to_keep, wants_entropy)
-            else:  # bfloat16's autocast is part of the prepared model
+            else:  # accelerate has put bfloat16's autocast around the model
                 with nullcontext() if self.half is None else self.half.autocast():
                     results = padded()
         if self.half is not None and inputs is not None:
@@ -122,7 +130,10 @@ class LossForward:
         return logps, entropies if wants_entropy else None, None
 
     def importance(self, logps: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
-        """Weights of a micro-batch with trainer's log-probabilities ``logps: (B, C)``; they are noted for the log."""
+        """Return the importance weights of a micro-batch, and note them and the logprob differences for the log.
+
+        ``logps: (B, C)`` are the trainer's log-probabilities. With the correction off in the recipe the weights are 1.
+        """
         trainer, sampled, mask = self._trainer, inputs["sampling_per_token_logps"], importance.mask_of(inputs)
         limits = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
         ratio = importance.weights(logps, sampled, mask, trainer.vllm_importance_sampling_mode, *limits)
@@ -130,7 +141,7 @@ class LossForward:
         return ratio if self._weighs else torch.ones_like(ratio)
 
     def take_measured(self) -> dict[str, float]:
-        """What the step that ends has measured, under TRL's names; for all processes to call."""
+        """Return the ending step's metrics under TRL's names; every process must call this."""
         accelerator = self._trainer.accelerator
         return {
             **self._differences.take(accelerator.gather),

@@ -1,4 +1,4 @@
-"""``qerl train``: a recipe from its keys to a saved adapter."""
+"""``qerl train``: read a recipe, check it, train and save the adapter."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from qerl_recipes.machine.environment import prepare
 
-if TYPE_CHECKING:  # torch, TRL and vLLM are imported once ``prepare`` has set what they read
+if TYPE_CHECKING:  # torch, TRL and vLLM are imported only after ``prepare`` has set the environment they read
     import torch
     from peft import PeftConfig
     from transformers import PreTrainedModel
@@ -28,12 +28,12 @@ if TYPE_CHECKING:  # torch, TRL and vLLM are imported once ``prepare`` has set w
 def main(argv: Sequence[str]) -> None:
     """Train as the recipe and flags in ``argv`` say: ``["--config", "recipe.yaml", "--learning_rate", "1e-5"]``.
 
-    Everything that can be refused is refused before the model loads. The adapter ends in ``<output_dir>/adapter``,
-    checkpoints beside it. SIGTERM ends the run after the step in progress, with a checkpoint where one may be taken;
-    SIGINT (Ctrl-C) ends it at once and says what is kept. ``--help`` prints the keys.
+    Everything that can be refused is refused before the model loads. The adapter is saved in ``<output_dir>/adapter``,
+    checkpoints beside it. SIGTERM ends the run after the step in progress, with a checkpoint where one may be taken.
+    SIGINT (Ctrl-C) ends the run at once and says what is kept. ``--help`` prints the keys.
 
-    Raises ValueError and its kin for what cannot be honoured and for a run that does not fit the GPU, OutOfMemory where
-    its memory runs out all the same, SystemExit(143) after SIGTERM, SystemExit(130) after SIGINT.
+    Raises ValueError or a subclass for what cannot be honoured and for a run that does not fit the GPU. Raises
+    OutOfMemory if the GPU's memory runs out all the same, SystemExit(143) after SIGTERM, SystemExit(130) after SIGINT.
     """
     prepare()
     training = None
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _kept(training: "GRPOConfig | None") -> str:
-    """What an interrupted run leaves; ``training`` is None where its recipe had not been read."""
+    """Say what an interrupted run leaves; ``training`` is None if its recipe had not been read yet."""
     if training is None:
         return "nothing has begun"
     from qerl_recipes.files.run_state import what_is_kept
@@ -96,9 +96,9 @@ def _train(script: "ScriptArguments", training: "GRPOConfig", model_config: "Mod
 
 
 def _has_ended(resumed: Path, script: "ScriptArguments", training: "GRPOConfig", model_config: "ModelConfig") -> bool:
-    """Whether ``resumed`` is of the last step and the adapter of that step has been written.
+    """Return True if the checkpoint ``resumed`` is of the last step and the adapter of that step has been written.
 
-    Raises CheckpointMismatch if the run had another recipe.
+    Raises CheckpointMismatch if the checkpoint's run had another recipe.
     """
     from qerl_recipes.files import run_state
     from qerl_recipes.files.binding import recorded
@@ -117,9 +117,9 @@ def _has_ended(resumed: Path, script: "ScriptArguments", training: "GRPOConfig",
 
 @contextlib.contextmanager
 def _alone(training: "GRPOConfig") -> Iterator[None]:
-    """Holds a lock on the folder of a run; the other processes of one run need none. A new folder goes if left empty.
+    """Hold a lock on the run's output_dir while the block runs; only the run's first process takes it.
 
-    Raises ConfigError if another run holds it.
+    A folder that this created is removed if it stays empty. Raises ConfigError if another run holds the lock.
     """
     from qerl_recipes.files.whole_folder import lock
     from qerl_recipes.recipe.file import ConfigError
@@ -143,9 +143,10 @@ def _alone(training: "GRPOConfig") -> Iterator[None]:
 
 
 def plan_memory(script: "ScriptArguments", training: "GRPOConfig", model_config: "ModelConfig") -> "Plan | None":
-    """The memory plan of a run, printed as one line; None on a CPU. Settles ``checkpointed_layers: -1``.
+    """Return the memory plan of a run and print it as one line; return None on a CPU.
 
-    Raises ValueError, with the largest parts and the way out, for a run that does not fit the GPU.
+    Replaces ``checkpointed_layers: -1`` in ``training`` by the number that the plan settles on, or by None without
+    one. Raises ValueError, with the largest parts and the way out, for a run that does not fit the GPU.
     """
     from qerl_recipes.machine.gpu import this_gpu
     from qerl_recipes.memory.plan import make
@@ -167,9 +168,10 @@ def plan_memory(script: "ScriptArguments", training: "GRPOConfig", model_config:
 def build(
     script: "ScriptArguments", training: "GRPOConfig", model_config: "ModelConfig", resumed: Path | None = None
 ) -> "QerlGRPOTrainer":
-    """The trainer of a recipe, its engine running.
+    """Build the trainer of a recipe, with its engine running.
 
-    Raises CheckpointMismatch, before anything loads, if ``resumed``, the checkpoint to go on from, is of another run.
+    ``resumed`` is the checkpoint to go on from. Raises CheckpointMismatch, before any model loads, if it is of another
+    run.
     """
     from peft import PeftConfig
     from trl import get_peft_config
@@ -231,10 +233,10 @@ def assemble(
     attn_implementation: str | None = None,
     **of_the_trainer: Any,
 ) -> "QerlGRPOTrainer":
-    """Engine, model and trainer on the folder ``base``, in this order: the model may read the engine's weights.
+    """Build engine, model and trainer on the folder ``base``, in this order: the model may share the engine's weights.
 
-    ``adapter`` is the config of a new one, or the folder of one to continue from; ``of_the_trainer`` are further
-    arguments of QerlGRPOTrainer. The engine is shut down if this fails.
+    ``adapter`` is the config of a new adapter, or the folder of one to continue from. ``of_the_trainer`` are further
+    arguments of QerlGRPOTrainer. If a later part fails, the engine is shut down.
     """
     from peft import PeftConfig, PeftModel
 
@@ -284,7 +286,7 @@ def finish(trainer: "QerlGRPOTrainer") -> None:
 
 
 class _Stop:
-    """Set by the first SIGTERM; a second one ends the process at once."""
+    """A handler of SIGTERM: the first asks for a stop after the step, a second ends the process at once."""
 
     def __init__(self, trainer: "QerlGRPOTrainer") -> None:
         self.requested = False
@@ -295,7 +297,7 @@ class _Stop:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def agreed(self) -> bool:
-        """Whether any process was told to stop: all of them must stop after the same step."""
+        """Return True if any process was told to stop; every process calls this, so that all stop after one step."""
         import torch
 
         accelerator = self._trainer.accelerator

@@ -1,19 +1,19 @@
-"""GRPO and DAPO on a frozen base: TRL's trainer with a rollout engine, a noise and dynamic sampling of our own.
+"""GRPO and DAPO on a frozen base: TRL's trainer with QeRL's rollout engine, noise and dynamic sampling.
 
-One step, in the order in which it happens. What is called TRL's is not written here.
+One step, in the order in which it happens. What is called TRL's is inherited, not written here.
 
- 1. prompts     TRL's sampler, each prompt num_generations times, in an order of the epoch's own: ``_get_train_sampler``
- 2. policy      the engine takes over adapter and trained norms: ``_begin_rollout``, ``snapshot``
- 3. noise       drawn for this rollout, in the engine and, if shared, in the trainer: ``_begin_rollout``, ``_set_noise``
- 4. rollout     completions and the log-probabilities they were sampled with: TRL's ``_generate``, the engine's own
- 5. rewards     TRL's ``_calculate_rewards``, of which the totals are kept
- 6. advantages  TRL's ``_generate_and_score_completions``; groups without any are replaced: ``refill``
- 7. importance  weights of trainer over engine, from the loss's own forward where they can be: ``LossForward``
+ 1. prompts     TRL's sampler repeats each prompt num_generations times, shuffled by epoch: ``_get_train_sampler``
+ 2. policy      the engine takes over the adapter and the trained norms: ``_begin_rollout``, ``snapshot``
+ 3. noise       is drawn for this rollout in the engine and, if shared, in the trainer: ``_begin_rollout``
+ 4. rollout     TRL's ``_generate`` gets completions and their log-probabilities from the engine
+ 5. rewards     TRL's ``_calculate_rewards``; the reward that dynamic sampling compares is kept in ``judged``
+ 6. advantages  TRL's ``_generate_and_score_completions``; dynamic sampling replaces groups without signal: ``refill``
+ 7. importance  weights of trainer over engine, from the loss's own forward where possible: ``LossForward``
  8. loss        TRL's ``_compute_loss`` on log-probabilities from packed rows: ``LossForward.log_probabilities``
- 9. optimizer   transformers' training loop; its gradient norm: ``_get_grad_norm``
-10. record      ``StepRecorder`` writes a line of metrics.jsonl; ``RunFiles`` a checkpoint: ``_save_checkpoint``
+ 9. optimizer   transformers' training loop; loss and gradient norm are checked first: ``_get_grad_norm``
+10. record      ``StepRecorder`` writes a line of metrics.jsonl; ``RunFiles`` saves a checkpoint: ``_save_checkpoint``
 
-Steps 2 to 6 happen once a rollout, in ``_generate_and_score_completions``; a rollout may serve several steps.
+Steps 2 to 6 happen once per rollout, in ``_generate_and_score_completions``. A rollout may serve several steps.
 """
 
 import functools
@@ -47,11 +47,16 @@ from qerl_recipes.train.validate import steps_per_rollout
 
 
 class QerlGRPOTrainer(GRPOTrainer):
-    """Trains the LoRA adapter of ``model`` (from ``qerl_recipes.model.loading.load``) on completions of its own policy.
+    """A trainer of the LoRA adapter on ``model``, which comes from ``qerl_recipes.model.loading.load``.
 
-    Noise modes: ``none``; ``rollout`` (noise in the engine, importance weights 1: the paper's); ``corrected`` (the same
-    with importance weights); ``shared`` (the same noise in engine and trainer, so that the policy that samples is the
-    one that learns). Whatever the mode, the mean difference of log probabilities is measured.
+    It learns from completions that its own policy has sampled. ``noise_mode`` is one of four:
+
+    * ``none``: no noise.
+    * ``rollout``: noise in the engine alone, importance weights of 1, as in the paper.
+    * ``corrected``: noise in the engine alone, with importance weights.
+    * ``shared``: the same noise in engine and trainer, so that the policy that samples is the one that learns.
+
+    The mean difference between the log-probabilities of trainer and engine is measured in every mode.
     """
 
     args: GRPOConfig
@@ -76,16 +81,16 @@ class QerlGRPOTrainer(GRPOTrainer):
         peft_config: PeftConfig | None = None,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
-        """``base`` is the checkpoint folder that ``model`` was loaded from and that ``engine`` serves;
-        ``base_name`` is what checkpoints and card call it, by default its folder; ``recipe`` what is written down of
-        the recipe (``binding.recorded``), by default of ``args``; ``start`` the hash of the adapter it begins from.
+        """Set up the trainer; ``train.validate`` has refused combinations of ``args`` that cannot run.
 
-        ``model`` is the base with ``peft_config``, or a PeftModel to continue from. What ``args`` cannot have together
-        ``train.validate`` refuses before anything is loaded.
+        ``model`` is the plain base together with ``peft_config``, or a PeftModel to continue from. ``base`` is the
+        checkpoint folder that ``model`` was loaded from and that ``engine`` serves. ``base_name`` is its name in
+        checkpoints and model card; the default is the folder. ``recipe`` is what checkpoints record of the recipe;
+        the default is ``binding.recorded(args)``. ``start`` is the hash of the adapter that training begins from.
         """
         self.steps_per_rollout = steps_per_rollout(args)
         masters = {name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
-        # TRL would start its own engine, which merges the adapter into weights that cannot be merged into
+        # with use_vllm TRL would start an engine of its own, which merges the adapter; NVFP4 weights cannot take it
         args.use_vllm = False
         try:
             super().__init__(
@@ -101,8 +106,8 @@ class QerlGRPOTrainer(GRPOTrainer):
         finally:
             args.use_vllm = True
         self.use_vllm, self._last_loaded_step, self.vllm_generation = True, -1, engine
-        self.aux_loss_enabled = False  # of routers, by the coefficient in the model's config; here they are frozen
-        self.vllm_importance_sampling_correction = True  # measured always; whether it weighs, LossForward knows
+        self.aux_loss_enabled = False  # a model's config may ask for the routers' loss, but routers are frozen here
+        self.vllm_importance_sampling_correction = True  # always measured; LossForward decides whether it weighs
         for name, weight in self.model.named_parameters():
             if weight.requires_grad:  # TRL rounds an adapter on bitsandbytes weights to BF16; masters stay fp32
                 weight.data = masters.get(name, weight.data).to(weight.device, torch.float32)
@@ -110,9 +115,9 @@ class QerlGRPOTrainer(GRPOTrainer):
         if args.train_norms:
             norms.make_trainable(policy, args.noise_targets)
         if self.accelerator.num_processes > 1:
-            # every process has loaded or computed the same; DDP would broadcast buffers at every forward, but NCCL has
-            # no 8-bit floats, and processes with packed rows of their own make different numbers of forwards. Of frozen
-            # parameters it would write the same bits into what the engine has lent
+            # DDP would broadcast buffers at every forward, though every process holds the same. NCCL has no 8-bit
+            # floats, and with packed rows the processes make different numbers of forwards. Frozen parameters may be
+            # lent by the engine, and DDP would write the same bits into them
             frozen = (name for name, weight in self.model.named_parameters() if not weight.requires_grad)
             self.model._ddp_params_and_buffers_to_ignore = [*(name for name, _ in self.model.named_buffers()), *frozen]
         self.loss_forward = LossForward(self, policy)
@@ -130,17 +135,17 @@ class QerlGRPOTrainer(GRPOTrainer):
         self._order, self.recorder = saving.EpochOrder(), StepRecorder(self)
         self.add_callback(self._order)
         self.add_callback(self.recorder)
-        if self.pop_callback(ProgressCallback) is not None:  # none there with disable_tqdm
+        if self.pop_callback(ProgressCallback) is not None:  # with disable_tqdm there is none
             self.add_callback(QuietProgress())
-        # an engine seeds this process when it starts: what the run draws must not depend on when that was
+        # an engine that starts seeds this process; what the run draws must not depend on when that was
         set_seed(args.seed, device_specific=True)
 
     def rollout(self) -> int:
-        """Number of the rollout that the next step learns from; 0 is the first."""
+        """Return the number of the rollout that the next step learns from; 0 is the first."""
         return self.state.global_step // self.steps_per_rollout
 
     def rollouts(self) -> int:
-        """Rollouts of the whole run."""
+        """Return the number of rollouts in the whole run."""
         return math.ceil(self.state.max_steps / self.steps_per_rollout)
 
     # 1: prompts
@@ -150,10 +155,10 @@ class QerlGRPOTrainer(GRPOTrainer):
         return self._order.sampler
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        """TRL's micro-batch, from micro-batches of about equal numbers of tokens where that cannot change the step."""
+        """Return TRL's micro-batch, after evening out the tokens per micro-batch where that cannot change the step."""
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        # not where a mean or a quantile over the tokens of one micro-batch is in the loss
+        # a loss with a mean or a quantile over the tokens of one micro-batch would change
         per_token_mean = self.loss_type == "bnpo" or self._entropy_bonus_enabled
         is_sum_over_rows = not per_token_mean and self.top_entropy_quantile == 1.0
         if self.loss_forward.pack_tokens and self._buffered_inputs is not before and is_sum_over_rows:
@@ -176,11 +181,11 @@ class QerlGRPOTrainer(GRPOTrainer):
         return batch
 
     def snapshot(self) -> Snapshot:
-        """The adapter and the trained norms as they are now; of the adapter references, not copies."""
+        """Return the adapter and the trained norms as they are now; adapter tensors are references, not copies."""
         return Snapshot(dict(self._lora), self._adapter_config, norms.trained_norms(self._norms))
 
     def _begin_rollout(self) -> None:
-        """New adapter and new noise, at once, in the engine; the same noise in the trainer if it is shared."""
+        """Give the engine the adapter and new noise, in one go; set the same noise in the trainer if it is shared."""
         rollout, sigma = self.rollout(), None
         if self._schedule is not None:
             ends = (self.args.sigma_start, self.args.sigma_end, self.args.num_stages)
@@ -195,7 +200,7 @@ class QerlGRPOTrainer(GRPOTrainer):
         metrics["noise/touched_norms"].append(touched if sigma else 0)
 
     def _set_noise(self) -> None:
-        """The trainer's own."""
+        """Apply this rollout's noise to the trainer's norms, or clear it where the trainer has none."""
         if self._noise is None:
             norms.clear_noise(self.model)
         else:
@@ -204,9 +209,9 @@ class QerlGRPOTrainer(GRPOTrainer):
             norms.set_noise(self.model, sigma, self.args.noise_seed, rollout, self.args.noise_targets)
 
     def score(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Completions of the engine for ``inputs`` with their rewards and advantages; ``refill`` asks for more."""
-        # in training TRL would weigh and measure once a rollout, for which it would compute every log-probability a
-        # second time; `compute_loss` does it in each step
+        """Return the engine's completions for ``inputs``, with rewards and advantages; ``refill`` calls this again."""
+        # in training TRL would compute every log-probability a second time, to weigh and measure once per rollout;
+        # `compute_loss` does both in each step
         self.vllm_importance_sampling_correction = not self.model.training
         try:
             scored: dict[str, Any] = super()._generate_and_score_completions(inputs)
@@ -230,7 +235,7 @@ class QerlGRPOTrainer(GRPOTrainer):
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         is_training = self.model.training
         with self.loss_forward.learning_from(inputs) if is_training else nullcontext(inputs) as given:
-            for block in self._keeping:  # each rollout and each start turns them all on
+            for block in self._keeping:  # each rollout and the start of training turn checkpointing on in all blocks
                 block.gradient_checkpointing = False
             loss = super().compute_loss(model, given, *args, **kwargs)
         if is_training:
@@ -263,13 +268,13 @@ class QerlGRPOTrainer(GRPOTrainer):
     # before and after the steps
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
-        """TRL's, with ``resume_from_checkpoint`` a checkpoint folder, or True for the last whole one of output_dir.
+        """Train, or resume from the checkpoint folder given; True means the last whole checkpoint in output_dir.
 
-        Where that is of the last step already, only what it holds is loaded: transformers would train one more. Raises
-        CheckpointMismatch as ``RunFiles.go_on_from`` does.
+        A checkpoint of the last step is loaded and nothing is trained; transformers would train one step more.
+        Raises CheckpointMismatch as ``RunFiles.go_on_from`` does.
         """
         folder = self.files.go_on_from(resume_from_checkpoint)
-        self.args.eval_on_start = self.args.eval_on_start and folder is None  # of the run, which has begun already
+        self.args.eval_on_start = self.args.eval_on_start and folder is None  # a resumed run has started before
         if folder is not None and saving.is_finished(folder, self.args):
             self._load_from_checkpoint(folder)
             self.state = TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME))
@@ -277,7 +282,7 @@ class QerlGRPOTrainer(GRPOTrainer):
         return super().train(resume_from_checkpoint=folder, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """TRL's evaluation (reward on held-out prompts), with the noise off on both sides while it lasts."""
+        """Measure the reward on held-out prompts as TRL does, with the noise off in engine and trainer."""
         self.vllm_generation.begin_evaluation()
         self._last_loaded_step = self.state.global_step
         norms.clear_noise(self.model)
@@ -287,11 +292,11 @@ class QerlGRPOTrainer(GRPOTrainer):
             self._set_noise()
 
     def save_adapter(self, folder: str | Path) -> None:
-        """Write the adapter as a folder of its own, whole or not at all, in place of an earlier one."""
+        """Write the adapter to ``folder``, whole or not at all, in place of an earlier one."""
         self.files.save_adapter(folder)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """The card is written with the adapter it describes; TRL's would describe a whole model."""
+        """Do nothing: the adapter's card is written with the adapter, and TRL's would describe a whole model."""
 
     def _get_output_dir(self, trial: Any) -> str:
         return self.files.folder(super()._get_output_dir(trial))
@@ -308,7 +313,7 @@ class QerlGRPOTrainer(GRPOTrainer):
             super()._push_from_checkpoint(str(folder))
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """After the folder has its name; the upload goes on in the background."""
+        """Put the push off until the checkpoint folder has its final name; ``_save_checkpoint`` then starts it."""
         self.files.is_push_due = True
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
