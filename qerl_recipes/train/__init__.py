@@ -1,1 +1,1 @@
-"""GRPO and DAPO: the run, the trainer, saving and resuming."""
+"""Train with GRPO and DAPO: check a recipe, run its steps, save and resume."""

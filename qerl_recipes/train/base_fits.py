@@ -1,4 +1,7 @@
-"""Whether a recipe fits the checkpoint that it names: its arm, its lengths. Read from config.json alone."""
+"""Check that a recipe fits the checkpoint that it names: its arm, its layers and its lengths.
+
+The checks read config.json, not the weights; the lengths of prompts are counted with the tokenizer.
+"""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -22,8 +25,10 @@ from qerl_vllm_plugin.families import FAMILIES, WITHOUT_SLOTS, of_images
 
 
 def misfits(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
-    """One line for each thing that does not fit; of a model that has yet to be downloaded nothing is known,
-    unless recipes/ names it."""
+    """Yield a line for each thing that does not fit.
+
+    Nothing is known of a model that is not downloaded yet, unless its shapes are on record because recipes/ names it.
+    """
     name = model.model_name_or_path
     if name is None:
         yield "model_name_or_path is missing"
@@ -48,7 +53,7 @@ def misfits(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -
 
 
 def refuse_misfit(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, folder: Path) -> None:
-    """Raises ConfigError if the checkpoint in ``folder``, which may just have been downloaded, does not fit."""
+    """Raise ConfigError if the checkpoint in ``folder``, which may just have been downloaded, does not fit."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if lines := list(_of_config(script, training, model, str(model.model_name_or_path), config)):
         raise ConfigError("\n".join(lines))
@@ -61,10 +66,11 @@ def refuse_long_prompts(
     training: GRPOConfig,
     folder: Path,
 ) -> None:
-    """Raises ConfigError for prompts beside which ``max_completion_length`` tokens do not fit into a sequence.
+    """Raise ConfigError if prompts leave less than ``max_completion_length`` tokens of a sequence.
 
-    vLLM would cut their completions off earlier, and refuses a prompt that leaves no room at all, in mid-run. ``data``
-    are the training and held-out problems by these names. With ``max_prompt_length`` there is nothing to look for.
+    vLLM would cut their completions off earlier. A prompt that leaves no room at all it would refuse in mid-run.
+    ``data`` maps "training" and "held-out" to their problems. With ``max_prompt_length`` nothing is checked, since
+    longer prompts are left out.
     """
     key, longest = "vllm_max_model_length", training.vllm_max_model_length
     if longest is None:
@@ -121,7 +127,7 @@ def _of_config(
 
 
 def _positions(config: Mapping[str, Any]) -> int | None:
-    """The longest sequence of the model; None where it says none, or stretches them: these the engine counts."""
+    """Return the model's longest sequence; None if the config has none or scales RoPE, where the engine decides."""
     positions = config.get("max_position_embeddings")
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return positions if isinstance(positions, int) and not scaling.get("factor") else None

@@ -1,4 +1,7 @@
-"""QeRL's own plugin: what recipes can name without installing anything else. Imports are made on use."""
+"""QeRL's own plugin: rewards, data sets, noise schedule and rollout engine that recipes can name as they are.
+
+Each function imports its modules on use, so that registering the plugin stays cheap.
+"""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any

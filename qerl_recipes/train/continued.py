@@ -1,4 +1,4 @@
-"""An adapter or a checkpoint to go on from has its rank, scaling and modules: a recipe that says others is refused."""
+"""Refuse a recipe whose rank, scaling or modules differ from those of the adapter or checkpoint to go on from."""
 
 from pathlib import Path
 
@@ -16,9 +16,9 @@ ALL_LINEAR = "all-linear"
 
 
 def check_settings(adapter: AdapterFolder, recipe: PeftConfig, base: Path, what: str) -> None:
-    """Raises ConfigError, naming each key, if ``recipe`` asks for another adapter than the one to go on from.
+    """Raise ConfigError, naming each key that differs, if ``recipe`` does not describe the adapter to go on from.
 
-    ``what`` begins the message, and says where that one comes from.
+    ``what`` begins the message and says where that adapter comes from.
     """
     found = LoraConfig.from_pretrained(str(adapter.path))
     wrong = [
@@ -38,7 +38,7 @@ def check_settings(adapter: AdapterFolder, recipe: PeftConfig, base: Path, what:
 
 
 def _targeted(config: PeftConfig, base: Path) -> set[str]:
-    """The linear layers of the model in the folder ``base`` that ``config`` names."""
+    """Return the names of the linear layers, without the head, that ``config`` adapts in the model ``base``."""
     described = AutoConfig.from_pretrained(base)
     if hasattr(described, "quantization_config"):
         del described.quantization_config

@@ -1,4 +1,4 @@
-"""Stops a run at NaN or infinity: before the step is taken, and before anything is saved."""
+"""Stop a run at NaN or infinity, before the optimizer step is taken and before anything is saved."""
 
 import math
 from collections.abc import Iterable
@@ -11,13 +11,14 @@ from qerl_vllm_plugin import overflow
 
 
 class Diverged(ValueError):
-    """Says that training has come to NaN or infinity, and that nothing of it has been saved."""
+    """Raised when training has come to NaN or infinity; nothing of that has been saved."""
 
 
 def check_step(step: int, loss: float, grad_norm: float, args: GRPOConfig, *, is_half: bool) -> None:
-    """Raise Diverged if ``loss`` or ``grad_norm`` of ``step``, which is yet to be taken, is no finite number.
+    """Raise Diverged if ``loss`` or ``grad_norm`` is not finite; ``step`` has yet to be taken.
 
-    Both are of all processes, so that all of them stop. ``is_half``: the trainer computes in float16.
+    Both numbers are over all processes, so that all of them stop. ``is_half`` says that the trainer computes in
+    float16.
     """
     if not math.isfinite(loss) or not math.isfinite(grad_norm):
         what = f"step {step} is not taken: its loss is {loss:g} and the gradient norm is {grad_norm:g}"
@@ -25,9 +26,9 @@ def check_step(step: int, loss: float, grad_norm: float, args: GRPOConfig, *, is
 
 
 def check_weights(step: int, weights: Iterable[tuple[str, torch.Tensor]], args: GRPOConfig, *, is_half: bool) -> None:
-    """Raise Diverged if one of ``weights``, by name, holds NaN or an infinity after ``step``."""
+    """Raise Diverged if one of the named ``weights`` holds NaN or an infinity after ``step``."""
     named = list(weights)
-    finite = torch.stack([weight.isfinite().all() for _, weight in named]).tolist()  # waits for the GPU once
+    finite = torch.stack([weight.isfinite().all() for _, weight in named]).tolist()  # the one wait for the GPU
     wrong = [name for (name, _), is_finite in zip(named, finite, strict=True) if not is_finite]
     if wrong:
         what = (

@@ -1,9 +1,9 @@
-"""How the trainer's log-probabilities of a rollout differ from those that the engine has sampled from.
+"""Importance weights: how the trainer's log-probabilities differ from those that the engine sampled with.
 
-TRL computes them once before training, to weigh each token by trainer over engine, and once more for the loss. Where
-every rollout is trained on within one optimizer step the two are the same numbers: the weights are taken from the
-loss's own forward, and the one before is saved, a sixth of a GRPO step of a 7B model. Where a rollout serves several
-steps the weights of each are from before the first, and are measured on the completions that the step trains on.
+TRL computes the trainer's log-probabilities once before training, for the weights, and once more for the loss. Where a
+rollout serves one optimizer step, both are the same numbers. So the weights come from the loss's own forward; that
+saves a sixth of a GRPO step of a 7B model. Where a rollout serves several steps, the weights come from before the first
+step; each step measures them on the completions that it trains on.
 """
 
 from collections.abc import Mapping
@@ -13,13 +13,13 @@ import torch
 
 from qerl_recipes.recipe.configs import GRPOConfig
 
-PREFIX = "sampling/"  # of TRL's names for what is measured here
+PREFIX = "sampling/"  # begins TRL's names of these metrics
 SEQUENCE_MODES = ("sequence_mask", "sequence_truncate")
 MASK_MODES = ("sequence_mask", "token_mask")
 
 
 def mask_of(inputs: Mapping[str, Any]) -> torch.Tensor:
-    """(B, C), 1 where a token was sampled by the policy."""
+    """Return a (B, C) mask that is 1 where the policy sampled the token and it counts in the loss."""
     mask = inputs["completion_mask"]
     return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
 
@@ -32,10 +32,11 @@ def weights(
     smallest: float | None,
     largest: float | None,
 ) -> torch.Tensor:
-    """Importance weights exp(logps - sampled), TRL's ``vllm_importance_sampling_mode``: (B, C), or (B, 1) by sequence.
+    """Return the importance weights exp(logps - sampled): (B, C), or (B, 1) in the sequence modes.
 
-    ``logps``, ``sampled``, ``mask``: (B, C). A weight outside of [``smallest``, ``largest``] is cut off there, or is 0
-    in the mask modes. Where the engine has no log-probability (NaN) the trainer's stands for it.
+    ``mode`` is TRL's ``vllm_importance_sampling_mode``. ``logps``, ``sampled`` and ``mask`` are (B, C). A weight
+    outside [``smallest``, ``largest``] is clamped, or set to 0 in the mask modes. A token without a log-probability
+    from the engine (NaN) counts as equal on both sides.
     """
     difference = ((logps - sampled) * mask).nan_to_num(nan=0.0)
     if mode in SEQUENCE_MODES:
@@ -52,9 +53,10 @@ def weights(
 
 
 def reference_kl(logps: torch.Tensor, inputs: Mapping[str, Any], args: GRPOConfig) -> dict[str, torch.Tensor]:
-    """Under TRL's name the estimate k3 of each token's divergence from the reference of ``beta``: (B, C); or nothing.
+    """Return the KL estimate k3 to the reference policy for each token, (B, C), under TRL's name.
 
-    With ``use_bias_correction_kl`` times the ratio to the policy from before the rollout's first step, as in the loss.
+    The result is empty without a reference (``beta: 0``). With ``use_bias_correction_kl`` the estimate is multiplied by
+    the ratio to the policy before the rollout's first step, as in the loss.
     """
     if "ref_per_token_logps" not in inputs:
         return {}
@@ -66,8 +68,10 @@ def reference_kl(logps: torch.Tensor, inputs: Mapping[str, Any], args: GRPOConfi
 
 
 def log_ratio(logps: torch.Tensor, inputs: Mapping[str, Any], args: GRPOConfig) -> torch.Tensor:
-    """Of ``logps: (B, C)`` to the policy from before the rollout's first step, as in the loss: (B, C), or (B, 1) by
-    sequence, whose mean it is then."""
+    """Return the log-ratio of ``logps: (B, C)`` to the policy before the rollout's first step, as in the loss.
+
+    It is (B, C). With ``importance_sampling_level: sequence`` it is the mean over each sequence: (B, 1).
+    """
     change, mask = logps - inputs.get("old_per_token_logps", logps), mask_of(inputs)
     if args.importance_sampling_level == "sequence":
         change = (change * mask).sum(dim=-1, keepdim=True) / mask.sum(dim=-1, keepdim=True).clamp(min=1)
@@ -75,14 +79,14 @@ def log_ratio(logps: torch.Tensor, inputs: Mapping[str, Any], args: GRPOConfig) 
 
 
 class Differences:
-    """Sums over the micro-batches of a step; nothing waits for the GPU before ``take``."""
+    """The logprob differences and importance weights of a step's micro-batches; only ``take`` waits for the GPU."""
 
     def __init__(self) -> None:
-        self._sums: torch.Tensor | None = None  # of |difference|, of tokens, of weights, of their number
+        self._sums: torch.Tensor | None = None  # (4,): sum of |difference|, tokens, sum of weights, number of weights
         self._largest = self._smallest = torch.empty(0)
 
     def add(self, logps: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor, ratio: torch.Tensor) -> None:
-        """One micro-batch: (B, C) each, ``ratio`` (B, C) or (B, 1)."""
+        """Add one micro-batch: ``ratio`` is (B, C) or (B, 1), the others are (B, C)."""
         known = mask.bool() & ~sampled.isnan()
         delta = torch.where(known, (logps - sampled).abs(), 0.0)
         counted = torch.ones_like(ratio, dtype=torch.bool) if ratio.shape[1] == 1 < mask.shape[1] else mask.bool()
@@ -97,9 +101,10 @@ class Differences:
             self._smallest = torch.minimum(self._smallest, smallest)
 
     def take(self, gather: Any) -> dict[str, float]:
-        """What was added since the last call, over all processes, under TRL's names; empty if no token was.
+        """Return the figures of what was added since the last call, over all processes, under TRL's names.
 
-        ``gather`` is the accelerator's: a tensor of one process to those of all, one below the other.
+        The result is empty if no token had a log-probability from the engine. ``gather`` is the accelerator's; it
+        stacks the tensors of all processes along the first dimension.
         """
         if self._sums is None:
             return {}
@@ -108,7 +113,7 @@ class Differences:
         everywhere = gather(own[None])
         delta, tokens, ratios, number = everywhere[:, :4].sum(dim=0).tolist()
         if not tokens:
-            return {}  # a difference of 0 would say that they agree
+            return {}  # a difference of 0 would claim that engine and trainer agree
         largest_delta, largest_ratio = everywhere[:, 4:6].amax(dim=0).tolist()
         return {
             f"{PREFIX}sampling_logp_difference/mean": delta / tokens,

@@ -1,17 +1,18 @@
-"""``qerl doctor --mismatch RUN``: how engine and trainer differ on the same tokens, and which part of a run does it.
+"""``qerl doctor --mismatch RUN``: measure how engine and trainer differ on the same tokens, and which part causes it.
 
-The engine samples as the run does. Then both compute the log-probabilities of those tokens again with parts switched
-on one by one; delta is log p of the trainer minus log p of the engine, one number a token, and a stage is
+The engine samples as the run does. Then engine and trainer compute the log-probabilities of these tokens again, with
+parts switched on one by one. Each token has a delta: log p of the trainer minus log p of the engine. The stages are
 
-    weights    the base alone on both sides, all tokens in one pass, temperature 1: the product with the frozen weights,
-               and where attention, norms and head round
-    adapter    the same with the adapter, and with norms that were trained
+    weights    the base alone on both sides, all tokens in one pass, temperature 1: the difference comes from the
+               product with the frozen weights, and from rounding in attention, norms and head
+    adapter    the same with the adapter, and with the trained norms if there are any
     noise      the same with the noise: in the engine and, in noise mode shared, in the trainer
-    sampling   what the tokens were drawn with, one token at a time at the run's temperature, top_p, top_k and min_p,
-               against the trainer at that temperature: what metrics.jsonl calls logp_mismatch. (A temperature other
-               than 1 scales the differences above by 1 / temperature, and what that adds is in this row.)
+    sampling   the log-probabilities that the tokens were drawn with, one token at a time at the run's temperature,
+               top_p, top_k and min_p, against the trainer at that temperature. metrics.jsonl has this as
+               logp_mismatch_mean and logp_mismatch_max. A temperature other than 1 scales the differences above by
+               1 / temperature; what that adds is in this row
 
-What a part adds is delta of its stage minus delta of the one before, token by token: over the parts it adds up to
+A part adds the delta of its stage minus the delta of the stage before, token by token. Over all parts this sums to the
 delta of the last stage.
 """
 
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from qerl_recipes.train.trainer import QerlGRPOTrainer
 
 STAGES = ("weights", "adapter", "noise", "sampling")
-# what of a run's recipe decides what is sampled and how it is computed
+# the keys of a run's recipe that decide what is sampled and how it is computed
 TAKEN = {key for topic in ("weights and adapter", "noise", "data", "rewards", "rollouts") for key in TOPICS[topic]}
 TAKEN |= {
     "pack_tokens",
@@ -52,15 +53,18 @@ TAKEN |= {
     "seed",
     "use_cpu",
 }
-# TRL derives the first from the others; the adapter is loaded from the run itself, whatever it went on from
+# TRL derives generation_batch_size from other keys; the adapter comes from the run, whatever the run started from
 TAKEN -= {"generation_batch_size", "adapter_name_or_path"}
-TAKEN -= {"vllm_mode", *server_keys.OF_A_SERVER}  # the parts are switched in an engine of this process
+TAKEN -= {"vllm_mode", *server_keys.OF_A_SERVER}  # parts can be switched only in an engine in this process
 INSTEAD = {"report_to": "none", "save_strategy": "no", "gradient_checkpointing": False, "disable_tqdm": True}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of |delta| in nats: mean, 99th percentile and maximum. ``kl`` is the mean of exp(delta) - 1 - delta."""
+    """The size of |delta| in nats: its mean, 99th percentile and maximum.
+
+    ``kl`` is the mean of exp(delta) - 1 - delta. Source: J. Schulman, Approximating KL divergence (2020), estimator k3.
+    """
 
     mean: float
     p99: float
@@ -69,7 +73,7 @@ class Sizes:
 
     @staticmethod
     def of(delta: torch.Tensor) -> "Sizes":
-        """``delta: (tokens,)``. Source of ``kl``: J. Schulman, Approximating KL divergence (2020), estimator k3."""
+        """Compute the sizes of ``delta: (tokens,)``."""
         size, wide = delta.abs().double(), delta.double()
         found = (size.mean(), size.quantile(0.99), size.max(), (wide.expm1() - wide).mean())
         return Sizes(*map(float, found))
@@ -77,11 +81,12 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Part:
-    """One row: the stage with this part on, what the part adds to it, and ``ratio``.
+    """One row of the table: ``stage`` measures delta with this part on, ``added`` what the part adds to delta.
 
-    ``ratio`` is what the part does to the engine's log-probabilities by what it does to the trainer's, fitted over all
-    tokens through zero with errors on both sides: 1 where both apply it with the same strength. ``ratio_error`` is its
-    standard error, which rounding makes large where the part does little. None where the trainer does not have it.
+    ``ratio`` is the part's effect on the engine's log-probabilities over its effect on the trainer's. It is fitted over
+    all tokens through zero with errors on both sides, and is 1 where both apply the part with the same strength.
+    ``ratio_error`` is its standard error, which rounding makes large where the part does little. Both are None for
+    parts other than adapter and noise, and where one side does not change.
     """
 
     name: str
@@ -93,7 +98,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """What was found; ``tokens`` were compared, ``cut`` names the keys by which tokens were left out of sampling."""
+    """The result for a run: ``tokens`` is the number compared, ``sigma`` the noise, 0 for none.
+
+    ``cut`` names the keys that kept tokens out of sampling or changed their probabilities.
+    """
 
     parts: tuple[Part, ...]
     tokens: int
@@ -102,10 +110,10 @@ class Mismatch:
 
 
 def run(folder: Path, flags: Sequence[str] = (), problems: int = 16) -> int:
-    """Measure the run (or adapter) in ``folder`` and print the table -> 0. ``flags`` stand above its recorded recipe.
+    """Measure the run (or adapter) in ``folder``, print the table and return 0; ``flags`` override the recorded recipe.
 
-    Raises ValueError for a folder that records no recipe, or one that this machine cannot run, and CheckpointMismatch
-    for a base that is not the one it was trained on; nothing is loaded by then.
+    Raises ValueError for a folder that records no recipe, or a recipe that this machine cannot run. Raises
+    CheckpointMismatch if the base is not the one that the adapter was trained on. Nothing has been loaded by then.
     """
     if problems < 1:
         raise ValueError(f"problems is {problems}; it must be at least 1")
@@ -146,9 +154,10 @@ def run(folder: Path, flags: Sequence[str] = (), problems: int = 16) -> int:
 
 
 def measure(trainer: "QerlGRPOTrainer", saved: AdapterFolder, problems: int) -> Mismatch:
-    """Sample from ``saved`` on the first ``problems`` of the training set, and compare; ``trainer`` is a new one.
+    """Sample from the adapter ``saved`` on the first ``problems`` of the training set, and compare engine and trainer.
 
-    Its adapter and norms become those of ``saved``. The noise is that of the run's first rollout that has any.
+    ``trainer`` is a new one; its adapter and norms become those of ``saved``. The noise is drawn for rollout 0 with
+    ``sigma_start``, the sigma of the first noisy stage.
     """
     from qerl_recipes.train.validate import narrowing
 
@@ -174,7 +183,7 @@ def measure(trainer: "QerlGRPOTrainer", saved: AdapterFolder, problems: int) -> 
 
 
 class _Sides:
-    """Engine and trainer with the same tokens; every result is (tokens,) fp32, in one order."""
+    """Engine and trainer on the same tokens; every result is (tokens,) fp32, in the same order."""
 
     def __init__(self, trainer: "QerlGRPOTrainer", saved: AdapterFolder, problems: int) -> None:
         from qerl_recipes.model import norms
@@ -192,11 +201,11 @@ class _Sides:
         self._completions: list[list[int]] = []
 
     def sample(self, sigma: float) -> torch.Tensor:
-        """Draw a completion of each prompt as the run does -> the log-probabilities they were drawn with."""
+        """Draw a completion of each prompt as the run does; return the log-probabilities they were drawn with."""
         engine: Any = self._trainer.vllm_generation
         engine.begin(0, sigma or None)
         _, drawn, logprobs, _ = engine.generate(self._prompts, None, 1)
-        # scoring needs room for one token more
+        # scoring needs room for one more token
         longest = engine.llm.llm_engine.model_config.max_model_len - 1
         self._completions = [ids[: longest - len(p)] for p, ids in zip(self._prompts, drawn, strict=True)]
         if not any(self._completions):
@@ -205,7 +214,7 @@ class _Sides:
         return torch.tensor([float("nan") if value is None else value for value in kept])
 
     def lengths(self) -> list[int]:
-        """Tokens of each completion, in the order of the results."""
+        """Return the number of tokens of each completion, in the order of the results."""
         return [len(ids) for ids in self._completions]
 
     def engine(self, adapted: bool, sigma: float) -> torch.Tensor:
@@ -259,7 +268,7 @@ def _recipe(saved: AdapterFolder, flags: Sequence[str], scratch: Path) -> tuple[
 def _padded(
     pairs: Sequence[tuple[list[int], list[int]]], trainer: "QerlGRPOTrainer"
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Prompts padded on the left and completions on the right, as TRL's: ids and mask (B, P + C), and C."""
+    """Pad prompts on the left and completions on the right, as TRL does; return ids and mask (B, P + C), and C."""
     prompt, completion = max(len(p) for p, _ in pairs), max(len(c) for _, c in pairs)
     ids = torch.full((len(pairs), prompt + completion), trainer._tokenizer.pad_token_id)
     mask = torch.zeros_like(ids)
@@ -273,13 +282,13 @@ def _padded(
 def _ratio(
     of_engine: torch.Tensor, of_trainer: torch.Tensor, lengths: Sequence[int]
 ) -> tuple[float, float] | tuple[()]:
-    """The slope of the line through zero from which both sides' errors are least, and its standard error.
+    """Fit a line through zero with errors on both sides; return its slope and standard error, or () without a slope.
 
-    Both sides round, in the same type: least squares, which takes the trainer's for exact, would find an adapter that
-    is right a few per cent too weak. The errors may differ in size from token to token, a few tokens may have most of
-    what the part does, and those of one completion (``lengths``) are not independent: so the error is found by leaving
-    out one completion after the other. NaN where there is only one.
-    Sources: W. E. Deming, Statistical Adjustment of Data (1943), with errors of one size; for the error of the slope
+    Both sides round, in the same dtype. Ordinary least squares takes the trainer's values as exact; it would find a
+    correct adapter a few per cent too weak. The standard error is a jackknife that leaves out one completion
+    (``lengths``) at a time. This allows for errors that differ between tokens, for a few tokens that carry most of the
+    effect, and for dependence within a completion. The error is NaN with a single completion.
+    Sources: W. E. Deming, Statistical Adjustment of Data (1943), with errors of equal size; for the error of the slope
     B. Efron, The Jackknife, the Bootstrap and Other Resampling Plans (1982), chapter 3.
     """
     y, x = of_engine.double(), of_trainer.double()
@@ -296,13 +305,13 @@ def _ratio(
 
 
 def _slope(xx: float, yy: float, xy: float) -> float | None:
-    """Of the line, from sums of squares and products; None where the two have nothing in common."""
+    """Return the line's slope from the sums of squares and products; None if the sum of products is 0."""
     return (yy - xx + math.hypot(yy - xx, 2 * xy)) / (2 * xy) if xy else None
 
 
 def table(found: Mismatch, title: str) -> Table:
-    """The rows for the terminal."""
-    # without rules between its columns and with headers of two lines every word fits into 80 columns
+    """Return the table for the terminal."""
+    # without rules between columns and with two-line headers every word fits into 80 columns
     view = Table(
         title=f"{title}, {found.tokens} tokens", title_justify="left", box=box.SIMPLE, show_edge=False, padding=0
     )
@@ -318,7 +327,7 @@ def table(found: Mismatch, title: str) -> Table:
 
 
 def _reading(found: Mismatch, training: GRPOConfig) -> str:
-    """What the rows are of in this run, and what is in them on purpose."""
+    """Explain what the rows measure in this run, and which differences are in them on purpose."""
     lines = [
         "delta: log p of the trainer minus that of the engine, in nats, on tokens that the engine has sampled. A row "
         "has its part and those above it on. KL is of the engine from the trainer in the last row; above it the tokens "

@@ -1,4 +1,4 @@
-"""What a recipe needs of this machine beyond QeRL's own packages, asked for before anything loads."""
+"""Check, before anything loads, that this machine has what a recipe needs beyond QeRL's own packages."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ ATTENTIONS = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_att
 
 
 def lacking(training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
-    """One line for each thing that is not here: a package of the arm, the optimizer or a tracker, access to the hub."""
+    """Yield a line for each thing that is missing: a package of the arm, optimizer or tracker, or access to the hub."""
     if training.quantization == "nf4" and not is_bitsandbytes_available():
         yield f"quantization: nf4 holds the weights by bitsandbytes, which is not installed; {BITSANDBYTES}"
     yield from _optimizer(training)
@@ -48,7 +48,7 @@ def _trackers(training: GRPOConfig) -> Iterator[str]:
 
 
 def _hub(training: GRPOConfig) -> Iterator[str]:
-    """Whether the hub would take what the recipe sends there; asks it who the token belongs to."""
+    """Yield why the hub would not take what the recipe sends there; the main process has it verify the token."""
     if training.push_to_hub:
         key, without = "push_to_hub", "without a push: --push_to_hub false"
     elif training.log_completions_hub_repo is not None:

@@ -1,10 +1,12 @@
-"""Two figures of a rollout that TRL 1.16 measures otherwise than their names say, measured anew.
+"""Measure anew two figures of a rollout for which TRL 1.16 computes something else than their names say.
 
-``frac_reward_zero_std``, our ``equal_groups``, is to be the share of groups whose rewards are all equal: those that
-teach nothing. Where ``scale_rewards`` is ``batch``, or each reward is normalized before the sum, TRL looks at the
-deviation of the whole batch, which says 0 as soon as two groups differ. ``completions/clipped_ratio``, our
-``completion_clipped``, is to be the share of completions that were cut off; TRL counts all without an end-of-sequence
-token, those that ended as ``generation_kwargs`` has it (``stop``, ``stop_token_ids``) among them.
+``frac_reward_zero_std``, our ``equal_groups``, should be the share of groups whose rewards are all equal: those without
+signal. Where ``scale_rewards`` is ``batch``, or each reward is normalized before the sum, TRL looks at the deviation of
+the whole batch. Its figure is then 0 as soon as any two completions differ.
+
+``completions/clipped_ratio``, our ``completion_clipped``, should be the share of completions that were cut off. TRL
+counts all without an end-of-sequence token, even those ended by ``stop`` or ``stop_token_ids`` of
+``generation_kwargs``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def equal_groups(per_reward: torch.Tensor, weights: torch.Tensor, num_generations: int, is_summed: bool) -> float:
-    """The share of groups in which no completion has an advantage over another.
+    """Return the share of groups in which no completion has an advantage over another.
 
-    ``per_reward: (completions, rewards)``, NaN where one has no value; ``weights: (rewards,)``. ``is_summed``: a group
-    is compared by the weighted sum; else by each reward that has a weight.
+    ``per_reward`` is (completions, rewards), with NaN for a missing value; ``weights`` is (rewards,). With
+    ``is_summed`` the completions are compared by the weighted sum, else by each reward whose weight is not 0.
     """
     if is_summed:
         columns = [judged_by(per_reward, weights, (), TOTAL)]
@@ -33,21 +35,21 @@ def equal_groups(per_reward: torch.Tensor, weights: torch.Tensor, num_generation
 
 
 def is_stopped(ids: Sequence[int], text: str, generation_kwargs: Mapping[str, Any]) -> bool:
-    """Whether a completion ended as ``stop`` or ``stop_token_ids`` of ``generation_kwargs`` have it."""
+    """Return True if ``stop`` or ``stop_token_ids`` of ``generation_kwargs`` ended the completion."""
     stop = generation_kwargs.get("stop") or ()
     strings = [stop] if isinstance(stop, str) else stop
     return ids[-1] in (generation_kwargs.get("stop_token_ids") or ()) or any(string in text for string in strings)
 
 
 def correct(trainer: "QerlGRPOTrainer", batch: Mapping[str, torch.Tensor]) -> None:
-    """Put both figures in the place of TRL's; ``batch`` is what was scored last, of this process."""
+    """Replace TRL's two figures by ours; ``batch`` is what this process has scored last."""
     metrics = trainer._metrics["train" if trainer.model.training else "eval"]
     metrics["frac_reward_zero_std"][-1] = trainer.equal_groups
     given = trainer.args.generation_kwargs or {}
     if not given.get("stop") and not given.get("stop_token_ids"):
         return
     ends, tokenizer = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}, trainer._tokenizer
-    # none is masked: mask_truncated_completions and these keys do not go together
+    # masks are those of whole completions: these keys are refused together with mask_truncated_completions
     padded = zip(batch["completion_ids"], batch["completion_mask"], strict=True)
     rows = [ids[mask.bool()].tolist() for ids, mask in padded]
     cut = [ids[-1] not in ends and not is_stopped(ids, tokenizer.decode(ids), given) for ids in rows]

@@ -1,4 +1,4 @@
-"""What a training run writes into its folder, and how it goes on from there: adapter, checkpoints, state."""
+"""Write what a training run leaves in its folder (adapter, checkpoints, state), and resume from it."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class RunFiles:
-    """The files of one trainer: checkpoints that are whole or absent, taken between rollouts, and resumed exactly."""
+    """The files of one trainer: checkpoints are whole or absent, taken between rollouts, and resumed exactly."""
 
     def __init__(
         self,
@@ -48,17 +48,17 @@ class RunFiles:
         self.run = run_state.describe(trainer.args, base, trainer.train_dataset, base_name, start)
         self._recipe = dict(recorded(trainer.args) if recipe is None else recipe)
         self._seconds_before, self._began = 0.0, time.monotonic()
-        self._versions_before = 0  # adapters that were installed before a resume
-        self._staging: Path | None = None
-        self._destination: Path | None = None  # what the folder that is being written will be called
+        self._versions_before = 0  # how many adapters were installed before a resume
+        self._staging: Path | None = None  # the folder in which a checkpoint is being written
+        self._destination: Path | None = None  # the final name of the folder that is being written
         self.is_push_due = False
 
     def adapter_version(self) -> int:
-        """Adapters installed in the engine so far, those before a resume included."""
+        """Return how many adapters the run has installed in the engine, those before a resume included."""
         return self._versions_before + self._trainer.vllm_generation.version
 
     def state(self) -> run_state.State:
-        """What is written into ``qerl_state.json`` now."""
+        """Return the state that ``qerl_state.json`` would record now."""
         return run_state.State(
             **asdict(self.run),
             step=self._trainer.state.global_step,
@@ -70,10 +70,11 @@ class RunFiles:
         )
 
     def go_on_from(self, resume_from_checkpoint: str | bool | None) -> str | None:
-        """Take over what a checkpoint says of its run -> its folder; None for a new run.
+        """Take over the state of the checkpoint to resume from, and return its folder; return None for a new run.
 
-        Raises CheckpointMismatch, before anything is changed, for a folder that is not whole or of another run, and
-        where a new run would mix its checkpoints with those of an earlier one.
+        What was saved after that checkpoint is moved aside, and metrics.jsonl is cut back to its step. Raises
+        CheckpointMismatch, before anything is changed, for a folder that is not whole or is of another run. It is also
+        raised where a new run would mix its checkpoints with those of an earlier one.
         """
         trainer, step = self._trainer, 0
         folder = run_state.starting_point(trainer.args.output_dir, resume_from_checkpoint)
@@ -103,7 +104,10 @@ class RunFiles:
         return None if folder is None else str(folder)
 
     def save_adapter(self, folder: str | Path) -> None:
-        """Write the adapter as a folder of its own, whole or not at all, in place of an earlier one."""
+        """Write the adapter to ``folder``, whole or not at all, in place of an earlier one.
+
+        Raises Diverged if a weight is not finite, OSError if the folder cannot be written.
+        """
         self._check_weights()
         if self._trainer.is_world_process_zero():
             with _explained(f"the adapter {folder}", Path(folder)), self._becomes(Path(folder)):
@@ -112,7 +116,7 @@ class RunFiles:
                     run_state.write_state(partial, self.state())
 
     def write_adapter(self, folder: Path) -> None:
-        """A PEFT adapter folder: fp32 LoRA tensors, config, trained norms beside them, tokenizer and card."""
+        """Write a PEFT adapter folder: fp32 LoRA tensors, config, trained norms if any, tokenizer and card."""
         trainer = self._trainer
         folder.mkdir(parents=True, exist_ok=True)
         model = trainer.accelerator.unwrap_model(trainer.model)
@@ -133,10 +137,11 @@ class RunFiles:
         (folder / "README.md").write_text(text, encoding="utf-8")
 
     def save_checkpoint(self, write: Callable[[], None], run_folder: Path) -> Path:
-        """``write``, which is transformers', writes ``checkpoint-N`` into ``folder()`` -> where it has become whole.
+        """Save ``checkpoint-N`` in ``run_folder``, whole or not at all, and return its path.
 
-        For all processes to call; ``run_folder`` is where transformers would have put it. Raises ValueError in the
-        middle of a rollout, OSError where the disk does not take it.
+        Every process must call this. ``write`` is transformers' own saving, which writes ``checkpoint-N`` into
+        ``folder()``. Raises ValueError in the middle of a rollout, Diverged if a weight is not finite, OSError if the
+        checkpoint cannot be written.
         """
         trainer = self._trainer
         step = trainer.state.global_step
@@ -167,19 +172,19 @@ class RunFiles:
         return final
 
     def prepare_push(self, saved: Path) -> None:
-        """Put what belongs to the adapter in ``saved`` to where is uploaded from: transformers copies PEFT's files."""
+        """Copy norms, state and card of ``saved`` into output_dir for the upload; transformers copies PEFT's files."""
         if self._trainer.is_world_process_zero():
             for name in (NORMS, run_state.STATE_FILE, "README.md"):
                 if (saved / name).is_file():
                     shutil.copy(saved / name, self._trainer.args.output_dir)
 
     def folder(self, default: str) -> str:
-        """Where transformers puts ``checkpoint-N``: the folder that becomes it once all is there."""
+        """Return where transformers shall put ``checkpoint-N``: a staging folder while a checkpoint is being saved."""
         return default if self._staging is None else str(self._staging)
 
     @contextlib.contextmanager
     def _becomes(self, destination: Path) -> Iterator[None]:
-        """What is saved inside is written elsewhere first and says in its card that it lies in ``destination``."""
+        """Let cards written inside the block name ``destination``, while the files are still in a temporary folder."""
         self._destination = destination
         try:
             yield
@@ -187,7 +192,7 @@ class RunFiles:
             self._destination = None
 
     def _check_weights(self) -> None:
-        """Nothing is saved that is not finite, or was computed with weights that have changed under way."""
+        """Raise if a trained weight is not finite, or if a frozen weight that the engine lent has changed."""
         trainer = self._trainer
         trained = ((name, weight) for name, weight in trainer.model.named_parameters() if weight.requires_grad)
         is_half = trainer.loss_forward.half is not None
@@ -197,7 +202,7 @@ class RunFiles:
 
 
 def is_finished(folder: str | Path, args: GRPOConfig) -> bool:
-    """Whether the checkpoint ``folder`` is of the last step of the run that ``args`` describe, or of a later one."""
+    """Return True if the checkpoint ``folder`` has reached the last step of the run that ``args`` describe."""
     state = TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME))
     if args.max_steps > 0:
         return state.global_step >= args.max_steps
@@ -205,9 +210,10 @@ def is_finished(folder: str | Path, args: GRPOConfig) -> bool:
 
 
 def load_adapter(model: PeftModel, folder: str | Path) -> None:
-    """The adapter of a checkpoint into ``model``, by name; transformers looks at subfolders where there is a reference.
+    """Load the adapter and the trained norms of a checkpoint into ``model``, tensor by name.
 
-    Raises CheckpointMismatch, before anything is changed, if it has another rank or other modules.
+    transformers' own loading looks for subfolders where the model also holds a reference adapter. Raises
+    CheckpointMismatch, before anything is changed, if the adapter has another rank or other modules.
     """
     tensors = load_file(Path(folder) / TENSORS)
     own = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
@@ -221,9 +227,12 @@ def load_adapter(model: PeftModel, folder: str | Path) -> None:
 
 
 class EpochOrder(TrainerCallback):
-    """The order of prompts depends on the epoch alone; TRL's depends on how many epochs this process has seen."""
+    """A callback that makes the order of prompts depend on seed and epoch alone, so that a resumed run keeps it.
 
-    sampler: Any = None  # TRL's of the training set, which the trainer puts here
+    TRL's order depends on how many epochs this process has seen.
+    """
+
+    sampler: Any = None  # TRL's sampler of the training set; the trainer sets it
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if getattr(self.sampler, "generator", None) is not None:
@@ -234,7 +243,7 @@ def _on_a_cpu(storage: torch.UntypedStorage, location: str) -> torch.UntypedStor
     return storage if location.startswith("cpu:") else None
 
 
-# transformers loads the optimizer of several processes to their own devices, which torch does not know of CPUs: cpu:0
+# with several processes transformers loads the optimizer to each one's device; torch does not know the CPU as "cpu:0"
 torch.serialization.register_package(15, lambda storage: None, _on_a_cpu)
 
 
@@ -246,8 +255,10 @@ def _same_everywhere(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _explained(what: str, folder: Path) -> Iterator[None]:
-    """Says that ``what``, which goes into ``folder``, could not be saved and that nothing is lost, whichever library
-    failed to write."""
+    """Turn any library's failure to write ``what`` into an OSError that names the free space and the way out.
+
+    ``folder`` is where ``what`` is to be saved; earlier checkpoints are untouched.
+    """
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:

@@ -1,14 +1,14 @@
-"""The size of the noise as training goes on. Pure functions; a rollout is one batch of sampled completions.
+"""Compute the standard deviation of the noise for each rollout, which is one batch of sampled completions.
 
 Source: QeRL (arXiv 2510.11696), section 3.3: noise falls exponentially over num_stages stages, after a first stage
-without any.
+without noise.
 """
 
 import math
 
 
 def stage(rollout: int, rollouts: int, num_stages: int) -> int:
-    """The stage that ``rollout`` (0 is the first) of ``rollouts`` belongs to: 0 to ``num_stages``.
+    """Return the stage, 0 to ``num_stages``, that ``rollout`` (0 is the first) of ``rollouts`` belongs to.
 
     Raises ValueError unless 0 <= rollout < rollouts and num_stages >= 1.
     """
@@ -20,10 +20,10 @@ def stage(rollout: int, rollouts: int, num_stages: int) -> int:
 
 
 def sigma(rollout: int, rollouts: int, sigma_start: float, sigma_end: float, num_stages: int) -> float:
-    """Standard deviation of the noise of one rollout: 0 in stage 0, then from ``sigma_start`` down to ``sigma_end``.
+    """Return the standard deviation of a rollout's noise: 0 in stage 0, then from ``sigma_start`` to ``sigma_end``.
 
     Stage k of 1 to K has sigma_start * (sigma_end / sigma_start)^((k - 1) / (K - 1)); a single stage has sigma_start.
-    Raises ValueError unless 0 < sigma_end <= sigma_start, both finite, and as ``stage`` does.
+    Raises ValueError unless 0 < sigma_end <= sigma_start and both are finite, and where ``stage`` does.
     """
     if not (math.isfinite(sigma_start) and 0 < sigma_end <= sigma_start):
         raise ValueError(f"sigma falls from {sigma_start} to {sigma_end}; both must be positive, the second not larger")

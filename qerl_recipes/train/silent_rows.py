@@ -1,9 +1,10 @@
-"""Completions whose advantage is 0: they have no gradient, and need neither a forward nor a backward.
+"""Leave out completions whose advantage is 0: they have no gradient, and need neither a forward nor a backward.
 
 In a group whose rewards are all equal every advantage is exactly 0, and each of TRL's losses multiplies by it. Such
-rows are left out before packing; their place in the loss is taken by a constant. The loss, and with it every divisor
-(the tokens of the batch, of a sequence), stays what it was. For the same log-probabilities the loss and its gradient by
-them are equal to the bit; over a model both differ by the order of its sums, in fp32 by less than 1e-4 of them.
+rows ("silent rows") are left out before packing, and constants take their place in the loss. The loss and its divisors
+(the tokens of the batch, or of a sequence) stay what they were. For the same log-probabilities the loss and its
+gradient with respect to them are equal bit for bit. Over a model both differ by the order of its sums, in fp32 by less
+than 1e-4 relative.
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,10 @@ from qerl_recipes.train.importance import mask_of
 
 
 def reason_to_keep(args: GRPOConfig) -> str | None:
-    """The key by which a row without advantage has a gradient, or is part of another figure; None if there is none."""
+    """Return the recipe key that makes rows with an advantage of 0 matter; None if no key does.
+
+    Such a key gives these rows a gradient, makes them part of another figure, or turns packing off.
+    """
     reasons = {
         "pack_tokens: 0": not args.pack_tokens,
         f"beta: {args.beta:g}": args.beta != 0,
@@ -30,19 +34,19 @@ def reason_to_keep(args: GRPOConfig) -> str | None:
 
 
 def silent(inputs: Mapping[str, Any]) -> torch.Tensor:
-    """Which rows of TRL's micro-batch have an advantage of 0 and are left out: (B,) bool.
+    """Mark the rows of TRL's micro-batch that have an advantage of 0 and are left out: (B,) bool.
 
-    Where all have, the first that has tokens stays: without it engine and trainer would not be compared in that step.
+    If all rows have 0, the first one with tokens stays, so that the step still compares engine and trainer.
     """
     advantages: torch.Tensor = inputs["advantages"]
     has_none = advantages == 0
     rows = torch.arange(len(has_none), device=has_none.device)
-    first = (mask_of(inputs).sum(dim=1) > 0).int().argmax()  # no branch: that would wait for the GPU
+    first = (mask_of(inputs).sum(dim=1) > 0).int().argmax()  # a branch in Python would wait for the GPU
     return has_none & ~(has_none.all() & (rows == first))
 
 
 def computed(inputs: Mapping[str, Any]) -> torch.Tensor:
-    """(B, C) bool: the tokens of a micro-batch that are learned from, those of rows ``left_out`` apart."""
+    """Mark the tokens of a micro-batch that are learned from, without those of rows ``left_out``: (B, C) bool."""
     mask = mask_of(inputs).bool()
     return mask & ~inputs["left_out"][:, None] if "left_out" in inputs else mask
 
@@ -50,10 +54,10 @@ def computed(inputs: Mapping[str, Any]) -> torch.Tensor:
 def with_constants(
     logps: torch.Tensor, entropies: torch.Tensor, inputs: Mapping[str, Any], left_out: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``logps`` and ``entropies``: (B, C), with values for the rows ``left_out``: (B,), which nobody has computed.
+    """Return ``logps`` and ``entropies``, (B, C) each, with constants in the rows ``left_out``: (B,).
 
-    Their log-probabilities are those before the step, so that every ratio is 1 and finite. Their entropies are the mean
-    over the tokens that were computed, so that a mean over all is that mean; NaN where none was.
+    The log-probabilities there become those from before the step, so that every ratio is 1 and finite. The entropies
+    become the mean over the computed tokens, so that the mean over all tokens stays the same; NaN if none was computed.
     """
     before = inputs["old_per_token_logps"] if "old_per_token_logps" in inputs else inputs["sampling_per_token_logps"]
     mask = computed({**inputs, "left_out": left_out})

@@ -1,4 +1,4 @@
-"""How far the policy has gone since the first of the optimizer steps that one rollout serves."""
+"""Measure how far the policy has moved since the first of the optimizer steps that one rollout serves."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,19 +9,22 @@ from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.train.importance import log_ratio, mask_of
 from qerl_recipes.train.silent_rows import computed
 
-DIFFERENCE, CLIPPED = "staleness/logp_difference/mean", "staleness/clip_ratio"  # TRL logs one of its own, too
-CLIPPING_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # at 1 - epsilon and at 1 + epsilon_high
+DIFFERENCE, CLIPPED = "staleness/logp_difference/mean", "staleness/clip_ratio"  # TRL logs a clip ratio of its own, too
+CLIPPING_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # they clip at 1 - epsilon and at 1 + epsilon_high
 
 
 def measured(
     logps: torch.Tensor, inputs: Mapping[str, Any], args: GRPOConfig
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Of one micro-batch each name's sum, and the number of what was summed; nothing where a rollout serves one step.
+    """Return for each metric of a micro-batch its sum and the number of values; {} where a rollout serves one step.
 
-    ``logps: (B, C)`` are the trainer's now. Their difference, in nats, to those before the first step is over the
-    tokens that are computed; in that step it is what two passes of one policy differ by. The share that the loss clips
-    at 1 - epsilon and 1 + epsilon_high is of all sampled tokens, or of all sequences, as in TRL's
-    ``clip_ratio/region_mean``, which is a mean over micro-batches; a loss that clips otherwise, or not, has none.
+    ``logps: (B, C)`` are the trainer's current log-probabilities. ``DIFFERENCE`` is their distance, in nats, from those
+    before the first step, over the computed tokens. In the first step it shows how much two passes of one policy
+    differ.
+
+    ``CLIPPED`` is the share that the loss clips at 1 - epsilon and 1 + epsilon_high, as in TRL's
+    ``clip_ratio/region_mean``, which is a mean over micro-batches. It is of all sampled tokens or, with
+    ``importance_sampling_level: sequence``, of all sequences. A loss that does not clip so has none.
     """
     if "old_per_token_logps" not in inputs:
         return {}

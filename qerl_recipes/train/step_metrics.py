@@ -1,4 +1,4 @@
-"""What is measured in each optimizer step, for TRL's log and for ``metrics.jsonl``."""
+"""Record the metrics of each optimizer step and evaluation in TRL's log and in ``metrics.jsonl``."""
 
 import math
 import time
@@ -18,7 +18,7 @@ from qerl_recipes.train.metrics_file import EVALUATION, MetricsFile
 if TYPE_CHECKING:
     from qerl_recipes.train.trainer import QerlGRPOTrainer
 
-# TRL's names of what was measured in a step -> ours
+# the names of a step's metrics in TRL's log -> in metrics.jsonl
 NAMES = {
     "reward": "reward",
     "reward_std": "reward_std",
@@ -45,32 +45,32 @@ NAMES = {
 }
 COUNTS = {"adapter_version", "touched_norms", "accepted_groups", "dropped_groups", "filled_groups"}
 COUNTS |= {"extra_tokens", "sampling_rounds"}
-OF_TOKENS = ("entropy", "kl")  # means over tokens, of which there may be none
+OF_TOKENS = ("entropy", "kl")  # means over tokens; a step may have computed none
 IN_THE_BAR = {"reward": "reward", "sampling/sampling_logp_difference/mean": "mismatch", "sigma": "sigma"}
-HF_EVALUATION = "eval_"  # begins the names of what transformers and TRL log of an evaluation
-SILENT_ROLLOUTS = 5  # so many without a group whose rewards differ are not chance
-STILL_TRUE = ("sigma", "adapter_version", "touched_norms")  # in the later steps of a rollout
+HF_EVALUATION = "eval_"  # begins the names that transformers and TRL log of an evaluation
+SILENT_ROLLOUTS = 5  # this many rollouts in a row without signal are not chance
+STILL_TRUE = ("sigma", "adapter_version", "touched_norms")  # measured once a rollout, and repeated in its later steps
 
 
 class StepMeans:
-    """Means over the whole step: of all its micro-batches and of all processes, each weighing what it holds.
+    """Means over a whole step: over all values in its micro-batches, of all processes.
 
-    TRL takes the mean of the means of micro-batches, and here they differ: in tokens, and in the rows left out.
+    TRL averages the means of the micro-batches. Here micro-batches differ in their tokens and in the rows left out.
     """
 
     def __init__(self) -> None:
-        self._sums: dict[str, torch.Tensor] = {}  # (2,): of the values, and of what they are divided by
+        self._sums: dict[str, torch.Tensor] = {}  # (2,) each: the sum of the values, and its divisor
 
     def add(self, name: str, total: torch.Tensor | float, number: torch.Tensor | float) -> None:
-        """What one micro-batch adds to the two sums of ``name``, the same names in every process."""
+        """Add one micro-batch's ``total`` and ``number`` to the sums of ``name``; every process adds the same names."""
         device = next((x.device for x in (total, number) if isinstance(x, torch.Tensor)), None)
         pair = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in (total, number)])
         self._sums[name] = self._sums[name] + pair if name in self._sums else pair
 
     def take(self, gather: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> dict[str, float]:
-        """What was added since the last call; without what had nothing to be divided by.
+        """Return the means of what was added since the last call; names whose divisor is 0 are left out.
 
-        ``gather`` is the accelerator's: a tensor of one process to those of all, one below the other.
+        ``gather`` is the accelerator's; it stacks the tensors of all processes along the first dimension.
         """
         names = sorted(self._sums)
         if not names:
@@ -82,11 +82,13 @@ class StepMeans:
 
 
 class StepRecorder(TrainerCallback):
-    """One record a step and one an evaluation, and a word where a run learns nothing or ends with other noise.
+    """A callback that records every step and every evaluation.
 
-    Rollout tokens are those generated; training tokens those that went through the trainer's forward and backward
-    (prompts and completions), over the time of the step without the rollout. Speeds are this process's; all else is
-    over all processes.
+    It warns if the run learns nothing, or if the noise schedule never reaches ``sigma_end``.
+
+    ``rollout_tokens_per_s`` counts generated tokens. ``train_tokens_per_s`` counts the tokens of prompts and
+    completions that went through the trainer's forward and backward, over the step's time without the rollout. The
+    main process writes its own speeds and step time; all else is over all processes.
     """
 
     def __init__(self, trainer: "QerlGRPOTrainer") -> None:
@@ -95,7 +97,7 @@ class StepRecorder(TrainerCallback):
         self.file = MetricsFile(trainer.args.output_dir)
         self.loss = self.grad_norm = 0.0  # of the step, over all processes
         self._last: dict[str, Any] = {}
-        self._silent, self._has_warned = 0, False  # rollouts in a row; whether it was said
+        self._silent, self._has_warned = 0, False  # _silent counts rollouts in a row without signal
         self._reset()
 
     def _reset(self) -> None:
@@ -106,7 +108,7 @@ class StepRecorder(TrainerCallback):
         self._lengths = {name: len(values) for name, values in self._trainer._metrics["train"].items()}
 
     def add(self, loss: torch.Tensor, inputs: Mapping[str, Any]) -> None:
-        """One micro-batch. TRL's loss is already divided by the number of micro-batches where that is needed."""
+        """Add one micro-batch; TRL has already divided its loss by the number of micro-batches where that is needed."""
         self._own_loss = self._own_loss + loss.detach()
         tokens = inputs["prompt_mask"].sum(dim=1) + inputs["completion_mask"].sum(dim=1)  # (B,)
         if "left_out" in inputs:
@@ -114,12 +116,12 @@ class StepRecorder(TrainerCallback):
         self._tokens = self._tokens + tokens.sum()
 
     def take_gradients(self, grad_norm: float) -> None:
-        """Settle loss and gradient norm of the step once its micro-batches are done; for all processes to call."""
+        """Set the step's loss and gradient norm once its micro-batches are done; every process must call this."""
         own = torch.as_tensor(self._own_loss, dtype=torch.float32, device=self._trainer.accelerator.device)
         self.loss, self.grad_norm = float(self._trainer.accelerator.gather(own).mean()), grad_norm
 
     def on_train_begin(self, args: GRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if args.save_steps < 1:  # a share of all steps, which transformers has made a number that may be in mid-rollout
+        if args.save_steps < 1:  # a share of all steps; the number that transformers made of it may be in mid-rollout
             steps = self._trainer.steps_per_rollout
             state.save_steps = math.ceil(state.save_steps / steps) * steps
         schedule = self._trainer._schedule
@@ -142,11 +144,11 @@ class StepRecorder(TrainerCallback):
     def on_step_end(self, args: GRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         trainer, metrics = self._trainer, self._trainer._metrics["train"]
         measured = trainer.loss_forward.take_measured()
-        for name in metrics.keys() & {*measured, *OF_TOKENS}:  # TRL's own, which are 0 where no token was computed
+        for name in metrics.keys() & {*measured, *OF_TOKENS}:  # drop TRL's own, which are 0 if no token was computed
             del metrics[name][self._lengths.get(name, 0) :]
         for name, value in measured.items():
             metrics[name].append(value)
-        tokens = int(self._tokens)  # waits for the GPU, so that the time is the step's
+        tokens = int(self._tokens)  # waits for the GPU, so that the time is of the whole step
         generation = trainer.generation_seconds - self._generation_before
         seconds = time.perf_counter() - self._began - generation
         engine = trainer.vllm_generation
@@ -158,7 +160,7 @@ class StepRecorder(TrainerCallback):
         record["step_seconds"] = seconds + generation
         for name, values in metrics.items():
             added = values[self._lengths.get(name, 0) :]
-            new = [value for value in added if value is not None and not math.isnan(value)]  # as in TRL's log
+            new = [value for value in added if value is not None and not math.isnan(value)]  # TRL's log drops these too
             if new and (ours := _ours(name)) is not None:
                 mean = sum(new) / len(new)
                 record[ours] = round(mean) if ours in COUNTS else mean
@@ -168,9 +170,9 @@ class StepRecorder(TrainerCallback):
             self._warn_if_silent(record)
 
     def _warn_if_silent(self, record: Mapping[str, Any]) -> None:
-        """Say once that a run learns nothing, naming its rewards."""
+        """Warn once that a run learns nothing, naming its rewards."""
         if "equal_groups" not in record:
-            return  # a later step of a rollout
+            return  # this is a later step of a rollout
         accepted = record.get("accepted_groups", 1 - record["equal_groups"])
         all_cut = self._trainer.args.mask_truncated_completions and record["completion_clipped"] == 1
         self._silent = 0 if accepted > 0 and not all_cut else self._silent + 1
@@ -200,12 +202,12 @@ class StepRecorder(TrainerCallback):
 
 
 def _ours(name: str) -> str | None:
-    """Our name of one of TRL's metrics; None where it is not kept."""
+    """Return our name for one of TRL's metrics; None if metrics.jsonl does not keep it."""
     return name if name.startswith("rewards/") or name.endswith("_tokens_per_s") else NAMES.get(name)
 
 
 def evaluation_of(logs: Mapping[str, float]) -> dict[str, float]:
-    """What TRL has logged of an evaluation, under our names; empty for a log of training."""
+    """Return the figures of an evaluation in TRL's ``logs`` under our names; empty for a log of training."""
     if f"{HF_EVALUATION}reward" not in logs:
         return {}
     kept = {_ours(name.removeprefix(HF_EVALUATION)): value for name, value in logs.items() if HF_EVALUATION in name}
@@ -213,7 +215,7 @@ def evaluation_of(logs: Mapping[str, float]) -> dict[str, float]:
 
 
 class QuietProgress(ProgressCallback):
-    """The progress bar with three numbers at its end, in place of a page of metrics at every step.
+    """A progress bar that ends in three numbers, where transformers prints all metrics at every log.
 
     An evaluation has a line of its own above the bar.
     """

@@ -1,4 +1,4 @@
-"""Everything about a recipe that can be refused before a model loads, refused in one go."""
+"""Check everything about a recipe that can be refused before a model loads, and report all of it in one error."""
 
 import json
 import warnings
@@ -30,7 +30,8 @@ CHOICES = {
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
 }
-# sampling parameters that generation_kwargs cannot set: the engine does, or keys that the trainer reads too
+# sampling parameters that generation_kwargs cannot set: the engine sets OURS, and recipe keys that the trainer reads
+# too set KEYS
 OURS = {"n", "seed", "logprobs", "flat_logprobs", "max_tokens"}
 KEYS = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
 NARROWING = {"presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens"}
@@ -42,9 +43,9 @@ IMAGES = {"image", "images"}  # columns from which TRL takes pictures
 def validate(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> None:
     """Refuse a recipe that cannot run as it is written; nothing has been loaded or written when this raises.
 
-    Raises ConfigError (a ValueError) with one line for each thing that is wrong: a key that cannot be honoured, an
-    unknown reward, data set, schedule or engine, a column that a reward reads and the data lack, a checkpoint that does
-    not fit the arm. Reading the data set may download it.
+    Raises ConfigError (a ValueError) with one line for each thing that is wrong. Such things are a key that cannot be
+    honoured, an unknown reward, data set, schedule or engine, a missing column, or a checkpoint that does not fit the
+    arm. Reading the data set may download it.
     """
     problems = [
         *problems_of_keys(script, training, model),
@@ -78,7 +79,7 @@ def validate(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) 
 
 
 def problems_of_keys(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> list[str]:
-    """One line for each thing that is wrong with the keys themselves, whatever machine, model and data are."""
+    """Return a line for each thing that is wrong with the keys themselves, whatever machine, model and data are."""
     return [
         *refusals(script, training, model),
         *_choices(training),
@@ -93,7 +94,10 @@ def problems_of_keys(script: ScriptArguments, training: GRPOConfig, model: Model
 
 
 def narrowing(training: GRPOConfig) -> Iterator[str]:
-    """Keys, with their values, that take tokens out of what is sampled from, or change what is left."""
+    """Yield the keys that take tokens out of the sampling distribution or change the probabilities of the rest.
+
+    Keys of the recipe come with their values, those of ``generation_kwargs`` by name.
+    """
     narrows = {
         "top_p": training.top_p < 1,
         "top_k": training.top_k > 0,
@@ -169,7 +173,7 @@ def _failure(check: Callable[[], object], key: str) -> Iterator[str]:
 
 
 def steps_per_rollout(training: GRPOConfig) -> int:
-    """Optimizer steps that one rollout serves; raises ConfigError where that is not a whole number."""
+    """Return the number of optimizer steps that one rollout serves; raise ConfigError if it is not whole."""
     micro_steps = training.steps_per_generation * training.num_iterations
     if micro_steps % training.gradient_accumulation_steps:
         raise ConfigError(
@@ -180,9 +184,10 @@ def steps_per_rollout(training: GRPOConfig) -> int:
 
 
 def uneven_evaluation(training: GRPOConfig, problems: int) -> str | None:
-    """What is wrong with the figures of an evaluation on so many held-out ``problems``, and the way out; or None.
+    """Say why the means of an evaluation on ``problems`` held-out problems would be wrong, with the way out; or None.
 
-    TRL takes the mean over its batches, each as large as all processes compute at a time, whatever is in the last.
+    TRL takes the mean over its batches, each as large as all processes compute at a time. The last one counts as much
+    as any other, however small it is.
     """
     group, processes = training.num_generations_eval or training.num_generations, training.world_size
     size, completions = training.per_device_eval_batch_size, problems * group
@@ -198,7 +203,7 @@ def uneven_evaluation(training: GRPOConfig, problems: int) -> str | None:
 
 
 def _boundaries(training: GRPOConfig) -> Iterator[str]:
-    """Checkpoints are taken between rollouts, so that a resumed run repeats none."""
+    """Yield what is wrong with the saving keys; checkpoints fall between rollouts, so that a resume repeats none."""
     try:
         steps = steps_per_rollout(training)
     except ConfigError as error:
@@ -214,7 +219,7 @@ def _boundaries(training: GRPOConfig) -> Iterator[str]:
 
 
 def _lengths(script: ScriptArguments, training: GRPOConfig) -> Iterator[str]:
-    """Prompt and completion must fit into what the engine is told to hold."""
+    """Yield a line if prompt and completion do not fit into ``vllm_max_model_length``."""
     longest, completion, prompt = (
         training.vllm_max_model_length, training.max_completion_length, script.max_prompt_length
     )  # fmt: skip
@@ -261,7 +266,7 @@ def _engine(training: GRPOConfig) -> Iterator[str]:
 
 
 def _sampling(training: GRPOConfig) -> Iterator[str]:
-    """What vLLM's SamplingParams would refuse at the first rollout, or change."""
+    """Yield what vLLM's SamplingParams would refuse at the first rollout, or change."""
     if not training.temperature >= SMALLEST_TEMPERATURE:
         yield (
             f"temperature must be at least {SMALLEST_TEMPERATURE}, not {training.temperature}: the log-probabilities "
@@ -285,7 +290,7 @@ def _sharing(training: GRPOConfig) -> Iterator[str]:
 
 
 def _precision(training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
-    """Engine and trainer compute in one type."""
+    """Yield a line for each clash of dtypes: between engine and trainer, or of float16 with nf4."""
     if training.fp16 and model.dtype != "float16":
         yield (
             f"fp16: true with dtype: {model.dtype}: the engine would compute in {model.dtype} and the trainer in "
@@ -320,7 +325,7 @@ def _adapter(training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
 
 
 def _start(script: ScriptArguments, training: GRPOConfig) -> Iterator[str]:
-    """The adapter that the training starts from."""
+    """Yield what is wrong with the adapter that training starts from."""
     start = script.adapter_name_or_path
     if start is not None:
         try:
@@ -403,7 +408,7 @@ def _data_and_rewards(script: ScriptArguments, training: GRPOConfig) -> Iterator
 
 
 def _unusable_columns(split: str, rows: Dataset) -> Iterator[str]:
-    """Name the columns that TRL cannot hand to a reward, and those that it takes for pictures."""
+    """Yield a line for each column that TRL cannot pass to a reward, or that it takes for pictures."""
     for name in sorted(set(rows.column_names) & (rewards.PASSED_BY_TRL | IMAGES)):
         why = "is read as pictures, and a policy here reads text" if name in IMAGES else "is what TRL calls its own"
         rename = json.dumps({"columns": {name: f"my_{name}"}})
