@@ -39,23 +39,23 @@ def misfits(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -
     elif name.startswith(("/", ".", "~")):
         yield f"model_name_or_path: there is no folder {name}"
     else:
-        file = _in_the_cache(name, model.model_revision)
+        file = _cached_config(name, model.model_revision)
     if file is None:
         if name in BY_MODEL_ID and model.model_revision in (None, "main"):
-            yield from _of_config(script, training, model, name, as_config(BY_MODEL_ID[name]))
+            yield from _config_misfits(script, training, model, name, as_config(BY_MODEL_ID[name]))
         return
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         yield f"model_name_or_path: {name} has no readable config.json ({error})"
         return
-    yield from _of_config(script, training, model, name, config)
+    yield from _config_misfits(script, training, model, name, config)
 
 
 def refuse_misfit(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, folder: Path) -> None:
     """Raise ConfigError if the checkpoint in ``folder``, which may just have been downloaded, does not fit."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if lines := list(_of_config(script, training, model, str(model.model_name_or_path), config)):
+    if lines := list(_config_misfits(script, training, model, str(model.model_name_or_path), config)):
         raise ConfigError("\n".join(lines))
 
 
@@ -72,13 +72,13 @@ def refuse_long_prompts(
     ``data`` maps "training" and "held-out" to their problems. With ``max_prompt_length`` nothing is checked, since
     longer prompts are left out.
     """
-    key, longest = "vllm_max_model_length", training.vllm_max_model_length
-    if longest is None:
+    key, limit = "vllm_max_model_length", training.vllm_max_model_length
+    if limit is None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        key, longest = "max_position_embeddings of the model", _positions(config)
-    if longest is None or script.max_prompt_length is not None:
+        key, limit = "max_position_embeddings of the model", _max_positions(config)
+    if limit is None or script.max_prompt_length is not None:
         return
-    room = longest - training.max_completion_length
+    room = limit - training.max_completion_length
     for name, problems in data.items():
         options = training.chat_template_kwargs or {}
         counts = [] if problems is None else [prompts.tokens(one, tokenizer, options) for one in problems["prompt"]]
@@ -86,23 +86,23 @@ def refuse_long_prompts(
             raise ConfigError(
                 f"{len(too_long)} of {len(counts)} {name} prompts have more than {room} tokens, the longest "
                 f"{max(too_long)}: beside them max_completion_length ({training.max_completion_length}) does not fit "
-                f"into {key} ({longest}), and completions would be cut off earlier. max_prompt_length: {room} leaves "
+                f"into {key} ({limit}), and completions would be cut off earlier. max_prompt_length: {room} leaves "
                 f"them out; or lower max_completion_length, or raise {key}"
             )
 
 
-def _in_the_cache(model_id: str, revision: str | None) -> Path | None:
+def _cached_config(model_id: str, revision: str | None) -> Path | None:
     try:
-        found = try_to_load_from_cache(model_id, "config.json", revision=revision)
+        cached = try_to_load_from_cache(model_id, "config.json", revision=revision)
     except HFValidationError:
         return None
-    return Path(found) if isinstance(found, str) else None
+    return Path(cached) if isinstance(cached, str) else None
 
 
-def _of_config(
+def _config_misfits(
     script: ScriptArguments, training: GRPOConfig, model: ModelConfig, name: str, config: Mapping[str, Any]
 ) -> Iterator[str]:
-    yield from _of_family(training, model, name, config)
+    yield from _family_misfits(training, model, name, config)
     quantized = config.get("quantization_config")
     if isinstance(quantized, dict) and training.quantization == "qerl_nvfp4":
         try:
@@ -115,8 +115,8 @@ def _of_config(
             f"quantization: {training.quantization} starts from a BF16 checkpoint, but {name} is quantized already "
             f"({method}); name the BF16 checkpoint, or use quantization: qerl_nvfp4"
         )
-    if (positions := _positions(config)) is not None:
-        yield from _lengths(script, training, name, positions)
+    if (positions := _max_positions(config)) is not None:
+        yield from _length_misfits(script, training, name, positions)
     if isinstance(tokens := config.get("vocab_size"), int) and wrong_bias(training.generation_kwargs or {}) is None:
         biased = map(int, (training.generation_kwargs or {}).get("logit_bias") or ())
         if (largest := max(biased, default=0)) >= tokens:
@@ -126,14 +126,14 @@ def _of_config(
             )
 
 
-def _positions(config: Mapping[str, Any]) -> int | None:
+def _max_positions(config: Mapping[str, Any]) -> int | None:
     """Return the model's longest sequence; None if the config has none or scales RoPE, where the engine decides."""
     positions = config.get("max_position_embeddings")
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return positions if isinstance(positions, int) and not scaling.get("factor") else None
 
 
-def _of_family(training: GRPOConfig, model: ModelConfig, name: str, config: Mapping[str, Any]) -> Iterator[str]:
+def _family_misfits(training: GRPOConfig, model: ModelConfig, name: str, config: Mapping[str, Any]) -> Iterator[str]:
     kind = config.get("model_type")
     if reason := of_images(config):
         yield f"model_name_or_path: {name}: {reason}"
@@ -155,12 +155,12 @@ def _of_family(training: GRPOConfig, model: ModelConfig, name: str, config: Mapp
     yield from families.misfits(config, adapted, noisy, training.quantization)
 
 
-def _lengths(script: ScriptArguments, training: GRPOConfig, name: str, positions: int) -> Iterator[str]:
+def _length_misfits(script: ScriptArguments, training: GRPOConfig, name: str, positions: int) -> Iterator[str]:
     longest, completion = training.vllm_max_model_length, training.max_completion_length
     if longest is not None and longest > positions:
-        given = "max_prompt_length + max_completion_length" if script.max_prompt_length else "vllm_max_model_length"
+        key = "max_prompt_length + max_completion_length" if script.max_prompt_length else "vllm_max_model_length"
         yield (
-            f"{given} is {longest}, but {name} has {positions} positions (max_position_embeddings); lower it to that, "
+            f"{key} is {longest}, but {name} has {positions} positions (max_position_embeddings); lower it to that, "
             "or name a model with more"
         )
     elif longest is None and completion >= positions:

@@ -20,24 +20,26 @@ def check_settings(adapter: AdapterFolder, recipe: PeftConfig, base: Path, what:
 
     ``what`` begins the message and says where that adapter comes from.
     """
-    found = LoraConfig.from_pretrained(str(adapter.path))
-    wrong = [
-        f"{key} is {getattr(recipe, name)} and the adapter's {getattr(found, name)}"
+    existing = LoraConfig.from_pretrained(str(adapter.path))
+    differences = [
+        f"{key} is {getattr(recipe, name)} and the adapter's {getattr(existing, name)}"
         for key, name in KEYS.items()
-        if getattr(recipe, name) != getattr(found, name)
+        if getattr(recipe, name) != getattr(existing, name)
     ]
-    ours, theirs = (_targeted(config, base) for config in (recipe, found))
-    if ours != theirs:
-        kinds = sorted({name.rpartition(".")[2] for name in theirs})
-        wrong.append(f"lora_target_modules has {len(ours)} layers and the adapter {len(theirs)} ({', '.join(kinds)})")
-    if wrong:
+    wanted, trained = (_adapted_layers(config, base) for config in (recipe, existing))
+    if wanted != trained:
+        kinds = sorted({name.rpartition(".")[2] for name in trained})
+        differences.append(
+            f"lora_target_modules has {len(wanted)} layers and the adapter {len(trained)} ({', '.join(kinds)})"
+        )
+    if differences:
         raise ConfigError(
-            f"{what}: {'; '.join(wrong)}. Give these keys the adapter's values, name an adapter that has them as "
+            f"{what}: {'; '.join(differences)}. Give these keys the adapter's values, name an adapter that has them as "
             "adapter_name_or_path, or train a new one"
         )
 
 
-def _targeted(config: PeftConfig, base: Path) -> set[str]:
+def _adapted_layers(config: PeftConfig, base: Path) -> set[str]:
     """Return the names of the linear layers, without the head, that ``config`` adapts in the model ``base``."""
     described = AutoConfig.from_pretrained(base)
     if hasattr(described, "quantization_config"):

@@ -54,11 +54,11 @@ class PromptStream:
 
     def take(self, count: int) -> list[int]:
         """Return the next ``count`` row numbers."""
-        taken = [self._at(self.position + i) for i in range(count)]
+        rows = [self._row_at(self.position + i) for i in range(count)]
         self.position += count
-        return taken
+        return rows
 
-    def _at(self, position: int) -> int:
+    def _row_at(self, position: int) -> int:
         if position // self.rows != self._round:
             self._round = position // self.rows
             generator = torch.Generator().manual_seed(seed_of("dynamic sampling", self.seed, self._round))
@@ -108,18 +108,18 @@ def replace_groups(
     """
     if unknown := sorted(set(batch) - {*PADDED_LEFT, *PADDED_RIGHT, *ROWS, *SCALARS}):
         raise ValueError(f"dynamic_sampling does not know what to do with {unknown[0]!r} of the batch; turn it off")
-    to = [row for i, _ in pairs for row in _rows(i, num_generations)]
-    come_from = [row for _, j in pairs for row in _rows(j, num_generations)]
+    target_rows = [row for i, _ in pairs for row in _rows(i, num_generations)]
+    source_rows = [row for _, j in pairs for row in _rows(j, num_generations)]
     merged = dict(batch)
     for name in (*PADDED_LEFT, *PADDED_RIGHT, *ROWS):
         if name in batch:
-            ours, theirs = batch[name], fresh[name]
-            if ours.dim() == 2 and ours.shape[1] != theirs.shape[1]:
-                width, left = max(ours.shape[1], theirs.shape[1]), name in PADDED_LEFT
+            kept, new = batch[name], fresh[name]
+            if kept.dim() == 2 and kept.shape[1] != new.shape[1]:
+                width, left = max(kept.shape[1], new.shape[1]), name in PADDED_LEFT
                 value = pad_token_id if name in ("prompt_ids", "completion_ids") else 0
-                ours, theirs = _pad(ours, width, left, value), _pad(theirs, width, left, value)
-            merged[name] = ours.clone()
-            merged[name][to] = theirs[come_from]
+                kept, new = _pad(kept, width, left, value), _pad(new, width, left, value)
+            merged[name] = kept.clone()
+            merged[name][target_rows] = new[source_rows]
     return merged
 
 
@@ -136,13 +136,13 @@ def replace_logged(
     all processes were scored. The fresh rows are the last ones of ``after``. ``pairs`` are as in ``replace_groups``,
     numbered over all processes.
     """
-    for ours, theirs in _columns(before, after):
-        fresh = list(theirs)[-fresh_groups * num_generations :]
-        if len(fresh) < fresh_groups * num_generations or len(ours) < len(fresh):
+    for column, scored in _columns(before, after):
+        fresh = list(scored)[-fresh_groups * num_generations :]
+        if len(fresh) < fresh_groups * num_generations or len(column) < len(fresh):
             continue  # no reward has filled this column
         for i, j in pairs:
             for k in range(num_generations):
-                ours[i * num_generations + k] = fresh[j * num_generations + k]
+                column[i * num_generations + k] = fresh[j * num_generations + k]
 
 
 def _columns(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[deque[Any], deque[Any]]]:
@@ -166,45 +166,46 @@ def refill(trainer: "QerlGRPOTrainer", batch: dict[str, Any], groups: int) -> di
     whichever process needs them.
     """
     accelerator, size = trainer.accelerator, trainer.num_generations
-    ranks, first = accelerator.num_processes, accelerator.process_index * groups
-    equal = [i for i, informative in enumerate(informative_groups(trainer.judged, size).tolist()) if not informative]
-    dropped, tokens_before, rounds = len(equal), trainer.vllm_generation.tokens, 0
-    while equal and rounds < trainer.args.dynamic_sampling_max_rounds:
+    ranks, first_group = accelerator.num_processes, accelerator.process_index * groups
+    without_signal = [i for i, differs in enumerate(informative_groups(trainer.judged, size).tolist()) if not differs]
+    dropped, tokens_before, rounds = len(without_signal), trainer.vllm_generation.tokens, 0
+    while without_signal and rounds < trainer.args.dynamic_sampling_max_rounds:
         rounds += 1
-        needed, share = len(equal), -(-len(equal) // ranks)
+        needed, share = len(without_signal), -(-len(without_signal) // ranks)
         rows = trainer.stream.take(needed)
         rows += rows[-1:] * (share * ranks - needed)  # gathering needs equal sizes; these extra rows are not used
-        own = rows[accelerator.process_index * share :][:share]
-        inputs = [dict(trainer.train_dataset[row]) for row in own for _ in range(size)]
-        with _apart_from_logs(trainer) as fresh_logs:
+        local_rows = rows[accelerator.process_index * share :][:share]
+        inputs = [dict(trainer.train_dataset[row]) for row in local_rows for _ in range(size)]
+        with _logs_set_aside(trainer) as fresh_logs:
             fresh = trainer.score(inputs)
         informative = informative_groups(trainer.judged, size)[:needed].tolist()
-        usable = [j for j, teaches in enumerate(informative) if teaches]
-        pairs = list(zip(equal, usable, strict=False))
-        for source, part in enumerate(_of_all(fresh, ranks) if pairs else []):
-            moved = [(i - first, j - source * share) for i, j in pairs if j // share == source]
-            if mine := [(i, j) for i, j in moved if 0 <= i < groups]:
-                batch = replace_groups(batch, part, mine, size, trainer._tokenizer.pad_token_id)
-        equal = equal[len(pairs) :]
+        with_signal = [j for j, differs in enumerate(informative) if differs]
+        pairs = list(zip(without_signal, with_signal, strict=False))
+        for source, scored in enumerate(_gather_batches(fresh, ranks) if pairs else []):
+            from_source = [(i - first_group, j - source * share) for i, j in pairs if j // share == source]
+            if local_pairs := [(i, j) for i, j in from_source if 0 <= i < groups]:
+                batch = replace_groups(batch, scored, local_pairs, size, trainer._tokenizer.pad_token_id)
+        without_signal = without_signal[len(pairs) :]
         if trainer.log_completions:
             replace_logged(trainer._logs, fresh_logs, pairs, share * ranks, size)
-    for group in equal:
+    for group in without_signal:
         for row in _rows(group, size):
             trainer._logs["advantages"][row] = 0.0
-    filled = [row for group in equal if 0 <= group - first < groups for row in _rows(group - first, size)]
-    batch["advantages"][filled] = 0.0
+    local_groups = [group - first_group for group in without_signal if 0 <= group - first_group < groups]
+    filled_rows = [row for group in local_groups for row in _rows(group, size)]
+    batch["advantages"][filled_rows] = 0.0
     extra = torch.tensor([trainer.vllm_generation.tokens - tokens_before], device=accelerator.device)
     counts = {
-        "accepted_groups": groups * ranks - len(equal),
+        "accepted_groups": groups * ranks - len(without_signal),
         "dropped_groups": dropped,
-        "filled_groups": len(equal),
+        "filled_groups": len(without_signal),
         "extra_tokens": int(accelerator.gather(extra).sum()),
         "rounds": rounds,
     }
     for name, count in counts.items():
         trainer._metrics["train"][f"dynamic_sampling/{name}"].append(count)
     if counts["accepted_groups"] > 0:  # without any signal the loss is 0 whatever its divisor, so the masks may stay
-        batch["completion_mask"][filled] = 0
+        batch["completion_mask"][filled_rows] = 0
     batch["num_items_in_batch"] = accelerator.gather(mask_of(batch).sum()).sum()
     return batch
 
@@ -213,7 +214,7 @@ def _rows(group: int, size: int) -> range:
     return range(group * size, (group + 1) * size)
 
 
-def _of_all(fresh: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
+def _gather_batches(fresh: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
     """Return the fresh batches of all processes, in the order of their ranks."""
     if ranks == 1:
         return [fresh]
@@ -223,7 +224,7 @@ def _of_all(fresh: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def _apart_from_logs(trainer: "QerlGRPOTrainer") -> Iterator[dict[str, Any]]:
+def _logs_set_aside(trainer: "QerlGRPOTrainer") -> Iterator[dict[str, Any]]:
     """Keep what is scored inside the block out of the trainer's metrics and its table of completions.
 
     Metrics describe the prompts in the data set's order, without the bias of groups picked because their rewards

@@ -108,17 +108,17 @@ class Differences:
         """
         if self._sums is None:
             return {}
-        own = torch.cat([self._sums, self._largest.double(), self._smallest.double()[None]])
+        local = torch.cat([self._sums, self._largest.double(), self._smallest.double()[None]])
         self._sums = None
-        everywhere = gather(own[None])
-        delta, tokens, ratios, number = everywhere[:, :4].sum(dim=0).tolist()
+        gathered = gather(local[None])
+        delta, tokens, ratios, number = gathered[:, :4].sum(dim=0).tolist()
         if not tokens:
             return {}  # a difference of 0 would claim that engine and trainer agree
-        largest_delta, largest_ratio = everywhere[:, 4:6].amax(dim=0).tolist()
+        largest_delta, largest_ratio = gathered[:, 4:6].amax(dim=0).tolist()
         return {
             f"{PREFIX}sampling_logp_difference/mean": delta / tokens,
             f"{PREFIX}sampling_logp_difference/max": largest_delta,
-            f"{PREFIX}importance_sampling_ratio/min": everywhere[:, 6].min().item(),
+            f"{PREFIX}importance_sampling_ratio/min": gathered[:, 6].min().item(),
             f"{PREFIX}importance_sampling_ratio/mean": ratios / max(number, 1),
             f"{PREFIX}importance_sampling_ratio/max": largest_ratio,
         }

@@ -49,13 +49,13 @@ class LossForward:
         self.skips_silent_rows = may_skip and args.skip_silent_rows is not False
 
     @contextmanager
-    def learning_from(self, given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Open the block in which the loss of the micro-batch ``given`` is computed; yield the inputs that TRL gets.
+    def learning_from(self, micro_batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Open the block in which the loss of ``micro_batch`` is computed; yield the inputs that TRL gets.
 
         They hold the importance weights. Where a rollout serves one step, ``log_probabilities`` adds these later, from
         the loss's own forward.
         """
-        inputs = self._inputs = dict(given)
+        inputs = self._inputs = dict(micro_batch)
         # estimates the entropy of the sampling distribution, from all rows, also those that are left out
         sampled, mask = inputs["sampling_per_token_logps"], importance.mask_of(inputs).bool()
         self._means.add("sampling/entropy", -torch.where(mask, sampled, 0.0).sum(), mask.sum())

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 STAGES = ("weights", "adapter", "noise", "sampling")
 # the keys of a run's recipe that decide what is sampled and how it is computed
-TAKEN = {key for topic in ("weights and adapter", "noise", "data", "rewards", "rollouts") for key in TOPICS[topic]}
-TAKEN |= {
+USED_KEYS = {key for topic in ("weights and adapter", "noise", "data", "rewards", "rollouts") for key in TOPICS[topic]}
+USED_KEYS |= {
     "pack_tokens",
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
@@ -54,9 +54,9 @@ TAKEN |= {
     "use_cpu",
 }
 # TRL derives generation_batch_size from other keys; the adapter comes from the run, whatever the run started from
-TAKEN -= {"generation_batch_size", "adapter_name_or_path"}
-TAKEN -= {"vllm_mode", *server_keys.OF_A_SERVER}  # parts can be switched only in an engine in this process
-INSTEAD = {"report_to": "none", "save_strategy": "no", "gradient_checkpointing": False, "disable_tqdm": True}
+USED_KEYS -= {"generation_batch_size", "adapter_name_or_path"}
+USED_KEYS -= {"vllm_mode", *server_keys.OF_A_SERVER}  # parts can be switched only in an engine in this process
+OVERRIDES = {"report_to": "none", "save_strategy": "no", "gradient_checkpointing": False, "disable_tqdm": True}
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ class Sizes:
     @staticmethod
     def of(delta: torch.Tensor) -> "Sizes":
         """Compute the sizes of ``delta: (tokens,)``."""
-        size, wide = delta.abs().double(), delta.double()
-        found = (size.mean(), size.quantile(0.99), size.max(), (wide.expm1() - wide).mean())
-        return Sizes(*map(float, found))
+        size, signed = delta.abs().double(), delta.double()
+        values = (size.mean(), size.quantile(0.99), size.max(), (signed.expm1() - signed).mean())
+        return Sizes(*map(float, values))
 
 
 @dataclass(frozen=True)
@@ -140,16 +140,16 @@ def run(folder: Path, flags: Sequence[str] = (), problems: int = 16) -> int:
         saved.check_base(base_hash(local_folder(model.model_name_or_path, model.model_revision)))
         trainer = training_run.build(script, training, model)
         try:
-            found = measure(trainer, saved, problems)
-            there = len(trainer.train_dataset)
+            result = measure(trainer, saved, problems)
+            available = len(trainer.train_dataset)
         finally:
             trainer.vllm_generation.close()
     console = Console()
-    console.print(table(found, f"{saved.path}: {training.quantization}, noise_mode {training.noise_mode}"))
-    console.print(_reading(found, training), markup=False, highlight=False)
-    if there < problems:
-        line = f"The training set has {there} problems, fewer than the {problems} asked for: this is of those {there}."
-        console.print(line, markup=False, highlight=False)
+    console.print(table(result, f"{saved.path}: {training.quantization}, noise_mode {training.noise_mode}"))
+    console.print(_reading(result, training), markup=False, highlight=False)
+    if available < problems:
+        line = f"The training set has {available} problems, fewer than the {problems} asked for: this is of those "
+        console.print(f"{line}{available}.", markup=False, highlight=False)
     return 0
 
 
@@ -165,19 +165,21 @@ def measure(trainer: "QerlGRPOTrainer", saved: AdapterFolder, problems: int) -> 
     sigma = 0.0 if training.noise_mode == "none" else float(training.sigma_start or 0.0)
     sampled, temperature = sides.sample(sigma), trainer.temperature
     states = [(False, 0.0), (True, 0.0), *([(True, sigma)] if sigma else [])]
-    engine = [sides.engine(adapted, noise) for adapted, noise in states]
-    ours = [sides.trainer(adapted, noise, 1.0) for adapted, noise in states]
+    engine_logps = [sides.engine(adapted, noise) for adapted, noise in states]
+    trainer_logps = [sides.trainer(adapted, noise, 1.0) for adapted, noise in states]
     if not sigma:
-        engine, ours = [*engine, engine[-1]], [*ours, ours[-1]]
-    engine.append(sampled)
-    ours.append(sides.trainer(True, sigma, temperature))
-    deltas = [t - e for t, e in zip(ours, engine, strict=True)]
+        engine_logps, trainer_logps = [*engine_logps, engine_logps[-1]], [*trainer_logps, trainer_logps[-1]]
+    engine_logps.append(sampled)
+    trainer_logps.append(sides.trainer(True, sigma, temperature))
+    deltas = [t - e for t, e in zip(trainer_logps, engine_logps, strict=True)]
     parts = []
     for i, name in enumerate(STAGES):
         added = deltas[i] - deltas[i - 1] if i else deltas[i]
         ratio: tuple[float, float] | tuple[()] = ()
         if name in ("adapter", "noise"):
-            ratio = _ratio(engine[i] - engine[i - 1], ours[i] - ours[i - 1], sides.lengths())
+            ratio = _ratio(
+                engine_logps[i] - engine_logps[i - 1], trainer_logps[i] - trainer_logps[i - 1], sides.lengths()
+            )
         parts.append(Part(name, Sizes.of(deltas[i]), Sizes.of(added), *ratio))
     return Mismatch(tuple(parts), len(sampled), sigma, tuple(narrowing(training)))
 
@@ -237,29 +239,29 @@ class _Sides:
         before, trainer.temperature = trainer.temperature, temperature
         size = args.per_device_train_batch_size
         pairs = list(zip(self._prompts, self._completions, strict=True))
-        found = []
+        logps_per_batch = []
         try:
             with nullcontext() if adapted else policy.disable_adapter():
                 for first in range(0, len(pairs), size):
                     ids, mask, width = _padded(pairs[first : first + size], trainer)
                     logps = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, width)[0]
-                    found.append(logps[mask[:, -width:].bool()].float().cpu())
+                    logps_per_batch.append(logps[mask[:, -width:].bool()].float().cpu())
         finally:
             trainer.temperature = before
-        return torch.cat(found)
+        return torch.cat(logps_per_batch)
 
 
 def _recipe(saved: AdapterFolder, flags: Sequence[str], scratch: Path) -> tuple[Any, GRPOConfig, Any]:
     if not saved.recipe:
         raise ValueError(f"{saved.path} does not say by which recipe it was trained; name a run of qerl train")
-    content = {key: value for key, value in saved.recipe.items() if key in TAKEN and value is not None}
+    content = {key: value for key, value in saved.recipe.items() if key in USED_KEYS and value is not None}
     if (
         content.get("noise_mode") == "none"
     ):  # it is recorded with sigmas of 0, which flags that ask for noise contradict
         content = {
             key: value for key, value in content.items() if key not in ("sigma_start", "sigma_end", "num_stages")
         }
-    content |= {**INSTEAD, "output_dir": str(scratch / "run")}
+    content |= {**OVERRIDES, "output_dir": str(scratch / "run")}
     file = scratch / "recipe.yaml"
     file.write_text(yaml.safe_dump(content), encoding="utf-8")
     return parse(["--config", str(file), *flags])
@@ -309,16 +311,16 @@ def _slope(xx: float, yy: float, xy: float) -> float | None:
     return (yy - xx + math.hypot(yy - xx, 2 * xy)) / (2 * xy) if xy else None
 
 
-def table(found: Mismatch, title: str) -> Table:
+def table(result: Mismatch, title: str) -> Table:
     """Return the table for the terminal."""
     # without rules between columns and with two-line headers every word fits into 80 columns
     view = Table(
-        title=f"{title}, {found.tokens} tokens", title_justify="left", box=box.SIMPLE, show_edge=False, padding=0
+        title=f"{title}, {result.tokens} tokens", title_justify="left", box=box.SIMPLE, show_edge=False, padding=0
     )
     view.add_column("parts on", overflow="fold")
     for column in ("mean\n|delta|", "p99", "max", "KL, k3", "it adds:\nmean", "p99", "max", "engine /\ntrainer"):
         view.add_column(column, justify="right", overflow="fold")
-    for i, part in enumerate(found.parts):
+    for i, part in enumerate(result.parts):
         stage, added = part.stage, part.added
         numbers = [stage.mean, stage.p99, stage.largest, stage.kl, added.mean, added.p99, added.largest]
         ratio = "" if part.ratio is None else f"{part.ratio:.4f} ± {part.ratio_error:.4f}"
@@ -326,7 +328,7 @@ def table(found: Mismatch, title: str) -> Table:
     return view
 
 
-def _reading(found: Mismatch, training: GRPOConfig) -> str:
+def _reading(result: Mismatch, training: GRPOConfig) -> str:
     """Explain what the rows measure in this run, and which differences are in them on purpose."""
     lines = [
         "delta: log p of the trainer minus that of the engine, in nats, on tokens that the engine has sampled. A row "
@@ -334,15 +336,15 @@ def _reading(found: Mismatch, training: GRPOConfig) -> str:
         "are of another policy than the row's.",
         "weights: the base alone, one pass, temperature 1; adapter: with trained norms, if any;",
     ]
-    where = {"none": "none in this run", "shared": f"sigma {found.sigma:g} on both sides"}
-    said = where.get(
-        str(training.noise_mode), f"sigma {found.sigma:g} in the engine alone, as {training.noise_mode} is"
+    where = {"none": "none in this run", "shared": f"sigma {result.sigma:g} on both sides"}
+    noise = where.get(
+        str(training.noise_mode), f"sigma {result.sigma:g} in the engine alone, as {training.noise_mode} is"
     )
-    lines[-1] += f" noise: {said};"
+    lines[-1] += f" noise: {noise};"
     lines[-1] += f" sampling: token by token, temperature {training.temperature:g}, as logp_mismatch."
-    if found.cut:
+    if result.cut:
         lines.append(
-            f"sampling is cut by {', '.join(found.cut)}: the engine's log-probabilities are of what is left "
+            f"sampling is cut by {', '.join(result.cut)}: the engine's log-probabilities are of what is left "
             "(processed_logprobs), the trainer's of the whole, and the row has that difference in it."
         )
     return "\n".join(lines)

@@ -39,31 +39,31 @@ def _optimizer(training: GRPOConfig) -> Iterator[str]:
 
 
 def _trackers(training: GRPOConfig) -> Iterator[str]:
-    here = {*get_available_reporting_integrations(), "flyte"}  # transformers has no check of flyte
+    installed = {*get_available_reporting_integrations(), "flyte"}  # transformers has no check of flyte
     for name in training.report_to or ():
         if name not in INTEGRATION_TO_CALLBACK:
             yield f"report_to cannot be {name!r}; it is one of none, {', '.join(INTEGRATION_TO_CALLBACK)}"
-        elif name not in here:
+        elif name not in installed:
             yield f"report_to: {name} is not installed; pip install {name}, or use --report_to none"
 
 
 def _hub(training: GRPOConfig) -> Iterator[str]:
     """Yield why the hub would not take what the recipe sends there; the main process has it verify the token."""
     if training.push_to_hub:
-        key, without = "push_to_hub", "without a push: --push_to_hub false"
+        key, way_out = "push_to_hub", "without a push: --push_to_hub false"
     elif training.log_completions_hub_repo is not None:
-        key, without = "log_completions_hub_repo", "leave it out"
+        key, way_out = "log_completions_hub_repo", "leave it out"
     else:
         return
     token = training.hub_token or huggingface_hub.get_token()
     if huggingface_hub.constants.HF_HUB_OFFLINE:
-        yield f"{key}: HF_HUB_OFFLINE is set, so that nothing can be pushed; unset it, or {without}"
+        yield f"{key}: HF_HUB_OFFLINE is set, so that nothing can be pushed; unset it, or {way_out}"
     elif token is None:
-        yield f"{key} needs a token of the Hugging Face hub: hf auth login, or hub_token; {without}"
+        yield f"{key} needs a token of the Hugging Face hub: hf auth login, or hub_token; {way_out}"
     elif training.process_index == 0:
         try:
             huggingface_hub.HfApi(token=token).whoami()
         except (httpx.HTTPError, OSError) as error:
             first = str(error).strip().partition("\n")[0]
-            place = huggingface_hub.constants.ENDPOINT
-            yield f"{key}: {place} does not take this token ({first}); check token and network, or {without}"
+            endpoint = huggingface_hub.constants.ENDPOINT
+            yield f"{key}: {endpoint} does not take this token ({first}); check token and network, or {way_out}"

@@ -30,8 +30,8 @@ def equal_groups(per_reward: torch.Tensor, weights: torch.Tensor, num_generation
         columns = [judged_by(per_reward, weights, (), TOTAL)]
     else:
         columns = [per_reward[:, i] for i, weight in enumerate(weights.tolist()) if weight]
-    teaches = torch.stack([informative_groups(column, num_generations) for column in columns]).any(dim=0)
-    return 1 - teaches.float().mean().item()
+    has_signal = torch.stack([informative_groups(column, num_generations) for column in columns]).any(dim=0)
+    return 1 - has_signal.float().mean().item()
 
 
 def is_stopped(ids: Sequence[int], text: str, generation_kwargs: Mapping[str, Any]) -> bool:
@@ -45,13 +45,15 @@ def correct(trainer: "QerlGRPOTrainer", batch: Mapping[str, torch.Tensor]) -> No
     """Replace TRL's two figures by ours; ``batch`` is what this process has scored last."""
     metrics = trainer._metrics["train" if trainer.model.training else "eval"]
     metrics["frac_reward_zero_std"][-1] = trainer.equal_groups
-    given = trainer.args.generation_kwargs or {}
-    if not given.get("stop") and not given.get("stop_token_ids"):
+    generation_kwargs = trainer.args.generation_kwargs or {}
+    if not generation_kwargs.get("stop") and not generation_kwargs.get("stop_token_ids"):
         return
-    ends, tokenizer = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}, trainer._tokenizer
+    end_tokens, tokenizer = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}, trainer._tokenizer
     # masks are those of whole completions: these keys are refused together with mask_truncated_completions
     padded = zip(batch["completion_ids"], batch["completion_mask"], strict=True)
     rows = [ids[mask.bool()].tolist() for ids, mask in padded]
-    cut = [ids[-1] not in ends and not is_stopped(ids, tokenizer.decode(ids), given) for ids in rows]
-    everywhere = trainer.accelerator.gather(torch.tensor(cut, device=batch["completion_ids"].device))
-    metrics["completions/clipped_ratio"][-1] = everywhere.float().mean().item()
+    is_cut = [
+        ids[-1] not in end_tokens and not is_stopped(ids, tokenizer.decode(ids), generation_kwargs) for ids in rows
+    ]
+    gathered = trainer.accelerator.gather(torch.tensor(is_cut, device=batch["completion_ids"].device))
+    metrics["completions/clipped_ratio"][-1] = gathered.float().mean().item()

@@ -44,11 +44,11 @@ def main(argv: Sequence[str]) -> None:
         _train(script, training, model_config)
     except KeyboardInterrupt:
         if training is None or training.process_index == 0:
-            print(f"\nstopped by Ctrl-C; {_kept(training)}", file=sys.stderr)
+            print(f"\nstopped by Ctrl-C; {_what_is_kept(training)}", file=sys.stderr)
         raise SystemExit(130) from None
 
 
-def _kept(training: "GRPOConfig | None") -> str:
+def _what_is_kept(training: "GRPOConfig | None") -> str:
     """Say what an interrupted run leaves; ``training`` is None if its recipe had not been read yet."""
     if training is None:
         return "nothing has begun"
@@ -70,7 +70,7 @@ def _train(script: "ScriptArguments", training: "GRPOConfig", model_config: "Mod
             print("torch sees no CUDA GPU: this runs on the CPU (use_cpu: true, bf16: false)", file=sys.stderr)
         print(adapter_line(script, model_config), file=sys.stderr)
     plan = plan_memory(script, training, model_config)
-    with _alone(training):
+    with _locked_output_dir(training):
         resumed = starting_point(training.output_dir, training.resume_from_checkpoint)
         if resumed is not None and _has_ended(resumed, script, training, model_config):
             if training.process_index == 0:
@@ -105,18 +105,18 @@ def _has_ended(resumed: Path, script: "ScriptArguments", training: "GRPOConfig",
     from qerl_recipes.files.run_state import LAST
     from qerl_recipes.train.saving import is_finished
 
-    found = run_state.read_state(resumed)
-    run_state.check_recipe(found, recorded(script, training, model_config), resumed)
+    state = run_state.read_state(resumed)
+    run_state.check_recipe(state, recorded(script, training, model_config), resumed)
     if not is_finished(resumed, training):
         return False
     try:
-        return run_state.read_state(Path(training.output_dir) / LAST).step == found.step
+        return run_state.read_state(Path(training.output_dir) / LAST).step == state.step
     except run_state.CheckpointMismatch:
         return False
 
 
 @contextlib.contextmanager
-def _alone(training: "GRPOConfig") -> Iterator[None]:
+def _locked_output_dir(training: "GRPOConfig") -> Iterator[None]:
     """Hold a lock on the run's output_dir while the block runs; only the run's first process takes it.
 
     A folder that this created is removed if it stays empty. Raises ConfigError if another run holds the lock.
@@ -231,11 +231,11 @@ def assemble(
     adapter: "PeftConfig | Path",
     dtype: "torch.dtype",
     attn_implementation: str | None = None,
-    **of_the_trainer: Any,
+    **trainer_arguments: Any,
 ) -> "QerlGRPOTrainer":
     """Build engine, model and trainer on the folder ``base``, in this order: the model may share the engine's weights.
 
-    ``adapter`` is the config of a new adapter, or the folder of one to continue from. ``of_the_trainer`` are further
+    ``adapter`` is the config of a new adapter, or the folder of one to continue from. ``trainer_arguments`` are further
     arguments of QerlGRPOTrainer. If a later part fails, the engine is shut down.
     """
     from peft import PeftConfig, PeftModel
@@ -246,16 +246,16 @@ def assemble(
     from qerl_recipes.train.trainer import QerlGRPOTrainer
 
     config = adapter if isinstance(adapter, PeftConfig) else PeftConfig.from_pretrained(str(adapter))
-    begins_from = None if config is adapter else open_adapter(adapter).sha256()
-    start: StartEngine = find("qerl_rollout_engines", training.rollout_engine)
-    made: list[QerlGRPOTrainer] = []
+    start_hash = None if config is adapter else open_adapter(adapter).sha256()
+    start_engine: StartEngine = find("qerl_rollout_engines", training.rollout_engine)
+    built: list[QerlGRPOTrainer] = []
     with contextlib.ExitStack() as on_failure:
-        engine = start(
+        engine = start_engine(
             str(base),
             training,
             rank=config.r,
             dtype=dtype,
-            snapshot=lambda: made[0].snapshot(),
+            snapshot=lambda: built[0].snapshot(),
             accelerator=training.distributed_state,
         )
         on_failure.callback(engine.close)
@@ -270,10 +270,10 @@ def assemble(
         if config is not adapter:
             policy = PeftModel.from_pretrained(policy, str(adapter), is_trainable=True)
             norms.load_norms(policy, adapter)
-        of_the_trainer |= {"peft_config": config if config is adapter else None, "start": begins_from}
-        made.append(QerlGRPOTrainer(policy, args=training, engine=engine, base=base, **of_the_trainer))
+        trainer_arguments |= {"peft_config": config if config is adapter else None, "start": start_hash}
+        built.append(QerlGRPOTrainer(policy, args=training, engine=engine, base=base, **trainer_arguments))
         on_failure.pop_all()
-    return made[0]
+    return built[0]
 
 
 def finish(trainer: "QerlGRPOTrainer") -> None:
@@ -302,8 +302,8 @@ class _Stop:
 
         accelerator = self._trainer.accelerator
         if accelerator.num_processes > 1:
-            told = torch.tensor([int(self.requested)], device=accelerator.device)
-            self.requested = bool(accelerator.gather(told).max())
+            requested = torch.tensor([int(self.requested)], device=accelerator.device)
+            self.requested = bool(accelerator.gather(requested).max())
         return self.requested
 
     def message(self) -> str:

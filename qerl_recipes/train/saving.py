@@ -79,25 +79,25 @@ class RunFiles:
         trainer, step = self._trainer, 0
         folder = run_state.starting_point(trainer.args.output_dir, resume_from_checkpoint)
         if folder is not None:
-            found = run_state.read_state(folder)
-            run_state.check_continues(found, self.run, self._recipe, folder)
-            if found.step % trainer.steps_per_rollout and not is_finished(folder, trainer.args):
+            state = run_state.read_state(folder)
+            run_state.check_continues(state, self.run, self._recipe, folder)
+            if state.step % trainer.steps_per_rollout and not is_finished(folder, trainer.args):
                 raise run_state.CheckpointMismatch(
                     f"{folder} is of a run that ended in the middle of a rollout, each of which serves "
                     f"{trainer.steps_per_rollout} steps, and cannot be made longer from there; resume from an earlier "
                     f"checkpoint. {run_state.ANOTHER_RUN}"
                 )
-            step, trainer.stream.position = found.step, found.stream
-            self._seconds_before = found.seconds
-            self._versions_before = found.adapter_version - trainer.vllm_generation.version
+            step, trainer.stream.position = state.step, state.stream
+            self._seconds_before = state.seconds
+            self._versions_before = state.adapter_version - trainer.vllm_generation.version
         self._began = time.monotonic()
         if trainer.is_world_process_zero():
-            left = None
+            moved_to = None
             if folder is not None:
-                left = run_state.leave_later(trainer.args.output_dir, step, trainer.recorder.file.path)
-            if left is not None:
+                moved_to = run_state.leave_later(trainer.args.output_dir, step, trainer.recorder.file.path)
+            if moved_to is not None:
                 print(
-                    f"going back to step {step}: what was saved later, with its metrics, lies in {left} now",
+                    f"going back to step {step}: what was saved later, with its metrics, lies in {moved_to} now",
                     file=sys.stderr,
                 )
             trainer.recorder.file.restart(step)
@@ -110,7 +110,7 @@ class RunFiles:
         """
         self._check_weights()
         if self._trainer.is_world_process_zero():
-            with _explained(f"the adapter {folder}", Path(folder)), self._becomes(Path(folder)):
+            with _explaining_failure(f"the adapter {folder}", Path(folder)), self._becomes(Path(folder)):
                 with whole_folder(folder, overwrite=True, proof=run_state.STATE_FILE) as partial:
                     self.write_adapter(partial)
                     run_state.write_state(partial, self.state())
@@ -154,9 +154,9 @@ class RunFiles:
         final, is_main = run_folder / f"checkpoint-{step}", trainer.is_world_process_zero()
         with contextlib.ExitStack() as stack:
             if is_main:
-                stack.enter_context(_explained(str(final), final))
+                stack.enter_context(_explaining_failure(str(final), final))
                 self._staging = stack.enter_context(whole_folder(final, overwrite=True, proof=run_state.STATE_FILE))
-            self._staging = _same_everywhere(self._staging)
+            self._staging = _broadcast(self._staging)
             stack.callback(setattr, self, "_staging", None)
             stack.enter_context(self._becomes(final))
             write()
@@ -216,11 +216,11 @@ def load_adapter(model: PeftModel, folder: str | Path) -> None:
     CheckpointMismatch, before anything is changed, if the adapter has another rank or other modules.
     """
     tensors = load_file(Path(folder) / TENSORS)
-    own = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
-    found, expected = ({name: tensor.shape for name, tensor in of.items()} for of in (tensors, own))
-    if wrong := [name for name in sorted({**found, **expected}) if found.get(name) != expected.get(name)]:
+    own_tensors = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
+    shapes, own_shapes = ({name: tensor.shape for name, tensor in named.items()} for named in (tensors, own_tensors))
+    if misfits := [name for name in sorted({**shapes, **own_shapes}) if shapes.get(name) != own_shapes.get(name)]:
         raise run_state.CheckpointMismatch(
-            f"{folder}: its adapter does not fit this run ({wrong[0]}); use the same lora_r and lora_target_modules"
+            f"{folder}: its adapter does not fit this run ({misfits[0]}); use the same lora_r and lora_target_modules"
         )
     set_peft_model_state_dict(model, tensors, adapter_name=ADAPTER)
     norms.load_norms(model, folder)
@@ -247,14 +247,14 @@ def _on_a_cpu(storage: torch.UntypedStorage, location: str) -> torch.UntypedStor
 torch.serialization.register_package(15, lambda storage: None, _on_a_cpu)
 
 
-def _same_everywhere(value: Any) -> Any:
+def _broadcast(value: Any) -> Any:
     holder = [value]
     broadcast_object_list(holder, from_process=0)
     return holder[0]
 
 
 @contextlib.contextmanager
-def _explained(what: str, folder: Path) -> Iterator[None]:
+def _explaining_failure(what: str, folder: Path) -> Iterator[None]:
     """Turn any library's failure to write ``what`` into an OSError that names the free space and the way out.
 
     ``folder`` is where ``what`` is to be saved; earlier checkpoints are untouched.
@@ -262,8 +262,8 @@ def _explained(what: str, folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
-        there = next(parent for parent in folder.absolute().parents if parent.is_dir())
-        free = shutil.disk_usage(there).free
+        existing = next(parent for parent in folder.absolute().parents if parent.is_dir())
+        free = shutil.disk_usage(existing).free
         raise OSError(
             f"{what} could not be saved: {error} ({free / 2**20:.0f} MiB free). Earlier checkpoints are untouched; "
             "make room and resume from the last one"

@@ -28,14 +28,14 @@ def measured(
     """
     if "old_per_token_logps" not in inputs:
         return {}
-    change, here = (logps - inputs["old_per_token_logps"]).abs(), computed(inputs)
-    found = {DIFFERENCE: (torch.where(here, change, 0.0).sum(), here.sum())}
+    change, is_computed = (logps - inputs["old_per_token_logps"]).abs(), computed(inputs)
+    metrics = {DIFFERENCE: (torch.where(is_computed, change, 0.0).sum(), is_computed.sum())}
     if args.loss_type not in CLIPPING_LOSSES:
-        return found
+        return metrics
     ratio, advantages = log_ratio(logps, inputs, args).exp(), inputs["advantages"][:, None]  # (B, C or 1), (B, 1)
     counted = torch.ones_like(ratio) if args.importance_sampling_level == "sequence" else mask_of(inputs)
     above = args.epsilon if args.epsilon_high is None else args.epsilon_high
     if args.delta is not None:
         ratio = ratio.clamp(max=args.delta)
     clipped = ((ratio < 1 - args.epsilon) & (advantages < 0)) | ((ratio > 1 + above) & (advantages > 0))
-    return {**found, CLIPPED: ((clipped * counted).sum(), counted.sum())}
+    return {**metrics, CLIPPED: ((clipped * counted).sum(), counted.sum())}

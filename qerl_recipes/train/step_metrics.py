@@ -75,10 +75,10 @@ class StepMeans:
         names = sorted(self._sums)
         if not names:
             return {}
-        own = torch.stack([self._sums[name].to(device) for name in names])[None]  # (1, names, 2)
+        local = torch.stack([self._sums[name].to(device) for name in names])[None]  # (1, names, 2)
         self._sums = {}
-        everywhere = gather(own).sum(dim=0).tolist()
-        return {name: total / number for name, (total, number) in zip(names, everywhere, strict=True) if number}
+        gathered = gather(local).sum(dim=0).tolist()
+        return {name: total / number for name, (total, number) in zip(names, gathered, strict=True) if number}
 
 
 class StepRecorder(TrainerCallback):
@@ -117,8 +117,8 @@ class StepRecorder(TrainerCallback):
 
     def take_gradients(self, grad_norm: float) -> None:
         """Set the step's loss and gradient norm once its micro-batches are done; every process must call this."""
-        own = torch.as_tensor(self._own_loss, dtype=torch.float32, device=self._trainer.accelerator.device)
-        self.loss, self.grad_norm = float(self._trainer.accelerator.gather(own).mean()), grad_norm
+        local_loss = torch.as_tensor(self._own_loss, dtype=torch.float32, device=self._trainer.accelerator.device)
+        self.loss, self.grad_norm = float(self._trainer.accelerator.gather(local_loss).mean()), grad_norm
 
     def on_train_begin(self, args: GRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if args.save_steps < 1:  # a share of all steps; the number that transformers made of it may be in mid-rollout
@@ -161,9 +161,9 @@ class StepRecorder(TrainerCallback):
         for name, values in metrics.items():
             added = values[self._lengths.get(name, 0) :]
             new = [value for value in added if value is not None and not math.isnan(value)]  # TRL's log drops these too
-            if new and (ours := _ours(name)) is not None:
+            if new and (key := _our_name(name)) is not None:
                 mean = sum(new) / len(new)
-                record[ours] = round(mean) if ours in COUNTS else mean
+                record[key] = round(mean) if key in COUNTS else mean
         self._last |= {name: record[name] for name in STILL_TRUE if name in record}
         if trainer.is_world_process_zero():
             self.file.append({**self._last, **record})
@@ -179,9 +179,9 @@ class StepRecorder(TrainerCallback):
         if self._silent == SILENT_ROLLOUTS and not self._has_warned:
             self._has_warned = True
             means = {name.split("/")[1]: mean for name, mean in record.items() if name.endswith("/mean")}
-            given = ", ".join(f"{name} {mean:g}" for name, mean in means.items())
-            why = f"no group had rewards that differ (means of the last rollout: {given}); compare a completion with "
-            why += "what these rewards want (log_completions: true)"
+            means_line = ", ".join(f"{name} {mean:g}" for name, mean in means.items())
+            why = f"no group had rewards that differ (means of the last rollout: {means_line}); compare a completion "
+            why += "with what these rewards want (log_completions: true)"
             if all_cut:
                 why = "all completions were cut off, and mask_truncated_completions leaves them out; raise "
                 why += f"max_completion_length ({self._trainer.args.max_completion_length})"
@@ -201,7 +201,7 @@ class StepRecorder(TrainerCallback):
             self.file.append({"step": state.global_step, f"{EVALUATION}problems": problems, **found})
 
 
-def _ours(name: str) -> str | None:
+def _our_name(name: str) -> str | None:
     """Return our name for one of TRL's metrics; None if metrics.jsonl does not keep it."""
     return name if name.startswith("rewards/") or name.endswith("_tokens_per_s") else NAMES.get(name)
 
@@ -210,7 +210,7 @@ def evaluation_of(logs: Mapping[str, float]) -> dict[str, float]:
     """Return the figures of an evaluation in TRL's ``logs`` under our names; empty for a log of training."""
     if f"{HF_EVALUATION}reward" not in logs:
         return {}
-    kept = {_ours(name.removeprefix(HF_EVALUATION)): value for name, value in logs.items() if HF_EVALUATION in name}
+    kept = {_our_name(name.removeprefix(HF_EVALUATION)): value for name, value in logs.items() if HF_EVALUATION in name}
     return {f"{EVALUATION}{name}": value for name, value in kept.items() if name is not None}
 
 

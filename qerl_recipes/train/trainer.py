@@ -234,12 +234,12 @@ class QerlGRPOTrainer(GRPOTrainer):
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         is_training = self.model.training
-        with self.loss_forward.learning_from(inputs) if is_training else nullcontext(inputs) as given:
+        with self.loss_forward.learning_from(inputs) if is_training else nullcontext(inputs) as loss_inputs:
             for block in self._keeping:  # each rollout and the start of training turn checkpointing on in all blocks
                 block.gradient_checkpointing = False
-            loss = super().compute_loss(model, given, *args, **kwargs)
+            loss = super().compute_loss(model, loss_inputs, *args, **kwargs)
         if is_training:
-            self.recorder.add(loss, given)
+            self.recorder.add(loss, loss_inputs)
         return loss
 
     @profiling_decorator
@@ -254,8 +254,8 @@ class QerlGRPOTrainer(GRPOTrainer):
         **others: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         batch = (model, input_ids, attention_mask, logits_to_keep)
-        theirs = super()._get_per_token_logps_and_entropies
-        padded = functools.partial(theirs, *batch, batch_size, compute_entropy, **others)
+        trl_forward = super()._get_per_token_logps_and_entropies
+        padded = functools.partial(trl_forward, *batch, batch_size, compute_entropy, **others)
         return self.loss_forward.log_probabilities(*batch, wants_entropy=compute_entropy, padded=padded)
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:

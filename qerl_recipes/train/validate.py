@@ -61,13 +61,13 @@ def validate(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) 
         raise ConfigError(f"{CANNOT_RUN}:\n" + "\n".join(f"  - {problem}" for problem in problems))
     if "wandb" not in (training.report_to or ()):
         keys = ("wandb_entity", "wandb_project", "wandb_run_group")
-        if unheard := [key for key in keys if getattr(training, key) is not None]:
+        if without_effect := [key for key in keys if getattr(training, key) is not None]:
             warnings.warn(
-                f"{', '.join(unheard)}: without effect, for report_to has no wandb; add it, or remove them",
+                f"{', '.join(without_effect)}: without effect, for report_to has no wandb; add it, or remove them",
                 stacklevel=2,
             )
-    if unheard := list(server_keys.without_effect(training)):
-        warnings.warn("; ".join(unheard), stacklevel=2)
+    if without_effect := list(server_keys.without_effect(training)):
+        warnings.warn("; ".join(without_effect), stacklevel=2)
     if narrows := list(narrowing(training)):
         weights = "correct for it" if training.vllm_importance_sampling_correction else "are off"
         warnings.warn(
@@ -105,9 +105,11 @@ def narrowing(training: GRPOConfig) -> Iterator[str]:
         "repetition_penalty": training.repetition_penalty != 1,
         "vllm_structured_outputs_regex": training.vllm_structured_outputs_regex is not None,
     }
-    yield from (f"{key}: {getattr(training, key)}" for key, does in narrows.items() if does)
-    given = training.generation_kwargs or {}
-    yield from (f"generation_kwargs: {key}" for key in sorted(given) if key in {*NARROWING, "structured_outputs"})
+    yield from (f"{key}: {getattr(training, key)}" for key, narrow in narrows.items() if narrow)
+    generation_kwargs = training.generation_kwargs or {}
+    yield from (
+        f"generation_kwargs: {key}" for key in sorted(generation_kwargs) if key in {*NARROWING, "structured_outputs"}
+    )
 
 
 def _choices(training: GRPOConfig) -> Iterator[str]:
@@ -276,10 +278,10 @@ def _sampling(training: GRPOConfig) -> Iterator[str]:
         from vllm import SamplingParams
         from vllm.exceptions import VLLMValidationError
 
-        found = sampling_parameters(training).items()
-        given = {name: value for name, value in found if name not in {*OURS, "structured_outputs"}}
+        parameters = sampling_parameters(training).items()
+        own_parameters = {name: value for name, value in parameters if name not in {*OURS, "structured_outputs"}}
         try:
-            SamplingParams(**given, max_tokens=training.max_completion_length)
+            SamplingParams(**own_parameters, max_tokens=training.max_completion_length)
         except (TypeError, ValueError, VLLMValidationError) as error:
             yield f"{', '.join(sorted(KEYS))}, generation_kwargs: vLLM takes no such SamplingParams: {error}"
 
@@ -356,13 +358,13 @@ def _data_and_rewards(script: ScriptArguments, training: GRPOConfig) -> Iterator
             f"reward_weights has {len(weights)} numbers for {len(script.reward_funcs)} reward_funcs; give "
             f"one each, as --reward_weights {' '.join(['1.0'] * len(script.reward_funcs))}"
         )
-    found = {}
+    resolved = {}
     for name in script.reward_funcs:
         try:
-            found[name] = rewards.resolve([name], script)[0]
+            resolved[name] = rewards.resolve([name], script)[0]
         except ValueError as error:
             yield str(error)
-    names = [getattr(found[name], "__name__", "") for name in script.reward_funcs if name in found]
+    names = [getattr(resolved[name], "__name__", "") for name in script.reward_funcs if name in resolved]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         yield (
             f"reward_funcs: {', '.join(twice)} is the name of several, whose means would be mixed in "
@@ -382,7 +384,7 @@ def _data_and_rewards(script: ScriptArguments, training: GRPOConfig) -> Iterator
         splits["held-out"] = held_out
     for split, rows in splits.items():
         yield from _unusable_columns(split, rows)
-    for name, reward in found.items():
+    for name, reward in resolved.items():
         for split, rows in splits.items():
             if missing := sorted(rewards.required_columns(reward) - set(rows.column_names)):
                 rename = json.dumps({"columns": {"OLD": missing[0]}})
