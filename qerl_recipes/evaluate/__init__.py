@@ -1,1 +1,1 @@
-"""Accuracy with intervals, and the report of a run."""
+"""Measures the accuracy of a policy with confidence intervals, and writes the report of a run."""

@@ -1,6 +1,6 @@
-"""Asking an engine the problems of some benchmarks, and judging what it answers.
+"""Sends the problems of benchmarks to an engine and judges its answers.
 
-No answer is kept from one run for the next, as lighteval would do by the model's name: an adapter that is trained again
+Answers are not cached between runs. lighteval caches them by the model's name, and an adapter that is trained again
 keeps its name.
 """
 
@@ -23,9 +23,10 @@ from qerl_vllm_plugin.noise import seed_of
 
 @dataclass(frozen=True)
 class Judged:
-    """One problem: what was asked, the answers, which of them are right, and which ended at the limit of length.
+    """One problem with its prompt, its gold answer and the policy's judged answers.
 
-    ``share`` of the answers is right; ``vote`` says whether the one that most agree on is.
+    ``right`` says which answers are right, and ``cut`` says which ended at the length limit. ``share`` is the fraction
+    of right answers. ``vote`` says whether the majority answer is right.
     """
 
     problem: str
@@ -48,10 +49,12 @@ class _Prompt:
 def ask(
     llm: LLM, request: LoRARequest | None, benchmarks: Sequence[Benchmark], sampling: Sampling, label: str
 ) -> dict[str, list[Judged]]:
-    """Every problem of every benchmark, answered by the policy that the engine serves now, judged, in their order.
+    """Answer all problems with the policy that the engine serves now, and return the judged answers by benchmark.
 
-    ``label`` names the policy in the progress bar. Raises ValueError, before anything is generated, for a prompt that
-    leaves no room for an answer and for a chat template that there is none of.
+    The problems of each benchmark keep their order. ``label`` names the policy in the progress bar.
+
+    Raises ValueError before anything is generated if a prompt leaves no room for an answer. The same holds if
+    ``sampling`` asks for a chat template and there is none.
     """
     length = llm.llm_engine.model_config.max_model_len
     prompts = {benchmark.name: _prompts(benchmark.problems, llm.get_tokenizer(), sampling) for benchmark in benchmarks}
@@ -80,8 +83,10 @@ def ask(
 
 
 def check(tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> None:
-    """Raise ValueError for a chat template that is not there or leaves the problem out, and for sampling parameters
-    that vLLM does not take."""
+    """Raise ValueError for an unusable chat template, or for sampling parameters that vLLM rejects.
+
+    A chat template is unusable if it is missing or leaves the problem out of the prompt.
+    """
     if uses_template(tokenizer, sampling):
         system = [{"role": "system", "content": sampling.system_prompt}] if sampling.system_prompt else []
         turns = [*system, {"role": "user", "content": ""}]
@@ -98,7 +103,11 @@ def check(tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> None:
 
 
 def uses_template(tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> bool:
-    """Whether problems are asked through a chat template. Raises ValueError for one that is asked for and not there."""
+    """Return True if prompts are built with a chat template.
+
+    Raises ValueError if ``sampling`` asks for a template and there is none, or if ``chat_template_kwargs`` would be
+    ignored because no template is used.
+    """
     there = sampling.chat_template is not None or tokenizer.chat_template is not None
     if sampling.use_chat_template and not there:
         raise ValueError("use_chat_template was asked for, but this model's tokenizer has none; give --chat_template")
@@ -135,13 +144,13 @@ def _prompts(docs: Sequence[Doc], tokenizer: PreTrainedTokenizerBase, sampling: 
 def _parameters(prompt: _Prompt, sample: int, sampling: Sampling, length: int, templated: bool) -> SamplingParams:
     doc, room = prompt.doc, length - len(prompt.ids)
     seed, others = sampling.drawn_with, for_sampling_params(sampling.generation_kwargs or {})
-    # with a chat template the model ends its turn itself, and a stop word could cut its reasoning
+    # With a chat template the model ends its turn itself, and a stop word could cut its reasoning.
     others.setdefault("stop", None if templated else list(doc.stop_sequences or []) or None)
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         max_tokens=min(sampling.max_new_tokens or doc.generation_size or room, room),
-        # the same for base and adapter, different for every sample of every problem
+        # Base and adapter get the same seed; each sample of each problem gets another one.
         seed=None if seed is None else seed_of(seed, doc.task_name, doc.id, sample),
         **others,
     )

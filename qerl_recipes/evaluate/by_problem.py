@@ -1,4 +1,4 @@
-"""Judgements of single answers, kept as text in a few characters: what intervals over problems are made from."""
+"""Packs the judgement of each answer into a short text, from which intervals over problems can be computed later."""
 
 from collections.abc import Sequence
 
@@ -6,15 +6,18 @@ import numpy as np
 
 
 def packed(judged: Sequence[Sequence[bool]]) -> str:
-    """Return a bit for each answer as hexadecimal digits: problem by problem, and each of its answers in their order.
+    """Return one bit for each answer, as hexadecimal digits.
 
-    The last byte is filled up with zeros.
+    The bits follow the problems, and within a problem its answers. The last byte is padded with zero bits.
     """
     return np.packbits(np.asarray(judged, dtype=bool)).tobytes().hex()
 
 
 def unpacked(digits: str, problems: int, num_samples: int) -> np.ndarray:
-    """Return what ``packed`` was given, (problems, num_samples). Raises ValueError for digits of another number."""
+    """Return the judgements that ``packed`` encoded, as a boolean array of shape (problems, num_samples).
+
+    Raises ValueError if the digits encode another number of answers.
+    """
     data, count = np.frombuffer(bytes.fromhex(digits), dtype=np.uint8), problems * num_samples
     bits = np.unpackbits(data).astype(bool)
     if len(data) != -(-count // 8) or bits[count:].any():

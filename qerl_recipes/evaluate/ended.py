@@ -1,23 +1,30 @@
-"""How many answers ended by themselves: at an end of sequence or a stop string, and not at the limit of length.
+"""Reports how many answers ended by themselves, at an end-of-sequence token or a stop string.
 
-An accuracy counts an answer that was cut by what it had written, so a policy that never ends may still look good.
+The others were cut at the length limit. Accuracy judges a cut answer by the text so far, so a policy that never ends
+may still look good.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-MOST_CUT = 0.1  # the share of cut answers above which an accuracy needs a word beside it
+MOST_CUT = 0.1  # a larger share of cut answers is reported beside the accuracy
 
 
 def share(figures: Mapping[str, Any]) -> float | None:
-    """Return the share of answers that ended, from one policy's figures; None where an older file does not say it."""
+    """Return the share of answers that ended by themselves, or None if an older file does not record it.
+
+    ``figures`` are the results of one policy on one task.
+    """
     if "ended" in figures:
         return figures["ended"]
     return 1 - figures["cut"] if "cut" in figures else None
 
 
 def too_many_cut(evaluation: Mapping[str, Any]) -> list[str]:
-    """Name each task of an ``evaluation.json`` of which more than a tenth of a policy's answers were cut."""
+    """Return one line for each task on which more than a tenth of a policy's answers were cut.
+
+    ``evaluation`` is the content of ``evaluation.json``. Each line names the length limit to raise.
+    """
     lines = []
     for task, policies in evaluation.get("tasks", {}).items():
         cut = {label: 1 - ended for label, of in policies.items() if (ended := share(of)) is not None}

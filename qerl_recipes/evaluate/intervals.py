@@ -1,4 +1,4 @@
-"""Confidence intervals: every accuracy that QeRL prints comes with one."""
+"""Computes confidence intervals: QeRL prints one with every accuracy."""
 
 from collections.abc import Sequence
 from math import comb, sqrt
@@ -10,11 +10,11 @@ Z95 = 1.959963984540054  # the 97.5 % point of the standard normal distribution
 
 
 def wilson(successes: float, n: float) -> tuple[float, float]:
-    """95 % score interval (low, high) for a share of ``successes`` out of ``n`` independent trials.
+    """Return the 95 % score interval (low, high) for ``successes`` out of ``n`` independent trials.
 
-    Both may be fractions: an effective number of trials, where the trials were not independent.
+    Both arguments may be fractional: for dependent trials, pass the effective number of trials.
 
-    Unlike the normal approximation it keeps its coverage near 0 and 1 and never leaves [0, 1].
+    Unlike the normal approximation, the interval keeps its coverage near 0 and 1 and never leaves [0, 1].
     Source: E. B. Wilson, Probable inference, the law of succession, and statistical inference, JASA 22 (1927).
 
     Raises ValueError unless 0 <= successes <= n and n > 0.
@@ -30,16 +30,20 @@ def wilson(successes: float, n: float) -> tuple[float, float]:
 
 
 def disjoint(a: tuple[float, float], b: tuple[float, float]) -> bool:
-    """True where two intervals (low, high) have no point in common."""
+    """Return True if two intervals (low, high) have no point in common."""
     return a[1] < b[0] or b[1] < a[0]
 
 
 def summary(shares: Sequence[float], num_samples: int = 1) -> dict[str, Any]:
-    """Accuracy and its 95 % interval; ``shares`` has the share of right answers, of ``num_samples``, to each problem.
+    """Return the accuracy and its 95 % interval.
 
-    One sample a problem: Wilson's interval. Several: answers to one problem resemble each other, so Wilson's interval
-    is taken at the effective number of samples, accuracy * (1 - accuracy) / variance of the mean over problems; where
-    that variance says nothing (one problem, or all answers alike) at the number of problems.
+    ``shares`` holds, for each problem, the share of right answers among its ``num_samples`` answers.
+
+    With one sample per problem, the interval is Wilson's. With several, answers to one problem resemble each other, so
+    Wilson's interval is taken at the effective number of samples. That is accuracy * (1 - accuracy) / variance of the
+    mean over problems, but at most the number of answers. With one problem, or all answers right or all wrong, the
+    variance says nothing, and the number of problems is used. If all problems have the same share between 0 and 1, the
+    number of answers is used.
     Source: E. L. Korn and B. I. Graubard, Confidence intervals for proportions with small expected number of positive
     counts estimated from survey data, Survey Methodology 24 (1998).
     """
@@ -59,18 +63,24 @@ def summary(shares: Sequence[float], num_samples: int = 1) -> dict[str, Any]:
 
 
 def over_seeds_and_problems(differences: Sequence[np.ndarray]) -> tuple[float, float, float]:
-    """Return the mean difference of two arms and its 95 % interval (low, high), over seeds and problems alike.
+    """Return the mean accuracy difference of two configurations and its 95 % interval, as (mean, low, high).
 
-    ``differences[t][s, p]``: the share of right answers of one arm less that of the other, to problem p of task t by
-    the runs with seed s. The mean is over the tasks' means. Seeds and problems are crossed random factors without
-    replication, for which the analysis of variance estimates the variance of the mean without bias: that over the
-    seeds' means, plus (MS_problems - MS_rest) / (seeds * problems) of each task, where that is above zero. Degrees of
-    freedom are Satterthwaite's. Over few seeds such an interval may come out below that over seeds alone, for these
-    problems; the wider one of the two is returned.
+    The interval covers the choice of seeds and the choice of problems.
+
+    ``differences[t][s, p]`` belongs to problem p of task t and the runs with seed s. It is the share of right answers
+    of one configuration minus that of the other. The mean is taken over the tasks' means.
+
+    Seeds and problems are crossed random factors without replication. Analysis of variance gives an unbiased estimate
+    of the variance of the mean. It is the variance over the seeds' means, plus one term for each task where that term
+    is above zero: (MS_problems - MS_rest) / (seeds * problems * tasks^2). The degrees of freedom are Satterthwaite's.
+
+    With few seeds this interval may be narrower than the one over seeds alone, for fixed problems. The wider of the
+    two is returned.
     Sources: S. R. Searle, G. Casella and C. E. McCulloch, Variance Components (1992), chapter 4; F. E. Satterthwaite,
     An approximate distribution of estimates of variance components, Biometrics Bulletin 2 (1946).
 
-    Raises ValueError for fewer than two seeds or two problems of a task.
+    Raises ValueError for fewer than two seeds, fewer than two problems in a task, or tasks with unequal numbers of
+    seeds.
     """
     from scipy import stats
 
@@ -78,12 +88,12 @@ def over_seeds_and_problems(differences: Sequence[np.ndarray]) -> tuple[float, f
     if any(seeds < 2 or problems < 2 for seeds, problems in shapes) or len({seeds for seeds, _ in shapes}) != 1:
         raise ValueError(f"an interval needs the same seeds of each task, two or more, and two problems; got {shapes}")
     seeds = shapes[0][0]
-    means = np.mean([of.mean(axis=1) for of in differences], axis=0)  # a seed's, over the tasks
+    means = np.mean([of.mean(axis=1) for of in differences], axis=0)  # one mean per seed, over the tasks
     mean, of_seeds = float(means.mean()), float(means.var(ddof=1)) / seeds
-    variance, fluctuation = of_seeds, of_seeds**2 / (seeds - 1)  # the second gives the degrees of freedom
+    variance, fluctuation = of_seeds, of_seeds**2 / (seeds - 1)  # for the degrees of freedom
     for of in differences:
         problems = of.shape[1]
-        parts = of.mean(axis=0)  # a problem's, over the seeds
+        parts = of.mean(axis=0)  # one mean per problem, over the seeds
         rest = of - of.mean(axis=1, keepdims=True) - parts + of.mean()
         freedom = (seeds - 1) * (problems - 1)
         scale = seeds * problems * len(differences) ** 2
@@ -99,10 +109,10 @@ def over_seeds_and_problems(differences: Sequence[np.ndarray]) -> tuple[float, f
 
 
 def pass_at_k(right: int, n: int, k: int) -> float:
-    """The chance that one of ``k`` answers is right, from ``n >= k`` answers of which ``right`` are: without bias.
+    """Return an unbiased estimate of the chance that at least one of ``k`` answers is right.
 
-    1 - C(n - right, k) / C(n, k). Source: M. Chen et al., Evaluating large language models trained on code,
-    arXiv 2107.03374, section 2.1.
+    ``right`` of ``n >= k`` drawn answers are right. The estimate is 1 - C(n - right, k) / C(n, k).
+    Source: M. Chen et al., Evaluating large language models trained on code, arXiv 2107.03374, section 2.1.
     """
     if not (0 <= right <= n and 1 <= k <= n):
         raise ValueError(f"pass@k needs 0 <= right <= n and 1 <= k <= n; got right {right}, n {n}, k {k}")
@@ -110,9 +120,10 @@ def pass_at_k(right: int, n: int, k: int) -> float:
 
 
 def several(right: Sequence[Sequence[bool]], voted: Sequence[bool]) -> dict[str, Any]:
-    """pass@k for k = 2, 4, ... and the number of answers, and maj@n, each with its 95 % interval over problems.
+    """Return pass@k and maj@n, each with its 95 % interval over problems; n is the number of answers per problem.
 
-    ``right[i]`` says which answers to problem i are right, ``voted[i]`` whether the one that most of them agree on is.
+    k takes the powers of two from 2 up to n, and n itself. ``right[i]`` says which answers to problem i are right.
+    ``voted[i]`` says whether its majority answer is right.
     Source of the vote: X. Wang et al., Self-consistency improves chain of thought reasoning, arXiv 2203.11171.
     """
     n = len(right[0])
@@ -120,7 +131,7 @@ def several(right: Sequence[Sequence[bool]], voted: Sequence[bool]) -> dict[str,
     found = {}
     for k in [*powers, n]:
         values = [pass_at_k(sum(answers), n, k) for answers in right]
-        found[str(k)] = _value(values, n if k < n else 1)  # at k = n each value is 0 or 1, a trial of its own
+        found[str(k)] = _value(values, n if k < n else 1)  # at k = n each value is 0 or 1: one trial per problem
     return {"pass_at": found, "maj_at": {str(n): _value([float(vote) for vote in voted], 1)}}
 
 

@@ -1,7 +1,7 @@
-"""The pictures of a report, each an SVG text that goes straight into a page.
+"""Draws the plots of a report, each as SVG text that goes straight into a page.
 
 Figures are made without pyplot, so that drawing one changes no setting of the process. The same numbers give the same
-bytes: the ids in an SVG are derived from its title and no date is written.
+bytes: the ids in an SVG are derived from its title, and no date is written.
 """
 
 import io
@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 INK, FAINT, GRID = "#1f2933", "#9fb3c8", "#e4e7eb"
-# one colour for one thing, in every picture of every report; what is not named here takes the others in turn
+# A label has the same colour in every plot of every report. Labels that are not in COLOUR_OF take OTHERS in turn.
 OTHERS = ("#0b7285", "#e67700", "#a61e4d", "#495057", "#5c940d")
 COLOUR_OF = {
     "base": "#1f6feb",
@@ -30,7 +30,7 @@ COLOUR_OF = {
 SMOOTHING = 5  # steps in the running mean that is drawn over a noisy curve
 
 _STYLE = {
-    "svg.fonttype": "none",  # text stays text: small, sharp, can be searched
+    "svg.fonttype": "none",  # text stays text, which is small, sharp and searchable
     "font.family": "sans-serif",
     "font.size": 9,
     "text.color": INK,
@@ -53,9 +53,9 @@ _STYLE = {
 
 @dataclass(frozen=True)
 class Accuracy:
-    """One bar of the accuracy plot: ``accuracy`` of ``n`` problems with its 95 % interval, all as shares of 1.
+    """One bar of the accuracy plot: the accuracy on ``n`` problems with its 95 % interval, all as shares of 1.
 
-    ``ended`` is the share of the answers that ended by themselves, None where the file does not say it.
+    ``ended`` is the share of answers that ended by themselves, or None if the file does not record it.
     """
 
     task: str
@@ -68,13 +68,16 @@ class Accuracy:
 
 
 def colours(labels: Iterable[str]) -> list[str]:
-    """A colour for each label: that of ``COLOUR_OF``, and for the others those of ``OTHERS`` in turn."""
+    """Return a colour for each label, from ``COLOUR_OF`` or else from ``OTHERS`` in turn."""
     others = cycle(OTHERS)
     return [COLOUR_OF[label] if label in COLOUR_OF else next(others) for label in labels]
 
 
 def running_mean(values: Sequence[float], width: int = SMOOTHING) -> list[float]:
-    """Mean of each value and the ``width - 1`` before it; not-a-numbers are left out, and all of them give nan."""
+    """Return the mean of each value and the ``width - 1`` values before it.
+
+    Values that are not finite are left out; a window without a finite value gives nan.
+    """
     means = []
     for i in range(len(values)):
         window = [v for v in values[max(0, i + 1 - width) : i + 1] if np.isfinite(v)]
@@ -92,17 +95,17 @@ def curves(
     stairs: bool = False,
     percent: bool = False,
 ) -> str:
-    """SVG of one or more values against the training step.
+    """Return an SVG that plots one or more series against the training step.
 
-    ``smooth`` draws the running mean over the faint raw values, ``points`` marks each value, ``stairs`` keeps a value
-    until the next step, as a noise schedule does, and ``percent`` writes shares of 1 as percentages. Missing values
-    (nan) leave a gap.
+    ``smooth`` draws the running mean over the faint raw values. ``points`` marks each value. ``stairs`` keeps a value
+    until the next step, as a noise schedule does. ``percent`` writes shares of 1 as percentages. Missing values (nan)
+    leave a gap.
     """
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(4.6, 2.7), layout="constrained")
         axes = figure.subplots()
         for colour, (label, values) in zip(colours(series), series.items(), strict=True):
-            # a single point would be invisible as a line
+            # A single point would be invisible as a line.
             marker = "o" if points or len(steps) == 1 else None
             if smooth:
                 axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1, marker=marker)
@@ -132,7 +135,7 @@ def curves(
 
 
 def accuracies(title: str, rows: Sequence[Accuracy]) -> str:
-    """SVG of accuracies with their 95 % intervals, one line a row, first row on top."""
+    """Return an SVG of accuracies with their 95 % intervals, one bar per row, the first row on top."""
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(9.4, 0.9 + 0.38 * len(rows)), layout="constrained")
         axes = figure.subplots()
@@ -166,4 +169,4 @@ def _svg(figure: Figure, title: str) -> str:
     with matplotlib.rc_context({"svg.hashsalt": title}):
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     svg = text.getvalue()
-    return svg[svg.index("<svg") :]  # without the XML and DOCTYPE lines, which have no place inside a page
+    return svg[svg.index("<svg") :]  # drop the XML and DOCTYPE lines, which HTML does not allow inside a page

@@ -1,6 +1,7 @@
-"""Makes ``report.html`` of a run: one page that needs no network and no JavaScript, with every picture inside it.
+"""Writes ``report.html`` for a run: one page with all plots inside it, which needs no network and no JavaScript.
 
-It shows what is in the folder and says what is not: a run that is still training, or was never evaluated, has a report.
+The page shows what the folder holds and says what is missing. So a run that is still training, or that was never
+evaluated, has a report too.
 """
 
 import json
@@ -29,7 +30,7 @@ METRICS, EVALUATION, SUMMARY, STATE, ADAPTER_CONFIG = (
     "adapter_config.json",
 )
 HOW_TO_TRAIN = "qerl train --config RECIPE.yaml --output_dir {folder}"
-# label in evaluation.json -> what a person calls it
+# label in evaluation.json -> name on the page
 MODELS = {
     "adapter": "with adapter",
     "bf16_base": "BF16 base",
@@ -39,7 +40,7 @@ MODELS = {
 ARMS = {"qerl_nvfp4": "NVFP4, 4 bits, frozen", "bf16": "BF16, frozen", "nf4": "NF4 of bitsandbytes, 4 bits, frozen"}
 NOISE = {"none": "none", "shared": "in engine and trainer", "rollout": "in the engine", "corrected": "in the engine"}
 NOISE["corrected"] += ", with importance correction"
-# key of the recipe -> what a person calls it, in the order of the page
+# recipe key -> name on the page, in the order of the page
 WORDS = {
     "reward_funcs": "rewards",
     "reward_weights": "their weights",
@@ -57,7 +58,7 @@ WORDS = {
 }
 
 CLIPPED = "completion_clipped"
-# in the table: key of metrics.jsonl, what a person calls it, how to write it
+# rows of the training table: key of metrics.jsonl, name on the page, number format
 SHOWN = (
     ("reward", "reward", "{:.3f}"),
     ("entropy", "entropy, nats per token", "{:.4f}"),
@@ -71,19 +72,25 @@ EDGE = 5  # steps averaged for "first" and "last"
 
 
 class ReportError(ValueError):
-    """A folder of which no report can be made; the message names the file and the command that writes it."""
+    """Raised if no report can be made from a folder.
+
+    The message names the missing or damaged file and says how to get it right.
+    """
 
 
 def write(folder: str | Path) -> Path:
-    """Write ``folder/report.html`` from the metrics and evaluations there, and return its path.
+    """Write ``folder/report.html`` from the metrics and evaluations in the folder, and return its path.
 
-    Reads ``metrics.jsonl`` (one JSON object a step or an evaluation), ``evaluation.json``, in the folder, in its
-    ``evaluation/`` or where a study writes it, in ``evaluation/NAME/`` (the newest one), and for the settings
-    ``qerl_state.json``, ``adapter_config.json`` and ``chat_template.jinja``, there or in ``adapter/``; each may be
-    missing, but not both of the first two.
+    These files are read; each may be missing, but not both of the first two:
 
-    Raises ReportError if the folder does not exist, holds nothing to show, or a file in it is damaged. The page that
-    was there before stays until the new one is whole.
+    * ``metrics.jsonl``, with one JSON object per training step or evaluation.
+    * ``evaluation.json``, in the folder, in ``evaluation/`` or in ``evaluation/NAME/``, where a study writes it. The
+      newest one counts.
+    * ``qerl_state.json``, ``adapter_config.json`` and ``chat_template.jinja``, in the folder or in ``adapter/``. They
+      give the settings.
+
+    Raises ReportError if the folder does not exist or holds nothing to show, or if a file in it is damaged. An earlier
+    page stays until the new one is complete.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -102,7 +109,10 @@ def write(folder: str | Path) -> Path:
 
 
 def _evaluations(folder: Path) -> list[Path]:
-    """The newest first; where there is none, where one is looked for first."""
+    """Return the paths of the evaluations in a folder, the newest first.
+
+    If there is none, return the first path that was tried.
+    """
     places = [folder / EVALUATION, folder / "evaluation" / EVALUATION]
     places += sorted(folder.glob(f"evaluation/*/{EVALUATION}"))
     there = [file for file in places if file.is_file()]
@@ -110,10 +120,10 @@ def _evaluations(folder: Path) -> list[Path]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps of a ``metrics.jsonl``, oldest first; none if there is no such file.
+    """Return the lines of a ``metrics.jsonl``, oldest first; the list is empty if there is no such file.
 
-    A last line without its end is what a killed run leaves, and is left out. Raises ReportError for any other line
-    that is not a JSON object with a whole number under "step".
+    A last line without a newline is left out: a killed run leaves one. Raises ReportError for any other line that is
+    not a JSON object with a whole number under "step".
     """
     if not path.exists():
         return []
@@ -133,7 +143,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; empty if there is no such file. Raises ReportError if it holds anything else."""
+    """Read a JSON object from a file; it is empty if there is no such file.
+
+    Raises ReportError if the file holds anything else.
+    """
     if not path.exists():
         return {}
     try:
@@ -146,7 +159,10 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def accuracy_rows(path: Path, evaluation: Mapping[str, Any]) -> list[Accuracy]:
-    """The rows of the accuracy table, task by task, in the order of ``evaluation.json``."""
+    """Return the rows of the accuracy table, task by task, in the order of ``evaluation.json``.
+
+    Raises ReportError, naming ``path``, if a figure is missing.
+    """
     try:
         return [
             Accuracy(task, MODELS.get(label, label) + kind, value, *_interval(ci95), result["n"], share(result))
@@ -161,7 +177,7 @@ def accuracy_rows(path: Path, evaluation: Mapping[str, Any]) -> list[Accuracy]:
 
 
 def _figures(result: Mapping[str, Any]) -> list[tuple[str, float, list[float]]]:
-    """(what it is, value, interval): the accuracy, and pass@k and maj@k where several answers were drawn."""
+    """Return (suffix of the label, value, interval) for the accuracy, and for pass@k and maj@k if there are any."""
     found = [("", result["accuracy"], result["ci95"])]
     for kind, name in (("pass_at", "pass@"), ("maj_at", "maj@")):
         found += [(f", {name}{k}", at_k["value"], at_k["ci95"]) for k, at_k in result.get(kind, {}).items()]
@@ -174,7 +190,10 @@ def _interval(ends: list[float]) -> tuple[float, float]:
 
 
 def values_of(metrics: list[dict[str, Any]], key: str) -> list[float]:
-    """One value a step, nan where a step has none; empty if no step has a number under this key."""
+    """Return the value of each step under ``key``, nan where a step has none.
+
+    The list is empty if no step has a finite number there.
+    """
     values = [
         float(step[key]) if isinstance(step.get(key), int | float) and not isinstance(step[key], bool) else math.nan
         for step in metrics
@@ -183,7 +202,7 @@ def values_of(metrics: list[dict[str, Any]], key: str) -> list[float]:
 
 
 def settings(folder: Path, state: Mapping[str, Any], evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What was run and with which versions, as (name, value), in words; nothing that no file states."""
+    """Return the settings and versions of a run as (name, value) texts; what no file records is left out."""
     recipe = state.get("recipe") or {}
     adapter = read_object(folder / ADAPTER_CONFIG) or read_object(folder / LAST / ADAPTER_CONFIG)
     arm, sampling = state.get("quantization") or evaluation.get("quantization"), evaluation.get("sampling") or {}
@@ -242,7 +261,10 @@ def _text(value: Any) -> str:
 
 
 def _heading(folder: Path, state: Mapping[str, Any], steps: int) -> tuple[str, str]:
-    """(title, what stands below it): model and data; arm, steps, date and duration, as far as they are known."""
+    """Return the title and the line below it.
+
+    The title names model and data, the line the configuration, steps, duration and date. What is unknown is left out.
+    """
     data, base = _data(state.get("recipe") or {}), state.get("base")
     title = f"{Path(base).name}{f' on {data}' if data else ''}" if base else folder.resolve().name
     seconds, date = state.get("seconds") or 0, str(state.get("date") or "")
@@ -280,12 +302,12 @@ def _pictures(metrics: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> 
     if values := values_of(held_out, "eval/reward"):
         at = [line["step"] for line in held_out]
         drawn.insert(1, ("Reward on held-out problems", at, {"held out": values}, {"points": True}))
-    # our own SVG, whose texts matplotlib has escaped
+    # The SVG is safe to mark up: it is made here, and matplotlib has escaped its texts.
     return [Markup(plots.curves(title, at, found, **how)) for title, at, found, how in drawn]
 
 
 def _clipped(metrics: list[dict[str, Any]], recipe: Mapping[str, Any]) -> str | None:
-    """Say that more than a tenth of the completions were cut in the last steps; None where they were not."""
+    """Return a warning if more than a tenth of the completions were cut in the last steps, else None."""
     last = [value for value in values_of(metrics, CLIPPED)[-EDGE:] if math.isfinite(value)]
     if not last or (cut := sum(last) / len(last)) <= MOST_CUT:
         return None
@@ -295,16 +317,16 @@ def _clipped(metrics: list[dict[str, Any]], recipe: Mapping[str, Any]) -> str | 
 
 
 def _first_and_last(metrics: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
-    """Give the rows of the table: name, mean over the first steps, mean over the last."""
+    """Return the rows of the training table: name, mean over the first steps, mean over the last steps."""
     edges = metrics[:EDGE], metrics[-EDGE:]
     there = [row for row in SHOWN if any(row[0] in step for step in metrics)]
     return [(name, _mean(edges[0], key, form), _mean(edges[1], key, form)) for key, name, form in there]
 
 
 def _mean(steps: list[dict[str, Any]], key: str, form: str) -> str:
-    """Write the mean over the steps that have a number, and count those whose number was NaN or infinite.
+    """Format the mean over the steps that have a finite number, and the count of NaN or infinite ones.
 
-    A rollout for several steps has one value, and its other steps have no such key.
+    Steps without the key are not counted: a rollout that serves several steps logs its values once.
     """
     numbers = [value for value in values_of(steps, key) if math.isfinite(value)]
     lost = sum(key in step for step in steps) - len(numbers)
@@ -313,7 +335,7 @@ def _mean(steps: list[dict[str, Any]], key: str, form: str) -> str:
 
 
 def _other_adapter(folder: Path, evaluation: Mapping[str, Any]) -> bool:
-    """Whether the adapter that was judged is none that lies in the folder now, as after training went on."""
+    """Return True if the folder holds adapters, but not the one that was evaluated, as after further training."""
     judged, there = evaluation.get("adapter_sha256"), [folder, folder / LAST]
     adapters = [place for place in there if (place / ADAPTER_CONFIG).is_file() and (place / TENSORS).is_file()]
     return judged is not None and bool(adapters) and judged not in [open_adapter(one).sha256() for one in adapters]

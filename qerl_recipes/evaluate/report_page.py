@@ -1,4 +1,4 @@
-"""The page of a report, as a Jinja template: plain HTML, one style sheet inside it, nothing fetched."""
+"""Holds the Jinja template of a report: plain HTML with its style sheet inside, which fetches nothing."""
 
 PAGE = """\
 <!DOCTYPE html>

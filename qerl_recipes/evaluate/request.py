@@ -1,12 +1,12 @@
-"""What may be asked of ``qerl evaluate``: tasks and sampling, checked without importing lighteval or vLLM.
+"""Checks the tasks and the sampling of ``qerl evaluate`` without importing lighteval or vLLM.
 
 gsm8k, math_500, aime24, aime25     lighteval's definitions, from the Hugging Face hub
 amc23                               40 problems of AMC 12, 2023 (math-ai/amc23), asked as lighteval asks AIME
 running_sum                         the demo's 512 held-out problems; the whole completion must be right
-jsonl:PATH                          a file of {"prompt", "answer"} lines, answers compared as mathematics, marked or
-                                    not: the last answer block, or the last number or formula that is there
+jsonl:PATH                          a file of {"prompt", "answer"} lines, answers compared as mathematics: the last
+                                    answer block counts, or without one the last number or formula
 jsonl-accuracy:PATH                 the same, judged as the reward accuracy judges: LaTeX in a box, between dollars in
-                                    an answer block or after "the final answer is"; a 9 by itself is no answer
+                                    an answer block or after "the final answer is"; a bare 9 is not an answer
 jsonl-exact:PATH                    the same, judged as the reward exact_answer judges: letter for letter
 jsonl-number:PATH                   the same, judged as the reward last_number judges: by the last number of the answer
 """
@@ -25,14 +25,14 @@ LIGHTEVAL = {"gsm8k": "gsm8k", "math_500": "math_500", "aime24": "aime", "aime25
 NAMES = (*LIGHTEVAL, "amc23", "running_sum")
 MATH, ACCURACY, EXACT, NUMBER = "jsonl:", "jsonl-accuracy:", "jsonl-exact:", "jsonl-number:"
 LOCAL = (MATH, ACCURACY, EXACT, NUMBER)
-# reward of a recipe -> the local task that judges as it does; the first that a recipe has counts
+# reward of a recipe -> the local task that judges like it; the first reward of this table that a recipe uses counts
 JUDGED_BY = {
     "exact_answer": EXACT,
     "last_number": NUMBER,
     **dict.fromkeys(("accuracy", "dapo_score", "cosine", "length"), ACCURACY),
 }
-WITH_FEWSHOT = ("gsm8k",)  # the others have no problems besides those that are asked
-# data set of a recipe -> the task that asks for what it teaches; for a local file that is the file itself
+WITH_FEWSHOT = ("gsm8k",)  # the other tasks have no problems besides the test problems
+# data set of a recipe -> the task that tests what it teaches; a local file is its own task (``_task_of``)
 TASK_OF = {
     "gsm8k": "gsm8k",
     "openai/gsm8k": "gsm8k",
@@ -43,12 +43,12 @@ TASK_OF = {
     "open-r1/DAPO-Math-17k-Processed": "math_500",
 }
 
-# of vLLM's SamplingParams what other options say, and what an answer cannot be read without
+# fields of vLLM's SamplingParams that other options set, and fields on which reading an answer depends
 FIXED = {
     *("n", "seed", "temperature", "top_p", "max_tokens"),
     *("logprobs", "flat_logprobs", "prompt_logprobs", "detokenize", "output_kind"),
 }
-# what makes another text of the same tokens: a trainer decodes them itself
+# also fields that only change the text made from the tokens: the trainer decodes tokens itself, without them
 OF_TEXT = {*FIXED, "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"}
 
 DRAW = "set temperature (0.6, say), or leave this out"
@@ -56,12 +56,14 @@ DRAW = "set temperature (0.6, say), or leave this out"
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to ask and to answer. None is a choice that is still open: first the adapter's training settles it.
+    """How problems are prompted and how answers are sampled.
 
-    ``max_new_tokens``: None takes each task's own limit. ``use_chat_template``: None uses a template if there is one.
-    ``chat_template`` is Jinja text in place of the tokenizer's, ``chat_template_kwargs`` what it is rendered with; an
-    empty ``system_prompt`` is none. A temperature of 0 is greedy: nothing is drawn. ``seed``: None is 0.
-    ``generation_kwargs`` are further ones of vLLM's SamplingParams, by name: where an answer ends, what it may hold.
+    None leaves a choice open: the adapter's training settings fill it first, then the defaults below.
+
+    ``temperature``: 0 is greedy decoding. ``max_new_tokens``: None takes each task's own limit. ``seed``: None is 0.
+    ``use_chat_template``: None uses a template if there is one. ``chat_template`` is Jinja text that replaces the
+    tokenizer's template. ``chat_template_kwargs`` are passed to the template. An empty ``system_prompt`` means no
+    system prompt. ``generation_kwargs`` are further fields of vLLM's SamplingParams, by name, such as stop strings.
     """
 
     temperature: float = 0.0
@@ -76,11 +78,14 @@ class Sampling:
 
     @property
     def drawn_with(self) -> int | None:
-        """The seed that the answers are drawn with; None where they are greedy."""
+        """Return the sampling seed, or None for greedy decoding."""
         return None if self.temperature == 0 else self.seed or 0
 
     def as_in_training(self, adapter: AdapterFolder) -> tuple["Sampling", list[str]]:
-        """With what is open settled as in the training of ``adapter``; also what was settled so, in words."""
+        """Fill the open choices from the training settings of ``adapter``.
+
+        Returns the filled copy, and a short text for each choice that was filled.
+        """
         template, recipe = adapter.path / TEMPLATE, adapter.recipe
         found = {
             "system_prompt": recipe.get("system_prompt"),
@@ -95,14 +100,20 @@ class Sampling:
         return replace(self, **taken), words
 
     def unlike(self, recipe: Mapping[str, Any]) -> list[str]:
-        """Name what training has otherwise and an evaluation does not take over: how answers are drawn."""
+        """Return a text for each of temperature and top_p that differs from training.
+
+        An evaluation never takes these two over. At temperature 0 top_p is not compared.
+        """
         keys = ("temperature",) if self.temperature == 0 else ("temperature", "top_p")
         pairs = [(key, getattr(self, key), recipe.get(key)) for key in keys]
         return [f"{key} {mine:g}, there {theirs:g}" for key, mine, theirs in pairs if theirs not in (None, mine)]
 
     def check(self, num_samples: int) -> None:
-        """Raises ValueError for numbers that make no sense, and for what would be ignored: top_p below 1 and a seed at
-        temperature 0, a chat template or its options where none is to be used."""
+        """Raise ValueError for numbers out of range, and for options that would be ignored.
+
+        At temperature 0, top_p below 1, a seed and several samples have no effect. With ``use_chat_template`` False, a
+        chat template and its options have none. ``generation_kwargs`` must not repeat what other options set.
+        """
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number")
         if not 0 < self.top_p <= 1:
@@ -134,7 +145,10 @@ class Sampling:
 
 
 def check(names: Sequence[str], num_fewshot: int = 0) -> None:
-    """Raises ValueError for a task that does not exist, is named twice, has no solved problems to show or no file."""
+    """Raise ValueError if a task does not exist, is named twice, or its file is missing or unreadable.
+
+    The same holds if no task is named, or if ``num_fewshot`` is negative or a task has no few-shot examples.
+    """
     if not names:
         raise ValueError(f"name at least one task: {_known()}")
     if num_fewshot < 0:
@@ -154,14 +168,14 @@ def check(names: Sequence[str], num_fewshot: int = 0) -> None:
 
 
 def narrowed_in(recipe: Mapping[str, Any], temperature: float) -> dict[str, Any]:
-    """Return what else a recipe had its completions sampled with, as ``generation_kwargs`` of an evaluation.
+    """Return a recipe's further sampling parameters as ``generation_kwargs`` of an evaluation.
 
-    ``top_k`` and ``min_p`` change nothing at ``temperature`` 0.
+    ``top_k`` and ``min_p`` are left out at ``temperature`` 0, where they change nothing.
     """
     given = recipe.get("generation_kwargs") or {}
     found = {key: value for key, value in given.items() if key not in OF_TEXT}
     if found.keys() & {"stop", "stop_token_ids"}:
-        found["include_stop_str_in_output"] = True  # rewards have read what ended the completion
+        found["include_stop_str_in_output"] = True  # in training, rewards see what ended the completion
     if recipe.get("repetition_penalty") not in (None, 1):
         found["repetition_penalty"] = recipe["repetition_penalty"]
     if temperature > 0:
@@ -172,7 +186,10 @@ def narrowed_in(recipe: Mapping[str, Any], temperature: float) -> dict[str, Any]
 
 
 def json_object(name: str, given: str | Mapping[str, Any] | None, example: str) -> dict[str, Any] | None:
-    """An option from the command line or the API. Raises ValueError for what is no JSON object."""
+    """Return an option that is given as JSON text or as a mapping; None stays None.
+
+    Raises ValueError for text that is not a JSON object. ``name`` and ``example`` appear in the message.
+    """
     if given is None or isinstance(given, Mapping):
         return None if given is None else dict(given)
     try:
@@ -185,9 +202,10 @@ def json_object(name: str, given: str | Mapping[str, Any] | None, example: str) 
 
 
 def command(run: str | Path, state: Mapping[str, Any]) -> str:
-    """The command that evaluates the run in the folder ``run``, as it may be typed; ``state`` is its qerl_state.json.
+    """Return the shell command that evaluates the run in the folder ``run``.
 
-    It asks for what the data set of the run teaches; where no task is known to, TASKS stands in its place.
+    ``state`` is the content of its qerl_state.json. The task tests what the run's data set teaches; if none is known,
+    the word TASKS stands in its place.
     """
     words = ["qerl", "evaluate", str(state.get("base", "BASE")), "--adapter", str(run)]
     words += ["--quantization", str(state.get("quantization", "qerl_nvfp4")), "--tasks"]
@@ -196,7 +214,10 @@ def command(run: str | Path, state: Mapping[str, Any]) -> str:
 
 
 def _task_of(recipe: Mapping[str, Any]) -> str:
-    """What asks for that which the run has learnt, judged as its reward judged."""
+    """Return the task that tests what a run has learnt, or the word TASKS if none is known.
+
+    A local data set becomes a local task that judges as the run's reward did. Its test.jsonl is preferred.
+    """
     dataset = recipe.get("dataset_name")
     if dataset in TASK_OF:
         return TASK_OF[dataset]
@@ -212,7 +233,7 @@ def _task_of(recipe: Mapping[str, Any]) -> str:
 
 
 def is_of_training(task: str, recipe: Mapping[str, Any]) -> bool:
-    """Whether a local task asks the file that a run was trained on, whole or in part, as far as its recipe says."""
+    """Return True if a local task reads a file that the run was trained on, in whole or in part, per its recipe."""
     if not task.startswith(LOCAL):
         return False
     file = Path(task.partition(":")[2]).resolve()
@@ -222,7 +243,7 @@ def is_of_training(task: str, recipe: Mapping[str, Any]) -> bool:
 
 
 class _AsWritten(str):
-    """A number with a point or an exponent, letter for letter."""
+    """The text of a JSON number with a point or an exponent, exactly as written."""
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -233,7 +254,10 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> list[dict[str, str]]:
-    """The problems of a local file. Raises ValueError where there are none, or for a line of another shape."""
+    """Read the problems of a local file, as rows with the texts "prompt" and "answer".
+
+    Raises ValueError if there is no file or no problem in it, or if a line has another form.
+    """
     if not path.is_file():
         raise ValueError(f"there is no file {path}; a local task is written jsonl:PATH")
     rows = []

@@ -1,8 +1,8 @@
-"""``qerl evaluate``: the accuracy of a base and of its trained adapter, through one harness, on one engine.
+"""Implements ``qerl evaluate``: measures the accuracy of a base and of its trained adapter on one engine.
 
-Base and adapter answer the same problems with the same seeds; the noise is off. lighteval asks and judges; every
-accuracy comes with a 95 % interval and the share of answers that ended. The result is ``evaluation.json``, the answers
-lie beside it in ``answers.jsonl``.
+Base and adapter answer the same problems with the same seeds and without noise. lighteval supplies the problems and
+judges the answers. Every accuracy comes with a 95 % interval and the share of answers that ended by themselves. The
+result is written to ``evaluation.json``, the answers to ``answers.jsonl`` beside it.
 """
 
 import datetime
@@ -40,25 +40,29 @@ RESULT, ANSWERS = "evaluation.json", "answers.jsonl"
 
 
 def evaluate(base: str, adapter: str | None, tasks: Sequence[str], **options: Any) -> dict[str, Any]:
-    """Evaluate ``base`` alone and, where given, with ``adapter`` -> the content of ``output_dir/evaluation.json``.
+    """Evaluate ``base`` alone and, if given, with ``adapter``; return the content of ``output_dir/evaluation.json``.
 
-    ``options`` are those of ``settled.Evaluation``. In the result ``tasks[name]["base" or "adapter"]`` has
-    ``accuracy``, ``n`` (problems), ``num_samples``, ``ci95`` (low, high), ``interval``, the kind of interval,
-    ``ended``, the share of answers that ended by themselves, ``cut``, the share of those that the limit of length
-    ended, and for several samples ``pass_at`` and ``maj_at``, each ``{k: {value, ci95}}``. All of these count a cut
-    answer by what it had written; a warning names the tasks of which more than a tenth were cut. ``by_problem`` has a
-    bit for each answer to each problem, ``right`` and ``ended`` (`by_problem.packed`), in the order of
-    ``problems_sha256`` and of ``answers.jsonl``. ``as_in_training`` says what the adapter's training settled,
-    ``of_training`` which tasks ask problems of the file that it was trained on. Raises ValueError as ``settle`` does.
+    ``options`` are the fields of ``settled.Evaluation``. In the result, ``tasks[name]["base" or "adapter"]`` has:
+
+    * ``accuracy``, ``n`` (problems), ``num_samples``, ``ci95`` (low, high) and ``interval`` (the kind of interval).
+    * ``ended`` and ``cut``: the shares of answers that ended by themselves, and that the length limit ended.
+    * ``pass_at`` and ``maj_at`` for several samples, each ``{k: {value, ci95}}``.
+    * ``by_problem``: one bit per answer for ``right`` and for ``ended``, encoded by ``by_problem.packed``. The
+      problems have the order of ``problems_sha256`` and of ``answers.jsonl``.
+
+    A cut answer is judged by its text so far. A warning names the tasks on which more than a tenth were cut.
+    ``as_in_training`` lists the choices that the adapter's training settled. ``of_training`` lists the tasks whose
+    problems come from the file that the adapter was trained on. Raises ValueError as ``settle`` does.
     """
     return evaluate_each([Evaluation(base=base, adapter=adapter, tasks=list(tasks), **options)])[0]
 
 
 def evaluate_each(asked: Sequence[Evaluation]) -> list[dict[str, Any]]:
-    """The results of several evaluations; those of adapters share an engine as long as neighbours want the same one.
+    """Run several evaluations and return their results.
 
-    Each gives the answers that it gives on an engine of its own, since every change of policy empties the prefix cache,
-    and is written as soon as it is there. Raises ValueError for any of them before the first engine starts.
+    Neighbouring evaluations with an adapter share an engine if their engine settings are equal. This does not change
+    the answers, since every change of policy empties the prefix cache. Each result is written as soon as it is known.
+    Unusable settings of any evaluation raise ValueError before the first engine starts.
     """
     settled = [settle(one) for one in asked]
     for one in settled:
@@ -66,7 +70,7 @@ def evaluate_each(asked: Sequence[Evaluation]) -> list[dict[str, Any]]:
     for one in settled:
         if one.saved is not None and not one.asked.quiet:
             Console().print(_as_trained(one), markup=False, highlight=False)
-    # they import vLLM, for which nobody should wait who has mistyped a name
+    # These modules import vLLM, which takes long: a mistyped name is refused before.
     from transformers import AutoTokenizer
 
     from qerl_recipes.evaluate import answers
@@ -76,7 +80,7 @@ def evaluate_each(asked: Sequence[Evaluation]) -> list[dict[str, Any]]:
     for one in settled:
         answers.check(tokenizers[one.engine.folder], one.sampling)
     results = []
-    # without an adapter no change of policy stands between two evaluations
+    # Without an adapter no change of policy would empty the prefix cache between two evaluations.
     for (engine, _), those in itertools.groupby(settled, key=lambda one: (one.engine, 0 if one.saved else id(one))):
         with evaluation_tasks.quietly():
             group = []
@@ -93,9 +97,9 @@ def evaluate_each(asked: Sequence[Evaluation]) -> list[dict[str, Any]]:
 
 
 def _refuse_another(one: Settled, benchmarks: "Sequence[Benchmark] | None" = None) -> None:
-    """Raise ValueError if the output folder holds the result of another evaluation, which would be lost.
+    """Raise ValueError if the output folder holds the result of another evaluation, which would be overwritten.
 
-    Compared are the models, what they are asked and how they answer; the problems too, where ``benchmarks`` has them.
+    The models, the tasks and the sampling are compared. If ``benchmarks`` are given, so are their problems.
     """
     asked, sampling, file = one.asked, one.sampling, one.asked.output_dir / RESULT
     if not file.is_file():
@@ -124,7 +128,7 @@ def _refuse_another(one: Settled, benchmarks: "Sequence[Benchmark] | None" = Non
         raise ValueError(f"{file} is no evaluation that can be read; name another output_dir, or remove it") from error
     found["models"] = models
     for key, value in json.loads(json.dumps(wanted)).items():
-        is_open = value is None and key in ("use_chat_template", "max_model_length")  # until the engine is there
+        is_open = value is None and key in ("use_chat_template", "max_model_length")  # the engine decides these
         if key in found and not is_open and (value or None) != (found[key] or None):
             raise ValueError(
                 f"{file} is of another evaluation, which would be lost: its {key} is {shown(found[key])}, and here it "
@@ -133,12 +137,12 @@ def _refuse_another(one: Settled, benchmarks: "Sequence[Benchmark] | None" = Non
 
 
 def _labels(one: Settled) -> list[str]:
-    """Name the policies that an evaluation judges, in their order."""
+    """Return the names of the policies that an evaluation judges, in order."""
     return ["base"] if one.saved is None else ["adapter"] if one.asked.adapter_only else ["base", "adapter"]
 
 
 def _answered(llm: "LLM", one: Settled, benchmarks: "Sequence[Benchmark]") -> dict[str, Any]:
-    """Ask and judge, and write the result -> that result."""
+    """Evaluate each policy on the running engine, write the result and the answers, and return the result."""
     from qerl_recipes.evaluate.answers import ask, uses_template
 
     asked, saved, sampling = one.asked, one.saved, one.sampling
@@ -189,7 +193,7 @@ def _answered(llm: "LLM", one: Settled, benchmarks: "Sequence[Benchmark]") -> di
 
 
 def summarize(judged: "Sequence[Judged]", num_samples: int) -> dict[str, Any]:
-    """The figures of one policy on one task."""
+    """Return the figures of one policy on one task, as ``evaluate`` describes them."""
     ended = [[not cut for cut in problem.cut] for problem in judged]
     found = summary([problem.share for problem in judged], num_samples)
     count = sum(map(sum, ended))
@@ -201,7 +205,7 @@ def summarize(judged: "Sequence[Judged]", num_samples: int) -> dict[str, Any]:
 
 
 def table(result: Mapping[str, Any]) -> Table:
-    """The accuracies as a table for the terminal."""
+    """Return the accuracies as a table for the terminal."""
     sampling = result["sampling"]
     drawn = "greedy" if not sampling["temperature"] else f"temperature {sampling['temperature']:g}"
     view = Table(title=f"accuracy, 95 % interval ({result['quantization']}, {drawn})")
@@ -230,7 +234,7 @@ def _with_interval(found: Mapping[str, Any], key: str) -> str:
 
 
 def _as_trained(one: Settled) -> str:
-    """What is taken over from the training, as one line, and what is not."""
+    """Return one line that says which settings are the same as in the adapter's training, and which differ."""
     saved, arm, settled = one.saved, one.engine.quantization, one.as_in_training
     assert saved is not None
     line = f"{saved.path}: "
@@ -244,7 +248,7 @@ def _as_trained(one: Settled) -> str:
 
 
 def close(llm: "LLM") -> None:
-    """Shut an engine down, so that another one can start in this process."""
+    """Shut down an engine, so that another one can start in this process."""
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     llm.llm_engine.engine_core.shutdown()
@@ -252,7 +256,7 @@ def close(llm: "LLM") -> None:
 
 
 def start(engine: EngineSettings) -> "LLM":
-    # requests that arrive from another process fall into other batches in every run, and the last bits with them
+    # An engine core in another process would batch the requests differently in each run, which changes the last bits.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM
     from vllm.platforms import current_platform
@@ -274,7 +278,10 @@ def start(engine: EngineSettings) -> "LLM":
 
 
 def _install(llm: "LLM", adapter: AdapterFolder | None) -> Any:
-    """Serve the base alone (None) or the adapter, without noise -> the request to generate with."""
+    """Make the engine serve the adapter, or the base alone for None, without noise.
+
+    Returns the LoRA request to generate with.
+    """
     from qerl_vllm_plugin.policy import Policy
 
     policy = Policy(llm)
@@ -288,7 +295,7 @@ def _install(llm: "LLM", adapter: AdapterFolder | None) -> Any:
 
 
 def _lines(arms: Mapping[str, Mapping[str, "list[Judged]"]]) -> Iterator[str]:
-    """One JSON line for each problem and model."""
+    """Yield one JSON line for each problem and policy."""
     for label, tasks in arms.items():
         for task, judged in tasks.items():
             for problem in judged:

@@ -1,4 +1,4 @@
-"""What an evaluation is asked for, and everything that can be settled or refused before vLLM is imported."""
+"""Defines the options of an evaluation, and resolves or refuses them before vLLM is imported."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -19,22 +19,24 @@ from qerl_vllm_plugin.checkpoint import inspect_folder
 
 
 class Evaluation(BaseModel):
-    """One evaluation: of ``base`` alone and, where given, with ``adapter``.
+    """The options of one evaluation, of ``base`` alone and, if given, with ``adapter``.
 
-    ``base`` is a checkpoint folder or a model id, ``adapter`` a folder that PEFT or ``qerl train`` has saved or the
-    output folder of a run, ``tasks`` names of ``request``. ``quantization`` is the arm: ``qerl_nvfp4`` (a BF16
-    checkpoint is quantized on the way in), ``bf16`` or ``nf4``; ``dtype`` bfloat16, float16 or float32. ``num_samples``
-    answers a problem, ``top_p`` below 1 and a ``seed`` (0 where None) need a temperature above 0; ``max_samples`` takes
-    that many problems a task, ``num_fewshot`` shows that many solved ones first. Lengths are in tokens.
-    ``kv_cache_memory_bytes`` is vLLM's: for several engines on one GPU. ``adapter_only`` leaves the base out, where it
-    was judged before. ``quiet`` prints nothing but warnings.
+    ``base`` is a checkpoint folder or a model id. ``adapter`` is a folder saved by PEFT or ``qerl train``, or the
+    output folder of a run. ``tasks`` are task names of the module ``request``. ``quantization`` is the format of the
+    base weights: ``qerl_nvfp4`` (a BF16 checkpoint is quantized while it loads), ``bf16`` or ``nf4``. ``dtype`` is
+    bfloat16, float16 or float32. ``num_samples`` is the number of answers per problem. Several samples, ``top_p`` below
+    1 and a ``seed`` (None is 0) need a temperature above 0. ``max_samples`` limits the problems per task.
+    ``num_fewshot`` is the number of solved problems shown first. Lengths are in tokens. ``kv_cache_memory_bytes`` is
+    vLLM's option, for several engines on one GPU. ``adapter_only`` skips the base, if it was judged before. ``quiet``
+    prints only warnings.
 
-    What is None is as in the adapter's training, where its folder says so: arm, dtype, system prompt, chat template and
-    its options, the length of an answer, and ``generation_kwargs`` (SamplingParams of vLLM: stop strings, a regex and
-    the like; {} is none); base and adapter are asked alike. Without an adapter: qerl_nvfp4, bfloat16, the tokenizer's
-    template, no system prompt, each task's own length (GSM8K: 1024 tokens).
+    None takes the setting from the adapter's training, if its folder records one. This applies to ``quantization``,
+    ``dtype``, ``system_prompt``, ``chat_template``, ``chat_template_kwargs``, ``max_new_tokens`` and
+    ``generation_kwargs``. The last are SamplingParams of vLLM, such as stop strings or a regex; {} sets none. Base and
+    adapter get the same prompts. Without an adapter the defaults are qerl_nvfp4, bfloat16, the tokenizer's template, no
+    system prompt and each task's own length (GSM8K: 1024 tokens).
 
-    Raises ValueError for an option that there is none of and a value of another type.
+    Raises ValueError for an unknown option and for a value of another type.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -65,7 +67,10 @@ class Evaluation(BaseModel):
     quiet: bool = False
 
     def sampling(self) -> Sampling:
-        """How to ask and to answer, checked. Raises ValueError for an unknown task and as ``Sampling.check`` does."""
+        """Return the checked sampling settings.
+
+        Raises ValueError for an unknown task, for options that are not JSON objects, and as ``Sampling.check`` does.
+        """
         check_tasks(self.tasks, self.num_fewshot)
         sampling = Sampling(
             self.temperature,
@@ -86,7 +91,7 @@ class Evaluation(BaseModel):
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What an engine is started with; evaluations whose settings are equal can share one."""
+    """The settings an engine is started with; evaluations with equal settings can share one engine."""
 
     folder: Path
     quantization: str
@@ -100,7 +105,11 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class Settled:
-    """An evaluation in which nothing is open any more. ``as_in_training``: what the adapter's training settled."""
+    """An evaluation whose open choices are all resolved.
+
+    ``saved`` is the adapter, or None. ``as_in_training`` lists the sampling choices that the adapter's training
+    settled.
+    """
 
     asked: Evaluation
     sampling: Sampling
@@ -111,8 +120,12 @@ class Settled:
 
 
 def settle(asked: Evaluation) -> Settled:
-    """Raises ValueError, before vLLM is imported, for an unknown task, numbers without sense or without effect, a
-    missing or damaged checkpoint or adapter, or an adapter that is not finite, not served or of another base."""
+    """Resolve the open choices of an evaluation, before vLLM is imported.
+
+    Raises ValueError for an unknown task, and for numbers out of range or without effect. The same holds for a missing
+    or damaged checkpoint or adapter, and if lighteval or vLLM is not installed. An adapter is also refused if it is not
+    finite, belongs to another base, or cannot be served.
+    """
     for package in ("lighteval", "vllm"):
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"qerl evaluate needs {package}, which is not installed: pip install 'qerl-vllm[eval]'")

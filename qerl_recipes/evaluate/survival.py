@@ -1,8 +1,8 @@
-"""``qerl export --merge --measure TASK``: how much of an adapter's gain the merge leaves.
+"""Implements ``qerl export --merge --measure TASK``: measures how much of an adapter's gain survives the merge.
 
-Four policies answer the same problems as in training: the base and the base with its adapter in the arm it was trained
-in, the merged checkpoint in BF16, and the merged checkpoint quantized again to NVFP4, with new block scales. A merge
-rounds every weight once more; rounded to 4 bits, a small adapter may vanish.
+Four policies answer the same problems, prompted as in training. Two are the base, and the base with its adapter, in the
+weight format of the training. The others are the merged checkpoint in BF16, and the same quantized again to NVFP4 with
+new block scales. A merge rounds every weight once more; when rounded to 4 bits, a small adapter may vanish.
 """
 
 import json
@@ -24,10 +24,10 @@ AS_ASKED = ("system_prompt", "chat_template", "chat_template_kwargs", "generatio
 
 @dataclass(frozen=True)
 class Policy:
-    """``accuracy`` with its 95 % interval; ``survives`` is its gain over the base by that of the adapter.
+    """The accuracy of one policy with its 95 % interval.
 
-    ``survives`` is None for base and adapter, and where the adapter has gained nothing that could survive. ``ended`` is
-    the share of answers that ended by themselves.
+    ``survives`` is its gain over the base, divided by the adapter's gain. It is None for base and adapter, and if the
+    adapter has gained nothing. ``ended`` is the share of answers that ended by themselves.
     """
 
     name: str
@@ -46,17 +46,17 @@ def measure(
     max_samples: int | None = None,
     **options: Any,
 ) -> list[Policy]:
-    """Evaluate the four, print a table, and write ``merged/survival.json`` -> base, adapter, merged, merged again.
+    """Evaluate the four policies, print a table and write ``merged/survival.json``.
 
-    ``base`` is where the adapter's lies now, by default what it was trained on; ``options`` are those of ``evaluate``.
-    What it leaves open is as in the adapter's training, for the merged checkpoint too. Raises ValueError as
-    ``evaluate`` does.
+    Returns base, adapter, merged in BF16 and merged in NVFP4, in this order. ``base`` says where the adapter's base is
+    now; by default it is the one named in the adapter folder. ``options`` are those of ``evaluate``. Options left open
+    are as in the adapter's training, for the merged checkpoint too. Raises ValueError as ``evaluate`` does.
     """
     saved, folder = open_adapter(adapter), Path(merged)
     there = str(base or saved.base)
     asked = {"max_samples": max_samples, "quiet": True, **options}
     first = evaluate(there, str(adapter), [task], output_dir=folder / "survival/adapter", **asked)
-    # the merged checkpoint has no adapter folder that says how its training asked
+    # The merged checkpoint has no adapter folder that records the training's prompts.
     same = {key: first["sampling"][key] for key in AS_ASKED}
     same |= {
         "max_new_tokens": first["max_new_tokens"][task],
@@ -90,7 +90,7 @@ def _policy(
 
 
 def table(found: list[Policy], task: str, problems: int, arm: str) -> Table:
-    """The four as a table for the terminal."""
+    """Return the four policies as a table for the terminal."""
     view = Table(title=f"{task}, {problems} problems; base and adapter in {arm}", title_justify="left")
     view.add_column("policy")
     for column in ("accuracy", "95 % interval", "ended", "of the adapter's gain"):

@@ -1,7 +1,7 @@
-"""The benchmarks of ``qerl evaluate``: lighteval's problems and its metrics; ``request`` says which there are.
+"""Loads the benchmarks of ``qerl evaluate`` with lighteval's problems and metrics; ``request`` lists their names.
 
-The one place that imports lighteval: 0.13 turns torch's gradients off for the whole process when it is imported, and
-training in the same process would fail. Here they are left as they were.
+This module alone imports lighteval. Importing lighteval 0.13 turns torch's gradients off for the whole process, so
+training in the same process would fail. The imports here restore the previous mode.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from qerl_recipes.evaluate.request import ACCURACY, EXACT, LIGHTEVAL, MATH, NUMB
 from qerl_recipes.tasks import running_sum
 from qerl_recipes.tasks.answers import answer_block, answer_in, is_exactly, last_number
 
-with torch.set_grad_enabled(torch.is_grad_enabled()):  # the mode before comes back at the end of the block
+with torch.set_grad_enabled(torch.is_grad_enabled()):  # restores the gradient mode after the imports
     from latex2sympy2_extended import NormalizationConfig
     from lighteval.metrics.metrics import Metrics
     from lighteval.metrics.metrics_sample import PassAtK
@@ -38,18 +38,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Benchmark", "Doc", "PromptManager", "load", "load_asked", "quietly", "task_module"]
 
-REASONING = [("<think>", "</think>")]  # what stands between is no part of an answer
-LEAST_NEW_TOKENS = 1024  # lighteval cuts GSM8K at 256, which is in the middle of many a worked-out answer
+REASONING = [("<think>", "</think>")]  # the text between these tags is not part of an answer
+LEAST_NEW_TOKENS = 1024  # lighteval's 256 for GSM8K cuts many worked answers in the middle
 
-Judge = Callable[[Doc, str], bool]  # whether an answer to a problem is right
-Vote = Callable[[str], Hashable]  # what an answer votes for; None where it gives none
+Judge = Callable[[Doc, str], bool]  # True if the text answers the problem correctly
+Vote = Callable[[str], Hashable]  # the result that a text votes for, or None if it gives none
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A task and the problems to ask, drawn once, so that every model gets the same ones in the same order.
+    """A task and its problems, which are drawn once, so that every model gets the same ones in the same order.
 
-    ``problems[i].generation_size`` is the longest answer in tokens, None for what the model has room for.
+    ``problems[i].generation_size`` is the length limit of an answer in tokens; None means all the room there is.
     """
 
     name: str
@@ -58,12 +58,15 @@ class Benchmark:
     vote: Vote
 
     def digest(self) -> str:
-        """A hash of the problems: their texts and right answers, in their order."""
+        """Return a SHA-256 hash of the problems' texts and right answers, in order."""
         asked = [(problem.query, problem.choices, problem.gold_index) for problem in self.problems]
         return hashlib.sha256(json.dumps(asked, default=str).encode()).hexdigest()
 
     def majority(self, texts: Sequence[str]) -> int | None:
-        """Which text gives the answer that most give, the earliest where several do; None where none gives one."""
+        """Return the index of the first text that gives the majority answer, or None if no text gives an answer.
+
+        If several answers have the most votes, the one given first counts.
+        """
         votes: list[tuple[Any, list[int]]] = []
         for i, text in enumerate(texts):
             given = self.vote(text)
@@ -78,7 +81,7 @@ class Benchmark:
 
 
 class _Mathematics:
-    """What math-verify reads out of an answer; equal where it finds two of them to be the same."""
+    """What math-verify has parsed from an answer; two are equal if math-verify verifies one against the other."""
 
     def __init__(self, parsed: list[Any]) -> None:
         self.parsed = parsed
@@ -94,17 +97,18 @@ class _Mathematics:
 def load(
     names: Sequence[str], *, max_samples: int | None = None, num_fewshot: int = 0, num_samples: int = 1
 ) -> list[Benchmark]:
-    """The benchmarks with their problems, at most ``max_samples`` of a task, each to be answered ``num_samples`` times.
+    """Load the named benchmarks with at most ``max_samples`` problems each.
 
-    ``num_fewshot`` solved problems of the training split stand before each. Raises ValueError for what ``check``
-    refuses, and ConnectionError where a data set cannot be fetched.
+    Each problem is to be answered ``num_samples`` times. ``num_fewshot`` solved problems of the training split precede
+    each problem. Raises ValueError as ``check`` does, or if the answers of a local file cannot be read. Raises
+    ConnectionError if a data set cannot be fetched.
     """
     check(names, num_fewshot)
     return [_load(name, max_samples, num_fewshot, num_samples) for name in names]
 
 
 def load_asked(asked: "Evaluation") -> list[Benchmark]:
-    """Those of one evaluation, as ``load`` does."""
+    """Load the benchmarks of one evaluation, as ``load`` does."""
     return load(
         asked.tasks, max_samples=asked.max_samples, num_fewshot=asked.num_fewshot, num_samples=asked.num_samples
     )
@@ -112,7 +116,7 @@ def load_asked(asked: "Evaluation") -> list[Benchmark]:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Errors only: lighteval warns about few-shot splits that are not used here."""
+    """Silence lighteval's warnings for the block: they are about few-shot splits that are not used here."""
     logger = logging.getLogger("lighteval")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -153,7 +157,7 @@ def _load(name: str, max_samples: int | None, num_fewshot: int, num_samples: int
     if config.hf_repo:
         try:
             LightevalTask.load_datasets({name: task})
-        except (OSError, ValueError) as error:  # datasets raises either, for a missing network or cache
+        except (OSError, ValueError) as error:  # datasets raises either if network or cache is missing
             raise ConnectionError(
                 f"task {name}: the data set {task.dataset_path} could not be fetched from the Hugging Face hub "
                 f"({type(error).__name__}: {error}); connect to the hub, or use a local task ({MATH}PATH)"
@@ -167,9 +171,9 @@ def _load(name: str, max_samples: int | None, num_fewshot: int, num_samples: int
 
 
 def _refuse_unreadable(benchmark: Benchmark) -> None:
-    """Raises ValueError for problems whose own answer, given back, would be judged wrong: no completion could be right.
+    """Raise ValueError if a problem's own gold answer would be judged wrong, so that no completion could be right.
 
-    lighteval says so in a line of its log for every answer to them.
+    lighteval itself only logs a line for every answer to such a problem.
     """
     golds = [doc.get_golds()[0] for doc in benchmark.problems]
     pairs = zip(benchmark.problems, golds, strict=True)
@@ -184,7 +188,10 @@ def _refuse_unreadable(benchmark: Benchmark) -> None:
 
 
 def task_module(name: str) -> ModuleType:
-    """lighteval's module of one task; its registry would import all of them, and one downloads a file."""
+    """Import lighteval's module of one task.
+
+    lighteval's registry would import the modules of all tasks, and one of them downloads a file.
+    """
     with torch.set_grad_enabled(torch.is_grad_enabled()):
         return importlib.import_module(f"lighteval.tasks.tasks.{name}")
 
@@ -194,13 +201,16 @@ def _without_reasoning(text: str) -> ModelResponse:
 
 
 def _lightevals(config: LightevalTaskConfig) -> Judge:
-    """lighteval's own metric of a task, for one answer."""
+    """Return a judge that applies lighteval's own metric of a task to one answer."""
     metric = _for_one_answer(config.metrics[0].sample_level_fn)
     return lambda doc, text: bool(metric.compute(doc, _without_reasoning(text)))
 
 
 def _for_one_answer(shared: Any) -> Any:
-    """A copy: lighteval's metrics are shared, and hold k and n."""
+    """Return a copy of a metric that judges one answer.
+
+    lighteval's metrics are shared objects that hold k and n of pass@k; the copy has k = n = 1.
+    """
     metric = copy.deepcopy(shared)
     if isinstance(metric, PassAtK):
         metric.k = metric.n = 1
@@ -208,7 +218,10 @@ def _for_one_answer(shared: Any) -> Any:
 
 
 def _math_judge() -> Judge:
-    """lighteval's, of an answer block where there is one: its content need not be in a box of LaTeX too."""
+    """Return a judge that applies lighteval's math metric to the answer block, or to the whole text without one.
+
+    The content of an answer block is right with or without a LaTeX box around it.
+    """
     metric = _for_one_answer(Metrics.pass_at_k_math.value.sample_level_fn)
 
     def judge(doc: Doc, text: str) -> bool:
@@ -222,7 +235,7 @@ def _math_judge() -> Judge:
 
 
 def _accuracy_judge(doc: Doc, text: str) -> bool:
-    """As the reward ``accuracy``: TRL's accuracy_reward, here without TRL."""
+    """Judge an answer as the reward ``accuracy`` does, which is TRL's accuracy_reward, but without importing TRL."""
     given = _marked(text)
     return given is not None and verify(parse(doc.get_golds()[0]), given.parsed)
 
@@ -246,7 +259,10 @@ def _text(text: str) -> str | None:
 
 
 def _marked(text: str) -> Any:
-    """What the reward ``accuracy`` reads: LaTeX alone, a box first. Source: trl.rewards.accuracy_reward."""
+    """Parse the part of a text that the reward ``accuracy`` reads: LaTeX only, a box first.
+
+    Returns None if there is none. Source: trl.rewards.accuracy_reward.
+    """
     latex = LatexExtractionConfig(
         normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
     )
@@ -277,7 +293,10 @@ def _amc23() -> LightevalTaskConfig:
 
 
 def _local(name: str, longest: int | None) -> LightevalTaskConfig:
-    """A task over rows of prompt and answer; ``longest`` completion in tokens, None for what the model can hold."""
+    """Return the configuration of a task over rows of prompt and answer.
+
+    ``longest`` is the length limit of a completion in tokens; None means all the room there is.
+    """
     return LightevalTaskConfig(
         name=name,
         prompt_function=_prompt_and_answer,

@@ -1,4 +1,4 @@
-"""In what an evaluation was made otherwise than the training of the run whose accuracies it shows."""
+"""Finds the settings in which an evaluation differs from the training of the run that it judges."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,10 +13,10 @@ LONGEST = 100  # characters of a text that are shown
 def differences(
     evaluation: Mapping[str, Any], state: Mapping[str, Any], template: str | None
 ) -> list[tuple[str, str, str]]:
-    """(what it is, in the evaluation, in the training) for each thing that differs; nothing that no file states.
+    """Return (name, value in the evaluation, value in training) for each setting that differs.
 
-    ``evaluation`` is the content of evaluation.json, ``state`` that of qerl_state.json, empty where there is none, and
-    ``template`` the chat template that lies beside it.
+    ``evaluation`` is the content of evaluation.json. ``state`` is the content of qerl_state.json, empty if there is
+    none, and ``template`` is the chat template saved beside it. Settings that no file records are not compared.
     """
     pairs = [*_of_weights(evaluation, state)]
     recipe, sampling = state.get("recipe") or {}, evaluation.get("sampling") or {}
@@ -29,7 +29,7 @@ def differences(
     if "chat_template_kwargs" in recipe and "chat_template_kwargs" in sampling:
         options = [of["chat_template_kwargs"] or "none" for of in (sampling, recipe)]
         pairs.append(("its options", options[0], options[1]))
-    if recipe and sampling:  # of an evaluation whose file does not name them, there were none
+    if recipe and sampling:  # a file that does not name generation_kwargs had none
         trained = narrowed_in(recipe, sampling.get("temperature") or 0)
         pairs.append(("sampling parameters", sampling.get("generation_kwargs") or "none", trained or "none"))
     return [(name, shown(judged), shown(trained)) for name, judged, trained in pairs if judged != trained]
@@ -43,13 +43,16 @@ def _of_weights(evaluation: Mapping[str, Any], state: Mapping[str, Any]) -> Iter
     if evaluation.get("dtype") and "dtype" in recipe:
         yield "dtype", evaluation["dtype"], recipe["dtype"] or "bfloat16"
     hashes = [evaluation.get("base_sha256"), state.get("base_hash")]
-    if all(hashes) and hashes[0] != hashes[1]:  # the same weights may lie elsewhere, and others in the same place
+    if all(hashes) and hashes[0] != hashes[1]:  # a path may hold other weights by now
         names = [evaluation.get("base"), state.get("base")]
         yield "base", names[0], names[1] if names[0] != names[1] else f"{names[1]}, as it was then"
 
 
 def _templates(sampling: Mapping[str, Any], recipe: Mapping[str, Any], template: str | None) -> tuple[str, str]:
-    """Of the evaluation and of the training, the same where they are one; a template is too long to be shown."""
+    """Return short names for the chat templates of the evaluation and of the training.
+
+    The names are equal if the templates are. A template itself is too long to be shown.
+    """
     own = TOKENIZERS if recipe.get("chat_template") is None else "the recipe's"
     trained = "none" if template is None else own
     if not sampling["use_chat_template"]:
