@@ -80,7 +80,7 @@ def evaluate_each(asked: Sequence[Evaluation]) -> list[dict[str, Any]]:
     for one in settled:
         answers.check(tokenizers[one.engine.folder], one.sampling)
     results = []
-    # Without an adapter no change of policy would empty the prefix cache between two evaluations.
+    # An evaluation without an adapter gets its own engine, since no change of policy would empty the prefix cache.
     for (engine, _), those in itertools.groupby(settled, key=lambda one: (one.engine, 0 if one.saved else id(one))):
         with evaluation_tasks.quietly():
             group = []

@@ -43,7 +43,7 @@ def _of_weights(evaluation: Mapping[str, Any], state: Mapping[str, Any]) -> Iter
     if evaluation.get("dtype") and "dtype" in recipe:
         yield "dtype", evaluation["dtype"], recipe["dtype"] or "bfloat16"
     hashes = [evaluation.get("base_sha256"), state.get("base_hash")]
-    if all(hashes) and hashes[0] != hashes[1]:  # a path may hold other weights by now
+    if all(hashes) and hashes[0] != hashes[1]:  # a path proves nothing: weights move, and are replaced
         names = [evaluation.get("base"), state.get("base")]
         yield "base", names[0], names[1] if names[0] != names[1] else f"{names[1]}, as it was then"
 

@@ -1,1 +1,1 @@
-"""The plan of GPU memory, made before anything loads."""
+"""Plans the GPU memory of a run before anything loads."""

@@ -1,8 +1,8 @@
-"""Estimates of what comes and goes: the trainer's activations and logits, the engine's scratch.
+"""Estimates temporary memory: the trainer's activations and logits, and the engine's scratch.
 
-The trainer's part counts the tensors that PyTorch saves in one block of a Llama-like model, with a gated MLP or with
-experts (all the families that are trained here), on a GPU, with PEFT's LoRA in fp32; a test counts them for real. What
-comes and goes beside them is counted where it is most.
+The trainer's part counts the tensors that PyTorch saves in one block of a Llama-like model on a GPU, with LoRA in fp32.
+The block has a gated MLP or experts, as all model families that are trained here; a test counts the tensors for real.
+Further temporary tensors are counted at their peak.
 """
 
 from dataclasses import dataclass
@@ -15,22 +15,23 @@ from qerl_kernels.wide import columns
 from qerl_recipes.memory.model_size import ExpertsSize, ModelSize
 
 FP32, BF16, INT64 = 4, 2, 8
-ENGINE_TOKENS = 4096  # the most that the engine computes at once: rollout's max_num_batched_tokens
+ENGINE_TOKENS = 4096  # the most tokens per engine step: the rollout's max_num_batched_tokens
 SAMPLER_COPIES = 3  # of the logits, in fp32: processed, sorted, log-softmax
 GRAPHS = 600_000_000  # CUDA graphs of the engine; vLLM reports 0.3 to 0.7 GiB for batches of 64 to 256
-# widest activations that the backward of a block needs beside what was saved: at the input of down_proj the gradients
-# through the adapter and through the frozen weight and their sum, less the input itself, which is free by then. The
-# scales of a frozen weight go into cuBLAS and cost no copy.
+# How many copies of the widest activation the backward of a block needs beside the saved tensors. The peak is at the
+# input of down_proj: the gradients through the adapter and through the frozen weight, and their sum, are three copies.
+# The input itself is free by then, which leaves two. The scales of a frozen weight go into cuBLAS and cost no copy.
 WORKING_COPIES = 2
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What the trainer computes between two backwards.
+    """The sizes of one micro-batch of the trainer.
 
-    ``tokens`` in all, of which at most ``at_once`` go through the model together, ``scored`` of them through the head;
-    ``rows`` of ``length`` tokens are padded to a batch (0: packed, without a mask). Where completions share a prompt,
-    each still attends to it: ``attended`` is how many tokens the attention sees for each that is computed.
+    ``tokens`` is the number of computed tokens. At most ``at_once`` of them go through the model together, and
+    ``scored`` of those through the head. ``rows`` sequences are padded to ``length`` tokens; 0 means packed, without a
+    mask. Completions that share a prompt each attend to it, though it is computed once. ``attended`` is the number of
+    tokens that the attention sees, divided by ``tokens``.
     """
 
     tokens: int
@@ -53,29 +54,33 @@ def saved_in_a_block(
     at_once: bool = False,
     widens: bool = False,
 ) -> int:
-    """Bytes a token that the backward of one block keeps.
+    """Return the bytes per token that one block saves for its backward.
 
-    ``targets``: linears of a block that carry the adapter. ``padded_to``: tokens of a padded sequence, whose mask makes
-    the attention keep k and v for every query head, and the mask; 0: packed, without a mask. ``autocast``: to BF16,
-    with the adapter computed by ``fused_lora``; without it PEFT computes the adapter in fp32. ``itemsize``: that of the
-    model's dtype. ``attended``: tokens that the attention sees for each, above 1 where prompts are shared. ``at_once``:
-    one call of the attention takes all sequences of a packed row, as on a GPU in 16 bits (packed_attention.py), so that
-    of a shared prompt keys and values alone are kept more than once, and nothing is put together afterwards.
-    ``widens``: the frozen weights are NVFP4, and behind each row of down_proj's input is room for the adapter's part.
+    * ``targets``: the number of linears of a block that carry the adapter.
+    * ``padded_to``: the length of a padded sequence, or 0 for packed rows without a mask. With a mask, the attention
+      saves the mask, and k and v for every query head.
+    * ``autocast``: autocast to BF16 is on and ``fused_lora`` computes the adapter. Without autocast, PEFT computes the
+      adapter in fp32.
+    * ``itemsize``: bytes of a number in the model's dtype.
+    * ``attended``: tokens that the attention sees per computed token, above 1 if prompts are shared.
+    * ``at_once``: one attention call takes all sequences of a packed row, as on a GPU in 16 bits
+      (packed_attention.py). Of a shared prompt, only keys and values are then kept more than once, and the outputs of
+      the sequences need no concatenation.
+    * ``widens``: the frozen weights are NVFP4, and each row of down_proj's input has spare columns for the adapter.
     """
     H, I, Q, KV = size.hidden, size.intermediate, size.heads * size.head_dim, size.kv_heads * size.head_dim  # noqa: E741
-    width, taken = (BF16, BF16) if autocast else (itemsize, FP32)  # of an activation, and of what an adapter takes
-    norms = 2 * (itemsize * H + FP32)  # the input, and one number
-    if len(size.norms) > 2 * size.layers + 1:  # with norms on q and k
+    width, taken = (BF16, BF16) if autocast else (itemsize, FP32)  # bytes of an activation, and of an adapter's input
+    norms = 2 * (itemsize * H + FP32)  # the input, and one number per token
+    if len(size.norms) > 2 * size.layers + 1:  # the model has norms on q and k
         norms += width * (Q + KV) + FP32 * (size.heads + size.kv_heads)
-    is_cast = autocast != (itemsize == BF16)  # the input of an adapter, which is then a tensor of its own
-    # q, k, v share one, and gate, up another: where it is cast, too, if one function computes them, as fused_lora does
-    # under autocast, for q, k, v in packed rows alone
+    is_cast = autocast != (itemsize == BF16)  # the input of an adapter is cast, to a tensor of its own
+    # q, k and v share one saved input, and gate and up another. A cast input is shared only if one function computes
+    # them all. fused_lora does so under autocast, for q, k and v only in packed rows.
     qkv = 3 if is_cast and (padded_to or not autocast) else 1
-    # o_proj takes the attention's output, which a packed row puts together from that of its sequences
+    # The input of o_proj is a new tensor if a packed row concatenates the attention outputs of its sequences.
     inputs = qkv * H + (Q if not (padded_to or at_once) or (is_cast and not autocast) else 0)
     gated = 2 * width * I  # gate, up
-    if size.experts:  # which carry no adapter
+    if size.experts:  # experts carry no adapter
         gated = max(_saved_by_experts(layer, width) for layer in size.experts)
     else:
         inputs += (2 if is_cast and not autocast else 1) * H + I
@@ -88,17 +93,22 @@ def saved_in_a_block(
 
 
 def _saved_by_experts(layer: ExpertsSize, width: int) -> int:
-    """Bytes a token: gate and up and the output of each expert that it goes through, its places in the sorted rows, the
-    router's probabilities."""
+    """Return the bytes per token that a layer of experts saves.
+
+    They are gate, up and output of each expert that the token goes through, its places in the sorted rows, and the
+    router's probabilities.
+    """
     return layer.used * (width * (2 * layer.inner + layer.hidden) + 3 * INT64) + 2 * FP32 * layer.count
 
 
 def kept(size: ModelSize, batch: MicroBatch, block: int, *, checkpointed: int, itemsize: int = BF16) -> int:
-    """What stays from forward to backward: the hidden state before each checkpointed block, all that the others saved.
+    """Return the bytes that stay from the forward to the backward.
 
-    ``block``: bytes a token of one block; ``checkpointed``: how many blocks are; ``itemsize``: of the model's dtype.
+    A checkpointed block keeps the hidden state before it, and any other block keeps all its saved tensors.
+    ``block`` is the bytes per token that one block saves, and ``checkpointed`` the number of checkpointed blocks.
+    ``itemsize`` is the bytes of a number in the model's dtype.
     """
-    last = 4 * BF16 * size.hidden + FP32  # of the last norm and of the head, whose gradient the forward prepares
+    last = 4 * BF16 * size.hidden + FP32  # for the last norm and the head, whose gradient the forward prepares
     blocks = checkpointed * itemsize * size.hidden + (size.layers - checkpointed) * block
     return batch.tokens * (blocks + last)
 
@@ -113,10 +123,11 @@ def at_work(
     rearranges: bool = False,
     itemsize: int = BF16,
 ) -> tuple[int, int]:
-    """The most that one block, and that the head, needs beside what is kept -> (block, head), bytes.
+    """Return the peak bytes of (one block, the head) beside what is kept.
 
-    ``expands``: the frozen weights are 4-bit, and each is expanded for the length of a product. ``rearranges``: each is
-    brought from Marlin's layout into the checkpoint's before that. ``itemsize``: that of the model's dtype.
+    ``expands``: the frozen weights are 4-bit, and each is expanded while a product uses it. ``rearranges``: each is
+    first converted from Marlin's layout to the checkpoint's. ``itemsize`` is the bytes of a number in the model's
+    dtype.
     """
     again = batch.at_once * block if checkpointing else 0
     weights = max(linear.N * linear.K for linear in size.linears)
@@ -128,9 +139,11 @@ def at_work(
 
 
 def _in_experts(layer: ExpertsSize, batch: MicroBatch, expands: bool, itemsize: int) -> int:
-    """One layer of experts at work: gate and up of all of them expanded, and the gradients, first of the outputs with
-    three rows in fp32, then of the product, gate and up, when the outputs are free. Dense ones are transformers', whose
-    weighted outputs are in fp32 twice.
+    """Return the peak bytes of one layer of experts.
+
+    Quantized experts have gate and up of all experts expanded, and gradients. First come the gradients of the outputs,
+    with three rows per token in fp32. Then, when these are free, come the gradients of the product, of gate and of up.
+    Dense experts are computed by transformers, which holds the weighted outputs in fp32 twice.
     """
     if expands and layer.quantized:
         of_outputs = layer.used * layer.hidden * itemsize + 3 * FP32 * layer.hidden
@@ -141,7 +154,10 @@ def _in_experts(layer: ExpertsSize, batch: MicroBatch, expands: bool, itemsize: 
 
 
 def _head(size: ModelSize, batch: MicroBatch) -> int:
-    """Chunks of logits in fp32 and their gradient in BF16, two of each where there is a next chunk; hidden states."""
+    """Return the peak bytes of the head: a chunk of fp32 logits, its BF16 gradient, and two BF16 hidden states.
+
+    With more than one chunk, the logits of two chunks are held at a time.
+    """
     a_row = FP32 * size.vocabulary
     rows = max(1, CHUNK_BYTES // a_row)
     if batch.scored > rows:
@@ -154,9 +170,12 @@ def _head(size: ModelSize, batch: MicroBatch) -> int:
 def engine_scratch(
     size: ModelSize, sequences: int, *, expands: bool, itemsize: int = BF16, tokens: int = ENGINE_TOKENS
 ) -> int:
-    """What vLLM's profiling run will find: the widest layer of a full batch of ``tokens``, and the sampler."""
+    """Return the bytes that vLLM's profiling run will measure: the widest layer on ``tokens`` tokens, and the sampler.
+
+    ``sequences`` is the batch size of the sampler. ``expands`` says that the frozen weights are 4-bit.
+    """
     hidden = tokens * (3 * size.intermediate + 4 * size.hidden) * itemsize
-    # gate and up, their product, and the outputs of every expert that a token goes through
+    # gate, up, their product and the outputs, for every expert that a token goes through
     in_experts = [tokens * x.used * (3 * x.inner + x.hidden) * itemsize for x in size.experts]
     hidden = max([hidden, *in_experts])
     sampler = sequences * size.vocabulary * FP32 * SAMPLER_COPIES
@@ -164,6 +183,9 @@ def engine_scratch(
 
 
 def _slab(size: ModelSize) -> int:
-    """The largest piece of a weight that the engine expands at one time; q, k, v and gate, up are one weight there."""
+    """Return the bytes of the largest piece of a weight that the engine expands at a time.
+
+    The engine fuses q, k and v into one weight, and gate and up into another.
+    """
     H, I, Q, KV = size.hidden, size.intermediate, size.heads * size.head_dim, size.kv_heads * size.head_dim  # noqa: E741
     return max(slab_rows(N) * K for N, K in ((Q + 2 * KV, H), (H, Q), (2 * I, H), (H, I))) * BF16

@@ -1,4 +1,4 @@
-"""Rank and linears of the adapter that a recipe trains: those that PEFT will wrap, before anything loads."""
+"""Finds the rank of the adapter that a recipe trains, and the linears that PEFT will wrap, before anything loads."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,10 +12,10 @@ from qerl_vllm_plugin.adapter import AdapterError, named_modules
 
 
 def trained(script: ScriptArguments, model: ModelConfig, size: ModelSize) -> tuple[int, list[LinearSize]]:
-    """Rank and linears of the adapter: the recipe's, or that of ``adapter_name_or_path``, whatever keys of PEFT choose
-    its linears (``target_modules``, ``exclude_modules``, ``layers_to_transform``, ``layers_pattern``).
+    """Return the rank and the linears of the adapter that the recipe defines or that ``adapter_name_or_path`` names.
 
-    Raises ValueError for one that names no linear of this model, or is no plain LoRA adapter.
+    All of PEFT's keys that choose linears count: ``target_modules``, ``exclude_modules``, ``layers_to_transform`` and
+    ``layers_pattern``. Raises ValueError if the adapter names no linear of this model, or is not plain LoRA.
     """
     if script.adapter_name_or_path is not None:
         saved = open_adapter(script.adapter_name_or_path)
@@ -27,7 +27,7 @@ def trained(script: ScriptArguments, model: ModelConfig, size: ModelSize) -> tup
 
 
 def most_in_a_block(linears: Sequence[LinearSize]) -> int:
-    """How many of ``linears`` the block has that has most; blocks may have different ones, or none."""
+    """Return the largest number of ``linears`` in one block; blocks may have different ones, or none."""
     return max(Counter(".".join(linear.name.split(".")[:3]) for linear in linears).values())
 
 

@@ -1,4 +1,4 @@
-"""What a model consists of, counted on the model class itself without its weights: the basis of a memory plan."""
+"""Counts the parameters of a model as the basis of a memory plan: it builds the model's class without weights."""
 
 import functools
 import json
@@ -13,7 +13,7 @@ from qerl_vllm_plugin.expected_tensors import fused_with
 
 @dataclass(frozen=True)
 class LinearSize:
-    """One linear layer of a block: ``N`` rows, ``K`` columns."""
+    """One linear layer of a block, whose weight has ``N`` rows and ``K`` columns."""
 
     name: str
     N: int
@@ -24,7 +24,7 @@ class LinearSize:
 
 @dataclass(frozen=True)
 class ExpertsSize:
-    """The experts of one layer: ``count`` of them, gated, (H, ``inner``); each token goes through ``used``."""
+    """The gated experts of one layer: ``count`` of them, of width ``inner``; each token goes through ``used``."""
 
     count: int
     hidden: int
@@ -34,7 +34,7 @@ class ExpertsSize:
 
     @property
     def elements(self) -> int:
-        """Weights of all of them."""
+        """Return the number of weights of all experts."""
         return 3 * self.count * self.hidden * self.inner
 
 
@@ -42,8 +42,9 @@ class ExpertsSize:
 class ModelSize:
     """The sizes of a causal language model.
 
-    ``norms``: elements of each norm by the name of its weight. ``buffers``: bytes of the trainer's buffers.
-    ``experts``: one entry for each layer that has some. ``routers``: elements of their routers.
+    ``norms`` maps the name of each norm's weight to its number of elements. ``buffers`` is the bytes of the trainer's
+    buffers. ``fused`` holds the linears grouped as vLLM fuses them. ``experts`` has one entry for each layer with
+    experts, and ``routers`` is the number of elements of their routers.
     """
 
     linears: tuple[LinearSize, ...]
@@ -63,26 +64,27 @@ class ModelSize:
 
     @property
     def parameters(self) -> int:
-        """All parameters, a tied head once."""
+        """Return the number of all parameters, counting a tied head once."""
         linears = sum(linear.N * linear.K + linear.bias * linear.N for linear in self.linears)
         experts = sum(layer.elements for layer in self.experts) + self.routers
         return linears + experts + self.embeddings + sum(self.norms.values())
 
     @property
     def embeddings(self) -> int:
-        """Elements of the embedding and, where it is not the same tensor, of the head."""
+        """Return the number of elements of the embedding and, if it is another tensor, of the head."""
         return self.vocabulary * self.hidden * (1 if self.tied else 2)
 
     @property
     def intermediate(self) -> int:
-        """The widest activation inside a block."""
+        """Return the width of the widest activation inside a block."""
         return max(max(linear.N, linear.K) for linear in self.linears)
 
 
 def read_config(name: str | Path, revision: str | None = None) -> dict[str, Any]:
-    """The config.json of a checkpoint folder or of a model of the hub; models that recipes/ name are known offline.
+    """Return the config.json of a checkpoint folder or of a model on the hub.
 
-    Raises ValueError where there is none of the three.
+    For models that recipes/ name, a built-in copy of the sizes is used, so that the hub is not needed. Raises
+    ValueError if none of the three exists.
     """
     file = Path(name).expanduser() / "config.json"
     if file.is_file():
@@ -102,9 +104,9 @@ def read_config(name: str | Path, revision: str | None = None) -> dict[str, Any]
 
 
 def measure(config: Mapping[str, Any]) -> ModelSize:
-    """Count a model from its config.json, on the meta device; the same config is counted once.
+    """Count a model on the meta device from its config.json; results are cached by config.
 
-    Raises ValueError for a model that transformers does not know, and for a quantization that is not ours.
+    Raises ValueError for a model that transformers cannot build, and for a quantization that QeRL does not read.
     """
     return _measure(json.dumps(config, sort_keys=True))
 
@@ -164,7 +166,7 @@ def _measure(config: str) -> ModelSize:
 
 
 def _fuse(linears: tuple[LinearSize, ...]) -> tuple[tuple[LinearSize, ...], ...]:
-    """The layers as vLLM has them: q, k, v and gate, up as one."""
+    """Group the linears as vLLM fuses them: q, k and v into one layer, gate and up into another."""
     named = {linear.name: linear for linear in linears}
     groups = dict.fromkeys(tuple(fused_with(name, named)) for name in named)
     return tuple(tuple(named[name] for name in group) for group in groups)

@@ -1,19 +1,19 @@
-"""Bytes of an optimizer's state for trained tensors of given shapes: what its library allocates for each."""
+"""Computes the bytes that an optimizer's library allocates as state for trained tensors."""
 
 from collections.abc import Iterable
 from math import prod
 
 FP32 = 4
-# bitsandbytes keeps tensors with fewer elements in fp32, and a scale for each block of its 8-bit states
+# bitsandbytes keeps the states of smaller tensors in fp32, and one fp32 scale for each block of 8-bit states
 SMALLEST_8BIT, BLOCK_8BIT = 4096, 256
-BLOCK_4BIT = 128  # of torchao
-MOMENTS = {"ademamix": 3, "lion": 1, "rmsprop": 1, "adagrad": 1, "schedule_free_sgd": 1, "sgd": 0}  # others: 2
+BLOCK_4BIT = 128  # the block size of torchao's 4-bit states
+MOMENTS = {"ademamix": 3, "lion": 1, "rmsprop": 1, "adagrad": 1, "schedule_free_sgd": 1, "sgd": 0}  # all others have 2
 
 
 def state(name: str, shapes: Iterable[tuple[int, ...]]) -> int:
-    """The state of transformers' optimizer ``name`` (the key ``optim``).
+    """Return the bytes of the state of transformers' optimizer ``name`` (the key ``optim``).
 
-    Adafactor has a row and a column of each matrix. Paged optimizers count as if nothing were moved to the CPU.
+    Adafactor keeps one row and one column for each matrix. Paged optimizers count as if nothing were moved to the CPU.
     """
     return sum(_of_tensor(name, shape) for shape in shapes)
 

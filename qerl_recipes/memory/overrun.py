@@ -1,4 +1,7 @@
-"""An out-of-memory error as something to act on: the phase, plan against measurement, the key to change, the resume."""
+"""Turns an out-of-memory error into a message to act on.
+
+The message names the phase, what was planned and measured, the recipe keys to change, and how to resume.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,18 +12,19 @@ from qerl_recipes.files.run_state import what_is_kept, whole_checkpoints
 from qerl_recipes.machine.gpu import gigabytes
 from qerl_recipes.memory.parts import Plan
 
-SIGNS = ("out of memory", "cublas_status_alloc_failed")  # of vLLM's allocator, of CUDA and of cuBLAS
+SIGNS = ("out of memory", "cublas_status_alloc_failed")  # in messages of vLLM's allocator, CUDA and cuBLAS
 
 
 class OutOfMemory(MemoryError):
-    """The GPU's memory ran out; the message says in which phase, what was planned, and what to do."""
+    """Raised if the GPU's memory runs out; the message says in which phase, what was planned, and what to do."""
 
 
 @contextlib.contextmanager
 def explained(plan: Plan | None, output_dir: str, trainer: Any = None) -> Iterator[None]:
-    """Raises OutOfMemory, from the original, for an out-of-memory error of torch, vLLM or cuBLAS.
+    """Run the block, and turn an out-of-memory error of torch, vLLM or cuBLAS into OutOfMemory.
 
-    ``plan`` is that of the run, None on a CPU; ``trainer`` runs inside, None while it is being built.
+    ``plan`` is the memory plan of the run, or None on a CPU. ``trainer`` is the trainer that runs in the block, or None
+    while it is being built.
     """
     try:
         yield
@@ -39,7 +43,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _phase(traceback: TracebackType | None, trainer: Any) -> str:
-    """``loading`` without a trainer, ``rollout`` if a method of its engine was running, else ``training``."""
+    """Return ``loading`` without a trainer, ``rollout`` if a method of its engine was running, else ``training``."""
     if trainer is None:
         return "loading"
     engine = getattr(trainer, "vllm_generation", None)
@@ -57,7 +61,7 @@ def _message(plan: Plan | None, phase: str, output_dir: str, trainer: Any) -> st
     if plan is not None:
         held = "rollout" if phase == "loading" else phase
         rest = plan.largest(held, len(plan.parts))
-        own = plan.added(held) or rest  # where the engine is elsewhere a rollout adds nothing
+        own = plan.added(held) or rest  # with the engine in another process a rollout adds nothing
         added = ", ".join(f"{part.name} {gigabytes(getattr(part, held))}" for part in own)
         lines.append(
             f"planned: {gigabytes(plan.total(held))} of {gigabytes(plan.gpu.memory)}; what this phase adds, and one of "

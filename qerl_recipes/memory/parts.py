@@ -1,4 +1,4 @@
-"""A memory plan: what a run holds on the GPU in each of its phases, whether that fits, and what would lower it."""
+"""Defines a memory plan: what a run holds on the GPU in each phase, whether that fits, and what would lower it."""
 
 import re
 from collections.abc import Iterable
@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from qerl_recipes.machine.gpu import Gpu, gigabytes
 
 PHASES = ("rollout", "training")
-SLEEP = "vllm_enable_sleep_mode: true"  # takes nothing from a rollout, in which the engine is awake
+SLEEP = "vllm_enable_sleep_mode: true"  # does not lower a rollout, since the engine is awake then
 FIXED_BY_A_CHECKPOINT = re.compile(r"\b(lora_r|optim|quantization|max_completion_length)\b")
 
 
 @dataclass(frozen=True)
 class Part:
-    """Bytes held in each phase, how they come about, and what to change in the recipe to lower them, best first."""
+    """One part of a plan: the bytes it holds in each phase.
+
+    ``detail`` explains how they come about. ``knobs`` are changes of the recipe that lower them, best first.
+    """
 
     name: str
     rollout: int
@@ -24,11 +27,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """The parts of a run on a GPU; ``problem`` is what stops the engine from starting at all, "" if nothing does.
+    """The memory plan of a run on a GPU.
 
-    ``checkpointed`` blocks compute their activations anew. Of the engine's share, ``engine`` bytes are taken before its
-    KV cache, in which a token has ``token`` bytes. ``remark`` says that sequences wait for others, or that the engine
-    is not among the parts; "" if neither is so.
+    ``problem`` says what stops the engine from starting, or is "". ``checkpointed`` is the number of blocks that
+    recompute their activations. ``engine`` is the bytes of the engine without its KV cache, and ``token`` the bytes of
+    one token in that cache. ``remark`` says that sequences must wait for others, or that the engine is not among the
+    parts, or is "".
     """
 
     parts: tuple[Part, ...]
@@ -40,11 +44,11 @@ class Plan:
     remark: str = ""
 
     def engine_share(self, tokens: int) -> float:
-        """The ``vllm_gpu_memory_utilization`` at which the KV cache holds so many tokens."""
+        """Return the ``vllm_gpu_memory_utilization`` at which the KV cache holds ``tokens`` tokens."""
         return (self.engine + tokens * self.token) / self.gpu.memory
 
     def total(self, phase: str) -> int:
-        """Bytes held in ``rollout`` or ``training``."""
+        """Return the bytes held in ``phase``, which is ``rollout`` or ``training``."""
         return sum(getattr(part, phase) for part in self.parts)
 
     @property
@@ -53,7 +57,7 @@ class Plan:
 
     @property
     def worse_phase(self) -> str:
-        """The phase that needs more."""
+        """Return the phase that needs more memory."""
         return max(PHASES, key=self.total)
 
     @property
@@ -61,20 +65,21 @@ class Plan:
         return self.peak <= self.gpu.memory and not self.problem
 
     def largest(self, phase: str, count: int = 3) -> list[Part]:
-        """The largest parts of a phase, largest first."""
+        """Return the ``count`` largest parts of a phase, largest first."""
         held = [part for part in self.parts if getattr(part, phase)]
         return sorted(held, key=lambda part: -getattr(part, phase))[:count]
 
     def added(self, phase: str) -> list[Part]:
-        """The parts of which a phase holds more than the other, largest first."""
+        """Return the parts that hold more in this phase than in the other, largest first."""
         (other,) = set(PHASES) - {phase}
         parts = [part for part in self.parts if getattr(part, phase) > getattr(part, other)]
         return sorted(parts, key=lambda part: -getattr(part, phase))
 
     def advice(self, parts: Iterable[Part], phase: str, *, resuming: bool = False) -> str:
-        """What to change for ``phase`` to need less: two of the ``parts`` for which there is something, in their order.
+        """Return a text that says what to change so that ``phase`` needs less memory.
 
-        ``resuming``: without what a checkpoint does not survive.
+        It has the changes of the first two of the ``parts`` that have some. With ``resuming``, changes that no
+        checkpoint could be resumed with are left out.
         """
         found: dict[str, str] = {}
         for part in parts:
@@ -85,13 +90,13 @@ class Plan:
         return "; ".join(f"{knobs} ({why})" for knobs, why in found.items()) or "a smaller model"
 
     def line(self) -> str:
-        """One line: the total and what it is made of."""
+        """Return one line with the peak and the largest parts of the worse phase."""
         phase = self.worse_phase
         parts = ", ".join(f"{part.name} {gigabytes(getattr(part, phase))}" for part in self.largest(phase))
         return f"{gigabytes(self.peak)} of {gigabytes(self.gpu.memory)} ({parts}, ...)"
 
     def obstacles(self) -> list[str]:
-        """What stands against this run, each with the way out; empty if it fits."""
+        """Return the reasons why the run does not fit, each with a way out; the list is empty if it fits."""
         found = [f"it cannot start: {self.problem}"] if self.problem else []
         if self.peak > self.gpu.memory:
             phase, over = self.worse_phase, gigabytes(self.peak - self.gpu.memory)
@@ -100,7 +105,7 @@ class Plan:
         return found
 
     def check(self) -> None:
-        """Raises ValueError, with the largest parts and the way out, if the run does not fit."""
+        """Raise ValueError, with the largest parts and a way out, if the run does not fit."""
         if not self.fits:
             raise ValueError(
                 f"this run does not fit on a GPU of {gigabytes(self.gpu.memory)}: {'; and '.join(self.obstacles())}. "

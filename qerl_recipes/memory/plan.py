@@ -1,11 +1,12 @@
-"""The GPU memory of a training run, part by part, before anything is loaded.
+"""Plans the GPU memory of a training run, part by part, before anything is loaded.
 
     recipe = parse(["--config", "recipes/Qwen2.5-32B-Instruct/grpo/nvfp4_lora_aqn.yaml"])
     plan = make(*recipe, gpu=Gpu(80_000_000_000, is_hopper=True))
 
-A run has two phases: in a rollout the engine samples, in training the gradient is computed. What is held in one phase
-only is free in the other; what is held in both counts in both. Weights, adapter and optimizer are exact; activations,
-the engine's scratch and CUDA's own memory are estimates for sequences of full length, so a plan is a worst case.
+A run has two phases: in a rollout the engine samples, and in training the gradient is computed. Memory that one phase
+alone holds is free in the other; memory that both hold counts in both. Weights, adapter and optimizer are exact.
+Activations, the engine's scratch and CUDA's own memory are estimates for sequences of full length, so a plan is a
+worst case.
 """
 
 import math
@@ -26,11 +27,11 @@ from qerl_recipes.recipe.script_arguments import ScriptArguments
 
 CONTEXT = 900_000_000  # CUDA context and kernels, cuBLAS workspaces
 SHARE_KEY = "vllm_gpu_memory_utilization"
-MOST_SHARE = 0.95  # of the GPU for the engine
-SPARE = 0.03  # of the GPU, that is left free where the plan decides how much is kept
-# blocks that the allocator holds and cannot use: a share of what comes and goes, but no more than this many bytes; with
-# both, plans come within 4 % of what 15 of the 17 runs in kernels/results took, and within 5.2 % of the others. All but
-# one of them are at the second, and say of the first that it is more than 0.2
+MOST_SHARE = 0.95  # the largest share of the GPU that is advised for the engine
+SPARE = 0.03  # share of the GPU that stays free if the plan chooses how many blocks to recompute
+# Memory that the allocator holds but cannot use: SLACK times the temporary memory, but at most MOST_SLACK bytes. With
+# both, plans are within 4 % of what 15 of the 17 runs in kernels/results took, and within 5.2 % of the other two. All
+# runs but one reach MOST_SLACK, so of SLACK they only show that it is more than 0.2.
 SLACK, MOST_SLACK = 0.4, 1_500_000_000
 FP32, BF16 = 4, 2
 
@@ -44,11 +45,13 @@ def make(
     config: Mapping[str, Any] | None = None,
     limit: int | None = None,
 ) -> Plan:
-    """Plan a recipe on a GPU. ``config`` is the checkpoint's config.json, by default that of the recipe's model.
+    """Plan the memory of a recipe on a GPU.
 
-    ``limit`` is how many bytes of the GPU may be used, by default all: ``checkpointed_layers: -1`` becomes the smallest
-    number with which 3 % of them are left, or that of all blocks. Raises ValueError where the model's sizes cannot be
-    found.
+    ``config`` is the checkpoint's config.json, by default that of the recipe's model. ``limit`` is the number of bytes
+    of the GPU that may be used, by default all. ``checkpointed_layers: -1`` becomes the smallest number that leaves 3 %
+    of them free; if there is none, all blocks are checkpointed.
+
+    Raises ValueError if the model's sizes cannot be found, or if ``checkpointed_layers`` exceeds its blocks.
     """
     if config is None:
         config = read_config(str(model.model_name_or_path), model.model_revision)
@@ -66,7 +69,7 @@ def make(
 
 
 def _to_try(training: GRPOConfig, size: ModelSize) -> Iterable[int]:
-    """Numbers of blocks that compute their activations anew."""
+    """Return the numbers of recomputed blocks to try, in order."""
     wanted = training.checkpointed_layers
     if not training.gradient_checkpointing:
         return [0]
@@ -83,7 +86,7 @@ def _context(working: Iterable[Part]) -> Part:
 
 
 class _Run:
-    """A recipe on a GPU, and what follows from both."""
+    """The settings of a recipe on a GPU, with the sizes that follow from both."""
 
     def __init__(
         self, script: ScriptArguments, training: GRPOConfig, model: ModelConfig, size: ModelSize, gpu: Gpu
@@ -104,7 +107,10 @@ class _Run:
         self.is_flash = (model.attn_implementation or "").startswith(("flash", "kernels"))
 
     def engine_parts(self) -> tuple[Part, ...]:
-        """None of an engine that is a server of its own: it is on another GPU, or its share of this one is not ours."""
+        """Return the parts of the engine; they are empty if the engine is a server of its own.
+
+        A server is on another GPU, or uses a share of this one that the run does not control.
+        """
         if server_keys.is_wanted(self.training):
             return ()
         scratch, graphs = self._scratch(), activation_bytes.GRAPHS
@@ -137,16 +143,19 @@ class _Run:
         return (Part("trainer's weights", own, own, copy, _how_to_share(self.training) or self._smaller()),)
 
     def _smaller(self) -> tuple[str, ...]:
-        """The arm with the smaller weights."""
+        """Return the change of the recipe that makes the weights smaller, if there is one."""
         return () if self.arm == shared_weights.ARM else (f"quantization: {shared_weights.ARM}",)
 
     def kv_cache(self) -> Part:
-        """What is left of the engine's share of the GPU; handed back while the trainer works if the engine sleeps."""
+        """Return the KV cache: the size that the recipe sets, or the rest of the engine's share of the GPU.
+
+        It is freed while the trainer works if the engine sleeps then.
+        """
         left, tokens = self._left_for_cache(), self.cache_tokens()
         full = self.sequences * self.engine_length
         fitting = f"{tokens // self.engine_length} of {self.sequences} full sequences at a time"
         sleeps, key = self.training.vllm_enable_sleep_mode, self._cache_key()
-        value = getattr(self.training, key)  # a share of the GPU, or bytes: all their digits
+        value = getattr(self.training, key)  # a share of the GPU, or bytes, which are shown with all digits
         size = f"{value:g}" if key == SHARE_KEY else str(value)
         lower = f"{key} below {size}"
         knobs = (lower,) if sleeps else (SLEEP, lower)
@@ -155,15 +164,18 @@ class _Run:
         return Part("KV cache", cache, 0 if sleeps else cache, how, knobs)
 
     def _cache_key(self) -> str:
-        """The key of the recipe that the size of the KV cache follows from."""
+        """Return the key of the recipe that determines the size of the KV cache."""
         return SHARE_KEY if self.training.vllm_kv_cache_memory_bytes is None else "vllm_kv_cache_memory_bytes"
 
     def cache_tokens(self) -> int:
-        """Tokens that the KV cache holds."""
+        """Return the number of tokens that the KV cache holds."""
         return max(0, self._left_for_cache()) // self.cache_of_a_token()
 
     def problem(self) -> str:
-        """vLLM does not start if one sequence of full length does not fit into its cache."""
+        """Say why vLLM would not start, with a way out; return "" if it would.
+
+        vLLM refuses to start if one sequence of full length does not fit into its KV cache.
+        """
         if server_keys.is_wanted(self.training) or self.engine_length <= self.cache_tokens():
             return ""
         length, given = self.engine_length, self.training.vllm_kv_cache_memory_bytes
@@ -188,8 +200,10 @@ class _Run:
         )
 
     def remark(self) -> str:
-        """That the engine is elsewhere, or cannot compute all sequences of a rollout at the same time and what would
-        change it."""
+        """Say that the engine is not part of this plan, or that it cannot hold all sequences of a rollout at a time.
+
+        The second comes with what would change it. Returns "" if neither is so.
+        """
         if server_keys.is_wanted(self.training):
             return "the server's memory is not in this plan: on this GPU its --gpu-memory-utilization comes on top"
         fitting = self.cache_tokens() // self.engine_length
@@ -201,7 +215,7 @@ class _Run:
         )
 
     def _how_many(self) -> str:
-        """How many full sequences fit, at the share (or size) that all need or at the largest that makes sense."""
+        """Say which cache setting holds all full sequences, or how many fit at the largest sensible share."""
         token, memory = self.cache_of_a_token() * self.engine_length, self.gpu.memory
         if self.training.vllm_kv_cache_memory_bytes is not None:
             return f"{self.sequences * token} holds all {self.sequences}"
@@ -212,7 +226,10 @@ class _Run:
         return f"{MOST_SHARE} holds {fitting} of {self.sequences}"
 
     def trained_parts(self) -> tuple[Part, ...]:
-        """Adapter in fp32, with copies in BF16 that autocast keeps through a forward; gradients; optimizer's state."""
+        """Return the parts of the trained adapter, its gradients and the optimizer's state.
+
+        The adapter is in fp32. In training, 16-bit copies of it are added, which autocast keeps through a forward.
+        """
         count = weight_bytes.adapter_elements(self.targets, self.rank)
         norms = _trained_norms(self.training, self.size)
         name, total = str(getattr(self.training.optim, "value", self.training.optim)), count + sum(norms)
@@ -221,7 +238,7 @@ class _Run:
         knobs = self._lower_rank() if "8bit" in name else ("optim: adamw_8bit", *self._lower_rank())
         pairs = [shape for of in self.targets for shape in ((self.rank, of.K), (of.N, self.rank))]
         states = optimizer_bytes.state(name, [*pairs, *((norm,) for norm in norms)])
-        # DDP sums gradients in buckets of its own, which stay when the gradients are given back
+        # DDP sums gradients in buckets of its own, which stay when the gradients are freed.
         buckets = total * FP32 if self.training.world_size > 1 else 0
         how = f"fp32, {sum(norms)} of norms" if norms else "fp32"
         how += ", and buckets in which processes sum them" if buckets else ""
@@ -236,7 +253,7 @@ class _Run:
         tokens = attended = rows * self.length
         if self._shares_prompts():
             generations, prompt = self.training.num_generations, self.length - self.completion
-            in_a_row = max(1, (packs - prompt) // self.completion)  # of a group; the next packed row has a prompt again
+            in_a_row = max(1, (packs - prompt) // self.completion)  # of a group; each packed row has its own prompt
             prompts = rows // generations * -(-generations // in_a_row)
             tokens = rows * self.completion + prompts * prompt
         at_once = min(tokens, max(packs, self.length)) if packs else tokens
@@ -245,10 +262,11 @@ class _Run:
         return MicroBatch(tokens, at_once, scored, padded, self.length, attended / tokens)
 
     def _shares_prompts(self) -> bool:
-        """Whether the completions of a prompt are sure to be in one micro-batch, and so compute it once in a row.
+        """Return True if all completions of a prompt are sure to share a micro-batch.
 
-        Completions are shuffled, and dealt in whole groups again (``packing.even_micro_batches``) where a rollout is
-        one step, which is a sum over its rows, and groups fill micro-batches.
+        A packed row of them then computes the prompt once. TRL shuffles the completions of a rollout.
+        ``packing.even_micro_batches`` puts whole groups together again if the rollout is one optimizer step, the loss
+        is a sum over rows, and whole groups fill each micro-batch. A step with a single micro-batch needs no such loss.
         """
         training = self.training
         if not self.pack_tokens or self.is_flash or self.completion >= self.length:
@@ -260,11 +278,11 @@ class _Run:
         return are_whole and is_one_step and (is_a_sum or training.gradient_accumulation_steps == 1)
 
     def working_parts(self, checkpointed: int) -> tuple[Part, ...]:
-        """With so many blocks that compute their activations anew."""
+        """Return the activations and the temporary tensors of training, with ``checkpointed`` blocks recomputed."""
         batch = self.micro_batch()
         targets = adapter_size.most_in_a_block(self.targets)
         padded_to, itemsize = self.length if batch.rows else 0, self.itemsize
-        # with use_cpu the recipe is read on a machine without a GPU, where bf16 says nothing about a run on one
+        # With use_cpu the recipe is read on a machine without a GPU, where bf16 says nothing about a run on a GPU.
         autocast = bool(self.training.bf16 or self.training.fp16) or self.training.use_cpu
         block = activation_bytes.saved_in_a_block(
             self.size,
@@ -298,11 +316,11 @@ class _Run:
         )
 
     def cache_of_a_token(self) -> int:
-        """Bytes: keys and values of all layers, on one GPU of the engine."""
+        """Return the bytes that one token takes in the KV cache of one GPU of the engine."""
         return engine_bytes.cache_of_a_token(self.size, self.tensor_parallel, self.itemsize)
 
     def beside_cache(self) -> int:
-        """What the engine needs before its KV cache."""
+        """Return the bytes of the engine without its KV cache."""
         return engine_bytes.beside_cache(self.size, self.training, self.gpu, rank=self.rank, itemsize=self.itemsize)
 
     def _left_for_cache(self) -> int:
@@ -334,20 +352,20 @@ class _Run:
 
 
 def _apart(training: GRPOConfig) -> str | None:
-    """Why the trainer has weights of its own; None where it reads the engine's."""
+    """Return the reason why the trainer has its own copy of the weights, or None if it reads the engine's."""
     if (reason := shared_weights.obstacle(training)) is not None:
         return reason
     return "share_weights: false" if training.share_weights is False else None
 
 
 def _how_to_share(training: GRPOConfig) -> tuple[str, ...]:
-    """The key that would make the second copy go away, where one can."""
+    """Return the change of the recipe that would avoid the second copy of the weights, if there is one."""
     is_off = training.share_weights is False and shared_weights.obstacle(training) is None
     return ("share_weights: true",) if is_off else ()
 
 
 def _trained_norms(training: GRPOConfig, size: ModelSize) -> list[int]:
-    """Elements of each."""
+    """Return the number of elements of each trained norm."""
     from qerl_vllm_plugin.noise import is_target
 
     if not training.train_norms:

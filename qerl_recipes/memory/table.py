@@ -1,4 +1,4 @@
-"""``qerl doctor --recipe``: the memory plan of a recipe as a table, and whether it fits."""
+"""Implements ``qerl doctor --recipe``: prints the memory plan of a recipe as a table, and says whether it fits."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,11 +15,13 @@ SMALLEST_HOPPER = 80  # GB
 
 
 def run(recipe: Path, overrides: Sequence[str], memory_gb: float | None = None) -> int:
-    """Print the plan of a recipe -> exit status: 0 where it fits, 1 where it does not.
+    """Print the memory plan of a recipe, and return the exit status: 0 if the run fits, else 1.
 
-    It is planned for this machine's GPU or for one of ``memory_gb``; without either, for common sizes, the table being
-    that of the smallest that it fits. ``overrides`` are flags as ``qerl train`` takes them. Raises ValueError for a
-    recipe that cannot be read and a size that is none.
+    The plan is for a GPU of ``memory_gb`` or, by default, for this machine's GPU. On a machine without a GPU, it is
+    made for common sizes. The table then shows the smallest one that fits, or else the largest.
+
+    ``overrides`` are flags of ``qerl train``. Raises ValueError for an unreadable recipe, and unless ``memory_gb`` is
+    above 0.
     """
     if memory_gb is not None and not memory_gb > 0:
         raise ValueError(f"--gpu_memory is {memory_gb:g}; it is the GPU's memory in GB, such as 80")
@@ -42,7 +44,7 @@ def run(recipe: Path, overrides: Sequence[str], memory_gb: float | None = None) 
 
 
 def table(plan: Plan, title: str) -> Table:
-    """A row for each part: GB during a rollout, GB during training, how it comes about."""
+    """Return a table with a row for each part: GB during a rollout, GB during training, and how they come about."""
     view = Table(title=f"GPU memory of {title}, on {gigabytes(plan.gpu.memory)}", title_justify="left")
     view.add_column("part")
     for phase in PHASES:
@@ -56,7 +58,7 @@ def table(plan: Plan, title: str) -> Table:
 
 
 def verdict(plan: Plan) -> str:
-    """Whether it fits, in one line, and what to change if it does not."""
+    """Say in one line whether the run fits, and what to change if it does not."""
     where = gigabytes(plan.gpu.memory)
     if plan.fits:
         anew = f", with {plan.checkpointed} blocks recomputed" if plan.checkpointed else ""

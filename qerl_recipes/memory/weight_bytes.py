@@ -1,8 +1,9 @@
-"""Bytes of the frozen weights and of the adapter in each form in which engine and trainer keep them; exact.
+"""Computes the exact bytes of the frozen weights and of the adapter, in each form that engine and trainer keep.
 
-Layouts of the engine's NVFP4 layers: ``tiled`` (Hopper: tiles of 64 x 64 weights in 2304 bytes), ``marlin`` (vLLM's,
-on other GPUs) and ``canonical`` (the checkpoint's, on a CPU). The trainer can read all of them in place. Experts are in
-Marlin's layout for mixtures on every GPU, which the trainer cannot read: it has a copy of its own, of the same size.
+The engine's NVFP4 layers have one of three layouts, all of which the trainer can read in place: ``tiled`` (Hopper:
+tiles of 64 x 64 weights in 2304 bytes), ``marlin`` (vLLM's, on other GPUs) and ``canonical`` (the checkpoint's, on a
+CPU). Experts have Marlin's layout for MoE on every GPU. The trainer cannot read it, and keeps its own copy of the same
+size.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,12 +16,15 @@ from qerl_recipes.memory.model_size import ExpertsSize, LinearSize, ModelSize
 
 LAYOUTS = ("tiled", "marlin", "canonical")
 FP32 = 4
-NF4_BLOCK, NF4_CODE_BOOK = 64, 16  # weights an fp32 scale of bitsandbytes; its 16 fp32 values come with every layer
+NF4_BLOCK, NF4_CODE_BOOK = 64, 16  # weights per fp32 scale in bitsandbytes; 16 fp32 values per layer
 VOCABULARY_PADDING = 64  # vLLM pads the rows of embedding and head to a multiple of it
 
 
 def engine_weights(size: ModelSize, arm: str, layout: str, itemsize: int = 2) -> int:
-    """The engine's model without an adapter; ``itemsize``: bytes of an activation and of a dense weight."""
+    """Return the bytes of the engine's model without an adapter.
+
+    ``itemsize`` is the bytes of an activation and of a dense weight.
+    """
     norm = FP32 if arm == "qerl_nvfp4" else itemsize
     rotary = size.positions * size.head_dim * itemsize
     return (
@@ -34,7 +38,10 @@ def engine_weights(size: ModelSize, arm: str, layout: str, itemsize: int = 2) ->
 
 
 def _experts(layer: ExpertsSize, arm: str, itemsize: int) -> int:
-    """Those of one layer, in engine and trainer alike: packed with three tensor scales an expert, or dense."""
+    """Return the bytes of one layer's experts, which are the same in engine and trainer.
+
+    They are packed with three tensor scales per expert, or dense.
+    """
     if arm == "qerl_nvfp4" and layer.quantized:
         return _packed(layer.elements, 1) + 3 * layer.count * FP32
     return layer.elements * itemsize
@@ -53,7 +60,7 @@ def _engine_layer(parts: Sequence[LinearSize], arm: str, layout: str, itemsize: 
 
 
 def trainer_weights(size: ModelSize, arm: str, layout: str, *, shared: bool, itemsize: int = 2) -> int:
-    """The trainer's frozen model: a whole copy, or with ``shared`` what cannot be read in the engine."""
+    """Return the bytes of the trainer's frozen model: a whole copy, or with ``shared`` what the engine cannot lend."""
     own = sum(size.norms.values()) * FP32 + size.buffers
     own += sum(_experts(layer, arm, itemsize) for layer in size.experts)
     if shared:
@@ -63,14 +70,16 @@ def trainer_weights(size: ModelSize, arm: str, layout: str, *, shared: bool, ite
 
 
 def _read_in_place(parts: Sequence[LinearSize], layout: str, itemsize: int) -> int:
-    """Small tensors of the trainer's own a linear; a part that does not fall on tiles is copied.
+    """Return the bytes that the trainer adds for one fused layer of the engine that it reads in place.
 
-    Marlin's columns are cut as tiles are, where the parts have one tensor scale, and then need nothing.
+    They are small tensors for each part. A part is copied instead if its border with another part is not a tile
+    boundary. Marlin's columns are split at the same boundaries, if the parts have one tensor scale, and need no small
+    tensors.
     """
     if not parts[0].quantized:
         return 0
     if layout == "canonical":
-        return len(parts) * FP32  # the row scale, out of the divisor
+        return len(parts) * FP32  # the row scale, computed from the divisor
     own, first, N = 0, 0, sum(part.N for part in parts)
     counters = COUNTERS * FP32 if layout == "tiled" else 0
     for part in parts:
@@ -85,12 +94,15 @@ def _trainer_layer(linear: LinearSize, arm: str, itemsize: int) -> int:
     N, K = linear.N, linear.K
     bias = N * itemsize if linear.bias else 0
     if arm == "qerl_nvfp4" and linear.quantized:
-        return _packed(N, K) + 2 * FP32 + bias  # the divisor and one over it
+        return _packed(N, K) + 2 * FP32 + bias  # the divisor and its reciprocal
     return (_nf4(N, K) if arm == "nf4" else N * K * itemsize) + bias
 
 
 def resident_adapter(size: ModelSize, rank: int, itemsize: int = 2) -> int:
-    """The buffers in the engine's quantized layers: A of all parts below each other, B block diagonal."""
+    """Return the bytes of the adapter's buffers in the engine's quantized layers.
+
+    A fused layer stacks the A matrices of its parts and has their B matrices in block-diagonal form.
+    """
     return sum(
         _round_up(len(parts) * rank, COLUMNS) * (sum(part.N for part in parts) + parts[0].K) * itemsize
         for parts in size.fused
@@ -99,12 +111,12 @@ def resident_adapter(size: ModelSize, rank: int, itemsize: int = 2) -> int:
 
 
 def adapter_slots(size: ModelSize, rank: int, itemsize: int = 2) -> int:
-    """vLLM's LoRA slots, one adapter: A and B of every part."""
+    """Return the bytes of vLLM's LoRA slots for one adapter: A and B of every part."""
     return sum(rank * (part.N + part.K) * itemsize for parts in size.fused for part in parts)
 
 
 def adapter_elements(linears: Iterable[LinearSize], rank: int) -> int:
-    """Trained numbers of a LoRA adapter on ``linears``."""
+    """Return the number of trained parameters of a LoRA adapter on ``linears``."""
     return sum(rank * (linear.N + linear.K) for linear in linears)
 
 
