@@ -58,14 +58,14 @@ def ask(
     """
     length = llm.llm_engine.model_config.max_model_len
     prompts = {benchmark.name: _prompts(benchmark.problems, llm.get_tokenizer(), sampling) for benchmark in benchmarks}
-    for prompt in (prompt for asked in prompts.values() for prompt in asked):
+    for prompt in (prompt for of_benchmark in prompts.values() for prompt in of_benchmark):
         if len(prompt.ids) >= length:
             raise ValueError(
                 f"problem {prompt.doc.id} of {prompt.doc.task_name} has {len(prompt.ids)} tokens and max_model_length "
                 f"is {length}: there is no room for an answer; raise max_model_length"
             )
     templated = uses_template(llm.get_tokenizer(), sampling)
-    samples = [(p, i) for asked in prompts.values() for p in asked for i in range(p.doc.num_samples)]
+    samples = [(p, i) for of_benchmark in prompts.values() for p in of_benchmark for i in range(p.doc.num_samples)]
     outputs = llm.generate(
         [{"prompt_token_ids": prompt.ids} for prompt, _ in samples],
         [_parameters(prompt, i, sampling, length, templated) for prompt, i in samples],
@@ -93,11 +93,11 @@ def check(tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> None:
         reason = blindness(tokenizer, turns, sampling.chat_template_kwargs or {}, sampling.chat_template)
         if reason is not None:
             raise ValueError(reason)
-    given = sampling.generation_kwargs or {}
-    if (wrong := wrong_bias(given)) is not None:
+    parameters = sampling.generation_kwargs or {}
+    if (wrong := wrong_bias(parameters)) is not None:
         raise ValueError(f"generation_kwargs: {wrong}")
     try:
-        SamplingParams(max_tokens=sampling.max_new_tokens, **for_sampling_params(given))
+        SamplingParams(max_tokens=sampling.max_new_tokens, **for_sampling_params(parameters))
     except (TypeError, ValueError, VLLMValidationError) as error:
         raise ValueError(f"generation_kwargs: vLLM takes no such SamplingParams: {error}") from error
 
@@ -108,15 +108,15 @@ def uses_template(tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> boo
     Raises ValueError if ``sampling`` asks for a template and there is none, or if ``chat_template_kwargs`` would be
     ignored because no template is used.
     """
-    there = sampling.chat_template is not None or tokenizer.chat_template is not None
-    if sampling.use_chat_template and not there:
+    has_template = sampling.chat_template is not None or tokenizer.chat_template is not None
+    if sampling.use_chat_template and not has_template:
         raise ValueError("use_chat_template was asked for, but this model's tokenizer has none; give --chat_template")
-    used = there if sampling.use_chat_template is None else sampling.use_chat_template
-    if sampling.chat_template_kwargs and not used:
+    is_used = has_template if sampling.use_chat_template is None else sampling.use_chat_template
+    if sampling.chat_template_kwargs and not is_used:
         raise ValueError(
             f"chat_template_kwargs {sampling.chat_template_kwargs} would be ignored: no chat template is used"
         )
-    return used
+    return is_used
 
 
 def _prompts(docs: Sequence[Doc], tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> list[_Prompt]:

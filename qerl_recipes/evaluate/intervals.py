@@ -84,20 +84,21 @@ def over_seeds_and_problems(differences: Sequence[np.ndarray]) -> tuple[float, f
     """
     from scipy import stats
 
-    shapes = [of.shape for of in differences]
+    shapes = [task.shape for task in differences]
     if any(seeds < 2 or problems < 2 for seeds, problems in shapes) or len({seeds for seeds, _ in shapes}) != 1:
         raise ValueError(f"an interval needs the same seeds of each task, two or more, and two problems; got {shapes}")
     seeds = shapes[0][0]
-    means = np.mean([of.mean(axis=1) for of in differences], axis=0)  # one mean per seed, over the tasks
+    means = np.mean([task.mean(axis=1) for task in differences], axis=0)  # one mean per seed, over the tasks
     mean, of_seeds = float(means.mean()), float(means.var(ddof=1)) / seeds
     variance, fluctuation = of_seeds, of_seeds**2 / (seeds - 1)  # for the degrees of freedom
-    for of in differences:
-        problems = of.shape[1]
-        parts = of.mean(axis=0)  # one mean per problem, over the seeds
-        rest = of - of.mean(axis=1, keepdims=True) - parts + of.mean()
+    for task in differences:
+        problems = task.shape[1]
+        problem_means = task.mean(axis=0)  # one mean per problem, over the seeds
+        rest = task - task.mean(axis=1, keepdims=True) - problem_means + task.mean()
         freedom = (seeds - 1) * (problems - 1)
         scale = seeds * problems * len(differences) ** 2
-        of_problems, of_rest = seeds * float(parts.var(ddof=1)) / scale, float((rest**2).sum()) / freedom / scale
+        of_problems = seeds * float(problem_means.var(ddof=1)) / scale
+        of_rest = float((rest**2).sum()) / freedom / scale
         if of_problems > of_rest:
             variance += of_problems - of_rest
             fluctuation += of_problems**2 / (problems - 1) + of_rest**2 / freedom
@@ -128,13 +129,13 @@ def several(right: Sequence[Sequence[bool]], voted: Sequence[bool]) -> dict[str,
     """
     n = len(right[0])
     powers = [k for k in (2**i for i in range(1, n.bit_length())) if k < n]
-    found = {}
+    pass_at = {}
     for k in [*powers, n]:
         values = [pass_at_k(sum(answers), n, k) for answers in right]
-        found[str(k)] = _value(values, n if k < n else 1)  # at k = n each value is 0 or 1: one trial per problem
-    return {"pass_at": found, "maj_at": {str(n): _value([float(vote) for vote in voted], 1)}}
+        pass_at[str(k)] = _value(values, n if k < n else 1)  # at k = n each value is 0 or 1: one trial per problem
+    return {"pass_at": pass_at, "maj_at": {str(n): _value([float(vote) for vote in voted], 1)}}
 
 
 def _value(values: Sequence[float], num_samples: int) -> dict[str, Any]:
-    found = summary(values, num_samples)
-    return {"value": found["accuracy"], "ci95": found["ci95"]}
+    figures = summary(values, num_samples)
+    return {"value": figures["accuracy"], "ci95": figures["ci95"]}

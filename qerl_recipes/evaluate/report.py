@@ -115,8 +115,8 @@ def _evaluations(folder: Path) -> list[Path]:
     """
     places = [folder / EVALUATION, folder / "evaluation" / EVALUATION]
     places += sorted(folder.glob(f"evaluation/*/{EVALUATION}"))
-    there = [file for file in places if file.is_file()]
-    return sorted(there, key=lambda file: file.stat().st_mtime, reverse=True) or places[:1]
+    existing = [file for file in places if file.is_file()]
+    return sorted(existing, key=lambda file: file.stat().st_mtime, reverse=True) or places[:1]
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -150,12 +150,12 @@ def read_object(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ReportError(f"{path} is damaged ({error}); write it again with the command that made it") from error
-    if not isinstance(found, dict):
-        raise ReportError(f"{path} must hold a JSON object, not {type(found).__name__}")
-    return found
+    if not isinstance(content, dict):
+        raise ReportError(f"{path} must hold a JSON object, not {type(content).__name__}")
+    return content
 
 
 def accuracy_rows(path: Path, evaluation: Mapping[str, Any]) -> list[Accuracy]:
@@ -178,10 +178,10 @@ def accuracy_rows(path: Path, evaluation: Mapping[str, Any]) -> list[Accuracy]:
 
 def _figures(result: Mapping[str, Any]) -> list[tuple[str, float, list[float]]]:
     """Return (suffix of the label, value, interval) for the accuracy, and for pass@k and maj@k if there are any."""
-    found = [("", result["accuracy"], result["ci95"])]
+    figures = [("", result["accuracy"], result["ci95"])]
     for kind, name in (("pass_at", "pass@"), ("maj_at", "maj@")):
-        found += [(f", {name}{k}", at_k["value"], at_k["ci95"]) for k, at_k in result.get(kind, {}).items()]
-    return found
+        figures += [(f", {name}{k}", at_k["value"], at_k["ci95"]) for k, at_k in result.get(kind, {}).items()]
+    return figures
 
 
 def _interval(ends: list[float]) -> tuple[float, float]:
@@ -206,7 +206,7 @@ def settings(folder: Path, state: Mapping[str, Any], evaluation: Mapping[str, An
     recipe = state.get("recipe") or {}
     adapter = read_object(folder / ADAPTER_CONFIG) or read_object(folder / LAST / ADAPTER_CONFIG)
     arm, sampling = state.get("quantization") or evaluation.get("quantization"), evaluation.get("sampling") or {}
-    found: list[tuple[str, Any]] = [
+    rows: list[tuple[str, Any]] = [
         ("model", state.get("base") or evaluation.get("base")),
         ("weights", ARMS.get(str(arm), arm)),
         ("adapter", _adapter(adapter)),
@@ -215,11 +215,11 @@ def settings(folder: Path, state: Mapping[str, Any], evaluation: Mapping[str, An
         ("noise", _noise(recipe)),
         *((word, recipe.get(key)) for key, word in WORDS.items()),
         ("seed", state.get("seed")),
-        ("evaluated with", _asked(evaluation, sampling)),
+        ("evaluated with", _decoding(evaluation, sampling)),
         ("as in training", [str(word).replace("_", " ") for word in evaluation.get("as_in_training") or []]),
         ("versions", state.get("versions") or evaluation.get("versions")),
     ]
-    return [(name, _text(value)) for name, value in found if value not in (None, "", [], {})]
+    return [(name, _text(value)) for name, value in rows if value not in (None, "", [], {})]
 
 
 def _adapter(config: Mapping[str, Any]) -> str | None:
@@ -243,13 +243,13 @@ def _noise(recipe: Mapping[str, Any]) -> str | None:
     return f"{NOISE.get(mode, mode)} ({mode}), sigma {start} to {end} in {stages} stages"
 
 
-def _asked(evaluation: Mapping[str, Any], sampling: Mapping[str, Any]) -> str | None:
+def _decoding(evaluation: Mapping[str, Any], sampling: Mapping[str, Any]) -> str | None:
     if not sampling:
         return None
     warm = sampling.get("temperature")
-    drawn = f"temperature {warm}, top_p {sampling.get('top_p')}, seed {sampling.get('seed')}" if warm else "greedy"
+    decoding = f"temperature {warm}, top_p {sampling.get('top_p')}, seed {sampling.get('seed')}" if warm else "greedy"
     longest = {str(tokens) for tokens in (evaluation.get("max_new_tokens") or {}).values() if tokens}
-    return drawn + (f", at most {' or '.join(longest)} tokens" if longest else "")
+    return decoding + (f", at most {' or '.join(longest)} tokens" if longest else "")
 
 
 def _text(value: Any) -> str:
@@ -283,8 +283,8 @@ def _pictures(metrics: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> 
     steps = [step["step"] for step in metrics]
 
     def series(**keys: str) -> dict[str, list[float]]:
-        found = {label.replace("_", " "): values_of(metrics, key) for label, key in keys.items()}
-        return {label: values for label, values in found.items() if values}
+        curves = {label.replace("_", " "): values_of(metrics, key) for label, key in keys.items()}
+        return {label: values for label, values in curves.items() if values}
 
     names = dict.fromkeys(key for step in metrics for key in step if key.startswith("rewards/"))
     parts = {key.split("/")[1]: values_of(metrics, key) for key in names if key.endswith("/mean")}
@@ -319,8 +319,8 @@ def _clipped(metrics: list[dict[str, Any]], recipe: Mapping[str, Any]) -> str | 
 def _first_and_last(metrics: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
     """Return the rows of the training table: name, mean over the first steps, mean over the last steps."""
     edges = metrics[:EDGE], metrics[-EDGE:]
-    there = [row for row in SHOWN if any(row[0] in step for step in metrics)]
-    return [(name, _mean(edges[0], key, form), _mean(edges[1], key, form)) for key, name, form in there]
+    logged = [row for row in SHOWN if any(row[0] in step for step in metrics)]
+    return [(name, _mean(edges[0], key, form), _mean(edges[1], key, form)) for key, name, form in logged]
 
 
 def _mean(steps: list[dict[str, Any]], key: str, form: str) -> str:
@@ -329,15 +329,15 @@ def _mean(steps: list[dict[str, Any]], key: str, form: str) -> str:
     Steps without the key are not counted: a rollout that serves several steps logs its values once.
     """
     numbers = [value for value in values_of(steps, key) if math.isfinite(value)]
-    lost = sum(key in step for step in steps) - len(numbers)
+    not_finite = sum(key in step for step in steps) - len(numbers)
     written = [form.format(sum(numbers) / len(numbers))] if numbers else []
-    return " ".join(written + ([f"({lost} not finite)"] if lost else []))
+    return " ".join(written + ([f"({not_finite} not finite)"] if not_finite else []))
 
 
 def _other_adapter(folder: Path, evaluation: Mapping[str, Any]) -> bool:
     """Return True if the folder holds adapters, but not the one that was evaluated, as after further training."""
-    judged, there = evaluation.get("adapter_sha256"), [folder, folder / LAST]
-    adapters = [place for place in there if (place / ADAPTER_CONFIG).is_file() and (place / TENSORS).is_file()]
+    judged, places = evaluation.get("adapter_sha256"), [folder, folder / LAST]
+    adapters = [place for place in places if (place / ADAPTER_CONFIG).is_file() and (place / TENSORS).is_file()]
     return judged is not None and bool(adapters) and judged not in [open_adapter(one).sha256() for one in adapters]
 
 

@@ -87,17 +87,17 @@ class Sampling:
         Returns the filled copy, and a short text for each choice that was filled.
         """
         template, recipe = adapter.path / TEMPLATE, adapter.recipe
-        found = {
+        in_training = {
             "system_prompt": recipe.get("system_prompt"),
             "max_new_tokens": recipe.get("max_completion_length"),
         }
         if self.use_chat_template is not False:
-            found["chat_template"] = template.read_text(encoding="utf-8") if template.is_file() else None
-            found["chat_template_kwargs"] = recipe.get("chat_template_kwargs") or None
-        found["generation_kwargs"] = narrowed_in(recipe, self.temperature) or None
-        taken = {key: value for key, value in found.items() if value is not None and getattr(self, key) is None}
-        words = [key if key in ("system_prompt", "chat_template") else f"{key} {taken[key]}" for key in taken]
-        return replace(self, **taken), words
+            in_training["chat_template"] = template.read_text(encoding="utf-8") if template.is_file() else None
+            in_training["chat_template_kwargs"] = recipe.get("chat_template_kwargs") or None
+        in_training["generation_kwargs"] = narrowed_in(recipe, self.temperature) or None
+        filled = {key: value for key, value in in_training.items() if value is not None and getattr(self, key) is None}
+        described = [key if key in ("system_prompt", "chat_template") else f"{key} {filled[key]}" for key in filled]
+        return replace(self, **filled), described
 
     def unlike(self, recipe: Mapping[str, Any]) -> list[str]:
         """Return a text for each of temperature and top_p that differs from training.
@@ -172,33 +172,33 @@ def narrowed_in(recipe: Mapping[str, Any], temperature: float) -> dict[str, Any]
 
     ``top_k`` and ``min_p`` are left out at ``temperature`` 0, where they change nothing.
     """
-    given = recipe.get("generation_kwargs") or {}
-    found = {key: value for key, value in given.items() if key not in OF_TEXT}
-    if found.keys() & {"stop", "stop_token_ids"}:
-        found["include_stop_str_in_output"] = True  # in training, rewards see what ended the completion
+    recipe_kwargs = recipe.get("generation_kwargs") or {}
+    kwargs = {key: value for key, value in recipe_kwargs.items() if key not in OF_TEXT}
+    if kwargs.keys() & {"stop", "stop_token_ids"}:
+        kwargs["include_stop_str_in_output"] = True  # in training, rewards see what ended the completion
     if recipe.get("repetition_penalty") not in (None, 1):
-        found["repetition_penalty"] = recipe["repetition_penalty"]
+        kwargs["repetition_penalty"] = recipe["repetition_penalty"]
     if temperature > 0:
-        found |= {key: value for key in ("top_k", "min_p") if (value := recipe.get(key) or 0) > 0}
+        kwargs |= {key: value for key in ("top_k", "min_p") if (value := recipe.get(key) or 0) > 0}
     if (regex := recipe.get("vllm_structured_outputs_regex")) is not None:
-        found["structured_outputs"] = {"regex": regex}
-    return found
+        kwargs["structured_outputs"] = {"regex": regex}
+    return kwargs
 
 
-def json_object(name: str, given: str | Mapping[str, Any] | None, example: str) -> dict[str, Any] | None:
+def json_object(name: str, value: str | Mapping[str, Any] | None, example: str) -> dict[str, Any] | None:
     """Return an option that is given as JSON text or as a mapping; None stays None.
 
     Raises ValueError for text that is not a JSON object. ``name`` and ``example`` appear in the message.
     """
-    if given is None or isinstance(given, Mapping):
-        return None if given is None else dict(given)
+    if value is None or isinstance(value, Mapping):
+        return None if value is None else dict(value)
     try:
-        found = json.loads(given)
+        parsed = json.loads(value)
     except json.JSONDecodeError:
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError(f"{name}: {given!r} is no JSON object such as '{example}'")
-    return found
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{name}: {value!r} is no JSON object such as '{example}'")
+    return parsed
 
 
 def command(run: str | Path, state: Mapping[str, Any]) -> str:
@@ -237,8 +237,8 @@ def is_of_training(task: str, recipe: Mapping[str, Any]) -> bool:
     if not task.startswith(LOCAL):
         return False
     file = Path(task.partition(":")[2]).resolve()
-    named = [recipe.get("dataset_name"), (recipe.get("dataset_kwargs") or {}).get("path")]
-    places = [Path(place).resolve() for place in named if place is not None]
+    trained_on = [recipe.get("dataset_name"), (recipe.get("dataset_kwargs") or {}).get("path")]
+    places = [Path(place).resolve() for place in trained_on if place is not None]
     return any(file in (place, place / "train.jsonl") for place in places)
 
 
@@ -247,10 +247,10 @@ class _AsWritten(str):
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    row = dict(pairs)
+    if len(row) < len(pairs):
         raise ValueError("a key stands there twice")
-    return found
+    return row
 
 
 def read_lines(path: Path) -> list[dict[str, str]]:

@@ -121,17 +121,17 @@ def _refuse_another(one: Settled, benchmarks: "Sequence[Benchmark] | None" = Non
     if benchmarks is not None:
         wanted["problems_sha256"] = {benchmark.name: benchmark.digest() for benchmark in benchmarks}
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        models = list(next(iter(found["tasks"].values())))
-        found = {"generation_kwargs": None, **found, **found["sampling"], "tasks": sorted(found["tasks"])}
+        other = json.loads(file.read_text(encoding="utf-8"))
+        models = list(next(iter(other["tasks"].values())))
+        other = {"generation_kwargs": None, **other, **other["sampling"], "tasks": sorted(other["tasks"])}
     except (ValueError, LookupError, TypeError, AttributeError, StopIteration) as error:
         raise ValueError(f"{file} is no evaluation that can be read; name another output_dir, or remove it") from error
-    found["models"] = models
+    other["models"] = models
     for key, value in json.loads(json.dumps(wanted)).items():
         is_open = value is None and key in ("use_chat_template", "max_model_length")  # the engine decides these
-        if key in found and not is_open and (value or None) != (found[key] or None):
+        if key in other and not is_open and (value or None) != (other[key] or None):
             raise ValueError(
-                f"{file} is of another evaluation, which would be lost: its {key} is {shown(found[key])}, and here it "
+                f"{file} is of another evaluation, which would be lost: its {key} is {shown(other[key])}, and here it "
                 f"is {shown(value)}; name another output_dir, or remove the file"
             )
 
@@ -195,20 +195,20 @@ def _answered(llm: "LLM", one: Settled, benchmarks: "Sequence[Benchmark]") -> di
 def summarize(judged: "Sequence[Judged]", num_samples: int) -> dict[str, Any]:
     """Return the figures of one policy on one task, as ``evaluate`` describes them."""
     ended = [[not cut for cut in problem.cut] for problem in judged]
-    found = summary([problem.share for problem in judged], num_samples)
+    figures = summary([problem.share for problem in judged], num_samples)
     count = sum(map(sum, ended))
-    found |= {"ended": count / (len(judged) * num_samples), "cut": 1 - count / (len(judged) * num_samples)}
-    found["by_problem"] = {"right": packed([problem.right for problem in judged]), "ended": packed(ended)}
+    figures |= {"ended": count / (len(judged) * num_samples), "cut": 1 - count / (len(judged) * num_samples)}
+    figures["by_problem"] = {"right": packed([problem.right for problem in judged]), "ended": packed(ended)}
     if num_samples > 1:
-        found |= several([problem.right for problem in judged], [problem.vote for problem in judged])
-    return found
+        figures |= several([problem.right for problem in judged], [problem.vote for problem in judged])
+    return figures
 
 
 def table(result: Mapping[str, Any]) -> Table:
     """Return the accuracies as a table for the terminal."""
     sampling = result["sampling"]
-    drawn = "greedy" if not sampling["temperature"] else f"temperature {sampling['temperature']:g}"
-    view = Table(title=f"accuracy, 95 % interval ({result['quantization']}, {drawn})")
+    decoding = "greedy" if not sampling["temperature"] else f"temperature {sampling['temperature']:g}"
+    view = Table(title=f"accuracy, 95 % interval ({result['quantization']}, {decoding})")
     view.add_column("task")
     labels = list(next(iter(result["tasks"].values())))
     for label in labels:
@@ -228,9 +228,9 @@ def table(result: Mapping[str, Any]) -> Table:
     return view
 
 
-def _with_interval(found: Mapping[str, Any], key: str) -> str:
-    low, high = found["ci95"]
-    return f"{found[key]:.1%}  [{low:.1%}, {high:.1%}]"
+def _with_interval(figures: Mapping[str, Any], key: str) -> str:
+    low, high = figures["ci95"]
+    return f"{figures[key]:.1%}  [{low:.1%}, {high:.1%}]"
 
 
 def _as_trained(one: Settled) -> str:

@@ -53,52 +53,64 @@ def measure(
     are as in the adapter's training, for the merged checkpoint too. Raises ValueError as ``evaluate`` does.
     """
     saved, folder = open_adapter(adapter), Path(merged)
-    there = str(base or saved.base)
-    asked = {"max_samples": max_samples, "quiet": True, **options}
-    first = evaluate(there, str(adapter), [task], output_dir=folder / "survival/adapter", **asked)
+    base_path = str(base or saved.base)
+    common = {"max_samples": max_samples, "quiet": True, **options}
+    unmerged = evaluate(base_path, str(adapter), [task], output_dir=folder / "survival/adapter", **common)
     # The merged checkpoint has no adapter folder that records the training's prompts.
-    same = {key: first["sampling"][key] for key in AS_ASKED}
-    same |= {
-        "max_new_tokens": first["max_new_tokens"][task],
-        "use_chat_template": first["sampling"]["use_chat_template"],
+    as_unmerged = {key: unmerged["sampling"][key] for key in AS_ASKED}
+    as_unmerged |= {
+        "max_new_tokens": unmerged["max_new_tokens"][task],
+        "use_chat_template": unmerged["sampling"]["use_chat_template"],
     }
-    same |= {"max_model_length": first["max_model_length"], "dtype": first["dtype"]}
-    found = [_policy(first, task, "base"), _policy(first, task, "adapter")]
-    gain = found[1].accuracy - found[0].accuracy
+    as_unmerged |= {"max_model_length": unmerged["max_model_length"], "dtype": unmerged["dtype"]}
+    policies = [_policy(unmerged, task, "base"), _policy(unmerged, task, "adapter")]
+    gain = policies[1].accuracy - policies[0].accuracy
     for arm, name in (("bf16", "merged, BF16"), ("qerl_nvfp4", "merged, NVFP4 again")):
-        again = evaluate(
-            str(folder), None, [task], output_dir=folder / "survival" / arm, quantization=arm, **{**asked, **same}
+        of_merged = evaluate(
+            str(folder),
+            None,
+            [task],
+            output_dir=folder / "survival" / arm,
+            quantization=arm,
+            **{**common, **as_unmerged},
         )
-        accuracy = again["tasks"][task]["base"]["accuracy"]
-        survives = (accuracy - found[0].accuracy) / gain if gain > 0 else None
-        found.append(_policy(again, task, "base", name, survives))
+        accuracy = of_merged["tasks"][task]["base"]["accuracy"]
+        survives = (accuracy - policies[0].accuracy) / gain if gain > 0 else None
+        policies.append(_policy(of_merged, task, "base", name, survives))
     content = [
         {"policy": p.name, "accuracy": p.accuracy, "ci95": p.ci95, "ended": p.ended, "survives": p.survives}
-        for p in found
+        for p in policies
     ]
-    record = {"task": task, "n": first["tasks"][task]["base"]["n"], "arm": first["quantization"], "policies": content}
+    record = {
+        "task": task,
+        "n": unmerged["tasks"][task]["base"]["n"],
+        "arm": unmerged["quantization"],
+        "policies": content,
+    }
     write_text(folder / RESULT, json.dumps(record, indent=2) + "\n")
-    Console().print(table(found, task, record["n"], first["quantization"]))
-    return found
+    Console().print(table(policies, task, record["n"], unmerged["quantization"]))
+    return policies
 
 
 def _policy(
     result: dict[str, Any], task: str, label: str, name: str | None = None, survives: float | None = None
 ) -> Policy:
-    of = result["tasks"][task][label]
-    return Policy(name or label, of["accuracy"], (of["ci95"][0], of["ci95"][1]), survives, share(of))
+    figures = result["tasks"][task][label]
+    return Policy(
+        name or label, figures["accuracy"], (figures["ci95"][0], figures["ci95"][1]), survives, share(figures)
+    )
 
 
-def table(found: list[Policy], task: str, problems: int, arm: str) -> Table:
+def table(policies: list[Policy], task: str, problems: int, arm: str) -> Table:
     """Return the four policies as a table for the terminal."""
     view = Table(title=f"{task}, {problems} problems; base and adapter in {arm}", title_justify="left")
     view.add_column("policy")
     for column in ("accuracy", "95 % interval", "ended", "of the adapter's gain"):
         view.add_column(column, justify="right", overflow="fold")
-    for policy in found:
+    for policy in policies:
         low, high = policy.ci95
         is_merged = policy.name not in ("base", "adapter")
-        left = "" if not is_merged else "no gain" if policy.survives is None else f"{policy.survives:.0%}"
+        survives = "" if not is_merged else "no gain" if policy.survives is None else f"{policy.survives:.0%}"
         ended = "" if policy.ended is None else f"{policy.ended:.0%}"
-        view.add_row(policy.name, f"{policy.accuracy:.1%}", f"{low:.1%} to {high:.1%}", ended, left)
+        view.add_row(policy.name, f"{policy.accuracy:.1%}", f"{low:.1%} to {high:.1%}", ended, survives)
     return view

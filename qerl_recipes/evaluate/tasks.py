@@ -69,14 +69,14 @@ class Benchmark:
         """
         votes: list[tuple[Any, list[int]]] = []
         for i, text in enumerate(texts):
-            given = self.vote(text)
-            if given is None:
+            answer = self.vote(text)
+            if answer is None:
                 continue
-            same = next((voters for other, voters in votes if other == given), None)
-            if same is None:
-                votes.append((given, [i]))
+            voters_of_same = next((voters for other, voters in votes if other == answer), None)
+            if voters_of_same is None:
+                votes.append((answer, [i]))
             else:
-                same.append(i)
+                voters_of_same.append(i)
         return max(votes, key=lambda vote: len(vote[1]))[1][0] if votes else None
 
 
@@ -236,8 +236,8 @@ def _math_judge() -> Judge:
 
 def _accuracy_judge(doc: Doc, text: str) -> bool:
     """Judge an answer as the reward ``accuracy`` does, which is TRL's accuracy_reward, but without importing TRL."""
-    given = _marked(text)
-    return given is not None and verify(parse(doc.get_golds()[0]), given.parsed)
+    answer = _marked(text)
+    return answer is not None and verify(parse(doc.get_golds()[0]), answer.parsed)
 
 
 def _exact_judge(doc: Doc, text: str) -> bool:
@@ -254,8 +254,8 @@ def _running_sum_judge(doc: Doc, text: str) -> bool:
 
 
 def _text(text: str) -> str | None:
-    given = answer_in(text)
-    return (text.strip() if given is None else given) or None
+    answer = answer_in(text)
+    return (text.strip() if answer is None else answer) or None
 
 
 def _marked(text: str) -> Any:

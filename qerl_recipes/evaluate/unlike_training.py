@@ -53,12 +53,12 @@ def _templates(sampling: Mapping[str, Any], recipe: Mapping[str, Any], template:
 
     The names are equal if the templates are. A template itself is too long to be shown.
     """
-    own = TOKENIZERS if recipe.get("chat_template") is None else "the recipe's"
-    trained = "none" if template is None else own
+    source = TOKENIZERS if recipe.get("chat_template") is None else "the recipe's"
+    trained = "none" if template is None else source
     if not sampling["use_chat_template"]:
         return "none", trained
-    if (given := sampling.get("chat_template")) is not None:
-        return (trained if given == template else OTHER), trained
+    if (override := sampling.get("chat_template")) is not None:
+        return (trained if override == template else OTHER), trained
     return TOKENIZERS, trained
 
 
