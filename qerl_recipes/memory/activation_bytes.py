@@ -69,7 +69,7 @@ def saved_in_a_block(
     * ``widens``: the frozen weights are NVFP4, and each row of down_proj's input has spare columns for the adapter.
     """
     H, I, Q, KV = size.hidden, size.intermediate, size.heads * size.head_dim, size.kv_heads * size.head_dim  # noqa: E741
-    width, taken = (BF16, BF16) if autocast else (itemsize, FP32)  # bytes of an activation, and of an adapter's input
+    width, lora_width = (BF16, BF16) if autocast else (itemsize, FP32)  # bytes of an activation, of an adapter's input
     norms = 2 * (itemsize * H + FP32)  # the input, and one number per token
     if len(size.norms) > 2 * size.layers + 1:  # the model has norms on q and k
         norms += width * (Q + KV) + FP32 * (size.heads + size.kv_heads)
@@ -85,7 +85,7 @@ def saved_in_a_block(
     else:
         inputs += (2 if is_cast and not autocast else 1) * H + I
         gated += width * (columns(rank)[1] - rank) if widens and autocast else 0
-    adapter_inputs = taken * inputs * targets // (4 if size.experts else 7) + taken * rank * targets
+    adapter_inputs = lora_width * inputs * targets // (4 if size.experts else 7) + lora_width * rank * targets
     attention = FP32 * size.heads + width * (4 * Q + padded_to if padded_to else 2 * Q + 2 * KV)  # q, k, v, output
     if at_once:
         return norms + adapter_inputs + FP32 * size.heads + width * (2 * Q + int(attended * 2 * KV)) + gated
@@ -129,12 +129,13 @@ def at_work(
     first converted from Marlin's layout to the checkpoint's. ``itemsize`` is the bytes of a number in the model's
     dtype.
     """
-    again = batch.at_once * block if checkpointing else 0
+    recomputed = batch.at_once * block if checkpointing else 0
     weights = max(linear.N * linear.K for linear in size.linears)
     widest = (weights * BF16 if expands else 0) + (weights // 2 + weights // GROUP_SIZE if rearranges else 0)
     mask = batch.rows * batch.length**2
     working = batch.at_once * size.intermediate * WORKING_COPIES * itemsize + widest
-    in_block = again + mask + max([working, *(_in_experts(layer, batch, expands, itemsize) for layer in size.experts)])
+    in_experts = [_in_experts(layer, batch, expands, itemsize) for layer in size.experts]
+    in_block = recomputed + mask + max([working, *in_experts])
     return in_block, _head(size, batch)
 
 
@@ -158,12 +159,12 @@ def _head(size: ModelSize, batch: MicroBatch) -> int:
 
     With more than one chunk, the logits of two chunks are held at a time.
     """
-    a_row = FP32 * size.vocabulary
-    rows = max(1, CHUNK_BYTES // a_row)
+    row_bytes = FP32 * size.vocabulary
+    rows = max(1, CHUNK_BYTES // row_bytes)
     if batch.scored > rows:
-        chunk = rows * (2 * a_row + BF16 * size.vocabulary)
+        chunk = rows * (2 * row_bytes + BF16 * size.vocabulary)
     else:
-        chunk = batch.scored * (a_row + BF16 * size.vocabulary)
+        chunk = batch.scored * (row_bytes + BF16 * size.vocabulary)
     return chunk + batch.scored * size.hidden * 2 * BF16
 
 

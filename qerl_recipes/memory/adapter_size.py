@@ -18,9 +18,9 @@ def trained(script: ScriptArguments, model: ModelConfig, size: ModelSize) -> tup
     ``layers_pattern``. Raises ValueError if the adapter names no linear of this model, or is not plain LoRA.
     """
     if script.adapter_name_or_path is not None:
-        saved = open_adapter(script.adapter_name_or_path)
-        saved.check_plain()
-        return saved.rank, _named(f"adapter_name_or_path {saved.path}", saved.config, size)
+        folder = open_adapter(script.adapter_name_or_path)
+        folder.check_plain()
+        return folder.rank, _named(f"adapter_name_or_path {folder.path}", folder.config, size)
     targets = model.lora_target_modules or "all-linear"
     targets = "all-linear" if targets == ["all-linear"] else targets
     return model.lora_r, _named("lora_target_modules", {"target_modules": targets}, size)

@@ -23,8 +23,8 @@ def left_for_cache(size: ModelSize, training: GRPOConfig, gpu: Gpu, *, rank: int
 
 def beside_cache(size: ModelSize, training: GRPOConfig, gpu: Gpu, *, rank: int, itemsize: int = BF16) -> int:
     """Return the bytes planned for the engine without its KV cache."""
-    held = weights(size, training, layout(gpu, itemsize), rank=rank, itemsize=itemsize)
-    return sum(held) + scratch(size, training, itemsize) + activation_bytes.GRAPHS
+    weights_and_adapter = weights(size, training, layout(gpu, itemsize), rank=rank, itemsize=itemsize)
+    return sum(weights_and_adapter) + scratch(size, training, itemsize) + activation_bytes.GRAPHS
 
 
 def cache_of_a_token(size: ModelSize, tensor_parallel: int, itemsize: int) -> int:
@@ -42,8 +42,8 @@ def layout(gpu: Gpu, itemsize: int) -> str:
 
 def sequences(training: GRPOConfig) -> int:
     """Return the number of sequences that one engine samples in a rollout, for all of its tensor-parallel ranks."""
-    own = training.per_device_train_batch_size * (training.steps_per_generation or 1)
-    return own * training.vllm_tensor_parallel_size
+    per_process = training.per_device_train_batch_size * (training.steps_per_generation or 1)
+    return per_process * training.vllm_tensor_parallel_size
 
 
 def weights(size: ModelSize, training: GRPOConfig, form: str, *, rank: int, itemsize: int) -> tuple[int, int]:

@@ -59,16 +59,17 @@ def _message(plan: Plan | None, phase: str, output_dir: str, trainer: Any) -> st
     step = f", after step {trainer.state.global_step}" if trainer is not None else ""
     lines = [f"out of memory {where}{step}"]
     if plan is not None:
-        held = "rollout" if phase == "loading" else phase
-        rest = plan.largest(held, len(plan.parts))
-        own = plan.added(held) or rest  # with the engine in another process a rollout adds nothing
-        added = ", ".join(f"{part.name} {gigabytes(getattr(part, held))}" for part in own)
+        planned = "rollout" if phase == "loading" else phase
+        largest = plan.largest(planned, len(plan.parts))
+        added = plan.added(planned) or largest  # with the engine in another process a rollout adds nothing
+        listed = ", ".join(f"{part.name} {gigabytes(getattr(part, planned))}" for part in added)
+        advice = plan.advice([*added, *largest], planned, resuming=bool(whole_checkpoints(output_dir)))
         lines.append(
-            f"planned: {gigabytes(plan.total(held))} of {gigabytes(plan.gpu.memory)}; what this phase adds, and one of "
-            f"which must have taken more unless another program holds memory: {added}"
+            f"planned: {gigabytes(plan.total(planned))} of {gigabytes(plan.gpu.memory)}; what this phase adds, and one "
+            f"of which must have taken more unless another program holds memory: {listed}"
         )
         lines.append(f"measured: {_measured()}")
-        lines.append(f"to need less: {plan.advice([*own, *rest], held, resuming=bool(whole_checkpoints(output_dir)))}")
+        lines.append(f"to need less: {advice}")
     lines.append(what_is_kept(output_dir))
     return "\n  ".join(lines)
 

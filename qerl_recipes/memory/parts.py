@@ -81,13 +81,13 @@ class Plan:
         It has the changes of the first two of the ``parts`` that have some. With ``resuming``, changes that no
         checkpoint could be resumed with are left out.
         """
-        found: dict[str, str] = {}
+        reasons: dict[str, str] = {}
         for part in parts:
             knobs = [knob for knob in part.knobs if knob != SLEEP or phase == "training"]
             knobs = [knob for knob in knobs if not (resuming and FIXED_BY_A_CHECKPOINT.search(knob))]
-            if knobs and len(found) < 2:
-                found.setdefault(" or ".join(knobs), f"{part.name}, {gigabytes(getattr(part, phase))}")
-        return "; ".join(f"{knobs} ({why})" for knobs, why in found.items()) or "a smaller model"
+            if knobs and len(reasons) < 2:
+                reasons.setdefault(" or ".join(knobs), f"{part.name}, {gigabytes(getattr(part, phase))}")
+        return "; ".join(f"{knobs} ({why})" for knobs, why in reasons.items()) or "a smaller model"
 
     def line(self) -> str:
         """Return one line with the peak and the largest parts of the worse phase."""
@@ -97,12 +97,12 @@ class Plan:
 
     def obstacles(self) -> list[str]:
         """Return the reasons why the run does not fit, each with a way out; the list is empty if it fits."""
-        found = [f"it cannot start: {self.problem}"] if self.problem else []
+        reasons = [f"it cannot start: {self.problem}"] if self.problem else []
         if self.peak > self.gpu.memory:
             phase, over = self.worse_phase, gigabytes(self.peak - self.gpu.memory)
             advice = self.advice(self.largest(phase, len(self.parts)), phase)
-            found.append(f"it needs {over} too much in {phase}, {self.line()}; way out: {advice}")
-        return found
+            reasons.append(f"it needs {over} too much in {phase}, {self.line()}; way out: {advice}")
+        return reasons
 
     def check(self) -> None:
         """Raise ValueError, with the largest parts and a way out, if the run does not fit."""

@@ -70,19 +70,19 @@ def make(
 
 def _to_try(training: GRPOConfig, size: ModelSize) -> Iterable[int]:
     """Return the numbers of recomputed blocks to try, in order."""
-    wanted = training.checkpointed_layers
+    requested = training.checkpointed_layers
     if not training.gradient_checkpointing:
         return [0]
-    if wanted == AS_FEW_AS_FIT:
+    if requested == AS_FEW_AS_FIT:
         return range(size.layers + 1)
-    if wanted is not None and wanted > size.layers:
-        raise ValueError(f"checkpointed_layers is {wanted}, and this model has {size.layers} blocks; name no more")
-    return [size.layers if wanted is None else wanted]
+    if requested is not None and requested > size.layers:
+        raise ValueError(f"checkpointed_layers is {requested}, and this model has {size.layers} blocks; name no more")
+    return [size.layers if requested is None else requested]
 
 
 def _context(working: Iterable[Part]) -> Part:
-    taken = CONTEXT + min(MOST_SLACK, int(SLACK * sum(part.training for part in working)))
-    return Part("CUDA and allocator", taken, taken, "estimate: context, kernels, cuBLAS, unusable blocks")
+    size = CONTEXT + min(MOST_SLACK, int(SLACK * sum(part.training for part in working)))
+    return Part("CUDA and allocator", size, size, "estimate: context, kernels, cuBLAS, unusable blocks")
 
 
 class _Run:
@@ -95,7 +95,7 @@ class _Run:
         self.arm, self.itemsize = training.quantization, FP32 if model.dtype == "float32" else BF16
         self.dtype = {"float16": "FP16", "float32": "FP32"}.get(model.dtype or "", "BF16")
         self.layout = engine_bytes.layout(gpu, self.itemsize)
-        self.reason = _apart(training)
+        self.reason = _own_copy_reason(training)
         self.tensor_parallel = training.vllm_tensor_parallel_size
         self.sequences = engine_bytes.sequences(training)
         completion, prompt = training.max_completion_length or size.positions, script.max_prompt_length
@@ -178,10 +178,10 @@ class _Run:
         """
         if server_keys.is_wanted(self.training) or self.engine_length <= self.cache_tokens():
             return ""
-        length, given = self.engine_length, self.training.vllm_kv_cache_memory_bytes
-        if given is not None:
+        length, cache_bytes = self.engine_length, self.training.vllm_kv_cache_memory_bytes
+        if cache_bytes is not None:
             return (
-                f"vllm_kv_cache_memory_bytes: {given} does not hold one sequence of {length} tokens; use "
+                f"vllm_kv_cache_memory_bytes: {cache_bytes} does not hold one sequence of {length} tokens; use "
                 f"{length * self.cache_of_a_token()} or more ({self._how_many()}), or a shorter max_completion_length"
             )
         share = self.training.vllm_gpu_memory_utilization
@@ -351,7 +351,7 @@ class _Run:
         return (f"max_completion_length below {self.completion}",)
 
 
-def _apart(training: GRPOConfig) -> str | None:
+def _own_copy_reason(training: GRPOConfig) -> str | None:
     """Return the reason why the trainer has its own copy of the weights, or None if it reads the engine's."""
     if (reason := shared_weights.obstacle(training)) is not None:
         return reason
