@@ -257,7 +257,7 @@ def _recipe(saved: AdapterFolder, flags: Sequence[str], scratch: Path) -> tuple[
     content = {key: value for key, value in saved.recipe.items() if key in USED_KEYS and value is not None}
     if (
         content.get("noise_mode") == "none"
-    ):  # it is recorded with sigmas of 0, which flags that ask for noise contradict
+    ):  # recorded with sigmas of 0, which would contradict flags that ask for noise
         content = {
             key: value for key, value in content.items() if key not in ("sigma_start", "sigma_end", "num_stages")
         }

@@ -122,7 +122,7 @@ class QerlGRPOTrainer(GRPOTrainer):
             self.model._ddp_params_and_buffers_to_ignore = [*(name for name, _ in self.model.named_buffers()), *frozen]
         self.loss_forward = LossForward(self, policy)
         self._keeping = blocks_that_keep(policy, args.checkpointed_layers)
-        if args.bf16 or args.fp16:  # autocast
+        if args.bf16 or args.fp16:  # the model computes under autocast
             fused_lora.install(policy, fused_lora.ADAPTER)
         self._lora, self._norms = fused_lora.parameters(policy), list(norms.named_norms(policy))
         self._adapter_config = policy.peft_config[fused_lora.ADAPTER].to_dict()

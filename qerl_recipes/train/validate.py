@@ -30,8 +30,7 @@ CHOICES = {
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
 }
-# sampling parameters that generation_kwargs cannot set: the engine sets OURS, and recipe keys that the trainer reads
-# too set KEYS
+# generation_kwargs can set neither OURS, which the engine sets, nor KEYS, recipe keys that the trainer reads too
 OURS = {"n", "seed", "logprobs", "flat_logprobs", "max_tokens"}
 KEYS = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
 NARROWING = {"presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens"}
