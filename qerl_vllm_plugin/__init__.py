@@ -16,13 +16,13 @@ def register() -> None:
     """
     from vllm.model_executor.layers.quantization import register_quantization_config
 
-    from qerl_vllm_plugin.config import QerlConfig, is_registered
+    from qerl_vllm_plugin.quantization import QerlConfig, is_registered
 
     if not is_registered():
         register_quantization_config(NAME)(QerlConfig)
     # processes that hold a worker have imported its module by now; the API server never does, and importing it
     # there would cost seconds
     if "vllm.v1.worker.worker_base" in sys.modules:
-        from qerl_vllm_plugin.worker import add_worker_methods
+        from qerl_vllm_plugin.worker.methods import add_worker_methods
 
         add_worker_methods()

@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import torch
 
-from qerl_vllm_plugin import adapter_folder
+from qerl_vllm_plugin.adapter import folder as adapter_folder
 from qerl_vllm_plugin.client_body import body, gpu_body
 from qerl_vllm_plugin.client_calls import STATE, TOKEN_HEADER, TRANSPORTS, Call, Calls, PolicyRefusedError, query
-from qerl_vllm_plugin.segment import enter
+from qerl_vllm_plugin.wire.shared_segment import enter
 
 VERSION_HEADER = "X-QeRL-Policy-Version"  # of every answer
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from qerl_vllm_plugin import gpu_tensors, shared_file
-from qerl_vllm_plugin.checksum import checksums
-from qerl_vllm_plugin.given_adapter import Tensors, joined, plain_config
-from qerl_vllm_plugin.safetensors_header import header_bytes
+from qerl_vllm_plugin.adapter.check import Tensors, joined, plain_config
+from qerl_vllm_plugin.wire import gpu_memory, shared_file
+from qerl_vllm_plugin.wire.checksum import checksums
+from qerl_vllm_plugin.wire.safetensors_file import header_bytes
 
 PIECE = 256 << 10
 
@@ -42,7 +42,7 @@ def gpu_body(tensors: Tensors, config: Any) -> Iterator[bytes]:
     The file whose ticket is the proof shows that the caller is a process of the server's user on its machine. Raises
     CudaIPCError.
     """
-    with gpu_tensors.described(tensors) as (text, memory):
+    with gpu_memory.described(tensors) as (text, memory):
         listed = [json.loads(text)["tensors"], checksums([memory])]
         given = {"memory": text, "checksum": hashlib.sha256(json.dumps(listed).encode()).hexdigest()}
         with shared_file.proof(hashlib.sha256(text.encode()).digest()) as ticket:

@@ -10,14 +10,14 @@ from typing import Any
 
 import httpx
 
-from qerl_vllm_plugin import adapter_folder, cuda_ipc, gpu_tensors, shared_file
-from qerl_vllm_plugin.adapter import AdapterError
-from qerl_vllm_plugin.address import Login, authorization, parted, shown
+from qerl_vllm_plugin.adapter import folder as adapter_folder
+from qerl_vllm_plugin.adapter.check import AdapterError, Tensors, joined, plain_config
 from qerl_vllm_plugin.client_body import gpu_body, metadata, pieces
-from qerl_vllm_plugin.cuda_ipc import CudaIPCError
-from qerl_vllm_plugin.given_adapter import Tensors, joined, plain_config
-from qerl_vllm_plugin.in_time import DRAIN
-from qerl_vllm_plugin.segment import NoRoomError, Segments
+from qerl_vllm_plugin.wire import cuda_ipc, gpu_memory, shared_file
+from qerl_vllm_plugin.wire.address import Login, authorization, parted, shown
+from qerl_vllm_plugin.wire.cuda_ipc import CudaIPCError
+from qerl_vllm_plugin.wire.shared_segment import NoRoomError, Segments
+from qerl_vllm_plugin.wire.timing import DRAIN
 
 TOKEN_HEADER = "X-QeRL-Admin-Token"
 TRANSPORTS = ("auto", "ipc", "shared", "http")
@@ -121,11 +121,11 @@ class Calls:
         if not given or self._transport in ("http", "shared"):
             yield None
             return
-        reason = self._unreachable or gpu_tensors.why_not(given) or self._why_not_near(given)
+        reason = self._unreachable or gpu_memory.why_not(given) or self._why_not_near(given)
         if reason is None:
             try:
                 with gpu_body(given, config) as content:
-                    yield _put_named(gpu_tensors.MEDIA_TYPE, content, query)
+                    yield _put_named(gpu_memory.MEDIA_TYPE, content, query)
                 return
             except PolicyRefusedError as refused:
                 self._without_gpu(_of_the_way(refused), given)

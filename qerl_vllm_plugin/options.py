@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from qerl_vllm_plugin.in_time import PATIENCE
+from qerl_vllm_plugin.wire.timing import PATIENCE
 
 KNOWN_OPTIONS = {"ignore", "policy_adapter", "kernel", "policy_folders", "weight_only", "untested_models"}
 KNOWN_OPTIONS |= {"policy_timeout"}

@@ -13,18 +13,20 @@ import torch
 from vllm import LLM
 from vllm.lora.request import LoRARequest
 
-from qerl_vllm_plugin import adapter_folder, compat, compat_client, noise
-from qerl_vllm_plugin.adapter import AdapterError
-from qerl_vllm_plugin.given_adapter import joined, plain_config
-from qerl_vllm_plugin.in_time import PATIENCE, begun, in_time
-from qerl_vllm_plugin.kv_cache import RELEASED, KVCacheError
-from qerl_vllm_plugin.laps import Laps
-from qerl_vllm_plugin.loading import checkpoint_folder
-from qerl_vllm_plugin.lora_slots import ADAPTER_ID, SCHEME
-from qerl_vllm_plugin.prefix_cache import scheduler_here, without_empty_blocks
-from qerl_vllm_plugin.transport import Sender
-from qerl_vllm_plugin.worker import add_worker_methods
-from qerl_vllm_plugin.worker_policy import ANOTHER_RANK, NO_CARRIER
+from qerl_vllm_plugin import noise
+from qerl_vllm_plugin.adapter import folder as adapter_folder
+from qerl_vllm_plugin.adapter.check import AdapterError, joined, plain_config
+from qerl_vllm_plugin.adapter.lora_slots import ADAPTER_ID, SCHEME
+from qerl_vllm_plugin.compat import engine, engine_client
+from qerl_vllm_plugin.compat.loading import checkpoint_folder
+from qerl_vllm_plugin.compat.scheduler import scheduler_here, without_empty_blocks
+from qerl_vllm_plugin.wire.sender import Sender
+from qerl_vllm_plugin.wire.timing import PATIENCE, Laps, begun, in_time
+from qerl_vllm_plugin.worker.answers import PolicyLostError as PolicyLostError
+from qerl_vllm_plugin.worker.answers import check_answers
+from qerl_vllm_plugin.worker.kv_cache import RELEASED, KVCacheError
+from qerl_vllm_plugin.worker.methods import add_worker_methods
+from qerl_vllm_plugin.worker.policy import NO_CARRIER
 
 T = TypeVar("T")
 
@@ -80,12 +82,17 @@ class Policy:
         Raises AdapterError if the engine already uses the policy's LoRA id for another adapter, and ValueError if it
         keeps keys and values where nobody can empty them, or cannot have that transport."""
         self._llm = llm
-        self._sender = Sender(llm.llm_engine, transport)
+        self._sender = Sender(
+            transport,
+            is_here=engine.model_in_this_process(llm) is not None,
+            is_near=engine.workers_share_this_machine(llm.llm_engine.vllm_config),
+            refusal=AdapterError,
+        )
         self._lost: str | None = None
         self._timeout = timeout
         self.parts: dict[str, float] = {}
         add_worker_methods()
-        compat.check_kv_connector(llm.llm_engine.vllm_config)
+        engine.check_kv_connector(llm.llm_engine.vllm_config)
         opened = self._call("qerl_open")
         self.carrier: str | None = opened[0]["carrier"]
         self.version = int(opened[0]["version"])
@@ -266,12 +273,12 @@ class Policy:
             answer: Future[T] = Future()
             answer.set_result(call())
             return answer
-        return compat_client.asked(self._llm, method, *args) or begun(call)
+        return engine_client.asked(self._llm, method, *args) or begun(call)
 
     def _answer(self, asked: Future[T]) -> T:
         """What the engine answers. Raises PolicyLostError if it does not."""
         try:
-            return in_time(asked, self._timeout, functools.partial(compat_client.has_died, self._llm))
+            return in_time(asked, self._timeout, functools.partial(engine_client.has_died, self._llm))
         except TimeoutError as error:
             self._lost = str(error)
             raise PolicyLostError(self._lost) from error
@@ -315,21 +322,6 @@ class Policy:
                 "vLLM could not empty its prefix cache, so answers of another policy could be reused; "
                 "is a request still running?"
             )
-
-
-class PolicyLostError(RuntimeError):
-    """The engine holds half of a policy, or does not answer, and serves nothing any more."""
-
-
-def check_answers(results: list[dict[str, Any]], refusal: type[Exception] = AdapterError) -> None:
-    """Raises what the workers answered, if they refused: ``refusal``, or PolicyLostError."""
-    errors = [result for result in results if "error" in result]
-    if not errors:
-        return
-    # a rank that refuses says why; the others say that one of them did
-    texts = [error["error"] for error in errors]
-    text = next((text for text in texts if ANOTHER_RANK not in text), texts[0])
-    raise PolicyLostError(text) if any(error.get("lost") for error in errors) else refusal(text)
 
 
 def _parts(laps: Laps, first: Mapping[str, Any]) -> dict[str, float]:

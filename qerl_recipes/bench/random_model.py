@@ -25,8 +25,8 @@ from qerl_recipes.files.whole_folder import lock
 from qerl_recipes.machine.environment import runs_on_cuda
 from qerl_recipes.model.shared_weights import ARM
 from qerl_recipes.rollout.arms import ENGINE_ON_CPU
-from qerl_vllm_plugin.checkpoint import CONFIG, INDEX
-from qerl_vllm_plugin.expected_tensors import Expected, expected_tensors, experts, fused_with
+from qerl_vllm_plugin.weights.checkpoint import CONFIG, INDEX
+from qerl_vllm_plugin.weights.expected import Expected, expected_tensors, experts, fused_with
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -72,7 +72,7 @@ def profile(request: Found, found: Found) -> None:
 def start(request: Found) -> "tuple[LLM, Policy]":
     """The arm's engine, with its adapter installed."""
     from qerl_recipes.bench import random_model
-    from qerl_vllm_plugin import scheduler
+    from qerl_vllm_plugin.compat import scheduler
     from qerl_vllm_plugin.policy import Policy
 
     arm, rank, cases = request["arm"], request["rank"], _cases(request)

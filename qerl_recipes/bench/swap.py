@@ -105,7 +105,7 @@ def measure(request: dict[str, Any], found: dict[str, Any]) -> None:
     if request["kind"] == "server":
         _measure_server(request, tensors, adapter_config, has_gpu, found)
         return
-    from qerl_vllm_plugin import scheduler
+    from qerl_vllm_plugin.compat import scheduler
     from qerl_vllm_plugin.policy import Policy
 
     # nothing is generated: graphs would only take time
@@ -137,8 +137,8 @@ def _measure_server(
     from qerl_recipes.machine.environment import free_port
     from qerl_recipes.machine.serve import command
     from qerl_recipes.machine.server_process import started
-    from qerl_vllm_plugin import scheduler
     from qerl_vllm_plugin.client import PolicyClient
+    from qerl_vllm_plugin.compat import scheduler
 
     port, token = free_port(), secrets.token_hex(16)
     additional = engine_options("qerl_nvfp4", request["rank"], {})["additional_config"]

@@ -22,7 +22,7 @@ from qerl_recipes.machine.conditions import conditions, save
 from qerl_recipes.machine.gpu import Gpu, installed_gpu
 from qerl_recipes.recipe.configs import AS_FEW_AS_FIT, PACK_TOKENS, parse
 from qerl_recipes.recipe.shapes import ATTENTION, MIXTURES, config_json
-from qerl_vllm_plugin.address import hidden
+from qerl_vllm_plugin.wire.address import hidden
 
 ARMS = ("bf16", "nf4", "qerl_nvfp4")
 PARTS = ("all", "step", "training")  # whole steps, forward and backward alone, or both

@@ -21,7 +21,7 @@ from qerl_recipes.rollout.sampling import completion_seed, for_sampling_params, 
 from qerl_recipes.tasks import prompts
 from qerl_recipes.train.base_fits import refuse_long_prompts
 from qerl_recipes.train.validate import problems_of_keys
-from qerl_vllm_plugin.checkpoint import inspect_folder
+from qerl_vllm_plugin.weights.checkpoint import inspect_folder
 
 if TYPE_CHECKING:
     from vllm import LLM

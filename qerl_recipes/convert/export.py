@@ -19,8 +19,8 @@ from qerl_recipes.files import run_state
 from qerl_recipes.files.adapter import CONFIG, ENGINE_RANKS, NORMS, TEMPLATE, TENSORS, AdapterFolder, open_adapter
 from qerl_recipes.files.base_model import local_folder, written_name
 from qerl_recipes.files.whole_folder import whole_folder
-from qerl_vllm_plugin.adapter import AdapterError, check
-from qerl_vllm_plugin.checkpoint import inspect_folder
+from qerl_vllm_plugin.adapter.check import AdapterError, check
+from qerl_vllm_plugin.weights.checkpoint import inspect_folder
 
 Tensors = Mapping[str, torch.Tensor]
 README = "README.md"

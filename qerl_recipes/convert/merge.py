@@ -12,9 +12,9 @@ from qerl_kernels.nvfp4 import dequantize
 from rich.progress import track
 
 from qerl_recipes.convert.shard_writer import Entry, ShardWriter, copy_other_files, write_config, write_index
-from qerl_vllm_plugin.adapter import AdapterError, CheckedAdapter, Target
-from qerl_vllm_plugin.checkpoint import CheckpointReport, check_tensors
-from qerl_vllm_plugin.safetensors_header import DTYPES, read_tensor
+from qerl_vllm_plugin.adapter.check import AdapterError, CheckedAdapter, Target
+from qerl_vllm_plugin.weights.checkpoint import CheckpointReport, check_tensors
+from qerl_vllm_plugin.wire.safetensors_file import DTYPES, read_tensor
 
 PACKED, SCALES, DIVISOR = ".weight_packed", ".weight_scale", ".weight_global_scale"
 NOT_LINEAR = ("embed_tokens", "lm_head")

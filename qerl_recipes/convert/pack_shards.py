@@ -16,8 +16,8 @@ from rich.progress import track
 from qerl_recipes.convert.plan import Plan
 from qerl_recipes.convert.report import LayerError
 from qerl_recipes.convert.shard_writer import Entry, ShardWriter, write_index
-from qerl_vllm_plugin.checkpoint import CheckpointError, CheckpointReport
-from qerl_vllm_plugin.safetensors_header import DTYPES, TensorHeader, read_tensor
+from qerl_vllm_plugin.weights.checkpoint import CheckpointReport
+from qerl_vllm_plugin.wire.safetensors_file import DTYPES, CheckpointError, TensorHeader, read_tensor
 
 CHUNK_ELEMENTS = 1 << 20  # packed at once; this bounds the memory of the fp32 intermediates
 HALF_OR_FULL = ("F16", "F32")

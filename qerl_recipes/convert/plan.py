@@ -16,10 +16,11 @@ from dataclasses import dataclass
 import torch
 from qerl_kernels.nvfp4 import GROUP_SIZE
 
-from qerl_vllm_plugin.checkpoint import CheckpointError, CheckpointReport, Nvfp4Scheme
-from qerl_vllm_plugin.expected_tensors import MODEL_TYPES, fused_with
-from qerl_vllm_plugin.families import kept_in_bf16, of_images
-from qerl_vllm_plugin.scheme import matches
+from qerl_vllm_plugin.weights.checkpoint import CheckpointReport, Nvfp4Scheme
+from qerl_vllm_plugin.weights.expected import MODEL_TYPES, fused_with
+from qerl_vllm_plugin.weights.families import kept_in_bf16, of_images
+from qerl_vllm_plugin.weights.formats import matches
+from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ from qerl_recipes.convert.report import QuantizeReport
 from qerl_recipes.convert.shard_writer import copy_other_files, write_config
 from qerl_recipes.files.base_model import local_folder
 from qerl_recipes.files.whole_folder import whole_folder
-from qerl_vllm_plugin.checkpoint import CheckpointError, CheckpointReport, inspect_folder, weights_taken
-from qerl_vllm_plugin.families import never_compared
+from qerl_vllm_plugin.weights.checkpoint import CheckpointReport, inspect_folder, weights_taken
+from qerl_vllm_plugin.weights.families import never_compared
+from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 
 METHODS, SCALES = ("rtn", "gptq", "awq"), ("amax", "mse")
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from qerl_recipes.convert.shard_writer import Entry, ShardWriter, write_index
-from qerl_vllm_plugin.checkpoint import FP8, NVFP4, CheckpointReport, check_tensors, expand_fp8, to_divisor
-from qerl_vllm_plugin.safetensors_header import DTYPES, TensorHeader, read_tensor
-from qerl_vllm_plugin.scheme import COMPRESSED, MODELOPT, Nvfp4Scheme
+from qerl_vllm_plugin.weights.checkpoint import FP8, NVFP4, CheckpointReport, check_tensors, expand_fp8, to_divisor
+from qerl_vllm_plugin.weights.formats import COMPRESSED, MODELOPT, Nvfp4Scheme
+from qerl_vllm_plugin.wire.safetensors_file import DTYPES, TensorHeader, read_tensor
 
 LEFT_OUT = ("input_scale", "input_global_scale", "k_scale", "v_scale")
 

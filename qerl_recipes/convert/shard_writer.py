@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from qerl_vllm_plugin.checkpoint import CONFIG, INDEX, SINGLE
-from qerl_vllm_plugin.modelopt import OWN_FILE
-from qerl_vllm_plugin.safetensors_header import header_bytes
+from qerl_vllm_plugin.weights.checkpoint import CONFIG, INDEX, SINGLE
+from qerl_vllm_plugin.weights.formats import OWN_FILE
+from qerl_vllm_plugin.wire.safetensors_file import header_bytes
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
 OWN = (CONFIG, OWN_FILE, "README.md", "quantize_report.json")  # describe one checkpoint, so they are not copied

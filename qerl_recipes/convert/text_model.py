@@ -19,10 +19,10 @@ from qerl_recipes.convert.quantize import quantization_config
 from qerl_recipes.convert.shard_writer import Entry, ShardWriter, copy_other_files, write_index
 from qerl_recipes.files.base_model import local_folder
 from qerl_recipes.files.whole_folder import whole_folder
-from qerl_vllm_plugin.checkpoint import CONFIG, CheckpointError, CheckpointReport, inspect_folder
-from qerl_vllm_plugin.families import LANGUAGE_MODELS
-from qerl_vllm_plugin.safetensors_header import DTYPES, read_tensor
-from qerl_vllm_plugin.scheme import COMPRESSED, NVFP4
+from qerl_vllm_plugin.weights.checkpoint import CONFIG, CheckpointReport, inspect_folder
+from qerl_vllm_plugin.weights.families import LANGUAGE_MODELS
+from qerl_vllm_plugin.weights.formats import COMPRESSED, NVFP4
+from qerl_vllm_plugin.wire.safetensors_file import DTYPES, CheckpointError, read_tensor
 
 # prefixes in vision-language checkpoints, which depend on the version of transformers -> those of a text model
 RENAMED = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}

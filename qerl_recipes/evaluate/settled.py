@@ -15,7 +15,7 @@ from qerl_recipes.files.adapter import AdapterFolder, engine_rank, open_adapter
 from qerl_recipes.files.base_model import local_folder
 from qerl_recipes.recipe.chat_template import template_text
 from qerl_recipes.rollout.arms import ENGINE_QUANTIZATION
-from qerl_vllm_plugin.checkpoint import inspect_folder
+from qerl_vllm_plugin.weights.checkpoint import inspect_folder
 
 
 class Evaluation(BaseModel):

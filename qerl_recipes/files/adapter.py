@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from qerl_recipes.files.run_state import LAST, STATE_FILE, CheckpointMismatch, whole_checkpoints
-from qerl_vllm_plugin.adapter import AdapterError, check_config
+from qerl_vllm_plugin.adapter.check import AdapterError, check_config
 
 CONFIG, TENSORS, NORMS = "adapter_config.json", "adapter_model.safetensors", "norms.safetensors"
 TEMPLATE = "chat_template.jinja"  # transformers saves the tokenizer's template under this name

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from qerl_vllm_plugin.checkpoint import CheckpointError
+from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 
 WANTED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 

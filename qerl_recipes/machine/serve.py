@@ -15,9 +15,10 @@ from pathlib import Path
 
 from qerl_recipes.machine.environment import prepare
 from qerl_recipes.machine.gpu import MARLIN, REFERENCE, TILED, installed_gpu
-from qerl_vllm_plugin.checkpoint import CheckpointError, inspect_folder
 from qerl_vllm_plugin.options import Options
-from qerl_vllm_plugin.scheme import check_overrides
+from qerl_vllm_plugin.weights.checkpoint import inspect_folder
+from qerl_vllm_plugin.weights.formats import check_overrides
+from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 
 PORT = 8000  # vLLM's
 

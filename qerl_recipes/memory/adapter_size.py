@@ -8,7 +8,7 @@ from qerl_recipes.files.adapter import open_adapter
 from qerl_recipes.memory.model_size import LinearSize, ModelSize
 from qerl_recipes.recipe.configs import ModelConfig
 from qerl_recipes.recipe.script_arguments import ScriptArguments
-from qerl_vllm_plugin.adapter import AdapterError, named_modules
+from qerl_vllm_plugin.adapter.check import AdapterError, named_modules
 
 
 def trained(script: ScriptArguments, model: ModelConfig, size: ModelSize) -> tuple[int, list[LinearSize]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_recipes.recipe.shapes import BY_MODEL_ID, as_config
-from qerl_vllm_plugin.expected_tensors import fused_with
+from qerl_vllm_plugin.weights.expected import fused_with
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _measure(config: str) -> ModelSize:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from qerl_recipes.model.frozen_experts import dense_experts
-    from qerl_vllm_plugin.checkpoint import read_quantization
+    from qerl_vllm_plugin.weights.checkpoint import read_quantization
 
     values = json.loads(config)
     quantization = values.pop("quantization_config", None)

@@ -6,7 +6,7 @@ The table of qerl_vllm_plugin/README.md lists what is supported; tests/recipes/t
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from qerl_vllm_plugin.expected_tensors import experts
+from qerl_vllm_plugin.weights.expected import experts
 
 # vLLM 0.31 runs these by transformers' own classes, and changes those classes for the whole process
 SHARED_CLASSES = ("olmo2", "smollm3")

@@ -12,7 +12,7 @@ from qerl_kernels.linear import expand, linear
 from qerl_kernels.marlin_layout import MarlinWeight
 from qerl_kernels.tiles import TiledWeight
 
-from qerl_vllm_plugin.checkpoint import check_tensors
+from qerl_vllm_plugin.weights.checkpoint import check_tensors
 
 
 class FrozenNVFP4Linear(torch.nn.Linear):

@@ -15,13 +15,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from qerl_recipes.model import engine_rounding, families, frozen_experts, norms, shared_weights
 from qerl_recipes.model.frozen_experts import FrozenNVFP4Experts, PackedExperts
 from qerl_recipes.model.frozen_linear import FrozenNVFP4Linear
-from qerl_vllm_plugin.checkpoint import CheckpointError, CheckpointReport, check_tensors, inspect_folder
-from qerl_vllm_plugin.expected_tensors import experts, fused_with
-from qerl_vllm_plugin.families import kept_in_bf16
-from qerl_vllm_plugin.scheme import matches
+from qerl_vllm_plugin.weights.checkpoint import CheckpointReport, check_tensors, inspect_folder
+from qerl_vllm_plugin.weights.expected import experts, fused_with
+from qerl_vllm_plugin.weights.families import kept_in_bf16
+from qerl_vllm_plugin.weights.formats import matches
+from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 
 if TYPE_CHECKING:  # frozen_weights imports vllm
-    from qerl_vllm_plugin.frozen_weights import FrozenWeights
+    from qerl_vllm_plugin.weights.frozen_weights import FrozenWeights
 
 HEAD = "lm_head"  # is not quantized while loading: the loss multiplies by its weight directly
 

@@ -17,7 +17,7 @@ from qerl_recipes.model.frozen_linear import FrozenMarlinLinear, FrozenNVFP4Line
 
 if TYPE_CHECKING:  # recipe.configs imports TRL, which the model does not need; frozen_weights imports vllm
     from qerl_recipes.recipe.configs import GRPOConfig
-    from qerl_vllm_plugin.frozen_weights import FrozenWeight, FrozenWeights
+    from qerl_vllm_plugin.weights.frozen_weights import FrozenWeight, FrozenWeights
 
 ARM = "qerl_nvfp4"
 LEAVES = ("weight", "bias", "weight_packed", "weight_scale", "weight_global_scale")  # of a linear, in a checkpoint
@@ -64,7 +64,7 @@ def borrow(engine: object, training: "GRPOConfig") -> "FrozenWeights | None":
 
     With ``share_weights: true`` in the recipe it raises ValueError instead.
     """
-    from qerl_vllm_plugin.frozen_weights import NotShareableError
+    from qerl_vllm_plugin.weights.frozen_weights import NotShareableError
 
     try:
         if not hasattr(engine, "frozen_weights"):

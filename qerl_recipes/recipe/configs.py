@@ -21,8 +21,8 @@ from qerl_recipes.recipe.chat_template import template_text
 from qerl_recipes.recipe.file import ConfigError, RecipeParser, defaults_from_yaml, read_yaml, translate_flags
 from qerl_recipes.recipe.keys import DEFAULTS_OF_TRL_0_18, OF_TRL_0_18, refusals
 from qerl_recipes.recipe.script_arguments import ScriptArguments
-from qerl_vllm_plugin.address import shown
 from qerl_vllm_plugin.noise import MAX_SIGMA
+from qerl_vllm_plugin.wire.address import shown
 
 QUANTIZATIONS = ("qerl_nvfp4", "bf16", "nf4")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

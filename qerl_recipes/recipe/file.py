@@ -18,7 +18,7 @@ from trl import TrlParser
 
 from qerl_recipes.recipe.keys import BELONGS_ELSEWHERE, REFUSED, RENAMED, TOPICS, WITHOUT_EFFECT, refused
 from qerl_recipes.recipe.unique_keys import UniqueKeyLoader
-from qerl_vllm_plugin.address import HIDDEN, hidden
+from qerl_vllm_plugin.wire.address import HIDDEN, hidden
 
 USAGE = "qerl train --config RECIPE.yaml [--KEY VALUE ...]"
 DESCRIPTION = "Every key of a recipe is also a flag, which wins over the recipe."

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.recipe.keys import Refusal, refused
-from qerl_vllm_plugin.address import parted, shown
 from qerl_vllm_plugin.server.token import TOKEN, TOKEN_FILE, configured_token
+from qerl_vllm_plugin.wire.address import parted, shown
 
 SERVER = "server"  # the value of vllm_mode
 API_KEY = "VLLM_API_KEY"  # environment variable, which the server reads too

@@ -11,7 +11,7 @@ from qerl_recipes.files.adapter import engine_rank
 from qerl_recipes.machine.environment import runs_on_cuda
 from qerl_recipes.memory.model_size import read_config
 from qerl_recipes.recipe.shapes import ATTENTION
-from qerl_vllm_plugin.expected_tensors import experts
+from qerl_vllm_plugin.weights.expected import experts
 
 # the recipe's ``quantization`` -> vLLM's ``quantization``
 ENGINE_QUANTIZATION: dict[str, str | None] = {"qerl_nvfp4": "qerl_nvfp4", "bf16": None, "nf4": "bitsandbytes"}

@@ -24,10 +24,10 @@ from qerl_recipes.rollout import answers
 from qerl_recipes.rollout.arms import engine_on_cpu, engine_options
 from qerl_recipes.rollout.interface import Completions, Snapshot
 from qerl_recipes.rollout.sampling import Seeds, for_sampling_params, sampling_parameters
-from qerl_vllm_plugin import compat, scheduler
-from qerl_vllm_plugin.frozen_weights import FrozenWeights, frozen_weights
-from qerl_vllm_plugin.kv_cache import KVCacheError
+from qerl_vllm_plugin.compat import engine, scheduler
 from qerl_vllm_plugin.policy import Policy
+from qerl_vllm_plugin.weights.frozen_weights import FrozenWeights, frozen_weights
+from qerl_vllm_plugin.worker.kv_cache import KVCacheError
 
 
 class VLLMRollouts:
@@ -211,7 +211,7 @@ class VLLMRollouts:
             options |= engine_on_cpu(base)
         else:
             options["max_num_batched_tokens"] = ENGINE_TOKENS  # vLLM reserves memory for a batch of so many
-            counts_twice = training.vllm_enable_sleep_mode and not compat.counts_released_memory()
+            counts_twice = training.vllm_enable_sleep_mode and not engine.counts_released_memory()
             if counts_twice or training.vllm_kv_cache_memory_bytes is not None:
                 options |= self._planned_cache(base, rank, dtype)
         if self._processes > 1:

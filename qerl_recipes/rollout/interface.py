@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # a plugin that adds only rewards need not load torch, TRL an
     from accelerate import Accelerator, PartialState
 
     from qerl_recipes.recipe.configs import GRPOConfig
-    from qerl_vllm_plugin.frozen_weights import FrozenWeights
+    from qerl_vllm_plugin.weights.frozen_weights import FrozenWeights
 
 # Prompt ids, completion ids, log-probabilities of the sampled tokens as [[[lp], ...], ...], and None for extra fields.
 # A log-probability that is not known is None.

@@ -8,8 +8,8 @@ from typing import Any
 import openai
 
 from qerl_recipes.rollout.server_state import AnotherPolicyError, ServerRefusedError
-from qerl_vllm_plugin.address import Login, authorization
 from qerl_vllm_plugin.client import VERSION_HEADER
+from qerl_vllm_plugin.wire.address import Login, authorization
 
 CUT = ("length", "stop")  # finish reasons of a complete completion; vLLM has others for one that was aborted
 

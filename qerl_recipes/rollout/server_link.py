@@ -22,10 +22,10 @@ from qerl_recipes.rollout.server_state import (
     ServerLostError,
     ServerRefusedError,
 )
-from qerl_vllm_plugin.adapter_folder import base_hash
-from qerl_vllm_plugin.address import parted
+from qerl_vllm_plugin.adapter.folder import base_hash
 from qerl_vllm_plugin.client import AsyncPolicyClient, PolicyClient, PolicyRefusedError
 from qerl_vllm_plugin.server.token import TOKEN, TOKEN_FILE, configured_token
+from qerl_vllm_plugin.wire.address import parted
 
 T = TypeVar("T")
 PAUSE = 0.5  # seconds between two attempts

@@ -8,7 +8,7 @@ from pathlib import Path
 from qerl_recipes.files.run_state import LAST
 from qerl_recipes.study.plan import Run, Study, StudyError
 from qerl_recipes.study.table import BASE, Row, named
-from qerl_vllm_plugin.adapter_folder import STATE_FILE, base_hash
+from qerl_vllm_plugin.adapter.folder import STATE_FILE, base_hash
 
 DIGITS = 12  # of a hash (`base_hash`)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from qerl_recipes.machine.server_process import end_with
-from qerl_vllm_plugin.address import hidden
+from qerl_vllm_plugin.wire.address import hidden
 
 CLI, HOURS = "qerl_recipes.cli", "hours.jsonl"
 

@@ -20,8 +20,8 @@ from qerl_recipes.recipe.script_arguments import ScriptArguments
 from qerl_recipes.recipe.shapes import BY_MODEL_ID, as_config
 from qerl_recipes.rollout.sampling import wrong_bias
 from qerl_recipes.tasks import prompts
-from qerl_vllm_plugin.checkpoint import read_quantization
-from qerl_vllm_plugin.families import FAMILIES, WITHOUT_SLOTS, of_images
+from qerl_vllm_plugin.weights.checkpoint import read_quantization
+from qerl_vllm_plugin.weights.families import FAMILIES, WITHOUT_SLOTS, of_images
 
 
 def misfits(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> Iterator[str]:

@@ -7,7 +7,7 @@ import torch
 
 from qerl_recipes.files.run_state import whole_checkpoints
 from qerl_recipes.recipe.configs import GRPOConfig
-from qerl_vllm_plugin import overflow
+from qerl_vllm_plugin.weights import overflow
 
 
 class Diverged(ValueError):

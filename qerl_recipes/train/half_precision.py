@@ -17,7 +17,7 @@ from torch.nn import Linear
 
 from qerl_recipes.model.gradient_scale import GradientScale
 from qerl_recipes.recipe.configs import GRPOConfig
-from qerl_vllm_plugin import overflow
+from qerl_vllm_plugin.weights import overflow
 
 
 class HalfPrecision:

@@ -11,9 +11,9 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from qerl_vllm_plugin import gpu_tensors, shared_file
-from qerl_vllm_plugin.laps import Laps
-from qerl_vllm_plugin.segment import Growing, NoRoomError, Segment, Segments, enter
+from qerl_vllm_plugin.wire import gpu_memory, shared_file
+from qerl_vllm_plugin.wire.shared_segment import Growing, NoRoomError, Segment, Segments, enter
+from qerl_vllm_plugin.wire.timing import Laps
 
 MAX_HEADER = 4 << 20  # names of a 32B model's adapter take 0.2 MB
 MAX_JSON = 64 << 10
@@ -106,7 +106,7 @@ async def described(request: Any, limit: int) -> Upload:
     map whatever memory they are told to.
     """
     laps = Laps()
-    given = await read_json(request, 2 * gpu_tensors.MAX_TEXT)
+    given = await read_json(request, 2 * gpu_memory.MAX_TEXT)
     laps.end("body")
     if sorted(given) != sorted(GPU_KEYS) or not all(isinstance(given[key], str) for key in GPU_KEYS[:3]):
         raise Refused(
@@ -119,7 +119,7 @@ async def described(request: Any, limit: int) -> Upload:
     if not shared_file.is_proof(path, hashlib.sha256(text.encode()).digest()):
         raise Refused(403, "unreachable", NOT_NEAR)
     try:
-        description = gpu_tensors.parse(text)
+        description = gpu_memory.parse(text)
     except ValueError as error:
         raise Refused(400, "bad_json", str(error)) from None
     if (size := description.layout.size) > limit:

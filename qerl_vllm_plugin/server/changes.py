@@ -10,14 +10,16 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from qerl_vllm_plugin import adapter_folder, compat, compat_client, shared_file
-from qerl_vllm_plugin.change_log import ChangeLog
-from qerl_vllm_plugin.segment import Segments
+from qerl_vllm_plugin.adapter import folder as adapter_folder
+from qerl_vllm_plugin.compat import engine, engine_client
 from qerl_vllm_plugin.server import metrics
 from qerl_vllm_plugin.server.body import Refused
 from qerl_vllm_plugin.server.engine import Engine
-from qerl_vllm_plugin.server.rest import Look, Rest, is_there
+from qerl_vllm_plugin.server.quiesce import Look, Rest, is_there
 from qerl_vllm_plugin.server.versions import tell_versions
+from qerl_vllm_plugin.wire import shared_file
+from qerl_vllm_plugin.wire.shared_segment import Segments
+from qerl_vllm_plugin.worker.change_log import ChangeLog
 
 logger = init_logger("vllm.qerl")
 
@@ -54,7 +56,7 @@ class PolicyServer:
         opened = await self._engine.rpc("qerl_open", os.getpid())
         self.carrier, self.rank, self.limit = opened["carrier"], opened["max_rank"], opened["max_bytes"]
         self.changes = self._engine.changes = ChangeLog(opened["changes"])
-        is_shared = compat.api_servers(vllm_config) > 1
+        is_shared = engine.api_servers(vllm_config) > 1
         self._rest = Rest(self._engine, self.changes, opened["instance"], is_shared=is_shared)
         metrics.VERSION.set(opened["version"])
         self.base_hash = adapter_folder.base_hash(base) if base is not None else None
@@ -187,7 +189,7 @@ class PolicyServer:
         except Refused:
             raise
         except Exception as error:
-            if compat_client.is_engine_death(error):
+            if engine_client.is_engine_death(error):
                 raise
             logger.exception("the caches could not be emptied")
             raise Refused(503, "cannot_reset", f"the caches could not be emptied: {error}") from error

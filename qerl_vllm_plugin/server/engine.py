@@ -6,12 +6,12 @@ from typing import Any, TypeVar
 
 from vllm.logger import init_logger
 
-from qerl_vllm_plugin import compat_client
-from qerl_vllm_plugin.adapter import AdapterError
-from qerl_vllm_plugin.change_log import ChangeLog
-from qerl_vllm_plugin.in_time import SILENT
-from qerl_vllm_plugin.policy import PolicyLostError, check_answers
+from qerl_vllm_plugin.adapter.check import AdapterError
+from qerl_vllm_plugin.compat import engine_client
 from qerl_vllm_plugin.server.body import Refused
+from qerl_vllm_plugin.wire.timing import SILENT
+from qerl_vllm_plugin.worker.answers import PolicyLostError, check_answers
+from qerl_vllm_plugin.worker.change_log import ChangeLog
 
 logger = init_logger("vllm.qerl")
 T = TypeVar("T")
@@ -66,14 +66,14 @@ class Engine:
         except asyncio.TimeoutError:
             self.is_silent = True
             self.lose(SILENT.format(self._patience))
-            compat_client.end_requests(self.client, str(self.lost))
+            engine_client.end_requests(self.client, str(self.lost))
             raise Refused(503, "lost", str(self.lost)) from None
 
     def lose(self, reason: str) -> None:
         """From now on it answers no request, in no process."""
         self.lost = reason
         logger.error("%s", reason)
-        compat_client.refuse_requests(self.client, reason)
+        engine_client.refuse_requests(self.client, reason)
         if self.changes is not None:
             self.changes.lose()
 
@@ -83,9 +83,9 @@ class Engine:
             await asyncio.sleep(LOOK)
             if self.client.errored:
                 if not is_dead:
-                    compat_client.fail_at_exit()
+                    engine_client.fail_at_exit()
                 is_dead = True
-                compat_client.end_calls(self.client)
+                engine_client.end_calls(self.client)
             if self.changes is not None and self.changes.is_lost and self.lost is None:
                 self.lose(LOST_TO_OTHERS)
-                compat_client.end_requests(self.client, LOST_TO_OTHERS)
+                engine_client.end_requests(self.client, LOST_TO_OTHERS)

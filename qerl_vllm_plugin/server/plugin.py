@@ -6,8 +6,8 @@ from typing import Any
 from vllm import envs
 from vllm.logger import init_logger
 
-from qerl_vllm_plugin import compat
-from qerl_vllm_plugin.loading import checkpoint_folder
+from qerl_vllm_plugin.compat import engine
+from qerl_vllm_plugin.compat.loading import checkpoint_folder
 from qerl_vllm_plugin.options import Options
 from qerl_vllm_plugin.server import routes
 from qerl_vllm_plugin.server.changes import PolicyServer
@@ -50,17 +50,17 @@ class EndpointPlugin:
                 "replica, and change each"
             )
         asked = getattr(args, "api_server_count", None) or 1
-        if asked > 1 and compat.api_servers(vllm_config) == 1:
+        if asked > 1 and engine.api_servers(vllm_config) == 1:
             raise ValueError(
                 f"--api-server-count {asked} starts one process here; `vllm serve` and `qerl serve` start them, the "
                 "module vllm.entrypoints.openai.api_server does not"
             )
-        if not compat.workers_share_this_machine(vllm_config):
+        if not engine.workers_share_this_machine(vllm_config):
             raise ValueError(
                 "/v1/qerl: adapters reach the workers through memory of this machine; start the server with "
                 "--distributed-executor-backend mp, on one machine"
             )
-        compat.check_kv_connector(vllm_config)
+        engine.check_kv_connector(vllm_config)
         if envs.VLLM_SERVER_DEV_MODE:
             logger.warning(
                 "VLLM_SERVER_DEV_MODE=1: whoever reaches this server changes its policy by /collective_rpc, without a "

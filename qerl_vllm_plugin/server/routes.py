@@ -8,13 +8,16 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from qerl_vllm_plugin import adapter_folder, compat_client, gpu_tensors, noise, shared_file
-from qerl_vllm_plugin.adapter import AdapterError
-from qerl_vllm_plugin.segment import NoRoomError, enter
+from qerl_vllm_plugin import noise
+from qerl_vllm_plugin.adapter import folder as adapter_folder
+from qerl_vllm_plugin.adapter.check import AdapterError
+from qerl_vllm_plugin.compat import engine_client
 from qerl_vllm_plugin.server import body, metrics
 from qerl_vllm_plugin.server.body import Refused
 from qerl_vllm_plugin.server.changes import MODES, PolicyServer
 from qerl_vllm_plugin.server.token import HEADER, matches
+from qerl_vllm_plugin.wire import gpu_memory, shared_file
+from qerl_vllm_plugin.wire.shared_segment import NoRoomError, enter
 
 Handler = Callable[[PolicyServer, Request], Awaitable[dict[str, Any]]]
 NOISE_KEYS = ("sigma", "seed", "rollout", "targets")
@@ -33,7 +36,7 @@ def attach(app: Any, token: bytes) -> None:
             except Refused as refused:
                 refusal = refused
             except Exception as error:
-                if not compat_client.is_engine_death(error):
+                if not engine_client.is_engine_death(error):
                     raise
                 refusal = Refused(503, "engine_dead", "the engine has died; restart the server, its log says why")
             metrics.REFUSALS.labels(refusal.reason).inc()
@@ -55,12 +58,12 @@ async def put_policy(server: PolicyServer, request: Request) -> dict[str, Any]:
     query = _query(request, "version", "requests", "folder")
     version, mode = _version(query), _mode(query)
     kind = request.headers.get("content-type")
-    if "folder" in query and (kind in (gpu_tensors.MEDIA_TYPE, shared_file.MEDIA_TYPE) or body.is_there(request)):
+    if "folder" in query and (kind in (gpu_memory.MEDIA_TYPE, shared_file.MEDIA_TYPE) or body.is_there(request)):
         raise Refused(400, "bad_query", BOTH)
     with ExitStack() as held:
         if "folder" in query:
             upload = await _from_folder(server, query["folder"], held)
-        elif kind == gpu_tensors.MEDIA_TYPE:
+        elif kind == gpu_memory.MEDIA_TYPE:
             upload = await body.described(request, server.limit)
         elif kind == shared_file.MEDIA_TYPE:
             upload = await body.named(request, server.limit, held)

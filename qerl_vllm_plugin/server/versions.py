@@ -13,8 +13,8 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from qerl_vllm_plugin import compat_client
-from qerl_vllm_plugin.change_log import Span
+from qerl_vllm_plugin.compat import engine_client
+from qerl_vllm_plugin.worker.change_log import Span
 
 HEADER = "X-QeRL-Policy-Version"
 
@@ -46,7 +46,7 @@ def tell_versions(engine: Any) -> None:
         if (sequences := _sequences.get()) is not None:
             sequences.append(Sequence(stamps, is_running))
 
-    compat_client.watch_sequences(engine, note)
+    engine_client.watch_sequences(engine, note)
 
 
 class StampVersions:

@@ -14,10 +14,11 @@ import ray
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 from vllm.logger import init_logger
 
-from qerl_vllm_plugin import NAME, compat
-from qerl_vllm_plugin.given_adapter import plain_config
-from qerl_vllm_plugin.policy import check_answers
+from qerl_vllm_plugin import NAME
+from qerl_vllm_plugin.adapter.check import plain_config
+from qerl_vllm_plugin.compat import engine
 from qerl_vllm_plugin.verl import ROLLOUT
+from qerl_vllm_plugin.worker.answers import check_answers
 
 logger = init_logger("vllm.qerl")
 
@@ -67,7 +68,7 @@ def refusals(rollout: Any, model: Any) -> list[str]:
 def memory_warning(rollout: Any, engine_kwargs: Mapping[str, Any]) -> str | None:
     """Why the KV cache will be larger than ``rollout`` asks for, with the way out; None where it will not be."""
     is_fixed = engine_kwargs.get("kv_cache_memory_bytes") is not None
-    if is_fixed or not rollout.enable_sleep_mode or compat.counts_released_memory():
+    if is_fixed or not rollout.enable_sleep_mode or engine.counts_released_memory():
         return None
     return (
         "this vLLM counts memory that loading gave back twice in sleep mode, so that the KV cache becomes larger than "

@@ -91,7 +91,7 @@ def test_the_mismatch_of_a_trainer_on_the_same_kernel(
     from vllm import SamplingParams
 
     from qerl_recipes.model import loading
-    from qerl_vllm_plugin.frozen_weights import frozen_weights
+    from qerl_vllm_plugin.weights.frozen_weights import frozen_weights
 
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 32, "num_attention_heads": 8}
     _, folder = make_checkpoints(1, written=0.2, tie_word_embeddings=False, **sizes)

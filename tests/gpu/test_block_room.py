@@ -19,9 +19,7 @@ def test_completions_are_those_of_vllm_to_the_bit(
     from vllm import SamplingParams
 
     from qerl_recipes.rollout import answers
-    from qerl_vllm_plugin.block_room import BlockRoom
-    from qerl_vllm_plugin.prefix_cache import scheduler_here
-    from qerl_vllm_plugin.scheduler import NAME, QerlAsyncScheduler
+    from qerl_vllm_plugin.compat.scheduler import NAME, BlockRoom, QerlAsyncScheduler, scheduler_here
 
     llm = start_engine(
         checkpoints[1],

@@ -50,7 +50,7 @@ def answer(engine: Any, policy: Any) -> list[tuple[tuple[int, ...], float]]:
 
 def random_adapter(engine: Any, dtype: torch.dtype, device: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     worker = engine.llm_engine.model_executor.driver_worker.worker
-    from qerl_vllm_plugin.worker_policy import policy_of
+    from qerl_vllm_plugin.worker.policy import policy_of
 
     generator = torch.Generator().manual_seed(5)
     tensors = {}
@@ -99,7 +99,7 @@ def test_promise_02_logits_agree_with_the_naive_reference(
 
 
 def test_every_layer_runs_on_the_fastest_exact_kernel(engine: Any) -> None:
-    from qerl_vllm_plugin.layouts import Marlin, Tiled
+    from qerl_vllm_plugin.weights.layouts import Marlin, Tiled
 
     expected = Tiled if torch.cuda.get_device_capability() == (9, 0) else Marlin
     model = engine.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
@@ -166,7 +166,7 @@ def test_the_closed_form_of_marlins_layout_is_the_gpus_repack() -> None:
 
 
 def test_a_kernel_can_be_chosen_by_name() -> None:
-    from qerl_vllm_plugin.layouts import Canonical, Marlin, Tiled, choose
+    from qerl_vllm_plugin.weights.layouts import Canonical, Marlin, Tiled, choose
 
     assert isinstance(choose(torch.bfloat16, "marlin"), Marlin)
     assert isinstance(choose(torch.bfloat16, "dequantize"), Canonical)
@@ -175,7 +175,7 @@ def test_a_kernel_can_be_chosen_by_name() -> None:
 
 
 def test_a_layer_whose_scales_marlin_would_flush_stays_exact(record: Callable[[str, Any], None]) -> None:
-    from qerl_vllm_plugin.layouts import Canonical, Marlin
+    from qerl_vllm_plugin.weights.layouts import Canonical, Marlin
 
     layer = layer_with_scales(smallest=2.0**-9, largest=448.0)
     x = torch.randn(5, 256, device="cuda", dtype=torch.bfloat16)
@@ -186,7 +186,7 @@ def test_a_layer_whose_scales_marlin_would_flush_stays_exact(record: Callable[[s
 
 
 def test_parts_with_unequal_tensor_scales_stay_exact() -> None:
-    from qerl_vllm_plugin.layouts import Marlin
+    from qerl_vllm_plugin.weights.layouts import Marlin
 
     layer = layer_with_scales(smallest=8.0, largest=448.0)
     layer.logical_widths = [64, 64]

@@ -67,7 +67,7 @@ def test_the_other_kernels_compute_in_float16(kernel, smallest):
     """Where our product does not run: vLLM's Marlin, or exact expansion where Marlin would lose a scale."""
     from qerl_kernels import nvfp4
 
-    from qerl_vllm_plugin import layouts
+    from qerl_vllm_plugin.weights import layouts
 
     layer = torch.nn.Module()
     codes = torch.randint(0, 256, (128, 128), dtype=torch.uint8, device="cuda")

@@ -43,8 +43,8 @@ def swapped(folder, ranks):
     import torch
     from vllm import LLM, SamplingParams
 
-    from qerl_vllm_plugin import gpu_tensors
-    from qerl_vllm_plugin.adapter import AdapterError
+    from qerl_vllm_plugin.wire import gpu_memory as gpu_tensors
+    from qerl_vllm_plugin.adapter.check import AdapterError
     from qerl_vllm_plugin.policy import Policy
 
     llm = LLM(
@@ -112,7 +112,7 @@ if __name__ == "__main__":
     import json, sys, time
 
     if sys.argv[1] == "--hold":
-        from qerl_vllm_plugin import gpu_tensors
+        from qerl_vllm_plugin.wire import gpu_memory as gpu_tensors
 
         with gpu_tensors.described(adapter(2)[0]) as (text, _):
             print(text, flush=True)
@@ -175,7 +175,7 @@ if __name__ == "__main__":
 
     import torch
 
-    from qerl_vllm_plugin import gpu_tensors
+    from qerl_vllm_plugin.wire import gpu_memory as gpu_tensors
 
     if sys.argv[1] == "--hold":
         with gpu_tensors.described(adapter(2)[0]) as (text, _):

@@ -16,11 +16,11 @@ import torch
 from peft.utils import get_peft_model_state_dict
 
 from qerl_recipes.model import loading as models
-from qerl_vllm_plugin import kv_cache
-from qerl_vllm_plugin.checksum import checksums
-from qerl_vllm_plugin.frozen_weights import frozen_weights
-from qerl_vllm_plugin.kv_cache import KVCacheError
 from qerl_vllm_plugin.policy import Policy
+from qerl_vllm_plugin.weights.frozen_weights import frozen_weights
+from qerl_vllm_plugin.wire.checksum import checksums
+from qerl_vllm_plugin.worker import kv_cache
+from qerl_vllm_plugin.worker.kv_cache import KVCacheError
 
 pytestmark = pytest.mark.gpu
 

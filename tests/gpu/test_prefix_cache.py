@@ -22,9 +22,8 @@ def test_promise_05_a_change_empties_all_that_holds_something(
     from vllm import SamplingParams
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
+    from qerl_vllm_plugin.compat.scheduler import QerlAsyncScheduler, scheduler_here
     from qerl_vllm_plugin.policy import Policy
-    from qerl_vllm_plugin.prefix_cache import scheduler_here
-    from qerl_vllm_plugin.scheduler import QerlAsyncScheduler
 
     room = {"policy_adapter": {"rank": 16}}
     llm = start_engine(checkpoints[1], scheduler_cls=scheduler_cls, additional_config={"qerl": room})

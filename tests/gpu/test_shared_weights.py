@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from qerl_recipes.model import loading as models
 from qerl_recipes.model.frozen_linear import FrozenMarlinLinear, FrozenNVFP4Linear, FrozenTiledLinear
-from qerl_vllm_plugin.frozen_weights import frozen_weights, marlin_part
-from qerl_vllm_plugin.layouts import Marlin, Tiled
+from qerl_vllm_plugin.weights.frozen_weights import frozen_weights, marlin_part
+from qerl_vllm_plugin.weights.layouts import Marlin, Tiled
 
 pytestmark = pytest.mark.gpu
 

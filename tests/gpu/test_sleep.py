@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from qerl_vllm_plugin.adapter import AdapterError
+from qerl_vllm_plugin.adapter.check import AdapterError
 from qerl_vllm_plugin.policy import Policy
 
 pytestmark = pytest.mark.gpu

@@ -316,13 +316,13 @@ def memory_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], FakeMemory]:
     """memory_of(llm) -> the memory that an engine on a CPU releases: its real KV cache, and nothing else."""
 
     def pretend(llm: Any) -> FakeMemory:
-        from qerl_vllm_plugin import compat_kv_cache
+        from qerl_vllm_plugin.compat import kv_cache_memory
 
         runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
         storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in runner.kv_caches}
         spans = [(address, storage.nbytes()) for address, storage in storages.items()]
         memory = FakeMemory(spans, spans)
-        monkeypatch.setattr(compat_kv_cache, "KVCacheMemory", lambda worker: memory)
+        monkeypatch.setattr(kv_cache_memory, "KVCacheMemory", lambda worker: memory)
         return memory
 
     return pretend

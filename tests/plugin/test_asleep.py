@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qerl_vllm_plugin import compat
-from qerl_vllm_plugin.adapter import AdapterError
-from qerl_vllm_plugin.landmarks import PAGE, landmarks
+from qerl_vllm_plugin.adapter.check import AdapterError
+from qerl_vllm_plugin.compat import engine as compat
 from qerl_vllm_plugin.policy import Policy
+from qerl_vllm_plugin.worker.policy import PAGE, landmarks
 
 
 def entry(tag, is_asleep):

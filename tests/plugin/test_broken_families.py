@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from qerl_vllm_plugin.checkpoint import CheckpointError, inspect_folder
-from qerl_vllm_plugin.families import FAMILIES
+from qerl_vllm_plugin.weights.checkpoint import inspect_folder
+from qerl_vllm_plugin.weights.families import FAMILIES
+from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 
 CONFIGS: dict[str, dict[str, object]] = {
     "gemma2": {"query_pre_attn_scalar": 32, "sliding_window": 64},

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from qerl_vllm_plugin.checkpoint import CheckpointError, inspect_folder
+from qerl_vllm_plugin.weights.checkpoint import inspect_folder
+from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 FORMATS = {

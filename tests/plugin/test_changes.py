@@ -15,13 +15,14 @@ from fastapi import FastAPI
 from safetensors.torch import load_file, save_file
 from waiting import PATIENCE
 
-from qerl_vllm_plugin import compat_client, shared_file
-from qerl_vllm_plugin.change_log import ChangeLog
 from qerl_vllm_plugin.client import PolicyClient, body
-from qerl_vllm_plugin.server import rest, routes
+from qerl_vllm_plugin.compat import engine_client
+from qerl_vllm_plugin.server import quiesce, routes
 from qerl_vllm_plugin.server.body import Refused
 from qerl_vllm_plugin.server.changes import PolicyServer
 from qerl_vllm_plugin.server.token import HEADER, read_token
+from qerl_vllm_plugin.wire import shared_file
+from qerl_vllm_plugin.worker.change_log import ChangeLog
 
 TOKEN = "an-admin-token-of-32-characters!"
 CHANGE = ["pause keep", "empty", "qerl_set_noise", "resume"]
@@ -130,7 +131,7 @@ def test_the_last_outputs_of_requests_that_end_come_out_first_and_where_none_end
     mode, under_way, api_servers, monkeypatch
 ):
     engine, slept, sleep = Engine(), [], asyncio.sleep
-    monkeypatch.setattr(compat_client, "LAST_OUTPUTS", 0.0217)
+    monkeypatch.setattr(engine_client, "LAST_OUTPUTS", 0.0217)
     monkeypatch.setattr(asyncio, "sleep", lambda seconds, *_: slept.append(seconds) or sleep(seconds))
     engine.output_processor.request_states = under_way
     with_server(engine, lambda server: change(server, mode), api_servers=api_servers)
@@ -159,7 +160,7 @@ def test_a_change_that_aborts_requests_waits_for_nobody_and_leaves_the_engine_pa
 
 @pytest.mark.parametrize(("mode", "limit"), [("keep", "LINE"), ("wait", "DRAIN")])
 def test_requests_that_somebody_else_lets_end_and_that_do_not_are_waited_for_so_long(mode, limit, monkeypatch):
-    monkeypatch.setattr(rest, limit, 0.05)
+    monkeypatch.setattr(quiesce, limit, 0.05)
     engine = Engine(is_paused=True, looks=1000)
     with pytest.raises(Refused, match=r"not made after 0 s, and nothing.*or with requests=abort") as refused:
         with_server(engine, lambda server: change(server, mode))
@@ -209,7 +210,7 @@ def test_what_an_engine_computes_that_somebody_else_resumes_in_a_change_is_not_r
 
 
 def test_requests_that_do_not_end_are_waited_for_so_long_and_go_on(monkeypatch):
-    monkeypatch.setattr(rest, "DRAIN", 0.05)
+    monkeypatch.setattr(quiesce, "DRAIN", 0.05)
     engine = Engine(drains=False)
     with pytest.raises(Refused, match="use requests=keep or abort") as refused:
         with_server(engine, lambda server: change(server, "wait"))

@@ -4,7 +4,8 @@ import pytest
 import torch
 from qerl_kernels.nvfp4 import quantize
 
-from qerl_vllm_plugin.checkpoint import CheckpointError, check_tensors
+from qerl_vllm_plugin.weights.checkpoint import check_tensors
+from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 
 
 def packed() -> dict[str, torch.Tensor]:

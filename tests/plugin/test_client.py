@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qerl_vllm_plugin import client
-from qerl_vllm_plugin.adapter import AdapterError
+from qerl_vllm_plugin.adapter.check import AdapterError
 from qerl_vllm_plugin.client import AsyncPolicyClient, PolicyClient, PolicyRefusedError
 
 NOBODY = "http://127.0.0.1:9"

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qerl_vllm_plugin import compat
-from qerl_vllm_plugin.adapter import AdapterError
+from qerl_vllm_plugin.adapter.check import AdapterError
+from qerl_vllm_plugin.compat import engine as compat
 from qerl_vllm_plugin.policy import Policy, PolicyLostError
-from qerl_vllm_plugin.worker_policy import policy_of, prepare_noise, prepare_swap
+from qerl_vllm_plugin.worker.policy import policy_of, prepare_noise, prepare_swap
 
 TOLERANCE = 1e-4
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -148,7 +148,7 @@ def test_promise_04_finite_numbers_too_large_to_compute_with_are_refused(
 def test_a_large_adapter_that_the_engine_can_compute_is_tried_and_served(
     policy, hf, make_adapter, measure, monkeypatch
 ):
-    from qerl_vllm_plugin import overflow
+    from qerl_vllm_plugin.weights import overflow
 
     tried, check = [], overflow.check_engine
     monkeypatch.setattr(overflow, "check_engine", lambda *args: tried.append(check(*args)))

@@ -2,13 +2,15 @@
 
 from concurrent.futures import Future
 from contextlib import contextmanager
+from time import monotonic
 from types import SimpleNamespace
 
 import pytest
 from waiting import PATIENCE
 
-from qerl_vllm_plugin import compat_client, laps
+from qerl_vllm_plugin.compat import engine_client
 from qerl_vllm_plugin.policy import Policy, PolicyLostError
+from qerl_vllm_plugin.wire import timing
 
 EMPTY, CHANGE = "reset_prefix_cache", "qerl_swap"
 
@@ -35,7 +37,7 @@ def policy(boot, make_nvfp4, carriers, monkeypatch):
             yield sent
 
     monkeypatch.setattr("qerl_vllm_plugin.policy.scheduler_here", lambda llm: None)
-    monkeypatch.setattr(compat_client, "asked", note)
+    monkeypatch.setattr(engine_client, "asked", note)
     monkeypatch.setattr(policy._sender, "by_memory", packed)
     return policy
 
@@ -61,7 +63,7 @@ def test_its_time_is_told_apart_from_packing(policy, adapter, monkeypatch, is_he
     policy.answer = True
     policy._sender.is_here = is_here
     reset, clock = policy._llm.reset_prefix_cache, [0.0]
-    monkeypatch.setattr(laps, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock[0], monotonic=monotonic))
 
     def slowly(**options):
         clock[0] += 7.0

@@ -106,7 +106,7 @@ def test_when_the_engine_dies_every_request_ends_the_server_says_so_and_ends(sta
 
 
 HALF_WAY = """
-    from qerl_vllm_plugin.resident import ResidentAdapter
+    from qerl_vllm_plugin.adapter.resident import ResidentAdapter
 
     commit = ResidentAdapter.commit
 

@@ -37,7 +37,7 @@ def test_a_model_whose_activations_are_beyond_float16_does_not_start(make_nvfp4,
     with pytest.raises(ValueError, match=named) as refused:
         boot(folder, dtype="float16")
     value = int(re.search(named, str(refused.value)).group(1))
-    from qerl_vllm_plugin.overflow import LARGEST
+    from qerl_vllm_plugin.weights.overflow import LARGEST
 
     assert value > LARGEST and "--dtype bfloat16" in str(refused.value)
     boot(folder, dtype="bfloat16")  # the way out
@@ -46,9 +46,9 @@ def test_a_model_whose_activations_are_beyond_float16_does_not_start(make_nvfp4,
 def test_an_adapter_that_leads_beyond_float16_is_refused_whatever_its_own_size(
     make_nvfp4, reference, boot, measure, make_adapter
 ):
-    from qerl_vllm_plugin.adapter import AdapterError
+    from qerl_vllm_plugin.adapter.check import AdapterError
     from qerl_vllm_plugin.policy import Policy
-    from qerl_vllm_plugin.worker_policy import policy_of
+    from qerl_vllm_plugin.worker.policy import policy_of
 
     folder = make_nvfp4("qwen2")
     policy = Policy(boot(folder, dtype="float16", additional_config={"qerl": {"policy_adapter": {"rank": 8}}}))
@@ -86,7 +86,7 @@ def test_the_check_leaves_the_model_as_it_was(make_nvfp4, boot, measure):
 @pytest.mark.parametrize("family", ["llama", "smollm3"])  # vLLM runs the second by transformers' own classes
 def test_the_attention_of_the_check_is_that_of_sequences_of_one_token(family, make_bf16, boot, measure):
     """What ``watched`` sees at the last norm is what the engine computes for each token alone."""
-    from qerl_vllm_plugin import compat, first_tokens
+    from qerl_vllm_plugin.compat import engine, first_tokens
 
     llm = boot(
         make_bf16(family, num_attention_heads=4, hidden_size=128), dtype="float16"
@@ -94,9 +94,9 @@ def test_the_attention_of_the_check_is_that_of_sequences_of_one_token(family, ma
     model, config = measure.model(llm), llm.llm_engine.vllm_config
     if family == "smollm3":  # as vLLM before 0.30 keeps the attention of such a model: beside its modules
         for module in list(model.modules()):
-            for name in [name for name, inner in module.named_children() if compat.is_attention(inner)]:
+            for name in [name for name, inner in module.named_children() if engine.is_attention(inner)]:
                 vars(module)[name] = module._modules.pop(name)
-        assert not any(compat.is_attention(module) for module in model.modules())
+        assert not any(engine.is_attention(module) for module in model.modules())
     tokens = torch.tensor([3, 17, 40])
     with torch.inference_mode():
         expected = model.compute_logits(first_tokens.forward(model, config, tokens)).float().log_softmax(-1)

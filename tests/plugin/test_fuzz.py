@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 from starlette.requests import Request
 
-from qerl_vllm_plugin import adapter
-from qerl_vllm_plugin.adapter import AdapterError, Target
-from qerl_vllm_plugin.checkpoint import CheckpointError, inspect_folder
+from qerl_vllm_plugin.adapter import check
+from qerl_vllm_plugin.adapter.check import AdapterError, Target
 from qerl_vllm_plugin.options import Options
-from qerl_vllm_plugin.safetensors_header import read_header
-from qerl_vllm_plugin.segment import Segments
 from qerl_vllm_plugin.server import body
+from qerl_vllm_plugin.weights.checkpoint import inspect_folder
+from qerl_vllm_plugin.wire.safetensors_file import CheckpointError, read_header
+from qerl_vllm_plugin.wire.shared_segment import Segments
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "llmcompressor" / "qwen2-nvfp4"
 LIMIT = 1 << 16  # bytes of a body
@@ -183,7 +183,7 @@ def test_a_config_of_an_adapter_names_modules_or_is_refused(text):
         given_config = body._object("config", text)
         body.check_patterns(given_config)  # before it reaches a worker
         with refused_soon(AdapterError):
-            assert adapter.check(TENSORS, given_config, TARGETS, 8).rank == 2
+            assert check.check(TENSORS, given_config, TARGETS, 8).rank == 2
 
 
 @EXAMPLES

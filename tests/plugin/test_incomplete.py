@@ -7,14 +7,15 @@ from types import SimpleNamespace
 import pytest
 from safetensors.torch import load_file, save_file
 
-from qerl_vllm_plugin import checkpoint, expected_tensors, loading
+from qerl_vllm_plugin.compat import loading
+from qerl_vllm_plugin.weights import checkpoint, expected
 
 
 @pytest.fixture
 def without(tmp_path, monkeypatch):
     """without(folder, *names) -> a copy that lacks these tensors, of an architecture that config.json promises nothing
     for."""
-    monkeypatch.setattr(expected_tensors, "MODEL_TYPES", ())
+    monkeypatch.setattr(expected, "MODEL_TYPES", ())
 
     def make(folder, *names):
         copy = shutil.copytree(folder, tmp_path / "copy")

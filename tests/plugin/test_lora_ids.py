@@ -3,7 +3,7 @@
 import pytest
 from vllm.lora.request import LoRARequest
 
-from qerl_vllm_plugin.adapter import AdapterError
+from qerl_vllm_plugin.adapter.check import AdapterError
 from qerl_vllm_plugin.policy import Policy
 
 TOLERANCE = 1e-4

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from vllm import logger as vllm_logger
 from vllm.model_executor.layers.quantization.utils import marlin_utils, marlin_utils_fp4
 
-from qerl_vllm_plugin import layouts
-from qerl_vllm_plugin.frozen_weights import NotShareableError, frozen_weights, marlin_part
+from qerl_vllm_plugin.weights import layouts
+from qerl_vllm_plugin.weights.frozen_weights import NotShareableError, frozen_weights, marlin_part
 
 DTYPES = [torch.bfloat16, torch.float16]
 

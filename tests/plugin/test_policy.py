@@ -7,8 +7,8 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from qerl_vllm_plugin.adapter import AdapterError
-from qerl_vllm_plugin.adapter_folder import base_hash
+from qerl_vllm_plugin.adapter.check import AdapterError
+from qerl_vllm_plugin.adapter.folder import base_hash
 from qerl_vllm_plugin.policy import Policy
 
 TOLERANCE = 1e-4  # float32 engine against float32 PEFT; measured about 1e-5

@@ -35,7 +35,7 @@ def drive(case, prompts):
     from safetensors.torch import load_file
     from vllm import LLM, SamplingParams
 
-    from qerl_vllm_plugin.adapter import AdapterError
+    from qerl_vllm_plugin.adapter.check import AdapterError
     from qerl_vllm_plugin.policy import Policy
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(case["own_core"]))

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from qerl_recipes.model import loading
 from qerl_recipes.model.frozen_linear import FrozenNVFP4Linear
 from qerl_vllm_plugin import noise
-from qerl_vllm_plugin.frozen_weights import frozen_weights
 from qerl_vllm_plugin.policy import Policy
+from qerl_vllm_plugin.weights.frozen_weights import frozen_weights
 
 ROUNDING = 0.05  # of the mean; stock vLLM in BF16 is 0.02 from transformers in float32
 RESIDENT = {"qerl": {"policy_adapter": {"rank": 8}}}

@@ -107,7 +107,7 @@ ORDINARY = {
 def test_promise_09_batch_invariance_is_asked_for_in_both_places_or_in_none(monkeypatch, variable):
     from vllm import envs
 
-    from qerl_vllm_plugin.config import QerlConfig
+    from qerl_vllm_plugin.quantization import QerlConfig
 
     monkeypatch.setitem(vars(envs), "VLLM_BATCH_INVARIANT", variable)  # an engine would change torch for good
     option = None if variable else {"qerl": {"kernel": "batch_invariant"}}
@@ -116,7 +116,7 @@ def test_promise_09_batch_invariance_is_asked_for_in_both_places_or_in_none(monk
 
 
 def test_batch_invariance_needs_our_kernel(monkeypatch):
-    from qerl_vllm_plugin import layouts
+    from qerl_vllm_plugin.weights import layouts
 
     with pytest.raises(ValueError, match=r'"qerl.kernel": "batch_invariant" needs a Hopper GPU'):
         layouts.choose(torch.bfloat16, "batch_invariant")
@@ -133,8 +133,8 @@ def test_ignore_and_norms_are_named_as_in_the_checkpoint_of_a_vision_language_mo
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.models.utils import WeightsMapper
 
-    from qerl_vllm_plugin import compat
-    from qerl_vllm_plugin.config import QerlConfig
+    from qerl_vllm_plugin.compat import engine
+    from qerl_vllm_plugin.quantization import QerlConfig
 
     mapper = WeightsMapper(orig_to_new_prefix={"model.language_model.": "language_model.model.", "model.visual.": "v."})
     config = QerlConfig()
@@ -151,8 +151,8 @@ def test_ignore_and_norms_are_named_as_in_the_checkpoint_of_a_vision_language_mo
     model.language_model.model.norm = torch.nn.Module.__new__(RMSNorm)
     torch.nn.Module.__init__(model.language_model.model.norm)
     model.language_model.model.norm.weight = torch.nn.Parameter(torch.ones(4))
-    compat.keep_names(model, ["model.language_model.norm.weight", "model.visual.merger.ln_q.weight"])
-    assert list(compat.norm_layers(model)) == ["model.language_model.norm.weight"]
+    engine.keep_names(model, ["model.language_model.norm.weight", "model.visual.merger.ln_q.weight"])
+    assert list(engine.norm_layers(model)) == ["model.language_model.norm.weight"]
 
 
 def test_promise_10_resident_adapter_and_lora_exclude_each_other(boot, folder):
@@ -295,7 +295,7 @@ def test_promise_09_truncated_file(boot, folder):
 
 
 def test_a_policy_adapter_needs_the_engine_to_have_lora(boot, make_nvfp4):
-    from qerl_vllm_plugin.adapter import AdapterError
+    from qerl_vllm_plugin.adapter.check import AdapterError
     from qerl_vllm_plugin.policy import Policy
 
     policy = Policy(boot(make_nvfp4("qwen2")))

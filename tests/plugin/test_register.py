@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
-from qerl_vllm_plugin import compat, register, worker
+from qerl_vllm_plugin import register
+from qerl_vllm_plugin.compat import engine
+from qerl_vllm_plugin.worker import methods
 
 # the first to be asked are copies of the process: what they register, vLLM has to find again. The fastest counts: a
 # busy machine or a cold disk is not the plugin's
@@ -61,8 +63,8 @@ def test_register_is_idempotent_in_a_process_that_holds_a_worker():
     for _ in range(2):
         register()
     assert QUANTIZATION_METHODS.count("qerl_nvfp4") == 1
-    assert [name for name, method in worker.METHODS.items() if getattr(WorkerBase, name) is not method] == []
-    assert {"qerl_open", "qerl_swap", "qerl_set_noise", "qerl_state", "qerl_release_kv_cache"} < set(worker.METHODS)
+    assert [name for name, method in methods.METHODS.items() if getattr(WorkerBase, name) is not method] == []
+    assert {"qerl_open", "qerl_swap", "qerl_set_noise", "qerl_state", "qerl_release_kv_cache"} < set(methods.METHODS)
 
 
 def test_a_method_of_another_plugin_is_not_overwritten(monkeypatch):
@@ -70,35 +72,35 @@ def test_a_method_of_another_plugin_is_not_overwritten(monkeypatch):
 
     def theirs(self): ...
 
-    worker.add_worker_methods()
+    methods.add_worker_methods()
     monkeypatch.setattr(WorkerBase, "qerl_swap", theirs)
     with pytest.raises(RuntimeError, match="already has a method qerl_swap"):
-        worker.add_worker_methods()
+        methods.add_worker_methods()
     assert WorkerBase.qerl_swap is theirs
 
 
 @pytest.mark.parametrize("version", ["0.25.9", "0.33.0", "0.33.0rc1", "1.0", "0.1.dev1+g123"])
 def test_versions_outside_the_range_are_refused(version):
     with pytest.raises(RuntimeError, match=r">= 0.26, < 0.33; this is "):
-        compat.check_vllm_version(version)
+        engine.check_vllm_version(version)
 
 
 @pytest.fixture
 def warnings_of_qerl(monkeypatch):
     found: list[str] = []
-    monkeypatch.setattr(compat.logger, "warning_once", lambda text, *arguments: found.append(text % arguments))
+    monkeypatch.setattr(engine.logger, "warning_once", lambda text, *arguments: found.append(text % arguments))
     return found
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.28.0", "0.31.0", "0.31.0+cpu", "0.32.0"])
 def test_tested_versions_are_accepted_silently(version, warnings_of_qerl):
-    compat.check_vllm_version(version)
+    engine.check_vllm_version(version)
     assert warnings_of_qerl == []
 
 
 @pytest.mark.parametrize("version", ["0.27.0", "0.32.9.dev3+gabc", "unknown"])
 def test_versions_in_between_are_accepted_with_a_warning(version, warnings_of_qerl):
-    compat.check_vllm_version(version)
+    engine.check_vllm_version(version)
     assert len(warnings_of_qerl) == 1
     assert version in warnings_of_qerl[0]
     assert logging.getLogger("vllm.qerl") is not None
@@ -108,4 +110,4 @@ def test_versions_in_between_are_accepted_with_a_warning(version, warnings_of_qe
     ("version", "counts"), [("0.26.0", False), ("0.31.0rc1", True), ("0.32.1", True), ("dev", True)]
 )
 def test_versions_whose_sleeping_engines_know_what_they_gave_back(version, counts):
-    assert compat.counts_released_memory(version) is counts
+    assert engine.counts_released_memory(version) is counts

@@ -8,10 +8,10 @@ import pytest
 from engine_client import EngineClient, vllm_config
 from waiting import PATIENCE
 
-from qerl_vllm_plugin.change_log import ChangeLog
-from qerl_vllm_plugin.server import rest
+from qerl_vllm_plugin.server import quiesce
 from qerl_vllm_plugin.server.body import Refused
 from qerl_vllm_plugin.server.changes import PolicyServer
+from qerl_vllm_plugin.worker.change_log import ChangeLog
 
 
 class Core:
@@ -263,7 +263,7 @@ def test_a_pause_that_fails_leaves_nothing_behind():
 
 
 def test_behind_a_change_that_lets_requests_end_others_are_refused_in_time_and_the_state_is_told_at_once(monkeypatch):
-    monkeypatch.setattr(rest, "LINE", 0.1)
+    monkeypatch.setattr(quiesce, "LINE", 0.1)
 
     async def use(core, *servers):
         begun(core, servers[0])

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl_vllm_plugin import linear
+from qerl_vllm_plugin.weights import linear
 
 ARCHITECTURES = {
     "qwen2": ("qwen2", {}),

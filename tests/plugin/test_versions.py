@@ -13,12 +13,12 @@ from engine_client import EngineClient, vllm_config
 from vllm.v1.engine.exceptions import EngineDeadError
 from waiting import PATIENCE
 
-from qerl_vllm_plugin import change_log
-from qerl_vllm_plugin.change_log import ChangeLog
 from qerl_vllm_plugin.server.body import Refused
 from qerl_vllm_plugin.server.changes import PolicyServer
-from qerl_vllm_plugin.server.turn import turn
+from qerl_vllm_plugin.server.quiesce import turn
 from qerl_vllm_plugin.server.versions import HEADER, StampVersions, tell_versions
+from qerl_vllm_plugin.worker import change_log
+from qerl_vllm_plugin.worker.change_log import ChangeLog
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def test_a_lost_engine_is_known_to_every_process():
 
 def test_one_process_at_a_time_has_its_turn_and_a_dead_one_gives_it_back():
     ours, another = (f"test-{os.getpid()}-{name}" for name in "ab")  # the names are those of the whole machine
-    program = "import asyncio, sys, time\nfrom qerl_vllm_plugin.server.turn import turn\n"
+    program = "import asyncio, sys, time\nfrom qerl_vllm_plugin.server.quiesce import turn\n"
     program += "async def hold():\n    async with turn(sys.argv[1]):\n        print('held', flush=True)\n"
     program += "        time.sleep(600)\nasyncio.run(hold())"
     holder = subprocess.Popen([sys.executable, "-c", program, ours], stdout=subprocess.PIPE)

@@ -176,10 +176,10 @@ class Piece:
 @pytest.fixture
 def kv_events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Lets engines on a CPU release a KV cache, in pretence -> what they did with it, in order."""
-    from qerl_vllm_plugin import compat_kv_cache
+    from qerl_vllm_plugin.compat import kv_cache_memory
 
     events: list[str] = []
-    monkeypatch.setattr(compat_kv_cache, "KVCacheMemory", lambda worker: Piece(events))
+    monkeypatch.setattr(kv_cache_memory, "KVCacheMemory", lambda worker: Piece(events))
     return events
 
 

@@ -15,9 +15,9 @@ from raw_requests import send, tickets, uploads
 from safetensors.torch import save
 from waiting import PATIENCE, until
 
-from qerl_vllm_plugin import shared_file
 from qerl_vllm_plugin.client import body
-from qerl_vllm_plugin.gpu_tensors import MEDIA_TYPE
+from qerl_vllm_plugin.wire import shared_file
+from qerl_vllm_plugin.wire.gpu_memory import MEDIA_TYPE
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 

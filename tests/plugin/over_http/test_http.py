@@ -19,10 +19,10 @@ import torch
 from policy_requests import API_KEY, TOKEN, VERSION, assert_served, description, kept, put
 from waiting import PATIENCE
 
-from qerl_vllm_plugin import cuda_ipc, gpu_tensors, shared_file
-from qerl_vllm_plugin.adapter import AdapterError
+from qerl_vllm_plugin.adapter.check import AdapterError
 from qerl_vllm_plugin.client import AsyncPolicyClient, PolicyClient, PolicyRefusedError, body
 from qerl_vllm_plugin.options import Options
+from qerl_vllm_plugin.wire import cuda_ipc, gpu_memory, shared_file
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 TRIES = 8  # of what a machine that stops in the wrong moment leaves untested
@@ -226,7 +226,7 @@ def test_a_client_whose_gpu_the_server_cannot_read_sends_the_tensors_and_says_so
     server, questions, expected, adapters, measure, monkeypatch
 ):
     given, _ = description(adapters)
-    monkeypatch.setattr(gpu_tensors, "why_not", lambda tensors: None)
+    monkeypatch.setattr(gpu_memory, "why_not", lambda tensors: None)
     monkeypatch.setattr(cuda_ipc, "uuid", lambda device: "a-gpu")
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
 
@@ -234,7 +234,7 @@ def test_a_client_whose_gpu_the_server_cannot_read_sends_the_tensors_and_says_so
     def described(tensors):
         yield given["memory"], torch.zeros(8, dtype=torch.uint8)
 
-    monkeypatch.setattr(gpu_tensors, "described", described)
+    monkeypatch.setattr(gpu_memory, "described", described)
     sees, does_not = {"machine": shared_file.machine(), "gpus": ["a-gpu"]}, {"machine": "another", "gpus": ["a-gpu"]}
     for kind, place, why in (
         (PolicyClient, sees, "this worker computes on a cpu"),

@@ -22,9 +22,9 @@ from raw_requests import tickets
 from safetensors.torch import save_file
 from waiting import PATIENCE
 
-from qerl_vllm_plugin import shared_file
 from qerl_vllm_plugin.client import AsyncPolicyClient, PolicyClient, PolicyRefusedError, body
-from qerl_vllm_plugin.segment import Segments
+from qerl_vllm_plugin.wire import shared_file
+from qerl_vllm_plugin.wire.shared_segment import Segments
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 HEADERS = {"X-QeRL-Admin-Token": TOKEN, "Authorization": f"Bearer {API_KEY}"}
@@ -249,7 +249,7 @@ def test_folders_and_bodies_of_many_clients_at_once_are_installed_one_after_the_
 TASKS = """
 import asyncio, json, os, random, sys, time
 from pathlib import Path
-from qerl_vllm_plugin import adapter_folder
+from qerl_vllm_plugin.adapter import folder as adapter_folder
 from qerl_vllm_plugin.client import AsyncPolicyClient
 
 url, token, key, folder, seconds = sys.argv[1:]

@@ -9,8 +9,7 @@ import pytest
 import torch
 from waiting import PATIENCE
 
-from qerl_vllm_plugin.adapter import AdapterError
-from qerl_vllm_plugin.given_adapter import plain_config
+from qerl_vllm_plugin.adapter.check import AdapterError, plain_config
 from qerl_vllm_plugin.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("verl_on_a_cpu")

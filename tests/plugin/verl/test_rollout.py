@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from qerl_vllm_plugin.adapter import AdapterError
+from qerl_vllm_plugin.adapter.check import AdapterError
 
 pytestmark = pytest.mark.usefixtures("verl_on_a_cpu")
 

@@ -18,7 +18,7 @@ from qerl_recipes.bench import swap as bench_swap
 from qerl_recipes.bench.rollout_cases import Case, make_cases
 from qerl_recipes.recipe.shapes import ATTENTION, config_json
 from qerl_recipes.rollout import answers, arms
-from qerl_vllm_plugin import scheduler
+from qerl_vllm_plugin.compat import scheduler
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from qerl_recipes.bench.soak_load import Change, Found, speed
 from qerl_recipes.bench.soak_streams import SILENT, Answer, Heard, Streams, shares
 from qerl_recipes.machine.serve import command
 from qerl_recipes.recipe.shapes import config_json
-from qerl_vllm_plugin import shared_file
+from qerl_vllm_plugin.wire import shared_file
 
 STILL = (0.0, 0, 0)  # no noise
 CHANGES = [Change(1, None, STILL), Change(2, 1, STILL), Change(2, 1, (0.1, 0, 1)), Change(3, 2, (0.1, 0, 1))]

@@ -20,7 +20,7 @@ from qerl_recipes.files import adapter as adapter_folder
 from qerl_recipes.files import run_state as checkpoints
 from qerl_recipes.files.adapter import open_adapter
 from qerl_recipes.model import loading as model
-from qerl_vllm_plugin.checkpoint import inspect_folder
+from qerl_vllm_plugin.weights.checkpoint import inspect_folder
 
 Make = Callable[..., Path]
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "down_proj"], "bias": "none"}

@@ -22,8 +22,8 @@ from transformers import (
 )
 
 from qerl_recipes.convert.quantize import quantization_config, quantize_checkpoint
-from qerl_vllm_plugin.checkpoint import CheckpointError, check_tensors, inspect_folder, read_quantization
-from qerl_vllm_plugin.safetensors_header import read_tensor
+from qerl_vllm_plugin.weights.checkpoint import check_tensors, inspect_folder, read_quantization
+from qerl_vllm_plugin.wire.safetensors_file import CheckpointError, read_tensor
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "llmcompressor"
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from qerl_recipes.convert import llmcompressor_run, llmcompressor_script
 from qerl_recipes.convert.quantize import quantize_checkpoint
-from qerl_vllm_plugin.checkpoint import check_tensors, inspect_folder
-from qerl_vllm_plugin.safetensors_header import read_tensor
+from qerl_vllm_plugin.weights.checkpoint import check_tensors, inspect_folder
+from qerl_vllm_plugin.wire.safetensors_file import read_tensor
 
 WORDS = [f"word{i}" for i in range(60)]
 

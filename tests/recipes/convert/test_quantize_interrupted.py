@@ -20,8 +20,8 @@ from qerl_recipes.convert.quantize import quantize_checkpoint
 from qerl_recipes.convert.shard_writer import ShardWriter
 from qerl_recipes.files import whole_folder as whole_folder_module
 from qerl_recipes.files.whole_folder import whole_folder
-from qerl_vllm_plugin.checkpoint import inspect_folder
-from qerl_vllm_plugin.expected_tensors import expected_tensors
+from qerl_vllm_plugin.weights.checkpoint import inspect_folder
+from qerl_vllm_plugin.weights.expected import expected_tensors
 
 RUN = """
 import sys

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qerl_recipes.convert.quantize import quantize_checkpoint
-from qerl_vllm_plugin.checkpoint import CheckpointError, inspect_folder
+from qerl_vllm_plugin.weights.checkpoint import inspect_folder
+from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 W4A4, W4A16 = (FIXTURES / "llmcompressor_w4a4" / name for name in ("qwen2-w4a4", "qwen2-w4a16"))

@@ -13,8 +13,9 @@ from qerl_recipes.convert.text_model import write_text_model
 from qerl_recipes.recipe.configs import parse
 from qerl_recipes.tasks import running_sum
 from qerl_recipes.train.validate import validate
-from qerl_vllm_plugin.checkpoint import CheckpointError, inspect_folder
-from qerl_vllm_plugin.families import FAMILIES, LANGUAGE_MODELS, check_family
+from qerl_vllm_plugin.weights.checkpoint import inspect_folder
+from qerl_vllm_plugin.weights.families import FAMILIES, LANGUAGE_MODELS, check_family
+from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 
 SIZES = {
     "vocab_size": 64,

@@ -22,7 +22,7 @@ from qerl_recipes.evaluate.report import write as write_report
 from qerl_recipes.evaluate.settled import EngineSettings, Evaluation
 from qerl_recipes.files import adapter as adapter_folder
 from qerl_recipes.files import run_state as checkpoints
-from qerl_vllm_plugin.checkpoint import CheckpointError
+from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 
 Make = Callable[..., Path]
 

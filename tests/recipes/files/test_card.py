@@ -7,7 +7,7 @@ import yaml
 
 from qerl_recipes.files import adapter, base_model
 from qerl_recipes.files import card as model_card
-from qerl_vllm_plugin.checkpoint import CheckpointError
+from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 
 CONFIG = {"r": 24, "lora_alpha": 48, "target_modules": ["v_proj", "q_proj"]}
 

@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from qerl_recipes import cli
 from qerl_recipes.machine import gpu, serve
-from qerl_vllm_plugin.checkpoint import CheckpointError
+from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 
 
 @pytest.mark.parametrize("model", ["./nothing", "/nowhere/at/all", "~/nothing-here", "a/b/c", "runs/nothing"])

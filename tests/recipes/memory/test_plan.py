@@ -243,7 +243,7 @@ def test_an_engine_that_would_take_more_than_its_share_is_told_the_size_of_its_c
     counts: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from qerl_recipes.rollout import engine as rollout
-    from qerl_vllm_plugin import compat
+    from qerl_vllm_plugin.compat import engine as compat
 
     flags = ["--vllm_enable_sleep_mode", "true", "--output_dir", str(tmp_path)]
     script, training, model_config = parse(["--config", str(NVFP4_32B), *CPU, *flags])

@@ -18,7 +18,7 @@ from qerl_recipes.model.frozen_experts import (
     dense_experts,
     replace_routers,
 )
-from qerl_vllm_plugin.checkpoint import CheckpointError
+from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 
 E, K, H, I, T = 6, 2, 32, 48, 9  # noqa: E741
 SIZES = {"hidden_size": H, "moe_intermediate_size": I, "num_experts": E, "num_experts_per_tok": K}

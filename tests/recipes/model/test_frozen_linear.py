@@ -5,7 +5,7 @@ from qerl_kernels import nvfp4, tiles
 from qerl_kernels.marlin_layout import MarlinWeight, repack, store_scales
 
 from qerl_recipes.model.frozen_linear import FrozenMarlinLinear, FrozenNVFP4Linear, FrozenTiledLinear
-from qerl_vllm_plugin.checkpoint import CheckpointError
+from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 
 
 def layer(N=48, K=64, bias=True, dtype=torch.float32):

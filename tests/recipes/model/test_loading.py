@@ -11,7 +11,7 @@ from qerl_recipes.model import loading as models
 from qerl_recipes.model import norms
 from qerl_recipes.model.frozen_linear import FrozenNVFP4Linear
 from qerl_vllm_plugin import noise
-from qerl_vllm_plugin.checkpoint import CheckpointError
+from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 
 IDS = torch.randint(2, 27, (3, 24), generator=torch.Generator().manual_seed(1))
 ARCHITECTURES = ["qwen2", "qwen3", "llama", "mistral"]

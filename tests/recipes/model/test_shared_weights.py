@@ -19,15 +19,9 @@ from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.rollout import engine as rollout
 from qerl_recipes.train import run as train
 from qerl_recipes.train.validate import validate
-from qerl_vllm_plugin.expected_tensors import fused_with
-from qerl_vllm_plugin.frozen_weights import (
-    FrozenWeight,
-    FrozenWeights,
-    frozen_weights,
-    marlin_part,
-    tiled_part,
-)
-from qerl_vllm_plugin.kv_cache import KVCacheError
+from qerl_vllm_plugin.weights.expected import fused_with
+from qerl_vllm_plugin.weights.frozen_weights import FrozenWeight, FrozenWeights, frozen_weights, marlin_part, tiled_part
+from qerl_vllm_plugin.worker.kv_cache import KVCacheError
 
 IDS = torch.randint(2, 27, (3, 24), generator=torch.Generator().manual_seed(1))
 

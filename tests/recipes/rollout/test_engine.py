@@ -16,9 +16,8 @@ from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.rollout.engine import VLLMRollouts
 from qerl_recipes.rollout.interface import Snapshot
 from qerl_recipes.tasks import running_sum
-from qerl_vllm_plugin.block_room import BlockRoom
-from qerl_vllm_plugin.kv_cache import KVCacheError
-from qerl_vllm_plugin.prefix_cache import scheduler_here
+from qerl_vllm_plugin.compat.scheduler import BlockRoom, scheduler_here
+from qerl_vllm_plugin.worker.kv_cache import KVCacheError
 
 TOKENIZER = running_sum.tokenizer()
 PROMPTS = [TOKENIZER(p.prompt)["input_ids"] for p in running_sum.held_out(4) for _ in range(4)]

@@ -15,7 +15,7 @@ from qerl_recipes.study import finished, results, table, there, work
 from qerl_recipes.study import run as runner
 from qerl_recipes.study.conduct import conduct
 from qerl_recipes.study.plan import StudyError, first_runs, later_runs, read
-from qerl_vllm_plugin.adapter_folder import base_hash
+from qerl_vllm_plugin.adapter.folder import base_hash
 
 RECIPE = {"model_name_or_path": "base", "quantization": "bf16", "learning_rate": 1e-3, "lora_r": 32}
 

@@ -17,7 +17,7 @@ from qerl_recipes.study.check import check
 from qerl_recipes.study.conduct import conduct
 from qerl_recipes.study.plan import StudyError, first_runs, read
 from qerl_recipes.study.taken import taken_rows
-from qerl_vllm_plugin.adapter_folder import base_hash
+from qerl_vllm_plugin.adapter.folder import base_hash
 
 RECIPE = {"model_name_or_path": "base", "quantization": "bf16", "learning_rate": 1e-3, "lora_r": 32}
 TAKEN = {"study": "study.yaml", "arms": {"r32": "b@0.001"}}

@@ -14,7 +14,7 @@ from qerl_recipes.model import loading
 from qerl_recipes.model.frozen_experts import FrozenNVFP4Experts
 from qerl_recipes.recipe.configs import parse
 from qerl_recipes.train.validate import validate
-from qerl_vllm_plugin.families import FAMILIES
+from qerl_vllm_plugin.weights.families import FAMILIES
 
 TOLERANCE = 1e-5  # of the mean difference of a step; the largest seen is 1e-6
 README = Path(__file__).parents[3] / "qerl_vllm_plugin" / "README.md"

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from qerl_recipes.model.gradient_scale import GradientScale
 from qerl_recipes.train import half_precision
 from qerl_recipes.train.divergence import Diverged
-from qerl_vllm_plugin.overflow import ActivationOverflow, watched
+from qerl_vllm_plugin.weights.overflow import ActivationOverflow, watched
 
 
 @pytest.mark.parametrize("mixed", [True, False], ids=["autocast", "adapter in fp32"])

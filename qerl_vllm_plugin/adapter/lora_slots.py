@@ -1,0 +1,154 @@
+"""The policy adapter in vLLM's LoRA slots (``--enable-lora``): everything that depends on that part of vLLM."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from qerl_vllm_plugin.adapter.check import AdapterError, CheckedAdapter, NoCarrierError, Target, converted
+from qerl_vllm_plugin.compat import engine
+
+# the LoRA id of the policy in every engine: the largest that vLLM can hold; its own count begins at 1
+ADAPTER_ID = 2**31 - 1
+SCHEME = "qerl://"  # begins the path of the policy's LoRARequest, which is never opened
+
+
+@dataclass
+class Staged:
+    """A staged change: engine module -> part -> (A, B), B scaled; ``strength`` as ``Converted`` has it."""
+
+    parts: dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
+    strength: float = 0.0
+
+
+class LoraSlots:
+    """One slot of vLLM's LoRA buffers, as the adapter's carrier."""
+
+    def __init__(self, worker: Any) -> None:
+        """Raises NoCarrierError if the engine was started without LoRA."""
+        manager = None if worker is None else getattr(worker.model_runner, "lora_manager", None)
+        if manager is None:
+            raise NoCarrierError("this engine was started without LoRA")
+        self._worker_manager, self._manager = manager, manager._adapter_manager
+        self.max_rank: int = self._manager.lora_config.max_lora_rank
+        self.dtype: torch.dtype = self._manager.lora_config.lora_dtype
+
+    def _keep_others_out(self) -> None:
+        """From now on a request under the policy's id that is not the policy's is refused: vLLM knows adapters by their
+        id alone, and would answer it with the policy. So is one for which no slot is left."""
+        add = self._worker_manager.add_adapter
+        if getattr(add, "is_qerl_check", False):
+            return
+
+        def add_checked(request: Any) -> bool:
+            if request.lora_int_id == ADAPTER_ID and not request.lora_path.startswith(SCHEME):
+                raise AdapterError(
+                    f"LoRA id {ADAPTER_ID} belongs to the policy; give the adapter {request.lora_name!r} another one"
+                )
+            holds_a_slot = ADAPTER_ID in self._manager.lora_index_to_id
+            if request.lora_int_id != ADAPTER_ID and holds_a_slot and self._manager.lora_slots == 1:
+                raise AdapterError(
+                    f"the policy holds this engine's only LoRA slot, so the adapter {request.lora_name!r} has none; "
+                    "start the engine with max_loras=2, max_cpu_loras=2 or more"
+                )
+            return add(request)
+
+        add_checked.is_qerl_check = True  # type: ignore[attr-defined]
+        self._worker_manager.add_adapter = add_checked
+
+    def prepare(self) -> None:
+        """Registers and pins an empty adapter, so that vLLM never looks for the policy on disk or evicts it.
+
+        Raises AdapterError if the id belongs to another adapter.
+        """
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.lora_weights import LoRALayerWeights
+
+        manager = self._manager
+        if ADAPTER_ID in manager.list_adapters():
+            if getattr(manager.get_adapter(ADAPTER_ID), "is_qerl_policy", False):
+                return
+            raise AdapterError(
+                f"LoRA id {ADAPTER_ID} is already in use in this engine, and the policy needs it; give the other "
+                "adapter a smaller one"
+            )
+        # vLLM wants at least one layer in an adapter; this one is zero
+        name, layer = next((name, layer) for name, layer in self._linears().items() if layer.n_slices == 1)
+        a = torch.zeros(1, getattr(layer.base_layer, "input_size", layer.input_size), dtype=self.dtype)
+        b = torch.zeros(layer.base_layer.output_size, 1, dtype=self.dtype)
+        empty = LoRAModel(ADAPTER_ID, rank=1, loras={name: LoRALayerWeights(name, 1, 1, a, b)})
+        empty.is_qerl_policy = True
+        manager.add_adapter(empty)
+        manager.activate_adapter(ADAPTER_ID)
+        manager.pin_adapter(ADAPTER_ID)
+        self._keep_others_out()
+
+    def targets(self) -> dict[str, Target]:
+        """Every linear that can carry an adapter, by its checkpoint name; sizes are those of all ranks together."""
+        packed = self._manager.packed_modules
+        found: dict[str, Target] = {}
+        for name, layer in self._linears().items():
+            base = layer.base_layer
+            parts = packed.get(name) or [name]
+            inputs = getattr(base, "input_size", layer.input_size)
+            for i, (part, outputs) in enumerate(zip(parts, engine.output_sizes(base, len(parts)), strict=True)):
+                found[part] = Target(name, i, inputs, outputs)
+        return found
+
+    def stage(self, adapter: CheckedAdapter | None) -> Staged:
+        """What ``commit`` copies, on the device: whole (A, B), as vLLM's own setter cuts out this rank's share."""
+        self._slot()
+        staged = Staged()
+        if adapter is not None:
+            targets = self.targets()
+            own = {name: pair for name, pair in adapter.pairs.items() if name in targets}
+            device = next(iter(self._linears().values())).lora_a_stacked[0].device
+            new = converted(CheckedAdapter(adapter.rank, adapter.scaling, own, adapter.fetch), self.dtype, device)
+            staged.strength = new.strength
+            for name, pair in new.items():
+                staged.parts.setdefault(targets[name].module, {})[targets[name].part] = pair
+        return staged
+
+    def commit(self, staged: Staged) -> None:
+        """Copies staged (A, B) into the slot of every layer, in place; layers that are not staged become zero."""
+        slot = self._slot()
+        for name, layer in self._linears().items():
+            parts = staged.parts.get(name)
+            if parts is None:
+                layer.reset_lora(slot)
+            elif layer.n_slices == 1:
+                layer.set_lora(slot, *parts[0])
+            else:
+                pairs = [parts.get(i, (None, None)) for i in range(layer.n_slices)]
+                layer.set_lora(slot, [a for a, _ in pairs], [b for _, b in pairs])
+
+    @contextmanager
+    def answering(self, tokens: int) -> Iterator[None]:
+        """Let the policy answer a forward of ``tokens`` tokens, which vLLM has scheduled nowhere."""
+        from vllm.lora.layers import LoRAMapping
+
+        mapping = LoRAMapping((ADAPTER_ID,) * tokens, (ADAPTER_ID,) * tokens, is_prefill=True)
+        self._manager.set_adapter_mapping(mapping)
+        yield
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """This rank's A and B of the slot, in a fixed order."""
+        slot = self._slot()
+        for _, layer in sorted(self._linears().items()):
+            for stacked in (*layer.lora_a_stacked, *layer.lora_b_stacked):
+                yield stacked[slot]
+
+    def _slot(self) -> int:
+        if ADAPTER_ID not in self._manager.lora_index_to_id:
+            raise AdapterError(
+                "vLLM has dropped the policy adapter's slot (were weights reloaded?); swap the adapter again"
+            )
+        return self._manager.lora_index_to_id.index(ADAPTER_ID)
+
+    def _linears(self) -> dict[str, Any]:
+        from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+
+        modules = self._manager.modules
+        return {name: layer for name, layer in modules.items() if isinstance(layer, BaseLinearLayerWithLoRA)}

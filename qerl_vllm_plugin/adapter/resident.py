@@ -1,0 +1,246 @@
+"""The policy adapter, resident in each quantized linear: no slots, no per-token index, always on.
+
+    vllm serve MODEL --quantization qerl_nvfp4 --additional-config '{"qerl": {"policy_adapter": {"rank": 32}}}'
+
+Reinforcement learning has one adapter for all tokens. A layer with P parts (q, k, v: 3) gets two buffers of rank R,
+
+    A: (P R, K)   the parts' A one below the other, so that one product shrinks for all of them
+    B: (N, P R)   block diagonal: the rows of part i read columns i R .. (i+1) R; B is stored scaled
+
+and computes y = x W^T + bias + (x A^T) B^T. An adapter of a smaller rank fills the rest with zeros, and so does the
+space up to a multiple of 32; without an adapter all is zero. The buffers never move, so that CUDA graphs see every
+swap.
+"""
+
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from qerl_kernels.adapter import Adapter, padded, spans
+from torch.nn.functional import linear
+from vllm.model_executor.parameter import ModelWeightParameter
+
+from qerl_vllm_plugin.adapter.check import CheckedAdapter, NoCarrierError, Target, converted
+from qerl_vllm_plugin.compat import engine
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # A and B of one linear
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What this rank keeps of one part, or one piece of it.
+
+    ``rows`` of the buffer hold B's rows from ``first_row`` on; A is kept from ``first_column`` on.
+    """
+
+    rows: slice
+    first_row: int
+    first_column: int
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where the adapters of a rank that name the same linears go: their A and B, by the keys of ``places``, into
+    ``whole`` and ``rows``, numbered as A, B, A, B and so on; ``zeros`` become zero.
+
+    ``whole`` lie in one piece, and take one launch together. Rows of a wider matrix, ``rows``, take a launch each, and
+    so would all that stand in one list with them.
+    """
+
+    places: list["_Place"]
+    whole: list[tuple[int, torch.Tensor]]
+    rows: list[tuple[int, torch.Tensor]]
+    zeros: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Copies:
+    """A staged change: ``sources`` go into ``room``; ``strength`` as ``Converted`` has it."""
+
+    room: Room
+    sources: list[torch.Tensor]
+    strength: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The room of the linear ``name`` in the buffers, ``a: (R, K)`` and ``b: (rows, R)``, and what of it goes there.
+
+    ``is_whole``: all of it does. A linear whose rows come to this rank in pieces has a place for each, with a ``key``
+    of its own and the same A.
+    """
+
+    key: str
+    name: str
+    a: torch.Tensor
+    b: torch.Tensor
+    share: _Share
+    is_whole: bool
+
+    def cut(self, pair: Pair) -> Pair:
+        """This rank's share of a whole (A, B); where that is all, as they are."""
+        if self.is_whole:
+            return pair
+        rows = slice(self.share.first_row, self.share.first_row + self.b.shape[0])
+        return pair[0][:, self.share.first_column : self.share.first_column + self.a.shape[1]], pair[1][rows]
+
+
+def create(layer: torch.nn.Module, widths: list[int], K: int, names: list[str], rank: int, dtype: torch.dtype) -> None:
+    """Gives ``layer`` zero buffers; ``names`` are its parts' names in the checkpoint, ``widths`` this rank's rows."""
+    columns = padded(len(names) * rank)
+    layer.register_buffer("policy_a", torch.zeros(columns, K, dtype=dtype), persistent=False)
+    layer.register_buffer("policy_b", torch.zeros(sum(widths), columns, dtype=dtype), persistent=False)
+    # a layer that vLLM has not cut into its parts has them one below the other in any widths: no columns are left out
+    own = spans(widths, rank) if len(widths) == len(names) else spans([sum(widths)], columns)
+    layer.register_buffer("policy_spans", own.to(layer.policy_a.device), persistent=False)
+    layer.qerl_parts, layer.qerl_rank = names, rank
+
+
+def of(layer: torch.nn.Module) -> Adapter | None:
+    """The buffers, as the kernels take them; None where the layer has none."""
+    if not hasattr(layer, "policy_a"):
+        return None
+    return Adapter(layer.policy_a, layer.policy_b, layer.policy_spans)
+
+
+def add(layer: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """y + (x A^T) B^T, in place, if the layer has an adapter.
+
+    ``x: (..., K)``, ``y: (..., N)`` fresh from the base product.
+    """
+    if not hasattr(layer, "policy_a"):
+        return y
+    shrunk = linear(x.reshape(-1, x.shape[-1]), layer.policy_a)  # (M, P R)
+    y.view(-1, y.shape[-1]).addmm_(shrunk, layer.policy_b.t())
+    return y
+
+
+class ResidentAdapter:
+    """The buffers of all layers of one model, as the adapter's carrier."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Raises NoCarrierError if the model has no such buffers."""
+        self._layers = {layer.qerl_prefix: layer for layer in model.modules() if hasattr(layer, "policy_a")}
+        if not self._layers:
+            raise NoCarrierError("no layer of this model has a resident adapter")
+        first = next(iter(self._layers.values()))
+        self.max_rank = first.qerl_rank
+        self.dtype = first.policy_a.dtype
+        self.device = first.policy_a.device
+        self._last: tuple[tuple[Any, ...], Room] | None = None
+        self._places = [place for layer in self._layers.values() for place in _places(layer, self.max_rank)]
+        self._targets = {
+            part: Target(name, i, layer.input_size, outputs)
+            for name, layer in self._layers.items()
+            for i, (part, outputs) in enumerate(
+                zip(layer.qerl_parts, engine.output_sizes(layer, len(layer.qerl_parts)), strict=True)
+            )
+        }
+
+    def prepare(self) -> None:
+        """Nothing to reserve: the buffers exist since the model was built."""
+
+    def targets(self) -> dict[str, Target]:
+        """Every linear that can carry an adapter, by its checkpoint name."""
+        return self._targets
+
+    def stage(self, adapter: CheckedAdapter | None) -> Copies:
+        """What ``commit`` does: this rank's share of the adapter, on the device, and what becomes zero."""
+        rank, pairs = (adapter.rank, adapter.pairs) if adapter is not None else (0, {})
+        key = (rank, *pairs)
+        if self._last is None or self._last[0] != key:  # a policy in training has the same linears each time
+            self._last = key, self._room(rank, pairs)
+        room = self._last[1]
+        if adapter is None:
+            return Copies(room, [])
+        cut = {place.key: place.cut(pairs[place.name]) for place in room.places}
+        new = converted(CheckedAdapter(rank, adapter.scaling, cut, adapter.fetch), self.dtype, self.device)
+        return Copies(room, [half for place in room.places for half in new[place.key]], new.strength)
+
+    def _room(self, rank: int, names: Collection[str]) -> Room:
+        room = Room([], [], [], [])
+        for place in self._places:
+            a, b = place.a, place.b
+            if place.name not in names:
+                room.zeros.extend([a, b])
+                continue
+            if rank < self.max_rank:  # a larger adapter may have been here
+                room.zeros.extend([a[rank:], b[:, rank:]])
+                a, b = a[:rank], b[:, :rank]
+            for i, half in enumerate((a, b), start=2 * len(room.places)):
+                (room.whole if half.is_contiguous() else room.rows).append((i, half))
+            room.places.append(place)
+        return room
+
+    def commit(self, copies: Copies) -> None:
+        """Copies what is staged into the buffers, in place; nothing is allocated."""
+        if copies.room.zeros:
+            torch._foreach_zero_(copies.room.zeros)
+        for numbered in (copies.room.whole, copies.room.rows):
+            if numbered:
+                torch._foreach_copy_([target for _, target in numbered], [copies.sources[i] for i, _ in numbered])
+
+    def answering(self, tokens: int) -> AbstractContextManager[None]:
+        """Nothing to do: the adapter is part of the layers, whatever is computed."""
+        return nullcontext()
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """All A and B, in a fixed order."""
+        for _, layer in sorted(self._layers.items()):
+            yield layer.policy_a
+            yield layer.policy_b
+
+
+def _places(layer: Any, rank: int) -> Iterator[_Place]:
+    a, b = layer.policy_a, layer.policy_b
+    outputs = engine.output_sizes(layer, len(layer.qerl_parts))
+    for i, (shares, whole) in enumerate(zip(_shares(layer), outputs, strict=True)):
+        columns, name = slice(i * rank, (i + 1) * rank), layer.qerl_parts[i]
+        for share in shares:
+            room = a[columns], b[share.rows, columns]
+            is_whole = (a.shape[1], room[1].shape[0]) == (layer.input_size, whole)
+            key = name if len(shares) == 1 else f"{name} from row {share.first_row}"
+            yield _Place(key, name, *room, share, is_whole)
+
+
+def _shares(layer: Any) -> list[list[_Share]]:
+    """Which rows of each part's B and which columns of A are this rank's, one for each piece that lies together in the
+    checkpoint: several where a linear of the checkpoint is several in vLLM (Phi-3).
+
+    Asked of vLLM's own weight loader, with a weight that holds its row (or column) numbers: so the adapter is cut the
+    way the base weight is, replicated key/value heads included.
+    """
+    parts, N, K = len(layer.qerl_parts), layer.policy_b.shape[0], layer.policy_a.shape[1]
+    if not hasattr(layer, "weight_loader_v2"):  # a replicated layer: all of it
+        return [[_Share(slice(0, N), 0, 0)]]
+    outputs = engine.output_sizes(layer, parts)
+    shares: list[list[_Share]] = []
+    for i in range(parts):
+        shard = () if parts == 1 else (engine.shard_id(layer, i, parts),)
+        if parts == 1 and layer.input_size != K:  # row parallel: the input is cut
+            columns = _probe(layer, (1, K), torch.arange(layer.input_size)[None, :], shard)
+            shares.append([_Share(slice(0, N), 0, int(columns[0, 0]))])
+            continue
+        if parts == 1 and outputs[0] == N:
+            shares.append([_Share(slice(0, N), 0, 0)])
+            continue
+        rows = _probe(layer, (N, 1), torch.arange(outputs[i])[:, None], shard)[:, 0]
+        mine = (rows >= 0).nonzero()[:, 0]
+        # a piece ends where the next row is not this rank's, or not the next of the checkpoint
+        ends = (((mine.diff() != 1) | (rows[mine].diff() != 1)).nonzero()[:, 0] + 1).tolist()
+        pieces = [mine[first:last] for first, last in zip([0, *ends], [*ends, len(mine)], strict=True)]
+        shares.append([_Share(slice(int(p[0]), int(p[-1]) + 1), int(rows[p[0]]), 0) for p in pieces])
+    return shares
+
+
+def _probe(layer: Any, shape: tuple[int, int], numbers: torch.Tensor, shard: tuple[Any, ...]) -> torch.Tensor:
+    probe = ModelWeightParameter(
+        data=torch.full(shape, -1.0, dtype=torch.float64, device="cpu"),
+        input_dim=1,
+        output_dim=0,
+        weight_loader=layer.weight_loader_v2,
+    )
+    layer.weight_loader_v2(probe, numbers.double(), *shard)
+    return probe.data

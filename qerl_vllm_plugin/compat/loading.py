@@ -1,0 +1,164 @@
+"""What is watched while vLLM loads a model, and locked when it has: every weight arrives, and none is replaced later.
+
+vLLM compares what it has loaded with what a model needs only where nothing is quantized, and not for linears. Here it
+is done for every parameter, whatever the architecture, and whether the model came from a folder or from the hub.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.logger import init_logger
+
+from qerl_vllm_plugin.compat import engine
+from qerl_vllm_plugin.wire.safetensors_file import DOWNLOAD_AGAIN, CheckpointError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger("vllm.qerl")
+
+FROZEN = (
+    "the weights of a qerl_nvfp4 engine are frozen: nothing can reload or replace them while it runs. Start an engine "
+    "with the other checkpoint; an adapter and trained norms are installed with qerl_vllm_plugin.policy.Policy"
+)
+ACTIVATION_SCALES = {"input_scale", "input_global_scale", "q_scale", "prob_scale"}
+
+
+class _Frozen:
+    """Stands where vLLM keeps what it needs to reload a model, and refuses whatever is asked of it."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(FROZEN)
+
+
+class _FrozenDummy(_Frozen):
+    """vLLM's loader of random weights asks whether it has to quantize them itself; a reload goes on to ask for more."""
+
+    def can_load(self) -> bool:
+        return False
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise RuntimeError(FROZEN)
+
+
+def watch(
+    vllm_config: "VllmConfig",
+    inspect: Callable[[Path], None],
+    when_built: Callable[[torch.nn.Module], Callable[[str], None]],
+    install: Callable[[torch.nn.Module, Path | None], None] | None = None,
+    when_ready: Callable[[torch.nn.Module], None] | None = None,
+) -> None:
+    """Check and lock a model's weights as they arrive. Call it while the model is being built.
+
+    In order: ``inspect`` is called with the checkpoint's folder, before anything is loaded, but for a model named by
+    its id; ``when_built`` with the model, and what it returns with the name of each tensor before that is loaded;
+    ``install`` with the model and the checkpoint's folder, once all have been; ``when_ready`` when the layers have been
+    brought into their layouts.
+
+    Every reload and every weight transfer in the checkpoint's format begins by asking vLLM's record of the model, and
+    goes on to ``load_weights``. Half of a packed layer would survive it: what is computed from the tensor scales is a
+    buffer that vLLM leaves as it was. Raises ValueError for a start with weight transfer, and CheckpointError where a
+    folder is no whole checkpoint.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    if getattr(vllm_config, "weight_transfer_config", None) is not None:
+        raise ValueError(f"--weight-transfer-config has no place here: {FROZEN}")
+    model = _model_being_built()
+    if when_ready is not None:
+        _call_when_ready(model, when_ready)
+    layerwise.LAYERWISE_INFO[model] = _Frozen()  # type: ignore[assignment]
+    if vllm_config.load_config.load_format == "dummy":
+        layerwise.LAYERWISE_INFO[model] = _FrozenDummy()  # type: ignore[assignment]
+        if install is not None:
+            raise ValueError(
+                '"qerl.policy_adapter.path" has no place beside --load-format dummy: it fits no such weights'
+            )
+        model.load_weights = _refuse  # type: ignore[assignment]
+        return
+    folder = Path(vllm_config.model_config.model)
+    if folder.is_dir():
+        inspect(folder)
+    load: Callable[..., set[str] | None] = model.load_weights  # type: ignore[assignment]
+
+    def load_and_check(weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
+        check_place = when_built(model)
+        needed = _needed(model)
+        names: list[str] = []
+
+        def noted() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in weights:
+                check_place(name)
+                names.append(name)
+                yield name, tensor
+
+        loaded = load(noted())
+        engine.keep_names(model, names)
+        model.load_weights = _refuse  # type: ignore[assignment]
+        if loaded is None:
+            logger.warning_once("this architecture does not tell vLLM which weights it has loaded: none can be missed")
+        elif missing := [name for name in needed if name not in loaded]:
+            raise CheckpointError(
+                f"the checkpoint lacks {missing[0]} (vLLM's name), and {len(missing) - 1} more weights that the model "
+                f"needs; {DOWNLOAD_AGAIN}"
+            )
+        if not folder.is_dir() and (snapshot := checkpoint_folder(vllm_config)) is not None:
+            inspect(snapshot)
+        if install is not None:
+            install(model, checkpoint_folder(vllm_config))
+        return loaded
+
+    model.load_weights = load_and_check  # type: ignore[assignment]
+
+
+def _call_when_ready(model: torch.nn.Module, when_ready: Callable[[torch.nn.Module], None]) -> None:
+    """vLLM's loaders end by putting the model into evaluation, when all layers have been brought into their layouts."""
+
+    def eval_and_call() -> torch.nn.Module:
+        del model.eval
+        when_ready(model.eval())
+        return model
+
+    model.eval = eval_and_call  # type: ignore[assignment]
+
+
+def _needed(model: torch.nn.Module) -> list[str]:
+    """Every parameter, but those of experts: vLLM gives them other names when it says what it has loaded, and
+    experts.py looks after them. Scales of activations need not be there: the weights are used alone."""
+    experts = tuple(f"{name}." for name, module in model.named_modules() if engine.is_fused_experts(module))
+    named = [name for name, _ in model.named_parameters() if not name.startswith(experts)]
+    return [name for name in named if name.rpartition(".")[2] not in ACTIVATION_SCALES]
+
+
+def _model_being_built() -> torch.nn.Module:
+    """The model whose constructor is running: vLLM shows a quantization method the layers, and not what they are of."""
+    frame, found = sys._getframe(1), None
+    while frame.f_back is not None and frame.f_code.co_name != "initialize_model":
+        owner = frame.f_locals.get("self")
+        found = owner if isinstance(owner, torch.nn.Module) else found
+        frame = frame.f_back
+    if found is None or frame.f_code.co_name != "initialize_model":
+        raise RuntimeError("qerl_nvfp4: this vLLM builds its models in a way that is not known here")
+    return found
+
+
+def checkpoint_folder(vllm_config: "VllmConfig") -> Path | None:
+    """The folder that an engine's weights came from: the one that was named, or where the hub's client has put a model
+    that was named by its id. None if that cannot be told."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    model = vllm_config.model_config
+    if Path(model.model).is_dir():
+        return Path(model.model)
+    try:
+        file = try_to_load_from_cache(
+            model.model, "config.json", cache_dir=vllm_config.load_config.download_dir, revision=model.revision
+        )
+    except HFValidationError:  # an address of another kind, such as s3://
+        return None
+    return Path(file).parent if isinstance(file, str) else None

@@ -1,0 +1,344 @@
+"""``--quantization qerl_nvfp4``: which checkpoints are accepted and which layers are quantized."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+
+from qerl_vllm_plugin import NAME
+from qerl_vllm_plugin.options import Options
+from qerl_vllm_plugin.weights.checkpoint import Nvfp4Scheme, inspect_folder, weights_taken
+from qerl_vllm_plugin.weights.expected import CONFIG, experts
+from qerl_vllm_plugin.weights.families import WITHOUT_SLOTS, check_family, kept_in_bf16, never_compared
+from qerl_vllm_plugin.weights.formats import (
+    COMPRESSED,
+    FP8,
+    check_overrides,
+    check_weight_only,
+    matches,
+    read_quantization,
+)
+from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger("vllm.qerl")
+# left in BF16 when a BF16 checkpoint is quantized on the way in; the same default as `qerl quantize --ignore`
+DEFAULT_IGNORE = ("lm_head",)
+KV_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+CACHE_SCALES = "are used, unless --kv-cache-dtype names another cache than an FP8 one"
+
+
+def is_registered() -> bool:
+    """Whether vLLM already knows the method in this process."""
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+
+    return NAME in QUANTIZATION_METHODS
+
+
+def check_load_format(load_format: str) -> None:
+    """Raises ValueError for a format that is no checkpoint's: what one engine has made of its weights."""
+    if "sharded" in load_format:
+        raise ValueError(
+            f"--load-format {load_format}: what save_sharded_state has written is the memory of one engine, in a "
+            "layout that others may not have; serve the checkpoint that it was made from, with --load-format auto"
+        )
+
+
+class QerlConfig(QuantizationConfig):
+    """Reads NVFP4 checkpoints as weights/formats.py accepts them, and quantizes BF16 checkpoints one layer at a time.
+
+    ``ignore`` and ``targets`` hold the checkpoint's own names; vLLM's are turned into those before they are compared.
+    """
+
+    def __init__(self, scheme: Nvfp4Scheme | None = None) -> None:
+        """``scheme`` is None for a checkpoint that is not quantized."""
+        super().__init__()
+        self.scheme = scheme
+        self.ignore: tuple[str, ...] = scheme.ignore if scheme else ()
+        self.kv_cache_scheme = KV_CACHE if scheme and scheme.kv_cache else None  # vLLM's Attention looks here
+        self.mappers: list[Any] = []  # from the checkpoint's names to vLLM's, where they differ
+        self.adapter_rank, self.kernel = 0, "auto"
+        self._is_checked = False
+        self._kept: tuple[str, ...] = ()
+        self._expected: tuple[str, ...] = ()  # what the user has ignored
+        self._met: set[str] = set()  # the layers that a method was asked for, by vLLM's names
+
+    @classmethod
+    def get_name(cls) -> str:  # type: ignore[override]
+        return NAME
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 75  # Marlin
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "QerlConfig":
+        return cls(read_quantization(config, weight_only=True))  # whether that was asked for is not known yet
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """Claims a checkpoint only where the user named this method; one that cannot be read is refused here."""
+        if user_quant != NAME:
+            return None
+        read_quantization(hf_quant_cfg, weight_only=True)
+        return NAME
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        self.mappers.append(hf_to_vllm_mapper)
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """The method of one layer; None leaves embeddings, lm_head and attention as they are."""
+        from vllm.config import get_current_vllm_config
+        from vllm.model_executor.layers.linear import LinearBase
+
+        from qerl_vllm_plugin.compat import engine
+
+        vllm_config = get_current_vllm_config()
+        self._prepare(vllm_config)
+        self._met.add(prefix)
+        if isinstance(layer, LinearBase):
+            return self._linear_method(prefix)
+        if engine.is_fused_experts(layer):
+            from qerl_vllm_plugin.weights.experts import experts_method, part_names
+
+            if vllm_config.model_config.dtype == torch.float16:
+                raise ValueError(
+                    f"{prefix}: --dtype float16: vLLM's kernels for experts would take block scales below 2^-6 for "
+                    "zero; use --dtype bfloat16"
+                )
+            return experts_method(layer, prefix, self.scheme, {self.kind(name) for name in part_names(prefix)})
+        if self.kv_cache_scheme is not None and engine.is_attention(layer):
+            return engine.kv_cache_method(self)
+        return None
+
+    def _linear_method(self, prefix: str) -> QuantizeMethodBase:
+        from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+        from qerl_vllm_plugin.weights.linear import AdaptedLinearMethod, QerlLinearMethod, QerlOnlineLinearMethod
+        from qerl_vllm_plugin.weights.weight_only import Fp8LinearMethod, WeightOnlyLinearMethod
+
+        kind = self.kind(prefix)
+        if kind is None:
+            parts = self.part_names(prefix)
+            # the other linears that are kept are left out by somebody's choice; a router would not heed an adapter
+            if self.adapter_rank and all(any(matches(kept, part) for kept in self._kept) for part in parts):
+                if self.kernel == "batch_invariant":
+                    raise ValueError(f"{prefix} stays in BF16, and its adapter has no batch_invariant kernel; use none")
+                return AdaptedLinearMethod(prefix, parts, self.adapter_rank)
+            return UnquantizedLinearMethod()
+        if kind == FP8:
+            return Fp8LinearMethod(prefix)
+        options: tuple[Any, ...] = (prefix, self.part_names(prefix), self.adapter_rank, self.kernel)
+        if self.scheme is None:
+            return QerlOnlineLinearMethod(*options)
+        if self.scheme.names == COMPRESSED and not self.scheme.activations:
+            return QerlLinearMethod(*options)
+        return WeightOnlyLinearMethod(*options, names=self.scheme.names, drops_inputs=bool(self.scheme.activations))
+
+    def part_names(self, prefix: str) -> list[str]:
+        """The checkpoint's names of what a fused layer joins: qkv_proj -> q_proj, k_proj, v_proj."""
+        parent, _, name = prefix.rpartition(".")
+        return [f"{parent}.{part}" for part in self.packed_modules_mapping.get(name, [name])]
+
+    def kind(self, prefix: str) -> str | None:
+        """Nvfp4Scheme.kind for vLLM's names, fused layers (qkv_proj) included.
+
+        Raises CheckpointError where the parts of a fused layer are not stored alike.
+        """
+        from qerl_vllm_plugin.compat import engine
+
+        scheme = replace(self.scheme or Nvfp4Scheme(), ignore=self.ignore)
+        whole = engine.checkpoint_names(self.mappers, prefix)
+        if any(scheme.is_ignored(name) for name in whole):
+            return None
+        kinds: dict[str, str | None] = {}
+        for part in self.part_names(prefix):
+            names = engine.checkpoint_names(self.mappers, part)
+            stored = [scheme.kind(name) for name in names if not any(map(scheme.is_ignored, names))]
+            kinds[part] = next((kind for kind in stored if kind is not None), None)
+        if len(set(kinds.values())) > 1:
+            words = ", ".join(f"{name} in {kind or 'bf16'}" for name, kind in kinds.items())
+            raise CheckpointError(f"vLLM joins layers that are to be stored differently: {words}; ignore all or none")
+        return next(iter(kinds.values()))
+
+    def _set_ignore(self, given: tuple[str, ...] | None, model_type: str, *, is_multimodal: bool) -> None:
+        """What of a BF16 checkpoint stays in BF16, by the checkpoint's names."""
+        if given is None and is_multimodal:
+            raise ValueError(
+                "this BF16 checkpoint has parts for images or sound, whose layers would be quantized too; name what "
+                """stays in BF16: --additional-config '{"qerl": {"ignore": ["lm_head", "re:.*visual.*"]}}', or """
+                "quantize it first"
+            )
+        self.ignore = (DEFAULT_IGNORE if given is None else given) + kept_in_bf16(model_type)
+        self._expected = given or ()
+
+    def check_built(self, model: torch.nn.Module, *, is_tied_by_user: bool) -> Callable[[str], None]:
+        """What raises CheckpointError for the name of a checkpoint's tensor that has no place in the model: vLLM's
+        classes leave out a bias that they have no parameter for, and a head where it is tied to the embedding.
+
+        ``is_tied_by_user``: whether --hf-overrides ties them, whatever the checkpoint has.
+        """
+        from qerl_vllm_plugin.compat import engine
+
+        modules, with_bias, wholes = set(), set(), ["mtp."]  # drafts of several tokens, which this model does not make
+        for name, module in model.named_modules(remove_duplicate=False):
+            parts = (name, *self.part_names(name))
+            found = {given for part in parts for given in engine.checkpoint_names(self.mappers, part)}
+            modules |= found
+            if getattr(module, "bias", None) is not None:
+                with_bias |= found
+            if engine.is_fused_experts(module):
+                wholes += [given.partition(".experts")[0] + ".experts." for given in found]
+            if engine.is_of_another_stage(module):
+                wholes += [f"{given}." for given in found]
+
+        def check(name: str) -> None:
+            module, _, leaf = name.rpartition(".")
+            has_place = module in (with_bias if leaf == "bias" else modules) or name.startswith(tuple(wholes))
+            if not has_place or (is_tied_by_user and module == "lm_head"):
+                raise CheckpointError(
+                    f"the checkpoint's {name} has no place in the model that was built ({type(model).__name__}) and "
+                    f"would be left out; serve it as its own {CONFIG} says, without --hf-overrides"
+                )
+
+        return check
+
+    def check_ignore(self) -> None:
+        """Raises ValueError for an entry of "qerl.ignore" that is no layer of the model that has been built."""
+        from qerl_vllm_plugin.compat import engine
+
+        parts = {part for name in self._met for part in (name, *self.part_names(name))}
+        layers = {name for part in parts for name in engine.checkpoint_names(self.mappers, part)}
+        for pattern in self._expected:
+            if not any(matches(pattern, name) for name in layers):
+                raise ValueError(
+                    f'--additional-config: "qerl.ignore" names {pattern!r}, which is no layer of this model'
+                )
+
+    def _prepare(self, vllm_config: "VllmConfig") -> None:
+        """Once for each model: options, the checkpoint's headers, and the norms that are about to be built."""
+        if self._is_checked:
+            return
+        from vllm import envs
+        from vllm.platforms import current_platform
+
+        from qerl_vllm_plugin import norms
+        from qerl_vllm_plugin.adapter.folder import check_folder, check_modules
+        from qerl_vllm_plugin.compat import engine, loading, lora_loading, seeds
+        from qerl_vllm_plugin.worker.methods import add_worker_methods
+        from qerl_vllm_plugin.worker.policy import install_at_start
+
+        engine.check_vllm_version()
+        engine.check_kv_cache(vllm_config)
+        options = Options.parse(vllm_config.additional_config)
+        if (options.kernel == "batch_invariant") != envs.VLLM_BATCH_INVARIANT:
+            raise ValueError(
+                "VLLM_BATCH_INVARIANT=1 is an experiment under qerl_nvfp4, asked for in two places: that variable, for "
+                "vLLM's kernels, and for ours, which are slower at few tokens then, "
+                """--additional-config '{"qerl": {"kernel": "batch_invariant"}}'. Set both or none"""
+            )
+        cache = str(vllm_config.cache_config.cache_dtype)
+        if options.adapter_rank and cache.startswith("fp8"):
+            logger.warning(
+                "--kv-cache-dtype %s under a policy adapter: log-probabilities are off by six times as much as with "
+                "the usual cache, and whoever trains on these answers has that difference; it is meant for serving",
+                cache,
+            )
+        check_load_format(vllm_config.load_config.load_format)
+        given = vllm_config.model_config.hf_overrides
+        overrides = given if isinstance(given, dict) else {}
+        check_overrides(overrides)
+        hf_config = vllm_config.model_config.hf_config
+        model_type = hf_config.model_type
+        check_family(model_type, options.untested_models)
+        self._kept = kept_in_bf16(model_type)
+        if self.scheme is None:
+            self._set_ignore(options.ignore, model_type, is_multimodal=vllm_config.model_config.is_multimodal_model)
+        elif options.ignore is not None:
+            raise ValueError(
+                '--additional-config: "qerl.ignore" is for BF16 checkpoints; this one is packed already, and its own '
+                "config.json says which layers are not"
+            )
+        else:
+            check_weight_only(self.scheme, options.weight_only)
+
+        def inspect(folder: Path) -> None:
+            report = inspect_folder(folder, weight_only=options.weight_only)
+            if self.scheme is not None and self.scheme.extras:
+                # no less than a warning: something is dropped, and `qerl serve` shows nothing below
+                logger.warning("%s", weights_taken(report, CACHE_SCALES))
+
+        def when_built(model: torch.nn.Module) -> Callable[[str], None]:
+            if vllm_config.parallel_config.pipeline_parallel_size == 1:
+                self.check_ignore()
+            if never_compared(model_type):  # what such a class may leave out is not known
+                return lambda name: None
+            return self.check_built(model, is_tied_by_user=bool(overrides.get("tie_word_embeddings")))
+
+        install = None
+        if (path := options.adapter_path) is not None:
+
+            def install(model: torch.nn.Module, base: Path | None) -> None:
+                install_at_start(model, path, base)
+
+        when_ready = _look_for_overflow(vllm_config, has_adapter=path is not None)
+        loading.watch(vllm_config, inspect, when_built, install, when_ready)
+        if vllm_config.lora_config is not None and model_type in WITHOUT_SLOTS:
+            raise ValueError(
+                f"{model_type}: --enable-lora has no slots that fit every linear of this family; leave it out and use "
+                """--additional-config '{"qerl": {"policy_adapter": {"rank": R}}}', which reaches all of them"""
+            )
+        if vllm_config.lora_config is not None and current_platform.is_cpu() and experts(hf_config.to_dict()):
+            raise ValueError(
+                "vLLM runs no mixture of experts (of whatever quantization) with --enable-lora on a CPU; leave it out "
+                """and use --additional-config '{"qerl": {"policy_adapter": {"rank": R}}}', for attention"""
+            )
+        if options.adapter_rank and vllm_config.lora_config is not None:
+            raise ValueError(
+                '"qerl.policy_adapter" and --enable-lora exclude each other: the policy adapter is part of every layer '
+                "and on for every request. Use --enable-lora alone for several adapters"
+            )
+        lora_loading.watch(vllm_config, check_folder, check_modules)
+        seeds.draw_with_whole_prompts_alone()
+        self.adapter_rank, self.kernel = options.adapter_rank, options.kernel
+        norms.install()
+        add_worker_methods()
+        self._is_checked = True
+
+
+def _look_for_overflow(vllm_config: "VllmConfig", *, has_adapter: bool) -> Callable[[torch.nn.Module], None] | None:
+    """Return what raises ActivationOverflow for a loaded model whose activations its dtype cannot hold.
+
+    None where there is no reason to look: FP16 ends early, and an adapter may be of any size.
+    """
+    from qerl_vllm_plugin.weights import overflow
+    from qerl_vllm_plugin.worker.policy import TOO_LARGE
+
+    dtype = vllm_config.model_config.dtype
+    if dtype != torch.float16 and not has_adapter:
+        return None
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        logger.warning_once("pipeline parallelism: activations too large for the engine's dtype are not looked for")
+        return None
+
+    def look(model: torch.nn.Module) -> None:
+        way_out = overflow.NEEDS_BFLOAT16 if dtype == torch.float16 else TOO_LARGE
+        name, value = overflow.check_engine(model, vllm_config, way_out).largest()
+        logger.info("%s: the largest activation of first tokens is %.3g (%s)", dtype, value, name)
+
+    return look

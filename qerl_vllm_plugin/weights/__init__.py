@@ -1,0 +1,1 @@
+"""Turn a checkpoint into an engine's layers, and show the frozen weights to a trainer."""

@@ -1,0 +1,242 @@
+"""A checkpoint folder checked before anything is built: its config, its files, their headers.
+
+``inspect_folder`` reads config.json and the headers of all shards (milliseconds for a 32B model); the values of packed
+tensors are checked one layer at a time while they are loaded, by ``check_tensors``.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qerl_vllm_plugin.weights.expected import (
+    CONFIG,
+    Want,
+    cache_scales,
+    check_one,
+    check_quantized,
+    expected_tensors,
+    tensors_of_layer,
+)
+from qerl_vllm_plugin.weights.formats import FP8, GROUP_SIZE, NVFP4, OWN_FILE, WAY_OUT, Nvfp4Scheme, read_quantization
+from qerl_vllm_plugin.wire.safetensors_file import DOWNLOAD_AGAIN, CheckpointError, TensorHeader, read_header
+
+__all__ = ["CheckpointError", "CheckpointReport", "Nvfp4Scheme", "check_tensors", "inspect_folder", "read_quantization"]
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SHARDED = "model-rank-*-part-*.safetensors"
+FLOATS = ("BF16", "F16", "F32")
+IGNORED_SUFFIX = ".self_attn.rotary_emb.inv_freq"  # old Llama checkpoints store this constant
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """What a folder holds; ``scheme`` is None for an unquantized one.
+
+    ``complete`` says whether the architecture is one whose every tensor was compared with config.json; for others only
+    the files and the packed tensors were checked.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    scheme: Nvfp4Scheme | None
+    tensors: Mapping[str, TensorHeader]
+    complete: bool
+
+    @property
+    def files(self) -> list[Path]:
+        """The shards, sorted."""
+        return sorted({tensor.file for tensor in self.tensors.values()})
+
+    def layers_as(self, kind: str | None) -> list[str]:
+        """The layers stored as ``nvfp4`` or ``fp8``; for None those with a matrix left in BF16, embeddings too."""
+        codes = self.scheme.names.codes if self.scheme is not None and kind == NVFP4 else "weight"
+        stored = {NVFP4: ("U8",), FP8: ("F8_E4M3",), None: FLOATS}[kind]
+        matrices = [name for name, t in self.tensors.items() if len(t.shape) == 2 and t.dtype in stored]
+        return [name.removesuffix(f".{codes}") for name in matrices if name.endswith(f".{codes}")]
+
+
+def inspect_folder(path: str | Path, *, weight_only: bool = False) -> CheckpointReport:
+    """Check that a folder is a whole checkpoint: every shard there, not truncated, and in agreement with config.json.
+
+    ``weight_only``: also accept what has more than packed weights (see read_quantization).
+    Raises CheckpointError naming the file or tensor, the limit and the way out.
+    """
+    folder = Path(path)
+    config = _read_json(folder / CONFIG)
+    try:
+        return _inspect(folder, config, weight_only)
+    except (TypeError, AttributeError, ArithmeticError, LookupError) as error:  # a list where a number is meant, say
+        raise CheckpointError(
+            f"{folder / CONFIG}: a value is of another kind than in the config.json of a model ({error});"
+            f" {DOWNLOAD_AGAIN}"
+        ) from error
+
+
+def _inspect(folder: Path, config: dict[str, Any], weight_only: bool) -> CheckpointReport:
+    quantization = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    if not quantization and (folder / OWN_FILE).is_file():
+        quantization = _read_json(folder / OWN_FILE)
+    scheme = read_quantization(quantization, weight_only=weight_only) if quantization else None
+    tensors = _read_tensors(folder)
+    check_quantized(tensors, scheme)
+    try:
+        expected = expected_tensors(config)
+    except KeyError as error:
+        raise CheckpointError(f"{folder / CONFIG}: lacks the key {error}; {DOWNLOAD_AGAIN}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{folder / CONFIG}: {error}; {DOWNLOAD_AGAIN}") from error
+    if expected is not None:
+        wanted: dict[str, Want] = {}
+        for name, tensor in expected.items():
+            if tensor.optional and name not in tensors:
+                continue
+            module = name.removesuffix(".weight")
+            if tensor.linear and scheme is not None and scheme.kind(module) is not None:
+                N, K = tensor.shape
+                wanted |= tensors_of_layer(module, N, K, scheme)
+            else:
+                wanted[name] = Want(FLOATS, (tensor.shape,))
+        if scheme is not None and scheme.kv_cache:
+            wanted |= _cache_scales_of_all_layers(tensors, config["num_hidden_layers"])
+        _compare(folder, tensors, wanted)
+    return CheckpointReport(folder, config, scheme, tensors, complete=expected is not None)
+
+
+def _cache_scales_of_all_layers(tensors: Mapping[str, TensorHeader], layers: int) -> dict[str, Want]:
+    """Both scales of every layer, under the names that the first of them has."""
+    first = min(cache_scales(tensors))
+    place = "{x}_proj.{x}_scale" if "_proj." in first else "{x}_scale"
+    names = [f"model.layers.{layer}.self_attn.{place.format(x=x)}" for layer in range(layers) for x in "kv"]
+    return {name: Want(FLOATS, ((), (1,))) for name in names}
+
+
+def weights_taken(report: CheckpointReport, cache_scales: str) -> str:
+    """What is taken from a checkpoint that has more than packed weights, and what is not: a line for the user.
+
+    ``cache_scales``: what becomes of the scales of an FP8 KV cache.
+    """
+    assert report.scheme is not None
+    packed, fp8, dense = (report.layers_as(kind) for kind in (NVFP4, FP8, None))
+    text = f"weights only of {report.folder}: {len(packed)} layers in NVFP4, {len(fp8)} FP8 layers expanded to BF16, "
+    text += f"{len(dense)} matrices left in BF16 ({', '.join(dense[:3])}{', ...' if len(dense) > 3 else ''})"
+    if report.scheme.activations:
+        text += "; activation scales are dropped, activations stay in 16 bits"
+    return text + (f"; the scales of the FP8 KV cache {cache_scales}" if report.scheme.kv_cache else "")
+
+
+def check_tensors(name: str, codes: torch.Tensor, block_scales: torch.Tensor, divisor: torch.Tensor) -> None:
+    """Check the values of one packed layer before it is used.
+
+    ``codes: (N, K/2)`` uint8, ``block_scales: (N, K/16)`` float8_e4m3fn, ``divisor: (1,)`` or ``()`` float32.
+    Raises CheckpointError if they do not fit together, a block scale is NaN or negative, or the divisor (or its
+    reciprocal, the tensor scale) is not a positive finite number.
+    """
+    if codes.dtype != torch.uint8 or block_scales.dtype != torch.float8_e4m3fn or divisor.dtype != torch.float32:
+        raise CheckpointError(
+            f"{name}: codes, block scales and tensor scale are {codes.dtype}, {block_scales.dtype} and {divisor.dtype},"
+            f" not uint8, float8_e4m3fn and float32; {WAY_OUT}"
+        )
+    N, half = codes.shape
+    if 2 * half % GROUP_SIZE or block_scales.shape != (N, 2 * half // GROUP_SIZE) or divisor.numel() != 1:
+        raise CheckpointError(
+            f"{name}: codes {tuple(codes.shape)}, block scales {tuple(block_scales.shape)} and tensor scale"
+            f" {tuple(divisor.shape)} do not fit; they must be (N, K/2), (N, K/{GROUP_SIZE}) and (1,); {WAY_OUT}"
+        )
+    bad = block_scales.view(torch.uint8) > 0x7E  # 0x7E is 448, 0x7F is NaN, and from 0x80 on the sign is set
+    if bad.any():
+        row, block = bad.nonzero()[0].tolist()
+        raise CheckpointError(
+            f"{name}.weight_scale: {int(bad.sum())} block scales are NaN or negative, the first at row {row}, block"
+            f" {block}; a block scale must lie in 0 to 448; {WAY_OUT}"
+        )
+    scale = float(divisor)
+    if not (0 < scale < float("inf") and bool(torch.isfinite(1 / divisor).all())):
+        raise CheckpointError(
+            f"{name}.weight_global_scale: {scale} is not a usable tensor scale: it and its reciprocal must be positive"
+            f" finite float32 numbers; {WAY_OUT}"
+        )
+
+
+def to_divisor(name: str, scale: torch.Tensor) -> torch.Tensor:
+    """The divisors of ModelOpt's tensor scales ``weight_scale_2``, which multiply: 1 / scale, rounded to float32.
+
+    Where they are used they are turned round again: a weight differs from ModelOpt's by two roundings at most, 2^-23.
+    Raises CheckpointError where a scale is not a positive finite number.
+    """
+    divisor = 1.0 / scale.float()
+    if not bool((scale > 0).all() and torch.isfinite(scale).all() and torch.isfinite(divisor).all()):
+        raise CheckpointError(
+            f"{name}.weight_scale_2: {scale.tolist()} is not a usable tensor scale: it and its reciprocal must be"
+            f" positive finite float32 numbers; {WAY_OUT}"
+        )
+    return divisor
+
+
+def expand_fp8(name: str, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The BF16 weight of an FP8 layer, rounded once.
+
+    ``weight: (N, K)`` float8_e4m3fn, ``scale: ()``, ``(1,)`` or ``(N, 1)``. Raises CheckpointError where either holds
+    NaN or an infinity.
+    """
+    expanded = (weight.float() * scale.float()).bfloat16()
+    if not bool(torch.isfinite(expanded).all()):
+        raise CheckpointError(f"{name}: the FP8 weight or its weight_scale holds NaN or infinite values; {WAY_OUT}")
+    return expanded
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file}: no such file; a checkpoint folder holds a {file.name}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: not valid JSON ({error}); {DOWNLOAD_AGAIN}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: holds {type(value).__name__}, not a JSON object; {DOWNLOAD_AGAIN}")
+    return value
+
+
+def _read_tensors(folder: Path) -> dict[str, TensorHeader]:
+    index, single = folder / INDEX, folder / SINGLE
+    if saved := sorted(folder.glob(SHARDED)):
+        raise CheckpointError(
+            f"{saved[0]}: what vLLM's save_sharded_state writes is the memory of one engine, and no checkpoint; serve "
+            "the checkpoint that it was made from, and keep such files in a folder of their own"
+        )
+    if not index.is_file():
+        if not single.is_file():
+            raise CheckpointError(
+                f"{folder}: holds neither {SINGLE} nor {INDEX}; qerl_nvfp4 reads safetensors only: save the model with"
+                " transformers' save_pretrained, or download its safetensors files"
+            )
+        return read_header(single)
+    places = _read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise CheckpointError(f"{index}: its weight_map does not give a file for each tensor; {DOWNLOAD_AGAIN}")
+    if single.is_file() and SINGLE not in places.values():
+        raise CheckpointError(f"{folder}: holds both {SINGLE} and {INDEX}; delete the one that is not meant")
+    tensors: dict[str, TensorHeader] = {}
+    for file in sorted(set(places.values())):
+        if Path(file).name != file or not (folder / file).is_file():
+            raise CheckpointError(f"{folder / file}: this shard is named in {INDEX} but missing; {DOWNLOAD_AGAIN}")
+        tensors |= {name: t for name, t in read_header(folder / file).items() if places.get(name, file) == file}
+    if difference := sorted(places.keys() ^ tensors.keys()):
+        name = difference[0]
+        reason = f"is not in {places[name]}" if name in places else f"of {tensors[name].file.name} is not in the index"
+        raise CheckpointError(f"{index}: tensor {name} {reason} ({len(difference)} such); {DOWNLOAD_AGAIN}")
+    return tensors
+
+
+def _compare(folder: Path, tensors: Mapping[str, TensorHeader], wanted: Mapping[str, Want]) -> None:
+    for name, want in wanted.items():
+        check_one(tensors.get(name), name, folder, want)
+    extra = [name for name in tensors if name not in wanted and not name.endswith(IGNORED_SUFFIX)]
+    if extra:
+        raise CheckpointError(
+            f"{tensors[extra[0]].file}: tensor {extra[0]} has no place in the model that {CONFIG} describes"
+            f" ({len(extra)} such tensors); {DOWNLOAD_AGAIN}"
+        )

@@ -1,0 +1,281 @@
+"""Say which tensors a checkpoint must have: those of its architecture, and those of each quantized layer.
+
+Architectures are written from the model definitions of transformers 5, without importing them, so that a server can
+check a 32B checkpoint in milliseconds before it builds anything. The key is the config's ``model_type``, never a
+folder's name.
+"""
+
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qerl_vllm_plugin.weights.formats import COMPRESSED, FP8, GROUP_SIZE, NVFP4, WAY_OUT, WEIGHTS_ALONE, Nvfp4Scheme
+from qerl_vllm_plugin.wire.safetensors_file import DOWNLOAD_AGAIN, CheckpointError, TensorHeader
+
+MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe")
+# siblings that vLLM stacks into one matrix; the last two are those of qwen3_5's linear attention
+FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
+)
+# the largest that a config.json may say of each: far above any model, far below what would fill this machine's memory
+SIZES = {
+    "hidden_size": 1 << 20,
+    "vocab_size": 1 << 24,
+    "num_hidden_layers": 1000,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "head_dim": 1 << 16,
+    "intermediate_size": 1 << 24,
+    "moe_intermediate_size": 1 << 24,
+    "decoder_sparse_step": 1000,
+    "num_experts": 1 << 12,
+    "num_local_experts": 1 << 12,
+}
+MOST_EXPERTS = 1 << 16  # of all layers together
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A tensor of the BF16 model: its shape, whether it is the weight of a linear layer that may be packed."""
+
+    shape: tuple[int, ...]
+    linear: bool = False
+    optional: bool = False
+
+
+def fused_with(module: str, modules: Container[str]) -> list[str]:
+    """The linears that vLLM stacks into one matrix, with one tensor scale, with the one named ``module``: in its order,
+    itself among them, and only those that the model has (``modules``)."""
+    parent, dot, leaf = module.rpartition(".")
+    leaves = next((leaves for leaves in FUSED if leaf in leaves), (leaf,))
+    return [name for name in (f"{parent}{dot}{leaf}" for leaf in leaves) if name == module or name in modules]
+
+
+def experts(config: Mapping[str, Any]) -> str:
+    """``KEY=COUNT`` of a config.json that describes a mixture of experts, "" for a dense model."""
+    counts = ((key, config.get(key)) for key in EXPERT_COUNTS)
+    return next((f"{key}={count}" for key, count in counts if isinstance(count, int) and count > 1), "")
+
+
+def expected_tensors(config: Mapping[str, Any]) -> dict[str, Expected] | None:
+    """The tensors of a BF16 checkpoint with this config.json; None for an architecture that is not in MODEL_TYPES.
+
+    Raises KeyError naming a size that the config lacks, ValueError one that is none.
+    """
+    if config.get("model_type") not in MODEL_TYPES:
+        return None
+    for key, largest in SIZES.items():
+        size = config.get(key)
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= largest):
+            raise ValueError(f"{key} is {str(size)[:40]}; it must be a whole number of at most {largest}")
+    layers, each = config["num_hidden_layers"], config.get("num_experts") or config.get("num_local_experts") or 0
+    if layers * each > MOST_EXPERTS:
+        raise ValueError(f"{layers} layers of {each} experts are {layers * each}; at most {MOST_EXPERTS} can be meant")
+    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
+    tensors = {
+        "model.embed_tokens.weight": Expected((vocabulary, hidden)),
+        "model.norm.weight": Expected((hidden,)),
+        "lm_head.weight": Expected((vocabulary, hidden), optional=bool(config.get("tie_word_embeddings"))),
+    }
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}"
+        tensors[f"{prefix}.input_layernorm.weight"] = Expected((hidden,))
+        tensors[f"{prefix}.post_attention_layernorm.weight"] = Expected((hidden,))
+        tensors |= _attention(config, f"{prefix}.self_attn")
+        tensors |= _experts(config, f"{prefix}.mlp") if _is_sparse(config, layer) else _dense(config, f"{prefix}.mlp")
+    return tensors
+
+
+def _attention(config: Mapping[str, Any], prefix: str) -> dict[str, Expected]:
+    model_type, hidden, heads = config["model_type"], config["hidden_size"], config["num_attention_heads"]
+    is_qwen3 = model_type in ("qwen3", "qwen3_moe")
+    head = config.get("head_dim") or (128 if model_type == "qwen3" else hidden // heads)
+    kv_heads = config.get("num_key_value_heads") or heads
+    biases = {"qwen2": (True, False), "mistral": (False, False)}
+    qkv_bias, output_bias = biases.get(model_type, (bool(config.get("attention_bias")),) * 2)
+    tensors = _linear(f"{prefix}.q_proj", heads * head, hidden, qkv_bias)
+    tensors |= _linear(f"{prefix}.k_proj", kv_heads * head, hidden, qkv_bias)
+    tensors |= _linear(f"{prefix}.v_proj", kv_heads * head, hidden, qkv_bias)
+    tensors |= _linear(f"{prefix}.o_proj", hidden, heads * head, output_bias)
+    if is_qwen3:
+        tensors |= {f"{prefix}.{name}.weight": Expected((head,)) for name in ("q_norm", "k_norm")}
+    return tensors
+
+
+def _dense(config: Mapping[str, Any], prefix: str, size: int | None = None) -> dict[str, Expected]:
+    hidden, inner = config["hidden_size"], size or config["intermediate_size"]
+    bias = config["model_type"] == "llama" and bool(config.get("mlp_bias"))
+    return (
+        _linear(f"{prefix}.gate_proj", inner, hidden, bias)
+        | _linear(f"{prefix}.up_proj", inner, hidden, bias)
+        | _linear(f"{prefix}.down_proj", hidden, inner, bias)
+    )
+
+
+def _experts(config: Mapping[str, Any], prefix: str) -> dict[str, Expected]:
+    count = config["num_experts"] if "num_experts" in config else config["num_local_experts"]  # the name since 5.0
+    tensors = {f"{prefix}.gate.weight": Expected((count, config["hidden_size"]))}  # the router stays BF16
+    for expert in range(count):
+        tensors |= _dense(config, f"{prefix}.experts.{expert}", config["moe_intermediate_size"])
+    return tensors
+
+
+def _is_sparse(config: Mapping[str, Any], layer: int) -> bool:
+    if config["model_type"] != "qwen3_moe" or layer in (config.get("mlp_only_layers") or ()):
+        return False
+    return (layer + 1) % (config.get("decoder_sparse_step") or 1) == 0
+
+
+def _linear(name: str, rows: int, columns: int, bias: bool) -> dict[str, Expected]:
+    weight = {f"{name}.weight": Expected((rows, columns), linear=True)}
+    return weight | ({f"{name}.bias": Expected((rows,))} if bias else {})
+
+
+CONFIG = "config.json"
+SCALAR = ((), (1,))
+KV_SCALES = ("k_scale", "v_scale")
+# what tells a quantized layer; `weight` and `weight_scale` are in several formats, where the dtype decides
+_SUFFIXES = {"weight_packed", "weight_scale", "weight_global_scale", "weight_scale_2", "input_scale"}
+_SUFFIXES |= {"input_global_scale", "pre_quant_scale", "weight_scale_inv", "weight_zero_point", "weight_shape"}
+_CACHE_SUFFIXES = {*KV_SCALES, "q_scale", "kv_scale"}
+
+
+@dataclass(frozen=True)
+class Want:
+    """What a tensor must be: one of ``dtypes`` and one of ``shapes``."""
+
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    optional: bool = False
+
+    def __str__(self) -> str:
+        shapes = " or ".join(str(list(shape)) for shape in self.shapes)
+        return f"{' or '.join(self.dtypes)} {shapes}"
+
+
+def tensors_of_layer(module: str, N: int, K: int, scheme: Nvfp4Scheme) -> dict[str, Want]:
+    """The tensors of the quantized linear layer ``module: (N, K)`` by name, but for its bias.
+
+    Raises CheckpointError where K is not a multiple of 16.
+    """
+    names = scheme.names
+    if scheme.kind(module) == FP8:
+        scale = (*SCALAR, (N, 1)) if names == COMPRESSED else SCALAR
+        return {
+            f"{module}.weight": Want(("F8_E4M3",), ((N, K),)),
+            f"{module}.weight_scale": Want(("F32", "BF16"), scale),
+            f"{module}.input_scale": Want(("F32", "BF16"), SCALAR, optional=True),
+        }
+    if K % GROUP_SIZE:
+        raise CheckpointError(
+            f"{module}: {K} columns, not a multiple of {GROUP_SIZE}, cannot be packed; ignore this layer:"
+            f" `qerl quantize SOURCE DESTINATION --ignore {module}`"
+        )
+    wanted = {
+        f"{module}.{names.codes}": Want(("U8",), ((N, K // 2),)),
+        f"{module}.{names.block_scales}": Want(("F8_E4M3",), ((N, K // GROUP_SIZE),)),
+        f"{module}.{names.tensor_scale}": Want(("F32",), ((1,),) if names == COMPRESSED else SCALAR),
+    }
+    if scheme.activations:
+        wanted[f"{module}.{names.input_scale}"] = Want(("F32",), SCALAR, optional=True)
+    return wanted
+
+
+def check_quantized(tensors: Mapping[str, TensorHeader], scheme: Nvfp4Scheme | None) -> None:
+    """Every quantized tensor belongs to a layer that the scheme names and that has all its tensors: any architecture.
+
+    Raises CheckpointError naming the tensor.
+    """
+    checked: set[str] = set()
+    for name, tensor in tensors.items():
+        module, _, suffix = name.rpartition(".")
+        is_stored_small = suffix == "weight" and tensor.dtype in ("U8", "F8_E4M3")
+        if suffix in _CACHE_SUFFIXES:
+            _check_cache_scale(tensors, tensor, module, suffix, scheme)
+        if (suffix not in _SUFFIXES and not is_stored_small) or name in checked:
+            continue
+        if scheme is None:
+            raise CheckpointError(
+                f"{tensor.file}: {name} is quantized, but {CONFIG} has no quantization_config; {WAY_OUT}"
+            )
+        kind = scheme.kind(module)
+        if kind is None:
+            listed = "lists {} in ignore" if scheme.is_ignored(module) else "names {} in no target"
+            raise CheckpointError(
+                f"{tensor.file}: {name} is quantized, but {CONFIG} {listed.format(module)}; {WAY_OUT}"
+            )
+        if module.rpartition(".")[2] == "lm_head":
+            raise CheckpointError(
+                f"{tensor.file}: {name}: a quantized output head is not supported, it stays in BF16; {WAY_OUT}"
+            )
+        codes_name = f"{module}.{scheme.names.codes if kind == NVFP4 else 'weight'}"
+        codes = tensors.get(codes_name)
+        if codes is None or len(codes.shape) != 2:
+            raise CheckpointError(f"{tensor.file}: {name} has no two-dimensional {codes_name}; {WAY_OUT}")
+        N, columns = codes.shape
+        wanted = tensors_of_layer(module, N, columns if kind == FP8 else 2 * columns, scheme)
+        for partner, want in wanted.items():
+            check_one(tensors.get(partner), partner, tensor.file, want)
+        checked.update(wanted)  # `|=` with keys makes a new set each time: 15 s for the experts of a 30B model
+        if name not in wanted:
+            _refuse_extra(tensor, scheme)
+    if scheme is not None and scheme.kv_cache and not any(name.endswith("k_scale") for name in tensors):
+        raise CheckpointError(
+            f"{CONFIG} declares an FP8 KV cache, but no tensor ends with k_scale; take kv_cache_scheme (in ModelOpt's "
+            f"file kv_cache_quant_algo) out of it, or {DOWNLOAD_AGAIN}"
+        )
+
+
+def _refuse_extra(tensor: TensorHeader, scheme: Nvfp4Scheme) -> None:
+    if tensor.name.endswith(f".{scheme.names.input_scale}"):
+        raise CheckpointError(
+            f"{tensor.file}: {tensor.name} belongs to W4A4, but {CONFIG} says that activations are not quantized;"
+            f" {DOWNLOAD_AGAIN}"
+        )
+    raise CheckpointError(
+        f"{tensor.file}: {tensor.name} has no place in NVFP4 as {CONFIG} describes it; the weights would be wrong"
+        f" without it: {WAY_OUT}"
+    )
+
+
+def _check_cache_scale(
+    tensors: Mapping[str, TensorHeader], tensor: TensorHeader, module: str, suffix: str, scheme: Nvfp4Scheme | None
+) -> None:
+    """``self_attn.k_scale`` and ``v_scale``, or ModelOpt's ``k_proj.k_scale`` and ``v_proj.v_scale``."""
+    if suffix not in KV_SCALES:
+        raise CheckpointError(f"{tensor.file}: {tensor.name}: a scale of {suffix} is not supported; {WAY_OUT}")
+    if scheme is None or not scheme.kv_cache:
+        raise CheckpointError(
+            f"{tensor.file}: {tensor.name} belongs to an FP8 KV cache, which {CONFIG} does not declare;"
+            f" {DOWNLOAD_AGAIN if scheme is None else WEIGHTS_ALONE}"
+        )
+    want = Want(("F32", "BF16"), SCALAR)
+    other = "v" if suffix == "k_scale" else "k"
+    partner = f"{module}.{other}_scale".replace(f".{suffix[0]}_proj.", f".{other}_proj.")
+    for name in (tensor.name, partner):
+        check_one(tensors.get(name), name, tensor.file, want)
+
+
+def cache_scales(tensors: Mapping[str, TensorHeader]) -> Iterator[str]:
+    """The names of the scales of an FP8 KV cache."""
+    yield from (name for name in tensors if name.rpartition(".")[2] in KV_SCALES)
+
+
+def check_one(tensor: TensorHeader | None, name: str, place: Path, want: Want) -> None:
+    """Raises CheckpointError where a tensor is missing or not what is wanted."""
+    if tensor is None:
+        if want.optional:
+            return
+        raise CheckpointError(
+            f"{place}: tensor {name} ({want}) is missing, though {CONFIG} asks for it; {DOWNLOAD_AGAIN}"
+        )
+    if tensor.dtype not in want.dtypes or tensor.shape not in want.shapes:
+        raise CheckpointError(
+            f"{tensor.file}: tensor {name} is {tensor.dtype} {list(tensor.shape)}, but {CONFIG} asks for {want};"
+            f" {DOWNLOAD_AGAIN}"
+        )

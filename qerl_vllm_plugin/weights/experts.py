@@ -1,0 +1,169 @@
+"""Mixture-of-experts layers of packed checkpoints, served without an adapter."""
+
+from typing import Any
+
+import torch
+from qerl_kernels import nvfp4
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4 import (  # noqa: E501
+    CompressedTensorsW4A4Nvfp4MoEMethod,
+)
+from vllm.platforms import current_platform
+
+from qerl_vllm_plugin.weights.formats import COMPRESSED, NVFP4, Nvfp4Scheme
+from qerl_vllm_plugin.wire.safetensors_file import DOWNLOAD_AGAIN, CheckpointError
+
+_PARTS = ("weight_packed", "weight_scale", "weight_global_scale")
+
+
+def part_names(prefix: str) -> list[str]:
+    """The checkpoint's names of the linears of one expert, which speaks for all."""
+    return [f"{prefix}.0.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
+
+
+def experts_method(layer: Any, prefix: str, scheme: Nvfp4Scheme | None, kinds: set[str | None]) -> Any:
+    """The method for one layer of experts; ``kinds`` says how ``part_names`` are stored, ``scheme`` is None for BF16.
+
+    CUDA: vLLM's own NVFP4 experts with 16-bit activations. CPU: the experts are dequantized to BF16 when loaded, which
+    rounds the product of code, block scale and tensor scale once.
+
+    Raises ValueError for a BF16 checkpoint, whose experts are not quantized on the way in, for ModelOpt's layout and
+    for FP8 experts.
+    """
+    if kinds == {None}:
+        return _Bf16Experts(layer.moe_config, prefix)
+    if scheme is None:
+        raise ValueError(
+            f"{prefix}: the experts of a BF16 checkpoint cannot be quantized on the way in; quantize the model first "
+            "(`qerl quantize SOURCE DESTINATION` takes Qwen3-MoE), or keep them and the router in BF16: "
+            """--additional-config '{"qerl": {"ignore": ["lm_head", "re:.*experts.*", "re:.*mlp.gate$"]}}'"""
+        )
+    if len(kinds) > 1:
+        raise CheckpointError(f"{prefix}: some parts of the experts are quantized and some are not; quantize all")
+    if scheme.names != COMPRESSED or kinds != {NVFP4}:
+        raise ValueError(
+            f"{prefix}: experts in FP8 or in ModelOpt's layout are not read; write them as compressed-tensors first: "
+            "qerl quantize SOURCE DESTINATION"
+        )
+    kind = _CudaExperts if current_platform.is_cuda() else _DequantizedExperts
+    return kind(layer.moe_config, prefix)
+
+
+def _mark_missing(layer: torch.nn.Module) -> None:
+    """Gives every expert's tensor scales a value that no checkpoint may hold."""
+    for which in ("w13", "w2"):
+        getattr(layer, f"{which}_weight_global_scale").data.fill_(torch.nan)
+
+
+def _check_scales(layer: torch.nn.Module, prefix: str) -> None:
+    """Raises CheckpointError for an expert that never arrived."""
+    for which in ("w13", "w2"):
+        divisors = getattr(layer, f"{which}_weight_global_scale").data.view(layer.num_experts, -1)
+        bad = ~(torch.isfinite(divisors) & (divisors > 0) & torch.isfinite(1 / divisors)).all(1)
+        if bad.any():
+            raise CheckpointError(
+                f"{prefix}: expert {int(bad.nonzero()[0, 0])} (and {int(bad.sum()) - 1} more on this rank) is missing "
+                f"from the checkpoint, or has no usable tensor scale ({which}); quantize the model again"
+            )
+
+
+def share_scales(w13: torch.Tensor, w2: torch.Tensor, prefix: str, *, has_slots: bool) -> None:
+    """Give gate and up of every expert one tensor scale, as vLLM's kernel wants it, in place.
+
+    ``w13: (E, 2)`` and ``w2: (E,)`` are divisors, one over the scales. The product silu(gate) * up is linear in up: by
+    what up's scale is too large or too small moves into that of down, where it costs one rounding in fp32 (2^-24).
+
+    Raises CheckpointError where the scales differ and ``has_slots``, for an adapter on up would be scaled with them,
+    and where a scale would leave fp32.
+    """
+    if bool((w13[:, 0] == w13[:, 1]).all()):
+        return
+    if has_slots:
+        raise CheckpointError(
+            f"{prefix}: gate_proj and up_proj of an expert have tensor scales of their own, which vLLM's kernel cannot "
+            "serve beside --enable-lora; leave it out, or quantize the model from BF16 with `qerl quantize`"
+        )
+    moved = w2 * (w13[:, 1] / w13[:, 0])
+    if not bool((torch.isfinite(moved) & (moved > 0) & torch.isfinite(1 / moved)).all()):
+        raise CheckpointError(
+            f"{prefix}: the tensor scales of gate_proj and up_proj of an expert differ by more than vLLM's kernel can "
+            "serve; quantize the model from BF16 with `qerl quantize`"
+        )
+    w2.copy_(moved)
+    w13[:, 1] = w13[:, 0]
+
+
+class _Bf16Experts(UnquantizedFusedMoEMethod):
+    """vLLM's own; it would serve whatever lay in memory in the place of an expert that never arrived."""
+
+    def __init__(self, moe: Any, prefix: str) -> None:
+        super().__init__(moe)
+        self.prefix = prefix
+
+    def create_weights(self, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().create_weights(layer, *args, **kwargs)
+        for which in ("w13_weight", "w2_weight"):
+            getattr(layer, which).data.fill_(torch.nan)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Raises CheckpointError for an expert that lacks a part, or that holds nothing but NaN."""
+        w13, w2 = layer.w13_weight.data, layer.w2_weight.data  # (experts, 2 I, H) and (experts, H, I)
+        for expert in range(len(w13)):
+            parts = dict(zip(("gate_proj", "up_proj"), w13[expert].chunk(2), strict=True)) | {"down_proj": w2[expert]}
+            for name, part in parts.items():
+                if bool(part.isnan().all()):
+                    raise CheckpointError(
+                        f"{self.prefix}: {name} of expert {expert} (on this rank) is missing from the checkpoint; "
+                        f"{DOWNLOAD_AGAIN}"
+                    )
+        super().process_weights_after_loading(layer)
+
+
+class _CudaExperts(CompressedTensorsW4A4Nvfp4MoEMethod):
+    def __init__(self, moe: Any, prefix: str) -> None:
+        super().__init__(moe, prefix, use_a16=True)
+        self.prefix = prefix
+        self.has_slots = get_current_vllm_config().lora_config is not None
+
+    def create_weights(self, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().create_weights(layer, *args, **kwargs)
+        _mark_missing(layer)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        _check_scales(layer, self.prefix)
+        w13, w2 = layer.w13_weight_global_scale.data, layer.w2_weight_global_scale.data
+        share_scales(w13, w2, self.prefix, has_slots=self.has_slots)
+        super().process_weights_after_loading(layer)
+
+
+class _DequantizedExperts(UnquantizedFusedMoEMethod):
+    group_size = nvfp4.GROUP_SIZE
+
+    def __init__(self, moe: Any, prefix: str) -> None:
+        super().__init__(moe)
+        self.prefix = prefix
+
+    def create_weights(self, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        CompressedTensorsW4A4Nvfp4MoEMethod.create_weights(self, layer, *args, **kwargs)
+        _mark_missing(layer)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        for name in ("w13_input_global_scale", "w2_input_global_scale"):  # for 4-bit activations
+            delattr(layer, name)
+        _check_scales(layer, self.prefix)
+        for which in ("w13", "w2"):
+            codes, scales, divisors = (getattr(layer, f"{which}_{part}").data for part in _PARTS)
+            experts, N = codes.shape[:2]
+            divisors = divisors.float().view(experts, -1)
+            row_scale = (1.0 / divisors).repeat_interleave(N // divisors.shape[1], dim=1)  # (experts, N)
+            w = torch.stack(
+                [
+                    (nvfp4.dequantize(codes[e], scales[e]).float() * row_scale[e, :, None]).to(layer.params_dtype)
+                    for e in range(experts)
+                ]
+            )
+            for part in _PARTS:
+                delattr(layer, f"{which}_{part}")
+            layer.register_parameter(f"{which}_weight", torch.nn.Parameter(w, requires_grad=False))
+        super().process_weights_after_loading(layer)

@@ -1,0 +1,209 @@
+"""How a loaded layer's codes lie in memory and which kernel multiplies by them; one copy of the weights, always.
+
+``prepare(layer)`` takes a layer with ``weight_packed: (N, K/2)``, ``weight_scale: (N, K/16)`` and
+``weight_global_scale: (parts,)`` (divisors) and leaves what ``apply`` needs. ``layer.logical_widths`` are the rows of
+each part (q, k, v or gate, up).
+"""
+
+from typing import Protocol
+
+import torch
+from qerl_kernels import linear_tiles, marlin_layout, tiles
+from qerl_kernels.compiler import CompileError
+from qerl_kernels.linear import linear
+from torch.nn import Parameter
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+from qerl_vllm_plugin.adapter import resident
+
+logger = init_logger("vllm.qerl")
+_warned_of: list[str] = []
+BATCH_INVARIANT = '"qerl.kernel": "batch_invariant"'
+
+
+class Layout(Protocol):
+    def prepare(self, layer: torch.nn.Module) -> "Layout":
+        """The layout that the layer ends up in."""
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x W^T + bias, and the layer's resident adapter if it has one."""
+
+
+class Canonical:
+    """The checkpoint's own layout, multiplied by exact dequantization; the CPU path, and the exact fallback on CUDA."""
+
+    def prepare(self, layer: torch.nn.Module) -> Layout:
+        layer.register_buffer("weight_row_scale", _row_scale(layer), persistent=False)
+        return self
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        y = linear(x, layer.weight_packed, layer.weight_scale, layer.weight_row_scale, bias)
+        return resident.add(layer, x, y)
+
+
+class Tiled:
+    """Hopper: our own product, over tiles in the order of its matrix unit. Exact for every scale, one call a layer."""
+
+    def __init__(self, fixed_order: bool = False) -> None:
+        """With ``fixed_order`` the sums of a token have one order, whatever the batch; no other kernel stands in."""
+        self.fixed_order = fixed_order
+
+    def prepare(self, layer: torch.nn.Module) -> Layout:
+        N, K, device = layer.output_size_per_partition, layer.input_size_per_partition, layer.weight_packed.device
+        if N % 16 and self.fixed_order:
+            raise ValueError(f"{layer.qerl_prefix} has {N} rows on this rank; {BATCH_INVARIANT} needs a multiple of 16")
+        if N % 16:
+            return Marlin().prepare(layer)
+        layer.qerl_fixed_order = self.fixed_order
+        try:
+            linear_tiles.prepare(N, K, device, layer.params_dtype)
+        except CompileError as error:
+            if self.fixed_order:
+                raise
+            # as text: vLLM says once what is equal, and no error equals another
+            logger.warning_once("our kernel cannot be used here, Marlin runs in its place: %s", str(error))
+            return Marlin().prepare(layer)
+        packed = layer.weight_packed.data, layer.weight_scale.data
+        weight = tiles.tile_weight(*packed, _row_scale(layer), layer.params_dtype)
+        bias = getattr(layer, "bias", None)
+        layer.register_buffer("bias_fp32", None if bias is None else bias.data.float(), persistent=False)
+        layer.register_buffer("weight_row_scale", weight.row_scale, persistent=False)
+        layer.register_buffer("weight_counters", weight.counters, persistent=False)
+        layer.register_buffer("weight_scale_on_cpu", weight.scale, persistent=False)
+        del layer.weight_packed, layer.weight_scale, layer.weight_global_scale
+        layer.weight = Parameter(weight.tiles, requires_grad=False)  # vLLM's LoRA layers look here for the device
+        return self
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        bias = None if bias is None else layer.bias_fp32
+        return linear_tiles.linear(x, tiled_weight(layer), bias, resident.of(layer))
+
+
+def tiled_weight(layer: torch.nn.Module) -> tiles.TiledWeight:
+    """The weight of a layer that ``Tiled`` has prepared."""
+    N, K = layer.output_size_per_partition, layer.input_size_per_partition
+    tensors = layer.weight, layer.weight_row_scale, layer.weight_counters
+    return tiles.TiledWeight(
+        *tensors, N, K, layer.weight_scale_on_cpu, layer.params_dtype, getattr(layer, "qerl_fixed_order", False)
+    )
+
+
+class Marlin:
+    """vLLM's Marlin FP4 kernel. It has no scale below 2^-6 times a power of two: a layer that would lose one is kept
+    in the canonical layout. Parts with different tensor scales become one Marlin call each.
+
+    Each of ``layer.marlin_parts`` keeps beside vLLM's tensors what leads back to the checkpoint's: ``tensor_scale: ()``
+    fp32 and ``scale_exponent`` (see marlin_layout.py), None where vLLM's form of the block scales is not the known one.
+    ``layer.bias`` stays in the order of the rows.
+    """
+
+    def prepare(self, layer: torch.nn.Module) -> Layout:
+        from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import prepare_fp4_layer_for_marlin
+
+        divisors = layer.weight_global_scale.data.float()
+        bias = getattr(layer, "bias", None)
+        widths = list(layer.logical_widths)
+        if bool((divisors == divisors[0]).all()):
+            widths, divisors = [sum(widths)], divisors[:1]
+        parts, flushed = [], 0
+        for start, width, divisor in zip(_starts(widths), widths, divisors, strict=True):
+            part = torch.nn.Module()
+            part.weight = Parameter(layer.weight_packed.data[start : start + width].contiguous(), requires_grad=False)
+            scales = layer.weight_scale.data[start : start + width].contiguous()
+            part.weight_scale = Parameter(scales, requires_grad=False)
+            part.register_buffer("tensor_scale", (1.0 / divisor).reshape(()), persistent=False)
+            part.weight_global_scale = Parameter(part.tensor_scale, requires_grad=False)
+            part.output_size_per_partition, part.input_size_per_partition = width, layer.input_size_per_partition
+            part.params_dtype = layer.params_dtype
+            if bias is not None:
+                part.bias = Parameter(bias.data[start : start + width], requires_grad=False)
+            prepare_fp4_layer_for_marlin(part)  # repacks, and permutes the bias
+            flushed += _flushed(scales, part.weight_scale.data)
+            part.scale_exponent = _exponent(scales, part.weight_scale.data)
+            parts.append(part)
+        if flushed:
+            _warn_of_flushed(layer.qerl_prefix, flushed)
+            return Canonical().prepare(layer)
+        layer.marlin_parts = torch.nn.ModuleList(parts)
+        del layer.weight_packed, layer.weight_scale, layer.weight_global_scale
+        layer.weight = parts[0].weight  # vLLM's LoRA layers look here for the device
+        return self
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import apply_fp4_marlin_linear
+
+        outputs = [
+            apply_fp4_marlin_linear(
+                input=x,
+                weight=part.weight,
+                weight_scale=part.weight_scale,
+                weight_global_scale=part.weight_global_scale,
+                workspace=getattr(part, "workspace", None),  # vLLM 0.26 keeps one a layer, 0.31 has none
+                size_n=part.output_size_per_partition,
+                size_k=part.input_size_per_partition,
+                bias=part.bias if bias is not None else None,
+            )
+            for part in layer.marlin_parts
+        ]
+        return resident.add(layer, x, outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1))
+
+
+def choose(params_dtype: torch.dtype, kernel: str = "auto") -> Layout:
+    """The layout of this platform for activations of a dtype, or the one that ``kernel`` names.
+
+    Raises ValueError if the kernel that was asked for cannot run here.
+    """
+    is_cuda = current_platform.is_cuda()
+    can_tile = is_cuda and current_platform.is_device_capability(90) and params_dtype in tiles.ORDERS
+    if kernel == "tiled" and not can_tile:
+        raise ValueError(
+            '"qerl.kernel": "tiled" needs a Hopper GPU (H100, H200) and --dtype bfloat16 or float16; use "auto"'
+        )
+    if kernel == "batch_invariant":
+        if not can_tile:
+            raise ValueError(f"{BATCH_INVARIANT} needs a Hopper GPU (H100, H200) and --dtype bfloat16 or float16")
+        return Tiled(fixed_order=True)
+    if kernel == "marlin" and not is_cuda:
+        raise ValueError('"qerl.kernel": "marlin" needs an NVIDIA GPU; use "auto"')
+    if kernel == "dequantize" or not is_cuda:
+        return Canonical()
+    return Tiled() if can_tile and kernel != "marlin" else Marlin()
+
+
+def _warn_of_flushed(name: str, scales: int) -> None:
+    """Once in a process, by the first layer's name: a checkpoint has either none of them, or hundreds."""
+    log = logger.debug if _warned_of else logger.warning
+    _warned_of.append(name)
+    log(
+        "%s: Marlin would flush %d block scales to zero; this layer runs on dequantize + cuBLAS instead, which is "
+        "exact and slower. Further such layers are named at VLLM_LOGGING_LEVEL=DEBUG",
+        name,
+        scales,
+    )
+
+
+def _row_scale(layer: torch.nn.Module) -> torch.Tensor:
+    """(N,) fp32: the tensor scale of each row's part."""
+    widths = torch.tensor(layer.logical_widths, device=layer.weight_global_scale.device)
+    return torch.repeat_interleave(1.0 / layer.weight_global_scale.data.float(), widths)
+
+
+def _exponent(block_scales: torch.Tensor, stored: torch.Tensor) -> int | None:
+    """That of ``stored``, vLLM's form of ``block_scales: (N, K/16)`` with what it has filled up in N and K."""
+    N, groups = block_scales.shape
+    rows = -(-N // marlin_layout.BLOCK) * marlin_layout.BLOCK
+    if stored.dim() != 2 or stored.dtype.itemsize != 1 or stored.shape[0] < groups or stored.shape[1] < rows:
+        return None
+    whole = torch.zeros(rows, groups, dtype=torch.uint8, device=block_scales.device)
+    whole[:N] = block_scales.view(torch.uint8)
+    return marlin_layout.scale_exponent(whole.view(torch.float8_e4m3fn), stored.view(torch.uint8)[:groups, :rows])
+
+
+def _starts(widths: list[int]) -> list[int]:
+    return [sum(widths[:i]) for i in range(len(widths))]
+
+
+def _flushed(scales: torch.Tensor, stored: torch.Tensor) -> int:
+    """How many block scales are zero in Marlin's form alone: E4M3 has a sign, Marlin's bytes have none."""
+    return int(((scales.view(torch.uint8) & 0x7F) != 0).sum() - (stored.view(torch.uint8) != 0).sum())

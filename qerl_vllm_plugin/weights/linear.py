@@ -1,0 +1,275 @@
+"""Creates, loads and applies NVFP4 linear layers: packed checkpoints, and BF16 ones quantized on the way in."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from qerl_kernels import nvfp4
+from torch.nn import Parameter
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.linear import (
+    LinearMethodBase,
+    UnquantizedLinearMethod,
+    register_weight_loader_v2_supported_method,
+)
+from vllm.model_executor.parameter import GroupQuantScaleParameter, ModelWeightParameter, PerTensorScaleParameter
+from vllm.model_executor.utils import set_weight_attrs
+
+from qerl_vllm_plugin.adapter import resident
+from qerl_vllm_plugin.compat import engine
+from qerl_vllm_plugin.weights import layouts
+from qerl_vllm_plugin.weights.checkpoint import check_tensors
+from qerl_vllm_plugin.weights.formats import WAY_OUT
+from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
+
+Loader = Callable[..., None]
+
+
+@register_weight_loader_v2_supported_method
+class QerlLinearMethod(LinearMethodBase):
+    """One layer of a packed checkpoint."""
+
+    layout: layouts.Layout
+    tensor_names = ("weight_packed", "weight_scale", "weight_global_scale")  # in the checkpoint
+
+    def __init__(
+        self, prefix: str, parts: list[str] | None = None, adapter_rank: int = 0, kernel: str = "auto"
+    ) -> None:
+        """``parts`` are the checkpoint's names of what a fused layer joins; a rank of 0 means no resident adapter."""
+        self.prefix, self.parts, self.adapter_rank, self.kernel = prefix, parts or [prefix], adapter_rank, kernel
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        N, K = sum(output_partition_sizes), input_size_per_partition
+        self._describe(layer, K, output_partition_sizes, params_dtype)
+        load: Loader = extra["weight_loader"]
+        dimensions = {"input_dim": 1, "output_dim": 0}
+        codes = torch.zeros(N, K // 2, dtype=torch.uint8)
+        scales = torch.zeros(N, K // nvfp4.GROUP_SIZE, dtype=torch.float8_e4m3fn)
+        divisors = torch.zeros(len(output_partition_sizes), dtype=torch.float32)
+        self.arrivals: dict[str, Arrivals] = {}
+        makers = (ModelWeightParameter, GroupQuantScaleParameter, PerTensorScaleParameter)
+        for name, make, data in zip(self.tensor_names, makers, (codes, scales, divisors), strict=True):
+            arrivals = self.arrivals[name] = Arrivals(len(output_partition_sizes), f"{self.prefix}.{name}")
+            kwargs = {} if make is PerTensorScaleParameter else dimensions
+            layer.register_parameter(name, make(data=data, weight_loader=arrivals.counting(load), **kwargs))
+
+    def _describe(self, layer: torch.nn.Module, K: int, widths: list[int], params_dtype: torch.dtype) -> None:
+        if K % nvfp4.GROUP_SIZE:
+            raise ValueError(
+                f"{self.prefix}: {K} input columns on this rank; NVFP4 needs a multiple of {nvfp4.GROUP_SIZE}. "
+                'Use a smaller --tensor-parallel-size, or keep the layer in BF16 ("ignore")'
+            )
+        layer.qerl_prefix = self.prefix
+        layer.logical_widths = list(widths)
+        layer.input_size_per_partition = K
+        layer.output_size_per_partition = sum(widths)
+        layer.params_dtype = params_dtype
+        self.layout = layouts.choose(params_dtype, self.kernel)
+        if self.adapter_rank:
+            resident.create(layer, list(widths), K, self.parts, self.adapter_rank, params_dtype)
+        self.is_dummy = get_current_vllm_config().load_config.load_format == "dummy"
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Checks that every tensor arrived and holds legal values, then moves the layer to its layout.
+
+        Raises CheckpointError.
+        """
+        if not self.is_dummy:
+            for name, arrivals in self.arrivals.items():
+                if not arrivals.complete:
+                    raise CheckpointError(
+                        f"{self.prefix}.{name} is missing from the checkpoint, or only a part of it is there; "
+                        "quantize the model again (qerl quantize)"
+                    )
+            self._note_groups(layer, self.arrivals[self.tensor_names[0]])
+        self._take_canonical_names(layer)
+        if self.is_dummy:
+            _fill_dummy(layer)
+        else:
+            for part, divisor in zip(_split(layer), layer.weight_global_scale.data, strict=True):
+                check_tensors(self.prefix, *part, divisor)
+        self.layout = self.layout.prepare(layer)
+
+    def _note_groups(self, layer: torch.nn.Module, arrivals: "Arrivals") -> None:
+        """Which of vLLM's parts are whose, where the checkpoint has fewer linears (in_proj_qkv is q, k and v)."""
+        if len(self.parts) < len(layer.logical_widths) and len(arrivals.groups) == len(self.parts):
+            layer.qerl_groups = sorted(arrivals.groups)
+
+    def _take_canonical_names(self, layer: torch.nn.Module) -> None:
+        """What arrived under a format's own names becomes weight_packed, weight_scale and weight_global_scale."""
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """``x: (..., K)`` -> ``(..., N)``."""
+        return self.layout.apply(layer, x, bias)
+
+
+@register_weight_loader_v2_supported_method
+class QerlOnlineLinearMethod(QerlLinearMethod):
+    """One layer of a BF16 checkpoint, quantized as soon as its last part has arrived.
+
+    At any time at most one layer is held in BF16. The tensor scale covers all parts of a fused layer and all
+    tensor-parallel ranks, so that the weights are those that `qerl quantize` writes.
+    """
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        N, K = sum(output_partition_sizes), input_size_per_partition
+        self._describe(layer, K, output_partition_sizes, params_dtype)
+        self.device = torch.get_default_device()
+        self.load: Loader = extra["weight_loader"]
+        self.arrived = Arrivals(len(output_partition_sizes))
+
+        def load_part(param: Parameter, loaded: torch.Tensor, *shard: Any) -> None:
+            self._load_part(layer, loaded, *shard)
+
+        if self.is_dummy:
+            self._register(layer, *_empty(N, K, len(output_partition_sizes)))
+            return
+        # takes no memory; the real tensor exists only while its parts arrive
+        weight = ModelWeightParameter(
+            data=torch.empty(N, K, dtype=params_dtype, device="meta"),
+            input_dim=1,
+            output_dim=0,
+            weight_loader=load_part,
+        )
+        layer.register_parameter("weight", weight)
+        self.staging: ModelWeightParameter | None = None
+
+    def _load_part(self, layer: torch.nn.Module, loaded: torch.Tensor, *shard: Any) -> None:
+        if self.staging is None:
+            if self.arrived.complete:
+                raise CheckpointError(f"{self.prefix}.weight appears twice in the checkpoint")
+            # BF16 whatever the engine's dtype is: `qerl quantize` rounds the source and its amax to it, too
+            self.staging = ModelWeightParameter(
+                data=torch.empty(layer.weight.shape, dtype=torch.bfloat16, device=self.device),
+                input_dim=1,
+                output_dim=0,
+                weight_loader=self.load,
+            )
+        self.load(self.staging, loaded, *shard)
+        self.arrived.add(*shard)
+        if self.arrived.complete:
+            w = self.staging.data  # (N, K)
+            self.staging = None
+            if not bool(torch.isfinite(w).all()):
+                raise CheckpointError(f"{self.prefix}.weight holds NaN or infinite values; the checkpoint is damaged")
+            amax = engine.max_over_tensor_parallel_ranks(w.abs().amax())
+            packed = nvfp4.quantize(w, nvfp4.divisor_from_amax(amax))
+            del layer.weight
+            divisors = packed.divisor.repeat(len(layer.logical_widths))
+            self._register(layer, packed.codes, packed.block_scales, divisors)
+
+    def _register(
+        self, layer: torch.nn.Module, codes: torch.Tensor, scales: torch.Tensor, divisors: torch.Tensor
+    ) -> None:
+        layer.weight_packed = Parameter(codes, requires_grad=False)
+        layer.weight_scale = Parameter(scales, requires_grad=False)
+        layer.weight_global_scale = Parameter(divisors, requires_grad=False)
+        for parameter in (layer.weight_packed, layer.weight_scale, layer.weight_global_scale):
+            set_weight_attrs(parameter, {"weight_loader": self.load})
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Raises CheckpointError if a part of the weight never arrived."""
+        if self.is_dummy:
+            _fill_dummy(layer)
+        elif not self.arrived.complete:
+            raise CheckpointError(f"{self.prefix}.weight is missing from the checkpoint, or only a part of it is there")
+        self._note_groups(layer, self.arrived)
+        self.layout = self.layout.prepare(layer)
+
+
+class AdaptedLinearMethod(UnquantizedLinearMethod):
+    """A linear that stays in BF16 and carries the policy's adapter all the same."""
+
+    def __init__(self, prefix: str, parts: list[str], adapter_rank: int) -> None:
+        super().__init__()
+        self.prefix, self.parts, self.adapter_rank = prefix, parts, adapter_rank
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        sizes = (input_size_per_partition, output_partition_sizes, input_size, output_size)
+        super().create_weights(layer, *sizes, params_dtype, **extra)
+        layer.qerl_prefix = self.prefix
+        resident.create(
+            layer, output_partition_sizes, input_size_per_partition, self.parts, self.adapter_rank, params_dtype
+        )
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """``x: (..., K)`` -> ``(..., N)``."""
+        return resident.add(layer, x, super().apply(layer, x, bias))
+
+
+class Arrivals:
+    """Which parts of the parameter ``name`` have been loaded; ``groups`` are those that came as one tensor each."""
+
+    def __init__(self, parts: int, name: str = "") -> None:
+        self.parts, self.name = parts, name
+        self.seen: set[Any] = set()
+        self.groups: set[tuple[int, ...]] = set()
+
+    def add(self, *shard: Any) -> None:
+        self.groups.update(item if isinstance(item, tuple) else (item,) for item in shard)
+        # no shard id: the checkpoint holds the fused tensor
+        self.seen.update([part for item in shard for part in (item if isinstance(item, tuple) else (item,))] or ["all"])
+
+    @property
+    def complete(self) -> bool:
+        return "all" in self.seen or None in self.seen or len(self.seen) >= self.parts
+
+    def counting(self, load: Loader) -> Loader:
+        def load_and_count(param: Parameter, loaded: torch.Tensor, *shard: Any) -> None:
+            if param.dtype != loaded.dtype and 1 in (param.dtype.itemsize, loaded.dtype.itemsize):
+                raise CheckpointError(
+                    f"{self.name}: the checkpoint holds {loaded.dtype} where its quantization_config promises"
+                    f" {param.dtype}: this layer is stored otherwise than that says; {WAY_OUT}"
+                )
+            load(param, loaded, *shard)
+            self.add(*shard)
+
+        return load_and_count
+
+
+def _split(layer: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    codes = layer.weight_packed.data.split(layer.logical_widths)
+    return list(zip(codes, layer.weight_scale.data.split(layer.logical_widths), strict=True))
+
+
+def _empty(N: int, K: int, parts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    scales = torch.zeros(N, K // nvfp4.GROUP_SIZE, dtype=torch.float8_e4m3fn)
+    # whatever the engine's dtype is: a divisor of 7B's down, 1e5, is beyond float16
+    return torch.zeros(N, K // 2, dtype=torch.uint8), scales, torch.ones(parts, dtype=torch.float32)
+
+
+def _fill_dummy(layer: torch.nn.Module) -> None:
+    """Random legal weights of the size that real ones have, for ``--load-format dummy``."""
+    codes, scales = layer.weight_packed.data, layer.weight_scale.data
+    generator = torch.Generator(codes.device).manual_seed(1234)
+    codes.copy_(torch.randint(0, 256, codes.shape, generator=generator, device=codes.device, dtype=torch.uint8))
+    scales.copy_((64 + 256 * torch.rand(scales.shape, generator=generator, device=codes.device)).to(scales.dtype))
+    # a random code is about 3 in size, a scale about 190; weights of a trained layer are about 1 / sqrt(K)
+    layer.weight_global_scale.data.fill_(3 * 190 * (2 * codes.shape[1]) ** 0.5)

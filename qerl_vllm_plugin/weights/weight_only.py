@@ -1,0 +1,128 @@
+"""Layers of checkpoints that hold more than packed weights: read as weights only, activations stay in 16 bits.
+
+``WeightOnlyLinearMethod`` reads NVFP4 with activation scales (W4A4) or under ModelOpt's names; ``Fp8LinearMethod``
+expands an FP8 layer of a mixed checkpoint to BF16.
+"""
+
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod, register_weight_loader_v2_supported_method
+from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter, PerTensorScaleParameter
+
+from qerl_vllm_plugin.weights.checkpoint import expand_fp8, to_divisor
+from qerl_vllm_plugin.weights.formats import PackedNames
+from qerl_vllm_plugin.weights.linear import Arrivals, Loader, QerlLinearMethod
+from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
+
+
+@register_weight_loader_v2_supported_method
+class WeightOnlyLinearMethod(QerlLinearMethod):
+    """One NVFP4 layer under the names of its format; its activation scales are loaded and dropped."""
+
+    def __init__(self, *args: Any, names: PackedNames, drops_inputs: bool, **kwargs: Any) -> None:
+        """``drops_inputs``: the checkpoint has activation scales."""
+        super().__init__(*args, **kwargs)
+        self.names, self.drops_inputs = names, drops_inputs
+        self.tensor_names = (names.codes, names.block_scales, names.tensor_scale)
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        *args: Any,
+        **extra: Any,
+    ) -> None:
+        super().create_weights(layer, input_size_per_partition, output_partition_sizes, *args, **extra)
+        if self.drops_inputs:
+            scale = torch.zeros(len(output_partition_sizes), dtype=torch.float32)
+            parameter = PerTensorScaleParameter(data=scale, weight_loader=extra["weight_loader"])
+            layer.register_parameter(self.names.input_scale, parameter)
+
+    def _take_canonical_names(self, layer: torch.nn.Module) -> None:
+        if self.drops_inputs:
+            delattr(layer, self.names.input_scale)
+        codes, scales, scale = (getattr(layer, name).data for name in self.tensor_names)
+        for name in self.tensor_names:
+            delattr(layer, name)
+        if not self.names.is_divisor and not self.is_dummy:
+            scale = to_divisor(self.prefix, scale)
+        for name, data in (("weight_packed", codes), ("weight_scale", scales), ("weight_global_scale", scale)):
+            layer.register_parameter(name, Parameter(data, requires_grad=False))
+
+
+@register_weight_loader_v2_supported_method
+class Fp8LinearMethod(UnquantizedLinearMethod):
+    """One FP8 layer with a scale for each row, each part or the whole, expanded to BF16 when it has been loaded."""
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__()
+        self.prefix = prefix
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        N, K = sum(output_partition_sizes), input_size_per_partition
+        layer.logical_widths = list(output_partition_sizes)
+        load: Loader = extra["weight_loader"]
+        self.params_dtype = params_dtype
+
+        def load_scale(param: Parameter, loaded: torch.Tensor, *shard: Any) -> None:
+            if loaded.numel() > 1:
+                load(param, loaded, *shard)
+            else:  # one scale for all rows of this part
+                _rows_of(param.data, layer.logical_widths, *shard).fill_(float(loaded))
+
+        weight = torch.zeros(N, K, dtype=torch.float8_e4m3fn)
+        scale = torch.zeros(N, 1, dtype=torch.float32)
+        unused = torch.zeros(len(output_partition_sizes), dtype=torch.float32)
+        parts = len(output_partition_sizes)
+        self.arrivals = {name: Arrivals(parts, f"{self.prefix}.{name}") for name in ("weight", "weight_scale")}
+        self.is_dummy = get_current_vllm_config().load_config.load_format == "dummy"
+        for name, parameter in (
+            (
+                "weight",
+                ModelWeightParameter(
+                    data=weight, input_dim=1, output_dim=0, weight_loader=self.arrivals["weight"].counting(load)
+                ),
+            ),
+            (
+                "weight_scale",
+                ChannelQuantScaleParameter(
+                    data=scale, output_dim=0, weight_loader=self.arrivals["weight_scale"].counting(load_scale)
+                ),
+            ),
+            ("input_scale", PerTensorScaleParameter(data=unused, weight_loader=load)),
+        ):
+            layer.register_parameter(name, parameter)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Raises CheckpointError if a tensor never arrived or is not finite."""
+        if not isinstance(getattr(layer, "weight_scale", None), Parameter):
+            return super().process_weights_after_loading(layer)  # has been expanded before
+        for name, arrivals in self.arrivals.items():
+            if not arrivals.complete and not self.is_dummy:
+                raise CheckpointError(f"{self.prefix}.{name} is missing from the checkpoint, or only a part is there")
+        weight = expand_fp8(self.prefix, layer.weight.data, layer.weight_scale.data).to(self.params_dtype)
+        del layer.weight, layer.weight_scale, layer.input_scale
+        layer.weight = Parameter(weight, requires_grad=False)
+        return super().process_weights_after_loading(layer)
+
+
+def _rows_of(rows: torch.Tensor, widths: list[int], shard: Any = None) -> torch.Tensor:
+    """The rows of one part of a fused layer: of vLLM's shard id "q", "k", "v" or a number; None is all."""
+    if shard is None:
+        return rows
+    part = "qkv".index(shard) if isinstance(shard, str) else shard
+    first = sum(widths[:part])
+    return rows[first : first + widths[part]]

@@ -1,0 +1,1 @@
+"""Carry tensors from one process to another: in shared memory, in GPU memory, or in a request's body."""

@@ -1,0 +1,169 @@
+"""The engine gives the memory of its KV cache back while the trainer works, and takes it again before it generates.
+
+Only the memory goes: the addresses stay reserved, because CUDA graphs hold them. Weights, adapter and norms stay where
+they are, and the trainer may go on reading them. Whatever else lies in the same pieces of memory is kept on the host
+meanwhile. A resumed cache is all zeros.
+
+The weights, the adapter and the norms are checksummed before and after, each tensor by itself: nobody but the engine
+may write them, and a trainer that reads them in place could.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from qerl_vllm_plugin.compat import engine
+from qerl_vllm_plugin.wire.checksum import Checksum, checksums
+from qerl_vllm_plugin.worker.policy import policy_of
+
+RELEASED = "the memory of this engine's KV cache has been given back; call Policy.resume_kv_cache() first"
+
+Span = tuple[int, int]  # address, bytes
+
+
+class KVCacheError(RuntimeError):
+    """The KV cache cannot be released, resumed or used, and why."""
+
+
+class Memory(Protocol):
+    """The memory that a KV cache lies in, as ``compat.kv_cache_memory`` has it."""
+
+    def caches(self) -> list[Span]: ...
+    def allocations(self) -> list[Span]: ...
+    def unmap(self, address: int) -> None: ...
+    def map(self, address: int) -> None: ...
+    def read(self, address: int, size: int) -> torch.Tensor: ...
+    def write(self, address: int, copy: torch.Tensor) -> None: ...
+    def clear_caches(self) -> None: ...
+    def free_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Released:
+    """What brings a KV cache back: the pieces of memory that were given back, what else lay in them, the checksums of
+    everything that must not have changed, and what lets the worker run again."""
+
+    memory: Memory
+    pieces: list[Span]
+    kept: dict[int, torch.Tensor]
+    checksums: dict[str, tuple[int, Checksum]]
+    allow: Callable[[], None]
+
+
+def release(worker: Any, memory: Memory) -> int:
+    """Give back every piece of memory that holds a part of the KV cache -> bytes.
+
+    The engine must be at rest. Raises KVCacheError if that has been done already.
+    """
+    policy = policy_of(worker)
+    if policy.released is not None:
+        raise KVCacheError("the memory of this engine's KV cache has been given back already")
+    caches = memory.caches()
+    others = {piece: remainders(piece, caches) for piece in memory.allocations()}
+    pieces = [piece for piece, spans in others.items() if sum(size for _, size in spans) < piece[1]]
+    before = _checksums(worker)
+    kept = {address: memory.read(address, size) for piece in pieces for address, size in others[piece]}
+    allow = engine.refuse_to_run(worker, lambda: KVCacheError(RELEASED))
+    policy.released = Released(memory, pieces, kept, before, allow)
+    for address, _ in pieces:
+        memory.unmap(address)
+    return sum(size for _, size in pieces)
+
+
+def resume(worker: Any) -> None:
+    """Take the memory again and zero the KV cache.
+
+    Raises KVCacheError, and leaves the cache released, if nothing was released, if a weight, the adapter or a norm has
+    changed since, or if the memory is taken.
+    """
+    policy = policy_of(worker)
+    released: Released | None = policy.released
+    if released is None:
+        raise KVCacheError("the KV cache of this engine has its memory; there is nothing to resume")
+    _check_unchanged(released.checksums, _checksums(worker))
+    memory, needed, free = released.memory, sum(size for _, size in released.pieces), released.memory.free_bytes()
+    if needed > free:
+        raise KVCacheError(_no_room(needed, f"the GPU has {free / 2**30:.2f} GiB left"))
+    mapped: list[int] = []
+    try:
+        for address, _ in released.pieces:
+            memory.map(address)
+            mapped.append(address)
+    except RuntimeError as error:
+        for address in mapped:
+            memory.unmap(address)
+        raise KVCacheError(_no_room(needed, str(error))) from error
+    memory.clear_caches()
+    for address, copy in released.kept.items():
+        memory.write(address, copy)
+    released.allow()
+    policy.released = None
+
+
+def remainders(piece: Span, caches: list[Span]) -> list[Span]:
+    """What of ``piece`` lies in none of ``caches``, in ascending order."""
+    first, size = piece
+    found, last = [], first + size
+    for address, length in sorted(caches):
+        if address + length <= first or address >= last:
+            continue
+        if address > first:
+            found.append((first, address - first))
+        first = min(address + length, last)
+    if first < last:
+        found.append((first, last - first))
+    return found
+
+
+def _no_room(needed: int, reason: str) -> str:
+    return (
+        f"out of memory: the KV cache needs its {needed / 2**30:.2f} GiB again: {reason}. Lower "
+        "gpu_memory_utilization, or what the trainer keeps between steps"
+    )
+
+
+def _checksums(worker: Any) -> dict[str, tuple[int, Checksum]]:
+    """Address and checksum of everything that serves requests beside the KV cache, by name."""
+    tensors = _tensors(worker)
+    return {
+        name: (tensor.data_ptr(), found)
+        for (name, tensor), found in zip(tensors.items(), checksums(tensors.values()), strict=True)
+    }
+
+
+def _tensors(worker: Any) -> dict[str, torch.Tensor]:
+    """Weights, norms, the adapter's buffers and the norms without noise: each storage once."""
+    model, policy = engine.model_of(worker), policy_of(worker)
+    named = [*model.named_parameters(), *model.named_buffers()]
+    if policy.carrier is not None:
+        named += [(f"buffer {i} of the adapter", buffer) for i, buffer in enumerate(policy.carrier.buffers())]
+    for kind, norms in (("as loaded", policy.checkpoint_norms), ("without noise", policy.base_norms)):
+        named += [(f"{name} {kind}", norm) for name, norm in norms.items()]
+    once: dict[tuple[torch.device, int], tuple[str, torch.Tensor]] = {}
+    for name, tensor in named:
+        once.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), (name, tensor))
+    return dict(once.values())
+
+
+def check_unchanged(worker: Any) -> None:
+    """Compare the checksums while the cache is released; there is nothing to compare while it is not.
+
+    Raises KVCacheError.
+    """
+    released: Released | None = policy_of(worker).released
+    if released is not None:
+        _check_unchanged(released.checksums, _checksums(worker))
+
+
+def _check_unchanged(before: dict[str, tuple[int, Checksum]], now: dict[str, tuple[int, Checksum]]) -> None:
+    if before == now:
+        return
+    name = next(name for name in (*before, *now) if before.get(name) != now.get(name))
+    moved = name not in before or name not in now or before[name][0] != now[name][0]
+    raise KVCacheError(
+        f"{name} {'was replaced' if moved else 'has changed'} while the KV cache was released, when only the engine "
+        "may write it. Nothing that was computed since can be trusted: restart from the last checkpoint, with "
+        "share_weights: false if this happens again"
+    )

@@ -1,0 +1,437 @@
+"""Hold one worker's part of the policy, and change it on all ranks or on none.
+
+A change has two halves. Preparing it checks everything and allocates everything, and touches nothing that serves
+requests. Committing it only copies into tensors that are there. All ranks that share the model agree in between that
+each of them is prepared, in one call of the driver: no rank commits what another has refused.
+
+``landmarks`` tell whether an engine that has slept still has its frozen weights. vLLM's sleep mode throws weights away
+at level 2, for a trainer that loads all of them again. Frozen ones nobody loads: such an engine wakes up, and answers
+by whatever its memory holds. Memory comes and goes in pages of 2 MiB, so one word of each page tells.
+"""
+
+import contextlib
+import hashlib
+import math
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+
+from qerl_vllm_plugin import noise
+from qerl_vllm_plugin.adapter import check
+from qerl_vllm_plugin.adapter import folder as adapter_folder
+from qerl_vllm_plugin.adapter.check import AdapterError, NoCarrierError, Target
+from qerl_vllm_plugin.adapter.lora_slots import LoraSlots
+from qerl_vllm_plugin.adapter.resident import ResidentAdapter
+from qerl_vllm_plugin.compat import engine
+from qerl_vllm_plugin.weights import overflow
+from qerl_vllm_plugin.wire import spans
+from qerl_vllm_plugin.wire.cuda_ipc import CudaIPCError
+from qerl_vllm_plugin.wire.mapped_file import MappedFile
+from qerl_vllm_plugin.wire.timing import Laps
+from qerl_vllm_plugin.worker.change_log import ChangeLog
+
+logger = init_logger("vllm.qerl")
+
+NO_CARRIER = (
+    "this engine has no room for an adapter; start it with enable_lora=True, max_lora_rank=R, or with "
+    'additional_config={"qerl": {"policy_adapter": {"rank": R}}}'
+)
+SEVERAL_NAMES = (
+    " would change every answer of this engine. It has LoRA slots, so a request may ask for the base's own name or for "
+    "another adapter, and would be answered with that change. Serve with --quantization qerl_nvfp4 --additional-config "
+    """'{"qerl": {"policy_adapter": {"rank": R}}}' instead of --enable-lora: such a server has one name. Only a """
+    "program that alone sends requests, each with the policy's LoRARequest, may pass "
+    "every_request_names_the_policy=True"
+)
+ASLEEP = (
+    "this engine sleeps, and the memory of its weights with it: nothing can be written there. Wake it up first, or its "
+    'weights alone: wake_up(tags=["weights"])'
+)
+ANOTHER_RANK = "another rank of this engine has refused the change"
+LOST = "this engine holds half of a policy and serves nothing any more; restart it. While it was changed: "
+
+
+class StaleVersionError(AdapterError):
+    """A swap names a version that is served, with another content, or was served."""
+
+
+MARKS: dict[type[Exception], str] = {CudaIPCError: "unreachable", StaleVersionError: "stale"}  # of a refusal
+
+Tensors = Mapping[str, torch.Tensor]
+Answer = dict[str, Any]
+
+LARGEST_NORM = 100.0  # of a norm's weights that are not tried before they serve; models have weights of 0.1 to 50
+TRIED_TOKENS = 16
+TOO_LARGE = (
+    "The adapter, the norms or the noise are too large to serve; nothing has changed. Was the learning rate too high? "
+    "Use an earlier checkpoint"
+)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change that has been prepared. ``commit`` makes it and returns the answer.
+
+    ``is_doubtful``: activations may come out too large under it, so some tokens are computed before it is made.
+    """
+
+    commit: Callable[[], Answer]
+    is_doubtful: bool = False
+
+
+@dataclass
+class WorkerPolicy:
+    """``layers`` and ``carrier`` are where norms and adapter lie, looked up once: it takes longer than a swap.
+
+    ``targets`` and ``sizes`` are the linears and the norms of the whole model, of which a rank of a pipeline holds a
+    part. ``checkpoint_norms`` are this rank's norms as loaded, ``base_norms`` those that the noise is added to: the
+    same, or trained. ``digest`` is what the caller named the adapter. ``released`` is what brings the memory of the KV
+    cache back, None while the cache has it. ``lost`` says why this engine may not serve any more.
+    ``laps`` are those of the last change, ``file`` is what its tensors came in. ``changes`` is what the processes of a
+    server read, ``instance`` their name for this engine: another one after a restart. ``landmarks`` are words of the
+    frozen weights, of an engine that may sleep.
+    """
+
+    model: torch.nn.Module
+    layers: dict[str, torch.nn.Module]
+    carrier: LoraSlots | ResidentAdapter | None
+    checkpoint_norms: dict[str, torch.Tensor]
+    base_norms: dict[str, torch.Tensor]
+    targets: dict[str, Target]
+    sizes: dict[str, int]
+    checker: check.Checker = field(repr=False)
+    version: int = 0
+    digest: str = ""
+    sigma: float = 0.0
+    seed: int = 0
+    rollout: int = 0
+    noise_targets: tuple[str, ...] = noise.DEFAULT_TARGETS
+    released: Any = field(default=None, repr=False)
+    lost: str | None = None
+    worker: Any = field(default=None, repr=False)
+    changes: ChangeLog | None = field(default=None, repr=False)
+    laps: Laps = field(default_factory=Laps, repr=False)
+    file: MappedFile = field(default_factory=MappedFile, repr=False)
+    instance: str = field(default_factory=lambda: uuid.uuid4().hex)
+    landmarks: torch.Tensor | None = field(default=None, repr=False)
+
+
+def most_bytes(policy: WorkerPolicy) -> int:
+    """What the largest adapter with all norms takes as a safetensors file: fp32, and a header."""
+    rank = policy.carrier.max_rank if policy.carrier is not None else 0
+    adapter_values = sum(rank * (target.in_features + target.out_features) for target in policy.targets.values())
+    return 4 * (adapter_values + sum(policy.sizes.values())) + (1 << 20) + 1024 * len(policy.targets)
+
+
+def policy_of(worker: Any) -> WorkerPolicy:
+    """The policy of a worker; the first call must reach all ranks of a pipeline.
+
+    Raises AdapterError for a model that one of them cannot hold a policy for.
+    """
+    model = engine.model_of(worker)
+    if not hasattr(model, "qerl_policy"):
+        model.qerl_policy = _open(model, worker)
+    model.qerl_policy.worker = worker
+    return model.qerl_policy
+
+
+def _open(model: torch.nn.Module, worker: Any) -> WorkerPolicy:
+    """``worker`` is None while the model is being loaded, when it has no LoRA slots yet."""
+    layers = engine.norm_layers(model)
+    carrier, reason = None, None
+    try:
+        carrier = _carrier(model, worker)
+    except AdapterError as error:
+        reason = str(error)
+    own = carrier.targets() if carrier is not None else {}
+    stages = engine.of_all_stages((own, {name: layer.weight.numel() for name, layer in layers.items()}, reason))
+    if reasons := [reason for _, _, reason in stages if reason is not None]:
+        raise AdapterError(reasons[0])
+    targets = {name: target for found, _, _ in stages for name, target in found.items()}
+    sizes = {name: size for _, found, _ in stages for name, size in found.items()}
+    # clones in the dtype they have, so that clearing the noise gives back the very same bits
+    norms = {name: layer.weight.data.clone() for name, layer in layers.items()}
+    checker = check.Checker(targets, carrier.max_rank if carrier is not None else 0)
+    return WorkerPolicy(model, layers, carrier, norms, dict(norms), targets, sizes, checker)
+
+
+def _carrier(model: torch.nn.Module, worker: Any) -> LoraSlots | ResidentAdapter | None:
+    """Where the adapter is kept: in the layers, in vLLM's LoRA slots, or nowhere."""
+    with contextlib.suppress(NoCarrierError):
+        return ResidentAdapter(model)
+    with contextlib.suppress(NoCarrierError):
+        return LoraSlots(worker)
+    return None
+
+
+def install_at_start(model: torch.nn.Module, folder: str, base: Path | None) -> None:
+    """Makes a saved adapter version 1 of a model that has just been loaded. Raises AdapterError."""
+    if base is not None:
+        adapter_folder.check_base(folder, base)
+    saved = adapter_folder.read(folder)
+    policy = model.qerl_policy = _open(model, None)
+    digest = adapter_folder.digest(folder, saved)
+    answer = on_all_ranks(policy, lambda: prepare_swap(policy, saved.tensors, saved.config, saved.norms, 1, digest))
+    if "error" in answer:
+        raise AdapterError(f"{folder}: {answer['error']}")
+
+
+def check_weights(policy: WorkerPolicy) -> None:
+    """Raises AdapterError if an engine that may sleep has lost its frozen weights since this was first asked."""
+    if policy.worker is None or not engine.may_sleep(policy.worker):
+        return
+    now = landmarks(policy.model.parameters(), (layer.weight for layer in policy.layers.values()))
+    if policy.landmarks is None:
+        policy.landmarks = now
+    elif not torch.equal(now, policy.landmarks):
+        raise AdapterError(GONE)
+
+
+@torch.no_grad()
+def on_all_ranks(policy: WorkerPolicy, prepare: Callable[[], Change]) -> Answer:
+    """Makes a change that ``prepare`` has prepared and returned, if every rank of this model could prepare it.
+
+    Never raises. The answer of a change has its ``parts`` in seconds. A refusal is ``{"error": text}``, with
+    ``"unreachable": True`` if it is only that this rank cannot read the GPU where the tensors lie, and with
+    ``"stale": True`` if it is of the version. A commit that fails on some rank leaves no policy that could be named:
+    ``{"error": text, "lost": True}``, and from then on the model refuses to run on every rank.
+    """
+    change, error, marks = None, policy.lost, {"lost": True} if policy.lost else {}
+    laps = policy.laps = Laps()
+    if error is None:
+        try:
+            if engine.weights_are_away():
+                raise AdapterError(ASLEEP)
+            check_weights(policy)
+            change = prepare()
+        except Exception as refusal:
+            error = _reason(refusal)
+            marks = {mark: True for kind, mark in MARKS.items() if isinstance(refusal, kind)}
+    laps.end("stage")
+    refused, doubtful = 2, 1
+    state = engine.highest(refused if change is None else doubtful if change.is_doubtful else 0)
+    if state == refused:
+        return {"error": error or ANOTHER_RANK, **marks}
+    assert change is not None
+    laps.end("agree")
+    answer, failed = {}, None
+    try:
+        error = _why_not(policy, change.commit) if state == doubtful else None
+        if state == doubtful:
+            laps.end("try")
+            if engine.highest(error is not None):
+                return {"error": error or ANOTHER_RANK}
+        answer = change.commit()
+    except Exception as failure:
+        logger.exception("the policy could not be changed")
+        failed = f"{type(failure).__name__}: {failure}"
+    if engine.highest(failed is not None):
+        lose(policy, failed or ANOTHER_RANK)
+        return {"error": policy.lost, "lost": True}
+    if policy.changes is not None and not answer.get("unchanged"):
+        policy.changes.add(policy.version)
+    laps.end("commit")
+    return {**answer, "parts": laps.seconds}
+
+
+def _why_not(policy: WorkerPolicy, commit: Callable[[], Answer]) -> str | None:
+    """Make a change, compute some tokens under it, and take it back -> why it must not be made, or None.
+
+    No request is computed meanwhile: none is, while a policy changes. Raises only where it cannot be taken back.
+    """
+    if policy.worker is None:  # the model is being loaded, and looked at when it is whole
+        return None
+    vllm_config = policy.worker.vllm_config
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        logger.warning_once("pipeline parallelism: activations too large for the engine's dtype are not looked for")
+        return None
+    written = [layer.weight.data for layer in policy.layers.values()]
+    written += list(policy.carrier.buffers()) if policy.carrier is not None else []
+    before, state = [], dict(vars(policy))
+    try:
+        before = [tensor.clone() for tensor in written]
+        commit()
+        with policy.carrier.answering(TRIED_TOKENS) if policy.carrier is not None else contextlib.nullcontext():
+            overflow.check_engine(policy.model, vllm_config, TOO_LARGE, TRIED_TOKENS)
+    except Exception as error:
+        return _reason(error)
+    finally:
+        if before:
+            torch._foreach_copy_(written, before)
+            vars(policy).update(state)
+    return None
+
+
+def lose(policy: WorkerPolicy, reason: str) -> None:
+    """From now on this worker refuses to run its model, and to change."""
+    policy.lost = text = LOST + reason
+    if policy.changes is not None:
+        policy.changes.lose()
+    if policy.worker is not None:  # else the model is being loaded, and is not served after this
+        engine.refuse_to_run(policy.worker, lambda: RuntimeError(text))
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, AdapterError | ValueError | CudaIPCError) and str(error):
+        return str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"out of GPU memory before the change; lower gpu_memory_utilization. Nothing changed ({error})"
+    logger.error("a change of the policy was refused", exc_info=error)
+    return f"{type(error).__name__}: {error}"
+
+
+def prepare_swap(
+    policy: WorkerPolicy,
+    tensors: Tensors | None,
+    config: Any,
+    norms: Tensors | None,
+    version: int | None,
+    digest: str,
+    fetch: check.Fetch | None = None,
+) -> Change:
+    """Installs an adapter and norms; see ``worker.qerl_swap``. ``fetch`` reads the tensors where they have no memory
+    here."""
+    if version is None:
+        version = policy.version + 1
+    elif version == policy.version and digest == policy.digest and (digest or tensors is norms is None):
+        return Change(lambda: {"version": policy.version, "unchanged": True})
+    elif version <= policy.version:
+        raise StaleVersionError(f"version {version} is not newer than {policy.version}, which is served")
+    checked = None
+    if tensors is not None:
+        if policy.carrier is None:
+            raise AdapterError(NO_CARRIER)
+        if not isinstance(config, Mapping):
+            raise AdapterError(f"the adapter's config is {type(config).__name__}; it must be an object")
+        checked = policy.checker.check(tensors, config, fetch)
+        policy.laps.end("check")
+    staged: Any = None
+    is_doubtful = False
+    if policy.carrier is not None:
+        policy.carrier.prepare()
+        staged = policy.carrier.stage(checked)
+        # FP16 ends so early that an adapter of any size may lead there
+        is_half = checked is not None and policy.carrier.dtype == torch.float16
+        is_doubtful = is_half or staged.strength > check.STRENGTH
+    base, largest = _trained(policy, norms)
+    values = None
+    if any(norm is not policy.base_norms[name] for name, norm in base.items()):
+        values = _norm_values(base, policy.sigma, policy.seed, policy.rollout, policy.noise_targets)
+
+    def commit() -> Answer:
+        if policy.carrier is not None:
+            policy.carrier.commit(staged)
+        if values is not None:
+            _write_norms(policy, values)
+            policy.base_norms = base
+        policy.version, policy.digest = version, digest
+        return {"version": version, "modules": len(checked.pairs) if checked else 0}
+
+    return Change(commit, is_doubtful or largest > LARGEST_NORM)
+
+
+def prepare_noise(policy: WorkerPolicy, sigma: Any, seed: Any, rollout: Any, targets: list[str]) -> Change:
+    """Sets the noise; see ``worker.qerl_set_noise``."""
+    sigma = noise.check_sigma(sigma)
+    for name, value in (("seed", seed), ("rollout", rollout)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise AdapterError(f"the noise's {name} is {value!r}; it must be a whole number")
+    if not isinstance(targets, list | tuple) or not all(isinstance(target, str) for target in targets):
+        raise AdapterError(f"the noise's targets are {targets!r}; they must be a list of names of norms")
+    # no noise is what clears it, and needs no target
+    names = sorted(noise.targeted(policy.sizes, targets)) if sigma or targets else []
+    values = _norm_values(policy.base_norms, sigma, seed, rollout, targets)
+
+    def commit() -> Answer:
+        _write_norms(policy, values)
+        policy.sigma, policy.seed, policy.rollout, policy.noise_targets = sigma, seed, rollout, tuple(targets)
+        own = [name for name in names if name in policy.layers]
+        return {"touched": len(names) if sigma else 0, "swallowed": _swallowed(policy, own)}
+
+    return Change(commit, sigma > LARGEST_NORM)
+
+
+def check_one_policy(policy: WorkerPolicy, change: str, every_request_names_the_policy: bool) -> None:
+    """Raises AdapterError for a change to all answers where some may be another policy's, unless the caller vouches."""
+    # nothing but True: a server passes on whatever JSON holds, and the text "false" is true
+    if isinstance(policy.carrier, LoraSlots) and every_request_names_the_policy is not True:
+        raise AdapterError(change + SEVERAL_NAMES)
+
+
+def _trained(policy: WorkerPolicy, given: Tensors | None) -> tuple[dict[str, torch.Tensor], float]:
+    """Return the norms that the noise will be added to, the checkpoint's with the trained ones in their place, and the
+    largest size of a weight among the trained."""
+    norms, sizes = dict(policy.checkpoint_norms), []
+    for name, tensor in (given or {}).items():
+        size = policy.sizes.get(name)
+        if size is None:
+            raise AdapterError(f"trained norm {name} is no norm of this model; was it trained on another base?")
+        if tuple(tensor.shape) != (size,):
+            raise AdapterError(f"trained norm {name} has shape {tuple(tensor.shape)}, not {(size,)}")
+        if tensor.dtype not in check.DTYPES:
+            raise AdapterError(f"trained norm {name} is {tensor.dtype}; use float32, bfloat16 or float16")
+        if (present := norms.get(name)) is not None:
+            norms[name] = tensor.to(present, copy=True)
+            sizes.append((name, norms[name].abs().amax()))
+    largest = torch.stack([size for _, size in sizes]).tolist() if sizes else []
+    for (name, _), size in zip(sizes, largest, strict=True):
+        if not math.isfinite(size):
+            dtype = norms[name].dtype
+            raise AdapterError(f"trained norm {name} holds NaN or infinite values, or values too large for {dtype}")
+    return norms, max(largest, default=0.0)
+
+
+def _norm_values(
+    base: dict[str, torch.Tensor], sigma: float, seed: int, rollout: int, targets: Any
+) -> dict[str, torch.Tensor]:
+    """What the norms will hold: ``base``, and the noise on those that are its targets."""
+    targeted = {name: norm for name, norm in base.items() if sigma and noise.is_target(name, targets)}
+    return {**base, **noise.all_noisy(targeted, sigma, seed, rollout)}
+
+
+def _write_norms(policy: WorkerPolicy, values: dict[str, torch.Tensor]) -> None:
+    """In place: compiled graphs and CUDA graphs hold the addresses."""
+    if values:
+        torch._foreach_copy_([policy.layers[name].weight.data for name in values], list(values.values()))
+
+
+def _swallowed(policy: WorkerPolicy, names: list[str]) -> float:
+    """Share of noisy weights that rounding to the norm's dtype left unchanged; 0 for fp32 norms."""
+    weights = {name: policy.layers[name].weight.data for name in names}
+    if not policy.sigma or all(weight.dtype == torch.float32 for weight in weights.values()):
+        return 0.0
+    same = sum(int((weight == policy.base_norms[name]).sum()) for name, weight in weights.items())
+    return same / sum(weight.numel() for weight in weights.values())
+
+
+def digest_of(tensors: Any) -> str:
+    """SHA-256 of the bits of tensors, in their order."""
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        sha.update(tensor.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return sha.hexdigest()
+
+
+PAGE = 2 << 20  # bytes of GPU memory that CUDA maps at least
+GONE = (
+    "the frozen weights of this engine are no longer those that it has loaded: sleep(level=2) throws them away, and "
+    "nothing loads them again. Whatever it has answered since is wrong; restart it, and sleep at level 1"
+)
+
+
+@torch.no_grad()
+def landmarks(parameters: Iterable[torch.Tensor], changing: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The first word of each page of ``parameters``, on the CPU, but for those among ``changing``: norms."""
+    ours = {tensor.untyped_storage().data_ptr() for tensor in changing}
+    once = {tensor.untyped_storage().data_ptr(): tensor for tensor in parameters}
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    for address, tensor in once.items():
+        if address not in ours:
+            words = spans.as_type(spans.all_bytes(tensor.untyped_storage()), torch.int64)
+            found.setdefault(tensor.device, []).append(words[:: PAGE // 8])
+    return torch.cat([torch.cat(parts).cpu() for parts in found.values()])

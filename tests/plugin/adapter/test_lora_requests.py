@@ -1,0 +1,136 @@
+"""What vLLM would leave out of an adapter that it reads itself is refused, and nothing else is."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from vllm.lora.request import LoRARequest
+
+from qerl_vllm_plugin.adapter.check import AdapterError
+from qerl_vllm_plugin.adapter.folder import base_hash, check_folder, check_modules
+from qerl_vllm_plugin.compat import engine as compat
+from qerl_vllm_plugin.compat import lora_loading
+
+TENSORS, CONFIG, NORMS, STATE = (
+    "adapter_model.safetensors",
+    "adapter_config.json",
+    "norms.safetensors",
+    "qerl_state.json",
+)
+
+
+@pytest.fixture(scope="module")
+def saved(reference, make_nvfp4, make_adapter, tmp_path_factory):
+    """A real PEFT folder, which says of which base it is."""
+    folder, base = tmp_path_factory.mktemp("saved"), make_nvfp4("qwen2")
+    make_adapter(reference(base), seed=5)[2].save_pretrained(folder)
+    (folder / STATE).write_text(json.dumps({"base": str(base), "base_hash": base_hash(base)}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(boot, make_nvfp4, lora_options, saved):
+    """With the good adapter in its slot: what is refused amid a step would leave the engine with half of one."""
+    engine = boot(make_nvfp4("qwen2"), **{**lora_options, "max_loras": 2, "max_cpu_loras": 2})
+    assert engine.llm_engine.add_lora(LoRARequest("good", 1, str(saved)))
+    return engine
+
+
+def config(folder: Path, **changes: object) -> None:
+    (folder / CONFIG).write_text(json.dumps({**json.loads((folder / CONFIG).read_text()), **changes}))
+
+
+def norms(folder: Path) -> None:
+    save_file({"model.layers.0.input_layernorm.weight": torch.full((64,), 3.0)}, folder / NORMS)
+
+
+def of_another_base(folder: Path) -> None:
+    (folder / STATE).write_text(json.dumps({"base": "/models/another", "base_hash": "0" * 64}))
+
+
+def of_a_deeper_model(folder: Path) -> None:
+    tensors = load_file(folder / TENSORS)
+    save_file({name.replace("layers.1.", "layers.7."): tensor for name, tensor in tensors.items()}, folder / TENSORS)
+
+
+LEFT_OUT = {
+    "trained_norms": (norms, r"trained norms .*\"path\": .*qerl evaluate"),
+    "another_base": (of_another_base, "trained on another base \\(/models/another\\)"),
+    "layers": (of_a_deeper_model, r"adapts model\.layers\.7\.mlp\.down_proj \(and 2 more\).*no LoRA slot"),
+    "alpha": (lambda folder: config(folder, alpha_pattern={"q_proj": 80}), "alpha_pattern"),
+    "rank": (lambda folder: config(folder, rank_pattern={"q_proj": 2}), "rank_pattern"),
+    "base_weights": (lambda folder: config(folder, init_lora_weights="pissa"), "changes the base weights too"),
+}
+
+
+@pytest.mark.parametrize("case", LEFT_OUT)
+def test_promise_04_what_vllm_would_leave_out_of_an_adapter_is_refused(engine, saved, measure, tmp_path, case):
+    spoil, message = LEFT_OUT[case]
+    folder, good = tmp_path / "adapter", LoRARequest("good", 1, str(saved))
+    before = measure.engine(engine, good)
+    shutil.copytree(saved, folder)
+    spoil(folder)
+    with pytest.raises(AdapterError, match=message):
+        engine.llm_engine.add_lora(LoRARequest("spoilt", 2, str(folder)))
+    assert (measure.engine(engine, good) == before).all()
+    assert measure.difference(before, measure.engine(engine)) > 0.01, "the adapter must change the answers"
+
+
+def test_an_adapter_that_peft_alone_has_saved_and_one_from_a_tensor_file_of_experts_pass(saved, make_nvfp4, tmp_path):
+    shutil.copytree(saved, tmp_path / "adapter")
+    (tmp_path / "adapter" / STATE).unlink()
+    config(tmp_path / "adapter", target_parameters=["mlp.experts.down_proj"])
+    check_folder(tmp_path / "adapter", make_nvfp4("qwen2"), 8)
+    with pytest.raises(AdapterError, match=r"adapter: the adapter has rank 4, .* at most 2 \(max_lora_rank\)"):
+        check_folder(tmp_path / "adapter", None, 2)
+
+
+def test_the_experts_of_an_adapter_have_slots_under_names_of_vllms():
+    check_modules(Path("RUN"), ["model.layers.0.mlp.experts.7.up_proj", "a.q_proj"], {"a.q_proj", "a.k_proj"})
+    with pytest.raises(AdapterError, match=r"RUN adapts a\.v_proj \(and 0 more\)"):
+        check_modules(Path("RUN"), ["a.v_proj", "a.q_proj"], {"a.q_proj"})
+
+
+class Runner:
+    """A model runner as vLLM's: it builds its model, then the slots of its stage, and does both again on a reload."""
+
+    def __init__(self, config, adapted):
+        self.config, self.adapted, self.reads = config, adapted, 0
+
+    def load_model(self):
+        lora_loading.watch(self.config, check_folder, check_modules)
+        self.load_lora_model()
+
+    def load_lora_model(self):
+        layer = "model.layers.1.self_attn"
+        packed = {f"{layer}.qkv_proj": [f"{layer}.{name}_proj" for name in "qkv"]}
+        slots = SimpleNamespace(modules={f"{layer}.qkv_proj": None, f"{layer}.o_proj": None}, packed_modules=packed)
+        limits = SimpleNamespace(max_lora_rank=8)
+        self.lora_manager = SimpleNamespace(_adapter_manager=slots, _load_adapter=self.read, lora_config=limits)
+
+    def read(self, request):
+        self.reads += 1
+        return SimpleNamespace(loras=dict.fromkeys(self.adapted))
+
+
+@pytest.mark.parametrize("of_another_stage", [0, 7])
+def test_a_stage_of_a_pipeline_reads_what_a_stage_has_slots_for_and_refuses_the_rest(
+    of_another_stage, monkeypatch, tmp_path
+):
+    other = {f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"}
+    monkeypatch.setattr(compat, "of_all_stages", lambda own: [other, own])
+    names = [f"model.layers.{layer}.self_attn.q_proj" for layer in (of_another_stage, 1)]
+    runner = Runner(SimpleNamespace(lora_config=object()), names)
+    runner.load_model()
+    runner.load_model()  # an engine that reads its weights again makes its slots again
+    request = LoRARequest("a", 1, str(tmp_path))
+    if of_another_stage == 0:
+        assert list(runner.lora_manager._load_adapter(request).loras) == names
+    else:
+        with pytest.raises(AdapterError, match=r"adapts model\.layers\.7\.self_attn\.q_proj \(and 0 more\)"):
+            runner.lora_manager._load_adapter(request)
+    assert runner.reads == 1

@@ -1,0 +1,83 @@
+"""What a linear layer checks of its parts by itself, whatever looked at the checkpoint before."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from qerl_kernels import nvfp4
+
+from qerl_vllm_plugin.weights import linear
+from qerl_vllm_plugin.weights.linear import Arrivals, QerlLinearMethod, QerlOnlineLinearMethod
+from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
+
+
+@pytest.mark.parametrize(
+    ("came", "is_complete"),
+    [
+        ([], False),
+        ([(0,)], False),
+        ([(0,), (0,)], False),
+        ([(0,), (1,), (2,)], True),
+        ([("q",), ("k",), ("v",)], True),
+        ([((0, 1),)], False),
+        ([((0, 1),), (2,)], True),  # one tensor of the checkpoint for two parts
+        ([()], True),  # the whole tensor, without a part's number
+        ([(None,)], True),
+    ],
+)
+def test_a_layer_is_complete_when_all_its_parts_have_come(came, is_complete):
+    arrivals = Arrivals(3)
+    for shard in came:
+        arrivals.add(*shard)
+    assert arrivals.complete == is_complete
+
+
+@pytest.mark.parametrize("lacking", QerlLinearMethod.tensor_names)
+def test_a_packed_layer_of_which_a_part_has_not_come_is_refused(lacking):
+    method = QerlLinearMethod("model.layers.0.mlp.gate_up_proj")
+    method.is_dummy, method.arrivals = False, {name: Arrivals(2) for name in method.tensor_names}
+    for name, arrivals in method.arrivals.items():
+        arrivals.add(0)
+        if name != lacking:
+            arrivals.add(1)
+    with pytest.raises(CheckpointError, match=rf"gate_up_proj\.{lacking} is missing from the checkpoint, or only"):
+        method.process_weights_after_loading(torch.nn.Module())
+
+
+def test_a_bf16_layer_of_which_a_part_has_not_come_is_refused():
+    method = QerlOnlineLinearMethod("model.layers.0.mlp.gate_up_proj")
+    method.is_dummy, method.arrived = False, Arrivals(2)
+    method.arrived.add(1)
+    with pytest.raises(CheckpointError, match=r"gate_up_proj\.weight is missing from the checkpoint, or only a part"):
+        method.process_weights_after_loading(torch.nn.Module())
+
+
+@pytest.mark.parametrize(("K", "is_refused"), [(64, False), (72, True), (8, True)])
+def test_columns_that_are_no_whole_blocks_on_a_rank_are_refused_with_the_way_out(K, is_refused, monkeypatch):
+    monkeypatch.setattr(linear.layouts, "choose", lambda dtype, kernel: "a layout")
+    config = SimpleNamespace(load_config=SimpleNamespace(load_format="auto"))
+    monkeypatch.setattr(linear, "get_current_vllm_config", lambda: config)
+    method, layer = QerlLinearMethod("model.layers.0.mlp.down_proj"), SimpleNamespace()
+    if is_refused:
+        with pytest.raises(ValueError, match=rf"down_proj: {K} input columns on this rank; .* multiple of 16\. Use a"):
+            method._describe(layer, K, [32, 16], torch.bfloat16)
+        return
+    method._describe(layer, K, [32, 16], torch.bfloat16)
+    assert (layer.input_size_per_partition, layer.output_size_per_partition, layer.logical_widths) == (K, 48, [32, 16])
+
+
+def test_random_weights_are_legal_and_of_the_size_of_a_trained_layers():
+    N, K = 64, 512
+    layer = torch.nn.Module()
+    for name, tensor in zip(QerlLinearMethod.tensor_names, linear._empty(N, K, 2), strict=True):
+        setattr(layer, name, torch.nn.Parameter(tensor, requires_grad=False))
+    linear._fill_dummy(layer)
+    codes = layer.weight_packed.data
+    assert set((codes & 15).unique().tolist()) == set((codes >> 4).unique().tolist()) == set(range(16))
+    scales = layer.weight_scale.data.float()
+    assert 60 <= float(scales.min()) < 80 and 300 < float(scales.max()) <= 320
+    w = nvfp4.dequantize(codes, layer.weight_scale.data).double() / layer.weight_global_scale.data[0].double()
+    assert float(w.std()) == pytest.approx(K**-0.5, rel=0.25)
+    again = codes.clone()
+    linear._fill_dummy(layer)
+    assert torch.equal(again, codes), "the same on every rank and in every start"

@@ -1,0 +1,130 @@
+"""Whom the address of a server names is told to the server, and to nobody who reads."""
+
+import asyncio
+import base64
+import http.server
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import httpx
+import pytest
+
+from qerl_vllm_plugin.client import AsyncPolicyClient, PolicyClient
+from qerl_vllm_plugin.wire.address import hidden, parted, shown
+
+SECRET = "se/cret@ü:?"
+IN_A_URL = "se%2Fcret%40%C3%BC:%3F"  # the first colon ends the user
+
+
+@pytest.mark.parametrize(
+    ("url", "plain", "login"),
+    [
+        ("http://gpu1:8000/v1", "http://gpu1:8000/v1", None),
+        ("http://user:pass@gpu1:8000/v1", "http://gpu1:8000/v1", ("user", "pass")),
+        (f"https://user:{IN_A_URL}@[::1]:1/", "https://[::1]:1/", ("user", SECRET)),
+        ("http://user@gpu1", "http://gpu1", ("user", "")),
+        ("http://a:b@c@gpu1", "http://gpu1", ("a", "b@c")),
+    ],
+)
+def test_a_url_is_parted_from_whom_it_names(url: str, plain: str, login: tuple[str, str] | None) -> None:
+    assert parted(url) == (plain, login)
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("http://gpu1:8000/v1", "http://gpu1:8000/v1"),
+        ("http://user:pass@gpu1:8000", "http://***@gpu1:8000"),
+        ("user:pass@gpu1:8000", "***@gpu1:8000"),
+        ("http://user:pa@ss@gpu1", "http://***@gpu1"),
+        ("http://gpu1/?token=pass", "http://gpu1/?***"),
+        ("http://gpu1/#pass", "http://gpu1/#***"),
+        ("http://user:pa/ss@gpu1", "http://***"),  # or a path with an @: the pass may be on either side
+        ("http://gpu1/?token=x@pass", "http://***"),
+        ("http://user:pass@gpu1:8000\n", "http://***@gpu1:8000\n"),
+        (None, "None"),
+    ],
+)
+def test_nothing_of_a_password_or_a_query_is_shown(url: str | None, text: str) -> None:
+    assert shown(url) == text
+
+
+def test_every_url_of_a_text_is_as_it_is_shown_and_the_rest_as_it_was() -> None:
+    said = "qerl train --vllm_server_base_url=http://a:pass@gpu1:1 --to me@x.org 'https://b:pass@gpu2' http://gpu3/?a=1"
+    assert hidden(said) == said.replace("a:pass", "***").replace("b:pass", "***")
+
+
+@dataclass
+class Proxy:
+    """A server that wants a user and a password, and notes what else it hears."""
+
+    url: str = ""
+    heard: list[tuple[str, str | None]] = field(default_factory=list)
+
+
+@pytest.fixture
+def proxy() -> Iterator[Proxy]:
+    found, wanted = Proxy(), "Basic " + base64.b64encode(f"user:{SECRET}".encode()).decode()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            given = self.headers.get("Authorization")
+            found.heard.append((self.path, given))
+            content = json.dumps({"version": 3} if given == wanted else {"error": "who are you?"}).encode()
+            self.send_response(200 if given == wanted else 401)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *arguments: object) -> None:
+            """Nothing."""
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    found.url = f"http://user:{IN_A_URL}@127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield found
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_client_tells_the_server_who_asks_and_the_log_does_not(
+    proxy: Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, logger="httpx"):
+        policy = PolicyClient(proxy.url, "token")
+        later = AsyncPolicyClient(proxy.url, "token")
+        assert policy.state() == asyncio.run(later.state()) == {"version": 3}
+    assert [path for path, _ in proxy.heard] == ["/v1/qerl/state"] * 2
+    assert "127.0.0.1" in caplog.text  # httpx logs each request
+    for text in (caplog.text, repr(policy), repr(later)):
+        assert "cret" not in text and "user" not in text
+
+
+def test_the_negative_control_httpx_itself_logs_a_password(proxy: Proxy, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="httpx"):
+        httpx.get(proxy.url)
+    assert "cret" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://user:pass@gpu1/?token=pass",
+        "http://user:pa/pass@gpu1",
+        "http://user:80/pass@gpu1",
+        "http://user:pass@gpu1:port",
+        "http://user:pass@[gpu1",
+        "ftp://user:pass@gpu1",
+        "user:pass@gpu1",
+    ],
+)
+def test_a_url_that_is_refused_is_shown_without_them(url: str) -> None:
+    with pytest.raises(ValueError, match=r"^url is .*http://127\.0\.0\.1:8000") as refused:
+        PolicyClient(url, "token")
+    assert "pass@" not in str(refused.value) and "=pass" not in str(refused.value)
+    assert ":pass" not in str(refused.value)

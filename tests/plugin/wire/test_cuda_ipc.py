@@ -1,0 +1,213 @@
+"""What the driver is asked for memory between processes, by a driver that writes it down; tests/gpu/test_ipc.py has a
+real one."""
+
+import contextlib
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from qerl_vllm_plugin.wire import cuda_ipc
+from qerl_vllm_plugin.wire.cuda_ipc import CudaIPCError
+
+GPU = torch.device("cuda", 1)
+MIB = 1 << 20
+START = ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2"]
+END = ["cuCtxPopCurrent_v2", "cuDevicePrimaryCtxRelease_v2"]
+
+
+def plain(given):
+    """The values of what ctypes is given."""
+    given = getattr(given, "_obj", given)
+    return given if isinstance(given, int) else getattr(given, "value", given)
+
+
+class Driver:
+    """Every function of it succeeds but those of ``codes``, {name: [code of each call]}; ``calls`` are (name, values).
+
+    ``fills``: what a call writes into what it is given by reference, {name: [values]}.
+    """
+
+    def __init__(self) -> None:
+        self.calls, self.codes = [], {}
+        self.fills = {"cuMemAlloc_v2": [4096], "cuDeviceGet": [5], "cuDevicePrimaryCtxRetain": [66]}
+        self.fills |= {"cuIpcOpenMemHandle_v2": [9000], "cuMemGetAddressRange_v2": [8000, 3000]}
+
+    def __getattr__(self, name):
+        if not name.startswith("cu"):
+            raise AttributeError(name)
+
+        def call(*given):
+            if name == "cuGetErrorString":
+                given[1]._obj.value = b"a reason"
+                return 0
+            code = self.codes[name].pop(0) if self.codes.get(name) else 0
+            if code == 0:
+                for reference, value in zip(given, self.fills.get(name, []), strict=False):
+                    reference._obj.value = value
+                if name == "cuIpcGetMemHandle":
+                    given[0]._obj.content[:] = bytes(range(64))
+            self.calls.append((name, [plain(value) for value in given]))
+            return code
+
+        return call
+
+    def names(self):
+        return [name for name, _ in self.calls]
+
+    def values(self, name):
+        return [values for called, values in self.calls if called == name]
+
+    def is_left(self):
+        """Every context that was entered has been left and given back."""
+        entered, left = (self.names().count(f"cuCtx{what}Current_v2") for what in ("Push", "Pop"))
+        taken, given = (self.names().count(f"cuDevicePrimaryCtx{what}") for what in ("Retain", "Release_v2"))
+        return entered == left == taken == given > 0
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    made = Driver()
+    monkeypatch.setattr(cuda_ipc, "_driver", lambda: made)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: made.calls.append(("empty_cache", [])))
+    monkeypatch.setattr(torch, "as_tensor", lambda memory, device: (memory.__cuda_array_interface__, device))
+    return made
+
+
+@pytest.mark.parametrize(("size", "asked"), [(1, 2 * MIB), (2 * MIB, 2 * MIB), (2 * MIB + 1, 4 * MIB)])
+def test_memory_that_is_sent_has_pages_of_its_own_and_is_given_back(size, asked, driver):
+    with pytest.raises(KeyError), cuda_ipc.exported(size, GPU) as ((memory, device), handle):
+        assert memory["data"] == (4096, False) and memory["shape"] == (size,) and memory["typestr"] == "|u1"
+        assert device == GPU and handle == bytes(range(64))
+        assert driver.values("cuMemAlloc_v2") == [[4096, asked]]
+        assert driver.values("cuIpcGetMemHandle")[0][1] == 4096
+        assert "cuMemFree_v2" not in driver.names()
+        raise KeyError("what becomes of the block is no matter")
+    assert driver.values("cuMemFree_v2") == [[4096]] and driver.is_left()
+    assert driver.names()[-len(END) - 1 :] == ["cuMemFree_v2", *END], "in the device's context"
+
+
+def test_without_room_what_torch_has_freed_is_given_back_first(driver):
+    driver.codes["cuMemAlloc_v2"] = [2]
+    with cuda_ipc.exported(3 * MIB, GPU):
+        names = driver.names()
+        first = names.index("cuMemAlloc_v2")
+        expected = ["cuMemAlloc_v2", *END, "empty_cache", *START, "cuMemAlloc_v2"]
+        assert names[first : first + len(expected)] == expected
+    driver.calls.clear()
+    driver.codes["cuMemAlloc_v2"] = [2, 2]
+    with pytest.raises(CudaIPCError, match=r"^3\.1 MB of GPU memory for what is sent: CUDA error 2 \(a reason\)$"):
+        with cuda_ipc.exported(3 * MIB, GPU):
+            pass
+    assert "cuMemFree_v2" not in driver.names() and driver.is_left()
+    driver.calls.clear()
+    driver.codes["cuMemAlloc_v2"] = [700]
+    with pytest.raises(CudaIPCError, match="CUDA error 700"), cuda_ipc.exported(3 * MIB, GPU):
+        pass
+    assert "empty_cache" not in driver.names()
+
+
+def test_memory_without_a_handle_is_given_back(driver):
+    driver.codes["cuIpcGetMemHandle"] = [801]
+    with pytest.raises(CudaIPCError, match=r"a handle of GPU memory: CUDA error 801"), cuda_ipc.exported(5, GPU):
+        pass
+    assert driver.values("cuMemFree_v2") == [[4096]] and driver.is_left()
+
+
+def test_memory_of_another_process_is_mapped_for_the_block_and_its_handle_goes_as_it_came(driver):
+    handle = bytes(range(100, 164))
+    with pytest.raises(KeyError), cuda_ipc.opened(handle, 2000, GPU) as address:
+        assert address == 9000
+        ((_, given, flags),) = driver.values("cuIpcOpenMemHandle_v2")
+        assert bytes(given.content) == handle and flags == 1, "peers are reached when they are first read"
+        assert driver.values("cuMemGetAddressRange_v2") == [[8000, 3000, 9000]]
+        assert "cuIpcCloseMemHandle" not in driver.names()
+        raise KeyError
+    assert driver.values("cuIpcCloseMemHandle") == [[9000]] and driver.is_left()
+
+
+def test_less_memory_than_was_announced_is_refused_and_let_go(driver):
+    """From 9000 to the end of the piece at 8000 + 3000 there are 2000 bytes."""
+    said = "^2001 bytes of GPU memory were announced, and there are 2000$"
+    with pytest.raises(CudaIPCError, match=said), cuda_ipc.opened(bytes(64), 2001, GPU):
+        raise AssertionError("nothing is read")
+    assert driver.values("cuIpcCloseMemHandle") == [[9000]] and driver.is_left()
+
+
+@pytest.mark.parametrize(
+    ("function", "said", "is_closed"),
+    [
+        ("cuIpcOpenMemHandle_v2", "mapping GPU memory of another process (does it still run?)", False),
+        ("cuMemGetAddressRange_v2", "the size of another process's GPU memory", True),
+        ("cuInit", "starting the driver", False),
+        ("cuDeviceGet", "finding GPU 1", False),
+        ("cuDevicePrimaryCtxRetain", "the context of GPU 1", False),
+        ("cuCtxPushCurrent_v2", "entering the context of GPU 1", False),
+    ],
+)
+def test_what_the_driver_refuses_is_named_and_all_that_was_taken_is_given_back(function, said, is_closed, driver):
+    driver.codes[function] = [7]
+    with pytest.raises(CudaIPCError) as refused, cuda_ipc.opened(bytes(64), 1, GPU):
+        raise AssertionError("nothing is read")
+    assert str(refused.value) == f"{said}: CUDA error 7 (a reason)"
+    names = driver.names()
+    assert ("cuIpcCloseMemHandle" in names) == is_closed
+    entered = names.count("cuCtxPushCurrent_v2") - (function == "cuCtxPushCurrent_v2")
+    assert names.count("cuCtxPopCurrent_v2") == entered
+    retained = names.count("cuDevicePrimaryCtxRetain") - (function == "cuDevicePrimaryCtxRetain")
+    assert names.count("cuDevicePrimaryCtxRelease_v2") == retained
+
+
+def test_the_context_is_that_of_the_device_and_its_own_is_given_back(driver):
+    with cuda_ipc._context(GPU):
+        assert driver.names() == START
+    assert driver.values("cuDeviceGet") == [[5, 1]] and driver.values("cuDevicePrimaryCtxRetain") == [[66, 5]]
+    assert driver.values("cuCtxPushCurrent_v2") == [[66]] and driver.values("cuDevicePrimaryCtxRelease_v2") == [[5]]
+    assert driver.names() == [*START, *END]
+
+
+def test_copies_are_asked_for_on_torchs_stream_and_have_ended_when_it_returns(driver, monkeypatch):
+    stream = SimpleNamespace(cuda_stream=77, synchronize=lambda: driver.calls.append(("synchronize", [])))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+    cuda_ipc.copy([cuda_ipc.Copy(target=1, source=2, size=3), cuda_ipc.Copy(4, 5, 6)], GPU)
+    assert driver.values("cuMemcpyDtoDAsync_v2") == [[1, 2, 3, 77], [4, 5, 6, 77]]
+    assert driver.names()[-3:] == ["synchronize", *END]
+    driver.calls.clear()
+    cuda_ipc.finish(GPU)
+    assert driver.names() == ["synchronize"]
+    driver.codes["cuMemcpyDtoDAsync_v2"] = [1]
+    with pytest.raises(CudaIPCError, match="copying from another process's GPU memory: CUDA error 1"):
+        cuda_ipc.copy([cuda_ipc.Copy(1, 2, 3)], GPU)
+    assert driver.is_left()
+
+
+def test_pages_are_made_known_whole_and_to_every_context(driver):
+    memory = torch.zeros(3, 5)
+    cuda_ipc.register(memory, GPU)
+    cuda_ipc.unregister(memory, GPU)
+    assert driver.values("cuMemHostRegister_v2") == [[memory.data_ptr(), 60, 1]]
+    assert driver.values("cuMemHostUnregister") == [[memory.data_ptr()]] and driver.is_left()
+    for function, call in (("cuMemHostRegister_v2", cuda_ipc.register), ("cuMemHostUnregister", cuda_ipc.unregister)):
+        driver.codes[function] = [712]
+        with pytest.raises(CudaIPCError, match="shared memory: CUDA error 712"):
+            call(memory, GPU)
+
+
+def test_gpus_have_one_name_in_every_process(monkeypatch):
+    names = ["first", "second"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=names[device.index]))
+    assert cuda_ipc.visible() == names and cuda_ipc.uuid(GPU) == "second"
+
+
+def test_a_machine_without_a_driver_says_so(monkeypatch):
+    def missing(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    cuda_ipc._driver.cache_clear()
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    with pytest.raises(CudaIPCError, match=r"there is no NVIDIA driver here: libcuda\.so\.1: cannot open"):
+        cuda_ipc.register(torch.zeros(1), GPU)
+    assert cuda_ipc._driver.cache_info().currsize == 0

@@ -1,0 +1,327 @@
+"""Shared memory that is written again: its bits, what is kept and what is not, and when nothing of it is left."""
+
+import asyncio
+import contextlib
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from waiting import PATIENCE
+
+from qerl_vllm_plugin.adapter.check import AdapterError
+from qerl_vllm_plugin.wire import shared_file, shared_segment
+from qerl_vllm_plugin.wire.shared_segment import NoRoomError, Segments
+
+A = torch.arange(12.0).reshape(3, 4)
+TENSORS = {
+    "plain": A,
+    "the_same_memory": A,
+    "a_view": A.t(),
+    "half": A.bfloat16(),
+    "eight_bits": A.to(torch.float8_e4m3fn),
+    "whole": torch.arange(5),
+    "one": torch.tensor(2.5),
+    "none": torch.empty(0, 4),
+    "odd": torch.ones(3, dtype=torch.uint8),
+}
+
+
+def bits(tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("group", [1, 48, 1 << 20])
+def test_it_has_the_bits_of_the_tensors(group, monkeypatch):
+    monkeypatch.setattr(shared_segment, "GROUP", group)
+    with Segments(AdapterError).filled(TENSORS) as path:
+        found = {name: tensor.clone() for name, tensor in load_file(path).items()}
+        assert str(Path(path).readlink()).startswith(f"{shared_file.SHARED_MEMORY}/")
+        assert os.stat(path).st_nlink == 0
+    assert found.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
+        assert bits(found[name]).equal(bits(tensor))
+
+
+def test_another_process_reads_it():
+    with Segments(AdapterError).filled(TENSORS) as path:
+        line = f"from safetensors.torch import load_file; print(load_file({path!r})['a_view'].tolist())"
+        other = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=True)
+    assert other.stdout.strip() == str(A.t().tolist())
+
+
+def test_the_end_of_who_keeps_one_is_its_end_without_a_warning():
+    segments = Segments(AdapterError)
+    with segments.filled({"a": A}) as path:
+        pass
+    assert Path(path).exists(), "it is kept"
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        del segments
+    assert not Path(path).exists() and not said
+
+
+def test_one_of_the_same_size_is_the_same_file_with_the_new_bits():
+    segments = Segments(AdapterError)
+    with segments.filled({"a": A}) as path:
+        first = os.stat(path)
+    with segments.filled({"a": A + 1}) as path:
+        again = os.stat(path)
+        assert load_file(path)["a"].equal(A + 1)
+    with segments.filled({"a": A[:2]}) as path:
+        assert os.stat(path).st_size < first.st_size and load_file(path)["a"].equal(A[:2])
+    assert (again.st_ino, again.st_size) == (first.st_ino, first.st_size)
+
+
+class Refused(Exception):
+    def __init__(self, reason):
+        self.reason = reason
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, *map(Refused, ("", "lost", "engine_dead"))])
+def test_what_workers_may_still_read_is_not_written_again(error):
+    """Nor after a refusal of a proxy, or of a server whose engine has not answered."""
+    segments = Segments(Refused)
+    with pytest.raises(Refused if isinstance(error, Refused) else error):
+        with segments.filled({"a": A}) as path:
+            found, number = load_file(path)["a"], os.open(path, os.O_RDONLY)
+            raise error
+    assert os.fstat(number).st_size, "to read what is given back would end this process"
+    os.close(number)
+    with segments.filled({"a": A + 1}) as path:
+        assert load_file(path)["a"].equal(A + 1) and found.equal(A)
+
+
+def test_two_at_a_time_have_a_file_each_and_one_is_kept():
+    segments = Segments(AdapterError)
+    with segments.filled({"a": A}) as first, segments.filled({"a": A + 1}) as second:
+        assert load_file(first)["a"].equal(A) and load_file(second)["a"].equal(A + 1)
+        paths = {path: os.stat(path).st_ino for path in (first, second)}
+        of_a_worker = os.open(second, os.O_RDONLY)
+    left = [path for path, inode in paths.items() if Path(path).exists() and os.stat(path).st_ino == inode]
+    assert left == [first]
+    assert os.fstat(of_a_worker).st_size == 0, "the other's memory is given back, whoever has it"
+    os.close(of_a_worker)
+
+
+# Eight tasks send adapters of two sizes at once, as a server and an asynchronous client do: a segment is entered in a
+# thread and left in the loop's. A process of its own: memory that is gone ends it (SIGBUS).
+STRESS = """
+import asyncio, contextlib, hashlib, os, random, sys, time
+import torch
+from qerl_vllm_plugin.wire.safetensors_file import header_bytes
+from qerl_vllm_plugin.wire.shared_segment import Segments
+
+torch.set_num_threads(1)
+truncate, end, swaps = os.ftruncate, time.monotonic() + float(sys.argv[1]), 0
+
+class Refused(Exception):
+    pass
+
+class Slow(Segments):
+    @property
+    def _kept(self):
+        kept = self.__dict__.get("kept")
+        time.sleep(0.0001)
+        return kept
+
+    @_kept.setter
+    def _kept(self, kept):
+        self.__dict__["kept"] = kept
+
+def slowly(*given):
+    truncate(*given)
+    time.sleep(0.01)  # others have the interpreter meanwhile, as they may have while the kernel frees pages
+
+os.ftruncate, segments, opened = slowly, Slow(Refused), len(os.listdir("/proc/self/fd"))
+
+def digest(path):
+    with open(path, "rb") as file:
+        return hashlib.sha256(file.read()).digest()
+
+async def send(number):
+    global swaps
+    chance = random.Random(number)
+    while time.monotonic() < end:
+        tensor = torch.full((chance.choice([50_000, 60_000]),), float(swaps * 8 + number))
+        content = header_bytes([("a", tensor.dtype, tensor.shape)]) + tensor.numpy().tobytes()
+        with contextlib.suppress(Refused), contextlib.ExitStack() as stack:
+            if number % 2:
+                path = await asyncio.to_thread(stack.enter_context, segments.filled({"a": tensor}))
+            else:
+                segment = await asyncio.to_thread(stack.enter_context, segments.of(len(content)))
+                for start in range(0, len(content), 65536):
+                    segment.write(content[start : start + 65536], start)
+                    await asyncio.sleep(0)
+                path = segment.path
+            expected = hashlib.sha256(content).digest()
+            for _ in range(chance.randrange(4)):
+                assert await asyncio.to_thread(digest, path) == expected
+            swaps += 1
+            if chance.random() < 0.1:
+                raise Refused
+
+async def main():
+    await asyncio.gather(*map(send, range(8)))
+
+asyncio.run(main())
+print(swaps, len(os.listdir("/proc/self/fd")) - opened)
+"""
+
+
+@pytest.mark.parametrize("seconds", [2, pytest.param(30, marks=pytest.mark.slow)])
+def test_overlapping_senders_never_touch_memory_that_is_gone(seconds):
+    done = subprocess.run([sys.executable, "-c", STRESS, str(seconds)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, f"ended by {done.returncode}: {done.stderr[-2000:]}"
+    swaps, left = map(int, done.stdout.split())
+    assert swaps > 8 * seconds and left <= 1, "what is not kept is closed"
+
+
+def test_a_task_that_is_cancelled_while_a_thread_fills_a_segment_leaves_it_to_the_next(monkeypatch):
+    fill, is_writing, may_end = shared_segment._fill, threading.Event(), threading.Event()
+
+    def slow(*given):
+        is_writing.set()
+        assert may_end.wait(PATIENCE)
+        fill(*given)
+
+    async def run():
+        segments = Segments(AdapterError)
+        with contextlib.ExitStack() as held:
+            path = await shared_segment.enter(segments.filled({"a": A}), held)
+            first = os.stat(path).st_ino
+        monkeypatch.setattr(shared_segment, "_fill", slow)
+        with contextlib.ExitStack() as held:
+            task = asyncio.create_task(shared_segment.enter(segments.filled({"a": A}), held))
+            await asyncio.to_thread(is_writing.wait, PATIENCE)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        monkeypatch.setattr(shared_segment, "_fill", fill)
+        with segments.filled({"a": A + 1}) as path:
+            other = os.stat(path).st_ino
+            may_end.set()  # the thread writes on, into what it alone has
+            async with asyncio.timeout(PATIENCE):
+                while segments._kept is None:
+                    await asyncio.sleep(0.01)
+            assert os.stat(segments._kept.path).st_ino == first != other
+            assert load_file(path)["a"].equal(A + 1)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("error", [None, AdapterError, RuntimeError])
+def test_a_file_of_unknown_size_grows_and_is_not_kept(error):
+    """After an error that is no refusal a worker may still read it."""
+    segments = Segments(AdapterError)
+    said = pytest.raises(error) if error else contextlib.nullcontext()
+    with said, segments.growing(100) as growing:
+        of_a_worker = os.open(growing.path, os.O_RDONLY)
+        for start, chunk in ((0, b"three"), (5, b" pieces"), (12, b".")):
+            growing.write(chunk, start)
+        with open(growing.path, "rb") as file:
+            assert file.read() == b"three pieces."
+        if error:
+            raise error
+    assert growing.file.closed
+    assert os.fstat(of_a_worker).st_size == (13 if error is RuntimeError else 0)
+    os.close(of_a_worker)
+
+
+def test_a_file_that_grows_beyond_what_is_left_is_refused(monkeypatch):
+    with pytest.raises(NoRoomError, match=f"has no room for {1 << 60} bytes"), Segments(AdapterError).growing(1 << 60):
+        pass
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Segments(AdapterError).growing(100) as growing:
+        monkeypatch.setattr(shared_file, "append", full)
+        with pytest.raises(NoRoomError, match="is full: No space left"):
+            growing.write(b"x", 0)
+
+
+def test_small_tensors_are_copied_together_up_to_the_size_of_a_group(monkeypatch):
+    monkeypatch.setattr(shared_segment, "GROUP", 48)
+    tensors = [torch.zeros(size, dtype=torch.uint8) for size in (16, 32, 8, 100, 4, 44, 1)]
+    assert [[len(tensor) for tensor in group] for group in shared_segment._groups(tensors)] == [
+        [16, 32],
+        [8],
+        [100],
+        [4, 44],
+        [1],
+    ]
+
+
+def holders(link):
+    """The processes that have a file without a name, which is ``link`` to the kernel, open or mapped. What others do in
+    shared memory meanwhile, as the tests beside this one, changes nothing about it."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            opened = (os.readlink(entry) for entry in (folder / "fd").iterdir())
+            if link in opened or link in (folder / "maps").read_text():
+                found.add(int(folder.name))
+    return found
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_what_no_worker_needs_gives_its_memory_back_though_one_has_it_mapped(is_refused):
+    """After another size, and after a refusal: a shared memory that is just large enough takes the next adapter."""
+    segments, large = Segments(AdapterError), torch.ones(64 << 20, dtype=torch.uint8)
+    with contextlib.suppress(AdapterError), segments.filled({"a": large}) as path:
+        mapped = load_file(path)["a"]
+        number = os.open(path, os.O_RDONLY)
+        assert mapped[0] == 1 and os.fstat(number).st_blocks * 512 >= large.nbytes
+        if is_refused:
+            raise AdapterError
+    with segments.filled({"a": large[:1000]}):
+        assert os.fstat(number).st_blocks == 0
+    os.close(number)
+    del mapped
+
+
+def test_one_without_room_is_refused_and_leaves_nothing(monkeypatch):
+    with pytest.raises(NoRoomError, match=f"has no room for {1 << 60} bytes"), Segments(AdapterError).of(1 << 60):
+        pass
+    opened = len(os.listdir("/proc/self/fd"))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(NoRoomError, match="is full: No space left"), Segments(AdapterError).filled({"a": A}):
+        pass
+    assert len(os.listdir("/proc/self/fd")) <= opened, "fewer where garbage was collected meanwhile"
+
+
+def test_a_dtype_without_a_name_is_refused():
+    with pytest.raises(ValueError, match="tensor a has dtype"), Segments(AdapterError).filled({"a": A.cfloat()}):
+        pass
+
+
+def test_it_ends_with_its_sender_however_that_ends():
+    segments = Segments(AdapterError)
+    with segments.filled({"a": A}) as path:
+        link = os.readlink(path)
+    assert holders(link) == {os.getpid()}
+    del segments
+    assert holders(link) == set()
+    line = (
+        "import os, torch, time; from qerl_vllm_plugin.wire.shared_segment import Segments; s = Segments(ValueError)\n"
+    )
+    line += "with s.filled({'a': torch.ones(9)}) as path: print(os.readlink(path), flush=True)\ntime.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", line], stdout=subprocess.PIPE, text=True) as sender:
+        assert sender.stdout is not None
+        link = sender.stdout.readline().removesuffix("\n")
+        assert link.startswith(f"{shared_file.SHARED_MEMORY}/") and holders(link) == {sender.pid}
+        sender.send_signal(signal.SIGKILL)
+    assert holders(link) == set()

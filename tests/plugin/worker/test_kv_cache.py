@@ -1,0 +1,257 @@
+"""The KV cache gives its memory back and takes it again; nothing else changes meanwhile, or it is said what did."""
+
+import types
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from qerl_vllm_plugin.compat import engine as compat
+from qerl_vllm_plugin.policy import Policy
+from qerl_vllm_plugin.weights.frozen_weights import frozen_weights
+from qerl_vllm_plugin.worker import kv_cache
+from qerl_vllm_plugin.worker.kv_cache import KVCacheError, remainders
+
+PROMPT = {"prompt_token_ids": [(7 * i) % 60 + 2 for i in range(70)]}
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, logprobs=2, ignore_eos=True)
+RELEASED = "call Policy.resume_kv_cache"
+
+
+@pytest.fixture(scope="module")
+def engine(boot, make_nvfp4, carrier_options):
+    return boot(make_nvfp4("qwen2"), enable_prefix_caching=True, block_size=32, **carrier_options)
+
+
+@pytest.fixture
+def memory(engine, memory_of):
+    return memory_of(engine)
+
+
+@pytest.fixture
+def policy(engine, memory, make_nvfp4, reference, make_adapter):
+    """With an adapter and noise, so that there is something to lose; resumed again after the test."""
+    policy = Policy(engine)
+    policy.swap(*make_adapter(reference(make_nvfp4("qwen2")), target_modules="all-linear")[:2])
+    policy.set_noise(0.05, seed=1, rollout=2)
+    yield policy
+    if policy._is_released:
+        policy.resume_kv_cache()
+
+
+def ask(policy):
+    output = policy._llm.generate([PROMPT], GREEDY, use_tqdm=False, lora_request=policy.request)[0]
+    steps = [{token: value.logprob for token, value in step.items()} for step in output.outputs[0].logprobs]
+    return tuple(output.outputs[0].token_ids), steps, output.num_cached_tokens
+
+
+def worker_of(policy):
+    return policy._llm.llm_engine.model_executor.driver_worker.worker
+
+
+def test_after_a_cycle_the_answers_are_the_same_to_the_bit_from_an_empty_cache(policy, memory):
+    policy._llm.reset_prefix_cache()
+    before, state = ask(policy), policy.state(digest=True)
+    assert ask(policy)[2] == 64  # served from the cache
+    released = policy.release_kv_cache()
+    assert released == sum(size for _, size in memory.caches()) > 0
+    assert not memory.mapped
+    assert policy.state(digest=True) == state
+    policy.resume_kv_cache()
+    caches = worker_of(policy).model_runner.kv_caches
+    assert all(not cache.any() for cache in caches), "a fake that is given back is all ones"
+    assert ask(policy) == before
+    assert policy.state(digest=True) == state
+
+
+def test_many_cycles_with_swaps_and_noise_between_them(policy, memory):
+    policy._llm.reset_prefix_cache()
+    before = ask(policy)
+    for rollout in range(5):
+        policy.release_kv_cache()
+        policy.resume_kv_cache()
+        policy.set_noise(0.05, seed=1, rollout=rollout)
+    policy.set_noise(0.05, seed=1, rollout=2)
+    assert ask(policy) == before
+    assert memory.events == (["unmap"] * len(memory.caches()) + ["map"] * len(memory.caches())) * 5
+
+
+def test_while_it_is_released_the_policy_neither_changes_nor_answers(policy):
+    version = policy.version
+    policy.release_kv_cache()
+    changes = [
+        lambda: policy.swap(None),
+        lambda: policy.set_noise(0.1, seed=0, rollout=0),
+        policy.clear_noise,
+        lambda: policy.request,
+    ]
+    for change in changes:
+        with pytest.raises(KVCacheError, match=RELEASED):
+            change()
+    assert policy.state().version == version and policy.state().sigma == 0.05
+    assert Policy(policy._llm)._is_released, "a second policy on the engine must know"
+
+
+def test_a_request_that_goes_to_the_engine_directly_is_refused_before_it_reads_the_cache(policy, monkeypatch):
+    policy._llm.reset_prefix_cache()
+    before, request = ask(policy), policy.request
+    policy.release_kv_cache()
+    with monkeypatch.context() as patched:
+        # a replayed CUDA graph runs no Python of the model: the step must be refused before it
+        runner = worker_of(policy).model_runner
+        patched.setattr(runner, "execute_model", lambda *_, **__: pytest.fail("a step has come as far as its model"))
+        with pytest.raises(KVCacheError, match=RELEASED):
+            policy._llm.generate([PROMPT], GREEDY, use_tqdm=False, lora_request=request)
+        with pytest.raises(KVCacheError, match=RELEASED):
+            worker_of(policy).execute_dummy_batch()
+    engine = policy._llm.llm_engine
+    if engine.has_unfinished_requests():
+        with pytest.raises(KVCacheError, match="abort them first"):
+            policy.resume_kv_cache()
+        engine.abort_request(list(engine.output_processor.request_states), internal=True)
+    policy.resume_kv_cache()
+    assert ask(policy) == before
+
+
+def test_an_engine_that_was_lost_meanwhile_is_not_let_run_by_a_resumption():
+    worker = types.SimpleNamespace(execute_model=lambda: "a step", execute_dummy_batch=lambda: None)
+    allow = compat.refuse_to_run(worker, lambda: KVCacheError("released"))
+    with pytest.raises(KVCacheError, match="released"):
+        worker.execute_model()
+    allow()
+    assert worker.execute_model() == "a step"
+    allow = compat.refuse_to_run(worker, lambda: KVCacheError("released"))
+    compat.refuse_to_run(worker, lambda: RuntimeError("lost"))
+    allow()
+    with pytest.raises(RuntimeError, match="lost"):
+        worker.execute_model()
+
+
+def test_it_is_released_and_resumed_in_turn(policy, memory):
+    with pytest.raises(KVCacheError, match="nothing to resume"):
+        policy.resume_kv_cache()
+    policy.release_kv_cache()
+    with pytest.raises(KVCacheError, match=RELEASED):
+        policy.release_kv_cache()
+    with pytest.raises(KVCacheError, match="already"):
+        kv_cache.release(worker_of(policy), memory)
+    policy.resume_kv_cache()
+    with pytest.raises(KVCacheError, match="nothing to resume"):
+        policy.resume_kv_cache()
+    ask(policy)
+
+
+def guarded(policy):
+    """One tensor of each kind, by the name that the error must give."""
+    tensors = kv_cache._tensors(worker_of(policy))
+    kinds = {
+        "packed weight": "model.layers.1.mlp.down_proj.weight_packed",
+        "row scale": "model.layers.0.self_attn.qkv_proj.weight_row_scale",
+        "embedding": "model.embed_tokens.weight",
+        "norm": "model.layers.1.input_layernorm.weight",
+        "norm without noise": "model.layers.1.input_layernorm.weight as loaded",
+        "adapter": "model.layers.0.mlp.gate_up_proj.policy_b",
+    }
+    if policy.carrier == "lora":
+        kinds = {kind: name.replace("_proj.", "_proj.base_layer.") for kind, name in kinds.items()}
+        kinds["adapter"] = "buffer 2 of the adapter"
+    return {kind: (name, tensors[name]) for kind, name in kinds.items()}
+
+
+@pytest.mark.parametrize(
+    "kind", ["packed weight", "row scale", "embedding", "norm", "norm without noise", "adapter"], ids=str
+)
+def test_a_single_flipped_bit_is_found_and_named(policy, kind):
+    name, tensor = guarded(policy)[kind]
+    raw = tensor.data.view(torch.uint8).view(-1)
+    policy.release_kv_cache()
+    raw[len(raw) // 2] ^= 0x10
+    with pytest.raises(KVCacheError, match=rf"^{name} has changed while the KV cache was released.*last checkpoint"):
+        policy.resume_kv_cache()
+    with pytest.raises(KVCacheError, match=f"^{name} has changed"):
+        policy.check_unchanged()
+    with pytest.raises(KVCacheError, match=RELEASED):  # the run cannot go on
+        policy.swap(None)
+    raw[len(raw) // 2] ^= 0x10
+    policy.check_unchanged()
+    policy.resume_kv_cache()
+    policy.check_unchanged()  # nothing to compare
+
+
+def test_a_weight_that_was_replaced_by_its_equal_is_found(policy):
+    name, weight = guarded(policy)["packed weight"]
+    before = weight.data
+    policy.release_kv_cache()
+    weight.data = before.clone()
+    with pytest.raises(KVCacheError, match=f"^{name} was replaced"):
+        policy.resume_kv_cache()
+    weight.data = before
+    policy.resume_kv_cache()
+
+
+def test_a_trainer_may_read_the_weights_meanwhile(policy):
+    lent = frozen_weights(policy._llm)
+    total = sum(int(weight.weight.codes.sum()) for weight in lent.linears.values())
+    policy.release_kv_cache()
+    assert sum(int(weight.weight.codes.sum()) for weight in lent.linears.values()) == total
+    policy.resume_kv_cache()
+
+
+@pytest.mark.parametrize("case", ["too little is free", "the last piece cannot be had"])
+def test_memory_that_is_taken_is_refused_and_nothing_is_half_done(policy, memory, case):
+    policy.release_kv_cache()
+    if case == "too little is free":
+        memory.free = sum(size for _, size in memory.caches()) - 1
+    else:
+        memory.broken = memory.allocations()[-1][0]
+    with pytest.raises(KVCacheError, match=r"needs its .* GiB again: .*Lower gpu_memory_utilization"):
+        policy.resume_kv_cache()
+    assert not memory.mapped
+    memory.free, memory.broken = 2**40, -1
+    policy.resume_kv_cache()
+    ask(policy)
+
+
+def test_what_lies_beside_the_cache_is_kept_and_other_pieces_stay(policy, fake_memory):
+    """Pieces of 100, 50 and 200 bytes; the cache lies in 20 to 80 of the first and in all of the last but 10 bytes."""
+    arena = torch.arange(350, dtype=torch.int32).to(torch.uint8)
+    before, start, worker = arena.clone(), arena.data_ptr(), worker_of(policy)
+    pieces = [(start, 100), (start + 100, 50), (start + 150, 200)]
+    memory = fake_memory(pieces, [(start + 160, 190), (start + 20, 60)])
+    assert kv_cache.release(worker, memory) == 300
+    assert memory.mapped == {start + 100}
+    assert bool((arena[:100] == 255).all()) and bool((arena[150:] == 255).all())
+    kv_cache.resume(worker)
+    expected = before.clone()
+    expected[20:80] = expected[160:] = 0
+    assert torch.equal(arena, expected)
+
+
+REMAINDERS = {
+    "no cache": ([], [(100, 50)]),
+    "all of it": ([(100, 50)], []),
+    "more than it": ([(90, 100)], []),
+    "elsewhere": ([(50, 50), (150, 10)], [(100, 50)]),
+    "the middle": ([(110, 10)], [(100, 10), (120, 30)]),
+    "both ends": ([(140, 20), (90, 15)], [(105, 35)]),
+    "neighbours": ([(110, 10), (120, 10)], [(100, 10), (130, 20)]),
+}
+
+
+@pytest.mark.parametrize("case", REMAINDERS)
+def test_what_of_a_piece_is_no_cache(case):
+    caches, expected = REMAINDERS[case]
+    assert remainders((100, 50), caches) == expected
+
+
+def test_an_engine_without_such_memory_says_so(engine):
+    with pytest.raises(KVCacheError, match="only an NVIDIA GPU"):
+        Policy(engine).release_kv_cache()
+    assert Policy(engine).request == Policy(engine).request  # not released
+
+
+def test_an_engine_on_several_gpus_says_so(policy):
+    config = types.SimpleNamespace(parallel_config=types.SimpleNamespace(world_size=2))
+    policy._llm, llm = types.SimpleNamespace(llm_engine=types.SimpleNamespace(vllm_config=config)), policy._llm
+    with pytest.raises(KVCacheError, match="cut over 2 GPUs"):
+        policy.release_kv_cache()
+    policy._llm = llm

@@ -1,0 +1,62 @@
+"""The rooms of each package know each other in one direction, and all of them are installed."""
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import tomllib
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("qerl_vllm_plugin", "qerl_recipes")
+# Each room of the plugin imports from those before it alone; what lies beside the rooms is a room of one file.
+PLUGIN = (
+    *("noise", "wire", "options", "compat", "norms", "adapter", "weights", "worker"),
+    *("client_body", "client_calls", "client", "quantization", "policy", "scheduler", "server", "verl"),
+)
+
+
+def imports(package: str) -> dict[str, set[str]]:
+    """Room -> the rooms whose modules it imports, lazily or not."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for file in (ROOT / package).rglob("*.py"):
+        room = file.relative_to(ROOT / package).with_suffix("").parts[0]
+        if room == "__init__":
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package:
+                below = node.module.split(".")[1:]
+                others = below[:1] or [alias.name for alias in node.names if alias.name.islower()]
+                found[room].update(other for other in others if other != room)
+    return found
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_chain_of_imports_leads_back_to_the_room_it_starts_from(package: str) -> None:
+    found, is_room = imports(package), lambda name: (ROOT / package / name).is_dir()
+    known = {room: set(filter(is_room, others)) for room, others in found.items() if is_room(room)}
+
+    def reached(room: str, path: tuple[str, ...]) -> None:
+        assert room not in path, f"a circle of rooms: {' <- '.join((*path, room))}"
+        for other in known.get(room, ()):
+            reached(other, (*path, room))
+
+    for room in list(known):
+        reached(room, ())
+
+
+def test_the_plugins_rooms_stand_in_their_order() -> None:
+    known = imports("qerl_vllm_plugin")
+    assert known["server"] >= {"worker", "wire"}  # the reading of imports works
+    assert set(known) <= set(PLUGIN)
+    for room, others in known.items():
+        assert others <= set(PLUGIN[: PLUGIN.index(room)]), room
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_room_is_installed_and_says_what_it_holds(package: str) -> None:
+    rooms = {file.parent for file in (ROOT / package).glob("*/*.py")}
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert {f"{package}.{room.name}" for room in rooms} <= set(packages)
+    for room in rooms:
+        assert (room / "__init__.py").read_text().startswith('"""')
