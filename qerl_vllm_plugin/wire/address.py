@@ -1,4 +1,4 @@
-"""The address of a server: whom it names is told to the server, and shown nowhere."""
+"""Take the user and password out of a server's URL, send them to that server, and hide them wherever it is shown."""
 
 import base64
 import re
@@ -6,13 +6,13 @@ import urllib.parse
 
 HIDDEN = "***"
 Login = tuple[str, str]  # user and password
-_WITH_A_LOGIN = re.compile(r"\bhttps?://(?!\*\*\*@)\S*@\S*")  # what is hidden already stays as it is
+_WITH_A_LOGIN = re.compile(r"\bhttps?://(?!\*\*\*@)\S*@\S*")  # skips URLs whose login is hidden already
 
 
 def parted(url: str) -> tuple[str, Login | None]:
-    """A url without the user and the password that it names, and these as they are meant, percent-decoded.
+    """Split a URL into the URL without its login, and the login, percent-decoded (None if there is none).
 
-    Raises ValueError for a url that cannot be taken apart; what it says shows none of it.
+    Raises ValueError for a URL that cannot be parsed; its message shows the URL as ``shown`` does.
     """
     try:
         parts = urllib.parse.urlsplit(url)
@@ -27,13 +27,16 @@ def parted(url: str) -> tuple[str, Login | None]:
 
 
 def authorization(login: Login) -> str:
-    """The header Authorization that says who asks. Source: RFC 7617, in UTF-8."""
+    """Return the value of the Authorization header for HTTP Basic authentication. Source: RFC 7617, in UTF-8."""
     return "Basic " + base64.b64encode(":".join(login).encode()).decode()
 
 
 def shown(url: object) -> str:
-    """A url, or what was meant to be one, for people to read: without user and password, and without its query, in
-    which others hand over a token. Where it cannot be told what stands before the @, nothing of it is shown."""
+    """Return a URL, or a text that was meant to be one, with its login, query and fragment hidden.
+
+    A query may carry a token. If a /, ? or # comes before the last @, the login's extent is unclear: then everything
+    after the scheme is hidden.
+    """
     text = str(url)
     scheme, separator, rest = text.partition("://") if "://" in text else ("", "", text)
     named, at, host = rest.rpartition("@")
@@ -44,5 +47,5 @@ def shown(url: object) -> str:
 
 
 def hidden(text: str) -> str:
-    """A text for people to read, in which each url that names somebody is as ``shown``."""
+    """Return ``text`` with each http(s) URL that contains a login replaced by its ``shown`` form."""
     return _WITH_A_LOGIN.sub(lambda found: shown(found[0]), text)

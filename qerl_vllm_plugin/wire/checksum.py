@@ -1,13 +1,15 @@
-"""Exact checksums of tensors where they lie: each is read twice, and nothing is copied off the GPU but the result.
+"""Compute exact checksums of tensors on the device where they lie.
 
-A tensor's bytes are read as a table of 64-bit words, C to a row. Its checksum is a pair,
+Each tensor is read twice, and only the result is copied off the GPU. A tensor's bytes are read as a table of 64-bit
+words, C to a row. Its checksum is a pair,
 
     sum over rows r     of mix((r + 1) G + sum of row r)        mod 2^64
     sum over columns c  of mix((c + 1) G + sum of column c)
 
-with the finalizer of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014) as ``mix``,
-which maps no two words to one. So a change of one word, and of one bit, is found for certain; a change of several, and
-words that trade places, are missed with a chance of about 2^-64. It guards against accidents and not against people.
+``mix`` is the finalizer of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014). It
+maps no two words to the same word, so a change of one word, and so of one bit, is always found. A change of several
+words, or an exchange of words, is missed with a probability of about 2^-64. The checksum guards against accidents, not
+against attackers.
 """
 
 import math
@@ -17,9 +19,9 @@ import torch
 
 from qerl_vllm_plugin.wire.spans import all_bytes
 
-ROW = 2048  # words in a row, where the length allows: the sums then are a thousandth of the tensor
-STEP = 32  # rows that are added up first
-BATCH = 64  # tensors whose sums are mixed at once: few launches, and a few MB
+ROW = 2048  # words in a row, where the length allows: the sums are then a thousandth of the tensor
+STEP = 32  # rows that the first of two steps adds up
+BATCH = 64  # tensors whose sums are mixed at once: few kernel launches, and a few MB
 _GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # as signed 64-bit words
 
 Checksum = tuple[int, int]
@@ -27,8 +29,10 @@ Checksum = tuple[int, int]
 
 @torch.no_grad()
 def checksums(tensors: Iterable[torch.Tensor]) -> list[Checksum]:
-    """One checksum for each of ``tensors``, of the whole storage that it lies in; the host waits for the device once
-    for each batch of tensors on one device."""
+    """Return one checksum for each tensor, over the whole storage that the tensor lies in.
+
+    The host waits for a device once for each batch of tensors on it.
+    """
     words = [_words(tensor) for tensor in tensors]
     found: list[Checksum] = [(0, 0)] * len(words)
     for device in {table.device for table in words}:
@@ -43,7 +47,7 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[Checksum]:
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """The storage of a tensor as (rows, C) int64, a view; bytes that do not fill a word are copied and padded."""
+    """View a tensor's storage as (rows, C) int64. Bytes that do not fill a word are copied and padded with zeros."""
     raw = all_bytes(tensor.untyped_storage())
     if missing := -len(raw) % 8:
         raw = torch.nn.functional.pad(raw, (0, missing))
@@ -53,15 +57,17 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _columns(words: torch.Tensor) -> torch.Tensor:
-    """The sums of the columns of ``words: (rows, C)``; in two steps, for in one torch takes twice the memory of a large
-    ``words`` for what its thread blocks hand to one another."""
+    """Return the sums of the columns of ``words: (rows, C)``, added up in two steps.
+
+    In one step, torch takes twice the memory of a large ``words`` to pass partial sums between its thread blocks.
+    """
     whole = len(words) // STEP * STEP
     first = words[:whole].unflatten(0, (-1, STEP)).sum(1) if whole else words[:0]
     return torch.cat([first, words[whole:]]).sum(0)
 
 
 def _mixed(sums: Sequence[torch.Tensor]) -> list[int]:
-    """For each of ``sums: (n,)`` the sum of its mixed words, as an unsigned number."""
+    """For each tensor in ``sums``, of shape (n,), return the sum of its mixed words mod 2^64."""
     values = torch.cat(list(sums))
     lengths = torch.tensor([len(part) for part in sums], device=values.device)
     owner = torch.repeat_interleave(torch.arange(len(sums), device=values.device), lengths, output_size=len(values))
@@ -75,5 +81,5 @@ def _mixed(sums: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """x >> bits with zeros from above, as for an unsigned word."""
+    """Return x >> bits with zeros filled in from above, as for an unsigned word."""
     return (x >> bits) & (2 ** (64 - bits) - 1)

@@ -1,9 +1,10 @@
-"""GPU memory that another process of this machine can map: the driver's own inter-process handles.
+"""Share GPU memory with other processes of this machine through the CUDA driver's inter-process (IPC) handles.
 
-torch.multiprocessing has them too. There a handle is for one receiver, its references are counted in a file that a
-killed process leaves wrong, and a part of torch's pool cannot be shared at all where the pool is made of expandable
-segments. Here the memory is a piece of its own, the sender keeps it until every receiver has answered, and a receiver
-holds it for no longer than it copies. A handle says nothing of its sender, and is of use on one machine alone.
+torch.multiprocessing shares GPU memory, too. But there a handle is for one receiver, and its references are counted in
+a file that a killed process leaves wrong. A part of torch's pool cannot be shared at all if the pool is made of
+expandable segments. Here the memory is an allocation of its own. The sender keeps it until every receiver has answered,
+and a receiver keeps it mapped only while it copies. A handle says nothing of its sender, and works on one machine
+alone.
 
 Source: CUDA driver API, "Memory Management", cuIpcGetMemHandle and cuIpcOpenMemHandle.
 """
@@ -17,16 +18,16 @@ from typing import Any, NamedTuple
 import torch
 
 HANDLE_BYTES = 64
-PAGE = 2 << 20  # what the driver maps at least: a smaller piece would share its page with others
+PAGE = 2 << 20  # the driver maps no less: a smaller allocation would share its page with others
 _LAZY_PEER_ACCESS, _PORTABLE, _OUT_OF_MEMORY = 1, 1, 2
 
 
 class CudaIPCError(RuntimeError):
-    """GPU memory that cannot be shared or mapped, and why."""
+    """GPU memory cannot be shared, mapped or copied; the message says why."""
 
 
 class Copy(NamedTuple):
-    """``size`` bytes, from the address ``source`` to ``target``."""
+    """Copy ``size`` bytes from the address ``source`` to the address ``target``."""
 
     target: int
     source: int
@@ -34,17 +35,17 @@ class Copy(NamedTuple):
 
 
 def uuid(device: torch.device) -> str:
-    """The name of a GPU that every process of the machine has for it."""
+    """Return the UUID of a GPU, which names it in every process of the machine."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def visible() -> list[str]:
-    """The GPUs that this process can see, in the order of their numbers here."""
+    """Return the UUIDs of the GPUs that this process can see, in the order of their numbers here."""
     return [uuid(torch.device("cuda", number)) for number in range(torch.cuda.device_count())]
 
 
 def check_reachable(name: str, device: torch.device) -> None:
-    """Raises CudaIPCError if ``device`` cannot read the memory of the GPU named ``name``."""
+    """Raise CudaIPCError if ``device`` cannot read the memory of the GPU whose UUID is ``name``."""
     if device.type != "cuda":
         raise CudaIPCError(f"the tensors lie on GPU {name[:40]}, and this worker computes on a {device.type}")
     present = visible()
@@ -57,7 +58,7 @@ def check_reachable(name: str, device: torch.device) -> None:
 
 @contextmanager
 def exported(size: int, device: torch.device) -> Iterator[tuple[torch.Tensor, bytes]]:
-    """New memory of ``size`` bytes on a GPU as uint8, and the handle of it, until the end of the block.
+    """Allocate ``size`` bytes on a GPU for the block; yield them as a uint8 tensor, with their IPC handle.
 
     Raises CudaIPCError.
     """
@@ -66,7 +67,7 @@ def exported(size: int, device: torch.device) -> Iterator[tuple[torch.Tensor, by
     with _context(device):
         code = _driver().cuMemAlloc_v2(ctypes.byref(address), wanted)
     if code == _OUT_OF_MEMORY:
-        torch.cuda.empty_cache()  # torch keeps what it has freed
+        torch.cuda.empty_cache()  # torch's allocator keeps memory that tensors have freed
         with _context(device):
             code = _driver().cuMemAlloc_v2(ctypes.byref(address), wanted)
     _check(code, f"{size / 1e6:.1f} MB of GPU memory for what is sent")
@@ -76,14 +77,14 @@ def exported(size: int, device: torch.device) -> Iterator[tuple[torch.Tensor, by
         yield torch.as_tensor(_Memory(address.value, size), device=device), bytes(handle.content)
     finally:
         with _context(device):
-            _driver().cuMemFree_v2(address)  # waits for what the device still does
+            _driver().cuMemFree_v2(address)  # waits for work that still runs on the device
 
 
 @contextmanager
 def opened(handle: bytes, size: int, device: torch.device) -> Iterator[int]:
-    """The address under which ``device`` can read what ``handle`` is of, until the end of the block.
+    """Map another process's GPU memory for the block; yield the address at which ``device`` can read it.
 
-    Raises CudaIPCError for a handle that is none or whose sender has gone, and for less than ``size`` bytes.
+    Raises CudaIPCError for an invalid handle, for one whose sender has gone, and for less than ``size`` bytes.
     """
     address, first, found = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_size_t()
     content = _Handle((ctypes.c_ubyte * HANDLE_BYTES)(*handle))
@@ -103,7 +104,7 @@ def opened(handle: bytes, size: int, device: torch.device) -> Iterator[int]:
 
 
 def copy(copies: Iterable[Copy], device: torch.device) -> None:
-    """Between addresses that ``device`` can read; done when it returns. Raises CudaIPCError."""
+    """Copy between addresses that ``device`` can read, and wait for the copies to finish. Raises CudaIPCError."""
     with _context(device), torch.cuda.device(device):
         stream = torch.cuda.current_stream()
         for one in copies:
@@ -118,32 +119,34 @@ def copy(copies: Iterable[Copy], device: torch.device) -> None:
 
 
 def register(memory: torch.Tensor, device: torch.device) -> None:
-    """Makes known to the driver pages of this process, which a GPU then reads itself: they stay where they are until
-    ``unregister``. Raises CudaIPCError."""
+    """Register (pin) host memory of this process with the driver, so that a GPU reads it directly.
+
+    The pages stay in place until ``unregister``. Raises CudaIPCError.
+    """
     address, size = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes)
     with _context(device):
         _check(_driver().cuMemHostRegister_v2(address, size, ctypes.c_uint(_PORTABLE)), "registering shared memory")
 
 
 def unregister(memory: torch.Tensor, device: torch.device) -> None:
-    """Before the pages may go. Raises CudaIPCError."""
+    """Undo ``register``; call it before the memory is unmapped. Raises CudaIPCError."""
     with _context(device):
         _check(_driver().cuMemHostUnregister(ctypes.c_void_p(memory.data_ptr())), "letting go of shared memory")
 
 
 def finish(device: torch.device) -> None:
-    """Waits for what torch has asked ``device`` to do, so that others may read it."""
+    """Wait for the work on torch's current stream of ``device``, so that others may read its results."""
     torch.cuda.current_stream(device).synchronize()
 
 
 class _Handle(ctypes.Structure):
-    """CUipcMemHandle."""
+    """The driver's CUipcMemHandle."""
 
     _fields_ = (("content", ctypes.c_ubyte * HANDLE_BYTES),)
 
 
 class _Memory:
-    """What torch wraps a tensor around, without owning it."""
+    """GPU memory at an address, in the form that torch wraps as a tensor without owning it."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {
@@ -164,7 +167,7 @@ def _driver() -> ctypes.CDLL:
 
 @contextmanager
 def _context(device: torch.device) -> Iterator[None]:
-    """In torch's context on ``device``; afterwards the thread has again the one that it had, or none."""
+    """Enter torch's CUDA context on ``device`` for the block; leave the thread with its earlier context, or none."""
     driver, number, context, before = _driver(), ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
     _check(driver.cuInit(0), "starting the driver")
     _check(driver.cuDeviceGet(ctypes.byref(number), device.index), f"finding GPU {device.index}")

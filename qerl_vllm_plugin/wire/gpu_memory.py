@@ -1,10 +1,11 @@
-"""Tensors on a GPU for workers in other processes: one piece of memory, and a small JSON text that describes it.
+"""Hand tensors on a GPU to workers in other processes: one block of memory, and a small JSON text that describes it.
 
     {"gpu": "<uuid>", "handle": "<128 hexadecimal digits>", "bytes": 1234, "tensors": "<text>"}
 
-The text of ``tensors`` is JSON, too, ``[["name", "F32", [32, 64]], ...]``: by it a worker knows them again. They lie
-one behind the other in its order, those of wider types first, so that there are no holes and each is aligned. A worker
-sees them as tensors without memory, cuts its share out of them as it would of others, and copies that alone.
+The text of ``tensors`` is JSON, too, ``[["name", "F32", [32, 64]], ...]``, so that a worker can recognize a list that
+it has parsed before. The tensors lie one behind the other in that order, wider dtypes first, so that there are no holes
+and each is aligned. A worker sees them as tensors on the meta device, slices its shard out of them as out of any
+tensors, and copies that alone.
 """
 
 import functools
@@ -23,13 +24,13 @@ from qerl_vllm_plugin.wire.safetensors_file import DTYPE_NAMES, DTYPES
 from qerl_vllm_plugin.wire.spans import Copied
 
 MAX_TEXT = 4 << 20  # the names of a 32B model's adapter take 0.1 MB
-MEDIA_TYPE = "application/vnd.qerl.gpu-tensors+json"  # of a request that describes tensors
+MEDIA_TYPE = "application/vnd.qerl.gpu-tensors+json"  # content type of a request that describes tensors
 KEYS = ("gpu", "handle", "bytes", "tensors")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Names, dtypes and shapes in the order of memory, as tensors on the meta device, and their ``size`` in bytes."""
+    """Tensors by name on the meta device, in the order of memory, and their total ``size`` in bytes."""
 
     tensors: dict[str, torch.Tensor]
     size: int
@@ -37,7 +38,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Description:
-    """What the text says: the GPU, the handle, and what lies in the memory."""
+    """A parsed description: the GPU's UUID, the IPC handle, and the layout of the memory."""
 
     gpu: str
     handle: bytes
@@ -45,13 +46,16 @@ class Description:
 
 
 class GpuTensors:
-    """``tensors`` by name, on the meta device: their memory is another process's, mapped at ``address``."""
+    """``tensors`` by name, on the meta device; their memory is another process's, mapped at ``address``."""
 
     def __init__(self, layout: Layout, address: int) -> None:
         self.tensors, self._size, self._address = layout.tensors, layout.size, address
 
     def fetch(self, pieces: Sequence[torch.Tensor], device: torch.device) -> Copied:
-        """Copies on ``device`` of these tensors, or of rows or columns of them; done when it returns."""
+        """Copy ``pieces`` to ``device``, and wait for the copies to finish.
+
+        Each piece is one of these tensors, or some of its rows or columns.
+        """
         planned = spans.plan(pieces, self._size)
         room = torch.empty(planned.size, dtype=torch.uint8, device=device)
         to, source = room.data_ptr(), self._address
@@ -60,7 +64,7 @@ class GpuTensors:
 
 
 def why_not(tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """Why these tensors cannot be sent from GPU to GPU; None if they can."""
+    """Return why these tensors cannot be sent from GPU to GPU, or None if they can."""
     devices = {tensor.device for tensor in tensors.values()}
     if {device.type for device in devices} != {"cuda"}:
         return f"the tensors lie on {', '.join(sorted(map(str, devices))) or 'no device'}, not on one NVIDIA GPU"
@@ -75,9 +79,9 @@ def why_not(tensors: Mapping[str, torch.Tensor]) -> str | None:
 
 @contextmanager
 def described(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The text for workers, and the memory with copies of ``tensors`` that it is of, until the end of the block.
+    """Copy ``tensors`` into shared GPU memory for the block; yield the describing text, and that memory.
 
-    Raises CudaIPCError, and ValueError for a dtype without a name. ``why_not`` comes first.
+    Call ``why_not`` first. Raises CudaIPCError, and ValueError for a dtype that the format has no name for.
     """
     table = _table(tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()))
     device = next(iter(tensors.values())).device
@@ -93,7 +97,10 @@ def described(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.
 
 
 class _Part(NamedTuple):
-    """Tensors that lie from byte ``begin`` to ``end`` as the rows of one: all but their first axes are ``row``."""
+    """Tensors that lie together from byte ``begin`` to ``end``, as the rows of one larger tensor.
+
+    They share the shape ``row`` of all axes but the first.
+    """
 
     dtype: torch.dtype
     row: tuple[int, ...]
@@ -103,7 +110,7 @@ class _Part(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """Where tensors lie in ``size`` bytes, and ``text``, which says so: JSON in JSON."""
+    """Where tensors lie in ``size`` bytes; ``text`` says so as a JSON string that holds JSON."""
 
     parts: list[_Part]
     size: int
@@ -112,10 +119,12 @@ class _Table(NamedTuple):
 
 @functools.lru_cache(maxsize=2)
 def _table(kinds: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> _Table:
-    """The table of tensors of these names, types and shapes; a policy in training sends the same each time. Tensors of
-    equal rows are one behind the other, so that they are copied as one: all B of an adapter, and all A of equal input.
+    """Lay out tensors of these names, dtypes and shapes; cached, for a training policy sends the same each time.
 
-    Raises ValueError for a type without a name.
+    Tensors with equal row shapes lie one behind the other, so that one operation copies them all: all B of an adapter,
+    and all A of equal input size.
+
+    Raises ValueError for a dtype that the format has no name for.
     """
     if unknown := [(name, dtype) for name, dtype, _ in kinds if dtype not in DTYPE_NAMES]:
         name, dtype = unknown[0]
@@ -134,9 +143,9 @@ def _table(kinds: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> _Table:
 
 @contextmanager
 def mapped(text: str, device: torch.device) -> Iterator[GpuTensors]:
-    """The tensors that a text describes, for a worker on ``device``, until the end of the block.
+    """Map the tensors that a text describes for the block, for a worker on ``device``.
 
-    Raises ValueError for a text that is none of ours, and CudaIPCError for a handle that cannot be used.
+    Raises ValueError for a text that ``described`` has not written, and CudaIPCError for a handle that cannot be used.
     """
     description = parse(text)
     cuda_ipc.check_reachable(description.gpu, device)
@@ -145,7 +154,7 @@ def mapped(text: str, device: torch.device) -> Iterator[GpuTensors]:
 
 
 def parse(text: str) -> Description:
-    """What a text says. Raises ValueError for anything that ``described`` does not write."""
+    """Parse a describing text. Raises ValueError for anything that ``described`` does not write."""
     if len(text) > MAX_TEXT:
         raise ValueError(f"the description of tensors has {len(text)} characters; at most {MAX_TEXT} can be used")
     try:
@@ -167,7 +176,10 @@ def parse(text: str) -> Description:
 
 @functools.lru_cache(maxsize=2)
 def _layout(text: str) -> Layout:
-    """A policy in training sends the same hundreds of names each time. Raises ValueError."""
+    """Parse the list of tensors; cached, for a training policy sends the same hundreds of names each time.
+
+    Raises ValueError.
+    """
     try:
         listed = json.loads(text or "[]")
     except (ValueError, RecursionError) as error:

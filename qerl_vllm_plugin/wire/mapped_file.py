@@ -1,8 +1,8 @@
-"""A file in shared memory as a worker sees it: mapped as long as its sender writes it again, and known again.
+"""Keep a sender's file in shared memory mapped in a worker, for as long as the sender rewrites the same file.
 
-To map it anew takes a page fault for every few pages of it, and to read its header takes longer than all checks of an
-adapter. From its second use on its memory is registered with the GPU's driver, which then copies it at the speed of the
-bus; memory that is not goes through a buffer of the driver's.
+Mapping the file again costs a page fault for every few of its pages, and reading its header takes longer than all
+checks of an adapter. From the file's second use on, its memory is registered with the GPU's driver, which then copies
+it at the speed of the bus. Memory that is not registered goes through a buffer of the driver's.
 """
 
 import os
@@ -21,41 +21,45 @@ from qerl_vllm_plugin.wire.spans import Copied
 
 logger = init_logger("vllm.qerl")
 
-Identity = tuple[int, int, int]  # device, inode, size: of no other file while this one is mapped
+Identity = tuple[int, int, int]  # device, inode, size: no other file has them while this one is mapped
 
 
 @dataclass
 class _Mapped:
-    """A mapped file: ``memory`` is all of it, as uint8, and ``tensors`` lie in it as ``header`` says, which is empty
-    where some of them are copies."""
+    """A mapped file. ``memory`` is all of it, as uint8, and ``tensors`` are views of it at the places in ``header``.
+
+    ``header`` is empty if some of the tensors are copies. ``is_tried``: registration with the driver has been
+    attempted.
+    """
 
     identity: Identity
     memory: torch.Tensor
     header: bytes = b""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     is_tried: bool = False
-    registered_for: torch.device | None = None  # whose driver reads the memory itself
+    registered_for: torch.device | None = None  # the GPU whose driver reads the memory directly
 
     def bytes(self, size: int) -> bytes:
         return self.memory[:size].numpy().tobytes()
 
     def is_as_read(self) -> bool:
-        """Whether the tensors of before are those that the file has now, whatever their values."""
+        """Return True if the file still has the header that was read: the same tensors, whatever their values."""
         return bool(self.header) and self.bytes(len(self.header)) == self.header
 
 
 class MappedFile:
-    """The file that was found last, until another one is."""
+    """Holds the file that was opened last, until another one is opened."""
 
     def __init__(self) -> None:
         self._mapped: _Mapped | None = None
 
     def open(self, path: str, device: torch.device) -> dict[str, torch.Tensor]:
-        """The tensors of the safetensors file ``path``, where they lie: its sender may write it again once this worker
-        has answered.
+        """Return the tensors of the safetensors file ``path`` as views of it; misaligned ones are copies.
 
-        Raises OSError, SafetensorError for a file that is none, ValueError for a type that no tensor here has, and
-        CudaIPCError.
+        The sender may rewrite the file once this worker has answered.
+
+        Raises OSError, SafetensorError for a file that is not safetensors, ValueError for a dtype that is not
+        supported, and CudaIPCError.
         """
         found = os.stat(path)
         identity = (found.st_dev, found.st_ino, found.st_size)
@@ -64,7 +68,7 @@ class MappedFile:
         mapped = self._mapped
         is_known = mapped is not None and mapped.is_as_read()
         if not is_known:
-            with safe_open(path, framework="pt"):  # refuses what the format does not allow
+            with safe_open(path, framework="pt"):  # raises for a file that breaks the format
                 pass
         if mapped is None:
             memory = torch.from_file(path, shared=True, size=found.st_size, dtype=torch.uint8)
@@ -83,16 +87,19 @@ class MappedFile:
             if entry.offset % dtype.itemsize:
                 raw, is_aligned = raw.clone(), False
             mapped.tensors[name] = raw.view(dtype).view(entry.shape)
-        if is_aligned:  # a copy is of this time's bytes, and must be made again
+        if is_aligned:  # a copy holds this file's current bytes, and must be made again next time
             mapped.header = mapped.bytes(8 + int.from_bytes(mapped.bytes(8), "little"))
 
     @property
     def is_whole(self) -> bool:
-        """Whether ``fetch`` can be used: the tensors lie in the file, all of them; some may be copies otherwise."""
+        """Return True if ``fetch`` can be used: every tensor is a view of the file, and none a copy."""
         return self._mapped is not None and bool(self._mapped.header)
 
     def fetch(self, pieces: Sequence[torch.Tensor], device: torch.device) -> Copied:
-        """Copies on ``device`` of these tensors, or of rows or columns of them; done when it returns."""
+        """Copy ``pieces`` to ``device``, and wait for the copies to finish.
+
+        Each piece is one of the file's tensors, or some of its rows or columns.
+        """
         assert self._mapped is not None and self.is_whole
         memory = self._mapped.memory
         planned = spans.plan(pieces, len(memory))
@@ -104,14 +111,17 @@ class MappedFile:
         return Copied(pieces, planned.starts, room)
 
     def close(self) -> None:
-        """Lets go of the file. Raises CudaIPCError."""
+        """Forget the file, and unregister its memory. Raises CudaIPCError."""
         mapped, self._mapped = self._mapped, None
         if mapped is not None and mapped.registered_for is not None:
             cuda_ipc.unregister(mapped.memory, mapped.registered_for)
 
 
 def _register(mapped: _Mapped, device: torch.device) -> None:
-    """For a sender that comes again: it takes longer than one copy."""
+    """Register the file's memory with the driver; a failure is logged once.
+
+    Registering takes longer than one copy, so it pays only for a sender that comes again.
+    """
     mapped.is_tried = True
     try:
         cuda_ipc.register(mapped.memory, device)

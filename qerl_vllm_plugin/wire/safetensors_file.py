@@ -1,7 +1,7 @@
-"""The header of a safetensors file, read without touching the tensors, or written; a plain reader of one tensor.
+"""Read and write the header of a safetensors file without touching the tensors, and read one tensor at a time.
 
 The format (https://huggingface.co/docs/safetensors): 8 bytes of little-endian header length, a JSON header, then the
-tensors without holes. The safetensors library maps a file whole; here one tensor is read into memory of its own, so
+tensors without holes. The safetensors library maps a file whole. Here one tensor is read into memory of its own, so
 that a program's peak memory is the tensor and not the file.
 """
 
@@ -51,9 +51,10 @@ class TensorHeader:
 
 
 def read_header(file: Path) -> dict[str, TensorHeader]:
-    """The tensors of a safetensors file by name.
+    """Read the header of a safetensors file, and return its tensors by name.
 
-    Raises CheckpointError where the header is damaged, or says more or fewer bytes than the file has.
+    Raises CheckpointError for a damaged header, for a dtype that is not in ``DTYPES``, and for a header that describes
+    more or fewer bytes than the file has.
     """
     size = file.stat().st_size
     if size < 8:
@@ -115,7 +116,7 @@ def _check_coverage(file: Path, tensors: dict[str, TensorHeader], start: int, si
 def header_bytes(
     tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """What a file begins with whose tensors follow in this order, each given as its name, dtype and shape.
+    """Return the beginning of a file, up to its tensors; they follow in the order given as name, dtype and shape.
 
     Raises ValueError for a dtype that the format has no name for.
     """

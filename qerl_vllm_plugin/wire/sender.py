@@ -1,4 +1,4 @@
-"""How tensors reach the workers of an engine: as they are, as memory of a GPU, as a shared file, or in the message."""
+"""Choose how tensors reach an engine's workers: as they are, as GPU memory, as a shared file, or in the message."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -19,16 +19,19 @@ TRANSPORTS = ("auto", "ipc", "shared")
 
 
 class Sender:
-    """The way from this process to an engine's workers.
+    """Sends tensors from this process to an engine's workers.
 
-    ``transport``: tensors that lie on a GPU go from GPU to GPU (CUDA IPC) where that is possible, all others through
-    shared memory (auto); or one of the two alone (ipc, shared). ``is_here``: the worker runs in this process;
-    ``is_near``: all workers can open a file of this machine. ``refusal`` is raised for what no allowed way can carry,
-    and is the error by which the sender's block learns that the workers have said no.
+    ``transport``: with auto, tensors on a GPU go from GPU to GPU (CUDA IPC) where that is possible, and all others
+    through shared memory. ipc and shared allow only one of these two ways.
+
+    ``is_here``: the worker runs in this process. ``is_near``: all workers can open a file of this machine.
+
+    ``refusal``: the error raised for tensors that no allowed way can carry. Code in a block raises it, too, when the
+    workers have refused, and so have answered.
     """
 
     def __init__(self, transport: str, *, is_here: bool, is_near: bool, refusal: type[Exception]) -> None:
-        """Raises ValueError for an unknown transport, and for one that this engine cannot have."""
+        """Raises ValueError for an unknown transport, and for one that this engine cannot use."""
         if transport not in TRANSPORTS:
             raise ValueError(f"transport is {transport!r}; it is one of {', '.join(TRANSPORTS)}")
         self._transport, self.is_here, self._is_near, self._refusal = transport, is_here, is_near, refusal
@@ -40,8 +43,10 @@ class Sender:
 
     @contextmanager
     def by_gpu(self, tensors: Tensors) -> Iterator[str | None]:
-        """What tells workers where on a GPU the tensors are, until the end of the block; None where they must go
-        another way. Raises the refusal where no other way is allowed."""
+        """Share the tensors as GPU memory for the block; yield the text that describes them to workers.
+
+        Yields None if the tensors must go another way. Raises the refusal if no other way is allowed.
+        """
         if self.is_here or not self._is_near or self._transport == "shared":
             yield None
             return
@@ -57,7 +62,10 @@ class Sender:
         yield None
 
     def refused(self, reason: str, tensors: Tensors) -> None:
-        """Send tensors another way from now on, for the workers could not read the GPU. Raises as ``by_gpu`` does."""
+        """Record that the workers could not read the GPU, so that tensors go another way from now on.
+
+        Raises the refusal if no other way is allowed.
+        """
         self._unreachable = reason
         self._without_gpu(reason, tensors)
 
@@ -73,8 +81,11 @@ class Sender:
 
     @contextmanager
     def by_memory(self, tensors: Tensors) -> Iterator[Any]:
-        """The tensors as they are for a worker in this process; for others a file in shared memory, or, where that is
-        too small or on another machine, safetensors bytes."""
+        """Yield what carries the tensors to the workers without a GPU.
+
+        A worker in this process gets the tensors themselves. Others get the path of a file in shared memory. If that is
+        too small, or a worker is on another machine, they get safetensors bytes.
+        """
         if self.is_here:
             yield tensors
             return
@@ -89,5 +100,5 @@ class Sender:
 
 
 def _serialized(tensors: Tensors) -> bytes:
-    # copies: safetensors refuses tensors that share memory, such as one A under two names
+    # copies, because safetensors refuses tensors that share memory, such as one A under two names
     return save({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()})

@@ -1,14 +1,16 @@
-"""Tensors for workers in other processes of this machine: a file in shared memory, which each of them maps.
+"""Share tensors with workers in other processes of this machine: a file in shared memory, which each of them maps.
 
-The file has no name. Whatever dies, and whenever, nothing of it is left: the kernel frees it with the last process that
-has it open or mapped. Others open it as /proc/PID/fd/NUMBER, which takes the same user on the same machine.
+The file has no name. Whichever process dies, and whenever, nothing of it is left: the kernel frees it with the last
+process that has it open or mapped. Others open it as /proc/PID/fd/NUMBER, which takes the same user on the same
+machine.
 
-A server opens such a path for a caller only where the caller has made the file. Content does not show that: whoever
-may send a body chooses the content of a file of the server's, and process and file numbers can be guessed. So a client
-creates its files under a random name, removes the name at once, and tells it with the path (a ticket). The kernel
-goes on showing the name that a file was created under, next to the path. A caller over HTTP cannot choose it, for the
-server's own files are created without one, and cannot guess that of another process's file. Neither an old path, whose
-number is another file's by now, nor a file meant for another server is opened in its place.
+A server opens such a path for a caller only if the caller has made the file. The file's content cannot show that:
+whoever may send a body chooses the content of a file of the server's, and process and file numbers can be guessed. So a
+client creates its files under a random name, removes the name at once, and tells it with the path (a ticket).
+
+The kernel goes on showing the name that a file was created under, next to the path. A caller over HTTP cannot choose
+that name, for the server's own files are created without one. Nor can it guess the name of another process's file. An
+old path, whose number is another file's by now, is not opened, and neither is a file that was meant for another server.
 """
 
 import hashlib
@@ -26,15 +28,15 @@ from typing import IO, Any
 import torch
 
 SHARED_MEMORY = Path("/dev/shm")
-PATH = re.compile(r"/proc/[0-9]{1,10}/fd/[0-9]{1,10}")  # of a file without a name, which only its sender writes
+PATH = re.compile(r"/proc/[0-9]{1,10}/fd/[0-9]{1,10}")  # a file without a name, which only its sender writes
 TICKET = re.compile(rf"({PATH.pattern})/(qerl-[0-9a-f]{{32}})")  # a path, and the name that its file was created under
-MEDIA_TYPE = "application/vnd.qerl.shared-file+json"  # of a request that names a file
+MEDIA_TYPE = "application/vnd.qerl.shared-file+json"  # content type of a request that names a file
 SEGMENT, READ, THREADS = 16 << 20, 1 << 20, 8
-ROOM = 1 << 20  # left free beside the file: its header, and what others write
+ROOM = 1 << 20  # bytes left free beside the file, for its header and other programs
 
 
 def fits(size: int) -> bool:
-    """Whether a file of ``size`` bytes can be put there."""
+    """Return True if shared memory is writable and has room for a file of ``size`` bytes."""
     with suppress(OSError):
         free = os.statvfs(SHARED_MEMORY)
         return os.access(SHARED_MEMORY, os.W_OK) and free.f_bavail * free.f_frsize > size + ROOM
@@ -42,16 +44,19 @@ def fits(size: int) -> bool:
 
 
 def create() -> tuple[IO[bytes], str]:
-    """An empty file for ``append``, and the path under which workers can open it until it is closed. Raises OSError."""
-    # no buffer: closing it must not fail again
+    """Create an empty file for ``append``; return it with the path at which workers can open it until it is closed.
+
+    Raises OSError.
+    """
+    # unbuffered: closing it must not write, and so cannot fail again
     file = tempfile.TemporaryFile(buffering=0, dir=SHARED_MEMORY)  # noqa: SIM115, the caller's to close
     return file, f"/proc/{os.getpid()}/fd/{file.fileno()}"
 
 
 def create_for_server() -> tuple[IO[bytes], str]:
-    """``create`` for a file of which ``ticket`` tells a server that it was made for it. Raises OSError.
+    """Create a file as ``create`` does, but one whose ``ticket`` shows a server that this process made it.
 
-    It has its name for a moment: an empty file is left of a process that is killed just then.
+    The file has its name for a moment: a process that is killed just then leaves an empty file. Raises OSError.
     """
     name = f"{SHARED_MEMORY}/qerl-{secrets.token_hex(16)}"
     number = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -60,18 +65,21 @@ def create_for_server() -> tuple[IO[bytes], str]:
 
 
 def ticket(path: str) -> str:
-    """What opens the file ``path`` of ``create_for_server`` to a server of this user and machine. Raises OSError."""
+    """Return the ticket by which a server of this user and machine opens the file ``path``.
+
+    The file comes from ``create_for_server``. Raises OSError.
+    """
     return f"{path}/{Path(os.readlink(path)).name.removesuffix(' (deleted)')}"
 
 
 def machine() -> str:
-    """What tells this machine, since it was started, from all others."""
+    """Return the kernel's boot id, which tells this machine, since it was started, from all others."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 @contextmanager
 def proof(content: bytes) -> Iterator[str]:
-    """The ticket of a file that holds ``content``: for ``is_proof``, until the end of the block. Raises OSError."""
+    """Put ``content`` into a file for the block; yield its ticket, for ``is_proof``. Raises OSError."""
     file, path = create_for_server()
     with file:
         append(file, content)
@@ -79,7 +87,7 @@ def proof(content: bytes) -> Iterator[str]:
 
 
 def is_proof(given: str, content: bytes) -> bool:
-    """Whether ``open_ticket`` opens the file of this ticket, and it holds ``content``."""
+    """Return True if ``open_ticket`` opens the file of this ticket, and the file holds exactly ``content``."""
     file = open_ticket(given)
     if file is None:
         return False
@@ -88,10 +96,11 @@ def is_proof(given: str, content: bytes) -> bool:
 
 
 def open_ticket(given: str) -> IO[bytes] | None:
-    """The file of a ticket, to be read; None for any other text.
+    """Open the file of a ticket for reading; return None for any other text.
 
-    Its maker is a process of this user on this machine, for the file is this user's and the path leads through /proc
-    of this machine; it has told the caller the ticket, or is the caller. Any other file is looked at, and not opened.
+    The file was made by a process of this user on this machine, for this user owns it and its path leads through this
+    machine's /proc. That process has told the caller the ticket, or is the caller. Any other file is only inspected,
+    and not opened for reading.
     """
     if not (parts := TICKET.fullmatch(given)):
         return None
@@ -111,14 +120,17 @@ def open_ticket(given: str) -> IO[bytes] | None:
 
 
 def append(file: IO[bytes], given: Any) -> None:
-    """Writes all of a buffer, of which the kernel takes 2 GiB at a time at most. Raises OSError."""
+    """Write all of a buffer, of which the kernel takes at most 2 GiB at a time. Raises OSError."""
     left = memoryview(given)
     while left:
         left = left[file.write(left) :]
 
 
 class Digest:
-    """SHA-256 over the SHA-256 of each ``SEGMENT`` of a file, by several threads, while the file is being written."""
+    """Computes a file's digest in several threads, while the file is being written.
+
+    The digest is the SHA-256 over the SHA-256 of each ``SEGMENT`` of the file.
+    """
 
     def __init__(self, file: IO[bytes]) -> None:
         self._number = file.fileno()
@@ -126,19 +138,19 @@ class Digest:
         self._begun: list[Future[bytes]] = []
 
     def grow(self, size: int) -> None:
-        """``size`` bytes are written and stay as they are."""
+        """Note that the first ``size`` bytes are written and will not change; start to hash their whole segments."""
         while (len(self._begun) + 1) * SEGMENT <= size:
             self._begin((len(self._begun) + 1) * SEGMENT)
 
     def finish(self, size: int) -> str:
-        """The digest of the file, which has ``size`` bytes."""
+        """Return the digest of the finished file of ``size`` bytes, in hexadecimal."""
         self.grow(size)
         if len(self._begun) * SEGMENT < size:
             self._begin(size)
         return hashlib.sha256(b"".join(future.result() for future in self._begun)).hexdigest()
 
     def close(self) -> None:
-        """Waits for what has begun; the file may be closed then."""
+        """Wait for the hashing that has begun and cancel the rest; after that the file may be closed."""
         self._threads.shutdown(cancel_futures=True)
 
     def _begin(self, end: int) -> None:
@@ -152,5 +164,5 @@ class Digest:
 
 
 def content(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes as uint8, as a file has them; not copied where they lie so in memory."""
+    """Return a tensor's bytes as uint8, as a file stores them; a contiguous tensor on the CPU is not copied."""
     return tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)

@@ -1,9 +1,9 @@
-"""Files of tensors in shared memory that are written again and again.
+"""Keep files of tensors in shared memory and rewrite them for each send.
 
-A policy in training sends as many bytes each time. To give a new file its pages, and to take them back, takes longer
-than to write it: a file that all workers have read is kept for the next of its size, mapped, and written by several
-threads at a time, which the kernel does not let them do but through a mapping. Like any file here it has no name and
-ends with the processes that have it.
+A policy in training sends the same number of bytes each time. Giving a new file its pages, and taking them back, takes
+longer than writing it. So a file that all workers have read is kept, mapped, for the next send of its size. Several
+threads write it at a time, which the kernel allows only through a mapping. Like any file here, it has no name and ends
+with the processes that have it open or mapped.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ from qerl_vllm_plugin.wire import shared_file
 from qerl_vllm_plugin.wire.safetensors_file import header_bytes
 
 THREADS = 8
-GROUP = 8 << 20  # bytes that are copied together
-UNSURE = ("", "lost", "engine_dead")  # reasons of a refusal after which a worker may still read; a proxy gives none
+GROUP = 8 << 20  # bytes that one thread copies at once
+UNSURE = ("", "lost", "engine_dead")  # a worker may still read after a refusal for these reasons; a proxy gives none
 
 T = TypeVar("T")
-Create = Callable[[], tuple[IO[bytes], str]]  # a file and its path, as ``shared_file.create``
+Create = Callable[[], tuple[IO[bytes], str]]  # returns a file and its path, as ``shared_file.create`` does
 
 
 class NoRoomError(OSError):
@@ -34,34 +34,37 @@ class NoRoomError(OSError):
 
 
 class Segment:
-    """A file of ``size`` bytes: ``content: (size,)`` is its memory here, as uint8, ``path`` where workers open it."""
+    """A file of ``size`` bytes in shared memory.
+
+    ``content: (size,)`` is its memory in this process, as uint8; ``path`` is where workers open it.
+    """
 
     def __init__(self, size: int, create: Create = shared_file.create) -> None:
         """Raises NoRoomError."""
         check_room(size)
         self.file, self.path = create()
         try:
-            # here, where it is an error: to write to a mapping for which there is no room ends the process
+            # here a lack of room is an error; writing to a mapping that has no room ends the process
             os.posix_fallocate(self.file.fileno(), 0, size)
         except OSError as error:
             self.file.close()
             raise NoRoomError(f"{shared_file.SHARED_MEMORY} is full: {error.strerror}") from error
-        weakref.finalize(self, self.file.close)  # the end of who keeps it is its end, and nobody's neglect
+        weakref.finalize(self, self.file.close)  # closes the file when its holder is gone, without a ResourceWarning
         self.content = torch.from_file(self.path, shared=True, size=size, dtype=torch.uint8)
         self._memory = memoryview(self.content.numpy())
 
     def write(self, chunk: bytes, start: int) -> None:
-        """Bytes from byte ``start`` on."""
+        """Write ``chunk`` from byte ``start`` on."""
         self._memory[start : start + len(chunk)] = chunk
 
     def free(self) -> None:
-        """Gives the memory back though workers have it mapped, who must not look at it any more."""
+        """Give the memory back although workers have it mapped; they must not read it any more."""
         os.ftruncate(self.file.fileno(), 0)
         self.file.close()
 
 
 class Growing:
-    """A file of a size that nobody has said, of at most ``limit`` bytes."""
+    """A file in shared memory whose size nobody has announced, of at most ``limit`` bytes."""
 
     def __init__(self, limit: int) -> None:
         """Raises NoRoomError."""
@@ -69,45 +72,45 @@ class Growing:
         self.file, self.path = shared_file.create()
 
     def write(self, chunk: bytes, start: int) -> None:
-        """As ``Segment``'s, where the last write has ended. Raises NoRoomError."""
+        """Append ``chunk``; ``start`` must be where the last write ended. Raises NoRoomError."""
         try:
             shared_file.append(self.file, chunk)
-        except OSError as error:  # others have filled it since
+        except OSError as error:  # other programs have filled shared memory since
             raise NoRoomError(f"{shared_file.SHARED_MEMORY} is full: {error.strerror}") from error
 
     def free(self) -> None:
-        """As ``Segment``'s."""
+        """Give the memory back; workers must not read it any more."""
         os.ftruncate(self.file.fileno(), 0)
         self.file.close()
 
 
 def check_room(size: int) -> None:
-    """Raises NoRoomError."""
+    """Raise NoRoomError if shared memory has no room for ``size`` bytes."""
     if not shared_file.fits(size):
         raise NoRoomError(f"{shared_file.SHARED_MEMORY} has no room for {size} bytes")
 
 
 class Segments:
-    """Those of one sender; at most one is kept, and gone with the sender once no worker has it mapped any more.
+    """The segments of one sender, of which at most one is kept between sends.
 
-    Any number of threads and tasks may send at a time. Each has a segment of its own: whoever takes the kept one is its
-    only holder until it is put back, and only its holder frees one.
+    The kept one ends with the sender, once no worker has it mapped any more. Any number of threads and tasks may send
+    at a time, each with a segment of its own. Whoever takes the kept segment is its only holder until it is put back,
+    and only its holder frees a segment.
 
-    ``refusal`` is the error by which the sender learns that its workers have answered, and which says no; ``create``
-    makes the files.
+    ``refusal``: the error that a sender gets when its workers have answered no. ``create`` makes the files.
     """
 
     def __init__(self, refusal: type[Exception], create: Create = shared_file.create) -> None:
         self._refusal, self._create = refusal, create
         self._kept: Segment | None = None
-        self._lock = threading.Lock()  # of ``_kept``: senders are in several threads
+        self._lock = threading.Lock()  # guards ``_kept``: senders run in several threads
 
     @contextmanager
     def of(self, size: int) -> Iterator[Segment]:
-        """One of ``size`` bytes, more than none, of whatever content, until the end of the block.
+        """Yield a segment of ``size`` bytes, at least one, with arbitrary content.
 
-        At its end all workers must have answered, and it is kept. After an error it is not: after one that is no
-        refusal nobody knows whether a worker still reads. Raises NoRoomError.
+        When the block ends, all workers must have answered; the segment is then kept. After an error it is not kept:
+        unless the error is a refusal, nobody knows whether a worker still reads it. Raises NoRoomError.
         """
         found = self._keep(None)
         if found is not None and len(found.content) != size:
@@ -116,18 +119,21 @@ class Segments:
         found = found or Segment(size, self._create)
         with self._until_an_error(found):
             yield found
-        if (surplus := self._keep(found)) is not None:  # two were in use
+        if (surplus := self._keep(found)) is not None:  # two segments were in use at a time
             surplus.free()
 
     def _keep(self, segment: Segment | None) -> Segment | None:
-        """Keeps this one from now on, and gives the one that was kept to the caller, who is then its only holder."""
+        """Keep this segment, and return the one that was kept before; the caller is then its only holder."""
         with self._lock:
             kept, self._kept = self._kept, segment
         return kept
 
     @contextmanager
     def growing(self, limit: int) -> Iterator[Growing]:
-        """One of at most ``limit`` bytes, as ``of``; it is not kept, for the next one has another size."""
+        """Yield a file of at most ``limit`` bytes, under the same rules as ``of``.
+
+        It is freed when the block ends, for the next one has another size.
+        """
         found = Growing(limit)
         with self._until_an_error(found):
             yield found
@@ -135,8 +141,11 @@ class Segments:
 
     @contextmanager
     def _until_an_error(self, found: "Segment | Growing") -> Iterator[None]:
-        """Frees it after a refusal. After another error, or a refusal whose reason is ``UNSURE``, a worker may still
-        read it, and it is only closed here."""
+        """Free the segment if the block raises a refusal.
+
+        After another error, or a refusal whose reason is in ``UNSURE``, a worker may still read it: it is only closed
+        here.
+        """
         try:
             yield
         except BaseException as error:
@@ -148,7 +157,7 @@ class Segments:
 
     @contextmanager
     def filled(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> Iterator[str]:
-        """The path of a safetensors file with copies of ``tensors``, as ``of``.
+        """Copy ``tensors`` into a safetensors file; yield its path, under the same rules as ``of``.
 
         Raises NoRoomError, and ValueError for a dtype that the format has no name for.
         """
@@ -160,9 +169,9 @@ class Segments:
 
 
 async def enter(block: AbstractContextManager[T], held: ExitStack) -> T:
-    """Enters a block in a thread, for the beginning of one like ``filled`` takes a while; ``held`` leaves it.
+    """Enter a context manager in a thread, because entering one like ``filled`` takes a while; ``held`` leaves it.
 
-    A thread cannot be cancelled: it ends what it has begun for a task that was, and the block is left after it.
+    A thread cannot be cancelled. If the task is, the thread finishes entering, and the context is left after that.
     """
     own = ExitStack()
     begun = asyncio.ensure_future(asyncio.to_thread(own.enter_context, block))
@@ -176,7 +185,7 @@ async def enter(block: AbstractContextManager[T], held: ExitStack) -> T:
 
 
 def _fill(memory: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:
-    """The bytes of all tensors, one behind the other."""
+    """Write the bytes of all tensors to ``memory``, one behind the other."""
     groups = list(_groups(tensors))
     ends = list(accumulate(sum(tensor.nbytes for tensor in group) for group in groups))
 
@@ -184,13 +193,13 @@ def _fill(memory: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:
         given = [shared_file.content(tensor) for tensor in group]
         torch.cat(given, out=memory[end - sum(map(len, given)) : end])
 
-    # a few at a time: those that are on a GPU need not all fit the CPU twice
+    # a few groups at a time: tensors on a GPU need not all fit into CPU memory twice
     with ThreadPoolExecutor(max_workers=THREADS) as threads:
         list(threads.map(write, groups, ends))
 
 
 def _groups(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """One behind the other, as many as make up ``GROUP`` bytes: hundreds of small ones take longer by themselves."""
+    """Group consecutive tensors up to ``GROUP`` bytes: hundreds of small ones take longer one by one."""
     group: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:

@@ -1,7 +1,7 @@
-"""Pieces of one memory, copied elsewhere in few copies: neighbours go together, with what little lies between them.
+"""Copy pieces of one memory in few copies: neighbours go together, with the small gaps between them.
 
-A rank of several takes some rows of one tensor and some columns of the next: by themselves hundreds of copies, each of
-which takes longer to start than to make.
+A tensor-parallel rank takes some rows of one tensor and some columns of the next. One by one, these are hundreds of
+copies, each of which takes longer to start than to run.
 """
 
 from collections.abc import Sequence
@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import torch
 
-GAP = 128 << 10  # bytes that are sooner copied than left out
-ALIGNED = 16  # of the memory that is copied, and of the copy: a value of any type lies in it as it lay
-MOST = 0.9  # of all bytes; above it the whole goes in one copy, for to find out what goes together takes longer
+GAP = 128 << 10  # bytes; a gap up to this size is cheaper to copy than to leave out
+ALIGNED = 16  # bytes; spans begin at multiples of it in memory and copy, so that values of any dtype stay aligned
+MOST = 0.9  # share of all bytes; from it on one copy takes the whole, because planning takes longer
 
 
 class Span(NamedTuple):
-    """``size`` bytes from byte ``source`` of the memory, to byte ``target`` of its copy."""
+    """Copy ``size`` bytes from byte ``source`` of the memory to byte ``target`` of its copy."""
 
     source: int
     target: int
@@ -31,7 +31,10 @@ class Plan(NamedTuple):
 
 
 def plan(pieces: Sequence[torch.Tensor], size: int) -> Plan:
-    """What to copy of a memory of ``size`` bytes for ``pieces`` of it, tensors that have their offset in it."""
+    """Plan the copies of ``pieces`` of a memory of ``size`` bytes.
+
+    The pieces are tensors whose storage offset is their offset in that memory.
+    """
     begins = [piece.storage_offset() * piece.element_size() for piece in pieces]
     if sum(piece.nbytes for piece in pieces) >= MOST * size:
         return Plan([Span(0, 0, size)], begins, size)
@@ -59,15 +62,18 @@ class Copied(NamedTuple):
     room: torch.Tensor
 
     def tensors(self) -> list[torch.Tensor]:
-        """The pieces, of the shapes and the strides that they had."""
+        """Return the copied pieces with their original shapes and strides."""
         return self._views(0, len(self.pieces))
 
     def flat(self, first: int, end: int) -> torch.Tensor:
-        """The values of pieces ``first`` to ``end``, one behind the other: ``room`` itself, or few pieces of it joined,
-        where they lie so in it. A view of each of hundreds takes longer than to copy them all."""
+        """Return the values of pieces ``first`` to ``end`` (exclusive), one behind the other.
+
+        Pieces that lie so in ``room`` are taken from it together, and all are returned without a copy if one view
+        covers them. A view of each of hundreds of pieces takes longer than copying them all.
+        """
         typed = {dtype: as_type(self.room, dtype) for dtype in {piece.dtype for piece in self.pieces[first:end]}}
         flat: list[torch.Tensor] = []
-        dtype, start, reached = torch.uint8, 0, -1  # of what lies in one piece
+        dtype, start, reached = torch.uint8, 0, -1  # dtype, start and end of the run of neighbours so far
 
         def end_piece() -> None:
             if reached >= 0:
@@ -95,17 +101,17 @@ class Copied(NamedTuple):
 
 
 def all_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A storage as bytes: ``(n,)`` uint8, a view."""
+    """View a storage as bytes: ``(n,)`` uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def as_type(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes as values, from the first one on."""
+    """View bytes as values of ``dtype``, from the first byte on; leftover bytes are dropped."""
     return memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)
 
 
 def _extent(piece: torch.Tensor) -> int:
-    """Bytes from a piece's first to its last."""
+    """Return the number of bytes from the first to the last byte of a piece."""
     if piece.is_contiguous():
         return piece.nbytes
     if not piece.numel():

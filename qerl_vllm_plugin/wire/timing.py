@@ -11,15 +11,15 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-PATIENCE = 300.0  # seconds for an engine's answer to a change; one takes less than one second
-DRAIN = 600.0  # seconds that a server waits for running requests where it was asked to ("wait")
-LOOK = 1.0  # seconds between two looks at whether an engine core lives
+PATIENCE = 300.0  # seconds to wait for an engine's answer to a change, which takes less than one second
+DRAIN = 600.0  # seconds that a server waits for running requests if it was asked to ("wait")
+LOOK = 1.0  # seconds between two checks that an engine core lives
 DEAD = "the engine core has died, and its policy with it; start the engine again, its log says why"
 SILENT = "the engine has not answered for {:g} s, and whether it has changed nobody knows; restart it"
 
 
 def begun(call: Callable[[], T]) -> futures.Future[T]:
-    """What ``call`` will return or raise, called in a thread of its own."""
+    """Start ``call`` in a thread of its own; return the future of what it will return or raise."""
     answer: futures.Future[T] = futures.Future()
 
     def run() -> None:
@@ -28,13 +28,15 @@ def begun(call: Callable[[], T]) -> futures.Future[T]:
         except BaseException as error:
             answer.set_exception(error)
 
-    threading.Thread(target=run, name="qerl-call", daemon=True).start()  # the program may end while it waits
+    threading.Thread(target=run, name="qerl-call", daemon=True).start()  # the program may end while the call waits
     return answer
 
 
 def in_time(answer: futures.Future[T], seconds: float, is_dead: Callable[[], bool] = lambda: False) -> T:
-    """Return what comes. Raises TimeoutError after ``seconds``, or once ``is_dead``: what was asked cannot be taken
-    back."""
+    """Return the result of ``answer``, or raise its error.
+
+    Raises TimeoutError after ``seconds``, or once ``is_dead`` returns True; the call itself cannot be taken back.
+    """
     end = time.monotonic() + seconds
     while not answer.done():
         if is_dead():
@@ -46,9 +48,10 @@ def in_time(answer: futures.Future[T], seconds: float, is_dead: Callable[[], boo
 
 
 class Laps:
-    """``seconds`` by part, in the order in which they ended; a part that ends again goes on.
+    """Times the parts of a change; ``seconds`` has them in the order in which they first ended.
 
-    They are the host's: what a GPU has been asked to do and nobody has waited for is in no part, or in a later one.
+    A part that ends again adds to its time. The times are the host's: GPU work that nobody has waited for counts in no
+    part, or in a later one.
     """
 
     def __init__(self) -> None:
@@ -56,7 +59,7 @@ class Laps:
         self._last = time.perf_counter()
 
     def end(self, part: str) -> None:
-        """What has passed since the end of the part before belongs to this one."""
+        """Count the time since the last part ended for ``part``."""
         now = time.perf_counter()
         self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
         self._last = now
