@@ -1,7 +1,8 @@
-"""Ask and change what depends on vLLM's insides, read in 0.26 to 0.32.
+"""Query and change an engine in ways that depend on vLLM's insides, as read in 0.26 to 0.32.
 
-The other files of this room have a subject each: an engine asked from another process (engine_client), loading, LoRA
-loading, the memory of the KV cache, the scheduler, seeded requests on a CPU (seeds).
+The other files of this package have a subject each: an engine in another process (engine_client), a forward over single
+tokens (first_tokens), loading, LoRA loading, the memory of the KV cache, the scheduler, seeded requests on a CPU
+(seeds).
 """
 
 import sys
@@ -19,11 +20,11 @@ from qerl_vllm_plugin import TESTED_VLLM
 logger = init_logger("vllm.qerl")
 
 OLDEST, FIRST_UNSUPPORTED = Version("0.26"), Version("0.33")
-FIRST_THAT_COUNTS = Version("0.31")  # of the tested ones
+FIRST_THAT_COUNTS = Version("0.31")  # the first tested release of which counts_released_memory is true
 
 
 def check_vllm_version(version: str = vllm.__version__) -> None:
-    """Raises RuntimeError for a vLLM that the plugin was not written for; warns once for one it was not tested with."""
+    """Raise RuntimeError for a vLLM that the plugin does not support; warn once for one it was not tested with."""
     release = _release(version)
     if release is None:
         logger.warning_once(
@@ -37,18 +38,18 @@ def check_vllm_version(version: str = vllm.__version__) -> None:
 
 
 def counts_released_memory(version: str = vllm.__version__) -> bool:
-    """Whether an engine with sleep mode counts memory that loading had taken and given back as free once, not twice.
+    """Return True if an engine with sleep mode counts as free only once the memory that loading took and gave back.
 
-    vLLM 0.26 takes what torch has reserved from what the GPU has in use, and torch does not learn that the pool of
-    weights gave some back: the KV cache becomes larger than the engine's share by as much as repacking has freed (17 GB
-    of a 32B model on an H200).
+    vLLM 0.26 counts it twice: it subtracts what torch has reserved from what the GPU has in use, and torch does not
+    learn that the pool of weights gave some back. The KV cache then exceeds the engine's share by as much as repacking
+    has freed (17 GB of a 32B model on an H200).
     """
     release = _release(version)
     return release is None or release >= FIRST_THAT_COUNTS
 
 
 def _release(version: str) -> Version | None:
-    """Without what marks a build or a candidate; None if it is no version."""
+    """Return the version without its build or candidate suffix, or None if it is not a version."""
     try:
         return Version(Version(version).base_version)
     except InvalidVersion:
@@ -56,7 +57,10 @@ def _release(version: str) -> Version | None:
 
 
 def highest(here: int) -> int:
-    """Return the highest number that any of the ranks that share this model gives; all of them must ask."""
+    """Return the highest number that any rank of this model passes.
+
+    This is a collective: all tensor-parallel and pipeline-parallel ranks must call it.
+    """
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     flag = torch.tensor([here])
@@ -67,7 +71,10 @@ def highest(here: int) -> int:
 
 
 def of_all_stages(value: Any) -> list[Any]:
-    """What every rank of the pipeline that this rank is in gives for ``value``; all of them must ask."""
+    """Return the ``value`` of every rank in this rank's pipeline.
+
+    This is a collective: all of these ranks must call it.
+    """
     from vllm.distributed.parallel_state import get_pp_group
 
     found = [value] * (group := get_pp_group()).world_size
@@ -77,18 +84,18 @@ def of_all_stages(value: Any) -> list[Any]:
 
 
 def workers_share_this_machine(vllm_config: Any) -> bool:
-    """Whether every worker can open a file that this process has written."""
+    """Return True if every worker can open a file that this process has written."""
     parallel = vllm_config.parallel_config
     return parallel.distributed_executor_backend in ("mp", "uni") and getattr(parallel, "nnodes", 1) == 1
 
 
 def api_servers(vllm_config: Any) -> int:
-    """How many API server processes answer for one engine."""
+    """Return how many API server processes serve one engine."""
     return int(vllm_config.parallel_config._api_process_count)
 
 
 def check_kv_cache(vllm_config: Any) -> None:
-    """Raises ValueError where vLLM's CPU attention reads its cache wrongly: 16 bits a value under float32 activations.
+    """Raise ValueError for a 16-bit KV cache under float32 activations, which vLLM's CPU attention reads wrongly.
 
     Seen with 0.31: log-probabilities of a prompt off by 0.5, without an error.
     """
@@ -101,8 +108,10 @@ def check_kv_cache(vllm_config: Any) -> None:
 
 
 def check_kv_connector(vllm_config: Any) -> None:
-    """Raises ValueError for an engine that keeps keys and values outside, where they cannot be emptied: they would be
-    read again after a change of the policy that computed them."""
+    """Raise ValueError for an engine with a KV connector that keeps keys and values outside, and cannot empty them.
+
+    After a change of the policy that computed them, they would be read again.
+    """
     if vllm_config.kv_transfer_config is None:
         return
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -117,14 +126,17 @@ def check_kv_connector(vllm_config: Any) -> None:
 
 
 def pipeline_stage() -> int:
-    """Which part of the model this rank holds."""
+    """Return the index of this rank's pipeline stage: which part of the model it holds."""
     from vllm.distributed.parallel_state import get_pp_group
 
     return get_pp_group().rank_in_group
 
 
 def max_over_tensor_parallel_ranks(amax: torch.Tensor) -> torch.Tensor:
-    """The largest ``amax: ()`` of all tensor-parallel ranks, so that they share one tensor scale."""
+    """Return the largest ``amax: ()`` of all tensor-parallel ranks, so that they share one tensor scale.
+
+    Raises ValueError for several ranks with enable_multithread_load.
+    """
     from vllm.config import get_current_vllm_config
     from vllm.distributed.parallel_state import get_tp_group
 
@@ -143,43 +155,46 @@ def max_over_tensor_parallel_ranks(amax: torch.Tensor) -> torch.Tensor:
 
 
 def is_fused_experts(layer: torch.nn.Module) -> bool:
-    """Whether a layer holds the experts of a mixture of experts."""
+    """Return True if a layer holds the experts of a mixture of experts."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
     return isinstance(layer, RoutedExperts)
 
 
 def is_of_another_stage(layer: torch.nn.Module) -> bool:
-    """Whether a layer stands for one that another rank of the pipeline has."""
+    """Return True if a layer is a placeholder for one that another pipeline rank holds."""
     from vllm.model_executor.models.utils import PPMissingLayer
 
     return isinstance(layer, PPMissingLayer)
 
 
 def is_attention(layer: torch.nn.Module) -> bool:
-    """Whether a layer is vLLM's attention, which has the scales of the KV cache."""
+    """Return True if a layer is vLLM's attention, which holds the scales of the KV cache."""
     from vllm.model_executor.layers.attention import Attention
 
     return isinstance(layer, Attention)
 
 
 def attentions(vllm_config: Any) -> list[torch.nn.Module]:
-    """The attention layers of a loaded model, by vLLM's register of them: before 0.30 those of a model that runs by
-    transformers' own classes are no modules of it."""
+    """Return the attention layers of a loaded model, from vLLM's register of them.
+
+    Before 0.30, a model that runs on transformers' own classes does not have them among its modules.
+    """
     return [layer for layer in vllm_config.compilation_config.static_forward_context.values() if is_attention(layer)]
 
 
 def kv_cache_method(quant_config: Any) -> Any:
-    """vLLM's own method for the scales of an FP8 KV cache."""
+    """Return vLLM's own method for the scales of an FP8 KV cache."""
     from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
     return BaseKVCacheMethod(quant_config)
 
 
 def checkpoint_names(mappers: Iterable[Any], name: str) -> list[str]:
-    """What vLLM's module ``name`` may be called in the checkpoint: itself, then what ``mappers`` turn into it.
+    """Return what vLLM's module ``name`` may be called in the checkpoint.
 
-    ``mappers``: vLLM's WeightsMapper of the model and of those inside it.
+    The first is ``name`` itself; the others are names that ``mappers`` turn into it. ``mappers``: vLLM's WeightsMapper
+    of the model and of the models inside it.
     """
     found = [name]
     for mapper in mappers:
@@ -196,14 +211,14 @@ def checkpoint_names(mappers: Iterable[Any], name: str) -> list[str]:
 
 
 def is_linear(layer: torch.nn.Module) -> bool:
-    """Whether a layer is one of vLLM's linears, quantized or not."""
+    """Return True if a layer is one of vLLM's linears, quantized or not."""
     from vllm.model_executor.layers.linear import LinearBase
 
     return isinstance(layer, LinearBase)
 
 
 def is_vocabulary(layer: torch.nn.Module) -> bool:
-    """Whether a layer is an embedding or a head, whose rows vLLM pads."""
+    """Return True if a layer is an embedding or a head, whose rows vLLM pads."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     return isinstance(layer, VocabParallelEmbedding)
@@ -214,7 +229,10 @@ def model_of(worker: Any) -> torch.nn.Module:
 
 
 def runner_above() -> Any:
-    """vLLM's model runner, in one of whose methods a model is being built."""
+    """Find vLLM's model runner on the call stack; call this while the runner is building a model.
+
+    Raises RuntimeError if there is none.
+    """
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
@@ -225,10 +243,10 @@ def runner_above() -> Any:
 
 
 def refuse_to_run(worker: Any, reason: Callable[[], Exception]) -> Callable[[], None]:
-    """From now on every step that the engine asks of this worker raises ``reason``, which ends the engine -> what lets
-    it run again, unless it has been refused anew since.
+    """Make every further step of this worker raise ``reason``, which ends the engine; return what undoes this.
 
-    The step is refused before its model is looked at: a replayed CUDA graph calls no Python of the model.
+    The returned function does nothing if the worker has been refused anew since. The step is refused before its model
+    is called, because a replayed CUDA graph calls no Python of the model.
     """
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -248,12 +266,15 @@ def refuse_to_run(worker: Any, reason: Callable[[], Exception]) -> Callable[[], 
 
 
 def may_sleep(worker: Any) -> bool:
-    """Whether a worker's engine was started with vLLM's sleep mode."""
+    """Return True if a worker's engine was started with vLLM's sleep mode."""
     return bool(worker.vllm_config.model_config.enable_sleep_mode)
 
 
 def weights_are_away() -> bool:
-    """Whether vLLM's sleep mode has taken the memory of this process's weights, and so that of adapter and norms."""
+    """Return True if vLLM's sleep mode has taken the memory of this process's weights.
+
+    Adapter and norms lie in the same memory.
+    """
     if not current_platform.is_cuda():
         return False
     from vllm.device_allocator import cumem
@@ -264,14 +285,16 @@ def weights_are_away() -> bool:
 
 
 def model_in_this_process(llm: Any) -> torch.nn.Module | None:
-    """The model of a ``vllm.LLM`` whose worker runs in this process; None if it runs in another one."""
+    """Return the model of a ``vllm.LLM`` whose worker runs in this process, or None if it runs in another one."""
     worker = getattr(getattr(llm.llm_engine, "model_executor", None), "driver_worker", None)
     return None if worker is None else model_of(worker)
 
 
 def keep_names(model: torch.nn.Module, checkpoint_names: list[str]) -> None:
-    """Lets ``norm_layers`` know the checkpoint's names where vLLM has others, as for the language part of a
-    vision-language model."""
+    """Store the checkpoint's names in the model for ``norm_layers``, where vLLM's names differ.
+
+    They do for the language part of a vision-language model, for example.
+    """
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is not None:
         mapped = [(mapper.apply_list([name]), name) for name in checkpoint_names]
@@ -279,7 +302,10 @@ def keep_names(model: torch.nn.Module, checkpoint_names: list[str]) -> None:
 
 
 def norm_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Every RMSNorm with a weight, also of 1 + w, by the name of its parameter in the checkpoint."""
+    """Return every RMSNorm with a weight, by its parameter's name in the checkpoint.
+
+    Gemma's norms, which scale by 1 + w, are included.
+    """
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
     names = getattr(model, "qerl_checkpoint_names", {})
@@ -291,7 +317,7 @@ def norm_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def output_sizes(layer: Any, parts: int) -> list[int]:
-    """Rows of each part of a vLLM linear, over all tensor-parallel ranks."""
+    """Return the rows of each of the ``parts`` of a vLLM linear, over all tensor-parallel ranks."""
     if parts == 1:
         return [layer.output_size]
     if hasattr(layer, "total_num_heads"):  # q, k, v; vLLM's own output_sizes count replicated key/value heads
@@ -302,9 +328,9 @@ def output_sizes(layer: Any, parts: int) -> list[int]:
 
 
 def shard_groups(layer: Any, parts: int) -> list[tuple[int, ...]]:
-    """Which of vLLM's shards of a fused linear each of the checkpoint's ``parts`` is, as they have been loaded.
+    """Return which of vLLM's shards of a fused linear each of the checkpoint's ``parts`` has been loaded into.
 
-    Raises ValueError where that is not known.
+    Raises ValueError if that is not known.
     """
     shards = len(layer.output_sizes)
     groups = getattr(layer, "qerl_groups", [(shard,) for shard in range(shards)])
@@ -314,7 +340,7 @@ def shard_groups(layer: Any, parts: int) -> list[tuple[int, ...]]:
 
 
 def shard_id(layer: Any, part: int, parts: int) -> str | int | tuple[int, ...]:
-    """What vLLM's weight loader calls part number ``part`` of a fused linear."""
+    """Return the shard id by which vLLM's weight loader knows part number ``part`` of a fused linear."""
     if hasattr(layer, "total_num_heads"):
         return "qkv"[part]
     group = shard_groups(layer, parts)[part]

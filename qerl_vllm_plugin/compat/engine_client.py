@@ -1,5 +1,7 @@
-"""What depends on the insides of vLLM's engine clients, the asynchronous one of a server and that of ``vllm.LLM``, for
-0.26 to 0.32."""
+"""Use the insides of vLLM's engine clients, as read in 0.26 to 0.32.
+
+These are the asynchronous client of a server, and the client of ``vllm.LLM``.
+"""
 
 import asyncio
 import atexit
@@ -12,29 +14,32 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any
 
-BREATH = 0.2  # seconds; an engine that goes on makes several steps meanwhile
-LAST_OUTPUTS = 0.02  # seconds, in vLLM too
+BREATH = 0.2  # seconds; a running engine makes several steps in this time
+LAST_OUTPUTS = 0.02  # seconds to wait for last outputs, as vLLM does
 
 
 def is_engine_death(error: BaseException) -> bool:
-    """Whether an engine client raised because its engine has died."""
+    """Return True if an engine client raised ``error`` because its engine has died."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     return isinstance(error, EngineDeadError)
 
 
 def has_died(llm: Any) -> bool:
-    """Whether the engine core of a ``vllm.LLM``, in another process, has died."""
+    """Return True if a ``vllm.LLM`` has its engine core in another process, and the core has died."""
     resources = getattr(llm.llm_engine.engine_core, "resources", None)
     return bool(getattr(resources, "engine_dead", False))
 
 
 def fail_at_exit() -> None:
-    """Let this process end with code 1 whenever it ends: vLLM's server ends with 0 when its engine core has died."""
+    """Make this process exit with code 1 whenever it ends.
+
+    vLLM's server exits with 0 when its engine core has died.
+    """
 
     def fail() -> None:
         atexit.unregister(fail)
-        atexit._run_exitfuncs()  # all others, which os._exit would leave out
+        atexit._run_exitfuncs()  # runs all other exit functions, which os._exit would skip
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
@@ -43,9 +48,9 @@ def fail_at_exit() -> None:
 
 
 def end_calls(engine: Any) -> None:
-    """Ends with an error every call that an engine client has sent to a core that has died.
+    """End with an error every call that an engine client has sent to a core that has died.
 
-    vLLM ends the requests under way then, and refuses what comes later; it leaves the calls waiting for ever.
+    In this case vLLM ends the running requests and refuses later ones, but leaves the calls waiting for ever.
     """
     from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -55,11 +60,12 @@ def end_calls(engine: Any) -> None:
 
 
 async def pause(engine: Any, mode: str, *, is_shared: bool) -> None:
-    """Pauses an engine, as its client's ``pause_generation`` does; the caches stay as they are. ``is_shared``: requests
-    may come through other processes, too.
+    """Pause an engine as its client's ``pause_generation`` does, but keep its caches.
 
-    vLLM's own sleeps for 20 ms at its end, so that the last outputs of requests that it has ended are out. Here it does
-    where there may be such: "keep" ends none, and where no request is under way none ends.
+    ``is_shared``: requests may come through other processes, too.
+
+    vLLM's own method sleeps for 20 ms at its end, so that the last outputs of requests that it has ended are out. This
+    one sleeps only if there may be such outputs: "keep" ends no request, and without running requests none ends.
     """
     may_end = mode != "keep" and (is_shared or bool(engine.output_processor.request_states))
     await engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
@@ -68,7 +74,7 @@ async def pause(engine: Any, mode: str, *, is_shared: bool) -> None:
 
 
 async def resume(engine: Any) -> None:
-    """Lets a paused engine go on, as its client's ``resume_generation`` does."""
+    """Resume a paused engine, as its client's ``resume_generation`` does."""
     await engine.engine_core.resume_scheduler_async()
 
 
@@ -76,9 +82,11 @@ Around = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
 
 
 def watch_pauses(engine: Any, pausing: Around, resuming: Around) -> None:
-    """From now on whoever pauses or resumes an engine by its client's own methods, as the routes /pause, /resume,
-    /sleep and /wake_up do, gets what ``pausing`` or ``resuming`` makes of the call; ``pause`` and ``resume`` here do
-    not pass there."""
+    """Wrap the engine client's own methods that pause and resume, which /pause, /resume, /sleep and /wake_up call.
+
+    From now on, whoever calls them gets the result of ``pausing`` or ``resuming``, which are handed the call. This
+    module's ``pause`` and ``resume`` do not pass through the wrappers.
+    """
 
     def watched(call: Callable[..., Awaitable[Any]], around: Around) -> Callable[..., Awaitable[Any]]:
         async def asked(*args: Any, **keywords: Any) -> Any:
@@ -96,22 +104,28 @@ def watch_pauses(engine: Any, pausing: Around, resuming: Around) -> None:
 
 
 async def have_begun(engine: Any) -> bool:
-    """Whether requests of this process have tokens already and do not end, in an engine that has come to rest."""
+    """Return True if an engine at rest holds requests of this process that have tokens already and do not end.
+
+    Waits up to ``BREATH`` seconds for them to end.
+    """
     end = time.monotonic() + BREATH
     while any(not state.is_prefilling for state in engine.output_processor.request_states.values()):
         if time.monotonic() > end:
             return True
-        await asyncio.sleep(BREATH / 10)  # last outputs may be on their way
+        await asyncio.sleep(BREATH / 10)  # last outputs may still be on their way
     return False
 
 
 async def is_working(engine: Any) -> bool:
-    """Whether a paused engine computes: it is to let the requests that have begun end ("wait"), and they have not."""
+    """Return True if a paused engine still computes.
+
+    It does in mode "wait", until the requests that have begun have ended.
+    """
     return bool(await engine.engine_core.call_utility_async("has_work"))
 
 
 def refuse_requests(engine: Any, reason: str) -> None:
-    """From now on an engine client answers no request, and its server's /health says 503."""
+    """Make an engine client answer no further request, and its server's /health return 503."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     async def check_health() -> None:
@@ -125,10 +139,12 @@ def refuse_requests(engine: Any, reason: str) -> None:
 
 
 def watch_sequences(engine: Any, note: Callable[[Any, Callable[[], bool]], None]) -> None:
-    """From now on an engine client calls ``note`` for each sequence that it is asked for, also each of ``n``, in the
-    context of the request: with its ``first_token_ts`` and ``last_token_ts``, which vLLM keeps up to date, or None
-    where it keeps no statistics, and with what tells whether it is still being computed. (An output of several
-    sequences has the times of one of them alone.)"""
+    """Make an engine client call ``note`` for each further sequence it is asked for, including each of ``n``.
+
+    ``note`` runs in the context of the request. Its first argument has ``first_token_ts`` and ``last_token_ts``, which
+    vLLM keeps up to date, or is None if vLLM keeps no statistics. Its second argument returns True while the sequence
+    is being computed. (An output of several sequences has the times of only one of them.)
+    """
     processor = engine.output_processor
     add_request = processor.add_request
 
@@ -141,17 +157,17 @@ def watch_sequences(engine: Any, note: Callable[[Any, Callable[[], bool]], None]
 
 
 def end_requests(engine: Any, reason: str) -> None:
-    """Every request that an engine client is waiting for an answer to ends with an error, whatever its engine does."""
+    """End with an error every request that an engine client is waiting for, whatever its engine does."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     engine.output_processor.propagate_error(EngineDeadError(reason))
 
 
 def asked(llm: Any, method: str, *args: Any) -> Future[Any] | None:
-    """Asks the engine core of a ``vllm.LLM`` in another process -> its answer, which is not waited for: it does what it
-    is asked in that order. None, and nothing is asked, where the core runs in this process.
+    """Call ``method`` of the engine core of a ``vllm.LLM`` in another process; return a future of its answer.
 
-    What vLLM's own client does for each of its methods (``call_utility``), all of which wait.
+    The core runs such calls in the order in which they were sent. Returns None, and calls nothing, if the core runs in
+    this process. vLLM's own client does the same for each of its methods (``call_utility``), but waits each time.
     """
     from vllm.v1.engine import EngineCoreRequestType
     from vllm.v1.engine.core_client import SyncMPClient

@@ -1,7 +1,8 @@
-"""A forward of a loaded vLLM model over tokens that are each the first, and only one, of a sequence.
+"""Run a loaded vLLM model over tokens that are each the first, and only, token of a sequence.
 
-There is no KV cache yet, and none is needed: a token that attends to itself alone gets its own values back. vLLM's
-attention gives nothing without a cache, so while the forward lasts each one of this model is told to give them.
+There is no KV cache yet, and none is needed: a token that attends only to itself gets its own values back. vLLM's
+attention returns nothing without a cache, so each attention layer of this model returns those values during the
+forward.
 """
 
 from collections.abc import Iterator
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def forward(model: torch.nn.Module, vllm_config: "VllmConfig", tokens: torch.Tensor) -> torch.Tensor:
-    """``tokens: (T,)`` -> the last hidden state, (T, H), eagerly and by this rank's part of the weights."""
-    # (3, T) where positions have three parts
+    """Return the last hidden state (T, H) of ``tokens: (T,)``, computed eagerly from this rank's part of the model."""
+    # (3, T) for a model whose rotary positions have three parts (M-RoPE)
     first = tokens.new_zeros((3, len(tokens)) if vllm_config.model_config.uses_mrope else len(tokens))
     with _attention_to_itself(vllm_config):
         hidden: torch.Tensor = model(input_ids=tokens, positions=first)
@@ -32,7 +33,7 @@ def _attention_to_itself(vllm_config: "VllmConfig") -> Iterator[None]:
 
     attentions: list[Any] = engine.attentions(vllm_config)
     for module in attentions:
-        module.forward = partial(_own_values, module)  # some models call it by this name, past any hook
+        module.forward = partial(_own_values, module)  # some models call forward directly, past any hook
     try:
         with set_forward_context(None, vllm_config, skip_compiled=True):
             yield
@@ -50,7 +51,7 @@ def _own_values(
     *_: Any,
     **__: Any,
 ) -> torch.Tensor:
-    """What attention to itself gives: the values of each key head, once for each of its query heads."""
+    """Return what attention to itself gives: the values of each key head, once for each of its query heads."""
     heads = value.reshape(query.shape[0], module.num_kv_heads, -1)  # (tokens, heads of keys, channels)
     own = heads.repeat_interleave(module.num_heads // module.num_kv_heads, dim=1)
     return own.reshape(output_shape or (query.shape[0], -1))

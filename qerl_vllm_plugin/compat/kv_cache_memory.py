@@ -1,4 +1,4 @@
-"""What of vLLM's insides the memory under its KV cache depends on, for 0.26 to 0.32."""
+"""Give back and map again the memory under vLLM's KV cache, by way of vLLM's insides as read in 0.26 to 0.32."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,12 +11,12 @@ from qerl_vllm_plugin.wire import spans
 class KVCacheMemory:
     """The GPU memory under a worker's KV cache. Its addresses stay reserved while the memory itself is given back.
 
-    vLLM's sleep mode allocates the KV cache from a pool of its own, which knows the handle of each piece. Sleeping is
-    not used: it takes away everything, weights included.
+    vLLM's sleep mode allocates the KV cache from a pool of its own, which knows the handle of each allocation. Sleeping
+    itself is not used: it takes everything away, weights included.
     """
 
     def __init__(self, worker: Any) -> None:
-        """Raises ValueError if there is no such pool."""
+        """Raises ValueError if the GPU is not NVIDIA's, or the engine has no such pool."""
         from vllm.platforms import current_platform
 
         if not current_platform.is_cuda():
@@ -32,14 +32,15 @@ class KVCacheMemory:
         self._storages = list({storage.data_ptr(): storage for storage in storages}.values())
 
     def caches(self) -> list[tuple[int, int]]:
-        """Address and bytes of each tensor of the KV cache."""
+        """Return address and bytes of each tensor of the KV cache."""
         return [(storage.data_ptr(), storage.nbytes()) for storage in self._storages]
 
     def allocations(self) -> list[tuple[int, int]]:
-        """Address and bytes of each piece of memory that can be given back on its own."""
+        """Return address and bytes of each allocation, which can be given back on its own."""
         return [(address, entry.handle[1]) for address, entry in self._entries.items()]
 
     def unmap(self, address: int) -> None:
+        """Give back the memory of the allocation at ``address``, once the GPU has finished its work."""
         from vllm.device_allocator import cumem
 
         entry = self._entries[address]
@@ -48,7 +49,7 @@ class KVCacheMemory:
         entry.is_asleep = True
 
     def map(self, address: int) -> None:
-        """Raises RuntimeError if the GPU has no memory left."""
+        """Put memory under ``address`` again. Raises RuntimeError if the GPU has no memory left."""
         from vllm.device_allocator import cumem
 
         entry = self._entries[address]
@@ -56,7 +57,7 @@ class KVCacheMemory:
         entry.is_asleep = False
 
     def read(self, address: int, size: int) -> torch.Tensor:
-        """A copy of ``size`` bytes on the host."""
+        """Return a copy of ``size`` bytes on the host."""
         from vllm.device_allocator import cumem
 
         copy = torch.empty(size, dtype=torch.uint8, device="cpu")
@@ -70,18 +71,18 @@ class KVCacheMemory:
         cumem.libcudart.cudaMemcpy(address, copy.data_ptr(), len(copy))
 
     def clear_caches(self) -> None:
-        """Zeroes every tensor of the KV cache."""
+        """Zero every tensor of the KV cache."""
         for storage in self._storages:
             spans.all_bytes(storage).zero_()
 
     def free_bytes(self) -> int:
-        """What can be mapped now, all that torch keeps for later given back."""
+        """Return how many bytes can be mapped now, after torch has given back all that it had cached."""
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info()[0]
 
 
 def _tensors(nested: Any) -> Iterator[torch.Tensor]:
-    """The tensors in lists of lists: a layer of a hybrid model has several."""
+    """Yield the tensors in nested lists: a layer of a hybrid model has several."""
     if isinstance(nested, torch.Tensor):
         yield nested
     else:

@@ -1,7 +1,7 @@
-"""What is watched while vLLM loads a model, and locked when it has: every weight arrives, and none is replaced later.
+"""Watch vLLM load a model, so that every weight arrives, and lock it afterwards, so that none is replaced.
 
-vLLM compares what it has loaded with what a model needs only where nothing is quantized, and not for linears. Here it
-is done for every parameter, whatever the architecture, and whether the model came from a folder or from the hub.
+vLLM compares what it has loaded with what a model needs only for unquantized models, and not for linears. Here every
+parameter is checked, whatever the architecture, and whether the model came from a folder or from the hub.
 """
 
 import sys
@@ -28,14 +28,17 @@ ACTIVATION_SCALES = {"input_scale", "input_global_scale", "q_scale", "prob_scale
 
 
 class _Frozen:
-    """Stands where vLLM keeps what it needs to reload a model, and refuses whatever is asked of it."""
+    """Replaces vLLM's record for reloading a model; every access to an attribute raises RuntimeError."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(FROZEN)
 
 
 class _FrozenDummy(_Frozen):
-    """vLLM's loader of random weights asks whether it has to quantize them itself; a reload goes on to ask for more."""
+    """A ``_Frozen`` that answers one question of vLLM's loader of random weights: it must not quantize them itself.
+
+    A reload asks for more, and is refused.
+    """
 
     def can_load(self) -> bool:
         return False
@@ -54,15 +57,21 @@ def watch(
 ) -> None:
     """Check and lock a model's weights as they arrive. Call it while the model is being built.
 
-    In order: ``inspect`` is called with the checkpoint's folder, before anything is loaded, but for a model named by
-    its id; ``when_built`` with the model, and what it returns with the name of each tensor before that is loaded;
-    ``install`` with the model and the checkpoint's folder, once all have been; ``when_ready`` when the layers have been
-    brought into their layouts.
+    The callbacks run in this order:
 
-    Every reload and every weight transfer in the checkpoint's format begins by asking vLLM's record of the model, and
-    goes on to ``load_weights``. Half of a packed layer would survive it: what is computed from the tensor scales is a
-    buffer that vLLM leaves as it was. Raises ValueError for a start with weight transfer, and CheckpointError where a
-    folder is no whole checkpoint.
+        inspect     with the checkpoint's folder, before anything is loaded; after loading for a model named by its id
+        when_built  with the model; what it returns is called with the name of each tensor before that is loaded
+        install     with the model and the checkpoint's folder, (None if unknown), once all are loaded
+        when_ready  with the model, once the layers have been brought into their layouts
+
+    With --load-format dummy only ``when_ready`` is called.
+
+    Every reload, and every weight transfer in the checkpoint's format, begins by asking vLLM's record of the model, and
+    goes on to ``load_weights``; both refuse. A reload would destroy half of a packed layer: what is computed from the
+    tensor scales is a buffer that vLLM leaves as it was.
+
+    Raises ValueError for a start with weight transfer, and for ``install`` with --load-format dummy. Raises
+    CheckpointError if a folder is not a whole checkpoint.
     """
     from vllm.model_executor.model_loader.reload import layerwise
 
@@ -116,7 +125,10 @@ def watch(
 
 
 def _call_when_ready(model: torch.nn.Module, when_ready: Callable[[torch.nn.Module], None]) -> None:
-    """vLLM's loaders end by putting the model into evaluation, when all layers have been brought into their layouts."""
+    """Call ``when_ready`` once all layers have been brought into their layouts.
+
+    vLLM's loaders end by calling ``model.eval``, which is replaced for that one call.
+    """
 
     def eval_and_call() -> torch.nn.Module:
         del model.eval
@@ -127,15 +139,21 @@ def _call_when_ready(model: torch.nn.Module, when_ready: Callable[[torch.nn.Modu
 
 
 def _needed(model: torch.nn.Module) -> list[str]:
-    """Every parameter, but those of experts: vLLM gives them other names when it says what it has loaded, and
-    experts.py looks after them. Scales of activations need not be there: the weights are used alone."""
+    """Return the names of the parameters that must be loaded.
+
+    Experts are left out: vLLM reports them as loaded under other names, and weights/experts.py checks them. Activation
+    scales may be missing, because only the weights are used.
+    """
     experts = tuple(f"{name}." for name, module in model.named_modules() if engine.is_fused_experts(module))
     named = [name for name, _ in model.named_parameters() if not name.startswith(experts)]
     return [name for name in named if name.rpartition(".")[2] not in ACTIVATION_SCALES]
 
 
 def _model_being_built() -> torch.nn.Module:
-    """The model whose constructor is running: vLLM shows a quantization method the layers, and not what they are of."""
+    """Find on the call stack the model whose constructor is running.
+
+    vLLM shows a quantization method the layers, but not their model. Raises RuntimeError if there is none.
+    """
     frame, found = sys._getframe(1), None
     while frame.f_back is not None and frame.f_code.co_name != "initialize_model":
         owner = frame.f_locals.get("self")
@@ -147,8 +165,10 @@ def _model_being_built() -> torch.nn.Module:
 
 
 def checkpoint_folder(vllm_config: "VllmConfig") -> Path | None:
-    """The folder that an engine's weights came from: the one that was named, or where the hub's client has put a model
-    that was named by its id. None if that cannot be told."""
+    """Return the folder that an engine's weights came from, or None if that cannot be told.
+
+    It is the folder that was named, or the one where the hub's client has put a model that was named by its id.
+    """
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

@@ -1,8 +1,8 @@
-"""Check the adapters of LoRA requests where vLLM reads them.
+"""Check the adapters of LoRA requests when vLLM reads them.
 
-vLLM (0.26 to 0.32) has no place to ask before an adapter goes into a slot: the reading is a method of its
-WorkerLoRAManager (``vllm/lora/worker_manager.py``), which a model runner makes after the model. Of this engine alone
-the two methods are wrapped, on the objects themselves, while its model is being built.
+vLLM (0.26 to 0.32) has no hook before an adapter goes into a slot. A method of its WorkerLoRAManager
+(``vllm/lora/worker_manager.py``) reads the adapter, and a model runner makes that manager after the model. Both methods
+are wrapped for this engine alone, on the objects themselves, while its model is being built.
 """
 
 import functools
@@ -29,7 +29,7 @@ def watch(vllm_config: "VllmConfig", check_folder: CheckFolder, check_modules: C
         return
     runner = engine.runner_above()
     load = runner.load_lora_model
-    if getattr(load, "is_qerl_watch", False):  # of the model that a drafter is built beside
+    if getattr(load, "is_qerl_watch", False):  # wrapped already for the main model: a drafter is built beside it
         return
 
     @functools.wraps(load)
@@ -45,19 +45,22 @@ def watch(vllm_config: "VllmConfig", check_folder: CheckFolder, check_modules: C
 def _check_what_is_read(
     manager: Any, vllm_config: "VllmConfig", check_folder: CheckFolder, check_modules: CheckModules
 ) -> None:
-    """``manager`` is vLLM's WorkerLoRAManager, which reads an adapter once, before the first request is answered."""
+    """Wrap the method of ``manager`` that reads an adapter, so that the checks run around it.
+
+    ``manager`` is vLLM's WorkerLoRAManager, which reads an adapter once, before the first request for it is answered.
+    """
     from vllm.lora.utils import get_adapter_absolute_path
 
     from qerl_vllm_plugin.compat.loading import checkpoint_folder
 
     read, layers = manager._load_adapter, manager._adapter_manager
     parts = [part for module in layers.packed_modules.values() for part in module]
-    # a rank of a pipeline drops the layers of the others from what it has read
+    # a pipeline rank drops other ranks' layers from what it has read
     slots = set().union(*engine.of_all_stages({*layers.modules, *parts}))
 
     def read_checked(request: Any) -> Any:
         folder = Path(get_adapter_absolute_path(request.lora_path))
-        if (folder / "adapter_config.json").is_file():  # what is missing, vLLM names
+        if (folder / "adapter_config.json").is_file():  # vLLM itself reports a missing file
             check_folder(folder, checkpoint_folder(vllm_config), manager.lora_config.max_lora_rank)
         lora = read(request)
         check_modules(folder, lora.loras, slots)

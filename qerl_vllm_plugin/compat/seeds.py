@@ -1,4 +1,4 @@
-"""Seeded requests on a CPU, for vLLM 0.26 to 0.32: the random numbers of a prompt that is computed in parts."""
+"""Let seeded requests on a CPU survive a prompt that is computed in parts, for vLLM 0.26 to 0.32."""
 
 import functools
 from typing import Any
@@ -9,11 +9,11 @@ from qerl_vllm_plugin.compat import engine
 
 
 def draw_with_whole_prompts_alone() -> None:
-    """To be called while a model is being built on a CPU: a seeded request whose prompt is not complete after a step
-    draws nothing in it.
+    """Draw no random number for a seeded request whose prompt is incomplete after a step.
 
-    vLLM draws a token for such a request too, throws it away and sets the request's generator back. No generator of a
-    CPU can be set back, so that the engine would end. Of this engine's model runner one method is wrapped.
+    Call it while a model is being built; it does nothing except on a CPU. It wraps one method of this engine's model
+    runner. vLLM draws a token for such a request, too, throws it away and sets the request's generator back. A CPU
+    generator cannot be set back, so the engine would end.
     """
     if not current_platform.is_cpu():
         return
