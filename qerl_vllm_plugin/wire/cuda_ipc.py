@@ -58,7 +58,7 @@ def check_reachable(name: str, device: torch.device) -> None:
 
 @contextmanager
 def exported(size: int, device: torch.device) -> Iterator[tuple[torch.Tensor, bytes]]:
-    """Allocate ``size`` bytes on a GPU for the block; yield them as a uint8 tensor, with their IPC handle.
+    """Allocate ``size`` bytes on a GPU for the ``with`` block; yield them as a uint8 tensor, with their IPC handle.
 
     Raises CudaIPCError.
     """
@@ -82,7 +82,7 @@ def exported(size: int, device: torch.device) -> Iterator[tuple[torch.Tensor, by
 
 @contextmanager
 def opened(handle: bytes, size: int, device: torch.device) -> Iterator[int]:
-    """Map another process's GPU memory for the block; yield the address at which ``device`` can read it.
+    """Map another process's GPU memory for the ``with`` block; yield the address at which ``device`` can read it.
 
     Raises CudaIPCError for an invalid handle, for one whose sender has gone, and for less than ``size`` bytes.
     """
@@ -167,7 +167,7 @@ def _driver() -> ctypes.CDLL:
 
 @contextmanager
 def _context(device: torch.device) -> Iterator[None]:
-    """Enter torch's CUDA context on ``device`` for the block; leave the thread with its earlier context, or none."""
+    """Enter torch's CUDA context on ``device`` for the ``with`` block, and then restore the thread's earlier one."""
     driver, number, context, before = _driver(), ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
     _check(driver.cuInit(0), "starting the driver")
     _check(driver.cuDeviceGet(ctypes.byref(number), device.index), f"finding GPU {device.index}")

@@ -79,7 +79,7 @@ def why_not(tensors: Mapping[str, torch.Tensor]) -> str | None:
 
 @contextmanager
 def described(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Copy ``tensors`` into shared GPU memory for the block; yield the describing text, and that memory.
+    """Copy ``tensors`` into shared GPU memory for the ``with`` block; yield the describing text, and that memory.
 
     Call ``why_not`` first. Raises CudaIPCError, and ValueError for a dtype that the format has no name for.
     """
@@ -143,7 +143,7 @@ def _table(kinds: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> _Table:
 
 @contextmanager
 def mapped(text: str, device: torch.device) -> Iterator[GpuTensors]:
-    """Map the tensors that a text describes for the block, for a worker on ``device``.
+    """Map the tensors that a text describes for the ``with`` block, for a worker on ``device``.
 
     Raises ValueError for a text that ``described`` has not written, and CudaIPCError for a handle that cannot be used.
     """

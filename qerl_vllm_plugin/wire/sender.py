@@ -43,7 +43,7 @@ class Sender:
 
     @contextmanager
     def by_gpu(self, tensors: Tensors) -> Iterator[str | None]:
-        """Share the tensors as GPU memory for the block; yield the text that describes them to workers.
+        """Share the tensors as GPU memory for the ``with`` block; yield the text that describes them to workers.
 
         Yields None if the tensors must go another way. Raises the refusal if no other way is allowed.
         """

@@ -79,7 +79,7 @@ def machine() -> str:
 
 @contextmanager
 def proof(content: bytes) -> Iterator[str]:
-    """Put ``content`` into a file for the block; yield its ticket, for ``is_proof``. Raises OSError."""
+    """Put ``content`` into a file for the ``with`` block; yield its ticket, for ``is_proof``. Raises OSError."""
     file, path = create_for_server()
     with file:
         append(file, content)
