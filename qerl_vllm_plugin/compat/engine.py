@@ -1,8 +1,7 @@
 """Query and change an engine in ways that depend on vLLM's insides, as read in 0.26 to 0.32.
 
-The other files of this package have a subject each: an engine in another process (engine_client), a forward over single
-tokens (first_tokens), loading, LoRA loading, the memory of the KV cache, the scheduler, seeded requests on a CPU
-(seeds).
+The other files of this package have a subject each. They are an engine's clients (engine_client), a forward over single
+tokens (first_tokens), loading, LoRA loading, KV-cache memory, the scheduler, and seeded requests on a CPU (seeds).
 """
 
 import sys
@@ -38,9 +37,9 @@ def check_vllm_version(version: str = vllm.__version__) -> None:
 
 
 def counts_released_memory(version: str = vllm.__version__) -> bool:
-    """Return True if an engine with sleep mode counts as free only once the memory that loading took and gave back.
+    """Return True if an engine with sleep mode counts memory that loading took and gave back as free once, not twice.
 
-    vLLM 0.26 counts it twice: it subtracts what torch has reserved from what the GPU has in use, and torch does not
+    vLLM 0.26 counts it twice. It subtracts what torch has reserved from what the GPU has in use, but torch does not
     learn that the pool of weights gave some back. The KV cache then exceeds the engine's share by as much as repacking
     has freed (17 GB of a 32B model on an H200).
     """

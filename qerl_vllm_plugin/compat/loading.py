@@ -61,14 +61,14 @@ def watch(
 
         inspect     with the checkpoint's folder, before anything is loaded; after loading for a model named by its id
         when_built  with the model; what it returns is called with the name of each tensor before that is loaded
-        install     with the model and the checkpoint's folder, (None if unknown), once all are loaded
+        install     with the model and the checkpoint's folder (None if unknown), once all are loaded
         when_ready  with the model, once the layers have been brought into their layouts
 
     With --load-format dummy only ``when_ready`` is called.
 
     Every reload, and every weight transfer in the checkpoint's format, begins by asking vLLM's record of the model, and
-    goes on to ``load_weights``; both refuse. A reload would destroy half of a packed layer: what is computed from the
-    tensor scales is a buffer that vLLM leaves as it was.
+    goes on to ``load_weights``; both refuse. A reload would replace only half of a packed layer, for vLLM leaves the
+    buffer that is computed from the tensor scales as it was.
 
     Raises ValueError for a start with weight transfer, and for ``install`` with --load-format dummy. Raises
     CheckpointError if a folder is not a whole checkpoint.
