@@ -1,6 +1,6 @@
-"""A LoRA adapter: checked, read from its folder, and kept in the layers or in vLLM's LoRA slots.
+"""Check a LoRA adapter, read it from its folder, and keep it in the layers or in vLLM's LoRA slots.
 
-Nothing here needs vLLM before an engine does, so that clients can use it.
+Importing this package or its modules ``check`` and ``folder`` does not import vLLM, so clients can use them.
 """
 
 from qerl_vllm_plugin.adapter.check import AdapterError as AdapterError

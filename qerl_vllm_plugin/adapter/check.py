@@ -1,6 +1,6 @@
-"""Checks a LoRA adapter, whole, before any of it is used: names, shapes, rank, dtype and values.
+"""Check the names, shapes, rank, dtype and values of a whole LoRA adapter before any of it is used.
 
-Layout: PEFT. ``config`` is the content of ``adapter_config.json``; tensors are named
+The layout is PEFT's. ``config`` is the content of ``adapter_config.json``; tensors are named
 ``base_model.model.<module>.lora_A.weight: (r, in)`` and ``.lora_B.weight: (out, r)``.
 """
 
@@ -19,14 +19,14 @@ from qerl_vllm_plugin.wire.spans import Copied
 
 PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
-MAX_ALPHA = 1e6  # a hundred thousand times what anyone trains with
+MAX_ALPHA = 1e6  # a hundred thousand times the values used in training
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# An adapter of at most this strength cannot overflow: an MLP multiplies gate by up and then by down, and three linears
-# that stretch their inputs so much turn a norm's output of size 1e3 into 1e18 at worst, which the next norm can square
-# in fp32. Adapters in training have a strength of 1 to 1000.
+# An adapter of at most this strength cannot overflow. An MLP multiplies the outputs of gate and up and then applies
+# down. If all three stretch their inputs by 1e4, a norm's output of size 1e3 becomes 1e18 at worst. The next norm can
+# still square that in fp32. Adapters in training have a strength of 1 to 1000.
 STRENGTH = 1e4
 
-# what PEFT can write into adapter_config.json and a plain low-rank update cannot express; the value is the way out
+# keys of adapter_config.json that a plain low-rank update cannot express; each value tells the user what to do instead
 _UNSUPPORTED = {
     "use_dora": "train without DoRA",
     "lora_bias": "train with lora_bias=False",
@@ -45,7 +45,7 @@ _UNSUPPORTED = {
     "use_bdlora": "train a plain LoRA adapter",
     "kasa_config": "train a plain LoRA adapter",
 }
-# what a plain low-rank update needs, and below what says where it comes from or how it was started and trained
+# keys that a plain low-rank update needs, then keys that only say where it comes from or how it was trained
 _KNOWN = {
     *("peft_type", "bias", "init_lora_weights", "r", "lora_alpha", "use_rslora"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
@@ -57,21 +57,21 @@ _UNKNOWN = (
     "what it does to the product is not known here: train without it, or delete it from adapter_config.json if it does "
     "nothing"
 )
-# the ways to start an adapter that leave the base weights as they are; others (pissa, olora, corda, loftq) change them
+# initializations that leave the base weights unchanged; others (pissa, olora, corda, loftq) change them
 _PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
 class AdapterError(ValueError):
-    """An adapter that cannot be installed; nothing has been changed."""
+    """Raised for an adapter that cannot be installed; nothing has been changed."""
 
 
 class NoCarrierError(Exception):
-    """A worker has no room for an adapter of the kind that was looked for."""
+    """Raised where a worker lacks the carrier looked for: LoRA slots, or buffers for a resident adapter."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where the engine keeps the adapter of one linear of the checkpoint: part ``part`` of ``module``."""
+    """The place in the engine for the adapter of one linear of the checkpoint: part ``part`` of ``module``."""
 
     module: str
     part: int
@@ -79,7 +79,7 @@ class Target:
     out_features: int
 
 
-# copies of tensors without memory in this process, on a device
+# copies tensors whose memory belongs to another process to a device
 Fetch = Callable[[Sequence[torch.Tensor], torch.device], Copied]
 
 
@@ -87,8 +87,8 @@ Fetch = Callable[[Sequence[torch.Tensor], torch.device], Copied]
 class CheckedAdapter:
     """An adapter that fits the model.
 
-    ``pairs``: checkpoint module name -> (A: (r, in), B: (out, r)), the caller's tensors. Where their memory belongs to
-    another process, ``fetch`` reads them, or parts of them.
+    ``pairs`` maps checkpoint module names to (A: (r, in), B: (out, r)), which are the caller's tensors. Where their
+    memory belongs to another process, ``fetch`` reads them or parts of them.
     """
 
     rank: int
@@ -98,19 +98,21 @@ class CheckedAdapter:
 
 
 class Checker:
-    """``check`` for one engine, which knows an adapter again: one that has names, shapes, dtypes and config of the last
-    that was found right is not looked at name by name. A policy in training sends the same hundreds of names each time.
+    """Runs ``check`` for one engine and remembers the last adapter that passed.
+
+    An adapter with the same config, names, shapes and dtypes is not checked name by name again. A policy in training
+    sends the same hundreds of names each time.
     """
 
     def __init__(self, targets: Mapping[str, Target], max_rank: int) -> None:
-        """As ``check`` has them."""
+        """Take the engine's linears and its largest rank, as in ``check``."""
         self.targets, self._max_rank = targets, max_rank
         self._known: tuple[tuple[Any, ...], int, float, list[tuple[str, str, str]]] | None = None  # the last good one
 
     def check(
         self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], fetch: Fetch | None = None
     ) -> CheckedAdapter:
-        """The adapter. Raises AdapterError."""
+        """Return the checked adapter. Raises AdapterError."""
         layout = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
         key = (json.dumps(config, sort_keys=True, default=str), layout)
         if self._known is None or key != self._known[0]:
@@ -127,11 +129,10 @@ def check(
     targets: Mapping[str, Target],
     max_rank: int,
 ) -> CheckedAdapter:
-    """The adapter, if every module that ``config`` names is there, on every layer it names, and fits.
+    """Return the adapter if it has tensors that fit for exactly the modules and layers that ``config`` names.
 
-    Its values are for ``converted`` to check.
-
-    ``targets`` are the engine's linears by their checkpoint names. Raises AdapterError.
+    The values are not checked here; ``converted`` checks them. ``targets`` are the engine's linears by their checkpoint
+    names. Raises AdapterError.
     """
     rank, scaling = check_config(config, max_rank)
     expected = named_modules(config, targets)
@@ -153,10 +154,11 @@ def check(
 
 
 def named_modules(config: Mapping[str, Any], targets: Collection[str]) -> set[str]:
-    """Which of the engine's linears ``target_modules``, ``exclude_modules`` and ``layers_to_transform`` name.
+    """Return the engine's linears that ``target_modules``, ``exclude_modules`` and ``layers_to_transform`` select.
 
-    PEFT's rules: a list matches whole names or their ends, a string is a regular expression for the whole name.
-    Raises AdapterError if an entry of the list names no linear that can carry an adapter.
+    PEFT's rules hold: a list matches whole names or their ends, a string is a regular expression for the whole name.
+    Raises AdapterError if a key is malformed, if an entry of the ``target_modules`` list names no linear that can carry
+    an adapter, or if no linear is selected.
     """
     wanted, excluded = config.get("target_modules"), config.get("exclude_modules")
     for key, value in (("target_modules", wanted), ("exclude_modules", excluded)):
@@ -192,7 +194,10 @@ def named_modules(config: Mapping[str, Any], targets: Collection[str]) -> set[st
 
 
 def _check_patterns(key: str, value: Any, *, always_regular: bool = False) -> None:
-    """None, a regular expression, or a list of names. Raises AdapterError."""
+    """Raise AdapterError unless ``value`` is None, a regular expression or a list of names.
+
+    With ``always_regular`` the entries of a list must be regular expressions, too.
+    """
     entries = [value] if isinstance(value, str) else value or []
     if not isinstance(entries, list | tuple | set) or not all(isinstance(entry, str) for entry in entries):
         raise AdapterError(f"{key} is {value!r}; it must be a string or a list of strings")
@@ -205,10 +210,12 @@ def _check_patterns(key: str, value: Any, *, always_regular: bool = False) -> No
 
 
 def check_config(config: Mapping[str, Any], max_rank: int, besides: Collection[str] = ()) -> tuple[int, float]:
-    """The rank of an adapter and what its product is multiplied by. ``besides``: keys that may be used all the same.
+    """Return the rank of an adapter and the factor by which B A is scaled.
 
-    Raises AdapterError for what PEFT means by ``config`` and a plain low-rank update cannot express, a key that is set
-    and that nobody here knows, or a rank above ``max_rank``.
+    ``besides`` are keys to accept although they are unsupported or unknown here.
+    Raises AdapterError for a ``config`` that a plain low-rank update cannot express, or an unknown key that is set.
+    It also raises for a rank that is no positive whole number or above ``max_rank``, and for a ``lora_alpha`` that is
+    no number or too large.
     """
     kind = config.get("peft_type", "LORA")
     if str(getattr(kind, "value", kind)).upper() != "LORA":
@@ -231,7 +238,7 @@ def check_config(config: Mapping[str, Any], max_rank: int, besides: Collection[s
         raise AdapterError(
             f"the adapter has rank {rank}, the engine was started for at most {max_rank} (max_lora_rank)"
         )
-    # a whole number may have more digits than any float
+    # checked before any arithmetic: a Python integer may be too large for a float
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not -MAX_ALPHA <= alpha <= MAX_ALPHA:
         raise AdapterError(
             f"lora_alpha is {str(alpha)[:20]}; it must be a finite number of at most {MAX_ALPHA:.0e} in size"
@@ -272,9 +279,10 @@ def _check_pair(
 
 
 class Converted(dict[str, tuple[torch.Tensor, torch.Tensor]]):
-    """Pairs (A, B) by the names of their linears, and their ``strength``: no linear's B A stretches an input by more.
+    """Pairs (A, B) by the names of their linears, with their ``strength``.
 
-    Above STRENGTH it is the largest |A| |B| of a linear, in Frobenius norms; below, a bound of that.
+    No linear's B A stretches an input by more than ``strength``. Above STRENGTH it is the largest |A| |B| of a linear,
+    in Frobenius norms; up to STRENGTH it may be only an upper bound of that.
     """
 
     strength = 0.0
@@ -282,15 +290,15 @@ class Converted(dict[str, tuple[torch.Tensor, torch.Tensor]]):
 
 @torch.no_grad()
 def converted(adapter: CheckedAdapter, dtype: torch.dtype, device: torch.device | None = None) -> Converted:
-    """The adapter's pairs in new tensors of ``dtype``, B times the scaling in fp32; the caller's stay as they are.
+    """Return the adapter's pairs as new tensors of ``dtype``, with B multiplied by the scaling in fp32.
 
-    They lie on ``device``, None being where they are. Raises AdapterError for NaN, infinite values, and such that are
-    infinite in ``dtype``.
+    The caller's tensors stay unchanged. The new ones lie on ``device``, or on the caller's device if it is None.
+    Raises AdapterError for NaN, infinite values, and values that become infinite in ``dtype``.
     """
     if not adapter.pairs:
         return Converted()
     names = list(adapter.pairs), list(adapter.pairs)
-    if adapter.fetch is not None:  # as they lie in memory, where they then are one piece already
+    if adapter.fetch is not None:  # in the order of memory, so that they are contiguous already
         for i in (0, 1):
             names[i].sort(key=lambda name: adapter.pairs[name][i].storage_offset())
     halves = tuple([adapter.pairs[name][i] for name in names[i]] for i in (0, 1))
@@ -304,7 +312,7 @@ def converted(adapter: CheckedAdapter, dtype: torch.dtype, device: torch.device 
     a, b = _flat(halves, device, adapter.fetch)
     a, b = a.to(dtype), (b if adapter.scaling == 1 else b.float().mul_(adapter.scaling)).to(dtype)
     new = by_name(a, b)
-    # one transfer for all that is right; its names are looked for only where something is not
+    # one transfer to the CPU suffices for a good adapter; the bad names are looked for only if a value is not finite
     pairs = Converted({name: (new[0][name], new[1][name]) for name in adapter.pairs})
     pairs.strength = _bound(pairs, a, b)
     if not math.isfinite(pairs.strength) and (bad := _not_finite(adapter.pairs, *new)):
@@ -322,21 +330,25 @@ def converted(adapter: CheckedAdapter, dtype: torch.dtype, device: torch.device 
 def _flat(
     halves: Sequence[Sequence[torch.Tensor]], device: torch.device | None, fetch: Fetch | None
 ) -> list[torch.Tensor]:
-    """New memory with all values of A, one behind the other, and such with those of B: few launches, where one tensor
-    after the other would take longer to launch than to compute."""
+    """Return one new flat tensor with all values of A and one with all values of B.
+
+    This takes few kernel launches. Tensor by tensor, launching would take longer than computing.
+    """
     if fetch is not None:
         assert device is not None  # every carrier names its own
         copied = fetch([tensor for half in halves for tensor in half], device)
         return [copied.flat(0, len(halves[0])), copied.flat(len(halves[0]), len(copied.pieces))]
     if device is not None and any(tensor.device != device for half in halves for tensor in half):
         halves = [[tensor.to(device, non_blocking=True) for tensor in half] for half in halves]
-    # of one alone it would be a view, and the caller's memory
+    # flattening a single tensor returns a view of the caller's memory, so it is cloned
     return [_flatten_dense_tensors(half) if len(half) > 1 else half[0].flatten().clone() for half in halves]
 
 
 def _bound(pairs: Converted, a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return what no pair's |A| |B| is above, from the largest value of each half; it is finite only where all values
-    are. ``a`` and ``b`` are all values of A and of B."""
+    """Return an upper bound of every pair's |A| |B|, computed from the largest value of each half.
+
+    The bound is not finite if any value is not. ``a`` and ``b`` are all values of A and of B.
+    """
     sizes = max(math.sqrt(one.numel() * other.numel()) for one, other in pairs.values())
     largest = [torch.linalg.vector_norm(half, math.inf) for half in (a, b)]
     return sizes * math.prod(torch.stack(largest).tolist())
@@ -379,14 +391,17 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def joined(tensors: Tensors | None, norms: Tensors | None) -> dict[str, torch.Tensor]:
-    """An adapter and trained norms as one. Raises AdapterError for a name that is in both."""
+    """Merge an adapter and trained norms into one dict. Raises AdapterError for a name that is in both."""
     if both := sorted((tensors or {}).keys() & (norms or {}).keys()):
         raise AdapterError(f"{both[0]} is a tensor of the adapter and a trained norm; name it once")
     return {**(tensors or {}), **(norms or {})}
 
 
 def plain_config(given: Any) -> dict[str, Any]:
-    """An adapter's config, as JSON has it, from what ``Policy.swap`` takes. Raises AdapterError for anything else."""
+    """Return an adapter's config as plain JSON values, from a dict, PEFT's LoraConfig or None.
+
+    Raises AdapterError for anything else.
+    """
     if given is not None and not isinstance(given, Mapping):
         if not callable(getattr(given, "to_dict", None)):
             raise AdapterError(f"the adapter's config is {type(given).__name__}; give a dict or PEFT's LoraConfig")
@@ -395,5 +410,5 @@ def plain_config(given: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON for what PEFT keeps in a LoraConfig: sets and enums."""
+    """Return a JSON value for the sets and enums that PEFT keeps in a LoraConfig."""
     return sorted(value) if isinstance(value, set | frozenset) else getattr(value, "value", str(value))

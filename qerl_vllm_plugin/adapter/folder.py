@@ -1,9 +1,9 @@
 """Read a saved adapter: PEFT's two files, ``norms.safetensors`` where norms were trained, and the hash of its base.
 
-``check_folder`` and ``check_modules`` are for adapters that vLLM reads itself, one for each LoRA request:
-``--lora-modules``, ``lora_local_path`` of lm-evaluation-harness, ``/v1/load_lora_adapter``. vLLM (0.26 to 0.32,
-``vllm/lora``) takes the tensors, and of the config rank, alpha and whether it is rank-stabilized. It looks at no other
-file, and drops tensors for which it has no layer: the answers would be another policy's. Such adapters are refused.
+``check_folder`` and ``check_modules`` check adapters that vLLM itself reads for LoRA requests: ``--lora-modules``,
+``lora_local_path`` of lm-evaluation-harness, ``/v1/load_lora_adapter``. vLLM (0.26 to 0.32, ``vllm/lora``) reads the
+tensors, and from the config only the rank, alpha and whether it is rank-stabilized. It reads no other file and drops
+tensors for which it has no layer, so its completions would come from another policy. Such adapters are refused.
 """
 
 import hashlib
@@ -24,14 +24,15 @@ STATE_FILE = "qerl_state.json"  # written by `qerl train`, with the hash of the 
 FILES = (ADAPTER_FILE, CONFIG_FILE, NORMS_FILE)
 BLOCKS, BLOCK = 64, 4096
 
-Stamps = tuple[tuple[int, ...] | None, ...]  # of each of FILES, None where it is not there
+Stamps = tuple[tuple[int, ...] | None, ...]  # one for each of FILES, None for a file that does not exist
 
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """``config`` is the content of ``adapter_config.json``; ``norms`` is None where none were trained.
+    """An adapter as read from its folder.
 
-    ``stamps`` tell whether the folder still holds what was read.
+    ``config`` is the content of ``adapter_config.json``. ``norms`` is None where none were trained. ``stamps`` tell
+    whether the folder still holds what was read.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -41,10 +42,10 @@ class SavedAdapter:
 
 
 def read(folder: str | Path) -> SavedAdapter:
-    """The adapter, in memory of its own: of a file that is mapped, whoever writes it anew would change the tensors, or
-    end this process.
+    """Read the adapter into memory of its own.
 
-    Raises AdapterError for a folder that lacks a file or holds a damaged one, or is written to meanwhile.
+    Its files are not memory-mapped: rewriting a mapped file would change the tensors or crash this process.
+    Raises AdapterError for a folder that lacks a file, holds a damaged one, or is written to during the read.
     """
     folder = Path(folder)
     for name in (ADAPTER_FILE, CONFIG_FILE):
@@ -59,7 +60,7 @@ def read(folder: str | Path) -> SavedAdapter:
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The content of ``adapter_config.json``. Raises AdapterError for a damaged file."""
+    """Return the content of ``adapter_config.json``. Raises AdapterError for a missing or damaged file."""
     return _json(Path(folder) / CONFIG_FILE)
 
 
@@ -72,7 +73,7 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
 
 
 def _stamps(folder: Path) -> Stamps:
-    """What changes when one of the files is written to, or replaced."""
+    """Return each file's inode, size and times, which change when it is written to or replaced."""
 
     def stamp(file: Path) -> tuple[int, ...] | None:
         try:
@@ -90,9 +91,9 @@ def _check_stamps(folder: Path, saved: SavedAdapter) -> None:
 
 
 def check_base(folder: str | Path, base: Path) -> None:
-    """Raises AdapterError if an adapter's folder says that it was trained on another checkpoint than ``base``.
+    """Raise AdapterError if an adapter's folder says that it was trained on another checkpoint than ``base``.
 
-    A folder that PEFT alone has written says nothing about that and passes: a name is no proof.
+    A folder written by PEFT alone records only the base's name, which proves nothing, so it passes.
     """
     hashed = trained_on(folder)
     if hashed is not None and hashed != base_hash(base):
@@ -103,13 +104,16 @@ def check_base(folder: str | Path, base: Path) -> None:
 
 
 def trained_on(folder: str | Path) -> str | None:
-    """The hash of the base that an adapter's folder says it was trained on. Raises AdapterError for a damaged file."""
+    """Return the hash of the base checkpoint that an adapter's folder records, or None if it records none.
+
+    Raises AdapterError for a damaged file.
+    """
     state = Path(folder) / STATE_FILE
     return _json(state).get("base_hash") if state.is_file() else None
 
 
 def digest(folder: str | Path, saved: SavedAdapter) -> str:
-    """SHA-256 of the files that ``saved`` was read from. Raises AdapterError if they are others by now."""
+    """Return the SHA-256 of the files that ``saved`` was read from. Raises AdapterError if they have changed since."""
     sha = hashlib.sha256()
     try:
         for name in FILES:
@@ -123,10 +127,11 @@ def digest(folder: str | Path, saved: SavedAdapter) -> str:
 
 
 def base_hash(folder: str | Path) -> str:
-    """SHA-256 that tells one base checkpoint from another without reading all of it.
+    """Return a SHA-256 that tells one base checkpoint from another without reading all of it.
 
-    Over config.json without its ``_name_or_path`` and version, and, for each safetensors file in the order of names,
-    its name, its size and 64 evenly spaced blocks of 4 KiB, the header's among them.
+    It covers config.json without ``_name_or_path`` and ``transformers_version``. For each safetensors file, in the
+    order of names, it covers the name, the size and 64 evenly spaced blocks of 4 KiB. The first block holds the start
+    of the header.
     """
     folder = Path(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -153,12 +158,15 @@ def _json(file: Path) -> dict[str, Any]:
     return content
 
 
-EXPERTS = ".experts"  # vLLM keeps the adapters of a layer's experts as one, under names of its own
+EXPERTS = ".experts"  # vLLM stores the adapters of a layer's experts together, under its own names
 
 
 def check_folder(folder: Path, base: Path | None, max_rank: int) -> None:
-    """Raises AdapterError for an adapter of another checkpoint than ``base`` (where that is known), with trained norms,
-    or with a config whose product vLLM would not compute. ``max_rank`` is the engine's ``max_lora_rank``."""
+    """Raise AdapterError for an adapter that vLLM would not serve as it was trained.
+
+    That is one of another checkpoint than ``base`` (not checked if None), one with trained norms, or one with a config
+    whose product vLLM would not compute. ``max_rank`` is the engine's ``max_lora_rank``.
+    """
     if base is not None:
         check_base(folder, base)
     if (folder / NORMS_FILE).exists():
@@ -168,14 +176,17 @@ def check_folder(folder: Path, base: Path | None, max_rank: int) -> None:
             f'{{"policy_adapter": {{"rank": R, "path": "{folder}"}}}}}}, or use `qerl evaluate`, Policy.swap_folder or '
             "`qerl export --merge`"
         )
-    try:  # vLLM has slots for experts, and reads what PEFT saves of them
+    try:  # vLLM has LoRA slots for experts and reads the tensors that PEFT saves under target_parameters
         check_config(read_config(folder), max_rank, besides=("target_parameters",))
     except AdapterError as error:
         raise AdapterError(f"{folder}: {error}") from error
 
 
 def check_modules(folder: Path, adapted: Iterable[str], slots: Iterable[str]) -> None:
-    """Raises AdapterError if ``adapted``, the modules of an adapter by vLLM's names, are not all among ``slots``."""
+    """Raise AdapterError if a module in ``adapted``, an adapter's modules by vLLM's names, is not in ``slots``.
+
+    Experts are not checked.
+    """
     left_out = sorted(name for name in set(adapted) - set(slots) if EXPERTS not in name)
     if left_out:
         raise AdapterError(

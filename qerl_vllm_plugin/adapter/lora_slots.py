@@ -1,4 +1,7 @@
-"""The policy adapter in vLLM's LoRA slots (``--enable-lora``): everything that depends on that part of vLLM."""
+"""Keep the policy's adapter in one of vLLM's LoRA slots (``--enable-lora``).
+
+Everything here that carries the policy through vLLM's LoRA manager depends on vLLM's internals.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,24 +13,27 @@ import torch
 from qerl_vllm_plugin.adapter.check import AdapterError, CheckedAdapter, NoCarrierError, Target, converted
 from qerl_vllm_plugin.compat import engine
 
-# the LoRA id of the policy in every engine: the largest that vLLM can hold; its own count begins at 1
+# the policy's LoRA id in every engine: the largest that vLLM can hold, since vLLM counts its own ids up from 1
 ADAPTER_ID = 2**31 - 1
-SCHEME = "qerl://"  # begins the path of the policy's LoRARequest, which is never opened
+SCHEME = "qerl://"  # prefix of the path in the policy's LoRARequest; that path is never opened
 
 
 @dataclass
 class Staged:
-    """A staged change: engine module -> part -> (A, B), B scaled; ``strength`` as ``Converted`` has it."""
+    """A staged change of the adapter.
+
+    ``parts`` maps engine module -> part -> (A, B), with B scaled. ``strength`` is that of ``Converted``.
+    """
 
     parts: dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
     strength: float = 0.0
 
 
 class LoraSlots:
-    """One slot of vLLM's LoRA buffers, as the adapter's carrier."""
+    """A carrier that keeps the adapter in one slot of vLLM's LoRA buffers."""
 
     def __init__(self, worker: Any) -> None:
-        """Raises NoCarrierError if the engine was started without LoRA."""
+        """Find the worker's LoRA manager. Raises NoCarrierError if the engine was started without LoRA."""
         manager = None if worker is None else getattr(worker.model_runner, "lora_manager", None)
         if manager is None:
             raise NoCarrierError("this engine was started without LoRA")
@@ -36,8 +42,10 @@ class LoraSlots:
         self.dtype: torch.dtype = self._manager.lora_config.lora_dtype
 
     def _keep_others_out(self) -> None:
-        """From now on a request under the policy's id that is not the policy's is refused: vLLM knows adapters by their
-        id alone, and would answer it with the policy. So is one for which no slot is left."""
+        """From now on, refuse another adapter that uses the policy's LoRA id, or that the policy leaves no slot for.
+
+        vLLM knows adapters by their id alone and would serve a foreign request under this id with the policy.
+        """
         add = self._worker_manager.add_adapter
         if getattr(add, "is_qerl_check", False):
             return
@@ -59,7 +67,7 @@ class LoraSlots:
         self._worker_manager.add_adapter = add_checked
 
     def prepare(self) -> None:
-        """Registers and pins an empty adapter, so that vLLM never looks for the policy on disk or evicts it.
+        """Register and pin an empty adapter, so that vLLM never looks for the policy on disk or evicts it.
 
         Raises AdapterError if the id belongs to another adapter.
         """
@@ -74,7 +82,7 @@ class LoraSlots:
                 f"LoRA id {ADAPTER_ID} is already in use in this engine, and the policy needs it; give the other "
                 "adapter a smaller one"
             )
-        # vLLM wants at least one layer in an adapter; this one is zero
+        # vLLM wants at least one layer in an adapter, so one gets an adapter of zeros
         name, layer = next((name, layer) for name, layer in self._linears().items() if layer.n_slices == 1)
         a = torch.zeros(1, getattr(layer.base_layer, "input_size", layer.input_size), dtype=self.dtype)
         b = torch.zeros(layer.base_layer.output_size, 1, dtype=self.dtype)
@@ -86,7 +94,10 @@ class LoraSlots:
         self._keep_others_out()
 
     def targets(self) -> dict[str, Target]:
-        """Every linear that can carry an adapter, by its checkpoint name; sizes are those of all ranks together."""
+        """Return every linear that can carry an adapter, by its checkpoint name.
+
+        The sizes are those before tensor parallelism cuts the linear.
+        """
         packed = self._manager.packed_modules
         found: dict[str, Target] = {}
         for name, layer in self._linears().items():
@@ -98,7 +109,10 @@ class LoraSlots:
         return found
 
     def stage(self, adapter: CheckedAdapter | None) -> Staged:
-        """What ``commit`` copies, on the device: whole (A, B), as vLLM's own setter cuts out this rank's share."""
+        """Put the tensors that ``commit`` will copy on the device.
+
+        They are the whole (A, B), because vLLM's setter cuts out this tensor-parallel rank's share itself.
+        """
         self._slot()
         staged = Staged()
         if adapter is not None:
@@ -112,7 +126,7 @@ class LoraSlots:
         return staged
 
     def commit(self, staged: Staged) -> None:
-        """Copies staged (A, B) into the slot of every layer, in place; layers that are not staged become zero."""
+        """Copy the staged (A, B) into the slot of every layer, in place; set layers that are not staged to zero."""
         slot = self._slot()
         for name, layer in self._linears().items():
             parts = staged.parts.get(name)
@@ -126,7 +140,7 @@ class LoraSlots:
 
     @contextmanager
     def answering(self, tokens: int) -> Iterator[None]:
-        """Let the policy answer a forward of ``tokens`` tokens, which vLLM has scheduled nowhere."""
+        """Apply the policy's adapter to a forward of ``tokens`` tokens that vLLM's scheduler does not know of."""
         from vllm.lora.layers import LoRAMapping
 
         mapping = LoRAMapping((ADAPTER_ID,) * tokens, (ADAPTER_ID,) * tokens, is_prefill=True)
@@ -134,7 +148,7 @@ class LoraSlots:
         yield
 
     def buffers(self) -> Iterator[torch.Tensor]:
-        """This rank's A and B of the slot, in a fixed order."""
+        """Yield this rank's A and B of the slot, in a fixed order."""
         slot = self._slot()
         for _, layer in sorted(self._linears().items()):
             for stacked in (*layer.lora_a_stacked, *layer.lora_b_stacked):

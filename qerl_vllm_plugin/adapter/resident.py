@@ -1,14 +1,14 @@
-"""The policy adapter, resident in each quantized linear: no slots, no per-token index, always on.
+"""Keep the policy's adapter in buffers of each linear that carries it: no slots, no per-token index, always on.
 
     vllm serve MODEL --quantization qerl_nvfp4 --additional-config '{"qerl": {"policy_adapter": {"rank": 32}}}'
 
-Reinforcement learning has one adapter for all tokens. A layer with P parts (q, k, v: 3) gets two buffers of rank R,
+Reinforcement learning uses one adapter for all tokens. A layer with P parts (q, k, v: 3) gets two buffers of rank R:
 
-    A: (P R, K)   the parts' A one below the other, so that one product shrinks for all of them
+    A: (P R, K)   the parts' A stacked by rows, so that one product x A^T serves all parts
     B: (N, P R)   block diagonal: the rows of part i read columns i R .. (i+1) R; B is stored scaled
 
-and computes y = x W^T + bias + (x A^T) B^T. An adapter of a smaller rank fills the rest with zeros, and so does the
-space up to a multiple of 32; without an adapter all is zero. The buffers never move, so that CUDA graphs see every
+It computes y = x W^T + bias + (x A^T) B^T. Zeros fill what an adapter of a smaller rank leaves free, and the padding of
+P R to a multiple of 32. Without an adapter both buffers are zero. The buffers never move, so CUDA graphs see every
 swap.
 """
 
@@ -30,9 +30,9 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # A and B of one linear
 
 @dataclass(frozen=True)
 class _Share:
-    """What this rank keeps of one part, or one piece of it.
+    """The share that this tensor-parallel rank keeps of one part, or of one piece of a part.
 
-    ``rows`` of the buffer hold B's rows from ``first_row`` on; A is kept from ``first_column`` on.
+    ``rows`` of the buffer hold B's rows from ``first_row`` on. A is kept from column ``first_column`` on.
     """
 
     rows: slice
@@ -42,11 +42,13 @@ class _Share:
 
 @dataclass(frozen=True)
 class Room:
-    """Where the adapters of a rank that name the same linears go: their A and B, by the keys of ``places``, into
-    ``whole`` and ``rows``, numbered as A, B, A, B and so on; ``zeros`` become zero.
+    """The buffers' views that an adapter of one LoRA rank and one set of linears is copied into.
 
-    ``whole`` lie in one piece, and take one launch together. Rows of a wider matrix, ``rows``, take a launch each, and
-    so would all that stand in one list with them.
+    Each place in ``places`` has an A and a B; the number of a view counts them as A, B, A, B and so on. ``zeros`` are
+    the views to set to zero.
+
+    Views in ``whole`` are contiguous, and one kernel launch copies them all. Views in ``rows`` are strided parts of a
+    wider matrix and take a launch each. In one list with them, the contiguous ones would, too.
     """
 
     places: list["_Place"]
@@ -57,7 +59,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Copies:
-    """A staged change: ``sources`` go into ``room``; ``strength`` as ``Converted`` has it."""
+    """A staged change: ``sources`` are copied into ``room``. ``strength`` is that of ``Converted``."""
 
     room: Room
     sources: list[torch.Tensor]
@@ -66,10 +68,10 @@ class Copies:
 
 @dataclass(frozen=True)
 class _Place:
-    """The room of the linear ``name`` in the buffers, ``a: (R, K)`` and ``b: (rows, R)``, and what of it goes there.
+    """The views of the buffers that hold the linear ``name``, ``a: (R, K)`` and ``b: (rows, R)``.
 
-    ``is_whole``: all of it does. A linear whose rows come to this rank in pieces has a place for each, with a ``key``
-    of its own and the same A.
+    ``share`` says which share of the linear's A and B they hold. ``is_whole`` is true if that is all of both.
+    A linear whose rows come to this rank in pieces has a place for each, with its own ``key`` and the same A.
     """
 
     key: str
@@ -80,7 +82,7 @@ class _Place:
     is_whole: bool
 
     def cut(self, pair: Pair) -> Pair:
-        """This rank's share of a whole (A, B); where that is all, as they are."""
+        """Cut this rank's share out of a whole (A, B). Return ``pair`` itself if the share is all of it."""
         if self.is_whole:
             return pair
         rows = slice(self.share.first_row, self.share.first_row + self.b.shape[0])
@@ -88,27 +90,31 @@ class _Place:
 
 
 def create(layer: torch.nn.Module, widths: list[int], K: int, names: list[str], rank: int, dtype: torch.dtype) -> None:
-    """Gives ``layer`` zero buffers; ``names`` are its parts' names in the checkpoint, ``widths`` this rank's rows."""
+    """Give ``layer`` zero buffers for adapters of up to ``rank``.
+
+    ``names`` are the checkpoint's names of its parts. ``widths`` are the rows of each of vLLM's parts on this
+    tensor-parallel rank.
+    """
     columns = padded(len(names) * rank)
     layer.register_buffer("policy_a", torch.zeros(columns, K, dtype=dtype), persistent=False)
     layer.register_buffer("policy_b", torch.zeros(sum(widths), columns, dtype=dtype), persistent=False)
-    # a layer that vLLM has not cut into its parts has them one below the other in any widths: no columns are left out
+    # where vLLM's parts are not the checkpoint's, the rows of each part are not known here: all rows read all columns
     own = spans(widths, rank) if len(widths) == len(names) else spans([sum(widths)], columns)
     layer.register_buffer("policy_spans", own.to(layer.policy_a.device), persistent=False)
     layer.qerl_parts, layer.qerl_rank = names, rank
 
 
 def of(layer: torch.nn.Module) -> Adapter | None:
-    """The buffers, as the kernels take them; None where the layer has none."""
+    """Return the layer's buffers in the form that the kernels take, or None if it has none."""
     if not hasattr(layer, "policy_a"):
         return None
     return Adapter(layer.policy_a, layer.policy_b, layer.policy_spans)
 
 
 def add(layer: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """y + (x A^T) B^T, in place, if the layer has an adapter.
+    """Add (x A^T) B^T to ``y`` in place if the layer has adapter buffers, and return ``y``.
 
-    ``x: (..., K)``, ``y: (..., N)`` fresh from the base product.
+    ``x: (..., K)``; ``y: (..., N)`` is the output of the base product.
     """
     if not hasattr(layer, "policy_a"):
         return y
@@ -118,10 +124,10 @@ def add(layer: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tenso
 
 
 class ResidentAdapter:
-    """The buffers of all layers of one model, as the adapter's carrier."""
+    """A carrier that keeps the adapter in the buffers of all layers of one model."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        """Raises NoCarrierError if the model has no such buffers."""
+        """Find the layers with buffers. Raises NoCarrierError if the model has none."""
         self._layers = {layer.qerl_prefix: layer for layer in model.modules() if hasattr(layer, "policy_a")}
         if not self._layers:
             raise NoCarrierError("no layer of this model has a resident adapter")
@@ -140,17 +146,17 @@ class ResidentAdapter:
         }
 
     def prepare(self) -> None:
-        """Nothing to reserve: the buffers exist since the model was built."""
+        """Do nothing: the buffers exist since the model was built."""
 
     def targets(self) -> dict[str, Target]:
-        """Every linear that can carry an adapter, by its checkpoint name."""
+        """Return every linear that can carry an adapter, by its checkpoint name."""
         return self._targets
 
     def stage(self, adapter: CheckedAdapter | None) -> Copies:
-        """What ``commit`` does: this rank's share of the adapter, on the device, and what becomes zero."""
+        """Put this rank's share of the adapter on the device and list the buffers that ``commit`` sets to zero."""
         rank, pairs = (adapter.rank, adapter.pairs) if adapter is not None else (0, {})
         key = (rank, *pairs)
-        if self._last is None or self._last[0] != key:  # a policy in training has the same linears each time
+        if self._last is None or self._last[0] != key:  # a policy in training names the same linears each time
             self._last = key, self._room(rank, pairs)
         room = self._last[1]
         if adapter is None:
@@ -166,7 +172,7 @@ class ResidentAdapter:
             if place.name not in names:
                 room.zeros.extend([a, b])
                 continue
-            if rank < self.max_rank:  # a larger adapter may have been here
+            if rank < self.max_rank:  # an earlier adapter may have had a larger rank
                 room.zeros.extend([a[rank:], b[:, rank:]])
                 a, b = a[:rank], b[:, :rank]
             for i, half in enumerate((a, b), start=2 * len(room.places)):
@@ -175,7 +181,7 @@ class ResidentAdapter:
         return room
 
     def commit(self, copies: Copies) -> None:
-        """Copies what is staged into the buffers, in place; nothing is allocated."""
+        """Copy the staged tensors into the buffers in place, without allocating memory."""
         if copies.room.zeros:
             torch._foreach_zero_(copies.room.zeros)
         for numbered in (copies.room.whole, copies.room.rows):
@@ -183,11 +189,11 @@ class ResidentAdapter:
                 torch._foreach_copy_([target for _, target in numbered], [copies.sources[i] for i, _ in numbered])
 
     def answering(self, tokens: int) -> AbstractContextManager[None]:
-        """Nothing to do: the adapter is part of the layers, whatever is computed."""
+        """Do nothing: the layers apply the adapter in every forward."""
         return nullcontext()
 
     def buffers(self) -> Iterator[torch.Tensor]:
-        """All A and B, in a fixed order."""
+        """Yield all A and B buffers, in a fixed order."""
         for _, layer in sorted(self._layers.items()):
             yield layer.policy_a
             yield layer.policy_b
@@ -206,14 +212,16 @@ def _places(layer: Any, rank: int) -> Iterator[_Place]:
 
 
 def _shares(layer: Any) -> list[list[_Share]]:
-    """Which rows of each part's B and which columns of A are this rank's, one for each piece that lies together in the
-    checkpoint: several where a linear of the checkpoint is several in vLLM (Phi-3).
+    """Return for each part the rows of B and the columns of A that belong to this tensor-parallel rank.
 
-    Asked of vLLM's own weight loader, with a weight that holds its row (or column) numbers: so the adapter is cut the
-    way the base weight is, replicated key/value heads included.
+    A part has one share for each piece that is contiguous in the checkpoint. It has several where vLLM splits a linear
+    of the checkpoint into several (Phi-3).
+
+    To find out, vLLM's own weight loader loads a weight that holds its row (or column) numbers. So the adapter is cut
+    as the base weight is, replicated key/value heads included.
     """
     parts, N, K = len(layer.qerl_parts), layer.policy_b.shape[0], layer.policy_a.shape[1]
-    if not hasattr(layer, "weight_loader_v2"):  # a replicated layer: all of it
+    if not hasattr(layer, "weight_loader_v2"):  # a replicated layer: every rank has all of it
         return [[_Share(slice(0, N), 0, 0)]]
     outputs = engine.output_sizes(layer, parts)
     shares: list[list[_Share]] = []
@@ -228,7 +236,7 @@ def _shares(layer: Any) -> list[list[_Share]]:
             continue
         rows = _probe(layer, (N, 1), torch.arange(outputs[i])[:, None], shard)[:, 0]
         mine = (rows >= 0).nonzero()[:, 0]
-        # a piece ends where the next row is not this rank's, or not the next of the checkpoint
+        # a piece ends where the buffer's next row is not loaded, or does not hold the checkpoint's next row
         ends = (((mine.diff() != 1) | (rows[mine].diff() != 1)).nonzero()[:, 0] + 1).tolist()
         pieces = [mine[first:last] for first, last in zip([0, *ends], [*ends, len(mine)], strict=True)]
         shares.append([_Share(slice(int(p[0]), int(p[-1]) + 1), int(rows[p[0]]), 0) for p in pieces])
