@@ -1,1 +1,1 @@
-"""Turn a checkpoint into an engine's layers, and show the frozen weights to a trainer."""
+"""Turn a checkpoint into an engine's layers, and lend the frozen weights to a trainer."""

@@ -1,7 +1,7 @@
-"""A checkpoint folder checked before anything is built: its config, its files, their headers.
+"""Check a checkpoint folder before anything is built: its config, its files and their headers.
 
-``inspect_folder`` reads config.json and the headers of all shards (milliseconds for a 32B model); the values of packed
-tensors are checked one layer at a time while they are loaded, by ``check_tensors``.
+``inspect_folder`` reads config.json and the headers of all shards, which takes milliseconds for a 32B model.
+``check_tensors`` checks the values of packed tensors one layer at a time, while they are loaded.
 """
 
 import json
@@ -34,10 +34,10 @@ IGNORED_SUFFIX = ".self_attn.rotary_emb.inv_freq"  # old Llama checkpoints store
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """What a folder holds; ``scheme`` is None for an unquantized one.
+    """What ``inspect_folder`` found in a folder; ``scheme`` is None for an unquantized checkpoint.
 
-    ``complete`` says whether the architecture is one whose every tensor was compared with config.json; for others only
-    the files and the packed tensors were checked.
+    ``complete`` is true for an architecture whose every tensor was compared with config.json. For others only the files
+    and the quantized tensors were checked.
     """
 
     folder: Path
@@ -48,11 +48,14 @@ class CheckpointReport:
 
     @property
     def files(self) -> list[Path]:
-        """The shards, sorted."""
+        """Return the paths of the shards, sorted."""
         return sorted({tensor.file for tensor in self.tensors.values()})
 
     def layers_as(self, kind: str | None) -> list[str]:
-        """The layers stored as ``nvfp4`` or ``fp8``; for None those with a matrix left in BF16, embeddings too."""
+        """Return the names of the layers stored as ``kind``, ``nvfp4`` or ``fp8``.
+
+        For None, return those with an unquantized matrix (BF16, F16 or F32), embeddings included.
+        """
         codes = self.scheme.names.codes if self.scheme is not None and kind == NVFP4 else "weight"
         stored = {NVFP4: ("U8",), FP8: ("F8_E4M3",), None: FLOATS}[kind]
         matrices = [name for name, t in self.tensors.items() if len(t.shape) == 2 and t.dtype in stored]
@@ -60,16 +63,16 @@ class CheckpointReport:
 
 
 def inspect_folder(path: str | Path, *, weight_only: bool = False) -> CheckpointReport:
-    """Check that a folder is a whole checkpoint: every shard there, not truncated, and in agreement with config.json.
+    """Check that a folder is a whole checkpoint: no shard is missing or truncated, and all agree with config.json.
 
-    ``weight_only``: also accept what has more than packed weights (see read_quantization).
+    ``weight_only`` also accepts checkpoints that hold more than packed weights (see read_quantization).
     Raises CheckpointError naming the file or tensor, the limit and the way out.
     """
     folder = Path(path)
     config = _read_json(folder / CONFIG)
     try:
         return _inspect(folder, config, weight_only)
-    except (TypeError, AttributeError, ArithmeticError, LookupError) as error:  # a list where a number is meant, say
+    except (TypeError, AttributeError, ArithmeticError, LookupError) as error:  # such as a list for a number
         raise CheckpointError(
             f"{folder / CONFIG}: a value is of another kind than in the config.json of a model ({error});"
             f" {DOWNLOAD_AGAIN}"
@@ -107,7 +110,7 @@ def _inspect(folder: Path, config: dict[str, Any], weight_only: bool) -> Checkpo
 
 
 def _cache_scales_of_all_layers(tensors: Mapping[str, TensorHeader], layers: int) -> dict[str, Want]:
-    """Both scales of every layer, under the names that the first of them has."""
+    """Return the wanted k and v scales of every layer, named in the style of the scales in the checkpoint."""
     first = min(cache_scales(tensors))
     place = "{x}_proj.{x}_scale" if "_proj." in first else "{x}_scale"
     names = [f"model.layers.{layer}.self_attn.{place.format(x=x)}" for layer in range(layers) for x in "kv"]
@@ -115,9 +118,9 @@ def _cache_scales_of_all_layers(tensors: Mapping[str, TensorHeader], layers: int
 
 
 def weights_taken(report: CheckpointReport, cache_scales: str) -> str:
-    """What is taken from a checkpoint that has more than packed weights, and what is not: a line for the user.
+    """Return a line for the user that says what is used of a checkpoint with more than packed weights, and what not.
 
-    ``cache_scales``: what becomes of the scales of an FP8 KV cache.
+    ``cache_scales`` completes the sentence "the scales of the FP8 KV cache ...".
     """
     assert report.scheme is not None
     packed, fp8, dense = (report.layers_as(kind) for kind in (NVFP4, FP8, None))
@@ -162,10 +165,10 @@ def check_tensors(name: str, codes: torch.Tensor, block_scales: torch.Tensor, di
 
 
 def to_divisor(name: str, scale: torch.Tensor) -> torch.Tensor:
-    """The divisors of ModelOpt's tensor scales ``weight_scale_2``, which multiply: 1 / scale, rounded to float32.
+    """Turn ModelOpt's tensor scales ``weight_scale_2``, which multiply, into divisors: 1 / scale, rounded to float32.
 
-    Where they are used they are turned round again: a weight differs from ModelOpt's by two roundings at most, 2^-23.
-    Raises CheckpointError where a scale is not a positive finite number.
+    They are inverted again where they are used, so a weight differs from ModelOpt's by at most two roundings, 2^-23.
+    Raises CheckpointError where a scale or its reciprocal is not a positive finite number.
     """
     divisor = 1.0 / scale.float()
     if not bool((scale > 0).all() and torch.isfinite(scale).all() and torch.isfinite(divisor).all()):
@@ -177,7 +180,7 @@ def to_divisor(name: str, scale: torch.Tensor) -> torch.Tensor:
 
 
 def expand_fp8(name: str, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The BF16 weight of an FP8 layer, rounded once.
+    """Return the BF16 weight of an FP8 layer, rounded once.
 
     ``weight: (N, K)`` float8_e4m3fn, ``scale: ()``, ``(1,)`` or ``(N, 1)``. Raises CheckpointError where either holds
     NaN or an infinity.

@@ -1,8 +1,8 @@
 """Say which tensors a checkpoint must have: those of its architecture, and those of each quantized layer.
 
-Architectures are written from the model definitions of transformers 5, without importing them, so that a server can
-check a 32B checkpoint in milliseconds before it builds anything. The key is the config's ``model_type``, never a
-folder's name.
+The architectures follow the model definitions of transformers 5 but do not import them. So a server can check a 32B
+checkpoint in milliseconds before it builds anything. An architecture is chosen by the config's ``model_type``, never by
+a folder's name.
 """
 
 from collections.abc import Container, Iterator, Mapping
@@ -14,14 +14,14 @@ from qerl_vllm_plugin.weights.formats import COMPRESSED, FP8, GROUP_SIZE, NVFP4,
 from qerl_vllm_plugin.wire.safetensors_file import DOWNLOAD_AGAIN, CheckpointError, TensorHeader
 
 MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe")
-# siblings that vLLM stacks into one matrix; the last two are those of qwen3_5's linear attention
+# sibling linears that vLLM stacks into one matrix; the last two groups belong to qwen3_5's linear attention
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
     ("in_proj_qkv", "in_proj_z"),
     ("in_proj_b", "in_proj_a"),
 )
-# the largest that a config.json may say of each: far above any model, far below what would fill this machine's memory
+# upper limits for the sizes in config.json: far above any model's, far below what would exhaust the machine's memory
 SIZES = {
     "hidden_size": 1 << 20,
     "vocab_size": 1 << 24,
@@ -35,13 +35,16 @@ SIZES = {
     "num_experts": 1 << 12,
     "num_local_experts": 1 << 12,
 }
-MOST_EXPERTS = 1 << 16  # of all layers together
+MOST_EXPERTS = 1 << 16  # in all layers together
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
 class Expected:
-    """A tensor of the BF16 model: its shape, whether it is the weight of a linear layer that may be packed."""
+    """A tensor that the BF16 model has.
+
+    ``linear`` is true for the weight of a linear layer that may be packed. ``optional`` tensors may be missing.
+    """
 
     shape: tuple[int, ...]
     linear: bool = False
@@ -49,23 +52,25 @@ class Expected:
 
 
 def fused_with(module: str, modules: Container[str]) -> list[str]:
-    """The linears that vLLM stacks into one matrix, with one tensor scale, with the one named ``module``: in its order,
-    itself among them, and only those that the model has (``modules``)."""
+    """Return the linears that vLLM stacks into one matrix with ``module``, in vLLM's order and including it.
+
+    They share one tensor scale. Only linears that the model has (``modules``) are returned.
+    """
     parent, dot, leaf = module.rpartition(".")
     leaves = next((leaves for leaves in FUSED if leaf in leaves), (leaf,))
     return [name for name in (f"{parent}{dot}{leaf}" for leaf in leaves) if name == module or name in modules]
 
 
 def experts(config: Mapping[str, Any]) -> str:
-    """``KEY=COUNT`` of a config.json that describes a mixture of experts, "" for a dense model."""
+    """Return ``KEY=COUNT`` for a config.json that describes a mixture of experts, "" for a dense model."""
     counts = ((key, config.get(key)) for key in EXPERT_COUNTS)
     return next((f"{key}={count}" for key, count in counts if isinstance(count, int) and count > 1), "")
 
 
 def expected_tensors(config: Mapping[str, Any]) -> dict[str, Expected] | None:
-    """The tensors of a BF16 checkpoint with this config.json; None for an architecture that is not in MODEL_TYPES.
+    """Return the tensors of a BF16 checkpoint with this config.json, or None for a model type not in MODEL_TYPES.
 
-    Raises KeyError naming a size that the config lacks, ValueError one that is none.
+    Raises KeyError naming a size that the config lacks, and ValueError for a size that is invalid or too large.
     """
     if config.get("model_type") not in MODEL_TYPES:
         return None
@@ -139,7 +144,7 @@ def _linear(name: str, rows: int, columns: int, bias: bool) -> dict[str, Expecte
 CONFIG = "config.json"
 SCALAR = ((), (1,))
 KV_SCALES = ("k_scale", "v_scale")
-# what tells a quantized layer; `weight` and `weight_scale` are in several formats, where the dtype decides
+# suffixes that mark the tensors of a quantized layer; a `weight` may also be unquantized, there the dtype decides
 _SUFFIXES = {"weight_packed", "weight_scale", "weight_global_scale", "weight_scale_2", "input_scale"}
 _SUFFIXES |= {"input_global_scale", "pre_quant_scale", "weight_scale_inv", "weight_zero_point", "weight_shape"}
 _CACHE_SUFFIXES = {*KV_SCALES, "q_scale", "kv_scale"}
@@ -147,7 +152,7 @@ _CACHE_SUFFIXES = {*KV_SCALES, "q_scale", "kv_scale"}
 
 @dataclass(frozen=True)
 class Want:
-    """What a tensor must be: one of ``dtypes`` and one of ``shapes``."""
+    """What a tensor must be: one of ``dtypes`` and one of ``shapes``. An ``optional`` tensor may be missing."""
 
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -159,9 +164,9 @@ class Want:
 
 
 def tensors_of_layer(module: str, N: int, K: int, scheme: Nvfp4Scheme) -> dict[str, Want]:
-    """The tensors of the quantized linear layer ``module: (N, K)`` by name, but for its bias.
+    """Return the tensors of the quantized linear layer ``module: (N, K)`` by name, without its bias.
 
-    Raises CheckpointError where K is not a multiple of 16.
+    Raises CheckpointError where K of an NVFP4 layer is not a multiple of 16.
     """
     names = scheme.names
     if scheme.kind(module) == FP8:
@@ -187,9 +192,10 @@ def tensors_of_layer(module: str, N: int, K: int, scheme: Nvfp4Scheme) -> dict[s
 
 
 def check_quantized(tensors: Mapping[str, TensorHeader], scheme: Nvfp4Scheme | None) -> None:
-    """Every quantized tensor belongs to a layer that the scheme names and that has all its tensors: any architecture.
+    """Check that every quantized tensor belongs to a layer that the scheme names, and that this layer is complete.
 
-    Raises CheckpointError naming the tensor.
+    This works for any architecture. It also checks the scales of an FP8 KV cache. Raises CheckpointError naming the
+    tensor.
     """
     checked: set[str] = set()
     for name, tensor in tensors.items():
@@ -246,7 +252,10 @@ def _refuse_extra(tensor: TensorHeader, scheme: Nvfp4Scheme) -> None:
 def _check_cache_scale(
     tensors: Mapping[str, TensorHeader], tensor: TensorHeader, module: str, suffix: str, scheme: Nvfp4Scheme | None
 ) -> None:
-    """``self_attn.k_scale`` and ``v_scale``, or ModelOpt's ``k_proj.k_scale`` and ``v_proj.v_scale``."""
+    """Check a scale of an FP8 KV cache and that its partner, k or v, exists. Raises CheckpointError.
+
+    The names are ``self_attn.k_scale`` and ``v_scale``, or ModelOpt's ``k_proj.k_scale`` and ``v_proj.v_scale``.
+    """
     if suffix not in KV_SCALES:
         raise CheckpointError(f"{tensor.file}: {tensor.name}: a scale of {suffix} is not supported; {WAY_OUT}")
     if scheme is None or not scheme.kv_cache:
@@ -262,12 +271,12 @@ def _check_cache_scale(
 
 
 def cache_scales(tensors: Mapping[str, TensorHeader]) -> Iterator[str]:
-    """The names of the scales of an FP8 KV cache."""
+    """Yield the names of the scales of an FP8 KV cache."""
     yield from (name for name in tensors if name.rpartition(".")[2] in KV_SCALES)
 
 
 def check_one(tensor: TensorHeader | None, name: str, place: Path, want: Want) -> None:
-    """Raises CheckpointError where a tensor is missing or not what is wanted."""
+    """Raise CheckpointError if a tensor is missing and not optional, or is not what is wanted."""
     if tensor is None:
         if want.optional:
             return

@@ -1,15 +1,18 @@
 """Read which quantization a checkpoint declares, and refuse by name what is not accepted.
 
-Accepted as it is: compressed-tensors ``nvfp4-pack-quantized``, W4A16, blocks of 16. Accepted where the weights alone
-are asked for: the same with 4-bit activations, with groups of FP8 layers or with an FP8 KV cache, and ModelOpt's NVFP4.
+compressed-tensors ``nvfp4-pack-quantized``, W4A16, blocks of 16, is always accepted. With ``weight_only``, the same is
+accepted with 4-bit activations, groups of FP8 layers or an FP8 KV cache, and so is ModelOpt's NVFP4.
 The accepted keys are those of compressed-tensors 0.17 to 0.19.
 
 nvidia-modelopt (exports of 0.29 to 0.47) declares NVFP4 in config.json's ``quantization_config`` or in a file of its
-own. Both hold the same under different keys: ``quant_algo``, the excluded modules (``ignore`` or ``exclude_modules``,
-with shell wildcards), the KV cache (``kv_cache_scheme`` or ``kv_cache_quant_algo``), and for ``MIXED_PRECISION`` the
-algorithm of each layer (``quantized_layers``). The tensors: ``weight: (N, K/2)`` U8 with the even column in the low
-nibble, ``weight_scale: (N, K/16)`` F8_E4M3, ``weight_scale_2: ()`` F32, which multiplies, and ``input_scale: ()`` where
-activations are quantized.
+own. Both hold the same facts, partly under different keys:
+
+    algorithm         ``quant_algo``; for ``MIXED_PRECISION`` that of each layer in ``quantized_layers``
+    excluded modules  ``ignore`` or ``exclude_modules``, with shell wildcards
+    KV cache          ``kv_cache_scheme`` or ``kv_cache_quant_algo``
+
+Its tensors are ``weight: (N, K/2)`` U8 with the even column in the low nibble, ``weight_scale: (N, K/16)`` F8_E4M3 and
+``weight_scale_2: ()`` F32, which multiplies. Where activations are quantized there is also ``input_scale: ()``.
 """
 
 import fnmatch
@@ -23,7 +26,7 @@ from qerl_kernels.nvfp4 import GROUP_SIZE
 from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 
 FORMAT, FP8_FORMAT = "nvfp4-pack-quantized", "float-quantized"
-NVFP4, FP8 = "nvfp4", "fp8"  # how a linear layer is stored
+NVFP4, FP8 = "nvfp4", "fp8"  # the formats in which a quantized linear layer can be stored
 
 ACCEPTED = f"qerl_nvfp4 reads compressed-tensors {FORMAT}, W4A16, blocks of {GROUP_SIZE}"
 WAY_OUT = "start from the BF16 checkpoint and run `qerl quantize SOURCE DESTINATION`"
@@ -35,9 +38,10 @@ WEIGHTS_ALONE = (
 
 @dataclass(frozen=True)
 class PackedNames:
-    """What a format calls the tensors of a packed layer: codes, block scales, tensor scale, activation scale.
+    """A format's names for the tensors of a packed layer: codes, block scales, tensor scale, activation scale.
 
-    ``is_divisor``: the tensor scale divides, as ``weight_global_scale`` does; ModelOpt's ``weight_scale_2`` multiplies.
+    ``is_divisor`` is true where the tensor scale divides, as ``weight_global_scale`` does. ModelOpt's
+    ``weight_scale_2`` multiplies.
     """
 
     codes: str
@@ -57,8 +61,9 @@ class Nvfp4Scheme:
 
     A pattern is a module name, or ``re:`` and a regular expression matched from the start of the name, or (targets
     only) the class name ``Linear``, which means every linear layer but the embedding and the output head.
-    ``fp8``: patterns of layers stored in FP8; a name goes before ``Linear``. ``activations``: the words for quantized
-    activations, "" for none. ``kv_cache``: the checkpoint holds scales of an FP8 KV cache.
+    ``fp8`` are the patterns of layers stored in FP8. A pattern that matches a layer's name takes precedence over
+    ``Linear``. ``activations`` describes quantized activations in words, "" for none. ``kv_cache`` is true if the
+    checkpoint holds scales of an FP8 KV cache.
     """
 
     ignore: tuple[str, ...] = ()
@@ -69,7 +74,10 @@ class Nvfp4Scheme:
     kv_cache: bool = False
 
     def kind(self, name: str) -> str | None:
-        """How the linear layer ``name`` (Hugging Face module name) is stored: ``nvfp4``, ``fp8``, None for BF16."""
+        """Return how the linear layer ``name`` (Hugging Face module name) is stored: ``nvfp4``, ``fp8``, None for BF16.
+
+        Raises CheckpointError if it is a target of both an NVFP4 and an FP8 group.
+        """
         if self.is_ignored(name):
             return None
         for test in (lambda pattern: matches(pattern, name), lambda pattern: pattern == "Linear"):
@@ -83,17 +91,17 @@ class Nvfp4Scheme:
         return None
 
     def is_ignored(self, name: str) -> bool:
-        """Whether a pattern of ``ignore`` matches."""
+        """Return True if a pattern of ``ignore`` matches ``name``."""
         patterns = [pattern for pattern in self.ignore if pattern.startswith("re:")]
         return name in self.ignore or any(matches(pattern, name) for pattern in patterns)
 
     def is_quantized(self, name: str) -> bool:
-        """Whether the linear layer ``name`` (Hugging Face module name) is stored packed."""
+        """Return True if the linear layer ``name`` (Hugging Face module name) is stored packed, in NVFP4."""
         return self.kind(name) == NVFP4
 
     @property
     def extras(self) -> str:
-        """What a reader of plain W4A16 folders would get wrong, in words; "" for such a folder."""
+        """Describe what a checkpoint has beyond plain W4A16, which a reader of that would get wrong; "" for nothing."""
         found = [self.activations, "FP8 layers" if self.fp8 else "", "an FP8 KV cache" if self.kv_cache else ""]
         if self.names == MODELOPT:
             found.append("the layout of ModelOpt")
@@ -101,7 +109,7 @@ class Nvfp4Scheme:
 
 
 def check_overrides(overrides: Any) -> None:
-    """Raises ValueError for --hf-overrides that say how a checkpoint is quantized."""
+    """Raise ValueError for --hf-overrides that say how a checkpoint is quantized."""
     parts = [overrides, overrides.get("text_config")] if isinstance(overrides, Mapping) else []
     if any(isinstance(part, Mapping) and "quantization_config" in part for part in parts):
         raise ValueError(
@@ -113,8 +121,8 @@ def check_overrides(overrides: Any) -> None:
 def read_quantization(config: Mapping[str, Any], *, weight_only: bool = False) -> Nvfp4Scheme:
     """Check the ``quantization_config`` of a config.json (or ModelOpt's hf_quant_config.json) and return its scheme.
 
-    ``weight_only`` accepts what has more than packed weights: activation scales, FP8 layers, an FP8 KV cache.
-    Raises CheckpointError naming what the checkpoint is, where it is anything but an accepted scheme.
+    ``weight_only`` also accepts more than packed weights: activation scales, FP8 layers, an FP8 KV cache, ModelOpt's
+    layout. Raises CheckpointError naming the scheme if it is not an accepted one.
     """
     scheme = _read_modelopt(config) if is_modelopt(config) else _read_compressed(config)
     for pattern in (*scheme.targets, *scheme.fp8, *scheme.ignore):
@@ -124,7 +132,7 @@ def read_quantization(config: Mapping[str, Any], *, weight_only: bool = False) -
 
 
 def check_weight_only(scheme: Nvfp4Scheme, weight_only: bool) -> None:
-    """Raises CheckpointError where a scheme has more than packed weights and those alone were not asked for."""
+    """Raise CheckpointError if a scheme has more than plain W4A16 weights and ``weight_only`` is false."""
     if scheme.extras and not weight_only:
         raise CheckpointError(
             f"this checkpoint's quantization_config is not supported as it is: it has {scheme.extras}. {ACCEPTED};"
@@ -166,9 +174,9 @@ def _read_compressed(config: Mapping[str, Any]) -> Nvfp4Scheme:
 
 
 def check_kv_cache(scheme: Mapping[str, Any]) -> bool:
-    """True for an FP8 KV cache with one fixed scale for the keys of a layer and one for its values.
+    """Return True for an FP8 KV cache with one static scale for a layer's keys and one for its values.
 
-    Raises CheckpointError naming the key for any other.
+    Raises CheckpointError naming the key for any other cache.
     """
     wanted = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
     for key, value in wanted.items():
@@ -189,7 +197,7 @@ def _check_nvfp4(name: str, weights: Mapping[str, Any], declared_format: Any) ->
         "strategy": ("tensor_group",),
         "symmetric": (True,),
         "dynamic": (False,),
-        "actorder": (None, False, "static", "weight"),  # the others need a column permutation, weight_g_idx
+        "actorder": (None, False, "static", "weight"),  # others need a column permutation, weight_g_idx
         "scale_dtype": (None, "torch.float8_e4m3fn"),
     }
     _check_values(name, weights, wanted)
@@ -198,7 +206,7 @@ def _check_nvfp4(name: str, weights: Mapping[str, Any], declared_format: Any) ->
 
 
 def _check_fp8(name: str, weights: Mapping[str, Any], declared_format: Any) -> None:
-    """FP8 beside NVFP4: one scale for a layer, or one for each row."""
+    """Refuse an FP8 group beside NVFP4 unless it has one static scale for each layer or for each row."""
     _check_values(name, weights, {"strategy": ("tensor", "channel"), "symmetric": (True,), "dynamic": (False,)})
     if declared_format not in (FP8_FORMAT, "mixed-precision"):
         refuse(f"format {declared_format!r}")
@@ -223,22 +231,22 @@ def _check_pattern(pattern: Any) -> None:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether ``name`` is what the pattern names: itself, or after ``re:`` an expression matched from the start."""
+    """Return True if ``pattern`` equals ``name``, or is ``re:`` and an expression that matches its start."""
     return re.match(pattern[3:], name) is not None if pattern.startswith("re:") else pattern == name
 
 
 def refuse(what: str) -> NoReturn:
-    """Raises CheckpointError: ``what`` is not supported."""
+    """Raise CheckpointError, which says that ``what`` is not supported."""
     raise CheckpointError(f"this checkpoint's quantization_config is not supported: {what}. {ACCEPTED}; {WAY_OUT}")
 
 
-OWN_FILE = "hf_quant_config.json"  # beside config.json; alone in exports of modelopt 0.29 and before
+OWN_FILE = "hf_quant_config.json"  # beside config.json; up to modelopt 0.29 only this file declares the quantization
 ALGORITHMS = {"NVFP4": NVFP4, "W4A16_NVFP4": NVFP4, "FP8": FP8}
 MIXED = "MIXED_PRECISION"
 
 
 def is_modelopt(config: Mapping[str, Any]) -> bool:
-    """Whether a quantization config is one of modelopt's: by its method, or by the form of its own file."""
+    """Return True if a quantization config is modelopt's, by its ``quant_method`` or by the form of its own file."""
     method = config.get("quant_method")
     if isinstance(method, str) and method.startswith("modelopt"):
         return True
@@ -246,7 +254,7 @@ def is_modelopt(config: Mapping[str, Any]) -> bool:
 
 
 def _read_modelopt(config: Mapping[str, Any]) -> Nvfp4Scheme:
-    """The scheme of either form.
+    """Return the scheme of modelopt's config in either form.
 
     Raises CheckpointError naming the key for any algorithm but NVFP4 in blocks of 16, alone or mixed with FP8 layers.
     """
@@ -298,7 +306,10 @@ def _check_group_size(name: str, size: Any) -> None:
 
 
 def _is_weight_only(values: Mapping[str, Any]) -> bool:
-    """config.json says for each group whether its activations are quantized; the other form has the algorithm only."""
+    """Return True if the config says of every group that its activations are not quantized.
+
+    Only config.json says so. modelopt's own file gives the algorithm alone, so this returns False for it.
+    """
     groups = values.get("config_groups") or {}
     return bool(groups) and all(not group.get("input_activations") for group in groups.values())
 
@@ -313,7 +324,7 @@ def _has_kv_cache(values: Mapping[str, Any]) -> bool:
 
 
 def _pattern(name: Any) -> Any:
-    """Modelopt's wildcards as a regular expression; a plain name also stands for all that is inside that module."""
+    """Turn modelopt's wildcards into a ``re:`` pattern. A plain name also matches everything inside that module."""
     if not isinstance(name, str):
         return name
     expression = fnmatch.translate(name) if any(c in name for c in "*?[") else rf"{re.escape(name)}(\..*)?$"

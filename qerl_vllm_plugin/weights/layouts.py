@@ -1,8 +1,8 @@
-"""How a loaded layer's codes lie in memory and which kernel multiplies by them; one copy of the weights, always.
+"""Choose how a loaded layer's weights lie in memory and which kernel multiplies by them; there is only one copy.
 
 ``prepare(layer)`` takes a layer with ``weight_packed: (N, K/2)``, ``weight_scale: (N, K/16)`` and
-``weight_global_scale: (parts,)`` (divisors) and leaves what ``apply`` needs. ``layer.logical_widths`` are the rows of
-each part (q, k, v or gate, up).
+``weight_global_scale: (parts,)`` (divisors). It replaces them by what ``apply`` needs. ``layer.logical_widths`` are the
+rows of each part (q, k, v or gate, up).
 """
 
 from typing import Protocol
@@ -24,14 +24,17 @@ BATCH_INVARIANT = '"qerl.kernel": "batch_invariant"'
 
 class Layout(Protocol):
     def prepare(self, layer: torch.nn.Module) -> "Layout":
-        """The layout that the layer ends up in."""
+        """Convert the layer's tensors and return the layout that it ends up in, which may be another one."""
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x W^T + bias, and the layer's resident adapter if it has one."""
+        """Return x W^T + bias, plus the product of the layer's resident adapter if it has one."""
 
 
 class Canonical:
-    """The checkpoint's own layout, multiplied by exact dequantization; the CPU path, and the exact fallback on CUDA."""
+    """The checkpoint's own layout, multiplied after exact dequantization.
+
+    It is the path for CPUs and the exact fallback on CUDA.
+    """
 
     def prepare(self, layer: torch.nn.Module) -> Layout:
         layer.register_buffer("weight_row_scale", _row_scale(layer), persistent=False)
@@ -43,10 +46,13 @@ class Canonical:
 
 
 class Tiled:
-    """Hopper: our own product, over tiles in the order of its matrix unit. Exact for every scale, one call a layer."""
+    """The layout of our own Hopper kernel: tiles in the order of the GPU's matrix unit.
+
+    It is exact for every scale and takes one kernel call per layer.
+    """
 
     def __init__(self, fixed_order: bool = False) -> None:
-        """With ``fixed_order`` the sums of a token have one order, whatever the batch; no other kernel stands in."""
+        """With ``fixed_order``, a token's sums have the same order in every batch, and there is no fallback kernel."""
         self.fixed_order = fixed_order
 
     def prepare(self, layer: torch.nn.Module) -> Layout:
@@ -61,7 +67,7 @@ class Tiled:
         except CompileError as error:
             if self.fixed_order:
                 raise
-            # as text: vLLM says once what is equal, and no error equals another
+            # as text: vLLM's warning_once compares its arguments, and two errors are never equal
             logger.warning_once("our kernel cannot be used here, Marlin runs in its place: %s", str(error))
             return Marlin().prepare(layer)
         packed = layer.weight_packed.data, layer.weight_scale.data
@@ -81,7 +87,7 @@ class Tiled:
 
 
 def tiled_weight(layer: torch.nn.Module) -> tiles.TiledWeight:
-    """The weight of a layer that ``Tiled`` has prepared."""
+    """Return the weight of a layer that ``Tiled`` has prepared."""
     N, K = layer.output_size_per_partition, layer.input_size_per_partition
     tensors = layer.weight, layer.weight_row_scale, layer.weight_counters
     return tiles.TiledWeight(
@@ -90,12 +96,14 @@ def tiled_weight(layer: torch.nn.Module) -> tiles.TiledWeight:
 
 
 class Marlin:
-    """vLLM's Marlin FP4 kernel. It has no scale below 2^-6 times a power of two: a layer that would lose one is kept
-    in the canonical layout. Parts with different tensor scales become one Marlin call each.
+    """The layout of vLLM's Marlin FP4 kernel.
 
-    Each of ``layer.marlin_parts`` keeps beside vLLM's tensors what leads back to the checkpoint's: ``tensor_scale: ()``
-    fp32 and ``scale_exponent`` (see marlin_layout.py), None where vLLM's form of the block scales is not the known one.
-    ``layer.bias`` stays in the order of the rows.
+    Marlin cannot store block scales below 2^-6 times a power of two. A layer that would lose one keeps the canonical
+    layout. Parts with different tensor scales take one Marlin call each.
+
+    Each of ``layer.marlin_parts`` holds vLLM's tensors and what restores the checkpoint's: ``tensor_scale: ()`` fp32
+    and ``scale_exponent`` (see marlin_layout.py). The exponent is None where vLLM's form of the block scales is
+    unknown. ``layer.bias`` stays in the order of the rows.
     """
 
     def prepare(self, layer: torch.nn.Module) -> Layout:
@@ -118,7 +126,7 @@ class Marlin:
             part.params_dtype = layer.params_dtype
             if bias is not None:
                 part.bias = Parameter(bias.data[start : start + width], requires_grad=False)
-            prepare_fp4_layer_for_marlin(part)  # repacks, and permutes the bias
+            prepare_fp4_layer_for_marlin(part)  # repacks the weight and permutes the bias
             flushed += _flushed(scales, part.weight_scale.data)
             part.scale_exponent = _exponent(scales, part.weight_scale.data)
             parts.append(part)
@@ -139,7 +147,7 @@ class Marlin:
                 weight=part.weight,
                 weight_scale=part.weight_scale,
                 weight_global_scale=part.weight_global_scale,
-                workspace=getattr(part, "workspace", None),  # vLLM 0.26 keeps one a layer, 0.31 has none
+                workspace=getattr(part, "workspace", None),  # vLLM 0.26 keeps one per layer, 0.31 has none
                 size_n=part.output_size_per_partition,
                 size_k=part.input_size_per_partition,
                 bias=part.bias if bias is not None else None,
@@ -150,9 +158,9 @@ class Marlin:
 
 
 def choose(params_dtype: torch.dtype, kernel: str = "auto") -> Layout:
-    """The layout of this platform for activations of a dtype, or the one that ``kernel`` names.
+    """Return the layout that ``kernel`` names, or for "auto" this platform's best for activations of ``params_dtype``.
 
-    Raises ValueError if the kernel that was asked for cannot run here.
+    Raises ValueError if the requested kernel cannot run here.
     """
     is_cuda = current_platform.is_cuda()
     can_tile = is_cuda and current_platform.is_device_capability(90) and params_dtype in tiles.ORDERS
@@ -172,7 +180,10 @@ def choose(params_dtype: torch.dtype, kernel: str = "auto") -> Layout:
 
 
 def _warn_of_flushed(name: str, scales: int) -> None:
-    """Once in a process, by the first layer's name: a checkpoint has either none of them, or hundreds."""
+    """Warn once per process, naming the first such layer; log the others at debug level.
+
+    A checkpoint has either no such layers or hundreds.
+    """
     log = logger.debug if _warned_of else logger.warning
     _warned_of.append(name)
     log(
@@ -184,13 +195,16 @@ def _warn_of_flushed(name: str, scales: int) -> None:
 
 
 def _row_scale(layer: torch.nn.Module) -> torch.Tensor:
-    """(N,) fp32: the tensor scale of each row's part."""
+    """Return the tensor scale of each row's part: (N,) fp32."""
     widths = torch.tensor(layer.logical_widths, device=layer.weight_global_scale.device)
     return torch.repeat_interleave(1.0 / layer.weight_global_scale.data.float(), widths)
 
 
 def _exponent(block_scales: torch.Tensor, stored: torch.Tensor) -> int | None:
-    """That of ``stored``, vLLM's form of ``block_scales: (N, K/16)`` with what it has filled up in N and K."""
+    """Return the exponent of Marlin's block scales (see marlin_layout.py), or None if their form is unknown.
+
+    ``stored`` is vLLM's form of ``block_scales: (N, K/16)``, with its padding in N and K.
+    """
     N, groups = block_scales.shape
     rows = -(-N // marlin_layout.BLOCK) * marlin_layout.BLOCK
     if stored.dim() != 2 or stored.dtype.itemsize != 1 or stored.shape[0] < groups or stored.shape[1] < rows:
@@ -205,5 +219,5 @@ def _starts(widths: list[int]) -> list[int]:
 
 
 def _flushed(scales: torch.Tensor, stored: torch.Tensor) -> int:
-    """How many block scales are zero in Marlin's form alone: E4M3 has a sign, Marlin's bytes have none."""
+    """Count the block scales that are zero only in Marlin's form. E4M3 has a sign bit, Marlin's bytes have none."""
     return int(((scales.view(torch.uint8) & 0x7F) != 0).sum() - (stored.view(torch.uint8) != 0).sum())

@@ -1,4 +1,4 @@
-"""Creates, loads and applies NVFP4 linear layers: packed checkpoints, and BF16 ones quantized on the way in."""
+"""Create, load and apply NVFP4 linear layers, from packed checkpoints or from BF16 ones quantized while loading."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +27,7 @@ Loader = Callable[..., None]
 
 @register_weight_loader_v2_supported_method
 class QerlLinearMethod(LinearMethodBase):
-    """One layer of a packed checkpoint."""
+    """The linear method of one layer of a packed checkpoint."""
 
     layout: layouts.Layout
     tensor_names = ("weight_packed", "weight_scale", "weight_global_scale")  # in the checkpoint
@@ -35,7 +35,10 @@ class QerlLinearMethod(LinearMethodBase):
     def __init__(
         self, prefix: str, parts: list[str] | None = None, adapter_rank: int = 0, kernel: str = "auto"
     ) -> None:
-        """``parts`` are the checkpoint's names of what a fused layer joins; a rank of 0 means no resident adapter."""
+        """``parts`` are the checkpoint's names of the linears that a fused layer joins, by default ``prefix`` alone.
+
+        An ``adapter_rank`` of 0 means no resident adapter.
+        """
         self.prefix, self.parts, self.adapter_rank, self.kernel = prefix, parts or [prefix], adapter_rank, kernel
 
     def create_weights(
@@ -79,7 +82,7 @@ class QerlLinearMethod(LinearMethodBase):
         self.is_dummy = get_current_vllm_config().load_config.load_format == "dummy"
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Checks that every tensor arrived and holds legal values, then moves the layer to its layout.
+        """Check that every tensor arrived and holds legal values, then move the layer to its layout.
 
         Raises CheckpointError.
         """
@@ -100,12 +103,18 @@ class QerlLinearMethod(LinearMethodBase):
         self.layout = self.layout.prepare(layer)
 
     def _note_groups(self, layer: torch.nn.Module, arrivals: "Arrivals") -> None:
-        """Which of vLLM's parts are whose, where the checkpoint has fewer linears (in_proj_qkv is q, k and v)."""
+        """Record which of vLLM's parts belong to which linear, where the checkpoint has fewer linears than parts.
+
+        For example, in_proj_qkv is q, k and v.
+        """
         if len(self.parts) < len(layer.logical_widths) and len(arrivals.groups) == len(self.parts):
             layer.qerl_groups = sorted(arrivals.groups)
 
     def _take_canonical_names(self, layer: torch.nn.Module) -> None:
-        """What arrived under a format's own names becomes weight_packed, weight_scale and weight_global_scale."""
+        """Rename a format's own tensors to weight_packed, weight_scale and weight_global_scale.
+
+        Nothing needs renaming here; subclasses for other formats override this.
+        """
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``x: (..., K)`` -> ``(..., N)``."""
@@ -114,10 +123,10 @@ class QerlLinearMethod(LinearMethodBase):
 
 @register_weight_loader_v2_supported_method
 class QerlOnlineLinearMethod(QerlLinearMethod):
-    """One layer of a BF16 checkpoint, quantized as soon as its last part has arrived.
+    """The linear method of one layer of a BF16 checkpoint, quantized as soon as its last part has arrived.
 
-    At any time at most one layer is held in BF16. The tensor scale covers all parts of a fused layer and all
-    tensor-parallel ranks, so that the weights are those that `qerl quantize` writes.
+    A layer is held in BF16 only while its parts arrive. One tensor scale covers all parts of a fused layer and all
+    tensor-parallel ranks, so the weights equal those that `qerl quantize` writes.
     """
 
     def create_weights(
@@ -142,7 +151,7 @@ class QerlOnlineLinearMethod(QerlLinearMethod):
         if self.is_dummy:
             self._register(layer, *_empty(N, K, len(output_partition_sizes)))
             return
-        # takes no memory; the real tensor exists only while its parts arrive
+        # on the meta device it takes no memory; the real tensor exists only while its parts arrive
         weight = ModelWeightParameter(
             data=torch.empty(N, K, dtype=params_dtype, device="meta"),
             input_dim=1,
@@ -156,7 +165,7 @@ class QerlOnlineLinearMethod(QerlLinearMethod):
         if self.staging is None:
             if self.arrived.complete:
                 raise CheckpointError(f"{self.prefix}.weight appears twice in the checkpoint")
-            # BF16 whatever the engine's dtype is: `qerl quantize` rounds the source and its amax to it, too
+            # BF16 whatever the engine's dtype: `qerl quantize` also rounds the source and its amax to BF16
             self.staging = ModelWeightParameter(
                 data=torch.empty(layer.weight.shape, dtype=torch.bfloat16, device=self.device),
                 input_dim=1,
@@ -186,7 +195,7 @@ class QerlOnlineLinearMethod(QerlLinearMethod):
             set_weight_attrs(parameter, {"weight_loader": self.load})
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Raises CheckpointError if a part of the weight never arrived."""
+        """Move the layer to its layout. Raises CheckpointError if a part of the weight never arrived."""
         if self.is_dummy:
             _fill_dummy(layer)
         elif not self.arrived.complete:
@@ -196,7 +205,7 @@ class QerlOnlineLinearMethod(QerlLinearMethod):
 
 
 class AdaptedLinearMethod(UnquantizedLinearMethod):
-    """A linear that stays in BF16 and carries the policy's adapter all the same."""
+    """The linear method of a layer that stays unquantized and still carries the policy's resident adapter."""
 
     def __init__(self, prefix: str, parts: list[str], adapter_rank: int) -> None:
         super().__init__()
@@ -225,7 +234,10 @@ class AdaptedLinearMethod(UnquantizedLinearMethod):
 
 
 class Arrivals:
-    """Which parts of the parameter ``name`` have been loaded; ``groups`` are those that came as one tensor each."""
+    """A record of which parts of the parameter ``name`` have been loaded.
+
+    ``groups`` are the sets of parts that came together as one tensor.
+    """
 
     def __init__(self, parts: int, name: str = "") -> None:
         self.parts, self.name = parts, name
@@ -234,7 +246,7 @@ class Arrivals:
 
     def add(self, *shard: Any) -> None:
         self.groups.update(item if isinstance(item, tuple) else (item,) for item in shard)
-        # no shard id: the checkpoint holds the fused tensor
+        # without a shard id, the checkpoint holds the fused tensor
         self.seen.update([part for item in shard for part in (item if isinstance(item, tuple) else (item,))] or ["all"])
 
     @property
@@ -261,15 +273,15 @@ def _split(layer: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def _empty(N: int, K: int, parts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     scales = torch.zeros(N, K // nvfp4.GROUP_SIZE, dtype=torch.float8_e4m3fn)
-    # whatever the engine's dtype is: a divisor of 7B's down, 1e5, is beyond float16
+    # fp32 whatever the engine's dtype: a divisor of a 7B model's down_proj, 1e5, is beyond float16
     return torch.zeros(N, K // 2, dtype=torch.uint8), scales, torch.ones(parts, dtype=torch.float32)
 
 
 def _fill_dummy(layer: torch.nn.Module) -> None:
-    """Random legal weights of the size that real ones have, for ``--load-format dummy``."""
+    """Fill a layer with random legal weights of a realistic size, for ``--load-format dummy``."""
     codes, scales = layer.weight_packed.data, layer.weight_scale.data
     generator = torch.Generator(codes.device).manual_seed(1234)
     codes.copy_(torch.randint(0, 256, codes.shape, generator=generator, device=codes.device, dtype=torch.uint8))
     scales.copy_((64 + 256 * torch.rand(scales.shape, generator=generator, device=codes.device)).to(scales.dtype))
-    # a random code is about 3 in size, a scale about 190; weights of a trained layer are about 1 / sqrt(K)
+    # a random code is about 3 in size and a block scale about 190; trained weights are about 1 / sqrt(K)
     layer.weight_global_scale.data.fill_(3 * 190 * (2 * codes.shape[1]) ** 0.5)
