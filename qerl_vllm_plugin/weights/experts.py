@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers of packed checkpoints, served without an adapter."""
+"""Load the mixture-of-experts layers of a checkpoint, packed or left in BF16; they have no resident adapter."""
 
 from typing import Any
 
@@ -18,18 +18,21 @@ _PARTS = ("weight_packed", "weight_scale", "weight_global_scale")
 
 
 def part_names(prefix: str) -> list[str]:
-    """The checkpoint's names of the linears of one expert, which speaks for all."""
+    """Return the checkpoint's names of the linears of expert 0, which stands for all experts."""
     return [f"{prefix}.0.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
 
 
 def experts_method(layer: Any, prefix: str, scheme: Nvfp4Scheme | None, kinds: set[str | None]) -> Any:
-    """The method for one layer of experts; ``kinds`` says how ``part_names`` are stored, ``scheme`` is None for BF16.
+    """Return the method for one layer of experts.
 
-    CUDA: vLLM's own NVFP4 experts with 16-bit activations. CPU: the experts are dequantized to BF16 when loaded, which
-    rounds the product of code, block scale and tensor scale once.
+    ``kinds`` are the ways in which ``part_names`` are stored; {None} keeps the experts in BF16. ``scheme`` is None for
+    a BF16 checkpoint.
 
-    Raises ValueError for a BF16 checkpoint, whose experts are not quantized on the way in, for ModelOpt's layout and
-    for FP8 experts.
+    On CUDA, packed experts run in vLLM's own NVFP4 kernels with 16-bit activations. On CPU, they are dequantized to the
+    engine's dtype when loaded, which rounds the product of code, block scale and tensor scale once.
+
+    Raises ValueError for experts of a BF16 checkpoint that are not kept in BF16, as experts are not quantized while
+    loading. Raises ValueError for ModelOpt's layout and FP8 experts, and CheckpointError if only some parts are packed.
     """
     if kinds == {None}:
         return _Bf16Experts(layer.moe_config, prefix)
@@ -51,13 +54,13 @@ def experts_method(layer: Any, prefix: str, scheme: Nvfp4Scheme | None, kinds: s
 
 
 def _mark_missing(layer: torch.nn.Module) -> None:
-    """Gives every expert's tensor scales a value that no checkpoint may hold."""
+    """Set every expert's tensor scales to NaN, which no checkpoint may hold, so that missing experts are noticed."""
     for which in ("w13", "w2"):
         getattr(layer, f"{which}_weight_global_scale").data.fill_(torch.nan)
 
 
 def _check_scales(layer: torch.nn.Module, prefix: str) -> None:
-    """Raises CheckpointError for an expert that never arrived."""
+    """Raise CheckpointError for an expert that never arrived or has an unusable tensor scale."""
     for which in ("w13", "w2"):
         divisors = getattr(layer, f"{which}_weight_global_scale").data.view(layer.num_experts, -1)
         bad = ~(torch.isfinite(divisors) & (divisors > 0) & torch.isfinite(1 / divisors)).all(1)
@@ -69,13 +72,13 @@ def _check_scales(layer: torch.nn.Module, prefix: str) -> None:
 
 
 def share_scales(w13: torch.Tensor, w2: torch.Tensor, prefix: str, *, has_slots: bool) -> None:
-    """Give gate and up of every expert one tensor scale, as vLLM's kernel wants it, in place.
+    """Give gate and up of every expert one tensor scale, as vLLM's kernel requires, in place.
 
-    ``w13: (E, 2)`` and ``w2: (E,)`` are divisors, one over the scales. The product silu(gate) * up is linear in up: by
-    what up's scale is too large or too small moves into that of down, where it costs one rounding in fp32 (2^-24).
+    ``w13: (E, 2)`` and ``w2: (E,)`` are divisors, one over the scales. The product silu(gate) * up is linear in up. So
+    the ratio of up's scale to gate's moves into the scale of down, which costs one rounding in fp32 (2^-24).
 
-    Raises CheckpointError where the scales differ and ``has_slots``, for an adapter on up would be scaled with them,
-    and where a scale would leave fp32.
+    Raises CheckpointError where the scales differ and ``has_slots`` is true, because an adapter on up would be scaled
+    by the ratio, too. Raises it also where a scale would leave the range of fp32.
     """
     if bool((w13[:, 0] == w13[:, 1]).all()):
         return
@@ -95,7 +98,10 @@ def share_scales(w13: torch.Tensor, w2: torch.Tensor, prefix: str, *, has_slots:
 
 
 class _Bf16Experts(UnquantizedFusedMoEMethod):
-    """vLLM's own; it would serve whatever lay in memory in the place of an expert that never arrived."""
+    """vLLM's method for BF16 experts, which also refuses a checkpoint that lacks an expert.
+
+    vLLM's own would serve uninitialized memory in the place of a missing expert.
+    """
 
     def __init__(self, moe: Any, prefix: str) -> None:
         super().__init__(moe)
@@ -107,7 +113,7 @@ class _Bf16Experts(UnquantizedFusedMoEMethod):
             getattr(layer, which).data.fill_(torch.nan)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Raises CheckpointError for an expert that lacks a part, or that holds nothing but NaN."""
+        """Raise CheckpointError for an expert with a part that never arrived or holds nothing but NaN."""
         w13, w2 = layer.w13_weight.data, layer.w2_weight.data  # (experts, 2 I, H) and (experts, H, I)
         for expert in range(len(w13)):
             parts = dict(zip(("gate_proj", "up_proj"), w13[expert].chunk(2), strict=True)) | {"down_proj": w2[expert]}
@@ -149,7 +155,7 @@ class _DequantizedExperts(UnquantizedFusedMoEMethod):
         _mark_missing(layer)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        for name in ("w13_input_global_scale", "w2_input_global_scale"):  # for 4-bit activations
+        for name in ("w13_input_global_scale", "w2_input_global_scale"):  # used for 4-bit activations only
             delattr(layer, name)
         _check_scales(layer, self.prefix)
         for which in ("w13", "w2"):

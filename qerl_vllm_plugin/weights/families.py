@@ -1,8 +1,8 @@
-"""The model families that were compared with transformers on the same weights; others are refused unless asked for.
+"""List the model families that were compared with transformers on the same weights, and refuse others by default.
 
-What a family lacks is refused where it is asked for: noise where the targets name no norm that feeds a linear, an
-adapter where the checkpoint's linears are not vLLM's (GLM-4). SmolLM3's norms stay in BF16, which swallows a part of
-the noise; the warning of ``set_noise`` says how much.
+A feature that a family lacks is refused when it is requested. Noise is refused where the targets name no norm that
+feeds a linear, and an adapter where the checkpoint's linears are not vLLM's (GLM-4). SmolLM3's norms stay in BF16,
+which rounds a part of the noise away; the warning of ``set_noise`` says how much.
 """
 
 from collections.abc import Mapping
@@ -23,22 +23,22 @@ FAMILIES = (
     "smollm3",
     "qwen3_5_text",
 )
-# linears that stay in BF16, as in the public NVFP4 checkpoints: a few rows each, which gate the state of the attention
+# linears that stay in BF16, as in the public NVFP4 checkpoints: they have few rows and gate linear attention's state
 KEPT = {"qwen3_5_text": (r"re:.*\.linear_attn\.in_proj_[ab]$",)}
-# vLLM 0.31 makes slots for the parts that it joins, which are more than the checkpoint's linears: no adapter fits them
+# vLLM 0.31 makes LoRA slots for the parts that it fuses; they outnumber the checkpoint's linears, so no adapter fits
 WITHOUT_SLOTS = ("qwen3_5_text",)
-# vision-language models -> the family of their language model, which `qerl text-model` writes by itself
+# vision-language models -> the family of their language model, which `qerl text-model` extracts
 LANGUAGE_MODELS = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
 ANYWAY = """--additional-config '{"qerl": {"untested_models": true}}'"""
 
 
 def kept_in_bf16(model_type: object) -> tuple[str, ...]:
-    """Patterns of linears that neither `qerl quantize` nor loading a BF16 checkpoint puts into NVFP4."""
+    """Return patterns of linears that stay in BF16, in `qerl quantize` and when a BF16 checkpoint is loaded."""
     return KEPT.get(str(model_type), ())
 
 
 def of_images(config: Mapping[str, Any]) -> str:
-    """What to do with the checkpoint of a model that also reads images or sound, "" for one that reads text."""
+    """Say what to do with a checkpoint of a model that also reads images or sound; "" for a text model."""
     model_type = config.get("model_type")
     if model_type in LANGUAGE_MODELS:
         return (
@@ -50,7 +50,7 @@ def of_images(config: Mapping[str, Any]) -> str:
 
 
 def never_compared(model_type: object) -> str:
-    """Why qerl_nvfp4 refuses to serve a family, and what serves it all the same; "" for one that was compared."""
+    """Say why qerl_nvfp4 refuses a family and which option serves it untested; "" for a family that was compared."""
     if model_type in LANGUAGE_MODELS:
         return f"{of_images({'model_type': model_type})}. {ANYWAY} serves all of it untested"
     if model_type in FAMILIES:
@@ -62,6 +62,6 @@ def never_compared(model_type: object) -> str:
 
 
 def check_family(model_type: str, untested_models: bool) -> None:
-    """Raises ValueError for a family that was never compared, unless that was allowed."""
+    """Raise ValueError for a family that was never compared, unless ``untested_models`` is true."""
     if (reason := never_compared(model_type)) and not untested_models:
         raise ValueError(reason)

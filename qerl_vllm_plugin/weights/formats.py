@@ -59,8 +59,8 @@ MODELOPT = PackedNames("weight", "weight_scale", "weight_scale_2", "input_scale"
 class Nvfp4Scheme:
     """An accepted scheme: the linear layers that match ``targets`` and not ``ignore`` are packed.
 
-    A pattern is a module name, or ``re:`` and a regular expression matched from the start of the name, or (targets
-    only) the class name ``Linear``, which means every linear layer but the embedding and the output head.
+    A pattern is a module name, or ``re:`` and a regular expression matched from the start of the name. A target may
+    also be the class name ``Linear``, which means every linear layer but the embedding and the output head.
     ``fp8`` are the patterns of layers stored in FP8. A pattern that matches a layer's name takes precedence over
     ``Linear``. ``activations`` describes quantized activations in words, "" for none. ``kv_cache`` is true if the
     checkpoint holds scales of an FP8 KV cache.

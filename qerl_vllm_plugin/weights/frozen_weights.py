@@ -1,12 +1,12 @@
-"""The frozen weights of an engine as a trainer in the same process can read them: views, by their checkpoint names.
+"""Lend an engine's frozen weights to a trainer in the same process, as views by their checkpoint names.
 
-A fused layer (q, k, v; gate, up) is cut into its parts by rows, which needs no copy in any of the layouts:
+A fused layer (q, k, v; gate, up) is cut into its parts by rows. No layout needs a copy for that:
 
-    canonical  codes, block scales and tensor scale of the checkpoint; any row may be the first of a part
-    tiled      tiles of 64 rows: a part must start at a multiple of 64 and end at one, or with the layer
-    Marlin     the same, as columns of its tensors; parts with tensor scales of their own are tensors of their own
+    canonical  has codes, block scales and tensor scale of the checkpoint; a part may start at any row
+    tiled      has tiles of 64 rows: a part must start at a multiple of 64 and end at one, or with the layer
+    Marlin     has the same limits, in columns of its tensors; parts with different tensor scales are separate tensors
 
-Norms are left out: the engine's hold the noise, and they are tiny.
+Norms are left out: the engine's norms hold the noise, and they are tiny.
 """
 
 from collections.abc import Iterator
@@ -25,12 +25,12 @@ from qerl_vllm_plugin.weights.linear import QerlLinearMethod
 
 
 class NotShareableError(ValueError):
-    """Nothing of this engine can be read by a trainer."""
+    """Raised where a trainer can read none of an engine's weights."""
 
 
 @dataclass(frozen=True)
 class FrozenWeight:
-    """One linear of the checkpoint, (N, K): its packed weight and ``bias: (N,)`` in the dtype of the activations."""
+    """The packed weight of one linear of the checkpoint, (N, K), and its ``bias: (N,)`` in the activations' dtype."""
 
     weight: NVFP4Weight | TiledWeight | MarlinWeight
     bias: torch.Tensor | None
@@ -45,10 +45,10 @@ class FrozenWeight:
 
 @dataclass(frozen=True)
 class FrozenWeights:
-    """What an engine lends.
+    """The weights that an engine lends.
 
-    ``linears`` by module name, ``dense`` (embedding, head, linears that the checkpoint keeps unquantized) by parameter
-    name; ``apart`` are the linears that cannot be lent, with the reason.
+    ``linears`` are the quantized linears by module name. ``dense`` are the tensors of embedding, head and unquantized
+    linears by parameter name. ``apart`` maps the modules that cannot be lent to the reason.
     """
 
     linears: dict[str, FrozenWeight] = field(default_factory=dict)
@@ -57,16 +57,16 @@ class FrozenWeights:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights lie; raises StopIteration if there are none."""
+        """Return the device of the quantized linears. Raises StopIteration if there are none."""
         return next(iter(self.linears.values())).device
 
 
 def frozen_weights(llm: Any) -> FrozenWeights:
-    """Views of the frozen weights of ``llm``, a ``vllm.LLM``; nothing is copied and nothing may be written.
+    """Return views of the frozen weights of ``llm``, a ``vllm.LLM``; no weight is copied, and none may be written to.
 
-    They hold as long as the engine keeps its weights where they are: ``Policy.release_kv_cache`` leaves them there,
-    ``llm.sleep`` does not. Raises NotShareableError, with the way out, for an engine in another process, one that is
-    cut over several GPUs, and one none of whose linears can be lent.
+    The views are valid while the engine keeps its weights in place: ``Policy.release_kv_cache`` does, ``llm.sleep``
+    does not. Raises NotShareableError for an engine in another process, on several GPUs, without quantization
+    qerl_nvfp4, or with no linear that can be lent.
     """
     model = _model(llm)
     shared = FrozenWeights()
@@ -84,7 +84,7 @@ def frozen_weights(llm: Any) -> FrozenWeights:
 
 
 def _model(llm: Any) -> torch.nn.Module:
-    """The model in this process, after everything that stands against sharing it has been ruled out."""
+    """Return the engine's model in this process. Raises NotShareableError if it cannot be shared."""
     config = llm.llm_engine.vllm_config
     if config.parallel_config.world_size > 1:
         raise NotShareableError(
@@ -121,7 +121,7 @@ def _add_packed(shared: FrozenWeights, layer: Any) -> None:
 
 
 def canonical_part(layer: Any, part: int, first: int, rows: int) -> NVFP4Weight:
-    """Rows ``first`` to ``first + rows`` of a layer in the checkpoint's layout, which are its part number ``part``."""
+    """Return part number ``part`` of a layer in the checkpoint's layout: its rows ``first`` to ``first + rows``."""
     return NVFP4Weight(
         layer.weight_packed.data[first : first + rows],
         layer.weight_scale.data[first : first + rows],
@@ -130,9 +130,10 @@ def canonical_part(layer: Any, part: int, first: int, rows: int) -> NVFP4Weight:
 
 
 def tiled_part(whole: TiledWeight, first: int, rows: int) -> TiledWeight | str:
-    """Rows ``first`` to ``first + rows`` of a tiled weight, which share one tensor scale; or why they are no view.
+    """Return rows ``first`` to ``first + rows`` of a tiled weight, or the reason why they cannot be a view.
 
-    The part has counters of its own (4 KB, the only thing that is allocated): ``whole`` may be in use beside it.
+    The rows must share one tensor scale. The part gets its own counters (4 KB, the only allocation), because ``whole``
+    may be in use at the same time.
     """
     last = first + rows
     if not _falls_on(TILE, first, last, whole.N):
@@ -146,8 +147,11 @@ def tiled_part(whole: TiledWeight, first: int, rows: int) -> TiledWeight | str:
 
 
 def marlin_part(layer: Any, part: int, first: int, rows: int) -> MarlinWeight | str:
-    """Rows ``first`` to ``first + rows`` of a layer that ``layouts.Marlin`` has prepared, which are its part number
-    ``part``; or why they are no view. Nothing is allocated: they are columns of Marlin's tensors."""
+    """Return part number ``part`` of a layer that ``layouts.Marlin`` has prepared, or why it cannot be a view.
+
+    The part is the layer's rows ``first`` to ``first + rows``, which are columns of Marlin's tensors. Nothing is
+    allocated.
+    """
     whole = layer.marlin_parts[0]
     if len(layer.marlin_parts) > 1:
         whole, first = layer.marlin_parts[part], 0
@@ -156,7 +160,7 @@ def marlin_part(layer: Any, part: int, first: int, rows: int) -> MarlinWeight | 
         return "this vLLM stores Marlin's block scales in a form that is not known here"
     if not _falls_on(BLOCK, first, last, N):
         return _across(BLOCK, first, last)
-    end, steps = -(-last // BLOCK) * BLOCK, K // GROUP_SIZE  # what vLLM has filled up in K is left out
+    end, steps = -(-last // BLOCK) * BLOCK, K // GROUP_SIZE  # without vLLM's padding of K
     words = whole.weight.data[:steps, 2 * first : 2 * end]
     scales = whole.weight_scale.data.view(torch.uint8)[:steps, first:end]
     return MarlinWeight(words, scales, whole.tensor_scale, whole.scale_exponent, rows, K)
@@ -174,7 +178,7 @@ def _across(tile: int, first: int, last: int) -> str:
 
 
 def _add_dense(shared: FrozenWeights, names: list[str], widths: list[int], module: Any) -> None:
-    """An unquantized weight, cut into its parts."""
+    """Add views of an unquantized weight and bias, cut into parts by rows."""
     weight, bias = module.weight.data, getattr(module, "bias", None)
     for name, first, rows in _parts(names, widths):
         if weight.dim() != 2 or len(weight) < sum(widths):
@@ -186,7 +190,7 @@ def _add_dense(shared: FrozenWeights, names: list[str], widths: list[int], modul
 
 
 def _parts(names: list[str], widths: list[int]) -> Iterator[tuple[str, int, int]]:
-    """Name, first row and rows of each part of a layer."""
+    """Yield the name, the first row and the number of rows of each part of a layer."""
     first = 0
     for name, rows in zip(names, widths, strict=True):
         yield name, first, rows

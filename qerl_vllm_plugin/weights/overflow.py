@@ -1,10 +1,13 @@
-"""What FP16 cannot hold: where in a model an activation is beyond its largest number, found by looking at every module.
+"""Find activations that are too large for a model's dtype, by looking at the outputs of every module.
 
-A linear sums in fp32 and rounds once; beyond 65504 (65520 and more) that gives an infinity, which the next norm makes
-NaN of, and an engine samples from NaN without a word. A few models have such activations, most of them in the first
-token of a sequence. So an engine with ``--dtype float16`` is looked at once before it serves: some tokens of the
-vocabulary, each as the first of a sequence of its own, in which the attention gives back the values it was given. A
-trainer looks at the sequences of its first micro-batch.
+A linear sums in fp32 and rounds to the dtype once. In FP16, values of 65520 and more become infinite there. The next
+norm turns an infinity into NaN, and an engine samples from NaN without an error. A few models have such activations,
+most of them at the first token of a sequence.
+
+So an engine is checked before it serves if it has ``--dtype float16`` or loads an adapter at startup. It computes some
+tokens of the vocabulary, each as the first of a sequence of its own, where attention returns the token's own values.
+A worker makes the same check before a policy change that may overflow. A trainer in FP16 checks the sequences of its
+first micro-batch.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,22 +20,26 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 LARGEST = torch.finfo(torch.float16).max  # 65504
-LARGEST_SQUARED = 1e17  # in other dtypes: a norm sums the squares of up to 1e4 inputs in fp32, which ends at 3e38
+# the limit in other dtypes: a norm sums the squares of up to 1e4 inputs in fp32, whose largest number is 3e38
+LARGEST_SQUARED = 1e17
 NEEDS_BFLOAT16 = "This model needs bfloat16 (vllm serve: --dtype bfloat16; qerl train: --dtype bfloat16 --fp16 false)"
-TOKENS = 256  # of the vocabulary that an engine tries
-SMALLER = 2.0**-10  # what an input is multiplied by to see how far beyond LARGEST an output is
+TOKENS = 256  # how many tokens of the vocabulary an engine tries
+SMALLER = 2.0**-10  # factor on a linear's input when an output that overflows is computed again to learn its size
 
 
 class ActivationOverflow(ValueError):
-    """An activation too large for the dtype that a model computes in."""
+    """Raised for an activation that is too large for the dtype that a model computes in."""
 
 
 class Calls(list[tuple[str, torch.Tensor, torch.Tensor]]):
-    """One entry a call of a module, in the order of their ends, inner modules first: its name, the largest magnitude of
-    its outputs, and that as it would be if numbers had no upper end, where that can be told; () fp32 each."""
+    """One entry for each call of a module with outputs in the watched dtype, in the order in which the calls end.
+
+    An entry has the module's name, the largest magnitude of its outputs, and the magnitude without overflow. The last
+    equals the second where it is not computed. Both are () fp32.
+    """
 
     def largest(self) -> tuple[str, float]:
-        """The module with the largest activation, and that; ("", 0) where nothing was called."""
+        """Return the module with the largest activation and its magnitude, or ("", 0) if nothing was called."""
         found = ((name, float(value)) for name, value, _ in self)
         return max(found, key=lambda pair: pair[1], default=("", 0.0))
 
@@ -47,12 +54,14 @@ def watched(
     dtype: torch.dtype = torch.float16,
     way_out: str = NEEDS_BFLOAT16,
 ) -> Iterator[Calls]:
-    """Look at every output in ``dtype`` of every module of ``model``.
+    """Record the largest output in ``dtype`` of every module of ``model`` that is called in the block.
 
-    Raises ActivationOverflow at the end of the block, naming ``who`` computed, the first module with an output that is
-    too large, and its value where that can be told: of what ``is_linear``, by default a linear of torch, by asking it
-    again with a smaller input; ``on_several_ranks`` that is asked of every one, as all ranks must. ``way_out`` ends the
-    message.
+    Raises ActivationOverflow at the end of the block if an output is too large. The message names ``who`` computed it,
+    the first such module and, where known, the value. It ends with ``way_out``.
+
+    The value is known for linears, which compute once more with a smaller input. ``is_linear`` says which modules
+    are linears, by default torch's. Without ``on_several_ranks`` only linears that overflow compute again. With it all
+    do, because all tensor-parallel ranks must make the same calls.
     """
     calls = Calls()
     limit = _limit(dtype)
@@ -79,7 +88,7 @@ def watched(
     try:
         yield calls
     except Exception:
-        _refuse_beyond(calls, who, dtype, way_out)  # which may be what the error comes from
+        _refuse_beyond(calls, who, dtype, way_out)  # the overflow may have caused the error
         raise
     finally:
         for handle in handles:
@@ -88,7 +97,7 @@ def watched(
 
 
 def _limit(dtype: torch.dtype) -> float:
-    """Return the largest activation that a model in ``dtype`` computes with rightly."""
+    """Return the largest activation with which a model in ``dtype`` still computes correctly."""
     return LARGEST if dtype == torch.float16 else LARGEST_SQUARED
 
 
@@ -116,10 +125,10 @@ def _is_linear(module: torch.nn.Module) -> bool:
 def check_engine(
     model: torch.nn.Module, vllm_config: "VllmConfig", way_out: str = NEEDS_BFLOAT16, count: int = TOKENS
 ) -> Calls:
-    """Compute ``count`` tokens of the vocabulary, each as the first of a sequence of its own.
+    """Compute ``count`` tokens of the vocabulary, each as the first of a sequence of its own, and return the calls.
 
-    All ranks must ask. Raises ActivationOverflow, which ends with ``way_out``, where the loaded vLLM model computes
-    what its dtype cannot hold.
+    All tensor-parallel ranks must call this. Raises ActivationOverflow, which ends with ``way_out``, if the loaded vLLM
+    model computes activations that are too large for its dtype.
     """
     from qerl_vllm_plugin.compat import engine, first_tokens
 

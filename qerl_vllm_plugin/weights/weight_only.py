@@ -1,6 +1,6 @@
-"""Layers of checkpoints that hold more than packed weights: read as weights only, activations stay in 16 bits.
+"""Load only the weights from checkpoints that hold more than packed weights; activations stay in 16 bits.
 
-``WeightOnlyLinearMethod`` reads NVFP4 with activation scales (W4A4) or under ModelOpt's names; ``Fp8LinearMethod``
+``WeightOnlyLinearMethod`` reads NVFP4 with activation scales (W4A4) or under ModelOpt's names. ``Fp8LinearMethod``
 expands an FP8 layer of a mixed checkpoint to BF16.
 """
 
@@ -20,10 +20,13 @@ from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 
 @register_weight_loader_v2_supported_method
 class WeightOnlyLinearMethod(QerlLinearMethod):
-    """One NVFP4 layer under the names of its format; its activation scales are loaded and dropped."""
+    """The linear method of one NVFP4 layer under its format's tensor names; activation scales are loaded and dropped.
+
+    Tensor scales that multiply become divisors.
+    """
 
     def __init__(self, *args: Any, names: PackedNames, drops_inputs: bool, **kwargs: Any) -> None:
-        """``drops_inputs``: the checkpoint has activation scales."""
+        """``drops_inputs`` is true if the checkpoint has activation scales, which are to be dropped."""
         super().__init__(*args, **kwargs)
         self.names, self.drops_inputs = names, drops_inputs
         self.tensor_names = (names.codes, names.block_scales, names.tensor_scale)
@@ -56,7 +59,11 @@ class WeightOnlyLinearMethod(QerlLinearMethod):
 
 @register_weight_loader_v2_supported_method
 class Fp8LinearMethod(UnquantizedLinearMethod):
-    """One FP8 layer with a scale for each row, each part or the whole, expanded to BF16 when it has been loaded."""
+    """The linear method of one FP8 layer, which is expanded when it has been loaded.
+
+    Its scales are one for each row, for each part or for the whole layer. The weight is rounded to BF16 and then cast
+    to the engine's dtype.
+    """
 
     def __init__(self, prefix: str) -> None:
         super().__init__()
@@ -107,9 +114,9 @@ class Fp8LinearMethod(UnquantizedLinearMethod):
             layer.register_parameter(name, parameter)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Raises CheckpointError if a tensor never arrived or is not finite."""
+        """Expand the layer from FP8. Raises CheckpointError if a tensor never arrived or is not finite."""
         if not isinstance(getattr(layer, "weight_scale", None), Parameter):
-            return super().process_weights_after_loading(layer)  # has been expanded before
+            return super().process_weights_after_loading(layer)  # it has been expanded already
         for name, arrivals in self.arrivals.items():
             if not arrivals.complete and not self.is_dummy:
                 raise CheckpointError(f"{self.prefix}.{name} is missing from the checkpoint, or only a part is there")
@@ -120,7 +127,7 @@ class Fp8LinearMethod(UnquantizedLinearMethod):
 
 
 def _rows_of(rows: torch.Tensor, widths: list[int], shard: Any = None) -> torch.Tensor:
-    """The rows of one part of a fused layer: of vLLM's shard id "q", "k", "v" or a number; None is all."""
+    """Return the rows of one part of a fused layer, by vLLM's shard id: "q", "k", "v" or a number; None for all."""
     if shard is None:
         return rows
     part = "qkv".index(shard) if isinstance(shard, str) else shard
