@@ -1,8 +1,11 @@
-"""verl 0.9 rolls out with the resident policy: the worker's half and the server's. Nothing else imports this room."""
+"""Run verl 0.9's rollouts with the resident policy: the worker's half and the server's half.
+
+Nothing else in the plugin imports this package.
+"""
 
 ROLLOUT = "qerl"  # rollout.name
 
 
 def server_name(replica: int) -> str:
-    """The Ray actor that holds the engine of a replica; verl's ServerAdapter looks it up by this name."""
+    """Return the name of the Ray actor that holds a replica's engine; verl's ServerAdapter looks it up by this name."""
     return f"{ROLLOUT}_server_{replica}_0"

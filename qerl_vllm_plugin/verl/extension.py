@@ -1,4 +1,4 @@
-"""verl's weight transfer, received by the resident policy: verl's LoRA tensors become the policy's next version."""
+"""Receive verl's weight transfer: verl's LoRA tensors become the next version of the resident policy."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,9 +23,9 @@ DELTAS = "this engine keeps its NVFP4 weights and takes no deltas to them; set r
 
 
 class Extension(vLLMColocateWorkerExtension):
-    """A vLLM worker as verl wants it, whose weights never change: what verl sends is swapped in as the policy.
+    """verl's extension of a vLLM worker, for frozen weights: what verl sends is swapped in as the policy's adapter.
 
-    Of verl's transport everything stays: ZeroMQ, and CUDA IPC or shared memory, in buckets.
+    verl's transport is unchanged: buckets over ZeroMQ, with CUDA IPC or shared memory.
     """
 
     def receive_adapter(
@@ -35,23 +35,24 @@ class Extension(vLLMColocateWorkerExtension):
         use_shm: bool = False,
         refusal: str = "",
     ) -> Answer:
-        """Receives what verl sends and makes it the policy's next version, on all ranks or on none.
+        """Receive what verl sends and make it the policy's next version, on all ranks or on none.
 
-        Never raises, as the plugin's other worker methods: ``{"version": N}``, or ``{"error": text}`` with the version
-        before still in service; ``refusal`` is one that the caller has found. All is received before anything is
-        checked, since verl's sender waits for ever for a receiver that has given up.
+        Refusals are returned, not raised, as by the plugin's other worker methods. The answer is ``{"version": N}``, or
+        ``{"error": text}`` with the previous version still in service. A caller that refuses the adapter gives its
+        reason as ``refusal``. Everything is received before anything is checked, because verl's sender would wait for
+        ever for a receiver that has given up.
         """
         try:
             policy = policy_of(self)
         except Exception as error:
-            # the sender must be heard out here, too
+            # receive here, too: the sender waits until everything is received
             logger.exception("this engine holds no policy")
             self._receive(False, use_shm)
             return {"error": str(error) or type(error).__name__}
         is_adapter = bool(peft_config) and base_sync_done
 
         def prepare() -> Any:
-            # a rank that cannot receive is one that refuses: the others learn of it where they agree
+            # a rank that cannot receive refuses, and the other ranks learn of it when they agree
             tensors, count = self._receive(is_adapter, use_shm)
             if refusal or not is_adapter:
                 raise AdapterError(refusal or FULL_WEIGHTS.format(count=count))
@@ -62,10 +63,11 @@ class Extension(vLLMColocateWorkerExtension):
     def update_weights_from_ipc(
         self, peft_config: dict[str, Any] | None = None, base_sync_done: bool = False, use_shm: bool = False
     ) -> None:
-        """verl's own name for it. Raises what ``receive_adapter`` answers: AdapterError or PolicyLostError.
+        """Receive an adapter under verl's own method name, for verl's stock server.
 
-        Behind verl's stock server, which looks at no answer. With several ranks use ``Server`` (rollout.py): vLLM stops
-        reading at the first rank that raises.
+        That server ignores answers, so an error that ``receive_adapter`` returns is raised here, as AdapterError or
+        PolicyLostError. With several ranks use ``Server`` (rollout.py): vLLM stops reading at the first rank that
+        raises.
         """
         check_answers([self.receive_adapter(peft_config and plain_config(peft_config), base_sync_done, use_shm)])
 
@@ -73,17 +75,17 @@ class Extension(vLLMColocateWorkerExtension):
         raise AdapterError(FULL_WEIGHTS.format(count=len(weights)))
 
     def update_verl_delta_weights(self, update_info: dict[str, Any]) -> None:
-        """Raises AdapterError: deltas are changes of full weights."""
+        """Raise AdapterError: deltas are changes of full weights."""
         raise AdapterError(DELTAS)
 
     def _receive(self, keep: bool, use_shm: bool) -> tuple[dict[str, torch.Tensor], int]:
-        """The tensors by name if they are to be kept, and how many came."""
+        """Receive all tensors; return them by name (none unless ``keep``), and how many came."""
         kept: dict[str, torch.Tensor] = {}
         names: list[str] = []
 
         def on_bucket(weights: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
             names.extend(name for name, _ in weights)
-            if keep:  # copies: the bucket is written again, and freed
+            if keep:  # clone: the bucket's memory is overwritten by the next bucket, and freed
                 kept.update((name, tensor.clone()) for name, tensor in weights)
 
         device = self.device if self.device is not None else torch.device("cpu")

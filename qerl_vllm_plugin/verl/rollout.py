@@ -1,7 +1,7 @@
-"""``rollout.name=qerl``: verl's vLLM server with the resident policy in the place of vLLM's LoRA slots.
+"""Provide ``rollout.name=qerl``: verl's vLLM server with the resident policy in place of vLLM's LoRA slots.
 
-verl turns ``enable_lora`` on for every rank above 0, after all other options, and answers a LoRA id of its own; the
-resident adapter, which is faster and leaves no request without the policy, needs a server that knows of no LoRA.
+verl turns ``enable_lora`` on for every LoRA rank above 0, after all other options, and uses a LoRA id of its own.
+The resident adapter is faster and leaves no request without the policy, but its server must not know of LoRA.
 """
 
 import asyncio
@@ -28,12 +28,12 @@ OURS = ("quantization", "worker_extension_cls", "enable_lora", "max_lora_rank", 
 
 
 def rank_of(model_config: Any) -> int:
-    """The LoRA rank, from either of verl's two places for it."""
+    """Return the LoRA rank, from either of verl's two keys for it."""
     return int(model_config.lora.get("rank", 0) or model_config.lora_rank)
 
 
 def refusals(rollout: Any, model: Any) -> list[str]:
-    """What in verl's configuration this rollout cannot honour, each with the way out."""
+    """Return what this rollout cannot honour in verl's configuration, each with the way out."""
     found = []
     if rank_of(model) <= 0:
         found.append("model.lora_rank is 0: the policy is a LoRA adapter; set actor_rollout_ref.model.lora_rank=32")
@@ -66,7 +66,7 @@ def refusals(rollout: Any, model: Any) -> list[str]:
 
 
 def memory_warning(rollout: Any, engine_kwargs: Mapping[str, Any]) -> str | None:
-    """Why the KV cache will be larger than ``rollout`` asks for, with the way out; None where it will not be."""
+    """Return why the KV cache will be larger than ``rollout`` asks for, with the way out; None if it will not be."""
     is_fixed = engine_kwargs.get("kv_cache_memory_bytes") is not None
     if is_fixed or not rollout.enable_sleep_mode or engine.counts_released_memory():
         return None
@@ -78,10 +78,10 @@ def memory_warning(rollout: Any, engine_kwargs: Mapping[str, Any]) -> str | None
 
 
 class Server(vLLMHttpServer):
-    """verl's server of one replica. ``policy_version`` counts the adapters it was given, and is in every answer."""
+    """verl's server of one replica; ``policy_version`` is the version of the last adapter, and is in every answer."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
-        """Raises ValueError for a configuration that could not be honoured, naming every key."""
+        """Raise ValueError for a configuration that cannot be honoured; the message names every key."""
         self.policy_version = 0
         self._noise: tuple[float, int, int, tuple[str, ...]] = (0.0, 0, 0, ())
         self._change = asyncio.Lock()
@@ -116,13 +116,16 @@ class Server(vLLMHttpServer):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """verl's way to the workers; an adapter comes in here. Raises AdapterError, with the policy before still in
-        service, also if requests are running, and PolicyLostError."""
+        """Call a worker method for verl; for ``update_weights_from_ipc``, receive the adapter as the next version.
+
+        Raises AdapterError for a refused adapter or while requests are running; the previous policy then stays in
+        service. Raises PolicyLostError if the engine holds half of a policy, and RuntimeError as ``clear_kv_cache``.
+        """
         if method != "update_weights_from_ipc":
             await super().collective_rpc(method, timeout, args, kwargs)
             return
         given = dict(kwargs or {})
-        if given.get("peft_config"):  # sets and enums do not travel
+        if given.get("peft_config"):  # sets and enums cannot be sent to the workers
             given["peft_config"] = plain_config(given["peft_config"])
         async with self._change:
             if self.engine.output_processor.has_unfinished_requests():
@@ -133,19 +136,24 @@ class Server(vLLMHttpServer):
             await self.clear_kv_cache()
 
     async def clear_kv_cache(self) -> None:
-        """Raises RuntimeError if keys and values of another policy could be read again."""
+        """Clear the KV cache and empty the prefix cache.
+
+        Raises RuntimeError if the prefix cache could not be emptied, so that another policy's keys and values could be
+        read again.
+        """
         await super().clear_kv_cache()
         if self.node_rank != 0:
             return
-        # vLLM 0.26 calls it a failure to empty a cache outside the engine where there is none
+        # vLLM 0.26 reports a failure when asked to reset a KV connector that the engine does not have
         has_connector = self.engine.vllm_config.kv_transfer_config is not None
         if not await self.engine.reset_prefix_cache(reset_connector=has_connector):
             raise RuntimeError("vLLM could not empty its prefix cache, so answers of another policy could be reused")
 
     async def set_noise(self, sigma: float, seed: int, rollout: int, targets: Sequence[str]) -> None:
-        """Norms become base + sigma * z(seed, rollout, name), or the base for sigma 0; again the same is a no-op.
+        """Set the norms to base + sigma * z(seed, rollout, name), or to the base for sigma 0.
 
-        Raises ValueError for targets that name no norm, and RuntimeError if requests are running.
+        Setting the same noise again does nothing. Raises ValueError for targets that name no norm, and RuntimeError if
+        requests are running.
         """
         wanted = (float(sigma), seed, rollout, tuple(targets)) if sigma else (0.0, 0, 0, ())
         async with self._change:
@@ -159,18 +167,21 @@ class Server(vLLMHttpServer):
             self._noise = wanted
 
     async def policy_state(self) -> dict[str, Any]:
-        """Version and noise of the first rank, and the SHA-256 of its norms and of its adapter."""
+        """Return the first rank's version and noise, and the SHA-256 of its norms and of its adapter."""
         return (await self.engine.collective_rpc("qerl_state", args=(True,)))[0]
 
     async def generate(self, *args: Any, **keywords: Any) -> Any:
-        """verl's, with ``policy_version`` beside ``global_steps``."""
+        """Generate as verl's server does, and add ``policy_version`` to the output's extra fields."""
         output = await super().generate(*args, **keywords)
         output.extra_fields["policy_version"] = self.policy_version
         return output
 
 
 def with_policy(given: Any, rank: int) -> dict[str, Any]:
-    """vLLM's additional_config, with room for an adapter of ``rank``. Raises ValueError if it names another."""
+    """Return vLLM's additional_config with room for an adapter of ``rank``.
+
+    Raises ValueError if it names a policy adapter already.
+    """
     config = dict(json.loads(given) if isinstance(given, str) else given or {})
     options = dict(config.get("qerl", {}))
     if "policy_adapter" in options:
@@ -179,7 +190,7 @@ def with_policy(given: Any, rank: int) -> dict[str, Any]:
 
 
 class Replica(vLLMReplica):
-    """The servers of one replica."""
+    """verl's replica, which starts ``Server`` in place of verl's own server."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
