@@ -1,4 +1,4 @@
-"""A client of /v1/qerl on a running server, synchronous and asynchronous; it needs torch and httpx."""
+"""Provide the synchronous and the asynchronous client of a running server's /v1/qerl; they need torch and httpx."""
 
 import functools
 import ssl
@@ -15,7 +15,7 @@ from qerl_vllm_plugin.client_body import body, gpu_body
 from qerl_vllm_plugin.client_calls import STATE, TOKEN_HEADER, TRANSPORTS, Call, Calls, PolicyRefusedError, query
 from qerl_vllm_plugin.wire.shared_segment import enter
 
-VERSION_HEADER = "X-QeRL-Policy-Version"  # of every answer
+VERSION_HEADER = "X-QeRL-Policy-Version"  # on every answer that holds tokens
 
 __all__ = [
     "TOKEN_HEADER",
@@ -31,14 +31,18 @@ __all__ = [
 
 @functools.cache
 def _trusted() -> ssl.SSLContext:
-    """The certificates that httpx trusts; it would read them again for every call, which takes longer than a swap."""
+    """Return the certificates that httpx trusts, read once.
+
+    httpx would read them again for every call, which takes longer than a swap.
+    """
     return httpx.create_ssl_context()
 
 
 class PolicyClient(Calls):
-    """The policy of a server; every method raises PolicyRefusedError, and httpx.HTTPError where there is no answer.
+    """Changes the policy of one server.
 
-    After the latter a swap may be repeated with the same version: if it had been made, nothing happens.
+    Every method raises PolicyRefusedError if the server refuses, and httpx.HTTPError if no answer comes. After
+    httpx.HTTPError a swap may be repeated with the same ``version``: if it had been made, nothing happens.
     """
 
     def swap(
@@ -50,10 +54,11 @@ class PolicyClient(Calls):
         version: int | None = None,
         requests: str = "keep",
     ) -> int:
-        """Install an adapter in place of the current one, None for the base alone -> the version that is served.
+        """Install an adapter in place of the current one and return the version that is served.
 
-        ``requests``: running ones go on under the new policy (keep), end first (wait), or are aborted.
-        Raises AdapterError for an adapter without its config, norms without an adapter, and a name in both.
+        ``tensors`` is PEFT's state dict; None serves the base alone. ``requests`` says what happens to running
+        requests: they go on under the new policy ("keep"), end first ("wait"), or are aborted ("abort").
+        Raises AdapterError for an adapter without its config, norms without an adapter, or a name in both.
         """
         (given, config), said = self._given(tensors, config, norms), query(version, requests)
         if self._asks_first(given):
@@ -67,7 +72,7 @@ class PolicyClient(Calls):
         return int(self._send(self._swap(given, config, said))["version"])
 
     def swap_folder(self, folder: str | Path, *, version: int | None = None, requests: str = "keep") -> int:
-        """Install the adapter of a folder of this machine, as ``Policy.swap_folder`` does.
+        """Install the adapter of a folder on this machine, as ``Policy.swap_folder`` does.
 
         Raises AdapterError for a damaged folder or one that names another base.
         """
@@ -78,15 +83,19 @@ class PolicyClient(Calls):
     def set_noise(
         self, sigma: float, *, seed: int, rollout: int, targets: Sequence[str] | None = None, requests: str = "keep"
     ) -> int:
-        """Set the noise on the norms -> how many carry it; sigma 0 gives them back their bits."""
+        """Set the noise on the norms and return how many carry it; sigma 0 restores them bit for bit."""
         return int(self._send(self._noise(sigma, seed, rollout, targets, requests))["touched"])
 
     def clear_noise(self, *, requests: str = "keep") -> None:
-        """Give the norms back their bits without noise."""
+        """Restore the norms without noise, bit for bit."""
         self.set_noise(0.0, seed=0, rollout=0, requests=requests)
 
     def state(self) -> dict[str, Any]:
-        """Version, number of changes, hash of the adapter, noise, largest rank and size, hash of the base, counters."""
+        """Return the server's state.
+
+        It holds the version, the number of changes, the adapter's hash, the noise, the largest rank and size, the
+        base's hash, and the counters, among others.
+        """
         return self._send(STATE)
 
     def _send(self, call: Call) -> dict[str, Any]:
@@ -95,7 +104,7 @@ class PolicyClient(Calls):
 
 
 class AsyncPolicyClient(Calls):
-    """``PolicyClient`` for asyncio."""
+    """Does what ``PolicyClient`` does, for asyncio."""
 
     async def swap(
         self,
@@ -109,7 +118,7 @@ class AsyncPolicyClient(Calls):
         (given, config), said = self._given(tensors, config, norms), query(version, requests)
         if self._asks_first(given):
             self._place = await self.state()
-        with self._by_gpu(given, config, said) as call:  # in this thread, whose stream computes the tensors
+        with self._by_gpu(given, config, said) as call:  # in this thread: its CUDA stream computes the tensors
             if call is not None:
                 return int((await self._send(call))["version"])
         with ExitStack() as held:
@@ -142,6 +151,6 @@ class AsyncPolicyClient(Calls):
 
 
 async def _one_by_one(pieces: Iterator[memoryview]) -> AsyncIterator[memoryview]:
-    """For the asynchronous httpx."""
+    """Yield the pieces asynchronously, as httpx.AsyncClient needs them."""
     for piece in pieces:
         yield piece

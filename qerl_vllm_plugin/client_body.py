@@ -1,4 +1,4 @@
-"""What a client sends for an adapter, wherever its tensors lie."""
+"""Build what a client sends for an adapter: a safetensors file, or a description of GPU memory."""
 
 import hashlib
 import json
@@ -15,17 +15,20 @@ PIECE = 256 << 10
 
 
 def body(tensors: Tensors, config: Any, norms: Tensors | None = None) -> bytes:
-    """What is sent for an adapter: one safetensors file in PEFT's names, with its config in the metadata.
+    """Return an adapter as one safetensors file in PEFT's names, with its config in the metadata.
 
-    ``config`` is the content of ``adapter_config.json`` or PEFT's LoraConfig; ``norms`` are trained norms by their
-    checkpoint names. A set of module names, as PEFT holds them, becomes a list. Raises AdapterError for a name that is
-    in both, and for another kind of config.
+    ``config`` is the content of ``adapter_config.json`` or PEFT's LoraConfig. ``norms`` are trained norms by their
+    checkpoint names. A set of module names, as PEFT holds them, becomes a list. Raises AdapterError for a name that
+    is in both ``tensors`` and ``norms``, and for another kind of config.
     """
     return b"".join(pieces(joined(tensors, norms), config))
 
 
 def pieces(tensors: Tensors, config: Any) -> Iterator[memoryview]:
-    """The body from its beginning to its end. Small ones: httpcore copies what is left of a piece with every write."""
+    """Yield the body in order, in pieces of at most PIECE bytes after the header.
+
+    The pieces are small because httpcore copies the rest of a piece with every write.
+    """
     layout = ((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
     yield memoryview(header_bytes(layout, metadata(config)))
     for tensor in tensors.values():
@@ -37,10 +40,10 @@ def pieces(tensors: Tensors, config: Any) -> Iterator[memoryview]:
 
 @contextmanager
 def gpu_body(tensors: Tensors, config: Any) -> Iterator[bytes]:
-    """What is sent for tensors on a GPU of the server's machine, which it may read until the end of the block.
+    """Yield the body that describes tensors on a GPU of the server's machine; valid inside the ``with`` block.
 
-    The file whose ticket is the proof shows that the caller is a process of the server's user on its machine. Raises
-    CudaIPCError.
+    The body names a file as proof that the caller runs on the server's machine as the server's user. Raises
+    CudaIPCError if the GPU memory cannot be shared.
     """
     with gpu_memory.described(tensors) as (text, memory):
         listed = [json.loads(text)["tensors"], checksums([memory])]
@@ -50,5 +53,5 @@ def gpu_body(tensors: Tensors, config: Any) -> Iterator[bytes]:
 
 
 def metadata(config: Any) -> dict[str, str]:
-    """What stands beside the tensors in their file."""
+    """Return the metadata of the safetensors file: the adapter's config as JSON."""
     return {"adapter_config": json.dumps(plain_config(config))}

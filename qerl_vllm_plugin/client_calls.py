@@ -1,5 +1,8 @@
-"""The calls of both clients of /v1/qerl, and the ways that an adapter goes: from its GPU, through shared memory, in a
-body."""
+"""Build the calls that both clients of /v1/qerl send.
+
+An adapter travels in one of three ways: the server reads it from its GPU, reads it from shared memory, or receives it
+in the request's body.
+"""
 
 import json
 import warnings
@@ -25,18 +28,23 @@ NO_ROUTES = (
     "a server has /v1/qerl only where VLLM_PLUGINS names qerl and QERL_ADMIN_TOKEN or QERL_ADMIN_TOKEN_FILE is set; "
     "the client's url is the server's, such as http://127.0.0.1:8000"
 )
-UNREACHABLE = "unreachable"  # the reason of a refusal that is only of the way
+UNREACHABLE = "unreachable"  # the reason of a refusal that concerns the transport alone
 NO_OTHER_WAY = "transport is {!r}, and {}; leave it out, and tensors go another way where this one is closed"
 STATE: dict[str, Any] = {"method": "GET", "url": "state"}
-KEYS = {"version", "touched"}  # one of them is in every answer
+KEYS = {"version", "touched"}  # one of them is in every answer of a server of a policy
 
-Call = dict[str, Any]  # what httpx's ``request`` takes
+Call = dict[str, Any]  # keyword arguments of httpx's ``request``
 
 
 class PolicyRefusedError(RuntimeError):
-    """The server refused a change, and serves what it served before; ``status`` is the HTTP status, ``reason`` the word
-    under which the server counts the refusal. Status 0: the client could not send it in the only way it may. Status 200
-    or one of 300 to 399: what answered, such as a proxy, is no server of a policy."""
+    """The server refused a call.
+
+    A refused change leaves what is served unchanged, except for the reasons "lost" and "engine_dead": that engine
+    serves nothing any more.
+    ``status`` is the HTTP status, ``reason`` the word under which the server counts the refusal. Status 0 means that
+    the client could not send the adapter by the one transport that it may use. Status 200 or 300 to 399 means that
+    something else answered, such as a proxy.
+    """
 
     def __init__(self, status: int, text: str, reason: str = "") -> None:
         super().__init__(f"{text} (HTTP {status})" if status else text)
@@ -44,7 +52,10 @@ class PolicyRefusedError(RuntimeError):
 
 
 class Calls:
-    """The calls as arguments of httpx, which both clients send in their own way."""
+    """Base of both clients: builds each call as keyword arguments for httpx, and reads the answer.
+
+    ``answered`` is the server's last answer; after a change it holds the seconds by part, too.
+    """
 
     def __init__(
         self,
@@ -55,15 +66,21 @@ class Calls:
         *,
         transport: str = "auto",
     ) -> None:
-        """``url`` is the server's, such as http://127.0.0.1:8000; a user and a password in it are sent (HTTP Basic, for
-        a proxy before the server) and shown nowhere. ``api_key`` is that of --api-key.
+        """Configure the client; nothing is sent yet.
 
-        ``transport``: tensors on a GPU that the server sees go from GPU to GPU, others to a server of this machine
-        through shared memory, and all that is left in the request's body (auto); or one of the three alone (ipc,
-        shared, http). What goes through shared memory stays there, as large as the adapter, for the next swap, and
-        ends with the client. ``timeout``: seconds without an answer (None: for ever), beside those in which the server
-        lets requests end ("wait"). Raises ValueError for another transport, for what is no such url, and for a token or
-        key that no header can carry.
+        ``url`` is the server's, such as http://127.0.0.1:8000. A user and a password in it are sent (HTTP Basic, for
+        a proxy in front of the server) and shown nowhere. ``api_key`` is the server's --api-key.
+
+        ``transport`` says how adapters travel. With "auto", tensors on a GPU that the server sees go from GPU to GPU.
+        Others go through shared memory to a server on this machine, and all the rest in the request's body. "ipc",
+        "shared" and "http" allow one of the three alone. The shared memory, as large as the adapter, is kept for the
+        next swap and freed with the client.
+
+        ``timeout`` is the seconds to wait for an answer; None waits for ever. With requests="wait", the time in which
+        the server lets requests end is added.
+
+        Raises ValueError for an unknown transport, for a url that is not a server's, and for a token or key that no
+        header can carry.
         """
         for name, text in (("admin_token", admin_token), ("api_key", api_key or "")):
             if not isinstance(text, str) or not all("!" <= character <= "~" for character in text):
@@ -74,11 +91,11 @@ class Calls:
         if transport not in TRANSPORTS:
             raise ValueError(f"transport is {transport!r}; it is one of {', '.join(TRANSPORTS)}")
         self._transport = transport
-        self._place: dict[str, Any] | None = None  # the server's machine and its GPUs, once it has been asked
+        self._place: dict[str, Any] | None = None  # the server's state, which names its machine and GPUs, once asked
         self._unreachable: str | None = None
         self._segments = Segments(PolicyRefusedError, shared_file.create_for_server)
-        self._has_no_memory = False  # that the server could read
-        self.answered: dict[str, Any] = {}  # what the server answered last: of a change, its seconds by part, too
+        self._has_no_memory = False  # True once shared memory cannot be used with this server
+        self.answered: dict[str, Any] = {}
         self._timeout = timeout
         headers = {TOKEN_HEADER: admin_token} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         plain, login = _address(url, api_key)
@@ -89,11 +106,14 @@ class Calls:
         }
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._options['base_url']})"  # without the token, and whoever the url names
+        return f"{type(self).__name__}({self._options['base_url']})"  # without token, user and password
 
     @staticmethod
     def _given(tensors: Tensors | None, config: Any, norms: Tensors | None) -> tuple[Tensors | None, dict[str, Any]]:
-        """All tensors that are sent, and their config. Raises AdapterError for what the server would never see."""
+        """Return all tensors to send, adapter and norms together, and the config as JSON can hold it.
+
+        Raises AdapterError for norms without an adapter, an adapter without its config, and a name in both.
+        """
         if tensors is None and norms:
             raise AdapterError("trained norms travel beside an adapter: give its tensors and its config, too")
         if tensors is not None and config is None:
@@ -102,21 +122,22 @@ class Calls:
 
     @staticmethod
     def _check_base(folder: str | Path, state: Mapping[str, Any]) -> None:
-        """Raises AdapterError for a folder that says it was trained on another base than the server's."""
+        """Raise AdapterError for a folder that says it was trained on another base than the server's."""
         trained_on = adapter_folder.trained_on(folder)
         if trained_on is not None and state["base_hash"] not in (None, trained_on):
             raise AdapterError(f"{folder} was trained on another base than the server's ({state['base']})")
 
     def _asks_first(self, given: Tensors | None) -> bool:
-        """Whether ``_place`` is wanted and not known."""
+        """Return True if the server's state must be fetched first, to choose the transport."""
         return bool(given) and self._transport != "http" and self._place is None
 
     @contextmanager
     def _by_gpu(self, given: Tensors | None, config: Any, query: dict[str, str]) -> Iterator[Call | None]:
-        """The call for tensors that the server reads from their GPU until the end of the block; None where they must
-        go another way. A refusal that is only of the way leaves the block, and they must then, too.
+        """Yield the call for tensors that the server reads from their GPU while the ``with`` block runs.
 
-        Raises PolicyRefusedError where no other way is allowed.
+        Yield None if they must travel another way. A refusal that concerns the transport alone is swallowed at the end
+        of the block, and the tensors must then travel another way, too. Raises PolicyRefusedError if no other way is
+        allowed.
         """
         if not given or self._transport in ("http", "shared"):
             yield None
@@ -130,13 +151,13 @@ class Calls:
             except PolicyRefusedError as refused:
                 self._without_gpu(_of_the_way(refused), given)
                 return
-            except CudaIPCError as error:  # before the block
+            except CudaIPCError as error:  # raised before anything was yielded
                 reason = str(error)
         self._without_gpu(reason, given)
         yield None
 
     def _why_not_near(self, given: Tensors) -> str | None:
-        """Why the server does not see the GPU of these tensors; None if it does."""
+        """Return why the server does not see the GPU of these tensors; None if it does."""
         assert self._place is not None
         gpu = cuda_ipc.uuid(next(iter(given.values())).device)
         if self._place.get("machine") == shared_file.machine() and gpu in self._place.get("gpus", ()):
@@ -152,7 +173,7 @@ class Calls:
 
     @contextmanager
     def _by_memory(self, given: Tensors | None, config: Any, query: dict[str, str]) -> Iterator[Call | None]:
-        """The call for tensors that the server reads from shared memory, as ``_by_gpu``."""
+        """Yield the call for tensors that the server reads from shared memory; otherwise as ``_by_gpu``."""
         if not given or self._transport in ("http", "ipc") or self._has_no_memory or not self._is_here():
             yield None
             return
@@ -164,16 +185,19 @@ class Calls:
         except PolicyRefusedError as refused:
             self._without_memory(_of_the_way(refused))
             return
-        except NoRoomError as error:  # before the block
+        except NoRoomError as error:  # raised before anything was yielded
             self._without_memory(str(error))
         yield None
 
     def _is_here(self) -> bool:
-        """Whether the server is of this machine. Raises PolicyRefusedError where it must be and is not."""
+        """Return True if the server runs on this machine.
+
+        Raises PolicyRefusedError if it does not and the transport is "shared".
+        """
         assert self._place is not None
         is_here = bool(self._place.get("machine") == shared_file.machine())
         if not is_here:
-            self._has_no_memory = True  # its body is the way then, and no slower than another
+            self._has_no_memory = True  # without a warning: no other way to another machine is faster than the body
             self._check_way("the server is on another machine")
         return is_here
 
@@ -188,7 +212,7 @@ class Calls:
 
     @staticmethod
     def _swap(given: Tensors | None, config: Any, query: dict[str, str]) -> Call:
-        """The call with the adapter in its body, or for the base alone."""
+        """Return the call with the adapter in its body, or the call that serves the base alone."""
         if given is None:
             return {"method": "DELETE", "url": "policy", "params": query}
         length = len(next(pieces(given, config))) + sum(tensor.nbytes for tensor in given.values())
@@ -202,7 +226,7 @@ class Calls:
         return {"method": "PUT", "url": "noise", "params": {"requests": requests}, "json": given}
 
     def _in_time(self, call: Call) -> Call:
-        """One that lets requests end may take as long as the server gives them."""
+        """Return ``call``, with a longer timeout if the server lets running requests end first."""
         if call.get("params", {}).get("requests") != "wait" or self._timeout is None:
             return call
         return {**call, "timeout": httpx.Timeout(self._timeout, read=self._timeout + DRAIN)}
@@ -226,7 +250,10 @@ class Calls:
 
 
 def _address(url: str, api_key: str | None) -> tuple[str, Login | None]:
-    """The url without whom it names, if it is one of a server, and whom. Raises ValueError, which shows nobody."""
+    """Return a server's url without its user and password, and these two, or None, apart.
+
+    Raises ValueError for any other url; the message shows neither user nor password.
+    """
     try:
         plain, login = parted(url)
         found = httpx.URL(plain)
@@ -243,18 +270,18 @@ def _address(url: str, api_key: str | None) -> tuple[str, Login | None]:
 
 
 def query(version: int | None, requests: str) -> dict[str, str]:
-    """What a swap says beside its adapter."""
+    """Return the query parameters of a swap."""
     return {"requests": requests} | ({} if version is None else {"version": str(version)})
 
 
 def _put_named(kind: str, content: bytes, query: dict[str, str]) -> Call:
-    """The call for an adapter that stays where it is; ``content`` says where."""
+    """Return the call for an adapter that stays where it is; ``content`` says where."""
     headers = {"Content-Type": kind}
     return {"method": "PUT", "url": "policy", "params": query, "headers": headers, "content": content}
 
 
 def _of_the_way(refused: PolicyRefusedError) -> str:
-    """What a refusal says that is only of the way; raises any other."""
+    """Return the text of a refusal that concerns the transport alone; raise any other refusal again."""
     if refused.reason != UNREACHABLE:
         raise refused
     return str(refused)

@@ -1,4 +1,7 @@
-"""The policy of one vLLM engine, as its driver sees it: swap the adapter, set the noise, know the version."""
+"""Control the policy of one vLLM engine from the program that holds its ``vllm.LLM``.
+
+``Policy`` swaps the adapter, sets the noise on the norms, and knows which version is served.
+"""
 
 import functools
 import hashlib
@@ -30,14 +33,17 @@ from qerl_vllm_plugin.worker.policy import NO_CARRIER
 
 T = TypeVar("T")
 
-# nothing but the program that holds a vllm.LLM can send it requests, and ``Policy`` asks it to name the policy in each
+# only the program that holds a vllm.LLM can send it requests, and ``Policy`` requires that each names the policy
 VOUCHED: dict[str, Any] = {"every_request_names_the_policy": True}
 
 
 @dataclass(frozen=True)
 class NoiseReport:
-    """``touched``: norms that carry noise, none at sigma 0. ``swallowed``: share of their weights that rounding left
-    as they were."""
+    """What ``Policy.set_noise`` has done.
+
+    ``touched`` is the number of norms that carry noise, 0 at sigma 0. ``swallowed`` is the share of their weights that
+    rounding left unchanged.
+    """
 
     sigma: float
     touched: int
@@ -46,7 +52,11 @@ class NoiseReport:
 
 @dataclass(frozen=True)
 class PolicyState:
-    """``version`` counts swaps; ``norms`` and ``adapter`` are SHA-256 digests of the first rank's bits if asked for."""
+    """What an engine serves: the policy's version and its noise.
+
+    ``version`` counts swaps. ``norms`` and ``adapter`` are SHA-256 digests of the tensors' bits, or None unless digests
+    were asked for. They come from the first rank of each pipeline stage.
+    """
 
     version: int
     sigma: float
@@ -58,29 +68,39 @@ class PolicyState:
 
 
 class Policy:
-    """One policy on one engine; noise, trained norms and the adapter are engine-wide.
+    """The policy of one engine: one adapter, trained norms and noise, all engine-wide.
 
-    Start the engine with ``enable_lora=True, max_loras=1, max_cpu_loras=1, max_lora_rank=R``, or, under qerl_nvfp4 and
-    faster, with ``additional_config={"qerl": {"policy_adapter": {"rank": R}}}``, and pass
-    ``lora_request=policy.request`` to ``generate``. In the second case that is None: the adapter is on for every
-    request. With neither, only the noise can be set. In the first case every request must carry it while there is
-    noise or a trained norm, for these change the answers to all others too: ``Policy`` vouches to the workers for that.
+    Start the engine in one of two ways, and pass ``lora_request=policy.request`` to ``generate``:
 
-    Every change needs an engine at rest and empties its prefix cache first; as nothing can run until the change is
-    made, keys and values that another policy computed are never read again.
+    * ``enable_lora=True, max_loras=1, max_cpu_loras=1, max_lora_rank=R`` keeps the adapter in vLLM's LoRA slots. While
+      there is noise or a trained norm, every request must carry ``policy.request``: both change the answers to all
+      other requests too. ``Policy`` promises the workers that every request does.
+    * ``additional_config={"qerl": {"policy_adapter": {"rank": R}}}``, under qerl_nvfp4 only, is faster. The adapter is
+      on for every request, and ``policy.request`` is None.
 
-    ``parts`` are the seconds of the last change on the host, for a benchmark: emptying the prefix cache (in another
-    process what it took beyond packing), packing what is sent, the way to the workers and back, freeing what was sent,
-    and what the first worker did: receive, check, stage, agree with the others, commit.
+    With neither, only the noise can be set.
+
+    Every change needs an engine without running requests, and empties its prefix cache first. Nothing can run until
+    the change is made, so keys and values that another policy computed are never read again.
+
+    ``parts`` holds the host's seconds of the last change, for benchmarks:
+
+    * ``empty``: emptying the prefix cache; for an engine in another process, only the time beyond packing.
+    * ``pack``: packing the tensors. ``way``: sending them to the workers and waiting for the answer.
+    * ``free``: freeing what was sent.
+    * The first worker's parts: receive, check, stage, agree with the other ranks, commit.
     """
 
     def __init__(self, llm: LLM, name: str = "policy", *, transport: str = "auto", timeout: float = PATIENCE) -> None:
-        """``transport`` is how tensors reach workers in other processes: those on a GPU of this machine from GPU to
-        GPU, all others through shared memory (auto), or one of the two alone (ipc, shared). Where such workers do not
-        answer within ``timeout`` seconds, the engine is given up: PolicyLostError.
+        """Open the policy of ``llm``.
 
-        Raises AdapterError if the engine already uses the policy's LoRA id for another adapter, and ValueError if it
-        keeps keys and values where nobody can empty them, or cannot have that transport."""
+        ``transport`` says how tensors reach workers in other processes. With "auto", tensors on a GPU of this machine
+        go from GPU to GPU, and all others through shared memory. "ipc" and "shared" allow one of the two alone.
+        If such workers do not answer within ``timeout`` seconds, the engine is given up: PolicyLostError.
+
+        Raises AdapterError if the engine already uses the policy's LoRA id for another adapter. Raises ValueError if
+        its KV connector keeps keys and values that cannot be emptied, or if it cannot use that transport.
+        """
         self._llm = llm
         self._sender = Sender(
             transport,
@@ -101,9 +121,10 @@ class Policy:
 
     @property
     def request(self) -> LoRARequest | None:
-        """What to pass to ``generate``.
+        """Return the ``lora_request`` for ``generate``.
 
-        Raises KVCacheError while the KV cache is released, and PolicyLostError once the engine holds half a policy.
+        Raises KVCacheError while the KV cache is released. Raises PolicyLostError once the engine holds half a policy
+        or has not answered.
         """
         if self._lost is not None:
             raise PolicyLostError(self._lost)
@@ -118,15 +139,18 @@ class Policy:
         *,
         norms: Mapping[str, torch.Tensor] | None = None,
     ) -> int:
-        """Install an adapter in place of the current one -> the new version.
+        """Install an adapter in place of the current one and return the new version.
 
-        ``tensors`` are PEFT's state dict and ``config`` the content of ``adapter_config.json``, or PEFT's LoraConfig
-        itself (``model.peft_config["default"]``); None serves the base alone.
-        ``norms`` are trained norm weights by their checkpoint names; None are the checkpoint's. All or nothing: every
-        worker checks and copies everything first. The caller's tensors are not modified.
+        ``tensors`` is PEFT's state dict; None serves the base alone. ``config`` is the content of
+        ``adapter_config.json`` or PEFT's LoraConfig (``model.peft_config["default"]``). ``norms`` are trained norm
+        weights by their checkpoint names; None restores the checkpoint's norms.
 
-        Raises AdapterError, with the version before still in service, RuntimeError if requests are running, and
-        PolicyLostError if a rank failed half-way: that engine serves nothing any more.
+        Every worker checks and copies everything before any worker changes, so a swap happens on all ranks or on none.
+        The caller's tensors are not modified.
+
+        Raises AdapterError for a refused adapter; the previous version then stays in service. Raises RuntimeError if
+        requests are running, and KVCacheError while the KV cache is released. Raises PolicyLostError if a rank failed
+        half-way or the engine does not answer: that engine serves nothing any more.
         """
         if tensors is not None and config is None:
             raise AdapterError("an adapter needs its config: the content of adapter_config.json")
@@ -153,7 +177,11 @@ class Policy:
     def _sent(
         self, given: dict[str, torch.Tensor], send: Callable[[Any], list[dict[str, Any]]]
     ) -> list[dict[str, Any]]:
-        """What the workers answer to ``send``, which is called with what reaches them of ``given``."""
+        """Bring ``given`` to the workers and return their answers.
+
+        ``send`` is called with the form in which the tensors travel. If the workers cannot read the GPU memory, it is
+        called again with another form.
+        """
         if not given:
             return self._checked(send(given))
         with self._sender.by_gpu(given) as text:
@@ -167,9 +195,10 @@ class Policy:
             return self._checked(send(sent))
 
     def swap_folder(self, folder: str | Path) -> int:
-        """Install the adapter of a PEFT folder, with ``norms.safetensors`` where norms were trained.
+        """Install the adapter of a PEFT folder and return the new version.
 
-        Raises as ``swap`` does, and AdapterError for a damaged folder or one that names another base.
+        If the folder has ``norms.safetensors``, its trained norms are installed too. Raises as ``swap`` does, and
+        AdapterError for a damaged folder or one that names another base.
         """
         base = checkpoint_folder(self._llm.llm_engine.vllm_config)
         if base is not None:
@@ -180,9 +209,10 @@ class Policy:
     def set_noise(
         self, sigma: float, *, seed: int, rollout: int, targets: Sequence[str] = noise.DEFAULT_TARGETS
     ) -> NoiseReport:
-        """Set the target norms to base + sigma * z(seed, rollout, name), whatever noise was there before.
+        """Set the target norms to base + sigma * z(seed, rollout, name); this replaces any earlier noise.
 
-        Raises ValueError for a negative or non-finite sigma or for targets that name no norm of the model.
+        Raises ValueError for a sigma that is negative, not finite or above noise.MAX_SIGMA. Raises AdapterError, a
+        ValueError, for targets that name no norm of the model. Raises the other errors of ``swap`` as well.
         """
         sigma = noise.check_sigma(sigma)
         laps, emptied = self._come_to_rest()
@@ -201,16 +231,18 @@ class Policy:
         return report
 
     def clear_noise(self) -> None:
-        """Give the norms back their bits without noise."""
+        """Restore the norms without noise, bit for bit."""
         self.set_noise(0.0, seed=0, rollout=0, targets=())
 
     def release_kv_cache(self) -> int:
-        """Give the GPU memory of the KV cache back -> bytes; for an engine on one GPU, started with enable_sleep_mode.
+        """Release the GPU memory of the KV cache and return its size in bytes.
 
-        Weights, adapter and norms stay where they are and may be read, but not written. Until ``resume_kv_cache``
-        nothing can be generated and the policy cannot change; ``llm.sleep`` must not be called either.
+        The engine must run on one GPU and have been started with enable_sleep_mode. Weights, adapter and norms stay
+        where they are; they may be read, but not written. Until ``resume_kv_cache`` nothing can be generated, the
+        policy cannot change, and ``llm.sleep`` must not be called.
 
-        Raises KVCacheError for an engine that cannot do this, or has done it, and RuntimeError if requests are running.
+        Raises KVCacheError for an engine that cannot release its KV cache or has released it already. Raises
+        RuntimeError if requests are running.
         """
         ranks = self._llm.llm_engine.vllm_config.parallel_config.world_size
         if ranks > 1:
@@ -221,10 +253,11 @@ class Policy:
         return released
 
     def resume_kv_cache(self) -> None:
-        """Take that memory again, zeroed.
+        """Allocate the released memory of the KV cache again, filled with zeros.
 
-        Raises KVCacheError, with the KV cache still released, if it was not released, if its memory is in use, or if a
-        weight, the adapter or a norm has changed meanwhile; the error names the first that did.
+        Raises KVCacheError, and leaves the KV cache as it is, in four cases: it was not released, requests have come
+        in, its memory is in use, or a weight, the adapter or a norm has changed meanwhile. The error names the first
+        tensor that changed.
         """
         if self._llm.llm_engine.has_unfinished_requests():
             raise KVCacheError("requests have come in while the KV cache was released; abort them first")
@@ -233,13 +266,16 @@ class Policy:
         self._check_empty(self._emptied())
 
     def check_unchanged(self) -> None:
-        """Raises KVCacheError, which names it, if a weight, the adapter or a norm has changed since the KV cache was
-        released; for a trainer that is about to save what it has computed with them."""
+        """Check that no weight, adapter tensor or norm has changed since the KV cache was released.
+
+        A trainer calls this before it saves what it has computed with them. Raises KVCacheError, which names the first
+        tensor that changed.
+        """
         self._call("qerl_check_unchanged", refusal=KVCacheError)
 
     def state(self, *, digest: bool = False) -> PolicyState:
-        """What the engine serves now. Raises RuntimeError if the ranks differ."""
-        stages: dict[int, list[dict[str, Any]]] = {}  # ranks that hold the same layers
+        """Return what the engine serves now. Raises RuntimeError if the ranks differ."""
+        stages: dict[int, list[dict[str, Any]]] = {}  # by pipeline stage: the ranks that hold the same layers
         for state in self._call("qerl_state", digest):
             stages.setdefault(state["stage"], []).append(state)
         ranks = [rank for stage in stages.values() for rank in stage]
@@ -264,9 +300,11 @@ class Policy:
         return self._answer(self._asked(call, "collective_rpc", method, None, args, keywords))
 
     def _asked(self, call: Callable[[], T], method: str, *args: Any) -> Future[T]:
-        """What the engine will answer to ``call``, which asks its core for ``method``. Workers in this process have
-        answered then, and nobody would wait for them. Raises PolicyLostError once an engine has not answered: its
-        answers no longer belong to the questions."""
+        """Start ``call``, which asks the engine core for ``method``, and return the future of its answer.
+
+        For workers in this process the call has already ended when this returns. Raises PolicyLostError once the
+        engine is lost: after an unanswered call, later answers no longer belong to the calls that wait for them.
+        """
         if self._lost is not None:
             raise PolicyLostError(self._lost)
         if self._sender.is_here:
@@ -276,7 +314,10 @@ class Policy:
         return engine_client.asked(self._llm, method, *args) or begun(call)
 
     def _answer(self, asked: Future[T]) -> T:
-        """What the engine answers. Raises PolicyLostError if it does not."""
+        """Wait for the engine's answer and return it.
+
+        Raises PolicyLostError if none comes in time or the engine core has died.
+        """
         try:
             return in_time(asked, self._timeout, functools.partial(engine_client.has_died, self._llm))
         except TimeoutError as error:
@@ -292,7 +333,11 @@ class Policy:
         return results
 
     def _come_to_rest(self) -> tuple[Laps, Future[bool]]:
-        """For a change, which must not be asked for before ``_check_empty`` of the second."""
+        """Refuse a change while requests run, and start emptying the prefix cache.
+
+        Return the change's timer and the future of the emptying. Pass the latter to ``_check_empty`` before asking for
+        the change. Raises KVCacheError while the KV cache is released, and RuntimeError if requests are running.
+        """
         laps = Laps()
         if self._is_released:
             raise KVCacheError(RELEASED)
@@ -303,9 +348,12 @@ class Policy:
         return laps, emptied
 
     def _emptied(self) -> Future[bool]:
-        """Whether the prefix cache is empty: asked of an engine in another process, which empties it while this one
-        goes on; of one in this process known already."""
-        # vLLM 0.26 calls it a failure to empty a cache outside the engine where there is none
+        """Ask the engine to empty its prefix cache; the future says whether it could.
+
+        An engine in another process empties it while this process goes on. For an engine in this process the future
+        is done already.
+        """
+        # vLLM 0.26 reports a failure when asked to reset a KV connector that the engine does not have
         has_connector = self._llm.llm_engine.vllm_config.kv_transfer_config is not None
         call = functools.partial(self._llm.reset_prefix_cache, reset_connector=has_connector)
         scheduler = scheduler_here(self._llm)
@@ -316,7 +364,7 @@ class Policy:
         return asked
 
     def _check_empty(self, emptied: Future[bool]) -> None:
-        """Before a change, which a refusal then leaves undone."""
+        """Raise RuntimeError if the prefix cache could not be emptied; to be called before a change is asked for."""
         if not self._answer(emptied):
             raise RuntimeError(
                 "vLLM could not empty its prefix cache, so answers of another policy could be reused; "
@@ -325,11 +373,14 @@ class Policy:
 
 
 def _parts(laps: Laps, first: Mapping[str, Any]) -> dict[str, float]:
-    """The parts of a change; ``first`` is the first worker's answer."""
+    """Return the seconds of a change by part; ``first`` is the first worker's answer.
+
+    The worker's own parts are subtracted from ``way``.
+    """
     laps.seconds["way"] -= sum(first["parts"].values())
     return {**laps.seconds, **first["parts"]}
 
 
 def _joined(digests: list[str]) -> str:
-    """One digest for the whole model: that of its only stage, or of those of all stages."""
+    """Return one digest for the whole model: that of its only pipeline stage, or a digest of all stages' digests."""
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()

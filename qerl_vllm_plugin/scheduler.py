@@ -1,3 +1,3 @@
-"""The path that vLLM's option ``--scheduler-cls`` is given: ``qerl_vllm_plugin.scheduler.scheduler``."""
+"""Name the scheduler for vLLM's option ``--scheduler-cls``: ``qerl_vllm_plugin.scheduler.scheduler``."""
 
 from qerl_vllm_plugin.compat.scheduler import scheduler as scheduler
