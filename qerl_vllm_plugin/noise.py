@@ -1,8 +1,8 @@
-"""Adaptive quantization noise: which norms it touches and the bits it adds. Torch only; trainer and engine call this.
+"""Compute adaptive quantization noise: which norms carry it, and the bits that are added.
 
-Source: QeRL (arXiv 2510.11696), section 3.3: Z ~ N(0, sigma^2), one value an input channel, merged into the RMSNorm
-weight that feeds the linears: w_noise = w + Z. Where a norm is stored as w and multiplies by 1 + w, the Z added to w is
-added to 1 + w: the effective weight gets the same noise as an ordinary norm's.
+Trainer and engine both call this module; it needs torch alone. Source: QeRL (arXiv 2510.11696), section 3.3:
+Z ~ N(0, sigma^2), one value per input channel, is merged into the RMSNorm weight that feeds the linears,
+w_noise = w + Z. A norm that is stored as w and multiplies by 1 + w gets the same noise: 1 + (w + Z) = (1 + w) + Z.
 """
 
 import hashlib
@@ -12,30 +12,30 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 MAX_SIGMA = 1e6  # norms are near 1; far above this their values would be infinite
-# the norms that feed q/k/v and gate/up; the final norm and q/k norms stay clean unless asked for
+# the norms that feed q/k/v and gate/up; the final norm and the q/k norms carry no noise unless named as targets
 DEFAULT_TARGETS = ("input_layernorm", "post_attention_layernorm")
-# a norm that follows the attention and feeds no linear, in the models (Gemma) where the other one feeds gate and up
+# in models (Gemma) with the second norm, that one feeds gate and up; the first follows attention and feeds no linear
 _FOLLOWS, _FEEDS = "post_attention_layernorm", "pre_feedforward_layernorm"
 
 
 def seed_of(*parts: object) -> int:
-    """A seed of 63 bits that depends on all ``parts``: of SHA-256 over their texts, joined by colons."""
+    """Return a seed of 63 bits from the SHA-256 of the texts of all ``parts``, joined by colons."""
     digest = hashlib.sha256(":".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def draw(seed: int, rollout: int, name: str, size: int) -> torch.Tensor:
-    """Unit Gaussian noise for one norm weight -> fp32 (size,) on the CPU.
+    """Draw unit Gaussian noise for one norm weight; return fp32 (size,) on the CPU.
 
-    ``name`` is the Hugging Face parameter name, such as ``model.layers.0.input_layernorm.weight``. The generator is
-    keyed by all three arguments and lives on the CPU: every tensor-parallel rank and the trainer hold the same bits,
-    and a resumed run draws what the unbroken run would have drawn.
+    ``name`` is the Hugging Face parameter name, such as ``model.layers.0.input_layernorm.weight``. The generator runs
+    on the CPU and is seeded by ``seed``, ``rollout`` and ``name``. Every tensor-parallel rank and the trainer thus draw
+    the same bits, and a resumed run draws what the uninterrupted run would have drawn.
     """
     return draw_all(seed, rollout, {name: size})
 
 
 def draw_all(seed: int, rollout: int, sizes: Mapping[str, int]) -> torch.Tensor:
-    """``draw`` for norms of these names and sizes, one behind the other in one piece."""
+    """Draw as ``draw`` does for each norm in ``sizes``; return all of it in one fp32 tensor, in the order of names."""
     generator, drawn = torch.Generator("cpu"), torch.empty(sum(sizes.values()), dtype=torch.float32, device="cpu")
     for name, part in zip(sizes, drawn.split(list(sizes.values())), strict=True):
         generator.manual_seed(seed_of(seed, rollout, name))
@@ -44,16 +44,17 @@ def draw_all(seed: int, rollout: int, sizes: Mapping[str, int]) -> torch.Tensor:
 
 
 def is_target(name: str, targets: Sequence[str] = DEFAULT_TARGETS) -> bool:
-    """Whether the parameter ``...<module>.weight`` belongs to one of the norm modules named in ``targets``."""
+    """Return True if the parameter ``...<module>.weight`` belongs to a norm module named in ``targets``."""
     parts = name.split(".")
     return len(parts) >= 2 and parts[-1] == "weight" and parts[-2] in targets
 
 
 def targeted(norms: Collection[str], targets: Sequence[str], purpose: str = "noise") -> set[str]:
-    """The names in ``norms`` that are a target.
+    """Return the names in ``norms`` that are a target.
 
-    Raises ValueError if there is no target, one that names no norm, or one that feeds no linear in place of that which
-    does: the default is of models whose post_attention_layernorm feeds gate and up.
+    Raises ValueError if there is no target or if one names no norm. Raises ValueError also for
+    post_attention_layernorm without pre_feedforward_layernorm in a model where only the latter feeds gate and up; the
+    default targets suit models where the former does.
     """
     unknown = [target for target in targets if not any(is_target(name, [target]) for name in norms)]
     if unknown or not targets:
@@ -68,9 +69,9 @@ def targeted(norms: Collection[str], targets: Sequence[str], purpose: str = "noi
 
 
 def check_sigma(sigma: object) -> float:
-    """``sigma`` as a float; raises ValueError unless it is a number from 0 to MAX_SIGMA.
+    """Return ``sigma`` as a float; raise ValueError unless it is a number from 0 to MAX_SIGMA.
 
-    No text and no bool: JSON's ``true`` would be noise of 1, as large as the norms themselves.
+    Text is refused, and so is a bool: JSON's ``true`` would be noise of 1, as large as the norms themselves.
     """
     if isinstance(sigma, bool) or not isinstance(sigma, numbers.Real) or sigma < 0 or not sigma <= MAX_SIGMA:
         raise ValueError(f"noise sigma is {sigma!r}; it must be a number from 0 to {MAX_SIGMA:g} (0 clears the noise)")
@@ -78,12 +79,15 @@ def check_sigma(sigma: object) -> float:
 
 
 def noisy(base: torch.Tensor, sigma: float, seed: int, rollout: int, name: str) -> torch.Tensor:
-    """``base + sigma * z`` in fp32 on the device of ``base: (H,)``; in the engine."""
+    """Return ``base + sigma * z`` in fp32, on the device of ``base: (H,)``."""
     return all_noisy({name: base}, sigma, seed, rollout)[name]
 
 
 def all_noisy(bases: Mapping[str, torch.Tensor], sigma: float, seed: int, rollout: int) -> dict[str, torch.Tensor]:
-    """``noisy`` of norms by their names, all of which are on one device: one transfer and two launches for all."""
+    """Return ``base + sigma * z`` in fp32 for each named norm; all of them must be on one device.
+
+    One transfer and two kernel launches serve all of them.
+    """
     if not bases:
         return {}
     sizes = {name: base.numel() for name, base in bases.items()}

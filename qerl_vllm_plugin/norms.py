@@ -1,11 +1,12 @@
-"""RMSNorm with an fp32 weight, in use only under ``--quantization qerl_nvfp4``; also the kind that is stored as w and
-used as 1 + w (Gemma, Qwen3.5).
+"""Give vLLM's RMSNorms an fp32 weight under ``--quantization qerl_nvfp4``, so that small noise is not rounded away.
 
-A BF16 weight near 1 moves in steps of 2^-7: noise of sigma 5e-4 would change none of them. In fp32 all of it arrives.
-The arithmetic is the one definition that engine and trainer share, ``qerl_kernels.naive.rms_norm``: one rounding, at
-the end. Stock vLLM and transformers round twice, so that about a quarter of the outputs differ from theirs in the last
-bit. Norms of 1 + w round once everywhere. They keep w, as the checkpoint does, and so do the noise and trained norms:
-1 + (w + Z) is the (1 + w) + Z of an ordinary norm, but for the rounding of fp32.
+A BF16 weight near 1 moves in steps of 2^-7: noise of sigma 5e-4 would change none of them. An fp32 weight takes all of
+it. Engine and trainer share one definition of the arithmetic, ``qerl_kernels.naive.rms_norm``, which rounds once, at
+the end. Stock vLLM and transformers round twice, so about a quarter of the outputs differ from theirs in the last bit.
+
+Gemma and Qwen3.5 store w and multiply by 1 + w. These norms round once everywhere. Their weight stays w, as in the
+checkpoint, also under noise and for trained norms. 1 + (w + Z) equals the (1 + w) + Z of an ordinary norm, but for
+fp32 rounding.
 """
 
 from typing import TypeAlias
@@ -22,22 +23,25 @@ Output: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 def _is_ours() -> bool:
-    """Whether the layer that is being built is one of a model under qerl_nvfp4."""
+    """Return True if the layer that is being built belongs to a model under qerl_nvfp4."""
     vllm_config = get_current_vllm_config_or_none()
     quantization = vllm_config.quant_config if vllm_config is not None else None
     return quantization is not None and quantization.get_name() == NAME
 
 
 def _norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, epsilon: float) -> Output:
-    """``x: (..., H)``; with a residual (norm of the sum, the sum rounded to the dtype of ``x``)."""
+    """Return the norm of ``x: (..., H)``.
+
+    With a residual, return the norm of the sum and the sum itself, which is rounded to the dtype of ``x`` first.
+    """
     if residual is None:
         return rms_norm(x, weight, epsilon)
-    x = x + residual  # rounded first, as transformers does: the residual stream is kept in the activation dtype
+    x = x + residual  # rounded before the norm, as in transformers: the residual stream has the activation dtype
     return rms_norm(x, weight, epsilon), x
 
 
 class QerlRMSNorm(RMSNorm):
-    """vLLM's RMSNorm; under qerl_nvfp4 with an fp32 weight, elsewhere unchanged."""
+    """vLLM's RMSNorm, with an fp32 weight under qerl_nvfp4 and unchanged elsewhere."""
 
     weight: torch.nn.Parameter
 
@@ -72,7 +76,7 @@ class QerlRMSNorm(RMSNorm):
 
 
 class QerlGemmaRMSNorm(GemmaRMSNorm):
-    """vLLM's norm that multiplies by 1 + w; under qerl_nvfp4 with an fp32 w, elsewhere unchanged."""
+    """vLLM's norm that multiplies by 1 + w, with an fp32 w under qerl_nvfp4 and unchanged elsewhere."""
 
     weight: torch.nn.Parameter
 
@@ -98,9 +102,9 @@ OURS: tuple[tuple[type[CustomOp], type[CustomOp]], ...] = ((RMSNorm, QerlRMSNorm
 
 
 def install() -> None:
-    """Register the classes with vLLM, once in a process; they take effect for norms built afterwards.
+    """Register the norm classes with vLLM, once in a process; they take effect for norms built afterwards.
 
-    Raises RuntimeError if another plugin has registered a norm of its own in the place of one.
+    Raises RuntimeError if another plugin has already registered a replacement for one of vLLM's norms.
     """
     for stock, ours in OURS:
         taken = op_registry_oot.get(stock.__name__)

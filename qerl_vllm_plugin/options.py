@@ -1,4 +1,7 @@
-"""What `--additional-config` may say under "qerl". Needs no vLLM and no torch: a command can look at it at once."""
+"""Parse the options that `--additional-config` may hold under "qerl".
+
+This module needs neither vLLM nor torch, so a command can check the options at once.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,18 +16,20 @@ MAX_ADAPTER_RANK = 512  # vLLM's own limit for --max-lora-rank
 
 @dataclass(frozen=True)
 class Options:
-    """What ``--additional-config '{"qerl": {...}}'`` may set.
+    """The options of ``--additional-config '{"qerl": {...}}'``.
 
-    ``ignore``: layers of a BF16 checkpoint that stay in BF16, by name or ``re:`` pattern (compressed-tensors' syntax);
-    None where it is not given.
-    ``policy_adapter``: ``{"rank": R}`` keeps one adapter of up to that rank in the layers themselves, for all requests;
-    with ``"path": FOLDER`` it is installed at start.
+    ``ignore``: layers of a BF16 checkpoint that stay in BF16, by name or ``re:`` pattern (compressed-tensors' syntax).
+    It is None if not given.
+    ``adapter_rank`` and ``adapter_path``: the rank and path of "policy_adapter". ``{"rank": R}`` keeps one adapter of
+    rank up to R in the layers themselves, for all requests. With ``"path": FOLDER``, that adapter is installed at
+    start.
     ``policy_folders``: the directory whose folders a running server may install by name.
     ``policy_timeout``: seconds after which a running server gives up an engine that does not answer to a change.
-    ``kernel``: ``auto`` (our tiled kernel on Hopper, else Marlin; dequantization on a CPU), or one of them by name;
-    ``batch_invariant``, an experiment beside VLLM_BATCH_INVARIANT=1: tiled, with one order of sums.
-    ``weight_only``: also read what has more than packed weights (ModelOpt's NVFP4, W4A4, FP8 layers), without it.
-    ``untested_models``: also serve a family of models that was never compared with transformers (families.py).
+    ``kernel``: "auto" takes our tiled kernel on Hopper, Marlin on other GPUs, and dequantization on a CPU; or one of
+    them by name. "batch_invariant" is an experiment for VLLM_BATCH_INVARIANT=1: tiled, with a fixed order of sums.
+    ``weight_only``: also read checkpoints with more than packed weights (ModelOpt's NVFP4, W4A4, FP8 layers), for their
+    weights alone. Activation scales are dropped, and FP8 layers are expanded to BF16.
+    ``untested_models``: also serve a model family that was never compared with transformers (families.py).
     """
 
     ignore: tuple[str, ...] | None = None
@@ -38,7 +43,10 @@ class Options:
 
     @classmethod
     def parse(cls, additional_config: Any) -> "Options":
-        """Raises ValueError for an unknown key or a value of the wrong type."""
+        """Return the options in vLLM's ``additional_config``.
+
+        Raises ValueError for an unknown key and for a value of the wrong type or out of range.
+        """
         given = additional_config.get("qerl", {}) if isinstance(additional_config, dict) else {}
         if not isinstance(given, dict):
             raise ValueError(f'--additional-config: "qerl" must be an object, not {given!r}')
@@ -75,7 +83,7 @@ class Options:
 
 
 def _adapter(given: Any) -> tuple[int, str | None]:
-    """Rank and folder that "policy_adapter" names. Raises ValueError."""
+    """Return the rank and the folder, or None, of "policy_adapter". Raises ValueError for anything else."""
     found: dict[str, Any] = {"rank": None}
     if isinstance(given, dict) and {"rank"} <= set(given) <= {"rank", "path"}:
         found = given

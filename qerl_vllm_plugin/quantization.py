@@ -1,4 +1,4 @@
-"""``--quantization qerl_nvfp4``: which checkpoints are accepted and which layers are quantized."""
+"""Provide ``--quantization qerl_nvfp4``: decide which checkpoints are accepted and which layers are quantized."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = init_logger("vllm.qerl")
-# left in BF16 when a BF16 checkpoint is quantized on the way in; the same default as `qerl quantize --ignore`
+# stays in BF16 when a BF16 checkpoint is quantized at load time; the same default as `qerl quantize --ignore`
 DEFAULT_IGNORE = ("lm_head",)
 KV_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 CACHE_SCALES = "are used, unless --kv-cache-dtype names another cache than an FP8 one"
 
 
 def is_registered() -> bool:
-    """Whether vLLM already knows the method in this process."""
+    """Return True if vLLM already knows the quantization method in this process."""
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
 
     return NAME in QUANTIZATION_METHODS
 
 
 def check_load_format(load_format: str) -> None:
-    """Raises ValueError for a format that is no checkpoint's: what one engine has made of its weights."""
+    """Raise ValueError for a sharded format: it holds the memory of one engine, not a checkpoint."""
     if "sharded" in load_format:
         raise ValueError(
             f"--load-format {load_format}: what save_sharded_state has written is the memory of one engine, in a "
@@ -51,9 +51,10 @@ def check_load_format(load_format: str) -> None:
 
 
 class QerlConfig(QuantizationConfig):
-    """Reads NVFP4 checkpoints as weights/formats.py accepts them, and quantizes BF16 checkpoints one layer at a time.
+    """The quantization config of qerl_nvfp4.
 
-    ``ignore`` and ``targets`` hold the checkpoint's own names; vLLM's are turned into those before they are compared.
+    It reads the NVFP4 checkpoints that weights/formats.py accepts, and quantizes BF16 checkpoints one layer at a time.
+    ``ignore`` holds the checkpoint's own names; vLLM's names are translated to those before they are compared.
     """
 
     def __init__(self, scheme: Nvfp4Scheme | None = None) -> None:
@@ -62,12 +63,12 @@ class QerlConfig(QuantizationConfig):
         self.scheme = scheme
         self.ignore: tuple[str, ...] = scheme.ignore if scheme else ()
         self.kv_cache_scheme = KV_CACHE if scheme and scheme.kv_cache else None  # vLLM's Attention looks here
-        self.mappers: list[Any] = []  # from the checkpoint's names to vLLM's, where they differ
+        self.mappers: list[Any] = []  # vLLM's mappers from the checkpoint's names to its own, where they differ
         self.adapter_rank, self.kernel = 0, "auto"
         self._is_checked = False
         self._kept: tuple[str, ...] = ()
-        self._expected: tuple[str, ...] = ()  # what the user has ignored
-        self._met: set[str] = set()  # the layers that a method was asked for, by vLLM's names
+        self._expected: tuple[str, ...] = ()  # the user's own "qerl.ignore"
+        self._met: set[str] = set()  # vLLM's names of the layers for which a method was asked
 
     @classmethod
     def get_name(cls) -> str:  # type: ignore[override]
@@ -78,7 +79,7 @@ class QerlConfig(QuantizationConfig):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        return 75  # Marlin
+        return 75  # Marlin's minimum
 
     @staticmethod
     def get_config_filenames() -> list[str]:
@@ -86,13 +87,17 @@ class QerlConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "QerlConfig":
-        return cls(read_quantization(config, weight_only=True))  # whether that was asked for is not known yet
+        # the option weight_only is not known yet; ``_prepare`` checks it
+        return cls(read_quantization(config, weight_only=True))
 
     @classmethod
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Claims a checkpoint only where the user named this method; one that cannot be read is refused here."""
+        """Claim a checkpoint only if the user named this method.
+
+        Raises CheckpointError for a checkpoint that cannot be read.
+        """
         if user_quant != NAME:
             return None
         read_quantization(hf_quant_cfg, weight_only=True)
@@ -102,7 +107,10 @@ class QerlConfig(QuantizationConfig):
         self.mappers.append(hf_to_vllm_mapper)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """The method of one layer; None leaves embeddings, lm_head and attention as they are."""
+        """Return the quantization method of one layer; None leaves embeddings, lm_head and attention as they are.
+
+        Attention gets vLLM's KV-cache method if the checkpoint has scales for an FP8 KV cache.
+        """
         from vllm.config import get_current_vllm_config
         from vllm.model_executor.layers.linear import LinearBase
 
@@ -135,7 +143,8 @@ class QerlConfig(QuantizationConfig):
         kind = self.kind(prefix)
         if kind is None:
             parts = self.part_names(prefix)
-            # the other linears that are kept are left out by somebody's choice; a router would not heed an adapter
+            # linears that the family keeps in BF16 still get an adapter; the others were left out by the user's or
+            # the checkpoint's choice, and a router would ignore an adapter
             if self.adapter_rank and all(any(matches(kept, part) for kept in self._kept) for part in parts):
                 if self.kernel == "batch_invariant":
                     raise ValueError(f"{prefix} stays in BF16, and its adapter has no batch_invariant kernel; use none")
@@ -151,14 +160,17 @@ class QerlConfig(QuantizationConfig):
         return WeightOnlyLinearMethod(*options, names=self.scheme.names, drops_inputs=bool(self.scheme.activations))
 
     def part_names(self, prefix: str) -> list[str]:
-        """The checkpoint's names of what a fused layer joins: qkv_proj -> q_proj, k_proj, v_proj."""
+        """Return the names of the layers that vLLM fuses into this one: qkv_proj -> q_proj, k_proj, v_proj.
+
+        They still have vLLM's parent name. A layer that is not fused gives its own name.
+        """
         parent, _, name = prefix.rpartition(".")
         return [f"{parent}.{part}" for part in self.packed_modules_mapping.get(name, [name])]
 
     def kind(self, prefix: str) -> str | None:
-        """Nvfp4Scheme.kind for vLLM's names, fused layers (qkv_proj) included.
+        """Return ``Nvfp4Scheme.kind`` of a layer by vLLM's name, which may be a fused layer's (qkv_proj).
 
-        Raises CheckpointError where the parts of a fused layer are not stored alike.
+        Raises CheckpointError if the parts of a fused layer are stored differently.
         """
         from qerl_vllm_plugin.compat import engine
 
@@ -177,7 +189,10 @@ class QerlConfig(QuantizationConfig):
         return next(iter(kinds.values()))
 
     def _set_ignore(self, given: tuple[str, ...] | None, model_type: str, *, is_multimodal: bool) -> None:
-        """What of a BF16 checkpoint stays in BF16, by the checkpoint's names."""
+        """Set the layers of a BF16 checkpoint that stay in BF16, by the checkpoint's names.
+
+        ``given`` is the user's "qerl.ignore". Raises ValueError if a multimodal model has none.
+        """
         if given is None and is_multimodal:
             raise ValueError(
                 "this BF16 checkpoint has parts for images or sound, whose layers would be quantized too; name what "
@@ -188,14 +203,14 @@ class QerlConfig(QuantizationConfig):
         self._expected = given or ()
 
     def check_built(self, model: torch.nn.Module, *, is_tied_by_user: bool) -> Callable[[str], None]:
-        """What raises CheckpointError for the name of a checkpoint's tensor that has no place in the model: vLLM's
-        classes leave out a bias that they have no parameter for, and a head where it is tied to the embedding.
+        """Return a check that raises CheckpointError for the name of a checkpoint tensor with no place in the model.
 
-        ``is_tied_by_user``: whether --hf-overrides ties them, whatever the checkpoint has.
+        vLLM's classes silently leave out a bias that they have no parameter for, and an lm_head that is tied to the
+        embedding. ``is_tied_by_user`` says that --hf-overrides ties them, whatever the checkpoint has.
         """
         from qerl_vllm_plugin.compat import engine
 
-        modules, with_bias, wholes = set(), set(), ["mtp."]  # drafts of several tokens, which this model does not make
+        modules, with_bias, wholes = set(), set(), ["mtp."]  # multi-token prediction, which this model does not use
         for name, module in model.named_modules(remove_duplicate=False):
             parts = (name, *self.part_names(name))
             found = {given for part in parts for given in engine.checkpoint_names(self.mappers, part)}
@@ -219,7 +234,7 @@ class QerlConfig(QuantizationConfig):
         return check
 
     def check_ignore(self) -> None:
-        """Raises ValueError for an entry of "qerl.ignore" that is no layer of the model that has been built."""
+        """Raise ValueError for an entry of "qerl.ignore" that matches no layer of the model that has been built."""
         from qerl_vllm_plugin.compat import engine
 
         parts = {part for name in self._met for part in (name, *self.part_names(name))}
@@ -231,7 +246,11 @@ class QerlConfig(QuantizationConfig):
                 )
 
     def _prepare(self, vllm_config: "VllmConfig") -> None:
-        """Once for each model: options, the checkpoint's headers, and the norms that are about to be built."""
+        """Prepare for one model, before its first layer is built; later calls do nothing.
+
+        Check the options and what the engine cannot do under them, register the checks of the checkpoint and of the
+        built model, and install the fp32 norms. Raises ValueError for what cannot be honoured.
+        """
         if self._is_checked:
             return
         from vllm import envs
@@ -280,13 +299,13 @@ class QerlConfig(QuantizationConfig):
         def inspect(folder: Path) -> None:
             report = inspect_folder(folder, weight_only=options.weight_only)
             if self.scheme is not None and self.scheme.extras:
-                # no less than a warning: something is dropped, and `qerl serve` shows nothing below
+                # a warning, because something is dropped and `qerl serve` shows nothing below warnings
                 logger.warning("%s", weights_taken(report, CACHE_SCALES))
 
         def when_built(model: torch.nn.Module) -> Callable[[str], None]:
             if vllm_config.parallel_config.pipeline_parallel_size == 1:
                 self.check_ignore()
-            if never_compared(model_type):  # what such a class may leave out is not known
+            if never_compared(model_type):  # it is not known which tensors such a class may leave out
                 return lambda name: None
             return self.check_built(model, is_tied_by_user=bool(overrides.get("tie_word_embeddings")))
 
@@ -322,9 +341,10 @@ class QerlConfig(QuantizationConfig):
 
 
 def _look_for_overflow(vllm_config: "VllmConfig", *, has_adapter: bool) -> Callable[[torch.nn.Module], None] | None:
-    """Return what raises ActivationOverflow for a loaded model whose activations its dtype cannot hold.
+    """Return a check that raises ActivationOverflow for a loaded model whose activations its dtype cannot hold.
 
-    None where there is no reason to look: FP16 ends early, and an adapter may be of any size.
+    Return None unless the dtype is FP16, whose range is small, or an adapter is installed at start, which may be of
+    any size. Return None under pipeline parallelism too, with a warning.
     """
     from qerl_vllm_plugin.weights import overflow
     from qerl_vllm_plugin.worker.policy import TOO_LARGE
