@@ -1,1 +1,1 @@
-"""What one worker of an engine does: the methods that a driver calls, the two-phase change, the KV cache."""
+"""Do a worker's part: the methods that a driver calls, the two-phase change of the policy, and the KV cache."""

@@ -1,4 +1,4 @@
-"""What the workers of an engine have answered, as one answer or as the error that it is."""
+"""Turn the answers of an engine's workers into an exception if any of them refused."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ class PolicyLostError(RuntimeError):
 
 
 def check_answers(results: list[dict[str, Any]], refusal: type[Exception] = AdapterError) -> None:
-    """Raises what the workers answered, if they refused: ``refusal``, or PolicyLostError."""
+    """Raise ``refusal`` if any worker refused, or PolicyLostError if the policy is lost; else do nothing."""
     errors = [result for result in results if "error" in result]
     if not errors:
         return
-    # a rank that refuses says why; the others say that one of them did
+    # the rank that refused says why; the other ranks say only that another one did
     texts = [error["error"] for error in errors]
     text = next((text for text in texts if ANOTHER_RANK not in text), texts[0])
     raise PolicyLostError(text) if any(error.get("lost") for error in errors) else refusal(text)

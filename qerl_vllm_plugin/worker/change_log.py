@@ -1,9 +1,9 @@
-"""When each policy came into service: written by the worker that serves it, read by every process that tells of it.
+"""Log when each policy came into service: the worker writes the log, and every API server process reads it.
 
-The engine may answer through several API server processes, any of which may change the policy. The one place that all
-changes pass is the worker, and the moment of a change is that at which it made it: the engine is paused then, so that
-no token's time lies near. The log is a file without a name in memory of the worker, which the others map, as
-/proc/PID/fd/NUMBER; the clock is the machine's (time.monotonic), which also stamps the tokens.
+The engine may answer through several API server processes, and any of them may change the policy. All changes pass
+through the worker, which logs the time at which it made each. The engine is paused then, so no token's time lies near.
+The log is an unnamed file in the worker's memory, which the other processes map as /proc/PID/fd/NUMBER. Its clock is
+the machine's (time.monotonic), which also stamps the tokens.
 """
 
 import mmap
@@ -12,18 +12,18 @@ import struct
 import time
 from bisect import bisect_right
 
-KEPT = 10_000  # changes that are remembered
-_WORD, _ENTRY = struct.Struct("<Q"), struct.Struct("<dq")  # an entry: moment and version
-_COUNT, _LOST, _PAUSED, _HEAD = (_WORD.size * i for i in range(4))  # words of several writers, before the entries
+KEPT = 10_000  # the number of latest changes that are remembered
+_WORD, _ENTRY = struct.Struct("<Q"), struct.Struct("<dq")  # an entry holds a time and a version
+_COUNT, _LOST, _PAUSED, _HEAD = (_WORD.size * i for i in range(4))  # offsets: words any process writes, then entries
 
-Span = tuple[float, float]  # seconds of time.monotonic()
+Span = tuple[float, float]  # first and last time, in seconds of time.monotonic()
 
 
 class ChangeLog:
-    """The changes of one engine's policy, whether the engine was given up, and whether somebody has paused it."""
+    """The log of one engine, shared by its processes: its changes, and whether it is lost or paused by somebody."""
 
     def __init__(self, path: str | None = None) -> None:
-        """A new log, or that of another process, under the path which that one has. Raises OSError."""
+        """Create a log, or map the log of another process at the ``path`` which that one has. Raises OSError."""
         size = _HEAD + KEPT * _ENTRY.size
         if path is None:
             self._number = os.memfd_create("qerl-changes")
@@ -34,19 +34,21 @@ class ChangeLog:
         self._memory = mmap.mmap(self._number, size)
 
     def add(self, version: int) -> None:
-        """To be called by the worker, while the engine is paused; the version may be the one before, where the noise
-        has changed."""
+        """Log a change that was made now; only the worker calls this, while the engine is paused.
+
+        The version stays the previous one if only the noise has changed.
+        """
         count = self.count
         _ENTRY.pack_into(self._memory, self._place(count), time.monotonic(), version)
         _WORD.pack_into(self._memory, _COUNT, count + 1)
 
     @property
     def count(self) -> int:
-        """How many changes there have been; one of the noise counts, too."""
+        """The number of entries: the version served when the log was opened, and every change, of the noise too."""
         return self._word(_COUNT)
 
     def lose(self) -> None:
-        """From now on ``is_lost`` is true for every process that has the log."""
+        """Mark the engine as lost, for every process that has the log."""
         _WORD.pack_into(self._memory, _LOST, 1)
 
     @property
@@ -55,7 +57,7 @@ class ChangeLog:
 
     @property
     def is_paused(self) -> bool:
-        """Whether somebody wants the engine to stand still (vLLM's own /pause or /sleep); no change lets it go on."""
+        """True if somebody has paused the engine (vLLM's own /pause or /sleep); a change does not resume it then."""
         return bool(self._word(_PAUSED))
 
     @is_paused.setter
@@ -63,7 +65,7 @@ class ChangeLog:
         _WORD.pack_into(self._memory, _PAUSED, is_so)
 
     def text(self, spans: list[Span]) -> str:
-        """FIRST, or FIRST-LAST where another policy, or another noise, came into service in between."""
+        """Return the versions that served ``spans``: FIRST, or FIRST-LAST if the policy or noise changed in between."""
         count = self.count
         numbers = range(max(0, count - KEPT), count)
         ends = (min(span[0] for span in spans), max(span[1] for span in spans))

@@ -1,11 +1,11 @@
-"""The engine gives the memory of its KV cache back while the trainer works, and takes it again before it generates.
+"""Release the memory of the engine's KV cache while the trainer works, and allocate it again before generation.
 
-Only the memory goes: the addresses stay reserved, because CUDA graphs hold them. Weights, adapter and norms stay where
-they are, and the trainer may go on reading them. Whatever else lies in the same pieces of memory is kept on the host
-meanwhile. A resumed cache is all zeros.
+The addresses stay reserved, because CUDA graphs hold them. Weights, adapter and norms stay where they are, and the
+trainer may go on reading them. Whatever else lies in the same allocations is kept on the host meanwhile. A resumed
+cache is all zeros.
 
-The weights, the adapter and the norms are checksummed before and after, each tensor by itself: nobody but the engine
-may write them, and a trainer that reads them in place could.
+Each weight, adapter tensor and norm is checksummed before and after. Only the engine may write them, but a trainer
+that reads them in place could do so by mistake.
 """
 
 from collections.abc import Callable
@@ -24,11 +24,11 @@ Span = tuple[int, int]  # address, bytes
 
 
 class KVCacheError(RuntimeError):
-    """The KV cache cannot be released, resumed or used, and why."""
+    """The KV cache cannot be released, resumed or used; the message says why."""
 
 
 class Memory(Protocol):
-    """The memory that a KV cache lies in, as ``compat.kv_cache_memory`` has it."""
+    """The interface to the memory of a KV cache; ``compat.kv_cache_memory`` implements it."""
 
     def caches(self) -> list[Span]: ...
     def allocations(self) -> list[Span]: ...
@@ -42,8 +42,11 @@ class Memory(Protocol):
 
 @dataclass(frozen=True)
 class Released:
-    """What brings a KV cache back: the pieces of memory that were given back, what else lay in them, the checksums of
-    everything that must not have changed, and what lets the worker run again."""
+    """Everything that is needed to resume a released KV cache.
+
+    ``pieces`` are the released allocations. ``kept`` holds what else lay in them, by address. ``checksums`` are the
+    addresses and checksums of all tensors that must not change. ``allow`` lets the worker run again.
+    """
 
     memory: Memory
     pieces: list[Span]
@@ -53,9 +56,9 @@ class Released:
 
 
 def release(worker: Any, memory: Memory) -> int:
-    """Give back every piece of memory that holds a part of the KV cache -> bytes.
+    """Release every allocation that holds a part of the KV cache and return their size in bytes.
 
-    The engine must be at rest. Raises KVCacheError if that has been done already.
+    The engine must have no running requests. Raises KVCacheError if the cache is released already.
     """
     policy = policy_of(worker)
     if policy.released is not None:
@@ -73,10 +76,10 @@ def release(worker: Any, memory: Memory) -> int:
 
 
 def resume(worker: Any) -> None:
-    """Take the memory again and zero the KV cache.
+    """Allocate the memory again and fill the KV cache with zeros.
 
-    Raises KVCacheError, and leaves the cache released, if nothing was released, if a weight, the adapter or a norm has
-    changed since, or if the memory is taken.
+    Raises KVCacheError, and changes nothing, in three cases: nothing was released, a weight, the adapter or a norm has
+    changed since, or the GPU has too little free memory.
     """
     policy = policy_of(worker)
     released: Released | None = policy.released
@@ -103,7 +106,7 @@ def resume(worker: Any) -> None:
 
 
 def remainders(piece: Span, caches: list[Span]) -> list[Span]:
-    """What of ``piece`` lies in none of ``caches``, in ascending order."""
+    """Return the parts of ``piece`` that lie in none of ``caches``, in ascending order."""
     first, size = piece
     found, last = [], first + size
     for address, length in sorted(caches):
@@ -125,7 +128,7 @@ def _no_room(needed: int, reason: str) -> str:
 
 
 def _checksums(worker: Any) -> dict[str, tuple[int, Checksum]]:
-    """Address and checksum of everything that serves requests beside the KV cache, by name."""
+    """Return by name the address and checksum of every tensor that serves requests, except the KV cache."""
     tensors = _tensors(worker)
     return {
         name: (tensor.data_ptr(), found)
@@ -134,7 +137,10 @@ def _checksums(worker: Any) -> dict[str, tuple[int, Checksum]]:
 
 
 def _tensors(worker: Any) -> dict[str, torch.Tensor]:
-    """Weights, norms, the adapter's buffers and the norms without noise: each storage once."""
+    """Return by name the weights, the model's and the adapter's buffers, and all norms, each storage once.
+
+    The norms are those in service, those without noise, and those as loaded.
+    """
     model, policy = engine.model_of(worker), policy_of(worker)
     named = [*model.named_parameters(), *model.named_buffers()]
     if policy.carrier is not None:
@@ -148,10 +154,7 @@ def _tensors(worker: Any) -> dict[str, torch.Tensor]:
 
 
 def check_unchanged(worker: Any) -> None:
-    """Compare the checksums while the cache is released; there is nothing to compare while it is not.
-
-    Raises KVCacheError.
-    """
+    """Raise KVCacheError if a tensor has changed since the KV cache was released; do nothing if it is not released."""
     released: Released | None = policy_of(worker).released
     if released is not None:
         _check_unchanged(released.checksums, _checksums(worker))

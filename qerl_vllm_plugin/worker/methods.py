@@ -1,12 +1,11 @@
-"""Answer what a driver asks of each vLLM worker: install an adapter, set and clear the noise, tell the state.
+"""Define the methods that a driver calls on each vLLM worker: install an adapter, set the noise, return the state.
 
-``collective_rpc`` calls these by name with the worker as ``self``. None of them ever raises: vLLM stops reading at the
-first rank that has raised, and takes what the other ranks answered for the answers to its next call. A refusal is
-``{"error": text}``.
+``collective_rpc`` calls them by name, with the worker as ``self``. They never raise; a refusal is ``{"error": text}``.
+vLLM would stop reading at the first rank that raises, and take the other ranks' answers for those to its next call.
 
-A worker also ends when the process that drives it has died (``end_with``). vLLM ends its workers when the engine core
-ends, and the core when the server asks it to; a server that was killed asks nothing, and its engine would keep the GPU
-for ever.
+A worker also ends when the server process that drives it dies (``end_with``). vLLM ends its workers with the engine
+core, and the core when the server asks for it. A killed server asks for nothing, and its engine would keep the GPU for
+ever.
 """
 
 import functools
@@ -48,7 +47,7 @@ METHODS: dict[str, Callable[..., Answer]] = {}  # the functions below by their n
 
 
 def worker_method(function: Callable[..., Answer]) -> Callable[..., Answer]:
-    """Makes ``function`` reachable for ``collective_rpc``, and an answer of whatever it raises."""
+    """Make ``function`` callable by ``collective_rpc``, and turn whatever it raises into an answer."""
 
     @functools.wraps(function)
     def answer(self: Any, *args: Any, **keywords: Any) -> Answer:
@@ -63,10 +62,10 @@ def worker_method(function: Callable[..., Answer]) -> Callable[..., Answer]:
 
 
 def add_worker_methods() -> None:
-    """Gives vLLM's WorkerBase the ``qerl_*`` methods; idempotent.
+    """Add the ``qerl_*`` methods to vLLM's WorkerBase; idempotent.
 
-    This is the one graft on another package's class. ``--worker-extension-cls`` would do the same, but would have to
-    be typed by every user and excludes any other extension.
+    ``--worker-extension-cls`` would do the same, but every user would have to type it, and it excludes any other
+    extension. Raises RuntimeError if WorkerBase has another method of such a name.
     """
     from vllm.v1.worker.worker_base import WorkerBase
 
@@ -80,8 +79,11 @@ def add_worker_methods() -> None:
 
 @worker_method
 def qerl_open(self: Any, driver: int | None = None) -> Answer:
-    """Prepares this worker for a policy; idempotent. With ``driver``, a process of a server, it ends with that, and
-    keeps a log of its changes for all of them."""
+    """Prepare this worker for a policy, and return what a driver must know of it; idempotent.
+
+    ``driver`` is the process id of an API server. With one, the worker ends when that process ends, and it keeps one
+    log of its changes for all of the engine's API servers.
+    """
     if driver is not None:
         end_with(driver)
     policy = policy_of(self)
@@ -117,13 +119,15 @@ def qerl_swap(
     version: int | None = None,
     digest: str = "",
 ) -> Answer:
-    """Installs an adapter and trained norms in place of the current ones, on all ranks or on none.
+    """Install an adapter and trained norms in place of the current ones, on all ranks or on none.
 
-    Both are tensors by name, or a safetensors file: its bytes, or its path on this machine, or the description of GPU
-    memory (``gpu_tensors``); of the latter two a rank reads what it needs. Where both are one, what is no part of an
-    adapter is a norm. ``config`` may be JSON. ``version`` must be above the one that is served, None is the next; the
-    same one again, with the same ``digest`` or with the base alone, changes nothing.
-    Trained norms for LoRA slots are refused unless the caller vouches that ``every_request_names_the_policy``.
+    ``tensors`` and ``norms`` are tensors by name, the bytes of a safetensors file, its path on this machine, or a
+    description of GPU memory (wire/gpu_memory.py). From a path or a description, a rank reads only what it needs. If
+    both are the same, the tensors that belong to no adapter are the norms. ``config`` may be JSON.
+
+    ``version`` must be above the one that is served; None takes the next. The served version with the same ``digest``
+    changes nothing. Without a digest this holds only if ``tensors`` and ``norms`` are None.
+    Trained norms beside LoRA slots are refused unless the caller promises ``every_request_names_the_policy``.
     """
     policy = policy_of(self)
 
@@ -147,9 +151,9 @@ def qerl_set_noise(
     targets: list[str],
     every_request_names_the_policy: bool = False,
 ) -> Answer:
-    """Sets the norms to base + sigma * z(seed, rollout, name); sigma 0 restores the base bit for bit.
+    """Set the target norms to base + sigma * z(seed, rollout, name); sigma 0 restores the base bit for bit.
 
-    Noise beside LoRA slots is refused unless the caller vouches that ``every_request_names_the_policy``.
+    Noise beside LoRA slots is refused unless the caller promises ``every_request_names_the_policy``.
     """
     policy = policy_of(self)
 
@@ -164,7 +168,7 @@ def qerl_set_noise(
 
 @worker_method
 def qerl_release_kv_cache(self: Any) -> Answer:
-    """Gives the memory of this worker's KV cache back."""
+    """Release the memory of this worker's KV cache, and return its size as ``bytes``."""
     try:
         return {"bytes": kv_cache.release(self, kv_cache_memory.KVCacheMemory(self))}
     except (kv_cache.KVCacheError, ValueError) as error:
@@ -173,7 +177,7 @@ def qerl_release_kv_cache(self: Any) -> Answer:
 
 @worker_method
 def qerl_resume_kv_cache(self: Any) -> Answer:
-    """Takes the memory again."""
+    """Allocate the memory of this worker's KV cache again."""
     try:
         kv_cache.resume(self)
     except kv_cache.KVCacheError as error:
@@ -183,7 +187,7 @@ def qerl_resume_kv_cache(self: Any) -> Answer:
 
 @worker_method
 def qerl_check_unchanged(self: Any) -> Answer:
-    """Compares the checksums while the cache is released; there is nothing to compare while it is not."""
+    """Return an error if a tensor has changed since the KV cache was released; nothing is compared if it is not."""
     try:
         kv_cache.check_unchanged(self)
     except kv_cache.KVCacheError as error:
@@ -193,7 +197,7 @@ def qerl_check_unchanged(self: Any) -> Answer:
 
 @worker_method
 def qerl_state(self: Any, digest: bool = False) -> Answer:
-    """Version and noise of this worker; with ``digest`` a SHA-256 over norms and adapter buffers as they are now."""
+    """Return this worker's version and noise; with ``digest``, also the SHA-256 of its norms and of its adapter."""
     policy = policy_of(self)
     state: Answer = {key: getattr(policy, key) for key in ("version", "sigma", "seed", "rollout")}
     state |= {"targets": list(policy.noise_targets), "hash": policy.digest, "stage": engine.pipeline_stage()}
@@ -209,7 +213,7 @@ GRACE = 10.0  # seconds that this process may take to end by itself
 
 
 def end_with(driver: int) -> None:
-    """Ends this process when the process ``driver`` of this machine has ended.
+    """End this process when the process ``driver`` on this machine ends; do nothing if that is this process.
 
     Raises OSError if there is no such process.
     """

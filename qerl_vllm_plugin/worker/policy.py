@@ -1,12 +1,12 @@
 """Hold one worker's part of the policy, and change it on all ranks or on none.
 
-A change has two halves. Preparing it checks everything and allocates everything, and touches nothing that serves
-requests. Committing it only copies into tensors that are there. All ranks that share the model agree in between that
-each of them is prepared, in one call of the driver: no rank commits what another has refused.
+A change has two phases. Preparing it checks and allocates everything, and touches nothing that serves requests.
+Committing it only copies into existing tensors. In between, all ranks that share the model agree that each of them is
+prepared, within one call of the driver: no rank commits what another has refused.
 
-``landmarks`` tell whether an engine that has slept still has its frozen weights. vLLM's sleep mode throws weights away
-at level 2, for a trainer that loads all of them again. Frozen ones nobody loads: such an engine wakes up, and answers
-by whatever its memory holds. Memory comes and goes in pages of 2 MiB, so one word of each page tells.
+``landmarks`` show whether an engine that has slept still has its frozen weights. vLLM's sleep mode discards weights at
+level 2, for a trainer that loads all of them again. Nothing loads frozen weights again, so such an engine would wake up
+and answer from whatever its memory holds. Memory is mapped in pages of 2 MiB, so one word of each page is enough.
 """
 
 import contextlib
@@ -57,15 +57,16 @@ LOST = "this engine holds half of a policy and serves nothing any more; restart 
 
 
 class StaleVersionError(AdapterError):
-    """A swap names a version that is served, with another content, or was served."""
+    """A swap names an older version than the served one, or the served version with another content."""
 
 
-MARKS: dict[type[Exception], str] = {CudaIPCError: "unreachable", StaleVersionError: "stale"}  # of a refusal
+MARKS: dict[type[Exception], str] = {CudaIPCError: "unreachable", StaleVersionError: "stale"}  # keys of a refusal
 
 Tensors = Mapping[str, torch.Tensor]
 Answer = dict[str, Any]
 
-LARGEST_NORM = 100.0  # of a norm's weights that are not tried before they serve; models have weights of 0.1 to 50
+# larger trained norm weights and sigmas are tried on some tokens before they serve; models have weights of 0.1 to 50
+LARGEST_NORM = 100.0
 TRIED_TOKENS = 16
 TOO_LARGE = (
     "The adapter, the norms or the noise are too large to serve; nothing has changed. Was the learning rate too high? "
@@ -75,9 +76,9 @@ TOO_LARGE = (
 
 @dataclass(frozen=True)
 class Change:
-    """A change that has been prepared. ``commit`` makes it and returns the answer.
+    """A change that has been prepared; ``commit`` makes it and returns the answer.
 
-    ``is_doubtful``: activations may come out too large under it, so some tokens are computed before it is made.
+    ``is_doubtful`` says that activations may become too large under it, so some tokens are computed first.
     """
 
     commit: Callable[[], Answer]
@@ -86,15 +87,17 @@ class Change:
 
 @dataclass
 class WorkerPolicy:
-    """``layers`` and ``carrier`` are where norms and adapter lie, looked up once: it takes longer than a swap.
+    """One worker's part of the policy, kept on its model.
 
-    ``targets`` and ``sizes`` are the linears and the norms of the whole model, of which a rank of a pipeline holds a
-    part. ``checkpoint_norms`` are this rank's norms as loaded, ``base_norms`` those that the noise is added to: the
-    same, or trained. ``digest`` is what the caller named the adapter. ``released`` is what brings the memory of the KV
-    cache back, None while the cache has it. ``lost`` says why this engine may not serve any more.
-    ``laps`` are those of the last change, ``file`` is what its tensors came in. ``changes`` is what the processes of a
-    server read, ``instance`` their name for this engine: another one after a restart. ``landmarks`` are words of the
-    frozen weights, of an engine that may sleep.
+    ``layers`` are the norm layers, and ``carrier`` holds the adapter. Both are looked up once, because the lookup takes
+    longer than a swap. ``targets`` and ``sizes`` describe the linears and norms of the whole model, of which a pipeline
+    rank holds a part. ``checkpoint_norms`` are this rank's norms as loaded. The noise is added to ``base_norms``, which
+    are the same or trained. ``digest`` is the digest that the caller gave for the adapter.
+
+    ``released`` is what ``kv_cache.resume`` needs, None unless the KV cache is released. ``lost`` says why this engine
+    may not serve any more. ``laps`` are the seconds of the last change, and ``file`` is the mapped file of its tensors.
+    ``changes`` is the log that API server processes read. ``instance`` is their name for this engine, a new one after a
+    restart. ``landmarks`` are words of the frozen weights, for an engine that may sleep.
     """
 
     model: torch.nn.Module
@@ -122,16 +125,16 @@ class WorkerPolicy:
 
 
 def most_bytes(policy: WorkerPolicy) -> int:
-    """What the largest adapter with all norms takes as a safetensors file: fp32, and a header."""
+    """Return the bytes of the largest adapter with all norms as a safetensors file: fp32 values and a header."""
     rank = policy.carrier.max_rank if policy.carrier is not None else 0
     adapter_values = sum(rank * (target.in_features + target.out_features) for target in policy.targets.values())
     return 4 * (adapter_values + sum(policy.sizes.values())) + (1 << 20) + 1024 * len(policy.targets)
 
 
 def policy_of(worker: Any) -> WorkerPolicy:
-    """The policy of a worker; the first call must reach all ranks of a pipeline.
+    """Return the policy of a worker, which the first call creates; that call must reach all ranks of a pipeline.
 
-    Raises AdapterError for a model that one of them cannot hold a policy for.
+    Raises AdapterError if one of them cannot hold a policy for its model.
     """
     model = engine.model_of(worker)
     if not hasattr(model, "qerl_policy"):
@@ -141,7 +144,11 @@ def policy_of(worker: Any) -> WorkerPolicy:
 
 
 def _open(model: torch.nn.Module, worker: Any) -> WorkerPolicy:
-    """``worker`` is None while the model is being loaded, when it has no LoRA slots yet."""
+    """Create the policy of ``model``.
+
+    ``worker`` is None while the model is being loaded, when it has no LoRA slots yet. Raises AdapterError if a pipeline
+    stage cannot hold a policy.
+    """
     layers = engine.norm_layers(model)
     carrier, reason = None, None
     try:
@@ -154,14 +161,14 @@ def _open(model: torch.nn.Module, worker: Any) -> WorkerPolicy:
         raise AdapterError(reasons[0])
     targets = {name: target for found, _, _ in stages for name, target in found.items()}
     sizes = {name: size for _, found, _ in stages for name, size in found.items()}
-    # clones in the dtype they have, so that clearing the noise gives back the very same bits
+    # clones in the norms' own dtype, so that clearing the noise restores the same bits
     norms = {name: layer.weight.data.clone() for name, layer in layers.items()}
     checker = check.Checker(targets, carrier.max_rank if carrier is not None else 0)
     return WorkerPolicy(model, layers, carrier, norms, dict(norms), targets, sizes, checker)
 
 
 def _carrier(model: torch.nn.Module, worker: Any) -> LoraSlots | ResidentAdapter | None:
-    """Where the adapter is kept: in the layers, in vLLM's LoRA slots, or nowhere."""
+    """Return what keeps the adapter: the layers, vLLM's LoRA slots, or None if this engine has room in neither."""
     with contextlib.suppress(NoCarrierError):
         return ResidentAdapter(model)
     with contextlib.suppress(NoCarrierError):
@@ -170,7 +177,10 @@ def _carrier(model: torch.nn.Module, worker: Any) -> LoraSlots | ResidentAdapter
 
 
 def install_at_start(model: torch.nn.Module, folder: str, base: Path | None) -> None:
-    """Makes a saved adapter version 1 of a model that has just been loaded. Raises AdapterError."""
+    """Install a saved adapter as version 1 of a model that has just been loaded.
+
+    Raises AdapterError if the folder is damaged or the adapter is refused.
+    """
     if base is not None:
         adapter_folder.check_base(folder, base)
     saved = adapter_folder.read(folder)
@@ -182,7 +192,7 @@ def install_at_start(model: torch.nn.Module, folder: str, base: Path | None) -> 
 
 
 def check_weights(policy: WorkerPolicy) -> None:
-    """Raises AdapterError if an engine that may sleep has lost its frozen weights since this was first asked."""
+    """Raise AdapterError if an engine that may sleep has lost its frozen weights since the first such check."""
     if policy.worker is None or not engine.may_sleep(policy.worker):
         return
     now = landmarks(policy.model.parameters(), (layer.weight for layer in policy.layers.values()))
@@ -194,12 +204,12 @@ def check_weights(policy: WorkerPolicy) -> None:
 
 @torch.no_grad()
 def on_all_ranks(policy: WorkerPolicy, prepare: Callable[[], Change]) -> Answer:
-    """Makes a change that ``prepare`` has prepared and returned, if every rank of this model could prepare it.
+    """Call ``prepare``, and commit the change that it returns if every rank of this model could prepare it.
 
-    Never raises. The answer of a change has its ``parts`` in seconds. A refusal is ``{"error": text}``, with
-    ``"unreachable": True`` if it is only that this rank cannot read the GPU where the tensors lie, and with
-    ``"stale": True`` if it is of the version. A commit that fails on some rank leaves no policy that could be named:
-    ``{"error": text, "lost": True}``, and from then on the model refuses to run on every rank.
+    Refusals and failures are returned, not raised. The answer to a change has its seconds as ``parts``. A refusal is
+    ``{"error": text}``. It has ``"unreachable": True`` if this rank cannot read the GPU where the tensors lie, and
+    ``"stale": True`` if the version is refused. If a commit fails on any rank, no rank holds a policy that can be
+    named. The answer is ``{"error": text, "lost": True}`` then, and the model refuses to run on every rank.
     """
     change, error, marks = None, policy.lost, {"lost": True} if policy.lost else {}
     laps = policy.laps = Laps()
@@ -240,11 +250,11 @@ def on_all_ranks(policy: WorkerPolicy, prepare: Callable[[], Change]) -> Answer:
 
 
 def _why_not(policy: WorkerPolicy, commit: Callable[[], Answer]) -> str | None:
-    """Make a change, compute some tokens under it, and take it back -> why it must not be made, or None.
+    """Try a change: make it, compute some tokens, and undo it. Return why it must not be made, or None.
 
-    No request is computed meanwhile: none is, while a policy changes. Raises only where it cannot be taken back.
+    No request runs meanwhile, as during every change. Raises only if the change cannot be undone.
     """
-    if policy.worker is None:  # the model is being loaded, and looked at when it is whole
+    if policy.worker is None:  # the model is still being loaded, and is checked once loading has ended
         return None
     vllm_config = policy.worker.vllm_config
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
@@ -268,11 +278,11 @@ def _why_not(policy: WorkerPolicy, commit: Callable[[], Answer]) -> str | None:
 
 
 def lose(policy: WorkerPolicy, reason: str) -> None:
-    """From now on this worker refuses to run its model, and to change."""
+    """Make this worker refuse, from now on, to run its model and to change its policy."""
     policy.lost = text = LOST + reason
     if policy.changes is not None:
         policy.changes.lose()
-    if policy.worker is not None:  # else the model is being loaded, and is not served after this
+    if policy.worker is not None:  # otherwise the model is being loaded, and loading fails
         engine.refuse_to_run(policy.worker, lambda: RuntimeError(text))
 
 
@@ -294,8 +304,11 @@ def prepare_swap(
     digest: str,
     fetch: check.Fetch | None = None,
 ) -> Change:
-    """Installs an adapter and norms; see ``worker.qerl_swap``. ``fetch`` reads the tensors where they have no memory
-    here."""
+    """Prepare the installation of an adapter and norms, as ``qerl_swap`` (methods.py) describes it.
+
+    ``fetch`` copies tensors, or parts of them, to the device; it is needed for tensors on the meta device. Raises
+    AdapterError for a refused adapter, and StaleVersionError for a version that is not newer.
+    """
     if version is None:
         version = policy.version + 1
     elif version == policy.version and digest == policy.digest and (digest or tensors is norms is None):
@@ -315,7 +328,7 @@ def prepare_swap(
     if policy.carrier is not None:
         policy.carrier.prepare()
         staged = policy.carrier.stage(checked)
-        # FP16 ends so early that an adapter of any size may lead there
+        # FP16's range is so small that an adapter of any size may exceed it
         is_half = checked is not None and policy.carrier.dtype == torch.float16
         is_doubtful = is_half or staged.strength > check.STRENGTH
     base, largest = _trained(policy, norms)
@@ -336,14 +349,17 @@ def prepare_swap(
 
 
 def prepare_noise(policy: WorkerPolicy, sigma: Any, seed: Any, rollout: Any, targets: list[str]) -> Change:
-    """Sets the noise; see ``worker.qerl_set_noise``."""
+    """Prepare the noise, as ``qerl_set_noise`` (methods.py) describes it.
+
+    Raises AdapterError or ValueError for values that cannot be used.
+    """
     sigma = noise.check_sigma(sigma)
     for name, value in (("seed", seed), ("rollout", rollout)):
         if not isinstance(value, int) or isinstance(value, bool):
             raise AdapterError(f"the noise's {name} is {value!r}; it must be a whole number")
     if not isinstance(targets, list | tuple) or not all(isinstance(target, str) for target in targets):
         raise AdapterError(f"the noise's targets are {targets!r}; they must be a list of names of norms")
-    # no noise is what clears it, and needs no target
+    # sigma 0 clears the noise and needs no target
     names = sorted(noise.targeted(policy.sizes, targets)) if sigma or targets else []
     values = _norm_values(policy.base_norms, sigma, seed, rollout, targets)
 
@@ -357,15 +373,21 @@ def prepare_noise(policy: WorkerPolicy, sigma: Any, seed: Any, rollout: Any, tar
 
 
 def check_one_policy(policy: WorkerPolicy, change: str, every_request_names_the_policy: bool) -> None:
-    """Raises AdapterError for a change to all answers where some may be another policy's, unless the caller vouches."""
-    # nothing but True: a server passes on whatever JSON holds, and the text "false" is true
+    """Raise AdapterError for a change that would affect requests for the base or another adapter.
+
+    With LoRA slots such requests may come, unless the caller promises that every request names the policy.
+    """
+    # accept True alone: a server passes on whatever JSON holds, and the text "false" is truthy
     if isinstance(policy.carrier, LoraSlots) and every_request_names_the_policy is not True:
         raise AdapterError(change + SEVERAL_NAMES)
 
 
 def _trained(policy: WorkerPolicy, given: Tensors | None) -> tuple[dict[str, torch.Tensor], float]:
-    """Return the norms that the noise will be added to, the checkpoint's with the trained ones in their place, and the
-    largest size of a weight among the trained."""
+    """Return the norms that noise is added to, and the largest absolute value of a trained weight.
+
+    The norms are the checkpoint's, with the trained norms ``given`` in their place. Raises AdapterError for a trained
+    norm that does not fit the model or is not finite in its dtype.
+    """
     norms, sizes = dict(policy.checkpoint_norms), []
     for name, tensor in (given or {}).items():
         size = policy.sizes.get(name)
@@ -389,19 +411,19 @@ def _trained(policy: WorkerPolicy, given: Tensors | None) -> tuple[dict[str, tor
 def _norm_values(
     base: dict[str, torch.Tensor], sigma: float, seed: int, rollout: int, targets: Any
 ) -> dict[str, torch.Tensor]:
-    """What the norms will hold: ``base``, and the noise on those that are its targets."""
+    """Return the values of all norms: ``base``, plus noise on the targets."""
     targeted = {name: norm for name, norm in base.items() if sigma and noise.is_target(name, targets)}
     return {**base, **noise.all_noisy(targeted, sigma, seed, rollout)}
 
 
 def _write_norms(policy: WorkerPolicy, values: dict[str, torch.Tensor]) -> None:
-    """In place: compiled graphs and CUDA graphs hold the addresses."""
+    """Write the norms in place, because compiled graphs and CUDA graphs hold their addresses."""
     if values:
         torch._foreach_copy_([policy.layers[name].weight.data for name in values], list(values.values()))
 
 
 def _swallowed(policy: WorkerPolicy, names: list[str]) -> float:
-    """Share of noisy weights that rounding to the norm's dtype left unchanged; 0 for fp32 norms."""
+    """Return the share of noisy weights that rounding to the norm's dtype left unchanged; 0 for fp32 norms."""
     weights = {name: policy.layers[name].weight.data for name in names}
     if not policy.sigma or all(weight.dtype == torch.float32 for weight in weights.values()):
         return 0.0
@@ -410,14 +432,14 @@ def _swallowed(policy: WorkerPolicy, names: list[str]) -> float:
 
 
 def digest_of(tensors: Any) -> str:
-    """SHA-256 of the bits of tensors, in their order."""
+    """Return the SHA-256 of the tensors' bits, in their order."""
     sha = hashlib.sha256()
     for tensor in tensors:
         sha.update(tensor.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return sha.hexdigest()
 
 
-PAGE = 2 << 20  # bytes of GPU memory that CUDA maps at least
+PAGE = 2 << 20  # the fewest bytes of GPU memory that CUDA maps
 GONE = (
     "the frozen weights of this engine are no longer those that it has loaded: sleep(level=2) throws them away, and "
     "nothing loads them again. Whatever it has answered since is wrong; restart it, and sleep at level 1"
@@ -426,7 +448,7 @@ GONE = (
 
 @torch.no_grad()
 def landmarks(parameters: Iterable[torch.Tensor], changing: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The first word of each page of ``parameters``, on the CPU, but for those among ``changing``: norms."""
+    """Return on the CPU the first word of each page of ``parameters``, except those in ``changing``, the norms."""
     ours = {tensor.untyped_storage().data_ptr() for tensor in changing}
     once = {tensor.untyped_storage().data_ptr(): tensor for tensor in parameters}
     found: dict[torch.device, list[torch.Tensor]] = {}

@@ -1,4 +1,4 @@
-"""What the driver has sent a worker, as tensors: given as they are, as a safetensors file, or as memory of a GPU."""
+"""Read what the driver has sent to a worker: tensors as they are, a safetensors file, or a piece of GPU memory."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,16 +12,20 @@ from qerl_vllm_plugin.wire.mapped_file import MappedFile
 from qerl_vllm_plugin.wire.shared_file import PATH
 
 Tensors = Mapping[str, torch.Tensor]
-Given = tuple[Tensors | None, Tensors | None, Fetch | None]  # adapter, norms, and what reads tensors without memory
+Given = tuple[Tensors | None, Tensors | None, Fetch | None]  # adapter, norms, and the fetch function
 
 
 @contextmanager
 def received(tensors: Any, norms: Any, device: torch.device, file: MappedFile) -> Iterator[Given]:
-    """Adapter and norms as ``worker.qerl_swap`` takes them, until the end of the block; norms are always read. ``file``
-    is what this worker has mapped.
+    """Yield the adapter, the norms and the fetch function, valid inside the ``with`` block.
 
-    Raises SafetensorError for a file that is none, ValueError for a damaged description of GPU memory, CudaIPCError for
-    memory that this worker cannot read, and AdapterError for two descriptions.
+    ``tensors`` and ``norms`` are in any form that ``qerl_swap`` (methods.py) takes. ``file`` holds the file that this
+    worker has mapped. The fetch function copies tensors, or rows or columns of them, to a device. It comes with a file
+    that is mapped for a GPU, and with another process's GPU memory, where the adapter's tensors are on the meta device.
+    Otherwise it is None. The norms' values are always read here.
+
+    Raises SafetensorError for what is no safetensors file, and ValueError for a damaged description of GPU memory.
+    Raises CudaIPCError for memory that this worker cannot read, and AdapterError for two different descriptions.
     """
     sent = norms if tensors is None else tensors
     if not isinstance(sent, str) or not sent.startswith("{"):
@@ -42,7 +46,10 @@ def received(tensors: Any, norms: Any, device: torch.device, file: MappedFile) -
 
 
 def _split(given: Tensors | None, trained: Tensors | None, *, is_one: bool) -> tuple[Tensors | None, Tensors | None]:
-    """``is_one``: they are the same, of which what is no part of an adapter is a norm."""
+    """Return the adapter and the norms apart.
+
+    ``is_one`` says that both came as one: tensors without the adapter's prefix are then the norms.
+    """
     if not is_one or given is None or trained is None:
         return given, trained
     norms = {name: tensor for name, tensor in trained.items() if not name.startswith(PREFIX)}
