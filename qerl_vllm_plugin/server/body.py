@@ -1,4 +1,7 @@
-"""A request's body: received into a file in shared memory, never more of it than an adapter can need, and looked at."""
+"""Receive and check a request's body, and put an adapter into a file in shared memory.
+
+A body may have no more bytes than an adapter can need.
+"""
 
 import asyncio
 import hashlib
@@ -17,18 +20,18 @@ from qerl_vllm_plugin.wire.timing import Laps
 
 MAX_HEADER = 4 << 20  # names of a 32B model's adapter take 0.2 MB
 MAX_JSON = 64 << 10
-STALLED = 30.0  # seconds without a byte
+STALLED = 30.0  # seconds without a byte after which a body is refused
 GPU_KEYS = ("memory", "proof", "checksum", "adapter_config")
 NOT_NEAR = (
     "the caller is no process of the server's user on the server's machine, or its client and the server are of two "
     "releases of this package"
 )
-CONFIG = "adapter_config"  # where the metadata of the file hold the content of adapter_config.json
+CONFIG = "adapter_config"  # the key of the file's metadata that holds the content of adapter_config.json
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.]+")
 
 
 class Refused(Exception):
-    """An answer other than 200: ``status``, the ``reason`` under which it is counted, and what to tell the caller."""
+    """A request is refused: HTTP ``status``, the ``reason`` under which it is counted, and a text for the caller."""
 
     def __init__(self, status: int, reason: str, text: str) -> None:
         super().__init__(text)
@@ -36,16 +39,17 @@ class Refused(Exception):
 
 
 def no_room(text: str) -> Refused:
-    """The refusal of an adapter that the memory shared with the workers cannot take."""
+    """Return the refusal of an adapter for which the memory shared with the workers has no room."""
     return Refused(507, "no_room", f"{text}; make room there, or give it more (--shm-size)")
 
 
 @dataclass(frozen=True)
 class Upload:
-    """A safetensors file for the workers: its ``path``, digest and size, and the adapter's config.
+    """An adapter for the workers: a safetensors file, or tensors on a GPU.
 
-    Or tensors on a GPU: their description in place of the path, and a digest of the caller's checksum and the config.
-    ``parts`` are the seconds that receiving it took, and its digest.
+    For a file, ``path`` is its path, and ``digest`` and ``size`` (bytes) are the file's. For tensors on a GPU, ``path``
+    is their description, and ``digest`` is that of the caller's checksum and the config. ``config`` is the adapter's
+    config. ``parts`` are the seconds that receiving and digesting took.
     """
 
     path: str
@@ -56,7 +60,7 @@ class Upload:
 
 
 def declared(request: Any, limit: int) -> int | None:
-    """The length that a body says it has; None where it comes in pieces. Raises Refused if it is above ``limit``."""
+    """Return the body's Content-Length, or None without one. Raises Refused if it is no number or above ``limit``."""
     text = request.headers.get("content-length")
     if text is None:
         return None
@@ -66,12 +70,15 @@ def declared(request: Any, limit: int) -> int | None:
 
 
 def is_there(request: Any) -> bool:
-    """Whether a request brings a body, be it one whose length it does not say."""
+    """Return True if the request has a body, with or without a stated length."""
     return "transfer-encoding" in request.headers or request.headers.get("content-length", "0") != "0"
 
 
 async def chunks(request: Any, limit: int) -> AsyncIterator[bytes]:
-    """The body as it arrives. Raises Refused if it is longer than ``limit``, cut off, or stalled."""
+    """Yield the body as it arrives.
+
+    Raises Refused if the body is longer than ``limit`` or than it stated, is cut off, or stalls.
+    """
     expected = declared(request, limit)
     from starlette.requests import ClientDisconnect
 
@@ -95,15 +102,16 @@ async def chunks(request: Any, limit: int) -> AsyncIterator[bytes]:
 
 
 async def read_json(request: Any, limit: int = MAX_JSON) -> dict[str, Any]:
-    """A JSON object of at most ``limit`` bytes. Raises Refused."""
+    """Return the body as a JSON object of at most ``limit`` bytes. Raises Refused for anything else."""
     return _object("the body", b"".join([chunk async for chunk in chunks(request, limit)]))
 
 
 async def described(request: Any, limit: int) -> Upload:
-    """Tensors that stay where they are, on a GPU of this machine, as ``client`` describes them; the size is theirs.
+    """Read a body that describes tensors on a GPU of this machine (client_body.py); the tensors stay where they are.
 
-    Raises Refused, also for a caller who does not prove to be a process of this user on this machine: the workers would
-    map whatever memory they are told to.
+    The size of the upload is the tensors'. Raises Refused for a damaged description, and for tensors above ``limit``
+    bytes. Raises Refused also for a caller that does not prove to be a process of this user on this machine: the
+    workers would map whatever memory they are told to.
     """
     laps = Laps()
     given = await read_json(request, 2 * gpu_memory.MAX_TEXT)
@@ -130,10 +138,11 @@ async def described(request: Any, limit: int) -> Upload:
 
 
 async def named(request: Any, limit: int, held: ExitStack) -> Upload:
-    """The file in shared memory whose ticket is the body, as ``client`` fills it: {"file": "/proc/PID/fd/NUMBER/NAME"}.
+    """Open the file in shared memory that the body names: {"file": "/proc/PID/fd/NUMBER/NAME"}.
 
-    It stays open here until ``held`` is left, whatever becomes of the caller. Raises Refused, also for a file that the
-    caller does not prove to have made for a server (shared_file.py).
+    The caller has filled the file (client_calls.py). It stays open here until ``held`` is closed, whatever becomes of
+    the caller. Raises Refused for a file that is damaged or above ``limit`` bytes, and for one that the caller does not
+    prove to have made for a server (shared_file.py).
     """
     laps = Laps()
     given = await read_json(request)
@@ -158,11 +167,11 @@ async def named(request: Any, limit: int, held: ExitStack) -> Upload:
 
 
 async def received(request: Any, limit: int, segments: Segments, held: ExitStack) -> Upload:
-    """The body as a file of this user alone, until ``held`` is left. Raises Refused."""
+    """Receive the body into a file that only this user can open, kept until ``held`` is closed. Raises Refused."""
     size = declared(request, limit)
     opened: AbstractContextManager[Segment | Growing] = segments.of(size) if size else segments.growing(limit)
     try:
-        file = await enter(opened, held)  # to find the room takes a while
+        file = await enter(opened, held)  # allocating the memory takes a while
     except NoRoomError as error:
         raise no_room(str(error)) from None
     return await _received(request, limit, file)
@@ -181,7 +190,7 @@ async def _received(request: Any, limit: int, file: Segment | Growing) -> Upload
             digest.grow(written)
         laps.end("body")
         config = _config(file.path, written)
-        # in a thread: requests that are being answered go on meanwhile
+        # in a thread, so that other requests go on meanwhile
         found = await asyncio.to_thread(digest.finish, written)
         laps.end("digest")
         return Upload(file.path, found, written, config, laps.seconds)
@@ -190,7 +199,10 @@ async def _received(request: Any, limit: int, file: Segment | Growing) -> Upload
 
 
 def _config(path: str, size: int) -> dict[str, Any]:
-    """The adapter's config from the header of a safetensors file. Raises Refused."""
+    """Return the adapter's config from the header of a safetensors file.
+
+    Raises Refused if the file has no such header, or the config names modules by a pattern.
+    """
     if size == 0:
         raise Refused(
             400, "bad_file", "the body is empty, so no safetensors file: send one, or name a folder with ?folder=NAME"
@@ -210,9 +222,9 @@ def _config(path: str, size: int) -> dict[str, Any]:
 
 
 def check_patterns(config: dict[str, Any]) -> None:
-    """Modules are named by lists here: a pattern would run in every worker, for as long as its author likes.
+    """Raise Refused for a config that names modules by a pattern instead of a list.
 
-    Raises Refused.
+    A regular expression would run in every worker, for as long as its author likes.
     """
     for key in ("target_modules", "exclude_modules", "layers_pattern"):
         value = config.get(key)
@@ -238,7 +250,7 @@ def _object(what: str, text: bytes | str) -> dict[str, Any]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of these pairs. Of two values of a key json would keep the last without a word: raises Refused."""
+    """Return a JSON object of these pairs. Raises Refused for a repeated key, whose last value json would keep."""
     if len(found := dict(pairs)) != len(pairs):
         ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
         raise Refused(400, "bad_json", f"a JSON object has the key {key[:40]!r} more than once; give it once")

@@ -1,4 +1,4 @@
-"""The changes of a running server's policy: the engine at rest, its caches empty, all ranks or none."""
+"""Change a running server's policy: bring the engine to rest, empty its caches, and change all ranks or none."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ RESUMED = "somebody resumed the engine in the middle of a change, so that a few 
 
 
 class PolicyServer:
-    """The policy of one API server; ``open`` comes before the first request."""
+    """The policy of one API server; ``open`` must be called before the first request."""
 
     def __init__(self) -> None:
         self.changes: ChangeLog
@@ -42,10 +42,12 @@ class PolicyServer:
         folders: str | None,
         patience: float,
     ) -> None:
-        """``client`` is vLLM's engine client; ``folders``: the directory whose folders may be installed by name. Raises
-        ValueError if there is none.
+        """Open the engine's policy.
 
-        ``patience``: seconds that the engine may take to answer, unless it waits for running requests.
+        ``client`` is vLLM's engine client. ``base`` is the checkpoint's folder, None if it is not known. ``folders`` is
+        the directory whose folders may be installed by name. ``patience`` is the seconds that the engine may take to
+        answer, unless it waits for running requests. Raises ValueError if ``folders`` is no directory, and Refused if
+        the engine refuses.
         """
         if folders is not None and not Path(folders).is_dir():
             raise ValueError(f'--additional-config: "qerl.policy_folders": {folders} is no directory')
@@ -62,7 +64,7 @@ class PolicyServer:
         self.base_hash = adapter_folder.base_hash(base) if base is not None else None
         model = vllm_config.model_config
         self._engine_state = {
-            "instance": opened["instance"],  # another one after a restart
+            "instance": opened["instance"],  # a new one after each restart
             "quantization": model.quantization,
             "dtype": str(model.dtype).removeprefix("torch."),
             "logprobs_mode": model.logprobs_mode,
@@ -71,11 +73,11 @@ class PolicyServer:
             "machine": shared_file.machine(),
             "gpus": opened["gpus"],
         }
-        if self.carrier != "lora":  # there a request names the adapter that answers it
+        if self.carrier != "lora":  # with LoRA slots, a request itself names the adapter that answers it
             tell_versions(client)
 
     async def state(self) -> dict[str, Any]:
-        count = self.changes.count  # first: what comes in between is then known by it
+        count = self.changes.count  # read first, so that a change made before the next line shows in a later count
         state = await self._engine.rpc("qerl_state")
         return {
             "version": state["version"],
@@ -102,9 +104,12 @@ class PolicyServer:
         is_gone: Look = is_there,
         held: ExitStack | None = None,
     ) -> dict[str, Any]:
-        """Installs the safetensors file ``path``, or what a description says, or no adapter, as ``version`` -> version
-        and seconds. ``is_gone``: whether the caller no longer waits; a change that has not begun is not made then.
-        ``held`` is left when the change has ended."""
+        """Install an adapter as ``version`` and return the version and the change's seconds.
+
+        ``path`` is a safetensors file or a description of GPU memory; None serves the base alone. ``mode`` says what
+        happens to running requests. ``is_gone`` says whether the caller has stopped waiting; a change that has not
+        begun is not made then. ``held`` is closed when the change has ended. Raises Refused.
+        """
         return await _to_the_end(self._swap(path, config, digest, version, mode, is_gone), held)
 
     async def _swap(
@@ -117,7 +122,7 @@ class PolicyServer:
                 "this server has no resident adapter; start it with --quantization qerl_nvfp4 --additional-config "
                 """'{"qerl": {"policy_adapter": {"rank": R}}}'""",
             )
-        # before it waits for anything; without a version there is nothing to ask
+        # refuse a stale version before waiting for anything; without a version there is nothing to compare
         served = await self._engine.rpc("qerl_state") if version is not None else {}
         if version is not None and version <= served["version"]:
             if version == served["version"] and digest == served["hash"]:
@@ -125,7 +130,7 @@ class PolicyServer:
             raise Refused(
                 409, "stale_version", f"version {version} is not newer than {served['version']}, which is served"
             )
-        text = json.dumps(config)  # vLLM's own message format has no whole numbers above 64 bits
+        text = json.dumps(config)  # vLLM's own message format has no integers above 64 bits
         answer = await self._change("swap", mode, is_gone, "qerl_swap", path, text, path, False, version, digest)
         metrics.VERSION.set(answer["version"])
         return answer
@@ -137,7 +142,10 @@ class PolicyServer:
         return await _to_the_end(change)
 
     def folder(self, name: str) -> Path:
-        """The folder that may be installed under this name. Raises Refused."""
+        """Return the folder that may be installed by this name.
+
+        Raises Refused if there is none, and AdapterError for a folder that names another base.
+        """
         if self._folders is None:
             raise Refused(
                 404, "no_folders", 'this server was started without "qerl.policy_folders"; send the adapter itself'
@@ -145,7 +153,7 @@ class PolicyServer:
         try:
             folder = (self._folders / name).resolve()
             is_known = folder.parent == self._folders and folder.is_dir()
-        except (OSError, ValueError, RuntimeError):  # no file can have this name, or it is a link to itself
+        except (OSError, ValueError, RuntimeError):  # the name is impossible for a file, or is a link to itself
             is_known = False
         if not is_known:
             raise Refused(404, "no_folder", f"there is no folder {name[:80]!r} among those that may be installed")
@@ -154,8 +162,11 @@ class PolicyServer:
         return folder
 
     async def _change(self, kind: str, mode: str, is_gone: Look, method: str, *args: Any) -> dict[str, Any]:
-        """Nothing that another policy computed is read again, for nothing runs from the emptying of the caches on; a
-        change that is refused costs running requests their cache and no more."""
+        """Change all ranks with the engine at rest, and return their answer with the change's seconds.
+
+        Nothing runs between the emptying of the caches and the change, so nothing that another policy computed is read
+        again. A refused change costs running requests only their cache.
+        """
         self._engine.check()
         async with self._rest.of(kind, mode, is_gone) as laps:
             await self._empty_caches(mode)
@@ -165,7 +176,7 @@ class PolicyServer:
             if not await self._engine.in_time(self._engine.client.is_paused()):
                 await self._empty_again()
         laps.end("resume")
-        if answer.get("unchanged"):  # made by a change before it in the line
+        if answer.get("unchanged"):  # an earlier change, for which this one waited, has already made it
             return {"version": answer["version"], "unchanged": True}
         of_worker = answer.get("parts", {})
         laps.seconds["way"] -= sum(of_worker.values())
@@ -176,9 +187,10 @@ class PolicyServer:
         return {**answer, "seconds": round(took, 4), "parts": parts}
 
     async def _empty_caches(self, mode: str) -> None:
-        """Requests under way begin their computing anew under "keep" alone; elsewhere none is left.
+        """Empty the prefix cache and the KV connector's cache.
 
-        Raises Refused if the engine could not empty them; nothing has changed then.
+        With "keep", running requests are computed again from their beginning; in the other modes none is left. Raises
+        Refused if the engine could not empty its caches; nothing has changed then.
         """
         try:
             done = await self._engine.in_time(
@@ -197,8 +209,11 @@ class PolicyServer:
             raise Refused(503, "cannot_reset", "the engine could not empty its caches; nothing has changed")
 
     async def _empty_again(self) -> None:
-        """After a change in whose middle somebody else has resumed the engine, which has computed since the emptying:
-        nothing of that is read again. Raises Refused if that cannot be, and then nobody is answered any more."""
+        """Empty the caches again after a change, because somebody else has resumed the engine in its middle.
+
+        The engine may have computed since the first emptying, and nothing of that may be read again. Raises Refused if
+        the caches cannot be emptied; the engine is then lost and answers no request any more.
+        """
         logger.warning("%s", RESUMED)
         try:
             await self._empty_caches("keep")
@@ -208,8 +223,10 @@ class PolicyServer:
 
 
 async def _to_the_end(change: Coroutine[Any, Any, dict[str, Any]], held: ExitStack | None = None) -> dict[str, Any]:
-    """Lets a change end though its caller has gone: half-way the engine is paused. ``held``, which has what the change
-    reads, is left after it."""
+    """Run a change to its end even if its caller goes away, because the engine is paused half-way.
+
+    ``held`` holds what the change reads, and is closed after it.
+    """
 
     async def run() -> dict[str, Any]:
         with held or nullcontext():

@@ -1,4 +1,7 @@
-"""The engine as a server's policy sees it: asked in time or given up, and then for every API server process."""
+"""Call the engine from a server's policy, and give it up if it does not answer in time.
+
+An engine that one API server process has given up is lost to all of them.
+"""
 
 import asyncio
 from collections.abc import Coroutine
@@ -16,14 +19,16 @@ from qerl_vllm_plugin.worker.change_log import ChangeLog
 logger = init_logger("vllm.qerl")
 T = TypeVar("T")
 
-LOOK = 1.0  # seconds between two looks at the engine core, and at what other API server processes have found out
+LOOK = 1.0  # seconds between two checks of the engine core, and of what other API server processes have found
 LOST_TO_OTHERS = "the engine was given up, or holds half of a policy: another API server's log says why; restart it"
 
 
 class Engine:
-    """``client`` is vLLM's engine client, which has ``patience`` seconds for an answer, unless it waits for requests.
+    """The engine of one API server process, called through vLLM's engine client.
 
-    ``changes`` is what all processes of this engine share, once it has been opened; ``lost`` says why it was given up.
+    An answer may take ``patience`` seconds, except for a pause that waits for requests. ``changes`` is the log that all
+    processes of this engine share, None until the engine is opened. ``lost`` says why the engine was given up.
+    ``is_silent`` is True if that was for want of an answer.
     """
 
     def __init__(self, client: Any, patience: float) -> None:
@@ -33,12 +38,15 @@ class Engine:
         self.is_silent = False
 
     def watch(self) -> asyncio.Task[None]:
-        """As long as the task goes on, calls end when the engine core dies, and what another API server process of this
-        engine finds out holds for this one."""
+        """Start a task that watches the engine core and the shared log.
+
+        When the core dies, it ends this process's calls. When another API server process gives the engine up, so does
+        this one.
+        """
         return asyncio.create_task(self._watch())
 
     async def rpc(self, method: str, *args: Any) -> dict[str, Any]:
-        """The first rank's answer. Raises Refused if a rank refused."""
+        """Call a worker method on all ranks and return the first rank's answer. Raises Refused if a rank refused."""
         self.check()
         results = await self.in_time(self.client.collective_rpc(method, args=args))
         try:
@@ -54,13 +62,15 @@ class Engine:
         return dict(results[0])
 
     def check(self) -> None:
-        """Raises Refused if the engine was given up."""
+        """Raise Refused if the engine was given up."""
         if self.lost is not None:
             raise Refused(503, "lost", self.lost)
 
     async def in_time(self, answer: Coroutine[Any, Any, T]) -> T:
-        """What the engine answers. Raises Refused if it does not: that engine is lost, for its answers no longer belong
-        to the questions."""
+        """Wait for the engine's answer and return it. Raises Refused if none comes in time.
+
+        Such an engine is lost, because later answers would no longer belong to the calls that wait for them.
+        """
         try:
             return await asyncio.wait_for(answer, self._patience)
         except asyncio.TimeoutError:
@@ -70,7 +80,7 @@ class Engine:
             raise Refused(503, "lost", str(self.lost)) from None
 
     def lose(self, reason: str) -> None:
-        """From now on it answers no request, in no process."""
+        """Give the engine up: it answers no request any more, in any API server process."""
         self.lost = reason
         logger.error("%s", reason)
         engine_client.refuse_requests(self.client, reason)

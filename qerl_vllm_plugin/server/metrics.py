@@ -1,4 +1,4 @@
-"""Counters beside vLLM's own, at /metrics."""
+"""Count changes and refusals, beside vLLM's own metrics at /metrics."""
 
 from typing import Any
 
@@ -17,8 +17,10 @@ VERSION = Gauge("qerl:policy_version", "The policy version that is served.", mul
 
 
 def counted() -> dict[str, Any]:
-    """The counters as /metrics has them, of all API server processes together: swaps by kind, refusals by reason,
-    seconds, bytes."""
+    """Return the counters as /metrics shows them: swaps by kind, refusals by reason, seconds and bytes.
+
+    They are summed over all API server processes.
+    """
     swaps: dict[str, int] = {}
     refusals: dict[str, int] = {}
     sums = {"qerl:swap_seconds_sum": 0.0, "qerl:swap_bytes_total": 0.0}

@@ -1,4 +1,4 @@
-"""What vLLM's API server loads: entry point ``qerl`` of the group ``vllm.endpoint_plugins``."""
+"""Add the routes to vLLM's API server, which loads the entry point ``qerl`` of the group ``vllm.endpoint_plugins``."""
 
 from argparse import Namespace
 from typing import Any
@@ -18,16 +18,19 @@ logger = init_logger("vllm.qerl")
 
 
 class EndpointPlugin:
-    """The routes exist only where an admin token is configured."""
+    """vLLM's endpoint plugin for /v1/qerl; it adds routes only if an admin token is configured."""
 
     name = "qerl"
     required_tasks = ("generate",)
 
     def __init__(self) -> None:
-        """Raises ValueError for a token that cannot be read or is too short."""
         self._token: bytes | None = None
 
     def attach_router(self, app: Any) -> None:
+        """Add the routes to the server's application.
+
+        Raises ValueError for a token that cannot be read, is too short or cannot be sent in a header.
+        """
         self._token = read_token()
         if self._token is None:
             logger.info("/v1/qerl: neither %s nor %s is set, so there are no such routes", TOKEN_FILE, TOKEN)
@@ -37,7 +40,11 @@ class EndpointPlugin:
         app.add_middleware(StampVersions, server=app.state.qerl)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Raises ValueError for a server of which only a part would change."""
+        """Open the policy of the server's engine.
+
+        Raises ValueError for a server without an engine, for one of which only a part would change (data-parallel
+        replicas, workers on other machines), and for options that cannot be honoured.
+        """
         if self._token is None:
             return
         if engine_client is None:

@@ -1,12 +1,14 @@
-"""An engine at rest for a change: whose turn it is, what is waited for, and what others ask of the engine meanwhile.
+"""Bring the engine to rest for a change, in turn with other changes and with vLLM's own pauses.
 
-There are two turns, each among all API server processes of an engine. A change has the **line** from its beginning to
-its end, also while it lets requests end ("wait", up to ``DRAIN`` seconds): one change at a time. It has the **engine**
-from the pause to the resumption, a moment. vLLM's own calls that pause and resume (/pause, /resume, /sleep, /wake_up)
-take the second turn too: they come before a change or behind it, wait for nobody's requests, and what they ask for is
-how the engine is left. Nobody who waits for requests that somebody else lets end has a turn.
+There are two locks, each shared by all API server processes of an engine. A change holds the **line** lock from its
+beginning to its end, also while it lets requests end ("wait", up to ``DRAIN`` seconds), so there is one change at a
+time. It holds the **engine** lock while nothing may run, a moment.
 
-As with vLLM's own /pause, one that lets requests end is cut short by one that aborts them.
+vLLM's own calls that pause and resume (/pause, /resume, /sleep, /wake_up) take the engine lock too. They run before or
+after a change, do not wait for requests under the lock, and decide whether the engine stays paused. A change holds
+neither lock while it waits for requests that somebody else lets end.
+
+As with vLLM's own /pause, a change that aborts requests cuts short a change that lets them end.
 """
 
 import asyncio
@@ -23,7 +25,7 @@ from qerl_vllm_plugin.server.engine import Engine
 from qerl_vllm_plugin.wire.timing import DRAIN, Laps
 from qerl_vllm_plugin.worker.change_log import ChangeLog
 
-PAUSE = 0.005  # seconds between two tries
+PAUSE = 0.005  # seconds between two tries to take a lock
 
 
 async def pause() -> None:
@@ -32,11 +34,10 @@ async def pause() -> None:
 
 @asynccontextmanager
 async def turn(name: str, between: Callable[[], Awaitable[None]] = pause) -> AsyncIterator[None]:
-    """Waits until nobody else, of any process, is in such a block of this name, and keeps all others out until its end.
-    ``between`` two tries may raise.
+    """Hold the lock ``name``, which excludes all processes of this machine, while the ``with`` block runs.
 
-    An address of a socket is what only one can have, and what the kernel takes back from a process that dies; it is no
-    file, so that nothing is left.
+    ``between`` is awaited between two tries, and may raise to give up. The lock is the address of an abstract Unix
+    socket. Only one socket can have it, the kernel takes it back from a process that dies, and no file is left behind.
     """
     with socket.socket(socket.AF_UNIX) as place:
         while True:
@@ -50,8 +51,8 @@ async def turn(name: str, between: Callable[[], Awaitable[None]] = pause) -> Asy
         yield
 
 
-LINE = 60.0  # seconds that a change waits for those before it, and for requests that somebody else lets end
-GLANCE = 0.02  # seconds between two looks at an engine that comes to rest
+LINE = 60.0  # seconds that a change waits for earlier changes, and for requests that somebody else lets end
+GLANCE = 0.02  # seconds between two checks of an engine that comes to rest
 BUSY = "not made after {:.0f} s, and nothing has changed: {}. Send it again later"
 ABORT = ", or with requests=abort, which waits for no requests"
 STILL_RUNNING = "requests still ran after {:.0f} s; use requests={}"
@@ -65,30 +66,34 @@ Look = Callable[[], Awaitable[bool]]
 
 
 async def is_there() -> bool:
-    """Of a caller who is known to wait: has not gone."""
+    """Return False, as the check ``is_gone`` of a caller that is known to wait."""
     return False
 
 
 class SomebodyDrains(Exception):
-    """Somebody else lets requests end: the line is left to others meanwhile."""
+    """Somebody else lets requests end; the change must release its locks meanwhile."""
 
 
 class Rest:
-    """Of one engine, in one API server process; ``instance`` is the engine's name among all of them, ``is_shared``
-    whether there are others."""
+    """Brings one engine to rest, from one API server process.
+
+    ``instance`` is the engine's name, the same in all its API server processes. ``is_shared`` says that there are
+    others.
+    """
 
     def __init__(self, engine: Engine, changes: ChangeLog, instance: str, *, is_shared: bool) -> None:
         self._engine, self._client, self._changes = engine, engine.client, changes
         self._instance, self._is_shared = instance, is_shared
-        self._made: tuple[str, float] | None = None  # the change of this process that has the line, and since when
+        self._made: tuple[str, float] | None = None  # the change here that holds the line lock, and its start
         engine_client.watch_pauses(self._client, self._pause_of_others, self._resumption_of_others)
 
     @asynccontextmanager
     async def of(self, change: str, mode: str, is_gone: Look = is_there) -> AsyncIterator[Laps]:
-        """Nothing is computed in the block, and afterwards the engine goes on, unless somebody else has paused it.
-        The laps are those of the change, from its pause, which they have.
+        """Keep the engine at rest while the ``with`` block runs, and resume it unless somebody else has paused it.
 
-        ``change`` is what to call it where others wait for it. Raises Refused if it takes too long to get there.
+        Yield the timer of the change, which has the part ``pause`` already. ``change`` is the change's name in messages
+        to others that wait for it. ``mode`` says what happens to running requests, and ``is_gone`` whether the caller
+        has stopped waiting. Raises Refused if the engine does not come to rest in time, is lost, or the caller is gone.
         """
         wait = _Patience(self, mode, is_gone)
         if mode == "abort":
@@ -110,7 +115,7 @@ class Rest:
                 await wait.a_while(GLANCE)
 
     def obstacle(self) -> str:
-        """What a change in the line waits for."""
+        """Return a text that says what a change has to wait for."""
         if self._made is not None:
             change, since = self._made
             return f"{change} has been under way for {time.monotonic() - since:.0f} s"
@@ -137,8 +142,11 @@ class Rest:
 
     @asynccontextmanager
     async def _once_ended(self, mode: str, wait: "_Patience") -> AsyncIterator[None]:
-        """vLLM puts requests back for lack of room in the KV cache, and in an engine that is to let requests end they
-        do not begin anew: it goes on with those of this process, which come first, and pauses again until none is left.
+        """Let running requests end, then hold the engine at rest.
+
+        vLLM preempts requests when the KV cache is full, and does not restart them while the engine drains. If this
+        process has such requests left, the engine is resumed, which runs them first, and is drained again until none
+        is left. Raises Refused if somebody else has paused the engine with such requests left.
         """
         is_ours = False
         try:
@@ -168,7 +176,7 @@ class Rest:
                     await self._resume()
 
     async def _cut_short(self) -> None:
-        """Aborts requests that are waited for, be it by the change that has the line."""
+        """Abort the requests that somebody waits for, even if that is the change that holds the line lock."""
         async with self._turn():
             if await self._is_paused() and await self._is_working():
                 await self._engine.in_time(engine_client.pause(self._client, "abort", is_shared=self._is_shared))
@@ -177,19 +185,22 @@ class Rest:
         self._engine.check()
         is_paused = await self._engine.in_time(self._client.is_paused())
         if not is_paused and self._changes.is_paused:
-            self._changes.is_paused = False  # resumed by what is no call of the client
+            self._changes.is_paused = False  # the engine was resumed, though not by a method of the client
         return bool(is_paused)
 
     async def _is_working(self) -> bool:
         return await self._engine.in_time(engine_client.is_working(self._client))
 
     async def _begun(self, pause: "asyncio.Task[Any]") -> None:
-        """Returns when the engine has been told to pause; requests may still run."""
+        """Wait until the engine has been told to pause; requests may still run."""
         while not pause.done() and not await self._engine.in_time(self._client.is_paused()):
             await asyncio.sleep(GLANCE / 10)
 
     async def _resume(self) -> None:
-        """A lost engine too: what waits is refused, and waits no longer."""
+        """Resume the engine, unless somebody else has paused it or it does not answer.
+
+        A lost engine is resumed too, so that waiting requests are refused instead of waiting on.
+        """
         if not self._changes.is_paused and not self._engine.is_silent:
             await self._engine.in_time(engine_client.resume(self._client))
 
@@ -207,13 +218,13 @@ class Rest:
     async def _resumption_of_others(self, call: Callable[[], Awaitable[Any]]) -> Any:
         async with self._turn():
             answer = await call()
-            # an engine that is woken up in part stays paused
+            # an engine that is only partly woken up stays paused
             self._changes.is_paused = self._changes.is_paused and await self._engine.in_time(self._client.is_paused())
             return answer
 
 
 class _Patience:
-    """Of one change, until it is made."""
+    """Limits how long one change waits, and stops it if its caller is gone or the engine is lost."""
 
     def __init__(self, rest: Rest, mode: str, is_gone: Look) -> None:
         self._rest, self._mode, self._is_gone = rest, mode, is_gone
@@ -221,7 +232,7 @@ class _Patience:
         self._end = time.monotonic() + self._most
 
     async def a_while(self, seconds: float = PAUSE) -> None:
-        """A moment in the line. Raises Refused if there have been enough of them, or nobody waits for the answer."""
+        """Wait ``seconds``. Raises Refused if the change has waited too long, the caller is gone or the engine lost."""
         await self._look()
         if time.monotonic() > self._end:
             text = BUSY.format(self._most, self._rest.obstacle()) + ("" if self._mode == "abort" else ABORT)
@@ -229,7 +240,7 @@ class _Patience:
         await asyncio.sleep(seconds)
 
     async def until(self, drain: "asyncio.Task[Any]") -> None:
-        """Returns when the requests that the change lets end have ended. Raises Refused, as ``a_while``."""
+        """Wait until the requests that the change lets end have ended. Raises Refused as ``a_while`` does."""
         try:
             while not (await asyncio.wait({drain}, timeout=GLANCE))[0]:
                 await self._look()

@@ -1,4 +1,4 @@
-"""The routes under /v1/qerl. Every one asks for the admin token before it reads anything else of the request."""
+"""Handle the routes under /v1/qerl; each checks the admin token before it reads anything else of the request."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -25,7 +25,7 @@ BOTH = "the adapter is in a folder or in the body: give one, not both"
 
 
 def attach(app: Any, token: bytes) -> None:
-    """Adds the routes to the server's application; ``token`` is the hash of the admin token."""
+    """Add the routes to the server's application; ``token`` is the SHA-256 of the admin token."""
 
     def add(path: str, method: str, handler: Handler) -> None:
         async def answer(request: Request) -> JSONResponse:
@@ -40,7 +40,7 @@ def attach(app: Any, token: bytes) -> None:
                     raise
                 refusal = Refused(503, "engine_dead", "the engine has died; restart the server, its log says why")
             metrics.REFUSALS.labels(refusal.reason).inc()
-            # what is left of the body is not read
+            # the rest of the body stays unread, so the connection must close
             content = {"error": str(refusal), "reason": refusal.reason}
             return JSONResponse(content, refusal.status, headers={"Connection": "close"})
 
@@ -54,7 +54,7 @@ def attach(app: Any, token: bytes) -> None:
 
 
 async def put_policy(server: PolicyServer, request: Request) -> dict[str, Any]:
-    """Installs the adapter in the body, on the GPU or in the file that the body names, or that of ``?folder=NAME``."""
+    """Install the adapter in the body, in the GPU memory or file that the body names, or in ``?folder=NAME``."""
     query = _query(request, "version", "requests", "folder")
     version, mode = _version(query), _mode(query)
     kind = request.headers.get("content-type")
@@ -79,8 +79,8 @@ async def put_policy(server: PolicyServer, request: Request) -> dict[str, Any]:
 
 
 async def _from_folder(server: PolicyServer, name: str, held: ExitStack) -> body.Upload:
-    """A folder's adapter as a file for the workers, until ``held`` is left. Raises Refused."""
-    # in threads: requests that are being answered go on meanwhile
+    """Copy a folder's adapter into a file for the workers, kept until ``held`` is closed. Raises Refused."""
+    # in threads, so that other requests go on meanwhile
     try:
         folder = await asyncio.to_thread(server.folder, name)
         saved = await asyncio.to_thread(adapter_folder.read, folder)
@@ -97,13 +97,13 @@ async def _from_folder(server: PolicyServer, name: str, held: ExitStack) -> body
 
 
 async def delete_policy(server: PolicyServer, request: Request) -> dict[str, Any]:
-    """Serves the base alone."""
+    """Remove the adapter and serve the base alone."""
     query = _query(request, "version", "requests")
     return await server.swap(None, {}, "", _version(query), _mode(query), request.is_disconnected)
 
 
 async def put_noise(server: PolicyServer, request: Request) -> dict[str, Any]:
-    """Sets the noise: {"sigma": 0.01, "seed": 1, "rollout": 7}, and "targets" where they are not the usual norms."""
+    """Set the noise: {"sigma": 0.01, "seed": 1, "rollout": 7}, and "targets" unless they are the default norms."""
     mode = _mode(_query(request, "requests"))
     given = await body.read_json(request)
     if unknown := sorted(set(given) - set(NOISE_KEYS)):
@@ -111,7 +111,7 @@ async def put_noise(server: PolicyServer, request: Request) -> dict[str, Any]:
     if missing := [key for key in NOISE_KEYS[:3] if key not in given]:
         raise Refused(400, "bad_json", f"the key {missing[0]!r} is missing")
     for key in NOISE_KEYS[:3]:
-        if isinstance(given[key], int) and given[key].bit_length() > 63:  # vLLM's own message format has no others
+        if isinstance(given[key], int) and given[key].bit_length() > 63:  # vLLM's own message format has no longer ones
             raise Refused(400, "bad_json", f"{key} is {str(given[key])[:40]}; whole numbers have at most 64 bits here")
     targets = given.get("targets", list(noise.DEFAULT_TARGETS))
     return await server.set_noise(
@@ -120,7 +120,7 @@ async def put_noise(server: PolicyServer, request: Request) -> dict[str, Any]:
 
 
 async def delete_noise(server: PolicyServer, request: Request) -> dict[str, Any]:
-    """Gives the norms back their bits without noise."""
+    """Restore the norms without noise, bit for bit."""
     return await server.set_noise(0.0, 0, 0, [], _mode(_query(request, "requests")), request.is_disconnected)
 
 

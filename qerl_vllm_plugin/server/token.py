@@ -1,4 +1,4 @@
-"""The admin token: from a file or the environment, compared in constant time, and written nowhere."""
+"""Read the admin token from a file or the environment, and compare it in constant time; it is written nowhere."""
 
 import hashlib
 import os
@@ -11,16 +11,19 @@ SHORTEST = 16
 
 
 def read_token() -> bytes | None:
-    """The SHA-256 of the token; None where none is configured. Raises ValueError as ``configured_token`` does."""
+    """Return the SHA-256 of the token, or None if none is configured.
+
+    Raises ValueError as ``configured_token`` does.
+    """
     token = configured_token()
     return None if token is None else _hash(token)
 
 
 def configured_token() -> str | None:
-    """The token that a server asks for and a client of the same environment sends; None where none is configured.
+    """Return the token that a server requires and a client in the same environment sends; None if none is configured.
 
-    Raises ValueError for a file that cannot be read, a token that is too short or no header can carry, and where
-    both are set.
+    Raises ValueError for a file that cannot be read, and for a token that is too short or that no header can carry.
+    Raises ValueError also if both variables are set.
     """
     file, token = os.environ.get(TOKEN_FILE), os.environ.get(TOKEN)
     if file is None and token is None:
@@ -45,7 +48,7 @@ def configured_token() -> str | None:
 
 
 def matches(given: str | None, expected: bytes) -> bool:
-    """Whether a request's token is the one whose hash is ``expected``; takes as long for any."""
+    """Return True if the SHA-256 of a request's token is ``expected``, comparing in constant time."""
     return secrets.compare_digest(_hash(given or ""), expected)
 
 

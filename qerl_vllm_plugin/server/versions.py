@@ -1,11 +1,12 @@
-"""Which policy version computed an answer: the header ``X-QeRL-Policy-Version: FIRST``, or ``FIRST-LAST``.
+"""Tell which policy version computed an answer: the header ``X-QeRL-Policy-Version: FIRST``, or ``FIRST-LAST``.
 
-FIRST alone: one policy computed all of it. Where only the noise has changed in between, FIRST and LAST are equal.
+FIRST alone means that one policy computed all of it. If only the noise has changed in between, FIRST and LAST are
+equal.
 
 vLLM stamps the first and the last token of each sequence with the engine's clock, which all processes of a machine
-share; a change is made while the engine is paused, so no token lies near its time (change_log.py). An answer of several
-sequences (``n``, several prompts) names the earliest and the latest of all. Where an engine keeps no statistics
-(--disable-log-stats), a request's arrival and end stand in: a range that is never too narrow.
+share. A change is made while the engine is paused, so no token lies near its time (change_log.py). An answer of several
+sequences (``n``, several prompts) names the earliest and the latest version of all. If an engine keeps no statistics
+(--disable-log-stats), a request's arrival and end are used, a range that is never too narrow.
 """
 
 import time
@@ -20,14 +21,14 @@ HEADER = "X-QeRL-Policy-Version"
 
 
 class Sequence:
-    """One sequence that an HTTP request has the engine compute; ``stamps`` are vLLM's, if it keeps any."""
+    """A sequence that the engine computes for an HTTP request; ``stamps`` are vLLM's token times, None without any."""
 
     def __init__(self, stamps: Any, is_running: Callable[[], bool]) -> None:
         self._stamps, self.is_running, self._arrival = stamps, is_running, time.monotonic()
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has a token, as far as that is known."""
+        """True if the sequence has a token, or if that is not known."""
         return self._stamps is None or bool(self._stamps.first_token_ts)
 
     @property
@@ -40,7 +41,7 @@ _sequences: ContextVar[list[Sequence] | None] = ContextVar("qerl_sequences", def
 
 
 def tell_versions(engine: Any) -> None:
-    """Makes the engine client note, for the HTTP request that it serves, the sequences that it is asked for."""
+    """Make the engine client record the sequences of each HTTP request, for ``StampVersions``."""
 
     def note(stamps: Any, is_running: Callable[[], bool]) -> None:
         if (sequences := _sequences.get()) is not None:
@@ -50,7 +51,10 @@ def tell_versions(engine: Any) -> None:
 
 
 class StampVersions:
-    """ASGI middleware: the header on every answer that holds tokens, and a last comment line on streams."""
+    """ASGI middleware that adds the header to every answer that holds tokens, and a last comment line to streams.
+
+    A stream's header comes with its first tokens; its comment line covers all of them.
+    """
 
     def __init__(self, app: Any, server: Any) -> None:
         self._app, self._server = app, server
@@ -61,7 +65,7 @@ class StampVersions:
             return
         sequences: list[Sequence] = []
         _sequences.set(sequences)
-        started: dict[str, Any] = {}  # the start of the answer, held back until its first bytes
+        started: dict[str, Any] = {}  # the start message of the answer, held back until the first bytes of its body
         is_stream = False
 
         async def send_stamped(message: Any) -> None:
@@ -74,10 +78,10 @@ class StampVersions:
                 return
             if started:
                 begun = [sequence.span for sequence in sequences if sequence.has_begun]
-                # an answer that does not wait for its tokens (background: true) cannot say what will compute them
+                # an answer sent before its tokens (background: true) cannot tell which policy will compute them
                 is_known = is_stream or not any(sequence.is_running() for sequence in sequences)
                 if sequences and is_known and started["status"] < 400:
-                    # of a stream the first tokens alone are there; an answer without any has the time that it took
+                    # a stream has its first tokens alone so far; without any, use all sequences' whole times
                     spans = begun if is_stream and begun else [sequence.span for sequence in sequences]
                     text = self._server.changes.text(spans)
                     started["headers"] = [*started["headers"], (HEADER.lower().encode(), text.encode())]
