@@ -14,7 +14,7 @@ import torch
 MAX_SIGMA = 1e6  # norms are near 1; far above this their values would be infinite
 # the norms that feed q/k/v and gate/up; the final norm and the q/k norms carry no noise unless named as targets
 DEFAULT_TARGETS = ("input_layernorm", "post_attention_layernorm")
-# in models (Gemma) with the second norm, that one feeds gate and up; the first follows attention and feeds no linear
+# in models that have both (Gemma), _FEEDS feeds gate and up, and _FOLLOWS follows attention and feeds no linear
 _FOLLOWS, _FEEDS = "post_attention_layernorm", "pre_feedforward_layernorm"
 
 

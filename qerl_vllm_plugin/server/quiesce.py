@@ -1,8 +1,8 @@
 """Bring the engine to rest for a change, in turn with other changes and with vLLM's own pauses.
 
 There are two locks, each shared by all API server processes of an engine. A change holds the **line** lock from its
-beginning to its end, also while it lets requests end ("wait", up to ``DRAIN`` seconds), so there is one change at a
-time. It holds the **engine** lock while nothing may run, a moment.
+beginning to its end, so there is one change at a time. It holds it also while it lets requests end ("wait", up to
+``DRAIN`` seconds). It holds the **engine** lock only for a moment, while nothing may run.
 
 vLLM's own calls that pause and resume (/pause, /resume, /sleep, /wake_up) take the engine lock too. They run before or
 after a change, do not wait for requests under the lock, and decide whether the engine stays paused. A change holds
