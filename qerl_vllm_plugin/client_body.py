@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from qerl_vllm_plugin.adapter.check import Tensors, joined, plain_config
+from qerl_vllm_plugin.adapter.check import joined, plain_config
 from qerl_vllm_plugin.wire import gpu_memory, shared_file
 from qerl_vllm_plugin.wire.checksum import checksums
-from qerl_vllm_plugin.wire.safetensors_file import header_bytes
+from qerl_vllm_plugin.wire.safetensors_file import Tensors, header_bytes
 
 PIECE = 256 << 10
 

@@ -14,11 +14,12 @@ from typing import Any
 import httpx
 
 from qerl_vllm_plugin.adapter import folder as adapter_folder
-from qerl_vllm_plugin.adapter.check import AdapterError, Tensors, joined, plain_config
+from qerl_vllm_plugin.adapter.check import AdapterError, joined, plain_config
 from qerl_vllm_plugin.client_body import gpu_body, metadata, pieces
 from qerl_vllm_plugin.wire import cuda_ipc, gpu_memory, shared_file
 from qerl_vllm_plugin.wire.address import Login, authorization, parted, shown
 from qerl_vllm_plugin.wire.cuda_ipc import CudaIPCError
+from qerl_vllm_plugin.wire.safetensors_file import Tensors
 from qerl_vllm_plugin.wire.shared_segment import NoRoomError, Segments
 from qerl_vllm_plugin.wire.timing import DRAIN
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from qerl_vllm_plugin.wire.safetensors_file import Tensors
 from qerl_vllm_plugin.wire.spans import Copied
 
 PREFIX = "base_model.model."
@@ -385,9 +386,6 @@ def _layer(name: str, pattern: str | list[str] | None) -> int | None:
 
 def _endings(targets: Collection[str]) -> str:
     return ", ".join(sorted({name.rsplit(".", 1)[-1] for name in targets}))
-
-
-Tensors = Mapping[str, torch.Tensor]
 
 
 def joined(tensors: Tensors | None, norms: Tensors | None) -> dict[str, torch.Tensor]:

@@ -30,6 +30,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+Tensors = Mapping[str, torch.Tensor]  # by name, as a file has them
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 DOWNLOAD_AGAIN = "download or quantize the checkpoint again"
 

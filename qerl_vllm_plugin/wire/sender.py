@@ -1,20 +1,19 @@
 """Choose how tensors reach an engine's workers: as they are, as GPU memory, as a shared file, or in the message."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from safetensors.torch import save
 from vllm.logger import init_logger
 
 from qerl_vllm_plugin.wire import gpu_memory, shared_file
 from qerl_vllm_plugin.wire.cuda_ipc import CudaIPCError
+from qerl_vllm_plugin.wire.safetensors_file import Tensors
 from qerl_vllm_plugin.wire.shared_segment import NoRoomError, Segments
 
 logger = init_logger("vllm.qerl")
 
-Tensors = Mapping[str, torch.Tensor]
 TRANSPORTS = ("auto", "ipc", "shared")
 
 

@@ -24,12 +24,12 @@ from qerl_vllm_plugin.adapter.lora_slots import LoraSlots
 from qerl_vllm_plugin.adapter.resident import ResidentAdapter
 from qerl_vllm_plugin.compat import engine, kv_cache_memory
 from qerl_vllm_plugin.wire import cuda_ipc
+from qerl_vllm_plugin.wire.safetensors_file import Tensors
 from qerl_vllm_plugin.worker import kv_cache
 from qerl_vllm_plugin.worker.change_log import ChangeLog
 from qerl_vllm_plugin.worker.policy import (
     Answer,
     Change,
-    Tensors,
     check_one_policy,
     check_weights,
     digest_of,

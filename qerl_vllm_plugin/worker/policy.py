@@ -32,6 +32,7 @@ from qerl_vllm_plugin.weights import overflow
 from qerl_vllm_plugin.wire import spans
 from qerl_vllm_plugin.wire.cuda_ipc import CudaIPCError
 from qerl_vllm_plugin.wire.mapped_file import MappedFile
+from qerl_vllm_plugin.wire.safetensors_file import Tensors
 from qerl_vllm_plugin.wire.timing import Laps
 from qerl_vllm_plugin.worker.change_log import ChangeLog
 
@@ -62,7 +63,6 @@ class StaleVersionError(AdapterError):
 
 MARKS: dict[type[Exception], str] = {CudaIPCError: "unreachable", StaleVersionError: "stale"}  # keys of a refusal
 
-Tensors = Mapping[str, torch.Tensor]
 Answer = dict[str, Any]
 
 # larger trained norm weights and sigmas are tried on some tokens before they serve; models have weights of 0.1 to 50
@@ -231,8 +231,8 @@ def on_all_ranks(policy: WorkerPolicy, prepare: Callable[[], Change]) -> Answer:
     laps.end("agree")
     answer, failed = {}, None
     try:
-        error = _why_not(policy, change.commit) if state == doubtful else None
         if state == doubtful:
+            error = _why_not(policy, change.commit)
             laps.end("try")
             if engine.highest(error is not None):
                 return {"error": error or ANOTHER_RANK}

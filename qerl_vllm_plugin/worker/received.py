@@ -1,6 +1,6 @@
 """Read what the driver has sent to a worker: tensors as they are, a safetensors file, or a piece of GPU memory."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,9 +9,9 @@ import torch
 from qerl_vllm_plugin.adapter.check import PREFIX, AdapterError, Fetch
 from qerl_vllm_plugin.wire import gpu_memory
 from qerl_vllm_plugin.wire.mapped_file import MappedFile
+from qerl_vllm_plugin.wire.safetensors_file import Tensors
 from qerl_vllm_plugin.wire.shared_file import PATH
 
-Tensors = Mapping[str, torch.Tensor]
 Given = tuple[Tensors | None, Tensors | None, Fetch | None]  # adapter, norms, and the fetch function
 
 
