@@ -2,7 +2,9 @@
 
 import ctypes
 import json
+import logging
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -176,9 +178,22 @@ def engine_logprobs(llm: Any, request: Any = None, prompts: list[list[int]] = PR
     return torch.tensor(values)
 
 
+def ask(llm: Any, ids: list[int], request: Any = None, **sampling: Any) -> Any:
+    """Return vLLM's output for one prompt, sampled greedily unless ``sampling`` says otherwise."""
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **sampling})
+    return llm.generate([{"prompt_token_ids": ids}], parameters, use_tqdm=False, lora_request=request)[0]
+
+
+def engine_worker(llm: Any) -> Any:
+    """Return the worker inside an engine that runs in this process."""
+    return llm.llm_engine.model_executor.driver_worker.worker
+
+
 def engine_model(llm: Any) -> torch.nn.Module:
-    """The model inside an engine that runs in this process."""
-    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    """Return the model inside an engine that runs in this process."""
+    return engine_worker(llm).model_runner.get_model()
 
 
 def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -193,7 +208,13 @@ def measure() -> Any:
     import types
 
     return types.SimpleNamespace(
-        hf=hf_logprobs, engine=engine_logprobs, difference=difference, model=engine_model, prompts=PROMPTS
+        hf=hf_logprobs,
+        engine=engine_logprobs,
+        ask=ask,
+        difference=difference,
+        model=engine_model,
+        worker=engine_worker,
+        prompts=PROMPTS,
     )
 
 
@@ -240,6 +261,72 @@ def carriers() -> dict[str, dict[str, Any]]:
 def lora_options() -> dict[str, Any]:
     """The same for vLLM's LoRA slots alone."""
     return CARRIERS["lora"]
+
+
+@pytest.fixture(scope="module")
+def folder(make_nvfp4: Callable[..., Path]) -> Path:
+    """The packed checkpoint that a test file's engine serves; a file with another one has its own ``folder``."""
+    return make_nvfp4("qwen2")
+
+
+@pytest.fixture(scope="module")
+def hf(reference: Callable[[Path], torch.nn.Module], folder: Path) -> torch.nn.Module:
+    """The reference of ``folder``."""
+    return reference(folder)
+
+
+@pytest.fixture(scope="module")
+def engine(
+    request: pytest.FixtureRequest, boot: Callable[..., Any], folder: Path, carrier_options: dict[str, Any]
+) -> Any:
+    """An engine with a policy adapter, once for each carrier; the test file's ENGINE has further options of it."""
+    return boot(folder, **{**carrier_options, **getattr(request.module, "ENGINE", {})})
+
+
+@pytest.fixture
+def policy(engine: Any) -> Any:
+    """The policy of ``engine``, without an adapter and without noise."""
+    from qerl_vllm_plugin.policy import Policy
+
+    policy = Policy(engine)
+    policy.swap(None)
+    policy.clear_noise()
+    return policy
+
+
+@pytest.fixture
+def edited(tmp_path: Path) -> Callable[..., Path]:
+    """edited(folder, change=None, **config) -> a copy that a test may damage.
+
+    ``change(tensors)`` changes its tensors in place. ``config`` are keys of its config.json; None removes one.
+    """
+    from safetensors.torch import load_file, save_file
+
+    def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object] | None = None, **config: object) -> Path:
+        copy = shutil.copytree(folder, tmp_path / f"edited-{len(list(tmp_path.glob('edited-*')))}")
+        if change is not None:
+            tensors = load_file(copy / "model.safetensors")
+            change(tensors)
+            save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+        values = json.loads((copy / "config.json").read_text()) | config
+        values = {key: value for key, value in values.items() if value is not None or key not in config}
+        (copy / "config.json").write_text(json.dumps(values))
+        return copy
+
+    return edit
+
+
+@pytest.fixture
+def warnings_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[logging.Logger], list[str]]:
+    """warnings_of(logger) -> the texts that it warns of from now on, once or each time."""
+
+    def collect(logger: logging.Logger) -> list[str]:
+        texts: list[str] = []
+        for name in ("warning", "warning_once"):
+            monkeypatch.setattr(logger, name, lambda text, *values, **_: texts.append(text % values))
+        return texts
+
+    return collect
 
 
 @pytest.fixture(scope="session")

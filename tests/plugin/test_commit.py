@@ -14,24 +14,6 @@ MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 NORMS = {"model.norm.weight": torch.linspace(0.5, 1.5, 64)}
 
 
-@pytest.fixture(scope="module")
-def hf(reference, make_nvfp4):
-    return reference(make_nvfp4("qwen2"))
-
-
-@pytest.fixture(scope="module")
-def engine(boot, make_nvfp4, carrier_options):
-    return boot(make_nvfp4("qwen2"), **carrier_options)
-
-
-@pytest.fixture
-def policy(engine):
-    policy = Policy(engine)
-    policy.swap(None)
-    policy.clear_noise()
-    return policy
-
-
 def worker_policy(policy):
     return policy_of(policy._llm.llm_engine.model_executor.driver_worker.worker)
 

@@ -11,11 +11,6 @@ POLICYS_ID = 2147483647
 
 
 @pytest.fixture(scope="module")
-def hf(reference, make_nvfp4):
-    return reference(make_nvfp4("qwen2"))
-
-
-@pytest.fixture(scope="module")
 def theirs(hf, make_adapter, tmp_path_factory):
     """An adapter of the user: its folder, and its PEFT model."""
     folder = tmp_path_factory.mktemp("theirs")

@@ -36,11 +36,6 @@ def packed(boot, folder):
     return boot(folder, additional_config=RESIDENT)
 
 
-@pytest.fixture(scope="module")
-def hf(reference, folder):
-    return reference(folder)
-
-
 def mean(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().mean())
 

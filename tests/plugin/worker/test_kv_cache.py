@@ -15,11 +15,7 @@ from qerl_vllm_plugin.worker.kv_cache import KVCacheError, remainders
 PROMPT = {"prompt_token_ids": [(7 * i) % 60 + 2 for i in range(70)]}
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, logprobs=2, ignore_eos=True)
 RELEASED = "call Policy.resume_kv_cache"
-
-
-@pytest.fixture(scope="module")
-def engine(boot, make_nvfp4, carrier_options):
-    return boot(make_nvfp4("qwen2"), enable_prefix_caching=True, block_size=32, **carrier_options)
+ENGINE = {"enable_prefix_caching": True, "block_size": 32}
 
 
 @pytest.fixture
@@ -28,10 +24,10 @@ def memory(engine, memory_of):
 
 
 @pytest.fixture
-def policy(engine, memory, make_nvfp4, reference, make_adapter):
+def policy(engine, memory, hf, make_adapter):
     """With an adapter and noise, so that there is something to lose; resumed again after the test."""
     policy = Policy(engine)
-    policy.swap(*make_adapter(reference(make_nvfp4("qwen2")), target_modules="all-linear")[:2])
+    policy.swap(*make_adapter(hf, target_modules="all-linear")[:2])
     policy.set_noise(0.05, seed=1, rollout=2)
     yield policy
     if policy._is_released:
