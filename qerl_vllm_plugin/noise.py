@@ -1,11 +1,13 @@
-"""Compute adaptive quantization noise: which norms carry it, and the bits that are added.
+"""Compute adaptive quantization noise: its size in each rollout, which norms carry it, and the bits that are added.
 
 Trainer and engine both call this module; it needs torch alone. Source: QeRL (arXiv 2510.11696), section 3.3:
 Z ~ N(0, sigma^2), one value per input channel, is merged into the RMSNorm weight that feeds the linears,
 w_noise = w + Z. A norm that is stored as w and multiplies by 1 + w gets the same noise: 1 + (w + Z) = (1 + w) + Z.
+Over a run sigma falls exponentially in num_stages stages, after a first stage without noise.
 """
 
 import hashlib
+import math
 import numbers
 from collections.abc import Collection, Mapping, Sequence
 
@@ -95,3 +97,24 @@ def all_noisy(bases: Mapping[str, torch.Tensor], sigma: float, seed: int, rollou
     scaled = torch._foreach_mul(drawn.split(list(sizes.values())), sigma)
     sums = torch._foreach_add([base.float() for base in bases.values()], scaled)
     return dict(zip(bases, sums, strict=True))
+
+
+def exponential_sigma(rollout: int, rollouts: int, sigma_start: float, sigma_end: float, num_stages: int) -> float:
+    """Return sigma for ``rollout`` (0 is the first) of ``rollouts``, each of which is one batch of completions.
+
+    Rollouts are split evenly over stages 0 to K = ``num_stages``. Stage 0 has no noise. Stage k has
+    sigma_start * (sigma_end / sigma_start)^((k - 1) / (K - 1)); a single stage has sigma_start. Raises ValueError
+    unless 0 < sigma_end <= sigma_start, both are finite, num_stages >= 1 and 0 <= rollout < rollouts.
+    """
+    if not (math.isfinite(sigma_start) and 0 < sigma_end <= sigma_start):
+        raise ValueError(f"sigma falls from {sigma_start} to {sigma_end}; both must be positive, the second not larger")
+    if num_stages < 1:
+        raise ValueError(f"num_stages is {num_stages}; noise needs at least one stage")
+    if not 0 <= rollout < rollouts:
+        raise ValueError(f"rollout {rollout} is not one of the {rollouts} rollouts 0 to {rollouts - 1}")
+    stage = rollout * (num_stages + 1) // rollouts
+    if stage == 0:
+        return 0.0
+    if num_stages == 1:
+        return sigma_start
+    return sigma_start * (sigma_end / sigma_start) ** ((stage - 1) / (num_stages - 1))

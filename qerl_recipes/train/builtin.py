@@ -28,12 +28,9 @@ def qerl_datasets() -> Mapping[str, DatasetLoader]:
 
 @implementation
 def qerl_noise_schedules() -> Mapping[str, NoiseSchedule]:
-    def exponential(rollout: int, rollouts: int, sigma_start: float, sigma_end: float, num_stages: int) -> float:
-        from qerl_recipes.train.schedule import sigma
+    from qerl_vllm_plugin.noise import exponential_sigma
 
-        return sigma(rollout, rollouts, sigma_start, sigma_end, num_stages)
-
-    return {"exponential": exponential}
+    return {"exponential": exponential_sigma}
 
 
 @implementation

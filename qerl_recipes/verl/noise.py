@@ -10,7 +10,6 @@ from typing import Any
 import ray
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 
-from qerl_recipes.train.schedule import sigma
 from qerl_vllm_plugin import noise
 from qerl_vllm_plugin.verl import ROLLOUT, server_name
 
@@ -106,4 +105,5 @@ class NoisyAgentLoopManager(AgentLoopManagerTQ):
     def sigma(self, step: int) -> float:
         """Return the standard deviation of the noise in the rollout of ``step``, counted from 0."""
         assert self._noise is not None
-        return sigma(step, self._rollouts, self._noise.sigma_start, self._noise.sigma_end, self._noise.num_stages)
+        ends = (self._noise.sigma_start, self._noise.sigma_end)
+        return noise.exponential_sigma(step, self._rollouts, *ends, self._noise.num_stages)

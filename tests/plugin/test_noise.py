@@ -127,3 +127,50 @@ def test_targets_that_say_nothing_or_miss_the_linears_are_refused():
     better = r"use \['input_layernorm', 'pre_feedforward_layernorm'\]"
     with pytest.raises(ValueError, match="post_attention_layernorm feeds no linear.*" + better):
         noise.targeted(GEMMA, noise.DEFAULT_TARGETS)
+
+
+def test_the_papers_schedule_by_hand():
+    # 110 rollouts in 10 stages: 11 intervals of 10 rollouts, the first without noise
+    values = [noise.exponential_sigma(r, 110, 1e-2, 5e-4, 10) for r in range(110)]
+    assert values[:10] == [0.0] * 10
+    assert values[10] == values[19] == 1e-2
+    assert math.isclose(values[20], 1e-2 * 0.05 ** (1 / 9))
+    assert math.isclose(values[-1], 5e-4)
+    assert len(set(values)) == 11
+
+
+def test_sigma_starts_at_zero_and_then_only_falls():
+    for rollouts in (1, 3, 7, 10, 11, 12, 199):
+        values = [noise.exponential_sigma(r, rollouts, 1e-2, 5e-4, 10) for r in range(rollouts)]
+        noisy = [value for value in values if value]
+        assert values == [0.0] * (rollouts - len(noisy)) + sorted(noisy, reverse=True)
+        assert set(noisy) <= {1e-2 * 0.05 ** (k / 9) for k in range(10)} and values[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("end", "stages", "values"), [(0.001, 1, [0.0, 0.0, 0.1, 0.1]), (0.1, 3, [0.0, 0.1, 0.1, 0.1])]
+)
+def test_one_stage_or_equal_ends_have_one_sigma(end, stages, values):
+    assert [noise.exponential_sigma(r, 4, 0.1, end, stages) for r in range(4)] == values
+
+
+POSITIVE = "must be positive"
+
+
+@pytest.mark.parametrize(
+    ("rollout", "ends", "stages", "message"),
+    [
+        (5, (0.0, 0.0), 4, POSITIVE),
+        (5, (1e-3, 1e-2), 4, POSITIVE),
+        (5, (math.nan, 1e-3), 4, POSITIVE),
+        (5, (1e-2, math.nan), 4, POSITIVE),
+        (5, (-1e-2, -1e-3), 4, POSITIVE),
+        (5, (math.inf, 1), 4, POSITIVE),
+        (10, (1e-2, 1e-3), 4, "rollout 10"),
+        (-1, (1e-2, 1e-3), 4, "rollout -1"),
+        (0, (1e-2, 1e-3), 0, "num_stages"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused(rollout, ends, stages, message):
+    with pytest.raises(ValueError, match=message):
+        noise.exponential_sigma(rollout, 10, *ends, stages)

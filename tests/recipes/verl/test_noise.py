@@ -58,8 +58,8 @@ def test_a_schedule_that_cannot_be_followed_is_refused(custom, mode, reason):
 def test_each_rollout_has_its_noise_and_a_validation_none(monkeypatch):
     from verl.utils import tensordict_utils as tu
 
-    from qerl_recipes.train.schedule import sigma
     from qerl_recipes.verl import noise
+    from qerl_vllm_plugin.noise import exponential_sigma as sigma
 
     events = []
 
