@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from qerl_recipes.machine import server_process
+from qerl_recipes.machine import processes
 from qerl_recipes.machine.environment import prepare, runs_on_cuda
 
 prepare()  # before anything imports vllm
@@ -264,7 +264,7 @@ def start_process() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     started = []
 
     def start(command: Sequence[str | Path], log: Path, **environment: str) -> subprocess.Popen[bytes]:
-        started.append(server_process.start(command, log, environment))
+        started.append(processes.start(command, log, environment))
         return started[-1]
 
     yield start

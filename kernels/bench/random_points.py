@@ -24,10 +24,9 @@ import baselines
 import torch
 from layers import Layer, random_points
 from qerl_kernels import gemm, linear_tiles, nvfp4_triton, rule, tiles
+from qerl_kernels.conditions import conditions
 from timing import copies, interleaved
 from tune import gate_in_processes, random_adapters
-
-from qerl_recipes.machine.conditions import conditions
 
 FEW, MANY = (1, 256), (257, 8192)
 

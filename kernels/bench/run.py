@@ -16,12 +16,11 @@ from pathlib import Path
 import baselines
 import torch
 from qerl_kernels import gemm, linear_tiles, nvfp4_triton, rule, tiles
+from qerl_kernels.conditions import conditions
 from random_points import described
 from shapes import SHAPES
 from timing import copies, interleaved
 from tune import gate_in_processes
-
-from qerl_recipes.machine.conditions import conditions
 
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192)
 

@@ -23,9 +23,8 @@ import torch
 from layers import Layer, all_layers
 from qerl_kernels import gemm, linear_tiles, rule, tiles
 from qerl_kernels.adapter import SPLITS, VARIANTS, Adapter, Shrink, padded, spans
+from qerl_kernels.conditions import conditions
 from timing import copies, interleaved
-
-from qerl_recipes.machine.conditions import conditions
 
 FEW = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
 MANY = (272, 288, 320, 352, 384, 416, 448, 480, 512, 576, 640, 704, 768, 896, 1024, 1280, 1536, 2048)

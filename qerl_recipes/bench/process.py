@@ -18,7 +18,7 @@ from types import FrameType
 from typing import IO, Any
 
 from qerl_recipes.machine.gpu import gigabytes, installed_gpu
-from qerl_recipes.machine.server_process import PATIENCE, end, inherited
+from qerl_recipes.machine.processes import PATIENCE, end, inherited
 from qerl_recipes.recipe.shapes import config_json
 
 Found = dict[str, Any]

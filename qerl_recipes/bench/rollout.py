@@ -19,10 +19,10 @@ from typing import Any
 from qerl_recipes.bench import decode_profile, rollout_memory
 from qerl_recipes.bench.in_turn import pause, take_turns
 from qerl_recipes.bench.process import ArmFailedError, check_gpus, check_shape, ended_cleanly, in_own_process
+from qerl_recipes.bench.results import conditions, save
 from qerl_recipes.bench.rollout_arm import ARMS
 from qerl_recipes.bench.rollout_cases import Case, rows
 from qerl_recipes.bench.train_table import around, spread
-from qerl_recipes.machine.conditions import conditions, save
 from qerl_recipes.recipe.shapes import full_name
 
 ARM = "qerl_recipes.bench.rollout_arm"

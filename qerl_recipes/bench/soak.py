@@ -21,14 +21,13 @@ import psutil
 
 from qerl_recipes.bench import random_model
 from qerl_recipes.bench.process import check_shape, ended_cleanly
+from qerl_recipes.bench.results import conditions, save
 from qerl_recipes.bench.soak_judge import Verdict, judge
 from qerl_recipes.bench.soak_load import Found, load
 from qerl_recipes.bench.soak_replay import LENGTH, RANK, config_of, dtype, make_adapter, references
-from qerl_recipes.machine.conditions import conditions, save
 from qerl_recipes.machine.environment import free_port
 from qerl_recipes.machine.gpu import MIB, installed_gpu
-from qerl_recipes.machine.serve import command
-from qerl_recipes.machine.server_process import ServerProcess, started
+from qerl_recipes.machine.serve import ServerProcess, command, started
 from qerl_recipes.recipe.shapes import config_json
 from qerl_recipes.rollout.arms import engine_options
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_recipes.bench.process import Found, answer, check_gpus, check_shape, in_own_process
-from qerl_recipes.machine.conditions import conditions, save
+from qerl_recipes.bench.results import conditions, save
 from qerl_recipes.recipe.shapes import config_json
 from qerl_recipes.rollout.arms import engine_options
 
@@ -135,8 +135,7 @@ def _measure_server(
     request: dict[str, Any], tensors: dict[str, Any], adapter_config: dict[str, Any], has_gpu: bool, found: Found
 ) -> None:
     from qerl_recipes.machine.environment import free_port
-    from qerl_recipes.machine.serve import command
-    from qerl_recipes.machine.server_process import started
+    from qerl_recipes.machine.serve import command, started
     from qerl_vllm_plugin.client import PolicyClient
     from qerl_vllm_plugin.compat import scheduler
 

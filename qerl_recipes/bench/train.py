@@ -18,7 +18,7 @@ from typing import Any
 
 from qerl_recipes.bench import train_table
 from qerl_recipes.bench.process import ArmFailedError, ballast, ended_cleanly, in_own_process
-from qerl_recipes.machine.conditions import conditions, save
+from qerl_recipes.bench.results import conditions, save
 from qerl_recipes.machine.gpu import Gpu, installed_gpu
 from qerl_recipes.recipe.configs import AS_FEW_AS_FIT, PACK_TOKENS, parse
 from qerl_recipes.recipe.shapes import ATTENTION, MIXTURES, config_json

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from qerl_kernels.conditions import installed
 
 from qerl_recipes.files.base_model import written_name
 from qerl_recipes.files.binding import changes
 from qerl_recipes.files.whole_folder import whole_folder
-from qerl_recipes.machine.environment import installed
 from qerl_vllm_plugin.adapter.folder import STATE_FILE, base_hash
 
 LAST = "adapter"  # subfolder for a run's final adapter

@@ -4,13 +4,13 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from qerl_kernels.conditions import ask_driver
 from rich.console import Console
 from rich.table import Table
 
@@ -197,12 +197,10 @@ def largest_recipe(memory_gb: float) -> str | None:
 
 def driver_version() -> str:
     """Return the NVIDIA driver's version, or "unknown" if nvidia-smi cannot report it."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
+    try:
+        return ask_driver("driver_version")[0]
+    except (OSError, subprocess.SubprocessError):
         return "unknown"
-    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    result = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
-    return result.stdout.split("\n")[0].strip() if result.returncode == 0 else "unknown"
 
 
 def add_exactness(report: Report) -> None:

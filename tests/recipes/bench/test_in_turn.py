@@ -112,8 +112,8 @@ def test_an_arm_that_ends_says_why_keeps_what_it_had_and_the_others_go_on(log: P
 
 
 PARENT = """
-from qerl_recipes.machine import server_process
-server_process.PATIENCE = 1  # seconds, for what does not end when it is asked to
+from qerl_recipes.machine import processes
+processes.PATIENCE = 1  # seconds, for what does not end when it is asked to
 from qerl_recipes.bench import in_turn
 from qerl_recipes.bench.in_turn import take_turns
 from qerl_recipes.bench.process import ended_cleanly

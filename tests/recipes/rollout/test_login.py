@@ -13,8 +13,8 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 from transformers.integrations import TensorBoardCallback
 
+from qerl_recipes.bench.results import conditions
 from qerl_recipes.files.binding import recorded
-from qerl_recipes.machine.conditions import conditions
 from qerl_recipes.recipe import server_keys
 from qerl_recipes.recipe.configs import parse, parser
 from qerl_recipes.recipe.file import ConfigError, defaults_from_yaml, help_text

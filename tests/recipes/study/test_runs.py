@@ -88,15 +88,15 @@ def test_a_study_that_is_killed_while_it_starts_a_process_leaves_none_behind(tmp
     script = (
         "import os, signal, sys, time; from pathlib import Path; from types import SimpleNamespace\n"
         "from rich.console import Console\n"
-        "from qerl_recipes.machine import server_process\n"
+        "from qerl_recipes.machine import processes as ours\n"
         "from qerl_recipes.study import processes\n"
-        "libc, parent = server_process.LIBC, os.getpid()\n"
+        "libc, parent = ours.LIBC, os.getpid()\n"
         "def prctl(*arguments):\n"
         f"    Path({str(tmp_path / 'started')!r}).write_text(str(os.getpid()))\n"
         "    os.kill(parent, signal.SIGKILL)\n"
         "    while os.getppid() == parent: time.sleep(0.01)\n"
         "    libc.prctl(*arguments)\n"
-        "server_process.LIBC, processes.CLI = SimpleNamespace(prctl=prctl), 'timeit'\n"
+        "ours.LIBC, processes.CLI = SimpleNamespace(prctl=prctl), 'timeit'\n"
         "machine = processes.Machine(None, Console(), 'CPU')\n"
         f"machine.call(['import time; time.sleep(300)'], Path({str(tmp_path)!r}) / 'log', None)"
     )

@@ -1,21 +1,31 @@
-"""A server of ours is ready when it says so, and is never left behind."""
+"""A child process ends with all that it has started, and a server is ready when it says so."""
 
+import signal
 import subprocess
 import sys
 
 import pytest
 from waiting import runs, until
 
-from qerl_recipes.machine.server_process import started
+from qerl_recipes.machine import processes
+from qerl_recipes.machine.serve import started
 
 SERVER = [sys.executable, "-m", "http.server", "--bind", "127.0.0.1"]
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from qerl_recipes.machine.server_process import started
+from qerl_recipes.machine.serve import started
 with started(sys.argv[3:], int(sys.argv[1]), Path(sys.argv[2]), {}) as server:
     print(server.process.pid, flush=True)
     time.sleep(300)
+"""
+# starts a process that ignores SIGTERM and is orphaned at once
+PARENT = """
+import subprocess, sys, time
+child = "import signal, subprocess, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True)"
+middle = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {child + '; time.sleep(300)'!r}]); "
+subprocess.run([sys.executable, "-c", middle + "print(p.pid, flush=True)"])
+{then}
 """
 
 
@@ -27,7 +37,19 @@ def healthy(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_server_ends_with_the_block_and_one_that_ends_itself_is_told_with_its_log(healthy, hold_port):
+@pytest.mark.parametrize("then", ["time.sleep(300)", "raise SystemExit(3)"], ids=["at work", "has crashed"])
+def test_a_child_ends_with_orphans_that_ignore_the_request(then, tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "PATIENCE", 1.0)
+    log = tmp_path / "log"
+    child = processes.start([sys.executable, "-c", PARENT.replace("{then}", then)], log)
+    words = until(lambda: (said := log.read_text().split()) and len(said) == 2 and said)
+    orphan = max(int(word) for word in words)
+    assert runs(orphan)
+    processes.end(child)
+    assert until(lambda: not runs(orphan)) and child.returncode in (3, -signal.SIGTERM)
+
+
+def test_a_server_ends_with_its_block_or_is_told_with_its_log(healthy, hold_port):
     port = hold_port()
     with started([*SERVER, str(port)], port, healthy / "log", {}) as server:
         assert server.process.poll() is None
