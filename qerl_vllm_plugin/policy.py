@@ -21,7 +21,6 @@ from qerl_vllm_plugin.adapter import folder as adapter_folder
 from qerl_vllm_plugin.adapter.check import AdapterError, joined, plain_config
 from qerl_vllm_plugin.adapter.lora_slots import ADAPTER_ID, SCHEME
 from qerl_vllm_plugin.compat import engine, engine_client
-from qerl_vllm_plugin.compat.loading import checkpoint_folder
 from qerl_vllm_plugin.compat.scheduler import scheduler_here, without_empty_blocks
 from qerl_vllm_plugin.wire.sender import Sender
 from qerl_vllm_plugin.wire.timing import PATIENCE, Laps, begun, in_time
@@ -200,7 +199,7 @@ class Policy:
         If the folder has ``norms.safetensors``, its trained norms are installed too. Raises as ``swap`` does, and
         AdapterError for a damaged folder or one that names another base.
         """
-        base = checkpoint_folder(self._llm.llm_engine.vllm_config)
+        base = engine.checkpoint_folder(self._llm.llm_engine.vllm_config)
         if base is not None:
             adapter_folder.check_base(folder, base)
         saved = adapter_folder.read(folder)

@@ -114,14 +114,14 @@ class QerlConfig(QuantizationConfig):
         from vllm.config import get_current_vllm_config
         from vllm.model_executor.layers.linear import LinearBase
 
-        from qerl_vllm_plugin.compat import engine
+        from qerl_vllm_plugin.compat import layers as vllm_layers
 
         vllm_config = get_current_vllm_config()
         self._prepare(vllm_config)
         self._met.add(prefix)
         if isinstance(layer, LinearBase):
             return self._linear_method(prefix)
-        if engine.is_fused_experts(layer):
+        if vllm_layers.is_fused_experts(layer):
             from qerl_vllm_plugin.weights.experts import experts_method, part_names
 
             if vllm_config.model_config.dtype == torch.float16:
@@ -130,8 +130,8 @@ class QerlConfig(QuantizationConfig):
                     "zero; use --dtype bfloat16"
                 )
             return experts_method(layer, prefix, self.scheme, {self.kind(name) for name in part_names(prefix)})
-        if self.kv_cache_scheme is not None and engine.is_attention(layer):
-            return engine.kv_cache_method(self)
+        if self.kv_cache_scheme is not None and vllm_layers.is_attention(layer):
+            return vllm_layers.kv_cache_method(self)
         return None
 
     def _linear_method(self, prefix: str) -> QuantizeMethodBase:
@@ -172,15 +172,15 @@ class QerlConfig(QuantizationConfig):
 
         Raises CheckpointError if the parts of a fused layer are stored differently.
         """
-        from qerl_vllm_plugin.compat import engine
+        from qerl_vllm_plugin.compat import layers as vllm_layers
 
         scheme = replace(self.scheme or Nvfp4Scheme(), ignore=self.ignore)
-        whole = engine.checkpoint_names(self.mappers, prefix)
+        whole = vllm_layers.checkpoint_names(self.mappers, prefix)
         if any(scheme.is_ignored(name) for name in whole):
             return None
         kinds: dict[str, str | None] = {}
         for part in self.part_names(prefix):
-            names = engine.checkpoint_names(self.mappers, part)
+            names = vllm_layers.checkpoint_names(self.mappers, part)
             stored = [scheme.kind(name) for name in names if not any(map(scheme.is_ignored, names))]
             kinds[part] = next((kind for kind in stored if kind is not None), None)
         if len(set(kinds.values())) > 1:
@@ -208,18 +208,18 @@ class QerlConfig(QuantizationConfig):
         vLLM's classes silently leave out a bias that they have no parameter for, and an lm_head that is tied to the
         embedding. ``is_tied_by_user`` says that --hf-overrides ties them, whatever the checkpoint has.
         """
-        from qerl_vllm_plugin.compat import engine
+        from qerl_vllm_plugin.compat import layers as vllm_layers
 
         modules, with_bias, wholes = set(), set(), ["mtp."]  # multi-token prediction, which this model does not use
         for name, module in model.named_modules(remove_duplicate=False):
             parts = (name, *self.part_names(name))
-            found = {given for part in parts for given in engine.checkpoint_names(self.mappers, part)}
+            found = {given for part in parts for given in vllm_layers.checkpoint_names(self.mappers, part)}
             modules |= found
             if getattr(module, "bias", None) is not None:
                 with_bias |= found
-            if engine.is_fused_experts(module):
+            if vllm_layers.is_fused_experts(module):
                 wholes += [given.partition(".experts")[0] + ".experts." for given in found]
-            if engine.is_of_another_stage(module):
+            if vllm_layers.is_of_another_stage(module):
                 wholes += [f"{given}." for given in found]
 
         def check(name: str) -> None:
@@ -235,10 +235,10 @@ class QerlConfig(QuantizationConfig):
 
     def check_ignore(self) -> None:
         """Raise ValueError for an entry of "qerl.ignore" that matches no layer of the model that has been built."""
-        from qerl_vllm_plugin.compat import engine
+        from qerl_vllm_plugin.compat import layers as vllm_layers
 
         parts = {part for name in self._met for part in (name, *self.part_names(name))}
-        layers = {name for part in parts for name in engine.checkpoint_names(self.mappers, part)}
+        layers = {name for part in parts for name in vllm_layers.checkpoint_names(self.mappers, part)}
         for pattern in self._expected:
             if not any(matches(pattern, name) for name in layers):
                 raise ValueError(
@@ -258,7 +258,8 @@ class QerlConfig(QuantizationConfig):
 
         from qerl_vllm_plugin import norms
         from qerl_vllm_plugin.adapter.folder import check_folder, check_modules
-        from qerl_vllm_plugin.compat import engine, loading, lora_loading, seeds
+        from qerl_vllm_plugin.compat import engine, loading, lora_loading
+        from qerl_vllm_plugin.compat import worker as vllm_worker
         from qerl_vllm_plugin.worker.methods import add_worker_methods
         from qerl_vllm_plugin.worker.policy import install_at_start
 
@@ -333,7 +334,7 @@ class QerlConfig(QuantizationConfig):
                 "and on for every request. Use --enable-lora alone for several adapters"
             )
         lora_loading.watch(vllm_config, check_folder, check_modules)
-        seeds.draw_with_whole_prompts_alone()
+        vllm_worker.draw_with_whole_prompts_alone()
         self.adapter_rank, self.kernel = options.adapter_rank, options.kernel
         norms.install()
         add_worker_methods()

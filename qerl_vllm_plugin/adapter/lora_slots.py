@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from qerl_vllm_plugin.adapter.check import AdapterError, CheckedAdapter, NoCarrierError, Target, converted
-from qerl_vllm_plugin.compat import engine
+from qerl_vllm_plugin.compat import layers as vllm_layers
 
 # the policy's LoRA id in every engine: the largest that vLLM can hold, since vLLM counts its own ids up from 1
 ADAPTER_ID = 2**31 - 1
@@ -104,7 +104,7 @@ class LoraSlots:
             base = layer.base_layer
             parts = packed.get(name) or [name]
             inputs = getattr(base, "input_size", layer.input_size)
-            for i, (part, outputs) in enumerate(zip(parts, engine.output_sizes(base, len(parts)), strict=True)):
+            for i, (part, outputs) in enumerate(zip(parts, vllm_layers.output_sizes(base, len(parts)), strict=True)):
                 found[part] = Target(name, i, inputs, outputs)
         return found
 

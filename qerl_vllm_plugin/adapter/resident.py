@@ -23,7 +23,7 @@ from torch.nn.functional import linear
 from vllm.model_executor.parameter import ModelWeightParameter
 
 from qerl_vllm_plugin.adapter.check import CheckedAdapter, NoCarrierError, Target, converted
-from qerl_vllm_plugin.compat import engine
+from qerl_vllm_plugin.compat import layers as vllm_layers
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # A and B of one linear
 
@@ -141,7 +141,7 @@ class ResidentAdapter:
             part: Target(name, i, layer.input_size, outputs)
             for name, layer in self._layers.items()
             for i, (part, outputs) in enumerate(
-                zip(layer.qerl_parts, engine.output_sizes(layer, len(layer.qerl_parts)), strict=True)
+                zip(layer.qerl_parts, vllm_layers.output_sizes(layer, len(layer.qerl_parts)), strict=True)
             )
         }
 
@@ -201,7 +201,7 @@ class ResidentAdapter:
 
 def _places(layer: Any, rank: int) -> Iterator[_Place]:
     a, b = layer.policy_a, layer.policy_b
-    outputs = engine.output_sizes(layer, len(layer.qerl_parts))
+    outputs = vllm_layers.output_sizes(layer, len(layer.qerl_parts))
     for i, (shares, whole) in enumerate(zip(_shares(layer), outputs, strict=True)):
         columns, name = slice(i * rank, (i + 1) * rank), layer.qerl_parts[i]
         for share in shares:
@@ -223,10 +223,10 @@ def _shares(layer: Any) -> list[list[_Share]]:
     parts, N, K = len(layer.qerl_parts), layer.policy_b.shape[0], layer.policy_a.shape[1]
     if not hasattr(layer, "weight_loader_v2"):  # a replicated layer: every rank has all of it
         return [[_Share(slice(0, N), 0, 0)]]
-    outputs = engine.output_sizes(layer, parts)
+    outputs = vllm_layers.output_sizes(layer, parts)
     shares: list[list[_Share]] = []
     for i in range(parts):
-        shard = () if parts == 1 else (engine.shard_id(layer, i, parts),)
+        shard = () if parts == 1 else (vllm_layers.shard_id(layer, i, parts),)
         if parts == 1 and layer.input_size != K:  # row parallel: the input is cut
             columns = _probe(layer, (1, K), torch.arange(layer.input_size)[None, :], shard)
             shares.append([_Share(slice(0, N), 0, int(columns[0, 0]))])

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.logger import init_logger
 
-from qerl_vllm_plugin.compat import engine
+from qerl_vllm_plugin.compat import layers as vllm_layers
+from qerl_vllm_plugin.compat.engine import checkpoint_folder
 from qerl_vllm_plugin.wire.safetensors_file import DOWNLOAD_AGAIN, CheckpointError
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def watch(
                 yield name, tensor
 
         loaded = load(noted())
-        engine.keep_names(model, names)
+        vllm_layers.keep_names(model, names)
         model.load_weights = _refuse  # type: ignore[assignment]
         if loaded is None:
             logger.warning_once("this architecture does not tell vLLM which weights it has loaded: none can be missed")
@@ -144,7 +145,7 @@ def _needed(model: torch.nn.Module) -> list[str]:
     Experts are left out: vLLM reports them as loaded under other names, and weights/experts.py checks them. Activation
     scales may be missing, because only the weights are used.
     """
-    experts = tuple(f"{name}." for name, module in model.named_modules() if engine.is_fused_experts(module))
+    experts = tuple(f"{name}." for name, module in model.named_modules() if vllm_layers.is_fused_experts(module))
     named = [name for name, _ in model.named_parameters() if not name.startswith(experts)]
     return [name for name in named if name.rpartition(".")[2] not in ACTIVATION_SCALES]
 
@@ -162,23 +163,3 @@ def _model_being_built() -> torch.nn.Module:
     if found is None or frame.f_code.co_name != "initialize_model":
         raise RuntimeError("qerl_nvfp4: this vLLM builds its models in a way that is not known here")
     return found
-
-
-def checkpoint_folder(vllm_config: "VllmConfig") -> Path | None:
-    """Return the folder that an engine's weights came from, or None if that cannot be told.
-
-    It is the folder that was named, or the one where the hub's client has put a model that was named by its id.
-    """
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    model = vllm_config.model_config
-    if Path(model.model).is_dir():
-        return Path(model.model)
-    try:
-        file = try_to_load_from_cache(
-            model.model, "config.json", cache_dir=vllm_config.load_config.download_dir, revision=model.revision
-        )
-    except HFValidationError:  # an address of another kind, such as s3://
-        return None
-    return Path(file).parent if isinstance(file, str) else None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl_vllm_plugin.compat import engine
+from qerl_vllm_plugin.compat import worker as vllm_worker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -27,7 +27,7 @@ def watch(vllm_config: "VllmConfig", check_folder: CheckFolder, check_modules: C
     """
     if vllm_config.lora_config is None:
         return
-    runner = engine.runner_above()
+    runner = vllm_worker.runner_above()
     load = runner.load_lora_model
     if getattr(load, "is_qerl_watch", False):  # wrapped already for the main model: a drafter is built beside it
         return
@@ -51,12 +51,12 @@ def _check_what_is_read(
     """
     from vllm.lora.utils import get_adapter_absolute_path
 
-    from qerl_vllm_plugin.compat.loading import checkpoint_folder
+    from qerl_vllm_plugin.compat.engine import checkpoint_folder
 
     read, layers = manager._load_adapter, manager._adapter_manager
     parts = [part for module in layers.packed_modules.values() for part in module]
     # a pipeline rank drops other ranks' layers from what it has read
-    slots = set().union(*engine.of_all_stages({*layers.modules, *parts}))
+    slots = set().union(*vllm_worker.of_all_stages({*layers.modules, *parts}))
 
     def read_checked(request: Any) -> Any:
         folder = Path(get_adapter_absolute_path(request.lora_path))

@@ -7,7 +7,6 @@ from vllm import envs
 from vllm.logger import init_logger
 
 from qerl_vllm_plugin.compat import engine
-from qerl_vllm_plugin.compat.loading import checkpoint_folder
 from qerl_vllm_plugin.options import Options
 from qerl_vllm_plugin.server import routes
 from qerl_vllm_plugin.server.changes import PolicyServer
@@ -73,6 +72,6 @@ class EndpointPlugin:
                 "VLLM_SERVER_DEV_MODE=1: whoever reaches this server changes its policy by /collective_rpc, without a "
                 "token; leave it out wherever others can reach the server"
             )
-        base = checkpoint_folder(vllm_config)
+        base = engine.checkpoint_folder(vllm_config)
         options = Options.parse(vllm_config.additional_config)
         await state.qerl.open(engine_client, vllm_config, base, options.policy_folders, options.policy_timeout)

@@ -20,6 +20,7 @@ from qerl_kernels.tiles import COUNTERS, TILE, TiledWeight, common_scale
 
 from qerl_vllm_plugin import NAME
 from qerl_vllm_plugin.compat import engine
+from qerl_vllm_plugin.compat import layers as vllm_layers
 from qerl_vllm_plugin.weights import layouts
 from qerl_vllm_plugin.weights.linear import QerlLinearMethod
 
@@ -73,11 +74,11 @@ def frozen_weights(llm: Any) -> FrozenWeights:
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(getattr(module, "quant_method", None), QerlLinearMethod):
             _add_packed(shared, module)
-        elif engine.is_vocabulary(module):
+        elif vllm_layers.is_vocabulary(module):
             _add_dense(shared, [name], [module.org_vocab_size], module)
-        elif engine.is_linear(module):
+        elif vllm_layers.is_linear(module):
             parts = llm.llm_engine.vllm_config.quant_config.part_names(name)
-            _add_dense(shared, parts, engine.output_sizes(module, len(parts)), module)
+            _add_dense(shared, parts, vllm_layers.output_sizes(module, len(parts)), module)
     if not shared.linears:
         raise NotShareableError(next(iter(shared.apart.values()), "no linear of this model is quantized"))
     return shared

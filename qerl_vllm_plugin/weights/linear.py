@@ -16,7 +16,7 @@ from vllm.model_executor.parameter import GroupQuantScaleParameter, ModelWeightP
 from vllm.model_executor.utils import set_weight_attrs
 
 from qerl_vllm_plugin.adapter import resident
-from qerl_vllm_plugin.compat import engine
+from qerl_vllm_plugin.compat import worker as vllm_worker
 from qerl_vllm_plugin.weights import layouts
 from qerl_vllm_plugin.weights.checkpoint import check_tensors
 from qerl_vllm_plugin.weights.formats import WAY_OUT
@@ -179,7 +179,7 @@ class QerlOnlineLinearMethod(QerlLinearMethod):
             self.staging = None
             if not bool(torch.isfinite(w).all()):
                 raise CheckpointError(f"{self.prefix}.weight holds NaN or infinite values; the checkpoint is damaged")
-            amax = engine.max_over_tensor_parallel_ranks(w.abs().amax())
+            amax = vllm_worker.max_over_tensor_parallel_ranks(w.abs().amax())
             packed = nvfp4.quantize(w, nvfp4.divisor_from_amax(amax))
             del layer.weight
             divisors = packed.divisor.repeat(len(layer.logical_widths))

@@ -130,11 +130,11 @@ def check_engine(
     All tensor-parallel ranks must call this. Raises ActivationOverflow, which ends with ``way_out``, if the loaded vLLM
     model computes activations that are too large for its dtype.
     """
-    from qerl_vllm_plugin.compat import engine, first_tokens
+    from qerl_vllm_plugin.compat import layers as vllm_layers
 
     vocabulary, device = vllm_config.model_config.get_vocab_size(), next(model.parameters()).device
     tokens = torch.linspace(0, vocabulary - 1, min(count, vocabulary), device=device).long()
-    dtype, is_linear = vllm_config.model_config.dtype, engine.is_linear
+    dtype, is_linear = vllm_config.model_config.dtype, vllm_layers.is_linear
     with watched(model, "the engine", is_linear, on_several_ranks=True, dtype=dtype, way_out=way_out) as calls:
-        first_tokens.forward(model, vllm_config, tokens)
+        vllm_layers.forward_single_tokens(model, vllm_config, tokens)
     return calls

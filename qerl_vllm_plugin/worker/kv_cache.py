@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from qerl_vllm_plugin.compat import engine
+from qerl_vllm_plugin.compat import worker as vllm_worker
 from qerl_vllm_plugin.wire.checksum import Checksum, checksums
 from qerl_vllm_plugin.worker.policy import policy_of
 
@@ -68,7 +68,7 @@ def release(worker: Any, memory: Memory) -> int:
     pieces = [piece for piece, spans in others.items() if sum(size for _, size in spans) < piece[1]]
     before = _checksums(worker)
     kept = {address: memory.read(address, size) for piece in pieces for address, size in others[piece]}
-    allow = engine.refuse_to_run(worker, lambda: KVCacheError(RELEASED))
+    allow = vllm_worker.refuse_to_run(worker, lambda: KVCacheError(RELEASED))
     policy.released = Released(memory, pieces, kept, before, allow)
     for address, _ in pieces:
         memory.unmap(address)
@@ -141,7 +141,7 @@ def _tensors(worker: Any) -> dict[str, torch.Tensor]:
 
     The norms are those in service, those without noise, and those as loaded.
     """
-    model, policy = engine.model_of(worker), policy_of(worker)
+    model, policy = vllm_worker.model_of(worker), policy_of(worker)
     named = [*model.named_parameters(), *model.named_buffers()]
     if policy.carrier is not None:
         named += [(f"buffer {i} of the adapter", buffer) for i, buffer in enumerate(policy.carrier.buffers())]

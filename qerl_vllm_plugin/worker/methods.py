@@ -22,7 +22,8 @@ from vllm.logger import init_logger
 
 from qerl_vllm_plugin.adapter.lora_slots import LoraSlots
 from qerl_vllm_plugin.adapter.resident import ResidentAdapter
-from qerl_vllm_plugin.compat import engine, kv_cache_memory
+from qerl_vllm_plugin.compat import kv_cache_memory
+from qerl_vllm_plugin.compat import worker as vllm_worker
 from qerl_vllm_plugin.wire import cuda_ipc
 from qerl_vllm_plugin.wire.safetensors_file import Tensors
 from qerl_vllm_plugin.worker import kv_cache
@@ -94,7 +95,7 @@ def qerl_open(self: Any, driver: int | None = None) -> Answer:
         return {"error": policy.lost, "lost": True}
     if policy.carrier is not None:
         policy.carrier.prepare()
-    if not engine.weights_are_away():
+    if not vllm_worker.weights_are_away():
         check_weights(policy)
     kind = {LoraSlots: "lora", ResidentAdapter: "resident"}.get(type(policy.carrier))
     return {
@@ -200,7 +201,7 @@ def qerl_state(self: Any, digest: bool = False) -> Answer:
     """Return this worker's version and noise; with ``digest``, also the SHA-256 of its norms and of its adapter."""
     policy = policy_of(self)
     state: Answer = {key: getattr(policy, key) for key in ("version", "sigma", "seed", "rollout")}
-    state |= {"targets": list(policy.noise_targets), "hash": policy.digest, "stage": engine.pipeline_stage()}
+    state |= {"targets": list(policy.noise_targets), "hash": policy.digest, "stage": vllm_worker.pipeline_stage()}
     if policy.lost:
         return {"error": policy.lost, "lost": True}
     if digest:

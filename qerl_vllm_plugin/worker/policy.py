@@ -27,7 +27,8 @@ from qerl_vllm_plugin.adapter import folder as adapter_folder
 from qerl_vllm_plugin.adapter.check import AdapterError, NoCarrierError, Target
 from qerl_vllm_plugin.adapter.lora_slots import LoraSlots
 from qerl_vllm_plugin.adapter.resident import ResidentAdapter
-from qerl_vllm_plugin.compat import engine
+from qerl_vllm_plugin.compat import layers as vllm_layers
+from qerl_vllm_plugin.compat import worker as vllm_worker
 from qerl_vllm_plugin.weights import overflow
 from qerl_vllm_plugin.wire import spans
 from qerl_vllm_plugin.wire.cuda_ipc import CudaIPCError
@@ -136,7 +137,7 @@ def policy_of(worker: Any) -> WorkerPolicy:
 
     Raises AdapterError if one of them cannot hold a policy for its model.
     """
-    model = engine.model_of(worker)
+    model = vllm_worker.model_of(worker)
     if not hasattr(model, "qerl_policy"):
         model.qerl_policy = _open(model, worker)
     model.qerl_policy.worker = worker
@@ -149,14 +150,14 @@ def _open(model: torch.nn.Module, worker: Any) -> WorkerPolicy:
     ``worker`` is None while the model is being loaded, when it has no LoRA slots yet. Raises AdapterError if a pipeline
     stage cannot hold a policy.
     """
-    layers = engine.norm_layers(model)
+    layers = vllm_layers.norm_layers(model)
     carrier, reason = None, None
     try:
         carrier = _carrier(model, worker)
     except AdapterError as error:
         reason = str(error)
     own = carrier.targets() if carrier is not None else {}
-    stages = engine.of_all_stages((own, {name: layer.weight.numel() for name, layer in layers.items()}, reason))
+    stages = vllm_worker.of_all_stages((own, {name: layer.weight.numel() for name, layer in layers.items()}, reason))
     if reasons := [reason for _, _, reason in stages if reason is not None]:
         raise AdapterError(reasons[0])
     targets = {name: target for found, _, _ in stages for name, target in found.items()}
@@ -193,7 +194,7 @@ def install_at_start(model: torch.nn.Module, folder: str, base: Path | None) -> 
 
 def check_weights(policy: WorkerPolicy) -> None:
     """Raise AdapterError if an engine that may sleep has lost its frozen weights since the first such check."""
-    if policy.worker is None or not engine.may_sleep(policy.worker):
+    if policy.worker is None or not vllm_worker.may_sleep(policy.worker):
         return
     now = landmarks(policy.model.parameters(), (layer.weight for layer in policy.layers.values()))
     if policy.landmarks is None:
@@ -215,7 +216,7 @@ def on_all_ranks(policy: WorkerPolicy, prepare: Callable[[], Change]) -> Answer:
     laps = policy.laps = Laps()
     if error is None:
         try:
-            if engine.weights_are_away():
+            if vllm_worker.weights_are_away():
                 raise AdapterError(ASLEEP)
             check_weights(policy)
             change = prepare()
@@ -224,7 +225,7 @@ def on_all_ranks(policy: WorkerPolicy, prepare: Callable[[], Change]) -> Answer:
             marks = {mark: True for kind, mark in MARKS.items() if isinstance(refusal, kind)}
     laps.end("stage")
     refused, doubtful = 2, 1
-    state = engine.highest(refused if change is None else doubtful if change.is_doubtful else 0)
+    state = vllm_worker.highest(refused if change is None else doubtful if change.is_doubtful else 0)
     if state == refused:
         return {"error": error or ANOTHER_RANK, **marks}
     assert change is not None
@@ -234,13 +235,13 @@ def on_all_ranks(policy: WorkerPolicy, prepare: Callable[[], Change]) -> Answer:
         if state == doubtful:
             error = _why_not(policy, change.commit)
             laps.end("try")
-            if engine.highest(error is not None):
+            if vllm_worker.highest(error is not None):
                 return {"error": error or ANOTHER_RANK}
         answer = change.commit()
     except Exception as failure:
         logger.exception("the policy could not be changed")
         failed = f"{type(failure).__name__}: {failure}"
-    if engine.highest(failed is not None):
+    if vllm_worker.highest(failed is not None):
         lose(policy, failed or ANOTHER_RANK)
         return {"error": policy.lost, "lost": True}
     if policy.changes is not None and not answer.get("unchanged"):
@@ -283,7 +284,7 @@ def lose(policy: WorkerPolicy, reason: str) -> None:
     if policy.changes is not None:
         policy.changes.lose()
     if policy.worker is not None:  # otherwise the model is being loaded, and loading fails
-        engine.refuse_to_run(policy.worker, lambda: RuntimeError(text))
+        vllm_worker.refuse_to_run(policy.worker, lambda: RuntimeError(text))
 
 
 def _reason(error: Exception) -> str:

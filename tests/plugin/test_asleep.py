@@ -7,6 +7,7 @@ import torch
 
 from qerl_vllm_plugin.adapter.check import AdapterError
 from qerl_vllm_plugin.compat import engine as compat
+from qerl_vllm_plugin.compat import worker as vllm_worker
 from qerl_vllm_plugin.policy import Policy
 from qerl_vllm_plugin.worker.policy import PAGE, landmarks
 
@@ -27,18 +28,18 @@ def entry(tag, is_asleep):
 def test_only_the_weights_have_to_be_awake(monkeypatch, entries, are_away):
     from vllm.device_allocator import cumem
 
-    assert not compat.weights_are_away(), "there is no sleep mode here"
-    monkeypatch.setattr(compat, "current_platform", SimpleNamespace(is_cuda=lambda: True))
-    assert not compat.weights_are_away(), "an engine without sleep mode has no such pool"
+    assert not vllm_worker.weights_are_away(), "there is no sleep mode here"
+    monkeypatch.setattr(vllm_worker, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    assert not vllm_worker.weights_are_away(), "an engine without sleep mode has no such pool"
     pool = SimpleNamespace(pointer_to_data=dict(enumerate(entries)))
     monkeypatch.setattr(cumem.CuMemAllocator, "instance", pool)
-    assert compat.weights_are_away() is are_away
+    assert vllm_worker.weights_are_away() is are_away
 
 
 def test_a_sleeping_engine_refuses_every_change_and_takes_it_awake(boot, make_nvfp4, carriers, monkeypatch, measure):
     policy = Policy(boot(make_nvfp4("qwen2"), **carriers["resident"]))
     before = measure.engine(policy._llm)
-    monkeypatch.setattr(compat, "weights_are_away", lambda: True)
+    monkeypatch.setattr(vllm_worker, "weights_are_away", lambda: True)
     for change in (
         lambda: policy.swap(None),
         lambda: policy.set_noise(0.3, seed=1, rollout=1),
@@ -47,7 +48,7 @@ def test_a_sleeping_engine_refuses_every_change_and_takes_it_awake(boot, make_nv
         with pytest.raises(AdapterError, match=r"this engine sleeps.*wake_up\(tags=\[\"weights\"\]\)"):
             change()
     assert torch.equal(measure.engine(policy._llm), before)
-    monkeypatch.setattr(compat, "weights_are_away", lambda: False)
+    monkeypatch.setattr(vllm_worker, "weights_are_away", lambda: False)
     version = policy.swap(None)
     assert policy.swap(None) == version + 1
     assert policy.set_noise(0.3, seed=1, rollout=1).touched == 4
@@ -58,7 +59,7 @@ def test_an_engine_that_has_lost_its_weights_in_its_sleep_says_so(
     boot, make_nvfp4, make_adapter, reference, carriers, monkeypatch
 ):
     folder = make_nvfp4("qwen2")
-    monkeypatch.setattr(compat, "may_sleep", lambda worker: True)
+    monkeypatch.setattr(vllm_worker, "may_sleep", lambda worker: True)
     engine = boot(folder, **carriers["resident"])
     policy = Policy(engine)
     tensors, config, _ = make_adapter(reference(folder), seed=1)

@@ -6,6 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qerl_vllm_plugin.adapter.check import AdapterError
 from qerl_vllm_plugin.compat import engine as compat
+from qerl_vllm_plugin.compat import worker as vllm_worker
 from qerl_vllm_plugin.policy import Policy, PolicyLostError
 from qerl_vllm_plugin.worker.policy import policy_of, prepare_noise, prepare_swap
 
@@ -90,7 +91,7 @@ def test_whatever_fails_before_the_commit_changes_nothing(policy, hf, make_adapt
 
 def test_no_rank_commits_what_another_has_refused(policy, hf, make_adapter, measure, monkeypatch):
     before = policy.state(digest=True)
-    monkeypatch.setattr(compat, "highest", lambda here: 2)  # another rank of this model has refused
+    monkeypatch.setattr(vllm_worker, "highest", lambda here: 2)  # another rank of this model has refused
     with pytest.raises(AdapterError, match="another rank"):
         policy.swap(*make_adapter(hf)[:2])
     with pytest.raises(AdapterError, match="another rank"):

@@ -86,7 +86,7 @@ def test_the_check_leaves_the_model_as_it_was(make_nvfp4, boot, measure):
 @pytest.mark.parametrize("family", ["llama", "smollm3"])  # vLLM runs the second by transformers' own classes
 def test_the_attention_of_the_check_is_that_of_sequences_of_one_token(family, make_bf16, boot, measure):
     """What ``watched`` sees at the last norm is what the engine computes for each token alone."""
-    from qerl_vllm_plugin.compat import engine, first_tokens
+    from qerl_vllm_plugin.compat import layers as vllm_layers
 
     llm = boot(
         make_bf16(family, num_attention_heads=4, hidden_size=128), dtype="float16"
@@ -94,12 +94,14 @@ def test_the_attention_of_the_check_is_that_of_sequences_of_one_token(family, ma
     model, config = measure.model(llm), llm.llm_engine.vllm_config
     if family == "smollm3":  # as vLLM before 0.30 keeps the attention of such a model: beside its modules
         for module in list(model.modules()):
-            for name in [name for name, inner in module.named_children() if engine.is_attention(inner)]:
+            for name in [name for name, inner in module.named_children() if vllm_layers.is_attention(inner)]:
                 vars(module)[name] = module._modules.pop(name)
-        assert not any(engine.is_attention(module) for module in model.modules())
+        assert not any(vllm_layers.is_attention(module) for module in model.modules())
     tokens = torch.tensor([3, 17, 40])
     with torch.inference_mode():
-        expected = model.compute_logits(first_tokens.forward(model, config, tokens)).float().log_softmax(-1)
+        expected = (
+            model.compute_logits(vllm_layers.forward_single_tokens(model, config, tokens)).float().log_softmax(-1)
+        )
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=1, logprobs=5, temperature=0)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from safetensors.torch import load_file, save_file
 
-from qerl_vllm_plugin.compat import loading
+from qerl_vllm_plugin.compat import engine
 from qerl_vllm_plugin.weights import checkpoint, expected
 
 
@@ -61,7 +61,7 @@ def test_a_checkpoint_of_the_hub_is_inspected_where_it_was_put(make_nvfp4, tmp_p
 
     def snapshot(name, revision=None):
         model, load = SimpleNamespace(model=name, revision=revision), SimpleNamespace(download_dir=str(tmp_path))
-        return loading.checkpoint_folder(SimpleNamespace(model_config=model, load_config=load))
+        return engine.checkpoint_folder(SimpleNamespace(model_config=model, load_config=load))
 
     assert snapshot("someone/tiny") == folder
     assert snapshot("someone/tiny", "c" * 40) == folder

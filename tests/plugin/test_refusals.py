@@ -133,7 +133,7 @@ def test_ignore_and_norms_are_named_as_in_the_checkpoint_of_a_vision_language_mo
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.models.utils import WeightsMapper
 
-    from qerl_vllm_plugin.compat import engine
+    from qerl_vllm_plugin.compat import layers as vllm_layers
     from qerl_vllm_plugin.quantization import QerlConfig
 
     mapper = WeightsMapper(orig_to_new_prefix={"model.language_model.": "language_model.model.", "model.visual.": "v."})
@@ -151,8 +151,8 @@ def test_ignore_and_norms_are_named_as_in_the_checkpoint_of_a_vision_language_mo
     model.language_model.model.norm = torch.nn.Module.__new__(RMSNorm)
     torch.nn.Module.__init__(model.language_model.model.norm)
     model.language_model.model.norm.weight = torch.nn.Parameter(torch.ones(4))
-    engine.keep_names(model, ["model.language_model.norm.weight", "model.visual.merger.ln_q.weight"])
-    assert list(engine.norm_layers(model)) == ["model.language_model.norm.weight"]
+    vllm_layers.keep_names(model, ["model.language_model.norm.weight", "model.visual.merger.ln_q.weight"])
+    assert list(vllm_layers.norm_layers(model)) == ["model.language_model.norm.weight"]
 
 
 def test_promise_10_resident_adapter_and_lora_exclude_each_other(boot, folder):

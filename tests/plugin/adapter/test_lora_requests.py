@@ -12,8 +12,8 @@ from vllm.lora.request import LoRARequest
 
 from qerl_vllm_plugin.adapter.check import AdapterError
 from qerl_vllm_plugin.adapter.folder import base_hash, check_folder, check_modules
-from qerl_vllm_plugin.compat import engine as compat
 from qerl_vllm_plugin.compat import lora_loading
+from qerl_vllm_plugin.compat import worker as vllm_worker
 
 TENSORS, CONFIG, NORMS, STATE = (
     "adapter_model.safetensors",
@@ -122,7 +122,7 @@ def test_a_stage_of_a_pipeline_reads_what_a_stage_has_slots_for_and_refuses_the_
     of_another_stage, monkeypatch, tmp_path
 ):
     other = {f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"}
-    monkeypatch.setattr(compat, "of_all_stages", lambda own: [other, own])
+    monkeypatch.setattr(vllm_worker, "of_all_stages", lambda own: [other, own])
     names = [f"model.layers.{layer}.self_attn.q_proj" for layer in (of_another_stage, 1)]
     runner = Runner(SimpleNamespace(lora_config=object()), names)
     runner.load_model()

@@ -24,7 +24,7 @@ def start(monkeypatch, tmp_path):
     (tmp_path / "hub/models--someone--tiny/refs").mkdir()
     (tmp_path / "hub/models--someone--tiny/refs/main").write_text("c" * 40)
     order = []
-    monkeypatch.setattr(loading.engine, "is_fused_experts", lambda module: isinstance(module, torch.nn.Bilinear))
+    monkeypatch.setattr(loading.vllm_layers, "is_fused_experts", lambda module: isinstance(module, torch.nn.Bilinear))
 
     class Model(torch.nn.Module):
         """An inner module is being built when the plugin first hears of the model."""

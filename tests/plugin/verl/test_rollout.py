@@ -72,8 +72,8 @@ def test_the_adapter_s_room_joins_the_user_s_own_options(rollout):
     ],
 )
 def test_a_kv_cache_that_outgrows_its_share_is_announced(rollout, monkeypatch, vllm, keys, kwargs, warned):
-    counts = rollout.compat.counts_released_memory
-    monkeypatch.setattr(rollout.compat, "counts_released_memory", lambda: counts(vllm))
+    counts = rollout.engine.counts_released_memory
+    monkeypatch.setattr(rollout.engine, "counts_released_memory", lambda: counts(vllm))
     warning = rollout.memory_warning(configs({"gpu_memory_utilization": 0.4, **keys})[0], kwargs)
     assert ("gpu_memory_utilization=0.4" in (warning or "")) == warned
 

@@ -12,7 +12,7 @@ from vllm.config import set_current_vllm_config
 
 from qerl_recipes.convert.quantize import quantize_checkpoint
 from qerl_vllm_plugin.adapter.check import AdapterError
-from qerl_vllm_plugin.compat.engine import is_fused_experts
+from qerl_vllm_plugin.compat.layers import is_fused_experts
 from qerl_vllm_plugin.policy import Policy
 from qerl_vllm_plugin.weights import expected as expected_tensors
 from qerl_vllm_plugin.weights.experts import experts_method, share_scales

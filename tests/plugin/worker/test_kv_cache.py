@@ -6,7 +6,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from qerl_vllm_plugin.compat import engine as compat
+from qerl_vllm_plugin.compat import worker as vllm_worker
 from qerl_vllm_plugin.policy import Policy
 from qerl_vllm_plugin.weights.frozen_weights import frozen_weights
 from qerl_vllm_plugin.worker import kv_cache
@@ -110,13 +110,13 @@ def test_a_request_that_goes_to_the_engine_directly_is_refused_before_it_reads_t
 
 def test_an_engine_that_was_lost_meanwhile_is_not_let_run_by_a_resumption():
     worker = types.SimpleNamespace(execute_model=lambda: "a step", execute_dummy_batch=lambda: None)
-    allow = compat.refuse_to_run(worker, lambda: KVCacheError("released"))
+    allow = vllm_worker.refuse_to_run(worker, lambda: KVCacheError("released"))
     with pytest.raises(KVCacheError, match="released"):
         worker.execute_model()
     allow()
     assert worker.execute_model() == "a step"
-    allow = compat.refuse_to_run(worker, lambda: KVCacheError("released"))
-    compat.refuse_to_run(worker, lambda: RuntimeError("lost"))
+    allow = vllm_worker.refuse_to_run(worker, lambda: KVCacheError("released"))
+    vllm_worker.refuse_to_run(worker, lambda: RuntimeError("lost"))
     allow()
     with pytest.raises(RuntimeError, match="lost"):
         worker.execute_model()

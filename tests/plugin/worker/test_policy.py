@@ -9,7 +9,7 @@ from safetensors.torch import save
 
 from qerl_vllm_plugin import noise
 from qerl_vllm_plugin.adapter.check import STRENGTH, AdapterError, Checker, Target
-from qerl_vllm_plugin.compat import engine
+from qerl_vllm_plugin.compat import worker as vllm_worker
 from qerl_vllm_plugin.wire.cuda_ipc import CudaIPCError
 from qerl_vllm_plugin.worker.change_log import ChangeLog
 from qerl_vllm_plugin.worker.policy import (
@@ -47,10 +47,12 @@ def ranks(monkeypatch):
         asked.count += 1
         return 2 if asked.count == asked.refuse else here
 
-    monkeypatch.setattr(engine, "highest", highest)
-    monkeypatch.setattr(engine, "weights_are_away", lambda: False)
-    monkeypatch.setattr(engine, "may_sleep", lambda worker: {"this worker": False}[worker])  # asked of no other
-    monkeypatch.setattr(engine, "refuse_to_run", lambda worker, reason: asked.stopped.append((worker, str(reason()))))
+    monkeypatch.setattr(vllm_worker, "highest", highest)
+    monkeypatch.setattr(vllm_worker, "weights_are_away", lambda: False)
+    monkeypatch.setattr(vllm_worker, "may_sleep", lambda worker: {"this worker": False}[worker])  # asked of no other
+    monkeypatch.setattr(
+        vllm_worker, "refuse_to_run", lambda worker, reason: asked.stopped.append((worker, str(reason())))
+    )
     return asked
 
 
