@@ -11,7 +11,7 @@ an error, so that installing a package never changes what a recipe means.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -26,7 +26,7 @@ from qerl_recipes.tasks.answers import text_of as text_of  # standard library, a
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from qerl_recipes.recipe.configs import ScriptArguments
+    from qerl_recipes.recipe.configs import GRPOConfig, ScriptArguments
 
 PROJECT = "qerl"
 specification = pluggy.HookspecMarker(PROJECT)
@@ -117,3 +117,15 @@ def find(hook: str, name: str, manager: pluggy.PluginManager | None = None) -> A
         kind = hook.removeprefix("qerl_").replace("_", " ")
         raise ValueError(f"{name!r} is not one of the {kind}: {', '.join(sorted(offers))}; plugins can add to them")
     return offers[name]
+
+
+def unknown_names(training: "GRPOConfig") -> Iterator[str]:
+    """Yield a line for a noise schedule and for a rollout engine that the recipe names and no plugin offers."""
+    named = {"qerl_rollout_engines": "rollout_engine"}
+    if training.noise_mode != "none":
+        named = {"qerl_noise_schedules": "noise_schedule", **named}
+    for hook, key in named.items():
+        try:
+            find(hook, getattr(training, key))
+        except ValueError as error:
+            yield f"{key}: {error}"

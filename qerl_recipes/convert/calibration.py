@@ -14,13 +14,14 @@ from qerl_recipes.evaluate.run import close, start
 from qerl_recipes.evaluate.settled import EngineSettings
 from qerl_recipes.files.base_model import local_folder
 from qerl_recipes.files.whole_folder import write_text
-from qerl_recipes.recipe import server_keys
-from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig, ScriptArguments, parse
+from qerl_recipes.hooks import unknown_names
+from qerl_recipes.recipe import checks
+from qerl_recipes.recipe.configs import SERVER, GRPOConfig, ModelConfig, ScriptArguments, parse
 from qerl_recipes.recipe.file import ConfigError
-from qerl_recipes.rollout.sampling import completion_seed, for_sampling_params, sampling_parameters
+from qerl_recipes.recipe.generation import for_sampling_params, sampling_parameters
+from qerl_recipes.rollout.sampling import completion_seed
 from qerl_recipes.tasks import prompts
 from qerl_recipes.train.base_fits import refuse_long_prompts
-from qerl_recipes.train.validate import problems_of_keys
 from qerl_vllm_plugin.weights.checkpoint import inspect_folder
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ def write_own_answers(
     if not output.absolute().parent.is_dir():
         raise FileNotFoundError(f"there is no folder {output.absolute().parent} for {output.name}; make it first")
     script, training, model = parse(list(recipe))
-    if problems := [*problems_of_keys(script, training, model), *_unsupported_keys(script, training, model)]:
+    problems = [*checks.problems(script, training, model), *unknown_names(training)]
+    if problems := [*problems, *_unsupported_keys(script, training, model)]:
         raise ConfigError("this recipe cannot be asked:\n" + "\n".join(f"  - {problem}" for problem in problems))
     folder = local_folder(str(model.model_name_or_path), model.model_revision)
     if inspect_folder(folder, weight_only=True).scheme is not None:
@@ -97,7 +99,7 @@ def _unsupported_keys(script: ScriptArguments, training: GRPOConfig, model: Mode
         yield "adapter_name_or_path: the model answers without an adapter; leave it out"
     if training.rollout_engine != "vllm":
         yield f"rollout_engine: {training.rollout_engine}: vLLM answers here; leave it out"
-    if server_keys.is_wanted(training):
+    if training.vllm_mode == SERVER:
         yield "vllm_mode: server: an engine of this process answers; use vllm_mode: colocate"
 
 

@@ -16,9 +16,10 @@ import torch
 from qerl_recipes.convert import merge as merge_weights
 from qerl_recipes.files import card as model_card
 from qerl_recipes.files import run_state
-from qerl_recipes.files.adapter import CONFIG, ENGINE_RANKS, NORMS, TEMPLATE, TENSORS, AdapterFolder, open_adapter
+from qerl_recipes.files.adapter import CONFIG, NORMS, TEMPLATE, TENSORS, AdapterFolder, open_adapter
 from qerl_recipes.files.base_model import local_folder, written_name
 from qerl_recipes.files.whole_folder import whole_folder
+from qerl_recipes.recipe.keys import ENGINE_RANKS
 from qerl_vllm_plugin.adapter.check import AdapterError, check
 from qerl_vllm_plugin.weights.checkpoint import inspect_folder
 

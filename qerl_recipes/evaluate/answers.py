@@ -16,8 +16,7 @@ from vllm.lora.request import LoRARequest
 
 from qerl_recipes.evaluate.request import Sampling
 from qerl_recipes.evaluate.tasks import Benchmark, Doc, PromptManager
-from qerl_recipes.recipe.chat_template import blindness
-from qerl_recipes.rollout.sampling import for_sampling_params, wrong_bias
+from qerl_recipes.recipe.generation import blindness, for_sampling_params, wrong_bias
 from qerl_vllm_plugin.noise import seed_of
 
 

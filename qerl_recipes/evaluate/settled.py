@@ -13,7 +13,7 @@ from qerl_recipes.evaluate.request import check as check_tasks
 from qerl_recipes.files import run_state
 from qerl_recipes.files.adapter import AdapterFolder, engine_rank, open_adapter
 from qerl_recipes.files.base_model import local_folder
-from qerl_recipes.recipe.chat_template import template_text
+from qerl_recipes.recipe.generation import template_text
 from qerl_recipes.rollout.arms import ENGINE_QUANTIZATION
 from qerl_vllm_plugin.weights.checkpoint import inspect_folder
 

@@ -11,13 +11,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from qerl_recipes.files.run_state import LAST, STATE_FILE, CheckpointMismatch, whole_checkpoints
+from qerl_recipes.recipe.keys import ENGINE_RANKS, WITHOUT_ADAPTER
 from qerl_vllm_plugin.adapter.check import AdapterError, check_config
 
 CONFIG, TENSORS, NORMS = "adapter_config.json", "adapter_model.safetensors", "norms.safetensors"
 TEMPLATE = "chat_template.jinja"  # transformers saves the tokenizer's template under this name
-# the values that vLLM's --max-lora-rank accepts
-ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-WITHOUT_ADAPTER = {"lm_head", "embed_tokens"}
 
 
 @dataclass(frozen=True)

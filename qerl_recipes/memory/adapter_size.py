@@ -6,8 +6,7 @@ from typing import Any
 
 from qerl_recipes.files.adapter import open_adapter
 from qerl_recipes.memory.model_size import LinearSize, ModelSize
-from qerl_recipes.recipe.configs import ModelConfig
-from qerl_recipes.recipe.script_arguments import ScriptArguments
+from qerl_recipes.recipe.configs import ModelConfig, ScriptArguments
 from qerl_vllm_plugin.adapter.check import AdapterError, named_modules
 
 

@@ -21,9 +21,7 @@ from qerl_recipes.memory.model_size import ModelSize, measure, read_config
 from qerl_recipes.memory.parts import SLEEP, Part, Plan
 from qerl_recipes.model import shared_weights
 from qerl_recipes.model.packed_attention import LARGEST_HEAD
-from qerl_recipes.recipe import server_keys
-from qerl_recipes.recipe.configs import AS_FEW_AS_FIT, GRPOConfig, ModelConfig
-from qerl_recipes.recipe.script_arguments import ScriptArguments
+from qerl_recipes.recipe.configs import AS_FEW_AS_FIT, SERVER, GRPOConfig, ModelConfig, ScriptArguments
 
 CONTEXT = 900_000_000  # CUDA context and kernels, cuBLAS workspaces
 SHARE_KEY = "vllm_gpu_memory_utilization"
@@ -111,7 +109,7 @@ class _Run:
 
         A server is on another GPU, or uses a share of this one that the run does not control.
         """
-        if server_keys.is_wanted(self.training):
+        if self.training.vllm_mode == SERVER:
             return ()
         scratch, graphs = self._scratch(), activation_bytes.GRAPHS
         return (
@@ -176,7 +174,7 @@ class _Run:
 
         vLLM refuses to start if one sequence of full length does not fit into its KV cache.
         """
-        if server_keys.is_wanted(self.training) or self.engine_length <= self.cache_tokens():
+        if self.training.vllm_mode == SERVER or self.engine_length <= self.cache_tokens():
             return ""
         length, cache_bytes = self.engine_length, self.training.vllm_kv_cache_memory_bytes
         if cache_bytes is not None:
@@ -204,7 +202,7 @@ class _Run:
 
         The second comes with what would change it. Returns "" if neither is so.
         """
-        if server_keys.is_wanted(self.training):
+        if self.training.vllm_mode == SERVER:
             return "the server's memory is not in this plan: on this GPU its --gpu-memory-utilization comes on top"
         fitting = self.cache_tokens() // self.engine_length
         if self.problem() or fitting >= self.sequences:

@@ -26,12 +26,12 @@ OWN_COPY = "the trainer keeps its own copy of the frozen weights"
 
 def obstacle(training: "GRPOConfig") -> str | None:
     """Say why this configuration cannot share the weights; None if it can."""
-    from qerl_recipes.recipe import server_keys
+    from qerl_recipes.recipe.configs import SERVER
 
     if training.quantization != ARM:
         return f"quantization: {training.quantization} has a form of its own in the engine; only {ARM} is shared"
-    if server_keys.is_wanted(training):
-        return f"vllm_mode: {server_keys.SERVER}: the engine's are in another process"
+    if training.vllm_mode == SERVER:
+        return f"vllm_mode: {SERVER}: the engine's are in another process"
     if training.vllm_tensor_parallel_size > 1:
         return (
             f"vllm_tensor_parallel_size: {training.vllm_tensor_parallel_size} leaves each GPU a part of every weight, "
@@ -48,13 +48,13 @@ def is_wanted(training: "GRPOConfig") -> bool:
     """
     if training.share_weights is False:
         return False
-    from qerl_recipes.recipe import server_keys
+    from qerl_recipes.recipe.configs import SERVER
 
     reason = obstacle(training)
     if reason is not None:
         if training.share_weights:
             raise ValueError(f"share_weights: {reason}; use share_weights: false")
-        if training.quantization == ARM and not server_keys.is_wanted(training):  # it implies a copy
+        if training.quantization == ARM and training.vllm_mode != SERVER:  # it implies a copy
             warnings.warn(f"{OWN_COPY}: {reason}", stacklevel=2)
     return reason is None
 

@@ -9,7 +9,7 @@ import difflib
 import itertools
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
 
@@ -17,7 +17,6 @@ import yaml
 from trl import TrlParser
 
 from qerl_recipes.recipe.keys import BELONGS_ELSEWHERE, REFUSED, RENAMED, TOPICS, WITHOUT_EFFECT, refused
-from qerl_recipes.recipe.unique_keys import UniqueKeyLoader
 from qerl_vllm_plugin.wire.address import HIDDEN, hidden
 
 USAGE = "qerl train --config RECIPE.yaml [--KEY VALUE ...]"
@@ -35,6 +34,23 @@ class ConfigError(ValueError):
 
     def __init__(self, text: str) -> None:
         super().__init__(hidden(text))
+
+
+class UniqueKeyLoader(yaml.SafeLoader):
+    """Load safe YAML; raise YAMLError, with key and line, for a key that occurs twice in one mapping."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":  # <<: *other
+                continue
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, str) and key in seen:
+                line = key_node.start_mark.line + 1
+                raise yaml.YAMLError(f"{key} stands twice (line {line}); keep one of them")
+            if isinstance(key, str):
+                seen.add(key)
+        return super().construct_mapping(node, deep)
 
 
 class RecipeParser(TrlParser):

@@ -9,6 +9,8 @@ either in ``TOPICS`` or in ``REFUSED``; a test fails when a new TRL adds one.
 from dataclasses import dataclass
 from typing import Any
 
+ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that vLLM's --max-lora-rank accepts
+WITHOUT_ADAPTER = {"lm_head", "embed_tokens"}
 CANNOT_RUN = "this recipe cannot run"  # begins a refusal by `qerl train`; a study recognizes it
 
 

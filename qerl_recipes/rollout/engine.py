@@ -20,10 +20,11 @@ from qerl_recipes.memory import engine_bytes
 from qerl_recipes.memory.activation_bytes import ENGINE_TOKENS
 from qerl_recipes.memory.model_size import measure, read_config
 from qerl_recipes.recipe.configs import GRPOConfig
+from qerl_recipes.recipe.generation import for_sampling_params, sampling_parameters
 from qerl_recipes.rollout import answers
 from qerl_recipes.rollout.arms import engine_on_cpu, engine_options
 from qerl_recipes.rollout.interface import Completions, Snapshot
-from qerl_recipes.rollout.sampling import Seeds, for_sampling_params, sampling_parameters
+from qerl_recipes.rollout.sampling import Seeds
 from qerl_vllm_plugin.compat import engine, scheduler
 from qerl_vllm_plugin.policy import Policy
 from qerl_vllm_plugin.weights.frozen_weights import FrozenWeights, frozen_weights

@@ -17,8 +17,9 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list
 
 from qerl_recipes.recipe.configs import GRPOConfig
+from qerl_recipes.recipe.generation import sampling_parameters
 from qerl_recipes.rollout.interface import Completions, Snapshot
-from qerl_recipes.rollout.sampling import Seeds, sampling_parameters
+from qerl_recipes.rollout.sampling import Seeds
 from qerl_recipes.rollout.server_answers import Answer, Question, Questions
 from qerl_recipes.rollout.server_link import ServerLink
 from qerl_recipes.rollout.server_state import NO_NOISE, AnotherPolicyError, Noise, Pushed

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import httpx
 
 from qerl_recipes.files.run_state import what_is_kept
-from qerl_recipes.recipe import server_keys
+from qerl_recipes.recipe.checks import API_KEY
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.rollout.interface import Snapshot
 from qerl_recipes.rollout.server_state import (
@@ -41,13 +41,13 @@ class ServerLink:
         ``processes`` is the number of trainer processes in this run. Each has its own link, and after a restart any of
         them may push.
         """
-        address, self.timeout = server_keys.address(training), training.vllm_server_timeout
+        address, self.timeout = training.server_address, training.vllm_server_timeout
         self.url, self.login = parted(address)  # messages name the URL without the login
-        self.api_key = os.environ.get(server_keys.API_KEY)
+        self.api_key = os.environ.get(API_KEY)
         self._output_dir = training.output_dir
         self._silent_since: float | None = None
         token = configured_token()
-        assert token is not None  # server_keys.problems refuses a run without one
+        assert token is not None  # `qerl train` refuses a run without one
         options = (address, token, self.api_key, self.timeout)
         # the hash of a policy depends on its transport, and several processes compare their hashes
         self._policy = PolicyClient(*options, transport="auto" if processes == 1 else "http")
@@ -194,7 +194,7 @@ class ServerLink:
         if error.status == 401:
             return ServerRefusedError(
                 f"the server at {self.url} refuses: {error}. The admin token is that of {TOKEN_FILE} or {TOKEN}, and "
-                f"the key of --api-key that of {server_keys.API_KEY}: the same for server and trainer; {self._hint()}"
+                f"the key of --api-key that of {API_KEY}: the same for server and trainer; {self._hint()}"
             )
         if error.status == 404:
             return ServerRefusedError(

@@ -29,16 +29,17 @@ def check(study: Study) -> None:
     """
     check_evaluations(study)
     check_taken(study, taken_rows(study))
+    from qerl_recipes.hooks import unknown_names
+    from qerl_recipes.recipe import checks
     from qerl_recipes.recipe.configs import parse
     from qerl_recipes.recipe.file import ConfigError
-    from qerl_recipes.train.validate import problems_of_keys
 
     for run in {run.label: run for run in first_runs(study)}.values():
         try:
             found = parse(["--config", str(study.recipe), *flags({**run.keys, "seed": run.seed})])
         except ConfigError as error:
             raise StudyError(f"arms.{run.arm}: {error}") from error
-        if problems := problems_of_keys(*found):
+        if problems := [*checks.problems(*found), *unknown_names(found[1])]:
             raise StudyError(f"arms.{run.arm}: {CANNOT_RUN}: {'; '.join(problems)}")
 
 

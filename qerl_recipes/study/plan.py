@@ -39,7 +39,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from qerl_recipes.recipe.unique_keys import UniqueKeyLoader
+from qerl_recipes.recipe.file import UniqueKeyLoader
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 # what a study sets itself, in every run

@@ -13,9 +13,9 @@ from datasets import Dataset, DatasetDict, ReadInstruction, concatenate_datasets
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_recipes.hooks import DatasetLoader, collect
-from qerl_recipes.recipe.chat_template import blindness, problem_turn
 from qerl_recipes.recipe.configs import GRPOConfig, ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
+from qerl_recipes.recipe.generation import blindness, problem_turn
 from qerl_recipes.tasks import pick_number, reasoning_gym_task, running_sum, source_files
 
 logger = logging.getLogger(__name__)

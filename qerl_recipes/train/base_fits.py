@@ -14,11 +14,10 @@ from huggingface_hub.errors import HFValidationError
 from transformers import PreTrainedTokenizerBase
 
 from qerl_recipes.model import families
-from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig
+from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig, ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
-from qerl_recipes.recipe.script_arguments import ScriptArguments
+from qerl_recipes.recipe.generation import wrong_bias
 from qerl_recipes.recipe.shapes import BY_MODEL_ID, as_config
-from qerl_recipes.rollout.sampling import wrong_bias
 from qerl_recipes.tasks import prompts
 from qerl_vllm_plugin.weights.checkpoint import read_quantization
 from qerl_vllm_plugin.weights.families import FAMILIES, WITHOUT_SLOTS, of_images

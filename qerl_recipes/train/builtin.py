@@ -36,9 +36,9 @@ def qerl_noise_schedules() -> Mapping[str, NoiseSchedule]:
 @implementation
 def qerl_rollout_engines() -> Mapping[str, StartEngine]:
     def vllm(base: str, training: "GRPOConfig", **options: Any) -> RolloutEngine:
-        from qerl_recipes.recipe.server_keys import is_wanted
+        from qerl_recipes.recipe.configs import SERVER
 
-        if is_wanted(training):
+        if training.vllm_mode == SERVER:
             from qerl_recipes.rollout.server import ServerRollouts
 
             return ServerRollouts(base, training, **options)

@@ -13,6 +13,7 @@ from peft import PeftModel
 
 from qerl_recipes.model import logprobs
 from qerl_recipes.model.packing import pack
+from qerl_recipes.recipe.checks import needs_every_completion
 from qerl_recipes.train import importance, silent_rows, staleness
 from qerl_recipes.train.half_precision import HalfPrecision
 from qerl_recipes.train.step_metrics import StepMeans
@@ -45,7 +46,7 @@ class LossForward:
         if reason is not None:
             warnings.warn(f"pack_tokens is without effect, the batches stay padded: {reason}", stacklevel=3)
             self.pack_tokens = 0
-        may_skip = self.pack_tokens > 0 and silent_rows.reason_to_keep(args) is None
+        may_skip = self.pack_tokens > 0 and needs_every_completion(args) is None
         self.skips_silent_rows = may_skip and args.skip_silent_rows is not False
 
     @contextmanager

@@ -31,8 +31,8 @@ from rich.console import Console
 from rich.table import Table
 
 from qerl_recipes.files.adapter import AdapterFolder, open_adapter
-from qerl_recipes.recipe import server_keys
-from qerl_recipes.recipe.configs import GRPOConfig, parse
+from qerl_recipes.recipe.checks import SERVER_KEYS, narrowing
+from qerl_recipes.recipe.configs import SERVER, GRPOConfig, parse
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.keys import TOPICS
 from qerl_recipes.tasks import prompts
@@ -55,7 +55,7 @@ USED_KEYS |= {
 }
 # TRL derives generation_batch_size from other keys; the adapter comes from the run, whatever the run started from
 USED_KEYS -= {"generation_batch_size", "adapter_name_or_path"}
-USED_KEYS -= {"vllm_mode", *server_keys.OF_A_SERVER}  # parts can be switched only in an engine in this process
+USED_KEYS -= {"vllm_mode", *SERVER_KEYS}  # parts can be switched only in an engine in this process
 OVERRIDES = {"report_to": "none", "save_strategy": "no", "gradient_checkpointing": False, "disable_tqdm": True}
 
 
@@ -127,7 +127,7 @@ def run(folder: Path, flags: Sequence[str] = (), problems: int = 16) -> int:
         script, training, model = _recipe(saved, flags, Path(scratch))
         if training.rollout_engine != "vllm":
             raise ConfigError(f"rollout_engine: {training.rollout_engine}: only vllm's parts can be switched off")
-        if server_keys.is_wanted(training):
+        if training.vllm_mode == SERVER:
             raise ConfigError(
                 "vllm_mode: server: the parts are switched off in an engine of this process; leave it out"
             )
@@ -159,8 +159,6 @@ def measure(trainer: "QerlGRPOTrainer", saved: AdapterFolder, problems: int) -> 
     ``trainer`` is a new one; its adapter and norms become those of ``saved``. The noise is drawn for rollout 0 with
     ``sigma_start``, the sigma of the first noisy stage.
     """
-    from qerl_recipes.train.validate import narrowing
-
     sides, training = _Sides(trainer, saved, problems), trainer.args
     sigma = 0.0 if training.noise_mode == "none" else float(training.sigma_start or 0.0)
     sampled, temperature = sides.sample(sigma), trainer.temperature

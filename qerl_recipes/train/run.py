@@ -20,8 +20,7 @@ if TYPE_CHECKING:  # torch, TRL and vLLM are imported only after ``prepare`` has
 
     from qerl_recipes.hooks import StartEngine
     from qerl_recipes.memory.parts import Plan
-    from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig
-    from qerl_recipes.recipe.script_arguments import ScriptArguments
+    from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig, ScriptArguments
     from qerl_recipes.train.trainer import QerlGRPOTrainer
 
 

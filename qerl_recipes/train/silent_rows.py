@@ -12,25 +12,7 @@ from typing import Any
 
 import torch
 
-from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.train.importance import mask_of
-
-
-def reason_to_keep(args: GRPOConfig) -> str | None:
-    """Return the recipe key that makes rows with an advantage of 0 matter; None if no key does.
-
-    Such a key gives these rows a gradient, makes them part of another figure, or turns packing off.
-    """
-    reasons = {
-        "pack_tokens: 0": not args.pack_tokens,
-        f"beta: {args.beta:g}": args.beta != 0,
-        f"entropy_coef: {args.entropy_coef}": bool(args.entropy_coef),
-        "use_adaptive_entropy": args.use_adaptive_entropy,
-        f"top_entropy_quantile: {args.top_entropy_quantile:g}": args.top_entropy_quantile != 1,
-        "off_policy_mask_threshold": args.off_policy_mask_threshold is not None,
-        "loss_type: vespo": args.loss_type == "vespo",  # its metric is a mean over all rows
-    }
-    return next((key for key, applies in reasons.items() if applies), None)
 
 
 def silent(inputs: Mapping[str, Any]) -> torch.Tensor:

@@ -38,12 +38,12 @@ from qerl_recipes.hooks import RolloutEngine, Snapshot, find
 from qerl_recipes.model import fused_lora, norms
 from qerl_recipes.model.loading import blocks_that_keep
 from qerl_recipes.model.packing import even_micro_batches
+from qerl_recipes.recipe.checks import steps_per_rollout
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.tasks import rewards
 from qerl_recipes.train import divergence, dynamic_sampling, rollout_measures, saving
 from qerl_recipes.train.loss_forward import LossForward
 from qerl_recipes.train.step_metrics import QuietProgress, StepRecorder
-from qerl_recipes.train.validate import steps_per_rollout
 
 
 class QerlGRPOTrainer(GRPOTrainer):
@@ -81,7 +81,7 @@ class QerlGRPOTrainer(GRPOTrainer):
         peft_config: PeftConfig | None = None,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
-        """Set up the trainer; ``train.validate`` has refused combinations of ``args`` that cannot run.
+        """Set up the trainer; ``train.preflight`` has refused combinations of ``args`` that cannot run.
 
         ``model`` is the plain base together with ``peft_config``, or a PeftModel to continue from. ``base`` is the
         checkpoint folder that ``model`` was loaded from and that ``engine`` serves. ``base_name`` is its name in

@@ -2,40 +2,25 @@
 
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from datasets import Dataset
 
-from qerl_recipes.files.adapter import CONFIG, ENGINE_RANKS, WITHOUT_ADAPTER, open_adapter
-from qerl_recipes.hooks import find
+from qerl_recipes.files.adapter import CONFIG, open_adapter
+from qerl_recipes.hooks import unknown_names
 from qerl_recipes.model import shared_weights
-from qerl_recipes.recipe import server_keys
-from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig
+from qerl_recipes.recipe import checks
+from qerl_recipes.recipe.checks import WITHOUT_SCALE
+from qerl_recipes.recipe.configs import SERVER, GRPOConfig, ModelConfig, ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
-from qerl_recipes.recipe.keys import CANNOT_RUN, refusals
-from qerl_recipes.recipe.script_arguments import ScriptArguments
-from qerl_recipes.rollout.sampling import SMALLEST_TEMPERATURE, sampling_parameters, wrong_bias
+from qerl_recipes.recipe.keys import CANNOT_RUN
 from qerl_recipes.tasks import answer_columns, rewards
 from qerl_recipes.tasks import prompts as data
 from qerl_recipes.train.base_fits import misfits
 from qerl_recipes.train.dynamic_sampling import TOTAL
 from qerl_recipes.train.requirements import lacking
-from qerl_recipes.train.silent_rows import reason_to_keep
+from qerl_vllm_plugin.server.token import TOKEN, TOKEN_FILE, configured_token
 
-CHOICES = {
-    "vllm_mode": ("colocate", server_keys.SERVER),
-    "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"),
-    "importance_sampling_level": ("token", "sequence"),
-    "scale_rewards": ("group", "batch", "none"),
-    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
-    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
-}
-# generation_kwargs can set neither OURS, which the engine sets, nor KEYS, recipe keys that the trainer reads too
-OURS = {"n", "seed", "logprobs", "flat_logprobs", "max_tokens"}
-KEYS = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
-NARROWING = {"presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens"}
-WITHOUT_SCALE = "multiplies the adapter by 0, so that nothing would be trained"
-BY_EVALUATION = ("reduce_lr_on_plateau", "greedy")  # schedulers of the learning rate
 IMAGES = {"image", "images"}  # columns from which TRL takes pictures
 
 
@@ -47,141 +32,21 @@ def validate(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) 
     arm. Reading the data set may download it.
     """
     problems = [
-        *problems_of_keys(script, training, model),
+        *checks.problems(script, training, model),
+        *unknown_names(training),
         *lacking(training, model),
         *_engine(training),
         *_start(script, training),
-        *server_keys.problems(training),
+        *checks.server_problems(training),
+        *_token(training),
         *_sharing(training),
         *misfits(script, training, model),
         *_data_and_rewards(script, training),
     ]
     if problems:
         raise ConfigError(f"{CANNOT_RUN}:\n" + "\n".join(f"  - {problem}" for problem in problems))
-    if "wandb" not in (training.report_to or ()):
-        keys = ("wandb_entity", "wandb_project", "wandb_run_group")
-        if without_effect := [key for key in keys if getattr(training, key) is not None]:
-            warnings.warn(
-                f"{', '.join(without_effect)}: without effect, for report_to has no wandb; add it, or remove them",
-                stacklevel=2,
-            )
-    if without_effect := list(server_keys.without_effect(training)):
-        warnings.warn("; ".join(without_effect), stacklevel=2)
-    if narrows := list(narrowing(training)):
-        weights = "correct for it" if training.vllm_importance_sampling_correction else "are off"
-        warnings.warn(
-            f"{', '.join(narrows)}: completions are drawn from a part of the policy's distribution, and the "
-            "trainer's log-probabilities are of the whole. The share that is left out adds to logp_mismatch, which "
-            f"then tells less of rounding, and importance weights, which fall below 1 by it, {weights}",
-            stacklevel=2,
-        )
-
-
-def problems_of_keys(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> list[str]:
-    """Return a line for each thing that is wrong with the keys themselves, whatever machine, model and data are."""
-    return [
-        *refusals(script, training, model),
-        *_choices(training),
-        *_names(training),
-        *_boundaries(training),
-        *_lengths(script, training),
-        *_generation(training),
-        *_sampling(training),
-        *_precision(training, model),
-        *_adapter(training, model),
-    ]
-
-
-def narrowing(training: GRPOConfig) -> Iterator[str]:
-    """Yield the keys that take tokens out of the sampling distribution or change the probabilities of the rest.
-
-    Keys of the recipe come with their values, those of ``generation_kwargs`` by name.
-    """
-    narrows = {
-        "top_p": training.top_p < 1,
-        "top_k": training.top_k > 0,
-        "min_p": bool(training.min_p),
-        "repetition_penalty": training.repetition_penalty != 1,
-        "vllm_structured_outputs_regex": training.vllm_structured_outputs_regex is not None,
-    }
-    yield from (f"{key}: {getattr(training, key)}" for key, narrow in narrows.items() if narrow)
-    generation_kwargs = training.generation_kwargs or {}
-    yield from (
-        f"generation_kwargs: {key}" for key in sorted(generation_kwargs) if key in {*NARROWING, "structured_outputs"}
-    )
-
-
-def _choices(training: GRPOConfig) -> Iterator[str]:
-    for key, allowed in CHOICES.items():
-        if (value := getattr(training, key)) not in allowed:
-            yield f"{key} cannot be {value!r}; it is one of {', '.join(allowed)}"
-    if training.do_eval and training.eval_strategy == "no":
-        yield (
-            "do_eval: true evaluates nothing by itself; say when: eval_strategy: steps (with eval_steps) or epoch, or "
-            "do_eval: false"
-        )
-    if training.eval_on_start and training.eval_strategy == "no":
-        yield (
-            "eval_on_start: true is the first of the evaluations of a run, and there are none; say when: "
-            "eval_strategy: steps (with eval_steps) or epoch, or eval_on_start: false"
-        )
-    if training.lr_scheduler_type in BY_EVALUATION:
-        yield (
-            f"lr_scheduler_type: {training.lr_scheduler_type.value} goes by the loss of an evaluation, which says "
-            "nothing of a policy that learns from rewards; use linear, cosine or another that goes by the step"
-        )
-    weighs = training.vllm_importance_sampling_correction
-    if training.loss_type == "vespo" and weighs and training.vllm_importance_sampling_mode.startswith("sequence"):
-        yield (
-            f"loss_type: vespo weighs tokens, not sequences: vllm_importance_sampling_mode cannot be "
-            f"{training.vllm_importance_sampling_mode}; use token_truncate or token_mask"
-        )
-    grouped = training.scale_rewards != "batch" and training.multi_objective_aggregation == "sum_then_normalize"
-    if training.dynamic_sampling and not grouped:
-        yield (
-            "dynamic_sampling replaces groups, so advantages must come from the group alone; use scale_rewards: group "
-            "(or none) and multi_objective_aggregation: sum_then_normalize"
-        )
-    local = training.per_device_train_batch_size * training.steps_per_generation
-    if training.dynamic_sampling and training.world_size > 1 and local % training.num_generations:
-        yield (
-            "dynamic_sampling with several processes needs whole groups on each: per_device_train_batch_size x "
-            f"steps_per_generation ({local}) must be a multiple of num_generations ({training.num_generations})"
-        )
-    if training.skip_silent_rows and (reason := reason_to_keep(training)) is not None:
-        yield f"skip_silent_rows: true cannot go with {reason}, which needs every completion; leave one of the two out"
-    ends = [key for key in ("stop", "stop_token_ids") if (training.generation_kwargs or {}).get(key)]
-    if ends and training.mask_truncated_completions:
-        yield (
-            "mask_truncated_completions: TRL takes a completion without an end-of-sequence token for truncated, and "
-            f"generation_kwargs: {ends[0]} ends it so, which would mask them all; leave one of the two out"
-        )
-
-
-def _names(training: GRPOConfig) -> Iterator[str]:
-    if training.noise_mode != "none":
-        yield from _failure(lambda: find("qerl_noise_schedules", training.noise_schedule), "noise_schedule")
-        if not training.noise_targets:
-            yield "noise_targets is empty; for no noise use noise_mode: none"
-    yield from _failure(lambda: find("qerl_rollout_engines", training.rollout_engine), "rollout_engine")
-
-
-def _failure(check: Callable[[], object], key: str) -> Iterator[str]:
-    try:
-        check()
-    except ValueError as error:
-        yield f"{key}: {error}"
-
-
-def steps_per_rollout(training: GRPOConfig) -> int:
-    """Return the number of optimizer steps that one rollout serves; raise ConfigError if it is not whole."""
-    micro_steps = training.steps_per_generation * training.num_iterations
-    if micro_steps % training.gradient_accumulation_steps:
-        raise ConfigError(
-            f"a rollout must serve whole optimizer steps: steps_per_generation x num_iterations ({micro_steps}) must "
-            f"be a multiple of gradient_accumulation_steps ({training.gradient_accumulation_steps})"
-        )
-    return micro_steps // training.gradient_accumulation_steps
+    for line in checks.without_effect(training):
+        warnings.warn(line, stacklevel=2)
 
 
 def uneven_evaluation(training: GRPOConfig, problems: int) -> str | None:
@@ -203,59 +68,8 @@ def uneven_evaluation(training: GRPOConfig, problems: int) -> str | None:
     )
 
 
-def _boundaries(training: GRPOConfig) -> Iterator[str]:
-    """Yield what is wrong with the saving keys; checkpoints fall between rollouts, so that a resume repeats none."""
-    try:
-        steps = steps_per_rollout(training)
-    except ConfigError as error:
-        yield str(error)
-        return
-    if training.save_strategy == "steps" and training.save_steps >= 1 and training.save_steps % steps:
-        yield (
-            f"save_steps: {training.save_steps:g} does not fall between rollouts, each of which serves {steps} steps; "
-            f"use a multiple of {steps}, or save_strategy: epoch"
-        )
-    if training.save_strategy == "best":
-        yield "save_strategy: best needs a metric that reward is not; use steps or epoch"
-
-
-def _lengths(script: ScriptArguments, training: GRPOConfig) -> Iterator[str]:
-    """Yield a line if prompt and completion do not fit into ``vllm_max_model_length``."""
-    longest, completion, prompt = (
-        training.vllm_max_model_length, training.max_completion_length, script.max_prompt_length
-    )  # fmt: skip
-    if longest is not None and longest <= completion:
-        yield (
-            f"vllm_max_model_length ({longest}) leaves no room for a prompt beside max_completion_length ({completion})"
-        )
-    elif longest is not None and prompt is not None and prompt + completion > longest:
-        yield (
-            f"max_prompt_length ({prompt}) + max_completion_length ({completion}) is {prompt + completion}, more than "
-            f"vllm_max_model_length ({longest}), at which completions would be cut off; raise it or lower one of them"
-        )
-
-
-def _generation(training: GRPOConfig) -> Iterator[str]:
-    if wrong := sorted(OURS & (training.generation_kwargs or {}).keys()):
-        yield (
-            f"generation_kwargs cannot set {', '.join(wrong)}: each completion has a seed of its own and its "
-            "log-probabilities; max_completion_length and num_generations are keys"
-        )
-    if twice := sorted(KEYS & (training.generation_kwargs or {}).keys()):
-        yield (
-            f"generation_kwargs cannot set {', '.join(twice)}: the engine would sample with one value and the trainer "
-            f"compute log-probabilities with another; use the key {twice[0]} itself"
-        )
-    if (wrong_one := wrong_bias(training.generation_kwargs or {})) is not None:
-        yield f"generation_kwargs: {wrong_one}"
-    if training.vllm_structured_outputs_regex is not None and "structured_outputs" in (
-        training.generation_kwargs or {}
-    ):
-        yield "generation_kwargs: structured_outputs beside vllm_structured_outputs_regex would be ignored; remove one"
-
-
 def _engine(training: GRPOConfig) -> Iterator[str]:
-    if server_keys.is_wanted(training):
+    if training.vllm_mode == SERVER:
         return
     if training.vllm_enable_sleep_mode and training.device.type != "cuda":
         yield "vllm_enable_sleep_mode needs a CUDA GPU; on a CPU leave it out"
@@ -266,63 +80,23 @@ def _engine(training: GRPOConfig) -> Iterator[str]:
         )
 
 
-def _sampling(training: GRPOConfig) -> Iterator[str]:
-    """Yield what vLLM's SamplingParams would refuse at the first rollout, or change."""
-    if not training.temperature >= SMALLEST_TEMPERATURE:
-        yield (
-            f"temperature must be at least {SMALLEST_TEMPERATURE}, not {training.temperature}: the log-probabilities "
-            "of the trainer are divided by it, and vLLM samples with no smaller one"
-        )
-    elif training.rollout_engine == "vllm":
-        from vllm import SamplingParams
-        from vllm.exceptions import VLLMValidationError
-
-        parameters = sampling_parameters(training).items()
-        own_parameters = {name: value for name, value in parameters if name not in {*OURS, "structured_outputs"}}
-        try:
-            SamplingParams(**own_parameters, max_tokens=training.max_completion_length)
-        except (TypeError, ValueError, VLLMValidationError) as error:
-            yield f"{', '.join(sorted(KEYS))}, generation_kwargs: vLLM takes no such SamplingParams: {error}"
+def _token(training: GRPOConfig) -> Iterator[str]:
+    """Yield what is wrong with the admin token under which the policy is pushed to a server."""
+    if training.vllm_mode != SERVER:
+        return
+    try:
+        if configured_token() is None:
+            yield (
+                f"vllm_mode: {SERVER} pushes the policy under the server's admin token; export {TOKEN_FILE}=FILE or "
+                f"{TOKEN}, the same for server and trainer"
+            )
+    except ValueError as error:
+        yield f"vllm_mode: {SERVER}: {error}"
 
 
 def _sharing(training: GRPOConfig) -> Iterator[str]:
     if training.share_weights and (reason := shared_weights.obstacle(training)):
         yield f"share_weights: {reason}; use share_weights: false"
-
-
-def _precision(training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
-    """Yield a line for each clash of dtypes: between engine and trainer, or of float16 with nf4."""
-    if training.fp16 and model.dtype != "float16":
-        yield (
-            f"fp16: true with dtype: {model.dtype}: the engine would compute in {model.dtype} and the trainer in "
-            "float16; use dtype: float16, or fp16: false"
-        )
-    if training.bf16 and model.dtype == "float16":
-        yield (
-            "bf16: true (the default without fp16) with dtype: float16: the engine would compute in float16 and the "
-            "trainer in bfloat16; use fp16: true and bf16: false, or dtype: bfloat16"
-        )
-    if training.bf16 and model.dtype == "float32":
-        yield (
-            "bf16: true (the default without fp16) with dtype: float32: the engine would compute in float32 and the "
-            "trainer in bfloat16; use bf16: false, or dtype: bfloat16"
-        )
-    if training.quantization == "nf4" and model.dtype == "float16":
-        yield "dtype: float16 with quantization: nf4 is not supported; use dtype: bfloat16, or another arm"
-
-
-def _adapter(training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
-    if not 1 <= model.lora_r <= ENGINE_RANKS[-1]:
-        yield f"lora_r must be 1 to {ENGINE_RANKS[-1]}, which is what vLLM serves, not {model.lora_r}"
-    if model.lora_alpha == 0:
-        yield f"lora_alpha: 0 {WITHOUT_SCALE}; use {2 * model.lora_r}, twice lora_r, for a start"
-    targets = model.lora_target_modules or []
-    if wrong := WITHOUT_ADAPTER & set([targets] if isinstance(targets, str) else targets):
-        yield f"lora_target_modules: {', '.join(sorted(wrong))} takes no adapter; name linear layers of the blocks"
-    if model.lora_target_modules == []:
-        yield "lora_target_modules is empty; name linear layers of the blocks, or all-linear"
-    if training.train_norms and training.beta:
-        yield "beta needs a reference without trained norms; with train_norms use beta: 0"
 
 
 def _start(script: ScriptArguments, training: GRPOConfig) -> Iterator[str]:

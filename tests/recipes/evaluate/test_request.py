@@ -8,7 +8,7 @@ import pytest
 
 from qerl_recipes.evaluate import request as evaluation_request
 from qerl_recipes.files.adapter import open_adapter
-from qerl_recipes.recipe.chat_template import template_text
+from qerl_recipes.recipe.generation import template_text
 
 Make = Callable[..., Path]
 

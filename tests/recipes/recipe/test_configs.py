@@ -375,7 +375,7 @@ def test_without_a_gpu_a_recipe_runs_on_the_cpu_unless_it_says_otherwise(tmp_pat
     ids=str,
 )
 def test_float16_is_for_engine_and_trainer_or_for_neither(tmp_path, given, said):
-    from qerl_recipes.train.validate import _precision
+    from qerl_recipes.recipe.checks import _precision
 
     flags = [word for key, value in given.items() for word in (f"--{key}", value)]
     _, training, model = parse([*recipe(tmp_path, "lora_r: 4\n"), *flags])

@@ -9,9 +9,10 @@ import pytest
 import yaml
 from transformers.utils import is_bitsandbytes_available
 
+from qerl_recipes.recipe.checks import steps_per_rollout
 from qerl_recipes.recipe.configs import parse
 from qerl_recipes.recipe.file import ConfigError
-from qerl_recipes.train.validate import steps_per_rollout, validate
+from qerl_recipes.train.validate import validate
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 ALL = sorted(RECIPES.glob("*/grpo/*.yaml"))

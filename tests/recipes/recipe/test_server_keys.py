@@ -4,7 +4,6 @@ import pytest
 
 from qerl_recipes.files.binding import changes, recorded
 from qerl_recipes.model import shared_weights
-from qerl_recipes.recipe import server_keys
 from qerl_recipes.recipe.configs import parse
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.train.validate import validate
@@ -43,7 +42,7 @@ def test_a_server_is_found_under_trls_keys(recipe):
     for flags, address in addresses.items():
         parts = recipe(*flags)
         validate(*parts)
-        assert server_keys.address(parts[1]) == address
+        assert parts[1].server_address == address
 
 
 @pytest.mark.parametrize(

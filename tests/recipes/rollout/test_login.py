@@ -15,7 +15,7 @@ from transformers.integrations import TensorBoardCallback
 
 from qerl_recipes.bench.results import conditions
 from qerl_recipes.files.binding import recorded
-from qerl_recipes.recipe import server_keys
+from qerl_recipes.recipe.checks import server_problems
 from qerl_recipes.recipe.configs import parse, parser
 from qerl_recipes.recipe.file import ConfigError, defaults_from_yaml, help_text
 from qerl_recipes.rollout.server_answers import Answer, Question, Questions
@@ -120,7 +120,7 @@ def test_no_report_of_a_configuration_has_them(tmp_path: Path, monkeypatch: pyte
     url = f"http://{LOGIN}@gpu1:8000"
     parts = recipe(url, "--output_dir", str(tmp_path), "--hub_token", "hf_cret")
     training = parts[1]
-    assert server_keys.address(training) == url  # and is asked for
+    assert training.server_address == url  # and is asked for
     for text in (training.to_dict(), training.to_json_string(), training.to_sanitized_dict()):
         assert nothing_of_it(text) and "http://***@gpu1:8000" in str(text)
     for text in (str(training), repr(training), recorded(*parts)):
@@ -159,13 +159,13 @@ def test_the_help_of_a_recipe_shows_neither_them_nor_a_token() -> None:
 )
 def test_a_refusal_shows_neither(url: str, flags: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message) as refused:
-        raise ConfigError("\n".join(server_keys.problems(recipe(url, "--output_dir", str(tmp_path), *flags)[1])))
+        raise ConfigError("\n".join(server_problems(recipe(url, "--output_dir", str(tmp_path), *flags)[1])))
     assert nothing_of_it(refused.value)
 
 
 def test_a_user_beside_the_servers_key_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training = recipe(f"http://{LOGIN}@gpu1", "--output_dir", str(tmp_path))[1]
-    assert list(server_keys.problems(training)) == []
+    assert list(server_problems(training)) == []
     monkeypatch.setenv("VLLM_API_KEY", "key")
-    (line,) = server_keys.problems(training)
+    (line,) = server_problems(training)
     assert line.startswith("vllm_server_base_url names a user, who would be sent in place of the key of VLLM_API_KEY")

@@ -1,7 +1,8 @@
 """The seeds of completions, and what a recipe's keys are called where they are sampled."""
 
 from qerl_recipes.recipe.configs import GRPOConfig
-from qerl_recipes.rollout.sampling import Seeds, completion_seed, sampling_parameters
+from qerl_recipes.recipe.generation import sampling_parameters
+from qerl_recipes.rollout.sampling import Seeds, completion_seed
 
 
 def test_every_completion_has_a_seed_of_its_own():

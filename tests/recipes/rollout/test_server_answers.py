@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from qerl_recipes.recipe.server_keys import IN_A_REQUEST
+from qerl_recipes.recipe.checks import IN_A_REQUEST
 from qerl_recipes.rollout.server_answers import Question, read
 from qerl_recipes.rollout.server_state import AnotherPolicyError, Needs, ServerRefusedError
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from qerl_recipes.model.packing import even_micro_batches, pack
+from qerl_recipes.recipe.checks import needs_every_completion
 from qerl_recipes.recipe.configs import GRPOConfig, parse
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.train import silent_rows
@@ -233,4 +234,4 @@ def test_asked_for_where_silent_rows_count_it_is_refused_by_name(key, write_reci
 
 
 def test_an_ordinary_recipe_has_no_reason_to_keep_them():
-    assert silent_rows.reason_to_keep(GRPOConfig(output_dir="unused", use_cpu=True, bf16=False)) is None
+    assert needs_every_completion(GRPOConfig(output_dir="unused", use_cpu=True, bf16=False)) is None

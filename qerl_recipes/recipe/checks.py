@@ -1,0 +1,364 @@
+"""Refuse what the keys of a recipe alone decide, whatever machine, model and data are.
+
+`qerl train`, `qerl study` and `qerl calibration-texts` ask here. Each check yields a line for each thing that is wrong:
+it names the key, the limit and the way out.
+"""
+
+import dataclasses
+import os
+import urllib.parse
+from collections.abc import Iterator
+
+from qerl_recipes.recipe.configs import SERVER, GRPOConfig, ModelConfig, ScriptArguments
+from qerl_recipes.recipe.file import ConfigError
+from qerl_recipes.recipe.generation import SMALLEST_TEMPERATURE, sampling_parameters, wrong_bias
+from qerl_recipes.recipe.keys import ENGINE_RANKS, WITHOUT_ADAPTER, Refusal, refusals, refused
+from qerl_vllm_plugin.wire.address import parted, shown
+
+CHOICES = {
+    "vllm_mode": ("colocate", SERVER),
+    "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"),
+    "importance_sampling_level": ("token", "sequence"),
+    "scale_rewards": ("group", "batch", "none"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+}
+# generation_kwargs can set neither SET_BY_ENGINE, nor KEYS, recipe keys that the trainer reads too
+SET_BY_ENGINE = {"n", "seed", "logprobs", "flat_logprobs", "max_tokens"}
+KEYS = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
+NARROWING = {"presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens"}
+WITHOUT_SCALE = "multiplies the adapter by 0, so that nothing would be trained"
+BY_EVALUATION = ("reduce_lr_on_plateau", "greedy")  # schedulers of the learning rate
+
+API_KEY = "VLLM_API_KEY"  # environment variable, which the server reads too
+ADDRESS_KEYS = ("vllm_server_host", "vllm_server_port")
+SERVER_KEYS = ("vllm_server_base_url", *ADDRESS_KEYS, "vllm_server_timeout")
+# keys of an engine in the trainer's process -> what to set on a server instead
+ENGINE_KEYS = {
+    "vllm_gpu_memory_utilization": "--gpu-memory-utilization of the server",
+    "vllm_kv_cache_memory_bytes": "--kv-cache-memory-bytes of the server",
+    "vllm_enable_sleep_mode": "the server keeps its memory while the trainer works",
+}
+# fields of vLLM's SamplingParams that a request to /v1/completions accepts under the same name
+IN_A_REQUEST = {
+    *("presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "allowed_token_ids", "structured_outputs"),
+    *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens"),
+    *("skip_special_tokens", "spaces_between_special_tokens"),
+}
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
+
+
+def problems(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> list[str]:
+    """Return a line for each thing that is wrong with the keys themselves."""
+    return [
+        *refusals(script, training, model),
+        *_choices(training),
+        *_evaluation(training),
+        *_loss(training),
+        *_dynamic_sampling(training),
+        *_boundaries(training),
+        *_lengths(script, training),
+        *_generation(training),
+        *_sampling(training),
+        *_precision(training, model),
+        *_adapter(training, model),
+    ]
+
+
+def steps_per_rollout(training: GRPOConfig) -> int:
+    """Return the number of optimizer steps that one rollout serves; raise ConfigError if it is not whole."""
+    micro_steps = training.steps_per_generation * training.num_iterations
+    if micro_steps % training.gradient_accumulation_steps:
+        raise ConfigError(
+            f"a rollout must serve whole optimizer steps: steps_per_generation x num_iterations ({micro_steps}) must "
+            f"be a multiple of gradient_accumulation_steps ({training.gradient_accumulation_steps})"
+        )
+    return micro_steps // training.gradient_accumulation_steps
+
+
+def needs_every_completion(training: GRPOConfig) -> str | None:
+    """Return the recipe key that makes completions with an advantage of 0 matter; None if no key does.
+
+    Such a key gives these rows a gradient, makes them part of another figure, or turns packing off.
+    """
+    reasons = {
+        "pack_tokens: 0": not training.pack_tokens,
+        f"beta: {training.beta:g}": training.beta != 0,
+        f"entropy_coef: {training.entropy_coef}": bool(training.entropy_coef),
+        "use_adaptive_entropy": training.use_adaptive_entropy,
+        f"top_entropy_quantile: {training.top_entropy_quantile:g}": training.top_entropy_quantile != 1,
+        "off_policy_mask_threshold": training.off_policy_mask_threshold is not None,
+        "loss_type: vespo": training.loss_type == "vespo",  # its metric is a mean over all rows
+    }
+    return next((key for key, applies in reasons.items() if applies), None)
+
+
+def narrowing(training: GRPOConfig) -> Iterator[str]:
+    """Yield the keys that take tokens out of the sampling distribution or change the probabilities of the others.
+
+    Keys of the recipe come with their values, those of ``generation_kwargs`` by name.
+    """
+    narrows = {
+        "top_p": training.top_p < 1,
+        "top_k": training.top_k > 0,
+        "min_p": bool(training.min_p),
+        "repetition_penalty": training.repetition_penalty != 1,
+        "vllm_structured_outputs_regex": training.vllm_structured_outputs_regex is not None,
+    }
+    yield from (f"{key}: {getattr(training, key)}" for key, narrow in narrows.items() if narrow)
+    generation_kwargs = training.generation_kwargs or {}
+    yield from (
+        f"generation_kwargs: {key}" for key in sorted(generation_kwargs) if key in {*NARROWING, "structured_outputs"}
+    )
+
+
+def without_effect(training: GRPOConfig) -> Iterator[str]:
+    """Yield a warning for each group of keys that do nothing in this recipe, or that make logp_mismatch less telling.
+
+    It says what to set instead.
+    """
+    if "wandb" not in (training.report_to or ()):
+        keys = ("wandb_entity", "wandb_project", "wandb_run_group")
+        if unused := [key for key in keys if getattr(training, key) is not None]:
+            yield f"{', '.join(unused)}: without effect, for report_to has no wandb; add it, or remove them"
+    if training.vllm_mode == SERVER:
+        unused = [
+            f"{key}: {value} has no effect with vllm_mode: {SERVER} ({instead})"
+            for key, instead in ENGINE_KEYS.items()
+            if (value := getattr(training, key)) != _DEFAULTS[key]
+        ]
+        if unused:
+            yield "; ".join(unused)
+    if narrows := list(narrowing(training)):
+        weights = "correct for it" if training.vllm_importance_sampling_correction else "are off"
+        yield (
+            f"{', '.join(narrows)}: completions are drawn from a part of the policy's distribution, and the "
+            "trainer's log-probabilities are of the whole. The share that is left out adds to logp_mismatch, which "
+            f"then tells less of rounding, and importance weights, which fall below 1 by it, {weights}"
+        )
+
+
+def _choices(training: GRPOConfig) -> Iterator[str]:
+    for key, allowed in CHOICES.items():
+        if (value := getattr(training, key)) not in allowed:
+            yield f"{key} cannot be {value!r}; it is one of {', '.join(allowed)}"
+    if training.noise_mode != "none" and not training.noise_targets:
+        yield "noise_targets is empty; for no noise use noise_mode: none"
+
+
+def _evaluation(training: GRPOConfig) -> Iterator[str]:
+    when = "say when: eval_strategy: steps (with eval_steps) or epoch, or"
+    if training.do_eval and training.eval_strategy == "no":
+        yield f"do_eval: true evaluates nothing by itself; {when} do_eval: false"
+    if training.eval_on_start and training.eval_strategy == "no":
+        yield (
+            "eval_on_start: true is the first of the evaluations of a run, and there are none; "
+            f"{when} eval_on_start: false"
+        )
+    if training.lr_scheduler_type in BY_EVALUATION:
+        yield (
+            f"lr_scheduler_type: {training.lr_scheduler_type.value} goes by the loss of an evaluation, which says "
+            "nothing of a policy that learns from rewards; use linear, cosine or another that goes by the step"
+        )
+
+
+def _loss(training: GRPOConfig) -> Iterator[str]:
+    weighs = training.vllm_importance_sampling_correction
+    if training.loss_type == "vespo" and weighs and training.vllm_importance_sampling_mode.startswith("sequence"):
+        yield (
+            f"loss_type: vespo weighs tokens, not sequences: vllm_importance_sampling_mode cannot be "
+            f"{training.vllm_importance_sampling_mode}; use token_truncate or token_mask"
+        )
+    if training.skip_silent_rows and (reason := needs_every_completion(training)) is not None:
+        yield f"skip_silent_rows: true cannot go with {reason}, which needs every completion; leave one of the two out"
+    ends = [key for key in ("stop", "stop_token_ids") if (training.generation_kwargs or {}).get(key)]
+    if ends and training.mask_truncated_completions:
+        yield (
+            "mask_truncated_completions: TRL takes a completion without an end-of-sequence token for truncated, and "
+            f"generation_kwargs: {ends[0]} ends it so, which would mask them all; leave one of the two out"
+        )
+
+
+def _dynamic_sampling(training: GRPOConfig) -> Iterator[str]:
+    if not training.dynamic_sampling:
+        return
+    if training.scale_rewards == "batch" or training.multi_objective_aggregation != "sum_then_normalize":
+        yield (
+            "dynamic_sampling replaces groups, so advantages must come from the group alone; use scale_rewards: group "
+            "(or none) and multi_objective_aggregation: sum_then_normalize"
+        )
+    local = training.per_device_train_batch_size * training.steps_per_generation
+    if training.world_size > 1 and local % training.num_generations:
+        yield (
+            "dynamic_sampling with several processes needs whole groups on each: per_device_train_batch_size x "
+            f"steps_per_generation ({local}) must be a multiple of num_generations ({training.num_generations})"
+        )
+
+
+def _boundaries(training: GRPOConfig) -> Iterator[str]:
+    """Yield what is wrong with the saving keys; checkpoints fall between rollouts, so that a resume repeats none."""
+    try:
+        steps = steps_per_rollout(training)
+    except ConfigError as error:
+        yield str(error)
+        return
+    if training.save_strategy == "steps" and training.save_steps >= 1 and training.save_steps % steps:
+        yield (
+            f"save_steps: {training.save_steps:g} does not fall between rollouts, each of which serves {steps} steps; "
+            f"use a multiple of {steps}, or save_strategy: epoch"
+        )
+    if training.save_strategy == "best":
+        yield "save_strategy: best needs a metric that reward is not; use steps or epoch"
+
+
+def _lengths(script: ScriptArguments, training: GRPOConfig) -> Iterator[str]:
+    """Yield a line if prompt and completion do not fit into ``vllm_max_model_length``."""
+    longest, completion = training.vllm_max_model_length, training.max_completion_length
+    prompt = script.max_prompt_length
+    if longest is not None and longest <= completion:
+        yield (
+            f"vllm_max_model_length ({longest}) leaves no room for a prompt beside max_completion_length ({completion})"
+        )
+    elif longest is not None and prompt is not None and prompt + completion > longest:
+        yield (
+            f"max_prompt_length ({prompt}) + max_completion_length ({completion}) is {prompt + completion}, more than "
+            f"vllm_max_model_length ({longest}), at which completions would be cut off; raise it or lower one of them"
+        )
+
+
+def _generation(training: GRPOConfig) -> Iterator[str]:
+    """Yield what is wrong with ``generation_kwargs``."""
+    generation_kwargs = training.generation_kwargs or {}
+    if wrong := sorted(SET_BY_ENGINE & generation_kwargs.keys()):
+        yield (
+            f"generation_kwargs cannot set {', '.join(wrong)}: each completion has a seed of its own and its "
+            "log-probabilities; max_completion_length and num_generations are keys"
+        )
+    if twice := sorted(KEYS & generation_kwargs.keys()):
+        yield (
+            f"generation_kwargs cannot set {', '.join(twice)}: the engine would sample with one value and the trainer "
+            f"compute log-probabilities with another; use the key {twice[0]} itself"
+        )
+    if (bias_problem := wrong_bias(generation_kwargs)) is not None:
+        yield f"generation_kwargs: {bias_problem}"
+    if training.vllm_structured_outputs_regex is not None and "structured_outputs" in generation_kwargs:
+        yield "generation_kwargs: structured_outputs beside vllm_structured_outputs_regex would be ignored; remove one"
+
+
+def _sampling(training: GRPOConfig) -> Iterator[str]:
+    """Yield what vLLM's SamplingParams would refuse at the first rollout, or change."""
+    if not training.temperature >= SMALLEST_TEMPERATURE:
+        yield (
+            f"temperature must be at least {SMALLEST_TEMPERATURE}, not {training.temperature}: the log-probabilities "
+            "of the trainer are divided by it, and vLLM samples with no smaller one"
+        )
+    elif training.rollout_engine == "vllm":
+        from vllm import SamplingParams
+        from vllm.exceptions import VLLMValidationError
+
+        parameters = sampling_parameters(training).items()
+        others = {key: value for key, value in parameters if key not in {*SET_BY_ENGINE, "structured_outputs"}}
+        try:
+            SamplingParams(**others, max_tokens=training.max_completion_length)
+        except (TypeError, ValueError, VLLMValidationError) as error:
+            yield f"{', '.join(sorted(KEYS))}, generation_kwargs: vLLM takes no such SamplingParams: {error}"
+
+
+def _precision(training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
+    """Yield a line for each clash of dtypes: between engine and trainer, or of float16 with nf4."""
+    clashes = {
+        "fp16: true": (training.fp16 and model.dtype != "float16", "float16", "dtype: float16, or fp16: false"),
+        "bf16: true (the default without fp16)": (
+            training.bf16 and model.dtype in ("float16", "float32"),
+            "bfloat16",
+            ("fp16: true and bf16: false" if model.dtype == "float16" else "bf16: false") + ", or dtype: bfloat16",
+        ),
+    }
+    for key, (clash, computed_in, way_out) in clashes.items():
+        if clash:
+            yield (
+                f"{key} with dtype: {model.dtype}: the engine would compute in {model.dtype} and the trainer in "
+                f"{computed_in}; use {way_out}"
+            )
+    if training.quantization == "nf4" and model.dtype == "float16":
+        yield "dtype: float16 with quantization: nf4 is not supported; use dtype: bfloat16, or another arm"
+
+
+def _adapter(training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
+    if not 1 <= model.lora_r <= ENGINE_RANKS[-1]:
+        yield f"lora_r must be 1 to {ENGINE_RANKS[-1]}, which is what vLLM serves, not {model.lora_r}"
+    if model.lora_alpha == 0:
+        yield f"lora_alpha: 0 {WITHOUT_SCALE}; use {2 * model.lora_r}, twice lora_r, for a start"
+    targets = model.lora_target_modules or []
+    if wrong := WITHOUT_ADAPTER & set([targets] if isinstance(targets, str) else targets):
+        yield f"lora_target_modules: {', '.join(sorted(wrong))} takes no adapter; name linear layers of the blocks"
+    if model.lora_target_modules == []:
+        yield "lora_target_modules is empty; name linear layers of the blocks, or all-linear"
+    if training.train_norms and training.beta:
+        yield "beta needs a reference without trained norms; with train_norms use beta: 0"
+
+
+def server_problems(training: GRPOConfig) -> Iterator[str]:
+    """Yield a line for each key about a server that cannot be honoured in the recipe's ``vllm_mode``."""
+    if training.vllm_mode != SERVER:
+        for key in SERVER_KEYS:
+            if (value := getattr(training, key)) != _DEFAULTS[key]:
+                way_out = f"vllm_mode: {training.vllm_mode} has an engine of its own; use vllm_mode: {SERVER}"
+                shown_value = shown(value) if isinstance(value, str) else value
+                yield refused(key, Refusal((), f"{way_out}, or remove the key"), shown_value)
+        return
+    if training.rollout_engine != _DEFAULTS["rollout_engine"]:
+        yield f"vllm_mode: {SERVER} is a mode of rollout_engine: vllm, not of {training.rollout_engine}; remove one"
+    if training.quantization != "qerl_nvfp4":
+        yield (
+            f"vllm_mode: {SERVER} changes the adapter in the server's layers, which only qerl_nvfp4 has, not "
+            f"quantization: {training.quantization}; use vllm_mode: colocate for this arm"
+        )
+    if (size := training.vllm_tensor_parallel_size) != 1:
+        yield (
+            f"vllm_tensor_parallel_size: {size} is of an engine among the trainer's processes; with vllm_mode: "
+            f"{SERVER} start the server with --tensor-parallel-size {size}, and remove the key"
+        )
+    yield from _address_problems(training)
+    if not training.vllm_server_timeout > 0:
+        yield f"vllm_server_timeout must be above 0 seconds, not {training.vllm_server_timeout:g}"
+    if unknown := sorted(set(training.generation_kwargs or ()) - IN_A_REQUEST):
+        yield (
+            f"generation_kwargs: a request to a server cannot carry {', '.join(unknown)}; it can "
+            f"{', '.join(sorted(IN_A_REQUEST))}"
+        )
+
+
+def _address_problems(training: GRPOConfig) -> Iterator[str]:
+    url = training.vllm_server_base_url
+    if url is None:
+        if not _is_address(assembled := training.server_address) or "@" in assembled:
+            yield (
+                f"vllm_server_host: {shown(training.vllm_server_host)!r} with vllm_server_port: "
+                f"{training.vllm_server_port} gives {shown(assembled)}, which is no address; a host is a name or a "
+                "number, such as gpu1 or ::1"
+            )
+        return
+    if not _is_address(url):
+        yield (
+            f"vllm_server_base_url: {shown(url)!r} is no address; it looks like http://127.0.0.1:8000, without a "
+            "query, and in a user's password / ? # @ are %2F %3F %23 %40"
+        )
+    elif parted(url)[1] is not None and os.environ.get(API_KEY):
+        yield (
+            f"vllm_server_base_url names a user, who would be sent in place of the key of {API_KEY}; leave one of the "
+            "two out"
+        )
+    for key in ADDRESS_KEYS:
+        if (value := getattr(training, key)) != _DEFAULTS[key]:
+            yield f"{key}: {value} would be ignored beside vllm_server_base_url; remove one of the two"
+
+
+def _is_address(url: str) -> bool:
+    try:
+        plain, _ = parted(url)
+        parts = urllib.parse.urlsplit(plain)
+        is_plain = not any(character.isspace() or character in "@?#" for character in plain)
+        return is_plain and parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # an invalid port
+        return False
