@@ -117,9 +117,9 @@ class Checker:
         layout = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
         key = (json.dumps(config, sort_keys=True, default=str), layout)
         if self._known is None or key != self._known[0]:
-            found = check(tensors, config, self.targets, self._max_rank)
-            names = [(name, f"{PREFIX}{name}{_A}", f"{PREFIX}{name}{_B}") for name in found.pairs]
-            self._known = key, found.rank, found.scaling, names
+            checked = check(tensors, config, self.targets, self._max_rank)
+            names = [(name, f"{PREFIX}{name}{_A}", f"{PREFIX}{name}{_B}") for name in checked.pairs]
+            self._known = key, checked.rank, checked.scaling, names
         _, rank, scaling, names = self._known
         return CheckedAdapter(rank, scaling, {name: (tensors[a], tensors[b]) for name, a, b in names}, fetch)
 
@@ -148,10 +148,7 @@ def check(
             f"the adapter has tensors for {extra[0]} (and {len(extra) - 1} more), which this model does not have or "
             "the adapter's target_modules do not name; was it trained on another base?"
         )
-    checked = {}
-    for name in expected:
-        checked[name] = _check_pair(name, pairs[name], targets[name], rank)
-    return CheckedAdapter(rank, scaling, checked)
+    return CheckedAdapter(rank, scaling, {name: _checked(name, pairs[name], targets[name], rank) for name in expected})
 
 
 def named_modules(config: Mapping[str, Any], targets: Collection[str]) -> set[str]:
@@ -262,9 +259,7 @@ def _pair_up(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.T
     return pairs
 
 
-def _check_pair(
-    name: str, pair: dict[str, torch.Tensor], target: Target, rank: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _checked(name: str, pair: dict[str, torch.Tensor], target: Target, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     for half, shape in ((_A, (rank, target.in_features)), (_B, (target.out_features, rank))):
         tensor = pair.get(half)
         if tensor is None:
@@ -323,8 +318,9 @@ def converted(adapter: CheckedAdapter, dtype: torch.dtype, device: torch.device 
         others = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
         raise AdapterError(f"the adapter of {bad[0]}{others} {was}")
     if pairs.strength > STRENGTH:
-        one, other = _norms(adapter.pairs, *new)
-        pairs.strength = max(map(operator.mul, one, other))
+        norms = torch._foreach_norm([half for pair in pairs.values() for half in pair], dtype=torch.float32)
+        sizes = torch.stack(norms).tolist()
+        pairs.strength = max(map(operator.mul, sizes[::2], sizes[1::2]))
     return pairs
 
 
@@ -353,16 +349,6 @@ def _bound(pairs: Converted, a: torch.Tensor, b: torch.Tensor) -> float:
     sizes = max(math.sqrt(one.numel() * other.numel()) for one, other in pairs.values())
     largest = [torch.linalg.vector_norm(half, math.inf) for half in (a, b)]
     return sizes * math.prod(torch.stack(largest).tolist())
-
-
-def _norms(
-    names: Iterable[str], a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]
-) -> tuple[list[float], list[float]]:
-    """Return the Frobenius norms of A and of B by their names, in fp32."""
-    names = list(names)
-    tensors = [half[name] for half in (a, b) for name in names]
-    norms = torch.stack(torch._foreach_norm(tensors, dtype=torch.float32)).tolist()
-    return norms[: len(names)], norms[len(names) :]
 
 
 def _not_finite(names: Iterable[str], a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> list[str]:

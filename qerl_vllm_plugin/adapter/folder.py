@@ -20,9 +20,9 @@ from qerl_vllm_plugin.wire.safetensors_file import DOWNLOAD_AGAIN, CheckpointErr
 
 ADAPTER_FILE, CONFIG_FILE, NORMS_FILE = "adapter_model.safetensors", "adapter_config.json", "norms.safetensors"
 STATE_FILE = "qerl_state.json"  # written by `qerl train`, with the hash of the base that was trained on
-
 FILES = (ADAPTER_FILE, CONFIG_FILE, NORMS_FILE)
-BLOCKS, BLOCK = 64, 4096
+BLOCKS, BLOCK = 64, 4096  # how many blocks of a file, of how many bytes, ``base_hash`` reads
+EXPERTS = ".experts"  # vLLM stores the adapters of a layer's experts together, under its own names
 
 Stamps = tuple[tuple[int, ...] | None, ...]  # one for each of FILES, None for a file that does not exist
 
@@ -156,9 +156,6 @@ def _json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise AdapterError(f"{file} holds no JSON object; save the adapter again")
     return content
-
-
-EXPERTS = ".experts"  # vLLM stores the adapters of a layer's experts together, under its own names
 
 
 def check_folder(folder: Path, base: Path | None, max_rank: int) -> None:
