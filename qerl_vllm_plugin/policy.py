@@ -24,8 +24,8 @@ from qerl_vllm_plugin.compat import engine, engine_client
 from qerl_vllm_plugin.compat.scheduler import scheduler_here, without_empty_blocks
 from qerl_vllm_plugin.wire.sender import Sender
 from qerl_vllm_plugin.wire.timing import PATIENCE, Laps, begun, in_time
-from qerl_vllm_plugin.worker.answers import PolicyLostError as PolicyLostError
-from qerl_vllm_plugin.worker.answers import check_answers
+from qerl_vllm_plugin.worker.change import PolicyLostError as PolicyLostError
+from qerl_vllm_plugin.worker.change import check_answers
 from qerl_vllm_plugin.worker.kv_cache import RELEASED, KVCacheError
 from qerl_vllm_plugin.worker.methods import add_worker_methods
 from qerl_vllm_plugin.worker.policy import NO_CARRIER

@@ -14,14 +14,7 @@ from qerl_vllm_plugin.options import Options
 from qerl_vllm_plugin.weights.checkpoint import Nvfp4Scheme, inspect_folder, weights_taken
 from qerl_vllm_plugin.weights.expected import CONFIG, experts
 from qerl_vllm_plugin.weights.families import WITHOUT_SLOTS, check_family, kept_in_bf16, never_compared
-from qerl_vllm_plugin.weights.formats import (
-    COMPRESSED,
-    FP8,
-    check_overrides,
-    check_weight_only,
-    matches,
-    read_quantization,
-)
+from qerl_vllm_plugin.weights.formats import FP8, check_overrides, check_weight_only, matches, read_quantization
 from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 
 if TYPE_CHECKING:
@@ -137,8 +130,8 @@ class QerlConfig(QuantizationConfig):
     def _linear_method(self, prefix: str) -> QuantizeMethodBase:
         from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
+        from qerl_vllm_plugin.weights.fp8 import Fp8LinearMethod
         from qerl_vllm_plugin.weights.linear import AdaptedLinearMethod, QerlLinearMethod, QerlOnlineLinearMethod
-        from qerl_vllm_plugin.weights.weight_only import Fp8LinearMethod, WeightOnlyLinearMethod
 
         kind = self.kind(prefix)
         if kind is None:
@@ -152,12 +145,10 @@ class QerlConfig(QuantizationConfig):
             return UnquantizedLinearMethod()
         if kind == FP8:
             return Fp8LinearMethod(prefix)
-        options: tuple[Any, ...] = (prefix, self.part_names(prefix), self.adapter_rank, self.kernel)
+        options: tuple[str, list[str], int, str] = (prefix, self.part_names(prefix), self.adapter_rank, self.kernel)
         if self.scheme is None:
             return QerlOnlineLinearMethod(*options)
-        if self.scheme.names == COMPRESSED and not self.scheme.activations:
-            return QerlLinearMethod(*options)
-        return WeightOnlyLinearMethod(*options, names=self.scheme.names, drops_inputs=bool(self.scheme.activations))
+        return QerlLinearMethod(*options, self.scheme.format, bool(self.scheme.activations))
 
     def part_names(self, prefix: str) -> list[str]:
         """Return the names of the layers that vLLM fuses into this one: qkv_proj -> q_proj, k_proj, v_proj.
@@ -348,13 +339,10 @@ def _look_for_overflow(vllm_config: "VllmConfig", *, has_adapter: bool) -> Calla
     any size. Return None under pipeline parallelism too, with a warning.
     """
     from qerl_vllm_plugin.weights import overflow
-    from qerl_vllm_plugin.worker.policy import TOO_LARGE
+    from qerl_vllm_plugin.worker.change import TOO_LARGE
 
     dtype = vllm_config.model_config.dtype
-    if dtype != torch.float16 and not has_adapter:
-        return None
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        logger.warning_once("pipeline parallelism: activations too large for the engine's dtype are not looked for")
+    if (dtype != torch.float16 and not has_adapter) or not overflow.can_check(vllm_config):
         return None
 
     def look(model: torch.nn.Module) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from qerl_recipes.convert.shard_writer import Entry, ShardWriter, write_index
-from qerl_vllm_plugin.weights.checkpoint import FP8, NVFP4, CheckpointReport, check_tensors, expand_fp8, to_divisor
-from qerl_vllm_plugin.weights.formats import COMPRESSED, MODELOPT, Nvfp4Scheme
+from qerl_vllm_plugin.weights.checkpoint import FP8, NVFP4, CheckpointReport, check_tensors
+from qerl_vllm_plugin.weights.formats import COMPRESSED, Nvfp4Scheme, expand_fp8
 from qerl_vllm_plugin.wire.safetensors_file import DTYPES, TensorHeader, read_tensor
 
 LEFT_OUT = ("input_scale", "input_global_scale", "k_scale", "v_scale")
@@ -50,7 +50,7 @@ def _new_name(tensor: TensorHeader, scheme: Nvfp4Scheme) -> str | None:
     kind = scheme.kind(module)
     if kind == FP8 and suffix == "weight_scale":
         return None
-    names = {scheme.names.codes: COMPRESSED.codes, scheme.names.tensor_scale: COMPRESSED.tensor_scale}
+    names = dict(zip(scheme.format.packed_names, COMPRESSED.packed_names, strict=True))
     is_packed = kind == NVFP4 and (suffix != "weight" or tensor.dtype == "U8")
     return f"{module}.{names.get(suffix, suffix)}" if is_packed else tensor.name
 
@@ -67,8 +67,7 @@ def _value(name: str, tensor: TensorHeader, report: CheckpointReport) -> torch.T
     module, _, suffix = name.rpartition(".")
     value = read_tensor(tensor)
     if suffix == COMPRESSED.tensor_scale:
-        value = value.reshape(1)
-        return to_divisor(module, value) if report.scheme.names == MODELOPT else value
+        return report.scheme.format.divisor(module, value.reshape(1))
     if tensor.dtype == "F8_E4M3" and suffix == "weight":
         return expand_fp8(module, value, read_tensor(report.tensors[f"{module}.weight_scale"]))
     return value
@@ -76,7 +75,6 @@ def _value(name: str, tensor: TensorHeader, report: CheckpointReport) -> torch.T
 
 def _check_values(report: CheckpointReport, module: str) -> None:
     assert report.scheme is not None
-    names = report.scheme.names
-    parts = (names.codes, names.block_scales, names.tensor_scale)
-    codes, scales, scale = (read_tensor(report.tensors[f"{module}.{part}"]) for part in parts)
-    check_tensors(module, codes, scales, to_divisor(module, scale) if names == MODELOPT else scale)
+    names = report.scheme.format.packed_names
+    codes, block_scales, scale = (read_tensor(report.tensors[f"{module}.{name}"]) for name in names)
+    check_tensors(module, codes, block_scales, report.scheme.format.divisor(module, scale))

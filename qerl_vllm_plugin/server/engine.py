@@ -13,7 +13,7 @@ from qerl_vllm_plugin.adapter.check import AdapterError
 from qerl_vllm_plugin.compat import engine_client
 from qerl_vllm_plugin.server.body import Refused
 from qerl_vllm_plugin.wire.timing import SILENT
-from qerl_vllm_plugin.worker.answers import PolicyLostError, check_answers
+from qerl_vllm_plugin.worker.change import PolicyLostError, check_answers
 from qerl_vllm_plugin.worker.change_log import ChangeLog
 
 logger = init_logger("vllm.qerl")

@@ -9,8 +9,8 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from vllm.logger import init_logger
 
 from qerl_vllm_plugin.adapter.check import AdapterError, plain_config
-from qerl_vllm_plugin.worker.answers import check_answers
-from qerl_vllm_plugin.worker.policy import Answer, on_all_ranks, policy_of, prepare_swap
+from qerl_vllm_plugin.worker.change import Answer, check_answers, on_all_ranks
+from qerl_vllm_plugin.worker.policy import policy_of, prepare_swap
 
 logger = init_logger("vllm.qerl")
 

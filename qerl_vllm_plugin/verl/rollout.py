@@ -18,7 +18,7 @@ from qerl_vllm_plugin import NAME
 from qerl_vllm_plugin.adapter.check import plain_config
 from qerl_vllm_plugin.compat import engine
 from qerl_vllm_plugin.verl import ROLLOUT
-from qerl_vllm_plugin.worker.answers import check_answers
+from qerl_vllm_plugin.worker.change import check_answers
 
 logger = init_logger("vllm.qerl")
 

@@ -12,16 +12,18 @@ from typing import Any
 
 import torch
 
-from qerl_vllm_plugin.weights.expected import (
-    CONFIG,
+from qerl_vllm_plugin.weights.expected import CONFIG, cache_scales, check_one, check_quantized, expected_tensors
+from qerl_vllm_plugin.weights.formats import (
+    FP8,
+    GROUP_SIZE,
+    NVFP4,
+    OWN_FILE,
+    SCALAR,
+    WAY_OUT,
+    Nvfp4Scheme,
     Want,
-    cache_scales,
-    check_one,
-    check_quantized,
-    expected_tensors,
-    tensors_of_layer,
+    read_quantization,
 )
-from qerl_vllm_plugin.weights.formats import FP8, GROUP_SIZE, NVFP4, OWN_FILE, WAY_OUT, Nvfp4Scheme, read_quantization
 from qerl_vllm_plugin.wire.safetensors_file import DOWNLOAD_AGAIN, CheckpointError, TensorHeader, read_header
 
 __all__ = ["CheckpointError", "CheckpointReport", "Nvfp4Scheme", "check_tensors", "inspect_folder", "read_quantization"]
@@ -56,7 +58,7 @@ class CheckpointReport:
 
         For None, return those with an unquantized matrix (BF16, F16 or F32), embeddings included.
         """
-        codes = self.scheme.names.codes if self.scheme is not None and kind == NVFP4 else "weight"
+        codes = self.scheme.format.codes if self.scheme is not None and kind == NVFP4 else "weight"
         stored = {NVFP4: ("U8",), FP8: ("F8_E4M3",), None: FLOATS}[kind]
         matrices = [name for name, t in self.tensors.items() if len(t.shape) == 2 and t.dtype in stored]
         return [name.removesuffix(f".{codes}") for name in matrices if name.endswith(f".{codes}")]
@@ -100,7 +102,7 @@ def _inspect(folder: Path, config: dict[str, Any], weight_only: bool) -> Checkpo
             module = name.removesuffix(".weight")
             if tensor.linear and scheme is not None and scheme.kind(module) is not None:
                 N, K = tensor.shape
-                wanted |= tensors_of_layer(module, N, K, scheme)
+                wanted |= scheme.tensors(module, N, K)
             else:
                 wanted[name] = Want(FLOATS, (tensor.shape,))
         if scheme is not None and scheme.kv_cache:
@@ -114,7 +116,7 @@ def _cache_scales_of_all_layers(tensors: Mapping[str, TensorHeader], layers: int
     first = min(cache_scales(tensors))
     place = "{x}_proj.{x}_scale" if "_proj." in first else "{x}_scale"
     names = [f"model.layers.{layer}.self_attn.{place.format(x=x)}" for layer in range(layers) for x in "kv"]
-    return {name: Want(FLOATS, ((), (1,))) for name in names}
+    return {name: Want(FLOATS, SCALAR) for name in names}
 
 
 def weights_taken(report: CheckpointReport, cache_scales: str) -> str:
@@ -162,33 +164,6 @@ def check_tensors(name: str, codes: torch.Tensor, block_scales: torch.Tensor, di
             f"{name}.weight_global_scale: {scale} is not a usable tensor scale: it and its reciprocal must be positive"
             f" finite float32 numbers; {WAY_OUT}"
         )
-
-
-def to_divisor(name: str, scale: torch.Tensor) -> torch.Tensor:
-    """Turn ModelOpt's tensor scales ``weight_scale_2``, which multiply, into divisors: 1 / scale, rounded to float32.
-
-    They are inverted again where they are used, so a weight differs from ModelOpt's by at most two roundings, 2^-23.
-    Raises CheckpointError where a scale or its reciprocal is not a positive finite number.
-    """
-    divisor = 1.0 / scale.float()
-    if not bool((scale > 0).all() and torch.isfinite(scale).all() and torch.isfinite(divisor).all()):
-        raise CheckpointError(
-            f"{name}.weight_scale_2: {scale.tolist()} is not a usable tensor scale: it and its reciprocal must be"
-            f" positive finite float32 numbers; {WAY_OUT}"
-        )
-    return divisor
-
-
-def expand_fp8(name: str, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return the BF16 weight of an FP8 layer, rounded once.
-
-    ``weight: (N, K)`` float8_e4m3fn, ``scale: ()``, ``(1,)`` or ``(N, 1)``. Raises CheckpointError where either holds
-    NaN or an infinity.
-    """
-    expanded = (weight.float() * scale.float()).bfloat16()
-    if not bool(torch.isfinite(expanded).all()):
-        raise CheckpointError(f"{name}: the FP8 weight or its weight_scale holds NaN or infinite values; {WAY_OUT}")
-    return expanded
 
 
 def _read_json(file: Path) -> dict[str, Any]:

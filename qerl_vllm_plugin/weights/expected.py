@@ -10,9 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qerl_vllm_plugin.weights.formats import COMPRESSED, FP8, GROUP_SIZE, NVFP4, WAY_OUT, WEIGHTS_ALONE, Nvfp4Scheme
+from qerl_vllm_plugin.weights.formats import (
+    FP8,
+    NVFP4,
+    SCALAR,
+    SCALE_DTYPES,
+    WAY_OUT,
+    WEIGHTS_ALONE,
+    Nvfp4Scheme,
+    Want,
+)
 from qerl_vllm_plugin.wire.safetensors_file import DOWNLOAD_AGAIN, CheckpointError, TensorHeader
 
+CONFIG = "config.json"
 MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe")
 # sibling linears that vLLM stacks into one matrix; the last two groups belong to qwen3_5's linear attention
 FUSED = (
@@ -37,6 +47,11 @@ SIZES = {
 }
 MOST_EXPERTS = 1 << 16  # in all layers together
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+KV_SCALES = ("k_scale", "v_scale")
+# suffixes that mark the tensors of a quantized layer; a `weight` may also be unquantized, there the dtype decides
+_SUFFIXES = {"weight_packed", "weight_scale", "weight_global_scale", "weight_scale_2", "input_scale"}
+_SUFFIXES |= {"input_global_scale", "pre_quant_scale", "weight_scale_inv", "weight_zero_point", "weight_shape"}
+_CACHE_SUFFIXES = {*KV_SCALES, "q_scale", "kv_scale"}
 
 
 @dataclass(frozen=True)
@@ -141,56 +156,6 @@ def _linear(name: str, rows: int, columns: int, bias: bool) -> dict[str, Expecte
     return weight | ({f"{name}.bias": Expected((rows,))} if bias else {})
 
 
-CONFIG = "config.json"
-SCALAR = ((), (1,))
-KV_SCALES = ("k_scale", "v_scale")
-# suffixes that mark the tensors of a quantized layer; a `weight` may also be unquantized, there the dtype decides
-_SUFFIXES = {"weight_packed", "weight_scale", "weight_global_scale", "weight_scale_2", "input_scale"}
-_SUFFIXES |= {"input_global_scale", "pre_quant_scale", "weight_scale_inv", "weight_zero_point", "weight_shape"}
-_CACHE_SUFFIXES = {*KV_SCALES, "q_scale", "kv_scale"}
-
-
-@dataclass(frozen=True)
-class Want:
-    """What a tensor must be: one of ``dtypes`` and one of ``shapes``. An ``optional`` tensor may be missing."""
-
-    dtypes: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    optional: bool = False
-
-    def __str__(self) -> str:
-        shapes = " or ".join(str(list(shape)) for shape in self.shapes)
-        return f"{' or '.join(self.dtypes)} {shapes}"
-
-
-def tensors_of_layer(module: str, N: int, K: int, scheme: Nvfp4Scheme) -> dict[str, Want]:
-    """Return the tensors of the quantized linear layer ``module: (N, K)`` by name, without its bias.
-
-    Raises CheckpointError where K of an NVFP4 layer is not a multiple of 16.
-    """
-    names = scheme.names
-    if scheme.kind(module) == FP8:
-        scale = (*SCALAR, (N, 1)) if names == COMPRESSED else SCALAR
-        return {
-            f"{module}.weight": Want(("F8_E4M3",), ((N, K),)),
-            f"{module}.weight_scale": Want(("F32", "BF16"), scale),
-            f"{module}.input_scale": Want(("F32", "BF16"), SCALAR, optional=True),
-        }
-    if K % GROUP_SIZE:
-        raise CheckpointError(
-            f"{module}: {K} columns, not a multiple of {GROUP_SIZE}, cannot be packed; ignore this layer:"
-            f" `qerl quantize SOURCE DESTINATION --ignore {module}`"
-        )
-    wanted = {
-        f"{module}.{names.codes}": Want(("U8",), ((N, K // 2),)),
-        f"{module}.{names.block_scales}": Want(("F8_E4M3",), ((N, K // GROUP_SIZE),)),
-        f"{module}.{names.tensor_scale}": Want(("F32",), ((1,),) if names == COMPRESSED else SCALAR),
-    }
-    if scheme.activations:
-        wanted[f"{module}.{names.input_scale}"] = Want(("F32",), SCALAR, optional=True)
-    return wanted
-
-
 def check_quantized(tensors: Mapping[str, TensorHeader], scheme: Nvfp4Scheme | None) -> None:
     """Check that every quantized tensor belongs to a layer that the scheme names, and that this layer is complete.
 
@@ -219,12 +184,12 @@ def check_quantized(tensors: Mapping[str, TensorHeader], scheme: Nvfp4Scheme | N
             raise CheckpointError(
                 f"{tensor.file}: {name}: a quantized output head is not supported, it stays in BF16; {WAY_OUT}"
             )
-        codes_name = f"{module}.{scheme.names.codes if kind == NVFP4 else 'weight'}"
+        codes_name = f"{module}.{scheme.format.codes if kind == NVFP4 else 'weight'}"
         codes = tensors.get(codes_name)
         if codes is None or len(codes.shape) != 2:
             raise CheckpointError(f"{tensor.file}: {name} has no two-dimensional {codes_name}; {WAY_OUT}")
         N, columns = codes.shape
-        wanted = tensors_of_layer(module, N, columns if kind == FP8 else 2 * columns, scheme)
+        wanted = scheme.tensors(module, N, columns if kind == FP8 else 2 * columns)
         for partner, want in wanted.items():
             check_one(tensors.get(partner), partner, tensor.file, want)
         checked.update(wanted)  # `|=` with keys makes a new set each time: 15 s for the experts of a 30B model
@@ -238,7 +203,7 @@ def check_quantized(tensors: Mapping[str, TensorHeader], scheme: Nvfp4Scheme | N
 
 
 def _refuse_extra(tensor: TensorHeader, scheme: Nvfp4Scheme) -> None:
-    if tensor.name.endswith(f".{scheme.names.input_scale}"):
+    if tensor.name.endswith(f".{scheme.format.input_scale}"):
         raise CheckpointError(
             f"{tensor.file}: {tensor.name} belongs to W4A4, but {CONFIG} says that activations are not quantized;"
             f" {DOWNLOAD_AGAIN}"
@@ -263,7 +228,7 @@ def _check_cache_scale(
             f"{tensor.file}: {tensor.name} belongs to an FP8 KV cache, which {CONFIG} does not declare;"
             f" {DOWNLOAD_AGAIN if scheme is None else WEIGHTS_ALONE}"
         )
-    want = Want(("F32", "BF16"), SCALAR)
+    want = Want(SCALE_DTYPES, SCALAR)
     other = "v" if suffix == "k_scale" else "k"
     partner = f"{module}.{other}_scale".replace(f".{suffix[0]}_proj.", f".{other}_proj.")
     for name in (tensor.name, partner):

@@ -14,8 +14,6 @@ from vllm.platforms import current_platform
 from qerl_vllm_plugin.weights.formats import COMPRESSED, NVFP4, Nvfp4Scheme
 from qerl_vllm_plugin.wire.safetensors_file import DOWNLOAD_AGAIN, CheckpointError
 
-_PARTS = ("weight_packed", "weight_scale", "weight_global_scale")
-
 
 def part_names(prefix: str) -> list[str]:
     """Return the checkpoint's names of the linears of expert 0, which stands for all experts."""
@@ -44,7 +42,7 @@ def experts_method(layer: Any, prefix: str, scheme: Nvfp4Scheme | None, kinds: s
         )
     if len(kinds) > 1:
         raise CheckpointError(f"{prefix}: some parts of the experts are quantized and some are not; quantize all")
-    if scheme.names != COMPRESSED or kinds != {NVFP4}:
+    if scheme.format != COMPRESSED or kinds != {NVFP4}:
         raise ValueError(
             f"{prefix}: experts in FP8 or in ModelOpt's layout are not read; write them as compressed-tensors first: "
             "qerl quantize SOURCE DESTINATION"
@@ -159,7 +157,7 @@ class _DequantizedExperts(UnquantizedFusedMoEMethod):
             delattr(layer, name)
         _check_scales(layer, self.prefix)
         for which in ("w13", "w2"):
-            codes, scales, divisors = (getattr(layer, f"{which}_{part}").data for part in _PARTS)
+            codes, scales, divisors = (getattr(layer, f"{which}_{part}").data for part in COMPRESSED.packed_names)
             experts, N = codes.shape[:2]
             divisors = divisors.float().view(experts, -1)
             row_scale = (1.0 / divisors).repeat_interleave(N // divisors.shape[1], dim=1)  # (experts, N)
@@ -169,7 +167,7 @@ class _DequantizedExperts(UnquantizedFusedMoEMethod):
                     for e in range(experts)
                 ]
             )
-            for part in _PARTS:
+            for part in COMPRESSED.packed_names:
                 delattr(layer, f"{which}_{part}")
             layer.register_parameter(f"{which}_weight", torch.nn.Parameter(w, requires_grad=False))
         super().process_weights_after_loading(layer)

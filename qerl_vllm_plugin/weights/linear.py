@@ -19,7 +19,7 @@ from qerl_vllm_plugin.adapter import resident
 from qerl_vllm_plugin.compat import worker as vllm_worker
 from qerl_vllm_plugin.weights import layouts
 from qerl_vllm_plugin.weights.checkpoint import check_tensors
-from qerl_vllm_plugin.weights.formats import WAY_OUT
+from qerl_vllm_plugin.weights.formats import COMPRESSED, WAY_OUT, Format
 from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 
 Loader = Callable[..., None]
@@ -27,19 +27,26 @@ Loader = Callable[..., None]
 
 @register_weight_loader_v2_supported_method
 class QerlLinearMethod(LinearMethodBase):
-    """The linear method of one layer of a packed checkpoint."""
+    """The linear method of one NVFP4 layer of a packed checkpoint, in any format."""
 
     layout: layouts.Layout
-    tensor_names = ("weight_packed", "weight_scale", "weight_global_scale")  # in the checkpoint
 
     def __init__(
-        self, prefix: str, parts: list[str] | None = None, adapter_rank: int = 0, kernel: str = "auto"
+        self,
+        prefix: str,
+        parts: list[str] | None = None,
+        adapter_rank: int = 0,
+        kernel: str = "auto",
+        format: Format = COMPRESSED,
+        drops_inputs: bool = False,
     ) -> None:
         """``parts`` are the checkpoint's names of the linears that a fused layer joins, by default ``prefix`` alone.
 
-        An ``adapter_rank`` of 0 means no resident adapter.
+        An ``adapter_rank`` of 0 means no resident adapter. With ``drops_inputs``, the checkpoint has activation scales,
+        which are loaded and dropped, because activations stay in 16 bits.
         """
         self.prefix, self.parts, self.adapter_rank, self.kernel = prefix, parts or [prefix], adapter_rank, kernel
+        self.format, self.drops_inputs = format, drops_inputs
 
     def create_weights(
         self,
@@ -55,15 +62,16 @@ class QerlLinearMethod(LinearMethodBase):
         self._describe(layer, K, output_partition_sizes, params_dtype)
         load: Loader = extra["weight_loader"]
         dimensions = {"input_dim": 1, "output_dim": 0}
-        codes = torch.zeros(N, K // 2, dtype=torch.uint8)
-        scales = torch.zeros(N, K // nvfp4.GROUP_SIZE, dtype=torch.float8_e4m3fn)
-        divisors = torch.zeros(len(output_partition_sizes), dtype=torch.float32)
         self.arrivals: dict[str, Arrivals] = {}
         makers = (ModelWeightParameter, GroupQuantScaleParameter, PerTensorScaleParameter)
-        for name, make, data in zip(self.tensor_names, makers, (codes, scales, divisors), strict=True):
+        tensors = _empty(N, K, len(output_partition_sizes))
+        for name, make, data in zip(self.format.packed_names, makers, tensors, strict=True):
             arrivals = self.arrivals[name] = Arrivals(len(output_partition_sizes), f"{self.prefix}.{name}")
             kwargs = {} if make is PerTensorScaleParameter else dimensions
             layer.register_parameter(name, make(data=data, weight_loader=arrivals.counting(load), **kwargs))
+        if self.drops_inputs:
+            unused = PerTensorScaleParameter(data=torch.zeros_like(tensors[2]), weight_loader=load)
+            layer.register_parameter(self.format.input_scale, unused)
 
     def _describe(self, layer: torch.nn.Module, K: int, widths: list[int], params_dtype: torch.dtype) -> None:
         if K % nvfp4.GROUP_SIZE:
@@ -93,7 +101,7 @@ class QerlLinearMethod(LinearMethodBase):
                         f"{self.prefix}.{name} is missing from the checkpoint, or only a part of it is there; "
                         "quantize the model again (qerl quantize)"
                     )
-            self._note_groups(layer, self.arrivals[self.tensor_names[0]])
+            self._note_groups(layer, self.arrivals[self.format.codes])
         self._take_canonical_names(layer)
         if self.is_dummy:
             _fill_dummy(layer)
@@ -111,10 +119,17 @@ class QerlLinearMethod(LinearMethodBase):
             layer.qerl_groups = sorted(arrivals.groups)
 
     def _take_canonical_names(self, layer: torch.nn.Module) -> None:
-        """Rename a format's own tensors to weight_packed, weight_scale and weight_global_scale.
-
-        Nothing needs renaming here; subclasses for other formats override this.
-        """
+        """Leave the layer with the tensors of compressed-tensors alone: codes, block scales and divisors."""
+        if self.drops_inputs:
+            delattr(layer, self.format.input_scale)
+        if self.format == COMPRESSED:
+            return
+        codes, block_scales, scale = (getattr(layer, name).data for name in self.format.packed_names)
+        for name in self.format.packed_names:
+            delattr(layer, name)
+        divisors = scale if self.is_dummy else self.format.divisor(self.prefix, scale)
+        for name, data in zip(COMPRESSED.packed_names, (codes, block_scales, divisors), strict=True):
+            layer.register_parameter(name, Parameter(data, requires_grad=False))
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``x: (..., K)`` -> ``(..., N)``."""

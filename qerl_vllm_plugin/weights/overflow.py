@@ -10,6 +10,7 @@ A worker makes the same check before a policy change that may overflow. A traine
 first micro-batch.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ import torch
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+# vLLM's own logger, as it has set it up: a trainer imports this module without vLLM
+logger: Any = logging.getLogger("vllm.qerl")
 LARGEST = torch.finfo(torch.float16).max  # 65504
 # the limit in other dtypes: a norm sums the squares of up to 1e4 inputs in fp32, whose largest number is 3e38
 LARGEST_SQUARED = 1e17
@@ -119,6 +122,14 @@ def _refuse_beyond(calls: Calls, who: str, dtype: torch.dtype, way_out: str) -> 
 
 def _is_linear(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.nn.Linear)
+
+
+def can_check(vllm_config: "VllmConfig") -> bool:
+    """Return False, with a warning, for an engine of several pipeline stages, none of which can compute alone."""
+    if vllm_config.parallel_config.pipeline_parallel_size == 1:
+        return True
+    logger.warning_once("pipeline parallelism: activations too large for the engine's dtype are not looked for")
+    return False
 
 
 @torch.inference_mode()

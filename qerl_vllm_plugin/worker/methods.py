@@ -27,15 +27,12 @@ from qerl_vllm_plugin.compat import worker as vllm_worker
 from qerl_vllm_plugin.wire import cuda_ipc
 from qerl_vllm_plugin.wire.safetensors_file import Tensors
 from qerl_vllm_plugin.worker import kv_cache
+from qerl_vllm_plugin.worker.change import Answer, Change, check_weights, on_all_ranks
 from qerl_vllm_plugin.worker.change_log import ChangeLog
 from qerl_vllm_plugin.worker.policy import (
-    Answer,
-    Change,
     check_one_policy,
-    check_weights,
     digest_of,
     most_bytes,
-    on_all_ranks,
     policy_of,
     prepare_noise,
     prepare_swap,

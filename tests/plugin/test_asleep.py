@@ -9,7 +9,7 @@ from qerl_vllm_plugin.adapter.check import AdapterError
 from qerl_vllm_plugin.compat import engine as compat
 from qerl_vllm_plugin.compat import worker as vllm_worker
 from qerl_vllm_plugin.policy import Policy
-from qerl_vllm_plugin.worker.policy import PAGE, landmarks
+from qerl_vllm_plugin.worker.change import PAGE, page_words
 
 
 def entry(tag, is_asleep):
@@ -82,11 +82,11 @@ def test_an_engine_that_has_lost_its_weights_in_its_sleep_says_so(
 
 def test_a_word_of_every_page_is_looked_at():
     weight, norm = torch.zeros(3 * PAGE // 8 + 5, dtype=torch.int64), torch.zeros(8)
-    before = landmarks([weight, weight[10:], norm], [norm])
+    before = page_words([weight, weight[10:], norm], [norm])
     assert len(before) == 4, "each storage once, and no norm"
     for page in range(4):
         weight[page * PAGE // 8] = 1
-        assert not torch.equal(landmarks([weight, norm], [norm]), before)
+        assert not torch.equal(page_words([weight, norm], [norm]), before)
         weight.zero_()
     norm += 1
-    assert torch.equal(landmarks([weight, norm], [norm]), before)
+    assert torch.equal(page_words([weight, norm], [norm]), before)

@@ -11,7 +11,7 @@ from qerl_vllm_plugin import quantization
 from qerl_vllm_plugin.compat import loading
 from qerl_vllm_plugin.weights import overflow
 from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
-from qerl_vllm_plugin.worker.policy import TOO_LARGE
+from qerl_vllm_plugin.worker.change import TOO_LARGE
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl_vllm_plugin.weights.expected import cache_scales, check_quantized, expected_tensors, experts, fused_with
-from qerl_vllm_plugin.weights.formats import COMPRESSED, MODELOPT, Nvfp4Scheme, PackedNames
+from qerl_vllm_plugin.weights.formats import COMPRESSED, MODELOPT, Format, Nvfp4Scheme
 from qerl_vllm_plugin.wire.safetensors_file import CheckpointError, TensorHeader
 
 LAYER = ["mlp.down_proj", "mlp.up_proj", "mlp.gate_proj", "attn.v_proj", "attn.q_proj", "attn.k_proj", "attn.o_proj"]
@@ -73,7 +73,7 @@ def refused(scheme: Nvfp4Scheme | None, **tensors: tuple[str, tuple[int, ...]]) 
 
 CODES, SCALES, FP8_CODES = ("U8", (8, 16)), ("F8_E4M3", (8, 2)), ("F8_E4M3", (8, 32))
 SCALAR, ONE, ROWS, BF16_SCALAR = ("F32", ()), ("F32", (1,)), ("F32", (8, 1)), ("BF16", ())
-OURS, MODELOPTS = Nvfp4Scheme(), Nvfp4Scheme(names=MODELOPT)
+OURS, MODELOPTS = Nvfp4Scheme(), Nvfp4Scheme(format=MODELOPT)
 
 
 def test_a_packed_layer_has_the_tensors_of_its_format() -> None:
@@ -108,9 +108,9 @@ def test_scales_of_activations_belong_to_a_scheme_that_has_them_and_may_be_absen
     ],
 )
 def test_a_layer_in_fp8_has_a_scale_for_all_or_of_compressed_tensors_for_each_row(
-    names: PackedNames, scale: tuple[str, tuple[int, ...]], is_right: bool
+    names: Format, scale: tuple[str, tuple[int, ...]], is_right: bool
 ) -> None:
-    scheme = Nvfp4Scheme(fp8=("a",), names=names)
+    scheme = Nvfp4Scheme(fp8=("a",), format=names)
     said = refused(scheme, a__weight=FP8_CODES, a__weight_scale=scale)
     assert not said if is_right else "tensor a.weight_scale is" in said
     assert not refused(scheme, a__weight=FP8_CODES, a__weight_scale=ONE, a__input_scale=SCALAR)

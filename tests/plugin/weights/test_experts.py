@@ -156,7 +156,7 @@ def test_experts_of_modelopt_are_refused_and_served_once_they_are_written_anew(b
 def test_a_config_that_was_sent_to_another_process_reads_the_same_experts(engine, measure):
     """Workers of their own receive a copy of it: two ranks refused the experts of `qerl quantize`."""
     config = pickle.loads(pickle.dumps(engine.llm_engine.vllm_config.quant_config))
-    assert config.scheme.names is not COMPRESSED  # a copy, too
+    assert config.scheme.format is not COMPRESSED  # a copy, too
     (layer,) = [m for name, m in measure.model(engine).named_modules() if name == "model.layers.0.mlp.experts"]
     routed = next(m for m in layer.modules() if is_fused_experts(m))
     with set_current_vllm_config(engine.llm_engine.vllm_config):

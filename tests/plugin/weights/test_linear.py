@@ -7,6 +7,7 @@ import torch
 from qerl_kernels import nvfp4
 
 from qerl_vllm_plugin.weights import linear
+from qerl_vllm_plugin.weights.formats import COMPRESSED
 from qerl_vllm_plugin.weights.linear import Arrivals, QerlLinearMethod, QerlOnlineLinearMethod
 from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 
@@ -32,10 +33,10 @@ def test_a_layer_is_complete_when_all_its_parts_have_come(came, is_complete):
     assert arrivals.complete == is_complete
 
 
-@pytest.mark.parametrize("lacking", QerlLinearMethod.tensor_names)
+@pytest.mark.parametrize("lacking", COMPRESSED.packed_names)
 def test_a_packed_layer_of_which_a_part_has_not_come_is_refused(lacking):
     method = QerlLinearMethod("model.layers.0.mlp.gate_up_proj")
-    method.is_dummy, method.arrivals = False, {name: Arrivals(2) for name in method.tensor_names}
+    method.is_dummy, method.arrivals = False, {name: Arrivals(2) for name in COMPRESSED.packed_names}
     for name, arrivals in method.arrivals.items():
         arrivals.add(0)
         if name != lacking:
@@ -69,7 +70,7 @@ def test_columns_that_are_no_whole_blocks_on_a_rank_are_refused_with_the_way_out
 def test_random_weights_are_legal_and_of_the_size_of_a_trained_layers():
     N, K = 64, 512
     layer = torch.nn.Module()
-    for name, tensor in zip(QerlLinearMethod.tensor_names, linear._empty(N, K, 2), strict=True):
+    for name, tensor in zip(COMPRESSED.packed_names, linear._empty(N, K, 2), strict=True):
         setattr(layer, name, torch.nn.Parameter(tensor, requires_grad=False))
     linear._fill_dummy(layer)
     codes = layer.weight_packed.data

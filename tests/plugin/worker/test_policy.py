@@ -11,17 +11,9 @@ from qerl_vllm_plugin import noise
 from qerl_vllm_plugin.adapter.check import STRENGTH, AdapterError, Checker, Target
 from qerl_vllm_plugin.compat import worker as vllm_worker
 from qerl_vllm_plugin.wire.cuda_ipc import CudaIPCError
+from qerl_vllm_plugin.worker.change import ANOTHER_RANK, Change, on_all_ranks
 from qerl_vllm_plugin.worker.change_log import ChangeLog
-from qerl_vllm_plugin.worker.policy import (
-    ANOTHER_RANK,
-    Change,
-    WorkerPolicy,
-    digest_of,
-    most_bytes,
-    on_all_ranks,
-    prepare_noise,
-    prepare_swap,
-)
+from qerl_vllm_plugin.worker.policy import WorkerPolicy, digest_of, most_bytes, prepare_noise, prepare_swap
 
 NAMES = ("model.layers.0.input_layernorm.weight", "model.layers.0.post_attention_layernorm.weight", "model.norm.weight")
 TARGETS = list(noise.DEFAULT_TARGETS)

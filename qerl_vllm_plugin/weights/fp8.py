@@ -1,8 +1,4 @@
-"""Load only the weights from checkpoints that hold more than packed weights; activations stay in 16 bits.
-
-``WeightOnlyLinearMethod`` reads NVFP4 with activation scales (W4A4) or under ModelOpt's names. ``Fp8LinearMethod``
-expands an FP8 layer of a mixed checkpoint to BF16.
-"""
+"""Expand the FP8 layers of a checkpoint that mixes them with NVFP4 ones; the layers run in the engine's dtype."""
 
 from typing import Any
 
@@ -12,49 +8,9 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod, register_weight_loader_v2_supported_method
 from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter, PerTensorScaleParameter
 
-from qerl_vllm_plugin.weights.checkpoint import expand_fp8, to_divisor
-from qerl_vllm_plugin.weights.formats import PackedNames
-from qerl_vllm_plugin.weights.linear import Arrivals, Loader, QerlLinearMethod
+from qerl_vllm_plugin.weights.formats import expand_fp8
+from qerl_vllm_plugin.weights.linear import Arrivals, Loader
 from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
-
-
-@register_weight_loader_v2_supported_method
-class WeightOnlyLinearMethod(QerlLinearMethod):
-    """The linear method of one NVFP4 layer under its format's tensor names; activation scales are loaded and dropped.
-
-    Tensor scales that multiply become divisors.
-    """
-
-    def __init__(self, *args: Any, names: PackedNames, drops_inputs: bool, **kwargs: Any) -> None:
-        """``drops_inputs`` is true if the checkpoint has activation scales, which are to be dropped."""
-        super().__init__(*args, **kwargs)
-        self.names, self.drops_inputs = names, drops_inputs
-        self.tensor_names = (names.codes, names.block_scales, names.tensor_scale)
-
-    def create_weights(
-        self,
-        layer: torch.nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        *args: Any,
-        **extra: Any,
-    ) -> None:
-        super().create_weights(layer, input_size_per_partition, output_partition_sizes, *args, **extra)
-        if self.drops_inputs:
-            scale = torch.zeros(len(output_partition_sizes), dtype=torch.float32)
-            parameter = PerTensorScaleParameter(data=scale, weight_loader=extra["weight_loader"])
-            layer.register_parameter(self.names.input_scale, parameter)
-
-    def _take_canonical_names(self, layer: torch.nn.Module) -> None:
-        if self.drops_inputs:
-            delattr(layer, self.names.input_scale)
-        codes, scales, scale = (getattr(layer, name).data for name in self.tensor_names)
-        for name in self.tensor_names:
-            delattr(layer, name)
-        if not self.names.is_divisor and not self.is_dummy:
-            scale = to_divisor(self.prefix, scale)
-        for name, data in (("weight_packed", codes), ("weight_scale", scales), ("weight_global_scale", scale)):
-            layer.register_parameter(name, Parameter(data, requires_grad=False))
 
 
 @register_weight_loader_v2_supported_method
