@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from vllm import LLM
+from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 
 from qerl_vllm_plugin import noise
@@ -22,7 +23,7 @@ from qerl_vllm_plugin.adapter.check import AdapterError, joined, plain_config
 from qerl_vllm_plugin.adapter.lora_slots import ADAPTER_ID, SCHEME
 from qerl_vllm_plugin.compat import engine, engine_client
 from qerl_vllm_plugin.compat.scheduler import scheduler_here, without_empty_blocks
-from qerl_vllm_plugin.wire.sender import Sender
+from qerl_vllm_plugin.wire.sender import Sender, UnreachableError
 from qerl_vllm_plugin.wire.timing import PATIENCE, Laps, begun, in_time
 from qerl_vllm_plugin.worker.change import PolicyLostError as PolicyLostError
 from qerl_vllm_plugin.worker.change import check_answers
@@ -30,6 +31,7 @@ from qerl_vllm_plugin.worker.kv_cache import RELEASED, KVCacheError
 from qerl_vllm_plugin.worker.methods import add_worker_methods
 from qerl_vllm_plugin.worker.policy import NO_CARRIER
 
+logger = init_logger("vllm.qerl")
 T = TypeVar("T")
 
 # only the program that holds a vllm.LLM can send it requests, and ``Policy`` requires that each names the policy
@@ -106,6 +108,7 @@ class Policy:
             is_here=engine.model_in_this_process(llm) is not None,
             is_near=engine.workers_share_this_machine(llm.llm_engine.vllm_config),
             refusal=AdapterError,
+            warn=logger.warning_once,
         )
         self._lost: str | None = None
         self._timeout = timeout
@@ -183,15 +186,15 @@ class Policy:
         """
         if not given:
             return self._checked(send(given))
-        with self._sender.by_gpu(given) as text:
-            if text is not None:
-                results = send(text)
-                unreachable = [result["error"] for result in results if result.get("unreachable")]
-                if not unreachable:
-                    return self._checked(results)
-                self._sender.refused(unreachable[0], given)
-        with self._sender.by_memory(given) as sent:
-            return self._checked(send(sent))
+
+        def send_and_check(sent: Any) -> list[dict[str, Any]]:
+            results = send(sent)
+            for result in results:
+                if result.get("unreachable"):
+                    raise UnreachableError(result["error"])
+            return self._checked(results)
+
+        return self._sender.deliver(given, send_and_check)
 
     def swap_folder(self, folder: str | Path) -> int:
         """Install the adapter of a PEFT folder and return the new version.

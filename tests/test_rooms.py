@@ -12,7 +12,7 @@ PACKAGES = ("qerl_vllm_plugin", "qerl_recipes")
 # Each room of the plugin imports from those before it alone; what lies beside the rooms is a room of one file.
 PLUGIN = (
     *("noise", "wire", "options", "compat", "norms", "adapter", "weights", "worker"),
-    *("client_body", "client_calls", "client", "quantization", "policy", "scheduler", "server", "verl"),
+    *("client", "quantization", "policy", "scheduler", "server", "verl"),
 )
 
 

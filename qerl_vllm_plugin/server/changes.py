@@ -13,11 +13,11 @@ from vllm.logger import init_logger
 from qerl_vllm_plugin.adapter import folder as adapter_folder
 from qerl_vllm_plugin.compat import engine, engine_client
 from qerl_vllm_plugin.server import metrics
-from qerl_vllm_plugin.server.body import Refused
 from qerl_vllm_plugin.server.engine import Engine
 from qerl_vllm_plugin.server.quiesce import Look, Rest, is_there
 from qerl_vllm_plugin.server.versions import tell_versions
 from qerl_vllm_plugin.wire import shared_file
+from qerl_vllm_plugin.wire.body import Refused
 from qerl_vllm_plugin.wire.shared_segment import Segments
 from qerl_vllm_plugin.worker.change_log import ChangeLog
 

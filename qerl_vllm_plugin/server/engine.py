@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 
 from qerl_vllm_plugin.adapter.check import AdapterError
 from qerl_vllm_plugin.compat import engine_client
-from qerl_vllm_plugin.server.body import Refused
+from qerl_vllm_plugin.wire.body import Refused
 from qerl_vllm_plugin.wire.timing import SILENT
 from qerl_vllm_plugin.worker.change import PolicyLostError, check_answers
 from qerl_vllm_plugin.worker.change_log import ChangeLog

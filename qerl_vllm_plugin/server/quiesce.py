@@ -20,8 +20,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from qerl_vllm_plugin.compat import engine_client
-from qerl_vllm_plugin.server.body import Refused
 from qerl_vllm_plugin.server.engine import Engine
+from qerl_vllm_plugin.wire.body import Refused
 from qerl_vllm_plugin.wire.timing import DRAIN, Laps
 from qerl_vllm_plugin.worker.change_log import ChangeLog
 

@@ -12,11 +12,11 @@ from qerl_vllm_plugin import noise
 from qerl_vllm_plugin.adapter import folder as adapter_folder
 from qerl_vllm_plugin.adapter.check import AdapterError
 from qerl_vllm_plugin.compat import engine_client
-from qerl_vllm_plugin.server import body, metrics
-from qerl_vllm_plugin.server.body import Refused
+from qerl_vllm_plugin.server import metrics
 from qerl_vllm_plugin.server.changes import MODES, PolicyServer
 from qerl_vllm_plugin.server.token import HEADER, matches
-from qerl_vllm_plugin.wire import gpu_memory, shared_file
+from qerl_vllm_plugin.wire import body, gpu_memory, shared_file
+from qerl_vllm_plugin.wire.body import Refused
 from qerl_vllm_plugin.wire.shared_segment import NoRoomError, enter
 
 Handler = Callable[[PolicyServer, Request], Awaitable[dict[str, Any]]]

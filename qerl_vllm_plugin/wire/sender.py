@@ -1,103 +1,137 @@
-"""Choose how tensors reach an engine's workers: as they are, as GPU memory, as a shared file, or in the message."""
+"""Choose the way of tensors to another process: from GPU to GPU, through shared memory, or in the message itself.
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+A sender asks ``Ways`` which ways are open, the fastest first, and sends tensors by each until one has carried them.
+``Sender`` does so for an engine's workers, and the clients of a server do (client.py).
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from safetensors.torch import save
-from vllm.logger import init_logger
 
-from qerl_vllm_plugin.wire import gpu_memory, shared_file
+from qerl_vllm_plugin.wire import cuda_ipc, gpu_memory
 from qerl_vllm_plugin.wire.cuda_ipc import CudaIPCError
 from qerl_vllm_plugin.wire.safetensors_file import Tensors
 from qerl_vllm_plugin.wire.shared_segment import NoRoomError, Segments
 
-logger = init_logger("vllm.qerl")
+T = TypeVar("T")
 
-TRANSPORTS = ("auto", "ipc", "shared")
+IPC, SHARED = "ipc", "shared"
+ELSEWHERE = "on other machines, or Ray's"
+
+
+class UnreachableError(Exception):
+    """The receiver cannot read tensors that were sent in one way; they may go in another."""
+
+
+FAILURES = (CudaIPCError, NoRoomError, UnreachableError)  # of one way alone
+
+
+class Ways:
+    """Decides by which ways tensors may go to one receiver, and remembers which ways it cannot read.
+
+    ``transport`` is one of ``known``: "auto", or the only way that is allowed. ``refuse`` makes the error for tensors
+    that this way cannot carry, and ``warn`` gets one text for each way that is passed by at a loss of speed.
+    """
+
+    def __init__(
+        self,
+        transport: str,
+        known: Collection[str],
+        refuse: Callable[[str], Exception],
+        warn: Callable[[str], None],
+    ) -> None:
+        """Raises ValueError for an unknown transport."""
+        if transport not in known:
+            raise ValueError(f"transport is {transport!r}; it is one of {', '.join(known)}")
+        self.transport, self._refuse, self._warn = transport, refuse, warn
+        self._unreadable: dict[str, str] = {}  # why the receiver cannot read what came by a way
+        self._warned: set[str] = set()
+        self.far: str | None = None  # why the receiver cannot open a file of this machine
+        self.gpus: Collection[str] | None = None  # the UUIDs of the GPUs that it sees, None if that is not known
+
+    def open(self, tensors: Tensors) -> Iterator[str]:
+        """Yield IPC and SHARED if they may carry ``tensors``, in this order.
+
+        Raises the refusal if the only allowed way is closed.
+        """
+        for way in (IPC, SHARED):
+            if self.transport not in ("auto", way):
+                continue
+            reason = self._unreadable.get(way) or (self._obstacle_to_ipc(tensors) if way == IPC else self.far)
+            if reason is None:
+                yield way
+            else:  # no way to another machine is faster than the message
+                self._pass_by(way, reason, is_loss=way == IPC and any(tensor.is_cuda for tensor in tensors.values()))
+
+    def close(self, way: str, error: Exception) -> None:
+        """Note that ``way`` has failed, for good if the receiver cannot read what comes by it.
+
+        Raises the refusal if no other way is allowed.
+        """
+        if not isinstance(error, CudaIPCError | NoRoomError):  # those are this sender's, and may pass
+            self._unreadable[way] = str(error)
+        self._pass_by(way, str(error), is_loss=True)
+
+    def _obstacle_to_ipc(self, tensors: Tensors) -> str | None:
+        if (reason := gpu_memory.why_not(tensors) or self.far) is not None or self.gpus is None:
+            return reason
+        gpu = cuda_ipc.uuid(next(iter(tensors.values())).device)
+        return None if gpu in self.gpus else f"the server does not see GPU {gpu} of this machine"
+
+    def _pass_by(self, way: str, reason: str, *, is_loss: bool) -> None:
+        if self.transport == way:
+            raise self._refuse(
+                f"transport is {way!r}, and {reason}; leave it out, and tensors go another way where this one is closed"
+            )
+        if is_loss and way not in self._warned:
+            self._warned.add(way)
+            how = "through the CPU" if way == IPC else "in messages"
+            self._warn(f"adapters travel {how}, which is slower: {reason}")
 
 
 class Sender:
     """Sends tensors from this process to an engine's workers.
 
-    ``transport``: with auto, tensors on a GPU go from GPU to GPU (CUDA IPC) where that is possible, and all others
-    through shared memory. ipc and shared allow only one of these two ways.
-
-    ``is_here``: the worker runs in this process. ``is_near``: all workers can open a file of this machine.
-
-    ``refusal``: the error raised for tensors that no allowed way can carry. Code in a block raises it, too, when the
-    workers have refused, and so have answered.
+    ``is_here``: the worker runs in this process, and gets the tensors themselves. ``is_near``: all workers can open a
+    file of this machine. ``refusal``: the error for tensors that no allowed way can carry; ``send`` raises it, too,
+    when the workers have refused, and so have answered.
     """
 
-    def __init__(self, transport: str, *, is_here: bool, is_near: bool, refusal: type[Exception]) -> None:
+    def __init__(
+        self, transport: str, *, is_here: bool, is_near: bool, refusal: type[Exception], warn: Callable[[str], None]
+    ) -> None:
         """Raises ValueError for an unknown transport, and for one that this engine cannot use."""
-        if transport not in TRANSPORTS:
-            raise ValueError(f"transport is {transport!r}; it is one of {', '.join(TRANSPORTS)}")
-        self._transport, self.is_here, self._is_near, self._refusal = transport, is_here, is_near, refusal
-        if transport != "auto" and (self.is_here or not self._is_near):
-            where = "in this process" if self.is_here else "on other machines, or Ray's"
+        self.is_here, self._segments = is_here, Segments(refusal)
+        self.ways = Ways(transport, ("auto", IPC, SHARED), refusal, warn)
+        if transport != "auto" and (is_here or not is_near):
+            where = "in this process" if is_here else ELSEWHERE
             raise ValueError(f"transport is {transport!r}, and this engine's workers are {where}; leave it out")
-        self._segments = Segments(refusal)
-        self._unreachable: str | None = None  # why the workers cannot read a GPU of this process
+        self.ways.far = None if is_near else f"this engine's workers are {ELSEWHERE}"
 
-    @contextmanager
-    def by_gpu(self, tensors: Tensors) -> Iterator[str | None]:
-        """Share the tensors as GPU memory for the ``with`` block; yield the text that describes them to workers.
+    def deliver(self, tensors: Tensors, send: Callable[[Any], T]) -> T:
+        """Call ``send`` with what carries the tensors, until the workers can read it; return what it returns.
 
-        Yields None if the tensors must go another way. Raises the refusal if no other way is allowed.
-        """
-        if self.is_here or not self._is_near or self._transport == "shared":
-            yield None
-            return
-        reason = self._unreachable or gpu_memory.why_not(tensors)
-        if reason is None:
-            try:
-                with gpu_memory.described(tensors) as (text, _):
-                    yield text
-                return
-            except CudaIPCError as error:
-                reason = str(error)
-        self._without_gpu(reason, tensors)
-        yield None
-
-    def refused(self, reason: str, tensors: Tensors) -> None:
-        """Record that the workers could not read the GPU, so that tensors go another way from now on.
-
-        Raises the refusal if no other way is allowed.
-        """
-        self._unreachable = reason
-        self._without_gpu(reason, tensors)
-
-    def _without_gpu(self, reason: str, tensors: Tensors) -> None:
-        if self._transport == "ipc":
-            raise self._refusal(f"transport is 'ipc', and {reason}")
-        if any(tensor.is_cuda for tensor in tensors.values()):
-            logger.warning_once(
-                "adapters reach the workers through the processor and %s, which is slower: %s",
-                shared_file.SHARED_MEMORY,
-                reason,
-            )
-
-    @contextmanager
-    def by_memory(self, tensors: Tensors) -> Iterator[Any]:
-        """Yield what carries the tensors to the workers without a GPU.
-
-        A worker in this process gets the tensors themselves. Others get the path of a file in shared memory. If that is
-        too small, or a worker is on another machine, they get safetensors bytes.
+        That is the tensors themselves, a text that describes GPU memory, the path of a file in shared memory, or the
+        bytes of a safetensors file. ``send`` raises UnreachableError if a worker cannot read them.
         """
         if self.is_here:
-            yield tensors
-            return
-        with ExitStack() as stack:
-            sent = None
-            if self._is_near:
-                try:
-                    sent = stack.enter_context(self._segments.filled(tensors))
-                except NoRoomError as error:
-                    logger.warning_once("%s: adapters travel through vLLM's message queue, which is slower", str(error))
-            yield _serialized(tensors) if sent is None else sent
+            return send(tensors)
+        for way in self.ways.open(tensors):
+            try:
+                with self._encoded(way, tensors) as sent:
+                    return send(sent)
+            except FAILURES as error:
+                self.ways.close(way, error)
+        # copies, because safetensors refuses tensors that share memory, such as one A under two names
+        return send(save({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}))
 
-
-def _serialized(tensors: Tensors) -> bytes:
-    # copies, because safetensors refuses tensors that share memory, such as one A under two names
-    return save({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()})
+    @contextmanager
+    def _encoded(self, way: str, tensors: Tensors) -> Iterator[str]:
+        if way == IPC:
+            with gpu_memory.described(tensors) as (text, _):
+                yield text
+        else:
+            with self._segments.filled(tensors) as path:
+                yield path

@@ -11,8 +11,8 @@ from fastapi import FastAPI
 
 from qerl_vllm_plugin.client import PolicyClient, PolicyRefusedError, body
 from qerl_vllm_plugin.server import routes
-from qerl_vllm_plugin.server.body import Refused
 from qerl_vllm_plugin.server.token import HEADER, read_token
+from qerl_vllm_plugin.wire.body import Refused
 from qerl_vllm_plugin.wire.shared_segment import Segments
 
 TOKEN = "an-admin-token-of-32-characters!"

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import json
 import os
 import re
 from types import SimpleNamespace
@@ -15,13 +16,14 @@ from fastapi import FastAPI
 from safetensors.torch import load_file, save_file
 from waiting import PATIENCE
 
-from qerl_vllm_plugin.client import PolicyClient, body
+from qerl_vllm_plugin.client import body
 from qerl_vllm_plugin.compat import engine_client
 from qerl_vllm_plugin.server import quiesce, routes
-from qerl_vllm_plugin.server.body import Refused
 from qerl_vllm_plugin.server.changes import PolicyServer
 from qerl_vllm_plugin.server.token import HEADER, read_token
 from qerl_vllm_plugin.wire import shared_file
+from qerl_vllm_plugin.wire.body import Refused
+from qerl_vllm_plugin.wire.shared_segment import Segments
 from qerl_vllm_plugin.worker.change_log import ChangeLog
 
 TOKEN = "an-admin-token-of-32-characters!"
@@ -302,15 +304,20 @@ def with_routes(monkeypatch, tmp_path):
     return run
 
 
+@contextlib.contextmanager
+def named_file(tensors):
+    with Segments(Refused, shared_file.create_for_server).filled(tensors, {"adapter_config": "{}"}) as path:
+        content = json.dumps({"file": shared_file.ticket(path)}).encode()
+        yield {"headers": {"Content-Type": shared_file.MEDIA_TYPE}, "content": content}
+
+
 def sent(way):
     """The request for the tensor ``x`` of ones by this way, until the end of the block."""
     tensors = {"x": torch.ones(4)}
     if way == "folder":
         return contextlib.nullcontext({"params": {"folder": "first"}})
     if way == "file":
-        client = PolicyClient("http://x", TOKEN)
-        client._place = {"machine": shared_file.machine()}
-        return client._by_memory(tensors, {}, {})
+        return named_file(tensors)
     return contextlib.nullcontext({"content": body(tensors, {}) if way == "body" else in_pieces(body(tensors, {}))})
 
 
@@ -322,7 +329,6 @@ def test_what_a_change_reads_stays_until_its_end_though_its_caller_has_gone(way,
     async def leave(server, client):
         engine.answers.clear()
         with sent(way) as call:
-            call = {key: value for key, value in call.items() if key not in ("method", "url")}
             caller = asyncio.create_task(client.put("policy", **call))
             await until(lambda: engine.path)
             caller.cancel()

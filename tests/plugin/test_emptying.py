@@ -26,11 +26,11 @@ def policy(boot, make_nvfp4, carriers, monkeypatch):
         policy.asked.append(args[0] if method == "collective_rpc" else method)
         return policy.emptied if method == EMPTY else None  # the rest is asked in a thread
 
-    by_memory = policy._sender.by_memory
+    encoded = policy._sender._encoded
 
     @contextmanager
-    def packed(tensors):
-        with by_memory(tensors) as sent:
+    def packed(way, tensors):
+        with encoded(way, tensors) as sent:
             policy.asked.append("packed")
             if policy.answer is not None:
                 policy.emptied.set_result(policy.answer)
@@ -38,7 +38,7 @@ def policy(boot, make_nvfp4, carriers, monkeypatch):
 
     monkeypatch.setattr("qerl_vllm_plugin.policy.scheduler_here", lambda llm: None)
     monkeypatch.setattr(engine_client, "asked", note)
-    monkeypatch.setattr(policy._sender, "by_memory", packed)
+    monkeypatch.setattr(policy._sender, "_encoded", packed)
     return policy
 
 

@@ -22,8 +22,8 @@ from starlette.requests import Request
 from qerl_vllm_plugin.adapter import check
 from qerl_vllm_plugin.adapter.check import AdapterError, Target
 from qerl_vllm_plugin.options import Options
-from qerl_vllm_plugin.server import body
 from qerl_vllm_plugin.weights.checkpoint import inspect_folder
+from qerl_vllm_plugin.wire import body
 from qerl_vllm_plugin.wire.safetensors_file import CheckpointError, read_header
 from qerl_vllm_plugin.wire.shared_segment import Segments
 

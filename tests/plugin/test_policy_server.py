@@ -15,13 +15,13 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from qerl_vllm_plugin.adapter.check import AdapterError
 from qerl_vllm_plugin.adapter.folder import base_hash
-from qerl_vllm_plugin.server import body, metrics, routes
-from qerl_vllm_plugin.server.body import Refused
+from qerl_vllm_plugin.server import metrics, routes
 from qerl_vllm_plugin.server.changes import PolicyServer
 from qerl_vllm_plugin.server.engine import Engine
 from qerl_vllm_plugin.server.quiesce import is_there
 from qerl_vllm_plugin.server.token import HEADER, read_token
-from qerl_vllm_plugin.wire import shared_file
+from qerl_vllm_plugin.wire import body, shared_file
+from qerl_vllm_plugin.wire.body import Refused
 from qerl_vllm_plugin.wire.gpu_memory import MEDIA_TYPE
 from qerl_vllm_plugin.worker.change_log import ChangeLog
 

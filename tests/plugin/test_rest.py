@@ -9,8 +9,8 @@ from engine_client import EngineClient, vllm_config
 from waiting import PATIENCE
 
 from qerl_vllm_plugin.server import quiesce
-from qerl_vllm_plugin.server.body import Refused
 from qerl_vllm_plugin.server.changes import PolicyServer
+from qerl_vllm_plugin.wire.body import Refused
 from qerl_vllm_plugin.worker.change_log import ChangeLog
 
 

@@ -13,10 +13,10 @@ from engine_client import EngineClient, vllm_config
 from vllm.v1.engine.exceptions import EngineDeadError
 from waiting import PATIENCE
 
-from qerl_vllm_plugin.server.body import Refused
 from qerl_vllm_plugin.server.changes import PolicyServer
 from qerl_vllm_plugin.server.quiesce import turn
 from qerl_vllm_plugin.server.versions import HEADER, StampVersions, tell_versions
+from qerl_vllm_plugin.wire.body import Refused
 from qerl_vllm_plugin.worker import change_log
 from qerl_vllm_plugin.worker.change_log import ChangeLog
 

@@ -22,7 +22,7 @@ from waiting import PATIENCE
 from qerl_vllm_plugin.adapter.check import AdapterError
 from qerl_vllm_plugin.client import AsyncPolicyClient, PolicyClient, PolicyRefusedError, body
 from qerl_vllm_plugin.options import Options
-from qerl_vllm_plugin.wire import cuda_ipc, gpu_memory, shared_file
+from qerl_vllm_plugin.wire import cuda_ipc, gpu_memory
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 TRIES = 8  # of what a machine that stops in the wrong moment leaves untested
@@ -235,14 +235,13 @@ def test_a_client_whose_gpu_the_server_cannot_read_sends_the_tensors_and_says_so
         yield given["memory"], torch.zeros(8, dtype=torch.uint8)
 
     monkeypatch.setattr(gpu_memory, "described", described)
-    sees, does_not = {"machine": shared_file.machine(), "gpus": ["a-gpu"]}, {"machine": "another", "gpus": ["a-gpu"]}
-    for kind, place, why in (
-        (PolicyClient, sees, "this worker computes on a cpu"),
-        (AsyncPolicyClient, does_not, "does not see GPU a-gpu"),
+    for kind, gpus, why in (
+        (PolicyClient, ["a-gpu"], "this worker computes on a cpu"),
+        (AsyncPolicyClient, ["another"], "does not see GPU a-gpu"),
         (PolicyClient, None, "does not see GPU a-gpu"),
     ):
         client = kind(server[0], TOKEN, API_KEY)
-        client._place = place
+        client._ways.gpus = gpus
 
         def swap(name, client=client):
             made = client.swap(*adapters[1][name])
@@ -255,7 +254,7 @@ def test_a_client_whose_gpu_the_server_cannot_read_sends_the_tensors_and_says_so
             version = swap("second")
         assert_served(questions, measure, expected("second"), version)
         strict = PolicyClient(server[0], TOKEN, API_KEY, transport="ipc")
-        strict._place = place
+        strict._ways.gpus = gpus
         with pytest.raises(PolicyRefusedError, match=why):
             strict.swap(*adapters[1]["third"])
     with pytest.raises(ValueError, match="transport is 'gpu'; it is one of auto, ipc, shared, http"):

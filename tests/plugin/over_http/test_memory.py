@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from waiting import PATIENCE
 
 from qerl_vllm_plugin.client import AsyncPolicyClient, PolicyClient, PolicyRefusedError, body
+from qerl_vllm_plugin.wire import body as wire_body
 from qerl_vllm_plugin.wire import shared_file
 from qerl_vllm_plugin.wire.shared_segment import Segments
 
@@ -36,7 +37,7 @@ def test_they_are_written_into_one_file_and_served(
     kind, transport, server, questions, expected, adapters, measure, monkeypatch
 ):
     client = kind(server[0], TOKEN, API_KEY, transport=transport)
-    monkeypatch.setattr(client, "_swap", lambda *given: pytest.fail("sent in a body"))
+    monkeypatch.setattr(wire_body, "pieces", lambda *given: pytest.fail("sent in a body"))
     files = set()
     for name in ("third", "second"):
         made = client.swap(*adapters[1][name])
@@ -160,7 +161,7 @@ def test_where_there_is_no_such_way_the_body_is_sent_and_that_is_said_once(
 def test_to_another_machine_they_go_in_the_body_and_nothing_is_said(server, adapters, recwarn):
     for transport in ("auto", "shared"):
         client = PolicyClient(server[0], TOKEN, API_KEY, transport=transport)
-        client._place = {"machine": "another"}
+        client._ways.gpus, client._ways.far = (), "the server is on another machine"
         with contextlib.ExitStack() as stack:
             if transport == "shared":
                 stack.enter_context(pytest.raises(PolicyRefusedError, match="the server is on another machine"))

@@ -195,7 +195,7 @@ def policy(engine):
     """One that treats the worker of this process as it does one of another process."""
     policy = Policy(engine)
     policy.swap(None)
-    policy._sender.is_here, policy._sender._is_near = False, True
+    policy._sender.is_here = False
     return policy
 
 
@@ -248,15 +248,15 @@ def test_memory_that_cannot_be_read_is_refused_and_the_shared_file_takes_over(
     rpc = policy._rpc
     monkeypatch.setattr(policy, "_rpc", lambda method, *args, **keywords: sent.append(args) or rpc(method, *args))
     warned = []
-    monkeypatch.setattr("qerl_vllm_plugin.wire.sender.logger.warning_once", lambda *args: warned.append(args))
+    monkeypatch.setattr(policy._sender.ways, "_warn", warned.append)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
     policy.swap(tensors, config)
     policy.swap(tensors, config)
     assert [args[0][:6] for args in sent] == ['{"gpu"', "/proc/", "/proc/"], "it is tried once, not with every swap"
-    assert "GPU memory" in warned[0][-1]
+    assert len(warned) == 1 and "GPU memory" in warned[0]
 
     strict = Policy(engine)
-    strict._sender.is_here, strict._sender._transport = False, "ipc"
+    strict._sender.is_here, strict._sender.ways.transport = False, "ipc"
     with pytest.raises(AdapterError, match=r"transport is 'ipc', and .*GPU memory"):
         strict.swap(tensors, config)
 
@@ -266,4 +266,5 @@ def test_the_transport_of_an_engine_in_this_process_is_not_chosen(engine):
         Policy(engine, transport="pickle")
     with pytest.raises(ValueError, match="workers are in this process; leave it out"):
         Policy(engine, transport="ipc")
-    Sender("auto", is_here=True, is_near=True, refusal=AdapterError)
+    with pytest.raises(ValueError, match="workers are on other machines, or Ray's; leave it out"):
+        Sender("shared", is_here=False, is_near=False, refusal=AdapterError, warn=print)

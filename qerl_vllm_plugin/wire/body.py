@@ -1,6 +1,7 @@
-"""Receive and check a request's body, and put an adapter into a file in shared memory.
+"""Make the body of a request that carries an adapter, and receive and check it.
 
-A body may have no more bytes than an adapter can need.
+A body is a safetensors file. Or it says where one lies in shared memory, or describes tensors on a GPU. It may have no
+more bytes than an adapter can need.
 """
 
 import asyncio
@@ -9,25 +10,61 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from qerl_vllm_plugin.wire import gpu_memory, shared_file
+from qerl_vllm_plugin.wire.checksum import checksums
+from qerl_vllm_plugin.wire.safetensors_file import Tensors, header_bytes
 from qerl_vllm_plugin.wire.shared_segment import Growing, NoRoomError, Segment, Segments, enter
 from qerl_vllm_plugin.wire.timing import Laps
 
+PIECE = 256 << 10
 MAX_HEADER = 4 << 20  # names of a 32B model's adapter take 0.2 MB
 MAX_JSON = 64 << 10
 STALLED = 30.0  # seconds without a byte after which a body is refused
-GPU_KEYS = ("memory", "proof", "checksum", "adapter_config")
 NOT_NEAR = (
     "the caller is no process of the server's user on the server's machine, or its client and the server are of two "
     "releases of this package"
 )
 CONFIG = "adapter_config"  # the key of the file's metadata that holds the content of adapter_config.json
+GPU_KEYS = ("memory", "proof", "checksum", CONFIG)
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.]+")
+
+
+def metadata(config: dict[str, Any]) -> dict[str, str]:
+    """Return the metadata of the safetensors file: the adapter's config as JSON."""
+    return {CONFIG: json.dumps(config)}
+
+
+def pieces(tensors: Tensors, config: dict[str, Any]) -> Iterator[memoryview]:
+    """Yield a safetensors file in order, in pieces of at most PIECE bytes after the header.
+
+    The pieces are small because httpcore copies the rest of a piece with every write.
+    """
+    layout = ((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
+    yield memoryview(header_bytes(layout, metadata(config)))
+    for tensor in tensors.values():
+        left = memoryview(shared_file.content(tensor).numpy())
+        while left:
+            yield left[:PIECE]
+            left = left[PIECE:]
+
+
+@contextmanager
+def describing(tensors: Tensors, config: dict[str, Any]) -> Iterator[bytes]:
+    """Yield the body that describes tensors on a GPU of the server's machine; valid inside the ``with`` block.
+
+    The body names a file as proof that the caller runs on the server's machine as the server's user. Raises
+    CudaIPCError if the GPU memory cannot be shared.
+    """
+    with gpu_memory.described(tensors) as (text, memory):
+        listed = [json.loads(text)["tensors"], checksums([memory])]
+        given = {"memory": text, "checksum": hashlib.sha256(json.dumps(listed).encode()).hexdigest()}
+        with shared_file.proof(hashlib.sha256(text.encode()).digest()) as ticket:
+            yield json.dumps({**given, "proof": ticket, CONFIG: config}).encode()
 
 
 class Refused(Exception):
@@ -107,7 +144,7 @@ async def read_json(request: Any, limit: int = MAX_JSON) -> dict[str, Any]:
 
 
 async def described(request: Any, limit: int) -> Upload:
-    """Read a body that describes tensors on a GPU of this machine (client_body.py); the tensors stay where they are.
+    """Read a body that describes tensors on a GPU of this machine (``describing``); the tensors stay where they are.
 
     The size of the upload is the tensors'. Raises Refused for a damaged description, and for tensors above ``limit``
     bytes. Raises Refused also for a caller that does not prove to be a process of this user on this machine: the
@@ -140,7 +177,7 @@ async def described(request: Any, limit: int) -> Upload:
 async def named(request: Any, limit: int, held: ExitStack) -> Upload:
     """Open the file in shared memory that the body names: {"file": "/proc/PID/fd/NUMBER/NAME"}.
 
-    The caller has filled the file (client_calls.py). It stays open here until ``held`` is closed, whatever becomes of
+    The caller has filled the file (client.py). It stays open here until ``held`` is closed, whatever becomes of
     the caller. Raises Refused for a file that is damaged or above ``limit`` bytes, and for one that the caller does not
     prove to have made for a server (shared_file.py).
     """
