@@ -1,20 +1,19 @@
 """Open the folder of a saved adapter: PEFT's two files, the trained norms, and the state of the run that trained it."""
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
-from qerl_recipes.files.run_state import LAST, STATE_FILE, CheckpointMismatch, whole_checkpoints
+from qerl_recipes.files.json_files import read_object
+from qerl_recipes.files.run_state import LAST, CheckpointMismatch, whole_checkpoints
 from qerl_recipes.recipe.keys import ENGINE_RANKS, WITHOUT_ADAPTER
 from qerl_vllm_plugin.adapter.check import AdapterError, check_config
+from qerl_vllm_plugin.adapter.folder import ADAPTER_FILE, CONFIG_FILE, NORMS_FILE, STATE_FILE, read, read_config
 
-CONFIG, TENSORS, NORMS = "adapter_config.json", "adapter_model.safetensors", "norms.safetensors"
+CONFIG, TENSORS, NORMS = CONFIG_FILE, ADAPTER_FILE, NORMS_FILE
 TEMPLATE = "chat_template.jinja"  # transformers saves the tokenizer's template under this name
 
 
@@ -89,11 +88,8 @@ class AdapterFolder:
 
         Raises ValueError for a file that is damaged or empty, and for a tensor with NaN or infinite values.
         """
-        try:
-            tensors = load_file(self.path / TENSORS)
-            norms = load_file(self.path / NORMS) if self.has_norms else {}
-        except SafetensorError as error:
-            raise ValueError(f"{self.path} is damaged: {error}; save the adapter again") from error
+        saved = read(self.path)
+        tensors, norms = saved.tensors, saved.norms or {}
         for name, tensor in {**tensors, **norms}.items():
             if not bool(torch.isfinite(tensor).all()):
                 raise ValueError(f"{self.path}: {name} holds NaN or infinite values; use an earlier checkpoint")
@@ -128,20 +124,8 @@ def open_adapter(folder: str | Path) -> AdapterFolder:
             whole = whole_checkpoints(folder)
             way_out = f"its run has not ended; name {whole[-1]}" if whole else "name a folder that qerl train has saved"
             raise ValueError(f"{folder} is no adapter: it has no {name}; {way_out}")
-    return AdapterFolder(folder, _object(folder / CONFIG), _object(folder / STATE_FILE))
-
-
-def _object(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, {} if the file does not exist; raise ValueError if it is damaged."""
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise TypeError(f"{type(content).__name__} instead of an object")
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{file} is damaged ({error!r}); save the adapter again") from error
-    return content
+    state = read_object(folder / STATE_FILE, "save the adapter again")
+    return AdapterFolder(folder, read_config(folder), state)
 
 
 def engine_rank(rank: int) -> int:

@@ -10,7 +10,7 @@ from datasets import DatasetDict, Features, Value, load_dataset, load_dataset_bu
 from datasets.packaged_modules.csv.csv import Csv
 from pandas.errors import EmptyDataError
 
-from qerl_recipes.files.json_lines import numbered
+from qerl_recipes.files.json_files import numbered
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.tasks.answer_columns import LINE
 
