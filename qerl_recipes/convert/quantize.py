@@ -12,7 +12,6 @@ from qerl_kernels.nvfp4 import GROUP_SIZE, quantize
 from qerl_kernels.scale_search import quantize_mse
 from rich.console import Console
 
-from qerl_recipes.convert import calibration_file
 from qerl_recipes.convert.pack_shards import find_divisors, measure, packed_entries, write_shards
 from qerl_recipes.convert.plan import Plan, make_plan
 from qerl_recipes.convert.repack import repack
@@ -112,10 +111,12 @@ def quantize_checkpoint(
 
 
 def _texts(folder: Path, calibration: Path, samples: int | None) -> tuple[list[list[int]], dict[str, int] | None]:
-    """Return what `calibration_file.read` does, with the tokenizer of the model in ``folder``."""
+    """Return what ``calibrate.read`` does, with the tokenizer of the model in ``folder``."""
     from transformers import AutoTokenizer
 
-    return calibration_file.read(calibration, samples, AutoTokenizer.from_pretrained(folder))
+    from qerl_recipes.convert import calibrate
+
+    return calibrate.read(calibration, samples, AutoTokenizer.from_pretrained(folder))
 
 
 def _warn_of_family(report: CheckpointReport) -> None:

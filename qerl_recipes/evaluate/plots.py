@@ -11,6 +11,7 @@ from itertools import cycle
 
 import matplotlib
 import numpy as np
+import pandas
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
@@ -18,18 +19,13 @@ INK, FAINT, GRID = "#1f2933", "#9fb3c8", "#e4e7eb"
 # A label has the same colour in every plot of every report. Labels that are not in COLOUR_OF take OTHERS in turn.
 OTHERS = ("#0b7285", "#e67700", "#a61e4d", "#495057", "#5c940d")
 COLOUR_OF = {
-    "base": "#1f6feb",
-    "NVFP4 base": "#1f6feb",
-    "with adapter": "#d9480f",
-    "NVFP4 with adapter": "#d9480f",
+    **dict.fromkeys(("base", "NVFP4 base", "rollout"), "#1f6feb"),
+    **dict.fromkeys(("with adapter", "NVFP4 with adapter", "training"), "#d9480f"),
     "BF16 base": "#2b8a3e",
-    "training": "#d9480f",
     "held out": "#862e9c",
-    "rollout": "#1f6feb",
 }
 SMOOTHING = 5  # steps in the running mean that is drawn over a noisy curve
-
-_STYLE = {
+STYLE = {
     "svg.fonttype": "none",  # text stays text, which is small, sharp and searchable
     "font.family": "sans-serif",
     "font.size": 9,
@@ -73,16 +69,13 @@ def colours(labels: Iterable[str]) -> list[str]:
     return [COLOUR_OF[label] if label in COLOUR_OF else next(others) for label in labels]
 
 
-def running_mean(values: Sequence[float], width: int = SMOOTHING) -> list[float]:
-    """Return the mean of each value and the ``width - 1`` values before it.
+def running_mean(values: Sequence[float]) -> list[float]:
+    """Return the mean of each value and the ``SMOOTHING - 1`` values before it.
 
     Values that are not finite are left out; a window without a finite value gives nan.
     """
-    means = []
-    for i in range(len(values)):
-        window = [v for v in values[max(0, i + 1 - width) : i + 1] if np.isfinite(v)]
-        means.append(float(np.mean(window)) if window else float("nan"))
-    return means
+    finite = pandas.Series(values, dtype=float).replace([np.inf, -np.inf], np.nan)
+    return finite.rolling(SMOOTHING, min_periods=1).mean().tolist()
 
 
 def curves(
@@ -93,20 +86,17 @@ def curves(
     smooth: bool = False,
     points: bool = False,
     stairs: bool = False,
-    percent: bool = False,
 ) -> str:
     """Return an SVG that plots one or more series against the training step.
 
     ``smooth`` draws the running mean over the faint raw values. ``points`` marks each value. ``stairs`` keeps a value
-    until the next step, as a noise schedule does. ``percent`` writes shares of 1 as percentages. Missing values (nan)
-    leave a gap.
+    until the next step, as a noise schedule does. Missing values (nan) leave a gap.
     """
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(4.6, 2.7), layout="constrained")
         axes = figure.subplots()
+        marker = "o" if points or len(steps) == 1 else None  # a single point would be invisible as a line
         for colour, (label, values) in zip(colours(series), series.items(), strict=True):
-            # A single point would be invisible as a line.
-            marker = "o" if points or len(steps) == 1 else None
             if smooth:
                 axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1, marker=marker)
                 axes.plot(steps, running_mean(values), color=colour, linewidth=1.8, label=label)
@@ -116,8 +106,8 @@ def curves(
                     steps,
                     values,
                     color=colour,
-                    linewidth=1.5,
                     label=label,
+                    linewidth=1.5,
                     drawstyle=style,
                     marker=marker,
                     markersize=4,
@@ -125,8 +115,6 @@ def curves(
         axes.set_title(title)
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-        if percent:
-            axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
         if all(v >= 0 or not np.isfinite(v) for values in series.values() for v in values):
             axes.set_ylim(bottom=0)
         if len(series) > 1:
@@ -136,7 +124,7 @@ def curves(
 
 def accuracies(title: str, rows: Sequence[Accuracy]) -> str:
     """Return an SVG of accuracies with their 95 % intervals, one bar per row, the first row on top."""
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9.4, 0.9 + 0.38 * len(rows)), layout="constrained")
         axes = figure.subplots()
         several_tasks = len({row.task for row in rows}) > 1
@@ -145,14 +133,8 @@ def accuracies(title: str, rows: Sequence[Accuracy]) -> str:
         colour_of = dict(zip(names, colours(names), strict=True))
         for y, row in enumerate(rows):
             axes.barh(y, row.accuracy, height=0.62, color=colour_of[row.label], alpha=0.85)
-            axes.errorbar(
-                row.accuracy,
-                y,
-                xerr=[[row.accuracy - row.low], [row.high - row.accuracy]],
-                color=INK,
-                capsize=4,
-                linewidth=1.3,
-            )
+            ends = [[row.accuracy - row.low], [row.high - row.accuracy]]
+            axes.errorbar(row.accuracy, y, xerr=ends, color=INK, capsize=4, linewidth=1.3)
             axes.text(row.high + 0.012, y, f"{row.accuracy:.1%}", va="center")
         axes.set_yticks(range(len(rows)), labels)
         axes.invert_yaxis()

@@ -1,10 +1,9 @@
 """Writes ``report.html`` for a run: one page with all plots inside it, which needs no network and no JavaScript.
 
 The page shows what the folder holds and says what is missing. So a run that is still training, or that was never
-evaluated, has a report too.
+evaluated, has a report too. ``report.html`` beside this module is its template.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,22 +13,17 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from qerl_recipes.evaluate import plots
-from qerl_recipes.evaluate.ended import MOST_CUT, share, too_many_cut
+from qerl_recipes.evaluate.as_trained import command, differences
+from qerl_recipes.evaluate.figures import MOST_CUT, ended_share, too_many_cut
 from qerl_recipes.evaluate.plots import Accuracy
-from qerl_recipes.evaluate.report_page import PAGE
-from qerl_recipes.evaluate.request import command
-from qerl_recipes.evaluate.unlike_training import differences
-from qerl_recipes.files.adapter import LAST, TEMPLATE, TENSORS, open_adapter
+from qerl_recipes.files.adapter import CONFIG, LAST, STATE_FILE, TEMPLATE, TENSORS, open_adapter
+from qerl_recipes.files.json_files import read_lines, read_object
 from qerl_recipes.files.whole_folder import write_text
 
-METRICS, EVALUATION, SUMMARY, STATE, ADAPTER_CONFIG = (
-    "metrics.jsonl",
-    "evaluation.json",
-    "summary.json",
-    "qerl_state.json",
-    "adapter_config.json",
-)
+METRICS, EVALUATION, SUMMARY = "metrics.jsonl", "evaluation.json", "summary.json"
+PAGE = Path(__file__).with_name("report.html")
 HOW_TO_TRAIN = "qerl train --config RECIPE.yaml --output_dir {folder}"
+AGAIN = "write it again with the command that made it"
 # label in evaluation.json -> name on the page
 MODELS = {
     "adapter": "with adapter",
@@ -38,10 +32,13 @@ MODELS = {
     "nvfp4_adapter": "NVFP4 with adapter",
 }
 ARMS = {"qerl_nvfp4": "NVFP4, 4 bits, frozen", "bf16": "BF16, frozen", "nf4": "NF4 of bitsandbytes, 4 bits, frozen"}
-NOISE = {"none": "none", "shared": "in engine and trainer", "rollout": "in the engine", "corrected": "in the engine"}
-NOISE["corrected"] += ", with importance correction"
+NOISE = {
+    "shared": "in engine and trainer",
+    "rollout": "in the engine",
+    "corrected": "in the engine, with importance correction",
+}
 # recipe key -> name on the page, in the order of the page
-WORDS = {
+KEYS = {
     "reward_funcs": "rewards",
     "reward_weights": "their weights",
     "loss_type": "loss",
@@ -56,7 +53,6 @@ WORDS = {
     "dynamic_sampling": "dynamic sampling",
     "system_prompt": "system prompt",
 }
-
 CLIPPED = "completion_clipped"
 # rows of the training table: key of metrics.jsonl, name on the page, number format
 SHOWN = (
@@ -71,13 +67,6 @@ SHOWN = (
 EDGE = 5  # steps averaged for "first" and "last"
 
 
-class ReportError(ValueError):
-    """Raised if no report can be made from a folder.
-
-    The message names the missing or damaged file and says how to get it right.
-    """
-
-
 def write(folder: str | Path) -> Path:
     """Write ``folder/report.html`` from the metrics and evaluations in the folder, and return its path.
 
@@ -89,23 +78,53 @@ def write(folder: str | Path) -> Path:
     * ``qerl_state.json``, ``adapter_config.json`` and ``chat_template.jinja``, in the folder or in ``adapter/``. They
       give the settings.
 
-    Raises ReportError if the folder does not exist or holds nothing to show, or if a file in it is damaged. An earlier
+    Raises ValueError if the folder does not exist or holds nothing to show, or if a file in it is damaged. An earlier
     page stays until the new one is complete.
     """
     folder = Path(folder)
+    how_to_train = HOW_TO_TRAIN.format(folder=folder)
     if not folder.is_dir():
-        raise ReportError(f"there is no folder {folder}; train into it: {HOW_TO_TRAIN.format(folder=folder)}")
-    metrics, (file, *others) = read_metrics(folder / METRICS), _evaluations(folder)
-    evaluation, state = read_object(file), read_object(folder / STATE) or read_object(folder / LAST / STATE)
-    if not metrics and not evaluation:
-        raise ReportError(
-            f"{folder} holds neither steps in {METRICS} ({HOW_TO_TRAIN.format(folder=folder)}) "
-            f"nor {EVALUATION} ({command(folder, state)}): there is nothing to report"
+        raise ValueError(f"there is no folder {folder}; train into it: {how_to_train}")
+    lines, (file, *older) = read_metrics(folder / METRICS), _evaluations(folder)
+    evaluation, state = read_object(file, AGAIN), _of_run(folder, STATE_FILE)
+    how_to_evaluate = command(folder, state)
+    if not lines and not evaluation:
+        raise ValueError(
+            f"{folder} holds neither steps in {METRICS} ({how_to_train}) nor {EVALUATION} ({how_to_evaluate}): there "
+            "is nothing to report"
         )
-    source = [str(path.relative_to(folder)) for path in (file, *others)]
-    html = _page(folder, metrics, accuracy_rows(file, evaluation), state, evaluation, source)
+    rows = accuracy_rows(file, evaluation)
+    metrics = [line for line in lines if not any(key.startswith("eval/") for key in line)]
+    held_out = [line for line in lines if any(key.startswith("eval/") for key in line)]
+    title, subtitle = _heading(folder, state, len(metrics))
+    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(PAGE.read_text("utf-8"))
+    html = template.render(
+        title=title,
+        subtitle=subtitle,
+        smoothing=plots.SMOOTHING,
+        edge=min(EDGE, len(metrics)),
+        accuracy_plot=Markup(plots.accuracies("Accuracy with 95 % intervals", rows)) if rows else "",
+        rows=rows,
+        of_training=evaluation.get("of_training") or [],
+        source=[str(path.relative_to(folder)) for path in (file, *older)],
+        differences=_differences(folder, state, evaluation) if rows else [],
+        is_another_adapter=_is_another_adapter(folder, evaluation),
+        several_tasks=len({row.task for row in rows}) > 1,
+        pictures=_pictures(metrics, held_out),
+        first_and_last=_first_and_last(metrics),
+        too_many_cut=too_many_cut(evaluation),
+        clipped_warning=_clipped_warning(metrics, state.get("recipe") or {}),
+        settings=_settings(folder, state, evaluation),
+        how_to_train=how_to_train,
+        how_to_evaluate=how_to_evaluate,
+    )
     write_text(folder / "report.html", html)
     return folder / "report.html"
+
+
+def _of_run(folder: Path, name: str) -> dict[str, Any]:
+    """Return the JSON object ``name`` in a run's folder, or else in its adapter's; {} if there is neither."""
+    return read_object(folder / name, AGAIN) or read_object(folder / LAST / name, AGAIN)
 
 
 def _evaluations(folder: Path) -> list[Path]:
@@ -122,142 +141,54 @@ def _evaluations(folder: Path) -> list[Path]:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a ``metrics.jsonl``, oldest first; the list is empty if there is no such file.
 
-    A last line without a newline is left out: a killed run leaves one. Raises ReportError for any other line that is
+    A last line without a newline is left out: a killed run leaves one. Raises ValueError for any other line that is
     not a JSON object with a whole number under "step".
     """
-    if not path.exists():
-        return []
-    *lines, _unfinished = path.read_text(encoding="utf-8").split("\n")
-    steps = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            step = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ReportError(
-                f"{path}, line {number} is not JSON: {error}; remove that line to see the rest"
-            ) from error
-        if not isinstance(step, dict) or type(step.get("step")) is not int:
-            raise ReportError(f'{path}, line {number} must be a JSON object with a whole number under "step"')
+    form, steps = 'a JSON object with a whole number under "step"', []
+    for place, step in read_lines(path, form, unfinished=False) if path.exists() else ():
+        if type(step.get("step")) is not int:
+            raise ValueError(f"{place} must be {form}; remove that line to see the rest")
         steps.append(step)
     return steps
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file; it is empty if there is no such file.
-
-    Raises ReportError if the file holds anything else.
-    """
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ReportError(f"{path} is damaged ({error}); write it again with the command that made it") from error
-    if not isinstance(content, dict):
-        raise ReportError(f"{path} must hold a JSON object, not {type(content).__name__}")
-    return content
 
 
 def accuracy_rows(path: Path, evaluation: Mapping[str, Any]) -> list[Accuracy]:
     """Return the rows of the accuracy table, task by task, in the order of ``evaluation.json``.
 
-    Raises ReportError, naming ``path``, if a figure is missing.
+    pass@k and maj@k have rows of their own. Raises ValueError, naming ``path``, if a figure is missing.
     """
+    rows = []
     try:
-        return [
-            Accuracy(task, MODELS.get(label, label) + kind, value, *_interval(ci95), result["n"], share(result))
-            for task, results in evaluation.get("tasks", {}).items()
-            for label, result in results.items()
-            for kind, value, ci95 in _figures(result)
-        ]
+        for task, results in evaluation.get("tasks", {}).items():
+            for label, result in results.items():
+                figures = [("", result["accuracy"], result["ci95"])]
+                for kind, name in (("pass_at", "pass@"), ("maj_at", "maj@")):
+                    figures += [(f", {name}{k}", of["value"], of["ci95"]) for k, of in result.get(kind, {}).items()]
+                for suffix, value, (low, high) in figures:
+                    name = MODELS.get(label, label) + suffix
+                    rows.append(Accuracy(task, name, value, low, high, result["n"], ended_share(result)))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ReportError(
+        raise ValueError(
             f"{path} does not hold accuracy, ci95 and n for each task and model ({error!r}); evaluate again"
         ) from error
+    return rows
 
 
-def _figures(result: Mapping[str, Any]) -> list[tuple[str, float, list[float]]]:
-    """Return (suffix of the label, value, interval) for the accuracy, and for pass@k and maj@k if there are any."""
-    figures = [("", result["accuracy"], result["ci95"])]
-    for kind, name in (("pass_at", "pass@"), ("maj_at", "maj@")):
-        figures += [(f", {name}{k}", at_k["value"], at_k["ci95"]) for k, at_k in result.get(kind, {}).items()]
-    return figures
+def _is_another_adapter(folder: Path, evaluation: Mapping[str, Any]) -> bool:
+    """Return True if the folder holds adapters, but not the one that was evaluated, as after further training."""
+    judged, places = evaluation.get("adapter_sha256"), [folder, folder / LAST]
+    adapters = [place for place in places if (place / CONFIG).is_file() and (place / TENSORS).is_file()]
+    return judged is not None and bool(adapters) and judged not in [open_adapter(one).sha256() for one in adapters]
 
 
-def _interval(ends: list[float]) -> tuple[float, float]:
-    low, high = ends
-    return low, high
-
-
-def values_of(metrics: list[dict[str, Any]], key: str) -> list[float]:
-    """Return the value of each step under ``key``, nan where a step has none.
-
-    The list is empty if no step has a finite number there.
-    """
-    values = [
-        float(step[key]) if isinstance(step.get(key), int | float) and not isinstance(step[key], bool) else math.nan
-        for step in metrics
+def _differences(folder: Path, state: Mapping[str, Any], evaluation: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return the settings in which the evaluation differs from the training, with weight formats by their names."""
+    files = [place / TEMPLATE for place in (folder, folder / LAST) if (place / TEMPLATE).is_file()]
+    template = files[0].read_text(encoding="utf-8") if files else None
+    return [
+        (name, *(ARMS.get(value, value) if name == "weights" else value for value in values))
+        for name, *values in differences(evaluation, state, template)
     ]
-    return values if any(math.isfinite(v) for v in values) else []
-
-
-def settings(folder: Path, state: Mapping[str, Any], evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the settings and versions of a run as (name, value) texts; what no file records is left out."""
-    recipe = state.get("recipe") or {}
-    adapter = read_object(folder / ADAPTER_CONFIG) or read_object(folder / LAST / ADAPTER_CONFIG)
-    arm, sampling = state.get("quantization") or evaluation.get("quantization"), evaluation.get("sampling") or {}
-    rows: list[tuple[str, Any]] = [
-        ("model", state.get("base") or evaluation.get("base")),
-        ("weights", ARMS.get(str(arm), arm)),
-        ("adapter", _adapter(adapter)),
-        ("norms trained", {True: "yes", False: "no"}.get(state.get("train_norms", ""))),
-        ("data", _data(recipe)),
-        ("noise", _noise(recipe)),
-        *((word, recipe.get(key)) for key, word in WORDS.items()),
-        ("seed", state.get("seed")),
-        ("evaluated with", _decoding(evaluation, sampling)),
-        ("as in training", [str(word).replace("_", " ") for word in evaluation.get("as_in_training") or []]),
-        ("versions", state.get("versions") or evaluation.get("versions")),
-    ]
-    return [(name, _text(value)) for name, value in rows if value not in (None, "", [], {})]
-
-
-def _adapter(config: Mapping[str, Any]) -> str | None:
-    if "r" not in config:
-        return None
-    return f"LoRA, rank {config['r']}, alpha {config.get('lora_alpha')}, on {_text(config.get('target_modules'))}"
-
-
-def _data(recipe: Mapping[str, Any]) -> str | None:
-    parts = (recipe.get("dataset_mixture") or {}).get("datasets", [])
-    named = recipe.get("dataset_name") or ", ".join(str(part.get("id")) for part in parts)
-    size = recipe.get("dataset_size")
-    return named and (f"{named}, {size} problems" if size else str(named))
-
-
-def _noise(recipe: Mapping[str, Any]) -> str | None:
-    mode = recipe.get("noise_mode")
-    if mode in (None, "none"):
-        return mode
-    start, end, stages = (recipe.get(key) for key in ("sigma_start", "sigma_end", "num_stages"))
-    return f"{NOISE.get(mode, mode)} ({mode}), sigma {start} to {end} in {stages} stages"
-
-
-def _decoding(evaluation: Mapping[str, Any], sampling: Mapping[str, Any]) -> str | None:
-    if not sampling:
-        return None
-    warm = sampling.get("temperature")
-    decoding = f"temperature {warm}, top_p {sampling.get('top_p')}, seed {sampling.get('seed')}" if warm else "greedy"
-    longest = {str(tokens) for tokens in (evaluation.get("max_new_tokens") or {}).values() if tokens}
-    return decoding + (f", at most {' or '.join(longest)} tokens" if longest else "")
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {item}" for key, item in value.items())
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _heading(folder: Path, state: Mapping[str, Any], steps: int) -> tuple[str, str]:
@@ -279,34 +210,100 @@ def _heading(folder: Path, state: Mapping[str, Any], steps: int) -> tuple[str, s
     return title, "; ".join(part for part in known if part)
 
 
-def _pictures(metrics: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> list[Markup]:
-    steps = [step["step"] for step in metrics]
-
-    def series(**keys: str) -> dict[str, list[float]]:
-        curves = {label.replace("_", " "): values_of(metrics, key) for label, key in keys.items()}
-        return {label: values for label, values in curves.items() if values}
-
-    names = dict.fromkeys(key for step in metrics for key in step if key.startswith("rewards/"))
-    parts = {key.split("/")[1]: values_of(metrics, key) for key in names if key.endswith("/mean")}
-    noise = {label: values for label, values in series(sigma="sigma").items() if any(v > 0 for v in values)}
-    panels: list[tuple[str, dict[str, list[float]], dict[str, bool]]] = [
-        ("Reward", series(training="reward"), {"smooth": True}),
-        ("Parts of the reward", {n: v for n, v in parts.items() if v} if len(parts) > 1 else {}, {"smooth": True}),
-        ("Entropy (nats per token)", series(training="entropy"), {"smooth": True}),
-        ("Noise: sigma on the norm weights", noise, {"stairs": True}),
-        ("Trainer and engine: mean |log p difference|", series(training="logp_mismatch_mean"), {}),
-        ("Tokens per second", series(rollout="rollout_tokens_per_s", training="train_tokens_per_s"), {}),
-        ("Completion length (tokens)", series(training="completion_length"), {"smooth": True}),
+def _settings(folder: Path, state: Mapping[str, Any], evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the settings and versions of a run as (name, value) texts; what no file records is left out."""
+    recipe, adapter = state.get("recipe") or {}, _of_run(folder, CONFIG)
+    arm = state.get("quantization") or evaluation.get("quantization")
+    targets = _text(adapter.get("target_modules"))
+    rows: list[tuple[str, Any]] = [
+        ("model", state.get("base") or evaluation.get("base")),
+        ("weights", ARMS.get(str(arm), arm)),
+        ("adapter", adapter and f"LoRA, rank {adapter.get('r')}, alpha {adapter.get('lora_alpha')}, on {targets}"),
+        ("norms trained", {True: "yes", False: "no"}.get(state.get("train_norms", ""))),
+        ("data", _data(recipe)),
+        ("noise", _noise(recipe)),
+        *((name, recipe.get(key)) for key, name in KEYS.items()),
+        ("seed", state.get("seed")),
+        ("evaluated with", _decoding(evaluation)),
+        ("as in training", [str(word).replace("_", " ") for word in evaluation.get("as_in_training") or []]),
+        ("versions", state.get("versions") or evaluation.get("versions")),
     ]
-    drawn = [(title, steps, found, how) for title, found, how in panels if found]
-    if values := values_of(held_out, "eval/reward"):
-        at = [line["step"] for line in held_out]
-        drawn.insert(1, ("Reward on held-out problems", at, {"held out": values}, {"points": True}))
+    return [(name, _text(value)) for name, value in rows if value not in (None, "", [], {})]
+
+
+def _data(recipe: Mapping[str, Any]) -> str | None:
+    parts = (recipe.get("dataset_mixture") or {}).get("datasets", [])
+    name = recipe.get("dataset_name") or ", ".join(str(part.get("id")) for part in parts)
+    size = recipe.get("dataset_size")
+    return name and (f"{name}, {size} problems" if size else str(name))
+
+
+def _noise(recipe: Mapping[str, Any]) -> str | None:
+    mode = recipe.get("noise_mode")
+    if mode in (None, "none"):
+        return mode
+    start, end, stages = (recipe.get(key) for key in ("sigma_start", "sigma_end", "num_stages"))
+    return f"{NOISE.get(mode, mode)} ({mode}), sigma {start} to {end} in {stages} stages"
+
+
+def _decoding(evaluation: Mapping[str, Any]) -> str | None:
+    sampling = evaluation.get("sampling")
+    if not sampling:
+        return None
+    warm = sampling.get("temperature")
+    decoding = f"temperature {warm}, top_p {sampling.get('top_p')}, seed {sampling.get('seed')}" if warm else "greedy"
+    longest = {str(tokens) for tokens in (evaluation.get("max_new_tokens") or {}).values() if tokens}
+    return decoding + (f", at most {' or '.join(longest)} tokens" if longest else "")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {item}" for key, item in value.items())
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def values_of(metrics: list[dict[str, Any]], key: str) -> list[float]:
+    """Return the value of each step under ``key``, nan where a step has none.
+
+    The list is empty if no step has a finite number there.
+    """
+    values = [
+        float(step[key]) if isinstance(step.get(key), int | float) and not isinstance(step[key], bool) else math.nan
+        for step in metrics
+    ]
+    return values if any(math.isfinite(v) for v in values) else []
+
+
+def _pictures(metrics: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> list[Markup]:
+    """Return the plots of a training as SVG; one without values is left out."""
+    names = dict.fromkeys(
+        key for step in metrics for key in step if key.startswith("rewards/") and key.endswith("/mean")
+    )
+    parts = {key.split("/")[1]: key for key in names} if len(names) > 1 else {}
+    has_noise = any(value > 0 for value in values_of(metrics, "sigma"))
+    # title, lines of metrics.jsonl, label -> key, options of ``plots.curves``
+    panels: list[tuple[str, list[dict[str, Any]], dict[str, str], dict[str, bool]]] = [
+        ("Reward", metrics, {"training": "reward"}, {"smooth": True}),
+        ("Reward on held-out problems", held_out, {"held out": "eval/reward"}, {"points": True}),
+        ("Parts of the reward", metrics, parts, {"smooth": True}),
+        ("Entropy (nats per token)", metrics, {"training": "entropy"}, {"smooth": True}),
+        ("Noise: sigma on the norm weights", metrics if has_noise else [], {"sigma": "sigma"}, {"stairs": True}),
+        ("Trainer and engine: mean |log p difference|", metrics, {"training": "logp_mismatch_mean"}, {}),
+        ("Tokens per second", metrics, {"rollout": "rollout_tokens_per_s", "training": "train_tokens_per_s"}, {}),
+        ("Completion length (tokens)", metrics, {"training": "completion_length"}, {"smooth": True}),
+    ]
+    drawn = []
+    for title, lines, keys, options in panels:
+        series = {label: values for label, key in keys.items() if (values := values_of(lines, key))}
+        if series:
+            drawn.append(plots.curves(title, [line["step"] for line in lines], series, **options))
     # The SVG is safe to mark up: it is made here, and matplotlib has escaped its texts.
-    return [Markup(plots.curves(title, at, found, **how)) for title, at, found, how in drawn]
+    return [Markup(svg) for svg in drawn]
 
 
-def _clipped(metrics: list[dict[str, Any]], recipe: Mapping[str, Any]) -> str | None:
+def _clipped_warning(metrics: list[dict[str, Any]], recipe: Mapping[str, Any]) -> str | None:
     """Return a warning if more than a tenth of the completions were cut in the last steps, else None."""
     last = [value for value in values_of(metrics, CLIPPED)[-EDGE:] if math.isfinite(value)]
     if not last or (cut := sum(last) / len(last)) <= MOST_CUT:
@@ -332,56 +329,3 @@ def _mean(steps: list[dict[str, Any]], key: str, form: str) -> str:
     not_finite = sum(key in step for step in steps) - len(numbers)
     written = [form.format(sum(numbers) / len(numbers))] if numbers else []
     return " ".join(written + ([f"({not_finite} not finite)"] if not_finite else []))
-
-
-def _other_adapter(folder: Path, evaluation: Mapping[str, Any]) -> bool:
-    """Return True if the folder holds adapters, but not the one that was evaluated, as after further training."""
-    judged, places = evaluation.get("adapter_sha256"), [folder, folder / LAST]
-    adapters = [place for place in places if (place / ADAPTER_CONFIG).is_file() and (place / TENSORS).is_file()]
-    return judged is not None and bool(adapters) and judged not in [open_adapter(one).sha256() for one in adapters]
-
-
-def _unlike_training(folder: Path, state: Mapping[str, Any], evaluation: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    files = [place / TEMPLATE for place in (folder, folder / LAST) if (place / TEMPLATE).is_file()]
-    template = files[0].read_text(encoding="utf-8") if files else None
-    return [
-        (name, *(ARMS.get(value, value) if name == "weights" else value for value in values))
-        for name, *values in differences(evaluation, state, template)
-    ]
-
-
-def _page(
-    folder: Path,
-    lines: list[dict[str, Any]],
-    rows: list[Accuracy],
-    state: Mapping[str, Any],
-    evaluation: Mapping[str, Any],
-    source: list[str],
-) -> str:
-    metrics = [line for line in lines if not any(key.startswith("eval/") for key in line)]
-    held_out = [line for line in lines if any(key.startswith("eval/") for key in line)]
-    title, below = _heading(folder, state, len(metrics))
-    return (
-        Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-        .from_string(PAGE)
-        .render(
-            title=title,
-            below=below,
-            smoothing=plots.SMOOTHING,
-            edge=min(EDGE, len(metrics)),
-            accuracy_plot=Markup(plots.accuracies("Accuracy with 95 % intervals", rows)) if rows else "",
-            rows=rows,
-            of_training=evaluation.get("of_training") or [],
-            source=source,
-            unlike_training=_unlike_training(folder, state, evaluation) if rows else [],
-            is_of_another=_other_adapter(folder, evaluation),
-            several_tasks=len({row.task for row in rows}) > 1,
-            pictures=_pictures(metrics, held_out),
-            first_and_last=_first_and_last(metrics),
-            too_many_cut=too_many_cut(evaluation),
-            clipped=_clipped(metrics, state.get("recipe") or {}),
-            settings=settings(folder, state, evaluation),
-            how_to_train=HOW_TO_TRAIN.format(folder=folder),
-            how_to_evaluate=command(folder, state),
-        )
-    )

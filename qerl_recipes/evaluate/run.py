@@ -7,28 +7,30 @@ result is written to ``evaluation.json``, the answers to ``answers.jsonl`` besid
 
 import datetime
 import importlib.metadata
+import importlib.util
 import itertools
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from qerl_recipes.evaluate.by_problem import packed
-from qerl_recipes.evaluate.ended import too_many_cut
-from qerl_recipes.evaluate.intervals import several, summary
-from qerl_recipes.evaluate.request import is_of_training
-from qerl_recipes.evaluate.settled import EngineSettings, Evaluation, Settled, settle
-from qerl_recipes.evaluate.unlike_training import shown
+from qerl_recipes.evaluate.as_trained import is_of_training, shown, taken_over, warmer_or_colder
+from qerl_recipes.evaluate.figures import summarize, too_many_cut
+from qerl_recipes.evaluate.request import Evaluation
 from qerl_recipes.files import run_state
-from qerl_recipes.files.adapter import AdapterFolder
+from qerl_recipes.files.adapter import AdapterFolder, engine_rank, open_adapter
+from qerl_recipes.files.base_model import local_folder
+from qerl_recipes.files.json_files import read_object
 from qerl_recipes.files.whole_folder import write_text
 from qerl_recipes.memory.model_size import read_config
-from qerl_recipes.rollout.arms import engine_on_cpu, engine_options
+from qerl_recipes.rollout.arms import ENGINE_QUANTIZATION, engine_on_cpu, engine_options
+from qerl_vllm_plugin.weights.checkpoint import inspect_folder
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -39,22 +41,73 @@ if TYPE_CHECKING:
 RESULT, ANSWERS = "evaluation.json", "answers.jsonl"
 
 
-def evaluate(base: str, adapter: str | None, tasks: Sequence[str], **options: Any) -> dict[str, Any]:
+@dataclass(frozen=True)
+class EngineSettings:
+    """The settings an engine is started with; evaluations with equal settings can share one engine.
+
+    ``rank`` is that of the adapter to be served, None without one.
+    """
+
+    folder: Path
+    quantization: str
+    rank: int | None
+    dtype: str
+    max_model_length: int | None = None
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Settled:
+    """An evaluation whose open choices are all resolved.
+
+    ``saved`` is the adapter, or None. ``as_in_training`` lists the sampling choices that the adapter's training
+    settled.
+    """
+
+    asked: Evaluation
+    saved: AdapterFolder | None
+    base_hash: str
+    as_in_training: list[str]
+    engine: EngineSettings
+
+    @property
+    def policies(self) -> list[str]:
+        """Return the names of the policies that are judged, in order."""
+        return ["base"] if self.saved is None else ["adapter"] if self.asked.adapter_only else ["base", "adapter"]
+
+    def settings(self) -> dict[str, Any]:
+        """Return the entries of ``evaluation.json`` that say what is evaluated, and how."""
+        asked = self.asked
+        return {
+            "base_sha256": self.base_hash,
+            "adapter_sha256": None if self.saved is None else self.saved.sha256(),
+            "quantization": self.engine.quantization,
+            "dtype": self.engine.dtype,
+            "sampling": {**asked.sampling(), "seed": asked.drawn_with, "num_samples": asked.num_samples},
+            "max_model_length": asked.max_model_length,
+            "max_samples": asked.max_samples,
+            "num_fewshot": asked.num_fewshot,
+        }
+
+
+def evaluate(base: str, adapter: str | Path | None, tasks: Sequence[str], **options: Any) -> dict[str, Any]:
     """Evaluate ``base`` alone and, if given, with ``adapter``; return the content of ``output_dir/evaluation.json``.
 
-    ``options`` are the fields of ``settled.Evaluation``. In the result, ``tasks[name]["base" or "adapter"]`` has:
+    ``options`` are the fields of ``request.Evaluation``. In the result, ``tasks[name]["base" or "adapter"]`` has:
 
     * ``accuracy``, ``n`` (problems), ``num_samples``, ``ci95`` (low, high) and ``interval`` (the kind of interval).
     * ``ended`` and ``cut``: the shares of answers that ended by themselves, and that the length limit ended.
     * ``pass_at`` and ``maj_at`` for several samples, each ``{k: {value, ci95}}``.
-    * ``by_problem``: one bit per answer for ``right`` and for ``ended``, encoded by ``by_problem.packed``. The
-      problems have the order of ``problems_sha256`` and of ``answers.jsonl``.
+    * ``by_problem``: one bit per answer for ``right`` and for ``ended``, encoded by ``figures.packed``. The problems
+      have the order of ``problems_sha256`` and of ``answers.jsonl``.
 
     A cut answer is judged by its text so far. A warning names the tasks on which more than a tenth were cut.
     ``as_in_training`` lists the choices that the adapter's training settled. ``of_training`` lists the tasks whose
     problems come from the file that the adapter was trained on. Raises ValueError as ``settle`` does.
     """
-    return evaluate_each([Evaluation(base=base, adapter=adapter, tasks=list(tasks), **options)])[0]
+    return evaluate_each([Evaluation.of(base=base, adapter=adapter, tasks=list(tasks), **options)])[0]
 
 
 def evaluate_each(asked: Sequence[Evaluation]) -> list[dict[str, Any]]:
@@ -78,7 +131,7 @@ def evaluate_each(asked: Sequence[Evaluation]) -> list[dict[str, Any]]:
 
     tokenizers = {folder: AutoTokenizer.from_pretrained(folder) for folder in {one.engine.folder for one in settled}}
     for one in settled:
-        answers.check(tokenizers[one.engine.folder], one.sampling)
+        answers.check(tokenizers[one.engine.folder], one.asked)
     results = []
     # An evaluation without an adapter gets its own engine, since no change of policy would empty the prefix cache.
     for (engine, _), those in itertools.groupby(settled, key=lambda one: (one.engine, 0 if one.saved else id(one))):
@@ -96,93 +149,128 @@ def evaluate_each(asked: Sequence[Evaluation]) -> list[dict[str, Any]]:
     return results
 
 
+def settle(asked: Evaluation) -> Settled:
+    """Resolve the open choices of an evaluation, before vLLM is imported.
+
+    Raises ValueError as ``Evaluation.checked`` does, for a missing or damaged checkpoint or adapter, and if lighteval
+    or vLLM is not installed. An adapter is also refused if it is not finite, belongs to another base, or cannot be
+    served.
+    """
+    for package in ("lighteval", "vllm"):
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"qerl evaluate needs {package}, which is not installed: pip install 'qerl-vllm[eval]'")
+    asked, saved = asked.checked(), None
+    as_in_training: list[str] = []
+    quantization, dtype, rank = asked.quantization, asked.dtype, None
+    if asked.adapter is not None:
+        saved = open_adapter(asked.adapter)
+        asked, as_in_training = taken_over(asked, saved)
+        quantization, dtype = quantization or saved.quantization, dtype or saved.recipe.get("dtype")
+    quantization, dtype = quantization or "qerl_nvfp4", dtype or "bfloat16"
+    folder = _check_base(asked.base, quantization, dtype, saved)
+    base_hash = run_state.base_hash(folder)
+    if saved is not None:
+        saved.check_base(base_hash)
+        rank = engine_rank(saved.rank)
+        saved.check_plain()
+        saved.check_tensors()
+    engine = EngineSettings(
+        folder,
+        quantization,
+        rank,
+        dtype,
+        asked.max_model_length,
+        asked.tensor_parallel_size,
+        asked.gpu_memory_utilization,
+        asked.kv_cache_memory_bytes,
+    )
+    return Settled(asked, saved, base_hash, as_in_training, engine)
+
+
+def _check_base(base: str, quantization: str, dtype: str, saved: AdapterFolder | None) -> Path:
+    """Return the folder of a base that can be served in this format and dtype; raise ValueError if it cannot."""
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise ValueError(f"dtype is {dtype!r}; it is bfloat16, float16 or float32")
+    if quantization not in ENGINE_QUANTIZATION:
+        raise ValueError(f"quantization is {quantization!r}; it is one of {', '.join(ENGINE_QUANTIZATION)}")
+    folder = local_folder(base)
+    if inspect_folder(folder).scheme is not None and quantization != "qerl_nvfp4":
+        why = f" (what {saved.path} was trained on)" if saved is not None and saved.quantization == quantization else ""
+        raise ValueError(
+            f"{base} is an NVFP4 checkpoint; quantization={quantization}{why} starts from the BF16 checkpoint; name "
+            "that one, or ask for --quantization qerl_nvfp4"
+        )
+    return folder
+
+
 def _refuse_another(one: Settled, benchmarks: "Sequence[Benchmark] | None" = None) -> None:
     """Raise ValueError if the output folder holds the result of another evaluation, which would be overwritten.
 
     The models, the tasks and the sampling are compared. If ``benchmarks`` are given, so are their problems.
     """
-    asked, sampling, file = one.asked, one.sampling, one.asked.output_dir / RESULT
+    file = one.asked.output_dir / RESULT
     if not file.is_file():
         return
-    wanted: dict[str, Any] = {
-        "tasks": sorted(asked.tasks),
-        "models": _labels(one),
-        "base_sha256": one.base_hash,
-        "adapter_sha256": None if one.saved is None else one.saved.sha256(),
-        "quantization": one.engine.quantization,
-        "dtype": one.engine.dtype,
-        "max_samples": asked.max_samples,
-        "num_fewshot": asked.num_fewshot,
-        "max_model_length": one.engine.max_model_length,
-        **asdict(sampling),
-        "seed": sampling.drawn_with,
-        "num_samples": asked.num_samples,
-    }
+    wanted = {"tasks": sorted(one.asked.tasks), "models": one.policies, **one.settings()}
+    wanted |= wanted.pop("sampling")
     if benchmarks is not None:
         wanted["problems_sha256"] = {benchmark.name: benchmark.digest() for benchmark in benchmarks}
+    way_out = "name another output_dir, or remove it"
+    earlier = read_object(file, way_out)
     try:
-        other = json.loads(file.read_text(encoding="utf-8"))
-        models = list(next(iter(other["tasks"].values())))
-        other = {"generation_kwargs": None, **other, **other["sampling"], "tasks": sorted(other["tasks"])}
-    except (ValueError, LookupError, TypeError, AttributeError, StopIteration) as error:
-        raise ValueError(f"{file} is no evaluation that can be read; name another output_dir, or remove it") from error
-    other["models"] = models
+        models = list(next(iter(earlier["tasks"].values())))
+        earlier |= {"generation_kwargs": None, **earlier["sampling"], "tasks": sorted(earlier["tasks"])}
+    except (LookupError, TypeError, AttributeError, StopIteration) as error:
+        raise ValueError(f"{file} is no evaluation that can be read; {way_out}") from error
+    earlier["models"] = models
     for key, value in json.loads(json.dumps(wanted)).items():
         is_open = value is None and key in ("use_chat_template", "max_model_length")  # the engine decides these
-        if key in other and not is_open and (value or None) != (other[key] or None):
+        if key in earlier and not is_open and (value or None) != (earlier[key] or None):
             raise ValueError(
-                f"{file} is of another evaluation, which would be lost: its {key} is {shown(other[key])}, and here it "
-                f"is {shown(value)}; name another output_dir, or remove the file"
+                f"{file} is of another evaluation, which would be lost: its {key} is {shown(earlier[key])}, and here "
+                f"it is {shown(value)}; name another output_dir, or remove the file"
             )
-
-
-def _labels(one: Settled) -> list[str]:
-    """Return the names of the policies that an evaluation judges, in order."""
-    return ["base"] if one.saved is None else ["adapter"] if one.asked.adapter_only else ["base", "adapter"]
 
 
 def _answered(llm: "LLM", one: Settled, benchmarks: "Sequence[Benchmark]") -> dict[str, Any]:
     """Evaluate each policy on the running engine, write the result and the answers, and return the result."""
     from qerl_recipes.evaluate.answers import ask, uses_template
 
-    asked, saved, sampling = one.asked, one.saved, one.sampling
-    arms: dict[str, dict[str, list[Judged]]] = {}
-    for label in _labels(one):
-        request = None if saved is None else _install(llm, saved if label == "adapter" else None)
-        arms[label] = ask(llm, request, benchmarks, sampling, label)
+    asked, saved, output = one.asked, one.saved, one.asked.output_dir
+    judged: dict[str, dict[str, list[Judged]]] = {}
+    for label in one.policies:
+        request = None if saved is None else install(llm, saved if label == "adapter" else None)
+        judged[label] = ask(llm, request, benchmarks, asked, label)
+    settings = one.settings()
+    settings["sampling"]["use_chat_template"] = uses_template(llm.get_tokenizer(), asked)
     result = {
         "tasks": {
-            task: {label: summarize(arms[label][task], asked.num_samples) for label in arms} for task in asked.tasks
+            task: {label: summarize(of[task], asked.num_samples) for label, of in judged.items()}
+            for task in asked.tasks
         },
         "base": asked.base,
-        "base_sha256": one.base_hash,
         "adapter": None if saved is None else str(saved.path),
-        "adapter_sha256": None if saved is None else saved.sha256(),
-        "quantization": one.engine.quantization,
-        "dtype": one.engine.dtype,
         "trained_on": None if saved is None else saved.quantization,
         "as_in_training": one.as_in_training,
         "of_training": [] if saved is None else [task for task in asked.tasks if is_of_training(task, saved.recipe)],
-        "sampling": {
-            **asdict(sampling),
-            "seed": sampling.drawn_with,
-            "use_chat_template": uses_template(llm.get_tokenizer(), sampling),
-            "num_samples": asked.num_samples,
-        },
+        **settings,
         "problems_sha256": {b.name: b.digest() for b in benchmarks},
-        "max_new_tokens": {b.name: sampling.max_new_tokens or b.problems[0].generation_size for b in benchmarks},
+        "max_new_tokens": {b.name: asked.max_new_tokens or b.problems[0].generation_size for b in benchmarks},
         "max_model_length": llm.llm_engine.model_config.max_model_len,
-        "max_samples": asked.max_samples,
-        "num_fewshot": asked.num_fewshot,
         "tensor_parallel_size": asked.tensor_parallel_size,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "versions": {**run_state.versions(), "lighteval": importlib.metadata.version("lighteval")},
     }
-    output = asked.output_dir
-    write_text(output / ANSWERS, "".join(_lines(arms)))
+    lines = [
+        {"task": task, "model": label, **asdict(problem)}
+        for label, of in judged.items()
+        for task, problems in of.items()
+        for problem in problems
+    ]
+    write_text(output / ANSWERS, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     write_text(output / RESULT, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
-    for line in too_many_cut(result):
-        warnings.warn(line, stacklevel=4)
+    for warning in too_many_cut(result):
+        warnings.warn(warning, stacklevel=4)
     if not asked.quiet:
         Console().print(table(result))
         for task in result["of_training"]:
@@ -192,18 +280,6 @@ def _answered(llm: "LLM", one: Settled, benchmarks: "Sequence[Benchmark]") -> di
     return result
 
 
-def summarize(judged: "Sequence[Judged]", num_samples: int) -> dict[str, Any]:
-    """Return the figures of one policy on one task, as ``evaluate`` describes them."""
-    ended = [[not cut for cut in problem.cut] for problem in judged]
-    figures = summary([problem.share for problem in judged], num_samples)
-    count = sum(map(sum, ended))
-    figures |= {"ended": count / (len(judged) * num_samples), "cut": 1 - count / (len(judged) * num_samples)}
-    figures["by_problem"] = {"right": packed([problem.right for problem in judged]), "ended": packed(ended)}
-    if num_samples > 1:
-        figures |= several([problem.right for problem in judged], [problem.vote for problem in judged])
-    return figures
-
-
 def table(result: Mapping[str, Any]) -> Table:
     """Return the accuracies as a table for the terminal."""
     sampling = result["sampling"]
@@ -211,16 +287,13 @@ def table(result: Mapping[str, Any]) -> Table:
     view = Table(title=f"accuracy, 95 % interval ({result['quantization']}, {decoding})")
     view.add_column("task")
     labels = list(next(iter(result["tasks"].values())))
-    for label in labels:
-        view.add_column(label, justify="right", overflow="fold")
-    view.add_column("problems", justify="right", overflow="fold")
-    view.add_column("longest answer", justify="right", overflow="fold")
-    view.add_column("ended", justify="right", overflow="fold")
+    for column in (*labels, "problems", "longest answer", "ended"):
+        view.add_column(column, justify="right", overflow="fold")
     for task, arms in result["tasks"].items():
-        longest = result["max_new_tokens"][task]
+        longest = result["max_new_tokens"][task] or result["max_model_length"]
         ended = " / ".join(f"{arms[label]['ended']:.0%}" for label in labels)
         cells = [_with_interval(arms[label], "accuracy") for label in labels]
-        view.add_row(task, *cells, str(arms[labels[0]]["n"]), f"{longest or result['max_model_length']} tokens", ended)
+        view.add_row(task, *cells, str(arms[labels[0]]["n"]), f"{longest} tokens", ended)
         for kind, name in (("pass_at", "pass@"), ("maj_at", "maj@")):
             for k in arms[labels[0]].get(kind, {}):
                 values = [_with_interval(arms[label][kind][k], "value") for label in labels]
@@ -243,19 +316,12 @@ def _as_trained(one: Settled) -> str:
     elif saved.quantization is not None:
         settled = [f"{arm} weights", *settled]
     line += f"as in training: {', '.join(settled)}" if settled else "says nothing of its training's prompts"
-    unlike = one.sampling.unlike(saved.recipe)
+    unlike = warmer_or_colder(one.asked, saved.recipe)
     return line + (f"; not as in training: {'; '.join(unlike)}" if unlike else "")
 
 
-def close(llm: "LLM") -> None:
-    """Shut down an engine, so that another one can start in this process."""
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
-    llm.llm_engine.engine_core.shutdown()
-    cleanup_dist_env_and_memory()
-
-
 def start(engine: EngineSettings) -> "LLM":
+    """Start an engine in this process; raise ValueError if this machine cannot serve its weights."""
     # An engine core in another process would batch the requests differently in each run, which changes the last bits.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM
@@ -277,7 +343,15 @@ def start(engine: EngineSettings) -> "LLM":
     )
 
 
-def _install(llm: "LLM", adapter: AdapterFolder | None) -> Any:
+def close(llm: "LLM") -> None:
+    """Shut down an engine, so that another one can start in this process."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    llm.llm_engine.engine_core.shutdown()
+    cleanup_dist_env_and_memory()
+
+
+def install(llm: "LLM", adapter: AdapterFolder | None) -> Any:
     """Make the engine serve the adapter, or the base alone for None, without noise.
 
     Returns the LoRA request to generate with.
@@ -292,12 +366,3 @@ def _install(llm: "LLM", adapter: AdapterFolder | None) -> Any:
     if policy.state().sigma:
         policy.clear_noise()
     return policy.request
-
-
-def _lines(arms: Mapping[str, Mapping[str, "list[Judged]"]]) -> Iterator[str]:
-    """Yield one JSON line for each problem and policy."""
-    for label, tasks in arms.items():
-        for task, judged in tasks.items():
-            for problem in judged:
-                line = {"task": task, "model": label, **asdict(problem)}
-                yield json.dumps(line, ensure_ascii=False) + "\n"

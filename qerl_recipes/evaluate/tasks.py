@@ -14,11 +14,20 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from qerl_recipes.evaluate.request import ACCURACY, EXACT, LIGHTEVAL, MATH, NUMBER, check, read_lines
+from qerl_recipes.evaluate.request import (
+    ACCURACY,
+    EXACT,
+    LIGHTEVAL,
+    MATH,
+    NUMBER,
+    Evaluation,
+    check_tasks,
+    read_problems,
+)
 from qerl_recipes.tasks import running_sum
 from qerl_recipes.tasks.answers import answer_block, answer_in, is_exactly, last_number
 
@@ -32,9 +41,6 @@ with torch.set_grad_enabled(torch.is_grad_enabled()):  # restores the gradient m
     from lighteval.tasks.requests import Doc
     from lighteval.utils.utils import remove_reasoning_tags
     from math_verify import LatexExtractionConfig, parse, verify
-
-if TYPE_CHECKING:
-    from qerl_recipes.evaluate.settled import Evaluation
 
 __all__ = ["Benchmark", "Doc", "PromptManager", "load", "load_asked", "quietly", "task_module"]
 
@@ -100,14 +106,14 @@ def load(
     """Load the named benchmarks with at most ``max_samples`` problems each.
 
     Each problem is to be answered ``num_samples`` times. ``num_fewshot`` solved problems of the training split precede
-    each problem. Raises ValueError as ``check`` does, or if the answers of a local file cannot be read. Raises
+    each problem. Raises ValueError as ``check_tasks`` does, or if the answers of a local file cannot be read. Raises
     ConnectionError if a data set cannot be fetched.
     """
-    check(names, num_fewshot)
+    check_tasks(names, num_fewshot)
     return [_load(name, max_samples, num_fewshot, num_samples) for name in names]
 
 
-def load_asked(asked: "Evaluation") -> list[Benchmark]:
+def load_asked(asked: Evaluation) -> list[Benchmark]:
     """Load the benchmarks of one evaluation, as ``load`` does."""
     return load(
         asked.tasks, max_samples=asked.max_samples, num_fewshot=asked.num_fewshot, num_samples=asked.num_samples
@@ -141,7 +147,7 @@ def _load(name: str, max_samples: int | None, num_fewshot: int, num_samples: int
         config = _local(name, running_sum.LONGEST_COMPLETION)
         judge, vote = _running_sum_judge, running_sum.answer_of
     else:
-        rows = read_lines(Path(name.split(":", 1)[1]))
+        rows = read_problems(Path(name.partition(":")[2]))
         config = _local(name, None)
         if name.startswith(NUMBER):
             judge, vote = _number_judge, last_number

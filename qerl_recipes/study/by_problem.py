@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qerl_recipes.evaluate.by_problem import unpacked
+from qerl_recipes.evaluate.figures import unpacked
 from qerl_recipes.evaluate.intervals import over_seeds_and_problems
 from qerl_recipes.study.plan import Study
 from qerl_recipes.study.table import BY_PROBLEM

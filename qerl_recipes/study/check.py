@@ -9,7 +9,7 @@ from qerl_recipes.study.plan import Study, StudyError, first_runs, flags
 from qerl_recipes.study.taken import taken_rows
 
 if TYPE_CHECKING:
-    from qerl_recipes.evaluate.settled import Evaluation
+    from qerl_recipes.evaluate.request import Evaluation
 
 OF_THE_STUDY = (
     "base",
@@ -45,16 +45,11 @@ def check(study: Study) -> None:
 
 def check_evaluations(study: Study) -> None:
     """Raises StudyError, naming the evaluation, for unknown options, and for values and tasks without sense."""
-    from pydantic import ValidationError
-
     for name, options in study.evaluations.items():
         if taken := sorted(set(options) & set(OF_THE_STUDY)):
             raise StudyError(f"evaluations.{name}: {', '.join(taken)} is set by the study itself; remove it")
         try:
-            _evaluation(options).sampling()
-        except ValidationError as error:
-            lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-            raise StudyError(f"evaluations.{name}: {'; '.join(lines)}") from error
+            _evaluation(options).checked()
         except ValueError as error:
             raise StudyError(f"evaluations.{name}: {error}") from error
 
@@ -78,9 +73,9 @@ def check_tasks(study: Study) -> None:
 
 def _evaluation(options: dict[str, Any]) -> "Evaluation":
     """What a run will ask, of no run yet."""
-    from qerl_recipes.evaluate.settled import Evaluation
+    from qerl_recipes.evaluate.request import Evaluation
 
-    return Evaluation(base="", adapter="", output_dir=Path(), **with_list(options))
+    return Evaluation.of(base="", adapter="", output_dir=Path(), **with_list(options))
 
 
 def with_list(options: dict[str, Any]) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def _train(script: "ScriptArguments", training: "GRPOConfig", model_config: "Mod
                 raise SystemExit(143)
             finish(trainer)
     if training.process_index == 0:
-        from qerl_recipes.evaluate.request import command
+        from qerl_recipes.evaluate.as_trained import command
         from qerl_recipes.files.adapter import open_adapter
 
         folder = Path(training.output_dir)

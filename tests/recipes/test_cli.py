@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from qerl_recipes import cli
-from qerl_recipes.convert import calibration
+from qerl_recipes.convert import calibrate
 from qerl_recipes.memory import table
 
 
@@ -46,9 +46,7 @@ def test_an_option_is_spelt_as_a_recipe_or_as_vllm_does_and_what_follows_stays_a
 
 def test_keys_of_the_recipe_may_follow_the_options_of_calibration_texts(monkeypatch):
     seen = []
-    monkeypatch.setattr(
-        calibration, "write_own_answers", lambda *given, **more: seen.append((*given, more)) or "written"
-    )
+    monkeypatch.setattr(calibrate, "write_own_answers", lambda *given, **more: seen.append((*given, more)) or "written")
     following = ["--model_name_or_path=a_b"]
     options = ["--config", "a_recipe.yaml", "--output", "texts.jsonl", "--samples", "8", "--seed", "4"]
     done = CliRunner().invoke(cli.app, ["calibration-texts", *options, "--gpu_memory_utilization", "0.4", *following])

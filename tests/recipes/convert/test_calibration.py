@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from qerl_recipes.convert import calibration
-from qerl_recipes.convert.calibration import write_own_answers
+from qerl_recipes.convert import calibrate
+from qerl_recipes.convert.calibrate import write_own_answers
 from qerl_recipes.recipe.configs import parse
 from qerl_recipes.tasks import prompts, running_sum
 
@@ -86,13 +86,13 @@ def test_answers_are_drawn_as_the_recipe_says_and_the_same_each_time(written):
 def test_what_cannot_be_asked_is_refused_before_an_engine_starts(
     samples, changes, message, recipe, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(calibration, "start", None)
+    monkeypatch.setattr(calibrate, "start", None)
     with pytest.raises(ValueError, match=message):
         write_own_answers(recipe(**changes), tmp_path / "texts.jsonl", samples)
 
 
 def test_a_model_in_nvfp4_and_a_file_that_cannot_be_written_are_refused(recipe, make_nvfp4, tmp_path, monkeypatch):
-    monkeypatch.setattr(calibration, "start", None)
+    monkeypatch.setattr(calibrate, "start", None)
     with pytest.raises(ValueError, match="has NVFP4 weights already; name the BF16 model"):
         write_own_answers(recipe(model_name_or_path=str(make_nvfp4("qwen2"))), tmp_path / "texts.jsonl", 4)
     (tmp_path / "there.jsonl").write_text("mine\n")
@@ -110,7 +110,7 @@ def test_the_engine_has_the_gpus_of_the_recipe_and_a_share_of_its_own(recipe, tm
     def start(engine):
         raise Stopped(engine)
 
-    monkeypatch.setattr(calibration, "start", start)
+    monkeypatch.setattr(calibrate, "start", start)
     flags = recipe(vllm_gpu_memory_utilization=0.3, vllm_kv_cache_memory_bytes=10**9, dtype="float32")
     with pytest.raises(Stopped) as stopped:
         write_own_answers([*flags, "--vllm_tensor_parallel_size", "2"], tmp_path / "texts.jsonl", 4)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from qerl_recipes.convert.calibration_file import LENGTH, SAMPLES, read
+from qerl_recipes.convert.calibrate import LENGTH, SAMPLES, read
 
 
 class Words:
@@ -61,9 +61,9 @@ def test_the_first_texts_are_used_and_no_more_than_asked_for(file):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{text: 1}", "is no JSON: Expecting property name"),
-        ({"prompt": "1"}, 'must be a JSON object with a text under the key "text", not {"prompt"'),
-        ({"text": ["1"], "input_ids": [1]}, "must be a JSON object"),
+        ("{text: 1}", "is no JSON (Expecting property name"),
+        ({"prompt": "1"}, 'must have a text under the key "text"; it has None'),
+        ({"text": ["1"], "input_ids": [1]}, "must have a text"),
         (["1"], "must be a JSON object"),
         ({"text": "1", "input_ids": [2]}, "input_ids are not the tokens of the text in this model; make the file"),
         ({"text": "1", "input_ids": "1"}, "input_ids must be a list of whole numbers"),
@@ -75,7 +75,7 @@ def test_a_line_that_is_no_text_is_named(line, message, file):
     path = file({"text": "1"}, "", line)
     with pytest.raises(ValueError) as raised:
         read(path, None, Words())
-    assert f"{path}: line 3" in str(raised.value) and message in str(raised.value)
+    assert f"{path}, line 3" in str(raised.value) and message in str(raised.value)
 
 
 @pytest.mark.parametrize("lines", [[], [{"text": ""}]])

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from tokenizers.processors import TemplateProcessing
 
+from qerl_recipes.evaluate import figures
 from qerl_recipes.evaluate import run as evaluate
 from qerl_recipes.evaluate import tasks as evaluation_tasks
 from qerl_recipes.evaluate.answers import Judged, _judged, _Prompt, ask
 from qerl_recipes.evaluate.request import Sampling
-from qerl_recipes.evaluate.settled import EngineSettings
 from qerl_recipes.tasks import running_sum
 
 Make = Callable[..., Path]
@@ -28,7 +28,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def engine(make_nvfp4: Make) -> Iterator[Any]:
-    llm = evaluate.start(EngineSettings(make_nvfp4("qwen2"), "qerl_nvfp4", 8, 64, 1, 0.9, None, "bfloat16"))
+    llm = evaluate.start(evaluate.EngineSettings(make_nvfp4("qwen2"), "qerl_nvfp4", 8, "bfloat16", 64))
     yield llm
     evaluate.close(llm)
 
@@ -189,7 +189,7 @@ def test_the_share_that_ended_is_of_all_answers_to_all_problems() -> None:
     problem = Judged(
         "1", "1+1=", "2", ["2", "3", "2", "2"], [True, False, True, True], [True] + [False] * 3, True, 0.75
     )
-    found = evaluate.summarize([problem] * 6, num_samples=4)
+    found = figures.summarize([problem] * 6, num_samples=4)
     assert (found["n"], found["accuracy"], found["ended"], found["cut"]) == (6, 0.75, 0.75, 0.25)
 
 
@@ -240,12 +240,12 @@ def test_promise_03_and_promise_10_the_base_is_evaluated_without_noise_and_witho
     clean = generate(None)
     policy = Policy(engine)
     policy.set_noise(0.5, seed=1, rollout=1)
-    request = evaluate._install(engine, open_adapter(save_adapter(tmp_path / "adapter", 1)))
+    request = evaluate.install(engine, open_adapter(save_adapter(tmp_path / "adapter", 1)))
     assert Policy(engine).state().sigma == 0
     assert generate(request) != clean
     Policy(engine).set_noise(0.5, seed=1, rollout=1)
     assert generate(policy.request) != clean
-    request = evaluate._install(engine, None)
+    request = evaluate.install(engine, None)
     assert Policy(engine).state().sigma == 0
     assert generate(request) == clean
 
@@ -256,12 +256,12 @@ def test_an_adapter_that_is_not_part_of_the_layers_answers_where_it_is_asked_for
     """The last here: an engine that is closed takes vLLM's groups of processes with it."""
     from qerl_recipes.files.adapter import open_adapter
 
-    llm = evaluate.start(EngineSettings(make_bf16("qwen2"), "bf16", 8, 64, 1, 0.9, None, "bfloat16"))
+    llm = evaluate.start(evaluate.EngineSettings(make_bf16("qwen2"), "bf16", 8, "bfloat16", 64))
     try:
         (benchmark,) = evaluation_tasks.load([f"jsonl-exact:{problems}"])
         found = []
         for saved in (None, open_adapter(save_adapter(tmp_path / "adapter", 1))):
-            request = evaluate._install(llm, saved)
+            request = evaluate.install(llm, saved)
             (asked,) = ask(llm, request, [benchmark], Sampling(max_new_tokens=6), "it").values()
             found.append([p.answers for p in asked])
     finally:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from qerl_recipes.evaluate.by_problem import packed, unpacked
+from qerl_recipes.evaluate.figures import packed, unpacked
 from qerl_recipes.evaluate.intervals import (
     Z95,
     disjoint,

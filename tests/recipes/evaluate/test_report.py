@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from qerl_recipes.evaluate import plots, report
-from qerl_recipes.evaluate.ended import too_many_cut
+from qerl_recipes.evaluate.figures import too_many_cut
 from qerl_recipes.files.adapter import open_adapter
 
 STEPS = [
@@ -67,7 +67,7 @@ def test_a_last_line_that_a_killed_run_left_half_written_is_left_out(tmp_path: P
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("metrics.jsonl", "{\n", r"metrics\.jsonl, line 1 is not JSON"),
+        ("metrics.jsonl", "{\n", r"metrics\.jsonl, line 1 is no JSON"),
         ("metrics.jsonl", '{"reward": 1}\n', r'metrics\.jsonl, line 1 must be .* "step"'),
         ("evaluation.json", "{", r"evaluation\.json is damaged"),
         ("evaluation.json", "[]", r"evaluation\.json must hold a JSON object"),
@@ -78,15 +78,15 @@ def test_a_last_line_that_a_killed_run_left_half_written_is_left_out(tmp_path: P
 def test_a_damaged_file_is_named_and_the_old_page_stays(name: str, text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "report.html").write_text("old")
     (tmp_path / name).write_text(text)
-    with pytest.raises(report.ReportError, match=message):
+    with pytest.raises(ValueError, match=message):
         report.write(tmp_path)
     assert (tmp_path / "report.html").read_text() == "old"
 
 
 def test_a_folder_with_nothing_to_report_names_the_commands_that_make_it(tmp_path: Path) -> None:
-    with pytest.raises(report.ReportError, match=r"qerl train --config[\s\S]*qerl evaluate"):
+    with pytest.raises(ValueError, match=r"qerl train --config[\s\S]*qerl evaluate"):
         report.write(tmp_path)
-    with pytest.raises(report.ReportError, match="there is no folder"):
+    with pytest.raises(ValueError, match="there is no folder"):
         report.write(tmp_path / "nowhere")
 
 
@@ -362,7 +362,7 @@ def test_each_picture_has_the_values_of_its_steps(tmp_path: Path) -> None:
         "Trainer and engine: mean |log p difference|": [7],
         "Tokens per second": [7, 5],  # of rollout and training
     }
-    assert plots.running_mean([1, 2, 3, 4, 5, 6, 16], 5) == [1, 1.5, 2, 2.5, 3, 4, 6.8]
+    assert plots.running_mean([1, 2, 3, 4, 5, 6, 16]) == [1, 1.5, 2, 2.5, 3, 4, 6.8]
 
 
 def test_an_interval_is_drawn_from_its_low_to_its_high_end() -> None:

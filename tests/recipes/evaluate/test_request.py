@@ -1,42 +1,164 @@
-"""What an evaluation asks for where its user says nothing: as in training; and the command that evaluates a run."""
+"""The options of an evaluation: which are refused, which a run's training settles, and the command that it prints."""
 
+import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from qerl_recipes.evaluate import request as evaluation_request
+from qerl_recipes.evaluate import as_trained
+from qerl_recipes.evaluate.request import Evaluation, Sampling, check_tasks, command_signature, read_problems
 from qerl_recipes.files.adapter import open_adapter
-from qerl_recipes.recipe.generation import template_text
 
 Make = Callable[..., Path]
 
 
-def test_what_is_left_open_is_settled_as_in_training_and_a_flag_stands_above_it(
-    save_adapter: Make, tmp_path: Path
-) -> None:
+def evaluation(**options: Any) -> Evaluation:
+    return Evaluation.of(**{"base": "b", "tasks": "running_sum", "output_dir": Path("o"), **options})
+
+
+def test_the_command_has_every_option_but_one() -> None:
+    parameters = command_signature().parameters
+    assert parameters.keys() == Evaluation.model_fields.keys() - {"quiet"}
+    for name, parameter in parameters.items():
+        field = Evaluation.model_fields[name]
+        assert parameter.default == (inspect.Parameter.empty if field.is_required() else field.default)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temprature": 1.0}, "^temprature: Extra inputs"),
+        ({"max_new_tokens": 4.5}, "^max_new_tokens: "),
+        ({"num_fewshot": -1}, "num_fewshot is -1"),
+        ({"num_fewshot": 1}, "num_fewshot is 1, but task running_sum has no solved problems besides those"),
+        ({"tasks": "gsm8k,math_500", "num_fewshot": 1}, "task math_500 has no solved problems"),
+        ({"tasks": "gsm9k"}, "there is no task 'gsm9k'; choose from gsm8k"),
+        ({"tasks": []}, "name at least one task"),
+        ({"tasks": "running_sum, running_sum"}, "named twice"),
+        ({"tasks": "jsonl:nowhere.jsonl"}, "there is no file nowhere.jsonl"),
+        ({"chat_template": "nowhere.jinja"}, "neither Jinja text nor a file"),
+        ({"chat_template_kwargs": "[1]"}, "^chat_template_kwargs: '\\[1\\]' is no JSON object such as"),
+        ({"generation_kwargs": "{"}, "^generation_kwargs: '{' is no JSON object such as"),
+        ({"generation_kwargs": {"max_tokens": 4}}, "generation_kwargs cannot set max_tokens: temp"),
+        ({"num_samples": 2}, "num_samples is 2, but temperature 0 gives the same answer"),
+        ({"num_samples": 0}, "num_samples is 0"),
+        ({"max_samples": 0}, "max_samples is 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),  # of which a task's own length would have been made
+        ({"top_p": 0.95}, r"top_p is 0\.95, but temperature 0 \(greedy\) draws nothing; set temperature"),
+        ({"top_p": 0.0}, r"top_p is 0\.0; it must"),
+        ({"top_p": 1.01}, r"top_p is 1\.01; it must"),
+        ({"seed": 0}, r"seed is 0, but temperature 0 \(greedy\) draws nothing; set temperature"),
+        ({"temperature": -1.0}, r"temperature is -1\.0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        (
+            {"use_chat_template": False, "chat_template": "{{ messages }}"},
+            "chat_template would be ignored: no chat template is used .*--no-chat-template.*; remove one of the two",
+        ),
+        (
+            {"use_chat_template": False, "chat_template_kwargs": '{"short": true}'},
+            "chat_template_kwargs would be ignored",
+        ),
+        ({"adapter_only": True}, "adapter_only leaves the base out, and there is no adapter"),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
+)
+def test_an_option_without_sense_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        evaluation(**options).checked()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_p": 1.0, "max_new_tokens": 1},
+        {"temperature": 0.1, "num_samples": 2},
+        {"temperature": 0.1, "top_p": 0.9, "seed": 0, "max_samples": 1},
+        {"use_chat_template": False, "chat_template_kwargs": {}},
+        {"use_chat_template": True, "chat_template": "{{ x }}"},
+        {"tasks": "gsm8k", "num_fewshot": 1},
+    ],
+)
+def test_options_at_their_limits_are_taken(options: dict[str, Any]) -> None:
+    assert evaluation(**options).checked() == evaluation(**options)
+
+
+def test_templates_and_json_are_read(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text("{{ of_the_file }}")
+    assert evaluation(chat_template=str(tmp_path / "t.jinja")).checked().chat_template == "{{ of_the_file }}"
+    assert evaluation(chat_template="{{ messages }}").checked().chat_template == "{{ messages }}"
+    options = {"enable_thinking": False}
+    for text, value in ((json.dumps(options), options), (options, options), ("{}", {}), ({}, {}), (None, None)):
+        assert evaluation(chat_template_kwargs=text).chat_template_kwargs == value
+    assert evaluation(tasks="amc23 , running_sum").tasks == ["amc23", "running_sum"]
+
+
+ROW = {"prompt": "1+1=", "answer": "2"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "no json",
+        '"text"',
+        '{"prompt": "?", "answer": "1", "answer": "2"}',
+        *(
+            json.dumps(row)
+            for row in (
+                {"prompt": "1+1="},
+                {"answer": "2"},
+                {**ROW, "prompt": " "},
+                {**ROW, "prompt": 1},
+                {**ROW, "prompt": 1.5},
+                {**ROW, "answer": True},
+                {**ROW, "answer": None},
+                {**ROW, "answer": " "},
+            )
+        ),
+    ],
+)
+def test_a_line_of_another_form_is_named(line: str, tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text(f"{json.dumps(ROW)}\n\n{line}\n")
+    with pytest.raises(ValueError, match=r"x\.jsonl, line 3"):
+        check_tasks([f"jsonl:{tmp_path}/x.jsonl"])
+
+
+def test_problems_are_read_letter_for_letter(tmp_path: Path) -> None:
+    rows = '{"prompt": "a\u2028b", "answer": 0.10}\n\n{"prompt": "c", "answer": 7}\n{"prompt": "d", "answer": "1e3"}\n'
+    (tmp_path / "x.jsonl").write_text("\ufeff" + rows)
+    found = [(row["prompt"], row["answer"]) for row in read_problems(tmp_path / "x.jsonl")]
+    assert found == [("a\u2028b", "0.10"), ("c", "7"), ("d", "1e3")]
+    (tmp_path / "x.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="holds no problems"):
+        read_problems(tmp_path / "x.jsonl")
+
+
+def test_an_open_choice_is_made_as_in_training(save_adapter: Make, tmp_path: Path) -> None:
     recipe = {"system_prompt": "S", "chat_template_kwargs": {"enable_thinking": False}, "max_completion_length": 77}
     adapter = save_adapter(tmp_path / "a", 1, recipe=recipe)
     (adapter / "chat_template.jinja").write_text("{{ messages }}")
-    found = open_adapter(adapter)
-    sampling, said = evaluation_request.Sampling().as_in_training(found)
+    saved = open_adapter(adapter)
+    sampling, texts = as_trained.taken_over(Sampling(), saved)
     assert (sampling.system_prompt, sampling.chat_template, sampling.max_new_tokens) == ("S", "{{ messages }}", 77)
     assert sampling.chat_template_kwargs == {"enable_thinking": False}
-    assert ", ".join(said) == (
+    assert ", ".join(texts) == (
         "system_prompt, max_new_tokens 77, chat_template, chat_template_kwargs {'enable_thinking': False}"
     )
-    assert sampling.unlike({"temperature": 1.0, "top_p": 0.9}) == ["temperature 0, there 1"]
-    drawn = evaluation_request.Sampling(temperature=0.6, top_p=0.9)
-    assert drawn.unlike({"temperature": 0.6, "top_p": 0.8}) == ["top_p 0.9, there 0.8"]
-    assert drawn.unlike({}) == []
-    own = evaluation_request.Sampling(
-        system_prompt="", chat_template="{{ x }}", max_new_tokens=5, chat_template_kwargs={}
-    )
-    assert own.as_in_training(found) == (own, [])
-    off, said = evaluation_request.Sampling(use_chat_template=False).as_in_training(found)
+    own = Sampling(system_prompt="", chat_template="{{ x }}", max_new_tokens=5, chat_template_kwargs={})
+    assert as_trained.taken_over(own, saved) == (own, [])
+    off, texts = as_trained.taken_over(Sampling(use_chat_template=False), saved)
     assert (off.chat_template, off.chat_template_kwargs) == (None, None)
-    assert said == ["system_prompt", "max_new_tokens 77"]
+    assert texts == ["system_prompt", "max_new_tokens 77"]
+
+
+def test_temperature_and_top_p_are_compared_with_training() -> None:
+    assert as_trained.warmer_or_colder(Sampling(), {"temperature": 1.0, "top_p": 0.9}) == ["temperature 0, there 1"]
+    drawn = Sampling(temperature=0.6, top_p=0.9)
+    assert as_trained.warmer_or_colder(drawn, {"temperature": 0.6, "top_p": 0.8}) == ["top_p 0.9, there 0.8"]
+    assert as_trained.warmer_or_colder(drawn, {}) == []
 
 
 @pytest.mark.parametrize(
@@ -54,70 +176,55 @@ def test_what_is_left_open_is_settled_as_in_training_and_a_flag_stands_above_it(
     ],
     ids=["nothing", "probabilities", "regex", "stop", "words"],
 )
-def test_what_training_sampled_with_is_taken_over_and_can_be_taken_back(
+def test_sampling_parameters_are_taken_over_and_taken_back(
     recipe: dict[str, object], greedy: dict[str, object], drawn: dict[str, object], save_adapter: Make, tmp_path: Path
 ) -> None:
-    found = open_adapter(save_adapter(tmp_path / "a", 1, recipe=recipe))
+    saved = open_adapter(save_adapter(tmp_path / "a", 1, recipe=recipe))
     for temperature, expected in ((0.0, greedy), (0.6, {**greedy, **drawn})):
-        sampling, said = evaluation_request.Sampling(temperature).as_in_training(found)
+        sampling, texts = as_trained.taken_over(Sampling(temperature=temperature), saved)
         assert (sampling.generation_kwargs or {}) == expected
-        assert said == ([f"generation_kwargs {expected}"] if expected else [])
-        off = evaluation_request.Sampling(temperature, generation_kwargs={})
-        assert off.as_in_training(found) == (off, [])
+        assert texts == ([f"generation_kwargs {expected}"] if expected else [])
+        off = Sampling(temperature=temperature, generation_kwargs={})
+        assert as_trained.taken_over(off, saved) == (off, [])
 
 
 @pytest.mark.parametrize(
-    ("dataset", "task"),
+    ("recipe", "task"),
     [
-        ("openai/gsm8k", "gsm8k"),
-        ("running_sum", "running_sum"),
-        ("bigmath", "math_500"),
-        ("dapo_math_17k", "math_500"),
-        ("reasoning_gym", "TASKS"),
+        ({"dataset_name": "openai/gsm8k", "reward_funcs": ["accuracy", "format"]}, "gsm8k"),
+        ({"dataset_name": "running_sum"}, "running_sum"),
+        ({"dataset_name": "bigmath"}, "math_500"),
+        ({"dataset_name": "dapo_math_17k"}, "math_500"),
+        ({"dataset_name": "reasoning_gym", "reward_funcs": ["accuracy"]}, "TASKS"),
+        ({"dataset_name": "somebody/poems"}, "TASKS"),
+        ({"dataset_name": None}, "TASKS"),
+        ({"dataset_name": "train.jsonl"}, "jsonl:HERE/train.jsonl"),
+        ({"dataset_name": "."}, "jsonl:HERE/test.jsonl"),
+        ({"dataset_name": "others"}, "TASKS"),  # lines for a reward of one's own
+        ({"dataset_name": "others/train.jsonl"}, "TASKS"),
+        ({"dataset_name": "test.jsonl", "reward_funcs": ["exact_answer"]}, "jsonl-exact:HERE/test.jsonl"),
+        ({"dataset_name": "test.jsonl", "reward_funcs": ["format", "dapo_score"]}, "jsonl-accuracy:HERE/test.jsonl"),
+        ({"dataset_name": "test.jsonl", "reward_funcs": ["accuracy", "last_number"]}, "jsonl-number:HERE/test.jsonl"),
+        ({"dataset_name": "test.jsonl", "reward_funcs": ["length"]}, "jsonl-accuracy:HERE/test.jsonl"),
     ],
+    ids=str,
 )
-@pytest.mark.parametrize("rewards", [{}, {"reward_funcs": ["accuracy", "format"]}], ids=["", "rewards"])
-def test_the_command_that_evaluates_a_run_asks_for_what_it_was_taught(
-    dataset: str, task: str, rewards: dict[str, list[str]]
+def test_the_printed_command_asks_for_what_was_taught(
+    recipe: dict[str, Any], task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state = {"base": "org/base", "quantization": "nf4", "recipe": {"dataset_name": dataset, **rewards}}
-    assert evaluation_request.command("runs/a b", state) == (
-        f"qerl evaluate org/base --adapter 'runs/a b' --quantization nf4 --tasks {task} --output_dir "
-        "'runs/a b/evaluation'"
+    (tmp_path / "others").mkdir()
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(ROW))
+        (tmp_path / "others" / f"{name}.jsonl").write_text(json.dumps({"prompt": "?", "colour": "red"}))
+    monkeypatch.chdir(tmp_path)
+    state = {"base": "org/base", "quantization": "nf4", "recipe": recipe}
+    assert as_trained.command("runs/a b", state) == (
+        f"qerl evaluate org/base --adapter 'runs/a b' --quantization nf4 --tasks {task.replace('HERE', str(tmp_path))} "
+        "--output_dir 'runs/a b/evaluation'"
     )
 
 
-def test_the_command_asks_for_a_local_file_and_for_the_held_out_one_in_a_folder(tmp_path: Path) -> None:
-    for name in ("train", "test"):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": "?", "answer": "1"}))
-    state = {"recipe": {"dataset_name": f"{tmp_path}/train.jsonl"}}
-    assert f"--tasks jsonl:{tmp_path}/train.jsonl " in evaluation_request.command("run", state)
-    state = {"recipe": {"dataset_name": str(tmp_path)}}
-    assert f"--tasks jsonl:{tmp_path}/test.jsonl " in evaluation_request.command("run", state)
-
-
-def test_no_task_is_guessed_for_data_that_none_is_known_to_ask_for(tmp_path: Path) -> None:
-    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "?", "colour": "red"}))  # for a reward of one's own
-    for dataset in (str(tmp_path), f"{tmp_path}/train.jsonl", "somebody/poems", None):
-        assert " --tasks TASKS " in evaluation_request.command("run", {"recipe": {"dataset_name": dataset}})
-
-
-def test_the_command_judges_a_local_file_as_the_reward_did_and_works_from_any_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "mine.jsonl").write_text(json.dumps({"prompt": "?", "answer": "yes"}))
-    monkeypatch.chdir(tmp_path)
-    state = {"recipe": {"dataset_name": "mine.jsonl", "reward_funcs": ["exact_answer"]}}
-    assert f"--tasks jsonl-exact:{tmp_path}/mine.jsonl " in evaluation_request.command("run", state)
-    judged = ((["format", "dapo_score"], "accuracy"), (["accuracy", "last_number"], "number"), (["length"], "accuracy"))
-    for rewards, task in judged:
-        state = {"recipe": {"dataset_name": "mine.jsonl", "reward_funcs": rewards}}
-        assert f"--tasks jsonl-{task}:{tmp_path}/mine.jsonl " in evaluation_request.command("run", state)
-
-
-def test_a_task_of_the_file_that_was_trained_on_is_known_as_such(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_of_the_training_file_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     mine, folder = {"dataset_name": "mine.jsonl"}, {"dataset_name": str(tmp_path / "data")}
     known = {"dataset_name": "bigmath", "dataset_kwargs": {"path": "mine.jsonl"}}
@@ -131,55 +238,4 @@ def test_a_task_of_the_file_that_was_trained_on_is_known_as_such(
         ("gsm8k", {"dataset_name": "gsm8k"}, False),
         ("jsonl:mine.jsonl", {}, False),
     ]
-    assert [evaluation_request.is_of_training(task, recipe) for task, recipe, _ in cases] == [x for *_, x in cases]
-
-
-@pytest.mark.parametrize(
-    ("numbers", "num_samples", "refused"),
-    [
-        ({"top_p": 1.0, "max_new_tokens": 1}, 1, None),
-        ({"temperature": 0.1}, 2, None),
-        ({"temperature": 0.1, "top_p": 0.9, "seed": 0}, 1, None),
-        ({"use_chat_template": False, "chat_template_kwargs": {}}, 1, None),
-        ({"use_chat_template": True, "chat_template": "{{ x }}"}, 1, None),
-        ({}, 2, "num_samples is 2, but temperature 0"),
-        ({}, 0, "num_samples is 0"),
-        ({"top_p": 1.01}, 1, r"top_p is 1\.01"),
-        ({"max_new_tokens": 0}, 1, "max_new_tokens is 0"),  # of which a task's own length would have been made
-        ({"temperature": float("inf")}, 1, "temperature is inf"),
-    ],
-)
-def test_numbers_are_refused_from_where_they_make_no_sense(
-    numbers: dict[str, float], num_samples: int, refused: str | None
-) -> None:
-    sampling = evaluation_request.Sampling(**numbers)
-    if refused is None:
-        sampling.check(num_samples)
-        return
-    with pytest.raises(ValueError, match=refused):
-        sampling.check(num_samples)
-
-
-def test_one_solved_problem_is_refused_as_several_are() -> None:
-    evaluation_request.check(["gsm8k"], num_fewshot=1)
-    with pytest.raises(ValueError, match="num_fewshot is 1, but task math_500 has no solved problems"):
-        evaluation_request.check(["gsm8k", "math_500"], num_fewshot=1)
-
-
-def test_a_template_is_text_or_a_file_and_empty_options_are_not_none(tmp_path: Path) -> None:
-    (tmp_path / "t.jinja").write_text("{{ of_the_file }}")
-    for given, read in (
-        ("{% for m in messages %}-{% endfor %}",) * 2,
-        ("{{ messages }}",) * 2,
-        (str(tmp_path / "t.jinja"), "{{ of_the_file }}"),
-    ):
-        assert template_text(given) == read
-    options = {"enable_thinking": False}
-    for asked, found in (
-        (options, options),
-        ('{"enable_thinking": false}', options),
-        (None, None),
-        ({}, {}),
-        ("{}", {}),
-    ):
-        assert evaluation_request.json_object("x", asked, "{}") == found  # what is not None stands above the training's
+    assert [as_trained.is_of_training(task, recipe) for task, recipe, _ in cases] == [known for *_, known in cases]

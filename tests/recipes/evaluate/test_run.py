@@ -16,10 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from qerl_recipes import cli
 from qerl_recipes.evaluate import run as evaluate
-from qerl_recipes.evaluate.by_problem import unpacked
+from qerl_recipes.evaluate.figures import unpacked
 from qerl_recipes.evaluate.intervals import wilson
 from qerl_recipes.evaluate.report import write as write_report
-from qerl_recipes.evaluate.settled import EngineSettings, Evaluation
+from qerl_recipes.evaluate.request import Evaluation
+from qerl_recipes.evaluate.run import EngineSettings
 from qerl_recipes.files import adapter as adapter_folder
 from qerl_recipes.files import run_state as checkpoints
 from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
@@ -249,7 +250,7 @@ def test_the_engine_of_an_evaluation_has_no_process_of_its_own_unless_asked_for(
     monkeypatch.delenv(name)
     if own is not None:
         monkeypatch.setenv(name, own)
-    evaluate.start(EngineSettings(make_nvfp4("qwen2"), "qerl_nvfp4", 8, 64, 1, 0.9, None, "bfloat16"))
+    evaluate.start(EngineSettings(make_nvfp4("qwen2"), "qerl_nvfp4", 8, "bfloat16", 64))
     assert seen == [own or "0"]
     monkeypatch.setenv(name, "0")  # what the other tests run with
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl_recipes.evaluate import request as evaluation_request
 from qerl_recipes.evaluate import tasks as evaluation_tasks
 from qerl_recipes.tasks import rewards, running_sum
 
@@ -97,31 +96,6 @@ def test_a_file_is_judged_as_the_reward_accuracy_judges_and_jsonl_is_more_genero
         found[task] = [int(benchmark.is_right(benchmark.problems[0], text)) for text in texts]
     assert found["jsonl-accuracy"] == rewards.accuracy(list(texts), [solution] * len(texts))
     assert found == {"jsonl-accuracy": [right for _, right, _ in GIVEN], "jsonl": [right for _, _, right in GIVEN]}
-
-
-BAD_LINES = [
-    "{", "[]", '{"prompt": "x"}', '{"prompt": ["x"], "answer": "y"}', '{"prompt": "x", "answer": true}',
-    '{"prompt": "x", "answer": " "}', '{"prompt": 1.5, "answer": "y"}', '{"prompt": "x", "answer": 1, "answer": 2}', "",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("line", BAD_LINES)
-def test_a_local_file_of_another_shape_is_refused(line: str, tmp_path: Path) -> None:
-    (tmp_path / "x.jsonl").write_text(line)
-    with pytest.raises(ValueError, match=r"x\.jsonl(, line 1|.*holds no problems)"):
-        evaluation_request.check([f"jsonl:{tmp_path}/x.jsonl"])
-
-
-def test_a_local_file_is_read_letter_for_letter(tmp_path: Path) -> None:
-    lines = [
-        '{"prompt": "a\u2028b", "answer": 1e3}',
-        "",
-        '{"prompt": "c", "answer": 3.0}',
-        '{"prompt": "d", "answer": 3}',
-    ]
-    (tmp_path / "x.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
-    rows = [("a\u2028b", "1e3"), ("c", "3.0"), ("d", "3")]
-    assert evaluation_request.read_lines(tmp_path / "x.jsonl") == [{"prompt": p, "answer": a} for p, a in rows]
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from qerl_recipes.evaluate.by_problem import unpacked
+from qerl_recipes.evaluate.figures import summarize, unpacked
 from qerl_recipes.evaluate.intervals import over_seeds_and_problems
-from qerl_recipes.evaluate.run import summarize
 from qerl_recipes.study import by_problem, finished, results, table
 from qerl_recipes.study import run as runner
 from qerl_recipes.study.compare import compare

@@ -12,7 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 from qerl_recipes.cli import app
-from qerl_recipes.evaluate.request import check as check_tasks
+from qerl_recipes.evaluate.request import check_tasks
 from qerl_recipes.study import outline, results, table, there
 from qerl_recipes.study.check import check
 from qerl_recipes.study.conduct import conduct

@@ -1,18 +1,19 @@
-"""``qerl calibration-texts``: make calibration texts for GPTQ from the model's own answers.
+"""Read the texts on which GPTQ and AWQ are calibrated, and make some of a model's own answers.
 
-They serve where nothing better is at hand. GPTQ then rounds the weights for the inputs that training will give them:
-the recipe's prompts, and the BF16 model's answers to them.
+The texts are JSON lines with a key "text" and, if known, "input_ids". ``qerl calibration-texts`` makes them where
+nothing better is at hand. GPTQ then rounds the weights for the inputs that training will give them: the recipe's
+prompts, and the BF16 model's answers to them.
 """
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from qerl_recipes.convert.calibration_file import SAMPLES
-from qerl_recipes.evaluate.run import close, start
-from qerl_recipes.evaluate.settled import EngineSettings
+from qerl_recipes.evaluate.run import EngineSettings, close, start
 from qerl_recipes.files.base_model import local_folder
+from qerl_recipes.files.json_files import numbered, read_lines
 from qerl_recipes.files.whole_folder import write_text
 from qerl_recipes.hooks import unknown_names
 from qerl_recipes.recipe import checks
@@ -26,6 +27,10 @@ from qerl_vllm_plugin.weights.checkpoint import inspect_folder
 
 if TYPE_CHECKING:
     from vllm import LLM
+
+
+SAMPLES = 256  # texts, as in the calibration set of the QeRL paper
+LENGTH = 2048  # most tokens of a text, as in the paper
 
 
 def write_own_answers(
@@ -69,14 +74,13 @@ def write_own_answers(
     refuse_long_prompts({"training": rows}, tokenizer, script, training, folder)
     prompt_ids = [prompts.ids(prompt, tokenizer, training.chat_template_kwargs or {}) for prompt in rows["prompt"]]
     engine = EngineSettings(
-        folder=folder,
-        quantization="bf16",
+        folder,
+        "bf16",
         rank=None,
+        dtype=model.dtype or "bfloat16",
         max_model_length=training.vllm_max_model_length,
         tensor_parallel_size=training.vllm_tensor_parallel_size,
         gpu_memory_utilization=gpu_memory_utilization,
-        kv_cache_memory_bytes=None,
-        dtype=model.dtype or "bfloat16",
     )
     llm = start(engine)
     try:
@@ -115,3 +119,42 @@ def _completions(llm: "LLM", prompt_ids: list[list[int]], training: GRPOConfig) 
     outputs = llm.generate(requests, [SamplingParams(**options, seed=seed) for seed in seeds])
     completions = [request.outputs[0] for request in outputs]
     return [list(one.token_ids) for one in completions], sum(one.finish_reason == "length" for one in completions)
+
+
+def read(path: Path, samples: int | None, tokenizer: Any) -> tuple[list[list[int]], dict[str, int]]:
+    """Read the first ``samples`` texts (None: up to 256) -> (rows of token ids, counts).
+
+    A line's "input_ids" are its tokens; ``tokenizer`` makes them where that key is missing. Empty texts are dropped,
+    and the others cut to 2048 tokens. The counts are ``texts`` and ``tokens`` in the rows, lines in the file (``of``),
+    the limit (``longest``) and the number of ``cut`` texts.
+
+    Raise ValueError, naming file and line, if a line holds no text, or "input_ids" that are not the tokens of its text.
+    Also raise it if the file has fewer texts than ``samples``, or only empty ones.
+    """
+    total = sum(1 for _ in numbered(path))
+    if samples is not None and samples > total:
+        raise ValueError(f"calibration_samples is {samples}, and {path} has {total} texts; lower it")
+    lines = islice(read_lines(path, 'a JSON object with a text under the key "text"'), samples or SAMPLES)
+    token_rows = [_tokens(record, place, tokenizer) for place, record in lines]
+    if not any(token_rows):
+        raise ValueError(f'{path}: holds no text; write a JSON object with a key "text" in each line')
+    rows = [row[:LENGTH] for row in token_rows if row]
+    counts = {"texts": len(rows), "of": total, "tokens": sum(map(len, rows)), "longest": LENGTH}
+    return rows, {**counts, "cut": sum(len(row) > LENGTH for row in token_rows)}
+
+
+def _tokens(record: dict[str, Any], place: str, tokenizer: Any) -> list[int]:
+    """Return the tokens of a line; raise ValueError if it has no text, or "input_ids" of another text or model."""
+    text, ids = record.get("text"), record.get("input_ids")
+    if not isinstance(text, str):
+        raise ValueError(f'{place}: each line must have a text under the key "text"; it has {text!r}')
+    if "input_ids" not in record:
+        return list(tokenizer(text)["input_ids"])
+    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+        raise ValueError(f"{place}: input_ids must be a list of whole numbers; remove the key, or give them")
+    if tokenizer.decode(ids, clean_up_tokenization_spaces=False) != text:
+        raise ValueError(
+            f"{place}: input_ids are not the tokens of the text in this model; make the file with this model, or "
+            "remove the key"
+        )
+    return ids

@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from qerl_recipes import cli
+from qerl_recipes.evaluate import merge_eval
 from qerl_recipes.evaluate import run as evaluation
-from qerl_recipes.evaluate import survival
 from qerl_recipes.files import run_state
 
 
@@ -35,7 +35,7 @@ def test_an_adapters_own_answers_survive_as_far_as_the_merged_checkpoint_gives_t
     monkeypatch.setenv("COLUMNS", "200")
     cli.app(["export", str(adapter), str(tmp_path / "m"), *options], standalone_mode=False)
     printed = capfd.readouterr().out
-    record = json.loads((tmp_path / "m" / survival.RESULT).read_text())
+    record = json.loads((tmp_path / "m" / merge_eval.RESULT).read_text())
     by_name = {policy["policy"]: policy for policy in record["policies"]}
     assert (record["n"], record["arm"]) == (24, "qerl_nvfp4")
     assert by_name["adapter"]["accuracy"] == 1.0 and by_name["base"]["accuracy"] < 0.5
@@ -70,11 +70,11 @@ def test_what_survives_is_a_share_of_what_was_gained_over_the_base(
         more = {"max_new_tokens": {"sums": 7}, "max_model_length": 64, "dtype": "float16", "quantization": "the arm"}
         return {"tasks": {"sums": judged}, "sampling": sampling, **more}
 
-    monkeypatch.setattr(survival, "evaluate", evaluate)
-    monkeypatch.setattr(survival, "open_adapter", lambda folder: SimpleNamespace(base="trained on"))
+    monkeypatch.setattr(merge_eval, "evaluate", evaluate)
+    monkeypatch.setattr(merge_eval, "open_adapter", lambda folder: SimpleNamespace(base="trained on"))
     monkeypatch.setenv("COLUMNS", "200")
-    found = survival.measure("adapter", tmp_path, "sums", max_samples=40, seed=3)
-    assert [policy.name for policy in found] == ["base", "adapter", "merged, BF16", "merged, NVFP4 again"]
+    found = merge_eval.measure("adapter", tmp_path, "sums", max_samples=40, seed=3)
+    assert [policy.policy for policy in found] == ["base", "adapter", "merged, BF16", "merged, NVFP4 again"]
     assert [policy.accuracy for policy in found] == [0.25, of_adapter, 0.65, 0.15]
     assert [found[0].survives, found[1].survives] == [None, None]
     assert [policy.survives for policy in found[2:]] == pytest.approx(shares)
@@ -100,7 +100,7 @@ def test_what_survives_is_a_share_of_what_was_gained_over_the_base(
         (str(tmp_path), None, ["sums"], folder / "bf16", {**common, **of_training, "quantization": "bf16"}),
         (str(tmp_path), None, ["sums"], folder / "qerl_nvfp4", {**common, **of_training, "quantization": "qerl_nvfp4"}),
     ]
-    survival.measure("adapter", tmp_path, "sums", base="lies here now")
+    merge_eval.measure("adapter", tmp_path, "sums", base="lies here now")
     assert asked[3][0] == "lies here now"
 
 

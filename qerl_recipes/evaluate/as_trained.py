@@ -1,0 +1,188 @@
+"""Relates an evaluation to the training run that it judges: takes over its settings, and names what differs."""
+
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from qerl_recipes.evaluate.request import ACCURACY, EXACT, FIXED, LOCAL, MATH, NUMBER, Sampling, read_problems
+from qerl_recipes.files.adapter import TEMPLATE, AdapterFolder
+
+# reward of a recipe -> the local task that judges like it; the first reward of this table that a recipe uses counts
+JUDGED_BY = {
+    "exact_answer": EXACT,
+    "last_number": NUMBER,
+    **dict.fromkeys(("accuracy", "dapo_score", "cosine", "length"), ACCURACY),
+}
+# data set of a recipe -> the task that tests what it teaches; a local file is its own task
+TASK_OF = {
+    "gsm8k": "gsm8k",
+    "openai/gsm8k": "gsm8k",
+    "running_sum": "running_sum",
+    "bigmath": "math_500",
+    "open-r1/Big-Math-RL-Verified-Processed": "math_500",
+    "dapo_math_17k": "math_500",
+    "open-r1/DAPO-Math-17k-Processed": "math_500",
+}
+# Sampling parameters of a recipe that an evaluation does not take over. Those besides FIXED only change the text made
+# from the tokens; the trainer decodes tokens itself, without them.
+NOT_TAKEN = {
+    *FIXED,
+    *("include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"),
+}
+TOKENIZERS = "the tokenizer's own"
+LONGEST_SHOWN = 100  # characters of a text that are shown
+
+S = TypeVar("S", bound=Sampling)
+
+
+def taken_over(asked: S, adapter: AdapterFolder) -> tuple[S, list[str]]:
+    """Fill the choices that ``asked`` leaves open from the training settings of ``adapter``.
+
+    Returns the filled copy, and a short text for each choice that was filled.
+    """
+    template, recipe = adapter.path / TEMPLATE, adapter.recipe
+    in_training = {
+        "system_prompt": recipe.get("system_prompt"),
+        "max_new_tokens": recipe.get("max_completion_length"),
+    }
+    if asked.use_chat_template is not False:
+        in_training["chat_template"] = template.read_text(encoding="utf-8") if template.is_file() else None
+        in_training["chat_template_kwargs"] = recipe.get("chat_template_kwargs") or None
+    in_training["generation_kwargs"] = sampling_parameters(recipe, asked.temperature) or None
+    filled = {key: value for key, value in in_training.items() if value is not None and getattr(asked, key) is None}
+    described = [key if key in ("system_prompt", "chat_template") else f"{key} {filled[key]}" for key in filled]
+    return asked.model_copy(update=filled), described
+
+
+def sampling_parameters(recipe: Mapping[str, Any], temperature: float) -> dict[str, Any]:
+    """Return a recipe's further sampling parameters as ``generation_kwargs`` of an evaluation.
+
+    ``top_k`` and ``min_p`` are left out at ``temperature`` 0, where they change nothing.
+    """
+    recipe_kwargs = recipe.get("generation_kwargs") or {}
+    kwargs = {key: value for key, value in recipe_kwargs.items() if key not in NOT_TAKEN}
+    if kwargs.keys() & {"stop", "stop_token_ids"}:
+        kwargs["include_stop_str_in_output"] = True  # in training, rewards see what ended the completion
+    if recipe.get("repetition_penalty") not in (None, 1):
+        kwargs["repetition_penalty"] = recipe["repetition_penalty"]
+    if temperature > 0:
+        kwargs |= {key: value for key in ("top_k", "min_p") if (value := recipe.get(key) or 0) > 0}
+    if (regex := recipe.get("vllm_structured_outputs_regex")) is not None:
+        kwargs["structured_outputs"] = {"regex": regex}
+    return kwargs
+
+
+def warmer_or_colder(asked: Sampling, recipe: Mapping[str, Any]) -> list[str]:
+    """Return a text for each of temperature and top_p that differs from training.
+
+    An evaluation never takes these two over. At temperature 0 top_p is not compared.
+    """
+    keys = ("temperature",) if asked.temperature == 0 else ("temperature", "top_p")
+    pairs = [(key, getattr(asked, key), recipe.get(key)) for key in keys]
+    return [f"{key} {mine:g}, there {theirs:g}" for key, mine, theirs in pairs if theirs not in (None, mine)]
+
+
+def differences(
+    evaluation: Mapping[str, Any], state: Mapping[str, Any], template: str | None
+) -> list[tuple[str, str, str]]:
+    """Return (name, value in the evaluation, value in training) for each setting that differs.
+
+    ``evaluation`` is the content of evaluation.json. ``state`` is the content of qerl_state.json, empty if there is
+    none, and ``template`` is the chat template saved beside it. Settings that no file records are not compared.
+    """
+    pairs = _weights(evaluation, state), _prompts(evaluation, state, template)
+    return [
+        (name, shown(judged), shown(trained)) for part in pairs for name, judged, trained in part if judged != trained
+    ]
+
+
+def _weights(evaluation: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    arm, trained = evaluation.get("quantization"), state.get("quantization") or evaluation.get("trained_on")
+    if arm and trained:
+        yield "weights", arm, trained
+    recipe = state.get("recipe") or {}
+    if evaluation.get("dtype") and "dtype" in recipe:
+        yield "dtype", evaluation["dtype"], recipe["dtype"] or "bfloat16"
+    hashes = [evaluation.get("base_sha256"), state.get("base_hash")]
+    if all(hashes) and hashes[0] != hashes[1]:  # a path proves nothing: weights move, and are replaced
+        judged, then = evaluation.get("base"), state.get("base")
+        yield "base", judged, then if judged != then else f"{then}, as it was then"
+
+
+def _prompts(
+    evaluation: Mapping[str, Any], state: Mapping[str, Any], template: str | None
+) -> Iterator[tuple[str, Any, Any]]:
+    recipe, sampling = state.get("recipe") or {}, evaluation.get("sampling") or {}
+    if state:
+        yield "solved problems shown", evaluation.get("num_fewshot") or 0, 0
+    if "system_prompt" in recipe and "system_prompt" in sampling:
+        yield "system prompt", sampling["system_prompt"] or "none", recipe["system_prompt"] or "none"
+    if recipe and "use_chat_template" in sampling:
+        yield "chat template", *_templates(sampling, recipe, template)
+    if "chat_template_kwargs" in recipe and "chat_template_kwargs" in sampling:
+        yield "its options", sampling["chat_template_kwargs"] or "none", recipe["chat_template_kwargs"] or "none"
+    if recipe and sampling:  # a file that does not name generation_kwargs had none
+        trained = sampling_parameters(recipe, sampling.get("temperature") or 0)
+        yield "sampling parameters", sampling.get("generation_kwargs") or "none", trained or "none"
+
+
+def _templates(sampling: Mapping[str, Any], recipe: Mapping[str, Any], template: str | None) -> tuple[str, str]:
+    """Return short names for the chat templates of the evaluation and of the training.
+
+    The names are equal if the templates are. A template itself is too long to be shown.
+    """
+    source = TOKENIZERS if recipe.get("chat_template") is None else "the recipe's"
+    trained = "none" if template is None else source
+    if not sampling["use_chat_template"]:
+        return "none", trained
+    if (override := sampling.get("chat_template")) is not None:
+        return (trained if override == template else "another one"), trained
+    return TOKENIZERS, trained
+
+
+def shown(value: Any) -> str:
+    """Return a value as text, cut to 100 characters."""
+    text = str(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
+
+
+def command(run: str | Path, state: Mapping[str, Any]) -> str:
+    """Return the shell command that evaluates the run in the folder ``run``.
+
+    ``state`` is the content of its qerl_state.json. The task tests what the run's data set teaches; if none is known,
+    the word TASKS stands in its place.
+    """
+    words = ["qerl", "evaluate", str(state.get("base", "BASE")), "--adapter", str(run)]
+    words += ["--quantization", str(state.get("quantization", "qerl_nvfp4")), "--tasks"]
+    words += [_task_of(state.get("recipe") or {}), "--output_dir", f"{run}/evaluation"]
+    return shlex.join(words)
+
+
+def _task_of(recipe: Mapping[str, Any]) -> str:
+    """Return the task that tests what a run has learnt, or the word TASKS if none is known.
+
+    A local data set becomes a local task that judges as the run's reward did. Its test.jsonl is preferred.
+    """
+    dataset = recipe.get("dataset_name")
+    if dataset in TASK_OF:
+        return TASK_OF[dataset]
+    rewards = recipe.get("reward_funcs") or ()
+    judged = next((task for reward, task in JUDGED_BY.items() if reward in rewards), MATH)
+    for path in () if dataset is None else (Path(dataset) / "test.jsonl", Path(dataset)):
+        try:
+            read_problems(path)
+        except (ValueError, OSError):
+            continue
+        return f"{judged}{path.absolute()}"
+    return "TASKS"
+
+
+def is_of_training(task: str, recipe: Mapping[str, Any]) -> bool:
+    """Return True if a local task reads a file that the run was trained on, in whole or in part, per its recipe."""
+    if not task.startswith(LOCAL):
+        return False
+    file = Path(task.partition(":")[2]).resolve()
+    trained_on = [recipe.get("dataset_name"), (recipe.get("dataset_kwargs") or {}).get("path")]
+    places = [Path(place).resolve() for place in trained_on if place is not None]
+    return any(file in (place, place / "train.jsonl") for place in places)

@@ -1,0 +1,79 @@
+"""Computes what ``evaluation.json`` says of one policy on one task: accuracy, interval, share that ended, judgements.
+
+An answer ends by itself at an end-of-sequence token or a stop string; others are cut at the length limit. Accuracy
+judges a cut answer by the text so far, so a policy that never ends may still look good.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qerl_recipes.evaluate.intervals import several, summary
+
+if TYPE_CHECKING:
+    from qerl_recipes.evaluate.answers import Judged
+
+MOST_CUT = 0.1  # a larger share of cut answers is reported beside the accuracy
+
+
+def summarize(judged: "Sequence[Judged]", num_samples: int) -> dict[str, Any]:
+    """Return the figures of one policy on one task, as ``run.evaluate`` describes them."""
+    ended = [[not cut for cut in problem.cut] for problem in judged]
+    figures = summary([problem.share for problem in judged], num_samples)
+    share = sum(map(sum, ended)) / (len(judged) * num_samples)
+    figures |= {"ended": share, "cut": 1 - share}
+    figures["by_problem"] = {"right": packed([problem.right for problem in judged]), "ended": packed(ended)}
+    if num_samples > 1:
+        figures |= several([problem.right for problem in judged], [problem.vote for problem in judged])
+    return figures
+
+
+def packed(judged: Sequence[Sequence[bool]]) -> str:
+    """Return one bit for each answer, as hexadecimal digits.
+
+    The bits follow the problems, and within a problem its answers. The last byte is padded with zero bits.
+    """
+    return np.packbits(np.asarray(judged, dtype=bool)).tobytes().hex()
+
+
+def unpacked(digits: str, problems: int, num_samples: int) -> np.ndarray:
+    """Return the judgements that ``packed`` encoded, as a boolean array of shape (problems, num_samples).
+
+    Raises ValueError if the digits encode another number of answers.
+    """
+    data, count = np.frombuffer(bytes.fromhex(digits), dtype=np.uint8), problems * num_samples
+    bits = np.unpackbits(data).astype(bool)
+    if len(data) != -(-count // 8) or bits[count:].any():
+        raise ValueError(
+            f"{len(digits)} hexadecimal digits are not {num_samples} answers to each of {problems} problems"
+        )
+    return bits[:count].reshape(problems, num_samples)
+
+
+def ended_share(figures: Mapping[str, Any]) -> float | None:
+    """Return the share of answers that ended by themselves, or None if an older file does not record it."""
+    if "ended" in figures:
+        return figures["ended"]
+    return 1 - figures["cut"] if "cut" in figures else None
+
+
+def too_many_cut(evaluation: Mapping[str, Any]) -> list[str]:
+    """Return one line for each task on which more than a tenth of a policy's answers were cut.
+
+    ``evaluation`` is the content of ``evaluation.json``. Each line names the length limit to raise.
+    """
+    lines = []
+    for task, policies in evaluation.get("tasks", {}).items():
+        cut = {label: 1 - ended for label, of in policies.items() if (ended := ended_share(of)) is not None}
+        if not any(part > MOST_CUT for part in cut.values()):
+            continue
+        longest, room = (evaluation.get("max_new_tokens") or {}).get(task), evaluation.get("max_model_length")
+        is_room = longest is None or (room is not None and longest >= room)
+        name, limit = ("max_model_length", room) if is_room else ("max_new_tokens", longest)
+        shares = " and ".join(f"{part:.0%} ({label})" for label, part in cut.items())
+        lines.append(
+            f"{task}: {shares} of the answers were cut at {name}{f'={limit}' if limit else ''}; accuracy counts what "
+            f"they had written; raise {name}, or give the share that ended beside the accuracy"
+        )
+    return lines
