@@ -295,7 +295,7 @@ def verl_on_a_cpu() -> Iterator[None]:
         try:
             importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            pytest.skip(f"no distribution named {name} is installed (qerl_vllm_plugin/README.md, verl)")
+            pytest.skip(f"no distribution named {name} is installed (qerl_vllm_plugin/verl.md)")
     folder = str(Path(__file__).parent / "fixtures" / "verl")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VERL_PLATFORM", "cpu")

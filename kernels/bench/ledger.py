@@ -93,6 +93,7 @@ def rollouts(files: dict[str, dict[str, Any]]) -> str:
                 [
                     f"{model(result)}, {listed(tokens)}",
                     configuration(arm) + (f" ({found['commit']})" if "commit" in found else ""),
+                    f"{found['weights_gib']:.1f}" if found.get("weights_gib") else "-",
                     listed(cases),
                     listed(f"{case['tokens_per_s']:,.0f}" for case in cases.values()),
                     relative(cases, first["batch"], lambda case: case["tokens_per_s"]),
@@ -106,7 +107,7 @@ def rollouts(files: dict[str, dict[str, Any]]) -> str:
                     f"`{name}.json`",
                 ]
             )
-    head = ["model, tokens in + out", "configuration", "sequences", "tokens/s", "to the file's first"]
+    head = ["model, tokens in + out", "configuration", "weights, GiB", "sequences", "tokens/s", "to the file's first"]
     return table([*head, "decoding alone", "prefill", "spread, at most", "file"], rows)
 
 

@@ -1,6 +1,6 @@
 """Say what the trainer cannot do with a model family, from the model's config and before anything is built.
 
-The table of qerl_vllm_plugin/README.md lists what is supported; tests/recipes/train/test_families.py checks it.
+The table of qerl_vllm_plugin/compatibility.md lists what is supported; tests/recipes/train/test_families.py checks it.
 """
 
 from collections.abc import Collection, Iterator, Mapping

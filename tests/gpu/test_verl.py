@@ -1,4 +1,4 @@
-"""verl's own program with the keys of the README on one GPU and on two, its engines asleep while its trainer works."""
+"""verl's own program with the keys of verl.md on one GPU and on two, its engines asleep while its trainer works."""
 
 import importlib.util
 import os

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TEXT, PAGE = (ROOT / "README.md").read_text(), (ROOT / "qerl_vllm_plugin" / "README.md").read_text()
+PAGE = (ROOT / "qerl_vllm_plugin" / "README.md").read_text()
 
 
 def test_the_program_for_another_stack(boot, make_nvfp4, reference, make_adapter, tmp_path):
     """``boot`` ends the engine, whatever becomes of the program."""
     folder = make_nvfp4("qwen2")
     make_adapter(reference(folder), r=4)[2].save_pretrained(tmp_path / "adapter")
-    program = next(block for block in re.findall(r"```python\n(.*?)```", TEXT, flags=re.S) if "Policy(llm)" in block)
+    program = next(block for block in re.findall(r"```python\n(.*?)```", PAGE, flags=re.S) if "Policy(llm)" in block)
     for theirs, ours in (
         ('"MODEL"', "FOLDER"),
         ("from vllm import LLM", "LLM = BOOT"),

@@ -42,12 +42,12 @@ SWALLOWS = {"smollm3"}  # vLLM runs transformers' code, whose norms stay in the 
 RESIDENT = {"qerl": {"policy_adapter": {"rank": 8}}}
 
 
-README = Path(__file__).parents[3] / "qerl_vllm_plugin" / "README.md"
+PAGE = Path(__file__).parents[3] / "qerl_vllm_plugin" / "compatibility.md"
 
 
 def test_every_family_of_the_table_is_tested_and_its_row_says_what_the_test_does():
     assert set(FAMILIES) == {"qwen3_moe", "qwen3_5_text", *CASES}
-    rows = [line.strip("| \n").split(" | ") for line in README.read_text().splitlines() if line.startswith("|")]
+    rows = [line.strip("| \n").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("|")]
     head = next(row for row in rows if row[0] == "family")
     assert head[1:5] == ["packed", "quantized at load", "adapter", "noise"]
     for family in CASES:

@@ -23,15 +23,15 @@ from qerl_recipes.tasks import running_sum
 from qerl_vllm_plugin.options import Options
 
 ROOT = Path(__file__).parents[3]
-PAGES = [ROOT / "README.md", ROOT / "recipes" / "README.md"]
+PAGE = (ROOT / "recipes" / "evaluation.md").read_text()
 SUMS = 48
 # of the class lm_eval.models.vllm_causallms.VLLM, 0.4.13; what else is given goes on to vLLM by its name
 OWN = {"pretrained", "lora_local_path", "max_length", "max_gen_toks", "add_bos_token", "think_end_token"}
 
 
 def printed() -> list[list[str]]:
-    """The words of every lm_eval command of the pages."""
-    blocks = [block for page in PAGES for block in re.findall(r"```bash\n(.*?)```", page.read_text(), flags=re.S)]
+    """The words of every lm_eval command of the page."""
+    blocks = re.findall(r"```bash\n(.*?)```", PAGE, flags=re.S)
     return [shlex.split(block.replace("\\\n", " ")) for block in blocks if block.startswith("lm_eval ")]
 
 
@@ -80,7 +80,7 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "RUN" / "adapter" / "adapter_config.json").write_text(json.dumps(config))
     rows = [{"prompt": problem.prompt, "answer": problem.answer} for problem in running_sum.held_out(SUMS)]
     (folder / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (block,) = re.findall(r"```yaml\n(# mine.yaml\n.*?)```", PAGES[1].read_text(), flags=re.S)
+    (block,) = re.findall(r"```yaml\n(# mine.yaml\n.*?)```", PAGE, flags=re.S)
     (folder / "mine.yaml").write_text(block)
     greedy = yaml.safe_load(block)
     greedy |= {"task": "greedy", "repeats": 1, "filter_list": greedy["filter_list"][:1]}

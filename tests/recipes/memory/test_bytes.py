@@ -73,7 +73,7 @@ def test_the_weights_of_32b_are_those_of_the_paper() -> None:
 
 
 def test_the_head_needs_what_was_measured_on_an_h200() -> None:
-    """1.37 GiB for linear_logprob with its backward: 8192 tokens of the 7B model, kernels/README.md."""
+    """1.37 GiB for linear_logprob with its backward: 8192 tokens of the 7B model, kernels/results/README.md."""
     batch = activation_bytes.MicroBatch(8192, 8192, 8192, 0, 8192)
     size = size_of("Qwen/Qwen2.5-7B-Instruct")
     _, head = activation_bytes.at_work(size, batch, 0, checkpointing=True, expands=False)

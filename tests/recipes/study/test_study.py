@@ -167,7 +167,7 @@ def test_every_study_of_the_repository_can_be_planned(file, monkeypatch):
 
 def test_the_run_that_the_page_begins_again_is_the_one_that_it_looks_up_in_the_table(monkeypatch):
     monkeypatch.chdir(ROOT)
-    (block,) = re.findall(r"```bash\n(qerl train[^`]*zcat [^`]*)```", Path("recipes/README.md").read_text())
+    (block,) = re.findall(r"```bash\n(qerl train[^`]*zcat [^`]*)```", Path("recipes/studies.md").read_text())
     training, lookup, _ = block.replace("\\\n", " ").strip().splitlines()
     given = dict(itertools.pairwise(shlex.split(training)[2:]))
     file, pattern = re.fullmatch(r"zcat (\S+) \| grep '(\S+)'", lookup).groups()

@@ -17,7 +17,7 @@ from qerl_recipes.train.validate import validate
 from qerl_vllm_plugin.weights.families import FAMILIES
 
 TOLERANCE = 1e-5  # of the mean difference of a step; the largest seen is 1e-6
-README = Path(__file__).parents[3] / "qerl_vllm_plugin" / "README.md"
+PAGE = Path(__file__).parents[3] / "qerl_vllm_plugin" / "compatibility.md"
 GEMMA = {
     "query_pre_attn_scalar": 32,
     "sliding_window": 8,
@@ -56,7 +56,7 @@ def cases() -> list[object]:
 
 def test_every_family_of_the_table_trains_or_is_refused_as_its_column_says():
     assert set(FAMILIES) == {*CASES, *REFUSED, "qwen3_5_text"}
-    rows = [line.strip("| \n").split(" | ") for line in README.read_text().splitlines() if line.startswith("|")]
+    rows = [line.strip("| \n").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("|")]
     head = next(row for row in rows if row[0] == "family")
     said = {row[0]: row[head.index("train")] for row in rows[rows.index(head) + 2 :] if len(row) == len(head)}
     for family in FAMILIES:

@@ -1,4 +1,4 @@
-"""verl's own program on a CPU, with the keys of the README: two ranks of its trainer, engines of one and two ranks."""
+"""verl's own program on a CPU, with the keys of verl.md: two ranks of its trainer, engines of one and two ranks."""
 
 import os
 from pathlib import Path
