@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import gather_object
 
-from qerl_recipes.train.importance import mask_of
+from qerl_recipes.train.loss import mask_of
 from qerl_vllm_plugin.noise import seed_of
 
 if TYPE_CHECKING:

@@ -1,12 +1,23 @@
 """Train a model that computes in float16.
 
 Autocast to float16 (``fp16: true``) does not go through accelerate, whose loss scale would skip steps. Instead the
-gradients of activations are scaled (``model/gradient_scale.py``); the masters of adapter and norms stay fp32. The first
-micro-batch is checked for activations that float16 cannot hold. Later overflows show in the gradient norm
-(``train/divergence.py``).
+gradients of activations are scaled, so that they do not underflow; parameters get unscaled gradients, and the masters
+of adapter and norms stay fp32. The first micro-batch is checked for activations that float16 cannot hold. Later
+overflows show in the gradient norm (``train/divergence.py``).
+
+The loss is a mean over all tokens of a batch, so d loss / d log p of one token is 1e-5 or less. The gradients of a
+layer's activations are thousands of times smaller. Float16, whose smallest step is 2^-24, would lose them.
+
+The backward is linear in its input. So a power of two multiplies all gradients of the log-probabilities of a
+micro-batch, and brings the largest to 4 or more and below 8. The same power divides the gradient of each parameter, in
+fp32, as it arrives. Both are exact. There is no state: nothing is tuned from step to step, and no step is skipped.
+
+Measured with SmolLM2-135M and an adapter on all linears, if the largest gradient of a log-probability is 1: the largest
+gradient of an activation is 190. The median of a layer is 1e-3 to 5e-2, and that of what an adapter's B sends back is
+1e-5.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -15,9 +26,10 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch.nn import Linear
 
-from qerl_recipes.model.gradient_scale import GradientScale
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_vllm_plugin.weights import overflow
+
+LARGEST = 3  # the largest gradient of a log-probability is scaled to below two to this power
 
 
 class HalfPrecision:
@@ -50,3 +62,38 @@ class HalfPrecision:
             return self._scale(logps)[0], None
         logps, entropies = self._scale(logps, entropies)
         return logps, entropies
+
+
+class GradientScale:
+    """Scale the gradients of one model. Create it after its trainable ``parameters`` are settled."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self.inverse: torch.Tensor | None = None  # 1 / factor of the current backward, () fp32
+        for parameter in parameters:
+            parameter.register_hook(self._unscaled)
+
+    def __call__(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the fp32 ``values`` of one micro-batch, of any shape, unchanged; their gradients are scaled."""
+        return _Scaled.apply(self, *values)
+
+    def _unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient if self.inverse is None else gradient * self.inverse.to(gradient.dtype)
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scale: GradientScale, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.scale = scale
+        ctx.set_materialize_grads(False)
+        return tuple(value.view_as(value) for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        present = [gradient for gradient in gradients if gradient is not None and gradient.numel()]
+        if not present:
+            return None, *gradients
+        largest = torch.stack([gradient.abs().amax().float() for gradient in present]).amax()
+        exponent = torch.frexp(torch.where(largest > 0, largest, 1.0)).exponent
+        ctx.scale.inverse = torch.ldexp(torch.ones_like(largest), exponent - LARGEST)
+        factor = torch.ldexp(torch.ones_like(largest), LARGEST - exponent)
+        return None, *(None if gradient is None else gradient * factor for gradient in gradients)

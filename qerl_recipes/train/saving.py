@@ -94,13 +94,13 @@ class RunFiles:
         if trainer.is_world_process_zero():
             moved_to = None
             if folder is not None:
-                moved_to = run_state.leave_later(trainer.args.output_dir, step, trainer.recorder.file.path)
+                moved_to = run_state.leave_later(trainer.args.output_dir, step, trainer.metrics_file.path)
             if moved_to is not None:
                 print(
                     f"going back to step {step}: what was saved later, with its metrics, lies in {moved_to} now",
                     file=sys.stderr,
                 )
-            trainer.recorder.file.restart(step)
+            trainer.metrics_file.restart(step)
         return None if folder is None else str(folder)
 
     def save_adapter(self, folder: str | Path) -> None:
@@ -195,7 +195,7 @@ class RunFiles:
         """Raise if a trained weight is not finite, or if a frozen weight that the engine lent has changed."""
         trainer = self._trainer
         trained = ((name, weight) for name, weight in trainer.model.named_parameters() if weight.requires_grad)
-        is_half = trainer.loss_forward.half is not None
+        is_half = trainer.loss_settings.half is not None
         divergence.check_weights(trainer.state.global_step, trained, trainer.args, is_half=is_half)
         if isinstance(trainer.vllm_generation, LendsWeights):
             trainer.vllm_generation.check_weights()

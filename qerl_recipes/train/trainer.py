@@ -8,15 +8,14 @@ One step, in the order in which it happens. What is called TRL's is inherited, n
  4. rollout     TRL's ``_generate`` gets completions and their log-probabilities from the engine
  5. rewards     TRL's ``_calculate_rewards``; the reward that dynamic sampling compares is kept in ``judged``
  6. advantages  TRL's ``_generate_and_score_completions``; dynamic sampling replaces groups without signal: ``refill``
- 7. importance  weights of trainer over engine, from the loss's own forward where possible: ``LossForward``
- 8. loss        TRL's ``_compute_loss`` on log-probabilities from packed rows: ``LossForward.log_probabilities``
+ 7. importance  weights of trainer over engine, from the loss's own forward where possible: ``loss.weigh``
+ 8. loss        TRL's ``_compute_loss`` on log-probabilities from packed rows: ``loss.log_probabilities``
  9. optimizer   transformers' training loop; loss and gradient norm are checked first: ``_get_grad_norm``
-10. record      ``StepRecorder`` writes a line of metrics.jsonl; ``RunFiles`` saves a checkpoint: ``_save_checkpoint``
+10. record      a line of metrics.jsonl: ``_end_step``; ``RunFiles`` saves a checkpoint: ``_save_checkpoint``
 
 Steps 2 to 6 happen once per rollout, in ``_generate_and_score_completions``. A rollout may serve several steps.
 """
 
-import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,7 @@ import torch
 from accelerate.utils import gather_object, set_seed
 from datasets import Dataset
 from peft import PeftConfig, PeftModel
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ProgressCallback
 from trl import GRPOTrainer
@@ -41,9 +40,7 @@ from qerl_recipes.model.packing import even_micro_batches
 from qerl_recipes.recipe.checks import steps_per_rollout
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.tasks import rewards
-from qerl_recipes.train import divergence, dynamic_sampling, rollout_measures, saving
-from qerl_recipes.train.loss_forward import LossForward
-from qerl_recipes.train.step_metrics import QuietProgress, StepRecorder
+from qerl_recipes.train import divergence, dynamic_sampling, loss, metrics, saving
 
 
 class QerlGRPOTrainer(GRPOTrainer):
@@ -107,7 +104,7 @@ class QerlGRPOTrainer(GRPOTrainer):
             args.use_vllm = True
         self.use_vllm, self._last_loaded_step, self.vllm_generation = True, -1, engine
         self.aux_loss_enabled = False  # a model's config may ask for the routers' loss, but routers are frozen here
-        self.vllm_importance_sampling_correction = True  # always measured; LossForward decides whether it weighs
+        self.vllm_importance_sampling_correction = True  # always measured; `loss.weigh` decides whether it weighs
         for name, weight in self.model.named_parameters():
             if weight.requires_grad:  # TRL rounds an adapter on bitsandbytes weights to BF16; masters stay fp32
                 weight.data = masters.get(name, weight.data).to(weight.device, torch.float32)
@@ -120,7 +117,7 @@ class QerlGRPOTrainer(GRPOTrainer):
             # lent by the engine, and DDP would write the same bits into them
             frozen = (name for name, weight in self.model.named_parameters() if not weight.requires_grad)
             self.model._ddp_params_and_buffers_to_ignore = [*(name for name, _ in self.model.named_buffers()), *frozen]
-        self.loss_forward = LossForward(self, policy)
+        self.loss_settings = loss.LossSettings.of(args, policy)
         self._keeping = blocks_that_keep(policy, args.checkpointed_layers)
         if args.bf16 or args.fp16:  # the model computes under autocast
             fused_lora.install(policy, fused_lora.ADAPTER)
@@ -130,13 +127,17 @@ class QerlGRPOTrainer(GRPOTrainer):
         self._noise: tuple[float, int] | None = None  # sigma and rollout of the noise in the trainer's norms
         self.judged, self.equal_groups = torch.empty(0), 0.0
         self.stream = dynamic_sampling.PromptStream(len(train_dataset), args.seed)
-        self.generation_seconds: float = 0.0
         self.files = saving.RunFiles(self, base, base_name, recipe, start)
-        self._order, self.recorder = saving.EpochOrder(), StepRecorder(self)
+        self._trl_batch: dict[str, Any] = {}  # that of the loss being computed
+        self._micro_batch: loss.MicroBatch | None = None  # the same as values; None outside a loss
+        self._values, self._sums = metrics.StepValues(), metrics.StepSums()  # of the step in progress
+        self._rollout_record: dict[str, float] = {}  # what each step's line says of its rollout
+        self.metrics_file, self._silent = metrics.MetricsFile(args.output_dir), metrics.SilentRollouts(args)
+        self._order = saving.EpochOrder()
         self.add_callback(self._order)
-        self.add_callback(self.recorder)
+        self.add_callback(_StepCallback(self))
         if self.pop_callback(ProgressCallback) is not None:  # with disable_tqdm there is none
-            self.add_callback(QuietProgress())
+            self.add_callback(metrics.QuietProgress())
         # an engine that starts seeds this process; what the run draws must not depend on when that was
         set_seed(args.seed, device_specific=True)
 
@@ -161,8 +162,8 @@ class QerlGRPOTrainer(GRPOTrainer):
         # a loss with a mean or a quantile over the tokens of one micro-batch would change
         per_token_mean = self.loss_type == "bnpo" or self._entropy_bonus_enabled
         is_sum_over_rows = not per_token_mean and self.top_entropy_quantile == 1.0
-        if self.loss_forward.pack_tokens and self._buffered_inputs is not before and is_sum_over_rows:
-            window, skips = self.args.gradient_accumulation_steps, self.loss_forward.skips_silent_rows
+        if self.loss_settings.pack_tokens and self._buffered_inputs is not before and is_sum_over_rows:
+            window, skips = self.args.gradient_accumulation_steps, self.loss_settings.skips_zero_advantage
             self._buffered_inputs = even_micro_batches(self._buffered_inputs, window, skips_silent_rows=skips)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return inputs
@@ -177,7 +178,7 @@ class QerlGRPOTrainer(GRPOTrainer):
         batch = self.score(inputs)
         if self.args.dynamic_sampling:
             batch = dynamic_sampling.refill(self, batch, len(inputs) // self.num_generations)
-        self.generation_seconds += time.perf_counter() - began
+        self._values.rollout_seconds += time.perf_counter() - began
         return batch
 
     def snapshot(self) -> Snapshot:
@@ -194,10 +195,10 @@ class QerlGRPOTrainer(GRPOTrainer):
         self._last_loaded_step = self.state.global_step
         self._noise = (sigma, rollout) if sigma is not None and self.args.noise_mode == "shared" else None
         self._set_noise()
-        metrics = self._metrics["train"]
-        metrics["sigma"].append(sigma or 0.0)
-        metrics["adapter_version"].append(self.files.adapter_version())
-        metrics["noise/touched_norms"].append(touched if sigma else 0)
+        record = {"sigma": float(sigma or 0.0), "adapter_version": self.files.adapter_version()}
+        self._rollout_record = {**record, "touched_norms": touched if sigma else 0}
+        for name, value in self._rollout_record.items():
+            self._metrics["train"]["noise/touched_norms" if name == "touched_norms" else name].append(value)
 
     def _set_noise(self) -> None:
         """Apply this rollout's noise to the trainer's norms, or clear it where the trainer has none."""
@@ -217,8 +218,21 @@ class QerlGRPOTrainer(GRPOTrainer):
             scored: dict[str, Any] = super()._generate_and_score_completions(inputs)
         finally:
             self.vllm_importance_sampling_correction = True
-        rollout_measures.correct(self, scored)
+        logged = self._metrics["train" if self.model.training else "eval"]
+        logged[metrics.EQUAL_GROUPS][-1] = self.equal_groups
+        if metrics.has_stops(self.args.generation_kwargs or {}):
+            logged[metrics.CLIPPED][-1] = self._share_cut_off(scored)
         return scored
+
+    def _share_cut_off(self, batch: Mapping[str, torch.Tensor]) -> float:
+        """Return the share of completions of all processes that were cut off."""
+        ends, tokenizer = {*self.eos_token_ids, self._tokenizer.pad_token_id}, self._tokenizer
+        # masks are those of whole completions: stops are refused together with mask_truncated_completions
+        padded = zip(batch["completion_ids"], batch["completion_mask"], strict=True)
+        rows = [ids[mask.bool()].tolist() for ids, mask in padded]
+        cut = [metrics.is_cut_off(ids, tokenizer.decode(ids), ends, self.args.generation_kwargs or {}) for ids in rows]
+        gathered = self.accelerator.gather(torch.tensor(cut, device=batch["completion_ids"].device))
+        return gathered.float().mean().item()
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, *others: Any) -> torch.Tensor:
         per_function = super()._calculate_rewards(inputs, prompts, *others)  # (completions of all ranks, functions)
@@ -227,20 +241,35 @@ class QerlGRPOTrainer(GRPOTrainer):
         self.judged = dynamic_sampling.judged_by(per_function, self.reward_weights, names, metric)
         size = self.num_generations if self.model.training else self.num_generations_eval
         is_summed = self.multi_objective_aggregation == "sum_then_normalize"
-        self.equal_groups = rollout_measures.equal_groups(per_function, self.reward_weights, size, is_summed)
+        self.equal_groups = metrics.equal_groups(per_function, self.reward_weights, size, is_summed)
         return per_function
 
     # 7 to 9: importance, loss, optimizer
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        is_training = self.model.training
-        with self.loss_forward.learning_from(inputs) if is_training else nullcontext(inputs) as loss_inputs:
-            for block in self._keeping:  # each rollout and the start of training turn checkpointing on in all blocks
-                block.gradient_checkpointing = False
-            loss = super().compute_loss(model, loss_inputs, *args, **kwargs)
-        if is_training:
-            self.recorder.add(loss, loss_inputs)
-        return loss
+        for block in self._keeping:  # each rollout and the start of training turn checkpointing on in all blocks
+            block.gradient_checkpointing = False
+        if not self.model.training:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        skips = self.loss_settings.skips_zero_advantage
+        batch = self._micro_batch = loss.MicroBatch.of(inputs, skips_zero_advantage=skips)
+        self._trl_batch = dict(inputs)  # TRL reads the importance weights from it after the forward
+        self._sums.add(loss.sampled_entropy(batch))
+        try:
+            if batch.old is not None:  # the rollout serves several steps; these are from before the first
+                self._weigh(batch.old)
+            micro_loss = super().compute_loss(model, self._trl_batch, *args, **kwargs)
+        finally:
+            self._micro_batch, self._trl_batch = None, {}
+        self._values.add(micro_loss, batch.computed_tokens())
+        return micro_loss
+
+    def _weigh(self, logps: torch.Tensor) -> None:
+        """Give TRL's batch the importance weights that follow from the trainer's ``logps: (B, C)``."""
+        assert self._micro_batch is not None
+        weights, measured = loss.weigh(logps, self._micro_batch, self.args)
+        self._trl_batch["importance_sampling_ratio"] = weights
+        self._sums.add(measured)
 
     @profiling_decorator
     def _get_per_token_logps_and_entropies(
@@ -253,17 +282,93 @@ class QerlGRPOTrainer(GRPOTrainer):
         compute_entropy: bool = False,
         **others: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        batch = (model, input_ids, attention_mask, logits_to_keep)
-        trl_forward = super()._get_per_token_logps_and_entropies
-        padded = functools.partial(trl_forward, *batch, batch_size, compute_entropy, **others)
-        return self.loss_forward.log_probabilities(*batch, wants_entropy=compute_entropy, padded=padded)
+        arguments = (model, input_ids, attention_mask, logits_to_keep)
+        batch, half = self._micro_batch, self.loss_settings.half  # there is a batch in the loss's own forward alone
+        with nullcontext() if half is None or batch is None else half.first_watched():
+            if self.loss_settings.pack_tokens:
+                logps, entropies = self._packed_forward(*arguments)
+                other_loss = None
+            else:  # accelerate has put bfloat16's autocast around the model
+                with nullcontext() if half is None else half.autocast():
+                    logps, entropies, other_loss = super()._get_per_token_logps_and_entropies(
+                        *arguments, batch_size, compute_entropy, **others
+                    )
+        if batch is not None:
+            if half is not None:
+                logps, entropies = half.scaled(logps, entropies)
+            if batch.old is None:
+                self._weigh(logps.detach())
+            self._sums.add(loss.token_means(logps.detach(), entropies.detach(), batch, self.args))
+        return logps, entropies if compute_entropy else None, other_loss
+
+    def _packed_forward(
+        self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return log-probabilities and entropies, (B, C) each, with constants in rows that are not computed."""
+        batch, half = self._micro_batch, self.loss_settings.half
+        logps, entropies, measured = loss.log_probabilities(
+            model,
+            self.accelerator.unwrap_model(model),
+            input_ids,
+            attention_mask,
+            logits_to_keep,
+            None if batch is None else batch.skipped,
+            self.loss_settings.pack_tokens,
+            self.temperature,
+            self.accelerator.autocast if half is None else half.autocast,
+            has_entropy_gradient=self._entropy_bonus_enabled,
+        )
+        if batch is None:
+            return logps, entropies
+        self._sums.add(measured)
+        return loss.fill_skipped(logps, entropies, batch)
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         norm = super()._get_grad_norm(*args, **kwargs)
-        self.recorder.take_gradients(float(norm))
-        step, is_half = self.state.global_step + 1, self.loss_forward.half is not None
-        divergence.check_step(step, self.recorder.loss, self.recorder.grad_norm, self.args, is_half=is_half)
+        local_loss = torch.as_tensor(self._values.loss, dtype=torch.float32, device=self.accelerator.device)
+        self._values.loss, self._values.grad_norm = float(self.accelerator.gather(local_loss).mean()), float(norm)
+        step, is_half = self.state.global_step + 1, self.loss_settings.half is not None
+        divergence.check_step(step, self._values.loss, self._values.grad_norm, self.args, is_half=is_half)
         return norm
+
+    # 10: record, at the points of transformers' loop that `_StepCallback` hands on
+
+    def _begin_training(self) -> None:
+        if self.args.save_steps < 1:  # a share of all steps; transformers' number for it may be in mid-rollout
+            self.state.save_steps = math.ceil(self.state.save_steps / self.steps_per_rollout) * self.steps_per_rollout
+        if self._schedule is not None and self.is_world_process_zero():
+            metrics.warn_if_noise_ends_early(self._schedule, self.rollouts(), self.args)
+
+    def _begin_step(self) -> None:
+        logged = {name: len(values) for name, values in self._metrics["train"].items()}
+        self._values = metrics.StepValues(time.perf_counter(), self._get_learning_rate(), logged)
+
+    def _end_step(self) -> None:
+        """Put the step's own figures into TRL's log, and write its line of metrics.jsonl."""
+        logged, values, engine = self._metrics["train"], self._values, self.vllm_generation
+        figures = self._sums.take(self.accelerator.gather, self.accelerator.device)
+        for name in logged.keys() & {*figures, *metrics.OF_TOKENS}:  # TRL's own are 0 if no token was computed
+            del logged[name][values.logged.get(name, 0) :]
+        for name, value in figures.items():
+            logged[name].append(value)
+        tokens = int(values.tokens)  # waits for the GPU, so that the time is of the whole step
+        seconds = time.perf_counter() - values.began
+        if values.rollout_seconds:
+            logged["rollout_tokens_per_s"].append(engine.tokens / max(engine.seconds, 1e-9))
+        logged["train_tokens_per_s"].append(tokens / (seconds - values.rollout_seconds))
+        if self.is_world_process_zero():
+            new = {name: numbers[values.logged.get(name, 0) :] for name, numbers in logged.items()}
+            step = {"step": self.state.global_step, "epoch": self.state.epoch, "loss": values.loss}
+            step |= {"grad_norm": values.grad_norm, "learning_rate": values.learning_rate, "step_seconds": seconds}
+            record = {**self._rollout_record, **step, **metrics.named(new)}
+            self.metrics_file.append(record)
+            self._silent.add(record)
+
+    def _record_evaluation(self, logs: Mapping[str, float]) -> None:
+        figures = metrics.of_evaluation(logs)
+        if figures and self.is_world_process_zero():
+            problems = {f"{metrics.EVALUATION}problems": len(self.eval_dataset)}
+            self.metrics_file.append({"step": self.state.global_step, **problems, **figures})
 
     # before and after the steps
 
@@ -318,3 +423,22 @@ class QerlGRPOTrainer(GRPOTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         saving.load_adapter(self.accelerator.unwrap_model(self.model), resume_from_checkpoint)
+
+
+class _StepCallback(TrainerCallback):
+    """Call the trainer's methods of step 10; transformers has no method to override at these points of its loop."""
+
+    def __init__(self, trainer: QerlGRPOTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: GRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._trainer._begin_training()
+
+    def on_step_begin(self, args: GRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._trainer._begin_step()
+
+    def on_step_end(self, args: GRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._trainer._end_step()
+
+    def on_log(self, args: GRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._trainer._record_evaluation(kwargs.get("logs") or {})

@@ -5,7 +5,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import digit_rewards
 import pandas as pd
@@ -18,8 +17,7 @@ from qerl_recipes.files.run_state import CheckpointMismatch
 from qerl_recipes.hooks import get_plugin_manager
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.train import run as train
-from qerl_recipes.train.divergence import Diverged, check_step
-from qerl_recipes.train.step_metrics import StepMeans, StepRecorder
+from qerl_recipes.train.divergence import Diverged
 from qerl_recipes.train.validate import uneven_evaluation
 
 ENGINE = ["--rollout_engine", scripted_rollouts.NAME, "--dtype", "float32"]
@@ -107,31 +105,16 @@ def test_promise_08_two_processes_do_what_one_does_and_go_on_from_a_checkpoint(
         train.main(alone)
 
 
-def test_means_of_a_step_weigh_every_micro_batch_of_every_process_by_what_it_holds():
-    means, nothing = StepMeans(), torch.device("cpu")
-    means.add("entropy", torch.tensor(6.0), torch.tensor(2))
-    means.add("entropy", torch.tensor(0.0), torch.tensor(0))  # all of its rows are masked out
-    means.add("share", 3, 4)
-    means.add("empty", 0.0, 0)
-    other = torch.tensor([[[0.0, 0.0], [2.0, 6.0], [5.0, 4.0]]], dtype=torch.float64)  # empty, entropy, share
-    found = means.take(lambda own: torch.cat([own, other]), nothing)
-    assert found == {"entropy": 1.0, "share": 1.0}
-    assert means.take(lambda own: own, nothing) == {}
-
-
 @pytest.mark.parametrize(("elsewhere", "stops"), [(3.0, False), (torch.nan, True), (-torch.inf, True)])
-def test_a_loss_that_is_not_finite_in_one_process_stops_them_all(elsewhere, stops, tmp_path):
-    accelerator = SimpleNamespace(device="cpu", gather=lambda own: torch.stack([own, torch.tensor(elsewhere)]))
-    args = SimpleNamespace(output_dir=tmp_path, learning_rate=1.0)
-    recorder = StepRecorder(
-        SimpleNamespace(accelerator=accelerator, args=args, generation_seconds=0.0, _metrics={"train": {}})
-    )
-    ones = torch.ones(2, 3)
-    recorder.add(torch.tensor(1.0), {"prompt_mask": ones, "completion_mask": ones})
-    recorder.take_gradients(0.5)
-    with pytest.raises(Diverged, match="step 7 is not taken") if stops else contextlib.nullcontext():
-        check_step(7, recorder.loss, recorder.grad_norm, args, is_half=False)
-    assert stops or recorder.loss == 2.0
+def test_a_loss_that_is_not_finite_in_one_process_stops_them_all(
+    elsewhere, stops, make_trainer, make_nvfp4, monkeypatch
+):
+    trainer = make_trainer(make_nvfp4("qwen2"))
+    monkeypatch.setattr(trainer.accelerator, "gather", lambda own: torch.stack([own, torch.tensor(elsewhere)]))
+    trainer._values.add(torch.tensor(1.0), torch.tensor(6))
+    with pytest.raises(Diverged, match="step 1 is not taken") if stops else contextlib.nullcontext():
+        trainer._get_grad_norm(trainer.model)
+    assert stops or trainer._values.loss == 2.0
 
 
 @pytest.mark.parametrize(

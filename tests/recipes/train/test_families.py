@@ -81,7 +81,7 @@ def test_promise_06_engine_and_trainer_agree_in_every_family_that_is_trained(
         max_steps=2,
         **AQN,
     )
-    assert bool(trainer.loss_forward.pack_tokens) == (family not in PADDED)
+    assert bool(trainer.loss_settings.pack_tokens) == (family not in PADDED)
     before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
     linears = [m for m in trainer.model.get_base_model().model.modules() if hasattr(m, "weight_packed")]
     experts = [m for m in trainer.model.get_base_model().model.modules() if isinstance(m, FrozenNVFP4Experts)]
@@ -102,7 +102,7 @@ def test_a_hybrid_of_linear_attention_is_trained_in_padded_batches(make_trainer,
     """In BF16: vLLM has no other kernel of the linear attention on a CPU."""
     with pytest.warns(UserWarning, match="the state of the linear attention would go on from one sequence"):
         trainer = make_trainer(make_nvfp4("qwen3_5_text"), noise_mode="shared", max_steps=4, **AQN)
-    assert not trainer.loss_forward.pack_tokens
+    assert not trainer.loss_settings.pack_tokens
     adapted = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in trainer.snapshot().tensors}
     assert {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj", "down_proj"} <= adapted
     trainer.train()

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qerl_recipes.model.gradient_scale import GradientScale
 from qerl_recipes.train import half_precision
 from qerl_recipes.train.divergence import Diverged
+from qerl_recipes.train.half_precision import GradientScale
 from qerl_vllm_plugin.weights.overflow import ActivationOverflow, watched
 
 

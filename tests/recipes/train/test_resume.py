@@ -324,19 +324,3 @@ def test_the_hash_tells_bases_apart_by_their_weights(make_nvfp4, tmp_path):
         file.seek(-1, os.SEEK_END)
         file.write(bytes([last[0] ^ 1]))
     assert checkpoints.base_hash(tmp_path / "copy") != checkpoints.base_hash(base)
-
-
-def test_metrics_of_repeated_steps_are_cut_off_and_a_torn_line_is_dropped(tmp_path):
-    from qerl_recipes.train.metrics_file import MetricsFile
-
-    file = MetricsFile(tmp_path)
-    file.restart(0)
-    for step in (1, 2, 3):
-        file.append({"step": step, "reward": float("nan")})
-    with open(file.path, "a") as torn:
-        torn.write('{"step": 4, "rew')
-    file.restart(2)
-    assert [json.loads(line) for line in file.path.read_text().splitlines()] == [
-        {"step": 1, "reward": None},
-        {"step": 2, "reward": None},
-    ]

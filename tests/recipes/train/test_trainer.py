@@ -10,6 +10,7 @@ from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file
 
 from qerl_recipes.model import norms
+from qerl_recipes.train import loss
 from qerl_recipes.train.run import finish
 from qerl_vllm_plugin import noise
 
@@ -18,18 +19,19 @@ AQN = {"sigma_start": 0.2, "sigma_end": 0.2, "num_stages": 1, "max_steps": 4}
 
 @pytest.mark.parametrize("mode", ["none", "rollout", "corrected", "shared"])
 def test_promise_06_rollout_and_trainer_agree_and_the_noise_modes_differ_as_they_say(
-    mode, make_trainer, make_nvfp4, read_metrics
+    mode, make_trainer, make_nvfp4, read_metrics, monkeypatch
 ):
     trainer = make_trainer(make_nvfp4("qwen2"), **({"noise_mode": mode, **AQN} if mode != "none" else {"max_steps": 4}))
     seen = []
-    inner = trainer.loss_forward.importance
+    inner = loss.weigh
 
     def watch(*args):
         noisy = [name for name, norm in norms.named_norms(trainer.model) if norm.noise is not None]
-        seen.append((inner(*args), len(noisy)))
-        return seen[-1][0]
+        weights, measured = inner(*args)
+        seen.append((weights, len(noisy)))
+        return weights, measured
 
-    trainer.loss_forward.importance = watch
+    monkeypatch.setattr(loss, "weigh", watch)
     trainer.train()
     records = read_metrics(trainer)
     assert [record["step"] for record in records] == [1, 2, 3, 4]

@@ -1,0 +1,324 @@
+"""Compute what the loss needs of one micro-batch, and measure it: functions over tensors.
+
+TRL's ``_compute_loss`` multiplies, clips and sums. It takes from here the log-probabilities of packed rows and the
+importance weights. B is the number of completions in a micro-batch, C the length of the longest.
+
+**Importance weights** say how the trainer's log-probabilities differ from those that the engine sampled with. TRL
+computes the trainer's log-probabilities once before training, for the weights, and once more for the loss. Where a
+rollout serves one optimizer step, both are the same numbers. So the weights come from the loss's own forward; that
+saves a sixth of a GRPO step of a 7B model. Where a rollout serves several steps, the weights come from before the first
+step; each step measures them on the completions that it trains on.
+
+**Rows with an advantage of 0** are not computed: they have no gradient, and need neither a forward nor a backward. In a
+group whose rewards are all equal every advantage is exactly 0, and each of TRL's losses multiplies by it. Such rows are
+left out before packing, and constants take their place in the loss. The loss and its divisors (the tokens of the batch,
+or of a sequence) stay what they were. For the same log-probabilities the loss and its gradient with respect to them are
+equal bit for bit. Over a model both differ by the order of its sums, in fp32 by less than 1e-4 relative.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peft import PeftModel
+
+from qerl_recipes.model import logprobs
+from qerl_recipes.model.packing import pack
+from qerl_recipes.recipe.checks import needs_every_completion
+from qerl_recipes.recipe.configs import GRPOConfig
+from qerl_recipes.train.half_precision import HalfPrecision
+
+# the names under which TRL's log has these figures; the last two are ours, for TRL logs a clip ratio of its own, too
+MISMATCH, LARGEST_MISMATCH = "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max"
+WEIGHTS = "sampling/importance_sampling_ratio/"
+STALENESS, STALE_CLIPPED = "staleness/logp_difference/mean", "staleness/clip_ratio"
+
+SEQUENCE_MODES = ("sequence_mask", "sequence_truncate")
+MASK_MODES = ("sequence_mask", "token_mask")
+CLIPPING_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # they clip at 1 - epsilon and at 1 + epsilon_high
+
+Sums = Mapping[str, tuple[torch.Tensor | float, torch.Tensor | float]]  # metric -> sum of its values, their number
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The figures of one micro-batch, which ``metrics.StepSums`` joins over a step: means, largest, smallest values."""
+
+    sums: Sums = field(default_factory=dict)
+    largest: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    smallest: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch of completions; tensors are (B, C) unless they say otherwise.
+
+    ``mask`` is 1 where the policy sampled the token and it counts in the loss. ``sampled`` are the engine's
+    log-probabilities, NaN where it has none. ``old`` are the trainer's from before the first step of a rollout that
+    serves several, else None. ``reference`` are those of the reference policy, None without ``beta``. ``advantages``
+    are (B,), ``lengths: (B,)`` the tokens of prompt and completion. ``skipped: (B,)`` marks rows that are not computed,
+    and is None if all are.
+    """
+
+    mask: torch.Tensor
+    sampled: torch.Tensor
+    advantages: torch.Tensor
+    lengths: torch.Tensor
+    old: torch.Tensor | None = None
+    reference: torch.Tensor | None = None
+    skipped: torch.Tensor | None = None
+
+    @staticmethod
+    def of(batch: Mapping[str, torch.Tensor], *, skips_zero_advantage: bool) -> "MicroBatch":
+        """Return the values of TRL's micro-batch."""
+        mask, advantages = mask_of(batch), batch["advantages"]
+        return MicroBatch(
+            mask,
+            batch["sampling_per_token_logps"],
+            advantages,
+            batch["prompt_mask"].sum(dim=1) + batch["completion_mask"].sum(dim=1),
+            old=batch.get("old_per_token_logps"),
+            reference=batch.get("ref_per_token_logps"),
+            skipped=zero_advantage(advantages, mask) if skips_zero_advantage else None,
+        )
+
+    def computed(self) -> torch.Tensor:
+        """Mark the tokens that are learned from, without those of skipped rows: (B, C) bool."""
+        mask = self.mask.bool()
+        return mask if self.skipped is None else mask & ~self.skipped[:, None]
+
+    def computed_tokens(self) -> torch.Tensor:
+        """Return the number of prompt and completion tokens that go through the model: ()."""
+        return (self.lengths if self.skipped is None else self.lengths * ~self.skipped).sum()
+
+
+def mask_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return TRL's (B, C) mask, which is 1 where the policy sampled the token and it counts in the loss."""
+    mask = batch["completion_mask"]
+    return mask * batch["tool_mask"] if "tool_mask" in batch else mask
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """How the log-probabilities of one policy are computed.
+
+    ``pack_tokens`` is the number of tokens of a packed row; 0 keeps TRL's padded batch. ``skips_zero_advantage`` says
+    whether completions with an advantage of 0 are left out. ``half`` holds what a float16 model needs, and is None for
+    others.
+    """
+
+    pack_tokens: int
+    skips_zero_advantage: bool
+    half: HalfPrecision | None
+
+    @staticmethod
+    def of(args: GRPOConfig, policy: PeftModel) -> "LossSettings":
+        """Prepare ``policy``, which has its adapter and trainable norms, for the loss's forward; warn if it pads."""
+        pack_tokens, is_half = args.pack_tokens or 0, policy.get_output_embeddings().weight.dtype == torch.float16
+        half = HalfPrecision(policy, args) if is_half else None
+        with nullcontext() if half is None else half.watched():
+            reason = logprobs.prepare(policy) if pack_tokens else None
+        if reason is not None:
+            warnings.warn(f"pack_tokens is without effect, the batches stay padded: {reason}", stacklevel=3)
+            pack_tokens = 0
+        may_skip = pack_tokens > 0 and needs_every_completion(args) is None
+        return LossSettings(pack_tokens, may_skip and args.skip_silent_rows is not False, half)
+
+
+# log-probabilities
+
+
+def log_probabilities(
+    model: Any,
+    unwrapped: PeftModel,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    completion: int,
+    skipped: torch.Tensor | None,
+    pack_tokens: int,
+    temperature: float,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    *,
+    has_entropy_gradient: bool,
+) -> tuple[torch.Tensor, torch.Tensor, Measured]:
+    """Return the log-probabilities and entropies of completions from packed rows, (B, C) each, and how they packed.
+
+    ``input_ids`` and ``attention_mask`` are (B, P + C), with C = ``completion``. Rows ``skipped: (B,)`` are not
+    computed and hold 0. ``unwrapped`` is ``model`` without a launcher's wrapper.
+    """
+    ids, mask = input_ids.cpu(), attention_mask.cpu()
+    if skipped is not None:
+        mask[skipped.cpu(), -completion:] = 0
+    rows = pack(ids, mask, completion, pack_tokens, share_prompts=logprobs.shares_prompts(unwrapped))
+    logps, entropies = logprobs.completion_logprobs(
+        model,
+        unwrapped,
+        rows,
+        (len(input_ids), completion),
+        temperature,
+        autocast,
+        has_entropy_gradient=has_entropy_gradient,
+    )
+    packed: dict[str, Any] = {"packing/share": (sum(row.tokens.shape[1] for row in rows), input_ids.numel())}
+    if skipped is not None:
+        packed["packing/silent_rows"] = (skipped.sum(), len(skipped))
+    return logps, entropies, Measured(packed)
+
+
+def zero_advantage(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Mark the rows that have an advantage of 0 and are left out: ``advantages: (B,)``, ``mask: (B, C)`` -> (B,) bool.
+
+    If all rows have 0, the first one with tokens stays, so that the step still compares engine and trainer.
+    """
+    has_none = advantages == 0
+    rows = torch.arange(len(has_none), device=has_none.device)
+    first = (mask.sum(dim=1) > 0).int().argmax()  # a branch in Python would wait for the GPU
+    return has_none & ~(has_none.all() & (rows == first))
+
+
+def fill_skipped(logps: torch.Tensor, entropies: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``logps`` and ``entropies``, (B, C) each, with constants in the skipped rows.
+
+    The log-probabilities there become those from before the step, so that every ratio is 1 and finite. The entropies
+    become the mean over the computed tokens, so that the mean over all tokens stays the same; NaN if none was computed.
+    """
+    if batch.skipped is None:
+        return logps, entropies
+    before = batch.sampled if batch.old is None else batch.old
+    computed, rows = batch.computed(), batch.skipped[:, None]
+    mean = (entropies * computed).sum() / computed.sum()
+    return torch.where(rows, before.nan_to_num(nan=0.0), logps), torch.where(rows, mean, entropies)
+
+
+# importance weights
+
+
+def importance_weights(
+    logps: torch.Tensor,
+    sampled: torch.Tensor,
+    mask: torch.Tensor,
+    mode: str,
+    smallest: float | None,
+    largest: float | None,
+) -> torch.Tensor:
+    """Return the importance weights exp(logps - sampled): (B, C), or (B, 1) in the sequence modes.
+
+    ``mode`` is TRL's ``vllm_importance_sampling_mode``. ``logps``, ``sampled`` and ``mask`` are (B, C). A weight
+    outside [``smallest``, ``largest``] is clamped, or set to 0 in the mask modes. A token without a log-probability
+    from the engine (NaN) counts as equal on both sides.
+    """
+    difference = ((logps - sampled) * mask).nan_to_num(nan=0.0)
+    if mode in SEQUENCE_MODES:
+        difference = difference.sum(dim=-1, keepdim=True)
+    ratio = difference.exp()
+    if mode not in MASK_MODES:
+        return ratio if smallest is None and largest is None else ratio.clamp(smallest, largest)
+    outside = torch.zeros_like(ratio, dtype=torch.bool)
+    if smallest is not None:
+        outside |= ratio < smallest
+    if largest is not None:
+        outside |= ratio > largest
+    return ratio.masked_fill(outside, 0.0)
+
+
+def weigh(logps: torch.Tensor, batch: MicroBatch, args: GRPOConfig) -> tuple[torch.Tensor, Measured]:
+    """Return the importance weights of a micro-batch with the trainer's ``logps: (B, C)``, and ``agreement``.
+
+    Without ``vllm_importance_sampling_correction`` the weights are 1, and what they would be is measured all the same.
+    """
+    limits = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
+    weights = importance_weights(logps, batch.sampled, batch.mask, args.vllm_importance_sampling_mode, *limits)
+    measured = agreement(logps, batch.sampled, batch.computed(), weights)
+    return weights if args.vllm_importance_sampling_correction else torch.ones_like(weights), measured
+
+
+def agreement(logps: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor) -> Measured:
+    """Return by how much trainer and engine differ on the tokens of ``mask``, and the weights, under TRL's names.
+
+    ``weights`` is (B, C) or (B, 1), the others are (B, C). Weights of sequences count once each.
+    """
+    known = mask.bool() & ~sampled.isnan()
+    difference = torch.where(known, (logps - sampled).abs(), 0.0)
+    counted = torch.ones_like(weights, dtype=torch.bool) if weights.shape[1] == 1 < mask.shape[1] else mask.bool()
+    return Measured(
+        sums={
+            MISMATCH: (difference.sum(), known.sum()),
+            f"{WEIGHTS}mean": (torch.where(counted, weights, 0.0).sum(), counted.sum()),
+        },
+        largest={
+            LARGEST_MISMATCH: torch.where(known, difference, -torch.inf).max(),
+            f"{WEIGHTS}max": torch.where(counted, weights, -torch.inf).max(),
+        },
+        smallest={f"{WEIGHTS}min": torch.where(counted, weights, torch.inf).min()},
+    )
+
+
+# what a step measures
+
+
+def sampled_entropy(batch: MicroBatch) -> Measured:
+    """Estimate the entropy of the sampling distribution, from all rows, also those that are skipped."""
+    mask = batch.mask.bool()
+    return Measured({"sampling/entropy": (-torch.where(mask, batch.sampled, 0.0).sum(), mask.sum())})
+
+
+def token_means(logps: torch.Tensor, entropies: torch.Tensor, batch: MicroBatch, args: GRPOConfig) -> Measured:
+    """Return entropy, KL to the reference policy and staleness over the computed tokens; arguments are (B, C)."""
+    computed, values = batch.computed(), {"entropy": entropies}
+    if batch.reference is not None:
+        values["kl"] = reference_kl(logps, batch, args)
+    means = {name: (torch.where(computed, value, 0.0).sum(), computed.sum()) for name, value in values.items()}
+    return Measured({**means, **staleness(logps, batch, args)})
+
+
+def reference_kl(logps: torch.Tensor, batch: MicroBatch, args: GRPOConfig) -> torch.Tensor:
+    """Return the KL estimate k3 to the reference policy for each token: (B, C).
+
+    With ``use_bias_correction_kl`` the estimate is multiplied by the ratio to the policy before the rollout's first
+    step, as in the loss.
+    """
+    assert batch.reference is not None
+    difference = batch.reference - logps
+    estimate = difference.exp() - difference - 1
+    return estimate * log_ratio(logps, batch, args).exp() if args.use_bias_correction_kl else estimate
+
+
+def log_ratio(logps: torch.Tensor, batch: MicroBatch, args: GRPOConfig) -> torch.Tensor:
+    """Return the log-ratio of ``logps: (B, C)`` to the policy before the rollout's first step, as in the loss.
+
+    It is (B, C). With ``importance_sampling_level: sequence`` it is the mean over each sequence: (B, 1).
+    """
+    change = logps - (logps if batch.old is None else batch.old)
+    if args.importance_sampling_level == "sequence":
+        tokens = batch.mask.sum(dim=-1, keepdim=True).clamp(min=1)
+        change = (change * batch.mask).sum(dim=-1, keepdim=True) / tokens
+    return change
+
+
+def staleness(logps: torch.Tensor, batch: MicroBatch, args: GRPOConfig) -> Sums:
+    """Measure how far the policy has moved since the first of the optimizer steps that one rollout serves.
+
+    The result is empty where a rollout serves one step. ``logps: (B, C)`` are the trainer's current log-probabilities.
+    ``STALENESS`` is their distance, in nats, from those before the first step, over the computed tokens. In the first
+    step it shows how much two passes of one policy differ.
+
+    ``STALE_CLIPPED`` is the share that the loss clips at 1 - epsilon and 1 + epsilon_high, as in TRL's
+    ``clip_ratio/region_mean``, which is a mean over micro-batches. It is of all sampled tokens or, with
+    ``importance_sampling_level: sequence``, of all sequences. A loss that does not clip so has none.
+    """
+    if batch.old is None:
+        return {}
+    change, computed = (logps - batch.old).abs(), batch.computed()
+    distance = {STALENESS: (torch.where(computed, change, 0.0).sum(), computed.sum())}
+    if args.loss_type not in CLIPPING_LOSSES:
+        return distance
+    ratio, advantages = log_ratio(logps, batch, args).exp(), batch.advantages[:, None]  # (B, C or 1), (B, 1)
+    counted = torch.ones_like(ratio) if args.importance_sampling_level == "sequence" else batch.mask
+    above = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    if args.delta is not None:
+        ratio = ratio.clamp(max=args.delta)
+    clipped = ((ratio < 1 - args.epsilon) & (advantages < 0)) | ((ratio > 1 + above) & (advantages > 0))
+    return {**distance, STALE_CLIPPED: ((clipped * counted).sum(), counted.sum())}

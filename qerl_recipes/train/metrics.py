@@ -1,0 +1,301 @@
+"""Turn what a step has measured into its line of ``metrics.jsonl``, which the report reads.
+
+The file has one JSON object a line, in the order in which things happened:
+
+    {"step": 7, "loss": 0.01, "reward": 0.4, "rewards/accuracy/mean": 0.3, ...}
+    {"step": 7, "eval/problems": 512, "eval/reward": 0.45, "eval/rewards/accuracy/mean": 0.35, ...}
+
+Each optimizer step has a line of the first kind, whatever the logging interval. Each evaluation on held-out problems
+(``eval_strategy``) has a line of the second kind. Its ``step`` is the number of steps done; 0 is before the first
+(``eval_on_start``). Its other keys are ``eval/`` and the key that training uses.
+
+``rollout_tokens_per_s`` counts generated tokens. ``train_tokens_per_s`` counts the tokens of prompts and completions
+that went through the trainer's forward and backward, over the step's time without the rollout. The main process writes
+its own speeds and step time; all else is over all processes.
+
+Two figures of a rollout are measured anew, because TRL 1.16 computes something else than their names say:
+
+* ``equal_groups`` (TRL's ``frac_reward_zero_std``) is the share of groups whose rewards are all equal. Where
+  ``scale_rewards`` is ``batch``, or each reward is normalized before the sum, TRL looks at the deviation of the whole
+  batch. Its figure is then 0 as soon as any two completions differ.
+* ``completion_clipped`` (TRL's ``completions/clipped_ratio``) is the share of completions that were cut off. TRL counts
+  all without an end-of-sequence token, even those ended by ``stop`` or ``stop_token_ids`` of ``generation_kwargs``.
+"""
+
+import json
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import TrainerControl, TrainerState
+from transformers.trainer_callback import ProgressCallback
+
+from qerl_recipes.files.whole_folder import write_text
+from qerl_recipes.recipe.configs import GRPOConfig
+from qerl_recipes.train import loss
+from qerl_recipes.train.dynamic_sampling import TOTAL, informative_groups, judged_by
+
+FILE = "metrics.jsonl"
+EVALUATION = "eval/"  # begins every key but step in an evaluation's line
+HF_EVALUATION = "eval_"  # begins the names that transformers and TRL log of an evaluation
+EQUAL_GROUPS, CLIPPED = "frac_reward_zero_std", "completions/clipped_ratio"  # TRL's names of the two figures above
+
+# the names of a step's metrics in TRL's log -> in metrics.jsonl
+NAMES = {
+    "reward": "reward",
+    "reward_std": "reward_std",
+    EQUAL_GROUPS: "equal_groups",
+    "entropy": "entropy",
+    "sampling/entropy": "sampled_entropy",
+    "kl": "kl",
+    loss.MISMATCH: "logp_mismatch_mean",
+    loss.LARGEST_MISMATCH: "logp_mismatch_max",
+    loss.STALENESS: "logp_staleness_mean",
+    loss.STALE_CLIPPED: "clip_ratio",
+    "completions/mean_length": "completion_length",
+    CLIPPED: "completion_clipped",
+    "dynamic_sampling/accepted_groups": "accepted_groups",
+    "dynamic_sampling/dropped_groups": "dropped_groups",
+    "dynamic_sampling/filled_groups": "filled_groups",
+    "dynamic_sampling/extra_tokens": "extra_tokens",
+    "dynamic_sampling/rounds": "sampling_rounds",
+    "packing/share": "packed_share",
+    "packing/silent_rows": "silent_rows",
+}
+COUNTS = {"accepted_groups", "dropped_groups", "filled_groups", "extra_tokens", "sampling_rounds"}
+OF_TOKENS = ("entropy", "kl")  # means over tokens; a step may have computed none
+IN_THE_BAR = {"reward": "reward", loss.MISMATCH: "mismatch", "sigma": "sigma"}
+SILENT_ROLLOUTS = 5  # this many rollouts in a row without signal are not chance
+
+
+class StepSums:
+    """Means and extremes over a whole step: over all values in its micro-batches, of all processes.
+
+    TRL averages the means of the micro-batches. Here micro-batches differ in their tokens and in the rows left out.
+    Only ``take`` waits for the GPU.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, torch.Tensor] = {}  # (2,) fp64 each: the sum of the values, and their number
+        self._extremes: dict[tuple[str, int], torch.Tensor] = {}  # (metric, sign) -> the largest of sign * values
+
+    def add(self, measured: loss.Measured) -> None:
+        """Add one micro-batch's figures; every process adds the same names in each step."""
+        for name, (total, number) in measured.sums.items():
+            device = next((x.device for x in (total, number) if isinstance(x, torch.Tensor)), None)
+            pair = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in (total, number)])
+            self._sums[name] = self._sums[name] + pair if name in self._sums else pair
+        for sign, values in ((1, measured.largest), (-1, measured.smallest)):
+            for name, value in values.items():
+                before = self._extremes.get((name, sign), sign * value)
+                self._extremes[name, sign] = torch.maximum(before, sign * value)
+
+    def take(self, gather: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> dict[str, float]:
+        """Return the figures of what was added since the last call; those of no value at all are left out.
+
+        ``gather`` is the accelerator's; it stacks the tensors of all processes along the first dimension.
+        """
+        figures, sums, extremes = {}, dict(sorted(self._sums.items())), dict(sorted(self._extremes.items()))
+        self._sums, self._extremes = {}, {}
+        if sums:
+            local = torch.stack([pair.to(device) for pair in sums.values()])[None]  # (1, names, 2)
+            for name, (total, number) in zip(sums, gather(local).sum(dim=0).tolist(), strict=True):
+                if number:
+                    figures[name] = total / number
+        if extremes:
+            local = torch.stack([value.double().to(device) for value in extremes.values()])[None]  # (1, names)
+            for (name, sign), value in zip(extremes, gather(local).amax(dim=0).tolist(), strict=True):
+                if math.isfinite(value):
+                    figures[name] = sign * value
+        if loss.MISMATCH not in figures:  # without a token to compare, weights of 1 would claim that both sides agree
+            figures = {name: value for name, value in figures.items() if not name.startswith(loss.WEIGHTS)}
+        return figures
+
+
+@dataclass
+class StepValues:
+    """What the trainer notes during one optimizer step, in this process.
+
+    ``began`` is when the step began; ``rollout_seconds`` of its time went into generating and scoring. ``loss`` is the
+    sum over its micro-batches, whose losses TRL has already divided by their number where that is needed; at the end it
+    is the mean over all processes. ``tokens`` went through forward and backward. ``logged`` counts the values that each
+    metric of TRL's log had before the step.
+    """
+
+    began: float = 0.0
+    learning_rate: float = 0.0
+    logged: Mapping[str, int] = field(default_factory=dict)
+    rollout_seconds: float = 0.0
+    loss: torch.Tensor | float = 0.0
+    grad_norm: float = 0.0
+    tokens: torch.Tensor | int = 0
+
+    def add(self, micro_loss: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Add the loss of one micro-batch and the number of its computed tokens, () each."""
+        self.loss, self.tokens = self.loss + micro_loss.detach(), self.tokens + tokens
+
+
+def named(logged: Mapping[str, Sequence[float | None]]) -> dict[str, float]:
+    """Return the mean of each metric of TRL's log under the name that it has in metrics.jsonl.
+
+    A metric that the file does not keep is left out. So is a value of None or NaN, as in TRL's own means.
+    """
+    means = {}
+    for trl_name, values in logged.items():
+        known = [value for value in values if value is not None and not math.isnan(value)]
+        name = _our_name(trl_name)
+        if known and name is not None:
+            mean = sum(known) / len(known)
+            means[name] = round(mean) if name in COUNTS else mean
+    return means
+
+
+def of_evaluation(logs: Mapping[str, float]) -> dict[str, float]:
+    """Return the figures of an evaluation in TRL's ``logs`` under our names; empty for a log of training."""
+    if f"{HF_EVALUATION}reward" not in logs:
+        return {}
+    kept = {_our_name(name.removeprefix(HF_EVALUATION)): value for name, value in logs.items() if HF_EVALUATION in name}
+    return {f"{EVALUATION}{name}": value for name, value in kept.items() if name is not None}
+
+
+def _our_name(name: str) -> str | None:
+    """Return our name for one of TRL's metrics; None if metrics.jsonl does not keep it."""
+    return name if name.startswith("rewards/") or name.endswith("_tokens_per_s") else NAMES.get(name)
+
+
+# the two figures of a rollout that TRL measures otherwise
+
+
+def equal_groups(per_reward: torch.Tensor, weights: torch.Tensor, num_generations: int, is_summed: bool) -> float:
+    """Return the share of groups in which no completion has an advantage over another.
+
+    ``per_reward`` is (completions, rewards), with NaN for a missing value; ``weights`` is (rewards,). With
+    ``is_summed`` the completions are compared by the weighted sum, else by each reward whose weight is not 0.
+    """
+    if is_summed:
+        columns = [judged_by(per_reward, weights, (), TOTAL)]
+    else:
+        columns = [per_reward[:, i] for i, weight in enumerate(weights.tolist()) if weight]
+    has_signal = torch.stack([informative_groups(column, num_generations) for column in columns]).any(dim=0)
+    return 1 - has_signal.float().mean().item()
+
+
+def has_stops(generation_kwargs: Mapping[str, Any]) -> bool:
+    """Return True if something other than an end-of-sequence token may end a completion, so that TRL miscounts."""
+    return bool(generation_kwargs.get("stop") or generation_kwargs.get("stop_token_ids"))
+
+
+def is_cut_off(ids: Sequence[int], text: str, end_tokens: set[int], generation_kwargs: Mapping[str, Any]) -> bool:
+    """Return True if neither a token of ``end_tokens`` nor a stop of ``generation_kwargs`` ended the completion."""
+    stop = generation_kwargs.get("stop") or ()
+    strings = [stop] if isinstance(stop, str) else stop
+    ends = {*end_tokens, *(generation_kwargs.get("stop_token_ids") or ())}
+    return ids[-1] not in ends and not any(string in text for string in strings)
+
+
+# what a run says of itself
+
+
+class SilentRollouts:
+    """Count rollouts in a row without signal, and warn once when they are no longer chance."""
+
+    def __init__(self, args: GRPOConfig) -> None:
+        self._args, self._count, self._has_warned = args, 0, False
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Take the line of a step; warn, naming the rewards, once nothing has been learnt for long."""
+        if "equal_groups" not in record:
+            return  # this is a later step of a rollout
+        accepted = record.get("accepted_groups", 1 - record["equal_groups"])
+        all_cut = self._args.mask_truncated_completions and record["completion_clipped"] == 1
+        self._count = 0 if accepted > 0 and not all_cut else self._count + 1
+        if self._count != SILENT_ROLLOUTS or self._has_warned:
+            return
+        self._has_warned = True
+        means = {name.split("/")[1]: mean for name, mean in record.items() if name.endswith("/mean")}
+        means_line = ", ".join(f"{name} {mean:g}" for name, mean in means.items())
+        why = f"no group had rewards that differ (means of the last rollout: {means_line}); compare a completion "
+        why += "with what these rewards want (log_completions: true)"
+        if all_cut:
+            why = "all completions were cut off, and mask_truncated_completions leaves them out; raise "
+            why += f"max_completion_length ({self._args.max_completion_length})"
+        warnings.warn(f"nothing is learnt: in {SILENT_ROLLOUTS} rollouts {why}", stacklevel=2)
+
+
+def warn_if_noise_ends_early(schedule: Callable[..., float], rollouts: int, args: GRPOConfig) -> None:
+    """Warn if a run of ``rollouts`` is too short for its noise to reach ``sigma_end``."""
+    start, end, stages = args.sigma_start or 0.0, args.sigma_end or 0.0, args.num_stages or 0  # none is None
+    last = schedule(rollouts - 1, rollouts, start, end, stages)
+    if not math.isclose(last, end, rel_tol=1e-6):
+        warnings.warn(
+            f"the noise ends at sigma {last:g}, and sigma_end: {end:g} is never reached: with num_stages: {stages} "
+            f"that takes {max(stages, 2) + 1} rollouts and 2 stages at least, and this run has {rollouts} rollouts; "
+            "train longer, or change num_stages",
+            stacklevel=2,
+        )
+
+
+class MetricsFile:
+    """The file ``metrics.jsonl`` in ``folder``; a resumed run first cuts off the steps that it will repeat."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.path = Path(folder) / FILE
+
+    def restart(self, step: int) -> None:
+        """Keep the lines of steps up to ``step`` (0: none); the file is replaced in one piece, or not at all.
+
+        A line that is not whole, as a killed run may leave, is dropped with all that follow it.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = []
+        if step and self.path.exists():
+            for line in self.path.read_text(encoding="utf-8").splitlines():
+                try:
+                    record = json.loads(line)
+                except json.JSONDecodeError:
+                    break
+                if record["step"] <= step:
+                    kept.append(line)
+        write_text(self.path, "".join(f"{line}\n" for line in kept))
+
+    def append(self, record: Mapping[str, object]) -> None:
+        """Append one record as a line; numbers that JSON does not have (NaN, infinity) become null."""
+        line = json.dumps({name: _finite(value) for name, value in record.items()})
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+def _finite(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class QuietProgress(ProgressCallback):
+    """A progress bar that ends in three numbers, where transformers prints all metrics at every log.
+
+    An evaluation has a line of its own above the bar.
+    """
+
+    def on_log(
+        self,
+        args: GRPOConfig,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not state.is_world_process_zero or not logs:
+            return
+        if figures := of_evaluation(logs):
+            parts = {name.split("/")[2]: value for name, value in figures.items() if name.endswith("/mean")}
+            line = ", ".join(f"{name} {value:.3g}" for name, value in parts.items())
+            reward = figures[f"{EVALUATION}reward"]
+            tqdm.write(f"held-out problems after step {state.global_step}: reward {reward:.3g} ({line})")
+        elif self.training_bar is not None:
+            shown = {short: f"{logs[name]:.3g}" for name, short in IN_THE_BAR.items() if logs.get(name) is not None}
+            if shown:
+                self.training_bar.set_postfix(shown)

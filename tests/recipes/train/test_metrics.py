@@ -1,0 +1,314 @@
+"""What a run says of itself: metrics.jsonl, and a word where it learns nothing or its noise ends elsewhere.
+
+equal_groups and completion_clipped are what their names say, under every key that TRL measures them otherwise by.
+"""
+
+import json
+import math
+import re
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from qerl_recipes.rollout import answers, engine
+from qerl_recipes.train import loss, metrics
+from qerl_recipes.train import trainer as training
+
+NAN = float("nan")
+ROLLOUTS = 5  # of nothing to learn, until that is said
+
+
+def test_a_step_weighs_every_micro_batch_of_every_process_by_what_it_holds():
+    sums, device = metrics.StepSums(), torch.device("cpu")
+    sums.add(loss.Measured({loss.MISMATCH: (torch.tensor(6.0), torch.tensor(2)), "share": (3, 4)}))
+    sums.add(loss.Measured({loss.MISMATCH: (torch.tensor(0.0), torch.tensor(0)), "empty": (0.0, 0)}))  # all masked
+    for values in ([2.0, 0.5], [1.0, 3.0], [-torch.inf, torch.inf]):
+        largest, smallest = map(torch.tensor, values)
+        sums.add(loss.Measured(largest={"max": largest, "none": -smallest * torch.inf}, smallest={"min": smallest}))
+    others = {  # of the other process: empty, mismatch, share, and the largest of max, -min and none
+        3: torch.tensor([[[0.0, 0.0], [2.0, 6.0], [5.0, 4.0]]], dtype=torch.float64),
+        2: torch.tensor([[1.5, -0.75, -torch.inf]], dtype=torch.float64),
+    }
+    found = sums.take(lambda own: torch.cat([own, others[own.dim()]]), device)
+    assert found == {loss.MISMATCH: 1.0, "share": 1.0, "max": 2.0, "min": 0.5}
+    assert sums.take(lambda own: own, device) == {}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "weights", "summed", "apart"),
+    [
+        ([[1, 0], [1, 0], [3, 0], [3, 0]], [1, 1], 1.0, 1.0),  # two groups of two
+        ([[1, 0], [1, 0], [3, 0], [4, 0]], [1, 1], 0.5, 0.5),
+        ([[1, 0], [0, 1], [3, 0], [3, 0]], [1, 1], 1.0, 0.5),  # the sums are equal, the rewards are not
+        ([[1, 0], [1, 5], [3, 0], [3, 9]], [1, 0], 1.0, 1.0),  # what has no weight teaches nothing
+        ([[1, NAN], [1, NAN], [NAN, NAN], [NAN, NAN]], [1, 1], 1.0, 1.0),
+        ([[1, NAN], [2, NAN], [NAN, NAN], [7, 1]], [1, 1], 0.5, 0.5),
+    ],
+)
+def test_groups_are_equal_by_the_sum_or_by_each_reward(rewards, weights, summed, apart):
+    values, factors = torch.tensor(rewards, dtype=torch.float32), torch.tensor(weights, dtype=torch.float32)
+    assert metrics.equal_groups(values, factors, 2, is_summed=True) == summed
+    assert metrics.equal_groups(values, factors, 2, is_summed=False) == apart
+
+
+@pytest.mark.parametrize(
+    ("ids", "stops", "is_cut"),
+    [
+        ([5, 9], {}, True),
+        ([5, 2], {}, False),
+        ([2, 9], {}, True),  # only the last token ends a completion
+        ([5, 9], {"stop": "=4"}, False),
+        ([5, 9], {"stop": ["x", "=4"]}, False),
+        ([5, 9], {"stop": ["4="]}, True),
+        ([5, 9], {"stop_token_ids": [7, 9]}, False),
+        ([5, 9], {"stop_token_ids": [5]}, True),
+    ],
+)
+def test_a_completion_is_cut_off_that_nothing_has_ended(ids, stops, is_cut):
+    assert metrics.is_cut_off(ids, "2+2=4", {2, 3}, stops) == is_cut
+    assert metrics.has_stops(stops) == bool(stops)
+
+
+def half(completions, **columns):
+    """The same for every completion, so that there is nothing to learn."""
+    return [0.5] * len(completions)
+
+
+@pytest.fixture(scope="module")
+def silent_run(make_module_trainer, make_nvfp4):
+    """Five rollouts of two steps each whose rewards are all equal, with noise and evaluations -> (trainer, words)."""
+    trainer = make_module_trainer(
+        make_nvfp4("qwen2"),
+        half,
+        max_steps=10,
+        steps_per_generation=2,
+        per_device_train_batch_size=4,
+        noise_mode="shared",
+        sigma_start=0.02,
+        sigma_end=0.01,
+        num_stages=6,
+        eval_strategy="steps",
+        eval_steps=5,
+        eval_on_start=True,
+        save_strategy="steps",
+        save_steps=0.1,
+        disable_tqdm=False,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    return trainer, [str(warning.message) for warning in caught]
+
+
+def records(trainer):
+    lines = (Path(trainer.args.output_dir) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_an_evaluation_has_a_line_after_its_step(silent_run):
+    trainer, _ = silent_run
+    lines = records(trainer)
+    kinds = [(line["step"], any(key.startswith("eval/") for key in line)) for line in lines]
+    steps = [(step, False) for step in range(1, 11)]
+    assert kinds == [(0, True), *steps[:5], (5, True), *steps[5:], (10, True)]
+    for line in (line for line in lines if "eval/reward" in line):
+        assert all(key == "step" or key.startswith("eval/") for key in line)
+        assert (line["eval/reward"], line["eval/rewards/half/mean"], line["eval/problems"]) == (0.5, 0.5, 8)
+        assert 0 < line["eval/completion_length"] <= 12
+    assert {"loss", "reward", "grad_norm"} <= lines[1].keys()
+
+
+def test_the_console_shows_each_evaluation(make_trainer, make_nvfp4, capsys):
+    trainer = make_trainer(make_nvfp4("qwen2"), half, max_steps=1, eval_strategy="epoch", disable_tqdm=False)
+    trainer.evaluate()
+    assert "held-out problems after step 0: reward 0.5 (half 0.5)\n" in capsys.readouterr().out
+
+
+def test_a_run_that_learns_nothing_says_so_once(silent_run):
+    (word,) = [word for word in silent_run[1] if "nothing is learnt" in word]
+    assert "in 5 rollouts no group had rewards that differ (means of the last rollout: half 0.5)" in word
+
+
+def test_noise_that_does_not_reach_its_end_is_said(silent_run):
+    """Stages 0, 1, 2, 4, 5 of 6: the last sigma is 0.02 * (1 / 2) ** (4 / 5) = 0.01149."""
+    (word,) = [word for word in silent_run[1] if "sigma_end" in word]
+    assert "the noise ends at sigma 0.011487, and sigma_end: 0.01 is never reached" in word
+    assert "num_stages: 6 that takes 7 rollouts" in word and "this run has 5 rollouts" in word
+
+
+def test_a_share_as_save_steps_is_rounded_to_rollouts(silent_run):
+    trainer, _ = silent_run  # 0.1 of 10 is every step, and a rollout serves 2
+    saved = sorted(int(folder.name.partition("-")[2]) for folder in Path(trainer.args.output_dir).glob("checkpoint-*"))
+    assert saved == [2, 4, 6, 8, 10]
+
+
+def test_seconds_and_speeds_are_of_their_part_of_a_step(make_trainer, make_nvfp4, monkeypatch):
+    """Two rollouts of two steps each, of a clock that goes on where the engine, the rewards and the loss are at work:
+    for 4, 2 and 3 seconds."""
+    clock, generate = SimpleNamespace(now=100.0), answers.generate
+    clock.perf_counter = lambda: clock.now
+    sampled, learnt = [], []
+
+    def rewards(completion_ids, **columns):
+        clock.now += 2
+        sampled.append(sum(map(len, completion_ids)))
+        return [float(i) if i < 4 else 0.5 for i in range(8)]  # there is nothing to learn from the second group
+
+    def ask(*given):
+        clock.now += 4
+        return generate(*given)
+
+    for module in (engine, training):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(answers, "generate", ask)
+    settings = {"steps_per_generation": 2, "per_device_train_batch_size": 4, "max_steps": 4}
+    trainer = make_trainer(make_nvfp4("qwen2"), rewards, **settings)
+    compute = trainer.compute_loss
+
+    def learn(model, inputs, *args, **options):
+        clock.now += 3
+        rows = inputs["prompt_mask"].sum(dim=1) + inputs["completion_mask"].sum(dim=1)
+        learnt.append(int(rows[inputs["advantages"] != 0].sum()))
+        return compute(model, inputs, *args, **options)
+
+    trainer.compute_loss = learn
+    trainer.train()
+    found = records(trainer)
+    assert [step["step_seconds"] for step in found] == [9, 3, 9, 3]
+    assert [step.get("rollout_tokens_per_s") for step in found] == [sampled[0] / 4, None, sampled[1] / 4, None]
+    assert [step["train_tokens_per_s"] for step in found] == pytest.approx([tokens / 3 for tokens in learnt])
+    assert 0 < sum(step["silent_rows"] for step in found) < 4 and sum(learnt) > 0
+    assert [step["learning_rate"] for step in found] == pytest.approx([1e-2, 0.75e-2, 0.5e-2, 0.25e-2])
+
+
+def by_prompt(completions, prompts, **columns):
+    """The same for all answers to a prompt, and another for the next: the rewards of a batch differ, no group's do."""
+    return [float(sum(map(ord, prompt))) for prompt in prompts]
+
+
+def up(completions, **columns):
+    """Another for each answer; with ``down`` it comes to nothing."""
+    return [float(i) for i in range(len(completions))]
+
+
+def down(completions, **columns):
+    return [-value for value in up(completions)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "rewards"),
+    [
+        ({"scale_rewards": "batch"}, [by_prompt, up, down]),  # a group has equal sums
+        ({"multi_objective_aggregation": "normalize_then_sum"}, [by_prompt]),
+    ],
+    ids=["sums", "each"],
+)
+def test_equal_groups_are_said_however_rewards_are_scaled(settings, rewards, make_trainer, make_nvfp4, read_metrics):
+    settings = {**settings, "max_steps": ROLLOUTS, "eval_strategy": "steps", "eval_steps": ROLLOUTS}
+    trainer = make_trainer(make_nvfp4("qwen2"), rewards, **settings)
+    with pytest.warns(UserWarning, match=r"nothing is learnt: in 5 rollouts .*rewards that differ"):
+        trainer.train()
+    *steps, evaluation = read_metrics(trainer)
+    assert [step["grad_norm"] for step in steps] == [0.0] * ROLLOUTS
+    assert all(step["reward_std"] > 0 for step in steps), "the batch differs"
+    assert [step["equal_groups"] for step in steps] == [1.0] * ROLLOUTS
+    assert evaluation["eval/equal_groups"] == 1.0
+
+
+def test_a_stop_string_cuts_nothing_off(make_trainer, make_nvfp4, read_metrics):
+    seen = []
+
+    def watch(completions, completion_ids, **columns):
+        seen.append((completions, [len(ids) for ids in completion_ids]))
+        return [float(i % 4) for i in range(len(completions))]
+
+    trainer = make_trainer(make_nvfp4("qwen2"), watch, generation_kwargs={"stop": ["1", "+"]})
+    trainer.train()
+    ended = 0
+    for step, (texts, lengths) in zip(read_metrics(trainer), seen, strict=True):
+        stopped = ["1" in text or "+" in text for text in texts]
+        cut = [not stop and length == 12 for stop, length in zip(stopped, lengths, strict=True)]
+        assert step["completion_clipped"] == sum(cut) / len(cut)
+        ended += sum(stopped)
+    assert ended > 0
+
+
+def cycle(completions, **columns):
+    return [float(i % 3) for i in range(len(completions))]
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, 1e17])
+def test_an_infinite_reward_ends_the_run_before_the_step(value, make_trainer, make_nvfp4):
+    """What an advantage cannot be computed of; None and NaN say that a reward does not apply, and go on."""
+
+    def broken(completions, prompts, trainer_state, **columns):
+        asked.append(prompts)
+        of_one = [value, 0.5] if trainer_state.global_step == 1 else [None, math.nan]
+        return [*of_one, *cycle(completions[2:])]
+
+    asked, settings = [], {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    trainer = make_trainer(make_nvfp4("qwen2"), [cycle, broken], **settings)
+    message = rf"the reward broken gave {value:g} to 1 of 8 completions, the first of them of the prompt "
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        trainer.train()
+    assert repr(asked[-1][0]) in str(error.value) and "None where the reward does not apply" in str(error.value)
+    assert trainer.state.global_step == 1
+    assert [path.name for path in Path(trainer.args.output_dir).glob("checkpoint*")] == ["checkpoint-1"]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_kl_is_the_mean_over_the_tokens_of_a_step(level, make_trainer, make_nvfp4, read_metrics):
+    """One completion a micro-batch, of 1 to 12 tokens, most of them masked; two steps a rollout."""
+    settings = {"beta": 0.1, "use_bias_correction_kl": True, "importance_sampling_level": level}
+    settings |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "steps_per_generation": 16}
+    trainer = make_trainer(make_nvfp4("qwen2"), cycle, max_steps=4, mask_truncated_completions=True, **settings)
+    seen, compute, logps = [], trainer._compute_loss, trainer._get_per_token_logps_and_entropies
+    last = []
+    trainer._get_per_token_logps_and_entropies = lambda *a, **k: last.append(logps(*a, **k)) or last[-1]
+
+    def watch(model, inputs):
+        value = compute(model, inputs)
+        mask, now, old = inputs["completion_mask"].bool(), last[-1][0].detach(), inputs["old_per_token_logps"]
+        ratio = (now - old).exp()
+        if level == "sequence":
+            ratio = (now - old)[mask].mean().exp() if mask.any() else 1.0
+        x = inputs["ref_per_token_logps"] - now
+        seen.append(((ratio * (x.exp() - 1 - x))[mask].sum().item(), int(mask.sum())))
+        return value
+
+    trainer._compute_loss = watch
+    trainer.train()
+    steps = [seen[first : first + 8] for first in range(0, 32, 8)]
+    assert any(0 in [tokens for _, tokens in step] for step in steps), "some micro-batch has no token"
+    for record, step in zip(read_metrics(trainer), steps, strict=True):
+        tokens = sum(number for _, number in step)
+        assert ("kl" in record) == ("entropy" in record) == (tokens > 0)
+        if tokens:
+            assert record["kl"] == pytest.approx(sum(total for total, _ in step) / tokens, rel=1e-4, abs=1e-7)
+    assert record["kl"] > 1e-4
+
+
+def test_completions_all_cut_off_and_masked_are_said(make_trainer, make_nvfp4, read_metrics):
+    endless = {"allowed_token_ids": [5, 6, 7, 8]}  # neither the end of a sequence nor padding
+    settings = {"mask_truncated_completions": True, "generation_kwargs": endless}
+    trainer = make_trainer(make_nvfp4("qwen2"), cycle, max_steps=5, **settings)
+    with pytest.warns(UserWarning, match=r"5 rollouts all completions were cut off, .* max_completion_length \(12\)"):
+        trainer.train()
+    for step in read_metrics(trainer):
+        assert (step["completion_clipped"], step["equal_groups"], step["grad_norm"]) == (1.0, 0.0, 0.0)
+        assert not {"entropy", "kl", "logp_mismatch_mean"} & step.keys()
+
+
+def test_metrics_of_repeated_steps_are_cut_off_and_a_torn_line_is_dropped(tmp_path):
+    file = metrics.MetricsFile(tmp_path)
+    file.restart(0)
+    for step in (1, 2, 3):
+        file.append({"step": step, "reward": NAN})
+    with open(file.path, "a") as torn:
+        torn.write('{"step": 4, "rew')
+    file.restart(2)
+    lines = [json.loads(line) for line in file.path.read_text().splitlines()]
+    assert lines == [{"step": 1, "reward": None}, {"step": 2, "reward": None}]
