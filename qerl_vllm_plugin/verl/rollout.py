@@ -23,7 +23,7 @@ from qerl_vllm_plugin.worker.change import check_answers
 logger = init_logger("vllm.qerl")
 
 EXTENSION = "qerl_vllm_plugin.verl.extension.Extension"
-MANAGER = "qerl_recipes.verl.noise.NoisyAgentLoopManager"
+MANAGER = "qerl_vllm_plugin.verl.noise.NoisyAgentLoopManager"
 OURS = ("quantization", "worker_extension_cls", "enable_lora", "max_lora_rank", "max_loras", "load_format")
 
 
@@ -53,7 +53,8 @@ def refusals(rollout: Any, model: Any) -> list[str]:
         found.append(f"rollout.quantization and rollout.qat must be unset: rollout.name={ROLLOUT} is {NAME}")
     if rollout.data_parallel_size > 1:
         found.append("rollout.data_parallel_size > 1: a refusal by another engine would be lost; use more replicas")
-    if (rollout.custom or {}).get(ROLLOUT) and rollout.agent.agent_loop_manager_class != MANAGER:
+    manager = rollout.agent.agent_loop_manager_class or ""
+    if (rollout.custom or {}).get(ROLLOUT) and not manager.endswith(".verl.noise.NoisyAgentLoopManager"):
         found.append(
             f"rollout.custom.{ROLLOUT} asks for noise, which nobody would set and, in validation, clear; set "
             f"actor_rollout_ref.rollout.agent.agent_loop_manager_class={MANAGER}"

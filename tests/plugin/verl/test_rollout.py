@@ -44,7 +44,7 @@ def test_a_plain_configuration_of_either_lora_key_is_taken(rollout):
         ({"quantization": "fp8"}, {}, "rollout.quantization"),
         ({"qat": {"enable": True}}, {}, "rollout.qat"),
         ({"data_parallel_size": 2}, {}, "data_parallel_size"),
-        ({"custom": {"qerl": {"sigma_start": 0.01}}}, {}, "agent_loop_manager_class=qerl_recipes.verl.noise"),
+        ({"custom": {"qerl": {"sigma_start": 0.01}}}, {}, "agent_loop_manager_class=qerl_vllm_plugin.verl.noise"),
         ({"engine_kwargs": {"vllm": {"quantization": "fp8"}}}, {}, "engine_kwargs.vllm.quantization"),
         ({"engine_kwargs": {"vllm": {"worker_extension_cls": "a.B"}}}, {}, "engine_kwargs.vllm.worker_extension_cls"),
     ],

@@ -253,7 +253,7 @@ def test_after_a_restart_the_policy_may_come_another_way_where_one_process_pushe
 ):
     trainer = against()
     link = ServerLink(make_nvfp4("qwen2"), trainer.args, rank=4, dtype="bfloat16", processes=processes)
-    assert link._policy._transport == transport
+    assert link._policy._ways.transport == transport
     pushed = link.push(trainer.vllm_generation._snapshot(), NO_NOISE)
     other = {"instance": "the one before", "digest": "of another way", "version": pushed.version + 1}
     restarted = dataclasses.replace(pushed, **other)

@@ -45,7 +45,7 @@ def config_of(custom, mode="sync", steps=6):
     ],
 )
 def test_a_schedule_that_cannot_be_followed_is_refused(custom, mode, reason):
-    from qerl_recipes.verl.noise import Noise
+    from qerl_vllm_plugin.verl.noise import Noise
 
     with pytest.raises(ValueError, match=reason):
         Noise.parse(config_of({"qerl": custom}, mode))
@@ -58,8 +58,8 @@ def test_a_schedule_that_cannot_be_followed_is_refused(custom, mode, reason):
 def test_each_rollout_has_its_noise_and_a_validation_none(monkeypatch):
     from verl.utils import tensordict_utils as tu
 
-    from qerl_recipes.verl import noise
     from qerl_vllm_plugin.noise import exponential_sigma as sigma
+    from qerl_vllm_plugin.verl import noise
 
     events = []
 
