@@ -243,7 +243,7 @@ def test_three_grpo_steps_on_shared_weights_with_sleep_mode(
     assert mismatch < 0.025  # measured: 0.010 to 0.017, by the arm (kernels/results/README.md)
 
 
-def test_a_request_that_goes_to_the_engine_directly_is_refused_before_it_reads_the_cache(policy: Policy) -> None:
+def test_a_request_to_a_released_engine_is_refused(policy: Policy) -> None:
     """The last test of this file: an engine that let it pass would leave no usable GPU behind."""
     from vllm import SamplingParams
 

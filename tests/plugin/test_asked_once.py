@@ -65,7 +65,7 @@ def test_what_is_given_twice_or_not_at_all_is_refused(send, method, path, conten
     assert said in answer.json()["error"]
 
 
-def test_a_config_that_says_one_thing_twice_is_refused_wherever_it_stands(send):
+def test_a_config_with_a_repeated_key_is_refused(send):
     file = body({"a": torch.ones(1)}, {"r": 4})
     twice = file.replace(rb"{\"r\": 4}", rb"{\"r\":4,\"r\":8}")
     twice = (len(twice) - len(file) + int.from_bytes(file[:8], "little")).to_bytes(8, "little") + twice[8:]
@@ -76,7 +76,7 @@ def test_a_config_that_says_one_thing_twice_is_refused_wherever_it_stands(send):
     assert b"the key '4999' more than once" in send("PUT", "noise", content=many).content
 
 
-def test_a_client_of_a_server_without_these_routes_says_what_is_missing():
+def test_a_client_says_which_routes_are_missing():
     client = PolicyClient("http://127.0.0.1:8000/v1", TOKEN)
     for content in ({"detail": "Not Found"}, {"error": {"message": "not found", "code": 404}}):
         with pytest.raises(

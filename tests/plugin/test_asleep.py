@@ -36,7 +36,7 @@ def test_only_the_weights_have_to_be_awake(monkeypatch, entries, are_away):
     assert vllm_worker.weights_are_away() is are_away
 
 
-def test_a_sleeping_engine_refuses_every_change_and_takes_it_awake(boot, make_nvfp4, carriers, monkeypatch, measure):
+def test_a_sleeping_engine_refuses_every_change(boot, make_nvfp4, carriers, monkeypatch, measure):
     policy = Policy(boot(make_nvfp4("qwen2"), **carriers["resident"]))
     before = measure.engine(policy._llm)
     monkeypatch.setattr(vllm_worker, "weights_are_away", lambda: True)
@@ -55,9 +55,7 @@ def test_a_sleeping_engine_refuses_every_change_and_takes_it_awake(boot, make_nv
     assert not torch.equal(measure.engine(policy._llm), before)
 
 
-def test_an_engine_that_has_lost_its_weights_in_its_sleep_says_so(
-    boot, make_nvfp4, make_adapter, reference, carriers, monkeypatch
-):
+def test_weights_lost_in_sleep_are_noticed(boot, make_nvfp4, make_adapter, reference, carriers, monkeypatch):
     folder = make_nvfp4("qwen2")
     monkeypatch.setattr(vllm_worker, "may_sleep", lambda worker: True)
     engine = boot(folder, **carriers["resident"])

@@ -3,11 +3,9 @@ way out. What a family lacks that is no packed linear, an engine notices while i
 
 import json
 import re
-import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from qerl_vllm_plugin.weights.checkpoint import inspect_folder
 from qerl_vllm_plugin.weights.families import FAMILIES
@@ -47,17 +45,9 @@ TWINS = {
 
 
 @pytest.fixture
-def copy(make_nvfp4, tmp_path):
+def copy(make_nvfp4, edited):
     """copy(family, change) -> a folder with ``change(tensors)`` and the tensors."""
-
-    def make(family, edit):
-        folder = shutil.copytree(make_nvfp4(family, **CONFIGS.get(family, {})), tmp_path / "twin")
-        tensors = load_file(folder / "model.safetensors")
-        edit(tensors)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        return folder
-
-    return make
+    return lambda family, edit: edited(make_nvfp4(family, **CONFIGS.get(family, {})), edit)
 
 
 @pytest.mark.parametrize("twin", TWINS)

@@ -110,7 +110,7 @@ async def asked(engine, expected):
 
 
 @pytest.mark.parametrize("connector", [None, object()])
-def test_nothing_runs_from_the_emptying_of_every_cache_to_the_change(connector):
+def test_nothing_runs_between_emptying_and_change(connector):
     engine = Engine()
     with_server(engine, change, connector=connector)
     assert engine.asked == CHANGE
@@ -118,7 +118,7 @@ def test_nothing_runs_from_the_emptying_of_every_cache_to_the_change(connector):
 
 
 @pytest.mark.parametrize("empties", [False, RuntimeError("the store does not answer")])
-def test_a_cache_that_is_not_empty_is_a_refusal_and_requests_go_on(empties):
+def test_a_cache_that_is_not_empty_is_a_refusal(empties):
     engine = Engine(empties=empties)
     with pytest.raises(Refused, match="could not") as refused:
         with_server(engine, change)
@@ -129,9 +129,7 @@ def test_a_cache_that_is_not_empty_is_a_refusal_and_requests_go_on(empties):
 @pytest.mark.parametrize("api_servers", [1, 2])
 @pytest.mark.parametrize("under_way", [{}, {"a": SimpleNamespace(is_prefilling=True)}])
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-def test_the_last_outputs_of_requests_that_end_come_out_first_and_where_none_ends_nobody_sleeps(
-    mode, under_way, api_servers, monkeypatch
-):
+def test_last_outputs_are_waited_for_only_if_there_are_any(mode, under_way, api_servers, monkeypatch):
     engine, slept, sleep = Engine(), [], asyncio.sleep
     monkeypatch.setattr(engine_client, "LAST_OUTPUTS", 0.0217)
     monkeypatch.setattr(asyncio, "sleep", lambda seconds, *_: slept.append(seconds) or sleep(seconds))
@@ -148,20 +146,20 @@ def test_an_engine_that_somebody_else_has_paused_stays_so():
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait"])
-def test_a_change_waits_for_requests_that_somebody_else_lets_end(mode):
+def test_a_change_waits_for_requests_of_others(mode):
     engine = Engine(is_paused=True, looks=2)
     with_server(engine, lambda server: change(server, mode))
     assert engine.asked == ["has_work", "has_work", *CHANGE[1:3]]
 
 
-def test_a_change_that_aborts_requests_waits_for_nobody_and_leaves_the_engine_paused():
+def test_an_abort_waits_for_nobody_and_leaves_the_pause():
     engine = Engine(is_paused=True, looks=1)
     with_server(engine, lambda server: change(server, "abort"))
     assert engine.asked == ["has_work", "pause abort", "pause abort", *CHANGE[1:3]]
 
 
 @pytest.mark.parametrize(("mode", "limit"), [("keep", "LINE"), ("wait", "DRAIN")])
-def test_requests_that_somebody_else_lets_end_and_that_do_not_are_waited_for_so_long(mode, limit, monkeypatch):
+def test_requests_of_others_are_waited_for_so_long(mode, limit, monkeypatch):
     monkeypatch.setattr(quiesce, limit, 0.05)
     engine = Engine(is_paused=True, looks=1000)
     with pytest.raises(Refused, match=r"not made after 0 s, and nothing.*or with requests=abort") as refused:
@@ -170,7 +168,7 @@ def test_requests_that_somebody_else_lets_end_and_that_do_not_are_waited_for_so_
     assert set(engine.asked) == {"has_work"}, "nothing is emptied, and who has paused it resumes it"
 
 
-def test_an_engine_that_another_api_server_gives_up_is_waited_for_no_longer():
+def test_a_lost_engine_is_waited_for_no_longer():
     async def give_up(server):
         waits = asyncio.create_task(change(server))
         await asked(engine, ["has_work"])
@@ -182,7 +180,7 @@ def test_an_engine_that_another_api_server_gives_up_is_waited_for_no_longer():
     assert refused.value.reason == "lost" and set(engine.asked) == {"has_work"}
 
 
-def test_requests_that_somebody_else_has_stopped_half_way_cannot_be_waited_for():
+def test_requests_stopped_half_way_cannot_be_waited_for():
     engine = Engine(is_paused=True)
     engine.output_processor.request_states = {"a": SimpleNamespace(is_prefilling=False)}
     with pytest.raises(Refused, match="resume it first") as refused:
@@ -192,7 +190,7 @@ def test_requests_that_somebody_else_has_stopped_half_way_cannot_be_waited_for()
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-def test_only_a_change_that_keeps_requests_lets_them_begin_anew(mode):
+def test_only_keep_lets_requests_begin_anew(mode):
     engine = Engine()
     with_server(engine, lambda server: change(server, mode))
     assert [options["reset_running_requests"] for options in engine.emptied] == [mode == "keep"]
@@ -200,7 +198,7 @@ def test_only_a_change_that_keeps_requests_lets_them_begin_anew(mode):
 
 @pytest.mark.parametrize("is_paused", [False, True])
 @pytest.mark.parametrize("empties_again", [True, False])
-def test_what_an_engine_computes_that_somebody_else_resumes_in_a_change_is_not_read_again(is_paused, empties_again):
+def test_a_resumption_in_a_change_empties_the_caches_again(is_paused, empties_again):
     engine = Engine(is_paused=is_paused)
     engine.is_resumed, engine.empties_again = True, empties_again
     refused = pytest.raises(Refused, match=r"resumed the engine.*restart it")
@@ -211,7 +209,7 @@ def test_what_an_engine_computes_that_somebody_else_resumes_in_a_change_is_not_r
     assert engine.emptied[-1]["reset_running_requests"]
 
 
-def test_requests_that_do_not_end_are_waited_for_so_long_and_go_on(monkeypatch):
+def test_requests_that_do_not_end_go_on(monkeypatch):
     monkeypatch.setattr(quiesce, "DRAIN", 0.05)
     engine = Engine(drains=False)
     with pytest.raises(Refused, match="use requests=keep or abort") as refused:
@@ -259,7 +257,7 @@ def test_a_change_ends_though_its_caller_has_gone():
 
 
 @pytest.mark.parametrize(("reason", "is_given_back"), [("refused", True), ("lost", False)])
-def test_a_refused_adapter_gives_its_memory_back_whoever_has_it_open(reason, is_given_back):
+def test_a_refused_adapter_gives_its_memory_back(reason, is_given_back):
     """Not where the engine has not answered: a worker that still reads would end."""
 
     async def refuse(server):
@@ -322,7 +320,7 @@ def sent(way):
 
 
 @pytest.mark.parametrize("way", ["folder", "body", "pieces", "file"])
-def test_what_a_change_reads_stays_until_its_end_though_its_caller_has_gone(way, with_routes):
+def test_what_a_change_reads_stays_until_its_end(way, with_routes):
     """Else the number of its file would be that of the next one."""
     engine = Engine()
 

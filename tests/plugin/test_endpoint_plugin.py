@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from fastapi import FastAPI
+from vllm.config import KVTransferConfig
 
 from qerl_vllm_plugin.server import plugin as plugin_file
 from qerl_vllm_plugin.server.plugin import EndpointPlugin
@@ -75,72 +76,57 @@ def test_a_token_that_cannot_be_meant_ends_the_start(environment, tmp_path):
         assert "secret" not in str(refused.value)
 
 
+@pytest.fixture
+def start(environment, make_nvfp4):
+    """start(replicas=1, executor="uni", processes=1, connector=None, options={}) -> what opening the policy raises."""
+
+    def open_policy(replicas=1, executor="uni", processes=1, connector=None, options=None):
+        environment(QERL_ADMIN_TOKEN=LONG)
+        app, plugin = FastAPI(), EndpointPlugin()
+        plugin.attach_router(app)
+        parallel = {"data_parallel_size": replicas, "distributed_executor_backend": executor, "_api_process_count": 1}
+        config = SimpleNamespace(
+            parallel_config=SimpleNamespace(**parallel),
+            kv_transfer_config=connector,
+            model_config=SimpleNamespace(model=str(make_nvfp4("qwen2")), revision=None),
+            additional_config={"qerl": options or {}},
+        )
+        engine, arguments = SimpleNamespace(vllm_config=config), SimpleNamespace(api_server_count=processes)
+        with pytest.raises(ValueError) as refused:
+            asyncio.run(plugin.init_state(engine, app.state, arguments))
+        return str(refused.value)
+
+    return open_policy
+
+
+NO_DIRECTORY = {"policy_folders": "/no/such/directory"}
+CONNECTOR = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+
+
 @pytest.mark.parametrize(
-    ("replicas", "processes", "folders", "executor", "text"),
+    ("server", "text"),
     [
-        (2, 1, None, "uni", "--data-parallel-size 2"),
-        (1, 2, None, "uni", "--api-server-count 2 starts one process here; `vllm serve` and `qerl serve` start them"),
-        (1, None, "/no/such/directory", "uni", "/no/such/directory is no directory"),
-        (1, 1, None, "ray", "--distributed-executor-backend mp"),
+        ({"replicas": 2}, "--data-parallel-size 2"),
+        ({"processes": 2}, "--api-server-count 2 starts one process here; `vllm serve` and `qerl serve` start them"),
+        ({"options": NO_DIRECTORY}, "/no/such/directory is no directory"),
+        ({"executor": "ray"}, "--distributed-executor-backend mp"),
+        ({"connector": CONNECTOR}, "ExampleConnector keeps keys and values outside"),
     ],
+    ids=["replicas", "processes", "folders", "executor", "connector"],
 )
-def test_servers_of_which_only_a_part_would_change_are_refused(
-    environment, make_nvfp4, replicas, processes, folders, executor, text
-):
-    environment(QERL_ADMIN_TOKEN=LONG)
-    app, plugin = FastAPI(), EndpointPlugin()
-    plugin.attach_router(app)
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(
-            data_parallel_size=replicas, distributed_executor_backend=executor, _api_process_count=1
-        ),
-        kv_transfer_config=None,
-        model_config=SimpleNamespace(model=str(make_nvfp4("qwen2")), revision=None),
-        additional_config={"qerl": {"policy_folders": folders}} if folders else {},
-    )
-    start = plugin.init_state(
-        SimpleNamespace(vllm_config=config), app.state, SimpleNamespace(api_server_count=processes)
-    )
-    with pytest.raises(ValueError, match=text):
-        asyncio.run(start)
+def test_servers_of_which_only_a_part_would_change(start, server, text):
+    assert text in start(**server)
 
 
 @pytest.mark.parametrize("is_dev", [True, False])
-def test_endpoints_that_ask_for_no_token_are_warned_of(environment, monkeypatch, make_nvfp4, is_dev):
-    environment(QERL_ADMIN_TOKEN=LONG)
+def test_endpoints_without_a_token_are_warned_of(start, monkeypatch, warnings_of, is_dev):
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", str(int(is_dev)))
-    said: list[str] = []
-    monkeypatch.setattr(plugin_file.logger, "warning", said.append)
-    app, plugin = FastAPI(), EndpointPlugin()
-    plugin.attach_router(app)
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(data_parallel_size=1, distributed_executor_backend="uni"),
-        kv_transfer_config=None,
-        model_config=SimpleNamespace(model=str(make_nvfp4("qwen2")), revision=None),
-        additional_config={"qerl": {"policy_folders": "/no/such/directory"}},  # as far as that
-    )
-    start = plugin.init_state(SimpleNamespace(vllm_config=config), app.state, SimpleNamespace(api_server_count=1))
-    with pytest.raises(ValueError, match="is no directory"):
-        asyncio.run(start)
-    assert [text.partition(":")[0] for text in said] == ["VLLM_SERVER_DEV_MODE=1"] * is_dev
+    warnings = warnings_of(plugin_file.logger)
+    assert "is no directory" in start(options=NO_DIRECTORY)  # as far as that
+    assert [text.partition(":")[0] for text in warnings] == ["VLLM_SERVER_DEV_MODE=1"] * is_dev
 
 
-def test_a_cache_outside_that_nobody_can_empty_ends_the_start(environment):
-    from vllm.config import KVTransferConfig
-
-    environment(QERL_ADMIN_TOKEN=LONG)
-    app, plugin = FastAPI(), EndpointPlugin()
-    plugin.attach_router(app)
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(data_parallel_size=1, distributed_executor_backend="uni"),
-        kv_transfer_config=KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both"),
-    )
-    start = plugin.init_state(SimpleNamespace(vllm_config=config), app.state, SimpleNamespace(api_server_count=1))
-    with pytest.raises(ValueError, match="ExampleConnector keeps keys and values outside"):
-        asyncio.run(start)
-
-
-def test_a_server_without_an_engine_has_no_such_routes_and_one_without_a_token_does_not_mind(environment):
+def test_a_server_without_an_engine_has_no_such_routes(environment):
     for variables, is_refused in (({"QERL_ADMIN_TOKEN": LONG}, True), ({}, False)):
         environment(**variables)
         plugin = EndpointPlugin()

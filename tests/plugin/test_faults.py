@@ -84,7 +84,7 @@ def test_a_body_that_stalls_is_refused_with_its_limit(start_server, adapter):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["engine", "worker"])
-def test_when_the_engine_dies_every_request_ends_the_server_says_so_and_ends(start_server, adapter, victim):
+def test_when_the_engine_dies_requests_and_server_end(start_server, adapter, victim):
     server = start_server(workers=int(victim == "worker"))
     processes = tree(server.process)
     used = named_files(processes)
@@ -119,7 +119,7 @@ HALF_WAY = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_busy", [True, False])
-def test_a_server_that_holds_half_a_policy_serves_nothing_and_says_so(start_server, adapter, is_busy):
+def test_a_server_of_half_a_policy_serves_nothing(start_server, adapter, is_busy):
     server = start_server(program=HALF_WAY.strip())
     processes = tree(server.process)
     policy = PolicyClient(server.url, TOKEN)
@@ -144,7 +144,7 @@ def test_a_server_that_holds_half_a_policy_serves_nothing_and_says_so(start_serv
 
 
 @pytest.mark.slow
-def test_an_engine_that_hangs_is_given_up_and_every_request_ends(start_server, adapter):
+def test_an_engine_that_hangs_is_given_up(start_server, adapter):
     server = start_server(policy_timeout=10)
     policy = PolicyClient(server.url, TOKEN)
     (hangs,) = [process for process in tree(server.process) if "EngineCore" in " ".join(process.cmdline())]

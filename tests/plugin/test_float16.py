@@ -1,11 +1,10 @@
 """An engine in float16: closer to fp32 than one in bfloat16, and not started where activations are beyond its end."""
 
 import re
-import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 
 def test_float16_is_nearer_to_fp32_than_bfloat16(make_bf16, write_packed, reference, boot, measure, make_adapter):
@@ -28,11 +27,8 @@ def test_float16_is_nearer_to_fp32_than_bfloat16(make_bf16, write_packed, refere
     assert measure.difference(base, expected) > 10 * error["float16"][1], "an adapter that cannot be seen"
 
 
-def test_a_model_whose_activations_are_beyond_float16_does_not_start(make_nvfp4, boot, tmp_path):
-    folder = shutil.copytree(make_nvfp4("qwen2"), tmp_path / "large")
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.1.mlp.down_proj.weight_global_scale"] /= 1e6
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+def test_a_model_beyond_float16_does_not_start(folder, edited, boot):
+    folder = edited(folder, lambda tensors: tensors["model.layers.1.mlp.down_proj.weight_global_scale"].div_(1e6))
     named = r"model\.layers\.1\.mlp\.down_proj: the engine computes an activation of (\d+); float16 ends at 65504"
     with pytest.raises(ValueError, match=named) as refused:
         boot(folder, dtype="float16")
@@ -43,9 +39,7 @@ def test_a_model_whose_activations_are_beyond_float16_does_not_start(make_nvfp4,
     boot(folder, dtype="bfloat16")  # the way out
 
 
-def test_an_adapter_that_leads_beyond_float16_is_refused_whatever_its_own_size(
-    make_nvfp4, reference, boot, measure, make_adapter
-):
+def test_a_small_adapter_that_leads_beyond_float16_is_refused(make_nvfp4, reference, boot, measure, make_adapter):
     from qerl_vllm_plugin.adapter.check import AdapterError
     from qerl_vllm_plugin.policy import Policy
     from qerl_vllm_plugin.worker.policy import policy_of
@@ -57,7 +51,7 @@ def test_an_adapter_that_leads_beyond_float16_is_refused_whatever_its_own_size(
     before, answers = policy.state(digest=True), measure.engine(policy._llm)
     large = {name: tensor * 3 for name, tensor in tensors.items()}
     norms = {f"model.layers.{i}.post_attention_layernorm.weight": torch.full((64,), 90.0) for i in range(2)}
-    inside = policy_of(policy._llm.llm_engine.model_executor.driver_worker.worker)
+    inside = policy_of(measure.worker(policy._llm))
     assert inside.carrier.stage(inside.checker.check(large, config)).strength < 1e4
     with pytest.raises(
         AdapterError, match=r"mlp\.act_fn: the engine computes .* float16 ends at 65504\. The adapter, the"
@@ -84,7 +78,7 @@ def test_the_check_leaves_the_model_as_it_was(make_nvfp4, boot, measure):
 
 
 @pytest.mark.parametrize("family", ["llama", "smollm3"])  # vLLM runs the second by transformers' own classes
-def test_the_attention_of_the_check_is_that_of_sequences_of_one_token(family, make_bf16, boot, measure):
+def test_the_check_attends_as_sequences_of_one_token_do(family, make_bf16, boot, measure):
     """What ``watched`` sees at the last norm is what the engine computes for each token alone."""
     from qerl_vllm_plugin.compat import layers as vllm_layers
 

@@ -5,29 +5,17 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from qerl_vllm_plugin.compat import engine
 from qerl_vllm_plugin.weights import checkpoint, expected
 
 
 @pytest.fixture
-def without(tmp_path, monkeypatch):
-    """without(folder, *names) -> a copy that lacks these tensors, of an architecture that config.json promises nothing
-    for."""
+def no_architecture_is_known(monkeypatch):
     monkeypatch.setattr(expected, "MODEL_TYPES", ())
 
-    def make(folder, *names):
-        copy = shutil.copytree(folder, tmp_path / "copy")
-        tensors = load_file(copy / "model.safetensors")
-        for name in names:
-            del tensors[name]
-        save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
-        return copy
 
-    return make
-
-
+@pytest.mark.usefixtures("no_architecture_is_known")
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "bf16"])
 @pytest.mark.parametrize(
     "name",
@@ -39,17 +27,18 @@ def without(tmp_path, monkeypatch):
         "model.layers.0.self_attn.q_norm.weight",
     ],
 )
-def test_a_missing_weight_is_refused(boot, make_bf16, make_nvfp4, without, packed, name):
-    folder = without((make_nvfp4 if packed else make_bf16)("qwen3"), name)
+def test_a_missing_weight_is_refused(boot, make_bf16, make_nvfp4, edited, packed, name):
+    folder = edited((make_nvfp4 if packed else make_bf16)("qwen3"), lambda tensors: tensors.pop(name))
     with pytest.raises(checkpoint.CheckpointError, match=f"lacks {name}"):
         boot(folder)
 
 
-def test_a_whole_checkpoint_of_such_an_architecture_is_served(boot, make_nvfp4, without, reference, measure):
-    folder = without(make_nvfp4("qwen3"))
+@pytest.mark.usefixtures("no_architecture_is_known")
+def test_a_whole_checkpoint_of_such_an_architecture_is_served(boot, make_nvfp4, reference, measure):
+    folder = make_nvfp4("qwen3")
     assert not checkpoint.inspect_folder(folder).complete
     served = measure.engine(boot(folder, dtype="float32"))
-    assert measure.difference(served, measure.hf(reference(make_nvfp4("qwen3")))) < 1e-4
+    assert measure.difference(served, measure.hf(reference(folder))) < 1e-4
 
 
 def test_a_checkpoint_of_the_hub_is_inspected_where_it_was_put(make_nvfp4, tmp_path):

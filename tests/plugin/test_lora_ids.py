@@ -56,9 +56,7 @@ def engine_of_the_policy(boot, make_nvfp4, hf, make_adapter, lora_options):
 
 
 @pytest.mark.parametrize(("number", "reason"), [(POLICYS_ID, "belongs to the policy"), (1, "max_loras=2")])
-def test_an_adapter_without_a_place_of_its_own_is_refused_by_name(
-    engine_of_the_policy, theirs, measure, number, reason
-):
+def test_an_adapter_without_a_slot_is_refused(engine_of_the_policy, theirs, measure, number, reason):
     engine = engine_of_the_policy
     before = measure.engine(engine, Policy(engine).request)
     with pytest.raises(AdapterError, match=f"'theirs'.*{reason}|{reason}.*'theirs'"):
@@ -66,6 +64,6 @@ def test_an_adapter_without_a_place_of_its_own_is_refused_by_name(
     assert (measure.engine(engine, Policy(engine).request) == before).all()
 
 
-def test_a_request_under_the_policys_id_is_no_request_of_the_policy(engine_of_the_policy, theirs, measure):
+def test_a_foreign_request_under_the_policys_id_is_refused(engine_of_the_policy, theirs, measure):
     with pytest.raises(AdapterError, match="belongs to the policy"):
         measure.engine(engine_of_the_policy, LoRARequest("theirs", POLICYS_ID, theirs[0]))

@@ -42,7 +42,7 @@ def by_vllm(scales: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, int
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_scale_beside_every_largest_one_is_stored_as_vllm_stores_it(dtype: torch.dtype) -> None:
+def test_every_scale_is_stored_as_vllm_stores_it(dtype: torch.dtype) -> None:
     for largest in range(1, 127):
         scales = torch.zeros(64, 2, dtype=torch.uint8)
         scales.view(-1)[: largest + 1] = torch.arange(largest + 1, dtype=torch.uint8)
@@ -101,7 +101,7 @@ def spans(tensor: torch.Tensor) -> tuple[int, int]:
         ([96, 32], 128, [50.0, 400.0]),  # one Marlin weight a part, each filled up
     ],
 )
-def test_a_part_is_a_view_of_marlins_tensors_with_the_checkpoints_bits(
+def test_a_part_of_marlins_tensors_has_the_checkpoints_bits(
     widths: list[int], K: int, divisors: list[float], dtype: torch.dtype
 ) -> None:
     layer = bare_layer(widths, K, divisors, dtype)
@@ -122,7 +122,7 @@ def test_a_part_is_a_view_of_marlins_tensors_with_the_checkpoints_bits(
         first += rows
 
 
-def test_each_part_with_a_scale_of_its_own_adds_its_own_rows_of_the_bias() -> None:
+def test_parts_with_their_own_scales_add_their_own_bias() -> None:
     layer = bare_layer([64, 32, 64], 128, [50.0, 60.0, 70.0])
     bias = layer.bias.data.clone()
     layouts.Marlin().prepare(layer)
@@ -132,20 +132,20 @@ def test_each_part_with_a_scale_of_its_own_adds_its_own_rows_of_the_bias() -> No
 
 
 @pytest.mark.parametrize("row", [5, 100])
-def test_one_part_with_a_scale_that_marlin_has_not_keeps_the_whole_layer_as_it_is(row: int) -> None:
+def test_a_scale_that_marlin_lacks_keeps_the_layer_canonical(row: int) -> None:
     layer = bare_layer([64, 64], 128, [50.0, 60.0])
     layer.weight_scale.data[row, 3] = 2.0**-9
     assert isinstance(layouts.Marlin().prepare(layer), layouts.Canonical) and not hasattr(layer, "marlin_parts")
 
 
-def test_rows_that_our_tiles_cannot_hold_are_marlins_and_refused_where_one_order_of_sums_is_promised() -> None:
+def test_rows_that_tiles_cannot_hold_run_on_marlin() -> None:
     assert isinstance(layouts.Tiled().prepare(bare_layer([72], 128, [50.0])), layouts.Marlin)
     with pytest.raises(ValueError, match=r"a\.layer has 72 rows on this rank; .* needs a multiple of 16"):
         layouts.Tiled(fixed_order=True).prepare(bare_layer([72], 128, [50.0]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_kernels_tensor_scale_is_the_checkpoints_times_a_power_of_two(dtype: torch.dtype) -> None:
+def test_marlins_tensor_scale_differs_by_a_power_of_two(dtype: torch.dtype) -> None:
     layer = bare_layer([64], 128, [50.0], dtype)
     layer.weight_scale.data = (layer.weight_scale.float() / 16).to(torch.float8_e4m3fn)
     layouts.Marlin().prepare(layer)
@@ -156,7 +156,7 @@ def test_the_kernels_tensor_scale_is_the_checkpoints_times_a_power_of_two(dtype:
 
 
 @pytest.mark.parametrize(("widths", "part", "first"), [([32, 96], 0, 0), ([32, 96], 1, 32), ([64, 80, 48], 1, 64)])
-def test_a_part_across_blocks_of_64_rows_is_refused_with_the_reason(widths: list[int], part: int, first: int) -> None:
+def test_a_part_across_blocks_of_64_rows_is_refused(widths: list[int], part: int, first: int) -> None:
     layer = bare_layer(widths, 128, [50.0] * len(widths))
     layouts.Marlin().prepare(layer)
     reason = marlin_part(layer, part, first, widths[part])
@@ -177,12 +177,13 @@ def test_scales_that_vllm_stores_in_another_form_are_not_read(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("scale", [2.0**-9, -3.0], ids=["too small", "negative"])
-def test_promise_02_a_layer_with_a_scale_that_marlin_has_not_stays_as_it_is_and_is_named_once(
-    scale: float, monkeypatch: pytest.MonkeyPatch
+def test_promise_02_a_scale_that_marlin_lacks_is_named_once(
+    scale: float, monkeypatch: pytest.MonkeyPatch, warnings_of: Any
 ) -> None:
     """Negative scales are refused before, with the checkpoint; Marlin would take them for zero."""
-    warned: list[str] = []
-    monkeypatch.setattr(layouts.logger, "warning", lambda text, *values: warned.append(text % values))
+    later: list[str] = []
+    warned = warnings_of(layouts.logger)
+    monkeypatch.setattr(layouts.logger, "debug", lambda text, *values: later.append(text % values))
     monkeypatch.setattr(layouts, "_warned_of", [])  # a process says it once, and this one has run other tests
     assert isinstance(layouts.Marlin().prepare(bare_layer([64], 128, [50.0])), layouts.Marlin) and not warned
     layer = bare_layer([64], 128, [50.0])
@@ -190,9 +191,11 @@ def test_promise_02_a_layer_with_a_scale_that_marlin_has_not_stays_as_it_is_and_
     assert isinstance(layouts.Marlin().prepare(layer), layouts.Canonical)
     assert layer.weight_scale[5, 3] == scale and not hasattr(layer, "marlin_parts")
     assert len(warned) == 1 and warned[0].startswith("a.layer: Marlin would flush 1 block scales to zero")
+    layouts._warn_of_flushed("another.layer", 5)
+    assert len(warned) == len(later) == 1 and later[0].startswith("another.layer: Marlin would flush 5 block scales")
 
 
-def test_where_our_kernel_cannot_be_used_marlin_takes_every_layer_and_one_warning_says_so(
+def test_without_our_kernel_marlin_takes_every_layer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def prepare(*_: Any) -> None:
@@ -244,9 +247,7 @@ def test_an_engine_on_marlin_lends_every_linear_in_place(
             assert spans(frozen.bias) in theirs and torch.equal(frozen.bias, stored[f"{name}.bias"]), name
 
 
-def test_an_engine_on_marlin_lends_what_it_can_and_refuses_where_that_is_nothing(
-    make_nvfp4: Any, engine_on_marlin: Any, measure: Any
-) -> None:
+def test_an_engine_on_marlin_lends_what_it_can(make_nvfp4: Any, engine_on_marlin: Any, measure: Any) -> None:
     engine = engine_on_marlin(make_nvfp4("qwen2"))
     lent = frozen_weights(engine)
     assert len(lent.linears) == 10 and all("its rows" in reason for reason in lent.apart.values())  # gate, up: 96 rows
@@ -255,15 +256,3 @@ def test_an_engine_on_marlin_lends_what_it_can_and_refuses_where_that_is_nothing
             part.scale_exponent = None
     with pytest.raises(NotShareableError, match="Marlin's block scales in a form that is not known here"):
         frozen_weights(engine)
-
-
-def test_layers_that_marlin_cannot_serve_are_warned_of_once_by_name(monkeypatch):
-    told, hidden = [], []
-    monkeypatch.setattr(layouts, "_warned_of", [])
-    monkeypatch.setattr(layouts.logger, "warning", lambda text, *arguments: told.append(text % arguments))
-    monkeypatch.setattr(layouts.logger, "debug", lambda text, *arguments: hidden.append(text % arguments))
-    for layer in range(3):
-        layouts._warn_of_flushed(f"model.layers.{layer}.mlp.down_proj", 5 + layer)
-    assert [text.split(":")[0] for text in told] == ["model.layers.0.mlp.down_proj"]
-    assert "flush 5 block scales" in told[0]
-    assert len(hidden) == 2

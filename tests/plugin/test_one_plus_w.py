@@ -44,7 +44,7 @@ def norms_of(engine, measure) -> dict[str, torch.Tensor]:
     return {f"{name}.weight": m.weight.data.clone() for name, m in named if isinstance(m, GemmaRMSNorm)}
 
 
-def test_promise_03_an_ordinary_norm_of_1_plus_w_would_get_the_same_noise(policy, engine, checkpoint_norms, measure):
+def test_promise_03_a_norm_of_1_plus_w_gets_the_same_noise(policy, engine, checkpoint_norms, measure):
     clean = norms_of(engine, measure)
     assert clean.keys() == checkpoint_norms.keys() and len(clean) == 2 * 6 + 1
     assert all(torch.equal(clean[name], w) and clean[name].dtype == torch.float32 for name, w in clean.items())
@@ -58,7 +58,7 @@ def test_promise_03_an_ordinary_norm_of_1_plus_w_would_get_the_same_noise(policy
         assert float(((1 + w) / ordinary - 1).abs().max()) < 2 * ONE_ROUNDING, name
 
 
-def test_promise_03_the_trainers_effective_weight_has_the_engines_bits(policy, engine, folder, measure):
+def test_promise_03_trainer_and_engine_have_the_same_bits(policy, engine, folder, measure):
     policy.set_noise(SIGMA, seed=SEED, rollout=ROLLOUT, targets=TARGETS)
     model = loading.load(folder)
     assert norms.set_noise(model, SIGMA, SEED, ROLLOUT, TARGETS) == 4
@@ -93,7 +93,7 @@ def test_a_residual_is_added_and_rounded_before_the_norm(engine, measure):
     assert torch.equal(y, rms_norm(x + residual, 1 + layer.weight.data, layer.variance_epsilon))
 
 
-def test_a_norm_that_feeds_no_linear_is_refused_where_another_one_feeds_gate_and_up(policy, folder):
+def test_a_norm_that_feeds_no_linear_is_refused(policy, folder):
     policy.set_noise(0.1, seed=1, rollout=1, targets=TARGETS)
     before = policy.state(digest=True)
     message = r"post_attention_layernorm feeds no linear .* use \['input_layernorm', 'pre_feedforward_layernorm'\]"
@@ -108,7 +108,7 @@ def test_a_norm_that_feeds_no_linear_is_refused_where_another_one_feeds_gate_and
 
 
 @torch.no_grad()
-def test_the_bf16_arm_rounds_norms_of_1_plus_w_once_as_stock_vllm_does(make_bf16):
+def test_the_bf16_arm_rounds_norms_once(make_bf16):
     model = loading.load(make_bf16("gemma3_text", **GEMMA))
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
     norm = model.model.norm

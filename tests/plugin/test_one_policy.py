@@ -69,7 +69,7 @@ def test_promise_10_an_engine_of_one_name_needs_no_word(policy_of, name):
     assert policy.state(digest=True).norms != clean
 
 
-def test_promise_10_lora_slots_give_noise_and_trained_norms_up_at_any_callers_word(policy_of):
+def test_promise_10_anybody_may_clear_noise_and_norms(policy_of):
     policy = policy_of("lora")
     clean = policy.state(digest=True)
     policy.swap(None, norms=NORMS)

@@ -40,7 +40,7 @@ def mean(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().mean())
 
 
-def test_promise_01_loading_quantizes_to_the_bytes_of_the_packed_checkpoint(boot, packed, make_bf16, hf, measure):
+def test_promise_01_quantized_at_load_has_the_packed_bytes(boot, packed, make_bf16, hf, measure):
     served = measure.engine(packed)
     assert mean(served, measure.hf(hf)) < ROUNDING
     at_load = boot(make_bf16("qwen3_5_text"), additional_config=RESIDENT)
@@ -67,7 +67,7 @@ def test_the_gates_stay_in_bf16_as_in_public_checkpoints(packed, folder, make_bf
 
 
 @pytest.mark.parametrize("target", ["all-linear", *LINEAR_ATTENTION, *ATTENTION, *MLP])
-def test_an_adapter_on_each_linear_changes_the_answers_as_peft_does(target, packed, hf, make_adapter, measure):
+def test_an_adapter_on_each_linear_answers_as_peft(target, packed, hf, make_adapter, measure):
     policy = Policy(packed)
     policy.swap(None)
     served, want = measure.engine(packed), measure.hf(hf)
@@ -99,7 +99,7 @@ def test_noise_lies_on_the_norms_that_feed_the_linears(packed, folder, reference
     assert torch.equal(measure.engine(packed), served)
 
 
-def test_lora_slots_are_refused_for_they_do_not_reach_every_linear(boot, folder):
+def test_lora_slots_do_not_reach_every_linear(boot, folder):
     with pytest.raises(ValueError, match=r"qwen3_5_text: .*--enable-lora.*policy_adapter"):
         boot(folder, enable_lora=True, max_loras=1, max_cpu_loras=1, max_lora_rank=8)
 

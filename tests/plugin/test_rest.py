@@ -145,7 +145,7 @@ CALLS = {
 
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("call", CALLS)
-def test_who_pauses_the_engine_in_the_middle_of_a_change_has_it_paused_when_that_is_made(call, place):
+def test_a_pause_in_a_change_holds_after_it(call, place):
     async def use(core, *servers):
         begun(core, servers[0])
         changed = asyncio.create_task(noise(servers[0]))
@@ -172,7 +172,7 @@ def test_who_pauses_the_engine_in_the_middle_of_a_change_has_it_paused_when_that
 
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("call", CALLS)
-def test_who_pauses_the_engine_while_a_change_lets_requests_end_has_it_paused_as_asked(call, place):
+def test_a_pause_while_a_change_drains_holds_as_asked(call, place):
     async def use(core, *servers):
         begun(core, servers[0])
         changed = asyncio.create_task(noise(servers[0], "wait"))
@@ -200,7 +200,7 @@ def test_who_pauses_the_engine_while_a_change_lets_requests_end_has_it_paused_as
     with_servers(use)
 
 
-def test_requests_that_vllm_has_put_back_are_let_go_on_before_a_change_that_waits_for_them():
+def test_preempted_requests_go_on_before_a_change_that_waits():
     """The engine has come to rest and one that has begun is still there: it found no room in the KV cache."""
 
     async def use(core, server):
@@ -224,7 +224,7 @@ def test_requests_that_vllm_has_put_back_are_let_go_on_before_a_change_that_wait
     with_servers(use, 1)
 
 
-def test_who_resumes_the_engine_in_the_middle_of_a_change_waits_for_its_end():
+def test_a_resumption_in_a_change_waits_for_its_end():
     async def use(core, *servers):
         await servers[1].client.pause_generation(mode="keep")
         core.running, core.said = 1, []
@@ -262,7 +262,7 @@ def test_a_pause_that_fails_leaves_nothing_behind():
     with_servers(use)
 
 
-def test_behind_a_change_that_lets_requests_end_others_are_refused_in_time_and_the_state_is_told_at_once(monkeypatch):
+def test_behind_a_change_that_waits_others_are_refused_in_time(monkeypatch):
     monkeypatch.setattr(quiesce, "LINE", 0.1)
 
     async def use(core, *servers):
@@ -289,7 +289,7 @@ def test_behind_a_change_that_lets_requests_end_others_are_refused_in_time_and_t
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_change_that_aborts_requests_waits_for_none_that_another_lets_end(place):
+def test_an_abort_cuts_a_drain_short(place):
     async def use(core, *servers):
         begun(core, servers[0])
         changed = asyncio.create_task(noise(servers[0], "wait"))
@@ -302,7 +302,7 @@ def test_a_change_that_aborts_requests_waits_for_none_that_another_lets_end(plac
     with_servers(use)
 
 
-def test_a_change_that_waits_for_requests_that_somebody_else_lets_end_keeps_nobody_out():
+def test_a_change_behind_a_foreign_drain_keeps_nobody_out():
     async def use(core, *servers):
         begun(core, servers[0])
         drained = asyncio.create_task(servers[0].client.pause_generation(mode="wait"))
@@ -319,7 +319,7 @@ def test_a_change_that_waits_for_requests_that_somebody_else_lets_end_keeps_nobo
 
 
 @pytest.mark.parametrize("somebody", ["drains", "is in the line", "nobody"])
-def test_a_change_whose_caller_has_gone_while_it_waited_is_not_made(somebody):
+def test_a_change_whose_caller_has_gone_is_not_made(somebody):
     async def is_gone():
         return True
 
@@ -341,7 +341,7 @@ def test_a_change_whose_caller_has_gone_while_it_waited_is_not_made(somebody):
     with_servers(use)
 
 
-def test_a_version_that_came_into_service_while_a_change_waited_is_told_as_before():
+def test_a_version_served_meanwhile_is_told_as_before():
     async def use(core, *servers):
         swaps = [("a", 1), ("a", 1), ("b", 1), ("b", 2)]
         made = (servers[i % 2].swap(None, {}, digest, version, "keep") for i, (digest, version) in enumerate(swaps))

@@ -130,7 +130,7 @@ def assert_versions_come_and_go(client, adapter, scores, prompts) -> None:
 
 @pytest.mark.integration
 @pytest.mark.timeout(600)
-def test_promise_10_server_answers_like_the_engine_and_refuses_noise_for_all(
+def test_promise_10_a_server_with_slots_refuses_noise_for_all(
     make_nvfp4, adapter, start_server, boot, lora_options, measure
 ):
     import openai
@@ -162,7 +162,7 @@ def test_promise_10_server_answers_like_the_engine_and_refuses_noise_for_all(
 @pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.timeout(600)
-def test_promise_10_server_with_the_resident_adapter_has_one_name(start_server, measure):
+def test_promise_10_a_resident_adapter_has_one_name(start_server, measure):
     import openai
 
     client = start_server("--additional-config", json.dumps({"qerl": {"policy_adapter": {"rank": 8}}}))

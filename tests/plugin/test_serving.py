@@ -21,9 +21,7 @@ BFLOAT16_TOLERANCE = 0.1
 
 
 @pytest.mark.parametrize("case", ARCHITECTURES)
-def test_promise_02_packed_checkpoint_equals_dequantized_reference(
-    case, make_bf16, write_packed, reference, boot, measure
-):
+def test_promise_02_packed_equals_dequantized(case, make_bf16, write_packed, reference, boot, measure):
     architecture, changes = ARCHITECTURES[case]
     source = make_bf16(architecture, **changes)
     folder = write_packed(source)
@@ -42,7 +40,7 @@ def packed_bits(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
-def test_promise_01_bf16_quantized_on_the_way_in_has_the_bits_of_the_packed_checkpoint(
+def test_promise_01_quantized_at_load_has_the_packed_bits(
     architecture, make_bf16, make_nvfp4, write_packed, boot, measure
 ):
     packed = boot(make_nvfp4(architecture), dtype="bfloat16")
@@ -53,7 +51,7 @@ def test_promise_01_bf16_quantized_on_the_way_in_has_the_bits_of_the_packed_chec
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
-def test_the_packer_of_these_tests_writes_what_qerl_quantize_writes(make_bf16, make_nvfp4, write_packed, weights_of):
+def test_the_tests_packer_writes_what_quantize_writes(make_bf16, make_nvfp4, write_packed, weights_of):
     ours, theirs = weights_of(write_packed(make_bf16("qwen2"))), weights_of(make_nvfp4("qwen2"))
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
@@ -65,9 +63,7 @@ def test_promise_02_in_bfloat16_within_rounding(make_bf16, write_packed, referen
     assert measure.difference(served, measure.hf(reference(folder))) < BFLOAT16_TOLERANCE
 
 
-def test_promise_02_fused_parts_with_different_tensor_scales_stay_exact(
-    make_bf16, write_packed, reference, boot, measure
-):
+def test_promise_02_fused_parts_keep_their_tensor_scales(make_bf16, write_packed, reference, boot, measure):
     folder = write_packed(make_bf16("qwen2"), shared=False)
     engine = boot(folder, dtype="float32")
     divisors = measure.model(engine).model.layers[0].self_attn.qkv_proj.weight_global_scale
@@ -75,7 +71,7 @@ def test_promise_02_fused_parts_with_different_tensor_scales_stay_exact(
     assert measure.difference(measure.engine(engine), measure.hf(reference(folder))) < FLOAT32_TOLERANCE
 
 
-def test_layers_outside_the_targets_and_in_ignore_are_served_in_bf16(make_bf16, write_packed, reference, boot, measure):
+def test_layers_that_are_not_packed_are_served_in_bf16(make_bf16, write_packed, reference, boot, measure):
     import json
 
     from safetensors.torch import load_file, save_file
@@ -106,7 +102,7 @@ def test_dummy_weights_boot_without_a_checkpoint_file(make_nvfp4, boot, measure,
     measure.engine(boot(tmp_path, load_format="dummy"))  # asserts finite log-probabilities
 
 
-def test_dummy_weights_have_tensor_scales_in_fp32_whatever_the_engines_dtype_is():
+def test_dummy_tensor_scales_are_fp32():
     torch.set_default_dtype(torch.float16)  # as vLLM does while it builds a model
     try:
         codes, scales, divisors = linear._empty(64, 18944, 2)

@@ -45,7 +45,7 @@ def history(monkeypatch):
         ([(1, 2)], "4"),
     ],
 )
-def test_an_answer_names_one_version_only_if_one_policy_computed_all_of_it(history, spans, text):
+def test_an_answer_names_one_version_or_a_range(history, spans, text):
     assert history.text(spans) == text
     assert ChangeLog(history.path).text(spans) == text, "another process reads the same"
 
@@ -158,7 +158,7 @@ def test_a_lost_engine_is_known_to_every_process():
     assert log.is_lost and reader.text([(time.monotonic(), time.monotonic())]) == "2"
 
 
-def test_one_process_at_a_time_has_its_turn_and_a_dead_one_gives_it_back():
+def test_one_process_at_a_time_holds_the_lock():
     ours, another = (f"test-{os.getpid()}-{name}" for name in "ab")  # the names are those of the whole machine
     program = "import asyncio, sys, time\nfrom qerl_vllm_plugin.server.quiesce import turn\n"
     program += "async def hold():\n    async with turn(sys.argv[1]):\n        print('held', flush=True)\n"
@@ -209,7 +209,7 @@ class Engine(EngineClient):
         return [{**opened, "instance": f"test-{os.getpid()}", "changes": self.state["log"].path}]
 
 
-def test_no_api_server_lets_the_engine_run_while_another_changes_it():
+def test_no_api_server_resumes_while_another_changes():
     state = {"paused": False, "running": 0, "changes": 0, "asked": 0, "log": ChangeLog()}
     config = vllm_config()
 
@@ -223,7 +223,7 @@ def test_no_api_server_lets_the_engine_run_while_another_changes_it():
     assert (state["changes"], state["running"], state["paused"]) == (20, 0, False)
 
 
-def test_what_one_api_server_finds_lost_is_lost_for_all_and_their_requests_end(monkeypatch):
+def test_an_engine_lost_to_one_api_server_is_lost_to_all(monkeypatch):
     monkeypatch.setattr("qerl_vllm_plugin.server.engine.LOOK", 0.01)
     state = {"paused": False, "running": 0, "changes": 0, "asked": 0, "log": ChangeLog()}
     config = vllm_config(api_servers=2)

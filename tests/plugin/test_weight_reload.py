@@ -1,10 +1,8 @@
 """Weights are frozen: vLLM's reload and full-weight pushes are refused, and nothing has changed afterwards."""
 
-import shutil
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 FROZEN = "weights of a qerl_nvfp4 engine are frozen"
 
@@ -14,13 +12,10 @@ def engine(request, boot, make_bf16, make_nvfp4):
     return boot((make_nvfp4 if request.param == "packed" else make_bf16)("qwen2"), dtype="float32")
 
 
-@pytest.fixture(scope="module")
-def another(make_bf16, tmp_path_factory):
-    """The same names and sizes, another model."""
-    folder = shutil.copytree(make_bf16("qwen2"), tmp_path_factory.mktemp("another") / "bf16")
-    tensors = load_file(folder / "model.safetensors")
-    save_file({name: 1.5 * t for name, t in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+@pytest.fixture
+def another(make_bf16, edited):
+    """Another model with tensors of the same names and sizes."""
+    return edited(make_bf16("qwen2"), lambda tensors: [tensor.mul_(1.5) for tensor in tensors.values()])
 
 
 def everything(model) -> dict[str, torch.Tensor]:

@@ -128,7 +128,7 @@ def test_tensors_are_refused(case, after_a_good_one):
         converted(checker.check(tensors, CONFIG), torch.bfloat16)
 
 
-def test_a_known_layout_is_not_looked_at_again_and_its_values_are_the_new_ones(monkeypatch):
+def test_a_known_layout_is_checked_once(monkeypatch):
     looks = []
     monkeypatch.setattr(adapters, "check", lambda *a: looks.append(1) or check(*a))
     checker = Checker(TARGETS, 8)
@@ -164,7 +164,7 @@ def test_values_whose_sum_alone_is_too_large_are_not_refused():
 
 
 @pytest.mark.parametrize("size", [1.0, 100.0, 1e30])
-def test_the_strength_of_an_adapter_is_never_below_what_a_linear_stretches_by(size):
+def test_strength_is_an_upper_bound(size):
     generator = torch.Generator().manual_seed(0)
     tensors = {name: size * torch.randn(t.shape, generator=generator) for name, t in tensors_for(CONFIG).items()}
     new = converted(check(tensors, CONFIG, TARGETS, max_rank=8), torch.float32)
@@ -249,7 +249,7 @@ def test_every_key_that_peft_saves_is_known(tmp_path):
     assert check_config(saved, 8) == (2, 2.0)
 
 
-def test_what_says_where_an_adapter_comes_from_is_no_reason_to_refuse_it():
+def test_keys_about_an_adapters_origin_are_accepted():
     told = {
         "task_type": "CAUSAL_LM",
         "auto_mapping": {"base_model_class": "Qwen2ForCausalLM", "parent_library": "transformers"},

@@ -33,7 +33,7 @@ def changed(folder):
     os.utime(folder / "adapter_model.safetensors", ns=(1, 1))
 
 
-def test_what_was_read_stays_though_the_files_are_written_anew_and_cut(folder):
+def test_tensors_stay_when_their_files_are_rewritten(folder):
     saved = adapter_folder.read(folder)
     changed(folder)
     for name in adapter_folder.FILES:
@@ -85,7 +85,7 @@ def test_a_file_that_is_cut_says_what_to_do(folder, name, size):
     assert "checkpoint" not in str(error.value)
 
 
-def test_a_folder_without_trained_norms_has_none_and_one_without_a_needed_file_is_refused(folder):
+def test_norms_may_be_missing_and_no_other_file(folder):
     (folder / "norms.safetensors").unlink()
     assert adapter_folder.read(folder).norms is None
     for name in ("adapter_config.json", "adapter_model.safetensors"):
@@ -131,7 +131,7 @@ def expected_hash(folder, config):
     return sha.hexdigest()
 
 
-def test_a_base_is_known_by_its_config_and_its_files_wherever_it_lies(base, tmp_path):
+def test_the_hash_of_a_base_covers_config_and_files(base, tmp_path):
     found = adapter_folder.base_hash(base)
     assert found == expected_hash(base, {"model_type": "qwen2", "hidden_size": 64})
     # run states and cards hold it: another definition would refuse every adapter that was ever saved
@@ -156,7 +156,7 @@ def test_a_base_of_other_bytes_names_or_config_is_another(base, place):
     assert len(found.union(seen)) == (5 if place != 5000 else 4), "5000 lies between two blocks"
 
 
-def test_an_adapter_that_was_trained_on_another_base_is_refused_and_one_that_does_not_say_passes(folder, base):
+def test_an_adapter_of_another_base_is_refused(folder, base):
     assert adapter_folder.trained_on(folder) is None
     adapter_folder.check_base(folder, base)
     state = folder / "qerl_state.json"

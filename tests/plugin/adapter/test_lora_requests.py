@@ -68,7 +68,7 @@ LEFT_OUT = {
 
 
 @pytest.mark.parametrize("case", LEFT_OUT)
-def test_promise_04_what_vllm_would_leave_out_of_an_adapter_is_refused(engine, saved, measure, tmp_path, case):
+def test_promise_04_what_vllm_would_leave_out_is_refused(engine, saved, measure, tmp_path, case):
     spoil, message = LEFT_OUT[case]
     folder, good = tmp_path / "adapter", LoRARequest("good", 1, str(saved))
     before = measure.engine(engine, good)
@@ -80,7 +80,7 @@ def test_promise_04_what_vllm_would_leave_out_of_an_adapter_is_refused(engine, s
     assert measure.difference(before, measure.engine(engine)) > 0.01, "the adapter must change the answers"
 
 
-def test_an_adapter_that_peft_alone_has_saved_and_one_from_a_tensor_file_of_experts_pass(saved, make_nvfp4, tmp_path):
+def test_adapters_of_peft_alone_and_of_experts_pass(saved, make_nvfp4, tmp_path):
     shutil.copytree(saved, tmp_path / "adapter")
     (tmp_path / "adapter" / STATE).unlink()
     config(tmp_path / "adapter", target_parameters=["mlp.experts.down_proj"])
@@ -89,7 +89,7 @@ def test_an_adapter_that_peft_alone_has_saved_and_one_from_a_tensor_file_of_expe
         check_folder(tmp_path / "adapter", None, 2)
 
 
-def test_the_experts_of_an_adapter_have_slots_under_names_of_vllms():
+def test_experts_have_slots_under_vllms_names():
     check_modules(Path("RUN"), ["model.layers.0.mlp.experts.7.up_proj", "a.q_proj"], {"a.q_proj", "a.k_proj"})
     with pytest.raises(AdapterError, match=r"RUN adapts a\.v_proj \(and 0 more\)"):
         check_modules(Path("RUN"), ["a.v_proj", "a.q_proj"], {"a.q_proj"})
@@ -118,9 +118,7 @@ class Runner:
 
 
 @pytest.mark.parametrize("of_another_stage", [0, 7])
-def test_a_stage_of_a_pipeline_reads_what_a_stage_has_slots_for_and_refuses_the_rest(
-    of_another_stage, monkeypatch, tmp_path
-):
+def test_a_pipeline_stage_refuses_what_no_stage_has_slots_for(of_another_stage, monkeypatch, tmp_path):
     other = {f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"}
     monkeypatch.setattr(vllm_worker, "of_all_stages", lambda own: [other, own])
     names = [f"model.layers.{layer}.self_attn.q_proj" for layer in (of_another_stage, 1)]

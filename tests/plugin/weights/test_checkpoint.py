@@ -1,4 +1,4 @@
-"""Checkpoint folders that are damaged or something else: each is refused by name, with the limit and the way out."""
+"""Checkpoints that are damaged or something else are refused by name, with the limit and the way out."""
 
 import json
 import shutil
@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from qerl_kernels.nvfp4 import quantize
+from safetensors.torch import load_file
 
-from qerl_vllm_plugin.weights.checkpoint import inspect_folder, read_quantization
+from qerl_vllm_plugin.weights.checkpoint import check_tensors, inspect_folder, read_quantization
 from qerl_vllm_plugin.wire.safetensors_file import CheckpointError, read_header, read_tensor
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "llmcompressor"
@@ -28,17 +29,6 @@ def shards(tmp_path) -> Path:
     return shutil.copytree(FIXTURES / "qwen2-bf16", tmp_path / "bf16")
 
 
-def edit_config(folder: Path, **changes) -> None:
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def edit_tensors(folder: Path, edit) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 @pytest.mark.parametrize("name", ["qwen2-bf16", "qwen3-bf16", "qwen2-nvfp4", "qwen3-nvfp4"])
 def test_a_sound_folder_is_accepted_whole(name):
     report = inspect_folder(FIXTURES / name)
@@ -48,14 +38,14 @@ def test_a_sound_folder_is_accepted_whole(name):
         assert report.scheme.is_quantized(UP) and not report.scheme.is_quantized("lm_head")
 
 
-def test_promise_09_a_folder_is_what_its_config_says_and_not_what_it_is_called(tmp_path):
+def test_promise_09_a_folder_is_what_its_config_says(tmp_path):
     shutil.copytree(FIXTURES / "qwen2-bf16", tmp_path / "model-nvfp4-gptq")
     shutil.copytree(FIXTURES / "qwen2-nvfp4", tmp_path / "model-bf16")
     assert inspect_folder(tmp_path / "model-nvfp4-gptq").scheme is None
     assert inspect_folder(tmp_path / "model-bf16").scheme is not None
 
 
-def test_reading_one_tensor_gives_what_the_safetensors_library_reads(folder):
+def test_one_tensor_is_read_as_safetensors_reads_it(folder):
     file = folder / "model.safetensors"
     reference = load_file(file)
     headers = read_header(file)
@@ -140,13 +130,12 @@ OTHER_QUANTIZATIONS = {
 
 
 @pytest.mark.parametrize(("config", "what"), OTHER_QUANTIZATIONS.values(), ids=OTHER_QUANTIZATIONS)
-def test_another_quantization_is_named_and_the_way_out_given(folder, config, what):
+def test_another_quantization_is_named(folder, edited, config, what):
     way_out = r".*W4A16, blocks of 16; start from the BF16 checkpoint and run `qerl quantize"
     with pytest.raises(CheckpointError, match=what + way_out):
         read_quantization(config, weight_only=True)
-    edit_config(folder, quantization_config=config)
-    with pytest.raises(ValueError, match=what):
-        inspect_folder(folder)
+    with pytest.raises(CheckpointError, match=what):
+        inspect_folder(edited(folder, quantization_config=config))
 
 
 MORE_THAN_WEIGHTS = {
@@ -161,13 +150,12 @@ MORE_THAN_WEIGHTS = {
 
 
 @pytest.mark.parametrize(("config", "what"), MORE_THAN_WEIGHTS.values(), ids=MORE_THAN_WEIGHTS)
-def test_what_has_more_than_weights_is_read_only_where_the_weights_alone_are_asked_for(folder, config, what):
+def test_more_than_weights_is_read_only_if_asked_for(folder, edited, config, what):
     way_out = r".*write its weights alone with `qerl quantize.*\{\"weight_only\": true\}"
     with pytest.raises(CheckpointError, match=what + way_out):
         read_quantization(config)
-    edit_config(folder, quantization_config=config)
     with pytest.raises(CheckpointError, match=what + way_out):
-        inspect_folder(folder)
+        inspect_folder(edited(folder, quantization_config=config))
     assert read_quantization(config, weight_only=True).is_quantized(UP)
 
 
@@ -183,7 +171,7 @@ def test_ignore_and_targets_follow_compressed_tensors_patterns():
         read_quantization(NVFP4 | {"ignore": ["re:*"]})
 
 
-def test_a_layer_of_an_fp8_and_of_an_nvfp4_group_is_refused_and_a_name_goes_before_all_linears():
+def test_a_name_goes_before_all_linears_and_two_groups_are_refused():
     group = NVFP4["config_groups"]["group_0"]
 
     def scheme(*targets):
@@ -198,70 +186,93 @@ def test_a_layer_of_an_fp8_and_of_an_nvfp4_group_is_refused_and_a_name_goes_befo
         scheme("Linear").kind(UP)
 
 
-@pytest.mark.parametrize("missing_bytes", [1, 1000, 29000])
-def test_a_truncated_shard_is_refused_by_name(folder, missing_bytes):
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-missing_bytes])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: .*truncated.*download or quantize"):
-        inspect_folder(folder)
+def rewrite(name: str, change):
+    """Return a damage that replaces the bytes of a file by ``change(bytes)``."""
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
 
 
-def test_bytes_after_the_last_tensor_are_refused(folder):
-    with (folder / "model.safetensors").open("ab") as stream:
-        stream.write(b"x" * 7)
-    with pytest.raises(CheckpointError, match="followed by bytes of no tensor"):
-        inspect_folder(folder)
+def header(change):
+    """Return a damage that changes the header of the tensor file in place."""
+
+    def changed(data: bytes) -> bytes:
+        length = int.from_bytes(data[:8], "little")
+        entries = json.loads(data[8 : 8 + length])
+        change(entries)
+        text = json.dumps(entries).encode()
+        return len(text).to_bytes(8, "little") + text + data[8 + length :]
+
+    return rewrite(MODEL, changed)
 
 
-def test_a_missing_shard_is_refused_by_name(shards):
-    (shards / "model-00003-of-00010.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"model-00003-of-00010\.safetensors: this shard is .*but missing"):
-        inspect_folder(shards)
+def index(change):
+    """Return a damage that changes the index's ``weight_map`` in place."""
+
+    def changed(data: bytes) -> bytes:
+        values = json.loads(data)
+        change(values["weight_map"])
+        return json.dumps(values).encode()
+
+    return rewrite(INDEX, changed)
 
 
-@pytest.mark.parametrize("length", [2**63, 2**64 - 1, 2**40, 100_000_001, 200_000])
-def test_a_header_length_beyond_the_file_is_refused_without_allocating_it(folder, length):
-    file = folder / "model.safetensors"
-    file.write_bytes(length.to_bytes(8, "little") + file.read_bytes()[8:])
-    with pytest.raises(CheckpointError, match=rf"header claims {length} bytes; the file has \d+.*download or quantize"):
-        inspect_folder(folder)
+def length(value: int):
+    return rewrite(MODEL, lambda data: value.to_bytes(8, "little") + data[8:])
 
 
-def with_header(folder: Path, edit) -> None:
-    file = folder / "model.safetensors"
-    data = file.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    edit(header)
-    text = json.dumps(header).encode()
-    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
-
-
-DAMAGED_HEADERS = {
-    "shape and bytes disagree": (lambda h: h[f"{UP}.weight_scale"].update(shape=[80, 4]), "needs 320 bytes"),
-    "negative shape": (lambda h: h[f"{UP}.weight_scale"].update(shape=[-80, -3]), "_scale of F8_E4M3"),
-    "overlap": (lambda h: h[f"{UP}.weight_scale"].update(data_offsets=[0, 240]), "begins at byte"),
-    "unknown dtype": (lambda h: h[f"{UP}.weight_scale"].update(dtype="F4"), "has dtype F4; supported are"),
-    "no offsets": (lambda h: h[f"{UP}.weight_scale"].pop("data_offsets"), "header cannot be read"),
-    "no object": (lambda h: h.update({f"{UP}.weight_scale": 3}), "header cannot be read"),
+MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
+SCALE, NORM, SECOND = f"{UP}.weight_scale", "model.norm.weight", "model-00002-of-00010.safetensors"
+TOO_LONG = r"model\.safetensors: its header claims \d+ bytes; the file has \d+.*download or quantize"
+DAMAGED_FILES = {
+    "cut by 1 byte": (rewrite(MODEL, lambda data: data[:-1]), r"model\.safetensors: .*truncated.*download or quantize"),
+    "cut in the header": (rewrite(MODEL, lambda data: data[:-29000]), r"model\.safetensors: .*truncated.*download or"),
+    "longer": (rewrite(MODEL, lambda data: data + bytes(7)), "followed by bytes of no tensor"),
+    "empty": (rewrite(MODEL, lambda data: b""), r"model\.safetensors: .*download or quantize the checkpoint again"),
+    "7 bytes": (rewrite(MODEL, lambda data: b"1234567"), r"model\.safetensors: .*download or quantize the checkpoint"),
+    "text": (rewrite(MODEL, lambda data: b"\x05" + bytes(7) + b"hello"), r"model\.safetensors: .*download or quantize"),
+    "length 2^63": (length(2**63), TOO_LONG),
+    "length 2^64 - 1": (length(2**64 - 1), TOO_LONG),
+    "length above the limit": (length(100_000_001), TOO_LONG),
+    "length above the file": (length(200_000), TOO_LONG),
+    "shape and bytes disagree": (header(lambda h: h[SCALE].update(shape=[80, 4])), r"model\.safetens.*needs 320 bytes"),
+    "negative shape": (header(lambda h: h[SCALE].update(shape=[-80, -3])), r"model\.safetensors: .*_scale of F8_E4M3"),
+    "overlap": (header(lambda h: h[SCALE].update(data_offsets=[0, 240])), r"model\.safetensors: .*begins at byte"),
+    "unknown dtype": (header(lambda h: h[SCALE].update(dtype="F4")), r"model\.safetensors: .*has dtype F4; supported"),
+    "no offsets": (header(lambda h: h[SCALE].pop("data_offsets")), r"model\.safetensors: .*header cannot be read"),
+    "no object": (header(lambda h: h.update({SCALE: 3})), r"model\.safetensors: .*header cannot be read"),
+    "no tensor file": (lambda folder: (folder / MODEL).unlink(), r"holds neither model\.safetensors nor"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "config.json: no such file"),
+    "a config that is no JSON": (rewrite("config.json", lambda data: b"{"), r"config\.json: not valid JSON"),
+}
+DAMAGED_SHARDS = {
+    "missing": (
+        lambda folder: (folder / SECOND).unlink(),
+        r"model-00002-of-00010\.safetensors: this shard .* missing",
+    ),
+    "in another shard": (
+        index(lambda m: m.update({NORM: SECOND})),
+        r"model\.norm\.weight is not in model-00002",
+    ),
+    "not in the index": (index(lambda m: m.pop(NORM)), r"tensor model\.norm\.weight of model-\S+ is not in the index"),
+    "outside the folder": (index(lambda m: m.update({NORM: "../secret.safetensors"})), r"named in .* but missing"),
 }
 
 
-@pytest.mark.parametrize(("edit", "message"), DAMAGED_HEADERS.values(), ids=DAMAGED_HEADERS)
-def test_a_damaged_header_is_refused(folder, edit, message):
-    with_header(folder, edit)
-    with pytest.raises(CheckpointError, match=rf"model\.safetensors: .*{message}"):
+@pytest.mark.parametrize(("damage", "message"), DAMAGED_FILES.values(), ids=DAMAGED_FILES)
+def test_a_damaged_file_is_refused(folder, damage, message):
+    damage(folder)
+    with pytest.raises(CheckpointError, match=message):
         inspect_folder(folder)
 
 
-@pytest.mark.parametrize("data", [b"", b"1234567", b"\x05" + bytes(7) + b"hello"], ids=["empty", "7 bytes", "text"])
-def test_a_file_that_is_no_safetensors_file_is_refused(folder, data):
-    (folder / "model.safetensors").write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: .*download or quantize the checkpoint again"):
-        inspect_folder(folder)
+@pytest.mark.parametrize(("damage", "message"), DAMAGED_SHARDS.values(), ids=DAMAGED_SHARDS)
+def test_damaged_shards_are_refused(shards, damage, message):
+    (shards.parent / "secret.safetensors").write_bytes(b"")
+    damage(shards)
+    with pytest.raises(CheckpointError, match=message):
+        inspect_folder(shards)
 
 
-DISAGREEMENTS = {
+DISAGREEING_TENSORS = {
     "packed tensor missing": (lambda t: t.pop(f"{UP}.weight_packed"), rf"{UP}\.weight_packed"),
     "scale missing": (lambda t: t.pop(f"{UP}.weight_scale"), rf"{UP}\.weight_scale \(F8_E4M3 \[80, 3\]\) is missing"),
     "divisor missing": (lambda t: t.pop(f"{UP}.weight_global_scale"), rf"{UP}\.weight_global_scale .*is missing"),
@@ -309,85 +320,72 @@ DISAGREEMENTS = {
 }
 
 
-@pytest.mark.parametrize(("edit", "message"), DISAGREEMENTS.values(), ids=DISAGREEMENTS)
-def test_config_and_tensors_that_disagree_are_refused_by_name(folder, edit, message):
-    edit_tensors(folder, edit)
+@pytest.mark.parametrize(("change", "message"), DISAGREEING_TENSORS.values(), ids=DISAGREEING_TENSORS)
+def test_tensors_that_the_config_does_not_describe(folder, edited, change, message):
     with pytest.raises(CheckpointError, match=message):
-        inspect_folder(folder)
-
-
-def test_a_packed_layer_that_config_lists_as_ignored_is_refused(folder):
-    edit_config(folder, quantization_config=NVFP4 | {"ignore": ["lm_head", UP]})
-    with pytest.raises(CheckpointError, match=rf"{UP}\.\w+ is quantized, but config\.json lists {UP} in ignore"):
-        inspect_folder(folder)
-
-
-def test_packed_tensors_without_a_quantization_config_are_refused(folder):
-    config = json.loads((folder / "config.json").read_text())
-    del config["quantization_config"]
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"is quantized, but config\.json has no quantization_config"):
-        inspect_folder(folder)
-
-
-def test_a_config_of_another_size_is_refused(folder):
-    edit_config(folder, intermediate_size=96)
-    with pytest.raises(CheckpointError, match=r"_proj\.weight_packed is U8 .*, but config\.json asks for"):
-        inspect_folder(folder)
-
-
-def test_a_config_without_a_size_is_refused(folder):
-    config = json.loads((folder / "config.json").read_text())
-    del config["intermediate_size"]
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="lacks the key 'intermediate_size'"):
-        inspect_folder(folder)
-
-
-def test_an_index_and_its_shards_that_disagree_are_refused(shards):
-    index = json.loads((shards / "model.safetensors.index.json").read_text())
-    index["weight_map"]["model.norm.weight"] = "model-00002-of-00010.safetensors"
-    (shards / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"tensor model\.norm\.weight is not in model-00002"):
-        inspect_folder(shards)
-
-
-def test_a_tensor_outside_the_index_is_refused(shards):
-    index = json.loads((shards / "model.safetensors.index.json").read_text())
-    file = index["weight_map"].pop("model.norm.weight")
-    (shards / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=rf"tensor model\.norm\.weight of {file} is not in the index"):
-        inspect_folder(shards)
-
-
-def test_a_shard_outside_the_folder_is_refused(shards):
-    index = json.loads((shards / "model.safetensors.index.json").read_text())
-    index["weight_map"]["model.norm.weight"] = "../secret.safetensors"
-    (shards / "model.safetensors.index.json").write_text(json.dumps(index))
-    (shards.parent / "secret.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"named in .* but missing"):
-        inspect_folder(shards)
+        inspect_folder(edited(folder, change))
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [("config.json", "no such file"), ("model.safetensors", r"holds neither model\.safetensors nor")],
+    ("config", "message"),
+    [
+        (
+            {"quantization_config": NVFP4 | {"ignore": ["lm_head", UP]}},
+            rf"{UP}\.\w+ is quantized, but config\.json lists {UP} in ignore",
+        ),
+        ({"quantization_config": None}, r"is quantized, but config\.json has no quantization_config"),
+        ({"intermediate_size": 96}, r"_proj\.weight_packed is U8 .*, but config\.json asks for"),
+        ({"intermediate_size": None}, "lacks the key 'intermediate_size'"),
+    ],
+    ids=["an ignored layer", "no quantization", "another size", "no size"],
 )
-def test_a_folder_without_a_needed_file_is_refused(folder, name, message):
-    (folder / name).unlink()
+def test_a_config_that_does_not_describe_the_tensors(folder, edited, config, message):
     with pytest.raises(CheckpointError, match=message):
-        inspect_folder(folder)
+        inspect_folder(edited(folder, **config))
 
 
-def test_a_config_that_is_no_json_is_refused(folder):
-    (folder / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"config\.json: not valid JSON"):
-        inspect_folder(folder)
-
-
-def test_an_unknown_architecture_is_checked_as_far_as_its_packed_tensors(folder):
-    edit_config(folder, model_type="another")
-    assert not inspect_folder(folder).complete
-    edit_tensors(folder, lambda t: t.pop(f"{UP}.weight_scale"))
+def test_an_unknown_architecture_is_checked_by_its_packed_tensors(folder, edited):
+    assert not inspect_folder(edited(folder, model_type="another")).complete
     with pytest.raises(CheckpointError, match=rf"{UP}\.weight_scale .*is missing"):
-        inspect_folder(folder)
+        inspect_folder(edited(folder, lambda t: t.pop(f"{UP}.weight_scale"), model_type="another"))
+
+
+def packed() -> dict[str, torch.Tensor]:
+    weight = quantize(torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).bfloat16())
+    return {"codes": weight.codes, "block_scales": weight.block_scales, "divisor": weight.divisor.reshape(1)}
+
+
+def with_scale_byte(byte: int) -> torch.Tensor:
+    scales = packed()["block_scales"].view(torch.uint8).clone()
+    scales[7, 2] = byte
+    return scales.view(torch.float8_e4m3fn)
+
+
+BAD_VALUES = {
+    "scale is NaN": (
+        {"block_scales": with_scale_byte(0x7F)},
+        r"weight_scale: 1 .*NaN or.* row 7, block 2.*0 to 448",
+    ),
+    "scale is negative NaN": ({"block_scales": with_scale_byte(0xFF)}, "NaN or negative, the first at row 7, block 2"),
+    "scale is negative": ({"block_scales": with_scale_byte(0x81)}, "NaN or negative, the first at row 7, block 2"),
+    "scales are infinite": (
+        {"block_scales": torch.full((32, 4), float("inf"))},
+        r"torch\.float32.*not uint8",
+    ),
+    "divisor is zero": ({"divisor": torch.zeros(1)}, r"weight_global_scale: 0\.0 is not a usable tensor scale"),
+    "divisor is infinite": ({"divisor": torch.tensor([float("inf")])}, "weight_global_scale: inf is not a usable"),
+    "divisor is NaN": ({"divisor": torch.tensor([float("nan")])}, "weight_global_scale: nan is not a usable"),
+    "divisor is negative": ({"divisor": torch.tensor([-1.0])}, r"weight_global_scale: -1\.0 is not a usable"),
+    "tensor scale overflows": ({"divisor": torch.tensor([1e-45])}, "it and its reciprocal must be positive"),
+    "divisor for each row": ({"divisor": torch.ones(32)}, r"must be \(N, K/2\), \(N, K/16\) and \(1,\)"),
+    "groups of 32": ({"block_scales": packed()["block_scales"][:, ::2].contiguous()}, r"do not fit"),
+    "codes are signed": ({"codes": packed()["codes"].view(torch.int8)}, r"are torch\.int8.*not uint8"),
+    "columns not a multiple of 16": ({"codes": packed()["codes"][:, :30].contiguous()}, "do not fit"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_VALUES.values(), ids=BAD_VALUES)
+def test_values_that_would_poison_a_layer_are_refused(change, message):
+    check_tensors("a.layer", **packed())
+    with pytest.raises(CheckpointError, match=r"^a\.layer.*" + message + ".*qerl quantize"):
+        check_tensors("a.layer", **(packed() | change))

@@ -49,7 +49,7 @@ def test_a_mixture_has_more_than_one_expert(config: dict[str, int], said: str) -
 
 
 @pytest.mark.parametrize(("family", "head"), [("qwen3", 128), ("qwen3_moe", 16), ("llama", 16)])
-def test_a_config_without_a_head_dim_means_what_transformers_takes_it_for(family: str, head: int) -> None:
+def test_a_missing_head_dim_means_what_transformers_means(family: str, head: int) -> None:
     sizes = dict.fromkeys(("vocab_size", "intermediate_size", "moe_intermediate_size"), 32)
     sizes |= {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     built = AutoConfig.for_model(family, **sizes, num_experts=2)
@@ -86,7 +86,7 @@ def test_a_packed_layer_has_the_tensors_of_its_format() -> None:
     assert "a.weight_scale_2 is F32 [8, 1], but" in refused(MODELOPTS, **theirs, a__weight_scale_2=ROWS)
 
 
-def test_scales_of_activations_belong_to_a_scheme_that_has_them_and_may_be_absent() -> None:
+def test_activation_scales_need_a_scheme_and_may_be_absent() -> None:
     packed = {"a__weight_packed": CODES, "a__weight_scale": SCALES, "a__weight_global_scale": ONE}
     w4a4 = Nvfp4Scheme(activations="4-bit activations")
     assert not refused(w4a4, **packed) and not refused(w4a4, **packed, a__input_global_scale=ONE)
@@ -107,9 +107,7 @@ def test_scales_of_activations_belong_to_a_scheme_that_has_them_and_may_be_absen
         (MODELOPT, ROWS, False),
     ],
 )
-def test_a_layer_in_fp8_has_a_scale_for_all_or_of_compressed_tensors_for_each_row(
-    names: Format, scale: tuple[str, tuple[int, ...]], is_right: bool
-) -> None:
+def test_scales_of_fp8_layers(names: Format, scale: tuple[str, tuple[int, ...]], is_right: bool) -> None:
     scheme = Nvfp4Scheme(fp8=("a",), format=names)
     said = refused(scheme, a__weight=FP8_CODES, a__weight_scale=scale)
     assert not said if is_right else "tensor a.weight_scale is" in said
@@ -117,7 +115,7 @@ def test_a_layer_in_fp8_has_a_scale_for_all_or_of_compressed_tensors_for_each_ro
     assert "a.weight_scale (F32 or BF16" in refused(scheme, a__weight=FP8_CODES)
 
 
-def test_an_fp8_cache_has_both_scales_in_either_place_and_is_declared() -> None:
+def test_an_fp8_cache_has_both_scales_and_is_declared() -> None:
     declared = Nvfp4Scheme(kv_cache=True)
     assert not refused(declared, attn__k_scale=ONE, attn__v_scale=SCALAR)
     assert not refused(declared, attn__k_proj__k_scale=BF16_SCALAR, attn__v_proj__v_scale=ONE)

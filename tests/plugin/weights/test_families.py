@@ -45,7 +45,7 @@ RESIDENT = {"qerl": {"policy_adapter": {"rank": 8}}}
 PAGE = Path(__file__).parents[3] / "qerl_vllm_plugin" / "compatibility.md"
 
 
-def test_every_family_of_the_table_is_tested_and_its_row_says_what_the_test_does():
+def test_every_family_of_the_table_is_tested():
     assert set(FAMILIES) == {"qwen3_moe", "qwen3_5_text", *CASES}
     rows = [line.strip("| \n").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("|")]
     head = next(row for row in rows if row[0] == "family")
@@ -115,7 +115,7 @@ def test_a_family_answers_as_transformers(boot, make_bf16, make_nvfp4, reference
         assert measure.difference(measure.engine(packed), measure.hf(hf)) < TOLERANCE
 
 
-def test_a_family_outside_the_table_is_refused_by_name_unless_it_is_asked_for(boot, make_bf16, make_nvfp4, measure):
+def test_other_families_are_refused_unless_asked_for(boot, make_bf16, make_nvfp4, measure):
     folders = [make("starcoder2", num_attention_heads=2, head_dim=32) for make in (make_nvfp4, make_bf16)]
     for folder in folders:
         with pytest.raises(ValueError, match=r"model_type 'starcoder2': .*never compared.*untested_models"):

@@ -67,7 +67,7 @@ def test_a_part_on_whole_tiles_is_a_view_of_the_tiled_weight(first, rows):
     assert part.scale == (0.5 if first == 0 else 2.0)
 
 
-def test_a_part_is_multiplied_in_the_type_and_in_the_order_of_the_whole():
+def test_a_part_is_multiplied_as_the_whole_is():
     packed, _ = packed_weight(208)
     whole = tiles.tile_weight(packed.codes, packed.block_scales, torch.tensor(0.5), torch.float16)
     part = tiled_part(dataclasses.replace(whole, fixed_order=True), 64, 128)

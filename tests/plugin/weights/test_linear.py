@@ -54,7 +54,7 @@ def test_a_bf16_layer_of_which_a_part_has_not_come_is_refused():
 
 
 @pytest.mark.parametrize(("K", "is_refused"), [(64, False), (72, True), (8, True)])
-def test_columns_that_are_no_whole_blocks_on_a_rank_are_refused_with_the_way_out(K, is_refused, monkeypatch):
+def test_columns_of_no_whole_blocks_are_refused(K, is_refused, monkeypatch):
     monkeypatch.setattr(linear.layouts, "choose", lambda dtype, kernel: "a layout")
     config = SimpleNamespace(load_config=SimpleNamespace(load_format="auto"))
     monkeypatch.setattr(linear, "get_current_vllm_config", lambda: config)
@@ -67,7 +67,7 @@ def test_columns_that_are_no_whole_blocks_on_a_rank_are_refused_with_the_way_out
     assert (layer.input_size_per_partition, layer.output_size_per_partition, layer.logical_widths) == (K, 48, [32, 16])
 
 
-def test_random_weights_are_legal_and_of_the_size_of_a_trained_layers():
+def test_random_weights_are_legal_and_of_a_real_size():
     N, K = 64, 512
     layer = torch.nn.Module()
     for name, tensor in zip(COMPRESSED.packed_names, linear._empty(N, K, 2), strict=True):

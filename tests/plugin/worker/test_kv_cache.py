@@ -44,7 +44,7 @@ def worker_of(policy):
     return policy._llm.llm_engine.model_executor.driver_worker.worker
 
 
-def test_after_a_cycle_the_answers_are_the_same_to_the_bit_from_an_empty_cache(policy, memory):
+def test_after_a_cycle_the_answers_are_the_same_bits(policy, memory):
     policy._llm.reset_prefix_cache()
     before, state = ask(policy), policy.state(digest=True)
     assert ask(policy)[2] == 64  # served from the cache
@@ -71,7 +71,7 @@ def test_many_cycles_with_swaps_and_noise_between_them(policy, memory):
     assert memory.events == (["unmap"] * len(memory.caches()) + ["map"] * len(memory.caches())) * 5
 
 
-def test_while_it_is_released_the_policy_neither_changes_nor_answers(policy):
+def test_a_released_engine_neither_changes_nor_answers(policy):
     version = policy.version
     policy.release_kv_cache()
     changes = [
@@ -87,7 +87,7 @@ def test_while_it_is_released_the_policy_neither_changes_nor_answers(policy):
     assert Policy(policy._llm)._is_released, "a second policy on the engine must know"
 
 
-def test_a_request_that_goes_to_the_engine_directly_is_refused_before_it_reads_the_cache(policy, monkeypatch):
+def test_a_request_to_a_released_engine_is_refused(policy, monkeypatch):
     policy._llm.reset_prefix_cache()
     before, request = ask(policy), policy.request
     policy.release_kv_cache()
@@ -108,7 +108,7 @@ def test_a_request_that_goes_to_the_engine_directly_is_refused_before_it_reads_t
     assert ask(policy) == before
 
 
-def test_an_engine_that_was_lost_meanwhile_is_not_let_run_by_a_resumption():
+def test_a_lost_engine_is_not_resumed():
     worker = types.SimpleNamespace(execute_model=lambda: "a step", execute_dummy_batch=lambda: None)
     allow = vllm_worker.refuse_to_run(worker, lambda: KVCacheError("released"))
     with pytest.raises(KVCacheError, match="released"):
@@ -193,7 +193,7 @@ def test_a_trainer_may_read_the_weights_meanwhile(policy):
 
 
 @pytest.mark.parametrize("case", ["too little is free", "the last piece cannot be had"])
-def test_memory_that_is_taken_is_refused_and_nothing_is_half_done(policy, memory, case):
+def test_too_little_memory_leaves_nothing_half_done(policy, memory, case):
     policy.release_kv_cache()
     if case == "too little is free":
         memory.free = sum(size for _, size in memory.caches()) - 1
@@ -207,7 +207,7 @@ def test_memory_that_is_taken_is_refused_and_nothing_is_half_done(policy, memory
     ask(policy)
 
 
-def test_what_lies_beside_the_cache_is_kept_and_other_pieces_stay(policy, fake_memory):
+def test_what_lies_beside_the_cache_is_kept(policy, fake_memory):
     """Pieces of 100, 50 and 200 bytes; the cache lies in 20 to 80 of the first and in all of the last but 10 bytes."""
     arena = torch.arange(350, dtype=torch.int32).to(torch.uint8)
     before, start, worker = arena.clone(), arena.data_ptr(), worker_of(policy)

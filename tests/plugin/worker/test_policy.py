@@ -111,7 +111,7 @@ def adapter():
     }
 
 
-def test_promise_04_an_adapter_is_checked_and_staged_before_it_is_committed(policy):
+def test_promise_04_an_adapter_is_staged_before_its_commit(policy):
     policy.carrier, policy.targets, policy.checker = Carrier(), LINEARS, Checker(LINEARS, 4)
     tensors = adapter()
     change = prepare_swap(policy, tensors, CONFIG, None, None, "")
@@ -129,7 +129,7 @@ def test_promise_04_an_adapter_is_checked_and_staged_before_it_is_committed(poli
     assert policy.carrier.asked == [] and policy.version == 2
 
 
-def test_the_largest_adapter_with_all_norms_fits_what_is_said_of_it(policy):
+def test_the_largest_adapter_fits_most_bytes(policy):
     norms = {name: torch.ones(size) for name, size in policy.sizes.items()}
     assert len(save(norms)) <= most_bytes(policy) < len(save(norms)) + (2 << 20)
     policy.carrier, policy.targets = Carrier(), LINEARS
@@ -165,7 +165,7 @@ def test_promise_04_trained_norms_are_set_whole_or_not_at_all(policy):
     assert same(served(policy), loaded), "a policy without trained norms has those of the checkpoint"
 
 
-def test_trained_norms_are_finite_in_the_dtype_that_the_engine_keeps_them_in(policy):
+def test_trained_norms_are_finite_in_the_engines_dtype(policy):
     policy.checkpoint_norms = {name: norm.half() for name, norm in policy.checkpoint_norms.items()}
     with pytest.raises(AdapterError, match=r"or values too large for torch\.float16"):
         swap(policy, norms={NAMES[1]: torch.full((8,), 1e5)})
@@ -192,7 +192,7 @@ def test_what_may_lead_to_activations_too_large_is_doubted(policy):
     )
 
 
-def test_promise_03_noise_is_set_on_the_norms_of_the_policy_and_cleared_to_their_bits(policy):
+def test_promise_03_noise_is_set_and_cleared_to_the_bit(policy):
     loaded = served(policy)
     swap(policy, norms=TRAINED)
     trained = {**loaded, **TRAINED}
@@ -268,7 +268,7 @@ def test_promise_04_what_any_rank_refuses_none_makes(policy, ranks):
 
 
 @pytest.mark.parametrize("here", [True, False], ids=["here", "elsewhere"])
-def test_a_commit_that_fails_on_a_rank_leaves_an_engine_that_serves_nothing(policy, ranks, here):
+def test_a_failed_commit_leaves_an_engine_that_serves_nothing(policy, ranks, here):
     policy.worker = "this worker"
 
     def commit():

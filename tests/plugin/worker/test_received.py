@@ -55,7 +55,7 @@ def test_one_alone_is_what_it_is_whole(sent):
     assert adapter is None and alike(norms, OTHERS) and fetch is None
 
 
-def test_of_one_that_is_both_what_is_no_part_of_an_adapter_is_a_norm(sent):
+def test_norms_are_split_off_an_adapter(sent):
     both = sent(BOTH)
     (adapter, norms), _ = given(both, both)
     assert alike(adapter, {A: BOTH[A]}) and alike(norms, {NORM: BOTH[NORM]})
@@ -84,7 +84,7 @@ def test_what_is_no_file_is_refused(what):
 @pytest.mark.parametrize(
     ("device", "is_whole", "is_read_later"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
 )
-def test_what_lies_in_a_mapped_file_is_copied_to_a_gpu_as_it_is_needed(device, is_whole, is_read_later):
+def test_a_mapped_file_is_copied_to_a_gpu_as_needed(device, is_whole, is_read_later):
     class File:
         fetch = "what copies rows and columns"
 
