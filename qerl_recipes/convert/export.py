@@ -2,26 +2,29 @@
 
 Without ``merge`` the folder holds what PEFT and stock vLLM read (adapter_model.safetensors, adapter_config.json). It
 also holds trained norms (norms.safetensors), the chat template, a card, and a state file that names the base. With
-``merge`` it is an ordinary BF16 checkpoint.
+``merge`` it is an ordinary BF16 checkpoint. Merging rounds each weight to BF16 once more, so the merged policy differs
+from the trained one by that rounding.
 """
 
-import contextlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from qerl_kernels.nvfp4 import dequantize
 
-from qerl_recipes.convert import merge as merge_weights
+from qerl_recipes.convert.shards import Entry, copy_other_files, naming_target, write_config, write_shards
 from qerl_recipes.files import card as model_card
 from qerl_recipes.files import run_state
 from qerl_recipes.files.adapter import CONFIG, NORMS, TEMPLATE, TENSORS, AdapterFolder, open_adapter
 from qerl_recipes.files.base_model import local_folder, written_name
 from qerl_recipes.files.whole_folder import whole_folder
-from qerl_recipes.recipe.keys import ENGINE_RANKS
-from qerl_vllm_plugin.adapter.check import AdapterError, check
-from qerl_vllm_plugin.weights.checkpoint import inspect_folder
+from qerl_recipes.recipe.keys import ENGINE_RANKS, WITHOUT_ADAPTER
+from qerl_vllm_plugin.adapter.check import AdapterError, CheckedAdapter, Target, check
+from qerl_vllm_plugin.weights.checkpoint import CheckpointReport, check_tensors, inspect_folder
+from qerl_vllm_plugin.weights.formats import COMPRESSED
+from qerl_vllm_plugin.wire.safetensors_file import DTYPES, read_tensor
 
 Tensors = Mapping[str, torch.Tensor]
 README = "README.md"
@@ -77,7 +80,7 @@ def export(
     state = {"base": source, "base_hash": base_hash, "quantization": arm, "train_norms": bool(norms)}
     state["recipe"] = saved.recipe  # evaluation makes its prompts the same way
     config = {**saved.config, "base_model_name_or_path": source, "inference_mode": True}
-    with whole_folder(target, overwrite=overwrite, proof=CONFIG) as folder, _naming_target(target):
+    with whole_folder(target, overwrite=overwrite, proof=CONFIG) as folder, naming_target(target):
         for file in (TENSORS, NORMS, TEMPLATE):
             if (saved.path / file).is_file():
                 shutil.copyfile(saved.path / file, folder / file)
@@ -94,21 +97,6 @@ def written(folder: Path) -> str:
     return f"wrote {folder}: {', '.join(path.name for path in files)} ({size / 1e6:,.1f} MB)"
 
 
-@contextlib.contextmanager
-def _naming_target(target: Path) -> Iterator[None]:
-    """Add the destination and the free space to an OSError, such as that of a full disk.
-
-    safetensors and shutil name the hidden folder, or nothing.
-    """
-    try:
-        yield
-    except OSError as error:
-        free = shutil.disk_usage(target.parent).free
-        raise OSError(
-            error.errno, f"{target} could not be written ({error}; {free / 1e6:,.0f} MB free); nothing was changed"
-        ) from error
-
-
 def _merge(
     saved: AdapterFolder, tensors: Tensors, norms: Tensors, source: str, destination: Path, overwrite: bool
 ) -> Path:
@@ -122,23 +110,82 @@ def _merge(
     saved.check_base(base_hash)
     report = inspect_folder(folder)
     try:
-        checked = check(tensors, saved.config, merge_weights.targets(report), ENGINE_RANKS[-1])
-        merge_weights.check_norms(report, norms)
+        checked = check(tensors, saved.config, _linears(report), ENGINE_RANKS[-1])
+        _check_norms(report, norms)
     except AdapterError as error:
         raise ValueError(f"{saved.path} does not fit {source}: {error}") from error
     target, arm = destination.absolute(), saved.quantization or "bf16"
-    with whole_folder(target, overwrite=overwrite) as partial, _naming_target(target):
+    with whole_folder(target, overwrite=overwrite) as partial, naming_target(target):
         if report.scheme is None and saved.quantization == "qerl_nvfp4":
             # the adapter was trained on quantized weights: added to the BF16 ones, it would be another policy
             from qerl_recipes.convert.quantize import quantize_checkpoint
 
             quantize_checkpoint(folder, partial / "packed", quiet=True)
-            merge_weights.write(inspect_folder(partial / "packed"), checked, norms, partial)
+            _write_merged(inspect_folder(partial / "packed"), checked, norms, partial)
             shutil.rmtree(partial / "packed")
         else:
-            merge_weights.write(report, checked, norms, partial)
+            _write_merged(report, checked, norms, partial)
         card = model_card.render_merged(
             source, base_hash, saved.sha256(), trained_norms=bool(norms), quantization=arm, folder=target
         )
         (partial / README).write_text(card, encoding="utf-8")
     return destination
+
+
+def _linears(report: CheckpointReport) -> dict[str, Target]:
+    """Return the linear layers of a checkpoint that an adapter may change, by module name."""
+    layers = {}
+    for name, tensor in report.tensors.items():
+        module, _, kind = name.rpartition(".")
+        is_matrix = len(tensor.shape) == 2 and module.rpartition(".")[2] not in WITHOUT_ADAPTER
+        if is_matrix and kind in ("weight", COMPRESSED.codes):
+            columns = tensor.shape[1] * (2 if kind == COMPRESSED.codes else 1)
+            layers[module] = Target(module, 0, columns, tensor.shape[0])
+    return layers
+
+
+def _check_norms(report: CheckpointReport, norms: Tensors) -> None:
+    """Raise AdapterError if the checkpoint has no tensor of the name and shape of a trained norm."""
+    for name, weight in norms.items():
+        tensor = report.tensors.get(name)
+        if tensor is None or tensor.shape != tuple(weight.shape):
+            shape = "no such tensor" if tensor is None else f"shape {list(tensor.shape)}"
+            raise AdapterError(f"trained norm {name} {list(weight.shape)}: the base has {shape}")
+
+
+def _write_merged(report: CheckpointReport, adapter: CheckedAdapter, norms: Tensors, folder: Path) -> None:
+    """Write the merged checkpoint into ``folder``, in the base's shards; copy the tokenizer and other small files.
+
+    A weight is w = bf16(code * block scale / divisor + alpha / r * B A). The sum is computed in fp32.
+    """
+
+    def tensor(entry: Entry) -> torch.Tensor:
+        if entry.name in norms:
+            return norms[entry.name].to(torch.bfloat16)
+        module = entry.name.removesuffix(".weight")
+        if entry.name in report.tensors:
+            w = read_tensor(report.tensors[entry.name])
+        else:
+            parts = (read_tensor(report.tensors[f"{module}.{part}"]) for part in COMPRESSED.packed_names)
+            codes, block_scales, divisor = parts
+            check_tensors(module, codes, block_scales, divisor)
+            w = dequantize(codes, block_scales).float() / divisor
+        if module in adapter.pairs:
+            a, b = adapter.pairs[module]
+            w = w.float() + adapter.scaling * (b.float() @ a.float())
+        return w.to(entry.dtype)
+
+    shards: dict[str, list[Entry]] = {file.name: [] for file in report.files}
+    for name, header in report.tensors.items():
+        module, _, kind = name.rpartition(".")
+        dtype, shape = DTYPES[header.dtype], header.shape
+        if kind in (COMPRESSED.block_scales, COMPRESSED.tensor_scale):
+            continue
+        if kind == COMPRESSED.codes:
+            name, dtype, shape = f"{module}.weight", torch.bfloat16, (shape[0], 2 * shape[1])
+        elif header.dtype in ("F16", "F32") or name in norms:
+            dtype = torch.bfloat16
+        shards[header.file.name].append(Entry(name, dtype, shape))
+    write_shards(folder, shards, tensor, "merging")
+    write_config(folder, report.config, None)
+    copy_other_files(report.folder, folder)

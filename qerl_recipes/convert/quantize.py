@@ -1,9 +1,11 @@
 """Write the NVFP4 checkpoint of a BF16 one: check it, then pack shard by shard into a folder that appears whole."""
 
 import errno
+import json
 import shutil
 import warnings
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,10 @@ import torch
 from qerl_kernels.nvfp4 import GROUP_SIZE, quantize
 from qerl_kernels.scale_search import quantize_mse
 from rich.console import Console
+from rich.table import Table
 
-from qerl_recipes.convert.pack_shards import find_divisors, measure, packed_entries, write_shards
-from qerl_recipes.convert.plan import Plan, make_plan
-from qerl_recipes.convert.repack import repack
-from qerl_recipes.convert.report import QuantizeReport
-from qerl_recipes.convert.shard_writer import copy_other_files, write_config
+from qerl_recipes.convert.pack import LayerError, find_divisors, make_plan, measure, packed_shards, write_packed
+from qerl_recipes.convert.shards import copy_other_files, naming_target, repack, write_config
 from qerl_recipes.files.base_model import local_folder
 from qerl_recipes.files.whole_folder import whole_folder
 from qerl_vllm_plugin.weights.checkpoint import CheckpointReport, inspect_folder, weights_taken
@@ -24,6 +24,71 @@ from qerl_vllm_plugin.weights.families import never_compared
 from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 
 METHODS, SCALES = ("rtn", "gptq", "awq"), ("amax", "mse")
+
+
+@dataclass(frozen=True)
+class QuantizeReport:
+    """The result of ``quantize_checkpoint``; ``layers`` is empty where no errors are known."""
+
+    source: str
+    destination: str
+    method: str
+    scales: str
+    ignore: tuple[str, ...]
+    layers: list[LayerError] = field(default_factory=list)
+    calibration: dict[str, int] | None = None  # for gptq and awq: the counts that `calibration_file.read` returns
+
+    def write(self, folder: Path) -> None:
+        """Write the report into a checkpoint, as quantize_report.json."""
+        (folder / "quantize_report.json").write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    def print(self, console: Console | None = None) -> None:
+        """Print a table with one row per decoder layer and one column per kind of linear layer.
+
+        Of several experts it shows the worst error.
+        """
+        console = console or Console()
+        if (used := self.calibration) is not None:
+            console.print(
+                f"calibrated on {used['texts']} of {used['of']} texts, {used['tokens']} tokens; {used['cut']} texts "
+                f"were cut at {used['longest']} tokens",
+                soft_wrap=True,
+            )
+        if not self.layers:
+            console.print(
+                f"written to {self.destination}; {self.method} scales weights before it rounds them, so that no error "
+                "of a single layer is known",
+                soft_wrap=True,
+            )
+            return
+        cells: dict[tuple[str, str], float] = {}
+        for layer in self.layers:
+            place = _place(layer.name)
+            cells[place] = max(cells.get(place, 0.0), layer.relative_error)
+        columns = list(dict.fromkeys(column for _, column in cells))
+        table = Table(title=f"relative error of the NVFP4 weights ({self.method}, {self.scales})", title_justify="left")
+        table.add_column("layer", justify="right", overflow="fold")
+        for column in columns:
+            table.add_column(column if "*" in column else column.rpartition(".")[2], justify="right", overflow="fold")
+        for row in dict.fromkeys(row for row, _ in cells):
+            values = (cells.get((row, column)) for column in columns)
+            table.add_row(row, *("" if value is None else f"{value:.4f}" for value in values))
+        console.print(table)
+        worst = max(self.layers, key=lambda layer: layer.relative_error)
+        where = f"worst: {worst.name} {worst.relative_error:.4f}; written to {self.destination}"
+        console.print(where, soft_wrap=True)
+
+
+def _place(name: str) -> tuple[str, str]:
+    """Return row and column of a layer in the table.
+
+    ``model.layers.3.mlp.experts.7.up_proj`` gives ``3`` and ``mlp.experts.*.up_proj``.
+    """
+    parts = name.split(".")
+    first = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    if first is None:
+        return "", name
+    return parts[first], ".".join("*" if part.isdigit() else part for part in parts[first + 1 :])
 
 
 def quantize_checkpoint(
@@ -85,38 +150,35 @@ def quantize_checkpoint(
     if not plan.linears:
         raise CheckpointError(f"{folder}: no linear layer is left to quantize; ignore fewer layers")
     _warn_of_family(report)
-    rows, used = ([], None) if method == "rtn" else _texts(folder, Path(str(calibration)), calibration_samples)
-    with whole_folder(target, overwrite=overwrite) as partial:
-        _check_space(report, plan, target)
-        try:
-            if method == "rtn":
-                divisors = find_divisors(report, plan, device)
-                pack = quantize if scales == "amax" else quantize_mse
-                layers = write_shards(report, plan, divisors, partial, pack, device)
-                write_config(partial, report.config, quantization_config(plan.ignore))
-            else:
-                from qerl_recipes.convert.llmcompressor_run import run
+    rows: list[list[int]] = []
+    counts = None
+    if method != "rtn":
+        from transformers import AutoTokenizer
 
-                run(folder, partial, method=method, ignore=plan.ignore, rows=rows, device=device)
-                # awq moves a factor from each weight into the layer before: source and result cannot be compared
-                layers = [] if method == "awq" else measure(report, inspect_folder(partial), plan)
-            copy_other_files(folder, partial)
-            result = QuantizeReport(str(source), str(target), method, scales, plan.ignore, layers, used)
-            (partial / "quantize_report.json").write_text(result.to_json(), encoding="utf-8")
-        except OSError as error:
-            raise OSError(error.errno, f"{target} could not be written ({error}); nothing was changed") from error
+        from qerl_recipes.convert import calibrate
+
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        rows, counts = calibrate.read(Path(str(calibration)), calibration_samples, tokenizer)
+    with whole_folder(target, overwrite=overwrite) as partial, naming_target(target):
+        _check_free(sum(entry.nbytes for entries in packed_shards(report, plan).values() for entry in entries), target)
+        if method == "rtn":
+            divisors = find_divisors(report, plan, device)
+            layers = write_packed(
+                report, plan, divisors, partial, quantize if scales == "amax" else quantize_mse, device
+            )
+            write_config(partial, report.config, quantization_config(plan.ignore))
+        else:
+            from qerl_recipes.convert.llmcompressor_run import run
+
+            run(folder, partial, method=method, ignore=plan.ignore, rows=rows, device=device)
+            # awq moves a factor from each weight into the layer before: source and result cannot be compared
+            layers = [] if method == "awq" else measure(report, inspect_folder(partial), plan)
+        copy_other_files(folder, partial)
+        result = QuantizeReport(str(source), str(target), method, scales, plan.ignore, layers, counts)
+        result.write(partial)
     if not quiet:
         result.print()
     return result
-
-
-def _texts(folder: Path, calibration: Path, samples: int | None) -> tuple[list[list[int]], dict[str, int] | None]:
-    """Return what ``calibrate.read`` does, with the tokenizer of the model in ``folder``."""
-    from transformers import AutoTokenizer
-
-    from qerl_recipes.convert import calibrate
-
-    return calibrate.read(calibration, samples, AutoTokenizer.from_pretrained(folder))
 
 
 def _warn_of_family(report: CheckpointReport) -> None:
@@ -128,16 +190,13 @@ def _warn_of_family(report: CheckpointReport) -> None:
 
 def _take_over(report: CheckpointReport, source: str, target: Path, overwrite: bool) -> QuantizeReport:
     """Rewrite a checkpoint that has NVFP4 weights already, in another form."""
-    with whole_folder(target, overwrite=overwrite) as partial:
-        try:
-            _check_free(sum(tensor.nbytes for tensor in report.tensors.values()) * 2, target)
-            ignore = repack(report, partial)
-            write_config(partial, report.config, quantization_config(ignore))
-            copy_other_files(report.folder, partial)
-            result = QuantizeReport(source, str(target), "taken over", "as they were", ignore)
-            (partial / "quantize_report.json").write_text(result.to_json(), encoding="utf-8")
-        except OSError as error:
-            raise OSError(error.errno, f"{target} could not be written ({error}); nothing was changed") from error
+    with whole_folder(target, overwrite=overwrite) as partial, naming_target(target):
+        _check_free(sum(tensor.nbytes for tensor in report.tensors.values()) * 2, target)
+        ignore = repack(report, partial)
+        write_config(partial, report.config, quantization_config(ignore))
+        copy_other_files(report.folder, partial)
+        result = QuantizeReport(source, str(target), "taken over", "as they were", ignore)
+        result.write(partial)
     Console().print(weights_taken(report, "are left out"), soft_wrap=True)
     return result
 
@@ -168,16 +227,11 @@ def _check_options(method: str, scales: str, device: str, calibration: str | Pat
         raise ValueError(f'calibration: {method} needs a file of JSON lines with a key "text"; {calibration} is none')
 
 
-def _check_space(report: CheckpointReport, plan: Plan, target: Path) -> None:
-    needed = sum(entry.nbytes for file in report.files for entry in packed_entries(report, plan, file)) + (1 << 20)
-    _check_free(needed, target)
-
-
 def _check_free(needed: int, target: Path) -> None:
+    """Raise OSError if the disk has less than ``needed`` bytes free, and 1 MiB for the other files."""
     free = shutil.disk_usage(target.parent).free
-    if free < needed:
-        message = f"{target} needs {needed / 1e9:.2f} GB, and its disk has {free / 1e9:.2f} GB free; free some first"
-        raise OSError(errno.ENOSPC, message)
+    if free < needed + (1 << 20):
+        raise OSError(errno.ENOSPC, f"it needs {needed / 1e9:.2f} GB; free some first")
 
 
 def quantization_config(ignore: Sequence[str]) -> dict[str, Any]:

