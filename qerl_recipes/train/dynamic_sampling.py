@@ -12,20 +12,13 @@ the loss nor in the loss's divisor, as in DAPO; losses that average over sequenc
 its sequences. If no group of any process has a signal, the masks stay as they are.
 """
 
-import contextlib
-import copy
-from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from accelerate.utils import gather_object
 
-from qerl_recipes.train.loss import mask_of
 from qerl_vllm_plugin.noise import seed_of
-
-if TYPE_CHECKING:
-    from qerl_recipes.train.trainer import QerlGRPOTrainer
 
 DEFAULT_METRIC, TOTAL = "accuracy", "total"
 SPREAD = 1e-6  # rewards of one group that differ by no more than this count as equal
@@ -94,6 +87,103 @@ def informative_groups(rewards: torch.Tensor, num_generations: int) -> torch.Ten
     return largest - smallest > SPREAD
 
 
+class Scored(NamedTuple):
+    """Fresh prompts with their completions: TRL's ``batch`` of this process, and what it adds over all processes.
+
+    ``judged: (completions,)`` is what ``judged_by`` returned for them. ``table`` is TRL's table of completions, of
+    which they are the last rows.
+    """
+
+    batch: dict[str, Any]
+    judged: torch.Tensor
+    table: Mapping[str, Any]
+
+
+class Replaced(NamedTuple):
+    """One round's replacements: group i of the batch by fresh group j, for each (i, j) of ``pairs``.
+
+    Groups are numbered over all processes. The fresh ones are the last ``fresh_groups`` groups of ``table``.
+    """
+
+    pairs: list[tuple[int, int]]
+    fresh_groups: int
+    table: Mapping[str, Any]
+
+
+class Refilled(NamedTuple):
+    """The ``batch`` of this process to train on, the ``counts`` to log, and what has changed over all processes.
+
+    ``without_signal`` are the groups that could not be replaced.
+    """
+
+    batch: dict[str, Any]
+    counts: dict[str, int]
+    rounds: list[Replaced]
+    without_signal: list[int]
+
+
+def refill(
+    batch: dict[str, Any],
+    judged: torch.Tensor,
+    stream: PromptStream,
+    score: Callable[[list[int]], Scored],
+    gather_object: Callable[[list[Any]], list[Any]],
+    *,
+    num_generations: int,
+    max_rounds: int,
+    pad_token_id: int,
+    rank: int = 0,
+    ranks: int = 1,
+) -> Refilled:
+    """Replace the groups of ``batch`` without signal by fresh prompts of ``stream``, in at most ``max_rounds`` rounds.
+
+    ``batch`` is this process's; ``judged`` covers all ``ranks`` processes. Groups are numbered over all processes, rank
+    after rank, so the fresh prompts do not depend on the number of processes. Each process scores an equal share of
+    them, whichever process needs them. ``gather_object`` is accelerate's.
+    """
+    groups = len(batch["advantages"]) // num_generations
+    first_group = rank * groups
+    rounds: list[Replaced] = []
+    without_signal = _without_signal(judged, num_generations)
+    dropped = len(without_signal)
+    while without_signal and len(rounds) < max_rounds:
+        needed, share = len(without_signal), -(-len(without_signal) // ranks)
+        rows = stream.take(needed)
+        rows += rows[-1:] * (share * ranks - needed)  # gathering needs equal sizes; these extra rows are not used
+        fresh = score(rows[rank * share :][:share])
+        useless = set(_without_signal(fresh.judged, num_generations))
+        pairs = list(zip(without_signal, (j for j in range(needed) if j not in useless), strict=False))
+        for source, scored in enumerate(_gather_batches(fresh.batch, ranks, gather_object) if pairs else []):
+            from_source = [(i - first_group, j - source * share) for i, j in pairs if j // share == source]
+            if local_pairs := [(i, j) for i, j in from_source if 0 <= i < groups]:
+                batch = replace_groups(batch, scored, local_pairs, num_generations, pad_token_id)
+        without_signal = without_signal[len(pairs) :]
+        rounds.append(Replaced(pairs, share * ranks, fresh.table))
+    local_groups = [group - first_group for group in without_signal if 0 <= group - first_group < groups]
+    filled_rows = [row for group in local_groups for row in _rows(group, num_generations)]
+    accepted = groups * ranks - len(without_signal)
+    batch["advantages"][filled_rows] = 0.0
+    if accepted:  # without any signal the loss is 0 whatever its divisor, so the masks may stay
+        batch["completion_mask"][filled_rows] = 0
+    counts = {"accepted_groups": accepted, "dropped_groups": dropped, "filled_groups": len(without_signal)}
+    return Refilled(batch, {**counts, "rounds": len(rounds)}, rounds, without_signal)
+
+
+def _without_signal(judged: torch.Tensor, num_generations: int) -> list[int]:
+    return [group for group, differs in enumerate(informative_groups(judged, num_generations).tolist()) if not differs]
+
+
+def _gather_batches(
+    fresh: dict[str, Any], ranks: int, gather_object: Callable[[list[Any]], list[Any]]
+) -> list[dict[str, Any]]:
+    """Return the fresh batches of all processes, in the order of their ranks."""
+    if ranks == 1:
+        return [fresh]
+    device = fresh["prompt_ids"].device
+    sent = {name: value.cpu() for name, value in fresh.items() if isinstance(value, torch.Tensor)}
+    return [{name: value.to(device) for name, value in part.items()} for part in gather_object([sent])]
+
+
 def replace_groups(
     batch: Mapping[str, Any],
     fresh: Mapping[str, Any],
@@ -123,26 +213,22 @@ def replace_groups(
     return merged
 
 
-def replace_logged(
-    before: Mapping[str, Any],
-    after: Mapping[str, Any],
-    pairs: Sequence[tuple[int, int]],
-    fresh_groups: int,
-    num_generations: int,
-) -> None:
-    """Update TRL's table of completions in place, so that ``before`` shows the completions that are trained on.
+def update_table(table: Mapping[str, Any], refilled: Refilled, num_generations: int) -> None:
+    """Update TRL's table of completions in place, so that it shows those that are trained on.
 
-    Both tables are a trainer's ``_logs`` (columns, or mappings of columns), before and after ``fresh_groups`` groups of
-    all processes were scored. The fresh rows are the last ones of ``after``. ``pairs`` are as in ``replace_groups``,
-    numbered over all processes.
+    A table is a trainer's ``_logs``: columns, or mappings of columns, with the rows of all processes.
     """
-    for column, scored in _columns(before, after):
-        fresh = list(scored)[-fresh_groups * num_generations :]
-        if len(fresh) < fresh_groups * num_generations or len(column) < len(fresh):
-            continue  # no reward has filled this column
-        for i, j in pairs:
-            for k in range(num_generations):
-                column[i * num_generations + k] = fresh[j * num_generations + k]
+    for pairs, fresh_groups, fresh_table in refilled.rounds:
+        for column, scored in _columns(table, fresh_table):
+            fresh = list(scored)[-fresh_groups * num_generations :]
+            if len(fresh) < fresh_groups * num_generations or len(column) < len(fresh):
+                continue  # no reward has filled this column
+            for i, j in pairs:
+                for row, source in zip(_rows(i, num_generations), _rows(j, num_generations), strict=True):
+                    column[row] = fresh[source]
+    for group in refilled.without_signal:
+        for row in _rows(group, num_generations):
+            table["advantages"][row] = 0.0
 
 
 def _columns(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[deque[Any], deque[Any]]]:
@@ -158,82 +244,5 @@ def _pad(x: torch.Tensor, width: int, left: bool, value: int) -> torch.Tensor:
     return torch.nn.functional.pad(x, (missing, 0) if left else (0, missing), value=value)
 
 
-def refill(trainer: "QerlGRPOTrainer", batch: dict[str, Any], groups: int) -> dict[str, Any]:
-    """Return ``batch`` with its groups without signal replaced, in as many rounds as the recipe allows.
-
-    ``batch`` holds ``groups`` groups of this process. Groups are numbered over all processes, rank after rank, so the
-    fresh prompts do not depend on the number of processes. Each process scores an equal share of the fresh prompts,
-    whichever process needs them.
-    """
-    accelerator, size = trainer.accelerator, trainer.num_generations
-    ranks, first_group = accelerator.num_processes, accelerator.process_index * groups
-    without_signal = [i for i, differs in enumerate(informative_groups(trainer.judged, size).tolist()) if not differs]
-    dropped, tokens_before, rounds = len(without_signal), trainer.vllm_generation.tokens, 0
-    while without_signal and rounds < trainer.args.dynamic_sampling_max_rounds:
-        rounds += 1
-        needed, share = len(without_signal), -(-len(without_signal) // ranks)
-        rows = trainer.stream.take(needed)
-        rows += rows[-1:] * (share * ranks - needed)  # gathering needs equal sizes; these extra rows are not used
-        local_rows = rows[accelerator.process_index * share :][:share]
-        inputs = [dict(trainer.train_dataset[row]) for row in local_rows for _ in range(size)]
-        with _logs_set_aside(trainer) as fresh_logs:
-            fresh = trainer.score(inputs)
-        informative = informative_groups(trainer.judged, size)[:needed].tolist()
-        with_signal = [j for j, differs in enumerate(informative) if differs]
-        pairs = list(zip(without_signal, with_signal, strict=False))
-        for source, scored in enumerate(_gather_batches(fresh, ranks) if pairs else []):
-            from_source = [(i - first_group, j - source * share) for i, j in pairs if j // share == source]
-            if local_pairs := [(i, j) for i, j in from_source if 0 <= i < groups]:
-                batch = replace_groups(batch, scored, local_pairs, size, trainer._tokenizer.pad_token_id)
-        without_signal = without_signal[len(pairs) :]
-        if trainer.log_completions:
-            replace_logged(trainer._logs, fresh_logs, pairs, share * ranks, size)
-    for group in without_signal:
-        for row in _rows(group, size):
-            trainer._logs["advantages"][row] = 0.0
-    local_groups = [group - first_group for group in without_signal if 0 <= group - first_group < groups]
-    filled_rows = [row for group in local_groups for row in _rows(group, size)]
-    batch["advantages"][filled_rows] = 0.0
-    extra = torch.tensor([trainer.vllm_generation.tokens - tokens_before], device=accelerator.device)
-    counts = {
-        "accepted_groups": groups * ranks - len(without_signal),
-        "dropped_groups": dropped,
-        "filled_groups": len(without_signal),
-        "extra_tokens": int(accelerator.gather(extra).sum()),
-        "rounds": rounds,
-    }
-    for name, count in counts.items():
-        trainer._metrics["train"][f"dynamic_sampling/{name}"].append(count)
-    if counts["accepted_groups"] > 0:  # without any signal the loss is 0 whatever its divisor, so the masks may stay
-        batch["completion_mask"][filled_rows] = 0
-    batch["num_items_in_batch"] = accelerator.gather(mask_of(batch).sum()).sum()
-    return batch
-
-
 def _rows(group: int, size: int) -> range:
     return range(group * size, (group + 1) * size)
-
-
-def _gather_batches(fresh: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
-    """Return the fresh batches of all processes, in the order of their ranks."""
-    if ranks == 1:
-        return [fresh]
-    device = fresh["prompt_ids"].device
-    sent = {name: value.cpu() for name, value in fresh.items() if isinstance(value, torch.Tensor)}
-    return [{name: value.to(device) for name, value in part.items()} for part in gather_object([sent])]
-
-
-@contextlib.contextmanager
-def _logs_set_aside(trainer: "QerlGRPOTrainer") -> Iterator[dict[str, Any]]:
-    """Keep what is scored inside the block out of the trainer's metrics and its table of completions.
-
-    Metrics describe the prompts in the data set's order, without the bias of groups picked because their rewards
-    differ. Yields a copy of the table to which the block's completions are added, for ``replace_logged``.
-    """
-    metrics, logs = trainer._metrics["train"], trainer._logs
-    trainer._metrics["train"] = defaultdict(list)
-    trainer._logs = copy.deepcopy(logs)
-    try:
-        yield trainer._logs
-    finally:
-        trainer._metrics["train"], trainer._logs = metrics, logs

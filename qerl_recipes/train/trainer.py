@@ -7,7 +7,7 @@ One step, in the order in which it happens. What is called TRL's is inherited, n
  3. noise       is drawn for this rollout in the engine and, if shared, in the trainer: ``_begin_rollout``
  4. rollout     TRL's ``_generate`` gets completions and their log-probabilities from the engine
  5. rewards     TRL's ``_calculate_rewards``; the reward that dynamic sampling compares is kept in ``judged``
- 6. advantages  TRL's ``_generate_and_score_completions``; dynamic sampling replaces groups without signal: ``refill``
+ 6. advantages  TRL's ``_generate_and_score_completions``; dynamic sampling replaces groups without signal: ``_refill``
  7. importance  weights of trainer over engine, from the loss's own forward where possible: ``loss.weigh``
  8. loss        TRL's ``_compute_loss`` on log-probabilities from packed rows: ``loss.log_probabilities``
  9. optimizer   transformers' training loop; loss and gradient norm are checked first: ``_get_grad_norm``
@@ -16,8 +16,10 @@ One step, in the order in which it happens. What is called TRL's is inherited, n
 Steps 2 to 6 happen once per rollout, in ``_generate_and_score_completions``. A rollout may serve several steps.
 """
 
+import copy
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -177,7 +179,7 @@ class QerlGRPOTrainer(GRPOTrainer):
         self._begin_rollout()
         batch = self.score(inputs)
         if self.args.dynamic_sampling:
-            batch = dynamic_sampling.refill(self, batch, len(inputs) // self.num_generations)
+            batch = self._refill(batch)
         self._values.rollout_seconds += time.perf_counter() - began
         return batch
 
@@ -210,7 +212,7 @@ class QerlGRPOTrainer(GRPOTrainer):
             norms.set_noise(self.model, sigma, self.args.noise_seed, rollout, self.args.noise_targets)
 
     def score(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the engine's completions for ``inputs``, with rewards and advantages; ``refill`` calls this again."""
+        """Return the engine's completions for ``inputs``, with rewards and advantages; ``_refill`` calls this again."""
         # in training TRL would compute every log-probability a second time, to weigh and measure once per rollout;
         # `compute_loss` does both in each step
         self.vllm_importance_sampling_correction = not self.model.training
@@ -233,6 +235,45 @@ class QerlGRPOTrainer(GRPOTrainer):
         cut = [metrics.is_cut_off(ids, tokenizer.decode(ids), ends, self.args.generation_kwargs or {}) for ids in rows]
         gathered = self.accelerator.gather(torch.tensor(cut, device=batch["completion_ids"].device))
         return gathered.float().mean().item()
+
+    def _refill(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return ``batch`` with its groups without signal replaced, and log what that took."""
+        accelerator, tokens_before = self.accelerator, self.vllm_generation.tokens
+        refilled = dynamic_sampling.refill(
+            batch,
+            self.judged,
+            self.stream,
+            self._score_fresh,
+            gather_object,
+            num_generations=self.num_generations,
+            max_rounds=self.args.dynamic_sampling_max_rounds,
+            pad_token_id=self._tokenizer.pad_token_id,
+            rank=accelerator.process_index,
+            ranks=accelerator.num_processes,
+        )
+        if self.log_completions:
+            dynamic_sampling.update_table(self._logs, refilled, self.num_generations)
+        extra = torch.tensor([self.vllm_generation.tokens - tokens_before], device=accelerator.device)
+        counts = {**refilled.counts, "extra_tokens": int(accelerator.gather(extra).sum())}
+        for name, count in counts.items():
+            self._metrics["train"][f"dynamic_sampling/{name}"].append(count)
+        items = accelerator.gather(loss.mask_of(refilled.batch).sum()).sum()
+        return {**refilled.batch, "num_items_in_batch": items}
+
+    def _score_fresh(self, rows: Sequence[int]) -> dynamic_sampling.Scored:
+        """Return completions of these rows of the training set, scored without a trace in TRL's metrics and table.
+
+        Metrics describe the prompts in the data set's order, without the bias of groups picked because their rewards
+        differ.
+        """
+        inputs = [dict(self.train_dataset[row]) for row in rows for _ in range(self.num_generations)]
+        logged, table = self._metrics["train"], self._logs
+        self._metrics["train"], self._logs = defaultdict(list), copy.deepcopy(table)
+        try:
+            batch = self.score(inputs)
+            return dynamic_sampling.Scored(batch, self.judged, self._logs)
+        finally:
+            self._metrics["train"], self._logs = logged, table
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, *others: Any) -> torch.Tensor:
         per_function = super()._calculate_rewards(inputs, prompts, *others)  # (completions of all ranks, functions)

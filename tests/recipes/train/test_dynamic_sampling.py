@@ -1,5 +1,4 @@
-from collections import defaultdict, deque
-from types import SimpleNamespace
+from collections import deque
 
 import pandas as pd
 import pytest
@@ -7,11 +6,14 @@ import torch
 
 from qerl_recipes.train.dynamic_sampling import (
     PromptStream,
+    Refilled,
+    Replaced,
+    Scored,
     informative_groups,
     judged_by,
     refill,
     replace_groups,
-    replace_logged,
+    update_table,
 )
 
 
@@ -35,7 +37,7 @@ def test_groups_are_informative_where_rewards_differ():
     assert informative_groups(rewards, 3).tolist() == [False, True, False, False, False, True]
 
 
-def test_groups_are_judged_by_accuracy_else_by_the_weighted_sum_or_as_asked():
+def test_groups_are_judged_by_accuracy_else_by_the_sum():
     nan = torch.nan
     rewards, weights = torch.tensor([[1.0, 0.25], [0.0, 2.25], [nan, 3.0], [nan, nan]]), torch.tensor([1.0, 0.5])
 
@@ -86,53 +88,66 @@ def test_an_entry_that_is_not_known_is_refused():
         replace_groups({**batch(2, 1, 1, 0), "pixel_values": torch.zeros(1)}, batch(2, 1, 1, 0), [(0, 0)], 2, 0)
 
 
-def test_the_table_of_completions_has_those_that_are_trained_on():
-    """By hand: two groups of two, of which the second is replaced by the second of two fresh ones."""
+def test_the_table_has_the_completions_trained_on():
+    """By hand: three groups of two. The second is replaced by the second of two fresh ones, the first is left over."""
     before = {
-        "prompt": deque("aabb"),
-        "rewards": {"known": deque([1, 1, 2, 2]), "late": deque(), "short": deque("wxyz")},
+        "prompt": deque("aabbcc"),
+        "advantages": deque([0.5] * 6),
+        "rewards": {"known": deque([1, 1, 2, 2, 3, 3]), "late": deque(), "short": deque("wxyz")},
     }
     after = {
-        "prompt": deque("aabbccdd"),
-        "rewards": {"known": deque([1, 1, 2, 2, 3, 4, 5, 6]), "late": deque([7, 8, 9, 10]), "short": deque("vv")},
+        "prompt": deque("aabbccddee"),
+        "advantages": deque([0.5] * 6 + [1.0, 2.0, 3.0, 4.0]),
+        "rewards": {"known": deque([1, 1, 2, 2, 3, 3, 4, 5, 6, 7]), "late": deque([7, 8, 9, 10]), "short": deque("vv")},
     }
-    replace_logged(before, after, [(1, 1)], 2, 2)
-    assert list(before["prompt"]) == ["a", "a", "d", "d"]
+    update_table(before, Refilled({}, {}, [Replaced([(1, 1)], 2, after)], [0]), 2)
+    assert list(before["prompt"]) == ["a", "a", "e", "e", "c", "c"]
+    assert list(before["advantages"]) == [0, 0, 3, 4, 0.5, 0.5]
     rewards = {name: list(column) for name, column in before["rewards"].items()}
     # columns that a reward has not filled, before or for the fresh ones, stay
-    assert rewards == {"known": [1, 1, 5, 6], "late": [], "short": ["w", "x", "y", "z"]}
+    assert rewards == {"known": [1, 1, 6, 7, 3, 3], "late": [], "short": ["w", "x", "y", "z"]}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_each_process_fills_its_own_groups_of_those_that_are_left_over(rank):
+def test_each_process_fills_its_own_groups_of_those_left_over(rank):
     """Four groups of two, two a process: of the first of either process, and of the last, nothing can be learnt."""
     judged = torch.tensor([1.0, 1.0, 0.0, 1.0, 2.0, 2.0, 0.0, 0.0])
-    elsewhere = torch.tensor(100)
-    trainer = SimpleNamespace(
-        accelerator=SimpleNamespace(
-            num_processes=2,
-            process_index=rank,
-            device="cpu",
-            gather=lambda own: torch.stack([own, 0 * own + elsewhere]),
-        ),
-        num_generations=2,
-        judged=judged,
-        args=SimpleNamespace(dynamic_sampling_max_rounds=0),
-        vllm_generation=SimpleNamespace(tokens=7),
-        _logs={"advantages": deque([0.5] * 8)},
-        _metrics={"train": defaultdict(list)},
-    )
-    given = {"advantages": torch.full((4,), 0.5), "completion_mask": torch.ones(4, 3, dtype=torch.long)}
-    filled = refill(trainer, dict(given), 2)
-    taught = [False, True] if rank == 0 else [False, False]
-    rows = [teaches for teaches in taught for _ in range(2)]
-    assert filled["advantages"].tolist() == [0.5 * teaches for teaches in rows]
-    assert filled["completion_mask"].tolist() == [[int(teaches)] * 3 for teaches in rows]
-    assert filled["num_items_in_batch"] == 3 * sum(rows) + 100
-    assert list(trainer._logs["advantages"]) == [0.0, 0.0, 0.5, 0.5, 0.0, 0.0, 0.0, 0.0]
-    counts = {name: values for name, values in trainer._metrics["train"].items() if "tokens" not in name}
-    expected = {"accepted_groups": 1, "dropped_groups": 3, "filled_groups": 3, "rounds": 0}
-    assert counts == {f"dynamic_sampling/{name}": [count] for name, count in expected.items()}
+    ours = {"advantages": torch.full((4,), 0.5), "completion_mask": torch.ones(4, 3, dtype=torch.long)}
+    limits = {"num_generations": 2, "max_rounds": 0, "pad_token_id": 9, "rank": rank, "ranks": 2}
+    refilled = refill(ours, judged, PromptStream(5, 0), None, None, **limits)
+    rows = [teaches for teaches in (rank == 0 and group == 1 for group in (0, 1)) for _ in range(2)]
+    assert refilled.batch["advantages"].tolist() == [0.5 * teaches for teaches in rows]
+    assert refilled.batch["completion_mask"].tolist() == [[int(teaches)] * 3 for teaches in rows]
+    assert refilled.counts == {"accepted_groups": 1, "dropped_groups": 3, "filled_groups": 3, "rounds": 0}
+    assert (refilled.without_signal, refilled.rounds) == ([0, 2, 3], [])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_process_scores_a_share_of_the_fresh_prompts(rank):
+    """Three of four groups are dropped. Of the fresh ones of the first round the second differs, then the first."""
+    judged, stream, scored = torch.tensor([1.0, 1.0, 0.0, 1.0, 2.0, 2.0, 0.0, 0.0]), PromptStream(9, 0), []
+    ours = batch(4, 2, 3, 10 + 10 * rank)
+
+    def score(rows):
+        scored.append(rows)
+        values = [[5.0, 5.0, 0.0, 1.0, 6.0, 6.0, 0.0, 9.0], [0.0, 1.0, 3.0, 3.0]][len(scored) - 1]
+        return Scored(batch(2 * len(rows), 2, 3, 100 * len(scored) + 20 * rank), torch.tensor(values), {})
+
+    def gather(sent):
+        """The other process's batch differs from ours in its first entry alone."""
+        first = 100 * len(scored)
+        return [batch(2 * len(scored[-1]), 2, 3, first + 20 * other) for other in (0, 1)]
+
+    limits = {"num_generations": 2, "max_rounds": 2, "pad_token_id": 9, "rank": rank, "ranks": 2}
+    refilled = refill(ours, judged, stream, score, gather, **limits)
+    drawn = PromptStream(9, 0).take(5)
+    assert scored == ([drawn[:2], drawn[3:4]] if rank == 0 else [[drawn[2], drawn[2]], drawn[4:5]])
+    assert [(one.pairs, one.fresh_groups) for one in refilled.rounds] == [([(0, 1)], 4), ([(2, 0)], 2)]
+    assert refilled.without_signal == [3]
+    expected = [102, 103, 12, 13] if rank == 0 else [200, 201, 0, 0]
+    assert refilled.batch["advantages"].tolist() == expected
+    assert refilled.counts == {"accepted_groups": 3, "dropped_groups": 3, "filled_groups": 1, "rounds": 2}
+    assert refilled.batch["completion_mask"].sum(dim=1).tolist() == [3, 3, 3 - 3 * rank, 3 - 3 * rank]
 
 
 def equal_below_five(completions, prompts, **columns):
@@ -211,7 +226,7 @@ def only_the_second_group_differs(completions, **columns):
 
 
 @pytest.mark.parametrize("pack_tokens", [0, 16384])
-def test_a_micro_batch_without_any_group_that_teaches_adds_nothing(pack_tokens, make_trainer, make_nvfp4, read_metrics):
+def test_a_micro_batch_without_a_useful_group_adds_nothing(pack_tokens, make_trainer, make_nvfp4, read_metrics):
     """Micro-batches of one completion: those of the group that is left over have none of its tokens."""
     steps = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "max_steps": 1, "loss_type": "bnpo"}
     settings = {"dynamic_sampling": True, "dynamic_sampling_max_rounds": 1, "pack_tokens": pack_tokens, **steps}
@@ -231,7 +246,7 @@ def test_a_micro_batch_without_any_group_that_teaches_adds_nothing(pack_tokens, 
     assert len([tokens for tokens, _ in seen if tokens]) == 4 and record["grad_norm"] > 0
 
 
-def test_if_all_rewards_are_equal_the_batch_is_filled_and_teaches_nothing(make_trainer, make_nvfp4, read_metrics):
+def test_if_all_rewards_are_equal_nothing_is_learnt(make_trainer, make_nvfp4, read_metrics):
     def always_one(completions, **columns):
         return [1.0] * len(completions)
 
