@@ -8,7 +8,7 @@ import json
 import math
 import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from qerl_vllm_plugin.wire.safetensors_file import Tensors
-from qerl_vllm_plugin.wire.spans import Copied
+from qerl_vllm_plugin.wire.spans import Fetch
 
 PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -78,10 +78,6 @@ class Target:
     part: int
     in_features: int
     out_features: int
-
-
-# copies tensors whose memory belongs to another process to a device
-Fetch = Callable[[Sequence[torch.Tensor], torch.device], Copied]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ A tensor-parallel rank takes some rows of one tensor and some columns of the nex
 copies, each of which takes longer to start than to run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -98,6 +98,10 @@ class Copied(NamedTuple):
             typed[piece.dtype].as_strided(piece.shape, piece.stride(), start // piece.element_size())
             for piece, start in zip(pieces, self.starts[first:end], strict=True)
         ]
+
+
+# copies tensors, or parts of them, whose memory belongs to another process to a device
+Fetch = Callable[[Sequence[torch.Tensor], torch.device], Copied]
 
 
 def all_bytes(storage: torch.UntypedStorage) -> torch.Tensor:

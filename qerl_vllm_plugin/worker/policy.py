@@ -22,7 +22,7 @@ from qerl_vllm_plugin.adapter.lora_slots import LoraSlots
 from qerl_vllm_plugin.adapter.resident import ResidentAdapter
 from qerl_vllm_plugin.compat import layers as vllm_layers
 from qerl_vllm_plugin.compat import worker as vllm_worker
-from qerl_vllm_plugin.wire.mapped_file import MappedFile
+from qerl_vllm_plugin.wire.receiver import MappedFile
 from qerl_vllm_plugin.wire.safetensors_file import Tensors
 from qerl_vllm_plugin.wire.timing import Laps
 from qerl_vllm_plugin.worker.change import Answer, Change, StaleVersionError, on_all_ranks

@@ -6,7 +6,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save, save_file
 
 from qerl_vllm_plugin.wire import shared_file
-from qerl_vllm_plugin.wire.mapped_file import MappedFile
+from qerl_vllm_plugin.wire.receiver import MappedFile
 from qerl_vllm_plugin.worker.received import received
 
 CPU = torch.device("cpu")

@@ -10,9 +10,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save
 
-from qerl_vllm_plugin.wire import cuda_ipc, mapped_file, shared_file, spans
+from qerl_vllm_plugin.wire import cuda_ipc, receiver, shared_file, spans
 from qerl_vllm_plugin.wire.cuda_ipc import CudaIPCError
-from qerl_vllm_plugin.wire.mapped_file import MappedFile
+from qerl_vllm_plugin.wire.receiver import MappedFile
 from qerl_vllm_plugin.wire.shared_segment import Segments
 
 CPU = torch.device("cpu")
@@ -146,7 +146,7 @@ def test_memory_that_cannot_be_registered_is_used_as_it_is_and_warned_of_once(mo
         raise CudaIPCError("registering shared memory: CUDA error 801")
 
     monkeypatch.setattr(cuda_ipc, "register", refuse)
-    monkeypatch.setattr(mapped_file.logger, "warning_once", lambda text, *given: said.append(text % given))
+    monkeypatch.setattr(receiver.logger, "warning_once", lambda text, *given: said.append(text % given))
     segments, file = Segments(ValueError), MappedFile()
     for i in range(4):
         with segments.filled({"a": A + i}) as path:

@@ -1,23 +1,28 @@
-"""Keep a sender's file in shared memory mapped in a worker, for as long as the sender rewrites the same file.
+"""Read what a sender has sent to a worker: tensors as they are, a description of GPU memory, or a safetensors file.
 
-Mapping the file again costs a page fault for every few of its pages, and reading its header takes longer than all
-checks of an adapter. From the file's second use on, its memory is registered with the GPU's driver, which then copies
-it at the speed of the bus. Memory that is not registered goes through a buffer of the driver's.
+A sender's file in shared memory stays mapped for as long as the sender rewrites the same file. Mapping the file again
+costs a page fault for every few of its pages, and reading its header takes longer than all checks of an adapter. From
+the file's second use on, its memory is registered with the GPU's driver, which then copies it at the speed of the
+bus. Memory that is not registered goes through a buffer of the driver's.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load, load_file
 from vllm.logger import init_logger
 
-from qerl_vllm_plugin.wire import cuda_ipc, spans
+from qerl_vllm_plugin.wire import cuda_ipc, gpu_memory, spans
 from qerl_vllm_plugin.wire.cuda_ipc import CudaIPCError
-from qerl_vllm_plugin.wire.safetensors_file import DTYPES, read_header
-from qerl_vllm_plugin.wire.spans import Copied
+from qerl_vllm_plugin.wire.safetensors_file import DTYPES, Tensors, read_header
+from qerl_vllm_plugin.wire.shared_file import PATH
+from qerl_vllm_plugin.wire.spans import Copied, Fetch
 
 logger = init_logger("vllm.qerl")
 
@@ -115,6 +120,29 @@ class MappedFile:
         mapped, self._mapped = self._mapped, None
         if mapped is not None and mapped.registered_for is not None:
             cuda_ipc.unregister(mapped.memory, mapped.registered_for)
+
+
+@contextmanager
+def decoded(sent: Any, device: torch.device, file: MappedFile) -> Iterator[tuple[Tensors | None, Fetch | None]]:
+    """Yield the tensors that were sent, by name, and what copies them or parts of them to ``device``.
+
+    ``sent`` is what ``Sender.deliver`` sends (sender.py), the path of any other safetensors file, or None. Tensors in
+    another process's GPU memory are on the meta device. For tensors that this process has itself, there is nothing that
+    copies them. All of it is valid inside the ``with`` block.
+
+    Raises SafetensorError for what is no safetensors file, ValueError for a damaged description of GPU memory, and
+    CudaIPCError for memory that this worker cannot read.
+    """
+    if isinstance(sent, str) and sent.startswith("{"):
+        with gpu_memory.mapped(sent, device) as found:
+            yield found.tensors, found.fetch
+    elif isinstance(sent, str) and PATH.fullmatch(sent):
+        tensors = file.open(sent, device)
+        yield tensors, file.fetch if file.is_whole and device.type == "cuda" else None
+    elif isinstance(sent, str):
+        yield load_file(sent), None
+    else:
+        yield load(bytes(sent)) if isinstance(sent, bytes | bytearray | memoryview) else sent, None
 
 
 def _register(mapped: _Mapped, device: torch.device) -> None:
