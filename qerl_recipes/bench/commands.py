@@ -1,6 +1,11 @@
-"""The commands of ``qerl bench``. Each only calls the function that owns the work."""
+"""Define the commands of ``qerl bench``.
+
+Each calls the function that does the work. `qerl bench kernels` runs scripts that lie beside the kernels.
+"""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,6 +13,7 @@ import typer
 
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 SHAPE = "Qwen2.5 size: 0.5B, 1.5B, 3B, 7B, 14B, 32B; 30B-A3B, Qwen3's mixture of experts; tiny or tiny-moe, for a CPU"
+KERNELS = Path(__file__).parents[2] / "kernels/bench"  # in a checkout
 bench = typer.Typer(help="Measure speed.", no_args_is_help=True)
 
 
@@ -20,13 +26,13 @@ def rollout(
     arms: Annotated[
         str,
         typer.Option(
-            help="of bf16_merged (no adapter), bf16 (LoRA slots), nf4, qerl_nvfp4, qerl_nvfp4_base (no adapter), "
-            "_float16, _slots, _slots_marlin, stock_nvfp4"
+            help="engines to compare: bf16_merged (no adapter), bf16 (LoRA slots), nf4, qerl_nvfp4, qerl_nvfp4_base "
+            "(no adapter), _float16, _slots, _slots_marlin, stock_nvfp4"
         ),
     ] = "bf16_merged,bf16,qerl_nvfp4",
     rank: Annotated[int, typer.Option(help="rank of the LoRA adapter")] = 32,
     repeats: Annotated[
-        int | None, typer.Option(help="of each case in a round, after one that warms up; default: 3")
+        int | None, typer.Option(help="repeats of each case in a round, after one that warms up; default: 3")
     ] = None,
     rounds: Annotated[int, typer.Option(help="how often all arms are run, one after the other: A B A B")] = 1,
     tensor_parallel_size: int = 1,
@@ -35,13 +41,13 @@ def rollout(
         typer.Option(help="caches to measure each arm with, such as auto,fp8"),
     ] = "auto",
     profile: Annotated[
-        bool, typer.Option(help="instead of rates: the kernels of a decode step halfway through the completions")
+        bool, typer.Option(help="show the kernels of a decode step halfway through the completions, instead of rates")
     ] = False,
     interleave: Annotated[
-        bool, typer.Option(help="all arms' engines at once, on one GPU together; each repeat is measured arm by arm")
+        bool, typer.Option(help="start the engines of all arms at once on one GPU, and measure each repeat arm by arm")
     ] = False,
     engine: Annotated[
-        str, typer.Option(help="more arguments of vllm.LLM, as JSON, such as '{\"async_scheduling\": false}'")
+        str, typer.Option(help="more arguments of vllm.LLM as JSON, such as '{\"async_scheduling\": false}'")
     ] = "{}",
     variant: Annotated[
         list[str] | None,
@@ -53,17 +59,17 @@ def rollout(
     scratch: Annotated[Path | None, typer.Option(help="folder for a mixture's checkpoint, such as /dev/shm")] = None,
     output: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
 ) -> None:
-    """Tokens per second of a rollout on random weights of the real shapes; nothing is downloaded."""
+    """Measure the tokens per second of a rollout on random weights of the real shapes; nothing is downloaded."""
     from qerl_recipes.bench.rollout import run
-    from qerl_recipes.bench.rollout_cases import make_cases
+    from qerl_recipes.bench.rollout_arm import make_cases
 
     lists = []
-    for name, given in (("--batch", batch), ("--input_len", input_len), ("--output_len", output_len)):
+    for name, text in (("--batch", batch), ("--input_len", input_len), ("--output_len", output_len)):
         try:
-            lists.append([int(number) for number in given.split(",")])
+            lists.append([int(number) for number in text.split(",")])
         except ValueError as error:
             raise typer.BadParameter(
-                f"{name} is {given!r}; it is whole numbers, comma-separated, such as 1,8,64"
+                f"{name} is {text!r}; it is whole numbers, comma-separated, such as 1,8,64"
             ) from error
     result = run(
         shape,
@@ -81,31 +87,32 @@ def rollout(
         scratch=scratch,
         output=output,
     )
-    raise typer.Exit(int(any("failed" in found for found in result["arms"].values())))
+    raise typer.Exit(int(any("failed" in figures for figures in result["arms"].values())))
 
 
-def _variants(given: list[str]) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for text in given:
+def _variants(texts: list[str]) -> dict[str, dict[str, Any]]:
+    """Return NAME=JSON texts as name -> options."""
+    variants: dict[str, dict[str, Any]] = {}
+    for text in texts:
         name, equals, options = text.partition("=")
         if not equals:
             raise typer.BadParameter(
                 f"--variant is {text!r}; it is NAME=JSON, such as 'sync={{\"async_scheduling\": false}}'"
             )
-        if name in found:
+        if name in variants:
             raise typer.BadParameter(f"--variant {name} is given twice; give each a name of its own")
-        found[name] = _json_object(f"--variant {name}", options)
-    return found
+        variants[name] = _json_object(f"--variant {name}", options)
+    return variants
 
 
-def _json_object(name: str, given: str) -> dict[str, Any]:
+def _json_object(name: str, text: str) -> dict[str, Any]:
     try:
-        found = json.loads(given)
+        value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise typer.BadParameter(f"{name} is {given!r}, which is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise typer.BadParameter(f"{name} is {given!r}; it is a JSON object")
-    return found
+        raise typer.BadParameter(f"{name} is {text!r}, which is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise typer.BadParameter(f"{name} is {text!r}; it is a JSON object")
+    return value
 
 
 @bench.command()
@@ -115,14 +122,14 @@ def swap(
     transport: Annotated[
         str,
         typer.Option(
-            help="comma-separated, of auto (in process; as ipc on several GPUs), ipc (GPU to GPU), shared (from the "
-            "CPU through shared memory), http (a server, both ways)"
+            help="ways to measure, comma-separated: auto (in process; as ipc on several GPUs), ipc (GPU to GPU), "
+            "shared (from the CPU through shared memory), http (a server, both ways)"
         ),
     ] = "auto",
     tensor_parallel_size: int = 1,
     output: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
 ) -> None:
-    """How long a change of policy takes: an adapter by each way to an engine, and the noise."""
+    """Measure how long a change of policy takes: an adapter by each way to an engine, and the noise."""
     from qerl_recipes.bench.swap import run
 
     run(
@@ -141,15 +148,17 @@ def soak(
     ] = None,
     shape: Annotated[str, typer.Option(help=SHAPE)] = "tiny",
     streams: Annotated[int, typer.Option(help="requests under way at a time")] = 64,
-    minutes: Annotated[float, typer.Option(help="of load, a fifth of them without swaps; judging comes after")] = 10,
+    minutes: Annotated[
+        float, typer.Option(help="minutes of load, a fifth of them without swaps; judging comes after")
+    ] = 10,
     api_server_count: Annotated[
         int,
         typer.Option(help="processes that take requests"),
     ] = 1,
-    seed: Annotated[int, typer.Option(help="of weights, prompts, adapters and noise")] = 0,
+    seed: Annotated[int, typer.Option(help="seed of weights, prompts, adapters and noise")] = 0,
     output: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
 ) -> None:
-    """A server under load, its policy swapped every second, and every answer checked against the policy it names."""
+    """Swap the policy of a server under load every second, and check every answer against the policy it names."""
     from qerl_recipes.bench.soak import run
 
     result = run(
@@ -177,14 +186,52 @@ def kernels(
         bool, typer.Option(help="time variants of our kernel on random layers, and fit the rule that chooses anew")
     ] = False,
     random: Annotated[
-        int | None, typer.Option(help="so many random layers and batch sizes up to 256, and as many up to 8192")
+        int | None,
+        typer.Option(help="number of random layers and batch sizes to draw up to 256, and as many up to 8192"),
     ] = None,
-    seed: Annotated[int, typer.Option(help="of --random and --tune")] = 1,
+    seed: Annotated[int, typer.Option(help="seed of --random and --tune")] = 1,
 ) -> None:
-    """The linear kernels against cuBLAS BF16, Marlin and Humming, each behind its gate (a Hopper GPU, a checkout)."""
-    from qerl_recipes.bench.kernels import run
+    """Time the linear kernels against cuBLAS BF16, Marlin and Humming once they are right (Hopper GPU, checkout)."""
+    scripts = kernel_scripts(output.resolve(), shapes, tokens, tune, random, seed)
+    import torch
 
-    raise typer.Exit(run(output, shapes=shapes, tokens=tokens, tune=tune, random=random, seed=seed))
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        raise ValueError("the kernels run on Hopper GPUs (H100, H200) only; there is none here")
+    for script in scripts:
+        if code := subprocess.run([sys.executable, *script], cwd=KERNELS).returncode:
+            raise typer.Exit(code)
+
+
+def kernel_scripts(
+    output: Path, shapes: str | None, tokens: str | None, tune: bool, random: int | None, seed: int
+) -> list[list[str]]:
+    """Return the scripts of kernels/bench to run one after the other, each with its arguments.
+
+    ``shapes`` and ``tokens`` choose from the layer table. With ``random`` so many random layers and numbers of tokens
+    are drawn by ``seed`` instead, twice: up to 256 tokens, and from 257 to 8192. With ``tune`` variants of our own
+    kernel are timed on layers drawn by ``seed``, and the rule that chooses among them is fitted to the times. Raises
+    FileNotFoundError outside of a checkout, and ValueError for choices that exclude each other.
+    """
+    if not (KERNELS / "run.py").is_file():
+        raise FileNotFoundError(f"{KERNELS} is missing: the benchmark is part of the source tree; run it from a clone")
+    if (tune or random is not None) and (shapes or tokens):
+        raise ValueError("--tune and --random draw layers and tokens themselves: leave out --shapes and --tokens")
+    if tune and random is not None:
+        raise ValueError("--tune and --random are two benchmarks: choose one")
+    if random is not None and random < 1:
+        raise ValueError(f"--random {random}: how many layers and batch sizes to draw; at least 1")
+    if tune:  # the second sweep tries what the first shows to be good
+        guided = output.with_stem(f"{output.stem}_guided")
+        return [
+            ["tune.py", "--out", str(output), "--seed", str(seed)],
+            ["fit.py", str(output)],
+            ["tune.py", "--out", str(guided), "--seed", str(seed + 1), "--guided"],
+            ["fit.py", str(output), str(guided)],
+        ]
+    if random is not None:
+        return [["random_points.py", "--out", str(output), "--random", str(random), "--seed", str(seed)]]
+    chosen = [*(["--shapes", shapes] if shapes else []), *(["--tokens", tokens] if tokens else [])]
+    return [["run.py", "--out", str(output), *chosen]]
 
 
 @bench.command("train", context_settings=PASS_THROUGH)
@@ -192,7 +239,7 @@ def bench_train(
     context: typer.Context,
     shape: Annotated[str, typer.Option(help=SHAPE)] = "7B",
     arms: Annotated[
-        str, typer.Option(help="of bf16, nf4, qerl_nvfp4; ratios are to the first")
+        str, typer.Option(help="arms to compare: bf16, nf4, qerl_nvfp4; ratios are to the first")
     ] = "bf16,nf4,qerl_nvfp4",
     groups: Annotated[int, typer.Option(help="prompts of a step")] = 8,
     generations: Annotated[int, typer.Option(help="completions of a prompt")] = 8,
@@ -200,9 +247,11 @@ def bench_train(
     completion: Annotated[int, typer.Option(help="tokens of a completion, all of which are generated")] = 1024,
     steps: Annotated[int, typer.Option(help="GRPO steps of each arm, the first of which warms up")] = 3,
     rank: Annotated[int, typer.Option(help="rank of the LoRA adapter")] = 32,
-    seed: Annotated[int, typer.Option(help="of weights, prompts, sampling and adapter")] = 0,
-    part: Annotated[str, typer.Option(help="step; training: forward and backward of one packed row; or all")] = "all",
-    profile: Annotated[bool, typer.Option(help="also say which kernels forward and backward consist of")] = False,
+    seed: Annotated[int, typer.Option(help="seed of weights, prompts, sampling and adapter")] = 0,
+    part: Annotated[
+        str, typer.Option(help="part to measure: step; training (forward and backward of one packed row); or all")
+    ] = "all",
+    profile: Annotated[bool, typer.Option(help="show the kernels of forward and backward, too")] = False,
     rounds: Annotated[int, typer.Option(help="how often all arms are run, one after the other: A B A B")] = 1,
     gpu_memory_gb: Annotated[
         float | None,
@@ -211,7 +260,7 @@ def bench_train(
     scratch: Annotated[Path | None, typer.Option(help="folder for the random checkpoints, such as /dev/shm")] = None,
     output: Annotated[Path | None, typer.Option(help="JSON file to write, with a picture beside it")] = None,
 ) -> None:
-    """A whole GRPO step in each arm, on random weights of the real shapes. Flags of `qerl train` may follow."""
+    """Time a whole GRPO step in each arm, on random weights of the real shapes. Flags of `qerl train` may follow."""
     from qerl_recipes.bench.train import Workload, parse_overrides, run
 
     overrides = parse_overrides(context.args)
@@ -227,4 +276,4 @@ def bench_train(
         scratch=scratch,
         output=output,
     )
-    raise typer.Exit(int(any("failed" in found for found in result["arms"].values())))
+    raise typer.Exit(int(any("failed" in figures for figures in result["arms"].values())))

@@ -1,4 +1,4 @@
-"""Models of random weights in a given shape: an engine, an adapter, a checkpoint. Nothing is downloaded.
+"""Make models of random weights in a given shape: an engine, an adapter, a checkpoint. Nothing is downloaded.
 
 Checkpoints are drawn on the GPU where there is one. The BF16 and the NVFP4 checkpoint of one seed hold the same
 weights: the second is the first, rounded to nearest.
@@ -31,7 +31,7 @@ from qerl_vllm_plugin.weights.expected import Expected, expected_tensors, expert
 if TYPE_CHECKING:
     from vllm import LLM
 
-STD = 0.02  # of weights, as transformers initializes them
+STD = 0.02  # standard deviation of weights, as transformers initializes them
 NORM_STD = 0.1  # about 1: norms of ones would hide an error
 PAD, EOS = 0, 1
 CHARACTERS = string.ascii_letters + string.digits  # each a token, whichever class a library loads the tokenizer as
@@ -40,10 +40,10 @@ CHARACTERS = string.ascii_letters + string.digits  # each a token, whichever cla
 def start(
     config: Mapping[str, Any], *, length: int, sequences: int, scratch: str | Path | None = None, **options: Any
 ) -> "LLM":
-    """An engine with the model of ``config`` (a config.json), for prompts of token ids.
+    """Start an engine with the model of ``config`` (a config.json), for prompts of token ids.
 
-    Its weights are never written, but those of a mixture under qerl_nvfp4, which takes experts from packed checkpoints
-    alone: into ``scratch``, where a later call finds them, or into a temporary folder.
+    Its weights are not written, except for a mixture under qerl_nvfp4, which takes experts from packed checkpoints
+    alone. These go into ``scratch``, where a later call finds them, or into a temporary folder.
     """
     from vllm import LLM
 
@@ -77,10 +77,10 @@ def start(
 def adapter(
     config: Mapping[str, Any], rank: int, *, std: float = 0.01, seed: int | None = None
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """A PEFT adapter of all linears of the blocks with small random values, as (tensors, config); of a mixture's
-    attention alone.
+    """Return a PEFT adapter with small random values as (tensors, config).
 
-    With ``seed`` it is the same on every call; without, torch's own generator goes on.
+    It covers all linears of the blocks, or a mixture's attention alone. With ``seed`` it is the same on every call;
+    without, torch's own generator goes on.
     """
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     weights = {name.removesuffix(".weight"): e.shape for name, e in _present(config).items() if e.linear}
@@ -117,7 +117,7 @@ def write(folder: str | Path, config: Mapping[str, Any], *, packed: bool, seed: 
 
 
 def in_bf16(config: Mapping[str, Any]) -> list[str]:
-    """What a packed checkpoint leaves as it is: head and routers, as `qerl quantize` does."""
+    """Return the modules that a packed checkpoint leaves in BF16: head and routers, as `qerl quantize` does."""
     matrices = (
         name.removesuffix(".weight") for name, e in _present(config).items() if len(e.shape) == 2 and not e.linear
     )
@@ -125,13 +125,13 @@ def in_bf16(config: Mapping[str, Any]) -> list[str]:
 
 
 def size(config: Mapping[str, Any], *, packed: bool) -> int:
-    """Bytes of the checkpoint's tensors, the few of tensor scales left out."""
+    """Return the bytes of the checkpoint's tensors, the few of tensor scales left out."""
     each = {True: 1 / 2 + 1 / nvfp4.GROUP_SIZE, False: 2.0}
     return int(sum(prod(e.shape) * each[packed and e.linear] for e in _present(config).values()))
 
 
 def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """A token for each of ``CHARACTERS``, and for all the rest of the vocabulary a name that no prompt holds."""
+    """Return a tokenizer with a token for each of ``CHARACTERS``; no prompt holds the other tokens' names."""
     pad, eos = "<|endoftext|>", "<eos>"  # the first is added where a tokenizer of a Qwen2 lacks it
     names = [pad, eos, *CHARACTERS]
     names += [f"<{token}>" for token in range(len(names), vocabulary)]
@@ -141,7 +141,7 @@ def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
 
 def _present(config: Mapping[str, Any]) -> dict[str, Expected]:
-    """Every tensor but a head that is the embedding. Raises ValueError for an architecture that is not known."""
+    """Return every tensor but a head that is the embedding. Raises ValueError for an unknown architecture."""
     tensors = expected_tensors(config)
     if tensors is None:
         raise ValueError(f"no tensors are known of a model of type {config.get('model_type')!r}")
@@ -149,7 +149,7 @@ def _present(config: Mapping[str, Any]) -> dict[str, Expected]:
 
 
 def _draw(members: Mapping[str, Expected], packed: bool, seed: int, device: str) -> dict[str, torch.Tensor]:
-    """The tensors of one shard on the CPU."""
+    """Draw the tensors of one shard, and return them on the CPU."""
     dense = {name: _values(name, expected.shape, seed, device) for name, expected in members.items()}
     drawn: dict[str, torch.Tensor] = {}
     for name, expected in members.items():
@@ -167,7 +167,7 @@ def _draw(members: Mapping[str, Expected], packed: bool, seed: int, device: str)
 
 
 def _values(name: str, shape: tuple[int, ...], seed: int, device: str) -> torch.Tensor:
-    """BF16 values that depend on the seed, the name and the kind of device alone."""
+    """Draw BF16 values that depend on the seed, the name and the kind of device alone."""
     key = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(key[:8], "little") >> 1)
     values = torch.randn(shape, generator=generator, dtype=torch.bfloat16, device=device)

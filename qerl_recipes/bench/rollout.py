@@ -3,32 +3,40 @@
 Weights are random and of the real shapes, so nothing is downloaded, and every completion has its full length. As in
 training, each token comes with the log-probability that it was sampled with. A case is a number of sequences with
 their tokens in and out; it is timed as a whole and for one token out, so that decoding can be told from the prefill.
-Every arm runs in a process of its own, one after the other, with several rounds A B A B; or with ``--interleave`` all
-of them are there at once, and take turns repeat by repeat. With ``--profile`` nothing is timed but a decode step, and
-its kernels.
+
+Arms run one after the other, with several rounds A B A B. With ``--interleave`` all engines are there at once and each
+case is repeated arm by arm, so that what changes about the GPU meanwhile changes for all of them. One arm works at a
+time, and the others wait without a processor; workers of an engine on several GPUs do so from a second after their last
+work on (vLLM's ``SpinCondition``). With ``--profile`` nothing is timed but a decode step, and its kernels.
 """
 
+import itertools
+import operator
+import os
 import re
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from qerl_recipes.bench import decode_profile, rollout_memory
-from qerl_recipes.bench.in_turn import pause, take_turns
-from qerl_recipes.bench.process import ArmFailedError, check_gpus, check_shape, ended_cleanly, in_own_process
-from qerl_recipes.bench.results import conditions, save
-from qerl_recipes.bench.rollout_arm import ARMS
-from qerl_recipes.bench.rollout_cases import Case, rows
-from qerl_recipes.bench.train_table import around, spread
+from qerl_recipes.bench.arms import Arm, ArmFailedError, Figures, ask_once, check_gpus, check_shape, ended_cleanly
+from qerl_recipes.bench.results import around, conditions, save, show_remarks, spread, table
+from qerl_recipes.bench.rollout_arm import ARMS, Case, Order, orders, prefill
 from qerl_recipes.recipe.shapes import full_name
 
 ARM = "qerl_recipes.bench.rollout_arm"
 OURS = {"model", "dtype", "quantization", "additional_config", "max_model_len", "max_num_seqs", "tensor_parallel_size"}
 OURS |= {"kv_cache_dtype", "logprobs_mode", "load_format", "skip_tokenizer_init", "enable_lora", "max_lora_rank"}
 CACHES = ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
+REPEATS = 3  # by default
+BUSY = 1.0  # seconds for which workers of an engine on several GPUs look for more work without sleeping
 
 
 def run(
@@ -48,71 +56,44 @@ def run(
     scratch: Path | None = None,
     output: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure every arm, print the table, and write it to ``output`` as JSON, after each case what there is.
+    """Measure every arm, print the table, and write it to ``output`` as JSON, anew after each case.
 
-    ``profile``: instead of rates, where the time of a decode step goes (``bench.decode_profile``); the profiler's
-    traces lie beside ``output``.
-
-    ``interleave``: the engines of all arms are there at once, if they fit on the GPU together, and take turns.
-
-    With several of ``kv_cache_dtype`` each arm is measured with each of these caches; "auto" is the activations' dtype.
-    ``engine``: more arguments of ``vllm.LLM``, of every arm; what the benchmark sets itself (OURS) it must not name.
-    ``variants``: name -> such arguments; each arm is measured without any and with those of each variant, which stand
-    above ``engine``.
-    ``scratch`` is the folder for the one checkpoint that is written, of a mixture in NVFP4.
+    ``profile`` says where the time of a decode step goes, instead of rates (``bench.decode_profile``); the profiler's
+    traces lie beside ``output``. ``interleave`` starts the engines of all arms at once, if they fit on the GPU
+    together. Each arm is measured with each of ``kv_cache_dtype``; "auto" is the activations' dtype. ``engine`` holds
+    more arguments of ``vllm.LLM`` for every arm, except those that the benchmark sets itself (OURS). Each arm is
+    measured once without and once with the arguments of each of ``variants``, which override ``engine``. ``scratch`` is
+    the folder for the one checkpoint that is written, of a mixture in NVFP4.
 
     An arm that fails is in the result with its reason and what was measured of it, and the others go on. Raises
     ValueError for an unknown shape or arm and for what this machine cannot measure.
     """
     check_shape(shape)
     check_gpus(tensor_parallel_size)
-    if unknown := sorted(set(arms) - set(ARMS)):
-        raise ValueError(f"unknown arm {unknown[0]!r}; known: {', '.join(ARMS)}")
-    if unknown := sorted(set(kv_cache_dtype) - set(CACHES)):
-        raise ValueError(f"unknown kv_cache_dtype {unknown[0]!r}; known: {', '.join(CACHES)}")
-    more = dict(engine or {})
-    _check_engine("engine", more, interleave=interleave)
-    for name, own in (variants or {}).items():
-        if not re.fullmatch(r"[\w.-]+", name):
-            raise ValueError(f"variant {name!r}: a name is of letters, digits, '_', '.' and '-'")
-        _check_engine(f"variant {name}", own, interleave=interleave)
-    if profile:
-        if repeats is not None:
-            raise ValueError(f"repeats is {repeats}, and --profile times no case as a whole; leave one of them out")
-        if interleave:
-            raise ValueError(
-                "--interleave has several engines at once, and --profile looks at one; leave one of them out"
-            )
-        if tensor_parallel_size > 1:
-            raise ValueError("--profile looks into the engine's process, and tensor parallelism has more; use one GPU")
-        decode_profile.check(min(case.output for case in cases))
-    if interleave and rounds != 1:
-        raise ValueError(f"rounds is {rounds}, and with --interleave every repeat is a round; raise repeats instead")
-    repeats = 3 if repeats is None else repeats
-    if min(repeats, rounds) < 1:
-        raise ValueError(f"repeats is {repeats} and rounds is {rounds}; each is at least 1")
-    requests: dict[str, dict[str, Any]] = {}
-    for arm in arms:
-        for variant, own in [([], {}), *(([name], own) for name, own in (variants or {}).items())]:
-            for cache in kv_cache_dtype:
-                parts = [arm, *variant, *([f"{cache} cache"] if cache != "auto" else [])]
-                requests[", ".join(parts)] = {
-                    "shape": shape,
-                    "cases": cases,
-                    "rank": rank,
-                    "tensor_parallel": tensor_parallel_size,
-                    "arm": arm,
-                    "variant": variant,
-                    "kv_cache_dtype": cache,
-                    "engine": _joined(more, own),
-                    "memory": {},
-                    "traces": None,
-                }
+    engine, variants = dict(engine or {}), dict(variants or {})
+    _check_names(arms, kv_cache_dtype, engine, variants, interleave)
+    _check_modes(cases, repeats, rounds, tensor_parallel_size, profile, interleave)
+    repeats = REPEATS if repeats is None else repeats
+    requests: dict[str, Figures] = {}
+    for arm, variant, cache in itertools.product(arms, (None, *variants), kv_cache_dtype):
+        chosen = [] if variant is None else [variant]
+        requests[", ".join([arm, *chosen, *([f"{cache} cache"] if cache != "auto" else [])])] = {
+            "shape": shape,
+            "cases": cases,
+            "rank": rank,
+            "tensor_parallel": tensor_parallel_size,
+            "arm": arm,
+            "variant": chosen,
+            "kv_cache_dtype": cache,
+            "engine": _joined(engine, {} if variant is None else variants[variant]),
+            "memory": {},
+            "traces": None,
+        }
     if interleave:
         for name, memory in rollout_memory.plan(shape, requests, cases).items():
             requests[name]["memory"] = memory
-    rest = pause(len(requests), tensor_parallel_size) if interleave else 0.0
-    measured: dict[str, dict[str, Any]] = {name: {} for name in requests}
+    rest_seconds = pause(len(requests), tensor_parallel_size) if interleave else 0.0
+    measured: dict[str, Figures] = {name: {} for name in requests}
     result = {
         "shape": shape,
         "rank": rank,
@@ -120,17 +101,17 @@ def run(
         "repeats": repeats,
         "rounds": rounds,
         "interleaved": interleave,
-        "rest_seconds": rest,
-        "engine": more,
-        "variants": {name: dict(own) for name, own in (variants or {}).items()},
+        "rest_seconds": rest_seconds,
+        "engine": engine,
+        "variants": {name: dict(own) for name, own in variants.items()},
         **conditions(),
-        "cached_tokens": max(batch * tokens for batch, tokens in rows(cases)),
+        "cached_tokens": max(case.batch * (case.input + case.output) for case in (*cases, prefill(cases))),
         "arms": measured,
     }
 
-    def note(name: str, found: dict[str, Any]) -> None:
-        _add(measured[name], found, cases)
-        for row in found.get("cases", []):
+    def note(name: str, figures: Figures) -> None:
+        _add(measured[name], figures, cases)
+        if row := figures.get("case"):
             rate = row["batch"] * row["output"] / statistics.median(row["seconds"])
             case = Case(row["batch"], row["input"], row["output"])
             print(f"{name}, {case}: {rate:,.0f} tokens/s", file=sys.stderr, flush=True)
@@ -138,67 +119,177 @@ def run(
 
     with ended_cleanly(), tempfile.TemporaryDirectory(prefix="qerl-bench-", dir=scratch) as folder:
         for group in [list(requests)] if interleave else [[name] for _ in range(rounds) for name in requests]:
-            asked = {name: {**requests[name], "scratch": folder} for name in group if "failed" not in measured[name]}
-            if not profile:
-                take_turns(ARM, asked, cases, repeats, note, rest)
-                continue
-            for name, request in asked.items():
+            left = {name: {**requests[name], "scratch": folder} for name in group if "failed" not in measured[name]}
+            if profile:
                 traces = (output or Path(folder, "profile")).with_suffix("").resolve()
-                suffix = "_".join([request["arm"], *request["variant"], request["kv_cache_dtype"]])
-                try:
-                    note(name, in_own_process(ARM, {**request, "traces": f"{traces}_{suffix}"}))
-                except ArmFailedError as error:
-                    note(name, {"failed": str(error)})
+                _profile(left, traces, note)
+            else:
+                take_turns(ARM, left, cases, repeats, note, rest_seconds)
     _print(result)
     return result
 
 
-def _check_engine(name: str, options: Mapping[str, Any], *, interleave: bool) -> None:
-    if taken := sorted(set(options) & OURS):
-        raise ValueError(f"{name} names {taken[0]!r}, which this benchmark sets itself; leave it out")
-    if interleave and (taken := sorted(set(options) & set(rollout_memory.SET_HERE))):
-        raise ValueError(f"{name} names {taken[0]!r}, which --interleave sets for each engine; leave one of them out")
+def _check_names(
+    arms: Sequence[str],
+    caches: Sequence[str],
+    engine: Mapping[str, Any],
+    variants: Mapping[str, Mapping[str, Any]],
+    interleave: bool,
+) -> None:
+    for kind, names, known in (("arm", arms, ARMS), ("kv_cache_dtype", caches, CACHES)):
+        if unknown := sorted(set(names) - set(known)):
+            raise ValueError(f"unknown {kind} {unknown[0]!r}; known: {', '.join(known)}")
+    for name in variants:
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise ValueError(f"variant {name!r}: a name is of letters, digits, '_', '.' and '-'")
+    for name, options in {"engine": engine, **{f"variant {name}": own for name, own in variants.items()}}.items():
+        if ours := sorted(set(options) & OURS):
+            raise ValueError(f"{name} names {ours[0]!r}, which this benchmark sets itself; leave it out")
+        if interleave and (ours := sorted(set(options) & set(rollout_memory.SET_HERE))):
+            raise ValueError(f"{name} names {ours[0]!r}, which --interleave sets for each engine; leave one out")
 
 
-def _joined(options: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, and where both are objects, those joined; what stands ``above`` wins."""
-    return {
-        **options,
-        **{
-            name: _joined(options[name], value)
-            if isinstance(value, dict) and isinstance(options.get(name), dict)
-            else value
-            for name, value in above.items()
-        },
-    }
+def _check_modes(
+    cases: Sequence[Case], repeats: int | None, rounds: int, gpus: int, profile: bool, interleave: bool
+) -> None:
+    if profile:
+        if repeats is not None:
+            raise ValueError(f"repeats is {repeats}, and --profile times no case as a whole; leave one of them out")
+        if interleave:
+            raise ValueError(
+                "--interleave has several engines at once, and --profile looks at one; leave one of them out"
+            )
+        if gpus > 1:
+            raise ValueError("--profile looks into the engine's process, and tensor parallelism has more; use one GPU")
+        decode_profile.check(min(case.output for case in cases))
+    if interleave and rounds != 1:
+        raise ValueError(f"rounds is {rounds}, and with --interleave every repeat is a round; raise repeats instead")
+    repeats = REPEATS if repeats is None else repeats
+    if min(repeats, rounds) < 1:
+        raise ValueError(f"repeats is {repeats} and rounds is {rounds}; each is at least 1")
 
 
-def _add(measured: dict[str, Any], found: dict[str, Any], cases: Sequence[Case]) -> None:
-    """Join a piece of what was found to what is there, and work out the rates anew."""
+def _joined(options: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``options`` with ``overrides`` in them; two objects under one name are joined in the same way."""
+    joined = dict(options)
+    for name, value in overrides.items():
+        both_are_objects = isinstance(value, dict) and isinstance(options.get(name), dict)
+        joined[name] = _joined(options[name], value) if both_are_objects else value
+    return joined
+
+
+def pause(arms: int, tensor_parallel: int) -> float:
+    """Return the seconds to wait between two turns of ``arms`` engines.
+
+    Where there is not a processor for every process, the workers of the arm before would take one from those that are
+    measured, for a second each time.
+    """
+    processes = arms * (1 + tensor_parallel)
+    is_crowded = tensor_parallel > 1 and arms > 1 and processes > len(os.sched_getaffinity(0))
+    return 1.2 * BUSY if is_crowded else 0.0
+
+
+def take_turns(
+    module: str,
+    requests: Mapping[str, Figures],
+    cases: Sequence[Case],
+    repeats: int,
+    note: Callable[[str, Figures], None],
+    rest_seconds: float = 0.0,
+) -> None:
+    """Start the arms, all at once, and measure every case with each of them, ``repeats`` times in turn.
+
+    ``requests`` maps every arm's name to what ``module`` is asked. ``rest_seconds`` pass before each turn. ``note`` is
+    called with an arm's name and a piece of its figures: what it answers when it is ready, the ``case`` of one row,
+    ``prefill``, or why it ``failed``. Then the others go on.
+    """
+    with _started(module, requests) as arms:
+
+        def each(act: Callable[[Arm], Figures]) -> dict[str, Figures]:
+            """Return what each arm answers; one that fails is ended, and left out from then on."""
+            answers: dict[str, Figures] = {}
+            for name, arm in list(arms.items()):
+                try:
+                    answers[name] = act(arm)
+                except ArmFailedError as error:
+                    arms.pop(name).end()  # its memory may be what the others need
+                    note(name, {"failed": str(error)})
+            return answers
+
+        def timed(number: int, case: Case) -> dict[str, list[float]]:
+            """Return the seconds of each repeat, for every arm that is left."""
+            seconds: dict[str, list[float]] = {name: [] for name in arms}
+            for order in orders(number, case, repeats):
+
+                def turn(arm: Arm, order: Order = order) -> Figures:
+                    time.sleep(rest_seconds)
+                    return arm.ask(order._asdict())
+
+                for name, answer in each(turn).items():
+                    if order.repeat:
+                        seconds[name].append(answer["seconds"])
+            return {name: seconds[name] for name in arms}
+
+        for name, figures in each(Arm.hear).items():
+            note(name, figures)
+        for number, case in enumerate(cases):
+            first, whole = timed(number, case._replace(output=1)), timed(number, case)
+            for name, seconds in whole.items():
+                note(name, {"case": {**case._asdict(), "seconds": seconds, "prefill_seconds": first[name]}})
+        prompts = prefill(cases)
+        for name, seconds in timed(len(cases), prompts).items():
+            note(name, {"prefill": {"tokens": prompts.batch * prompts.input, "seconds": seconds}})
+
+
+@contextmanager
+def _started(module: str, requests: Mapping[str, Figures]) -> Iterator[dict[str, Arm]]:
+    """Yield the arms by name, and end them; whoever takes one out of the dict ends it."""
+    arms: dict[str, Arm] = {}
+    try:
+        for name, request in requests.items():
+            arms[name] = Arm(module, request)
+        yield arms
+    finally:
+        with ThreadPoolExecutor(len(requests) or 1) as pool:  # all at once: each may take its time
+            list(pool.map(Arm.end, arms.values()))
+
+
+def _profile(requests: Mapping[str, Figures], traces: Path, note: Callable[[str, Figures], None]) -> None:
+    """Profile each arm; write its traces to files that begin like ``traces``."""
+    for name, request in requests.items():
+        suffix = "_".join([request["arm"], *request["variant"], request["kv_cache_dtype"]])
+        try:
+            note(name, ask_once(ARM, {**request, "traces": f"{traces}_{suffix}"}))
+        except ArmFailedError as error:
+            note(name, {"failed": str(error)})
+
+
+def _add(measured: Figures, figures: Figures, cases: Sequence[Case]) -> None:
+    """Join a piece of an arm's figures to those before, and work out its rates anew."""
     alone = ("failed", "weights_gib", "kv_cache_tokens", "start_seconds")
-    measured |= {name: found[name] for name in alone if name in found}
-    if "profile" in found:
-        measured.setdefault("profile", []).extend(found["profile"])
-    differ = len({case.batch for case in cases}) == len(cases)
-    for row in found.get("cases", []):
-        rows = measured.setdefault("batch", {})
-        key = str(row["batch"]) if differ else f"{row['batch']} x {row['input']} + {row['output']}"
-        joined = rows.setdefault(key, {**row, "seconds": [], "prefill_seconds": []})
+    measured |= {name: figures[name] for name in alone if name in figures}
+    if "profile" in figures:
+        measured.setdefault("profile", []).extend(figures["profile"])
+    if row := figures.get("case"):
+        batch, tokens_in, tokens_out = row["batch"], row["input"], row["output"]
+        has_own_batch = len({case.batch for case in cases}) == len(cases)
+        key = str(batch) if has_own_batch else f"{batch} x {tokens_in} + {tokens_out}"
+        joined = measured.setdefault("batch", {}).setdefault(key, {**row, "seconds": [], "prefill_seconds": []})
         whole, first = (joined[name] + row[name] for name in ("seconds", "prefill_seconds"))
-        batch, first_token = row["batch"], statistics.median(first)
-        joined |= {"seconds": whole, "prefill_seconds": first, **_rate(batch * row["output"], whole)}
-        decoding = [seconds - first_token for seconds in whole]
-        joined["decode"] = _rate(batch * (row["output"] - 1), decoding)
-        joined["prefill"] = _rate(batch * row["input"], first)
-    if "prefill" in found:
-        prefill = found["prefill"]
-        seconds = measured.get("prefill", {}).get("seconds", []) + prefill["seconds"]
-        measured["prefill"] = {**prefill, "seconds": seconds, **_rate(prefill["tokens"], seconds)}
+        decoding = [seconds - statistics.median(first) for seconds in whole]
+        joined |= {"seconds": whole, "prefill_seconds": first, **_rate(batch * tokens_out, whole)}
+        joined["decode"] = _rate(batch * (tokens_out - 1), decoding)
+        joined["prefill"] = _rate(batch * tokens_in, first)
+    if prompts := figures.get("prefill"):
+        seconds = measured.get("prefill", {}).get("seconds", []) + prompts["seconds"]
+        measured["prefill"] = {**prompts, "seconds": seconds, **_rate(prompts["tokens"], seconds)}
 
 
 def _rate(tokens: int, seconds: Sequence[float]) -> dict[str, float | None]:
-    """Tokens per second of the median repeat, and how far the repeats lie apart, relative to it; None for a decoding of
-    which nothing is left once the prefill is taken off, as where a machine at work on something else prefilled slowly.
+    """Return the tokens per second of the median repeat, and the spread of the repeats.
+
+    Both are None for a decoding of which nothing is left once the prefill is taken off, as where a machine at work on
+    something else prefilled slowly.
     """
     if statistics.median(seconds) <= 0:
         return {"tokens_per_s": None, "spread": None}
@@ -206,53 +297,45 @@ def _rate(tokens: int, seconds: Sequence[float]) -> dict[str, float | None]:
 
 
 def _print(result: dict[str, Any]) -> None:
-    """A row for each arm of which all was measured; ratios are to the faster BF16 arm of the table, without one to its
-    first arm."""
-    from rich.console import Console
-    from rich.table import Table
+    """Print a row for each arm that was measured completely.
 
-    console, arms = Console(width=160), {arm: row for arm, row in result["arms"].items() if "prefill" in row}
-    for arm, row in result["arms"].items():
-        if "failed" in row:
-            console.print(f"{arm} failed: {row['failed']}", style="bold red", markup=False, soft_wrap=True)
-    for arm, row in result["arms"].items():
-        if row.get("profile"):
-            decode_profile.show(arm, row)
+    Ratios are to the faster BF16 arm of the table, without one to its first arm.
+    """
+    from rich.console import Console
+
+    console = Console(width=160)
+    show_remarks(console, result["arms"], result["cached_tokens"])
+    for arm, figures in result["arms"].items():
+        if figures.get("profile"):
+            decode_profile.show(arm, figures)
+    arms = {arm: figures for arm, figures in result["arms"].items() if "prefill" in figures}
     if not arms:
         return
     others = [arm for arm in arms if arm.startswith("bf16")] or [next(iter(arms))]
     parallel = f", tensor parallel {result['tensor_parallel_size']}" if result["tensor_parallel_size"] > 1 else ""
-    table = Table(
-        title=f"{full_name(result['shape'])} shapes{parallel}, LoRA rank {result['rank']}, {result['gpu']}, "
-        f"{result['date']}; ratios to the faster of {' and '.join(others)}",
-        title_justify="left",
+    title = (
+        f"{full_name(result['shape'])} shapes{parallel}, LoRA rank {result['rank']}, {result['gpu']}, "
+        f"{result['date']}; ratios to the faster of {' and '.join(others)}"
     )
-    rows = next(iter(arms.values()))["batch"]
-    table.add_column("tokens/s")
-    for row in rows.values():
-        table.add_column(f"{row['batch']} x\n{row['input']} in, {row['output']} out", justify="right", overflow="fold")
-        table.add_column("decode\nalone", justify="right", overflow="fold")
-    for column in ("prefill", "weights\nGiB"):
-        table.add_column(column, justify="right", overflow="fold")
-    paths = [path for key in rows for path in (("batch", key), ("batch", key, "decode"))] + [("prefill",)]
+    columns, paths = ["tokens/s"], list[tuple[str, ...]]()
+    for key, row in next(iter(arms.values()))["batch"].items():
+        columns += [f"{row['batch']} x\n{row['input']} in, {row['output']} out", "decode\nalone"]
+        paths += [("batch", key), ("batch", key, "decode")]
+    paths.append(("prefill",))
     best = [max(_at(arms[arm], path)["tokens_per_s"] or 0.0 for arm in others) for path in paths]
-    for arm, found in arms.items():
-        cells = [_cell(_at(found, path), of) for path, of in zip(paths, best, strict=True)]
-        weights = found["weights_gib"]
-        table.add_row(arm, *cells, "" if weights is None else f"{weights:.1f}")
-    console.print(table)
-    for arm, found in arms.items():
-        if found["kv_cache_tokens"] < (needed := result["cached_tokens"]):
-            console.print(f"{arm}: its KV cache holds {found['kv_cache_tokens']:,} of {needed:,} tokens, so some wait")
+    rows = []
+    for arm, figures in arms.items():
+        cells = [_cell(_at(figures, path), reference) for path, reference in zip(paths, best, strict=True)]
+        weights = figures["weights_gib"]
+        rows.append([arm, *cells, "" if weights is None else f"{weights:.1f}"])
+    console.print(table(title, [*columns, "prefill", "weights\nGiB"], rows))
 
 
-def _at(found: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
-    for key in path:
-        found = found[key]
-    return found
+def _at(figures: Figures, path: Sequence[str]) -> Figures:
+    return reduce(operator.getitem, path, figures)
 
 
-def _cell(row: dict[str, Any], best: float) -> str:
+def _cell(row: Figures, best: float) -> str:
     rate = row["tokens_per_s"]
     if rate is None:
         return "lost in\nthe prefill"

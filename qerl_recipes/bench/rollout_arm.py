@@ -1,13 +1,12 @@
-"""One arm of ``qerl bench rollout``, in a process of its own: its engine, and the seconds of what it is told to do."""
+"""One arm of ``qerl bench rollout``, in a process of its own: its engine, and the cases that the engine is timed on."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from qerl_recipes.bench import decode_profile, rollout_cases
-from qerl_recipes.bench.process import answer, obey
-from qerl_recipes.bench.rollout_cases import Case, Order
+from qerl_recipes.bench import decode_profile
+from qerl_recipes.bench.arms import Figures, answer
 from qerl_recipes.recipe.shapes import config_json
 from qerl_recipes.rollout.arms import ENGINE_QUANTIZATION, engine_options
 
@@ -16,29 +15,92 @@ if TYPE_CHECKING:
 
     from qerl_vllm_plugin.policy import Policy
 
-# The arms of a recipe, and BF16 without an adapter, which is what a merged one runs as. Then what tells their parts
-# apart: NVFP4 without an adapter, with one in vLLM's LoRA slots, the same on Marlin, and that again without this
-# plugin: what is left between the last two are the fp32 norms.
+# The arms of a recipe, and BF16 without an adapter, which is what a merged one runs as. Then NVFP4 in parts: without an
+# adapter, with one in vLLM's LoRA slots, the same on Marlin, and that again without this plugin. The last two differ in
+# the fp32 norms alone.
 ARMS = ("bf16_merged", *ENGINE_QUANTIZATION, "qerl_nvfp4_base", "qerl_nvfp4_slots", "qerl_nvfp4_slots_marlin")
 ARMS += ("qerl_nvfp4_float16", "stock_nvfp4")
-Found = dict[str, Any]
+PREFILLED = 64  # prompts of the prefill, each as long as the engine allows
+WARM_UP_TOKENS = 16
 
 
-def begin(request: Found) -> tuple[Found, Callable[[Found], Found]]:
-    """Start the engine -> what there is to say of it, and the work that an order (``Order``) is."""
+class Case(NamedTuple):
+    """Describe ``batch`` sequences of ``input`` tokens, with ``output`` tokens sampled for each."""
+
+    batch: int
+    input: int
+    output: int
+
+    def __str__(self) -> str:
+        return f"{self.batch} x {self.input} in, {self.output} out"
+
+
+class Order(NamedTuple):
+    """Ask for one run of a case.
+
+    Its prompts follow from ``number``, that of the case, and ``repeat`` alone, so that all arms have the same. Repeat 0
+    warms up.
+    """
+
+    number: int
+    repeat: int
+    batch: int
+    input: int
+    output: int
+
+
+def make_cases(batch: Sequence[int], input_len: Sequence[int], output_len: Sequence[int]) -> list[Case]:
+    """Combine the lists element by element; one of a single number counts for all. Raises ValueError for others."""
+    lists = {"batch": batch, "input_len": input_len, "output_len": output_len}
+    longest = max(map(len, lists.values()))
+    for name, numbers in lists.items():
+        if not numbers or min(numbers) < 1 or len(numbers) not in (1, longest):
+            raise ValueError(f"{name} is {list(numbers)}; give one number, or {longest} of them, each at least 1")
+    if min(output_len) < 2:
+        raise ValueError("output_len is at least 2: the first token comes with the prefill")
+    return [Case(*numbers) for numbers in zip(*(list(n) * (longest // len(n)) for n in lists.values()), strict=True)]
+
+
+def longest(cases: Sequence[Case]) -> int:
+    """Return the tokens of the longest sequence."""
+    return max(case.input + case.output for case in cases)
+
+
+def most_sequences(cases: Sequence[Case]) -> int:
+    """Return how many sequences are computed at a time at most."""
+    return max(*(case.batch for case in cases), PREFILLED)
+
+
+def prefill(cases: Sequence[Case]) -> Case:
+    """Return the case that times the prefill alone, on prompts as long as the longest sequence."""
+    return Case(PREFILLED, longest(cases) - 1, 1)
+
+
+def orders(number: int, case: Case, repeats: int) -> list[Order]:
+    """Return a warm-up of few tokens, and the repeats."""
+    warm_up = case._replace(output=min(case.output, WARM_UP_TOKENS))
+    return [Order(number, 0, *warm_up), *(Order(number, repeat, *case) for repeat in range(1, repeats + 1))]
+
+
+def begin(request: Figures, figures: Figures) -> Callable[[Figures, Figures], None] | None:
+    """Start the engine, and note its memory and start time; return the function that times one Order.
+
+    If the request names ``traces``, profile a decode step of every case instead.
+    """
+    if request["traces"] is not None:
+        profile(request, figures)
+        return None
     began = time.perf_counter()
     from qerl_recipes.rollout import answers  # imports vLLM, which is part of a start
 
     llm, policy = start(request)
-    said = {
-        "kv_cache_tokens": _cache_tokens(llm),
-        "weights_gib": _weights_gib(llm) if request["tensor_parallel"] == 1 else None,
-        "start_seconds": round(time.perf_counter() - began, 1),
-    }
+    figures["kv_cache_tokens"] = _cache_tokens(llm)
+    figures["weights_gib"] = _weights_gib(llm) if request["tensor_parallel"] == 1 else None
+    figures["start_seconds"] = round(time.perf_counter() - began, 1)
     vocabulary = config_json(request["shape"])["vocab_size"]
 
-    def work(told: Found) -> Found:
-        order = Order(**told)
+    def carry_out(fields: Figures, figures: Figures) -> None:
+        order = Order(**fields)
         ids, each = prompts(order, vocabulary), [sampling(order.output) for _ in range(order.batch)]
         inputs: list[Any] = [{"prompt_token_ids": row} for row in ids]
         began = time.perf_counter()
@@ -46,31 +108,29 @@ def begin(request: Found) -> tuple[Found, Callable[[Found], Found]]:
             outputs = llm.generate(inputs, each, lora_request=policy.request, use_tqdm=False)
             lengths = [len(output.outputs[0].token_ids) for output in outputs]
         else:
-            lengths = [len(found.ids) for found in answers.generate(llm, ids, each, policy.request)]
+            lengths = [len(answer.ids) for answer in answers.generate(llm, ids, each, policy.request)]
         seconds = time.perf_counter() - began
         if any(length != order.output for length in lengths):
             raise RuntimeError(f"the engine did not generate {order.output} tokens for each prompt")
-        return {"seconds": seconds}
+        figures["seconds"] = seconds
 
-    return said, work
+    return carry_out
 
 
-def profile(request: Found, found: Found) -> None:
-    """Instead: where the time of a decode step goes, of every case (``decode_profile``)."""
+def profile(request: Figures, figures: Figures) -> None:
+    """Profile a decode step of every case into ``figures`` (``decode_profile``)."""
     llm, policy = start(request)
     vocabulary = config_json(request["shape"])["vocab_size"]
-    found["profile"] = []
+    figures["profile"] = []
     for number, case in enumerate(_cases(request)):
         file = Path(f"{request['traces']}_{case.batch}.trace.json.gz")
-        rows = prompts(Order(number, 1, *case), vocabulary)
-        profiled = decode_profile.profile(
-            llm, rows, sampling(case.output), policy.request, file, is_stock=is_stock(request["arm"])
-        )
-        found["profile"].append(profiled)
+        ids, stock = prompts(Order(number, 1, *case), vocabulary), is_stock(request["arm"])
+        profiled = decode_profile.profile(llm, ids, sampling(case.output), policy.request, file, is_stock=stock)
+        figures["profile"].append(profiled)
 
 
-def start(request: Found) -> "tuple[LLM, Policy]":
-    """The arm's engine, with its adapter installed."""
+def start(request: Figures) -> "tuple[LLM, Policy]":
+    """Start the arm's engine and install its adapter."""
     from qerl_recipes.bench import random_model
     from qerl_vllm_plugin.compat import scheduler
     from qerl_vllm_plugin.policy import Policy
@@ -82,13 +142,13 @@ def start(request: Found) -> "tuple[LLM, Policy]":
 
         config["quantization_config"] = quantization_config(random_model.in_bf16(config))
     sizes = {"cudagraph_capture_sizes": sorted({case.batch for case in cases})}
-    more: Found = {} if is_stock(arm) else {"scheduler_cls": scheduler.NAME}  # as the trainer's engine has it
+    more: Figures = {} if is_stock(arm) else {"scheduler_cls": scheduler.NAME}  # as the trainer's engine has it
     more |= request["engine"]
     more["compilation_config"] = sizes | more.get("compilation_config", {})
     llm = random_model.start(
         config,
-        length=rollout_cases.length(cases),
-        sequences=rollout_cases.sequences(cases),
+        length=longest(cases),
+        sequences=most_sequences(cases),
         scratch=request["scratch"],
         tensor_parallel_size=request["tensor_parallel"],
         logprobs_mode="processed_logprobs",
@@ -104,7 +164,7 @@ def start(request: Found) -> "tuple[LLM, Policy]":
 
 
 def prompts(order: Order, vocabulary: int) -> list[list[int]]:
-    """Random token ids, the same on every call and in every arm."""
+    """Draw token ids, the same on every call and in every arm."""
     import torch
 
     generator = torch.Generator().manual_seed(order.number * 1_000_003 + order.repeat)
@@ -113,7 +173,7 @@ def prompts(order: Order, vocabulary: int) -> list[list[int]]:
 
 
 def sampling(tokens: int) -> "SamplingParams":
-    """So many tokens, each with the log-probability that it was sampled with, as in training."""
+    """Ask for so many tokens, each with the log-probability that it was sampled with, as in training."""
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -122,12 +182,12 @@ def sampling(tokens: int) -> "SamplingParams":
 
 
 def is_stock(arm: str) -> bool:
-    """Whether an arm is what one would run without this project: then all of it is vLLM's, the way of asking, too."""
+    """Return True for what one would run without this project; it is also asked in vLLM's own way."""
     return not arm.startswith("qerl_")
 
 
 def options(arm: str, rank: int, config: dict[str, Any]) -> dict[str, Any]:
-    """What makes an engine that arm: arguments of ``vllm.LLM``."""
+    """Return the arguments of ``vllm.LLM`` that make an engine that arm."""
     if arm == "bf16_merged":
         return {}
     if arm == "qerl_nvfp4_base":
@@ -143,7 +203,7 @@ def options(arm: str, rank: int, config: dict[str, Any]) -> dict[str, Any]:
     return {**slots, "quantization": "qerl_nvfp4", **marlin}
 
 
-def _cases(request: Found) -> list[Case]:
+def _cases(request: Figures) -> list[Case]:
     return [Case(*numbers) for numbers in request["cases"]]
 
 
@@ -155,22 +215,12 @@ def _cache_tokens(llm: "LLM") -> int:
 def _weights_gib(llm: "LLM") -> float:
     executor: Any = llm.llm_engine.model_executor
     runner = executor.driver_worker.worker.model_runner
-    seen = {t.data_ptr(): t.nbytes for t in (*runner.get_model().parameters(), *runner.get_model().buffers())}
-    return round(sum(seen.values()) / 2**30, 2)
-
-
-def _main() -> None:
-    import json
-    import sys
-
-    from qerl_recipes.machine.environment import prepare
-
-    prepare()
-    if json.loads(sys.argv[1])["traces"] is None:
-        obey(begin)
-    else:
-        answer(profile)
+    sizes = {t.data_ptr(): t.nbytes for t in (*runner.get_model().parameters(), *runner.get_model().buffers())}
+    return round(sum(sizes.values()) / 2**30, 2)
 
 
 if __name__ == "__main__":
-    _main()
+    from qerl_recipes.machine.environment import prepare
+
+    prepare()
+    answer(begin)

@@ -1,14 +1,13 @@
 """``qerl bench soak``: a real server under load, its policy changed every second, and each of its answers checked.
 
-Streams ask without a pause; a pusher swaps the adapter every second, changes the noise at every fifth swap, and some
-requests are given up half-way. Afterwards the server is ended, and a reference engine in this process is given every
-answer's tokens under the policy that the answer names: a log-probability that does not come back was computed by
+Streams ask without a pause; meanwhile the adapter is swapped every second, the noise changes at every fifth swap, and
+some requests are given up half-way. Afterwards the server is ended, and a reference engine in this process is given
+every answer's tokens under the policy that the answer names: a log-probability that does not come back was computed by
 something else. Weights and adapters are random, unless ``model`` names a checkpoint.
 """
 
 import json
 import secrets
-import statistics
 import sys
 import tempfile
 import time
@@ -17,14 +16,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 from qerl_recipes.bench import random_model
-from qerl_recipes.bench.process import check_shape, ended_cleanly
+from qerl_recipes.bench.arms import check_shape, ended_cleanly
 from qerl_recipes.bench.results import conditions, save
-from qerl_recipes.bench.soak_judge import Verdict, judge
-from qerl_recipes.bench.soak_load import Found, load
-from qerl_recipes.bench.soak_replay import LENGTH, RANK, config_of, dtype, make_adapter, references
+from qerl_recipes.bench.soak_load import Observed, load
+from qerl_recipes.bench.soak_replay import LENGTH, RANK, Verdict, config_of, dtype, judge, make_adapter, references
 from qerl_recipes.machine.environment import free_port
 from qerl_recipes.machine.gpu import MIB, installed_gpu
 from qerl_recipes.machine.serve import ServerProcess, command, started
@@ -37,7 +36,7 @@ QUIET = 0.2  # share of the time without swaps
 # 0.25 at most on 65536 tokens (train_7B_80GB_one_rounding_NVIDIA_H200.json), and a soak has millions
 TOLERANCE = {"float32": 3e-4, "bfloat16": 0.6}
 LEAST_TOLD_APART = 0.99  # of answers judged under another policy; below, "right" would prove nothing
-TELL_EVERY = 20.0  # seconds
+REPORT_EVERY = 20.0  # seconds
 MOST_GROWTH = 64 * MIB  # of a process, after each kind of swap has come once: what the first ones take is kept
 
 
@@ -59,13 +58,12 @@ def run(
     if model is None:
         check_shape(shape)
     if streams < 1 or minutes <= 0 or api_servers < 1:
-        given = f"streams is {streams}, minutes {minutes:g} and api-server-count {api_servers}"
-        raise ValueError(f"{given}; all must be above 0")
-    seconds = 60 * minutes
+        values = f"streams is {streams}, minutes {minutes:g} and api-server-count {api_servers}"
+        raise ValueError(f"{values}; all must be above 0")
     with ended_cleanly(), tempfile.TemporaryDirectory() as scratch:
         folder = model or write_model(shape, seed, Path(scratch, "model"))
         with serving(folder, streams, Path(scratch, "log"), api_servers=api_servers) as (server, token):
-            found, speed, memory = measure(server, token, folder, streams, seconds, seed)
+            observed, speed, memory = measure(server, token, folder, streams, 60 * minutes, seed)
         result = {
             "model": model or f"random weights, shape {shape}",
             "streams": streams,
@@ -75,21 +73,24 @@ def run(
             "dtype": dtype(),
             **conditions(),
         }
-        tell = in_turns(lambda verdict: save(result | summary(found, speed, memory, verdict), output))
-        tell(Verdict(waiting=len(found.answers)))
+        report = seldom(lambda verdict: save(result | summary(observed, speed, memory, verdict), output))
+        report(Verdict(waiting=len(observed.answers)))
         with references(folder, seed) as replays:
-            verdict = judge(found.answers, found.changes, replays, TOLERANCE[dtype()], tell)
-    result |= summary(found, speed, memory, verdict)
+            verdict = judge(observed.answers, observed.changes, replays, TOLERANCE[dtype()], report)
+    result |= summary(observed, speed, memory, verdict)
     save(result, output)
     print("\n".join(lines(result)))
     return result
 
 
-def in_turns(write: Callable[[Verdict], None], every: float = TELL_EVERY) -> Callable[[Verdict], None]:
-    """Writes what is known at once, and then as seldom as that: judging takes minutes, and may be cut short."""
+def seldom(write: Callable[[Verdict], None], every: float = REPORT_EVERY) -> Callable[[Verdict], None]:
+    """Return a function that writes a verdict at once, then at most every so many seconds, and prints how far it is.
+
+    Judging takes minutes, and may be cut short.
+    """
     due = 0.0
 
-    def tell(verdict: Verdict) -> None:
+    def report(verdict: Verdict) -> None:
         nonlocal due
         if time.monotonic() < due:
             return
@@ -98,10 +99,11 @@ def in_turns(write: Callable[[Verdict], None], every: float = TELL_EVERY) -> Cal
         print(f"{judged} answers judged, {verdict.waiting} not yet, {len(verdict.wrong)} wrong", file=sys.stderr)
         due = time.monotonic() + every
 
-    return tell
+    return report
 
 
 def write_model(shape: str, seed: int, folder: Path) -> str:
+    """Write a packed checkpoint of random weights, and return its folder."""
     device = "cpu" if installed_gpu() is None else "cuda"
     random_model.write(folder, config_json(shape), packed=True, seed=seed, device=device)
     return str(folder)
@@ -115,7 +117,7 @@ def serving(
     line: Callable[[str, Sequence[str]], list[str]] = command,
     api_servers: int = 1,
 ) -> Iterator[tuple[ServerProcess, str]]:
-    """A server with the resident adapter and its admin token; ``line`` makes its command line."""
+    """Start a server with the resident adapter; yield it and its admin token. ``line`` makes its command line."""
     port, token = free_port(), secrets.token_hex(16)
     options = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", NAME, "--dtype", dtype()]
     options += ["--max-model-len", str(LENGTH), "--max-num-seqs", str(streams), "--disable-uvicorn-access-log"]
@@ -128,18 +130,20 @@ def serving(
 
 def measure(
     server: ServerProcess, token: str, folder: str, streams: int, seconds: float, seed: int
-) -> tuple[Found, dict[str, float], dict[str, list[int]]]:
-    """The load, tokens/s, and ``own_bytes`` of each process: before the first swap, after each ``ROUND`` of swaps, and
-    at the end."""
+) -> tuple[Observed, dict[str, float], dict[str, list[int]]]:
+    """Load the server; return what was observed, tokens/s, and the ``own_bytes`` of each process of the server.
+
+    Memory is looked at before the first swap, after each ``ROUND`` of swaps, and at the end.
+    """
     memory: dict[str, list[int]] = {}
 
-    def note() -> None:
+    def look_at_memory() -> None:
         root = psutil.Process(server.process.pid)
         for process in (root, *root.children(recursive=True)):
             memory.setdefault(f"{process.name()} {process.pid}", []).append(own_bytes(process))
 
     config = config_of(folder)
-    found, speed = load(
+    observed, speed = load(
         server.url,
         token,
         NAME,
@@ -149,22 +153,22 @@ def measure(
         busy=(1 - QUIET) * seconds,
         seed=seed,
         adapter=lambda number: make_adapter(config, seed, number),
-        between=note,
+        between=look_at_memory,
     )
     left = running(server.url)
     if left:
-        found.lost.append(f"{left:.0f} requests still run though none waits for them")
-    return found, speed, memory
+        observed.lost.append(f"{left:.0f} requests still run though none waits for them")
+    return observed, speed, memory
 
 
 def own_bytes(process: psutil.Process) -> int:
-    """What a process has in memory by itself; the file of the last swap, which all of a server map, is no growth."""
+    """Return the memory that a process has by itself; the file of the last swap, which all share, is no growth."""
     memory = process.memory_info()
     return int(memory.rss - memory.shared)
 
 
 def running(url: str) -> float:
-    """How many requests the server still computes; those given up end a moment later."""
+    """Return how many requests the server still computes; those given up end a moment later."""
     import httpx
 
     deadline = time.monotonic() + 10
@@ -181,28 +185,16 @@ def running(url: str) -> float:
 
 
 def summary(
-    found: Found, speed: Mapping[str, float], memory: Mapping[str, list[int]], verdict: Verdict
+    observed: Observed, speed: Mapping[str, float], memory: Mapping[str, list[int]], verdict: Verdict
 ) -> dict[str, Any]:
-    """The figures, and under ``failed`` what is not as it must be."""
-    seconds = {kind: values for kind, values in found.seconds.items() if kind != "noise"}
-    swaps = {"all": [value for values in seconds.values() for value in values], **found.seconds}
-    share = verdict.told_apart / verdict.controls if verdict.controls else 0.0
-    grown = {name: values[-1] - values[min(1, len(values) - 2)] for name, values in memory.items() if len(values) > 1}
-    failed = []
-    failed += [f"{len(found.lost)} requests lost, such as: {found.lost[0]}"] if found.lost else []
+    """Return the figures, and under ``failed`` what is not as it must be."""
     wrong = [verdict.wrong[i] for i in sorted(verdict.wrong)]
-    failed += [f"{len(wrong)} wrong answers, such as: {wrong[0]}"] if wrong else []
-    failed += [f"{verdict.waiting} answers have not been judged"] if verdict.waiting else []
-    failed += [f"{name} has grown by {size / MIB:.0f} MiB" for name, size in grown.items() if size > MOST_GROWTH]
-    if not verdict.one and not verdict.waiting:
-        failed.append("no answer has one policy alone; none was judged sharply")
-    if share < LEAST_TOLD_APART and (verdict.controls or not verdict.waiting):
-        failed.append(f"only {share:.1%} of answers are told from those of another policy: this proves nothing")
+    swaps = [value for kind, values in observed.seconds.items() if kind != "noise" for value in values]
     return {
         "tolerance": TOLERANCE[dtype()],
-        "answers": len(found.answers),
-        "cancelled": found.cancelled,
-        "aborted": sum(answer.reason == "abort" for answer in found.answers),
+        "answers": len(observed.answers),
+        "cancelled": observed.cancelled,
+        "aborted": sum(answer.reason == "abort" for answer in observed.answers),
         "judged": {
             "one policy": verdict.one,
             "several policies": verdict.several,
@@ -211,37 +203,57 @@ def summary(
         },
         "worst_difference": verdict.worst,
         "controls": {"judged": verdict.controls, "told apart": verdict.told_apart},
-        "changes": len(found.changes) - 1,
-        "change_seconds": {kind: percentiles(values) for kind, values in swaps.items() if values},
+        "changes": len(observed.changes) - 1,
+        "change_seconds": {
+            kind: percentiles(values) for kind, values in {"all": swaps, **observed.seconds}.items() if values
+        },
         "tokens_per_s": {name: round(value, 1) for name, value in speed.items()},
         "resident_mib": {name: [round(value / MIB, 1) for value in values] for name, values in memory.items()},
-        "failed": failed,
+        "failed": _failures(observed, memory, verdict, wrong),
         "wrong": wrong[:20],
-        "lost": found.lost[:20],
+        "lost": observed.lost[:20],
     }
 
 
+def _failures(observed: Observed, memory: Mapping[str, list[int]], verdict: Verdict, wrong: Sequence[str]) -> list[str]:
+    share = verdict.told_apart / verdict.controls if verdict.controls else 0.0
+    grown = {name: values[-1] - values[min(1, len(values) - 2)] for name, values in memory.items() if len(values) > 1}
+    failed = [f"{len(observed.lost)} requests lost, such as: {observed.lost[0]}"] if observed.lost else []
+    failed += [f"{len(wrong)} wrong answers, such as: {wrong[0]}"] if wrong else []
+    failed += [f"{verdict.waiting} answers have not been judged"] if verdict.waiting else []
+    failed += [f"{name} has grown by {size / MIB:.0f} MiB" for name, size in grown.items() if size > MOST_GROWTH]
+    if not verdict.one and not verdict.waiting:
+        failed.append("no answer has one policy alone; none was judged sharply")
+    if share < LEAST_TOLD_APART and (verdict.controls or not verdict.waiting):
+        failed.append(f"only {share:.1%} of answers are told from those of another policy: this proves nothing")
+    return failed
+
+
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """p50, p99 and the number of values."""
-    cuts = statistics.quantiles(values, n=100, method="inclusive") if len(values) > 1 else [values[0]] * 99
-    return {"p50": round(cuts[49], 4), "p99": round(cuts[98], 4), "number": len(values)}
+    """Return p50, p99 and the number of values."""
+    p50, p99 = np.percentile(values, [50, 99])
+    return {"p50": round(float(p50), 4), "p99": round(float(p99), 4), "number": len(values)}
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:
-    """What is printed."""
+    """Return what is printed."""
     judged, controls = result["judged"], result["controls"]
-    said = [
+    tokens = ", ".join(f"{value:.0f} {name}" for name, value in result["tokens_per_s"].items())
+    return [
         f"{result['answers']} answers ({result['aborted']} aborted by a swap), {result['cancelled']} given up, "
         f"{len(result['lost'])} lost; {result['changes']} changes of the policy",
         f"judged under one policy: {judged['one policy']}, under several in turn: {judged['several policies']}, left "
         f"out: {judged['left out']}; worst difference of a log-probability {result['worst_difference']:.1e} of "
         f"{result['tolerance']:g} allowed",
         f"control: {controls['told apart']} of {controls['judged']} answers are wrong under another policy",
+        *(
+            f"{kind}: p50 {1e3 * each['p50']:.0f} ms, p99 {1e3 * each['p99']:.0f} ms ({each['number']})"
+            for kind, each in result["change_seconds"].items()
+        ),
+        f"tokens/s: {tokens}",
+        *(
+            f"resident MiB of {name}: {' -> '.join(f'{value:.0f}' for value in values)}"
+            for name, values in result["resident_mib"].items()
+        ),
+        *(f"FAILED: {text}" for text in result["failed"]),
     ]
-    for kind, found in result["change_seconds"].items():
-        said.append(f"{kind}: p50 {1e3 * found['p50']:.0f} ms, p99 {1e3 * found['p99']:.0f} ms ({found['number']})")
-    said.append("tokens/s: " + ", ".join(f"{value:.0f} {name}" for name, value in result["tokens_per_s"].items()))
-    for name, values in result["resident_mib"].items():
-        said.append(f"resident MiB of {name}: {' -> '.join(f'{value:.0f}' for value in values)}")
-    said += [f"FAILED: {text}" for text in result["failed"]]
-    return said

@@ -1,56 +1,104 @@
-"""The load of a soak: streams that ask without a pause, and a pusher that changes the policy under them."""
+"""The load of a soak: streams that ask a server without a pause, and changes of the policy under them.
 
+Streams use the official client and run in processes of their own. One process of Python answers for about 64 streams:
+with more, the soak would measure that process, and the changes of policy would wait for it.
+"""
+
+import asyncio
+import json
 import math
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-from qerl_recipes.bench.soak_streams import SILENT, Answer, Heard, Streams, prompts
-from qerl_vllm_plugin.client import PolicyClient
+from qerl_recipes.bench.arms import SPAWN, child, kill
+from qerl_vllm_plugin.client import VERSION_HEADER, PolicyClient
 
-# every third swap waits for requests under way, every tenth aborts them: many answers then have one version
+# every third swap waits for running requests, every tenth aborts them: many answers then have one version
 MODES = ("keep", "wait", "keep", "keep", "wait", "keep", "keep", "wait", "keep", "abort")
 TRANSPORTS = ("shared", "shared", "http")  # in turn: through shared memory, as ``auto`` does here, and in a body
 NOISE_EVERY = 5  # swaps
-ROUND = len(MODES) * len(TRANSPORTS)  # swaps, in which each kind has come
+ROUND = len(MODES) * len(TRANSPORTS)  # swaps, among which is each kind
 SIGMA = 0.05
+
+PROMPTS = 24  # distinct ones, each asked again and again, so that stale keys and values would be found in a cache
+SHORTEST_PROMPT, LONGEST_PROMPT = 130, 260  # tokens, more than a block of vLLM's cache on any device
+LONGEST_ANSWER = 300
+CANCELLED = 16  # one request in so many is given up in the middle of its answer
+SEVERAL, SEQUENCES = 8, 5  # one request in so many asks for several sequences: its answer names the policies of all
+STREAMS_A_PROCESS = 64
+START = 120.0  # seconds that the processes may take to start
+PATIENCE = 180.0  # seconds in which streams must end once they are told to: a request's limit is 120
+
+SILENT = "none"  # the reason of a stream that ends before its first token: vLLM does not say why it was aborted
 
 Adapter = tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Change:
-    """What was served from a moment on: the ``version``, whose adapter has that number (None: as at the start), and
-    the noise."""
+class Answer:
+    """Hold one answered sequence.
 
-    version: int
-    adapter: int | None
-    noise: tuple[float, int, int]  # sigma, seed, rollout
+    ``policy`` is what the answer's header, or the last line of a stream, says: FIRST, or FIRST-LAST. ``length`` tokens
+    were asked for. ``asked`` and ``ended`` are times of time.monotonic().
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+    policy: str
+    reason: str
+    length: int
+    asked: float = 0.0
+    ended: float = 0.0
 
 
 @dataclass
-class Found:
-    """What the load has seen. ``changes`` are in their order; ``seconds`` are those of each change by its kind."""
+class Received:
+    """Hold what streams received: answers, why others have none, and how many requests were given up."""
 
-    changes: list[Change]
     answers: list[Answer] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     cancelled: int = 0
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    aborts: list[tuple[float, float]] = field(default_factory=list)  # from when to when, by time.monotonic()
 
-    def take(self, heard: Heard) -> None:
-        """The answers that came, each looked at, and those that did not."""
-        self.cancelled += heard.cancelled
-        self.lost += heard.lost
-        for given in heard.answers:
-            answer = given
-            if answer.reason == SILENT and any(given.asked < end and start < given.ended for start, end in self.aborts):
-                answer = replace(given, reason="abort")
+
+@dataclass(frozen=True)
+class Change:
+    """Say what was served from a moment on.
+
+    ``adapter`` is the number of that version's adapter, None for the start; ``noise`` is (sigma, seed, rollout).
+    """
+
+    version: int
+    adapter: int | None
+    noise: tuple[float, int, int]
+
+
+@dataclass
+class Observed(Received):
+    """Hold what a whole load has shown: also the ``changes`` in order, and the ``seconds`` of each kind of change.
+
+    ``aborts`` are the spans of time.monotonic() in which requests were aborted.
+    """
+
+    changes: list[Change] = field(default_factory=list)
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    aborts: list[tuple[float, float]] = field(default_factory=list)
+
+    def add(self, received: Received) -> None:
+        """Add what streams received; an answer that is not whole is lost, unless a swap has aborted it."""
+        self.cancelled += received.cancelled
+        self.lost += received.lost
+        for answer in received.answers:
+            was_aborted = any(answer.asked < end and start < answer.ended for start, end in self.aborts)
+            if answer.reason == SILENT and was_aborted:
+                answer = replace(answer, reason="abort")
             self.answers.append(answer)
             is_whole = answer.reason == "abort" or (answer.reason, len(answer.tokens)) == ("length", answer.length)
             if not is_whole or len(answer.tokens) != len(answer.logprobs):
@@ -58,9 +106,180 @@ class Found:
                 self.lost.append(f"{counts}, finish_reason {answer.reason}")
 
 
+def prompts(vocabulary: int, seed: int) -> list[list[int]]:
+    """Draw the prompts.
+
+    None of them fills its last block of a cache: replaying an answer needs what follows the prompt's last token.
+    """
+    draw = random.Random(f"{seed}:prompts")
+    drawn = [draw.randint(SHORTEST_PROMPT, LONGEST_PROMPT) for _ in range(PROMPTS)]
+    lengths = [length + (length % 16 == 0) for length in drawn]  # blocks have 16 tokens, or a multiple of that
+    return [[draw.randrange(2, vocabulary) for _ in range(length)] for length in lengths]
+
+
+async def ask(
+    client: Any, model: str, prompt: list[int], length: int, n: int, *, stream: bool, stop_after: int | None
+) -> list[Answer] | None:
+    """Return an answer for each of ``n`` sequences, or None if they were given up after ``stop_after`` pieces.
+
+    Raises RuntimeError for a stream that is not whole, and where sequences are missing. The official client drops
+    comment lines, and with them the last version of a stream, so the lines are read here.
+    """
+    asked = time.monotonic()
+    request: dict[str, Any] = {
+        "model": model,
+        "prompt": prompt,
+        "n": n,
+        "max_tokens": length,
+        "temperature": 1.0,
+        "logprobs": 0,
+        "extra_body": {"ignore_eos": True, "return_token_ids": True},
+    }
+
+    def answer(tokens: list[int], logprobs: list[float], policy: str, reason: str) -> Answer:
+        return Answer(prompt, tokens, logprobs, policy, reason, length, asked, time.monotonic())
+
+    if not stream:
+        raw = await client.completions.with_raw_response.create(**request)
+        policy, choices = raw.headers[VERSION_HEADER], raw.parse().choices
+        if len(choices) != n:
+            raise RuntimeError(f"{len(choices)} of {n} sequences were answered")
+        return [answer(one.token_ids, one.logprobs.token_logprobs, policy, one.finish_reason) for one in choices]
+    tokens: list[list[int]] = [[] for _ in range(n)]
+    logprobs: list[list[float]] = [[] for _ in range(n)]
+    reasons: list[str | None] = [None] * n
+    policy, is_done, pieces = "", False, 0
+    async with client.completions.with_streaming_response.create(**request, stream=True) as response:
+        async for line in response.iter_lines():
+            if line.startswith(f": {VERSION_HEADER}: "):
+                policy = line.rsplit(" ", 1)[1]
+            elif line == "data: [DONE]":
+                is_done = True
+            elif line.startswith("data: {"):
+                piece = json.loads(line.removeprefix("data: "))
+                if "error" in piece:
+                    raise RuntimeError(f"the stream ended with {piece['error']}")
+                for choice in piece["choices"]:
+                    i = choice["index"]
+                    tokens[i] += choice["token_ids"] or []
+                    logprobs[i] += (choice["logprobs"] or {}).get("token_logprobs", [])
+                    reasons[i] = choice["finish_reason"] or reasons[i]
+                pieces += 1
+                if stop_after is not None and pieces >= stop_after:
+                    return None
+    for ids, reason in zip(tokens, reasons, strict=True):
+        is_silent = not ids and reason is None
+        if not is_done or (not is_silent and (reason is None or not policy)):
+            raise RuntimeError(f"a stream ended after {len(ids)} tokens without its end")
+    return [
+        answer(ids, scores, policy, reason or SILENT)
+        for ids, scores, reason in zip(tokens, logprobs, reasons, strict=True)
+    ]
+
+
+async def run_stream(
+    number: int,
+    client: Any,
+    model: str,
+    pool: list[list[int]],
+    seed: int,
+    is_over: Callable[[], bool],
+    received: Received,
+) -> None:
+    """Ask one question after the other until ``is_over()``; put what comes into ``received``."""
+    draw = random.Random(f"{seed}:stream {number}")
+    while not is_over():
+        prompt = draw.choice(pool)
+        length = draw.randint(8, 48) if draw.randrange(8) else draw.randint(200, LONGEST_ANSWER)
+        is_stream = bool(draw.randrange(4))
+        stop_after = draw.randint(1, length // 2) if is_stream and not draw.randrange(CANCELLED) else None
+        n = 1 if draw.randrange(SEVERAL) else SEQUENCES
+        try:
+            answers = await ask(client, model, prompt, length, n, stream=is_stream, stop_after=stop_after)
+        except Exception as error:  # whatever it is, this question has no answer: that is what is looked for
+            received.lost.append(f"{type(error).__name__}: {error}")
+            continue
+        if answers is None:
+            received.cancelled += 1
+        else:
+            received.answers += answers
+
+
+def _stream_process(
+    url: str, model: str, numbers: range, pool: list[list[int]], seed: int, over: Any, connection: Connection
+) -> None:
+    """Run the streams of one process; send "ready", and at the end what they received."""
+    import openai
+
+    async def run() -> Received:
+        received = Received()
+        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+        streams = (run_stream(number, client, model, pool, seed, over.is_set, received) for number in numbers)
+        await asyncio.gather(*streams)
+        await client.close()
+        return received
+
+    connection.send("ready")
+    connection.send(asyncio.run(run()))
+
+
+def shares(count: int) -> list[range]:
+    """Return the numbers of the streams of each process."""
+    firsts = range(0, count, STREAMS_A_PROCESS)
+    return [range(first, min(first + STREAMS_A_PROCESS, count)) for first in firsts]
+
+
+class Streams:
+    """Run ``count`` streams that ask from now on until ``end``; their processes are killed at the end of the block.
+
+    Raises RuntimeError for a process that does not start.
+    """
+
+    def __init__(self, url: str, model: str, pool: list[list[int]], count: int, seed: int) -> None:
+        self._over = SPAWN.Event()
+        self._children = [child(_stream_process, url, model, share, pool, seed, self._over) for share in shares(count)]
+        for _, connection in self._children:
+            _receive(connection, START, "processes that ask the server have not started")
+
+    def __enter__(self) -> "Streams":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        kill(process for process, _ in self._children)
+
+    def check(self) -> None:
+        """Raise RuntimeError if a process of streams has ended."""
+        for process, _ in self._children:
+            if process.exitcode is not None:
+                raise RuntimeError(f"a process that asks the server has ended with code {process.exitcode}")
+
+    def end(self) -> Received:
+        """Ask no new questions, wait for every answer, and return all that was received.
+
+        Raises RuntimeError for a process that does not end, or has died.
+        """
+        self._over.set()
+        total, deadline = Received(), time.monotonic() + PATIENCE
+        for _, connection in self._children:
+            left = max(0.0, deadline - time.monotonic())
+            part: Received = _receive(connection, left, f"requests still run {PATIENCE:.0f} s after the last was asked")
+            total.answers += part.answers
+            total.lost += part.lost
+            total.cancelled += part.cancelled
+        return total
+
+
+def _receive(connection: Connection, seconds: float, late: str) -> Any:
+    if not connection.poll(seconds):
+        raise RuntimeError(late)
+    try:
+        return connection.recv()
+    except EOFError as error:
+        raise RuntimeError("a process that asks the server has died, and what it received with it") from error
+
+
 def ahead(draw: Callable[[int], Adapter], count: int) -> Callable[[int], Adapter]:
-    """``draw`` for numbers that rise; of ``count`` at a time the later ones are drawn meanwhile, for 7B's takes half a
-    second."""
+    """Return ``draw`` for rising numbers; the next ``count`` are drawn meanwhile (a 7B's takes half a second)."""
     pool, drawn = ThreadPoolExecutor(count), dict[int, Future[Adapter]]()
 
     def adapter_of(number: int) -> Adapter:
@@ -79,32 +298,35 @@ def push(
     adapter: Callable[[int], Adapter],
     seed: int,
     seconds: float,
-    found: Found,
+    observed: Observed,
     between: Callable[[], None],
 ) -> None:
-    """A swap every second for so many ``seconds``, and noise, or none again, after every fifth. ``policies`` are the
-    clients by their transports; ``between`` is called after each ``ROUND``."""
+    """Swap once a second for ``seconds``; toggle the noise after every fifth swap.
+
+    ``policies`` are the clients by their transports. ``between`` is called after each ``ROUND``.
+    """
     began, number = time.monotonic(), 1
-    drawn = ahead(adapter, 2)
+    adapter_of = ahead(adapter, 2)
     while time.monotonic() - began < seconds:
         mode, transport = MODES[(number - 1) % len(MODES)], TRANSPORTS[number % len(TRANSPORTS)]
         policy = policies[transport]
-        now = found.changes[-1]
-        tensors, config = drawn(number)
+        served = observed.changes[-1]
+        tensors, config = adapter_of(number)
         start = time.monotonic()
         if mode == "abort":
-            found.aborts.append((start, math.inf))
-        version = policy.swap(tensors, config, version=now.version + 1, requests=mode)
+            observed.aborts.append((start, math.inf))
+        version = policy.swap(tensors, config, version=served.version + 1, requests=mode)
         if mode == "abort":
-            found.aborts[-1] = (start, time.monotonic())
-        found.seconds.setdefault(f"swap, {transport}, requests={mode}", []).append(time.monotonic() - start)
-        found.changes.append(now := Change(version, number, now.noise))
+            observed.aborts[-1] = (start, time.monotonic())
+        observed.seconds.setdefault(f"swap, {transport}, requests={mode}", []).append(time.monotonic() - start)
+        served = Change(version, number, served.noise)
+        observed.changes.append(served)
         if number % NOISE_EVERY == 0:
-            noise = (0.0, 0, 0) if now.noise[0] else (SIGMA, seed, number)
+            noise = (0.0, 0, 0) if served.noise[0] else (SIGMA, seed, number)
             start = time.monotonic()
             policy.set_noise(noise[0], seed=noise[1], rollout=noise[2])
-            found.seconds.setdefault("noise", []).append(time.monotonic() - start)
-            found.changes.append(Change(now.version, number, noise))
+            observed.seconds.setdefault("noise", []).append(time.monotonic() - start)
+            observed.changes.append(Change(served.version, number, noise))
         if number % ROUND == 0:
             between()
         time.sleep(max(0.0, began + number - time.monotonic()))
@@ -123,27 +345,29 @@ def load(
     seed: int,
     adapter: Callable[[int], Adapter],
     between: Callable[[], None] = lambda: None,
-) -> tuple[Found, dict[str, float]]:
-    """``quiet`` seconds without a swap, then ``busy`` seconds with one every second -> what was seen, and tokens/s of
-    both. ``between`` is called between them, after each ``ROUND``, and at the end. Raises what the pusher met, which no
-    server may refuse."""
+) -> tuple[Observed, dict[str, float]]:
+    """Load a server for ``quiet`` seconds without a swap, then for ``busy`` seconds with one every second.
+
+    Return what was observed, and the tokens/s of both phases. ``between`` is called between them, after each ``ROUND``,
+    and at the end. Any error of a change of policy is raised: no server may refuse one.
+    """
     policies = {transport: PolicyClient(url, token, transport=transport) for transport in TRANSPORTS}
-    found = Found([Change(policies["http"].state()["version"], None, (0.0, 0, 0))])
+    observed = Observed(changes=[Change(policies["http"].state()["version"], None, (0.0, 0, 0))])
     with Streams(url, model, prompts(vocabulary, seed), streams, seed) as asking:
         start = time.monotonic()
         time.sleep(quiet)
         asking.check()
         between()
         middle = time.monotonic()
-        push(policies, adapter, seed, busy, found, between)
+        push(policies, adapter, seed, busy, observed, between)
         end = time.monotonic()
         asking.check()
         between()
-        found.take(asking.end())
+        observed.add(asking.end())
     phases = {"without swaps": (start, middle), "with swaps": (middle, end)}
-    return found, {name: speed(found.answers, *times) for name, times in phases.items()}
+    return observed, {name: speed(observed.answers, *times) for name, times in phases.items()}
 
 
 def speed(answers: Sequence[Answer], start: float, end: float) -> float:
-    """Tokens/s of the answers that ended between two moments of time.monotonic()."""
+    """Return the tokens/s of the answers that ended between two moments of time.monotonic()."""
     return sum(len(answer.tokens) for answer in answers if start <= answer.ended < end) / (end - start)

@@ -1,38 +1,46 @@
-"""Reference engines, which are given the answers of a soak under the policies that they name.
+"""Judge the answers of a soak: replay each under the policies that it names, and compare every log-probability.
 
-Most of replaying is Python's work for each request, so on a GPU several engines share the policies, each in a process
-of its own.
+A reference engine is given an answer's tokens under a policy. Most of replaying is Python's work for each request, so
+on a GPU several engines share the policies, each in a process of its own.
 """
 
+import functools
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import Event, Lock
 from typing import Any
 
 from qerl_recipes.bench import random_model
-from qerl_recipes.bench.children import child, kill
+from qerl_recipes.bench.arms import child, kill
 from qerl_recipes.bench.rollout_memory import LEAST_SHARE
-from qerl_recipes.bench.soak_judge import Replay
-from qerl_recipes.bench.soak_load import Adapter, Change, ahead
-from qerl_recipes.bench.soak_streams import LONGEST_ANSWER, LONGEST_PROMPT, Answer
+from qerl_recipes.bench.soak_load import LONGEST_ANSWER, LONGEST_PROMPT, Adapter, Answer, Change, ahead
 from qerl_recipes.machine.gpu import installed_gpu
 from qerl_recipes.rollout.arms import ENGINE_ON_CPU, engine_options
 
 RANK = 8
-ADAPTER_STD = 0.05  # what an adapter writes is then of the size of what the random weights do
+ADAPTER_STD = 0.05  # makes what an adapter adds as large as what the random weights give
 AHEAD = 4  # adapters that are drawn at one time
 LENGTH = LONGEST_PROMPT + LONGEST_ANSWER + 16  # --max-model-len
 MOST_ENGINES = 4
 CACHE = 4 << 30  # bytes of an engine's keys and values, on a GPU
-AT_WORK = 6 << 30  # of GPU memory beside weights and cache: mostly the logits of a prompt
+AT_WORK = 6 << 30  # bytes of GPU memory beside weights and cache: mostly the logits of a prompt
+MOST_POLICIES = 4  # of an answer that names FIRST-LAST: of more, almost anything could be a mixture
+CONTROL_EVERY = 10  # one answer in so many is also judged under a policy that it does not name
+
+# replay(change, answers) -> log-probabilities of the tokens of each answer under that policy
+Replay = Callable[[Change, Sequence[Answer]], list[list[float]]]
 
 
 def dtype() -> str:
-    """What server and reference compute in: float32 where that costs nothing."""
+    """Return what server and reference compute in: float32 where that costs nothing."""
     return "float32" if installed_gpu() is None else "bfloat16"
 
 
@@ -41,12 +49,12 @@ def config_of(folder: str) -> dict[str, Any]:
 
 
 def make_adapter(config: Mapping[str, Any], seed: int, number: int) -> Adapter:
-    """The adapter of that number, the same on every call."""
+    """Return the adapter of that number, the same on every call."""
     return random_model.adapter(config, RANK, std=ADAPTER_STD, seed=seed * 1_000_003 + number)
 
 
 def reference(folder: str, seed: int) -> Replay:
-    """An engine, and how answers are replayed on it."""
+    """Start an engine, and return the function that replays answers on it."""
     from vllm import LLM, SamplingParams
 
     from qerl_vllm_plugin.policy import Policy
@@ -71,7 +79,7 @@ def reference(folder: str, seed: int) -> Replay:
     policy, config = Policy(llm), config_of(folder)
     adapter_of = ahead(lambda number: make_adapter(config, seed, number), AHEAD)  # policies are judged in their order
 
-    # of a prompt that is found in the cache there are no log-probabilities; nobody looks at them
+    # no log-probabilities come for the part of a prompt that is found in the cache; nobody looks at them
     cached, fresh = (
         SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, skip_reading_prefix_cache=skip)
         for skip in (False, True)
@@ -89,7 +97,8 @@ def reference(folder: str, seed: int) -> Replay:
         policy.swap(*(adapter_of(change.adapter) if change.adapter is not None else (None, None)))
         sigma, noise_seed, rollout = change.noise
         policy.set_noise(sigma, seed=noise_seed, rollout=rollout)
-        if not llm.reset_prefix_cache():  # vLLM's own way: what a change of policy empties is what is on trial here
+        # vLLM's own reset: the one that comes with a change of policy is what is on trial here
+        if not llm.reset_prefix_cache():
             raise RuntimeError("the reference engine keeps its prefix cache, so its answers would be of another policy")
         outputs = outputs_of(answers)
         return [
@@ -100,34 +109,39 @@ def reference(folder: str, seed: int) -> Replay:
 
 
 def hides(answer: Answer, output: Any) -> bool:
-    """Whether the prefix cache reached the last token of the prompt, which computes the answer's first one: a prompt
-    of whole blocks that was asked before, or two answers that begin alike."""
+    """Return True if the prefix cache reached the prompt's last token, which computes the answer's first one.
+
+    It does so for a prompt of whole blocks that was asked before, and for two answers that begin alike.
+    """
     return output.num_cached_tokens >= len(answer.prompt)
 
 
 def of_tokens(tokens: Sequence[int], prompt_logprobs: Sequence[Any]) -> list[float]:
-    """The log-probabilities of the last tokens of a prompt. Counted from the end: of what was in the prefix cache one
-    of vLLM's runners returns whatever there was in memory, and the other (0.26 on CUDA) nothing."""
+    """Return the log-probabilities of the last tokens of a prompt.
+
+    They are counted from the end: for what was in the prefix cache one of vLLM's runners returns whatever there was in
+    memory, and the other (0.26 on CUDA) nothing.
+    """
     last = prompt_logprobs[len(prompt_logprobs) - len(tokens) :]
     return [position[token].logprob for token, position in zip(tokens, last, strict=True)]
 
 
 @contextmanager
 def references(folder: str, seed: int) -> Iterator[list[Replay]]:
-    """As many engines as are of use, which may be asked at one time, until the end of the block."""
+    """Yield the replay functions of as many engines as are of use; they may be called at the same time."""
     count = engines(folder)
     if count == 1:
         yield [reference(folder, seed)]
         return
-    children = [child(_work, folder, seed) for _ in range(count)]
+    children = [child(_serve_replays, folder, seed) for _ in range(count)]
     try:
-        yield [partial(_asked, connection) for _, connection in children]
+        yield [partial(_ask_child, connection) for _, connection in children]
     finally:
         kill(process for process, _ in children)
 
 
 def engines(folder: str) -> int:
-    """One where there is no GPU; else as many as fit into its free memory, of at most ``MOST_ENGINES``."""
+    """Return how many engines fit into the GPU's free memory, at most ``MOST_ENGINES``; 1 without a GPU."""
     if installed_gpu() is None:
         return 1
     import torch
@@ -136,16 +150,158 @@ def engines(folder: str) -> int:
     return max(1, min(MOST_ENGINES, torch.cuda.mem_get_info()[0] // (weights + CACHE + AT_WORK)))
 
 
-def _work(folder: str, seed: int, connection: Connection) -> None:
+def _serve_replays(folder: str, seed: int, connection: Connection) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the core in this process, which may have no child
     replay = reference(folder, seed)
     while True:
         connection.send(replay(*connection.recv()))
 
 
-def _asked(connection: Connection, change: Change, answers: Sequence[Answer]) -> list[list[float]]:
+def _ask_child(connection: Connection, change: Change, answers: Sequence[Answer]) -> list[list[float]]:
     try:
         connection.send((change, answers))
         return connection.recv()
     except (EOFError, OSError) as error:
-        raise RuntimeError("a reference engine has died; what it said stands above") from error
+        raise RuntimeError("a reference engine has died; its messages are above") from error
+
+
+@dataclass
+class Verdict:
+    """Count what judging has found so far.
+
+    ``one`` answers were judged under the one policy that they name, ``several`` as a sequence of policies that changes
+    at some tokens; ``left_out`` name more than ``MOST_POLICIES``; ``waiting`` are not yet judged. ``wrong`` says why,
+    by the number of the answer. ``worst`` is the largest difference of a log-probability of those right under one
+    policy. Of ``controls`` answers judged under a policy that they do not name, ``told_apart`` were found wrong.
+    """
+
+    one: int = 0
+    several: int = 0
+    left_out: int = 0
+    worst: float = 0.0
+    wrong: dict[int, str] = field(default_factory=dict)
+    controls: int = 0
+    told_apart: int = 0
+    waiting: int = 0
+
+
+def named(policy: str, changes: Sequence[Change]) -> list[int]:
+    """Return the numbers of the changes that an answer may have been computed under, in order.
+
+    The list is empty if ``policy`` names a version that was never served.
+    """
+    ends = policy.split("-")
+    first = [i for i, change in enumerate(changes) if str(change.version) == ends[0]]
+    last = [i for i, change in enumerate(changes) if str(change.version) == ends[-1]]
+    return list(range(first[0], last[-1] + 1)) if first and last else []
+
+
+def difference(answer: Answer, replayed: Sequence[Sequence[float]], tolerance: float) -> float:
+    """Return the largest difference of ``answer`` to policies that follow one another.
+
+    As few of its tokens as possible are taken as computed by the later policies, and none by an earlier one again.
+    Above ``tolerance`` there is no such sequence.
+    """
+    place, worst = 0, 0.0
+    for i, logprob in enumerate(answer.logprobs):
+        off = abs(logprob - replayed[place][i])
+        while not off <= tolerance and place + 1 < len(replayed):
+            place += 1
+            off = abs(logprob - replayed[place][i])
+        if not off <= tolerance:
+            return off
+        worst = max(worst, off)
+    return worst
+
+
+def portions(sizes: Mapping[int, int], count: int) -> list[list[int]]:
+    """Cut the keys, in order, into ``count`` runs of about equal sizes; some may be empty."""
+    total, before = sum(sizes.values()), 0
+    runs: list[list[int]] = [[] for _ in range(count)]
+    for key in sorted(sizes):
+        runs[min(count * before // max(total, 1), count - 1)].append(key)
+        before += sizes[key]
+    return runs
+
+
+class _Judging:
+    """Plan which answers are replayed under which policies, and judge each answer once all its replays are there."""
+
+    def __init__(self, answers: Sequence[Answer], changes: Sequence[Change], tolerance: float) -> None:
+        self.answers, self.tolerance, self.verdict = answers, tolerance, Verdict()
+        self.named: dict[int, list[int]] = {}  # answer -> the changes that it names
+        self.control: dict[int, list[int]] = {}  # answer -> a change that it does not name, or none
+        self.replayed: dict[int, dict[int, list[float]]] = {}  # answer not yet judged -> change -> log-probabilities
+        self.work: dict[int, list[int]] = defaultdict(list)  # change -> answers that are replayed under it
+        changes_of = functools.cache(lambda policy: named(policy, changes))  # many answers name the same
+        for i, answer in enumerate(answers):
+            if not answer.tokens:
+                continue
+            places = changes_of(answer.policy)
+            if not places:
+                self.verdict.wrong[i] = f"answer {i} names policy {answer.policy}, which was never served"
+            elif "-" in answer.policy and len(places) > MOST_POLICIES:
+                self.verdict.left_out += 1
+            else:
+                self.named[i], self.replayed[i] = places, {}
+                self.control[i] = [places[0] - 1] if i % CONTROL_EVERY == 0 and places[0] > 0 else []
+                for place in (*places, *self.control[i]):
+                    self.work[place].append(i)
+        self.verdict.waiting = len(self.replayed)
+
+    def add(self, place: int, replayed: Sequence[list[float]]) -> None:
+        """Take the log-probabilities of the answers that were replayed under a change."""
+        for i, logprobs in zip(self.work[place], replayed, strict=True):
+            self.replayed[i][place] = logprobs
+            if len(self.replayed[i]) == len(self.named[i]) + len(self.control[i]):
+                self._judge(i, self.replayed.pop(i))
+
+    def _judge(self, i: int, replayed: Mapping[int, list[float]]) -> None:
+        answer, verdict = self.answers[i], self.verdict
+        under = [replayed[place] for place in self.named[i]]
+        verdict.waiting -= 1
+        if "-" in answer.policy:
+            verdict.several += 1
+            off = difference(answer, under, self.tolerance)
+        else:  # a version may have been served with and without noise, and this is one of the two from end to end
+            verdict.one += 1
+            off = min(difference(answer, [logprobs], self.tolerance) for logprobs in under)
+            verdict.worst = max(verdict.worst, off if off <= self.tolerance else 0.0)
+        if not off <= self.tolerance:
+            verdict.wrong[i] = f"answer {i} of policy {answer.policy}: a log-probability is {off:.3g} off"
+        for place in self.control[i]:
+            verdict.controls += 1
+            verdict.told_apart += difference(answer, [replayed[place]], self.tolerance) > self.tolerance
+
+
+def judge(
+    answers: Sequence[Answer],
+    changes: Sequence[Change],
+    replays: Sequence[Replay],
+    tolerance: float,
+    report: Callable[[Verdict], None] = lambda verdict: None,
+) -> Verdict:
+    """Judge every answer with tokens against every policy that it names; ``replays`` share the policies.
+
+    ``report`` gets what is known so far, after each policy. An error of one of ``replays`` ends the others, too.
+    """
+    judging, lock, ended = _Judging(answers, changes, tolerance), Lock(), Event()
+
+    def work(replay: Replay, places: Sequence[int]) -> None:
+        for place in places:
+            if ended.is_set():
+                return
+            try:
+                replayed = replay(changes[place], [answers[i] for i in judging.work[place]])
+            except BaseException:
+                ended.set()
+                raise
+            with lock:
+                judging.add(place, replayed)
+                report(judging.verdict)
+
+    sizes = {place: sum(len(answers[i].tokens) for i in members) for place, members in judging.work.items()}
+    with ThreadPoolExecutor(len(replays)) as pool:
+        for done in [pool.submit(work, *share) for share in zip(replays, portions(sizes, len(replays)), strict=True)]:
+            done.result()
+    return judging.verdict

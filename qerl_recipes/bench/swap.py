@@ -1,9 +1,9 @@
 """``qerl bench swap``: how long a change of policy takes, adapter and noise, by each way to an engine.
 
 Weights and adapter are random and of the real shapes, so nothing is downloaded. The adapter is in fp32, as it is
-trained. Before each change prompts have filled a part of the prefix cache, which the change empties. Engines elsewhere
-and servers have the plugin's scheduler, as its README tells their users. Beside the engine in this process it is
-measured, too, what vLLM's own takes to empty the cache, block by block. Of a server the cache is empty.
+trained. Before each change prompts have filled a part of the prefix cache, which the change empties; a server's cache
+is empty. Engines elsewhere and servers have the plugin's scheduler, as its README tells their users. For an engine in
+this process it is measured as well how long vLLM itself takes to empty the cache, block by block.
 """
 
 import functools
@@ -16,19 +16,25 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from qerl_recipes.bench.process import Found, answer, check_gpus, check_shape, in_own_process
+from qerl_recipes.bench.arms import Figures, answer, ask_once, check_gpus, check_shape
 from qerl_recipes.bench.results import conditions, save
 from qerl_recipes.recipe.shapes import config_json
 from qerl_recipes.rollout.arms import engine_options
 
 WARM_UP, REPEATS = 3, 10
-# what is asked for, and where the adapter is beforehand
+# each transport, and where the adapter is beforehand
 TRANSPORTS = {
     "auto": "an engine in this process where there is one rank, else as ipc",
     "ipc": "worker processes, which read the tensors from the GPU where they lie",
     "shared": "worker processes, through shared memory, from tensors on the CPU",
     "http": "a server: a request's body, from tensors on the CPU; with a GPU from GPU to GPU, too",
 }
+# of a server: (name in the result, transport of its client, device of the tensors)
+SERVER_WAYS = (
+    ("http", "http", "cpu"),
+    ("http, shared memory", "shared", "cpu"),
+    ("http, GPU to GPU", "ipc", "cuda"),
+)
 LENGTH, SEQUENCES = 256, 8
 
 
@@ -40,7 +46,7 @@ def run(
     tensor_parallel_size: int = 1,
     output: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure, print the figures, and write them to ``output`` as JSON.
+    """Measure every transport, print the figures, and write them to ``output`` as JSON.
 
     Raises ValueError for an unknown shape or transport, for a large shape without a GPU and for ipc without one, and
     ArmFailedError if the engine's process does.
@@ -52,15 +58,16 @@ def run(
     if "ipc" in transports:
         _check_ipc()
     request = {"shape": shape, "rank": rank, "tensor_parallel": tensor_parallel_size}
-    ways: dict[str, Found] = {}
+    ways: dict[str, Figures] = {}
     for kind in dict.fromkeys(_kind(name, tensor_parallel_size) for name in transports):
         named = [name for name in transports if _kind(name, tensor_parallel_size) == kind]
-        asked = {**request, "kind": kind, "transports": named}
-        ways |= in_own_process(__name__, asked, has_core=kind == "here" or tensor_parallel_size > 1)
+        own = {**request, "kind": kind, "transports": named}
+        ways |= ask_once(__name__, own, has_core=kind == "here" or tensor_parallel_size > 1)
     result = {**request, **conditions(), "ways": ways}
     save(result, output)
-    for name, found in ways.items():
-        print(f"{shape}, rank {rank}, tensor parallel {tensor_parallel_size}, {result['gpu']}, {name}: {_line(found)}")
+    for name, figures in ways.items():
+        engine = f"{shape}, rank {rank}, tensor parallel {tensor_parallel_size}, {result['gpu']}, {name}"
+        print(f"{engine}: {_line(figures)}")
     return result
 
 
@@ -72,28 +79,28 @@ def _check_ipc() -> None:
 
 
 def _kind(transport: str, ranks: int) -> str:
-    """Which engine a transport is measured with."""
+    """Return where the engine is that a transport is measured with."""
     if transport == "http":
         return "server"
     return "here" if transport == "auto" and ranks == 1 else "elsewhere"
 
 
-def _line(found: Found) -> str:
+def _line(figures: Figures) -> str:
     parts = []
     for what in ("swap", "noise"):
-        ms = {key: 1e3 * found[what][key] for key in ("median", "least", "most")}
-        each = ", ".join(f"{part} {1e3 * seconds:.2f}" for part, seconds in found[what]["parts"].items())
+        ms = {key: 1e3 * figures[what][key] for key in ("median", "least", "most")}
+        each = ", ".join(f"{part} {1e3 * seconds:.2f}" for part, seconds in figures[what]["parts"].items())
         parts.append(f"{what} {ms['median']:.1f} ms ({ms['least']:.1f} to {ms['most']:.1f}: {each})")
     text = ", ".join(parts)
-    text += f", of {found['bytes'] / 1e6:.0f} MB"
-    if found["prefix_cache"] is None:
+    text += f", of {figures['bytes'] / 1e6:.0f} MB"
+    if figures["prefix_cache"] is None:
         return text
-    emptied = 1e3 * found["prefix_cache"]["median"]
-    return f"{text}; vLLM alone empties {found['blocks']} blocks in {emptied:.1f} ms"
+    emptied = 1e3 * figures["prefix_cache"]["median"]
+    return f"{text}; vLLM alone empties {figures['blocks']} blocks in {emptied:.1f} ms"
 
 
-def measure(request: dict[str, Any], found: dict[str, Any]) -> None:
-    """In this process: the seconds of each change by each transport."""
+def measure(request: Figures, figures: Figures) -> None:
+    """Measure each change by each transport; fill ``figures`` with the seconds."""
     import torch
 
     from qerl_recipes.bench import random_model
@@ -103,7 +110,7 @@ def measure(request: dict[str, Any], found: dict[str, Any]) -> None:
     tensors = {name: tensor.float() for name, tensor in made.items()}
     has_gpu = torch.cuda.is_available()
     if request["kind"] == "server":
-        _measure_server(request, tensors, adapter_config, has_gpu, found)
+        _measure_server(request, tensors, adapter_config, has_gpu, figures)
         return
     from qerl_vllm_plugin.compat import scheduler
     from qerl_vllm_plugin.policy import Policy
@@ -121,7 +128,7 @@ def measure(request: dict[str, Any], found: dict[str, Any]) -> None:
         parts = functools.partial(getattr, policy, "parts")
         device = "cuda" if has_gpu and name != "shared" else "cpu"
         sent = {key: tensor.to(device) for key, tensor in tensors.items()}
-        found[name] = {
+        figures[name] = {
             "tensors": device,
             "bytes": sum(tensor.nbytes for tensor in sent.values()),
             "blocks": llm.llm_engine.vllm_config.cache_config.num_gpu_blocks,
@@ -132,7 +139,7 @@ def measure(request: dict[str, Any], found: dict[str, Any]) -> None:
 
 
 def _measure_server(
-    request: dict[str, Any], tensors: dict[str, Any], adapter_config: dict[str, Any], has_gpu: bool, found: Found
+    request: dict[str, Any], tensors: dict[str, Any], adapter_config: dict[str, Any], has_gpu: bool, figures: Figures
 ) -> None:
     from qerl_recipes.machine.environment import free_port
     from qerl_recipes.machine.serve import command, started
@@ -152,17 +159,13 @@ def _measure_server(
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(config_json(request["shape"])), encoding="utf-8")
         with started(command(str(folder), line), port, Path(scratch, "log"), environment) as server:
-            for name, transport, device in (
-                ("http", "http", "cpu"),
-                ("http, shared memory", "shared", "cpu"),
-                ("http, GPU to GPU", "ipc", "cuda"),
-            ):
+            for name, transport, device in SERVER_WAYS:
                 if device == "cuda" and not has_gpu:
                     continue
                 client = PolicyClient(server.url, token, transport=transport)
                 parts = functools.partial(_answered_parts, client)
                 sent = {key: tensor.to(device) for key, tensor in tensors.items()}
-                found[name] = {
+                figures[name] = {
                     "tensors": device,
                     "bytes": sum(tensor.nbytes for tensor in sent.values()),
                     "swap": _spread(functools.partial(client.swap, sent, adapter_config), parts=parts),
@@ -172,7 +175,7 @@ def _measure_server(
 
 
 def _fill(llm: Any, vocabulary: int) -> None:
-    """Prompts, as a rollout has them before a change; their blocks stay in the prefix cache."""
+    """Answer prompts, as a rollout does before a change, so that their blocks are in the prefix cache."""
     from vllm import SamplingParams
 
     prompts = [{"prompt_token_ids": [(7 * i + j) % vocabulary for i in range(LENGTH - 1)]} for j in range(SEQUENCES)]
@@ -188,9 +191,11 @@ def _spread(
     before: Callable[[], object] | None = None,
     parts: Callable[[], dict[str, float]] | None = None,
 ) -> dict[str, Any]:
-    """Median, least and most seconds of a change, after some that warm up, and the median of each of its ``parts``;
-    ``before`` comes before each and is not counted. "device" is a GPU that is waited for at the end; of a server the
-    client and the way to it are in no part."""
+    """Return the median, least and most seconds of a change, and the median of each of its ``parts``.
+
+    Some changes warm up. ``before`` is called before each change and is not timed. The part "device" is the wait for
+    the GPU at the end; a server's client and the way to it are in no part.
+    """
     import torch
 
     seconds: list[float] = []
@@ -204,10 +209,10 @@ def _spread(
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
-        for part, taken in {**(parts() if parts else {}), "device": time.perf_counter() - returned}.items():
-            by_part.setdefault(part, []).append(taken)
+        for part, took in {**(parts() if parts else {}), "device": time.perf_counter() - returned}.items():
+            by_part.setdefault(part, []).append(took)
     counted = seconds[WARM_UP:]
-    medians = {part: statistics.median(taken[WARM_UP:]) for part, taken in by_part.items()}
+    medians = {part: statistics.median(each[WARM_UP:]) for part, each in by_part.items()}
     return {"median": statistics.median(counted), "least": min(counted), "most": max(counted), "parts": medians}
 
 

@@ -9,23 +9,24 @@ machine down for a while shows in the spread.
 import errno
 import json
 import shutil
+import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from qerl_recipes.bench import train_table
-from qerl_recipes.bench.process import ArmFailedError, ballast, ended_cleanly, in_own_process
-from qerl_recipes.bench.results import conditions, save
-from qerl_recipes.machine.gpu import Gpu, installed_gpu
+from qerl_recipes.bench.arms import ArmFailedError, Figures, ask_once, ballast, ended_cleanly
+from qerl_recipes.bench.results import around, conditions, save, show_remarks, spread, table
+from qerl_recipes.machine.gpu import GB, Gpu, installed_gpu
 from qerl_recipes.recipe.configs import AS_FEW_AS_FIT, PACK_TOKENS, parse
 from qerl_recipes.recipe.shapes import ATTENTION, MIXTURES, config_json
 from qerl_vllm_plugin.wire.address import hidden
 
 ARMS = ("bf16", "nf4", "qerl_nvfp4")
-PARTS = ("all", "step", "training")  # whole steps, forward and backward alone, or both
+PARTS_TO_RUN = ("all", "step", "training")  # whole steps, forward and backward alone, or both
 ANSWERS = ("steps", "training_part", "profile")
 NAME = "bench"  # of the data set, of the reward and of the engine that tells how long its parts took
 LEARNING_RATE = 1e-5
@@ -34,13 +35,25 @@ BLOCK = 16  # tokens of a block of vLLM's KV cache
 FIXED = {"quantization", "model_name_or_path", "output_dir", "dataset_name", "dataset_kwargs", "rollout_engine"}
 FIXED |= {"max_steps", "num_generations", "gradient_accumulation_steps", "lora_r", "seed", "use_cpu"}
 FIXED |= {"max_prompt_length", "max_completion_length"}
+LEAST = {"groups": 1, "generations": 2, "prompt": 1, "completion": 1, "steps": 2, "rank": 1}
+SHOWN_KERNELS = 12
+COLORS = {
+    "rollout": "tab:blue",
+    "scoring": "tab:cyan",
+    "training": "tab:orange",
+    "swap": "tab:red",
+    "sleep": "tab:purple",
+    "rest": "tab:gray",
+}
+PARTS = tuple(COLORS)  # of a step
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Steps of ``groups`` prompts of ``prompt`` tokens with ``generations`` completions of ``completion`` tokens each.
+    """Describe steps of ``groups`` prompts of ``prompt`` tokens, each with ``generations`` completions.
 
-    ``overrides`` are flags of ``qerl train`` that stand above the recipe of every arm, by their names.
+    A completion has ``completion`` tokens. ``overrides`` are flags of ``qerl train`` by name; they override the recipe
+    of every arm.
     """
 
     shape: str
@@ -54,12 +67,11 @@ class Workload:
     overrides: tuple[tuple[str, str], ...] = ()
 
     def check(self) -> None:
-        """Raises ValueError for an unknown shape and for numbers that make no step."""
-        least = {"groups": 1, "generations": 2, "prompt": 1, "completion": 1, "steps": 2, "rank": 1}
-        for name, smallest in least.items():
-            if getattr(self, name) < smallest:
+        """Raise ValueError for an unknown shape and for numbers that make no step."""
+        for name, least in LEAST.items():
+            if getattr(self, name) < least:
                 why = "; the first step warms up and is not counted" if name == "steps" else ""
-                raise ValueError(f"{name} is {getattr(self, name)}, and must be at least {smallest}{why}")
+                raise ValueError(f"{name} is {getattr(self, name)}, and must be at least {least}{why}")
         self.config()
         if self.sequences % self.micro_batch():
             raise ValueError(
@@ -69,22 +81,25 @@ class Workload:
 
     @property
     def sequences(self) -> int:
-        """Of a step."""
+        """Return the number of sequences of a step."""
         return self.groups * self.generations
 
     @property
     def length(self) -> int:
-        """Of a sequence, in tokens."""
+        """Return the tokens of a sequence."""
         return self.prompt + self.completion
 
     def config(self) -> dict[str, Any]:
-        """config.json of the model. Raises ValueError for an unknown shape."""
+        """Return the model's config.json. Raises ValueError for an unknown shape."""
         return config_json(self.shape)
 
     def micro_batch(self) -> int:
-        """Sequences of a micro-batch: as many whole groups as one packed row holds, at least one, if no flag says."""
-        if given := dict(self.overrides).get("per_device_train_batch_size"):
-            return int(given)
+        """Return the sequences of a micro-batch.
+
+        If no flag says it, they are as many whole groups as one packed row holds, at least one.
+        """
+        if chosen := dict(self.overrides).get("per_device_train_batch_size"):
+            return int(chosen)
         room = (self.pack_tokens() or PACK_TOKENS) // (self.prompt + self.generations * self.completion)
         parts = [groups for groups in range(1, self.groups + 1) if self.groups % groups == 0]
         return self.generations * max(groups for groups in parts if groups <= max(room, 1))
@@ -93,7 +108,10 @@ class Workload:
         return int(dict(self.overrides).get("pack_tokens", PACK_TOKENS))
 
     def recipe(self, arm: str, *, cuda: bool, engine_share: float | None = None) -> dict[str, Any]:
-        """The keys of ``qerl train`` for an arm, less its paths; ``engine_share`` is the engine's share of the GPU."""
+        """Return an arm's keys of ``qerl train``, without its paths.
+
+        ``engine_share`` is the engine's share of the GPU's memory.
+        """
         data = {"count": self.groups * self.steps, "length": self.prompt, "seed": self.seed}
         recipe: dict[str, Any] = {
             "quantization": arm,
@@ -134,23 +152,26 @@ class Workload:
 
 
 def flags(recipe: Mapping[str, Any]) -> list[str]:
-    """A recipe as ``qerl train`` takes it from a command line."""
+    """Return a recipe as ``qerl train`` takes it from a command line."""
     values = {key: value if isinstance(value, list) else [str(value)] for key, value in recipe.items()}
     return [part for key, parts in values.items() for part in (f"--{key}", *parts)]
 
 
 def parse_overrides(arguments: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """``--key value`` and ``--key=value`` as pairs. Raises ValueError for anything else, and for what is no choice."""
-    rest: list[str] = list(arguments)
+    """Return ``--key value`` and ``--key=value`` as pairs.
+
+    Raises ValueError for anything else, and for keys that the benchmark sets itself.
+    """
+    words = list(arguments)
     pairs: list[tuple[str, str]] = []
-    while rest:
-        flag, has_value, value = rest.pop(0).partition("=")
-        if not flag.startswith("--") or not (has_value or rest):
+    while words:
+        flag, has_value, value = words.pop(0).partition("=")
+        if not flag.startswith("--") or not (has_value or words):
             raise ValueError(f"{flag!r} is neither an option of this command nor a flag of `qerl train` with a value")
         key = flag[2:].replace("-", "_")
         if key in FIXED:
             raise ValueError(f"{key} is not for a flag: the arms and the options of this command decide it")
-        pairs.append((key, value if has_value else rest.pop(0)))
+        pairs.append((key, value if has_value else words.pop(0)))
     return tuple(pairs)
 
 
@@ -175,7 +196,7 @@ def run(
     work.check()
     gpu = installed_gpu()
     _check(arms, part, rounds, memory, gpu, work)
-    pieces = {"training_part": 0 if part == "step" else work.steps, "profile": int(profile)}
+    pieces = {"training_part": 0 if part == "step" else work.steps, "profile": int(profile), "memory": memory}
     steps = 1 if part == "training" else work.steps
     if part != "step" and "checkpointed_layers" not in dict(work.overrides):
         # forward and backward alone take a longer row than the plan knows of
@@ -189,7 +210,7 @@ def run(
         _check_disk(work, arms, folder)
         if memory is not None:
             stack.enter_context(ballast(memory))
-        found = {arm: _recipe(replace(work, steps=steps), arm, gpu, memory) for arm in arms}
+        measured = {arm: _recipe(replace(work, steps=steps), arm, gpu, memory) for arm in arms}
         result: dict[str, Any] = {
             **asdict(work),
             "overrides": {key: hidden(value) for key, value in work.overrides},
@@ -197,30 +218,30 @@ def run(
             "rounds": rounds,
             "memory_limit": memory,
             **conditions(),
-            "arms": found,
+            "arms": measured,
         }
         for number, arm in ((number, arm) for number in range(rounds) for arm in arms):
-            if "failed" in found[arm]:
+            if "failed" in measured[arm]:
                 continue
-            request = _request(work, arm, found[arm]["recipe"], folder, number) | pieces | {"memory": memory}
-            _measure(found[arm], request, number)
-            result["summary"] = train_table.summarize(result)
+            request = _request(work, arm, measured[arm]["recipe"], folder, number) | pieces
+            _measure(measured[arm], request, number)
+            result["summary"] = summarize(result)
             save(result, output)  # loading takes minutes, and a run may be cut short
     if output is not None:
-        train_table.picture(result, output.with_suffix(".png"))
-    train_table.show(result)
+        picture(result, output.with_suffix(".png"))
+    show(result)
     return result
 
 
-def _measure(found: dict[str, Any], request: dict[str, Any], number: int) -> None:
-    """Run an arm once; what it answers, or why it failed, goes into ``found``, each figure with its round."""
+def _measure(measured: Figures, request: Figures, number: int) -> None:
+    """Run an arm once; put its figures, each with its round, or why it failed, into ``measured``."""
     try:
-        answers = in_own_process("qerl_recipes.bench.train_arm", request)
+        answers = ask_once("qerl_recipes.bench.train_arm", request)
     except ArmFailedError as error:
-        answers = {**error.found, "failed": str(error)}
+        answers = {**error.figures, "failed": str(error)}
     for key in ANSWERS:
-        found.setdefault(key, []).extend({**one, "round": number} for one in answers.pop(key, []))
-    found.update(answers)
+        measured.setdefault(key, []).extend({**answer, "round": number} for answer in answers.pop(key, []))
+    measured.update(answers)
 
 
 def _check(arms: Sequence[str], part: str, rounds: int, memory: int | None, gpu: Gpu | None, work: Workload) -> None:
@@ -228,15 +249,15 @@ def _check(arms: Sequence[str], part: str, rounds: int, memory: int | None, gpu:
         raise ValueError(f"unknown arm {unknown[0]!r}; known: {', '.join(ARMS)}")
     if not arms or len(set(arms)) < len(arms):
         raise ValueError(f"arms are {', '.join(arms) or 'missing'}; name each of them once")
-    if part not in PARTS:
-        raise ValueError(f"part is {part!r}; it is one of {', '.join(PARTS)}")
+    if part not in PARTS_TO_RUN:
+        raise ValueError(f"part is {part!r}; it is one of {', '.join(PARTS_TO_RUN)}")
     if rounds < 1:
         raise ValueError(f"rounds is {rounds}, and must be at least 1")
-    kept = dict(work.overrides).get("checkpointed_layers")
-    if part != "step" and kept == str(AS_FEW_AS_FIT):
+    checkpointed = dict(work.overrides).get("checkpointed_layers")
+    if part != "step" and checkpointed == str(AS_FEW_AS_FIT):
         raise ValueError(
-            f"checkpointed_layers: {kept} keeps what leaves room for the rows of a step, and forward and backward "
-            "alone take a longer one; measure --part step, or name a number of layers"
+            f"checkpointed_layers: {checkpointed} keeps what leaves room for the rows of a step, and forward and "
+            "backward alone take a longer one; measure --part step, or name a number of layers"
         )
     if "nf4" in arms and work.shape in MIXTURES:
         raise ValueError("arm nf4 (bitsandbytes) leaves experts in BF16; of a mixture measure bf16 and qerl_nvfp4")
@@ -245,7 +266,7 @@ def _check(arms: Sequence[str], part: str, rounds: int, memory: int | None, gpu:
     if memory is not None and gpu is None:
         raise ValueError("a limit of GPU memory needs a CUDA GPU; leave it out here")
     if memory is not None and gpu is not None and not 0 < memory <= gpu.memory:
-        raise ValueError(f"the limit is {memory / 1e9:g} GB and the GPU has {gpu.memory / 1e9:.0f} GB")
+        raise ValueError(f"the limit is {memory / GB:g} GB and the GPU has {gpu.memory / GB:.0f} GB")
 
 
 def _check_disk(work: Workload, arms: Sequence[str], folder: Path) -> None:
@@ -254,14 +275,14 @@ def _check_disk(work: Workload, arms: Sequence[str], folder: Path) -> None:
     needed = sum(size(work.config(), packed=packed) for packed in {arm == "qerl_nvfp4" for arm in arms})
     free = shutil.disk_usage(folder).free
     if needed > 0.95 * free:
-        message = f"{folder.parent} has {free / 1e9:.1f} GB free and the checkpoints take {needed / 1e9:.1f} GB; "
+        message = f"{folder.parent} has {free / GB:.1f} GB free and the checkpoints take {needed / GB:.1f} GB; "
         raise OSError(errno.ENOSPC, message + "name another folder with --scratch, or fewer arms")
 
 
-def _recipe(work: Workload, arm: str, gpu: Gpu | None, memory: int | None) -> dict[str, Any]:
-    """The recipe of an arm; on a GPU with the engine's share, and the bytes that the arm should take at most.
+def _recipe(work: Workload, arm: str, gpu: Gpu | None, memory: int | None) -> Figures:
+    """Return an arm's recipe and, on a GPU with the engine's share in it, the bytes that the arm should take at most.
 
-    Worked out without touching the GPU. ``memory`` is the limit, which decides what ``checkpointed_layers: -1`` means.
+    Nothing is allocated on the GPU. ``memory`` is the limit, which decides what ``checkpointed_layers: -1`` means.
     """
     if gpu is None:
         return {"recipe": work.recipe(arm, cuda=False), "planned_bytes": None}
@@ -278,10 +299,141 @@ def _recipe(work: Workload, arm: str, gpu: Gpu | None, memory: int | None) -> di
     return {"recipe": recipe, "planned_bytes": plan.peak}
 
 
-def _request(work: Workload, arm: str, recipe: Mapping[str, Any], folder: Path, number: int) -> dict[str, Any]:
-    """What the process of an arm is told of its model and its run, as ``train_arm.Request`` has it."""
+def _request(work: Workload, arm: str, recipe: Mapping[str, Any], folder: Path, number: int) -> Figures:
+    """Return what an arm's process is told of its model and its run, as ``train_arm.Request`` has it."""
     packed = arm == "qerl_nvfp4"
     base = str(folder / ("nvfp4" if packed else "bf16"))
     paths = {"model_name_or_path": base, "output_dir": str(folder / f"{arm}-{number}")}
     request = {"flags": flags({**recipe, **paths}), "config": work.config(), "base": base, "packed": packed}
     return {**request, "seed": work.seed}
+
+
+def summarize(result: Mapping[str, Any]) -> dict[str, Figures]:
+    """Return medians and peaks for each arm that did not fail; the first step of a round only warms up."""
+    arms = result["arms"].items()
+    return {arm: _summary(result, figures) for arm, figures in arms if figures.get("steps") and "failed" not in figures}
+
+
+def _summary(result: Mapping[str, Any], figures: Mapping[str, Any]) -> Figures:
+    summary: Figures = {}
+    steps, pieces = figures["steps"], figures["training_part"]
+    if counted := _counted(steps):
+        sequences = result["groups"] * result["generations"]
+        seconds = {name: statistics.median(step["seconds"][name] for step in counted) for name in ("step", *PARTS)}
+        mismatches = [step["metrics"]["logp_mismatch_mean"] for step in counted]
+        summary |= {
+            "seconds": seconds,
+            "repeats": len(counted),
+            "spread": spread([step["seconds"]["step"] for step in counted]),
+            "rollout_tokens_per_s": sequences * result["completion"] / seconds["rollout"],
+            "training_tokens_per_s": sequences * (result["prompt"] + result["completion"]) / seconds["training"],
+            "swap_ms": 1e3 * seconds["swap"],
+            "logp_mismatch_mean": statistics.fmean(mismatches) if None not in mismatches else None,
+        }
+    if counted := _counted(pieces):
+        tokens, each = counted[0]["tokens"], [piece["seconds"] for piece in counted]
+        summary["training_part"] = {
+            "tokens": tokens,
+            "seconds": statistics.median(each),
+            "repeats": len(counted),
+            "spread": spread(each),
+            "tokens_per_s": tokens / statistics.median(each),
+            "peak_gb": max(piece["memory"]["allocated"] for piece in pieces) / GB,
+        }
+    peaks = ("allocated", "reserved", "process")
+    summary["peak_gb"] = {name: max(step["memory"][name] for step in steps) / GB for name in peaks}
+    return summary
+
+
+def _counted(answers: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return all answers but the first of each round."""
+    rounds = groupby(answers, key=lambda answer: answer["round"])
+    return [answer for _, of_round in rounds for answer in list(of_round)[1:]]
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """Print the step, forward and backward alone, and what failed."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    console, summary = Console(width=150), result["summary"]
+    if steps := {arm: figures for arm, figures in summary.items() if "seconds" in figures}:
+        columns = ["seconds\nof a step", "step", "speed", *PARTS, "rollout\ntokens/s", "training\ntokens/s"]
+        columns += ["swap\nms", "log p\nmismatch", "peak GB,\ntorch", "peak GB,\nprocess"]
+        first = next(iter(steps.values()))["seconds"]["step"]
+        rows = [_step_row(arm, figures, first) for arm, figures in steps.items()]
+        console.print(table(f"GRPO step: {title(result)}; arms {result['order']}", columns, rows))
+    if parts := {arm: figures["training_part"] for arm, figures in summary.items() if "training_part" in figures}:
+        columns = ["arm", "tokens", "seconds", "tokens/s", "speed", "peak GB, torch"]
+        first = next(iter(parts.values()))["tokens_per_s"]
+        rows = [
+            [
+                arm,
+                f"{part['tokens']:,}",
+                f"{part['seconds']:.3f} {around(part['spread'])}",
+                f"{part['tokens_per_s']:,.0f}",
+                f"{part['tokens_per_s'] / first:.2f}x",
+                f"{part['peak_gb']:.1f}",
+            ]
+            for arm, part in parts.items()
+        ]
+        console.print(table("Forward and backward alone, one packed row", columns, rows))
+    for arm, figures in result["arms"].items():
+        if figures.get("profile"):
+            profile = figures["profile"][0]
+            heading = f"{arm}: {profile['kernels_ms']:.1f} ms of kernels in forward and backward"
+            kernels = profile["kernels"][:SHOWN_KERNELS]
+            rows = [[escape(kernel["name"]), f"{kernel['ms']:.1f}", f"{kernel['calls']:,}"] for kernel in kernels]
+            console.print(table(heading, ["kernel", "ms", "calls"], rows))
+    cached_tokens = result["groups"] * result["generations"] * (result["prompt"] + result["completion"])
+    show_remarks(console, result["arms"], cached_tokens)
+
+
+def _step_row(arm: str, figures: Mapping[str, Any], first: float) -> list[str]:
+    seconds, mismatch, peak = figures["seconds"], figures["logp_mismatch_mean"], figures["peak_gb"]
+    return [
+        arm,
+        f"{seconds['step']:.2f} {around(figures['spread'])}",
+        f"{first / seconds['step']:.2f}x",
+        *(f"{seconds[part]:.2f}" for part in PARTS),
+        f"{figures['rollout_tokens_per_s']:,.0f}",
+        f"{figures['training_tokens_per_s']:,.0f}",
+        f"{figures['swap_ms']:.1f}",
+        "" if mismatch is None else f"{mismatch:.4f}",
+        f"{peak['allocated']:.1f}",
+        f"{peak['process']:.1f}",
+    ]
+
+
+def title(result: Mapping[str, Any]) -> str:
+    """Say what was measured, in one line."""
+    return (
+        f"{result['shape']} shapes, {result['groups']} groups of {result['generations']}, {result['prompt']} tokens in "
+        f"and {result['completion']} out, LoRA rank {result['rank']}, {result['gpu']}, {result['date']}"
+    )
+
+
+def picture(result: Mapping[str, Any], file: Path) -> bool:
+    """Draw a bar for each arm, made of the parts of a step; return False if there is nothing to draw."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    import pandas as pd
+
+    seconds = pd.DataFrame({arm: s["seconds"] for arm, s in result["summary"].items() if "seconds" in s}).T
+    if seconds.empty:
+        return False
+    figure, axis = plt.subplots(figsize=(9, 1.2 + 0.7 * len(seconds)))
+    seconds[list(PARTS)].plot.barh(stacked=True, color=COLORS, width=0.8, ax=axis)
+    ends = seconds[list(PARTS)].sum(axis=1)
+    for row, (end, step) in enumerate(zip(ends, seconds["step"], strict=True)):
+        axis.text(end, row, f" {step:.3g} s, {seconds['step'].iloc[0] / step:.2f}x", va="center", fontsize=9)
+    axis.set_xlim(0, 1.18 * max(ends))
+    axis.invert_yaxis()
+    axis.set_xlabel("seconds of a GRPO step")
+    axis.set_title(title(result), fontsize=9)
+    axis.legend(ncols=len(PARTS), fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.35), frameon=False)
+    figure.savefig(file, dpi=110, bbox_inches="tight")
+    plt.close(figure)
+    return True

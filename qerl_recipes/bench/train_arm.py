@@ -1,7 +1,7 @@
 """One arm of ``qerl bench train``, in a process of its own: GRPO steps, then forward and backward alone.
 
 The steps are those of ``qerl train``: nothing here generates, scores, differentiates or swaps. This module is also the
-plugin that offers the data set, the reward and the engine of the recipe under the name ``bench``.
+plugin that offers the recipe's data set, reward and engine under the name ``bench``.
 """
 
 import json
@@ -22,7 +22,7 @@ import torch
 from transformers import TrainerCallback
 
 from qerl_recipes.bench import random_model
-from qerl_recipes.bench.process import answer
+from qerl_recipes.bench.arms import answer
 from qerl_recipes.bench.train import NAME
 from qerl_recipes.hooks import DatasetLoader, RewardFactory, StartEngine, get_plugin_manager, implementation
 from qerl_recipes.machine.gpu import Gpu, this_gpu, used_bytes
@@ -39,8 +39,12 @@ FROM_METRICS = ("logp_mismatch_mean", "logp_mismatch_max", "loss", "grad_norm", 
 
 @dataclass(frozen=True)
 class Request:
-    """``flags`` of ``qerl train``; ``base`` is written if it is not there, ``packed`` or in BF16. ``training_part`` and
-    ``profile``: how often each is measured. ``memory``: the bytes that may be used, None for all of the GPU."""
+    """Hold what an arm is asked.
+
+    ``flags`` are those of ``qerl train``. The checkpoint ``base`` is written if it is missing, ``packed`` or in BF16.
+    ``training_part`` and ``profile`` say how often each is measured. ``memory`` is the number of bytes that may be
+    used, None for all of the GPU.
+    """
 
     flags: list[str]
     config: dict[str, Any]
@@ -53,18 +57,18 @@ class Request:
 
 
 def now() -> float:
-    """Seconds, when all that the GPU was given is done."""
+    """Wait until the GPU has finished its work, and return the time in seconds."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 class Memory:
-    """The most bytes that this process has had on the GPU, since ``begin``; zeros on a CPU.
+    """Measure the most bytes that this process has held on the GPU since ``begin``; zeros on a CPU.
 
-    What torch does not know of is counted by the driver, less what was in use before this process came (``others``):
-    ``look`` is called where a step holds most. Between two calls it may have been more only for memory that torch or
-    vLLM gave back at once.
+    Memory that torch does not know of is counted by the driver, without what was in use before this process came
+    (``others``). ``look`` is called where a step holds most; between two calls only memory that torch or vLLM gave back
+    at once can have been missed.
     """
 
     others = 0
@@ -84,7 +88,7 @@ class Memory:
             self.peak = max(self.peak, total - free - Memory.others)
 
     def report(self) -> dict[str, int]:
-        """Torch's own peaks, and that of the whole process."""
+        """Return torch's own peaks, and that of the whole process."""
         has_gpu = torch.cuda.is_available()
         self.look()
         return {
@@ -95,7 +99,7 @@ class Memory:
 
 
 class TimedRollouts(VLLMRollouts):
-    """The rollout engine of ``qerl train``, which also tells how long swaps, sleeping and waking took."""
+    """Run the rollout engine of ``qerl train``, and time swaps, sleeping and waking."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.swap_seconds = self.sleep_seconds = 0.0
@@ -108,7 +112,7 @@ class TimedRollouts(VLLMRollouts):
         self.swap_seconds += now() - began - (self.sleep_seconds - slept)
 
     def _sleep(self) -> None:
-        self.memory.look()  # the engine at work is the one half of a step
+        self.memory.look()  # the engine at work is one half of a step
         began = now()
         super()._sleep()
         self.sleep_seconds += now() - began
@@ -120,7 +124,7 @@ class TimedRollouts(VLLMRollouts):
 
 
 class TimedSteps(TrainerCallback):
-    """Adds to ``answers`` for each step how long its parts took and what it held."""
+    """Add to ``answers``, for each step, how long its parts took and how much memory it held."""
 
     def __init__(self, trainer: Any, expected_tokens: int, answers: list[dict[str, Any]]) -> None:
         self.trainer, self.expected_tokens, self.answers = trainer, expected_tokens, answers
@@ -148,7 +152,7 @@ class TimedSteps(TrainerCallback):
         self.training_seconds = now() - self.training_began
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """After the trainer's own recorder has written this step into its metrics."""
+        """Record the step; the trainer's own recorder has written its metrics before."""
         step = now() - self.began
         engine, generation = self.engine, self.trainer.generation_seconds - self.generation_before
         if engine.tokens != self.expected_tokens:
@@ -171,7 +175,7 @@ class TimedSteps(TrainerCallback):
 
 
 class TrainingPart:
-    """Forward and backward of one packed row of random sequences, each with a prompt of its own, by the trainer."""
+    """Let the trainer compute forward and backward of one packed row of random sequences, all of different prompts."""
 
     def __init__(self, trainer: Any) -> None:
         args, model = trainer.args, trainer.model
@@ -196,7 +200,7 @@ class TrainingPart:
         }
 
     def measure(self) -> dict[str, Any]:
-        """Once -> seconds, tokens and torch's peak of memory."""
+        """Compute the row once; return seconds, tokens and torch's peak of memory."""
         trainer, memory = self.trainer, Memory()
         trainer.model.train()
         began = now()
@@ -208,22 +212,26 @@ class TrainingPart:
         return {"seconds": seconds, "tokens": self.tokens, "memory": report}
 
     def profile(self) -> dict[str, Any]:
-        """Once, slowed down -> the kernels that took longest (on a CPU: operators), and milliseconds of them all."""
+        """Compute the row once under the profiler, which slows it down.
+
+        Return the kernels that took longest (on a CPU: operators), and the milliseconds of all kernels.
+        """
         on_gpu = torch.cuda.is_available()
         activity = torch.profiler.ProfilerActivity
-        with torch.profiler.profile(activities=[activity.CUDA if on_gpu else activity.CPU]) as seen:
-            answer = self.measure()
+        with torch.profiler.profile(activities=[activity.CUDA if on_gpu else activity.CPU]) as profiler:
+            measured = self.measure()
         kind = "self_device_time_total" if on_gpu else "self_cpu_time_total"
         kernels = [
-            {"name": event.key, "ms": getattr(event, kind) / 1e3, "calls": event.count} for event in seen.key_averages()
+            {"name": event.key, "ms": getattr(event, kind) / 1e3, "calls": event.count}
+            for event in profiler.key_averages()
         ]
         kernels.sort(key=lambda kernel: -kernel["ms"])
         total = sum(kernel["ms"] for kernel in kernels)
-        return {"kernels": kernels[:MOST_KERNELS], "kernels_ms": total, "memory": answer["memory"]}
+        return {"kernels": kernels[:MOST_KERNELS], "kernels_ms": total, "memory": measured["memory"]}
 
 
-def measure(fields: Mapping[str, Any], found: dict[str, Any]) -> None:
-    """Load, make the steps, then measure forward and backward alone; ``found`` takes the figures as they come."""
+def measure(fields: Mapping[str, Any], figures: dict[str, Any]) -> None:
+    """Load, make the steps, then measure forward and backward alone; fill ``figures`` as they come."""
     request = Request(**fields)
     if torch.cuda.is_available():
         Memory.others = used_bytes()
@@ -244,24 +252,24 @@ def measure(fields: Mapping[str, Any], found: dict[str, Any]) -> None:
     plan = None if gpu is None else memory_plan.make(*settings, gpu=gpu)
     with explained(plan, training.output_dir):
         trainer = train.build(*settings)
-    found |= {"steps": [], "training_part": [], "profile": []}
+    figures |= {"steps": [], "training_part": [], "profile": []}
     expected = training.generation_batch_size * training.max_completion_length
-    trainer.add_callback(TimedSteps(trainer, expected, found["steps"]))
+    trainer.add_callback(TimedSteps(trainer, expected, figures["steps"]))
     assert isinstance(trainer.vllm_generation, TimedRollouts)
     cache = trainer.vllm_generation.llm.llm_engine.vllm_config.cache_config
-    found["load_seconds"] = {"checkpoint": written - began, "engine and trainer": time.perf_counter() - written}
-    found["kv_cache_tokens"] = (cache.num_gpu_blocks or 0) * cache.block_size
+    figures["load_seconds"] = {"checkpoint": written - began, "engine and trainer": time.perf_counter() - written}
+    figures["kv_cache_tokens"] = (cache.num_gpu_blocks or 0) * cache.block_size
     with explained(plan, training.output_dir, trainer):
         trainer.train()
         part = TrainingPart(trainer)
         for _ in range(request.training_part):
-            found["training_part"].append(part.measure())
+            figures["training_part"].append(part.measure())
         for _ in range(request.profile):
-            found["profile"].append(part.profile())
+            figures["profile"].append(part.profile())
 
 
 def random_reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """A number in [0, 1) for each completion, the same for the same tokens."""
+    """Return a number in [0, 1) for each completion, the same for the same tokens."""
     return [random.Random(str(ids)).random() for ids in completion_ids]
 
 
@@ -275,9 +283,9 @@ def qerl_datasets() -> Mapping[str, DatasetLoader]:
     def prompts(script: Any) -> tuple[Any, None]:
         from datasets import Dataset
 
-        given = dict(script.dataset_kwargs)
-        drawn = random.Random(given["seed"])
-        texts = ["".join(drawn.choices(random_model.CHARACTERS, k=given["length"])) for _ in range(given["count"])]
+        options = dict(script.dataset_kwargs)
+        draw = random.Random(options["seed"])
+        texts = ["".join(draw.choices(random_model.CHARACTERS, k=options["length"])) for _ in range(options["count"])]
         return Dataset.from_dict({"prompt": texts}), None
 
     return {NAME: prompts}

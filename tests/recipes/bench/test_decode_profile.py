@@ -1,4 +1,4 @@
-"""Where a decode step's time goes: how traces are read, and that the engine makes the steps that were asked for."""
+"""Traces of decode steps are read right, and the engine makes the steps that were asked for."""
 
 import gzip
 import json
@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from qerl_recipes.bench import decode_profile, random_model, rollout_arm
-from qerl_recipes.bench import rollout as bench_rollout
-from qerl_recipes.bench.decode_trace import FILLING, LAST, by_family, family, of_a_step, of_the_cpu, read
-from qerl_recipes.bench.rollout_cases import Case
+from qerl_recipes.bench import decode_profile, random_model, rollout, rollout_arm
+from qerl_recipes.bench.decode_profile import FILLING, LAST, by_family, cpu_work, family, kernels_of, mean_step
+from qerl_recipes.bench.rollout_arm import Case
 from qerl_recipes.recipe.shapes import config_json
 
 STEPS = FILLING + 2 + LAST
@@ -43,8 +42,8 @@ def trace(steps: int = STEPS, last_step: tuple[Any, ...] = STEP) -> list[dict[st
     return events[::-1]
 
 
-def test_a_step_is_made_of_what_its_kernels_add_and_of_what_is_idle() -> None:
-    found = of_a_step(read(trace()), STEPS)
+def test_added_and_idle_time_make_the_step() -> None:
+    found = mean_step(kernels_of(trace()), STEPS)
     assert found["profiled_step_us"] == pytest.approx(100)
     assert found["busy_us"] == pytest.approx(10 + 28 + 20 + 5)
     assert found["idle_in_graph_us"] == pytest.approx(2)
@@ -59,40 +58,40 @@ def test_a_step_is_made_of_what_its_kernels_add_and_of_what_is_idle() -> None:
     assert next(iter(rows)) == "nvfp4_gemm" and rows["triton_red_fused_add"]["idle_us"] == pytest.approx(20)
 
 
-def test_the_first_steps_and_what_follows_the_last_border_are_left_out() -> None:
+def test_first_and_last_steps_are_left_out() -> None:
     slow = tuple((name, 3 * start, 3 * end, inside) for name, start, end, inside in STEP)
-    assert of_a_step(read(trace(last_step=slow)), STEPS) == of_a_step(read(trace()), STEPS)
+    assert mean_step(kernels_of(trace(last_step=slow)), STEPS) == mean_step(kernels_of(trace()), STEPS)
     other = trace()
     for event in other:
         if event.get("cat") == "kernel" and event["ts"] < 7e6 + 100 * FILLING:
             event["dur"] /= 2
-    assert of_a_step(read(other), STEPS) == of_a_step(read(trace()), STEPS)
+    assert mean_step(kernels_of(other), STEPS) == mean_step(kernels_of(trace()), STEPS)
 
 
-def test_the_cpu_is_at_work_but_for_its_waits() -> None:
+def test_the_cpus_work_is_without_its_waits() -> None:
     events = trace()
-    assert of_the_cpu(events, 1) == pytest.approx([75, 75])
+    assert cpu_work(events, 1) == pytest.approx([75, 75])
     last = max(event["ts"] for event in events if event.get("name") == "cudaGraphLaunch")
     for event in events:
         if event.get("name") == "cudaGraphLaunch" and event["ts"] < last:
             event["ts"] -= 10  # the last of the steps that count is 10 longer, and what comes before is not looked at
-    assert of_the_cpu(events, 1) == pytest.approx([75, 85])
-    assert of_the_cpu(trace(2 * STEPS), 2) == pytest.approx([150] * (STEPS - FILLING - LAST))
+    assert cpu_work(events, 1) == pytest.approx([75, 85])
+    assert cpu_work(trace(2 * STEPS), 2) == pytest.approx([150] * (STEPS - FILLING - LAST))
 
 
-def test_steps_that_cannot_be_told_apart_are_refused() -> None:
+def test_steps_that_look_alike_are_refused() -> None:
     with pytest.raises(RuntimeError, match=f"{STEPS} steps launched {STEPS - 1} CUDA graphs"):
-        of_a_step(read(trace(STEPS - 1)), STEPS)
+        mean_step(kernels_of(trace(STEPS - 1)), STEPS)
     eager = trace()
     for number, event in enumerate(eager):
         event["args"] = {"correlation": number}
     with pytest.raises(RuntimeError, match="launched 0 CUDA graphs"):
-        of_a_step(read(eager), STEPS)
-    assert of_a_step(read(trace(2 * STEPS)), STEPS)["profiled_step_us"] == pytest.approx(200)  # two graphs each
+        mean_step(kernels_of(eager), STEPS)
+    assert mean_step(kernels_of(trace(2 * STEPS)), STEPS)["profiled_step_us"] == pytest.approx(200)  # two graphs each
 
 
-def test_families_are_sums_and_a_head_is_not_a_linear_of_the_graph() -> None:
-    rows = of_a_step(read(trace()), STEPS)["kernels"]
+def test_families_are_summed_within_and_outside_of_the_graph() -> None:
+    rows = mean_step(kernels_of(trace()), STEPS)["kernels"]
     sums = by_family(rows)
     assert sums["NVFP4 product"]["added_us"] == pytest.approx(20)
     assert sums["cuBLAS, outside of the graph"]["added_us"] == pytest.approx(20) and "cuBLAS" not in sums
@@ -102,7 +101,7 @@ def test_families_are_sums_and_a_head_is_not_a_linear_of_the_graph() -> None:
     assert family("void vllm::reshape_and_cache_flash_kernel<...>") == "KV write"
 
 
-def test_prompts_are_behind_before_anything_is_timed() -> None:
+def test_prompts_are_computed_before_anything_is_timed() -> None:
     assert decode_profile.steps_ahead(8, 744, 128, 16384) == 64 - decode_profile.STEPS
     with pytest.raises(ValueError, match="256 prompts of 8192 tokens take 131 steps of 16384 tokens"):
         decode_profile.steps_ahead(256, 8192, 128, 16384)
@@ -110,7 +109,7 @@ def test_prompts_are_behind_before_anything_is_timed() -> None:
         decode_profile.steps_ahead(256, 16, 128, 256)
 
 
-def test_an_engine_makes_the_steps_halfway_through_its_completions(
+def test_an_engine_steps_halfway_through_its_completions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, classes_looked_at_here: None
 ) -> None:
     """On a CPU, so that the trace is one that was made up; the steps are the engine's own."""
@@ -141,36 +140,23 @@ def test_an_engine_makes_the_steps_halfway_through_its_completions(
         llm.llm_engine.engine_core.shutdown()
 
 
-def test_what_a_profile_cannot_do_is_refused_before_an_engine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = [Case(2, 8, 80)]
-    with pytest.raises(ValueError, match="there is no CUDA GPU"):
-        bench_rollout.run("tiny", case, profile=True)
-    with pytest.raises(ValueError, match="output_len is 79; --profile needs at least 80"):
-        bench_rollout.run("tiny", [Case(2, 8, 79)], profile=True)
-    with pytest.raises(ValueError, match="repeats is 3, and --profile times no case as a whole"):
-        bench_rollout.run("tiny", case, profile=True, repeats=3)
-    monkeypatch.setattr(bench_rollout, "check_gpus", lambda count: None)
-    with pytest.raises(ValueError, match="tensor parallelism has more"):
-        bench_rollout.run("tiny", case, profile=True, tensor_parallel_size=2)
-
-
 def test_profiles_of_all_arms_are_shown_and_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = []
+    traces = []
 
     def answer(module: str, request: dict[str, Any]) -> dict[str, Any]:
-        asked.append(request["traces"])
+        traces.append(request["traces"])
         file = tmp_path / "trace.json.gz"
         file.write_bytes(gzip.compress(json.dumps({"traceEvents": trace()}).encode()))
         times = {"step_us": 90.0, "worked_us": 4321.0}
-        return {"profile": [{"batch": 64, "context": 768, **times, **decode_profile.what_it_shows(file, STEPS)}]}
+        return {"profile": [{"batch": 64, "context": 768, **times, **decode_profile.read(file, STEPS)}]}
 
-    monkeypatch.setattr(bench_rollout, "in_own_process", answer)
+    monkeypatch.setattr(rollout, "ask_once", answer)
     monkeypatch.setattr(decode_profile, "installed_gpu", lambda: object())
     file = tmp_path / "new/profile.json"
-    result = bench_rollout.run("tiny", [Case(64, 8, 80)], arms=["bf16", "qerl_nvfp4"], profile=True, output=file)
-    assert asked == [str(tmp_path / f"new/profile_{arm}_auto") for arm in ("bf16", "qerl_nvfp4")]
+    result = rollout.run("tiny", [Case(64, 8, 80)], arms=["bf16", "qerl_nvfp4"], profile=True, output=file)
+    assert traces == [str(tmp_path / f"new/profile_{arm}_auto") for arm in ("bf16", "qerl_nvfp4")]
     assert json.loads(file.read_text())["arms"] == result["arms"]
     shown = capsys.readouterr().out
     assert "qerl_nvfp4: microseconds of a decode step" in shown and "64 x" in shown

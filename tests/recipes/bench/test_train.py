@@ -15,11 +15,10 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from qerl_recipes import cli
-from qerl_recipes.bench import process, random_model, train_table
+from qerl_recipes.bench import arms, random_model
 from qerl_recipes.bench import train as bench_train
-from qerl_recipes.bench.train import Workload, parse_overrides
-from qerl_recipes.bench.train_table import GB, PARTS, summarize
-from qerl_recipes.machine.gpu import Gpu
+from qerl_recipes.bench.train import PARTS, Workload, flags, parse_overrides, summarize
+from qerl_recipes.machine.gpu import GB, Gpu
 from qerl_recipes.model import loading as model
 from qerl_recipes.recipe.shapes import config_json
 
@@ -30,27 +29,16 @@ H200 = Gpu(150_000_000_000, is_hopper=True)
 @pytest.mark.integration
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("shape", "arms"),
+    ("shape", "names"),
     [("tiny", "qerl_nvfp4"), ("tiny", "bf16,qerl_nvfp4"), ("tiny-moe", "qerl_nvfp4")],
     ids=["one", "two", "a mixture"],
 )
-def test_arms_make_whole_steps_on_a_cpu(shape: str, arms: str, tmp_path: Path) -> None:
+def test_arms_make_whole_steps_on_a_cpu(shape: str, names: str, tmp_path: Path) -> None:
     """Through the command, so that the way from its options to the engine's completions is the users'."""
     file = tmp_path / "tiny.json"
-    options = f"--shape {shape} --arms {arms} --groups 2 --generations 2 --prompt 8 --completion 8 --steps 2"
-    line = [
-        "bench",
-        "train",
-        *options.split(),
-        "--rank",
-        "4",
-        "--pack_tokens",
-        "48",
-        "--profile",
-        "--output",
-        str(file),
-    ]
-    done = CliRunner().invoke(cli.app, line)
+    options = f"--shape {shape} --arms {names} --groups 2 --generations 2 --prompt 8 --completion 8 --steps 2"
+    line = f"bench train {options} --rank 4 --pack_tokens 48 --profile --output {file}"
+    done = CliRunner().invoke(cli.app, line.split())
     assert done.exit_code == 0, done.output
     assert "1.00x" in done.output and "log p" in done.output
     result = json.loads(file.read_text())
@@ -75,40 +63,13 @@ def test_arms_make_whole_steps_on_a_cpu(shape: str, arms: str, tmp_path: Path) -
     assert file.with_suffix(".png").stat().st_size > 10_000
 
 
-REFUSALS: dict[str, tuple[list[str], str]] = {
-    "nf4 of a mixture": (["--shape", "tiny-moe", "--arms", "nf4"], "arm nf4 .* leaves experts in BF16"),
-    "unknown shape": (["--shape", "9B"], "unknown shape '9B'"),
-    "unknown arm": (["--arms", "bf16,fp8"], "unknown arm 'fp8'"),
-    "an arm twice": (["--arms", "bf16,bf16"], "name each of them once"),
-    "nf4 without a GPU": (["--arms", "bf16,nf4"], "arm nf4 \\(bitsandbytes\\) needs a CUDA GPU"),
-    "a limit without a GPU": (["--gpu_memory_gb", "80"], "a limit of GPU memory needs a CUDA GPU"),
-    "no round": (["--rounds", "0"], "rounds is 0, and must be at least 1"),
-    "one step": (["--steps", "1"], "steps is 1, and must be at least 2"),
-    "unknown part": (["--part", "rollout"], "part is 'rollout'"),
-    "a plan for a step, in all parts": (["--checkpointed_layers", "-1"], "measure --part step"),
-    "a fixed key": (["--lora_r", "8"], "lora_r is not for a flag"),
-    "a stray word": (["fast"], "'fast' is neither an option"),
-    "uneven micro-batches": (["--per_device_train_batch_size", "7"], "does not divide the 64 completions"),
-}
-
-
-@pytest.mark.parametrize(("options", "message"), REFUSALS.values(), ids=REFUSALS)
-def test_what_cannot_be_measured_is_refused_before_anything_starts(
-    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench_train, "in_own_process", lambda *a: pytest.fail("an arm was started"))
-    line = ["bench", "train", "--shape", "tiny", "--arms", "bf16,qerl_nvfp4", *options]
-    with pytest.raises(ValueError, match=message):
-        CliRunner().invoke(cli.app, line, catch_exceptions=False)
-
-
-def test_checkpoints_that_do_not_fit_on_the_disk_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_too_large_for_the_disk_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": 10_000_000_000}))
     with pytest.raises(OSError, match=r"10\.0 GB free and the checkpoints take 21\.1 GB"):
         bench_train._check_disk(replace(TINY, shape="7B"), bench_train.ARMS, tmp_path)
 
 
-def test_a_run_that_is_terminated_leaves_no_checkpoint_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminated_run_leaves_no_checkpoint_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGTERM)
 
     def terminated(*arguments: Any) -> None:
@@ -124,7 +85,7 @@ def test_a_run_that_is_terminated_leaves_no_checkpoint_behind(tmp_path: Path, mo
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_flag_counts_for_every_arm_and_stands_above_the_recipe() -> None:
+def test_a_flag_overrides_the_recipe_of_every_arm() -> None:
     overrides = parse_overrides(["--pack_tokens=300", "--learning-rate", "1e-3"])
     work = replace(TINY, groups=6, generations=8, completion=16, overrides=overrides)
     recipe = work.recipe("bf16", cuda=True)
@@ -137,7 +98,7 @@ def test_a_flag_counts_for_every_arm_and_stands_above_the_recipe() -> None:
     assert {key for key in recipe if recipe[key] != other[key]} == {"quantization"}
 
 
-def test_each_arm_keeps_as_much_as_its_weights_leave_room_for_within_the_limit() -> None:
+def test_each_arm_keeps_as_many_activations_as_fit() -> None:
     work = Workload("7B", 8, 8, 256, 1024, 2, 32, 0, (("checkpointed_layers", "-1"),))
     found = {arm: bench_train._recipe(work, arm, H200, 64 * 10**9) for arm in bench_train.ARMS}
     blocks = {arm: recipe["recipe"]["checkpointed_layers"] for arm, recipe in found.items()}
@@ -148,8 +109,7 @@ def test_each_arm_keeps_as_much_as_its_weights_leave_room_for_within_the_limit()
 
 
 @pytest.mark.parametrize("arm", bench_train.ARMS)
-def test_the_engine_gets_room_for_every_sequence_and_the_trainer_the_rest(arm: str) -> None:
-    from qerl_recipes.bench.train import flags
+def test_the_engine_gets_room_for_every_sequence(arm: str) -> None:
     from qerl_recipes.memory import plan as memory_plan
     from qerl_recipes.recipe.configs import parse
 
@@ -164,7 +124,7 @@ def test_the_engine_gets_room_for_every_sequence_and_the_trainer_the_rest(arm: s
     assert planned["planned_bytes"] == plan.peak and plan.fits
 
 
-def test_the_two_checkpoints_hold_the_same_weights(tmp_path: Path) -> None:
+def test_both_checkpoints_hold_the_same_weights(tmp_path: Path) -> None:
     """Up to rounding to 4 bits, and the packed one is what quantizing the other while it loads gives."""
     config = TINY.config()
     for packed in (False, True):
@@ -198,7 +158,7 @@ def test_every_character_of_a_prompt_is_one_token(vocabulary: int, tmp_path: Pat
         assert len(tokenizer) == vocabulary
 
 
-def test_rewards_are_spread_and_depend_on_the_completion_alone() -> None:
+def test_rewards_follow_from_the_completion_alone() -> None:
     from qerl_recipes.bench.train_arm import random_reward
 
     ids = [[i, i + 1] for i in range(500)]
@@ -207,7 +167,7 @@ def test_rewards_are_spread_and_depend_on_the_completion_alone() -> None:
     assert 0.4 < sum(rewards) / 500 < 0.6
 
 
-def test_the_parts_of_a_step_are_told_apart_and_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_parts_of_a_step_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from qerl_recipes.bench import train_arm
     from qerl_recipes.rollout.engine import VLLMRollouts
 
@@ -258,9 +218,7 @@ def test_the_parts_of_a_step_are_told_apart_and_add_up(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("pack_tokens", "micro_batch", "tokens"), [(48, 4, 48), (63, 4, 48), (48, 2, 32), (0, 4, 64), (8, 4, 16)]
 )
-def test_a_row_of_the_training_part_is_no_longer_than_those_of_a_step(
-    pack_tokens: int, micro_batch: int, tokens: int
-) -> None:
+def test_a_training_row_is_no_longer_than_a_steps(pack_tokens: int, micro_batch: int, tokens: int) -> None:
     from qerl_recipes.bench.train_arm import TrainingPart
 
     sizes = {"max_completion_length": 6, "vllm_max_model_length": 16, "seed": 0}
@@ -286,7 +244,7 @@ def made_up(steps: list[dict[str, Any]], pieces: list[float]) -> dict[str, Any]:
     return summarize({"groups": 2, "generations": 4, "prompt": 10, "completion": 30, "arms": {"bf16": found}})["bf16"]
 
 
-def test_the_first_step_is_not_counted_and_the_others_give_median_and_spread() -> None:
+def test_the_first_step_is_not_counted() -> None:
     seconds = [900.0, 8.0, 12.0, 9.0]
     summary = made_up([step(s, process=5_000_000_000 + i) for i, s in enumerate(seconds)], [100.0, 2.0, 4.0])
     assert summary["seconds"]["step"] == 9.0
@@ -306,7 +264,7 @@ def test_each_round_warms_up_and_one_step_has_no_spread() -> None:
     assert (once["repeats"], once["spread"]) == (1, None)
 
 
-def test_table_and_picture_compare_each_arm_to_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_and_picture_compare_arms_to_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of 12 s and 8 s a step, and of 3 s and 4 s for forward and backward."""
     result = {"groups": 2, "generations": 4, "prompt": 10, "completion": 30, "shape": "7B", "rank": 8}
     result |= {"gpu": "a GPU", "date": "today", "order": "one after the other"}
@@ -320,18 +278,18 @@ def test_table_and_picture_compare_each_arm_to_the_first(tmp_path: Path, capsys:
         for arm, seconds, part, tokens in (("bf16", 12.0, 3.0, 319), ("qerl_nvfp4", 8.0, 4.0, 320))
     }
     result["summary"] = summarize(result)
-    train_table.show(result)
+    bench_train.show(result)
     printed = capsys.readouterr().out
     assert re.findall(r"[\d.]+x", printed) == ["1.00x", "1.50x", "1.00x", "0.75x"]
     assert "bf16: its KV cache holds 319 of 320 tokens" in printed and printed.count("some wait") == 1
-    assert train_table.picture(result, tmp_path / "picture.svg")
+    assert bench_train.picture(result, tmp_path / "picture.svg")
     assert " 8 s, 1.50x" in (tmp_path / "picture.svg").read_text()
 
 
 ARM = """
 import json, os, sys
 from pathlib import Path
-from qerl_recipes.bench.process import answer
+from qerl_recipes.bench.arms import answer
 def work(request, found):
     print("a library's message")
     log = Path(__file__).with_name("log")
@@ -355,13 +313,13 @@ def made_up_arms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The processes of the arms write their names into the file that this gives; two of the three fail."""
     (tmp_path / "made_up_arm.py").write_text(ARM.replace("STEP", repr(step(1.0))))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    ask = process.in_own_process
-    monkeypatch.setattr(bench_train, "in_own_process", lambda module, request: ask("made_up_arm", request))
+    ask = arms.ask_once
+    monkeypatch.setattr(bench_train, "ask_once", lambda module, request: ask("made_up_arm", request))
     monkeypatch.setattr(bench_train, "_check", lambda *a: None)  # nf4 without a GPU
     return tmp_path / "log"
 
 
-def test_arms_alternate_and_one_that_fails_says_why_while_the_others_go_on(made_up_arms: Path) -> None:
+def test_arms_alternate_and_a_failed_one_ends_no_other(made_up_arms: Path) -> None:
     result = bench_train.run(TINY, rounds=2, output=made_up_arms.with_suffix(".json"))
     assert made_up_arms.read_text().split() == ["bf16", "nf4", "qerl_nvfp4", "bf16"]
     bf16, nf4, ours = (result["arms"][arm] for arm in bench_train.ARMS)

@@ -1,0 +1,166 @@
+"""What ``qerl bench`` refuses by name before any process starts, and which scripts ``bench kernels`` runs."""
+
+import importlib
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from qerl_recipes import cli
+from qerl_recipes.bench import commands, decode_profile, rollout, soak
+from qerl_recipes.bench.commands import kernel_scripts
+from qerl_recipes.bench.rollout_arm import Case
+from qerl_recipes.machine import processes
+
+TINY = "train --shape tiny --arms bf16,qerl_nvfp4"
+REFUSALS = (
+    ("rollout --shape 8B", "unknown shape '8B'; known: 0.5B"),
+    ("rollout --shape 7B", "shape 7B needs a CUDA GPU; on this machine use shape tiny"),
+    ("rollout --shape tiny --batch 0", "batch is [0]"),
+    ("rollout --shape tiny --batch 1,-2", "batch is [1, -2]"),
+    ("rollout --shape tiny --batch a,b", "--batch is 'a,b'; it is whole numbers, comma-separated"),
+    ("rollout --shape tiny --arms bf17", "unknown arm 'bf17'; known: bf16_merged"),
+    ("rollout --shape tiny --kv_cache_dtype int4", "unknown kv_cache_dtype 'int4'; known: auto, bfloat16, fp8"),
+    ("rollout --shape tiny --repeats 0", "repeats is 0 and rounds is 1; each is at least 1"),
+    ("rollout --shape tiny --rounds 0", "repeats is 3 and rounds is 0; each is at least 1"),
+    ("rollout --shape tiny --tensor-parallel-size 99", "tensor_parallel_size is 99, and this machine has"),
+    ('rollout --shape tiny --engine \'{"kv_cache_dtype": "fp8"}\'', "engine names 'kv_cache_dtype', which this"),
+    ("rollout --shape tiny --engine async_scheduling=0", "is not JSON"),
+    ("rollout --shape tiny --engine [1]", "it is a JSON object"),
+    ("rollout --shape tiny --interleave --rounds 2", "rounds is 2, and with --interleave every repeat is a round"),
+    ("rollout --shape tiny --interleave --profile", "--interleave has several engines at once, and --profile looks"),
+    ("rollout --shape tiny --interleave --engine '{\"kv_cache_memory_bytes\": 1}'", "engine names 'kv_cache_memory_"),
+    ("rollout --shape tiny --interleave --variant 'a={\"gpu_memory_utilization\": 1}'", "variant a names 'gpu_mem"),
+    ('rollout --shape tiny --variant \'a={"dtype": "half"}\'', "variant a names 'dtype', which this benchmark sets"),
+    ("rollout --shape tiny --variant sync", "it is NAME=JSON, such as 'sync={"),
+    ("rollout --shape tiny --variant a=0", "--variant a is '0'; it is a JSON object"),
+    ("rollout --shape tiny --variant a={} --variant a={}", "--variant a is given twice"),
+    ("rollout --shape tiny --variant 'a b={}'", "variant 'a b': a name is of letters"),
+    ("rollout --shape tiny --profile", "--profile looks at the kernels of a GPU, and there is no CUDA GPU"),
+    ("rollout --shape tiny --profile --output_len 79", "output_len is 79; --profile needs at least 80"),
+    ("rollout --shape tiny --profile --repeats 3", "repeats is 3, and --profile times no case as a whole"),
+    ("swap --shape 8B", "unknown shape '8B'"),
+    ("swap --shape 7B", "shape 7B needs a CUDA GPU"),
+    ("swap --shape tiny --transport http,pigeon", "['pigeon'] is unknown; it is one of auto, ipc, shared, http"),
+    ("swap --shape tiny --transport ipc", "transport ipc needs an NVIDIA GPU"),
+    ("soak --shape huge", "unknown shape"),
+    ("soak --streams 0", "streams is 0, minutes 10 and api-server-count 1; all must be above 0"),
+    ("soak --minutes 0", "all must be above 0"),
+    ("soak --minutes=-1", "all must be above 0"),
+    ("soak --api-server-count 0", "all must be above 0"),
+    ("kernels --tune --shapes '7B o'", "leave out --shapes"),
+    ("kernels --random 3 --tokens 16", "leave out --shapes and --tokens"),
+    ("kernels --tune --random 3", "choose one"),
+    ("kernels --random 0", "--random 0: how many layers and batch sizes to draw; at least 1"),
+    ("kernels --random=-3", "at least 1"),
+    ("kernels --tune", "the kernels run on Hopper GPUs"),
+    ("train --shape 9B", "unknown shape '9B'"),
+    ("train --shape tiny-moe --arms nf4", "arm nf4 (bitsandbytes) leaves experts in BF16"),
+    ("train --shape tiny --arms bf16,fp8", "unknown arm 'fp8'"),
+    ("train --shape tiny --arms bf16,bf16", "name each of them once"),
+    ("train --shape tiny --arms bf16,nf4", "arm nf4 (bitsandbytes) needs a CUDA GPU"),
+    (f"{TINY} --gpu_memory_gb 80", "a limit of GPU memory needs a CUDA GPU"),
+    (f"{TINY} --rounds 0", "rounds is 0, and must be at least 1"),
+    (f"{TINY} --steps 1", "steps is 1, and must be at least 2; the first step warms up"),
+    (f"{TINY} --generations 1", "generations is 1, and must be at least 2"),
+    (f"{TINY} --part rollout", "part is 'rollout'"),
+    (f"{TINY} --checkpointed_layers -1", "measure --part step"),
+    (f"{TINY} --lora_r 8", "lora_r is not for a flag"),
+    (f"{TINY} fast", "'fast' is neither an option"),
+    (f"{TINY} --per_device_train_batch_size 7", "does not divide the 64 completions"),
+)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(("line", "message"), REFUSALS)
+def test_is_refused(line: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(processes, "start", fail)
+    done = CliRunner().invoke(cli.app, ["bench", *shlex.split(line)])
+    assert done.exit_code != 0
+    assert message in " ".join((done.output + str(done.exception)).replace("│", " ").split())
+
+
+def test_a_profile_of_several_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout, "check_gpus", lambda count: None)
+    monkeypatch.setattr(decode_profile, "installed_gpu", lambda: object())
+    with pytest.raises(ValueError, match="tensor parallelism has more"):
+        rollout.run("tiny", [Case(2, 8, 80)], profile=True, tensor_parallel_size=2)
+
+
+def test_a_soak_of_a_checkpoint_needs_no_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "serving", lambda *_, **__: (_ for _ in ()).throw(InterruptedError))
+    with pytest.raises(InterruptedError):
+        soak.run(model="a checkpoint", shape="huge", streams=1, minutes=0.1)
+
+
+def test_kernel_scripts_follow_from_the_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tuned = kernel_scripts(Path("/times/h100.json"), None, None, tune=True, random=None, seed=4)
+    assert tuned == [
+        ["tune.py", "--out", "/times/h100.json", "--seed", "4"],
+        ["fit.py", "/times/h100.json"],
+        ["tune.py", "--out", "/times/h100_guided.json", "--seed", "5", "--guided"],
+        ["fit.py", "/times/h100.json", "/times/h100_guided.json"],  # all that was timed before
+    ]
+    drawn = kernel_scripts(Path("/r.json"), None, None, tune=False, random=60, seed=7)
+    assert drawn == [["random_points.py", "--out", "/r.json", "--random", "60", "--seed", "7"]]
+    chosen = kernel_scripts(Path("/k.json"), "7B o", "1,16", tune=False, random=None, seed=1)
+    assert chosen == [["run.py", "--out", "/k.json", "--shapes", "7B o", "--tokens", "1,16"]]
+    assert all((commands.KERNELS / script[0]).is_file() for script in (*tuned, *drawn, *chosen))
+    monkeypatch.setattr(commands, "KERNELS", tmp_path)
+    with pytest.raises(FileNotFoundError, match="run it from a clone"):
+        kernel_scripts(tmp_path / "k.json", None, None, tune=False, random=None, seed=1)
+
+
+@pytest.fixture
+def random_points(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Import the script as a module; forget afterwards what it imports from beside itself."""
+    monkeypatch.syspath_prepend(str(commands.KERNELS))
+    yield importlib.import_module("random_points")
+    for file in commands.KERNELS.glob("*.py"):
+        sys.modules.pop(file.stem, None)
+
+
+@pytest.mark.parametrize("wrong", [(), (2,)], ids=["right", "one is wrong"])
+def test_a_point_where_our_kernel_is_wrong_is_an_error(
+    wrong: tuple[int, ...],
+    random_points: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A stand-in makes the points, all else is the script."""
+    asked: list[list[str]] = []
+
+    def point(layer: Any, M: int, names: list[str]) -> dict[str, Any]:
+        asked.append(names)
+        assert len(asked) - 1 not in wrong, "relative error 3.0e-01"
+        us = {"bf16": 9.0, "qerl": 8.0, "qerl_adapter": 9.0} | dict.fromkeys(names, 10.0)
+        return {"layer": layer.name, "N": layer.N, "K": layer.K, "M": M, "us": us}
+
+    for name, stand_in in {
+        "point": point,
+        "warm_humming": lambda points: [],
+        "gate_in_processes": lambda variants, processes: (variants, []),
+        "conditions": lambda: {"gpu": "none"},
+    }.items():
+        monkeypatch.setattr(random_points, name, stand_in)
+    monkeypatch.setattr(random_points.gemm, "compile_all", lambda variants: None)
+    out = tmp_path / "random.json"
+    monkeypatch.setattr("sys.argv", ["random_points.py", "--random", "3", "--humming", "1", "--out", str(out)])
+    if wrong:
+        with pytest.raises(SystemExit, match=r"1 of 6 points have no figure.* relative error 3\.0e-01"):
+            random_points.main()
+    else:
+        random_points.main()
+    written = json.loads(out.read_text())
+    assert len(written["rows"]) == 6 - len(wrong) and len(written.get("failed", [])) == len(wrong)
+    assert sum("humming" in names for names in asked) == 1
+    assert "3 of 3 at 0.97 or better" in (printed := capsys.readouterr().out) or wrong, printed

@@ -1,0 +1,393 @@
+"""``qerl bench rollout`` and ``swap`` on a CPU, where their figures mean nothing and their wiring can be seen."""
+
+import json
+import os
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from qerl_recipes import cli
+from qerl_recipes.bench import random_model, rollout, rollout_arm, rollout_memory, swap
+from qerl_recipes.bench.rollout_arm import ARMS, Case, Order, make_cases, prompts
+from qerl_recipes.machine.gpu import GB, Gpu
+from qerl_recipes.recipe.shapes import ATTENTION, config_json
+from qerl_recipes.rollout import answers, arms
+from qerl_vllm_plugin.compat import scheduler
+
+H200 = Gpu(143771 * 2**20, True, "NVIDIA H200")
+
+
+@pytest.mark.integration
+def test_every_case_of_an_arm_is_measured_whole_and_decoding_alone(tmp_path: Path) -> None:
+    """Through the command, so that the way from its options to the engine's completions is the users'."""
+    file = tmp_path / "rollout.json"
+    line = "bench rollout --shape tiny --batch 1,3 --input_len 8 --output_len 40,20 --rank 4 --repeats 2"
+    names, engine = ["bf16_merged", "qerl_nvfp4"], {"max_num_batched_tokens": 777, "compilation_config": {"mode": 0}}
+    options = ["--arms", ",".join(names), "--output", str(file), "--engine", json.dumps(engine), "--interleave"]
+    done = CliRunner().invoke(cli.app, [*line.split(), *options])
+    assert done.exit_code == 0, done.output
+    result = json.loads(file.read_text())
+    assert result["engine"] == engine and result["interleaved"] is True and list(result["arms"]) == names
+    assert {"gpu", "versions", "commit", "date", "command"} <= set(result)
+    assert result["cached_tokens"] == 64 * 48, "the prefill is the most"
+    for found in result["arms"].values():
+        assert found["kv_cache_tokens"] * 2 * 2 * 64 * 2 == 2**30, "VLLM_CPU_KVCACHE_SPACE; keys and values, 2 layers"
+        rows = found["batch"]
+        assert {key: (row["input"], row["output"]) for key, row in rows.items()} == {"1": (8, 40), "3": (8, 20)}
+        for row in (*rows.values(), found["prefill"]):
+            assert len(row["seconds"]) == 2 and row["tokens_per_s"] > 0 and row["spread"] >= 0
+        for key, row in rows.items():
+            seconds, first = statistics.median(row["seconds"]), statistics.median(row["prefill_seconds"])
+            assert row["tokens_per_s"] == pytest.approx(int(key) * row["output"] / seconds)
+            alone = int(key) * (row["output"] - 1) / (seconds - first) if seconds > first else None
+            assert row["decode"]["tokens_per_s"] == pytest.approx(alone)
+            assert 0 < min(row["prefill_seconds"]) < max(row["seconds"]), "whatever else this machine does"
+    assert "3 x" in done.output and "ratios to the faster of bf16_merged" in done.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("interleave", [False, True])
+def test_a_mixture_is_measured_on_one_written_checkpoint(tmp_path: Path, interleave: bool) -> None:
+    names = ["bf16_merged", "qerl_nvfp4", "qerl_nvfp4_base"]
+    options: dict[str, Any] = {"arms": names, "rank": 4, "repeats": 1, "scratch": tmp_path}
+    result = rollout.run("tiny-moe", [Case(2, 8, 20)], interleave=interleave, **options)
+    assert not [found for found in result["arms"].values() if "failed" in found]
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_engine_gets_its_options_beside_the_benchmarks_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed: dict[str, Any] = {}
+
+    def start(config: dict[str, Any], **options: Any) -> None:
+        passed.clear()
+        passed.update(options)
+        raise InterruptedError
+
+    monkeypatch.setattr(random_model, "start", start)
+    engine = {"async_scheduling": False, "compilation_config": {"inductor_compile_config": {"triton.enable_pdl": True}}}
+    request = {"shape": "tiny", "cases": [(2, 8, 20), (1, 8, 20)], "rank": 4, "tensor_parallel": 1, "scratch": None}
+    request |= {"arm": "qerl_nvfp4", "kv_cache_dtype": "auto", "engine": engine, "memory": {"kv_cache_memory_bytes": 7}}
+
+    def options_of(**changed: Any) -> dict[str, Any]:
+        with pytest.raises(InterruptedError):
+            rollout_arm.begin({**request, "traces": None, **changed}, {})
+        return passed
+
+    options = options_of()
+    assert options["async_scheduling"] is False and options["kv_cache_memory_bytes"] == 7
+    assert options["scheduler_cls"] == scheduler.NAME and (options["length"], options["sequences"]) == (28, 64)
+    assert options["compilation_config"] == engine["compilation_config"] | {"cudagraph_capture_sizes": [1, 2]}
+    assert options_of(engine={"scheduler_cls": None})["scheduler_cls"] is None  # vLLM's own
+    assert "scheduler_cls" not in options_of(arm="bf16_merged")
+
+
+@pytest.mark.parametrize(
+    ("arm", "way"),
+    [("bf16_merged", "vLLM"), ("bf16", "vLLM"), ("nf4", "vLLM"), ("stock_nvfp4", "vLLM"), ("qerl_nvfp4", "ours")],
+)
+def test_stock_arms_are_asked_in_vllms_way(arm: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ways: list[str] = []
+
+    class Engine:
+        def generate(self, inputs: list[Any], *_: Any, **__: Any) -> list[Any]:
+            ways.append("vLLM")
+            return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1, 2])]) for _ in inputs]
+
+    def ours(llm: Any, ids: list[Any], *_: Any) -> list[Any]:
+        ways.append("ours")
+        return [SimpleNamespace(ids=[1, 2]) for _ in ids]
+
+    monkeypatch.setattr(rollout_arm, "start", lambda request: (Engine(), SimpleNamespace(request=None)))
+    monkeypatch.setattr(answers, "generate", ours)
+    monkeypatch.setattr(rollout_arm, "_cache_tokens", lambda llm: 1)
+    figures: dict[str, Any] = {}
+    carry_out = rollout_arm.begin({"arm": arm, "tensor_parallel": 2, "shape": "tiny", "traces": None}, figures)
+    order = {"number": 0, "repeat": 1, "batch": 3, "input": 4, "output": 2}
+    assert carry_out is not None
+    carry_out(order, figures)
+    assert figures["seconds"] >= 0 and ways == [way]
+    with pytest.raises(RuntimeError, match="did not generate 3 tokens"):
+        carry_out({**order, "output": 3}, {})
+
+
+def test_weights_that_two_layers_share_are_counted_once() -> None:
+    model = torch.nn.Module()
+    model.embedding = torch.nn.Parameter(torch.empty(2**28), requires_grad=False)  # 1 GiB that nobody touches
+    model.head = torch.nn.Parameter(model.embedding.data, requires_grad=False)
+    model.register_buffer("more", torch.empty(2**27))
+    worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
+    executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=worker))
+    llm: Any = SimpleNamespace(llm_engine=SimpleNamespace(model_executor=executor))
+    assert rollout_arm._weights_gib(llm) == 1.5
+
+
+def test_prompts_follow_from_case_and_repeat_alone() -> None:
+    first = Order(1, 2, 3, 8, 20)
+    ids = prompts(first, 512)
+    torch.manual_seed(7)
+    assert prompts(first._replace(output=1), 512) == ids
+    assert prompts(first._replace(repeat=1), 512) != ids and prompts(first._replace(number=0), 512) != ids
+    assert len(ids) == 3 and {len(row) for row in ids} == {8} and {type(i) for row in ids for i in row} == {int}
+
+
+def test_numbers_stand_side_by_side_and_one_counts_for_all() -> None:
+    assert make_cases([8, 64], [256], [512, 1024]) == [(8, 256, 512), (64, 256, 1024)]
+    assert make_cases([64], [256], [512, 1024]) == [(64, 256, 512), (64, 256, 1024)]
+    with pytest.raises(ValueError, match=r"input_len is \[1, 2\]; give one number, or 3 of them"):
+        make_cases([1, 2, 3], [1, 2], [5])
+    with pytest.raises(ValueError, match="output_len is at least 2"):
+        make_cases([1], [1], [1])
+
+
+def test_adapters_of_a_mixture_are_of_attention_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_json("tiny-moe")
+    tensors, adapter_config = random_model.adapter(config, 4)
+    assert adapter_config["target_modules"] == sorted(ATTENTION) and len(tensors) == 2 * 4 * 2
+    assert random_model.in_bf16(config) == ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
+    assert random_model.in_bf16(config_json("tiny")) == ["lm_head"]
+    with pytest.raises(ValueError, match="quantization: bf16 keeps the adapter in vLLM's LoRA slots"):
+        arms.engine_options("bf16", 4, config)
+    monkeypatch.setattr(arms, "runs_on_cuda", lambda variables: True)
+    assert arms.engine_options("bf16", 4, config)["lora_target_modules"] == list(ATTENTION)
+    assert "lora_target_modules" not in arms.engine_options("bf16", 4, config_json("tiny"))
+    assert "lora_target_modules" not in arms.engine_options("qerl_nvfp4", 4, config)
+
+
+def test_an_arm_in_float16_differs_in_its_type_alone() -> None:
+    ours = rollout_arm.options("qerl_nvfp4", 8, {"model_type": "qwen2"})
+    assert rollout_arm.options("qerl_nvfp4_float16", 8, {"model_type": "qwen2"}) == {**ours, "dtype": "float16"}
+    assert "dtype" not in ours, "that of all other arms"
+
+
+def test_turns_rest_where_spinning_workers_would_take_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+    assert rollout.pause(3, 2) > rollout.BUSY, "9 processes on 8 processors"
+    assert rollout.pause(2, 2) == 0 and rollout.pause(1, 8) == 0, "a processor for each; nobody before"
+    assert rollout.pause(20, 1) == 0, "arms without workers sleep at once"
+
+
+def groups_of(
+    monkeypatch: pytest.MonkeyPatch, rests: float | None = 0.0, **options: Any
+) -> list[dict[str, dict[str, Any]]]:
+    """Return the requests of each group of arms that are there at the same time; they rest for ``rests`` seconds."""
+    groups: list[dict[str, dict[str, Any]]] = []
+
+    def take(module: str, requests: Any, cases: Any, repeats: int, note: Any, rest_seconds: float) -> None:
+        groups.append(requests)
+        assert rest_seconds == rests
+
+    monkeypatch.setattr(rollout, "take_turns", take)
+    monkeypatch.setattr(rollout, "pause", lambda arms, parallel: 4.5 if (arms, parallel) == (2, 1) else None)
+    rollout.run("tiny", [Case(1, 2, 3)], arms=["bf16", "qerl_nvfp4"], **options)
+    return groups
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_memory, "installed_gpu", lambda: H200)
+    monkeypatch.setattr(rollout_memory, "used_bytes", lambda: GB)
+
+
+def test_arms_are_started_one_by_one_or_at_once(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_by_one = groups_of(monkeypatch, rounds=2)
+    assert [list(group) for group in one_by_one] == [["bf16"], ["qerl_nvfp4"]] * 2
+    assert one_by_one[0]["bf16"]["memory"] == {}, "vLLM measures"
+    (at_once,) = groups_of(monkeypatch, 4.5, interleave=True)
+    assert list(at_once) == ["bf16", "qerl_nvfp4"]
+    assert all(request["memory"]["kv_cache_memory_bytes"] > 0 for request in at_once.values())
+
+
+def test_variants_and_caches_multiply_the_arms(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = {"seed": 1, "compilation_config": {"mode": 0, "inductor_compile_config": {"combo_kernels": True}}}
+    pdl = {"compilation_config": {"inductor_compile_config": {"triton.enable_pdl": True}}}
+    options: dict[str, Any] = {"engine": engine, "variants": {"pdl": pdl, "s": {"seed": 2}}}
+    (group,) = groups_of(monkeypatch, None, interleave=True, kv_cache_dtype=["auto", "fp8"], **options)
+    names = ["bf16", "bf16, fp8 cache", "bf16, pdl", "bf16, pdl, fp8 cache", "bf16, s", "bf16, s, fp8 cache"]
+    assert list(group)[:6] == names and len(group) == 12
+    assert group["bf16"]["engine"] == engine
+    assert group["bf16, s"]["engine"] == {**engine, "seed": 2}
+    joined = {"mode": 0, "inductor_compile_config": {"combo_kernels": True, "triton.enable_pdl": True}}
+    assert group["qerl_nvfp4, pdl, fp8 cache"]["engine"] == {"seed": 1, "compilation_config": joined}
+    assert group["qerl_nvfp4, pdl, fp8 cache"]["kv_cache_dtype"] == "fp8"
+
+
+def memory_of(shape: str, names: Any, cases: list[Case], cache: str = "auto", parallel: int = 1) -> dict[str, int]:
+    request = {"shape": shape, "rank": 32, "tensor_parallel": parallel, "kv_cache_dtype": cache, "engine": {}}
+    planned = rollout_memory.plan(shape, {arm: {**request, "arm": arm} for arm in names}, cases)
+    return {name: memory["kv_cache_memory_bytes"] for name, memory in planned.items()}
+
+
+def test_a_cache_holds_the_largest_case_and_the_prefill(h200: None) -> None:
+    token, work = 2 * 28 * 4 * 128 * 2, [Case(8, 256, 512), Case(64, 256, 1024), Case(256, 256, 512)]
+    assert memory_of("7B", ["bf16"], work) == {"bf16": int(1.1 * 256 * (768 + 16) * token)}
+    assert memory_of("7B", ["bf16"], work, "fp8") == {"bf16": int(1.1 * 256 * (768 + 16) * token / 2)}
+    assert memory_of("7B", ["bf16"], work[:1]) == {"bf16": int(1.1 * 64 * (768 + 16) * token)}, "64 prompts, not 8"
+    assert memory_of("7B", ["bf16"], work, parallel=2) == {"bf16": int(1.1 * 256 * (768 + 16) * token / 2)}
+
+
+def test_engines_that_do_not_fit_together_are_refused(h200: None) -> None:
+    work = [Case(256, 128, 128)]
+    assert len(memory_of("7B", ["bf16_merged", "bf16", "qerl_nvfp4", "qerl_nvfp4_float16"], work)) == 4
+    assert len(memory_of("32B", ["bf16_merged", "bf16", "qerl_nvfp4"], work, parallel=2)) == 3
+    with pytest.raises(ValueError, match="--interleave has 3 engines at once, which take") as error:
+        memory_of("32B", ["bf16_merged", "bf16", "qerl_nvfp4"], work)
+    message = str(error.value)
+    assert "149.8 GB of its 150.8 GB are free" in message and "or leave --interleave out" in message
+    # 65.5 GB of weights, 32B's by hand, and 1.1 x 256 x (256 + 16) tokens of 256 KiB
+    assert "bf16_merged" in message and "(cache 20.1 GB, weights 65.5 GB, at work" in message
+    with pytest.raises(ValueError, match="9 engines at once"):
+        memory_of("7B", ARMS, [Case(256, 256, 512)])
+
+
+def test_on_a_cpu_no_memory_is_planned() -> None:
+    assert rollout_memory.plan("tiny", {"bf16": {}}, [Case(2, 8, 40)]) == {"bf16": {}}
+
+
+def test_rates_join_rounds_and_a_failed_arm_ends_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"bf16_merged": [2.0, 4.0], "bf16": [4.0, 4.0], "qerl_nvfp4": [1.0]}
+    order: list[str] = []
+
+    def take_turns(module: str, requests: dict[str, Any], cases: Any, repeats: int, note: Any, rest: float) -> None:
+        (arm,) = requests
+        order.append(arm)
+        if not seconds[arm]:
+            note(arm, {"failed": "its messages are above"})
+            return
+        one = seconds[arm].pop(0)
+        note(arm, {"weights_gib": 1.0, "kv_cache_tokens": 5000})
+        note(arm, {"case": {"batch": 4, "input": 10, "output": 21, "seconds": [one], "prefill_seconds": [0.5]}})
+        note(arm, {"prefill": {"tokens": 640, "seconds": [one]}})
+
+    monkeypatch.setattr(rollout, "take_turns", take_turns)
+    rollout.run("tiny", [Case(4, 10, 21)], rounds=2, output=tmp_path / "rollout.json")
+    assert order == ["bf16_merged", "bf16", "qerl_nvfp4"] * 2
+    found = json.loads((tmp_path / "rollout.json").read_text())["arms"]
+    merged = found["bf16_merged"]["batch"]["4"]
+    assert (merged["seconds"], merged["tokens_per_s"], merged["spread"]) == ([2.0, 4.0], 4 * 21 / 3, 2 / 3)
+    assert merged["decode"] == {"tokens_per_s": 4 * 20 / 2.5, "spread": 2 / 2.5}
+    assert merged["prefill"]["tokens_per_s"] == 4 * 10 / 0.5
+    assert found["bf16_merged"]["prefill"] == {
+        "tokens": 640,
+        "seconds": [2.0, 4.0],
+        "tokens_per_s": 640 / 3,
+        "spread": 2 / 3,
+    }
+    assert found["qerl_nvfp4"]["failed"] == "its messages are above"
+    assert found["qerl_nvfp4"]["batch"]["4"]["spread"] is None
+
+
+def test_a_decoding_lost_in_a_slow_prefill_has_no_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    measured: dict[str, dict[str, Any]] = {"bf16": {}, "qerl_nvfp4": {}}
+    for arm, first in (("bf16", 3.0), ("qerl_nvfp4", 1.0)):
+        case = {"batch": 4, "input": 10, "output": 21, "seconds": [2.0, 3.0], "prefill_seconds": [first]}
+        figures = {"case": case, "prefill": {"tokens": 640, "seconds": [1.0]}, "weights_gib": None}
+        rollout._add(measured[arm], {**figures, "kv_cache_tokens": 200}, [Case(4, 10, 21)])
+    decoding = [found["batch"]["4"]["decode"]["tokens_per_s"] for found in measured.values()]
+    assert decoding == [None, 4 * 20 / 1.5]
+    about = {"shape": "7B", "tensor_parallel_size": 1, "rank": 8, "gpu": "x", "date": "y", "cached_tokens": 0}
+    rollout._print({**about, "arms": measured})
+    printed = capsys.readouterr().out
+    assert "lost in" in printed and "53 ±33%" in printed and printed.count("x)") == 4
+
+
+def test_ratios_are_to_the_faster_bf16_arm(capsys: pytest.CaptureFixture[str]) -> None:
+    def arm(rate: float, cache: int = 200) -> dict[str, Any]:
+        row = {"tokens_per_s": rate, "spread": 0.1}
+        rows = {"batch": {"8": {**row, "batch": 8, "input": 1, "output": 2, "decode": row}}, "prefill": row}
+        return {**rows, "weights_gib": None, "kv_cache_tokens": cache}
+
+    found = {"qerl_nvfp4": arm(300.0), "bf16": arm(150.0, 199), "bf16_merged": arm(200.0), "nf4": {"failed": "why"}}
+    about = {"shape": "7B", "tensor_parallel_size": 2, "rank": 8, "gpu": "x", "date": "y", "cached_tokens": 200}
+    rollout._print({**about, "arms": found})
+    printed = capsys.readouterr().out
+    assert "bf16: its KV cache holds 199 of 200 tokens, so some wait" in printed and printed.count("some wait") == 1
+    assert "300 ±5%" in printed and "(1.50x)" in printed and "(0.75x)" in printed and "tensor parallel 2" in printed
+    assert "nf4 failed: why" in printed
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch, classes_looked_at_here: None) -> Iterator[None]:
+    """Measure a swap here and not in a process of its own, which would import all of vLLM once more."""
+    engines: list[Any] = []
+    start = random_model.start
+
+    def ask(module: str, request: dict[str, Any], *, has_core: bool) -> dict[str, Any]:
+        assert (module, has_core) == (swap.__name__, True)
+        figures: dict[str, Any] = {}
+        swap.measure(request, figures)
+        return figures
+
+    def keep(*arguments: Any, **options: Any) -> Any:
+        engines.append(start(*arguments, **options))
+        return engines[-1]
+
+    monkeypatch.setattr(random_model, "start", keep)
+    monkeypatch.setattr(swap, "ask_once", ask)
+    yield
+    for llm in engines:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def test_a_swap_is_measured_with_its_parts(in_this_process: None) -> None:
+    (found,) = swap.run("tiny", rank=16)["ways"].values()
+    for what in ("swap", "noise", "prefix_cache"):
+        assert 0 < found[what]["least"] <= found[what]["median"] <= found[what]["most"]
+    for what, inside in (("swap", {"pack", "receive", "check", "free"}), ("noise", set())):
+        parts = found[what]["parts"]
+        assert set(parts) == {"empty", "way", "stage", "agree", "commit", "device"} | inside
+        assert all(seconds >= 0 for seconds in parts.values())
+        assert 0.5 * found[what]["least"] < sum(parts.values()) < 1.5 * found[what]["most"]  # in seconds, too
+    values = sum(tensor.numel() for tensor in random_model.adapter(config_json("tiny"), 16)[0].values())
+    assert found["blocks"] > 0 and found["tensors"] == "cpu" and found["bytes"] == 4 * values
+
+
+@pytest.mark.slow
+def test_a_swap_is_measured_over_http() -> None:
+    (found,) = swap.run("tiny", rank=4, transports=["http"])["ways"].values()
+    assert found["swap"]["median"] > 0 and found["noise"]["median"] > 0
+    inside = {"pause", "empty", "way", "resume", "stage", "agree", "commit", "device"}
+    assert set(found["noise"]["parts"]) == inside
+    assert set(found["swap"]["parts"]) == inside | {"body", "digest", "receive", "check"}
+
+
+def test_what_comes_before_a_change_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, left = [0.0], [99.0] * swap.WARM_UP + [float(i) for i in range(swap.REPEATS)]
+
+    def take(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(swap, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    found = swap._spread(lambda: take(left.pop(0)), lambda: take(50), lambda: {"stage": clock[0] % 50})
+    assert left == [] and (found["least"], found["median"], found["most"]) == (0.0, 4.5, 9.0)
+    assert found["parts"]["device"] == 0.0
+
+
+def test_each_way_of_a_swap_has_its_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engines: list[tuple[str, list[str], bool]] = []
+
+    def answer(module: str, request: dict[str, Any], *, has_core: bool) -> dict[str, Any]:
+        assert (module, request["shape"], request["rank"]) == ("qerl_recipes.bench.swap", "7B", 16)
+        engines.append((request["kind"], request["transports"], has_core))
+        seconds = {"median": 0.012, "least": 0.011, "most": 0.02, "parts": {"empty": 0.003, "stage": 0.0091}}
+        found = {"swap": seconds, "noise": seconds, "prefix_cache": seconds, "bytes": 2e6, "blocks": 99}
+        return dict.fromkeys(request["transports"], found)
+
+    monkeypatch.setattr(swap, "ask_once", answer)
+    monkeypatch.setattr(swap, "check_shape", lambda shape: None)
+    monkeypatch.setattr(swap, "_check_ipc", lambda: None)
+    swap.run("7B", rank=16, transports=["auto", "ipc", "http", "shared"], output=tmp_path / "new/swap.json")
+    assert engines == [("here", ["auto"], True), ("elsewhere", ["ipc", "shared"], False), ("server", ["http"], False)]
+    written = json.loads((tmp_path / "new/swap.json").read_text())
+    assert {"gpu", "versions", "commit", "date", "command"} <= set(written)
+    assert list(written["ways"]) == ["auto", "ipc", "shared", "http"]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if ", ipc: " in line]
+    assert "ipc: swap 12.0 ms (11.0 to 20.0: empty 3.00, stage 9.10)" in line
+    assert line.endswith(", of 2 MB; vLLM alone empties 99 blocks in 12.0 ms")
