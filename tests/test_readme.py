@@ -58,7 +58,7 @@ def test_every_command_is_one_and_has_the_options_that_it_shows():
 def test_the_training_commands_of_the_pages_are_accepted(tmp_path, monkeypatch):
     """As printed, but for the model, which a folder stands in for, and for the CPU."""
     from qerl_recipes.recipe.configs import parse
-    from qerl_recipes.train.validate import validate
+    from qerl_recipes.train.preflight import check
 
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
@@ -71,7 +71,7 @@ def test_the_training_commands_of_the_pages_are_accepted(tmp_path, monkeypatch):
     seen = 0
     for _, (name, *rest) in commands():
         if name == "train" and "--config" in rest and Path(rest[rest.index("--config") + 1]).is_file():
-            validate(*parse([*rest, "--use_cpu", "true", "--bf16", "false", "--model_name_or_path", "model"]))
+            check(*parse([*rest, "--use_cpu", "true", "--bf16", "false", "--model_name_or_path", "model"]))
             seen += 1
     assert seen >= 3
 

@@ -30,8 +30,8 @@ from qerl_recipes.memory import plan as memory_plan
 from qerl_recipes.memory.overrun import explained
 from qerl_recipes.recipe.configs import PACK_TOKENS, parse
 from qerl_recipes.rollout.engine import VLLMRollouts
+from qerl_recipes.train import preflight
 from qerl_recipes.train import run as train
-from qerl_recipes.train.validate import validate
 
 MOST_KERNELS = 20
 FROM_METRICS = ("logp_mismatch_mean", "logp_mismatch_max", "loss", "grad_norm", "reward", "packed_share")
@@ -245,13 +245,13 @@ def measure(fields: Mapping[str, Any], figures: dict[str, Any]) -> None:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     written = time.perf_counter()
-    validate(*settings)
+    checked = preflight.make(*settings)
     gpu = this_gpu()
     if gpu is not None:
         gpu = Gpu(request.memory or gpu.memory, gpu.is_hopper)
     plan = None if gpu is None else memory_plan.make(*settings, gpu=gpu)
     with explained(plan, training.output_dir):
-        trainer = train.build(*settings)
+        trainer = train.build(checked)
     figures |= {"steps": [], "training_part": [], "profile": []}
     expected = training.generation_batch_size * training.max_completion_length
     trainer.add_callback(TimedSteps(trainer, expected, figures["steps"]))

@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl_recipes.evaluate.run import EngineSettings, close, start
-from qerl_recipes.files.base_model import local_folder
+from qerl_recipes.files.base_model import local_folder, read_config
 from qerl_recipes.files.json_files import numbered, read_lines
 from qerl_recipes.files.whole_folder import write_text
 from qerl_recipes.hooks import unknown_names
+from qerl_recipes.model.families import most_positions
 from qerl_recipes.recipe import checks
 from qerl_recipes.recipe.configs import SERVER, GRPOConfig, ModelConfig, ScriptArguments, parse
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.generation import for_sampling_params, sampling_parameters
 from qerl_recipes.rollout.sampling import completion_seed
 from qerl_recipes.tasks import prompts
-from qerl_recipes.train.base_fits import refuse_long_prompts
 from qerl_vllm_plugin.weights.checkpoint import inspect_folder
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ def write_own_answers(
     if len(rows) < samples:
         raise ValueError(f"--samples is {samples}, and the recipe has {len(rows)} training problems; lower it")
     rows = rows.select(range(samples))
-    refuse_long_prompts({"training": rows}, tokenizer, script, training, folder)
+    positions = most_positions(read_config(folder))
+    prompts.refuse_long_prompts({"training": rows}, tokenizer, script, training, positions)
     prompt_ids = [prompts.ids(prompt, tokenizer, training.chat_template_kwargs or {}) for prompt in rows["prompt"]]
     engine = EngineSettings(
         folder,

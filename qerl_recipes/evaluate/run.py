@@ -25,10 +25,9 @@ from qerl_recipes.evaluate.figures import summarize, too_many_cut
 from qerl_recipes.evaluate.request import Evaluation
 from qerl_recipes.files import run_state
 from qerl_recipes.files.adapter import AdapterFolder, engine_rank, open_adapter
-from qerl_recipes.files.base_model import local_folder
+from qerl_recipes.files.base_model import local_folder, read_config
 from qerl_recipes.files.json_files import read_object
 from qerl_recipes.files.whole_folder import write_text
-from qerl_recipes.memory.model_size import read_config
 from qerl_recipes.rollout.arms import ENGINE_QUANTIZATION, engine_on_cpu, engine_options
 from qerl_vllm_plugin.weights.checkpoint import inspect_folder
 

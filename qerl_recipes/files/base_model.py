@@ -1,7 +1,11 @@
-"""Find the checkpoint that a command names by folder or by model id."""
+"""Find the checkpoint that a command names by folder or by model id, and read its config.json."""
 
+import functools
+import json
 from pathlib import Path
+from typing import Any
 
+from qerl_recipes.recipe.shapes import BY_MODEL_ID, as_config
 from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 
 WANTED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
@@ -28,12 +32,62 @@ def local_folder(base: str | Path, revision: str | None = None) -> Path:
         ) from error
 
 
-def written_name(base: str | Path, revision: str | None = None) -> str:
+def written_name(base: str | Path, revision: str | None = None, folder: Path | None = None) -> str:
     """Return a name for ``base`` that stays valid when it is written down.
 
     It is a folder's absolute path, or the model id. A model id alone means its main branch; for another ``revision``,
-    the name is the folder of the download.
+    the name is the folder of the download. ``folder`` is what ``local_folder`` returned, if it has been called.
     """
     if Path(base).is_dir() or revision not in (None, "main"):
-        return str(local_folder(base, revision))
+        return str(folder or local_folder(base, revision))
     return str(base)
+
+
+def known_config(name: str | Path, revision: str | None = None) -> dict[str, Any] | None:
+    """Return the config.json of a checkpoint folder or model id, as far as it is known without a download.
+
+    For models that recipes/ name, a built-in copy of the sizes is used. Returns None for any other model that the hub's
+    cache does not hold. Raises OSError or ValueError for a folder whose config.json cannot be read.
+    """
+    folder = Path(name).expanduser()
+    file = folder / "config.json" if folder.is_dir() else _cached_config(str(name), revision)
+    if file is not None:
+        return json.loads(_text(file, file.stat().st_mtime_ns))
+    if str(name) in BY_MODEL_ID and revision in (None, "main"):
+        return as_config(BY_MODEL_ID[str(name)])
+    return None
+
+
+def read_config(name: str | Path, revision: str | None = None) -> dict[str, Any]:
+    """Return ``known_config``, or else the config.json of a model on the hub; raise ValueError if there is neither."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        config = known_config(name, revision)
+        if config is None:
+            file = hf_hub_download(str(name), "config.json", revision=revision)
+            config = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        raise ValueError(
+            f"{name}: no config.json in a folder of that name or on the Hugging Face hub ({type(error).__name__}); give"
+            " the folder of a checkpoint"
+        ) from error
+    return config
+
+
+@functools.lru_cache(maxsize=8)
+def _text(file: Path, changed: int) -> str:
+    """Return the text of a file whose last change was at ``changed``; it is read once."""
+    return file.read_text(encoding="utf-8")
+
+
+def _cached_config(model_id: str, revision: str | None) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(model_id, "config.json", revision=revision)
+    except HFValidationError:
+        return None
+    return Path(cached) if isinstance(cached, str) else None

@@ -4,10 +4,8 @@ import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from qerl_recipes.recipe.shapes import BY_MODEL_ID, as_config
 from qerl_vllm_plugin.weights.expected import fused_with
 
 
@@ -78,29 +76,6 @@ class ModelSize:
     def intermediate(self) -> int:
         """Return the width of the widest activation inside a block."""
         return max(max(linear.N, linear.K) for linear in self.linears)
-
-
-def read_config(name: str | Path, revision: str | None = None) -> dict[str, Any]:
-    """Return the config.json of a checkpoint folder or of a model on the hub.
-
-    For models that recipes/ name, a built-in copy of the sizes is used, so that the hub is not needed. Raises
-    ValueError if none of the three exists.
-    """
-    file = Path(name).expanduser() / "config.json"
-    if file.is_file():
-        return json.loads(file.read_text(encoding="utf-8"))
-    if str(name) in BY_MODEL_ID and revision in (None, "main"):
-        return as_config(BY_MODEL_ID[str(name)])
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        return json.loads(Path(hf_hub_download(str(name), "config.json", revision=revision)).read_text("utf-8"))
-    except (OSError, ValueError, HfHubHTTPError) as error:
-        raise ValueError(
-            f"{name}: no config.json in a folder of that name or on the Hugging Face hub ({type(error).__name__}); give"
-            " the folder of a checkpoint"
-        ) from error
 
 
 def measure(config: Mapping[str, Any]) -> ModelSize:

@@ -14,10 +14,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from qerl_recipes.files.adapter import engine_rank
+from qerl_recipes.files.base_model import read_config
 from qerl_recipes.machine.gpu import Gpu, gigabytes
 from qerl_recipes.memory import activation_bytes, adapter_size, engine_bytes, optimizer_bytes, weight_bytes
 from qerl_recipes.memory.activation_bytes import MicroBatch
-from qerl_recipes.memory.model_size import ModelSize, measure, read_config
+from qerl_recipes.memory.model_size import ModelSize, measure
 from qerl_recipes.memory.parts import SLEEP, Part, Plan
 from qerl_recipes.model import shared_weights
 from qerl_recipes.model.packed_attention import LARGEST_HEAD

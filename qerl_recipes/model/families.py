@@ -1,12 +1,18 @@
-"""Say what the trainer cannot do with a model family, from the model's config and before anything is built.
+"""Say what a recipe and the trainer cannot do with a model, from its config.json and before anything is built.
 
 The table of qerl_vllm_plugin/compatibility.md lists what is supported; tests/recipes/train/test_families.py checks it.
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from qerl_recipes.recipe.generation import wrong_bias
+from qerl_vllm_plugin.weights.checkpoint import read_quantization
 from qerl_vllm_plugin.weights.expected import experts
+from qerl_vllm_plugin.weights.families import FAMILIES, WITHOUT_SLOTS, of_images
+
+if TYPE_CHECKING:  # it imports TRL, which a trainer of another stack does not need
+    from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig, ScriptArguments
 
 # vLLM 0.31 runs these by transformers' own classes, and changes those classes for the whole process
 SHARED_CLASSES = ("olmo2", "smollm3")
@@ -45,36 +51,107 @@ def obstacles(config: Mapping[str, Any], attention: str | None) -> Iterator[str]
 
 
 def misfits(
-    config: Mapping[str, Any], adapted: Collection[str], noisy: Collection[str], arm: str = "qerl_nvfp4"
+    config: Mapping[str, Any], script: "ScriptArguments", training: "GRPOConfig", model: "ModelConfig"
 ) -> Iterator[str]:
-    """Yield one line for each key of a recipe that this family cannot honour.
+    """Yield one line for each key of a recipe that the model with this config.json cannot honour."""
+    name = str(model.model_name_or_path)
+    yield from _family_misfits(config, name, training, model)
+    yield from _quantization_misfits(config, name, training)
+    yield from _length_misfits(config, name, script, training)
+    sampling, tokens = training.generation_kwargs or {}, config.get("vocab_size")
+    biased = [] if wrong_bias(sampling) is not None else [int(token) for token in sampling.get("logit_bias") or ()]
+    if isinstance(tokens, int) and max(biased, default=0) >= tokens:
+        yield (
+            f"generation_kwargs: logit_bias has the token {max(biased)}, and {name} has {tokens} (0 to {tokens - 1}); "
+            "remove it"
+        )
 
-    ``adapted`` holds the lora_target_modules, and ``noisy`` the noise_targets of a run with noise or trained norms.
-    """
-    kind = str(config.get("model_type"))
+
+def most_positions(config: Mapping[str, Any]) -> int | None:
+    """Return the model's longest sequence; None if the config has none or scales RoPE, where the engine decides."""
+    positions = config.get("max_position_embeddings")
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return positions if isinstance(positions, int) and not scaling.get("factor") else None
+
+
+def _family_misfits(
+    config: Mapping[str, Any], name: str, training: "GRPOConfig", model: "ModelConfig"
+) -> Iterator[str]:
+    kind, arm = str(config.get("model_type")), training.quantization
+    if reason := of_images(config):
+        yield f"model_name_or_path: {name}: {reason}"
+    elif arm == "qerl_nvfp4" and kind not in FAMILIES:
+        yield (
+            f"model_name_or_path: {name} is a {kind}, a family that was never compared with transformers under "
+            f"qerl_nvfp4; compared are {', '.join(FAMILIES)}"
+        )
+    if arm != "qerl_nvfp4" and kind in WITHOUT_SLOTS:
+        yield (
+            f"quantization: {arm} serves the adapter from vLLM's LoRA slots, into which no adapter of {kind} fits; use "
+            "quantization: qerl_nvfp4"
+        )
+    yield from (f"model_name_or_path: {name}: {line}" for line in obstacles(config, model.attn_implementation))
+    adapted = model.lora_target_modules or ()
+    adapted = [adapted] if isinstance(adapted, str) else adapted
     if experts(config):
-        yield from _of_experts(config, adapted, arm)
+        yield from _experts_misfits(config, adapted, arm)
     fused, instead = FUSED_TARGETS.get(kind, ("", ""))
     if fused and {fused, "all-linear"} & set(adapted):
         yield (
             f"lora_target_modules: {kind} stores {fused} as one linear, which the engine holds as two, so that it "
             f"carries no adapter; use [{instead}]"
         )
+    noisy = training.noise_targets if training.noise_mode != "none" or training.train_norms else ()
     follows, feeds = NOISE_TARGETS.get(kind, ("", ""))
     if follows in noisy and feeds not in noisy:
         yield (
             f"noise_targets: {follows} of {kind} feeds no linear, but {feeds} does; use "
-            f"[{', '.join(feeds if name == follows else name for name in noisy)}]"
+            f"[{', '.join(feeds if target == follows else target for target in noisy)}]"
         )
 
 
-def _of_experts(config: Mapping[str, Any], adapted: Collection[str], arm: str) -> Iterator[str]:
+def _experts_misfits(config: Mapping[str, Any], adapted: Collection[str], arm: str) -> Iterator[str]:
     if arm == "nf4":
         yield "quantization: nf4 leaves experts in BF16 (it takes linear layers alone); use qerl_nvfp4 or bf16"
     if arm == "qerl_nvfp4" and config.get("quantization_config") is None:
         yield f"quantization: {arm}: {EXPERTS_FIRST}"
-    if named := [name for name in OF_EXPERTS if name in adapted]:
+    if named := [target for target in OF_EXPERTS if target in adapted]:
         yield (
             f"lora_target_modules: {', '.join(named)} means the experts or the router of this model (to PEFT, "
             "all-linear too), which carry no adapter; use [q_proj, k_proj, v_proj, o_proj]"
+        )
+
+
+def _quantization_misfits(config: Mapping[str, Any], name: str, training: "GRPOConfig") -> Iterator[str]:
+    quantized = config.get("quantization_config")
+    if isinstance(quantized, dict) and training.quantization == "qerl_nvfp4":
+        try:
+            read_quantization(quantized)
+        except ValueError as error:
+            yield f"model_name_or_path: {name}: {error}"
+    elif quantized is not None:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        yield (
+            f"quantization: {training.quantization} starts from a BF16 checkpoint, but {name} is quantized already "
+            f"({method}); name the BF16 checkpoint, or use quantization: qerl_nvfp4"
+        )
+
+
+def _length_misfits(
+    config: Mapping[str, Any], name: str, script: "ScriptArguments", training: "GRPOConfig"
+) -> Iterator[str]:
+    positions, longest = most_positions(config), training.vllm_max_model_length
+    completion = training.max_completion_length
+    if positions is None:
+        return
+    if longest is not None and longest > positions:
+        key = "max_prompt_length + max_completion_length" if script.max_prompt_length else "vllm_max_model_length"
+        yield (
+            f"{key} is {longest}, but {name} has {positions} positions (max_position_embeddings); lower it to that, "
+            "or name a model with more"
+        )
+    elif longest is None and completion >= positions:
+        yield (
+            f"max_completion_length ({completion}) leaves no room for a prompt in the {positions} positions "
+            f"(max_position_embeddings) of {name}; lower it"
         )

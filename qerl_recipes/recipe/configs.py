@@ -393,7 +393,7 @@ def parse(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig
 
     ``argv`` is ``["--config", "recipe.yaml", "--key", "value", ...]``; ``--config`` may be left out. Raises ConfigError
     (a ValueError) for an unknown key, naming the closest one, and for a value of the wrong type. Values that can be
-    parsed but not honoured are left to ``qerl_recipes.train.validate``.
+    parsed but not honoured are left to ``train.preflight``.
 
     On a machine without a CUDA GPU, ``use_cpu`` becomes true and ``bf16`` false, unless the recipe or a flag sets
     ``use_cpu``.

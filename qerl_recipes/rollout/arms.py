@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from qerl_recipes.files.adapter import engine_rank
+from qerl_recipes.files.base_model import read_config
 from qerl_recipes.machine.environment import runs_on_cuda
-from qerl_recipes.memory.model_size import read_config
 from qerl_recipes.recipe.shapes import ATTENTION
 from qerl_vllm_plugin.weights.expected import experts
 

@@ -15,10 +15,11 @@ import torch
 from accelerate import Accelerator, PartialState
 from vllm import LLM, SamplingParams
 
+from qerl_recipes.files.base_model import read_config
 from qerl_recipes.machine.gpu import this_gpu
 from qerl_recipes.memory import engine_bytes
 from qerl_recipes.memory.activation_bytes import ENGINE_TOKENS
-from qerl_recipes.memory.model_size import measure, read_config
+from qerl_recipes.memory.model_size import measure
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.recipe.generation import for_sampling_params, sampling_parameters
 from qerl_recipes.rollout import answers

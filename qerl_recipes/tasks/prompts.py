@@ -127,9 +127,14 @@ def tokenizer(folder: Path, training: GRPOConfig, **options: Any) -> PreTrainedT
 
 
 def load(
-    script: ScriptArguments, tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, Any] | None = None
+    script: ScriptArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    template_options: Mapping[str, Any] | None = None,
+    rows: tuple[Dataset, Dataset | None] | None = None,
 ) -> tuple[Dataset, Dataset | None]:
     """Return (train, held-out or None) for the trainer, with ``prompt`` as a list of messages.
+
+    ``rows`` are what ``read`` returned; by default the data are read here.
 
     A text prompt becomes the user's message after ``system_prompt``. It stays a text if the tokenizer has no chat
     template. Prompts with more than ``max_prompt_length`` tokens are left out. Tokens are counted as the rollout will
@@ -139,7 +144,7 @@ def load(
     the problem.
     """
     options = template_options or {}
-    train, held_out = read(script)
+    train, held_out = rows or read(script)
     train = _fitting(_conversational(train, script, tokenizer, options), script, tokenizer, options)
     if held_out is not None:
         held_out = _fitting(_conversational(held_out, script, tokenizer, options), script, tokenizer, options)
@@ -212,6 +217,38 @@ def _fitting(
             "%d of %d prompts have more than %d tokens and are left out", len(data) - len(fitting), len(data), limit
         )
     return data.select(fitting)
+
+
+def refuse_long_prompts(
+    data: Mapping[str, Dataset | None],
+    tokenizer: PreTrainedTokenizerBase,
+    script: ScriptArguments,
+    training: GRPOConfig,
+    positions: int | None,
+) -> None:
+    """Raise ConfigError if prompts leave less than ``max_completion_length`` tokens of a sequence.
+
+    vLLM would cut their completions off earlier. A prompt that leaves no room at all it would refuse in mid-run.
+    ``data`` maps "training" and "held-out" to their problems. With ``max_prompt_length`` nothing is checked, since
+    longer prompts are left out. ``positions`` is the length of the model's longest sequence; None if the engine
+    decides.
+    """
+    key, limit = "vllm_max_model_length", training.vllm_max_model_length
+    if limit is None:
+        key, limit = "max_position_embeddings of the model", positions
+    if limit is None or script.max_prompt_length is not None:
+        return
+    room = limit - training.max_completion_length
+    for name, problems in data.items():
+        options = training.chat_template_kwargs or {}
+        counts = [] if problems is None else [tokens(one, tokenizer, options) for one in problems["prompt"]]
+        if too_long := [count for count in counts if count > room]:
+            raise ConfigError(
+                f"{len(too_long)} of {len(counts)} {name} prompts have more than {room} tokens, the longest "
+                f"{max(too_long)}: beside them max_completion_length ({training.max_completion_length}) does not fit "
+                f"into {key} ({limit}), and completions would be cut off earlier. max_prompt_length: {room} leaves "
+                f"them out; or lower max_completion_length, or raise {key}"
+            )
 
 
 def from_files(script: ScriptArguments, name: str, config: str | None) -> tuple[Dataset, Dataset | None]:

@@ -118,10 +118,8 @@ def run(folder: Path, flags: Sequence[str] = (), problems: int = 16) -> int:
     if problems < 1:
         raise ValueError(f"problems is {problems}; it must be at least 1")
     saved = open_adapter(folder)
-    from qerl_recipes.files.base_model import local_folder
-    from qerl_recipes.files.run_state import base_hash
+    from qerl_recipes.train import preflight
     from qerl_recipes.train import run as training_run
-    from qerl_recipes.train.validate import validate
 
     with tempfile.TemporaryDirectory() as scratch:
         script, training, model = _recipe(saved, flags, Path(scratch))
@@ -136,9 +134,9 @@ def run(folder: Path, flags: Sequence[str] = (), problems: int = 16) -> int:
                 f"quantization: {training.quantization}: vLLM's LoRA slots on a CPU cannot give the "
                 "log-probabilities of given tokens; measure this arm on a GPU, or qerl_nvfp4 here"
             )
-        validate(script, training, model)
-        saved.check_base(base_hash(local_folder(model.model_name_or_path, model.model_revision)))
-        trainer = training_run.build(script, training, model)
+        checked = preflight.make(script, training, model)
+        saved.check_base(checked.run.base_hash)
+        trainer = training_run.build(checked)
         try:
             result = measure(trainer, saved, problems)
             available = len(trainer.train_dataset)

@@ -5,7 +5,6 @@ import os
 import shlex
 import signal
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -19,8 +18,8 @@ if TYPE_CHECKING:  # torch, TRL and vLLM are imported only after ``prepare`` has
     from transformers import PreTrainedModel
 
     from qerl_recipes.hooks import StartEngine
-    from qerl_recipes.memory.parts import Plan
     from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig, ScriptArguments
+    from qerl_recipes.train.preflight import Checked, Preflight
     from qerl_recipes.train.trainer import QerlGRPOTrainer
 
 
@@ -57,61 +56,52 @@ def _what_is_kept(training: "GRPOConfig | None") -> str:
 
 
 def _train(script: "ScriptArguments", training: "GRPOConfig", model_config: "ModelConfig") -> None:
-    from qerl_recipes.files.run_state import starting_point
+    from qerl_recipes.machine import gpu
     from qerl_recipes.memory.overrun import explained
-    from qerl_recipes.recipe.configs import adapter_line, tracker_environment
-    from qerl_recipes.train.validate import validate
+    from qerl_recipes.train import preflight
 
-    validate(script, training, model_config)
-    os.environ.update(tracker_environment(training))
-    if training.process_index == 0:
-        if script.is_without_gpu:
-            print("torch sees no CUDA GPU: this runs on the CPU (use_cpu: true, bf16: false)", file=sys.stderr)
-        print(adapter_line(script, model_config), file=sys.stderr)
-    plan = plan_memory(script, training, model_config)
+    is_main = training.process_index == 0
+    checked = preflight.check(script, training, model_config, None if training.use_cpu else gpu.this_gpu())
+    if is_main:
+        _announce(checked)
     with _locked_output_dir(training):
-        resumed = starting_point(training.output_dir, training.resume_from_checkpoint)
-        if resumed is not None and _has_ended(resumed, script, training, model_config):
-            if training.process_index == 0:
-                print(f"nothing is left to do: {resumed} is of the last step of this run, and its adapter is there")
+        resume = preflight.resume_point(checked)
+        if resume is not None and preflight.has_ended(checked, resume):
+            if is_main:
+                print(f"nothing is left to do: {resume[0]} is of the last step of this run, and its adapter is there")
             return
-        with explained(plan, training.output_dir):
-            trainer = build(script, training, model_config, resumed)
+        run = preflight.settle(checked, resume)
+        with explained(run.plan, training.output_dir):
+            trainer = build(run)
         with _stops_on_sigterm(trainer) as stop:
-            with explained(plan, training.output_dir, trainer):
+            with explained(run.plan, training.output_dir, trainer):
                 trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
             if stop.requested:
-                if training.process_index == 0:
+                if is_main:
                     print(stop.message(), file=sys.stderr)
                 raise SystemExit(143)
             finish(trainer)
-    if training.process_index == 0:
-        from qerl_recipes.evaluate.as_trained import command
-        from qerl_recipes.files.adapter import open_adapter
-
-        folder = Path(training.output_dir)
-        print(f"adapter: {folder / 'adapter'}; next:\n  {command(folder, open_adapter(folder).state)}")
-        print(f"  {shlex.join(['qerl', 'report', str(folder)])}")
+    if is_main:
+        _print_next_commands(Path(training.output_dir))
 
 
-def _has_ended(resumed: Path, script: "ScriptArguments", training: "GRPOConfig", model_config: "ModelConfig") -> bool:
-    """Return True if the checkpoint ``resumed`` is of the last step and the adapter of that step has been written.
+def _announce(checked: "Checked") -> None:
+    """Say in a line each that the run is on a CPU, what is trained, and what memory is planned."""
+    from qerl_recipes.recipe.configs import adapter_line
 
-    Raises CheckpointMismatch if the checkpoint's run had another recipe.
-    """
-    from qerl_recipes.files import run_state
-    from qerl_recipes.files.binding import recorded
-    from qerl_recipes.files.run_state import LAST
-    from qerl_recipes.train.saving import is_finished
+    if checked.script.is_without_gpu:
+        print("torch sees no CUDA GPU: this runs on the CPU (use_cpu: true, bf16: false)", file=sys.stderr)
+    print(adapter_line(checked.script, checked.model), file=sys.stderr)
+    if checked.plan is not None:
+        print(f"memory plan: {checked.plan.line()}", file=sys.stderr)
 
-    state = run_state.read_state(resumed)
-    run_state.check_recipe(state, recorded(script, training, model_config), resumed)
-    if not is_finished(resumed, training):
-        return False
-    try:
-        return run_state.read_state(Path(training.output_dir) / LAST).step == state.step
-    except run_state.CheckpointMismatch:
-        return False
+
+def _print_next_commands(output_dir: Path) -> None:
+    from qerl_recipes.evaluate.as_trained import command
+    from qerl_recipes.files.adapter import open_adapter
+
+    print(f"adapter: {output_dir / 'adapter'}; next:\n  {command(output_dir, open_adapter(output_dir).state)}")
+    print(f"  {shlex.join(['qerl', 'report', str(output_dir)])}")
 
 
 @contextlib.contextmanager
@@ -141,85 +131,24 @@ def _locked_output_dir(training: "GRPOConfig") -> Iterator[None]:
         os.close(handle)
 
 
-def plan_memory(script: "ScriptArguments", training: "GRPOConfig", model_config: "ModelConfig") -> "Plan | None":
-    """Return the memory plan of a run and print it as one line; return None on a CPU.
+def build(run: "Preflight") -> "QerlGRPOTrainer":
+    """Build the trainer of a run, with its engine running."""
+    from qerl_recipes.recipe.configs import DTYPES, tracker_environment
 
-    Replaces ``checkpointed_layers: -1`` in ``training`` by the number that the plan settles on, or by None without
-    one. Raises ValueError, with the largest parts and the way out, for a run that does not fit the GPU.
-    """
-    from qerl_recipes.machine.gpu import this_gpu
-    from qerl_recipes.memory.plan import make
-    from qerl_recipes.recipe.configs import AS_FEW_AS_FIT
-
-    gpu = None if training.use_cpu else this_gpu()
-    plan = None if gpu is None else make(script, training, model_config, gpu=gpu)
-    if plan is not None:
-        plan.check()
-    if training.checkpointed_layers == AS_FEW_AS_FIT:
-        training.checkpointed_layers = None if plan is None else plan.checkpointed
-    if plan is None:
-        return None
-    if training.process_index == 0:
-        print(f"memory plan: {plan.line()}", file=sys.stderr)
-    return plan
-
-
-def build(
-    script: "ScriptArguments", training: "GRPOConfig", model_config: "ModelConfig", resumed: Path | None = None
-) -> "QerlGRPOTrainer":
-    """Build the trainer of a recipe, with its engine running.
-
-    ``resumed`` is the checkpoint to go on from. Raises CheckpointMismatch, before any model loads, if it is of another
-    run.
-    """
-    from peft import PeftConfig
-    from trl import get_peft_config
-
-    from qerl_recipes.files import run_state
-    from qerl_recipes.files.adapter import open_adapter
-    from qerl_recipes.files.base_model import local_folder, written_name
-    from qerl_recipes.files.binding import recorded
-    from qerl_recipes.recipe.configs import DTYPES
-    from qerl_recipes.tasks import prompts, rewards
-    from qerl_recipes.train.base_fits import refuse_long_prompts, refuse_misfit
-    from qerl_recipes.train.continued import check_settings
-    from qerl_recipes.train.validate import uneven_evaluation
-
-    recipe = recorded(script, training, model_config)
-    base = local_folder(model_config.model_name_or_path, model_config.model_revision)
-    refuse_misfit(script, training, model_config, base)
-    start = None if script.adapter_name_or_path is None else open_adapter(script.adapter_name_or_path)
-    if start is not None:
-        start.check_base(run_state.base_hash(base))
-    peft_config = get_peft_config(model_config)
-    if start is not None and model_config.names_adapter:
-        check_settings(start, peft_config, base, f"adapter_name_or_path {start.path}")
-    tokenizer = prompts.tokenizer(base, training, padding_side="left", truncation_side="left")
-    train_dataset, eval_dataset = prompts.load(script, tokenizer, training.chat_template_kwargs)
-    if resumed is not None:
-        expected = run_state.describe(training, base, train_dataset, start=None if start is None else start.sha256())
-        run_state.check_continues(run_state.read_state(resumed), expected, recipe, resumed)
-        as_now = peft_config if start is None else PeftConfig.from_pretrained(str(start.path))
-        saved = open_adapter(resumed)
-        saved.check_tensors()
-        check_settings(saved, as_now, base, f"cannot resume from {resumed}")
-    if training.eval_strategy == "no":
-        eval_dataset = None
-    elif eval_dataset is not None and (line := uneven_evaluation(training, len(eval_dataset))) is not None:
-        warnings.warn(line, stacklevel=2)
-    refuse_long_prompts({"training": train_dataset, "held-out": eval_dataset}, tokenizer, script, training, base)
+    os.environ.update(tracker_environment(run.training))
     return assemble(
-        training,
-        base,
-        adapter=peft_config if start is None else start.path,
-        dtype=DTYPES[model_config.dtype or "bfloat16"],
-        attn_implementation=model_config.attn_implementation,
-        reward_funcs=rewards.resolve(script.reward_funcs, script),
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        processing_class=tokenizer,
-        base_name=written_name(model_config.model_name_or_path, model_config.model_revision),
-        recipe=recipe,
+        run.training,
+        run.base,
+        adapter=run.adapter,
+        start=None if run.start is None else run.start.path,
+        dtype=DTYPES[run.model.dtype or "bfloat16"],
+        attn_implementation=run.model.attn_implementation,
+        reward_funcs=run.rewards,
+        train_dataset=run.train,
+        eval_dataset=run.held_out,
+        processing_class=run.tokenizer,
+        run=run.run,
+        recipe=run.recorded,
     )
 
 
@@ -227,32 +156,30 @@ def assemble(
     training: "GRPOConfig",
     base: Path,
     *,
-    adapter: "PeftConfig | Path",
+    adapter: "PeftConfig",
+    start: Path | None = None,
     dtype: "torch.dtype",
     attn_implementation: str | None = None,
     **trainer_arguments: Any,
 ) -> "QerlGRPOTrainer":
     """Build engine, model and trainer on the folder ``base``, in this order: the model may share the engine's weights.
 
-    ``adapter`` is the config of a new adapter, or the folder of one to continue from. ``trainer_arguments`` are further
-    arguments of QerlGRPOTrainer. If a later part fails, the engine is shut down.
+    ``adapter`` describes the adapter that is trained, and ``start`` is the folder of one to continue from.
+    ``trainer_arguments`` are further arguments of QerlGRPOTrainer. If a later part fails, the engine is shut down.
     """
-    from peft import PeftConfig, PeftModel
+    from peft import PeftModel
 
-    from qerl_recipes.files.adapter import open_adapter
     from qerl_recipes.hooks import find
     from qerl_recipes.model import loading, norms, shared_weights
     from qerl_recipes.train.trainer import QerlGRPOTrainer
 
-    config = adapter if isinstance(adapter, PeftConfig) else PeftConfig.from_pretrained(str(adapter))
-    start_hash = None if config is adapter else open_adapter(adapter).sha256()
     start_engine: StartEngine = find("qerl_rollout_engines", training.rollout_engine)
     built: list[QerlGRPOTrainer] = []
     with contextlib.ExitStack() as on_failure:
         engine = start_engine(
             str(base),
             training,
-            rank=config.r,
+            rank=adapter.r,
             dtype=dtype,
             snapshot=lambda: built[0].snapshot(),
             accelerator=training.distributed_state,
@@ -266,11 +193,11 @@ def assemble(
             attn_implementation=attn_implementation,
             weights=weights,
         )
-        if config is not adapter:
-            policy = PeftModel.from_pretrained(policy, str(adapter), is_trainable=True)
-            norms.load_norms(policy, adapter)
-        trainer_arguments |= {"peft_config": config if config is adapter else None, "start": start_hash}
-        built.append(QerlGRPOTrainer(policy, args=training, engine=engine, base=base, **trainer_arguments))
+        if start is not None:
+            policy = PeftModel.from_pretrained(policy, str(start), is_trainable=True)
+            norms.load_norms(policy, start)
+        trainer_arguments["peft_config"] = adapter if start is None else None
+        built.append(QerlGRPOTrainer(policy, args=training, engine=engine, **trainer_arguments))
         on_failure.pop_all()
     return built[0]
 

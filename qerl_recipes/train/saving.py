@@ -36,16 +36,8 @@ if TYPE_CHECKING:
 class RunFiles:
     """The files of one trainer: checkpoints are whole or absent, taken between rollouts, and resumed exactly."""
 
-    def __init__(
-        self,
-        trainer: "QerlGRPOTrainer",
-        base: str | Path,
-        base_name: str | None,
-        recipe: Mapping[str, Any] | None,
-        start: str | None,
-    ) -> None:
-        self._trainer = trainer
-        self.run = run_state.describe(trainer.args, base, trainer.train_dataset, base_name, start)
+    def __init__(self, trainer: "QerlGRPOTrainer", run: run_state.Run, recipe: Mapping[str, Any] | None) -> None:
+        self._trainer, self.run = trainer, run
         self._recipe = dict(recorded(trainer.args) if recipe is None else recipe)
         self._seconds_before, self._began = 0.0, time.monotonic()
         self._versions_before = 0  # how many adapters were installed before a resume

@@ -35,6 +35,7 @@ from transformers.trainer_callback import ProgressCallback
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_decorator
 
+from qerl_recipes.files.run_state import Run
 from qerl_recipes.hooks import RolloutEngine, Snapshot, find
 from qerl_recipes.model import fused_lora, norms
 from qerl_recipes.model.loading import blocks_that_keep
@@ -71,10 +72,8 @@ class QerlGRPOTrainer(GRPOTrainer):
         train_dataset: Dataset,
         *,
         engine: RolloutEngine,
-        base: str | Path,
-        base_name: str | None = None,
+        run: Run,
         recipe: Mapping[str, Any] | None = None,
-        start: str | None = None,
         processing_class: PreTrainedTokenizerBase,
         eval_dataset: Dataset | None = None,
         peft_config: PeftConfig | None = None,
@@ -82,10 +81,9 @@ class QerlGRPOTrainer(GRPOTrainer):
     ) -> None:
         """Set up the trainer; ``train.preflight`` has refused combinations of ``args`` that cannot run.
 
-        ``model`` is the plain base together with ``peft_config``, or a PeftModel to continue from. ``base`` is the
-        checkpoint folder that ``model`` was loaded from and that ``engine`` serves. ``base_name`` is its name in
-        checkpoints and model card; the default is the folder. ``recipe`` is what checkpoints record of the recipe;
-        the default is ``binding.recorded(args)``. ``start`` is the hash of the adapter that training begins from.
+        ``model`` is the plain base together with ``peft_config``, or a PeftModel to continue from. ``engine`` serves
+        the same base. ``run`` and ``recipe`` are what checkpoints record of the run and of its recipe; the default of
+        ``recipe`` is ``binding.recorded(args)``.
         """
         self.steps_per_rollout = steps_per_rollout(args)
         masters = {name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
@@ -129,7 +127,7 @@ class QerlGRPOTrainer(GRPOTrainer):
         self._noise: tuple[float, int] | None = None  # sigma and rollout of the noise in the trainer's norms
         self.judged, self.equal_groups = torch.empty(0), 0.0
         self.stream = dynamic_sampling.PromptStream(len(train_dataset), args.seed)
-        self.files = saving.RunFiles(self, base, base_name, recipe, start)
+        self.files = saving.RunFiles(self, run, recipe)
         self._trl_batch: dict[str, Any] = {}  # that of the loss being computed
         self._micro_batch: loss.MicroBatch | None = None  # the same as values; None outside a loss
         self._values, self._sums = metrics.StepValues(), metrics.StepSums()  # of the step in progress

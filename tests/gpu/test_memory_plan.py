@@ -18,13 +18,14 @@ import json, sys
 from qerl_recipes.machine.environment import prepare
 prepare()
 import torch
-from qerl_recipes.train import run as train
+from qerl_recipes.machine.gpu import this_gpu
+from qerl_recipes.train import preflight, run as train
 from qerl_recipes.recipe.configs import parse
 from qerl_recipes.memory.overrun import explained
 LIMIT = sys.argv.pop(1) == "limited"
 settings = parse(sys.argv[1:])
-plan = train.plan_memory(*settings)
-trainer = train.build(*settings)
+run = preflight.settle(preflight.check(*settings, this_gpu()))
+plan, trainer = run.plan, train.build(run)
 before = torch.cuda.memory_allocated()
 torch.cuda.reset_peak_memory_stats()
 if LIMIT:  # room for weights and cache, and little more

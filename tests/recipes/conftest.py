@@ -78,6 +78,8 @@ def trainers(output: Path) -> Iterator[Callable[..., Any]]:
     """Trainers that write into ``output`` by default, one engine at a time."""
     from peft import LoraConfig
 
+    from qerl_recipes.files.adapter import open_adapter
+    from qerl_recipes.files.run_state import describe
     from qerl_recipes.model import loading
     from qerl_recipes.recipe.configs import GRPOConfig
     from qerl_recipes.tasks import running_sum
@@ -115,14 +117,18 @@ def trainers(output: Path) -> Iterator[Callable[..., Any]]:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loading, "load", changed)
+            data = running_sum.training_set(rows, 0)
+            start_hash = None if adapter is None else open_adapter(adapter).sha256()
             trainer = assemble(
                 args,
                 base,
-                adapter=lora if adapter is None else adapter,
+                adapter=lora if adapter is None else LoraConfig.from_pretrained(str(adapter)),
+                start=adapter,
                 dtype=dtype,
                 attn_implementation=attention,
                 reward_funcs=reward if isinstance(reward, list) else [reward],
-                train_dataset=running_sum.training_set(rows, 0),
+                train_dataset=data,
+                run=describe(args, base, data, start=start_hash),
                 eval_dataset=running_sum.training_set(8, 1) if args.eval_strategy != "no" else None,
                 processing_class=running_sum.tokenizer(),
             )

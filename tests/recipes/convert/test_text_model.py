@@ -12,7 +12,7 @@ from qerl_recipes.convert.quantize import quantize_checkpoint
 from qerl_recipes.convert.sources import write_text_model
 from qerl_recipes.recipe.configs import parse
 from qerl_recipes.tasks import running_sum
-from qerl_recipes.train.validate import validate
+from qerl_recipes.train.preflight import check
 from qerl_vllm_plugin.weights.checkpoint import inspect_folder
 from qerl_vllm_plugin.weights.families import FAMILIES, LANGUAGE_MODELS, check_family
 from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
@@ -179,7 +179,7 @@ def test_a_vision_language_checkpoint_is_refused_with_what_to_do(kind, tmp_path,
     recipe = write_recipe(model_name_or_path=str(tmp_path / "whole"))
     for arm in ("qerl_nvfp4", "bf16"):
         with pytest.raises(ValueError, match=message):
-            validate(*parse(["--config", recipe, "--quantization", arm]))
+            check(*parse(["--config", recipe, "--quantization", arm]))
 
 
 def test_a_model_with_a_vision_tower_that_nobody_knows_is_refused(make_bf16, tmp_path):

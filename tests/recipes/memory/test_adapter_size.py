@@ -13,7 +13,7 @@ from qerl_recipes.memory.model_size import ModelSize, measure
 from qerl_recipes.recipe import shapes
 from qerl_recipes.recipe.configs import parse
 from qerl_recipes.recipe.file import ConfigError
-from qerl_recipes.train.validate import validate
+from qerl_recipes.train.preflight import check
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "demo" / "grpo" / "nvfp4_lora_aqn.yaml"
 RANK = 4
@@ -93,7 +93,7 @@ def test_an_adapter_that_no_engine_takes_is_refused_before_anything_loads(
 ) -> None:
     settings = recipe("--adapter_name_or_path", saved(tmp_path, target_modules=["q_proj"], **values))
     with pytest.raises(ConfigError, match=f"adapter_name_or_path: .*adapter_config.json: the adapter uses {message}"):
-        validate(*settings)
+        check(*settings)
     with pytest.raises(ValueError, match=message):
         adapter_size.trained(settings[0], settings[2], size_and_config()[0])
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from qerl_recipes.convert.quantize import quantization_config, quantize_checkpoint
+from qerl_recipes.files.base_model import read_config
 from qerl_recipes.memory import activation_bytes, weight_bytes
-from qerl_recipes.memory.model_size import ModelSize, measure, read_config
+from qerl_recipes.memory.model_size import ModelSize, measure
 from qerl_recipes.recipe import shapes
 
 GIB = 2**30

@@ -3,8 +3,10 @@
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from datasets import Dataset
 from typer.testing import CliRunner
 
 from qerl_recipes import cli
@@ -13,6 +15,8 @@ from qerl_recipes.machine.gpu import GB, Gpu
 from qerl_recipes.memory import table as memory_table
 from qerl_recipes.model import loading as model
 from qerl_recipes.recipe.configs import parse
+from qerl_recipes.tasks import prompts
+from qerl_recipes.train import preflight
 from qerl_recipes.train import run as train
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -79,26 +83,36 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_loads(
         train.main([*flags, "--use_cpu", "false", "--bf16", "false"])
 
 
+@pytest.fixture
+def reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recipes of models that are not here, and whose data the hub has, are planned without both."""
+    rows = Dataset.from_dict({"prompt": ["1"] * 64, "answer": ["1"] * 64, "solution": ["1"] * 64})
+    monkeypatch.setattr(prompts, "read", lambda script: (rows, rows))
+
+
 def test_a_run_starts_with_its_plan_in_one_line(
-    make_nvfp4: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], reads_nothing: None, tmp_path: Path
 ) -> None:
-    script, training, policy = parse([*CPU, "--output_dir", "unused", "--model_name_or_path", str(make_nvfp4("qwen2"))])
-    assert train.plan_memory(script, training, policy) is None  # on a CPU
-    training.use_cpu = False
+    class Started(Exception):
+        pass
+
     monkeypatch.setattr(machine_gpu, "this_gpu", lambda: HOPPER)
-    planned = train.plan_memory(script, training, policy)
-    assert planned is not None
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"memory plan: {planned.peak / GB:.1f} GB of 80.0 GB (KV cache ")
+    monkeypatch.setattr(preflight, "resume_point", Mock(side_effect=Started))
+    flags = ["--config", str(NVFP4_32B), "--output_dir", str(tmp_path), "--vllm_enable_sleep_mode", "false"]
+    flags += ["--optim", "adamw_torch", "--use_cpu"]
+    with pytest.raises(Started):
+        train.main([*flags, "false", "--bf16", "false"])
+    assert re.search(r"^memory plan: \d+\.\d GB of 80\.0 GB \(", capsys.readouterr().err, re.MULTILINE)
+    with pytest.raises(Started):
+        train.main([*flags, "true", "--bf16", "false"])
+    assert "memory plan" not in capsys.readouterr().err
 
 
-def test_the_number_is_settled_before_the_trainer_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    from qerl_recipes.train import run as train
-
-    script, training, model = parse(["--config", str(NVFP4_32B), *CPU, "--checkpointed_layers", "-1"])
-    assert train.plan_memory(script, training, model) is None
-    assert training.checkpointed_layers is None, "a CPU has no plan, and all blocks are the default"
-    training.checkpointed_layers, training.use_cpu = -1, False
-    monkeypatch.setattr(machine_gpu, "this_gpu", lambda: HOPPER)
-    planned = train.plan_memory(script, training, model)
-    assert planned is not None and training.checkpointed_layers == planned.checkpointed < 64
+def test_the_plan_settles_how_many_blocks_are_recomputed(reads_nothing: None) -> None:
+    flags = ["--checkpointed_layers", "-1", "--vllm_enable_sleep_mode", "false", "--optim", "adamw_torch"]
+    settings = parse(["--config", str(NVFP4_32B), *CPU, *flags])
+    assert preflight.check(*settings).plan is None
+    assert settings[1].checkpointed_layers is None, "a CPU has no plan, and all blocks are the default"
+    settings[1].checkpointed_layers = -1
+    planned = preflight.check(*settings, HOPPER).plan
+    assert planned is not None and settings[1].checkpointed_layers == planned.checkpointed < 64

@@ -18,7 +18,7 @@ from qerl_recipes.recipe.configs import GRPOConfig, parse
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.rollout import engine as rollout
 from qerl_recipes.train import run as train
-from qerl_recipes.train.validate import validate
+from qerl_recipes.train.preflight import check, make
 from qerl_vllm_plugin.weights.expected import fused_with
 from qerl_vllm_plugin.weights.frozen_weights import FrozenWeight, FrozenWeights, frozen_weights, marlin_part, tiled_part
 from qerl_vllm_plugin.worker.kv_cache import KVCacheError
@@ -246,10 +246,9 @@ def run(write_recipe, tmp_path):
         reward = {"reward_funcs": ["digit_rewards.digits"]}
         recipe = write_recipe(output_dir=str(tmp_path / name), **{**noise, **reward, **changes})
         script, training, model_config = parse(["--config", recipe])
-        validate(script, training, model_config)
         while made:
             made.pop().vllm_generation.close()
-        trainer = train.build(script, training, model_config)
+        trainer = train.build(make(script, training, model_config))
         made.append(trainer)
         if before is not None:
             before(trainer)
@@ -324,7 +323,7 @@ def test_promise_09_sharing_that_was_asked_for_and_cannot_be_is_refused(changes,
         shared_weights.is_wanted(training)
     flags = [part for key, value in changes.items() for part in (f"--{key}", str(value))]
     with pytest.raises(ConfigError, match=f"share_weights: .*{reason}"):
-        validate(*parse(["--output_dir", "unused", "--use_cpu", "true", "--share_weights", "true", *flags]))
+        check(*parse(["--output_dir", "unused", "--use_cpu", "true", "--share_weights", "true", *flags]))
 
 
 def test_sharing_that_was_left_open_and_cannot_be_is_said_once():

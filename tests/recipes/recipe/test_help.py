@@ -42,7 +42,7 @@ def test_help_shows_the_defaults_of_a_recipe(tmp_path, capsys):
 def test_neither_checking_a_recipe_nor_help_imports_vllm():
     code = (
         "import sys; sys.argv = ['qerl', 'train', '--help']\n"
-        "import qerl_recipes.train.validate\n"
+        "import qerl_recipes.train.preflight\n"
         "from qerl_recipes import cli\n"
         "try: cli.main()\n"
         "finally: print('vllm' in sys.modules)"

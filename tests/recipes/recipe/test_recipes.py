@@ -12,7 +12,7 @@ from transformers.utils import is_bitsandbytes_available
 from qerl_recipes.recipe.checks import steps_per_rollout
 from qerl_recipes.recipe.configs import parse
 from qerl_recipes.recipe.file import ConfigError
-from qerl_recipes.train.validate import validate
+from qerl_recipes.train.preflight import check
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 ALL = sorted(RECIPES.glob("*/grpo/*.yaml"))
@@ -50,7 +50,7 @@ def test_every_recipe_of_a_model_parses_and_can_run(model, stand_ins):
         script, training, policy = parse(["--config", str(path), *CPU, *local, *own_model])
         refused = []
         try:
-            validate(script, training, policy)
+            check(script, training, policy)
         except ConfigError as error:
             refused = str(error).splitlines()[1:]
         # what the machine of this test lacks, and nothing else
@@ -81,8 +81,8 @@ def test_a_mixture_is_refused_before_its_checkpoint_is_downloaded_and_told_what_
     recipe = str(RECIPES / "Qwen3-30B-A3B" / "grpo" / "nvfp4_lora.yaml")
     local = ["--dataset_kwargs", json.dumps({"path": str(stand_ins["bigmath"])})]
     with pytest.raises(ConfigError, match=r"experts of a BF16 checkpoint .* qerl quantize SOURCE DESTINATION"):
-        validate(*parse(["--config", recipe, *CPU, *local]))
-    validate(*parse(["--config", recipe, *CPU, *local, "--model_name_or_path", str(stand_ins["packed"])]))
+        check(*parse(["--config", recipe, *CPU, *local]))
+    check(*parse(["--config", recipe, *CPU, *local, "--model_name_or_path", str(stand_ins["packed"])]))
 
 
 def test_the_paper_s_recipes_are_there_for_the_sizes_that_its_tables_have():

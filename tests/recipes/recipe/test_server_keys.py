@@ -6,7 +6,7 @@ from qerl_recipes.files.binding import changes, recorded
 from qerl_recipes.model import shared_weights
 from qerl_recipes.recipe.configs import parse
 from qerl_recipes.recipe.file import ConfigError
-from qerl_recipes.train.validate import validate
+from qerl_recipes.train.preflight import check
 
 TOKEN = "an-admin-token-of-32-characters!"
 
@@ -41,7 +41,7 @@ def test_a_server_is_found_under_trls_keys(recipe):
     }
     for flags, address in addresses.items():
         parts = recipe(*flags)
-        validate(*parts)
+        check(*parts)
         assert parts[1].server_address == address
 
 
@@ -73,7 +73,7 @@ def test_a_server_is_found_under_trls_keys(recipe):
 )
 def test_what_a_server_cannot_do_is_refused_by_name(flags, message, recipe):
     with pytest.raises(ConfigError) as refused:
-        validate(*recipe(*flags))
+        check(*recipe(*flags))
     assert message in str(refused.value)
 
 
@@ -91,18 +91,18 @@ def test_without_the_admin_token_nothing_begins(variables, message, recipe, monk
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError) as refused:
-        validate(*recipe())
+        check(*recipe())
     assert message in str(refused.value)
-    validate(*recipe("--vllm_mode", "colocate"))
+    check(*recipe("--vllm_mode", "colocate"))
 
 
 def test_what_is_said_to_an_engine_alone_has_no_effect_and_is_named(recipe, recwarn):
-    validate(*recipe("--vllm_enable_sleep_mode", "true", "--vllm_gpu_memory_utilization", "0.5"))
+    check(*recipe("--vllm_enable_sleep_mode", "true", "--vllm_gpu_memory_utilization", "0.5"))
     (said,) = [str(warning.message) for warning in recwarn if "has no effect" in str(warning.message)]
     assert "vllm_gpu_memory_utilization: 0.5 has no effect with vllm_mode: server (--gpu-memory-utilization of" in said
     assert "vllm_enable_sleep_mode: True has no effect" in said
     recwarn.clear()
-    validate(*recipe())
+    check(*recipe())
     assert not [warning for warning in recwarn if "has no effect" in str(warning.message)]
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from qerl_recipes.recipe.configs import parse
 from qerl_recipes.recipe.file import ConfigError
-from qerl_recipes.train.validate import validate
+from qerl_recipes.train.preflight import check
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 CPU = ["--use_cpu", "true", "--bf16", "false", "--vllm_enable_sleep_mode", "false"]
@@ -123,7 +123,7 @@ def demo(stand_ins, *flags):
 )
 def test_what_cannot_run_is_refused_before_a_model_loads(flags, message, stand_ins):
     with pytest.raises(ConfigError) as error:
-        validate(*demo(stand_ins, *flags))
+        check(*demo(stand_ins, *flags))
     assert message.replace("MODEL", str(stand_ins["model"])) in str(error.value)
 
 
@@ -149,9 +149,9 @@ def test_an_adapter_to_begin_from_is_refused_before_a_model_loads(config, name, 
     save_file({f"base_model.model.{name}": torch.full((4, 8), value)}, tmp_path / "adapter_model.safetensors")
     settings = demo(stand_ins, "--adapter_name_or_path", str(tmp_path))
     if message is None:
-        return validate(*settings)
+        return check(*settings)
     with pytest.raises(ConfigError, match="adapter_name_or_path: ") as error:
-        validate(*settings)
+        check(*settings)
     assert message in str(error.value)
 
 
@@ -174,16 +174,16 @@ def test_an_adapter_to_begin_from_is_refused_before_a_model_loads(config, name, 
     ids=lambda flags: " ".join(flags),
 )
 def test_what_is_just_within_a_limit_is_not_refused(flags, stand_ins):
-    validate(*demo(stand_ins, *flags))
+    check(*demo(stand_ins, *flags))
 
 
 def test_a_completion_as_long_as_the_model_is_refused_where_the_engine_has_the_model_s_length(stand_ins):
     script, training, model = demo(stand_ins, "--max_completion_length", "256")
     training.vllm_max_model_length = None
     with pytest.raises(ConfigError, match=r"max_completion_length \(256\) leaves no room for a prompt in the 256 posi"):
-        validate(script, training, model)
+        check(script, training, model)
     training.max_completion_length = 255
-    validate(script, training, model)
+    check(script, training, model)
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
@@ -194,7 +194,7 @@ def test_positions_that_the_model_stretches_are_left_to_the_engine(key, stand_in
         key: {"rope_type": "linear", "factor": 4},
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    validate(*demo(stand_ins, "--model_name_or_path", str(tmp_path), "--vllm_max_model_length", "1000"))
+    check(*demo(stand_ins, "--model_name_or_path", str(tmp_path), "--vllm_max_model_length", "1000"))
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -225,16 +225,16 @@ def test_a_push_that_the_hub_would_not_take_is_refused(stand_ins, hub, monkeypat
 
     def refused(*flags):
         with pytest.raises(ConfigError) as error:
-            validate(*demo(stand_ins, *push, *flags))
+            check(*demo(stand_ins, *push, *flags))
         assert str(error.value).endswith("--push_to_hub false")
         return str(error.value)
 
     assert "push_to_hub needs a token of the Hugging Face hub" in refused()
     with pytest.raises(ConfigError, match="log_completions_hub_repo needs a token of the Hugging Face hub"):
-        validate(*demo(stand_ins, "--log_completions", "true", "--log_completions_hub_repo", "somebody/table"))
+        check(*demo(stand_ins, "--log_completions", "true", "--log_completions_hub_repo", "somebody/table"))
     monkeypatch.setattr(constants, "ENDPOINT", hub)
     assert f"{hub} does not take this token" in refused("--hub_token", "hf_other")
-    validate(*demo(stand_ins, *push, "--hub_token", "hf_known"))
+    check(*demo(stand_ins, *push, "--hub_token", "hf_known"))
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert "127.0.0.1:9 does not take this token" in refused("--hub_token", "hf_known")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -252,7 +252,7 @@ def test_a_push_that_the_hub_would_not_take_is_refused(stand_ins, hub, monkeypat
 )
 def test_sampling_from_a_part_of_the_distribution_is_said(flags, named, stand_ins):
     with pytest.warns(UserWarning, match=named):
-        validate(*demo(stand_ins, *flags))
+        check(*demo(stand_ins, *flags))
 
 
 def test_several_processes_must_have_whole_groups_to_replace(stand_ins, monkeypatch):
@@ -261,12 +261,12 @@ def test_several_processes_must_have_whole_groups_to_replace(stand_ins, monkeypa
     training.steps_per_generation = training.gradient_accumulation_steps = 1
     monkeypatch.setattr(type(training), "world_size", 2)
     with pytest.raises(ConfigError, match=r"needs whole groups on each: .* must be a multiple of num_generations"):
-        validate(script, training, model)
+        check(script, training, model)
 
 
 def test_all_that_is_wrong_is_said_at_once(stand_ins):
     with pytest.raises(ConfigError) as error:
-        validate(*demo(stand_ins, "--loss_type", "x", "--noise_schedule", "y", "--reward_funcs", "z"))
+        check(*demo(stand_ins, "--loss_type", "x", "--noise_schedule", "y", "--reward_funcs", "z"))
     assert all(f"'{name}'" in str(error.value) for name in "xyz")
 
 
@@ -275,9 +275,9 @@ def test_answers_that_are_not_there_are_refused_in_training_and_held_out_data(st
         (tmp_path / f"{name}.jsonl").write_text(f'{{"prompt": "1+2={name}", "answer": {answer}}}\n' * 8)
     flags = ["--dataset_name", str(tmp_path), "--dataset_size", "8", "--reward_funcs", "exact_answer"]
     flags += ["--reward_weights", "1.0", "--per_device_train_batch_size", "8", "--num_generations", "2"]
-    validate(*demo(stand_ins, *flags))  # the held-out ones are not read
+    check(*demo(stand_ins, *flags))  # the held-out ones are not read
     with pytest.raises(ConfigError, match="column answer, which is empty in 8 of the 8 rows of the held-out"):
-        validate(*demo(stand_ins, *flags, "--eval_strategy", "epoch"))
+        check(*demo(stand_ins, *flags, "--eval_strategy", "epoch"))
 
 
 def test_columns_that_cannot_reach_a_reward_are_refused(stand_ins, tmp_path):
@@ -286,13 +286,13 @@ def test_columns_that_cannot_reach_a_reward_are_refused(stand_ins, tmp_path):
     mine.write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ("--dataset_name", str(mine), "--dataset_size", "16")
     with pytest.raises(ConfigError) as error:
-        validate(*demo(stand_ins, *flags))
+        check(*demo(stand_ins, *flags))
     for name in ("prompts", "completions"):
         assert f"the column {name} of the training data is what TRL calls its own; remove it, or" in str(error.value)
     assert "the column image of the training data is read as pictures, and a policy here reads" in str(error.value)
     renamed = {name: f"my_{name}" for name in ("prompts", "completions", "image")}
     assert json.dumps({"columns": {"image": "my_image"}}) in str(error.value)
-    validate(*demo(stand_ins, *flags, "--dataset_kwargs", json.dumps({"columns": renamed})))
+    check(*demo(stand_ins, *flags, "--dataset_kwargs", json.dumps({"columns": renamed})))
 
 
 def test_evaluation_during_training_needs_held_out_problems(stand_ins, tmp_path):
@@ -300,12 +300,12 @@ def test_evaluation_during_training_needs_held_out_problems(stand_ins, tmp_path)
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ["--dataset_name", str(tmp_path / "sums.jsonl"), "--eval_strategy", "epoch", "--dataset_size", "16"]
     with pytest.raises(ConfigError, match="eval_strategy: epoch needs held-out problems") as error:
-        validate(*demo(stand_ins, *flags))
+        check(*demo(stand_ins, *flags))
     assert "a folder with train.jsonl and test.jsonl" in str(error.value)
     cut = [part.partition(" ")[0].strip("'.") for part in str(error.value).split("_split: ")[1:]]
     assert cut == ["train[:90%]", "train[90%:]"]  # what it advises works
-    validate(*demo(stand_ins, *flags, "--dataset_train_split", cut[0], "--dataset_test_split", cut[1]))
-    validate(*demo(stand_ins, "--eval_strategy", "epoch"))
+    check(*demo(stand_ins, *flags, "--dataset_train_split", cut[0], "--dataset_test_split", cut[1]))
+    check(*demo(stand_ins, "--eval_strategy", "epoch"))
 
 
 @pytest.mark.parametrize(
@@ -325,13 +325,13 @@ def test_a_checkpoint_that_does_not_fit_the_arm_is_refused(arm, config, message,
         (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError) as error:
         flags = ["--quantization", arm, "--generation_kwargs", '{"logit_bias": {"9": 5.0, "8": 5.0}}']
-        validate(*demo(stand_ins, "--model_name_or_path", str(tmp_path), *flags))
+        check(*demo(stand_ins, "--model_name_or_path", str(tmp_path), *flags))
     assert message.replace("MODEL", str(tmp_path)) in str(error.value)
 
 
 def test_keys_of_a_tracker_that_is_not_asked_for_are_said_to_be_without_effect(stand_ins, recwarn):
     flags = ["--wandb_project", "p", "--wandb_run_group", "g", "--report_to"]
-    validate(*demo(stand_ins, *flags, "none"))
+    check(*demo(stand_ins, *flags, "none"))
     said = [str(w.message) for w in recwarn if "without effect" in str(w.message)]
     assert said == [
         "wandb_project, wandb_run_group: without effect, for report_to has no wandb; add it, or remove them"
@@ -340,5 +340,5 @@ def test_keys_of_a_tracker_that_is_not_asked_for_are_said_to_be_without_effect(s
     training.report_to = ["wandb"]  # installed nowhere here, so that validate refuses it: but not for its keys
     recwarn.clear()
     with pytest.raises(ConfigError, match="report_to: wandb is not installed"):
-        validate(script, training, model)
+        check(script, training, model)
     assert not [w for w in recwarn if "without effect" in str(w.message)]

@@ -18,7 +18,7 @@ from qerl_recipes.hooks import get_plugin_manager
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.train import run as train
 from qerl_recipes.train.divergence import Diverged
-from qerl_recipes.train.validate import uneven_evaluation
+from qerl_recipes.train.preflight import uneven_evaluation
 
 ENGINE = ["--rollout_engine", scripted_rollouts.NAME, "--dtype", "float32"]
 REPLACED = ["--dynamic_sampling", "true", "--gradient_accumulation_steps", "2"]

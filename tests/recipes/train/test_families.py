@@ -13,7 +13,7 @@ import torch
 from qerl_recipes.model import loading
 from qerl_recipes.model.frozen_experts import FrozenNVFP4Experts
 from qerl_recipes.recipe.configs import parse
-from qerl_recipes.train.validate import validate
+from qerl_recipes.train.preflight import check
 from qerl_vllm_plugin.weights.families import FAMILIES
 
 TOLERANCE = 1e-5  # of the mean difference of a step; the largest seen is 1e-6
@@ -124,7 +124,7 @@ def test_in_bf16_they_differ_by_rounding(family, make_trainer, make_nvfp4, read_
 def test_a_family_that_is_not_trained_is_refused_before_anything_is_built(family, make_bf16, write_recipe):
     folder = make_bf16(family, **({"no_rope_layers": [1, 0]} if family == "smollm3" else {}))
     with pytest.raises(ValueError, match=f"model_name_or_path: .*{REFUSED[family]}"):
-        validate(*parse(["--config", write_recipe(model_name_or_path=str(folder))]))
+        check(*parse(["--config", write_recipe(model_name_or_path=str(folder))]))
     with pytest.raises(ValueError, match=REFUSED[family]):
         loading.load(folder, quantization="qerl_nvfp4")
 
@@ -132,7 +132,7 @@ def test_a_family_that_is_not_trained_is_refused_before_anything_is_built(family
 def test_a_family_that_was_never_compared_is_refused(make_bf16, write_recipe):
     folder = make_bf16("starcoder2", num_attention_heads=2, head_dim=32)
     with pytest.raises(ValueError, match="a starcoder2, a family that was never compared"):
-        validate(*parse(["--config", write_recipe(model_name_or_path=str(folder))]))
+        check(*parse(["--config", write_recipe(model_name_or_path=str(folder))]))
 
 
 def test_an_attention_that_leaves_the_soft_cap_out_is_refused(make_bf16, write_recipe):
@@ -141,10 +141,10 @@ def test_an_attention_that_leaves_the_soft_cap_out_is_refused(make_bf16, write_r
     recipe = write_recipe(model_name_or_path=str(folder))
     for more in ([], ["--attn_implementation", "sdpa"]):
         with pytest.raises(ValueError, match=message):
-            validate(*parse(["--config", recipe, *more]))
+            check(*parse(["--config", recipe, *more]))
     with pytest.raises(ValueError, match=message):
         loading.load(folder, quantization="bf16")
-    validate(*parse(["--config", recipe, "--attn_implementation", "eager"]))
+    check(*parse(["--config", recipe, "--attn_implementation", "eager"]))
 
 
 def test_keys_that_a_family_cannot_honour_are_refused_with_those_that_it_can(make_bf16, write_recipe):
@@ -152,10 +152,10 @@ def test_keys_that_a_family_cannot_honour_are_refused_with_those_that_it_can(mak
     with pytest.raises(
         ValueError, match=r"lora_target_modules: glm4 stores gate_up_proj as one .*use \[q_proj, k_proj"
     ):
-        validate(*parse(["--config", recipe]))
-    validate(*parse(["--config", recipe, "--lora_target_modules", *LINEARS["glm4"]]))
+        check(*parse(["--config", recipe]))
+    check(*parse(["--config", recipe, "--lora_target_modules", *LINEARS["glm4"]]))
     recipe = write_recipe(model_name_or_path=str(make_bf16("gemma3_text", **GEMMA)), sigma_start=1e-2)
     message = r"noise_targets: post_attention_layernorm .* use \[input_layernorm, pre_feedforward_layernorm\]"
     with pytest.raises(ValueError, match=message):
-        validate(*parse(["--config", recipe]))
-    validate(*parse(["--config", recipe, "--noise_targets", *NOISE["gemma3_text"]]))
+        check(*parse(["--config", recipe]))
+    check(*parse(["--config", recipe, "--noise_targets", *NOISE["gemma3_text"]]))

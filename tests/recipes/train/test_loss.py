@@ -12,8 +12,8 @@ from qerl_recipes.recipe.checks import needs_every_completion
 from qerl_recipes.recipe.configs import GRPOConfig, parse
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.train import loss, metrics
+from qerl_recipes.train.preflight import check
 from qerl_recipes.train.trainer import QerlGRPOTrainer
-from qerl_recipes.train.validate import validate
 
 NAN = math.nan
 ARGS = GRPOConfig(output_dir="unused", loss_type="grpo", use_cpu=True, bf16=False)
@@ -445,7 +445,7 @@ REASONS = {
 @pytest.mark.parametrize("key", REASONS)
 def test_skipping_where_every_row_counts_is_refused(key, write_recipe):
     with pytest.raises(ConfigError, match=f"skip_silent_rows: true cannot go with {key}"):
-        validate(*parse(["--config", write_recipe(skip_silent_rows=True, **{key: REASONS[key]})]))
+        check(*parse(["--config", write_recipe(skip_silent_rows=True, **{key: REASONS[key]})]))
 
 
 def test_an_ordinary_recipe_has_no_reason_to_keep_them():

@@ -3,6 +3,8 @@ import json
 import os
 import shutil
 import signal
+import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,14 +13,15 @@ import yaml
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from qerl_recipes import hooks
-from qerl_recipes.files import base_model
-from qerl_recipes.files.adapter import open_adapter
+from qerl_recipes.files import base_model, run_state
+from qerl_recipes.files.adapter import AdapterFolder, open_adapter
 from qerl_recipes.files.run_state import CheckpointMismatch, read_state, starting_point
+from qerl_recipes.memory import model_size
 from qerl_recipes.model import loading as model
 from qerl_recipes.recipe import configs
 from qerl_recipes.recipe.file import ConfigError
-from qerl_recipes.train import mismatch
+from qerl_recipes.tasks import prompts
+from qerl_recipes.train import mismatch, preflight
 from qerl_recipes.train import run as train
 
 
@@ -110,8 +113,7 @@ def test_a_folder_with_another_run_and_a_checkpoint_of_another_one_are_refused_b
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "run" / "adapter" / name).read_bytes() == before[tmp_path / "run" / "adapter" / name]
     with monkeypatch.context() as patch:
-        patch.setattr(hooks, "find", lambda *arguments: pytest.fail("an engine was started"))
-        patch.setattr(model, "load", lambda *a, **k: pytest.fail("the model was loaded"))
+        patch.setattr(train, "build", lambda *arguments: pytest.fail("loaded"))
         for change, message in (("--seed 1", "; seed was 0 and is 1"), ("--dataset_size 17", "other training data")):
             with pytest.raises(CheckpointMismatch, match=message):
                 train.main([*resume, "--max_steps", "2", *change.split()])
@@ -171,7 +173,7 @@ def test_a_recipe_ends_in_an_adapter_and_another_run_continues_from_it(
     save_file(tensors, first / "adapter_model.safetensors", metadata={"format": "pt"})
     other = str(tmp_path / "other")
     with monkeypatch.context() as patch:
-        patch.setattr(hooks, "find", lambda *arguments: pytest.fail("an engine was started"))
+        patch.setattr(train, "build", lambda *arguments: pytest.fail("loaded"))
         wrong = "--lora_r 8 --lora_alpha 64 --use_rslora true --lora_target_modules q_proj v_proj"
         message = (
             r"lora_r is 8 and the adapter's 4; lora_alpha is 64 and the adapter's 8; "
@@ -276,8 +278,7 @@ def test_a_template_is_read_from_its_file_and_refused_before_an_engine_starts(wr
     monkeypatch.setattr(train, "assemble", lambda *arguments, **options: made.append(options))
     file = tmp_path / "7+1="
     file.write_text("{{ messages[-1].content }}8")
-    script, training, model_config = configs.parse(["--config", write_recipe(), "--chat_template", str(file)])
-    train.build(script, training, model_config)
+    train.build(preflight.make(*configs.parse(["--config", write_recipe(), "--chat_template", str(file)])))
     text = made[0]["processing_class"].apply_chat_template(made[0]["train_dataset"][0]["prompt"], tokenize=False)
     assert text == f"{made[0]['train_dataset'][0]['prompt'][0]['content']}8"
     assert made[0]["recipe"]["chat_template"] == file.read_text()  # a resume is bound to the text, not to the name
@@ -321,6 +322,36 @@ def test_a_model_of_the_hub_that_does_not_fit_is_refused_once_it_is_here_and_bef
     monkeypatch.setattr(model, "load", lambda *a, **k: pytest.fail("the model was loaded"))
     with pytest.raises(ValueError, match="vllm_max_model_length is 999, but somebody/model has 256 positions"):
         run("--config", write_recipe(model_name_or_path="somebody/model", vllm_max_model_length=999))
+
+
+def test_what_a_run_is_built_from_is_read_once(run, write_recipe, make_nvfp4, monkeypatch, tmp_path):
+    """On the way to the first step; transformers and vLLM, which are given the model's folder, read for themselves."""
+    run("--config", write_recipe(max_steps=1))
+    start = shutil.move(tmp_path / "run/adapter", tmp_path / "start")
+    config, reads = make_nvfp4("qwen2") / "config.json", Counter()
+
+    def count(owner, name, what, applies=lambda *arguments: True):
+        real = getattr(owner, name)
+
+        def counted(*arguments, **options):
+            reads[what] += applies(*arguments)
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    def is_by_recipes(path, *arguments):
+        return path == config and "/qerl_recipes/" in sys._getframe(2).f_code.co_filename
+
+    count(Path, "read_text", "config.json", is_by_recipes)
+    count(prompts, "read", "data")
+    count(run_state, "dataset_hash", "data's hash")
+    count(run_state, "base_hash", "base's hash")
+    count(AdapterFolder, "sha256", "adapter's hash")
+    model_size._measure.cache_clear()
+    base_model._text.cache_clear()
+    run("--config", write_recipe(max_steps=1), "--adapter_name_or_path", str(start))
+    reads["model on meta"] = model_size._measure.cache_info().misses
+    assert set(reads.values()) == {1}, reads
 
 
 def test_an_unknown_key_is_refused_by_name(run, write_recipe):

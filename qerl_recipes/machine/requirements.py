@@ -9,14 +9,18 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.utils import is_bitsandbytes_available
 
-from qerl_recipes.recipe.configs import GRPOConfig, ModelConfig
+from qerl_recipes.recipe.configs import SERVER, GRPOConfig, ModelConfig
+from qerl_vllm_plugin.server.token import TOKEN, TOKEN_FILE, configured_token
 
 BITSANDBYTES = "pip install 'bitsandbytes>=0.46.1', which the extra nf4 brings too"
 ATTENTIONS = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")
 
 
 def lacking(training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
-    """Yield a line for each thing that is missing: a package of the arm, optimizer or tracker, or access to the hub."""
+    """Yield a line for each thing that is missing.
+
+    It may be a package of the arm, optimizer or tracker, access to the hub, a GPU, or the token of a rollout server.
+    """
     if training.quantization == "nf4" and not is_bitsandbytes_available():
         yield f"quantization: nf4 holds the weights by bitsandbytes, which is not installed; {BITSANDBYTES}"
     yield from _optimizer(training)
@@ -25,6 +29,7 @@ def lacking(training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
         yield f"attn_implementation cannot be {attention!r}; it is one of {', '.join(ATTENTIONS)}"
     yield from _trackers(training)
     yield from _hub(training)
+    yield from _token(training) if training.vllm_mode == SERVER else _engine(training)
 
 
 def _optimizer(training: GRPOConfig) -> Iterator[str]:
@@ -67,3 +72,26 @@ def _hub(training: GRPOConfig) -> Iterator[str]:
             first = str(error).strip().partition("\n")[0]
             endpoint = huggingface_hub.constants.ENDPOINT
             yield f"{key}: {endpoint} does not take this token ({first}); check token and network, or {way_out}"
+
+
+def _engine(training: GRPOConfig) -> Iterator[str]:
+    """Yield what an engine in the trainer's process lacks."""
+    if training.vllm_enable_sleep_mode and training.device.type != "cuda":
+        yield "vllm_enable_sleep_mode needs a CUDA GPU; on a CPU leave it out"
+    if training.world_size % training.vllm_tensor_parallel_size:
+        yield (
+            f"vllm_tensor_parallel_size ({training.vllm_tensor_parallel_size}) must divide the number of trainer "
+            f"processes ({training.world_size}); start that many with accelerate launch"
+        )
+
+
+def _token(training: GRPOConfig) -> Iterator[str]:
+    """Yield what is wrong with the admin token under which the policy is pushed to a server."""
+    try:
+        if configured_token() is None:
+            yield (
+                f"vllm_mode: {SERVER} pushes the policy under the server's admin token; export {TOKEN_FILE}=FILE or "
+                f"{TOKEN}, the same for server and trainer"
+            )
+    except ValueError as error:
+        yield f"vllm_mode: {SERVER}: {error}"

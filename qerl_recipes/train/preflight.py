@@ -1,0 +1,385 @@
+"""Describe a run once, before anything loads: what engine, model and trainer are built from has been checked here.
+
+There are two moments. ``check`` refuses what can be refused without the model: keys, machine, data, rewards, the
+adapter to start from, GPU memory. ``settle`` needs the model's folder, which may be downloaded, and the lock on the
+run's output folder; it refuses what else does not fit and finds the checkpoint to resume from. Each file is read once.
+"""
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from peft import LoraConfig, PeftConfig
+from transformers import PreTrainedTokenizerBase
+from trl import get_peft_config
+
+from qerl_recipes.files import base_model, run_state
+from qerl_recipes.files.adapter import CONFIG, AdapterFolder, open_adapter
+from qerl_recipes.files.binding import recorded
+from qerl_recipes.files.run_state import CheckpointMismatch, Run, State
+from qerl_recipes.hooks import Reward, unknown_names
+from qerl_recipes.machine.gpu import Gpu
+from qerl_recipes.machine.requirements import lacking
+from qerl_recipes.memory import plan as memory_plan
+from qerl_recipes.memory.model_size import measure
+from qerl_recipes.memory.parts import Plan
+from qerl_recipes.model import families, shared_weights
+from qerl_recipes.recipe import checks
+from qerl_recipes.recipe.configs import AS_FEW_AS_FIT, GRPOConfig, ModelConfig, ScriptArguments
+from qerl_recipes.recipe.file import ConfigError
+from qerl_recipes.recipe.keys import CANNOT_RUN
+from qerl_recipes.tasks import answer_columns, prompts, rewards
+from qerl_recipes.train.dynamic_sampling import TOTAL
+from qerl_recipes.train.saving import is_finished
+from qerl_vllm_plugin.adapter.check import AdapterError, named_modules
+
+IMAGES = {"image", "images"}  # columns from which TRL takes pictures
+# recipe key -> key of adapter_config.json and PEFT's default
+ADAPTER_KEYS = {
+    "lora_r": ("r", 8),
+    "lora_alpha": ("lora_alpha", 8),
+    "lora_dropout": ("lora_dropout", 0.0),
+    "use_rslora": ("use_rslora", False),
+}
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Hold a recipe that passed ``check``, and what was read on the way.
+
+    ``config`` is the model's config.json, None if it has yet to be downloaded. ``rows`` are the training and held-out
+    problems before they are tokenized. ``start`` is the adapter that training starts from, None for a new one. ``plan``
+    is the memory plan, None on a CPU.
+    """
+
+    script: ScriptArguments
+    training: GRPOConfig
+    model: ModelConfig
+    config: Mapping[str, Any] | None
+    rows: tuple[Dataset, Dataset | None]
+    rewards: list[Reward]
+    start: AdapterFolder | None
+    plan: Plan | None
+
+
+@dataclass(frozen=True)
+class Preflight(Checked):
+    """Hold all that a run is built from.
+
+    ``base`` is the folder of the model, ``run`` and ``recorded`` are what checkpoints record. ``train`` and
+    ``held_out`` have the prompts that the trainer expects. ``adapter`` describes the adapter that is trained.
+    """
+
+    config: Mapping[str, Any]
+    base: Path
+    tokenizer: PreTrainedTokenizerBase
+    train: Dataset
+    held_out: Dataset | None
+    adapter: PeftConfig
+    run: Run
+    recorded: dict[str, Any]
+
+
+def make(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> Preflight:
+    """Return the description of a new run without a memory plan; raise what ``check`` and ``settle`` raise."""
+    return settle(check(script, training, model))
+
+
+def check(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, gpu: Gpu | None = None) -> Checked:
+    """Refuse a recipe that cannot run as it is written; nothing has been loaded or written when this raises.
+
+    ``gpu`` is the GPU that the memory is planned for; None makes no plan. Replaces ``checkpointed_layers: -1`` in
+    ``training`` by the number that the plan settles on, or by None without one. Reading the data set may download it.
+
+    Raises ConfigError (a ValueError) with one line for each thing that is wrong. Such things are a key that cannot be
+    honoured, an unknown reward, data set, schedule or engine, a missing column, or a checkpoint that does not fit the
+    arm. Raises ValueError, with the largest parts and the way out, for a run that does not fit the GPU.
+    """
+    problems = [
+        *checks.problems(script, training, model),
+        *checks.server_problems(training),
+        *unknown_names(training),
+        *lacking(training, model),
+        *_sharing_problems(training),
+    ]
+    start = _open_start(script, training, problems)
+    config = _known_config(model, problems)
+    if config is not None:
+        problems += families.misfits(config, script, training, model)
+    functions = _resolve_rewards(script, training, problems)
+    rows = _read_rows(script, training, functions, problems)
+    if problems or rows is None:
+        raise ConfigError(f"{CANNOT_RUN}:\n" + "\n".join(f"  - {problem}" for problem in problems))
+    for line in checks.without_effect(training):
+        warnings.warn(line, stacklevel=2)
+    plan = _plan(script, training, model, config, gpu)
+    return Checked(script, training, model, config, rows, list(functions.values()), start, plan)
+
+
+def resume_point(checked: Checked) -> tuple[Path, State] | None:
+    """Return the checkpoint to resume from with its state; None for a new run.
+
+    Hold the lock on the output folder. Raises CheckpointMismatch for a folder that is not whole or is of another
+    recipe, and where a new run would mix its files with those of an earlier one.
+    """
+    training = checked.training
+    folder = run_state.starting_point(training.output_dir, training.resume_from_checkpoint)
+    if folder is None:
+        return None
+    state = run_state.read_state(folder)
+    run_state.check_recipe(state, recorded(checked.script, training, checked.model), folder)
+    return folder, state
+
+
+def has_ended(checked: Checked, resume: tuple[Path, State]) -> bool:
+    """Return True if the checkpoint is of the run's last step, and the final adapter of that step has been written."""
+    folder, state = resume
+    if not is_finished(folder, checked.training):
+        return False
+    try:
+        return run_state.read_state(Path(checked.training.output_dir) / run_state.LAST).step == state.step
+    except CheckpointMismatch:
+        return False
+
+
+def settle(checked: Checked, resume: tuple[Path, State] | None = None) -> Preflight:
+    """Return the whole description of a run; the model may be downloaded, and nothing has been loaded.
+
+    ``resume`` is what ``resume_point`` returned. Raises ConfigError for a model, an adapter or prompts that do not fit
+    the recipe, and CheckpointMismatch if ``resume`` or the adapter to start from is of another run or base.
+    """
+    script, training, model, start = checked.script, checked.training, checked.model, checked.start
+    name = str(model.model_name_or_path)
+    base, config = base_model.local_folder(name, model.model_revision), checked.config
+    if config is None or not Path(name).is_dir():  # it has just arrived, or only a copy of its sizes was known
+        config = base_model.read_config(base)
+        if misfits := list(families.misfits(config, script, training, model)):
+            raise ConfigError("\n".join(misfits))
+    tokenizer = prompts.tokenizer(base, training, padding_side="left", truncation_side="left")
+    train, held_out = prompts.load(script, tokenizer, training.chat_template_kwargs, checked.rows)
+    base_name = base_model.written_name(name, model.model_revision, base)
+    run = run_state.describe(training, base, train, base_name, None if start is None else start.sha256())
+    recipe, adapter = recorded(script, training, model), get_peft_config(model)
+    if start is not None:
+        start.check_base(run.base_hash)
+        if model.names_adapter:
+            _check_adapter(start, adapter.to_dict(), config, f"adapter_name_or_path {start.path}")
+        adapter = LoraConfig.from_pretrained(str(start.path))
+    if resume is not None:
+        folder, state = resume
+        run_state.check_continues(state, run, recipe, folder)
+        saved = open_adapter(folder)
+        saved.check_tensors()
+        _check_adapter(saved, adapter.to_dict(), config, f"cannot resume from {folder}")
+    if training.eval_strategy == "no":
+        held_out = None
+    elif held_out is not None and (line := uneven_evaluation(training, len(held_out))) is not None:
+        warnings.warn(line, stacklevel=2)
+    positions = families.most_positions(config)
+    prompts.refuse_long_prompts({"training": train, "held-out": held_out}, tokenizer, script, training, positions)
+    return Preflight(
+        **{**vars(checked), "config": config},
+        base=base,
+        tokenizer=tokenizer,
+        train=train,
+        held_out=held_out,
+        adapter=adapter,
+        run=run,
+        recorded=recipe,
+    )
+
+
+def uneven_evaluation(training: GRPOConfig, problems: int) -> str | None:
+    """Say why the means of an evaluation on ``problems`` held-out problems would be wrong, with the way out; or None.
+
+    TRL takes the mean over its batches, each as large as all processes compute at a time. The last one counts as much
+    as any other, however small it is.
+    """
+    group, processes = training.num_generations_eval or training.num_generations, training.world_size
+    size, completions = training.per_device_eval_batch_size, problems * group
+    if completions % (size * processes) == 0:
+        return None
+    whole = [n for n in range(size, 0, -1) if completions % (n * processes) == 0 == n * processes % group]
+    more = ", and is filled up with problems that were counted already" if processes > 1 else ""
+    change = f"per_device_eval_batch_size: {whole[0]}" if whole else f"a multiple of {processes} held-out problems"
+    return (
+        f"an evaluation takes {problems} held-out problems x {group} completions, {size * processes} at a time: the "
+        f"last batch is smaller and counts as much as any other{more}; use {change}"
+    )
+
+
+def _sharing_problems(training: GRPOConfig) -> Iterator[str]:
+    if training.share_weights and (reason := shared_weights.obstacle(training)):
+        yield f"share_weights: {reason}; use share_weights: false"
+
+
+def _open_start(script: ScriptArguments, training: GRPOConfig, problems: list[str]) -> AdapterFolder | None:
+    """Return the adapter that training starts from, None for a new one; add to ``problems`` what is wrong with it."""
+    if script.adapter_name_or_path is None:
+        return None
+    try:
+        start = open_adapter(script.adapter_name_or_path)
+        start.check_plain()
+        start.check_tensors()
+    except ValueError as error:
+        problems.append(f"adapter_name_or_path: {error}")
+        return None
+    file = start.path / CONFIG
+    if start.config.get("lora_dropout"):
+        problems.append(
+            f"adapter_name_or_path: {file} has lora_dropout: {start.config['lora_dropout']}, which would drop "
+            "activations in the trainer only; set it to 0 there, which leaves the weights as they are"
+        )
+    if start.config["lora_alpha"] == 0:
+        problems.append(
+            f"adapter_name_or_path: {file}: lora_alpha: 0 {checks.WITHOUT_SCALE}; begin from another adapter"
+        )
+    if training.beta and start.has_norms:
+        problems.append(
+            f"beta needs a reference without trained norms, and {script.adapter_name_or_path} has some; use beta: 0"
+        )
+    return start
+
+
+def _known_config(model: ModelConfig, problems: list[str]) -> Mapping[str, Any] | None:
+    """Return the model's config.json, None if it has to be downloaded; add to ``problems`` that there is none."""
+    name = model.model_name_or_path
+    if name is None:
+        problems.append("model_name_or_path is missing")
+    elif name.startswith(("/", ".", "~")) and not Path(name).expanduser().is_dir():
+        problems.append(f"model_name_or_path: there is no folder {name}")
+    else:
+        try:
+            return base_model.known_config(name, model.model_revision)
+        except (OSError, ValueError) as error:
+            problems.append(f"model_name_or_path: {name} has no readable config.json ({error})")
+    return None
+
+
+def _resolve_rewards(script: ScriptArguments, training: GRPOConfig, problems: list[str]) -> dict[str, Reward]:
+    """Return the reward functions by their names in the recipe; add to ``problems`` what is wrong with these keys."""
+    names, weights = script.reward_funcs, training.reward_weights
+    if not names:
+        problems.append("reward_funcs is empty")
+    elif weights is not None and len(weights) != len(names):
+        problems.append(
+            f"reward_weights has {len(weights)} numbers for {len(names)} reward_funcs; give one each, as "
+            f"--reward_weights {' '.join(['1.0'] * len(names))}"
+        )
+    functions: dict[str, Reward] = {}
+    for name in names:
+        try:
+            functions[name] = rewards.resolve([name], script)[0]
+        except ValueError as error:
+            problems.append(str(error))
+    own_names = [getattr(functions[name], "__name__", "") for name in names if name in functions]
+    if twice := sorted({name for name in own_names if own_names.count(name) > 1}):
+        problems.append(
+            f"reward_funcs: {', '.join(twice)} is the name of several, whose means would be mixed in "
+            f"rewards/{twice[0]}/mean; list each once, and give functions of your own names (__name__) that differ"
+        )
+    metric = training.dynamic_sampling_metric
+    if metric not in (None, TOTAL, *own_names) and len(own_names) == len(names):
+        problems.append(
+            f"dynamic_sampling_metric: {metric!r} is not one of the rewards: {', '.join([*own_names, TOTAL])}"
+        )
+    return functions
+
+
+def _read_rows(
+    script: ScriptArguments, training: GRPOConfig, functions: Mapping[str, Reward], problems: list[str]
+) -> tuple[Dataset, Dataset | None] | None:
+    """Return the training and held-out problems of a recipe; add to ``problems`` what is wrong with them."""
+    try:
+        train, held_out = prompts.read(script)
+    except ConfigError as error:
+        problems.append(str(error))
+        return None
+    evaluates = training.eval_strategy != "no"
+    for split, rows in {"training": train, "held-out": held_out if evaluates else None}.items():
+        if rows is not None:
+            problems += _column_problems(split, rows, functions)
+    needed = training.generation_batch_size // training.num_generations
+    if len(train) < needed:
+        problems.append(
+            f"a rollout takes {needed} prompts and the data have {len(train)}; lower per_device_train_batch_size, or "
+            f"gradient_accumulation_steps, to at most {len(train) * training.num_generations} completions a rollout "
+            f"(now {training.generation_batch_size})"
+        )
+    if evaluates and held_out is None:
+        problems.append(
+            f"eval_strategy: {training.eval_strategy.value} needs held-out problems, and there is no split "
+            f"{script.dataset_test_split!r}; give a folder with train.jsonl and test.jsonl as dataset_name, name "
+            "another dataset_test_split, or cut one split in two: dataset_train_split: 'train[:90%]' and "
+            "dataset_test_split: 'train[90%:]'. Without evaluation: eval_strategy: 'no'"
+        )
+    return train, held_out
+
+
+def _column_problems(split: str, rows: Dataset, functions: Mapping[str, Reward]) -> Iterator[str]:
+    """Yield a line for each column that TRL cannot pass to a reward or takes for pictures, or that a reward lacks."""
+
+    def rename(old: str, new: str) -> str:
+        return f"--dataset_kwargs '{json.dumps({'columns': {old: new}})}'"
+
+    columns = set(rows.column_names)
+    for name in sorted(columns & (rewards.PASSED_BY_TRL | IMAGES)):
+        why = "is read as pictures, and a policy here reads text" if name in IMAGES else "is what TRL calls its own"
+        way_out = f"remove it, or rename it (a file of your own: {rename(name, f'my_{name}')})"
+        yield f"the column {name} of the {split} data {why}; {way_out}"
+    for name, reward in functions.items():
+        if missing := sorted(rewards.required_columns(reward) - columns):
+            yield (
+                f"reward {name} reads the column {', '.join(missing)}, which the {split} data lack; they have "
+                f"{', '.join(sorted(columns))}. To rename one: {rename('OLD', missing[0])}"
+            )
+        yield from answer_columns.misfits(name, rows, split)
+
+
+def _plan(
+    script: ScriptArguments,
+    training: GRPOConfig,
+    model: ModelConfig,
+    config: Mapping[str, Any] | None,
+    gpu: Gpu | None,
+) -> Plan | None:
+    """Return the memory plan of a run on ``gpu``; raise ValueError for a run that does not fit."""
+    plan = None if gpu is None else memory_plan.make(script, training, model, gpu=gpu, config=config)
+    if plan is not None:
+        plan.check()
+    if training.checkpointed_layers == AS_FEW_AS_FIT:
+        training.checkpointed_layers = None if plan is None else plan.checkpointed
+    return plan
+
+
+def _check_adapter(
+    existing: AdapterFolder, expected: Mapping[str, Any], config: Mapping[str, Any], source: str
+) -> None:
+    """Raise ConfigError, naming each key that differs, if an existing adapter is not what the recipe describes.
+
+    ``expected`` is the adapter's config of the recipe, ``config`` that of the model. ``source`` begins the message.
+    """
+    differences = [
+        f"{key} is {expected.get(name, default)} and the adapter's {existing.config.get(name, default)}"
+        for key, (name, default) in ADAPTER_KEYS.items()
+        if expected.get(name, default) != existing.config.get(name, default)
+    ]
+    linears = [linear.name for linear in measure(config).linears]
+    try:
+        wanted, trained = (named_modules(settings, linears) for settings in (expected, existing.config))
+    except AdapterError as error:
+        raise ConfigError(f"{source}: {error}") from error
+    if wanted != trained:
+        kinds = sorted({name.rpartition(".")[2] for name in trained})
+        differences.append(
+            f"lora_target_modules has {len(wanted)} layers and the adapter {len(trained)} ({', '.join(kinds)})"
+        )
+    if differences:
+        raise ConfigError(
+            f"{source}: {'; '.join(differences)}. Give these keys the adapter's values, name an adapter that has them "
+            "as adapter_name_or_path, or train a new one"
+        )
