@@ -41,7 +41,7 @@ class AdapterFolder:
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """Return the ``binding.recorded`` keys of the run that trained it; empty if no file has them."""
+        """Return the ``run_state.recorded`` keys of the run that trained it; empty if no file has them."""
         return self.state.get("recipe") or {}
 
     @property

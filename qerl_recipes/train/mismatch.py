@@ -185,7 +185,7 @@ class _Sides:
 
     def __init__(self, trainer: "QerlGRPOTrainer", saved: AdapterFolder, problems: int) -> None:
         from qerl_recipes.model import norms
-        from qerl_recipes.train.saving import load_adapter
+        from qerl_recipes.train.checkpoints import load_adapter
 
         self._trainer, self._norms = trainer, norms
         self._policy = trainer.accelerator.unwrap_model(trainer.model).eval()

@@ -19,8 +19,7 @@ from trl import get_peft_config
 
 from qerl_recipes.files import base_model, run_state
 from qerl_recipes.files.adapter import CONFIG, AdapterFolder, open_adapter
-from qerl_recipes.files.binding import recorded
-from qerl_recipes.files.run_state import CheckpointMismatch, Run, State
+from qerl_recipes.files.run_state import CheckpointMismatch, Run, State, recorded
 from qerl_recipes.hooks import Reward, unknown_names
 from qerl_recipes.machine.gpu import Gpu
 from qerl_recipes.machine.requirements import lacking
@@ -33,8 +32,8 @@ from qerl_recipes.recipe.configs import AS_FEW_AS_FIT, GRPOConfig, ModelConfig, 
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.keys import CANNOT_RUN
 from qerl_recipes.tasks import answer_columns, prompts, rewards
+from qerl_recipes.train.checkpoints import is_finished
 from qerl_recipes.train.dynamic_sampling import TOTAL
-from qerl_recipes.train.saving import is_finished
 from qerl_vllm_plugin.adapter.check import AdapterError, named_modules
 
 IMAGES = {"image", "images"}  # columns from which TRL takes pictures

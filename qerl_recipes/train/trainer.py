@@ -11,7 +11,7 @@ One step, in the order in which it happens. What is called TRL's is inherited, n
  7. importance  weights of trainer over engine, from the loss's own forward where possible: ``loss.weigh``
  8. loss        TRL's ``_compute_loss`` on log-probabilities from packed rows: ``loss.log_probabilities``
  9. optimizer   transformers' training loop; loss and gradient norm are checked first: ``_get_grad_norm``
-10. record      a line of metrics.jsonl: ``_end_step``; ``RunFiles`` saves a checkpoint: ``_save_checkpoint``
+10. record      a line of metrics.jsonl: ``_end_step``; now and then a checkpoint: ``_save_checkpoint``
 
 Steps 2 to 6 happen once per rollout, in ``_generate_and_score_completions``. A rollout may serve several steps.
 """
@@ -35,15 +35,15 @@ from transformers.trainer_callback import ProgressCallback
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_decorator
 
-from qerl_recipes.files.run_state import Run
-from qerl_recipes.hooks import RolloutEngine, Snapshot, find
+from qerl_recipes.files.run_state import Run, recorded
+from qerl_recipes.hooks import LendsWeights, RolloutEngine, Snapshot, find
 from qerl_recipes.model import fused_lora, norms
 from qerl_recipes.model.loading import blocks_that_keep
 from qerl_recipes.model.packing import even_micro_batches
 from qerl_recipes.recipe.checks import steps_per_rollout
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.tasks import rewards
-from qerl_recipes.train import divergence, dynamic_sampling, loss, metrics, saving
+from qerl_recipes.train import checkpoints, divergence, dynamic_sampling, loss, metrics
 
 
 class QerlGRPOTrainer(GRPOTrainer):
@@ -83,7 +83,7 @@ class QerlGRPOTrainer(GRPOTrainer):
 
         ``model`` is the plain base together with ``peft_config``, or a PeftModel to continue from. ``engine`` serves
         the same base. ``run`` and ``recipe`` are what checkpoints record of the run and of its recipe; the default of
-        ``recipe`` is ``binding.recorded(args)``.
+        ``recipe`` is ``recorded(args)``.
         """
         self.steps_per_rollout = steps_per_rollout(args)
         masters = {name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
@@ -127,14 +127,14 @@ class QerlGRPOTrainer(GRPOTrainer):
         self._noise: tuple[float, int] | None = None  # sigma and rollout of the noise in the trainer's norms
         self.judged, self.equal_groups = torch.empty(0), 0.0
         self.stream = dynamic_sampling.PromptStream(len(train_dataset), args.seed)
-        self.files = saving.RunFiles(self, run, recipe)
+        self.checkpoints = checkpoints.Checkpoints(run, recorded(args) if recipe is None else recipe, args)
+        self._began, self._seconds_before, self._versions_before = time.monotonic(), 0.0, 0  # before a resume
+        self._is_push_due, self._sampler = False, None
         self._trl_batch: dict[str, Any] = {}  # that of the loss being computed
         self._micro_batch: loss.MicroBatch | None = None  # the same as values; None outside a loss
         self._values, self._sums = metrics.StepValues(), metrics.StepSums()  # of the step in progress
         self._rollout_record: dict[str, float] = {}  # what each step's line says of its rollout
         self.metrics_file, self._silent = metrics.MetricsFile(args.output_dir), metrics.SilentRollouts(args)
-        self._order = saving.EpochOrder()
-        self.add_callback(self._order)
         self.add_callback(_StepCallback(self))
         if self.pop_callback(ProgressCallback) is not None:  # with disable_tqdm there is none
             self.add_callback(metrics.QuietProgress())
@@ -152,8 +152,16 @@ class QerlGRPOTrainer(GRPOTrainer):
     # 1: prompts
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
-        self._order.sampler = super()._get_train_sampler(dataset)
-        return self._order.sampler
+        self._sampler = super()._get_train_sampler(dataset)
+        return self._sampler
+
+    def _begin_epoch(self) -> None:
+        """Let the order of prompts depend on seed and epoch alone, so that a resumed run keeps it.
+
+        TRL's order depends on how many epochs this process has seen.
+        """
+        if (generator := getattr(self._sampler, "generator", None)) is not None:
+            generator.manual_seed(self.args.seed + int((self.state.epoch or 0.0) + 1e-6))
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """Return TRL's micro-batch, after evening out the tokens per micro-batch where that cannot change the step."""
@@ -195,7 +203,7 @@ class QerlGRPOTrainer(GRPOTrainer):
         self._last_loaded_step = self.state.global_step
         self._noise = (sigma, rollout) if sigma is not None and self.args.noise_mode == "shared" else None
         self._set_noise()
-        record = {"sigma": float(sigma or 0.0), "adapter_version": self.files.adapter_version()}
+        record = {"sigma": float(sigma or 0.0), "adapter_version": self._adapter_version()}
         self._rollout_record = {**record, "touched_norms": touched if sigma else 0}
         for name, value in self._rollout_record.items():
             self._metrics["train"]["noise/touched_norms" if name == "touched_norms" else name].append(value)
@@ -414,16 +422,36 @@ class QerlGRPOTrainer(GRPOTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """Train, or resume from the checkpoint folder given; True means the last whole checkpoint in output_dir.
 
-        A checkpoint of the last step is loaded and nothing is trained; transformers would train one step more.
-        Raises CheckpointMismatch as ``RunFiles.go_on_from`` does.
+        What was saved after that checkpoint is moved aside, and metrics.jsonl is cut back to its step. A checkpoint of
+        the last step is loaded and nothing is trained; transformers would train one step more. Raises
+        CheckpointMismatch as ``Checkpoints.resume`` does, before anything is changed.
         """
-        folder = self.files.go_on_from(resume_from_checkpoint)
+        resumed, self._began = self.checkpoints.resume(resume_from_checkpoint, self.steps_per_rollout), time.monotonic()
+        folder, step = None, 0
+        if resumed is not None:
+            folder, state = str(resumed[0]), resumed[1]
+            step, self.stream.position, self._seconds_before = state.step, state.stream, state.seconds
+            self._versions_before = state.adapter_version - self.vllm_generation.version
+        if self.is_world_process_zero():
+            if resumed is not None:
+                self.checkpoints.leave_later(step, self.metrics_file.path)
+            self.metrics_file.restart(step)
         self.args.eval_on_start = self.args.eval_on_start and folder is None  # a resumed run has started before
-        if folder is not None and saving.is_finished(folder, self.args):
+        if folder is not None and checkpoints.is_finished(folder, self.args):
             self._load_from_checkpoint(folder)
             self.state = TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME))
             return None
         return super().train(resume_from_checkpoint=folder, **kwargs)
+
+    def _adapter_version(self) -> int:
+        """Return how many adapters the run has installed in the engine, those before a resume included."""
+        return self._versions_before + self.vllm_generation.version
+
+    def progress(self) -> checkpoints.Progress:
+        """Return how far the run has got, as a checkpoint would record it now."""
+        seconds = round(self._seconds_before + time.monotonic() - self._began, 1)
+        step, position = self.state.global_step, self.stream.position
+        return checkpoints.Progress(step, self.rollout(), position, self._adapter_version(), seconds)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Measure the reward on held-out prompts as TRL does, with the noise off in engine and trainer."""
@@ -437,41 +465,62 @@ class QerlGRPOTrainer(GRPOTrainer):
 
     def save_adapter(self, folder: str | Path) -> None:
         """Write the adapter to ``folder``, whole or not at all, in place of an earlier one."""
-        self.files.save_adapter(folder)
+        self._check_weights()
+        policy = self.accelerator.unwrap_model(self.model)
+        self.checkpoints.save_adapter(Path(folder), self.progress(), policy, self._tokenizer)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the adapter's card is written with the adapter, and TRL's would describe a whole model."""
 
+    def _check_weights(self) -> None:
+        """Raise if a trained weight is not finite, or if a frozen weight that the engine lent has changed."""
+        trained = ((name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad)
+        is_half = self.loss_settings.half is not None
+        divergence.check_weights(self.state.global_step, trained, self.args, is_half=is_half)
+        if isinstance(self.vllm_generation, LendsWeights):
+            self.vllm_generation.check_weights()
+
     def _get_output_dir(self, trial: Any) -> str:
-        return self.files.folder(super()._get_output_dir(trial))
+        return self.checkpoints.folder(super()._get_output_dir(trial))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        self.files.write_adapter(Path(output_dir or self.args.output_dir))
+        folder, policy = Path(output_dir or self.args.output_dir), self.accelerator.unwrap_model(self.model)
+        self.checkpoints.write_adapter(folder, policy, self._tokenizer)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        write = super()._save_checkpoint
-        folder = self.files.save_checkpoint(lambda: write(model, trial), Path(super()._get_output_dir(trial)))
-        if self.files.is_push_due:
-            self.files.is_push_due = False
-            self.files.prepare_push(folder)
+        step, write = self.state.global_step, super()._save_checkpoint
+        if step % self.steps_per_rollout and step < self.state.max_steps:
+            raise ValueError(
+                f"step {step} is in the middle of a rollout, each of which serves {self.steps_per_rollout} steps; "
+                "use a multiple of that as save_steps"
+            )
+        self._check_weights()
+        run_folder = Path(super()._get_output_dir(trial))
+        folder = self.checkpoints.save(lambda: write(model, trial), run_folder, self.progress())
+        if self._is_push_due:
+            self._is_push_due = False
+            self.checkpoints.prepare_push(folder)
             super()._push_from_checkpoint(str(folder))
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Put the push off until the checkpoint folder has its final name; ``_save_checkpoint`` then starts it."""
-        self.files.is_push_due = True
+        self._is_push_due = True
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        saving.load_adapter(self.accelerator.unwrap_model(self.model), resume_from_checkpoint)
+        checkpoints.load_adapter(self.accelerator.unwrap_model(self.model), resume_from_checkpoint)
 
 
 class _StepCallback(TrainerCallback):
-    """Call the trainer's methods of step 10; transformers has no method to override at these points of its loop."""
+    """Call the trainer where transformers' loop has no method to override."""
 
     def __init__(self, trainer: QerlGRPOTrainer) -> None:
         self._trainer = trainer
 
     def on_train_begin(self, args: GRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._trainer._begin_training()
+
+    def on_epoch_begin(self, args: GRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._trainer._begin_epoch()
 
     def on_step_begin(self, args: GRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._trainer._begin_step()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qerl_recipes.files.binding import changes, recorded
+from qerl_recipes.files.run_state import changes, recorded
 from qerl_recipes.model import shared_weights
 from qerl_recipes.recipe.configs import parse
 from qerl_recipes.recipe.file import ConfigError

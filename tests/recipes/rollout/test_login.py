@@ -14,7 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 from transformers.integrations import TensorBoardCallback
 
 from qerl_recipes.bench.results import conditions
-from qerl_recipes.files.binding import recorded
+from qerl_recipes.files.run_state import recorded
 from qerl_recipes.recipe.checks import server_problems
 from qerl_recipes.recipe.configs import parse, parser
 from qerl_recipes.recipe.file import ConfigError, defaults_from_yaml, help_text

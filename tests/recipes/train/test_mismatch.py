@@ -11,8 +11,7 @@ from digit_rewards import digits
 from rich.console import Console
 
 from qerl_recipes.files.adapter import open_adapter
-from qerl_recipes.files.binding import recorded
-from qerl_recipes.files.run_state import base_hash
+from qerl_recipes.files.run_state import base_hash, recorded
 from qerl_recipes.recipe.configs import parse
 from qerl_recipes.rollout.interface import Snapshot
 from qerl_recipes.tasks import running_sum

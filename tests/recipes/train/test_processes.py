@@ -11,7 +11,9 @@ import pytest
 import torch
 from waiting import PATIENCE
 
-from qerl_recipes.train import saving as saving  # makes the devices of several processes on a CPU known to torch
+from qerl_recipes.train import (
+    checkpoints as checkpoints,  # makes the devices of several processes on a CPU known to torch
+)
 
 
 def launch(recipe, *flags):

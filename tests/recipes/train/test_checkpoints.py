@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from qerl_recipes.files.run_state import CheckpointMismatch, read_state
 from qerl_recipes.model import loading, norms
+from qerl_recipes.train.checkpoints import load_adapter
 from qerl_recipes.train.divergence import Diverged
-from qerl_recipes.train.saving import load_adapter
 
 
 def test_the_last_step_is_saved_even_in_the_middle_of_a_rollout(make_trainer, make_nvfp4):
@@ -27,12 +27,12 @@ def test_the_last_step_is_saved_even_in_the_middle_of_a_rollout(make_trainer, ma
     assert sorted(path.name for path in run.iterdir()) == ["checkpoint-2", "checkpoint-3", "metrics.jsonl"]
     card = (run / "checkpoint-3" / "README.md").read_text()
     assert f"policy={run}/checkpoint-3" in card and ".partial" not in card, "its commands name where it lies"
-    assert trainer.files.folder("elsewhere") == "elsewhere", "what is saved next does not go into that checkpoint"
-    assert trainer.files.go_on_from(True) == f"{run}/checkpoint-3"  # the run has ended, and nothing is left to do
+    assert trainer.checkpoints.folder("elsewhere") == "elsewhere", "what is saved next does not go into that checkpoint"
+    assert trainer.checkpoints.resume(True, 2)[0] == run / "checkpoint-3"  # the run has ended
     trainer.args.max_steps = 6
     with pytest.raises(CheckpointMismatch, match="checkpoint-3 is of a run that ended in the middle of a rollout"):
-        trainer.files.go_on_from(True)
-    assert trainer.files.go_on_from(run / "checkpoint-2") == f"{run}/checkpoint-2"
+        trainer.checkpoints.resume(True, 2)
+    assert trainer.checkpoints.resume(run / "checkpoint-2", 2)[0] == run / "checkpoint-2"
 
 
 def test_a_resumed_run_goes_on_counting_its_adapters_and_seconds_and_is_not_another_one(make_trainer, make_nvfp4):
