@@ -104,6 +104,22 @@ def test_every_page_and_recipe_that_a_text_names_is_there():
         assert (ROOT / name).exists(), name
 
 
+def test_the_table_of_recipes_is_that_of_the_folders():
+    lines = (ROOT / "recipes" / "README.md").read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("| folder |"))
+    columns = re.findall(r"`([^`]+)`", lines[start])
+    said, there = {}, {}
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        folders, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        said |= {folder: [cell == "yes" for cell in cells] for folder in re.findall(r"`([^`]+)`", folders)}
+    for folder in (ROOT / "recipes").glob("*/grpo"):
+        files = [any(folder.glob(f"{column}.yaml")) for column in columns]
+        there |= {folder.parent.name: files} if any(files) else {}
+    assert said == there
+
+
 def test_python_blocks_compile_and_import_what_is_there():
     for block in (block for kind, block in BLOCKS if kind == "python"):
         compile(block, "page", "exec")
