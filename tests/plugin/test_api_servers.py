@@ -64,7 +64,7 @@ def clients_of_both(stack, server, **options):
     return clients[:6] + clients[-6:]
 
 
-def test_whichever_process_is_asked_knows_the_version_whichever_changed_it(server, adapters):
+def test_each_process_knows_the_version(server, adapters):
     policy = PolicyClient(server.url, TOKEN)
     instances, scores = {policy.state()["instance"] for _ in range(10)}, set()
     assert len(instances) == 1, "one engine, whichever process tells of it"
@@ -79,7 +79,7 @@ def test_whichever_process_is_asked_knows_the_version_whichever_changed_it(serve
     assert len(scores) == 2 and len({score for _, score in scores}) == 2, "each adapter answers in its own way, always"
 
 
-def test_changes_of_several_clients_are_ordered_and_lose_no_request(server, adapters):
+def test_changes_of_clients_are_ordered_and_lose_no_request(server, adapters):
     first = PolicyClient(server.url, TOKEN).state()["version"]
 
     def swap(i):
@@ -95,7 +95,7 @@ def test_changes_of_several_clients_are_ordered_and_lose_no_request(server, adap
     assert PolicyClient(server.url, TOKEN).state()["version"] == first + 16
 
 
-def test_an_engine_that_is_paused_by_one_of_them_while_another_changes_it_is_paused_afterwards(server, adapters):
+def test_a_pause_of_one_outlasts_changes_of_the_other(server, adapters):
     """And goes on once it has been resumed, by whichever."""
     policy = PolicyClient(server.url, TOKEN)
     with contextlib.ExitStack() as stack:
@@ -131,7 +131,7 @@ def test_each_of_them_counts_for_all(server, adapters):
     assert counted[0]["refusals"]["bad_json"] == before["refusals"].get("bad_json", 0) + 12
 
 
-def test_when_one_of_them_is_killed_every_request_and_the_whole_server_end(server):
+def test_a_killed_process_ends_the_whole_server(server):
     """The last one of ``server``: the one that dies may be the one that has paused the engine."""
     processes = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
     question = {"model": "policy", "prompt": [5, 6, 7], "max_tokens": 3000, "stream": True, "ignore_eos": True}

@@ -14,7 +14,7 @@ from qerl_vllm_plugin.client import AsyncPolicyClient, PolicyClient, PolicyRefus
 NOBODY = "http://127.0.0.1:9"
 
 
-def test_certificates_are_read_once_and_servers_still_have_to_prove_who_they_are(monkeypatch):
+def test_certificates_are_read_once_and_still_checked(monkeypatch):
     made, create = [], ssl.create_default_context
     monkeypatch.setattr(ssl, "create_default_context", lambda *a, **k: made.append(create(*a, **k)) or made[-1])
     client._trusted.cache_clear()
@@ -29,7 +29,7 @@ def test_certificates_are_read_once_and_servers_still_have_to_prove_who_they_are
     assert trusted.get_ca_certs()
 
 
-def test_what_no_server_would_see_is_refused_before_one_is_asked():
+def test_refusals_before_a_server_is_asked():
     def later(*args, **keywords):
         return asyncio.run(AsyncPolicyClient(NOBODY, "token").swap(*args, **keywords))
 
@@ -49,7 +49,7 @@ def test_what_no_server_would_see_is_refused_before_one_is_asked():
 @pytest.mark.parametrize(
     ("token", "key"), [("a-token\n", None), ("a tokén", None), (None, None), ("token", "a key\r\n")]
 )
-def test_what_no_header_can_carry_is_refused_by_name_and_told_nowhere(kind, token, key):
+def test_what_no_header_can_carry_is_refused_by_name(kind, token, key):
     with pytest.raises(
         ValueError, match=r"(admin_token|api_key) is no text that a header can carry.*stripped"
     ) as refused:
@@ -72,7 +72,7 @@ def test_what_no_header_can_carry_is_refused_by_name_and_told_nowhere(kind, toke
         (httpx.Response(502, text="Bad Gateway"), r"^Bad Gateway \(HTTP 502\)$"),
     ],
 )
-def test_an_answer_that_no_server_of_a_policy_gives_is_a_refusal(answer, text, monkeypatch):
+def test_an_answer_of_no_policy_server_is_a_refusal(answer, text, monkeypatch):
     answer.request = httpx.Request("GET", f"{NOBODY}/v1/qerl/state")
     monkeypatch.setattr(httpx.Client, "request", lambda *given, **named: answer)
     policy = PolicyClient(NOBODY, "token")
@@ -94,7 +94,7 @@ def test_the_url_is_the_servers_however_it_is_written(url):
 
 
 @pytest.mark.parametrize(("mode", "seconds"), [("keep", 5), ("abort", 5), ("wait", 605)])
-def test_a_change_that_lets_requests_end_may_take_as_long_as_the_server_gives_them(mode, seconds, monkeypatch):
+def test_a_change_that_waits_has_the_time_of_the_server(mode, seconds, monkeypatch):
     asked = []
 
     def request(client, **call):
@@ -139,7 +139,7 @@ def test_what_is_no_servers_url_is_refused_by_name(url):
         PolicyClient(url, "token")
 
 
-def test_a_user_in_the_url_is_told_nowhere_and_does_not_take_the_place_of_the_key():
+def test_a_user_in_the_url_does_not_replace_the_key():
     with pytest.raises(ValueError, match="in place of the api_key") as refused:
         PolicyClient("http://user:secret@x:1", "token", "key")
     assert "secret" not in str(refused.value)

@@ -221,7 +221,7 @@ def folder(tmp_path_factory):
 @example(text_of({**CONFIG, "model_type": ["qwen2"]}), False)
 @example(text_of({**CONFIG, "text_config": "x", "quantization_config": None}), False)
 @example(text_of({**CONFIG, "quantization_config": ["compressed-tensors"]}), False)
-def test_a_config_of_a_checkpoint_fits_its_tensors_or_is_refused(folder, text, weight_only):
+def test_a_checkpoints_config_fits_its_tensors_or_is_refused(folder, text, weight_only):
     (folder / "config.json").write_bytes(text)
     with refused_soon(CheckpointError):
         inspect_folder(folder, weight_only=weight_only)

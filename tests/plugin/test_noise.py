@@ -38,7 +38,7 @@ def test_every_key_matters_and_nothing_else():
     assert torch.equal(before, torch.get_rng_state()), "the global generator has moved"
 
 
-def test_norms_that_are_drawn_together_have_the_bits_that_each_has_alone():
+def test_norms_drawn_together_have_the_bits_of_each_alone():
     """From a generator of its own each; a size below 16 leaves torch's half of a pair, another is no multiple of it."""
     sizes = {f"norm.{i}.weight": size for i, size in enumerate([1, 64, 3, 17, 128, 15, 5120, 5, 16])}
     alone = []
@@ -49,7 +49,7 @@ def test_norms_that_are_drawn_together_have_the_bits_that_each_has_alone():
     assert torch.equal(noise.draw_all(4, 5, sizes), torch.cat(alone))
 
 
-def test_the_bits_do_not_depend_on_the_type_that_new_tensors_have():
+def test_the_bits_do_not_depend_on_the_default_dtype():
     """vLLM builds and loads a model with the model's type as torch's own."""
     expected = noise.draw(42, 3, NAME, 64)
     before = torch.get_default_dtype()
@@ -118,7 +118,7 @@ def test_targets_are_all_norms_of_those_names():
     assert len(noise.targeted(GEMMA, [*noise.DEFAULT_TARGETS, "pre_feedforward_layernorm"])) == 5  # both, if asked for
 
 
-def test_targets_that_say_nothing_or_miss_the_linears_are_refused():
+def test_targets_that_feed_no_linear_are_refused():
     known = r"it has \['input_layernorm', 'norm', 'post_attention_layernorm', 'q_norm'\]"
     with pytest.raises(ValueError, match=r"noise targets \['k_norm'\] match none of this model's 6 norms; " + known):
         noise.targeted(QWEN, ["input_layernorm", "k_norm"])

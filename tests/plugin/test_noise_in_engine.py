@@ -94,9 +94,7 @@ def test_promise_03_sigma_zero_is_clean_whatever_came_before(policy, engine, che
     assert_same_bits(norms(engine, measure), checkpoint_norms)
 
 
-def test_promise_03_engine_with_noise_equals_hugging_face_with_noise(
-    policy, engine, folder, reference, measure, checkpoint_norms
-):
+def test_promise_03_noise_equals_hugging_face_with_noise(policy, engine, folder, reference, measure, checkpoint_norms):
     model = reference(folder)
     clean = measure.hf(model)
     for targets in (noise.DEFAULT_TARGETS, ("norm", "q_norm"), ("k_norm",)):
@@ -121,7 +119,7 @@ def test_impossible_sigma_changes_nothing(policy, sigma):
 
 
 @pytest.mark.parametrize("sigma", [-0.1, math.nan, math.inf, "much"])
-def test_impossible_sigma_past_the_policy_changes_nothing_either(policy, sigma):
+def test_impossible_sigma_past_the_policy_changes_nothing(policy, sigma):
     policy.set_noise(0.1, seed=1, rollout=1)
     before = policy.state(digest=True)
     (result,) = policy._llm.collective_rpc("qerl_set_noise", args=(sigma, 2, 2, list(noise.DEFAULT_TARGETS)))

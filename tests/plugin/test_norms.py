@@ -16,7 +16,7 @@ def kinds(request):
 
 @pytest.mark.parametrize("ours", [True, False])
 @pytest.mark.parametrize("name", ["forward_native", "forward_cuda", "forward_xpu"])
-def test_ours_is_in_fp32_on_every_device_and_vllms_is_left_alone(kinds, name, ours, monkeypatch):
+def test_our_norm_is_fp32_everywhere_and_vllms_is_left_alone(kinds, name, ours, monkeypatch):
     own, stock = kinds
     monkeypatch.setattr(norms, "_is_ours", lambda: ours)
     monkeypatch.setattr(stock, name, lambda self, x, residual=None: ("vllm's", x, residual), raising=False)

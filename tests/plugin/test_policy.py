@@ -66,7 +66,7 @@ def test_promise_04_each_module_alone_equals_peft(policy, hf, make_adapter, meas
     ],
     ids=["rank_8", "rank_3", "rank_stabilized", "expression"],
 )
-def test_promise_04_swapped_adapter_equals_peft_and_the_merged_model(policy, hf, make_adapter, measure, options):
+def test_promise_04_a_swapped_adapter_equals_peft_and_merged(policy, hf, make_adapter, measure, options):
     tensors, config, peft_model = make_adapter(hf, **options)
     version = policy.version
     assert policy.swap(tensors, config) == version + 1 == policy.version == policy.state().version

@@ -141,7 +141,7 @@ def test_a_version_is_newer_or_the_one_that_is_served_already(version, digest, e
         assert str(answer) == f"version {version} is not newer than 5, which is served"
 
 
-def test_the_parts_of_a_change_are_all_of_its_seconds_and_it_is_counted():
+def test_the_parts_of_a_change_are_all_of_its_seconds():
     async def use(server, client):
         before, began = metrics.counted(), time.perf_counter()
         swap = await server.swap(None, {}, "", None, "keep")
@@ -162,7 +162,7 @@ def test_the_parts_of_a_change_are_all_of_its_seconds_and_it_is_counted():
     assert metrics.VERSION._value.get() == 6
 
 
-def test_an_adapter_that_stays_on_its_gpu_is_counted_by_its_size(monkeypatch):
+def test_an_adapter_on_its_gpu_is_counted_by_its_size(monkeypatch):
     async def described(request, limit):
         return body.Upload("where it lies", "digest", 7_000, {}, {})
 
@@ -226,7 +226,7 @@ RANKS = {"error": "another rank refused", "unreachable": False}
         ([{"error": "half of it", "lost": True}, {"version": 3}], 503, "lost"),
     ],
 )
-def test_a_rank_that_refuses_refuses_for_all_and_half_a_policy_is_lost(answers, status, reason):
+def test_a_rank_refuses_for_all_and_half_a_policy_is_lost(answers, status, reason):
     async def run():
         async def collective_rpc(method, args):
             return answers
@@ -271,7 +271,7 @@ def ask(monkeypatch):
     return get
 
 
-def test_a_refusal_is_counted_by_its_reason_and_ends_the_connection(ask):
+def test_a_refusal_is_counted_and_ends_the_connection(ask):
     before = metrics.counted()["refusals"]
     answers = {
         "unauthorized": (ask({}, "another-token-of-32-characters!!"), 401),

@@ -336,9 +336,7 @@ ROUNDING = 0.1  # of the mean, in BF16, the only dtype of vLLM's linear attentio
 @pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.timeout(600)
-def test_two_ranks_serve_a_hybrid_of_linear_attention_as_one_does(
-    make_nvfp4, reference, make_adapter, measure, run_process, tmp_path
-):
+def test_two_ranks_serve_a_hybrid_as_one_does(make_nvfp4, reference, make_adapter, measure, run_process, tmp_path):
     folder = make_nvfp4("qwen3_5_text", **HYBRID)
     _, _, peft_model = make_adapter(reference(folder), target_modules="all-linear", size=0.1)
     peft_model.save_pretrained(tmp_path / "adapter")

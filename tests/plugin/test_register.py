@@ -45,7 +45,7 @@ print("loaded")
 
 
 @pytest.mark.integration
-def test_register_takes_under_50_ms_and_brings_nothing_heavy_and_vllm_finds_the_entry_point(run_process, tmp_path):
+def test_register_takes_under_50_ms_and_vllm_finds_it(run_process, tmp_path):
     run_process([sys.executable, "-c", FRESH_PROCESS], tmp_path / "log")
     lines = (tmp_path / "log").read_text().strip().splitlines()
     registered = [line.split(" ", 2)[1:] for line in lines if line.startswith("registered ")]
@@ -56,7 +56,7 @@ def test_register_takes_under_50_ms_and_brings_nothing_heavy_and_vllm_finds_the_
     assert lines[-1] == "loaded"
 
 
-def test_register_is_idempotent_in_a_process_that_holds_a_worker():
+def test_register_is_idempotent_beside_a_worker():
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
     from vllm.v1.worker.worker_base import WorkerBase
 
@@ -109,5 +109,5 @@ def test_versions_in_between_are_accepted_with_a_warning(version, warnings_of_qe
 @pytest.mark.parametrize(
     ("version", "counts"), [("0.26.0", False), ("0.31.0rc1", True), ("0.32.1", True), ("dev", True)]
 )
-def test_versions_whose_sleeping_engines_know_what_they_gave_back(version, counts):
+def test_which_versions_count_released_memory_once(version, counts):
     assert engine.counts_released_memory(version) is counts

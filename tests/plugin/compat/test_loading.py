@@ -77,14 +77,14 @@ def start(monkeypatch, tmp_path):
     return run
 
 
-def test_a_folder_is_looked_at_before_anything_is_loaded_and_its_adapter_installed_when_all_is(start, tmp_path):
+def test_a_folder_is_inspected_first_and_adapted_last(start, tmp_path):
     model, order = start(has_adapter=True)
     model.eval()  # again, which calls nothing
     folder = tmp_path / "folder"
     assert order == [("inspect", "folder"), "built", "a", "b", ("load", ["a", "b"]), ("install", folder), "ready"]
 
 
-def test_a_model_of_the_hub_is_looked_at_where_it_was_put_once_it_is_there(start, tmp_path):
+def test_a_model_of_the_hub_is_inspected_once_it_is_there(start, tmp_path):
     _, order = start("someone/tiny", has_adapter=True)
     there = tmp_path / "hub/models--someone--tiny/snapshots" / ("c" * 40)
     loaded = ["built", "a", "b", ("load", ["a", "b"])]
@@ -93,14 +93,14 @@ def test_a_model_of_the_hub_is_looked_at_where_it_was_put_once_it_is_there(start
     assert start("s3://bucket/model")[1] == [*loaded, "ready"]
 
 
-def test_the_revision_that_was_asked_for_is_looked_at_and_no_other(start, tmp_path):
+def test_the_asked_revision_is_inspected(start, tmp_path):
     snapshots = tmp_path / "hub/models--someone--tiny/snapshots"
     shutil.copytree(snapshots / ("c" * 40), snapshots / ("d" * 40))
     assert ("inspect", "d" * 40) in start("someone/tiny", revision="d" * 40)[1]
 
 
 @pytest.mark.parametrize("lacking", ["norm.bias", "linear.weight"])
-def test_every_parameter_must_come_but_those_of_experts_and_scales_of_activations(start, lacking):
+def test_every_parameter_but_experts_and_scales_must_come(start, lacking):
     all_but = [name for name in ("norm.weight", "norm.bias", "linear.weight") if name != lacking]
     with pytest.raises(CheckpointError, match=rf"lacks {lacking} \(vLLM's name\), and 0 more"):
         start(loaded=all_but)
@@ -108,7 +108,7 @@ def test_every_parameter_must_come_but_those_of_experts_and_scales_of_activation
         start(loaded=[])
 
 
-def test_an_architecture_that_does_not_say_what_it_has_loaded_can_lack_nothing_and_that_is_said(start, monkeypatch):
+def test_a_model_that_names_no_loaded_weights_is_warned_of(start, monkeypatch):
     said = []
     monkeypatch.setattr(loading.logger, "warning_once", lambda text, *_: said.append(text))
     start(loaded=None)

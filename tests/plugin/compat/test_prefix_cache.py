@@ -80,7 +80,7 @@ def test_promise_05_a_noise_change_is_answered_from_fresh_keys(policy):
     assert distance(again, clean) < 1e-5
 
 
-def test_control_without_the_reset_a_swap_is_answered_from_stale_keys(policy, adapters):
+def test_control_without_the_reset_a_swap_is_stale(policy, adapters):
     policy.swap(*adapters[0])
     ask(policy)
     tensors, config = adapters[1]
@@ -91,7 +91,7 @@ def test_control_without_the_reset_a_swap_is_answered_from_stale_keys(policy, ad
     assert distance(stale, fresh(policy)) > 1e-2
 
 
-def test_control_without_the_reset_noise_is_answered_from_stale_keys(policy):
+def test_control_without_the_reset_noise_is_stale(policy):
     ask(policy)
     args = (0.1, 1, 1, ["input_layernorm", "post_attention_layernorm"])
     policy._llm.collective_rpc("qerl_set_noise", args=args, kwargs={"every_request_names_the_policy": True})
@@ -108,7 +108,7 @@ def test_promise_05_a_cache_that_cannot_be_emptied_is_an_error(policy, adapters,
     assert policy.state(digest=True) == before
 
 
-def test_promise_05_no_block_keeps_its_hash_and_only_those_that_had_one_are_looked_at(policy, adapters, monkeypatch):
+def test_promise_05_no_block_keeps_its_hash(policy, adapters, monkeypatch):
     pool = scheduler_here(policy._llm).kv_cache_manager.block_pool
     blocks, twice = pool.blocks, [{"prompt_token_ids": prompt} for prompt in (PROMPT, PROMPT, PROMPT[::-1])]
     # in one step, in which they all come to the same blocks anew: some hold the same tokens as others
@@ -125,7 +125,7 @@ def test_promise_05_no_block_keeps_its_hash_and_only_those_that_had_one_are_look
     assert pool.get_num_free_blocks() == len(blocks) - 1
 
 
-def test_promise_05_blocks_that_hold_the_same_tokens_are_all_emptied(policy, adapters):
+def test_promise_05_blocks_of_the_same_tokens_are_emptied(policy, adapters):
     pool = scheduler_here(policy._llm).kv_cache_manager.block_pool
     ask(policy)
     first = next(block for block in pool.blocks if block.block_hash is not None)
@@ -138,7 +138,7 @@ def test_promise_05_blocks_that_hold_the_same_tokens_are_all_emptied(policy, ada
     assert cached == 0
 
 
-def test_promise_05_an_emptying_that_fails_leaves_all_blocks_where_they_were(policy, adapters, monkeypatch):
+def test_promise_05_a_failed_emptying_leaves_all_blocks(policy, adapters, monkeypatch):
     pool = scheduler_here(policy._llm).kv_cache_manager.block_pool
     blocks = pool.blocks
     ask(policy)
@@ -166,7 +166,7 @@ def with_scheduler(boot, make_nvfp4, carriers):
 
 
 @pytest.mark.parametrize("kind", [QerlScheduler, QerlAsyncScheduler])
-def test_promise_05_the_scheduler_empties_all_that_holds_something_and_nothing_else(with_scheduler, kind, monkeypatch):
+def test_promise_05_the_scheduler_empties_the_cache(with_scheduler, kind, monkeypatch):
     """As an engine in another process does it, which ``Policy`` cannot help: with vLLM's own call."""
     own = scheduler_here(with_scheduler)
     assert type(own) is QerlScheduler
@@ -191,7 +191,7 @@ def test_the_scheduler_is_of_the_kind_that_vllm_would_have(monkeypatch):
         assert type(scheduler(config, kv_cache_config=None)) is kind
 
 
-def test_the_list_of_blocks_is_short_while_the_cache_is_emptied_and_whole_afterwards():
+def test_the_list_of_blocks_is_short_in_the_block_alone():
     held, twice = object(), object()
 
     class Pool:

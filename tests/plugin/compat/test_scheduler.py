@@ -104,7 +104,7 @@ def _answer(scheduler: Scheduler, output: Any) -> None:
 @pytest.mark.parametrize("blocks", [64, 9])  # room for all; for hardly two of them
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize(("theirs", "ours"), [(Scheduler, QerlScheduler), (AsyncScheduler, QerlAsyncScheduler)])
-def test_the_same_is_scheduled_and_vllm_s_manager_is_hardly_asked(
+def test_the_same_is_scheduled_with_fewer_questions(
     engine, monkeypatch, theirs, ours, caching: bool, blocks: int
 ) -> None:
     expected, often = drive(theirs, engine, monkeypatch, caching=caching, blocks=blocks)
@@ -149,7 +149,7 @@ def test_another_kind_of_attention_keeps_vllm_s_manager(engine) -> None:
     ],
     ids=str,
 )
-def test_only_a_running_sequence_with_room_in_its_blocks_is_answered_without_vllm(changes, is_quick) -> None:
+def test_only_a_running_sequence_with_room_is_quick(changes, is_quick) -> None:
     """Two blocks of 16, of which one is cached, and 20 tokens computed."""
     given = {"new": 1, "computed": 20, "tokens": 21, "lookahead": 0, "more": {}, "caching": True} | changes
     asked: list[Any] = []

@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 import torch
-from policy_requests import API_KEY, TOKEN, VERSION, assert_served, description, kept, put
+from policy_requests import API_KEY, HEADERS, TOKEN, VERSION, assert_served, description, done, kept, put
 from waiting import PATIENCE
 
 from qerl_vllm_plugin.adapter.check import AdapterError
@@ -26,11 +26,11 @@ from qerl_vllm_plugin.wire import cuda_ipc, gpu_memory
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 TRIES = 8  # of what a machine that stops in the wrong moment leaves untested
+CLIENTS = [PolicyClient, AsyncPolicyClient]
 
 
-def test_the_adapter_named_at_start_is_served_and_swaps_noise_and_removal_are_what_an_engine_in_process_answers(
-    policy, questions, expected, adapters, measure
-):
+def test_a_server_answers_as_an_engine_in_process(policy, questions, expected, adapters, measure):
+    """With the adapter named at start, after a swap, under noise, without it, and without an adapter."""
     distinct = {name: expected(name) for name in ("start", "second", None)}
     assert len({round(scores[0], 2) for scores in distinct.values()}) == 3, "these adapters prove nothing"
     state = policy.state()
@@ -51,9 +51,7 @@ def test_the_adapter_named_at_start_is_served_and_swaps_noise_and_removal_are_wh
     assert_served(questions, measure, distinct[None], 3)
 
 
-def test_a_folder_under_the_directory_is_installed_by_its_name_and_no_other(
-    server, policy, questions, expected, measure
-):
+def test_a_folder_is_installed_by_its_name(server, policy, questions, expected, measure):
     version = policy.state()["version"] + 5
     assert put(server, b"", folder="third", version=version).json()["version"] == version
     assert_served(questions, measure, expected("third"), version)
@@ -62,49 +60,26 @@ def test_a_folder_under_the_directory_is_installed_by_its_name_and_no_other(
     assert policy.state()["version"] == version
 
 
-def test_a_folder_of_the_clients_machine_is_sent_unless_it_is_of_another_base(
-    server, policy, questions, expected, adapters, measure, tmp_path
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_a_clients_folder_is_sent_unless_of_another_base(
+    kind, server, policy, questions, expected, adapters, measure, tmp_path
 ):
-    swappers = (
-        policy.swap_folder,
-        lambda *a: asyncio.run(AsyncPolicyClient(server[0], TOKEN, API_KEY).swap_folder(*a)),
-    )
-    for swap, name in zip(swappers, ("third", "second"), strict=True):
-        assert_served(questions, measure, expected(name), swap(adapters[0] / name))
-        folder = shutil.copytree(adapters[0] / name, tmp_path / name)
-        state, own = folder / "qerl_state.json", policy.state()["base_hash"]
-        for base_hash, is_refused in ((own, False), ("0" * 64, True)):
-            state.write_text(json.dumps({"base": "another", "base_hash": base_hash}))
-            before = kept(policy)
-            if is_refused:
-                with pytest.raises(AdapterError, match=f"{name} was trained on another base than the server's"):
-                    swap(folder)
-                assert kept(policy) == before
-            else:
-                assert swap(folder) == before["version"] + 1
-
-
-def test_swaps_are_ordered_and_a_repeated_one_changes_nothing(server, policy, adapters):
-    version, hashes = policy.state()["version"], {}
-    for name in ("second", "third"):
-        version += 1
-        assert put(server, body(*adapters[1][name]), version=version).status_code == 200
-        hashes[name] = policy.state()["hash"]
-    again = put(server, body(*adapters[1]["third"]), version=version)
-    assert (again.status_code, again.json()) == (200, {"version": version, "unchanged": True})
-    for content, given in ((adapters[1]["second"], version), (adapters[1]["second"], version - 1)):
-        refused = put(server, body(*content), version=given)
-        assert refused.status_code == 409
-        assert f"version {given} is not newer than {version}" in refused.json()["error"]
-    assert policy.state()["version"] == version
-    assert policy.state()["hash"] == hashes["third"] != hashes["second"]
+    client = kind(server[0], TOKEN, API_KEY)
+    assert_served(questions, measure, expected("third"), done(client.swap_folder(adapters[0] / "third")))
+    folder = shutil.copytree(adapters[0] / "third", tmp_path / "third")
+    state, before = folder / "qerl_state.json", policy.state()
+    state.write_text(json.dumps({"base": "another", "base_hash": before["base_hash"]}))
+    assert done(client.swap_folder(folder)) == before["version"] + 1
+    state.write_text(json.dumps({"base": "another", "base_hash": "0" * 64}))
+    with pytest.raises(AdapterError, match="third was trained on another base than the server's"):
+        done(client.swap_folder(folder))
+    assert policy.state()["version"] == before["version"] + 1
 
 
 def test_equal_deletes_at_once_are_one_change(server, policy):
     def delete(version):
-        headers = {"X-QeRL-Admin-Token": TOKEN, "Authorization": f"Bearer {API_KEY}"}
         address = f"{server[0]}/v1/qerl/policy?version={version}"
-        return httpx.delete(address, headers=headers, timeout=PATIENCE)
+        return httpx.delete(address, headers=HEADERS, timeout=PATIENCE)
 
     first = policy.state()["version"] + 1
     with ThreadPoolExecutor(8) as threads:
@@ -114,14 +89,18 @@ def test_equal_deletes_at_once_are_one_change(server, policy):
             assert sum("unchanged" in answer.json() for answer in answers) == 7
 
 
-def test_requests_run_on_through_swaps_and_each_says_which_versions_computed_it(server, policy, adapters):
+def openai_client(server):
+    import openai
+
+    return openai.AsyncOpenAI(base_url=f"{server[0]}/v1", api_key=API_KEY, max_retries=0, timeout=PATIENCE)
+
+
+def test_requests_run_on_through_swaps(server, policy, adapters):
+    """And each names the versions that computed it."""
     first = policy.state()["version"]
 
     async def load():
-        import openai
-
-        questions = openai.AsyncOpenAI(base_url=f"{server[0]}/v1", api_key=API_KEY, max_retries=0, timeout=PATIENCE)
-        pusher = AsyncPolicyClient(server[0], TOKEN, API_KEY)
+        questions, pusher = openai_client(server), AsyncPolicyClient(server[0], TOKEN, API_KEY)
 
         async def one(i):
             raw = await questions.completions.with_raw_response.create(
@@ -145,48 +124,10 @@ def test_requests_run_on_through_swaps_and_each_says_which_versions_computed_it(
     assert any(len(span) == 2 for span in spans), "no request ran through a swap: this test proves nothing"
 
 
-def test_an_answer_of_several_sequences_names_the_policy_of_the_first_of_them(server, policy, adapters):
-    """Twice as many as the engine takes at a time: the second half begins under another policy than the first."""
-    first_eight = 'vllm:num_requests_running{engine="0",model_name="policy"} 8.0'
-
-    async def load():
-        import openai
-
-        questions = openai.AsyncOpenAI(base_url=f"{server[0]}/v1", api_key=API_KEY, max_retries=0, timeout=PATIENCE)
-        pusher = AsyncPolicyClient(server[0], TOKEN, API_KEY)
-        options = {
-            "model": "policy",
-            "prompt": [3, 4, 5],
-            "n": 16,
-            "max_tokens": 300,
-            "extra_body": {"ignore_eos": True},
-        }
-        answer = asyncio.create_task(questions.completions.with_raw_response.create(**options))
-        async with httpx.AsyncClient(timeout=PATIENCE) as metrics:
-            while not answer.done() and first_eight not in (await metrics.get(f"{server[0]}/metrics")).text:
-                await asyncio.sleep(0.01)
-        while not answer.done():
-            await pusher.swap(*adapters[1]["third"])
-            await asyncio.sleep(0.2)
-        return (await answer).headers[VERSION], (await pusher.state())["version"]
-
-    for _ in range(TRIES):
-        first = policy.state()["version"]
-        header, last = asyncio.run(load())
-        ends = [int(end) for end in header.split("-")]
-        assert ends[0] == first
-        if len(ends) > 1:
-            break  # else it was over before anything could come in between
-    assert first < ends[1] <= last
-
-
-def test_waiting_for_requests_lets_them_end_under_their_version_and_aborting_ends_them(server, policy, adapters):
-
+def test_waiting_lets_requests_end_and_aborting_ends_them(server, policy, adapters):
     async def run(mode, name, tokens):
-        import openai
-
-        questions = openai.AsyncOpenAI(base_url=f"{server[0]}/v1", api_key=API_KEY, max_retries=0, timeout=PATIENCE)
-        stream = await questions.completions.with_raw_response.create(
+        pusher = AsyncPolicyClient(server[0], TOKEN, API_KEY)
+        stream = await openai_client(server).completions.with_raw_response.create(
             model="policy",
             prompt=[9, 4, 5],
             max_tokens=tokens,
@@ -194,8 +135,8 @@ def test_waiting_for_requests_lets_them_end_under_their_version_and_aborting_end
             stream=True,
             extra_body={"ignore_eos": True},
         )
-        assert stream.headers[VERSION] == str((await AsyncPolicyClient(server[0], TOKEN, API_KEY).state())["version"])
-        swap = asyncio.create_task(AsyncPolicyClient(server[0], TOKEN, API_KEY).swap(*adapters[1][name], requests=mode))
+        assert stream.headers[VERSION] == str((await pusher.state())["version"])
+        swap = asyncio.create_task(pusher.swap(*adapters[1][name], requests=mode))
         reasons = [chunk.choices[0].finish_reason async for chunk in stream.parse() if chunk.choices]
         return reasons[-1], await swap
 
@@ -211,19 +152,16 @@ def test_waiting_for_requests_lets_them_end_under_their_version_and_aborting_end
     assert reason == "abort"
 
 
-def test_a_stream_ends_with_the_versions_that_computed_it(server, policy):
-    version = policy.state()["version"]
-    question = {"model": "policy", "prompt": [5, 6], "max_tokens": 4, "stream": True}
-    headers = {"Authorization": f"Bearer {API_KEY}"}
-    answer = httpx.post(f"{server[0]}/v1/completions", json=question, headers=headers, timeout=PATIENCE)
-    assert answer.headers[VERSION] == str(version)
-    assert answer.text.rstrip().splitlines()[-1] == f": X-QeRL-Policy-Version: {version}"
-    assert "data: [DONE]" in answer.text
-    assert VERSION not in httpx.get(f"{server[0]}/v1/models", headers=headers, timeout=PATIENCE).headers
-
-
-def test_a_client_whose_gpu_the_server_cannot_read_sends_the_tensors_and_says_so_once(
-    server, questions, expected, adapters, measure, monkeypatch
+@pytest.mark.parametrize(
+    ("kind", "gpus", "why"),
+    [
+        (PolicyClient, ["a-gpu"], "this worker computes on a cpu"),
+        (AsyncPolicyClient, ["another"], "does not see GPU a-gpu"),
+        (PolicyClient, None, "does not see GPU a-gpu"),
+    ],
+)
+def test_a_gpu_the_server_cannot_read_is_warned_of_once(
+    kind, gpus, why, server, questions, expected, adapters, measure, monkeypatch
 ):
     given, _ = description(adapters)
     monkeypatch.setattr(gpu_memory, "why_not", lambda tensors: None)
@@ -235,43 +173,24 @@ def test_a_client_whose_gpu_the_server_cannot_read_sends_the_tensors_and_says_so
         yield given["memory"], torch.zeros(8, dtype=torch.uint8)
 
     monkeypatch.setattr(gpu_memory, "described", described)
-    for kind, gpus, why in (
-        (PolicyClient, ["a-gpu"], "this worker computes on a cpu"),
-        (AsyncPolicyClient, ["another"], "does not see GPU a-gpu"),
-        (PolicyClient, None, "does not see GPU a-gpu"),
-    ):
-        client = kind(server[0], TOKEN, API_KEY)
-        client._ways.gpus = gpus
-
-        def swap(name, client=client):
-            made = client.swap(*adapters[1][name])
-            return asyncio.run(made) if asyncio.iscoroutine(made) else made
-
-        with pytest.warns(UserWarning, match=why):
-            swap("third")
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            version = swap("second")
-        assert_served(questions, measure, expected("second"), version)
-        strict = PolicyClient(server[0], TOKEN, API_KEY, transport="ipc")
-        strict._ways.gpus = gpus
-        with pytest.raises(PolicyRefusedError, match=why):
-            strict.swap(*adapters[1]["third"])
-    with pytest.raises(ValueError, match="transport is 'gpu'; it is one of auto, ipc, shared, http"):
-        PolicyClient(server[0], TOKEN, transport="gpu")
+    client, strict = (kind(server[0], TOKEN, API_KEY, transport=transport) for transport in ("auto", "ipc"))
+    client._ways.gpus = strict._ways.gpus = gpus
+    with pytest.warns(UserWarning, match=why):
+        done(client.swap(*adapters[1]["third"]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        version = done(client.swap(*adapters[1]["second"]))
+    assert_served(questions, measure, expected("second"), version)
+    with pytest.raises(PolicyRefusedError, match=why):
+        done(strict.swap(*adapters[1]["third"]))
 
 
 @pytest.mark.parametrize("token", [None, "", "wrong", TOKEN[:-1], TOKEN + "!", API_KEY])
-def test_without_the_token_nothing_is_told_and_nothing_changes(server, policy, adapters, token):
+def test_without_the_token_nothing_is_told_or_changed(server, policy, adapters, token):
     before = kept(policy)
     headers = {"Authorization": f"Bearer {API_KEY}"} | ({} if token is None else {"X-QeRL-Admin-Token": token})
-    for method, path in (
-        ("PUT", "policy"),
-        ("DELETE", "policy"),
-        ("PUT", "noise"),
-        ("DELETE", "noise"),
-        ("GET", "state"),
-    ):
+    calls = [("PUT", "policy"), ("DELETE", "policy"), ("PUT", "noise"), ("DELETE", "noise"), ("GET", "state")]
+    for method, path in calls:
         answer = httpx.request(method, f"{server[0]}/v1/qerl/{path}", headers=headers, content=b"{}", timeout=PATIENCE)
         assert (answer.status_code, "version" in answer.json()) == (401, False)
     assert put(server, body(*adapters[1]["second"]), headers={"X-QeRL-Admin-Token": TOKEN}).status_code == 401
@@ -330,7 +249,7 @@ def test_the_program_of_the_page(server, policy, adapters):
     assert clears and policy.state()["noise"]["sigma"] == 0
 
 
-def test_the_token_is_in_no_log_no_metric_and_no_text_of_the_client(server, policy):
+def test_the_token_is_in_no_log_and_no_metric(server, policy):
     metrics = httpx.get(f"{server[0]}/metrics", timeout=PATIENCE).text
     for text in (server[1].read_text(), metrics, repr(policy)):
         assert TOKEN not in text

@@ -1,6 +1,5 @@
 """Tensors of the CPU on their way to a server of this machine: through a file in shared memory, or not at all."""
 
-import asyncio
 import contextlib
 import json
 import os
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from policy_requests import API_KEY, TOKEN, assert_served, kept, put
+from policy_requests import API_KEY, HEADERS, TOKEN, assert_served, done, kept, put
 from raw_requests import tickets
 from safetensors.torch import save_file
 from waiting import PATIENCE
@@ -28,33 +27,35 @@ from qerl_vllm_plugin.wire import shared_file
 from qerl_vllm_plugin.wire.shared_segment import Segments
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
-HEADERS = {"X-QeRL-Admin-Token": TOKEN, "Authorization": f"Bearer {API_KEY}"}
+BOTH = pytest.mark.parametrize(("kind", "transport"), [(PolicyClient, "auto"), (AsyncPolicyClient, "shared")])
 
 
-@pytest.mark.parametrize("kind", [PolicyClient, AsyncPolicyClient])
-@pytest.mark.parametrize("transport", ["auto", "shared"])
-def test_they_are_written_into_one_file_and_served(
+@BOTH
+def test_tensors_are_written_into_one_file_and_served(
     kind, transport, server, questions, expected, adapters, measure, monkeypatch
 ):
     client = kind(server[0], TOKEN, API_KEY, transport=transport)
     monkeypatch.setattr(wire_body, "pieces", lambda *given: pytest.fail("sent in a body"))
     files = set()
     for name in ("third", "second"):
-        made = client.swap(*adapters[1][name])
-        version = asyncio.run(made) if asyncio.iscoroutine(made) else made
-        assert_served(questions, measure, expected(name), version)
+        assert_served(questions, measure, expected(name), done(client.swap(*adapters[1][name])))
         files.add(client._segments._kept.path)
     assert len(files) == 1
 
 
-def test_a_swap_is_known_again_whichever_way_it_came(server, adapters):
+def test_a_swap_is_known_again_whichever_way_it_came(server, policy, adapters):
+    """Sent again it changes nothing; an older or another one under its version is refused."""
     near, far = (PolicyClient(server[0], TOKEN, API_KEY, transport=way) for way in ("shared", "http"))
     for first, second in ((near, far), (far, near)):
         version = first.swap(*adapters[1]["third"])
+        before = policy.state()
         assert "unchanged" not in first.answered
         assert second.swap(*adapters[1]["third"], version=version) == version and second.answered["unchanged"]
-        with pytest.raises(PolicyRefusedError, match="is not newer"):
-            second.swap(*adapters[1]["second"], version=version)
+        for given in (version, version - 1):
+            with pytest.raises(PolicyRefusedError, match=f"version {given} is not newer than {version}") as refused:
+                second.swap(*adapters[1]["second"], version=given)
+            assert refused.value.status == 409
+        assert (policy.state()["version"], policy.state()["hash"]) == (version, before["hash"])
 
 
 def name_file(server, given):
@@ -62,7 +63,7 @@ def name_file(server, given):
     return put(server, content, {**HEADERS, "Content-Type": shared_file.MEDIA_TYPE})
 
 
-def test_only_a_file_made_for_a_server_is_opened_and_only_an_adapter_is_installed(server, policy, adapters, tmp_path):
+def test_only_an_adapter_in_a_file_for_servers_is_installed(server, policy, adapters, tmp_path):
     before, good = kept(policy), body(*adapters[1]["third"])
     (tmp_path / "named").write_bytes(good)
     file, path = shared_file.create_for_server()
@@ -99,7 +100,7 @@ def in_shared_memory(content, how):
 
 
 @pytest.mark.parametrize("how", ["the server's own", "another program's", "deleted", "for another server"])
-def test_a_file_that_its_caller_has_not_made_is_not_opened_though_it_holds_an_adapter(server, policy, adapters, how):
+def test_a_file_that_its_caller_has_not_made_is_not_opened(server, policy, adapters, how):
     policy.swap(*adapters[1]["second"])
     PolicyClient(server[0], TOKEN, API_KEY, transport="http").swap(*adapters[1]["third"])
     before = kept(policy)
@@ -135,33 +136,26 @@ def have_no_room(monkeypatch):
     return "has no room"
 
 
-@pytest.mark.parametrize("kind", [PolicyClient, AsyncPolicyClient])
-@pytest.mark.parametrize("obstacle", [refuse_the_file, have_no_room])
-def test_where_there_is_no_such_way_the_body_is_sent_and_that_is_said_once(
-    obstacle, kind, server, questions, expected, adapters, measure, monkeypatch
+@pytest.mark.parametrize(("kind", "obstacle"), [(PolicyClient, refuse_the_file), (AsyncPolicyClient, have_no_room)])
+def test_the_body_takes_over_with_one_warning(
+    kind, obstacle, server, questions, expected, adapters, measure, monkeypatch
 ):
-    why = obstacle(monkeypatch)
-
-    def swap(client, name):
-        made = client.swap(*adapters[1][name])
-        return asyncio.run(made) if asyncio.iscoroutine(made) else made
-
-    client = kind(server[0], TOKEN, API_KEY)
+    why, client = obstacle(monkeypatch), kind(server[0], TOKEN, API_KEY)
     with pytest.warns(UserWarning, match=why):
-        swap(client, "third")
+        done(client.swap(*adapters[1]["third"]))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        version = swap(client, "second")
+        version = done(client.swap(*adapters[1]["second"]))
     assert_served(questions, measure, expected("second"), version)
     with pytest.raises(PolicyRefusedError, match=f"transport is 'shared', and .*{why}.*; leave it out") as refused:
-        swap(kind(server[0], TOKEN, API_KEY, transport="shared"), "third")
+        done(kind(server[0], TOKEN, API_KEY, transport="shared").swap(*adapters[1]["third"]))
     assert refused.value.status == 0 and "HTTP 0" not in str(refused.value), "it was never asked for over HTTP"
 
 
-def test_to_another_machine_they_go_in_the_body_and_nothing_is_said(server, adapters, recwarn):
+def test_another_machine_gets_the_body_without_a_warning(server, adapters, monkeypatch, recwarn):
+    monkeypatch.setattr(shared_file, "machine", lambda: "another")
     for transport in ("auto", "shared"):
         client = PolicyClient(server[0], TOKEN, API_KEY, transport=transport)
-        client._ways.gpus, client._ways.far = (), "the server is on another machine"
         with contextlib.ExitStack() as stack:
             if transport == "shared":
                 stack.enter_context(pytest.raises(PolicyRefusedError, match="the server is on another machine"))
@@ -228,7 +222,7 @@ SECONDS = pytest.mark.parametrize("seconds", [2, pytest.param(30, marks=pytest.m
 
 
 @SECONDS
-def test_folders_and_bodies_of_many_clients_at_once_are_installed_one_after_the_other(server, several, seconds):
+def test_folders_and_bodies_of_many_clients_come_in_turn(server, several, seconds):
     def send(number):
         sent, chance, end = [], random.Random(number), time.monotonic() + seconds
         while time.monotonic() < end:

@@ -72,7 +72,7 @@ def count(url, name):
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait"])
-def test_requests_that_somebody_lets_end_do_so_before_the_policy_changes(server, policy, adapters, begun, mode):
+def test_a_change_comes_after_requests_that_somebody_lets_end(server, policy, adapters, begun, mode):
     url, first, before = server[0], policy.state()["version"], count(server[0], "num_preemptions_total")
     with ThreadPoolExecutor(2) as threads:
         lines, drained = let_end(url, threads, begun, 600)
@@ -84,9 +84,7 @@ def test_requests_that_somebody_lets_end_do_so_before_the_policy_changes(server,
     assert count(url, "num_preemptions_total") == before
 
 
-def test_requests_that_somebody_has_stopped_half_way_go_on_under_the_new_policy_or_the_change_is_refused(
-    server, policy, adapters, begun
-):
+def test_requests_stopped_half_way_go_on_or_bar_the_change(server, policy, adapters, begun):
     for _ in range(TRIES):
         first, lines = policy.state()["version"], begun(600)
         pause(server[0], "keep")
@@ -103,7 +101,7 @@ def test_requests_that_somebody_has_stopped_half_way_go_on_under_the_new_policy_
     assert last(lines) == named(f"{first}-{first + 1}")
 
 
-def test_requests_that_somebody_lets_end_are_aborted_by_a_change_that_says_so(server, policy, adapters, begun):
+def test_abort_ends_requests_that_somebody_lets_end(server, policy, adapters, begun):
     for _ in range(TRIES):
         first = policy.state()["version"]
         with ThreadPoolExecutor(1) as threads:
@@ -118,9 +116,7 @@ def test_requests_that_somebody_lets_end_are_aborted_by_a_change_that_says_so(se
     assert '"finish_reason":"abort"' in said
 
 
-def test_behind_a_change_that_lets_requests_end_the_state_is_told_and_one_that_aborts_them_is_made(
-    server, policy, adapters, begun
-):
+def test_state_and_abort_go_past_a_change_that_waits(server, policy, adapters, begun):
     for _ in range(TRIES):
         first, lines = policy.state()["version"], begun(3500)
         with ThreadPoolExecutor(1) as threads:
@@ -138,7 +134,7 @@ def test_behind_a_change_that_lets_requests_end_the_state_is_told_and_one_that_a
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-def test_an_engine_that_somebody_pauses_while_it_is_changed_is_paused_afterwards(server, policy, adapters, begun, mode):
+def test_a_pause_in_the_middle_of_a_change_stays(server, policy, adapters, begun, mode):
     first, lines = policy.state()["version"], begun(600)
     with ThreadPoolExecutor(3) as threads:
         changes = [threads.submit(policy.swap, *adapters[1][name]) for name in ("second", "third")]
@@ -151,7 +147,7 @@ def test_an_engine_that_somebody_pauses_while_it_is_changed_is_paused_afterwards
     assert re.search(f'"finish_reason":"({ends})"', "".join(lines).replace(" ", ""))
 
 
-def test_requests_that_found_no_room_in_the_cache_end_before_a_change_that_waits(server, policy, adapters, begun):
+def test_preempted_requests_end_before_a_change_that_waits(server, policy, adapters, begun):
     """vLLM puts them back and starts them anew when there is room, but not in an engine that is to come to rest."""
     first = policy.state()["version"]
     with ThreadPoolExecutor(7) as threads:  # the server has room for 8064 tokens, and each request will have 1400

@@ -33,7 +33,7 @@ def ask(server):
     return httpx.post(f"{server[0]}/v1/completions", json=question, headers=headers, timeout=PATIENCE)
 
 
-def test_a_pusher_that_is_killed_in_the_middle_of_a_body_changes_nothing(server, policy, another):
+def test_a_pusher_killed_in_the_middle_changes_nothing(server, policy, another):
     before, files, content = kept(policy), uploads(server[2]), body(*another)
     program = (
         "import socket, sys\n"
@@ -55,7 +55,7 @@ def test_a_pusher_that_is_killed_in_the_middle_of_a_body_changes_nothing(server,
     assert ask(server).status_code == 200
 
 
-def test_an_adapter_for_which_there_is_no_room_left_is_refused_by_name(server, another):
+def test_an_adapter_without_room_is_refused_by_name(server, another):
     policy = PolicyClient(server[0], TOKEN, API_KEY, transport="http")
     before, process = kept(policy), psutil.Process(server[2].pid)
     limits = process.rlimit(resource.RLIMIT_FSIZE)
@@ -85,7 +85,7 @@ def test_a_client_that_never_reads_holds_nobody_up(server, policy, another):
     assert httpx.get(f"{server[0]}/health", timeout=PATIENCE).status_code == 200
 
 
-def test_a_server_that_is_killed_leaves_no_process_and_no_file(server, adapters):
+def test_a_killed_server_leaves_no_process_and_no_file(server, adapters):
     processes, files, content = tree(server[2]), uploads(server[2]), body(*adapters[1]["second"])
     assert len(processes) > 1
     streams = begin_stream(server[0], 1000), send(server[0], "PUT /v1/qerl/policy HTTP/1.1", upload(content, 0.5))
@@ -99,7 +99,7 @@ def test_a_server_that_is_killed_leaves_no_process_and_no_file(server, adapters)
 
 
 @pytest.mark.slow
-def test_a_server_whose_engine_core_is_killed_answers_every_change_at_once_and_ends(start_server):
+def test_a_server_without_its_core_answers_at_once_and_ends(start_server):
     asked = {
         "wait": ("DELETE", "/v1/qerl/policy?requests=wait"),  # while a stream ends, which takes longer than the test
         "keep": ("DELETE", "/v1/qerl/policy?requests=keep"),

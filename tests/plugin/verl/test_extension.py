@@ -58,7 +58,7 @@ def push(engine, monkeypatch) -> Callable[..., list]:
     return send
 
 
-def test_an_adapter_that_verl_sends_is_the_adapter_of_an_ordinary_swap(engine, adapters, push, measure):
+def test_an_adapter_from_verl_equals_an_ordinary_swap(engine, adapters, push, measure):
     policy = Policy(engine)
     base = measure.engine(engine)
     for tensors, config in adapters:
@@ -95,7 +95,7 @@ def test_an_adapter_in_several_buckets_arrives_whole(engine, adapters, push, mon
     assert policy.state(digest=True).adapter == whole
 
 
-def test_full_weights_a_merged_adapter_and_a_broken_one_are_refused(engine, adapters, push, measure):
+def test_all_but_a_whole_adapter_is_refused(engine, adapters, push, measure):
     tensors, config = adapters[0]
     plain = plain_config(config)
     policy = Policy(engine)

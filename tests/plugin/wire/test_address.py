@@ -2,12 +2,8 @@
 
 import asyncio
 import base64
-import http.server
-import json
+import functools
 import logging
-import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import httpx
 import pytest
@@ -52,62 +48,43 @@ def test_nothing_of_a_password_or_a_query_is_shown(url: str | None, text: str) -
     assert shown(url) == text
 
 
-def test_every_url_of_a_text_is_as_it_is_shown_and_the_rest_as_it_was() -> None:
+def test_every_url_of_a_text_is_hidden() -> None:
     said = "qerl train --vllm_server_base_url=http://a:pass@gpu1:1 --to me@x.org 'https://b:pass@gpu2' http://gpu3/?a=1"
     assert hidden(said) == said.replace("a:pass", "***").replace("b:pass", "***")
 
 
-@dataclass
-class Proxy:
-    """A server that wants a user and a password, and notes what else it hears."""
-
-    url: str = ""
-    heard: list[tuple[str, str | None]] = field(default_factory=list)
+URL, WANTED = f"http://user:{IN_A_URL}@127.0.0.1:8000", "Basic " + base64.b64encode(f"user:{SECRET}".encode()).decode()
 
 
 @pytest.fixture
-def proxy() -> Iterator[Proxy]:
-    found, wanted = Proxy(), "Basic " + base64.b64encode(f"user:{SECRET}".encode()).decode()
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The paths for which a server was asked that wants a user and a password."""
+    paths: list[str] = []
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            given = self.headers.get("Authorization")
-            found.heard.append((self.path, given))
-            content = json.dumps({"version": 3} if given == wanted else {"error": "who are you?"}).encode()
-            self.send_response(200 if given == wanted else 401)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+    def answer(request: httpx.Request) -> httpx.Response:
+        paths.append(request.url.path)
+        is_known = request.headers.get("Authorization") == WANTED
+        return httpx.Response(200, json={"version": 3}) if is_known else httpx.Response(401, json={"error": "who?"})
 
-        def log_message(self, *arguments: object) -> None:
-            """Nothing."""
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    found.url = f"http://user:{IN_A_URL}@127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield found
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    transport = httpx.MockTransport(answer)
+    for kind in ("Client", "AsyncClient"):
+        monkeypatch.setattr(httpx, kind, functools.partial(getattr(httpx, kind), transport=transport))
+    return paths
 
 
-def test_a_client_tells_the_server_who_asks_and_the_log_does_not(
-    proxy: Proxy, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_client_tells_the_server_who_asks_and_no_log(asked: list[str], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="httpx"):
-        policy = PolicyClient(proxy.url, "token")
-        later = AsyncPolicyClient(proxy.url, "token")
+        policy, later = PolicyClient(URL, "token"), AsyncPolicyClient(URL, "token")
         assert policy.state() == asyncio.run(later.state()) == {"version": 3}
-    assert [path for path, _ in proxy.heard] == ["/v1/qerl/state"] * 2
+    assert asked == ["/v1/qerl/state"] * 2
     assert "127.0.0.1" in caplog.text  # httpx logs each request
     for text in (caplog.text, repr(policy), repr(later)):
         assert "cret" not in text and "user" not in text
 
 
-def test_the_negative_control_httpx_itself_logs_a_password(proxy: Proxy, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="httpx"):
-        httpx.get(proxy.url)
+def test_control_httpx_itself_logs_a_password(asked: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="httpx"), httpx.Client() as client:
+        client.get(URL)
     assert "cret" in caplog.text
 
 

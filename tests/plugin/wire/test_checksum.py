@@ -51,7 +51,7 @@ def test_the_golden_value():
     assert checksums([torch.arange(5000, dtype=torch.int32)]) == [(1471783553284387990, 8917474301821366)]
 
 
-def test_many_tensors_of_all_dtypes_at_once_are_those_one_by_one():
+def test_many_tensors_at_once_are_those_one_by_one():
     tensors = [noise(64 + i).clone() for i in range(BATCH + 5)]
     tensors += [torch.randn(30, 20).to(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn)]
     tensors += [torch.tensor(1.5), torch.empty(0)]

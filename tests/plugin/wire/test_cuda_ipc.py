@@ -76,7 +76,7 @@ def driver(monkeypatch):
 
 
 @pytest.mark.parametrize(("size", "asked"), [(1, 2 * MIB), (2 * MIB, 2 * MIB), (2 * MIB + 1, 4 * MIB)])
-def test_memory_that_is_sent_has_pages_of_its_own_and_is_given_back(size, asked, driver):
+def test_sent_memory_has_its_own_pages_and_is_freed(size, asked, driver):
     with pytest.raises(KeyError), cuda_ipc.exported(size, GPU) as ((memory, device), handle):
         assert memory["data"] == (4096, False) and memory["shape"] == (size,) and memory["typestr"] == "|u1"
         assert device == GPU and handle == bytes(range(64))
@@ -115,7 +115,7 @@ def test_memory_without_a_handle_is_given_back(driver):
     assert driver.values("cuMemFree_v2") == [[4096]] and driver.is_left()
 
 
-def test_memory_of_another_process_is_mapped_for_the_block_and_its_handle_goes_as_it_came(driver):
+def test_memory_of_another_process_is_mapped_for_the_block(driver):
     handle = bytes(range(100, 164))
     with pytest.raises(KeyError), cuda_ipc.opened(handle, 2000, GPU) as address:
         assert address == 9000
@@ -146,7 +146,7 @@ def test_less_memory_than_was_announced_is_refused_and_let_go(driver):
         ("cuCtxPushCurrent_v2", "entering the context of GPU 1", False),
     ],
 )
-def test_what_the_driver_refuses_is_named_and_all_that_was_taken_is_given_back(function, said, is_closed, driver):
+def test_a_refusal_of_the_driver_is_named_and_undone(function, said, is_closed, driver):
     driver.codes[function] = [7]
     with pytest.raises(CudaIPCError) as refused, cuda_ipc.opened(bytes(64), 1, GPU):
         raise AssertionError("nothing is read")
@@ -159,7 +159,7 @@ def test_what_the_driver_refuses_is_named_and_all_that_was_taken_is_given_back(f
     assert names.count("cuDevicePrimaryCtxRelease_v2") == retained
 
 
-def test_the_context_is_that_of_the_device_and_its_own_is_given_back(driver):
+def test_the_context_is_that_of_the_device(driver):
     with cuda_ipc._context(GPU):
         assert driver.names() == START
     assert driver.values("cuDeviceGet") == [[5, 1]] and driver.values("cuDevicePrimaryCtxRetain") == [[66, 5]]
@@ -167,7 +167,7 @@ def test_the_context_is_that_of_the_device_and_its_own_is_given_back(driver):
     assert driver.names() == [*START, *END]
 
 
-def test_copies_are_asked_for_on_torchs_stream_and_have_ended_when_it_returns(driver, monkeypatch):
+def test_copies_run_on_torchs_stream_and_are_waited_for(driver, monkeypatch):
     stream = SimpleNamespace(cuda_stream=77, synchronize=lambda: driver.calls.append(("synchronize", [])))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)

@@ -103,7 +103,7 @@ def test_a_worker_copies_its_share_and_no_more(gpu, monkeypatch):
     assert sum(one.size for one in gpu.copied) <= sum(piece.nbytes for piece in fetched) + between + 16 * 4
 
 
-def test_norms_in_gpu_memory_are_always_read_and_an_adapter_as_it_is_needed(gpu):
+def test_norms_in_gpu_memory_are_read_and_an_adapter_later(gpu):
     half, norm = "base_model.model.a.lora_A.weight", torch.arange(4.0) + 7
     with gpu_memory.described({half: A, "model.norm.weight": norm}) as (text, _):
         with received(text, text, CPU, None) as (adapter, norms, fetch):
@@ -203,7 +203,7 @@ def policy(engine):
 NORMS = {"model.norm.weight": torch.linspace(0.5, 1.5, 64)}
 
 
-def test_a_swap_through_gpu_memory_is_bit_equal_to_one_in_process(gpu, policy, engine, hf, make_adapter):
+def test_a_swap_through_gpu_memory_is_bit_equal(gpu, policy, engine, hf, make_adapter):
     tensors, config, _ = make_adapter(hf)
     inside = Policy(engine)
     inside.swap(tensors, config, norms=NORMS)
@@ -224,9 +224,7 @@ def test_a_swap_through_gpu_memory_is_bit_equal_to_one_in_process(gpu, policy, e
 
 
 @pytest.mark.parametrize("why", ["gone", "small", "foreign"])
-def test_memory_that_cannot_be_read_is_refused_and_the_shared_file_takes_over(
-    gpu, policy, engine, hf, make_adapter, monkeypatch, why
-):
+def test_a_shared_file_takes_over_from_unreadable_memory(gpu, policy, engine, hf, make_adapter, monkeypatch, why):
     tensors, config, _ = make_adapter(hf)
     before, sent = policy.state(digest=True), []
 
@@ -262,7 +260,7 @@ def test_memory_that_cannot_be_read_is_refused_and_the_shared_file_takes_over(
         strict.swap(tensors, config)
 
 
-def test_the_transport_of_an_engine_in_this_process_is_not_chosen(engine):
+def test_an_engine_in_this_process_has_no_transport(engine):
     with pytest.raises(ValueError, match="transport is 'pickle'; it is one of auto, ipc, shared"):
         Policy(engine, transport="pickle")
     with pytest.raises(ValueError, match="workers are in this process; leave it out"):

@@ -27,7 +27,7 @@ def opened(content, file):
         return file.open(path, CPU)
 
 
-def test_a_file_that_is_written_again_is_read_again_and_mapped_once():
+def test_a_rewritten_file_is_read_again_and_mapped_once():
     segments, file = Segments(ValueError), MappedFile()
     with segments.filled(TENSORS) as path:
         first = file.open(path, CPU)
@@ -57,7 +57,7 @@ def test_another_file_takes_its_place():
             assert file.open(path, CPU)["a"].equal(given)
 
 
-def test_a_file_that_is_none_is_refused_and_so_is_what_became_of_a_good_one():
+def test_a_damaged_file_is_refused_though_it_was_good():
     segments, file = Segments(ValueError), MappedFile()
     for content in (b"", b"x", b"\xff" * 64, save({"a": A})[:-1], save({"a": A}) + b"x"):
         with pytest.raises((SafetensorError, OSError, ValueError)):
@@ -91,7 +91,7 @@ def test_tensors_that_lie_across_words_are_copied_each_time():
 
 
 @pytest.mark.parametrize("gap", [0, 40, 1 << 20])
-def test_what_is_fetched_has_the_bits_and_is_no_longer_the_file(gap, monkeypatch):
+def test_fetched_pieces_have_the_bits_and_are_copies(gap, monkeypatch):
     monkeypatch.setattr(spans, "GAP", gap)
     segments, file = Segments(ValueError), MappedFile()
     many = {str(i): A.to(dtype) + i for i, dtype in enumerate([torch.float32, torch.bfloat16, torch.float32] * 4)}
@@ -109,7 +109,7 @@ def test_what_is_fetched_has_the_bits_and_is_no_longer_the_file(gap, monkeypatch
         assert piece.dtype == expected.dtype and piece.equal(expected)
 
 
-def test_a_rank_of_two_takes_few_copies_and_little_more_than_its_share():
+def test_a_rank_of_two_takes_few_copies_of_its_share():
     """Rows of one tensor, columns of the next, as a rank has them of 8 layers."""
     whole, at, pieces = 0, 0, []
     memory = torch.empty(64 << 20, dtype=torch.uint8).view(torch.float32)
@@ -124,7 +124,7 @@ def test_a_rank_of_two_takes_few_copies_and_little_more_than_its_share():
     assert sum(span.size for span in planned.spans) < 0.9 * whole
 
 
-def test_a_file_is_registered_from_its_second_use_on_and_not_when_it_has_gone(monkeypatch):
+def test_a_file_is_registered_from_its_second_use_on(monkeypatch):
     known, cuda = [], torch.device("cuda")
     monkeypatch.setattr(cuda_ipc, "register", lambda memory, device: known.append(memory.data_ptr()))
     monkeypatch.setattr(cuda_ipc, "unregister", lambda memory, device: known.remove(memory.data_ptr()))
@@ -138,7 +138,7 @@ def test_a_file_is_registered_from_its_second_use_on_and_not_when_it_has_gone(mo
     assert (counts, known) == ([0, 1, 1], [])
 
 
-def test_memory_that_cannot_be_registered_is_used_as_it_is_and_warned_of_once(monkeypatch):
+def test_memory_that_cannot_be_registered_is_warned_of_once(monkeypatch):
     tried, said = [], []
 
     def refuse(memory, device):

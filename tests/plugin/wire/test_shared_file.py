@@ -63,7 +63,7 @@ def a_pipe(folder):
 
 
 @pytest.mark.parametrize("make", [without_a_name, named, exactly_named, of_another_name, a_pipe])
-def test_no_file_is_opened_but_one_of_the_name_that_is_told_and_that_was_made_and_removed_here(make, monkeypatch):
+def test_only_a_file_of_the_told_name_is_opened(make, monkeypatch):
     file, path = make(shared_file.SHARED_MEMORY)
     made, real = removed(shared_file.SHARED_MEMORY), open
     link = os.path.basename(os.readlink(path))
@@ -85,7 +85,7 @@ def test_no_file_is_opened_but_one_of_the_name_that_is_told_and_that_was_made_an
             opened.close()
 
 
-def test_a_file_elsewhere_or_whose_number_is_another_ones_is_not_opened(tmp_path):
+def test_a_file_elsewhere_or_with_a_reused_number_is_not_opened(tmp_path):
     file, path = removed(tmp_path)
     with file:
         assert shared_file.open_ticket(f"{path}/{NAME}") is None

@@ -58,7 +58,7 @@ def test_another_process_reads_it():
     assert other.stdout.strip() == str(A.t().tolist())
 
 
-def test_the_end_of_who_keeps_one_is_its_end_without_a_warning():
+def test_a_segment_ends_with_its_keeper_without_a_warning():
     segments = Segments(AdapterError)
     with segments.filled({"a": A}) as path:
         pass
@@ -69,7 +69,7 @@ def test_the_end_of_who_keeps_one_is_its_end_without_a_warning():
     assert not Path(path).exists() and not said
 
 
-def test_one_of_the_same_size_is_the_same_file_with_the_new_bits():
+def test_the_same_size_is_the_same_file_with_new_bits():
     segments = Segments(AdapterError)
     with segments.filled({"a": A}) as path:
         first = os.stat(path)
@@ -185,7 +185,7 @@ def test_overlapping_senders_never_touch_memory_that_is_gone(seconds):
     assert swaps > 8 * seconds and left <= 1, "what is not kept is closed"
 
 
-def test_a_task_that_is_cancelled_while_a_thread_fills_a_segment_leaves_it_to_the_next(monkeypatch):
+def test_a_cancelled_task_leaves_its_segment_to_the_next(monkeypatch):
     fill, is_writing, may_end = shared_segment._fill, threading.Event(), threading.Event()
 
     def slow(*given):
@@ -249,7 +249,7 @@ def test_a_file_that_grows_beyond_what_is_left_is_refused(monkeypatch):
             growing.write(b"x", 0)
 
 
-def test_small_tensors_are_copied_together_up_to_the_size_of_a_group(monkeypatch):
+def test_small_tensors_are_copied_in_groups(monkeypatch):
     monkeypatch.setattr(shared_segment, "GROUP", 48)
     tensors = [torch.zeros(size, dtype=torch.uint8) for size in (16, 32, 8, 100, 4, 44, 1)]
     assert [[len(tensor) for tensor in group] for group in shared_segment._groups(tensors)] == [
@@ -274,7 +274,7 @@ def holders(link):
 
 
 @pytest.mark.parametrize("is_refused", [False, True])
-def test_what_no_worker_needs_gives_its_memory_back_though_one_has_it_mapped(is_refused):
+def test_memory_that_no_worker_needs_is_given_back(is_refused):
     """After another size, and after a refusal: a shared memory that is just large enough takes the next adapter."""
     segments, large = Segments(AdapterError), torch.ones(64 << 20, dtype=torch.uint8)
     with contextlib.suppress(AdapterError), segments.filled({"a": large}) as path:

@@ -45,7 +45,7 @@ def copied(pieces):
 
 @pytest.mark.parametrize("gap", [0, 1 << 20])
 @pytest.mark.parametrize("case", CASES)
-def test_pieces_that_are_joined_have_their_values_in_their_order(case, gap, monkeypatch):
+def test_joined_pieces_have_their_values_in_order(case, gap, monkeypatch):
     monkeypatch.setattr(spans, "GAP", gap)
     pieces = CASES[case]
     found = copied(pieces)
@@ -62,7 +62,7 @@ def test_neighbours_are_not_copied_again():
     assert apart.flat(0, 2).data_ptr() != apart.room.data_ptr()
 
 
-def test_what_one_of_an_adapters_halves_is_made_of_lies_in_one_piece_for_each_width():
+def test_each_half_of_an_adapter_lies_in_one_piece_a_width():
     """Else a worker would look at hundreds of pieces, and a sender, too."""
     shapes = {"q": (64, 64), "k": (16, 64), "down": (64, 128)}
     kinds = []
@@ -86,7 +86,7 @@ def pieces_at(*places):
     return [memory[first:end] for first, end in places]
 
 
-def test_what_is_near_is_copied_together_and_what_is_far_apart_is_left_out(monkeypatch):
+def test_near_pieces_are_copied_together(monkeypatch):
     """By hand: 20 bytes between two pieces are copied, 120 are not; a copy begins as aligned as its memory."""
     monkeypatch.setattr(spans, "GAP", 32)
     planned = spans.plan(pieces_at((200, 210), (60, 80), (0, 40), (500, 500)), 1000)

@@ -24,7 +24,7 @@ TOKEN = "an-admin-token-of-32-characters!"
 SILENCE = "the engine has not answered for 0.2 s, and whether it has changed nobody knows; restart it"
 
 
-def test_a_call_is_waited_for_so_long_and_its_errors_are_its_own():
+def test_a_call_is_waited_for_and_raises_its_own_error():
     assert in_time(begun(lambda: 7), PATIENCE) == 7
     with pytest.raises(ZeroDivisionError):
         in_time(begun(lambda: 1 // 0), PATIENCE)
@@ -43,9 +43,7 @@ def test_a_call_to_an_engine_core_that_dies_is_not_waited_for():
     never.set()
 
 
-def test_a_program_gives_up_an_engine_in_other_processes_and_says_so_from_then_on(
-    boot, make_nvfp4, carriers, monkeypatch
-):
+def test_a_program_gives_up_a_silent_engine_for_good(boot, make_nvfp4, carriers, monkeypatch):
     engine = boot(make_nvfp4("qwen2"), **carriers["resident"])
     policy, asked, never = Policy(engine, timeout=0.2), [], threading.Event()
     answer = engine.collective_rpc
@@ -119,7 +117,7 @@ ASKED = ["is_paused", "pause_scheduler_async", "reset_prefix_cache", "qerl_set_n
 
 
 @pytest.mark.parametrize("silent", ASKED)
-def test_a_server_gives_up_an_engine_that_does_not_answer_and_every_request_ends(monkeypatch, silent):
+def test_a_server_gives_up_a_silent_engine_and_its_requests(monkeypatch, silent):
     monkeypatch.setenv("QERL_ADMIN_TOKEN", TOKEN)
     engine, app = Engine(silent), FastAPI()
     routes.attach(app, read_token())
