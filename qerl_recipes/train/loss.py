@@ -137,35 +137,33 @@ def log_probabilities(
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,
     completion: int,
-    skipped: torch.Tensor | None,
+    batch: MicroBatch | None,
     pack_tokens: int,
     temperature: float,
     autocast: Callable[[], AbstractContextManager[Any]],
-    *,
     has_entropy_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, Measured]:
     """Return the log-probabilities and entropies of completions from packed rows, (B, C) each, and how they packed.
 
-    ``input_ids`` and ``attention_mask`` are (B, P + C), with C = ``completion``. Rows ``skipped: (B,)`` are not
-    computed and hold 0. ``unwrapped`` is ``model`` without a launcher's wrapper.
+    ``input_ids`` and ``attention_mask`` are (B, P + C), with C = ``completion``. Rows that ``batch`` skips are not
+    computed, and ``fill_skipped``. Without ``batch`` nothing is skipped or measured. ``unwrapped`` is ``model`` without
+    a launcher's wrapper.
     """
     ids, mask = input_ids.cpu(), attention_mask.cpu()
+    skipped = None if batch is None else batch.skipped
     if skipped is not None:
         mask[skipped.cpu(), -completion:] = 0
     rows = pack(ids, mask, completion, pack_tokens, share_prompts=logprobs.shares_prompts(unwrapped))
+    shape = (len(input_ids), completion)
     logps, entropies = logprobs.completion_logprobs(
-        model,
-        unwrapped,
-        rows,
-        (len(input_ids), completion),
-        temperature,
-        autocast,
-        has_entropy_gradient=has_entropy_gradient,
+        model, unwrapped, rows, shape, temperature, autocast, has_entropy_gradient=has_entropy_gradient
     )
+    if batch is None:
+        return logps, entropies, Measured()
     packed: dict[str, Any] = {"packing/share": (sum(row.tokens.shape[1] for row in rows), input_ids.numel())}
     if skipped is not None:
         packed["packing/silent_rows"] = (skipped.sum(), len(skipped))
-    return logps, entropies, Measured(packed)
+    return *fill_skipped(logps, entropies, batch), Measured(packed)
 
 
 def zero_advantage(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

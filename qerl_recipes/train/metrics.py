@@ -25,7 +25,7 @@ Two figures of a rollout are measured anew, because TRL 1.16 computes something 
 import json
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -190,12 +190,23 @@ def has_stops(generation_kwargs: Mapping[str, Any]) -> bool:
     return bool(generation_kwargs.get("stop") or generation_kwargs.get("stop_token_ids"))
 
 
-def is_cut_off(ids: Sequence[int], text: str, end_tokens: set[int], generation_kwargs: Mapping[str, Any]) -> bool:
-    """Return True if neither a token of ``end_tokens`` nor a stop of ``generation_kwargs`` ended the completion."""
-    stop = generation_kwargs.get("stop") or ()
-    strings = [stop] if isinstance(stop, str) else stop
-    ends = {*end_tokens, *(generation_kwargs.get("stop_token_ids") or ())}
-    return ids[-1] not in ends and not any(string in text for string in strings)
+def cut_off(
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    end_tokens: Collection[int],
+    decode: Callable[[list[int]], str],
+    generation_kwargs: Mapping[str, Any],
+) -> torch.Tensor:
+    """Mark the completions that neither an end token nor a stop of ``generation_kwargs`` has ended: (B,) bool.
+
+    ``ids`` and ``mask`` are (B, C). The mask is of whole completions: stops are refused together with
+    ``mask_truncated_completions``.
+    """
+    stop, stop_tokens = generation_kwargs.get("stop") or (), generation_kwargs.get("stop_token_ids") or ()
+    texts, ends = [stop] if isinstance(stop, str) else stop, {*end_tokens, *stop_tokens}
+    rows = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
+    is_cut = [row[-1] not in ends and not any(text in decode(row) for text in texts) for row in rows]
+    return torch.tensor(is_cut, device=ids.device)
 
 
 # what a run says of itself

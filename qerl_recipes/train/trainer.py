@@ -229,18 +229,11 @@ class QerlGRPOTrainer(GRPOTrainer):
         logged = self._metrics["train" if self.model.training else "eval"]
         logged[metrics.EQUAL_GROUPS][-1] = self.equal_groups
         if metrics.has_stops(self.args.generation_kwargs or {}):
-            logged[metrics.CLIPPED][-1] = self._share_cut_off(scored)
+            ends, completions = {*self.eos_token_ids, self._tokenizer.pad_token_id}, scored["completion_ids"]
+            stops = (ends, self._tokenizer.decode, self.args.generation_kwargs)
+            is_cut = self.accelerator.gather(metrics.cut_off(completions, scored["completion_mask"], *stops))
+            logged[metrics.CLIPPED][-1] = is_cut.float().mean().item()
         return scored
-
-    def _share_cut_off(self, batch: Mapping[str, torch.Tensor]) -> float:
-        """Return the share of completions of all processes that were cut off."""
-        ends, tokenizer = {*self.eos_token_ids, self._tokenizer.pad_token_id}, self._tokenizer
-        # masks are those of whole completions: stops are refused together with mask_truncated_completions
-        padded = zip(batch["completion_ids"], batch["completion_mask"], strict=True)
-        rows = [ids[mask.bool()].tolist() for ids, mask in padded]
-        cut = [metrics.is_cut_off(ids, tokenizer.decode(ids), ends, self.args.generation_kwargs or {}) for ids in rows]
-        gathered = self.accelerator.gather(torch.tensor(cut, device=batch["completion_ids"].device))
-        return gathered.float().mean().item()
 
     def _refill(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return ``batch`` with its groups without signal replaced, and log what that took."""
@@ -329,17 +322,26 @@ class QerlGRPOTrainer(GRPOTrainer):
         compute_entropy: bool = False,
         **others: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        arguments = (model, input_ids, attention_mask, logits_to_keep)
+        arguments = (input_ids, attention_mask, logits_to_keep)
         batch, half = self._micro_batch, self.loss_settings.half  # there is a batch in the loss's own forward alone
         with nullcontext() if half is None or batch is None else half.first_watched():
             if self.loss_settings.pack_tokens:
-                logps, entropies = self._packed_forward(*arguments)
+                logps, entropies, measured = loss.log_probabilities(
+                    model,
+                    self.accelerator.unwrap_model(model),
+                    *arguments,
+                    batch,
+                    self.loss_settings.pack_tokens,
+                    self.temperature,
+                    self.accelerator.autocast if half is None else half.autocast,
+                    self._entropy_bonus_enabled,
+                )
+                self._sums.add(measured)
                 other_loss = None
             else:  # accelerate has put bfloat16's autocast around the model
+                padded = super()._get_per_token_logps_and_entropies
                 with nullcontext() if half is None else half.autocast():
-                    logps, entropies, other_loss = super()._get_per_token_logps_and_entropies(
-                        *arguments, batch_size, compute_entropy, **others
-                    )
+                    logps, entropies, other_loss = padded(model, *arguments, batch_size, compute_entropy, **others)
         if batch is not None:
             if half is not None:
                 logps, entropies = half.scaled(logps, entropies)
@@ -347,28 +349,6 @@ class QerlGRPOTrainer(GRPOTrainer):
                 self._weigh(logps.detach())
             self._sums.add(loss.token_means(logps.detach(), entropies.detach(), batch, self.args))
         return logps, entropies if compute_entropy else None, other_loss
-
-    def _packed_forward(
-        self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probabilities and entropies, (B, C) each, with constants in rows that are not computed."""
-        batch, half = self._micro_batch, self.loss_settings.half
-        logps, entropies, measured = loss.log_probabilities(
-            model,
-            self.accelerator.unwrap_model(model),
-            input_ids,
-            attention_mask,
-            logits_to_keep,
-            None if batch is None else batch.skipped,
-            self.loss_settings.pack_tokens,
-            self.temperature,
-            self.accelerator.autocast if half is None else half.autocast,
-            has_entropy_gradient=self._entropy_bonus_enabled,
-        )
-        if batch is None:
-            return logps, entropies
-        self._sums.add(measured)
-        return loss.fill_skipped(logps, entropies, batch)
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         norm = super()._get_grad_norm(*args, **kwargs)

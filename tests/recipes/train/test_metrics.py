@@ -68,7 +68,9 @@ def test_groups_are_equal_by_the_sum_or_by_each_reward(rewards, weights, summed,
     ],
 )
 def test_a_completion_is_cut_off_that_nothing_has_ended(ids, stops, is_cut):
-    assert metrics.is_cut_off(ids, "2+2=4", {2, 3}, stops) == is_cut
+    padded, mask = torch.tensor([[*ids, 0], [4, 5, 2]]), torch.tensor([[1, 1, 0], [1, 1, 1]])
+    decode = {tuple(ids): "2+2=4", (4, 5, 2): "4"}
+    assert metrics.cut_off(padded, mask, {2, 3}, lambda row: decode[tuple(row)], stops).tolist() == [is_cut, False]
     assert metrics.has_stops(stops) == bool(stops)
 
 
@@ -149,7 +151,7 @@ def test_seconds_and_speeds_are_of_their_part_of_a_step(make_trainer, make_nvfp4
     """Two rollouts of two steps each, of a clock that goes on where the engine, the rewards and the loss are at work:
     for 4, 2 and 3 seconds."""
     clock, generate = SimpleNamespace(now=100.0), answers.generate
-    clock.perf_counter = lambda: clock.now
+    clock.perf_counter = clock.monotonic = lambda: clock.now
     sampled, learnt = [], []
 
     def rewards(completion_ids, **columns):
