@@ -14,7 +14,7 @@ from qerl_vllm_plugin.adapter import folder as adapter_folder
 from qerl_vllm_plugin.compat import engine, engine_client
 from qerl_vllm_plugin.server import metrics
 from qerl_vllm_plugin.server.engine import Engine
-from qerl_vllm_plugin.server.quiesce import Look, Rest, is_there
+from qerl_vllm_plugin.server.quiesce import Look, Quiesce, is_there
 from qerl_vllm_plugin.server.versions import tell_versions
 from qerl_vllm_plugin.wire import shared_file
 from qerl_vllm_plugin.wire.body import Refused
@@ -59,7 +59,7 @@ class PolicyServer:
         self.carrier, self.rank, self.limit = opened["carrier"], opened["max_rank"], opened["max_bytes"]
         self.changes = self._engine.changes = ChangeLog(opened["changes"])
         is_shared = engine.api_servers(vllm_config) > 1
-        self._rest = Rest(self._engine, self.changes, opened["instance"], is_shared=is_shared)
+        self._quiesce = Quiesce(self._engine, self.changes, opened["instance"], is_shared=is_shared)
         metrics.VERSION.set(opened["version"])
         self.base_hash = adapter_folder.base_hash(base) if base is not None else None
         model = vllm_config.model_config
@@ -168,7 +168,7 @@ class PolicyServer:
         again. A refused change costs running requests only their cache.
         """
         self._engine.check()
-        async with self._rest.of(kind, mode, is_gone) as laps:
+        async with self._quiesce.at_rest(kind, mode, is_gone) as laps:
             await self._empty_caches(mode)
             laps.end("empty")
             answer = await self._engine.rpc(method, *args)

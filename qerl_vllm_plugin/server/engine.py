@@ -4,7 +4,7 @@ An engine that one API server process has given up is lost to all of them.
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 from vllm.logger import init_logger
@@ -66,7 +66,7 @@ class Engine:
         if self.lost is not None:
             raise Refused(503, "lost", self.lost)
 
-    async def in_time(self, answer: Coroutine[Any, Any, T]) -> T:
+    async def in_time(self, answer: Awaitable[T]) -> T:
         """Wait for the engine's answer and return it. Raises Refused if none comes in time.
 
         Such an engine is lost, because later answers would no longer belong to the calls that wait for them.

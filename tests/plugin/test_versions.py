@@ -14,7 +14,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from waiting import PATIENCE
 
 from qerl_vllm_plugin.server.changes import PolicyServer
-from qerl_vllm_plugin.server.quiesce import turn
+from qerl_vllm_plugin.server.quiesce import lock
 from qerl_vllm_plugin.server.versions import HEADER, StampVersions, tell_versions
 from qerl_vllm_plugin.wire.body import Refused
 from qerl_vllm_plugin.worker import change_log
@@ -160,14 +160,14 @@ def test_a_lost_engine_is_known_to_every_process():
 
 def test_one_process_at_a_time_holds_the_lock():
     ours, another = (f"test-{os.getpid()}-{name}" for name in "ab")  # the names are those of the whole machine
-    program = "import asyncio, sys, time\nfrom qerl_vllm_plugin.server.quiesce import turn\n"
-    program += "async def hold():\n    async with turn(sys.argv[1]):\n        print('held', flush=True)\n"
+    program = "import asyncio, sys, time\nfrom qerl_vllm_plugin.server.quiesce import lock\n"
+    program += "async def hold():\n    async with lock(sys.argv[1]):\n        print('held', flush=True)\n"
     program += "        time.sleep(600)\nasyncio.run(hold())"
     holder = subprocess.Popen([sys.executable, "-c", program, ours], stdout=subprocess.PIPE)
     assert holder.stdout.readline() == b"held\n"
 
     async def wait(name, seconds):
-        async with asyncio.timeout(seconds), turn(name):
+        async with asyncio.timeout(seconds), lock(name):
             return time.monotonic()
 
     asyncio.run(wait(another, PATIENCE))

@@ -1,6 +1,7 @@
 """Changes, and what somebody else asks of the engine meanwhile by vLLM's own calls, on a core that pauses as vLLM's."""
 
 import asyncio
+import random
 import re
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ from engine_client import EngineClient, vllm_config
 from waiting import PATIENCE
 
 from qerl_vllm_plugin.server import quiesce
-from qerl_vllm_plugin.server.changes import PolicyServer
+from qerl_vllm_plugin.server.changes import MODES, PolicyServer
 from qerl_vllm_plugin.wire.body import Refused
 from qerl_vllm_plugin.worker.change_log import ChangeLog
 
@@ -292,11 +293,12 @@ def test_behind_a_change_that_waits_others_are_refused_in_time(monkeypatch):
 def test_an_abort_cuts_a_drain_short(place):
     async def use(core, *servers):
         begun(core, servers[0])
-        changed = asyncio.create_task(noise(servers[0], "wait"))
+        changed = asyncio.create_task(servers[0].swap(None, {}, "earlier", None, "wait"))
         await said(core, "pause wait")
         servers[0].client.output_processor.request_states.clear()
-        await servers[place].swap(None, {}, "", None, "abort")
+        await servers[place].swap(None, {}, "later", None, "abort")
         await changed
+        assert core.digest == "later", "changes are made in the order in which they came"
         assert core.said.count("change") == 2 and core.said[-1] == "resume" and core.state == "goes on"
 
     with_servers(use)
@@ -354,3 +356,40 @@ def test_a_version_served_meanwhile_is_told_as_before():
     assert core.said.count("change") + len(refused) + len(unchanged) == 4 and core.version == 2
     assert refused and all(set(answer) == {"version", "unchanged"} for answer in unchanged)
     assert all(re.search("is not newer", str(error)) for error in refused)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_many_changes_at_once_each_find_the_engine_at_rest(seed):
+    """Changes in every mode from two servers, requests that come and end, and vLLM's own pauses between them."""
+    chance, made = random.Random(seed), []
+
+    async def change(server):
+        for _ in range(6):
+            await asyncio.sleep(chance.random() / 50)
+            await noise(server, chance.choice(MODES))
+            made.append(server)
+
+    async def requests(core, servers):
+        while len(made) < 24:
+            await asyncio.sleep(0.01)
+            if core.state == "goes on":
+                begun(core, chance.choice(servers))
+            await asyncio.sleep(0.01)
+            if core.state != "stands still":
+                await ended(core, *servers)
+
+    async def pauses(servers):
+        while len(made) < 20:
+            await asyncio.sleep(0.05)
+            client = chance.choice(servers).client
+            await client.pause_generation(mode=chance.choice(["wait", "abort"]))
+            await client.resume_generation()
+
+    async def use(core, *servers):
+        core.seconds = 0.005
+        changes = [change(server) for server in servers for _ in range(2)]
+        await asyncio.gather(*changes, requests(core, servers), pauses(servers))
+        assert core.said.count("change") == len(made) == 24
+        assert core.state == "goes on" and not any(server._quiesce._made for server in servers)
+
+    with_servers(use)
