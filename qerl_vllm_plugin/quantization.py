@@ -14,7 +14,14 @@ from qerl_vllm_plugin.options import Options
 from qerl_vllm_plugin.weights.checkpoint import Nvfp4Scheme, inspect_folder, weights_taken
 from qerl_vllm_plugin.weights.expected import CONFIG, experts
 from qerl_vllm_plugin.weights.families import WITHOUT_SLOTS, check_family, kept_in_bf16, never_compared
-from qerl_vllm_plugin.weights.formats import FP8, check_overrides, check_weight_only, matches, read_quantization
+from qerl_vllm_plugin.weights.formats import (
+    CACHE_KEYS,
+    FP8,
+    check_overrides,
+    check_weight_only,
+    matches,
+    read_quantization,
+)
 from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 
 if TYPE_CHECKING:
@@ -23,7 +30,6 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.qerl")
 # stays in BF16 when a BF16 checkpoint is quantized at load time; the same default as `qerl quantize --ignore`
 DEFAULT_IGNORE = ("lm_head",)
-KV_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 CACHE_SCALES = "are used, unless --kv-cache-dtype names another cache than an FP8 one"
 
 
@@ -55,7 +61,7 @@ class QerlConfig(QuantizationConfig):
         super().__init__()
         self.scheme = scheme
         self.ignore: tuple[str, ...] = scheme.ignore if scheme else ()
-        self.kv_cache_scheme = KV_CACHE if scheme and scheme.kv_cache else None  # vLLM's Attention looks here
+        self.kv_cache_scheme = CACHE_KEYS if scheme and scheme.kv_cache else None  # vLLM's Attention looks here
         self.mappers: list[Any] = []  # vLLM's mappers from the checkpoint's names to its own, where they differ
         self.adapter_rank, self.kernel = 0, "auto"
         self._is_checked = False
