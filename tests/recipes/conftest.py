@@ -155,6 +155,35 @@ def read_metrics() -> Callable[[Any], list[dict[str, Any]]]:
     return read
 
 
+@pytest.fixture(scope="session")
+def save_adapter() -> Callable[..., Path]:
+    """save_adapter(folder, seed, scale=1.0, **state) -> folder with a random LoRA of rank 4 for the tiny Qwen2.
+
+    It lies on q_proj and down_proj, and changes most answers; ``state`` becomes qerl_state.json.
+    """
+    import json
+
+    from safetensors.torch import save_file
+
+    def save(folder: Path, seed: int, scale: float = 1.0, **state: object) -> Path:
+        folder.mkdir(exist_ok=True)
+        generator = torch.Generator().manual_seed(seed)
+        tensors = {}
+        for layer in range(2):
+            for module, inputs, outputs in (("self_attn.q_proj", 64, 64), ("mlp.down_proj", 96, 64)):
+                name = f"base_model.model.model.layers.{layer}.{module}"
+                tensors[f"{name}.lora_A.weight"] = scale * torch.randn(4, inputs, generator=generator)
+                tensors[f"{name}.lora_B.weight"] = scale * torch.randn(outputs, 4, generator=generator)
+        save_file(tensors, folder / "adapter_model.safetensors")
+        config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj", "down_proj"]}
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        if state:
+            (folder / "qerl_state.json").write_text(json.dumps(state))
+        return folder
+
+    return save
+
+
 class Piece:
     """One piece of memory, all of it KV cache, that notes when it is given back and taken again."""
 

@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,8 @@ from typer.testing import CliRunner, Result
 
 from qerl_recipes import cli
 from qerl_recipes.convert.export import export
-from qerl_recipes.files import adapter as adapter_folder
-from qerl_recipes.files import run_state as checkpoints
 from qerl_recipes.files.adapter import open_adapter
+from qerl_recipes.files.run_state import base_hash
 from qerl_recipes.model import loading as model
 from qerl_vllm_plugin.weights.checkpoint import inspect_folder
 
@@ -26,30 +26,32 @@ Make = Callable[..., Path]
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "down_proj"], "bias": "none"}
 
 
-def save_adapter(folder: Path, base: Path, *, norms: bool = False, **state: object) -> Path:
-    folder.mkdir()
-    generator = torch.Generator().manual_seed(3)
-    tensors = {}
-    for layer in range(2):
-        for module, inputs, outputs in (("self_attn.q_proj", 64, 64), ("mlp.down_proj", 96, 64)):
-            name = f"base_model.model.model.layers.{layer}.{module}"
-            tensors[f"{name}.lora_A.weight"] = 0.2 * torch.randn(4, inputs, generator=generator)
-            tensors[f"{name}.lora_B.weight"] = 0.2 * torch.randn(outputs, 4, generator=generator)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps({**CONFIG, "base_model_name_or_path": str(base)}))
-    if norms:
-        save_file({"model.layers.1.input_layernorm.weight": torch.full((64,), 1.2345)}, folder / "norms.safetensors")
-    belongs = {"base": str(base), "base_hash": checkpoints.base_hash(base), "quantization": "qerl_nvfp4"}
-    (folder / "qerl_state.json").write_text(json.dumps(belongs | state))
-    return folder
+@pytest.fixture
+def trained(save_adapter: Make, make_nvfp4: Make, tmp_path: Path) -> Make:
+    """trained(name="trained", base=None, norms=False, **state) -> the folder of an adapter on a tiny Qwen2 in NVFP4."""
+
+    def save(name: str = "trained", base: Path | None = None, norms: bool = False, **state: object) -> Path:
+        base = base or make_nvfp4("qwen2")
+        belongs = {"base": str(base), "base_hash": base_hash(base), "quantization": "qerl_nvfp4"}
+        folder = save_adapter(tmp_path / name, 3, scale=0.2, **{**belongs, **state})
+        (folder / "adapter_config.json").write_text(json.dumps({**CONFIG, "base_model_name_or_path": str(base)}))
+        if norms:
+            norm = {"model.layers.1.input_layernorm.weight": torch.full((64,), 1.2345)}
+            save_file(norm, folder / "norms.safetensors")
+        return folder
+
+    return save
+
+
+def call(*words: object) -> Result:
+    return CliRunner().invoke(cli.app, ["export", *map(str, words)])
 
 
 @pytest.mark.parametrize("norms", [False, True])
 def test_an_exported_adapter_loads_in_peft_and_knows_its_base(
-    norms: bool, make_nvfp4: Make, make_bf16: Make, tmp_path: Path
+    norms: bool, trained: Make, make_nvfp4: Make, make_bf16: Make, tmp_path: Path
 ) -> None:
-    base = make_nvfp4("qwen2")
-    source = save_adapter(tmp_path / "trained", base, norms=norms)
+    base, source = make_nvfp4("qwen2"), trained(norms=norms)
     (source / "optimizer.pt").write_bytes(b"x")
     folder = export(source, tmp_path / "exported")
     assert {file.name for file in folder.iterdir()} == {
@@ -64,10 +66,10 @@ def test_an_exported_adapter_loads_in_peft_and_knows_its_base(
     name = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
     assert torch.equal(b, load_file(source / "adapter_model.safetensors")[name])
     card = (folder / "README.md").read_text()
-    assert checkpoints.base_hash(base) in card and "vllm serve" in card
+    assert base_hash(base) in card and "vllm serve" in card
     assert ("do not travel in a LoRA request" in card) is norms
     with pytest.raises(ValueError, match="another base"):
-        adapter_folder.open_adapter(folder).check_base("0" * 64)
+        open_adapter(folder).check_base("0" * 64)
 
 
 def dense(base: Path) -> dict[str, torch.Tensor]:
@@ -86,10 +88,9 @@ def dense(base: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("norms", [False, True])
 def test_a_merged_checkpoint_has_pefts_weights_and_the_trained_norms(
-    norms: bool, make_nvfp4: Make, make_bf16: Make, tmp_path: Path
+    norms: bool, trained: Make, make_nvfp4: Make, make_bf16: Make, tmp_path: Path
 ) -> None:
-    base = make_nvfp4("qwen2")
-    adapter = save_adapter(tmp_path / "trained", base, norms=norms)
+    base, adapter = make_nvfp4("qwen2"), trained(norms=norms)
     merged = export(adapter, tmp_path / "merged", merge=True)
     report = inspect_folder(merged)
     assert report.scheme is None and report.complete
@@ -120,16 +121,14 @@ def test_a_merged_checkpoint_has_pefts_weights_and_the_trained_norms(
     assert (ours - theirs).abs().mean() < 0.1 * (ours - without).abs().mean()
 
 
-def test_merging_onto_a_bf16_base_quantizes_it_first_as_training_did(
-    make_bf16: Make, make_nvfp4: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_merging_onto_a_bf16_base_quantizes_it_first(
+    trained: Make, make_bf16: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bf16 = save_adapter(tmp_path / "a", make_bf16("qwen2"))
-    packed = save_adapter(tmp_path / "b", make_nvfp4("qwen2"))
+    adapters = [trained("a", make_bf16("qwen2")), trained("b"), trained("c", make_bf16("qwen2"), quantization="bf16")]
     capsys.readouterr()
-    plain = save_adapter(tmp_path / "c", make_bf16("qwen2"), quantization="bf16")
     one, two, three = (
         load_file(export(adapter, tmp_path / f"merged-{adapter.name}", merge=True) / "model.safetensors")
-        for adapter in (bf16, packed, plain)
+        for adapter in adapters
     )
     assert one.keys() == two.keys() == three.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
@@ -140,52 +139,33 @@ def test_merging_onto_a_bf16_base_quantizes_it_first_as_training_did(
     assert "packed" not in capsys.readouterr().out  # nothing of a folder that is gone by now
 
 
-def test_a_sharded_base_keeps_its_shards(make_bf16: Make, tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    AutoModelForCausalLM.from_pretrained(make_bf16("qwen2")).save_pretrained(base, max_shard_size="60KB")
-    adapter = save_adapter(tmp_path / "trained", base, quantization="bf16")
-    merged = export(adapter, tmp_path / "merged", merge=True)
-    found = inspect_folder(merged)
-    assert len(found.files) == len(inspect_folder(base).files) > 1
-    index = json.loads((merged / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.tensors.values())
-
-
-def test_a_merge_copies_tokenizer_and_licence_and_none_of_the_bases_other_weights(
-    make_bf16: Make, tmp_path: Path
-) -> None:
+def test_a_merge_keeps_the_shards_and_copies_no_other_weights(trained: Make, make_bf16: Make, tmp_path: Path) -> None:
     base = shutil.copytree(make_bf16("qwen2"), tmp_path / "base")
-    others = (
-        "model.h5",
-        "flax_model.msgpack",
-        "model.onnx",
-        "model.gguf",
-        "pytorch_model.bin",
-        "model.pt",
-        "model.pth",
-    )
-    for name in (*others, "README.md", "LICENSE", "pytorch_model.bin.index.json", ".gitattributes"):
+    (base / "model.safetensors").unlink()
+    AutoModelForCausalLM.from_pretrained(make_bf16("qwen2")).save_pretrained(base, max_shard_size="60KB")
+    weights = ("model.h5", "flax_model.msgpack", "model.onnx", "model.gguf", "pytorch_model.bin", "model.pt", "m.pth")
+    for name in (*weights, "README.md", "LICENSE", "pytorch_model.bin.index.json", ".gitattributes"):
         (base / name).write_text("the base's")
-    adapter = save_adapter(tmp_path / "trained", base, quantization="bf16")
+    adapter = trained(base=base, quantization="bf16")
     merged = export(adapter, tmp_path / "merged", merge=True)
-    there = {file.name for file in merged.iterdir()}
-    assert there == {f.name for f in make_bf16("qwen2").iterdir()} | {"README.md", "LICENSE"}
+    report = inspect_folder(merged)
+    assert len(report.files) == len(inspect_folder(base).files) > 1
+    index = json.loads((merged / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in report.tensors.values())
+    left_out = {*weights, "pytorch_model.bin.index.json", ".gitattributes"}
+    assert {file.name for file in merged.iterdir()} == {file.name for file in base.iterdir()} - left_out
     card = (merged / "README.md").read_text()
     assert f"vllm serve {merged}" in card and open_adapter(adapter).sha256() in card and str(base) not in card
 
 
-def test_export_says_what_it_wrote_and_a_card_names_no_place_outside_its_commands(
-    make_nvfp4: Make, tmp_path: Path
-) -> None:
-    base = make_nvfp4("qwen2")
-    adapter = save_adapter(tmp_path / "trained", base, recipe={"system_prompt": "S"})
+def test_export_says_what_it_wrote_and_a_card_names_no_place(trained: Make, tmp_path: Path) -> None:
+    adapter = trained(recipe={"system_prompt": "S"})
     (adapter / "chat_template.jinja").write_text("{{ messages }}")
-    found = CliRunner().invoke(cli.app, ["export", str(adapter), str(tmp_path / "out")], catch_exceptions=False)
+    output = call(adapter, tmp_path / "out").output
     assert re.fullmatch(
-        rf"wrote {tmp_path}/out: README.md, adapter_config.json, .*qerl_state.json \(0.0 MB\)\n", found.output
+        rf"wrote {tmp_path}/out: README.md, adapter_config.json, .*qerl_state.json \(0.0 MB\)\n", output
     )
-    exported = open_adapter(tmp_path / "out")
-    assert exported.recipe == {"system_prompt": "S"}
+    assert open_adapter(tmp_path / "out").recipe == {"system_prompt": "S"}
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
     lines = (tmp_path / "out" / "README.md").read_text().splitlines()
     assert any("| base model | `nvfp4` |" in line for line in lines)
@@ -194,9 +174,9 @@ def test_export_says_what_it_wrote_and_a_card_names_no_place_outside_its_command
 
 @pytest.mark.parametrize("merge", [False, True])
 def test_a_full_disk_names_the_destination(
-    merge: bool, make_nvfp4: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    merge: bool, trained: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    adapter = save_adapter(tmp_path / "trained", make_nvfp4("qwen2"))
+    adapter = trained()
 
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
@@ -207,59 +187,37 @@ def test_a_full_disk_names_the_destination(
     assert [path.name for path in tmp_path.iterdir()] == ["trained"]
 
 
-def spoil_nan(folder: Path) -> None:
-    tensors = load_file(folder / "adapter_model.safetensors")
-    next(iter(tensors.values()))[0, 0] = float("nan")
-    save_file(tensors, folder / "adapter_model.safetensors")
-
-
-def spoil_half(folder: Path) -> None:
-    tensors = load_file(folder / "adapter_model.safetensors")
-    tensors.pop(next(name for name in tensors if name.endswith("lora_B.weight")))
-    save_file(tensors, folder / "adapter_model.safetensors")
-
-
-def spoil_file(folder: Path) -> None:
-    (folder / "adapter_model.safetensors").write_bytes(b"\xff" * 100)
-
-
-def spoil_norms(folder: Path) -> None:
-    save_file({"model.layers.9.input_layernorm.weight": torch.ones(64)}, folder / "norms.safetensors")
-
-
-def spoil_hash(folder: Path) -> None:
-    state = json.loads((folder / "qerl_state.json").read_text())
-    (folder / "qerl_state.json").write_text(json.dumps(state | {"base_hash": "0" * 64}))
-
-
-def spoil_arm(folder: Path) -> None:
-    state = json.loads((folder / "qerl_state.json").read_text())
-    (folder / "qerl_state.json").write_text(json.dumps(state | {"quantization": "nf4"}))
+A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+NORM = {"model.layers.9.input_layernorm.weight": torch.ones(64)}
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("state", "change", "message"),
     [
-        (spoil_nan, "NaN or infinite"),
-        (spoil_half, "is missing; save the whole adapter again"),
-        (spoil_file, "is damaged"),
-        (spoil_norms, "no such tensor"),
-        (spoil_hash, "trained on another base"),
-        (spoil_arm, "NF4 weights, which are not merged"),
+        ({}, lambda folder, tensors: tensors.update({A: torch.full((4, 64), torch.nan)}), "NaN or infinite"),
+        ({}, lambda folder, tensors: tensors.pop(A), "is missing; save the whole adapter again"),
+        ({}, lambda folder, tensors: save_file(NORM, folder / "norms.safetensors"), "no such tensor"),
+        ({}, lambda folder, tensors: (folder / "norms.safetensors").write_bytes(b"\xff" * 100), "is damaged"),
+        ({"base_hash": "0" * 64}, None, "trained on another base"),
+        ({"quantization": "nf4"}, None, "NF4 weights, which are not merged"),
     ],
+    ids=["nan", "half", "norms", "file", "hash", "arm"],
 )
 def test_a_spoiled_adapter_is_refused_and_nothing_is_written(
-    spoil: Callable[[Path], None], message: str, make_nvfp4: Make, tmp_path: Path
+    state: dict[str, str], change: Any, message: str, trained: Make, tmp_path: Path
 ) -> None:
-    adapter = save_adapter(tmp_path / "trained", make_nvfp4("qwen2"))
-    spoil(adapter)
+    adapter = trained(**state)
+    if change is not None:
+        tensors = load_file(adapter / "adapter_model.safetensors")
+        change(adapter, tensors)
+        save_file(tensors, adapter / "adapter_model.safetensors")
     with pytest.raises(ValueError, match=message):
         export(adapter, tmp_path / "merged", merge=True)
     assert [path.name for path in tmp_path.iterdir()] == ["trained"]
 
 
-def test_a_full_destination_is_kept_unless_overwriting(make_nvfp4: Make, tmp_path: Path) -> None:
-    adapter = save_adapter(tmp_path / "trained", make_nvfp4("qwen2"))
+def test_a_full_destination_is_kept_unless_overwriting(trained: Make, tmp_path: Path) -> None:
+    adapter = trained()
     export(adapter, tmp_path / "out")
     (tmp_path / "out" / "mine.txt").write_text("x")
     with pytest.raises(FileExistsError):
@@ -269,24 +227,17 @@ def test_a_full_destination_is_kept_unless_overwriting(make_nvfp4: Make, tmp_pat
     assert not (tmp_path / "out" / "mine.txt").exists()
 
 
-def test_a_name_is_of_the_adapter_in_the_cards_commands_and_refused_where_there_is_none(
-    make_nvfp4: Make, tmp_path: Path
-) -> None:
-    adapter = save_adapter(tmp_path / "trained", make_nvfp4("qwen2"))
-
-    def call(destination: str, *options: str) -> Result:
-        return CliRunner().invoke(cli.app, ["export", str(adapter), str(tmp_path / destination), *options])
-
-    for options, named in (((), "policy"), (("--name", "mine"), "mine")):
-        assert call(named, *options).exit_code == 0
-        assert f"--lora-modules {named}={tmp_path / named}" in (tmp_path / named / "README.md").read_text()
-    refused = call("merged", "--merge", "--name", "policy").exception
+def test_a_name_is_of_the_adapter_in_the_cards_commands(trained: Make, tmp_path: Path) -> None:
+    adapter = trained()
+    for options, name in (((), "policy"), (("--name", "mine"), "mine")):
+        assert call(adapter, tmp_path / name, *options).exit_code == 0
+        assert f"--lora-modules {name}={tmp_path / name}" in (tmp_path / name / "README.md").read_text()
+    refused = call(adapter, tmp_path / "merged", "--merge", "--name", "policy").exception
     assert isinstance(refused, ValueError) and "name 'policy' is of an adapter" in str(refused)
-    assert call("merged", "--merge").exit_code == 0
 
 
-def test_an_adapter_without_a_base_asks_for_one(make_nvfp4: Make, tmp_path: Path) -> None:
-    adapter = save_adapter(tmp_path / "trained", make_nvfp4("qwen2"))
+def test_an_adapter_without_a_base_asks_for_one(trained: Make, make_nvfp4: Make, tmp_path: Path) -> None:
+    adapter = trained()
     (adapter / "qerl_state.json").unlink()
     (adapter / "adapter_config.json").write_text(json.dumps(CONFIG))
     with pytest.raises(ValueError, match="name it with --base"):

@@ -61,27 +61,25 @@ def test_promise_01_the_bytes_are_those_of_llmcompressor(kind, tmp_path):
 
 
 def test_the_folder_is_a_checkpoint_that_other_readers_accept(dense, tmp_path):
+    folder = tmp_path / "nvfp4"
     (dense / "tokenizer.json").write_text("{}")
     (dense / "pytorch_model.bin").write_text("never copied")
-    report = quantize_checkpoint(dense, tmp_path / "nvfp4")
-    inspected = inspect_folder(tmp_path / "nvfp4")
+    report = quantize_checkpoint(dense, folder)
+    inspected = inspect_folder(folder)
     assert inspected.complete and inspected.scheme == read_quantization(quantization_config(["lm_head"]))
     assert {f.name for f in inspected.files} == {f.name for f in inspect_folder(dense).files}
-    index = json.loads((tmp_path / "nvfp4" / "model.safetensors.index.json").read_text())
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in inspected.tensors.values())
     for file in inspected.files:  # the safetensors library itself reads each shard
         for name, tensor in load_file(file).items():
             assert torch.equal(tensor.view(torch.uint8), read_tensor(inspected.tensors[name]).view(torch.uint8))
-    for name in [n.removesuffix("_packed") for n in inspected.tensors if n.endswith("weight_packed")]:
-        check_tensors(
-            name, *(read_tensor(inspected.tensors[name + part]) for part in ("_packed", "_scale", "_global_scale"))
-        )
-    assert (tmp_path / "nvfp4" / "tokenizer.json").is_file() and (
-        tmp_path / "nvfp4" / "generation_config.json"
-    ).is_file()
-    assert not (tmp_path / "nvfp4" / "pytorch_model.bin").exists()
-    assert AutoConfig.from_pretrained(tmp_path / "nvfp4").quantization_config["quant_method"] == "compressed-tensors"
-    saved = json.loads((tmp_path / "nvfp4" / "quantize_report.json").read_text())
+    for layer in report.layers:
+        names = (f"{layer.name}.weight_{part}" for part in ("packed", "scale", "global_scale"))
+        check_tensors(layer.name, *(read_tensor(inspected.tensors[name]) for name in names))
+    assert (folder / "tokenizer.json").is_file() and (folder / "generation_config.json").is_file()
+    assert not (folder / "pytorch_model.bin").exists()
+    assert AutoConfig.from_pretrained(folder).quantization_config["quant_method"] == "compressed-tensors"
+    saved = json.loads((folder / "quantize_report.json").read_text())
     assert len(saved["layers"]) == len(report.layers) == 14
 
 
@@ -99,49 +97,39 @@ def test_compressed_tensors_itself_unpacks_the_same_weights(dense, tmp_path):
         torch.testing.assert_close(weights[f"{module}.weight"].float(), w, rtol=2**-7, atol=0)
 
 
-def test_the_reported_error_is_the_error(dense, tmp_path):
-    report = quantize_checkpoint(dense, tmp_path / "nvfp4")
-    source, packed = tensors_of(dense), tensors_of(tmp_path / "nvfp4")
-    for layer in report.layers:
+@pytest.mark.parametrize("scales", ["amax", "mse"])
+def test_the_reported_error_is_that_of_weights_of_any_size(dense, scales, tmp_path):
+    """An outlier whose square is infinite in fp32, weights whose squares are 0 there, and such that all become 0."""
+    folder = shutil.copytree(dense, tmp_path / "bf16")
+    changes = {
+        "model.layers.0.self_attn.o_proj": lambda w: w[3, 5:6].fill_(1e25),
+        "model.layers.1.self_attn.o_proj": lambda w: w.mul_(1e-25),
+        "model.layers.1.mlp.down_proj": lambda w: w.fill_(1e-39),
+    }
+    for name, change in changes.items():
+        file = inspect_folder(folder).tensors[f"{name}.weight"].file
+        tensors = load_file(file)
+        change(tensors[f"{name}.weight"])
+        save_file(tensors, file)
+    layers = quantize_checkpoint(folder, tmp_path / "nvfp4", scales=scales).layers
+    errors = [{layer.name: layer.relative_error for layer in layers}[name] for name in changes]
+    assert 0.0 < errors[0] < 0.01  # what is left of it is the outlier
+    assert 0.05 < errors[1] < 0.15 and errors[2] == 1.0
+
+
+def test_the_reported_error_is_the_error_and_searched_scales_lower_it(dense, tmp_path):
+    plain, searched = (
+        quantize_checkpoint(dense, tmp_path / scales, scales=scales).layers for scales in ("amax", "mse")
+    )
+    source, packed = tensors_of(dense), tensors_of(tmp_path / "amax")
+    for layer, better in zip(plain, searched, strict=True):
         w = source[f"{layer.name}.weight"].double()
         codes, scales = packed[f"{layer.name}.weight_packed"], packed[f"{layer.name}.weight_scale"]
         restored = dequantize(codes, scales).double() / packed[f"{layer.name}.weight_global_scale"].double()
         assert layer.shape == tuple(w.shape)
         assert layer.relative_error == pytest.approx(float((restored - w).norm() / w.norm()), rel=1e-4)
         assert 0.05 < layer.relative_error < 0.15
-
-
-@pytest.mark.parametrize("scales", ["amax", "mse"])
-def test_the_reported_error_is_that_of_weights_of_any_size(dense, scales, tmp_path):
-    """An outlier whose square is infinite in fp32, weights whose squares are 0 there, and such that all become 0."""
-    folder = tmp_path / "bf16"
-    shutil.copytree(dense, folder)
-    name = "model.layers.{}.self_attn.o_proj.weight"
-    for layer in range(2):
-        file = inspect_folder(folder).tensors[name.format(layer)].file
-        tensors = load_file(file)
-        w = tensors[name.format(layer)]
-        if layer:
-            w.mul_(1e-25)
-        else:
-            w[3, 5] = 1e25
-        save_file(tensors, file)
-    name_of_zeros = "model.layers.1.mlp.down_proj.weight"
-    file = inspect_folder(folder).tensors[name_of_zeros].file
-    tensors = load_file(file)
-    tensors[name_of_zeros].copy_(torch.full_like(tensors[name_of_zeros], 1e-39))
-    save_file(tensors, file)
-    found = {x.name: x.relative_error for x in quantize_checkpoint(folder, tmp_path / "nvfp4", scales=scales).layers}
-    assert 0.0 < found["model.layers.0.self_attn.o_proj"] < 0.01  # what is left of it is the outlier
-    assert 0.05 < found["model.layers.1.self_attn.o_proj"] < 0.15
-    assert found["model.layers.1.mlp.down_proj"] == 1.0
-
-
-def test_searched_scales_lower_the_error_of_every_layer(dense, tmp_path):
-    plain = {layer.name: layer.relative_error for layer in quantize_checkpoint(dense, tmp_path / "amax").layers}
-    searched = {x.name: x.relative_error for x in quantize_checkpoint(dense, tmp_path / "mse", scales="mse").layers}
-    assert plain.keys() == searched.keys()
-    assert all(searched[name] < 0.98 * plain[name] for name in plain)
+        assert better.name == layer.name and better.relative_error < 0.98 * layer.relative_error
     assert inspect_folder(tmp_path / "mse").scheme == inspect_folder(tmp_path / "amax").scheme
 
 
@@ -205,16 +193,6 @@ def test_ignored_layers_stay_in_bf16_bit_for_bit(dense, tmp_path):
     assert scheme.is_quantized("model.layers.1.mlp.up_proj")
 
 
-def test_ignoring_one_part_of_a_fused_layer_is_refused(dense, tmp_path):
-    with pytest.raises(CheckpointError, match=r"vLLM stacks .*q_proj.*k_proj.*v_proj into one matrix; ignore all"):
-        quantize_checkpoint(dense, tmp_path / "nvfp4", ignore=("model.layers.0.self_attn.q_proj",))
-
-
-def test_an_ignore_pattern_that_matches_nothing_is_refused(dense, tmp_path):
-    with pytest.raises(CheckpointError, match=r"ignore: 'model\.layer\.0' matches no linear layer"):
-        quantize_checkpoint(dense, tmp_path / "nvfp4", ignore=("model.layer.0",))
-
-
 def test_columns_that_are_no_multiple_of_16_name_the_tensor_and_the_way_out(tmp_path):
     source = save_model(Qwen2Config(intermediate_size=40, **SIZES), tmp_path / "bf16")
     with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.down_proj\.weight has 40 columns.*--ignore model"):
@@ -236,22 +214,43 @@ def test_a_weight_that_is_not_finite_is_refused_by_name(dense, tmp_path, name, v
     assert not (tmp_path / "nvfp4").exists() and not list(tmp_path.glob(".nvfp4*"))
 
 
-def test_a_quantized_source_is_refused(dense, tmp_path):
-    with pytest.raises(CheckpointError, match="is an NVFP4 checkpoint already; start from the BF16 checkpoint"):
-        quantize_checkpoint(FIXTURES / "qwen2-nvfp4", tmp_path / "nvfp4")
-    source = shutil.copytree(dense, tmp_path / "gptq")
-    config = json.loads((source / "config.json").read_text()) | {"quantization_config": {"quant_method": "gptq"}}
-    (source / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"quant_method 'gptq'.*start from the BF16 checkpoint"):
-        quantize_checkpoint(source, tmp_path / "nvfp4")
+@pytest.fixture
+def edited(dense, tmp_path):
+    """edited(**changes) -> a copy of the source with these changes of its config."""
+
+    def edit(**changes) -> Path:
+        source = shutil.copytree(dense, tmp_path / "edited")
+        config = json.loads((source / "config.json").read_text()) | changes
+        (source / "config.json").write_text(json.dumps(config))
+        return source
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quantization_config": {"quant_method": "gptq"}}, r"quant_method 'gptq'.*start from the BF16 checkpoint"),
+        ({"model_type": "nobodys"}, "transformers cannot build a causal language model"),
+    ],
+)
+def test_a_source_of_another_kind_is_refused(changes, message, edited, tmp_path):
+    with pytest.raises(CheckpointError, match=message):
+        quantize_checkpoint(edited(**changes), tmp_path / "nvfp4")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"source": FIXTURES / "qwen2-nvfp4"}, "is an NVFP4 checkpoint already; start from the BF16 checkpoint"),
+        ({"source": "nobody/no-such-model"}, "there is no such folder, and no such model could be fetched"),
+        ({"destination": "SOURCE/nvfp4"}, "overlap; name another destination"),
+        ({"ignore": ("model.layers.0.self_attn.q_proj",)}, r"vLLM stacks .*q_proj.*k_proj.*v_proj into one matrix; ig"),
+        ({"ignore": ("model.layer.0",)}, r"ignore: 'model\.layer\.0' matches no linear layer"),
         ({"method": "rtm"}, "method: 'rtm' is unknown; choose one of rtn, gptq, awq"),
         ({"scales": "mae"}, "scales: 'mae' is unknown; choose one of amax, mse"),
         ({"device": "tpu"}, "device: 'tpu' is unknown; choose cpu or cuda"),
+        ({"device": "cuda"}, "torch sees no CUDA device here; use --device cpu"),
         ({"method": "awq"}, "awq needs a CUDA device"),
         ({"method": "gptq"}, 'needs a file of JSON lines with a key "text"'),
         ({"method": "gptq", "scales": "mse"}, "scales: 'mse' goes with --method rtn only"),
@@ -261,38 +260,17 @@ def test_a_quantized_source_is_refused(dense, tmp_path):
     ],
     ids=lambda v: "-".join(map(str, v.values())) if isinstance(v, dict) else "",
 )
-def test_an_option_that_cannot_be_honoured_is_refused_by_name(dense, tmp_path, options, message):
-    with pytest.raises(ValueError, match=message):
-        quantize_checkpoint(dense, tmp_path / "nvfp4", **options)
-
-
-def test_cuda_without_a_device_is_refused(dense, tmp_path):
-    if torch.cuda.is_available():
-        pytest.skip("there is a CUDA device here")
-    with pytest.raises(ValueError, match="torch sees no CUDA device here; use --device cpu"):
-        quantize_checkpoint(dense, tmp_path / "nvfp4", device="cuda")
-
-
-def test_a_missing_source_says_what_was_tried(tmp_path, monkeypatch):
+def test_what_cannot_be_honoured_is_refused_by_name(dense, tmp_path, options, message, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(CheckpointError, match="there is no such folder, and no such model could be fetched"):
-        quantize_checkpoint("nobody/no-such-model", tmp_path / "nvfp4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    options = {"source": dense, "destination": str(tmp_path / "nvfp4"), **options}
+    options["destination"] = options["destination"].replace("SOURCE", str(dense))
+    with pytest.raises(ValueError, match=message):
+        quantize_checkpoint(**options)
+    assert not (tmp_path / "nvfp4").exists()
 
 
-def test_a_destination_inside_the_source_is_refused(dense):
-    with pytest.raises(CheckpointError, match="overlap; name another destination"):
-        quantize_checkpoint(dense, dense / "nvfp4")
-
-
-def test_a_model_class_that_transformers_lacks_is_refused(dense, tmp_path):
-    source = shutil.copytree(dense, tmp_path / "bf16")
-    config = json.loads((source / "config.json").read_text()) | {"model_type": "nobodys"}
-    (source / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="transformers cannot build a causal language model"):
-        quantize_checkpoint(source, tmp_path / "nvfp4")
-
-
-def test_a_family_that_is_not_served_is_packed_with_one_warning_before_anything_is_written(tmp_path):
+def test_a_family_that_is_not_served_is_packed_with_one_warning(dense, tmp_path):
     # of no family that another test serves: vLLM changes transformers' classes of those for good
     config = StableLmConfig(intermediate_size=48, **SIZES)
     source, target = save_model(config, tmp_path / "bf16"), tmp_path / "nvfp4"
@@ -301,15 +279,10 @@ def test_a_family_that_is_not_served_is_packed_with_one_warning_before_anything_
         with pytest.raises(UserWarning, match=r"model_type 'stablelm': .*\{\"qerl\": \{\"untested_models\": true\}\}"):
             quantize_checkpoint(source, target)
         assert not target.exists() and not list(tmp_path.glob(".nvfp4*")), "it is said after the work, not before"
+        quantize_checkpoint(dense, tmp_path / "served")  # of a family that is served: without a word
     with pytest.warns(UserWarning, match="`--quantization qerl_nvfp4` will refuse") as said:
         quantize_checkpoint(source, target)
     assert len(said) == 1 and inspect_folder(target).scheme is not None
-
-
-def test_a_family_that_is_served_is_packed_without_a_word(dense, tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        quantize_checkpoint(dense, tmp_path / "nvfp4")
 
 
 def test_an_architecture_without_linear_layers_is_not_supported(tmp_path):

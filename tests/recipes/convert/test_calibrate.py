@@ -1,4 +1,4 @@
-"""The texts that GPTQ is calibrated on: what the BF16 model answers to the recipe's problems, asked as in training."""
+"""The texts that GPTQ is calibrated on: a BF16 model's answers to a recipe's problems, and a file of texts."""
 
 import json
 
@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from qerl_recipes.convert import calibrate
-from qerl_recipes.convert.calibrate import write_own_answers
+from qerl_recipes.convert.calibrate import LENGTH, SAMPLES, read, write_own_answers
 from qerl_recipes.recipe.configs import parse
 from qerl_recipes.tasks import prompts, running_sum
 
@@ -36,7 +36,7 @@ def written(recipe, tmp_path, classes_looked_at_here):
     return write
 
 
-def test_each_line_is_a_training_problem_as_the_rollouts_ask_it_and_what_bf16_answers(written, recipe, make_bf16):
+def test_each_line_is_a_training_problem_and_what_bf16_answers(written, recipe, make_bf16):
     change = {"chat_template": TEMPLATE, "chat_template_kwargs": {"mark": "7"}, "temperature": 0.01}
     lines, said = written(6, dtype="float32", max_completion_length=5, **change)
     script, training, _ = parse(recipe(**change))
@@ -83,15 +83,13 @@ def test_answers_are_drawn_as_the_recipe_says_and_the_same_each_time(written):
         (4, {"vllm_max_model_length": 13}, "4 of 4 training prompts have more than 1 tokens"),
     ],
 )
-def test_what_cannot_be_asked_is_refused_before_an_engine_starts(
-    samples, changes, message, recipe, tmp_path, monkeypatch
-):
+def test_a_recipe_that_cannot_be_asked_is_refused(samples, changes, message, recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(calibrate, "start", None)
     with pytest.raises(ValueError, match=message):
         write_own_answers(recipe(**changes), tmp_path / "texts.jsonl", samples)
 
 
-def test_a_model_in_nvfp4_and_a_file_that_cannot_be_written_are_refused(recipe, make_nvfp4, tmp_path, monkeypatch):
+def test_a_packed_model_and_an_unwritable_file_are_refused(recipe, make_nvfp4, tmp_path, monkeypatch):
     monkeypatch.setattr(calibrate, "start", None)
     with pytest.raises(ValueError, match="has NVFP4 weights already; name the BF16 model"):
         write_own_answers(recipe(model_name_or_path=str(make_nvfp4("qwen2"))), tmp_path / "texts.jsonl", 4)
@@ -120,3 +118,77 @@ def test_the_engine_has_the_gpus_of_the_recipe_and_a_share_of_its_own(recipe, tm
     with pytest.raises(Stopped) as stopped:
         write_own_answers(flags, tmp_path / "texts.jsonl", 4, gpu_memory_utilization=0.5)
     assert stopped.value.args[0].gpu_memory_utilization == 0.5
+
+
+class Words:
+    """A tokenizer: a token is a number, and tokenizing makes one more of each than decoding does."""
+
+    def __call__(self, text):
+        return {"input_ids": [int(word) + 1 for word in text.split()]}
+
+    def decode(self, ids, clean_up_tokenization_spaces):
+        assert clean_up_tokenization_spaces is False
+        return " ".join(map(str, ids))
+
+
+@pytest.fixture
+def file(tmp_path):
+    """file(*lines) -> a file of them, JSON but for those that are text."""
+
+    def write(*lines):
+        path = tmp_path / "texts.jsonl"
+        path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+        return path
+
+    return write
+
+
+def test_a_lines_own_tokens_are_used_and_other_texts_tokenized(file):
+    rows, used = read(file({"text": "1 2"}, "", {"text": "3 4 5", "input_ids": [3, 4, 5]}), None, Words())
+    assert rows == [[2, 3], [3, 4, 5]]
+    assert used == {"texts": 2, "of": 2, "tokens": 5, "longest": LENGTH, "cut": 0}
+
+
+def test_a_line_ends_where_the_file_has_one(file):
+    path = file("\ufeff" + json.dumps({"text": "1\u20282\x853"}, ensure_ascii=False), {"text": "4"})
+    assert read(path, None, Words())[0] == [[2, 3, 4], [5]]
+
+
+def test_what_is_too_long_is_cut_and_counted(file):
+    long = " ".join(["1"] * (LENGTH + 1))
+    rows, used = read(file({"text": long}, {"text": "1"}, {"text": long.removesuffix(" 1")}), None, Words())
+    assert list(map(len, rows)) == [LENGTH, 1, LENGTH]
+    assert used == {"texts": 3, "of": 3, "tokens": 2 * LENGTH + 1, "longest": LENGTH, "cut": 1}
+
+
+def test_the_first_texts_are_used_and_no_more_than_asked_for(file):
+    path = file(*({"text": str(i)} for i in range(SAMPLES + 4)))
+    rows, used = read(path, None, Words())
+    assert rows == [[i + 1] for i in range(SAMPLES)] and (used["texts"], used["of"]) == (SAMPLES, SAMPLES + 4)
+    assert read(path, SAMPLES + 2, Words())[0][-1] == [SAMPLES + 2]
+    assert read(path, 1, Words())[0] == [[1]]
+    with pytest.raises(ValueError, match=rf"calibration_samples is {SAMPLES + 5}, and .* has {SAMPLES + 4} texts"):
+        read(path, SAMPLES + 5, Words())
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{text: 1}", "is no JSON (Expecting property name"),
+        ({"prompt": "1"}, 'must have a text under the key "text"; it has None'),
+        ({"text": ["1"], "input_ids": [1]}, "must have a text"),
+        (["1"], "must be a JSON object"),
+        ({"text": "1", "input_ids": [2]}, "input_ids are not the tokens of the text in this model; make the file"),
+        ({"text": "1", "input_ids": "1"}, "input_ids must be a list of whole numbers"),
+        ({"text": "1", "input_ids": [1.0]}, "input_ids must be a list of whole numbers"),
+        ({"text": "1", "input_ids": None}, "input_ids must be a list of whole numbers"),
+    ],
+)
+def test_a_line_that_is_no_text_is_named(line, message, file):
+    path = file({"text": "1"}, "", line)
+    with pytest.raises(ValueError) as raised:
+        read(path, None, Words())
+    assert f"{path}, line 3" in str(raised.value) and message in str(raised.value)
+    for empty in ((), ({"text": ""},)):
+        with pytest.raises(ValueError, match="holds no text"):
+            read(file(*empty), None, Words())
