@@ -111,18 +111,21 @@ def job(source, tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("device", "here", "visible"),
+    ("device", "count", "here", "visible"),
     [
-        (None, None, ""),
-        ("cpu", "4,6", ""),
-        ("cuda", "4,6", "4,6"),
-        ("cuda:1", "4,6", "6"),
-        ("cuda:1", None, "1"),
+        (None, 0, None, ""),
+        (None, 2, None, None),  # all of them: gptq takes a GPU where there is one
+        ("cpu", 2, "4,6", ""),
+        ("cuda", 2, "4,6", "4,6"),
+        ("cuda:1", 2, "4,6", "6"),
+        ("cuda:1", 2, None, "1"),
     ],
 )
-def test_llmcompressor_sees_the_device_that_was_asked_for(device, here, visible, job, source, texts, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: device not in (None, "cpu"))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+def test_llmcompressor_sees_the_device_that_was_asked_for(
+    device, count, here, visible, job, source, texts, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if here is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", here)
@@ -131,13 +134,6 @@ def test_llmcompressor_sees_the_device_that_was_asked_for(device, here, visible,
     if device == "cuda:1":
         with pytest.raises(ValueError, match="device: 'cuda:2' is none of the 2 GPUs here"):
             quantize_checkpoint(source, job.parent / "more", method="gptq", calibration=texts, device="cuda:2")
-
-
-def test_gptq_takes_a_gpu_where_there_is_one(job, source, texts, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    quantize_checkpoint(source, job.parent / "gptq", method="gptq", calibration=texts)
-    assert json.loads(job.read_text())["visible"] is None
 
 
 @pytest.mark.parametrize(("asked", "count"), [({}, 8), ({"calibration_samples": 1}, 1)])
@@ -154,7 +150,7 @@ def test_the_report_says_on_what_it_was_calibrated(asked, count, job, source, te
     assert json.loads((tmp_path / "rtn" / "quantize_report.json").read_text())["calibration"] is None
 
 
-def test_a_file_of_texts_that_cannot_be_used_is_refused_before_anything_is_written(job, source, texts, tmp_path):
+def test_unusable_texts_are_refused_before_anything_is_written(job, source, texts, tmp_path):
     with pytest.raises(ValueError, match=r"calibration_samples is 9, and .*texts.jsonl has 8 texts; lower it"):
         quantize_checkpoint(source, tmp_path / "gptq", method="gptq", calibration=texts, calibration_samples=9)
     assert not job.exists() and not list(tmp_path.glob(".gptq*"))

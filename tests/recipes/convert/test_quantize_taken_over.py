@@ -34,14 +34,6 @@ def test_w4a4_becomes_the_very_bytes_of_its_w4a16_twin(tmp_path):
     assert report.method == "taken over" and report.layers == [] and report.ignore == ("lm_head",)
 
 
-def test_weights_of_a_family_that_is_not_served_are_taken_over_with_a_warning(tmp_path):
-    source = shutil.copytree(W4A4, tmp_path / "source")
-    config = json.loads((source / "config.json").read_text()) | {"model_type": "starcoder2"}
-    (source / "config.json").write_text(json.dumps(config))
-    with pytest.warns(UserWarning, match="model_type 'starcoder2': .*untested_models"):
-        quantize_checkpoint(source, tmp_path / "weights")
-
-
 @pytest.mark.parametrize("name", ["qwen2-nvfp4", "qwen3-mixed", "qwen3-w4a16-kv", "qwen3_moe-nvfp4"])
 def test_modelopt_keeps_its_codes_and_scales(name, tmp_path):
     source = shutil.copytree(MODELOPT / name, tmp_path / "source")
@@ -112,16 +104,19 @@ def test_shards_stay_apart_and_a_scale_may_lie_in_another_one(tmp_path):
     assert ours.keys() == whole.keys() and all(torch.equal(bits(ours[name]), bits(t)) for name, t in whole.items())
 
 
-@pytest.mark.parametrize("options", [{"scales": "mse"}, {"ignore": ("lm_head", "re:.*down_proj")}], ids=str)
-def test_what_would_change_the_weights_is_refused(options, tmp_path):
-    with pytest.raises(ValueError, match=rf"^{next(iter(options))}: .* has NVFP4 weights already.*leave it out"):
-        quantize_checkpoint(W4A4, tmp_path / "weights", **options)
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        (W4A4, {"scales": "mse"}, "^scales: .* has NVFP4 weights already.*leave it out"),
+        (W4A4, {"ignore": ("lm_head", "re:.*down_proj")}, "^ignore: .* has NVFP4 weights already.*leave it out"),
+        (W4A16, {}, "is an NVFP4 checkpoint already"),
+    ],
+    ids=["scales", "ignore", "plain"],
+)
+def test_what_would_change_the_weights_is_refused(source, options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        quantize_checkpoint(source, tmp_path / "weights", **options)
     assert not (tmp_path / "weights").exists()
-
-
-def test_a_plain_nvfp4_folder_is_still_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="is an NVFP4 checkpoint already"):
-        quantize_checkpoint(W4A16, tmp_path / "weights")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The one reader of adapter folders: which folder is meant, whose it is, and every way in which it can be damaged."""
 
 import contextlib
+import hashlib
 import json
 from pathlib import Path
 
@@ -21,7 +22,7 @@ def save(folder: Path, **state: object) -> Path:
     return folder
 
 
-def test_the_folder_of_a_run_stands_for_the_adapter_it_ended_with(tmp_path: Path) -> None:
+def test_the_folder_of_a_run_stands_for_its_last_adapter(tmp_path: Path) -> None:
     inner = save(tmp_path / "run" / "adapter", base="org/base", quantization="bf16", recipe={"learning_rate": 1.0})
     found = open_adapter(tmp_path / "run")
     assert (found.path, found.rank, found.base, found.quantization) == (inner, 4, "org/base", "bf16")
@@ -29,7 +30,7 @@ def test_the_folder_of_a_run_stands_for_the_adapter_it_ended_with(tmp_path: Path
     assert open_adapter(inner) == found
 
 
-def test_a_folder_that_peft_alone_has_written_says_no_more_than_its_config(tmp_path: Path) -> None:
+def test_a_folder_of_peft_alone_says_what_its_config_says(tmp_path: Path) -> None:
     found = open_adapter(save(tmp_path / "adapter"))
     assert (found.base, found.quantization, found.recipe) == ("by/peft", None, {})
     found.check_base("any hash")
@@ -39,9 +40,19 @@ def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
     found = open_adapter(save(tmp_path / "adapter", base="org/base", base_hash="0" * 64))
     with pytest.raises(CheckpointMismatch, match=r"adapter was trained on another base \(org/base\); name that one"):
         found.check_base("1" * 64)
+    found.check_base("0" * 64)
 
 
-def test_a_run_that_has_not_ended_names_its_last_whole_checkpoint(tmp_path: Path) -> None:
+def test_the_hash_covers_the_norms(tmp_path: Path) -> None:
+    folder = save(tmp_path / "adapter")
+    before = open_adapter(folder).sha256()
+    content = (folder / "adapter_model.safetensors").read_bytes()
+    assert before == hashlib.sha256(b"adapter_model.safetensors" + content).hexdigest()  # files of old runs have it
+    save_file({"model.norm.weight": torch.ones(64)}, folder / "norms.safetensors")
+    assert open_adapter(folder).sha256() != before and open_adapter(folder).read()[1].keys() == {"model.norm.weight"}
+
+
+def test_a_run_that_goes_on_names_its_last_whole_checkpoint(tmp_path: Path) -> None:
     counts = ("train_norms", "seed", "noise_seed", "dataset", "step", "rollout", "stream", "adapter_version")
     for step in (2, 10):
         state = dict.fromkeys(counts, 0) | {"files": {}, "versions": {}, "base_hash": ""}
