@@ -1,4 +1,4 @@
-"""What ours is compared with: cuBLAS on BF16 weights, and vLLM's Marlin and Humming kernels on the same codes."""
+"""Wrap what our kernel is compared with: cuBLAS on BF16 weights, and vLLM's Marlin and Humming on the same codes."""
 
 import copy
 from collections.abc import Callable
@@ -9,12 +9,12 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 def bf16(w: torch.Tensor) -> Product:
-    """cuBLAS, ``w: (N, K)`` bfloat16."""
+    """Return cuBLAS's product by ``w: (N, K)`` bfloat16."""
     return lambda x: torch.nn.functional.linear(x, w)
 
 
 def _layer(codes: torch.Tensor, block_scales: torch.Tensor, tensor_scale: torch.Tensor) -> torch.nn.Module:
-    """A layer as vLLM's kernels expect it after loading; ``tensor_scale: ()`` is a factor, not a divisor."""
+    """Return a layer as vLLM's kernels expect it after loading; ``tensor_scale: ()`` is a factor, not a divisor."""
     N, K = codes.shape[0], 2 * codes.shape[1]
     layer = torch.nn.Module()
     layer.output_size_per_partition, layer.input_size_per_partition = N, K
@@ -26,7 +26,7 @@ def _layer(codes: torch.Tensor, block_scales: torch.Tensor, tensor_scale: torch.
 
 
 class Marlin:
-    """vLLM's default for 4-bit weights and 16-bit activations."""
+    """Multiply as vLLM does by default for 4-bit weights and 16-bit activations."""
 
     def __init__(self, codes: torch.Tensor, block_scales: torch.Tensor, tensor_scale: torch.Tensor):
         from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4
@@ -50,7 +50,7 @@ class Marlin:
 
 
 class Humming:
-    """vLLM's ``--linear-backend humming``; compiles at the first call of each shape."""
+    """Multiply as vLLM's ``--linear-backend humming``, which compiles at the first call of each shape."""
 
     def __init__(self, codes: torch.Tensor, block_scales: torch.Tensor, tensor_scale: torch.Tensor):
         from vllm.model_executor.kernels.linear.nvfp4.humming import HummingNvFp4LinearKernel
@@ -67,7 +67,13 @@ marlin, humming = Marlin, Humming
 
 
 def again(product: Marlin | Humming) -> Marlin | Humming:
-    """The same product on a copy of its tensors, so that its weights are cold."""
+    """Return the same product on a copy of its tensors, so that its weights are cold."""
     other = copy.copy(product)
     other.layer = copy.deepcopy(product.layer)
     return other
+
+
+def check(name: str, product: Product, x: torch.Tensor, exact: torch.Tensor, limit: float) -> None:
+    """Raise AssertionError where a product's answer is further than ``limit`` from ``exact``, relative to it."""
+    error = ((product(x).double() - exact).norm() / exact.norm()).item()
+    assert error < limit, f"{name}: relative error {error:.1e}"

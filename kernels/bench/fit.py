@@ -1,10 +1,8 @@
-"""The rule that ``qerl_kernels/rule.py`` reads, from times: ``python fit.py tune.json [more.json ...]``, files of
-tune.py.
+"""Fit the rule that ``qerl_kernels/rule.py`` reads to times of tune.py: ``python fit.py tune.json [more.json ...]``.
 
-Each variant's coefficients are those of least squared relative error, none of them negative. Of the variants so
-many are kept, the most useful first, that on the timed points the best of them is hardly slower than the best of
-all. The adapter's small kernel and the expanded product are fitted to the times with an adapter and to those of
-``expand``.
+Each variant's coefficients have the least squared relative error, and none is negative. Variants are kept, the most
+useful first, until on the timed points the best of them is hardly slower than the best of all. The adapter's small
+kernel is fitted to the times with an adapter, the expanded product to those of ``expand``.
 """
 
 import argparse
@@ -30,7 +28,7 @@ DIGITS = 4
 
 
 class Times:
-    """Files of tune.py as one: which variant was timed where."""
+    """Read several files of tune.py as one."""
 
     def __init__(self, files: list[dict]):
         first = files[0]
@@ -42,44 +40,40 @@ class Times:
         self.adapted = [point for file in files for point in self.read(file, "adapted")]
 
     def read(self, file: dict, part: str) -> list[dict]:
-        """Rows with configurations in place of names: ``ours``, pairs of (configuration, launch or None), and
-        ``us``.
-        """
+        """Return rows in which ``ours`` maps (configuration, launch or "") to microseconds."""
         variants = [Configuration(*fields) for fields in file["variants"]]
         return [{**row, "ours": self.named(variants, row["us"])} for row in file[part]]
 
     @staticmethod
     def named(variants: list[Configuration], us: dict[str, float]) -> dict[tuple[Configuration, str], float]:
-        found = {}
+        times = {}
         for name, time in us.items():
             if ":" in name.split(" ")[0]:
-                of, _, how = name.partition(" ")
-                index, splits = map(int, of.split(":"))
-                found[replace(variants[index], splits=splits), how] = time
-        return found
+                variant, _, launch = name.partition(" ")
+                index, splits = map(int, variant.split(":"))
+                times[replace(variants[index], splits=splits), launch] = time
+        return times
 
     def work(self, c: Configuration, row: dict) -> cost.Work:
         return cost.work(c, row["N"], row["K"], row["M"], self.machine.clusters[c.cluster - 1])
 
 
 def least_squares(columns: np.ndarray, target: np.ndarray) -> tuple[float, np.ndarray]:
-    """Error and coefficients, none negative: the best of all choices of columns, of which there are few."""
+    """Return error and coefficients, none negative: the best of all choices of columns, of which there are few."""
     count = columns.shape[1]
     best = float((target**2).sum()), np.zeros(count)
     for size in range(1, count + 1):
         for chosen in map(list, itertools.combinations(range(count), size)):
-            found, *_ = np.linalg.lstsq(columns[:, chosen], target, rcond=None)
-            error = float(((columns[:, chosen] @ found - target) ** 2).sum())
-            if (found >= 0).all() and error < best[0]:
+            coefficients, *_ = np.linalg.lstsq(columns[:, chosen], target, rcond=None)
+            error = float(((columns[:, chosen] @ coefficients - target) ** 2).sum())
+            if (coefficients >= 0).all() and error < best[0]:
                 best = error, np.zeros(count)
-                best[1][chosen] = found
+                best[1][chosen] = coefficients
     return best
 
 
 def fit_variant(c: Configuration, timed: list[tuple[cost.Work, int, float, float]]) -> Coefficients:
-    """From (work, M, time, best time) of every point where this variant was timed; what is near the best counts
-    most.
-    """
+    """Fit a variant to (work, M, time, best time) of every point where it was timed; times near the best count most."""
     us = np.array([time for *_, time, _ in timed])
     weight = np.array([best / time for *_, time, best in timed]) ** CARE
     stages, ends, sums = (np.array([getattr(w, name) for w, *_ in timed]) for name in ("stages", "ends", "sums"))
@@ -96,7 +90,7 @@ def fit_variant(c: Configuration, timed: list[tuple[cost.Work, int, float, float
 
 
 def fit_all(times: Times, only: list[Configuration] | None = None) -> dict[Configuration, Coefficients]:
-    """Every variant that was timed often enough, or of ``only`` these."""
+    """Fit every variant that was timed often enough, or those of ``only``."""
     timed: dict[Configuration, list] = {}
     for row in times.points:
         best = min(row["ours"].values(), default=0.0)
@@ -104,15 +98,16 @@ def fit_all(times: Times, only: list[Configuration] | None = None) -> dict[Confi
             if only is None or replace(c, splits=0) in only:
                 timed.setdefault(replace(c, splits=0), []).append((times.work(c, row), row["M"], us, best))
     return {
-        c: fit_variant(c, found)
-        for c, found in sorted(timed.items(), key=lambda one: astuple(one[0]))
-        if len(found) >= FEWEST
+        c: fit_variant(c, points)
+        for c, points in sorted(timed.items(), key=lambda one: astuple(one[0]))
+        if len(points) >= FEWEST
     }
 
 
 def useful(times: Times, fitted: dict[Configuration, Coefficients]) -> list[Configuration]:
-    """So many variants that further ones hardly help, by their times where they were timed and by their costs
-    elsewhere.
+    """Choose so many variants that further ones hardly help.
+
+    A variant counts by its time where it was timed, and by its cost elsewhere.
     """
     variants = list(fitted)
     table = np.full((len(times.points), len(variants)), np.inf)
@@ -143,7 +138,7 @@ def useful(times: Times, fitted: dict[Configuration, Coefficients]) -> list[Conf
 
 
 def positive(error: Callable[[np.ndarray], np.ndarray], start: np.ndarray, rounds: int = 60) -> np.ndarray:
-    """Positive numbers of least squared ``error``, by Levenberg and Marquardt's way, from ``start``."""
+    """Return positive numbers of least squared ``error``, by Levenberg and Marquardt's way, from ``start``."""
     q, damping = np.sqrt(start), 1e-2
     now = error(q * q)
     for _ in range(rounds):
@@ -160,7 +155,7 @@ def positive(error: Callable[[np.ndarray], np.ndarray], start: np.ndarray, round
 
 
 def fit_shrink(times: Times) -> ShrinkCoefficients:
-    """The small kernel, and what an adapter adds, from products timed alone and with it in the same run."""
+    """Fit the small kernel, and what an adapter adds, to products timed alone and with it in the same run."""
     lines = []
     for row in times.adapted:
         _N, K, M, R = (row[name] for name in "NKMR")
@@ -186,22 +181,22 @@ def fit_shrink(times: Times) -> ShrinkCoefficients:
         relative = (both + added + of_columns * columns + of_end * ends) / us - 1
         return relative / np.sqrt(1 + np.abs(relative) / SHARPEST)
 
-    found = positive(error, np.array([2.0] * count + [1.0] * count + [0.3] * count + [1.8, 0.3, 0.5, 0.9]))
-    parts = [tuple(float(x) for x in found[i * count : (i + 1) * count]) for i in range(3)]
-    return ShrinkCoefficients(*parts, *(float(x) for x in found[3 * count :]))
+    fitted = positive(error, np.array([2.0] * count + [1.0] * count + [0.3] * count + [1.8, 0.3, 0.5, 0.9]))
+    parts = [tuple(float(x) for x in fitted[i * count : (i + 1) * count]) for i in range(3)]
+    return ShrinkCoefficients(*parts, *(float(x) for x in fitted[3 * count :]))
 
 
 def fit_expand(times: Times) -> ExpandCoefficients:
-    """From every point where expanding the weight was timed."""
+    """Fit the expanded product to every point where it was timed."""
     rows = [row for row in times.points if "expand" in row["us"]]
     us = np.array([row["us"]["expand"] for row in rows])
     features = [cost.expand_features(row["N"], row["K"], row["M"], times.machine.multiprocessors) for row in rows]
-    _, found = least_squares(np.array(features) / us[:, None], np.ones_like(us))
-    return ExpandCoefficients(*(float(x) for x in found))
+    _, coefficients = least_squares(np.array(features) / us[:, None], np.ones_like(us))
+    return ExpandCoefficients(*(float(x) for x in coefficients))
 
 
 def shortened(value: object) -> object:
-    """Numbers of DIGITS digits."""
+    """Round all numbers in ``value`` to DIGITS digits."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, dict):
@@ -210,12 +205,12 @@ def shortened(value: object) -> object:
 
 
 def fitted(files: list[dict]) -> dict:
-    """What stands in linear_tiles.json."""
+    """Return the content of linear_tiles.json."""
     times = Times(files)
-    found = fit_all(times)
+    coefficients = fit_all(times)
     machine = times.machine
     conditions = [{name: file[name] for name in ("driver", "versions", "commit", "date", "seed")} for file in files]
-    kept = sorted(useful(times, found), key=astuple)
+    kept = sorted(useful(times, coefficients), key=astuple)
     return {
         "gpu": machine.gpu,
         "multiprocessors": machine.multiprocessors,
@@ -224,12 +219,12 @@ def fitted(files: list[dict]) -> dict:
         "fitted_to": conditions,
         "shrink": shortened(fit_shrink(times)._asdict()),
         "expand": shortened(fit_expand(times)._asdict()),
-        "variants": [[list(astuple(c)), shortened(list(found[c]))] for c in kept],
+        "variants": [[list(astuple(c)), shortened(list(coefficients[c]))] for c in kept],
     }
 
 
 def text(data: dict) -> str:
-    """A line a variant."""
+    """Return the file's text, a line a variant."""
     *head, (last, variants) = data.items()
     lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in head]
     listed = ",\n  ".join(json.dumps(variant) for variant in variants)

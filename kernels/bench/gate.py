@@ -1,4 +1,4 @@
-"""Correctness before speed: what a configuration of the product must show before it is timed.
+"""Check that a configuration of the product is right before it is timed.
 
 * one-hot activations give the dequantized weight bit for bit, over all 16 codes and every block scale that is a number;
 * random activations agree with float64;
@@ -25,7 +25,7 @@ EDGES = (1, 8, 9, 255, 256, 257, 258, 447, 511, 512, 513, 640, 1023, 2049, 8193)
 
 
 def every_product(N: int, K: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and block scales in which each block holds all 16 codes and the blocks go through all scale bytes."""
+    """Return codes and block scales: each block holds all 16 codes, and the blocks go through all scale bytes."""
     blocks = N * K // 16
     order = torch.rand(blocks, 16, device=device).argsort(dim=1).to(torch.uint8)
     scale_bytes = torch.arange(blocks, device=device).remainder(256).to(torch.uint8)
@@ -41,7 +41,7 @@ def poison(megabytes: int = 64) -> None:
 
 
 def two_parts(N: int, K: int, rank: int, operand: torch.dtype = torch.bfloat16) -> Adapter:
-    """A random adapter of a layer whose first 80 rows are one part and the others another."""
+    """Return a random adapter of a layer whose first 80 rows are one part and the others another."""
     widths, columns = [80, N - 80], padded(2 * rank)
     a, b = torch.zeros(columns, K, device="cuda"), torch.zeros(N, columns, device="cuda")
     a[: 2 * rank] = torch.randn(2 * rank, K, device="cuda") / K**0.5
@@ -61,14 +61,14 @@ def check_shrink(M: int, K: int, rank: int, how: Shrink | None = None, operand: 
 
 
 def check_launch(how: Shrink, operand: torch.dtype = torch.bfloat16) -> None:
-    """``check_shrink`` for one launch: few columns, columns off the warps' share, more tokens than one round takes."""
+    """Check one launch on few columns, columns off the warps' share, and more tokens than one round takes."""
     for M, K, rank in ((1, 16, 8), (70, 3600, 64), (140, 18944, 96)):
         check_shrink(M, K, rank, how, operand)
 
 
 @contextmanager
 def within_a_minute() -> Iterator[None]:
-    """A kernel that hangs ends the program."""
+    """End the program if a kernel hangs in the block."""
     faulthandler.dump_traceback_later(60, exit=True)
     try:
         yield
@@ -77,7 +77,7 @@ def within_a_minute() -> Iterator[None]:
 
 
 def check(configuration: gemm.Configuration, operand: torch.dtype = torch.bfloat16) -> None:
-    """Raise AssertionError naming what is wrong."""
+    """Raise AssertionError, which names what is wrong, for a configuration that fails."""
     torch.manual_seed(0)
     tokens, bar = configuration.tokens, ROUNDING[operand]
     for N, K in ((192, 768), (144, 208 if configuration.depth < 4 else 512), (2064, 1280)):
@@ -127,7 +127,7 @@ def check(configuration: gemm.Configuration, operand: torch.dtype = torch.bfloat
 
 
 def agree(y: torch.Tensor, exact: torch.Tensor, what: str) -> None:
-    """Raise AssertionError where y is not exact's rounding, nearly."""
+    """Raise AssertionError where ``y`` is further from ``exact`` than rounding explains."""
     error = ((y.double() - exact).norm() / exact.norm()).item()
     assert error < ROUNDING[y.dtype], f"{what}: relative error {error:.1e}"
 
@@ -135,8 +135,9 @@ def agree(y: torch.Tensor, exact: torch.Tensor, what: str) -> None:
 def check_layer(
     N: int, K: int, tokens: tuple[int, ...] = EDGES, rank: int = 32, operand: torch.dtype = torch.bfloat16
 ) -> None:
-    """A layer as ``linear_tiles.linear`` runs it, by itself and with an adapter, with one tensor scale and with
-    several.
+    """Check a layer as ``linear_tiles.linear`` runs it, without and with an adapter, with one tensor scale and several.
+
+    Raises AssertionError.
     """
     torch.manual_seed(0)
     codes, scales = every_product(N, K, "cuda")

@@ -1,4 +1,4 @@
-"""The linear layers of common dense models, whole and divided by tensor parallelism, and random draws of them."""
+"""List the linear layers of common dense models, whole and divided by tensor parallelism, and draw from them."""
 
 import random
 from typing import NamedTuple
@@ -33,7 +33,7 @@ PARALLEL = (1, 2, 4, 8)
 
 
 class Layer(NamedTuple):
-    """One fused layer: a weight of (N, K), the rows of its parts (q, k, v; gate, up; or the whole)."""
+    """Describe a fused layer with a weight of (N, K); ``widths`` are the rows of its parts (q, k, v; gate, up; all)."""
 
     name: str
     widths: tuple[int, ...]
@@ -45,7 +45,7 @@ class Layer(NamedTuple):
 
 
 def layers_of(model: str, parallel: int) -> list[Layer]:
-    """qkv, o, gate_up and down of one rank; none where heads or columns cannot be divided so."""
+    """Return qkv, o, gate_up and down of one rank; none where heads or columns cannot be divided so."""
     hidden, heads, kv_heads, head, intermediate = MODELS[model]
     if heads % parallel or intermediate % (16 * parallel) or (kv_heads % parallel and parallel % kv_heads):
         return []
@@ -58,7 +58,7 @@ def layers_of(model: str, parallel: int) -> list[Layer]:
 
 
 def all_layers() -> list[Layer]:
-    """Every size once, under the name of the first model that has it."""
+    """Return every size once, under the name of the first model that has it."""
     found = {}
     for model in MODELS:
         for parallel in PARALLEL:
@@ -70,7 +70,7 @@ def all_layers() -> list[Layer]:
 def random_points(
     count: int, seed: int, fewest: int, most: int, layers: list[Layer] | None = None
 ) -> list[tuple[Layer, int]]:
-    """``count`` pairs of a layer and a number of tokens from ``fewest`` to ``most``, evenly over its logarithm."""
+    """Draw ``count`` pairs of a layer and a number of tokens, evenly over the logarithm of ``fewest`` to ``most``."""
     draw = random.Random(f"{seed} {fewest} {most}")
     layers = all_layers() if layers is None else layers
     return [

@@ -1,12 +1,11 @@
-"""Random layers and numbers of tokens: cuBLAS BF16, Marlin, Humming, ours, and ours with an adapter of rank 32, in one
-run.
+"""Time random layers and numbers of tokens: cuBLAS BF16, Marlin, Humming, our kernel without and with an adapter.
 
 ``python random_points.py --random 60 --seed 7 --out random.json [--many 60] [--humming 12]``. ``--random`` points
-of 1 to 256 tokens and ``--many`` (as many, unless said) of 257 to 8192, both drawn evenly over the logarithm, of
-layers of layers.py. All variants pass the gate first. Humming compiles for about 11 s a layer: it takes part in the
+have 1 to 256 tokens, and ``--many`` (by default as many) 257 to 8192, both drawn evenly over the logarithm; the layers
+are those of layers.py. All variants pass the gate first. Humming compiles for about 11 s a layer: it takes part in the
 first so many points of up to 256 tokens, compiled beforehand in processes of their own. A baseline that cannot run
-a layer, or whose answer is wrong, is named and left out of that point. Where ours is wrong, or does not run, the point
-is named in the file, and the program ends with exit status 1.
+a layer, or whose answer is wrong, is named and left out of that point. Where our kernel is wrong, or does not run, the
+point is named in the file, and the program ends with exit status 1. The adapter has rank 32.
 """
 
 import argparse
@@ -31,14 +30,8 @@ from tune import gate_in_processes, random_adapters
 FEW, MANY = (1, 256), (257, 8192)
 
 
-def right(product: Callable, x: torch.Tensor, exact: torch.Tensor, limit: float) -> None:
-    """Raise AssertionError where an answer is further than ``limit`` from ``exact``."""
-    error = ((product(x).double() - exact).norm() / exact.norm()).item()
-    assert error < limit, f"relative error {error:.1e}"
-
-
 def point(layer: Layer, M: int, names: list[str]) -> dict:
-    """One row."""
+    """Time one layer and number of tokens, and return its row."""
     N, K = layer.N, layer.K
     w = torch.randn(N, K, device="cuda", dtype=torch.bfloat16)
     packed = nvfp4_triton.quantize(w)
@@ -61,9 +54,10 @@ def point(layer: Layer, M: int, names: list[str]) -> dict:
             partial(linear_tiles.linear, weight=one, adapter=a) for one, a in zip(weights, adapters, strict=True)
         ],
     }
-    right(lambda part: arms["qerl"][0](x)[:64], few, exact, 3e-3)
+    baselines.check("qerl", lambda part: arms["qerl"][0](x)[:64], few, exact, 3e-3)
     a, b = adapters[0].a, adapters[0].b
-    right(
+    baselines.check(
+        "qerl_adapter",
         lambda part: arms["qerl_adapter"][0](x)[:64],
         few,
         exact + (few.double() @ a.double().t()) @ b.double().t(),
@@ -73,7 +67,7 @@ def point(layer: Layer, M: int, names: list[str]) -> dict:
     for name in names:
         try:
             product = getattr(baselines, name)(packed.codes, packed.block_scales, scale)
-            right(product, few, exact, 2e-2)
+            baselines.check(name, product, few, exact, 2e-2)
             arms[name] = [product, *(baselines.again(product) for _ in range(count - 1))]
         except (AssertionError, AttributeError, ImportError, RuntimeError, TypeError, ValueError) as error:
             left_out[name] = f"{type(error).__name__}: {error}"[:200]
@@ -89,28 +83,28 @@ def point(layer: Layer, M: int, names: list[str]) -> dict:
 
 
 def described(choice: rule.Choice) -> str:
-    """The variant's fields and the small kernel's launch."""
+    """Return the variant's fields and the small kernel's launch as text."""
     if choice.configuration is None:
         return "expand, then cuBLAS"
     return json.dumps([astuple(choice.configuration), choice.shrink])
 
 
 def summary(rows: list[dict], bar: float, against: tuple[str, ...]) -> str:
-    """How many points meet a bar, and the worst."""
+    """Say how many points meet a bar, and the worst."""
     ratios = sorted(min(us for name, us in row["us"].items() if name in against) / row["us"]["qerl"] for row in rows)
     met = sum(ratio >= bar for ratio in ratios)
     return f"{met} of {len(ratios)} at {bar} or better, median {statistics.median(ratios):.2f}, worst {ratios[0]:.2f}"
 
 
 def adapter_summary(rows: list[dict]) -> str:
-    """How many adapters add at most 15 % or 3 us."""
+    """Say how many adapters add at most 15 % or 3 us."""
     added = [(row["us"]["qerl_adapter"] - row["us"]["qerl"], row["us"]["qerl"]) for row in rows]
     met = sum(us <= max(3, 0.15 * base) for us, base in added)
     return f"{met} of {len(added)} add at most 15 % or 3 us, median {statistics.median(us for us, _ in added):.1f} us"
 
 
 def report(rows: list[dict]) -> None:
-    """Both regimes against their bars."""
+    """Print both regimes against their bars."""
     for fewest, most, bar, against in ((*FEW, 0.97, ("bf16", "marlin", "humming")), (*MANY, 0.93, ("bf16",))):
         found = [row for row in rows if fewest <= row["M"] <= most]
         if found:
@@ -118,7 +112,7 @@ def report(rows: list[dict]) -> None:
 
 
 def warm_humming(points: list[tuple[Layer, int]]) -> list[subprocess.Popen]:
-    """Processes that make Humming compile for each layer."""
+    """Start processes that make Humming compile for each layer."""
     program = (
         "import sys, torch, baselines; from qerl_kernels import nvfp4_triton\n"
         "N, K = map(int, sys.argv[1:3])\n"
@@ -137,7 +131,7 @@ def warm_humming(points: list[tuple[Layer, int]]) -> list[subprocess.Popen]:
 def measure(
     order: list[tuple[Layer, int]], wanted: list[list[str]], keep: Callable[[list[dict]], object]
 ) -> tuple[list[dict], list[str]]:
-    """Rows, which ``keep`` gets from time to time, and what was said at each point that has none."""
+    """Return the rows, and for each point that has none the reason; ``keep`` gets the rows from time to time."""
     rows: list[dict] = []
     failed = []
     for number, ((layer, M), names) in enumerate(zip(order, wanted, strict=True), 1):

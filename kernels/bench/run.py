@@ -1,15 +1,14 @@
-"""The table of kernels/README.md: ours as ``linear_tiles`` picks it, against BF16, Marlin and Humming, in one run.
+"""Time the table of kernels/README.md: our kernel as ``linear_tiles`` picks it, against BF16, Marlin and Humming.
 
 ``python run.py --out NVIDIA_H200.json [--shapes 7B o] [--tokens 1,16] [--baselines marlin,humming]``
 
-A baseline is timed only if its answer is right (the tolerance allows for what its format loses) and is named where it
-is left out; ours only behind the gate of gate.py.
+All are timed in one run. A baseline is timed only if its answer is right (the tolerance allows for what its format
+loses) and is named where it is left out; our kernel only behind the gate of gate.py.
 """
 
 import argparse
 import gc
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -18,21 +17,29 @@ import torch
 from qerl_kernels import gemm, linear_tiles, nvfp4_triton, rule, tiles
 from qerl_kernels.conditions import conditions
 from random_points import described
-from shapes import SHAPES
 from timing import copies, interleaved
 from tune import gate_in_processes
 
+# the fused linear layers of Qwen2.5, (N, K)
+SHAPES = {
+    "7B qkv": (4608, 3584),
+    "7B o": (3584, 3584),
+    "7B gate_up": (37888, 3584),
+    "7B down": (3584, 18944),
+    "14B qkv": (7168, 5120),
+    "14B o": (5120, 5120),
+    "14B gate_up": (27648, 5120),
+    "14B down": (5120, 13824),
+    "32B qkv": (7168, 5120),
+    "32B o": (5120, 5120),
+    "32B gate_up": (55296, 5120),
+    "32B down": (5120, 27648),
+}
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192)
 
 
-def check(name: str, product: Callable, x: torch.Tensor, exact: torch.Tensor, limit: float) -> None:
-    """Raise AssertionError where a product's answer is further than ``limit`` from ``exact``."""
-    error = ((product(x).double() - exact).norm() / exact.norm()).item()
-    assert error < limit, f"{name}: relative error {error:.1e}"
-
-
 def time_shape(shape: str, tokens: list[int], names: list[str]) -> list[dict]:
-    """Rows of the table for one layer."""
+    """Return the rows of the table for one layer."""
     N, K = SHAPES[shape]
     names = list(names)
     weights: dict[str, list] = {name: [] for name in ("bf16", "qerl", *names)}
@@ -49,12 +56,12 @@ def time_shape(shape: str, tokens: list[int], names: list[str]) -> list[dict]:
             dense = nvfp4_triton.dequantize(packed.codes, packed.block_scales).double() * tensor_scale.double()
             exact = x.double() @ dense.t()
             del dense
-            check(f"qerl {shape}", weights["qerl"][0], x, exact, 3e-3)
+            baselines.check(f"qerl {shape}", weights["qerl"][0], x, exact, 3e-3)
         for name in list(names):
             try:
                 weights[name].append(getattr(baselines, name)(packed.codes, packed.block_scales, tensor_scale))
                 if i == 0:
-                    check(f"{name} {shape}", weights[name][0], x, exact, 2e-2)
+                    baselines.check(f"{name} {shape}", weights[name][0], x, exact, 2e-2)
             except (AssertionError, AttributeError, ImportError, RuntimeError, TypeError) as error:
                 print(f"{name} is left out of {shape}: {type(error).__name__}: {error}", flush=True)
                 names.remove(name)

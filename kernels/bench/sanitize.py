@@ -1,4 +1,4 @@
-"""One kernel of each kind at small sizes, for compute-sanitizer to look at: sanitize.sh.
+"""Run one kernel of a kind at a small size, for compute-sanitizer to look at: sanitize.sh.
 
     python kernels/bench/sanitize.py KIND [OPERAND]      # KIND of KINDS, OPERAND bfloat16 or float16
 
@@ -14,7 +14,7 @@ from qerl_kernels.adapter import VARIANTS, Shrink
 from qerl_kernels.counters import counters_for
 from qerl_kernels.driver import current_stream
 
-# (configuration, rows, tokens): rows such that a kind does what it is there for on any number of multiprocessors
+# (configuration, rows, tokens): so many rows that a kind does its work on any number of multiprocessors
 KINDS = {
     "runs": (gemm.deepest(64, 4, 2, 1, 4, 4, 0), 320, 64),  # equal runs of a tile, two groups share the columns
     "long_runs": (gemm.deepest(128, 2, 1, 1, 2, 4, 0), 64 * 2 * 150, 128),  # runs longer than tiles go on from sums
@@ -24,7 +24,7 @@ KINDS = {
 
 
 def product(kind: str, operand: torch.dtype, adapted: bool) -> None:
-    """One product of a kind, with random tokens, a bias, and an adapter of two parts where ``adapted``."""
+    """Compute one product with random tokens, a bias, and an adapter of two parts where ``adapted``."""
     configuration, N, tokens = KINDS[kind]
     K, M = 1024, tokens + 3
     codes, scales = gate.every_product(N, K, "cuda")
@@ -41,7 +41,7 @@ def product(kind: str, operand: torch.dtype, adapted: bool) -> None:
 
 
 def main() -> None:
-    """The kind that is named."""
+    """Run the kind that the command line names."""
     kinds = *KINDS, "shrink", "dequantize"
     if len(sys.argv) < 2 or sys.argv[1] not in kinds:
         sys.exit(f"which kernel: one of {', '.join(kinds)}; then, if you like, float16")

@@ -1,4 +1,4 @@
-"""Time kernels as an engine runs them: inside a CUDA graph, weights cold, variants taking turns."""
+"""Time kernels as an engine runs them: inside a CUDA graph, with cold weights, variants taking turns."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ MOST_COPIES = 64  # of one weight; where they are smaller than the cache it is o
 def capture(
     calls: list[Callable[[], object]], at_least: int = 20, pool: object = None
 ) -> tuple[torch.cuda.CUDAGraph, int]:
-    """Capture ``calls`` in turn, repeated until there are ``at_least``; returns the graph and the number of calls."""
+    """Capture ``calls`` in turn, repeated until there are ``at_least``; return the graph and the number of calls."""
     repeats = -(-at_least // len(calls))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -29,9 +29,9 @@ def capture(
 def interleaved(
     variants: dict[str, list[Callable[[], object]]], rounds: int = 7, at_least: int = 20
 ) -> dict[str, float]:
-    """Median microseconds of one call of each variant, the variants replayed in turn ``rounds`` times.
+    """Return the median microseconds of one call of each variant; variants are replayed in turn ``rounds`` times.
 
-    One replay makes at least ``at_least`` calls. Nobody needs what a graph computes: all share one pool of memory.
+    One replay makes at least ``at_least`` calls. All graphs share one pool of memory: nobody needs what they compute.
     """
     pool = torch.cuda.graph_pool_handle()
     graphs = {name: capture(calls, at_least, pool) for name, calls in variants.items()}
@@ -51,5 +51,5 @@ def interleaved(
 
 
 def copies(bytes_each: int) -> int:
-    """How many distinct weights of this size make one replay cold, together with overwriting the cache before it."""
+    """Return how many distinct weights of this size keep one replay cold, the cache being overwritten before it."""
     return min(max(3, -(-COLD_BYTES // bytes_each)), MOST_COPIES)

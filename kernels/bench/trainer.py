@@ -1,5 +1,7 @@
-"""The trainer's kernels: dequantize, quantize, the operands of an adapted layer, norms, activations, rotations,
-linear log-probabilities.
+"""Time the trainer's kernels.
+
+They are dequantize, quantize, the operands of an adapted layer, norms, activations, rotations and linear
+log-probabilities.
 
 ``python trainer.py``
 """
@@ -16,7 +18,7 @@ from timing import interleaved
 
 
 def chunked_logprob(hidden: torch.Tensor, w: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """What a trainer does without the kernel: BF16 logits, log-softmax in fp32, 1024 tokens at a time."""
+    """Compute as a trainer does without the kernel: BF16 logits, log-softmax in fp32, 1024 tokens at a time."""
     parts = []
     for rows in range(0, hidden.shape[0], 1024):
         log_p = torch.log_softmax((hidden[rows : rows + 1024] @ w.t()).float(), dim=-1)
@@ -25,14 +27,14 @@ def chunked_logprob(hidden: torch.Tensor, w: torch.Tensor, targets: torch.Tensor
 
 
 def with_gradient(function, hidden: torch.Tensor, *arguments: torch.Tensor) -> None:
-    """One forward and one backward."""
+    """Run one forward and one backward."""
     hidden.grad = None
     result = function(hidden, *arguments)
     (result[0] if isinstance(result, tuple) else result).sum().backward()
 
 
 def seconds(call) -> float:
-    """Of one call, after one to warm up, without a graph."""
+    """Return the seconds of one call without a graph, after one to warm up."""
     call()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
@@ -43,7 +45,7 @@ def seconds(call) -> float:
 
 
 def operands() -> None:
-    """What is written for down_proj of 7B behind a gate, at 8192 tokens, and behind W0 of its q."""
+    """Time what is written for down_proj of 7B behind a gate, at 8192 tokens, and behind W0 of its q."""
     T, K, R = 8192, 18944, 32
     gates, ups = ([torch.randn(T, K, device="cuda", dtype=torch.bfloat16) for _ in range(2)] for _ in range(2))
     pairs = list(zip(gates, ups, strict=True))
@@ -62,7 +64,7 @@ def operands() -> None:
 
 
 def passes() -> None:
-    """What reads its operands once and writes once, in shapes of 7B and of Qwen3-30B-A3B at 8192 tokens."""
+    """Time kernels that read their operands once and write once, in shapes of 7B and Qwen3-30B-A3B at 8192 tokens."""
     T = 8192
     calls = {}
     for rows, H in ((T, 3584), (32 * T, 128)):

@@ -1,4 +1,4 @@
-"""Gate, then time variants of the product over random layers: what fit.py makes the rule from.
+"""Gate, then time variants of the product over random layers, for fit.py to make the rule from.
 
 ``python tune.py --out tune.json [--layers 34] [--seed 1] [--seconds 400] [--guided] [--least 192]``. Layers are
 drawn from layers.py, numbers of tokens from FEW and MANY; at each point cuBLAS, the expanded product and a random
@@ -86,7 +86,7 @@ WASTE = 1.16  # of the tokens of tiles over the tokens that there are
 
 
 def every_variant() -> list[gemm.Configuration]:
-    """One a kernel: ``splits`` is left at 0."""
+    """Return one configuration a kernel, with ``splits`` 0."""
     found = []
     for size, families in FAMILIES.items():
         for family in families:
@@ -99,19 +99,19 @@ def every_variant() -> list[gemm.Configuration]:
 
 
 def fits_in_stages(c: gemm.Configuration) -> bool:
-    """Whether the sums of a cluster's blocks fit where the stages were: schedule.cuh asserts it."""
+    """Return True if the sums of a cluster's blocks fit where the stages were: schedule.cuh asserts it."""
     stages = c.stages * c.depth * (c.tokens * 128 + c.tile_blocks() * tiles.TILE_BYTES)
     return c.cluster == 1 or 4 * 64 * c.tile_blocks() * c.tokens * c.kgroups <= stages
 
 
 def tiles_of(c: gemm.Configuration, N: int, M: int) -> int:
-    """Tiles of one product."""
+    """Return the number of tiles of one product."""
     blocks = -(-N // 64)
     return -(-blocks // c.tile_blocks()) * -(-M // c.tokens)
 
 
 def to_time(variants: list[gemm.Configuration], N: int, K: int, M: int) -> list[gemm.Configuration]:
-    """Every way to run each variant that could be worth its time for M tokens and a weight of (N, K)."""
+    """Return every way to run each variant that could be worth its time for M tokens and a weight of (N, K)."""
     sizes = sorted({c.tokens for c in variants})
     covering = next((size for size in sizes if size >= M), sizes[-1])
     least = 48 if M <= 256 else 128
@@ -134,9 +134,7 @@ def to_time(variants: list[gemm.Configuration], N: int, K: int, M: int) -> list[
 def worth_it(
     variants: list[gemm.Configuration], draw: random.Random, N: int, K: int, M: int
 ) -> list[gemm.Configuration]:
-    """What the rule in use takes for the fastest, some others that it takes for good, and some that it does not
-    know.
-    """
+    """Return what the present rule ranks fastest, some that it ranks next, and some that it does not know."""
     machine = rule.rule().machine
     ranked = [
         c for _, c in sorted(rule.ranked(N, K, M, machine), key=lambda one: one[0]) if replace(c, splits=0) in variants
@@ -148,7 +146,7 @@ def worth_it(
 
 
 def random_weights(N: int, K: int) -> list[tiles.TiledWeight]:
-    """As many of one layer as no cache holds, made of random bytes; block scales are of ordinary size."""
+    """Return so many random weights of one layer that no cache holds them, with block scales of ordinary size."""
     shape = -(-N // 64), 2 * -(-K // 128), tiles.TILE_BYTES
     found = []
     for _ in range(copies(shape[0] * shape[1] * shape[2])):
@@ -162,7 +160,7 @@ def random_weights(N: int, K: int) -> list[tiles.TiledWeight]:
 
 
 def random_adapters(layer: Layer, count: int) -> list[Adapter]:
-    """Of one layer's parts, of rank RANK."""
+    """Return adapters of one layer's parts, of rank RANK."""
     R, table = padded(RANK * len(layer.widths)), spans(list(layer.widths), RANK).cuda()
     ends = torch.tensor(layer.widths).cumsum(0).cuda()
     part_of_row = torch.bucketize(torch.arange(layer.N, device="cuda"), ends, right=True)
@@ -178,7 +176,10 @@ def random_adapters(layer: Layer, count: int) -> list[Adapter]:
 
 
 def launches(M: int, R: int, takes_all: bool) -> list[Shrink]:
-    """Of the small kernel, for M tokens and R rows of A; a product that ``takes_all`` blocks may leave some."""
+    """Return launches of the small kernel for M tokens and R rows of A.
+
+    A product that ``takes_all`` blocks may leave some.
+    """
     found = []
     for variant in VARIANTS:
         most = -(-M // variant.tokens)
@@ -194,9 +195,7 @@ def launches(M: int, R: int, takes_all: bool) -> list[Shrink]:
 def with_room(
     c: gemm.Configuration, others: list[gemm.Configuration], N: int, M: int, K: int
 ) -> list[gemm.Configuration]:
-    """Variants of the same tiles as ``c``, cut into so few runs or among so few blocks that multiprocessors are
-    left over.
-    """
+    """Return variants of the same tiles as ``c`` that leave multiprocessors over, with few runs or few blocks."""
     tiles_ = tiles_of(c, N, M)
     room = (MULTIPROCESSORS - SPLITS) // tiles_
     steps = 2 * -(-K // 128) // c.depth
@@ -210,7 +209,7 @@ def with_room(
 def gate_in_processes(
     variants: list[gemm.Configuration], processes: int, operand: str = "bfloat16"
 ) -> tuple[list[gemm.Configuration], list[str]]:
-    """Those that the gate lets through, and what it says of the others; each process stops at one that hangs."""
+    """Return those that pass the gate, and why the others do not; each process stops at one that hangs."""
     lists = [json.dumps([astuple(c) for c in variants[first::processes]]) for first in range(processes)]
 
     def one(listed: str) -> subprocess.CompletedProcess[str]:
@@ -228,7 +227,7 @@ def gate_in_processes(
 
 
 def gate_here(operand: str) -> None:
-    """The gate for the configurations of standard input; a line each."""
+    """Print a line for each configuration of standard input: whether it passes the gate."""
     for fields in json.loads(sys.stdin.read()):
         c = gemm.Configuration(*fields)
         try:
@@ -240,7 +239,7 @@ def gate_here(operand: str) -> None:
 
 
 class Sweep:
-    """Points in turn, written to a file after each layer."""
+    """Time points in turn, and collect their rows."""
 
     def __init__(self, variants: list[gemm.Configuration], seed: int, guided: bool):
         self.variants, self.draw, self.guided = variants, random.Random(seed), guided
@@ -249,13 +248,13 @@ class Sweep:
         self.adapted: list[dict] = []
 
     def name(self, c: gemm.Configuration) -> str:
-        """Index of the kernel and into how many runs tiles are cut, such as "12:3"."""
+        """Return the index of the kernel and the number of runs that tiles are cut into, such as "12:3"."""
         return f"{self.of[replace(c, splits=0)]}:{c.splits}"
 
     def point(
         self, layer: Layer, M: int, weights: list[tiles.TiledWeight], dense: list[torch.Tensor], at_most: int
     ) -> dict:
-        """Times of one layer and number of tokens."""
+        """Time one layer and number of tokens, and return its row."""
         x = torch.randn(M, layer.K, device="cuda").to(torch.bfloat16)
         if self.guided:
             tried = worth_it(self.variants, self.draw, layer.N, layer.K, M)
@@ -278,7 +277,7 @@ class Sweep:
         return row
 
     def with_adapter(self, layer: Layer, row: dict, weights: list[tiles.TiledWeight], adapters: list[Adapter]) -> None:
-        """The fastest of one point again, alone and with an adapter under several launches of the small kernel."""
+        """Time the fastest of one point again, alone and with an adapter under several launches of the small kernel."""
         M, R = row["M"], adapters[0].a.shape[0]
         x = torch.randn(M, layer.K, device="cuda").to(torch.bfloat16)
         calls: dict[str, list] = {}
@@ -292,7 +291,7 @@ class Sweep:
         self.adapted.append({**found, "us": {k: round(v, 2) for k, v in us.items()}})
 
     def pairs(self, row: dict, R: int) -> list[tuple[gemm.Configuration, Shrink | None]]:
-        """Variants and launches to time with an adapter: near the fastest, or what the rule takes for good."""
+        """Return variants and launches to time with an adapter: near the fastest, or ranked by the rule."""
         N, K, M = row["N"], row["K"], row["M"]
         if self.guided:
             machine = rule.rule().machine
@@ -315,24 +314,24 @@ class Sweep:
         return chosen
 
     def configuration(self, name: str) -> gemm.Configuration:
-        """What ``name`` has named."""
+        """Return the configuration of a ``name``."""
         index, splits = map(int, name.split(":"))
         return replace(self.variants[index], splits=splits)
 
 
 def tokens_for(draw: random.Random) -> list[int]:
-    """The numbers of tokens of one layer: each size of a narrow tile, some of the others."""
+    """Draw the numbers of tokens of one layer: most sizes of narrow tiles, some of the others."""
     few = [*FEW[:6], *draw.sample(FEW[6:], 6)]
     return [*few, *draw.sample(MANY, 5), draw.choice(MOST)]
 
 
 def at_once(variants: list[gemm.Configuration]) -> dict[int, int]:
-    """How many clusters of each size the GPU holds."""
+    """Return how many clusters of each size the GPU holds."""
     return {c.cluster: gemm._kernel(c, 0)[1] for c in variants if c.splits == 0}
 
 
 def copy_rate() -> float:
-    """TB/s of a copy, bytes read and written."""
+    """Return the TB/s of a copy, bytes read and written."""
     source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     us = interleaved({"copy": [partial(target.copy_, source)]}, at_least=4)["copy"]
