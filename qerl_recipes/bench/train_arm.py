@@ -141,7 +141,6 @@ class TimedSteps(TrainerCallback):
         self.engine.memory.begin()
         self.training_began = None
         self.engine.swap_seconds = self.engine.sleep_seconds = 0.0
-        self.generation_before = self.trainer.generation_seconds
         self.began = now()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -154,7 +153,7 @@ class TimedSteps(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the step; the trainer's own recorder has written its metrics before."""
         step = now() - self.began
-        engine, generation = self.engine, self.trainer.generation_seconds - self.generation_before
+        engine, generation = self.engine, self.trainer.rollout_seconds
         if engine.tokens != self.expected_tokens:
             raise RuntimeError(
                 f"the engine generated {engine.tokens} tokens and not {self.expected_tokens}: the arms would not do "

@@ -178,6 +178,11 @@ class QerlGRPOTrainer(GRPOTrainer):
 
     # 2 to 6: a rollout, from the policy to advantages
 
+    @property
+    def rollout_seconds(self) -> float:
+        """Return the seconds of this step that went into generating and scoring."""
+        return self._values.rollout_seconds
+
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         began = time.perf_counter()
         if not self.model.training:

@@ -186,7 +186,7 @@ def test_the_parts_of_a_step_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(VLLMRollouts, "sync_weights", sync)
     engine = train_arm.TimedRollouts.__new__(train_arm.TimedRollouts)
     engine.memory, engine.tokens, engine.seconds = train_arm.Memory(), 32, 10.0
-    trainer = SimpleNamespace(vllm_generation=engine, model=model, generation_seconds=50.0)
+    trainer = SimpleNamespace(vllm_generation=engine, model=model, rollout_seconds=0.0)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.1}\n{"step": 2, "reward": 0.5, "kl": 1}\n')
     answers: list[dict[str, Any]] = []
     steps, args = train_arm.TimedSteps(trainer, 32, answers), (SimpleNamespace(output_dir=tmp_path), None, None)
@@ -196,7 +196,7 @@ def test_the_parts_of_a_step_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         takes(10)
         engine._sleep()
         takes(5)  # rewards and advantages
-        trainer.generation_seconds += 3 + 2 + 10 + 4 + 5
+        trainer.rollout_seconds = 3 + 2 + 10 + 4 + 5
         with torch.no_grad():
             model(torch.ones(1))
         takes(1)  # that was no forward of the training
