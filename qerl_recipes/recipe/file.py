@@ -4,8 +4,10 @@ Every key must be known: an unknown one is an error.
 """
 
 import argparse
+import copy
 import dataclasses
 import difflib
+import functools
 import itertools
 import re
 import warnings
@@ -20,7 +22,10 @@ from qerl_recipes.recipe.keys import BELONGS_ELSEWHERE, REFUSED, RENAMED, TOPICS
 from qerl_vllm_plugin.wire.address import HIDDEN, hidden
 
 USAGE = "qerl train --config RECIPE.yaml [--KEY VALUE ...]"
-DESCRIPTION = "Every key of a recipe is also a flag, which wins over the recipe."
+DESCRIPTION = (
+    "Every key of a recipe is also a flag, which wins over the recipe. "
+    "A recipe's keys win over those of the recipe that its key extends names."
+)
 OWNERS = {"QeRL": "QeRL"} | {name: f"TRL's {name}" for name in ("GRPOConfig", "ModelConfig", "ScriptArguments")}
 MOST_CHOICES = 8  # the help omits longer lists: transformers has fifty optimizers
 SENTENCE_END = re.compile(r"(?<!e\.g)(?<!i\.e)(?<!vs)[.!?]\s+(?=[A-Z`(])")
@@ -78,21 +83,43 @@ class RecipeParser(TrlParser):
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Return the mapping in a recipe file.
+    """Return the mapping in a recipe file, over that of the file which its key ``extends`` names, if it has one.
 
-    Raises ConfigError for a file that cannot be read or holds no mapping, and for a key that occurs twice.
+    The path in ``extends`` is relative to the recipe. Raises ConfigError for a file that cannot be read or holds no
+    mapping, for a key that occurs twice in a file, and for files that extend each other.
     """
+    own: list[dict[str, Any]] = []
+    files = [Path(path)]
+    while True:
+        own.append(_read_one(files[-1]))
+        parent = own[-1].pop("extends", None)
+        if parent is None:
+            return {key: value for content in reversed(own) for key, value in content.items()}
+        if not isinstance(parent, str):
+            raise ConfigError(f"recipe {files[-1]}: extends must be the path of one recipe, not {parent!r}")
+        files.append((files[-1].parent / parent).resolve())
+        if files[-1] in [file.resolve() for file in files[:-1]]:
+            raise ConfigError(f"recipe {path} extends itself: {' -> '.join(map(str, files))}")
+
+
+def _read_one(path: Path) -> dict[str, Any]:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"recipe {path} cannot be read: {error}") from error
     try:
-        content = yaml.load(text, Loader=UniqueKeyLoader)
+        content = copy.deepcopy(_parsed(text))
     except yaml.YAMLError as error:
         raise ConfigError(f"recipe {path} is not valid YAML: {error}") from error
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise ConfigError(f"recipe {path} must be a YAML mapping of keys to values")
     return content
+
+
+@functools.lru_cache(maxsize=8)
+def _parsed(text: str) -> Any:
+    """Parse YAML, which takes far longer than reading it; a study asks for the same text once a run."""
+    return yaml.load(text, Loader=UniqueKeyLoader)
 
 
 def unknown(key: str, valid: Iterable[str], where: str) -> ConfigError:

@@ -28,7 +28,6 @@ known, and, where ``common`` is given, at that one too. The base of an arm is ju
 not depend on the training.
 """
 
-import functools
 import itertools
 import json
 import re
@@ -39,7 +38,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from qerl_recipes.recipe.file import UniqueKeyLoader
+from qerl_recipes.recipe.file import ConfigError, UniqueKeyLoader, read_yaml
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 # what a study sets itself, in every run
@@ -195,11 +194,9 @@ class Study(_Strict):
         """The keys of a training: those of the recipe's file, and ``keys``, an arm's or a run's, over them. Raises
         StudyError for a file that is no YAML, or no mapping."""
         try:
-            content = _parsed(self.recipe.read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
-            raise StudyError(f"recipe {self.recipe} is no YAML: {error}") from error
-        if not isinstance(content, dict):
-            raise StudyError(f"recipe {self.recipe} must be a mapping of keys to values")
+            content = read_yaml(self.recipe)
+        except ConfigError as error:
+            raise StudyError(str(error)) from error
         return {**content, **keys}
 
     def decided(self, keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,12 +226,6 @@ class Run(_Strict):
     def folder(self) -> str:
         """Where it lies, below the study's own folder. A run that serves two purposes is one run."""
         return f"{self.label}/seed-{self.seed}"
-
-
-@functools.lru_cache(maxsize=4)
-def _parsed(text: str) -> Any:
-    """A recipe's content. A study asks for it once a run and more, and to parse it takes far longer than to read it."""
-    return yaml.load(text, Loader=UniqueKeyLoader)
 
 
 def read(path: Path) -> Study:

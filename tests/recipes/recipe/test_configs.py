@@ -192,6 +192,14 @@ def test_a_flag_stands_above_the_recipe(tmp_path):
     assert (training.learning_rate, training.num_generations, model.dtype) == (3e-5, 8, "bfloat16")
 
 
+def test_a_recipe_stands_above_the_one_that_it_extends(tmp_path):
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "far.yaml").write_text("learning_rate: 1e-3\nseed: 1\nlora_r: 4\n")
+    (tmp_path / "shared" / "near.yaml").write_text("extends: far.yaml\nseed: 2\nlora_r: 8\n")
+    _, training, model = parse(recipe(tmp_path, "extends: shared/near.yaml\nlora_r: 16\n"))
+    assert (training.learning_rate, training.seed, model.lora_r) == (1e-3, 2, 16)
+
+
 def test_yaml_numbers_without_a_point_and_a_bare_no_mean_what_was_written(tmp_path):
     _, training, _ = parse(recipe(tmp_path, "learning_rate: 1e-5\neval_strategy: no\nsave_strategy: no\n"))
     assert training.learning_rate == 1e-5
@@ -212,6 +220,9 @@ def test_yaml_numbers_without_a_point_and_a_bare_no_mean_what_was_written(tmp_pa
         ("quantization: awq\n", "quantization cannot be 'awq'; it is one of"),
         ("noise_mode: loud\n", "noise_mode cannot be 'loud'; it is one of"),
         ("seed: 1\nseed: 2\n", "seed stands twice"),
+        ("extends: [a, b]\n", "extends must be the path of one recipe"),
+        ("extends: recipe.yaml\n", "extends itself"),
+        ("extends: missing.yaml\n", "missing.yaml cannot be read"),
         ("dtype: float32\ntorch_dtype: float32\n", "the same key"),
         ("warmup_ratio: 3\n", "warmup_ratio is a share"),
         ("num_processes: 8\n", "accelerate launch"),

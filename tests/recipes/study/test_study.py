@@ -75,7 +75,7 @@ def test_a_key_that_stands_twice_is_refused_in_the_plan_and_in_its_recipe(study)
         read(file)
     plan = read(study())
     Path("recipe.yaml").write_text("beta: 0.0\nmodel_name_or_path: base\nbeta: 0.1\n")
-    with pytest.raises(StudyError, match=r"recipe.yaml is no YAML: beta stands twice \(line 3\)"):
+    with pytest.raises(StudyError, match=r"recipe.yaml is not valid YAML: beta stands twice \(line 3\)"):
         plan.settled({})
 
 
@@ -90,8 +90,8 @@ def test_an_arm_may_be_another_one_and_more(study):
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        ("", "recipe recipe.yaml must be a mapping"),
-        ("- a\n", "recipe recipe.yaml must be a mapping"),
+        ("", "recipe recipe.yaml must be a YAML mapping"),
+        ("- a\n", "recipe recipe.yaml must be a YAML mapping"),
         ("beta: 0.1\n", "arms.a has no model_name_or_path, nor has recipe.yaml"),
         ("model_name_or_path: null\n", "arms.a has no model_name_or_path"),
     ],
