@@ -1,17 +1,21 @@
 """The client of /v1/qerl by itself."""
 
 import asyncio
+import inspect
 import ssl
 
 import httpx
 import pytest
 import torch
+from policy_requests import done
 
 from qerl_vllm_plugin import client
 from qerl_vllm_plugin.adapter.check import AdapterError
 from qerl_vllm_plugin.client import AsyncPolicyClient, PolicyClient, PolicyRefusedError
 
 NOBODY = "http://127.0.0.1:9"
+NO_URLS = ("127.0.0.1:8000", "", "ftp://x", "http://", "http://x/?a=1", "http://x/#a", "http://::1:1", None)
+CLIENTS = [PolicyClient, AsyncPolicyClient]
 
 
 def test_certificates_are_read_once_and_still_checked(monkeypatch):
@@ -29,33 +33,40 @@ def test_certificates_are_read_once_and_still_checked(monkeypatch):
     assert trusted.get_ca_certs()
 
 
-def test_refusals_before_a_server_is_asked():
-    def later(*args, **keywords):
-        return asyncio.run(AsyncPolicyClient(NOBODY, "token").swap(*args, **keywords))
-
-    norm = {"model.norm.weight": torch.ones(64)}
-    for swap in (PolicyClient(NOBODY, "token").swap, later):
-        with pytest.raises(AdapterError, match="trained norms travel beside an adapter"):
-            swap(None, norms=norm)
-        with pytest.raises(AdapterError, match="an adapter needs its config"):
-            swap(norm)
-        with pytest.raises(AdapterError, match=r"model.norm.weight is a tensor of the adapter and a trained norm"):
-            swap(norm, {"r": 4}, norms=norm)
-        with pytest.raises(AdapterError, match="the adapter's config is int"):
-            swap(norm, 4)
+NORM = {"model.norm.weight": torch.ones(64)}
 
 
-@pytest.mark.parametrize("kind", [PolicyClient, AsyncPolicyClient])
+@pytest.mark.parametrize("kind", CLIENTS)
 @pytest.mark.parametrize(
-    ("token", "key"), [("a-token\n", None), ("a tokén", None), (None, None), ("token", "a key\r\n")]
+    ("given", "norms", "message"),
+    [
+        ((None,), NORM, "trained norms travel beside an adapter"),
+        ((NORM,), None, "an adapter needs its config"),
+        ((NORM, {"r": 4}), NORM, "model.norm.weight is a tensor of the adapter and a trained norm"),
+        ((NORM, 4), None, "the adapter's config is int"),
+    ],
 )
-def test_what_no_header_can_carry_is_refused_by_name(kind, token, key):
-    with pytest.raises(
-        ValueError, match=r"(admin_token|api_key) is no text that a header can carry.*stripped"
-    ) as refused:
-        kind(NOBODY, token, key)
-    assert str(refused.value).startswith("api_key" if key else "admin_token")
-    assert not token or token.strip() not in str(refused.value)
+def test_an_adapter_is_refused_before_a_server_is_asked(kind, given, norms, message):
+    with pytest.raises(AdapterError, match=message):
+        done(kind(NOBODY, "token").swap(*given, norms=norms))
+
+
+@pytest.mark.parametrize("kind", CLIENTS)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"admin_token": token}, "^admin_token is no text.*stripped") for token in ("a-token\n", "a tokén", None)),
+        ({"api_key": "a key\r\n"}, "^api_key is no text that a header can carry.*stripped"),
+        ({"transport": "gpu"}, "transport is 'gpu'; it is one of auto, ipc, shared, http"),
+        ({"url": "http://user:secret@x:1", "api_key": "key"}, "in place of the api_key"),
+        *(({"url": url}, "^url is .*http://127.0.0.1:8000") for url in NO_URLS),
+    ],
+    ids=str,
+)
+def test_what_no_server_can_be_sent_is_refused_by_name(kind, options, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        kind(**{"url": NOBODY, "admin_token": "token", **options})
+    assert not any(secret in str(refused.value) for secret in ("a-token", "tokén", "a key", "secret"))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +122,7 @@ def test_a_change_that_waits_has_the_time_of_the_server(mode, seconds, monkeypat
     assert [found["connect"] for found in asked] == [5] * 3 + [None]
 
 
-@pytest.mark.parametrize("kind", [PolicyClient, AsyncPolicyClient])
+@pytest.mark.parametrize("kind", CLIENTS)
 def test_noise_is_cleared_by_a_sigma_of_0_whatever_it_was(kind, monkeypatch):
     asked = []
 
@@ -124,23 +135,18 @@ def test_noise_is_cleared_by_a_sigma_of_0_whatever_it_was(kind, monkeypatch):
 
     monkeypatch.setattr(httpx.Client, "request", request)
     monkeypatch.setattr(httpx.AsyncClient, "request", later)
-    cleared = kind(NOBODY, "token").clear_noise(requests="wait")
-    assert (cleared if kind is PolicyClient else asyncio.run(cleared)) is None
+    assert done(kind(NOBODY, "token").clear_noise(requests="wait")) is None
     (call,) = asked
     assert (call["method"], call["url"], call["params"]) == ("PUT", "noise", {"requests": "wait"})
     assert call["json"] == {"sigma": 0.0, "seed": 0, "rollout": 0}
 
 
-@pytest.mark.parametrize(
-    "url", ["127.0.0.1:8000", "", "ftp://x", "http://", "http://x/?a=1", "http://x/#a", "http://::1:1", None]
-)
-def test_what_is_no_servers_url_is_refused_by_name(url):
-    with pytest.raises(ValueError, match=r"^url is .*http://127.0.0.1:8000"):
-        PolicyClient(url, "token")
-
-
-def test_a_user_in_the_url_does_not_replace_the_key():
-    with pytest.raises(ValueError, match="in place of the api_key") as refused:
-        PolicyClient("http://user:secret@x:1", "token", "key")
-    assert "secret" not in str(refused.value)
+def test_a_client_shows_no_user_of_its_url():
     assert repr(PolicyClient("http://user:secret@x:1", "token")) == "PolicyClient(http://x:1/v1/qerl/)"
+
+
+def test_the_blocking_client_has_the_methods_of_the_other():
+    for name in ("swap", "swap_folder", "set_noise", "clear_noise", "state"):
+        ours, theirs = (getattr(kind, name) for kind in CLIENTS)
+        assert inspect.signature(ours) == inspect.signature(theirs) and ours.__doc__ == theirs.__doc__
+        assert inspect.iscoroutinefunction(theirs) and not inspect.iscoroutinefunction(ours)

@@ -2,14 +2,12 @@
 
 import re
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 
 import httpx
 import pytest
 from policy_requests import API_KEY
 from waiting import PATIENCE, until
-
-from qerl_vllm_plugin.client import PolicyRefusedError
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 TRIES = 8  # of what a machine that stops in the wrong moment leaves untested
@@ -84,23 +82,6 @@ def test_a_change_comes_after_requests_that_somebody_lets_end(server, policy, ad
     assert count(url, "num_preemptions_total") == before
 
 
-def test_requests_stopped_half_way_go_on_or_bar_the_change(server, policy, adapters, begun):
-    for _ in range(TRIES):
-        first, lines = policy.state()["version"], begun(600)
-        pause(server[0], "keep")
-        with suppress(PolicyRefusedError):
-            policy.swap(*adapters[1]["third"], requests="wait")  # the request had ended
-            resume(server[0])
-            continue
-        break
-    with pytest.raises(PolicyRefusedError, match="resume it first"):
-        policy.swap(*adapters[1]["third"], requests="wait")
-    assert policy.state()["version"] == first
-    assert policy.swap(*adapters[1]["third"], requests="keep") == first + 1
-    resume(server[0])
-    assert last(lines) == named(f"{first}-{first + 1}")
-
-
 def test_abort_ends_requests_that_somebody_lets_end(server, policy, adapters, begun):
     for _ in range(TRIES):
         first = policy.state()["version"]
@@ -114,23 +95,6 @@ def test_abort_ends_requests_that_somebody_lets_end(server, policy, adapters, be
             break  # else it had ended before
         resume(server[0])
     assert '"finish_reason":"abort"' in said
-
-
-def test_state_and_abort_go_past_a_change_that_waits(server, policy, adapters, begun):
-    for _ in range(TRIES):
-        first, lines = policy.state()["version"], begun(3500)
-        with ThreadPoolExecutor(1) as threads:
-            waits = threads.submit(policy.swap, *adapters[1]["second"], requests="wait")
-            while not (waits.done() or is_paused(server[0])):
-                pass
-            version, is_told = policy.state()["version"], not waits.done()
-            assert policy.swap(*adapters[1]["third"], requests="abort") == first + 2
-            assert waits.result() == first + 1
-        assert not is_paused(server[0])
-        said = "".join(lines).replace(" ", "")
-        if is_told and '"finish_reason":"length"' not in said:
-            break  # else it had ended before
-    assert version == first and '"finish_reason":"abort"' in said
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])

@@ -51,22 +51,15 @@ def test_it_has_the_bits_of_the_tensors(group, monkeypatch):
         assert bits(found[name]).equal(bits(tensor))
 
 
-def test_another_process_reads_it():
-    with Segments(AdapterError).filled(TENSORS) as path:
-        line = f"from safetensors.torch import load_file; print(load_file({path!r})['a_view'].tolist())"
-        other = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=True)
-    assert other.stdout.strip() == str(A.t().tolist())
-
-
 def test_a_segment_ends_with_its_keeper_without_a_warning():
     segments = Segments(AdapterError)
     with segments.filled({"a": A}) as path:
-        pass
-    assert Path(path).exists(), "it is kept"
+        link = os.readlink(path)
+    assert Path(path).exists() and holders(link) == {os.getpid()}, "it is kept"
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         del segments
-    assert not Path(path).exists() and not said
+    assert not Path(path).exists() and holders(link) == set() and not said
 
 
 def test_the_same_size_is_the_same_file_with_new_bits():
@@ -236,19 +229,6 @@ def test_a_file_of_unknown_size_grows_and_is_not_kept(error):
     os.close(of_a_worker)
 
 
-def test_a_file_that_grows_beyond_what_is_left_is_refused(monkeypatch):
-    with pytest.raises(NoRoomError, match=f"has no room for {1 << 60} bytes"), Segments(AdapterError).growing(1 << 60):
-        pass
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with Segments(AdapterError).growing(100) as growing:
-        monkeypatch.setattr(shared_file, "append", full)
-        with pytest.raises(NoRoomError, match="is full: No space left"):
-            growing.write(b"x", 0)
-
-
 def test_small_tensors_are_copied_in_groups(monkeypatch):
     monkeypatch.setattr(shared_segment, "GROUP", 48)
     tensors = [torch.zeros(size, dtype=torch.uint8) for size in (16, 32, 8, 100, 4, 44, 1)]
@@ -289,39 +269,38 @@ def test_memory_that_no_worker_needs_is_given_back(is_refused):
     del mapped
 
 
-def test_one_without_room_is_refused_and_leaves_nothing(monkeypatch):
-    with pytest.raises(NoRoomError, match=f"has no room for {1 << 60} bytes"), Segments(AdapterError).of(1 << 60):
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_what_cannot_be_held_is_refused_and_leaves_nothing(monkeypatch):
+    segments = Segments(AdapterError)
+    for opened in (segments.of(1 << 60), segments.growing(1 << 60)):
+        with pytest.raises(NoRoomError, match=f"has no room for {1 << 60} bytes"), opened:
+            pass
+    with pytest.raises(ValueError, match="tensor a has dtype"), segments.filled({"a": A.cfloat()}):
         pass
+    with segments.growing(100) as growing, monkeypatch.context() as patch:
+        patch.setattr(shared_file, "append", full)
+        with pytest.raises(NoRoomError, match="is full: No space left"):
+            growing.write(b"x", 0)
     opened = len(os.listdir("/proc/self/fd"))
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(NoRoomError, match="is full: No space left"), Segments(AdapterError).filled({"a": A}):
+    with pytest.raises(NoRoomError, match="is full: No space left"), segments.filled({"a": A}):
         pass
     assert len(os.listdir("/proc/self/fd")) <= opened, "fewer where garbage was collected meanwhile"
 
 
-def test_a_dtype_without_a_name_is_refused():
-    with pytest.raises(ValueError, match="tensor a has dtype"), Segments(AdapterError).filled({"a": A.cfloat()}):
-        pass
-
-
-def test_it_ends_with_its_sender_however_that_ends():
-    segments = Segments(AdapterError)
-    with segments.filled({"a": A}) as path:
-        link = os.readlink(path)
-    assert holders(link) == {os.getpid()}
-    del segments
-    assert holders(link) == set()
+def test_a_segment_ends_with_its_sender_though_that_is_killed():
+    """Another process reads it until then."""
     line = (
         "import os, torch, time; from qerl_vllm_plugin.wire.shared_segment import Segments; s = Segments(ValueError)\n"
     )
-    line += "with s.filled({'a': torch.ones(9)}) as path: print(os.readlink(path), flush=True)\ntime.sleep(600)"
+    line += "with s.filled({'a': torch.ones(9)}) as path: print(path, os.readlink(path), flush=True)\ntime.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", line], stdout=subprocess.PIPE, text=True) as sender:
         assert sender.stdout is not None
-        link = sender.stdout.readline().removesuffix("\n")
+        path, _, link = sender.stdout.readline().removesuffix("\n").partition(" ")
+        assert load_file(path)["a"].equal(torch.ones(9))
         assert link.startswith(f"{shared_file.SHARED_MEMORY}/") and holders(link) == {sender.pid}
         sender.send_signal(signal.SIGKILL)
     assert holders(link) == set()

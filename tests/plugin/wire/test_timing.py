@@ -116,20 +116,34 @@ class Engine(EngineClient):
 ASKED = ["is_paused", "pause_scheduler_async", "reset_prefix_cache", "qerl_set_noise", "resume_scheduler_async"]
 
 
-@pytest.mark.parametrize("silent", ASKED)
-def test_a_server_gives_up_a_silent_engine_and_its_requests(monkeypatch, silent):
+@pytest.fixture
+def serve(monkeypatch):
+    """serve(engine, patience, use) -> what ``use(client)`` returns, with a client of a server of this engine."""
     monkeypatch.setenv("QERL_ADMIN_TOKEN", TOKEN)
-    engine, app = Engine(silent), FastAPI()
-    routes.attach(app, read_token())
-    app.state.qerl = PolicyServer()
-    config = vllm_config()
 
-    async def use():
-        await app.state.qerl.open(engine, config, None, None, 0.2)
-        options = {"transport": httpx.ASGITransport(app), "base_url": "http://x/v1/qerl/", "headers": {HEADER: TOKEN}}
-        async with httpx.AsyncClient(**options) as client:
-            noise = {"sigma": 0.1, "seed": 1, "rollout": 1}
-            answers = [await client.put("noise", json=noise), await client.get("state"), await client.delete("policy")]
+    def run(engine, patience, use):
+        app = FastAPI()
+        routes.attach(app, read_token())
+        app.state.qerl = PolicyServer()
+
+        async def serve():
+            await app.state.qerl.open(engine, vllm_config(), None, None, patience)
+            options = {"transport": httpx.ASGITransport(app), "base_url": "http://x/v1/qerl/"}
+            async with httpx.AsyncClient(**options, headers={HEADER: TOKEN}) as client:
+                return await use(client)
+
+        return asyncio.run(serve())
+
+    return run
+
+
+@pytest.mark.parametrize("silent", ASKED)
+def test_a_server_gives_up_a_silent_engine_and_its_requests(serve, silent):
+    engine = Engine(silent)
+
+    async def use(client):
+        noise = {"sigma": 0.1, "seed": 1, "rollout": 1}
+        answers = [await client.put("noise", json=noise), await client.get("state"), await client.delete("policy")]
         with pytest.raises(EngineDeadError):
             await engine.check_health()
         with pytest.raises(EngineDeadError):
@@ -137,7 +151,7 @@ def test_a_server_gives_up_a_silent_engine_and_its_requests(monkeypatch, silent)
                 pytest.fail("a lost engine has answered")
         return answers
 
-    answers = asyncio.run(use())
+    answers = serve(engine, 0.2, use)
     assert [answer.status_code for answer in answers] == [503] * 3
     assert all(SILENCE in answer.json()["error"] and answer.json()["reason"] == "lost" for answer in answers)
     assert engine.changes.is_lost, "other processes must know"
@@ -147,25 +161,18 @@ def test_a_server_gives_up_a_silent_engine_and_its_requests(monkeypatch, silent)
 
 # one that somebody else has paused is not asked to go on, which fails too
 @pytest.mark.parametrize(("call", "paused"), [*((call, False) for call in ASKED), ("reset_prefix_cache", True)])
-def test_a_call_that_an_engine_dies_in_is_answered_at_once(monkeypatch, call, paused):
-    monkeypatch.setenv("QERL_ADMIN_TOKEN", TOKEN)
+def test_a_call_that_an_engine_dies_in_is_answered_at_once(serve, monkeypatch, call, paused):
     monkeypatch.setattr(server_engine, "LOOK", 0.01)
-    app = FastAPI()
-    routes.attach(app, read_token())
-    app.state.qerl = PolicyServer()
     failed = []
     monkeypatch.setattr(server_engine.engine_client, "fail_at_exit", lambda: failed.append(1))
     engine = Engine(call, dies=True)
     engine.is_left_paused = paused
 
-    async def use():
-        await app.state.qerl.open(engine, vllm_config(), None, None, PATIENCE)
-        options = {"transport": httpx.ASGITransport(app), "base_url": "http://x/v1/qerl/", "headers": {HEADER: TOKEN}}
-        async with httpx.AsyncClient(**options) as client:
-            asked = [client.delete("noise"), client.delete("policy"), client.get("state")]
-            return await asyncio.wait_for(asyncio.gather(*asked), PATIENCE / 4)
+    async def use(client):
+        asked = [client.delete("noise"), client.delete("policy"), client.get("state")]
+        return await asyncio.wait_for(asyncio.gather(*asked), PATIENCE / 4)
 
-    answers = asyncio.run(use())
+    answers = serve(engine, PATIENCE, use)
     assert (answers[0].status_code, answers[0].json()["reason"]) == (503, "engine_dead")
     assert failed == [1], "once, though it is looked at again and again"
     # what was answered before the engine died may be right
