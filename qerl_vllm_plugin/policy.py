@@ -24,7 +24,7 @@ from qerl_vllm_plugin.adapter.lora_slots import ADAPTER_ID, SCHEME
 from qerl_vllm_plugin.compat import engine, engine_client
 from qerl_vllm_plugin.compat.scheduler import scheduler_here, without_empty_blocks
 from qerl_vllm_plugin.wire.sender import Sender, UnreachableError
-from qerl_vllm_plugin.wire.timing import PATIENCE, Laps, begun, in_time
+from qerl_vllm_plugin.wire.timing import PATIENCE, Timer, begun, in_time
 from qerl_vllm_plugin.worker.change import PolicyLostError as PolicyLostError
 from qerl_vllm_plugin.worker.change import check_answers
 from qerl_vllm_plugin.worker.kv_cache import RELEASED, KVCacheError
@@ -159,20 +159,20 @@ class Policy:
         if tensors is not None and self.carrier is None:
             raise AdapterError(NO_CARRIER)
         plain, given = plain_config(config), joined(tensors, norms)
-        laps, emptied = self._come_to_rest()
+        timer, emptied = self._come_to_rest()
 
         def send(sent: Any) -> list[dict[str, Any]]:
-            laps.end("pack")
+            timer.end("pack")
             self._check_empty(emptied)
-            laps.end("empty")
+            timer.end("empty")
             pair = (sent if tensors is not None else None, sent if norms is not None else None)
             results = self._rpc("qerl_swap", pair[0], plain, pair[1], **VOUCHED)
-            laps.end("way")
+            timer.end("way")
             return results
 
         first = self._sent(given, send)[0]
-        laps.end("free")
-        self.parts = _parts(laps, first)
+        timer.end("free")
+        self.parts = _parts(timer, first)
         self.version = int(first["version"])
         return self.version
 
@@ -217,12 +217,12 @@ class Policy:
         ValueError, for targets that name no norm of the model. Raises the other errors of ``swap`` as well.
         """
         sigma = noise.check_sigma(sigma)
-        laps, emptied = self._come_to_rest()
+        timer, emptied = self._come_to_rest()
         self._check_empty(emptied)
-        laps.end("empty")
+        timer.end("empty")
         results = self._call("qerl_set_noise", sigma, int(seed), int(rollout), list(targets), **VOUCHED)
-        laps.end("way")
-        self.parts = _parts(laps, results[0])
+        timer.end("way")
+        self.parts = _parts(timer, results[0])
         report = NoiseReport(sigma, results[0]["touched"], results[0]["swallowed"])
         if report.swallowed:
             warnings.warn(
@@ -334,20 +334,20 @@ class Policy:
             raise
         return results
 
-    def _come_to_rest(self) -> tuple[Laps, Future[bool]]:
+    def _come_to_rest(self) -> tuple[Timer, Future[bool]]:
         """Refuse a change while requests run, and start emptying the prefix cache.
 
         Return the change's timer and the future of the emptying. Pass the latter to ``_check_empty`` before asking for
         the change. Raises KVCacheError while the KV cache is released, and RuntimeError if requests are running.
         """
-        laps = Laps()
+        timer = Timer()
         if self._is_released:
             raise KVCacheError(RELEASED)
         if self._llm.llm_engine.has_unfinished_requests():
             raise RuntimeError("requests are running; finish or abort them before the policy changes")
         emptied = self._emptied()
-        laps.end("empty")
-        return laps, emptied
+        timer.end("empty")
+        return timer, emptied
 
     def _emptied(self) -> Future[bool]:
         """Ask the engine to empty its prefix cache; the future says whether it could.
@@ -374,13 +374,13 @@ class Policy:
             )
 
 
-def _parts(laps: Laps, first: Mapping[str, Any]) -> dict[str, float]:
+def _parts(timer: Timer, first: Mapping[str, Any]) -> dict[str, float]:
     """Return the seconds of a change by part; ``first`` is the first worker's answer.
 
     The worker's own parts are subtracted from ``way``.
     """
-    laps.seconds["way"] -= sum(first["parts"].values())
-    return {**laps.seconds, **first["parts"]}
+    timer.seconds["way"] -= sum(first["parts"].values())
+    return {**timer.seconds, **first["parts"]}
 
 
 def _joined(digests: list[str]) -> str:

@@ -168,20 +168,20 @@ class PolicyServer:
         again. A refused change costs running requests only their cache.
         """
         self._engine.check()
-        async with self._quiesce.at_rest(kind, mode, is_gone) as laps:
+        async with self._quiesce.at_rest(kind, mode, is_gone) as timer:
             await self._empty_caches(mode)
-            laps.end("empty")
+            timer.end("empty")
             answer = await self._engine.rpc(method, *args)
-            laps.end("way")
+            timer.end("way")
             if not await self._engine.in_time(self._engine.client.is_paused()):
                 await self._empty_again()
-        laps.end("resume")
+        timer.end("resume")
         if answer.get("unchanged"):  # an earlier change, for which this one waited, has already made it
             return {"version": answer["version"], "unchanged": True}
         of_worker = answer.get("parts", {})
-        laps.seconds["way"] -= sum(of_worker.values())
-        took = sum({**laps.seconds, **of_worker}.values())
-        parts = {part: round(seconds, 4) for part, seconds in {**laps.seconds, **of_worker}.items()}
+        timer.seconds["way"] -= sum(of_worker.values())
+        took = sum({**timer.seconds, **of_worker}.values())
+        parts = {part: round(seconds, 4) for part, seconds in {**timer.seconds, **of_worker}.items()}
         metrics.SWAPS.labels(kind).inc()
         metrics.SECONDS.observe(took)
         return {**answer, "seconds": round(took, 4), "parts": parts}

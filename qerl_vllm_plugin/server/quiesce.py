@@ -23,7 +23,7 @@ from typing import Any
 from qerl_vllm_plugin.compat import engine_client
 from qerl_vllm_plugin.server.engine import Engine
 from qerl_vllm_plugin.wire.body import Refused
-from qerl_vllm_plugin.wire.timing import DRAIN, Laps
+from qerl_vllm_plugin.wire.timing import DRAIN, Timer
 from qerl_vllm_plugin.worker.change_log import ChangeLog
 
 PAUSE = 0.005  # seconds between two tries to take a lock
@@ -83,7 +83,7 @@ class Quiesce:
         engine_client.watch_pauses(self._client, self._pause_of_others, self._resumption_of_others)
 
     @asynccontextmanager
-    async def at_rest(self, change: str, mode: str, is_gone: Look = is_there) -> AsyncIterator[Laps]:
+    async def at_rest(self, change: str, mode: str, is_gone: Look = is_there) -> AsyncIterator[Timer]:
         """Keep the engine at rest while the ``with`` block runs, and resume it unless somebody else has paused it.
 
         Yield the timer of the change, which has the part ``pause`` already. ``change`` is the change's name in messages
@@ -99,7 +99,7 @@ class Quiesce:
                 while True:
                     if self._made is not turn:
                         await line.enter_async_context(self._line(turn))
-                        laps = Laps()
+                        timer = Timer()
                     drain, is_at_rest = None, False
                     async with lock(self._instance):
                         is_paused = await self._is_paused()
@@ -119,9 +119,9 @@ class Quiesce:
                         else:
                             raise Refused(503, "still_running", FROZEN)
                         if is_at_rest:
-                            laps.end("pause")
+                            timer.end("pause")
                             try:
-                                yield laps
+                                yield timer
                             finally:
                                 if has_paused:
                                     has_paused = False

@@ -19,7 +19,7 @@ from qerl_vllm_plugin.wire import gpu_memory, shared_file
 from qerl_vllm_plugin.wire.checksum import checksums
 from qerl_vllm_plugin.wire.safetensors_file import Tensors, header_bytes
 from qerl_vllm_plugin.wire.shared_segment import Growing, NoRoomError, Segment, Segments, enter
-from qerl_vllm_plugin.wire.timing import Laps
+from qerl_vllm_plugin.wire.timing import Timer
 
 PIECE = 256 << 10
 MAX_HEADER = 4 << 20  # names of a 32B model's adapter take 0.2 MB
@@ -150,9 +150,9 @@ async def described(request: Any, limit: int) -> Upload:
     bytes. Raises Refused also for a caller that does not prove to be a process of this user on this machine: the
     workers would map whatever memory they are told to.
     """
-    laps = Laps()
+    timer = Timer()
     given = await read_json(request, 2 * gpu_memory.MAX_TEXT)
-    laps.end("body")
+    timer.end("body")
     if sorted(given) != sorted(GPU_KEYS) or not all(isinstance(given[key], str) for key in GPU_KEYS[:3]):
         raise Refused(
             400, "bad_json", f"the body must be an object of the texts {', '.join(GPU_KEYS[:3])} and {CONFIG}"
@@ -170,8 +170,8 @@ async def described(request: Any, limit: int) -> Upload:
     if (size := description.layout.size) > limit:
         raise Refused(413, "too_large", f"the tensors have {size} bytes; at most {limit} can be used")
     content = json.dumps([checksum, config], sort_keys=True)
-    laps.end("digest")
-    return Upload(text, hashlib.sha256(content.encode()).hexdigest(), size, config, laps.seconds)
+    timer.end("digest")
+    return Upload(text, hashlib.sha256(content.encode()).hexdigest(), size, config, timer.seconds)
 
 
 async def named(request: Any, limit: int, held: ExitStack) -> Upload:
@@ -181,9 +181,9 @@ async def named(request: Any, limit: int, held: ExitStack) -> Upload:
     the caller. Raises Refused for a file that is damaged or above ``limit`` bytes, and for one that the caller does not
     prove to have made for a server (shared_file.py).
     """
-    laps = Laps()
+    timer = Timer()
     given = await read_json(request)
-    laps.end("body")
+    timer.end("body")
     if list(given) != ["file"] or not isinstance(given["file"], str):
         raise Refused(400, "bad_json", "the body must be an object of one text, file")
     file = shared_file.open_ticket(given["file"])
@@ -199,8 +199,8 @@ async def named(request: Any, limit: int, held: ExitStack) -> Upload:
         found = await asyncio.to_thread(digest.finish, size)
     finally:
         await asyncio.to_thread(digest.close)
-    laps.end("digest")
-    return Upload(path, found, size, config, laps.seconds)
+    timer.end("digest")
+    return Upload(path, found, size, config, timer.seconds)
 
 
 async def received(request: Any, limit: int, segments: Segments, held: ExitStack) -> Upload:
@@ -215,7 +215,7 @@ async def received(request: Any, limit: int, segments: Segments, held: ExitStack
 
 
 async def _received(request: Any, limit: int, file: Segment | Growing) -> Upload:
-    laps, written = Laps(), 0
+    timer, written = Timer(), 0
     digest = shared_file.Digest(file.file)
     try:
         async for chunk in chunks(request, limit):
@@ -225,12 +225,12 @@ async def _received(request: Any, limit: int, file: Segment | Growing) -> Upload
                 raise no_room(str(error)) from None
             written += len(chunk)
             digest.grow(written)
-        laps.end("body")
+        timer.end("body")
         config = _config(file.path, written)
         # in a thread, so that other requests go on meanwhile
         found = await asyncio.to_thread(digest.finish, written)
-        laps.end("digest")
-        return Upload(file.path, found, written, config, laps.seconds)
+        timer.end("digest")
+        return Upload(file.path, found, written, config, timer.seconds)
     finally:
         await asyncio.to_thread(digest.close)
 

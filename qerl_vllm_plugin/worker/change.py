@@ -23,7 +23,7 @@ from qerl_vllm_plugin.compat import worker as vllm_worker
 from qerl_vllm_plugin.weights import overflow
 from qerl_vllm_plugin.wire import spans
 from qerl_vllm_plugin.wire.cuda_ipc import CudaIPCError
-from qerl_vllm_plugin.wire.timing import Laps
+from qerl_vllm_plugin.wire.timing import Timer
 
 if TYPE_CHECKING:
     from qerl_vllm_plugin.worker.policy import WorkerPolicy
@@ -82,7 +82,7 @@ def on_all_ranks(policy: "WorkerPolicy", prepare: Callable[[], Change]) -> Answe
     named. The answer is ``{"error": text, "lost": True}`` then, and the model refuses to run on every rank.
     """
     change, error, marks = None, policy.lost, {"lost": True} if policy.lost else {}
-    laps = policy.laps = Laps()
+    timer = policy.timer = Timer()
     if error is None:
         try:
             if vllm_worker.weights_are_away():
@@ -92,18 +92,18 @@ def on_all_ranks(policy: "WorkerPolicy", prepare: Callable[[], Change]) -> Answe
         except Exception as refusal:
             error = _reason(refusal)
             marks = {mark: True for kind, mark in MARKS.items() if isinstance(refusal, kind)}
-    laps.end("stage")
+    timer.end("stage")
     refused, doubtful = 2, 1
     state = vllm_worker.highest(refused if change is None else doubtful if change.is_doubtful else 0)
     if state == refused:
         return {"error": error or ANOTHER_RANK, **marks}
     assert change is not None
-    laps.end("agree")
+    timer.end("agree")
     answer, failed = {}, None
     try:
         if state == doubtful:
             error = _why_not(policy, change.commit)
-            laps.end("try")
+            timer.end("try")
             if vllm_worker.highest(error is not None):
                 return {"error": error or ANOTHER_RANK}
         answer = change.commit()
@@ -115,8 +115,8 @@ def on_all_ranks(policy: "WorkerPolicy", prepare: Callable[[], Change]) -> Answe
         return {"error": policy.lost, "lost": True}
     if policy.changes is not None and not answer.get("unchanged"):
         policy.changes.add(policy.version)
-    laps.end("commit")
-    return {**answer, "parts": laps.seconds}
+    timer.end("commit")
+    return {**answer, "parts": timer.seconds}
 
 
 def _why_not(policy: "WorkerPolicy", commit: Callable[[], Answer]) -> str | None:

@@ -134,7 +134,7 @@ def qerl_swap(
             check_one_policy(policy, "trained norms", every_request_names_the_policy)
         found = json.loads(config) if isinstance(config, str) else config
         with received(tensors, norms, self.device, policy.file) as (given, trained, fetch):
-            policy.laps.end("receive")
+            policy.timer.end("receive")
             return prepare_swap(policy, given, found, trained, version, digest, fetch)
 
     return on_all_ranks(policy, prepare)

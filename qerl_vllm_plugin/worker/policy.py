@@ -24,7 +24,7 @@ from qerl_vllm_plugin.compat import layers as vllm_layers
 from qerl_vllm_plugin.compat import worker as vllm_worker
 from qerl_vllm_plugin.wire.receiver import MappedFile
 from qerl_vllm_plugin.wire.safetensors_file import Tensors
-from qerl_vllm_plugin.wire.timing import Laps
+from qerl_vllm_plugin.wire.timing import Timer
 from qerl_vllm_plugin.worker.change import Answer, Change, StaleVersionError, on_all_ranks
 from qerl_vllm_plugin.worker.change_log import ChangeLog
 
@@ -53,7 +53,7 @@ class WorkerPolicy:
     are the same or trained. ``digest`` is the digest that the caller gave for the adapter.
 
     ``released`` is what ``kv_cache.resume`` needs, None unless the KV cache is released. ``lost`` says why this engine
-    may not serve any more. ``laps`` are the seconds of the last change, and ``file`` is the mapped file of its tensors.
+    may not serve any more. ``timer`` timed the last change, and ``file`` is the mapped file of its tensors.
     ``changes`` is the log that API server processes read. ``instance`` is their name for this engine, a new one after a
     restart. ``page_words`` are words of the frozen weights, for an engine that may sleep.
     """
@@ -76,7 +76,7 @@ class WorkerPolicy:
     lost: str | None = None
     worker: Any = field(default=None, repr=False)
     changes: ChangeLog | None = field(default=None, repr=False)
-    laps: Laps = field(default_factory=Laps, repr=False)
+    timer: Timer = field(default_factory=Timer, repr=False)
     file: MappedFile = field(default_factory=MappedFile, repr=False)
     instance: str = field(default_factory=lambda: uuid.uuid4().hex)
     page_words: torch.Tensor | None = field(default=None, repr=False)
@@ -176,7 +176,7 @@ def prepare_swap(
         if not isinstance(config, Mapping):
             raise AdapterError(f"the adapter's config is {type(config).__name__}; it must be an object")
         checked = policy.checker.check(tensors, config, fetch)
-        policy.laps.end("check")
+        policy.timer.end("check")
     staged: Any = None
     is_doubtful = False
     if policy.carrier is not None:
