@@ -63,3 +63,12 @@ def test_the_commands_that_start_a_server_and_change_its_policy(
     # the folder ``first`` at the start, ``second``, noise, the state, no noise, the base alone
     assert [answer.get("version") for answer in answers] == [2, None, 2, None, 3], log.read_text()
     assert (answers[2]["noise"]["sigma"], answers[2]["noise"]["rollout"], answers[2]["max_rank"]) == (0.01, 7, 32)
+
+
+def test_the_page_has_every_status_and_reason_of_a_refusal():
+    source = "".join(file.read_text() for file in (ROOT / "qerl_vllm_plugin").rglob("*.py"))
+    pairs = set(re.findall(r'Refused\(\s*(\d{3}),\s*"(\w+)"', source))
+    assert len(pairs) > 15
+    rows = re.findall(r"^\| ([\d, ]+) \| ([`\w, ]+) \|", PAGE, flags=re.M)
+    said = {(code, reason) for codes, reasons in rows for code in codes.split(", ") for reason in reasons.split(", ")}
+    assert {(code, f"`{reason}`") for code, reason in pairs} <= said
