@@ -11,7 +11,7 @@ One step, in the order in which it happens. What is called TRL's is inherited, n
  7. importance  weights of trainer over engine, from the loss's own forward where possible: ``loss.weigh``
  8. loss        TRL's ``_compute_loss`` on log-probabilities from packed rows: ``loss.log_probabilities``
  9. optimizer   transformers' training loop; loss and gradient norm are checked first: ``_get_grad_norm``
-10. record      a line of metrics.jsonl: ``_end_step``; now and then a checkpoint: ``_save_checkpoint``
+10. record      a line of metrics.jsonl: ``on_step_end``; now and then a checkpoint: ``_save_checkpoint``
 
 Steps 2 to 6 happen once per rollout, in ``_generate_and_score_completions``. A rollout may serve several steps.
 """
@@ -29,7 +29,7 @@ import torch
 from accelerate.utils import gather_object, set_seed
 from datasets import Dataset
 from peft import PeftConfig, PeftModel
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ProgressCallback
 from trl import GRPOTrainer
@@ -46,7 +46,7 @@ from qerl_recipes.tasks import rewards
 from qerl_recipes.train import checkpoints, divergence, dynamic_sampling, loss, metrics
 
 
-class QerlGRPOTrainer(GRPOTrainer):
+class QerlGRPOTrainer(GRPOTrainer, TrainerCallback):
     """A trainer of the LoRA adapter on ``model``, which comes from ``qerl_recipes.model.loading.load``.
 
     It learns from completions that its own policy has sampled. ``noise_mode`` is one of four:
@@ -57,6 +57,8 @@ class QerlGRPOTrainer(GRPOTrainer):
     * ``shared``: the same noise in engine and trainer, so that the policy that samples is the one that learns.
 
     The mean difference between the log-probabilities of trainer and engine is measured in every mode.
+
+    Where transformers' loop has no method to override, the trainer is its own callback (``on_step_end`` and others).
     """
 
     args: GRPOConfig
@@ -135,7 +137,7 @@ class QerlGRPOTrainer(GRPOTrainer):
         self._values, self._sums = metrics.StepValues(), metrics.StepSums()  # of the step in progress
         self._rollout_record: dict[str, float] = {}  # what each step's line says of its rollout
         self.metrics_file, self._silent = metrics.MetricsFile(args.output_dir), metrics.SilentRollouts(args)
-        self.add_callback(_StepCallback(self))
+        self.add_callback(self)
         if self.pop_callback(ProgressCallback) is not None:  # with disable_tqdm there is none
             self.add_callback(metrics.QuietProgress())
         # an engine that starts seeds this process; what the run draws must not depend on when that was
@@ -155,7 +157,7 @@ class QerlGRPOTrainer(GRPOTrainer):
         self._sampler = super()._get_train_sampler(dataset)
         return self._sampler
 
-    def _begin_epoch(self) -> None:
+    def on_epoch_begin(self, *_: Any, **kwargs: Any) -> None:
         """Let the order of prompts depend on seed and epoch alone, so that a resumed run keeps it.
 
         TRL's order depends on how many epochs this process has seen.
@@ -363,19 +365,21 @@ class QerlGRPOTrainer(GRPOTrainer):
         divergence.check_step(step, self._values.loss, self._values.grad_norm, self.args, is_half=is_half)
         return norm
 
-    # 10: record, at the points of transformers' loop that `_StepCallback` hands on
+    # 10: record
 
-    def _begin_training(self) -> None:
+    def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
+        """Keep checkpoints between rollouts, and warn of noise that will not reach its end."""
         if self.args.save_steps < 1:  # a share of all steps; transformers' number for it may be in mid-rollout
             self.state.save_steps = math.ceil(self.state.save_steps / self.steps_per_rollout) * self.steps_per_rollout
         if self._schedule is not None and self.is_world_process_zero():
             metrics.warn_if_noise_ends_early(self._schedule, self.rollouts(), self.args)
 
-    def _begin_step(self) -> None:
+    def on_step_begin(self, *_: Any, **kwargs: Any) -> None:
+        """Begin to note the values of a step."""
         logged = {name: len(values) for name, values in self._metrics["train"].items()}
         self._values = metrics.StepValues(time.perf_counter(), self._get_learning_rate(), logged)
 
-    def _end_step(self) -> None:
+    def on_step_end(self, *_: Any, **kwargs: Any) -> None:
         """Put the step's own figures into TRL's log, and write its line of metrics.jsonl."""
         logged, values, engine = self._metrics["train"], self._values, self.vllm_generation
         figures = self._sums.take(self.accelerator.gather, self.accelerator.device)
@@ -396,8 +400,9 @@ class QerlGRPOTrainer(GRPOTrainer):
             self.metrics_file.append(record)
             self._silent.add(record)
 
-    def _record_evaluation(self, logs: Mapping[str, float]) -> None:
-        figures = metrics.of_evaluation(logs)
+    def on_log(self, *_: Any, logs: Mapping[str, float] | None = None, **kwargs: Any) -> None:
+        """Write a line of metrics.jsonl for an evaluation on held-out problems."""
+        figures = metrics.of_evaluation(logs or {})
         if figures and self.is_world_process_zero():
             problems = {f"{metrics.EVALUATION}problems": len(self.eval_dataset)}
             self.metrics_file.append({"step": self.state.global_step, **problems, **figures})
@@ -493,25 +498,3 @@ class QerlGRPOTrainer(GRPOTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         checkpoints.load_adapter(self.accelerator.unwrap_model(self.model), resume_from_checkpoint)
-
-
-class _StepCallback(TrainerCallback):
-    """Call the trainer where transformers' loop has no method to override."""
-
-    def __init__(self, trainer: QerlGRPOTrainer) -> None:
-        self._trainer = trainer
-
-    def on_train_begin(self, args: GRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._trainer._begin_training()
-
-    def on_epoch_begin(self, args: GRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._trainer._begin_epoch()
-
-    def on_step_begin(self, args: GRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._trainer._begin_step()
-
-    def on_step_end(self, args: GRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._trainer._end_step()
-
-    def on_log(self, args: GRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._trainer._record_evaluation(kwargs.get("logs") or {})
