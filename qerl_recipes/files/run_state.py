@@ -3,7 +3,8 @@
 A checkpoint folder is a PEFT adapter (``adapter_model.safetensors``, ``adapter_config.json``), ``norms.safetensors`` if
 norms are trained, what transformers' Trainer needs, and ``qerl_state.json``. The latter is this module's ``State``,
 with the size of every other file, and is written last. A folder without it, or with files of other sizes, is not a
-checkpoint. A checkpoint is bound to its base and suffices to resume exactly.
+checkpoint. A checkpoint is bound to its base and suffices to resume exactly. A resumed run must train on as it began,
+or say which recipe keys have changed.
 """
 
 import contextlib

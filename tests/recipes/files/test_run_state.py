@@ -50,7 +50,7 @@ def test_a_damaged_state_is_named_and_passed_over(content: str, tmp_path: Path) 
     assert run_state.starting_point(tmp_path, True) == first
 
 
-def test_a_run_goes_on_from_its_last_step_and_loses_its_first_ones(tmp_path: Path) -> None:
+def test_a_run_goes_on_from_its_last_step(tmp_path: Path) -> None:
     """By number: checkpoint-10 is later than checkpoint-9."""
     checkpoint(tmp_path, 99, "checkpoint-99-of-mine")
     folders = [checkpoint(tmp_path, step) for step in (10, 9, 8)]
@@ -74,7 +74,7 @@ def contents(run: Path) -> list[str]:
     return sorted(str(path.relative_to(run)) for path in [*run.glob("[!.]*"), *run.glob("_left-*/*")])
 
 
-def test_what_is_later_than_the_checkpoint_that_a_run_goes_back_to_is_moved_away(tmp_path: Path) -> None:
+def test_what_is_later_than_a_resume_is_moved_away(tmp_path: Path) -> None:
     for step in (2, 4, 6, 10):
         checkpoint(tmp_path, step)
     checkpoint(tmp_path, 10, "adapter")
@@ -121,7 +121,7 @@ def test_going_back_is_done_or_not_wherever_it_is_killed(
     assert contents(tmp_path) == ["_left-1", *left, "checkpoint-2"]
 
 
-def test_a_checkpoint_from_elsewhere_is_not_mixed_with_those_that_are_there(tmp_path: Path) -> None:
+def test_a_checkpoint_from_elsewhere_is_not_mixed_in(tmp_path: Path) -> None:
     run, other = tmp_path / "run", checkpoint(tmp_path / "other", 2)
     assert run_state.starting_point(run, str(other)) == other
     checkpoint(run, 8)
@@ -180,7 +180,7 @@ def test_a_run_goes_on_with_the_reference_that_it_had(was: str | None, now: str,
         run_state.check_continues(before, after, STATE.recipe, "run")
 
 
-def test_the_same_run_is_continued_under_another_name_of_its_base_and_no_other_recipe() -> None:
+def test_a_run_continues_under_another_name_of_its_base() -> None:
     run_state.check_continues(STATE, replace(STATE, base="/moved"), STATE.recipe, "run")
     run_state.check_continues(replace(STATE, processes=None), STATE, STATE.recipe, "run")
     with pytest.raises(CheckpointMismatch, match=r"cannot resume from run: beta was 0\.0 and is 0\.5"):
@@ -214,7 +214,7 @@ def test_the_hash_of_training_data_is_of_its_rows_in_their_order() -> None:
         assert run_state.dataset_hash(Dataset.from_list(other)) != expected
 
 
-def test_what_is_written_is_read_again_with_its_date_and_versions(tmp_path: Path) -> None:
+def test_a_state_is_read_as_it_was_written(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path, 4)
     found = run_state.read_state(folder)
     assert replace(found, date="", versions={}, files={}) == replace(STATE, step=4)

@@ -35,7 +35,7 @@ def test_the_last_step_is_saved_even_in_the_middle_of_a_rollout(make_trainer, ma
     assert trainer.checkpoints.resume(run / "checkpoint-2", 2)[0] == run / "checkpoint-2"
 
 
-def test_a_resumed_run_goes_on_counting_its_adapters_and_seconds_and_is_not_another_one(make_trainer, make_nvfp4):
+def test_a_resumed_run_goes_on_counting(make_trainer, make_nvfp4):
     trainer = make_trainer(make_nvfp4("qwen2"), max_steps=2, save_strategy="steps", save_steps=1)
     trainer.train()
     first, second = (Path(trainer.args.output_dir) / f"checkpoint-{step}" for step in (1, 2))
@@ -91,9 +91,7 @@ def infinite_gradient(loss, weight):
         (infinite_gradient, r"loss is -?\d\.\S+ and the gradient norm is inf"),
     ],
 )
-def test_a_run_stops_before_a_step_that_is_not_finite_and_keeps_its_checkpoint(
-    spoil, said, make_trainer, make_nvfp4, read_metrics
-):
+def test_a_run_stops_before_a_step_that_is_not_finite(spoil, said, make_trainer, make_nvfp4, read_metrics):
     trainer = make_trainer(make_nvfp4("qwen2"), max_steps=6, **EACH_STEP)
     compute = trainer._compute_loss
     trained = next(iter(trainer.snapshot().tensors.values()))
@@ -113,7 +111,7 @@ def test_a_run_stops_before_a_step_that_is_not_finite_and_keeps_its_checkpoint(
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_an_adapter_that_is_not_finite_takes_no_checkpoints_place(kept, make_trainer, make_nvfp4, read_metrics):
+def test_an_adapter_that_is_not_finite_is_not_saved(kept, make_trainer, make_nvfp4, read_metrics):
     """The step itself goes beyond the end of fp32, with a finite gradient."""
     trainer = make_trainer(make_nvfp4("qwen2"), max_steps=3, train_norms=True, **EACH_STEP)
     step = trainer._save_checkpoint
@@ -145,7 +143,7 @@ def make_policy(make_nvfp4):
     return make
 
 
-def test_a_checkpoints_adapter_is_taken_with_its_norms_or_not_at_all(make_policy, tmp_path):
+def test_an_adapter_is_loaded_with_its_norms_or_not_at_all(make_policy, tmp_path):
     policy, fresh, file = make_policy(), make_policy(), tmp_path / "adapter_model.safetensors"
     norms.make_trainable(policy)
     with torch.no_grad():

@@ -51,7 +51,7 @@ def table(folder, step):
     return pd.read_parquet(folder / "completions" / f"completions_{step:05d}.parquet")
 
 
-def test_promise_08_two_processes_do_what_one_does_and_go_on_from_a_checkpoint(
+def test_promise_08_two_processes_do_what_one_does_and_resume(
     write_recipe, run_process, read_metrics, scripted, tmp_path
 ):
     recipe = write_recipe(
@@ -128,9 +128,7 @@ def test_a_loss_that_is_not_finite_in_one_process_stops_them_all(
         (8, 4, 7, "problems that were counted already; use a multiple of 8 held-out problems"),
     ],
 )
-def test_an_evaluation_whose_last_batch_is_not_whole_says_what_to_change(
-    processes, size, problems, advice, monkeypatch
-):
+def test_an_evaluation_with_a_part_of_a_batch_says_so(processes, size, problems, advice, monkeypatch):
     training = GRPOConfig(output_dir="unused", use_cpu=True, bf16=False, per_device_eval_batch_size=size)
     training.num_generations_eval = 4
     monkeypatch.setattr(GRPOConfig, "world_size", processes)

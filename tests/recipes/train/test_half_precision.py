@@ -77,7 +77,7 @@ def test_a_scale_is_a_power_of_two_and_costs_fp32_nothing():
         assert torch.equal(ours, reference)
 
 
-def test_both_results_of_a_micro_batch_share_one_scale_and_zeros_stay_zero():
+def test_both_results_share_one_scale_and_zeros_stay_zero():
     weight = torch.nn.Parameter(torch.ones(3))
     scale = GradientScale([weight])
     a, b = scale(weight * 2, weight * 5)
@@ -89,7 +89,7 @@ def test_both_results_of_a_micro_batch_share_one_scale_and_zeros_stay_zero():
     assert not weight.grad.any()
 
 
-def test_an_activation_beyond_the_end_of_float16_is_refused_by_name(make_nvfp4, make_trainer):
+def test_an_activation_beyond_float16_is_refused_by_name(make_nvfp4, make_trainer):
     def enlarge(model):
         model.model.layers[1].mlp.down_proj.row_scale.mul_(1e6)
         model.model.layers[1].mlp.down_proj._factor *= 1e6
@@ -136,7 +136,7 @@ def test_what_is_looked_at_is_named_in_the_order_of_computation():
 
 
 @pytest.mark.parametrize("on_several_ranks", [False, True])
-def test_a_linear_is_asked_again_where_it_overflows_or_where_all_ranks_must(on_several_ranks, monkeypatch):
+def test_a_linear_is_computed_again_where_it_overflows(on_several_ranks, monkeypatch):
     """A second product of an output layer would take gigabytes."""
     model, asked = torch.nn.Linear(2, 2, bias=False).half(), []
     model.weight.data.fill_(1e4)
@@ -149,7 +149,7 @@ def test_a_linear_is_asked_again_where_it_overflows_or_where_all_ranks_must(on_s
         model(torch.full((1, 2), 4.0).half())
 
 
-def test_an_error_of_the_model_is_its_own_unless_it_comes_from_an_overflow():
+def test_an_error_is_the_models_own_without_an_overflow():
     class Model(torch.nn.Module):
         """As norms that are given a residual: two outputs, of which either may be beyond the end."""
 

@@ -21,7 +21,7 @@ NAN = float("nan")
 ROLLOUTS = 5  # of nothing to learn, until that is said
 
 
-def test_a_step_weighs_every_micro_batch_of_every_process_by_what_it_holds():
+def test_a_step_weighs_micro_batches_by_what_they_hold():
     sums, device = metrics.StepSums(), torch.device("cpu")
     sums.add(loss.Measured({loss.MISMATCH: (torch.tensor(6.0), torch.tensor(2)), "share": (3, 4)}))
     sums.add(loss.Measured({loss.MISMATCH: (torch.tensor(0.0), torch.tensor(0)), "empty": (0.0, 0)}))  # all masked
@@ -304,7 +304,7 @@ def test_completions_all_cut_off_and_masked_are_said(make_trainer, make_nvfp4, r
         assert not {"entropy", "kl", "logp_mismatch_mean"} & step.keys()
 
 
-def test_metrics_of_repeated_steps_are_cut_off_and_a_torn_line_is_dropped(tmp_path):
+def test_lines_of_repeated_steps_and_torn_ones_are_dropped(tmp_path):
     file = metrics.MetricsFile(tmp_path)
     file.restart(0)
     for step in (1, 2, 3):

@@ -120,7 +120,7 @@ def test_the_ratio_and_its_error_are_those_of_many_draws():
     assert alone[0] == pytest.approx(1.01) and alone[1] != alone[1]  # one completion: its error is not known
 
 
-def test_the_ratios_error_knows_that_tokens_of_a_completion_are_wrong_together():
+def test_the_ratios_error_counts_completions_not_tokens():
     """The true effect is large at few tokens, and rounding moves a whole completion one way: by tokens alone the error
     would seem less than half as large as it is."""
     generator = torch.Generator().manual_seed(0)
@@ -136,7 +136,7 @@ def test_the_ratios_error_knows_that_tokens_of_a_completion_are_wrong_together()
     assert by_tokens[1] < 0.5 * found[-1][1]
 
 
-def test_an_error_of_one_percent_in_the_adapters_scale_stands_in_the_adapters_row(measure, monkeypatch):
+def test_an_error_of_the_adapters_scale_is_in_its_row(measure, monkeypatch):
     ratio, seen = mismatch._ratio, []
     monkeypatch.setattr(mismatch, "_ratio", lambda y, x, of: seen.append((len(y), len(of), sum(of))) or ratio(y, x, of))
     found = measure()
@@ -154,7 +154,7 @@ def test_an_error_of_one_percent_in_the_adapters_scale_stands_in_the_adapters_ro
     assert wrong["sampling"].stage.kl > 100 * right["sampling"].stage.kl
 
 
-def test_noise_of_the_engine_alone_and_a_cut_distribution_stand_in_their_rows(measure, monkeypatch):
+def test_noise_and_a_cut_distribution_are_in_their_rows(measure, monkeypatch):
     of, deltas = Sizes.of, []
     monkeypatch.setattr(Sizes, "of", staticmethod(lambda delta: deltas.append(delta) or of(delta)))
     paper = measure(noise_mode="rollout", top_p=0.8)
@@ -167,9 +167,7 @@ def test_noise_of_the_engine_alone_and_a_cut_distribution_stand_in_their_rows(me
     assert deltas[-1].max() < 1e-3, "log p of the trainer minus that of the engine: what is left is likelier there"
 
 
-def test_trained_norms_are_of_the_adapter_and_the_noise_is_that_of_the_recipe(
-    measure, make_module_trainer, make_nvfp4, tmp_path
-):
+def test_trained_norms_are_the_adapters_noise_the_recipes(measure, make_module_trainer, make_nvfp4, tmp_path):
     """Where one of them were another one's, the sides would differ by more than rounding."""
     settings = {"train_norms": True, "noise_seed": 9, "noise_targets": ["input_layernorm"]}
     trainer = make_module_trainer(make_nvfp4("qwen2"), dtype=torch.float32, **SETTINGS, **settings)
@@ -181,7 +179,7 @@ def test_trained_norms_are_of_the_adapter_and_the_noise_is_that_of_the_recipe(
     assert all(part.stage.largest < 1e-3 for part in found.parts)
 
 
-def test_a_completion_that_fills_the_engine_loses_the_token_that_scoring_has_no_room_for(measure):
+def test_a_completion_that_fills_the_engine_loses_a_token(measure):
     prompts = list(running_sum.training_set(16, 0)["prompt"])
     longest = max(len(ids) for ids in running_sum.tokenizer()(prompts)["input_ids"])
     found = measure(vllm_max_model_length=longest + 2)
@@ -226,9 +224,7 @@ def test_the_command_reads_the_recipe_of_a_run(write_recipe, capfd):
         mismatch.run(folder)
 
 
-def test_a_base_that_has_changed_since_the_training_is_refused_before_anything_is_loaded(
-    trained, write_recipe, make_nvfp4, tmp_path, monkeypatch
-):
+def test_a_changed_base_is_refused_before_loading(trained, write_recipe, make_nvfp4, tmp_path, monkeypatch):
     base = shutil.copytree(make_nvfp4("qwen2"), tmp_path / "base")
     recipe = recorded(*parse(["--config", write_recipe(model_name_or_path=str(base))]))
     folder = shutil.copytree(trained, tmp_path / "adapter")

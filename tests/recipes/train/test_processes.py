@@ -23,7 +23,7 @@ def launch(recipe, *flags):
 
 
 @pytest.mark.integration
-def test_two_processes_with_one_tensor_parallel_engine_train_one_policy(write_recipe, run_process, tmp_path):
+def test_two_processes_with_one_engine_train_one_policy(write_recipe, run_process, tmp_path):
     """Plain data parallelism in the trainer, tensor parallelism in the engine, noise and resampling agreed by all."""
     recipe = write_recipe(
         noise_mode="shared",
@@ -94,7 +94,7 @@ def test_promise_08_two_processes_resume_to_the_same_bits(write_recipe, run_proc
 
 @pytest.mark.slow
 @pytest.mark.integration
-def test_two_processes_push_to_a_server_once_and_end_as_with_an_engine_each(
+def test_two_processes_push_to_a_server_once(
     write_recipe, run_process, read_metrics, serve_policy, make_nvfp4, hold_port, tmp_path
 ):
     port = hold_port()

@@ -63,7 +63,7 @@ def finished(unbroken, make_nvfp4, tmp_path):
     [signal.SIGKILL, *(pytest.param(stop, marks=pytest.mark.slow) for stop in (signal.SIGTERM, signal.SIGINT))],
     ids=lambda stop: stop.name,
 )
-def test_promise_08_a_run_that_was_stopped_resumes_to_the_same_bits(
+def test_promise_08_a_stopped_run_resumes_to_the_same_bits(
     stop, finished, make_trainer, read_metrics, start_process, write_recipe, tmp_path
 ):
     base, whole = finished
@@ -131,7 +131,7 @@ def save_and_keep_every_moment(trainer, folder, moments):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_promise_08_a_kill_at_any_moment_of_saving_leaves_a_whole_checkpoint(make_trainer, make_nvfp4, tmp_path):
+def test_promise_08_a_kill_while_saving_leaves_a_checkpoint(make_trainer, make_nvfp4, tmp_path):
     """The third takes the second's place: whenever the writer dies one of them is whole, and nothing else counts."""
     folder, moments = tmp_path / "run", tmp_path / "moments"
     settings = {**RUN, "max_steps": 2, "save_steps": 1, "save_total_limit": 1, "output_dir": str(folder)}
@@ -172,7 +172,7 @@ def test_a_checkpoint_is_a_peft_adapter_and_binds_its_base(finished):
     assert str(base) in (whole / "checkpoint-6" / "README.md").read_text()
 
 
-def test_the_state_of_an_earlier_release_without_the_newer_entries_is_still_read(finished):
+def test_the_state_of_an_earlier_release_is_still_read(finished):
     folder = finished[1] / "checkpoint-6"
     content = json.loads((folder / "qerl_state.json").read_text())
     for name in ("recipe", "date", "seconds"):
@@ -185,7 +185,7 @@ def test_the_state_of_an_earlier_release_without_the_newer_entries_is_still_read
         checkpoints.read_state(folder)
 
 
-def test_an_incomplete_checkpoint_is_neither_resumed_from_nor_counted(finished):
+def test_an_incomplete_checkpoint_is_not_counted(finished):
     _, whole = finished
     (whole / "checkpoint-6" / "qerl_state.json").unlink()
     with open(whole / "checkpoint-4" / "optimizer.pt", "r+b") as file:
@@ -226,7 +226,7 @@ def test_nothing_to_resume_from_is_said(make_trainer, make_nvfp4):
         make_trainer(make_nvfp4("qwen2")).train(resume_from_checkpoint=True)
 
 
-def test_a_run_goes_on_with_smaller_micro_batches_and_the_same_completions(finished, make_trainer, read_metrics):
+def test_a_run_goes_on_with_smaller_micro_batches(finished, make_trainer, read_metrics):
     base, whole = finished
     before = read_metrics(whole)
     smaller = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
@@ -265,7 +265,7 @@ def test_a_run_that_went_back_never_goes_on_from_what_it_left(finished, make_tra
     assert same_bits(left[1], whole / "checkpoint-6")
 
 
-def test_an_evaluation_at_the_start_is_of_the_run_and_not_of_a_resume(make_trainer, make_nvfp4, read_metrics):
+def test_a_resume_has_no_evaluation_at_the_start(make_trainer, make_nvfp4, read_metrics):
     settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
     trainer = make_trainer(make_nvfp4("qwen2"), max_steps=2, eval_on_start=True, **settings)
     trainer.train()
@@ -279,7 +279,7 @@ def test_an_evaluation_at_the_start_is_of_the_run_and_not_of_a_resume(make_train
     assert read_metrics(again) == whole
 
 
-def test_a_run_of_whole_epochs_that_has_ended_trains_no_step_more(make_trainer, make_nvfp4, read_metrics):
+def test_a_run_of_epochs_that_has_ended_trains_no_more(make_trainer, make_nvfp4, read_metrics):
     settings = {"rows": 5, "max_steps": -1, "num_train_epochs": 0.5, "save_strategy": "steps", "save_steps": 1}
     trainer = make_trainer(make_nvfp4("qwen2"), **settings)
     trainer.train()

@@ -18,9 +18,7 @@ AQN = {"sigma_start": 0.2, "sigma_end": 0.2, "num_stages": 1, "max_steps": 4}
 
 
 @pytest.mark.parametrize("mode", ["none", "rollout", "corrected", "shared"])
-def test_promise_06_rollout_and_trainer_agree_and_the_noise_modes_differ_as_they_say(
-    mode, make_trainer, make_nvfp4, read_metrics, monkeypatch
-):
+def test_promise_06_rollout_and_trainer_agree_in_noise_modes(mode, make_trainer, make_nvfp4, read_metrics, monkeypatch):
     trainer = make_trainer(make_nvfp4("qwen2"), **({"noise_mode": mode, **AQN} if mode != "none" else {"max_steps": 4}))
     seen = []
     inner = loss.weigh
@@ -60,9 +58,7 @@ def test_beta_compares_with_a_reference_under_the_same_noise(make_trainer, make_
     assert all(abs(record["kl"]) < 1e-9 for record in records)
 
 
-def test_temperature_noise_seed_and_noise_targets_are_the_trainer_s_and_the_engine_s(
-    make_trainer, make_bf16, read_metrics
-):
+def test_temperature_and_noise_keys_reach_both_sides(make_trainer, make_bf16, read_metrics):
     """In fp32, where rounding hides nothing, on a BF16 base of which engine and trainer each quantize a copy."""
     keys = {"temperature": 0.6, "noise_seed": 7, "noise_targets": ["norm"]}
     trainer = make_trainer(make_bf16("qwen2"), dtype=torch.float32, noise_mode="shared", **{**AQN, **keys})
@@ -99,7 +95,7 @@ def test_the_adapter_learns_and_nothing_else_changes(make_trainer, make_nvfp4):
     assert {after[name].dtype for name in adapter} == {torch.float32}
 
 
-def test_a_snapshot_is_peft_s_state_dict_without_a_copy_after_a_resume_too(make_trainer, make_nvfp4, tmp_path):
+def test_a_snapshot_is_pefts_state_dict_without_a_copy(make_trainer, make_nvfp4, tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant"}
     trainer = make_trainer(make_nvfp4("qwen2"), max_steps=1, **settings)
     trainer.train()
@@ -154,7 +150,7 @@ def test_the_bf16_arm_trains_through_the_same_trainer(make_trainer, make_bf16, r
     assert records[-1]["touched_norms"] == 4
 
 
-def test_every_arm_of_a_seed_is_asked_the_same_prompts_in_the_same_order(make_trainer, make_nvfp4, make_bf16):
+def test_every_arm_of_a_seed_is_asked_the_same_prompts(make_trainer, make_nvfp4, make_bf16):
     def asked(base, **settings):
         seen = []
 
@@ -196,7 +192,7 @@ def test_evaluation_has_no_noise_and_training_gets_it_back(make_trainer, make_nv
     assert trainer.state.log_history[-1]["eval_reward"] == rewards[-1]
 
 
-def test_trained_norms_travel_to_the_engine_and_to_disk_without_the_noise(make_trainer, make_nvfp4, tmp_path):
+def test_trained_norms_travel_without_the_noise(make_trainer, make_nvfp4, tmp_path):
     trainer = make_trainer(make_nvfp4("qwen2"), noise_mode="shared", train_norms=True, **AQN)
     start = {name: norm.weight.detach().clone() for name, norm in norms.named_norms(trainer.model)}
     trainer.train()
@@ -212,9 +208,7 @@ def test_trained_norms_travel_to_the_engine_and_to_disk_without_the_noise(make_t
     assert "norms" in (tmp_path / "adapter" / "README.md").read_text()
 
 
-def test_norms_that_were_loaded_and_are_not_trained_stay_in_the_policy(
-    make_trainer, make_nvfp4, read_metrics, tmp_path
-):
+def test_loaded_norms_that_are_not_trained_stay(make_trainer, make_nvfp4, read_metrics, tmp_path):
     settings = {"noise_mode": "none", "max_steps": 1, "dtype": torch.float32}
     first = make_trainer(make_nvfp4("qwen2"), train_norms=True, **settings)
     for name, weight in first.model.named_parameters():
