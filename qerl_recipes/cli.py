@@ -266,7 +266,7 @@ def study(
     Given a FOLDER, run nothing: rewrite the page of each study from its NAME/results.csv.gz, and one page over all.
     """
     if file.is_dir():
-        from qerl_recipes.study.conduct import sum_up
+        from qerl_recipes.study.commands import sum_up
 
         if output or table or finished or dry_run or minutes is not None or jobs != 1:
             raise typer.BadParameter(f"{file} is a folder of studies: it takes no options; name one of its files")
@@ -277,31 +277,25 @@ def study(
             "--table and --dry-run run nothing: leave --finished, --output, --minutes and --jobs out, and the other of "
             "the two; the page of a --table lies beside it"
         )
+    from qerl_recipes.study.commands import conduct, print_plan
+
     if dry_run:
-        from qerl_recipes.study.check import check
-        from qerl_recipes.study.outline import outline
-        from qerl_recipes.study.plan import read
-
-        plan = read(file)
-        check(plan)
-        typer.echo(outline(plan, file))
+        print_plan(file)
         return
-    from qerl_recipes.study.conduct import conduct
-
     typer.echo(conduct(file, output, jobs=jobs, minutes=minutes, table=table, finished=finished))
 
 
 @app.command()
 def compare(
     file: Annotated[Path, typer.Argument(help="study file, such as recipes/studies/smollm2_rank.yaml")],
-    a: Annotated[str, typer.Argument(help="an arm as the table names it; ARM@VALUE in a study with a sweep")],
-    b: Annotated[str, typer.Argument(help="another")],
-    metric: Annotated[str, typer.Option(help="of the table, such as reward_area, mismatch, reward")] = "accuracy",
+    a: Annotated[str, typer.Argument(help="an arm as the table names it: ARM, or ARM@VALUE if the study has a sweep")],
+    b: Annotated[str, typer.Argument(help="the arm to compare it with")],
+    metric: Annotated[str, typer.Option(help="of the table, such as mean_reward, mean_logp_diff, reward")] = "accuracy",
     steps: Annotated[str | None, typer.Option(help="FIRST-LAST: its mean over these, not its last value")] = None,
     table: Annotated[Path | None, typer.Option(help="default: NAME/results.csv.gz beside the study file")] = None,
 ) -> None:
     """Print A - B from a study's table, paired by seed: for comparisons that the study file did not plan."""
-    from qerl_recipes.study.compare import compare as compared
+    from qerl_recipes.study.commands import compare as compared
 
     typer.echo(compared(file, a, b, metric, steps, table))
 

@@ -1,53 +1,45 @@
-"""What of a study can be refused before anything runs: keys that `qerl train` or `qerl evaluate` would not take."""
+"""Refuse, before anything of a study runs, what a run of it would be refused for."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl_recipes.recipe.keys import CANNOT_RUN
-from qerl_recipes.study.base import check_taken
-from qerl_recipes.study.plan import Study, StudyError, first_runs, flags
-from qerl_recipes.study.taken import taken_rows
+from qerl_recipes.study.inventory import taken_rows
+from qerl_recipes.study.plan import Run, Study, StudyError, first_runs, flags
 
 if TYPE_CHECKING:
     from qerl_recipes.evaluate.request import Evaluation
 
-OF_THE_STUDY = (
-    "base",
-    "adapter",
-    "quantization",
-    "output_dir",
-    "adapter_only",
-    "quiet",
-)  # set by it, in every evaluation
+OF_THE_STUDY = ("base", "adapter", "quantization", "output_dir", "adapter_only", "quiet")  # set in every evaluation
 
 
 def check(study: Study) -> None:
-    """Raises StudyError, naming the arm or the evaluation, for what would be refused as it is read, and for arms of
-    another study that would not be the same; nothing is loaded.
+    """Raise StudyError, naming the arm or evaluation, for what its command would refuse; nothing is loaded.
 
-    What depends on data, model and machine is checked by each run as it starts.
+    Arms of another study must be the same runs. What depends on data, model and machine is checked by each run.
     """
     check_evaluations(study)
-    check_taken(study, taken_rows(study))
+    taken_rows(study)
     from qerl_recipes.hooks import unknown_names
     from qerl_recipes.recipe import checks
     from qerl_recipes.recipe.configs import parse
     from qerl_recipes.recipe.file import ConfigError
 
-    for run in {run.label: run for run in first_runs(study)}.values():
+    for one in {one.label: one for one in first_runs(study)}.values():
         try:
-            found = parse(["--config", str(study.recipe), *flags({**run.keys, "seed": run.seed})])
+            parsed = parse(["--config", str(study.recipe), *flags({**one.keys, "seed": one.seed})])
         except ConfigError as error:
-            raise StudyError(f"arms.{run.arm}: {error}") from error
-        if problems := [*checks.problems(*found), *unknown_names(found[1])]:
-            raise StudyError(f"arms.{run.arm}: {CANNOT_RUN}: {'; '.join(problems)}")
+            raise StudyError(f"arms.{one.arm}: {error}") from error
+        if problems := [*checks.problems(*parsed), *unknown_names(parsed[1])]:
+            raise StudyError(f"arms.{one.arm}: {CANNOT_RUN}: {'; '.join(problems)}")
 
 
 def check_evaluations(study: Study) -> None:
-    """Raises StudyError, naming the evaluation, for unknown options, and for values and tasks without sense."""
+    """Raise StudyError, naming the evaluation, for unknown options, and for values and tasks that make no sense."""
     for name, options in study.evaluations.items():
-        if taken := sorted(set(options) & set(OF_THE_STUDY)):
-            raise StudyError(f"evaluations.{name}: {', '.join(taken)} is set by the study itself; remove it")
+        if own := sorted(set(options) & set(OF_THE_STUDY)):
+            raise StudyError(f"evaluations.{name}: {', '.join(own)} is set by the study itself; remove it")
         try:
             _evaluation(options).checked()
         except ValueError as error:
@@ -57,7 +49,7 @@ def check_evaluations(study: Study) -> None:
 def check_tasks(study: Study) -> None:
     """Load the problems of every evaluation, and what judges their answers: a training that nothing can judge is lost.
 
-    Raises StudyError, naming the evaluation, where a package, a file or a data set is missing.
+    Raises StudyError, naming the evaluation, if a package, a file or a data set is missing.
     """
     try:
         from qerl_recipes.evaluate import tasks
@@ -72,13 +64,23 @@ def check_tasks(study: Study) -> None:
 
 
 def _evaluation(options: dict[str, Any]) -> "Evaluation":
-    """What a run will ask, of no run yet."""
     from qerl_recipes.evaluate.request import Evaluation
 
     return Evaluation.of(base="", adapter="", output_dir=Path(), **with_list(options))
 
 
 def with_list(options: dict[str, Any]) -> dict[str, Any]:
-    """The same with the tasks as a list, where they are one text with commas, as on the command line."""
+    """Return the options with tasks as a list, where they are one text with commas, as on the command line."""
     tasks = options.get("tasks")
     return {**options, "tasks": [task.strip() for task in tasks.split(",")]} if isinstance(tasks, str) else options
+
+
+def refuse_missing_bases(study: Study, runs: Sequence[Run]) -> None:
+    """Raise StudyError for a base that is a folder by its name, and missing: every run on it would fail."""
+    for model in sorted({study.settled(one.keys)["model_name_or_path"] for one in runs}):
+        parts = Path(model).parts
+        if (len(parts) > 2 or parts[0] in ("/", ".", "..", "~")) and not Path(model).is_dir():
+            raise StudyError(
+                f"model_name_or_path: there is no folder {model}; the head of {study.recipe} says how it is made, or "
+                "name another one there"
+            )

@@ -1,6 +1,7 @@
-"""What a study consists of: read from its YAML file, checked whole before the first run.
+"""Read a study's plan from its YAML file, and list the runs that it asks for.
 
     recipe: recipes/SmolLM2-135M-Instruct/grpo/nvfp4_lora.yaml
+    question: Does training on 4-bit weights reach the accuracy of BF16?
     arms:
       bf16_lora: {quantization: bf16}
       nvfp4_lora: {quantization: qerl_nvfp4}
@@ -13,19 +14,17 @@
     claims:
     - {claim: noise adds accuracy, pair: [nvfp4_noise, nvfp4_lora], expect: higher, margin: 0.01}
     target_reward: 0.5
+    afterwards: {two_states: 0.75, answer: "{nvfp4_lora} is right, in BF16 {bf16_lora} ({nvfp4_lora - bf16_lora})."}
 
-    afterwards: {two_states: 0.75}
-
-What stands under ``afterwards`` was added once the results were known, and is shown as such; the rest is the plan.
-An arm is the recipe with keys of its own; nothing else differs between arms. A study without a sweep may take arms from
-another one's table, whose runs would be the same:
+``afterwards`` was added once the results were known, and pages show it as such; the rest is the plan. An arm is the
+recipe with keys of its own; nothing else differs between arms. A study without a sweep may take arms from the table of
+another study, where the same runs have been made:
 
     taken: {study: recipes/studies/other.yaml, arms: {none: nvfp4_lora@0.0001}}
 
-With ``sweep`` every arm is first trained at each value with the sweep's seeds, and judged by the primary evaluation
-alone. Then each arm runs with all seeds at its own best value (by the mean of the primary accuracy), as soon as that is
-known, and, where ``common`` is given, at that one too. The base of an arm is judged once, with the first seed: it does
-not depend on the training.
+With ``sweep``, every arm is first trained at each value with the sweep's seeds, and judged by the primary evaluation
+alone. Then each arm runs with all seeds at the value with its highest mean accuracy, and at ``common`` where that is
+given. The base of an arm is judged once, with the first seed, since it does not depend on the training.
 """
 
 import itertools
@@ -36,19 +35,32 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from qerl_recipes.recipe.file import ConfigError, UniqueKeyLoader, read_yaml
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
-# what a study sets itself, in every run
-OWN_KEYS = ("seed", "output_dir", "resume_from_checkpoint")
-SWEEP_GAIN = "sweep_gain"  # a claim's metric: what an arm gains between the smallest and the largest value of the sweep
+OWN_KEYS = ("seed", "output_dir", "resume_from_checkpoint")  # the study sets these in every run
+SWEEP_GAIN = "sweep_gain"  # a claim's metric: the accuracy at the largest value of the sweep less that at the smallest
+# Metrics that older plans and tables call by another name. A mean or median is taken over the steps of a run.
+RENAMED = {
+    "reward_area": "mean_reward",
+    "mismatch": "mean_logp_diff",
+    "without_signal": "mean_frac_reward_zero_std",
+    "seconds_a_step": "median_step_seconds",
+    "tokens_per_s": "median_rollout_tokens_per_s",
+    "logp_mismatch_mean": "logp_diff_mean",
+    "logp_mismatch_max": "logp_diff_max",
+    "equal_groups": "frac_reward_zero_std",
+    "silent_rows": "frac_zero_advantage",
+    "touched_norms": "noisy_norms",
+}
 Seeds = Annotated[list[int], Field(min_length=1)]
+Metric = Annotated[str, BeforeValidator(lambda name: RENAMED.get(name, name))]
 
 
 class StudyError(ValueError):
-    """A study file that cannot be run; the message names the key and the way out."""
+    """Report a study that cannot be run or read; the message names the key and the way out."""
 
 
 class _Strict(BaseModel):
@@ -56,7 +68,7 @@ class _Strict(BaseModel):
 
 
 class Sweep(_Strict):
-    """One key of the recipe, tried at each of ``values`` in every arm with ``seeds`` of its own."""
+    """Try one key of the recipe at each of ``values`` in every arm, with ``seeds`` of its own."""
 
     key: str
     values: Annotated[list[float], Field(min_length=2)]
@@ -65,48 +77,61 @@ class Sweep(_Strict):
 
 
 class Claim(_Strict):
-    """Something said of two arms, and what would show it, written down before the runs.
+    """State a claim about two arms, and what would show it, before the runs.
 
-    ``pair``: the first arm's ``metric`` is ``expect``: "higher" or "lower" than the second's, or "not lower". An effect
-    below ``margin``, in the metric's own unit, does not matter. Metrics are those of the table; ``sweep_gain`` is the
-    primary accuracy at the sweep's largest value less that at its smallest, over the sweep's seeds.
+    The first arm of ``pair`` is expected to have a ``metric`` that is "higher", "lower" or "not lower" than the
+    second's. An effect below ``margin``, in the metric's own unit, does not matter.
     """
 
     claim: str
     pair: tuple[str, str]
     expect: Literal["higher", "lower", "not lower"]
     margin: Annotated[float, Field(gt=0)]
-    metric: str = "accuracy"
+    metric: Metric = "accuracy"
 
 
 class Look(Claim):
-    """A claim made once the results were known. ``also``: an arm -> {another study's file: its label in that table},
-    whose runs count as this arm's, too: by seed their mean, and further seeds beside those of the study."""
+    """State a claim that was made once the results were known.
+
+    ``also`` maps an arm to {another study's file: its label in that table}. Those runs count as this arm's, too: a seed
+    that both have counts with its mean, and further seeds are added.
+    """
 
     also: dict[str, dict[Path, str]] = {}
 
 
-class Afterwards(_Strict):
-    """What was added once the results were known. It is shown as such, and decides no run.
+class Plot(_Strict):
+    """Choose what the plot of a page shows: by default every arm's reward and entropy over the steps."""
 
-    ``two_states``: an accuracy that lies between two states in which runs end; arms are then compared by how many of
-    their runs end above it. ``untested``: what is said elsewhere -> why no run of the study tests it.
+    arms: list[str] = []
+    metrics: list[Metric] = []
+
+
+class Afterwards(_Strict):
+    """Hold what was added once the results were known; pages show it as such, and no run depends on it.
+
+    ``answer`` is the text that answers the question. In it, {arm} becomes the arm's accuracy, {base arm} that before
+    training, {a - b} their difference with its interval, and {claim: TEXT} that of a claim. ``two_states`` is an
+    accuracy between two states in which runs end; arms are then compared by how many of their runs end above it.
+    ``untested`` maps a claim that no run tests to the reason.
     """
 
+    answer: str = ""
+    plot: Plot = Plot()
     claims: list[Look] = []
     two_states: float | None = None
     untested: dict[str, str] = {}
 
 
 class Taken(_Strict):
-    """Arms whose runs are there already, in the table of another ``study`` file: arm -> its label in that table."""
+    """Take arms whose runs are in the table of another ``study`` file: arm -> its label in that table."""
 
     study: Path
     arms: Annotated[dict[str, str], Field(min_length=1)]
 
 
 class Study(_Strict):
-    """A study file; see the module. ``recipe`` is relative to the folder the command is typed in."""
+    """Hold a study file; ``recipe`` is relative to the current folder."""
 
     recipe: Path
     arms: dict[str, dict[str, Any]]
@@ -119,6 +144,7 @@ class Study(_Strict):
     claims: list[Claim] = []
     target_reward: float | None = None
     about: str = ""
+    question: str = ""
     afterwards: Afterwards = Afterwards()
 
     @model_validator(mode="after")
@@ -128,71 +154,76 @@ class Study(_Strict):
                 raise ValueError(f"{name!r} becomes a folder's name: use letters, digits, '_', '.', '+' and '-'")
         if len(self.arms) < 2:
             raise ValueError("arms: a study compares at least two")
-        for arm, keys in self.arms.items():
-            if taken := sorted(set(keys) & {*OWN_KEYS, *([self.sweep.key] if self.sweep else [])}):
-                raise ValueError(f"arms.{arm}: {', '.join(taken)} is set by the study itself; remove it")
-            if absent := sorted(key for key, value in keys.items() if value is None):
-                raise ValueError(
-                    f"arms.{arm}: {', '.join(absent)} is null, which no flag can say: the recipe's would hold. Take it "
-                    "out of the recipe, and give it to the arms that have it"
-                )
-        compared = {
-            "comparisons": self.comparisons,
-            "claims": [claim.pair for claim in self.claims],
-            "afterwards": [look.pair for look in self.afterwards.claims],
-        }
-        for key, pairs in compared.items():
-            for name in itertools.chain(*pairs):
-                if name not in self.arms:
-                    raise ValueError(f"{key}: {name!r} is not one of the arms {', '.join(self.arms)}")
-            if alike := [a for a, b in pairs if a == b]:
-                raise ValueError(f"{key}: {alike[0]} is compared with itself")
-        for look in self.afterwards.claims:
-            if strange := sorted(look.also.keys() - set(look.pair)):
-                raise ValueError(f"afterwards.claims: also names {', '.join(strange)}, which its pair has not")
-        if len(set(self.comparisons)) < len(self.comparisons):
-            raise ValueError("comparisons: each may stand there once")
-        if self.sweep is None and any(claim.metric == SWEEP_GAIN for claim in (*self.claims, *self.afterwards.claims)):
-            raise ValueError(f"claims: the metric {SWEEP_GAIN} needs a sweep")
         if self.primary not in self.evaluations:
             raise ValueError(f"primary: {self.primary!r} is not one of the evaluations {', '.join(self.evaluations)}")
-        if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError("seeds: each may stand there once")
-        if self.taken:
-            if unknown := sorted(set(self.taken.arms) - set(self.arms)):
-                raise ValueError(f"taken.arms: {', '.join(unknown)} is not one of the arms {', '.join(self.arms)}")
-            if self.sweep:
-                raise ValueError("taken: the arms of a study with a sweep are all run; remove one or the other")
+        for arm, keys in self.arms.items():
+            if own := sorted(set(keys) & {*OWN_KEYS, *([self.sweep.key] if self.sweep else [])}):
+                raise ValueError(f"arms.{arm}: {', '.join(own)} is set by the study itself; remove it")
+            if null := sorted(key for key, value in keys.items() if value is None):
+                raise ValueError(
+                    f"arms.{arm}: {', '.join(null)} is null, which cannot override a key of the recipe. Remove the key "
+                    "from the recipe, and set it in each arm that has it"
+                )
+        self._check_arms_named()
+        unique: dict[str, list[Any]] = {"seeds": self.seeds, "comparisons": self.comparisons}
         if self.sweep:
-            if self.sweep.key in OWN_KEYS:
-                raise ValueError(f"sweep.key: {self.sweep.key} is set by the study itself; sweep another key")
-            if len({f"{value:g}" for value in self.sweep.values}) < len(self.sweep.values):
-                raise ValueError("sweep.values: each may stand there once, and they differ in their first six digits")
-            if len(set(self.sweep.seeds)) < len(self.sweep.seeds):
-                raise ValueError("sweep.seeds: each may stand there once")
-            if set(self.sweep.seeds) & set(self.seeds):
-                raise ValueError("sweep.seeds: the best value must not be chosen on the seeds that are compared")
-            if self.sweep.common is not None and self.sweep.common not in self.sweep.values:
-                raise ValueError(f"sweep.common: {self.sweep.common} is not one of the values of the sweep")
+            unique |= {"sweep.seeds": self.sweep.seeds, "sweep.values": [f"{value:g}" for value in self.sweep.values]}
+            self._check_sweep(self.sweep)
+        for key, values in unique.items():
+            if len(set(values)) < len(values):
+                raise ValueError(f"{key}: each may stand there once (of a number, the first six digits count)")
         return self
+
+    def _check_arms_named(self) -> None:
+        looks = self.afterwards.claims
+        pairs = {
+            "comparisons": self.comparisons,
+            "claims": [claim.pair for claim in self.claims],
+            "afterwards.claims": [look.pair for look in looks],
+        }
+        named = {key: list(itertools.chain(*of)) for key, of in pairs.items()}
+        named |= {"afterwards.plot": self.afterwards.plot.arms, "taken.arms": list(self.taken_arms)}
+        for key, names in named.items():
+            if unknown := [name for name in names if name not in self.arms]:
+                raise ValueError(f"{key}: {unknown[0]!r} is not one of the arms {', '.join(self.arms)}")
+        for key, of in pairs.items():
+            if alike := [a for a, b in of if a == b]:
+                raise ValueError(f"{key}: {alike[0]} is compared with itself")
+        for look in looks:
+            if unpaired := sorted(look.also.keys() - set(look.pair)):
+                raise ValueError(f"afterwards.claims: also names {', '.join(unpaired)}, which its pair has not")
+        if self.sweep is None and any(claim.metric == SWEEP_GAIN for claim in (*self.claims, *looks)):
+            raise ValueError(f"claims: the metric {SWEEP_GAIN} needs a sweep")
+
+    def _check_sweep(self, sweep: Sweep) -> None:
+        if self.taken:
+            raise ValueError("taken: the arms of a study with a sweep are all run; remove one or the other")
+        if sweep.key in OWN_KEYS:
+            raise ValueError(f"sweep.key: {sweep.key} is set by the study itself; sweep another key")
+        if set(sweep.seeds) & set(self.seeds):
+            raise ValueError("sweep.seeds: the best value must not be chosen on the seeds that are compared")
+        if sweep.common is not None and sweep.common not in sweep.values:
+            raise ValueError(f"sweep.common: {sweep.common} is not one of the values of the sweep")
 
     @property
     def taken_arms(self) -> dict[str, str]:
-        """Those that are another study's -> their labels there."""
+        """Return the arms that are taken from another study, with their labels there."""
         return self.taken.arms if self.taken else {}
 
     @property
     def own_arms(self) -> dict[str, dict[str, Any]]:
-        """Those that are run for this study."""
+        """Return the arms that are run for this study."""
         return {arm: keys for arm, keys in self.arms.items() if arm not in self.taken_arms}
 
     def evaluations_of(self, run: "Run") -> dict[str, dict[str, Any]]:
-        """The evaluations that follow a run."""
+        """Return the evaluations that follow a run."""
         return {self.primary: self.evaluations[self.primary]} if run.kind == "sweep" else self.evaluations
 
     def settled(self, keys: Mapping[str, Any]) -> dict[str, Any]:
-        """The keys of a training: those of the recipe's file, and ``keys``, an arm's or a run's, over them. Raises
-        StudyError for a file that is no YAML, or no mapping."""
+        """Return the keys of a training: ``keys``, an arm's or a run's, over those of the recipe's file.
+
+        Raises StudyError if the file is no YAML or no mapping.
+        """
         try:
             content = read_yaml(self.recipe)
         except ConfigError as error:
@@ -200,16 +231,16 @@ class Study(_Strict):
         return {**content, **keys}
 
     def decided(self, keys: Mapping[str, Any]) -> dict[str, Any]:
-        """Of those keys the ones that the study does not set itself."""
+        """Return those keys, without the ones that the study sets itself."""
         return {name: value for name, value in self.settled(keys).items() if name not in OWN_KEYS}
 
     def judges_base(self, run: "Run") -> bool:
-        """Whether a run's evaluations judge its base too."""
+        """Return True if a run's evaluations judge its base too."""
         return run.kind != "sweep" and run.seed == self.seeds[0]
 
 
 class Run(_Strict):
-    """One training with its evaluations: ``keys`` over the recipe's. ``kind`` says what it is for."""
+    """Describe one training with its evaluations: ``keys`` over the recipe's; ``kind`` says what it is for."""
 
     arm: str
     seed: int
@@ -219,17 +250,17 @@ class Run(_Strict):
 
     @property
     def label(self) -> str:
-        """The arm's name in results: with the value of the sweep's key, where there is a sweep."""
+        """Return the arm's name in results, which with a sweep ends in @VALUE."""
         return self.arm if self.value is None else f"{self.arm}@{self.value:g}"
 
     @property
     def folder(self) -> str:
-        """Where it lies, below the study's own folder. A run that serves two purposes is one run."""
+        """Return its folder, below the study's own; a run that serves two purposes is one run."""
         return f"{self.label}/seed-{self.seed}"
 
 
 def read(path: Path) -> Study:
-    """The study in a YAML file. Raises StudyError for a key that is unknown, missing or does not fit the others."""
+    """Read the study in a YAML file; raise StudyError for a key that is unknown, missing or does not fit the others."""
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeyLoader)
     except FileNotFoundError as error:
@@ -253,7 +284,7 @@ def read(path: Path) -> Study:
 
 
 def first_runs(study: Study) -> list[Run]:
-    """The runs that need no result of others: the sweep's, or all of its own arms' where there is none."""
+    """Return the runs that need no result of others: those of the sweep, or all where there is none."""
     if study.sweep is None:
         return [
             Run(arm=arm, seed=seed, value=None, kind="best", keys=keys)
@@ -269,7 +300,7 @@ def first_runs(study: Study) -> list[Run]:
 
 
 def later_runs(study: Study, best: Mapping[str, float]) -> list[Run]:
-    """The compared runs of the arms in ``best``, arm -> value of the sweep's key; none where there is no sweep."""
+    """Return the compared runs of a study with a sweep; ``best`` maps an arm to its value of the sweep's key."""
     if study.sweep is None:
         return []
     wanted = [_swept(study, arm, seed, value, "best") for seed in study.seeds for arm, value in best.items()]
@@ -279,7 +310,7 @@ def later_runs(study: Study, best: Mapping[str, float]) -> list[Run]:
 
 
 def possible_runs(study: Study) -> dict[tuple[str, int], Run]:
-    """(label, seed) -> run, of every run that the study asks for or may come to, whichever values are the best."""
+    """Return (label, seed) -> run for every run that the study may come to, whichever values are the best."""
     runs = first_runs(study)
     if study.sweep is not None:
         pairs = itertools.product(study.seeds, study.sweep.values, study.arms)
@@ -288,15 +319,16 @@ def possible_runs(study: Study) -> dict[tuple[str, int], Run]:
 
 
 def best_values(study: Study, accuracies: Mapping[tuple[str, int, float], float]) -> dict[str, float]:
-    """Arm -> the value with the highest mean of the primary accuracy over the sweep's seeds; the smaller one of equals.
+    """Return each arm's value with the highest mean accuracy over the sweep's seeds, and of equals the smallest.
 
-    ``accuracies``: (arm, seed, value) -> accuracy of the finished runs of the sweep. Arms that lack one are left out.
+    ``accuracies`` maps (arm, seed, value) to the accuracy of a finished run of the sweep. Arms that lack one are left
+    out.
     """
     assert study.sweep is not None
     seeds = study.sweep.seeds
 
     def mean(arm: str, value: float) -> float:
-        # equal ones are equal whatever the order of the sum, and in a table of six digits
+        # rounded, so that equal means are equal whatever the order of the sum
         return round(sum(accuracies[arm, seed, value] for seed in seeds) / len(seeds), 5)
 
     whole = [arm for arm in study.arms if all((arm, s, v) in accuracies for s in seeds for v in study.sweep.values)]
@@ -309,7 +341,7 @@ def _swept(study: Study, arm: str, seed: int, value: float, kind: Literal["sweep
 
 
 def flags(keys: dict[str, Any]) -> list[str]:
-    """Keys of a recipe as flags of the command line."""
+    """Return keys of a recipe as flags of the command line."""
     flags: list[str] = []
     for name, value in keys.items():
         if isinstance(value, bool):

@@ -1,285 +1,255 @@
-"""The results of a study as the rows of one tidy table, and what follows from the table alone.
-
-``arm`` is ``NAME`` or ``NAME@VALUE`` of the sweep's key. Metrics of a step are those of ``metrics.jsonl``. Of a
-finished run, at its last step: what ``there.figures`` reads from its evaluations, what ``summaries`` derives from the
-steps, ``hours/DEVICE``, what it took of a GPU or of the machine, beside other runs only its share, and
-``base/DIGITS``, ``plan/DIGITS`` and ``problems/NAME/DIGITS``, always 1, for the weights that it was trained on, its
-keys and evaluations, and the problems of each; and the judgements of its answers, problem by problem (`by_problem`).
-"""
+"""Derive from a study's plan and table what its runs show: values of each run, comparisons, and verdicts on claims."""
 
 import functools
-import json
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from qerl_recipes.study.base import base_of
-from qerl_recipes.study.finished import kept, plan_of
+import numpy as np
+import pandas as pd
+
+from qerl_recipes.evaluate.figures import unpacked
+from qerl_recipes.evaluate.intervals import over_seeds_and_problems
+from qerl_recipes.study.inventory import BY_PROBLEM, FACTS, HOURS, beside, read_table, summaries
 from qerl_recipes.study.plan import SWEEP_GAIN, Claim, Look, Study, StudyError, best_values, first_runs, later_runs
-from qerl_recipes.study.processes import seconds_of
-from qerl_recipes.study.run import says_its_recipe
-from qerl_recipes.study.statistics import Comparison, by_state, differ, holm, if_normal, judged, paired
-from qerl_recipes.study.summaries import summaries
-from qerl_recipes.study.table import BASE, HOURS, PLAN, PROBLEMS, Row, beside, read_table
-from qerl_recipes.study.taken import taken_rows
-from qerl_recipes.study.there import all_runs, asked_and_judged, figures, is_finished
-from qerl_recipes.study.work import METRICS
+from qerl_recipes.study.statistics import INCONCLUSIVE, Comparison, compare, correct, judge
 
-Final = Mapping[str, Mapping[str, Mapping[int, float]]]  # metric -> arm's label in the table -> seed -> value
-CUT = 0.1  # a run that ends with more than this share of its completions cut is named, and comparisons made without it
-NEWER = ("reward_gain", "clipped_end")  # summaries that older tables lack, though their steps have them
-# a claim's metric: `steps_to_target`, and the last step of a run that never reached it
-STEPS_WITHIN = "steps_within"
-
-
-def collect(study: Study, folder: Path) -> list[Row]:
-    """The rows of all runs that have finished, and of the arms that are taken from another study. Raises StudyError
-    where the runs were not asked the same problems."""
-    rows, is_of_recipe = taken_rows(study), says_its_recipe(folder)
-    for one in all_runs(study, folder):
-        if not is_finished(study, one, folder):
-            continue
-        if known := kept(folder).get((one.label, one.seed)):
-            rows += known
-            continue
-        lines = (folder / one.folder / METRICS).read_text(encoding="utf-8").splitlines()
-        steps = [json.loads(line) for line in lines]
-        for record in steps:
-            for name, value in record.items():
-                if name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
-                    rows.append((one.label, one.seed, record["step"], name, float(value)))
-        last = max(record["step"] for record in steps)
-        found = figures(study, one, folder)
-        trained = [record for record in steps if "eval/reward" not in record]  # the others are of eval_strategy
-        found |= summaries(trained, study.target_reward)
-        found |= {f"{HOURS}{device}": seconds / 3600 for device, seconds in seconds_of(folder / one.folder).items()}
-        if base := base_of(folder / one.folder):
-            found[f"{BASE}{base}"] = 1.0
-        found |= asked_and_judged(study, one, folder)
-        if is_of_recipe:
-            found[f"{PLAN}{plan_of(study, one)}"] = 1.0
-        rows += [(one.label, one.seed, last, name, value) for name, value in found.items()]
-    _refuse_other_problems(study, rows)
-    return rows
+CUT = 0.1  # a run that ends with more than this share of its completions cut is named
+STEPS_WITHIN = "steps_within"  # a claim's metric: steps_to_target, or the last step of a run that never reached it
+IN_UPPER_STATE = "in_upper_state"  # 1 for a run that ends in the upper of two states, 0 for another
+ACCURACY = "accuracy"
+COLUMNS = [  # of the table of comparisons
+    *(
+        "kind",
+        "claim",
+        "metric",
+        "expect",
+        "margin",
+        "a",
+        "b",
+        "seeds",
+        "mean_a",
+        "mean_b",
+        "difference",
+        "low",
+        "high",
+    ),
+    *("unpaired_low", "unpaired_high", "p", "p_holm", "p_exact", "exact_holm", "above_a", "above_b"),
+    *("here", "elsewhere", "seeds_elsewhere", "p_same", "verdict"),
+]
+PLANNED = "planned"  # the kind of a comparison; so are those of `compared`
 
 
-def _refuse_other_problems(study: Study, rows: Iterable[Row]) -> None:
-    """Raises StudyError where runs were asked other problems in the same evaluation; older tables do not say which."""
-    asked: dict[str, dict[str, tuple[str, int]]] = defaultdict(dict)  # evaluation -> its problems -> a run
-    for label, seed, _, metric, _ in rows:
-        if metric.startswith(PROBLEMS):
-            name, _, digits = metric.removeprefix(PROBLEMS).partition("/")
-            asked[name].setdefault(digits, (label, seed))
-    for name, those in asked.items():
-        if len(those) > 1:
-            first, other, *_ = (f"{label}/seed-{seed}" for label, seed in those.values())
-            tasks = study.evaluations.get(name, {}).get("tasks", name)
-            raise StudyError(
-                f"evaluations.{name}: {other} was asked other problems than {first}; put back the file or data set "
-                f"that {tasks} names, and remove evaluation/{name} of the runs that were asked others"
-            )
+def final(rows: pd.DataFrame, target: float | None) -> pd.DataFrame:
+    """Return a row for each run, by (arm, seed), and a column for each metric: its value at the last step that has it.
 
-
-def final(rows: Iterable[Row]) -> Final:
-    """metric -> arm -> seed -> the value at the run's last step that has it; empty for a metric that no run has.
-
-    Added are the summaries that older tables lack, from the steps, and STEPS_WITHIN where a run reached its target.
+    Summaries that the table lacks are made from its steps. When ``target`` was reached is always made anew, so that it
+    is this target that counts.
     """
-    found: dict[str, dict[str, dict[int, tuple[int, float]]]] = defaultdict(lambda: defaultdict(dict))
-    steps: dict[tuple[str, int], dict[int, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
-    for arm, seed, step, metric, value in rows:
-        of = found[metric][arm]
-        if step >= of.get(seed, (-1, 0.0))[0]:
-            of[seed] = (step, value)
-        if metric in ("reward", "completion_clipped"):
-            steps[arm, seed][step][metric] = value
-    for (arm, seed), of_run in steps.items():
-        last = max(of_run)
-        come = summaries([of_run[step] for step in sorted(of_run)], None)
-        for metric in NEWER:
-            if metric in come:
-                found[metric][arm].setdefault(seed, (last, come[metric]))
-        if "steps_to_target" in found:
-            reached = found["steps_to_target"].get(arm, {}).get(seed, (last, float(last)))
-            found[STEPS_WITHIN][arm][seed] = reached
-    values = {
-        metric: {arm: {seed: value for seed, (_, value) in seeds.items()} for arm, seeds in arms.items()}
-        for metric, arms in found.items()
-    }
-    return defaultdict(dict, values)
+    numbers = rows[~rows.metric.str.startswith(FACTS)].sort_values("step", kind="stable")
+    if numbers.empty:
+        return pd.DataFrame(index=pd.MultiIndex.from_arrays([[], []], names=["arm", "seed"]))
+    last = numbers.groupby(["arm", "seed", "metric"]).value.last().unstack("metric")
+    derived = {}
+    for key, of_run in numbers.groupby(["arm", "seed"]):
+        steps = of_run.pivot_table(index="step", columns="metric", values="value", aggfunc="last")
+        derived[key] = summaries(steps, target) | {"last_step": steps.index.max()}
+    made = pd.DataFrame.from_dict(derived, orient="index").rename_axis(["arm", "seed"])
+    values = last.drop(columns=["steps_to_target", "seconds_to_target"], errors="ignore").combine_first(made)
+    if "steps_to_target" in values:
+        values[STEPS_WITHIN] = values.steps_to_target.fillna(values.last_step)
+    return values
 
 
-def labels(study: Study, values: Final) -> dict[str, dict[str, str]]:
-    """ "best" and "common" -> arm -> its label in the table; without a sweep "best" alone, the arm itself."""
+def of_arm(values: pd.DataFrame, metric: str, label: str, seeds: Iterable[int]) -> pd.Series:
+    """Return seed -> the metric's value, of those seeds of an arm that have one."""
+    if metric not in values:
+        return pd.Series(dtype=float)
+    found = values[metric][values.index.get_level_values("arm") == label].droplevel("arm").dropna()
+    return found[found.index.isin(list(seeds))]
+
+
+def labels(study: Study, values: pd.DataFrame) -> dict[str, dict[str, str]]:
+    """Return "best" and "common" -> arm -> its label in the table; without a sweep "best" alone, the arm itself.
+
+    An arm whose sweep is not finished has no best value yet, and is left out.
+    """
     if study.sweep is None:
         return {"best": {arm: arm for arm in study.arms}}
     accuracies = {
-        (arm, seed, value): accuracy
+        (arm, int(seed), value): accuracy
         for arm in study.arms
         for value in study.sweep.values
-        for seed, accuracy in values["accuracy"].get(f"{arm}@{value:g}", {}).items()
+        for seed, accuracy in of_arm(values, ACCURACY, f"{arm}@{value:g}", study.sweep.seeds).items()
     }
-    best = {arm: f"{arm}@{value:g}" for arm, value in best_values(study, accuracies).items()}
-    found = {"best": best}
+    found = {"best": {arm: f"{arm}@{value:g}" for arm, value in best_values(study, accuracies).items()}}
     if study.sweep.common is not None:
         found["common"] = {arm: f"{arm}@{study.sweep.common:g}" for arm in study.arms}
     return found
 
 
-def comparisons(
-    study: Study, values: Final, metric: str = "accuracy", *, as_planned: bool = False
-) -> dict[str, list[Comparison]]:
-    """ "best" and "common" -> the study's comparisons by ``metric`` over its seeds, corrected by Holm within each,
-    for as many as are planned. Accuracies of two states are compared by their counts, unless ``as_planned``."""
-    found = {}
-    bound = None if as_planned else _bound(study, metric)
-    for kind, names in labels(study, values).items():
-        of = {arm: of_seeds(study.seeds, values[metric].get(names.get(arm, ""))) for arm in study.arms}
-        made = [_compared(a, b, of[a], of[b], bound) for a, b in study.comparisons]
-        found[kind] = holm([comparison for comparison in made if comparison is not None], len(made))
-    return found
+def comparisons(study: Study, values: pd.DataFrame, kind: str = "best", *, by_t: bool = False) -> list[Comparison]:
+    """Return the planned comparisons of accuracy, corrected by Holm for as many as are planned.
 
-
-def cut(values: Final) -> dict[tuple[str, int], float]:
-    """(an arm's label, a seed) -> the share of completions cut at the end, of the runs where it is above a tenth."""
-    runs = ((label, seed, share) for label, seeds in values["clipped_end"].items() for seed, share in seeds.items())
-    return {(label, seed): share for label, seed, share in sorted(runs) if share > CUT}
-
-
-def without_cut(study: Study, values: Final) -> dict[tuple[str, str], tuple[Comparison, Comparison]]:
-    """The labels of two arms that are compared, of which a run is in `cut` -> what the plan's test says of them with
-    all runs, and without those."""
-    named = cut(values)
-    touched = {label for label, seed in named if seed in study.seeds}
-    accuracies = {
-        label: {seed: value for seed, value in seeds.items() if (label, seed) not in named}
-        for label, seeds in values["accuracy"].items()
-    }
-    whole = comparisons(study, values, as_planned=True)
-    kept = comparisons(study, defaultdict(dict, {**values, "accuracy": accuracies}), as_planned=True)
-    found = {}
-    for kind, names in labels(study, values).items():
-        after = {(c.a, c.b): c for c in kept.get(kind, [])}
-        for c in whole.get(kind, []):
-            pair = names[c.a], names[c.b]
-            if touched & set(pair) and (c.a, c.b) in after:
-                found[pair] = c, after[c.a, c.b]
-    return found
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What the seeds of a study show alone, what those of others show, and the p that both show one difference."""
-
-    own: int
-    difference: float
-    others: int
-    of_others: float
-    p: float
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A claim of a study, what was measured, and what follows; ``measured`` is None for less than two seeds. ``parts``
-    are there where seeds of other studies count too."""
-
-    claim: Claim
-    measured: Comparison | None
-    verdict: str
-    parts: Parts | None = None
-
-
-def verdicts(study: Study, values: Final, claims: Sequence[Claim] | None = None) -> list[Verdict]:
-    """The study's planned claims, or ``claims``, each arm at its best value of the sweep's key, judged with Holm's
-    correction over all of them. One of a metric that runs with an accuracy lack is undecided: the others would be left
-    out of what is compared. A claim of the metric ``sweep_gain`` is judged over the sweep's seeds, and one of
-    accuracies of two states by how many runs end in the upper one."""
-    claims = study.claims if claims is None else claims
-    names = labels(study, values)["best"]
-    arms = [[_values_of(study, values, claim, arm, names.get(arm, "")) for arm in claim.pair] for claim in claims]
+    ``kind`` is one of `labels`. Accuracies of two states are compared by their counts, unless ``by_t``.
+    """
+    names, bound = labels(study, values).get(kind, {}), None if by_t else study.afterwards.two_states
     made = [
-        _compared(*claim.pair, of_a, of_b, _bound(study, claim.metric))
-        for claim, (of_a, of_b) in zip(claims, arms, strict=True)
+        compare(
+            (names.get(a, a), names.get(b, b)),
+            of_arm(values, ACCURACY, names.get(a, ""), study.seeds),
+            of_arm(values, ACCURACY, names.get(b, ""), study.seeds),
+            bound,
+        )
+        for a, b in study.comparisons
     ]
-    corrected = iter(holm([comparison for comparison in made if comparison is not None], len(made)))
-    found = []
-    for claim, comparison, (of_a, of_b) in zip(claims, made, arms, strict=True):
-        if comparison is None:
-            many = "only one seed has" if of_a.keys() & of_b.keys() else "no seed has"
-            found.append(Verdict(claim, None, f"undecided: {many} {claim.metric} of both"))
+    return correct([comparison for comparison in made if comparison is not None], len(made))
+
+
+def cut(values: pd.DataFrame) -> pd.Series:
+    """Return (arm, seed) -> the share of completions cut at the end, of runs where it is above a tenth."""
+    return values.clipped_end[values.clipped_end > CUT] if "clipped_end" in values else pd.Series(dtype=float)
+
+
+def without_cut(study: Study, values: pd.DataFrame, kind: str = "best") -> list[Comparison]:
+    """Return, by t, the comparisons that lose a seed if the runs of `cut` are left out."""
+    named = cut(values).index
+    arms = {arm for arm, seed in named if seed in study.seeds}
+    kept = comparisons(study, values.drop(index=named), kind, by_t=True)
+    return [comparison for comparison in kept if {comparison.a, comparison.b} & arms]
+
+
+def verdicts(study: Study, values: pd.DataFrame, claims: Sequence[Claim]) -> pd.DataFrame:
+    """Return a row for each claim, each arm at its best value, corrected by Holm over all of ``claims``.
+
+    A claim is inconclusive if a run with an accuracy lacks its metric, since that run would be left out. ``here`` and
+    ``elsewhere`` are the differences of the study's own seeds and of those of other studies, where both count;
+    ``p_same`` is the p of Welch's test that they are equal.
+    """
+    best = labels(study, values)["best"]
+    made = []
+    for claim in claims:
+        a, b = claim.pair
+        of = [_values_of(study, values, claim, arm, best.get(arm, "")) for arm in claim.pair]
+        bound = study.afterwards.two_states if claim.metric == ACCURACY else None
+        made.append((claim, of, compare((best.get(a, a), best.get(b, b)), of[0], of[1], bound)))
+    corrected = iter(correct([found for *_, found in made if found is not None], len(made)))
+    rows = []
+    for claim, of, found in made:
+        stated = {"claim": claim.claim, "metric": claim.metric, "expect": claim.expect, "margin": claim.margin}
+        if found is None:
+            a, b = claim.pair
+            many = "only one seed has" if len(of[0].index.intersection(of[1].index)) else "no seed has"
+            rows.append(stated | {"a": a, "b": b, "verdict": f"{INCONCLUSIVE}: {many} {claim.metric} of both"})
             continue
-        comparison = next(corrected)
-        lacking = max(_lack(study, values, names.get(arm, ""), claim.metric) for arm in claim.pair)
-        verdict = f"undecided: {lacking} runs lack it"
-        if not lacking:
-            verdict = judged(comparison, claim.expect, claim.margin)
-            verdict = if_normal(comparison, claim.expect, claim.margin, verdict)
-        found.append(Verdict(claim, comparison, verdict, _parts(study, of_a, of_b)))
-    return found
+        found = next(corrected)
+        lacking = max(_lacking(study, values, claim, arm, best.get(arm, "")) for arm in claim.pair)
+        verdict = f"{INCONCLUSIVE}: {lacking} runs lack it" if lacking else judge(found, claim.expect, claim.margin)
+        parts = _by_origin(study, of[0] - of[1])
+        rows.append(stated | _row(found, of) | parts | {"verdict": verdict})
+    return pd.DataFrame(rows)
 
 
-def looks(study: Study, values: Final) -> list[Verdict]:
-    """What was asked of a study once its results were known, corrected over all of that."""
-    return verdicts(study, values, study.afterwards.claims)
-
-
-def _bound(study: Study, metric: str) -> float | None:
-    return study.afterwards.two_states if metric == "accuracy" else None
-
-
-def _values_of(study: Study, values: Final, claim: Claim, arm: str, label: str) -> dict[int, float]:
-    """Seed -> what a claim compares of an arm: the mean over the tables that have the seed, where it names others."""
+def _values_of(study: Study, values: pd.DataFrame, claim: Claim, arm: str, label: str) -> pd.Series:
+    """Return seed -> what a claim compares of an arm; a seed that several tables have counts with its mean."""
     if claim.metric == SWEEP_GAIN:
         return sweep_gain(study, values, arm)
-    found = {seed: [value] for seed, value in of_seeds(study.seeds, values[claim.metric].get(label)).items()}
+    found = [of_arm(values, claim.metric, label, study.seeds)]
     for file, other in claim.also.get(arm, {}).items() if isinstance(claim, Look) else ():
         path = beside(file)
-        there = _of_table(path, path.stat().st_mtime_ns if path.is_file() else 0)[claim.metric].get(other)
-        if not there:
+        of_other = _table(path, study.target_reward, path.stat().st_mtime_ns if path.is_file() else 0)
+        elsewhere = of_arm(of_other, claim.metric, other, of_other.index.get_level_values("seed"))
+        if elsewhere.empty:
             raise StudyError(f"afterwards: {path} has no {claim.metric} of {other}; name an arm that has")
-        for seed, value in there.items():
-            found.setdefault(seed, []).append(value)
-    return {seed: sum(of) / len(of) for seed, of in sorted(found.items())}
+        found.append(elsewhere)
+    return pd.concat(found, axis=1).mean(axis=1).sort_index()
 
 
 @functools.lru_cache(maxsize=8)
-def _of_table(path: Path, changed: int) -> Final:
-    """Several claims look at one table; ``changed`` is when it was."""
-    return final(read_table(path))
+def _table(path: Path, target: float | None, changed: int) -> pd.DataFrame:
+    """Read a table that several claims look at; ``changed`` is its time."""
+    return final(read_table(path), target)
 
 
-def _parts(study: Study, of_a: Mapping[int, float], of_b: Mapping[int, float]) -> Parts | None:
-    """None where all seeds are the study's own, or its sweep's."""
-    own = {*study.seeds, *(study.sweep.seeds if study.sweep else ())}
-    both = sorted(of_a.keys() & of_b.keys())
-    here, there = ([of_a[seed] - of_b[seed] for seed in both if (seed in own) == mine] for mine in (True, False))
-    if not here or not there:
-        return None
-    return Parts(len(here), sum(here) / len(here), len(there), sum(there) / len(there), differ(here, there))
-
-
-def _lack(study: Study, values: Final, label: str, metric: str) -> int:
-    """How many runs of an arm have an accuracy and not ``metric``."""
-    if metric == SWEEP_GAIN:
-        return 0
-    there, has = (of_seeds(study.seeds, values[of].get(label)) for of in ("accuracy", metric))
-    return len(there.keys() - has.keys())
-
-
-def sweep_gain(study: Study, values: Final, arm: str) -> dict[int, float]:
-    """Seed of the sweep -> an arm's primary accuracy at the largest value of its key, less that at the smallest."""
+def sweep_gain(study: Study, values: pd.DataFrame, arm: str) -> pd.Series:
+    """Return seed of the sweep -> an arm's accuracy at the largest value of its key, less that at the smallest."""
     assert study.sweep is not None
-    largest, smallest = (
-        of_seeds(study.sweep.seeds, values["accuracy"].get(f"{arm}@{value:g}"))
-        for value in (max(study.sweep.values), min(study.sweep.values))
-    )
-    return {seed: largest[seed] - smallest[seed] for seed in largest if seed in smallest}
+    ends = (max(study.sweep.values), min(study.sweep.values))
+    largest, smallest = (of_arm(values, ACCURACY, f"{arm}@{value:g}", study.sweep.seeds) for value in ends)
+    return (largest - smallest).dropna()
 
 
-def counted(study: Study, values: Final) -> tuple[int, int]:
-    """How many runs of a study the table has the primary accuracy of, and how many there are to be: the most that there
-    may be while the sweep has not said which value is the best of each arm."""
+def _lacking(study: Study, values: pd.DataFrame, claim: Claim, arm: str, label: str) -> int:
+    """Return how many runs of an arm have an accuracy and not the claim's metric."""
+    if claim.metric == SWEEP_GAIN:
+        return 0
+    judged, has = (of_arm(values, metric, label, study.seeds) for metric in (ACCURACY, claim.metric))
+    return len(judged.index.difference(has.index))
+
+
+def _by_origin(study: Study, differences: pd.Series) -> dict[str, float]:
+    own = differences.index.isin([*study.seeds, *(study.sweep.seeds if study.sweep else ())])
+    here, elsewhere = differences[own].dropna(), differences[~own].dropna()
+    if here.empty or elsewhere.empty:
+        return {}
+    from scipy import stats
+
+    p = stats.ttest_ind(here, elsewhere, equal_var=False).pvalue if min(len(here), len(elsewhere)) > 1 else np.nan
+    return {"here": here.mean(), "elsewhere": elsewhere.mean(), "seeds_elsewhere": len(elsewhere), "p_same": float(p)}
+
+
+def _row(found: Comparison, of: Sequence[pd.Series]) -> dict[str, object]:
+    """Return a comparison as a row of a table; ``mean_a`` and ``mean_b`` are over the seeds that both have."""
+    both = of[0].index.intersection(of[1].index)
+    row = {key: value for key, value in asdict(found).items() if key not in ("differences", "above")}
+    row |= {"mean_a": of[0][both].mean(), "mean_b": of[1][both].mean()}
+    return row | (dict(zip(("above_a", "above_b"), found.above, strict=True)) if found.above else {})
+
+
+def compared(study: Study, values: pd.DataFrame) -> pd.DataFrame:
+    """Return every comparison of a study, a row each, with its verdict.
+
+    ``kind`` is "planned", "planned, at the common value", the same "without cut runs" (not corrected), "claim", or
+    "afterwards", a claim that was made once the results were known.
+    """
+    tables = []
+    for which, kind in (("best", PLANNED), ("common", f"{PLANNED}, at the common value")):
+        if which not in labels(study, values):
+            continue
+        made = [(kind, comparison) for comparison in comparisons(study, values, which)]
+        if study.afterwards.two_states is not None:
+            made += [(f"{kind}, by t", comparison) for comparison in comparisons(study, values, which, by_t=True)]
+        made += [(f"{kind}, without cut runs", comparison) for comparison in without_cut(study, values, which)]
+        for name, found in made:
+            of = [of_arm(values, ACCURACY, arm, study.seeds) for arm in (found.a, found.b)]
+            verdict = "" if name.endswith("cut runs") else found.verdict()
+            tables.append(pd.DataFrame([{"kind": name, "metric": ACCURACY} | _row(found, of) | {"verdict": verdict}]))
+    for kind, claims in (("claim", study.claims), ("afterwards", study.afterwards.claims)):
+        if claims:
+            tables.append(verdicts(study, values, claims).assign(kind=kind))
+    return pd.concat(tables, ignore_index=True).reindex(columns=COLUMNS) if tables else pd.DataFrame(columns=COLUMNS)
+
+
+def by_arm(study: Study, rows: pd.DataFrame, values: pd.DataFrame) -> pd.DataFrame:
+    """Return a row for each arm and each metric that a run has once: over how many runs, their mean and deviation.
+
+    ``runs_of`` is "study" or "sweep", whose seeds are not compared.
+    """
+    of_steps = rows.metric[rows.duplicated(["arm", "seed", "metric"])].unique()
+    values = values.drop(columns=["last_step", *of_steps], errors="ignore")
+    if study.afterwards.two_states is not None:
+        values = values.assign(**{IN_UPPER_STATE: (values.accuracy > study.afterwards.two_states) * 1.0})
+    kind = np.where(values.index.get_level_values("seed").isin(study.seeds), "study", "sweep")
+    long = values.assign(runs_of=kind).reset_index().melt(["arm", "seed", "runs_of"], var_name="metric")
+    found = long.groupby(["arm", "runs_of", "metric"]).value.agg(["count", "mean", "std"])
+    return found[found["count"] > 0].rename(columns={"count": "runs"}).reset_index()
+
+
+def counted(study: Study, values: pd.DataFrame) -> tuple[int, int]:
+    """Return how many runs of a study the table has, and how many there are to be.
+
+    While the sweep has not said which value is the best of each arm, the second is the most that there may be.
+    """
     runs, more = first_runs(study), 0
     if study.sweep is not None:
         best = {arm: float(label.partition("@")[2]) for arm, label in labels(study, values)["best"].items()}
@@ -288,28 +258,39 @@ def counted(study: Study, values: Final) -> tuple[int, int]:
         else:
             more = len(study.arms) * len(study.seeds) * (1 if study.sweep.common is None else 2)
     wanted = {(run.label, run.seed) for run in runs}
-    there = {(label, seed) for label, seeds in values["accuracy"].items() for seed in seeds}
-    return len(there & wanted), len(wanted) + more
+    judged = set(values.index[values.accuracy.notna()]) if ACCURACY in values else set()
+    return len(judged & wanted), len(wanted) + more
 
 
-def hours(rows: Iterable[Row]) -> dict[str, float]:
-    """Device -> hours of it that the runs took, from their metrics ``hours/DEVICE``."""
-    found: dict[str, float] = defaultdict(float)
-    for *_, metric, value in rows:
-        if metric.startswith(HOURS):
-            found[metric.removeprefix(HOURS)] += value
-    return dict(found)
+def hours(rows: pd.DataFrame) -> dict[str, float]:
+    """Return device -> the hours of it that the runs took."""
+    of = rows[rows.metric.str.startswith(HOURS)]
+    return of.groupby(of.metric.str.removeprefix(HOURS)).value.sum().to_dict()
 
 
-def of_seeds(seeds: Iterable[int], values: Mapping[int, float] | None) -> dict[int, float]:
-    """An arm's values, seed -> value, of those seeds that have one."""
-    return {seed: values[seed] for seed in seeds if values is not None and seed in values}
+def over_problems(study: Study, rows: pd.DataFrame, a: str, b: str) -> tuple[int, float, float] | None:
+    """Return how many problems there are, and the 95 % interval of a - b over seeds and problems.
 
-
-def _compared(
-    a: str, b: str, of_a: Mapping[int, float], of_b: Mapping[int, float], bound: float | None = None
-) -> Comparison | None:
-    """Two arms over the seeds that both have; None for less than two. With ``bound`` their counts above it."""
-    if len(set(of_a) & set(of_b)) < 2:
+    The primary accuracy is compared; the other intervals hold for these problems alone. Returns None where fewer than
+    two seeds have the judgements of both arms, or there are fewer than two problems.
+    """
+    shares = [_shares(rows, study.primary, label) for label in (a, b)]
+    seeds = [seed for seed in study.seeds if all(seed in of for of in shares)]
+    if len(seeds) < 2 or min(map(len, shares[0][seeds[0]].values())) < 2:
         return None
-    return paired(a, b, of_a, of_b) if bound is None else by_state(a, b, of_a, of_b, bound)
+    tasks = sorted(shares[0][seeds[0]])
+    differences = [np.array([shares[0][seed][task] - shares[1][seed][task] for seed in seeds]) for task in tasks]
+    _, low, high = over_seeds_and_problems(differences)
+    return sum(of.shape[1] for of in differences), low, high
+
+
+def _shares(rows: pd.DataFrame, evaluation: str, label: str) -> dict[int, dict[int, np.ndarray]]:
+    """Return seed -> task -> the share of right answers to each problem."""
+    found: dict[int, dict[int, np.ndarray]] = {}
+    of = rows[(rows.arm == label) & rows.metric.str.startswith(f"{BY_PROBLEM}{evaluation}/")]
+    for seed, metric, problems in zip(of.seed, of.metric, of.value, strict=True):
+        _, _, task, policy, what, answers, digits = metric.split("/")
+        if (policy, what) == ("adapter", "right"):
+            judged = unpacked(digits, int(problems), int(answers))
+            found.setdefault(int(seed), {})[int(task)] = judged.mean(axis=1)
+    return found

@@ -3,10 +3,16 @@
 import json
 from pathlib import Path
 
+import pandas as pd
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
 
 from qerl_recipes.files.whole_folder import write_text
+from qerl_recipes.study import runner
+from qerl_recipes.study.inventory import COLUMNS
+from qerl_vllm_plugin.adapter.folder import base_hash
 
 CONTENT = {
     "recipe": "recipe.yaml",
@@ -18,6 +24,16 @@ CONTENT = {
     "comparisons": [["b", "a"]],
     "target_reward": 0.5,
 }
+
+
+def table_of(rows):
+    """Rows (arm, seed, step, metric, value) as a table."""
+    return pd.DataFrame(rows, columns=COLUMNS).astype({"value": float})
+
+
+@pytest.fixture
+def rows_table():
+    return table_of
 
 
 @pytest.fixture
@@ -35,17 +51,46 @@ def study(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def make_base():
+    """make_base(value): a checkpoint with other weights -> its name in a table."""
+
+    def make(value):
+        Path("base").mkdir(exist_ok=True)
+        Path("base/config.json").write_text("{}")
+        save_file({"w": torch.full((4,), float(value))}, "base/model.safetensors")
+        return base_hash("base")[:12]
+
+    return make
+
+
+@pytest.fixture
+def claimed():
+    """claimed(plan, folder) -> the folder, as a study that begins in it leaves it."""
+
+    def begin(plan, folder):
+        folder.mkdir()
+        runner._claim(plan, folder)
+        return folder
+
+    return begin
+
+
+@pytest.fixture
 def finish():
     """finish(run, folder, accuracy, rewards): what `qerl train` and `qerl evaluate` leave behind of a run."""
 
-    def leave(one, folder, accuracy, rewards=(0.0, 1.0)):
-        of = folder / one.folder
-        (of / "evaluation" / "greedy").mkdir(parents=True)
-        task = {"base": {"accuracy": 0.1}, "adapter": {"accuracy": accuracy}}
+    def leave(run, folder, accuracy, rewards=(0.0, 1.0), problems=None):
+        of = folder / run.folder
+        (of / "evaluation" / "greedy").mkdir(parents=True, exist_ok=True)
         lines = [{"step": i + 1, "reward": r, "entropy": 1.0, "step_seconds": 2.0} for i, r in enumerate(rewards)]
         lines.insert(1, {"step": 1, "eval/reward": 9.0})  # an evaluation on held-out problems while training
         (of / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        if Path("base/config.json").is_file():
+            (of / "adapter").mkdir(exist_ok=True)
+            (of / "adapter/qerl_state.json").write_text(json.dumps({"base_hash": base_hash("base")}))
+        task = {"base": {"accuracy": 0.1}, "adapter": {"accuracy": accuracy}}
+        result = {"tasks": {"running_sum": task}, "problems_sha256": {"running_sum": problems} if problems else {}}
         # last and whole, as `qerl evaluate` does: a study that runs reads it as soon as it is there
-        write_text(of / "evaluation" / "greedy" / "evaluation.json", json.dumps({"tasks": {"running_sum": task}}))
+        write_text(of / "evaluation" / "greedy" / "evaluation.json", json.dumps(result))
 
     return leave

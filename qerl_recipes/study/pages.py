@@ -1,0 +1,348 @@
+"""Write the pages of studies: one template for a study, one for a folder of studies, the plan, and the plot."""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pandas as pd
+
+from qerl_recipes.study.inventory import beside
+from qerl_recipes.study.plan import SWEEP_GAIN, Study, StudyError
+from qerl_recipes.study.results import (
+    ACCURACY,
+    CUT,
+    PLANNED,
+    compared,
+    comparisons,
+    counted,
+    cut,
+    hours,
+    labels,
+    of_arm,
+)
+from qerl_recipes.study.statistics import ALPHA, POWER, T_ONLY, holm, visible
+
+CURVES, COMPARISONS, CONFIGURATIONS = "curves_best.png", "comparisons.csv", "configurations.csv"
+SMOOTHING = 5  # steps of the running mean in a plot
+SCHEDULES = ("sigma", "learning_rate")  # drawn as they are, since they are set
+OF_CLAIMS = (
+    f"Supported: the t test, corrected by Holm over the claims of the study, is below {100 * ALPHA:.0f} % in that "
+    "direction. Not supported: the 95 % interval excludes an effect of the planned margin. Inconclusive: neither. "
+    "Where a loss of at most the margin is claimed, the interval alone decides. t test only: the exact test of sign "
+    "flips, which does not assume normal differences, does not say so."
+)
+
+
+def page(study: Study, rows: pd.DataFrame, values: pd.DataFrame, file: Path, table: Path) -> str:
+    """Return the page of a study: question, answer, one table, one plot, and the command that repeats it."""
+    found = compared(study, values)
+    title, metrics = file.stem.replace("_", " "), " and ".join(plotted(study, rows)).replace("_", " ")
+    lines = [f"# Study: {title}", "", *([f"**{study.question}**", ""] if study.question else [])]
+    if answer := answered(study, values, found):
+        lines += [answer, ""]
+    lines += [*_comparisons(study, values, found), ""]
+    lines += [
+        f"![{metrics} over the steps]({CURVES})",
+        "",
+        f"*{metrics.capitalize()} over the steps. Line: mean over the seeds of the {SMOOTHING}-step running mean. "
+        "Band: range of the seeds.*",
+        "",
+        " ".join([*([study.about.strip()] if study.about else []), *_taken(study), progress(study, rows, values)]),
+        *_cut(study, values),
+        *([f"Every comparison and claim: [{COMPARISONS}]({COMPARISONS})."] if len(found) else []),
+        f"Every metric: [{CONFIGURATIONS}]({CONFIGURATIONS}).",
+        "",
+        "```bash",
+        f"qerl study {file}  # run it",
+        f"qerl study {file} --table {table}  # this page anew",
+        "```",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _comparisons(study: Study, values: pd.DataFrame, found: pd.DataFrame) -> list[str]:
+    """Return the table of the planned comparisons; without any, that of the configurations."""
+    names = labels(study, values)["best"]
+    planned = found[found.kind == PLANNED]
+    if planned.empty:
+        means = {names[arm]: _accuracies(study, values, names[arm]) for arm in study.arms if arm in names}
+        return markdown(pd.DataFrame({"configuration": means.keys(), "accuracy": means.values()}))
+    shown = pd.DataFrame({"a": planned.a, "b": planned.b, "seeds": planned.seeds.astype(int)})
+    for side in ("a", "b"):
+        shown[f"accuracy of {side}"] = [_accuracies(study, values, label) for label in planned[side]]
+    bound = study.afterwards.two_states
+    if bound is None:
+        shown["a - b, points (95 %)"] = [points(row) for row in planned.to_dict("records")]
+    else:
+        for side in ("a", "b"):
+            shown[f"runs of {side} above {percent(bound)}"] = planned[f"above_{side}"].astype(int)
+    shown["p (Holm)"] = planned.p_holm.map("{:.3f}".format)
+    shown["a is"] = planned.verdict
+    return [*markdown(shown), "", _how_compared(study, values)]
+
+
+def _how_compared(study: Study, values: pd.DataFrame) -> str:
+    """Return how the table of comparisons was made, and what its seeds can show."""
+    many = f"p corrected by Holm over {len(study.comparisons)} planned comparisons"
+    text = "Accuracy before → after training."
+    if study.sweep is not None:
+        text += f" Each configuration is at its best {study.sweep.key} (@)."
+    if study.afterwards.two_states is not None:
+        return (
+            f"{text} Fisher's exact test on the counts, chosen afterwards since runs end in two states, which the "
+            f"planned t test does not fit; {many}."
+        )
+    made = comparisons(study, values)
+    seeds, spreads = max(c.seeds for c in made), sorted(pd.Series(c.differences).std() for c in made)
+    text += f" t test, paired by seed (one base, the same problems); {many}."
+    if any(c.verdict().endswith(T_ONLY) for c in made):
+        text += f" The exact test cannot go below {2.0 ** (1 - seeds):.2g} with {seeds} seeds."
+    if any(study.settled(study.arms[arm]).get("quantization") == "bf16" for pair in study.comparisons for arm in pair):
+        text += f" BF16 reruns differ as seeds do: {COMPARISONS} has unpaired intervals."
+    least = 100 * visible(spreads[len(spreads) // 2], seeds, len(study.comparisons))
+    return f"{text} A true difference of {least:.1f} points would be found in {percent(POWER)} of such studies."
+
+
+def percent(share: float) -> str:
+    """Return a share as a percentage without decimals."""
+    return f"{100 * share:.0f} %"
+
+
+def _accuracies(study: Study, values: pd.DataFrame, label: str) -> str:
+    before, after = (of_arm(values, metric, label, study.seeds).mean() for metric in (f"base_{ACCURACY}", ACCURACY))
+    parts = [f"{100 * value:.1f}" for value in (before, after) if pd.notna(value)]
+    return f"{' → '.join(parts)} %" if pd.notna(after) else "not evaluated"
+
+
+def _cut(study: Study, values: pd.DataFrame) -> list[str]:
+    """Name the runs whose answers do not end; reward and judge read the last number of an answer all the same."""
+    if (named := cut(values)).empty:
+        return []
+    runs = ", ".join(f"{arm} seed {seed} ({percent(share)})" for (arm, seed), share in named.items())
+    also = f"; {COMPARISONS} has the comparisons without them" if study.comparisons else ""
+    return [f"Runs that end with more than {percent(CUT)} of their completions cut: {runs}{also}."]
+
+
+def _taken(study: Study) -> list[str]:
+    """Name the configurations that another study has run."""
+    if study.taken is None:
+        return []
+    pairs = ", ".join(f"{arm} is {label}" for arm, label in study.taken.arms.items())
+    return [f"Taken from {study.taken.study}, which has made the same runs: {pairs}."]
+
+
+def progress(study: Study, rows: pd.DataFrame, values: pd.DataFrame) -> str:
+    """Return how many of a study's runs the table has, and what they took."""
+    there, total = counted(study, values)
+    slash = "/" if len(labels(study, values)["best"]) == len(study.arms) else " of at most "
+    return f"{', '.join([f'{there}{slash}{total} runs', *_cost(hours(rows))])}."
+
+
+def _cost(by_device: Mapping[str, float]) -> list[str]:
+    return [f"{value:.1f} {device.removeprefix('NVIDIA ')}-hours" for device, value in sorted(by_device.items())]
+
+
+def points(row: Mapping[str, float]) -> str:
+    """Return a difference with its interval: of accuracies in percentage points."""
+    scale, form = (100, "{:+.1f}") if is_accuracy(str(row["metric"])) else (1, "{:+.3g}")
+    mean, low, high = (form.format(scale * row[key]) for key in ("difference", "low", "high"))
+    return f"{mean} ({low} to {high})"
+
+
+def is_accuracy(metric: str) -> bool:
+    """Return True if differences of a metric are percentage points."""
+    return metric.startswith(ACCURACY) or metric == SWEEP_GAIN
+
+
+def effect(row: Mapping[str, float]) -> str:
+    """Return what was measured of a comparison: its difference, or the counts of two states."""
+    if pd.notna(row.get("above_a")):
+        return f"{row['above_a']:.0f} and {row['above_b']:.0f} of {row['seeds']:.0f} runs"
+    unit = " points" if is_accuracy(str(row["metric"])) else ""
+    mean, interval = points(row).split(" ", 1)
+    return f"{mean}{unit} {interval}"
+
+
+def answered(study: Study, values: pd.DataFrame, found: pd.DataFrame) -> str:
+    """Return the answer with its figures; nothing while one of them is missing.
+
+    Raises StudyError for a name in braces that is no arm, no planned pair and no claim.
+    """
+    names = labels(study, values)["best"]
+    claims = {claim.claim for claim in (*study.claims, *study.afterwards.claims)}
+    figures = {}
+    for what in re.findall(r"\{([^{}]+)\}", study.afterwards.answer):
+        arm, claim, pair = what.removeprefix("base "), what.removeprefix("claim: "), tuple(what.split(" - "))
+        if arm in study.arms:
+            metric = ACCURACY if what == arm else f"base_{ACCURACY}"
+            accuracies = of_arm(values, metric, names.get(arm, ""), study.seeds)
+            shown = [f"{100 * accuracies.mean():.1f} %"] if len(accuracies) else []
+        elif claim != what and claim in claims:
+            shown = [effect(row) for row in found[found.claim == claim].to_dict("records") if row.get("seeds", 0) > 0]
+        elif pair in study.comparisons:
+            row = found[(found.kind == PLANNED) & (found.a == names.get(pair[0])) & (found.b == names.get(pair[1]))]
+            shown = [effect(row) for row in row.to_dict("records")]
+        else:
+            raise StudyError(f"afterwards.answer: {{{what}}} names no arm, planned pair or claim of this study")
+        if not shown:
+            return ""
+        figures[what] = shown[0]
+    return re.sub(r"\{([^{}]+)\}", lambda match: figures[match[1]], study.afterwards.answer.strip())
+
+
+def markdown(table: pd.DataFrame) -> list[str]:
+    """Return a table as lines of Markdown."""
+    rows = [list(table.columns), ["---"] * table.shape[1], *table.astype(str).to_numpy().tolist()]
+    return [f"| {' | '.join(row)} |".replace(" --- ", "---") for row in rows]
+
+
+def overview(folder: Path, found: Mapping[Path, tuple[Study, pd.DataFrame, pd.DataFrame]]) -> str:
+    """Return the page over all studies of a folder: what was found, every claim, and how to run one.
+
+    ``found`` maps each study's file to its plan, the rows of its table (none if there is no table), and its values.
+    """
+    run = {file: of for file, of in found.items() if len(of[1])}
+    tables = {file: compared(study, values) for file, (study, _, values) in run.items()}
+    counts = [counted(study, values)[0] for study, _, values in run.values()]
+    cost = pd.DataFrame([hours(rows) for _, rows, _ in run.values()]).sum().to_dict()
+    where = os.path.relpath(folder)
+    lines = [
+        "# Studies",
+        "",
+        "A study trains configurations of one recipe with several seeds and compares their accuracy, paired by seed. "
+        "Plans (`NAME.yaml`) were written before their runs; what was added once the results were known stands under "
+        f"`afterwards`. The tables hold {', '.join([f'{sum(counts)} runs', *_cost(cost)])}. This page and those of "
+        f"the studies are written by `qerl study {where}`.",
+        "",
+        "## What was found",
+        "",
+    ]
+    for file, (study, _, values) in run.items():
+        first_line = answered(study, values, tables[file]).partition("\n")[0]
+        lines.append(f"* [{file.stem}]({file.stem}/README.md): {first_line or study.question}")
+    waiting = ", ".join(f"[{file.stem}]({file.name})" for file in found if file not in run)
+    lines += [*([f"* Not run yet: {waiting}."] if waiting else []), ""]
+    if tables:
+        lines += [_significant(tables, sum(len(study.comparisons) for study, *_ in run.values())), ""]
+    lines += _claims(found, tables)
+    example = next(iter(run or found))
+    pair = next(iter(found[example][0].comparisons), ("A", "B"))
+    lines += [
+        "## Run one",
+        "",
+        "```bash",
+        f"qerl study {example} --dry-run  # the plan: configurations, runs, tests",
+        f"qerl study {example} --jobs 4  # on a GPU; stopped at any time, the same command goes on",
+        f"qerl study {example} --finished {beside(example)}  # only what that table lacks",
+        f"qerl compare {example} {' '.join(pair)} --metric mean_reward  # any two, by any metric",
+        f"qerl study {where}  # run nothing: every page anew from the tables",
+        "```",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _significant(tables: Mapping[Path, pd.DataFrame], planned: int) -> str:
+    """Return how many planned comparisons are significant, corrected by study and over all studies."""
+    made = pd.concat([of[of.kind == PLANNED].assign(study=file.stem) for file, of in tables.items()])
+    by_study = made[made.p_holm < ALPHA]
+    left = made[pd.Series(holm(made.p.tolist(), planned), index=made.index).to_numpy() < ALPHA]
+    names = ", ".join(f"{row.a} - {row.b} of {row.study}" for row in left.itertuples())
+    return (
+        f"{len(by_study)} of {planned} pre-registered comparisons of accuracy are significant (Holm, per study); "
+        f"corrected over all {planned}, {len(left)}{': ' if names else ''}{names}."
+    )
+
+
+def _claims(
+    found: Mapping[Path, tuple[Study, pd.DataFrame, pd.DataFrame]], tables: Mapping[Path, pd.DataFrame]
+) -> list[str]:
+    """Return the planned claims, each with what every study says of it."""
+    rows = pd.concat(
+        [of[of.kind == "claim"].assign(study=file.stem) for file, of in tables.items()] or [pd.DataFrame()]
+    )
+    untested = {claim: why for study, *_ in found.values() for claim, why in study.afterwards.untested.items()}
+    if rows.empty and not untested:
+        return []
+    said = []
+    for claim, of in rows.groupby("claim", sort=False) if len(rows) else ():
+        by_verdict = of.groupby("verdict").study.agg(", ".join)
+        said.append(
+            {"claim": claim, "verdict": "; ".join(f"{verdict}: {names}" for verdict, names in by_verdict.items())}
+        )
+    said += [{"claim": claim, "verdict": f"not tested: {why}"} for claim, why in untested.items()]
+    return ["## Planned claims", "", *markdown(pd.DataFrame(said)), "", OF_CLAIMS, ""]
+
+
+def outline(study: Study, file: Path) -> str:
+    """Return the plan as Markdown: what a study would run, and how it would be judged."""
+    sweep, arms, seeds = study.sweep, len(study.own_arms), len(study.seeds)
+    keys = [", ".join(f"{k}: {json.dumps(v)}" for k, v in own.items()) for own in study.arms.values()]
+    texts = (study.question, study.about.strip(), f"Recipe: {study.recipe}")
+    lines = [f"# {file}", "", *(line for text in texts if text for line in (text, ""))]
+    lines += [*markdown(pd.DataFrame({"arm": study.arms.keys(), "keys over the recipe's": keys})), "", "Runs:", ""]
+    best = "" if sweep is None else f", each arm at its own best {sweep.key}"
+    if sweep is not None:
+        lines.append(
+            f"* first {arms} arms x {len(sweep.values)} values of {sweep.key} ({_listed(sweep.values)}) x "
+            f"{len(sweep.seeds)} seeds ({_listed(sweep.seeds)}) = {arms * len(sweep.values) * len(sweep.seeds)}, for "
+            "the best value of each arm"
+        )
+    lines.append(f"* {arms} arms x {seeds} seeds ({_listed(study.seeds)}) = {arms * seeds}{best}")
+    if sweep is not None and sweep.common is not None:
+        common = f"{sweep.key} {sweep.common:g}"
+        lines.append(f"* and at {common} for all, where that is not the best: up to {arms * seeds}")
+    lines += ["", *(line for text in _taken(study) for line in (text, "")), "Evaluations, after each run:", ""]
+    for name, options in study.evaluations.items():
+        primary = " (primary: decides)" if name == study.primary else ""
+        lines.append(f"* {name}{primary}: {', '.join(f'{key}: {value}' for key, value in options.items())}")
+    pairs = ", ".join(f"{a} - {b}" for a, b in study.comparisons)
+    lines += [
+        "",
+        f"Judged by the adapter's accuracy in {study.primary}, paired by seed: {pairs or 'no comparison'}. Two-sided t "
+        f"test, corrected by Holm over the comparisons; at {ALPHA:.0%} or more a difference is not significant.",
+    ]
+    for claim in study.claims:
+        a, b = claim.pair
+        lines.append(
+            f"* claim: {claim.claim}. Supported if {a}'s {claim.metric} is {claim.expect} than {b}'s; an effect below "
+            f"{claim.margin:g} does not matter."
+        )
+    return "\n".join([*lines, *(["", OF_CLAIMS] if study.claims else [])])
+
+
+def _listed(values: list[int] | list[float]) -> str:
+    return ", ".join(f"{value:g}" for value in values)
+
+
+def plotted(study: Study, rows: pd.DataFrame) -> list[str]:
+    """Return the metrics that a study's plot shows: by default the reward, and the entropy of all completions."""
+    entropy = "sampled_entropy" if (rows.metric == "sampled_entropy").any() else "entropy"
+    return list(study.afterwards.plot.metrics) or ["reward", entropy]
+
+
+def draw(study: Study, rows: pd.DataFrame, values: pd.DataFrame, path: Path) -> None:
+    """Write as PNG the plot of a study: for each arm the mean and the range of its seeds over the steps."""
+    from matplotlib.figure import Figure
+
+    names, metrics = labels(study, values)["best"], plotted(study, rows)
+    figure = Figure(figsize=(5.5 * len(metrics), 3.8), layout="constrained")
+    panels = figure.subplots(1, len(metrics), squeeze=False)[0]
+    for panel, metric in zip(panels, metrics, strict=True):
+        for number, arm in enumerate(study.arms):
+            of = rows[(rows.arm == names.get(arm)) & (rows.metric == metric) & rows.seed.isin(study.seeds)]
+            if of.empty or (study.afterwards.plot.arms and arm not in study.afterwards.plot.arms):
+                continue
+            runs = of.pivot_table(index="step", columns="seed", values="value").dropna()
+            if metric not in SCHEDULES:
+                runs = runs.rolling(SMOOTHING, min_periods=1).mean()
+            style = "steps-post" if metric in SCHEDULES else "default"
+            panel.plot(runs.index, runs.mean(axis=1), color=f"C{number}", label=arm, drawstyle=style)
+            panel.fill_between(runs.index, runs.min(axis=1), runs.max(axis=1), color=f"C{number}", alpha=0.15, lw=0)
+        panel.set_title(metric.replace("_", " "), loc="left", fontsize=10)
+        panel.set_xlabel("step")
+        panel.grid(alpha=0.3)
+    if panels[0].lines:
+        panels[0].legend(fontsize=8, frameon=False)
+    figure.savefig(path, dpi=110, metadata={"Software": None})

@@ -1,0 +1,416 @@
+"""Train and evaluate every run of a study, several at a time; a study may be stopped and started at will.
+
+A run's folder holds what `qerl train` writes, ``evaluation/NAME/`` of each evaluation, ``log.txt``, and the time that
+it took of its device, ``hours.jsonl``. What is there is not done again: a finished run is left alone, an interrupted
+training goes on from its last saved state.
+
+The start of an engine takes longer than many an evaluation. So the runs that wait for theirs on the same weights get it
+in one process, on one engine. None waits for others to come.
+"""
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from qerl_recipes.files.whole_folder import lock, write_text
+from qerl_recipes.machine.gpu import installed_gpu, visible_names
+from qerl_recipes.machine.processes import end_with, inherited
+from qerl_recipes.study.check import check, check_tasks, refuse_missing_bases, with_list
+from qerl_recipes.study.inventory import (
+    RESULT,
+    STEPS,
+    TIMES,
+    accuracy,
+    all_runs,
+    is_finished,
+    keep,
+    refuse_other_weights,
+)
+from qerl_recipes.study.plan import Run, Study, StudyError, flags
+from qerl_vllm_plugin.wire.address import hidden
+
+CLI, LOG = "qerl_recipes.cli", "log.txt"
+MARK, RECIPE = "study.json", "recipe_keys"  # of a study's folder, and in it the keys of its recipe
+REFUSED, HINT = "qerl: ", "(QERL_TRACEBACK"  # begin a command's refusal, and the line after it
+PATIENCE = 120.0  # seconds for a training to end that a killed study has left behind
+ARGUMENT = 100_000  # bytes; Linux takes an argument of 128 KiB
+EVALUATE = 4  # one in so many jobs evaluates, while there is something to train
+MOST = 5  # failed runs whose reasons are given at the end
+
+
+class RunsFailedError(StudyError):
+    """Report the runs of a study that have failed; the others are there."""
+
+
+def run(study: Study, folder: Path, *, jobs: int = 1, minutes: float | None = None, table: Path | None = None) -> bool:
+    """Run what is missing of ``study`` below ``folder``; return True if all of it is there now.
+
+    ``jobs`` trainings or evaluations work at a time, dealt out to the visible GPUs; several on a GPU need
+    vllm_kv_cache_memory_bytes in the recipe, and kv_cache_memory_bytes in the evaluations. After ``minutes`` everything
+    is told to end; the next call goes on. SIGTERM and Ctrl-C do the same. The runs that ``table`` has are not made
+    again (``inventory.keep``), in this call or later.
+
+    Before anything runs, raises StudyError for: keys that `qerl train` or `qerl evaluate` would refuse; evaluations
+    whose problems or judge are missing; a ``folder`` of another study, of one at work, or of this one with another
+    recipe; a base that is missing, or holds other weights than for the runs so far; a ``table`` that is not this
+    study's. At the end, raises RunsFailedError, naming each run that has failed.
+    """
+    if jobs < 1:
+        raise StudyError(f"--jobs is {jobs}; it must be at least 1")
+    environment = _environment(jobs)  # before torch and what it imports have added to it
+    check(study)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        handle = lock(folder)
+    except BlockingIOError as error:
+        raise StudyError(f"another `qerl study` is at work in {folder}; wait for it, or name another folder") from error
+    try:
+        _claim(study, folder)
+        if table is not None:
+            keep(study, table, folder)
+        refuse_other_weights(study, folder)
+        if missing := [one for one in all_runs(study, folder) if not is_finished(study, one, folder)]:
+            refuse_missing_bases(study, missing)
+            check_tasks(study)
+        gpu = installed_gpu()
+        share = min(1.0, max(1, len(visible_gpus())) / jobs)
+        machine = Machine("CPU" if gpu is None else gpu.name, environment, share)
+        with _ends_in_order(machine, minutes):
+            failed = finish_all(study, folder, jobs, machine)
+    finally:
+        os.close(handle)
+    if failed:
+        more = [f"and {len(failed) - MOST} more, whose reasons stand above"] if len(failed) > MOST else []
+        raise RunsFailedError("; ".join([*failed[:MOST], *more]))
+    return not machine.stopping.is_set()
+
+
+def _claim(study: Study, folder: Path) -> None:
+    """Write the study and its recipe's keys into its folder, or see that they are those that stand there.
+
+    What is written for the reader of a page, and what was added afterwards, may change.
+    """
+    texts = {"about", "question", "afterwards"}
+    mark, content = folder / MARK, json.loads(study.model_dump_json(exclude=texts))
+    recipe = json.loads(json.dumps(study.decided({}), default=str))
+    if not mark.is_file():
+        if any(folder.iterdir()):
+            raise StudyError(f"{folder} is not empty and holds no study; name another folder with --output")
+        write_text(mark, json.dumps({**content, RECIPE: recipe}, indent=1) + "\n")
+        return
+    before = json.loads(mark.read_text(encoding="utf-8"))
+    begun = before.pop(RECIPE, {})
+    before = json.loads(Study.model_validate(before).model_dump_json(exclude=texts))
+    if changed := sorted(key for key in {*begun, *recipe} if begun.get(key) != recipe.get(key)):
+        raise StudyError(
+            f"{folder} was begun with another {study.recipe}: {', '.join(changed)} differ; put them back, or begin "
+            "anew with another --output"
+        )
+    if changed := sorted(key for key in content if before[key] != content[key]):
+        raise StudyError(
+            f"{folder} holds another study: {', '.join(changed)} differ; name another folder with --output"
+        )
+
+
+# The processes.
+
+
+@dataclass
+class Machine:
+    """Hold the processes of a study that run now, and whether it is to stop; threads share it.
+
+    ``device`` is the name of its GPUs, or "CPU"; each process gets ``environment``, and ``share`` of one device.
+    """
+
+    device: str
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    share: float = 1.0
+    processes: set[subprocess.Popen[bytes]] = field(default_factory=set)
+    lock: threading.RLock = field(default_factory=threading.RLock)  # a signal may come while one is answered
+    stopping: threading.Event = field(default_factory=threading.Event)
+
+    def stop(self) -> None:
+        """Ask every process to end: a training saves its state at the end of the rollout, an evaluation is redone."""
+        self.stopping.set()
+        with self.lock:
+            for process in self.processes:
+                process.send_signal(signal.SIGTERM)
+
+    def call(self, arguments: Sequence[str], log: Path, gpu: str | None, *, beside: Sequence[Path] = ()) -> int | None:
+        """Run ``qerl ARGUMENTS`` with its output appended to ``log``; return its exit code, None if it was not started.
+
+        ``gpu`` is the one that it may see, None for all that this process sees. ``beside`` are the logs of other runs
+        that it works for; they say where its output is, and the time is divided among all.
+        """
+        with self.lock:
+            if self.stopping.is_set():
+                return None
+            stream = log.open("ab")
+            stream.write(hidden(f"$ qerl {shlex.join(arguments)}\n").encode())
+            stream.flush()
+            for other in beside:
+                with other.open("a", encoding="utf-8") as lines:
+                    lines.write(f"$ qerl {arguments[0]} for this run and others: see {log}\n")
+            environment = {**self.environment, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
+            command = [sys.executable, "-m", CLI, *arguments]
+            with_us = functools.partial(end_with, os.getpid())
+            began = time.monotonic()
+            process = subprocess.Popen(
+                command, stdout=stream, stderr=subprocess.STDOUT, env=environment, preexec_fn=with_us
+            )
+            self.processes.add(process)
+        try:
+            return process.wait()
+        finally:
+            with self.lock:
+                self.processes.discard(process)
+            stream.close()
+            seconds = (time.monotonic() - began) * self.share / (1 + len(beside))
+            for one in (log, *beside):
+                with (one.parent / TIMES).open("a", encoding="utf-8") as record:
+                    record.write(json.dumps({"device": self.device, "seconds": round(seconds, 3)}) + "\n")
+
+
+def say(line: str) -> None:
+    """Print a line about a run."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them; one alone needs no name."""
+    names = visible_names()
+    return names if len(names) > 1 else []
+
+
+def _environment(jobs: int) -> dict[str, str]:
+    """Return the environment of a study's processes: this one's, with a share of the processor's threads.
+
+    Torch takes a thread for each core and lets it spin, which slows everything if each job does so.
+    """
+    found = inherited()
+    if jobs > 1:
+        found.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // jobs)))
+    return found
+
+
+@contextlib.contextmanager
+def _ends_in_order(machine: Machine, minutes: float | None) -> Iterator[None]:
+    """SIGTERM, Ctrl-C and the end of ``minutes`` tell the runs to end, and this process waits for them."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, lambda *_: machine.stop()) for number in numbers]
+    timer = threading.Timer(60 * (minutes or 0.0), machine.stop)
+    timer.daemon = True
+    if minutes is not None:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+# What is left to do, and who does it.
+
+
+@dataclass
+class Left:
+    """Hold the runs that wait, in the order of the plan, and how many evaluations are at work."""
+
+    study: Study
+    jobs: int
+    untrained: list[Run] = field(default_factory=list)
+    trained: list[Run] = field(default_factory=list)
+    evaluations: int = 0
+
+    def next(self, places: int) -> tuple[list[Run], bool]:
+        """Return the runs to begin on one of ``places`` free places, and whether they are trained; none if none waits.
+
+        Once nothing is left to train, the free places share what is left to evaluate.
+        """
+        may_evaluate = not self.untrained or self.evaluations < max(1, self.jobs // EVALUATE)
+        if self.trained and may_evaluate:
+            weights = _weights(self.study, self.trained[0])
+            together = [one for one in self.trained if _weights(self.study, one) == weights]
+            if not self.untrained:
+                together = together[: -(-len(together) // places)]
+            self.trained = [one for one in self.trained if one not in together]
+            return together, True
+        return ([self.untrained.pop(0)] if self.untrained else []), False
+
+
+def finish_all(study: Study, folder: Path, jobs: int, machine: Machine) -> list[str]:
+    """Finish what is missing; return why runs failed.
+
+    An arm whose sweep is through goes on at its best value while others are still at theirs.
+    """
+    free = list(itertools.islice(itertools.cycle(visible_gpus() or [None]), jobs))
+    left, failed, begun = Left(study, jobs), list[str](), dict[str, float]()
+    at_work: dict[Future[list[str]], tuple[str | None, list[Run], bool]] = {}
+    with ThreadPoolExecutor(jobs) as pool:
+        while True:
+            known = all_runs(study, folder)
+            finished = {one.folder for one in known if is_finished(study, one, folder)}
+            more = ", of those known yet" if study.sweep else ""
+            say(f"{len(finished)} of {len(known)} runs are there{more}")
+            for one in known:
+                if one.folder not in begun.keys() | finished:
+                    (left.trained if (folder / one.folder / "adapter").is_dir() else left.untrained).append(one)
+                    begun[one.folder] = time.monotonic()
+            while free and (waiting := left.next(len(free)))[0]:
+                runs, trained = waiting
+                gpu = free.pop(0)
+                task = pool.submit(_evaluate if trained else _train, study, runs, folder, machine, gpu, begun)
+                at_work[task] = gpu, runs, trained
+                left.evaluations += trained
+            if not at_work:
+                return failed
+            for task in wait(at_work, return_when=FIRST_COMPLETED).done:
+                gpu, runs, trained = at_work.pop(task)
+                free.append(gpu)
+                left.evaluations -= trained
+                failed += (reasons := task.result())
+                if not trained and not reasons and not machine.stopping.is_set():
+                    left.trained = sorted([*left.trained, *runs], key=lambda one: list(begun).index(one.folder))
+
+
+def _train(
+    study: Study, runs: Sequence[Run], root: Path, machine: Machine, gpu: str | None, begun: dict[str, float]
+) -> list[str]:
+    """Train one run; return why it failed."""
+    (one,) = runs
+    folder = root / one.folder
+    begun[one.folder] = time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    _wait_for_the_last(folder, machine)
+
+    def attempt() -> int | None:
+        keys = {**one.keys, "seed": one.seed, "output_dir": str(folder)}
+        if any(folder.glob("checkpoint-*")):
+            keys["resume_from_checkpoint"] = True
+        return machine.call(["train", "--config", str(study.recipe), *flags(keys)], folder / LOG, gpu)
+
+    code = attempt()
+    if _failed_to_start(code, one, folder, machine):
+        code = attempt()
+    return [] if code == 0 else _failure(one, folder, code, machine)
+
+
+def _evaluate(
+    study: Study, runs: Sequence[Run], root: Path, machine: Machine, gpu: str | None, begun: dict[str, float]
+) -> list[str]:
+    """Evaluate runs, as far as that is missing; return why it failed.
+
+    If several fail together, each is evaluated on its own, and only those that fail then have failed.
+    """
+
+    def attempt() -> int | None:
+        if not (missing := _evaluations(study, runs, root)):
+            return 0
+        log, *beside = (root / one.folder / LOG for one in runs)
+        return machine.call(["evaluate-each", json.dumps(missing)], log, gpu, beside=beside)
+
+    def apart(*parts: Sequence[Run]) -> list[str]:
+        return [reason for part in parts for reason in _evaluate(study, part, root, machine, gpu, begun)]
+
+    if len(runs) > 1 and len(json.dumps(_evaluations(study, runs, root))) > ARGUMENT:
+        return apart(runs[: len(runs) // 2], runs[len(runs) // 2 :])
+    code, folder = attempt(), root / runs[0].folder
+    if _failed_to_start(code, runs[0], folder, machine):
+        code = attempt()
+    if code != 0 and len(runs) > 1:
+        return apart(*([one] for one in runs))
+    if code != 0:
+        return _failure(runs[0], folder, code, machine)
+    for one in runs:
+        seconds = time.monotonic() - begun[one.folder]
+        say(f"{one.folder}: done, {seconds:.0f} s, {accuracy(study, one, root):.1%}")
+    return []
+
+
+def _weights(study: Study, one: Run) -> tuple[Any, ...]:
+    """Return what runs must agree on to be evaluated together; ``evaluate_each`` separates those that cannot be."""
+    recipe = study.settled(one.keys)
+    return recipe["model_name_or_path"], recipe.get("quantization"), recipe.get("lora_r")
+
+
+def _failed_to_start(code: int | None, one: Run, folder: Path, machine: Machine) -> bool:
+    """Return True, and say so, if a command ended because its engine did not start, and may do better a second time.
+
+    Of engines that start side by side one fails now and then: vLLM chooses a free port before it takes it, and may read
+    a file of its compilation cache while another process writes it. A refusal, a training that has made a step, and
+    what was told to end are left alone.
+    """
+    if code is None or code <= 0 or machine.stopping.is_set():
+        return False
+    has_steps = not (folder / "adapter").is_dir() and (folder / STEPS).exists()
+    if has_steps or _reason(folder / LOG).startswith(REFUSED):
+        return False
+    say(f"{one.folder}: ended with {code} before it had made anything, and is begun once more")
+    return True
+
+
+def _evaluations(study: Study, runs: Sequence[Run], root: Path) -> list[dict[str, Any]]:
+    """Return the options of the evaluations of ``runs`` that are missing.
+
+    Those of one name stand beside each other, so that neighbours share an engine if they want the same one.
+    """
+    missing = []
+    for name, one in itertools.product(study.evaluations, runs):
+        folder, recipe = root / one.folder, study.settled(one.keys)
+        options = study.evaluations_of(one).get(name)
+        if options is None or (folder / "evaluation" / name / RESULT).is_file():
+            continue
+        settings = {
+            "base": recipe["model_name_or_path"],
+            "adapter": str(folder / "adapter"),
+            "quantization": recipe.get("quantization", "qerl_nvfp4"),
+            "adapter_only": not study.judges_base(one),
+            "output_dir": str(folder / "evaluation" / name),
+        }
+        missing.append({**settings, **with_list(options)})
+    return missing
+
+
+def _wait_for_the_last(folder: Path, machine: Machine) -> None:
+    """Wait for a training that a killed study has left behind to save its state and end, but not for ever."""
+    until = time.monotonic() + PATIENCE
+    while time.monotonic() < until and not machine.stopping.is_set():
+        try:
+            os.close(lock(folder))
+            return
+        except BlockingIOError:
+            time.sleep(0.2)
+
+
+def _failure(one: Run, folder: Path, code: int | None, machine: Machine) -> list[str]:
+    if machine.stopping.is_set():
+        return []  # told to end; the next call goes on
+    reason = _reason(folder / LOG)
+    say(f"{one.folder}: failed: {reason}")
+    return [f"{one.folder} ended with {code}: {reason} (all of it in {folder / LOG})"]
+
+
+def _reason(log: Path) -> str:
+    """Return why the last command in a log has failed: its refusal, or else its last line."""
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    begins = max((i for i, line in enumerate(lines) if line.startswith("$ ")), default=-1)
+    output = lines[begins + 1 :]
+    refusals = [i for i, line in enumerate(output) if line.startswith(REFUSED)]
+    if not refusals:
+        return output[-1] if output else "it said nothing"
+    whole = itertools.takewhile(lambda line: not line.startswith(HINT), output[refusals[-1] :])
+    return " ".join(line.strip() for line in whole)

@@ -1,0 +1,423 @@
+"""Tables and folders of a study: what they say of its runs, and which runs are not taken for this study's."""
+
+import gzip
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from qerl_recipes.cli import app
+from qerl_recipes.study import check as checks
+from qerl_recipes.study import inventory, runner
+from qerl_recipes.study.commands import conduct
+from qerl_recipes.study.plan import StudyError, first_runs, later_runs, read
+from qerl_recipes.study.results import final, hours
+
+RECIPE = {"model_name_or_path": "base", "quantization": "bf16", "learning_rate": 1e-3, "lora_r": 32}
+
+
+def test_a_table_is_read_as_it_was_written(rows_table, tmp_path):
+    rows = [("none", s, 60, "accuracy", (100 + s) / 512) for s in (0, 1)]  # a name that pandas reads as missing
+    rows += [("NA", 0, 60, "accuracy", float("nan"))] + [("none", 0, step, "reward", 1 / 3) for step in (1, 2)]
+    file = tmp_path / "new" / inventory.TABLE
+    inventory.write_table(rows_table(rows), file)
+    found = inventory.read_table(file)
+    exact = found[found.metric == "accuracy"].value.tolist()
+    assert exact[1:] == [100 / 512, 101 / 512] and pd.isna(exact[0])  # what a run has once, from which verdicts follow
+    assert set(found[found.metric == "reward"].value) == {0.333333}
+    written = file.read_bytes()
+    inventory.write_table(found[::-1], file)
+    assert file.read_bytes() == written
+
+
+def test_an_older_table_is_read_by_todays_names(tmp_path):
+    text = "arm,seed,step,metric,value\na,0,1,reward_area,0.5\na,0,1,equal_groups,0.25\na,0,1,accuracy,1.0\n"
+    (tmp_path / "old.csv.gz").write_bytes(gzip.compress(text.encode()))
+    assert inventory.read_table(tmp_path / "old.csv.gz").metric.tolist() == [
+        "mean_reward",
+        "frac_reward_zero_std",
+        "accuracy",
+    ]
+
+
+GOOD = gzip.compress(b"arm,seed,step,metric,value\na,0,1,accuracy,0.5\n")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"no table",
+        b"",
+        GOOD[:-9],
+        GOOD[:12] + b"\0\0" + GOOD[14:],
+        gzip.compress(b""),
+        gzip.compress(b"arm,seed,metric,step,value\na,0,1,2,3\n"),
+        gzip.compress(b"arm,seed,step,metric,value\na,0,1,accuracy,half\n"),
+        None,
+    ],
+)
+def test_a_broken_table_is_refused(content, study, tmp_path):
+    file = tmp_path / "broken.csv.gz"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(StudyError, match=r"broken\.csv\.gz is no table of a study .*qerl study writes one"):
+        conduct(study(), table=file)
+    assert not (tmp_path / "README.md").exists()
+
+
+def steps_of(**columns):
+    frame = pd.DataFrame(columns)
+    return frame.set_index(frame.pop("step") if "step" in frame else pd.RangeIndex(1, len(frame) + 1))
+
+
+def test_what_the_steps_of_a_run_come_to():
+    steps = steps_of(
+        reward=[0.0, 0.2, 0.4, 0.6, 0.8, 1.0], entropy=[3.0, 2.0, 1.0, 1.0, 1.0, 0.0], step_seconds=[2.0] * 6
+    )
+    found = inventory.summaries(steps, 0.5)
+    assert found["mean_reward"] == pytest.approx(0.5) and found["entropy_start"] == pytest.approx(1.6)
+    assert found["median_step_seconds"] == 2.0 and found["entropy_end"] == pytest.approx(1.0)
+    assert (found["steps_to_target"], found["seconds_to_target"]) == (6, pytest.approx(12.0))  # 0.6 after 0.4
+    assert not found.keys() & {"reward_gain", "clipped_end", "sampled_entropy_start", "mean_logp_diff"}
+    assert "steps_to_target" not in inventory.summaries(steps, 0.9) and "steps_to_target" not in inventory.summaries(
+        steps, None
+    )
+    # a rollout that serves two steps is scored in the first of them; the second takes its time all the same
+    halves = steps.set_index(2 * steps.index - 1).reindex(range(1, 13))
+    halves.loc[halves.index % 2 == 0, ["entropy", "step_seconds"]] = 9.0, 1.0
+    found = inventory.summaries(halves, 0.5)
+    assert found["mean_reward"] == pytest.approx(0.5)
+    assert (found["steps_to_target"], found["seconds_to_target"]) == (11, pytest.approx(6 * 2.0 + 5 * 1.0))
+
+
+def test_growth_and_cut_completions_are_of_the_scored_steps():
+    numbers = list(range(1, 21))
+    grown = steps_of(
+        reward=[i / 100 for i in numbers],
+        completion_clipped=[i / 100 for i in numbers],
+        logp_diff_mean=[0.1] * 20,
+        frac_reward_zero_std=[0.25] * 20,
+        rollout_tokens_per_s=[100.0 * i for i in numbers],
+        sampled_entropy=numbers,
+    )
+    grown = pd.concat([grown, pd.DataFrame({"completion_clipped": 9.0}, index=grown.index + 0.5)]).sort_index()
+    found = inventory.summaries(grown, None)
+    assert found["reward_gain"] == pytest.approx(0.155 - 0.03) and found["clipped_end"] == pytest.approx(0.18)
+    assert (found["mean_logp_diff"], found["mean_frac_reward_zero_std"]) == (pytest.approx(0.1), 0.25)
+    assert found["median_rollout_tokens_per_s"] == 1050.0 and found["sampled_entropy_start"] == pytest.approx(2.0)
+    short = steps_of(reward=[0.1] * 14)
+    assert "reward_gain" not in inventory.summaries(short, None)
+
+
+@pytest.mark.parametrize("rewards", [[21 / 256] * 7, [4 / 3, 4 / 3, 4 / 3, 1.0, 1.0, 1.4, 1.4]])
+def test_a_reward_that_a_table_has_rounded_has_reached_its_target(rewards):
+    target = sum(rewards[:5]) / 5
+    short = steps_of(reward=[float(f"{reward:.6g}") for reward in rewards])
+    assert short.reward[:5].mean() < target
+    assert inventory.summaries(short, target)["steps_to_target"] == 5
+
+
+@pytest.fixture
+def published(study, finish, make_base, claimed, tmp_path):
+    """The study, its table with the sweep and the first three later runs, and the folders of the others."""
+    plan = read(study())
+    Path("recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    name, out = make_base(1), claimed(plan, tmp_path / "elsewhere")
+    for one in first_runs(plan):
+        finish(one, out, 0.5 if one.value == (1e-4 if one.arm == "a" else 1e-3) else 0.2)
+    later = [one for one in inventory.all_runs(plan, out) if one.kind != "sweep"]
+    for i, one in enumerate(later[:3]):
+        finish(one, out, 0.3 + i / 100, rewards=[0.1, 0.9] * 4)
+    (out / later[0].folder / inventory.TIMES).write_text(
+        '{"device": "H200", "seconds": 1800.0, "command": "train"}\n' * 2
+    )
+    rows = inventory.collect(plan, out)
+    assert set(inventory.facts(rows, inventory.BASE)) == {name} and hours(rows) == {"H200": 1.0}
+    file = tmp_path / "published" / inventory.TABLE
+    inventory.write_table(rows, file)
+    return plan, file, [one.folder for one in later[3:]]
+
+
+@pytest.fixture
+def trained(monkeypatch, finish):
+    """Trainings that leave at once what they and their evaluations make -> the runs that were trained."""
+    found = []
+
+    def train(study, runs, root, *_):
+        found.extend(run.folder for run in runs)
+        for run in runs:
+            finish(run, root, 0.9)
+        return []
+
+    monkeypatch.setattr(runner, "_train", train)
+    monkeypatch.setattr(runner, "check", lambda study: None)
+    return found
+
+
+def test_a_run_is_what_its_folder_says(published):
+    plan, file, _ = published
+    values = final(inventory.read_table(file), plan.target_reward)
+    run = values.loc["a@0.0001", 0]
+    assert run.accuracy == 0.3 and run.base_accuracy == 0.1 and run.mean_reward == pytest.approx(0.5)
+    assert run["eval/reward"] == 9.0 and run.steps_to_target == 6  # five in a row are 0.42 or 0.58 on average
+    assert final(inventory.read_table(file), 0.4).loc["a@0.0001", 0].steps_to_target == 5, (
+        "it is this target that counts"
+    )
+    assert pd.isna(final(inventory.read_table(file), 0.95).get("steps_to_target", pd.Series([float("nan")]))).all()
+
+
+def test_the_runs_of_a_table_are_not_made_again(published, trained, finish, tmp_path, monkeypatch):
+    plan, file, missing = published
+    out, table = tmp_path / "out", tmp_path / "out" / inventory.TABLE
+    conduct(Path("study.yaml"), out, finished=file)
+    assert sorted(trained) == sorted(missing) and missing
+    before, after = (inventory.read_table(path) for path in (file, table))
+    new = pd.concat([before, after]).drop_duplicates(keep=False)
+    assert len(new) == len(after) - len(before) and {f"{row.arm}/seed-{row.seed}" for row in new.itertuples()} == {
+        *missing
+    }
+    trained.clear()
+    conduct(Path("study.yaml"), out)  # the next call knows them without the option
+    assert trained == [] and inventory.read_table(table).equals(after)
+    finish(first_runs(plan)[0], out, 0.99)  # what the table says counts
+    assert inventory.collect(plan, out).sort_values(inventory.COLUMNS, ignore_index=True).equals(after)
+    monkeypatch.setattr(runner, "check_tasks", lambda study: pytest.fail("no evaluation is needed"))
+    conduct(Path("study.yaml"), tmp_path / "second", finished=table)
+
+
+def test_another_table_takes_the_place_of_the_one_before(published, tmp_path):
+    plan, file, _ = published
+    inventory.keep(plan, file, tmp_path)
+    before, rows = inventory.kept(tmp_path), inventory.read_table(file)
+    gone = next(iter(before))
+    inventory.write_table(rows[(rows.arm != gone[0]) | (rows.seed != gone[1])], file)
+    inventory.keep(plan, file, tmp_path)
+    assert before.keys() - inventory.kept(tmp_path).keys() == {gone}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda rows: rows.assign(arm="c@0.001"), "is no run of this study"),
+        (lambda rows: rows.assign(seed=77), "is no run of this study"),
+        (lambda rows: rows.assign(arm="a@0.5"), "is no run of this study"),
+        (lambda rows: rows.assign(arm="a"), "is no run of this study"),
+        (lambda rows: rows[rows.metric != "accuracy"], "has no accuracy; leave --finished out"),
+        (lambda rows: rows[~rows.metric.str.startswith("base/")], "has no base/;"),
+        (lambda rows: rows[~rows.metric.str.startswith("plan/")], "has no plan/;"),
+        (lambda rows: rows.replace(r"^plan/.*", "plan/000000000000", regex=True), "made by other keys"),
+        (lambda rows: rows.replace(r"^base/.*", "base/000000000000", regex=True), "another base"),
+    ],
+)
+def test_a_table_that_is_not_of_this_study_is_refused(change, message, published, tmp_path):
+    plan, file, _ = published
+    rows = inventory.read_table(file)
+    changed = (rows.arm == rows.arm.iloc[-1]) & (rows.seed == rows.seed.iloc[-1])
+    inventory.write_table(pd.concat([rows[~changed], change(rows[changed])]), file)
+    out = tmp_path / "out"
+    out.mkdir()
+    with pytest.raises(StudyError, match=message):
+        inventory.keep(plan, file, out)
+    assert list(out.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "message"),
+    [
+        ({"lora_r": 16}, {}, "made by other keys"),
+        ({"max_steps": 100}, {}, "made by other keys"),
+        ({"model_name_or_path": "other"}, {}, "made by other keys"),
+        ({"learning_rate": 2e-3}, {}, None),  # each run has its own, by the sweep
+        ({}, {"arms": {"a": {"quantization": "nf4"}, "b": {"quantization": "qerl_nvfp4"}}}, "made by other keys"),
+        ({}, {"evaluations": {"greedy": {"tasks": "gsm8k"}}}, "made by other keys"),
+        ({}, {"evaluations": {"greedy": {"tasks": "running_sum", "max_new_tokens": 9}}}, "made by other keys"),
+        ({}, {"arms": {"a": {"quantization": "bf16"}, "d": {}}, "comparisons": None}, "is no run of this study"),
+        ({}, {"seeds": [5, 6, 7]}, "is no run of this study"),
+    ],
+)
+def test_a_plan_that_was_changed_since_is_refused(recipe, changes, message, published, study, tmp_path):
+    _, file, _ = published
+    conduct(study(), table=file)
+    page = (file.parent / "README.md").read_bytes()
+    Path("recipe.yaml").write_text(yaml.safe_dump(dict(reversed({**RECIPE, **recipe}.items())), sort_keys=False))
+    plan = read(study(**changes))
+    for refused in (lambda: inventory.keep(plan, file, tmp_path), lambda: conduct(Path("study.yaml"), table=file)):
+        if message is None:
+            refused()
+            continue
+        with pytest.raises(StudyError, match=message):
+            refused()
+    assert (file.parent / "README.md").read_bytes() == page
+
+
+def test_a_base_that_is_not_here_does_not_matter(published, tmp_path):
+    """A base of the hub is never here, and one that is made first is not yet."""
+    plan, file, _ = published
+    shutil.rmtree("base")
+    inventory.keep(plan, file, tmp_path)
+    assert inventory.kept(tmp_path)
+
+
+def test_a_run_needs_all_its_evaluations_one_of_the_sweep_the_primary(study, rows_table, make_base, tmp_path):
+    sampled = {"tasks": "running_sum", "num_samples": 8, "temperature": 1.0}
+    plan, name = read(study(evaluations={"greedy": {"tasks": "running_sum"}, "sampled": sampled})), make_base(1)
+
+    def rows(run, *metrics):
+        of_run = (*metrics, f"plan/{inventory.plan_of(plan, run)}", f"base/{name}")
+        return [(run.label, run.seed, 2, metric, 1.0) for metric in of_run]
+
+    swept, best = first_runs(plan)[0], later_runs(plan, {"a": 1e-3})[0]
+    whole, half = tmp_path / "whole.csv.gz", tmp_path / "half.csv.gz"
+    inventory.write_table(rows_table([*rows(swept, "accuracy"), *rows(best, "accuracy", "accuracy/sampled")]), whole)
+    inventory.keep(plan, whole, tmp_path)
+    assert inventory.kept(tmp_path).keys() == {(run.label, run.seed) for run in (swept, best)}
+    for lacks, has in (("accuracy/sampled", "accuracy"), ("accuracy", "accuracy/sampled")):
+        inventory.write_table(rows_table([*rows(swept, "accuracy"), *rows(best, has)]), half)
+        with pytest.raises(StudyError, match=f"{best.folder} has no {lacks}; leave --finished out"):
+            inventory.keep(plan, half, tmp_path)
+
+
+def test_a_base_that_is_made_anew_is_refused(published, trained, make_base, tmp_path):
+    _, file, _ = published
+    out = tmp_path / "out"
+    conduct(Path("study.yaml"), out, finished=file)
+    make_base(2)
+    trained.clear()
+    with pytest.raises(StudyError, match=r"was trained on another base \(.*put those weights back"):
+        conduct(Path("study.yaml"), out)
+    for folder in out.glob("*@*"):
+        shutil.rmtree(folder)
+    with pytest.raises(StudyError, match=r"finished\.csv\.gz: .* was trained on another base .*leave --finished out"):
+        conduct(Path("study.yaml"), out)
+    assert trained == []
+
+
+def test_runs_that_were_asked_other_problems_are_not_compared(study, tmp_path, finish):
+    plan, out = read(study(sweep=None)), tmp_path / "out"
+    for one in first_runs(plan):
+        finish(one, out, 0.5, problems="old")
+    problems = inventory.facts(inventory.collect(plan, out), inventory.PROBLEMS)
+    assert problems.nunique() == 1 and problems.iloc[0].startswith("greedy/")
+    finish(next(one for one in first_runs(plan) if one.folder == "b/seed-1"), out, 0.5, problems="new")
+    with pytest.raises(StudyError, match=r"evaluations.greedy: b/seed-1 was asked other problems than a/seed-0; put"):
+        inventory.collect(plan, out)
+
+
+@pytest.mark.parametrize("nothing_runs", [["--dry-run"], ["--table", "t.csv.gz"]], ids=["dry-run", "table"])
+@pytest.mark.parametrize("option", ["--finished t.csv.gz", "--output out", "--minutes 3", "--jobs 2"])
+def test_where_nothing_runs_the_option_is_refused(nothing_runs, option, study, tmp_path):
+    said = CliRunner().invoke(app, ["study", str(study()), *option.split(), *nothing_runs])
+    assert said.exit_code == 2 and "leave --finished," in " ".join(said.output.split())
+
+
+# Arms that are taken from the table of another study.
+
+TAKEN = {"study": "study.yaml", "arms": {"r32": "b@0.001"}}
+RANKS = {"r8": {"quantization": "qerl_nvfp4", "lora_r": 8}, "r32": {"quantization": "qerl_nvfp4", "lora_r": 32}}
+
+
+@pytest.fixture
+def smaller(study, finish, claimed, tmp_path):
+    """smaller(**changes): a study of ranks that takes one arm from study.yaml, which has run at 1e-3."""
+    plan = read(study(arms={"a": {}, "b": {"quantization": "qerl_nvfp4"}}))
+    Path("recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    out = claimed(plan, tmp_path / "out")
+    for one in first_runs(plan):
+        finish(one, out, 0.2 if one.value == 1e-4 else 0.5)
+    for one in inventory.all_runs(plan, out):
+        if one.kind != "sweep":
+            finish(one, out, 0.3 + one.seed / 100)
+    (out / "b@0.001/seed-0" / inventory.TIMES).write_text('{"device": "H200", "seconds": 3600.0}\n')
+    inventory.write_table(inventory.collect(plan, out), Path("study") / inventory.TABLE)
+    first = Path("study.yaml").read_text()
+
+    def write(**changes):
+        plan = {"arms": RANKS, "sweep": None, "comparisons": [["r8", "r32"]], "taken": TAKEN, **changes}
+        file = study(**plan).rename("smaller.yaml")
+        Path("study.yaml").write_text(first)
+        return file
+
+    return write
+
+
+def test_an_arm_that_is_there_is_not_run_again(smaller, finish, claimed, tmp_path):
+    plan = read(smaller())
+    checks.check(plan)
+    assert {run.arm for run in first_runs(plan)} == {"r8"}
+    out = claimed(plan, tmp_path / "small")
+    for one in first_runs(plan):
+        finish(one, out, 0.25)
+    rows = inventory.collect(plan, out)
+    accuracies = final(rows, None).accuracy
+    assert accuracies["r32"].to_dict() == {0: 0.3, 1: 0.31, 2: 0.32}  # not those of the sweep
+    assert accuracies["r8"].to_dict() == dict.fromkeys((0, 1, 2), 0.25)
+    assert hours(rows) == {}  # they are counted where they ran
+    table = tmp_path / "made" / inventory.TABLE
+    inventory.write_table(rows, table)
+    page = conduct(Path("smaller.yaml"), table=table).read_text()
+    assert "3/3 runs." in page and "Taken from study.yaml" in page and "r32 is b@0.001" in page
+    assert "| r8 | r32 | 3 | 10.0 → 25.0 % | 10.0 → 31.0 % | -6.0 (" in page
+    said = CliRunner().invoke(app, ["study", "smaller.yaml", "--dry-run"])
+    assert said.exit_code == 0 and "1 arms x 3 seeds" in said.output and "r32 is b@0.001" in said.output
+    based = [(arm, seed, 2, f"{inventory.BASE}000000000000", 1.0) for arm in RANKS for seed in (0, 1, 2)]
+    inventory.write_table(pd.concat([rows, pd.DataFrame(based, columns=inventory.COLUMNS)]), table)
+    inventory.keep(plan, table, tmp_path)  # r32 is taken from the other study again
+    assert inventory.kept(tmp_path).keys() == {("r8", seed) for seed in (0, 1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"taken": {**TAKEN, "study": "nowhere.yaml"}}, "nowhere.yaml has no table .* run that study first"),
+        ({"taken": {**TAKEN, "arms": {"r32": "b"}}}, "b/seed-0 of .* has no accuracy"),
+        ({"taken": {**TAKEN, "arms": {"r32": "c@0.001"}}}, "c@0.001/seed-0 of .* has no accuracy"),
+        ({"taken": {**TAKEN, "arms": {"r32": "b@0.0001"}}}, "b@0.0001/seed-0 of .* has no accuracy"),
+        ({"taken": {**TAKEN, "arms": {"r32": "a@0.001"}}}, "taken.arms.r32: a@0.001.*not say .* the keys of this arm"),
+        ({"taken": {**TAKEN, "arms": {"r8": "b@0.001"}}}, "taken.arms.r8: b@0.001.*not say .* the keys of this arm"),
+        ({"arms": {**RANKS, "r32": {**RANKS["r32"], "max_steps": 7}}}, "does not say .* so that it is run here"),
+        ({"evaluations": {"greedy": {"tasks": "other"}}}, "does not say .* its evaluations"),
+        ({"evaluations": {"alike": {"tasks": "running_sum"}}, "primary": "alike"}, "does not say .* its evaluations"),
+        ({"seeds": [0, 1, 7]}, "b@0.001/seed-7 of .* has no accuracy"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_arm_whose_runs_would_not_be_the_same_is_not_taken(changes, message, smaller):
+    with pytest.raises(StudyError, match=message):
+        inventory.taken_rows(read(smaller(**changes)))
+
+
+def test_an_arm_is_taken_on_the_base_that_it_was_trained_on(smaller, make_base):
+    plan, file = read(smaller()), Path("study") / inventory.TABLE
+    rows = inventory.read_table(file)
+    checks.check(plan)  # no folder of that name: a model of the hub, known by its name
+    first = make_base(1)
+    with pytest.raises(
+        StudyError, match=rf"r32: b@0.001.*does not say on which base.*is now {first}; take the arm out"
+    ):
+        checks.check(plan)
+    based = pd.DataFrame([("b@0.001", s, 2, f"base/{first}", 1.0) for s in (0, 1, 2)], columns=inventory.COLUMNS)
+    inventory.write_table(pd.concat([rows, based]), file)
+    checks.check(plan)
+    second = make_base(2)
+    with pytest.raises(StudyError, match=rf"trained on another base \({first}\), and base is now {second}"):
+        checks.check(plan)
+    inventory.write_table(pd.concat([rows, based, based[:1].assign(metric=f"base/{second}")]), file)
+    with pytest.raises(StudyError, match="trained on another base"):
+        checks.check(plan)
+
+
+@pytest.mark.parametrize("edited", ["recipe", "no keys"])
+def test_an_arm_of_other_keys_than_there_are_now_is_refused(edited, smaller):
+    """Both studies would agree with each other, and with nothing that has run."""
+    plan, file = read(smaller()), Path("study") / inventory.TABLE
+    rows = inventory.read_table(file)
+    assert not inventory.taken_rows(plan).metric.str.startswith(inventory.PLAN).any()
+    if edited == "recipe":
+        Path("recipe.yaml").write_text(yaml.safe_dump({**RECIPE, "max_steps": 7}))
+    else:
+        inventory.write_table(rows[(rows.seed != 1) | ~rows.metric.str.startswith(inventory.PLAN)], file)
+    with pytest.raises(StudyError, match=r"taken\.arms\.r32: b@0\.001/seed-\d of .* does not say"):
+        inventory.taken_rows(plan)

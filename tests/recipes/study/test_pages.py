@@ -1,0 +1,466 @@
+"""What a study's table shows: comparisons, verdicts on claims, its page, the page over all studies, `qerl compare`."""
+
+import itertools
+import json
+import re
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+from scipy import stats
+from typer.testing import CliRunner
+
+from qerl_recipes.cli import app
+from qerl_recipes.evaluate.figures import summarize, unpacked
+from qerl_recipes.evaluate.intervals import over_seeds_and_problems
+from qerl_recipes.study import pages, results
+from qerl_recipes.study.commands import compare, conduct, sum_up
+from qerl_recipes.study.inventory import BY_PROBLEM, TABLE, all_runs, collect, keep, read_table, write_table
+from qerl_recipes.study.plan import StudyError, first_runs, later_runs, read
+
+ROOT = Path(__file__).parents[3]
+CLAIM = {"claim": "noise helps", "pair": ["b", "a"], "expect": "higher", "margin": 0.01}
+RATES = {"claim": "larger rates suit b", "pair": ["b", "a"], "expect": "higher", "margin": 0.01, "metric": "sweep_gain"}
+
+
+def accuracies(of_a, of_b, first=0):
+    """Rows of the accuracies of two arms, by seed."""
+    return [(arm, first + s, 9, "accuracy", v) for arm, of in (("a", of_a), ("b", of_b)) for s, v in enumerate(of)]
+
+
+# The committed studies.
+
+
+@pytest.fixture
+def at_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    return Path("recipes/studies")
+
+
+def test_committed_pages_are_those_of_the_committed_tables(at_root):
+    found = {}
+    for file in sorted(at_root.glob("*.yaml")):
+        study, table = read(file), file.with_suffix("") / TABLE
+        if not table.is_file():
+            found[file] = study, pd.DataFrame(), pd.DataFrame()
+            continue
+        rows = read_table(table)
+        values = results.final(rows, study.target_reward)
+        found[file] = study, rows, values
+        page = (table.parent / "README.md").read_text()
+        assert page == pages.page(study, rows, values, file, table), "run: qerl study recipes/studies"
+        tables = {pages.COMPARISONS: results.compared(study, values)}
+        tables[pages.CONFIGURATIONS] = results.by_arm(study, rows, values)
+        for name, content in tables.items():
+            made = content.to_csv(index=False, float_format="%.5g", lineterminator="\n")
+            assert content.empty or (table.parent / name).read_text() == made, "run: qerl study recipes/studies"
+        assert (table.parent / pages.CURVES).stat().st_size > 10_000 and "{" not in page
+    assert pages.overview(at_root, found) == (at_root / "README.md").read_text(), "run: qerl study recipes/studies"
+
+
+# as earlier versions of this code, which computed them otherwise, have published them
+PUBLISHED = [
+    ("smollm2_scales", "planned", "nvfp4_gptq", "bf16", 0.0032, -0.0148, 0.0212, 0.647),
+    ("smollm2_scales", "planned", "nvfp4_gptq", "nvfp4", 0.0426, 0.0301, 0.0551, 0.0035),
+    ("smollm2_scales", "planned, without cut runs", "nvfp4", "bf16", -0.0333, -0.0519, -0.0146, 0.0432),
+    ("smollm2_confirm", "planned", "rollout", "none", -0.0114, -0.0181, -0.00474, 0.0063),
+    ("smollm2_updates", "planned", "nvfp4_1", "bf16_1", -0.0438, -0.05805, -0.02955, 0.0052),
+    ("smollm2_steps", "planned", "nvfp4_lora@0.0001", "nf4_lora@0.0003", -0.0162, -0.0766, 0.0442, 1.0),
+    (
+        "smollm2_steps",
+        "planned, at the common value",
+        "nvfp4_lora@0.0001",
+        "nf4_lora@0.0001",
+        -0.0292,
+        -0.07711,
+        0.01871,
+        0.6634,
+    ),
+    ("smollm2_pick", "planned", "nvfp4_lora@0.0003", "nf4_lora@0.0003", 0.6, np.nan, np.nan, 1.0),
+]
+
+
+@pytest.mark.parametrize(("study", "kind", "a", "b", "difference", "low", "high", "p"), PUBLISHED)
+def test_figures_are_those_published_before(study, kind, a, b, difference, low, high, p, at_root):
+    found = pd.read_csv(at_root / study / pages.COMPARISONS)
+    (row,) = found[(found.kind == kind) & (found.a == a) & (found.b == b)].to_dict("records")
+    assert [row["difference"], row["low"], row["high"]] == pytest.approx([difference, low, high], abs=6e-5, nan_ok=True)
+    assert row["p_holm"] == pytest.approx(p, abs=6e-4)
+
+
+def test_the_run_that_a_page_begins_again_is_the_one_it_looks_up(at_root):
+    (block,) = re.findall(r"```bash\n(qerl train[^`]*zcat [^`]*)```", Path("recipes/studies.md").read_text())
+    training, lookup, _ = block.replace("\\\n", " ").strip().splitlines()
+    flags = dict(itertools.pairwise(shlex.split(training)[2:]))
+    file, label, seed, steps, metric = re.fullmatch(
+        r"zcat (\S+) \| grep '\^(\w+),(\d+),\[(.*)\],(\w+),'", lookup
+    ).groups()
+    plan, rows = read(Path(file).parent.with_suffix(".yaml")), read_table(Path(file))
+    of = rows[(rows.arm == label) & (rows.seed == int(seed)) & (rows.metric == metric)]
+    assert steps == "1-3" and {1, 2, 3} <= set(of.step) and plan.sweep is None  # so its runs are the first ones
+    (run,) = [run for run in first_runs(plan) if (run.label, run.seed) == (label, int(seed))]
+    keys = {**run.keys, "config": plan.recipe, "seed": seed, "output_dir": "runs/again"}
+    assert {word for word in flags if word.startswith("--")} == {f"--{key}" for key in keys}
+    for key, value in keys.items():
+        assert float(flags[f"--{key}"]) == value if isinstance(value, float) else flags[f"--{key}"] == str(value)
+
+
+# What follows from a table.
+
+
+def test_holm_counts_what_has_no_result_yet(study, rows_table):
+    arms, pairs = {"a": {}, "b": {}, "c": {}}, [["b", "a"], ["c", "a"], ["c", "b"]]
+    claims = [CLAIM, {**CLAIM, "pair": ["c", "a"]}]
+    plan = read(study(sweep=None, arms=arms, comparisons=pairs, claims=claims))
+    values = results.final(rows_table(accuracies([0.5, 0.51, 0.52], [0.6, 0.62, 0.63])), None)
+    (one,) = results.comparisons(plan, values)
+    assert one.p_holm == pytest.approx(3 * one.p)
+    found = results.verdicts(plan, values, plan.claims)
+    assert (
+        found.p_holm[0] == pytest.approx(2 * one.p) and found.verdict[1] == "inconclusive: no seed has accuracy of both"
+    )
+
+
+def test_a_metric_that_some_runs_lack_decides_nothing(study, rows_table):
+    claim = {**CLAIM, "expect": "lower", "margin": 1, "metric": "reward_gain"}
+    plan = read(study(sweep=None, claims=[claim, CLAIM]))
+    rows = accuracies([0.5] * 3, [0.5] * 3)
+    rows += [("a", seed, 60, "reward_gain", 30 + seed) for seed in (0, 1, 2)]
+    rows += [("b", seed, 60, "reward_gain", 10 + 1.5 * seed) for seed in (0, 1)]
+    found = results.verdicts(plan, results.final(rows_table(rows), None), plan.claims)
+    assert found.seeds.tolist() == [2, 3] and found.verdict[0] == "inconclusive: 1 runs lack it"
+    rows += [("b", 2, 60, "reward_gain", float("nan"))]
+    assert results.verdicts(plan, results.final(rows_table(rows), None), plan.claims).verdict[0].endswith("lack it")
+    rows[-1] = ("b", 2, 60, "reward_gain", 12.0)
+    found = results.verdicts(plan, results.final(rows_table(rows), None), plan.claims)
+    assert found.verdict[0] == "supported (t test only)" and found.p_holm[0] == pytest.approx(2 * found.p[0])
+
+
+def test_a_run_that_never_reached_its_target_counts_its_last_step(study, rows_table):
+    claim = {**CLAIM, "expect": "lower", "margin": 1, "metric": "steps_within"}
+    plan = read(study(sweep=None, afterwards={"claims": [claim]}))
+    rows = accuracies([0.5] * 3, [0.5] * 3)
+    reached = {("b", s): 10 + s for s in (0, 1, 2)} | {("a", s): 20 + s for s in (0, 1)}
+    for arm, seed in [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 1), ("b", 2)]:
+        rows += [(arm, seed, t, "reward", 2.5 * (t >= reached.get((arm, seed), 99))) for t in range(1, 41)]
+    values = results.final(rows_table(rows), plan.target_reward)
+    assert values.steps_within["a"].tolist() == [20.0, 21.0, 40.0]
+    found = results.verdicts(plan, values, plan.afterwards.claims)
+    assert (
+        found.difference[0] == pytest.approx((-10 - 10 + 12 - 40) / 3) and len(results.verdicts(plan, values, [])) == 0
+    )
+
+
+def test_seeds_of_other_studies_are_pooled_and_reruns_averaged(study, rows_table):
+    rows = rows_table(accuracies([0.5] * 3, [0.53, 0.54, 0.55]))
+    other = [("c", s, 9, "accuracy", 0.40) for s in (10, 11)] + [
+        ("d", s, 9, "accuracy", 0.2 + s / 100) for s in (10, 11)
+    ]
+    other += [("e", s, 9, "accuracy", 0.60 + s / 100) for s in (0, 1, 2)]
+    write_table(rows_table(other), Path("other") / TABLE)
+    pooled = {**CLAIM, "also": {"a": {"other.yaml": "c"}, "b": {"other.yaml": "d"}}}
+    averaged = {**CLAIM, "also": {"a": {"other.yaml": "e"}}}
+    plan = read(study(sweep=None, afterwards={"claims": [pooled, averaged]}))
+    five, three = results.verdicts(plan, results.final(rows, None), plan.afterwards.claims).to_dict("records")
+    p = stats.ttest_ind((0.03, 0.04, 0.05), (-0.1, -0.09), equal_var=False).pvalue
+    assert five["difference"] == pytest.approx(-0.07 / 5) and (five["seeds"], five["seeds_elsewhere"]) == (5, 2)
+    assert [five[key] for key in ("here", "elsewhere", "p_same")] == pytest.approx([0.04, -0.095, p])
+    assert three["difference"] == pytest.approx(-0.015) and np.isnan(three["here"])
+    plan = read(study(sweep=None, afterwards={"claims": [{**CLAIM, "also": {"a": {"other.yaml": "z"}}}]}))
+    with pytest.raises(StudyError, match=r"other/results.csv.gz has no accuracy of z; name an arm that has"):
+        results.verdicts(plan, results.final(rows, None), plan.afterwards.claims)
+
+
+def test_runs_whose_answers_do_not_end_are_named_and_left_out(study, rows_table):
+    plan = read(study(sweep=None))
+    rows = [
+        (arm, s, t, "completion_clipped", 0.1 * (arm == "a")) for arm in "ab" for s in (0, 1, 2) for t in range(1, 8)
+    ]
+    rows = [(a, s, t, m, 0.9 if (a, s) == ("b", 1) and t > 2 else v) for a, s, t, m, v in rows]
+    rows += [(arm, s, step, "reward", 0.1) for arm, s, step, *_ in rows]
+    rows = rows_table(rows + accuracies([0.5] * 3, [0.60, 0.30, 0.62]))
+    values = results.final(rows, None)
+    assert results.cut(values).to_dict() == {("b", 1): pytest.approx(0.9)}  # a tenth itself is not above it
+    (without,) = results.without_cut(plan, values)
+    assert without.difference == pytest.approx(0.11) and without.seeds == 2
+    page = pages.page(plan, rows, values, Path("study.yaml"), Path(TABLE))
+    assert "of their completions cut: b seed 1 (90 %); comparisons.csv has" in page and "+0.7 (-" in page
+    found = results.compared(plan, values)
+    assert found.difference[found.kind == "planned, without cut runs"].tolist() == pytest.approx([0.11])
+    fine = results.final(rows.assign(value=rows.value.where(rows.metric != "completion_clipped", 0.1)), None)
+    assert "completions cut" not in pages.page(plan, rows, fine, Path("study.yaml"), Path(TABLE))
+    assert results.without_cut(plan, fine) == []
+
+
+def test_runs_of_two_states_are_counted(study, rows_table):
+    of_b, of_a = (0.82, 0.83, 0.81, 0.84, 0.80, 0.82, 0.83), (0.82, 0.60, 0.59, 0.61, 0.62, 0.60, 0.58)
+    changes = {"sweep": None, "seeds": list(range(7)), "claims": [CLAIM], "afterwards": {"two_states": 0.75}}
+    plan, rows = read(study(**changes)), rows_table(accuracies(of_a, of_b))
+    values = results.final(rows, None)
+    (found,), (by_t,) = results.comparisons(plan, values), results.comparisons(plan, values, by_t=True)
+    assert found.above == (7, 1) and found.verdict() == "higher" and by_t.above is None and by_t.low > 0
+    page = pages.page(plan, rows, values, Path("study.yaml"), Path(TABLE))
+    assert f"| b | a | 7 | 82.1 % | 63.1 % | 7 | 1 | {found.p:.3f} | higher |" in page and "Fisher's exact test" in page
+    assert results.verdicts(plan, values, plan.claims).verdict.tolist() == ["supported"]
+    states = results.by_arm(plan, rows, values).query("metric == 'in_upper_state'")
+    assert states["mean"].tolist() == pytest.approx([1 / 7, 1.0]) and states.runs.tolist() == [7, 7]
+
+
+def test_the_page_follows_from_the_table(study, tmp_path, finish, claimed):
+    answer = "{b} and {a}, before {base a}: {b - a}.\n{claim: noise helps}"
+    file = study(claims=[CLAIM], question="Does it?", afterwards={"answer": answer})
+    plan, table = read(file), tmp_path / "made" / TABLE
+    out = claimed(plan, tmp_path / "out")
+    for one in first_runs(plan):
+        finish(one, out, 0.9 if one.value == 1e-3 else 0.1)  # the sweep's seeds: far from what is compared
+    for one in later_runs(plan, {"a": 1e-3, "b": 1e-3}):
+        finish(one, out, {"a": 0.5, "b": 0.6}[one.arm] + 0.01 * one.seed * (1 if one.arm == "a" else 1.1))
+    rows = collect(plan, out)
+    write_table(rows, table)
+    page = conduct(file, table=table).read_text()
+    mean = 0.101
+    assert page.startswith(
+        "# Study: study\n\n**Does it?**\n\n61.1 % and 51.0 %, before 10.0 %: +10.1 points (+9.9 to +10.3)."
+    )
+    assert "| b@0.001 | a@0.001 | 3 | 10.0 → 61.1 % | 10.0 → 51.0 % | +10.1 (+9.9 to +10.3) | 0.000 | higher (t" in page
+    assert "cannot go below 0.25 with 3 seeds" in page and "BF16 reruns differ" in page and "14/14 runs" in page
+    assert (table.parent / pages.CURVES).stat().st_size > 5000
+    means = pd.read_csv(table.parent / pages.CONFIGURATIONS).set_index(["arm", "runs_of", "metric"])
+    assert means.loc[("b@0.001", "study", "accuracy"), ["runs", "mean"]].tolist() == [3, 0.611]
+    assert means.loc[("a@0.0001", "sweep", "accuracy"), ["runs", "mean"]].tolist() == [2, 0.1]
+    metrics = set(means.index.get_level_values("metric"))
+    assert "mean_reward" in metrics and not metrics & {"reward", "last_step"}, "what each step has is no result"
+    found = pd.read_csv(table.parent / pages.COMPARISONS)
+    assert found.difference.tolist() == pytest.approx([mean] * 3) and found.kind.tolist()[-1] == "claim"
+    # a missing run: the page says so, and compares the seeds that are left
+    write_table(rows[(rows.arm != "b@0.001") | (rows.seed != 1)], table)
+    page = conduct(file, table=table).read_text()
+    assert "13/14 runs" in page and "| b@0.001 | a@0.001 | 2 |" in page
+    write_table(rows[rows.seed >= 100], table)
+    assert "8/14 runs" in (page := conduct(file, table=table).read_text()) and "points" not in page
+    for wrong in ("{c}", "{a - b}", "{claim: other}"):
+        with pytest.raises(StudyError, match=r"afterwards\.answer: .* names no"):
+            write_table(rows, table)
+            conduct(study(afterwards={"answer": wrong}), table=table)
+
+
+# `qerl compare`.
+
+
+@pytest.fixture
+def file(study, rows_table):
+    """A study of arms a and b over the seeds 0 to 2, with its table."""
+    path = study(sweep=None)
+    rows = accuracies([0.5] * 3, [0.6, 0.61, 0.62])
+    for seed in (0, 1, 2):
+        for step in (1, 2, 3, 4):
+            rows += [("a", seed, step, "reward", 0.1 * step), ("b", seed, step, "reward", 0.1 * (step + (step > 2)))]
+        rows += [("a", seed, 4, "reward_area", 10.0)] + [("b", seed, 4, "reward_area", 12.0 + seed)] * (seed != 1)
+        rows += [(arm, seed, 4, "completion_clipped", 0.1 * seed + (arm == "b")) for arm in "ab"]
+    write_table(rows_table(rows), Path("study") / TABLE)
+    write_table(rows_table(accuracies([0.7] * 3, [0.5] * 3)), Path("other.csv.gz"))
+    write_table(rows_table([("c", 0, 4, "accuracy", 0.5)]), Path("wrong.csv.gz"))
+    return path
+
+
+def test_two_arms_are_compared_by_hand(file):
+    said = CliRunner().invoke(app, ["compare", "study.yaml", "b", "a"])
+    # differences 0.10, 0.11, 0.12: mean 0.11, standard error 0.01 / sqrt 3, times 4.303 of two degrees of freedom
+    assert said.output.strip() == (
+        "accuracy: b 0.61, a 0.5; a - b = +0.11, 95 % (t) +0.08516 to +0.1348, p = 0.0027, exact 0.25, not corrected; "
+        "unpaired +0.08516 to +0.1348; seeds 0, 1, 2: +0.1, +0.11, +0.12"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("reward",), "reward: b 0.5, a 0.4; a - b = +0.1,"),
+        (("reward", "1-2"), "reward over steps 1-2: b 0.15, a 0.15; a - b = +0,"),
+        (("reward", "2-3"), "reward over steps 2-3: b 0.3, a 0.25; a - b = +0.05,"),
+        (("reward_area",), "mean_reward: b 13, a 10; a - b = +3,"),  # by its older name, too
+        (("mean_reward",), "seeds 0, 2: +2, +4; left out, since one of the two lacks it: 1"),
+        (("clipped_end",), "clipped_end: b 1.1, a 0.1; a - b = +1,"),  # made from the steps
+        (("accuracy", None, Path("other.csv.gz")), "b 0.5, a 0.7; a - b = -0.2"),
+    ],
+)
+def test_another_metric_steps_or_table(options, text, file):
+    if options == ("mean_reward",):  # what the table says once, for the run without it
+        rows = read_table(Path("study") / TABLE)
+        write_table(
+            rows[(rows.arm != "b") | (rows.seed != 1) | ~rows.metric.isin(["reward", "mean_reward"])],
+            Path("study") / TABLE,
+        )
+    elif options == ("reward_area",):
+        rows = read_table(Path("study") / TABLE)
+        write_table(rows[rows.metric != "reward"][lambda of: of.seed != 1], Path("study") / TABLE)
+    assert text in compare(file, "b", "a", *options)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("c", "a", "accuracy"), "has no arm c; it has a, b"),
+        (("b", "a", "entropy"), "has no metric entropy; it has accuracy, clipped_end"),
+        (("b", "a", "reward", "3"), "it is FIRST-LAST, such as 7-12"),
+        (("b", "a", "reward", "4-3"), "it is FIRST-LAST, such as 7-12"),
+        (("b", "a", "reward", "3-5"), "--steps 3-5: the last step with reward is 4; end there"),
+        (("b", "a", "reward", "9-12"), "0 seeds have reward of both b and a in 9-12; a comparison needs at least 2"),
+        (("b", "a", "accuracy", None, Path("wrong.csv.gz")), "is no run of this study"),
+        (("b", "a", "accuracy", None, Path("none.csv.gz")), "none.csv.gz is no table"),
+    ],
+)
+def test_what_the_table_does_not_have_is_named(given, message, file):
+    with pytest.raises(StudyError, match=message):
+        compare(file, *given)
+
+
+# Judgements by problem.
+
+
+def judge(rng, share, problems, num_samples=1):
+    """An arm of an evaluation as `qerl evaluate` writes it, and what it is of: (problems, samples)."""
+    right, cut = (rng.random((problems, num_samples)) < part for part in (share, 0.2))
+    judged = [
+        SimpleNamespace(right=r.tolist(), cut=c.tolist(), share=r.mean(), vote=bool(r[0]))
+        for r, c in zip(right, cut, strict=True)
+    ]
+    return summarize(judged, num_samples), right
+
+
+def test_judgements_by_problem_come_from_the_evaluation_to_the_comparison(study, finish, claimed, make_base, tmp_path):
+    make_base(1)
+    evaluations = {"greedy": {"tasks": "running_sum"}, "two": {"tasks": "running_sum,jsonl:x"}}
+    file, rng, known = study(sweep=None, evaluations=evaluations), np.random.default_rng(1), {}
+    plan = read(file)
+    out, table = claimed(plan, tmp_path / "out"), tmp_path / "made" / TABLE
+    for one in all_runs(plan, out):
+        finish(one, out, 0.5)
+        for name, tasks in (("greedy", {"x": (40, 1)}), ("two", {"y": (40, 3), "z": (7, 3)})):
+            made = {task: judge(rng, {"a": 0.3, "b": 0.5}[one.arm], *size) for task, size in tasks.items()}
+            known[name, one.arm, one.seed] = [right for _, right in made.values()]
+            policies = {
+                task: {"base": judge(rng, 0.1, *tasks[task])[0], "adapter": of} for task, (of, _) in made.items()
+            }
+            (out / one.folder / "evaluation" / name).mkdir(exist_ok=True)
+            (out / one.folder / "evaluation" / name / "evaluation.json").write_text(json.dumps({"tasks": policies}))
+    rows = collect(plan, out)
+    values = results.final(rows, None)
+    kinds = {tuple(name.split("/")[1:6]) for name in rows.metric if name.startswith(BY_PROBLEM)}
+    assert ("greedy", "0", "base", "ended", "1") in kinds and ("two", "1", "adapter", "right", "3") in kinds
+    (bits,) = [
+        m
+        for m in rows.metric[(rows.arm == "a") & (rows.seed == 0)]
+        if m.startswith("by_problem/two/0/adapter/right/3/")
+    ]
+    assert unpacked(bits.rpartition("/")[2], 40, 3).tolist() == known["two", "a", 0][0].tolist()
+    of_two = np.mean([of.mean() for of in known["two", "b", 0]])
+    assert values.loc[("b", 0), "accuracy/two"] == pytest.approx(of_two) and 0 < values.ended["b", 0] < 1
+    assert {"base_ended", "pass@2/two", "maj@3/two"} <= set(values.columns)
+    write_table(rows, table)
+    differences = [(known["greedy", "b", s][0].astype(float) - known["greedy", "a", s][0])[:, 0] for s in range(3)]
+    _, low, high = over_seeds_and_problems([np.array(differences)])
+    assert f", over seeds and 40 problems {low:+.4g} to {high:+.4g}, p = " in compare(
+        file, "b", "a", "accuracy", table=table
+    )
+    assert "problems" not in compare(file, "b", "a", "ended", table=table)
+    two = results.over_problems(plan.model_copy(update={"primary": "two"}), rows, "b", "a")
+    assert two is not None and two[0] == 47
+    few = rows[(rows.arm != "a") | (rows.seed == 0) | ~rows.metric.str.startswith(BY_PROBLEM)]
+    assert results.over_problems(plan, few, "b", "a") is None
+    keep(plan, table, tmp_path)  # a study that goes on from its table keeps them
+    assert len(collect(plan, tmp_path)) == len(rows)
+
+
+# The page over all studies.
+
+PLAN = {
+    "recipe": "recipe.yaml",
+    "arms": {"a": {"quantization": "bf16"}, "b": {"quantization": "qerl_nvfp4"}},
+    "seeds": [0, 1, 2],
+    "sweep": {"key": "learning_rate", "values": [1e-4, 3e-4, 1e-3], "seeds": [100, 101], "common": 1e-4},
+    "evaluations": {"greedy": {"tasks": "running_sum"}},
+    "primary": "greedy",
+    "comparisons": [["b", "a"]],
+    "claims": [CLAIM, RATES],
+    "afterwards": {"answer": "{b}, {b - a} more.\nAnd so on.", "untested": {"more steps help": "no run has them"}},
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with the plans ``one`` and ``two``."""
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text("model_name_or_path: base\n")
+    Path("studies").mkdir()
+    for name in ("one", "two"):
+        Path(f"studies/{name}.yaml").write_text(yaml.safe_dump({**PLAN, "question": f"what is {name}?"}))
+    return Path("studies")
+
+
+def of_the_sweep(gains=(0.2, 0.3)):
+    """Rows of the sweep: 3e-4 is the best rate of both arms, ``b`` gains more from the largest rate, by seed."""
+    for seed, gain in zip((100, 101), gains, strict=True):
+        for value, a, b in (("0.0001", 0.1, 0.1), ("0.0003", 0.7, 0.8), ("0.001", 0.2, 0.1 + gain)):
+            yield from ((f"a@{value}", seed, 60, "accuracy", a), (f"b@{value}", seed, 60, "accuracy", b))
+
+
+def at_best(of_a, of_b):
+    return [(f"{arm}@0.0003", *rest) for arm, *rest in accuracies(of_a, of_b)]
+
+
+def test_the_page_over_all_studies(folder, rows_table):
+    took = [("a@0.0003", 0, 60, "hours/NVIDIA H200", 0.25), ("b@0.0003", 1, 60, "hours/NVIDIA H200", 0.5)]
+    rows = rows_table([*of_the_sweep(), *at_best([0.5] * 3, [0.6, 0.601, 0.602]), *took])
+    write_table(rows, folder / "one" / TABLE)
+    text = sum_up(folder).read_text()
+    assert text == (folder / "README.md").read_text() and "18 runs, 0.8 H200-hours" in text
+    assert "* [one](one/README.md): 60.1 %, +10.1 points (+9.9 to +10.3) more.\n" in text and "And so on" not in text
+    assert "* Not run yet: [two](two.yaml)." in text
+    assert (
+        "1 of 1 pre-registered comparisons of accuracy are significant" in text
+        and "over all 1, 1: b@0.0003 - a@" in text
+    )
+    assert "| noise helps | supported (t test only): one |\n" in text
+    assert "| larger rates suit b | inconclusive: one |" in text  # a gains 0.1, b 0.2 and 0.3: it may be chance
+    assert "| more steps help | not tested: no run has them |" in text
+    # 12 of the sweep and 6 at the best value of 12 + 12: those at the common one are missing
+    page = (folder / "one/README.md").read_text()
+    assert "18/24 runs, 0.8 H200-hours." in page and "And so on." in page and not (folder / "two").exists()
+
+
+def test_what_is_significant_is_corrected_over_all_studies_too(folder, rows_table):
+    """p is 0.034 in either: significant alone, and not among two."""
+    for name in ("one", "two"):
+        rows = [*of_the_sweep(), *at_best([0.5] * 3, [0.6, 0.56, 0.62])]
+        write_table(rows_table(rows), folder / name / TABLE)
+    text = sum_up(folder).read_text()
+    assert "2 of 2 pre-registered comparisons" in text and "corrected over all 2, 0.\n" in text
+    assert "| 0.034 | higher (t test only) |" in (folder / "two/README.md").read_text()
+
+
+def test_a_study_in_the_middle_judges_nothing(folder, rows_table):
+    write_table(rows_table([("a@0.0001", 100, 60, "accuracy", 0.5)]), folder / "one" / TABLE)
+    text = sum_up(folder).read_text()
+    assert "1 of at most 24 runs." in (folder / "one/README.md").read_text()
+    assert (
+        "| noise helps | inconclusive: no seed has accuracy of both: one |" in text
+        and "* [one](one/README.md): what" in text
+    )
+    write_table(rows_table([*of_the_sweep(), *at_best([0.5], [0.5])]), folder / "one" / TABLE)
+    assert "inconclusive: only one seed has accuracy of both: one" in sum_up(folder).read_text()
+
+
+def test_a_folder_takes_no_options_and_holds_studies(folder, tmp_path):
+    for options in (["--jobs", "2"], ["--dry-run"], ["--minutes", "1"], ["--output", "x"]):
+        refused = CliRunner().invoke(app, ["study", str(folder), *options])
+        assert refused.exit_code == 2 and "it takes no options" in refused.output
+    assert not (folder / "README.md").exists()
+    said = CliRunner().invoke(app, ["study", str(folder)])
+    assert re.sub(r"\s", "", said.output) == "studies/README.md"
+    with pytest.raises(StudyError, match="has no study file"):
+        sum_up(tmp_path / "none")

@@ -1,0 +1,659 @@
+"""The runs of a study: what is done, in which order and where, what is done again, and what a failure leaves."""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from typer.testing import CliRunner
+from waiting import PATIENCE, runs, until
+
+import qerl_recipes.evaluate
+from qerl_recipes.cli import app
+from qerl_recipes.files.whole_folder import lock, write_text
+from qerl_recipes.study import check as checks
+from qerl_recipes.study import inventory, runner
+from qerl_recipes.study.commands import conduct
+from qerl_recipes.study.inventory import all_runs, read_table
+from qerl_recipes.study.plan import Study, StudyError, first_runs, read
+
+pytestmark = pytest.mark.timeout(60)  # a study that begins the same again and again never ends
+SAMPLED = {"tasks": "running_sum", "num_samples": 8, "temperature": 1.0}
+BOTH = {"greedy": {"tasks": "running_sum"}, "sampled": SAMPLED}
+
+
+def written(*options):
+    """What `qerl evaluate-each` leaves behind."""
+    for one in options:
+        folder = Path(one["output_dir"])
+        folder.mkdir(parents=True)
+        policies = {"adapter": {"accuracy": 0.5}, **({} if one["adapter_only"] else {"base": {"accuracy": 0.1}})}
+        write_text(folder / "evaluation.json", json.dumps({"tasks": {"running_sum": policies}}))
+
+
+def name_of(log):
+    return f"{log.parent.parent.name}/{log.parent.name}"
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """calls(train, evaluate): take the place of the commands; each gets (run's name, log, options), returns a code."""
+
+    def replace(train=lambda *_: 0, evaluate=lambda name, log, options: written(*options)):
+        made = []
+
+        def call(self, arguments, log, gpu, *, beside=()):
+            if self.stopping.is_set():
+                return None
+            with self.lock:
+                made.append((arguments[0], name_of(log)))
+            if arguments[0] == "train":
+                return train(name_of(log), log, self) or 0
+            return evaluate(name_of(log), log, json.loads(arguments[1])) or 0
+
+        monkeypatch.setattr(runner.Machine, "call", call)
+        return made
+
+    return replace
+
+
+# Before anything runs.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tasks": "no_such_task"}, "evaluations.greedy: there is no task 'no_such_task'"),
+        ({"tasks": "running_sum", "num_samples": 8}, "evaluations.greedy: num_samples is 8, but temperature 0"),
+        ({"tasks": "running_sum", "max_new_token": 8}, "evaluations.greedy: max_new_token: Extra inputs"),
+        ({"tasks": "running_sum", "kv_cache_memory_bytes": "4e9"}, "evaluations.greedy: kv_cache_memory_bytes: "),
+        *(
+            ({"tasks": "running_sum", option: "x"}, f"evaluations.greedy: {option} is set by the study itself")
+            for option in ("base", "adapter", "quantization", "output_dir", "adapter_only", "quiet")
+        ),
+    ],
+)
+def test_an_evaluation_that_would_be_refused(options, message, study, tmp_path):
+    with pytest.raises(StudyError, match=re.escape(message)):
+        runner.run(read(study(evaluations={"greedy": options})), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("jobs", "message"), [(0, "--jobs is 0; it must be at least 1")])
+def test_an_option_that_would_be_refused(jobs, message, study, tmp_path):
+    with pytest.raises(StudyError, match=message):
+        runner.run(read(study()), tmp_path / "out", jobs=jobs)
+
+
+def test_tasks_may_be_one_text_with_commas():
+    assert checks.with_list({"tasks": "amc23 , running_sum", "seed": 1}) == {
+        "tasks": ["amc23", "running_sum"],
+        "seed": 1,
+    }
+
+
+def test_problems_are_looked_at_as_far_as_they_are_asked(study):
+    # lighteval shuffles them, always alike: the second is the one that is asked
+    lines = [{"prompt": "a colour", "answer": "blue"}, {"prompt": "2 + 2", "answer": "4"}]
+    Path("held_out.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    second = {"tasks": "jsonl-number:held_out.jsonl"}
+    one = {"greedy": {"tasks": "running_sum"}, "second": {**second, "max_samples": 1}}
+    checks.check_tasks(read(study(evaluations=one)))
+    with pytest.raises(StudyError, match=r"evaluations.second cannot be made here, .*'blue'.* be read as a number"):
+        checks.check_tasks(read(study(evaluations={**one, "second": second})))
+
+
+def fail(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (None, "nothing can be evaluated here"),  # lighteval is missing
+        (ConnectionError("no such data set"), "evaluations.greedy cannot be made"),
+        (ImportError("no such package"), "evaluations.greedy cannot be made"),
+    ],
+)
+def test_what_cannot_be_judged_is_not_trained(error, message, study, finish, tmp_path, monkeypatch):
+    plan, out = read(study(sweep=None, seeds=[0])), tmp_path / "out"
+    if error is None:
+        monkeypatch.delattr(qerl_recipes.evaluate, "tasks", raising=False)
+        monkeypatch.setitem(sys.modules, "qerl_recipes.evaluate.tasks", None)
+    else:
+        monkeypatch.setattr("qerl_recipes.evaluate.tasks._load", lambda *_: fail(error))
+    with pytest.raises(StudyError, match=f"{message}.*, so nothing is trained"):
+        runner.run(plan, out)
+    assert not [path for path in out.iterdir() if path.is_dir()]
+    for one in first_runs(plan):
+        finish(one, out, 0.5)
+    assert runner.run(plan, out)  # nothing is left to be judged
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("model_name_or_path: base\nlora_r: 8\n", "begun with another recipe.yaml: lora_r differ; put them back"),
+        ("model_name_or_path: other\nlora_r: 32\n", "another recipe.yaml: model_name_or_path differ"),
+        ("model_name_or_path: base\n", "another recipe.yaml: lora_r differ"),
+        ("# otherwise\nlora_r: 32\nmodel_name_or_path: base\nseed: 7\noutput_dir: elsewhere\n", None),
+    ],
+)
+def test_a_recipe_that_was_changed_since_is_refused(recipe, message, study, finish, claimed, tmp_path):
+    """Half of the runs would be of one recipe and half of another, and the page would not tell."""
+    file = study(sweep=None, seeds=[0])
+    Path("recipe.yaml").write_text("model_name_or_path: base\nlora_r: 32\n")
+    plan, out = read(file), claimed(read(file), tmp_path / "out")
+    for one in first_runs(plan):
+        finish(one, out, 0.5)
+    Path("recipe.yaml").write_text(recipe)
+    if message is None:
+        assert runner.run(plan, out)
+        return
+    with pytest.raises(StudyError, match=message):
+        runner.run(plan, out)
+
+
+def test_a_folder_of_another_study_is_left_alone(study, tmp_path, finish, claimed):
+    claim = {"claim": "x", "pair": ["b", "a"], "expect": "higher", "margin": 0.01}
+    options = {"sweep": None, "claims": [{**claim, "metric": "reward_area"}]}
+    plan, out = read(study(**options)), tmp_path / "out"
+    claimed(plan, out)
+    mark = out / "study.json"
+    mark.write_text(mark.read_text().replace("mean_reward", "reward_area"))  # as an older version wrote it
+    for one in first_runs(plan):
+        finish(one, out, 0.5)
+    assert runner.run(plan, out)  # all is there: nothing is started
+    texts = {"afterwards": {"claims": [claim]}, "about": "it", "question": "what?"}  # which are no plan
+    assert runner.run(read(study(**options, **texts)), out)
+    with pytest.raises(StudyError, match="holds another study: target_reward differ"):
+        runner.run(read(study(**options, target_reward=0.7)), out)
+    mark.unlink()
+    with pytest.raises(StudyError, match="is not empty and holds no study"):
+        runner.run(plan, out)
+    assert not mark.exists()
+
+
+def test_a_missing_base_is_refused_for_what_is_to_be_run(study, finish, claimed, calls, tmp_path):
+    made = calls()
+    Path("recipe.yaml").write_text("model_name_or_path: runs/models/small\n")
+    with pytest.raises(StudyError, match=r"there is no folder runs/models/small; the head of recipe.yaml says how"):
+        runner.run(read(study()), tmp_path / "none")
+    file = study(sweep=None, arms={"a": {"model_name_or_path": "runs/models/gone"}, "b": {"model_name_or_path": "hub"}})
+    plan = read(file)
+    out = claimed(plan, tmp_path / "out")
+    assert made == []
+    for one in all_runs(plan, out):
+        if one.arm == "a":
+            finish(one, out, 0.5)
+    assert runner.run(plan, out) and {name[0] for _, name in made} == {"b"}
+
+
+# Processes.
+
+SHOWS = """
+import os, sys, time
+print("it sees", os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ["A_VARIABLE"], flush=True)
+print("it fails", file=sys.stderr)
+time.sleep(60 if "sleep" in sys.argv else 0)
+raise SystemExit(3)
+"""
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A machine whose commands say which GPU they see, complain, and end with 3."""
+    (tmp_path / "shows.py").write_text(SHOWS)
+    monkeypatch.setattr(runner, "CLI", "shows")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0,1,2", "A_VARIABLE": "mine"}
+    return runner.Machine("H200", environment, share=0.5)
+
+
+def test_a_log_has_every_command_and_no_login(machine, tmp_path):
+    log = tmp_path / "log.txt"
+    assert machine.call(["train", "--vllm_server_base_url", "http://me:secret@host"], log, "5") == 3
+    assert machine.call(["evaluate-each"], log, None) == 3
+    first = ["$ qerl train --vllm_server_base_url http://***@host", "it sees 5 mine", "it fails"]
+    assert log.read_text().splitlines() == [*first, "$ qerl evaluate-each", "it sees 0,1,2 mine", "it fails"]
+    assert not machine.processes, "what has ended is asked for nothing more"
+
+
+def test_time_is_divided_among_the_runs_that_it_was_for(machine, tmp_path, monkeypatch):
+    logs = [tmp_path / name / "log.txt" for name in ("one", "two", "three")]
+    for log in logs:
+        log.parent.mkdir()
+    clock = iter([100.0, 118.0])
+    monkeypatch.setattr(runner.time, "monotonic", lambda: next(clock))
+    assert machine.call(["evaluate-each", "[]"], logs[0], None, beside=logs[1:]) == 3
+    monkeypatch.undo()
+    line = f"$ qerl evaluate-each for this run and others: see {logs[0]}\n"
+    assert [log.read_text() for log in logs[1:]] == [line] * 2
+    for log in logs:  # 18 s of half a device, for three runs
+        assert json.loads((log.parent / inventory.TIMES).read_text()) == {"device": "H200", "seconds": 3.0}
+
+
+def test_a_stop_reaches_what_runs_and_nothing_is_started_after_it(machine, tmp_path):
+    ended = []
+    running = threading.Thread(target=lambda: ended.append(machine.call(["sleep"], tmp_path / "log.txt", None)))
+    running.start()
+    until(lambda: "it fails" in (tmp_path / "log.txt").read_text() if (tmp_path / "log.txt").exists() else False)
+    machine.stop()
+    running.join(PATIENCE)
+    assert ended == [-signal.SIGTERM]
+    assert machine.call(["train"], tmp_path / "other.txt", None) is None and not (tmp_path / "other.txt").exists()
+
+
+def test_a_second_ctrl_c_is_answered_too():
+    """A signal's handler runs in the very thread that has the lock."""
+    machine = runner.Machine("CPU")
+
+    class Process:
+        told = 0
+
+        def send_signal(self, number):
+            self.told += 1
+            if self.told == 1:
+                machine.stop()
+
+    machine.processes.add(process := Process())
+    stopping = threading.Thread(target=machine.stop, daemon=True)
+    stopping.start()
+    stopping.join(PATIENCE)
+    assert process.told == 2 and machine.stopping.is_set() and not stopping.is_alive()
+
+
+def test_a_killed_study_leaves_no_process_behind(tmp_path):
+    script = (
+        "from pathlib import Path; from qerl_recipes.study import runner; runner.CLI = 'timeit'\n"
+        f"log = Path({str(tmp_path)!r}) / 'log'\n"
+        "runner.Machine('CPU').call(['-n', '1', '-r', '1', 'import time; time.sleep(300)'], log, None)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script])
+    (child,) = until(lambda: [c.pid for c in psutil.Process(process.pid).children() if "timeit" in c.cmdline()])
+    process.kill()
+    assert process.wait() == -signal.SIGKILL and until(lambda: not runs(child))
+
+
+def test_a_study_killed_while_it_starts_a_process_leaves_none(tmp_path):
+    """Before that one can ask the kernel for its end."""
+    script = (
+        "import os, signal, time; from pathlib import Path; from types import SimpleNamespace\n"
+        "from qerl_recipes.machine import processes\n"
+        "from qerl_recipes.study import runner\n"
+        "libc, parent = processes.LIBC, os.getpid()\n"
+        "def prctl(*arguments):\n"
+        f"    Path({str(tmp_path / 'started')!r}).write_text(str(os.getpid()))\n"
+        "    os.kill(parent, signal.SIGKILL)\n"
+        "    while os.getppid() == parent: time.sleep(0.01)\n"
+        "    libc.prctl(*arguments)\n"
+        "processes.LIBC, runner.CLI = SimpleNamespace(prctl=prctl), 'timeit'\n"
+        f"runner.Machine('CPU').call(['import time; time.sleep(300)'], Path({str(tmp_path)!r}) / 'log', None)"
+    )
+    assert subprocess.run([sys.executable, "-c", script]).returncode == -signal.SIGKILL
+    started = int((tmp_path / "started").read_text())
+    assert until(lambda: not runs(started))
+
+
+@pytest.mark.parametrize(
+    ("jobs", "own", "threads"), [(1, None, None), (2, None, "4"), (3, None, "2"), (9, None, "1"), (2, "7", "7")]
+)
+def test_each_job_gets_its_share_of_the_cores(jobs, own, threads, monkeypatch):
+    """A port that this process has found free for its own engine would be one for the engines of all jobs."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if own is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", own)
+    given = runner._environment(jobs)
+    assert given.get("OMP_NUM_THREADS") == threads and "MASTER_PORT" not in given
+
+
+def test_processes_get_the_environment_of_the_command(study, tmp_path, monkeypatch):
+    plan, seen = read(study(sweep=None, seeds=[0])), []
+    monkeypatch.setattr(runner, "check", lambda study: monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "of a library"))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    popen = subprocess.Popen
+
+    def start(command, **options):
+        seen.append(options["env"])
+        return popen([sys.executable, "-c", "raise SystemExit(1)"], **options)
+
+    monkeypatch.setattr(runner.subprocess, "Popen", start)
+    with pytest.raises(StudyError, match="ended with 1"):
+        runner.run(plan, tmp_path / "out")
+    assert len(seen) == 4 and not any("TORCHINDUCTOR_CACHE_DIR" in given for given in seen)
+
+
+# Order, places and groups.
+
+
+def test_waiting_evaluations_on_the_same_weights_share_a_process(study, calls, tmp_path, monkeypatch):
+    plan, out = read(study(sweep=None, evaluations=BOTH)), tmp_path / "out"
+    groups, trained = [], []
+
+    def train(name, log, machine):
+        if name == "b/seed-0":
+            until(lambda: groups)  # the first evaluation begins before it ends
+        elif len(trained) == 5:
+            until(lambda: len(groups) >= 2)
+        trained.append(name)
+
+    def evaluate(name, log, options):
+        groups.append([("/".join(Path(o["output_dir"]).parts[-4:-2]), Path(o["output_dir"]).name) for o in options])
+        if len(groups) == 1:
+            until(lambda: len(trained) >= 5)
+        written(*options)
+
+    calls(train, evaluate)
+    assert runner.run(plan, out, jobs=2)
+    first, second, *others = groups
+    assert first == [("a/seed-0", "greedy"), ("a/seed-0", "sampled")], "none waits for others to come"
+    assert second[:2] == [("b/seed-0", "greedy"), ("b/seed-1", "greedy")], "those of a name behind each other"
+    assert second[2:] == [("b/seed-0", "sampled"), ("b/seed-1", "sampled")]
+    assert {name for group in others for name, _ in group} == {"a/seed-1", "a/seed-2", "b/seed-2"}
+
+
+@pytest.mark.parametrize(("jobs", "most"), [(1, 1), (4, 1), (8, 2), (16, 4)])
+def test_a_quarter_of_the_jobs_evaluates_while_others_train(jobs, most, study):
+    plan = read(study(sweep=None))
+    waiting = all_runs(plan, Path("out"))
+    for at_work in range(most + 2):
+        left = runner.Left(plan, jobs, untrained=waiting[:3], trained=waiting[3:], evaluations=at_work)
+        found, trained = left.next(jobs)
+        assert trained is (at_work < most) and found == ([waiting[3], waiting[5]] if trained else [waiting[0]])
+        left = runner.Left(plan, jobs, trained=waiting[3:], evaluations=at_work)
+        assert left.next(1) == ([waiting[3], waiting[5]], True), "there is nothing else to do"
+        left.trained = waiting[3:4]
+        assert left.next(2) == ([waiting[3]], True), "of fewer than there are places, too"
+    left = runner.Left(plan, jobs, trained=[one for one in waiting if one.arm == "a"])
+    assert [len(left.next(2)[0]), len(left.next(2)[0]), left.next(2)] == [2, 1, ([], False)], "shared by the places"
+
+
+@pytest.mark.parametrize("weights", [{"lora_r": 8}, {"model_name_or_path": "other"}, {"quantization": "nf4"}])
+def test_other_weights_or_another_rank_are_evaluated_apart(weights, study):
+    arms = {"a": {"quantization": "bf16"}, "b": {"quantization": "bf16", **weights}}
+    plan = read(study(sweep=None, seeds=[0, 1], arms=arms))
+    left = runner.Left(plan, jobs=1, trained=all_runs(plan, Path("out")))
+    assert [run.folder for run in left.next(1)[0]] == ["a/seed-0", "a/seed-1"]
+    assert [run.folder for run in left.next(1)[0]] == ["b/seed-0", "b/seed-1"]
+    assert left.next(1) == ([], False)
+
+
+@pytest.fixture
+def evaluated(tmp_path, calls):
+    """evaluated(plan, evaluate) -> why runs failed, where all runs of a plan are trained; ``evaluate`` as in calls."""
+
+    def finish_all(plan, evaluate):
+        for run in all_runs(plan, tmp_path / "out"):
+            (tmp_path / "out" / run.folder / "adapter").mkdir(parents=True)
+        calls(evaluate=evaluate)
+        return runner.finish_all(plan, tmp_path / "out", 1, runner.Machine("CPU"))
+
+    return finish_all
+
+
+def test_an_evaluation_that_fails_takes_no_other_with_it(study, evaluated):
+    groups = []
+
+    def evaluate(name, log, options):
+        groups.append(["/".join(Path(one["output_dir"]).parts[-4:-2]) for one in options])
+        for one in options:
+            if "b/seed-1" in one["output_dir"]:
+                log.write_text("$ qerl evaluate-each\nqerl: it holds NaN\n")
+                return 2
+            written(one)
+        return 0
+
+    (failed,) = evaluated(read(study(sweep=None, arms={"a": {}, "b": {}})), evaluate)
+    assert failed.startswith("b/seed-1 ended with 2: qerl: it holds NaN")
+    runs = [f"{arm}/seed-{seed}" for seed in (0, 1, 2) for arm in "ab"]
+    assert groups == [runs, ["b/seed-1"], ["a/seed-2"], ["b/seed-2"]], "what is there is not asked again"
+
+
+def test_a_group_whose_engine_did_not_start_is_begun_again(study, evaluated):
+    sizes = []
+
+    def evaluate(name, log, options):
+        sizes.append([Path(one["output_dir"]).name for one in options])
+        log.write_text("$ qerl evaluate-each\nEngine core initialization failed\n")
+        written(*(options[:6] if len(sizes) == 1 else options))
+        return 1 if len(sizes) == 1 else 0
+
+    assert evaluated(read(study(sweep=None, arms={"a": {}, "b": {}}, evaluations=BOTH)), evaluate) == []
+    assert sizes == [["greedy"] * 6 + ["sampled"] * 6, ["sampled"] * 6], "as a group, for what is still missing"
+
+
+def test_a_group_is_no_longer_than_an_argument_may_be(study, evaluated):
+    long, sizes = {"greedy": {"tasks": "running_sum", "system_prompt": "say it " * 4000}}, []
+
+    def evaluate(name, log, options):
+        sizes.append(len(json.dumps(options)))
+        written(*options)
+
+    assert evaluated(read(study(sweep=None, arms={"a": {}, "b": {}}, evaluations=long)), evaluate) == []
+    assert len(sizes) == 2 and max(sizes) < 128 * 1024 < sum(sizes)
+
+
+def test_jobs_are_dealt_out_to_the_gpus_and_the_base_is_judged_once(study, tmp_path, monkeypatch):
+    plan, out = read(study(evaluations=BOTH)), tmp_path / "out"
+    calls, at_work, most = [], Counter(), Counter()
+
+    def call(self, arguments, log, gpu, *, beside=()):
+        with self.lock:
+            calls.append((arguments, self.share))
+            at_work[gpu] += 1
+            most[gpu] = max(most[gpu], at_work[gpu])
+        time.sleep(0.02)  # as long as the others need to take a GPU each
+        if arguments[0] == "evaluate-each":
+            written(*json.loads(arguments[1]))
+        with self.lock:
+            at_work[gpu] -= 1
+        return 0
+
+    monkeypatch.setattr(runner.Machine, "call", call)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    assert runner.run(plan, out, jobs=4)
+    assert most.keys() == {"2", "5"} and max(most.values()) <= 2, "two of four on each"
+    assert {share for _, share in calls} == {0.5}
+    trained = [arguments for arguments, _ in calls if arguments[0] == "train"]
+    assert len(trained) == 8 + 12 and all(arguments[1:3] == ["--config", "recipe.yaml"] for arguments in trained)
+    evaluated = [one for arguments, _ in calls if arguments[0] != "train" for one in json.loads(arguments[1])]
+    of_sweep = [one for one in evaluated if "seed-10" in one["output_dir"]]
+    assert len(of_sweep) == 8 and {Path(one["output_dir"]).name for one in of_sweep} == {"greedy"}
+    assert len(evaluated) == 8 + 2 * 12 == len({one["output_dir"] for one in evaluated})
+    with_base = {one["output_dir"] for one in evaluated if not one["adapter_only"]}
+    labels = [f"{arm}@{value}" for arm in "ab" for value in (0.0001, 0.001)]
+    assert with_base == {str(out / f"{label}/seed-0/evaluation/{name}") for label in labels for name in BOTH}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert runner.visible_gpus() == []
+
+
+def test_an_arm_goes_on_at_its_best_value_while_another_has_failed(study, calls, tmp_path):
+    plan, out = read(study()), tmp_path / "out"
+
+    def train(name, log, machine):
+        if name == "b@0.001/seed-101":
+            log.write_text("qerl: not this one")
+            return 3
+
+    made = calls(train)
+    with pytest.raises(StudyError, match=r"b@0\.001/seed-101 ended with 3"):
+        runner.run(plan, out)
+    order = [name for command, name in made if command == "train"]
+    assert order[:8] == [one.folder for one in first_runs(plan)]
+    # both values are equally good: the smaller one, and the common one beside it; b has no best value
+    assert order[8:] == [f"a@{value}/seed-{seed}" for value in ("0.0001", "0.001") for seed in (0, 1, 2)]
+    made = calls(train)
+    with pytest.raises(StudyError, match="ended with 3: qerl: not this one"):
+        runner.run(plan, out)
+    assert made == [("train", "b@0.001/seed-101")]  # what is there is not done again
+
+
+# Failures and ends.
+
+
+def test_what_failed_to_start_is_begun_once_more(study, calls, tmp_path):
+    """What was refused, had begun or was ended is not."""
+    plan, out = read(study(sweep=None, seeds=[0, 1, 2, 3])), tmp_path / "out"
+    ends = {"a/seed-1": "OSError: address already in use", "a/seed-2": "qerl: no such model", "a/seed-3": "died"}
+    called = Counter()
+
+    def train(name, log, machine):
+        called[name, "train"] += 1
+        log.write_text(f"$ qerl train\n{ends.get(name, '')}\n")
+        if name == "a/seed-3":
+            (log.parent / "metrics.jsonl").write_text("{}\n")
+        return name in ends and (name != "a/seed-1" or called[name, "train"] == 1)
+
+    def evaluate(name, log, options):
+        called[name, "evaluate"] += 1
+        if any("b/seed-0" in one["output_dir"] for one in options) and called["b/seed-0", "evaluate"] == 1:
+            return -9  # somebody ended it
+        written(*options)
+
+    calls(train, evaluate)
+    with pytest.raises(StudyError) as error:
+        runner.run(plan, out)
+    failed = re.findall(r"(\w/seed-\d) ended with", str(error.value))
+    assert sorted(failed) == ["a/seed-2", "a/seed-3", "b/seed-0"]
+    assert {key for key, times in called.items() if times == 2} == {("a/seed-1", "train")}
+
+
+def test_a_run_that_fails_is_named_and_the_others_have_their_page(study, tmp_path, finish, claimed):
+    file = study(sweep=None, seeds=[0, 1])
+    plan, out = read(file), claimed(read(file), tmp_path / "out")
+    for one in first_runs(plan):
+        if one.folder == "a/seed-0":
+            (out / one.folder / "adapter").mkdir(parents=True)  # trained, as it seems: what fails is the evaluation
+        else:
+            finish(one, out, 0.5)
+    said = CliRunner().invoke(app, ["study", str(file), "--output", str(out), "--jobs", "2"])
+    assert re.fullmatch(r"a/seed-0 ended with 2: qerl: .*a/seed-0/adapter is no adapter.*", str(said.exception))
+    assert "$ qerl evaluate-each '[{" in (out / "a/seed-0/log.txt").read_text()
+    assert "3/4 runs" in (out / "README.md").read_text()
+    rows = read_table(out / inventory.TABLE)
+    assert len(rows[(rows.arm == "b") & (rows.metric == "accuracy")]) == 2
+
+
+def test_a_refusal_is_told_whole_and_at_the_end_the_first_five_are(study, calls, tmp_path, capsys):
+    refusal = "qerl: no room for the engine:\n  3 GB are free\n(QERL_TRACEBACK=1 shows the traceback)"
+    calls(lambda name, log, machine: log.write_text(f"$ qerl train\na warning\n{refusal}\n") and 2)
+    with pytest.raises(StudyError) as error:
+        runner.run(read(study(sweep=None)), tmp_path / "out")
+    assert "a/seed-0 ended with 2: qerl: no room for the engine: 3 GB are free (all" in str(error.value)
+    assert "b/seed-2" not in str(error.value) and str(error.value).endswith("and 1 more, whose reasons stand above")
+    said = capsys.readouterr().err
+    assert "b/seed-2: failed: qerl: no room for the engine: 3 GB are free" in said and "0 of 6 runs are there" in said
+
+
+def test_a_stop_begins_nothing_more_and_names_no_failure(study, calls, tmp_path):
+    machine, out, plan = runner.Machine("CPU"), tmp_path / "out", read(study(sweep=None))
+
+    def evaluate(*_):
+        machine.stop()
+        return -15
+
+    made = calls(evaluate=evaluate)
+    assert runner.finish_all(plan, out, 1, machine) == []
+    assert [command for command, _ in made] == ["train", "evaluate-each"]
+
+
+def test_minutes_stop_a_study(study, calls, tmp_path, capsys):
+    calls(lambda name, log, machine: machine.stopping.wait(30) and -15)
+    conduct_it = ["study", str(study(sweep=None)), "--output", str(tmp_path / "out"), "--minutes", "0.005"]
+    said = CliRunner().invoke(app, conduct_it)
+    assert said.exit_code == 0 and "stopped before the end; the same command goes on" in said.output
+
+
+def test_what_a_study_leaves_is_there_as_a_whole(study, tmp_path, monkeypatch, calls, rows_table):
+    """Whoever sums up a folder of studies while one is at work, or after a power cut, finds no half of a file."""
+    plan, out = read(study(sweep=None)), tmp_path / "out"
+    calls(lambda *_: 1)
+    for write in ("write_text", "write_bytes"):
+        monkeypatch.setattr(Path, write, lambda *_, **options: pytest.fail("written where it is read"))
+    monkeypatch.setattr(runner, "_reason", lambda log: "no")
+    with pytest.raises(StudyError, match="ended with 1"):
+        runner.run(plan, out)
+    left = json.loads((out / "study.json").read_text())
+    assert left.pop(runner.RECIPE) == {"model_name_or_path": "base"} and Study.model_validate(left) == plan
+    inventory.write_table(rows_table([("a", 0, 1, "reward", 0.5)]), out / inventory.TABLE)
+    assert "0/6 runs" in conduct(Path("study.yaml"), table=out / inventory.TABLE).read_text()
+
+
+def test_two_studies_never_work_in_one_folder(study, claimed, tmp_path):
+    plan = read(study(sweep=None, seeds=[0]))
+    handle = lock(claimed(plan, tmp_path / "out"))
+    with pytest.raises(StudyError, match="another `qerl study` is at work in"):
+        runner.run(plan, tmp_path / "out")
+    os.close(handle)
+
+
+def test_a_training_that_a_killed_study_left_is_waited_for(study, calls, claimed, tmp_path, monkeypatch):
+    plan = read(study(sweep=None, seeds=[0]))
+    run, refused, at = claimed(plan, tmp_path / "out") / "a/seed-0", [], []
+    run.mkdir(parents=True)
+    handle = lock(run)
+
+    def ask(folder):
+        try:
+            return lock(folder)
+        except BlockingIOError:
+            refused.append(folder)
+            if len(refused) == 2:
+                os.close(handle)  # the training ends
+            raise
+
+    def train(name, log, machine):
+        at.append((name, len(refused)))
+        log.write_text("qerl: no")
+        return 1
+
+    monkeypatch.setattr(runner, "lock", lambda folder: ask(folder) if folder.name == "seed-0" else lock(folder))
+    calls(train)
+    with pytest.raises(StudyError, match="ended with 1: qerl: no"):
+        runner.run(plan, tmp_path / "out")
+    assert refused == [run, run] and at == [("a/seed-0", 2), ("b/seed-0", 2)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.integration
+def test_a_killed_study_ends_as_one_that_was_not(tmp_path):
+    """Two arms of the demo, one seed; killed by the clock once, the same first steps as a run that was left alone."""
+    root = Path(__file__).parents[3]
+    keys = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1}
+    keys["model_name_or_path"] = str(root / "recipes/demo/starting_model")
+    content = {
+        "recipe": str(root / "recipes/demo/grpo/nvfp4_lora.yaml"),
+        "arms": {"bf16_lora": {"quantization": "bf16", **keys}, "nvfp4_lora": {"quantization": "qerl_nvfp4", **keys}},
+        "seeds": [0],
+        "evaluations": {"greedy": {"tasks": "running_sum", "max_samples": 8, "gpu_memory_utilization": 0.2}},
+        "primary": "greedy",
+    }
+    file = tmp_path / "study.yaml"
+    file.write_text(yaml.safe_dump(content))
+
+    def call(folder, *options):
+        line = [sys.executable, "-m", "qerl_recipes.cli", "study", str(file), "--output", str(folder), *options]
+        assert subprocess.run(line, timeout=280).returncode == 0
+        return read_table(folder / inventory.TABLE)
+
+    broken, whole = tmp_path / "broken", tmp_path / "whole"
+    assert "accuracy" not in set(call(broken, "--minutes", "0.25").metric)
+    found = defaultdict(list)
+    for rows in (call(broken), call(whole)):
+        assert "hours/CPU" in set(rows.metric) and all(map(math.isfinite, rows.value))
+        kept = rows[~rows.metric.str.contains("seconds|per_s|hours/|adapter_version")]
+        found["rows"].append(kept.values.tolist())
+        assert (kept.metric == "accuracy").sum() == 2
+    assert found["rows"][0] == found["rows"][1]
