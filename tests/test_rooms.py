@@ -18,7 +18,7 @@ PLUGIN = (
 # These imports, (module, module that it imports), close circles inside a room; strike each together with its circle.
 CIRCLES = {
     "qerl_vllm_plugin": {("worker.change", "worker.policy")},
-    "qerl_recipes": {("recipe.generation", "recipe.configs"), ("study.by_problem", "study.results")},
+    "qerl_recipes": {("recipe.generation", "recipe.configs")},
 }
 
 
