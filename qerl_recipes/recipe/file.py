@@ -184,13 +184,13 @@ def defaults_from_yaml(parser: RecipeParser, content: Mapping[str, Any], where: 
     for name, value in defaults.items():
         if value is None and name not in may_be_none:
             raise ConfigError(f"{where}: {name} has no value; give it one, or remove it for the default")
-        defaults[name] = _checked(actions[name], value, where)
+        defaults[name] = _checked(parser, actions[name], value, where)
     parser.set_defaults_with_config(**defaults)
     return dropped
 
 
-def _checked(action: argparse.Action, value: object, where: str) -> Any:
-    """Convert a YAML value to the type of its flag.
+def _checked(parser: RecipeParser, action: argparse.Action, value: object, where: str) -> Any:
+    """Convert a YAML value as the parser converts the text of a flag.
 
     YAML itself reads 1e-5 as text and ``no`` as false, and checks nothing.
     """
@@ -199,27 +199,20 @@ def _checked(action: argparse.Action, value: object, where: str) -> Any:
         return value
     if isinstance(value, list) and action.dest == "report_to":  # transformers accepts a name or a list of names
         return value
-    if isinstance(value, dict) or (isinstance(value, list) and not takes_list):
-        raise ConfigError(f"{where}: {action.dest} cannot be a {type(value).__name__}: {value!r}")
-    if isinstance(value, bool) and action.choices and "no" in action.choices:
-        value = "yes" if value else "no"  # YAML 1.1 reads a bare no as false
     if isinstance(value, bool) and action.dest == "scale_rewards":  # TRL accepts true and false besides the names
         return value
+    if isinstance(value, list) and not takes_list:
+        raise ConfigError(f"{where}: {action.dest} cannot be a list: {value!r}")
+    if isinstance(value, bool) and action.choices and "no" in action.choices:
+        value = "yes" if value else "no"  # YAML 1.1 reads a bare no as false
     items = value if isinstance(value, list) else [value]
-    converted = [_converted(action, item, where) for item in items]
-    return converted if takes_list else converted[0]
-
-
-def _converted(action: argparse.Action, item: object, where: str) -> Any:
     try:
-        result = action.type(str(item)) if callable(action.type) else item
-    except (TypeError, ValueError, argparse.ArgumentTypeError) as error:
-        raise ConfigError(f"{where}: {action.dest} cannot be {item!r}: {error}") from error
-    if action.choices is not None and result not in action.choices:
-        raise ConfigError(
-            f"{where}: {action.dest} cannot be {item!r}; it is one of {', '.join(map(str, action.choices))}"
-        )
-    return result
+        converted = [parser._get_value(action, str(item)) for item in items]
+        for item in converted:
+            parser._check_value(action, item)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{where}: {action.dest}: {error.message}") from error
+    return converted if takes_list else converted[0]
 
 
 def translate_flags(parser: RecipeParser, flags: Sequence[str]) -> tuple[list[str], dict[str, str | None]]:

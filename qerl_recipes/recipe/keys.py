@@ -71,93 +71,110 @@ BELONGS_ELSEWHERE = {
     "config": "a recipe cannot name another recipe",
 }
 
-_DISTRIBUTED = "frozen NVFP4 weights are trained on one GPU or with plain data parallelism (accelerate launch)"
-_CONTINUOUS_BATCHING = "rollouts are made by vLLM, which batches continuously itself; remove the key"
-_NO_METRICS = "evaluation here is reward on held-out prompts, not a metric on logits; remove the key"
-_COMPILE = "the backward of the frozen linear is written by hand and is not traced; remove the key"
-_FULL_EVAL = "evaluation uses the same weights and dtype as training; remove the key"
-_BEST_MODEL = "trained norms and the resume state are not reloaded by it; keep every checkpoint and run qerl evaluate"
-_REFERENCE = "the reference policy of beta is the base, or adapter_name_or_path as it was; remove the key"
-
-REFUSED: dict[str, Refusal] = {
-    # model
-    "model_init_kwargs": Refusal((None,), "the loader takes model_name_or_path, model_revision, dtype and "
-                                 "attn_implementation as keys of their own"),
-    "trust_remote_code": Refusal((False,), "checkpoints that bring their own code are not loaded"),
-    "router_aux_loss_coef": Refusal((None, 0.0), "routers are frozen and have no loss of their own; remove the key"),
-    "cast_lm_head_to_fp32": Refusal((False,), "the engine's head is BF16 and both sides must agree; remove the key"),
-    "use_peft": Refusal((True,), "the weights are frozen, only an adapter trains; for full fine-tuning use TRL"),
-    "lora_target_parameters": Refusal((None,), "only linear layers carry an adapter; use lora_target_modules"),
-    "lora_modules_to_save": Refusal((None, []), "checkpoints hold LoRA tensors only; to train norms use train_norms"),
-    "lora_task_type": Refusal(("CAUSAL_LM",), "the policy is a causal language model; remove the key"),
-    "lora_dropout": Refusal((0.0,), "it drops activations in the trainer only, while the engine samples with all of "
-                            "them, so that every update would be off-policy; use 0"),
-    "use_dora": Refusal((False,), "vLLM serves no DoRA adapter; remove the key"),
-    "load_in_8bit": Refusal((False,), "name the arm instead: quantization: qerl_nvfp4, nf4 or bf16"),
-    "load_in_4bit": Refusal((False,), "name the arm instead: quantization: qerl_nvfp4, nf4 or bf16"),
-    "bnb_4bit_quant_type": Refusal(("nf4",), "the bitsandbytes arm is NF4; remove the key"),
-    "use_bnb_nested_quant": Refusal((False,), "vLLM's in-flight bitsandbytes weights are not nested; remove the key"),
-    "bnb_4bit_quant_storage": Refusal((None,), "the storage of the NF4 arm is bitsandbytes' own; remove the key"),
-    "neftune_noise_alpha": Refusal((None,), "it perturbs embeddings in the trainer only; for noise use noise_mode"),
-    "use_cache": Refusal((False,), "the training forward needs no key-value cache; remove the key"),
-    "use_liger_kernel": Refusal((False,), "Liger patches layers that are frozen NVFP4 linears here; remove the key"),
-    "liger_kernel_config": Refusal((None,), "Liger patches layers that are frozen NVFP4 linears here; remove the key"),
-    "torch_compile": Refusal((False,), _COMPILE),
-    "torch_compile_backend": Refusal((None,), _COMPILE),
-    "torch_compile_mode": Refusal((None,), _COMPILE),
-    "optim_target_modules": Refusal((None,), "GaLore and APOLLO project full gradients; an adapter's are small"),
-    # rollouts
-    "use_vllm": Refusal((True,), "rollouts always come from the engine; remove the key"),
-    "vllm_model_impl": Refusal(("vllm",), "the noise and the adapter are bound to vLLM's own models; remove the key"),
-    "vllm_group_port": Refusal((51216,), "a server takes the policy over HTTP, not over NCCL; remove the key"),
-    "cache_implementation": Refusal((None,), "it is an option of Hugging Face generation; remove the key"),
-    "use_transformers_continuous_batching": Refusal((False,), _CONTINUOUS_BATCHING),
-    "transformers_continuous_batching_config": Refusal((None,), _CONTINUOUS_BATCHING),
-    "use_transformers_paged": Refusal((False,), _CONTINUOUS_BATCHING),
-    "max_tool_calling_iterations": Refusal((None,), "the policy answers in one turn, without tools; remove the key"),
-    "log_multimodal": Refusal((True,), "the policy reads text only; remove the key"),
-    "remove_unused_columns": Refusal((False,), "rewards read the other columns; remove the key"),
-    # loss
-    "sync_ref_model": Refusal((False,), _REFERENCE),
-    "ref_model_mixup_alpha": Refusal((0.6,), _REFERENCE),
-    "ref_model_sync_steps": Refusal((512,), _REFERENCE),
-    "label_smoothing_factor": Refusal((0.0, 0), "a policy gradient has no labels to smooth; remove the key"),
-    "auto_find_batch_size": Refusal((False,), "groups must stay whole; lower per_device_train_batch_size instead"),
-    # data order: a resumed run must see the prompts that the unbroken run would have seen
-    "data_seed": Refusal((None,), "TRL orders prompts by seed; use seed"),
-    "train_sampling_strategy": Refusal(("random",), "TRL's sampler repeats each prompt num_generations times"),
-    "length_column_name": Refusal(("length",), "there is no sampling by length; remove the key"),
-    "label_names": Refusal((None,), "the loss is computed from rewards; remove the key"),
-    "ignore_data_skip": Refusal((False,), "a resumed run goes on where it stopped; to start over use a new output_dir"),
-    "dataset_streaming": Refusal((False,), "an exact resume needs a data set of known length; cut it by dataset_size"),
-    # evaluation during training
-    "dataloader_drop_last": Refusal((False,), "rollouts are whole, and an evaluation would leave problems out that "
-                                    "it counts; remove the key"),
-    "do_predict": Refusal((False,), "use qerl evaluate"),
-    "prediction_loss_only": Refusal((False,), _NO_METRICS),
-    "eval_do_concat_batches": Refusal((True,), _NO_METRICS),
-    "eval_use_gather_object": Refusal((False,), _NO_METRICS),
-    "eval_accumulation_steps": Refusal((None,), _NO_METRICS),
-    "include_for_metrics": Refusal(([],), _NO_METRICS),
-    "batch_eval_metrics": Refusal((False,), _NO_METRICS),
-    "bf16_full_eval": Refusal((False,), _FULL_EVAL),
-    "fp16_full_eval": Refusal((False,), _FULL_EVAL),
-    # checkpoints
-    "save_only_model": Refusal((False,), "every checkpoint can be resumed; its state is a few megabytes"),
-    "save_on_each_node": Refusal((False,), "checkpoints are written once; remove the key"),
-    "enable_jit_checkpoint": Refusal((False,), "checkpoints are taken between rollouts, not in the middle of one"),
-    "load_best_model_at_end": Refusal((False,), _BEST_MODEL),
-    "metric_for_best_model": Refusal((None,), _BEST_MODEL),
-    "greater_is_better": Refusal((None,), _BEST_MODEL),
-    # several machines
-    "ds3_gather_for_generation": Refusal((True,), _DISTRIBUTED),
-    "deepspeed": Refusal((None,), _DISTRIBUTED),
-    "fsdp": Refusal((None, "", False, [], {}), _DISTRIBUTED),
-    "fsdp_config": Refusal((None, {}), _DISTRIBUTED),
-    "parallelism_config": Refusal((None,), _DISTRIBUTED),
-    "debug": Refusal(("", [], None), "it is for TPUs and for hunting overflow in mixed FP16; remove the key"),
-    "ignore_bias_buffers": Refusal((False,), "the models here have no bias buffers; remove the key"),
-}  # fmt: skip
+# reason and way out -> each key that it refuses, with the values that ask for what happens anyway
+_REASONS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "checkpoints are loaded by model_name_or_path, model_revision, dtype and attn_implementation alone, and without "
+    "code of their own; remove the key": {
+        "model_init_kwargs": (None,),
+        "trust_remote_code": (False,),
+    },
+    "only an adapter of linear layers is trained, and norms with train_norms, while embeddings, head, experts and "
+    "routers are frozen; use lora_target_modules, or TRL itself for full fine-tuning": {
+        "use_peft": (True,),
+        "lora_target_parameters": (None,),
+        "lora_modules_to_save": (None, []),
+        "lora_task_type": ("CAUSAL_LM",),
+        "router_aux_loss_coef": (None, 0.0),
+        "optim_target_modules": (None,),
+    },
+    "it acts in the trainer only, while the engine samples without it, so that every update would be off-policy; "
+    "remove the key (noise_mode adds noise to both)": {
+        "lora_dropout": (0.0,),
+        "use_dora": (False,),
+        "cast_lm_head_to_fp32": (False,),
+        "neftune_noise_alpha": (None,),
+    },
+    "the arm says how the frozen weights are held; use quantization: qerl_nvfp4, nf4 or bf16": {
+        "load_in_8bit": (False,),
+        "load_in_4bit": (False,),
+        "bnb_4bit_quant_type": ("nf4",),
+        "use_bnb_nested_quant": (False,),
+        "bnb_4bit_quant_storage": (None,),
+    },
+    "frozen linears with a handwritten backward stand where it would act; remove the key": {
+        "use_cache": (False,),
+        "use_liger_kernel": (False,),
+        "liger_kernel_config": (None,),
+        "torch_compile": (False,),
+        "torch_compile_backend": (None,),
+        "torch_compile_mode": (None,),
+        "debug": ("", [], None),
+    },
+    "rollouts always come from vLLM, with its own models and batching, and a server takes the policy over HTTP; remove "
+    "the key": {
+        "use_vllm": (True,),
+        "vllm_model_impl": ("vllm",),
+        "vllm_group_port": (51216,),
+        "cache_implementation": (None,),
+        "use_transformers_continuous_batching": (False,),
+        "transformers_continuous_batching_config": (None,),
+        "use_transformers_paged": (False,),
+    },
+    "the policy reads text only, and answers in one turn without tools; remove the key": {
+        "max_tool_calling_iterations": (None,),
+        "log_multimodal": (True,),
+    },
+    "the loss is computed from rewards, which read all columns of the data, and not from labels; remove the key": {
+        "remove_unused_columns": (False,),
+        "label_names": (None,),
+        "label_smoothing_factor": (0.0, 0),
+    },
+    "the reference policy of beta is the base, or adapter_name_or_path as it was; remove the key": {
+        "sync_ref_model": (False,),
+        "ref_model_mixup_alpha": (0.6,),
+        "ref_model_sync_steps": (512,),
+    },
+    "groups must stay whole; lower per_device_train_batch_size instead": {"auto_find_batch_size": (False,)},
+    "a resumed run must see the prompts that the unbroken run would have seen: seed alone orders them, in data of "
+    "known length; use seed and dataset_size, and a new output_dir to start over": {
+        "data_seed": (None,),
+        "train_sampling_strategy": ("random",),
+        "length_column_name": ("length",),
+        "ignore_data_skip": (False,),
+        "dataset_streaming": (False,),
+    },
+    "evaluation while training is the reward on every held-out prompt, on the weights and in the dtype of training; "
+    "remove the key, and use qerl evaluate for other figures": {
+        "dataloader_drop_last": (False,),
+        "do_predict": (False,),
+        "prediction_loss_only": (False,),
+        "eval_do_concat_batches": (True,),
+        "eval_use_gather_object": (False,),
+        "eval_accumulation_steps": (None,),
+        "include_for_metrics": ([],),
+        "batch_eval_metrics": (False,),
+        "bf16_full_eval": (False,),
+        "fp16_full_eval": (False,),
+    },
+    "every checkpoint is written once, between rollouts, with all that a resume needs, and none is reloaded as best; "
+    "remove the key, keep all of them and choose by qerl evaluate": {
+        "save_only_model": (False,),
+        "save_on_each_node": (False,),
+        "enable_jit_checkpoint": (False,),
+        "load_best_model_at_end": (False,),
+        "metric_for_best_model": (None,),
+        "greater_is_better": (None,),
+    },
+    "frozen NVFP4 weights are trained on one GPU or with plain data parallelism (accelerate launch); remove the key": {
+        "ds3_gather_for_generation": (True,),
+        "deepspeed": (None,),
+        "fsdp": (None, "", False, [], {}),
+        "fsdp_config": (None, {}),
+        "parallelism_config": (None,),
+        "ignore_bias_buffers": (False,),
+    },
+}
+REFUSED = {key: Refusal(allowed, reason) for reason, keys in _REASONS.items() for key, allowed in keys.items()}
 
 # topic -> its keys, in the order in which `qerl train --help` lists them
 _HONOURED = {

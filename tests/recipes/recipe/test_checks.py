@@ -1,0 +1,225 @@
+"""What the keys of a recipe alone decide: refused by name, just within a limit, or said to be without effect."""
+
+from pathlib import Path
+
+import pytest
+
+from qerl_recipes.files.run_state import changes, recorded
+from qerl_recipes.model import shared_weights
+from qerl_recipes.recipe import checks
+from qerl_recipes.recipe.configs import parse
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "demo" / "grpo" / "nvfp4_lora_aqn.yaml"
+CPU = ["--use_cpu", "true", "--bf16", "false", "--vllm_enable_sleep_mode", "false"]
+SERVER = ["--vllm_mode", "server"]
+
+
+def demo(*flags):
+    return parse(["--config", str(RECIPE), *CPU, *flags])
+
+
+def problems(*flags):
+    parts = demo(*flags)
+    return [*checks.problems(*parts), *checks.server_problems(parts[1])]
+
+
+REFUSED = [
+    ("--loss_type grppo", "loss_type cannot be 'grppo'; it is one of grpo, bnpo"),
+    ("--vllm_mode remote", "vllm_mode cannot be 'remote'; it is one of colocate, server"),
+    ("--do_eval true", "do_eval: true evaluates nothing by itself; say when: eval_strategy: steps"),
+    ("--eval_on_start true", "eval_on_start: true is the first of the evaluations of a run, and there are n"),
+    (
+        "--lr_scheduler_type reduce_lr_on_plateau --eval_strategy epoch",
+        "lr_scheduler_type: reduce_lr_on_plateau goes by the loss of an evaluation",
+    ),
+    (
+        "--loss_type vespo --vllm_importance_sampling_mode sequence_mask",
+        "loss_type: vespo weighs tokens, not sequences: vllm_importance_sampling_mode cannot be sequence_mask",
+    ),
+    ("--skip_silent_rows true --beta 0.5", "skip_silent_rows: true cannot go with beta: 0.5, which needs every"),
+    (
+        '--mask_truncated_completions true --generation_kwargs {"stop":["</answer>"]}',
+        "generation_kwargs: stop ends it so, which would mask them all",
+    ),
+    ("--dynamic_sampling true --scale_rewards batch", "dynamic_sampling replaces groups"),
+    (
+        "--dynamic_sampling true --multi_objective_aggregation normalize_then_sum",
+        "multi_objective_aggregation: sum_then_normalize",
+    ),
+    ("--steps_per_generation 4 --save_steps 10", "save_steps: 10 does not fall between rollouts, each of which serves"),
+    ("--gradient_accumulation_steps 4 --steps_per_generation 2", "whole optimizer steps"),
+    ("--save_strategy best", "save_strategy: best"),
+    ("--vllm_max_model_length 56", "leaves no room for a prompt"),
+    (
+        "--max_prompt_length 80 --max_completion_length 50 --vllm_max_model_length 128",
+        "max_prompt_length (80) + max_completion_length (50) is 130, more than vllm_max_model_length (128)",
+    ),
+    # sampling
+    ('--generation_kwargs {"seed":3}', "generation_kwargs cannot set seed: each completion has a seed of its own"),
+    ('--generation_kwargs {"temperature":0.5}', "generation_kwargs cannot set temperature: the engine would"),
+    ("--temperature 0", "temperature must be at least 0.01, not 0.0: the log-probabilities of the trainer"),
+    ("--temperature 0.009", "temperature must be at least 0.01, not 0.009"),
+    ("--temperature nan", "temperature must be at least 0.01, not nan"),
+    ("--top_p 1.5", "vLLM takes no such SamplingParams: top_p must be in (0, 1]"),
+    ("--min_p 2", "vLLM takes no such SamplingParams: min_p must be in [0, 1]"),
+    ('--generation_kwargs {"truncate_prompt_tokens":3}', "Unexpected keyword argument 'truncate_prompt_tok"),
+    ('--generation_kwargs {"min_tokens":57}', "min_tokens must be less than or equal to max_tokens=56"),
+    (
+        '--generation_kwargs {"logit_bias":{"nine":5.0}}',
+        "logit_bias has the key 'nine', which is no token id; write it",
+    ),
+    ('--generation_kwargs {"logit_bias":{"9":101}}', "logit_bias of token 9 is 101; write it as {TOKEN: BIAS}"),
+    ('--generation_kwargs {"logit_bias":{"9":NaN}}', "logit_bias of token 9 is nan; write it as"),
+    ('--generation_kwargs {"logit_bias":[9]}', "logit_bias is [9]; write it as"),
+    (
+        '--generation_kwargs {"structured_outputs":{"regex":"a"}} --vllm_structured_outputs_regex b',
+        "structured_outputs beside vllm_structured_outputs_regex would be ignored; remove one",
+    ),
+    # dtypes
+    ("--dtype float32 --bf16 true", "the engine would compute in float32 and the trainer in bfloat16; use bf16: false"),
+    ("--dtype float16 --bf16 true", "in float16 and the trainer in bfloat16; use fp16: true and bf16: false, or dtype"),
+    ("--dtype bfloat16 --fp16 true", "fp16: true with dtype: bfloat16: the engine would compute in bfloat16"),
+    ("--dtype float16 --fp16 true --quantization nf4", "dtype: float16 with quantization: nf4 is not supported"),
+    # the adapter
+    ("--lora_target_modules q_proj lm_head", "lm_head takes no adapter"),
+    ("--lora_r 1024", "lora_r must be 1 to 512"),
+    ("--lora_r 0", "lora_r must be 1 to 512, which is what vLLM serves, not 0"),
+    ("--lora_alpha 0", "lora_alpha: 0 multiplies the adapter by 0, so that nothing would be trained; use 32"),
+    ("--lora_dropout 0.3", "lora_dropout: 0.3 cannot be honoured; it acts in the trainer only"),
+    ("--train_norms true --beta 0.1", "use beta: 0"),
+    ("--dataloader_drop_last true", "dataloader_drop_last: True cannot be honoured; evaluation while training is"),
+    # a server
+    ("--vllm_server_port 9000", "vllm_server_port: 9000 cannot be honoured; vllm_mode: colocate has an engine"),
+    ("--vllm_server_timeout 9", "use vllm_mode: server, or remove the key"),
+    (
+        "--vllm_mode server --quantization bf16",
+        "which only qerl_nvfp4 has, not quantization: bf16; use vllm_mode: colo",
+    ),
+    ("--vllm_mode server --rollout_engine x", "vllm_mode: server is a mode of rollout_engine: vllm, not of x; remove"),
+    ("--vllm_mode server --vllm_tensor_parallel_size 2", "start the server with --tensor-parallel-size 2, and remove"),
+    ("--vllm_mode server --vllm_server_timeout 0", "vllm_server_timeout must be above 0 seconds, not 0"),
+    (
+        "--vllm_mode server --vllm_server_base_url gpu1:80",
+        "'gpu1:80' is no address; it looks like http://127.0.0.1:8000",
+    ),
+    ("--vllm_mode server --vllm_server_base_url http://gpu1:80000", "'http://gpu1:80000' is no address"),
+    ("--vllm_mode server --vllm_server_base_url http://gpu1:8000\n", r"'http://gpu1:8000\n' is no address"),
+    ("--vllm_mode server --vllm_server_host http://gpu1", "gives http://[http://gpu1]:8000, which is no address; a ho"),
+    ("--vllm_mode server --vllm_server_host me@gpu1", "which is no address; a host is a name or a number"),
+    (
+        "--vllm_mode server --vllm_server_base_url http://gpu1 --vllm_server_port 1",
+        "vllm_server_port: 1 would be ignored beside vllm_server_base_url; remove one of the two",
+    ),
+    (
+        '--vllm_mode server --generation_kwargs {"detokenize":true}',
+        "request to a server cannot carry detokenize; it ca",
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), REFUSED, ids=[flags for flags, _ in REFUSED])
+def test_keys_that_cannot_run_are_refused_by_name(flags, message):
+    lines = problems(*flags.split(" "))
+    assert any(message in line for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--max_prompt_length 78 --max_completion_length 50 --vllm_max_model_length 128",
+        "--loss_type vespo",
+        '--temperature 0.01 --generation_kwargs {"stop":["</answer>"]}',
+        '--generation_kwargs {"logit_bias":{"9":100,"10":-100.0}}',
+        "--dtype float32",
+        "--dtype float16",  # on a CPU; elsewhere bf16 is TRL's default
+        "--dtype float16 --fp16 true",
+        "--lora_r 512",
+        "--skip_silent_rows true",
+        "--save_steps 0.5",
+        "--eval_on_start true --eval_strategy epoch",
+        "--do_eval true --eval_strategy steps --eval_steps 2",
+        "--vllm_mode server --vllm_server_timeout 0.1",
+    ],
+)
+def test_keys_just_within_a_limit_are_taken(flags):
+    assert problems(*flags.split(" ")) == []
+
+
+def test_accelerate_scales_no_loss_in_float16():
+    for flags, precision in ((["--fp16", "true"], "no"), (["--bf16", "true"], "bf16")):
+        assert demo("--dtype", "float16", *flags)[1].mixed_precision == precision, "its loss scale skips steps"
+
+
+def test_noise_needs_targets():
+    script, training, model = demo()
+    training.noise_targets = []  # no flag can say so, but a recipe can
+    assert checks.problems(script, training, model) == ["noise_targets is empty; for no noise use noise_mode: none"]
+
+
+def test_several_processes_need_whole_groups_to_replace(monkeypatch):
+    script, training, model = demo("--dynamic_sampling", "true")
+    training.per_device_train_batch_size = training.num_generations // 2
+    training.steps_per_generation = training.gradient_accumulation_steps = 1
+    monkeypatch.setattr(type(training), "world_size", 2)
+    (line,) = checks.problems(script, training, model)
+    assert "needs whole groups on each: " in line and "must be a multiple of num_generations" in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "address"),
+    [
+        ("", "http://0.0.0.0:8000"),
+        ("--vllm_server_host gpu1 --vllm_server_port 9000", "http://gpu1:9000"),
+        ("--vllm_server_base_url https://gpu1/rollouts/", "https://gpu1/rollouts"),
+        ("--vllm_server_base_url http://gpu1:9000/v1", "http://gpu1:9000"),
+        ("--vllm_server_base_url http://[::1]:9000", "http://[::1]:9000"),
+        ("--vllm_server_host ::1 --vllm_server_port 9000", "http://[::1]:9000"),
+    ],
+)
+def test_a_server_is_found_under_trls_keys(flags, address):
+    assert problems(*SERVER, *flags.split()) == []
+    assert demo(*SERVER, *flags.split())[1].server_address == address
+
+
+@pytest.mark.parametrize(
+    ("flags", "lines"),
+    [
+        ("", []),
+        ("--top_p 0.9 --top_k 20", ["top_p: 0.9, top_k: 20: completions are drawn from a part of", "1 by it, correct"]),
+        ("--min_p 0.1 --noise_mode rollout", ["min_p: 0.1: completions are drawn from", "below 1 by it, are off"]),
+        ('--generation_kwargs {"min_tokens":2}', ["generation_kwargs: min_tokens: completions are drawn from"]),
+        (
+            "--vllm_mode server --vllm_enable_sleep_mode true --vllm_gpu_memory_utilization 0.5",
+            [
+                "vllm_gpu_memory_utilization: 0.5 has no effect with vllm_mode: server (--gpu-memory-utilization of",
+                "vllm_enable_sleep_mode: True has no effect",
+            ],
+        ),
+        ("--vllm_mode server --vllm_gpu_memory_utilization 0.3", []),  # TRL's default
+        (
+            "--wandb_project p --wandb_run_group g",
+            ["wandb_project, wandb_run_group: without effect, for report_to has no wandb; add it, or remove them"],
+        ),
+    ],
+)
+def test_keys_without_effect_are_named(flags, lines):
+    said = list(checks.without_effect(demo(*flags.split())[1]))
+    assert len(said) == bool(lines) and all(line in said[0] for line in lines)
+
+
+def test_keys_of_a_tracker_in_use_have_an_effect():
+    training = demo("--wandb_project", "p")[1]
+    training.report_to = ["wandb"]
+    assert not list(checks.without_effect(training))
+
+
+def test_a_run_may_change_its_server_and_records_no_address():
+    before = recorded(*demo(*SERVER, "--vllm_server_base_url", "http://gpu1.internal:9000"))
+    assert "internal" not in str(before) and before["vllm_mode"] == "server"
+    assert list(changes(before, recorded(*demo("--vllm_mode", "colocate")))) == []
+    assert list(changes(before, recorded(*demo(*SERVER, "--temperature", "0.5")))) == ["temperature was 1.0 and is 0.5"]
+
+
+def test_a_trainer_beside_a_server_copies_the_weights_without_a_warning(recwarn):
+    assert not shared_weights.is_wanted(demo(*SERVER)[1])
+    assert not [warning for warning in recwarn if "own copy" in str(warning.message)]
