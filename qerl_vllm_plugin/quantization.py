@@ -11,17 +11,10 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from qerl_vllm_plugin import NAME
 from qerl_vllm_plugin.options import Options
-from qerl_vllm_plugin.weights.checkpoint import Nvfp4Scheme, inspect_folder, weights_taken
+from qerl_vllm_plugin.weights.checkpoint import Nvfp4Scheme, check_overrides, inspect_folder, weights_taken
 from qerl_vllm_plugin.weights.expected import CONFIG, experts
 from qerl_vllm_plugin.weights.families import WITHOUT_SLOTS, check_family, kept_in_bf16, never_compared
-from qerl_vllm_plugin.weights.formats import (
-    CACHE_KEYS,
-    FP8,
-    check_overrides,
-    check_weight_only,
-    matches,
-    read_quantization,
-)
+from qerl_vllm_plugin.weights.formats import CACHE_KEYS, FP8, check_weight_only, matches, read_quantization
 from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 
 if TYPE_CHECKING:
@@ -185,19 +178,19 @@ class QerlConfig(QuantizationConfig):
             raise CheckpointError(f"vLLM joins layers that are to be stored differently: {words}; ignore all or none")
         return next(iter(kinds.values()))
 
-    def _set_ignore(self, given: tuple[str, ...] | None, model_type: str, *, is_multimodal: bool) -> None:
+    def _set_ignore(self, ignore: tuple[str, ...] | None, model_type: str, *, is_multimodal: bool) -> None:
         """Set the layers of a BF16 checkpoint that stay in BF16, by the checkpoint's names.
 
-        ``given`` is the user's "qerl.ignore". Raises ValueError if a multimodal model has none.
+        ``ignore`` is the user's "qerl.ignore". Raises ValueError if a multimodal model has none.
         """
-        if given is None and is_multimodal:
+        if ignore is None and is_multimodal:
             raise ValueError(
                 "this BF16 checkpoint has parts for images or sound, whose layers would be quantized too; name what "
                 """stays in BF16: --additional-config '{"qerl": {"ignore": ["lm_head", "re:.*visual.*"]}}', or """
                 "quantize it first"
             )
-        self.ignore = (DEFAULT_IGNORE if given is None else given) + kept_in_bf16(model_type)
-        self._expected = given or ()
+        self.ignore = (DEFAULT_IGNORE if ignore is None else ignore) + kept_in_bf16(model_type)
+        self._expected = ignore or ()
 
     def check_built(self, model: torch.nn.Module, *, is_tied_by_user: bool) -> Callable[[str], None]:
         """Return a check that raises CheckpointError for the name of a checkpoint tensor with no place in the model.
@@ -210,14 +203,14 @@ class QerlConfig(QuantizationConfig):
         modules, with_bias, wholes = set(), set(), ["mtp."]  # multi-token prediction, which this model does not use
         for name, module in model.named_modules(remove_duplicate=False):
             parts = (name, *self.part_names(name))
-            found = {given for part in parts for given in vllm_layers.checkpoint_names(self.mappers, part)}
-            modules |= found
+            names = {stored for part in parts for stored in vllm_layers.checkpoint_names(self.mappers, part)}
+            modules |= names
             if getattr(module, "bias", None) is not None:
-                with_bias |= found
+                with_bias |= names
             if vllm_layers.is_fused_experts(module):
-                wholes += [given.partition(".experts")[0] + ".experts." for given in found]
+                wholes += [stored.partition(".experts")[0] + ".experts." for stored in names]
             if vllm_layers.is_of_another_stage(module):
-                wholes += [f"{given}." for given in found]
+                wholes += [f"{stored}." for stored in names]
 
         def check(name: str) -> None:
             module, _, leaf = name.rpartition(".")
@@ -277,8 +270,8 @@ class QerlConfig(QuantizationConfig):
                 cache,
             )
         check_load_format(vllm_config.load_config.load_format)
-        given = vllm_config.model_config.hf_overrides
-        overrides = given if isinstance(given, dict) else {}
+        hf_overrides = vllm_config.model_config.hf_overrides
+        overrides = hf_overrides if isinstance(hf_overrides, dict) else {}
         check_overrides(overrides)
         hf_config = vllm_config.model_config.hf_config
         model_type = hf_config.model_type

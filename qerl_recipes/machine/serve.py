@@ -22,8 +22,7 @@ from qerl_recipes.machine import processes
 from qerl_recipes.machine.environment import prepare
 from qerl_recipes.machine.gpu import MARLIN, REFERENCE, TILED, installed_gpu
 from qerl_vllm_plugin.options import Options
-from qerl_vllm_plugin.weights.checkpoint import inspect_folder
-from qerl_vllm_plugin.weights.formats import check_overrides
+from qerl_vllm_plugin.weights.checkpoint import check_overrides, inspect_folder
 from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 
 PORT = 8000  # vLLM's

@@ -154,14 +154,14 @@ def named_modules(config: Mapping[str, Any], targets: Collection[str]) -> set[st
     Raises AdapterError if a key is malformed, if an entry of the ``target_modules`` list names no linear that can carry
     an adapter, or if no linear is selected.
     """
-    wanted, excluded = config.get("target_modules"), config.get("exclude_modules")
-    for key, value in (("target_modules", wanted), ("exclude_modules", excluded)):
+    selected, excluded = config.get("target_modules"), config.get("exclude_modules")
+    for key, value in (("target_modules", selected), ("exclude_modules", excluded)):
         _check_patterns(key, value)
     _check_patterns("layers_pattern", config.get("layers_pattern"), always_regular=True)
-    if not wanted:
+    if not selected:
         raise AdapterError("the adapter's config has no target_modules; nothing would be adapted")
-    if not isinstance(wanted, str):
-        for entry in wanted:
+    if not isinstance(selected, str):
+        for entry in selected:
             if not any(_matches(name, [entry]) for name in targets):
                 raise AdapterError(
                     f"target_modules names {entry!r}, which is no linear layer of this model that can carry an "
@@ -175,13 +175,13 @@ def named_modules(config: Mapping[str, Any], targets: Collection[str]) -> set[st
     names = {
         name
         for name in targets
-        if _matches(name, wanted)
+        if _matches(name, selected)
         and not (excluded and _matches(name, excluded))
         and (layers is None or _layer(name, config.get("layers_pattern")) in layers)
     }
     if not names:
         raise AdapterError(
-            f"target_modules {wanted!r} names no linear layer of this model; those that can carry an adapter end in "
+            f"target_modules {selected!r} names no linear layer of this model; those that can carry an adapter end in "
             f"{_endings(targets)}"
         )
     return names
@@ -377,16 +377,16 @@ def joined(tensors: Tensors | None, norms: Tensors | None) -> dict[str, torch.Te
     return {**(tensors or {}), **(norms or {})}
 
 
-def plain_config(given: Any) -> dict[str, Any]:
+def plain_config(config: Any) -> dict[str, Any]:
     """Return an adapter's config as plain JSON values, from a dict, PEFT's LoraConfig or None.
 
     Raises AdapterError for anything else.
     """
-    if given is not None and not isinstance(given, Mapping):
-        if not callable(getattr(given, "to_dict", None)):
-            raise AdapterError(f"the adapter's config is {type(given).__name__}; give a dict or PEFT's LoraConfig")
-        given = given.to_dict()
-    return json.loads(json.dumps(dict(given or {}), default=_plain))
+    if config is not None and not isinstance(config, Mapping):
+        if not callable(getattr(config, "to_dict", None)):
+            raise AdapterError(f"the adapter's config is {type(config).__name__}; give a dict or PEFT's LoraConfig")
+        config = config.to_dict()
+    return json.loads(json.dumps(dict(config or {}), default=_plain))
 
 
 def _plain(value: Any) -> Any:

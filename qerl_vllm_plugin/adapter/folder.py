@@ -77,10 +77,10 @@ def _stamps(folder: Path) -> Stamps:
 
     def stamp(file: Path) -> tuple[int, ...] | None:
         try:
-            found = file.stat()
+            status = file.stat()
         except FileNotFoundError:
             return None
-        return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+        return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
     return tuple(stamp(folder / name) for name in FILES)
 

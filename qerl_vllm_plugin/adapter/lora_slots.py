@@ -99,14 +99,14 @@ class LoraSlots:
         The sizes are those before tensor parallelism cuts the linear.
         """
         packed = self._manager.packed_modules
-        found: dict[str, Target] = {}
+        targets: dict[str, Target] = {}
         for name, layer in self._linears().items():
             base = layer.base_layer
             parts = packed.get(name) or [name]
             inputs = getattr(base, "input_size", layer.input_size)
             for i, (part, outputs) in enumerate(zip(parts, vllm_layers.output_sizes(base, len(parts)), strict=True)):
-                found[part] = Target(name, i, inputs, outputs)
-        return found
+                targets[part] = Target(name, i, inputs, outputs)
+        return targets
 
     def stage(self, adapter: CheckedAdapter | None) -> Staged:
         """Put the tensors that ``commit`` will copy on the device.

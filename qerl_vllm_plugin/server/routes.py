@@ -70,8 +70,8 @@ async def put_policy(server: PolicyServer, request: Request) -> dict[str, Any]:
         else:
             upload = await body.received(request, server.limit, server.segments, held)
         metrics.BYTES.inc(upload.size)
-        given = (upload.path, upload.config, upload.digest, version, mode, request.is_disconnected)
-        answer = await server.swap(*given, held.pop_all())
+        change = (upload.path, upload.config, upload.digest, version, mode, request.is_disconnected)
+        answer = await server.swap(*change, held.pop_all())
     if "parts" not in answer:  # nothing has changed
         return answer
     of_upload = {part: round(seconds, 4) for part, seconds in upload.parts.items()}
@@ -105,17 +105,18 @@ async def delete_policy(server: PolicyServer, request: Request) -> dict[str, Any
 async def put_noise(server: PolicyServer, request: Request) -> dict[str, Any]:
     """Set the noise: {"sigma": 0.01, "seed": 1, "rollout": 7}, and "targets" unless they are the default norms."""
     mode = _mode(_query(request, "requests"))
-    given = await body.read_json(request)
-    if unknown := sorted(set(given) - set(NOISE_KEYS)):
+    values = await body.read_json(request)
+    if unknown := sorted(set(values) - set(NOISE_KEYS)):
         raise Refused(400, "bad_json", f"unknown key {unknown[0]!r}; known: {', '.join(NOISE_KEYS)}")
-    if missing := [key for key in NOISE_KEYS[:3] if key not in given]:
+    if missing := [key for key in NOISE_KEYS[:3] if key not in values]:
         raise Refused(400, "bad_json", f"the key {missing[0]!r} is missing")
     for key in NOISE_KEYS[:3]:
-        if isinstance(given[key], int) and given[key].bit_length() > 63:  # vLLM's own message format has no longer ones
-            raise Refused(400, "bad_json", f"{key} is {str(given[key])[:40]}; whole numbers have at most 64 bits here")
-    targets = given.get("targets", list(noise.DEFAULT_TARGETS))
+        # vLLM's own message format has no longer numbers
+        if isinstance(values[key], int) and values[key].bit_length() > 63:
+            raise Refused(400, "bad_json", f"{key} is {str(values[key])[:40]}; whole numbers have at most 64 bits here")
+    targets = values.get("targets", list(noise.DEFAULT_TARGETS))
     return await server.set_noise(
-        given["sigma"], given["seed"], given["rollout"], targets, mode, request.is_disconnected
+        values["sigma"], values["seed"], values["rollout"], targets, mode, request.is_disconnected
     )
 
 
@@ -130,10 +131,10 @@ async def get_state(server: PolicyServer, request: Request) -> dict[str, Any]:
 
 
 def _query(request: Request, *known: str) -> dict[str, str]:
-    given = [name for name, _ in request.query_params.multi_items()]
-    if unknown := sorted(set(given) - set(known)):
+    names = [name for name, _ in request.query_params.multi_items()]
+    if unknown := sorted(set(names) - set(known)):
         raise Refused(400, "bad_query", f"unknown parameter {unknown[0]!r}; known: {', '.join(known) or 'none'}")
-    if repeated := sorted(name for name in set(given) if given.count(name) > 1):
+    if repeated := sorted(name for name in set(names) if names.count(name) > 1):
         raise Refused(400, "bad_query", f"the parameter {repeated[0]!r} is given more than once; give it once")
     return dict(request.query_params)
 

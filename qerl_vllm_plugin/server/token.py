@@ -47,9 +47,9 @@ def configured_token() -> str | None:
     return token
 
 
-def matches(given: str | None, expected: bytes) -> bool:
+def matches(token: str | None, expected: bytes) -> bool:
     """Return True if the SHA-256 of a request's token is ``expected``, comparing in constant time."""
-    return secrets.compare_digest(_hash(given or ""), expected)
+    return secrets.compare_digest(_hash(token or ""), expected)
 
 
 def _hash(token: str) -> bytes:

@@ -81,6 +81,16 @@ def inspect_folder(path: str | Path, *, weight_only: bool = False) -> Checkpoint
         ) from error
 
 
+def check_overrides(overrides: Any) -> None:
+    """Raise ValueError for --hf-overrides that say how a checkpoint is quantized."""
+    parts = [overrides, overrides.get("text_config")] if isinstance(overrides, Mapping) else []
+    if any(isinstance(part, Mapping) and "quantization_config" in part for part in parts):
+        raise ValueError(
+            "--hf-overrides: quantization_config says how the bytes of the checkpoint are to be read, and nothing else "
+            "would fit them; leave it out, and put another format into NVFP4 with `qerl quantize SOURCE DESTINATION`"
+        )
+
+
 def _inspect(folder: Path, config: dict[str, Any], weight_only: bool) -> CheckpointReport:
     quantization = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     if not quantization and (folder / OWN_FILE).is_file():

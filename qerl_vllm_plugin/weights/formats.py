@@ -292,16 +292,6 @@ def check_weight_only(scheme: Nvfp4Scheme, weight_only: bool) -> None:
         )
 
 
-def check_overrides(overrides: Any) -> None:
-    """Raise ValueError for --hf-overrides that say how a checkpoint is quantized."""
-    parts = [overrides, overrides.get("text_config")] if isinstance(overrides, Mapping) else []
-    if any(isinstance(part, Mapping) and "quantization_config" in part for part in parts):
-        raise ValueError(
-            "--hf-overrides: quantization_config says how the bytes of the checkpoint are to be read, and nothing else "
-            "would fit them; leave it out, and put another format into NVFP4 with `qerl quantize SOURCE DESTINATION`"
-        )
-
-
 def matches(pattern: str, name: str) -> bool:
     """Return True if ``pattern`` equals ``name``, or is ``re:`` and an expression that matches its start."""
     return re.match(pattern[3:], name) is not None if pattern.startswith("re:") else pattern == name

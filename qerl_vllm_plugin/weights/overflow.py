@@ -43,8 +43,8 @@ class Calls(list[tuple[str, torch.Tensor, torch.Tensor]]):
 
     def largest(self) -> tuple[str, float]:
         """Return the module with the largest activation and its magnitude, or ("", 0) if nothing was called."""
-        found = ((name, float(value)) for name, value, _ in self)
-        return max(found, key=lambda pair: pair[1], default=("", 0.0))
+        sizes = ((name, float(value)) for name, value, _ in self)
+        return max(sizes, key=lambda pair: pair[1], default=("", 0.0))
 
 
 @contextmanager
@@ -74,12 +74,12 @@ def watched(
         @torch.no_grad()
         def after(module: torch.nn.Module, inputs: tuple[Any, ...], outputs: Any) -> None:
             tensors = outputs if isinstance(outputs, tuple | list) else (outputs,)
-            found = [t for t in tensors if isinstance(t, torch.Tensor) and t.dtype == dtype and t.numel()]
-            if not found:
+            watched_outputs = [t for t in tensors if isinstance(t, torch.Tensor) and t.dtype == dtype and t.numel()]
+            if not watched_outputs:
                 return
-            value = real = torch.stack([t.detach().abs().amax().float() for t in found]).amax()
-            is_asked = multiplies(module) and inputs and isinstance(inputs[0], torch.Tensor)
-            if is_asked and (on_several_ranks or not bool(value <= limit)):
+            value = real = torch.stack([t.detach().abs().amax().float() for t in watched_outputs]).amax()
+            is_linear_call = multiplies(module) and inputs and isinstance(inputs[0], torch.Tensor)
+            if is_linear_call and (on_several_ranks or not bool(value <= limit)):
                 small = type(module).forward(module, inputs[0].detach() * SMALLER)
                 small = small[0] if isinstance(small, tuple) else small
                 real = small.abs().amax().float() / SMALLER
@@ -110,8 +110,8 @@ def _refuse_beyond(calls: Calls, who: str, dtype: torch.dtype, way_out: str) -> 
     ends = f"float16 ends at {LARGEST:.0f}"
     if dtype != torch.float16:
         ends = f"beyond {LARGEST_SQUARED:.0e} the next norm's sum of squares is infinite"
-    found = torch.stack([value for _, value, _ in calls]).tolist()
-    for (name, _, real), value in zip(calls, found, strict=True):
+    sizes = torch.stack([value for _, value, _ in calls]).tolist()
+    for (name, _, real), value in zip(calls, sizes, strict=True):
         if value <= _limit(dtype):
             continue
         size = "that is infinite or no number, or is given one"

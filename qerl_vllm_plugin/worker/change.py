@@ -191,9 +191,9 @@ def page_words(parameters: Iterable[torch.Tensor], changing: Iterable[torch.Tens
     """Return on the CPU the first word of each page of ``parameters``, except those in ``changing``, the norms."""
     ours = {tensor.untyped_storage().data_ptr() for tensor in changing}
     once = {tensor.untyped_storage().data_ptr(): tensor for tensor in parameters}
-    found: dict[torch.device, list[torch.Tensor]] = {}
+    words_by_device: dict[torch.device, list[torch.Tensor]] = {}
     for address, tensor in once.items():
         if address not in ours:
             words = spans.as_type(spans.all_bytes(tensor.untyped_storage()), torch.int64)
-            found.setdefault(tensor.device, []).append(words[:: PAGE // 8])
-    return torch.cat([torch.cat(parts).cpu() for parts in found.values()])
+            words_by_device.setdefault(tensor.device, []).append(words[:: PAGE // 8])
+    return torch.cat([torch.cat(parts).cpu() for parts in words_by_device.values()])

@@ -69,9 +69,9 @@ class ChangeLog:
         count = self.count
         numbers = range(max(0, count - KEPT), count)
         ends = (min(span[0] for span in spans), max(span[1] for span in spans))
-        found = [numbers[max(bisect_right(numbers, moment, key=self._moment) - 1, 0)] for moment in ends]
-        first, last = (_ENTRY.unpack_from(self._memory, self._place(number))[1] for number in found)
-        return str(first) if found[0] == found[1] else f"{first}-{last}"
+        entries = [numbers[max(bisect_right(numbers, moment, key=self._moment) - 1, 0)] for moment in ends]
+        first, last = (_ENTRY.unpack_from(self._memory, self._place(number))[1] for number in entries)
+        return str(first) if entries[0] == entries[1] else f"{first}-{last}"
 
     def _moment(self, number: int) -> float:
         return _ENTRY.unpack_from(self._memory, self._place(number))[0]

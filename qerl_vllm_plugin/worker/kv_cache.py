@@ -108,16 +108,16 @@ def resume(worker: Any) -> None:
 def remainders(piece: Span, caches: list[Span]) -> list[Span]:
     """Return the parts of ``piece`` that lie in none of ``caches``, in ascending order."""
     first, size = piece
-    found, last = [], first + size
+    remaining, last = [], first + size
     for address, length in sorted(caches):
         if address + length <= first or address >= last:
             continue
         if address > first:
-            found.append((first, address - first))
+            remaining.append((first, address - first))
         first = min(address + length, last)
     if first < last:
-        found.append((first, last - first))
-    return found
+        remaining.append((first, last - first))
+    return remaining
 
 
 def _no_room(needed: int, reason: str) -> str:
@@ -131,8 +131,8 @@ def _checksums(worker: Any) -> dict[str, tuple[int, Checksum]]:
     """Return by name the address and checksum of every tensor that serves requests, except the KV cache."""
     tensors = _tensors(worker)
     return {
-        name: (tensor.data_ptr(), found)
-        for (name, tensor), found in zip(tensors.items(), checksums(tensors.values()), strict=True)
+        name: (tensor.data_ptr(), checksum)
+        for (name, tensor), checksum in zip(tensors.items(), checksums(tensors.values()), strict=True)
     }
 
 

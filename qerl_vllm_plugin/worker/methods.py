@@ -41,16 +41,22 @@ from qerl_vllm_plugin.worker.received import received
 
 logger = init_logger("vllm.qerl")
 
+GRACE = 10.0  # seconds that this process may take to end by itself once its driver has died
 METHODS: dict[str, Callable[..., Answer]] = {}  # the functions below by their names
 
 
 def worker_method(function: Callable[..., Answer]) -> Callable[..., Answer]:
-    """Make ``function`` callable by ``collective_rpc``, and turn whatever it raises into an answer."""
+    """Make ``function`` callable by ``collective_rpc``, and turn whatever it raises into an answer.
+
+    A KVCacheError is a refusal; everything else is logged as a failure.
+    """
 
     @functools.wraps(function)
     def answer(self: Any, *args: Any, **keywords: Any) -> Answer:
         try:
             return function(self, *args, **keywords)
+        except kv_cache.KVCacheError as error:
+            return {"error": str(error)}
         except Exception as error:
             logger.error("%s failed", function.__name__, exc_info=error)
             return {"error": str(error) or type(error).__name__}
@@ -132,10 +138,10 @@ def qerl_swap(
     def prepare() -> Change:
         if norms:
             check_one_policy(policy, "trained norms", every_request_names_the_policy)
-        found = json.loads(config) if isinstance(config, str) else config
-        with received(tensors, norms, self.device, policy.file) as (given, trained, fetch):
+        values = json.loads(config) if isinstance(config, str) else config
+        with received(tensors, norms, self.device, policy.file) as (adapter, trained, fetch):
             policy.timer.end("receive")
-            return prepare_swap(policy, given, found, trained, version, digest, fetch)
+            return prepare_swap(policy, adapter, values, trained, version, digest, fetch)
 
     return on_all_ranks(policy, prepare)
 
@@ -168,28 +174,23 @@ def qerl_set_noise(
 def qerl_release_kv_cache(self: Any) -> Answer:
     """Release the memory of this worker's KV cache, and return its size as ``bytes``."""
     try:
-        return {"bytes": kv_cache.release(self, kv_cache_memory.KVCacheMemory(self))}
-    except (kv_cache.KVCacheError, ValueError) as error:
+        memory = kv_cache_memory.KVCacheMemory(self)
+    except ValueError as error:
         return {"error": str(error)}
+    return {"bytes": kv_cache.release(self, memory)}
 
 
 @worker_method
 def qerl_resume_kv_cache(self: Any) -> Answer:
     """Allocate the memory of this worker's KV cache again."""
-    try:
-        kv_cache.resume(self)
-    except kv_cache.KVCacheError as error:
-        return {"error": str(error)}
+    kv_cache.resume(self)
     return {}
 
 
 @worker_method
 def qerl_check_unchanged(self: Any) -> Answer:
     """Return an error if a tensor has changed since the KV cache was released; nothing is compared if it is not."""
-    try:
-        kv_cache.check_unchanged(self)
-    except kv_cache.KVCacheError as error:
-        return {"error": str(error)}
+    kv_cache.check_unchanged(self)
     return {}
 
 
@@ -205,9 +206,6 @@ def qerl_state(self: Any, digest: bool = False) -> Answer:
         state["norms"] = digest_of(layer.weight.data for _, layer in sorted(policy.layers.items()))
         state["adapter"] = digest_of(policy.carrier.buffers()) if policy.carrier is not None else ""
     return state
-
-
-GRACE = 10.0  # seconds that this process may take to end by itself
 
 
 def end_with(driver: int) -> None:

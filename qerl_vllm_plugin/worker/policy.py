@@ -117,8 +117,8 @@ def _open(model: torch.nn.Module, worker: Any) -> WorkerPolicy:
     stages = vllm_worker.of_all_stages((own, {name: layer.weight.numel() for name, layer in layers.items()}, reason))
     if reasons := [reason for _, _, reason in stages if reason is not None]:
         raise AdapterError(reasons[0])
-    targets = {name: target for found, _, _ in stages for name, target in found.items()}
-    sizes = {name: size for _, found, _ in stages for name, size in found.items()}
+    targets = {name: target for own_targets, _, _ in stages for name, target in own_targets.items()}
+    sizes = {name: size for _, own_sizes, _ in stages for name, size in own_sizes.items()}
     # clones in the norms' own dtype, so that clearing the noise restores the same bits
     norms = {name: layer.weight.data.clone() for name, layer in layers.items()}
     checker = check.Checker(targets, carrier.max_rank if carrier is not None else 0)
@@ -236,14 +236,14 @@ def check_one_policy(policy: WorkerPolicy, change: str, every_request_names_the_
         raise AdapterError(change + SEVERAL_NAMES)
 
 
-def _trained(policy: WorkerPolicy, given: Tensors | None) -> tuple[dict[str, torch.Tensor], float]:
+def _trained(policy: WorkerPolicy, trained: Tensors | None) -> tuple[dict[str, torch.Tensor], float]:
     """Return the norms that noise is added to, and the largest absolute value of a trained weight.
 
-    The norms are the checkpoint's, with the trained norms ``given`` in their place. Raises AdapterError for a trained
+    The norms are the checkpoint's, with the ``trained`` ones in their place. Raises AdapterError for a trained
     norm that does not fit the model or is not finite in its dtype.
     """
     norms, sizes = dict(policy.checkpoint_norms), []
-    for name, tensor in (given or {}).items():
+    for name, tensor in (trained or {}).items():
         size = policy.sizes.get(name)
         if size is None:
             raise AdapterError(f"trained norm {name} is no norm of this model; was it trained on another base?")

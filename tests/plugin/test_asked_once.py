@@ -38,6 +38,19 @@ def send(monkeypatch):
     return ask
 
 
+@pytest.mark.parametrize("token", ["", "wrong", TOKEN[:-1]])
+def test_every_route_needs_the_token(send, token):
+    for method, path in (
+        ("PUT", "policy"),
+        ("DELETE", "policy"),
+        ("PUT", "noise"),
+        ("DELETE", "noise"),
+        ("GET", "state"),
+    ):
+        answer = send(method, path, headers={HEADER: token})
+        assert (answer.status_code, answer.json()["reason"]) == (401, "unauthorized")
+
+
 async def in_pieces(content):
     yield content
 
