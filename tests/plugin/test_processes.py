@@ -277,27 +277,30 @@ NOISY = {
 }
 
 
+@pytest.fixture
+def one_and_two(make_nvfp4, reference, make_adapter, measure, run_process, tmp_path):
+    """one_and_two(family, adapted, options, noisy) -> what a driver has found with one rank, and with two."""
+
+    def run(family, adapted, options, noisy, changes, before=""):
+        folder = make_nvfp4(family, **changes)
+        make_adapter(reference(folder), target_modules=adapted, size=0.1)[2].save_pretrained(tmp_path / "adapter")
+        case = {"source": str(folder), "adapter": str(tmp_path / "adapter"), "stages": 1, "own_core": True}
+        case |= {"options": options, "targets": list(noisy)}
+        both = drive({str(n): {**case, "ranks": n} for n in (1, 2)}, measure, run_process, tmp_path, before=before)
+        assert both["2"]["touched"] == 4 and both["2"]["bits"][0] == both["2"]["bits"][1]
+        keys = ("base", "adapter", "noise", "removed")
+        return [{key: torch.tensor(both[n][key]) for key in keys} for n in "12"]
+
+    return run
+
+
 @pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_ranks_serve_a_family_as_one_does(
-    family, carriers, make_nvfp4, reference, make_adapter, measure, run_process, tmp_path
-):
-    folder = make_nvfp4(family, **FAMILIES[family])
-    _, _, peft_model = make_adapter(reference(folder), target_modules=ADAPTED[family], size=0.1)
-    peft_model.save_pretrained(tmp_path / "adapter")
-    case = {
-        "source": str(folder),
-        "adapter": str(tmp_path / "adapter"),
-        "stages": 1,
-        "options": carriers["resident"],
-        "own_core": True,
-        "targets": NOISY.get(family, list(DEFAULT_TARGETS)),
-    }
-    both = drive({str(n): {**case, "ranks": n} for n in (1, 2)}, measure, run_process, tmp_path)
-    alone, found = ({key: torch.tensor(both[n][key]) for key in ("base", "adapter", "noise", "removed")} for n in "12")
-    assert both["2"]["touched"] == 4 and both["2"]["bits"][0] == both["2"]["bits"][1]
+def test_two_ranks_serve_a_family_as_one_does(family, carriers, one_and_two, measure):
+    noisy = NOISY.get(family, DEFAULT_TARGETS)
+    alone, found = one_and_two(family, ADAPTED[family], carriers["resident"], noisy, FAMILIES[family])
     for which in ("base", "adapter", "noise"):
         assert measure.difference(found[which], alone[which]) < TOLERANCE, which
     assert measure.difference(alone["adapter"], alone["base"]) > 10 * TOLERANCE
@@ -336,22 +339,11 @@ ROUNDING = 0.1  # of the mean, in BF16, the only dtype of vLLM's linear attentio
 @pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.timeout(600)
-def test_two_ranks_serve_a_hybrid_as_one_does(make_nvfp4, reference, make_adapter, measure, run_process, tmp_path):
-    folder = make_nvfp4("qwen3_5_text", **HYBRID)
-    _, _, peft_model = make_adapter(reference(folder), target_modules="all-linear", size=0.1)
-    peft_model.save_pretrained(tmp_path / "adapter")
-    options = {"qerl": {"policy_adapter": {"rank": 8}}}
-    case = {
-        "source": str(folder),
-        "adapter": str(tmp_path / "adapter"),
-        "stages": 1,
-        "options": {"additional_config": options, "enable_prefix_caching": False, "enable_chunked_prefill": False},
-        "own_core": True,
-        "targets": list(DEFAULT_TARGETS),
-    }
-    both = drive({str(n): {**case, "ranks": n} for n in (1, 2)}, measure, run_process, tmp_path, before=STRAW)
-    alone, found = ({key: torch.tensor(both[n][key]) for key in ("base", "adapter", "noise", "removed")} for n in "12")
-    assert both["2"]["touched"] == 4 and both["2"]["bits"][0] == both["2"]["bits"][1]
+def test_two_ranks_serve_a_hybrid_as_one_does(one_and_two):
+    """A hybrid of linear attention."""
+    options = {"additional_config": {"qerl": {"policy_adapter": {"rank": 8}}}}
+    options |= {"enable_prefix_caching": False, "enable_chunked_prefill": False}
+    alone, found = one_and_two("qwen3_5_text", "all-linear", options, DEFAULT_TARGETS, HYBRID, before=STRAW)
     for which, answers in alone.items():
         assert float((found[which] - answers).abs().mean()) < ROUNDING, which
     assert float((alone["adapter"] - alone["base"]).abs().mean()) > 10 * ROUNDING
