@@ -32,13 +32,6 @@ def checkpoint_norms(weights_of, folder):
     return {name: w.float() for name, w in weights_of(folder).items() if "norm" in name}
 
 
-@pytest.fixture
-def policy(engine):
-    policy = Policy(engine)
-    policy.clear_noise()
-    return policy
-
-
 def norms(engine, measure) -> dict[str, torch.Tensor]:
     return {
         f"{name}.weight": layer.weight.data.clone()

@@ -20,24 +20,6 @@ def folder(make_bf16, write_packed):
     return write_packed(make_bf16("qwen2"))
 
 
-@pytest.fixture(scope="module")
-def hf(reference, folder):
-    return reference(folder)
-
-
-@pytest.fixture(scope="module")
-def engine(boot, folder, carrier_options):
-    return boot(folder, **carrier_options)
-
-
-@pytest.fixture
-def policy(engine):
-    policy = Policy(engine)
-    policy.swap(None)
-    policy.clear_noise()
-    return policy
-
-
 def served(policy, measure):
     return measure.engine(policy._llm, policy.request)
 

@@ -14,24 +14,13 @@ PROMPT = [(7 * i) % 60 + 2 for i in range(100)]  # three full blocks of 32
 SAMPLING = SamplingParams(max_tokens=1, temperature=0.0, logprobs=5)
 
 
-@pytest.fixture(scope="module")
-def engine(boot, make_nvfp4, carrier_options):
-    return boot(make_nvfp4("qwen2"), enable_prefix_caching=True, block_size=32, **carrier_options)
+ENGINE = {"enable_prefix_caching": True, "block_size": 32}
 
 
 @pytest.fixture(scope="module")
-def adapters(make_nvfp4, reference, make_adapter):
-    hf = reference(make_nvfp4("qwen2"))
+def adapters(hf, make_adapter):
     modules = ["k_proj", "v_proj", "down_proj"]
     return [make_adapter(hf, seed=seed, target_modules=modules)[:2] for seed in (1, 2)]
-
-
-@pytest.fixture
-def policy(engine):
-    policy = Policy(engine)
-    policy.swap(None)
-    policy.clear_noise()
-    return policy
 
 
 def ask(policy: Policy) -> tuple[dict[int, float], int]:
@@ -160,9 +149,8 @@ def _noting(seen: list[int], reset):
 
 
 @pytest.fixture(scope="module")
-def with_scheduler(boot, make_nvfp4, carriers):
-    how = {"block_size": 32, "scheduler_cls": "qerl_vllm_plugin.scheduler.scheduler", **carriers["resident"]}
-    return boot(make_nvfp4("qwen2"), enable_prefix_caching=True, **how)
+def with_scheduler(boot, folder, carriers):
+    return boot(folder, scheduler_cls="qerl_vllm_plugin.scheduler.scheduler", **ENGINE, **carriers["resident"])
 
 
 @pytest.mark.parametrize("kind", [QerlScheduler, QerlAsyncScheduler])

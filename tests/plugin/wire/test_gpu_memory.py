@@ -181,21 +181,9 @@ def test_a_gpu_that_is_not_seen_or_not_reached_is_refused(monkeypatch):
         cuda_ipc.check_reachable("another", torch.device("cuda", 0))
 
 
-@pytest.fixture(scope="module")
-def hf(reference, make_nvfp4):
-    return reference(make_nvfp4("qwen2"))
-
-
-@pytest.fixture(scope="module")
-def engine(boot, make_nvfp4, carrier_options):
-    return boot(make_nvfp4("qwen2"), **carrier_options)
-
-
 @pytest.fixture
-def policy(engine):
+def policy(policy):
     """One that treats the worker of this process as it does one of another process."""
-    policy = Policy(engine)
-    policy.swap(None)
     policy._sender.is_here = False
     return policy
 
