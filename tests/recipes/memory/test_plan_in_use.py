@@ -29,14 +29,14 @@ def doctor(*flags: str) -> Any:
     return CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, ["doctor", *flags])
 
 
-def test_the_doctor_prints_the_plan_of_a_recipe_with_its_overrides() -> None:
+def test_the_doctor_prints_a_recipes_plan_with_overrides() -> None:
     result = doctor("--recipe", str(NVFP4_32B), "--gpu_memory", "80", "--lora_r", "64")
     assert result.exit_code == 0
     for word in ("engine's weights", "KV cache", "activations", "rank 64", "80.0 GB: it fits, with"):
         assert word in result.output
 
 
-def test_the_doctor_says_what_to_change_where_a_recipe_does_not_fit() -> None:
+def test_the_doctor_says_what_to_change() -> None:
     flags = ["--gpu_memory", "60", "--share_weights", "false", "--vllm_gpu_memory_utilization", "0.6"]
     result = doctor("--recipe", str(NVFP4_32B), *flags)
     assert result.exit_code == 1
@@ -48,7 +48,7 @@ def test_the_doctor_says_what_to_change_where_a_recipe_does_not_fit() -> None:
     ("recipe", "smallest", "status"),
     [("Qwen2.5-3B-Instruct/grpo/nvfp4_lora.yaml", 24, 0), ("Qwen2.5-32B-Instruct/grpo/bf16_lora.yaml", None, 1)],
 )
-def test_without_a_gpu_the_doctor_goes_through_common_sizes(recipe: str, smallest: int | None, status: int) -> None:
+def test_without_a_gpu_the_doctor_tries_common_sizes(recipe: str, smallest: int | None, status: int) -> None:
     result = doctor("--recipe", str(RECIPES / recipe))
     assert result.exit_code == status
     fitting = re.findall(r"^(\d+)\.0 GB: it fits", result.output, re.MULTILINE)
@@ -63,9 +63,7 @@ def test_flags_of_the_doctor_that_make_no_sense_are_refused(flags: list[str]) ->
     assert doctor(*flags).exit_code not in (0, 1) or "GB, such as 80" in str(doctor(*flags).exception)
 
 
-def test_a_run_that_does_not_fit_is_refused_before_anything_loads(
-    make_nvfp4: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_does_not_fit_is_refused(make_nvfp4: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {
         "model_name_or_path": make_nvfp4("qwen2"),
         "output_dir": tmp_path,

@@ -220,6 +220,6 @@ def test_a_run_may_change_its_server_and_records_no_address():
     assert list(changes(before, recorded(*demo(*SERVER, "--temperature", "0.5")))) == ["temperature was 1.0 and is 0.5"]
 
 
-def test_a_trainer_beside_a_server_copies_the_weights_without_a_warning(recwarn):
+def test_a_trainer_beside_a_server_has_its_own_weights(recwarn):
     assert not shared_weights.is_wanted(demo(*SERVER)[1])
     assert not [warning for warning in recwarn if "own copy" in str(warning.message)]

@@ -72,7 +72,7 @@ def test_defaults_need_no_refusal():
     ],
     ids=lambda flags: flags[0][2:],
 )
-def test_promise_09_a_key_that_cannot_be_honoured_is_refused_by_name_with_the_way_out(flags):
+def test_promise_09_refused_keys_are_named_with_the_way_out(flags):
     lines = refusals(*parse([*CPU, *flags]))
     key = flags[0][2:].partition("=")[0]
     refusal = (REFUSED | WITHOUT_EFFECT)[key]
@@ -83,7 +83,7 @@ def test_promise_09_a_key_that_cannot_be_honoured_is_refused_by_name_with_the_wa
 
 @pytest.mark.parametrize("where", ["yaml", "flag"])
 @pytest.mark.parametrize("key", ["sigma_begin", "learning_rat", "aqn", "nois_mode"])
-def test_promise_09_an_unknown_key_is_an_error_that_names_the_closest(where, key, tmp_path):
+def test_promise_09_unknown_keys_are_refused_with_the_closest(where, key, tmp_path):
     argv = recipe(tmp_path, f"{key}: 1\n") if where == "yaml" else [*CPU, f"--{key}", "1"]
     with pytest.raises(ConfigError, match=f"unknown key {key}") as error:
         parse(argv)
@@ -106,7 +106,7 @@ def test_open_r1_mathematical_recipe_parses_unchanged():
     assert refusals(script, training, model) == []
 
 
-def test_open_r1_programming_recipe_parses_and_says_what_cannot_be_done():
+def test_open_r1_programming_recipe_parses_with_refusals():
     with pytest.warns(UserWarning, match="no effect"):
         script, training, model = parse(["--config", str(FIXTURES / "open_r1_code.yaml"), "--use_cpu", "true"])
     assert training.scale_rewards == "none" and training.hub_revision == "v01.00"
@@ -115,7 +115,7 @@ def test_open_r1_programming_recipe_parses_and_says_what_cannot_be_done():
     assert refused == {"callbacks", "benchmarks", "code_eval_test_batch_size", "code_provider"}
 
 
-def test_a_recipe_of_an_earlier_trl_is_told_which_defaults_have_changed_since():
+def test_recipes_of_an_earlier_trl_are_told_changed_defaults():
     given = ["--config", str(FIXTURES / "open_r1_math.yaml"), "--use_cpu", "true"]
     changed = r"beta was 0.04, is 0.0, loss_type was bnpo, is dapo$"  # it sets max_completion_length
     with pytest.warns(UserWarning, match=changed):
@@ -143,7 +143,7 @@ def test_liger_s_kernels_give_way_to_qerl_s(where, tmp_path):
     assert refusals(configs.GRPOConfig(use_liger_kernel=True, use_cpu=True, bf16=False))
 
 
-def test_flash_attention_that_is_not_here_becomes_pytorch_s_with_a_word(monkeypatch):
+def test_missing_flash_attention_becomes_sdpa_with_a_warning(monkeypatch):
     with pytest.warns(UserWarning, match=r"flash_attention_2 needs .* flash-attn, which are not here; sdpa is used"):
         _, _, model = parse([*CPU, "--attn_implementation", "flash_attention_2"])
     assert model.attn_implementation == "sdpa"
@@ -152,7 +152,7 @@ def test_flash_attention_that_is_not_here_becomes_pytorch_s_with_a_word(monkeypa
     assert model.attn_implementation == "flash_attention_2"
 
 
-def test_the_adapter_is_on_all_linear_layers_unless_some_are_named(tmp_path):
+def test_the_adapter_is_on_all_linears_unless_some_are_named(tmp_path):
     for argv in (CPU, recipe(tmp_path, "lora_target_modules: null\n")):
         script, _, model = parse(argv)
         assert model.lora_target_modules == "all-linear"
@@ -199,7 +199,7 @@ def test_a_recipe_stands_above_the_one_that_it_extends(tmp_path):
     assert (training.learning_rate, training.seed, model.lora_r) == (1e-3, 2, 16)
 
 
-def test_yaml_numbers_without_a_point_and_a_bare_no_mean_what_was_written(tmp_path):
+def test_yaml_numbers_without_a_point_and_a_bare_no_are_kept(tmp_path):
     _, training, _ = parse(recipe(tmp_path, "learning_rate: 1e-5\neval_strategy: no\nsave_strategy: no\n"))
     assert training.learning_rate == 1e-5
     assert training.eval_strategy == "no" and training.save_strategy == "no"
@@ -272,7 +272,7 @@ def test_a_word_for_nothing_does_not_become_a_text(flags):
         parse([*CPU, *flags])
 
 
-def test_words_that_only_look_like_nothing_and_values_of_choices_stay():
+def test_words_that_only_look_like_nothing_stay():
     script, training, _ = parse([*CPU, "--system_prompt", "none", "--noise_mode", "none", "--report_to", "none"])
     assert (script.system_prompt, training.noise_mode, training.report_to) == ("none", "none", [])
     assert parse([*CPU, "--code_language", "None"])[0].code_language == "None"  # null would be refused there
@@ -280,7 +280,7 @@ def test_words_that_only_look_like_nothing_and_values_of_choices_stay():
         parse([*CPU, "--noise_mode", "None"])
 
 
-def test_an_empty_system_prompt_takes_a_recipes_back_as_in_evaluation(tmp_path):
+def test_an_empty_system_prompt_takes_a_recipes_back(tmp_path):
     argv = recipe(tmp_path, "system_prompt: Think first.\n")
     assert parse(argv)[0].system_prompt == "Think first."
     assert parse([*argv, "--system_prompt", ""])[0].system_prompt is None
@@ -312,7 +312,7 @@ def test_any_value_of_any_key_parses_or_is_a_config_error(key, value, tmp_path_f
             assert str(error)
 
 
-def test_a_refused_key_is_named_even_where_its_package_is_missing():
+def test_a_refused_key_is_named_without_its_package():
     with pytest.raises(ConfigError, match=r"deepspeed: 'zero3.json' cannot be honoured; frozen NVFP4 weights"):
         parse([*CPU, "--deepspeed", "zero3.json"])
 
@@ -328,7 +328,7 @@ def test_sigma_that_is_negative_or_not_a_number_is_refused(value):
         parse([*CPU, f"--sigma_start={value}"])
 
 
-def test_a_sigma_that_the_engine_would_refuse_later_is_refused_with_its_limit():
+def test_a_sigma_beyond_the_engines_limit_is_refused():
     for key, flags in (("sigma_start", ["--sigma_start", "2e6"]), ("sigma_end", ["--sigma_end", "1000001"])):
         with pytest.raises(ConfigError, match=rf"{key} must be at most 1e\+06, the most that the engine takes"):
             parse([*CPU, *flags])
@@ -364,7 +364,7 @@ def test_noise_keys_are_settled_after_parsing():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_a_recipe_runs_on_the_cpu_unless_it_says_otherwise(tmp_path):
+def test_without_a_gpu_a_recipe_runs_on_the_cpu(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("output_dir: unused\nbf16: true\n")
     _, training, _ = parse(["--config", str(recipe)])

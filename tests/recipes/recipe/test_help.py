@@ -13,7 +13,7 @@ from qerl_recipes.recipe.configs import parse
 from qerl_recipes.recipe.keys import REFUSED
 
 
-def test_help_lists_every_key_with_its_default_and_qerls_own_first(monkeypatch):
+def test_help_lists_every_key_with_its_default(monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
     done = CliRunner().invoke(cli.app, ["train", "--help"])
     assert done.exit_code == 0
@@ -39,7 +39,7 @@ def test_help_shows_the_defaults_of_a_recipe(tmp_path, capsys):
 
 
 @pytest.mark.integration
-def test_neither_checking_a_recipe_nor_help_imports_vllm():
+def test_preflight_and_help_import_no_vllm():
     code = (
         "import sys; sys.argv = ['qerl', 'train', '--help']\n"
         "import qerl_recipes.train.preflight\n"

@@ -84,7 +84,7 @@ def test_what_arms_share_stands_in_one_file_and_they_differ_in_a_few_keys():
         assert not set(own(path.parent.parent / f"{kind}.yaml")) & ARM_KEYS - {"learning_rate"}, path
 
 
-def test_a_mixture_is_refused_before_its_checkpoint_is_downloaded_and_told_what_to_do(stand_ins):
+def test_a_mixture_is_refused_before_its_download(stand_ins):
     recipe = str(RECIPES / "Qwen3-30B-A3B" / "grpo" / "nvfp4_lora.yaml")
     local = ["--dataset_kwargs", json.dumps({"path": str(stand_ins["bigmath"])})]
     with pytest.raises(ConfigError, match=r"experts of a BF16 checkpoint .* qerl quantize SOURCE DESTINATION"):

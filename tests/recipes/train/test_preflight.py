@@ -162,7 +162,7 @@ def test_a_checkpoint_that_does_not_fit_the_arm_is_refused(arm, config, message,
     ],
     ids=["plain", "infinite", "embedding", "dropout", "alpha", "type"],
 )
-def test_an_adapter_to_start_from_must_be_one_that_engines_serve(config, name, value, message, demo, refusal, tmp_path):
+def test_an_adapter_to_start_from_must_be_served_by_engines(config, name, value, message, demo, refusal, tmp_path):
     plain = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": ["q_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps({**plain, **config}))
     save_file({f"base_model.model.{name}": torch.full((4, 8), value)}, tmp_path / "adapter_model.safetensors")
@@ -256,7 +256,7 @@ def write_data(tmp_path):
     return write
 
 
-def test_empty_answers_are_refused_in_training_and_held_out_data(demo, refusal, write_data):
+def test_empty_answers_are_refused_in_both_splits(demo, refusal, write_data):
     write_data([{"prompt": f"1+{i}=", "answer": "3"} for i in range(16)])
     flags = write_data([{"prompt": f"2+{i}=", "answer": None} for i in range(16)], "test.jsonl")
     flags += ["--reward_funcs", "exact_answer", "--reward_weights", "1.0"]
@@ -288,7 +288,7 @@ def test_evaluation_during_training_needs_held_out_problems(demo, refusal, write
     check(*demo(*flags, "--dataset_train_split", cut[0], "--dataset_test_split", cut[1]))
 
 
-def test_keys_without_effect_are_said_and_a_refused_recipe_says_nothing_else(demo, refusal, recwarn):
+def test_keys_without_effect_are_named_unless_refused(demo, refusal, recwarn):
     flags = ["--wandb_project", "p", "--report_to"]
     check(*demo(*flags, "none"))
     assert [w for w in recwarn if "wandb_project: without effect" in str(w.message)]

@@ -46,7 +46,7 @@ def no_build(monkeypatch):
     monkeypatch.setattr(train, "build", lambda *arguments: pytest.fail("loaded"))
 
 
-def test_a_folder_that_another_training_writes_is_refused_before_anything_loads(write_recipe, no_build, tmp_path):
+def test_a_folder_that_another_training_writes_is_refused(write_recipe, no_build, tmp_path):
     (tmp_path / "run").mkdir()
     other = os.open(tmp_path / "run", os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_EX)
@@ -63,13 +63,13 @@ def test_a_folder_that_another_training_writes_is_refused_before_anything_loads(
         ("nowhere", r"nowhere is not a whole checkpoint: it has no qerl_state\.json; resume from another one"),
     ],
 )
-def test_nothing_to_resume_from_is_said_before_anything_loads(resume, message, write_recipe, no_build, tmp_path):
+def test_nothing_to_resume_from_is_refused(resume, message, write_recipe, no_build, tmp_path):
     with pytest.raises(CheckpointMismatch, match=message):
         train.main(["--config", write_recipe(), "--resume_from_checkpoint", resume])
     assert not (tmp_path / "run").exists()
 
 
-def test_the_adapter_of_a_run_without_checkpoints_is_not_written_over(run, write_recipe, no_build, tmp_path):
+def test_an_adapter_without_checkpoints_is_not_overwritten(run, write_recipe, no_build, tmp_path):
     adapter = tmp_path / "run" / "adapter"
     adapter.mkdir(parents=True)
     (adapter / "adapter_config.json").write_text("{}")  # one of another program, or cut off: no run of ours has ended
@@ -80,9 +80,7 @@ def test_the_adapter_of_a_run_without_checkpoints_is_not_written_over(run, write
     assert (adapter / "adapter_config.json").read_text() == "{}"
 
 
-def test_a_folder_with_another_run_and_a_checkpoint_of_another_one_are_refused_before_anything_loads(
-    run, write_recipe, monkeypatch, capfd, tmp_path
-):
+def test_folders_and_checkpoints_of_other_runs_are_refused(run, write_recipe, monkeypatch, capfd, tmp_path):
     recipe = write_recipe(save_strategy="steps", save_steps=1, lr_scheduler_type="constant", max_steps=1)
     run("--config", recipe)
     with monkeypatch.context() as patch:
@@ -121,7 +119,7 @@ def test_a_folder_with_another_run_and_a_checkpoint_of_another_one_are_refused_b
     assert (tmp_path / "run" / "checkpoint-2").is_dir()
 
 
-def test_ctrl_c_before_the_first_checkpoint_says_that_there_is_none(write_recipe, monkeypatch, capsys, tmp_path):
+def test_ctrl_c_before_the_first_checkpoint_says_so(write_recipe, monkeypatch, capsys, tmp_path):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
@@ -136,7 +134,7 @@ def test_ctrl_c_before_the_first_checkpoint_says_that_there_is_none(write_recipe
     assert capsys.readouterr().err == trained + ended
 
 
-def test_ctrl_c_before_the_recipe_is_read_leaves_no_traceback(monkeypatch, capsys):
+def test_ctrl_c_before_parsing_leaves_no_traceback(monkeypatch, capsys):
     def interrupted(argv):
         raise KeyboardInterrupt
 
@@ -146,9 +144,7 @@ def test_ctrl_c_before_the_recipe_is_read_leaves_no_traceback(monkeypatch, capsy
     assert (end.value.code, capsys.readouterr().err) == (130, "\nstopped by Ctrl-C; nothing has begun\n")
 
 
-def test_a_recipe_ends_in_an_adapter_and_another_run_continues_from_it(
-    run, write_recipe, make_nvfp4, monkeypatch, tmp_path
-):
+def test_another_run_continues_from_a_runs_adapter(run, write_recipe, make_nvfp4, monkeypatch, tmp_path):
     base = make_nvfp4("qwen2")
     monkeypatch.chdir(base.parent)
     template = "{% for message in messages %}{{ '1+' + message['content'] }}{% endfor %}"
@@ -189,9 +185,7 @@ def test_a_recipe_ends_in_an_adapter_and_another_run_continues_from_it(
     assert all((after[name] - tensor).abs().max() < 0.1 for name, tensor in tensors.items())
 
 
-def test_a_resume_has_the_reference_and_the_scaling_of_the_adapter_that_its_run_began_from(
-    run, write_recipe, make_nvfp4, monkeypatch, tmp_path
-):
+def test_a_resume_keeps_the_starting_adapter_of_its_run(run, write_recipe, make_nvfp4, monkeypatch, tmp_path):
     """Their path may change, and what lies there may not: the policy would be another, or beta pull elsewhere."""
     for name in ("first", "other"):
         lora = LoraConfig(
@@ -228,7 +222,7 @@ def test_a_resume_has_the_reference_and_the_scaling_of_the_adapter_that_its_run_
         train.main(resume)
 
 
-def test_chat_template_kwargs_reach_the_rollout_and_the_length_filter(run, write_recipe, monkeypatch):
+def test_chat_template_kwargs_reach_rollout_and_length_filter(run, write_recipe, monkeypatch):
     """Prompts have 8 to 12 characters, a token each, and the template adds four where it is asked to."""
     from qerl_recipes.rollout.engine import VLLMRollouts
     from qerl_recipes.tasks.running_sum import tokenizer
@@ -262,9 +256,7 @@ def test_chat_template_kwargs_reach_the_rollout_and_the_length_filter(run, write
     ],
     ids=str,
 )
-def test_prompts_beside_which_a_completion_does_not_fit_are_refused_before_an_engine_starts(
-    changes, message, write_recipe, monkeypatch
-):
+def test_prompts_that_leave_no_room_for_completions_are_refused(changes, message, write_recipe, monkeypatch):
     def started(*arguments, **options):
         raise KeyboardInterrupt
 
@@ -273,7 +265,7 @@ def test_prompts_beside_which_a_completion_does_not_fit_are_refused_before_an_en
         train.main(["--config", write_recipe(**changes)])
 
 
-def test_a_template_is_read_from_its_file_and_refused_before_an_engine_starts(write_recipe, monkeypatch, tmp_path):
+def test_a_template_is_read_from_its_file_and_checked(write_recipe, monkeypatch, tmp_path):
     made = []
     monkeypatch.setattr(train, "assemble", lambda *arguments, **options: made.append(options))
     file = tmp_path / "7+1="
@@ -287,7 +279,7 @@ def test_a_template_is_read_from_its_file_and_refused_before_an_engine_starts(wr
         train.main(["--config", write_recipe(), "--chat_template", str(file)])
 
 
-def test_an_adapter_of_another_base_is_refused_before_the_model_loads(run, write_recipe, monkeypatch, tmp_path):
+def test_an_adapter_of_another_base_is_refused(run, write_recipe, monkeypatch, tmp_path):
     folder = tmp_path / "adapter"
     folder.mkdir()
     (folder / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}')
@@ -298,9 +290,7 @@ def test_an_adapter_of_another_base_is_refused_before_the_model_loads(run, write
         run("--config", write_recipe(), "--adapter_name_or_path", str(folder))
 
 
-def test_what_a_mixture_of_experts_cannot_have_is_refused_before_the_model_loads(
-    run, write_recipe, make_bf16, monkeypatch
-):
+def test_what_a_mixture_of_experts_cannot_have_is_refused(run, write_recipe, make_bf16, monkeypatch):
     monkeypatch.setattr(model, "load", lambda *a, **k: pytest.fail("the model was loaded"))
     flags = ("--config", write_recipe(model_name_or_path=str(make_bf16("qwen3_moe"))))
     attention = ("--lora_target_modules", "q_proj", "k_proj", "v_proj", "o_proj")
@@ -314,9 +304,7 @@ def test_what_a_mixture_of_experts_cannot_have_is_refused_before_the_model_loads
         run(*flags, *attention, "--router_aux_loss_coef", "0.001")
 
 
-def test_a_model_of_the_hub_that_does_not_fit_is_refused_once_it_is_here_and_before_it_loads(
-    run, write_recipe, make_bf16, monkeypatch
-):
+def test_a_downloaded_model_that_does_not_fit_is_refused(run, write_recipe, make_bf16, monkeypatch):
     """Nothing is known of it while the recipe is checked; here it comes from a folder instead of the hub."""
     monkeypatch.setattr(base_model, "local_folder", lambda *arguments: make_bf16("qwen2"))
     monkeypatch.setattr(model, "load", lambda *a, **k: pytest.fail("the model was loaded"))
