@@ -98,7 +98,10 @@ def test_every_page_and_recipe_that_a_text_names_is_there():
     texts = {file: file.read_text() for name in PACKAGES for file in (ROOT / name).rglob("*.py")}
     texts |= {page: page.read_text() for page in PAGES}
     for file, text in texts.items():
-        for name in re.findall(r"\b(?:recipes|qerl_vllm_plugin|kernels|tests)/[\w/-]*\.md\b", text):
+        names = re.findall(r"\b(?:recipes|qerl_vllm_plugin|kernels|tests)/[\w/-]*\.md\b", text)
+        if file in PAGES:
+            names += re.findall(r"`((?:recipes|qerl_\w+|kernels|tests)/[\w./-]+)`", text)
+        for name in names:
             assert (ROOT / name).exists(), (file, name)
     for name in re.findall(r"\brecipes/[\w./-]+\.yaml", "".join(page.read_text() for page in PAGES)):
         assert (ROOT / name).exists(), name
