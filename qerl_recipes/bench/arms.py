@@ -9,20 +9,26 @@ import json
 import multiprocessing
 import os
 import queue
+import secrets
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from qerl_recipes.machine import processes
+from qerl_recipes.machine.environment import free_port
 from qerl_recipes.machine.gpu import gigabytes, installed_gpu
 from qerl_recipes.recipe.shapes import config_json
+
+if TYPE_CHECKING:
+    from qerl_recipes.machine.serve import ServerProcess
 
 Figures = dict[str, Any]
 SPAWN = multiprocessing.get_context("spawn")
@@ -191,6 +197,31 @@ def kill(children: Iterable[SpawnProcess]) -> None:
     for process in children:
         process.kill()
         process.join()
+
+
+@contextmanager
+def serving(
+    model: str,
+    options: Sequence[str],
+    rank: int,
+    log: Path,
+    *,
+    line: Callable[[str, Sequence[str]], list[str]] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[tuple["ServerProcess", str]]:
+    """Start a server of ``model`` on a free port, with a resident adapter; yield it and its admin token.
+
+    ``options`` are more of those of ``vllm serve``; ``line`` makes the command line, by default ``serve.command``.
+    """
+    from qerl_recipes.machine.serve import command, started
+    from qerl_recipes.rollout.arms import engine_options
+
+    port, token = free_port(), secrets.token_hex(16)
+    additional = json.dumps(engine_options("qerl_nvfp4", rank, {})["additional_config"])
+    own = ["--host", "127.0.0.1", "--port", str(port), "--additional-config", additional]
+    variables = {"VLLM_PLUGINS": "qerl", "QERL_ADMIN_TOKEN": token, **(environment or {})}
+    with started((line or command)(model, [*own, *options]), port, log, variables) as server:
+        yield server, token
 
 
 @contextmanager

@@ -4,7 +4,6 @@ Each calls the function that does the work. `qerl bench kernels` runs scripts th
 """
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,12 +13,15 @@ import typer
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 SHAPE = "Qwen2.5 size: 0.5B, 1.5B, 3B, 7B, 14B, 32B; 30B-A3B, Qwen3's mixture of experts; tiny or tiny-moe, for a CPU"
 KERNELS = Path(__file__).parents[2] / "kernels/bench"  # in a checkout
+Shape = Annotated[str, typer.Option(help=SHAPE)]
+Rank = Annotated[int, typer.Option(help="rank of the LoRA adapter")]
+Output = Annotated[Path | None, typer.Option(help="JSON file to write")]
 bench = typer.Typer(help="Measure speed.", no_args_is_help=True)
 
 
 @bench.command()
 def rollout(
-    shape: Annotated[str, typer.Option(help=SHAPE)] = "7B",
+    shape: Shape = "7B",
     batch: Annotated[str, typer.Option(help="numbers of sequences, comma-separated")] = "1,8,64,128",
     input_len: Annotated[str, typer.Option(help="tokens in: one number, or one for each batch")] = "128",
     output_len: Annotated[str, typer.Option(help="tokens out: one number, or one for each batch")] = "128",
@@ -30,16 +32,13 @@ def rollout(
             "(no adapter), _float16, _slots, _slots_marlin, stock_nvfp4"
         ),
     ] = "bf16_merged,bf16,qerl_nvfp4",
-    rank: Annotated[int, typer.Option(help="rank of the LoRA adapter")] = 32,
+    rank: Rank = 32,
     repeats: Annotated[
         int | None, typer.Option(help="repeats of each case in a round, after one that warms up; default: 3")
     ] = None,
     rounds: Annotated[int, typer.Option(help="how often all arms are run, one after the other: A B A B")] = 1,
     tensor_parallel_size: int = 1,
-    kv_cache_dtype: Annotated[
-        str,
-        typer.Option(help="caches to measure each arm with, such as auto,fp8"),
-    ] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="caches to measure each arm with, such as auto,fp8")] = "auto",
     profile: Annotated[
         bool, typer.Option(help="show the kernels of a decode step halfway through the completions, instead of rates")
     ] = False,
@@ -57,7 +56,7 @@ def rollout(
         ),
     ] = None,
     scratch: Annotated[Path | None, typer.Option(help="folder for a mixture's checkpoint, such as /dev/shm")] = None,
-    output: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
+    output: Output = None,
 ) -> None:
     """Measure the tokens per second of a rollout on random weights of the real shapes; nothing is downloaded."""
     from qerl_recipes.bench.rollout import run
@@ -117,8 +116,8 @@ def _json_object(name: str, text: str) -> dict[str, Any]:
 
 @bench.command()
 def swap(
-    shape: Annotated[str, typer.Option(help=SHAPE)] = "7B",
-    rank: Annotated[int, typer.Option(help="rank of the adapter")] = 32,
+    shape: Shape = "7B",
+    rank: Rank = 32,
     transport: Annotated[
         str,
         typer.Option(
@@ -127,7 +126,7 @@ def swap(
         ),
     ] = "auto",
     tensor_parallel_size: int = 1,
-    output: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
+    output: Output = None,
 ) -> None:
     """Measure how long a change of policy takes: an adapter by each way to an engine, and the noise."""
     from qerl_recipes.bench.swap import run
@@ -146,17 +145,14 @@ def soak(
     model: Annotated[
         str | None, typer.Option(help="folder of a checkpoint to serve; default: random weights of --shape")
     ] = None,
-    shape: Annotated[str, typer.Option(help=SHAPE)] = "tiny",
+    shape: Shape = "tiny",
     streams: Annotated[int, typer.Option(help="requests under way at a time")] = 64,
     minutes: Annotated[
         float, typer.Option(help="minutes of load, a fifth of them without swaps; judging comes after")
     ] = 10,
-    api_server_count: Annotated[
-        int,
-        typer.Option(help="processes that take requests"),
-    ] = 1,
+    api_server_count: Annotated[int, typer.Option(help="processes that take requests")] = 1,
     seed: Annotated[int, typer.Option(help="seed of weights, prompts, adapters and noise")] = 0,
-    output: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
+    output: Output = None,
 ) -> None:
     """Swap the policy of a server under load every second, and check every answer against the policy it names."""
     from qerl_recipes.bench.soak import run
@@ -195,10 +191,12 @@ def kernels(
     scripts = kernel_scripts(output.resolve(), shapes, tokens, tune, random, seed)
     import torch
 
+    from qerl_recipes.machine import processes
+
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         raise ValueError("the kernels run on Hopper GPUs (H100, H200) only; there is none here")
     for script in scripts:
-        if code := subprocess.run([sys.executable, *script], cwd=KERNELS).returncode:
+        if code := processes.run([sys.executable, *script], cwd=KERNELS):
             raise typer.Exit(code)
 
 
@@ -237,7 +235,7 @@ def kernel_scripts(
 @bench.command("train", context_settings=PASS_THROUGH)
 def bench_train(
     context: typer.Context,
-    shape: Annotated[str, typer.Option(help=SHAPE)] = "7B",
+    shape: Shape = "7B",
     arms: Annotated[
         str, typer.Option(help="arms to compare: bf16, nf4, qerl_nvfp4; ratios are to the first")
     ] = "bf16,nf4,qerl_nvfp4",
@@ -246,7 +244,7 @@ def bench_train(
     prompt: Annotated[int, typer.Option(help="tokens of a prompt")] = 256,
     completion: Annotated[int, typer.Option(help="tokens of a completion, all of which are generated")] = 1024,
     steps: Annotated[int, typer.Option(help="GRPO steps of each arm, the first of which warms up")] = 3,
-    rank: Annotated[int, typer.Option(help="rank of the LoRA adapter")] = 32,
+    rank: Rank = 32,
     seed: Annotated[int, typer.Option(help="seed of weights, prompts, sampling and adapter")] = 0,
     part: Annotated[
         str, typer.Option(help="part to measure: step; training (forward and backward of one packed row); or all")
@@ -254,8 +252,7 @@ def bench_train(
     profile: Annotated[bool, typer.Option(help="show the kernels of forward and backward, too")] = False,
     rounds: Annotated[int, typer.Option(help="how often all arms are run, one after the other: A B A B")] = 1,
     gpu_memory_gb: Annotated[
-        float | None,
-        typer.Option(help="GB of the GPU that may be used; the rest is blocked"),
+        float | None, typer.Option(help="GB of the GPU that may be used; the rest is blocked")
     ] = None,
     scratch: Annotated[Path | None, typer.Option(help="folder for the random checkpoints, such as /dev/shm")] = None,
     output: Annotated[Path | None, typer.Option(help="JSON file to write, with a picture beside it")] = None,

@@ -6,13 +6,10 @@ every answer's tokens under the policy that the answer names: a log-probability 
 something else. Weights and adapters are random, unless ``model`` names a checkpoint.
 """
 
-import json
-import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +17,13 @@ import numpy as np
 import psutil
 
 from qerl_recipes.bench import random_model
-from qerl_recipes.bench.arms import check_shape, ended_cleanly
+from qerl_recipes.bench.arms import check_shape, ended_cleanly, serving
 from qerl_recipes.bench.results import conditions, save
 from qerl_recipes.bench.soak_load import Observed, load
 from qerl_recipes.bench.soak_replay import LENGTH, RANK, Verdict, config_of, dtype, judge, make_adapter, references
-from qerl_recipes.machine.environment import free_port
 from qerl_recipes.machine.gpu import MIB, installed_gpu
-from qerl_recipes.machine.serve import ServerProcess, command, started
+from qerl_recipes.machine.serve import ServerProcess
 from qerl_recipes.recipe.shapes import config_json
-from qerl_recipes.rollout.arms import engine_options
 
 NAME = "policy"  # the model's, in requests
 QUIET = 0.2  # share of the time without swaps
@@ -62,7 +57,8 @@ def run(
         raise ValueError(f"{values}; all must be above 0")
     with ended_cleanly(), tempfile.TemporaryDirectory() as scratch:
         folder = model or write_model(shape, seed, Path(scratch, "model"))
-        with serving(folder, streams, Path(scratch, "log"), api_servers=api_servers) as (server, token):
+        options = server_options(streams, api_servers)
+        with serving(folder, options, RANK, Path(scratch, "log")) as (server, token):
             observed, speed, memory = measure(server, token, folder, streams, 60 * minutes, seed)
         result = {
             "model": model or f"random weights, shape {shape}",
@@ -109,23 +105,11 @@ def write_model(shape: str, seed: int, folder: Path) -> str:
     return str(folder)
 
 
-@contextmanager
-def serving(
-    folder: str,
-    streams: int,
-    log: Path,
-    line: Callable[[str, Sequence[str]], list[str]] = command,
-    api_servers: int = 1,
-) -> Iterator[tuple[ServerProcess, str]]:
-    """Start a server with the resident adapter; yield it and its admin token. ``line`` makes its command line."""
-    port, token = free_port(), secrets.token_hex(16)
-    options = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", NAME, "--dtype", dtype()]
-    options += ["--max-model-len", str(LENGTH), "--max-num-seqs", str(streams), "--disable-uvicorn-access-log"]
-    options += ["--api-server-count", str(api_servers)]
-    options += ["--additional-config", json.dumps(engine_options("qerl_nvfp4", RANK, {})["additional_config"])]
-    environment = {"VLLM_PLUGINS": "qerl", "QERL_ADMIN_TOKEN": token}
-    with started(line(folder, options), port, log, environment) as server:
-        yield server, token
+def server_options(streams: int, api_servers: int = 1) -> list[str]:
+    """Return the server's options for that many requests at a time."""
+    options = ["--served-model-name", NAME, "--dtype", dtype(), "--max-model-len", str(LENGTH)]
+    options += ["--max-num-seqs", str(streams), "--api-server-count", str(api_servers)]
+    return [*options, "--disable-uvicorn-access-log"]
 
 
 def measure(

@@ -247,12 +247,6 @@ class Streams:
     def __exit__(self, *_: object) -> None:
         kill(process for process, _ in self._children)
 
-    def check(self) -> None:
-        """Raise RuntimeError if a process of streams has ended."""
-        for process, _ in self._children:
-            if process.exitcode is not None:
-                raise RuntimeError(f"a process that asks the server has ended with code {process.exitcode}")
-
     def end(self) -> Received:
         """Ask no new questions, wait for every answer, and return all that was received.
 
@@ -356,12 +350,10 @@ def load(
     with Streams(url, model, prompts(vocabulary, seed), streams, seed) as asking:
         start = time.monotonic()
         time.sleep(quiet)
-        asking.check()
         between()
         middle = time.monotonic()
         push(policies, adapter, seed, busy, observed, between)
         end = time.monotonic()
-        asking.check()
         between()
         observed.add(asking.end())
     phases = {"without swaps": (start, middle), "with swaps": (middle, end)}

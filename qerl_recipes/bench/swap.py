@@ -8,7 +8,6 @@ this process it is measured as well how long vLLM itself takes to empty the cach
 
 import functools
 import json
-import secrets
 import statistics
 import tempfile
 import time
@@ -16,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from qerl_recipes.bench.arms import Figures, answer, ask_once, check_gpus, check_shape
+from qerl_recipes.bench.arms import Figures, answer, ask_once, check_gpus, check_shape, serving
 from qerl_recipes.bench.results import conditions, save
 from qerl_recipes.recipe.shapes import config_json
 from qerl_recipes.rollout.arms import engine_options
@@ -141,29 +140,27 @@ def measure(request: Figures, figures: Figures) -> None:
 def _measure_server(
     request: dict[str, Any], tensors: dict[str, Any], adapter_config: dict[str, Any], has_gpu: bool, figures: Figures
 ) -> None:
-    from qerl_recipes.machine.environment import free_port
-    from qerl_recipes.machine.serve import command, started
     from qerl_vllm_plugin.client import PolicyClient
     from qerl_vllm_plugin.compat import scheduler
 
-    port, token = free_port(), secrets.token_hex(16)
-    additional = engine_options("qerl_nvfp4", request["rank"], {})["additional_config"]
-    line = ["--host", "127.0.0.1", "--port", str(port), "--load-format", "dummy", "--skip-tokenizer-init"]
-    line += ["--dtype", "bfloat16", "--max-model-len", str(LENGTH), "--max-num-seqs", str(SEQUENCES)]
-    line += ["--enforce-eager", "--tensor-parallel-size", str(request["tensor_parallel"])]
-    line += ["--additional-config", json.dumps(additional), "--scheduler-cls", scheduler.NAME]
-    environment = {"VLLM_PLUGINS": "qerl", "QERL_ADMIN_TOKEN": token}
-    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(has_gpu))  # 0: no worker process beside the core's
+    options = ["--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager", "--dtype", "bfloat16"]
+    options += ["--max-model-len", str(LENGTH), "--max-num-seqs", str(SEQUENCES), "--scheduler-cls", scheduler.NAME]
+    options += ["--tensor-parallel-size", str(request["tensor_parallel"])]
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(has_gpu))}  # 0: no worker process beside the core's
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "model")
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(config_json(request["shape"])), encoding="utf-8")
-        with started(command(str(folder), line), port, Path(scratch, "log"), environment) as server:
+        log = Path(scratch, "log")
+        with serving(str(folder), options, request["rank"], log, environment=environment) as (server, token):
             for name, transport, device in SERVER_WAYS:
                 if device == "cuda" and not has_gpu:
                     continue
                 client = PolicyClient(server.url, token, transport=transport)
-                parts = functools.partial(_answered_parts, client)
+
+                def parts(client: PolicyClient = client) -> dict[str, float]:
+                    return client.answered["parts"]
+
                 sent = {key: tensor.to(device) for key, tensor in tensors.items()}
                 figures[name] = {
                     "tensors": device,
@@ -180,10 +177,6 @@ def _fill(llm: Any, vocabulary: int) -> None:
 
     prompts = [{"prompt_token_ids": [(7 * i + j) % vocabulary for i in range(LENGTH - 1)]} for j in range(SEQUENCES)]
     llm.generate(prompts, SamplingParams(max_tokens=1, detokenize=False, ignore_eos=True), use_tqdm=False)
-
-
-def _answered_parts(client: Any) -> dict[str, float]:
-    return client.answered["parts"]
 
 
 def _spread(

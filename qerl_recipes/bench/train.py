@@ -151,6 +151,25 @@ class Workload:
         return recipe | dict(self.overrides)
 
 
+@dataclass(frozen=True)
+class Request:
+    """Hold what an arm's process is asked.
+
+    ``flags`` are those of ``qerl train``. The checkpoint ``base`` is written if it is missing, ``packed`` or in BF16.
+    ``training_part`` and ``profile`` say how often each is measured. ``memory`` is the number of bytes that may be
+    used, None for all of the GPU.
+    """
+
+    flags: list[str]
+    config: dict[str, Any]
+    base: str
+    packed: bool
+    seed: int
+    training_part: int
+    profile: int
+    memory: int | None
+
+
 def flags(recipe: Mapping[str, Any]) -> list[str]:
     """Return a recipe as ``qerl train`` takes it from a command line."""
     values = {key: value if isinstance(value, list) else [str(value)] for key, value in recipe.items()}
@@ -196,7 +215,7 @@ def run(
     work.check()
     gpu = installed_gpu()
     _check(arms, part, rounds, memory, gpu, work)
-    pieces = {"training_part": 0 if part == "step" else work.steps, "profile": int(profile), "memory": memory}
+    pieces: Figures = {"training_part": 0 if part == "step" else work.steps, "profile": int(profile), "memory": memory}
     steps = 1 if part == "training" else work.steps
     if part != "step" and "checkpointed_layers" not in dict(work.overrides):
         # forward and backward alone take a longer row than the plan knows of
@@ -223,8 +242,11 @@ def run(
         for number, arm in ((number, arm) for number in range(rounds) for arm in arms):
             if "failed" in measured[arm]:
                 continue
-            request = _request(work, arm, measured[arm]["recipe"], folder, number) | pieces
-            _measure(measured[arm], request, number)
+            packed = arm == "qerl_nvfp4"
+            base = str(folder / ("nvfp4" if packed else "bf16"))
+            paths = {"model_name_or_path": base, "output_dir": str(folder / f"{arm}-{number}")}
+            own_flags = flags({**measured[arm]["recipe"], **paths})
+            _measure(measured[arm], Request(own_flags, work.config(), base, packed, work.seed, **pieces), number)
             result["summary"] = summarize(result)
             save(result, output)  # loading takes minutes, and a run may be cut short
     if output is not None:
@@ -233,10 +255,10 @@ def run(
     return result
 
 
-def _measure(measured: Figures, request: Figures, number: int) -> None:
+def _measure(measured: Figures, request: Request, number: int) -> None:
     """Run an arm once; put its figures, each with its round, or why it failed, into ``measured``."""
     try:
-        answers = ask_once("qerl_recipes.bench.train_arm", request)
+        answers = ask_once("qerl_recipes.bench.train_arm", asdict(request))
     except ArmFailedError as error:
         answers = {**error.figures, "failed": str(error)}
     for key in ANSWERS:
@@ -297,15 +319,6 @@ def _recipe(work: Workload, arm: str, gpu: Gpu | None, memory: int | None) -> Fi
     print(f"{arm}: planned {plan.line()}", flush=True)
     recipe = {**work.recipe(arm, cuda=True, engine_share=share), "checkpointed_layers": plan.checkpointed}
     return {"recipe": recipe, "planned_bytes": plan.peak}
-
-
-def _request(work: Workload, arm: str, recipe: Mapping[str, Any], folder: Path, number: int) -> Figures:
-    """Return what an arm's process is told of its model and its run, as ``train_arm.Request`` has it."""
-    packed = arm == "qerl_nvfp4"
-    base = str(folder / ("nvfp4" if packed else "bf16"))
-    paths = {"model_name_or_path": base, "output_dir": str(folder / f"{arm}-{number}")}
-    request = {"flags": flags({**recipe, **paths}), "config": work.config(), "base": base, "packed": packed}
-    return {**request, "seed": work.seed}
 
 
 def summarize(result: Mapping[str, Any]) -> dict[str, Figures]:

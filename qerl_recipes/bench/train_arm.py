@@ -9,7 +9,6 @@ import random
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from transformers import TrainerCallback
 
 from qerl_recipes.bench import random_model
 from qerl_recipes.bench.arms import answer
-from qerl_recipes.bench.train import NAME
+from qerl_recipes.bench.train import NAME, Request
 from qerl_recipes.hooks import DatasetLoader, RewardFactory, StartEngine, get_plugin_manager, implementation
 from qerl_recipes.machine.gpu import Gpu, this_gpu, used_bytes
 from qerl_recipes.memory import plan as memory_plan
@@ -35,25 +34,6 @@ from qerl_recipes.train import run as train
 
 MOST_KERNELS = 20
 FROM_METRICS = ("logp_mismatch_mean", "logp_mismatch_max", "loss", "grad_norm", "reward", "packed_share")
-
-
-@dataclass(frozen=True)
-class Request:
-    """Hold what an arm is asked.
-
-    ``flags`` are those of ``qerl train``. The checkpoint ``base`` is written if it is missing, ``packed`` or in BF16.
-    ``training_part`` and ``profile`` say how often each is measured. ``memory`` is the number of bytes that may be
-    used, None for all of the GPU.
-    """
-
-    flags: list[str]
-    config: dict[str, Any]
-    base: str
-    packed: bool
-    seed: int
-    training_part: int
-    profile: int
-    memory: int | None = None
 
 
 def now() -> float:

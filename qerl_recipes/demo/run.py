@@ -6,7 +6,6 @@ nothing about the method. The policy learns to work a sum out step by step, whic
 
 import json
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from rich.table import Table
 from qerl_recipes.convert.quantize import quantize_checkpoint
 from qerl_recipes.evaluate import report
 from qerl_recipes.evaluate.intervals import disjoint
+from qerl_recipes.machine import processes
 
 RECIPES = Path(__file__).parents[2] / "recipes/demo"
 MARK = "demo.json"  # marks the folder of a demo, which the next demo may replace
@@ -119,12 +119,12 @@ def _evaluate(folder: Path, base: Path, packed: Path, problems: int) -> None:
 
 
 def _python(module: str, *arguments: object) -> None:
-    """Run a module in a process of its own, so that its engine ends with it.
+    """Run a module in a process of its own, with which its engine ends.
 
     Raise RuntimeError if it fails; its messages are on the terminal by then.
     """
     line = [sys.executable, "-m", module, *map(str, arguments)]
-    if subprocess.run(line).returncode:
+    if processes.run(line):
         raise RuntimeError(f"a stage of the demo failed: {' '.join(line)}")
 
 

@@ -47,13 +47,27 @@ def start(
         )
 
 
+def run(line: Sequence[str | Path], **options: Any) -> int:
+    """Run a process to its end and return its exit code; ``options`` are those of ``start``.
+
+    Whatever it has started ends with it, also if this process is interrupted meanwhile.
+    """
+    process = start(line, **options)
+    try:
+        return process.wait()
+    finally:
+        end(process)
+
+
 def end(process: "subprocess.Popen[bytes]") -> None:
     """Ask a process of ``start`` to end, and wait until all processes of its session have ended.
 
-    Kill those that are left after ``PATIENCE`` seconds.
+    If it has ended already, ask those that it has left behind. Kill those that remain after ``PATIENCE`` seconds.
     """
     deadline = time.monotonic() + PATIENCE
-    process.terminate()
+    for one in [process] if process.poll() is None else _members(process.pid):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.terminate()
     while (left := _members(process.pid)) and time.monotonic() < deadline:
         process.poll()
         time.sleep(0.1)

@@ -1,7 +1,6 @@
 """The soak: its judge and its load on answers made up here, and all of it on a real server, sound and broken."""
 
 import asyncio
-import contextlib
 import itertools
 import json
 import math
@@ -19,6 +18,7 @@ import pytest
 import torch
 
 from qerl_recipes.bench import soak, soak_load, soak_replay
+from qerl_recipes.bench.arms import serving
 from qerl_recipes.bench.soak_load import SILENT, Answer, Change, Observed, Received, Streams, ask, shares, speed
 from qerl_recipes.bench.soak_replay import Verdict, difference, judge, named, portions
 from qerl_recipes.machine.serve import command
@@ -227,8 +227,6 @@ def test_a_process_of_streams_that_dies_is_not_waited_for():
         process, _ = asking._children[0]
         process.kill()
         process.join()
-        with pytest.raises(RuntimeError, match="ended with code -9"):
-            asking.check()
         with pytest.raises(RuntimeError, match="has died"):
             asking.end()
 
@@ -407,48 +405,6 @@ def test_an_abort_that_is_never_answered_has_no_end(clients):
     assert observed.aborts == [(109.0, math.inf)] and observed.changes[-1].version == 10
 
 
-def test_a_load_times_its_quiet_and_its_busy_part(clock, monkeypatch):
-    order = []
-
-    class FakeStreams:
-        def __init__(self, url, model, pool, count, seed):
-            order.append((url, model, len(pool), count, seed))
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            order.append("dead")
-
-        def check(self):
-            order.append(("check", clock[0]))
-
-        def end(self):
-            answers = [Answer([5], [1] * n, [0.0] * n, "1", "length", n, 0.0, at) for n, at in ((8, 101), (30, 104))]
-            return Received(answers, ["gone"], 2)
-
-    def client(url, token, *, transport):
-        assert (url, token) == ("http://server", "secret")
-        return SimpleNamespace(state=lambda: {"version": 5})
-
-    def push(policies, adapter, seed, seconds, observed, between):
-        assert observed.changes == [Change(5, None, STILL)] and set(policies) == {"shared", "http"}
-        order.append(("push", adapter, seed, seconds, clock[0]))
-        clock[0] += seconds
-        between()
-
-    for name, stand_in in (("Streams", FakeStreams), ("PolicyClient", client), ("push", push)):
-        monkeypatch.setattr(soak_load, name, stand_in)
-    options = {"vocabulary": 64, "streams": 3, "quiet": 2.0, "busy": 6.0, "seed": 4, "adapter": "adapters"}
-    between = lambda: order.append(("between", clock[0]))  # noqa: E731
-    observed, rates = soak_load.load("http://server", "secret", "policy", **options, between=between)
-    assert order[0] == ("http://server", "policy", 24, 3, 4) and order[-1] == "dead"
-    assert order[1:4] == [("check", 102.0), ("between", 102.0), ("push", "adapters", 4, 6.0, 102.0)]
-    assert order[4:-1] == [("between", 108.0), ("check", 108.0), ("between", 108.0)]
-    assert rates == {"without swaps": 4.0, "with swaps": 5.0}
-    assert (observed.lost, observed.cancelled, len(observed.answers)) == (["gone"], 2, 2)
-
-
 SOUND = Verdict(one=30, several=5, left_out=2, worst=2e-5, controls=100, told_apart=99)
 MEMORY = {"engine 7": [100 << 20, 150 << 20, (150 << 20) + 270_000]}
 SECONDS = {"swap, http, requests=keep": [0.3, 0.1], "swap, shared, requests=abort": [0.5], "noise": [9.0]}
@@ -574,42 +530,6 @@ def test_what_is_mapped_from_shared_memory_is_no_growth():
         assert soak.own_bytes(here) - before > size // 2 and kept[-1] == 1
 
 
-@pytest.mark.parametrize("model", [None, "a checkpoint"])
-def test_a_soak_writes_what_is_known_before_it_judges(model, monkeypatch, tmp_path):
-    calls, written = {}, []
-
-    @contextlib.contextmanager
-    def serving(folder, streams, log, api_servers):
-        calls["serving"] = (folder, streams, api_servers)
-        yield "server", "token"
-
-    def measure(*arguments):
-        calls["measure"] = arguments
-        one = Answer([5, 6], [7], [-1.0], "1", "length", 1)
-        return Observed([one, one], changes=CHANGES[:3]), {}, {}
-
-    @contextlib.contextmanager
-    def references(folder, seed):
-        calls["references"] = (folder, seed)
-        yield [lambda change, answers: [[-1.0 - change.version / 2 + 0.5] for _ in answers]]
-
-    for name, stand_in in (("serving", serving), ("measure", measure), ("references", references)):
-        monkeypatch.setattr(soak, name, stand_in)
-    monkeypatch.setattr(soak, "write_model", lambda shape, seed, folder: f"{shape} {seed}")
-    monkeypatch.setattr(soak, "conditions", lambda: {"commit": "abc"})
-    monkeypatch.setattr(soak, "save", lambda result, output: written.append((dict(result), output)))
-    result = soak.run(model=model, shape="tiny", streams=3, minutes=0.5, api_servers=2, seed=4, output=tmp_path / "x")
-    folder = model or "tiny 4"
-    assert calls["serving"] == (folder, 3, 2) and calls["references"] == (folder, 4)
-    assert calls["measure"] == ("server", "token", folder, 3, 30.0, 4)
-    assert result["model"] == (model or "random weights, shape tiny")
-    assert (result["streams"], result["api_servers"], result["seed"], result["commit"]) == (3, 2, 4, "abc")
-    assert (result["rank"], result["dtype"], result["judged"]["one policy"]) == (8, "float32", 2)
-    assert result["worst_difference"] == 0 and not result["wrong"]
-    assert written[0][0]["judged"]["not yet"] == 2 and written[0][1] == tmp_path / "x"
-    assert written[-1] == (result, tmp_path / "x")
-
-
 # a server that forgets to empty its caches when the policy changes
 WITHOUT_RESET = """
 from qerl_recipes.machine.environment import prepare
@@ -636,7 +556,8 @@ def test_a_short_soak_finds_the_stale_answers_of_a_broken_server(is_sound, tmp_p
     script.write_text(WITHOUT_RESET)
     line = command if is_sound else lambda *given: [sys.executable, str(script), *command(*given)[3:]]
     folder = soak.write_model("tiny", 0, tmp_path / "model")
-    with soak.serving(folder, 16, Path(tmp_path, "log"), line) as (server, token):
+    options = soak.server_options(16)
+    with serving(folder, options, soak.RANK, Path(tmp_path, "log"), line=line) as (server, token):
         observed, rates, memory = soak.measure(server, token, folder, 16, 12, 0)
     assert len(observed.changes) > 5 and observed.cancelled > 0
     assert rates["with swaps"] > 0  # in the 2 s before them a busy machine may end no answer
