@@ -52,19 +52,19 @@ def layers_of(model: str, parallel: int) -> list[Layer]:
     q, kv, part = heads // parallel * head, max(kv_heads // parallel, 1) * head, intermediate // parallel
     gated = 2 if model.startswith("Qwen3.5") else 1  # q and its gate
     first = Layer("qkv", (gated * q, kv, kv), hidden)
-    found = [first, Layer("o", (hidden,), q), Layer("gate_up", (part, part), hidden), Layer("down", (hidden,), part)]
+    fused = [first, Layer("o", (hidden,), q), Layer("gate_up", (part, part), hidden), Layer("down", (hidden,), part)]
     name = model if parallel == 1 else f"{model} TP {parallel}"
-    return [layer._replace(name=f"{name} {layer.name}") for layer in found if layer.N % 16 == 0 and layer.K % 16 == 0]
+    return [layer._replace(name=f"{name} {layer.name}") for layer in fused if layer.N % 16 == 0 and layer.K % 16 == 0]
 
 
 def all_layers() -> list[Layer]:
     """Return every size once, under the name of the first model that has it."""
-    found = {}
+    by_shape = {}
     for model in MODELS:
         for parallel in PARALLEL:
             for layer in layers_of(model, parallel):
-                found.setdefault((layer.N, layer.K), layer)
-    return list(found.values())
+                by_shape.setdefault((layer.N, layer.K), layer)
+    return list(by_shape.values())
 
 
 def random_points(

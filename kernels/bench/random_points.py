@@ -106,9 +106,9 @@ def adapter_summary(rows: list[dict]) -> str:
 def report(rows: list[dict]) -> None:
     """Print both regimes against their bars."""
     for fewest, most, bar, against in ((*FEW, 0.97, ("bf16", "marlin", "humming")), (*MANY, 0.93, ("bf16",))):
-        found = [row for row in rows if fewest <= row["M"] <= most]
-        if found:
-            print(f"{fewest} to {most} tokens: {summary(found, bar, against)}; {adapter_summary(found)}", flush=True)
+        regime = [row for row in rows if fewest <= row["M"] <= most]
+        if regime:
+            print(f"{fewest} to {most} tokens: {summary(regime, bar, against)}; {adapter_summary(regime)}", flush=True)
 
 
 def warm_humming(points: list[tuple[Layer, int]]) -> list[subprocess.Popen]:

@@ -87,15 +87,15 @@ WASTE = 1.16  # of the tokens of tiles over the tokens that there are
 
 def every_variant() -> list[gemm.Configuration]:
     """Return one configuration a kernel, with ``splits`` 0."""
-    found = []
+    configurations = []
     for size, families in FAMILIES.items():
         for family in families:
             for cluster in CLUSTERS[size]:
                 try:
-                    found.append(gemm.deepest(size, *family, cluster))
+                    configurations.append(gemm.deepest(size, *family, cluster))
                 except ValueError:
                     continue
-    return [c for c in found if fits_in_stages(c)]
+    return [c for c in configurations if fits_in_stages(c)]
 
 
 def fits_in_stages(c: gemm.Configuration) -> bool:
@@ -116,7 +116,7 @@ def to_time(variants: list[gemm.Configuration], N: int, K: int, M: int) -> list[
     covering = next((size for size in sizes if size >= M), sizes[-1])
     least = 48 if M <= 256 else 128
     wanted = {size for size in sizes if size >= least and size * -(-M // size) <= WASTE * M} | {covering}
-    found = []
+    ways = []
     for c in variants:
         if c.tokens not in wanted or 2 * -(-K // 128) % c.depth or (c.tokens > covering):
             continue
@@ -125,10 +125,10 @@ def to_time(variants: list[gemm.Configuration], N: int, K: int, M: int) -> list[
         steps = 2 * -(-K // 128) // c.depth
         if c.cluster == 1:
             splits = {0, *([most, max(most // 2, 1)] if most else [])}
-            found += [replace(c, splits=s) for s in sorted(splits) if s <= steps]
+            ways += [replace(c, splits=s) for s in sorted(splits) if s <= steps]
         elif c.cluster <= steps and tiles_ * c.cluster <= 3 * MULTIPROCESSORS:
-            found.append(c)
-    return found
+            ways.append(c)
+    return ways
 
 
 def worth_it(
@@ -148,15 +148,15 @@ def worth_it(
 def random_weights(N: int, K: int) -> list[tiles.TiledWeight]:
     """Return so many random weights of one layer that no cache holds them, with block scales of ordinary size."""
     shape = -(-N // 64), 2 * -(-K // 128), tiles.TILE_BYTES
-    found = []
+    weights = []
     for _ in range(copies(shape[0] * shape[1] * shape[2])):
         data = torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda")
         data[..., tiles.CODE_BYTES :].remainder_(40).add_(70)
         scale = torch.full((N,), 1e-3, device="cuda")
         counters = torch.zeros(tiles.COUNTERS, dtype=torch.int32, device="cuda")
-        found.append(tiles.TiledWeight(data, scale, counters, N, K, torch.tensor(1e-3)))
+        weights.append(tiles.TiledWeight(data, scale, counters, N, K, torch.tensor(1e-3)))
     torch.cuda.synchronize()
-    return found
+    return weights
 
 
 def random_adapters(layer: Layer, count: int) -> list[Adapter]:
@@ -180,16 +180,16 @@ def launches(M: int, R: int, takes_all: bool) -> list[Shrink]:
 
     A product that ``takes_all`` blocks may leave some.
     """
-    found = []
+    choices = []
     for variant in VARIANTS:
         most = -(-M // variant.tokens)
         if most > 64 or (variant.tokens > 8 and variant.tokens >= 2 * M) or (variant.tokens == 8 and M > 8):
             continue
         for blocks in sorted({1, min(2, most), min(4, most), -(-most // 2), most}):
-            found.append(Shrink(variant, blocks))
+            choices.append(Shrink(variant, blocks))
             if takes_all and Shrink(variant, blocks, True).left_free(M, R, MULTIPROCESSORS):
-                found.append(Shrink(variant, blocks, True))
-    return found
+                choices.append(Shrink(variant, blocks, True))
+    return choices
 
 
 def with_room(
@@ -200,10 +200,10 @@ def with_room(
     room = (MULTIPROCESSORS - SPLITS) // tiles_
     steps = 2 * -(-K // 128) // c.depth
     same = [o for o in others if replace(o, cluster=1, stages=1) == replace(c, cluster=1, stages=1, splits=0)]
-    found = [
+    narrower = [
         replace(o, splits=parts) for o in same if o.cluster == 1 for parts in (room, room - 1) if 1 <= parts <= steps
     ]
-    return found + [o for o in same if 1 < o.cluster <= room]
+    return narrower + [o for o in same if 1 < o.cluster <= room]
 
 
 def gate_in_processes(
@@ -287,8 +287,8 @@ class Sweep:
                 partial(gemm.product, x, w, c, None, a, how) for w, a in zip(weights, adapters, strict=True)
             ]
         us = interleaved(calls, rounds=3, at_least=20 if M <= 256 else 6)
-        found = {"layer": layer.name, "N": layer.N, "K": layer.K, "M": M, "R": R}
-        self.adapted.append({**found, "us": {k: round(v, 2) for k, v in us.items()}})
+        about = {"layer": layer.name, "N": layer.N, "K": layer.K, "M": M, "R": R}
+        self.adapted.append({**about, "us": {k: round(v, 2) for k, v in us.items()}})
 
     def pairs(self, row: dict, R: int) -> list[tuple[gemm.Configuration, Shrink | None]]:
         """Return variants and launches to time with an adapter: near the fastest, or ranked by the rule."""
@@ -297,11 +297,11 @@ class Sweep:
             machine = rule.rule().machine
             alone = sorted(rule.ranked(N, K, M, machine), key=lambda one: one[0])
             near = [(took, c) for took, c in alone if took <= rule.NEAR * alone[0][0] + 1]
-            found = sorted(
+            ranked = sorted(
                 (pair for took, c in near for pair in rule._with_shrink(N, K, M, R, c, took, machine)),
                 key=lambda one: one[0],
             )
-            known = [(c, how) for _, c, how in found if replace(c, splits=0) in self.of]
+            known = [(c, how) for _, c, how in ranked if replace(c, splits=0) in self.of]
             return [*known[:9], *self.draw.sample(known[9:60], min(5, len(known[9:60])))]
         ours = sorted((us, name) for name, us in row["us"].items() if ":" in name)[:2]
         best = [self.configuration(name) for _, name in ours]
