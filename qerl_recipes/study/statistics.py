@@ -168,5 +168,5 @@ def visible(spread: float, seeds: int, tests: int) -> float:
     ``spread`` is the standard deviation of the differences between seeds.
     """
     bound = stats.t.ppf(1 - ALPHA / tests / 2, seeds - 1)
-    shift = optimize.brentq(lambda shift: stats.nct.sf(bound, seeds - 1, shift) - POWER, 0.0, 10 * (1 + bound))
+    shift = optimize.brentq(lambda shift: stats.nct.sf(bound, seeds - 1, shift) - POWER, 0.0, 2 * (1 + bound))
     return float(shift) * spread / sqrt(seeds)

@@ -82,7 +82,8 @@ def finish():
     def leave(run, folder, accuracy, rewards=(0.0, 1.0), problems=None):
         of = folder / run.folder
         (of / "evaluation" / "greedy").mkdir(parents=True, exist_ok=True)
-        lines = [{"step": i + 1, "reward": r, "entropy": 1.0, "step_seconds": 2.0} for i, r in enumerate(rewards)]
+        of_step = {"entropy": 1.0, "step_seconds": 2.0, "equal_groups": 0.25, "kept": True, "mode": "rollout"}
+        lines = [{"step": i + 1, "reward": r, **of_step} for i, r in enumerate(rewards)]
         lines.insert(1, {"step": 1, "eval/reward": 9.0})  # an evaluation on held-out problems while training
         (of / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         if Path("base/config.json").is_file():

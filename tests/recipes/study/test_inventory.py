@@ -161,6 +161,7 @@ def test_a_run_is_what_its_folder_says(published):
     plan, file, _ = published
     values = final(inventory.read_table(file), plan.target_reward)
     run = values.loc["a@0.0001", 0]
+    assert run.mean_frac_reward_zero_std == 0.25 and not {"kept", "mode", "step"} & set(values.columns)
     assert run.accuracy == 0.3 and run.base_accuracy == 0.1 and run.mean_reward == pytest.approx(0.5)
     assert run["eval/reward"] == 9.0 and run.steps_to_target == 6  # five in a row are 0.42 or 0.58 on average
     assert final(inventory.read_table(file), 0.4).loc["a@0.0001", 0].steps_to_target == 5, (
