@@ -30,7 +30,7 @@ from qerl_recipes.recipe.configs import GRPOConfig
 
 
 class Progress(NamedTuple):
-    """How far a run has got.
+    """Say how far a run has got.
 
     ``step`` and ``rollout`` are the finished ones, ``stream`` is the position in the stream of fresh prompts.
     ``adapter_version`` counts the adapters that the engine was given. ``seconds`` is how long the run has trained. All
@@ -45,7 +45,7 @@ class Progress(NamedTuple):
 
 
 class Checkpoints:
-    """The files of one run, which ``run`` and ``recipe`` describe in them; every process has one."""
+    """Write and find the files of one run, in which ``run`` and ``recipe`` describe it; every process has one."""
 
     def __init__(self, run: run_state.Run, recipe: Mapping[str, Any], args: GRPOConfig) -> None:
         self._run, self._recipe, self._args = run, dict(recipe), args

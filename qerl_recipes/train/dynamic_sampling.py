@@ -1,4 +1,4 @@
-"""Dynamic sampling (DAPO): groups without signal are replaced by completions of fresh prompts.
+"""Replace groups without signal by completions of fresh prompts: dynamic sampling, as in DAPO.
 
 Source: DAPO (arXiv 2503.14476), section 3.2: the objective has only groups with 0 < right answers < group size. With a
 reward of 0 or 1, such as ``accuracy``, these are the groups in which that reward differs. Other rewards (format,
@@ -39,7 +39,7 @@ SCALARS = ("num_items_in_batch",)
 
 
 class PromptStream:
-    """An endless stream of row numbers of the training set: one seeded permutation after another."""
+    """Draw row numbers of the training set without end: one seeded permutation after another."""
 
     def __init__(self, rows: int, seed: int, position: int = 0) -> None:
         self.rows, self.seed, self.position = rows, seed, position
@@ -88,7 +88,7 @@ def informative_groups(rewards: torch.Tensor, num_generations: int) -> torch.Ten
 
 
 class Scored(NamedTuple):
-    """Fresh prompts with their completions: TRL's ``batch`` of this process, and what it adds over all processes.
+    """Hold fresh prompts with their completions: TRL's ``batch`` of this process, and what it adds over all processes.
 
     ``judged: (completions,)`` is what ``judged_by`` returned for them. ``table`` is TRL's table of completions, of
     which they are the last rows.
@@ -100,7 +100,7 @@ class Scored(NamedTuple):
 
 
 class Replaced(NamedTuple):
-    """One round's replacements: group i of the batch by fresh group j, for each (i, j) of ``pairs``.
+    """Hold one round's replacements: group i of the batch by fresh group j, for each (i, j) of ``pairs``.
 
     Groups are numbered over all processes. The fresh ones are the last ``fresh_groups`` groups of ``table``.
     """
@@ -111,7 +111,7 @@ class Replaced(NamedTuple):
 
 
 class Refilled(NamedTuple):
-    """The ``batch`` of this process to train on, the ``counts`` to log, and what has changed over all processes.
+    """Hold this process's ``batch`` to train on, the ``counts`` to log, and what has changed over all processes.
 
     ``without_signal`` are the groups that could not be replaced.
     """

@@ -33,7 +33,7 @@ LARGEST = 3  # the largest gradient of a log-probability is scaled to below two 
 
 
 class HalfPrecision:
-    """The float16 handling of one policy; create it once the trainable parameters are final."""
+    """Train one policy in float16; create this once the trainable parameters are final."""
 
     def __init__(self, policy: PeftModel, args: GRPOConfig) -> None:
         self._policy, self._is_autocast, self._is_checked = policy, args.fp16, False

@@ -45,7 +45,7 @@ Sums = Mapping[str, tuple[torch.Tensor | float, torch.Tensor | float]]  # metric
 
 @dataclass(frozen=True)
 class Measured:
-    """The figures of one micro-batch, which ``metrics.StepSums`` joins over a step: means, largest, smallest values."""
+    """Hold figures of one micro-batch, which ``metrics.StepSums`` joins: means, largest and smallest values."""
 
     sums: Sums = field(default_factory=dict)
     largest: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch of completions; tensors are (B, C) unless they say otherwise.
+    """Hold one micro-batch of completions; tensors are (B, C) unless they say otherwise.
 
     ``mask`` is 1 where the policy sampled the token and it counts in the loss. ``sampled`` are the engine's
     log-probabilities, NaN where it has none. ``old`` are the trainer's from before the first step of a rollout that
@@ -103,7 +103,7 @@ def mask_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class LossSettings:
-    """How the log-probabilities of one policy are computed.
+    """Say how the log-probabilities of one policy are computed.
 
     ``pack_tokens`` is the number of tokens of a packed row; 0 keeps TRL's padded batch. ``skips_zero_advantage`` says
     whether completions with an advantage of 0 are left out. ``half`` holds what a float16 model needs, and is None for
@@ -143,7 +143,7 @@ def log_probabilities(
     autocast: Callable[[], AbstractContextManager[Any]],
     has_entropy_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, Measured]:
-    """Return the log-probabilities and entropies of completions from packed rows, (B, C) each, and how they packed.
+    """Return the log-probabilities and entropies of completions, (B, C) each, and how their rows were packed.
 
     ``input_ids`` and ``attention_mask`` are (B, P + C), with C = ``completion``. Rows that ``batch`` skips are not
     computed, and ``fill_skipped``. Without ``batch`` nothing is skipped or measured. ``unwrapped`` is ``model`` without

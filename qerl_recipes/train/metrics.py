@@ -74,7 +74,7 @@ SILENT_ROLLOUTS = 5  # this many rollouts in a row without signal are not chance
 
 
 class StepSums:
-    """Means and extremes over a whole step: over all values in its micro-batches, of all processes.
+    """Join the figures of a step's micro-batches: means and extremes over all their values, of all processes.
 
     TRL averages the means of the micro-batches. Here micro-batches differ in their tokens and in the rows left out.
     Only ``take`` waits for the GPU.
@@ -119,7 +119,7 @@ class StepSums:
 
 @dataclass
 class StepValues:
-    """What the trainer notes during one optimizer step, in this process.
+    """Hold what the trainer notes during one optimizer step, in this process.
 
     ``began`` is when the step began; ``rollout_seconds`` of its time went into generating and scoring. ``loss`` is the
     sum over its micro-batches, whose losses TRL has already divided by their number where that is needed; at the end it
@@ -252,7 +252,7 @@ def warn_if_noise_ends_early(schedule: Callable[..., float], rollouts: int, args
 
 
 class MetricsFile:
-    """The file ``metrics.jsonl`` in ``folder``; a resumed run first cuts off the steps that it will repeat."""
+    """Write the file ``metrics.jsonl`` in ``folder``; a resumed run first cuts off the steps that it will repeat."""
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder) / FILE
@@ -286,7 +286,7 @@ def _finite(value: object) -> object:
 
 
 class QuietProgress(ProgressCallback):
-    """A progress bar that ends in three numbers, where transformers prints all metrics at every log.
+    """Show a progress bar that ends in three numbers, where transformers prints all metrics at every log.
 
     An evaluation has a line of its own above the bar.
     """

@@ -1,4 +1,4 @@
-"""GRPO and DAPO on a frozen base: TRL's trainer with QeRL's rollout engine, noise and dynamic sampling.
+"""Train with GRPO or DAPO on a frozen base: TRL's trainer with QeRL's rollout engine, noise and dynamic sampling.
 
 One step, in the order in which it happens. What is called TRL's is inherited, not written here.
 
@@ -47,7 +47,7 @@ from qerl_recipes.train import checkpoints, divergence, dynamic_sampling, loss, 
 
 
 class QerlGRPOTrainer(GRPOTrainer, TrainerCallback):
-    """A trainer of the LoRA adapter on ``model``, which comes from ``qerl_recipes.model.loading.load``.
+    """Train the LoRA adapter on ``model``, which comes from ``qerl_recipes.model.loading.load``.
 
     It learns from completions that its own policy has sampled. ``noise_mode`` is one of four:
 
