@@ -223,3 +223,11 @@ def test_a_state_is_read_as_it_was_written(tmp_path: Path) -> None:
     content = json.loads((folder / "qerl_state.json").read_text())
     (folder / "qerl_state.json").write_text(json.dumps({**content, "of_a_later_release": 1}))
     assert run_state.read_state(folder) == found
+    for name in ("recipe", "date", "seconds"):  # a state of an earlier release has no such entries
+        del content[name]
+    (folder / "qerl_state.json").write_text(json.dumps(content))
+    assert run_state.read_state(folder).recipe == {}
+    del content["stream"]
+    (folder / "qerl_state.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointMismatch, match=r"damaged \(KeyError\('stream'\)"):
+        run_state.read_state(folder)

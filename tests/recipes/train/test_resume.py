@@ -1,6 +1,5 @@
 import contextlib
 import itertools
-import json
 import os
 import resource
 import shutil
@@ -17,7 +16,6 @@ from safetensors.torch import load_file
 from waiting import until
 
 from qerl_recipes.files import run_state as checkpoints
-from qerl_recipes.files.run_state import CheckpointMismatch
 from qerl_recipes.model import loading as model
 
 # epochs of 3 rollouts, checkpoints at 2 (in the first epoch) and 4 (in the second), noise and resampling
@@ -172,58 +170,11 @@ def test_a_checkpoint_is_a_peft_adapter_and_binds_its_base(finished):
     assert str(base) in (whole / "checkpoint-6" / "README.md").read_text()
 
 
-def test_the_state_of_an_earlier_release_is_still_read(finished):
-    folder = finished[1] / "checkpoint-6"
-    content = json.loads((folder / "qerl_state.json").read_text())
-    for name in ("recipe", "date", "seconds"):
-        del content[name]
-    (folder / "qerl_state.json").write_text(json.dumps(content))
-    assert checkpoints.read_state(folder).recipe == {}
-    del content["stream"]
-    (folder / "qerl_state.json").write_text(json.dumps(content))
-    with pytest.raises(CheckpointMismatch, match=r"damaged \(KeyError\('stream'\)"):
-        checkpoints.read_state(folder)
-
-
-def test_an_incomplete_checkpoint_is_not_counted(finished):
-    _, whole = finished
-    (whole / "checkpoint-6" / "qerl_state.json").unlink()
-    with open(whole / "checkpoint-4" / "optimizer.pt", "r+b") as file:
-        file.truncate(100)
-    assert [path.name for path in checkpoints.whole_checkpoints(whole)] == ["checkpoint-2"]
-    with pytest.raises(CheckpointMismatch, match=r"no qerl_state\.json"):
-        checkpoints.read_state(whole / "checkpoint-6")
-    with pytest.raises(CheckpointMismatch, match=r"optimizer\.pt has 100 of \d+ bytes"):
-        checkpoints.read_state(whole / "checkpoint-4")
-    checkpoints.rotate(whole, 1)
-    assert (whole / "checkpoint-2").is_dir()
-
-
 def test_save_total_limit_keeps_the_newest(make_trainer, make_nvfp4):
     trainer = make_trainer(make_nvfp4("qwen2"), max_steps=3, save_strategy="steps", save_steps=1, save_total_limit=2)
     trainer.train()
     names = sorted(path.name for path in Path(trainer.args.output_dir).iterdir())
     assert names == ["checkpoint-2", "checkpoint-3", "metrics.jsonl"]
-
-
-@pytest.mark.slow  # test_train.py has it for the command
-def test_a_run_that_is_not_the_same_is_not_resumed(finished, make_trainer, make_bf16):
-    base, whole = finished
-    before = (whole / "metrics.jsonl").read_bytes()
-    settings = {"rows": 6, "output_dir": str(whole), **RUN}
-    for change, message in (({"seed": 1}, "had seed: 0"), ({"rows": 7}, "other training data")):
-        with pytest.raises(CheckpointMismatch, match=message):
-            make_trainer(base, **{**settings, **change}).train(resume_from_checkpoint=True)
-    with pytest.raises(CheckpointMismatch, match="another base"):
-        make_trainer(make_bf16("qwen2"), **settings).train(resume_from_checkpoint=True)
-    with pytest.raises(CheckpointMismatch, match="of an earlier run"):
-        make_trainer(base, **settings).train()
-    assert (whole / "metrics.jsonl").read_bytes() == before
-
-
-def test_nothing_to_resume_from_is_said(make_trainer, make_nvfp4):
-    with pytest.raises(CheckpointMismatch, match="holds no whole checkpoint"):
-        make_trainer(make_nvfp4("qwen2")).train(resume_from_checkpoint=True)
 
 
 def test_a_run_goes_on_with_smaller_micro_batches(finished, make_trainer, read_metrics):
@@ -312,15 +263,3 @@ def test_save_steps_in_the_middle_of_a_rollout_are_refused(make_trainer, make_nv
     trainer = make_trainer(make_nvfp4("qwen2"), save_strategy="steps", save_steps=1, **settings)
     with pytest.raises(ValueError, match="middle of a rollout"):
         trainer.train()
-
-
-def test_the_hash_tells_bases_apart_by_their_weights(make_nvfp4, tmp_path):
-    base = make_nvfp4("qwen2")
-    shutil.copytree(base, tmp_path / "copy")
-    assert checkpoints.base_hash(tmp_path / "copy") == checkpoints.base_hash(base)
-    with open(tmp_path / "copy" / "model.safetensors", "r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        last = file.read(1)
-        file.seek(-1, os.SEEK_END)
-        file.write(bytes([last[0] ^ 1]))
-    assert checkpoints.base_hash(tmp_path / "copy") != checkpoints.base_hash(base)
