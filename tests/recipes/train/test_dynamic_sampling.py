@@ -124,13 +124,13 @@ def test_each_process_fills_its_own_groups_of_those_left_over(rank):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_every_process_scores_a_share_of_the_fresh_prompts(rank):
-    """Three of four groups are dropped. Of the fresh ones of the first round the second differs, then the first."""
+    """Three of four groups are dropped. Of the fresh ones of the first round the third differs, then the first."""
     judged, stream, scored = torch.tensor([1.0, 1.0, 0.0, 1.0, 2.0, 2.0, 0.0, 0.0]), PromptStream(9, 0), []
     ours = batch(4, 2, 3, 10 + 10 * rank)
 
     def score(rows):
         scored.append(rows)
-        values = [[5.0, 5.0, 0.0, 1.0, 6.0, 6.0, 0.0, 9.0], [0.0, 1.0, 3.0, 3.0]][len(scored) - 1]
+        values = [[5.0, 5.0, 6.0, 6.0, 0.0, 1.0, 0.0, 9.0], [0.0, 1.0, 3.0, 3.0]][len(scored) - 1]
         return Scored(batch(2 * len(rows), 2, 3, 100 * len(scored) + 20 * rank), torch.tensor(values), {})
 
     def gather(sent):
@@ -142,9 +142,9 @@ def test_every_process_scores_a_share_of_the_fresh_prompts(rank):
     refilled = refill(ours, judged, stream, score, gather, **limits)
     drawn = PromptStream(9, 0).take(5)
     assert scored == ([drawn[:2], drawn[3:4]] if rank == 0 else [[drawn[2], drawn[2]], drawn[4:5]])
-    assert [(one.pairs, one.fresh_groups) for one in refilled.rounds] == [([(0, 1)], 4), ([(2, 0)], 2)]
+    assert [(one.pairs, one.fresh_groups) for one in refilled.rounds] == [([(0, 2)], 4), ([(2, 0)], 2)]
     assert refilled.without_signal == [3]
-    expected = [102, 103, 12, 13] if rank == 0 else [200, 201, 0, 0]
+    expected = [120, 121, 12, 13] if rank == 0 else [200, 201, 0, 0]
     assert refilled.batch["advantages"].tolist() == expected
     assert refilled.counts == {"accepted_groups": 3, "dropped_groups": 3, "filled_groups": 1, "rounds": 2}
     assert refilled.batch["completion_mask"].sum(dim=1).tolist() == [3, 3, 3 - 3 * rank, 3 - 3 * rank]
