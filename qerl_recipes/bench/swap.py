@@ -8,10 +8,9 @@ this process it is measured as well how long vLLM itself takes to empty the cach
 
 import functools
 import json
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,17 +122,11 @@ def measure(request: Figures, figures: Figures) -> None:
     llm = random_model.start(config, length=LENGTH, sequences=SEQUENCES, **options)
     fill = functools.partial(_fill, llm, config["vocab_size"])
     for name in request["transports"]:
-        policy = Policy(llm, transport=name)
-        parts = functools.partial(getattr, policy, "parts")
         device = "cuda" if has_gpu and name != "shared" else "cpu"
-        sent = {key: tensor.to(device) for key, tensor in tensors.items()}
         figures[name] = {
-            "tensors": device,
-            "bytes": sum(tensor.nbytes for tensor in sent.values()),
+            **_changes(Policy(llm, transport=name), tensors, adapter_config, device, lambda policy: policy.parts, fill),
             "blocks": llm.llm_engine.vllm_config.cache_config.num_gpu_blocks,
-            "swap": _spread(functools.partial(policy.swap, sent, adapter_config), fill, parts),
-            "noise": _spread(functools.partial(policy.set_noise, 1e-2, seed=0, rollout=1), fill, parts),
-            "prefix_cache": _spread(llm.reset_prefix_cache, fill) if is_here else None,
+            "prefix_cache": _spread(llm.reset_prefix_cache, dict, fill) if is_here else None,
         }
 
 
@@ -157,18 +150,8 @@ def _measure_server(
                 if device == "cuda" and not has_gpu:
                     continue
                 client = PolicyClient(server.url, token, transport=transport)
-
-                def parts(client: PolicyClient = client) -> dict[str, float]:
-                    return client.answered["parts"]
-
-                sent = {key: tensor.to(device) for key, tensor in tensors.items()}
-                figures[name] = {
-                    "tensors": device,
-                    "bytes": sum(tensor.nbytes for tensor in sent.values()),
-                    "swap": _spread(functools.partial(client.swap, sent, adapter_config), parts=parts),
-                    "noise": _spread(functools.partial(client.set_noise, 1e-2, seed=0, rollout=1), parts=parts),
-                    "prefix_cache": None,
-                }
+                changes = _changes(client, tensors, adapter_config, device, lambda client: client.answered["parts"])
+                figures[name] = {**changes, "prefix_cache": None}
 
 
 def _fill(llm: Any, vocabulary: int) -> None:
@@ -179,20 +162,42 @@ def _fill(llm: Any, vocabulary: int) -> None:
     llm.generate(prompts, SamplingParams(max_tokens=1, detokenize=False, ignore_eos=True), use_tqdm=False)
 
 
+def _changes(
+    policy: Any,
+    tensors: Mapping[str, Any],
+    adapter_config: Mapping[str, Any],
+    device: str,
+    parts_of: Callable[[Any], dict[str, float]],
+    before: Callable[[], object] | None = None,
+) -> Figures:
+    """Measure swaps and changes of noise of a Policy or PolicyClient, with the tensors on ``device``.
+
+    ``parts_of`` returns the parts of its last change; ``before`` is called before each change.
+    """
+    sent = {name: tensor.to(device) for name, tensor in tensors.items()}
+    parts = functools.partial(parts_of, policy)
+    return {
+        "tensors": device,
+        "bytes": sum(tensor.nbytes for tensor in sent.values()),
+        "swap": _spread(functools.partial(policy.swap, sent, adapter_config), parts, before),
+        "noise": _spread(functools.partial(policy.set_noise, 1e-2, seed=0, rollout=1), parts, before),
+    }
+
+
 def _spread(
     change: Callable[[], object],
+    parts: Callable[[], dict[str, float]],
     before: Callable[[], object] | None = None,
-    parts: Callable[[], dict[str, float]] | None = None,
-) -> dict[str, Any]:
+) -> Figures:
     """Return the median, least and most seconds of a change, and the median of each of its ``parts``.
 
     Some changes warm up. ``before`` is called before each change and is not timed. The part "device" is the wait for
     the GPU at the end; a server's client and the way to it are in no part.
     """
+    import pandas as pd
     import torch
 
-    seconds: list[float] = []
-    by_part: dict[str, list[float]] = {}
+    rows = []
     for _ in range(WARM_UP + REPEATS):
         if before is not None:
             before()
@@ -201,12 +206,12 @@ def _spread(
         returned = time.perf_counter()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
-        for part, took in {**(parts() if parts else {}), "device": time.perf_counter() - returned}.items():
-            by_part.setdefault(part, []).append(took)
-    counted = seconds[WARM_UP:]
-    medians = {part: statistics.median(each[WARM_UP:]) for part, each in by_part.items()}
-    return {"median": statistics.median(counted), "least": min(counted), "most": max(counted), "parts": medians}
+        ended = time.perf_counter()
+        rows.append({"seconds": ended - began, **parts(), "device": ended - returned})
+    counted = pd.DataFrame(rows[WARM_UP:])
+    seconds = counted.pop("seconds")
+    spread = {"median": seconds.median(), "least": seconds.min(), "most": seconds.max()}
+    return {**spread, "parts": counted.median().to_dict()}
 
 
 if __name__ == "__main__":

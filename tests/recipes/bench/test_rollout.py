@@ -363,7 +363,7 @@ def test_what_comes_before_a_change_is_not_timed(monkeypatch: pytest.MonkeyPatch
         clock[0] += seconds
 
     monkeypatch.setattr(swap, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    found = swap._spread(lambda: take(left.pop(0)), lambda: take(50), lambda: {"stage": clock[0] % 50})
+    found = swap._spread(lambda: take(left.pop(0)), lambda: {"stage": clock[0] % 50}, lambda: take(50))
     assert left == [] and (found["least"], found["median"], found["most"]) == (0.0, 4.5, 9.0)
     assert found["parts"]["device"] == 0.0
 

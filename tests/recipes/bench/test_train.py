@@ -1,4 +1,4 @@
-"""``qerl bench train``: a whole run on a CPU, what is refused, what is planned for a GPU, and the figures."""
+"""``qerl bench train``: a whole run on a CPU, what is planned for a GPU, and the figures."""
 
 import json
 import os
