@@ -1,6 +1,7 @@
 """The soak: its judge and its load on answers made up here, and all of it on a real server, sound and broken."""
 
 import asyncio
+import contextlib
 import itertools
 import json
 import math
@@ -528,6 +529,41 @@ def test_what_is_mapped_from_shared_memory_is_no_growth():
         assert soak.own_bytes(here) - before < size // 2
         kept = mapped.clone()
         assert soak.own_bytes(here) - before > size // 2 and kept[-1] == 1
+
+
+@pytest.mark.parametrize("model", [None, "a checkpoint"])
+def test_a_soak_writes_what_is_known_before_it_judges(model, monkeypatch, tmp_path):
+    calls, written = {}, []
+
+    @contextlib.contextmanager
+    def serving(folder, options, rank, log):
+        calls["serving"] = (folder, options, rank)
+        yield "server", "token"
+
+    def measure(*arguments):
+        calls["measure"] = arguments
+        one = Answer([5, 6], [7], [-1.0], "1", "length", 1)
+        return Observed([one, one], changes=CHANGES[:3]), {}, {}
+
+    @contextlib.contextmanager
+    def references(folder, seed):
+        calls["references"] = (folder, seed)
+        yield [lambda change, answers: [[-1.0 - change.version / 2 + 0.5] for _ in answers]]
+
+    for name, stand_in in (("serving", serving), ("measure", measure), ("references", references)):
+        monkeypatch.setattr(soak, name, stand_in)
+    monkeypatch.setattr(soak, "write_model", lambda shape, seed, folder: f"{shape} {seed}")
+    monkeypatch.setattr(soak, "save", lambda result, output: written.append((dict(result), output)))
+    result = soak.run(model=model, shape="tiny", streams=3, minutes=0.5, api_servers=2, seed=4, output=tmp_path / "x")
+    folder = model or "tiny 4"
+    assert calls["serving"] == (folder, soak.server_options(3, 2), 8) and calls["references"] == (folder, 4)
+    assert calls["measure"] == ("server", "token", folder, 3, 30.0, 4)
+    assert result["model"] == (model or "random weights, shape tiny")
+    assert (result["streams"], result["api_servers"], result["seed"]) == (3, 2, 4) and "commit" in result
+    assert (result["rank"], result["dtype"], result["judged"]["one policy"]) == (8, "float32", 2)
+    assert result["worst_difference"] == 0 and not result["wrong"]
+    assert written[0][0]["judged"]["not yet"] == 2 and written[0][1] == tmp_path / "x"
+    assert written[-1] == (result, tmp_path / "x")
 
 
 # a server that forgets to empty its caches when the policy changes
