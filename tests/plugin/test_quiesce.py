@@ -1,16 +1,22 @@
 """Changes, and what somebody else asks of the engine meanwhile by vLLM's own calls, on a core that pauses as vLLM's."""
 
 import asyncio
+import os
 import random
 import re
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 from engine_client import EngineClient, vllm_config
+from vllm.v1.engine.exceptions import EngineDeadError
 from waiting import PATIENCE
 
 from qerl_vllm_plugin.server import quiesce
 from qerl_vllm_plugin.server.changes import MODES, PolicyServer
+from qerl_vllm_plugin.server.quiesce import lock
 from qerl_vllm_plugin.wire.body import Refused
 from qerl_vllm_plugin.worker.change_log import ChangeLog
 
@@ -391,5 +397,45 @@ def test_many_changes_at_once_each_find_the_engine_at_rest(seed):
         await asyncio.gather(*changes, requests(core, servers), pauses(servers))
         assert core.said.count("change") == len(made) == 24
         assert core.state == "goes on" and not any(server._quiesce._made for server in servers)
+
+    with_servers(use)
+
+
+def test_one_process_at_a_time_holds_the_lock():
+    ours, another = (f"test-{os.getpid()}-{name}" for name in "ab")  # the names are those of the whole machine
+    program = "import asyncio, sys, time\nfrom qerl_vllm_plugin.server.quiesce import lock\n"
+    program += "async def hold():\n    async with lock(sys.argv[1]):\n        print('held', flush=True)\n"
+    program += "        time.sleep(600)\nasyncio.run(hold())"
+    holder = subprocess.Popen([sys.executable, "-c", program, ours], stdout=subprocess.PIPE)
+    assert holder.stdout.readline() == b"held\n"
+
+    async def wait(name, seconds):
+        async with asyncio.timeout(seconds), lock(name):
+            return time.monotonic()
+
+    asyncio.run(wait(another, PATIENCE))
+    with pytest.raises(TimeoutError):
+        asyncio.run(wait(ours, 0.3))
+    holder.kill()
+    holder.wait()
+    asyncio.run(wait(ours, PATIENCE))
+    asyncio.run(wait(ours, PATIENCE))
+
+
+def test_an_engine_lost_to_one_api_server_is_lost_to_all(monkeypatch):
+    monkeypatch.setattr("qerl_vllm_plugin.server.engine.LOOK", 0.01)
+    errors = []
+
+    async def use(core, server, other):
+        server.client.output_processor.propagate_error = errors.append
+        await noise(server)
+        ChangeLog(core.log.path).lose()  # by another process
+        while not errors:
+            await asyncio.sleep(0.01)
+        with pytest.raises(Refused, match="another API server's log says why"):
+            await noise(server)
+        with pytest.raises(EngineDeadError):
+            await server.client.check_health()
+        assert len(errors) == 1 and core.said.count("change") == 1
 
     with_servers(use)

@@ -1,22 +1,13 @@
 """Which policies an answer names, from the moments of its first and last token."""
 
 import asyncio
-import os
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
 import httpx
 import pytest
-from engine_client import EngineClient, vllm_config
-from vllm.v1.engine.exceptions import EngineDeadError
-from waiting import PATIENCE
 
-from qerl_vllm_plugin.server.changes import PolicyServer
-from qerl_vllm_plugin.server.quiesce import lock
 from qerl_vllm_plugin.server.versions import HEADER, StampVersions, tell_versions
-from qerl_vllm_plugin.wire.body import Refused
 from qerl_vllm_plugin.worker import change_log
 from qerl_vllm_plugin.worker.change_log import ChangeLog
 
@@ -156,91 +147,3 @@ def test_a_lost_engine_is_known_to_every_process():
     reader.lose()
     log.add(2)
     assert log.is_lost and reader.text([(time.monotonic(), time.monotonic())]) == "2"
-
-
-def test_one_process_at_a_time_holds_the_lock():
-    ours, another = (f"test-{os.getpid()}-{name}" for name in "ab")  # the names are those of the whole machine
-    program = "import asyncio, sys, time\nfrom qerl_vllm_plugin.server.quiesce import lock\n"
-    program += "async def hold():\n    async with lock(sys.argv[1]):\n        print('held', flush=True)\n"
-    program += "        time.sleep(600)\nasyncio.run(hold())"
-    holder = subprocess.Popen([sys.executable, "-c", program, ours], stdout=subprocess.PIPE)
-    assert holder.stdout.readline() == b"held\n"
-
-    async def wait(name, seconds):
-        async with asyncio.timeout(seconds), lock(name):
-            return time.monotonic()
-
-    asyncio.run(wait(another, PATIENCE))
-    with pytest.raises(TimeoutError):
-        asyncio.run(wait(ours, 0.3))
-    holder.kill()
-    holder.wait()
-    asyncio.run(wait(ours, PATIENCE))
-    asyncio.run(wait(ours, PATIENCE))
-
-
-class Engine(EngineClient):
-    """An engine client, of which several API servers have one each; ``state`` is that of their one engine."""
-
-    def __init__(self, state):
-        super().__init__()
-        self.state, self.ended = state, []
-        self.output_processor.propagate_error = self.ended.append
-
-    async def is_paused(self):
-        return self.state["paused"]
-
-    async def pause_scheduler_async(self, mode, clear_cache):
-        self.state["paused"] = True
-
-    async def resume_scheduler_async(self):
-        self.state["paused"] = False
-
-    async def reset_prefix_cache(self, reset_running_requests, reset_connector):
-        return True
-
-    async def collective_rpc(self, method, args):
-        self.state["asked"] += 1
-        await asyncio.sleep(0.01 + 0.01 * (self.state["asked"] % 3))
-        if method == "qerl_set_noise":
-            self.state["running"] += not self.state["paused"]
-            self.state["changes"] += 1
-        opened = {"carrier": "resident", "max_rank": 8, "max_bytes": 1, "gpus": [], "version": 0}
-        return [{**opened, "instance": f"test-{os.getpid()}", "changes": self.state["log"].path}]
-
-
-def test_no_api_server_resumes_while_another_changes():
-    state = {"paused": False, "running": 0, "changes": 0, "asked": 0, "log": ChangeLog()}
-    config = vllm_config()
-
-    async def use():
-        servers = [PolicyServer(), PolicyServer()]
-        for server in servers:
-            await server.open(Engine(state), config, None, None, 60)
-        await asyncio.gather(*(servers[i % 2].set_noise(0.1, i, 0, [], "keep") for i in range(20)))
-
-    asyncio.run(use())
-    assert (state["changes"], state["running"], state["paused"]) == (20, 0, False)
-
-
-def test_an_engine_lost_to_one_api_server_is_lost_to_all(monkeypatch):
-    monkeypatch.setattr("qerl_vllm_plugin.server.engine.LOOK", 0.01)
-    state = {"paused": False, "running": 0, "changes": 0, "asked": 0, "log": ChangeLog()}
-    config = vllm_config(api_servers=2)
-    engine = Engine(state)
-
-    async def use():
-        server = PolicyServer()
-        await server.open(engine, config, None, None, 60)
-        await server.set_noise(0.1, 0, 0, [], "keep")
-        ChangeLog(state["log"].path).lose()  # by another process
-        async with asyncio.timeout(PATIENCE):
-            while not engine.ended:
-                await asyncio.sleep(0.01)
-        with pytest.raises(Refused, match="another API server's log says why"):
-            await server.set_noise(0.1, 0, 0, [], "keep")
-        with pytest.raises(EngineDeadError):
-            await engine.check_health()
-
-    asyncio.run(use())
-    assert len(engine.ended) == 1 and state["changes"] == 1

@@ -37,35 +37,29 @@ def tensors_for(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize(
-    "selection",
-    [
-        {"target_modules": ["q_proj"]},
-        {"target_modules": ["self_attn.q_proj", "model.layers.3.mlp.up_proj"]},
-        {"target_modules": {"v_proj", "o_proj"}},
-        {"target_modules": r".*\.layers\.[0-3]\.mlp\..*"},
-        {"target_modules": r".*(q|v)_proj", "exclude_modules": r".*layers\.1.*"},
-        {"target_modules": ["q_proj", "up_proj"], "exclude_modules": ["layers.2.mlp.up_proj", "self_attn.q_proj"]},
-        {"target_modules": ["q_proj"], "layers_to_transform": 1},
-        {"target_modules": ["q_proj"], "layers_to_transform": [0, 1, 11]},
-        {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": "layers"},
-        {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": ["blocks", "layers"]},
-        {"target_modules": ["q_proj"], "layers_to_transform": []},
-    ],
-    ids=[
-        "a_name",
-        "longer_names",
-        "a_set",
-        "a_pattern",
-        "patterns",
-        "excluded_names",
-        "one_layer",
-        "layers",
-        "layers_pattern",
-        "layers_patterns",
-        "no_layers",
-    ],
-)
+SELECTIONS = {
+    "a name": {"target_modules": ["q_proj"]},
+    "longer names": {"target_modules": ["self_attn.q_proj", "model.layers.3.mlp.up_proj"]},
+    "a set": {"target_modules": {"v_proj", "o_proj"}},
+    "a pattern": {"target_modules": r".*\.layers\.[0-3]\.mlp\..*"},
+    "patterns": {"target_modules": r".*(q|v)_proj", "exclude_modules": r".*layers\.1.*"},
+    "excluded names": {
+        "target_modules": ["q_proj", "up_proj"],
+        "exclude_modules": ["layers.2.mlp.up_proj", "self_attn.q_proj"],
+    },
+    "one layer": {"target_modules": ["q_proj"], "layers_to_transform": 1},
+    "layers": {"target_modules": ["q_proj"], "layers_to_transform": [0, 1, 11]},
+    "a pattern of layers": {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": "layers"},
+    "patterns of layers": {
+        "target_modules": ["q_proj"],
+        "layers_to_transform": [1],
+        "layers_pattern": ["blocks", "layers"],
+    },
+    "no layers": {"target_modules": ["q_proj"], "layers_to_transform": []},
+}
+
+
+@pytest.mark.parametrize("selection", SELECTIONS.values(), ids=SELECTIONS)
 def test_modules_are_those_that_peft_adapts(selection):
     config = peft.LoraConfig(r=2, **selection)
     theirs = {name for name in TARGETS if check_target_module_exists(config, name) is True or _matched(config, name)}
@@ -270,7 +264,7 @@ def test_keys_about_an_adapters_origin_are_accepted():
     assert check_config({**CONFIG, **told}, 8) == (2, 2.0)
 
 
-def test_rank_below_the_largest_and_equal_to_it():
-    for rank in (1, 8):
-        config = {**CONFIG, "r": rank}
-        assert check(tensors_for(config), config, TARGETS, max_rank=8).rank == rank
+@pytest.mark.parametrize("rank", [1, 8])
+def test_rank_below_the_largest_and_equal_to_it(rank):
+    config = {**CONFIG, "r": rank}
+    assert check(tensors_for(config), config, TARGETS, max_rank=8).rank == rank

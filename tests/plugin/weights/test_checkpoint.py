@@ -171,7 +171,7 @@ def test_ignore_and_targets_follow_compressed_tensors_patterns():
         read_quantization(NVFP4 | {"ignore": ["re:*"]})
 
 
-def test_a_name_goes_before_all_linears_and_two_groups_are_refused():
+def test_a_name_goes_before_all_linears():
     group = NVFP4["config_groups"]["group_0"]
 
     def scheme(*targets):
@@ -344,7 +344,7 @@ def test_a_config_that_does_not_describe_the_tensors(folder, edited, config, mes
         inspect_folder(edited(folder, **config))
 
 
-def test_an_unknown_architecture_is_checked_by_its_packed_tensors(folder, edited):
+def test_an_unknown_architecture_is_checked_where_it_is_packed(folder, edited):
     assert not inspect_folder(edited(folder, model_type="another")).complete
     with pytest.raises(CheckpointError, match=rf"{UP}\.weight_scale .*is missing"):
         inspect_folder(edited(folder, lambda t: t.pop(f"{UP}.weight_scale"), model_type="another"))
