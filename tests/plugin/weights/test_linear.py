@@ -6,7 +6,7 @@ import pytest
 import torch
 from qerl_kernels import nvfp4
 
-from qerl_vllm_plugin.weights import linear
+from qerl_vllm_plugin.weights import layouts, linear
 from qerl_vllm_plugin.weights.formats import COMPRESSED
 from qerl_vllm_plugin.weights.linear import Arrivals, QerlLinearMethod, QerlOnlineLinearMethod
 from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
@@ -82,3 +82,23 @@ def test_random_weights_are_legal_and_of_a_real_size():
     again = codes.clone()
     linear._fill_dummy(layer)
     assert torch.equal(again, codes), "the same on every rank and in every start"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "kernel", "dtype", "layout"),
+    [
+        (None, "auto", torch.bfloat16, layouts.Canonical),
+        ("Hopper", "auto", torch.bfloat16, layouts.Tiled),
+        ("Hopper", "auto", torch.float32, layouts.Marlin),
+        ("Hopper", "tiled", torch.float16, layouts.Tiled),
+        ("Hopper", "batch_invariant", torch.bfloat16, layouts.Tiled),
+        ("Hopper", "marlin", torch.bfloat16, layouts.Marlin),
+        ("Hopper", "dequantize", torch.bfloat16, layouts.Canonical),
+        ("another", "auto", torch.bfloat16, layouts.Marlin),
+        ("another", "dequantize", torch.bfloat16, layouts.Canonical),
+    ],
+)
+def test_the_layout_of_each_gpu_and_kernel(monkeypatch, gpu, kernel, dtype, layout):
+    platform = SimpleNamespace(is_cuda=lambda: gpu is not None, is_device_capability=lambda _: gpu == "Hopper")
+    monkeypatch.setattr(layouts, "current_platform", platform)
+    assert type(layouts.choose(dtype, kernel)) is layout
