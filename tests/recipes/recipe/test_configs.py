@@ -230,6 +230,10 @@ def test_yaml_numbers_without_a_point_and_a_bare_no_are_kept(tmp_path):
         ("dataset_mixture: text\n", "dataset_mixture must be a JSON mapping"),
         ("max_prompt_length: 0\n", "max_prompt_length must be at least 1"),
         (
+            "chat_template: /no/such.jinja\n",
+            "chat_template: '/no/such.jinja' is neither Jinja text nor a file with",
+        ),
+        (
             "dynamic_sampling_metric: accuracy\n",
             "accuracy has no effect without dynamic_sampling: true",
         ),
