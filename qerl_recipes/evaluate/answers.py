@@ -4,7 +4,7 @@ Answers are not cached between runs. lighteval caches them by the model's name, 
 keeps its name.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,16 +55,16 @@ def ask(
     Raises ValueError before anything is generated if a prompt leaves no room for an answer. The same holds if
     ``sampling`` asks for a chat template and there is none.
     """
-    length = llm.llm_engine.model_config.max_model_len
-    prompts = {benchmark.name: _prompts(benchmark.problems, llm.get_tokenizer(), sampling) for benchmark in benchmarks}
-    for prompt in (prompt for of_benchmark in prompts.values() for prompt in of_benchmark):
+    length, tokenizer = llm.llm_engine.model_config.max_model_len, llm.get_tokenizer()
+    prompts = {benchmark.name: _prompts(benchmark.problems, tokenizer, sampling) for benchmark in benchmarks}
+    samples = [(p, i) for of_benchmark in prompts.values() for p in of_benchmark for i in range(p.doc.num_samples)]
+    for prompt, _ in samples:
         if len(prompt.ids) >= length:
             raise ValueError(
                 f"problem {prompt.doc.id} of {prompt.doc.task_name} has {len(prompt.ids)} tokens and max_model_length "
                 f"is {length}: there is no room for an answer; raise max_model_length"
             )
-    templated = uses_template(llm.get_tokenizer(), sampling)
-    samples = [(p, i) for of_benchmark in prompts.values() for p in of_benchmark for i in range(p.doc.num_samples)]
+    templated = uses_template(tokenizer, sampling)
     outputs = llm.generate(
         [{"prompt_token_ids": prompt.ids} for prompt, _ in samples],
         [_parameters(prompt, i, sampling, length, templated) for prompt, i in samples],
@@ -119,25 +119,16 @@ def uses_template(tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> boo
 
 
 def _prompts(docs: Sequence[Doc], tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> list[_Prompt]:
+    """Return each problem as the text and the tokens that the engine gets."""
     manager = PromptManager(system_prompt=sampling.system_prompt or None)
     if not uses_template(tokenizer, sampling):
         texts = [manager.prepare_prompt(doc) for doc in docs]
         return [_Prompt(doc, text, tokenizer(text)["input_ids"]) for doc, text in zip(docs, texts, strict=True)]
-    options: Mapping[str, Any] = sampling.chat_template_kwargs or {}
-    texts = [
-        tokenizer.apply_chat_template(
-            manager.prepare_prompt_api(doc),
-            chat_template=sampling.chat_template,
-            tokenize=False,
-            add_generation_prompt=True,
-            **options,
-        )
-        for doc in docs
-    ]
-    return [
-        _Prompt(doc, text, tokenizer(text, add_special_tokens=False)["input_ids"])
-        for doc, text in zip(docs, texts, strict=True)
-    ]
+    options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
+    options |= {"chat_template": sampling.chat_template, **(sampling.chat_template_kwargs or {})}
+    texts = [tokenizer.apply_chat_template(manager.prepare_prompt_api(doc), **options) for doc in docs]
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    return [_Prompt(*parts) for parts in zip(docs, texts, ids, strict=True)]
 
 
 def _parameters(prompt: _Prompt, sample: int, sampling: Sampling, length: int, templated: bool) -> SamplingParams:

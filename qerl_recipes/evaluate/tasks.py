@@ -73,16 +73,14 @@ class Benchmark:
 
         If several answers have the most votes, the one given first counts.
         """
-        votes: list[tuple[Any, list[int]]] = []
+        votes: list[tuple[Any, list[int]]] = []  # (answer, texts that give it); answers may have no hash
         for i, text in enumerate(texts):
-            answer = self.vote(text)
-            if answer is None:
-                continue
-            voters_of_same = next((voters for other, voters in votes if other == answer), None)
-            if voters_of_same is None:
-                votes.append((answer, [i]))
-            else:
-                voters_of_same.append(i)
+            if (answer := self.vote(text)) is not None:
+                voters = next((voters for other, voters in votes if other == answer), None)
+                if voters is None:
+                    votes.append((answer, [i]))
+                else:
+                    voters.append(i)
         return max(votes, key=lambda vote: len(vote[1]))[1][0] if votes else None
 
 
@@ -110,14 +108,27 @@ def load(
     ConnectionError if a data set cannot be fetched.
     """
     check_tasks(names, num_fewshot)
-    return [_load(name, max_samples, num_fewshot, num_samples) for name in names]
+    benchmarks = []
+    for name in names:
+        rows, config, judge, vote = _definition(name)
+        config.num_fewshots = num_fewshot
+        task = LightevalTask(config)
+        task.num_samples = [num_samples]
+        if rows is None:
+            _fetch(name, task)
+        else:
+            task.dataset = {"test": rows}
+        benchmark = Benchmark(name, task.get_docs(max_samples), judge, vote)
+        if name.startswith((MATH, ACCURACY, NUMBER)):
+            _refuse_unreadable(benchmark)
+        benchmarks.append(benchmark)
+    return benchmarks
 
 
 def load_asked(asked: Evaluation) -> list[Benchmark]:
     """Load the benchmarks of one evaluation, as ``load`` does."""
-    return load(
-        asked.tasks, max_samples=asked.max_samples, num_fewshot=asked.num_fewshot, num_samples=asked.num_samples
-    )
+    options = {name: getattr(asked, name) for name in ("max_samples", "num_fewshot", "num_samples")}
+    return load(asked.tasks, **options)
 
 
 @contextlib.contextmanager
@@ -132,48 +143,36 @@ def quietly() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _load(name: str, max_samples: int | None, num_fewshot: int, num_samples: int) -> Benchmark:
-    judge: Judge
-    vote: Vote
-    if name in LIGHTEVAL:
-        module = task_module(LIGHTEVAL[name])
-        config = copy.copy(next(config for config in module.TASKS_TABLE if config.name == name))
-        judge, vote = _lightevals(config), _mathematics
-    elif name == "amc23":
-        config = _amc23()
-        judge, vote = _lightevals(config), _mathematics
-    elif name == "running_sum":
+def _definition(name: str) -> tuple[list[dict[str, str]] | None, LightevalTaskConfig, Judge, Vote]:
+    """Return a task's rows (None: the hub has them), lighteval's configuration, and how answers are judged and read."""
+    if name in LIGHTEVAL or name == "amc23":
+        config = _amc23() if name == "amc23" else _lightevals_config(name)
+        if config.generation_size is not None:
+            config.generation_size = max(config.generation_size, LEAST_NEW_TOKENS)
+        metric = _for_one_answer(config.metrics[0].sample_level_fn)
+        return None, config, lambda doc, text: bool(metric.compute(doc, _without_reasoning(text))), _mathematics
+    if name == "running_sum":
         rows = [{"prompt": problem.prompt, "answer": problem.answer} for problem in running_sum.held_out()]
-        config = _local(name, running_sum.LONGEST_COMPLETION)
-        judge, vote = _running_sum_judge, running_sum.answer_of
-    else:
-        rows = read_problems(Path(name.partition(":")[2]))
-        config = _local(name, None)
-        if name.startswith(NUMBER):
-            judge, vote = _number_judge, last_number
-        elif name.startswith(ACCURACY):
-            judge, vote = _accuracy_judge, _marked
-        else:
-            judge, vote = (_exact_judge, _text) if name.startswith(EXACT) else (_math_judge(), _mathematics)
-    config.num_fewshots = num_fewshot
-    if config.hf_repo and config.generation_size is not None:
-        config.generation_size = max(config.generation_size, LEAST_NEW_TOKENS)
-    task = LightevalTask(config)
-    task.num_samples = [num_samples]
-    if config.hf_repo:
-        try:
-            LightevalTask.load_datasets({name: task})
-        except (OSError, ValueError) as error:  # datasets raises either if network or cache is missing
-            raise ConnectionError(
-                f"task {name}: the data set {task.dataset_path} could not be fetched from the Hugging Face hub "
-                f"({type(error).__name__}: {error}); connect to the hub, or use a local task ({MATH}PATH)"
-            ) from error
-    else:
-        task.dataset = {"test": rows}
-    benchmark = Benchmark(name, task.get_docs(max_samples), judge, vote)
-    if name.startswith((MATH, ACCURACY, NUMBER)):
-        _refuse_unreadable(benchmark)
-    return benchmark
+        return rows, _local(name, running_sum.LONGEST_COMPLETION), _running_sum_judge, running_sum.answer_of
+    kind, _, path = name.partition(":")
+    judge, vote = {
+        MATH: (_math_judge(), _mathematics),
+        ACCURACY: (_accuracy_judge, _marked),
+        EXACT: (_exact_judge, _text),
+        NUMBER: (_number_judge, last_number),
+    }[f"{kind}:"]
+    return read_problems(Path(path)), _local(name, None), judge, vote
+
+
+def _fetch(name: str, task: LightevalTask) -> None:
+    """Load a task's data set from the hub; raise ConnectionError if it cannot be fetched."""
+    try:
+        LightevalTask.load_datasets({name: task})
+    except (OSError, ValueError) as error:  # datasets raises either if network or cache is missing
+        raise ConnectionError(
+            f"task {name}: the data set {task.dataset_path} could not be fetched from the Hugging Face hub "
+            f"({type(error).__name__}: {error}); connect to the hub, or use a local task ({MATH}PATH)"
+        ) from error
 
 
 def _refuse_unreadable(benchmark: Benchmark) -> None:
@@ -204,12 +203,6 @@ def task_module(name: str) -> ModuleType:
 
 def _without_reasoning(text: str) -> ModelResponse:
     return ModelResponse(text=[text], text_post_processed=[remove_reasoning_tags(text, REASONING)])
-
-
-def _lightevals(config: LightevalTaskConfig) -> Judge:
-    """Return a judge that applies lighteval's own metric of a task to one answer."""
-    metric = _for_one_answer(config.metrics[0].sample_level_fn)
-    return lambda doc, text: bool(metric.compute(doc, _without_reasoning(text)))
 
 
 def _for_one_answer(shared: Any) -> Any:
@@ -282,17 +275,22 @@ def _mathematics(text: str) -> Any:
     return _Mathematics(parsed) if parsed else None
 
 
+def _lightevals_config(name: str) -> LightevalTaskConfig:
+    """Return a copy of lighteval's own configuration of a task."""
+    return copy.copy(next(config for config in task_module(LIGHTEVAL[name]).TASKS_TABLE if config.name == name))
+
+
 def _amc23() -> LightevalTaskConfig:
-    aime = task_module("aime")
-    original = next(config for config in aime.TASKS_TABLE if config.name == "aime24")
-    config = copy.copy(original)
+    """Return the configuration of amc23, which is asked as lighteval asks AIME."""
+    config = _lightevals_config("aime24")
+    ask = config.prompt_function
     config.name, config.full_name = "amc23", "amc23|0"
     config.hf_repo, config.hf_subset, config.hf_avail_splits = "math-ai/amc23", "default", ("test",)
     config.evaluation_splits = ("test",)
 
     def prompt(line: dict[str, Any], task_name: str | None = None) -> Doc:
         answer = str(line["answer"]).removesuffix(".0")  # the data set writes whole numbers as 27.0
-        return original.prompt_function({"problem": line["question"], "answer": answer}, task_name)
+        return ask({"problem": line["question"], "answer": answer}, task_name)
 
     config.prompt_function = prompt
     return config
