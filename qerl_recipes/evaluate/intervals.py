@@ -94,14 +94,14 @@ def over_seeds_and_problems(differences: Sequence[np.ndarray]) -> tuple[float, f
     for task in differences:
         problems = task.shape[1]
         problem_means = task.mean(axis=0)  # one mean per problem, over the seeds
-        rest = task - task.mean(axis=1, keepdims=True) - problem_means + task.mean()
+        residuals = task - task.mean(axis=1, keepdims=True) - problem_means + task.mean()
         freedom = (seeds - 1) * (problems - 1)
         scale = seeds * problems * len(differences) ** 2
         of_problems = seeds * float(problem_means.var(ddof=1)) / scale
-        of_rest = float((rest**2).sum()) / freedom / scale
-        if of_problems > of_rest:
-            variance += of_problems - of_rest
-            fluctuation += of_problems**2 / (problems - 1) + of_rest**2 / freedom
+        of_residuals = float((residuals**2).sum()) / freedom / scale
+        if of_problems > of_residuals:
+            variance += of_problems - of_residuals
+            fluctuation += of_problems**2 / (problems - 1) + of_residuals**2 / freedom
     if variance == 0:
         return mean, mean, mean
     half = stats.t.ppf(0.975, variance**2 / fluctuation) * sqrt(variance)

@@ -65,7 +65,7 @@ class Settled:
     settled.
     """
 
-    asked: Evaluation
+    evaluation: Evaluation
     saved: AdapterFolder | None
     base_hash: str
     as_in_training: list[str]
@@ -74,20 +74,20 @@ class Settled:
     @property
     def policies(self) -> list[str]:
         """Return the names of the policies that are judged, in order."""
-        return ["base"] if self.saved is None else ["adapter"] if self.asked.adapter_only else ["base", "adapter"]
+        return ["base"] if self.saved is None else ["adapter"] if self.evaluation.adapter_only else ["base", "adapter"]
 
     def settings(self) -> dict[str, Any]:
         """Return the entries of ``evaluation.json`` that say what is evaluated, and how."""
-        asked = self.asked
+        evaluation = self.evaluation
         return {
             "base_sha256": self.base_hash,
             "adapter_sha256": None if self.saved is None else self.saved.sha256(),
             "quantization": self.engine.quantization,
             "dtype": self.engine.dtype,
-            "sampling": {**asked.sampling(), "seed": asked.drawn_with, "num_samples": asked.num_samples},
-            "max_model_length": asked.max_model_length,
-            "max_samples": asked.max_samples,
-            "num_fewshot": asked.num_fewshot,
+            "sampling": {**evaluation.sampling(), "seed": evaluation.drawn_with, "num_samples": evaluation.num_samples},
+            "max_model_length": evaluation.max_model_length,
+            "max_samples": evaluation.max_samples,
+            "num_fewshot": evaluation.num_fewshot,
         }
 
 
@@ -109,18 +109,18 @@ def evaluate(base: str, adapter: str | Path | None, tasks: Sequence[str], **opti
     return evaluate_each([Evaluation.of(base=base, adapter=adapter, tasks=list(tasks), **options)])[0]
 
 
-def evaluate_each(asked: Sequence[Evaluation]) -> list[dict[str, Any]]:
+def evaluate_each(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
     """Run several evaluations and return their results.
 
     Neighbouring evaluations with an adapter share an engine if their engine settings are equal. This does not change
     the answers, since every change of policy empties the prefix cache. Each result is written as soon as it is known.
     Unusable settings of any evaluation raise ValueError before the first engine starts.
     """
-    settled = [settle(one) for one in asked]
+    settled = [settle(one) for one in evaluations]
     for one in settled:
         _refuse_another(one)
     for one in settled:
-        if one.saved is not None and not one.asked.quiet:
+        if one.saved is not None and not one.evaluation.quiet:
             Console().print(_as_trained(one), markup=False, highlight=False)
     # These modules import vLLM, which takes long: a mistyped name is refused before.
     from transformers import AutoTokenizer
@@ -130,15 +130,15 @@ def evaluate_each(asked: Sequence[Evaluation]) -> list[dict[str, Any]]:
 
     tokenizers = {folder: AutoTokenizer.from_pretrained(folder) for folder in {one.engine.folder for one in settled}}
     for one in settled:
-        answers.check(tokenizers[one.engine.folder], one.asked)
+        answers.check(tokenizers[one.engine.folder], one.evaluation)
     results = []
     # An evaluation without an adapter gets its own engine, since no change of policy would empty the prefix cache.
     for (engine, _), those in itertools.groupby(settled, key=lambda one: (one.engine, 0 if one.saved else id(one))):
         with evaluation_tasks.quietly():
             group = []
             for one in those:
-                one.asked.output_dir.mkdir(parents=True, exist_ok=True)
-                group.append((one, evaluation_tasks.load_asked(one.asked)))
+                one.evaluation.output_dir.mkdir(parents=True, exist_ok=True)
+                group.append((one, evaluation_tasks.load_evaluation(one.evaluation)))
                 _refuse_another(one, group[-1][1])
             llm = start(engine)
             try:
@@ -148,7 +148,7 @@ def evaluate_each(asked: Sequence[Evaluation]) -> list[dict[str, Any]]:
     return results
 
 
-def settle(asked: Evaluation) -> Settled:
+def settle(evaluation: Evaluation) -> Settled:
     """Resolve the open choices of an evaluation, before vLLM is imported.
 
     Raises ValueError as ``Evaluation.checked`` does, for a missing or damaged checkpoint or adapter, and if lighteval
@@ -158,15 +158,15 @@ def settle(asked: Evaluation) -> Settled:
     for package in ("lighteval", "vllm"):
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"qerl evaluate needs {package}, which is not installed: pip install 'qerl-vllm[eval]'")
-    asked, saved = asked.checked(), None
+    evaluation, saved = evaluation.checked(), None
     as_in_training: list[str] = []
-    quantization, dtype, rank = asked.quantization, asked.dtype, None
-    if asked.adapter is not None:
-        saved = open_adapter(asked.adapter)
-        asked, as_in_training = taken_over(asked, saved)
+    quantization, dtype, rank = evaluation.quantization, evaluation.dtype, None
+    if evaluation.adapter is not None:
+        saved = open_adapter(evaluation.adapter)
+        evaluation, as_in_training = taken_over(evaluation, saved)
         quantization, dtype = quantization or saved.quantization, dtype or saved.recipe.get("dtype")
     quantization, dtype = quantization or "qerl_nvfp4", dtype or "bfloat16"
-    folder = _check_base(asked.base, quantization, dtype, saved)
+    folder = _check_base(evaluation.base, quantization, dtype, saved)
     base_hash = run_state.base_hash(folder)
     if saved is not None:
         saved.check_base(base_hash)
@@ -178,12 +178,12 @@ def settle(asked: Evaluation) -> Settled:
         quantization,
         rank,
         dtype,
-        asked.max_model_length,
-        asked.tensor_parallel_size,
-        asked.gpu_memory_utilization,
-        asked.kv_cache_memory_bytes,
+        evaluation.max_model_length,
+        evaluation.tensor_parallel_size,
+        evaluation.gpu_memory_utilization,
+        evaluation.kv_cache_memory_bytes,
     )
-    return Settled(asked, saved, base_hash, as_in_training, engine)
+    return Settled(evaluation, saved, base_hash, as_in_training, engine)
 
 
 def _check_base(base: str, quantization: str, dtype: str, saved: AdapterFolder | None) -> Path:
@@ -207,10 +207,10 @@ def _refuse_another(one: Settled, benchmarks: "Sequence[Benchmark] | None" = Non
 
     The models, the tasks and the sampling are compared. If ``benchmarks`` are given, so are their problems.
     """
-    file = one.asked.output_dir / RESULT
+    file = one.evaluation.output_dir / RESULT
     if not file.is_file():
         return
-    wanted = {"tasks": sorted(one.asked.tasks), "models": one.policies, **one.settings()}
+    wanted = {"tasks": sorted(one.evaluation.tasks), "models": one.policies, **one.settings()}
     wanted |= wanted.pop("sampling")
     if benchmarks is not None:
         wanted["problems_sha256"] = {benchmark.name: benchmark.digest() for benchmark in benchmarks}
@@ -235,28 +235,30 @@ def _answered(llm: "LLM", one: Settled, benchmarks: "Sequence[Benchmark]") -> di
     """Evaluate each policy on the running engine, write the result and the answers, and return the result."""
     from qerl_recipes.evaluate.answers import ask, uses_template
 
-    asked, saved, output = one.asked, one.saved, one.asked.output_dir
+    evaluation, saved, output = one.evaluation, one.saved, one.evaluation.output_dir
     judged: dict[str, dict[str, list[Judged]]] = {}
     for label in one.policies:
         request = None if saved is None else install(llm, saved if label == "adapter" else None)
-        judged[label] = ask(llm, request, benchmarks, asked, label)
+        judged[label] = ask(llm, request, benchmarks, evaluation, label)
     settings = one.settings()
-    settings["sampling"]["use_chat_template"] = uses_template(llm.get_tokenizer(), asked)
+    settings["sampling"]["use_chat_template"] = uses_template(llm.get_tokenizer(), evaluation)
     result = {
         "tasks": {
-            task: {label: summarize(of[task], asked.num_samples) for label, of in judged.items()}
-            for task in asked.tasks
+            task: {label: summarize(of[task], evaluation.num_samples) for label, of in judged.items()}
+            for task in evaluation.tasks
         },
-        "base": asked.base,
+        "base": evaluation.base,
         "adapter": None if saved is None else str(saved.path),
         "trained_on": None if saved is None else saved.quantization,
         "as_in_training": one.as_in_training,
-        "of_training": [] if saved is None else [task for task in asked.tasks if is_of_training(task, saved.recipe)],
+        "of_training": []
+        if saved is None
+        else [task for task in evaluation.tasks if is_of_training(task, saved.recipe)],
         **settings,
         "problems_sha256": {b.name: b.digest() for b in benchmarks},
-        "max_new_tokens": {b.name: asked.max_new_tokens or b.problems[0].generation_size for b in benchmarks},
+        "max_new_tokens": {b.name: evaluation.max_new_tokens or b.problems[0].generation_size for b in benchmarks},
         "max_model_length": llm.llm_engine.model_config.max_model_len,
-        "tensor_parallel_size": asked.tensor_parallel_size,
+        "tensor_parallel_size": evaluation.tensor_parallel_size,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "versions": {**run_state.versions(), "lighteval": importlib.metadata.version("lighteval")},
     }
@@ -270,7 +272,7 @@ def _answered(llm: "LLM", one: Settled, benchmarks: "Sequence[Benchmark]") -> di
     write_text(output / RESULT, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     for warning in too_many_cut(result):
         warnings.warn(warning, stacklevel=4)
-    if not asked.quiet:
+    if not evaluation.quiet:
         Console().print(table(result))
         for task in result["of_training"]:
             line = f"{task} is what the adapter was trained on, whole or in part: these are no unseen problems"
@@ -315,7 +317,7 @@ def _as_trained(one: Settled) -> str:
     elif saved.quantization is not None:
         settled = [f"{arm} weights", *settled]
     line += f"as in training: {', '.join(settled)}" if settled else "says nothing of its training's prompts"
-    unlike = warmer_or_colder(one.asked, saved.recipe)
+    unlike = warmer_or_colder(one.evaluation, saved.recipe)
     return line + (f"; not as in training: {'; '.join(unlike)}" if unlike else "")
 
 

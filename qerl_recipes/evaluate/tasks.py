@@ -42,7 +42,7 @@ with torch.set_grad_enabled(torch.is_grad_enabled()):  # restores the gradient m
     from lighteval.utils.utils import remove_reasoning_tags
     from math_verify import LatexExtractionConfig, parse, verify
 
-__all__ = ["Benchmark", "Doc", "PromptManager", "load", "load_asked", "quietly", "task_module"]
+__all__ = ["Benchmark", "Doc", "PromptManager", "load", "load_evaluation", "quietly", "task_module"]
 
 REASONING = [("<think>", "</think>")]  # the text between these tags is not part of an answer
 LEAST_NEW_TOKENS = 1024  # lighteval's 256 for GSM8K cuts many worked answers in the middle
@@ -65,8 +65,8 @@ class Benchmark:
 
     def digest(self) -> str:
         """Return a SHA-256 hash of the problems' texts and right answers, in order."""
-        asked = [(problem.query, problem.choices, problem.gold_index) for problem in self.problems]
-        return hashlib.sha256(json.dumps(asked, default=str).encode()).hexdigest()
+        content = [(problem.query, problem.choices, problem.gold_index) for problem in self.problems]
+        return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()
 
     def majority(self, texts: Sequence[str]) -> int | None:
         """Return the index of the first text that gives the majority answer, or None if no text gives an answer.
@@ -125,10 +125,10 @@ def load(
     return benchmarks
 
 
-def load_asked(asked: Evaluation) -> list[Benchmark]:
+def load_evaluation(evaluation: Evaluation) -> list[Benchmark]:
     """Load the benchmarks of one evaluation, as ``load`` does."""
-    options = {name: getattr(asked, name) for name in ("max_samples", "num_fewshot", "num_samples")}
-    return load(asked.tasks, **options)
+    options = {name: getattr(evaluation, name) for name in ("max_samples", "num_fewshot", "num_samples")}
+    return load(evaluation.tasks, **options)
 
 
 @contextlib.contextmanager

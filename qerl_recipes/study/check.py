@@ -58,7 +58,7 @@ def check_tasks(study: Study) -> None:
     for name, options in study.evaluations.items():
         try:
             with tasks.quietly():
-                tasks.load_asked(_evaluation(options))
+                tasks.load_evaluation(_evaluation(options))
         except (ValueError, OSError, ImportError) as error:
             raise StudyError(f"evaluations.{name} cannot be made here, so nothing is trained: {error}") from error
 

@@ -58,7 +58,7 @@ def test_each_line_is_a_training_problem_and_what_bf16_answers(written, recipe, 
     assert f"6 problems with an answer each, {sum(len(line['input_ids']) for line in lines)} tokens; {cut} ans" in said
 
 
-def test_answers_are_drawn_as_the_recipe_says_and_the_same_each_time(written):
+def test_answers_are_drawn_as_the_recipe_says(written):
     first, _ = written(4)
     assert written(4)[0] == first
     assert written(1)[0] == first[:1]
@@ -101,7 +101,7 @@ def test_a_packed_model_and_an_unwritable_file_are_refused(recipe, make_nvfp4, t
         write_own_answers(recipe(), tmp_path / "no" / "texts.jsonl", 4)
 
 
-def test_the_engine_has_the_gpus_of_the_recipe_and_a_share_of_its_own(recipe, tmp_path, monkeypatch):
+def test_the_engine_has_a_memory_share_of_its_own(recipe, tmp_path, monkeypatch):
     class Stopped(Exception):
         pass
 

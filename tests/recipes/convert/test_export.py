@@ -87,7 +87,7 @@ def dense(base: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("norms", [False, True])
-def test_a_merged_checkpoint_has_pefts_weights_and_the_trained_norms(
+def test_a_merge_has_pefts_weights_and_the_trained_norms(
     norms: bool, trained: Make, make_nvfp4: Make, make_bf16: Make, tmp_path: Path
 ) -> None:
     base, adapter = make_nvfp4("qwen2"), trained(norms=norms)

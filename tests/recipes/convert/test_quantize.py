@@ -117,7 +117,7 @@ def test_the_reported_error_is_that_of_weights_of_any_size(dense, scales, tmp_pa
     assert 0.05 < errors[1] < 0.15 and errors[2] == 1.0
 
 
-def test_the_reported_error_is_the_error_and_searched_scales_lower_it(dense, tmp_path):
+def test_the_error_is_reported_and_searched_scales_lower_it(dense, tmp_path):
     plain, searched = (
         quantize_checkpoint(dense, tmp_path / scales, scales=scales).layers for scales in ("amax", "mse")
     )
@@ -146,7 +146,7 @@ def test_fused_parts_in_different_shards_share_one_tensor_scale(tmp_path):
     assert down != tensors["model.layers.0.mlp.up_proj.weight_global_scale"]
 
 
-def test_a_mixture_of_experts_packs_its_experts_and_keeps_its_routers(tmp_path):
+def test_experts_are_packed_and_routers_kept(tmp_path):
     config = Qwen3MoeConfig(
         intermediate_size=48, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, head_dim=16,
         mlp_only_layers=[1], tie_word_embeddings=False, **SIZES,
@@ -170,7 +170,7 @@ def test_a_mixture_of_experts_packs_its_experts_and_keeps_its_routers(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_fp16_and_fp32_sources_give_the_bytes_of_their_bf16_rounding(dtype, tmp_path):
+def test_fp16_and_fp32_sources_are_rounded_to_bf16_first(dtype, tmp_path):
     config = LlamaConfig(intermediate_size=48, **SIZES)
     source = save_model(config, tmp_path / "wide", dtype, shard="1GB")
     quantize_checkpoint(source, tmp_path / "nvfp4")
@@ -193,7 +193,7 @@ def test_ignored_layers_stay_in_bf16_bit_for_bit(dense, tmp_path):
     assert scheme.is_quantized("model.layers.1.mlp.up_proj")
 
 
-def test_columns_that_are_no_multiple_of_16_name_the_tensor_and_the_way_out(tmp_path):
+def test_columns_that_are_no_multiple_of_16_are_refused(tmp_path):
     source = save_model(Qwen2Config(intermediate_size=40, **SIZES), tmp_path / "bf16")
     with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.down_proj\.weight has 40 columns.*--ignore model"):
         quantize_checkpoint(source, tmp_path / "nvfp4")
@@ -294,7 +294,7 @@ def test_an_architecture_without_linear_layers_is_not_supported(tmp_path):
         quantize_checkpoint(tmp_path / "gpt2", tmp_path / "nvfp4")
 
 
-def test_parts_of_linear_attention_that_vllm_stacks_share_a_tensor_scale(tmp_path):
+def test_stacked_parts_of_linear_attention_share_a_scale(tmp_path):
     heads = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16}
     heads |= {"linear_value_head_dim": 16, "full_attention_interval": 2, "head_dim": 16, "intermediate_size": 48}
     source = save_model(AutoConfig.for_model("qwen3_5_text", **SIZES, **heads), tmp_path / "bf16", shard="1GB")

@@ -71,7 +71,7 @@ def test_gptq_writes_a_checkpoint_of_the_same_format(source, texts, tmp_path, ll
     assert (tmp_path / "gptq" / "tokenizer.json").is_file()
 
 
-def test_llmcompressor_gets_the_texts_in_their_order_and_shuffles_none(source, tmp_path, monkeypatch):
+def test_llmcompressor_gets_the_texts_in_their_order(source, tmp_path, monkeypatch):
     seen = {}
     names = ("llmcompressor", "llmcompressor.modifiers", "llmcompressor.modifiers.quantization")
     stubs = {name: types.ModuleType(name) for name in names}
@@ -178,7 +178,7 @@ def test_of_awq_no_error_of_a_layer_is_made_up(source, texts, tmp_path, monkeypa
     assert len(quantize_checkpoint(source, tmp_path / "rtn").layers) == 14
 
 
-def test_a_failing_llmcompressor_shows_its_last_lines_and_leaves_nothing(source, texts, tmp_path, monkeypatch):
+def test_a_failing_llmcompressor_shows_its_last_lines(source, texts, tmp_path, monkeypatch):
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\necho halfway > /dev/null\necho 'the reason it failed' >&2\nexit 3\n")
     program.chmod(0o755)

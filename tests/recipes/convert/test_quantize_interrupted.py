@@ -74,7 +74,7 @@ def quantize_and_be_killed(source: Path, destination: Path, kind: signal.Signals
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_a_killed_run_leaves_the_old_folder_and_the_next_run_finishes(tmp_path, small):
+def test_a_killed_run_leaves_the_old_folder(tmp_path, small):
     source = save_model(tmp_path / "bf16", vocab_size=128)
     destination = tmp_path / "nvfp4"
     quantize_checkpoint(small, destination)
@@ -124,7 +124,7 @@ def test_too_little_space_is_refused_before_anything_is_written(small, previous,
         quantize_checkpoint(small, previous, overwrite=True)
 
 
-def test_a_folder_is_replaced_only_when_asked_and_if_it_is_a_checkpoint(small, previous, kept):
+def test_only_a_checkpoint_is_replaced_when_asked(small, previous, kept):
     with kept(FileExistsError, "exists and is not empty; name another destination, or pass --overwrite"):
         quantize_checkpoint(small, previous)
     quantize_checkpoint(small, previous, overwrite=True)

@@ -108,9 +108,7 @@ def test_both_layouts_of_names_are_known(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl"])
-def test_promise_06_it_is_quantized_served_and_trained_as_any_text_checkpoint(
-    kind, tmp_path, make_trainer, read_metrics
-):
+def test_promise_06_it_is_trained_as_any_text_checkpoint(kind, tmp_path, make_trainer, read_metrics):
     whole(kind, tmp_path / "whole")
     running_sum.tokenizer().save_pretrained(tmp_path / "whole")
     write_text_model(tmp_path / "whole", tmp_path / "text")
@@ -154,7 +152,7 @@ def packed_whole(kind: str, tmp_path: Path, *, w4a4: bool = False) -> tuple[Path
 
 
 @pytest.mark.parametrize(("kind", "w4a4"), [*((kind, False) for kind in LANGUAGE_MODELS), ("gemma3", True)])
-def test_of_a_packed_checkpoint_the_language_model_keeps_its_bytes(kind, w4a4, tmp_path):
+def test_a_packed_language_model_keeps_its_bytes(kind, w4a4, tmp_path):
     folder, wanted = packed_whole(kind, tmp_path, w4a4=w4a4)
     if w4a4:
         with pytest.raises(
@@ -174,7 +172,7 @@ def test_of_a_packed_checkpoint_the_language_model_keeps_its_bytes(kind, w4a4, t
 
 
 @pytest.mark.parametrize("kind", LANGUAGE_MODELS)
-def test_a_vision_language_checkpoint_is_refused_with_what_to_do(kind, tmp_path, write_recipe):
+def test_a_vision_language_checkpoint_is_refused(kind, tmp_path, write_recipe):
     whole(kind, tmp_path / "whole")
     message = f"{kind} reads images, too; take its language model: qerl text-model SOURCE DESTINATION"
     with pytest.raises(CheckpointError, match=message):
@@ -187,7 +185,7 @@ def test_a_vision_language_checkpoint_is_refused_with_what_to_do(kind, tmp_path,
             check(*parse(["--config", recipe, "--quantization", arm]))
 
 
-def test_a_model_with_a_vision_tower_that_nobody_knows_is_refused(make_bf16, tmp_path):
+def test_an_unknown_vision_tower_is_refused(make_bf16, tmp_path):
     config = json.loads((make_bf16("qwen2") / "config.json").read_text())
     folder = tmp_path / "other"
     folder.mkdir()

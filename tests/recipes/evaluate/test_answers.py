@@ -50,7 +50,7 @@ def answers(engine: Any, file: Path, num_samples: int = 1, **settings: Any) -> l
     return ask(engine, None, benchmarks, sampling, "base")["jsonl-exact:x.jsonl"]
 
 
-def test_template_its_options_and_the_system_prompt_make_the_prompt(engine: Any, problems: Path) -> None:
+def test_template_and_system_prompt_make_the_prompt(engine: Any, problems: Path) -> None:
     plain = answers(engine, problems)
     assert {p.prompt for p in plain} == {"1+2", *(f"{i}+3" for i in range(8))}
     asked = answers(engine, problems, chat_template=TEMPLATE, system_prompt="7", chat_template_kwargs={"short": True})
@@ -70,7 +70,7 @@ def test_what_would_be_ignored_of_a_template_is_refused(engine: Any, problems: P
         answers(engine, problems, chat_template_kwargs={"short": True})
 
 
-def test_every_answer_to_every_problem_has_a_seed_of_its_own(engine: Any, problems: Path) -> None:
+def test_every_answer_has_a_seed_of_its_own(engine: Any, problems: Path) -> None:
     drawn = answers(engine, problems, num_samples=6, temperature=1.0)
     assert len(drawn) == 10 and all(len(p.answers) == 6 for p in drawn)
     assert all(len(set(p.answers)) > 1 for p in drawn), "the samples of a problem are one sample"
@@ -99,7 +99,7 @@ def test_temperature_and_top_p_are_honoured(engine: Any, problems: Path) -> None
     assert agreeing(temperature=1e-4) >= 8
 
 
-def test_an_answer_ends_at_the_limit_or_where_the_model_has_no_more_room(engine: Any, problems: Path) -> None:
+def test_an_answer_ends_at_the_limit_or_the_end_of_the_room(engine: Any, problems: Path) -> None:
     assert all(len(p.answers[0]) < 40 for p in answers(engine, problems))
     (longest,) = [p for p in answers(engine, problems, max_new_tokens=6) if p.prompt == "7+3"]
     assert longest.cut == [True], "a random model does not end its turn"
@@ -123,9 +123,7 @@ def computed(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def test_a_tasks_own_length_holds_where_none_is_asked_for_and_else_all_the_room(
-    engine: Any, problems: Path, computed: list[Any]
-) -> None:
+def test_a_tasks_own_length_holds_unless_one_is_asked_for(engine: Any, problems: Path, computed: list[Any]) -> None:
     def longest(**settings: Any) -> tuple[int, int]:
         """Of the answers, and of the prompts with their answers."""
         ask(engine, None, [benchmark], Sampling(**settings), "base")
@@ -139,7 +137,7 @@ def test_a_tasks_own_length_holds_where_none_is_asked_for_and_else_all_the_room(
     assert [longest()[0], longest(max_new_tokens=5)[0], longest(max_new_tokens=2)[0]] == [3, 5, 2]
 
 
-def test_a_tasks_stop_words_end_an_answer_unless_a_template_ends_it(
+def test_stop_words_end_an_answer_unless_a_template_does(
     engine: Any, problems: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def texts(**settings: Any) -> list[Judged]:
@@ -164,7 +162,7 @@ def test_a_tasks_stop_words_end_an_answer_unless_a_template_ends_it(
     assert any(word in p.answers[0] for p in given)
 
 
-def test_a_template_writes_the_tokenizers_own_first_token_itself(
+def test_a_template_writes_the_first_token_itself(
     engine: Any, problems: Path, computed: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Llama's does: a second one before it would be another prompt than that of the training."""
@@ -178,14 +176,14 @@ def test_a_template_writes_the_tokenizers_own_first_token_itself(
     assert computed[0].prompt_token_ids == running_sum.tokenizer()(asked.prompt)["input_ids"]
 
 
-def test_the_samples_of_a_problem_are_its_own_and_in_their_order(engine: Any, problems: Path) -> None:
+def test_the_samples_of_a_problem_keep_their_order(engine: Any, problems: Path) -> None:
     alone = answers(engine, problems, temperature=1.0)
     many = answers(engine, problems, num_samples=3, temperature=1.0)
     same = [one.answers[0] == several.answers[0] for one, several in zip(alone, many, strict=True)]
     assert sum(same) >= 8  # products of batches of other sizes round otherwise, now and then
 
 
-def test_the_share_that_ended_is_of_all_answers_to_all_problems() -> None:
+def test_the_share_that_ended_is_of_all_answers() -> None:
     problem = Judged(
         "1", "1+1=", "2", ["2", "3", "2", "2"], [True, False, True, True], [True] + [False] * 3, True, 0.75
     )
@@ -202,9 +200,7 @@ def test_the_share_that_ended_is_of_all_answers_to_all_problems() -> None:
         (["", " "], False, 0.0),
     ],
 )
-def test_a_problem_has_the_share_that_is_right_and_the_vote_of_the_most(
-    texts: list[str], vote: bool, share: float, problems: Path
-) -> None:
+def test_a_problem_has_its_share_and_its_vote(texts: list[str], vote: bool, share: float, problems: Path) -> None:
     (benchmark,) = evaluation_tasks.load([f"jsonl-exact:{problems}"])
     outputs = [SimpleNamespace(text=text, finish_reason=reason) for text, reason in zip(texts, REASONS, strict=False)]
     found = _judged(benchmark, _Prompt(benchmark.problems[0], "1+2", []), outputs)
@@ -212,7 +208,7 @@ def test_a_problem_has_the_share_that_is_right_and_the_vote_of_the_most(
     assert found.cut == [False, True, False][: len(texts)]
 
 
-def test_sampled_answers_to_more_prompts_than_are_computed_at_once(engine: Any) -> None:
+def test_more_prompts_than_are_computed_at_once_are_sampled(engine: Any) -> None:
     """A prompt that is computed in parts would set its seeded generator back, which torch's on a CPU cannot do."""
     from vllm import SamplingParams
 
@@ -221,9 +217,7 @@ def test_sampled_answers_to_more_prompts_than_are_computed_at_once(engine: Any) 
     assert len(engine.generate(prompts, sampling, use_tqdm=False)) == 128
 
 
-def test_promise_03_and_promise_10_the_base_is_evaluated_without_noise_and_without_adapter(
-    engine: Any, save_adapter: Make, tmp_path: Path
-) -> None:
+def test_promise_03_and_promise_10_the_base_is_evaluated_alone(engine: Any, save_adapter: Make, tmp_path: Path) -> None:
     from vllm import SamplingParams
 
     from qerl_recipes.files.adapter import open_adapter
@@ -250,7 +244,7 @@ def test_promise_03_and_promise_10_the_base_is_evaluated_without_noise_and_witho
     assert generate(request) == clean
 
 
-def test_an_adapter_that_is_not_part_of_the_layers_answers_where_it_is_asked_for(
+def test_an_adapter_in_lora_slots_answers_too(
     make_bf16: Make, save_adapter: Make, problems: Path, tmp_path: Path
 ) -> None:
     """The last here: an engine that is closed takes vLLM's groups of processes with it."""

@@ -30,7 +30,7 @@ def test_wilson_agrees_with_the_published_table(successes, n, low, high):
 
 
 @given(st.integers(1, 10_000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
-def test_both_ends_solve_the_score_equation_and_stay_in_the_unit_interval(case):
+def test_both_ends_solve_the_score_equation(case):
     successes, n = case
     share = successes / n
     low, high = wilson(successes, n)
@@ -51,7 +51,7 @@ def test_intervals_that_share_a_point_are_not_disjoint():
     assert not disjoint((0.1, 0.3), (0.3, 0.4)) and not disjoint((0.0, 1.0), (0.4, 0.5))
 
 
-def test_several_samples_a_problem_are_counted_as_the_clusters_they_are() -> None:
+def test_several_samples_of_a_problem_are_a_cluster() -> None:
     independent = summary([0.5] * 50 + [0.25, 0.75] * 25, 4)
     identical = summary([0.0, 1.0] * 50, 4)  # four equal answers to each: no more than one of each
     low, high = identical["ci95"]
@@ -67,7 +67,7 @@ def test_several_samples_a_problem_are_counted_as_the_clusters_they_are() -> Non
     assert summary([0.0] * 30, 4)["ci95"] == list(wilson(0, 30))
 
 
-def test_pass_at_k_is_the_share_of_draws_of_k_answers_with_a_right_one_among_them() -> None:
+def test_pass_at_k_is_the_share_of_draws_with_a_right_answer() -> None:
     for n, right in ((5, 0), (5, 2), (6, 5), (4, 4)):
         answers = [True] * right + [False] * (n - right)
         for k in range(1, n + 1):
@@ -101,7 +101,7 @@ def drawn(
     [(5, 0.03, 0.4), (5, 0.0, 0.4), (3, 0.05, 0.3), (9, 0.02, 0.3), (5, 0.05, 0.0)],
     ids=["both", "problems", "three-seeds", "nine-seeds", "seeds"],
 )
-def test_an_interval_over_seeds_and_problems_holds_the_mean_as_often_as_it_says(seeds, of_seeds, of_problems) -> None:
+def test_an_interval_holds_the_mean_as_often_as_it_says(seeds, of_seeds, of_problems) -> None:
     rng = np.random.default_rng(1)
     held = alone = 0
     for _ in range(1000):
@@ -129,24 +129,7 @@ def test_the_interval_is_that_of_the_textbooks_table_of_squares() -> None:
     assert over_seeds_and_problems([np.array(table)]) == pytest.approx((grand, grand - half, grand + half))
 
 
-def test_of_zeros_and_ones_it_holds_the_difference_of_other_seeds_and_other_problems() -> None:
-    """Two arms, the second better at some problems and worse at others, each run with a skill of its own."""
-    rng = np.random.default_rng(2)
-
-    def right(skills: np.ndarray, ease: np.ndarray) -> np.ndarray:
-        return rng.random((len(skills), len(ease))) < 1 / (1 + np.exp(-(skills[:, None] + ease)))
-
-    def difference(seeds: int, problems: int) -> np.ndarray:
-        ease, change = rng.normal(-1, 2, problems), rng.normal(0.4, 1.5, problems)
-        first, second = (rng.normal(0, 0.1, seeds) for _ in range(2))
-        return right(first, ease + change).astype(float) - right(second, ease)
-
-    truth = difference(400, 4000).mean()
-    found = [over_seeds_and_problems([difference(5, 120)]) for _ in range(600)]
-    assert 0.92 <= np.mean([low <= truth <= high for _, low, high in found]) <= 0.985
-
-
-def test_the_interval_is_that_over_seeds_where_all_problems_are_alike_and_never_narrower() -> None:
+def test_the_interval_is_never_narrower_than_over_seeds() -> None:
     rng = np.random.default_rng(3)
     rows = rng.normal(0.1, 0.05, 5)
     found = over_seeds_and_problems([np.repeat(rows[:, None], 40, axis=1)])
@@ -159,7 +142,7 @@ def test_the_interval_is_that_over_seeds_where_all_problems_are_alike_and_never_
         assert low <= ends.low + 1e-12 and high >= ends.high - 1e-12 and mean == pytest.approx(differences.mean())
 
 
-def test_tasks_count_alike_whatever_their_size_and_the_smaller_one_makes_it_wide() -> None:
+def test_tasks_count_alike_whatever_their_size() -> None:
     rng = np.random.default_rng(4)
     large, small = drawn(rng, 5, 900, 0.0, 0.3, 0.3) + 0.2, drawn(rng, 5, 30, 0.0, 0.3, 0.3)
     mean, low, high = over_seeds_and_problems([large, small])

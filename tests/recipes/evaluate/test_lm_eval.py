@@ -43,7 +43,7 @@ def model_arguments(words: list[str]) -> dict[str, Any]:
     return {key: yaml.safe_load(value) for key, _, value in (part.partition("=") for part in text.split(","))}
 
 
-def test_promise_09_no_argument_of_the_printed_commands_goes_nowhere() -> None:
+def test_promise_09_every_printed_argument_is_read() -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.layers.quantization import get_quantization_config
     from vllm.plugins import load_general_plugins
@@ -124,7 +124,7 @@ def lm_eval(sums: Path) -> Iterator[Callable[..., dict[str, dict[str, Any]]]]:
 @pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.timeout(600)
-def test_both_printed_ways_give_the_completions_and_the_verdicts_of_qerl_evaluate(sums: Path, lm_eval: Any) -> None:
+def test_both_printed_ways_judge_as_qerl_evaluate(sums: Path, lm_eval: Any) -> None:
     from qerl_recipes.evaluate.run import evaluate
 
     # in bfloat16 LoRA slots round otherwise than layers, and a near tie may fall otherwise
@@ -147,7 +147,7 @@ def test_both_printed_ways_give_the_completions_and_the_verdicts_of_qerl_evaluat
 @pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.timeout(600)
-def test_the_same_samples_are_judged_alike_by_lm_eval_by_lighteval_and_by_us(sums: Path, lm_eval: Any) -> None:
+def test_samples_are_judged_as_by_lm_eval_and_lighteval(sums: Path, lm_eval: Any) -> None:
     from lighteval.metrics.metrics_sample import MajAtN, PassAtK
     from lighteval.models.model_output import ModelResponse
 

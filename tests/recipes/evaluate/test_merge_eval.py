@@ -1,7 +1,6 @@
 """What a merge leaves of an adapter's gain: four policies on the same problems, asked as in training."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,9 +13,7 @@ from qerl_recipes.files import run_state
 
 
 @pytest.mark.integration
-def test_an_adapters_own_answers_survive_as_far_as_the_merged_checkpoint_gives_them(
-    make_nvfp4, save_adapter, tmp_path, capfd, monkeypatch
-):
+def test_an_adapters_own_answers_survive_a_merge_in_part(make_nvfp4, save_adapter, tmp_path, capfd, monkeypatch):
     """The right answers are those that the adapter gives: it has 100 %, and what a merge loses is what changes."""
     base = make_nvfp4("qwen2")
     recipe = {"max_completion_length": 5, "dtype": "float32"}
@@ -54,57 +51,52 @@ def test_an_adapters_own_answers_survive_as_far_as_the_merged_checkpoint_gives_t
     ("of_adapter", "shares", "printed"),
     [(0.75, [0.8, -0.2], ["80%", "-20%"]), (0.25, [None, None], ["no gain"] * 2), (0.2, [None, None], ["no gain"] * 2)],
 )
-def test_what_survives_is_a_share_of_what_was_gained_over_the_base(
-    of_adapter, shares, printed, monkeypatch, tmp_path, capfd
-):
+def test_what_survives_is_a_share_of_the_gain_over_the_base(of_adapter, shares, printed, monkeypatch, tmp_path, capfd):
     """A base that has a quarter right: 0.65 are four fifths of the gain to 0.75, and 0.15 are less than nothing."""
-    asked = []
-    accuracies = {"base": 0.25, "bf16": 0.65, "qerl_nvfp4": 0.15}
+    calls = []
+    sampling = {"system_prompt": "sum", "chat_template": "t", "chat_template_kwargs": {}, "use_chat_template": True}
+    sampling |= {"generation_kwargs": {"stop": ["8"]}}
+    length = {"max_model_length": 64, "dtype": "float16"}
 
     def evaluate(model, adapter, tasks, *, output_dir, **options):
-        asked.append((model, adapter, tasks, output_dir.relative_to(tmp_path), options))
-        of = {"base": accuracies[options.get("quantization", "base")], "adapter": of_adapter}
-        judged = {name: {"accuracy": a, "ci95": [a - 0.1, a + 0.1], "n": 40, "ended": 1 - a} for name, a in of.items()}
-        sampling = {"system_prompt": "sum", "chat_template": "t", "chat_template_kwargs": {}, "use_chat_template": True}
-        sampling["generation_kwargs"] = {"stop": ["8"]}
-        more = {"max_new_tokens": {"sums": 7}, "max_model_length": 64, "dtype": "float16", "quantization": "the arm"}
-        return {"tasks": {"sums": judged}, "sampling": sampling, **more}
+        calls.append((model, adapter, tasks, str(output_dir.relative_to(tmp_path)), options))
+        of_base = {"bf16": 0.65, "qerl_nvfp4": 0.15}.get(options.get("quantization"), 0.25)
+        judged = {
+            name: {"accuracy": share, "ci95": [share - 0.1, share + 0.1], "n": 40, "ended": 1 - share}
+            for name, share in (("base", of_base), ("adapter", of_adapter))
+        }
+        more = {"max_new_tokens": {"sums": 7}, "quantization": "the arm", **length}
+        return {"tasks": {"sums": judged}, "sampling": {**sampling, "temperature": 0.0}, **more}
 
     monkeypatch.setattr(merge_eval, "evaluate", evaluate)
     monkeypatch.setattr(merge_eval, "open_adapter", lambda folder: SimpleNamespace(base="trained on"))
     monkeypatch.setenv("COLUMNS", "200")
-    found = merge_eval.measure("adapter", tmp_path, "sums", max_samples=40, seed=3)
-    assert [policy.policy for policy in found] == ["base", "adapter", "merged, BF16", "merged, NVFP4 again"]
-    assert [policy.accuracy for policy in found] == [0.25, of_adapter, 0.65, 0.15]
-    assert [found[0].survives, found[1].survives] == [None, None]
-    assert [policy.survives for policy in found[2:]] == pytest.approx(shares)
+    merge_eval.measure("adapter", tmp_path, "sums", max_samples=40, seed=3)
     lines = [line for line in capfd.readouterr().out.splitlines() if "merged" in line]
-    assert [said in line for said, line in zip(printed, lines, strict=True)] == [True, True]
-    record = json.loads((tmp_path / "survival.json").read_text())
-    assert (record["task"], record["n"], record["arm"]) == ("sums", 40, "the arm")
-    assert record["policies"][2]["ci95"] == pytest.approx([0.55, 0.75])
-    assert [policy["ended"] for policy in record["policies"]] == pytest.approx([0.75, 1 - of_adapter, 0.35, 0.85])
+    assert [text in line for text, line in zip(printed, lines, strict=True)] == [True, True]
     assert "35%" in lines[0] and "85%" in lines[1]
+    record = json.loads((tmp_path / "survival.json").read_text())
+    policies = record.pop("policies")
+    assert record == {"task": "sums", "n": 40, "arm": "the arm"}
+    assert [policy["policy"] for policy in policies] == ["base", "adapter", "merged, BF16", "merged, NVFP4 again"]
+    assert [policy["accuracy"] for policy in policies] == [0.25, of_adapter, 0.65, 0.15]
+    assert [policy["survives"] for policy in policies[:2]] == [None, None]
+    assert [policy["survives"] for policy in policies[2:]] == pytest.approx(shares)
+    assert policies[2]["ci95"] == pytest.approx([0.55, 0.75])
+    assert [policy["ended"] for policy in policies] == pytest.approx([0.75, 1 - of_adapter, 0.35, 0.85])
 
     common = {"max_samples": 40, "quiet": True, "seed": 3}
-    of_training = {"system_prompt": "sum", "chat_template": "t", "chat_template_kwargs": {}, "use_chat_template": True}
-    of_training |= {
-        "generation_kwargs": {"stop": ["8"]},
-        "max_new_tokens": 7,
-        "max_model_length": 64,
-        "dtype": "float16",
-    }
-    folder = Path("survival")
-    assert asked == [
-        ("trained on", "adapter", ["sums"], folder / "adapter", common),
-        (str(tmp_path), None, ["sums"], folder / "bf16", {**common, **of_training, "quantization": "bf16"}),
-        (str(tmp_path), None, ["sums"], folder / "qerl_nvfp4", {**common, **of_training, "quantization": "qerl_nvfp4"}),
+    merged = {**common, **sampling, **length, "max_new_tokens": 7}
+    assert calls == [
+        ("trained on", "adapter", ["sums"], "survival/adapter", common),
+        (str(tmp_path), None, ["sums"], "survival/bf16", {**merged, "quantization": "bf16"}),
+        (str(tmp_path), None, ["sums"], "survival/qerl_nvfp4", {**merged, "quantization": "qerl_nvfp4"}),
     ]
     merge_eval.measure("adapter", tmp_path, "sums", base="lies here now")
-    assert asked[3][0] == "lies here now"
+    assert calls[3][0] == "lies here now"
 
 
-def test_measuring_needs_a_merge_and_a_task_that_exists_before_anything_is_written(tmp_path):
+def test_measuring_needs_a_merge_and_a_task_that_exists(tmp_path):
     def call(*options):
         return CliRunner(env={"COLUMNS": "400"}).invoke(
             cli.app, ["export", str(tmp_path), str(tmp_path / "out"), *options]

@@ -128,7 +128,7 @@ def test_the_page_says_in_words_what_was_run(tmp_path: Path) -> None:
     assert not re.search(r"reward_funcs|noise_mode|sigma_start|base_hash", page)
 
 
-def test_first_and_last_steps_are_steps_where_not_each_has_a_value(tmp_path: Path) -> None:
+def test_first_and_last_steps_are_steps_not_values(tmp_path: Path) -> None:
     """A rollout for four steps is scored once: the first five steps have two rewards, not the first five rewards."""
     steps = [{"step": i, "entropy": i, **({"reward": i / 10} if i % 4 == 1 else {})} for i in range(1, 21)]
     del steps[-4]["reward"]
@@ -165,7 +165,7 @@ def test_decoding_and_problems_of_the_training_are_named(tmp_path: Path) -> None
     assert "jsonl:mine.jsonl: what the adapter was trained on, whole or in part, and no unseen problems." in text
 
 
-def test_held_out_rewards_and_parts_have_pictures_and_absent_noise_none(tmp_path: Path) -> None:
+def test_held_out_rewards_have_pictures_and_no_noise_none(tmp_path: Path) -> None:
     steps = [{**step, "sigma": 0.0, "rewards/format/mean": 0.5, "rewards/accuracy/mean": 0.1} for step in STEPS]
     held_out = [{"step": step, "eval/problems": 8, "eval/reward": 0.1 * step} for step in (0, 4)]
     page = page_of(tmp_path, steps=[held_out[0], *steps[:4], held_out[1], *steps[4:]])

@@ -28,7 +28,7 @@ def test_the_vote_goes_to_the_answer_that_most_samples_give(
     assert evaluation_tasks.load([f"{task}:{tmp_path}/x.jsonl"])[0].majority(texts) == elected
 
 
-def test_solved_problems_of_the_training_split_stand_before_the_one_that_is_asked(
+def test_solved_problems_stand_before_the_one_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hub_rows(monkeypatch, *({"question": f"{i}+3?", "answer": f"so {i + 3}\n#### {i + 3}"} for i in range(6)))
@@ -85,9 +85,7 @@ GIVEN = [
 
 
 @pytest.mark.parametrize("solution", ["9", "$9$", "\\boxed{9}"])
-def test_a_file_is_judged_as_the_reward_accuracy_judges_and_jsonl_is_more_generous(
-    solution: str, tmp_path: Path
-) -> None:
+def test_a_file_is_judged_as_the_reward_accuracy_judges(solution: str, tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text(json.dumps({"prompt": "?", "answer": solution}))
     texts = [text for text, _, _ in GIVEN]
     found = {}
@@ -161,7 +159,7 @@ def test_importing_lighteval_leaves_gradients_on() -> None:
     assert (2 * torch.ones(1, requires_grad=True)).requires_grad
 
 
-def test_the_digest_of_a_benchmark_is_that_of_its_problems_in_their_order(tmp_path: Path) -> None:
+def test_the_digest_is_of_the_problems_in_their_order(tmp_path: Path) -> None:
     lines = [{"prompt": f"{i} + 1 =", "answer": str(i + 1)} for i in range(3)]
 
     def digest(those: list[dict[str, str]]) -> str:

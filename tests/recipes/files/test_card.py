@@ -13,7 +13,7 @@ CONFIG = {"r": 24, "lora_alpha": 48, "target_modules": ["v_proj", "q_proj"]}
 
 
 @pytest.mark.parametrize("trained_norms", [False, True])
-def test_a_card_names_base_and_hash_and_says_what_stock_vllm_would_serve(trained_norms: bool) -> None:
+def test_a_card_says_what_stock_vllm_would_serve(trained_norms: bool) -> None:
     card = model_card.render("Qwen/Qwen2.5-7B-Instruct", "ab" * 32, CONFIG, trained_norms=trained_norms, folder="/a b")
     assert yaml.safe_load(card.split("---")[1])["base_model"] == "Qwen/Qwen2.5-7B-Instruct"
     assert "ab" * 32 in card
@@ -39,9 +39,7 @@ def test_a_base_that_is_nowhere_is_refused(tmp_path: Path) -> None:
         base_model.local_folder(str(tmp_path / "missing"))
 
 
-def test_what_is_written_down_about_a_base_holds_in_every_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_written_name_of_a_base_holds_in_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "base").mkdir()
     monkeypatch.chdir(tmp_path)
     assert base_model.written_name("base") == base_model.written_name("./base") == f"{tmp_path}/base"

@@ -13,9 +13,7 @@ from qerl_recipes.files import whole_folder as module
 from qerl_recipes.files.whole_folder import whole_folder, write_text
 
 
-def test_an_interrupted_write_leaves_what_was_there_and_names_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_write_keeps_and_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "evaluation.json"
     write_text(file, "old")
     mask = os.umask(0)
