@@ -195,3 +195,17 @@ def test_an_environment_that_cannot_be_made_says_how_to_make_it(tmp_path, monkey
     with pytest.raises(RuntimeError, match=r"could not be made; by hand .*pip.*llmcompressor==0\.14\.0\.1"):
         llmcompressor_run.environment()
     assert not llmcompressor_run.is_ready()
+
+
+def test_an_environment_is_made_once(tmp_path, monkeypatch):
+    made = []
+
+    def call(command, failure, extra=None):
+        made.append(command[1:3])
+        (tmp_path / "qerl" / "llmcompressor-0.14.0.1").mkdir(parents=True, exist_ok=True)
+
+    monkeypatch.delenv("QERL_LLMCOMPRESSOR_PYTHON", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(llmcompressor_run, "_call", call)
+    assert llmcompressor_run.environment() == llmcompressor_run.environment()
+    assert made == [["-m", "venv"], ["-m", "pip"]] and llmcompressor_run.is_ready()

@@ -131,7 +131,7 @@ def test_what_cannot_be_judged_is_not_trained(error, message, study, finish, tmp
         monkeypatch.delattr(qerl_recipes.evaluate, "tasks", raising=False)
         monkeypatch.setitem(sys.modules, "qerl_recipes.evaluate.tasks", None)
     else:
-        monkeypatch.setattr("qerl_recipes.evaluate.tasks._load", lambda *_: fail(error))
+        monkeypatch.setattr("qerl_recipes.evaluate.tasks._definition", lambda *_: fail(error))
     with pytest.raises(StudyError, match=f"{message}.*, so nothing is trained"):
         runner.run(plan, out)
     assert not [path for path in out.iterdir() if path.is_dir()]
