@@ -307,9 +307,10 @@ def targets(files: dict[str, dict[str, Any]]) -> str:
 
 def printed(folder: Path = RESULTS) -> str:
     """Return the figures that a test or a script has printed and no measurement's file holds."""
-    rows = read("printed", folder)["rows"]
+    result = read("printed", folder)
     keys = ("figure", "value", "commit", "date", "command")
-    return table(["what", "value", "commit", "date", "command"], ([row[key] for key in keys] for row in rows))
+    rows = ([row[key] for key in keys] for row in result["rows"])
+    return f"{result['hardware']}\n\n{table(['what', *keys[1:]], rows)}"
 
 
 def provenance(files: dict[str, dict[str, Any]]) -> str:
