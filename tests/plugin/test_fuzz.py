@@ -176,6 +176,23 @@ def test_a_body_is_an_adapter_file_or_refused(content, piece, length):
         asyncio.run(receive())
 
 
+@pytest.mark.parametrize(
+    ("length", "status", "message"),
+    [(b"100", 400, "the body was cut off"), (b"9" * 60, 413, f"the body has {'9' * 40} bytes; at most 65536")],
+)
+def test_a_body_that_breaks_off_or_is_too_long_is_refused(length, status, message):
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    async def read():
+        scope = {"type": "http", "method": "PUT", "path": "/", "headers": [(b"content-length", length)]}
+        return [chunk async for chunk in body.chunks(Request(scope, receive), LIMIT)]
+
+    with pytest.raises(body.Refused, match=message) as refused:
+        asyncio.run(read())
+    assert refused.value.status == status
+
+
 @EXAMPLES
 @given(variants(PEFT))
 def test_a_config_of_an_adapter_names_modules_or_is_refused(text):
