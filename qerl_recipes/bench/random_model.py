@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from qerl_recipes.convert.quantize import quantization_config
 from qerl_recipes.files.whole_folder import lock
 from qerl_recipes.machine.environment import runs_on_cuda
-from qerl_recipes.model.shared_weights import ARM
+from qerl_recipes.model.shared import ARM
 from qerl_recipes.rollout.arms import ENGINE_ON_CPU
 from qerl_vllm_plugin.weights.checkpoint import CONFIG, INDEX
 from qerl_vllm_plugin.weights.expected import Expected, expected_tensors, experts, fused_with

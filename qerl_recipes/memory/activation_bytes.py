@@ -59,12 +59,11 @@ def saved_in_a_block(
     * ``targets``: the number of linears of a block that carry the adapter.
     * ``padded_to``: the length of a padded sequence, or 0 for packed rows without a mask. With a mask, the attention
       saves the mask, and k and v for every query head.
-    * ``autocast``: autocast to BF16 is on and ``fused_lora`` computes the adapter. Without autocast, PEFT computes the
-      adapter in fp32.
+    * ``autocast``: autocast to BF16 is on and model/lora.py computes the adapter. Without it PEFT does, in fp32.
     * ``itemsize``: bytes of a number in the model's dtype.
     * ``attended``: tokens that the attention sees per computed token, above 1 if prompts are shared.
     * ``at_once``: one attention call takes all sequences of a packed row, as on a GPU in 16 bits
-      (packed_attention.py). Of a shared prompt, only keys and values are then kept more than once, and the outputs of
+      (attention.py). Of a shared prompt, only keys and values are then kept more than once, and the outputs of
       the sequences need no concatenation.
     * ``widens``: the frozen weights are NVFP4, and each row of down_proj's input has spare columns for the adapter.
     """
@@ -75,7 +74,7 @@ def saved_in_a_block(
         norms += width * (Q + KV) + FP32 * (size.heads + size.kv_heads)
     is_cast = autocast != (itemsize == BF16)  # the input of an adapter is cast, to a tensor of its own
     # q, k and v share one saved input, and gate and up another. A cast input is shared only if one function computes
-    # them all. fused_lora does so under autocast, for q, k and v only in packed rows.
+    # them all. model/lora.py does so under autocast, for q, k and v only in packed rows.
     qkv = 3 if is_cast and (padded_to or not autocast) else 1
     # The input of o_proj is a new tensor if a packed row concatenates the attention outputs of its sequences.
     inputs = qkv * H + (Q if not (padded_to or at_once) or (is_cast and not autocast) else 0)

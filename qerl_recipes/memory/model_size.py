@@ -92,7 +92,7 @@ def _measure(config: str) -> ModelSize:
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from qerl_recipes.model.frozen_experts import dense_experts
+    from qerl_recipes.model.frozen import dense_experts
     from qerl_vllm_plugin.weights.checkpoint import read_quantization
 
     values = json.loads(config)

@@ -20,8 +20,8 @@ from qerl_recipes.memory import activation_bytes, adapter_size, engine_bytes, op
 from qerl_recipes.memory.activation_bytes import MicroBatch
 from qerl_recipes.memory.model_size import ModelSize, measure
 from qerl_recipes.memory.parts import SLEEP, Part, Plan
-from qerl_recipes.model import shared_weights
-from qerl_recipes.model.packed_attention import LARGEST_HEAD
+from qerl_recipes.model import shared
+from qerl_recipes.model.attention import LARGEST_HEAD
 from qerl_recipes.recipe.configs import AS_FEW_AS_FIT, SERVER, GRPOConfig, ModelConfig, ScriptArguments
 
 CONTEXT = 900_000_000  # CUDA context and kernels, cuBLAS workspaces
@@ -143,7 +143,7 @@ class _Run:
 
     def _smaller(self) -> tuple[str, ...]:
         """Return the change of the recipe that makes the weights smaller, if there is one."""
-        return () if self.arm == shared_weights.ARM else (f"quantization: {shared_weights.ARM}",)
+        return () if self.arm == shared.ARM else (f"quantization: {shared.ARM}",)
 
     def kv_cache(self) -> Part:
         """Return the KV cache: the size that the recipe sets, or the rest of the engine's share of the GPU.
@@ -292,7 +292,7 @@ class _Run:
             itemsize=itemsize,
             attended=batch.attended,
             at_once=not padded_to and (autocast or itemsize == 2) and self.size.head_dim <= LARGEST_HEAD,
-            widens=self.arm == shared_weights.ARM,
+            widens=self.arm == shared.ARM,
         )
         kept = activation_bytes.kept(self.size, batch, block, checkpointed=checkpointed, itemsize=itemsize)
         in_block, head = activation_bytes.at_work(
@@ -352,14 +352,14 @@ class _Run:
 
 def _own_copy_reason(training: GRPOConfig) -> str | None:
     """Return the reason why the trainer has its own copy of the weights, or None if it reads the engine's."""
-    if (reason := shared_weights.obstacle(training)) is not None:
+    if (reason := shared.obstacle(training)) is not None:
         return reason
     return "share_weights: false" if training.share_weights is False else None
 
 
 def _how_to_share(training: GRPOConfig) -> tuple[str, ...]:
     """Return the change of the recipe that would avoid the second copy of the weights, if there is one."""
-    is_off = training.share_weights is False and shared_weights.obstacle(training) is None
+    is_off = training.share_weights is False and shared.obstacle(training) is None
     return ("share_weights: true",) if is_off else ()
 
 

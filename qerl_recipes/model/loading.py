@@ -12,9 +12,8 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from qerl_recipes.model import engine_rounding, families, frozen_experts, norms, shared_weights
-from qerl_recipes.model.frozen_experts import FrozenNVFP4Experts, PackedExperts
-from qerl_recipes.model.frozen_linear import FrozenNVFP4Linear
+from qerl_recipes.model import families, frozen, norms, rounding, shared
+from qerl_recipes.model.frozen import FrozenNVFP4Experts, FrozenNVFP4Linear, PackedExperts
 from qerl_vllm_plugin.weights.checkpoint import CheckpointReport, check_tensors, inspect_folder
 from qerl_vllm_plugin.weights.expected import experts, fused_with
 from qerl_vllm_plugin.weights.families import kept_in_bf16
@@ -67,8 +66,8 @@ def load(
     else:
         raise ValueError(f"quantization is {arm!r}; it is qerl_nvfp4, bf16 or nf4")
     norms.replace(model, rounded=arm != "qerl_nvfp4")
-    engine_rounding.replace_mlps(model)
-    frozen_experts.replace_routers(model)
+    rounding.replace_mlps(model)
+    frozen.replace_routers(model)
     model.requires_grad_(False)
     return model.eval() if weights is None else model.to(weights.device).eval()
 
@@ -128,11 +127,11 @@ def _load_nvfp4(
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
     with _Tensors(report) as tensors:
         if weights is not None:
-            tensors.used |= shared_weights.install(model, weights, dtype)
+            tensors.used |= shared.install(model, weights, dtype)
         for name, module in list(model.named_modules()):
             if isinstance(module, torch.nn.Linear) and module.weight.is_meta:
                 _replace_linear(model, name, module, tensors, dtype)
-        for name, module in frozen_experts.dense_experts(model):
+        for name, module in frozen.dense_experts(model):
             _load_experts(model, name, module, tensors, dtype)
         for name, parameter in list(model.named_parameters()):
             if parameter.is_meta and name in report.tensors:

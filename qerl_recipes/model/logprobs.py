@@ -14,7 +14,7 @@ from peft import PeftModel
 from qerl_kernels.linear_logprob import linear_logprob
 from transformers import PreTrainedModel
 
-from qerl_recipes.model import engine_rounding, packed_attention, rotated_attention
+from qerl_recipes.model import attention, rounding
 from qerl_recipes.model.packing import PackedRow
 
 # transformers' attentions, which keep packed sequences apart by what `_arguments` passes
@@ -24,7 +24,7 @@ FLASH, BY_POSITIONS = "flash_attention_", ("sdpa", "eager", "flex_attention")
 def prepare(model: PreTrainedModel | PeftModel) -> str | None:
     """Prepare ``model`` for packed rows; return the reason if it cannot take them, else None.
 
-    A model with transformers' attention ``sdpa`` gets ``packed_attention`` instead, which keeps the sequences of a row
+    A model with transformers' attention ``sdpa`` gets that of attention.py instead, which keeps the sequences of a row
     apart. Its queries and keys are then rotated in fp32 and rounded once, as in the engine.
     """
     base = _base(model)
@@ -32,18 +32,18 @@ def prepare(model: PreTrainedModel | PeftModel) -> str | None:
     if "linear_attention" in (getattr(base.config, "layer_types", None) or ()):
         reason = "the state of the linear attention would go on from one sequence of a row to the next"
     if reason is None and base.config._attn_implementation == "sdpa":
-        base.set_attn_implementation(packed_attention.NAME)
-        engine_rounding.replace_rotations(base)
-        rotated_attention.replace_attentions(base)
+        base.set_attn_implementation(attention.NAME)
+        rounding.replace_rotations(base)
+        attention.replace_attentions(base)
     name = base.config._attn_implementation
-    if reason is None and name != packed_attention.NAME and name not in BY_POSITIONS and not name.startswith(FLASH):
+    if reason is None and name != attention.NAME and name not in BY_POSITIONS and not name.startswith(FLASH):
         reason = f"it is not known how the attention {name} keeps packed sequences apart; use attn_implementation: sdpa"
     return reason
 
 
 def shares_prompts(model: PreTrainedModel | PeftModel) -> bool:
     """Return True if several completions can share one prompt in the attention of a prepared model."""
-    return _base(model).config._attn_implementation == packed_attention.NAME
+    return _base(model).config._attn_implementation == attention.NAME
 
 
 def completion_logprobs(
@@ -94,10 +94,10 @@ def _arguments(base: PreTrainedModel, row: PackedRow) -> dict[str, Any]:
         "logits_to_keep": nothing,
     }
     name = base.config._attn_implementation
-    if name == packed_attention.NAME:
+    if name == attention.NAME:
         # transformers passes a mask of four dimensions on; otherwise it would build one of T x T that is not used
         whole = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.tokens.device)
-        spans = packed_attention.Spans.of(row.segments, row.tokens.device) if row.tokens.is_cuda else None
+        spans = attention.Spans.of(row.segments, row.tokens.device) if row.tokens.is_cuda else None
         arguments |= {"attention_mask": whole, "segments": row.segments, "spans": spans}
     elif name.startswith(FLASH):
         starts, longest = row.starts().to(row.tokens.device), max(s.prompt + s.own for s in row.segments)

@@ -25,7 +25,7 @@ from qerl_recipes.files import card, run_state
 from qerl_recipes.files.adapter import CONFIG, NORMS, TENSORS
 from qerl_recipes.files.whole_folder import whole_folder
 from qerl_recipes.model import norms
-from qerl_recipes.model.fused_lora import ADAPTER
+from qerl_recipes.model.lora import ADAPTER
 from qerl_recipes.recipe.configs import GRPOConfig
 
 

@@ -26,7 +26,7 @@ from qerl_recipes.machine.requirements import lacking
 from qerl_recipes.memory import plan as memory_plan
 from qerl_recipes.memory.model_size import measure
 from qerl_recipes.memory.parts import Plan
-from qerl_recipes.model import families, shared_weights
+from qerl_recipes.model import families, shared
 from qerl_recipes.recipe import checks
 from qerl_recipes.recipe.configs import AS_FEW_AS_FIT, GRPOConfig, ModelConfig, ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
@@ -212,7 +212,7 @@ def uneven_evaluation(training: GRPOConfig, problems: int) -> str | None:
 
 
 def _sharing_problems(training: GRPOConfig) -> Iterator[str]:
-    if training.share_weights and (reason := shared_weights.obstacle(training)):
+    if training.share_weights and (reason := shared.obstacle(training)):
         yield f"share_weights: {reason}; use share_weights: false"
 
 

@@ -170,7 +170,7 @@ def assemble(
     from peft import PeftModel
 
     from qerl_recipes.hooks import find
-    from qerl_recipes.model import loading, norms, shared_weights
+    from qerl_recipes.model import loading, norms, shared
     from qerl_recipes.train.trainer import QerlGRPOTrainer
 
     start_engine: StartEngine = find("qerl_rollout_engines", training.rollout_engine)
@@ -185,7 +185,7 @@ def assemble(
             accelerator=training.distributed_state,
         )
         on_failure.callback(engine.close)
-        weights = shared_weights.borrow(engine, training) if shared_weights.is_wanted(training) else None
+        weights = shared.borrow(engine, training) if shared.is_wanted(training) else None
         policy: PreTrainedModel | PeftModel = loading.load(
             base,
             dtype,

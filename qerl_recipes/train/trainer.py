@@ -37,7 +37,7 @@ from trl.extras.profiling import profiling_decorator
 
 from qerl_recipes.files.run_state import Run, recorded
 from qerl_recipes.hooks import LendsWeights, RolloutEngine, Snapshot, find
-from qerl_recipes.model import fused_lora, norms
+from qerl_recipes.model import lora, norms
 from qerl_recipes.model.loading import blocks_that_keep
 from qerl_recipes.model.packing import even_micro_batches
 from qerl_recipes.recipe.checks import steps_per_rollout
@@ -122,9 +122,9 @@ class QerlGRPOTrainer(GRPOTrainer, TrainerCallback):
         self.loss_settings = loss.LossSettings.of(args, policy)
         self._keeping = blocks_that_keep(policy, args.checkpointed_layers)
         if args.bf16 or args.fp16:  # the model computes under autocast
-            fused_lora.install(policy, fused_lora.ADAPTER)
-        self._lora, self._norms = fused_lora.parameters(policy), list(norms.named_norms(policy))
-        self._adapter_config = policy.peft_config[fused_lora.ADAPTER].to_dict()
+            lora.install(policy, lora.ADAPTER)
+        self._lora, self._norms = lora.parameters(policy), list(norms.named_norms(policy))
+        self._adapter_config = policy.peft_config[lora.ADAPTER].to_dict()
         self._schedule = find("qerl_noise_schedules", args.noise_schedule) if args.noise_mode != "none" else None
         self._noise: tuple[float, int] | None = None  # sigma and rollout of the noise in the trainer's norms
         self.judged, self.equal_groups = torch.empty(0), 0.0

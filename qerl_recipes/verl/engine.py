@@ -7,8 +7,8 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from qerl_recipes.model import fused_lora, loading, norms
-from qerl_recipes.model.frozen_linear import FrozenNVFP4Linear
+from qerl_recipes.model import loading, lora, norms
+from qerl_recipes.model.frozen import FrozenNVFP4Linear
 
 DTYPE = torch.bfloat16  # of activations, embedding and head; the adapter has model_dtype
 
@@ -90,7 +90,7 @@ class FrozenEngine(FSDPEngineWithLMHead):
         for parameter in wrapped.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(PrecisionType.to_dtype(self.engine_config.model_dtype or "fp32"))
-        fused_lora.install(wrapped, fused_lora.ADAPTER)
+        lora.install(wrapped, lora.ADAPTER)
         return wrapped
 
     def _refusals(self) -> list[str]:

@@ -11,9 +11,9 @@ from peft import LoraConfig, get_peft_model
 from qerl_kernels import linear_logprob as kernel
 from qerl_kernels import nvfp4_triton, tiles
 
-from qerl_recipes.model import fused_lora, logprobs, packed_attention
+from qerl_recipes.model import attention, logprobs, lora
 from qerl_recipes.model import loading as model
-from qerl_recipes.model.frozen_linear import FrozenNVFP4Linear, FrozenTiledLinear
+from qerl_recipes.model.frozen import FrozenNVFP4Linear, FrozenTiledLinear
 from qerl_recipes.model.packing import pack
 
 pytestmark = pytest.mark.gpu
@@ -33,9 +33,9 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 def policy(folder: Path, dtype: torch.dtype, implementation: str | None = None) -> Any:
     loaded = model.load(folder, dtype, attn_implementation=implementation)
-    lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapter = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
     torch.manual_seed(0)
-    adapted = get_peft_model(loaded, lora).cuda()
+    adapted = get_peft_model(loaded, adapter).cuda()
     for name, weight in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.02)
@@ -85,11 +85,11 @@ def test_one_attention_call_for_a_row_gives_the_numbers_of_a_call_for_each_seque
 ) -> None:
     adapted = policy(checkpoints[1], torch.bfloat16)
     logprobs.prepare(adapted)
-    calls, inner, results = [], packed_attention.varlen_attn, []
-    monkeypatch.setattr(packed_attention, "varlen_attn", lambda *a, **k: calls.append(a) or inner(*a, **k))
+    calls, inner, results = [], attention.varlen_attn, []
+    monkeypatch.setattr(attention, "varlen_attn", lambda *a, **k: calls.append(a) or inner(*a, **k))
     for at_once in (True, False):
         if not at_once:
-            monkeypatch.setattr(packed_attention.Spans, "of", lambda *arguments: None)
+            monkeypatch.setattr(attention.Spans, "of", lambda *arguments: None)
         logp = score(adapted, 4096, autocast)[0]
         logp.sum().backward()
         of_a, of_b = (
@@ -111,7 +111,7 @@ def test_the_adapted_linear_is_that_of_peft(checkpoints: tuple[Path, Path]) -> N
     results = []
     for installed in (False, True):
         if installed:
-            assert fused_lora.install(adapted, "default") == 28
+            assert lora.install(adapted, "default") == 28
         with autocast():
             ids = batch()[0][:2].cuda()
             logits = adapted(input_ids=ids).logits
@@ -134,12 +134,12 @@ def test_an_adapted_linear_rounds_its_output_once(kind: str, record: Callable[[s
         base = FrozenTiledLinear(weight, bias, torch.bfloat16)
     else:
         base = FrozenNVFP4Linear(packed.codes, packed.block_scales, packed.divisor, bias, torch.bfloat16)
-    lora = LoraConfig(r=32, lora_alpha=64, target_modules=["part"])
-    holder = get_peft_model(torch.nn.ModuleDict({"part": base}), lora).cuda()
+    adapter = LoraConfig(r=32, lora_alpha=64, target_modules=["part"])
+    holder = get_peft_model(torch.nn.ModuleDict({"part": base}), adapter).cuda()
     layer = holder.base_model.model["part"]
     A, B = layer.lora_A.default.weight, layer.lora_B.default.weight
     torch.nn.init.normal_(B, std=0.02)
-    assert fused_lora.install(holder, "default") == 1
+    assert lora.install(holder, "default") == 1
     x = torch.randn(4096, K, device="cuda").bfloat16()
     with autocast():
         y = layer(x)
@@ -159,7 +159,7 @@ def test_nothing_waits_for_the_gpu_and_no_logits_are_kept(
     adapted.enable_input_require_grads()
     adapted.train()
     logprobs.prepare(adapted)
-    fused_lora.install(adapted, "default")
+    lora.install(adapted, "default")
     score(adapted, 700, autocast)[0].sum().backward()  # compiles what is compiled at first use
     monkeypatch.setattr(kernel, "CHUNK_BYTES", 4 * 512 * 64)
     torch.cuda.synchronize()

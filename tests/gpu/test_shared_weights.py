@@ -11,7 +11,7 @@ from qerl_kernels.marlin_layout import MarlinWeight, repack, store_scales
 from safetensors.torch import load_file
 
 from qerl_recipes.model import loading as models
-from qerl_recipes.model.frozen_linear import FrozenMarlinLinear, FrozenNVFP4Linear, FrozenTiledLinear
+from qerl_recipes.model.frozen import FrozenMarlinLinear, FrozenNVFP4Linear, FrozenTiledLinear
 from qerl_vllm_plugin.weights.frozen_weights import frozen_weights, marlin_part
 from qerl_vllm_plugin.weights.layouts import Marlin, Tiled
 

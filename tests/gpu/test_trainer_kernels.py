@@ -49,8 +49,8 @@ def test_behind_a_gate_the_product_is_that_of_the_layer():
     from qerl_kernels import nvfp4_triton, tiles
     from qerl_kernels.silu_mul import silu_mul
 
-    from qerl_recipes.model import fused_lora
-    from qerl_recipes.model.frozen_linear import FrozenTiledLinear
+    from qerl_recipes.model import lora
+    from qerl_recipes.model.frozen import FrozenTiledLinear
 
     packed = nvfp4_triton.quantize(0.02 * torch.randn(3584, 18944, device="cuda").bfloat16())
     row_scale = (1 / packed.divisor.float()).expand(3584).contiguous()
@@ -58,13 +58,13 @@ def test_behind_a_gate_the_product_is_that_of_the_layer():
     # with a bias: PEFT asks the first parameter of a model where it is
     layers = torch.nn.ModuleDict({"part": FrozenTiledLinear(tiled, torch.randn(3584, device="cuda"), torch.bfloat16)})
     holder = get_peft_model(layers, LoraConfig(r=32, target_modules=["part"])).cuda()
-    fused_lora.install(holder, "default")
+    lora.install(holder, "default")
     layer = holder.base_model.model["part"]
-    assert type(layer) is fused_lora.AdaptedLinear
+    assert type(layer) is lora.AdaptedLinear
     layer.lora_B.default.weight.data.normal_(std=0.05)
     gate, up = torch.randn(2, 777, 18944, device="cuda").bfloat16()
     dy, results = torch.randn(777, 3584, device="cuda").bfloat16(), []
-    for function in (fused_lora.gated, lambda g, u, down: down(silu_mul(g, u))):
+    for function in (lora.gated, lambda g, u, down: down(silu_mul(g, u))):
         holder.zero_grad()
         leaves = [t.clone().requires_grad_() for t in (gate, up)]
         with torch.autocast("cuda", torch.bfloat16):

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from qerl_recipes.model import loading
-from qerl_recipes.model.frozen_linear import FrozenNVFP4Linear
+from qerl_recipes.model.frozen import FrozenNVFP4Linear
 from qerl_vllm_plugin import noise
 from qerl_vllm_plugin.policy import Policy
 from qerl_vllm_plugin.weights.frozen_weights import frozen_weights

@@ -13,24 +13,23 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl_recipes.memory import activation_bytes, weight_bytes
 from qerl_recipes.memory.model_size import ModelSize, measure
-from qerl_recipes.model import engine_rounding, frozen_experts, fused_lora, logprobs, norms, packed_attention
-from qerl_recipes.model.frozen_experts import FrozenNVFP4Experts, PackedExperts
-from qerl_recipes.model.frozen_linear import FrozenNVFP4Linear
-from qerl_recipes.model.packed_attention import Spans
+from qerl_recipes.model import attention, frozen, logprobs, lora, norms, rounding
+from qerl_recipes.model.attention import Spans
+from qerl_recipes.model.frozen import FrozenNVFP4Experts, FrozenNVFP4Linear, PackedExperts
 from qerl_recipes.model.packing import pack
 from qerl_recipes.recipe import shapes
 
 
-class MLPOnAGpu(engine_rounding.GatedMLP):
+class MLPOnAGpu(rounding.GatedMLP):
     """What a GatedMLP computes on a GPU, here by the CPU reference of the same operator."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return fused_lora.gated(*fused_lora.together(x, self.gate_proj, self.up_proj), self.down_proj)
+        return lora.gated(*lora.together(x, self.gate_proj, self.up_proj), self.down_proj)
 
 
 @pytest.fixture
 def mlps_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_rounding, "GatedMLP", MLPOnAGpu)
+    monkeypatch.setattr(rounding, "GatedMLP", MLPOnAGpu)
 
 
 def small(kind: str, layers: int) -> Any:
@@ -71,19 +70,19 @@ def policy_of(config: Any, dtype: torch.dtype, *, autocast: bool) -> Any:
             setattr(model.get_submodule(parent), leaf, FrozenNVFP4Linear(*parts))
     norms.replace(model, rounded=False)
     is_mixture = config.model_type == "qwen3_moe"
-    for name, module in frozen_experts.dense_experts(model):
+    for name, module in frozen.dense_experts(model):
         model.set_submodule(name, packed_experts(module))
-    replaced = engine_rounding.replace_mlps(model), frozen_experts.replace_routers(model)
+    replaced = rounding.replace_mlps(model), frozen.replace_routers(model)
     assert replaced == ((0, config.num_hidden_layers) if is_mixture else (config.num_hidden_layers, 0))
     model.requires_grad_(False)
     targets = list(shapes.ATTENTION) if is_mixture else "all-linear"
-    lora = LoraConfig(r=16, lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM")
-    policy = get_peft_model(model, lora)
+    adapter = LoraConfig(r=16, lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM")
+    policy = get_peft_model(model, adapter)
     for parameter in policy.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     if autocast:
-        assert fused_lora.install(policy, "default") == (4 if is_mixture else 7) * config.num_hidden_layers
+        assert lora.install(policy, "default") == (4 if is_mixture else 7) * config.num_hidden_layers
     return policy
 
 
@@ -211,7 +210,7 @@ def test_of_a_shared_prompt_one_call_of_the_attention_keeps_keys_and_values_agai
         return given(base, row) | {"spans": Spans.of(row.segments, torch.device("cpu"))}
 
     monkeypatch.setattr(logprobs, "_arguments", with_spans)
-    monkeypatch.setattr(packed_attention, "varlen_attn", lambda *a, **k: FlashAttention.apply(*a[:3]))
+    monkeypatch.setattr(attention, "varlen_attn", lambda *a, **k: FlashAttention.apply(*a[:3]))
     check_a_block(kind, padded=False, shared=shared, at_once=True)
 
 
@@ -256,7 +255,7 @@ def test_a_block_at_work_takes_what_is_alive(kind: str, monkeypatch: pytest.Monk
     tokens, config = 1024, small(kind, 2)
     policy, size = policy_of(config, torch.bfloat16, autocast=True), measure(config.to_dict())
     expanded: dict[tuple[int, ...], tuple[torch.Tensor, float]] = {}
-    expand = fused_lora._operand
+    expand = lora._operand
 
     def kept(base: torch.nn.Module, *how: Any) -> tuple[torch.Tensor, float]:
         key = (id(base), *how[1:])
@@ -264,10 +263,10 @@ def test_a_block_at_work_takes_what_is_alive(kind: str, monkeypatch: pytest.Monk
             expanded[key] = expand(base, *how)
         return expanded[key]
 
-    monkeypatch.setattr(fused_lora, "_operand", kept)
-    monkeypatch.setattr(fused_lora, "_sum", lambda a, b: (a.t() @ b).float())  # on a GPU in fp32, without copies
+    monkeypatch.setattr(lora, "_operand", kept)
+    monkeypatch.setattr(lora, "_sum", lambda a, b: (a.t() @ b).float())  # on a GPU in fp32, without copies
     monkeypatch.setattr(  # there without copies either
-        fused_lora, "_product", lambda a, b, factor, out=None: torch.mm(a, b, out=out).mul_(factor)
+        lora, "_product", lambda a, b, factor, out=None: torch.mm(a, b, out=out).mul_(factor)
     )
     policy.gradient_checkpointing_enable({"use_reentrant": False})
     policy.enable_input_require_grads()

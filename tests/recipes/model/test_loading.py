@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from qerl_recipes.model import loading as models
 from qerl_recipes.model import norms
-from qerl_recipes.model.frozen_linear import FrozenNVFP4Linear
+from qerl_recipes.model.frozen import FrozenNVFP4Linear
 from qerl_vllm_plugin import noise
 from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from qerl_recipes.files.run_state import changes, recorded
-from qerl_recipes.model import shared_weights
+from qerl_recipes.model import shared
 from qerl_recipes.recipe import checks
 from qerl_recipes.recipe.configs import parse
 
@@ -221,5 +221,5 @@ def test_a_run_may_change_its_server_and_records_no_address():
 
 
 def test_a_trainer_beside_a_server_has_its_own_weights(recwarn):
-    assert not shared_weights.is_wanted(demo(*SERVER)[1])
+    assert not shared.is_wanted(demo(*SERVER)[1])
     assert not [warning for warning in recwarn if "own copy" in str(warning.message)]

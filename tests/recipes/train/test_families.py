@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from qerl_recipes.model import loading
-from qerl_recipes.model.frozen_experts import FrozenNVFP4Experts
+from qerl_recipes.model.frozen import FrozenNVFP4Experts
 from qerl_recipes.recipe.configs import parse
 from qerl_recipes.train.preflight import check
 from qerl_vllm_plugin.weights.families import FAMILIES

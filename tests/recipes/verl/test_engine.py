@@ -40,13 +40,13 @@ def expected_logprobs(folder, tensors, config):
     import peft
     from verl_engines import PROMPTS
 
-    from qerl_recipes.model import fused_lora, loading
+    from qerl_recipes.model import loading, lora
 
     model = loading.load(folder, quantization="qerl_nvfp4", attn_implementation="eager")
     model = peft.get_peft_model(model, peft.LoraConfig(**config), autocast_adapter_dtype=False)
-    lora = {name: tensor.bfloat16() for name, tensor in tensors.items()}
-    assert not peft.set_peft_model_state_dict(model, lora).unexpected_keys
-    fused_lora.install(model, fused_lora.ADAPTER)
+    state = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    assert not peft.set_peft_model_state_dict(model, state).unexpected_keys
+    lora.install(model, lora.ADAPTER)
     found = []
     with torch.autocast("cpu", torch.bfloat16):
         for ids in PROMPTS:

@@ -8,9 +8,9 @@ from qerl_kernels import nvfp4, tiles
 from qerl_kernels.marlin_layout import MarlinWeight, repack, store_scales
 from qerl_kernels.silu_mul import silu_mul
 
-from qerl_recipes.model import fused_lora
 from qerl_recipes.model import loading as model
-from qerl_recipes.model.frozen_linear import FrozenMarlinLinear, FrozenNVFP4Linear, FrozenTiledLinear
+from qerl_recipes.model import lora
+from qerl_recipes.model.frozen import FrozenMarlinLinear, FrozenNVFP4Linear, FrozenTiledLinear
 
 N, K = 64, 128
 
@@ -45,7 +45,7 @@ def test_it_is_peft_s_arithmetic_with_fewer_roundings(name, adapted):
     x = x.bfloat16().float()
     exact = layer_results(copy.deepcopy(layer).float(), x, dy, torch.float32)
     plain = layer_results(layer, x, dy, torch.bfloat16)
-    assert fused_lora.install(adapted, "default") == 14
+    assert lora.install(adapted, "default") == 14
     fused = layer_results(layer, x, dy, torch.bfloat16)
     for what, mine, theirs, true in zip(("y", "dx", "dA", "dB"), fused, plain, exact, strict=True):
         error, before = (float((values - true).abs().mean()) for values in (mine, theirs))
@@ -88,8 +88,8 @@ def test_output_and_gradients_are_those_of_the_formula_on_every_frozen_weight(ki
     A, B = layer.lora_A.default.weight, layer.lora_B.default.weight
     for weight in (A, B):
         weight.data = torch.randn(weight.shape, generator=generator) * 0.1
-    assert fused_lora.install(holder, "default") == 1
-    assert (type(layer) is fused_lora.AdaptedLinear) == (kind != "tiles, unequal scales")
+    assert lora.install(holder, "default") == 1
+    assert (type(layer) is lora.AdaptedLinear) == (kind != "tiles, unequal scales")
     x = torch.randn(2, 17, K, generator=generator).bfloat16().to(input_dtype).requires_grad_()
     dy = torch.randn(2, 17, N, generator=generator).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
@@ -123,21 +123,21 @@ def test_layers_of_one_input_are_computed_together_where_they_are_alike(kinds, a
     """Every gradient is that of the layers one after the other, but for the order of sums."""
     parts = {name: frozen(kind)[0] for name, kind in zip(("first", "second"), kinds, strict=True)}
     ranks, alpha = {"first": 4, "second": 8}, {"first": alphas[0], "second": alphas[1] * 2}
-    lora = LoraConfig(target_modules=list(parts), rank_pattern=ranks, alpha_pattern=alpha)
-    holder = get_peft_model(torch.nn.ModuleDict(parts), lora)
+    adapter = LoraConfig(target_modules=list(parts), rank_pattern=ranks, alpha_pattern=alpha)
+    holder = get_peft_model(torch.nn.ModuleDict(parts), adapter)
     layers = [holder.base_model.model[name] for name in parts]
     generator = torch.Generator().manual_seed(2)
     for layer in layers:
         layer.lora_B.default.weight.data = torch.randn(N, layer.r["default"], generator=generator)
-    fused_lora.install(holder, "default")
+    lora.install(holder, "default")
     x, dys = torch.randn(9, K, generator=generator).bfloat16(), torch.randn(2, 9, N, generator=generator).bfloat16()
-    sizes, results, inner = [], [], fused_lora._adapted
-    monkeypatch.setattr(fused_lora, "_adapted", lambda x, layers: sizes.append(len(layers)) or inner(x, layers))
+    sizes, results, inner = [], [], lora._adapted
+    monkeypatch.setattr(lora, "_adapted", lambda x, layers: sizes.append(len(layers)) or inner(x, layers))
     for at_once in (True, False):
         holder.zero_grad()
         leaf = x.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16):
-            ys = fused_lora.together(leaf, *layers) if at_once else tuple(layer(leaf) for layer in layers)
+            ys = lora.together(leaf, *layers) if at_once else tuple(layer(leaf) for layer in layers)
         torch.autograd.backward(ys, list(dys))
         gradients = [w.grad for layer in layers for w in (layer.lora_A.default.weight, layer.lora_B.default.weight)]
         results.append([*(y.detach() for y in ys), leaf.grad, *gradients])
@@ -151,15 +151,15 @@ def test_behind_a_gate_output_and_gradients_are_those_of_the_layer_on_the_produc
     """Where the weight is 4-bit in one function, to the bit but for the gradients' own roundings."""
     base, _, _ = frozen(kind)
     holder = get_peft_model(torch.nn.ModuleDict({"part": base}), LoraConfig(r=4, target_modules=["part"]))
-    fused_lora.install(holder, "default")
+    lora.install(holder, "default")
     layer, generator = holder.base_model.model["part"], torch.Generator().manual_seed(3)
     layer.lora_B.default.weight.data = torch.randn(N, 4, generator=generator)
     gate, up = torch.randn(2, 3, 17, K, generator=generator).bfloat16()
     dy = torch.randn(3, 17, N, generator=generator).bfloat16()
-    calls, apply = [], fused_lora._Gated.apply
-    monkeypatch.setattr(fused_lora._Gated, "apply", lambda *a: calls.append(1) or apply(*a))
+    calls, apply = [], lora._Gated.apply
+    monkeypatch.setattr(lora._Gated, "apply", lambda *a: calls.append(1) or apply(*a))
     results = []
-    for function in (fused_lora.gated, lambda g, u, down: down(silu_mul(g, u))):
+    for function in (lora.gated, lambda g, u, down: down(silu_mul(g, u))):
         holder.zero_grad()
         leaves = [t.clone().requires_grad_() for t in (gate, up)]
         with torch.autocast("cpu", torch.bfloat16):
@@ -176,43 +176,43 @@ def test_behind_a_gate_output_and_gradients_are_those_of_the_layer_on_the_produc
 def test_behind_a_gate_another_dtype_and_a_switched_off_adapter_are_left_to_the_layer():
     base = frozen("checkpoint")[0]
     holder = get_peft_model(torch.nn.ModuleDict({"part": base}), LoraConfig(r=4, target_modules=["part"]))
-    fused_lora.install(holder, "default")
+    lora.install(holder, "default")
     layer = holder.base_model.model["part"]
     layer.lora_B.default.weight.data.normal_()
     gate, up = torch.randn(2, 5, K)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(fused_lora.gated(gate, up, layer), layer(silu_mul(gate, up)))
+        assert torch.equal(lora.gated(gate, up, layer), layer(silu_mul(gate, up)))
         gate, up = gate.bfloat16(), up.bfloat16()
         with holder.disable_adapter():
-            assert torch.equal(fused_lora.gated(gate, up, layer), base(silu_mul(gate, up)))
-        assert torch.equal(fused_lora.gated(gate, up, base), base(silu_mul(gate, up)))
+            assert torch.equal(lora.gated(gate, up, layer), base(silu_mul(gate, up)))
+        assert torch.equal(lora.gated(gate, up, base), base(silu_mul(gate, up)))
 
 
 def test_behind_a_gate_that_needs_no_gradient_the_adapter_still_gets_one():
     base = frozen("checkpoint")[0]
     holder = get_peft_model(torch.nn.ModuleDict({"part": base}), LoraConfig(r=4, target_modules=["part"]))
-    fused_lora.install(holder, "default")
+    lora.install(holder, "default")
     layer = holder.base_model.model["part"]
     gate, up = torch.randn(2, 5, K).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
-        fused_lora.gated(gate, up.requires_grad_(), layer).sum().backward()
+        lora.gated(gate, up.requires_grad_(), layer).sum().backward()
     assert up.grad is not None and layer.lora_B.default.weight.grad.abs().sum() > 0
     with torch.autocast("cpu", torch.bfloat16):
-        fused_lora.gated(gate.requires_grad_(), up.detach(), layer).sum().backward()
+        lora.gated(gate.requires_grad_(), up.detach(), layer).sum().backward()
     assert gate.grad is not None and gate.grad.abs().sum() > 0
 
 
 def test_an_output_that_nobody_uses_adds_nothing():
     parts = {"first": frozen("checkpoint")[0], "second": frozen("tiles")[0]}
     holder = get_peft_model(torch.nn.ModuleDict(parts), LoraConfig(r=4, target_modules=list(parts)))
-    fused_lora.install(holder, "default")
+    lora.install(holder, "default")
     layers = [holder.base_model.model[name] for name in parts]
     x = torch.randn(9, K, generator=torch.Generator().manual_seed(2)).bfloat16()
     gradients = []
     for at_once in (True, False):
         leaf = x.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16):
-            (fused_lora.together(leaf, *layers)[0] if at_once else layers[0](leaf)).sum().backward()
+            (lora.together(leaf, *layers)[0] if at_once else layers[0](leaf)).sum().backward()
         gradients.append(leaf.grad)
     torch.testing.assert_close(*gradients)
 
@@ -222,7 +222,7 @@ def test_a_bias_far_above_the_product_keeps_its_last_bits():
     base, w, _ = frozen("checkpoint")
     base.bias.data = (1000 * torch.randn(N, generator=torch.Generator().manual_seed(5))).bfloat16()
     holder = get_peft_model(torch.nn.ModuleDict({"part": base}), LoraConfig(r=4, target_modules=["part"]))
-    fused_lora.install(holder, "default")
+    lora.install(holder, "default")
     x = torch.randn(50, K, generator=torch.Generator().manual_seed(6)).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         y = holder.base_model.model["part"](x)
@@ -234,7 +234,7 @@ def test_a_bias_far_above_the_product_keeps_its_last_bits():
 def test_what_needs_no_gradient_gets_none_and_the_adapter_can_be_switched_off():
     base = frozen("checkpoint")[0]
     holder = get_peft_model(torch.nn.ModuleDict({"part": base}), LoraConfig(r=4, target_modules=["part"]))
-    fused_lora.install(holder, "default")
+    lora.install(holder, "default")
     layer, x = holder.base_model.model["part"], torch.randn(5, K).bfloat16()
     layer.lora_B.default.weight.data.normal_()
     with torch.autocast("cpu", torch.bfloat16):
@@ -247,15 +247,15 @@ def test_what_needs_no_gradient_gets_none_and_the_adapter_can_be_switched_off():
 
 def test_a_dropout_of_the_adapter_stays_with_peft():
     base = frozen("checkpoint")[0]
-    lora = LoraConfig(r=4, target_modules=["part"], lora_dropout=0.5)
-    holder = get_peft_model(torch.nn.ModuleDict({"part": base}), lora)
-    assert fused_lora.install(holder, "default") == 1
-    assert type(holder.base_model.model["part"]) is not fused_lora.AdaptedLinear
+    adapter = LoraConfig(r=4, target_modules=["part"], lora_dropout=0.5)
+    holder = get_peft_model(torch.nn.ModuleDict({"part": base}), adapter)
+    assert lora.install(holder, "default") == 1
+    assert type(holder.base_model.model["part"]) is not lora.AdaptedLinear
 
 
 def test_no_copy_of_the_activations_in_fp32_is_made(adapted):
     layer = adapted.get_base_model().model.layers[0].mlp.down_proj
-    fused_lora.install(adapted, "default")
+    lora.install(adapted, "default")
     kept = []
     x = torch.randn(1, 50, layer.in_features, dtype=torch.bfloat16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -268,13 +268,13 @@ def test_without_autocast_it_computes_in_the_dtype_of_the_adapter(adapted):
     ids = torch.arange(5)[None]
     with torch.no_grad():
         plain = adapted(input_ids=ids).logits
-        fused_lora.install(adapted, "default")
+        lora.install(adapted, "default")
         torch.testing.assert_close(adapted(input_ids=ids).logits, plain, rtol=0.05, atol=0.2)
 
 
 def test_other_variants_and_switched_off_adapters_stay_as_they_are(adapted):
-    fused_lora.install(adapted, "default")
-    assert fused_lora.install(adapted, "default") == 0
+    lora.install(adapted, "default")
+    assert lora.install(adapted, "default") == 0
     ids = torch.arange(5)[None]
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         with adapted.disable_adapter():
@@ -284,13 +284,13 @@ def test_other_variants_and_switched_off_adapters_stay_as_they_are(adapted):
 
 
 def test_a_bf16_layer_merges_as_before(make_bf16):
-    lora = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    adapter = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     weights = []
     for install in (False, True):
         torch.manual_seed(0)
-        adapted = get_peft_model(model.load(make_bf16("qwen2")), lora)
+        adapted = get_peft_model(model.load(make_bf16("qwen2")), adapter)
         if install:
-            assert fused_lora.install(adapted, "default") == 2
+            assert lora.install(adapted, "default") == 2
         assert sum(isinstance(module, LoraLayer) for module in adapted.modules()) == 2
         weights.append(adapted.merge_and_unload().model.layers[0].self_attn.q_proj.weight)
     assert torch.equal(*weights)
@@ -299,9 +299,9 @@ def test_a_bf16_layer_merges_as_before(make_bf16):
 def test_a_merged_adapter_is_not_added_twice():
     base, w, bias = frozen("BF16")
     holder = get_peft_model(torch.nn.ModuleDict({"part": base}), LoraConfig(r=4, target_modules=["part"]))
-    fused_lora.install(holder, "default")
+    lora.install(holder, "default")
     layer, x = holder.base_model.model["part"], torch.randn(5, K, generator=torch.Generator().manual_seed(0)).bfloat16()
-    assert type(layer) is fused_lora.AdaptedLinear
+    assert type(layer) is lora.AdaptedLinear
     layer.lora_B.default.weight.data.normal_(std=500)
     delta = (layer.lora_B.default.weight @ layer.lora_A.default.weight).detach().double() * layer.scaling["default"]
     exact = x.double() @ (w + delta).t() + bias.double()
@@ -315,9 +315,9 @@ def test_a_merged_adapter_is_not_added_twice():
 
 
 def test_an_adapter_with_a_bias_stays_with_peft_and_one_that_is_not_there_is_on_no_layer():
-    lora = LoraConfig(r=4, target_modules=["part"], lora_bias=True)
-    holder = get_peft_model(torch.nn.ModuleDict({"part": frozen("BF16")[0]}), lora)
-    assert fused_lora.install(holder, "default") == 0
-    assert type(holder.base_model.model["part"]) is not fused_lora.AdaptedLinear
+    adapter = LoraConfig(r=4, target_modules=["part"], lora_bias=True)
+    holder = get_peft_model(torch.nn.ModuleDict({"part": frozen("BF16")[0]}), adapter)
+    assert lora.install(holder, "default") == 0
+    assert type(holder.base_model.model["part"]) is not lora.AdaptedLinear
     plain = get_peft_model(torch.nn.ModuleDict({"part": frozen("BF16")[0]}), LoraConfig(r=4, target_modules=["part"]))
-    assert fused_lora.install(plain, "another") == 0 and fused_lora.install(plain, "default") == 1
+    assert lora.install(plain, "another") == 0 and lora.install(plain, "default") == 1

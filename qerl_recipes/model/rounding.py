@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from qerl_recipes.model.fused_lora import gated, together
+from qerl_recipes.model.lora import gated, together
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
 

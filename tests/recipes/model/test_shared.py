@@ -12,8 +12,8 @@ from transformers import TrainerCallback
 
 from qerl_recipes.files import run_state as checkpoints
 from qerl_recipes.model import loading as models
-from qerl_recipes.model import shared_weights
-from qerl_recipes.model.frozen_linear import FrozenMarlinLinear, FrozenNVFP4Linear, FrozenTiledLinear
+from qerl_recipes.model import shared
+from qerl_recipes.model.frozen import FrozenMarlinLinear, FrozenNVFP4Linear, FrozenTiledLinear
 from qerl_recipes.recipe.configs import GRPOConfig, parse
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.rollout import engine as rollout
@@ -73,28 +73,28 @@ def test_the_trainer_reads_the_engines_tensors_in_place_and_computes_the_same_bi
     architecture, changes = CASES[case]
     folder = make_nvfp4(architecture, **changes)
     lent, engine = engine_on(folder)
-    shared, own = models.load(folder, weights=lent), models.load(folder)
+    ours, own = models.load(folder, weights=lent), models.load(folder)
     theirs = {t.untyped_storage().data_ptr() for t in (*engine.parameters(), *engine.buffers())}
-    tensors = dict((*shared.named_parameters(), *shared.named_buffers()))
+    tensors = dict((*ours.named_parameters(), *ours.named_buffers()))
     apart = {name: t for name, t in tensors.items() if t.untyped_storage().data_ptr() not in theirs}
     allowed = ("norm.weight", "layernorm.weight", "row_scale", "inv_freq")
     assert [name for name in apart if not name.endswith(allowed)] == []
     assert sum(t.numel() for name, t in apart.items() if name.endswith("row_scale")) == len(linears(own)) == 14
     stored = load_file(folder / "model.safetensors")
-    for name, ours in linears(shared).items():
-        weight = nvfp4.dequantize(ours.weight_packed, ours.weight_scale)
+    for name, layer in linears(ours).items():
+        weight = nvfp4.dequantize(layer.weight_packed, layer.weight_scale)
         expected = nvfp4.dequantize(stored[f"{name}.weight_packed"], stored[f"{name}.weight_scale"])
         assert torch.equal(weight, expected), name
-        assert torch.equal(ours.row_scale, 1.0 / stored[f"{name}.weight_global_scale"][0]), name
-    assert same_answers(shared, own)
-    assert not any(parameter.requires_grad or parameter.is_meta for parameter in shared.parameters())
+        assert torch.equal(layer.row_scale, 1.0 / stored[f"{name}.weight_global_scale"][0]), name
+    assert same_answers(ours, own)
+    assert not any(parameter.requires_grad or parameter.is_meta for parameter in ours.parameters())
 
 
 def test_bf16_quantized_by_the_engine_is_not_quantized_again(make_bf16, make_nvfp4, engine_on, monkeypatch):
     lent, _ = engine_on(make_bf16("qwen2"))
     monkeypatch.setattr(nvfp4, "quantize", lambda *a: pytest.fail("quantized a second time"))
-    shared = models.load(make_bf16("qwen2"), quantization="qerl_nvfp4", weights=lent)
-    assert same_answers(shared, models.load(make_nvfp4("qwen2")))
+    ours = models.load(make_bf16("qwen2"), quantization="qerl_nvfp4", weights=lent)
+    assert same_answers(ours, models.load(make_nvfp4("qwen2")))
 
 
 def lend(own, prepare, cut):
@@ -143,16 +143,16 @@ def test_weights_in_marlins_layout_give_the_same_bits_and_gradients(make_nvfp4):
     own = models.load(folder)
     lent = lend(own, marlin_layer, marlin_part)
     assert not lent.apart
-    shared = models.load(folder, weights=lent)
-    assert {type(module) for module in linears(shared).values()} == {FrozenMarlinLinear}
-    for name, layer in linears(shared).items():
+    ours = models.load(folder, weights=lent)
+    assert {type(module) for module in linears(ours).values()} == {FrozenMarlinLinear}
+    for name, layer in linears(ours).items():
         weight, theirs = lent.linears[name].weight, linears(own)[name]
-        for ours, of_the_engine in ((layer.words, weight.words), (layer.scales, weight.scales)):
-            assert ours.data_ptr() == of_the_engine.data_ptr() and ours.stride() == of_the_engine.stride()
+        for held, of_the_engine in ((layer.words, weight.words), (layer.scales, weight.scales)):
+            assert held.data_ptr() == of_the_engine.data_ptr() and held.stride() == of_the_engine.stride()
         assert layer.row_scale.data_ptr() == weight.scale.data_ptr()
         expected = nvfp4.dequantize(theirs.weight_packed, theirs.weight_scale)
         assert torch.equal(nvfp4.dequantize(*weight.canonical()), expected), name
-    assert same_answers(shared, own)
+    assert same_answers(ours, own)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -181,11 +181,11 @@ def test_tiled_weights_give_the_same_bits(make_nvfp4):
     own = models.load(folder)
     lent = tile(own)
     assert not lent.apart
-    shared = models.load(folder, weights=lent)
-    assert {type(module) for module in linears(shared).values()} == {FrozenTiledLinear}
-    for name, layer in linears(shared).items():
+    ours = models.load(folder, weights=lent)
+    assert {type(module) for module in linears(ours).values()} == {FrozenTiledLinear}
+    for name, layer in linears(ours).items():
         assert layer.tiles.data_ptr() == lent.linears[name].weight.tiles.data_ptr()
-    assert same_answers(shared, own)
+    assert same_answers(ours, own)
 
 
 def test_a_tiled_layer_keeps_its_packed_weight_alone_and_its_dtypes(make_nvfp4):
@@ -220,11 +220,11 @@ def test_parts_that_cannot_be_cut_are_copied_with_one_warning_that_names_them(la
     folder = make_nvfp4("qwen2")  # gate and up have 96 rows: one and a half tiles
     own = models.load(folder)
     with pytest.warns(UserWarning, match=r"4 of 15 linears.*gate_proj: its rows 0 to 96") as warned:
-        shared = models.load(folder, weights=tile(own) if layout == "tiles" else lend(own, marlin_layer, marlin_part))
+        ours = models.load(folder, weights=tile(own) if layout == "tiles" else lend(own, marlin_layer, marlin_part))
     assert len(warned) == 1
-    kinds = {name.rsplit(".", 1)[-1]: type(module) for name, module in linears(shared).items()}
+    kinds = {name.rsplit(".", 1)[-1]: type(module) for name, module in linears(ours).items()}
     assert {name for name, kind in kinds.items() if kind is FrozenNVFP4Linear} == {"gate_proj", "up_proj"}
-    assert same_answers(shared, own)
+    assert same_answers(ours, own)
 
 
 def test_weights_of_another_model_are_refused(make_nvfp4):
@@ -320,7 +320,7 @@ OBSTACLES = [
 def test_promise_09_sharing_that_was_asked_for_and_cannot_be_is_refused(changes, reason):
     training = GRPOConfig(**CPU, **changes, share_weights=True)
     with pytest.raises(ValueError, match=f"share_weights: .*{reason}.*; use share_weights: false"):
-        shared_weights.is_wanted(training)
+        shared.is_wanted(training)
     flags = [part for key, value in changes.items() for part in (f"--{key}", str(value))]
     with pytest.raises(ConfigError, match=f"share_weights: .*{reason}"):
         check(*parse(["--output_dir", "unused", "--use_cpu", "true", "--share_weights", "true", *flags]))
@@ -328,19 +328,19 @@ def test_promise_09_sharing_that_was_asked_for_and_cannot_be_is_refused(changes,
 
 def test_sharing_that_was_left_open_and_cannot_be_is_said_once():
     with pytest.warns(UserWarning, match="keeps its own copy of the frozen weights: vllm_tensor_parallel_size: 2"):
-        assert not shared_weights.is_wanted(GRPOConfig(**CPU, vllm_tensor_parallel_size=2))
+        assert not shared.is_wanted(GRPOConfig(**CPU, vllm_tensor_parallel_size=2))
 
 
 def test_sharing_is_the_default_on_a_gpu_too_and_with_an_engine_that_sleeps():
     settings = {"quantization": "qerl_nvfp4", "world_size": 1, "vllm_tensor_parallel_size": 1, "share_weights": None}
     settings |= {"vllm_mode": "colocate"}
     gpu = SimpleNamespace(**settings, vllm_enable_sleep_mode=True, device=torch.device("cuda"))
-    assert shared_weights.is_wanted(gpu)
+    assert shared.is_wanted(gpu)
 
 
 def test_another_arm_and_a_plain_no_are_not_worth_a_warning(recwarn):
-    assert not shared_weights.is_wanted(GRPOConfig(**CPU, quantization="bf16"))
-    assert not shared_weights.is_wanted(GRPOConfig(**CPU, share_weights=False))
+    assert not shared.is_wanted(GRPOConfig(**CPU, quantization="bf16"))
+    assert not shared.is_wanted(GRPOConfig(**CPU, share_weights=False))
     assert [str(w.message) for w in recwarn if "own copy" in str(w.message)] == []
 
 
@@ -349,10 +349,10 @@ def test_an_engine_that_lends_nothing_is_named(asked):
     training = GRPOConfig(**CPU, share_weights=asked)
     if asked:
         with pytest.raises(ValueError, match="the rollout engine vllm lends no weights; or use share_weights: false"):
-            shared_weights.borrow(object(), training)
+            shared.borrow(object(), training)
     else:
         with pytest.warns(UserWarning, match="own copy of the frozen weights: the rollout engine vllm lends no"):
-            assert shared_weights.borrow(object(), training) is None
+            assert shared.borrow(object(), training) is None
 
 
 class EngineOnMarlin:
@@ -376,9 +376,9 @@ def test_weights_in_marlins_layout_are_borrowed_as_any_others(asked, make_nvfp4,
     lent = lend(models.load(folder), marlin_layer, marlin_part)
     monkeypatch.setattr(rollout, "frozen_weights", lambda llm: llm)
     training, engine = GRPOConfig(**CPU, share_weights=asked), EngineOnMarlin(lent)
-    assert shared_weights.is_wanted(training)
-    borrowed = shared_weights.borrow(engine, training)
+    assert shared.is_wanted(training)
+    borrowed = shared.borrow(engine, training)
     assert borrowed is lent and engine._is_lent  # so that it does not sleep as a whole
-    shared = models.load(folder, weights=borrowed)
-    assert {type(module) for module in linears(shared).values()} == {FrozenMarlinLinear}
+    ours = models.load(folder, weights=borrowed)
+    assert {type(module) for module in linears(ours).values()} == {FrozenMarlinLinear}
     assert [str(w.message) for w in recwarn if "own copy" in str(w.message)] == []

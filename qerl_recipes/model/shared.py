@@ -13,7 +13,7 @@ from qerl_kernels.marlin_layout import MarlinWeight
 from qerl_kernels.nvfp4 import NVFP4Weight
 from transformers import PreTrainedModel
 
-from qerl_recipes.model.frozen_linear import FrozenMarlinLinear, FrozenNVFP4Linear, FrozenTiledLinear
+from qerl_recipes.model.frozen import FrozenMarlinLinear, FrozenNVFP4Linear, FrozenTiledLinear
 
 if TYPE_CHECKING:  # recipe.configs imports TRL, which the model does not need; frozen_weights imports vllm
     from qerl_recipes.recipe.configs import GRPOConfig

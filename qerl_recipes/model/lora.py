@@ -27,7 +27,7 @@ from peft.utils import get_peft_model_state_dict
 from qerl_kernels import wide
 from qerl_kernels.silu_mul import silu_mul, silu_mul_backward_
 
-from qerl_recipes.model.frozen_linear import FrozenNVFP4Linear
+from qerl_recipes.model.frozen import FrozenNVFP4Linear
 
 ADAPTER = "default"  # PEFT's name of the adapter that is trained
 
