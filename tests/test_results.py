@@ -47,7 +47,7 @@ def check_qerl(words):
         command, words = command.commands[words[0]], words[1:]
     with command.make_context(command.name, list(words), parent=parent) as context:
         keys = {word.removeprefix("--") for word in context.args if word.startswith("--")}
-    assert keys <= {field.name for field in fields(GRPOConfig)}, "neither an option nor a key of a recipe"
+    assert keys <= {"config", *(field.name for field in fields(GRPOConfig))}, "neither an option nor a key of a recipe"
 
 
 @pytest.mark.parametrize(("line", "where"), list(commands()), ids=lambda text: text[:60])

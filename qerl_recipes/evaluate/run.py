@@ -157,7 +157,7 @@ def settle(evaluation: Evaluation) -> Settled:
     """
     for package in ("lighteval", "vllm"):
         if importlib.util.find_spec(package) is None:
-            raise ValueError(f"qerl evaluate needs {package}, which is not installed: pip install 'qerl-vllm[eval]'")
+            raise ValueError(f"qerl evaluate needs {package}, which is not installed: pip install '.[eval]' in a clone")
     evaluation, saved = evaluation.checked(), None
     as_in_training: list[str] = []
     quantization, dtype, rank = evaluation.quantization, evaluation.dtype, None
