@@ -352,7 +352,7 @@ def page(folder: Path = RESULTS) -> str:
         "\n## GRPO steps\n",
         "![Seconds of a GRPO step by configuration](step_NVIDIA_H200.png)\n",
         "*Seconds of the second step, measured once. 64 completions of 1,024 tokens; all configurations have the same"
-        " trainer. The 7B bars are of one older commit (`train_7B_80GB_three_arms_NVIDIA_H200.json`).*\n",
+        " trainer.*\n",
         steps(files),
         "\n## Swaps\n\nFrom the call until every rank has committed.\n",
         swaps(files),

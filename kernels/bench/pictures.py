@@ -26,7 +26,7 @@ def draw_all(folder: Path) -> None:
     kernels(read("NVIDIA_H200", folder), folder / "NVIDIA_H200.png")
     step_times(
         {
-            "7B, 80 GB limit": read("train_7B_80GB_three_arms_NVIDIA_H200", folder),
+            "7B, 80 GB limit": read("train_7B_80GB_NVIDIA_H200", folder),
             "14B, no limit": read("train_14B_NVIDIA_H200", folder),
         },
         folder / "step_NVIDIA_H200.png",

@@ -45,9 +45,13 @@ def last_box(text: str) -> str | None:
 
 
 def answer_in(text: str) -> str | None:
-    r"""Return the content of the last ``<answer>`` block, else of the last ``\boxed{}``, else None."""
+    r"""Return the answer in the last ``<answer>`` block, else in the whole text: the content of its last ``\boxed{}``.
+
+    A block without a box is the answer as it stands. Without block and box the result is None.
+    """
     block = answer_block(text)
-    return last_box(text) if block is None else block
+    box = last_box(text if block is None else block)
+    return block if box is None else box
 
 
 def written(value: Any) -> str:

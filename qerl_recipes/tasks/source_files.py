@@ -1,6 +1,7 @@
 """Read all splits of a local file, a local folder or a data set of the Hugging Face hub."""
 
 import json
+import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -28,6 +29,8 @@ def read(name: str, config: str | None) -> DatasetDict:
         if path.is_file():
             if path.suffix not in READERS:
                 raise ConfigError(f"dataset_name {name}: cannot read {path.suffix} files, only {', '.join(READERS)}")
+            if config is not None:
+                warnings.warn(f"dataset_config: {config} has no effect on the file {name}", stacklevel=2)
             if READERS[path.suffix] == "json" and (flaw := _encoding_flaw(path)) is not None:
                 raise ConfigError(f"dataset_name {flaw}")  # otherwise it would be found only when the row is used
             files = {"data_files": {"train": str(path)}}

@@ -117,6 +117,8 @@ EXACT = {
     "<answer>4</answer><answer>5</answer>": 0.0,
     r"\boxed{4}": 1.0,
     r"\boxed{4} <answer>5</answer>": 0.0,
+    r"<think>\boxed{5}</think><answer>\boxed{4}</answer>": 1.0,  # as the recipes' system prompt asks
+    r"<answer>\boxed{5}</answer>": 0.0,
     " 4\n": 1.0,
     "4 or 5": 0.0,
     "4.0": 0.0,

@@ -30,6 +30,11 @@ def test_a_csv_file_has_texts_as_they_stand_there(tmp_path: Path) -> None:
     assert answers_in(csv(tmp_path / "mine.csv", WRITTEN)) == [MEANT]
 
 
+def test_a_configuration_without_effect_on_a_file_is_named(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="dataset_config: level_3 has no effect on the file"):
+        answers_in(csv(tmp_path / "mine.csv", WRITTEN), dataset_config="level_3")
+
+
 def test_in_a_folder_too(tmp_path: Path) -> None:
     csv(tmp_path / "train.csv", WRITTEN)
     csv(tmp_path / "test.csv", ["010", "020"], prompt="q")
