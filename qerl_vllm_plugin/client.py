@@ -34,7 +34,7 @@ NO_ROUTES = (
     "the client's url is the server's, such as http://127.0.0.1:8000"
 )
 UNREACHABLE = "unreachable"  # the reason of a refusal that concerns the transport alone
-KEYS = {"version", "touched"}  # one of them is in every answer of a server of a policy
+KEYS = {"version", "noisy_norms", "touched"}  # one of them is in every answer of a server of a policy
 
 Call = dict[str, Any]  # keyword arguments of httpx's ``request``
 STATE: Call = {"method": "GET", "url": "state"}
@@ -171,7 +171,8 @@ class _Client:
 
     async def _set_noise(self, noise: dict[str, Any], requests: str) -> int:
         call = {"method": "PUT", "url": "noise", "params": {"requests": requests}, "json": noise}
-        return int((await self._send(call))["touched"])
+        answer = await self._send(call)
+        return int(answer["noisy_norms"] if "noisy_norms" in answer else answer["touched"])  # an older server's name
 
     async def _named(self, way: str, given: Tensors, config: Any, held: ExitStack) -> tuple[str, bytes]:
         """Return content type and body of a request for an adapter that stays where it is until ``held`` ends."""

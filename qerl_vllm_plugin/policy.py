@@ -42,13 +42,23 @@ VOUCHED: dict[str, Any] = {"every_request_names_the_policy": True}
 class NoiseReport:
     """What ``Policy.set_noise`` has done.
 
-    ``touched`` is the number of norms that carry noise, 0 at sigma 0. ``swallowed`` is the share of their weights that
-    rounding left unchanged.
+    ``noisy_norms`` is the number of norms that carry noise, 0 at sigma 0. ``swallowed`` is the share of their weights
+    that rounding left unchanged.
     """
 
     sigma: float
-    touched: int
+    noisy_norms: int
     swallowed: float
+
+    @property
+    def touched(self) -> int:
+        """Return ``noisy_norms``, by the name that it had before."""
+        warnings.warn(
+            "NoiseReport.touched is called noisy_norms now; its old name works for one more release",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return self.noisy_norms
 
 
 @dataclass(frozen=True)
@@ -223,7 +233,7 @@ class Policy:
         results = self._call("qerl_set_noise", sigma, int(seed), int(rollout), list(targets), **VOUCHED)
         timer.end("way")
         self.parts = _parts(timer, results[0])
-        report = NoiseReport(sigma, results[0]["touched"], results[0]["swallowed"])
+        report = NoiseReport(sigma, results[0]["noisy_norms"], results[0]["swallowed"])
         if report.swallowed:
             warnings.warn(
                 f"the norms of this engine are not fp32: rounding swallowed {report.swallowed:.1%} of the noise "

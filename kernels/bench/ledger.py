@@ -135,6 +135,7 @@ def steps(files: dict[str, dict[str, Any]]) -> str:
         for arm, found in result["summary"].items():
             seconds, blocks = found["seconds"], result["arms"][arm]["recipe"].get("checkpointed_layers")
             planned = result["arms"][arm].get("planned_bytes")
+            difference = found.get("logp_diff_mean", found.get("logp_mismatch_mean"))  # older files: the second
             rows.append(
                 [
                     f"{model(result)}, {shape}, {limit}",
@@ -145,7 +146,7 @@ def steps(files: dict[str, dict[str, Any]]) -> str:
                     f"{1e3 * seconds['swap']:.0f}",
                     f"{found['peak_gb']['process']:.1f}" + (f" ({planned / 1e9:.1f})" if planned else ""),
                     "all" if blocks is None else str(blocks),
-                    f"{found['logp_mismatch_mean']:.4f}",
+                    f"{difference:.4f}",
                     f"`{name}.json`",
                 ]
             )

@@ -333,7 +333,7 @@ def _summary(result: Mapping[str, Any], figures: Mapping[str, Any]) -> Figures:
     if counted := _counted(steps):
         sequences = result["groups"] * result["generations"]
         seconds = {name: statistics.median(step["seconds"][name] for step in counted) for name in ("step", *PARTS)}
-        mismatches = [step["metrics"]["logp_mismatch_mean"] for step in counted]
+        differences = [step["metrics"]["logp_diff_mean"] for step in counted]
         summary |= {
             "seconds": seconds,
             "repeats": len(counted),
@@ -341,7 +341,7 @@ def _summary(result: Mapping[str, Any], figures: Mapping[str, Any]) -> Figures:
             "rollout_tokens_per_s": sequences * result["completion"] / seconds["rollout"],
             "training_tokens_per_s": sequences * (result["prompt"] + result["completion"]) / seconds["training"],
             "swap_ms": 1e3 * seconds["swap"],
-            "logp_mismatch_mean": statistics.fmean(mismatches) if None not in mismatches else None,
+            "logp_diff_mean": statistics.fmean(differences) if None not in differences else None,
         }
     if counted := _counted(pieces):
         tokens, each = counted[0]["tokens"], [piece["seconds"] for piece in counted]
@@ -372,7 +372,7 @@ def show(result: Mapping[str, Any]) -> None:
     console, summary = Console(width=150), result["summary"]
     if steps := {arm: figures for arm, figures in summary.items() if "seconds" in figures}:
         columns = ["seconds\nof a step", "step", "speed", *PARTS, "rollout\ntokens/s", "training\ntokens/s"]
-        columns += ["swap\nms", "log p\nmismatch", "peak GB,\ntorch", "peak GB,\nprocess"]
+        columns += ["swap\nms", "log p\ndifference", "peak GB,\ntorch", "peak GB,\nprocess"]
         first = next(iter(steps.values()))["seconds"]["step"]
         rows = [_step_row(arm, figures, first) for arm, figures in steps.items()]
         console.print(table(f"GRPO step: {title(result)}; arms {result['order']}", columns, rows))
@@ -403,7 +403,7 @@ def show(result: Mapping[str, Any]) -> None:
 
 
 def _step_row(arm: str, figures: Mapping[str, Any], first: float) -> list[str]:
-    seconds, mismatch, peak = figures["seconds"], figures["logp_mismatch_mean"], figures["peak_gb"]
+    seconds, difference, peak = figures["seconds"], figures["logp_diff_mean"], figures["peak_gb"]
     return [
         arm,
         f"{seconds['step']:.2f} {around(figures['spread'])}",
@@ -412,7 +412,7 @@ def _step_row(arm: str, figures: Mapping[str, Any], first: float) -> list[str]:
         f"{figures['rollout_tokens_per_s']:,.0f}",
         f"{figures['training_tokens_per_s']:,.0f}",
         f"{figures['swap_ms']:.1f}",
-        "" if mismatch is None else f"{mismatch:.4f}",
+        "" if difference is None else f"{difference:.4f}",
         f"{peak['allocated']:.1f}",
         f"{peak['process']:.1f}",
     ]

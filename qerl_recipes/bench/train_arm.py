@@ -33,7 +33,7 @@ from qerl_recipes.train import preflight
 from qerl_recipes.train import run as train
 
 MOST_KERNELS = 20
-FROM_METRICS = ("logp_mismatch_mean", "logp_mismatch_max", "loss", "grad_norm", "reward", "packed_share")
+FROM_METRICS = ("logp_diff_mean", "logp_diff_max", "loss", "grad_norm", "reward", "packed_share")
 
 
 def now() -> float:

@@ -17,10 +17,11 @@ from qerl_recipes.evaluate.as_trained import command, differences
 from qerl_recipes.evaluate.figures import MOST_CUT, ended_share, too_many_cut
 from qerl_recipes.evaluate.plots import Accuracy
 from qerl_recipes.files.adapter import CONFIG, LAST, STATE_FILE, TEMPLATE, TENSORS, open_adapter
-from qerl_recipes.files.json_files import read_lines, read_object
+from qerl_recipes.files.json_files import read_object
+from qerl_recipes.files.metrics_file import FILE, read_metrics
 from qerl_recipes.files.whole_folder import write_text
 
-METRICS, EVALUATION, SUMMARY = "metrics.jsonl", "evaluation.json", "summary.json"
+EVALUATION, SUMMARY = "evaluation.json", "summary.json"
 PAGE = Path(__file__).with_name("report.html")
 HOW_TO_TRAIN = "qerl train --config RECIPE.yaml --output_dir {folder}"
 AGAIN = "write it again with the command that made it"
@@ -59,7 +60,7 @@ SHOWN = (
     ("reward", "reward", "{:.3f}"),
     ("entropy", "entropy, nats per token", "{:.4f}"),
     ("sigma", "noise sigma", "{:.2e}"),
-    ("logp_mismatch_mean", "mean |log p trainer - log p engine|", "{:.5f}"),
+    ("logp_diff_mean", "mean |log p trainer - log p engine|", "{:.5f}"),
     (CLIPPED, "completions cut at the limit of length", "{:.1%}"),
     ("rollout_tokens_per_s", "rollout, tokens/s", "{:,.0f}"),
     ("train_tokens_per_s", "training, tokens/s", "{:,.0f}"),
@@ -85,12 +86,12 @@ def write(folder: str | Path) -> Path:
     how_to_train = HOW_TO_TRAIN.format(folder=folder)
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}; train into it: {how_to_train}")
-    lines, (file, *older) = read_metrics(folder / METRICS), _evaluations(folder)
+    lines, (file, *older) = read_metrics(folder / FILE), _evaluations(folder)
     evaluation, state = read_object(file, AGAIN), _of_run(folder, STATE_FILE)
     how_to_evaluate = command(folder, state)
     if not lines and not evaluation:
         raise ValueError(
-            f"{folder} holds neither steps in {METRICS} ({how_to_train}) nor {EVALUATION} ({how_to_evaluate}): there "
+            f"{folder} holds neither steps in {FILE} ({how_to_train}) nor {EVALUATION} ({how_to_evaluate}): there "
             "is nothing to report"
         )
     rows = accuracy_rows(file, evaluation)
@@ -136,20 +137,6 @@ def _evaluations(folder: Path) -> list[Path]:
     places += sorted(folder.glob(f"evaluation/*/{EVALUATION}"))
     existing = [file for file in places if file.is_file()]
     return sorted(existing, key=lambda file: file.stat().st_mtime, reverse=True) or places[:1]
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a ``metrics.jsonl``, oldest first; the list is empty if there is no such file.
-
-    A last line without a newline is left out: a killed run leaves one. Raises ValueError for any other line that is
-    not a JSON object with a whole number under "step".
-    """
-    form, steps = 'a JSON object with a whole number under "step"', []
-    for place, step in read_lines(path, form, unfinished=False) if path.exists() else ():
-        if type(step.get("step")) is not int:
-            raise ValueError(f"{place} must be {form}; remove that line to see the rest")
-        steps.append(step)
-    return steps
 
 
 def accuracy_rows(path: Path, evaluation: Mapping[str, Any]) -> list[Accuracy]:
@@ -290,7 +277,7 @@ def _pictures(metrics: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> 
         ("Parts of the reward", metrics, parts, {"smooth": True}),
         ("Entropy (nats per token)", metrics, {"training": "entropy"}, {"smooth": True}),
         ("Noise: sigma on the norm weights", metrics if has_noise else [], {"sigma": "sigma"}, {"stairs": True}),
-        ("Trainer and engine: mean |log p difference|", metrics, {"training": "logp_mismatch_mean"}, {}),
+        ("Trainer and engine: mean |log p difference|", metrics, {"training": "logp_diff_mean"}, {}),
         ("Tokens per second", metrics, {"rollout": "rollout_tokens_per_s", "training": "train_tokens_per_s"}, {}),
         ("Completion length (tokens)", metrics, {"training": "completion_length"}, {"smooth": True}),
     ]

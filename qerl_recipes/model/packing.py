@@ -149,20 +149,20 @@ def _packed_row(trees: Sequence[_Tree], input_ids: torch.Tensor, is_real: torch.
 
 
 def even_micro_batches(
-    batches: Sequence[Mapping[str, Any]], window: int, *, skips_silent_rows: bool = False
+    batches: Sequence[Mapping[str, Any]], window: int, *, skips_zero_advantage: bool = False
 ) -> list[dict[str, Any]]:
     """Redistribute the rows of a rollout's micro-batches, so that each has about as many tokens.
 
     ``window`` is the number of micro-batches whose gradients are accumulated for one step. Rows stay in their step, and
     each micro-batch keeps its number of rows. Equal prompts stay together if micro-batches hold whole groups of them.
-    With ``skips_silent_rows`` rows whose advantage is 0 count as empty, since nothing is computed for them.
+    With ``skips_zero_advantage`` rows whose advantage is 0 count as empty, since nothing is computed for them.
     """
     even: list[dict[str, Any]] = []
     for first in range(0, len(batches), window):
         part = batches[first : first + window]
         whole = {key: _joined([batch[key] for batch in part]) for key in part[0]}
         sizes = [len(batch["completion_ids"]) for batch in part]
-        for rows in _deal(whole, sizes, skips_silent_rows):
+        for rows in _deal(whole, sizes, skips_zero_advantage):
             even.append({key: value[rows] if _has_rows(value) else value for key, value in whole.items()})
     return even
 
@@ -175,14 +175,14 @@ def _joined(values: list[Any]) -> Any:
     return torch.cat(values) if _has_rows(values[0]) else values[0]
 
 
-def _deal(batch: Mapping[str, Any], sizes: list[int], skips_silent_rows: bool) -> list[torch.Tensor]:
+def _deal(batch: Mapping[str, Any], sizes: list[int], skips_zero_advantage: bool) -> list[torch.Tensor]:
     """Return the rows of each micro-batch: the longest unit goes first, to the one with the fewest tokens and room.
 
     A unit is a group of rows with the same prompt that must stay together.
     """
     prompt_ids, prompt_mask = batch["prompt_ids"].cpu(), batch["prompt_mask"].cpu().bool()
     lengths = prompt_mask.sum(dim=1) + batch["completion_mask"].cpu().sum(dim=1)
-    if skips_silent_rows:
+    if skips_zero_advantage:
         lengths = lengths * (batch["advantages"].cpu() != 0)
     tokens = lengths.tolist()
     groups: dict[bytes, list[int]] = {}

@@ -113,7 +113,7 @@ def narrowing(training: GRPOConfig) -> Iterator[str]:
 
 
 def without_effect(training: GRPOConfig) -> Iterator[str]:
-    """Yield a warning for each group of keys that do nothing in this recipe, or that make logp_mismatch less telling.
+    """Yield a warning for each group of keys that do nothing in this recipe, or that make logp_diff less telling.
 
     It says what to set instead.
     """
@@ -133,7 +133,7 @@ def without_effect(training: GRPOConfig) -> Iterator[str]:
         weights = "correct for it" if training.vllm_importance_sampling_correction else "are off"
         yield (
             f"{', '.join(narrows)}: completions are drawn from a part of the policy's distribution, and the "
-            "trainer's log-probabilities are of the whole. The share that is left out adds to logp_mismatch, which "
+            "trainer's log-probabilities are of the whole. The share that is left out adds to logp_diff, which "
             f"then tells less of rounding, and importance weights, which fall below 1 by it, {weights}"
         )
 

@@ -167,8 +167,8 @@ class GRPOConfig(trl.GRPOConfig):
             "help": "Leave completions whose advantage is 0 (all rewards of a group equal) out of the trainer's "
             "forward and backward, for they have no gradient. By default where nothing else depends on them (beta 0, "
             "no entropy term, packed rows); entropy, mismatch and importance in the metrics are then of the "
-            "completions that are computed: one in a micro-batch in which all advantages are 0. silent_rows is the "
-            "share left out. false: compute them all."
+            "completions that are computed: one in a micro-batch in which all advantages are 0. frac_zero_advantage is "
+            "the share left out. false: compute them all."
         },
     )
     checkpointed_layers: int | None = field(

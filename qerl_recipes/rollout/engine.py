@@ -78,7 +78,7 @@ class VLLMRollouts:
         training = self._training
         assert training.noise_seed is not None  # GRPOConfig sets it
         report = self.policy.set_noise(sigma, seed=training.noise_seed, rollout=rollout, targets=training.noise_targets)
-        return report.touched
+        return report.noisy_norms
 
     def begin_evaluation(self) -> None:
         """Open an evaluation: install the current adapter, clear the noise, and use the same seeds every time."""

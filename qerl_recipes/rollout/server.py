@@ -64,7 +64,7 @@ class ServerRollouts:
         self.tokens, self.seconds = 0, 0.0
         assert training.noise_seed is not None  # GRPOConfig sets it
         noise = Noise(sigma or 0.0, training.noise_seed, rollout, tuple(training.noise_targets))
-        return self._push(noise if sigma else NO_NOISE).touched
+        return self._push(noise if sigma else NO_NOISE).noisy_norms
 
     def begin_evaluation(self) -> None:
         """Open an evaluation: push the current adapter without noise, and use the same seeds every time."""

@@ -92,7 +92,7 @@ class ServerLink:
         again = self._push(policy, pushed.noise, pushed.version, again=True)
         if again.digest != pushed.digest and self._processes > 1:
             raise AnotherPolicyError(f"the processes of this run hold different policies; {self._hint()}")
-        return replace(again, touched=pushed.touched)
+        return replace(again, noisy_norms=pushed.noisy_norms)
 
     def _push(self, policy: Snapshot, noise: Noise, version: int, again: bool = False) -> Pushed:
         """Push until the server holds ``policy``, ``noise`` and ``version``.
@@ -103,15 +103,17 @@ class ServerLink:
         mode = "wait" if again else "keep"
 
         def change() -> Pushed | None:
-            client, touched = self._policy, 0
+            client, noisy_norms = self._policy, 0
             before = self._checked(client.state())
             client.swap(policy.tensors, policy.config, norms=policy.norms, version=version, requests=mode)
             if (noise.sigma > 0 and not again) or not noise.is_that_of(client.state()):
-                touched = client.set_noise(
+                noisy_norms = client.set_noise(
                     noise.sigma, seed=noise.seed, rollout=noise.rollout, targets=noise.targets, requests=mode
                 )
             after = client.state()
-            pushed = Pushed(version, after["hash"], noise, touched, after["instance"], self._count(after, again=again))
+            pushed = Pushed(
+                version, after["hash"], noise, noisy_norms, after["instance"], self._count(after, again=again)
+            )
             if pushed.is_that_of(after):
                 return pushed
             if after["instance"] == before["instance"]:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pandas as pd
 
+from qerl_recipes.files.metrics_file import requested_name
 from qerl_recipes.files.whole_folder import write_text
 from qerl_recipes.study import pages
 from qerl_recipes.study.check import check
 from qerl_recipes.study.inventory import TABLE, beside, collect, read_table, refuse_other_plan, write_table
-from qerl_recipes.study.plan import RENAMED, Study, StudyError, read
+from qerl_recipes.study.plan import Study, StudyError, read
 from qerl_recipes.study.results import ACCURACY, by_arm, compared, final, of_arm, over_problems
 from qerl_recipes.study.runner import RunsFailedError, run
 from qerl_recipes.study.statistics import compare as paired
@@ -106,7 +107,7 @@ def compare(file: Path, a: str, b: str, metric: str, steps: str | None = None, t
     is compared, or its mean over ``steps``, "FIRST-LAST". ``table`` is by default NAME/results.csv.gz beside the plan.
     Raises StudyError for a table that is not of the study, and for an arm, a metric or steps that it does not have.
     """
-    study, table, metric = read(file), table or beside(file), RENAMED.get(metric, metric)
+    study, table, metric = read(file), table or beside(file), requested_name(metric)
     rows = read_table(table)
     refuse_other_plan(study, rows, table)
     values = final(rows, study.target_reward)

@@ -21,16 +21,17 @@ from typing import Any
 
 import pandas as pd
 
+from qerl_recipes.files.metrics_file import FILE, current_name, read_metrics
 from qerl_recipes.files.run_state import LAST
 from qerl_recipes.files.whole_folder import write_bytes
-from qerl_recipes.study.plan import RENAMED, Run, Study, StudyError, best_values, first_runs, later_runs, possible_runs
+from qerl_recipes.study.plan import Run, Study, StudyError, best_values, first_runs, later_runs, possible_runs
 from qerl_vllm_plugin.adapter.folder import STATE_FILE, base_hash
 
 TABLE = "results.csv.gz"
 TYPES = {"arm": str, "seed": int, "step": int, "metric": str, "value": float}
 COLUMNS = list(TYPES)
 KEPT = "finished.csv.gz"  # the runs that `--finished` has brought, in the study's folder
-RESULT, STEPS, TIMES = "evaluation.json", "metrics.jsonl", "hours.jsonl"  # in the folder of a run
+RESULT, TIMES = "evaluation.json", "hours.jsonl"  # in the folder of a run
 HOURS, BASE, PLAN, PROBLEMS, BY_PROBLEM = FACTS = ("hours/", "base/", "plan/", "problems/", "by_problem/")
 DIGITS = 12  # of a hash in a table
 ENDS = 5  # steps averaged at the start and at the end of a run
@@ -72,7 +73,7 @@ def read_table(path: Path) -> pd.DataFrame:
             raise ValueError(f"its columns are {', '.join(rows.columns)}")
     except (OSError, ValueError, EOFError, zlib.error) as error:
         raise StudyError(f"{path} is no table of a study ({error}); qerl study writes one") from error
-    return rows.assign(metric=rows.metric.replace(RENAMED))
+    return rows.assign(metric=rows.metric.map({name: current_name(name) for name in rows.metric.unique()}))
 
 
 def facts(rows: pd.DataFrame, what: str) -> pd.Series:
@@ -200,8 +201,7 @@ def collect(study: Study, folder: Path) -> pd.DataFrame:
 
 def _rows_of_run(study: Study, run: Run, root: Path) -> list[pd.DataFrame]:
     folder = root / run.folder
-    lines = (folder / STEPS).read_text(encoding="utf-8").splitlines()
-    records = pd.DataFrame([json.loads(line) for line in lines]).rename(columns=RENAMED).select_dtypes("number")
+    records = pd.DataFrame(read_metrics(folder / FILE)).select_dtypes("number")
     steps = records.melt("step", var_name="metric").dropna().assign(arm=run.label, seed=run.seed)
     by_step = steps.pivot_table(index="step", columns="metric", values="value", aggfunc="last")
     found = figures(study, run, root) | summaries(by_step, study.target_reward)

@@ -37,26 +37,14 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from qerl_recipes.files.metrics_file import requested_name
 from qerl_recipes.recipe.file import ConfigError, UniqueKeyLoader, read_yaml
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 OWN_KEYS = ("seed", "output_dir", "resume_from_checkpoint")  # the study sets these in every run
 SWEEP_GAIN = "sweep_gain"  # a claim's metric: the accuracy at the largest value of the sweep less that at the smallest
-# Metrics that older plans and tables call by another name. A mean or median is taken over the steps of a run.
-RENAMED = {
-    "reward_area": "mean_reward",
-    "mismatch": "mean_logp_diff",
-    "without_signal": "mean_frac_reward_zero_std",
-    "seconds_a_step": "median_step_seconds",
-    "tokens_per_s": "median_rollout_tokens_per_s",
-    "logp_mismatch_mean": "logp_diff_mean",
-    "logp_mismatch_max": "logp_diff_max",
-    "equal_groups": "frac_reward_zero_std",
-    "silent_rows": "frac_zero_advantage",
-    "touched_norms": "noisy_norms",
-}
 Seeds = Annotated[list[int], Field(min_length=1)]
-Metric = Annotated[str, BeforeValidator(lambda name: RENAMED.get(name, name))]
+Metric = Annotated[str, BeforeValidator(requested_name)]
 
 
 class StudyError(ValueError):

@@ -25,13 +25,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from qerl_recipes.files.metrics_file import FILE
 from qerl_recipes.files.whole_folder import lock, write_text
 from qerl_recipes.machine.gpu import installed_gpu, visible_names
 from qerl_recipes.machine.processes import end_with, inherited
 from qerl_recipes.study.check import check, check_tasks, refuse_missing_bases, with_list
 from qerl_recipes.study.inventory import (
     RESULT,
-    STEPS,
     TIMES,
     accuracy,
     all_runs,
@@ -356,7 +356,7 @@ def _failed_to_start(code: int | None, one: Run, folder: Path, machine: Machine)
     """
     if code is None or code <= 0 or machine.stopping.is_set():
         return False
-    has_steps = not (folder / "adapter").is_dir() and (folder / STEPS).exists()
+    has_steps = not (folder / "adapter").is_dir() and (folder / FILE).exists()
     if has_steps or _reason(folder / LOG).startswith(REFUSED):
         return False
     say(f"{one.folder}: ended with {code} before it had made anything, and is begun once more")

@@ -162,7 +162,7 @@ def log_probabilities(
         return logps, entropies, Measured()
     packed: dict[str, Any] = {"packing/share": (sum(row.tokens.shape[1] for row in rows), input_ids.numel())}
     if skipped is not None:
-        packed["packing/silent_rows"] = (skipped.sum(), len(skipped))
+        packed["packing/frac_zero_advantage"] = (skipped.sum(), len(skipped))
     return *fill_skipped(logps, entropies, batch), Measured(packed)
 
 

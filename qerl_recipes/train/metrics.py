@@ -15,7 +15,7 @@ its own speeds and step time; all else is over all processes.
 
 Two figures of a rollout are measured anew, because TRL 1.16 computes something else than their names say:
 
-* ``equal_groups`` (TRL's ``frac_reward_zero_std``) is the share of groups whose rewards are all equal. Where
+* ``frac_reward_zero_std`` is the share of groups whose rewards are all equal. Where
   ``scale_rewards`` is ``batch``, or each reward is normalized before the sum, TRL looks at the deviation of the whole
   batch. Its figure is then 0 as soon as any two completions differ.
 * ``completion_clipped`` (TRL's ``completions/clipped_ratio``) is the share of completions that were cut off. TRL counts
@@ -35,26 +35,25 @@ from tqdm import tqdm
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_callback import ProgressCallback
 
+from qerl_recipes.files.metrics_file import EVALUATION, FILE, with_current_names
 from qerl_recipes.files.whole_folder import write_text
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.train import loss
 from qerl_recipes.train.dynamic_sampling import TOTAL, informative_groups, judged_by
 
-FILE = "metrics.jsonl"
-EVALUATION = "eval/"  # begins every key but step in an evaluation's line
 HF_EVALUATION = "eval_"  # begins the names that transformers and TRL log of an evaluation
-EQUAL_GROUPS, CLIPPED = "frac_reward_zero_std", "completions/clipped_ratio"  # TRL's names of the two figures above
+ZERO_STD, CLIPPED = "frac_reward_zero_std", "completions/clipped_ratio"  # TRL's names of the two figures above
 
 # the names of a step's metrics in TRL's log -> in metrics.jsonl
 NAMES = {
     "reward": "reward",
     "reward_std": "reward_std",
-    EQUAL_GROUPS: "equal_groups",
+    ZERO_STD: ZERO_STD,
     "entropy": "entropy",
     "sampling/entropy": "sampled_entropy",
     "kl": "kl",
-    loss.MISMATCH: "logp_mismatch_mean",
-    loss.LARGEST_MISMATCH: "logp_mismatch_max",
+    loss.MISMATCH: "logp_diff_mean",
+    loss.LARGEST_MISMATCH: "logp_diff_max",
     loss.STALENESS: "logp_staleness_mean",
     loss.STALE_CLIPPED: "clip_ratio",
     "completions/mean_length": "completion_length",
@@ -65,11 +64,11 @@ NAMES = {
     "dynamic_sampling/extra_tokens": "extra_tokens",
     "dynamic_sampling/rounds": "sampling_rounds",
     "packing/share": "packed_share",
-    "packing/silent_rows": "silent_rows",
+    "packing/frac_zero_advantage": "frac_zero_advantage",
 }
 COUNTS = {"accepted_groups", "dropped_groups", "filled_groups", "extra_tokens", "sampling_rounds"}
 OF_TOKENS = ("entropy", "kl")  # means over tokens; a step may have computed none
-IN_THE_BAR = {"reward": "reward", loss.MISMATCH: "mismatch", "sigma": "sigma"}
+IN_THE_BAR = {"reward": "reward", loss.MISMATCH: "logp_diff", "sigma": "sigma"}
 SILENT_ROLLOUTS = 5  # this many rollouts in a row without signal are not chance
 
 
@@ -171,7 +170,9 @@ def _our_name(name: str) -> str | None:
 # the two figures of a rollout that TRL measures otherwise
 
 
-def equal_groups(per_reward: torch.Tensor, weights: torch.Tensor, num_generations: int, is_summed: bool) -> float:
+def frac_reward_zero_std(
+    per_reward: torch.Tensor, weights: torch.Tensor, num_generations: int, is_summed: bool
+) -> float:
     """Return the share of groups in which no completion has an advantage over another.
 
     ``per_reward`` is (completions, rewards), with NaN for a missing value; ``weights`` is (rewards,). With
@@ -220,9 +221,9 @@ class SilentRollouts:
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Take the line of a step; warn, naming the rewards, once nothing has been learnt for long."""
-        if "equal_groups" not in record:
+        if "frac_reward_zero_std" not in record:
             return  # this is a later step of a rollout
-        accepted = record.get("accepted_groups", 1 - record["equal_groups"])
+        accepted = record.get("accepted_groups", 1 - record["frac_reward_zero_std"])
         all_cut = self._args.mask_truncated_completions and record["completion_clipped"] == 1
         self._count = 0 if accepted > 0 and not all_cut else self._count + 1
         if self._count != SILENT_ROLLOUTS or self._has_warned:
@@ -260,7 +261,8 @@ class MetricsFile:
     def restart(self, step: int) -> None:
         """Keep the lines of steps up to ``step`` (0: none); the file is replaced in one piece, or not at all.
 
-        A line that is not whole, as a killed run may leave, is dropped with all that follow it.
+        Lines of an older version get today's names. A line that is not whole, as a killed run may leave, is dropped
+        with all that follow it.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = []
@@ -271,7 +273,7 @@ class MetricsFile:
                 except json.JSONDecodeError:
                     break
                 if record["step"] <= step:
-                    kept.append(line)
+                    kept.append(json.dumps(with_current_names(record)))
         write_text(self.path, "".join(f"{line}\n" for line in kept))
 
     def append(self, record: Mapping[str, object]) -> None:

@@ -9,7 +9,7 @@ parts switched on one by one. Each token has a delta: log p of the trainer minus
     noise      the same with the noise: in the engine and, in noise mode shared, in the trainer
     sampling   the log-probabilities that the tokens were drawn with, one token at a time at the run's temperature,
                top_p, top_k and min_p, against the trainer at that temperature. metrics.jsonl has this as
-               logp_mismatch_mean and logp_mismatch_max. A temperature other than 1 scales the differences above by
+               logp_diff_mean and logp_diff_max. A temperature other than 1 scales the differences above by
                1 / temperature; what that adds is in this row
 
 A part adds the delta of its stage minus the delta of the stage before, token by token. Over all parts this sums to the
@@ -337,7 +337,7 @@ def _reading(result: Mismatch, training: GRPOConfig) -> str:
         str(training.noise_mode), f"sigma {result.sigma:g} in the engine alone, as {training.noise_mode} is"
     )
     lines[-1] += f" noise: {noise};"
-    lines[-1] += f" sampling: token by token, temperature {training.temperature:g}, as logp_mismatch."
+    lines[-1] += f" sampling: token by token, temperature {training.temperature:g}, as logp_diff."
     if result.cut:
         lines.append(
             f"sampling is cut by {', '.join(result.cut)}: the engine's log-probabilities are of what is left "

@@ -127,7 +127,7 @@ class QerlGRPOTrainer(GRPOTrainer, TrainerCallback):
         self._adapter_config = policy.peft_config[lora.ADAPTER].to_dict()
         self._schedule = find("qerl_noise_schedules", args.noise_schedule) if args.noise_mode != "none" else None
         self._noise: tuple[float, int] | None = None  # sigma and rollout of the noise in the trainer's norms
-        self.judged, self.equal_groups = torch.empty(0), 0.0
+        self.judged, self.frac_reward_zero_std = torch.empty(0), 0.0
         self.stream = dynamic_sampling.PromptStream(len(train_dataset), args.seed)
         self.checkpoints = checkpoints.Checkpoints(run, recorded(args) if recipe is None else recipe, args)
         self._began, self._seconds_before, self._versions_before = time.monotonic(), 0.0, 0  # before a resume
@@ -174,7 +174,7 @@ class QerlGRPOTrainer(GRPOTrainer, TrainerCallback):
         is_sum_over_rows = not per_token_mean and self.top_entropy_quantile == 1.0
         if self.loss_settings.pack_tokens and self._buffered_inputs is not before and is_sum_over_rows:
             window, skips = self.args.gradient_accumulation_steps, self.loss_settings.skips_zero_advantage
-            self._buffered_inputs = even_micro_batches(self._buffered_inputs, window, skips_silent_rows=skips)
+            self._buffered_inputs = even_micro_batches(self._buffered_inputs, window, skips_zero_advantage=skips)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return inputs
 
@@ -206,14 +206,14 @@ class QerlGRPOTrainer(GRPOTrainer, TrainerCallback):
         if self._schedule is not None:
             ends = (self.args.sigma_start, self.args.sigma_end, self.args.num_stages)
             sigma = self._schedule(rollout, self.rollouts(), *ends)
-        touched = self.vllm_generation.begin(rollout, sigma)
+        noisy_norms = self.vllm_generation.begin(rollout, sigma)
         self._last_loaded_step = self.state.global_step
         self._noise = (sigma, rollout) if sigma is not None and self.args.noise_mode == "shared" else None
         self._set_noise()
         record = {"sigma": float(sigma or 0.0), "adapter_version": self._adapter_version()}
-        self._rollout_record = {**record, "touched_norms": touched if sigma else 0}
+        self._rollout_record = {**record, "noisy_norms": noisy_norms if sigma else 0}
         for name, value in self._rollout_record.items():
-            self._metrics["train"]["noise/touched_norms" if name == "touched_norms" else name].append(value)
+            self._metrics["train"]["noise/noisy_norms" if name == "noisy_norms" else name].append(value)
 
     def _set_noise(self) -> None:
         """Apply this rollout's noise to the trainer's norms, or clear it where the trainer has none."""
@@ -234,7 +234,7 @@ class QerlGRPOTrainer(GRPOTrainer, TrainerCallback):
         finally:
             self.vllm_importance_sampling_correction = True
         logged = self._metrics["train" if self.model.training else "eval"]
-        logged[metrics.EQUAL_GROUPS][-1] = self.equal_groups
+        logged[metrics.ZERO_STD][-1] = self.frac_reward_zero_std
         if metrics.has_stops(self.args.generation_kwargs or {}):
             ends, completions = {*self.eos_token_ids, self._tokenizer.pad_token_id}, scored["completion_ids"]
             stops = (ends, self._tokenizer.decode, self.args.generation_kwargs)
@@ -288,7 +288,7 @@ class QerlGRPOTrainer(GRPOTrainer, TrainerCallback):
         self.judged = dynamic_sampling.judged_by(per_function, self.reward_weights, names, metric)
         size = self.num_generations if self.model.training else self.num_generations_eval
         is_summed = self.multi_objective_aggregation == "sum_then_normalize"
-        self.equal_groups = metrics.equal_groups(per_function, self.reward_weights, size, is_summed)
+        self.frac_reward_zero_std = metrics.frac_reward_zero_std(per_function, self.reward_weights, size, is_summed)
         return per_function
 
     # 7 to 9: importance, loss, optimizer

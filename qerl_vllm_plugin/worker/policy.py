@@ -221,7 +221,9 @@ def prepare_noise(policy: WorkerPolicy, sigma: Any, seed: Any, rollout: Any, tar
         _write_norms(policy, values)
         policy.sigma, policy.seed, policy.rollout, policy.noise_targets = sigma, seed, rollout, tuple(targets)
         own = [name for name in names if name in policy.layers]
-        return {"touched": len(names) if sigma else 0, "swallowed": _swallowed(policy, own)}
+        noisy_norms = len(names) if sigma else 0
+        # "touched" is the older name of noisy_norms, for clients of the release before
+        return {"noisy_norms": noisy_norms, "touched": noisy_norms, "swallowed": _swallowed(policy, own)}
 
     return Change(commit, sigma > LARGEST_NORM)
 

@@ -142,7 +142,7 @@ def three_grpo_steps(tmp_path: Path) -> Callable[..., float]:
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
         steps = [json.loads(row) for row in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
         assert [row["step"] for row in steps] == [1, 2, 3]
-        assert all(row["logp_mismatch_mean"] > 0 for row in steps)
-        return sum(row["logp_mismatch_mean"] for row in steps) / 3
+        assert all(row["logp_diff_mean"] > 0 for row in steps)
+        return sum(row["logp_diff_mean"] for row in steps) / 3
 
     return train

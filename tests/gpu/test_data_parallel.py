@@ -88,7 +88,7 @@ def test_on_given_completions_two_have_the_loss_and_the_gradient_of_one(
 ) -> None:
     flags = ["--rollout_engine", scripted_rollouts.NAME, "--save_strategy", "no"]
     one, two = (train(f"scripted_{n}", n, *flags, script=True) for n in (1, 2))
-    off = dict.fromkeys(("loss", "grad_norm", "entropy", "logp_mismatch_mean"), 0.0)
+    off = dict.fromkeys(("loss", "grad_norm", "entropy", "logp_diff_mean"), 0.0)
     for step, (ours, theirs) in enumerate(zip(metrics(one), metrics(two), strict=True), start=1):
         assert column(one, step, "completion") == column(two, step, "completion")
         assert theirs["reward"] == pytest.approx(ours["reward"])
@@ -110,7 +110,7 @@ def test_two_with_an_engine_each_have_the_prompts_of_one_and_resume_to_the_same_
         assert column(one, step, "prompt") == column(two, step, "prompt")
         pairs = zip(column(one, step, "completion"), column(two, step, "completion"), strict=True)
         same += sum(a == b for a, b in pairs)
-        assert max(ours["logp_mismatch_mean"], theirs["logp_mismatch_mean"]) < 0.025
+        assert max(ours["logp_diff_mean"], theirs["logp_diff_mean"]) < 0.025
     assert same > STEPS * COMPLETIONS / 4, "other seeds would leave none"
     record("two GPUs, an engine each: completions that are those of one", f"{same} of {STEPS * COMPLETIONS}")
     assert metrics(resumed) == metrics(two)[2:]

@@ -114,7 +114,7 @@ def test_promise_03_noise_is_visible_and_exactly_reversible_under_cuda_graphs(
     clean, state = answer(engine, policy), policy.state(digest=True)
     assert answer(engine, policy) == clean, "the engine itself is not deterministic: nothing can be concluded"
     report = policy.set_noise(5e-4, seed=1, rollout=3)
-    assert report.touched == 8 and report.swallowed == 0.0
+    assert report.noisy_norms == 8 and report.swallowed == 0.0
     small = answer(engine, policy)
     policy.set_noise(5e-2, seed=1, rollout=3)
     large = answer(engine, policy)

@@ -183,7 +183,7 @@ def test_promise_02_a_family_answers_as_transformers_on_its_weights(
 
     policy.swap(None)
     norms = ("input_layernorm", "pre_feedforward_layernorm" if family == "gemma3_text" else "post_attention_layernorm")
-    assert policy.set_noise(0.1, seed=1, rollout=1, targets=norms).touched == 4
+    assert policy.set_noise(0.1, seed=1, rollout=1, targets=norms).noisy_norms == 4
     assert mean(served(llm), found) > 0.5 * TOLERANCE
     policy.clear_noise()
     assert llm.reset_prefix_cache()

@@ -51,7 +51,7 @@ def test_a_sleeping_engine_refuses_every_change(boot, make_nvfp4, carriers, monk
     monkeypatch.setattr(vllm_worker, "weights_are_away", lambda: False)
     version = policy.swap(None)
     assert policy.swap(None) == version + 1
-    assert policy.set_noise(0.3, seed=1, rollout=1).touched == 4
+    assert policy.set_noise(0.3, seed=1, rollout=1).noisy_norms == 4
     assert not torch.equal(measure.engine(policy._llm), before)
 
 

@@ -110,7 +110,7 @@ def test_a_change_that_waits_has_the_time_of_the_server(mode, seconds, monkeypat
 
     def request(client, **call):
         asked.append(client.build_request(**call).extensions["timeout"])
-        return httpx.Response(200, json={"version": 1, "touched": 4})
+        return httpx.Response(200, json={"version": 1, "noisy_norms": 4})
 
     monkeypatch.setattr(httpx.Client, "request", request)
     policy = PolicyClient(NOBODY, "token", timeout=5, transport="http")
@@ -128,7 +128,7 @@ def test_noise_is_cleared_by_a_sigma_of_0_whatever_it_was(kind, monkeypatch):
 
     def request(client, **call):
         asked.append(call)
-        return httpx.Response(200, json={"touched": 0})
+        return httpx.Response(200, json={"touched": 0})  # as a server of the release before answers
 
     async def later(client, **call):
         return request(client, **call)

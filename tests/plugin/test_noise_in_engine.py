@@ -56,7 +56,9 @@ def test_promise_03_noise_is_set_not_added(policy, engine, checkpoint_norms, mea
     once = norms(engine, measure)
     policy.set_noise(5e-4, seed=7, rollout=2)
     assert_same_bits(norms(engine, measure), once)
-    assert (report.touched, report.swallowed, report.sigma) == (4, 0.0, 5e-4)
+    assert (report.noisy_norms, report.swallowed, report.sigma) == (4, 0.0, 5e-4)
+    with pytest.warns(FutureWarning, match="touched is called noisy_norms now"):
+        assert report.touched == 4
     expected = {
         name: noise.noisy(w, 5e-4, 7, 2, name) if name.endswith("layernorm.weight") else w
         for name, w in checkpoint_norms.items()
@@ -83,7 +85,7 @@ def test_promise_03_clearing_gives_back_the_bits(policy, engine, checkpoint_norm
 def test_promise_03_sigma_zero_is_clean_whatever_came_before(policy, engine, checkpoint_norms, measure):
     policy.set_noise(0.2, seed=1, rollout=1, targets=["norm", *QK])
     report = policy.set_noise(0.0, seed=1, rollout=1)
-    assert report.touched == 0
+    assert report.noisy_norms == 0
     assert_same_bits(norms(engine, measure), checkpoint_norms)
 
 
@@ -93,7 +95,7 @@ def test_promise_03_noise_equals_hugging_face_with_noise(policy, engine, folder,
     for targets in (noise.DEFAULT_TARGETS, ("norm", "q_norm"), ("k_norm",)):
         report = policy.set_noise(0.05, seed=3, rollout=4, targets=targets)
         chosen = {name: w for name, w in checkpoint_norms.items() if noise.is_target(name, targets)}
-        assert report.touched == len(chosen)
+        assert report.noisy_norms == len(chosen)
         changed = reference(folder)
         noisy = {name: noise.noisy(w, 0.05, 3, 4, name) for name, w in chosen.items()}
         changed.load_state_dict(noisy, strict=False)
@@ -152,7 +154,7 @@ def test_stock_engine_swallows_the_noise_and_says_so(boot, make_bf16, measure):
     clean = policy.state(digest=True).norms
     with pytest.warns(UserWarning, match="rounding swallowed"):
         report = policy.set_noise(5e-4, seed=1, rollout=1)
-    assert report.touched == 4
+    assert report.noisy_norms == 4
     assert report.swallowed > 0.9
     policy.clear_noise()
     assert policy.state(digest=True).norms == clean

@@ -49,7 +49,7 @@ def test_promise_03_a_norm_of_1_plus_w_gets_the_same_noise(policy, engine, check
     assert clean.keys() == checkpoint_norms.keys() and len(clean) == 2 * 6 + 1
     assert all(torch.equal(clean[name], w) and clean[name].dtype == torch.float32 for name, w in clean.items())
     report = policy.set_noise(SIGMA, seed=SEED, rollout=ROLLOUT, targets=TARGETS)
-    assert (report.touched, report.swallowed) == (4, 0.0)
+    assert (report.noisy_norms, report.swallowed) == (4, 0.0)
     for name, w in norms_of(engine, measure).items():
         ordinary = 1 + checkpoint_norms[name]
         if noise.is_target(name, TARGETS):
@@ -104,7 +104,7 @@ def test_a_norm_that_feeds_no_linear_is_refused(policy, folder):
     with pytest.raises(ValueError, match=f"train_norms target {message}"):
         norms.make_trainable(model)
     both = (*noise.DEFAULT_TARGETS, "pre_feedforward_layernorm")
-    assert policy.set_noise(0.1, seed=1, rollout=1, targets=both).touched == 6
+    assert policy.set_noise(0.1, seed=1, rollout=1, targets=both).noisy_norms == 6
 
 
 @torch.no_grad()

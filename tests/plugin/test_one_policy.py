@@ -88,7 +88,7 @@ def test_promise_10_the_policy_vouches_for_its_program(policy_of, measure):
     policy = policy_of("lora")
     clean = policy.state(digest=True).norms
     base = measure.engine(policy._llm, None)
-    assert policy.set_noise(0.1, seed=1, rollout=1).touched == 4
+    assert policy.set_noise(0.1, seed=1, rollout=1).noisy_norms == 4
     noisy = policy.state(digest=True).norms
     policy.swap(None, norms=NORMS)
     assert len({clean, noisy, policy.state(digest=True).norms}) == 3

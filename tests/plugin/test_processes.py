@@ -77,7 +77,7 @@ def drive(case, prompts):
         except AdapterError as error:
             found.setdefault("refused", []).append(str(error))
     assert policy.state(digest=True) == before
-    found["touched"] = policy.set_noise(0.05, seed=3, rollout=4, targets=case["targets"]).touched
+    found["noisy_norms"] = policy.set_noise(0.05, seed=3, rollout=4, targets=case["targets"]).noisy_norms
     found["digests"] = [state["norms"] for state in llm.collective_rpc("qerl_state", args=(True,))]
     found["noise"] = answers(policy)
     policy.clear_noise()
@@ -210,7 +210,7 @@ def test_workers_in_other_processes_serve_the_same_policy(
 
 def assert_same_policy(found, alone, case, difference) -> None:
     """The workers' answers and bits are those of the engine in one process, before, during and after each change."""
-    assert (found["touched"], found["version"], len(found["refused"])) == (4, 3, 2 + (case.stages == 1))
+    assert (found["noisy_norms"], found["version"], len(found["refused"])) == (4, 3, 2 + (case.stages == 1))
     assert case.stages > 1 or "beyond 1e+17" in found["refused"][2]
     assert found["bits"][0] == found["bits"][1]  # answers may differ in rounding: requests arrive in other batches
     if case.stages > 1:
@@ -287,7 +287,7 @@ def one_and_two(make_nvfp4, reference, make_adapter, measure, run_process, tmp_p
         case = {"source": str(folder), "adapter": str(tmp_path / "adapter"), "stages": 1, "own_core": True}
         case |= {"options": options, "targets": list(noisy)}
         both = drive({str(n): {**case, "ranks": n} for n in (1, 2)}, measure, run_process, tmp_path, before=before)
-        assert both["2"]["touched"] == 4 and both["2"]["bits"][0] == both["2"]["bits"][1]
+        assert both["2"]["noisy_norms"] == 4 and both["2"]["bits"][0] == both["2"]["bits"][1]
         keys = ("base", "adapter", "noise", "removed")
         return [{key: torch.tensor(both[n][key]) for key in keys} for n in "12"]
 

@@ -86,7 +86,7 @@ def test_noise_lies_on_the_norms_that_feed_the_linears(packed, folder, reference
     policy.swap(None)
     served, clean = measure.engine(packed), policy.state(digest=True).norms
     report = policy.set_noise(0.1, seed=1, rollout=1)
-    assert (report.touched, report.swallowed) == (4, 0.0)
+    assert (report.noisy_norms, report.swallowed) == (4, 0.0)
     noisy = reference(folder)
     with torch.no_grad():
         for name, norm in noisy.named_parameters():

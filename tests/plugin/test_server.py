@@ -87,7 +87,7 @@ def assert_noise_needs_the_callers_word(client, answers, prompts) -> None:
     for part in ("noise of sigma 0.3", "the base's own name", "policy_adapter", "every_request_names_the_policy"):
         assert part in error
     assert changed() == set()
-    assert set_noise(client, NOISE, every_request_names_the_policy=True)["touched"] == 4
+    assert set_noise(client, NOISE, every_request_names_the_policy=True)["noisy_norms"] == 4
     assert changed() == {"base", "tuned"}
     assert "error" not in set_noise(client, NO_NOISE)
     assert changed() == set()
@@ -168,7 +168,7 @@ def test_promise_10_a_resident_adapter_has_one_name(start_server, measure):
     client = start_server("--additional-config", json.dumps({"qerl": {"policy_adapter": {"rank": 8}}}))
     assert [model.id for model in client.models.list()] == ["base"]
     clean = ask(client, "base", measure.prompts[0])
-    assert set_noise(client, NOISE)["touched"] == 4
+    assert set_noise(client, NOISE)["noisy_norms"] == 4
     assert ask(client, "base", measure.prompts[0]).logprobs != clean.logprobs
     for another in ("tuned", "policy"):
         with pytest.raises(openai.NotFoundError):

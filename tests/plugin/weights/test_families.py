@@ -104,7 +104,7 @@ def test_a_family_answers_as_transformers(boot, make_bf16, make_nvfp4, reference
         ours = [isinstance(m, QerlRMSNorm | QerlGemmaRMSNorm) and m.is_fp32 for m in layers]
         assert all(ours) == (family not in SWALLOWS)
         targets = TARGETS.get(family, DEFAULT_TARGETS)
-        assert policy.set_noise(0.1, seed=1, rollout=1, targets=targets).touched == 2 * 2
+        assert policy.set_noise(0.1, seed=1, rollout=1, targets=targets).noisy_norms == 2 * 2
         assert measure.difference(measure.engine(packed), served) > 10 * TOLERANCE
         if family in SWALLOWS:
             return  # and its class in transformers is now vLLM's

@@ -104,7 +104,7 @@ class Engine(EngineClient):
         state = {"version": 0, "hash": "", "sigma": 0.0, "seed": 0, "rollout": 0, "targets": []}
         opened = {"carrier": "resident", "max_rank": 8, "max_bytes": 1 << 20, "gpus": []}
         opened |= {"changes": self.changes.path, "instance": f"test-{id(self)}"}
-        return self._answer(method, [{**state, **opened, "touched": 4}])
+        return self._answer(method, [{**state, **opened, "noisy_norms": 4}])
 
     async def generate(self):
         yield "an answer"

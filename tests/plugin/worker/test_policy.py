@@ -203,13 +203,13 @@ def test_promise_03_noise_is_set_and_cleared_to_the_bit(policy):
 
     for sigma, rollout in ((0.5, 1), (0.25, 2)):  # never on top of the noise before
         answer = prepare_noise(policy, sigma, 5, rollout, TARGETS).commit()
-        assert answer == {"touched": 3, "swallowed": 0.0}  # the model's, of which one is elsewhere
+        assert answer == {"noisy_norms": 3, "touched": 3, "swallowed": 0.0}  # the model's, of which one is elsewhere
         assert same(served(policy), noisy(trained, sigma, rollout, NAMES[:2]))
     swap(policy)
     assert same(served(policy), noisy(loaded, 0.25, 2, NAMES[:2])), "the noise stays under the next policy"
-    assert prepare_noise(policy, 0.25, 5, 2, ["norm"]).commit()["touched"] == 1
+    assert prepare_noise(policy, 0.25, 5, 2, ["norm"]).commit()["noisy_norms"] == 1
     assert same(served(policy), noisy(loaded, 0.25, 2, NAMES[2:]))
-    assert prepare_noise(policy, 0, 0, 0, []).commit() == {"touched": 0, "swallowed": 0.0}
+    assert prepare_noise(policy, 0, 0, 0, []).commit() == {"noisy_norms": 0, "touched": 0, "swallowed": 0.0}
     assert same(served(policy), loaded) and policy.sigma == 0
 
 
@@ -238,7 +238,7 @@ def test_norms_in_bf16_say_how_much_of_the_noise_they_have_lost(policy):
     assert prepare_noise(policy, 1.0, 5, 1, TARGETS).commit()["swallowed"] < 0.2
     policy.layers[NAMES[0]].weight.data, policy.base_norms[NAMES[0]] = torch.ones(8), torch.ones(8)
     assert 0.5 <= prepare_noise(policy, 1e-6, 5, 1, TARGETS).commit()["swallowed"] < 1, "one of both is in fp32"
-    assert prepare_noise(policy, 0, 5, 1, TARGETS).commit() == {"touched": 0, "swallowed": 0.0}
+    assert prepare_noise(policy, 0, 5, 1, TARGETS).commit() == {"noisy_norms": 0, "touched": 0, "swallowed": 0.0}
 
 
 def test_a_change_that_all_ranks_take_is_made_and_written_down(policy, ranks):

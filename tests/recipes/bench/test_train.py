@@ -51,7 +51,7 @@ def test_arms_make_whole_steps_on_a_cpu(shape: str, names: str, tmp_path: Path) 
             seconds = dict(step["seconds"])
             assert all(seconds[part] > 0 for part in ("rollout", "scoring", "training", "swap", "rest"))
             assert sum(seconds[part] for part in PARTS) == pytest.approx(seconds["step"])
-            assert 0 < step["metrics"]["logp_mismatch_mean"] < 0.02
+            assert 0 < step["metrics"]["logp_diff_mean"] < 0.02
             assert step["metrics"]["grad_norm"] > 0
         assert found["training_part"][0]["tokens"] == 48
         (profile,) = found["profile"]
@@ -232,7 +232,7 @@ def test_a_training_row_is_no_longer_than_a_steps(pack_tokens: int, micro_batch:
 def step(seconds: float, number: int = 0, process: int = 0) -> dict[str, Any]:
     parts = {"step": seconds, **dict.fromkeys(PARTS, seconds / 8)}
     memory = {"allocated": 10, "reserved": 10, "process": process}
-    return {"seconds": parts, "memory": memory, "metrics": {"logp_mismatch_mean": 1e-3}, "round": number}
+    return {"seconds": parts, "memory": memory, "metrics": {"logp_diff_mean": 1e-3}, "round": number}
 
 
 def made_up(steps: list[dict[str, Any]], pieces: list[float]) -> dict[str, Any]:

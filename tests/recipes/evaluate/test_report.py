@@ -13,9 +13,10 @@ import pytest
 from qerl_recipes.evaluate import plots, report
 from qerl_recipes.evaluate.figures import too_many_cut
 from qerl_recipes.files.adapter import open_adapter
+from qerl_recipes.files.metrics_file import read_metrics
 
 STEPS = [
-    {"step": step, "reward": 0.1 * step, "entropy": 1 / step, "sigma": 1e-2, "logp_mismatch_mean": 1e-3}
+    {"step": step, "reward": 0.1 * step, "entropy": 1 / step, "sigma": 1e-2, "logp_diff_mean": 1e-3}
     for step in range(1, 8)
 ]
 RESULT = {"accuracy": 0.5, "n": 100, "ci95": [0.4038, 0.5962]}
@@ -78,11 +79,17 @@ def test_a_folder_with_only_one_half_has_a_report(tmp_path: Path) -> None:
     assert "<svg" in page and "Nothing trained here" in page
 
 
+def test_a_page_of_older_metric_names_is_the_page_of_todays(tmp_path: Path) -> None:
+    older = [{name.replace("logp_diff", "logp_mismatch"): value for name, value in step.items()} for step in STEPS]
+    pages = [text_of(tmp_path, steps=steps) for steps in (STEPS, older)]
+    assert older != STEPS and pages[0] == pages[1] and "mean |log p" in pages[0]
+
+
 def test_a_half_written_last_line_is_left_out(tmp_path: Path) -> None:
     page_of(tmp_path, steps=STEPS)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 8, "rew')
-    assert len(report.read_metrics(tmp_path / "metrics.jsonl")) == len(STEPS)
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == len(STEPS)
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,8 @@ def test_committed_studies_can_be_planned(file, monkeypatch):
 
 def test_the_plan_counts_runs(study):
     claim = {**PAIR, "expect": "not lower", "metric": "reward_area"}
-    plan = read(study(claims=[claim]))
+    with pytest.warns(FutureWarning, match="metric reward_area is called mean_reward now"):
+        plan = read(study(claims=[claim]))
     text = outline(plan, Path("study.yaml"))
     assert f"= {len(first_runs(plan))}, for the best value" in text and "2 arms x 3 seeds (0, 1, 2) = 6" in text
     assert "greedy (primary: decides): tasks: running_sum" in text and "paired by seed: b - a" in text

@@ -174,8 +174,8 @@ def test_groups_with_equal_rewards_are_replaced(make_trainer, make_nvfp4, read_m
     for (texts, advantages, tokens, items), record in zip(seen, records, strict=True):
         assert len(texts) == 8
         informative = [int(text[0]) >= 5 for text in texts]
-        of_equal_groups = [a for a, useful in zip(advantages.tolist(), informative, strict=True) if not useful]
-        assert of_equal_groups == [0.0] * len(of_equal_groups)
+        of_uniform_groups = [a for a, useful in zip(advantages.tolist(), informative, strict=True) if not useful]
+        assert of_uniform_groups == [0.0] * len(of_uniform_groups)
         assert sum(informative) == 4 * record["accepted_groups"]
         assert record["accepted_groups"] + record["filled_groups"] == 2
         assert (record["extra_tokens"] > 0) == (record["dropped_groups"] > 0)

@@ -265,8 +265,8 @@ def test_skipped_rows_change_neither_loss_nor_adapter(settings, make_trainer, ma
         output = tmp_path / str(skip)
         trainer, _, weights = run(make_trainer, make_nvfp4("qwen2"), output, skip_silent_rows=skip, **settings)
         runs[skip] = read_metrics(trainer), weights
-    left_out = [step.pop("silent_rows") for step in runs[None][0]]
-    assert all("silent_rows" not in step for step in runs[False][0])
+    left_out = [step.pop("frac_zero_advantage") for step in runs[None][0]]
+    assert all("frac_zero_advantage" not in step for step in runs[False][0])
     assert 0 < sum(left_out) < len(left_out)
     for whole, part in zip(runs[False][0], runs[None][0], strict=True):
         assert whole.keys() == part.keys()
@@ -347,9 +347,9 @@ def test_figures_are_of_the_rows_that_are_computed(make_trainer, make_nvfp4, rea
             mask = loss.mask_of(seen[i]) * loud[:, None]
             assert sum(len(row.targets) for row in packed[i]) == compared[i] == mask.sum() > 0
             tokens, total = tokens + int(mask.sum()), total + float((entropies[i] * mask).sum())
-        assert record["silent_rows"] == pytest.approx(rows / (4 * micro_batches))
+        assert record["frac_zero_advantage"] == pytest.approx(rows / (4 * micro_batches))
         assert record["entropy"] == pytest.approx(total / tokens, rel=1e-5)
-        assert 0 < record["logp_mismatch_mean"] < 1e-4
+        assert 0 < record["logp_diff_mean"] < 1e-4
     assert some_were_empty, "no micro-batch was without an advantage: this test proves less than it says"
 
 
@@ -365,9 +365,9 @@ def test_without_any_advantage_the_first_row_is_compared(make_trainer, make_nvfp
     before = {name: weight.clone() for name, weight in trainer.model.named_parameters() if weight.requires_grad}
     trainer.train()
     for record in read_metrics(trainer):
-        assert 0 < record["logp_mismatch_mean"] < 1e-4  # 0 would be a comparison of nothing
+        assert 0 < record["logp_diff_mean"] < 1e-4  # 0 would be a comparison of nothing
         assert record["loss"] == record["grad_norm"] == 0
-        assert record["silent_rows"] == 0.75
+        assert record["frac_zero_advantage"] == 0.75
     assert all(torch.equal(dict(trainer.model.named_parameters())[name], weight) for name, weight in before.items())
 
 
@@ -396,7 +396,7 @@ def test_micro_batches_are_even_in_what_is_computed():
     }
     halves = [{key: value[i : i + 4] for key, value in batch.items()} for i in (0, 4)]
     for skips in (False, True):
-        dealt = even_micro_batches(halves, 2, skips_silent_rows=skips)
+        dealt = even_micro_batches(halves, 2, skips_zero_advantage=skips)
         loud = [int((part["completion_mask"].sum(1) * (part["advantages"] != 0)).sum()) for part in dealt]
         assert sorted(torch.cat([part["prompt_ids"] for part in dealt]).flatten().tolist()) == list(range(8))
         assert (loud == [7, 7]) == skips, loud

@@ -1,6 +1,7 @@
 """What a run says of itself: metrics.jsonl, and a word where it learns nothing or its noise ends elsewhere.
 
-equal_groups and completion_clipped are what their names say, under every key that TRL measures them otherwise by.
+frac_reward_zero_std and completion_clipped are what their names say, under every key that TRL measures them
+otherwise by.
 """
 
 import json
@@ -50,8 +51,8 @@ def test_a_step_weighs_micro_batches_by_what_they_hold():
 )
 def test_groups_are_equal_by_the_sum_or_by_each_reward(rewards, weights, summed, apart):
     values, factors = torch.tensor(rewards, dtype=torch.float32), torch.tensor(weights, dtype=torch.float32)
-    assert metrics.equal_groups(values, factors, 2, is_summed=True) == summed
-    assert metrics.equal_groups(values, factors, 2, is_summed=False) == apart
+    assert metrics.frac_reward_zero_std(values, factors, 2, is_summed=True) == summed
+    assert metrics.frac_reward_zero_std(values, factors, 2, is_summed=False) == apart
 
 
 @pytest.mark.parametrize(
@@ -182,7 +183,7 @@ def test_seconds_and_speeds_are_of_their_part_of_a_step(make_trainer, make_nvfp4
     assert [step["step_seconds"] for step in found] == [9, 3, 9, 3]
     assert [step.get("rollout_tokens_per_s") for step in found] == [sampled[0] / 4, None, sampled[1] / 4, None]
     assert [step["train_tokens_per_s"] for step in found] == pytest.approx([tokens / 3 for tokens in learnt])
-    assert 0 < sum(step["silent_rows"] for step in found) < 4 and sum(learnt) > 0
+    assert 0 < sum(step["frac_zero_advantage"] for step in found) < 4 and sum(learnt) > 0
     assert [step["learning_rate"] for step in found] == pytest.approx([1e-2, 0.75e-2, 0.5e-2, 0.25e-2])
 
 
@@ -208,7 +209,9 @@ def down(completions, **columns):
     ],
     ids=["sums", "each"],
 )
-def test_equal_groups_are_said_however_rewards_are_scaled(settings, rewards, make_trainer, make_nvfp4, read_metrics):
+def test_groups_of_equal_rewards_are_said_however_rewards_are_scaled(
+    settings, rewards, make_trainer, make_nvfp4, read_metrics
+):
     settings = {**settings, "max_steps": ROLLOUTS, "eval_strategy": "steps", "eval_steps": ROLLOUTS}
     trainer = make_trainer(make_nvfp4("qwen2"), rewards, **settings)
     with pytest.warns(UserWarning, match=r"nothing is learnt: in 5 rollouts .*rewards that differ"):
@@ -216,8 +219,8 @@ def test_equal_groups_are_said_however_rewards_are_scaled(settings, rewards, mak
     *steps, evaluation = read_metrics(trainer)
     assert [step["grad_norm"] for step in steps] == [0.0] * ROLLOUTS
     assert all(step["reward_std"] > 0 for step in steps), "the batch differs"
-    assert [step["equal_groups"] for step in steps] == [1.0] * ROLLOUTS
-    assert evaluation["eval/equal_groups"] == 1.0
+    assert [step["frac_reward_zero_std"] for step in steps] == [1.0] * ROLLOUTS
+    assert evaluation["eval/frac_reward_zero_std"] == 1.0
 
 
 def test_a_stop_string_cuts_nothing_off(make_trainer, make_nvfp4, read_metrics):
@@ -300,8 +303,8 @@ def test_completions_all_cut_off_and_masked_are_said(make_trainer, make_nvfp4, r
     with pytest.warns(UserWarning, match=r"5 rollouts all completions were cut off, .* max_completion_length \(12\)"):
         trainer.train()
     for step in read_metrics(trainer):
-        assert (step["completion_clipped"], step["equal_groups"], step["grad_norm"]) == (1.0, 0.0, 0.0)
-        assert not {"entropy", "kl", "logp_mismatch_mean"} & step.keys()
+        assert (step["completion_clipped"], step["frac_reward_zero_std"], step["grad_norm"]) == (1.0, 0.0, 0.0)
+        assert not {"entropy", "kl", "logp_diff_mean"} & step.keys()
 
 
 def test_lines_of_repeated_steps_and_torn_ones_are_dropped(tmp_path):

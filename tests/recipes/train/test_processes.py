@@ -42,8 +42,8 @@ def test_two_processes_with_one_engine_train_one_policy(write_recipe, run_proces
     )
     run_process(launch(recipe), tmp_path / "log")
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [(r["sigma"], r["adapter_version"], r["touched_norms"]) for r in records] == [(0, 1, 0), (0.1, 2, 4)]
-    assert all(record["logp_mismatch_mean"] < 0.05 for record in records)
+    assert [(r["sigma"], r["adapter_version"], r["noisy_norms"]) for r in records] == [(0, 1, 0), (0.1, 2, 4)]
+    assert all(record["logp_diff_mean"] < 0.05 for record in records)
     assert all(record["dropped_groups"] == 2 and record["sampling_rounds"] == 3 for record in records)
     history = json.loads((tmp_path / "run" / "checkpoint-2" / "trainer_state.json").read_text())["log_history"]
     losses = [entry["loss"] for entry in history if "loss" in entry]  # transformers' own mean over the processes

@@ -366,7 +366,7 @@ def test_a_run_without_a_gpu_says_that_it_is_on_the_cpu(write_recipe, monkeypatc
 def test_a_recipe_in_float16_ends_in_an_adapter_that_says_so(write_recipe, run, tmp_path):
     run("--config", write_recipe(dtype="float16", fp16=True, max_steps=1))
     (row,) = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert 0 < row["logp_mismatch_mean"] < 4e-3  # in bfloat16 0.01 to 0.02
+    assert 0 < row["logp_diff_mean"] < 4e-3  # in bfloat16 0.01 to 0.02
     state = json.loads((tmp_path / "run/adapter/qerl_state.json").read_text())
     assert state["recipe"]["dtype"] == "float16"
     _, training, model_config = mismatch._recipe(open_adapter(tmp_path / "run"), [], tmp_path)

@@ -35,10 +35,10 @@ def test_promise_06_rollout_and_trainer_agree_in_noise_modes(mode, make_trainer,
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     assert [record["adapter_version"] for record in records] == [1, 2, 3, 4]
     assert all(math.isfinite(record[key]) for record in records for key in ("reward", "entropy", "loss", "grad_norm"))
-    mismatch = [record["logp_mismatch_mean"] for record in records]
+    mismatch = [record["logp_diff_mean"] for record in records]
     assert max(mismatch[:2]) < 0.05  # stage 0: no noise in any mode
     assert [record["sigma"] for record in records] == ([0.0] * 4 if mode == "none" else [0.0, 0.0, 0.2, 0.2])
-    assert [record["touched_norms"] for record in records] == ([0] * 4 if mode == "none" else [0, 0, 4, 4])
+    assert [record["noisy_norms"] for record in records] == ([0] * 4 if mode == "none" else [0, 0, 4, 4])
     if mode in ("none", "shared"):
         assert max(mismatch) < 0.05
     else:
@@ -54,7 +54,7 @@ def test_beta_compares_with_a_reference_under_the_same_noise(make_trainer, make_
     trainer = make_trainer(make_nvfp4("qwen2"), learning_rate=0.0, **keys)
     trainer.train()
     records = read_metrics(trainer)
-    assert [record["touched_norms"] for record in records] == [0, 0, 4, 4]
+    assert [record["noisy_norms"] for record in records] == [0, 0, 4, 4]
     assert all(abs(record["kl"]) < 1e-9 for record in records)
 
 
@@ -75,8 +75,8 @@ def test_temperature_and_noise_keys_reach_both_sides(make_trainer, make_bf16, re
     trainer.compute_loss = watch
     trainer.train()
     records = read_metrics(trainer)
-    assert max(record["logp_mismatch_mean"] for record in records) < 1e-4
-    assert [record["touched_norms"] for record in records] == [0, 0, 1, 1]
+    assert max(record["logp_diff_mean"] for record in records) < 1e-4
+    assert [record["noisy_norms"] for record in records] == [0, 0, 1, 1]
     state = trainer.vllm_generation.policy.state()
     assert (state.sigma, state.seed, state.rollout, state.targets) == (0.2, 7, 3, ("norm",))
     noisy = {name: norm.noise for name, norm in norms.named_norms(trainer.model) if norm.noise is not None}
@@ -136,7 +136,7 @@ def test_negative_control_without_the_swap_the_mismatch_explodes(make_trainer, m
     trainer = make_trainer(make_nvfp4("qwen2"), learning_rate=5e-2, max_steps=4)
     trainer.vllm_generation.sync_weights = lambda: None
     trainer.train()
-    mismatch = [record["logp_mismatch_mean"] for record in read_metrics(trainer)]
+    mismatch = [record["logp_diff_mean"] for record in read_metrics(trainer)]
     assert mismatch[0] < 0.05
     assert mismatch[-1] > 0.2
 
@@ -146,8 +146,8 @@ def test_the_bf16_arm_trains_through_the_same_trainer(make_trainer, make_bf16, r
     with pytest.warns(UserWarning, match="rounding swallowed"):
         trainer.train()
     records = read_metrics(trainer)
-    assert max(record["logp_mismatch_mean"] for record in records) < 0.05
-    assert records[-1]["touched_norms"] == 4
+    assert max(record["logp_diff_mean"] for record in records) < 0.05
+    assert records[-1]["noisy_norms"] == 4
 
 
 def test_every_arm_of_a_seed_is_asked_the_same_prompts(make_trainer, make_nvfp4, make_bf16):
@@ -217,7 +217,7 @@ def test_loaded_norms_that_are_not_trained_stay(make_trainer, make_nvfp4, read_m
     first.save_adapter(tmp_path / "first")
     trainer = make_trainer(make_nvfp4("qwen2"), adapter=tmp_path / "first", **settings)
     trainer.train()
-    assert read_metrics(trainer)[0]["logp_mismatch_mean"] < 1e-4
+    assert read_metrics(trainer)[0]["logp_diff_mean"] < 1e-4
     trainer.save_adapter(tmp_path / "second")
     before, after = (load_file(tmp_path / name / "norms.safetensors") for name in ("first", "second"))
     assert len(before) == 4 and before.keys() == after.keys()
@@ -272,6 +272,6 @@ def test_one_rollout_may_serve_several_steps(make_trainer, make_nvfp4, read_metr
     assert [record["adapter_version"] for record in records] == [1, 1, 2, 2]
     assert [record["sigma"] for record in records] == [0.0, 0.0, 0.2, 0.2]
     assert ["reward" in record for record in records] == [True, False, True, False]
-    mismatch = [record["logp_mismatch_mean"] for record in records]
+    mismatch = [record["logp_diff_mean"] for record in records]
     assert max(mismatch) < 0.05
     assert len(set(mismatch)) == 4  # of the completions that each step trains on
