@@ -121,7 +121,8 @@ def test_steps_of_the_page_are_those_of_their_file(name):
         seconds = found["seconds"]
         assert f"| **{seconds['step']:.2f}** |" in line
         assert f"| {seconds['rollout']:.2f} | {seconds['training']:.2f} |" in line
-        blocks = FILES[name]["arms"][arm]["recipe"].get("checkpointed_layers")
+        recipe = FILES[name]["arms"][arm]["recipe"]
+        blocks = recipe.get("recompute_layers", recipe.get("checkpointed_layers"))
         difference = found.get("logp_diff_mean", found.get("logp_mismatch_mean"))
         assert f"| {'all' if blocks is None else blocks} | {difference:.4f} |" in line
 

@@ -133,7 +133,8 @@ def steps(files: dict[str, dict[str, Any]]) -> str:
         shape = f"{result['groups']} x {result['generations']}, {result['prompt']} + {result['completion']}"
         slowest = max(found["seconds"]["step"] for found in result["summary"].values())
         for arm, found in result["summary"].items():
-            seconds, blocks = found["seconds"], result["arms"][arm]["recipe"].get("checkpointed_layers")
+            seconds, recipe = found["seconds"], result["arms"][arm]["recipe"]
+            blocks = recipe.get("recompute_layers", recipe.get("checkpointed_layers"))  # older files: the second
             planned = result["arms"][arm].get("planned_bytes")
             difference = found.get("logp_diff_mean", found.get("logp_mismatch_mean"))  # older files: the second
             rows.append(

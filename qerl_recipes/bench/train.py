@@ -22,6 +22,7 @@ from qerl_recipes.bench.arms import ArmFailedError, Figures, ask_once, ballast, 
 from qerl_recipes.bench.results import around, conditions, save, show_remarks, spread, table
 from qerl_recipes.machine.gpu import GB, Gpu, installed_gpu
 from qerl_recipes.recipe.configs import AS_FEW_AS_FIT, PACK_TOKENS, parse
+from qerl_recipes.recipe.file import up_to_date
 from qerl_recipes.recipe.shapes import ATTENTION, MIXTURES, config_json
 from qerl_vllm_plugin.wire.address import hidden
 
@@ -190,7 +191,7 @@ def parse_overrides(arguments: Sequence[str]) -> tuple[tuple[str, str], ...]:
         key = flag[2:].replace("-", "_")
         if key in FIXED:
             raise ValueError(f"{key} is not for a flag: the arms and the options of this command decide it")
-        pairs.append((key, value if has_value else words.pop(0)))
+        pairs += up_to_date({key: value if has_value else words.pop(0)}, "command line").items()
     return tuple(pairs)
 
 
@@ -217,10 +218,10 @@ def run(
     _check(arms, part, rounds, memory, gpu, work)
     pieces: Figures = {"training_part": 0 if part == "step" else work.steps, "profile": int(profile), "memory": memory}
     steps = 1 if part == "training" else work.steps
-    if part != "step" and "checkpointed_layers" not in dict(work.overrides):
+    if part != "step" and "recompute_layers" not in dict(work.overrides):
         # forward and backward alone take a longer row than the plan knows of
         blocks = str(work.config()["num_hidden_layers"])
-        work = replace(work, overrides=(*work.overrides, ("checkpointed_layers", blocks)))
+        work = replace(work, overrides=(*work.overrides, ("recompute_layers", blocks)))
     with ExitStack() as stack:
         stack.enter_context(ended_cleanly())
         if scratch is not None:
@@ -275,10 +276,10 @@ def _check(arms: Sequence[str], part: str, rounds: int, memory: int | None, gpu:
         raise ValueError(f"part is {part!r}; it is one of {', '.join(PARTS_TO_RUN)}")
     if rounds < 1:
         raise ValueError(f"rounds is {rounds}, and must be at least 1")
-    checkpointed = dict(work.overrides).get("checkpointed_layers")
+    checkpointed = dict(work.overrides).get("recompute_layers")
     if part != "step" and checkpointed == str(AS_FEW_AS_FIT):
         raise ValueError(
-            f"checkpointed_layers: {checkpointed} keeps what leaves room for the rows of a step, and forward and "
+            f"recompute_layers: {checkpointed} keeps what leaves room for the rows of a step, and forward and "
             "backward alone take a longer one; measure --part step, or name a number of layers"
         )
     if "nf4" in arms and work.shape in MIXTURES:
@@ -304,7 +305,7 @@ def _check_disk(work: Workload, arms: Sequence[str], folder: Path) -> None:
 def _recipe(work: Workload, arm: str, gpu: Gpu | None, memory: int | None) -> Figures:
     """Return an arm's recipe and, on a GPU with the engine's share in it, the bytes that the arm should take at most.
 
-    Nothing is allocated on the GPU. ``memory`` is the limit, which decides what ``checkpointed_layers: -1`` means.
+    Nothing is allocated on the GPU. ``memory`` is the limit, which decides what ``recompute_layers: -1`` means.
     """
     if gpu is None:
         return {"recipe": work.recipe(arm, cuda=False), "planned_bytes": None}
@@ -317,7 +318,7 @@ def _recipe(work: Workload, arm: str, gpu: Gpu | None, memory: int | None) -> Fi
         tokens = work.sequences * -(-work.length // BLOCK) * BLOCK
         share = min(SPARE * plan.engine_share(tokens) + SPARE_BYTES / gpu.memory, 0.95)
     print(f"{arm}: planned {plan.line()}", flush=True)
-    recipe = {**work.recipe(arm, cuda=True, engine_share=share), "checkpointed_layers": plan.checkpointed}
+    recipe = {**work.recipe(arm, cuda=True, engine_share=share), "recompute_layers": plan.checkpointed}
     return {"recipe": recipe, "planned_bytes": plan.peak}
 
 

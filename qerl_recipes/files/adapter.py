@@ -9,7 +9,7 @@ import torch
 
 from qerl_recipes.files.json_files import read_object
 from qerl_recipes.files.run_state import LAST, CheckpointMismatch, whole_checkpoints
-from qerl_recipes.recipe.keys import ENGINE_RANKS, WITHOUT_ADAPTER
+from qerl_recipes.recipe.keys import ENGINE_RANKS, WITHOUT_ADAPTER, with_current_names
 from qerl_vllm_plugin.adapter.check import AdapterError, check_config
 from qerl_vllm_plugin.adapter.folder import ADAPTER_FILE, CONFIG_FILE, NORMS_FILE, STATE_FILE, read, read_config
 
@@ -42,7 +42,7 @@ class AdapterFolder:
     @property
     def recipe(self) -> dict[str, Any]:
         """Return the ``run_state.recorded`` keys of the run that trained it; empty if no file has them."""
-        return self.state.get("recipe") or {}
+        return with_current_names(self.state.get("recipe") or {})
 
     @property
     def rank(self) -> int:

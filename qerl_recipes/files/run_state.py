@@ -14,7 +14,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from qerl_kernels.conditions import installed
 
 from qerl_recipes.files.base_model import written_name
 from qerl_recipes.files.whole_folder import whole_folder
-from qerl_recipes.recipe.keys import HONOURED, TOPICS
+from qerl_recipes.recipe.keys import HONOURED, TOPICS, with_current_names
 from qerl_vllm_plugin.adapter.folder import STATE_FILE, base_hash
 
 LAST = "adapter"  # subfolder for a run's final adapter
@@ -50,7 +50,7 @@ MAY_CHANGE = {
     *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"),
     # only where and how fast the same is computed
     *("share_weights", "attn_implementation", "pack_tokens", "pad_to_multiple_of", "use_cpu", "tf32"),
-    *("gradient_checkpointing", "gradient_checkpointing_kwargs", "checkpointed_layers", "torch_empty_cache_steps"),
+    *("gradient_checkpointing", "gradient_checkpointing_kwargs", "recompute_layers", "torch_empty_cache_steps"),
     *("vllm_mode", "vllm_server_port", "vllm_server_timeout", "vllm_gpu_memory_utilization"),
     *("vllm_kv_cache_memory_bytes", "vllm_enable_sleep_mode", "vllm_tensor_parallel_size"),
     *("full_determinism", "do_train"),
@@ -158,7 +158,8 @@ def read_state(folder: str | Path) -> State:
         needed = [item.name for item in fields(State) if item.default is item.default_factory is MISSING]
         known = [item.name for item in fields(State) if item.name in content]  # an older file lacks later fields
         state = State(**{name: content[name] for name in dict.fromkeys(needed + known)})
-    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
+        state = replace(state, recipe=with_current_names(state.recipe))
+    except (json.JSONDecodeError, AttributeError, KeyError, TypeError, UnicodeDecodeError) as error:
         raise CheckpointMismatch(f"{file} is damaged ({error!r}); resume from another checkpoint") from error
     for name, size in state.files.items():
         path = folder / name

@@ -47,10 +47,10 @@ def make(
     """Plan the memory of a recipe on a GPU.
 
     ``config`` is the checkpoint's config.json, by default that of the recipe's model. ``limit`` is the number of bytes
-    of the GPU that may be used, by default all. ``checkpointed_layers: -1`` becomes the smallest number that leaves 3 %
+    of the GPU that may be used, by default all. ``recompute_layers: -1`` becomes the smallest number that leaves 3 %
     of them free; if there is none, all blocks are checkpointed.
 
-    Raises ValueError if the model's sizes cannot be found, or if ``checkpointed_layers`` exceeds its blocks.
+    Raises ValueError if the model's sizes cannot be found, or if ``recompute_layers`` exceeds its blocks.
     """
     if config is None:
         config = read_config(str(model.model_name_or_path), model.model_revision)
@@ -69,13 +69,13 @@ def make(
 
 def _to_try(training: GRPOConfig, size: ModelSize) -> Iterable[int]:
     """Return the numbers of recomputed blocks to try, in order."""
-    requested = training.checkpointed_layers
+    requested = training.recompute_layers
     if not training.gradient_checkpointing:
         return [0]
     if requested == AS_FEW_AS_FIT:
         return range(size.layers + 1)
     if requested is not None and requested > size.layers:
-        raise ValueError(f"checkpointed_layers is {requested}, and this model has {size.layers} blocks; name no more")
+        raise ValueError(f"recompute_layers is {requested}, and this model has {size.layers} blocks; name no more")
     return [size.layers if requested is None else requested]
 
 
@@ -305,7 +305,7 @@ class _Run:
             itemsize=itemsize,
         )
         others = self.size.layers - checkpointed
-        share = f", checkpointed_layers: {checkpointed} of {self.size.layers}" if checkpointed else ""
+        share = f", recompute_layers: {checkpointed} of {self.size.layers}" if checkpointed else ""
         once = ", prompts of a group once" if batch.attended > 1 else ""
         what = (f"all of {others} blocks" if others else "hidden states") + f" of {batch.tokens} tokens{once}{share}"
         where = "one block" if in_block >= head else "the head"
@@ -335,7 +335,7 @@ class _Run:
         if not self.training.gradient_checkpointing:
             return ("gradient_checkpointing: true",)
         if checkpointed < self.size.layers:
-            return (f"checkpointed_layers: {self.size.layers}",)
+            return (f"recompute_layers: {self.size.layers}",)
         return self._fewer_rows()
 
     def _less_at_once(self) -> tuple[str, ...]:

@@ -85,14 +85,14 @@ def blocks_that_keep(model: torch.nn.Module, checkpointed: int | None) -> list[G
 
     if checkpointed == AS_FEW_AS_FIT:
         warnings.warn(
-            "checkpointed_layers: -1 follows from the memory plan of `qerl train`, and there is none here: the "
+            "recompute_layers: -1 follows from the memory plan of `qerl train`, and there is none here: the "
             "activations of all blocks are recomputed; name a number to keep some",
             stacklevel=2,
         )
         return []
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if checkpointed > len(blocks):
-        raise ValueError(f"checkpointed_layers is {checkpointed}, and this model has {len(blocks)}")
+        raise ValueError(f"recompute_layers is {checkpointed}, and this model has {len(blocks)}")
     return blocks[checkpointed:]
 
 

@@ -169,8 +169,10 @@ def _loss(training: GRPOConfig) -> Iterator[str]:
             f"loss_type: vespo weighs tokens, not sequences: vllm_importance_sampling_mode cannot be "
             f"{training.vllm_importance_sampling_mode}; use token_truncate or token_mask"
         )
-    if training.skip_silent_rows and (reason := needs_every_completion(training)) is not None:
-        yield f"skip_silent_rows: true cannot go with {reason}, which needs every completion; leave one of the two out"
+    if training.skip_zero_advantage and (reason := needs_every_completion(training)) is not None:
+        yield (
+            f"skip_zero_advantage: true cannot go with {reason}, which needs every completion; leave one of the two out"
+        )
     ends = [key for key in ("stop", "stop_token_ids") if (training.generation_kwargs or {}).get(key)]
     if ends and training.mask_truncated_completions:
         yield (

@@ -32,7 +32,7 @@ DEFAULT_NOISE_MODE = "shared"  # if only sigmas are set; engine and trainer then
 # Source: the paper (arXiv 2510.11696), table 4.
 SIGMA_START, SIGMA_END, NUM_STAGES = 1e-2, 5e-4, 10
 PACK_TOKENS = 16384  # at this size, expanding the 4-bit weights costs little beside the matrix products
-AS_FEW_AS_FIT = -1  # a value of checkpointed_layers
+AS_FEW_AS_FIT = -1  # a value of recompute_layers
 _CONSTRUCTION_ERRORS = (ValueError, TypeError, AttributeError, KeyError, OverflowError, OSError, ImportError)
 
 
@@ -161,7 +161,7 @@ class GRPOConfig(trl.GRPOConfig):
             "memory for a layer's activations. 0: TRL's padded batches."
         },
     )
-    skip_silent_rows: bool | None = field(
+    skip_zero_advantage: bool | None = field(
         default=None,
         metadata={
             "help": "Leave completions whose advantage is 0 (all rewards of a group equal) out of the trainer's "
@@ -171,7 +171,7 @@ class GRPOConfig(trl.GRPOConfig):
             "the share left out. false: compute them all."
         },
     )
-    checkpointed_layers: int | None = field(
+    recompute_layers: int | None = field(
         default=None,
         metadata={
             "help": "With gradient_checkpointing: in how many of the model's blocks, counted from the first, the "
@@ -280,16 +280,16 @@ class GRPOConfig(trl.GRPOConfig):
         )
 
     def _check_checkpointing(self) -> None:
-        if self.checkpointed_layers is None:
-            self.checkpointed_layers = AS_FEW_AS_FIT if self.gradient_checkpointing else None
+        if self.recompute_layers is None:
+            self.recompute_layers = AS_FEW_AS_FIT if self.gradient_checkpointing else None
             return
-        if self.checkpointed_layers < AS_FEW_AS_FIT:
+        if self.recompute_layers < AS_FEW_AS_FIT:
             raise ConfigError(
-                f"checkpointed_layers must be at least 0, or -1 for as few as fit, not {self.checkpointed_layers}"
+                f"recompute_layers must be at least 0, or -1 for as few as fit, not {self.recompute_layers}"
             )
         if not self.gradient_checkpointing:
             raise ConfigError(
-                f"checkpointed_layers: {self.checkpointed_layers} has no effect with gradient_checkpointing: false; "
+                f"recompute_layers: {self.recompute_layers} has no effect with gradient_checkpointing: false; "
                 "remove one of the two"
             )
 

@@ -18,7 +18,16 @@ from typing import Any, NoReturn, get_args, get_type_hints
 import yaml
 from trl import TrlParser
 
-from qerl_recipes.recipe.keys import BELONGS_ELSEWHERE, REFUSED, RENAMED, TOPICS, WITHOUT_EFFECT, refused
+from qerl_recipes.recipe.keys import (
+    BELONGS_ELSEWHERE,
+    FORMER_KEYS,
+    REFUSED,
+    RENAMED,
+    TOPICS,
+    WITHOUT_EFFECT,
+    refused,
+    with_current_names,
+)
 from qerl_vllm_plugin.wire.address import HIDDEN, hidden
 
 USAGE = "qerl train --config RECIPE.yaml [--KEY VALUE ...]"
@@ -113,7 +122,24 @@ def _read_one(path: Path) -> dict[str, Any]:
         raise ConfigError(f"recipe {path} is not valid YAML: {error}") from error
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise ConfigError(f"recipe {path} must be a YAML mapping of keys to values")
-    return content
+    return up_to_date(content, f"recipe {path}")
+
+
+def up_to_date(content: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a user's keys under today's names, and warn of each older one; ``where`` says in messages who wrote them.
+
+    Raises ConfigError for a key that occurs under both names.
+    """
+    for key in content.keys() & FORMER_KEYS.keys():
+        _warn_of_former(where, key, FORMER_KEYS[key])
+        if FORMER_KEYS[key] in content:
+            raise ConfigError(f"{where}: {key} and {FORMER_KEYS[key]} are the same key; keep one of them")
+    return with_current_names(content)
+
+
+def _warn_of_former(where: str, former: str, current: str) -> None:
+    text = f"{where}: {former} is called {current} now; its old name works for one more release"
+    warnings.warn(text, FutureWarning, stacklevel=4)
 
 
 @functools.lru_cache(maxsize=8)
@@ -150,6 +176,8 @@ def _is_share(value: Any) -> bool:
 
 
 def _rename(key: str, value: Any, where: str) -> tuple[str, Any]:
+    if key in FORMER_KEYS:
+        _warn_of_former(where, key, FORMER_KEYS[key])
     if key == "warmup_ratio" and not _is_share(value):
         raise ConfigError(f"{where}: warmup_ratio is a share of all steps, at least 0 and below 1, not {value}")
     if key == "dataset_configs":

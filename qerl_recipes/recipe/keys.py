@@ -6,6 +6,7 @@ holds, for each such key, the values that are harmless and what to do instead. E
 either in ``TOPICS`` or in ``REFUSED``; a test fails when a new TRL adds one.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +23,11 @@ class Refusal:
     way_out: str
 
 
-# keys of Open-R1 (TRL 0.18, transformers 4.52) that have another name now
+# Keys of the release before this one. They work for one more release, with a warning.
+FORMER_KEYS = {"checkpointed_layers": "recompute_layers", "skip_silent_rows": "skip_zero_advantage"}
+# keys that have another name now; the others are of Open-R1 (TRL 0.18, transformers 4.52)
 RENAMED = {
+    **FORMER_KEYS,
     "torch_dtype": "dtype",
     "warmup_ratio": "warmup_steps",  # transformers 5 reads warmup_steps below 1 as a share of all steps
     "vllm_max_model_len": "vllm_max_model_length",
@@ -213,9 +217,9 @@ _HONOURED = {
     entropy_target off_policy_mask_threshold use_bias_correction_kl
     """,
     "optimization": """
-    pack_tokens skip_silent_rows per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps
+    pack_tokens skip_zero_advantage per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps
     learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps optim optim_args weight_decay adam_beta1 adam_beta2
-    adam_epsilon max_grad_norm average_tokens_across_devices bf16 fp16 tf32 gradient_checkpointing checkpointed_layers
+    adam_epsilon max_grad_norm average_tokens_across_devices bf16 fp16 tf32 gradient_checkpointing recompute_layers
     gradient_checkpointing_kwargs torch_empty_cache_steps seed full_determinism use_cpu do_train
     """,
     "evaluation while training": """
@@ -240,6 +244,17 @@ _HONOURED = {
 }
 TOPICS = {topic: tuple(keys.split()) for topic, keys in _HONOURED.items()}
 HONOURED = frozenset(key for keys in TOPICS.values() for key in keys)
+
+
+def with_current_names(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a recipe under today's names, as a run of the release before has recorded them."""
+    return {FORMER_KEYS.get(key, key): value for key, value in recipe.items()}
+
+
+def with_former_names(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a recipe under the names before ``FORMER_KEYS``, over which older hashes were taken."""
+    former = {current: key for key, current in FORMER_KEYS.items()}
+    return {former.get(key, key): value for key, value in recipe.items()}
 
 
 def refused(key: str, refusal: Refusal, value: Any) -> str:

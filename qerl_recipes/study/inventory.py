@@ -24,6 +24,7 @@ import pandas as pd
 from qerl_recipes.files.metrics_file import FILE, current_name, read_metrics
 from qerl_recipes.files.run_state import LAST
 from qerl_recipes.files.whole_folder import write_bytes
+from qerl_recipes.recipe.keys import with_former_names
 from qerl_recipes.study.plan import Run, Study, StudyError, best_values, first_runs, later_runs, possible_runs
 from qerl_vllm_plugin.adapter.folder import STATE_FILE, base_hash
 
@@ -236,8 +237,11 @@ def _digest(content: Any) -> str:
 
 
 def plan_of(study: Study, run: Run) -> str:
-    """Return a hash of what decides a run but for the weights: the keys of its training, and its evaluations."""
-    return _digest([study.decided(run.keys), run.seed, study.evaluations_of(run)])
+    """Return a hash of what decides a run but for the weights: the keys of its training, and its evaluations.
+
+    It is taken over the names of the release before, so that older tables keep theirs.
+    """
+    return _digest([with_former_names(study.decided(run.keys)), run.seed, study.evaluations_of(run)])
 
 
 def base_of(folder: Path) -> str | None:

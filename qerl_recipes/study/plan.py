@@ -35,16 +35,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from qerl_recipes.files.metrics_file import requested_name
-from qerl_recipes.recipe.file import ConfigError, UniqueKeyLoader, read_yaml
+from qerl_recipes.recipe.file import ConfigError, UniqueKeyLoader, read_yaml, up_to_date
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 OWN_KEYS = ("seed", "output_dir", "resume_from_checkpoint")  # the study sets these in every run
 SWEEP_GAIN = "sweep_gain"  # a claim's metric: the accuracy at the largest value of the sweep less that at the smallest
 Seeds = Annotated[list[int], Field(min_length=1)]
 Metric = Annotated[str, BeforeValidator(requested_name)]
+Keys = Annotated[dict[str, Any], AfterValidator(lambda keys: up_to_date(keys, "arms"))]
 
 
 class StudyError(ValueError):
@@ -58,7 +59,7 @@ class _Strict(BaseModel):
 class Sweep(_Strict):
     """Try one key of the recipe at each of ``values`` in every arm, with ``seeds`` of its own."""
 
-    key: str
+    key: Annotated[str, AfterValidator(lambda key: next(iter(up_to_date({key: None}, "sweep.key"))))]
     values: Annotated[list[float], Field(min_length=2)]
     seeds: Seeds
     common: float | None = None
@@ -122,7 +123,7 @@ class Study(_Strict):
     """Hold a study file; ``recipe`` is relative to the current folder."""
 
     recipe: Path
-    arms: dict[str, dict[str, Any]]
+    arms: dict[str, Keys]
     seeds: Seeds
     evaluations: dict[str, dict[str, Any]]
     primary: str

@@ -29,6 +29,7 @@ from qerl_recipes.files.metrics_file import FILE
 from qerl_recipes.files.whole_folder import lock, write_text
 from qerl_recipes.machine.gpu import installed_gpu, visible_names
 from qerl_recipes.machine.processes import end_with, inherited
+from qerl_recipes.recipe.keys import with_current_names
 from qerl_recipes.study.check import check, check_tasks, refuse_missing_bases, with_list
 from qerl_recipes.study.inventory import (
     RESULT,
@@ -112,7 +113,7 @@ def _claim(study: Study, folder: Path) -> None:
         write_text(mark, json.dumps({**content, RECIPE: recipe}, indent=1) + "\n")
         return
     before = json.loads(mark.read_text(encoding="utf-8"))
-    begun = before.pop(RECIPE, {})
+    begun = with_current_names(before.pop(RECIPE, {}))
     before = json.loads(Study.model_validate(before).model_dump_json(exclude=texts))
     if changed := sorted(key for key in {*begun, *recipe} if begun.get(key) != recipe.get(key)):
         raise StudyError(

@@ -125,7 +125,7 @@ class LossSettings:
             warnings.warn(f"pack_tokens is without effect, the batches stay padded: {reason}", stacklevel=3)
             pack_tokens = 0
         may_skip = pack_tokens > 0 and needs_every_completion(args) is None
-        return LossSettings(pack_tokens, may_skip and args.skip_silent_rows is not False, half)
+        return LossSettings(pack_tokens, may_skip and args.skip_zero_advantage is not False, half)
 
 
 # log-probabilities

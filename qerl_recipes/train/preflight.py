@@ -91,7 +91,7 @@ def make(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> P
 def check(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, gpu: Gpu | None = None) -> Checked:
     """Refuse a recipe that cannot run as it is written; nothing has been loaded or written when this raises.
 
-    ``gpu`` is the GPU that the memory is planned for; None makes no plan. Replaces ``checkpointed_layers: -1`` in
+    ``gpu`` is the GPU that the memory is planned for; None makes no plan. Replaces ``recompute_layers: -1`` in
     ``training`` by the number that the plan settles on, or by None without one. Reading the data set may download it.
 
     Raises ConfigError (a ValueError) with one line for each thing that is wrong. Such things are a key that cannot be
@@ -350,8 +350,8 @@ def _plan(
     plan = None if gpu is None else memory_plan.make(script, training, model, gpu=gpu, config=config)
     if plan is not None:
         plan.check()
-    if training.checkpointed_layers == AS_FEW_AS_FIT:
-        training.checkpointed_layers = None if plan is None else plan.checkpointed
+    if training.recompute_layers == AS_FEW_AS_FIT:
+        training.recompute_layers = None if plan is None else plan.checkpointed
     return plan
 
 

@@ -120,7 +120,7 @@ class QerlGRPOTrainer(GRPOTrainer, TrainerCallback):
             frozen = (name for name, weight in self.model.named_parameters() if not weight.requires_grad)
             self.model._ddp_params_and_buffers_to_ignore = [*(name for name, _ in self.model.named_buffers()), *frozen]
         self.loss_settings = loss.LossSettings.of(args, policy)
-        self._keeping = blocks_that_keep(policy, args.checkpointed_layers)
+        self._keeping = blocks_that_keep(policy, args.recompute_layers)
         if args.bf16 or args.fp16:  # the model computes under autocast
             lora.install(policy, lora.ADAPTER)
         self._lora, self._norms = lora.parameters(policy), list(norms.named_norms(policy))

@@ -130,7 +130,7 @@ def three_grpo_steps(tmp_path: Path) -> Callable[..., float]:
             "bf16": "true",
             "max_steps": 3,
             "per_device_train_batch_size": 32,
-            "skip_silent_rows": "false",  # random weights earn nothing: everything would be left out
+            "skip_zero_advantage": "false",  # random weights earn nothing: everything would be left out
             "vllm_gpu_memory_utilization": 0.2,
             "save_strategy": "no",
             "output_dir": tmp_path / "run",

@@ -57,7 +57,7 @@ def step(
         "gradient_checkpointing": checkpointing,
         "max_steps": 1,
         "per_device_train_batch_size": 16,
-        "skip_silent_rows": "false",  # random weights earn nothing: everything would be left out
+        "skip_zero_advantage": "false",  # random weights earn nothing: everything would be left out
         "max_prompt_length": PROMPT,
         "max_completion_length": COMPLETION,
         "vllm_max_model_length": PROMPT + COMPLETION,

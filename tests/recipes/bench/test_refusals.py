@@ -69,7 +69,7 @@ REFUSALS = (
     (f"{TINY} --steps 1", "steps is 1, and must be at least 2; the first step warms up"),
     (f"{TINY} --generations 1", "generations is 1, and must be at least 2"),
     (f"{TINY} --part rollout", "part is 'rollout'"),
-    (f"{TINY} --checkpointed_layers -1", "measure --part step"),
+    (f"{TINY} --recompute_layers -1", "measure --part step"),
     (f"{TINY} --lora_r 8", "lora_r is not for a flag"),
     (f"{TINY} fast", "'fast' is neither an option"),
     (f"{TINY} --per_device_train_batch_size 7", "does not divide the 64 completions"),

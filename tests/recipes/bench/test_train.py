@@ -85,6 +85,11 @@ def test_a_terminated_run_leaves_no_checkpoint_behind(tmp_path: Path, monkeypatc
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_flag_overrides_the_recipe_by_its_former_name_too() -> None:
+    with pytest.warns(FutureWarning, match="checkpointed_layers is called recompute_layers now"):
+        assert parse_overrides(["--checkpointed-layers", "3"]) == (("recompute_layers", "3"),)
+
+
 def test_a_flag_overrides_the_recipe_of_every_arm() -> None:
     overrides = parse_overrides(["--pack_tokens=300", "--learning-rate", "1e-3"])
     work = replace(TINY, groups=6, generations=8, completion=16, overrides=overrides)
@@ -99,13 +104,13 @@ def test_a_flag_overrides_the_recipe_of_every_arm() -> None:
 
 
 def test_each_arm_keeps_as_many_activations_as_fit() -> None:
-    work = Workload("7B", 8, 8, 256, 1024, 2, 32, 0, (("checkpointed_layers", "-1"),))
+    work = Workload("7B", 8, 8, 256, 1024, 2, 32, 0, (("recompute_layers", "-1"),))
     found = {arm: bench_train._recipe(work, arm, H200, 64 * 10**9) for arm in bench_train.ARMS}
-    blocks = {arm: recipe["recipe"]["checkpointed_layers"] for arm, recipe in found.items()}
+    blocks = {arm: recipe["recipe"]["recompute_layers"] for arm, recipe in found.items()}
     assert blocks["qerl_nvfp4"] < blocks["nf4"] < blocks["bf16"] < 28
     assert all(recipe["planned_bytes"] < 64 * 10**9 for recipe in found.values())
     unlimited = bench_train._recipe(work, "bf16", H200, None)
-    assert unlimited["recipe"]["checkpointed_layers"] == 0
+    assert unlimited["recipe"]["recompute_layers"] == 0
 
 
 @pytest.mark.parametrize("arm", bench_train.ARMS)

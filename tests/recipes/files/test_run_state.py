@@ -12,6 +12,7 @@ import pytest
 from datasets import Dataset
 
 from qerl_recipes.files import run_state
+from qerl_recipes.files.adapter import AdapterFolder
 from qerl_recipes.files.run_state import CheckpointMismatch, State
 
 STATE = State("org/base", "0" * 64, "qerl_nvfp4", False, 1, 2, "rows", 3, 3, 0, 3, recipe={"beta": 0.0}, processes=2)
@@ -39,6 +40,22 @@ def test_a_checkpoint_with_a_file_of_another_size_is_none(
     with pytest.raises(CheckpointMismatch, match=f"{file} {said} bytes"):
         run_state.starting_point(tmp_path / "another", str(folder))
     assert run_state.whole_checkpoints(tmp_path) == []
+
+
+def test_a_state_under_former_names_continues(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    folder, recipe = checkpoint(tmp_path, 2), {"skip_silent_rows": True, "checkpointed_layers": 3}
+    file = folder / "qerl_state.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "recipe": recipe}))
+    state = run_state.read_state(folder)
+    assert (
+        state.recipe
+        == AdapterFolder(folder, {}, {"recipe": recipe}).recipe
+        == {"skip_zero_advantage": True, "recompute_layers": 3}
+    )
+    run_state.check_recipe(state, {"skip_zero_advantage": True, "recompute_layers": 5}, folder)
+    with pytest.raises(CheckpointMismatch, match="skip_zero_advantage was true and is false"):
+        run_state.check_recipe(state, {"skip_zero_advantage": False, "recompute_layers": 3}, folder)
+    assert not recwarn
 
 
 @pytest.mark.parametrize("content", ["[]", "null", '{"step": 1}', "{", '"x"'])

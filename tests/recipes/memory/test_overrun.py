@@ -49,7 +49,7 @@ def in_rollout(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             in_training,
             (
                 "more unless another program holds memory: activations 23.",  # all are kept, for they fit
-                "checkpointed_layers: 28 (activations, 23.",
+                "recompute_layers: 28 (activations, 23.",
                 "pack_tokens: 2560 (at work,",
             ),
         ),

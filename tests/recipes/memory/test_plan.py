@@ -30,8 +30,8 @@ HOPPER, NO_HOPPER = Gpu(80 * GB, is_hopper=True), Gpu(80 * GB, is_hopper=False)
 def plan(path: Path, *flags: str, gpu: Gpu = HOPPER) -> Plan:
     """With all blocks recomputed where no flag says how many."""
     settings = parse(["--config", str(path), *CPU, *flags])
-    if "--checkpointed_layers" not in flags:
-        settings[1].checkpointed_layers = None
+    if "--recompute_layers" not in flags:
+        settings[1].recompute_layers = None
     return make(*settings, gpu=gpu)
 
 
@@ -286,28 +286,28 @@ def test_a_cache_of_a_given_size_is_planned_and_asked_for_as_it_is(
 
 
 def test_blocks_that_are_not_checkpointed_keep_all_that_they_compute() -> None:
-    planned = [plan(NVFP4_32B, "--checkpointed_layers", str(layers)) for layers in (64, 32, 0)]
+    planned = [plan(NVFP4_32B, "--recompute_layers", str(layers)) for layers in (64, 32, 0)]
     kept = [part(p, "activations").training for p in planned]
     assert kept[0] == part(plan(NVFP4_32B), "activations").training
     assert kept[1] == pytest.approx((kept[0] + kept[2]) / 2)
     assert kept[2] == part(plan(NVFP4_32B, "--gradient_checkpointing", "false"), "activations").training
-    assert "checkpointed_layers: 64" in part(planned[1], "activations").knobs
+    assert "recompute_layers: 64" in part(planned[1], "activations").knobs
 
 
 @pytest.mark.parametrize("gigabytes", [60, 80, 100, 200])
 def test_as_few_blocks_are_checkpointed_as_leave_a_little_of_the_gpu(gigabytes: int) -> None:
     gpu = Gpu(gigabytes * GB, is_hopper=True)
     flags = ["--vllm_gpu_memory_utilization", "0.5", "--vllm_enable_sleep_mode", "true"]
-    chosen = plan(NVFP4_32B, *flags, "--checkpointed_layers", "-1", gpu=gpu)
-    exactly = plan(NVFP4_32B, *flags, "--checkpointed_layers", str(chosen.checkpointed), gpu=gpu)
+    chosen = plan(NVFP4_32B, *flags, "--recompute_layers", "-1", gpu=gpu)
+    exactly = plan(NVFP4_32B, *flags, "--recompute_layers", str(chosen.checkpointed), gpu=gpu)
     assert chosen == exactly and chosen.peak <= 0.97 * gpu.memory
     if chosen.checkpointed:
-        fewer = plan(NVFP4_32B, *flags, "--checkpointed_layers", str(chosen.checkpointed - 1), gpu=gpu)
+        fewer = plan(NVFP4_32B, *flags, "--recompute_layers", str(chosen.checkpointed - 1), gpu=gpu)
         assert fewer.peak > 0.97 * gpu.memory
 
 
 def test_all_blocks_are_checkpointed_where_nothing_fits_and_where_nothing_is_said() -> None:
-    small = plan(NVFP4_32B, "--checkpointed_layers", "-1", gpu=Gpu(20 * GB, is_hopper=True))
+    small = plan(NVFP4_32B, "--recompute_layers", "-1", gpu=Gpu(20 * GB, is_hopper=True))
     assert small.checkpointed == 64 and not small.fits
     assert plan(NVFP4_32B).checkpointed == 64  # make() for settings that were not parsed
     assert plan(NVFP4_32B, "--gradient_checkpointing", "false").checkpointed == 0
@@ -315,27 +315,27 @@ def test_all_blocks_are_checkpointed_where_nothing_fits_and_where_nothing_is_sai
 
 def test_a_recipe_recomputes_as_few_blocks_as_fit_if_it_says_nothing() -> None:
     as_few = parse(["--config", str(NVFP4_32B), *CPU])
-    assert as_few[1].checkpointed_layers == -1
+    assert as_few[1].recompute_layers == -1
     large = Gpu(200 * GB, is_hopper=True)
     small = Gpu(64 * GB, is_hopper=True)
     assert make(*as_few, gpu=small).checkpointed > make(*as_few, gpu=large).checkpointed == 0
     without = parse(["--config", str(NVFP4_32B), *CPU, "--gradient_checkpointing", "false"])
-    assert without[1].checkpointed_layers is None
+    assert without[1].recompute_layers is None
 
 
 def test_a_limit_below_the_gpus_memory_decides_how_much_is_kept() -> None:
-    script, training, model = parse(["--config", str(NVFP4_32B), *CPU, "--checkpointed_layers", "-1"])
+    script, training, model = parse(["--config", str(NVFP4_32B), *CPU, "--recompute_layers", "-1"])
     limits = (60 * GB, 70 * GB, 80 * GB)
     plans = [make(script, training, model, gpu=HOPPER, limit=limit) for limit in limits]
     assert [p.peak <= 0.97 * limit for p, limit in zip(plans, limits, strict=True)] == [True] * 3
     assert plans[0].checkpointed > plans[1].checkpointed > plans[2].checkpointed
 
 
-def test_checkpointed_layers_without_checkpointing_is_refused() -> None:
+def test_recompute_layers_without_checkpointing_is_refused() -> None:
     with pytest.raises(ValueError, match="has no effect with gradient_checkpointing: false"):
-        plan(NVFP4_32B, "--checkpointed_layers", "3", "--gradient_checkpointing", "false")
-    with pytest.raises(ValueError, match="checkpointed_layers is 65, and this model has 64 blocks"):
-        plan(NVFP4_32B, "--checkpointed_layers", "65")
+        plan(NVFP4_32B, "--recompute_layers", "3", "--gradient_checkpointing", "false")
+    with pytest.raises(ValueError, match="recompute_layers is 65, and this model has 64 blocks"):
+        plan(NVFP4_32B, "--recompute_layers", "65")
 
 
 def test_the_plan_names_the_type_of_embedding_and_head() -> None:
@@ -356,7 +356,7 @@ def test_a_plan_is_what_a_run_took(file: Path) -> None:
     gpu = Gpu(143_771 * 2**20, is_hopper=True)  # an H200, as the driver tells
     assert result["gpu"] == "NVIDIA H200"
     for arm, found in result["arms"].items():
-        recipe = {"checkpointed_layers": config["num_hidden_layers"], **found["recipe"], "output_dir": "unused"}
+        recipe = {"recompute_layers": config["num_hidden_layers"], **found["recipe"], "output_dir": "unused"}
         given = {**recipe, "use_cpu": True, "bf16": False}
         planned = make(*parse(flags(given)), gpu=gpu, config=config)
         measured = result["summary"][arm]["peak_gb"]["process"] * GB

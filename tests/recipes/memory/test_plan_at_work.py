@@ -19,8 +19,8 @@ HOPPER, NO_HOPPER = Gpu(80 * GB, is_hopper=True), Gpu(80 * GB, is_hopper=False)
 def plan(*flags: str, gpu: Gpu = HOPPER) -> Plan:
     """With all blocks recomputed where no flag says how many."""
     settings = parse(["--config", str(RECIPE), "--use_cpu", "true", "--bf16", "false", *flags])
-    if "--checkpointed_layers" not in flags:
-        settings[1].checkpointed_layers = None
+    if "--recompute_layers" not in flags:
+        settings[1].recompute_layers = None
     return make(*settings, gpu=gpu)
 
 
@@ -60,7 +60,7 @@ def test_a_sequence_is_planned_as_long_as_prompt_and_completion_may_be(flags: li
         ([], NO_HOPPER, {"checkpointing": True, "expands": True, "rearranges": True}),
         (["--share_weights", "false"], NO_HOPPER, {"checkpointing": True, "expands": True, "rearranges": False}),
         (["--quantization", "bf16"], HOPPER, {"checkpointing": True, "expands": False, "rearranges": False}),
-        (["--checkpointed_layers", "0"], HOPPER, {"checkpointing": False, "expands": True, "rearranges": False}),
+        (["--recompute_layers", "0"], HOPPER, {"checkpointing": False, "expands": True, "rearranges": False}),
     ],
 )
 def test_what_is_at_work_follows_from_the_arm_the_layout_and_who_holds_the_weights(

@@ -107,10 +107,10 @@ def test_a_run_starts_with_its_plan_in_one_line(
 
 
 def test_the_plan_settles_how_many_blocks_are_recomputed(reads_nothing: None) -> None:
-    flags = ["--checkpointed_layers", "-1", "--vllm_enable_sleep_mode", "false", "--optim", "adamw_torch"]
+    flags = ["--recompute_layers", "-1", "--vllm_enable_sleep_mode", "false", "--optim", "adamw_torch"]
     settings = parse(["--config", str(NVFP4_32B), *CPU, *flags])
     assert preflight.check(*settings).plan is None
-    assert settings[1].checkpointed_layers is None, "a CPU has no plan, and all blocks are the default"
-    settings[1].checkpointed_layers = -1
+    assert settings[1].recompute_layers is None, "a CPU has no plan, and all blocks are the default"
+    settings[1].recompute_layers = -1
     planned = preflight.check(*settings, HOPPER).plan
-    assert planned is not None and settings[1].checkpointed_layers == planned.checkpointed < 64
+    assert planned is not None and settings[1].recompute_layers == planned.checkpointed < 64

@@ -36,7 +36,7 @@ REFUSED = [
         "--loss_type vespo --vllm_importance_sampling_mode sequence_mask",
         "loss_type: vespo weighs tokens, not sequences: vllm_importance_sampling_mode cannot be sequence_mask",
     ),
-    ("--skip_silent_rows true --beta 0.5", "skip_silent_rows: true cannot go with beta: 0.5, which needs every"),
+    ("--skip_zero_advantage true --beta 0.5", "skip_zero_advantage: true cannot go with beta: 0.5, which needs every"),
     (
         '--mask_truncated_completions true --generation_kwargs {"stop":["</answer>"]}',
         "generation_kwargs: stop ends it so, which would mask them all",
@@ -134,7 +134,7 @@ def test_keys_that_cannot_run_are_refused_by_name(flags, message):
         "--dtype float16",  # on a CPU; elsewhere bf16 is TRL's default
         "--dtype float16 --fp16 true",
         "--lora_r 512",
-        "--skip_silent_rows true",
+        "--skip_zero_advantage true",
         "--save_steps 0.5",
         "--eval_on_start true --eval_strategy epoch",
         "--do_eval true --eval_strategy steps --eval_steps 2",

@@ -263,7 +263,7 @@ def test_skipped_rows_change_neither_loss_nor_adapter(settings, make_trainer, ma
     runs = {}
     for skip in (False, None):
         output = tmp_path / str(skip)
-        trainer, _, weights = run(make_trainer, make_nvfp4("qwen2"), output, skip_silent_rows=skip, **settings)
+        trainer, _, weights = run(make_trainer, make_nvfp4("qwen2"), output, skip_zero_advantage=skip, **settings)
         runs[skip] = read_metrics(trainer), weights
     left_out = [step.pop("frac_zero_advantage") for step in runs[None][0]]
     assert all("frac_zero_advantage" not in step for step in runs[False][0])
@@ -414,8 +414,8 @@ REASONS = {
 
 @pytest.mark.parametrize("key", REASONS)
 def test_skipping_where_every_row_counts_is_refused(key, write_recipe):
-    with pytest.raises(ConfigError, match=f"skip_silent_rows: true cannot go with {key}"):
-        check(*parse(["--config", write_recipe(skip_silent_rows=True, **{key: REASONS[key]})]))
+    with pytest.raises(ConfigError, match=f"skip_zero_advantage: true cannot go with {key}"):
+        check(*parse(["--config", write_recipe(skip_zero_advantage=True, **{key: REASONS[key]})]))
 
 
 def test_an_ordinary_recipe_has_no_reason_to_keep_them():

@@ -113,7 +113,7 @@ def test_blocks_that_keep_their_activations_change_nothing_else(
 ):
     """Two rollouts, for TRL turns every block's checkpointing off and on again in each."""
     settings = {"gradient_checkpointing": True, "max_steps": 2}
-    trainer = make_trainer(make_nvfp4("qwen2"), checkpointed_layers=checkpointed, **settings)
+    trainer = make_trainer(make_nvfp4("qwen2"), recompute_layers=checkpointed, **settings)
     assert any("all blocks are recomputed" in str(w.message) for w in recwarn) == (checkpointed is None)
     calls = [[], []]
     for block, counted in zip(trainer.model.get_base_model().model.layers, calls, strict=True):
@@ -128,8 +128,8 @@ def test_blocks_that_keep_their_activations_change_nothing_else(
 
 
 def test_more_checkpointed_blocks_than_there_are_is_refused(make_trainer, make_nvfp4):
-    with pytest.raises(ValueError, match="checkpointed_layers is 3, and this model has 2"):
-        make_trainer(make_nvfp4("qwen2"), gradient_checkpointing=True, checkpointed_layers=3)
+    with pytest.raises(ValueError, match="recompute_layers is 3, and this model has 2"):
+        make_trainer(make_nvfp4("qwen2"), gradient_checkpointing=True, recompute_layers=3)
 
 
 def test_negative_control_without_the_swap_the_mismatch_explodes(make_trainer, make_nvfp4, read_metrics):
