@@ -1,4 +1,4 @@
-"""Let other packages add rewards, data sets, noise schedules and rollout engines to QeRL.
+"""Offer rewards, data sets, noise schedules and rollout engines by name: QeRL's own, and those of other packages.
 
 A plugin is a module (or object) with functions of these names, marked ``@qerl_recipes.hooks.implementation``, and a
 setuptools entry point in the group ``qerl``:
@@ -11,7 +11,8 @@ an error, so that installing a package never changes what a recipe means.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -22,19 +23,17 @@ from qerl_recipes.rollout.interface import Snapshot as Snapshot
 from qerl_recipes.rollout.interface import StartEngine
 from qerl_recipes.tasks.answers import answer_block as answer_block  # for rewards; both need nothing but the
 from qerl_recipes.tasks.answers import text_of as text_of  # standard library, and TRL is not imported here
+from qerl_recipes.tasks.interface import DatasetLoader as DatasetLoader
+from qerl_recipes.tasks.interface import Reward as Reward
+from qerl_recipes.tasks.interface import RewardFactory as RewardFactory
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-
-    from qerl_recipes.recipe.configs import GRPOConfig, ScriptArguments
+    from qerl_recipes.recipe.configs import GRPOConfig
 
 PROJECT = "qerl"
 specification = pluggy.HookspecMarker(PROJECT)
 implementation = pluggy.HookimplMarker(PROJECT)
 
-Reward = Callable[..., Sequence[float | None]]
-RewardFactory = Callable[["ScriptArguments"], Reward]
-DatasetLoader = Callable[["ScriptArguments"], "tuple[Dataset, Dataset | None]"]
 NoiseSchedule = Callable[[int, int, float, float, int], float]
 
 
@@ -75,16 +74,52 @@ class Specifications:
         """
 
 
+# QeRL's own plugin. Each function imports its modules on use, so that registering it stays cheap.
+@implementation
+def qerl_rewards() -> Mapping[str, RewardFactory]:
+    from qerl_recipes.tasks.rewards import FACTORIES
+
+    return FACTORIES
+
+
+@implementation
+def qerl_datasets() -> Mapping[str, DatasetLoader]:
+    from qerl_recipes.tasks.sources import LOADERS
+
+    return LOADERS
+
+
+@implementation
+def qerl_noise_schedules() -> Mapping[str, NoiseSchedule]:
+    from qerl_vllm_plugin.noise import exponential_sigma
+
+    return {"exponential": exponential_sigma}
+
+
+@implementation
+def qerl_rollout_engines() -> Mapping[str, StartEngine]:
+    return {"vllm": _start_vllm}
+
+
+def _start_vllm(base: str, training: "GRPOConfig", **options: Any) -> RolloutEngine:
+    from qerl_recipes.recipe.configs import SERVER
+
+    if training.vllm_mode == SERVER:
+        from qerl_recipes.rollout.server import ServerRollouts
+
+        return ServerRollouts(base, training, **options)
+    from qerl_recipes.rollout.engine import VLLMRollouts
+
+    return VLLMRollouts(base, training, **options)
+
+
 @functools.cache
 def get_plugin_manager() -> pluggy.PluginManager:
     """Return the manager that holds QeRL's own plugin and every installed entry point of the group ``qerl``."""
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(Specifications)
+    manager.register(sys.modules[__name__], name="builtin")  # this module, also in a checkout that is not installed
     manager.load_setuptools_entrypoints(PROJECT)
-    if not any(name == "builtin" for name, _ in manager.list_name_plugin()):
-        from qerl_recipes.train import builtin  # run from a checkout that is not installed
-
-        manager.register(builtin, name="builtin")
     manager.check_pending()
     return manager
 

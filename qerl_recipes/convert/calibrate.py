@@ -15,7 +15,7 @@ from qerl_recipes.evaluate.run import EngineSettings, close, start
 from qerl_recipes.files.base_model import local_folder, read_config
 from qerl_recipes.files.json_files import numbered, read_lines
 from qerl_recipes.files.whole_folder import write_text
-from qerl_recipes.hooks import unknown_names
+from qerl_recipes.hooks import collect, unknown_names
 from qerl_recipes.model.families import most_positions
 from qerl_recipes.recipe import checks
 from qerl_recipes.recipe.configs import SERVER, GRPOConfig, ModelConfig, ScriptArguments, parse
@@ -67,7 +67,8 @@ def write_own_answers(
     if inspect_folder(folder, weight_only=True).scheme is not None:
         raise ValueError(f"{folder} has NVFP4 weights already; name the BF16 model as --model_name_or_path")
     tokenizer = prompts.tokenizer(folder, training)
-    rows, _ = prompts.load(script, tokenizer, training.chat_template_kwargs)
+    data = prompts.read(script, collect("qerl_datasets"))
+    rows, _ = prompts.load(script, tokenizer, data, training.chat_template_kwargs)
     if len(rows) < samples:
         raise ValueError(f"--samples is {samples}, and the recipe has {len(rows)} training problems; lower it")
     rows = rows.select(range(samples))

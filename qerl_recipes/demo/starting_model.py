@@ -20,7 +20,8 @@ from rich.progress import Progress
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from qerl_recipes.tasks import running_sum
-from qerl_recipes.tasks.running_sum import LONGEST_COMPLETION, THINK, VOCABULARY, Problem
+from qerl_recipes.tasks.generators import Problem
+from qerl_recipes.tasks.running_sum import LONGEST_COMPLETION, THINK, VOCABULARY
 
 BATCH = 64
 LEARNING_RATE = 3e-3
@@ -82,7 +83,7 @@ def draw_batch(rng: random.Random, share: float, held_out: set[str]) -> Batch:
         problem = running_sum.draw(rng)
         if problem.prompt in held_out:
             continue
-        response = problem.step_by_step if rng.random() < share else problem.terse
+        response = running_sum.step_by_step(problem) if rng.random() < share else running_sum.terse(problem)
         rows.append((encode(problem.prompt), [*encode(response), _TOKEN_ID["<eos>"]]))
     longest = max(len(prompt) + len(response) for prompt, response in rows)
     ids = torch.full((BATCH, longest), _TOKEN_ID["<pad>"])

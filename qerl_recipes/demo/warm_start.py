@@ -23,7 +23,7 @@ from qerl_recipes.files.base_model import local_folder
 from qerl_recipes.files.whole_folder import whole_folder
 from qerl_recipes.recipe.configs import ScriptArguments, parse
 from qerl_recipes.recipe.file import ConfigError
-from qerl_recipes.tasks import prompts, reasoning_gym_task
+from qerl_recipes.tasks import prompts, reasoning_gym
 
 STEPS, BATCH, LEARNING_RATE = 60, 8, 2e-4
 TASK = "chain_sum"  # the only task whose answers can be worked out here
@@ -55,8 +55,8 @@ def examples(script: ScriptArguments, count: int) -> Dataset:
     """
     if script.dataset_name != "reasoning_gym" or script.dataset_config != TASK:
         raise ConfigError(f"only {TASK} of reasoning_gym is worked out here; set dataset_config: {TASK}")
-    used = {prompt for part in reasoning_gym_task.load(script) for prompt in part["prompt"]}
-    task = reasoning_gym_task.problems(TASK, 4 * count, script.dataset_seed + SEED_DISTANCE, script.dataset_kwargs)
+    used = {prompt for part in reasoning_gym.load(script) for prompt in part["prompt"]}
+    task = reasoning_gym.problems(TASK, 4 * count, script.dataset_seed + SEED_DISTANCE, script.dataset_kwargs)
     fresh = [entry for entry in task if entry["question"] not in used][:count]
     if len(fresh) < count:
         raise ConfigError(f"the task has only {len(fresh)} problems besides the recipe's own, and {count} are wanted")

@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from qerl_recipes.hooks import collect
 from qerl_recipes.recipe.configs import parse
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.tasks.prompts import read
@@ -19,7 +20,7 @@ def lines(recipe: str | Path) -> str:
     Raises ConfigError for a recipe whose data hold out no problems with an answer.
     """
     script, _, _ = parse(["--config", str(recipe)])
-    _, held_out = read(script)
+    _, held_out = read(script, collect("qerl_datasets"))
     if held_out is None or "answer" not in held_out.column_names:
         raise ConfigError(f"{recipe}: its data hold no problems with an answer out; name a dataset_test_split")
     rows = zip(held_out["prompt"], held_out["answer"], strict=True)

@@ -14,18 +14,20 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from qerl_recipes.hooks import Reward, RewardFactory, find
 from qerl_recipes.recipe.configs import ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.keys import CODE_REWARDS
-from qerl_recipes.tasks import answers, reasoning_gym_task, running_sum
+from qerl_recipes.tasks import answers, reasoning_gym, running_sum
 from qerl_recipes.tasks.answers import Completion, is_exactly, text_of
+from qerl_recipes.tasks.interface import Reward, RewardFactory
+from qerl_recipes.tasks.sources import EXAMPLE
 
 if TYPE_CHECKING:
     import torch
+    from datasets import Dataset
 
 THINK_THEN_ANSWER = re.compile(r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$", re.DOTALL | re.MULTILINE)
 SOFT_THINK_THEN_ANSWER = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>", re.DOTALL)
@@ -38,6 +40,15 @@ LANGUAGES = ("python", "javascript", "r", "java", "bash", "cpp")
 PASSED_BY_TRL = {
     "prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"
 }  # fmt: skip
+
+# Types that a value may have. A float keeps its value, but not how it was written (3.0 or 3, 1e3 or 1000).
+LETTERS, VALUES = (str, int), (str, int, float)
+COMPARED = {
+    "exact_answer": ("answer", LETTERS),
+    "running_sum_correct": ("answer", LETTERS),
+    "last_number": ("answer", VALUES),
+    **dict.fromkeys(("accuracy", "cosine", "dapo_score", "length"), ("solution", VALUES)),
+}
 
 
 def format(completions: list[str], **columns: Any) -> list[float]:
@@ -89,17 +100,15 @@ def repetition_penalty(script: ScriptArguments) -> Reward:
     A completion of fewer than n words scores 0. N-grams are of words, not tokens, as in Open-R1. Raises ConfigError for
     a positive penalty or an n below 1. Source: appendix C.2 of arXiv 2502.03373.
     """
+    from trl.rewards import get_repetition_penalty_reward
+
     n, worst = script.repetition_n_grams, script.repetition_max_penalty
     if worst > 0 or n < 1:
         raise ConfigError(f"repetition_max_penalty must be <= 0 and repetition_n_grams >= 1, not {worst} and {n}")
+    penalty = get_repetition_penalty_reward(n, worst)
 
     def repetition_penalty(completions: list[Completion], **columns: Any) -> list[float]:
-        rewards = []
-        for completion in completions:
-            words = text_of(completion).lower().split()
-            grams = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
-            rewards.append(worst * (1 - len(set(grams)) / len(grams)) if grams else 0.0)
-        return rewards
+        return penalty(completion_ids=[text_of(completion).lower().split() for completion in completions])
 
     return repetition_penalty
 
@@ -247,33 +256,21 @@ FACTORIES: dict[str, RewardFactory] = {
     "repetition_penalty": repetition_penalty,
     "code_format": code_format,
     "soft_overlong_punishment": soft_overlong_punishment,
-    "reasoning_gym": _plain(reasoning_gym_task.scores, "reasoning_gym"),
-    **{name: _plain(reward) for name, reward in running_sum.REWARDS.items()},
+    "reasoning_gym": _plain(reasoning_gym.scores, "reasoning_gym"),
+    "running_sum_correct": _plain(running_sum.running_sum_correct),
+    "running_sum_format": _plain(running_sum.running_sum_format),
 }
 
 
-def resolve(names: Iterable[str], script: ScriptArguments) -> list[Reward]:
-    """Return the rewards of those names, in order.
+def resolve(name: str, script: ScriptArguments, factories: Mapping[str, RewardFactory]) -> Reward:
+    """Return the reward of that name.
 
-    A name is built in, from a plugin, or a dotted path (``my_package.my_reward``). Raises ConfigError (a ValueError)
-    for a name that nothing defines, and for settings that a reward refuses.
+    A name is one of ``factories`` (``hooks.collect("qerl_rewards")``) or a dotted path (``my_package.my_reward``).
+    Raises ConfigError (a ValueError) for a name that nothing defines, and for settings that a reward refuses.
     """
-    return [_resolve(name, script) for name in names]
-
-
-def _resolve(name: str, script: ScriptArguments) -> Reward:
-    if "." not in name:
-        try:
-            factory = find("qerl_rewards", name)
-        except ValueError as error:
-            if name in CODE_REWARDS:
-                raise ConfigError(
-                    f"reward_funcs: {name} is Open-R1's and runs programs in a sandbox; rewards that execute code are "
-                    "not built in: add yours with the qerl_rewards hook, or name its dotted path"
-                ) from error
-            raise ConfigError(f"reward_funcs: {error}; a function of your own goes by its dotted path") from error
-        reward = factory(script)
-    else:
+    if name in factories:
+        reward = factories[name](script)
+    elif "." in name:
         module, _, function = name.rpartition(".")
         try:
             reward = getattr(importlib.import_module(module), function)
@@ -281,6 +278,16 @@ def _resolve(name: str, script: ScriptArguments) -> Reward:
             raise ConfigError(
                 f"reward_funcs: {name} cannot be imported ({error}); its module must be on PYTHONPATH"
             ) from error
+    elif name in CODE_REWARDS:
+        raise ConfigError(
+            f"reward_funcs: {name} is Open-R1's and runs programs in a sandbox; rewards that execute code are not "
+            "built in: add yours with the qerl_rewards hook, or name its dotted path"
+        )
+    else:
+        raise ConfigError(
+            f"reward_funcs: {name!r} is not one of the rewards: {', '.join(sorted(factories))}; plugins can add to "
+            "them; a function of your own goes by its dotted path"
+        )
     if not callable(reward):
         raise ConfigError(f"reward_funcs: {name} is not a function but {reward!r}")
     return reward
@@ -314,4 +321,28 @@ def refuse_infinite(values: "torch.Tensor", names: Sequence[str], prompts: Calla
             f"the reward {names[column]} gave {float(values[row, column]):g} to {number} of {len(values)} completions, "
             f"the first of them of the prompt {prompt!r}; rewards must be finite and at most {LARGEST:g} in size. "
             "Return a finite number, or None where the reward does not apply"
+        )
+
+
+def answer_problems(reward: str, rows: "Dataset", split: str) -> Iterator[str]:
+    """Yield one line for each reason why the built-in ``reward`` cannot compare with the column it reads.
+
+    Other rewards are not checked, nor is a missing column. ``split`` is the name of the ``rows`` in the message.
+    """
+    column, kinds = COMPARED.get(reward, ("", ()))
+    if column not in rows.column_names:
+        return
+    values = rows[column][:]
+    if wrong := sorted({type(value).__name__ for value in values if value is not None and type(value) not in kinds}):
+        yield (
+            f"reward {reward} compares completions with the column {column}, which holds {', '.join(wrong)} in the "
+            f"{split} data; write each as a text in quotes ({EXAMPLE}). A text that looks like a date is read as one "
+            "from JSON; Parquet keeps it"
+        )
+    empty = [i for i, value in enumerate(values) if value is None or not str(value).strip()]
+    if empty:
+        yield (
+            f"reward {reward} compares completions with the column {column}, which is empty in {len(empty)} of the "
+            f"{len(values)} rows of the {split} data, the first of them row {empty[0] + 1}: no completion could be "
+            "right there; leave these problems out"
         )

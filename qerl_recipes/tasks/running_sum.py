@@ -11,17 +11,15 @@ reinforcement learning.
 
 import random
 import re
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import Any
 
-from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
+
+from qerl_recipes.tasks.generators import Generator, Problem
 
 TERMS = (4, 5, 6)
 LARGEST_DIGIT = 9
 HELD_OUT = 512
-HELD_OUT_SEED = 999
 LONGEST_COMPLETION = 56  # tokens; a step-by-step answer of six terms has at most 44, and <eos>
 
 THINK, END_THINK, ANSWER, END_ANSWER = "<think>", "</think>", "<answer>", "</answer>"
@@ -33,28 +31,18 @@ TOKEN = r"</?think>|</?answer>|[\s\S]"
 COMPLETION = re.compile(r"(?:<think>[^<]+</think>)?<answer>([0-9]{1,3})</answer>")
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Hold one sum.
+def terse(problem: Problem) -> str:
+    """Return the completion that gives the answer at once."""
+    return f"{ANSWER}{problem.answer}{END_ANSWER}"
 
-    ``prompt`` ends with "=". ``steps`` are the partial sums as text. ``answer`` is a decimal number.
-    """
 
-    prompt: str
-    steps: tuple[str, ...]
-    answer: str
-
-    @property
-    def terse(self) -> str:
-        return f"{ANSWER}{self.answer}{END_ANSWER}"
-
-    @property
-    def step_by_step(self) -> str:
-        return f"{THINK}{';'.join(self.steps)}{END_THINK}{self.terse}"
+def step_by_step(problem: Problem) -> str:
+    """Return the completion that writes the partial sums before the answer."""
+    return f"{THINK}{';'.join(problem.steps)}{END_THINK}{terse(problem)}"
 
 
 def draw(rng: random.Random) -> Problem:
-    """Draw one random problem; each call advances ``rng``."""
+    """Draw one random sum, whose prompt ends with "=" and whose steps are its partial sums; this advances ``rng``."""
     terms = rng.choice(TERMS)
     value = rng.randint(1, LARGEST_DIGIT)
     expression, steps = str(value), []
@@ -65,41 +53,11 @@ def draw(rng: random.Random) -> Problem:
         steps.append(f"{value}{'-' if minus else '+'}{digit}={result}")
         expression += f"{'-' if minus else '+'}{digit}"
         value = result
-    return Problem(expression + "=", tuple(steps), str(value))
+    return Problem(expression + "=", str(value), tuple(steps))
 
 
-def problems(count: int, seed: int, exclude: Collection[str] = ()) -> list[Problem]:
-    """Return ``count`` different problems, none with a prompt of ``exclude``.
-
-    The same seed always gives the same problems.
-    """
-    rng, seen = random.Random(seed), set(exclude)
-    drawn: list[Problem] = []
-    while len(drawn) < count:
-        problem = draw(rng)
-        if problem.prompt not in seen:
-            seen.add(problem.prompt)
-            drawn.append(problem)
-    return drawn
-
-
-def held_out(count: int = HELD_OUT) -> list[Problem]:
-    """Return the first ``count`` of the 512 problems that only evaluation uses, whatever the seed of a run.
-
-    Raises ValueError if ``count`` is not between 1 and 512.
-    """
-    if not 0 < count <= HELD_OUT:
-        raise ValueError(f"running_sum holds out {HELD_OUT} problems; ask for 1 to {HELD_OUT}, not {count}")
-    return problems(HELD_OUT, HELD_OUT_SEED)[:count]
-
-
-def training_set(count: int, seed: int) -> Dataset:
-    """Return ``count`` problems for reinforcement learning, with the columns ``prompt`` and ``answer``.
-
-    None is held out.
-    """
-    drawn = problems(count, 7000 + seed, exclude={problem.prompt for problem in held_out()})
-    return Dataset.from_dict({"prompt": [p.prompt for p in drawn], "answer": [p.answer for p in drawn]})
+GENERATOR = Generator("running_sum", draw, held_out_count=HELD_OUT)
+problems, held_out, training_set = GENERATOR.problems, GENERATOR.held_out, GENERATOR.training_set
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -133,9 +91,3 @@ def running_sum_correct(completions: list[str], answer: list[str], **columns: An
 def running_sum_format(completions: list[str], **columns: Any) -> list[float]:
     """Give 1 if the whole completion is one answer, with or without steps before it; else 0."""
     return [float(answer_of(c) is not None) for c in completions]
-
-
-REWARDS: dict[str, Callable[..., list[float]]] = {
-    "running_sum_correct": running_sum_correct,
-    "running_sum_format": running_sum_format,
-}

@@ -20,7 +20,7 @@ from trl import get_peft_config
 from qerl_recipes.files import base_model, run_state
 from qerl_recipes.files.adapter import CONFIG, AdapterFolder, open_adapter
 from qerl_recipes.files.run_state import CheckpointMismatch, Run, State, recorded
-from qerl_recipes.hooks import Reward, unknown_names
+from qerl_recipes.hooks import Reward, collect, unknown_names
 from qerl_recipes.machine.gpu import Gpu
 from qerl_recipes.machine.requirements import lacking
 from qerl_recipes.memory import plan as memory_plan
@@ -31,7 +31,7 @@ from qerl_recipes.recipe import checks
 from qerl_recipes.recipe.configs import AS_FEW_AS_FIT, GRPOConfig, ModelConfig, ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.recipe.keys import CANNOT_RUN
-from qerl_recipes.tasks import answer_columns, prompts, rewards
+from qerl_recipes.tasks import prompts, rewards
 from qerl_recipes.train.checkpoints import is_finished
 from qerl_recipes.train.dynamic_sampling import TOTAL
 from qerl_vllm_plugin.adapter.check import AdapterError, named_modules
@@ -159,7 +159,7 @@ def settle(checked: Checked, resume: tuple[Path, State] | None = None) -> Prefli
         if misfits := list(families.misfits(config, script, training, model)):
             raise ConfigError("\n".join(misfits))
     tokenizer = prompts.tokenizer(base, training, padding_side="left", truncation_side="left")
-    train, held_out = prompts.load(script, tokenizer, training.chat_template_kwargs, checked.rows)
+    train, held_out = prompts.load(script, tokenizer, checked.rows, training.chat_template_kwargs)
     base_name = base_model.written_name(name, model.model_revision, base)
     run = run_state.describe(training, base, train, base_name, None if start is None else start.sha256())
     recipe, adapter = recorded(script, training, model), get_peft_config(model)
@@ -272,7 +272,7 @@ def _resolve_rewards(script: ScriptArguments, training: GRPOConfig, problems: li
     functions: dict[str, Reward] = {}
     for name in names:
         try:
-            functions[name] = rewards.resolve([name], script)[0]
+            functions[name] = rewards.resolve(name, script, collect("qerl_rewards"))
         except ValueError as error:
             problems.append(str(error))
     own_names = [getattr(functions[name], "__name__", "") for name in names if name in functions]
@@ -294,7 +294,7 @@ def _read_rows(
 ) -> tuple[Dataset, Dataset | None] | None:
     """Return the training and held-out problems of a recipe; add to ``problems`` what is wrong with them."""
     try:
-        train, held_out = prompts.read(script)
+        train, held_out = prompts.read(script, collect("qerl_datasets"))
     except ConfigError as error:
         problems.append(str(error))
         return None
@@ -336,7 +336,7 @@ def _column_problems(split: str, rows: Dataset, functions: Mapping[str, Reward])
                 f"reward {name} reads the column {', '.join(missing)}, which the {split} data lack; they have "
                 f"{', '.join(sorted(columns))}. To rename one: {rename('OLD', missing[0])}"
             )
-        yield from answer_columns.misfits(name, rows, split)
+        yield from rewards.answer_problems(name, rows, split)
 
 
 def _plan(

@@ -38,7 +38,7 @@ def third_party(tmp_path, monkeypatch):
 
 
 def test_an_installed_plugin_adds_a_reward_that_recipes_can_name(third_party):
-    (reward,) = resolve(["shout"], ScriptArguments())
+    reward = resolve("shout", ScriptArguments(), collect("qerl_rewards"))
     assert reward(completions=["HO", "ho"], volume=[2.0, 2.0]) == [2.0, 0.0]
     assert required_columns(reward) == {"volume"}
 
@@ -56,7 +56,7 @@ def test_a_plugin_can_read_completions_without_importing_trl():
 
 def test_the_same_name_is_unknown_without_the_plugin():
     with pytest.raises(ConfigError, match="'shout' is not one of the rewards: accuracy, code_format"):
-        resolve(["shout"], ScriptArguments())
+        resolve("shout", ScriptArguments(), collect("qerl_rewards"))
 
 
 def manager_of(**plugins):

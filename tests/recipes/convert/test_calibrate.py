@@ -10,6 +10,7 @@ from qerl_recipes.convert import calibrate
 from qerl_recipes.convert.calibrate import LENGTH, SAMPLES, read, write_own_answers
 from qerl_recipes.recipe.configs import parse
 from qerl_recipes.tasks import prompts, running_sum
+from qerl_recipes.tasks.sources import LOADERS
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}{{ mark }}{% endif %}"
 
@@ -42,7 +43,8 @@ def test_each_line_is_a_training_problem_and_what_bf16_answers(written, recipe, 
     script, training, _ = parse(recipe(**change))
     tokenizer = running_sum.tokenizer()
     tokenizer.chat_template = TEMPLATE
-    problems = prompts.load(script, tokenizer, training.chat_template_kwargs)[0][:6]["prompt"]
+    rows = prompts.read(script, LOADERS)
+    problems = prompts.load(script, tokenizer, rows, training.chat_template_kwargs)[0][:6]["prompt"]
     model = AutoModelForCausalLM.from_pretrained(make_bf16("qwen2"), dtype=torch.float32)
     for line, problem in zip(lines, problems, strict=True):
         asked = prompts.ids(problem, tokenizer, {"mark": "7"})

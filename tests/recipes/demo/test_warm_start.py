@@ -11,6 +11,7 @@ from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.tasks.answers import last_number
 from qerl_recipes.tasks.held_out import lines
 from qerl_recipes.tasks.prompts import read
+from qerl_recipes.tasks.sources import LOADERS
 
 FOLDER = Path(__file__).parents[3] / "recipes" / "SmolLM2-135M-Instruct"
 TASKS = sorted(path.stem.split("_")[0] for path in FOLDER.glob("grpo/*.yaml"))
@@ -33,7 +34,7 @@ def test_the_file_of_held_out_problems_is_the_recipes_and_none_is_trained_on(tas
     file = FOLDER / f"held_out_{task}.jsonl"
     assert file.read_text() == lines(recipe(task))
     script, _, _ = parse(["--config", str(recipe(task))])
-    train, held_out = read(script)
+    train, held_out = read(script, LOADERS)
     assert len(held_out) == len(set(held_out["prompt"])) == 1000 and len(train) > 3000
     assert not set(train["prompt"]) & set(held_out["prompt"])
 
@@ -49,7 +50,7 @@ def test_worked_examples_are_right_and_of_no_problem_that_is_trained_on_or_asked
     script, _, _ = parse(["--config", str(recipe("steps"))])
     data = examples(script, 64)
     asked = [messages[-1]["content"] for messages in data["prompt"]]
-    used = {prompt for part in read(script) for prompt in part["prompt"]}
+    used = {prompt for part in read(script, LOADERS) for prompt in part["prompt"]}
     assert len(asked) == 64 and not used & set(asked)
     assert all(messages[0] == {"role": "system", "content": script.system_prompt} for messages in data["prompt"])
     for question, (answer,) in zip(asked, data["completion"], strict=True):

@@ -85,7 +85,7 @@ def test_a_run_that_does_not_fit_is_refused(make_nvfp4: Any, tmp_path: Path, mon
 def reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recipes of models that are not here, and whose data the hub has, are planned without both."""
     rows = Dataset.from_dict({"prompt": ["1"] * 64, "answer": ["1"] * 64, "solution": ["1"] * 64})
-    monkeypatch.setattr(prompts, "read", lambda script: (rows, rows))
+    monkeypatch.setattr(prompts, "read", lambda script, loaders: (rows, rows))
 
 
 def test_a_run_starts_with_its_plan_in_one_line(

@@ -1,5 +1,6 @@
 """Expected numbers are worked out by hand from the definitions."""
 
+import re
 from decimal import Decimal
 
 import pytest
@@ -8,14 +9,15 @@ from qerl_recipes.recipe.configs import ScriptArguments
 from qerl_recipes.recipe.file import ConfigError
 from qerl_recipes.tasks import answers
 from qerl_recipes.tasks.answers import answer_in
-from qerl_recipes.tasks.reasoning_gym_task import load
-from qerl_recipes.tasks.rewards import FACTORIES, required_columns, resolve
+from qerl_recipes.tasks.prompts import read
+from qerl_recipes.tasks.reasoning_gym import load
+from qerl_recipes.tasks.rewards import FACTORIES, answer_problems, required_columns, resolve
 
 WELL_FORMED = "<think>\nwork\n</think>\n<answer>\n4\n</answer>"
 
 
 def reward(name, **settings):
-    return resolve([name], ScriptArguments(**settings))[0]
+    return resolve(name, ScriptArguments(**settings), FACTORIES)
 
 
 def chat(texts):
@@ -277,3 +279,27 @@ def test_a_dotted_path_names_a_function_of_one_s_own(tmp_path, monkeypatch):
     (tmp_path / "own_rewards.py").write_text("def half(completions, **columns):\n    return [0.5] * len(completions)\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert reward("own_rewards.half")(completions=["a", "b"]) == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("reward", "column", "values", "message"),
+    [
+        ("exact_answer", "answer", '"3" 4', None),
+        ("exact_answer", "answer", "3 4", None),
+        ("exact_answer", "answer", "3 3.5", "holds float"),  # 3 would be compared as 3.0
+        ("last_number", "answer", "3 3.5", None),
+        ("accuracy", "solution", "3 3.5", None),
+        ("exact_answer", "answer", "true false", "holds bool"),
+        ("exact_answer", "answer", '"2024-01-01" "2024-02-01"', "holds datetime"),
+        ("accuracy", "solution", '["1"] ["2"]', "holds list"),
+        ("cosine", "solution", '"1" null', "is empty in 1 of the 2 rows of the training data, the first of them row 2"),
+        ("last_number", "answer", '" " "1"', "empty in 1 of the 2 rows of the training data, the first of them row 1"),
+        ("format", "answer", "true null", None),  # reads no column
+    ],
+)  # fmt: skip
+def test_answers_that_a_reward_cannot_compare_with_are_named(reward, column, values, message, tmp_path):
+    rows = [f'{{"prompt": "p", "{column}": {value}}}\n' for value in re.findall(r'"[^"]*"|\[.*?\]|\S+', values)]
+    (tmp_path / "mine.jsonl").write_text("".join(rows))
+    train, _ = read(ScriptArguments(dataset_name=str(tmp_path / "mine.jsonl")), {})
+    lines = list(answer_problems(reward, train, "training"))
+    assert len(lines) == (message is not None) and (message or "") in "".join(lines)

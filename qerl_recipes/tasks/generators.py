@@ -1,0 +1,80 @@
+"""Draw problems from a seed; the data sets ``running_sum`` and ``pick_number`` are made in this way.
+
+A problem of ``pick_number`` asks for the largest or smallest of four different numbers below 100:
+
+    What is the smallest of these numbers: 12, 27, 55, 5?   ->   5
+
+A small instruct model, decoded greedily, answers in one short sentence. It is right a little more often than by chance
+(a quarter). There are 2 x 100 x 99 x 98 x 97 = 188 million problems, so that holding 1000 of them out hardly reduces
+those to train on.
+"""
+
+import random
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from datasets import Dataset
+
+SIZE = 4096  # training problems, unless a recipe sets dataset_size
+HELD_OUT_SEED, TRAINING_SEED = 999, 7000  # the latter is added to dataset_seed
+NUMBERS, LIMIT = 4, 100  # how many numbers pick_number names, all of them below LIMIT
+_CHOICES = {"largest": max, "smallest": min}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Hold a prompt and its answer, with the steps to it as texts."""
+
+    prompt: str
+    answer: str
+    steps: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Generator:
+    """Draw different problems; the same seed always gives the same ones.
+
+    ``draw`` makes one random problem. ``held_out_count`` problems are held out.
+    """
+
+    name: str
+    draw: Callable[[random.Random], Problem]
+    held_out_count: int
+
+    def problems(self, count: int, seed: int, exclude: Collection[str] = ()) -> list[Problem]:
+        """Return ``count`` problems with different prompts, none of them in ``exclude``."""
+        rng, used, drawn = random.Random(seed), set(exclude), list[Problem]()
+        while len(drawn) < count:
+            problem = self.draw(rng)
+            if problem.prompt not in used:
+                used.add(problem.prompt)
+                drawn.append(problem)
+        return drawn
+
+    def held_out(self, count: int | None = None) -> list[Problem]:
+        """Return the first ``count`` of the problems that only evaluation uses, whatever the seed of a run.
+
+        None returns all of them.
+        """
+        return self.problems(self.held_out_count, HELD_OUT_SEED)[:count]
+
+    def training_set(self, count: int, seed: int) -> Dataset:
+        """Return ``count`` problems to train on, with the columns ``prompt`` and ``answer``; none is held out."""
+        exclude = {problem.prompt for problem in self.held_out()}
+        return table(self.problems(count, TRAINING_SEED + seed, exclude))
+
+
+def table(problems: list[Problem]) -> Dataset:
+    """Return problems as a data set with the columns ``prompt`` and ``answer``."""
+    return Dataset.from_list([{"prompt": problem.prompt, "answer": problem.answer} for problem in problems])
+
+
+def draw_numbers(rng: random.Random) -> Problem:
+    """Draw a problem of ``pick_number``; each call advances ``rng``."""
+    choice = rng.choice(list(_CHOICES))
+    numbers = rng.sample(range(LIMIT), NUMBERS)
+    prompt = f"What is the {choice} of these numbers: {', '.join(map(str, numbers))}?"
+    return Problem(prompt, str(_CHOICES[choice](numbers)))
+
+
+PICK_NUMBER = Generator("pick_number", draw_numbers, held_out_count=1000)

@@ -1,0 +1,362 @@
+"""Load problems from local files, from the hub, from a mixture of both, or by a name that recipes know."""
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pandas
+from datasets import (
+    Dataset,
+    DatasetDict,
+    Features,
+    ReadInstruction,
+    Value,
+    concatenate_datasets,
+    load_dataset,
+    load_dataset_builder,
+    load_from_disk,
+)
+from datasets.packaged_modules.csv.csv import Csv
+from pandas.errors import EmptyDataError
+
+from qerl_recipes.files.json_files import numbered
+from qerl_recipes.recipe.configs import ScriptArguments
+from qerl_recipes.recipe.file import ConfigError
+from qerl_recipes.tasks import reasoning_gym, running_sum
+from qerl_recipes.tasks.generators import PICK_NUMBER, SIZE, Generator, table
+from qerl_recipes.tasks.interface import DatasetLoader
+
+READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+EXAMPLE = '{"prompt": "1+2=", "answer": "3"}'  # a problem of a JSON-lines file, for messages
+SPLIT_KEYS = ("dataset_train_split", "dataset_test_split")
+
+Splits = tuple[Dataset, Dataset | None]  # the training problems, and the held-out ones
+
+
+def read_splits(name: str, config: str | None) -> DatasetDict:
+    """Return the splits of a file, a folder or a hub id.
+
+    A file has the split ``train``. ``config`` is the configuration of a folder or hub id. Local CSV files are read as
+    texts, letter for letter. Raises ConfigError if nothing can be read.
+    """
+    path = Path(name).expanduser()
+    try:
+        if path.is_file():
+            if path.suffix not in READERS:
+                raise ConfigError(f"dataset_name {name}: cannot read {path.suffix} files, only {', '.join(READERS)}")
+            if config is not None:
+                warnings.warn(f"dataset_config: {config} has no effect on the file {name}", stacklevel=2)
+            if READERS[path.suffix] == "json" and (flaw := _encoding_flaw(path)) is not None:
+                raise ConfigError(f"dataset_name {flaw}")  # otherwise it would be found only when the row is used
+            return _load(READERS[path.suffix], data_files={"train": str(path)})
+        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+            saved = load_from_disk(str(path))
+            return saved if isinstance(saved, DatasetDict) else DatasetDict(train=saved)
+        if path.is_dir():
+            return _load(str(path), name=config)
+        if path.suffix in READERS and not path.exists():
+            raise ConfigError(f"dataset_name {name}: there is no such file")
+        return load_dataset(name, name=config)
+    except ConfigError:
+        raise
+    except Exception as error:  # datasets raises a dozen kinds of error if it cannot read
+        if path.exists():
+            raise ConfigError(f"dataset_name {_flaw(path) or _reason(path, error)}") from error
+        raise ConfigError(
+            f"dataset_name {name} is neither a readable file or folder here nor one that the hub gives out "
+            f"({type(error).__name__}: {error}); offline, use reasoning_gym, pick_number or a local JSONL file"
+        ) from error
+
+
+def _encoding_flaw(file: Path) -> str | None:
+    """Name the first line of a file that is not UTF-8, and the way out; return None if all lines are."""
+    try:
+        file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        return f"{file}, line {line} is not UTF-8; save the file as UTF-8"
+    return None
+
+
+def _flaw(path: Path) -> str | None:
+    """Name the first flaw in a JSON file, or in those of a folder, that no reader accepts; None if there is none.
+
+    The text names the file, the line and the way out.
+    """
+    files = [path] if path.is_file() else sorted(path.rglob("*"))
+    for file in (file for file in files if file.is_file() and READERS.get(file.suffix) == "json"):
+        if (flaw := _encoding_flaw(file)) is not None:
+            return flaw
+        lines = list(numbered(file))
+        if not lines:
+            return f"{file} is empty; write a JSON object for each problem, or remove the file"
+        if lines[0][1].lstrip().startswith("[") and file.suffix == ".json":
+            lines = [(1, file.read_text(encoding="utf-8-sig"))]  # one list holds all problems
+        for number, line in lines:
+            try:
+                value = json.loads(line)
+            except json.JSONDecodeError as error:
+                position = f"line {number + error.lineno - 1}"
+                return f"{file}, {position} is no JSON ({error.msg}, column {error.colno}); mend the line or remove it"
+            if not all(isinstance(row, dict) for row in (value if isinstance(value, list) else [value])):
+                return f"{file}, line {number} is no JSON object; each problem is one, such as {EXAMPLE}"
+    return None
+
+
+def _reason(path: Path, error: BaseException) -> str:
+    """Say why ``datasets`` cannot read an existing path.
+
+    The text is that of the first cause, which names row or column.
+    """
+    while error.__cause__ is not None:
+        error = error.__cause__
+    nothing = isinstance(error, StopIteration | EmptyDataError) or "corresponds to no data" in str(error)
+    if nothing or (path.is_file() and not path.stat().st_size):
+        return f"{path}, or one of its splits, holds no problems; write some, or remove the file"
+    return f"{path} cannot be read ({type(error).__name__}: {str(error).strip()}); mend the file, or name another"
+
+
+def _load(place: str, **options: Any) -> DatasetDict:
+    """Return ``datasets.load_dataset`` of a local file or folder, with CSV files read as text.
+
+    007 is then not read as 7, nor NA as a missing answer. A folder's README may define the columns; then it decides.
+    Raises ConfigError if CSV files have different columns: those that the first file lacks would be lost.
+    """
+    with TemporaryDirectory() as cache:  # the usual cache may hold columns from an earlier reading
+        builder = load_dataset_builder(place, cache_dir=cache, **options)
+    if not isinstance(builder, Csv) or builder.info.features is not None:
+        return load_dataset(place, **options)
+    header = {**builder.config.pd_read_csv_kwargs, "nrows": 0, "chunksize": None}
+    files = [file for split_files in builder.config.data_files.values() for file in split_files]
+    columns = [list(pandas.read_csv(file, **header).columns) for file in files]
+    for file, names in zip(files, columns, strict=True):
+        if set(names) != set(columns[0]):
+            raise ConfigError(
+                f"{file} has the columns {', '.join(names)}, and {files[0]} has {', '.join(columns[0])}; give all CSV "
+                "files of a folder the same"
+            )
+    texts = Features({name: Value("string") for name in columns[0]})
+    return load_dataset(place, **options, features=texts, keep_default_na=False, na_values=[""])
+
+
+def from_files(script: ScriptArguments, name: str, config: str | None) -> Splits:
+    """Return the training and held-out splits of a local file, a local folder or a hub id.
+
+    The splits are ``dataset_train_split`` and ``dataset_test_split``; each may be a slice, such as ``train[:90%]``. A
+    single file is the split ``train``. The second result is None if there is no such test split. It is also None if the
+    default test split shares rows with the training split.
+
+    Raises ConfigError if nothing can be read, if the training split does not exist, and if a ``dataset_test_split``
+    that was chosen overlaps with it.
+    """
+    splits = read_splits(name, config)
+    train = _rows(splits, "dataset_train_split", script.dataset_train_split)
+    if train is None:
+        raise ConfigError(
+            f"dataset_name {name} has no split {script.dataset_train_split!r} but {', '.join(sorted(splits))}; "
+            "set dataset_train_split"
+        )
+    held_out = _rows(splits, "dataset_test_split", script.dataset_test_split)
+    if held_out is None:
+        return _select(splits, train), None
+    if common := sum(len(set(rows) & set(held_out.get(split, ()))) for split, rows in train.items()):
+        if script.dataset_test_split == ScriptArguments.dataset_test_split:  # the default, which nobody asked for
+            return _select(splits, train), None
+        raise ConfigError(
+            f"dataset_test_split {script.dataset_test_split} and dataset_train_split {script.dataset_train_split} have "
+            f"{common} problems in common; name parts that do not overlap, such as train[:90%] and train[90%:]"
+        )
+    return _select(splits, train), _select(splits, held_out)
+
+
+def _rows(splits: DatasetDict, key: str, spec: str) -> dict[str, range] | None:
+    """Return the rows that a split such as ``train`` or ``train[:80%]`` names, by the split they are in.
+
+    Returns None if there is no such split.
+    """
+    if spec in splits:
+        return {spec: range(len(splits[spec]))}
+    if {part.partition("[")[0].strip() for part in spec.split("+")} - set(splits):
+        return None
+    try:
+        absolute = ReadInstruction.from_spec(spec).to_absolute({name: len(data) for name, data in splits.items()})
+    except (ValueError, AssertionError) as error:
+        raise ConfigError(f"{key} cannot be {spec!r}: {error}; write it as train[:90%] or train[100:200]") from error
+    ranges = {part.splitname: range(part.from_ or 0, part.to) for part in absolute}
+    if len(ranges) < len(absolute):
+        raise ConfigError(f"{key} cannot be {spec!r}: it takes two parts of one split; name one part")
+    return ranges
+
+
+def _select(splits: DatasetDict, rows: dict[str, range]) -> Dataset:
+    whole = all(len(part) == len(splits[name]) for name, part in rows.items())
+    parts = [splits[name] if whole else splits[name].select(part) for name, part in rows.items()]
+    return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
+
+
+def map_splits(splits: Splits, convert: Callable[[Dataset], Dataset]) -> Splits:
+    """Return ``convert`` of the training problems and of those held out."""
+    train, held_out = splits
+    return convert(train), None if held_out is None else convert(held_out)
+
+
+def refuse_unread(script: ScriptArguments, source: str, *keys: str) -> None:
+    """Raise ConfigError if one of ``keys`` is set, because ``source`` does not read it."""
+    defaults = ScriptArguments()
+    if unread := [key for key in keys if getattr(script, key) != getattr(defaults, key)]:
+        raise ConfigError(f"{source} does not read {', '.join(unread)}; remove the key")
+
+
+def rename(data: Dataset, names: dict[str, str], source: str, way_out: str = "") -> Dataset:
+    """Return ``data`` with renamed columns.
+
+    An existing column that has a new name is dropped. Raises ConfigError for a missing column.
+    """
+    missing = sorted(set(names) - set(data.column_names))
+    if missing:
+        has = f"{source} has no column {', '.join(missing)}; it has {', '.join(data.column_names)}"
+        raise ConfigError(f"{has}; {way_out}" if way_out else has)
+    moved = {old: new for old, new in names.items() if old != new}
+    shadowed = [new for new in moved.values() if new in data.column_names and new not in moved]
+    return data.remove_columns(shadowed).rename_columns(moved)
+
+
+def options(script: ScriptArguments, allowed: set[str]) -> dict[str, Any]:
+    """Return ``dataset_kwargs``; raise ConfigError for an option that is not ``allowed``."""
+    kwargs = dict(script.dataset_kwargs or {})  # type: ignore[arg-type]
+    if unknown := sorted(set(kwargs) - allowed):
+        raise ConfigError(
+            f"dataset_kwargs: {script.dataset_name} knows no {', '.join(unknown)}; it knows "
+            f"{', '.join(sorted(allowed)) or 'no options'}"
+        )
+    return kwargs
+
+
+def from_name(script: ScriptArguments) -> Splits:
+    """Load a local file, a local folder or a hub id.
+
+    ``dataset_kwargs.columns`` renames columns, {old: new}.
+    """
+    names, source = options(script, {"columns"}).get("columns", {}), str(script.dataset_name)
+    splits = from_files(script, source, script.dataset_config)
+    return map_splits(splits, lambda data: rename(data, names, source))
+
+
+def mixture(script: ScriptArguments) -> Splits:
+    """Load Open-R1's ``dataset_mixture``: parts of several data sets with the same columns, shuffled by its seed.
+
+    Its form is ``{datasets: [{id, config, split, columns, weight}], seed, test_split_size}``. ``weight`` is the share
+    of a part to take.
+    """
+    settings = dict(script.dataset_mixture or {})  # type: ignore[arg-type]
+    source = "dataset_mixture (its parts have a config and a split each, and test_split_size)"
+    refuse_unread(script, source, "dataset_kwargs", "dataset_config", *SPLIT_KEYS)
+    seed, parts = settings.get("seed", 0), settings.get("datasets")
+    if unknown := sorted(set(settings) - {"datasets", "seed", "test_split_size"}):
+        raise ConfigError(f"dataset_mixture: unknown {', '.join(unknown)}; it has datasets, seed and test_split_size")
+    if not isinstance(parts, list) or not parts:
+        raise ConfigError("dataset_mixture: datasets must list at least one data set with an id")
+    samples = []
+    for part in parts:
+        if not isinstance(part, dict) or "id" not in part or set(part) - {"id", "config", "split", "columns", "weight"}:
+            raise ConfigError(f"dataset_mixture: a part has id, config, split, columns and weight, not {part!r}")
+        splits = read_splits(part["id"], part.get("config"))
+        split = part.get("split", "train")
+        if split not in splits:
+            raise ConfigError(f"dataset_mixture: {part['id']} has no split {split!r} but {', '.join(sorted(splits))}")
+        data = splits[split]
+        if columns := part.get("columns"):
+            rename(data, {column: column for column in columns}, part["id"])  # raises for a missing one
+            data = data.select_columns(columns)
+        weight = part.get("weight", 1.0)
+        if not 0 < weight <= 1:
+            raise ConfigError(f"dataset_mixture: weight is the share of {part['id']} to take, not {weight}")
+        samples.append(data.shuffle(seed=seed).select(range(int(len(data) * weight))) if weight < 1 else data)
+    if any(set(data.column_names) != set(samples[0].column_names) for data in samples):
+        raise ConfigError("dataset_mixture: the parts have different columns; cut them with columns: [...]")
+    shuffled = concatenate_datasets(samples).shuffle(seed=seed)
+    if (size := settings.get("test_split_size")) is None:
+        return shuffled, None
+    halves = shuffled.train_test_split(test_size=size, seed=seed)
+    return halves["train"], halves["test"]
+
+
+def _known(
+    hub_id: str, config: str | None, questions: tuple[str, ...], to_row: Callable[[dict[str, Any]], dict[str, str]]
+) -> DatasetLoader:
+    """Return a loader for a data set with a known schema.
+
+    It reads the data set of the hub, or a file with the same columns at ``dataset_kwargs.path``.
+    """
+
+    def load(script: ScriptArguments) -> Splits:
+        path = options(script, {"path"}).get("path")
+        splits = from_files(script, path or hub_id, script.dataset_config or (None if path else config))
+        return map_splits(splits, lambda data: convert(data, path or hub_id))
+
+    def convert(data: Dataset, source: str) -> Dataset:
+        question = next((name for name in questions if name in data.column_names), None)
+        if question is None or not {"answer", "solution", "reward_model"} & set(data.column_names):
+            raise ConfigError(
+                f"{source} has the columns {', '.join(data.column_names)}; this data set has {' or '.join(questions)} "
+                "and answer, solution or reward_model. For another schema give the file itself as dataset_name"
+            )
+        rows = data.map(to_row, remove_columns=[n for n in ("answer", "solution") if n in data.column_names])
+        return rename(rows, {question: "prompt"}, source)
+
+    return load
+
+
+def _final_number(row: dict[str, Any]) -> dict[str, str]:
+    """Convert a row of GSM8K: its answer follows ####, and loses its thousands separators."""
+    answer = str(row["answer"]).rpartition("####")[2].strip().replace(",", "")
+    return {"answer": answer, "solution": f"${answer}$"}
+
+
+def _closed_form(row: dict[str, Any]) -> dict[str, str]:
+    """Convert a row with a closed-form answer, from whichever column holds it.
+
+    The solution gets dollars around it unless it is marked as LaTeX: math-verify reads LaTeX between dollars.
+    """
+    candidates = row.get("answer"), row.get("solution"), (row.get("reward_model") or {}).get("ground_truth")
+    answer = next((text for candidate in candidates if candidate is not None and (text := str(candidate).strip())), "")
+    marked = "$" in answer or "\\boxed" in answer or "\\(" in answer
+    return {"answer": answer, "solution": answer if marked else f"${answer}$"}
+
+
+def _generated(generator: Generator) -> DatasetLoader:
+    """Return a loader of ``dataset_size`` (4096) problems from ``dataset_seed``, and of those held out."""
+
+    def load(script: ScriptArguments) -> Splits:
+        options(script, set())
+        refuse_unread(script, generator.name, "dataset_config", *SPLIT_KEYS)
+        train = generator.training_set(script.dataset_size or SIZE, script.dataset_seed)
+        return train, table(generator.held_out())
+
+    return load
+
+
+def _reasoning_gym(script: ScriptArguments) -> Splits:
+    refuse_unread(script, "reasoning_gym", *SPLIT_KEYS)
+    return reasoning_gym.load(script)
+
+
+_GSM8K = _known("openai/gsm8k", "main", ("question",), _final_number)
+_BIG_MATH = _known("open-r1/Big-Math-RL-Verified-Processed", "level_3_4_5", ("prompt", "problem"), _closed_form)
+_DAPO_MATH = _known("open-r1/DAPO-Math-17k-Processed", "en", ("prompt",), _closed_form)
+
+LOADERS: dict[str, DatasetLoader] = {
+    "reasoning_gym": _reasoning_gym,
+    "running_sum": _generated(running_sum.GENERATOR),
+    "pick_number": _generated(PICK_NUMBER),
+    "gsm8k": _GSM8K,
+    "openai/gsm8k": _GSM8K,
+    "bigmath": _BIG_MATH,
+    "open-r1/Big-Math-RL-Verified-Processed": _BIG_MATH,
+    "dapo_math_17k": _DAPO_MATH,
+    "open-r1/DAPO-Math-17k-Processed": _DAPO_MATH,
+}
+GENERATED = ("reasoning_gym", "running_sum", "pick_number")  # generate dataset_size problems; others are cut to it
