@@ -15,6 +15,7 @@ import typer
 
 from qerl_recipes.cli import app
 from qerl_recipes.recipe.configs import GRPOConfig
+from qerl_recipes.recipe.keys import FORMER_KEYS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "kernels" / "results"
@@ -47,7 +48,8 @@ def check_qerl(words):
         command, words = command.commands[words[0]], words[1:]
     with command.make_context(command.name, list(words), parent=parent) as context:
         keys = {word.removeprefix("--") for word in context.args if word.startswith("--")}
-    assert keys <= {"config", *(field.name for field in fields(GRPOConfig))}, "neither an option nor a key of a recipe"
+    known = {"config", *(field.name for field in fields(GRPOConfig)), *FORMER_KEYS}
+    assert keys <= known, "neither an option nor a key of a recipe"
 
 
 @pytest.mark.parametrize(("line", "where"), list(commands()), ids=lambda text: text[:60])
