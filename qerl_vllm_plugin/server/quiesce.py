@@ -2,8 +2,8 @@
 
 There are two locks, each shared by all API server processes of an engine. A change holds the **line** lock from its
 beginning to its end, also while it lets requests end ("wait", up to ``DRAIN`` seconds). So there is one change at a
-time, and they are made in the order in which they came. It holds the **engine** lock only for a moment, while nothing
-may run.
+time; those that wait for the lock get it in no particular order. It holds the **engine** lock only for a moment, while
+nothing may run.
 
 vLLM's own calls that pause and resume (/pause, /resume, /sleep, /wake_up) take the engine lock too. They run before or
 after a change, do not wait for requests under the lock, and decide whether the engine stays paused. A change holds
@@ -108,8 +108,11 @@ class Quiesce:
                             drain = asyncio.create_task(self._pause(mode))
                             is_at_rest = mode != "wait"
                             await (self.engine.in_time(drain) if is_at_rest else self._begun(drain))
-                        elif await self._is_working():
-                            await line.aclose()  # somebody else lets requests end
+                        elif await self._is_working():  # somebody else lets requests end
+                            if has_paused:  # before them; others may let requests end while this one waits again
+                                has_paused = False
+                                await self._resume()
+                            await line.aclose()
                         elif mode == "keep" or not await engine_client.have_begun(self._client):
                             is_at_rest = True
                         elif has_paused and not self._changes.is_paused:

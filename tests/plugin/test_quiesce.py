@@ -14,6 +14,7 @@ from engine_client import EngineClient, vllm_config
 from vllm.v1.engine.exceptions import EngineDeadError
 from waiting import PATIENCE
 
+from qerl_vllm_plugin.compat import engine_client
 from qerl_vllm_plugin.server import quiesce
 from qerl_vllm_plugin.server.changes import MODES, PolicyServer
 from qerl_vllm_plugin.server.quiesce import lock
@@ -345,6 +346,41 @@ def test_a_change_whose_caller_has_gone_is_not_made(somebody):
         await ended(core, servers[0])
         await other
         assert (core.state == "goes on") == (somebody != "drains")
+
+    with_servers(use)
+
+
+def test_a_change_gone_from_the_line_leaves_another_to_drain(monkeypatch):
+    """It has paused the engine itself before somebody else did, and owes nobody a resumption after that."""
+    monkeypatch.setattr(quiesce, "GLANCE", 0.2)
+
+    async def use(core, *servers):
+        left, pause = [], core.pause
+
+        async def is_gone():
+            return bool(left)
+
+        async def put_back(mode):
+            core.said.append(f"pause {mode}")
+            core.running, core.state, core.pause = 0, "lets requests end", pause
+
+        begun(core, servers[0])
+        core.pause = put_back  # the request found no room in the KV cache
+        first = asyncio.create_task(noise(servers[0], "wait", is_gone=is_gone))
+        await said(core, "resume")
+        core.running = 1
+        paused = asyncio.create_task(servers[0].client.pause_generation(mode="wait"))
+        await asyncio.sleep(2 * engine_client.BREATH)  # the first change finds it, and leaves the line
+        await servers[0].client.resume_generation()
+        second = asyncio.create_task(noise(servers[1], "wait"))
+        await asyncio.sleep(2 * quiesce.GLANCE)  # the first change stands in the line again
+        left.append(True)
+        with pytest.raises(Refused, match="the caller has gone"):
+            await first
+        assert core.state == "lets requests end" and not second.done()
+        await ended(core, *servers)
+        await asyncio.gather(second, paused)
+        assert core.said == [*("pause wait", "resume") * 2, "pause wait", "change", "resume"]
 
     with_servers(use)
 
