@@ -20,6 +20,7 @@ from qerl_recipes.files.adapter import CONFIG, LAST, STATE_FILE, TEMPLATE, TENSO
 from qerl_recipes.files.json_files import read_object
 from qerl_recipes.files.metrics_file import FILE, read_metrics
 from qerl_recipes.files.whole_folder import write_text
+from qerl_recipes.recipe.keys import current_value
 
 EVALUATION, SUMMARY = "evaluation.json", "summary.json"
 PAGE = Path(__file__).with_name("report.html")
@@ -34,9 +35,9 @@ MODELS = {
 }
 ARMS = {"qerl_nvfp4": "NVFP4, 4 bits, frozen", "bf16": "BF16, frozen", "nf4": "NF4 of bitsandbytes, 4 bits, frozen"}
 NOISE = {
-    "shared": "in engine and trainer",
-    "rollout": "in the engine",
-    "corrected": "in the engine, with importance correction",
+    "both": "in engine and trainer",
+    "engine": "in the engine",
+    "engine_is": "in the engine, with importance correction",
 }
 # recipe key -> name on the page, in the order of the page
 KEYS = {
@@ -226,7 +227,7 @@ def _data(recipe: Mapping[str, Any]) -> str | None:
 
 
 def _noise(recipe: Mapping[str, Any]) -> str | None:
-    mode = recipe.get("noise_mode")
+    mode = current_value("noise_mode", recipe.get("noise_mode"))
     if mode in (None, "none"):
         return mode
     start, end, stages = (recipe.get(key) for key in ("sigma_start", "sigma_end", "num_stages"))

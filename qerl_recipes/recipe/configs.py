@@ -18,7 +18,14 @@ import torch
 import trl
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from qerl_recipes.recipe.file import ConfigError, RecipeParser, defaults_from_yaml, read_yaml, translate_flags
+from qerl_recipes.recipe.file import (
+    ConfigError,
+    RecipeParser,
+    defaults_from_yaml,
+    read_yaml,
+    translate_flags,
+    up_to_date,
+)
 from qerl_recipes.recipe.generation import template_text
 from qerl_recipes.recipe.keys import DEFAULTS_OF_TRL_0_18, OF_TRL_0_18, refusals
 from qerl_vllm_plugin.noise import MAX_SIGMA
@@ -27,8 +34,8 @@ from qerl_vllm_plugin.wire.address import shown
 QUANTIZATIONS = ("qerl_nvfp4", "bf16", "nf4")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SERVER = "server"  # the value of vllm_mode with which rollouts come from a running server
-NOISE_MODES = ("none", "rollout", "corrected", "shared")
-DEFAULT_NOISE_MODE = "shared"  # if only sigmas are set; engine and trainer then differ as they do without noise
+NOISE_MODES = ("none", "engine", "engine_is", "both")
+DEFAULT_NOISE_MODE = "both"  # if only sigmas are set; engine and trainer then differ as they do without noise
 # Source: the paper (arXiv 2510.11696), table 4.
 SIGMA_START, SIGMA_END, NUM_STAGES = 1e-2, 5e-4, 10
 PACK_TOKENS = 16384  # at this size, expanding the 4-bit weights costs little beside the matrix products
@@ -125,9 +132,9 @@ class GRPOConfig(trl.GRPOConfig):
     noise_mode: str | None = field(
         default=None,
         metadata={
-            "help": "none; rollout (the paper's: noise in the engine, no importance correction); corrected (the same "
-            "with importance correction); shared (the same noise in the trainer). Default: shared where sigmas are "
-            "given, else none.",
+            "help": "Where the noise is: none; engine (the paper's: noise in the engine, no importance correction); "
+            "engine_is (the same with importance correction); both (the same noise in engine and trainer). Default: "
+            "both where sigmas are given, else none.",
             "choices": NOISE_MODES,
         },
     )
@@ -197,7 +204,7 @@ class GRPOConfig(trl.GRPOConfig):
 
     use_vllm: bool = field(default=True, metadata={"help": "Rollouts always come from vLLM."})
     vllm_importance_sampling_correction: bool | None = field(
-        default=None, metadata={"help": "Importance correction; None is on, except in noise mode rollout."}
+        default=None, metadata={"help": "Importance correction; None is on, except in noise mode engine."}
     )
     vllm_importance_sampling_mode: str = field(
         default="token_truncate", metadata={"help": "TRL's default is sequence_mask, which drops long answers."}
@@ -309,6 +316,7 @@ class GRPOConfig(trl.GRPOConfig):
                 raise ConfigError(f"{name} must be at most {MAX_SIGMA:g}, the most that the engine takes, not {value}")
         if self.noise_mode is None:
             self.noise_mode = DEFAULT_NOISE_MODE if set_keys else "none"
+        self.noise_mode = up_to_date({"noise_mode": self.noise_mode}, type(self).__name__)["noise_mode"]
         if self.noise_mode not in NOISE_MODES:
             raise ConfigError(f"noise_mode cannot be {self.noise_mode!r}; it is one of {', '.join(NOISE_MODES)}")
         if self.noise_mode == "none":
@@ -330,16 +338,16 @@ class GRPOConfig(trl.GRPOConfig):
                 raise ConfigError(f"num_stages must be at least 1, not {self.num_stages}")
         if self.noise_seed is None:
             self.noise_seed = self.seed
-        uncorrected = self.noise_mode == "rollout"
+        uncorrected = self.noise_mode == "engine"
         if self.vllm_importance_sampling_correction is None:
             self.vllm_importance_sampling_correction = not uncorrected
         if self.vllm_importance_sampling_correction and uncorrected:
             raise ConfigError(
-                "noise_mode: rollout is the paper's, without importance correction; for the same with "
-                "vllm_importance_sampling_correction use noise_mode: corrected"
+                "noise_mode: engine is the paper's, without importance correction; for the same with "
+                "vllm_importance_sampling_correction use noise_mode: engine_is"
             )
-        if not self.vllm_importance_sampling_correction and self.noise_mode == "corrected":
-            raise ConfigError("noise_mode: corrected needs importance correction; without it use noise_mode: rollout")
+        if not self.vllm_importance_sampling_correction and self.noise_mode == "engine_is":
+            raise ConfigError("noise_mode: engine_is needs importance correction; without it use noise_mode: engine")
 
 
 @dataclass

@@ -25,6 +25,7 @@ from qerl_recipes.recipe.keys import (
     RENAMED,
     TOPICS,
     WITHOUT_EFFECT,
+    current_value,
     refused,
     with_current_names,
 )
@@ -126,14 +127,17 @@ def _read_one(path: Path) -> dict[str, Any]:
 
 
 def up_to_date(content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a user's keys under today's names, and warn of each older one; ``where`` says in messages who wrote them.
+    """Return a user's keys and values under today's names, and warn of each former one.
 
-    Raises ConfigError for a key that occurs under both names.
+    ``where`` says in messages who wrote them. Raises ConfigError for a key that occurs under both names.
     """
-    for key in content.keys() & FORMER_KEYS.keys():
-        _warn_of_former(where, key, FORMER_KEYS[key])
-        if FORMER_KEYS[key] in content:
-            raise ConfigError(f"{where}: {key} and {FORMER_KEYS[key]} are the same key; keep one of them")
+    for key, value in content.items():
+        if key in FORMER_KEYS:
+            _warn_of_former(where, key, FORMER_KEYS[key])
+            if FORMER_KEYS[key] in content:
+                raise ConfigError(f"{where}: {key} and {FORMER_KEYS[key]} are the same key; keep one of them")
+        if (current := current_value(key, value)) != value:
+            _warn_of_former(where, f"{key}: {value}", f"{key}: {current}")
     return with_current_names(content)
 
 
@@ -275,6 +279,9 @@ def translate_flags(parser: RecipeParser, flags: Sequence[str]) -> tuple[list[st
                 checked = [checked]  # type: ignore[assignment]
             name, _ = _rename(key, checked, "command line")
             translated.append(f"--{name}{equals}{value}")
+        elif (text := value if equals else following) is not None and current_value(key, text) != text:
+            translated.append(f"{option}={up_to_date({key: text}, 'command line')[key]}")
+            skip = 0 if equals else 1
         elif option not in options:
             raise unknown(key, valid, "command line")
         elif (text := value if equals else following) in ("None", "null") and _is_optional_text(parser, option):

@@ -23,8 +23,9 @@ class Refusal:
     way_out: str
 
 
-# Keys of the release before this one. They work for one more release, with a warning.
+# Keys and values of the release before this one. They work for one more release, with a warning.
 FORMER_KEYS = {"checkpointed_layers": "recompute_layers", "skip_silent_rows": "skip_zero_advantage"}
+FORMER_VALUES = {"noise_mode": {"rollout": "engine", "corrected": "engine_is", "shared": "both"}}
 # keys that have another name now; the others are of Open-R1 (TRL 0.18, transformers 4.52)
 RENAMED = {
     **FORMER_KEYS,
@@ -247,14 +248,23 @@ HONOURED = frozenset(key for keys in TOPICS.values() for key in keys)
 
 
 def with_current_names(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a recipe under today's names, as a run of the release before has recorded them."""
-    return {FORMER_KEYS.get(key, key): value for key, value in recipe.items()}
+    """Return keys and values of a recipe under today's names, as a run of the release before has recorded them."""
+    return {FORMER_KEYS.get(key, key): current_value(key, value) for key, value in recipe.items()}
+
+
+def current_value(key: str, value: Any) -> Any:
+    """Return today's name of a key's value; a value that is not a former one is returned as it is."""
+    return FORMER_VALUES[key].get(value, value) if key in FORMER_VALUES and isinstance(value, str) else value
 
 
 def with_former_names(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a recipe under the names before ``FORMER_KEYS``, over which older hashes were taken."""
-    former = {current: key for key, current in FORMER_KEYS.items()}
-    return {former.get(key, key): value for key, value in recipe.items()}
+    """Return keys and values of a recipe under their former names, over which older hashes were taken."""
+    keys = {current: key for key, current in FORMER_KEYS.items()}
+    values = {(key, now): was for key, names in FORMER_VALUES.items() for was, now in names.items()}
+    return {
+        keys.get(key, key): values.get((key, value), value) if isinstance(value, str) else value
+        for key, value in recipe.items()
+    }
 
 
 def refused(key: str, refusal: Refusal, value: Any) -> str:

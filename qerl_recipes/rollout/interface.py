@@ -46,7 +46,7 @@ class RolloutEngine(Protocol):
         """Open a rollout: take over the current policy, set noise, and return the number of noisy norms.
 
         ``sigma`` is the noise's standard deviation; None means no noise. The noise on ``noise_targets`` is
-        sigma * z(noise_seed, rollout, name), drawn by ``qerl_vllm_plugin.noise``. In noise mode ``shared`` the trainer
+        sigma * z(noise_seed, rollout, name), drawn by ``qerl_vllm_plugin.noise``. In noise mode ``both`` the trainer
         applies the same noise.
         """
 

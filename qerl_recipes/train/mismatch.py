@@ -6,7 +6,7 @@ parts switched on one by one. Each token has a delta: log p of the trainer minus
     weights    the base alone on both sides, all tokens in one pass, temperature 1: the difference comes from the
                product with the frozen weights, and from rounding in attention, norms and head
     adapter    the same with the adapter, and with the trained norms if there are any
-    noise      the same with the noise: in the engine and, in noise mode shared, in the trainer
+    noise      the same with the noise: in the engine and, in noise mode both, in the trainer
     sampling   the log-probabilities that the tokens were drawn with, one token at a time at the run's temperature,
                top_p, top_k and min_p, against the trainer at that temperature. metrics.jsonl has this as
                logp_diff_mean and logp_diff_max. A temperature other than 1 scales the differences above by
@@ -229,7 +229,7 @@ class _Sides:
         for name, norm in self._norms.named_norms(policy):
             norm.weight.copy_((self._trained if adapted else self._base)[name])
         self._norms.clear_noise(policy)
-        if sigma and args.noise_mode == "shared":
+        if sigma and args.noise_mode == "both":
             assert args.noise_seed is not None  # GRPOConfig settles it
             self._norms.set_noise(policy, sigma, args.noise_seed, 0, args.noise_targets)
         before, trainer.temperature = trainer.temperature, temperature
@@ -332,7 +332,7 @@ def _reading(result: Mismatch, training: GRPOConfig) -> str:
         "are of another policy than the row's.",
         "weights: the base alone, one pass, temperature 1; adapter: with trained norms, if any;",
     ]
-    where = {"none": "none in this run", "shared": f"sigma {result.sigma:g} on both sides"}
+    where = {"none": "none in this run", "both": f"sigma {result.sigma:g} on both sides"}
     noise = where.get(
         str(training.noise_mode), f"sigma {result.sigma:g} in the engine alone, as {training.noise_mode} is"
     )

@@ -52,9 +52,9 @@ class QerlGRPOTrainer(GRPOTrainer, TrainerCallback):
     It learns from completions that its own policy has sampled. ``noise_mode`` is one of four:
 
     * ``none``: no noise.
-    * ``rollout``: noise in the engine alone, importance weights of 1, as in the paper.
-    * ``corrected``: noise in the engine alone, with importance weights.
-    * ``shared``: the same noise in engine and trainer, so that the policy that samples is the one that learns.
+    * ``engine``: noise in the engine alone, importance weights of 1, as in the paper.
+    * ``engine_is``: noise in the engine alone, with importance weights.
+    * ``both``: the same noise in engine and trainer, so that the policy that samples is the one that learns.
 
     The mean difference between the log-probabilities of trainer and engine is measured in every mode.
 
@@ -208,7 +208,7 @@ class QerlGRPOTrainer(GRPOTrainer, TrainerCallback):
             sigma = self._schedule(rollout, self.rollouts(), *ends)
         noisy_norms = self.vllm_generation.begin(rollout, sigma)
         self._last_loaded_step = self.state.global_step
-        self._noise = (sigma, rollout) if sigma is not None and self.args.noise_mode == "shared" else None
+        self._noise = (sigma, rollout) if sigma is not None and self.args.noise_mode == "both" else None
         self._set_noise()
         record = {"sigma": float(sigma or 0.0), "adapter_version": self._adapter_version()}
         self._rollout_record = {**record, "noisy_norms": noisy_norms if sigma else 0}

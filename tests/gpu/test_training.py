@@ -10,10 +10,10 @@ pytestmark = pytest.mark.gpu
 
 ARMS = {
     "bf16": ("bf16", "none"),
-    "bf16 with noise": ("bf16", "shared"),
+    "bf16 with noise": ("bf16", "both"),
     "nf4": ("nf4", "none"),
     "qerl_nvfp4": ("qerl_nvfp4", "none"),
-    "qerl_nvfp4 with noise": ("qerl_nvfp4", "shared"),
+    "qerl_nvfp4 with noise": ("qerl_nvfp4", "both"),
 }
 
 

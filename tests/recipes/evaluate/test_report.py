@@ -34,7 +34,7 @@ STATE = {
         "learning_rate": 1e-05,
         "reward_funcs": ["accuracy", "format"],
         "loss_type": "dapo",
-        "noise_mode": "shared",
+        "noise_mode": "shared",  # by its former name
         "sigma_start": 0.01,
         "sigma_end": 0.0001,
         "num_stages": 10,
@@ -125,7 +125,7 @@ def test_the_page_says_in_words_what_was_run(tmp_path: Path) -> None:
         "learning rate 1e-05",
         "rewards accuracy, format",
         "loss dapo",
-        "noise in engine and trainer (shared), sigma 0.01 to 0.0001 in 10 stages",
+        "noise in engine and trainer (both), sigma 0.01 to 0.0001 in 10 stages",
         "adapter LoRA, rank 32, alpha 64, on q_proj, v_proj",
         "the dark line over it the mean of 5 steps",
         "norms trained no",

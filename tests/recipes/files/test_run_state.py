@@ -43,18 +43,18 @@ def test_a_checkpoint_with_a_file_of_another_size_is_none(
 
 
 def test_a_state_under_former_names_continues(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    folder, recipe = checkpoint(tmp_path, 2), {"skip_silent_rows": True, "checkpointed_layers": 3}
+    folder, recipe = (
+        checkpoint(tmp_path, 2),
+        {"skip_silent_rows": True, "checkpointed_layers": 3, "noise_mode": "shared"},
+    )
     file = folder / "qerl_state.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "recipe": recipe}))
     state = run_state.read_state(folder)
-    assert (
-        state.recipe
-        == AdapterFolder(folder, {}, {"recipe": recipe}).recipe
-        == {"skip_zero_advantage": True, "recompute_layers": 3}
-    )
-    run_state.check_recipe(state, {"skip_zero_advantage": True, "recompute_layers": 5}, folder)
+    now = {"skip_zero_advantage": True, "recompute_layers": 3, "noise_mode": "both"}
+    assert state.recipe == AdapterFolder(folder, {}, {"recipe": recipe}).recipe == now
+    run_state.check_recipe(state, {**now, "recompute_layers": 5}, folder)
     with pytest.raises(CheckpointMismatch, match="skip_zero_advantage was true and is false"):
-        run_state.check_recipe(state, {"skip_zero_advantage": False, "recompute_layers": 3}, folder)
+        run_state.check_recipe(state, {**now, "skip_zero_advantage": False}, folder)
     assert not recwarn
 
 

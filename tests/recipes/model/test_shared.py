@@ -242,7 +242,7 @@ def run(write_recipe, tmp_path):
     made = []
 
     def start(name, before=None, **changes):
-        noise = {"noise_mode": "shared", "sigma_start": 0.1, "sigma_end": 0.05, "num_stages": 2}
+        noise = {"noise_mode": "both", "sigma_start": 0.1, "sigma_end": 0.05, "num_stages": 2}
         reward = {"reward_funcs": ["digit_rewards.digits"]}
         recipe = write_recipe(output_dir=str(tmp_path / name), **{**noise, **reward, **changes})
         script, training, model_config = parse(["--config", recipe])

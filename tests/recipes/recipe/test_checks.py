@@ -186,7 +186,7 @@ def test_a_server_is_found_under_trls_keys(flags, address):
     [
         ("", []),
         ("--top_p 0.9 --top_k 20", ["top_p: 0.9, top_k: 20: completions are drawn from a part of", "1 by it, correct"]),
-        ("--min_p 0.1 --noise_mode rollout", ["min_p: 0.1: completions are drawn from", "below 1 by it, are off"]),
+        ("--min_p 0.1 --noise_mode engine", ["min_p: 0.1: completions are drawn from", "below 1 by it, are off"]),
         ('--generation_kwargs {"min_tokens":2}', ["generation_kwargs: min_tokens: completions are drawn from"]),
         (
             "--vllm_mode server --vllm_enable_sleep_mode true --vllm_gpu_memory_utilization 0.5",

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from qerl_recipes.recipe import configs
 from qerl_recipes.recipe.configs import parse, tracker_environment
 from qerl_recipes.recipe.file import ConfigError
-from qerl_recipes.recipe.keys import HONOURED, REFUSED, WITHOUT_EFFECT, refusals
+from qerl_recipes.recipe.keys import FORMER_VALUES, HONOURED, REFUSED, WITHOUT_EFFECT, refusals
 from qerl_vllm_plugin.noise import check_sigma
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "data" / "recipes"
@@ -216,6 +216,23 @@ def test_a_former_key_works_with_a_warning(former, key, value, tmp_path):
             assert getattr(parse([*recipe(tmp_path, CHECKPOINTED), *flags])[1], key) == value
 
 
+@pytest.mark.parametrize(("former", "mode"), FORMER_VALUES["noise_mode"].items())
+def test_a_former_noise_mode_works_with_a_warning(former, mode, tmp_path):
+    warned = f"noise_mode: {former} is called noise_mode: {mode} now"
+    ways = {
+        "recipe .*": recipe(tmp_path, f"noise_mode: {former}\n"),
+        "command line": [*CPU, "--noise_mode", former],
+        "command line:": [*CPU, f"--noise_mode={former}"],
+    }
+    for where, argv in ways.items():
+        with pytest.warns(FutureWarning, match=f"{where}.*{warned}"):
+            assert parse(argv)[1].noise_mode == mode
+    with pytest.warns(FutureWarning, match=f"GRPOConfig: {warned}"):
+        assert (
+            configs.GRPOConfig(output_dir=str(tmp_path), noise_mode=former, use_cpu=True, bf16=False).noise_mode == mode
+        )
+
+
 def test_a_former_key_gives_way_to_a_recipe_above_it(tmp_path):
     (tmp_path / "below.yaml").write_text(f"{CHECKPOINTED}checkpointed_layers: 3\n")
     with pytest.warns(FutureWarning, match="below.yaml: checkpointed_layers is called"):
@@ -368,11 +385,11 @@ def test_a_sigma_beyond_the_engines_limit_is_refused():
     ("flags", "message"),
     [
         (["--noise_mode", "none", "--sigma_start", "0.1"], "sigma_start would be ignored"),
-        (["--noise_mode", "shared", "--sigma_start", "0"], "0 < sigma_end <= sigma_start"),
+        (["--noise_mode", "both", "--sigma_start", "0"], "0 < sigma_end <= sigma_start"),
         (["--sigma_start", "1e-3", "--sigma_end", "1e-2"], "0 < sigma_end <= sigma_start"),
-        (["--noise_mode", "shared", "--num_stages", "0"], "num_stages must be at least 1"),
-        (["--noise_mode", "rollout", "--vllm_importance_sampling_correction", "true"], "use noise_mode: corrected"),
-        (["--noise_mode", "corrected", "--vllm_importance_sampling_correction", "false"], "use noise_mode: rollout"),
+        (["--noise_mode", "both", "--num_stages", "0"], "num_stages must be at least 1"),
+        (["--noise_mode", "engine", "--vllm_importance_sampling_correction", "true"], "use noise_mode: engine_is"),
+        (["--noise_mode", "engine_is", "--vllm_importance_sampling_correction", "false"], "use noise_mode: engine"),
     ],
 )
 def test_noise_keys_that_contradict_each_other_are_refused(flags, message):
@@ -385,8 +402,8 @@ def test_noise_keys_are_settled_after_parsing():
     assert (quiet.noise_mode, quiet.sigma_start, quiet.noise_seed) == ("none", 0.0, quiet.seed)
     assert quiet.vllm_importance_sampling_correction is True
     _, article, _ = parse([*CPU, "--sigma_start", "0.05", "--sigma_end", "0.001", "--num_stages", "5"])
-    assert (article.noise_mode, article.sigma_start, article.sigma_end, article.num_stages) == ("shared", 0.05, 1e-3, 5)
-    _, paper, _ = parse([*CPU, "--noise_mode", "rollout"])
+    assert (article.noise_mode, article.sigma_start, article.sigma_end, article.num_stages) == ("both", 0.05, 1e-3, 5)
+    _, paper, _ = parse([*CPU, "--noise_mode", "engine"])
     assert (paper.sigma_start, paper.sigma_end, paper.num_stages) == (1e-2, 5e-4, 10)
     assert paper.vllm_importance_sampling_correction is False
 

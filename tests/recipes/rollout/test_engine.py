@@ -54,7 +54,7 @@ def start_engine(policy, make_nvfp4, tmp_path_factory, classes_looked_at_here):
             num_generations=4,
             max_completion_length=16,
             vllm_max_model_length=64,
-            noise_mode="shared",
+            noise_mode="both",
             seed=5,
             **settings,
         )

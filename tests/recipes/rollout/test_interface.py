@@ -74,7 +74,7 @@ def third_party():
 
 
 def test_an_engine_that_is_not_ours_trains_a_policy(third_party, make_trainer, make_nvfp4, read_metrics):
-    settings = {"noise_mode": "shared", "sigma_start": 0.2, "sigma_end": 0.2, "num_stages": 1, "max_steps": 2}
+    settings = {"noise_mode": "both", "sigma_start": 0.2, "sigma_end": 0.2, "num_stages": 1, "max_steps": 2}
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # nothing of vLLM is asked for, and nothing is said to be missing
         trainer = make_trainer(

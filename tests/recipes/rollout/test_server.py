@@ -38,7 +38,7 @@ RUN = {
     "max_completion_length": 16,
     "save_strategy": "steps",
     "save_steps": 1,
-    "noise_mode": "shared",
+    "noise_mode": "both",
     "sigma_start": 0.1,
     "sigma_end": 0.1,
     "num_stages": 1,

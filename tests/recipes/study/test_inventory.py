@@ -282,10 +282,10 @@ def test_a_run_needs_all_its_evaluations_one_of_the_sweep_the_primary(study, row
 
 
 def test_former_keys_make_the_same_runs_with_the_same_hash(study):
-    former = {"skip_silent_rows": False, "checkpointed_layers": 3}
+    former = {"skip_silent_rows": False, "checkpointed_layers": 3, "noise_mode": "rollout"}
     with pytest.warns(FutureWarning, match="arms: checkpointed_layers is called recompute_layers now"):
         plan = read(study(sweep=None, arms={"a": {}, "b": former}))
-    assert plan.arms["b"] == {"skip_zero_advantage": False, "recompute_layers": 3}
+    assert plan.arms["b"] == {"skip_zero_advantage": False, "recompute_layers": 3, "noise_mode": "engine"}
     (run, *_) = [run for run in first_runs(plan) if run.arm == "b"]
     as_before = [{"model_name_or_path": "base", **former}, run.seed, plan.evaluations]
     assert inventory.plan_of(plan, run) == inventory._digest(as_before)

@@ -149,8 +149,8 @@ def test_the_plan_counts_runs(study):
     [
         ({"learning_rat": 1}, r"arms\.b: .*learning_rat"),
         (
-            {"noise_mode": "corrected", "vllm_importance_sampling_correction": False},
-            r"arms\.b: .*noise_mode: corrected",
+            {"noise_mode": "engine_is", "vllm_importance_sampling_correction": False},
+            r"arms\.b: .*noise_mode: engine_is",
         ),
         ({"steps_per_generation": 4, "gradient_accumulation_steps": 1, "save_steps": 30}, "save_steps: 30 does not"),
         ({"temperature": 0.0}, "this recipe cannot run: .*temperature must be at least"),

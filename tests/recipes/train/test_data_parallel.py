@@ -66,7 +66,7 @@ def test_promise_08_two_processes_do_what_one_does_and_resume(
         max_steps=4,
         train_norms=True,
         learning_rate=1e-3,
-        noise_mode="shared",
+        noise_mode="both",
         sigma_start=0.1,
         num_stages=2,
         per_device_train_batch_size=4,  # a group

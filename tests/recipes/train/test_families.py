@@ -76,7 +76,7 @@ def test_promise_06_engine_and_trainer_agree_in_every_family_that_is_trained(
         dtype=torch.float32,
         attention=ATTENTION.get(family),
         targets=LINEARS.get(family, "all-linear"),
-        noise_mode="shared",
+        noise_mode="both",
         noise_targets=NOISE.get(family, ["input_layernorm", "post_attention_layernorm"]),
         max_steps=2,
         **AQN,
@@ -101,7 +101,7 @@ def test_promise_06_engine_and_trainer_agree_in_every_family_that_is_trained(
 def test_a_hybrid_of_linear_attention_is_trained_in_padded_batches(make_trainer, make_nvfp4, read_metrics):
     """In BF16: vLLM has no other kernel of the linear attention on a CPU."""
     with pytest.warns(UserWarning, match="the state of the linear attention would go on from one sequence"):
-        trainer = make_trainer(make_nvfp4("qwen3_5_text"), noise_mode="shared", max_steps=4, **AQN)
+        trainer = make_trainer(make_nvfp4("qwen3_5_text"), noise_mode="both", max_steps=4, **AQN)
     assert not trainer.loss_settings.pack_tokens
     adapted = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in trainer.snapshot().tensors}
     assert {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj", "down_proj"} <= adapted

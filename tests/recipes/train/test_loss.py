@@ -253,7 +253,7 @@ def run(make_trainer, folder, output, **settings):
     "settings",
     [
         {"loss_type": "dapo"},
-        {"loss_type": "grpo", "noise_mode": "shared", "sigma_start": 0.1, "sigma_end": 0.1, "num_stages": 1},
+        {"loss_type": "grpo", "noise_mode": "both", "sigma_start": 0.1, "sigma_end": 0.1, "num_stages": 1},
         {"loss_type": "dr_grpo", "num_iterations": 2},  # several steps a rollout: ratios to log-probabilities before
         {"loss_type": "dapo", "importance_sampling_level": "sequence", "delta": 2.0},
     ],
@@ -427,7 +427,7 @@ def test_an_ordinary_recipe_has_no_reason_to_keep_them():
 
 def train(make_trainer, base, monkeypatch, *, ours, **settings):
     """Three steps -> the adapter, TRL's log, and how many forwards were made without a gradient."""
-    trainer = make_trainer(base, noise_mode="corrected", sigma_start=0.2, sigma_end=0.2, num_stages=1, **settings)
+    trainer = make_trainer(base, noise_mode="engine_is", sigma_start=0.2, sigma_end=0.2, num_stages=1, **settings)
     if not ours:
         monkeypatch.setattr(trainer, "score", super(type(trainer), trainer)._generate_and_score_completions)
     forwards, inner = [], trainer.model.forward

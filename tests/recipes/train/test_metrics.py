@@ -89,7 +89,7 @@ def silent_run(make_module_trainer, make_nvfp4):
         max_steps=10,
         steps_per_generation=2,
         per_device_train_batch_size=4,
-        noise_mode="shared",
+        noise_mode="both",
         sigma_start=0.02,
         sigma_end=0.01,
         num_stages=6,

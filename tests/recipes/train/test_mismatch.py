@@ -18,7 +18,7 @@ from qerl_recipes.tasks import running_sum
 from qerl_recipes.train import mismatch, run
 from qerl_recipes.train.mismatch import STAGES, Sizes
 
-SETTINGS = {"noise_mode": "shared", "sigma_start": 5e-2, "sigma_end": 5e-2, "num_stages": 1}
+SETTINGS = {"noise_mode": "both", "sigma_start": 5e-2, "sigma_end": 5e-2, "num_stages": 1}
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,7 @@ def test_an_error_of_the_adapters_scale_is_in_its_row(measure, monkeypatch):
 def test_noise_and_a_cut_distribution_are_in_their_rows(measure, monkeypatch):
     of, deltas = Sizes.of, []
     monkeypatch.setattr(Sizes, "of", staticmethod(lambda delta: deltas.append(delta) or of(delta)))
-    paper = measure(noise_mode="rollout", top_p=0.8)
+    paper = measure(noise_mode="engine", top_p=0.8)
     found = rows(paper)
     assert paper.sigma == 5e-2 and paper.cut == ("top_p: 0.8",)
     assert found["weights"].stage.largest < 1e-3 and found["adapter"].added.largest < 1e-3
@@ -198,9 +198,9 @@ def test_the_command_reads_the_recipe_of_a_run(write_recipe, capfd):
     assert "temperature 0.7" in printed and "min_p: 0.02" in printed and "none in this run" in printed
     assert "The training set has 16 problems, fewer than the 99 asked for" in " ".join(printed.split())
     assert sorted(folder.rglob("*")) == before  # nothing is written
-    flags = ["--share_weights", "false", "--noise_mode", "corrected", "--sigma_start", "0.03"]
+    flags = ["--share_weights", "false", "--noise_mode", "engine_is", "--sigma_start", "0.03"]
     _, training, _ = mismatch._recipe(open_adapter(folder), flags, Path(recipe).parent)
-    assert (training.noise_mode, training.sigma_start, training.temperature) == ("corrected", 0.03, 0.7)
+    assert (training.noise_mode, training.sigma_start, training.temperature) == ("engine_is", 0.03, 0.7)
     with pytest.raises(ValueError, match="bf16: vLLM's LoRA slots on a CPU"):
         mismatch.run(folder, ["--quantization", "bf16"])
     for flags, message in (

@@ -26,7 +26,7 @@ def launch(recipe, *flags):
 def test_two_processes_with_one_engine_train_one_policy(write_recipe, run_process, tmp_path):
     """Plain data parallelism in the trainer, tensor parallelism in the engine, noise and resampling agreed by all."""
     recipe = write_recipe(
-        noise_mode="shared",
+        noise_mode="both",
         sigma_start=0.1,
         num_stages=1,
         log_completions=True,
@@ -69,7 +69,7 @@ def test_an_optimizer_is_loaded_to_the_cpu_of_a_process(tmp_path):
 def test_promise_08_two_processes_resume_to_the_same_bits(write_recipe, run_process, read_metrics, tmp_path):
     recipe = write_recipe(
         reward_funcs=["digit_rewards.digits"],
-        noise_mode="shared",
+        noise_mode="both",
         sigma_start=0.1,
         num_stages=1,
         max_steps=2,
@@ -101,7 +101,7 @@ def test_two_processes_push_to_a_server_once(
     serve_policy(make_nvfp4("qwen2"), port, "--max-num-seqs", "1")
     recipe = write_recipe(
         reward_funcs=["digit_rewards.digits"],
-        noise_mode="shared",
+        noise_mode="both",
         sigma_start=0.1,
         num_stages=1,
         max_steps=2,

@@ -23,7 +23,7 @@ RUN = {
     "max_steps": 6,
     "save_strategy": "steps",
     "save_steps": 2,
-    "noise_mode": "shared",
+    "noise_mode": "both",
     "sigma_start": 0.1,
     "sigma_end": 0.01,
     "num_stages": 2,

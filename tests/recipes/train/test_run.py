@@ -88,7 +88,7 @@ def test_folders_and_checkpoints_of_other_runs_are_refused(run, write_recipe, mo
         with pytest.raises(CheckpointMismatch, match="run holds checkpoint-1 of an earlier run; continue it with"):
             train.main(["--config", recipe])
     resume = ["--config", recipe, "--resume_from_checkpoint", "true"]
-    changed = {"learning_rate": "0.02", "lora_alpha": "16", "noise_mode": "shared", "num_generations": "2"}
+    changed = {"learning_rate": "0.02", "lora_alpha": "16", "noise_mode": "both", "num_generations": "2"}
     changed |= {"temperature": "0.9", "reward_weights": "2.0", "per_device_train_batch_size": "4", "lora_r": "8"}
     with monkeypatch.context() as patch:
         patch.setattr(train, "build", lambda *arguments: pytest.fail("loaded"))

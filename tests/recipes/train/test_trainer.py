@@ -17,7 +17,7 @@ from qerl_vllm_plugin import noise
 AQN = {"sigma_start": 0.2, "sigma_end": 0.2, "num_stages": 1, "max_steps": 4}
 
 
-@pytest.mark.parametrize("mode", ["none", "rollout", "corrected", "shared"])
+@pytest.mark.parametrize("mode", ["none", "engine", "engine_is", "both"])
 def test_promise_06_rollout_and_trainer_agree_in_noise_modes(mode, make_trainer, make_nvfp4, read_metrics, monkeypatch):
     trainer = make_trainer(make_nvfp4("qwen2"), **({"noise_mode": mode, **AQN} if mode != "none" else {"max_steps": 4}))
     seen = []
@@ -39,18 +39,18 @@ def test_promise_06_rollout_and_trainer_agree_in_noise_modes(mode, make_trainer,
     assert max(mismatch[:2]) < 0.05  # stage 0: no noise in any mode
     assert [record["sigma"] for record in records] == ([0.0] * 4 if mode == "none" else [0.0, 0.0, 0.2, 0.2])
     assert [record["noisy_norms"] for record in records] == ([0] * 4 if mode == "none" else [0, 0, 4, 4])
-    if mode in ("none", "shared"):
+    if mode in ("none", "both"):
         assert max(mismatch) < 0.05
     else:
         assert min(mismatch[2:]) > 0.08  # the policy that sampled is not the one that learns
     weighted = [not bool((ratio == 1).all()) for ratio, _ in seen]
-    assert weighted == [mode != "rollout"] * 4
-    assert [count for _, count in seen] == ([0, 0, 4, 4] if mode == "shared" else [0] * 4)
+    assert weighted == [mode != "engine"] * 4
+    assert [count for _, count in seen] == ([0, 0, 4, 4] if mode == "both" else [0] * 4)
 
 
 def test_beta_compares_with_a_reference_under_the_same_noise(make_trainer, make_nvfp4, read_metrics):
     """So the divergence is what the adapter has learnt: 0 where nothing is learnt, however large the noise."""
-    keys = {"noise_mode": "shared", "beta": 0.1, "dtype": torch.float32, **AQN}
+    keys = {"noise_mode": "both", "beta": 0.1, "dtype": torch.float32, **AQN}
     trainer = make_trainer(make_nvfp4("qwen2"), learning_rate=0.0, **keys)
     trainer.train()
     records = read_metrics(trainer)
@@ -61,7 +61,7 @@ def test_beta_compares_with_a_reference_under_the_same_noise(make_trainer, make_
 def test_temperature_and_noise_keys_reach_both_sides(make_trainer, make_bf16, read_metrics):
     """In fp32, where rounding hides nothing, on a BF16 base of which engine and trainer each quantize a copy."""
     keys = {"temperature": 0.6, "noise_seed": 7, "noise_targets": ["norm"]}
-    trainer = make_trainer(make_bf16("qwen2"), dtype=torch.float32, noise_mode="shared", **{**AQN, **keys})
+    trainer = make_trainer(make_bf16("qwen2"), dtype=torch.float32, noise_mode="both", **{**AQN, **keys})
     shares, inner = [], trainer.compute_loss
 
     def watch(model, inputs, *args, **kwargs):
@@ -86,7 +86,7 @@ def test_temperature_and_noise_keys_reach_both_sides(make_trainer, make_bf16, re
 
 
 def test_the_adapter_learns_and_nothing_else_changes(make_trainer, make_nvfp4):
-    trainer = make_trainer(make_nvfp4("qwen2"), noise_mode="shared", **AQN)
+    trainer = make_trainer(make_nvfp4("qwen2"), noise_mode="both", **AQN)
     before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
     trainer.train()
     after = trainer.model.state_dict()
@@ -142,7 +142,7 @@ def test_negative_control_without_the_swap_the_mismatch_explodes(make_trainer, m
 
 
 def test_the_bf16_arm_trains_through_the_same_trainer(make_trainer, make_bf16, read_metrics):
-    trainer = make_trainer(make_bf16("qwen2"), quantization="bf16", noise_mode="shared", **AQN)
+    trainer = make_trainer(make_bf16("qwen2"), quantization="bf16", noise_mode="both", **AQN)
     with pytest.warns(UserWarning, match="rounding swallowed"):
         trainer.train()
     records = read_metrics(trainer)
@@ -164,13 +164,13 @@ def test_every_arm_of_a_seed_is_asked_the_same_prompts(make_trainer, make_nvfp4,
     first = asked(make_nvfp4("qwen2"))
     assert len(first) == 3 and len({prompt for prompts in first for prompt in prompts}) > 1
     assert asked(make_bf16("qwen2"), quantization="bf16", rank=8, learning_rate=1e-2) == first
-    assert asked(make_nvfp4("qwen2"), noise_mode="shared", **{**AQN, "max_steps": 3}) == first
+    assert asked(make_nvfp4("qwen2"), noise_mode="both", **{**AQN, "max_steps": 3}) == first
     assert asked(make_nvfp4("qwen2"), seed=6) != first
 
 
 def test_evaluation_has_no_noise_and_training_gets_it_back(make_trainer, make_nvfp4, read_metrics):
     trainer = make_trainer(
-        make_nvfp4("qwen2"), noise_mode="shared", **{**AQN, "max_steps": 2}, eval_strategy="steps", eval_steps=1
+        make_nvfp4("qwen2"), noise_mode="both", **{**AQN, "max_steps": 2}, eval_strategy="steps", eval_steps=1
     )
     states, inner = [], trainer.vllm_generation.generate
 
@@ -193,7 +193,7 @@ def test_evaluation_has_no_noise_and_training_gets_it_back(make_trainer, make_nv
 
 
 def test_trained_norms_travel_without_the_noise(make_trainer, make_nvfp4, tmp_path):
-    trainer = make_trainer(make_nvfp4("qwen2"), noise_mode="shared", train_norms=True, **AQN)
+    trainer = make_trainer(make_nvfp4("qwen2"), noise_mode="both", train_norms=True, **AQN)
     start = {name: norm.weight.detach().clone() for name, norm in norms.named_norms(trainer.model)}
     trainer.train()
     assert max(e["sampling/sampling_logp_difference/mean"] for e in trainer.state.log_history if "loss" in e) < 0.05
@@ -265,7 +265,7 @@ def test_every_push_has_norms_card_and_state(make_trainer, make_nvfp4, monkeypat
 
 def test_one_rollout_may_serve_several_steps(make_trainer, make_nvfp4, read_metrics):
     trainer = make_trainer(
-        make_nvfp4("qwen2"), noise_mode="shared", **AQN, steps_per_generation=2, per_device_train_batch_size=4
+        make_nvfp4("qwen2"), noise_mode="both", **AQN, steps_per_generation=2, per_device_train_batch_size=4
     )
     trainer.train()
     records = read_metrics(trainer)
