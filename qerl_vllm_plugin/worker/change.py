@@ -1,6 +1,7 @@
 """Change one worker's part of the policy on all ranks or on none.
 
-A change has two phases. Preparing it checks and allocates everything, and touches nothing that serves requests.
+A change has two phases. Preparing it checks and allocates everything, and touches nothing that serves requests. (An
+adapter whose sums may overflow is installed for a trial, with requests paused, and taken back.)
 Committing it only copies into existing tensors. In between, all ranks that share the model agree that each of them is
 prepared, within one call of the driver: no rank commits what another has refused.
 

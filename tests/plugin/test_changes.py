@@ -110,7 +110,7 @@ async def asked(engine, expected):
 
 
 @pytest.mark.parametrize("connector", [None, object()])
-def test_nothing_runs_between_emptying_and_change(connector):
+def test_promise_05_nothing_runs_between_emptying_and_change(connector):
     engine = Engine()
     with_server(engine, change, connector=connector)
     assert engine.asked == CHANGE

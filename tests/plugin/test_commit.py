@@ -73,7 +73,7 @@ def test_a_commit_only_copies(policy, hf, make_adapter):
 
 
 @pytest.mark.parametrize("failure", [torch.OutOfMemoryError("2 GiB"), RuntimeError("no kernel"), OSError(28, "full")])
-def test_whatever_fails_before_the_commit_changes_nothing(policy, hf, make_adapter, measure, monkeypatch, failure):
+def test_promise_04_a_failure_before_commit_changes_nothing(policy, hf, make_adapter, measure, monkeypatch, failure):
     policy.swap(*make_adapter(hf, seed=1)[:2], norms=NORMS)
     policy.set_noise(0.05, seed=1, rollout=1)
     before, answers = policy.state(digest=True), served(policy, measure)
@@ -89,7 +89,7 @@ def test_whatever_fails_before_the_commit_changes_nothing(policy, hf, make_adapt
     assert torch.equal(served(policy, measure), answers)
 
 
-def test_no_rank_commits_what_another_has_refused(policy, hf, make_adapter, measure, monkeypatch):
+def test_promise_04_no_rank_commits_what_another_refused(policy, hf, make_adapter, measure, monkeypatch):
     before = policy.state(digest=True)
     monkeypatch.setattr(vllm_worker, "highest", lambda here: 2)  # another rank of this model has refused
     with pytest.raises(AdapterError, match="another rank"):
@@ -202,9 +202,7 @@ def test_a_cache_outside_that_nobody_can_empty_is_refused(policy, monkeypatch):
             compat.check_kv_connector(config)
 
 
-def test_an_engine_that_holds_half_a_policy_serves_nothing(
-    boot, make_nvfp4, hf, make_adapter, carrier_options, measure
-):
+def test_promise_04_half_a_policy_serves_nothing(boot, make_nvfp4, hf, make_adapter, carrier_options, measure):
     policy = Policy(boot(make_nvfp4("qwen2"), **carrier_options))
     policy.swap(*make_adapter(hf, seed=1)[:2])
     carrier = worker_policy(policy).carrier
