@@ -3,8 +3,9 @@
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 try:
     import typer
@@ -28,6 +29,7 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 
 
+T = TypeVar("T")
 Destination = Annotated[Path, typer.Argument(help="Folder to write; it appears only when it is complete.")]
 Overwrite = Annotated[bool, typer.Option(help="Replace the destination if it exists.")]
 
@@ -157,6 +159,17 @@ def text_model(
     typer.echo(run(source, destination, overwrite=overwrite))
 
 
+def _of_either_name(name: str, value: T | None, former: str, former_value: T | None) -> T | None:
+    """Return the value of an option that may have come by its former name, of which it warns."""
+    if former_value is None:
+        return value
+    if value is not None:
+        raise typer.BadParameter(f"{former} is the former name of {name}; keep one of the two")
+    text = f"the option {former} is called {name} now; its old name works for one more release"
+    warnings.warn(text, FutureWarning, stacklevel=3)
+    return former_value
+
+
 @app.command()
 def export(
     adapter: Annotated[Path, typer.Argument(help="Folder of a trained adapter, or of the run that trained it.")],
@@ -167,58 +180,65 @@ def export(
         str | None, typer.Option(help="Name of the adapter in the card's commands, without --merge; default: policy.")
     ] = None,
     overwrite: Overwrite = False,
-    measure: Annotated[
+    evaluate: Annotated[
         str | None,
-        typer.Option(help="With --merge: measure how much of the gain on this task of `qerl evaluate` survives."),
+        typer.Option(help="With --merge: evaluate on this task how much of the adapter's gain the merge retains."),
     ] = None,
-    max_samples: Annotated[int | None, typer.Option(help="Problems for --measure; default: all.")] = None,
+    measure: Annotated[str | None, typer.Option(help="The former name of --evaluate.", hidden=True)] = None,
+    max_samples: Annotated[int | None, typer.Option(help="Problems for --evaluate; default: all.")] = None,
     gpu_memory_utilization: Annotated[
-        float | None, typer.Option(help="vLLM's share of the GPU's memory for --measure; default: 0.9.")
+        float | None, typer.Option(help="vLLM's share of the GPU's memory for --evaluate; default: 0.9.")
     ] = None,
 ) -> None:
     """Write an adapter as a self-contained folder for PEFT and stock vLLM, or merge it into its base."""
     from qerl_recipes.convert.export import export as run
     from qerl_recipes.convert.export import written
 
-    if measure is not None:
+    task = _of_either_name("--evaluate", evaluate, "--measure", measure)
+    if task is not None:
         if not merge:
-            raise typer.BadParameter("--measure compares a merged checkpoint with its adapter: add --merge")
-        check_tasks([measure])  # the merge, which may take minutes, comes after this
+            raise typer.BadParameter("--evaluate compares a merged checkpoint with its adapter: add --merge")
+        check_tasks([task])  # the merge, which may take minutes, comes after this
     elif max_samples is not None or gpu_memory_utilization is not None:
         option = "--gpu_memory_utilization" if max_samples is None else "--max_samples"
-        raise typer.BadParameter(f"{option} is of --measure TASK; name one or remove it")
+        raise typer.BadParameter(f"{option} is of --evaluate TASK; name one or remove it")
     typer.echo(written(run(adapter, destination, base=base, merge=merge, overwrite=overwrite, name=name)))
-    if measure is not None:
+    if task is not None:
         from qerl_recipes.evaluate.merge_eval import measure as measure_merge
 
         memory = {} if gpu_memory_utilization is None else {"gpu_memory_utilization": gpu_memory_utilization}
-        measure_merge(adapter, destination, measure, base=base, max_samples=max_samples, **memory)
+        measure_merge(adapter, destination, task, base=base, max_samples=max_samples, **memory)
 
 
 @app.command(context_settings=PASS_THROUGH)
 def doctor(
     context: typer.Context,
     recipe: Annotated[
-        Path | None, typer.Option(help="plan the GPU memory of this recipe; flags of `qerl train` may follow")
+        Path | None, typer.Option(help="Plan the GPU memory of this recipe; flags of `qerl train` may follow.")
     ] = None,
-    gpu_memory: Annotated[float | None, typer.Option(help="GB to plan for, default: this machine's GPU")] = None,
-    mismatch: Annotated[
+    gpu_memory: Annotated[
+        float | None, typer.Option(help="Plan for this many GB; default: this machine's GPU.")
+    ] = None,
+    logprobs: Annotated[
         Path | None,
         typer.Option(
-            help="folder of a run: how its engine and trainer differ, part by part; flags of `qerl train` may follow"
+            help="Compare the log-probabilities of engine and trainer in the run in this folder, part by part; flags "
+            "of `qerl train` may follow."
         ),
     ] = None,
-    problems: Annotated[int | None, typer.Option(help="to sample for --mismatch, default: 16")] = None,
+    mismatch: Annotated[Path | None, typer.Option(help="The former name of --logprobs.", hidden=True)] = None,
+    problems: Annotated[int | None, typer.Option(help="Sample this many problems for --logprobs; default: 16.")] = None,
 ) -> None:
-    """Say what this machine can do, or plan a recipe's GPU memory, or measure how a run's engine and trainer differ."""
-    if mismatch is not None:
+    """Say what this machine can do, plan a recipe's GPU memory, or compare a run's log-probabilities on both sides."""
+    run_folder = _of_either_name("--logprobs", logprobs, "--mismatch", mismatch)
+    if run_folder is not None:
         if recipe is not None or gpu_memory is not None:
-            raise typer.BadParameter("--mismatch takes the recipe of the run; remove --recipe and --gpu_memory")
+            raise typer.BadParameter("--logprobs takes the recipe of the run; remove --recipe and --gpu_memory")
         from qerl_recipes.train.mismatch import run as compare
 
-        raise typer.Exit(compare(mismatch, context.args, 16 if problems is None else problems))
+        raise typer.Exit(compare(run_folder, context.args, 16 if problems is None else problems))
     if problems is not None:
-        raise typer.BadParameter("--problems needs a run to sample from: add --mismatch RUN")
+        raise typer.BadParameter("--problems needs a run to sample from: add --logprobs RUN")
     if recipe is not None:
         from qerl_recipes.memory.table import run as plan
 

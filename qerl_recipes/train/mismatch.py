@@ -1,4 +1,4 @@
-"""``qerl doctor --mismatch RUN``: measure how engine and trainer differ on the same tokens, and which part causes it.
+"""``qerl doctor --logprobs RUN``: measure how engine and trainer differ on the same tokens, and which part causes it.
 
 The engine samples as the run does. Then engine and trainer compute the log-probabilities of these tokens again, with
 parts switched on one by one. Each token has a delta: log p of the trainer minus log p of the engine. The stages are

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from qerl_recipes import cli
 from qerl_recipes.convert import calibrate
 from qerl_recipes.memory import table
+from qerl_recipes.train import mismatch
 
 
 def commands(group, path=()):
@@ -30,7 +31,7 @@ def test_the_help_has_every_option_in_full_and_once(path, command, monkeypatch):
     for option in command.params:
         if option.param_type_name == "option":
             assert all("_" not in name for name in option.opts)
-            assert words.count(option.opts[0]) == 1, option.opts
+            assert words.count(option.opts[0]) == (not option.hidden), option.opts
 
 
 @pytest.mark.parametrize("option", ["--gpu-memory", "--gpu_memory"])
@@ -42,6 +43,16 @@ def test_an_option_is_spelt_as_a_recipe_or_as_vllm_does_and_what_follows_stays_a
     assert done.exit_code == 0, done.output
     ((recipe, rest, memory),) = seen
     assert (str(recipe), rest, memory) == ("a_recipe.yaml", following, 24.0)
+
+
+def test_the_doctor_compares_log_probabilities_by_either_name(monkeypatch):
+    seen = []
+    monkeypatch.setattr(mismatch, "run", lambda *given: seen.append(given) or 0)
+    CliRunner().invoke(cli.app, ["doctor", "--logprobs", "a_run", "--seed", "4"])
+    with pytest.warns(FutureWarning, match="--mismatch is called --logprobs now"):
+        CliRunner().invoke(cli.app, ["doctor", "--mismatch", "a_run", "--seed", "4"])
+    assert seen == [(Path("a_run"), ["--seed", "4"], 16)] * 2
+    assert "keep one" in CliRunner().invoke(cli.app, ["doctor", "--mismatch", "a_run", "--logprobs", "a_run"]).output
 
 
 def test_keys_of_the_recipe_may_follow_the_options_of_calibration_texts(monkeypatch):

@@ -28,7 +28,7 @@ def test_an_adapters_own_answers_survive_a_merge_in_part(make_nvfp4, save_adapte
     own = [line for line in own if line["answer"].strip()]
     task.write_text("\n".join(map(json.dumps, own)))
 
-    options = ["--merge", "--measure", f"jsonl-exact:{task}", "--max_samples", "24"]
+    options = ["--merge", "--evaluate", f"jsonl-exact:{task}", "--max_samples", "24"]
     monkeypatch.setenv("COLUMNS", "200")
     cli.app(["export", str(adapter), str(tmp_path / "m"), *options], standalone_mode=False)
     printed = capfd.readouterr().out
@@ -102,8 +102,11 @@ def test_measuring_needs_a_merge_and_a_task_that_exists(tmp_path):
             cli.app, ["export", str(tmp_path), str(tmp_path / "out"), *options]
         )
 
-    assert "add --merge" in call("--measure", "running_sum").output
-    assert "--max_samples is of --measure" in call("--merge", "--max_samples", "3").output
-    assert "--gpu_memory_utilization is of --measure" in call("--merge", "--gpu_memory_utilization", "0.9").output
-    assert "no task 'sums'" in str(call("--merge", "--measure", "sums").exception)
+    assert "add --merge" in call("--evaluate", "running_sum").output
+    assert "--max_samples is of --evaluate" in call("--merge", "--max_samples", "3").output
+    assert "--gpu_memory_utilization is of --evaluate" in call("--merge", "--gpu_memory_utilization", "0.9").output
+    assert "no task 'sums'" in str(call("--merge", "--evaluate", "sums").exception)
+    assert "--measure is the former name" in call("--merge", "--measure", "sums", "--evaluate", "sums").output
+    with pytest.warns(FutureWarning, match="--measure is called --evaluate now"):
+        assert "no task 'sums'" in str(call("--merge", "--measure", "sums").exception)
     assert not (tmp_path / "out").exists()
