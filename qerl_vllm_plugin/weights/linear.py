@@ -289,7 +289,8 @@ def _split(layer: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def _empty(N: int, K: int, parts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     scales = torch.zeros(N, K // nvfp4.GROUP_SIZE, dtype=torch.float8_e4m3fn)
     # fp32 whatever the engine's dtype: a divisor of a 7B model's down_proj, 1e5, is beyond float16
-    return torch.zeros(N, K // 2, dtype=torch.uint8), scales, torch.ones(parts, dtype=torch.float32)
+    # a divisor that no loader fills stays 0, which check_tensors refuses
+    return torch.zeros(N, K // 2, dtype=torch.uint8), scales, torch.zeros(parts, dtype=torch.float32)
 
 
 def _fill_dummy(layer: torch.nn.Module) -> None:

@@ -7,7 +7,7 @@ import torch
 from qerl_kernels import nvfp4
 
 from qerl_vllm_plugin.weights import layouts, linear
-from qerl_vllm_plugin.weights.formats import COMPRESSED
+from qerl_vllm_plugin.weights.formats import COMPRESSED, MODELOPT
 from qerl_vllm_plugin.weights.linear import Arrivals, QerlLinearMethod, QerlOnlineLinearMethod
 from qerl_vllm_plugin.wire.safetensors_file import CheckpointError
 
@@ -43,6 +43,27 @@ def test_a_packed_layer_of_which_a_part_has_not_come_is_refused(lacking):
             arrivals.add(1)
     with pytest.raises(CheckpointError, match=rf"gate_up_proj\.{lacking} is missing from the checkpoint, or only"):
         method.process_weights_after_loading(torch.nn.Module())
+
+
+@pytest.mark.parametrize("format", [COMPRESSED, MODELOPT], ids=lambda format: type(format).__name__)
+def test_a_divisor_that_was_never_filled_is_refused(format, monkeypatch):
+    """One tensor of the checkpoint holds both parts, and vLLM has filled the first part's divisor alone."""
+    monkeypatch.setattr(linear.layouts, "choose", lambda dtype, kernel: "a layout")
+    config = SimpleNamespace(load_config=SimpleNamespace(load_format="auto"))
+    monkeypatch.setattr(linear, "get_current_vllm_config", lambda: config)
+    monkeypatch.setattr("vllm.model_executor.parameter.get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr("vllm.model_executor.parameter.get_tensor_model_parallel_world_size", lambda: 1)
+    layer, method = torch.nn.Module(), QerlLinearMethod("model.layers.0.mlp.gate_up_proj", format=format)
+
+    def load(param, loaded, *shard):
+        param.data[: len(loaded)] = loaded
+
+    method.create_weights(layer, 64, [16, 16], 64, 32, torch.bfloat16, weight_loader=load)
+    for name in format.packed_names:
+        param = getattr(layer, name)
+        param.weight_loader(param, torch.ones_like(param.data)[: 1 if name == format.tensor_scale else None])
+    with pytest.raises(CheckpointError, match=r"gate_up_proj.*tensor scale|not a usable tensor scale"):
+        method.process_weights_after_loading(layer)
 
 
 def test_a_bf16_layer_of_which_a_part_has_not_come_is_refused():
