@@ -9,8 +9,8 @@ from typing import Any
 from qerl_recipes.bench.arms import Figures
 from qerl_recipes.bench.rollout_arm import Case, longest, most_sequences, options, prefill
 from qerl_recipes.machine.gpu import GB, Gpu, gigabytes, installed_gpu, used_bytes
-from qerl_recipes.memory import activation_bytes, engine_bytes, weight_bytes
-from qerl_recipes.memory.model_size import ModelSize, measure
+from qerl_recipes.memory import estimates, sizes
+from qerl_recipes.memory.sizes import ModelSize, measure
 from qerl_recipes.recipe.shapes import config_json
 from qerl_recipes.rollout.arms import ENGINE_QUANTIZATION
 
@@ -61,7 +61,7 @@ def _cache(size: ModelSize, request: Mapping[str, Any], cases: Sequence[Case]) -
     rows = [(case.batch, case.input + case.output) for case in (*cases, prefill(cases))]
     tokens = max(batch * (-(-length // block) + 1) * block for batch, length in rows)
     itemsize = 1 if request["kv_cache_dtype"].startswith("fp8") else ITEMSIZE
-    return int(MARGIN * tokens * engine_bytes.cache_of_a_token(size, request["tensor_parallel"], itemsize))
+    return int(MARGIN * tokens * estimates.cache_of_a_token(size, request["tensor_parallel"], itemsize))
 
 
 def _parts(size: ModelSize, gpu: Gpu, request: Mapping[str, Any], cases: Sequence[Case]) -> dict[str, int]:
@@ -72,16 +72,14 @@ def _parts(size: ModelSize, gpu: Gpu, request: Mapping[str, Any], cases: Sequenc
     is_stock = arm == "stock_nvfp4"  # packed by its checkpoint, and not by an option
     kinds = {theirs: kind for kind, theirs in ENGINE_QUANTIZATION.items()}
     kind = "qerl_nvfp4" if is_stock else kinds[chosen.get("quantization")]
-    is_marlin = is_stock or plugin_options.get("kernel") == "marlin"
-    layout = "marlin" if is_marlin else engine_bytes.layout(gpu, ITEMSIZE)
-    weights = weight_bytes.engine_weights(size, kind, layout, ITEMSIZE)
+    weights = sizes.engine_weights(size, kind, ITEMSIZE)
     if "policy_adapter" in plugin_options:
-        weights += weight_bytes.resident_adapter(size, plugin_options["policy_adapter"]["rank"], ITEMSIZE)
+        weights += sizes.resident_adapter(size, plugin_options["policy_adapter"]["rank"], ITEMSIZE)
     if "max_lora_rank" in chosen:
-        weights += weight_bytes.adapter_slots(size, chosen["max_lora_rank"], ITEMSIZE)
+        weights += sizes.adapter_slots(size, chosen["max_lora_rank"], ITEMSIZE)
     sequences = most_sequences(cases)
     tokens = request["engine"].get("max_num_batched_tokens") or TOKENS_AT_ONCE[gpu.memory >= LARGE_GPU]
-    scratch = activation_bytes.engine_scratch(
+    scratch = estimates.engine_scratch(
         size,
         sequences,
         expands=kind != "bf16",
@@ -91,6 +89,6 @@ def _parts(size: ModelSize, gpu: Gpu, request: Mapping[str, Any], cases: Sequenc
     return {
         "cache": _cache(size, request, cases),
         "weights": weights // request["tensor_parallel"],
-        "at work": scratch + activation_bytes.GRAPHS,
+        "at work": scratch + estimates.GRAPHS,
         "allowance": ALLOWANCE,
     }

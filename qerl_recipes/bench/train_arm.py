@@ -26,7 +26,7 @@ from qerl_recipes.bench.train import NAME, Request
 from qerl_recipes.hooks import DatasetLoader, RewardFactory, StartEngine, get_plugin_manager, implementation
 from qerl_recipes.machine.gpu import Gpu, this_gpu, used_bytes
 from qerl_recipes.memory import plan as memory_plan
-from qerl_recipes.memory.overrun import explained
+from qerl_recipes.memory.table import explained
 from qerl_recipes.recipe.configs import PACK_TOKENS, parse
 from qerl_recipes.rollout.engine import VLLMRollouts
 from qerl_recipes.train import preflight

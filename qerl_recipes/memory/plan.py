@@ -1,31 +1,35 @@
-"""Plans the GPU memory of a training run, part by part, before anything is loaded.
+"""Plan the GPU memory of a training run, part by part, before anything is loaded.
 
     recipe = parse(["--config", "recipes/Qwen2.5-32B-Instruct/grpo/nvfp4_lora_aqn.yaml"])
     plan = make(*recipe, gpu=Gpu(80_000_000_000, is_hopper=True))
 
 A run has two phases: in a rollout the engine samples, and in training the gradient is computed. Memory that one phase
-alone holds is free in the other; memory that both hold counts in both. Weights, adapter and optimizer are exact.
+alone holds is free in the other; memory that both hold counts in both. Weights, adapter and optimizer are counted.
 Activations, the engine's scratch and CUDA's own memory are estimates for sequences of full length, so a plan is a
 worst case.
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from qerl_recipes.files.adapter import engine_rank
 from qerl_recipes.files.base_model import read_config
 from qerl_recipes.machine.gpu import Gpu, gigabytes
-from qerl_recipes.memory import activation_bytes, adapter_size, engine_bytes, optimizer_bytes, weight_bytes
-from qerl_recipes.memory.activation_bytes import MicroBatch
-from qerl_recipes.memory.model_size import ModelSize, measure
-from qerl_recipes.memory.parts import SLEEP, Part, Plan
+from qerl_recipes.memory import estimates, sizes
+from qerl_recipes.memory.estimates import Engine, MicroBatch
+from qerl_recipes.memory.sizes import ModelSize, measure
 from qerl_recipes.model import shared
-from qerl_recipes.model.attention import LARGEST_HEAD
 from qerl_recipes.recipe.configs import AS_FEW_AS_FIT, SERVER, GRPOConfig, ModelConfig, ScriptArguments
+from qerl_vllm_plugin.noise import is_target
 
+PHASES = ("rollout", "training")
+SLEEP = "vllm_enable_sleep_mode: true"  # does not lower a rollout, since the engine is awake then
+FIXED_BY_A_CHECKPOINT = re.compile(r"\b(lora_r|optim|quantization|max_completion_length)\b")
 CONTEXT = 900_000_000  # CUDA context and kernels, cuBLAS workspaces
-SHARE_KEY = "vllm_gpu_memory_utilization"
+SHARE_KEY, BYTES_KEY = "vllm_gpu_memory_utilization", "vllm_kv_cache_memory_bytes"
 MOST_SHARE = 0.95  # the largest share of the GPU that is advised for the engine
 SPARE = 0.03  # share of the GPU that stays free if the plan chooses how many blocks to recompute
 # Memory that the allocator holds but cannot use: SLACK times the temporary memory, but at most MOST_SLACK bytes. With
@@ -33,6 +37,108 @@ SPARE = 0.03  # share of the GPU that stays free if the plan chooses how many bl
 # runs but one reach MOST_SLACK, so of SLACK they only show that it is more than 0.2.
 SLACK, MOST_SLACK = 0.4, 1_500_000_000
 FP32, BF16 = 4, 2
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a plan: the bytes it holds in each phase.
+
+    ``detail`` explains how they come about. ``knobs`` are changes of the recipe that lower them, best first.
+    """
+
+    name: str
+    rollout: int
+    training: int
+    detail: str = ""
+    knobs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The memory plan of a run on a GPU.
+
+    ``problem`` says what stops the engine from starting, or is "". ``checkpointed`` is the number of blocks that
+    recompute their activations. ``engine`` is the bytes of the engine without its KV cache, and ``token`` the bytes of
+    one token in that cache. ``remark`` says that sequences must wait for others, or that the engine is not among the
+    parts, or is "".
+    """
+
+    parts: tuple[Part, ...]
+    gpu: Gpu
+    problem: str = ""
+    checkpointed: int = 0
+    engine: int = 0
+    token: int = 0
+    remark: str = ""
+
+    def engine_share(self, tokens: int) -> float:
+        """Return the ``vllm_gpu_memory_utilization`` at which the KV cache holds ``tokens`` tokens."""
+        return (self.engine + tokens * self.token) / self.gpu.memory
+
+    def total(self, phase: str) -> int:
+        """Return the bytes held in ``phase``, which is ``rollout`` or ``training``."""
+        return sum(getattr(part, phase) for part in self.parts)
+
+    @property
+    def peak(self) -> int:
+        return max(self.total(phase) for phase in PHASES)
+
+    @property
+    def worse_phase(self) -> str:
+        """Return the phase that needs more memory."""
+        return max(PHASES, key=self.total)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.gpu.memory and not self.problem
+
+    def largest(self, phase: str, count: int = 3) -> list[Part]:
+        """Return the ``count`` largest parts of a phase, largest first."""
+        held = [part for part in self.parts if getattr(part, phase)]
+        return sorted(held, key=lambda part: -getattr(part, phase))[:count]
+
+    def added(self, phase: str) -> list[Part]:
+        """Return the parts that hold more in this phase than in the other, largest first."""
+        (other,) = set(PHASES) - {phase}
+        parts = [part for part in self.parts if getattr(part, phase) > getattr(part, other)]
+        return sorted(parts, key=lambda part: -getattr(part, phase))
+
+    def advice(self, parts: Iterable[Part], phase: str, *, resuming: bool = False) -> str:
+        """Return a text that says what to change so that ``phase`` needs less memory.
+
+        It has the changes of the first two of the ``parts`` that have some. With ``resuming``, changes that no
+        checkpoint could be resumed with are left out.
+        """
+        reasons: dict[str, str] = {}
+        for part in parts:
+            knobs = [knob for knob in part.knobs if knob != SLEEP or phase == "training"]
+            knobs = [knob for knob in knobs if not (resuming and FIXED_BY_A_CHECKPOINT.search(knob))]
+            if knobs and len(reasons) < 2:
+                reasons.setdefault(" or ".join(knobs), f"{part.name}, {gigabytes(getattr(part, phase))}")
+        return "; ".join(f"{knobs} ({why})" for knobs, why in reasons.items()) or "a smaller model"
+
+    def line(self) -> str:
+        """Return one line with the peak and the largest parts of the worse phase."""
+        phase = self.worse_phase
+        parts = ", ".join(f"{part.name} {gigabytes(getattr(part, phase))}" for part in self.largest(phase))
+        return f"{gigabytes(self.peak)} of {gigabytes(self.gpu.memory)} ({parts}, ...)"
+
+    def obstacles(self) -> list[str]:
+        """Return the reasons why the run does not fit, each with a way out; the list is empty if it fits."""
+        reasons = [f"it cannot start: {self.problem}"] if self.problem else []
+        if self.peak > self.gpu.memory:
+            phase, over = self.worse_phase, gigabytes(self.peak - self.gpu.memory)
+            advice = self.advice(self.largest(phase, len(self.parts)), phase)
+            reasons.append(f"it needs {over} too much in {phase}, {self.line()}; way out: {advice}")
+        return reasons
+
+    def check(self) -> None:
+        """Raise ValueError, with the largest parts and a way out, if the run does not fit."""
+        if not self.fits:
+            raise ValueError(
+                f"this run does not fit on a GPU of {gigabytes(self.gpu.memory)}: {'; and '.join(self.obstacles())}. "
+                "`qerl doctor --recipe RECIPE.yaml` shows the whole plan"
+            )
 
 
 def make(
@@ -54,15 +160,16 @@ def make(
     """
     if config is None:
         config = read_config(str(model.model_name_or_path), model.model_revision)
-    size = measure(config)
-    allowed = (1 - SPARE) * (limit or gpu.memory)
-    run = _Run(script, training, model, size, gpu)
-    held = (*run.engine_parts(), *run.weight_parts(), *run.trained_parts())
-    for checkpointed in _to_try(training, size):
+    run = _Run(script, training, model, measure(config), gpu)
+    held = (*run.engine_parts(), run.weights(), *run.trained_parts())
+    problem, remark = run.problem(), run.remark()
+    for checkpointed in _to_try(training, run.size):
         working = run.working_parts(checkpointed)
-        parts = (*held, *working, _context(working))
-        plan = Plan(parts, gpu, run.problem(), checkpointed, run.beside_cache(), run.cache_of_a_token(), run.remark())
-        if plan.peak <= allowed:
+        slack = min(MOST_SLACK, int(SLACK * sum(part.training for part in working)))
+        how = "estimate: context, kernels, cuBLAS, unusable blocks"
+        parts = (*held, *working, Part("CUDA and allocator", CONTEXT + slack, CONTEXT + slack, how))
+        plan = Plan(parts, gpu, problem, checkpointed, run.engine.beside_cache, run.engine.token, remark)
+        if plan.peak <= (1 - SPARE) * (limit or gpu.memory):
             break
     return plan
 
@@ -79,31 +186,32 @@ def _to_try(training: GRPOConfig, size: ModelSize) -> Iterable[int]:
     return [size.layers if requested is None else requested]
 
 
-def _context(working: Iterable[Part]) -> Part:
-    size = CONTEXT + min(MOST_SLACK, int(SLACK * sum(part.training for part in working)))
-    return Part("CUDA and allocator", size, size, "estimate: context, kernels, cuBLAS, unusable blocks")
-
-
 class _Run:
     """The settings of a recipe on a GPU, with the sizes that follow from both."""
 
     def __init__(
         self, script: ScriptArguments, training: GRPOConfig, model: ModelConfig, size: ModelSize, gpu: Gpu
     ) -> None:
-        self.training, self.size, self.gpu = training, size, gpu
-        self.arm, self.itemsize = training.quantization, FP32 if model.dtype == "float32" else BF16
+        self.training, self.size, self.gpu, self.arm = training, size, gpu, training.quantization
+        self.itemsize = FP32 if model.dtype == "float32" else BF16
         self.dtype = {"float16": "FP16", "float32": "FP32"}.get(model.dtype or "", "BF16")
-        self.layout = engine_bytes.layout(gpu, self.itemsize)
-        self.reason = _own_copy_reason(training)
-        self.tensor_parallel = training.vllm_tensor_parallel_size
-        self.sequences = engine_bytes.sequences(training)
+        self.rank, self.targets = sizes.trained_adapter(script, model, size)
+        self.engine = Engine(size, training, gpu, self.rank, self.itemsize)
+        self.sequences = estimates.sequences(training)
+        # why the trainer has its own copy of the weights, or None if it reads the engine's
+        self.own_copy = shared.obstacle(training)
+        self.could_share = self.own_copy is None and training.share_weights is False
+        if self.could_share:
+            self.own_copy = "share_weights: false"
         completion, prompt = training.max_completion_length or size.positions, script.max_prompt_length
         self.engine_length = training.vllm_max_model_length or size.positions
         self.length = self.engine_length if prompt is None else min(prompt + completion, self.engine_length)
         self.completion = min(completion, self.length)
-        self.rank, self.targets = adapter_size.trained(script, model, size)
         self.pack_tokens = training.pack_tokens or 0
         self.is_flash = (model.attn_implementation or "").startswith(("flash", "kernels"))
+        # ways to need less
+        self.smaller = () if self.arm == shared.ARM else (f"quantization: {shared.ARM}",)
+        self.lower_rank = (f"lora_r below {self.rank}",)
 
     def engine_parts(self) -> tuple[Part, ...]:
         """Return the parts of the engine; they are empty if the engine is a server of its own.
@@ -112,90 +220,70 @@ class _Run:
         """
         if self.training.vllm_mode == SERVER:
             return ()
-        scratch, graphs = self._scratch(), activation_bytes.GRAPHS
+        engine, sleeps = self.engine, self.training.vllm_enable_sleep_mode
+        awake = 0 if sleeps and self.own_copy is not None else 1
+        form = {"qerl_nvfp4": f"NVFP4, {engine.layout}", "bf16": "BF16", "nf4": "NF4"}[self.arm]
+        form += f"; embedding and head in {self.dtype}"
+        knobs = self.smaller if sleeps or self.own_copy is None else (SLEEP, *self.smaller)
+        weights, adapter, scratch, graphs = engine.weights, engine.adapter, engine.scratch, estimates.GRAPHS
+        at_once = f"estimate: {estimates.ENGINE_TOKENS} tokens at once, sampler"
         return (
-            *self._engine_weight_parts(),
-            self.kv_cache(),
-            Part("engine's scratch", scratch, 0, f"estimate: {activation_bytes.ENGINE_TOKENS} tokens at once, sampler"),
+            Part("engine's weights", weights, weights * awake, form, knobs),
+            Part("engine's adapter", adapter, adapter * awake, f"rank {engine_rank(self.rank)}", self.lower_rank),
+            self._kv_cache(),
+            Part("engine's scratch", scratch, 0, at_once),
             Part("CUDA graphs", graphs, graphs, "estimate"),
         )
 
-    def _engine_weight_parts(self) -> tuple[Part, ...]:
-        size, sleeps = self.size, self.training.vllm_enable_sleep_mode
-        weights, adapter = engine_bytes.weights(
-            size, self.training, self.layout, rank=self.rank, itemsize=self.itemsize
-        )
-        awake = 0 if sleeps and self.reason is not None else 1
-        form = {"qerl_nvfp4": f"NVFP4, {self.layout}", "bf16": "BF16", "nf4": "NF4"}[self.arm]
-        knobs = self._smaller() if sleeps or self.reason is None else (SLEEP, *self._smaller())
-        return (
-            Part("engine's weights", weights, weights * awake, f"{form}; embedding and head in {self.dtype}", knobs),
-            Part("engine's adapter", adapter, adapter * awake, f"rank {engine_rank(self.rank)}", self._lower_rank()),
-        )
+    def weights(self) -> Part:
+        """Return the part of the trainer's frozen weights."""
+        is_shared = self.own_copy is None
+        own = sizes.trainer_weights(self.size, self.arm, shared=is_shared, itemsize=self.itemsize)
+        kept = "norms; experts, which the engine holds otherwise" if self.size.experts else "norms"
+        detail = f"reads the engine's weights; its own: {kept}" if is_shared else f"own copy: {self.own_copy}"
+        knobs = ("share_weights: true",) if self.could_share else self.smaller
+        return Part("trainer's weights", own, own, detail, knobs)
 
-    def weight_parts(self) -> tuple[Part, ...]:
-        own = weight_bytes.trainer_weights(
-            self.size, self.arm, self.layout, shared=self.reason is None, itemsize=self.itemsize
-        )
-        own_what = "norms; experts, which the engine holds otherwise" if self.size.experts else "norms"
-        copy = f"reads the engine's weights; its own: {own_what}" if self.reason is None else f"own copy: {self.reason}"
-        return (Part("trainer's weights", own, own, copy, _how_to_share(self.training) or self._smaller()),)
-
-    def _smaller(self) -> tuple[str, ...]:
-        """Return the change of the recipe that makes the weights smaller, if there is one."""
-        return () if self.arm == shared.ARM else (f"quantization: {shared.ARM}",)
-
-    def kv_cache(self) -> Part:
-        """Return the KV cache: the size that the recipe sets, or the rest of the engine's share of the GPU.
-
-        It is freed while the trainer works if the engine sleeps then.
-        """
-        left, tokens = self._left_for_cache(), self.cache_tokens()
-        full = self.sequences * self.engine_length
-        fitting = f"{tokens // self.engine_length} of {self.sequences} full sequences at a time"
+    def _kv_cache(self) -> Part:
+        """Return the KV cache, which is freed while the trainer works if the engine sleeps then."""
+        cache, tokens = max(self.engine.cache, 0), self._cache_tokens()
+        held = f"{tokens // self.engine_length} of {self.sequences} full sequences at a time"
+        if tokens >= self.sequences * self.engine_length:
+            held = f"room for all {self.sequences} sequences of {self.engine_length} tokens"
         sleeps, key = self.training.vllm_enable_sleep_mode, self._cache_key()
         value = getattr(self.training, key)  # a share of the GPU, or bytes, which are shown with all digits
-        size = f"{value:g}" if key == SHARE_KEY else str(value)
-        lower = f"{key} below {size}"
-        knobs = (lower,) if sleeps else (SLEEP, lower)
-        held = fitting if tokens < full else f"room for all {self.sequences} sequences of {self.engine_length} tokens"
-        cache, how = max(left, 0), f"rest of {key} {size}; {held}" if key == SHARE_KEY else f"{key}; {held}"
-        return Part("KV cache", cache, 0 if sleeps else cache, how, knobs)
+        lower = f"{key} below {value:g}" if key == SHARE_KEY else f"{key} below {value}"
+        detail = f"rest of {key} {value:g}; {held}" if key == SHARE_KEY else f"{key}; {held}"
+        return Part("KV cache", cache, 0 if sleeps else cache, detail, (lower,) if sleeps else (SLEEP, lower))
 
     def _cache_key(self) -> str:
         """Return the key of the recipe that determines the size of the KV cache."""
-        return SHARE_KEY if self.training.vllm_kv_cache_memory_bytes is None else "vllm_kv_cache_memory_bytes"
+        return SHARE_KEY if self.training.vllm_kv_cache_memory_bytes is None else BYTES_KEY
 
-    def cache_tokens(self) -> int:
-        """Return the number of tokens that the KV cache holds."""
-        return max(0, self._left_for_cache()) // self.cache_of_a_token()
+    def _cache_tokens(self) -> int:
+        return max(0, self.engine.cache) // self.engine.token
 
     def problem(self) -> str:
         """Say why vLLM would not start, with a way out; return "" if it would.
 
         vLLM refuses to start if one sequence of full length does not fit into its KV cache.
         """
-        if self.training.vllm_mode == SERVER or self.engine_length <= self.cache_tokens():
+        if self.training.vllm_mode == SERVER or self.engine_length <= self._cache_tokens():
             return ""
-        length, cache_bytes = self.engine_length, self.training.vllm_kv_cache_memory_bytes
-        if cache_bytes is not None:
+        length, one = self.engine_length, self.engine_length * self.engine.token
+        if (cache_bytes := self.training.vllm_kv_cache_memory_bytes) is not None:
             return (
-                f"vllm_kv_cache_memory_bytes: {cache_bytes} does not hold one sequence of {length} tokens; use "
-                f"{length * self.cache_of_a_token()} or more ({self._how_many()}), or a shorter max_completion_length"
+                f"{BYTES_KEY}: {cache_bytes} does not hold one sequence of {length} tokens; use {one} or more "
+                f"({self._how_many()}), or a shorter max_completion_length"
             )
-        share = self.training.vllm_gpu_memory_utilization
-        budget = share * self.gpu.memory
-        needed = (self.beside_cache() + self.engine_length * self.cache_of_a_token()) / self.gpu.memory
+        share, needed = self.training.vllm_gpu_memory_utilization, (self.engine.beside_cache + one) / self.gpu.memory
         least = f"{math.ceil(100 * needed) / 100:.2f}"
-        way_out = f"use vllm_gpu_memory_utilization: {least} or more ({self._how_many()}), or a shorter "
-        way_out += "max_completion_length"
+        way_out = f"use {SHARE_KEY}: {least} or more ({self._how_many()}), or a shorter max_completion_length"
         if needed > MOST_SHARE:
-            way_out = "the GPU is too small for this model" + (
-                "" if self.arm == "qerl_nvfp4" else "; use quantization: qerl_nvfp4"
-            )
+            way_out = "the GPU is too small for this model" + "".join(f"; use {change}" for change in self.smaller)
         return (
-            f"vllm_gpu_memory_utilization: {share:g} gives the engine {gigabytes(budget)}, which does not hold its "
-            f"weights and one sequence of {self.engine_length} tokens; {way_out}"
+            f"{SHARE_KEY}: {share:g} gives the engine {gigabytes(share * self.gpu.memory)}, which does not hold its "
+            f"weights and one sequence of {length} tokens; {way_out}"
         )
 
     def remark(self) -> str:
@@ -205,8 +293,8 @@ class _Run:
         """
         if self.training.vllm_mode == SERVER:
             return "the server's memory is not in this plan: on this GPU its --gpu-memory-utilization comes on top"
-        fitting = self.cache_tokens() // self.engine_length
-        if self.problem() or fitting >= self.sequences:
+        fitting = self._cache_tokens() // self.engine_length
+        if fitting == 0 or fitting >= self.sequences:  # without room for one, the problem says it
             return ""
         return (
             f"the engine holds {fitting} of {self.sequences} sequences of {self.engine_length} tokens at a time, and "
@@ -215,39 +303,41 @@ class _Run:
 
     def _how_many(self) -> str:
         """Say which cache setting holds all full sequences, or how many fit at the largest sensible share."""
-        token, memory = self.cache_of_a_token() * self.engine_length, self.gpu.memory
-        if self.training.vllm_kv_cache_memory_bytes is not None:
-            return f"{self.sequences * token} holds all {self.sequences}"
-        share = math.ceil(100 * (self.beside_cache() + self.sequences * token) / memory) / 100
+        one, memory, beside = self.engine.token * self.engine_length, self.gpu.memory, self.engine.beside_cache
+        if self._cache_key() == BYTES_KEY:
+            return f"{self.sequences * one} holds all {self.sequences}"
+        share = math.ceil(100 * (beside + self.sequences * one) / memory) / 100
         if share <= MOST_SHARE:
             return f"{share:.2f} holds all {self.sequences}"
-        fitting = max(0, int((MOST_SHARE * memory - self.beside_cache()) // token))
-        return f"{MOST_SHARE} holds {fitting} of {self.sequences}"
+        return f"{MOST_SHARE} holds {max(0, int((MOST_SHARE * memory - beside) // one))} of {self.sequences}"
 
     def trained_parts(self) -> tuple[Part, ...]:
         """Return the parts of the trained adapter, its gradients and the optimizer's state.
 
         The adapter is in fp32. In training, 16-bit copies of it are added, which autocast keeps through a forward.
         """
-        count = weight_bytes.adapter_elements(self.targets, self.rank)
-        norms = _trained_norms(self.training, self.size)
-        name, total = str(getattr(self.training.optim, "value", self.training.optim)), count + sum(norms)
+        count, targets = sizes.adapter_elements(self.targets, self.rank), tuple(self.training.noise_targets)
+        norms = [elements for name, elements in self.size.norms.items() if is_target(name, targets)]
+        norms = norms if self.training.train_norms else []
+        total = count + sum(norms)
         detail = f"{count / 1e6:.1f} million numbers in fp32, in training in {self.dtype} too"
         copies = count * BF16 if self.itemsize == BF16 else 0
-        knobs = self._lower_rank() if "8bit" in name else ("optim: adamw_8bit", *self._lower_rank())
-        pairs = [shape for of in self.targets for shape in ((self.rank, of.K), (of.N, self.rank))]
-        states = optimizer_bytes.state(name, [*pairs, *((norm,) for norm in norms)])
+        name = str(getattr(self.training.optim, "value", self.training.optim))
+        matrices = [shape for linear in self.targets for shape in ((self.rank, linear.K), (linear.N, self.rank))]
+        states = sizes.optimizer_state(name, [*matrices, *((norm,) for norm in norms)])
+        knobs = self.lower_rank if "8bit" in name else ("optim: adamw_8bit", *self.lower_rank)
         # DDP sums gradients in buckets of its own, which stay when the gradients are freed.
         buckets = total * FP32 if self.training.world_size > 1 else 0
         how = f"fp32, {sum(norms)} of norms" if norms else "fp32"
         how += ", and buckets in which processes sum them" if buckets else ""
         return (
-            Part("trained adapter", count * FP32, count * FP32 + copies, detail, self._lower_rank()),
-            Part("gradients", buckets, total * FP32 + buckets, how, self._lower_rank()),
+            Part("trained adapter", count * FP32, count * FP32 + copies, detail, self.lower_rank),
+            Part("gradients", buckets, total * FP32 + buckets, how, self.lower_rank),
             Part("optimizer", states, states, f"{name}: {states / total:.3g} bytes each", knobs),
         )
 
     def micro_batch(self) -> MicroBatch:
+        """Return the sizes of a micro-batch of full length."""
         rows, packs = self.training.per_device_train_batch_size, self.pack_tokens
         tokens = attended = rows * self.length
         if self._shares_prompts():
@@ -278,95 +368,40 @@ class _Run:
 
     def working_parts(self, checkpointed: int) -> tuple[Part, ...]:
         """Return the activations and the temporary tensors of training, with ``checkpointed`` blocks recomputed."""
-        batch = self.micro_batch()
-        targets = adapter_size.most_in_a_block(self.targets)
-        padded_to, itemsize = self.length if batch.rows else 0, self.itemsize
+        batch, itemsize, layers = self.micro_batch(), self.itemsize, self.size.layers
         # With use_cpu the recipe is read on a machine without a GPU, where bf16 says nothing about a run on a GPU.
         autocast = bool(self.training.bf16 or self.training.fp16) or self.training.use_cpu
-        block = activation_bytes.saved_in_a_block(
+        block = estimates.saved_in_a_block(
             self.size,
             self.rank,
-            targets,
-            padded_to,
+            sizes.most_in_a_block(self.targets),
+            self.length if batch.rows else 0,
             autocast=autocast,
             itemsize=itemsize,
             attended=batch.attended,
-            at_once=not padded_to and (autocast or itemsize == 2) and self.size.head_dim <= LARGEST_HEAD,
-            widens=self.arm == shared.ARM,
         )
-        kept = activation_bytes.kept(self.size, batch, block, checkpointed=checkpointed, itemsize=itemsize)
-        in_block, head = activation_bytes.at_work(
-            self.size,
-            batch,
-            block,
-            checkpointing=checkpointed > 0,
-            expands=self.arm != "bf16",
-            rearranges=self.layout == "marlin" and self.reason is None,
-            itemsize=itemsize,
+        kept = estimates.kept(self.size, batch, block, checkpointed=checkpointed, itemsize=itemsize)
+        in_block, head = estimates.at_work(
+            self.size, batch, block, checkpointing=checkpointed > 0, expands=self.arm != "bf16", itemsize=itemsize
         )
-        others = self.size.layers - checkpointed
-        share = f", recompute_layers: {checkpointed} of {self.size.layers}" if checkpointed else ""
+        blocks = f"all of {layers - checkpointed} blocks" if checkpointed < layers else "hidden states"
         once = ", prompts of a group once" if batch.attended > 1 else ""
-        what = (f"all of {others} blocks" if others else "hidden states") + f" of {batch.tokens} tokens{once}{share}"
-        where = "one block" if in_block >= head else "the head"
-        return (
-            Part("activations", 0, kept, what, self._less_to_keep(checkpointed)),
-            Part("at work", 0, max(in_block, head), f"estimate: {where}, {batch.at_once} tokens", self._less_at_once()),
-        )
-
-    def cache_of_a_token(self) -> int:
-        """Return the bytes that one token takes in the KV cache of one GPU of the engine."""
-        return engine_bytes.cache_of_a_token(self.size, self.tensor_parallel, self.itemsize)
-
-    def beside_cache(self) -> int:
-        """Return the bytes of the engine without its KV cache."""
-        return engine_bytes.beside_cache(self.size, self.training, self.gpu, rank=self.rank, itemsize=self.itemsize)
-
-    def _left_for_cache(self) -> int:
-        return engine_bytes.left_for_cache(self.size, self.training, self.gpu, rank=self.rank, itemsize=self.itemsize)
-
-    def _scratch(self) -> int:
-        return engine_bytes.scratch(self.size, self.training, self.itemsize)
-
-    def _lower_rank(self) -> tuple[str, ...]:
-        return (f"lora_r below {self.rank}",)
-
-    def _less_to_keep(self, checkpointed: int) -> tuple[str, ...]:
+        share = f", recompute_layers: {checkpointed} of {layers}" if checkpointed else ""
+        keep_less = compute_less = self._fewer_rows()
         if not self.training.gradient_checkpointing:
-            return ("gradient_checkpointing: true",)
-        if checkpointed < self.size.layers:
-            return (f"recompute_layers: {self.size.layers}",)
-        return self._fewer_rows()
-
-    def _less_at_once(self) -> tuple[str, ...]:
-        if self.pack_tokens and self.micro_batch().at_once > self.length:
-            return (f"pack_tokens: {self.length}",)
-        return self._fewer_rows()
+            keep_less = ("gradient_checkpointing: true",)
+        elif checkpointed < layers:
+            keep_less = (f"recompute_layers: {layers}",)
+        if self.pack_tokens and batch.at_once > self.length:
+            compute_less = (f"pack_tokens: {self.length}",)
+        where = f"estimate: {'one block' if in_block >= head else 'the head'}, {batch.at_once} tokens"
+        return (
+            Part("activations", 0, kept, f"{blocks} of {batch.tokens} tokens{once}{share}", keep_less),
+            Part("at work", 0, max(in_block, head), where, compute_less),
+        )
 
     def _fewer_rows(self) -> tuple[str, ...]:
         rows = self.training.per_device_train_batch_size
         if rows > 1:
             return (f"per_device_train_batch_size below {rows}, with gradient_accumulation_steps raised as much",)
         return (f"max_completion_length below {self.completion}",)
-
-
-def _own_copy_reason(training: GRPOConfig) -> str | None:
-    """Return the reason why the trainer has its own copy of the weights, or None if it reads the engine's."""
-    if (reason := shared.obstacle(training)) is not None:
-        return reason
-    return "share_weights: false" if training.share_weights is False else None
-
-
-def _how_to_share(training: GRPOConfig) -> tuple[str, ...]:
-    """Return the change of the recipe that would avoid the second copy of the weights, if there is one."""
-    is_off = training.share_weights is False and shared.obstacle(training) is None
-    return ("share_weights: true",) if is_off else ()
-
-
-def _trained_norms(training: GRPOConfig, size: ModelSize) -> list[int]:
-    """Return the number of elements of each trained norm."""
-    from qerl_vllm_plugin.noise import is_target
-
-    if not training.train_norms:
-        return []
-    return [count for name, count in size.norms.items() if is_target(name, tuple(training.noise_targets))]

@@ -17,9 +17,8 @@ from vllm import LLM, SamplingParams
 
 from qerl_recipes.files.base_model import read_config
 from qerl_recipes.machine.gpu import this_gpu
-from qerl_recipes.memory import engine_bytes
-from qerl_recipes.memory.activation_bytes import ENGINE_TOKENS
-from qerl_recipes.memory.model_size import measure
+from qerl_recipes.memory import estimates
+from qerl_recipes.memory.sizes import measure
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.recipe.generation import for_sampling_params, sampling_parameters
 from qerl_recipes.rollout import answers
@@ -200,7 +199,7 @@ class VLLMRollouts:
             "tensor_parallel_size": self._tensor_parallel,
             "gpu_memory_utilization": training.vllm_gpu_memory_utilization,
             "max_model_len": training.vllm_max_model_length,
-            "max_num_seqs": engine_bytes.sequences(training),
+            "max_num_seqs": estimates.sequences(training),
             "enable_sleep_mode": training.vllm_enable_sleep_mode,
             # the same on all tensor-parallel ranks of one engine, so that they sample alike
             "seed": self._accelerator.process_index // self._tensor_parallel,
@@ -212,7 +211,7 @@ class VLLMRollouts:
         if is_cpu:
             options |= engine_on_cpu(base)
         else:
-            options["max_num_batched_tokens"] = ENGINE_TOKENS  # vLLM reserves memory for a batch of so many
+            options["max_num_batched_tokens"] = estimates.ENGINE_TOKENS  # vLLM reserves memory for a batch of so many
             counts_twice = training.vllm_enable_sleep_mode and not engine.counts_released_memory()
             if counts_twice or training.vllm_kv_cache_memory_bytes is not None:
                 options |= self._planned_cache(base, rank, dtype)
@@ -227,13 +226,12 @@ class VLLMRollouts:
         ``gpu_memory_utilization`` becomes the planned share of the whole engine, because vLLM requires that much to be
         free at its start.
         """
-        gpu, size = this_gpu(), measure(read_config(base))
+        gpu = this_gpu()
         assert gpu is not None
-        cache = engine_bytes.left_for_cache(size, self._training, gpu, rank=rank, itemsize=dtype.itemsize)
-        options: dict[str, Any] = {"kv_cache_memory_bytes": cache if cache > 0 else None}
+        planned = estimates.Engine(measure(read_config(base)), self._training, gpu, rank, dtype.itemsize)
+        options: dict[str, Any] = {"kv_cache_memory_bytes": planned.cache if planned.cache > 0 else None}
         if self._training.vllm_kv_cache_memory_bytes is not None:
-            needed = engine_bytes.beside_cache(size, self._training, gpu, rank=rank, itemsize=dtype.itemsize)
-            options["gpu_memory_utilization"] = min((needed + cache) / gpu.memory, 1.0)
+            options["gpu_memory_utilization"] = min((planned.beside_cache + planned.cache) / gpu.memory, 1.0)
         return options
 
     def _sampling_options(self) -> dict[str, Any]:

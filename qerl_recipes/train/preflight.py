@@ -24,8 +24,8 @@ from qerl_recipes.hooks import Reward, collect, unknown_names
 from qerl_recipes.machine.gpu import Gpu
 from qerl_recipes.machine.requirements import lacking
 from qerl_recipes.memory import plan as memory_plan
-from qerl_recipes.memory.model_size import measure
-from qerl_recipes.memory.parts import Plan
+from qerl_recipes.memory.plan import Plan
+from qerl_recipes.memory.sizes import measure
 from qerl_recipes.model import families, shared
 from qerl_recipes.recipe import checks
 from qerl_recipes.recipe.configs import AS_FEW_AS_FIT, GRPOConfig, ModelConfig, ScriptArguments

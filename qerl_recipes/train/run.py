@@ -57,7 +57,7 @@ def _what_is_kept(training: "GRPOConfig | None") -> str:
 
 def _train(script: "ScriptArguments", training: "GRPOConfig", model_config: "ModelConfig") -> None:
     from qerl_recipes.machine import gpu
-    from qerl_recipes.memory.overrun import explained
+    from qerl_recipes.memory.table import explained
     from qerl_recipes.train import preflight
 
     is_main = training.process_index == 0

@@ -21,7 +21,7 @@ import torch
 from qerl_recipes.machine.gpu import this_gpu
 from qerl_recipes.train import preflight, run as train
 from qerl_recipes.recipe.configs import parse
-from qerl_recipes.memory.overrun import explained
+from qerl_recipes.memory.table import explained
 LIMIT = sys.argv.pop(1) == "limited"
 settings = parse(sys.argv[1:])
 run = preflight.settle(preflight.check(*settings, this_gpu()))

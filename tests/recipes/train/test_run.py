@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from qerl_recipes.files import base_model, run_state
 from qerl_recipes.files.adapter import AdapterFolder, open_adapter
 from qerl_recipes.files.run_state import CheckpointMismatch, read_state, starting_point
-from qerl_recipes.memory import model_size
+from qerl_recipes.memory import sizes
 from qerl_recipes.model import loading as model
 from qerl_recipes.recipe import configs
 from qerl_recipes.recipe.file import ConfigError
@@ -335,10 +335,10 @@ def test_what_a_run_is_built_from_is_read_once(run, write_recipe, make_nvfp4, mo
     count(run_state, "dataset_hash", "data's hash")
     count(run_state, "base_hash", "base's hash")
     count(AdapterFolder, "sha256", "adapter's hash")
-    model_size._measure.cache_clear()
+    sizes._measure.cache_clear()
     base_model._text.cache_clear()
     run("--config", write_recipe(max_steps=1), "--adapter_name_or_path", str(start))
-    reads["model on meta"] = model_size._measure.cache_info().misses
+    reads["model on meta"] = sizes._measure.cache_info().misses
     assert set(reads.values()) == {1}, reads
 
 

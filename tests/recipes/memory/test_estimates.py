@@ -11,13 +11,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qerl_recipes.memory import activation_bytes, weight_bytes
-from qerl_recipes.memory.model_size import ModelSize, measure
+from qerl_recipes.files.base_model import read_config
+from qerl_recipes.memory import estimates
+from qerl_recipes.memory.sizes import ModelSize, adapter_elements, measure
 from qerl_recipes.model import attention, frozen, logprobs, lora, norms, rounding
 from qerl_recipes.model.attention import Spans
 from qerl_recipes.model.frozen import FrozenNVFP4Experts, FrozenNVFP4Linear, PackedExperts
 from qerl_recipes.model.packing import pack
 from qerl_recipes.recipe import shapes
+
+KINDS = ("qwen2", "qwen3", "llama", "qwen3_moe")
+TOKENS = 512
 
 
 class MLPOnAGpu(rounding.GatedMLP):
@@ -25,11 +29,6 @@ class MLPOnAGpu(rounding.GatedMLP):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return lora.gated(*lora.together(x, self.gate_proj, self.up_proj), self.down_proj)
-
-
-@pytest.fixture
-def mlps_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounding, "GatedMLP", MLPOnAGpu)
 
 
 def small(kind: str, layers: int) -> Any:
@@ -86,107 +85,6 @@ def policy_of(config: Any, dtype: torch.dtype, *, autocast: bool) -> Any:
     return policy
 
 
-def saved_bytes(
-    kind: str,
-    layers: int,
-    tokens: int,
-    *,
-    padded: bool,
-    autocast: bool = True,
-    dtype: torch.dtype = torch.bfloat16,
-    shared: int = 0,
-) -> tuple[int, ModelSize]:
-    """What a forward keeps for its backward, weights apart, and the size of the model.
-
-    The tokens are one padded sequence, or two packed ones, or three that share a prompt of ``shared`` tokens.
-    """
-    config = small(kind, layers)
-    policy = policy_of(config, dtype, autocast=autocast)
-    own = {t.untyped_storage().data_ptr() for t in (*policy.parameters(), *policy.buffers())}
-    found: dict[int, torch.Tensor] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        address = tensor.untyped_storage().data_ptr()
-        if address not in own:
-            found[address] = tensor  # held, so that no other tensor gets its address
-        return tensor
-
-    ids = torch.randint(2, 60, (1, tokens), generator=torch.Generator().manual_seed(0))
-    keeping = torch.autograd.graph.saved_tensors_hooks(note, lambda t: t)
-    casting = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
-    if padded:
-        mask = (torch.arange(tokens) >= 7).long()[None]
-        with keeping, casting:
-            policy.get_base_model().model(ids, attention_mask=mask, use_cache=False)
-    else:
-        assert logprobs.prepare(policy) is None
-        sequences = ids.view(2, -1)
-        completion = sequences.shape[1] - 1
-        if shared:
-            ends = ids[0, shared:].view(3, -1)
-            sequences, completion = torch.cat([ids[:, :shared].expand(3, -1), ends], dim=1), ends.shape[1]
-        rows = pack(sequences, torch.ones_like(sequences), completion, tokens, share_prompts=True)
-        assert len(rows) == 1 and rows[0].tokens.shape[1] == tokens
-        with keeping:
-            logprobs.completion_logprobs(policy, policy, rows, (len(sequences), completion), 1.0, lambda: casting)
-    return sum(tensor.untyped_storage().nbytes() for tensor in found.values()), measure(config.to_dict())
-
-
-def check_a_block(
-    kind: str,
-    *,
-    padded: bool,
-    autocast: bool = True,
-    dtype: torch.dtype = torch.bfloat16,
-    shared: int = 0,
-    at_once: bool = False,
-) -> None:
-    """The second layer of a model adds what is estimated."""
-    tokens = 512
-    one, size = saved_bytes(kind, 1, tokens, padded=padded, autocast=autocast, dtype=dtype, shared=shared)
-    two, _ = saved_bytes(kind, 2, tokens, padded=padded, autocast=autocast, dtype=dtype, shared=shared)
-    # one block's adapter in BF16, counted elsewhere
-    casts = 2 * weight_bytes.adapter_elements(size.linears, 16) if autocast else 0
-    padded_to = tokens if padded else 0
-    estimate = activation_bytes.saved_in_a_block(
-        size,
-        16,
-        targets=4 if size.experts else 7,
-        padded_to=padded_to,
-        autocast=autocast,
-        itemsize=dtype.itemsize,
-        attended=1 + 2 * shared / tokens,
-        at_once=at_once,
-        widens=True,
-    )
-    assert (two - one - casts) / tokens == pytest.approx(estimate, rel=0.01)
-
-
-@pytest.mark.usefixtures("mlps_as_on_a_gpu")
-@pytest.mark.parametrize("padded", [True, False], ids=["padded", "packed"])
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "qwen3_moe"])
-def test_a_block_keeps_what_pytorch_saves(kind: str, padded: bool) -> None:
-    check_a_block(kind, padded=padded)
-
-
-@pytest.mark.usefixtures("mlps_as_on_a_gpu")
-@pytest.mark.parametrize("padded", [True, False], ids=["padded", "packed"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_without_autocast_a_block_keeps_what_pytorch_saves(dtype: torch.dtype, padded: bool) -> None:
-    check_a_block("qwen2", padded=padded, autocast=False, dtype=dtype)
-
-
-@pytest.mark.usefixtures("mlps_as_on_a_gpu")
-@pytest.mark.parametrize("padded", [True, False], ids=["padded", "packed"])
-def test_under_autocast_an_fp32_model_has_a_copy_for_each_input_of_adapters(padded: bool) -> None:
-    check_a_block("qwen2", padded=padded, dtype=torch.float32)
-
-
-@pytest.mark.usefixtures("mlps_as_on_a_gpu")
-def test_a_shared_prompt_is_kept_once_but_for_the_attention() -> None:
-    check_a_block("qwen2", padded=False, shared=128)
-
-
 class FlashAttention(torch.autograd.Function):
     """Keeps what PyTorch's does: queries, keys, values, output and a number a head and query."""
 
@@ -197,21 +95,91 @@ class FlashAttention(torch.autograd.Function):
         return out
 
 
-@pytest.mark.usefixtures("mlps_as_on_a_gpu")
-@pytest.mark.parametrize("shared", [0, 128])
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
-def test_of_a_shared_prompt_one_call_of_the_attention_keeps_keys_and_values_again(
-    kind: str, shared: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU, where ``_arguments`` gives the spans of a row."""
-    given = logprobs._arguments
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLPs and the attention of a packed row keep what they keep on a GPU."""
+    arguments = logprobs._arguments
 
     def with_spans(base: Any, row: Any) -> dict[str, Any]:
-        return given(base, row) | {"spans": Spans.of(row.segments, torch.device("cpu"))}
+        return arguments(base, row) | {"spans": Spans.of(row.segments, torch.device("cpu"))}
 
+    monkeypatch.setattr(rounding, "GatedMLP", MLPOnAGpu)
     monkeypatch.setattr(logprobs, "_arguments", with_spans)
     monkeypatch.setattr(attention, "varlen_attn", lambda *a, **k: FlashAttention.apply(*a[:3]))
-    check_a_block(kind, padded=False, shared=shared, at_once=True)
+
+
+def saved_bytes(
+    kind: str, layers: int, *, padded: bool, autocast: bool, dtype: torch.dtype, shared: int
+) -> tuple[int, ModelSize]:
+    """What a forward keeps for its backward, weights apart, and the size of the model.
+
+    The tokens are one padded sequence, or two packed ones, or three that share a prompt of ``shared`` tokens.
+    """
+    config = small(kind, layers)
+    policy = policy_of(config, dtype, autocast=autocast)
+    own = {t.untyped_storage().data_ptr() for t in (*policy.parameters(), *policy.buffers())}
+    saved: dict[int, torch.Tensor] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in own:
+            saved[address] = tensor  # held, so that no other tensor gets its address
+        return tensor
+
+    ids = torch.randint(2, 60, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+    keeping = torch.autograd.graph.saved_tensors_hooks(note, lambda t: t)
+    casting = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+    if padded:
+        mask = (torch.arange(TOKENS) >= 7).long()[None]
+        with keeping, casting:
+            policy.get_base_model().model(ids, attention_mask=mask, use_cache=False)
+    else:
+        assert logprobs.prepare(policy) is None
+        sequences = ids.view(2, -1)
+        completion = sequences.shape[1] - 1
+        if shared:
+            ends = ids[0, shared:].view(3, -1)
+            sequences, completion = torch.cat([ids[:, :shared].expand(3, -1), ends], dim=1), ends.shape[1]
+        rows = pack(sequences, torch.ones_like(sequences), completion, TOKENS, share_prompts=True)
+        assert len(rows) == 1 and rows[0].tokens.shape[1] == TOKENS
+        with keeping:
+            logprobs.completion_logprobs(policy, policy, rows, (len(sequences), completion), 1.0, lambda: casting)
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values()), measure(config.to_dict())
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+EXACT, COARSE = 0.01, 0.1
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize(
+    ("kind", "padded", "autocast", "dtype", "shared", "within"),
+    [
+        *((kind, padded, True, BF16, 0, EXACT) for kind in KINDS for padded in (True, False)),
+        *((kind, False, True, BF16, 128, EXACT) for kind in ("qwen2", "qwen3")),
+        *(("qwen2", padded, False, BF16, 0, EXACT) for padded in (True, False)),
+        *(("qwen2", padded, False, FP32, 0, COARSE) for padded in (True, False)),
+        *(("qwen2", padded, True, FP32, 0, COARSE) for padded in (True, False)),
+    ],
+)
+def test_a_block_keeps_what_pytorch_saves(
+    kind: str, padded: bool, autocast: bool, dtype: torch.dtype, shared: int, within: float
+) -> None:
+    """The second layer of a model adds what is estimated."""
+    options: Any = {"padded": padded, "autocast": autocast, "dtype": dtype, "shared": shared}
+    (one, size), (two, _) = (saved_bytes(kind, layers, **options) for layers in (1, 2))
+    # one block's adapter in BF16, counted elsewhere
+    casts = 2 * adapter_elements(size.linears, 16) if autocast else 0
+    estimate = estimates.saved_in_a_block(
+        size,
+        16,
+        targets=4 if size.experts else 7,
+        padded_to=TOKENS if padded else 0,
+        autocast=autocast,
+        itemsize=dtype.itemsize,
+        attended=1 + 2 * shared / TOKENS,
+    )
+    assert (two - one - casts) / TOKENS == pytest.approx(estimate, rel=within)
 
 
 class Alive(TorchDispatchMode):
@@ -247,7 +215,7 @@ class Alive(TorchDispatchMode):
         self.now -= self.sizes.pop(address)
 
 
-@pytest.mark.usefixtures("mlps_as_on_a_gpu")
+@pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe"])
 def test_a_block_at_work_takes_what_is_alive(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The backward of checkpointed blocks: one that was computed again, and what its gradients take, less the copies
@@ -289,10 +257,17 @@ def test_a_block_at_work_takes_what_is_alive(kind: str, monkeypatch: pytest.Monk
         return alive.most - before
 
     least = min(taken() for _ in range(3))  # now and then Python lets go of a tensor late
-    batch = activation_bytes.MicroBatch(tokens, tokens, tokens, 0, tokens)
-    block = activation_bytes.saved_in_a_block(size, 16, targets=4 if size.experts else 7, widens=True)
-    planned, _ = activation_bytes.at_work(size, batch, block, checkpointing=True, expands=bool(size.experts))
+    batch = estimates.MicroBatch(tokens, tokens, tokens, 0, tokens)
+    block = estimates.saved_in_a_block(size, 16, targets=4 if size.experts else 7)
+    planned, _ = estimates.at_work(size, batch, block, checkpointing=True, expands=bool(size.experts))
     for layer in size.experts[:1]:  # what our operator takes inside
         planned -= 2 * 2 * layer.count * layer.inner * layer.hidden
-    # one sequence: the attention's output is no copy, as it is in a row that is put together from several
-    assert 0.93 < least / planned <= 1
+    assert 0.93 < least / planned < 1.01
+
+
+def test_the_head_needs_what_was_measured_on_an_h200() -> None:
+    """1.37 GiB for linear_logprob with its backward: 8192 tokens of the 7B model, kernels/results/README.md."""
+    batch = estimates.MicroBatch(8192, 8192, 8192, 0, 8192)
+    size = measure(read_config("Qwen/Qwen2.5-7B-Instruct"))
+    _, head = estimates.at_work(size, batch, 0, checkpointing=True, expands=False)
+    assert head / 2**30 == pytest.approx(1.37, abs=0.02)

@@ -1,0 +1,242 @@
+"""What a user reads of a plan: of the doctor, as a run starts or is refused, and when the GPU's memory runs out.
+
+The error of memory that runs out is made by hand: a real one needs a GPU that is full.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from datasets import Dataset
+from typer.testing import CliRunner
+
+from qerl_recipes import cli
+from qerl_recipes.machine import gpu as machine_gpu
+from qerl_recipes.machine.gpu import GB, Gpu
+from qerl_recipes.memory import table as memory_table
+from qerl_recipes.memory.plan import Plan, make
+from qerl_recipes.memory.table import OutOfMemory, explained
+from qerl_recipes.model import loading as model
+from qerl_recipes.recipe.configs import parse
+from qerl_recipes.tasks import prompts
+from qerl_recipes.train import preflight
+from qerl_recipes.train import run as train
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+CPU = ["--use_cpu", "true", "--bf16", "false"]
+NVFP4_32B = RECIPES / "Qwen2.5-32B-Instruct/grpo/nvfp4_lora_aqn.yaml"
+NVFP4_7B = RECIPES / "Qwen2.5-7B-Instruct/grpo/nvfp4_lora.yaml"
+HOPPER = Gpu(80 * GB, is_hopper=True)
+ORIGINAL = "CUDA out of memory. Tried to allocate 2.00 GiB"
+
+
+@pytest.fixture
+def small_run(make_nvfp4: Any, tmp_path: Path) -> list[str]:
+    """Flags of a run on a tiny checkpoint."""
+    settings = {
+        "model_name_or_path": make_nvfp4("qwen2"),
+        "output_dir": tmp_path / "run",
+        "dataset_name": "running_sum",
+        "dataset_size": 16,
+        "reward_funcs": "running_sum_format",
+        "max_prompt_length": 32,
+        "max_completion_length": 12,
+        "bf16": "false",
+    }
+    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+
+
+def doctor(*flags: str) -> Any:
+    return CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, ["doctor", *flags])
+
+
+def test_the_doctor_prints_a_recipes_plan_with_overrides() -> None:
+    result = doctor("--recipe", str(NVFP4_32B), "--gpu_memory", "80", "--lora_r", "64")
+    assert result.exit_code == 0
+    for word in ("engine's weights", "KV cache", "activations", "rank 64", "80.0 GB: it fits, with"):
+        assert word in result.output
+
+
+def test_the_doctor_says_what_to_change() -> None:
+    flags = ["--gpu_memory", "60", "--share_weights", "false", "--vllm_gpu_memory_utilization", "0.6"]
+    result = doctor("--recipe", str(NVFP4_32B), *flags)
+    assert result.exit_code == 1
+    assert "too much in training" in result.output
+    assert "way out: " in result.output
+
+
+@pytest.mark.parametrize(
+    ("recipe", "smallest", "status"),
+    [("Qwen2.5-3B-Instruct/grpo/nvfp4_lora.yaml", 24, 0), ("Qwen2.5-32B-Instruct/grpo/bf16_lora.yaml", None, 1)],
+)
+def test_without_a_gpu_the_doctor_tries_common_sizes(recipe: str, smallest: int | None, status: int) -> None:
+    result = doctor("--recipe", str(RECIPES / recipe))
+    assert result.exit_code == status
+    fitting = re.findall(r"^(\d+)\.0 GB: it fits", result.output, re.MULTILINE)
+    assert (int(fitting[0]) if fitting else None) == smallest
+    assert all(f"{size}.0 GB: " in result.output for size in memory_table.COMMON_SIZES)
+
+
+@pytest.mark.parametrize(
+    "flags", [["--gpu_memory", "80"], ["--lora_r", "8"], ["--recipe", str(NVFP4_32B), "--gpu_memory", "0"]]
+)
+def test_senseless_flags_of_the_doctor_are_refused(flags: list[str]) -> None:
+    assert doctor(*flags).exit_code not in (0, 1) or "GB, such as 80" in str(doctor(*flags).exception)
+
+
+def test_a_run_that_does_not_fit_is_refused(small_run: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_gpu, "this_gpu", lambda: Gpu(GB, is_hopper=True))
+    for module, name in ((train, "build"), (model, "load")):
+        monkeypatch.setattr(module, name, lambda *a, **k: pytest.fail("something was loaded"))
+    with pytest.raises(ValueError, match=r"does not fit on a GPU of 1\.0 GB: .* GB too much in"):
+        train.main([*small_run, "--use_cpu", "false"])
+
+
+@pytest.fixture
+def reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recipes of models that are not here, and whose data the hub has, are planned without both."""
+    rows = Dataset.from_dict({"prompt": ["1"] * 64, "answer": ["1"] * 64, "solution": ["1"] * 64})
+    monkeypatch.setattr(prompts, "read", lambda script, loaders: (rows, rows))
+
+
+def test_a_run_starts_with_its_plan_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], reads_nothing: None, tmp_path: Path
+) -> None:
+    class Started(Exception):
+        pass
+
+    monkeypatch.setattr(machine_gpu, "this_gpu", lambda: HOPPER)
+    monkeypatch.setattr(preflight, "resume_point", Mock(side_effect=Started))
+    flags = ["--config", str(NVFP4_32B), "--output_dir", str(tmp_path), "--vllm_enable_sleep_mode", "false"]
+    flags += ["--optim", "adamw_torch", "--use_cpu"]
+    with pytest.raises(Started):
+        train.main([*flags, "false", "--bf16", "false"])
+    assert re.search(r"^memory plan: \d+\.\d GB of 80\.0 GB \(", capsys.readouterr().err, re.MULTILINE)
+    with pytest.raises(Started):
+        train.main([*flags, "true", "--bf16", "false"])
+    assert "memory plan" not in capsys.readouterr().err
+
+
+def test_the_plan_settles_how_many_blocks_are_recomputed(reads_nothing: None) -> None:
+    flags = ["--recompute_layers", "-1", "--vllm_enable_sleep_mode", "false", "--optim", "adamw_torch"]
+    settings = parse(["--config", str(NVFP4_32B), *CPU, *flags])
+    assert preflight.check(*settings).plan is None
+    assert settings[1].recompute_layers is None, "a CPU has no plan, and all blocks are the default"
+    settings[1].recompute_layers = -1
+    planned = preflight.check(*settings, HOPPER).plan
+    assert planned is not None and settings[1].recompute_layers == planned.checkpointed < 64
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    settings = parse(["--config", str(NVFP4_7B), *CPU])
+    return make(*settings, gpu=Gpu(48 * GB, is_hopper=False))
+
+
+def failing(*args: Any, **kwargs: Any) -> Any:
+    raise torch.OutOfMemoryError(ORIGINAL)
+
+
+def in_training(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "compute_loss", failing)
+
+
+def in_rollout(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer.vllm_generation.llm, "enqueue", failing)
+
+
+@pytest.mark.parametrize(
+    ("phase", "fail", "parts"),
+    [
+        (
+            "training",
+            in_training,
+            (
+                "more unless another program holds memory: activations 23.",  # all are kept, for they fit
+                "recompute_layers: 28 (activations, 23.",
+                "pack_tokens: 2560 (at work,",
+            ),
+        ),
+        pytest.param(
+            "rollout",
+            in_rollout,
+            ("engine's scratch 0.", "vllm_gpu_memory_utilization below 0.3 (KV cache, "),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_running_out_names_phase_plan_key_and_resumption(
+    phase: str,
+    fail: Callable[..., None],
+    parts: tuple[str, ...],
+    plan: Plan,
+    make_trainer: Any,
+    make_nvfp4: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The run is stopped in its second rollout, after a checkpoint, and then goes on from it to the end."""
+    base = make_nvfp4("qwen2")
+    trainer = make_trainer(base, save_strategy="steps", save_steps=1, lr_scheduler_type="constant", max_steps=1)
+    trainer.train()
+    trainer = make_trainer(base, save_strategy="steps", save_steps=1, lr_scheduler_type="constant", max_steps=2)
+    output = trainer.args.output_dir
+    with monkeypatch.context() as broken, pytest.raises(OutOfMemory) as error:
+        fail(trainer, broken)
+        with explained(plan, output, trainer):
+            trainer.train(resume_from_checkpoint=True)
+    message = str(error.value)
+    assert f"out of memory in {phase}, after step 1" in message
+    assert f"planned: {plan.total(phase) / GB:.1f} GB of 48.0 GB; " in message
+    assert "measured: " in message
+    assert not [words for words in parts if words not in message], message
+    assert f"nothing up to {output}/checkpoint-1 is lost" in message
+    assert "--resume_from_checkpoint true" in message
+    assert not {"lora_r", "optim"} & set(re.findall(r"\w+", message))  # the checkpoint would not survive the change
+    assert isinstance(error.value.__cause__, torch.OutOfMemoryError)
+    assert str(error.value.__cause__) == ORIGINAL
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 2
+
+
+class Failing:
+    """Stands in for a trainer whose third step has passed."""
+
+    state, vllm_generation = SimpleNamespace(global_step=3), None
+    train = staticmethod(failing)
+
+    def add_callback(self, callback: Any) -> None:
+        """It has no loop to call it in."""
+
+
+@pytest.mark.parametrize(
+    ("build", "where"),
+    [(failing, "while engine and model were loaded"), (lambda *a: Failing(), "in training, after step 3")],
+    ids=["loading", "training"],
+)
+def test_the_command_explains_where_memory_ran_out(
+    build: Any, where: str, small_run: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "build", build)
+    with pytest.raises(OutOfMemory, match=rf"{where}\n.*run holds no checkpoint yet"):
+        train.main([*small_run, "--use_cpu", "true"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["CUDA Error: out of memory at cumem_allocator.cpp:62", "CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"],
+)
+def test_errors_of_vllm_and_cublas_count_too(text: str, plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(OutOfMemory), explained(plan, str(tmp_path)):
+        raise RuntimeError(text)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("size mismatch"), ValueError("out of memory is no word of this error")])
+def test_other_errors_pass_through(error: Exception, plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(type(error)) as raised, explained(plan, str(tmp_path)):
+        raise error
+    assert raised.value is error
