@@ -1,6 +1,6 @@
 """``qerl bench rollout --profile``: where the time of a decode step goes.
 
-Steps are made one by one in the engine's own process, as a rollout makes them (``rollout.answers``; those of stock
+Steps are made one by one in the engine's own process, as a rollout makes them (``rollout.sampling``; those of stock
 vLLM as ``LLM.generate`` does). They are first timed by themselves, then under torch's profiler, which slows them down,
 and the CPU more than the GPU.
 
@@ -88,7 +88,7 @@ def profile(
     while it waits for the GPU. The profiler's own ``trace`` is written too: .json.gz, as Perfetto reads it. Raises
     ValueError as ``steps_ahead``.
     """
-    from qerl_recipes.rollout import answers  # imports vLLM
+    from qerl_recipes.rollout import sampling as completions
 
     engine, batch, length = llm.llm_engine, len(prompts), len(prompts[0])
     budget = engine.vllm_config.scheduler_config.max_num_batched_tokens
@@ -96,7 +96,7 @@ def profile(
     ahead = steps_ahead(batch, length, sampling.max_tokens, budget)
     requests: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
     names = llm.enqueue(requests, sampling, lora_request=lora_request, use_tqdm=False)
-    step = engine.step if is_stock else functools.partial(answers.step, engine, answers.expected(names))
+    step = engine.step if is_stock else functools.partial(completions.step, engine, completions.expected(names))
     for _ in range(ahead):
         step()
     began, worked = time.perf_counter(), time.thread_time()

@@ -91,7 +91,7 @@ def begin(request: Figures, figures: Figures) -> Callable[[Figures, Figures], No
         profile(request, figures)
         return None
     began = time.perf_counter()
-    from qerl_recipes.rollout import answers  # imports vLLM, which is part of a start
+    from qerl_recipes.rollout import sampling as completions
 
     llm, policy = start(request)
     figures["kv_cache_tokens"] = _cache_tokens(llm)
@@ -108,7 +108,7 @@ def begin(request: Figures, figures: Figures) -> Callable[[Figures, Figures], No
             outputs = llm.generate(inputs, each, lora_request=policy.request, use_tqdm=False)
             lengths = [len(output.outputs[0].token_ids) for output in outputs]
         else:
-            lengths = [len(answer.ids) for answer in answers.generate(llm, ids, each, policy.request)]
+            lengths = [len(answer.ids) for answer in completions.generate(llm, ids, each, policy.request)]
         seconds = time.perf_counter() - began
         if any(length != order.output for length in lengths):
             raise RuntimeError(f"the engine did not generate {order.output} tokens for each prompt")

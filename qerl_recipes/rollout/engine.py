@@ -4,9 +4,7 @@ It is a ``RolloutEngine`` that also lends its weights (``rollout.interface.Lends
 """
 
 import contextlib
-import math
 import os
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -21,17 +19,17 @@ from qerl_recipes.memory import estimates
 from qerl_recipes.memory.sizes import measure
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.recipe.generation import for_sampling_params, sampling_parameters
-from qerl_recipes.rollout import answers
+from qerl_recipes.rollout import sampling
 from qerl_recipes.rollout.arms import engine_on_cpu, engine_options
 from qerl_recipes.rollout.interface import Completions, Snapshot
-from qerl_recipes.rollout.sampling import Seeds
+from qerl_recipes.rollout.sampling import SeededRollouts
 from qerl_vllm_plugin.compat import engine, scheduler
 from qerl_vllm_plugin.policy import Policy
 from qerl_vllm_plugin.weights.frozen_weights import FrozenWeights, frozen_weights
 from qerl_vllm_plugin.worker.kv_cache import KVCacheError
 
 
-class VLLMRollouts:
+class VLLMRollouts(SeededRollouts):
     """Run vLLM with the frozen weights of one arm, the unmerged adapter of the policy, and its noise.
 
     ``rollout.interface.StartEngine`` describes the arguments.
@@ -47,10 +45,8 @@ class VLLMRollouts:
         snapshot: Callable[[], Snapshot],
         accelerator: Accelerator | PartialState,
     ) -> None:
-        self._training, self._snapshot, self._accelerator = training, snapshot, accelerator
+        super().__init__(training, snapshot, accelerator)
         self._processes, self._tensor_parallel = accelerator.num_processes, training.vllm_tensor_parallel_size
-        self._seeds = Seeds(training.seed)
-        self.tokens, self.seconds = 0, 0.0  # both since the last begin
         self._is_noisy = self._is_closed = self._is_asleep = self._is_lent = False
         self._tensor_parallel_group = self._new_groups()
         # run the engine in the trainer's process: adapters are passed as tensors, and sleep frees this process's GPU
@@ -67,8 +63,7 @@ class VLLMRollouts:
 
     def begin(self, rollout: int, sigma: float | None) -> int:
         """Open a rollout: install the current adapter, set its noise (None: none), return the number of noisy norms."""
-        self._seeds.open("train", rollout)
-        self.tokens, self.seconds = 0, 0.0
+        self._open(rollout)
         self.sync_weights()
         if sigma is None:
             self._clear_noise()
@@ -108,28 +103,21 @@ class VLLMRollouts:
         The log-probabilities are taken after temperature and all other processing of the logits. Raises ValueError for
         images.
         """
-        if images is not None:
-            raise ValueError("this policy reads text only; remove the image columns from the data set")
-        first = self._accelerator.process_index * len(prompts)
-        seeds = self._seeds.draw(first, len(prompts), num_generations)
-        requests, own = self._over_tensor_parallel(list(zip(prompts, seeds, strict=True)))
+        seeded = self._seeded(prompts, images, num_generations)
+        requests, own = self._over_tensor_parallel(seeded)
         self._wake()
-        began = time.perf_counter()
         # vLLM draws from this process's generators, though every request has its own seed. The trainer's draws must not
         # depend on the engine.
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        with profiler or contextlib.nullcontext(), torch.random.fork_rng(devices):
-            completions = answers.generate(
+        with self._timed(profiler), torch.random.fork_rng(devices):
+            completions = sampling.generate(
                 self.llm,
                 [ids for ids, _ in requests],
                 [SamplingParams(**self._sampling, seed=seed) for _, seed in requests],
                 self.policy.request,
             )[own]
-        self.seconds += time.perf_counter() - began
         self._sleep()
-        self.tokens += sum(len(answer.ids) for answer in completions)
-        ids = [answer.ids for answer in completions]
-        return [list(prompt) for prompt in prompts], ids, [_for_trl(answer.logprobs) for answer in completions], None
+        return self._for_trl(prompts, completions)
 
     def serve_base(self) -> None:
         """Serve the base without adapter, trained norms and noise, until the next ``begin`` or ``sync_weights``."""
@@ -284,8 +272,3 @@ class VLLMRollouts:
         else:
             self.llm.wake_up()
         self._is_asleep = False
-
-
-def _for_trl(logprobs: list[float]) -> list[list[float | None]]:
-    """Wrap each value in a list of its own, with None in place of NaN (unknown to vLLM; TRL leaves such tokens out)."""
-    return [[None if math.isnan(value) else value] for value in logprobs]

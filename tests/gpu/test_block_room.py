@@ -18,7 +18,7 @@ def test_completions_are_those_of_vllm_to_the_bit(
 ) -> None:
     from vllm import SamplingParams
 
-    from qerl_recipes.rollout import answers
+    from qerl_recipes.rollout import sampling as completions
     from qerl_vllm_plugin.compat.scheduler import NAME, BlockRoom, QerlAsyncScheduler, scheduler_here
 
     llm = start_engine(
@@ -42,7 +42,7 @@ def test_completions_are_those_of_vllm_to_the_bit(
         assert llm.reset_prefix_cache()
         scheduler.kv_cache_manager = manager
         if manager is room:
-            found.append([tuple(answer) for answer in answers.generate(llm, PROMPTS, sampling(), None)])
+            found.append([tuple(answer) for answer in completions.generate(llm, PROMPTS, sampling(), None)])
         else:
             outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], sampling(), use_tqdm=False)
             parts = [output.outputs[0] for output in outputs]

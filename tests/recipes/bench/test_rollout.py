@@ -17,7 +17,7 @@ from qerl_recipes.bench import random_model, rollout, rollout_arm, rollout_memor
 from qerl_recipes.bench.rollout_arm import ARMS, Case, Order, make_cases, prompts
 from qerl_recipes.machine.gpu import GB, Gpu
 from qerl_recipes.recipe.shapes import ATTENTION, config_json
-from qerl_recipes.rollout import answers, arms
+from qerl_recipes.rollout import arms, sampling
 from qerl_vllm_plugin.compat import scheduler
 
 H200 = Gpu(143771 * 2**20, True, "NVIDIA H200")
@@ -104,7 +104,7 @@ def test_stock_arms_are_asked_in_vllms_way(arm: str, way: str, monkeypatch: pyte
         return [SimpleNamespace(ids=[1, 2]) for _ in ids]
 
     monkeypatch.setattr(rollout_arm, "start", lambda request: (Engine(), SimpleNamespace(request=None)))
-    monkeypatch.setattr(answers, "generate", ours)
+    monkeypatch.setattr(sampling, "generate", ours)
     monkeypatch.setattr(rollout_arm, "_cache_tokens", lambda llm: 1)
     figures: dict[str, Any] = {}
     carry_out = rollout_arm.begin({"arm": arm, "tensor_parallel": 2, "shape": "tiny", "traces": None}, figures)

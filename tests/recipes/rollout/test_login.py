@@ -1,5 +1,6 @@
 """A server behind a proxy that wants a user and a password: the run tells them to it, and to nobody who reads."""
 
+import asyncio
 import base64
 import http.server
 import json
@@ -18,9 +19,9 @@ from qerl_recipes.files.run_state import recorded
 from qerl_recipes.recipe.checks import server_problems
 from qerl_recipes.recipe.configs import parse, parser
 from qerl_recipes.recipe.file import ConfigError, defaults_from_yaml, help_text
-from qerl_recipes.rollout.server_answers import Answer, Question, Questions
-from qerl_recipes.rollout.server_link import ServerLink
-from qerl_recipes.rollout.server_state import ServerLostError, ServerRefusedError
+from qerl_recipes.rollout.sampling import Completion
+from qerl_recipes.rollout.server import CompletionsClient, Request
+from qerl_recipes.rollout.server_link import ServerLink, ServerLostError, ServerRefusedError
 
 LOGIN = "user:se%2Fcret"
 BASIC = "Basic " + base64.b64encode(b"user:se/cret").decode()
@@ -73,21 +74,17 @@ def nothing_of_it(text: object) -> bool:
     return "cret" not in str(text) and "user:" not in str(text)
 
 
-async def never() -> None:
-    """A server that stays the same."""
-    import asyncio
-
-    await asyncio.sleep(60)
-
-
-def test_questions_are_asked_in_the_name_of_the_user(proxy: str) -> None:
+def test_completions_are_requested_in_the_users_name(proxy: str) -> None:
     plain = proxy.replace(f"{LOGIN}@", "")
-    answers: dict[int, Answer] = {}
-    asked = {0: Question([5], 1, 1)}
-    assert Questions(plain, None, {}, 1.0, ("user", "se/cret")).ask(asked, answers, 3, never) is None
-    assert answers == {0: Answer([7], [-1.0])}
+    completions: dict[int, Completion] = {}
+
+    def complete(password: str) -> Exception | None:
+        client = CompletionsClient(plain, None, {}, 1.0, ("user", password))
+        return asyncio.run(client.complete({0: Request([5], 1, 1)}, completions, 3, lambda: asyncio.sleep(60)))
+
     with pytest.raises(ServerRefusedError, match="does not name its model: Error code: 401"):
-        Questions(plain, None, {}, 1.0, ("user", "another")).ask(asked, {}, 3, never)
+        complete("another")
+    assert complete("se/cret") is None and completions == {0: Completion([7], [-1.0])}
 
 
 def test_the_line_to_a_server_says_who_it_is_to_the_server_alone(

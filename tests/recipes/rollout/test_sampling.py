@@ -1,8 +1,118 @@
-"""The seeds of completions, and what a recipe's keys are called where they are sampled."""
+"""The seeds of completions, sampling keys, and completions read from the engine core, to the bit ``LLM.generate``'s."""
 
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.outputs import LogprobsLists
+
+from qerl_recipes.bench import random_model
 from qerl_recipes.recipe.configs import GRPOConfig
 from qerl_recipes.recipe.generation import sampling_parameters
-from qerl_recipes.rollout.sampling import Seeds, completion_seed
+from qerl_recipes.recipe.shapes import config_json
+from qerl_recipes.rollout import sampling
+from qerl_recipes.rollout.sampling import Completion, Seeds, completion_seed
+
+PROMPTS = [[5 + row, 9, 7 * row + 2, 11] for row in range(12)]
+
+
+@pytest.fixture(scope="module")
+def llm(classes_looked_at_here: None) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        llm = random_model.start(config_json("tiny"), length=64, sequences=5, logprobs_mode="processed_logprobs")
+    yield llm
+    llm.llm_engine.engine_core.shutdown()
+
+
+def parameters(**changes: Any) -> list[SamplingParams]:
+    """Completions of many lengths, the first ones the longest; some end with a token that ends them."""
+    fields: dict[str, Any] = {
+        "logprobs": 0,
+        "flat_logprobs": True,
+        "detokenize": False,
+        "top_k": 12,
+        "temperature": 0.8,
+    }
+    fields |= {"stop_token_ids": list(range(2, 20))} | changes
+    return [SamplingParams(max_tokens=40 - 3 * row, seed=row, **fields) for row in range(len(PROMPTS))]
+
+
+def counted(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens each call of vLLM's processing of outputs was given."""
+    processor, seen = llm.llm_engine.output_processor, []
+    process = processor.process_outputs
+
+    def note(outputs: list[Any], *more: Any, **keywords: Any) -> Any:
+        seen.append(sum(len(output.new_token_ids) for output in outputs))
+        return process(outputs, *more, **keywords)
+
+    monkeypatch.setattr(processor, "process_outputs", note)
+    return seen
+
+
+def test_completions_are_those_of_generate_in_its_order(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], parameters(), use_tqdm=False)
+    expected = [Completion(list(o.outputs[0].token_ids), list(o.outputs[0].logprobs.logprobs)) for o in outputs]
+    assert {output.outputs[0].finish_reason for output in outputs} == {"stop", "length"}
+    seen = counted(llm, monkeypatch)
+    assert sampling.generate(llm, PROMPTS, parameters(), None) == expected
+    assert sum(seen) == len(PROMPTS) < sum(len(answer.ids) for answer in expected) / 5  # a token each, its last one
+    assert sampling.generate(llm, PROMPTS[::-1], parameters()[::-1], None) == expected[::-1]
+    other = [SamplingParams(max_tokens=9, seed=99, temperature=1.0, logprobs=0, flat_logprobs=True, detokenize=False)]
+    assert sampling.generate(llm, PROMPTS[:1], other, None) != expected[:1]
+
+
+def test_nothing_is_left_behind(llm: Any) -> None:
+    sampling.generate(llm, PROMPTS, parameters(), None)
+    processor = llm.llm_engine.output_processor
+    assert not llm.llm_engine.has_unfinished_requests() and not processor.external_req_ids
+    assert len(llm.generate({"prompt_token_ids": [3, 4]}, parameters()[0], use_tqdm=False)) == 1
+
+
+def test_only_the_sampled_tokens_log_probability_is_taken(llm: Any) -> None:
+    alone = sampling.generate(llm, PROMPTS, parameters(), None)
+    assert sampling.generate(llm, PROMPTS, parameters(logprobs=3), None) == alone
+
+
+def test_a_token_without_a_log_probability_is_an_error(llm: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"vLLM gave 0 log probabilities for \d+ tokens"):
+        sampling.generate(llm, PROMPTS, parameters(logprobs=None, flat_logprobs=False), None)
+
+
+def output(name: str, ids: list[int], values: list[float], reason: FinishReason | None = None) -> EngineCoreOutput:
+    table = np.array([[value, 0.5] for value in values], dtype=np.float32)  # the sampled token's, the likeliest one's
+    lists = LogprobsLists(np.zeros(table.shape, int), table, np.zeros(len(values), int))
+    return EngineCoreOutput(request_id=name, new_token_ids=ids, new_logprobs=lists, finish_reason=reason)
+
+
+def made_up(*steps: list[EngineCoreOutput]) -> Any:
+    coming = [EngineCoreOutputs(outputs=one) for one in steps]
+    processor = SimpleNamespace(process_outputs=lambda outputs: None)
+    return SimpleNamespace(output_processor=processor, engine_core=SimpleNamespace(get_output=lambda: coming.pop(0)))
+
+
+def test_steps_may_bring_nothing_and_several_tokens() -> None:
+    """Scheduling ahead of the GPU gives an empty step first; speculation several tokens at once, with more rows."""
+    found = {"a": Completion([], []), "b": Completion([], [])}
+    engine = made_up(
+        [],
+        [output("b", [4, 5], [-1.0, -2.0, -9.0]), output("a", [7], [-0.25])],
+        [output("a", [8], [-0.75], FinishReason.LENGTH)],
+    )
+    for _ in range(3):
+        sampling.step(engine, found)
+    assert found == {"a": Completion([7, 8], [-0.25, -0.75]), "b": Completion([4, 5], [-1.0, -2.0])}
+
+
+@pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.ERROR])
+def test_a_sequence_that_vllm_gives_up_is_an_error(reason: FinishReason) -> None:
+    engine = made_up([output("a", [7], [-0.25], FinishReason.STOP), output("b", [], [], reason)])
+    with pytest.raises(RuntimeError, match=f"gave 1 sequences up, the first with {reason}"):
+        sampling.step(engine, {"a": Completion([], []), "b": Completion([], [])})
 
 
 def test_every_completion_has_a_seed_of_its_own():
@@ -19,7 +129,7 @@ def test_every_completion_has_a_seed_of_its_own():
     assert completion_seed(0, "train", 1, 0, 2, 3) == 5496574601150059232  # sha256sum of 0:train:1:0:2:3
 
 
-def test_the_seeds_of_a_batch_name_run_rollout_call_prompt_and_sample():
+def test_a_batch_names_run_rollout_call_prompt_and_sample():
     seeds = Seeds(5)
     seeds.open("train", 3)
     assert seeds.draw(0, 4, 2) == [completion_seed(5, "train", 3, 0, p, s) for p, s in ((0, 0), (0, 1), (1, 0), (1, 1))]
@@ -29,7 +139,7 @@ def test_the_seeds_of_a_batch_name_run_rollout_call_prompt_and_sample():
     assert seeds.draw(0, 1, 2) == [completion_seed(5, "evaluation", 0, 0, 0, 0)]
 
 
-def test_every_sampling_key_of_a_recipe_has_its_name_in_vllm(tmp_path):
+def test_every_sampling_key_has_its_name_in_vllm(tmp_path):
     keys = {"temperature": 0.7, "top_p": 0.9, "top_k": 8, "min_p": 0.02, "repetition_penalty": 1.1}
     common = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "max_completion_length": 9}
     found = sampling_parameters(GRPOConfig(**common, **keys))

@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 from waiting import PATIENCE, until
 
 from qerl_recipes.rollout import engine
-from qerl_recipes.rollout.server_link import ServerLink
-from qerl_recipes.rollout.server_state import (
+from qerl_recipes.rollout.server_link import (
     NO_NOISE,
     AnotherPolicyError,
+    ServerLink,
     ServerLostError,
     ServerRefusedError,
 )
@@ -125,8 +125,8 @@ def same(inside, read_metrics):
 
 def at_first_answer(trainer, rollout, act):
     """Calls ``act()`` when the first completion of a rollout has come, and the others are being computed."""
-    questions, done = trainer.vllm_generation._questions, []
-    one = questions._one
+    client, done = trainer.vllm_generation._client, []
+    one = client._one
 
     async def ask(*args):
         answer = await one(*args)
@@ -135,7 +135,7 @@ def at_first_answer(trainer, rollout, act):
             act()
         return answer
 
-    questions._one = ask
+    client._one = ask
     return done
 
 
@@ -237,7 +237,7 @@ def test_a_rollout_keeps_to_the_recipes_length_and_counts_all_of_it(against, mon
 def test_a_server_that_restarts_again_and_again_ends_the_run(against, monkeypatch):
     rollouts = against().vllm_generation
     pushed, restarts = rollouts._push(NO_NOISE), itertools.count()
-    monkeypatch.setattr(rollouts._questions, "ask", lambda *args: ConnectionError("gone"))
+    monkeypatch.setattr(rollouts._client, "complete", AsyncMock(return_value=ConnectionError("gone")))
     monkeypatch.setattr(
         rollouts._link, "settle", lambda *args: dataclasses.replace(pushed, instance=f"the {next(restarts)}th")
     )

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qerl_recipes.rollout import answers, engine
+from qerl_recipes.rollout import sampling
 from qerl_recipes.train import loss, metrics
 from qerl_recipes.train import trainer as training
 
@@ -151,7 +151,7 @@ def test_a_share_as_save_steps_is_rounded_to_rollouts(silent_run):
 def test_seconds_and_speeds_are_of_their_part_of_a_step(make_trainer, make_nvfp4, monkeypatch):
     """Two rollouts of two steps each, of a clock that goes on where the engine, the rewards and the loss are at work:
     for 4, 2 and 3 seconds."""
-    clock, generate = SimpleNamespace(now=100.0), answers.generate
+    clock, generate = SimpleNamespace(now=100.0), sampling.generate
     clock.perf_counter = clock.monotonic = lambda: clock.now
     sampled, learnt = [], []
 
@@ -164,9 +164,9 @@ def test_seconds_and_speeds_are_of_their_part_of_a_step(make_trainer, make_nvfp4
         clock.now += 4
         return generate(*given)
 
-    for module in (engine, training):
+    for module in (sampling, training):
         monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(answers, "generate", ask)
+    monkeypatch.setattr(sampling, "generate", ask)
     settings = {"steps_per_generation": 2, "per_device_train_batch_size": 4, "max_steps": 4}
     trainer = make_trainer(make_nvfp4("qwen2"), rewards, **settings)
     compute = trainer.compute_loss
