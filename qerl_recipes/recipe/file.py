@@ -233,8 +233,8 @@ def _checked(parser: RecipeParser, action: argparse.Action, value: object, where
         return value
     if isinstance(value, bool) and action.dest == "scale_rewards":  # TRL accepts true and false besides the names
         return value
-    if isinstance(value, list) and not takes_list:
-        raise ConfigError(f"{where}: {action.dest} cannot be a list: {value!r}")
+    if isinstance(value, dict) or (isinstance(value, list) and not takes_list):
+        raise ConfigError(f"{where}: {action.dest} cannot be a {type(value).__name__}: {value!r}")
     if isinstance(value, bool) and action.choices and "no" in action.choices:
         value = "yes" if value else "no"  # YAML 1.1 reads a bare no as false
     items = value if isinstance(value, list) else [value]

@@ -133,8 +133,11 @@ def all_runs(study: Study, folder: Path) -> list[Run]:
     """Return the runs of a study as far as its results say which they are; a run for two purposes stands there once."""
     runs = first_runs(study)
     if study.sweep is not None:
-        swept = [run for run in runs if is_finished(study, run, folder)]
-        accuracies = {(run.arm, run.seed, run.value): accuracy(study, run, folder) for run in swept if run.value}
+        accuracies = {
+            (run.arm, run.seed, run.value): accuracy(study, run, folder)
+            for run in runs
+            if run.value is not None and is_finished(study, run, folder)
+        }
         runs += later_runs(study, best_values(study, accuracies))
     return list({run.folder: run for run in runs}.values())
 

@@ -109,7 +109,7 @@ class StepSums:
         if extremes:
             local = torch.stack([value.double().to(device) for value in extremes.values()])[None]  # (1, names)
             for (name, sign), value in zip(extremes, gather(local).amax(dim=0).tolist(), strict=True):
-                if math.isfinite(value):
+                if value != -math.inf:
                     figures[name] = sign * value
         if loss.MISMATCH not in figures:  # without a token to compare, weights of 1 would claim that both sides agree
             figures = {name: value for name, value in figures.items() if not name.startswith(loss.WEIGHTS)}

@@ -291,6 +291,14 @@ def test_former_keys_make_the_same_runs_with_the_same_hash(study):
     assert inventory.plan_of(plan, run) == inventory._digest(as_before)
 
 
+def test_a_sweep_may_try_zero(study, tmp_path, finish):
+    plan = read(study(sweep={"key": "beta", "values": [0.0, 0.1], "seeds": [100]}))
+    for one in first_runs(plan):
+        finish(one, tmp_path, 0.9 if one.value == 0 else 0.1)
+    best = [one for one in inventory.all_runs(plan, tmp_path) if one.kind == "best"]
+    assert len(best) == 6 and {(one.arm, one.value) for one in best} == {("a", 0.0), ("b", 0.0)}
+
+
 def test_a_base_that_is_made_anew_is_refused(published, trained, make_base, tmp_path):
     _, file, _ = published
     out = tmp_path / "out"

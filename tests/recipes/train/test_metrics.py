@@ -35,6 +35,8 @@ def test_a_step_weighs_micro_batches_by_what_they_hold():
     }
     found = sums.take(lambda own: torch.cat([own, others[own.dim()]]), device)
     assert found == {loss.MISMATCH: 1.0, "share": 1.0, "max": 2.0, "min": 0.5}
+    sums.add(loss.Measured({loss.MISMATCH: (2.0, 1)}, largest={loss.LARGEST_MISMATCH: torch.tensor(torch.inf)}))
+    assert sums.take(lambda own: own, device) == {loss.MISMATCH: 2.0, loss.LARGEST_MISMATCH: torch.inf}
     assert sums.take(lambda own: own, device) == {}
 
 
