@@ -130,7 +130,7 @@ def test_in_bf16_it_rounds_where_the_unrounded_rotation_did(make_bf16, architect
     assert torch.equal(hidden_and_gradient(model)[0], before)
 
 
-def test_with_a_cache_or_another_attention_the_models_own_way_is_taken(make_bf16, monkeypatch):
+def test_a_cache_or_another_attention_runs_the_models_own_way(make_bf16, monkeypatch):
     model = prepared(make_bf16("qwen2"))
     expected = model.generate(IDS, max_new_tokens=4, do_sample=False)
     attention.replace_attentions(model)
@@ -158,7 +158,7 @@ def test_what_computes_something_else_is_left_alone(kind, expected, random):
     assert [layer.layer_idx for layer in layers] == list(range(expected))
 
 
-def test_a_layer_that_asks_its_attention_for_something_else_is_left_alone(random):
+def test_a_layer_with_other_attention_options_is_left_alone(random):
     model = random("qwen2")
     kind = type(model.model.layers[0].self_attn)
 

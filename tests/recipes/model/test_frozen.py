@@ -88,7 +88,7 @@ def test_marlins_block_scales_are_read_with_their_exponent(exponent):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_a_tiled_weight_is_expanded_in_the_dtype_that_is_asked_for(dtype):
+def test_a_tiled_weight_is_expanded_in_the_requested_dtype(dtype):
     packed = nvfp4.quantize(torch.randn(64, 64).bfloat16())
     weight = tiles.tile_weight(packed.codes, packed.block_scales, 1 / packed.divisor, torch.bfloat16)
     w, factor = FrozenTiledLinear(weight, None, dtype).operand(dtype, 8)
@@ -120,14 +120,14 @@ def test_lora_finds_the_layer_and_merging_fails_loudly():
         wrapped.merge_and_unload(safe_merge=True)
 
 
-def test_the_state_of_a_layer_has_the_names_and_shapes_of_a_checkpoint():
+def test_a_layers_state_has_the_checkpoints_names_and_shapes():
     packed = nvfp4.quantize(torch.randn(16, 32).bfloat16())
     frozen = FrozenNVFP4Linear(packed.codes, packed.block_scales, packed.divisor.reshape(()), None, torch.float32)
     shapes = {name: tuple(tensor.shape) for name, tensor in frozen.state_dict().items()}
     assert shapes == {"weight_packed": (16, 16), "weight_scale": (16, 2), "weight_global_scale": (1,)}
 
 
-def test_a_printed_model_names_the_layer_with_its_shape_and_whether_it_has_a_bias():
+def test_a_printed_layer_has_its_shape_and_bias():
     assert repr(layer()) == "FrozenNVFP4Linear(in_features=64, out_features=48, bias=True, NVFP4)"
     assert "bias=False" in repr(layer(bias=False))
 
@@ -218,7 +218,7 @@ def test_another_dtype_leaves_the_packed_weights_alone(both):
 
 @pytest.mark.parametrize("size", [0.01, 1.0])  # the larger leaves next to nothing to the experts that are not chosen
 @pytest.mark.parametrize("normalized", [True, False])
-def test_a_router_gives_its_own_weights_without_the_last_rounding(normalized, size):
+def test_a_routers_weights_lack_the_last_rounding(normalized, size):
     router = Qwen3MoeTopKRouter(Qwen3MoeConfig(**SIZES, norm_topk_prob=normalized))
     torch.nn.init.normal_(router.weight, std=size, generator=torch.Generator().manual_seed(13))
     exact = UnroundedRouter("gate", router)
@@ -252,7 +252,7 @@ def test_experts_that_compute_something_else_are_refused(both):
         dense_experts(torch.nn.ModuleDict({"experts": theirs}))
 
 
-def test_a_packed_checkpoint_becomes_frozen_experts_and_unrounded_routers(make_nvfp4):
+def test_a_packed_checkpoint_has_frozen_experts_and_routers(make_nvfp4):
     model = loading.load(make_nvfp4("qwen3_moe"), torch.float32)
     kinds = [type(module) for module in model.modules()]
     assert kinds.count(FrozenNVFP4Experts) == kinds.count(UnroundedRouter) == 2
@@ -284,7 +284,7 @@ def test_experts_that_a_checkpoint_keeps_in_bf16_stay_so(make_bf16, tmp_path):
         assert torch.equal(module.down_proj, dense[name].down_proj)
 
 
-def test_experts_of_a_bf16_checkpoint_are_not_quantized_on_the_way_in(make_bf16):
+def test_experts_are_not_quantized_while_loading(make_bf16):
     with pytest.raises(ValueError, match=r"experts of a BF16 checkpoint are not quantized .*qerl quantize"):
         loading.load(make_bf16("qwen3_moe"), quantization="qerl_nvfp4")
 

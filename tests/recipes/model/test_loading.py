@@ -42,7 +42,7 @@ def test_promise_02_the_trainer_multiplies_by_the_checkpoints_numbers(architectu
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_bf16_checkpoint_quantized_on_the_way_in_is_the_quantizers_checkpoint(dtype, make_bf16, make_nvfp4):
+def test_quantizing_while_loading_gives_the_quantizers_bits(dtype, make_bf16, make_nvfp4):
     on_the_way = models.load(make_bf16("qwen2"), dtype, quantization="qerl_nvfp4")
     from_disk = models.load(make_nvfp4("qwen2"), dtype)
     theirs = dict(from_disk.named_buffers())
@@ -81,7 +81,7 @@ def test_fp32_norms_stay_within_the_stated_tolerance_of_stock(make_bf16):
 
 @pytest.mark.parametrize(("make", "rounded"), [("make_nvfp4", False), ("make_bf16", True)])
 @torch.no_grad()
-def test_norms_round_once_on_nvfp4_weights_as_the_engine_does_and_twice_on_bf16_as_stock_does(make, rounded, request):
+def test_norms_round_as_the_arms_engine_does(make, rounded, request):
     model = models.load(request.getfixturevalue(make)("qwen2"), torch.bfloat16)
     x = torch.randn(512, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
     for _, norm in norms.named_norms(model):
@@ -126,7 +126,7 @@ def test_a_sigma_that_is_no_standard_deviation_is_refused(sigma, make_nvfp4):
 
 
 @pytest.mark.parametrize("targets", [["q_norm"], ["input_layernorm", "q_norm"]], ids=["alone", "among_others"])
-def test_a_target_that_names_no_norm_is_refused_and_changes_nothing(targets, make_nvfp4):
+def test_a_target_without_a_norm_is_refused(targets, make_nvfp4):
     model = models.load(make_nvfp4("qwen2"))
     norms.set_noise(model, 0.1, 0, 0)
     before = {name: norm.noise for name, norm in norms.named_norms(model)}
@@ -199,7 +199,7 @@ def test_the_nf4_arm_needs_a_gpu_and_says_so(make_bf16):
         models.load(make_bf16("qwen2"), quantization="nf4")
 
 
-def test_a_damaged_checkpoint_is_refused_before_the_model_is_built(make_nvfp4, tmp_path):
+def test_a_damaged_checkpoint_is_refused_before_building(make_nvfp4, tmp_path):
     folder = tmp_path / "cut"
     shutil.copytree(make_nvfp4("qwen2"), folder)
     with open(folder / "model.safetensors", "r+b") as file:
@@ -220,7 +220,7 @@ def test_a_weight_that_nvfp4_cannot_hold_is_refused_by_name(bad, make_bf16, tmp_
         models.load(folder, quantization="qerl_nvfp4")
 
 
-def test_nf4_weights_are_quantized_on_the_stream_that_they_are_copied_on(make_bf16, monkeypatch):
+def test_nf4_weights_are_quantized_on_their_copys_stream(make_bf16, monkeypatch):
     """Whether they then are those of the file, on a GPU that is busy: tests/gpu/test_nf4_loading.py."""
     order, now = [], ["vLLM's"]
 

@@ -7,7 +7,7 @@ from qerl_recipes.model.packing import pack
 
 
 @torch.no_grad()
-def test_logits_are_rounded_to_the_dtype_of_the_head_as_in_the_engine(make_nvfp4):
+def test_logits_are_rounded_to_the_heads_dtype(make_nvfp4):
     """Against torch's BF16 product of the same hidden states; unrounded logits differ by up to 2^-9 of their size."""
     model, states = loading.load(make_nvfp4("qwen2")), []
     ids = torch.randint(2, 27, (1, 24), generator=torch.Generator().manual_seed(1))

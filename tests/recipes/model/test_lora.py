@@ -78,7 +78,7 @@ def frozen(kind):
 
 @pytest.mark.parametrize("kind", ["BF16", "checkpoint", "tiles", "Marlin", "tiles, unequal scales"])
 @pytest.mark.parametrize("input_dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_output_and_gradients_are_those_of_the_formula_on_every_frozen_weight(kind, input_dtype):
+def test_output_and_gradients_are_those_of_the_formula(kind, input_dtype):
     base, w, bias = frozen(kind)
     holder = get_peft_model(
         torch.nn.ModuleDict({"part": base}), LoraConfig(r=4, lora_alpha=12, target_modules=["part"])
@@ -119,7 +119,7 @@ def test_output_and_gradients_are_those_of_the_formula_on_every_frozen_weight(ki
     ],
     ids=["4-bit", "dense", "two scalings", "4-bit and dense"],
 )
-def test_layers_of_one_input_are_computed_together_where_they_are_alike(kinds, alphas, together, monkeypatch):
+def test_alike_layers_of_one_input_are_computed_together(kinds, alphas, together, monkeypatch):
     """Every gradient is that of the layers one after the other, but for the order of sums."""
     parts = {name: frozen(kind)[0] for name, kind in zip(("first", "second"), kinds, strict=True)}
     ranks, alpha = {"first": 4, "second": 8}, {"first": alphas[0], "second": alphas[1] * 2}
@@ -147,7 +147,7 @@ def test_layers_of_one_input_are_computed_together_where_they_are_alike(kinds, a
 
 
 @pytest.mark.parametrize("kind", ["BF16", "checkpoint", "tiles", "Marlin", "tiles, unequal scales"])
-def test_behind_a_gate_output_and_gradients_are_those_of_the_layer_on_the_product(kind, monkeypatch):
+def test_gated_output_and_gradients_are_those_of_the_layer(kind, monkeypatch):
     """Where the weight is 4-bit in one function, to the bit but for the gradients' own roundings."""
     base, _, _ = frozen(kind)
     holder = get_peft_model(torch.nn.ModuleDict({"part": base}), LoraConfig(r=4, target_modules=["part"]))
@@ -173,7 +173,7 @@ def test_behind_a_gate_output_and_gradients_are_those_of_the_layer_on_the_produc
         assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
 
 
-def test_behind_a_gate_another_dtype_and_a_switched_off_adapter_are_left_to_the_layer():
+def test_gated_leaves_other_dtypes_and_adapters_to_the_layer():
     base = frozen("checkpoint")[0]
     holder = get_peft_model(torch.nn.ModuleDict({"part": base}), LoraConfig(r=4, target_modules=["part"]))
     lora.install(holder, "default")
@@ -188,7 +188,7 @@ def test_behind_a_gate_another_dtype_and_a_switched_off_adapter_are_left_to_the_
         assert torch.equal(lora.gated(gate, up, base), base(silu_mul(gate, up)))
 
 
-def test_behind_a_gate_that_needs_no_gradient_the_adapter_still_gets_one():
+def test_gated_without_a_gradient_still_trains_the_adapter():
     base = frozen("checkpoint")[0]
     holder = get_peft_model(torch.nn.ModuleDict({"part": base}), LoraConfig(r=4, target_modules=["part"]))
     lora.install(holder, "default")
@@ -231,7 +231,7 @@ def test_a_bias_far_above_the_product_keeps_its_last_bits():
     assert (y.double() - exact).square().mean() < 1.5 * least
 
 
-def test_what_needs_no_gradient_gets_none_and_the_adapter_can_be_switched_off():
+def test_what_needs_no_gradient_gets_none():
     base = frozen("checkpoint")[0]
     holder = get_peft_model(torch.nn.ModuleDict({"part": base}), LoraConfig(r=4, target_modules=["part"]))
     lora.install(holder, "default")
@@ -264,7 +264,7 @@ def test_no_copy_of_the_activations_in_fp32_is_made(adapted):
     assert not any(t.dtype == torch.float32 and t.numel() >= 50 * 16 for t in kept)
 
 
-def test_without_autocast_it_computes_in_the_dtype_of_the_adapter(adapted):
+def test_without_autocast_the_adapters_dtype_is_used(adapted):
     ids = torch.arange(5)[None]
     with torch.no_grad():
         plain = adapted(input_ids=ids).logits
@@ -272,7 +272,7 @@ def test_without_autocast_it_computes_in_the_dtype_of_the_adapter(adapted):
         torch.testing.assert_close(adapted(input_ids=ids).logits, plain, rtol=0.05, atol=0.2)
 
 
-def test_other_variants_and_switched_off_adapters_stay_as_they_are(adapted):
+def test_other_variants_and_inactive_adapters_stay(adapted):
     lora.install(adapted, "default")
     assert lora.install(adapted, "default") == 0
     ids = torch.arange(5)[None]
@@ -314,7 +314,7 @@ def test_a_merged_adapter_is_not_added_twice():
         assert (y.double() - exact).norm() < 1e-2 * exact.norm()
 
 
-def test_an_adapter_with_a_bias_stays_with_peft_and_one_that_is_not_there_is_on_no_layer():
+def test_an_adapter_with_a_bias_stays_with_peft():
     adapter = LoraConfig(r=4, target_modules=["part"], lora_bias=True)
     holder = get_peft_model(torch.nn.ModuleDict({"part": frozen("BF16")[0]}), adapter)
     assert lora.install(holder, "default") == 0

@@ -50,7 +50,7 @@ def test_promise_03_the_noise_is_added_to_the_weight_that_the_input_is_multiplie
         assert torch.equal(norm.weight, weight)
 
 
-def test_norms_of_either_kind_are_found_by_what_they_compute_and_others_stay():
+def test_norms_are_found_by_what_they_compute():
     found = model(plain=Norm(32), plus_one=Norm(48, plus=1.0), gated=Gated(32), layer=torch.nn.LayerNorm(32))
     before = {name: found["layers"][0][name] for name in ("plain", "plus_one", "gated", "layer")}
     assert norms.replace(found, rounded=True) == 2
@@ -91,7 +91,7 @@ def test_a_sigma_of_zero_is_no_noise():
     assert all(norm.noise is None for _, norm in norms.named_norms(found))
 
 
-def test_saved_norms_are_set_whole_or_not_at_all_and_a_folder_without_any_says_none(tmp_path):
+def test_saved_norms_are_set_whole_or_not_at_all(tmp_path):
     found = model(input_layernorm=Norm(32), post_attention_layernorm=Norm(32))
     norms.replace(found, rounded=False)
     before = {name: norm.weight.clone() for name, norm in norms.named_norms(found)}

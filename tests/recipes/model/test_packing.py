@@ -86,9 +86,7 @@ ROWS = {1: [16, 13, 11, 8, 4, 3], 24: [24, 17], 10_000: [41]}
 
 @pytest.mark.parametrize("pack_tokens", ROWS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_log_probabilities_entropies_and_gradients_are_those_of_the_padded_batch(
-    architecture, pack_tokens, batch, make_nvfp4
-):
+def test_packed_results_are_those_of_the_padded_batch(architecture, pack_tokens, batch, make_nvfp4):
     ids, mask = batch
     adapted = policy(make_nvfp4(architecture))
     expected = with_gradients(adapted, padded(adapted, ids, mask))
@@ -113,7 +111,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(reentrant, batch, make_
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_attention_with_a_mask_from_positions_keeps_sequences_apart_too(implementation, batch, make_nvfp4):
+def test_a_mask_from_positions_keeps_sequences_apart(implementation, batch, make_nvfp4):
     ids, mask = batch
     adapted = policy(make_nvfp4("qwen2"), attn_implementation=implementation)
     expected = with_gradients(adapted, padded(adapted, ids, mask))
@@ -124,7 +122,7 @@ def test_attention_with_a_mask_from_positions_keeps_sequences_apart_too(implemen
     assert_same(with_gradients(adapted, packed(adapted, rows, (len(ids), C))), expected)
 
 
-def test_a_sliding_window_reaches_as_far_back_as_in_the_padded_batch(batch, make_nvfp4):
+def test_a_sliding_window_is_that_of_the_padded_batch(batch, make_nvfp4):
     ids, mask = batch
     adapted = policy(make_nvfp4("mistral", sliding_window=5))
     expected = with_gradients(adapted, padded(adapted, ids, mask))
@@ -135,7 +133,7 @@ def test_a_sliding_window_reaches_as_far_back_as_in_the_padded_batch(batch, make
     assert_same(with_gradients(adapted, packed(adapted, rows, (len(ids), C))), expected)
 
 
-def test_negative_control_without_new_positions_or_segments_the_numbers_differ(batch, make_nvfp4):
+def test_without_new_positions_or_segments_numbers_differ(batch, make_nvfp4):
     ids, mask = batch
     adapted = policy(make_nvfp4("qwen2"), attn_implementation="sdpa")
     logp = padded(adapted, ids, mask)[0].detach()
@@ -157,7 +155,7 @@ def test_negative_control_without_new_positions_or_segments_the_numbers_differ(b
     assert float((packed(adapted, merged, logp.shape)[0] - logp).detach().abs().max()) > 0.1
 
 
-def test_positions_start_at_zero_so_bf16_does_not_depend_on_the_padding(batch, make_nvfp4):
+def test_bf16_does_not_depend_on_the_padding(batch, make_nvfp4):
     ids, mask = batch
     adapted = policy(make_nvfp4("qwen2"), dtype=torch.bfloat16)
     more = [torch.nn.functional.pad(tensor, (5, 0)) for tensor in batch]
@@ -180,7 +178,7 @@ def test_tied_and_untied_heads_of_either_arm(tied, quantization, batch, make_bf1
     assert_same(with_gradients(adapted, packed(adapted, rows, (len(ids), C))), expected)
 
 
-def test_a_batch_without_completion_tokens_still_has_a_gradient_of_zero(batch, make_nvfp4):
+def test_a_batch_without_completions_has_a_zero_gradient(batch, make_nvfp4):
     ids, mask = batch
     mask[:, -C:] = 0
     adapted = policy(make_nvfp4("qwen2"))
@@ -253,7 +251,7 @@ lengths = st.lists(
 
 @given(lengths, st.integers(1, 60), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_every_completion_token_has_one_place_and_rows_keep_to_their_budget(sequences, pack_tokens, share_prompts):
+def test_each_token_has_one_place_within_the_budget(sequences, pack_tokens, share_prompts):
     ids = torch.zeros(len(sequences), P + C, dtype=torch.long)
     mask = torch.zeros_like(ids)
     for row, (number, prompt, own) in enumerate(sequences):
@@ -342,7 +340,7 @@ def test_the_trainer_computes_the_prompt_of_a_group_once(make_trainer, make_nvfp
     assert record["packed_share"] == pytest.approx(computed / padded_tokens, abs=1e-4)
 
 
-def test_a_model_that_cannot_be_packed_is_trained_on_padded_batches_and_says_so(make_trainer, make_nvfp4, read_metrics):
+def test_a_model_that_cannot_be_packed_is_padded_with_a_warning(make_trainer, make_nvfp4, read_metrics):
     def biased(loaded):
         loaded.lm_head.bias = torch.nn.Parameter(torch.zeros(64, dtype=loaded.dtype), requires_grad=False)
 
@@ -376,7 +374,7 @@ def gradient_of_a_share(rank, folder, file, batch, row_sets):
 
 @pytest.mark.slow
 @pytest.mark.integration
-def test_processes_with_different_numbers_of_rows_agree_on_the_gradient(batch, make_nvfp4, tmp_path):
+def test_processes_with_different_rows_agree_on_the_gradient(batch, make_nvfp4, tmp_path):
     folder, file = make_nvfp4("qwen2"), str(tmp_path / "meeting")
     row_sets = [[3, 6], [0, 1, 2, 4, 5]]
     torch.multiprocessing.spawn(gradient_of_a_share, (folder, file, batch, row_sets), nprocs=2)
@@ -401,7 +399,7 @@ def test_a_budget_below_zero_is_refused():
 P, C = 7, 9  # columns of prompts and of completions
 
 
-def test_micro_batches_of_a_step_become_even_and_keep_groups_together():
+def test_micro_batches_become_even_and_keep_groups():
     generator = torch.Generator().manual_seed(2)
     lengths = torch.randint(1, C + 1, (32,), generator=generator)
     order = torch.randperm(32, generator=generator)
@@ -432,7 +430,7 @@ def test_micro_batches_of_a_step_become_even_and_keep_groups_together():
     assert all(len(one["prompt_ids"][:, 0].unique()) == 2 for one in together)
 
 
-def test_a_prompt_that_was_drawn_twice_does_not_tear_the_others_apart():
+def test_a_prompt_drawn_twice_keeps_other_groups_whole():
     """Twelve rows of four, one prompt in two groups; the longest completions are dealt first, in whole groups."""
     prompts = torch.tensor([5, 6, 5]).repeat_interleave(4)[:, None]
     completions = torch.arange(12)[:, None].expand(12, 12)
@@ -465,19 +463,19 @@ def rows(batches):
     return [one["completion_ids"][:, 0].tolist() for one in batches]
 
 
-def test_the_longest_are_dealt_first_and_each_micro_batch_keeps_its_number_of_rows():
+def test_the_longest_rows_are_dealt_first():
     """By hand, without the prompt's token: 9 + 3 + 2 and 8 + 7 + 1; then 9 + 1 and 1 + 1, though 1 + 1 has fewer."""
     assert rows(even_micro_batches(micro_batches(range(6), [1, 9, 8, 2, 7, 3], [3, 3]), 2)) == [[1, 3, 5], [0, 2, 4]]
     assert rows(even_micro_batches(micro_batches(range(4), [1, 1, 1, 9], [2, 2]), 2)) == [[2, 3], [0, 1]]
 
 
-def test_groups_that_do_not_fit_a_micro_batch_are_dealt_row_by_row():
+def test_groups_that_do_not_fit_are_dealt_row_by_row():
     """Groups of two, and micro-batches of three."""
     batches = micro_batches([5, 5, 6, 6, 7, 7], [1, 9, 8, 2, 7, 3], [3, 3])
     assert rows(even_micro_batches(batches, 2)) == [[1, 3, 5], [0, 2, 4]]
 
 
-def test_rows_without_an_advantage_count_as_empty_where_nothing_is_computed_for_them():
+def test_skipped_rows_without_an_advantage_count_as_empty():
     batches = micro_batches(range(4), [9, 8, 2, 1], [2, 2], [-0.5, 0.0, 1.0, 1.0])
     assert rows(even_micro_batches(batches, 2)) == [[0, 3], [1, 2]]  # 9 + 1 and 8 + 2
     assert rows(even_micro_batches(batches, 2, skips_zero_advantage=True)) == [[0, 1], [2, 3]]  # 9 and 2 + 1

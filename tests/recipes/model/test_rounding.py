@@ -35,7 +35,7 @@ def test_a_second_call_replaces_nothing(make_bf16):
     assert rounding.replace_mlps(model) == rounding.replace_rotations(model) == 0
 
 
-def test_on_a_cpu_the_gated_product_is_that_of_an_engine_that_is_not_compiled(make_bf16):
+def test_on_a_cpu_the_gated_product_is_the_eager_engines(make_bf16):
     model = fresh(make_bf16, dtype=torch.bfloat16)
     theirs = model.model.layers[0].mlp
     rounding.replace_mlps(model)
@@ -54,7 +54,7 @@ def test_cosines_are_the_models_own_in_fp32(make_bf16):
         assert torch.equal(number, rounded.float())
 
 
-def test_an_mlp_with_another_activation_is_left_alone_with_a_warning(make_bf16):
+def test_an_mlp_with_another_activation_stays_with_a_warning(make_bf16):
     model = fresh(make_bf16, hidden_act="gelu")
     before = last_hidden(model)
     with pytest.warns(UserWarning, match=r"Qwen2MLP is not down\(silu\(gate\) \* up\)"):

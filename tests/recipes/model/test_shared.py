@@ -69,7 +69,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_trainer_reads_the_engines_tensors_in_place_and_computes_the_same_bits(case, make_nvfp4, engine_on):
+def test_the_engines_tensors_are_read_in_place(case, make_nvfp4, engine_on):
     architecture, changes = CASES[case]
     folder = make_nvfp4(architecture, **changes)
     lent, engine = engine_on(folder)
@@ -138,7 +138,7 @@ def marlin_layer(codes, block_scales, row_scale):
     return SimpleNamespace(marlin_parts=[part])
 
 
-def test_weights_in_marlins_layout_give_the_same_bits_and_gradients(make_nvfp4):
+def test_weights_in_marlins_layout_give_the_same_bits(make_nvfp4):
     folder = make_nvfp4("qwen2", intermediate_size=128)
     own = models.load(folder)
     lent = lend(own, marlin_layer, marlin_part)
@@ -156,7 +156,7 @@ def test_weights_in_marlins_layout_give_the_same_bits_and_gradients(make_nvfp4):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_layer_on_marlins_tensors_is_the_one_on_the_checkpoints_and_keeps_them_alone(make_nvfp4, dtype):
+def test_a_marlin_layer_is_the_checkpoints_layer(make_nvfp4, dtype):
     own = models.load(make_nvfp4("qwen2", intermediate_size=128))
     name = "model.layers.0.self_attn.k_proj"
     lent, reference = lend(own, marlin_layer, marlin_part).linears[name], linears(own)[name].to(dtype)
@@ -188,7 +188,7 @@ def test_tiled_weights_give_the_same_bits(make_nvfp4):
     assert same_answers(ours, own)
 
 
-def test_a_tiled_layer_keeps_its_packed_weight_alone_and_its_dtypes(make_nvfp4):
+def test_a_tiled_layer_keeps_its_packed_weight_alone(make_nvfp4):
     own = models.load(make_nvfp4("qwen2", intermediate_size=128))
     lent = tile(own).linears["model.layers.0.self_attn.q_proj"]
     layer, saved = FrozenTiledLinear(lent.weight, lent.bias, torch.float32).to(torch.bfloat16), []
@@ -200,7 +200,7 @@ def test_a_tiled_layer_keeps_its_packed_weight_alone_and_its_dtypes(make_nvfp4):
     assert layer.weight.shape == (64, 64) and bool(layer.weight.isnan().all())
 
 
-def test_a_tiled_layer_in_float16_is_the_one_on_the_checkpoints_tensors():
+def test_a_tiled_layer_in_float16_is_the_checkpoints_layer():
     generator = torch.Generator().manual_seed(0)
     packed = nvfp4.quantize(torch.randn(64, 96, generator=generator).bfloat16())
     whole = tiles.tile_weight(packed.codes, packed.block_scales, 1 / packed.divisor, torch.float16)
@@ -216,7 +216,7 @@ def test_a_tiled_layer_in_float16_is_the_one_on_the_checkpoints_tensors():
 
 
 @pytest.mark.parametrize("layout", ["tiles", "Marlin"])
-def test_parts_that_cannot_be_cut_are_copied_with_one_warning_that_names_them(layout, make_nvfp4):
+def test_parts_that_cannot_be_cut_are_copied_with_a_warning(layout, make_nvfp4):
     folder = make_nvfp4("qwen2")  # gate and up have 96 rows: one and a half tiles
     own = models.load(folder)
     with pytest.warns(UserWarning, match=r"4 of 15 linears.*gate_proj: its rows 0 to 96") as warned:
@@ -270,7 +270,7 @@ def weights_in_the_engine(trainer):
     return sum(layer.weight_packed.untyped_storage().data_ptr() in theirs for layer in frozen)
 
 
-def test_three_steps_on_shared_weights_are_those_on_a_copy_bit_for_bit(run, read_metrics):
+def test_three_steps_on_shared_weights_are_those_on_a_copy(run, read_metrics):
     one, trainer = run("one copy")
     assert weights_in_the_engine(trainer) == 14
     stored = load_file(f"{trainer.vllm_generation.llm.llm_engine.model_config.model}/model.safetensors")
@@ -292,7 +292,7 @@ class FlipsABit(TrainerCallback):
             linears(model)["base_model.model.model.layers.1.mlp.up_proj.base_layer"].weight_packed[7, 3] ^= 1
 
 
-def test_a_trainer_that_changes_a_lent_weight_is_stopped_before_it_saves_what_it_computed(run, kv_events, tmp_path):
+def test_a_changed_lent_weight_stops_the_trainer(run, kv_events, tmp_path):
     spoiled = []
 
     def prepare(trainer):
@@ -331,7 +331,7 @@ def test_sharing_that_was_left_open_and_cannot_be_is_said_once():
         assert not shared.is_wanted(GRPOConfig(**CPU, vllm_tensor_parallel_size=2))
 
 
-def test_sharing_is_the_default_on_a_gpu_too_and_with_an_engine_that_sleeps():
+def test_sharing_is_the_default_on_a_gpu():
     settings = {"quantization": "qerl_nvfp4", "world_size": 1, "vllm_tensor_parallel_size": 1, "share_weights": None}
     settings |= {"vllm_mode": "colocate"}
     gpu = SimpleNamespace(**settings, vllm_enable_sleep_mode=True, device=torch.device("cuda"))
