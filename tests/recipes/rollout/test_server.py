@@ -83,7 +83,7 @@ def watched(make_nvfp4):
 def inside(running, make_module_trainer, watched, tmp_path_factory):
     """The run in process, as which every other one must end; the server starts meanwhile."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.engine_bytes, "sequences", lambda training: 1)
+        patch.setattr(engine.estimates, "sequences", lambda training: 1)
         trainer = watched(make_module_trainer, tmp_path_factory.mktemp("inside"))
     trainer.train()
     trainer.vllm_generation.close()
@@ -189,7 +189,7 @@ def test_trained_norms_and_evaluations_against_a_server_have_the_bits_of_those_i
 ):
     settings = {"train_norms": True, "max_steps": 2, "save_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
     with monkeypatch.context() as patched:
-        patched.setattr(engine.engine_bytes, "sequences", lambda training: 1)
+        patched.setattr(engine.estimates, "sequences", lambda training: 1)
         inside = watched(make_module_trainer, tmp_path / "inside", **settings)
     inside.train()
     inside.vllm_generation.close()
