@@ -6,27 +6,30 @@ TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # compiled once and kept: without bytecode every process that imports vLLM spends 20 s on compiling it again
 unexport PYTHONDONTWRITEBYTECODE
 
+# mypy takes one core, and is made of no bytecode: it runs beside what compiles the packages
+MAKEFLAGS += --jobs=2
+
 .PHONY: demo test test-all soak fuzz lint clean
-demo: $(VENV)/.ready
+demo: $(VENV)/.compiled
 	$(BIN)/qerl demo
 
 # one worker more than there are cores: tests wait for servers and other processes
 WORKERS := $(shell echo $$(( $$(nproc) + 1 )))
 
 # slipcover prints the coverage: on Python 3.11 a tracer such as coverage.py's slows all of vLLM down by a half
-test: lint
+test: lint $(VENV)/.compiled
 	$(BIN)/python -m slipcover -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
 # those too that the tests above have no time for: marker slow
-test-all: lint
+test-all: lint $(VENV)/.compiled
 	$(BIN)/python -m pytest -m '' -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
 # ten minutes of load on a server whose policy is swapped every second, each answer checked afterwards
-soak: $(VENV)/.ready
+soak: $(VENV)/.compiled
 	$(BIN)/qerl bench soak --minutes 10 --output runs/soak.json
 
 # the readers of what strangers send, with fifty times the examples that they have in the suite
-fuzz: $(VENV)/.ready
+fuzz: $(VENV)/.compiled
 	$(BIN)/python -m pytest tests/plugin/test_fuzz.py --hypothesis-profile=fuzz --timeout=0
 
 lint: $(VENV)/.ready
@@ -50,6 +53,9 @@ $(VENV)/.ready: requirements-cpu.lock pyproject.toml
 	$(PIP) '$(TORCH)' 2>/dev/null || $(PIP) --index-url $(TORCH_INDEX) '$(TORCH)'
 	{ $(PIP) uv && $(UV) -r requirements-cpu.lock; } || $(PIP) -r requirements-cpu.lock
 	$(PIP) --no-build-isolation -e .
+	touch $@
+
+$(VENV)/.compiled: $(VENV)/.ready
 	$(BIN)/python -W ignore -m compileall -qq -j 0 -x '$(NOT_COMPILED)' $(VENV)/lib || true
 	touch $@
 
