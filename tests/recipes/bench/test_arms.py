@@ -1,10 +1,9 @@
 """Arms of made-up work, which need no engine: they answer in turn, say why they fail, and end with whoever asks."""
 
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,10 @@ import pytest
 from waiting import PATIENCE, runs, until
 
 from qerl_recipes.bench import rollout
-from qerl_recipes.bench.arms import ArmFailedError, ask_once
+from qerl_recipes.bench.arms import ArmFailedError, ask_once, ended_cleanly
 from qerl_recipes.bench.rollout import take_turns
 from qerl_recipes.bench.rollout_arm import Case
+from qerl_recipes.machine import processes
 
 ARM = """
 import json, os, subprocess, time
@@ -50,6 +50,7 @@ def begin(request, figures):
 answer(begin)
 """
 CASES = [Case(2, 8, 40), Case(3, 8, 20)]
+FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture
@@ -116,21 +117,18 @@ def test_an_arm_that_is_asked_once_answers_or_says_what_it_had(log: Path) -> Non
     assert error.value.figures == {"weights_gib": 2.0}
 
 
-PARENT = """
-from qerl_recipes.machine import processes
-processes.PATIENCE = 1  # seconds, for what does not end when it is asked to
-from qerl_recipes.bench.arms import ended_cleanly
-from qerl_recipes.bench.rollout import take_turns
-from qerl_recipes.bench.rollout_arm import Case
-with ended_cleanly():
-    take_turns("made_up_arm", {name: {"name": name} for name in ("a", "starting")}, [Case(1, 2, 3)], 1, print)
-"""
+def start_two_arms() -> None:
+    """Run one arm that waits for orders and one that is starting, and end them on SIGTERM, as a benchmark does."""
+    processes.PATIENCE = 1  # seconds, for what does not end when it is asked to
+    with ended_cleanly():
+        turns("a", "starting", repeats=1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_arms_end_with_the_process_that_started_them(log: Path, number: signal.Signals) -> None:
     """One waits for orders, without a processor, and one's engine is starting; SIGTERM leaves time for its worker."""
-    parent = subprocess.Popen([sys.executable, "-c", PARENT])
+    parent = FORK.Process(target=start_two_arms)  # a new process would import trl and peft first
+    parent.start()
     try:
         assert until(lambda: len(lines(log)) == 2)
         started = {line[0]: line[1:] for line in lines(log)}
@@ -139,11 +137,12 @@ def test_arms_end_with_the_process_that_started_them(log: Path, number: signal.S
         time.sleep(0.3)
         assert psutil.Process(waiting).cpu_times().user - before < 0.1
         assert runs(waiting) and runs(starting) and runs(worker)
-        parent.send_signal(number)
-        parent.wait(PATIENCE)
+        assert parent.pid is not None
+        os.kill(parent.pid, number)
+        parent.join(PATIENCE)
         assert until(lambda: not runs(waiting) and not runs(starting))
         if number == signal.SIGTERM:
-            assert parent.returncode == 128 + number and until(lambda: not runs(worker))
+            assert parent.exitcode == 128 + number and until(lambda: not runs(worker))
     finally:
         parent.kill()
         for line in lines(log):
