@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from qerl_recipes import cli
 from qerl_recipes.bench import random_model, rollout, rollout_arm, rollout_memory, swap
@@ -23,15 +22,64 @@ from qerl_vllm_plugin.compat import scheduler
 H200 = Gpu(143771 * 2**20, True, "NVIDIA H200")
 
 
+class ArmHere:
+    """An ``Arm`` whose engine is in this process; as in one of its own, all that it is told and answers is JSON."""
+
+    def __init__(self, module: str, request: dict[str, Any]) -> None:
+        assert module == rollout_arm.__name__
+        self.figures: dict[str, Any] = {}
+        self.carry_out = rollout_arm.begin(json.loads(json.dumps(request)), self.figures)
+
+    def hear(self) -> Any:
+        return json.loads(json.dumps(self.figures))
+
+    def ask(self, order: dict[str, Any]) -> Any:
+        self.figures = {}
+        assert self.carry_out is not None
+        self.carry_out(json.loads(json.dumps(order)), self.figures)
+        return self.hear()
+
+    def end(self) -> None: ...
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch, classes_looked_at_here: None) -> Iterator[None]:
+    """Measure here and not in a process for each engine, which would import all of vLLM once more."""
+    engines: list[Any] = []
+    start = random_model.start
+
+    def ask(module: str, request: dict[str, Any], *, has_core: bool) -> dict[str, Any]:
+        assert (module, has_core) == (swap.__name__, True)
+        figures: dict[str, Any] = {}
+        swap.measure(request, figures)
+        return figures
+
+    def keep(*arguments: Any, **options: Any) -> Any:
+        engines.append(start(*arguments, **options))
+        return engines[-1]
+
+    monkeypatch.setattr(random_model, "start", keep)
+    monkeypatch.setattr(swap, "ask_once", ask)
+    monkeypatch.setattr(rollout, "Arm", ArmHere)
+    yield
+    for llm in engines:
+        llm.llm_engine.engine_core.shutdown()
+
+
 @pytest.mark.integration
-def test_every_case_of_an_arm_is_measured_whole_and_decoding_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["in_this_process", pytest.param("in processes", marks=pytest.mark.slow)])
+def test_every_case_of_an_arm_is_measured_whole_and_decoding_alone(
+    where: str, request: pytest.FixtureRequest, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Through the command, so that the way from its options to the engine's completions is the users'."""
+    if where == "in_this_process":
+        request.getfixturevalue(where)
     file = tmp_path / "rollout.json"
     line = "bench rollout --shape tiny --batch 1,3 --input_len 8 --output_len 40,20 --rank 4 --repeats 2"
     names, engine = ["bf16_merged", "qerl_nvfp4"], {"max_num_batched_tokens": 777, "compilation_config": {"mode": 0}}
     options = ["--arms", ",".join(names), "--output", str(file), "--engine", json.dumps(engine), "--interleave"]
-    done = CliRunner().invoke(cli.app, [*line.split(), *options])
-    assert done.exit_code == 0, done.output
+    cli.app([*line.split(), *options], standalone_mode=False)  # vLLM wants a standard output that is a file
+    printed = capfd.readouterr().out
     result = json.loads(file.read_text())
     assert result["engine"] == engine and result["interleaved"] is True and list(result["arms"]) == names
     assert {"gpu", "versions", "commit", "date", "command"} <= set(result)
@@ -48,7 +96,7 @@ def test_every_case_of_an_arm_is_measured_whole_and_decoding_alone(tmp_path: Pat
             alone = int(key) * (row["output"] - 1) / (seconds - first) if seconds > first else None
             assert row["decode"]["tokens_per_s"] == pytest.approx(alone)
             assert 0 < min(row["prefill_seconds"]) < max(row["seconds"]), "whatever else this machine does"
-    assert "3 x" in done.output and "ratios to the faster of bf16_merged" in done.output
+    assert "3 x" in printed and "ratios to the faster of bf16_merged" in printed
 
 
 @pytest.mark.slow
@@ -309,29 +357,6 @@ def test_ratios_are_to_the_faster_bf16_arm(capsys: pytest.CaptureFixture[str]) -
     assert "bf16: its KV cache holds 199 of 200 tokens, so some wait" in printed and printed.count("some wait") == 1
     assert "300 ±5%" in printed and "(1.50x)" in printed and "(0.75x)" in printed and "tensor parallel 2" in printed
     assert "nf4 failed: why" in printed
-
-
-@pytest.fixture
-def in_this_process(monkeypatch: pytest.MonkeyPatch, classes_looked_at_here: None) -> Iterator[None]:
-    """Measure a swap here and not in a process of its own, which would import all of vLLM once more."""
-    engines: list[Any] = []
-    start = random_model.start
-
-    def ask(module: str, request: dict[str, Any], *, has_core: bool) -> dict[str, Any]:
-        assert (module, has_core) == (swap.__name__, True)
-        figures: dict[str, Any] = {}
-        swap.measure(request, figures)
-        return figures
-
-    def keep(*arguments: Any, **options: Any) -> Any:
-        engines.append(start(*arguments, **options))
-        return engines[-1]
-
-    monkeypatch.setattr(random_model, "start", keep)
-    monkeypatch.setattr(swap, "ask_once", ask)
-    yield
-    for llm in engines:
-        llm.llm_engine.engine_core.shutdown()
 
 
 def test_a_swap_is_measured_with_its_parts(in_this_process: None) -> None:
