@@ -283,9 +283,9 @@ def study(
     finished: Annotated[
         Path | None, typer.Option(help="a results.csv.gz of this study: the runs in it are not made again")
     ] = None,
-    dry_run: Annotated[bool, typer.Option(help="run nothing: check the arms and print the plan")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Run nothing: check the configurations and print the plan.")] = False,
 ) -> None:
-    """Train and evaluate arms x seeds of a recipe, and compare arms, paired by seed. Finished runs are not repeated.
+    """Train and evaluate configurations x seeds of a recipe, compared by seed. Finished runs are not repeated.
 
     Given a FOLDER, run nothing: rewrite the page of each study from its NAME/results.csv.gz, and one page over all.
     """
@@ -312,8 +312,10 @@ def study(
 @app.command()
 def compare(
     file: Annotated[Path, typer.Argument(help="study file, such as recipes/studies/smollm2_rank.yaml")],
-    a: Annotated[str, typer.Argument(help="an arm as the table names it: ARM, or ARM@VALUE if the study has a sweep")],
-    b: Annotated[str, typer.Argument(help="the arm to compare it with")],
+    a: Annotated[
+        str, typer.Argument(help="A configuration as the table names it: NAME, or NAME@VALUE if the study has a sweep.")
+    ],
+    b: Annotated[str, typer.Argument(help="The configuration to compare it with.")],
     metric: Annotated[str, typer.Option(help="of the table, such as mean_reward, mean_logp_diff, reward")] = "accuracy",
     steps: Annotated[str | None, typer.Option(help="FIRST-LAST: its mean over these, not its last value")] = None,
     table: Annotated[Path | None, typer.Option(help="default: NAME/results.csv.gz beside the study file")] = None,

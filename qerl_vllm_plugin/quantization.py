@@ -175,7 +175,7 @@ class QerlConfig(QuantizationConfig):
             kinds[part] = next((kind for kind in stored if kind is not None), None)
         if len(set(kinds.values())) > 1:
             words = ", ".join(f"{name} in {kind or 'bf16'}" for name, kind in kinds.items())
-            raise CheckpointError(f"vLLM joins layers that are to be stored differently: {words}; ignore all or none")
+            raise CheckpointError(f"vLLM fuses layers that would be stored differently: {words}; ignore all or none")
         return next(iter(kinds.values()))
 
     def _set_ignore(self, ignore: tuple[str, ...] | None, model_type: str, *, is_multimodal: bool) -> None:

@@ -34,16 +34,18 @@ def rollout(
     ] = "bf16_merged,bf16,qerl_nvfp4",
     rank: Rank = 32,
     repeats: Annotated[
-        int | None, typer.Option(help="repeats of each case in a round, after one that warms up; default: 3")
+        int | None, typer.Option(help="Repeat each case this often in a round, after one that warms up; default: 3.")
     ] = None,
-    rounds: Annotated[int, typer.Option(help="how often all arms are run, one after the other: A B A B")] = 1,
+    rounds: Annotated[int, typer.Option(help="Run all configurations this often, one after the other: A B A B.")] = 1,
     tensor_parallel_size: int = 1,
-    kv_cache_dtype: Annotated[str, typer.Option(help="caches to measure each arm with, such as auto,fp8")] = "auto",
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="Measure each configuration with these caches, such as auto,fp8.")
+    ] = "auto",
     profile: Annotated[
         bool, typer.Option(help="show the kernels of a decode step halfway through the completions, instead of rates")
     ] = False,
     interleave: Annotated[
-        bool, typer.Option(help="start the engines of all arms at once on one GPU, and measure each repeat arm by arm")
+        bool, typer.Option(help="Start all engines at once on one GPU, and measure each repeat on one after the other.")
     ] = False,
     engine: Annotated[
         str, typer.Option(help="more arguments of vllm.LLM as JSON, such as '{\"async_scheduling\": false}'")
@@ -52,7 +54,7 @@ def rollout(
         list[str] | None,
         typer.Option(
             metavar="NAME=JSON",
-            help="measure each arm also as 'ARM, NAME' with these arguments of vllm.LLM above --engine's; repeatable",
+            help="Measure each configuration also with these arguments of vllm.LLM above --engine's; repeatable.",
         ),
     ] = None,
     scratch: Annotated[Path | None, typer.Option(help="folder for a mixture's checkpoint, such as /dev/shm")] = None,
@@ -237,27 +239,29 @@ def bench_train(
     context: typer.Context,
     shape: Shape = "7B",
     arms: Annotated[
-        str, typer.Option(help="arms to compare: bf16, nf4, qerl_nvfp4; ratios are to the first")
+        str, typer.Option(help="Compare these configurations: bf16, nf4, qerl_nvfp4; ratios are to the first.")
     ] = "bf16,nf4,qerl_nvfp4",
     groups: Annotated[int, typer.Option(help="prompts of a step")] = 8,
     generations: Annotated[int, typer.Option(help="completions of a prompt")] = 8,
     prompt: Annotated[int, typer.Option(help="tokens of a prompt")] = 256,
     completion: Annotated[int, typer.Option(help="tokens of a completion, all of which are generated")] = 1024,
-    steps: Annotated[int, typer.Option(help="GRPO steps of each arm, the first of which warms up")] = 3,
+    steps: Annotated[
+        int, typer.Option(help="Make this many GRPO steps in each configuration; the first warms up.")
+    ] = 3,
     rank: Rank = 32,
     seed: Annotated[int, typer.Option(help="seed of weights, prompts, sampling and adapter")] = 0,
     part: Annotated[
         str, typer.Option(help="part to measure: step; training (forward and backward of one packed row); or all")
     ] = "all",
     profile: Annotated[bool, typer.Option(help="show the kernels of forward and backward, too")] = False,
-    rounds: Annotated[int, typer.Option(help="how often all arms are run, one after the other: A B A B")] = 1,
+    rounds: Annotated[int, typer.Option(help="Run all configurations this often, one after the other: A B A B.")] = 1,
     gpu_memory_gb: Annotated[
         float | None, typer.Option(help="GB of the GPU that may be used; the rest is blocked")
     ] = None,
     scratch: Annotated[Path | None, typer.Option(help="folder for the random checkpoints, such as /dev/shm")] = None,
     output: Annotated[Path | None, typer.Option(help="JSON file to write, with a picture beside it")] = None,
 ) -> None:
-    """Time a whole GRPO step in each arm, on random weights of the real shapes. Flags of `qerl train` may follow."""
+    """Time a whole GRPO step in each configuration, with random weights. Flags of `qerl train` may follow."""
     from qerl_recipes.bench.train import Workload, parse_overrides, run
 
     overrides = parse_overrides(context.args)

@@ -129,7 +129,9 @@ class Plan:
         if self.peak > self.gpu.memory:
             phase, over = self.worse_phase, gigabytes(self.peak - self.gpu.memory)
             advice = self.advice(self.largest(phase, len(self.parts)), phase)
-            reasons.append(f"it needs {over} too much in {phase}, {self.line()}; way out: {advice}")
+            reasons.append(
+                f"not enough GPU memory: {phase} needs {over} more than there is, {self.line()}; way out: {advice}"
+            )
         return reasons
 
     def check(self) -> None:

@@ -245,8 +245,8 @@ class UnroundedRouter(torch.nn.Module):
                 self.is_normalized = is_normalized
                 return
         raise ValueError(
-            f"{name} ({type(router).__name__}) is not the largest values of a softmax over all experts; such a mixture "
-            "is served, not trained"
+            f"{name} ({type(router).__name__}) cannot be trained: of MoE routers only a softmax with the largest "
+            "values (top-k) can, as in Qwen3-MoE; serving works"
         )
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -283,7 +283,7 @@ def _precision(training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
                 f"{computed_in}; use {way_out}"
             )
     if training.quantization == "nf4" and model.dtype == "float16":
-        yield "dtype: float16 with quantization: nf4 is not supported; use dtype: bfloat16, or another arm"
+        yield "dtype: float16 with quantization: nf4 is not supported; use dtype: bfloat16, or another quantization"
 
 
 def _adapter(training: GRPOConfig, model: ModelConfig) -> Iterator[str]:
@@ -314,7 +314,7 @@ def server_problems(training: GRPOConfig) -> Iterator[str]:
     if training.quantization != "qerl_nvfp4":
         yield (
             f"vllm_mode: {SERVER} changes the adapter in the server's layers, which only qerl_nvfp4 has, not "
-            f"quantization: {training.quantization}; use vllm_mode: colocate for this arm"
+            f"quantization: {training.quantization}; use vllm_mode: colocate for it"
         )
     if (size := training.vllm_tensor_parallel_size) != 1:
         yield (

@@ -118,7 +118,8 @@ class GRPOConfig(trl.GRPOConfig):
     _VALID_DICT_FIELDS = trl.GRPOConfig._VALID_DICT_FIELDS
 
     quantization: str = field(
-        default="qerl_nvfp4", metadata={"help": "The arm: how the frozen weights are held.", "choices": QUANTIZATIONS}
+        default="qerl_nvfp4",
+        metadata={"help": "Base-weight format: qerl_nvfp4, nf4 (QLoRA) or bf16.", "choices": QUANTIZATIONS},
     )
     share_weights: bool | None = field(
         default=None,
@@ -173,9 +174,9 @@ class GRPOConfig(trl.GRPOConfig):
         metadata={
             "help": "Leave completions whose advantage is 0 (all rewards of a group equal) out of the trainer's "
             "forward and backward, for they have no gradient. By default where nothing else depends on them (beta 0, "
-            "no entropy term, packed rows); entropy, mismatch and importance in the metrics are then of the "
-            "completions that are computed: one in a micro-batch in which all advantages are 0. frac_zero_advantage is "
-            "the share left out. false: compute them all."
+            "no entropy term, packed rows); entropy, log-probability difference and importance in the metrics are "
+            "then of the completions that are computed: one in a micro-batch in which all advantages are 0. "
+            "frac_zero_advantage is the share left out. false: compute them all."
         },
     )
     recompute_layers: int | None = field(

@@ -99,7 +99,7 @@ _REASONS: dict[str, dict[str, tuple[Any, ...]]] = {
         "cast_lm_head_to_fp32": (False,),
         "neftune_noise_alpha": (None,),
     },
-    "the arm says how the frozen weights are held; use quantization: qerl_nvfp4, nf4 or bf16": {
+    "the base-weight format has a key of its own; use quantization: qerl_nvfp4, nf4 or bf16": {
         "load_in_8bit": (False,),
         "load_in_4bit": (False,),
         "bnb_4bit_quant_type": ("nf4",),

@@ -269,8 +269,8 @@ def read(choice: Mapping[str, Any], served: str | None, request: Request, versio
     """
     if served != str(version):
         raise AnotherPolicyError(
-            f"an answer is of policy version {served or 'unknown'}, and {version} was pushed: it was not sampled from "
-            "the policy that learns from it"
+            f"stale completion: the server used policy version {served or 'unknown'}, and this run pushed {version}; "
+            "another program may use this server"
         )
     ids, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
     if ids is None or logprobs is None or len(ids) != len(logprobs):

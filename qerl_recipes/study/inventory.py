@@ -338,8 +338,8 @@ def refuse_other_plan(study: Study, rows: pd.DataFrame, table: Path) -> None:
             raise StudyError(f"{where} is no run of this study; name the table of this one")
         if run is not None and any(plan != plan_of(study, run) for plan in plans[plans.index == (label, seed)]):
             raise StudyError(
-                f"{where} was made by other keys of the recipe, the arm or its evaluations than there are now; put "
-                "those back, or begin anew without this table"
+                f"{where} was made with other settings (keys of the recipe, the configuration or its evaluations) than "
+                "there are now; put those back, or begin anew without this table"
             )
 
 
@@ -355,7 +355,7 @@ def taken_rows(study: Study) -> pd.DataFrame:
     table, bases = beside(study.taken.study), []
     if not table.is_file():
         raise StudyError(f"taken: {study.taken.study} has no table {table} yet; run that study first")
-    rows, way_out = read_table(table), "take the arm out of taken.arms, so that it is run here"
+    rows, way_out = read_table(table), "take the configuration out of taken.arms, so that it is run here"
     for arm, label in study.taken.arms.items():
         for seed in study.seeds:
             of_run = rows[(rows.arm == label) & (rows.seed == seed)]
@@ -365,7 +365,8 @@ def taken_rows(study: Study) -> pd.DataFrame:
             run = Run(arm=arm, seed=seed, value=None, kind="best", keys=study.arms[arm])
             if set(facts(of_run, PLAN)) != {plan_of(study, run)}:
                 raise StudyError(
-                    f"{where} does not say that it was made by the keys of this arm, its recipe and its evaluations; "
+                    f"{where} does not say that it was made by the keys of this configuration, its recipe and its "
+                    "evaluations; "
                     f"put those back, or {way_out}"
                 )
             bases += [(where, _model(study, run), base) for base in facts(of_run, BASE).tolist() or [None]]

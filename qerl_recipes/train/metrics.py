@@ -231,12 +231,14 @@ class SilentRollouts:
         self._has_warned = True
         means = {name.split("/")[1]: mean for name, mean in record.items() if name.endswith("/mean")}
         means_line = ", ".join(f"{name} {mean:g}" for name, mean in means.items())
-        why = f"no group had rewards that differ (means of the last rollout: {means_line}); compare a completion "
+        why = (
+            f"rewards are identical within every group (means of the last rollout: {means_line}); compare a completion "
+        )
         why += "with what these rewards want (log_completions: true)"
         if all_cut:
             why = "all completions were cut off, and mask_truncated_completions leaves them out; raise "
             why += f"max_completion_length ({self._args.max_completion_length})"
-        warnings.warn(f"nothing is learnt: in {SILENT_ROLLOUTS} rollouts {why}", stacklevel=2)
+        warnings.warn(f"no learning signal in {SILENT_ROLLOUTS} rollouts: {why}", stacklevel=2)
 
 
 def warn_if_noise_ends_early(schedule: Callable[..., float], rollouts: int, args: GRPOConfig) -> None:

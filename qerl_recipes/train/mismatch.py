@@ -132,7 +132,7 @@ def run(folder: Path, flags: Sequence[str] = (), problems: int = 16) -> int:
         if training.quantization != "qerl_nvfp4" and training.use_cpu:
             raise ConfigError(
                 f"quantization: {training.quantization}: vLLM's LoRA slots on a CPU cannot give the "
-                "log-probabilities of given tokens; measure this arm on a GPU, or qerl_nvfp4 here"
+                "log-probabilities of given tokens; measure this format on a GPU, or qerl_nvfp4 here"
             )
         checked = preflight.make(script, training, model)
         saved.check_base(checked.run.base_hash)

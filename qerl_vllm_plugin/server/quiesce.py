@@ -34,10 +34,9 @@ ABORT = ", or with requests=abort, which waits for no requests"
 STILL_RUNNING = "requests still ran after {:.0f} s; use requests={}"
 GONE = "the caller has gone while the change waited for its turn, so it was not made"
 FROZEN = (
-    "somebody else has paused the engine in the middle of requests, which cannot end so; resume it first, or use "
-    "requests=keep or abort"
+    "the engine was paused with requests running, which cannot end so; call /resume first, or use requests=keep "
+    "or abort"
 )
-
 Look = Callable[[], Awaitable[bool]]
 
 

@@ -26,8 +26,8 @@ MAX_HEADER = 4 << 20  # names of a 32B model's adapter take 0.2 MB
 MAX_JSON = 64 << 10
 STALLED = 30.0  # seconds without a byte after which a body is refused
 NOT_NEAR = (
-    "the caller is no process of the server's user on the server's machine, or its client and the server are of two "
-    "releases of this package"
+    "ipc and shared need client and server on one machine, as one user and of one release of this package; use "
+    "transport='http' otherwise"
 )
 CONFIG = "adapter_config"  # the key of the file's metadata that holds the content of adapter_config.json
 GPU_KEYS = ("memory", "proof", "checksum", CONFIG)

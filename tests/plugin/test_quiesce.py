@@ -193,7 +193,7 @@ def test_a_pause_while_a_change_drains_holds_as_asked(call, place):
             servers[0].client.output_processor.request_states.clear()
         await paused
         if call in ("keep", "sleep"):
-            with pytest.raises(Refused, match="paused the engine in the middle of requests") as refused:
+            with pytest.raises(Refused, match="engine was paused with requests running") as refused:
                 await changed
             assert refused.value.reason == "still_running" and core.state == "stands still"
         else:

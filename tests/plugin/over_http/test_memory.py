@@ -128,7 +128,7 @@ def refuse_the_file(monkeypatch):
             yield path
 
     monkeypatch.setattr(Segments, "filled", filled)
-    return "no process of the server's user"
+    return "on one machine, as one user"
 
 
 def have_no_room(monkeypatch):

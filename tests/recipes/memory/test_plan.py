@@ -165,7 +165,7 @@ REFUSALS: list[tuple[Path, list[str], Gpu, str]] = [
         NVFP4_32B,
         ["--per_device_train_batch_size", "16", "--gradient_checkpointing", "false"],
         HOPPER,
-        r"too much in training, .*way out: gradient_checkpointing: true \(activations, ",
+        r"not enough GPU memory: training needs .*way out: gradient_checkpointing: true \(activations, ",
     ),
 ]
 

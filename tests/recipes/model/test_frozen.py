@@ -241,7 +241,7 @@ class Sigmoid(Qwen3MoeTopKRouter):
 def test_a_router_that_is_no_softmax_is_refused():
     router = Sigmoid(Qwen3MoeConfig(**SIZES))
     torch.nn.init.normal_(router.weight)
-    with pytest.raises(ValueError, match=r"mlp\.gate \(Sigmoid\) is not the largest values of a softmax"):
+    with pytest.raises(ValueError, match=r"mlp\.gate \(Sigmoid\) cannot be trained: of MoE routers only a softmax"):
         UnroundedRouter("mlp.gate", router)
 
 

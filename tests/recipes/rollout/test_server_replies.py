@@ -59,10 +59,10 @@ CHOICE = {"token_ids": [7, 8, 9], "logprobs": {"token_logprobs": [-1.5, -0.25, N
 @pytest.mark.parametrize(
     ("change", "served", "error", "text"),
     [
-        ({}, "3", AnotherPolicyError, "an answer is of policy version 3, and 4 was pushed"),
-        ({}, "3-4", AnotherPolicyError, "an answer is of policy version 3-4, and 4"),
+        ({}, "3", AnotherPolicyError, "the server used policy version 3, and this run pushed 4"),
+        ({}, "3-4", AnotherPolicyError, "the server used policy version 3-4, and this run pushed 4"),
         ({}, "14", AnotherPolicyError, "version 14"),
-        ({}, None, AnotherPolicyError, "an answer is of policy version unknown"),
+        ({}, None, AnotherPolicyError, "stale completion: the server used policy version unknown"),
         ({"finish_reason": "abort"}, "4", AnotherPolicyError, r"broken off by the server \(abort\)"),
         ({"token_ids": None}, "4", ServerRefusedError, "None token ids and 3 log-probabilities"),
         ({"logprobs": {"token_logprobs": [-1.0]}}, "4", ServerRefusedError, "3 token ids and 1 log-probabilities"),

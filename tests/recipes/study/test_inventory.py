@@ -209,7 +209,7 @@ def test_another_table_takes_the_place_of_the_one_before(published, tmp_path):
         (lambda rows: rows[rows.metric != "accuracy"], "has no accuracy; leave --finished out"),
         (lambda rows: rows[~rows.metric.str.startswith("base/")], "has no base/;"),
         (lambda rows: rows[~rows.metric.str.startswith("plan/")], "has no plan/;"),
-        (lambda rows: rows.replace(r"^plan/.*", "plan/000000000000", regex=True), "made by other keys"),
+        (lambda rows: rows.replace(r"^plan/.*", "plan/000000000000", regex=True), "made with other settings"),
         (lambda rows: rows.replace(r"^base/.*", "base/000000000000", regex=True), "another base"),
     ],
 )
@@ -228,13 +228,13 @@ def test_a_table_that_is_not_of_this_study_is_refused(change, message, published
 @pytest.mark.parametrize(
     ("recipe", "changes", "message"),
     [
-        ({"lora_r": 16}, {}, "made by other keys"),
-        ({"max_steps": 100}, {}, "made by other keys"),
-        ({"model_name_or_path": "other"}, {}, "made by other keys"),
+        ({"lora_r": 16}, {}, "made with other settings"),
+        ({"max_steps": 100}, {}, "made with other settings"),
+        ({"model_name_or_path": "other"}, {}, "made with other settings"),
         ({"learning_rate": 2e-3}, {}, None),  # each run has its own, by the sweep
-        ({}, {"arms": {"a": {"quantization": "nf4"}, "b": {"quantization": "qerl_nvfp4"}}}, "made by other keys"),
-        ({}, {"evaluations": {"greedy": {"tasks": "gsm8k"}}}, "made by other keys"),
-        ({}, {"evaluations": {"greedy": {"tasks": "running_sum", "max_new_tokens": 9}}}, "made by other keys"),
+        ({}, {"arms": {"a": {"quantization": "nf4"}, "b": {"quantization": "qerl_nvfp4"}}}, "made with other settings"),
+        ({}, {"evaluations": {"greedy": {"tasks": "gsm8k"}}}, "made with other settings"),
+        ({}, {"evaluations": {"greedy": {"tasks": "running_sum", "max_new_tokens": 9}}}, "made with other settings"),
         ({}, {"arms": {"a": {"quantization": "bf16"}, "d": {}}, "comparisons": None}, "is no run of this study"),
         ({}, {"seeds": [5, 6, 7]}, "is no run of this study"),
     ],
@@ -394,8 +394,14 @@ def test_an_arm_that_is_there_is_not_run_again(smaller, finish, claimed, tmp_pat
         ({"taken": {**TAKEN, "arms": {"r32": "b"}}}, "b/seed-0 of .* has no accuracy"),
         ({"taken": {**TAKEN, "arms": {"r32": "c@0.001"}}}, "c@0.001/seed-0 of .* has no accuracy"),
         ({"taken": {**TAKEN, "arms": {"r32": "b@0.0001"}}}, "b@0.0001/seed-0 of .* has no accuracy"),
-        ({"taken": {**TAKEN, "arms": {"r32": "a@0.001"}}}, "taken.arms.r32: a@0.001.*not say .* the keys of this arm"),
-        ({"taken": {**TAKEN, "arms": {"r8": "b@0.001"}}}, "taken.arms.r8: b@0.001.*not say .* the keys of this arm"),
+        (
+            {"taken": {**TAKEN, "arms": {"r32": "a@0.001"}}},
+            "taken.arms.r32: a@0.001.*not say .* the keys of this configuration",
+        ),
+        (
+            {"taken": {**TAKEN, "arms": {"r8": "b@0.001"}}},
+            "taken.arms.r8: b@0.001.*not say .* the keys of this configuration",
+        ),
         ({"arms": {**RANKS, "r32": {**RANKS["r32"], "max_steps": 7}}}, "does not say .* so that it is run here"),
         ({"evaluations": {"greedy": {"tasks": "other"}}}, "does not say .* its evaluations"),
         ({"evaluations": {"alike": {"tasks": "running_sum"}}, "primary": "alike"}, "does not say .* its evaluations"),
@@ -414,7 +420,7 @@ def test_an_arm_is_taken_on_the_base_that_it_was_trained_on(smaller, make_base):
     checks.check(plan)  # no folder of that name: a model of the hub, known by its name
     first = make_base(1)
     with pytest.raises(
-        StudyError, match=rf"r32: b@0.001.*does not say on which base.*is now {first}; take the arm out"
+        StudyError, match=rf"r32: b@0.001.*does not say on which base.*is now {first}; take the configuration out"
     ):
         checks.check(plan)
     based = pd.DataFrame([("b@0.001", s, 2, f"base/{first}", 1.0) for s in (0, 1, 2)], columns=inventory.COLUMNS)
