@@ -183,7 +183,7 @@ def test_a_lost_engine_is_waited_for_no_longer():
 def test_requests_stopped_half_way_cannot_be_waited_for():
     engine = Engine(is_paused=True)
     engine.output_processor.request_states = {"a": SimpleNamespace(is_prefilling=False)}
-    with pytest.raises(Refused, match="resume it first") as refused:
+    with pytest.raises(Refused, match="call /resume first") as refused:
         with_server(engine, lambda server: change(server, "wait"))
     assert (refused.value.status, refused.value.reason) == (503, "still_running")
     assert engine.asked == []

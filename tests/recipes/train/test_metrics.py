@@ -302,7 +302,7 @@ def test_completions_all_cut_off_and_masked_are_said(make_trainer, make_nvfp4, r
     endless = {"allowed_token_ids": [5, 6, 7, 8]}  # neither the end of a sequence nor padding
     settings = {"mask_truncated_completions": True, "generation_kwargs": endless}
     trainer = make_trainer(make_nvfp4("qwen2"), cycle, max_steps=5, **settings)
-    with pytest.warns(UserWarning, match=r"5 rollouts all completions were cut off, .* max_completion_length \(12\)"):
+    with pytest.warns(UserWarning, match=r"5 rollouts: all completions were cut off, .* max_completion_length \(12\)"):
         trainer.train()
     for step in read_metrics(trainer):
         assert (step["completion_clipped"], step["frac_reward_zero_std"], step["grad_norm"]) == (1.0, 0.0, 0.0)
