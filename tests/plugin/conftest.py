@@ -1,4 +1,4 @@
-"""Packed checkpoints written by a few independent lines, a Hugging Face reference, and engines."""
+"""Provide packed checkpoints from a few independent lines of code, a Hugging Face reference, and engines."""
 
 import ctypes
 import json
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-# E2M1: a sign bit and an index into these; written again here, on purpose
+# E2M1: a sign bit and an index into these values; written again here so that the tests are independent
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
 SCHEME = {
@@ -41,10 +41,10 @@ PROMPTS = [[5, 9, 17, 33, 60, 21, 8, 14, 2, 40, 41, 3], [11, 11, 30, 4, 55, 62, 
 
 @pytest.fixture(scope="session")
 def write_packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """write_packed(bf16_folder, shared=True) -> folder of the packed checkpoint.
+    """write_packed(bf16_folder, shared=True) packs a checkpoint and returns its folder.
 
-    With ``shared`` the parts of a fused layer have one divisor, as `qerl quantize` writes them; without it each part
-    has its own, and they differ by powers of ten.
+    With ``shared`` the parts of a fused layer have one divisor, as `qerl quantize` writes them. Without it each part
+    has its own, and these differ by powers of ten.
     """
     from qerl_kernels import nvfp4
     from safetensors.torch import load_file, save_file
@@ -85,7 +85,7 @@ def write_packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
-    """The float64 weight that three stored tensors stand for, code by code."""
+    """Return the float64 weight that three stored tensors encode, computed code by code."""
     low, high = codes & 0xF, codes >> 4
     index = torch.stack([low, high], dim=-1).flatten(1)
     values = torch.tensor(E2M1, dtype=torch.float64)[(index & 7).long()] * torch.where(index & 8 > 0, -1.0, 1.0)
@@ -94,7 +94,7 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, divisor: torch.Tensor)
 
 @pytest.fixture(scope="session")
 def weights_of() -> Callable[[Path], dict[str, torch.Tensor]]:
-    """weights_of(packed_folder) -> float64 tensors by their names in the BF16 checkpoint."""
+    """weights_of(packed_folder) returns float64 tensors under their names in the BF16 checkpoint."""
     from safetensors.torch import load_file
 
     def read(folder: Path) -> dict[str, torch.Tensor]:
@@ -116,9 +116,9 @@ def weights_of() -> Callable[[Path], dict[str, torch.Tensor]]:
 def reference(
     weights_of: Callable[[Path], dict[str, torch.Tensor]], building: Callable[[object], AbstractContextManager[None]]
 ) -> Callable[[Path], torch.nn.Module]:
-    """reference(folder) -> the Hugging Face model of a packed or BF16 checkpoint, in float32 throughout.
+    """reference(folder) returns the Hugging Face model of a packed or BF16 checkpoint, in float32 throughout.
 
-    In float32 the norms round nowhere that could be seen, so a float32 engine must agree to about 1e-4.
+    In float32 the rounding of the norms is negligible, so a float32 engine must agree to about 1e-4.
     """
     import transformers
 
@@ -139,7 +139,8 @@ def reference(
 
 
 def _stack_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """transformers 5 holds all experts of a layer in two tensors: gate_up_proj (E, 2N, K) and down_proj (E, K, N)."""
+    """Stack the experts as transformers 5 does: two tensors a layer, gate_up_proj (E, 2N, K) and down_proj (E, K,
+    N)."""
     stacked = {name: w for name, w in weights.items() if ".experts." not in name}
     layers = {name.split(".experts.")[0] for name in weights if ".experts." in name}
     for layer in layers:
@@ -156,7 +157,7 @@ def _stack_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def hf_logprobs(model: torch.nn.Module, prompts: list[list[int]] = PROMPTS) -> torch.Tensor:
-    """Log-probability of every prompt token but the first, one prompt after the other: (tokens,)."""
+    """Return the log-probability of every prompt token but the first, with all prompts concatenated: (tokens,)."""
     found = []
     for ids in prompts:
         logits = model(torch.tensor([ids])).logits[0].float()
@@ -165,7 +166,8 @@ def hf_logprobs(model: torch.nn.Module, prompts: list[list[int]] = PROMPTS) -> t
 
 
 def engine_logprobs(llm: Any, request: Any = None, prompts: list[list[int]] = PROMPTS) -> torch.Tensor:
-    """The same from the engine, which computes the prompt anew: prompt_logprobs bypass the prefix cache."""
+    """Return the same log-probabilities from the engine. It computes the prompt anew, since prompt_logprobs bypass the
+    prefix cache."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
@@ -197,14 +199,14 @@ def engine_model(llm: Any) -> torch.nn.Module:
 
 
 def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The largest absolute difference."""
+    """Return the largest absolute difference."""
     assert ours.shape == theirs.shape
     return float((ours - theirs).abs().max())
 
 
 @pytest.fixture(scope="session")
 def measure() -> Any:
-    """The functions above, for test files: they cannot import one another."""
+    """Give the functions above to test files, which cannot import one another."""
     import types
 
     return types.SimpleNamespace(
@@ -220,7 +222,7 @@ def measure() -> Any:
 
 @pytest.fixture(scope="module")
 def boot(engine_options: dict[str, object]) -> Iterator[Callable[..., Any]]:
-    """boot(folder, **options) -> an engine in this process, shut down when the module is done."""
+    """boot(folder, **options) starts an engine in this process, which is shut down at the end of the module."""
     from vllm import LLM
     from vllm.distributed import destroy_model_parallel
 
@@ -235,10 +237,11 @@ def boot(engine_options: dict[str, object]) -> Iterator[Callable[..., Any]]:
     for llm in engines:
         llm.llm_engine.engine_core.shutdown()
     engines.clear()
-    destroy_model_parallel()  # an engine that did not start leaves its groups behind, which may not fit the next one
+    # an engine that failed to start leaves its process groups behind, which may not fit the next engine
+    destroy_model_parallel()
 
 
-# the two places where an engine can hold the policy adapter; float32, for sharp comparisons
+# the two places where an engine can hold the policy adapter; float32 allows tight comparisons
 CARRIERS: dict[str, dict[str, Any]] = {
     "lora": {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": 8, "dtype": "float32"},
     "resident": {"additional_config": {"qerl": {"policy_adapter": {"rank": 8}}}, "dtype": "float32"},
@@ -247,31 +250,32 @@ CARRIERS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", params=CARRIERS)
 def carrier_options(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What an engine with a policy adapter of rank <= 8 is started with, once for each carrier."""
+    """Return the options of an engine with a policy adapter of rank <= 8, once for each carrier."""
     return CARRIERS[request.param]
 
 
 @pytest.fixture(scope="session")
 def carriers() -> dict[str, dict[str, Any]]:
-    """All of them by name."""
+    """Return the options of all carriers by their names."""
     return CARRIERS
 
 
 @pytest.fixture(scope="session")
 def lora_options() -> dict[str, Any]:
-    """The same for vLLM's LoRA slots alone."""
+    """Return the options of an engine that holds the policy adapter in vLLM's LoRA slots."""
     return CARRIERS["lora"]
 
 
 @pytest.fixture(scope="module")
 def folder(make_nvfp4: Callable[..., Path]) -> Path:
-    """The packed checkpoint that a test file's engine serves; a file with another one has its own ``folder``."""
+    """Return the packed checkpoint that a test file's engine serves. A file with another checkpoint overrides
+    ``folder``."""
     return make_nvfp4("qwen2")
 
 
 @pytest.fixture(scope="module")
 def hf(reference: Callable[[Path], torch.nn.Module], folder: Path) -> torch.nn.Module:
-    """The reference of ``folder``."""
+    """Return the Hugging Face reference of ``folder``."""
     return reference(folder)
 
 
@@ -279,13 +283,13 @@ def hf(reference: Callable[[Path], torch.nn.Module], folder: Path) -> torch.nn.M
 def engine(
     request: pytest.FixtureRequest, boot: Callable[..., Any], folder: Path, carrier_options: dict[str, Any]
 ) -> Any:
-    """An engine with a policy adapter, once for each carrier; the test file's ENGINE has further options of it."""
+    """Start an engine with a policy adapter, once for each carrier. A test file's ENGINE may add options."""
     return boot(folder, **{**carrier_options, **getattr(request.module, "ENGINE", {})})
 
 
 @pytest.fixture
 def policy(engine: Any) -> Any:
-    """The policy of ``engine``, without an adapter and without noise."""
+    """Return the policy of ``engine``, reset to no adapter and no noise."""
     from qerl_vllm_plugin.policy import Policy
 
     policy = Policy(engine)
@@ -296,9 +300,9 @@ def policy(engine: Any) -> Any:
 
 @pytest.fixture
 def edited(tmp_path: Path) -> Callable[..., Path]:
-    """edited(folder, change=None, **config) -> a copy that a test may damage.
+    """edited(folder, change=None, **config) returns a copy that a test may damage.
 
-    ``change(tensors)`` changes its tensors in place. ``config`` are keys of its config.json; None removes one.
+    ``change(tensors)`` changes its tensors in place. ``config`` holds keys of its config.json; None removes a key.
     """
     from safetensors.torch import load_file, save_file
 
@@ -318,7 +322,7 @@ def edited(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def warnings_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[logging.Logger], list[str]]:
-    """warnings_of(logger) -> the texts that it warns of from now on, once or each time."""
+    """warnings_of(logger) returns a list that collects its later warnings, from ``warning`` and ``warning_once``."""
 
     def collect(logger: logging.Logger) -> list[str]:
         texts: list[str] = []
@@ -331,9 +335,9 @@ def warnings_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[logging.Logger], l
 
 @pytest.fixture(scope="session")
 def make_adapter() -> Callable[..., tuple[dict[str, torch.Tensor], dict[str, Any], torch.nn.Module]]:
-    """make_adapter(hf_model, seed=1, size=0.3, **lora_config) -> tensors, config and the PEFT model.
+    """make_adapter(hf_model, seed=1, size=0.3, **lora_config) returns tensors, config and the PEFT model.
 
-    Both halves are random: an adapter as PEFT starts it (B = 0) would change nothing.
+    Both A and B are random: PEFT's initial adapter (B = 0) would change nothing.
     """
     import copy
 
@@ -354,7 +358,8 @@ def make_adapter() -> Callable[..., tuple[dict[str, torch.Tensor], dict[str, Any
 
 
 class FakeMemory:
-    """GPU memory whose pieces can be given back, played by memory of this process: what is given back is lost."""
+    """GPU memory whose pieces can be unmapped, played by memory of this process. Unmapping a piece loses its
+    content."""
 
     def __init__(self, pieces: list[tuple[int, int]], caches: list[tuple[int, int]], free: int = 2**40) -> None:
         self._pieces, self._caches, self.free, self.broken = dict(pieces), caches, free, -1
@@ -400,7 +405,7 @@ def fake_memory() -> type[FakeMemory]:
 
 @pytest.fixture
 def memory_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], FakeMemory]:
-    """memory_of(llm) -> the memory that an engine on a CPU releases: its real KV cache, and nothing else."""
+    """memory_of(llm) returns the memory that an engine on a CPU releases: its real KV cache and nothing else."""
 
     def pretend(llm: Any) -> FakeMemory:
         from qerl_vllm_plugin.compat import kv_cache_memory

@@ -1,4 +1,4 @@
-"""Two API server processes on one port: any of them changes the policy, and all of them know."""
+"""Test two API server processes on one port: either can change the policy, and both know the change."""
 
 import concurrent.futures
 import contextlib
@@ -31,14 +31,15 @@ def server(make_nvfp4, hold_port, tmp_path_factory):
     line += ["--dtype", "float32", "--max-model-len", "4096", "--max-num-seqs", "8", "--num-gpu-blocks-override", "64"]
     line += ["--additional-config", json.dumps({"qerl": {"policy_adapter": {"rank": 8}}})]
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "qerl", "QERL_ADMIN_TOKEN": TOKEN}
-    environment["VLLM_SERVER_DEV_MODE"] = "1"  # vLLM's own /pause and /resume
+    environment["VLLM_SERVER_DEV_MODE"] = "1"  # serves vLLM's own /pause and /resume
     line = command(str(make_nvfp4("qwen2", max_position_embeddings=4096)), line)
     with started(line, port, folder / "log", environment, seconds=500) as running:
         yield running
 
 
 def ask(server, tokens=6, client=httpx):
-    """Of a process by chance with each new connection -> log-probability of the answer, and the version it names."""
+    """Return the log-probability of an answer and the version that it names. Each new connection reaches a random
+    process."""
     question = {"model": "policy", "prompt": [5, 6, 7], "max_tokens": tokens, "temperature": 0.0, "logprobs": 1}
     answer = client.post(f"{server.url}/v1/completions", json={**question, "ignore_eos": True}, timeout=PATIENCE)
     scores = answer.raise_for_status().json()["choices"][0]["logprobs"]["token_logprobs"]
@@ -46,7 +47,7 @@ def ask(server, tokens=6, client=httpx):
 
 
 def connected(server):
-    """The processes that hold a connection to a client."""
+    """Return the processes that hold a connection to a client."""
     found, port = set(), int(server.url.rsplit(":", 1)[1])
     for process in psutil.Process(server.process.pid).children(recursive=True):
         lines = process.net_connections("tcp")
@@ -55,7 +56,7 @@ def connected(server):
 
 
 def clients_of_both(stack, server, **options):
-    """Twelve clients that hold their connections, not all of them to the same process."""
+    """Return twelve clients with open connections that are spread over both processes."""
     clients = []
     while len(clients) < 12 or len(connected(server)) < 2:
         assert len(clients) < 200, "one process has answered all: nothing is tested"
@@ -96,7 +97,7 @@ def test_changes_of_clients_are_ordered_and_lose_no_request(server, adapters):
 
 
 def test_a_pause_of_one_outlasts_changes_of_the_other(server, adapters):
-    """And goes on once it has been resumed, by whichever."""
+    """Check also that either process can resume the engine."""
     policy = PolicyClient(server.url, TOKEN)
     with contextlib.ExitStack() as stack:
         clients = clients_of_both(stack, server)
@@ -122,7 +123,8 @@ def test_each_of_them_counts_for_all(server, adapters):
     with contextlib.ExitStack() as stack:
         clients = clients_of_both(stack, server, headers={"X-QeRL-Admin-Token": TOKEN})
         for client in clients:
-            assert client.put(f"{server.url}/v1/qerl/noise", json={}).status_code == 400  # closes the connection
+            # a refusal closes the connection
+            assert client.put(f"{server.url}/v1/qerl/noise", json={}).status_code == 400
             client.delete(f"{server.url}/v1/qerl/noise").raise_for_status()
         assert len(connected(server)) == 2, "one process has answered all: nothing is tested"
         counted = [client.get(f"{server.url}/v1/qerl/state").json()["counters"] for client in clients]
@@ -132,7 +134,8 @@ def test_each_of_them_counts_for_all(server, adapters):
 
 
 def test_a_killed_process_ends_the_whole_server(server):
-    """The last one of ``server``: the one that dies may be the one that has paused the engine."""
+    """Run this last of the tests that use ``server``, since it ends the server. A killed process ends all, because it
+    may be the one that has paused the engine."""
     processes = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
     question = {"model": "policy", "prompt": [5, 6, 7], "max_tokens": 3000, "stream": True, "ignore_eos": True}
     with contextlib.ExitStack() as stack:
@@ -146,5 +149,5 @@ def test_a_killed_process_ends_the_whole_server(server):
         for stream in streams:
             with contextlib.suppress(httpx.TransportError):
                 for _ in stream:
-                    pass  # it ends
+                    pass  # the stream ends
     assert psutil.wait_procs(processes, PATIENCE)[1] == []

@@ -1,4 +1,4 @@
-"""What a request says twice, or in two ways, is refused by name before anything is asked of the engine."""
+"""Test that what a request gives twice, or in two ways, is refused by name before the engine is asked."""
 
 import asyncio
 import json
@@ -21,7 +21,8 @@ NOISE = '{"sigma": 0.1, "seed": 1, "rollout": 7'
 
 @pytest.fixture
 def send(monkeypatch):
-    """send(method, path, **request) -> the answer of routes that have no engine behind them: who asks it fails."""
+    """send(method, path, **request) returns the answer of routes without an engine. A route that asks the engine
+    fails."""
     monkeypatch.setenv("QERL_ADMIN_TOKEN", TOKEN)
     app = FastAPI()
     app.state.qerl = SimpleNamespace(limit=1 << 20, segments=Segments(Refused), set_noise=None)

@@ -1,4 +1,4 @@
-"""A policy is not changed while vLLM's sleep mode has the memory that it lies in."""
+"""Test that a policy cannot change while vLLM's sleep mode has released the memory that holds it."""
 
 from types import SimpleNamespace
 
@@ -61,7 +61,7 @@ def test_weights_lost_in_sleep_are_noticed(boot, make_nvfp4, make_adapter, refer
     engine = boot(folder, **carriers["resident"])
     policy = Policy(engine)
     tensors, config, _ = make_adapter(reference(folder), seed=1)
-    policy.swap(tensors, config)  # what is the policy's own may change
+    policy.swap(tensors, config)  # the policy's own tensors may change
     policy.set_noise(0.3, seed=1, rollout=1)
     version = policy.swap(None)
     model = compat.model_in_this_process(engine)

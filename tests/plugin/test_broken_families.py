@@ -1,5 +1,5 @@
-"""Each family of the table has its broken twins, packed by `qerl quantize`: the refusal names tensor or key, and the
-way out. What a family lacks that is no packed linear, an engine notices while it loads."""
+"""Test damaged checkpoints of each family in the table, packed by `qerl quantize`. The refusal names the tensor or key
+and the way out. A missing tensor outside the packed linears is noticed by an engine while it loads."""
 
 import json
 import re
@@ -17,11 +17,11 @@ CONFIGS: dict[str, dict[str, object]] = {
     "phi3": {"sliding_window": None, "original_max_position_embeddings": 256},
     "smollm3": {"no_rope_layers": [1, 0]},
 }
-KNOWN = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe")  # whose tensors are known without the model's code
+KNOWN = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe")  # families whose tensors are known without the model's code
 
 
 def a_linear(tensors: dict[str, torch.Tensor]) -> str:
-    """Of the last layer, an expert's where there are some."""
+    """Return the name of a linear of the last layer, preferably an expert's."""
     names = sorted(name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed"))
     return next((name for name in names if ".layers.1.mlp.experts.2." in name), names[-1])
 
@@ -46,7 +46,7 @@ TWINS = {
 
 @pytest.fixture
 def copy(make_nvfp4, edited):
-    """copy(family, change) -> a folder with ``change(tensors)`` and the tensors."""
+    """copy(family, change) returns an edited checkpoint after ``change(tensors)``."""
     return lambda family, edit: edited(make_nvfp4(family, **CONFIGS.get(family, {})), edit)
 
 

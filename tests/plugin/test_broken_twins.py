@@ -1,6 +1,7 @@
-"""Each format has its broken twins: one tensor or one key is wrong, and the refusal names it and the way out.
+"""Test damaged checkpoints of each format. One tensor or one key is wrong, and the refusal names it and the way out.
 
-The twins are made of what llmcompressor and modelopt wrote. No engine starts: a server reads the headers first.
+The fixtures were written by llmcompressor and modelopt. Most tests start no engine, since a server reads the headers
+first.
 """
 
 import json
@@ -30,7 +31,7 @@ WAY_OUT = "; (download or quantize the checkpoint again|start from the BF16 chec
 
 
 def twin(name: str, folder: Path, *, tensors=None, config=None) -> Path:
-    """A copy of a format's folder with ``tensors(dict)`` and ``config(quantization_config)`` applied."""
+    """Copy a format's folder and apply ``tensors(dict)`` and ``config(quantization_config)`` to the copy."""
     shutil.copytree(FIXTURES / FORMATS[name], folder)
     if tensors is not None:
         stored = load_file(folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""The order of a change on a server, on an engine client that writes down what it is asked."""
+"""Test the order of the steps of a change on a server. The engine client is a fake that records what it is asked."""
 
 import asyncio
 import contextlib
@@ -31,8 +31,8 @@ CHANGE = ["pause keep", "empty", "qerl_set_noise", "resume"]
 
 
 class Engine(EngineClient):
-    """``is_paused``: by somebody else, who lets requests end so many looks long; ``empties``: what emptying the caches
-    answers, or raises."""
+    """A fake engine client. ``is_paused``: somebody else has paused it and waits for requests to end, for ``looks``
+    polls. ``empties``: what emptying the caches returns or raises."""
 
     def __init__(self, *, is_paused=False, looks=0, empties=True, drains=True, carrier="resident"):
         super().__init__()
@@ -83,7 +83,7 @@ class Engine(EngineClient):
 
 
 def with_server(engine, use, *, connector=None, api_servers=1):
-    """What ``use(server)`` returns or raises, on a server of that engine."""
+    """Return or raise what ``use(server)`` does on a server of that engine."""
 
     async def run():
         server = PolicyServer()
@@ -105,7 +105,7 @@ async def until(holds):
 
 
 async def asked(engine, expected):
-    """Once an engine has been asked for what is ``expected``, and perhaps more."""
+    """Wait until the engine was asked for what is ``expected``, and perhaps for more."""
     await until(lambda: engine.asked[: len(expected)] == expected)
 
 
@@ -229,7 +229,8 @@ def test_without_the_resident_adapter_there_is_nothing_to_swap(carrier):
 
 @pytest.mark.parametrize(("carrier", "is_stamped"), [("resident", True), (None, True), ("lora", False)])
 def test_answers_of_adapters_in_slots_name_no_version(carrier, is_stamped):
-    """They are of the adapter that the request names, whatever the policy is; noise makes others of no adapter's."""
+    """Check which carriers get a version. Answers of LoRA slots depend on the adapter that the request names, not on
+    the policy. Noise makes them answers of no adapter."""
     engine = Engine(carrier=carrier)
 
     async def opened(server):
@@ -258,11 +259,11 @@ def test_a_change_ends_though_its_caller_has_gone():
 
 @pytest.mark.parametrize(("reason", "is_given_back"), [("refused", True), ("lost", False)])
 def test_a_refused_adapter_gives_its_memory_back(reason, is_given_back):
-    """Not where the engine has not answered: a worker that still reads would end."""
+    """Check that memory is kept where the engine has not answered. A worker that still reads it would die (SIGBUS)."""
 
     async def refuse(server):
         with contextlib.suppress(Refused), server.segments.filled({"x": torch.ones(4)}) as path:
-            number = os.open(path, os.O_RDONLY)  # as a worker that keeps it mapped
+            number = os.open(path, os.O_RDONLY)  # as a worker that keeps the file mapped
             raise Refused(422, reason, "it holds NaN")
         size = os.fstat(number).st_size
         os.close(number)
@@ -278,8 +279,8 @@ async def in_pieces(content):
 
 @pytest.fixture
 def with_routes(monkeypatch, tmp_path):
-    """with_routes(engine, use): what ``use(server, client)`` returns, the client being one of the server's routes. The
-    folder ``first`` may be installed, whose tensor is ``x``."""
+    """with_routes(engine, use) returns what ``use(server, client)`` returns; the client calls the server's routes. The
+    folder ``first`` can be installed, and its only tensor is ``x``."""
     monkeypatch.setenv("QERL_ADMIN_TOKEN", TOKEN)
     (tmp_path / "first").mkdir()
     save_file({"x": torch.ones(4)}, tmp_path / "first" / "adapter_model.safetensors")
@@ -310,7 +311,7 @@ def named_file(tensors):
 
 
 def sent(way):
-    """The request for the tensor ``x`` of ones by this way, until the end of the block."""
+    """Return a context with the request that sends the tensor ``x`` of ones in this way."""
     tensors = {"x": torch.ones(4)}
     if way == "folder":
         return contextlib.nullcontext({"params": {"folder": "first"}})
@@ -321,7 +322,7 @@ def sent(way):
 
 @pytest.mark.parametrize("way", ["folder", "body", "pieces", "file"])
 def test_what_a_change_reads_stays_until_its_end(way, with_routes):
-    """Else the number of its file would be that of the next one."""
+    """Check that the file stays open. Otherwise its descriptor number could be reused for the next file."""
     engine = Engine()
 
     async def leave(server, client):

@@ -1,4 +1,4 @@
-"""The client of /v1/qerl by itself."""
+"""Test the client of /v1/qerl without a server."""
 
 import asyncio
 import inspect
@@ -128,7 +128,7 @@ def test_noise_is_cleared_by_a_sigma_of_0_whatever_it_was(kind, monkeypatch):
 
     def request(client, **call):
         asked.append(call)
-        return httpx.Response(200, json={"touched": 0})  # as a server of the release before answers
+        return httpx.Response(200, json={"touched": 0})  # as a server of the previous release answers
 
     async def later(client, **call):
         return request(client, **call)

@@ -1,4 +1,4 @@
-"""A change of the policy: everything may fail before it, and nothing is allocated in it."""
+"""Test a change of the policy: anything may fail before the commit, and the commit itself allocates nothing."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_the_next_adapter_may_name_other_linears(policy, hf, make_adapter, measu
 
 
 class Recorder(TorchDispatchMode):
-    """Notes every operation that takes memory of its own."""
+    """Record every operation that allocates memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def test_promise_04_a_failure_before_commit_changes_nothing(policy, hf, make_ada
 
 def test_promise_04_no_rank_commits_what_another_refused(policy, hf, make_adapter, measure, monkeypatch):
     before = policy.state(digest=True)
-    monkeypatch.setattr(vllm_worker, "highest", lambda here: 2)  # another rank of this model has refused
+    monkeypatch.setattr(vllm_worker, "highest", lambda here: 2)  # as if another rank of this model had refused
     with pytest.raises(AdapterError, match="another rank"):
         policy.swap(*make_adapter(hf)[:2])
     with pytest.raises(AdapterError, match="another rank"):
@@ -100,7 +100,7 @@ def test_promise_04_no_rank_commits_what_another_refused(policy, hf, make_adapte
 
 
 def scaled(adapter, size):
-    """The adapter with its A and B ``size`` times as large, of which one is in its config."""
+    """Return the adapter with A and B ``size`` times as large, and its config."""
     tensors, config, _ = adapter
     return {name: tensor * size for name, tensor in tensors.items()}, config
 
@@ -118,7 +118,7 @@ def test_promise_04_numbers_too_large_to_compute_with(policy, hf, make_adapter, 
     policy.swap(*adapter[:2], norms=NORMS)
     policy.set_noise(0.05, seed=1, rollout=1)
     before, answers = policy.state(digest=True), served(policy, measure)
-    for _ in range(2):  # a refusal leaves no trace in what knows adapters again, either
+    for _ in range(2):  # a refusal also leaves no trace in the cache of checked adapters
         with pytest.raises(AdapterError, match=named) as refused:
             policy.swap(*scaled(adapter, size), norms=norms)
         assert "nothing has changed. Was the learning rate too high?" in str(refused.value)
@@ -213,7 +213,7 @@ def test_promise_04_half_a_policy_serves_nothing(boot, make_nvfp4, hf, make_adap
         raise RuntimeError("the device is gone")
 
     carrier.commit = half_way
-    # a replayed CUDA graph runs no Python of the model: the step must be refused before it
+    # a replayed CUDA graph runs no Python of the model, so the step must be refused before it
     runner = policy._llm.llm_engine.model_executor.driver_worker.worker.model_runner
     runner.execute_model = lambda *_, **__: pytest.fail("a lost engine has come as far as its model")
     with pytest.raises(PolicyLostError, match=r"serves nothing any more; restart it.*the device is gone"):

@@ -1,4 +1,5 @@
-"""Noise and adapter under torch.compile: compiled code reads their storage, so it sees each change and its undoing."""
+"""Test noise and adapter under torch.compile. Compiled code reads their storage, so it sees each change and its
+reversal."""
 
 import json
 import sys
@@ -64,14 +65,14 @@ def test_promise_03_compiled_code_sees_each_change(
 ):
     from qerl_vllm_plugin.policy import Policy
 
-    folder = make_nvfp4("qwen3", num_hidden_layers=1)  # Dynamo takes its time for each
+    folder = make_nvfp4("qwen3", num_hidden_layers=1)  # Dynamo takes long for each layer
     peft_model = make_adapter(reference(folder), target_modules=["q_proj", "v_proj", "o_proj", "up_proj"])[2]
     peft_model.save_pretrained(tmp_path / "adapter")
     script, out = tmp_path / "driver.py", tmp_path / "found.json"
     script.write_text(DRIVER)
     changes = {
         "TORCHDYNAMO_DISABLE": "0",
-        "VLLM_CPU_CI_ENV": "1",  # Dynamo's graphs, run without the C++ compiler
+        "VLLM_CPU_CI_ENV": "1",  # run Dynamo's graphs without the C++ compiler
         "VLLM_DISABLE_COMPILE_CACHE": "1",
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
     }

@@ -1,4 +1,5 @@
-"""A prefix cache in another process: emptied while what is sent is packed, and found empty before a change is sent."""
+"""Test a prefix cache in another process. It is emptied while the adapter is packed, and must be empty before a change
+is sent."""
 
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -17,14 +18,15 @@ EMPTY, CHANGE = "reset_prefix_cache", "qerl_swap"
 
 @pytest.fixture
 def policy(boot, make_nvfp4, carriers, monkeypatch):
-    """One whose engine is asked as one of another process is: ``asked`` notes what and when, ``emptied`` answers."""
+    """Return a policy whose engine is treated as one of another process. ``asked`` records the calls in order, and
+    ``emptied`` is the pending answer."""
     policy = Policy(boot(make_nvfp4("qwen2"), **carriers["resident"]), timeout=PATIENCE)
     policy.swap(None)
     policy._sender.is_here, policy.asked, policy.emptied = False, [], Future()
 
     def note(llm, method, *args):
         policy.asked.append(args[0] if method == "collective_rpc" else method)
-        return policy.emptied if method == EMPTY else None  # the rest is asked in a thread
+        return policy.emptied if method == EMPTY else None  # the other calls are made in a thread
 
     encoded = policy._sender._encoded
 
@@ -59,7 +61,8 @@ def test_it_is_emptied_while_the_adapter_is_packed(policy, adapter):
 
 @pytest.mark.parametrize("is_here", [True, False])
 def test_its_time_is_told_apart_from_packing(policy, adapter, monkeypatch, is_here):
-    """An engine in this process has emptied it before; of another's no more is told than has been waited for."""
+    """Check the reported time. An engine in this process empties its cache before packing. For another process only the
+    time spent waiting is reported."""
     policy.answer = True
     policy._sender.is_here = is_here
     reset, clock = policy._llm.reset_prefix_cache, [0.0]

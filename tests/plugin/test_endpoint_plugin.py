@@ -1,4 +1,4 @@
-"""When the server has routes of ours at all, and which servers refuse to start with them."""
+"""Test when the server has the plugin's routes at all, and which servers refuse to start with them."""
 
 import asyncio
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ LONG = "a-token-that-is-long-enough"
 
 @pytest.fixture
 def environment(monkeypatch):
-    """environment(**variables) sets those of the token alone."""
+    """environment(**variables) sets the token's variables and removes the others."""
 
     def put(**variables):
         for name in ("QERL_ADMIN_TOKEN_FILE", "QERL_ADMIN_TOKEN"):
@@ -78,7 +78,8 @@ def test_a_token_that_cannot_be_meant_ends_the_start(environment, tmp_path):
 
 @pytest.fixture
 def start(environment, make_nvfp4):
-    """start(replicas=1, executor="uni", processes=1, connector=None, options={}) -> what opening the policy raises."""
+    """start(replicas=1, executor="uni", processes=1, connector=None, options={}) returns the error text of opening the
+    policy."""
 
     def open_policy(replicas=1, executor="uni", processes=1, connector=None, options=None):
         environment(QERL_ADMIN_TOKEN=LONG)
@@ -122,7 +123,7 @@ def test_servers_of_which_only_a_part_would_change(start, server, text):
 def test_endpoints_without_a_token_are_warned_of(start, monkeypatch, warnings_of, is_dev):
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", str(int(is_dev)))
     warnings = warnings_of(plugin_file.logger)
-    assert "is no directory" in start(options=NO_DIRECTORY)  # as far as that
+    assert "is no directory" in start(options=NO_DIRECTORY)  # the start gets as far as this refusal
     assert [text.partition(":")[0] for text in warnings] == ["VLLM_SERVER_DEV_MODE=1"] * is_dev
 
 

@@ -1,4 +1,4 @@
-"""What dies, stalls or hangs in a server of its own: nothing else hangs, and nothing is left behind."""
+"""Test what dies, stalls or hangs in a server of its own: nothing else hangs, and nothing is left behind."""
 
 import contextlib
 import json
@@ -18,14 +18,14 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def adapter(reference, make_nvfp4, make_adapter):
-    """Tensors and config of one."""
+    """Return the tensors and config of an adapter."""
     return make_adapter(reference(make_nvfp4("qwen2", max_position_embeddings=4096)), r=4)[:2]
 
 
 @pytest.fixture(scope="module")
 def start_server(make_nvfp4, hold_port, tmp_path_factory):
-    """start_server(program=None, workers=0, **options) -> a server; with ``program``, Python that runs in each of its
-    processes first, and with ``workers`` one more process that computes; ``options`` are the plugin's."""
+    """start_server(program=None, workers=0, **options) returns a running server. Each of its processes first runs the
+    Python code ``program``. ``workers`` adds a process that computes, and ``options`` are the plugin's."""
     from qerl_recipes.machine.serve import command, started
 
     with contextlib.ExitStack() as servers:
@@ -95,8 +95,8 @@ def test_when_the_engine_dies_requests_and_server_end(start_server, adapter, vic
         assert stream.recv(12) == b"HTTP/1.1 200"
         dies.kill()
         while stream.recv(1 << 16):
-            pass  # it ends
-    with contextlib.suppress(httpx.TransportError):  # unless it has ended already
+            pass  # the stream ends
+    with contextlib.suppress(httpx.TransportError):  # unless the server has ended already
         assert until(lambda: health(server) == 503)
         with pytest.raises(PolicyRefusedError, match="the engine has died"):
             PolicyClient(server.url, TOKEN).swap(*adapter)
@@ -158,7 +158,7 @@ def test_an_engine_that_hangs_is_given_up(start_server, adapter):
             policy.swap(*adapter)
         assert refused.value.status == 503 and 10 <= time.monotonic() - start < PATIENCE, "300 s is the default"
         while stream.recv(1 << 16):
-            pass  # it ends
+            pass  # the stream ends
     with contextlib.suppress(httpx.TransportError):  # unless the server has ended
         assert health(server) == 503
         assert ask(server).status_code == 500

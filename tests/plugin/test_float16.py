@@ -1,4 +1,5 @@
-"""An engine in float16: closer to fp32 than one in bfloat16, and not started where activations are beyond its end."""
+"""Test an engine in float16. It is closer to fp32 than one in bfloat16, and refuses to start where activations exceed
+float16's range."""
 
 import re
 
@@ -36,7 +37,7 @@ def test_a_model_beyond_float16_does_not_start(folder, edited, boot):
     from qerl_vllm_plugin.weights.overflow import LARGEST
 
     assert value > LARGEST and "--dtype bfloat16" in str(refused.value)
-    boot(folder, dtype="bfloat16")  # the way out
+    boot(folder, dtype="bfloat16")  # the way out that the refusal names
 
 
 def test_a_small_adapter_that_leads_beyond_float16_is_refused(make_nvfp4, reference, boot, measure, make_adapter):
@@ -77,16 +78,16 @@ def test_the_check_leaves_the_model_as_it_was(make_nvfp4, boot, measure):
     assert torch.equal(first, measure.engine(llm)) and bool(torch.isfinite(first).all())
 
 
-@pytest.mark.parametrize("family", ["llama", "smollm3"])  # vLLM runs the second by transformers' own classes
+@pytest.mark.parametrize("family", ["llama", "smollm3"])  # vLLM runs smollm3 by transformers' own classes
 def test_the_check_attends_as_sequences_of_one_token_do(family, make_bf16, boot, measure):
-    """What ``watched`` sees at the last norm is what the engine computes for each token alone."""
+    """Compare what ``watched`` sees at the last norm with what the engine computes for each token alone."""
     from qerl_vllm_plugin.compat import layers as vllm_layers
 
     llm = boot(
         make_bf16(family, num_attention_heads=4, hidden_size=128), dtype="float16"
     )  # two query heads share a key head
     model, config = measure.model(llm), llm.llm_engine.vllm_config
-    if family == "smollm3":  # as vLLM before 0.30 keeps the attention of such a model: beside its modules
+    if family == "smollm3":  # vLLM before 0.30 keeps the attention of such a model outside its modules
         for module in list(model.modules()):
             for name in [name for name, inner in module.named_children() if vllm_layers.is_attention(inner)]:
                 vars(module)[name] = module._modules.pop(name)

@@ -1,8 +1,8 @@
-"""Readers of what strangers send, fed with what nobody would: each refuses by its own error, soon, and takes no memory.
+"""Fuzz the readers of untrusted input: each refuses bad input by its own error, soon, and without taking memory.
 
-A few hundred examples each; ``make fuzz`` tries many more. What once came through stands as an ``example``. Atheris
-3.0.0, which follows the branches that an input takes, found nothing in ten minutes each on the body (223,000 inputs),
-on a header in a file that fits it (311,000) and on the adapter's config (28.5 million), 2026-11-23.
+Each test runs a few hundred examples; ``make fuzz`` tries many more. An input that once came through is kept as an
+``example``. Atheris 3.0.0, a coverage-guided fuzzer, found nothing on 2026-11-23. It ran ten minutes each on the body
+(223,000 inputs), on a header in a file that fits it (311,000) and on the adapter's config (28.5 million).
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from qerl_vllm_plugin.wire.shared_segment import Segments
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "llmcompressor" / "qwen2-nvfp4"
 LIMIT = 1 << 16  # bytes of a body
 SOON = 1.0  # seconds
-MOST_MEMORY = 256 << 10  # KiB that all examples of a test may take together
+MOST_MEMORY = 256 << 10  # KiB that all examples of a test together may allocate
 
 PEFT = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
 TARGETS = {
@@ -43,7 +43,7 @@ ADAPTER = save(TENSORS, metadata={"adapter_config": json.dumps(PEFT)})
 CONFIG = json.loads((FIXTURE / "config.json").read_text())
 MANY_EXPERTS = {"model_type": "qwen3_moe", "num_hidden_layers": 1000, "num_experts": 4096, "moe_intermediate_size": 16}
 
-# texts that json.dumps would not write, put in the place of a mark
+# texts that json.dumps would not write; each replaces a mark in the JSON text
 RAW = ["[" * 100_000, '{"a":' * 50_000, "1e999", "-1e999", "NaN", "9" * 4000, "9" * 5000, '"\\ud800"', "1" + "0" * 400]
 VALUES = st.recursive(
     st.none()
@@ -66,7 +66,7 @@ def text_of(value):
 
 
 def places(value, path=()):
-    """The paths of all that is in a JSON value."""
+    """Return the paths of all values inside a JSON value."""
     found = [path] if path else []
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
@@ -75,7 +75,7 @@ def places(value, path=()):
 
 
 def changed(value, path, new):
-    """A copy of a JSON value with ``new`` at ``path``."""
+    """Return a copy of a JSON value with ``new`` at ``path``."""
     if not path:
         return new
     copy = dict(value) if isinstance(value, dict) else list(value)
@@ -84,7 +84,7 @@ def changed(value, path, new):
 
 
 def variants(sound):
-    """Texts of a sound JSON object with up to three of its parts replaced, and of anything else."""
+    """Draw texts of a sound JSON object with up to three parts replaced, texts of other values, and raw bytes."""
 
     @st.composite
     def draw(pick):
@@ -99,7 +99,7 @@ def variants(sound):
 
 
 def damaged(sound):
-    """Bytes of a sound file with some of them replaced, cut off, or with another length of its header."""
+    """Draw bytes of a sound file that are changed, cut off, or have another header length."""
 
     @st.composite
     def draw(pick):
@@ -112,7 +112,7 @@ def damaged(sound):
 
 
 def file_of(header, size):
-    """A safetensors file with this header, and ``size`` bytes after it."""
+    """Return a safetensors file with this header and ``size`` bytes after it."""
     return len(header).to_bytes(8, "little") + header + bytes(size)
 
 
@@ -133,7 +133,7 @@ def memory_is_bounded():
 
 @contextlib.contextmanager
 def refused_soon(*errors):
-    """What is in the block ends within a second of this process, with one of these errors or none."""
+    """Check that the block ends within a second of CPU time, with one of these errors or with none."""
     start = time.process_time()
     with contextlib.suppress(*errors):
         yield
@@ -198,7 +198,7 @@ def test_a_body_that_breaks_off_or_is_too_long_is_refused(length, status, messag
 def test_a_config_of_an_adapter_names_modules_or_is_refused(text):
     with contextlib.suppress(body.Refused, UnicodeDecodeError):
         given_config = body._object("config", text)
-        body.check_patterns(given_config)  # before it reaches a worker
+        body.check_patterns(given_config)  # this check runs before a worker sees the config
         with refused_soon(AdapterError):
             assert check.check(TENSORS, given_config, TARGETS, 8).rank == 2
 
@@ -221,7 +221,7 @@ def test_a_header_fits_its_file_or_is_refused(tmp_path_factory, content):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A checkpoint whose config.json each example writes anew."""
+    """Return a checkpoint folder whose config.json each example overwrites."""
     made = tmp_path_factory.mktemp("fuzzed")
     (made / "model.safetensors").write_bytes((FIXTURE / "model.safetensors").read_bytes())
     return made

@@ -1,4 +1,5 @@
-"""A weight that the checkpoint lacks is noticed for every architecture, not for those alone that are known by heart."""
+"""Test that a weight missing from the checkpoint is noticed for every architecture, not only for those with a table of
+tensors."""
 
 import json
 import shutil
@@ -42,7 +43,7 @@ def test_a_whole_checkpoint_of_such_an_architecture_is_served(boot, make_nvfp4, 
 
 
 def test_a_checkpoint_of_the_hub_is_inspected_where_it_was_put(make_nvfp4, tmp_path):
-    """The hub's own layout of its cache: refs name the commit, whose folder holds the files."""
+    """Build the hub's own cache layout: a ref names the commit, and a snapshot folder of that name holds the files."""
     folder = tmp_path / "models--someone--tiny" / "snapshots" / ("c" * 40)
     shutil.copytree(make_nvfp4("qwen2"), folder)
     (tmp_path / "models--someone--tiny" / "refs").mkdir()

@@ -1,4 +1,4 @@
-"""The policy in LoRA slots beside adapters of the user: neither ever answers for the other."""
+"""Test the policy in LoRA slots beside adapters of the user: neither ever answers for the other."""
 
 import pytest
 from vllm.lora.request import LoRARequest
@@ -12,7 +12,7 @@ POLICYS_ID = 2147483647
 
 @pytest.fixture(scope="module")
 def theirs(hf, make_adapter, tmp_path_factory):
-    """An adapter of the user: its folder, and its PEFT model."""
+    """Save an adapter of the user. Return its folder and its PEFT model."""
     folder = tmp_path_factory.mktemp("theirs")
     peft_model = make_adapter(hf, seed=5)[2]
     peft_model.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Marlin's layout as vLLM makes it, on a CPU: its own preparation, with the closed form for its one CUDA operator."""
+"""Test Marlin's layout on a CPU. vLLM's own code prepares it, and a closed form replaces its one CUDA operator."""
 
 import math
 from collections.abc import Callable
@@ -24,7 +24,7 @@ DTYPES = [torch.bfloat16, torch.float16]
 
 @pytest.fixture(autouse=True)
 def repack_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's operator takes and gives 32-bit words of the transposed weight."""
+    """Replace vLLM's operator, which takes and returns 32-bit words of the transposed weight."""
 
     def repacked(b_q_weight: torch.Tensor, size_k: int, size_n: int, num_bits: int, **_: Any) -> torch.Tensor:
         assert (num_bits, b_q_weight.shape) == (4, (size_k // 8, size_n))
@@ -34,7 +34,7 @@ def repack_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def by_vllm(scales: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
-    """What vLLM makes of ``scales: (N, K/16)``, as bytes, and the exponent of its factor."""
+    """Return what vLLM stores for ``scales: (N, K/16)``, as bytes, and the exponent of its factor."""
     N, groups = scales.shape
     permuted = marlin_utils.marlin_permute_scales(scales.T.contiguous().to(dtype), 16 * groups, N, 16)
     stored, factor = marlin_utils_fp4.nvfp4_marlin_process_scales(permuted, a_dtype=dtype)
@@ -69,7 +69,7 @@ def test_vllm_puts_every_scale_where_the_closed_form_does(blocks: int, groups: i
 def bare_layer(
     widths: list[int], K: int, divisors: list[float], dtype: torch.dtype = torch.bfloat16
 ) -> torch.nn.Module:
-    """A layer as it is after loading; its block scales lie between 2 and 400."""
+    """Return a layer in its state after loading. Its block scales lie between 2 and 400."""
     N, layer = sum(widths), torch.nn.Module()
     generator = torch.Generator().manual_seed(N + K)
     codes = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, generator=generator)
@@ -96,9 +96,9 @@ def spans(tensor: torch.Tensor) -> tuple[int, int]:
     ("widths", "K", "divisors"),
     [
         ([128], 128, [50.0]),
-        ([64, 64, 64], 64, [50.0] * 3),  # K is filled up
-        ([128, 64, 16], 96, [50.0] * 3),  # N too
-        ([96, 32], 128, [50.0, 400.0]),  # one Marlin weight a part, each filled up
+        ([64, 64, 64], 64, [50.0] * 3),  # K is padded
+        ([128, 64, 16], 96, [50.0] * 3),  # N is padded too
+        ([96, 32], 128, [50.0, 400.0]),  # one Marlin weight for each part, each padded
     ],
 )
 def test_a_part_of_marlins_tensors_has_the_checkpoints_bits(
@@ -180,11 +180,13 @@ def test_scales_that_vllm_stores_in_another_form_are_not_read(monkeypatch: pytes
 def test_promise_02_a_scale_that_marlin_lacks_is_named_once(
     scale: float, monkeypatch: pytest.MonkeyPatch, warnings_of: Any
 ) -> None:
-    """Negative scales are refused before, with the checkpoint; Marlin would take them for zero."""
+    """Negative scales do not get this far, since the check of the checkpoint refuses them. Marlin would flush them to
+    zero."""
     later: list[str] = []
     warned = warnings_of(layouts.logger)
     monkeypatch.setattr(layouts.logger, "debug", lambda text, *values: later.append(text % values))
-    monkeypatch.setattr(layouts, "_warned_of", [])  # a process says it once, and this one has run other tests
+    # a process warns only once, and earlier tests of this process may have warned
+    monkeypatch.setattr(layouts, "_warned_of", [])
     assert isinstance(layouts.Marlin().prepare(bare_layer([64], 128, [50.0])), layouts.Marlin) and not warned
     layer = bare_layer([64], 128, [50.0])
     layer.weight_scale.data[5, 3] = scale
@@ -209,13 +211,14 @@ def test_without_our_kernel_marlin_takes_every_layer(
         layer = bare_layer([64, 64], K, [50.0, 60.0])
         assert isinstance(layouts.Tiled().prepare(layer), layouts.Marlin) and len(layer.marlin_parts) == 2
     assert len(said) == 1 and "Marlin runs in its place: none of 68 kernels" in said[0]
-    with pytest.raises(CompileError):  # which promises bits that Marlin has not
+    with pytest.raises(CompileError):  # fixed_order promises bits that Marlin cannot deliver
         layouts.Tiled(fixed_order=True).prepare(bare_layer([64], 128, [50.0]))
 
 
 @pytest.fixture
 def engine_on_marlin(boot: Callable[..., Any], measure: Any) -> Callable[[Path], Any]:
-    """engine_on_marlin(folder) -> an engine whose layers lie as on a GPU; it can lend, and it cannot generate."""
+    """engine_on_marlin(folder) starts an engine whose layers are laid out as on a GPU. It can lend its weights but
+    cannot generate."""
 
     def start(folder: Path) -> Any:
         engine = boot(folder)
@@ -250,7 +253,8 @@ def test_an_engine_on_marlin_lends_every_linear_in_place(
 def test_an_engine_on_marlin_lends_what_it_can(make_nvfp4: Any, engine_on_marlin: Any, measure: Any) -> None:
     engine = engine_on_marlin(make_nvfp4("qwen2"))
     lent = frozen_weights(engine)
-    assert len(lent.linears) == 10 and all("its rows" in reason for reason in lent.apart.values())  # gate, up: 96 rows
+    # gate and up have 96 rows
+    assert len(lent.linears) == 10 and all("its rows" in reason for reason in lent.apart.values())
     for module in measure.model(engine).modules():
         for part in getattr(module, "marlin_parts", ()):
             part.scale_exponent = None

@@ -1,4 +1,4 @@
-"""The noise as a function: which bits, which norms, which values are refused."""
+"""Test the noise as a pure function: which bits, which norms, and which values are refused."""
 
 import math
 
@@ -12,9 +12,10 @@ GOLDEN = [0.4553893506526947, 0.683228075504303, -0.985525906085968, 0.312378972
 
 
 def test_promise_03_first_values_are_pinned():
-    """A resumed run or another rank draws these numbers, with any torch, on any x86-64 with AVX2, which vLLM needs.
+    """A resumed run or another rank must draw these numbers, with any torch. The bits hold on any x86-64 with AVX2,
+    which vLLM needs.
 
-    Without it torch takes another sine, which is a few units in the last place away.
+    Without AVX2 torch uses another sine, which is off by a few units in the last place.
     """
     values = noise.draw(42, 3, NAME, 64)
     assert values.dtype == torch.float32
@@ -39,7 +40,8 @@ def test_every_key_matters_and_nothing_else():
 
 
 def test_norms_drawn_together_have_the_bits_of_each_alone():
-    """From a generator of its own each; a size below 16 leaves torch's half of a pair, another is no multiple of it."""
+    """Compare with one generator for each norm. Sizes below 16 leave half of torch's pair unused, and others are no
+    multiple of 16."""
     sizes = {f"norm.{i}.weight": size for i, size in enumerate([1, 64, 3, 17, 128, 15, 5120, 5, 16])}
     alone = []
     for name, size in sizes.items():
@@ -50,7 +52,7 @@ def test_norms_drawn_together_have_the_bits_of_each_alone():
 
 
 def test_the_bits_do_not_depend_on_the_default_dtype():
-    """vLLM builds and loads a model with the model's type as torch's own."""
+    """vLLM sets torch's default dtype to the model's while it builds and loads a model."""
     expected = noise.draw(42, 3, NAME, 64)
     before = torch.get_default_dtype()
     try:
@@ -66,7 +68,7 @@ def test_unit_gaussian():
     values = noise.draw(0, 0, NAME, 100_000).double()
     assert abs(float(values.mean())) < 0.02  # six standard errors
     assert abs(float(values.std()) - 1) < 0.02
-    assert abs(float(values.abs().median()) - 0.6745) < 0.015  # the normal distribution's quartile
+    assert abs(float(values.abs().median()) - 0.6745) < 0.015  # the upper quartile of the normal distribution
 
 
 def test_noisy_is_base_plus_sigma_z_in_fp32():
@@ -115,7 +117,8 @@ def test_targets_are_all_norms_of_those_names():
     assert noise.targeted(QWEN, noise.DEFAULT_TARGETS) == set(QWEN[:4])
     assert noise.targeted(QWEN, ["q_norm", "norm"]) == set(QWEN[4:])
     assert noise.targeted(GEMMA, ["input_layernorm", "pre_feedforward_layernorm"]) == {QWEN[0], QWEN[2], GEMMA[-1]}
-    assert len(noise.targeted(GEMMA, [*noise.DEFAULT_TARGETS, "pre_feedforward_layernorm"])) == 5  # both, if asked for
+    # both norms are targeted if asked for
+    assert len(noise.targeted(GEMMA, [*noise.DEFAULT_TARGETS, "pre_feedforward_layernorm"])) == 5
 
 
 def test_targets_that_feed_no_linear_are_refused():

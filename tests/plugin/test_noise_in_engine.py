@@ -1,4 +1,5 @@
-"""Noise on the norms of a real engine: set, never added; cleared bit for bit; the trainer's arithmetic."""
+"""Test noise on the norms of a real engine. It is set, never added; it is cleared bit for bit; and it follows the
+trainer's arithmetic."""
 
 import math
 import warnings
@@ -63,7 +64,7 @@ def test_promise_03_noise_is_set_not_added(policy, engine, checkpoint_norms, mea
         name: noise.noisy(w, 5e-4, 7, 2, name) if name.endswith("layernorm.weight") else w
         for name, w in checkpoint_norms.items()
     }
-    assert_same_bits(once, expected)  # final norm and q/k norms are clean
+    assert_same_bits(once, expected)  # final norm and q/k norms have no noise
     for name in expected:
         if name.endswith("layernorm.weight"):
             assert float((once[name] != checkpoint_norms[name]).float().mean()) > 0.99

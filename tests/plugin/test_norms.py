@@ -1,4 +1,5 @@
-"""Which of two computations a norm does on each kind of device: ours under qerl_nvfp4, and vLLM's own elsewhere."""
+"""Test which computation a norm uses on each kind of device: the plugin's under qerl_nvfp4, and vLLM's own
+elsewhere."""
 
 import pytest
 import torch

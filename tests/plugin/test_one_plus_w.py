@@ -1,4 +1,5 @@
-"""Norms that are stored as w and used as 1 + w: the noise is that of an ordinary norm whose weight is 1 + w."""
+"""Test norms that are stored as w and used as 1 + w. Their noise must equal that of an ordinary norm with weight 1 +
+w."""
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from qerl_vllm_plugin.policy import Policy
 GEMMA = {"query_pre_attn_scalar": 32, "sliding_window": 64}
 TARGETS = ("input_layernorm", "pre_feedforward_layernorm")
 SIGMA, SEED, ROLLOUT = 5e-4, 7, 2
-ONE_ROUNDING = 2**-23  # of fp32
+ONE_ROUNDING = 2**-23  # one rounding in fp32
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def folder(make_nvfp4):
 
 @pytest.fixture(scope="module")
 def engine(boot, folder):
-    return boot(folder)  # BF16, in which a weight near 1 moves in steps of 2^-7
+    return boot(folder)  # in BF16 a weight near 1 moves in steps of 2^-7
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +99,7 @@ def test_a_norm_that_feeds_no_linear_is_refused(policy, folder):
     before = policy.state(digest=True)
     message = r"post_attention_layernorm feeds no linear .* use \['input_layernorm', 'pre_feedforward_layernorm'\]"
     with pytest.raises(ValueError, match=f"noise target {message}"):
-        policy.set_noise(0.2, seed=2, rollout=2)  # the default targets
+        policy.set_noise(0.2, seed=2, rollout=2)  # uses the default targets
     assert policy.state(digest=True) == before
     model = loading.load(folder)
     with pytest.raises(ValueError, match=f"train_norms target {message}"):

@@ -1,4 +1,4 @@
-"""Promise 10: what changes every answer of an engine is refused where a request may name another policy."""
+"""Test promise 10: what changes every answer of an engine is refused where a request may name another policy."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from qerl_vllm_plugin.policy import Policy
 
 TARGETS = ["input_layernorm", "post_attention_layernorm"]
 NORMS = {"model.norm.weight": torch.linspace(0.5, 1.5, 64)}
-# what a caller of vLLM's collective_rpc may ask for; a change is seen at once, or once it is committed
+# what a caller of vLLM's collective_rpc may ask for; some changes take effect at once, others at their commit
 CHANGES = {
     "noise of sigma 0.1": ("qerl_set_noise", (0.1, 1, 1, TARGETS)),
     "trained norms": ("qerl_swap", (None, {}, NORMS)),
@@ -17,7 +17,7 @@ VOUCHED = {"every_request_names_the_policy": True}
 
 @pytest.fixture(scope="module")
 def engines(boot, make_nvfp4, carriers):
-    """Engines by where they keep the adapter; "none" has no room for one."""
+    """Start engines, keyed by where they keep the adapter. The engine "none" has no room for an adapter."""
     options = {**carriers, "none": {"dtype": "float32"}}
     return {name: boot(make_nvfp4("qwen2"), **options[name]) for name in options}
 
@@ -84,7 +84,8 @@ def test_promise_10_anybody_may_clear_noise_and_norms(policy_of):
 
 
 def test_promise_10_the_policy_vouches_for_its_program(policy_of, measure):
-    """The second half is why there is something to refuse: the base's own name is answered with noise and norms."""
+    """The second half shows why others are refused: requests under the base's own name are answered with noise and
+    norms."""
     policy = policy_of("lora")
     clean = policy.state(digest=True).norms
     base = measure.engine(policy._llm, None)

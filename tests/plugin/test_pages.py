@@ -1,4 +1,5 @@
-"""What the pages print for other stacks and servers, run as printed but for the model, the adapter and the CPU."""
+"""Test what the pages print for other stacks and servers. It runs as printed, except for model, adapter and CPU
+options."""
 
 import json
 import os
@@ -14,7 +15,7 @@ PAGE = (ROOT / "qerl_vllm_plugin" / "README.md").read_text()
 
 
 def test_the_program_for_another_stack(boot, make_nvfp4, reference, make_adapter, tmp_path):
-    """``boot`` ends the engine, whatever becomes of the program."""
+    """Run the program with ``boot`` as its LLM, which shuts the engine down even if the program fails."""
     folder = make_nvfp4("qwen2")
     make_adapter(reference(folder), r=4)[2].save_pretrained(tmp_path / "adapter")
     program = next(block for block in re.findall(r"```python\n(.*?)```", PAGE, flags=re.S) if "Policy(llm)" in block)
@@ -39,7 +40,7 @@ def test_the_program_for_another_stack(boot, make_nvfp4, reference, make_adapter
 def test_the_commands_that_start_a_server_and_change_its_policy(
     make_nvfp4, reference, make_adapter, hold_port, run_process, tmp_path
 ):
-    """The whole block in one shell, the server in its background."""
+    """Run the whole block in one shell, with the server in its background."""
     folder, port = make_nvfp4("qwen2"), hold_port()
     for seed, name in enumerate(("first", "second")):
         make_adapter(reference(folder), seed=seed, r=4)[2].save_pretrained(tmp_path / "RUNS" / name)
@@ -60,7 +61,7 @@ def test_the_commands_that_start_a_server_and_change_its_policy(
     while text.startswith("{"):
         answer, end = json.JSONDecoder().raw_decode(text)
         answers, text = [*answers, answer], text[end:]
-    # the folder ``first`` at the start, ``second``, noise, the state, no noise, the base alone
+    # ``first`` is served from the start; then come ``second``, noise, the state, no noise, and the base alone
     assert [answer.get("version") for answer in answers] == [2, None, 2, None, 3], log.read_text()
     assert (answers[2]["noise"]["sigma"], answers[2]["noise"]["rollout"], answers[2]["max_rank"]) == (0.01, 7, 32)
 

@@ -1,4 +1,4 @@
-"""The policy adapter in a real engine: exact, all or nothing, and without touching the caller's tensors."""
+"""Test the policy adapter in a real engine: it is exact, all or nothing, and leaves the caller's tensors unchanged."""
 
 import json
 import shutil
@@ -97,7 +97,8 @@ def test_promise_04_a_refused_adapter_changes_nothing(policy, hf, make_adapter, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_promise_07_callers_tensors_are_never_modified(policy, hf, make_adapter, measure, dtype):
     tensors, config, _ = make_adapter(hf, r=4, lora_alpha=16, target_modules=list(MODULES))
-    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}  # float32 is the engine's own dtype
+    # float32 is the engine's own dtype, so no conversion copies the tensors
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     norms = {"model.layers.0.input_layernorm.weight": torch.rand(64), "model.norm.weight": torch.rand(64)}
     given = {**tensors, **norms}
     before = {name: tensor.clone() for name, tensor in given.items()}

@@ -1,4 +1,5 @@
-"""What a server says of its policy, which versions and folders it takes, and what it counts; the engine is played."""
+"""Test what a server reports of its policy, which versions and folders it accepts, and what it counts. The engine is a
+fake."""
 
 import asyncio
 import json
@@ -32,7 +33,8 @@ SERVED = {"version": 5, "hash": "five", "sigma": 0.1, "seed": 2, "rollout": 3, "
 
 
 class Client(EngineClient):
-    """Serves version 5, whose digest is ``five``; ``changes``: what it was told to change."""
+    """A fake engine client that serves version 5 with the digest ``five``. ``changes`` records what it was told to
+    change."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +62,7 @@ class Client(EngineClient):
             return [self.served]
         await asyncio.sleep(0.05)
         self.changes.append((method, args))
-        self.changes.append("pause")  # as it still is
+        self.changes.append("pause")  # the engine is still paused
         return [{"version": 6, "parts": {"receive": 0.01, "commit": 0.02}}]
 
 
@@ -111,7 +113,7 @@ def test_the_state_is_what_is_served_and_on_what(base):
 @pytest.mark.parametrize(
     ("version", "digest", "expected"),
     [
-        (5, "five", "unchanged"),  # sent again, since its answer was lost
+        (5, "five", "unchanged"),  # the same change again, as after a lost answer
         (5, "other", "stale"),
         (4, "five", "stale"),
         (4, "other", "stale"),
@@ -248,7 +250,7 @@ def test_a_rank_refuses_for_all_and_half_a_policy_is_lost(answers, status, reaso
 
 @pytest.fixture
 def ask(monkeypatch):
-    """ask(state) -> the answer of GET /state, where the server's state is, or raises, that."""
+    """ask(state) returns the answer of GET /state, where the server's state returns ``state`` or raises it."""
     monkeypatch.setenv("QERL_ADMIN_TOKEN", TOKEN)
 
     def get(given, token=TOKEN):
@@ -285,5 +287,5 @@ def test_a_refusal_is_counted_and_ends_the_connection(ask):
     assert "the engine has died; restart the server" in answers["engine_dead"][0].json()["error"]
     good = ask({"version": 5})
     assert (good.status_code, good.json()) == (200, {"version": 5}) and "connection" not in good.headers
-    with pytest.raises(KeyError):  # vLLM's to answer, and to log
+    with pytest.raises(KeyError):  # vLLM answers and logs such an error
         ask(KeyError("a bug"))

@@ -1,4 +1,5 @@
-"""Engines whose workers are other processes: one worker, and two that share the model (tensor parallelism)."""
+"""Test engines whose workers are other processes: one worker, and two that share the model (tensor or pipeline
+parallelism)."""
 
 import json
 import sys
@@ -13,7 +14,7 @@ from qerl_vllm_plugin.policy import Policy
 
 TOLERANCE = 1e-4
 
-# one process drives all the engines, one after the other: importing vLLM takes longer than all that it does with one
+# one process drives all engines in turn, since importing vLLM takes longer than all the work on one engine
 DRIVER = '''
 import json, os, sys
 from pathlib import Path
@@ -97,7 +98,7 @@ if __name__ == "__main__":
 
 
 class Case(NamedTuple):
-    """``own_core``: whether vLLM's engine core has a process of its own, too."""
+    """Describe an engine. ``own_core`` says whether vLLM's engine core also has a process of its own."""
 
     ranks: int
     kv_heads: int
@@ -107,8 +108,8 @@ class Case(NamedTuple):
     stages: int = 1
 
 
-# Both carriers meet two ranks, and so do both places of the engine core. With one key/value head, both ranks hold a
-# copy of it; those ranks also quantize on the way in (their checkpoint is in BF16).
+# Both carriers and both places of the engine core meet two ranks. With one key/value head, both ranks hold a copy of
+# it. Those ranks also quantize while loading, since their checkpoint is in BF16.
 CASES = {
     "one_rank": Case(ranks=1, kv_heads=2, carrier="resident", own_core=True, quantize=False),
     "two_ranks_one_kv_head": Case(ranks=2, kv_heads=1, carrier="resident", own_core=False, quantize=True),
@@ -120,13 +121,13 @@ MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 @pytest.fixture(scope="module")
 def folders(make_bf16, write_packed):
-    """Packed checkpoints by their number of key/value heads."""
+    """Return packed checkpoints by their number of key/value heads."""
     return {heads: write_packed(make_bf16("qwen2", num_key_value_heads=heads)) for heads in (1, 2)}
 
 
 @pytest.fixture(scope="module")
 def adapters(folders, reference, make_adapter, tmp_path_factory):
-    """Adapter folders for them, in which q_proj and v_proj of layer 0 have the same A."""
+    """Save an adapter for each checkpoint, in which q_proj and v_proj of layer 0 share the same A."""
     made = {}
     for heads, folder in folders.items():
         path = made[heads] = tmp_path_factory.mktemp("adapter")
@@ -141,7 +142,7 @@ def adapters(folders, reference, make_adapter, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(boot, folders, adapters, lora_options, measure):
-    """The answers of engines in this process."""
+    """Return the answers of engines in this process."""
     found = {}
     for heads, folder in folders.items():
         engine = boot(folder, **lora_options)
@@ -156,7 +157,8 @@ def alone(boot, folders, adapters, lora_options, measure):
 
 
 def drive(cases, measure, run_process, tmp_path, before=""):
-    """What the driver has found in one process that drives all the cases; ``before`` is what it does first."""
+    """Run all cases in one driver process and return its findings. ``before`` is Python code that the driver runs
+    first."""
     (tmp_path / "driver.py").write_text(before + DRIVER)
     (tmp_path / "cases.json").write_text(json.dumps([cases, measure.prompts]))
     run_process(
@@ -164,7 +166,7 @@ def drive(cases, measure, run_process, tmp_path, before=""):
         tmp_path / "log",
         seconds=500,
         VLLM_ALLOW_INSECURE_SERIALIZATION="1",  # the driver sends a function to the workers
-        VLLM_CPU_OMP_THREADS_BIND="nobind",  # vLLM would want a NUMA node for each rank
+        VLLM_CPU_OMP_THREADS_BIND="nobind",  # otherwise vLLM wants a NUMA node for each rank
     )
     return json.loads((tmp_path / "found.json").read_text())
 
@@ -202,17 +204,19 @@ def test_workers_in_other_processes_serve_the_same_policy(
         assert_same_policy(found[name], alone[case.kv_heads], case, measure.difference)
         stored = load_file(folders[case.kv_heads] / "model.safetensors")
         codes = found[name]["codes"]
-        if case.stages > 1:  # each holds some of the layers
+        if case.stages > 1:  # each stage holds some of the layers
             assert not set(codes[0]) & set(codes[1])
             codes = [{**codes[0], **codes[1]}]
         assert_shards_are_slices(codes, stored, case.ranks, case.kv_heads)
 
 
 def assert_same_policy(found, alone, case, difference) -> None:
-    """The workers' answers and bits are those of the engine in one process, before, during and after each change."""
+    """Check that the workers' answers and bits are those of the engine in one process, before, during and after each
+    change."""
     assert (found["noisy_norms"], found["version"], len(found["refused"])) == (4, 3, 2 + (case.stages == 1))
     assert case.stages > 1 or "beyond 1e+17" in found["refused"][2]
-    assert found["bits"][0] == found["bits"][1]  # answers may differ in rounding: requests arrive in other batches
+    # answers may differ in rounding, since requests are batched differently
+    assert found["bits"][0] == found["bits"][1]
     if case.stages > 1:
         assert len(set(found["adapter"])) == 2
         assert not set(found["adapter"]) & set(found["base"]), "each stage must have a part of the adapter"
@@ -232,7 +236,7 @@ def assert_same_policy(found, alone, case, difference) -> None:
 def assert_shards_are_slices(
     ranks_found: list[dict[str, str]], stored: dict[str, torch.Tensor], ranks: int, kv_heads: int
 ) -> None:
-    """Each rank holds its rows (or, behind the sum over ranks, its columns) of the checkpoint's bytes, nothing else."""
+    """Check that each rank holds exactly its rows of the checkpoint's bytes, or its columns in row-parallel layers."""
     fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     assert len(ranks_found) == ranks
     for rank, found in enumerate(ranks_found):
@@ -279,7 +283,8 @@ NOISY = {
 
 @pytest.fixture
 def one_and_two(make_nvfp4, reference, make_adapter, measure, run_process, tmp_path):
-    """one_and_two(family, adapted, options, noisy) -> what a driver has found with one rank, and with two."""
+    """one_and_two(family, adapted, options, noisy, changes, before="") returns what a driver finds with one rank and
+    with two."""
 
     def run(family, adapted, options, noisy, changes, before=""):
         folder = make_nvfp4(family, **changes)
@@ -308,8 +313,8 @@ def test_two_ranks_serve_a_family_as_one_does(family, carriers, one_and_two, mea
     assert measure.difference(found["removed"], alone["base"]) < TOLERANCE
 
 
-# vLLM imports torchvision for the vision half of Qwen3.5: as the fixture of that name does it, here and, by fork, in
-# the workers. transformers must have looked for the real one before.
+# vLLM imports torchvision for the vision half of Qwen3.5. This does what the fixture of that name does, here and, by
+# fork, in the workers. transformers must have looked for the real torchvision before.
 STRAW = """
 import importlib.machinery, importlib.util, sys, types
 import transformers.utils
@@ -332,15 +337,16 @@ if importlib.util.find_spec("torchvision") is None:
         module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
         sys.modules[module.__name__] = module
 """
-HYBRID = {"num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}  # for two ranks
-ROUNDING = 0.1  # of the mean, in BF16, the only dtype of vLLM's linear attention on a CPU; found: 0.028 to 0.047
+# sizes that two ranks can share
+HYBRID = {"num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+ROUNDING = 0.1  # bound of the mean in BF16, the only dtype of vLLM's linear attention on a CPU; measured 0.028 to 0.047
 
 
 @pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.timeout(600)
 def test_two_ranks_serve_a_hybrid_as_one_does(one_and_two):
-    """A hybrid of linear attention."""
+    """Test a hybrid of linear attention and attention."""
     options = {"additional_config": {"qerl": {"policy_adapter": {"rank": 8}}}}
     options |= {"enable_prefix_caching": False, "enable_chunked_prefill": False}
     alone, found = one_and_two("qwen3_5_text", "all-linear", options, DEFAULT_TARGETS, HYBRID, before=STRAW)

@@ -1,4 +1,5 @@
-"""Changes, and what somebody else asks of the engine meanwhile by vLLM's own calls, on a core that pauses as vLLM's."""
+"""Test changes while somebody else calls the engine by vLLM's own API. The engine core is a fake that pauses as vLLM's
+does."""
 
 import asyncio
 import os
@@ -23,8 +24,8 @@ from qerl_vllm_plugin.worker.change_log import ChangeLog
 
 
 class Core:
-    """An engine that computes ``running`` requests until ``end``. What it is asked stands in ``said``; where it
-    computes in the middle of a change, the test fails."""
+    """A fake engine that computes ``running`` requests until ``end``. ``said`` records what it is asked. The test fails
+    if it computes in the middle of a change."""
 
     def __init__(self):
         self.said, self.running, self.state, self.log = [], 0, "goes on", ChangeLog()
@@ -67,7 +68,7 @@ class Core:
 
 
 class Client(EngineClient):
-    """That of one API server."""
+    """The engine client of one API server."""
 
     def __init__(self, core):
         super().__init__()
@@ -98,7 +99,7 @@ class Client(EngineClient):
 
 
 def with_servers(use, count=2, drafts=None):
-    """What ``use(core, *servers)`` returns or raises, on API servers of one engine."""
+    """Return or raise what ``use(core, *servers)`` does, on API servers of one engine."""
     config = vllm_config(count, drafts=drafts)
 
     async def run():
@@ -125,7 +126,7 @@ def noise(server, mode="keep", **keywords):
 
 
 def begun(core, server, number=1):
-    """So many requests of that server have tokens."""
+    """Give that many requests of the server their first tokens."""
     core.running = number
     server.client.output_processor.request_states.update(
         {i: SimpleNamespace(is_prefilling=False) for i in range(number)}
@@ -209,7 +210,7 @@ def test_a_pause_while_a_change_drains_holds_as_asked(call, place):
 
 
 def test_preempted_requests_go_on_before_a_change_that_waits():
-    """The engine has come to rest and one that has begun is still there: it found no room in the KV cache."""
+    """Let the engine drain while a request that has begun remains, since it found no room in the KV cache."""
 
     async def use(core, server):
         begun(core, server)
@@ -222,7 +223,7 @@ def test_preempted_requests_go_on_before_a_change_that_waits():
         async def resume():
             rounds.append(len(rounds))
             await inner()
-            if len(rounds) == 2:  # the second time it has room, and ends
+            if len(rounds) == 2:  # in the second round the request has room and ends
                 server.client.output_processor.request_states.clear()
 
         core.pause, core.resume = put_back, resume
@@ -246,7 +247,7 @@ def test_a_resumption_in_a_change_waits_for_its_end():
 
 
 def test_an_engine_that_goes_on_by_itself_is_not_left_paused():
-    """Somebody has resumed it by what is no call of an API server's."""
+    """Resume the engine past the API servers, by a call that none of them sees."""
 
     async def use(core, *servers):
         await servers[0].client.pause_generation(mode="keep")
@@ -351,7 +352,8 @@ def test_a_change_whose_caller_has_gone_is_not_made(somebody):
 
 
 def test_a_change_gone_from_the_line_leaves_another_to_drain(monkeypatch):
-    """It has paused the engine itself before somebody else did, and owes nobody a resumption after that."""
+    """The first change had paused the engine itself before somebody else did. After that pause it no longer owes
+    anybody a resumption."""
     monkeypatch.setattr(quiesce, "GLANCE", 0.2)
 
     async def use(core, *servers):
@@ -370,10 +372,10 @@ def test_a_change_gone_from_the_line_leaves_another_to_drain(monkeypatch):
         await said(core, "resume")
         core.running = 1
         paused = asyncio.create_task(servers[0].client.pause_generation(mode="wait"))
-        await asyncio.sleep(2 * engine_client.BREATH)  # the first change finds it, and leaves the line
+        await asyncio.sleep(2 * engine_client.BREATH)  # the first change notices the pause and leaves the queue
         await servers[0].client.resume_generation()
         second = asyncio.create_task(noise(servers[1], "wait"))
-        await asyncio.sleep(2 * quiesce.GLANCE)  # the first change stands in the line again
+        await asyncio.sleep(2 * quiesce.GLANCE)  # the first change is in the queue again
         left.append(True)
         with pytest.raises(Refused, match="the caller has gone"):
             await first
@@ -402,7 +404,7 @@ def test_a_version_served_meanwhile_is_told_as_before():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_many_changes_at_once_each_find_the_engine_at_rest(seed):
-    """Changes in every mode from two servers, requests that come and end, and vLLM's own pauses between them."""
+    """Mix changes in every mode from two servers with requests that come and end, and with vLLM's own pauses."""
     chance, made = random.Random(seed), []
 
     async def change(server):
@@ -438,7 +440,7 @@ def test_many_changes_at_once_each_find_the_engine_at_rest(seed):
 
 
 def test_one_process_at_a_time_holds_the_lock():
-    ours, another = (f"test-{os.getpid()}-{name}" for name in "ab")  # the names are those of the whole machine
+    ours, another = (f"test-{os.getpid()}-{name}" for name in "ab")  # lock names are shared by the whole machine
     program = "import asyncio, sys, time\nfrom qerl_vllm_plugin.server.quiesce import lock\n"
     program += "async def hold():\n    async with lock(sys.argv[1]):\n        print('held', flush=True)\n"
     program += "        time.sleep(600)\nasyncio.run(hold())"
@@ -465,7 +467,7 @@ def test_an_engine_lost_to_one_api_server_is_lost_to_all(monkeypatch):
     async def use(core, server, other):
         server.client.output_processor.propagate_error = errors.append
         await noise(server)
-        ChangeLog(core.log.path).lose()  # by another process
+        ChangeLog(core.log.path).lose()  # as another process does
         while not errors:
             await asyncio.sleep(0.01)
         with pytest.raises(Refused, match="another API server's log says why"):

@@ -1,6 +1,6 @@
-"""Qwen3.5's text model, a hybrid of Gated DeltaNet and attention.
+"""Test Qwen3.5's text model, a hybrid of Gated DeltaNet and attention.
 
-vLLM's kernels of the linear attention take BF16 alone on a CPU, so that the answers are compared in their mean, with
+On a CPU vLLM's kernels of the linear attention only take BF16. The answers are therefore compared in their mean, with
 transformers in float32 on the dequantized weights.
 """
 
@@ -16,7 +16,7 @@ from qerl_vllm_plugin import noise
 from qerl_vllm_plugin.policy import Policy
 from qerl_vllm_plugin.weights.frozen_weights import frozen_weights
 
-ROUNDING = 0.05  # of the mean; stock vLLM in BF16 is 0.02 from transformers in float32
+ROUNDING = 0.05  # bound of the mean; stock vLLM in BF16 differs by 0.02 from transformers in float32
 RESIDENT = {"qerl": {"policy_adapter": {"rank": 8}}}
 LINEAR_ATTENTION = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -61,7 +61,8 @@ def test_the_gates_stay_in_bf16_as_in_public_checkpoints(packed, folder, make_bf
     layer = measure.model(packed).model.layers[0].linear_attn
     is_packed = [hasattr(part, "weight_packed") for part in (layer.in_proj_qkvz, layer.out_proj, layer.in_proj_ba)]
     assert is_packed == [True, True, False]
-    model = loading.load(make_bf16("qwen3_5_text"), quantization="qerl_nvfp4")  # by the trainer, too
+    # the trainer keeps the gates in BF16 too
+    model = loading.load(make_bf16("qwen3_5_text"), quantization="qerl_nvfp4")
     frozen = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, FrozenNVFP4Linear)}
     assert frozen == {"in_proj_qkv", "in_proj_z", "out_proj", *ATTENTION, *MLP}
 
@@ -107,7 +108,7 @@ def test_lora_slots_do_not_reach_every_linear(boot, folder):
 def test_a_trainer_reads_the_linears_of_the_engine_in_place(packed, folder):
     weights = frozen_weights(packed)
     model, alone = loading.load(folder, weights=weights), loading.load(folder)
-    # vLLM's CPU kernels keep BF16 weights in an order of their own
+    # vLLM's CPU kernels store BF16 weights in an order of their own
     assert set(weights.apart) == {f"model.layers.0.linear_attn.in_proj_{gate}" for gate in "ba"}
     for name, module in alone.named_modules():
         if isinstance(module, FrozenNVFP4Linear):

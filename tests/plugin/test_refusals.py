@@ -1,6 +1,7 @@
-"""What the plugin cannot serve is refused while the engine starts, by name, with a way out.
+"""Test that what the plugin cannot serve is refused while the engine starts, by name and with a way out.
 
-Options and kernels are checked without an engine, and what a checkpoint's files show in weights/test_checkpoint.py.
+Options and kernels are checked without an engine. What a checkpoint's files show is tested in
+weights/test_checkpoint.py.
 """
 
 import re
@@ -26,7 +27,8 @@ LEAVE_OUT = "from 1 to 512, .* for a server without one leave it out"
 
 @pytest.fixture
 def refusal(boot):
-    """refusal(folder, **options) -> the text of what ends the engine's start, with what it was raised from."""
+    """refusal(folder, **options) returns the error text that ends the engine's start, with the errors that caused
+    it."""
 
     def start(folder, **options):
         with pytest.raises(Exception) as caught:
@@ -85,7 +87,8 @@ def test_promise_09_kernels_of_another_machine(kernel):
 
 @pytest.mark.parametrize("variable", [True, False])
 def test_promise_09_batch_invariance_in_both_places_or_none(monkeypatch, variable):
-    monkeypatch.setitem(vars(envs), "VLLM_BATCH_INVARIANT", variable)  # an engine would change torch for good
+    # patched here, since an engine would change torch for good
+    monkeypatch.setitem(vars(envs), "VLLM_BATCH_INVARIANT", variable)
     config = SimpleNamespace(
         additional_config=None if variable else {"qerl": {"kernel": "batch_invariant"}},
         cache_config=SimpleNamespace(cache_dtype="auto"),
@@ -198,7 +201,8 @@ def test_ignored_layers_of_a_bf16_checkpoint_stay_in_bf16(boot, make_bf16, measu
 
 
 def test_names_of_a_vision_language_model_are_the_checkpoints():
-    """vLLM's own mapper of such a model: its checkpoint says model.language_model, vLLM says language_model.model."""
+    """Use vLLM's own mapper of such a model, which renames the checkpoint's model.language_model to
+    language_model.model."""
     mapper = WeightsMapper(orig_to_new_prefix={"model.language_model.": "language_model.model.", "model.visual.": "v."})
     config = QerlConfig()
     config.apply_vllm_mapper(mapper)

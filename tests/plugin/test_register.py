@@ -1,4 +1,4 @@
-"""The entry point: idempotent, light, found by vLLM; and the versions of vLLM that are accepted."""
+"""Test the entry point, which is idempotent, light and found by vLLM, and which versions of vLLM are accepted."""
 
 import ast
 import sys
@@ -9,8 +9,8 @@ from qerl_vllm_plugin import register
 from qerl_vllm_plugin.compat import engine
 from qerl_vllm_plugin.worker import methods
 
-# the first to be asked are copies of the process: what they register, vLLM has to find again. The fastest counts: a
-# busy machine or a cold disk is not the plugin's
+# The first attempts run in forked copies of this process, since vLLM has to find the plugin itself afterwards. The
+# fastest attempt counts: a busy machine or a cold disk is not the plugin's fault.
 FRESH_PROCESS = """
 import os, sys, time
 import vllm.engine.arg_utils

@@ -1,4 +1,4 @@
-"""A real OpenAI-compatible server with the plugin, asked by the official client."""
+"""Test a real OpenAI-compatible server with the plugin, through the official client."""
 
 import json
 import math
@@ -26,7 +26,7 @@ def adapter(make_nvfp4, reference, make_adapter, tmp_path):
 
 @pytest.fixture
 def start_server(make_nvfp4, start_process, hold_port, tmp_path):
-    """start_server(*options) -> a client of a server of "base" that is ready, development endpoints included."""
+    """start_server(*options) returns a client of a ready server of "base" with vLLM's development endpoints."""
     import openai
 
     from qerl_recipes.machine.serve import command
@@ -69,15 +69,15 @@ def ask(client, name, ids):
 
 
 def set_noise(client, args, **keywords) -> dict[str, object]:
-    """What the one worker of the server returns when vLLM's development endpoint is asked for noise."""
+    """Ask vLLM's development endpoint for noise and return the answer of the server's one worker."""
     body = {"method": "qerl_set_noise", "args": args, "kwargs": keywords}
     (result,) = client.post(str(client.base_url.join("/collective_rpc")), cast_to=object, body=body)["results"]
     return result
 
 
 def assert_noise_needs_the_callers_word(client, answers, prompts) -> None:
-    """A server of two names refuses noise and goes on as before. The control is what it would do: with the word for it,
-    the base's own name is answered with the noise."""
+    """Check that a server of two names refuses noise and answers as before. The control shows why: with the caller's
+    word, noise changes the answers under the base's own name."""
 
     def changed() -> set[str]:
         again = {(name, i): ask(client, name, prompts[i]) for name, i in answers}
@@ -97,7 +97,7 @@ PAGE = (Path(__file__).parents[2] / "qerl_vllm_plugin" / "README.md").read_text(
 
 
 def page_options() -> list[str]:
-    """What the page gives a server with slots, behind ``qerl serve BASE`` or its longer name."""
+    """Return the options that the page gives a server with LoRA slots."""
     (line,) = re.findall(r"^VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve BASE (.*)$", PAGE, flags=re.M)
     options = shlex.split(line)
     assert options[:3] == ["--quantization", "qerl_nvfp4", "--enable-lora"]
@@ -105,7 +105,7 @@ def page_options() -> list[str]:
 
 
 def assert_versions_come_and_go(client, adapter, scores, prompts) -> None:
-    """The plain way, as TRL's AsyncGRPO and prime-rl go it: a new name for each version, the last one unloaded."""
+    """Load each version under a new name and unload the previous one, as TRL's AsyncGRPO and prime-rl do."""
     import openai
 
     def post(path, **body):
@@ -119,7 +119,7 @@ def assert_versions_come_and_go(client, adapter, scores, prompts) -> None:
             post("unload_lora_adapter", lora_name=f"policy-{version - 1}")
     with pytest.raises(openai.NotFoundError):
         ask(client, "policy-1", prompts[0])
-    if shutil.which("curl") is not None:  # as the page has it
+    if shutil.which("curl") is not None:  # the page's curl command
         (line,) = re.findall(r"^curl .*load_lora_adapter.*$", PAGE, flags=re.M)
         assert "/RUNS/7" in line
         environment = {**os.environ, "URL": str(client.base_url).removesuffix("/v1/")}

@@ -1,4 +1,5 @@
-"""The engine serves the weights that the checkpoint stands for: against Hugging Face with dequantized linears."""
+"""Test that the engine serves the weights that the checkpoint encodes. The reference is Hugging Face with dequantized
+linears."""
 
 from pathlib import Path
 
@@ -15,7 +16,7 @@ ARCHITECTURES = {
     "llama_biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("mistral", {}),
 }
-# measured: 2e-6 to 4e-6 in float32; in bfloat16 the activations are rounded between layers, on one side only
+# measured: 2e-6 to 4e-6 in float32; in bfloat16 only one side rounds the activations between layers
 FLOAT32_TOLERANCE = 1e-4
 BFLOAT16_TOLERANCE = 0.1
 
@@ -33,7 +34,7 @@ def test_promise_02_packed_equals_dequantized(case, make_bf16, write_packed, ref
 
 
 def packed_bits(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Everything that belongs to the packed linears of an engine, as raw bytes."""
+    """Return all tensors of an engine's packed linears as raw bytes."""
     found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     parts = (".weight_packed", ".weight_scale", ".weight_global_scale", ".weight_row_scale")
     return {name: t.data.contiguous().view(torch.uint8) for name, t in found.items() if name.endswith(parts)}

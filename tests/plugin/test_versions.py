@@ -1,4 +1,4 @@
-"""Which policies an answer names, from the moments of its first and last token."""
+"""Test which policies an answer names, given the moments of its first and last token."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ from qerl_vllm_plugin.worker.change_log import ChangeLog
 
 @pytest.fixture
 def history(monkeypatch):
-    """Version 4 from second 10 on, with other noise from 20 on, version 5 from 30 on."""
+    """Return a log: version 4 from second 10, with other noise from second 20, and version 5 from second 30."""
     made = ChangeLog()
     for moment, version in ((10.0, 4), (20.0, 4), (30.0, 5)):
         monkeypatch.setattr(time, "monotonic", lambda moment=moment: moment)
@@ -28,7 +28,7 @@ def history(monkeypatch):
         ([(11, 12)], "4"),
         ([(21, 29)], "4"),
         ([(31, 99)], "5"),
-        ([(11, 21)], "4-4"),  # the noise changed in between: no single policy computed it
+        ([(11, 21)], "4-4"),  # the noise changed in between, so no single policy computed it
         ([(11, 31)], "4-5"),
         ([(21, 31)], "4-5"),
         ([(11, 12), (22, 23)], "4-4"),
@@ -49,15 +49,19 @@ def stamps(first, last):
     ("sequences", "kind", "status", "header", "comment"),
     [
         ([stamps(31, 32)], "application/json", 200, "5", None),
-        # vLLM's output of an n has the times of the sequence that ended last
+        # vLLM's output for n > 1 has the times of the sequence that ended last
         ([stamps(11, 12), stamps(31, 32)], "application/json", 200, "4-5", None),
         ([stamps(31, 32), stamps(21, 22)], "application/json", 200, "4-5", None),
-        ([stamps(11, 12), stamps(0, 0)], "text/event-stream", 200, "4", "4-5"),  # one has not begun: it ends now
+        # one sequence has not begun, so it ends now
+        ([stamps(11, 12), stamps(0, 0)], "text/event-stream", 200, "4", "4-5"),
         ([stamps(11, 31)], "text/event-stream; charset=utf-8", 200, "4-5", "4-5"),
-        ([None], "application/json", 200, "5", None),  # no statistics: from its arrival to now
+        # without statistics the span is from the request's arrival to now
+        ([None], "application/json", 200, "5", None),
         ([], "application/json", 200, None, None),
-        ([stamps(11, 12), stamps(0, 0)], "application/json", 200, "4-5", None),  # one has ended without a token, now
-        ([stamps(0, 0)], "text/event-stream", 200, "5", "5"),  # as has the only one of a stream
+        # one sequence ended now, without a token
+        ([stamps(11, 12), stamps(0, 0)], "application/json", 200, "4-5", None),
+        # the only sequence of a stream ended now, without a token
+        ([stamps(0, 0)], "text/event-stream", 200, "5", "5"),
         ([stamps(0, 0)], "application/json", 500, None, None),
         ([stamps(31, 32)], "application/json", 400, None, None),
     ],
@@ -72,7 +76,7 @@ def test_an_answer_names_the_policies_of_all_its_sequences(
 
 @pytest.mark.parametrize("sequences", [[stamps(31, 32)], [stamps(0, 0)], [None]])
 def test_an_answer_before_its_tokens_names_no_policy(history, monkeypatch, sequences):
-    """As those of /v1/responses with background: true, whose tokens may be of a policy that is still to come."""
+    """Such are answers of /v1/responses with background: true, whose tokens may come from a later policy."""
     answer = answered(history, monkeypatch, sequences, "application/json", 200, over=0)
     assert HEADER not in answer.headers
     more = [stamps(11, 12), *sequences]
@@ -81,7 +85,7 @@ def test_an_answer_before_its_tokens_names_no_policy(history, monkeypatch, seque
 
 
 def test_what_is_no_request_passes_as_it_is():
-    """The start and the end of the server, and WebSockets."""
+    """Such are the server's start and end (lifespan), and WebSockets."""
     seen = []
 
     async def app(*given):
@@ -93,8 +97,8 @@ def test_what_is_no_request_passes_as_it_is():
 
 
 def answered(history, monkeypatch, sequences, kind, status, over=None):
-    """The answer to a request that has the engine compute ``sequences``, given when the first ``over`` of them, or all,
-    are over."""
+    """Return the answer to a request for which the engine computes ``sequences``. It is given once the first ``over``
+    of them have ended, or all."""
     monkeypatch.setattr(time, "monotonic", lambda: 40.0)
     states = {}
     processor = SimpleNamespace(request_states=states, add_request=lambda request: states.update(request.new))
@@ -107,7 +111,7 @@ def answered(history, monkeypatch, sequences, kind, status, over=None):
         engine.output_processor.add_request(SimpleNamespace(request_id="ended already", new={}))
         if not kind.startswith("text/event-stream"):
             for i in range(len(sequences) if over is None else over):
-                del states[str(i)]  # vLLM forgets what has ended
+                del states[str(i)]  # vLLM forgets requests that have ended
         await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind.encode())]})
         await send({"type": "http.response.body", "body": b"data: ", "more_body": True})
         await send({"type": "http.response.body", "body": b"[DONE]", "more_body": False})

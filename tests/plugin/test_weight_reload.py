@@ -1,4 +1,5 @@
-"""Weights are frozen: vLLM's reload and full-weight pushes are refused, and nothing has changed afterwards."""
+"""Test that weights are frozen: vLLM's reload and full-weight pushes are refused, and afterwards nothing has
+changed."""
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ def engine(request, boot, make_bf16, make_nvfp4):
 
 @pytest.fixture
 def another(make_bf16, edited):
-    """Another model with tensors of the same names and sizes."""
+    """Return another model with tensors of the same names and sizes."""
     return edited(make_bf16("qwen2"), lambda tensors: [tensor.mul_(1.5) for tensor in tensors.values()])
 
 

@@ -1,4 +1,5 @@
-"""Which adapters are accepted, and which modules they name: the rules are PEFT's, and PEFT is asked."""
+"""Test which adapters are accepted and which modules they name. The rules are PEFT's, so PEFT itself is the
+reference."""
 
 import copy
 import dataclasses
@@ -131,7 +132,7 @@ def test_a_known_layout_is_checked_once(monkeypatch):
     found = checker.check(later, dict(CONFIG))
     assert len(looks) == 1
     assert (found.rank, found.scaling) == (2, 2.0)
-    assert found.pairs == check(later, CONFIG, TARGETS, 8).pairs  # the very tensors
+    assert found.pairs == check(later, CONFIG, TARGETS, 8).pairs  # the same tensor objects
     assert checker.check(later, {**CONFIG, "lora_alpha": 16}).scaling == 8.0
     assert len(looks) == 2
     checker.check({name: tensor.bfloat16() for name, tensor in later.items()}, CONFIG)
@@ -139,7 +140,7 @@ def test_a_known_layout_is_checked_once(monkeypatch):
     of_a_live_model = {
         **CONFIG,
         "target_modules": {"q_proj", "down_proj"},
-    }  # PEFT keeps a set, which JSON does not know
+    }  # PEFT keeps a set, which JSON cannot represent
     assert checker.check(later, of_a_live_model).pairs.keys() == found.pairs.keys()
 
 
@@ -165,17 +166,19 @@ def test_strength_is_an_upper_bound(size):
     stretched = max(float(torch.linalg.matrix_norm(b.double() @ a.double(), 2)) for a, b in new.values())
     norms = max(float(a.double().norm() * b.double().norm()) for a, b in new.values())
     assert stretched <= norms <= new.strength * (1 + 1e-6)
-    if size == 1.0:  # a bound is enough
+    if size == 1.0:  # the strength has only to be an upper bound
         assert new.strength < adapters.STRENGTH
     else:
         assert new.strength > adapters.STRENGTH
-        assert new.strength in (pytest.approx(norms, rel=1e-5), math.inf)  # squares of 1e30 are infinite in fp32
+        # squares of 1e30 overflow to infinity in fp32
+        assert new.strength in (pytest.approx(norms, rel=1e-5), math.inf)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("alpha", [2, 3, 4])  # times 1, 1.5, 2
+@pytest.mark.parametrize("alpha", [2, 3, 4])  # scalings of 1, 1.5 and 2
 def test_promise_07_a_single_linear_is_copied_too(dtype, alpha):
-    """What is one behind the other already could be handed on as it is, and scaled in place."""
+    """Check the copy where none is needed. A single linear is contiguous already, so it could be passed on as it is and
+    scaled in place."""
     config = {**CONFIG, "lora_alpha": alpha, "target_modules": ["model.layers.0.self_attn.q_proj"]}
     tensors = {name: t.to(dtype) for name, t in tensors_for(CONFIG).items() if "layers.0.self_attn.q_proj" in name}
     before = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -200,7 +203,7 @@ BAD_CONFIGS = {
     "alpha_pattern": ({"alpha_pattern": {"q_proj": 4}}, "alpha_pattern"),
     "unknown_flag": ({"use_new_peft_trick": True}, r"use_new_peft_trick=True.*train without it, or delete it"),
     "unknown_number": ({"scaling": 3}, "uses scaling=3, which is not supported"),
-    "one_matrix_of_three": ({"enable_lora": [True, False, True]}, "enable_lora"),  # of PEFT 0.2
+    "one_matrix_of_three": ({"enable_lora": [True, False, True]}, "enable_lora"),  # a key of PEFT 0.2
     "pissa": ({"init_lora_weights": "pissa"}, "changes the base"),
     "pissa_niter": ({"init_lora_weights": "pissa_niter_16"}, "changes the base"),
     "loftq": ({"init_lora_weights": "loftq"}, "changes the base"),
@@ -238,7 +241,7 @@ def test_every_key_that_peft_saves_is_known(tmp_path):
     peft.LoraConfig(r=2, lora_alpha=4, target_modules=CONFIG["target_modules"]).save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "adapter_config.json").read_text())
     assert {field.name for field in dataclasses.fields(peft.LoraConfig)} - saved.keys() == {"runtime_config"}
-    # a key of PEFT's next release is looked at before it is known here, whatever its default
+    # this fails for a new key of a later PEFT, so that someone looks at it, whatever its default
     assert not saved.keys() - adapters._KNOWN - adapters._UNSUPPORTED.keys()
     assert check_config(saved, 8) == (2, 2.0)
 
@@ -257,7 +260,7 @@ def test_keys_about_an_adapters_origin_are_accepted():
         "eva_config": {"rho": 2.0},
         "corda_config": {"corda_method": "ipm"},
         "ensure_weight_tying": True,
-        "merge_weights": True,  # of PEFT 0.2, as the next
+        "merge_weights": True,  # this key and the next are of PEFT 0.2
         "enable_lora": None,
         "a_later_key": False,
     }

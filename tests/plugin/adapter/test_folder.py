@@ -1,4 +1,4 @@
-"""A saved adapter as it is read from its folder, which others may write to meanwhile."""
+"""Test how a saved adapter is read from its folder while others may write to that folder."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ def folder(tmp_path):
 
 
 def changed(folder):
-    """As if the next adapter were saved in place, later than the file system's clock can miss."""
+    """Save another adapter in place. Its modification time differs by more than the file system's clock can miss."""
     save_file(tensors(2), folder / "adapter_model.safetensors")
     os.utime(folder / "adapter_model.safetensors", ns=(1, 1))
 
@@ -37,7 +37,7 @@ def test_tensors_stay_when_their_files_are_rewritten(folder):
     saved = adapter_folder.read(folder)
     changed(folder)
     for name in adapter_folder.FILES:
-        (folder / name).open("wb").close()  # of a mapped file this would end the process at the next look
+        (folder / name).open("wb").close()  # if the file were mapped, the next access would end the process (SIGBUS)
     assert saved.config == CONFIG
     assert all(torch.equal(saved.tensors[name], tensor) for name, tensor in tensors(1).items())
     assert {tensor.dtype for tensor in saved.tensors.values()} == {torch.bfloat16}
@@ -106,7 +106,8 @@ def test_a_config_that_is_no_json_object_is_refused(folder, content, message):
 
 @pytest.fixture
 def base(tmp_path):
-    """Three shards of more bytes than are looked at and of fewer, written in no order of their names."""
+    """Write three shards: one larger than the bytes that are hashed and two smaller. They are not written in the order
+    of their names."""
     folder = tmp_path / "base"
     folder.mkdir()
     (folder / "b.safetensors").write_bytes(bytes(range(256)) * 4000)
@@ -121,7 +122,8 @@ def write_config(folder, **config):
 
 
 def expected_hash(folder, config):
-    """From the definition: 64 blocks of 4 KiB from the first to the last, as evenly as whole bytes allow."""
+    """Compute the hash from its definition: 64 blocks of 4 KiB of each file, spaced from first to last as evenly as
+    whole bytes allow."""
     sha = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for name in ("a.safetensors", "b.safetensors", "c.safetensors"):
         content = (folder / name).read_bytes()
@@ -134,7 +136,7 @@ def expected_hash(folder, config):
 def test_the_hash_of_a_base_covers_config_and_files(base, tmp_path):
     found = adapter_folder.base_hash(base)
     assert found == expected_hash(base, {"model_type": "qwen2", "hidden_size": 64})
-    # run states and cards hold it: another definition would refuse every adapter that was ever saved
+    # run states and model cards store this hash: another definition would refuse every adapter saved so far
     assert found == "ecce3282a3d51b3613c19cad26275973804c1087acaf2b842f4df7cf0d261218"
     write_config(base, transformers_version="5.0", hidden_size=64, _name_or_path="/elsewhere", model_type="qwen2")
     assert adapter_folder.base_hash(base.rename(tmp_path / "moved")) == found
@@ -166,5 +168,5 @@ def test_an_adapter_of_another_base_is_refused(folder, base):
     write_config(base, model_type="qwen3")
     with pytest.raises(AdapterError, match=r"was trained on another base \(theirs\) than the one served here"):
         adapter_folder.check_base(folder, base)
-    state.write_text("{}")  # of a run that did not hash it
+    state.write_text("{}")  # a run that did not hash its base
     adapter_folder.check_base(folder, base)

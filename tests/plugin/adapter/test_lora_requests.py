@@ -1,4 +1,4 @@
-"""What vLLM would leave out of an adapter that it reads itself is refused, and nothing else is."""
+"""Test adapters that vLLM reads itself. One is refused if vLLM would leave out a part of it, and no other is."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ TENSORS, CONFIG, NORMS, STATE = (
 
 @pytest.fixture(scope="module")
 def saved(reference, make_nvfp4, make_adapter, tmp_path_factory):
-    """A real PEFT folder, which says of which base it is."""
+    """Save a real PEFT adapter to a folder that records its base."""
     folder, base = tmp_path_factory.mktemp("saved"), make_nvfp4("qwen2")
     make_adapter(reference(base), seed=5)[2].save_pretrained(folder)
     (folder / STATE).write_text(json.dumps({"base": str(base), "base_hash": base_hash(base)}))
@@ -34,7 +34,8 @@ def saved(reference, make_nvfp4, make_adapter, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(boot, make_nvfp4, lora_options, saved):
-    """With the good adapter in its slot: what is refused amid a step would leave the engine with half of one."""
+    """Start an engine with the good adapter in a slot. Tests add the others outside of a step, because a refusal amid a
+    step would leave the engine with half a step."""
     engine = boot(make_nvfp4("qwen2"), **{**lora_options, "max_loras": 2, "max_cpu_loras": 2})
     assert engine.llm_engine.add_lora(LoRARequest("good", 1, str(saved)))
     return engine
@@ -96,7 +97,8 @@ def test_experts_have_slots_under_vllms_names():
 
 
 class Runner:
-    """A model runner as vLLM's: it builds its model, then the slots of its stage, and does both again on a reload."""
+    """Play vLLM's model runner. It builds its model and then the LoRA slots of its pipeline stage, and does both again
+    on a reload."""
 
     def __init__(self, config, adapted):
         self.config, self.adapted, self.reads = config, adapted, 0
@@ -124,7 +126,7 @@ def test_a_pipeline_stage_refuses_what_no_stage_has_slots_for(of_another_stage, 
     names = [f"model.layers.{layer}.self_attn.q_proj" for layer in (of_another_stage, 1)]
     runner = Runner(SimpleNamespace(lora_config=object()), names)
     runner.load_model()
-    runner.load_model()  # an engine that reads its weights again makes its slots again
+    runner.load_model()  # an engine that reloads its weights creates its slots again
     request = LoRARequest("a", 1, str(tmp_path))
     if of_another_stage == 0:
         assert list(runner.lora_manager._load_adapter(request).loras) == names

@@ -1,4 +1,4 @@
-"""What is watched while a model loads, on a model that is nothing but its parameters: the order, and each refusal."""
+"""Test the hooks on model loading: their order, and each refusal. The model here is nothing but parameters."""
 
 import shutil
 from types import SimpleNamespace
@@ -16,7 +16,8 @@ from qerl_vllm_plugin.worker.change import TOO_LARGE
 
 @pytest.fixture
 def start(monkeypatch, tmp_path):
-    """start(name, weights, **changes) -> the model as vLLM would leave it, and what happened in what order."""
+    """start(name, weights, **changes) loads a model and returns it as vLLM would leave it, with the events in their
+    order."""
     (tmp_path / "folder").mkdir()
     snapshot = tmp_path / "hub/models--someone--tiny/snapshots" / ("c" * 40)
     snapshot.mkdir(parents=True)
@@ -27,7 +28,7 @@ def start(monkeypatch, tmp_path):
     monkeypatch.setattr(loading.vllm_layers, "is_fused_experts", lambda module: isinstance(module, torch.nn.Bilinear))
 
     class Model(torch.nn.Module):
-        """An inner module is being built when the plugin first hears of the model."""
+        """A model whose inner module is under construction when the plugin is first told of the model."""
 
         def __init__(self, config, watch):
             super().__init__()
@@ -79,7 +80,7 @@ def start(monkeypatch, tmp_path):
 
 def test_a_folder_is_inspected_first_and_adapted_last(start, tmp_path):
     model, order = start(has_adapter=True)
-    model.eval()  # again, which calls nothing
+    model.eval()  # a second call of eval() must trigger nothing
     folder = tmp_path / "folder"
     assert order == [("inspect", "folder"), "built", "a", "b", ("load", ["a", "b"]), ("install", folder), "ready"]
 

@@ -1,4 +1,4 @@
-"""Promise 5: with prefix caching, no answer of one policy is ever made from keys and values of another."""
+"""Test promise 5: with prefix caching, no answer of one policy is computed from another policy's keys and values."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ from qerl_vllm_plugin.compat import scheduler as prefix_cache
 from qerl_vllm_plugin.compat.scheduler import QerlAsyncScheduler, QerlScheduler, scheduler, scheduler_here
 from qerl_vllm_plugin.policy import Policy
 
-PROMPT = [(7 * i) % 60 + 2 for i in range(100)]  # three full blocks of 32
+PROMPT = [(7 * i) % 60 + 2 for i in range(100)]  # three full blocks of 32 tokens
 SAMPLING = SamplingParams(max_tokens=1, temperature=0.0, logprobs=5)
 
 
@@ -24,7 +24,7 @@ def adapters(hf, make_adapter):
 
 
 def ask(policy: Policy) -> tuple[dict[int, float], int]:
-    """Log-probabilities of the next token, and how many prompt tokens came from the cache."""
+    """Return the log-probabilities of the next token and the number of prompt tokens that came from the cache."""
     output = policy._llm.generate([{"prompt_token_ids": PROMPT}], SAMPLING, use_tqdm=False, lora_request=policy.request)
     top = output[0].outputs[0].logprobs[0]
     return {token: value.logprob for token, value in top.items()}, output[0].num_cached_tokens
@@ -100,7 +100,7 @@ def test_promise_05_a_cache_that_cannot_be_emptied_is_an_error(policy, adapters,
 def test_promise_05_no_block_keeps_its_hash(policy, adapters, monkeypatch):
     pool = scheduler_here(policy._llm).kv_cache_manager.block_pool
     blocks, twice = pool.blocks, [{"prompt_token_ids": prompt} for prompt in (PROMPT, PROMPT, PROMPT[::-1])]
-    # in one step, in which they all come to the same blocks anew: some hold the same tokens as others
+    # all three run in one step and compute the same blocks anew, so some blocks hold the same tokens as others
     policy._llm.generate(twice, SAMPLING, use_tqdm=False, lora_request=policy.request)
     held = [block.block_id for block in blocks if block.block_hash is not None]
     seen: list[int] = []
@@ -131,7 +131,7 @@ def test_promise_05_a_failed_emptying_leaves_all_blocks(policy, adapters, monkey
     pool = scheduler_here(policy._llm).kv_cache_manager.block_pool
     blocks = pool.blocks
     ask(policy)
-    monkeypatch.setattr(pool, "get_num_free_blocks", lambda: 1)  # as if a request held the others
+    monkeypatch.setattr(pool, "get_num_free_blocks", lambda: 1)  # as if a request held the other blocks
     with pytest.raises(RuntimeError, match="could not empty its prefix cache"):
         policy.swap(*adapters[0])
     assert pool.blocks is blocks
@@ -155,7 +155,7 @@ def with_scheduler(boot, folder, carriers):
 
 @pytest.mark.parametrize("kind", [QerlScheduler, QerlAsyncScheduler])
 def test_promise_05_the_scheduler_empties_the_cache(with_scheduler, kind, monkeypatch):
-    """As an engine in another process does it, which ``Policy`` cannot help: with vLLM's own call."""
+    """Empty the cache by vLLM's own call, as an engine in another process does. ``Policy`` cannot speed that one up."""
     own = scheduler_here(with_scheduler)
     assert type(own) is QerlScheduler
     blocks = own.kv_cache_manager.block_pool.blocks
@@ -163,7 +163,7 @@ def test_promise_05_the_scheduler_empties_the_cache(with_scheduler, kind, monkey
     held = [block.block_id for block in blocks if block.block_hash is not None]
     seen: list[int] = []
     monkeypatch.setattr(KVCacheBlock, "reset_hash", _noting(seen, KVCacheBlock.reset_hash))
-    other = object.__new__(kind)  # no CPU schedules asynchronously
+    other = object.__new__(kind)  # no engine on a CPU schedules asynchronously
     other.__dict__.update(own.__dict__)
     assert other.reset_prefix_cache(reset_running_requests=True, reset_connector=False)
     assert sorted(seen) == held and len(held) >= 3

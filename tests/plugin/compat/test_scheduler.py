@@ -1,4 +1,5 @@
-"""A scheduler that asks less of the KV cache's manager schedules the same, step by step, block by block."""
+"""Test that the plugin's scheduler schedules as vLLM's does, step by step and block by block. It only calls the KV
+cache manager less often."""
 
 import copy
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from qerl_vllm_plugin.compat.scheduler import (
 
 BLOCK = 32
 HASH = get_hash_fn_by_name("sha256")
-init_none_hash(HASH)  # once: vLLM 0.26 draws it
+init_none_hash(HASH)  # only once, because vLLM 0.26 draws this hash at random
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,8 @@ def engine(boot, make_nvfp4) -> Any:
 
 
 def requests(caching: bool) -> list[Request]:
-    """Of all lengths; three have their first block and a half in common. One ends early, some with a block."""
+    """Return requests of many lengths. Three share their first block and a half. One ends early, and some end on a
+    block boundary."""
     found = []
     for row in range(12):
         prompt = [(5 * i) % 50 + 2 for i in range(48 if row < 3 else 0)] + [row + 2] * (9 * row + 7 if row < 9 else 10)
@@ -45,8 +47,9 @@ def requests(caching: bool) -> list[Request]:
 
 
 def drive(kind: type[Scheduler], engine: Any, monkeypatch: Any, *, caching: bool, blocks: int) -> tuple[list[Any], int]:
-    """What is scheduled in each step, what lies in the prefix cache at the end, and how often vLLM's manager was asked
-    for slots. An asynchronous scheduler is a step ahead of the tokens."""
+    """Run a scheduler over all requests. Return what each step schedules, what the prefix cache holds at the end, and
+    how often vLLM's manager was asked for slots. An asynchronous scheduler runs one step ahead of the sampled
+    tokens."""
     asked: list[str] = []
     allocate = KVCacheManager.allocate_slots
 
@@ -84,7 +87,7 @@ def drive(kind: type[Scheduler], engine: Any, monkeypatch: Any, *, caching: bool
     assert not scheduler.has_requests()
     pool = scheduler.kv_cache_manager.block_pool
     held = {block.block_id: block.block_hash for block in pool.blocks}
-    assert pool.get_num_free_blocks() == blocks - 1  # one stands for none
+    assert pool.get_num_free_blocks() == blocks - 1  # one block is vLLM's null block
     return [*seen, held], len(asked)
 
 
@@ -101,7 +104,7 @@ def _answer(scheduler: Scheduler, output: Any) -> None:
     scheduler.update_from_output(output, ModelRunnerOutput(names, places, tokens, **empty))
 
 
-@pytest.mark.parametrize("blocks", [64, 9])  # room for all; for hardly two of them
+@pytest.mark.parametrize("blocks", [64, 9])  # 64 blocks hold all requests, 9 hardly two of them
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize(("theirs", "ours"), [(Scheduler, QerlScheduler), (AsyncScheduler, QerlAsyncScheduler)])
 def test_the_same_is_scheduled_with_fewer_questions(
@@ -110,9 +113,9 @@ def test_the_same_is_scheduled_with_fewer_questions(
     expected, often = drive(theirs, engine, monkeypatch, caching=caching, blocks=blocks)
     found, seldom = drive(ours, engine, monkeypatch, caching=caching, blocks=blocks)
     assert found == expected
-    assert any(step for step in expected[2:-1:3]) == (blocks == 9)  # some were put back for others
+    assert any(step for step in expected[2:-1:3]) == (blocks == 9)  # some requests were preempted for others
     assert any(expected[-1].values()) == caching
-    assert seldom < often / (5 if blocks == 64 else 2)  # who waits for blocks asks in every step
+    assert seldom < often / (5 if blocks == 64 else 2)  # a request that waits for blocks asks in every step
 
 
 def test_another_kind_of_attention_keeps_vllm_s_manager(engine) -> None:
@@ -135,22 +138,22 @@ def test_another_kind_of_attention_keeps_vllm_s_manager(engine) -> None:
     ("changes", "is_quick"),
     [
         ({}, True),
-        ({"lookahead": 11}, True),  # up to the last place of its two blocks
+        ({"lookahead": 11}, True),  # up to the last slot of its two blocks
         ({"lookahead": 12}, False),
         ({"new": 0}, False),
-        ({"computed": 31, "tokens": 32}, False),  # its second block is full now, and to be found again
-        ({"computed": 31, "tokens": 31}, True),  # a token that is not known yet fills none
+        ({"computed": 31, "tokens": 32}, False),  # its second block is full now and must enter the prefix cache
+        ({"computed": 31, "tokens": 31}, True),  # a token that is not known yet fills no block
         ({"computed": 31, "tokens": 32, "caching": False}, True),
         ({"computed": 32, "tokens": 33, "caching": False}, False),
         ({"status": RequestStatus.PREEMPTED}, False),
         ({"partial": {"a"}}, False),
-        ({"name": "b"}, False),  # has no blocks
+        ({"name": "b"}, False),  # this request has no blocks
         ({"more": {"delay_cache_blocks": True}}, False),
     ],
     ids=str,
 )
 def test_only_a_running_sequence_with_room_is_quick(changes, is_quick) -> None:
-    """Two blocks of 16, of which one is cached, and 20 tokens computed."""
+    """Give the request two blocks of 16, one of them cached, and 20 computed tokens."""
     given = {"new": 1, "computed": 20, "tokens": 21, "lookahead": 0, "more": {}, "caching": True} | changes
     asked: list[Any] = []
     manager = SimpleNamespace(

@@ -1,4 +1,5 @@
-"""Seeded requests whose prompts are computed in parts, on a CPU: the answers of prompts computed at once."""
+"""Test seeded requests with chunked prefill on a CPU. Their answers must equal those of prompts that are computed at
+once."""
 
 import pytest
 
@@ -7,14 +8,14 @@ PROMPTS = [[(5 * i + j) % 60 + 2 for i in range(length)] for j, length in enumer
 
 @pytest.fixture(scope="module")
 def engines(boot, make_nvfp4):
-    """An engine that computes every prompt at once, and one that computes 16 tokens a step."""
+    """Start an engine that computes every prompt at once, and one that computes 16 tokens a step."""
     options = {"max_model_len": 256, "dtype": "float32"}
     return [boot(make_nvfp4("qwen2"), max_num_batched_tokens=tokens, **options) for tokens in (256, 16)]
 
 
 def sampled(llm, *, first_seed=11, put_back_at=(), **changes):
-    """The tokens of each prompt, the last one without a seed; before the steps ``put_back_at`` the requests under way
-    lose what was computed of them, as in a swap under "keep"."""
+    """Return the tokens of the seeded prompts; the last prompt has no seed. Before each step in ``put_back_at`` the
+    running requests are preempted and lose what was computed, as in a swap under "keep"."""
     from vllm import SamplingParams
 
     engine, outputs, step = llm.llm_engine, {}, 0

@@ -1,1 +1,1 @@
-"""A package, for its tests share the server of conftest.py, which ends with the last of them."""
+"""Make this folder a package. Its tests share the server of conftest.py, which stops after the last of them."""

@@ -1,4 +1,4 @@
-"""One real server that the policy is part of, its clients, and what an engine in this process answers."""
+"""Provide one real server with a policy, its clients, and the expected answers of an engine in this process."""
 
 import json
 
@@ -17,7 +17,8 @@ def hf(reference, make_nvfp4):
 
 @pytest.fixture(scope="package")
 def adapters(hf, make_adapter, tmp_path_factory):
-    """Folders ``start``, ``second`` and ``third`` under one directory; their tensors and configs by name."""
+    """Save the adapters ``start``, ``second`` and ``third`` under one directory. Return it with their tensors and
+    configs by name."""
     parent = tmp_path_factory.mktemp("adapters")
     made = {}
     for seed, name in enumerate(("start", "second", "third")):
@@ -30,14 +31,14 @@ def adapters(hf, make_adapter, tmp_path_factory):
 
 @pytest.fixture(scope="package")
 def server(start_server):
-    """The address of a server that has been started with the adapter ``start``; its log, and its process."""
+    """Return the address, log and process of a server that was started with the adapter ``start``."""
     with start_server() as running:
         yield running.url, running.log, running.process
 
 
 @pytest.fixture(scope="package")
 def start_server(make_nvfp4, adapters, hold_port, tmp_path_factory):
-    """start_server() -> a context with one more such server."""
+    """start_server() returns a context with one more such server."""
     from qerl_recipes.machine.serve import command, started
 
     folder = tmp_path_factory.mktemp("server")
@@ -55,12 +56,12 @@ def start_server(make_nvfp4, adapters, hold_port, tmp_path_factory):
         json.dumps({"qerl": options}),
     ]
     environment = {
-        # the engine's process computes too: a worker process beside it would cost every start 10 s, and engine and
-        # worker wait for each other in loops of sched_yield, which starve all other processes on some Linux kernels
+        # The engine process also computes: a separate worker process would add 10 s to every start. Engine and worker
+        # would also wait for each other in sched_yield loops, which starve all other processes on some Linux kernels.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_PLUGINS": "qerl",
         "QERL_ADMIN_TOKEN_FILE": str(folder / "token"),
-        "VLLM_SERVER_DEV_MODE": "1",  # vLLM's own /pause and /resume
+        "VLLM_SERVER_DEV_MODE": "1",  # serves vLLM's own /pause and /resume
     }
     checkpoint = str(make_nvfp4("qwen2", max_position_embeddings=4096))
 
@@ -86,8 +87,8 @@ def questions(server):
 
 @pytest.fixture(scope="module")
 def expected(boot, make_nvfp4, adapters, measure):
-    """expected(name, noise=None) -> log-probability of 6 greedy tokens after each prompt, of an engine in this process
-    with that adapter."""
+    """expected(name, noise=None) returns the log-probability of 6 greedy tokens after each prompt. An engine in this
+    process with that adapter computes them."""
     from vllm import SamplingParams
 
     options = {

@@ -1,4 +1,4 @@
-"""Hostile requests to the server of this folder: each is refused by name, and changes nothing."""
+"""Test hostile requests to this folder's server: each is refused by name and changes nothing."""
 
 import contextlib
 import json
@@ -23,7 +23,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 
 def worked(server):
-    """Seconds of a processor that the processes of the server have had: what it does, however busy the machine is."""
+    """Return the CPU seconds that the server's processes have used. Unlike wall time, this does not depend on how busy
+    the machine is."""
     root = psutil.Process(server[2].pid)
     times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
     return sum(time.user + time.system for time in times)
@@ -35,7 +36,7 @@ def nan(tensors, config):
 
 
 def spoiled(change):
-    """adapter -> its body after ``change(tensors, config)``."""
+    """Return a function that maps an adapter to its request body after ``change(tensors, config)``."""
 
     def make(adapter):
         tensors, config = dict(adapter[0]), dict(adapter[1])
@@ -91,7 +92,7 @@ def test_a_hostile_body_is_refused_within_a_second(server, policy, adapters, cas
 
 
 def uploads_with(process, content):
-    """The paths of the server's files in shared memory that begin so."""
+    """Return the paths of the server's files in shared memory that begin with ``content``."""
     found = []
     for path in Path(f"/proc/{process.pid}/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -138,7 +139,8 @@ def test_gpu_memory_is_mapped_for_a_proven_caller_alone(server, policy, adapters
     ids=["of a length", "in pieces"],
 )
 def test_a_proof_cannot_be_made_over_http(server, policy, adapters, lines):
-    """A body that stalls lies in an unnamed file of the server's user, and holds whatever its sender likes."""
+    """Forge a proof by a stalled upload: its body lies in an unnamed file of the server's user, with content of the
+    sender's choice."""
     before, (given, content) = kept(policy), description(adapters)
     with send(server[0], "PUT /v1/qerl/policy HTTP/1.1", lines.encode() + content):
         found = until(lambda: uploads_with(server[2], content))

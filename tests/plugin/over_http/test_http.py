@@ -1,4 +1,4 @@
-"""The policy over HTTP: swaps, noise, versions and what is counted; the official client asks the questions."""
+"""Test the policy over HTTP: swaps, noise, versions and counters. The official OpenAI client sends the questions."""
 
 import asyncio
 import contextlib
@@ -25,12 +25,12 @@ from qerl_vllm_plugin.options import Options
 from qerl_vllm_plugin.wire import cuda_ipc, gpu_memory
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
-TRIES = 8  # of what a machine that stops in the wrong moment leaves untested
+TRIES = 8  # retries where a stall of the machine at the wrong moment leaves a case untested
 CLIENTS = [PolicyClient, AsyncPolicyClient]
 
 
 def test_a_server_answers_as_an_engine_in_process(policy, questions, expected, adapters, measure):
-    """With the adapter named at start, after a swap, under noise, without it, and without an adapter."""
+    """Compare with the adapter named at start, after a swap, under noise, without noise, and without an adapter."""
     distinct = {name: expected(name) for name in ("start", "second", None)}
     assert len({round(scores[0], 2) for scores in distinct.values()}) == 3, "these adapters prove nothing"
     state = policy.state()
@@ -96,7 +96,7 @@ def openai_client(server):
 
 
 def test_requests_run_on_through_swaps(server, policy, adapters):
-    """And each names the versions that computed it."""
+    """Check also that each answer names the versions that computed it."""
     first = policy.state()["version"]
 
     async def load():
@@ -110,7 +110,7 @@ def test_requests_run_on_through_swaps(server, policy, adapters):
 
         running = [asyncio.create_task(one(i)) for i in range(6)]
         swaps = 0
-        while not all(task.done() for task in running):  # however long a busy machine takes to start them
+        while not all(task.done() for task in running):  # however long a busy machine takes to start the requests
             await asyncio.sleep(0.1)
             await pusher.swap(*adapters[1]["third" if swaps % 2 else "second"], requests="keep")
             swaps += 1
@@ -148,7 +148,7 @@ def test_waiting_lets_requests_end_and_aborting_ends_them(server, policy, adapte
         first += 1
         assert version == first + 1
         if reason != "length":
-            break  # else it had ended before
+            break  # otherwise it had ended before the abort
     assert reason == "abort"
 
 
@@ -203,13 +203,13 @@ PAGE = (Path(__file__).parents[3] / "qerl_vllm_plugin" / "README.md").read_text(
 
 
 def block(kind, word):
-    """The first block of this kind of the page that has the word."""
+    """Return the first code block of this kind on the page that contains the word."""
     return next(found for found in re.findall(rf"```{kind}\n(.*?)```", PAGE, flags=re.S) if word in found)
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
 def test_the_commands_of_the_page(server, policy, tmp_path):
-    """As printed, for a server that is there already."""
+    """Run them as printed, on a server that is already running."""
     version, lines = policy.state()["version"], block("bash", "/v1/qerl/policy").replace("\\\n", " ").splitlines()
     (start,) = [shlex.split(line.removesuffix(" &")) for line in lines if line.startswith("qerl serve")]
     options = Options.parse(json.loads(start[start.index("--additional-config") + 1]))
@@ -217,7 +217,7 @@ def test_the_commands_of_the_page(server, policy, tmp_path):
     assert start[:5] == ["qerl", "serve", "BASE", "--host", "127.0.0.1"] and len(start) == 7
     (names,) = [line for line in lines if line.startswith("URL=")]
     commands = [names.partition("; ")[2], *(line for line in lines if line.startswith("curl "))]
-    assert len(commands) == 6 and len(lines) == 9, "a line of the page is not tested"  # with test_pages.py
+    assert len(commands) == 6 and len(lines) == 9, "a line of the page is not tested"  # test_pages.py tests the others
     (tmp_path / ".curlrc").write_text(f'header = "Authorization: Bearer {API_KEY}"\n')
     environment = {**os.environ, "URL": server[0], "QERL_ADMIN_TOKEN": TOKEN, "CURL_HOME": str(tmp_path)}
     line = ["bash", "-e", "-c", "\n".join(commands)]

@@ -1,4 +1,4 @@
-"""Each route that answers with tokens names the policy, also one that was changed in the middle of the answer."""
+"""Test that each route which answers with tokens names the policy, also one that changed during the answer."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,14 +9,14 @@ from policy_requests import API_KEY, VERSION
 from waiting import PATIENCE
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
-TRIES = 8  # of what a machine that stops in the wrong moment leaves untested
+TRIES = 8  # retries where a stall of the machine at the wrong moment leaves a case untested
 TEXT, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 IDS = [9, 4, 5]
 TURN = [{"role": "user", "content": "1+2="}]
 SAID = {"messages": TURN, "chat_template": "{{ messages[0]['content'] }}"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 BEAMS = {"use_beam_search": True, "n": 2, "temperature": 0.0}
-# path, what is asked for, the key of how many tokens
+# path, request body, and the key that limits the tokens
 KINDS = {
     "text": (TEXT, {"prompt": IDS, "logprobs": 0, "logit_bias": {"7": 5, "8": -5.0}}, "max_tokens"),
     "prompts": (TEXT, {"prompt": [IDS, [7]], "echo": True, "logprobs": 1}, "max_tokens"),
@@ -45,7 +45,7 @@ def asked(http, kind, tokens):
 
 
 def named(answer):
-    """What the header of an answer names, and the last line of a stream."""
+    """Return the policy version in an answer's header and the one in the last line of a stream."""
     assert answer.status_code == 200, answer.text
     is_stream = answer.headers["content-type"].startswith("text/event-stream")
     assert ("X-QeRL-Policy-Version" in answer.text) == is_stream
@@ -57,7 +57,7 @@ def test_its_answer_names_the_policy(http, policy):
     version = str(policy.state()["version"])
     found = {kind: named(asked(http, kind, 3)) for kind in KINDS}
     expected = {kind: (version, version if given.get("stream") else None) for kind, (_, given, _) in KINDS.items()}
-    # its stream begins before the engine is asked for anything
+    # the stream begins before the engine is asked for anything, so its header names no version
     assert found == {**expected, "responses_stream": (None, version)}
 
 
@@ -69,7 +69,7 @@ def generated(http):
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 @pytest.mark.parametrize("kind", ["prompts", "n_stream", "beams"])
 def test_a_change_in_the_middle_of_an_answer_is_named(kind, mode, http, policy, adapters):
-    # a beam search asks for each token anew, and lets no change wait for its end
+    # a beam search makes one engine request a token, so a change does not wait for its end
     both = mode == "keep" or kind == "beams"
     for _ in range(TRIES):
         first, before = policy.state()["version"], generated(http)
@@ -82,7 +82,7 @@ def test_a_change_in_the_middle_of_an_answer_is_named(kind, mode, http, policy, 
         header, last = named(answered.result())
         was_aborted = "abort" in answered.result().text
         if went_on if both else was_aborted or mode == "wait":
-            break  # else it had ended before
+            break  # otherwise it had ended before the change
     assert (last or header) == (f"{first}-{first + 1}" if both else str(first))
     assert was_aborted == (mode == "abort" and kind != "beams")
 

@@ -1,4 +1,5 @@
-"""Tensors of the CPU on their way to a server of this machine: through a file in shared memory, or not at all."""
+"""Test CPU tensors on their way to a server on this machine: through a file in shared memory, or in the request body
+instead."""
 
 import contextlib
 import json
@@ -44,7 +45,8 @@ def test_tensors_are_written_into_one_file_and_served(
 
 
 def test_a_swap_is_known_again_whichever_way_it_came(server, policy, adapters):
-    """Sent again it changes nothing; an older or another one under its version is refused."""
+    """Check that sending it again changes nothing. An older version, or another adapter under the same version, is
+    refused."""
     near, far = (PolicyClient(server[0], TOKEN, API_KEY, transport=way) for way in ("shared", "http"))
     for first, second in ((near, far), (far, near)):
         version = first.swap(*adapters[1]["third"])
@@ -89,8 +91,8 @@ def test_only_an_adapter_in_a_file_for_servers_is_installed(server, policy, adap
 
 
 def in_shared_memory(content, how):
-    """A file of this user there with this content, and its path for others."""
-    if how == "deleted":  # literally so
+    """Create a file of this user in /dev/shm with this content. Return it with its path for other processes."""
+    if how == "deleted":  # the name itself ends in " (deleted)"
         file = tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="x-", suffix=" (deleted)", buffering=0)  # noqa: SIM115
         path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
     else:
@@ -123,7 +125,7 @@ def test_a_file_that_its_caller_has_not_made_is_not_opened(server, policy, adapt
 def refuse_the_file(monkeypatch):
     @contextlib.contextmanager
     def filled(*given):
-        file, path = shared_file.create()  # none that was made for a server
+        file, path = shared_file.create()  # a file that was not created for a server
         with file:
             yield path
 
@@ -166,7 +168,8 @@ def test_another_machine_gets_the_body_without_a_warning(server, adapters, monke
 
 @pytest.fixture(scope="module")
 def several(adapters, tmp_path_factory):
-    """Adapters of two sizes by the names of their folders in one directory; two may be installed by name."""
+    """Save adapters of two sizes to folders of one directory, and return it with the adapters by their names. The
+    server can install two of them, ``second`` and ``third``, by name."""
     given = {name: adapters[1][name] for name in ("second", "third")}
     for name in ("second", "third"):
         tensors, config = given[name]
@@ -182,7 +185,7 @@ def several(adapters, tmp_path_factory):
 
 
 def installed(server):
-    """(version, digest of the workers' buffers) as they are now."""
+    """Return the current version and the digest of the workers' buffers."""
     asked = {"method": "qerl_state", "args": [True]}
     answer = httpx.post(f"{server[0]}/collective_rpc", json=asked, headers=HEADERS, timeout=PATIENCE)
     (state,) = answer.json()["results"]
@@ -191,8 +194,8 @@ def installed(server):
 
 @contextlib.contextmanager
 def each_is_what_was_sent(server, several):
-    """Yields a list for (version, name) of all swaps of the block, one list a sender: versions have been given once, in
-    order to each, and under each the workers hold what was sent."""
+    """Yield a list to which each sender appends its list of (version, name). Check at the end that each version was
+    given once, in order for each sender. Under each version the workers must hold what was sent."""
     client, digests, seen, ended, senders = PolicyClient(server[0], TOKEN, API_KEY), {}, set(), threading.Event(), []
     for name, given in several[1].items():
         first = client.swap(*given)
@@ -240,7 +243,7 @@ def test_folders_and_bodies_of_many_clients_come_in_turn(server, several, second
         senders += threads.map(send, range(8))
 
 
-# Tasks of one client, in a process of its own: memory that is gone ends it (SIGBUS).
+# Run the tasks of one client in a process of its own: access to freed memory would end it (SIGBUS).
 TASKS = """
 import asyncio, json, os, random, sys, time
 from pathlib import Path

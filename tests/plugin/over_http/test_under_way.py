@@ -1,4 +1,4 @@
-"""Requests that are under way when the policy changes, also in an engine that somebody has paused in vLLM's own way."""
+"""Test requests that are running when the policy changes, also in an engine paused by vLLM's own /pause."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -10,12 +10,12 @@ from policy_requests import API_KEY
 from waiting import PATIENCE, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
-TRIES = 8  # of what a machine that stops in the wrong moment leaves untested
+TRIES = 8  # retries where a stall of the machine at the wrong moment leaves a case untested
 
 
 @pytest.fixture
 def begun(server):
-    """begun(tokens, prompt) -> the lines of a stream with its first token; the engine runs again in the end."""
+    """begun(tokens, prompt) returns the lines of a stream after its first token. The engine is resumed at the end."""
     question = {"model": "policy", "ignore_eos": True, "stream": True}
     with ExitStack() as stack:
         client = stack.enter_context(httpx.Client(headers={"Authorization": f"Bearer {API_KEY}"}, timeout=PATIENCE))
@@ -52,7 +52,8 @@ def named(versions):
 
 
 def let_end(url, threads, begun, tokens):
-    """A request under way in an engine that somebody lets come to rest -> its lines, and the call that waits for it."""
+    """Start a request, then pause the engine with mode "wait". Return the request's lines and the pending pause
+    call."""
     for _ in range(TRIES):
         lines = begun(tokens)
         drained = threads.submit(pause, url, "wait")
@@ -92,7 +93,7 @@ def test_abort_ends_requests_that_somebody_lets_end(server, policy, adapters, be
         assert is_paused(server[0])
         said = "".join(lines).replace(" ", "")
         if '"finish_reason":"length"' not in said:
-            break  # else it had ended before
+            break  # otherwise it had ended before
         resume(server[0])
     assert '"finish_reason":"abort"' in said
 
@@ -107,14 +108,14 @@ def test_a_pause_in_the_middle_of_a_change_stays(server, policy, adapters, begun
             change.result()
     assert is_paused(server[0]) and policy.state()["version"] == first + 2
     resume(server[0])
-    ends = "abort|length" if mode == "abort" else "length"  # it may have ended before
+    ends = "abort|length" if mode == "abort" else "length"  # the request may have ended before the abort
     assert re.search(f'"finish_reason":"({ends})"', "".join(lines).replace(" ", ""))
 
 
 def test_preempted_requests_end_before_a_change_that_waits(server, policy, adapters, begun):
-    """vLLM puts them back and starts them anew when there is room, but not in an engine that is to come to rest."""
+    """Check preempted requests. vLLM restarts these when there is room, but not in an engine that is being drained."""
     first = policy.state()["version"]
-    with ThreadPoolExecutor(7) as threads:  # the server has room for 8064 tokens, and each request will have 1400
+    with ThreadPoolExecutor(7) as threads:  # the server has room for 8064 tokens, and each of the 7 requests needs 1400
         for _ in range(TRIES):
             streams = list(threads.map(lambda i: begun(400, [9 + i, *[4, 5] * 500]), range(7)))
             while not (waiting := count(server[0], "num_requests_waiting")):

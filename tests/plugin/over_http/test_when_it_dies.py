@@ -1,5 +1,5 @@
-"""What dies, stalls or runs out of room beside the server of this folder, and at last the server itself: nothing
-hangs, and nothing is left behind. These come last, for the last of them kills it."""
+"""Test faults beside this folder's server: something dies, stalls or runs out of room, and at last the server itself
+dies. Nothing hangs, and nothing is left behind. These tests run last, since the last one kills the server."""
 
 import resource
 import signal
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def another(hf, make_adapter):
-    """An adapter of another size than those before: its file is not the one that the server has kept."""
+    """Return an adapter of a new size, so that the server cannot reuse the file that it has kept."""
     return make_adapter(hf, r=3, target_modules=MODULES)[:2]
 
 
@@ -59,7 +59,7 @@ def test_an_adapter_without_room_is_refused_by_name(server, another):
     policy = PolicyClient(server[0], TOKEN, API_KEY, transport="http")
     before, process = kept(policy), psutil.Process(server[2].pid)
     limits = process.rlimit(resource.RLIMIT_FSIZE)
-    process.rlimit(resource.RLIMIT_FSIZE, (4 << 10, limits[1]))  # the kernel refuses the write after so many bytes
+    process.rlimit(resource.RLIMIT_FSIZE, (4 << 10, limits[1]))  # the kernel refuses writes beyond this size
     try:
         with pytest.raises(
             PolicyRefusedError,
@@ -77,7 +77,7 @@ def test_an_adapter_without_room_is_refused_by_name(server, another):
 def test_a_client_that_never_reads_holds_nobody_up(server, policy, another):
     before = kept(policy)["version"]
     with begin_stream(server[0], 1000, receive=4096) as silent:
-        assert silent.recv(12) == b"HTTP/1.1 200"  # and no more
+        assert silent.recv(12) == b"HTTP/1.1 200"  # reads no more of the answer
         assert policy.swap(*another, requests="wait") == before + 1
         assert policy.swap(*another, requests="keep") == before + 2
         answer = ask(server)
@@ -101,7 +101,8 @@ def test_a_killed_server_leaves_no_process_and_no_file(server, adapters):
 @pytest.mark.slow
 def test_a_server_without_its_core_answers_at_once_and_ends(start_server):
     asked = {
-        "wait": ("DELETE", "/v1/qerl/policy?requests=wait"),  # while a stream ends, which takes longer than the test
+        # waits for the end of a stream, which takes longer than the test
+        "wait": ("DELETE", "/v1/qerl/policy?requests=wait"),
         "keep": ("DELETE", "/v1/qerl/policy?requests=keep"),
         "abort": ("DELETE", "/v1/qerl/policy?requests=abort&version=9"),
         "noise": ("DELETE", "/v1/qerl/noise"),

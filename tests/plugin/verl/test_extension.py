@@ -1,4 +1,4 @@
-"""A vLLM worker under verl: adapters come by verl's own transport, and become the policy's versions."""
+"""Test a vLLM worker under verl. Adapters arrive by verl's own transport and become the policy's versions."""
 
 import asyncio
 import threading
@@ -26,19 +26,19 @@ def folder(make_bf16, write_packed) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(verl_on_a_cpu, boot, folder):
-    """An engine whose worker is verl's."""
+    """Start an engine whose worker has verl's extension."""
     return boot(folder, worker_extension_cls=EXTENSION, **RESIDENT)
 
 
 @pytest.fixture(scope="module")
 def adapters(folder, reference, make_adapter):
-    """(tensors, config) of two real PEFT models."""
+    """Return (tensors, config) of two real PEFT models."""
     return [make_adapter(reference(folder), **changes)[:2] for changes in ADAPTERS]
 
 
 @pytest.fixture
 def push(engine, monkeypatch) -> Callable[..., list]:
-    """push(tensors, method=..., bucket_mb=1, **kwargs) sends them as verl's trainer does, with its own sender."""
+    """push(tensors, method=..., **kwargs) sends them as verl's trainer does, with verl's own sender."""
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
     monkeypatch.setenv("VERL_RAY_JOB_ID", f"test-{threading.get_native_id()}")
@@ -47,7 +47,8 @@ def push(engine, monkeypatch) -> Callable[..., list]:
     def send(tensors, method="receive_adapter", **kwargs):
         sender = BucketedWeightSender(handle, bucket_size_mb=1, use_shm=True)
         sending = sender.async_send_weights(iter(tensors.items()))
-        trainer = threading.Thread(target=asyncio.run, args=(sending,), daemon=True)  # it may wait for ever
+        # a daemon, since it may wait for ever
+        trainer = threading.Thread(target=asyncio.run, args=(sending,), daemon=True)
         trainer.start()
         try:
             return engine.collective_rpc(method, kwargs={"use_shm": True, **kwargs})
@@ -121,12 +122,13 @@ def test_all_but_a_whole_adapter_is_refused(engine, adapters, push, measure):
     with pytest.raises(AdapterError, match="no LoRA adapter"):
         engine.collective_rpc("_update_weights", args=([], None, True))
     assert policy.state(digest=True) == before
-    push(tensors, "update_weights_from_ipc", peft_config=plain, base_sync_done=True)  # and goes on
+    # the engine takes an adapter afterwards
+    push(tensors, "update_weights_from_ipc", peft_config=plain, base_sync_done=True)
     assert policy.state().version == before.version + 1
 
 
 def test_verl_patches_nothing_of_a_packed_model(engine):
-    """verl looks for a ``quant_format`` of compressed-tensors' and would then load weights in its own way."""
+    """verl looks for the ``quant_format`` of compressed-tensors, and would then load weights in its own way."""
     worker = engine.llm_engine.model_executor.driver_worker.worker
     assert not worker._is_qat_model and not worker._is_modelopt_qat
     assert not hasattr(worker.vllm_config.quant_config, "quant_format")

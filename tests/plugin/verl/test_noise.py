@@ -1,4 +1,5 @@
-"""Noise of verl's rollouts: read from the configuration, set before the first request, cleared for validation."""
+"""Test the noise of verl's rollouts: it is read from the configuration, set before the first request, and cleared for
+validation."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""``rollout.name=qerl``: what of verl's configuration the server honours, and what it refuses before it starts."""
+"""Test ``rollout.name=qerl``: what the server honours of verl's configuration, and what it refuses before it starts."""
 
 import asyncio
 import types
@@ -79,7 +79,7 @@ def test_a_kv_cache_that_outgrows_its_share_is_announced(rollout, monkeypatch, v
 
 
 class FakeEngine:
-    """What the server asks of AsyncLLM."""
+    """Play the part of AsyncLLM that the server calls."""
 
     def __init__(self):
         self.calls, self.answers, self.is_emptied, self.is_busy = [], [{"version": 1}], True, False
@@ -103,7 +103,7 @@ class FakeEngine:
 
 @pytest.fixture
 def server(rollout):
-    """The server of a replica whose engine is not started: what it tells the workers, and when."""
+    """Return a replica's server with a fake engine, which records what the workers are told and when."""
     made = rollout.Server.__new__(rollout.Server)
     made.policy_version, made._noise, made._change, made.node_rank = 0, (0.0, 0, 0, ()), asyncio.Lock(), 0
     made.engine = FakeEngine()
@@ -133,13 +133,13 @@ def test_noise_changes_at_rest_once_and_behind_an_empty_cache(server):
         return [call for call in server.engine.calls if call[0] == "qerl_set_noise"]
 
     asyncio.run(server.set_noise(0.0, 7, 3, ["input_layernorm"]))
-    assert not told()  # nothing to clear
+    assert not told()  # there is nothing to clear
     for _ in range(2):
         asyncio.run(server.set_noise(0.05, 7, 3, ["input_layernorm"]))
     assert [call[1] for call in told()] == [(0.05, 7, 3, ["input_layernorm"])]
     assert server.engine.calls[-2][0] == "reset_prefix_cache"
     server.engine.is_busy = True
-    asyncio.run(server.set_noise(0.05, 7, 3, ["input_layernorm"]))  # a second batch of the same rollout
+    asyncio.run(server.set_noise(0.05, 7, 3, ["input_layernorm"]))  # as for a second batch of the same rollout
     with pytest.raises(RuntimeError, match="requests are running"):
         asyncio.run(server.set_noise(0.0, 7, -1, ["input_layernorm"]))
     server.engine.is_busy = False

@@ -1,6 +1,6 @@
-"""Checkpoints that are damaged or something else are refused by name, with the limit and the way out.
+"""Test that damaged or unsuitable checkpoints are refused by name, with the limit and the way out.
 
-What a format's tensors and keys may lack is in test_broken_twins.py.
+Missing tensors and keys of each format are tested in test_broken_twins.py.
 """
 
 import json
@@ -22,13 +22,13 @@ UP = "model.layers.1.mlp.up_proj"
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A packed checkpoint in one file."""
+    """Copy a packed checkpoint in one file."""
     return shutil.copytree(FIXTURES / "qwen2-nvfp4", tmp_path / "nvfp4")
 
 
 @pytest.fixture
 def shards(tmp_path) -> Path:
-    """A BF16 checkpoint in ten shards."""
+    """Copy a BF16 checkpoint in ten shards."""
     return shutil.copytree(FIXTURES / "qwen2-bf16", tmp_path / "bf16")
 
 
@@ -185,12 +185,12 @@ def test_a_name_goes_before_all_linears():
 
 
 def rewrite(name: str, change):
-    """Return a damage that replaces the bytes of a file by ``change(bytes)``."""
+    """Return a function that damages a folder: it replaces the bytes of a file by ``change(bytes)``."""
     return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
 
 
 def header(change):
-    """Return a damage that changes the header of the tensor file in place."""
+    """Return a function that damages a folder: it changes the header of the tensor file in place."""
 
     def changed(data: bytes) -> bytes:
         length = int.from_bytes(data[:8], "little")
@@ -203,7 +203,7 @@ def header(change):
 
 
 def index(change):
-    """Return a damage that changes the index's ``weight_map`` in place."""
+    """Return a function that damages a folder: it changes the index's ``weight_map`` in place."""
 
     def changed(data: bytes) -> bytes:
         values = json.loads(data)

@@ -1,4 +1,4 @@
-"""What a config.json and a model's names say of its linears."""
+"""Test what a config.json and a model's tensor names say about its linears."""
 
 import time
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_a_layer_is_stacked_with_what_the_model_has() -> None:
         ({"num_experts": 128}, "num_experts=128"),
         ({"num_local_experts": 8}, "num_local_experts=8"),
         ({"n_routed_experts": 64, "num_experts": None}, "n_routed_experts=64"),
-        ({"num_experts": 1}, ""),  # as a dense model is sometimes written
+        ({"num_experts": 1}, ""),  # some dense models are written so
         ({}, ""),
     ],
 )
@@ -61,7 +61,8 @@ def test_a_missing_head_dim_means_what_transformers_means(family: str, head: int
 
 
 def refused(scheme: Nvfp4Scheme | None, **tensors: tuple[str, tuple[int, ...]]) -> str:
-    """What is said of a checkpoint with these tensors, "" if nothing; ``__`` in a name stands for a dot."""
+    """Return the refusal of a checkpoint with these tensors, or "" if it is accepted. ``__`` in a name stands for a
+    dot."""
     named = {name.replace("__", "."): what for name, what in tensors.items()}
     headers = {name: TensorHeader(name, Path("x"), dtype, shape, 0, 0) for name, (dtype, shape) in named.items()}
     try:
@@ -134,7 +135,7 @@ def test_an_fp8_cache_has_both_scales_and_is_declared() -> None:
 
 
 def test_the_experts_of_a_large_mixture_are_checked_in_seconds() -> None:
-    """18,432 linears, as Qwen3-30B-A3B has: with work that grows with their square it took 25 s."""
+    """Check 18,432 linears, as many as Qwen3-30B-A3B has. A check with quadratic work took 25 s."""
     tensors = {}
     for expert in range(18_432):
         name = f"model.layers.{expert // 384}.mlp.experts.{expert % 384}.up_proj"

@@ -1,4 +1,4 @@
-"""Mixture of experts: served from a packed checkpoint, with an adapter on attention at most."""
+"""Test mixture-of-experts models: served from a packed checkpoint, with an adapter on attention at most."""
 
 import json
 import pickle
@@ -59,7 +59,7 @@ def test_experts_that_are_ignored_stay_in_bf16(boot, make_bf16, reference, measu
 
 @pytest.mark.parametrize("part", ["gate_proj", "up_proj", "down_proj"])
 def test_a_missing_part_of_an_expert_in_bf16_is_refused(part, boot, make_bf16, edited, monkeypatch):
-    monkeypatch.setattr(expected_tensors, "MODEL_TYPES", ())  # an architecture that is not known by heart
+    monkeypatch.setattr(expected_tensors, "MODEL_TYPES", ())  # as for an architecture without a table of tensors
     lacking = f"model.layers.1.mlp.experts.2.{part}.weight"
     folder = edited(make_bf16("qwen3_moe"), lambda tensors: tensors.pop(lacking))
     with pytest.raises(CheckpointError, match=rf"layers\.1\.mlp\.experts: {part} of expert 2 .*missing"):
@@ -67,7 +67,7 @@ def test_a_missing_part_of_an_expert_in_bf16_is_refused(part, boot, make_bf16, e
 
 
 def test_a_missing_expert_is_refused(boot, make_nvfp4, edited, monkeypatch):
-    monkeypatch.setattr(expected_tensors, "MODEL_TYPES", ())  # an architecture that is not known by heart
+    monkeypatch.setattr(expected_tensors, "MODEL_TYPES", ())  # as for an architecture without a table of tensors
 
     def drop(tensors):
         expert = [name for name in tensors if "layers.1.mlp.experts.2." in name]
@@ -96,7 +96,7 @@ def test_resident_adapter_reaches_attention_and_refuses_experts(engine, make_nvf
 
 
 def gated(x, w13, w2, w13_divisors, w2_divisors):
-    """Of each expert, (E, T, H), in float64, with its divisors."""
+    """Return the output of each expert, (E, T, H), in float64, computed with its divisors."""
     gate, up = (torch.einsum("th,enh->etn", x, w) for w in w13)
     inner = torch.nn.functional.silu(gate / w13_divisors[:, 0, None, None]) * (up / w13_divisors[:, 1, None, None])
     return torch.einsum("etn,ehn->eth", inner, w2) / w2_divisors[:, None, None]
@@ -152,9 +152,10 @@ def test_experts_of_modelopt_are_served_once_rewritten(boot, measure, tmp_path):
 
 
 def test_a_config_in_another_process_reads_the_same_experts(engine, measure):
-    """Workers of their own receive a copy of it: two ranks refused the experts of `qerl quantize`."""
+    """Worker processes receive a copy of the config. With such copies two ranks once refused the experts of `qerl
+    quantize`."""
     config = pickle.loads(pickle.dumps(engine.llm_engine.vllm_config.quant_config))
-    assert config.scheme.format is not COMPRESSED  # a copy, too
+    assert config.scheme.format is not COMPRESSED  # the format is a copy, too
     (layer,) = [m for name, m in measure.model(engine).named_modules() if name == "model.layers.0.mlp.experts"]
     routed = next(m for m in layer.modules() if is_fused_experts(m))
     with set_current_vllm_config(engine.llm_engine.vllm_config):

@@ -1,4 +1,5 @@
-"""The table of model families: served packed, quantized at load, adapter, noise, each against transformers.
+"""Test the table of model families: each is served packed, quantized at load, with an adapter and with noise. The
+reference is transformers.
 
 The models are tiny and random, in float32; transformers runs on the dequantized weights. Qwen3-MoE and Qwen3.5 have
 tests of their own, test_experts.py and test_qwen3_5.py.
@@ -34,9 +35,9 @@ CASES: dict[str, dict[str, object]] = {
     "smollm3": {"no_rope_layers": [1, 0]},
 }
 NO_ADAPTER = {"glm4": "'model.layers.0.mlp.gate_up_proj', which is no linear layer of this model that can carry"}
-SEPARATE = {"glm4": ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]}  # what of it can be adapted
+SEPARATE = {"glm4": ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]}  # the linears that can be adapted
 NO_NOISE = {"olmo2": r"targets \['input_layernorm'\] match none of this model's"}
-# where the default names a norm that feeds no linear
+# families where the default names a norm that feeds no linear
 TARGETS = dict.fromkeys(("gemma2", "gemma3_text"), ("input_layernorm", "pre_feedforward_layernorm"))
 SWALLOWS = {"smollm3"}  # vLLM runs transformers' code, whose norms stay in the engine's dtype; in BF16 it warns
 RESIDENT = {"qerl": {"policy_adapter": {"rank": 8}}}
@@ -70,7 +71,8 @@ def norms_of(model) -> dict[str, torch.Tensor]:
 def test_a_family_answers_as_transformers(boot, make_bf16, make_nvfp4, reference, make_adapter, measure, family):
     folder = make_nvfp4(family, **CASES[family])
     hf = reference(folder)
-    want = measure.hf(hf)  # all of transformers first: vLLM changes the classes of models that it runs by their code
+    # transformers runs first, because vLLM patches the classes of models that it runs by transformers' code
+    want = measure.hf(hf)
     tensors, config, peft_model = make_adapter(hf, target_modules="all-linear", size=0.1)
     if family in NO_ADAPTER:
         *separate, peft_model = make_adapter(hf, target_modules=SEPARATE[family], size=0.1)
@@ -107,7 +109,7 @@ def test_a_family_answers_as_transformers(boot, make_bf16, make_nvfp4, reference
         assert policy.set_noise(0.1, seed=1, rollout=1, targets=targets).noisy_norms == 2 * 2
         assert measure.difference(measure.engine(packed), served) > 10 * TOLERANCE
         if family in SWALLOWS:
-            return  # and its class in transformers is now vLLM's
+            return  # vLLM has patched this family's class in transformers by now
         noisy = dict(measure.model(packed).named_parameters())
         with torch.no_grad():
             for name, norm in norms_of(hf).items():

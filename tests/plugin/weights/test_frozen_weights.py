@@ -1,4 +1,5 @@
-"""An engine lends its frozen weights as views: no copies, the checkpoint's bits, and clear words where it cannot."""
+"""Test that an engine lends its frozen weights as views: no copies, the checkpoint's bits, and a clear reason where it
+cannot."""
 
 import dataclasses
 import types

@@ -1,4 +1,4 @@
-"""What a linear layer checks of its parts by itself, whatever looked at the checkpoint before."""
+"""Test what a linear layer checks of its parts by itself, whatever has checked the checkpoint before."""
 
 from types import SimpleNamespace
 
@@ -47,7 +47,7 @@ def test_a_packed_layer_of_which_a_part_has_not_come_is_refused(lacking):
 
 @pytest.mark.parametrize("format", [COMPRESSED, MODELOPT], ids=lambda format: type(format).__name__)
 def test_a_divisor_that_was_never_filled_is_refused(format, monkeypatch):
-    """One tensor of the checkpoint holds both parts, and vLLM has filled the first part's divisor alone."""
+    """One tensor of the checkpoint holds both parts, but vLLM has filled only the first part's divisor."""
     monkeypatch.setattr(linear.layouts, "choose", lambda dtype, kernel: "a layout")
     config = SimpleNamespace(load_config=SimpleNamespace(load_format="auto"))
     monkeypatch.setattr(linear, "get_current_vllm_config", lambda: config)

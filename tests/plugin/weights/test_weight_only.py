@@ -1,4 +1,5 @@
-"""Checkpoints with more than packed weights, read as weights only: files that llmcompressor and modelopt wrote."""
+"""Test checkpoints with more than packed weights, served as weights only. llmcompressor and modelopt wrote the
+files."""
 
 import json
 import shutil
@@ -23,7 +24,7 @@ TOLERANCE = 1e-4  # float32 engines against float32 transformers
 
 @pytest.fixture(scope="module")
 def serve(boot):
-    """serve(folder, **options) -> an engine in float32 that has been asked for the weights alone."""
+    """serve(folder, **options) starts an engine in float32 with the option ``weight_only``."""
 
     def start(folder, **options):
         return boot(folder, **{"dtype": "float32", "skip_tokenizer_init": True, "additional_config": ASKED, **options})
@@ -32,7 +33,8 @@ def serve(boot):
 
 
 def without_cache_scales(source: Path, folder: Path, own_file: bool = False) -> Path:
-    """A copy that has no FP8 KV cache; with ``own_file`` its quantization stands in hf_quant_config.json alone."""
+    """Copy a checkpoint without its FP8 KV cache. With ``own_file`` only hf_quant_config.json describes its
+    quantization."""
     shutil.copytree(source, folder)
     values = json.loads((folder / "config.json").read_text())
     values["quantization_config"].pop("kv_cache_scheme", None)
@@ -50,7 +52,7 @@ def without_cache_scales(source: Path, folder: Path, own_file: bool = False) -> 
 
 
 def test_w4a4_has_the_weights_and_the_answers_of_its_w4a16_twin(serve, measure, warnings_of):
-    warnings = warnings_of(config.logger)  # `qerl serve` shows warnings, and nothing less
+    warnings = warnings_of(config.logger)  # `qerl serve` shows warnings and no lower level
     ours, twin = serve(LLMCOMPRESSOR / "qwen2-w4a4"), serve(LLMCOMPRESSOR / "qwen2-w4a16")
     mine, theirs = (dict(measure.model(llm).state_dict()) for llm in (ours, twin))
     assert mine.keys() == theirs.keys() and sum(name.endswith("weight_packed") for name in mine) == 8
@@ -79,7 +81,7 @@ def test_modelopt_answers_as_its_own_dequantized_weights(serve, measure, tmp_pat
 
 
 class Fp8Cache(DynamicCache):
-    """Keys and values that have been through vLLM's FP8 KV cache on a CPU, which cuts the mantissa to 3 bits."""
+    """Keys and values rounded as in vLLM's FP8 KV cache on a CPU, which cuts the mantissa to 3 bits."""
 
     def __init__(self, scales: list[list[torch.Tensor]]) -> None:
         super().__init__()
@@ -112,14 +114,14 @@ def answers(model, prompts, scales) -> torch.Tensor:
     ids=["llmcompressor", "modelopt", "modelopt, a file of its own"],
 )
 def test_scales_of_an_fp8_cache_are_used(serve, measure, reference, tmp_path, folder, key, own_file):
-    if own_file:  # as modelopt 0.29 and before: nothing of it is in config.json
+    if own_file:  # modelopt 0.29 and earlier write no quantization into config.json
         source, folder = folder, tmp_path / "own"
         shutil.copytree(source, folder)
         values = json.loads((folder / "config.json").read_text())
         del values["quantization_config"]
         (folder / "config.json").write_text(json.dumps(values))
         own = folder / "hf_quant_config.json"
-        own.write_text(own.read_text().replace("W4A16_NVFP4", "NVFP4"))  # the one that there was
+        own.write_text(own.read_text().replace("W4A16_NVFP4", "NVFP4"))  # the only algorithm name at that time
     llm = serve(folder)
     stored = load_file(folder / "model.safetensors")
     scales = [[stored[key.format(layer, x, x)].float() for x in "kv"] for layer in (0, 1)]
@@ -175,7 +177,7 @@ def test_the_start_says_what_is_read_and_what_is_dropped():
     ],
 )
 def test_checkpoint_names_in_a_model_that_renames_them(theirs, ours):
-    """A pattern over the whole of the checkpoint's name, and the name itself; another layer is left alone."""
+    """Ignore a layer by a pattern of the whole checkpoint name, and by the name itself. Another layer stays packed."""
     for pattern in (theirs, f"re:{theirs[:-2]}..$", ours):
         config = QerlConfig()
         config.ignore = (pattern,)

@@ -1,4 +1,4 @@
-"""Whom the address of a server names is told to the server, and to nobody who reads."""
+"""Test that user and password in a server's address are sent to the server, and appear in no text for readers."""
 
 import asyncio
 import base64
@@ -38,7 +38,7 @@ def test_a_url_is_parted_from_whom_it_names(url: str, plain: str, login: tuple[s
         ("http://user:pa@ss@gpu1", "http://***@gpu1"),
         ("http://gpu1/?token=pass", "http://gpu1/?***"),
         ("http://gpu1/#pass", "http://gpu1/#***"),
-        ("http://user:pa/ss@gpu1", "http://***"),  # or a path with an @: the pass may be on either side
+        ("http://user:pa/ss@gpu1", "http://***"),  # or a path with an @, so the password may be on either side
         ("http://gpu1/?token=x@pass", "http://***"),
         ("http://user:pass@gpu1:8000\n", "http://***@gpu1:8000\n"),
         (None, "None"),
@@ -58,7 +58,7 @@ URL, WANTED = f"http://user:{IN_A_URL}@127.0.0.1:8000", "Basic " + base64.b64enc
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The paths for which a server was asked that wants a user and a password."""
+    """Record the paths of requests to a server that wants a user and a password."""
     paths: list[str] = []
 
     def answer(request: httpx.Request) -> httpx.Response:

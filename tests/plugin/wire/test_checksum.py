@@ -1,4 +1,4 @@
-"""The checksum of tensors: every bit counts, and so does every place."""
+"""Test the checksum of tensors: every bit counts, and so does every position."""
 
 import math
 
@@ -9,7 +9,7 @@ from qerl_vllm_plugin.wire.checksum import BATCH, checksums
 
 
 def splitmix(x: int) -> int:
-    """Steele, Lea, Flood 2014; written again here, with Python's numbers."""
+    """Compute splitmix64 (Steele, Lea, Flood 2014), written again here with Python's integers."""
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
     return x ^ x >> 31
@@ -33,7 +33,7 @@ def noise(count: int, seed: int = 1) -> torch.Tensor:
 
 
 def test_the_first_words_of_splitmix64():
-    """Its published outputs for the seed 1234567 check the constants of the reference above."""
+    """Check the constants of the reference above by its published outputs for the seed 1234567."""
     state, golden = 1234567, 0x9E3779B97F4A7C15
     assert [splitmix((state + (i + 1) * golden) % 2**64) for i in range(2)] == [
         6457827717110365317,

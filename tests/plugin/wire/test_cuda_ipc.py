@@ -1,5 +1,5 @@
-"""What the driver is asked for memory between processes, by a driver that writes it down; tests/gpu/test_ipc.py has a
-real one."""
+"""Test the calls to the CUDA driver for memory that processes share. The driver is a fake that records them;
+tests/gpu/test_ipc.py has a real one."""
 
 import contextlib
 import ctypes
@@ -18,15 +18,16 @@ END = ["cuCtxPopCurrent_v2", "cuDevicePrimaryCtxRelease_v2"]
 
 
 def plain(given):
-    """The values of what ctypes is given."""
+    """Return the value of an argument given to ctypes."""
     given = getattr(given, "_obj", given)
     return given if isinstance(given, int) else getattr(given, "value", given)
 
 
 class Driver:
-    """Every function of it succeeds but those of ``codes``, {name: [code of each call]}; ``calls`` are (name, values).
+    """A fake driver whose functions succeed, except those in ``codes``, {name: [code of each call]}. ``calls`` records
+    (name, values).
 
-    ``fills``: what a call writes into what it is given by reference, {name: [values]}.
+    ``fills`` says what a call writes into its arguments by reference, {name: [values]}.
     """
 
     def __init__(self) -> None:
@@ -60,7 +61,7 @@ class Driver:
         return [values for called, values in self.calls if called == name]
 
     def is_left(self):
-        """Every context that was entered has been left and given back."""
+        """Return whether every context that was entered has been left and released."""
         entered, left = (self.names().count(f"cuCtx{what}Current_v2") for what in ("Push", "Pop"))
         taken, given = (self.names().count(f"cuDevicePrimaryCtx{what}") for what in ("Retain", "Release_v2"))
         return entered == left == taken == given > 0
@@ -142,7 +143,8 @@ CALLS = ("cuCtxPushCurrent_v2", "cuDevicePrimaryCtxRetain", "cuIpcOpenMemHandle_
         ("cuDeviceGet", "finding GPU 1"),
         ("cuDevicePrimaryCtxRetain", "the context of GPU 1"),
         ("cuCtxPushCurrent_v2", "entering the context of GPU 1"),
-        (None, "2001 bytes of GPU memory were announced, and there are 2000"),  # from 9000 to 8000 + 3000
+        # the allocation ends at 8000 + 3000, 2000 bytes after 9000
+        (None, "2001 bytes of GPU memory were announced, and there are 2000"),
     ],
 )
 def test_a_refusal_of_the_driver_is_named_and_undone(function, said, driver):

@@ -1,5 +1,5 @@
-"""Tensors from GPU to GPU: the description, what is refused, and which bytes are copied. The GPU is memory of this
-process here; tests/gpu/test_ipc.py has real ones."""
+"""Test tensors from GPU to GPU: the description, what is refused, and which bytes are copied. Memory of this process
+plays the GPU; tests/gpu/test_ipc.py has real ones."""
 
 import ctypes
 import json
@@ -31,7 +31,7 @@ TENSORS = {
 
 
 class FakeGpu:
-    """Memory of this process under handles, and what was copied out of it."""
+    """Hold memory of this process under handles, and record what was copied out of it."""
 
     def __init__(self) -> None:
         self.memory: dict[bytes, torch.Tensor] = {}
@@ -98,7 +98,7 @@ def test_a_worker_copies_its_share_and_no_more(gpu, monkeypatch):
         fetched = found.fetch(pieces, CPU).tensors()
     for piece, wanted in zip(fetched, (A[:, 2:4], A.double()[1:3] / 3, A.t()[5:], A.bfloat16()[:, :1]), strict=True):
         assert torch.equal(piece, wanted)
-    # columns come with what lies between their first and their last value
+    # columns come with the values between their first and their last
     between = 2 * (6 - 2) * 4 * 1 + (6 - 2) * 4 + 3 * (6 - 1) * 2
     assert sum(one.size for one in gpu.copied) <= sum(piece.nbytes for piece in fetched) + between + 16 * 4
 
@@ -121,7 +121,7 @@ def test_norms_in_gpu_memory_are_read_and_an_adapter_later(gpu):
 
 
 def spoiled(**changes):
-    """A good description with these keys changed."""
+    """Return a good description with these keys changed."""
     good = {"gpu": GPU, "handle": "00" * 64, "bytes": 96, "tensors": [["a", "F32", [4, 6]]]}
     given = {**good, **changes}
     return json.dumps({**given, "tensors": json.dumps(given["tensors"])})
@@ -183,7 +183,7 @@ def test_a_gpu_that_is_not_seen_or_not_reached_is_refused(monkeypatch):
 
 @pytest.fixture
 def policy(policy):
-    """One that treats the worker of this process as it does one of another process."""
+    """Return a policy that treats this process's worker as one of another process."""
     policy._sender.is_here = False
     return policy
 

@@ -1,4 +1,5 @@
-"""What a worker has mapped, and which bytes of it it copies to a GPU; the GPU is memory of this process here."""
+"""Test which file a worker has mapped, and which of its bytes it copies to a GPU. Memory of this process plays the
+GPU."""
 
 import json
 import os
@@ -77,7 +78,8 @@ def test_a_damaged_file_is_refused_though_it_was_good():
 
 
 def test_tensors_that_lie_across_words_are_copied_each_time():
-    """As another writer's header leaves them; a copy must not be shown for the bytes of the next time."""
+    """Another writer's header may leave tensors unaligned. A copy of them must not stand for the bytes of the next
+    swap."""
     segments, file = Segments(ValueError), MappedFile()
     text = json.dumps({"a": {"dtype": "F32", "shape": [4, 6], "data_offsets": [0, 96]}}).encode()
     text += b" " * (-len(text) % 8 + 3)
@@ -110,7 +112,7 @@ def test_fetched_pieces_have_the_bits_and_are_copies(gap, monkeypatch):
 
 
 def test_a_rank_of_two_takes_few_copies_of_its_share():
-    """Rows of one tensor, columns of the next, as a rank has them of 8 layers."""
+    """Take rows of one tensor and columns of the next, as a rank does for 8 layers."""
     whole, at, pieces = 0, 0, []
     memory = torch.empty(64 << 20, dtype=torch.uint8).view(torch.float32)
     for _ in range(8):
@@ -156,7 +158,7 @@ def test_memory_that_cannot_be_registered_is_warned_of_once(monkeypatch):
 
 
 def resident_bytes(path: str) -> int:
-    """How much of the file under ``path`` this process has looked at."""
+    """Return how many bytes of the file under ``path`` are resident in this process."""
     name, found, is_it = os.readlink(path), 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
@@ -168,7 +170,7 @@ def resident_bytes(path: str) -> int:
 
 def test_a_worker_reads_its_share_of_it_and_no_more():
     file, whole = MappedFile(), torch.zeros(4 << 20, dtype=torch.uint8)
-    sent, path = shared_file.create()  # which its sender has not mapped
+    sent, path = shared_file.create()  # the sender does not map the file, so only the worker's reads count as resident
     with sent:
         shared_file.append(sent, save({str(i): whole.clone() for i in range(4)}))
         tensors = file.open(path, CPU)

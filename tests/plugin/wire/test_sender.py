@@ -1,4 +1,4 @@
-"""Which ways tensors may go, in which order, and what is said of a way that is closed."""
+"""Test which transports tensors may take, in which order, and what is reported when one is closed."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ TENSORS = {"a": torch.ones(3)}
 
 @pytest.fixture
 def ways(monkeypatch):
-    """ways(transport) -> those of tensors on a GPU; ``said`` has their warnings."""
+    """ways(transport) returns the transports for tensors on a GPU. Its ``said`` collects their warnings."""
     monkeypatch.setattr(gpu_memory, "why_not", lambda tensors: None)
     monkeypatch.setattr(cuda_ipc, "uuid", lambda device: "a-gpu")
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
@@ -57,7 +57,7 @@ def test_a_receiver_on_another_machine_gets_messages(ways):
 @pytest.mark.parametrize(("way", "how"), [("ipc", "through the CPU"), ("shared", "in messages")])
 def test_an_unreadable_way_is_closed_for_good_with_one_warning(ways, way, how):
     made = ways()
-    for own in (CudaIPCError("no memory"), NoRoomError("full")):  # the sender's own, which may pass
+    for own in (CudaIPCError("no memory"), NoRoomError("full")):  # the sender's own errors, which may be temporary
         made.close(way, own)
         assert way in list(made.open(TENSORS))
     made.close(way, UnreachableError("it cannot be read"))
@@ -74,7 +74,7 @@ def test_tensors_of_a_cpu_are_sent_on_without_a_warning():
 
 
 def test_what_cannot_be_shared_goes_in_the_message(monkeypatch):
-    """To workers on other machines, and where shared memory is full; two names may share a tensor's memory."""
+    """Check workers on other machines, and full shared memory. Two names may share a tensor's memory."""
     from safetensors.torch import load
 
     given = {"a": TENSORS["a"], "b": TENSORS["a"]}

@@ -1,4 +1,4 @@
-"""The file in shared memory that carries tensors to workers."""
+"""Test the file in shared memory that carries tensors to workers."""
 
 import builtins
 import hashlib
@@ -19,7 +19,7 @@ def test_a_file_proves_its_owner(monkeypatch):
     with shared_file.proof(b"content") as ticket:
         assert shared_file.is_proof(ticket, b"content")
         assert not shared_file.is_proof(ticket, b"contents") and not shared_file.is_proof(ticket, b"conten")
-        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)  # a server of another user
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)  # as a server of another user
         assert not shared_file.is_proof(ticket, b"content")
     assert not shared_file.is_proof(ticket, b"content")
 
@@ -32,11 +32,11 @@ def of(file):
 
 
 def without_a_name(folder):
-    return shared_file.create()  # as a server's, of a body that may hold whatever its sender likes
+    return shared_file.create()  # as a server does for a body, which may hold whatever its sender likes
 
 
 def named(folder):
-    """What the kernel calls it looks as if the name was removed."""
+    """Create a file with a name that looks as if the kernel had marked it as deleted."""
     return of(tempfile.NamedTemporaryFile(prefix=f"{NAME}-", suffix=" (deleted)", dir=folder))
 
 

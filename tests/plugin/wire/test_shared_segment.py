@@ -1,4 +1,4 @@
-"""Shared memory that is written again: its bits, what is kept and what is not, and when nothing of it is left."""
+"""Test shared memory that is written again: its bits, what is kept, and when nothing of it is left."""
 
 import asyncio
 import contextlib
@@ -81,7 +81,7 @@ class Refused(Exception):
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, *map(Refused, ("", "lost", "engine_dead"))])
 def test_what_workers_may_still_read_is_not_written_again(error):
-    """Nor after a refusal of a proxy, or of a server whose engine has not answered."""
+    """Check also a refusal by a proxy, and by a server whose engine has not answered."""
     segments = Segments(Refused)
     with pytest.raises(Refused if isinstance(error, Refused) else error):
         with segments.filled({"a": A}) as path:
@@ -105,8 +105,9 @@ def test_two_at_a_time_have_a_file_each_and_one_is_kept():
     os.close(of_a_worker)
 
 
-# Eight tasks send adapters of two sizes at once, as a server and an asynchronous client do: a segment is entered in a
-# thread and left in the loop's. A process of its own: memory that is gone ends it (SIGBUS).
+# Eight tasks send adapters of two sizes at once, as a server and an asynchronous client do. A segment is entered in a
+# thread and left in the event loop's thread. This runs in a process of its own, since access to freed memory would end
+# it (SIGBUS).
 STRESS = """
 import asyncio, contextlib, hashlib, os, random, sys, time
 import torch
@@ -201,7 +202,7 @@ def test_a_cancelled_task_leaves_its_segment_to_the_next(monkeypatch):
         monkeypatch.setattr(shared_segment, "_fill", fill)
         with segments.filled({"a": A + 1}) as path:
             other = os.stat(path).st_ino
-            may_end.set()  # the thread writes on, into what it alone has
+            may_end.set()  # the thread writes on, into a file that no other task uses
             async with asyncio.timeout(PATIENCE):
                 while segments._kept is None:
                     await asyncio.sleep(0.01)
@@ -213,7 +214,7 @@ def test_a_cancelled_task_leaves_its_segment_to_the_next(monkeypatch):
 
 @pytest.mark.parametrize("error", [None, AdapterError, RuntimeError])
 def test_a_file_of_unknown_size_grows_and_is_not_kept(error):
-    """After an error that is no refusal a worker may still read it."""
+    """After an error that is no refusal a worker may still read the file."""
     segments = Segments(AdapterError)
     said = pytest.raises(error) if error else contextlib.nullcontext()
     with said, segments.growing(100) as growing:
@@ -242,11 +243,11 @@ def test_small_tensors_are_copied_in_groups(monkeypatch):
 
 
 def holders(link):
-    """The processes that have a file without a name, which is ``link`` to the kernel, open or mapped. What others do in
-    shared memory meanwhile, as the tests beside this one, changes nothing about it."""
+    """Return the processes that have an unnamed file open or mapped; ``link`` is the kernel's name for it. Other files
+    in shared memory, as of parallel tests, do not affect it."""
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             opened = (os.readlink(entry) for entry in (folder / "fd").iterdir())
             if link in opened or link in (folder / "maps").read_text():
                 found.add(int(folder.name))
@@ -255,7 +256,8 @@ def holders(link):
 
 @pytest.mark.parametrize("is_refused", [False, True])
 def test_memory_that_no_worker_needs_is_given_back(is_refused):
-    """After another size, and after a refusal: a shared memory that is just large enough takes the next adapter."""
+    """Check after another size and after a refusal. Shared memory that is just large enough must take the next
+    adapter."""
     segments, large = Segments(AdapterError), torch.ones(64 << 20, dtype=torch.uint8)
     with contextlib.suppress(AdapterError), segments.filled({"a": large}) as path:
         mapped = load_file(path)["a"]
@@ -292,7 +294,7 @@ def test_what_cannot_be_held_is_refused_and_leaves_nothing(monkeypatch):
 
 
 def test_a_segment_ends_with_its_sender_though_that_is_killed():
-    """Another process reads it until then."""
+    """Another process can read the segment until then."""
     line = (
         "import os, torch, time; from qerl_vllm_plugin.wire.shared_segment import Segments; s = Segments(ValueError)\n"
     )

@@ -1,4 +1,4 @@
-"""Pieces of one memory, copied and joined: which bytes come where."""
+"""Test pieces of one memory that are copied and joined: which bytes land where."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ FLOAT, HALF = MEMORY[:256], MEMORY[256:].view(torch.bfloat16)
 
 
 def matrices(flat, *columns):
-    """4 rows of so many columns each, one behind the other in ``flat``."""
+    """Return consecutive views of ``flat``, each with 4 rows and the given number of columns."""
     found, at = [], 0
     for number in columns:
         found.append(flat[at : at + 4 * number].view(4, number))
@@ -63,7 +63,7 @@ def test_neighbours_are_not_copied_again():
 
 
 def test_each_half_of_an_adapter_lies_in_one_piece_a_width():
-    """Else a worker would look at hundreds of pieces, and a sender, too."""
+    """Otherwise worker and sender would have to handle hundreds of pieces."""
     shapes = {"q": (64, 64), "k": (16, 64), "down": (64, 128)}
     kinds = []
     for layer in range(3):
@@ -81,13 +81,14 @@ def test_each_half_of_an_adapter_lies_in_one_piece_a_width():
 
 
 def pieces_at(*places):
-    """Bytes from .. to .. of one memory."""
+    """Return views of the bytes from first to end of one memory."""
     memory = torch.zeros(1000, dtype=torch.uint8)
     return [memory[first:end] for first, end in places]
 
 
 def test_near_pieces_are_copied_together(monkeypatch):
-    """By hand: 20 bytes between two pieces are copied, 120 are not; a copy begins as aligned as its memory."""
+    """Compute the plan by hand: gaps of 20 bytes are copied, gaps of 120 are not. A copy starts with the alignment of
+    its memory."""
     monkeypatch.setattr(spans, "GAP", 32)
     planned = spans.plan(pieces_at((200, 210), (60, 80), (0, 40), (500, 500)), 1000)
     assert planned == ([(0, 0, 80), (192, 80, 18)], [88, 60, 0, 0], 98)

@@ -1,4 +1,4 @@
-"""An engine that does not answer: given up after a while by a program and by a server, and never asked again."""
+"""Test an engine that does not answer. A program and a server give it up after a while and never ask it again."""
 
 import asyncio
 import threading
@@ -53,7 +53,7 @@ def test_a_program_gives_up_a_silent_engine_for_good(boot, make_nvfp4, carriers,
         return never.wait(60) if not policy._sender.is_here else (time.sleep(0.4), answer(method, **keywords))[1]
 
     monkeypatch.setattr(engine, "collective_rpc", hangs)
-    policy.swap(None)  # an engine in this process is not waited for
+    policy.swap(None)  # a call to an engine in this process has no time limit
     policy._sender.is_here = False
     for use in (lambda: policy.swap(None), lambda: policy.set_noise(0.1, seed=1, rollout=1), policy.state):
         with pytest.raises(PolicyLostError, match=SILENCE):
@@ -65,8 +65,8 @@ def test_a_program_gives_up_a_silent_engine_for_good(boot, make_nvfp4, carriers,
 
 
 class Engine(EngineClient):
-    """An engine client whose engine stops answering, or ``dies``; as vLLM's, it serves ``generate`` and tells of its
-    health."""
+    """An engine client whose engine stops answering or, with ``dies``, dies. As vLLM's, it serves ``generate`` and
+    reports its health."""
 
     def __init__(self, silent, *, dies=False):
         super().__init__()
@@ -82,7 +82,7 @@ class Engine(EngineClient):
         if name == self._silent:
             answer = self.utility_results[name] = asyncio.get_running_loop().create_future()
             self.errored = self._dies
-            await answer  # nobody gives it one, as in vLLM's client
+            await answer  # nobody sets its result, as in vLLM's client
         return value
 
     def is_paused(self):
@@ -118,7 +118,7 @@ ASKED = ["is_paused", "pause_scheduler_async", "reset_prefix_cache", "qerl_set_n
 
 @pytest.fixture
 def serve(monkeypatch):
-    """serve(engine, patience, use) -> what ``use(client)`` returns, with a client of a server of this engine."""
+    """serve(engine, patience, use) returns what ``use(client)`` returns, with a client of this engine's server."""
     monkeypatch.setenv("QERL_ADMIN_TOKEN", TOKEN)
 
     def run(engine, patience, use):
@@ -159,7 +159,7 @@ def test_a_server_gives_up_a_silent_engine_and_its_requests(serve, silent):
     assert [str(error) for error in engine.ended] == [str(EngineDeadError(SILENCE))], "requests under way end"
 
 
-# one that somebody else has paused is not asked to go on, which fails too
+# an engine that somebody else has paused gets no resume call, which would fail too
 @pytest.mark.parametrize(("call", "paused"), [*((call, False) for call in ASKED), ("reset_prefix_cache", True)])
 def test_a_call_that_an_engine_dies_in_is_answered_at_once(serve, monkeypatch, call, paused):
     monkeypatch.setattr(server_engine, "LOOK", 0.01)
@@ -175,7 +175,7 @@ def test_a_call_that_an_engine_dies_in_is_answered_at_once(serve, monkeypatch, c
     answers = serve(engine, PATIENCE, use)
     assert (answers[0].status_code, answers[0].json()["reason"]) == (503, "engine_dead")
     assert failed == [1], "once, though it is looked at again and again"
-    # what was answered before the engine died may be right
+    # answers given before the engine died may be right
     assert {answer.json().get("reason") for answer in answers} <= {"engine_dead", None}
 
 

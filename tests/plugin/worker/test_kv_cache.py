@@ -1,4 +1,5 @@
-"""The KV cache gives its memory back and takes it again; nothing else changes meanwhile, or it is said what did."""
+"""Test that the KV cache releases its memory and takes it again. Anything else that changed meanwhile is found and
+named."""
 
 import types
 
@@ -25,7 +26,7 @@ def memory(engine, memory_of):
 
 @pytest.fixture
 def policy(engine, memory, hf, make_adapter):
-    """With an adapter and noise, so that there is something to lose; resumed again after the test."""
+    """Set an adapter and noise, so that there is something to lose. Resume the KV cache after the test."""
     policy = Policy(engine)
     policy.swap(*make_adapter(hf, target_modules="all-linear")[:2])
     policy.set_noise(0.05, seed=1, rollout=2)
@@ -92,7 +93,7 @@ def test_a_request_to_a_released_engine_is_refused(policy, monkeypatch):
     before, request = ask(policy), policy.request
     policy.release_kv_cache()
     with monkeypatch.context() as patched:
-        # a replayed CUDA graph runs no Python of the model: the step must be refused before it
+        # a replayed CUDA graph runs no Python of the model, so the step must be refused before it
         runner = worker_of(policy).model_runner
         patched.setattr(runner, "execute_model", lambda *_, **__: pytest.fail("a step has come as far as its model"))
         with pytest.raises(KVCacheError, match=RELEASED):
@@ -137,7 +138,7 @@ def test_it_is_released_and_resumed_in_turn(policy, memory):
 
 
 def guarded(policy):
-    """One tensor of each kind, by the name that the error must give."""
+    """Return one tensor of each kind with the name that the error must give."""
     tensors = kv_cache._tensors(worker_of(policy))
     kinds = {
         "packed weight": "model.layers.1.mlp.down_proj.weight_packed",
@@ -170,7 +171,7 @@ def test_a_single_flipped_bit_is_found_and_named(policy, kind):
     raw[len(raw) // 2] ^= 0x10
     policy.check_unchanged()
     policy.resume_kv_cache()
-    policy.check_unchanged()  # nothing to compare
+    policy.check_unchanged()  # the engine runs, so there is nothing to compare
 
 
 def test_a_weight_that_was_replaced_by_its_equal_is_found(policy):
@@ -208,7 +209,8 @@ def test_too_little_memory_leaves_nothing_half_done(policy, memory, case):
 
 
 def test_what_lies_beside_the_cache_is_kept(policy, fake_memory):
-    """Pieces of 100, 50 and 200 bytes; the cache lies in 20 to 80 of the first and in all of the last but 10 bytes."""
+    """Use pieces of 100, 50 and 200 bytes. The cache fills bytes 20 to 80 of the first piece and all of the last except
+    10 bytes."""
     arena = torch.arange(350, dtype=torch.int32).to(torch.uint8)
     before, start, worker = arena.clone(), arena.data_ptr(), worker_of(policy)
     pieces = [(start, 100), (start + 100, 50), (start + 150, 200)]
@@ -242,7 +244,7 @@ def test_what_of_a_piece_is_no_cache(case):
 def test_an_engine_without_such_memory_says_so(engine):
     with pytest.raises(KVCacheError, match="only an NVIDIA GPU"):
         Policy(engine).release_kv_cache()
-    assert Policy(engine).request == Policy(engine).request  # not released
+    assert Policy(engine).request == Policy(engine).request  # the engine is not marked as released
 
 
 def test_an_engine_on_several_gpus_says_so(policy):

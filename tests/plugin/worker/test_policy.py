@@ -1,4 +1,4 @@
-"""Versions, norms and noise of one worker without an engine, and what becomes of a change that some rank refuses."""
+"""Test versions, norms and noise of one worker without an engine, and a change that some rank refuses."""
 
 import hashlib
 from types import SimpleNamespace
@@ -22,7 +22,8 @@ TRAINED = {NAMES[0]: torch.linspace(0.5, 1.5, 8), NAMES[2]: torch.linspace(-1, 1
 
 @pytest.fixture
 def policy():
-    """Three norms of a stage, and one of another stage; no adapter can be carried."""
+    """Return a worker's policy with the norms of its stage and one norm of another stage. It has no carrier for an
+    adapter."""
     generator = torch.Generator().manual_seed(0)
     norms = {name: torch.randn(8, generator=generator) for name in NAMES}
     layers = {name: SimpleNamespace(weight=torch.nn.Parameter(norm.clone())) for name, norm in norms.items()}
@@ -32,7 +33,7 @@ def policy():
 
 @pytest.fixture
 def ranks(monkeypatch):
-    """ranks.refuse: some other rank says no, when it is asked for the first or the second time of a change."""
+    """Play another rank, which refuses at the first or second question of a change, as ``ranks.refuse`` says."""
     asked = SimpleNamespace(refuse=None, count=0, stopped=[])
 
     def highest(here):
@@ -41,7 +42,8 @@ def ranks(monkeypatch):
 
     monkeypatch.setattr(vllm_worker, "highest", highest)
     monkeypatch.setattr(vllm_worker, "weights_are_away", lambda: False)
-    monkeypatch.setattr(vllm_worker, "may_sleep", lambda worker: {"this worker": False}[worker])  # asked of no other
+    # only this worker may be asked
+    monkeypatch.setattr(vllm_worker, "may_sleep", lambda worker: {"this worker": False}[worker])
     monkeypatch.setattr(
         vllm_worker, "refuse_to_run", lambda worker, reason: asked.stopped.append((worker, str(reason())))
     )
@@ -70,9 +72,9 @@ def test_versions_go_up_and_the_same_adapter_again_is_no_change(policy):
             swap(policy, version, digest, TRAINED)
     assert same(served(policy), before) and (policy.version, policy.digest) == (7, "a")
     assert swap(policy)["version"] == 8 and policy.digest == ""
-    assert swap(policy, 8) == {"version": 8, "unchanged": True}  # the base alone
+    assert swap(policy, 8) == {"version": 8, "unchanged": True}  # the same swap to the base alone
     with pytest.raises(AdapterError, match="version 8 is not newer"):
-        swap(policy, 8, norms=TRAINED)  # two without a name are not the same
+        swap(policy, 8, norms=TRAINED)  # two norms without a digest do not count as the same
 
 
 def test_an_adapter_without_a_place_for_it_is_refused(policy):
@@ -81,7 +83,7 @@ def test_an_adapter_without_a_place_for_it_is_refused(policy):
 
 
 class Carrier:
-    """Notes what it is asked for."""
+    """A fake carrier that records what it is asked for."""
 
     max_rank, dtype, strength = 4, torch.bfloat16, 1.0
 
@@ -158,7 +160,7 @@ def test_promise_04_trained_norms_are_set_whole_or_not_at_all(policy):
             swap(policy, norms={**TRAINED, name: bad})
         assert same(served(policy), loaded) and policy.version == 0
     given = {name: norm.bfloat16() for name, norm in TRAINED.items()}
-    elsewhere = {"model.layers.9.input_layernorm.weight": torch.ones(8)}  # another stage's
+    elsewhere = {"model.layers.9.input_layernorm.weight": torch.ones(8)}  # a norm of another stage
     swap(policy, norms={**given, **elsewhere})
     assert same(served(policy), {**loaded, **{name: norm.float() for name, norm in given.items()}})
     swap(policy)
@@ -185,7 +187,7 @@ def test_what_may_lead_to_activations_too_large_is_doubted(policy):
     policy.carrier.strength = 1.01 * STRENGTH
     assert is_doubted(tensors=adapter())
     policy.carrier.strength, policy.carrier.dtype = 0.0, torch.float16
-    assert is_doubted(tensors=adapter()) and not is_doubted()  # no adapter leads nowhere
+    assert is_doubted(tensors=adapter()) and not is_doubted()  # without an adapter there is nothing to doubt
     assert (
         prepare_noise(policy, 101, 5, 1, TARGETS).is_doubtful
         and not prepare_noise(policy, 9, 5, 1, TARGETS).is_doubtful
@@ -201,9 +203,10 @@ def test_promise_03_noise_is_set_and_cleared_to_the_bit(policy):
         drawn = {name: noise.draw(5, rollout, name, 8) for name in names}
         return {name: norm + sigma * drawn[name] if name in drawn else norm for name, norm in base.items()}
 
-    for sigma, rollout in ((0.5, 1), (0.25, 2)):  # never on top of the noise before
+    for sigma, rollout in ((0.5, 1), (0.25, 2)):  # the second noise must not add to the first
         answer = prepare_noise(policy, sigma, 5, rollout, TARGETS).commit()
-        assert answer == {"noisy_norms": 3, "touched": 3, "swallowed": 0.0}  # the model's, of which one is elsewhere
+        # counts the whole model's norms, of which one is on another stage
+        assert answer == {"noisy_norms": 3, "touched": 3, "swallowed": 0.0}
         assert same(served(policy), noisy(trained, sigma, rollout, NAMES[:2]))
     swap(policy)
     assert same(served(policy), noisy(loaded, 0.25, 2, NAMES[:2])), "the noise stays under the next policy"
@@ -257,7 +260,7 @@ def test_promise_04_what_any_rank_refuses_none_makes(policy, ranks):
         (AdapterError("no"), {"error": "no"}),
         (CudaIPCError("not here"), {"error": "not here", "unreachable": True}),
         (KeyError("k"), {"error": "KeyError: 'k'"}),
-        (ValueError(), {"error": "ValueError: "}),  # never an error without a word
+        (ValueError(), {"error": "ValueError: "}),  # the error text is never empty
     ):
 
         def prepare(error=error):

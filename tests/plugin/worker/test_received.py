@@ -1,4 +1,4 @@
-"""What a worker takes for an adapter and for norms, in whatever form they came."""
+"""Test what a worker accepts as an adapter and as norms, in every form in which they may arrive."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def alike(found, expected):
 
 @pytest.fixture(params=["mapping", "bytes", "bytearray", "memoryview", "path", "shared file"])
 def sent(request, tmp_path):
-    """sent(tensors) -> the same in one of the forms that a worker is given them in."""
+    """sent(tensors) returns them in one of the forms in which a worker receives tensors."""
     opened = []
 
     def send(tensors):
@@ -48,7 +48,7 @@ def sent(request, tmp_path):
 
 
 def test_one_alone_is_what_it_is_whole(sent):
-    """An adapter with a tensor too much is for others to refuse."""
+    """An adapter with a surplus tensor passes here; other code refuses it."""
     (adapter, norms), fetch = given(sent(BOTH))
     assert alike(adapter, BOTH) and norms is None and fetch is None
     (adapter, norms), fetch = given(None, sent(OTHERS))
