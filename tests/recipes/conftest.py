@@ -1,4 +1,4 @@
-"""A trainer on a tiny checkpoint, with its engine shut down when the test is over."""
+"""Provide recipes, trainers, adapters and servers on tiny checkpoints, and shut their engines down after the test."""
 
 import contextlib
 import json
@@ -32,7 +32,10 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture
 def write_recipe(make_nvfp4: Callable[..., Path], tmp_path: Path) -> Callable[..., str]:
-    """write_recipe(**changes) -> path of a recipe of SETTINGS on a tiny checkpoint, with output_dir tmp_path/run."""
+    """Return write_recipe(**changes), which writes a recipe of SETTINGS and returns its path.
+
+    The recipe trains a tiny checkpoint and has output_dir tmp_path/run.
+    """
 
     def write(**changes: Any) -> str:
         recipe = {
@@ -56,7 +59,7 @@ def write_recipe(make_nvfp4: Callable[..., Path], tmp_path: Path) -> Callable[..
 
 @pytest.fixture(scope="session")
 def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Flags that point a recipe's data and the demo's model at local files of the same schema."""
+    """Write local files with the schema of a recipe's data and of the demo's model, and return their paths."""
     from qerl_recipes.convert.quantize import quantization_config
     from qerl_recipes.recipe.shapes import config_json
 
@@ -76,10 +79,11 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def make_trainer(tmp_path: Path, classes_looked_at_here: None) -> Iterator[Callable[..., Any]]:
-    """make_trainer(base, reward=digits, rows=16, rank=4, adapter=None, dtype, change, attention, targets, **settings)
-    -> QerlGRPOTrainer.
+    """Return a function that builds a QerlGRPOTrainer and shuts its engine down after the test.
 
-    ``reward`` may be a list of rewards; ``change`` is called with the loaded model; ``targets`` carry the adapter.
+    Its parameters are (base, reward=digits, rows=16, rank=4, adapter=None, dtype, change, attention, targets,
+    **settings). ``reward`` may be a list of rewards. ``change`` is called with the loaded model. ``targets`` are the
+    modules that carry the adapter.
     """
     with trainers(tmp_path / "run") as make:
         yield make
@@ -89,14 +93,14 @@ def make_trainer(tmp_path: Path, classes_looked_at_here: None) -> Iterator[Calla
 def make_module_trainer(
     tmp_path_factory: pytest.TempPathFactory, classes_looked_at_here: None
 ) -> Iterator[Callable[..., Any]]:
-    """The same for a run that several tests look at."""
+    """Return a make_trainer of module scope, for a run that several tests look at."""
     with trainers(tmp_path_factory.mktemp("module") / "run") as make:
         yield make
 
 
 @contextlib.contextmanager
 def trainers(output: Path) -> Iterator[Callable[..., Any]]:
-    """Trainers that write into ``output`` by default, one engine at a time."""
+    """Yield a function that makes trainers, one engine at a time, which write into ``output`` by default."""
     from peft import LoraConfig
 
     from qerl_recipes.files.adapter import open_adapter
@@ -164,7 +168,10 @@ def trainers(output: Path) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def read_metrics() -> Callable[[Any], list[dict[str, Any]]]:
-    """read_metrics(trainer or folder) -> the lines of metrics.jsonl without the speeds, which no two runs share."""
+    """Return read_metrics(trainer or folder), which returns the lines of metrics.jsonl.
+
+    It leaves out the speeds, because no two runs share them.
+    """
     import json
 
     def read(source: Any) -> list[dict[str, Any]]:
@@ -178,9 +185,10 @@ def read_metrics() -> Callable[[Any], list[dict[str, Any]]]:
 
 @pytest.fixture(scope="session")
 def save_adapter() -> Callable[..., Path]:
-    """save_adapter(folder, seed, scale=1.0, **state) -> folder with a random LoRA of rank 4 for the tiny Qwen2.
+    """Return save_adapter(folder, seed, scale=1.0, **state), which saves a random LoRA and returns its folder.
 
-    It lies on q_proj and down_proj, and changes most answers; ``state`` becomes qerl_state.json.
+    The adapter has rank 4, fits the tiny Qwen2, lies on q_proj and down_proj, and changes most answers. ``state``
+    becomes qerl_state.json.
     """
     import json
 
@@ -206,7 +214,7 @@ def save_adapter() -> Callable[..., Path]:
 
 
 class Piece:
-    """One piece of memory, all of it KV cache, that notes when it is given back and taken again."""
+    """Fake one piece of memory that is all KV cache, and record when it is released and taken again."""
 
     def __init__(self, events: list[str]) -> None:
         self._events = events
@@ -231,7 +239,7 @@ class Piece:
 
 @pytest.fixture
 def kv_events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Lets engines on a CPU release a KV cache, in pretence -> what they did with it, in order."""
+    """Let engines on a CPU pretend to release a KV cache, and return the list of what they did, in order."""
     from qerl_vllm_plugin.compat import kv_cache_memory
 
     events: list[str] = []
@@ -244,10 +252,10 @@ TOKEN = "an-admin-token-of-32-characters!"
 
 @pytest.fixture(scope="module")
 def serve_policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
-    """serve_policy(model, port, *options, rank=4, **environment) -> the process of a server that /v1/qerl is part of.
+    """Return serve_policy(model, port, *options, rank=4, **environment), which starts a server with /v1/qerl.
 
-    Its log is at ``process.log``; it ends with the module. Of a trainer that is to use it, the environment must have
-    QERL_ADMIN_TOKEN, which this sets.
+    It returns the process, which ends with the module; the log is at ``process.log``. A trainer that uses the server
+    needs QERL_ADMIN_TOKEN in its environment, and this fixture sets it.
     """
     import json
     import subprocess
@@ -263,7 +271,7 @@ def serve_policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
         line += ["--max-num-seqs", "8", "--num-gpu-blocks-override", "64", "--no-enable-chunked-prefill"]
         line += ["--logprobs-mode", "processed_logprobs"]
         line += ["--additional-config", json.dumps({"qerl": {"policy_adapter": {"rank": rank}}})]
-        # the engine's process computes too: see tests/plugin/over_http/conftest.py
+        # The engine runs in the server's process: see tests/plugin/over_http/conftest.py.
         ours = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "qerl", "QERL_ADMIN_TOKEN": TOKEN}
         log = folder / f"{len(started)}.log"
         process = processes.start(command(str(model), [*line, *options]), log, {**ours, **environment})

@@ -1,4 +1,4 @@
-"""The command line itself: how its options are spelt, and what is said where it cannot run at all."""
+"""Test the command line itself: the spelling of its options, and its message where it cannot run at all."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ def commands(group, path=()):
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
             yield from commands(command, (*path, name))
-        elif name != "train" or path:  # its help is that of the recipe's keys
+        elif name != "train" or path:  # recipe/test_help.py tests its help, which lists the recipe's keys
             yield (*path, name), command
 
 

@@ -24,7 +24,7 @@ def qerl_rewards():
 
 @pytest.fixture
 def third_party(tmp_path, monkeypatch):
-    """An installed package with an entry point in the group qerl, seen by a fresh plugin manager."""
+    """Install a package with an entry point in the group qerl, and let a fresh plugin manager find it."""
     (tmp_path / "shouting_rewards.py").write_text(THIRD_PARTY)
     metadata = tmp_path / "shouting_rewards-1.0.dist-info"
     metadata.mkdir()

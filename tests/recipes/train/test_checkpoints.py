@@ -1,4 +1,4 @@
-"""What goes into a run's folder at its edges, and what is taken from there; test_resume.py has whole runs."""
+"""Test edge cases of writing to and reading from a run's folder; test_resume.py tests whole runs."""
 
 import contextlib
 import json
@@ -49,13 +49,13 @@ def test_a_resumed_run_goes_on_counting(make_trainer, make_nvfp4):
     with pytest.raises(CheckpointMismatch, match="its run had seed: 1"):
         trainer.train(resume_from_checkpoint=True)
     change(seed=0)
-    trainer.train(resume_from_checkpoint=True)  # on an engine that has had two adapters already
+    trainer.train(resume_from_checkpoint=True)  # the engine has had two adapters already
     state = read_state(second)
     assert state.adapter_version == 2 and 1000 < state.seconds < 2000
 
 
 def trained_to_nothing(trainer, read_metrics, message):
-    """Train until it is refused -> the names in the run's folder; all that is there must be finite."""
+    """Train until the run is refused, and return the names in its folder; everything saved must be finite."""
     with pytest.raises(Diverged, match=message):
         trainer.train()
     run = Path(trainer.args.output_dir)
@@ -112,7 +112,7 @@ def test_a_run_stops_before_a_step_that_is_not_finite(spoil, said, make_trainer,
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_an_adapter_that_is_not_finite_is_not_saved(kept, make_trainer, make_nvfp4, read_metrics):
-    """The step itself goes beyond the end of fp32, with a finite gradient."""
+    """Check a step whose weights overflow fp32 although its gradient is finite."""
     trainer = make_trainer(make_nvfp4("qwen2"), max_steps=3, train_norms=True, **EACH_STEP)
     step = trainer._save_checkpoint
 

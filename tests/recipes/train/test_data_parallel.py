@@ -1,4 +1,7 @@
-"""Two trainer processes do what one does with the same completions, and go on from a checkpoint to the same bits."""
+"""Test that two trainer processes train as one does on the same completions.
+
+They must also resume from a checkpoint to the same bits.
+"""
 
 import contextlib
 import json
@@ -22,7 +25,7 @@ from qerl_recipes.train.preflight import uneven_evaluation
 
 ENGINE = ["--rollout_engine", scripted_rollouts.NAME, "--dtype", "float32"]
 REPLACED = ["--dynamic_sampling", "true", "--gradient_accumulation_steps", "2"]
-# a rollout for two steps: which completions are in which step follows from the random numbers of each process
+# A rollout serves two steps. The random numbers of each process decide which completions are in which step.
 SEVERAL_STEPS = ["--steps_per_generation", "2", "--gradient_accumulation_steps", "1", "--save_strategy", "steps"]
 RESUMED = [*SEVERAL_STEPS, "--save_steps", "4", "--resume_from_checkpoint"]
 EXACTLY = {"step", "reward", "reward_std", "frac_reward_zero_std", "completion_length", "completion_clipped", "sigma"}
@@ -38,7 +41,7 @@ EXACTLY |= {
 
 @pytest.fixture
 def scripted():
-    """The engine can be named in this process."""
+    """Register the scripted rollout engine in this process, so that a recipe can name it."""
     manager = get_plugin_manager()
     manager.register(scripted_rollouts)
     yield
@@ -50,7 +53,7 @@ def adapter(folder):
 
 
 def policies(folder, rank):
-    """A hash of each that the engine of one process was given."""
+    """Return a hash of each policy that the engine of one process was given."""
     return (folder / f"policies_{rank}").read_text().split()
 
 
@@ -69,7 +72,7 @@ def test_promise_08_two_processes_do_what_one_does_and_resume(
         noise_mode="both",
         sigma_start=0.1,
         num_stages=2,
-        per_device_train_batch_size=4,  # a group
+        per_device_train_batch_size=4,  # one group
         log_completions=True,
     )
     one, two, whole, resumed = (tmp_path / name for name in ("one", "two", "whole", "resumed"))
@@ -86,7 +89,7 @@ def test_promise_08_two_processes_do_what_one_does_and_resume(
     path = os.pathsep.join([str(Path(digit_rewards.__file__).parent), os.environ.get("PYTHONPATH", "")])
     run_process(command, tmp_path / "log", PYTHONPATH=path)
 
-    # one process with all the groups: the same prompts, completions and rewards, the same sums in another order
+    # One process with all groups has the same prompts, completions, rewards and sums, added in another order.
     train.main(flags(one, *REPLACED, "--gradient_accumulation_steps", "4"))
     records = list(zip(read_metrics(one), read_metrics(two), strict=True))
     assert len(records) == 4 and sum(ours["filled_groups"] for ours, _ in records) > 0
@@ -101,7 +104,7 @@ def test_promise_08_two_processes_do_what_one_does_and_resume(
     for name, tensor in adapter(one).items():
         torch.testing.assert_close(adapter(two)[name], tensor, rtol=0, atol=1e-5, msg=name)
 
-    for run, rollouts in ((two, 4), (whole, 2), (resumed, 1)):  # every process has the policy of the first
+    for run, rollouts in ((two, 4), (whole, 2), (resumed, 1)):  # every process gets the policy of the first
         assert len(set(policies(run, 0))) == rollouts and policies(run, 1) == policies(run, 0)
 
     assert read_metrics(resumed) == read_metrics(whole)[2:] and len(read_metrics(whole)) == 4

@@ -51,7 +51,7 @@ def test_groups_are_judged_by_accuracy_else_by_the_sum():
 
 
 def batch(rows, prompt_width, completion_width, first):
-    """What TRL returns for ``rows`` completions: every entry of a row is ``first`` and the number of the row."""
+    """Return a batch as TRL does for ``rows`` completions; every entry of a row is ``first`` plus the row number."""
     values = first + torch.arange(rows)[:, None]
     return {
         "prompt_ids": values.repeat(1, prompt_width),
@@ -70,7 +70,7 @@ def test_replaced_groups_are_padded_to_one_width(wide, narrow):
     ours, theirs = batch(6, *wide, 10), batch(4, *narrow, 20)
     merged = replace_groups(ours, theirs, [(2, 0), (0, 1)], 2, pad_token_id=9)
     prompt_width, width = max(wide[0], narrow[0]), max(wide[1], narrow[1])
-    expected = [22, 23, 12, 13, 20, 21]  # group 0 is the fresh batch's group 1, group 2 its group 0
+    expected = [22, 23, 12, 13, 20, 21]  # group 0 becomes the fresh batch's group 1, and group 2 its group 0
     assert merged["advantages"].tolist() == expected
     for row, value in enumerate(expected):
         prompt, completion = wide if row in (2, 3) else narrow
@@ -80,7 +80,7 @@ def test_replaced_groups_are_padded_to_one_width(wide, narrow):
         assert merged["completion_mask"][row].tolist() == [1] * completion + [0] * (width - completion)
         for name in ("old_per_token_logps", "importance_sampling_ratio"):
             assert merged[name][row].tolist() == [value] * completion + [0] * (width - completion)
-    assert ours["advantages"].tolist() == [10, 11, 12, 13, 14, 15]  # the caller's batch is as it was
+    assert ours["advantages"].tolist() == [10, 11, 12, 13, 14, 15]  # the caller's batch is unchanged
 
 
 def test_an_entry_that_is_not_known_is_refused():
@@ -89,7 +89,10 @@ def test_an_entry_that_is_not_known_is_refused():
 
 
 def test_the_table_has_the_completions_trained_on():
-    """By hand: three groups of two. The second is replaced by the second of two fresh ones, the first is left over."""
+    """Compare with a table worked out by hand for three groups of two.
+
+    The second group is replaced by the second of two fresh ones; the first is left over.
+    """
     before = {
         "prompt": deque("aabbcc"),
         "advantages": deque([0.5] * 6),
@@ -104,13 +107,16 @@ def test_the_table_has_the_completions_trained_on():
     assert list(before["prompt"]) == ["a", "a", "e", "e", "c", "c"]
     assert list(before["advantages"]) == [0, 0, 3, 4, 0.5, 0.5]
     rewards = {name: list(column) for name, column in before["rewards"].items()}
-    # columns that a reward has not filled, before or for the fresh ones, stay
+    # Columns that a reward has not filled, before or for the fresh groups, stay as they are.
     assert rewards == {"known": [1, 1, 6, 7, 3, 3], "late": [], "short": ["w", "x", "y", "z"]}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_each_process_fills_its_own_groups_of_those_left_over(rank):
-    """Four groups of two, two a process: of the first of either process, and of the last, nothing can be learnt."""
+    """Check four groups of two on two processes.
+
+    Nothing can be learnt from the first group of either process, nor from the last group.
+    """
     judged = torch.tensor([1.0, 1.0, 0.0, 1.0, 2.0, 2.0, 0.0, 0.0])
     ours = {"advantages": torch.full((4,), 0.5), "completion_mask": torch.ones(4, 3, dtype=torch.long)}
     limits = {"num_generations": 2, "max_rounds": 0, "pad_token_id": 9, "rank": rank, "ranks": 2}
@@ -124,7 +130,10 @@ def test_each_process_fills_its_own_groups_of_those_left_over(rank):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_every_process_scores_a_share_of_the_fresh_prompts(rank):
-    """Three of four groups are dropped. Of the fresh ones of the first round the third differs, then the first."""
+    """Check two rounds of resampling after three of four groups were dropped.
+
+    In the first round only the third fresh group has unequal rewards; in the second round the first one has.
+    """
     judged, stream, scored = torch.tensor([1.0, 1.0, 0.0, 1.0, 2.0, 2.0, 0.0, 0.0]), PromptStream(9, 0), []
     ours = batch(4, 2, 3, 10 + 10 * rank)
 
@@ -134,7 +143,7 @@ def test_every_process_scores_a_share_of_the_fresh_prompts(rank):
         return Scored(batch(2 * len(rows), 2, 3, 100 * len(scored) + 20 * rank), torch.tensor(values), {})
 
     def gather(sent):
-        """The other process's batch differs from ours in its first entry alone."""
+        """Return the batches of both processes; the other process's differs from ours in its first entry alone."""
         first = 100 * len(scored)
         return [batch(2 * len(scored[-1]), 2, 3, first + 20 * other) for other in (0, 1)]
 
@@ -151,7 +160,7 @@ def test_every_process_scores_a_share_of_the_fresh_prompts(rank):
 
 
 def equal_below_five(completions, prompts, **columns):
-    """Every answer to a prompt that begins with 1 to 4 gets the same reward; the others' differ with every sample."""
+    """Give every answer to a prompt that begins with 1 to 4 the same reward, and vary the reward of the others."""
     return [1.0 if int(prompt[0]) < 5 else float(i % 4) for i, prompt in enumerate(prompts)]
 
 
@@ -180,7 +189,7 @@ def test_groups_with_equal_rewards_are_replaced(make_trainer, make_nvfp4, read_m
         assert record["accepted_groups"] + record["filled_groups"] == 2
         assert (record["extra_tokens"] > 0) == (record["dropped_groups"] > 0)
         assert record["sampling_rounds"] <= 3
-        # what could not be replaced is not in the loss, nor in what it is divided by
+        # A group that could not be replaced counts neither in the loss nor in its divisor.
         if record["accepted_groups"] > 0:
             assert [count > 0 for count in tokens.tolist()] == informative
         assert items == tokens.sum()
@@ -218,7 +227,7 @@ def test_a_group_is_replaced_by_the_reward_that_the_recipe_names(
     assert (record["dropped_groups"], record["filled_groups"]) == (dropped, dropped)
     assert (record["grad_norm"] > 0) == (dropped == 0)
     table = pd.read_parquet(f"{trainer.args.output_dir}/completions/completions_00001.parquet")
-    assert (table["advantage"] == 0).all() == (dropped == 2)  # as they are trained on
+    assert (table["advantage"] == 0).all() == (dropped == 2)  # the table has the advantages of the loss
 
 
 def only_the_second_group_differs(completions, **columns):
@@ -227,7 +236,7 @@ def only_the_second_group_differs(completions, **columns):
 
 @pytest.mark.parametrize("pack_tokens", [0, 16384])
 def test_a_micro_batch_without_a_useful_group_adds_nothing(pack_tokens, make_trainer, make_nvfp4, read_metrics):
-    """Micro-batches of one completion: those of the group that is left over have none of its tokens."""
+    """Check micro-batches of one completion: those of the group that is left over hold none of its tokens."""
     steps = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "max_steps": 1, "loss_type": "bnpo"}
     settings = {"dynamic_sampling": True, "dynamic_sampling_max_rounds": 1, "pack_tokens": pack_tokens, **steps}
     trainer = make_trainer(make_nvfp4("qwen2"), only_the_second_group_differs, **settings)
@@ -262,7 +271,10 @@ def test_if_all_rewards_are_equal_nothing_is_learnt(make_trainer, make_nvfp4, re
 
 @pytest.mark.parametrize("pack_tokens", [0, 16384])
 def test_loss_and_gradient_are_of_the_sampled_tokens_alone(pack_tokens, make_trainer, make_nvfp4, read_metrics):
-    """A tool's answer of five tokens stands in each completion; expected values are computed from plain logits."""
+    """Compare loss and gradient with values computed from plain logits.
+
+    Each completion contains five tokens of a tool's answer, which must not count.
+    """
     keys = {"dynamic_sampling": True, "loss_type": "dapo", "dtype": torch.float32, "max_steps": 1}
     trainer = make_trainer(make_nvfp4("qwen2"), tags, max_grad_norm=0.0, pack_tokens=pack_tokens, **keys)
     of_tool, expected = [5, 6, 7, 8, 9], {}

@@ -1,6 +1,6 @@
-"""The column "train" of the table of model families: a tiny random model of each through the product's trainer.
+"""Test the column "train" of the table of model families by training a tiny random model of each.
 
-In float32, where rounding hides nothing: the trainer's log-probabilities are those that the engine has sampled with.
+In float32, where rounding hides nothing, the trainer's log-probabilities must be those that the engine sampled with.
 """
 
 import math
@@ -16,7 +16,7 @@ from qerl_recipes.recipe.configs import parse
 from qerl_recipes.train.preflight import check
 from qerl_vllm_plugin.weights.families import FAMILIES
 
-TOLERANCE = 1e-5  # of the mean difference of a step; the largest seen is 1e-6
+TOLERANCE = 1e-5  # bounds the mean difference of a step; the largest seen is 1e-6
 PAGE = Path(__file__).parents[3] / "qerl_vllm_plugin" / "compatibility.md"
 GEMMA = {
     "query_pre_attn_scalar": 32,
@@ -37,7 +37,7 @@ CASES: dict[str, dict[str, object]] = {
     "qwen3_moe": {},
 }
 AQN = {"sigma_start": 0.2, "sigma_end": 0.2, "num_stages": 1}
-PADDED = {"gemma2", "granite", "qwen3_5_text"}  # logits scaled behind the output layer; a state across a packed row
+PADDED = {"gemma2", "granite", "qwen3_5_text"}  # scaled logits, or a state that spans a packed row
 ATTENTION = {"gemma2": "eager"}
 ATTENTION_LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LINEARS = {"glm4": [*ATTENTION_LINEARS, "down_proj"], "qwen3_moe": ATTENTION_LINEARS}
@@ -86,7 +86,7 @@ def test_promise_06_engine_and_trainer_agree_in_every_family_that_is_trained(
     linears = [m for m in trainer.model.get_base_model().model.modules() if hasattr(m, "weight_packed")]
     experts = [m for m in trainer.model.get_base_model().model.modules() if isinstance(m, FrozenNVFP4Experts)]
     assert len(experts) == (2 if family == "qwen3_moe" else 0)
-    assert len(trainer.snapshot().tensors) == 2 * (len(linears) - 2 * (family == "glm4"))  # less gate_up_proj
+    assert len(trainer.snapshot().tensors) == 2 * (len(linears) - 2 * (family == "glm4"))  # without gate_up_proj
     trainer.train()
     changed = {name for name, tensor in trainer.model.state_dict().items() if not torch.equal(tensor, before[name])}
     assert changed and all(".lora_" in name for name in changed)
@@ -99,7 +99,7 @@ def test_promise_06_engine_and_trainer_agree_in_every_family_that_is_trained(
 @pytest.mark.slow
 @pytest.mark.usefixtures("torchvision")
 def test_a_hybrid_of_linear_attention_is_trained_in_padded_batches(make_trainer, make_nvfp4, read_metrics):
-    """In BF16: vLLM has no other kernel of the linear attention on a CPU."""
+    """Train in BF16, the only dtype of which vLLM has a linear attention kernel on a CPU."""
     with pytest.warns(UserWarning, match="the state of the linear attention would go on from one sequence"):
         trainer = make_trainer(make_nvfp4("qwen3_5_text"), noise_mode="both", max_steps=4, **AQN)
     assert not trainer.loss_settings.pack_tokens

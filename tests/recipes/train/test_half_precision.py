@@ -1,4 +1,7 @@
-"""A trainer in float16: closer to its engine, gradients that are not lost, and an end that is named."""
+"""Test a trainer in float16.
+
+It must stay closer to its engine, lose no gradients, and name the layer that overflows.
+"""
 
 import shutil
 
@@ -30,7 +33,7 @@ def test_trainer_and_engine_agree_more_closely_than_in_bfloat16(make_nvfp4, make
 
 
 def test_promise_08_a_run_in_float16_resumes_to_the_same_bits(make_nvfp4, make_trainer, tmp_path):
-    """What is done in the first micro-batch alone, and the scale, leave no trace."""
+    """Check that a resume is exact despite the gradient scale and work done only in the first micro-batch."""
     settings = {"dtype": torch.float16, "fp16": True, "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
     make_trainer(make_nvfp4("qwen2"), output_dir=str(tmp_path / "whole"), **settings).train()
     shutil.copytree(tmp_path / "whole/checkpoint-1", tmp_path / "broken/checkpoint-1")
@@ -49,7 +52,7 @@ def layers() -> list[torch.nn.Linear]:
 
 
 def gradients(each: float, scale: bool, half: bool) -> list[torch.Tensor]:
-    """Of four layers under a loss of which each number has a gradient of ``each``."""
+    """Return the gradients of four layers under a loss whose gradient is ``each`` for every output."""
     model = layers()
     x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
     with torch.autocast("cpu", torch.float16, enabled=half):
@@ -68,7 +71,7 @@ def test_gradients_of_any_size_are_those_of_fp32(each):
     for ours, reference in zip(scaled, exact, strict=True):
         assert ours.dtype == torch.float32
         assert (ours - reference).norm() < 5e-3 * reference.norm()
-    unscaled = gradients(each, False, True)  # the control: float16 by itself loses them
+    unscaled = gradients(each, False, True)  # control: unscaled float16 loses gradients
     assert each == 700.0 or (unscaled[0] - exact[0]).norm() > 0.05 * exact[0].norm()
 
 
@@ -95,7 +98,7 @@ def test_an_activation_beyond_float16_is_refused_by_name(make_nvfp4, make_traine
         model.model.layers[1].mlp.down_proj._factor *= 1e6
 
     named = r"layers\.1\.mlp\.down_proj(\.base_layer)?: the trainer computes an activation of [0-9]{6}"
-    # before anything is generated; padded, in the first micro-batch; with the product and the adapter's in one function
+    # Found before generation, in a padded first micro-batch, and where one function computes base and adapter.
     for settings in ({}, {"pack_tokens": 0}, {"fp16": True}):
         with pytest.raises(ActivationOverflow, match=named):
             make_trainer(make_nvfp4("qwen2"), dtype=torch.float16, max_steps=1, change=enlarge, **settings).train()
@@ -137,7 +140,10 @@ def test_what_is_looked_at_is_named_in_the_order_of_computation():
 
 @pytest.mark.parametrize("on_several_ranks", [False, True])
 def test_a_linear_is_computed_again_where_it_overflows(on_several_ranks, monkeypatch):
-    """A second product of an output layer would take gigabytes."""
+    """Check that one rank computes a linear again only after an overflow.
+
+    A second product of an output layer would take gigabytes.
+    """
     model, asked = torch.nn.Linear(2, 2, bias=False).half(), []
     model.weight.data.fill_(1e4)
     forward = torch.nn.Linear.forward
@@ -151,7 +157,7 @@ def test_a_linear_is_computed_again_where_it_overflows(on_several_ranks, monkeyp
 
 def test_an_error_is_the_models_own_without_an_overflow():
     class Model(torch.nn.Module):
-        """As norms that are given a residual: two outputs, of which either may be beyond the end."""
+        """Return two outputs, as a norm that is given a residual does; either may overflow."""
 
         def __init__(self):
             super().__init__()

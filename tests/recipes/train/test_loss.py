@@ -1,4 +1,7 @@
-"""The loss's tensors by hand, and whole runs: rows without an advantage, importance weights, staleness, KL."""
+"""Test the loss's tensors against values worked out by hand, and in whole runs.
+
+Covered are rows without an advantage, importance weights, staleness and KL.
+"""
 
 import math
 from dataclasses import replace
@@ -21,14 +24,14 @@ MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 def micro_batch(mask, **values):
-    """A micro-batch whose other tensors are zeros, unless ``values`` has them."""
+    """Return a micro-batch whose other tensors are zeros, unless ``values`` has them."""
     mask = torch.tensor(mask)
     zeros = {"sampled": torch.zeros(mask.shape), "advantages": torch.zeros(len(mask)), "lengths": mask.sum(dim=1)}
     return loss.MicroBatch(mask, **{**zeros, **values})
 
 
 def figures(*measured):
-    """What a step of one process makes of its micro-batches' figures."""
+    """Return the figures of a step of one process from those of its micro-batches."""
     sums = metrics.StepSums()
     for each in measured:
         sums.add(each)
@@ -39,7 +42,7 @@ def figures(*measured):
 
 
 def by_hand(differences, mode, smallest, largest):
-    """The weights of one sequence, number by number."""
+    """Compute the importance weights of one sequence number by number."""
     known = [0.0 if math.isnan(difference) else difference for difference in differences]
     whole = [sum(known)] if mode.startswith("sequence") else known
     weights = [math.exp(difference) for difference in whole]
@@ -54,7 +57,7 @@ def by_hand(differences, mode, smallest, largest):
 def test_weights_by_hand(mode, limits):
     generator = torch.Generator().manual_seed(0)
     logps, sampled = (-3 * torch.rand(5, 7, generator=generator) for _ in range(2))
-    sampled[1, 2] = torch.nan  # the engine could not tell
+    sampled[1, 2] = torch.nan  # the engine reported no log-probability
     mask = (torch.arange(7) < torch.tensor([[7], [5], [1], [3], [6]])).long()
     found = loss.importance_weights(logps, sampled, mask, mode, *limits)
     for row in range(5):
@@ -112,14 +115,17 @@ def test_weights_of_sequences_count_once(length):
     logps, sampled = torch.full((3, length), -1.0), torch.full((3, length), -1.5)
     found = figures(loss.agreement(logps, sampled, mask, torch.tensor([[0.5], [1.0], [3.0]])))
     weights = [found[f"sampling/importance_sampling_ratio/{name}"] for name in ("min", "mean", "max")]
-    # one token a completion: sequence and token are the same, and a masked one has no weight
+    # With one token a completion, sequence and token weights are equal, and a masked token has no weight.
     assert weights == ([0.5, 1.75, 3.0] if length == 1 else [0.5, 1.5, 3.0])
     assert found["sampling/sampling_logp_difference/mean"] == 0.5
 
 
 @pytest.mark.parametrize("sampled", [0.0, NAN])
 def test_a_step_without_a_token_to_compare_has_no_difference(sampled):
-    """A difference of 0, or a weight of 1 of a sequence, would say that engine and trainer agree."""
+    """Check that nothing is reported where nothing can be compared.
+
+    A difference of 0, or a sequence weight of 1, would say that engine and trainer agree.
+    """
     logps, sampled, mask = torch.zeros(1, 2), torch.full((1, 2), sampled), torch.full((1, 2), int(sampled != 0.0))
     for weights in (torch.ones(1, 2), torch.ones(1, 1)):
         assert figures(loss.agreement(logps, sampled, mask, weights)) == {}
@@ -130,7 +136,10 @@ def test_a_step_without_a_token_to_compare_has_no_difference(sampled):
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_kl_to_the_reference_is_the_estimate_k3(level):
-    """J. Schulman, Approximating KL divergence (2020): r - 1 - log r, of r = reference over policy."""
+    """Compare with the k3 estimate r - 1 - log r, where r is reference over policy.
+
+    The source is J. Schulman, Approximating KL divergence (2020).
+    """
     logps = torch.tensor([[-1.0, -2.0, 5.0], [-1.2, 5.0, 5.0]])
     reference = torch.tensor([[-1.5, -1.0, 0.0], [-1.2, 0.0, 0.0]])
     batch = micro_batch([[1, 1, 0], [1, 0, 0]], reference=reference)
@@ -156,7 +165,10 @@ def test_kl_to_the_reference_is_the_estimate_k3(level):
 
 
 def test_skipped_rows_count_for_the_clipped_share_alone():
-    """By hand: two rows of three tokens, one without advantage, the last token of the other masked."""
+    """Compare with values worked out by hand for two rows of three tokens.
+
+    One row has no advantage; the last token of the other is masked.
+    """
     old = torch.log(torch.tensor([[0.5, 0.5, 0.5], [0.5, 0.5, 0.5]]))
     now = torch.log(torch.tensor([[0.75, 0.5, 0.9], [0.9, 0.9, 0.9]]))
     advantages, skipped = torch.tensor([1.0, 0.0]), torch.tensor([False, True])
@@ -227,7 +239,7 @@ def is_silent(prompt) -> bool:
 
 
 def uneven(prompts, completion_ids, **columns):
-    """Two of three prompts have equal rewards."""
+    """Give equal rewards to the answers of two of every three prompts."""
     return [
         1.0 if is_silent(prompt) else float(sum(ids) % 7) for prompt, ids in zip(prompts, completion_ids, strict=True)
     ]
@@ -254,7 +266,7 @@ def run(make_trainer, folder, output, **settings):
     [
         {"loss_type": "dapo"},
         {"loss_type": "grpo", "noise_mode": "both", "sigma_start": 0.1, "sigma_end": 0.1, "num_stages": 1},
-        {"loss_type": "dr_grpo", "num_iterations": 2},  # several steps a rollout: ratios to log-probabilities before
+        {"loss_type": "dr_grpo", "num_iterations": 2},  # several steps a rollout: ratios to old log-probabilities
         {"loss_type": "dapo", "importance_sampling_level": "sequence", "delta": 2.0},
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
@@ -270,7 +282,7 @@ def test_skipped_rows_change_neither_loss_nor_adapter(settings, make_trainer, ma
     assert 0 < sum(left_out) < len(left_out)
     for whole, part in zip(runs[False][0], runs[None][0], strict=True):
         assert whole.keys() == part.keys()
-        assert whole.get("reward") == part.get("reward")  # later steps of a rollout have none
+        assert whole.get("reward") == part.get("reward")  # later steps of a rollout report no reward
         for name in ("loss", "grad_norm"):
             assert math.isclose(whole[name], part[name], rel_tol=1e-4, abs_tol=1e-6), name
     for name, weight in runs[False][1].items():
@@ -288,7 +300,10 @@ def test_skipped_rows_change_neither_loss_nor_adapter(settings, make_trainer, ma
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
 def test_skipped_rows_change_no_bit_of_a_gradient(settings, make_trainer, make_nvfp4, monkeypatch, tmp_path):
-    """What a row without advantage adds is an exact zero: the rest is the order in which a model adds up."""
+    """Check that a row without advantage adds an exact zero to the gradient.
+
+    Skipping it in a model changes only the order of sums.
+    """
     trainer, seen, _ = run(make_trainer, make_nvfp4("qwen2"), tmp_path, **settings)
     inputs = next(one for one in seen if 0 < int((one["advantages"] == 0).sum()) < len(one["advantages"]))
     assert trainer.loss_settings.skips_zero_advantage
@@ -338,7 +353,7 @@ def test_figures_are_of_the_rows_that_are_computed(make_trainer, make_nvfp4, rea
         sampled = [loss.mask_of(seen[i]) for i in range(step * micro_batches, (step + 1) * micro_batches)]
         of_all = [(seen[step * micro_batches + i]["sampling_per_token_logps"] * m).sum() for i, m in enumerate(sampled)]
         estimate = -float(sum(of_all)) / int(sum(m.sum() for m in sampled))
-        assert record["sampled_entropy"] == pytest.approx(estimate, rel=1e-5)  # silent rows too
+        assert record["sampled_entropy"] == pytest.approx(estimate, rel=1e-5)  # includes rows without advantage
         for i in range(step * micro_batches, (step + 1) * micro_batches):
             loud = seen[i]["advantages"] != 0
             if not loud.any():  # one row stays, so that there is something to compare
@@ -365,7 +380,7 @@ def test_without_any_advantage_the_first_row_is_compared(make_trainer, make_nvfp
     before = {name: weight.clone() for name, weight in trainer.model.named_parameters() if weight.requires_grad}
     trainer.train()
     for record in read_metrics(trainer):
-        assert 0 < record["logp_diff_mean"] < 1e-4  # 0 would be a comparison of nothing
+        assert 0 < record["logp_diff_mean"] < 1e-4  # 0 would mean that nothing was compared
         assert record["loss"] == record["grad_norm"] == 0
         assert record["frac_zero_advantage"] == 0.75
     assert all(torch.equal(dict(trainer.model.named_parameters())[name], weight) for name, weight in before.items())
@@ -426,7 +441,7 @@ def test_an_ordinary_recipe_has_no_reason_to_keep_them():
 
 
 def train(make_trainer, base, monkeypatch, *, ours, **settings):
-    """Three steps -> the adapter, TRL's log, and how many forwards were made without a gradient."""
+    """Train three steps, and return the adapter, TRL's log and the number of forwards without a gradient."""
     trainer = make_trainer(base, noise_mode="engine_is", sigma_start=0.2, sigma_end=0.2, num_stages=1, **settings)
     if not ours:
         monkeypatch.setattr(trainer, "score", super(type(trainer), trainer)._generate_and_score_completions)
@@ -447,7 +462,7 @@ def train(make_trainer, base, monkeypatch, *, ours, **settings):
     ("mode", "pack_tokens"), [("token_truncate", 4096), pytest.param("sequence_mask", 0, marks=pytest.mark.slow)]
 )
 def test_a_run_is_the_one_with_trls_own_weights(mode, pack_tokens, make_trainer, make_nvfp4, monkeypatch):
-    """In fp32, where the order of sums hardly shows; two micro-batches of two groups."""
+    """Compare with TRL in fp32, where the order of sums hardly shows, on two micro-batches of two groups."""
     settings = {
         "vllm_importance_sampling_mode": mode,
         "pack_tokens": pack_tokens,
@@ -464,10 +479,10 @@ def test_a_run_is_the_one_with_trls_own_weights(mode, pack_tokens, make_trainer,
     for name, tensor in theirs.items():
         assert (ours[name] - tensor).norm() <= 1e-3 * tensor.norm(), name
     names = [name for name in their_logs[0] if name.startswith("sampling/")]
-    assert len(names) == 6  # TRL's five, and the entropy of what was sampled
+    assert len(names) == 6  # TRL's five, and the entropy of the samples
     for one, other in zip(our_logs, their_logs, strict=True):
         assert {n: one[n] for n in names} == pytest.approx({n: other[n] for n in names}, rel=2e-3, abs=1e-5)
-    assert max(log["sampling/sampling_logp_difference/mean"] for log in our_logs) > 0.05  # there is something to weigh
+    assert max(log["sampling/sampling_logp_difference/mean"] for log in our_logs) > 0.05  # so weights differ from 1
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
-"""What a run says of itself: metrics.jsonl, and a word where it learns nothing or its noise ends elsewhere.
+"""Test what a run reports about itself.
 
-frac_reward_zero_std and completion_clipped are what their names say, under every key that TRL measures them
-otherwise by.
+That is metrics.jsonl, and warnings where a run learns nothing or its noise stops short of sigma_end.
+frac_reward_zero_std and completion_clipped must mean what their names say under every key that changes how TRL measures
+them.
 """
 
 import json
@@ -19,7 +20,7 @@ from qerl_recipes.train import loss, metrics
 from qerl_recipes.train import trainer as training
 
 NAN = float("nan")
-ROLLOUTS = 5  # of nothing to learn, until that is said
+ROLLOUTS = 5  # without anything to learn, until the run warns
 
 
 def test_a_step_weighs_micro_batches_by_what_they_hold():
@@ -29,7 +30,7 @@ def test_a_step_weighs_micro_batches_by_what_they_hold():
     for values in ([2.0, 0.5], [1.0, 3.0], [-torch.inf, torch.inf]):
         largest, smallest = map(torch.tensor, values)
         sums.add(loss.Measured(largest={"max": largest, "none": -smallest * torch.inf}, smallest={"min": smallest}))
-    others = {  # of the other process: empty, mismatch, share, and the largest of max, -min and none
+    others = {  # the other process's empty, mismatch and share, and its largest of max, -min and none
         3: torch.tensor([[[0.0, 0.0], [2.0, 6.0], [5.0, 4.0]]], dtype=torch.float64),
         2: torch.tensor([[1.5, -0.75, -torch.inf]], dtype=torch.float64),
     }
@@ -46,7 +47,7 @@ def test_a_step_weighs_micro_batches_by_what_they_hold():
         ([[1, 0], [1, 0], [3, 0], [3, 0]], [1, 1], 1.0, 1.0),  # two groups of two
         ([[1, 0], [1, 0], [3, 0], [4, 0]], [1, 1], 0.5, 0.5),
         ([[1, 0], [0, 1], [3, 0], [3, 0]], [1, 1], 1.0, 0.5),  # the sums are equal, the rewards are not
-        ([[1, 0], [1, 5], [3, 0], [3, 9]], [1, 0], 1.0, 1.0),  # what has no weight teaches nothing
+        ([[1, 0], [1, 5], [3, 0], [3, 9]], [1, 0], 1.0, 1.0),  # a reward of weight 0 teaches nothing
         ([[1, NAN], [1, NAN], [NAN, NAN], [NAN, NAN]], [1, 1], 1.0, 1.0),
         ([[1, NAN], [2, NAN], [NAN, NAN], [7, 1]], [1, 1], 0.5, 0.5),
     ],
@@ -78,13 +79,16 @@ def test_a_completion_is_cut_off_that_nothing_has_ended(ids, stops, is_cut):
 
 
 def half(completions, **columns):
-    """The same for every completion, so that there is nothing to learn."""
+    """Give every completion the same reward, so that there is nothing to learn."""
     return [0.5] * len(completions)
 
 
 @pytest.fixture(scope="module")
 def silent_run(make_module_trainer, make_nvfp4):
-    """Five rollouts of two steps each whose rewards are all equal, with noise and evaluations -> (trainer, words)."""
+    """Train five rollouts of two steps each, with equal rewards, noise and evaluations.
+
+    Return the trainer and the words of its warnings.
+    """
     trainer = make_module_trainer(
         make_nvfp4("qwen2"),
         half,
@@ -138,21 +142,23 @@ def test_a_run_that_learns_nothing_says_so_once(silent_run):
 
 
 def test_noise_that_does_not_reach_its_end_is_said(silent_run):
-    """Stages 0, 1, 2, 4, 5 of 6: the last sigma is 0.02 * (1 / 2) ** (4 / 5) = 0.01149."""
+    """Check a run with stages 0, 1, 2, 4 and 5 of 6: its last sigma is 0.02 * (1 / 2) ** (4 / 5) = 0.01149."""
     (word,) = [word for word in silent_run[1] if "sigma_end" in word]
     assert "the noise ends at sigma 0.011487, and sigma_end: 0.01 is never reached" in word
     assert "num_stages: 6 that takes 7 rollouts" in word and "this run has 5 rollouts" in word
 
 
 def test_a_share_as_save_steps_is_rounded_to_rollouts(silent_run):
-    trainer, _ = silent_run  # 0.1 of 10 is every step, and a rollout serves 2
+    trainer, _ = silent_run  # 0.1 of 10 steps is every step, but a rollout serves 2
     saved = sorted(int(folder.name.partition("-")[2]) for folder in Path(trainer.args.output_dir).glob("checkpoint-*"))
     assert saved == [2, 4, 6, 8, 10]
 
 
 def test_seconds_and_speeds_are_of_their_part_of_a_step(make_trainer, make_nvfp4, monkeypatch):
-    """Two rollouts of two steps each, of a clock that goes on where the engine, the rewards and the loss are at work:
-    for 4, 2 and 3 seconds."""
+    """Check two rollouts of two steps each on a fake clock.
+
+    The clock advances 4 seconds for the engine, 2 for the rewards and 3 for the loss.
+    """
     clock, generate = SimpleNamespace(now=100.0), sampling.generate
     clock.perf_counter = clock.monotonic = lambda: clock.now
     sampled, learnt = [], []
@@ -190,12 +196,12 @@ def test_seconds_and_speeds_are_of_their_part_of_a_step(make_trainer, make_nvfp4
 
 
 def by_prompt(completions, prompts, **columns):
-    """The same for all answers to a prompt, and another for the next: the rewards of a batch differ, no group's do."""
+    """Give all answers to a prompt the same reward: the rewards of a batch differ, those of a group do not."""
     return [float(sum(map(ord, prompt))) for prompt in prompts]
 
 
 def up(completions, **columns):
-    """Another for each answer; with ``down`` it comes to nothing."""
+    """Give each answer another reward; together with ``down`` the sum is zero."""
     return [float(i) for i in range(len(completions))]
 
 
@@ -206,7 +212,7 @@ def down(completions, **columns):
 @pytest.mark.parametrize(
     ("settings", "rewards"),
     [
-        ({"scale_rewards": "batch"}, [by_prompt, up, down]),  # a group has equal sums
+        ({"scale_rewards": "batch"}, [by_prompt, up, down]),  # the rewards of a group add up to equal sums
         ({"multi_objective_aggregation": "normalize_then_sum"}, [by_prompt]),
     ],
     ids=["sums", "each"],
@@ -249,7 +255,10 @@ def cycle(completions, **columns):
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, 1e17])
 def test_an_infinite_reward_ends_the_run_before_the_step(value, make_trainer, make_nvfp4):
-    """What an advantage cannot be computed of; None and NaN say that a reward does not apply, and go on."""
+    """Check rewards from which no advantage can be computed.
+
+    None and NaN say that a reward does not apply, and the run goes on.
+    """
 
     def broken(completions, prompts, trainer_state, **columns):
         asked.append(prompts)
@@ -268,7 +277,10 @@ def test_an_infinite_reward_ends_the_run_before_the_step(value, make_trainer, ma
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_kl_is_the_mean_over_the_tokens_of_a_step(level, make_trainer, make_nvfp4, read_metrics):
-    """One completion a micro-batch, of 1 to 12 tokens, most of them masked; two steps a rollout."""
+    """Check micro-batches of one completion of 1 to 12 tokens, with two steps a rollout.
+
+    Most of the completions are masked.
+    """
     settings = {"beta": 0.1, "use_bias_correction_kl": True, "importance_sampling_level": level}
     settings |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "steps_per_generation": 16}
     trainer = make_trainer(make_nvfp4("qwen2"), cycle, max_steps=4, mask_truncated_completions=True, **settings)
@@ -299,7 +311,7 @@ def test_kl_is_the_mean_over_the_tokens_of_a_step(level, make_trainer, make_nvfp
 
 
 def test_completions_all_cut_off_and_masked_are_said(make_trainer, make_nvfp4, read_metrics):
-    endless = {"allowed_token_ids": [5, 6, 7, 8]}  # neither the end of a sequence nor padding
+    endless = {"allowed_token_ids": [5, 6, 7, 8]}  # excludes end of sequence and padding
     settings = {"mask_truncated_completions": True, "generation_kwargs": endless}
     trainer = make_trainer(make_nvfp4("qwen2"), cycle, max_steps=5, **settings)
     with pytest.warns(UserWarning, match=r"5 rollouts: all completions were cut off, .* max_completion_length \(12\)"):

@@ -1,4 +1,7 @@
-"""How engine and trainer of a run differ, part by part: the parts add up, and an error shows in its own row alone."""
+"""Test the breakdown of the mismatch between a run's engine and its trainer.
+
+The parts must add up, and an error must show only in its own row.
+"""
 
 import io
 import json
@@ -23,7 +26,7 @@ SETTINGS = {"noise_mode": "both", "sigma_start": 5e-2, "sigma_end": 5e-2, "num_s
 
 @pytest.fixture(scope="module")
 def trained(make_module_trainer, make_nvfp4, tmp_path_factory):
-    """The adapter of a run, small enough that log-probabilities follow it linearly."""
+    """Save an adapter that is small enough for log-probabilities to follow it linearly, and return its folder."""
     trainer = make_module_trainer(make_nvfp4("qwen2"), dtype=torch.float32, **SETTINGS)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in trainer.model.named_parameters():
@@ -36,7 +39,10 @@ def trained(make_module_trainer, make_nvfp4, tmp_path_factory):
 
 @pytest.fixture
 def measure(trained, make_module_trainer, make_nvfp4, monkeypatch):
-    """measure(scale=1, **settings) -> the Mismatch of that adapter; the engine gets it with B times ``scale``."""
+    """Return measure(scale=1, **settings), which returns the Mismatch of the trained adapter.
+
+    The engine gets the adapter with B multiplied by ``scale``.
+    """
 
     def run(scale=1.0, adapter=trained, **settings):
         trainer = make_module_trainer(
@@ -64,7 +70,7 @@ def test_sizes_of_known_differences():
     assert found.mean == pytest.approx(0.5) and found.largest == 1.0 and 0.97 < found.p99 < 1.0
     of_each = [torch.tensor(x).exp().item() - 1 - x for x in (0.5, -0.5, 0.0, 1.0)]
     assert found.kl == pytest.approx(sum(of_each) / 4)
-    # the estimator against the KL of two distributions, from samples of the first
+    # Compare the estimator with the KL of two distributions, on samples of the first.
     p, q = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.6, 0.25, 0.15])
     drawn = torch.multinomial(p, 200_000, replacement=True, generator=torch.Generator().manual_seed(0))
     kl = float((p * (p / q).log()).sum())
@@ -106,7 +112,7 @@ def test_the_ratio_and_its_error_are_those_of_many_draws():
     true, lengths = torch.randn(400, generator=generator), [20, 0, 30] * 8
 
     def rounded(values):
-        """With errors that grow with what they are errors of, as those of rounding do."""
+        """Add noise that grows with the true value, as rounding errors do."""
         return values + (0.1 + 0.2 * true.abs()) * torch.randn(400, generator=generator)
 
     draws = [(rounded(1.01 * true), rounded(true)) for _ in range(300)]
@@ -114,15 +120,18 @@ def test_the_ratio_and_its_error_are_those_of_many_draws():
     assert float(found[:, 0].mean()) == pytest.approx(1.01, abs=3e-3)
     assert float(found[:, 1].mean()) == pytest.approx(float(found[:, 0].std()), rel=0.15)
     plain = torch.stack([(x * y).sum() / (x * x).sum() for y, x in draws])
-    assert float(plain.mean()) < 0.95  # the control: what takes the trainer's side for exact
+    assert float(plain.mean()) < 0.95  # control: a plain fit takes the trainer's side for exact
     assert mismatch._ratio(true, torch.zeros(400), lengths) == ()
     alone = mismatch._ratio(1.01 * true, true, [0, 400])
-    assert alone[0] == pytest.approx(1.01) and alone[1] != alone[1]  # one completion: its error is not known
+    assert alone[0] == pytest.approx(1.01) and alone[1] != alone[1]  # one completion gives no error
 
 
 def test_the_ratios_error_counts_completions_not_tokens():
-    """The true effect is large at few tokens, and rounding moves a whole completion one way: by tokens alone the error
-    would seem less than half as large as it is."""
+    """Check that the ratio's error is computed over completions.
+
+    The true effect is large at few tokens, and rounding moves a whole completion one way. Counting tokens would make
+    the error seem less than half as large.
+    """
     generator = torch.Generator().manual_seed(0)
     count, length = 24, 40
     found = []
@@ -143,13 +152,13 @@ def test_an_error_of_the_adapters_scale_is_in_its_row(measure, monkeypatch):
     assert seen == [(found.tokens, 8, found.tokens)] * 2, "by completions"
     cold, right, wrong = rows(measure(temperature=0.7)), rows(found), rows(measure(1.01))
     assert tuple(right) == STAGES
-    # where all is right every row is rounding, in fp32, and both sides apply adapter and noise alike
+    # Where nothing is wrong, every row is fp32 rounding, and both sides apply adapter and noise alike.
     assert all(part.stage.largest < 1e-3 for part in [*right.values(), *cold.values()])
     assert right["adapter"].ratio == pytest.approx(1, abs=1e-4)
     assert right["noise"].ratio == pytest.approx(1, abs=1e-4)
     assert wrong["weights"].stage.mean < 1e-4 and wrong["weights"] == right["weights"]
     assert wrong["adapter"].added.mean > 20 * max(right["adapter"].added.mean, wrong["sampling"].added.mean)
-    assert wrong["adapter"].added.mean > 2 * wrong["noise"].added.mean  # noise on a wrong policy acts otherwise
+    assert wrong["adapter"].added.mean > 2 * wrong["noise"].added.mean  # noise acts differently on a wrong policy
     assert wrong["adapter"].ratio == pytest.approx(1.01, abs=2e-3)
     assert wrong["sampling"].stage.kl > 100 * right["sampling"].stage.kl
 
@@ -162,13 +171,16 @@ def test_noise_and_a_cut_distribution_are_in_their_rows(measure, monkeypatch):
     assert paper.sigma == 5e-2 and paper.cut == ("top_p: 0.8",)
     assert found["weights"].stage.largest < 1e-3 and found["adapter"].added.largest < 1e-3
     assert found["noise"].added.mean > 1e-2 and found["noise"].ratio is None
-    # what is left of the distribution, at least 0.8 of it, is renormalized in the engine
+    # The engine renormalizes what top_p leaves of the distribution, which is at least 0.8.
     assert 0.01 < found["sampling"].added.mean < -torch.tensor(0.8).log().item()
     assert deltas[-1].max() < 1e-3, "log p of the trainer minus that of the engine: what is left is likelier there"
 
 
 def test_trained_norms_are_the_adapters_noise_the_recipes(measure, make_module_trainer, make_nvfp4, tmp_path):
-    """Where one of them were another one's, the sides would differ by more than rounding."""
+    """Check that trained norms come from the adapter, and noise from the recipe's settings.
+
+    If either came from elsewhere, engine and trainer would differ by more than rounding.
+    """
     settings = {"train_norms": True, "noise_seed": 9, "noise_targets": ["input_layernorm"]}
     trainer = make_module_trainer(make_nvfp4("qwen2"), dtype=torch.float32, **SETTINGS, **settings)
     for name, parameter in trainer.model.named_parameters():
@@ -193,7 +205,7 @@ def test_the_command_reads_the_recipe_of_a_run(write_recipe, capfd):
     main(["--config", recipe])
     folder = Path(recipe).parent / "run"
     before = sorted(folder.rglob("*"))
-    assert mismatch.run(folder, ["--share_weights", "false"], problems=99) == 0  # there are 16
+    assert mismatch.run(folder, ["--share_weights", "false"], problems=99) == 0  # the training set has 16
     printed = capfd.readouterr().out
     assert "temperature 0.7" in printed and "min_p: 0.02" in printed and "none in this run" in printed
     assert "The training set has 16 problems, fewer than the 99 asked for" in " ".join(printed.split())

@@ -1,4 +1,7 @@
-"""What is refused before anything loads because of machine, model, data or adapter; keys alone: recipe/test_checks."""
+"""Test what is refused before loading because of machine, model, data or adapter.
+
+recipe/test_checks.py tests refusals that depend on keys alone.
+"""
 
 import http.server
 import json
@@ -21,7 +24,10 @@ TOKEN = "an-admin-token-of-32-characters!"
 
 @pytest.fixture
 def demo(stand_ins):
-    """demo(*flags) -> the three parts of the demo's recipe, on a model that is a config.json alone."""
+    """Return demo(*flags), which parses the demo's recipe into its three parts.
+
+    Its model is a folder with only a config.json.
+    """
     return lambda *flags: parse(
         ["--config", str(RECIPE), *CPU, "--model_name_or_path", str(stand_ins["model"]), *flags]
     )
@@ -29,7 +35,7 @@ def demo(stand_ins):
 
 @pytest.fixture
 def refusal(demo):
-    """refusal(*flags) -> the message of ConfigError."""
+    """Return refusal(*flags), which returns the message of the ConfigError."""
 
     def of(*flags):
         with pytest.raises(ConfigError) as error:
@@ -101,7 +107,7 @@ def test_all_that_is_wrong_is_said_at_once(refusal):
     "flags",
     [
         "--vllm_max_model_length 256",
-        "--report_to all",  # that are installed
+        "--report_to all",  # means all that are installed
         "--dynamic_sampling true --dynamic_sampling_metric running_sum_correct",
         "--dynamic_sampling true --dynamic_sampling_metric total",
         "--eval_strategy epoch",
@@ -113,7 +119,7 @@ def test_what_is_just_within_a_limit_is_taken(flags, demo):
 
 
 def test_a_completion_as_long_as_the_model_is_refused(demo):
-    """Without vllm_max_model_length the engine takes the model's own."""
+    """Check that without vllm_max_model_length the model's own length is the limit, as in the engine."""
     script, training, model = demo("--max_completion_length", "256")
     training.vllm_max_model_length = None
     with pytest.raises(ConfigError, match=r"max_completion_length \(256\) leaves no room for a prompt in the 256 posi"):
@@ -207,7 +213,7 @@ def test_rollouts_from_a_server_need_its_admin_token(variables, message, demo, r
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """Knows the token hf_known and no other."""
+    """Serve a hub that accepts the token hf_known and no other."""
 
     def do_GET(self):
         known = self.headers.get("Authorization") == "Bearer hf_known"
@@ -247,7 +253,7 @@ def test_a_push_that_the_hub_would_not_take_is_refused(demo, refusal, hub, monke
 
 @pytest.fixture
 def write_data(tmp_path):
-    """write_data(rows, name) -> flags of a recipe on these rows."""
+    """Return write_data(rows, name), which writes the rows and returns the flags of a recipe on them."""
 
     def write(rows, name="train.jsonl"):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -260,7 +266,7 @@ def test_empty_answers_are_refused_in_both_splits(demo, refusal, write_data):
     write_data([{"prompt": f"1+{i}=", "answer": "3"} for i in range(16)])
     flags = write_data([{"prompt": f"2+{i}=", "answer": None} for i in range(16)], "test.jsonl")
     flags += ["--reward_funcs", "exact_answer", "--reward_weights", "1.0"]
-    check(*demo(*flags))  # the held-out ones are not read
+    check(*demo(*flags))  # held-out problems are not read
     assert "column answer, which is empty in 16 of the 16 rows of the held-out" in refusal(
         *flags, "--eval_strategy", "epoch"
     )
@@ -284,7 +290,7 @@ def test_evaluation_during_training_needs_held_out_problems(demo, refusal, write
     assert "eval_strategy: epoch needs held-out problems" in text
     assert "a folder with train.jsonl and test.jsonl" in text
     cut = [part.partition(" ")[0].strip("'.") for part in text.split("_split: ")[1:]]
-    assert cut == ["train[:90%]", "train[90%:]"]  # what it advises works
+    assert cut == ["train[:90%]", "train[90%:]"]  # the advice must work
     check(*demo(*flags, "--dataset_train_split", cut[0], "--dataset_test_split", cut[1]))
 
 

@@ -12,26 +12,29 @@ import torch
 from waiting import PATIENCE
 
 from qerl_recipes.train import (
-    checkpoints as checkpoints,  # makes the devices of several processes on a CPU known to torch
+    checkpoints as checkpoints,  # registers names such as cpu:0 with torch
 )
 
 
 def launch(recipe, *flags):
-    """The command of `qerl train` in two processes."""
+    """Return the command that runs `qerl train` in two processes."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
     return [*launcher, "-m", "qerl_recipes.cli", "train", "--config", recipe, *flags]
 
 
 @pytest.mark.integration
 def test_two_processes_with_one_engine_train_one_policy(write_recipe, run_process, tmp_path):
-    """Plain data parallelism in the trainer, tensor parallelism in the engine, noise and resampling agreed by all."""
+    """Check data parallelism in the trainer with tensor parallelism in the engine.
+
+    All processes must agree on noise and resampling.
+    """
     recipe = write_recipe(
         noise_mode="both",
         sigma_start=0.1,
         num_stages=1,
         log_completions=True,
         dynamic_sampling=True,  # a random model never earns its reward: every group is resampled
-        entropy_coef=0.1,  # so that there is a loss, which differs between the processes
+        entropy_coef=0.1,  # gives a loss, which differs between the processes
         max_steps=2,
         per_device_train_batch_size=4,
         max_completion_length=8,
@@ -51,13 +54,13 @@ def test_two_processes_with_one_engine_train_one_policy(write_recipe, run_proces
     state = json.loads((tmp_path / "run" / "checkpoint-2" / "qerl_state.json").read_text())
     assert state["stream"] == 2 * 3 * 2  # steps, rounds, groups over both processes
     assert {"rng_state_0.pth", "rng_state_1.pth"} <= state["files"].keys()
-    for step in (1, 2):  # of both processes, and nothing to learn from
+    for step in (1, 2):  # the table has the rows of both processes, without advantages
         table = pd.read_parquet(tmp_path / "run" / "completions" / f"completions_{step:05d}.parquet")
         assert table["advantage"].tolist() == [0.0] * 8
 
 
 def test_an_optimizer_is_loaded_to_the_cpu_of_a_process(tmp_path):
-    """Transformers asks for the device of the process, which is called cpu:0 where there are several."""
+    """Check loading to cpu:0, the device name that transformers uses where there are several processes."""
     torch.save({"moment": torch.arange(3.0)}, tmp_path / "optimizer.pt")
     for device in ("cpu:0", "cpu:1"):
         found = torch.load(tmp_path / "optimizer.pt", map_location=torch.device(device), weights_only=True)
@@ -106,7 +109,7 @@ def test_two_processes_push_to_a_server_once(
         num_stages=1,
         max_steps=2,
         num_generations=2,
-        per_device_train_batch_size=1,  # one sequence at a time in every engine: batches round otherwise
+        per_device_train_batch_size=1,  # one sequence at a time: larger batches round differently
         max_completion_length=8,
     )
     path = {"PYTHONPATH": os.pathsep.join([str(Path(digit_rewards.__file__).parent), os.environ.get("PYTHONPATH", "")])}

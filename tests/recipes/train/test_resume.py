@@ -18,7 +18,7 @@ from waiting import until
 from qerl_recipes.files import run_state as checkpoints
 from qerl_recipes.model import loading as model
 
-# epochs of 3 rollouts, checkpoints at 2 (in the first epoch) and 4 (in the second), noise and resampling
+# Has epochs of 3 rollouts, checkpoints at 2 (first epoch) and 4 (second epoch), noise and resampling.
 RUN = {
     "max_steps": 6,
     "save_strategy": "steps",
@@ -50,7 +50,7 @@ def unbroken(make_module_trainer, make_nvfp4):
 
 @pytest.fixture
 def finished(unbroken, make_nvfp4, tmp_path):
-    """The unbroken run -> (base, a copy of its folder, whose name two words make)."""
+    """Return the base and a copy of the unbroken run's folder, whose name contains a space."""
     whole = shutil.copytree(unbroken, tmp_path / "the whole")
     return make_nvfp4("qwen2"), whole
 
@@ -77,7 +77,7 @@ def test_promise_08_a_stopped_run_resumes_to_the_same_bits(
     assert until(lambda: (tmp_path / "paused").exists() or process.poll() is not None, 250)
     assert (tmp_path / "paused").exists(), (tmp_path / "log").read_text()[-4000:]
     process.send_signal(stop)
-    if stop == signal.SIGTERM:  # which lets it finish its step
+    if stop == signal.SIGTERM:  # SIGTERM lets the run finish its step
         (tmp_path / "paused").unlink()
     code = process.wait(120)
     if stop == signal.SIGKILL:
@@ -108,8 +108,9 @@ CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod")
 
 
 def save_and_keep_every_moment(trainer, folder, moments):
-    """Save in a copy of this process, which copies ``folder`` into ``moments`` before each change of a file in it: what
-    SIGKILL would leave then. Audit hooks cannot be taken back, hence the other process.
+    """Save in a forked process that copies ``folder`` into ``moments`` before each change of a file in it.
+
+    Each copy is what SIGKILL would leave at that moment. The process is forked because audit hooks cannot be removed.
     """
     child = os.fork()
     if child == 0:
@@ -131,7 +132,10 @@ def save_and_keep_every_moment(trainer, folder, moments):
 
 
 def test_promise_08_a_kill_while_saving_leaves_a_checkpoint(make_trainer, make_nvfp4, tmp_path):
-    """The third takes the second's place: whenever the writer dies one of them is whole, and nothing else counts."""
+    """Check a save of the third checkpoint, which takes the second's place.
+
+    Whenever the writer dies, one of them is whole, and nothing else counts as a checkpoint.
+    """
     folder, moments = tmp_path / "run", tmp_path / "moments"
     settings = {**RUN, "max_steps": 2, "save_steps": 1, "save_total_limit": 1, "output_dir": str(folder)}
     trainer = make_trainer(make_nvfp4("qwen2"), rows=6, **settings)
@@ -193,7 +197,10 @@ def test_a_run_goes_on_with_smaller_micro_batches(finished, make_trainer, read_m
 
 
 def test_a_run_that_went_back_never_goes_on_from_what_it_left(finished, make_trainer, read_metrics, capfd):
-    """Stopped before its first own checkpoint; what it left stays whole, and is named."""
+    """Check a run that is stopped before its first own checkpoint.
+
+    The checkpoints that it left behind stay whole, and the run names them.
+    """
     base, whole = finished
     settings = {"rows": 6, "output_dir": str(whole), **RUN}
 

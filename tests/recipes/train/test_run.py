@@ -27,7 +27,7 @@ from qerl_recipes.train import run as train
 
 @pytest.fixture
 def run(monkeypatch):
-    """train.main, with its engine shut down afterwards."""
+    """Return a function that calls train.main and shuts its engine down afterwards."""
     built, build = [], train.build
     monkeypatch.setattr(train, "build", lambda *arguments: built.append(build(*arguments)) or built[-1])
 
@@ -72,7 +72,7 @@ def test_nothing_to_resume_from_is_refused(resume, message, write_recipe, no_bui
 def test_an_adapter_without_checkpoints_is_not_overwritten(run, write_recipe, no_build, tmp_path):
     adapter = tmp_path / "run" / "adapter"
     adapter.mkdir(parents=True)
-    (adapter / "adapter_config.json").write_text("{}")  # one of another program, or cut off: no run of ours has ended
+    (adapter / "adapter_config.json").write_text("{}")  # of another program, or cut off: no run of ours ended
     assert starting_point(tmp_path / "run", None) is None
     (adapter / "qerl_state.json").write_text("{}")
     with pytest.raises(CheckpointMismatch, match="run holds the adapter of an earlier run, which left no checkpoint"):
@@ -105,7 +105,7 @@ def test_folders_and_checkpoints_of_other_runs_are_refused(run, write_recipe, mo
         train.main([*resume, "--logging_steps", "7", "--save_steps", "3"])
         assert f"nothing is left to do: {tmp_path}/run/checkpoint-1 is of the last step" in capfd.readouterr().out
         assert {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()} == before
-    shutil.rmtree(tmp_path / "run" / "adapter")  # killed while it was written
+    shutil.rmtree(tmp_path / "run" / "adapter")  # as if killed while writing it
     run(*resume)
     assert not (tmp_path / "run" / "checkpoint-2").exists()
     for name in ("adapter_model.safetensors", "adapter_config.json"):
@@ -125,7 +125,7 @@ def test_ctrl_c_before_the_first_checkpoint_says_so(write_recipe, monkeypatch, c
 
     monkeypatch.setattr(train, "build", interrupted)
     recipe = write_recipe()
-    capsys.readouterr()  # bars of making its checkpoint
+    capsys.readouterr()  # discard the progress bars of making the checkpoint
     with pytest.raises(SystemExit) as end:
         train.main(["--config", recipe])
     assert end.value.code == 130
@@ -156,7 +156,7 @@ def test_another_run_continues_from_a_runs_adapter(run, write_recipe, make_nvfp4
     kept = {"dataset_name": "running_sum", "learning_rate": 1e-2, "system_prompt": None, "max_completion_length": 12}
     assert kept.items() <= state["recipe"].items() and state["recipe"]["reward_funcs"] == ["running_sum_format"]
     assert state["seconds"] > 0 and state["date"].startswith("20")
-    card = (first / "README.md").read_text()  # its commands are to work from any folder
+    card = (first / "README.md").read_text()  # its commands must work from any folder
     commands = [line for line in card.splitlines() if line.startswith("vllm serve")]
     assert len(commands) == 2
     assert all(line.startswith(f"vllm serve {base} ") and f" policy={first}" in line for line in commands)
@@ -165,7 +165,7 @@ def test_another_run_continues_from_a_runs_adapter(run, write_recipe, make_nvfp4
     tensors = load_file(first / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
     for name in list(tensors):
-        tensors[name] += 1.0  # so that it can be told from a fresh adapter
+        tensors[name] += 1.0  # makes it differ from a fresh adapter
     save_file(tensors, first / "adapter_model.safetensors", metadata={"format": "pt"})
     other = str(tmp_path / "other")
     with monkeypatch.context() as patch:
@@ -186,14 +186,17 @@ def test_another_run_continues_from_a_runs_adapter(run, write_recipe, make_nvfp4
 
 
 def test_a_resume_keeps_the_starting_adapter_of_its_run(run, write_recipe, make_nvfp4, monkeypatch, tmp_path):
-    """Their path may change, and what lies there may not: the policy would be another, or beta pull elsewhere."""
+    """Check that the starting adapter's path may change on a resume but its content may not.
+
+    Other content would be another policy, or another reference for beta.
+    """
     for name in ("first", "other"):
         lora = LoraConfig(
             r=16, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False
         )
         get_peft_model(model.load(make_nvfp4("qwen2"), torch.float32), lora).save_pretrained(tmp_path / name)
     recipe = yaml.safe_load(Path(write_recipe(max_steps=1, save_strategy="steps", save_steps=1, beta=0.5)).read_text())
-    recipe = {key: value for key, value in recipe.items() if not key.startswith("lora_")}  # of which alpha is 32
+    recipe = {key: value for key, value in recipe.items() if not key.startswith("lora_")}  # lora_alpha becomes 32
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "lr_scheduler_type": "constant"}))
     settings = ["--config", str(tmp_path / "recipe.yaml")]
     run(*settings, "--adapter_name_or_path", str(tmp_path / "first"))
@@ -217,13 +220,13 @@ def test_a_resume_keeps_the_starting_adapter_of_its_run(run, write_recipe, make_
     with pytest.raises(SystemExit):
         train.main([*resume, "--adapter_name_or_path", str(tmp_path / "moved")])
     state = json.loads((checkpoint / "qerl_state.json").read_text())
-    (checkpoint / "qerl_state.json").write_text(json.dumps({**state, "reference": None}))  # as without beta
+    (checkpoint / "qerl_state.json").write_text(json.dumps({**state, "reference": None}))  # as in a run without beta
     with pytest.raises(ConfigError, match=r"resume from .*checkpoint-1: lora_alpha is 32 and the adapter's 64\. Give"):
         train.main(resume)
 
 
 def test_chat_template_kwargs_reach_rollout_and_length_filter(run, write_recipe, monkeypatch):
-    """Prompts have 8 to 12 characters, a token each, and the template adds four where it is asked to."""
+    """Check with prompts of 8 to 12 characters, one token each, and a template that adds four on request."""
     from qerl_recipes.rollout.engine import VLLMRollouts
     from qerl_recipes.tasks.running_sum import tokenizer
 
@@ -260,7 +263,7 @@ def test_prompts_that_leave_no_room_for_completions_are_refused(changes, message
     def started(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train, "assemble", started)  # what goes on after the prompts were looked at
+    monkeypatch.setattr(train, "assemble", started)  # assemble is called after the prompts were checked
     with pytest.raises(SystemExit if message is None else ConfigError, match=message):
         train.main(["--config", write_recipe(**changes)])
 
@@ -273,7 +276,7 @@ def test_a_template_is_read_from_its_file_and_checked(write_recipe, monkeypatch,
     train.build(preflight.make(*configs.parse(["--config", write_recipe(), "--chat_template", str(file)])))
     text = made[0]["processing_class"].apply_chat_template(made[0]["train_dataset"][0]["prompt"], tokenize=False)
     assert text == f"{made[0]['train_dataset'][0]['prompt'][0]['content']}8"
-    assert made[0]["recipe"]["chat_template"] == file.read_text()  # a resume is bound to the text, not to the name
+    assert made[0]["recipe"]["chat_template"] == file.read_text()  # a resume compares the text, not the name
     file.write_text("7+1={# {{ #}")
     with pytest.raises(ConfigError, match="chat_template: what it makes of messages of user does not contain the prob"):
         train.main(["--config", write_recipe(), "--chat_template", str(file)])
@@ -305,7 +308,7 @@ def test_what_a_mixture_of_experts_cannot_have_is_refused(run, write_recipe, mak
 
 
 def test_a_downloaded_model_that_does_not_fit_is_refused(run, write_recipe, make_bf16, monkeypatch):
-    """Nothing is known of it while the recipe is checked; here it comes from a folder instead of the hub."""
+    """Check a model that is unknown while the recipe is checked; it comes from a folder instead of the hub."""
     monkeypatch.setattr(base_model, "local_folder", lambda *arguments: make_bf16("qwen2"))
     monkeypatch.setattr(model, "load", lambda *a, **k: pytest.fail("the model was loaded"))
     with pytest.raises(ValueError, match="vllm_max_model_length is 999, but somebody/model has 256 positions"):
@@ -313,7 +316,10 @@ def test_a_downloaded_model_that_does_not_fit_is_refused(run, write_recipe, make
 
 
 def test_what_a_run_is_built_from_is_read_once(run, write_recipe, make_nvfp4, monkeypatch, tmp_path):
-    """On the way to the first step; transformers and vLLM, which are given the model's folder, read for themselves."""
+    """Count the reads on the way to the first step.
+
+    Transformers and vLLM read for themselves, because they are given the model's folder.
+    """
     run("--config", write_recipe(max_steps=1))
     start = shutil.move(tmp_path / "run/adapter", tmp_path / "start")
     config, reads = make_nvfp4("qwen2") / "config.json", Counter()
@@ -366,7 +372,7 @@ def test_a_run_without_a_gpu_says_that_it_is_on_the_cpu(write_recipe, monkeypatc
 def test_a_recipe_in_float16_ends_in_an_adapter_that_says_so(write_recipe, run, tmp_path):
     run("--config", write_recipe(dtype="float16", fp16=True, max_steps=1))
     (row,) = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert 0 < row["logp_diff_mean"] < 4e-3  # in bfloat16 0.01 to 0.02
+    assert 0 < row["logp_diff_mean"] < 4e-3  # it is 0.01 to 0.02 in bfloat16
     state = json.loads((tmp_path / "run/adapter/qerl_state.json").read_text())
     assert state["recipe"]["dtype"] == "float16"
     _, training, model_config = mismatch._recipe(open_adapter(tmp_path / "run"), [], tmp_path)

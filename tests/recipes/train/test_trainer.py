@@ -49,7 +49,10 @@ def test_promise_06_rollout_and_trainer_agree_in_noise_modes(mode, make_trainer,
 
 
 def test_beta_compares_with_a_reference_under_the_same_noise(make_trainer, make_nvfp4, read_metrics):
-    """So the divergence is what the adapter has learnt: 0 where nothing is learnt, however large the noise."""
+    """Check that the divergence is only what the adapter has learnt.
+
+    It is 0 where nothing is learnt, however large the noise.
+    """
     keys = {"noise_mode": "both", "beta": 0.1, "dtype": torch.float32, **AQN}
     trainer = make_trainer(make_nvfp4("qwen2"), learning_rate=0.0, **keys)
     trainer.train()
@@ -59,7 +62,10 @@ def test_beta_compares_with_a_reference_under_the_same_noise(make_trainer, make_
 
 
 def test_temperature_and_noise_keys_reach_both_sides(make_trainer, make_bf16, read_metrics):
-    """In fp32, where rounding hides nothing, on a BF16 base of which engine and trainer each quantize a copy."""
+    """Check in fp32, where rounding hides nothing.
+
+    Engine and trainer each quantize their own copy of a BF16 base.
+    """
     keys = {"temperature": 0.6, "noise_seed": 7, "noise_targets": ["norm"]}
     trainer = make_trainer(make_bf16("qwen2"), dtype=torch.float32, noise_mode="both", **{**AQN, **keys})
     shares, inner = [], trainer.compute_loss
@@ -111,7 +117,7 @@ def test_a_snapshot_is_pefts_state_dict_without_a_copy(make_trainer, make_nvfp4,
 def test_blocks_that_keep_their_activations_change_nothing_else(
     checkpointed, forwards, make_trainer, make_nvfp4, recwarn
 ):
-    """Two rollouts, for TRL turns every block's checkpointing off and on again in each."""
+    """Train two rollouts, because TRL turns every block's checkpointing off and on again in each."""
     settings = {"gradient_checkpointing": True, "max_steps": 2}
     trainer = make_trainer(make_nvfp4("qwen2"), recompute_layers=checkpointed, **settings)
     assert any("all blocks are recomputed" in str(w.message) for w in recwarn) == (checkpointed is None)
@@ -119,7 +125,7 @@ def test_blocks_that_keep_their_activations_change_nothing_else(
     for block, counted in zip(trainer.model.get_base_model().model.layers, calls, strict=True):
         block.register_forward_pre_hook(lambda module, args, counted=counted: counted.append(module))
     trainer.train()
-    # a forward in each step, and another one in the backward of a block that is checkpointed
+    # Each step runs a forward, and the backward of a checkpointed block runs another.
     assert [len(counted) for counted in calls] == forwards
     adapter = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
     plain = make_trainer(make_nvfp4("qwen2"), max_steps=2)
@@ -202,7 +208,7 @@ def test_trained_norms_travel_without_the_noise(make_trainer, make_nvfp4, tmp_pa
     assert set(saved) == {name for name in start if noise.is_target(name)}
     for name, weight in saved.items():
         moved = (weight - start[name]).abs().max()
-        assert 0 < moved < 4 * 2e-2, name  # four steps of Adam, and no noise of 0.2
+        assert 0 < moved < 4 * 2e-2, name  # four steps of Adam; noise of 0.2 is not saved
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert config["modules_to_save"] is None
     assert "norms" in (tmp_path / "adapter" / "README.md").read_text()
@@ -225,7 +231,7 @@ def test_loaded_norms_that_are_not_trained_stay(make_trainer, make_nvfp4, read_m
 
 
 class Hub:
-    """The hub's API as far as transformers' trainer calls it; what is uploaded is noted, by its commit message."""
+    """Fake the part of the hub's API that transformers' trainer calls, and record uploads by commit message."""
 
     def __init__(self):
         self.uploads = {}
@@ -274,4 +280,4 @@ def test_one_rollout_may_serve_several_steps(make_trainer, make_nvfp4, read_metr
     assert ["reward" in record for record in records] == [True, False, True, False]
     mismatch = [record["logp_diff_mean"] for record in records]
     assert max(mismatch) < 0.05
-    assert len(set(mismatch)) == 4  # of the completions that each step trains on
+    assert len(set(mismatch)) == 4  # each step measures its own completions
